@@ -1,0 +1,306 @@
+"""The book's sharding notation as data: `W[D_X, F_Y] {U_Z}` (Part 3, "A unified notation for sharding").
+
+`parse` reads one type, `parse_line` an arrow between types. A type says, for each dim of an array, which mesh axes it
+is split over (`I_XY`: X is major, so device (x, y) holds block x*|Y| + y), and over which axes the array is still
+unreduced (`{U_Z}`: every device along Z holds a partial sum). Axes that are not mentioned hold replicas.
+Plain Python: no torch, no devices.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+DTYPE_BYTES = {"int4": 0.5, "fp4": 0.5, "int8": 1, "uint8": 1, "fp8": 1, "bool": 1, "bf16": 2, "bfloat16": 2}
+DTYPE_BYTES |= {"fp16": 2, "f16": 2, "float16": 2, "int16": 2, "fp32": 4, "f32": 4, "float32": 4, "int32": 4}
+DTYPE_BYTES |= {"fp64": 8, "f64": 8, "float64": 8, "int64": 8}
+
+
+class ShardingError(ValueError):
+    """A type or a line that breaks a rule of the notation: the message quotes it, names the rule and what mends it."""
+
+
+def dtype_bytes(dtype) -> float:
+    """Bytes of one element: of a name ("bf16", "int4"), a torch dtype, or a number of bytes given as such."""
+    if isinstance(dtype, (int, float)) and dtype > 0:
+        return dtype
+    if isinstance(dtype, str) and dtype in DTYPE_BYTES:
+        return DTYPE_BYTES[dtype]
+    if isinstance(size := getattr(dtype, "itemsize", None), int):
+        return size
+    raise ShardingError(
+        f"unknown dtype {dtype!r}: give a torch dtype, a number of bytes, or one of {list(DTYPE_BYTES)}"
+    )
+
+
+def mesh_sizes(mesh) -> Mapping[str, int]:
+    """The axis sizes of a mesh, which may be given as the mesh itself or as a plain dict `{"X": 4, "Y": 2}`."""
+    return mesh if isinstance(mesh, Mapping) else mesh.sizes
+
+
+def format_axes(axes: Sequence[str]) -> str:
+    """`("X", "Y")` -> "XY"; long names in braces: `("data", "model")` -> "{data,model}"."""
+    short = all(len(axis) == 1 and axis.isupper() for axis in axes)
+    return "".join(axes) if short else "{" + ",".join(axes) + "}"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One type. `W[D_X, F] {U_Y}` has `name` "W", `dims` (("D", ("X",)), ("F", ())) and `unreduced` ("Y",).
+
+    The name is "" if there is none. A dim may be a number (`KV[2, B, S]`), which is its own size. The axes of `unreduced` are a set, kept sorted.
+    """
+
+    name: str
+    dims: tuple[tuple[str, tuple[str, ...]], ...]
+    unreduced: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        dims = ", ".join(dim + ("_" + format_axes(axes) if axes else "") for dim, axes in self.dims)
+        return f"{self.name}[{dims}]" + (f" {{U_{format_axes(self.unreduced)}}}" if self.unreduced else "")
+
+    @property
+    def dim_names(self) -> tuple[str, ...]:
+        return tuple(dim for dim, _ in self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that some dim is split over, in order of their appearance."""
+        return tuple(axis for _, axes in self.dims for axis in axes)
+
+    def axes_of(self, dim: str) -> tuple[str, ...]:
+        """The axes that `dim` is split over; () also for a dim that this array does not have."""
+        return dict(self.dims).get(dim, ())
+
+    def index(self, dim: str) -> int:
+        return self.dim_names.index(dim)
+
+    def same_sharding(self, other: "Spec") -> bool:
+        """Whether both have the same dims, split alike and unreduced alike; the arrays' names may differ."""
+        return self.dims == other.dims and self.unreduced == other.unreduced
+
+    def with_name(self, name: str) -> "Spec":
+        return replace(self, name=name)
+
+    def with_axes(self, dim: str, axes: Sequence[str]) -> "Spec":
+        return replace(self, dims=tuple((d, tuple(axes) if d == dim else a) for d, a in self.dims)).validated()
+
+    def with_unreduced(self, axes: Sequence[str]) -> "Spec":
+        return replace(self, unreduced=tuple(sorted(axes))).validated()
+
+    def validated(self) -> "Spec":
+        """This type, or a ShardingError if it uses a dim or a mesh axis twice."""
+        return parse(str(self)).with_name(self.name)
+
+    def replicated(self, mesh) -> tuple[str, ...]:
+        """The axes of the mesh that this type does not mention: along them every device holds the same."""
+        self.check_axes(mesh)
+        return tuple(axis for axis in mesh_sizes(mesh) if axis not in self.axes + self.unreduced)
+
+    def check_axes(self, mesh) -> None:
+        """ShardingError if the type names an axis that the mesh lacks."""
+        sizes = mesh_sizes(mesh)
+        for axis in self.axes + self.unreduced:
+            if axis not in sizes:
+                has = ", ".join(f"{a}={n}" for a, n in sizes.items()) or "no axes"
+                raise ShardingError(
+                    f"{self}: unknown mesh axis {axis}: the mesh has {has}\n"
+                    f"  mend: use one of its axes, or give the mesh the axis (of size 1 if need be)"
+                )
+
+    def global_shape(self, sizes) -> tuple[int, ...]:
+        """The shape of the whole array. `sizes`: {"D": 8, "F": 16}, or the shape itself as a sequence of ints."""
+        if not isinstance(sizes, Mapping):
+            if len(sizes) != len(self.dims):
+                raise ShardingError(f"{self}: has {len(self.dims)} dims, but the sizes given are {tuple(sizes)}")
+            sizes = dict(zip(self.dim_names, sizes, strict=True))
+        shape = []
+        for dim, _ in self.dims:
+            size = sizes[dim] if dim in sizes else int(dim) if dim.isdigit() else None
+            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                raise ShardingError(f"{self}: dim {dim} needs a size, an int >= 0; got {size!r} in {dict(sizes)}")
+            if dim.isdigit() and size != int(dim):
+                raise ShardingError(f"{self}: dim {dim} says its own size, but the array has {size} there")
+            shape.append(size)
+        return tuple(shape)
+
+    def local_shape(self, sizes, mesh) -> tuple[int, ...]:
+        """The shape of one device's shard: each dim divided by the sizes of its axes.
+
+        sizes {"D": 8, "F": 16} (or the global shape), mesh {"X": 4, "Y": 2} or a Mesh.
+        """
+        self.check_axes(mesh)
+        local, axis_sizes = [], mesh_sizes(mesh)
+        for (dim, axes), size in zip(self.dims, self.global_shape(sizes), strict=True):
+            parts = math.prod(axis_sizes[axis] for axis in axes)
+            if size % parts:
+                product = " * ".join(f"{axis}={axis_sizes[axis]}" for axis in axes)
+                raise ShardingError(
+                    f"{self}: dim {dim} of size {size} does not divide into {parts} blocks ({product})\n"
+                    f"  mend: make {dim} a multiple of {parts}, or use fewer devices along {format_axes(axes)}"
+                )
+            local.append(size // parts)
+        return tuple(local)
+
+    def slices(self, sizes, mesh, coord: Mapping[str, int]) -> tuple[slice, ...]:
+        """The index ranges of the device at `coord`, e.g. {"X": 3, "Y": 0}; `I_XY` counts X as the major axis."""
+        local, axis_sizes = self.local_shape(sizes, mesh), mesh_sizes(mesh)
+        ranges = []
+        for (_, axes), size in zip(self.dims, local, strict=True):
+            block = 0
+            for axis in axes:
+                if not 0 <= coord.get(axis, -1) < axis_sizes[axis]:
+                    raise ShardingError(f"{self}: coordinate {dict(coord)} needs {axis} in 0..{axis_sizes[axis] - 1}")
+                block = block * axis_sizes[axis] + coord[axis]
+            ranges.append(slice(block * size, (block + 1) * size))
+        return tuple(ranges)
+
+    def nbytes(self, sizes, mesh, dtype) -> float:
+        """Bytes that one device holds (an int unless the dtype has half bytes)."""
+        return _whole(math.prod(self.local_shape(sizes, mesh)) * dtype_bytes(dtype))
+
+    def total_nbytes(self, sizes, mesh, dtype) -> float:
+        """Bytes over the whole mesh, every replica and every partial sum counted."""
+        return _whole(self.nbytes(sizes, mesh, dtype) * math.prod(mesh_sizes(mesh).values()))
+
+
+@dataclass(frozen=True)
+class Line:
+    """An arrow between types, e.g. `A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}`; `contract` holds the dims of written `*_J`."""
+
+    operands: tuple[Spec, ...]
+    result: Spec
+    contract: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " * ".join(map(str, self.operands)) + f" -> {self.result}"
+
+
+@lru_cache(maxsize=65536)
+def _parse(text: str) -> Spec:
+    reader = _Reader(text)
+    spec = reader.spec()
+    reader.end()
+    return spec
+
+
+def parse(text: "str | Spec") -> Spec:
+    """Read one type: `W[D, F_X]`, `In[B_{XY}, D]`, `In[B_{data,model}, D]`, `[B, D]`, `Loss[] {U_XY}`.
+
+    The book's other spellings are read too (`{ U_XY }`, `{U.Y}`); str() gives the canonical one.
+    Raises ShardingError, with a caret under the place, for bad syntax, and for a dim or an axis used twice.
+    """
+    return text if isinstance(text, Spec) else _parse(_text(text))
+
+
+@lru_cache(maxsize=65536)
+def _parse_line(text: str) -> Line:
+    reader = _Reader(text)
+    operands, contract = [reader.spec()], []
+    while (dim := reader.product()) is not None:
+        contract += [dim] if dim else []
+        operands.append(reader.spec())
+    reader.take(r"->|→", "'->' and the type of the result (or '*' and another operand)")
+    line = Line(tuple(operands), reader.spec(), tuple(contract))
+    reader.end()
+    return line
+
+
+def parse_line(text: "str | Line") -> Line:
+    """Read an arrow: `A[I_X, J] -> A[I, J]`, `A[I, J] * B[J, K] -> C[I, K]`; `*` may be `·`, and name its dim: `*_J`.
+
+    Only the syntax and each type by itself are checked here; what a line may do, `scaling.collectives` and
+    `scaling.algebra` check. Raises ShardingError.
+    """
+    return text if isinstance(text, Line) else _parse_line(_text(text))
+
+
+class _Reader:
+    """A cursor over the text; each method reads one piece of the grammar and leaves the cursor after it."""
+
+    def __init__(self, text: str):
+        self.text, self.at = text, 0
+
+    def fail(self, message: str, at: int | None = None, mend: str = "") -> None:
+        at = self.at if at is None else at
+        text = re.sub(r"\s", " ", self.text)
+        raise ShardingError(f"{message}\n  {text}\n  {' ' * at}^" + (f"\n  mend: {mend}" if mend else ""))
+
+    def skip(self) -> None:
+        self.at = re.compile(r"\s*").match(self.text, self.at).end()
+
+    def find(self, pattern: str) -> str | None:
+        self.skip()
+        if match := re.compile(pattern, re.ASCII).match(self.text, self.at):
+            self.at = match.end()
+            return match[0]
+        return None
+
+    def take(self, pattern: str, wanted: str) -> str:
+        if (found := self.find(pattern)) is None:
+            self.fail(f"expected {wanted}")
+        return found
+
+    def end(self) -> None:
+        self.skip()
+        if self.at < len(self.text):
+            self.fail("expected the end of the type")
+
+    def spec(self) -> Spec:
+        name = self.find(r"[A-Za-z][A-Za-z0-9_']*") or ""
+        self.take(r"\[", "a type such as W[D, F_X]: '['")
+        dims, seen, unreduced = [], {}, ()
+        while not self.find(r"\]"):
+            if dims:
+                self.take(",", "',' or ']'")
+            self.skip()
+            at, dim = self.at, self.take(r"[A-Za-z][A-Za-z0-9']*|[0-9]+", "a dim, such as D or F_X")
+            self.once(seen, dim, at, f"dim {dim}")
+            dims.append((dim, self.axes(seen) if self.find("_") else ()))
+        if self.find(r"\{\s*U\s*[_.]"):
+            unreduced = tuple(sorted(self.axes(seen)))
+            self.take(r"\}", "'}' after the unreduced axes")
+        return Spec(name, tuple(dims), unreduced)
+
+    def axes(self, seen: dict) -> tuple[str, ...]:
+        """`XY`, `{XY}`, `data` or `{data,model}`: capitals are an axis each, anything else is one long name."""
+        braced, axes = self.find(r"\{"), []
+        while True:
+            self.skip()
+            at, word = self.at, self.take(r"[A-Za-z][A-Za-z0-9]*", "a mesh axis, such as X or {data,model}")
+            for offset, axis in enumerate(word) if re.fullmatch("[A-Z]+", word) else [(0, word)]:
+                self.once(seen, ("axis", axis), at + offset, f"mesh axis {axis}")
+                axes.append(axis)
+            if not (braced and self.find(",")):
+                break
+        if braced:
+            self.take(r"\}", "'}' or ',' and another axis")
+        return tuple(axes)
+
+    def once(self, seen: dict, key, at: int, what: str) -> None:
+        if key in seen:
+            mend = "split one dim over it, or leave it out of {U_...}" if "axis" in what else "give the dims two names"
+            self.fail(f"{what} is used twice: each occurs at most once in a type", at, mend)
+        seen[key] = at
+
+    def product(self) -> str | None:
+        """`*`, `·`, `*_J`, `*_LOCAL`: the dim named ("" if none), or None if no product follows."""
+        if not self.find(r"[*·]"):
+            return None
+        if not self.find("_"):
+            return ""
+        dim = self.take(
+            r"[A-Z]+(?=[\s{}]|$)|[A-Za-z][A-Za-z0-9']*(?=\s|$)", "the dim contracted, as in *_D, and a space"
+        )
+        return "" if dim == "LOCAL" else dim
+
+
+def _text(text) -> str:
+    if not isinstance(text, str):
+        raise ShardingError(f"a type is written as a string such as 'W[D, F_X]'; got {text!r}")
+    return text
+
+
+def _whole(number: float) -> float:
+    return int(number) if number == int(number) else number
