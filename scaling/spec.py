@@ -49,7 +49,7 @@ def format_axes(axes: Sequence[str]) -> str:
 class Spec:
     """One type. `W[D_X, F] {U_Y}` has `name` "W", `dims` (("D", ("X",)), ("F", ())) and `unreduced` ("Y",).
 
-    The name is "" if there is none. A dim may be a number (`KV[2, B, S]`), which is its own size. The axes of `unreduced` are a set, kept sorted.
+    The name is "" if there is none. A dim may be a number (`KV[2, B, S]`), its own size. `unreduced` is kept sorted.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Spec:
         return self.dim_names.index(dim)
 
     def same_sharding(self, other: "Spec") -> bool:
-        """Whether both have the same dims, split alike and unreduced alike; the arrays' names may differ."""
+        """Whether dims, their axes and the unreduced axes are the same; the arrays' names may differ."""
         return self.dims == other.dims and self.unreduced == other.unreduced
 
     def with_name(self, name: str) -> "Spec":
@@ -167,7 +167,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Line:
-    """An arrow between types, e.g. `A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}`; `contract` holds the dims of written `*_J`."""
+    """An arrow between types: `A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}`. `contract` holds the dims of written `*_J`."""
 
     operands: tuple[Spec, ...]
     result: Spec
@@ -191,7 +191,7 @@ def parse(text: "str | Spec") -> Spec:
     The book's other spellings are read too (`{ U_XY }`, `{U.Y}`); str() gives the canonical one.
     Raises ShardingError, with a caret under the place, for bad syntax, and for a dim or an axis used twice.
     """
-    return text if isinstance(text, Spec) else _parse(_text(text))
+    return text if isinstance(text, Spec) else _parse(text)
 
 
 @lru_cache(maxsize=65536)
@@ -213,13 +213,15 @@ def parse_line(text: "str | Line") -> Line:
     Only the syntax and each type by itself are checked here; what a line may do, `scaling.collectives` and
     `scaling.algebra` check. Raises ShardingError.
     """
-    return text if isinstance(text, Line) else _parse_line(_text(text))
+    return text if isinstance(text, Line) else _parse_line(text)
 
 
 class _Reader:
     """A cursor over the text; each method reads one piece of the grammar and leaves the cursor after it."""
 
     def __init__(self, text: str):
+        if not isinstance(text, str):
+            raise ShardingError(f"a type is written as a string such as 'W[D, F_X]'; got {text!r}")
         self.text, self.at = text, 0
 
     def fail(self, message: str, at: int | None = None, mend: str = "") -> None:
@@ -290,16 +292,8 @@ class _Reader:
             return None
         if not self.find("_"):
             return ""
-        dim = self.take(
-            r"[A-Z]+(?=[\s{}]|$)|[A-Za-z][A-Za-z0-9']*(?=\s|$)", "the dim contracted, as in *_D, and a space"
-        )
+        dim = self.take(r"[A-Za-z][A-Za-z0-9']*(?=\s|$)", "the dim contracted, as in *_D, and a space")
         return "" if dim == "LOCAL" else dim
-
-
-def _text(text) -> str:
-    if not isinstance(text, str):
-        raise ShardingError(f"a type is written as a string such as 'W[D, F_X]'; got {text!r}")
-    return text
 
 
 def _whole(number: float) -> float:
