@@ -1,0 +1,214 @@
+"""Parameters, FLOPs and KV cache of a transformer (Part 4): exact, and by the book's rules of thumb.
+
+B counts sequences, T query tokens and S key-value tokens of each; sizes are in bytes, work in FLOPs (a multiply and an
+add are two). Only matmuls count as work, as in the book's tables; norms, softmax and the like are left out.
+Each count is a dict by component; `sum(....values())` is the total. Plain Python: no torch.
+"""
+
+import math
+
+from scaling.configs import Config
+from scaling.spec import dtype_bytes
+
+REMAT = ("none", "matmuls", "block")
+
+
+# --- Counting dots -----------------------------------------------------------------------------------------------
+
+
+def einsum_flops(equation: str, *shapes: tuple[int, ...]) -> int:
+    """FLOPs of `"bd,df->bf"` on these shapes: twice the product of all dims, each counted once (Part 4, Counting Dots).
+
+    Without a contracted dim there is nothing to add, and the factor of two is left out. One or two operands.
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    operands = inputs.split(",")
+    if not arrow or len(operands) != len(shapes) or not 1 <= len(operands) <= 2:
+        raise ValueError(f"{equation!r} needs an arrow and a shape for each of its one or two operands, got {shapes}")
+    sizes: dict[str, int] = {}
+    for letters, shape in zip(operands, shapes, strict=True):
+        if len(letters) != len(shape):
+            raise ValueError(f"{equation!r}: {letters} has {len(letters)} dims, but the shape is {shape}")
+        for letter, size in zip(letters, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(f"{equation!r}: {letter} is both {sizes[letter]} and {size}")
+    if unknown := set(output) - sizes.keys():
+        raise ValueError(f"{equation!r}: the result has {', '.join(sorted(unknown))}, which no operand has")
+    return math.prod(sizes.values()) * (1 if set(output) == sizes.keys() else 2)
+
+
+# --- Parameters --------------------------------------------------------------------------------------------------
+
+
+def attention_params(config: Config) -> int:
+    """Of one layer: W_Q, W_K, W_V, W_O: 2D(N+K)H; with latent attention its low-rank factors and their two norms."""
+    if (latent := config.latent) is None:
+        return 2 * config.D * (config.N + config.K) * config.H
+    D, N = config.D, config.N
+    queries = D * latent.q_rank + latent.q_rank * N * (latent.nope + latent.rope)
+    keys_values = D * (latent.kv_rank + latent.rope) + latent.kv_rank * N * (latent.nope + latent.value)
+    return queries + keys_values + N * latent.value * D
+
+
+def params(config: Config, active: bool = False) -> dict[str, int]:
+    """Parameters by component; with `active`, of a mixture of experts only those that one token uses.
+
+    "vocab" is DV once if the unembedding is tied to the embedding, twice if not.
+    """
+    D, sparse = config.D, config.L - config.dense_layers
+    experts = (config.k if active else config.E) + config.shared
+    latent_norms = config.latent.q_rank + config.latent.kv_rank if config.latent else 0
+    return {
+        "mlp": config.matrices * D * (sparse * experts * config.F + config.dense_layers * config.F_dense),
+        "attention": config.L * attention_params(config),
+        "router": sparse * D * config.E if config.moe else 0,
+        "norms": config.L * (config.norms * D + latent_norms) + D,
+        "vocab": (1 if config.tied else 2) * D * config.V,
+    }
+
+
+def num_params(config: Config, active: bool = False) -> int:
+    return sum(params(config, active).values())
+
+
+# --- FLOPs -------------------------------------------------------------------------------------------------------
+
+
+def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: bool = False) -> dict[str, int]:
+    """FLOPs of a forward pass over B sequences of T tokens that attend to S (default T), by component.
+
+    `causal` counts only the visible pairs, T*S - T*(T-1)/2 of each head: what a kernel can skip. A plain einsum
+    computes them all. The unembedding is of every token; the embedding is a look-up, not a matmul.
+    """
+    S = _whole("S", T if S is None else S)
+    tokens, counts = _whole("B", B) * _whole("T", T), params(config, active=True)
+    if causal and S < T:
+        raise ValueError(f"causal attention of T={T} tokens needs at least as many keys, got S={S}")
+    pairs = T * S - T * (T - 1) // 2 if causal else T * S
+    head = config.latent.nope + config.latent.rope + config.latent.value if config.latent else 2 * config.H
+    return {
+        "mlp": 2 * tokens * (counts["mlp"] + counts["router"]),
+        "projections": 2 * tokens * counts["attention"],
+        "attention": 2 * B * pairs * config.N * head * config.L,
+        "unembed": 2 * tokens * config.D * config.V,
+    }
+
+
+def remat_flops(config: Config, B: int, T: int, remat: str, causal: bool = False) -> int:
+    """FLOPs that the backward pass computes again (Part 4, Gradient checkpointing).
+
+    "none": nothing. "block": only each layer's input is saved, so the layers' forward passes run again (which the book
+    rounds to 2 * params * tokens; the unembedding does not). "matmuls": the outputs of the seven matmuls are saved, so
+    only the two of dot-product attention run again, 4BT^2NH a layer (Question 6).
+    """
+    if remat not in REMAT:
+        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+    forward = forward_flops(config, B, T, causal=causal)
+    if remat == "none":
+        return 0
+    if remat == "matmuls":
+        return forward["attention"]
+    return forward["mlp"] + forward["projections"] + forward["attention"]
+
+
+def train_flops(config: Config, B: int, T: int, causal: bool = False, remat: str = "none") -> dict[str, int]:
+    """FLOPs of a training step: three times the forward pass, and what is computed again."""
+    again = remat_flops(config, B, T, remat, causal)
+    return {key: 3 * flops for key, flops in forward_flops(config, B, T, causal=causal).items()} | {"remat": again}
+
+
+def rule_of_thumb(config: Config, tokens: float, remat: str = "none") -> float:
+    """6 * params * tokens for a training step; 8 with block remat (Part 4). For a mixture of experts, active params."""
+    if remat not in REMAT:
+        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+    return (8 if remat == "block" else 6) * num_params(config, active=True) * tokens
+
+
+def prefill_flops(config: Config, prompt: int, batch: int = 1, causal: bool = True) -> int:
+    """A forward pass over the prompts, with the unembedding of each last token only: 2 * params * tokens, roughly."""
+    flops = forward_flops(config, batch, prompt, causal=causal)
+    return sum(flops.values()) - flops["unembed"] + 2 * batch * config.D * config.V
+
+
+def decode_flops(config: Config, batch: int, context: int) -> int:
+    """One token for each of `batch` sequences that attend to `context` tokens (the new one included)."""
+    return sum(forward_flops(config, batch, 1, context).values())
+
+
+# --- Bytes -------------------------------------------------------------------------------------------------------
+
+
+def kv_cache_bytes(config: Config, tokens: int = 1, dtype="bf16") -> float:
+    """Bytes of the keys and values of this many tokens, 2*L*K*H each (Part 4, KV caching), or of their latents."""
+    latent = config.latent
+    each = latent.kv_rank + latent.rope if latent else 2 * config.K * config.H
+    return tokens * config.L * each * dtype_bytes(dtype)
+
+
+def saved_widths(config: Config, remat: str) -> dict[str, int]:
+    """Per token and layer, the elements that the backward pass finds saved, by array (Part 4, Gradient checkpointing).
+
+    "block": the layer's input. "matmuls": the outputs of the seven big matmuls; as the residual stream they are
+    added to is what is kept, W_out's stands in the next layer's input. "none": everything that a gradient reads, with
+    an attention kernel that keeps its output and one statistic a head rather than the [T, S] scores.
+    """
+    if remat not in REMAT:
+        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+    D, Q, KV = config.D, config.N * config.H, config.K * config.H
+    F = config.F * (config.k + config.shared)
+    block = {"In": D}
+    if remat == "block":
+        return block
+    matmuls = block | {"Q": Q, "K": KV, "V": KV, "Attn": D, "Tmp": (config.matrices - 1) * F}
+    if remat == "matmuls":
+        return matmuls
+    rotated = {"Q rotated": Q, "K rotated": KV, "heads": Q, "statistics": config.N}
+    return matmuls | {"norms": 2 * D} | rotated | {"activation": F, "product": F if config.gated else 0}
+
+
+def saved_bytes(config: Config, tokens: int, remat: str, dtype="bf16") -> float:
+    """Bytes of all layers' saved activations for this many tokens."""
+    return tokens * config.L * sum(saved_widths(config, remat).values()) * dtype_bytes(dtype)
+
+
+def checkpoint_bytes(config: Config, tokens: float, per_layer: float, dtype="bf16") -> float:
+    """The book's estimate (Parts 4 and 6): so many arrays of width D a layer: 20 for everything, 7 or 4 or 1 saved."""
+    return per_layer * tokens * config.D * config.L * dtype_bytes(dtype)
+
+
+# --- Attention ---------------------------------------------------------------------------------------------------
+
+
+def attention_intensity(T: int, S: int, G: int = 1, dtype="bf16") -> float:
+    """FLOPs per byte of dot-product attention in a kernel: TSG/(TG + S) in bf16 (Part 4, Question 4).
+
+    T queries in each of G heads read S keys and values once, and write as much as they read of Q.
+    """
+    return 4 * T * S * G / (2 * (T * G + S) * dtype_bytes(dtype))
+
+
+def attention_fraction(config: Config, T: int, causal: bool = False) -> float:
+    """FLOPs of dot-product attention over those of all other matmuls of the layers: T/8D if F = 4D, NH = KH = D."""
+    flops = forward_flops(config, 1, T, causal=causal)
+    return flops["attention"] / (flops["mlp"] + flops["projections"])
+
+
+def attention_crossover(config: Config) -> float:
+    """The sequence length at which the two are equal, T = 8D in the book's proportions."""
+    return 1 / attention_fraction(config, 1)
+
+
+# --- Time --------------------------------------------------------------------------------------------------------
+
+
+def train_seconds(flops: float, chips: int, flops_per_s: float, mfu: float) -> float:
+    """How long a run of this many FLOPs takes on `chips` chips of a peak `flops_per_s` each at this utilization."""
+    if not 0 < mfu <= 1 or chips < 1 or flops_per_s <= 0:
+        raise ValueError(f"needs 0 < mfu <= 1, chips >= 1 and flops_per_s > 0, got {mfu}, {chips}, {flops_per_s}")
+    return flops / (chips * flops_per_s * mfu)
+
+
+def _whole(letter: str, value: int) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{letter} must be a whole number of at least 1, got {value!r}")
+    return value
