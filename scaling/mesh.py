@@ -1,0 +1,172 @@
+"""Meshes: devices arranged along named axes (Part 3, "A unified notation for sharding").
+
+`Mesh` is the one that runs: this process is one rank of it. `AbstractMesh` has only sizes: the same functions run on it
+with meta tensors, to plan for more devices than there are. Ranks are row-major: the last axis is the fastest.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from scaling.spec import ShardingError, parse
+
+TIMEOUT = 120.0  # seconds that a collective waits for the other ranks before it raises
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices that differ from this one only along some axes.
+
+    `index` is the block that this device holds of a dim split over the axes *in the order asked for*; member i of the
+    process group holds block `order[i]`, where () means block i (process groups list their ranks ascending).
+    `backend` is gloo, nccl, "single" (one device: every collective is the identity) or "abstract" (shapes only).
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    index: int
+    backend: str
+    order: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    name: str = ""
+    pg: "dist.ProcessGroup | None" = None
+
+    def block_of(self, member: int) -> int:
+        return self.order[member] if self.order else member
+
+    def member_of(self, block: int) -> int:
+        return self.order.index(block) if self.order else block
+
+
+class AbstractMesh:
+    """A mesh of sizes only, e.g. `AbstractMesh({"X": 1024, "Y": 8})`, seen from the device at `coord` (default: all 0).
+
+    Collectives on it take meta tensors and return meta tensors of the right local shape; nothing is moved.
+    """
+
+    checked = False
+
+    def __init__(self, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None):
+        for axis, size in sizes.items():
+            if not isinstance(axis, str) or parse(f"[I_{{{axis}}}]").axes != (axis,):
+                raise ShardingError(f"{axis!r} cannot name a mesh axis: use one capital letter, or a word such as data")
+            if not isinstance(size, int) or size < 1:
+                raise ShardingError(f"mesh axis {axis} has size {size!r}: it must be an int of at least 1")
+        self.sizes = dict(sizes)
+        self.coord = dict.fromkeys(self.sizes, 0) | dict(coord or {})
+        self.device = torch.device("meta")
+        self.lines: dict = {}  # lines resolved on this mesh, by scaling.collectives
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
+
+    @property
+    def rank(self) -> int:
+        """This device's position in row-major order of the mesh."""
+        return self.rank_at(self.coord)
+
+    def rank_at(self, coord: Mapping[str, int]) -> int:
+        rank = 0
+        for axis, size in self.sizes.items():
+            rank = rank * size + coord[axis]
+        return rank
+
+    def size(self, axes: Sequence[str] | None = None) -> int:
+        """The number of devices along `axes` together; of the whole mesh by default."""
+        return math.prod(self.sizes[axis] for axis in (self.sizes if axes is None else axes))
+
+    def group(self, axes: Sequence[str]) -> Group:
+        """The group over `axes`, in the order given: `("Y", "X")` has Y major. Made at first use, by all its ranks."""
+        axes = tuple(axes)
+        if axes not in self._groups:
+            self._groups[axes] = self._make_group(axes)
+        return self._groups[axes]
+
+    def _make_group(self, axes: tuple[str, ...]) -> Group:
+        index = 0
+        for axis in axes:
+            index = index * self.sizes[axis] + self.coord[axis]
+        return Group(axes, self.size(axes), index, "single" if self.size(axes) == 1 else "abstract")
+
+
+class Mesh(AbstractMesh):
+    """The ranks of this run along named axes, e.g. `Mesh({"X": 4, "Y": 2})`: to be made by every rank alike.
+
+    Ranks come from `scaling.launch` or from torchrun; a mesh of one device needs no process group. `checked`: before
+    each collective the ranks of its group compare what they are about to do, and differing ranks raise instead of
+    hanging. `timeout`: seconds that a collective waits. ShardingError if the sizes do not multiply to the world size.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], device="cpu", checked: bool = False, timeout: float = TIMEOUT):
+        super().__init__(sizes)
+        self.device, self.checked, self.timeout = torch.device(device), checked, timeout
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
+            join_world(self.device, timeout)
+        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        if self.size() != world:
+            product = " * ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+            raise ShardingError(
+                f"the mesh {product} has {self.size()} devices, but {world} ranks are running\n"
+                f"  mend: start {self.size()} ranks (scaling.launch.run, torchrun --nproc-per-node {self.size()}), "
+                f"or choose sizes whose product is {world}"
+            )
+        for axis, size in reversed(self.sizes.items()):
+            rank, self.coord[axis] = divmod(rank, size)
+
+    def _make_group(self, axes: tuple[str, ...]) -> Group:
+        group = super()._make_group(axes)
+        if group.size == 1:
+            return group
+        members = [self.coord]  # in ascending order of rank: axes in the mesh's order
+        for axis in self.sizes:
+            if axis in axes:
+                members = [{**member, axis: i} for member in members for i in range(self.sizes[axis])]
+        ranks = [self.rank_at(member) for member in members]
+        order = []
+        for member in members:
+            block = 0
+            for axis in axes:
+                block = block * self.sizes[axis] + member[axis]
+            order.append(block)
+        same = tuple(axis for axis in self.sizes if axis in axes)
+        if same != axes and self.size(axes) > 1:
+            pg = self.group(same).pg  # another order of the same axes: the same process group
+        elif len(ranks) == dist.get_world_size():
+            pg = dist.group.WORLD
+        else:  # a group does not inherit the timeout of the world
+            pg = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout), use_local_synchronization=True)
+        order = () if order == sorted(order) else tuple(order)
+        return Group(axes, group.size, group.index, dist.get_backend(pg), order, tuple(ranks), pg.group_name, pg)
+
+    @property
+    def device_mesh(self):
+        """The same mesh as a torch DeviceMesh, on the same process groups: for DTensor and torch's own strategies."""
+        groups = [self.group((axis,)).pg or dist.new_group([self.rank]) for axis in self.sizes]
+        ranks = torch.arange(self.size()).view(tuple(self.sizes.values()))
+        return dist.device_mesh.DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0],
+            self.device.type,
+            mesh=ranks if len(groups) > 1 else None,
+            mesh_dim_names=tuple(self.sizes),
+        )
+
+
+def join_world(device, timeout: float = TIMEOUT, store=None, rank: int = -1, world: int = -1) -> None:
+    """Join the run's process group: gloo on CPU, NCCL on CUDA. Without a store, as torchrun's environment says."""
+    device = torch.device(device)
+    backend = "gloo"
+    if device.type == "cuda":
+        local = rank if store is not None else int(os.environ.get("LOCAL_RANK", 0))
+        if local >= torch.cuda.device_count():
+            have = torch.cuda.device_count()
+            raise ValueError(f"rank {local} needs its own GPU, but there are {have}: use fewer ranks, or the cpu")
+        torch.cuda.set_device(local)
+        backend = "nccl"
+    where = {"store": store, "rank": rank, "world_size": world} if store is not None else {}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **where)

@@ -1,0 +1,120 @@
+"""What was moved and computed, event by event.
+
+    with trace() as log:
+        Out, saved = fsdp_tp.forward(params, In, mesh)
+    print(log.table())
+
+Each collective and each einsum that runs inside the block adds one `Event`, on a real mesh and on an `AbstractMesh`
+alike, in a hand-written backward and in one that `torch.func.vjp` runs. A trace only observes: numbers do not change.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from tabulate import tabulate
+
+from scaling.spec import Spec
+
+
+@dataclass
+class Event:
+    """One collective or einsum.
+
+    `op`: AllGather, ReduceScatter, AllReduce, AllToAll, CollectivePermute, Slice, Einsum, Broadcast, Scatter, Gather,
+    Reduce, Send or Recv; `axes`: the mesh axes it ran over; `before`: the operand's type (of an Einsum, a tuple);
+    `after`: the result's. `nbytes`: V, the book's measure (Part 3): the gathered or unreduced array as one group sees
+    it (an AllReduce, which takes two passes over V, is listed with V). `wire_bytes`: what this rank sends. `flops`: of
+    an Einsum, on this rank. `start`, `end`: seconds of `time.perf_counter`; an asynchronous event ends where it was
+    waited for.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    before: "Spec | tuple[Spec, ...]"
+    after: Spec
+    nbytes: int = 0
+    wire_bytes: int = 0
+    flops: int = 0
+    start: float = 0.0
+    end: float = 0.0
+    async_op: bool = False
+
+    def __str__(self) -> str:
+        over = "_" + "".join(self.axes) if self.axes else ""
+        if self.op == "Einsum":
+            return f"{self.after} = " + " * ".join(map(str, self.before))
+        return f"{self.after} = {self.op}{over}({self.before})"
+
+
+@dataclass
+class Log:
+    """The events of one `trace()` block, in the order in which they were started."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def collectives(self) -> list[Event]:
+        """The events that move data between devices: all but Einsum and Slice."""
+        return [event for event in self.events if event.op not in ("Einsum", "Slice")]
+
+    def count(self, op: str, axes: tuple[str, ...] | str | None = None) -> int:
+        return sum(event.op == op and (axes is None or event.axes == tuple(axes)) for event in self.events)
+
+    @property
+    def book_bytes(self) -> int:
+        """Bytes by the book's count (Part 5, Takeaways): V for each collective, 2V for an AllReduce."""
+        return sum(event.nbytes * (2 if event.op == "AllReduce" else 1) for event in self.collectives())
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(event.wire_bytes for event in self.events)
+
+    @property
+    def flops(self) -> int:
+        return sum(event.flops for event in self.events)
+
+    def table(self) -> str:
+        """The lines as they ran, with their bytes, FLOPs and milliseconds."""
+        rows = [
+            (
+                str(event),
+                f"{event.nbytes:,}" if event.op not in ("Einsum", "Slice") else "",
+                f"{event.wire_bytes:,}" if event.wire_bytes else "",
+                f"{event.flops:,}" if event.flops else "",
+                f"{(event.end - event.start) * 1e3:.2f}" + (" async" if event.async_op else ""),
+            )
+            for event in self.events
+        ]
+        headers, align = ["line", "V bytes", "sent", "FLOPs", "ms"], ("left", "right", "right", "right", "left")
+        return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
+
+
+_open: list[Log] = []  # the logs being written, innermost last
+
+
+@contextmanager
+def trace() -> Iterator[Log]:
+    """Collect an Event for everything that runs in the block. Blocks nest: each sees its own events and inner ones'."""
+    log = Log()
+    _open.append(log)
+    try:
+        yield log
+    finally:
+        _open.remove(log)
+
+
+def active() -> bool:
+    return bool(_open)
+
+
+def record(event: Event) -> Event:
+    """Add an event to every open log; called by collectives and einsum."""
+    for log in _open:
+        log.events.append(event)
+    return event
+
+
+def now() -> float:
+    return perf_counter()

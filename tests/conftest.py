@@ -1,0 +1,114 @@
+"""`ranks(fn, {"X": 2, "Y": 2}, *args)`: call `fn(mesh, *args)` on ranks that are forked once and reused by all tests.
+
+Functions are pickled by name, so they stand at the top of their test module. A test that makes a rank fail ends its
+ranks; the next test gets new ones. Collectives are checked: ranks that disagree raise instead of hanging.
+"""
+
+import math
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from scaling.mesh import Mesh, join_world
+
+torch.set_num_threads(1)
+
+
+class RankFailed(Exception):
+    pass
+
+
+def _work(rank: int, world: int, folder: str, pipe) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.pop("WORLD_SIZE", None)
+    join_world("cpu", 60, dist.FileStore(f"{folder}/store", world), rank, world)
+    meshes = {}
+    while job := pipe.recv_bytes():
+        try:
+            fn, sizes, args = pickle.loads(job)
+            key = tuple(sizes.items())
+            if key not in meshes:
+                meshes[key] = Mesh(sizes, checked=True, timeout=60)
+            answer = True, fn(meshes[key], *args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        try:
+            pipe.send_bytes(pickle.dumps(answer))
+        except BrokenPipeError:
+            break
+    os._exit(0)
+
+
+class Workers:
+    """`world` forked processes, each one rank of one process group."""
+
+    def __init__(self, world: int):
+        context = mp.get_context("fork")
+        self.folder = tempfile.TemporaryDirectory(prefix="test-ranks-")
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, world, self.folder.name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, fn, sizes, args) -> list:
+        job = pickle.dumps((fn, sizes, args))
+        for pipe in self.pipes:
+            pipe.send_bytes(job)
+        results, failed, waiting = {}, {}, dict(enumerate(self.pipes))
+        while waiting and not failed:
+            for pipe in mp.connection.wait(list(waiting.values()), timeout=90) or [None]:
+                if pipe is None:
+                    failed[-1] = f"ranks {sorted(waiting)} did not answer"
+                    break
+                rank = self.pipes.index(pipe)
+                del waiting[rank]
+                try:
+                    ok, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    ok, value = False, "the process died"
+                (results if ok else failed)[rank] = value
+        if failed:
+            rank, text = min(failed.items())
+            raise RankFailed(f"rank {rank} of {sizes}:\n{text}")
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    workers: dict[int, Workers] = {}
+
+    def run(fn, sizes, *args):
+        world = math.prod(sizes.values())
+        if world == 1:
+            return [fn(Mesh(sizes), *args)]
+        if world not in workers:
+            sys.stdout.flush()
+            workers[world] = Workers(world)
+        try:
+            return workers[world].run(fn, sizes, args)
+        except BaseException:
+            workers.pop(world).end()
+            raise
+
+    yield run
+    for each in workers.values():
+        each.end()
