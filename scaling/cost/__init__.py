@@ -1,0 +1,45 @@
+"""The cost model: seconds and bytes of operations, collectives, layers and steps, in SI units (Parts 1, 2, 3, 5, 12).
+
+roofline: one chip; collectives: a torus; gpu: a node and a tree of switches; layers, pipeline: the strategies;
+memory: bytes per chip. Collectives of the two networks have the same names: `cost.all_gather` is the torus',
+`cost.gpu.all_gather` the tree's.
+"""
+
+# ruff: noqa: F401
+from scaling.cost import gpu
+from scaling.cost.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    latency_bound_bytes,
+    permute,
+    point_to_point,
+    reduce_scatter,
+    seconds,
+)
+from scaling.cost.layers import (
+    STRATEGIES,
+    Cost,
+    data_threshold,
+    expert_inflation,
+    layer,
+    layer_bytes,
+    layer_flops,
+    mixed_optimum,
+    mixed_threshold,
+    pod_threshold,
+    tensor_limit,
+)
+from scaling.cost.memory import POLICIES, Memory, activation_bytes, checkpoint_bytes, largest_model, training_memory
+from scaling.cost.pipeline import Step, bubble, pipeline_comms, pod_bytes, step
+from scaling.cost.roofline import (
+    Roofline,
+    attainable,
+    critical_batch,
+    matmul,
+    mfu,
+    roofline,
+    seconds_at,
+    split_contraction,
+    tiled_matmul,
+)

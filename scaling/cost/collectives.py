@@ -1,0 +1,123 @@
+"""Collectives on a torus (Part 3, "A Deeper Dive into TPU Communication Primitives"): seconds from bytes.
+
+`nbytes` is V, the book's measure: the array as one device of the group sees it when it is whole, i.e. the gathered
+array of an AllGather, the unreduced one of a ReduceScatter or AllReduce, and of an AllToAll the local bytes times the
+group's size. Other mesh axes that shard the array divide V; axes it is replicated over do not.
+
+`axes`: the lengths of the torus axes that the collective runs over, e.g. 16 or (4, 4): a mesh axis that spans several
+torus axes has several. `wrap`: which of them are rings; by default what the chip's pod does (`Chip.wraps`).
+Each chip has one link of `link_bw` bytes/s each way per neighbour: two per ring, and one at the end of a line.
+"""
+
+import math
+from collections.abc import Sequence
+
+from scaling.cost.checks import not_negative, one_of, whole
+from scaling.hardware import Chip, check_slice
+
+OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")
+
+
+def torus(chip: Chip, axes: int | Sequence[int], wrap) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """The lengths of the axes, and which are rings; axes of length 1 drop out."""
+    lengths = check_slice(chip, axes)
+    rings = chip.wraps(lengths) if wrap is None else (wrap,) * len(lengths) if isinstance(wrap, bool) else tuple(wrap)
+    if len(rings) != len(lengths):
+        raise ValueError(f"wrap = {wrap!r}: one value, or one for each of the {len(lengths)} axes")
+    kept = [(length, ring) for length, ring in zip(lengths, rings, strict=True) if length > 1]
+    return tuple(length for length, _ in kept), tuple(ring for _, ring in kept)
+
+
+def hops(lengths: Sequence[int], rings: Sequence[bool]) -> int:
+    """Hops that the farthest bytes travel: X/2 on a ring of X (both ways round), X - 1 on a line."""
+    return sum(length // 2 if ring else length - 1 for length, ring in zip(lengths, rings, strict=True))
+
+
+def all_gather(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
+    """Seconds of an AllGather: max(hops * hop_latency, V / (W_ici * number of axes)), independent of their lengths.
+
+    A chip can receive over two links per ring and one per line. `exact` takes off the share that each chip has already,
+    (1 - 1/N); on lines alone it is always off, as in Part 3, Pop Quiz 2.
+    """
+    not_negative(nbytes=nbytes)
+    lengths, rings = torus(chip, axes, wrap)
+    if not lengths:
+        return 0.0
+    ports = sum(2 if ring else 1 for ring in rings)
+    missing = 1 - 1 / math.prod(lengths) if exact or not any(rings) else 1
+    return max(hops(lengths, rings) * chip.hop_latency, nbytes * missing / (ports * chip.need("link_bw")))
+
+
+def reduce_scatter(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
+    """Seconds of a ReduceScatter: an AllGather run backwards, so the same."""
+    return all_gather(nbytes, chip, axes, wrap, exact)
+
+
+def all_reduce(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
+    """Seconds of an AllReduce: a ReduceScatter and an AllGather."""
+    return 2 * all_gather(nbytes, chip, axes, wrap, exact)
+
+
+def all_to_all(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
+    """Seconds of an AllToAll: the slowest axis' V * X / (4 N W_ici), N devices in all; 1D: V / (4 W_ici).
+
+    On a line half the links are missing and the middle one carries all: twice that. `exact` counts odd lengths right
+    (1 - 1/X^2: the middle of an odd axis is a chip). scaling.torus routes every message and finds the same.
+    """
+    not_negative(nbytes=nbytes)
+    lengths, rings = torus(chip, axes, wrap)
+    chips = math.prod(lengths)
+    times = [hops(lengths, rings) * chip.hop_latency]
+    for length, ring in zip(lengths, rings, strict=True):
+        odd = 1 - 1 / length**2 if exact and length % 2 else 1
+        times.append(nbytes * length * odd / (4 * chips * chip.need("link_bw") * (2 if ring else 1)))
+    return max(times)
+
+
+def permute(nbytes: float, chip: Chip, hops: int = 1) -> float:
+    """Seconds of a CollectivePermute of `nbytes` local bytes to a neighbour, over one link; or over more hops."""
+    return point_to_point(nbytes, chip, hops, ports=1)
+
+
+def point_to_point(nbytes: float, chip: Chip, hops: int, ports: int = 1) -> float:
+    """Seconds to send `nbytes` over `hops` hops, through `ports` links at once: latency and transfer add up.
+
+    Part 2, Question 5. The messages are cut into packets which follow each other, so the hops delay only the first.
+    """
+    not_negative(nbytes=nbytes)
+    whole(hops=hops, ports=ports)
+    if ports > 2 * chip.need("axes"):
+        raise ValueError(f"ports = {ports}: {chip.name} has {2 * chip.axes} links")
+    return nbytes / (ports * chip.need("link_bw")) + hops * chip.hop_latency
+
+
+def latency_bound_bytes(chip: Chip, axes: int | Sequence[int], wrap=None) -> float:
+    """V below which an AllGather is bound by the latency of its hops (Part 3): X * 45 kB on a ring of X v5e."""
+    lengths, rings = torus(chip, axes, wrap)
+    return hops(lengths, rings) * chip.hop_latency * sum(2 if r else 1 for r in rings) * chip.need("link_bw")
+
+
+def seconds(op: str, nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
+    """Seconds of a collective by the name that `scaling.trace` and `scaling.algebra` give it.
+
+    On a chip whose file has measurements of collectives, those are used: latency + V / bandwidth.
+    """
+    one_of("op", op, OPS)
+    if chip.measured:
+        return measured(op, nbytes, chip, math.prod((axes,) if isinstance(axes, int) else axes))
+    if op == "CollectivePermute":
+        return permute(nbytes, chip)
+    time = {"AllGather": all_gather, "ReduceScatter": reduce_scatter, "AllReduce": all_reduce, "AllToAll": all_to_all}
+    return time[op](nbytes, chip, axes, wrap, exact)
+
+
+def measured(op: str, nbytes: float, chip: Chip, ranks: int) -> float:
+    """Seconds of a collective over `ranks` from the chip file's measurements; ValueError if there is none for it."""
+    not_negative(nbytes=nbytes)
+    if ranks == 1:
+        return 0.0
+    for row in chip.measured:
+        if (row.op, row.ranks) == (op, ranks):
+            return row.latency + nbytes / row.bandwidth
+    has = ", ".join(f"{row.op} over {row.ranks}" for row in chip.measured) or "none"
+    raise ValueError(f"{chip.name}: {op} over {ranks} ranks was not measured (there is: {has})")

@@ -1,0 +1,169 @@
+"""Collectives of GPUs, in a node and over a tree of switches (Part 12): seconds from bytes.
+
+`nbytes` is V as for a torus: the whole array of one group. A collective over an axis of `gpus` GPUs may have another
+axis inside of it, `inner` GPUs, that shards the array: then `nbytes` is that of all its groups, and each moves 1/inner.
+Level by level a unit's children run a ring over the links between them; levels overlap, and the slowest counts.
+Exact: V (D - 1) / (D W) with D children in the group; otherwise V / W, the book's approximation.
+"""
+
+import math
+
+from scaling.cost.checks import not_negative, whole
+from scaling.cost.layers import Cost
+from scaling.hardware import Chip
+
+
+def spans(chip: Chip, gpus: int, inner: int = 1) -> list[tuple[int, int, float]]:
+    """Per level that the group spans: (its children in a group, GPUs below a child, bytes/s of a child).
+
+    ValueError if the cluster has too few GPUs, or the group does not fill whole units.
+    """
+    whole(gpus=gpus, inner=inner)
+    total, below, found = gpus * inner, 1, []
+    for level in chip.need("levels"):
+        used = min(level.degree, -(-total // below))
+        across = min(used, max(1, inner // below))
+        if total % (used * below) or used % across or (inner % below and below % inner):
+            raise ValueError(
+                f"{gpus} x {inner} GPUs of {chip.name} do not fill whole units ({level.name}: {level.degree} children)"
+            )
+        if used > across:
+            found.append((used // across, below, level.child_bw))
+        below *= level.degree
+        if total <= below:
+            return found
+    raise ValueError(f"{total} GPUs: the cluster of {chip.name} has {below} (add levels in a chip file)")
+
+
+def ring(nbytes: float, chip: Chip, gpus: int, inner: int, factor) -> float:
+    """The slowest level's seconds; `factor` of the number of children says what share of its array a child moves."""
+    not_negative(nbytes=nbytes)
+    groups = ((children, min(inner, below), bandwidth) for children, below, bandwidth in spans(chip, gpus, inner))
+    return max((nbytes / inner * shared * factor(children) / bw for children, shared, bw in groups), default=0.0)
+
+
+def all_gather(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True) -> float:
+    """Seconds of an AllGather: V (N - 1) / (N W) in a node, and beyond the slowest level's V (D - 1) / (D W)."""
+    return ring(nbytes, chip, gpus, inner, lambda d: (d - 1) / d if exact else 1)
+
+
+def reduce_scatter(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True) -> float:
+    """Seconds of a ReduceScatter: as an AllGather."""
+    return all_gather(nbytes, chip, gpus, inner, exact)
+
+
+def all_reduce(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True, sharp: bool = False) -> float:
+    """Seconds of an AllReduce: two AllGathers; with SHARP exactly V / W, the switches adding up.
+
+    In practice SHARP gains about 30%, not the 75% of 8 GPUs in theory (Part 12, "Intra-node collectives").
+    """
+    if sharp:
+        return ring(nbytes, chip, gpus, inner, lambda d: 1)
+    return 2 * all_gather(nbytes, chip, gpus, inner, exact)
+
+
+def nonzero_share(units: int, k: int | None = None, random: bool = False) -> float:
+    """Share of destinations, out of `units`, to which something goes: min(k / units, 1) of a ragged AllToAll.
+
+    `random`: k independent draws, which may coincide: 1 - ((n - 1)/n)^k (Part 12, Appendix B).
+    """
+    whole(units=units)
+    if k is None:
+        return 1.0
+    whole(k=k)
+    return 1 - (1 - 1 / units) ** k if random else min(k / units, 1.0)
+
+
+def all_to_all(
+    nbytes: float, chip: Chip, gpus: int, k: int | None = None, random: bool = False, exact: bool = True
+) -> float:
+    """Seconds of an AllToAll: what leaves a child of N/M of the GPUs, V (M - 1) / (M^2 W), at the slowest level.
+
+    In a node M = N GPUs with W = 450e9 (H100); over M nodes the node's 400e9. Ragged (`k` of the destinations are not
+    empty): times `nonzero_share`.
+    """
+    not_negative(nbytes=nbytes)
+    times = [0.0]
+    for _, below, bandwidth in spans(chip, gpus):
+        units = gpus // below
+        share = nonzero_share(units, k, random) * ((1 - 1 / units) if exact else 1)
+        times.append(nbytes / units * share / bandwidth)
+    return max(times)
+
+
+def collective_bw(chip: Chip, gpus: int, inner: int = 1) -> float:
+    """V over the seconds of an exact AllGather: 514e9 in an H100's node, 413e9 beyond."""
+    return 1 / all_gather(1, chip, gpus, inner)
+
+
+def bisection_bw(chip: Chip, gpus: int) -> float:
+    """Bytes/s across an even cut of `gpus` GPUs, both directions: 3.6e12 for an H100's node.
+
+    A GPU's or node's share, bisection / units, is the collective bandwidth of the book's table.
+    """
+    children, _, bandwidth = spans(chip, gpus)[-1]
+    return children * bandwidth
+
+
+def levels_table(chip: Chip) -> list[dict]:
+    """Each level's GPUs, bytes/s of a unit, of one GPU's share, and of a node's (Part 12, "Beyond the node level").
+
+    `switch_bw` is the total of the ports of a unit's switches, where known.
+    """
+    rows, gpus = [], 1
+    for level in chip.need("levels"):
+        unit_bw, below = level.degree * level.child_bw, gpus
+        gpus *= level.degree
+        switch_bw = level.switches * level.ports * level.link_bw if level.switches and level.ports else None
+        rows.append({
+            "level": level.name, "gpus": gpus, "switches": level.switches, "unit_bw": unit_bw, "switch_bw": switch_bw,
+            "gpu_bw": level.child_bw / below, "node_bw": level.child_bw / max(1, below // chip.node_gpus),
+        })  # fmt: skip
+    return rows
+
+
+# Rooflines of the strategies
+
+
+def data_threshold(chip: Chip, nodes: int | None = None, model_nodes: int = 1, dtype="bf16") -> float:
+    """Tokens per GPU from which DP or ZeRO across nodes is compute-bound: C/W_node (Part 12, "Data Parallelism").
+
+    Over few `nodes` times (X - 1)/X; each replica spread over `model_nodes` nodes (TP, PP, EP) divides by them.
+    """
+    whole(model_nodes=model_nodes, nodes=nodes or 1)
+    alpha = chip.intensity("scale-out", dtype) / model_nodes
+    return alpha * (nodes - 1) / nodes if nodes else alpha
+
+
+def tensor_limit_across(F: float, chip: Chip, dtype="bf16") -> float:
+    """Largest Y for TP over several nodes: F > alpha (Y - node), from the share (M - 1)/M that leaves a node."""
+    return chip.node_gpus + F / chip.intensity("scale-out", dtype)
+
+
+def expert_layer(B: float, D: float, F: float, Z: int, k: int, chip: Chip, dtype="bf16") -> Cost:
+    """Forward of an MoE layer, experts over Z GPUs of whole nodes: 4BkDF/(ZC), 4BD(Z - 8)/(WZ) min(8k/Z, 1).
+
+    Two AllToAlls, each sending a token at most once to each node (Part 12, "Expert Parallelism"). Within one node,
+    the same between its GPUs.
+    """
+    not_negative(B=B, D=D, F=F)
+    whole(Z=Z, k=k)
+    math_time = 4 * B * k * D * F / (Z * chip.flops(dtype))
+    node = chip.node_gpus
+    across = node < Z
+    if across and Z % node:
+        raise ValueError(f"Z = {Z}: experts over several nodes take whole ones, of {node} GPUs")
+    units = Z // node if across else Z
+    sent = 4 * B * D / units * (units - 1) * nonzero_share(units, k)
+    return Cost(math_time, (("Z", sent / chip.bandwidth("scale-out" if across else "node")),))
+
+
+def expert_min_width(Z: int, k: int, chip: Chip, dtype="bf16") -> float:
+    """Smallest F for which experts over Z GPUs are compute-bound: alpha (Z - 8)/k min(8k/Z, 1), at most 8 alpha."""
+    cost = expert_layer(1, 1, 1, Z, k, chip, dtype)
+    return cost.comms / cost.math
+
+
+def replicas_fit(params: float, chip: Chip, bytes_per_param: float = 10) -> int:
+    """GPUs that it takes to hold params and Adam's state (Part 12, Quiz 5)."""
+    return math.ceil(params * bytes_per_param / chip.need("hbm_bytes"))

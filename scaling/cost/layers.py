@@ -1,0 +1,152 @@
+"""A layer and a step under each strategy: bytes, time of computing, time of communicating (Parts 5 and 12).
+
+A layer is the book's block In[B, D] *_D W_in[D, F] *_F W_out[F, D]: two matrices of D x F. B is the *global* batch in
+tokens; X and Y are the sizes of the data (or FSDP) and the tensor axis; C is FLOPs/s of a chip; W_X and W_Y are the
+bytes/s at which a chip's collectives over X and Y run: `chip.bandwidth("ici", axes=M_X)` on a TPU, "node" or
+"scale-out" on a GPU. Volumes are the book's: an AllReduce counts twice, and (X - 1)/X is taken as 1.
+`matrices` is the number of D x F matrices (3 when gated; attention adds 2D(N+K)H / DF of them), and `blocks` the number
+of AllGather and ReduceScatter pairs over Y in a forward pass (2 with attention).
+"""
+
+from dataclasses import dataclass
+
+from scaling.cost.checks import not_negative, one_of, positive, whole
+from scaling.spec import dtype_bytes
+
+STRATEGIES = ("dp", "fsdp", "tp", "fsdp_tp")
+DIRECTIONS = ("forward", "backward", "both")
+OVERLAPS = ("max", "sum")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of computing and of communicating by mesh axis, per chip.
+
+    `overlap` says how the collectives of different axes combine: "max", they run at once (the book of 2026), or "sum",
+    one after the other (of 2025). Computing against communicating is bounded both ways, by `lower` and `upper`.
+    """
+
+    math: float
+    axes: tuple[tuple[str, float], ...]
+    overlap: str = "max"
+
+    @property
+    def comms(self) -> float:
+        times = [time for _, time in self.axes]
+        return (max(times, default=0.0)) if self.overlap == "max" else sum(times)
+
+    @property
+    def lower(self) -> float:
+        """Seconds when communication hides behind computing: max(math, comms)."""
+        return max(self.math, self.comms)
+
+    @property
+    def upper(self) -> float:
+        """Seconds when nothing overlaps: the sum of all."""
+        return self.math + sum(time for _, time in self.axes)
+
+    @property
+    def bound(self) -> str:
+        """ "compute", or the axis whose collectives take the longest."""
+        return "compute" if self.math >= self.comms else max(self.axes, key=lambda axis: axis[1])[0]
+
+    def scaled(self, factor: float) -> "Cost":
+        return Cost(self.math * factor, tuple((axis, time * factor) for axis, time in self.axes), self.overlap)
+
+
+def layer_bytes(
+    strategy: str, B, D, F, X=1, Y=1, direction="both", dtype="bf16", matrices=2, blocks=1, regather=False
+) -> dict[str, float]:
+    """Bytes that a layer's collectives move over X and over Y, as AllGather equivalents (Part 5, "Takeaways").
+
+    `regather`: TP gathers its input again in the backward pass instead of keeping the forward's copy.
+    The book's table has 8BD/X for the backward of FSDP+TP; its algorithm moves 4BD/X (6BD/X with regather).
+    """
+    one_of("strategy", strategy, STRATEGIES)
+    one_of("direction", direction, DIRECTIONS)
+    positive(B=B, D=D, F=F, matrices=matrices)
+    whole(X=X, Y=Y)
+    not_negative(blocks=blocks)
+    if (strategy in ("dp", "fsdp") and Y > 1) or (strategy == "tp" and X > 1):
+        raise ValueError(f"{strategy} has no axis {'X' if strategy == 'tp' else 'Y'}: use fsdp_tp for X={X}, Y={Y}")
+    size = dtype_bytes(dtype)
+    weights = size * matrices * D * F / Y if X > 1 else 0  # gathered over X, each chip's share of F
+    activations = size * B * D / X if Y > 1 else 0  # gathered over Y, each chip's share of B
+    forward = {"X": 0 if strategy == "dp" else weights, "Y": 2 * blocks * activations}
+    backward = {"X": 2 * weights, "Y": (2 + regather) * blocks * activations}
+    use = {"forward": (forward,), "backward": (backward,), "both": (forward, backward)}[direction]
+    return {axis: sum(part[axis] for part in use) for axis in ("X", "Y")}
+
+
+def layer_flops(B, D, F, chips=1, direction="both", matrices=2) -> float:
+    """FLOPs of one layer on each of `chips` chips: 2BDF for each matrix forward, twice that backward."""
+    positive(B=B, D=D, F=F, matrices=matrices)
+    whole(chips=chips)
+    one_of("direction", direction, DIRECTIONS)
+    return {"forward": 2, "backward": 4, "both": 6}[direction] * matrices * B * D * F / chips
+
+
+def layer(
+    strategy, B, D, F, C, W_X=None, W_Y=None, X=1, Y=1, direction="both", dtype="bf16", matrices=2, blocks=1,
+    regather=False, overlap="max",
+) -> Cost:  # fmt: skip
+    """Time of one layer on each chip: T_math = 4BDF/(XY C) and T_comms = bytes / W forward, for two matrices."""
+    positive(C=C)
+    one_of("overlap", overlap, OVERLAPS)
+    moved = layer_bytes(strategy, B, D, F, X, Y, direction, dtype, matrices, blocks, regather)
+    rates = {"X": W_X, "Y": W_Y}
+    for axis, nbytes in moved.items():
+        if nbytes:
+            if rates[axis] is None:
+                raise ValueError(f"{strategy} moves bytes over {axis}: give W_{axis}, in bytes/s")
+            positive(**{f"W_{axis}": rates[axis]})
+    times = tuple((axis, nbytes / rates[axis]) for axis, nbytes in moved.items() if nbytes)
+    return Cost(layer_flops(B, D, F, X * Y, direction, matrices) / C, times, overlap)
+
+
+# Thresholds: where the time of computing equals that of communicating
+
+
+def data_threshold(C: float, W: float) -> float:
+    """Tokens per chip above which DP and FSDP are compute-bound: B/X > C/W (Part 5; Part 12 with W of GPU or node)."""
+    positive(C=C, W=W)
+    return C / W
+
+
+def tensor_limit(F: float, C: float, W: float) -> float:
+    """Largest Y for which TP is compute-bound: Y < F W/C, whatever the batch (W = M_Y W_ici on a TPU)."""
+    positive(F=F, C=C, W=W)
+    return F * W / C
+
+
+def mixed_threshold(F: float, C: float, W_X: float, W_Y: float, overlap: str = "max") -> float:
+    """Tokens per chip above which FSDP+TP at its best X is compute-bound: c C^2 / (W_X W_Y F).
+
+    c = 1 if the collectives of X and Y overlap, 4 if they follow each other: at X_opt both take the same time t, so
+    max is t, sum is 2t, and t^2 is proportional to N/B.
+    """
+    positive(F=F, C=C, W_X=W_X, W_Y=W_Y)
+    one_of("overlap", overlap, OVERLAPS)
+    return (1 if overlap == "max" else 4) * C**2 / (W_X * W_Y * F)
+
+
+def mixed_optimum(B: float, F: float, N: float, m_x: float = 1, m_y: float = 1, matrices: float = 2) -> float:
+    """X_opt of FSDP+TP on N chips: sqrt(B N M_X / (F M_Y)), where both axes' collectives take the same time.
+
+    From matrices DF/(Y M_X) = 2BD/(X M_Y) with XY = N; a gated layer has more weights and so a smaller Y.
+    """
+    positive(B=B, F=F, N=N, m_x=m_x, m_y=m_y, matrices=matrices)
+    return (2 * B * N * m_x / (matrices * F * m_y)) ** 0.5
+
+
+def pod_threshold(C: float, W_dcn: float) -> float:
+    """Tokens per *slice* above which DP across slices is compute-bound: C / W_dcn, W_dcn per chip (Part 5)."""
+    return data_threshold(C, W_dcn)
+
+
+def expert_inflation(experts: int, active: int) -> float:
+    """Factor E/k by which an MoE raises the data threshold: E times the weights, k times the FLOPs (Part 12)."""
+    whole(experts=experts, active=active)
+    if active > experts:
+        raise ValueError(f"active = {active} of {experts} experts")
+    return experts / active

@@ -1,0 +1,82 @@
+"""Bytes that each chip holds while training: params, gradients, optimizer state, activations (Parts 4, 5 and 6)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaling.cost.checks import not_negative, one_of, positive, whole
+from scaling.spec import dtype_bytes
+
+POLICIES = ("none", "matmuls", "block")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per chip."""
+
+    params: float
+    grads: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.params + self.grads + self.optimizer + self.activations
+
+    def fits(self, hbm_bytes: float) -> bool:
+        positive(hbm_bytes=hbm_bytes)
+        return self.total <= hbm_bytes
+
+
+def activation_bytes(
+    tokens: float, D: float, L: int, policy: str = "block", F: float | None = None, dtype="bf16"
+) -> float:
+    """Bytes of activations kept for the backward pass, of all chips together (Part 4, "Gradient checkpointing").
+
+    "none" (no checkpointing) keeps about 20 arrays [tokens, D] a layer; "matmuls" the outputs of the 7 large matmuls;
+    "block" only the layer's input. With F the matmuls are counted by their widths instead: Q, K, V, O and the output
+    of D, the two up-projections of F.
+    """
+    positive(tokens=tokens, D=D)
+    whole(L=L)
+    one_of("policy", policy, POLICIES)
+    widths = {"none": [D] * 20, "matmuls": [D] * 7 if F is None else [D] * 5 + [F] * 2, "block": [D]}[policy]
+    return checkpoint_bytes(tokens, widths, L, dtype)
+
+
+def checkpoint_bytes(tokens: float, widths: Sequence[float], L: int, dtype="bf16") -> float:
+    """Bytes of checkpoints [tokens, width] kept in each of L layers: 2 L tokens sum(widths) in bf16 (Part 5, Q2)."""
+    positive(tokens=tokens)
+    whole(L=L)
+    not_negative(**{f"widths[{i}]": width for i, width in enumerate(widths)})
+    return dtype_bytes(dtype) * L * tokens * sum(widths)
+
+
+def training_memory(
+    params: float, activations: float = 0, X: int = 1, Y: int = 1, Z: int = 1, zero: int = 0,
+    param_bytes: float = 2, grad_bytes: float = 2, optimizer_bytes: float = 8,
+) -> Memory:  # fmt: skip
+    """Bytes per chip of a model of `params` parameters, with `activations` bytes in all.
+
+    TP and pipelining divide everything by Y and Z; X divides activations, and with ZeRO stage 1 the optimizer state, 2
+    also the gradients, 3 (FSDP) also the params. Adam: bf16 params 2, gradients 2, two fp32 moments 8 bytes (12 with an
+    fp32 copy of the params). The book's 10 bytes per parameter leave the gradients out: `grad_bytes=0`.
+    """
+    positive(params=params)
+    whole(X=X, Y=Y, Z=Z)
+    one_of("zero", zero, (0, 1, 2, 3))
+    not_negative(
+        activations=activations, param_bytes=param_bytes, grad_bytes=grad_bytes, optimizer_bytes=optimizer_bytes
+    )
+    share = params / (Y * Z)
+    return Memory(
+        params=param_bytes * share / (X if zero >= 3 else 1),
+        grads=grad_bytes * share / (X if zero >= 2 else 1),
+        optimizer=optimizer_bytes * share / (X if zero >= 1 else 1),
+        activations=activations / (X * Y * Z),
+    )
+
+
+def largest_model(hbm_bytes: float, bytes_per_param: float = 10) -> float:
+    """Parameters that fit one chip: HBM / 10 with Adam (Part 5, "Data Parallelism": 9.6e9 on a v5p)."""
+    positive(hbm_bytes=hbm_bytes, bytes_per_param=bytes_per_param)
+    return hbm_bytes / bytes_per_param

@@ -1,0 +1,147 @@
+"""Rooflines of one chip (Part 1): the time of an operation from its FLOPs and its bytes, and what binds it.
+
+Bytes, FLOPs, seconds, FLOPs/s and bytes/s throughout. `C` is the rate of computing, `W` that of the memory or the link.
+"""
+
+from dataclasses import dataclass
+
+from scaling.cost.checks import not_negative, one_of, positive
+from scaling.spec import dtype_bytes
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """An operation's cost: `flops` at `C` FLOPs/s and `nbytes` over `W` bytes/s."""
+
+    flops: float
+    nbytes: float
+    C: float
+    W: float
+
+    def __post_init__(self):
+        not_negative(flops=self.flops, nbytes=self.nbytes)
+        positive(C=self.C, W=self.W)
+
+    @property
+    def math(self) -> float:
+        """T_math in seconds."""
+        return self.flops / self.C
+
+    @property
+    def comms(self) -> float:
+        """T_comms in seconds."""
+        return self.nbytes / self.W
+
+    @property
+    def lower(self) -> float:
+        """Seconds when computing and moving overlap fully: the maximum."""
+        return max(self.math, self.comms)
+
+    @property
+    def upper(self) -> float:
+        """Seconds without overlap: the sum, at most twice the maximum."""
+        return self.math + self.comms
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte of the operation."""
+        return self.flops / self.nbytes if self.nbytes else float("inf")
+
+    @property
+    def critical(self) -> float:
+        """FLOPs per byte of the hardware, above which an operation is compute-bound."""
+        return self.C / self.W
+
+    @property
+    def bound(self) -> str:
+        """ "compute" or "comms"."""
+        return "compute" if self.math >= self.comms else "comms"
+
+    @property
+    def attained(self) -> float:
+        """FLOPs/s with full overlap: min(C, intensity * W)."""
+        return self.flops / self.lower if self.lower else 0.0
+
+
+def roofline(flops: float, nbytes: float, C: float, W: float) -> Roofline:
+    """The roofline of an operation (Part 1, "Where Does the Time Go?")."""
+    return Roofline(flops, nbytes, C, W)
+
+
+def attainable(intensity: float, C: float, W: float) -> float:
+    """FLOPs/s of an algorithm of this intensity: min(C, intensity * W) (Part 1, "Visualizing rooflines")."""
+    positive(intensity=intensity, C=C, W=W)
+    return min(C, intensity * W)
+
+
+def operand_bytes(dtypes) -> tuple[float, float, float]:
+    """Bytes per element of activations, weights and output: one dtype for all three, or one for each."""
+    three = tuple(dtypes) if isinstance(dtypes, (tuple, list)) else (dtypes,) * 3
+    if len(three) != 3:
+        raise ValueError(f"dtypes = {dtypes!r}: one dtype, or three (activations, weights, output)")
+    return tuple(dtype_bytes(dtype) for dtype in three)
+
+
+def matmul(B: float, D: float, F: float, C: float, W: float, dtypes="bf16", exact_flops: bool = False) -> Roofline:
+    """X[B, D] *_D Y[D, F] -> Z[B, F], each operand read or written once (Part 1, "Matrix multiplication").
+
+    `dtypes`: one for all, or (activations, weights, output). FLOPs are 2BDF, or BF(2D - 1) if `exact_flops`.
+    """
+    positive(B=B, D=D, F=F)
+    a, w, o = operand_bytes(dtypes)
+    return Roofline(B * F * (2 * D - 1) if exact_flops else 2 * B * D * F, a * B * D + w * D * F + o * B * F, C, W)
+
+
+def critical_batch(C: float, W: float, D: float | None = None, F: float | None = None, dtypes="bf16") -> float:
+    """Tokens (per replica of the weights) from which a matmul is compute-bound; inf if none is.
+
+    Without D and F the limit of large ones, w C / (2 W). With them exact: wDF / (2DF W/C - aD - oF), from
+    2BDF / C = (aBD + wDF + oBF) / W.
+    """
+    positive(C=C, W=W)
+    a, w, o = operand_bytes(dtypes)
+    if D is None and F is None:
+        return w * C / (2 * W)
+    positive(D=D, F=F)
+    slope = 2 * D * F * W / C - a * D - o * F
+    return w * D * F / slope if slope > 0 else float("inf")
+
+
+def tiled_matmul(m: int, k: int, n: int, tiles: tuple[int, int, int], C: float, W: float, dtype="bf16") -> Roofline:
+    """(m, k) x (k, n) by tiles (bm, bk, bn): each output tile reads its row and column of tiles (Part 1, footnote).
+
+    Intensity tends to 2/size * bm bn / (bm + bn). Tiles must divide; FLOPs 2mkn.
+    """
+    bm, bk, bn = tiles
+    positive(m=m, k=k, n=n, bm=bm, bk=bk, bn=bn)
+    if m % bm or k % bk or n % bn:
+        raise ValueError(f"tiles {tiles} do not divide {(m, k, n)}: pad the matrix, or take other tiles")
+    tm, tk, tn = m // bm, k // bk, n // bn
+    size = dtype_bytes(dtype)
+    return Roofline(2 * m * k * n, size * tm * tn * (tk * (bm * bk + bk * bn) + bm * bn), C, W)
+
+
+def split_contraction(B: float, D: float, F: float, C: float, W: float, chips: int = 2, dtype="bf16") -> Roofline:
+    """X[B, D_X] *_D Y[D_X, F] on two chips which then swap partial sums (Part 1, "Network communication rooflines").
+
+    T_math = 2BDF / (2C), T_comms = 2BF / W each way, W one-way: compute-bound iff D > 2C/W, whatever B is.
+    """
+    positive(B=B, D=D, F=F)
+    if chips != 2:
+        raise ValueError(f"chips = {chips}: two swap their sums; more take an AllReduce (scaling.cost.all_reduce)")
+    return Roofline(2 * B * D * F / chips, dtype_bytes(dtype) * B * F, C, W)
+
+
+def mfu(flops: float, seconds: float, chips: float, C: float) -> float:
+    """Model FLOPs utilisation: the model's useful FLOPs over what the chips could have done in that time."""
+    not_negative(flops=flops)
+    positive(seconds=seconds, chips=chips, C=C)
+    return flops / (seconds * chips * C)
+
+
+def seconds_at(flops: float, chips: float, C: float, mfu: float = 1.0) -> float:
+    """Seconds that `flops` take on `chips` chips at a utilisation."""
+    not_negative(flops=flops)
+    positive(chips=chips, C=C, mfu=mfu)
+    one_of("mfu <= 1", mfu <= 1, (True,))
+    return flops / (chips * C * mfu)
