@@ -1,0 +1,132 @@
+"""A torus of chips, link by link: neighbours, hops, and the load that an AllToAll puts on every link (Parts 2 and 3).
+
+Each axis is a ring or a line. A link goes one way: `(chip, axis, step)` is the link out of a chip to its neighbour one
+`step` (+1 or -1) along an axis; a pair of neighbours has one each way. Pure Python: a model to count with.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from scaling.hardware import Chip
+
+Coord = tuple[int, ...]
+Link = tuple[Coord, int, int]
+
+
+@dataclass(frozen=True)
+class Torus:
+    """Chips at the points of a grid of this `shape`; `wrap` says for each axis whether its ends are joined."""
+
+    shape: tuple[int, ...]
+    wrap: tuple[bool, ...]
+
+    def __post_init__(self):
+        if len(self.wrap) != len(self.shape) or not self.shape:
+            raise ValueError(f"shape {self.shape} and wrap {self.wrap}: one length and one bool for each axis")
+        if any(not isinstance(length, int) or length < 1 for length in self.shape):
+            raise ValueError(f"shape {self.shape}: lengths are whole numbers, 1 or more")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def chips(self) -> Iterator[Coord]:
+        return product(*map(range, self.shape))
+
+    def check(self, chip: Coord) -> None:
+        if len(chip) != len(self.shape) or not all(0 <= c < n for c, n in zip(chip, self.shape, strict=True)):
+            raise ValueError(f"no chip {chip} in a torus of {self.shape}")
+
+    def neighbour(self, chip: Coord, axis: int, step: int) -> Coord | None:
+        """The chip one step along an axis, or None beyond the end of a line."""
+        to, length = chip[axis] + step, self.shape[axis]
+        if length == 1 or (not self.wrap[axis] and not 0 <= to < length):
+            return None
+        return (*chip[:axis], to % length, *chip[axis + 1 :])
+
+    def neighbours(self, chip: Coord) -> list[Coord]:
+        """The chips that links of `chip` lead to: 2 per ring, 1 or 2 per line."""
+        self.check(chip)
+        found = (self.neighbour(chip, axis, step) for axis in range(len(self.shape)) for step in (1, -1))
+        return [other for other in found if other is not None]
+
+    def links(self) -> Iterator[Link]:
+        for chip in self.chips():
+            for axis, step in product(range(len(self.shape)), (1, -1)):
+                if self.neighbour(chip, axis, step) is not None:
+                    yield chip, axis, step
+
+    def ways(self, axis: int, start: int, end: int) -> list[tuple[int, int, float]]:
+        """The shortest ways along one axis: (step, hops, share of the bytes). Halfway round a ring there are two."""
+        length = self.shape[axis]
+        if not self.wrap[axis]:
+            return [(1 if end > start else -1, abs(end - start), 1.0)] if end != start else []
+        up, down = (end - start) % length, (start - end) % length
+        if up == down:
+            return [(1, up, 0.5), (-1, down, 0.5)] if up else []
+        return [(1, up, 1.0)] if up < down else [(-1, down, 1.0)]
+
+    def distance(self, a: Coord, b: Coord) -> int:
+        """Hops between two chips."""
+        self.check(a)
+        self.check(b)
+        ways = (self.ways(axis, a[axis], b[axis]) for axis in range(len(self.shape)))
+        return sum(found[0][1] for found in ways if found)
+
+    @property
+    def diameter(self) -> int:
+        """Hops between the two chips farthest apart: X // 2 per ring, X - 1 per line."""
+        return sum(n // 2 if ring else n - 1 for n, ring in zip(self.shape, self.wrap, strict=True))
+
+    @property
+    def mean_distance(self) -> float:
+        """Mean hops between two chips drawn at random: about X/4 per ring, X/3 per line."""
+        return sum(
+            sum(min(d, n - d) if ring else 2 * (n - d) * d / n for d in range(n)) / n
+            for n, ring in zip(self.shape, self.wrap, strict=True)
+        )
+
+    @property
+    def bisection_links(self) -> int:
+        """Links one way across the narrowest even cut: across an axis of even length, N/X, twice that on a ring."""
+        cuts = [
+            self.size // n * (2 if ring else 1) for n, ring in zip(self.shape, self.wrap, strict=True) if n % 2 == 0
+        ]
+        if not cuts:
+            raise ValueError(f"{self.shape}: no axis of even length, so no even cut")
+        return min(cuts)
+
+    def route(self, a: Coord, b: Coord) -> Iterator[tuple[Link, float]]:
+        """The links from a to b, axis after axis (dimension-ordered), each with the share of the bytes it carries."""
+        self.check(a)
+        self.check(b)
+        here = a
+        for axis in range(len(self.shape)):
+            for step, hops, share in self.ways(axis, a[axis], b[axis]):
+                at = here
+                for _ in range(hops):
+                    yield (at, axis, step), share
+                    at = self.neighbour(at, axis, step)
+            here = (*here[:axis], b[axis], *here[axis + 1 :])
+
+    def all_to_all_loads(self) -> Counter[Link]:
+        """Chunks that each link carries when every chip sends a chunk to every other one."""
+        loads: Counter[Link] = Counter()
+        for a, b in product(self.chips(), repeat=2):
+            for link, share in self.route(a, b):
+                loads[link] += share
+        return loads
+
+    def all_to_all_seconds(self, nbytes: float, link_bw: float) -> float:
+        """Seconds of an AllToAll of `nbytes` over all chips, chunks of V/N^2, by the fullest link."""
+        if nbytes < 0 or link_bw <= 0:
+            raise ValueError(f"nbytes = {nbytes}, link_bw = {link_bw}: bytes are not negative, bandwidth is positive")
+        return max(self.all_to_all_loads().values(), default=0) * nbytes / self.size**2 / link_bw
+
+
+def slice_of(chip: Chip, shape: tuple[int, ...]) -> Torus:
+    """A slice of a chip's pod, with the wraparound that it has there."""
+    return Torus(tuple(shape), chip.wraps(shape))
