@@ -171,11 +171,6 @@ def saved_bytes(config: Config, tokens: int, remat: str, dtype="bf16") -> float:
     return tokens * config.L * sum(saved_widths(config, remat).values()) * dtype_bytes(dtype)
 
 
-def checkpoint_bytes(config: Config, tokens: float, per_layer: float, dtype="bf16") -> float:
-    """The book's estimate (Parts 4 and 6): so many arrays of width D a layer: 20 for everything, 7 or 4 or 1 saved."""
-    return per_layer * tokens * config.D * config.L * dtype_bytes(dtype)
-
-
 # --- Attention ---------------------------------------------------------------------------------------------------
 
 
@@ -196,16 +191,6 @@ def attention_fraction(config: Config, T: int, causal: bool = False) -> float:
 def attention_crossover(config: Config) -> float:
     """The sequence length at which the two are equal, T = 8D in the book's proportions."""
     return 1 / attention_fraction(config, 1)
-
-
-# --- Time --------------------------------------------------------------------------------------------------------
-
-
-def train_seconds(flops: float, chips: int, flops_per_s: float, mfu: float) -> float:
-    """How long a run of this many FLOPs takes on `chips` chips of a peak `flops_per_s` each at this utilization."""
-    if not 0 < mfu <= 1 or chips < 1 or flops_per_s <= 0:
-        raise ValueError(f"needs 0 < mfu <= 1, chips >= 1 and flops_per_s > 0, got {mfu}, {chips}, {flops_per_s}")
-    return flops / (chips * flops_per_s * mfu)
 
 
 def _whole(letter: str, value: int) -> int:

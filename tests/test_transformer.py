@@ -179,7 +179,7 @@ def test_gradient_equals_finite_differences():
 
 
 def test_refuses_what_it_is_not():
-    with pytest.raises(ValueError, match="dense with grouped-query attention"):
+    with pytest.raises(ValueError, match="only dense models with grouped-query attention"):
         transformer.init(MODELS["deepseek-v3"], device="meta")
     with pytest.raises(ValueError, match="unknown remat 'all'"):
         transformer.forward(transformer.init(SMALL), tokens_of(SMALL), "all")

@@ -36,14 +36,19 @@ SPECS = {
 CONTRACTED = {"W_O": ("N", "H"), "W_out": ("F",), "embed": ()}
 
 
+def runs(config: Config) -> bool:
+    """Whether this file's transformer is that model: dense, grouped-query attention, two norms a layer."""
+    return not config.moe and config.latent is None and config.norms == 2
+
+
 def init(config: Config, seed: int = 0, dtype=torch.float32, device="cpu") -> dict:
     """Params of this model: normal with variance 1/(elements contracted), norms 1. On "meta", shapes only.
 
-    Without a gate there is no W_gate; tied, no unembed. ValueError for a mixture of experts or latent attention.
+    Without a gate there is no W_gate; tied, no unembed. ValueError for a model that it is not.
     """
-    if config.moe or config.latent:
+    if not runs(config):
         raise ValueError(
-            f"{config.name}: this model is dense with grouped-query attention; experts and latents are not"
+            f"{config.name}: only dense models with grouped-query attention and two norms a layer run here"
         )
     generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
     sizes = {letter: getattr(config, letter) for letter in "LDFNKHV"}
