@@ -1,0 +1,198 @@
+"""Pytrees of tensors and of their types: shard, unshard, init, check.
+
+A tree is nested dicts, lists and tuples of tensors (optree's nodes; None is an empty tree, as in JAX). Its specs are a
+tree of the same structure whose leaves are types: `{"W_in": "W_in[L, D_X, F_Y]", "W_out": Spec(...)}`. A mesh is
+anything with `.sizes`, `.coord` and `.device`; on an AbstractMesh, whose device is meta, `init` only makes shapes.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import optree
+import torch
+from torch import Tensor
+
+from scaling.spec import ShardingError, Spec, dtype_bytes, parse
+
+CHUNK = 1 << 18  # elements generated at a time by `init`: what bounds its extra memory
+
+
+def map(f, tree, *trees):
+    """`f(leaf, *leaves)` for every leaf of `tree` and the leaves at the same place in `trees`, as a tree."""
+    return optree.tree_map(f, tree, *trees, none_is_leaf=False)
+
+
+def leaves(tree) -> list:
+    """The leaves in optree's order: dict keys sorted, so that the order is the same on every rank."""
+    return optree.tree_leaves(tree, none_is_leaf=False)
+
+
+def named_leaves(tree, name: str = "params") -> dict[str, object]:
+    """{'params["blocks"]["W_in"]': leaf}: each leaf under the expression that would fetch it."""
+    accessors, found, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=False)
+    return {a.codify(name).replace("'", '"'): leaf for a, leaf in zip(accessors, found, strict=True)}
+
+
+def paired(tree, specs, name: str = "params") -> list[tuple[str, object, Spec]]:
+    """(where, leaf, spec) of every leaf. ShardingError, naming the places, if the structures differ."""
+    found, wanted = named_leaves(tree, name), named_leaves(specs, name)
+    if missing := [where for where in wanted if where not in found]:
+        raise ShardingError(
+            f"{missing[0]}: missing: the specs have {wanted[missing[0]]} there" + _more(missing) + _mend(found)
+        )
+    if extra := [where for where in found if where not in wanted]:
+        raise ShardingError(f"{extra[0]}: has no spec" + _more(extra) + _mend(wanted))
+    return [(where, found[where], parse(spec)) for where, spec in wanted.items()]
+
+
+def shard(tree, specs, mesh):
+    """This rank's shards of whole arrays: contiguous copies, so that the whole ones can be freed. No communication."""
+    return _rebuild(specs, [_shard(where, leaf, spec, mesh) for where, leaf, spec in paired(tree, specs)])
+
+
+def unshard(tree, specs, mesh):
+    """The whole arrays on every rank, from each rank's shards: `collectives.unshard` of every leaf."""
+    from scaling.collectives import unshard  # here, so that plain trees need no torch.distributed
+
+    return _rebuild(specs, [unshard(spec, leaf, mesh) for _, leaf, spec in paired(tree, specs)])
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values of mean 0 and this standard deviation."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same initial value everywhere."""
+
+    value: float = 0.0
+
+
+def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=None):
+    """Params, initialised as shards: no device ever holds a whole array.
+
+    `inits` has the structure of `specs`, its leaves `Normal(std)` or `Constant(value)`; `sizes` {"D": 8, "F": 16}.
+    Every element is a function of (seed, place in the tree, index in the whole array) alone, so the values are equal
+    to the bit whatever the mesh, and also on CPU and CUDA. `device` is the mesh's unless given.
+    """
+    device = torch.device(mesh.device if device is None else device)
+    made = []
+    for where, how, spec in paired(inits, specs):
+        _no_partial_sums(where, spec)
+        local = spec.local_shape(sizes, mesh)
+        if isinstance(how, Constant):
+            made.append(torch.full(local, how.value, dtype=dtype, device=device))
+        elif not isinstance(how, Normal):
+            raise ShardingError(f"{where}: an init is Normal(std) or Constant(value); got {how!r}")
+        elif device.type == "meta":
+            made.append(torch.empty(local, dtype=dtype, device=device))
+        else:
+            ranges = spec.slices(sizes, mesh, mesh.coord)
+            made.append(_normal(spec.global_shape(sizes), ranges, how.std, _key(seed, where), dtype, device))
+    return _rebuild(specs, made)
+
+
+def check(tree, specs, sizes, mesh, dtype=None, name: str = "params") -> None:
+    """ShardingError that names the leaf's place unless every leaf is a tensor of its spec's local shape (and dtype)."""
+    for where, leaf, spec in paired(tree, specs, name):
+        if not isinstance(leaf, Tensor):
+            raise ShardingError(f"{where}: a tensor typed {spec} is wanted; found {type(leaf).__name__}")
+        if tuple(leaf.shape) != (wanted := spec.local_shape(sizes, mesh)):
+            whole = spec.global_shape(sizes)
+            mend = "shard it first: tree.shard(tree, specs, mesh)" if tuple(leaf.shape) == whole else "see the sizes"
+            raise ShardingError(
+                f"{where}: {spec} is of shape {wanted} on each device ({whole} in all); found {tuple(leaf.shape)}\n"
+                f"  mend: {mend}"
+            )
+        if dtype is not None and leaf.dtype != dtype:
+            raise ShardingError(f"{where}: {spec} is wanted as {dtype}; found {leaf.dtype}")
+
+
+def nbytes(tree) -> int:
+    """Bytes of all tensors of the tree, as this rank holds them."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
+
+
+def local_nbytes(specs, sizes, mesh, dtype) -> float:
+    """Bytes that one device would hold of arrays of these specs: no tensor is needed. `dtype` as in `Spec.nbytes`."""
+    dtype_bytes(dtype)
+    return sum(parse(spec).nbytes(sizes, mesh, dtype) for spec in leaves(specs))
+
+
+def _rebuild(like, new_leaves: list):
+    return optree.tree_unflatten(optree.tree_structure(like, none_is_leaf=False), new_leaves)
+
+
+def _shard(where: str, whole: Tensor, spec: Spec, mesh) -> Tensor:
+    _no_partial_sums(where, spec)
+    try:
+        ranges = spec.slices(whole.shape, mesh, mesh.coord)
+    except ShardingError as error:
+        raise ShardingError(f"{where}: {error}") from None
+    return whole[ranges].clone(memory_format=torch.contiguous_format)
+
+
+def _no_partial_sums(where: str, spec: Spec) -> None:
+    if spec.unreduced:
+        raise ShardingError(
+            f"{where}: {spec} is unreduced: a whole array has no shards that are partial sums\n"
+            f"  mend: give the type without {{U}}"
+        )
+
+
+def _more(places: list) -> str:
+    return f" (and {len(places) - 1} more)" if len(places) > 1 else ""
+
+
+def _mend(places: dict) -> str:
+    return f"\n  mend: give tree and specs the same structure; here both would be {list(places)}"
+
+
+# Random numbers by counter. An element's 64-bit counter is hashed twice (the finaliser of splitmix64: Steele, Lea and
+# Flood 2014) and the eight 16-bit fields are added: a bell within 4.9 standard deviations, excess kurtosis -0.15.
+# Integers up to the last scaling: equal to the bit on any device and for any slice, which erfinv and log are not.
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64) if constant >> 63 else constant
+
+
+GOLDEN, MIX1, MIX2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+FIELDS = 0x0000FFFF0000FFFF
+MEAN, SIGMA = 8 * 65535 / 2, math.sqrt(8 * (65536**2 - 1) / 12)
+
+
+def _key(seed: int, where: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {where}".encode()).digest()[:8], "little", signed=True)
+
+
+def _hash(counter: Tensor) -> Tensor:
+    x = (counter ^ ((counter >> 30) & ((1 << 34) - 1))) * MIX1  # the masks make the shifts logical
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * MIX2
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _bell(index: Tensor, key: int) -> Tensor:
+    """Mean 0, variance 1, float64, from global linear indices."""
+    counter = index * _signed(2 * GOLDEN % (1 << 64)) + key
+    a, b = _hash(counter), _hash(counter + GOLDEN)
+    pairs = (a & FIELDS) + ((a >> 16) & FIELDS) + (b & FIELDS) + ((b >> 16) & FIELDS)
+    return ((pairs & 0xFFFFFFFF) + (pairs >> 32)).double().sub_(MEAN).div_(SIGMA)
+
+
+def _normal(shape: tuple, ranges: tuple, std: float, key: int, dtype, device) -> Tensor:
+    """The part `ranges` of an array of the given shape: `std` times the bell at each element's linear index."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for size, part in list(zip(shape, ranges, strict=True))[:-1]:  # linear index of each row's start
+        index = (index * size)[..., None] + torch.arange(part.start, part.stop, device=device)
+    rows = (index * shape[-1]).reshape(-1, 1) if shape else index.reshape(1, 1)
+    columns = torch.arange(ranges[-1].start, ranges[-1].stop, device=device) if shape else index.reshape(1)
+    out = torch.empty(rows.numel(), columns.numel(), dtype=dtype, device=device)
+    step = max(1, CHUNK // max(1, columns.numel()))
+    for start in range(0, rows.numel(), step):
+        out[start : start + step] = _bell(rows[start : start + step] + columns, key) * std
+    return out.reshape([part.stop - part.start for part in ranges])
