@@ -1,0 +1,253 @@
+"""Optimizers against torch.optim's, in place and out of place, and the norm of a sharded gradient."""
+
+import pytest
+import torch
+
+from scaling import optim, tree
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError
+
+SHAPES = {"W_in": (3, 8, 12), "norm": (5,), "scalar": ()}
+EXACT = {torch.float64: 4e-16, torch.float32: 3e-7}  # one or two units in the last place
+
+
+def params_and_grads(dtype=torch.float64, steps=6):
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda: {k: torch.randn(s, generator=rng, dtype=torch.float64).to(dtype) for k, s in SHAPES.items()}  # noqa: E731
+    return draw(), [draw() for _ in range(steps)]
+
+
+def torch_run(make, params, grads, schedule=None):
+    ps = [torch.nn.Parameter(p.clone()) for p in tree.leaves(params)]
+    optimizer = make(ps)
+    for step, grad in enumerate(grads):
+        for p, g in zip(ps, tree.leaves(grad), strict=True):
+            p.grad = g.clone()
+        if schedule:
+            optimizer.param_groups[0]["lr"] = schedule(step)
+        optimizer.step()
+    return [p.detach() for p in ps]
+
+
+def our_run(optimizer, params, grads, donate=False):
+    state = optimizer.init(params)
+    for grad in grads:
+        params, state = optimizer.update(grad, state, params, donate=donate)
+    return params, state
+
+
+def close(ours, theirs, dtype):
+    for a, b in zip(tree.leaves(ours), theirs, strict=True):
+        assert a.dtype == b.dtype == dtype
+        torch.testing.assert_close(a, b, rtol=EXACT[dtype], atol=EXACT[dtype])
+
+
+SGD = [
+    {},
+    {"weight_decay": 0.1},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "weight_decay": 0.1},
+    {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+]
+ADAMW = [{}, {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}, {"weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fused", "foreach"])
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize(("name", "options"), [("sgd", o) for o in SGD] + [("adamw", o) for o in ADAMW])
+def test_equal_to_torch(name, options, dtype, donate, plain, monkeypatch):
+    if plain:
+        monkeypatch.setattr(optim, "_fused", lambda p, rate: False)
+    params, grads = params_and_grads(dtype)
+    reference = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
+    theirs = torch_run(lambda ps: reference(ps, lr=0.1, **options), params, grads)
+    optimizer = getattr(optim, name)(0.1, **options)
+    ours, state = our_run(optimizer, params, grads, donate)
+    close(ours, theirs, dtype)
+    assert state["step"] == len(grads)
+    assert set(state) == set(optimizer.state_specs(dict.fromkeys(SHAPES, "")))
+
+
+def test_adamw_equal_to_the_bit_to_torch_fused():
+    params, grads = params_and_grads(torch.float32)
+    theirs = torch_run(lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True), params, grads)
+    ours, _ = our_run(optim.adamw(0.1), params, grads)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(ours), theirs, strict=True))
+
+
+@pytest.mark.parametrize(("name", "options"), [("sgd", o) for o in SGD] + [("adamw", o) for o in ADAMW])
+def test_bfloat16_rounds_no_worse_than_torch(name, options):
+    params, grads = params_and_grads(torch.bfloat16)
+    reference = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
+    theirs = torch_run(lambda ps: reference(ps, lr=0.1, **options), params, grads)
+    exact = torch_run(lambda ps: reference(ps, lr=0.1, **options), *tree.map(torch.Tensor.double, (params, grads)))
+    ours, _ = our_run(getattr(optim, name)(0.1, **options), params, grads)
+
+    def error(found):
+        return sum((a.double() - b).abs().sum() for a, b in zip(found, exact, strict=True))
+
+    assert error(tree.leaves(ours)) < 1.25 * error(theirs)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fused", "foreach"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_schedule_is_a_function_of_the_step(name, plain, monkeypatch):
+    if plain:
+        monkeypatch.setattr(optim, "_fused", lambda p, rate: False)
+    params, grads = params_and_grads()
+    reference = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
+    theirs = torch_run(lambda ps: reference(ps, lr=1.0), params, grads, lambda step: 0.1 * (step + 1) / 3)
+    ours, _ = our_run(getattr(optim, name)(lambda step: 0.1 * (step + 1) / 3), params, grads)
+    close(ours, theirs, torch.float64)
+
+
+@pytest.mark.parametrize("make", [lambda: optim.adamw(0.1), lambda: optim.adamw(0.1, master=True)])
+def test_pure_unless_donated(make):
+    params, (grad, *_) = params_and_grads(torch.float32)
+    state = make().init(params)
+    before = tree.map(torch.clone, (params, state, grad))
+    new, new_state = make().update(grad, state, params)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(before), tree.leaves((params, state, grad)), strict=True))
+    held = {t.data_ptr() for t in tree.leaves((params, state))}
+    assert held.isdisjoint(t.data_ptr() for t in tree.leaves((new, new_state)))
+
+    given, given_state = make().update(grad, state, params, donate=True)
+    same = [(given, params)] + [(given_state[k], state[k]) for k in state if k != "step"]
+    for ours, theirs in same:
+        assert [t.data_ptr() for t in tree.leaves(ours)] == [t.data_ptr() for t in tree.leaves(theirs)]
+    both = zip(tree.leaves((given, given_state)), tree.leaves((new, new_state)), strict=True)
+    assert all(torch.equal(a, b) for a, b in both)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(before[2]), tree.leaves(grad), strict=True))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_master_copies_keep_what_bfloat16_would_round_away(name, donate):
+    params, grads = params_and_grads(torch.bfloat16, steps=40)
+    make = getattr(optim, name)
+    wanted, _ = our_run(
+        make(1e-3), tree.map(torch.Tensor.float, params), [tree.map(torch.Tensor.float, g) for g in grads]
+    )
+    ours, state = our_run(make(1e-3, master=True), tree.map(torch.clone, params), grads, donate)
+    for key in SHAPES:
+        assert ours[key].dtype == torch.bfloat16
+        assert torch.equal(state["master"][key], wanted[key])
+        assert torch.equal(ours[key], wanted[key].bfloat16())
+    without, _ = our_run(make(1e-3), params, grads)
+    error = lambda p: (p["W_in"].float() - wanted["W_in"]).abs().mean()  # noqa: E731
+    assert error(ours) < 0.6 * error(without)
+
+
+def test_params_that_require_grad_and_mixed_dtypes():
+    params, (grad, *_) = params_and_grads()
+    params = {"a": params["W_in"].requires_grad_(), "b": params["norm"].float(), "c": [params["scalar"].bfloat16()]}
+    grads = {"a": grad["W_in"], "b": grad["norm"].float(), "c": [grad["scalar"].bfloat16()]}
+    new, state = our_run(optim.adamw(0.1), params, [grads])
+    assert [t.dtype for t in tree.leaves(new)] == [torch.float64, torch.float32, torch.bfloat16]
+    assert not any(t.requires_grad for t in tree.leaves((new, state)))
+    torch.testing.assert_close(new["a"], 0.999 * params["a"].detach() - 0.1 * grads["a"].sign(), rtol=1e-6, atol=1e-6)
+
+
+def test_shapes_alone_on_meta():
+    params = {"W": torch.empty(1 << 20, 1 << 20, device="meta", dtype=torch.bfloat16)}
+    new, state = our_run(optim.adamw(0.1, master=True), params, [params])
+    assert new["W"].is_meta
+    assert tree.nbytes(state) == 12 * 2**40 + 8
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_under_torch_compile(name):
+    params, grads = params_and_grads(steps=4)
+    optimizer = getattr(optim, name)(lambda step: 0.1 / (1 + step))
+    compiled = torch.compile(optimizer.update, backend="aot_eager", fullgraph=True)
+    state, ours = optimizer.init(params), params
+    for grad in grads:
+        ours, state = compiled(grad, state, ours)
+    close(ours, tree.leaves(our_run(optimizer, params, grads)[0]), torch.float64)
+
+
+def test_errors_of_the_optimizers():
+    params, (grad, *_) = params_and_grads()
+    optimizer = optim.sgd(0.1)
+    with pytest.raises(ValueError, match=r'grads\["norm"\]: the gradient has shape nothing, its param \(5,\)'):
+        optimizer.update({k: grad[k] for k in ("W_in", "scalar")}, optimizer.init(params), params)
+    with pytest.raises(ValueError, match=r'grads\["norm"\]: the gradient has shape \(\), its param \(5,\)'):
+        optimizer.update({**grad, "norm": grad["scalar"]}, optimizer.init(params), params)
+    for wrong in (
+        lambda: optim.sgd(0.1, momentum=-1),
+        lambda: optim.sgd(0.1, nesterov=True),
+        lambda: optim.adamw(0.1, betas=(0.9, 1.0)),
+        lambda: optim.adamw(0.1, eps=-1e-8),
+    ):
+        with pytest.raises(ValueError, match=r"must|momentum|betas"):
+            wrong()
+
+
+SPECS = {"a": "a[D_X, F_Y]", "b": "b[D, F_XY]", "c": ["c[D]", "d[F_Y, D]"], "e": "e[]", "f": "f[D_Y, F_X]"}
+SIZES = {"D": 8, "F": 16}
+
+
+def whole_grads(dtype):
+    inits = tree.map(lambda _: tree.Normal(1.0), SPECS)
+    return tree.init(inits, SPECS, SIZES, AbstractMesh(dict.fromkeys("XY", 1)), dtype=dtype, device="cpu")
+
+
+def clip_on_rank(mesh, dtype, max_norm):
+    return optim.clip_by_global_norm(tree.shard(whole_grads(dtype), SPECS, mesh), SPECS, mesh, max_norm)
+
+
+@pytest.mark.parametrize("sizes", [{"X": 1, "Y": 1}, {"X": 2, "Y": 1}, {"X": 2, "Y": 2}])
+def test_clipping_counts_each_element_once(ranks, sizes):
+    for dtype, max_norm in ((torch.float64, 3.0), (torch.float32, 3.0), (torch.float64, 1e3)):
+        whole = whole_grads(dtype)
+        params = [torch.nn.Parameter(torch.zeros_like(g)) for g in tree.leaves(whole)]
+        for p, g in zip(params, tree.leaves(whole), strict=True):
+            p.grad = g.clone()
+        norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+        clipped_of = {id(g): p.grad for g, p in zip(tree.leaves(whole), params, strict=True)}
+        theirs = tree.map(lambda g, of=clipped_of: of[id(g)], whole)
+        results = ranks(clip_on_rank, sizes, dtype, max_norm)
+        for rank, (clipped, ours) in enumerate(results):
+            at = AbstractMesh(sizes, dict(zip("XY", divmod(rank, sizes["Y"]), strict=True)))
+            wanted = tree.shard(theirs, SPECS, at)
+            assert torch.equal(ours, results[0][1])
+            tolerance = {"rtol": 1e-14, "atol": 0} if dtype == torch.float64 else {"rtol": 1e-6, "atol": 0}
+            torch.testing.assert_close(ours, norm, **tolerance)
+            tree.map(lambda a, b, kw=tolerance: torch.testing.assert_close(a, b, **kw), clipped, wanted)
+            assert tree.nbytes(clipped) == tree.local_nbytes(SPECS, SIZES, at, dtype)
+
+
+def test_clipping_sends_one_scalar_for_each_set_of_axes():
+    from scaling.trace import trace
+
+    mesh = AbstractMesh({"X": 4, "Y": 2})
+    grads = tree.init(tree.map(lambda _: tree.Normal(1.0), SPECS), SPECS, SIZES, mesh, dtype=torch.bfloat16)
+    with trace() as log:
+        clipped, norm = optim.clip_by_global_norm(grads, SPECS, mesh, 1.0)
+    assert sorted((event.op, event.axes, event.nbytes) for event in log.events) == [
+        ("AllReduce", ("X", "Y"), 4),
+        ("AllReduce", ("Y",), 4),
+    ]
+    assert norm.dtype == torch.float32
+    assert clipped["a"].dtype == torch.bfloat16
+
+
+def test_clipping_refuses_partial_sums_and_unknown_axes():
+    mesh = Mesh({"X": 1})
+    with pytest.raises(ShardingError, match=r'grads\["W"\]: W\[D\] \{U_X\} is unreduced'):
+        optim.clip_by_global_norm({"W": torch.ones(2)}, {"W": "W[D] {U_X}"}, mesh, 1.0)
+    with pytest.raises(ShardingError, match="unknown mesh axis Y"):
+        optim.clip_by_global_norm({"W": torch.ones(2)}, {"W": "W[D_Y]"}, mesh, 1.0)
+
+
+def test_clipping_under_torch_compile():
+    mesh = Mesh({"X": 1, "Y": 1})
+    grads = whole_grads(torch.float64)
+    wanted, wanted_norm = optim.clip_by_global_norm(grads, SPECS, mesh, 3.0)
+    compiled = torch.compile(
+        lambda g: optim.clip_by_global_norm(g, SPECS, mesh, 3.0), backend="aot_eager", fullgraph=True
+    )
+    clipped, norm = compiled(grads)
+    torch.testing.assert_close(norm, wanted_norm, rtol=1e-14, atol=0)
+    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-14, atol=0), clipped, wanted)
