@@ -149,7 +149,7 @@ def answers() -> list[Answer]:
                erratum="13.69; 13.86 takes F = 32,000. The choice X=16, Y=4 stands"),
         Answer("FSDP+TP: smallest batch per chip, F = 32768", "99", mixed, "tokens"),
         Answer("the same in 2025, collectives adding up", "400", cost.mixed_threshold(32768, C, W(2), W(1), "sum")),
-        Answer("FSDP+TP, 4x4x4, F = 30k (figure): crosses 1 at", "100", cost.mixed_threshold(F, C, W(2), W(1)), "tokens"),
+        Answer("FSDP+TP, 4x4x4, F = 30k (figure): 1 from", "100", cost.mixed_threshold(F, C, W(2), W(1)), "tokens"),
         Answer("TP only, 4x4x4 (figure): constant ratio", "", ratio_figure()["TP only"][0][1],
                note="3 F / (64 alpha)"),
         Answer("16x16x16, F = 32768: best mesh is compute-bound from", "4e5", best_crossing(), "tokens"),
