@@ -1,0 +1,120 @@
+"""Real text as bytes: the last k bytes are the context, the next one is the target.
+
+A batch has `batch` rows over the whole mesh: `Tokens[B_X, K]` and `Targets[B_X]`, drawn without replacement in an order
+that only (seed, epoch) decides. Device x reads rows x B/X to (x+1) B/X of it, so every mesh trains on the same batches
+in the same order, and devices that differ only along other axes (tensor parallelism) read the same rows.
+`torch.utils.data.DistributedSampler` has the same epochs and parts, but deals rows out in turn: with it the batch would
+depend on the number of devices.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from scaling.spec import Spec
+
+MAX_BYTES = 4_000_000
+
+
+def load_text(path: "str | os.PathLike | None" = None, max_bytes: int = MAX_BYTES) -> Tensor:
+    """The first `max_bytes` of a file, uint8[N]; by default of Python's standard library (its top-level *.py, sorted).
+
+    ValueError if there is no such file, or nothing in it.
+    """
+    if path is not None and not Path(path).is_file():
+        raise ValueError(f"no text at {str(path)!r}: give the path of a file, or none for Python's standard library")
+    files = [Path(path)] if path is not None else sorted(Path(os.__file__).parent.glob("*.py"))
+    text = bytearray()
+    for file in files:
+        with file.open("rb") as opened:
+            text += opened.read(max_bytes - len(text))
+        if len(text) >= max_bytes:
+            break
+    if not text:
+        raise ValueError(f"{str(path) if path else 'the standard library'!r} holds no text")
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def split(tokens: Tensor, valid_fraction: float = 0.1) -> tuple[Tensor, Tensor]:
+    """(train, valid): valid is the end of the text, so that no window of one overlaps the other."""
+    if not 0 < valid_fraction < 1:
+        raise ValueError(f"valid_fraction must lie between 0 and 1; got {valid_fraction}")
+    at = len(tokens) - round(len(tokens) * valid_fraction)
+    return tokens[:at], tokens[at:]
+
+
+def order0_entropy(tokens: Tensor) -> float:
+    """Bits per byte of the best guess that ignores the context: what a model has to be well under."""
+    share = torch.bincount(tokens.long()).double() / len(tokens)
+    return -torch.special.xlogy(share, share).sum().item() / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
+
+
+class Windows(Dataset):
+    """Row i: (tokens[i : i+k], tokens[i+k]). Indexed by a tensor of rows it gives int64 (Tokens[B, K], Targets[B])."""
+
+    def __init__(self, tokens: Tensor, k: int):
+        if k < 1 or len(tokens) <= k:
+            raise ValueError(f"a text of {len(tokens)} bytes has no context of k={k} bytes and a next byte: k or text")
+        self.windows = tokens.unfold(0, k + 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, rows: "Tensor | int") -> tuple[Tensor, Tensor]:
+        if isinstance(rows, Tensor):
+            rows = rows.to(self.windows.device)
+        window = self.windows[rows].long()
+        return window[..., :-1], window[..., -1]
+
+
+class BatchRows(Sampler):
+    """For each batch of an epoch, the rows `part` of it: the epoch's permutation, `batch` at a time, the rest dropped."""
+
+    def __init__(self, rows: int, batch: int, part: slice, seed: int = 0, epoch: int = 0):
+        if not 1 <= batch <= rows:
+            raise ValueError(f"a batch of {batch} rows cannot be drawn from {rows}: use another batch or a longer text")
+        self.rows, self.batch, self.part, self.seed, self.epoch = rows, batch, part, seed, epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """As DistributedSampler's: the next iteration is in this epoch's order."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.rows // self.batch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rng = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        order = torch.randperm(self.rows, generator=rng, dtype=torch.int32)
+        for step in range(len(self)):
+            at = step * self.batch
+            yield order[at + self.part.start : at + self.part.stop]
+
+
+def batches(
+    tokens: Tensor, k: int, batch: int, mesh=None, axes: Sequence[str] = ("X",), seed: int = 0, epoch: int = 0
+) -> DataLoader:
+    """One epoch of this device's (Tokens[B_X, K], Targets[B_X]), on the device that holds `tokens`.
+
+    `batch` is B, the rows over the whole mesh; `axes` are those that B is split over; without a mesh, all rows. The
+    loader is a DataLoader whose `.sampler.set_epoch(epoch)` reshuffles. ShardingError if B does not divide over the
+    axes or the mesh lacks one; ValueError if the text is too short.
+    """
+    data, part = Windows(tokens, k), slice(0, batch)
+    if mesh is not None:
+        (part,) = Spec("Tokens", (("B", tuple(axes)),)).slices({"B": batch}, mesh, mesh.coord)
+    rows = BatchRows(len(data), batch, part, seed, epoch)
+    return DataLoader(data, sampler=rows, batch_size=None, generator=torch.Generator())
+
+
+def endless(
+    tokens: Tensor, k: int, batch: int, mesh=None, axes: Sequence[str] = ("X",), seed: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`batches` of epoch 0, then of epoch 1, and so on."""
+    loader = batches(tokens, k, batch, mesh, axes, seed)
+    while True:
+        yield from loader
+        loader.sampler.set_epoch(loader.sampler.epoch + 1)
