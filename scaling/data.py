@@ -72,7 +72,7 @@ class Windows(Dataset):
 
 
 class BatchRows(Sampler):
-    """For each batch of an epoch, the rows `part` of it: the epoch's permutation, `batch` at a time, the rest dropped."""
+    """For each batch the rows `part` of it. An epoch is a permutation, taken `batch` at a time; the rest is dropped."""
 
     def __init__(self, rows: int, batch: int, part: slice, seed: int = 0, epoch: int = 0):
         if not 1 <= batch <= rows:
