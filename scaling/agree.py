@@ -14,8 +14,8 @@ LENGTH = 400  # bytes of a call that are compared
 
 def agree(group: Group, call: str, x: torch.Tensor) -> None:
     """ShardingError on every rank of the group unless all make the same call on the same local shape and dtype."""
-    if group.pg is None or torch.compiler.is_compiling():
-        return
+    if group.pg is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return  # a tracer records the call, it does not make it
     text = f"{call} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}".encode()[:LENGTH]
     device = "cpu" if group.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
     mine = torch.frombuffer(bytearray(text.ljust(LENGTH)), dtype=torch.uint8).to(device)

@@ -1,0 +1,128 @@
+"""Every collective against one device: what it computes, and its derivatives under each transform of torch.func.
+
+The oracle holds the ranks' operands stacked along a leading dim: a collective is a linear map of that stack, and the
+global loss is the sum of the ranks' own losses, so its gradient is what autograd says of the stacked map.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch.func import grad, jvp, linearize, vjp, vmap
+
+from scaling import collectives as c
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError
+from scaling.trace import trace
+
+I, J = 8, 4
+N = 4  # ranks
+
+
+def stack_all_gather(s):
+    return s.flatten(0, 1).expand(N, N * s.shape[1], J)
+
+
+def stack_reduce_scatter(s):
+    return s.sum(0).view(N, I // N, J)
+
+
+def stack_all_to_all(s):  # [rank, I, J] -> [rank, N*I, J/N]
+    return torch.stack([s[:, :, r * J // N : (r + 1) * J // N].flatten(0, 1) for r in range(N)])
+
+
+def stack_ppermute(s):  # 0 -> 1 -> 2 -> 3: rank 0 receives nothing
+    return torch.cat([torch.zeros_like(s[:1]), s[:-1]])
+
+
+def stack_slice(s):
+    return torch.stack([s[r, r * I // N : (r + 1) * I // N] for r in range(N)])
+
+
+def only_root(x):
+    return torch.cat([torch.zeros_like(x[:2]), x[2:3], torch.zeros_like(x[3:])])
+
+
+# name -> (call, the same on stacked operands)
+MAPS = {
+    "all_gather": (lambda x, m: c.all_gather("A[I_X, J] -> A[I, J]", x, m), stack_all_gather),
+    "reduce_scatter": (lambda x, m: c.reduce_scatter("A[I, J] {U_X} -> A[I_X, J]", x, m), stack_reduce_scatter),
+    "all_reduce": (lambda x, m: c.all_reduce("A[I, J] {U_X} -> A[I, J]", x, m), lambda s: s.sum(0).expand_as(s)),
+    "all_to_all": (lambda x, m: c.all_to_all("A[I_X, J] -> A[I, J_X]", x, m), stack_all_to_all),
+    "ppermute": (lambda x, m: c.ppermute("A[I_X, J]", x, m, "X", [(0, 1), (1, 2), (2, 3)]), stack_ppermute),
+    "shard": (lambda x, m: c.shard("A[I, J] -> A[I_X, J]", x, m), stack_slice),
+    "broadcast": (lambda x, m: c.broadcast("A[I] {U_X} -> A[I]", x[:, 0], m, 2), lambda s: s[2, :, 0].expand(N, I)),
+    "reduce": (
+        lambda x, m: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m, 2),
+        lambda s: only_root(s.sum(0).expand_as(s)),
+    ),
+    "scatter": (lambda x, m: c.scatter("A[I, J] {U_X} -> A[I_X, J]", x, m, 2), lambda s: s[2].view(N, I // N, J)),
+    "gather": (lambda x, m: c.gather("A[I_X, J] -> A[I, J] {U_X}", x, m, 2), lambda s: only_root(stack_all_gather(s))),
+}
+
+
+def operands(seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(N, I, J, generator=g, dtype=torch.float64).to(dtype)
+
+
+def loss_of(y, w):
+    return (y.sin() * w).sum()
+
+
+def run_derivatives(mesh, name):
+    """All derivatives of one map on this rank: the operands' gradient and so on."""
+    call, r = MAPS[name][0], mesh.rank
+    x, t = operands()[r], operands(1)[r]
+    weights = lambda y: 1.0 + torch.arange(y.numel(), dtype=y.dtype).view(y.shape) + r  # noqa: E731
+    f = lambda x: call(x, mesh)  # noqa: E731
+    own = lambda x: loss_of(f(x), weights(f(x).detach()))  # noqa: E731
+    out = {"value": f(x), "grad": grad(own)(x)}
+    leaf = x.clone().requires_grad_()
+    own(leaf).backward()
+    out["autograd"] = leaf.grad
+    y, pull = vjp(f, x)
+    out["vjp"] = pull(weights(y))[0]
+    with warnings.catch_warnings():  # torch's own, of its tracer
+        warnings.simplefilter("ignore")
+        out["jvp"] = jvp(f, (x,), (t,))[1]
+        out["linearize"] = linearize(f, x)[1](t)
+    out["vmap"] = vmap(f)(torch.stack([x, t, x + t]))
+    out["vmap_in_dim"] = vmap(f, in_dims=2, out_dims=1)(torch.stack([x, t, x + t], 2))
+    out["vmap_grad"] = vmap(grad(own))(torch.stack([x, t]))
+    out["grad_grad"] = grad(lambda x: (grad(own)(x) * t).sum())(x)
+    out["sent"] = x
+    return out
+
+
+def expected(name):
+    stacked = MAPS[name][1]
+    x, t = operands(), operands(1)
+    with torch.no_grad():
+        shape = stacked(x).shape
+    w = torch.stack([1.0 + torch.arange(shape[1:].numel(), dtype=x.dtype).view(shape[1:]) + r for r in range(N)])
+    loss = lambda x: loss_of(stacked(x), w)  # noqa: E731
+    g = grad(loss)(x)
+    return {
+        "value": stacked(x),
+        "grad": g,
+        "autograd": g,
+        "vjp": vjp(stacked, x)[1](w)[0],
+        "jvp": stacked(t),
+        "linearize": stacked(t),
+        "vmap": torch.stack([stacked(x), stacked(t), stacked(x + t)], 1),
+        "vmap_in_dim": torch.stack([stacked(x), stacked(t), stacked(x + t)], 2),
+        "vmap_grad": torch.stack([g, grad(loss)(t)], 1),
+        "grad_grad": grad(lambda x: (grad(loss)(x) * t).sum())(x),
+        "sent": x,
+    }
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_values_and_derivatives(ranks, name):
+    got = ranks(run_derivatives, {"X": N}, name)
+    for what, wanted in expected(name).items():
+        for r in range(N):
+            torch.testing.assert_close(
+                got[r][what], wanted[r], rtol=1e-12, atol=1e-12, msg=lambda m, w=what: f"{w}: {m}"
+            )
