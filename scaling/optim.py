@@ -94,11 +94,7 @@ def _optimizer(step: Callable, lr: Schedule, moments: tuple[str, ...], master: b
 
     def init(params):
         state = {"step": torch.zeros((), dtype=torch.int64, device=_device(params))}
-        kept = (
-            tree.map(lambda p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True), params)
-            if master
-            else params
-        )
+        kept = tree.map(_precise_copy, params) if master else params
         state |= {name: tree.map(lambda p: torch.zeros_like(p, requires_grad=False), kept) for name in moments}
         return state | ({"master": kept} if master else {})
 
@@ -195,6 +191,10 @@ def _check_same(grads, params) -> None:
         g, p = (tuple(side[where].shape) if where in side else "nothing" for side in (found, wanted))
         if g != p:
             raise ValueError(f"{where}: the gradient has shape {g}, its param {p}: give the grads of these params")
+
+
+def _precise_copy(p: Tensor) -> Tensor:
+    return p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
 
 
 def _device(params) -> torch.device:

@@ -6,6 +6,7 @@ import torch
 from scaling import optim, tree
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
+from scaling.trace import trace
 
 SHAPES = {"W_in": (3, 8, 12), "norm": (5,), "scalar": ()}
 EXACT = {torch.float64: 4e-16, torch.float32: 3e-7}  # one or two units in the last place
@@ -219,8 +220,6 @@ def test_clipping_counts_each_element_once(ranks, sizes):
 
 
 def test_clipping_sends_one_scalar_for_each_set_of_axes():
-    from scaling.trace import trace
-
     mesh = AbstractMesh({"X": 4, "Y": 2})
     grads = tree.init(tree.map(lambda _: tree.Normal(1.0), SPECS), SPECS, SIZES, mesh, dtype=torch.bfloat16)
     with trace() as log:
@@ -231,6 +230,10 @@ def test_clipping_sends_one_scalar_for_each_set_of_axes():
     ]
     assert norm.dtype == torch.float32
     assert clipped["a"].dtype == torch.bfloat16
+    named, meta = AbstractMesh({"data": 2, "model": 2}), torch.empty(4, device="meta")
+    with trace() as log:
+        optim.clip_by_global_norm([meta, meta], ["a[D_{model,data}]", "b[D_data]"], named, 1.0)
+    assert [event.axes for event in log.events] == [("data", "model"), ("data",)]
 
 
 def test_clipping_refuses_partial_sums_and_unknown_axes():
