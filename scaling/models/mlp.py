@@ -1,0 +1,173 @@
+"""The book's model (Part 5): L blocks In[B, D] *_D W_in[D, F] -> activation -> *_F W_out[F, D]; and a byte model.
+
+    Stack    In[B, D] -> Out[B, D], params {"W_in": W_in[L, D, F], "W_out": W_out[L, F, D]}
+    ByteLM   the last K bytes -> logits of the next: In[B, D] = sum over k of E[k, token_k, :], Stack, W_head[D, V]
+
+Both are stateless: built on the meta device and called with `torch.func.functional_call`. They are the reference on one
+device that every strategy has to equal.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from scaling import tree
+from scaling.mesh import AbstractMesh
+from scaling.models.pointwise import (
+    ACTIVATIONS,
+    EPS,
+    act,
+    act_grad,
+    act_vjp,
+    check_activation,
+    rms_norm,
+    rms_norm_vjp,
+    second_moment,
+)
+from scaling.spec import parse
+
+__all__ = ["ACTIVATIONS", "EPS", "SPECS", "STACK_SPECS", "Block", "ByteLM", "Config", "Stack", "act", "act_grad"]
+__all__ += ["act_vjp", "bits_per_byte", "block", "cross_entropy", "embed", "head", "init", "logits", "loss_fn"]
+__all__ += ["rms_norm", "rms_norm_vjp"]
+
+STACK_SPECS = {"W_in": "W_in[L, D, F]", "W_out": "W_out[L, F, D]"}
+SPECS = {"embed": "E[K, V, D]", "blocks": STACK_SPECS, "head": "W_head[D, V]"}  # whole: nothing is sharded
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes as in the book (L layers, D model, F feed-forward, V vocabulary) and K, the bytes of context.
+
+    `residual`: Out = In + block(In); `norm`: each block, and the head, sees rms_norm of its input.
+    """
+
+    L: int = 4
+    D: int = 128
+    F: int = 512
+    K: int = 8
+    V: int = 256
+    activation: str = "gelu"
+    residual: bool = True
+    norm: bool = True
+
+    def __post_init__(self):
+        check_activation(self.activation)
+        for dim, size in self.sizes.items():
+            if size < 1:
+                raise ValueError(f"Config: {dim} must be at least 1; got {size}")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"L": self.L, "D": self.D, "F": self.F, "K": self.K, "V": self.V}
+
+    def shapes(self) -> dict:
+        """The whole arrays' shapes, as a tree like the params."""
+        return tree.map(lambda spec: torch.Size(parse(spec).global_shape(self.sizes)), SPECS)
+
+    def inits(self) -> dict:
+        """Initial values that keep In at unit scale through the stack, for `tree.init`: std 1/sqrt(fan_in).
+
+        W_out is scaled up by what the activation takes away, and down by sqrt(2L) if its output is added to In.
+        """
+        gain = 1 / math.sqrt(second_moment(self.activation)) / (math.sqrt(2 * self.L) if self.residual else 1)
+        blocks = {"W_in": tree.Normal(self.D**-0.5), "W_out": tree.Normal(gain * self.F**-0.5)}
+        return {"embed": tree.Normal(self.K**-0.5), "blocks": blocks, "head": tree.Normal(self.D**-0.5)}
+
+    def num_params(self) -> int:
+        return sum(shape.numel() for shape in tree.leaves(self.shapes()))
+
+
+def block(In: Tensor, W_in: Tensor, W_out: Tensor, activation: str = "gelu") -> Tensor:
+    """In[B, D] *_D W_in[D, F] -> activation -> *_F W_out[F, D]: the same on shards of F, where Out is `{U_Y}`."""
+    return act(In @ W_in, activation) @ W_out
+
+
+class Block(nn.Module):
+    """`block` as a module with params W_in[D, F], W_out[F, D], on the meta device: for `functional_call`."""
+
+    def __init__(self, D: int, F: int, activation: str = "gelu"):
+        super().__init__()
+        self.activation = activation
+        self.W_in = nn.Parameter(torch.empty(D, F, device="meta"))
+        self.W_out = nn.Parameter(torch.empty(F, D, device="meta"))
+
+    def forward(self, In: Tensor) -> Tensor:
+        return block(In, self.W_in, self.W_out, self.activation)
+
+
+class Stack(nn.Module):
+    """L blocks, params stacked over layers, on the meta device."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.W_in = nn.Parameter(torch.empty(config.L, config.D, config.F, device="meta"))
+        self.W_out = nn.Parameter(torch.empty(config.L, config.F, config.D, device="meta"))
+
+    def forward(self, In: Tensor) -> Tensor:
+        for W_in, W_out in zip(self.W_in.unbind(), self.W_out.unbind(), strict=True):
+            Out = block(rms_norm(In) if self.config.norm else In, W_in, W_out, self.config.activation)
+            In = In + Out if self.config.residual else Out
+        return In
+
+
+class ByteLM(nn.Module):
+    """tokens[B, K] -> logits[B, V], on the meta device."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config, shapes = config, config.shapes()
+        self.embed = nn.Parameter(torch.empty(shapes["embed"], device="meta"))
+        self.blocks = Stack(config)
+        self.head = nn.Parameter(torch.empty(shapes["head"], device="meta"))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return head(self.blocks(embed(self.embed, tokens)), self.head, self.config.norm)
+
+
+def embed(E: Tensor, tokens: Tensor) -> Tensor:
+    """E[K, V, D], tokens[B, K] -> In[B, D]: the sum over k of E[k, tokens[:, k]]."""
+    K, V, D = E.shape
+    return F.embedding(tokens + V * torch.arange(K, device=tokens.device), E.reshape(K * V, D)).sum(1)
+
+
+def head(Out: Tensor, W_head: Tensor, norm: bool = True) -> Tensor:
+    """Out[B, D] *_D W_head[D, V] -> logits[B, V], of Out's rms_norm where the model has norms."""
+    return (rms_norm(Out) if norm else Out) @ W_head
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, batch: int | None = None) -> Tensor:
+    """Mean over the batch of -log p(target), nats. `batch`: the rows over the whole mesh, where these are only a part;
+    then this is the part's share, `Loss[] {U_X}`, and the shares add up to the mean."""
+    return F.cross_entropy(logits, targets, reduction="sum") / (len(targets) if batch is None else batch)
+
+
+def init(config: Config, seed: int = 0, dtype=torch.float32, mesh=None, specs=None, device=None):
+    """Params of the byte model; with a mesh and specs (a tree like `SPECS`, but sharded) only this device's shards.
+
+    On the mesh's device unless one is given; without a mesh, whole, on the CPU.
+    """
+    if mesh is None:
+        mesh, device = AbstractMesh({}), device or "cpu"
+    return tree.init(config.inits(), specs or SPECS, config.sizes, mesh, seed, dtype, device)
+
+
+def logits(params, tokens: Tensor, config: Config) -> Tensor:
+    """The byte model on one device: tokens[B, K] -> logits[B, V]."""
+    flat = {"embed": params["embed"], "head": params["head"]}
+    flat |= {f"blocks.{name}": W for name, W in params["blocks"].items()}
+    return functional_call(ByteLM(config), flat, (tokens,))
+
+
+def loss_fn(params, tokens: Tensor, targets: Tensor, config: Config, batch: int | None = None) -> Tensor:
+    """Mean cross entropy of tokens[B, K] and targets[B], nats per byte; `batch` as in `cross_entropy`."""
+    return cross_entropy(logits(params, tokens, config), targets, batch)
+
+
+def bits_per_byte(loss):
+    """Nats to bits: what an ideal coder would spend on each byte."""
+    return loss / math.log(2)

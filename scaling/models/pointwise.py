@@ -1,0 +1,70 @@
+"""What lies between the matmuls, and its derivatives written out, for backwards by hand: activations and RMSNorm.
+
+Everything works on each row by itself, so it is the same on one device and on shards of the other dims.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = ("none", "relu", "gelu")
+EPS = 1e-6  # added to the mean square in RMSNorm
+
+
+def check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+
+
+def act(x: Tensor, activation: str) -> Tensor:
+    """none: x; relu: max(x, 0); gelu: x Phi(x) = x (1 + erf(x / sqrt 2)) / 2, the exact form and not the tanh one."""
+    check_activation(activation)
+    return F.gelu(x) if activation == "gelu" else F.relu(x) if activation == "relu" else x
+
+
+def act_grad(x: Tensor, activation: str) -> Tensor:
+    """d act / d x. gelu: Phi(x) + x phi(x), phi the normal density; relu: 1 where x > 0, and 0 at 0."""
+    check_activation(activation)
+    if activation == "gelu":
+        return 0.5 * (1 + torch.erf(x * 0.5**0.5)) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    return (x > 0).to(x.dtype) if activation == "relu" else torch.ones_like(x)
+
+
+def act_vjp(x: Tensor, dy: Tensor, activation: str) -> Tensor:
+    """dy * act_grad(x): for gelu in one kernel, which a hand-written backward calls on the largest arrays there are."""
+    if activation == "gelu":
+        return torch.ops.aten.gelu_backward(dy, x)
+    return dy if activation == "none" else dy * act_grad(x, activation)
+
+
+def second_moment(activation: str) -> float:
+    """E[act(z)^2] for a standard normal z, so what is left of a unit mean square (gelu: from E[Phi(z)^2] = 1/3)."""
+    check_activation(activation)
+    return {"none": 1.0, "relu": 0.5, "gelu": 1 / 3 + 1 / (2 * math.pi * math.sqrt(3))}[activation]
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """The mean over the last dim of x^2, [..., 1], in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True)
+
+
+def rms_norm(x: Tensor, mean_square_x: Tensor | None = None) -> Tensor:
+    """y = x / sqrt(mean(x^2) + EPS) over the last dim, without a learned scale.
+
+    `mean_square_x`[..., 1]: the mean of squares over the whole dim, where x is only a shard of it.
+    """
+    r = torch.rsqrt((mean_square(x) if mean_square_x is None else mean_square_x) + EPS)
+    return (x * r).to(x.dtype)
+
+
+def rms_norm_vjp(x: Tensor, dy: Tensor, mean_square_x: Tensor | None = None, mean_x_dy: Tensor | None = None) -> Tensor:
+    """dx = r dy - r^3 x mean(x dy), r = 1 / sqrt(mean(x^2) + EPS): r depends on every x of the row.
+
+    Where x and dy are shards of the last dim, give both means over the whole of it.
+    """
+    if mean_x_dy is None:
+        mean_x_dy = (x * dy).to(torch.promote_types(x.dtype, torch.float32)).mean(-1, keepdim=True)
+    r = torch.rsqrt((mean_square(x) if mean_square_x is None else mean_square_x) + EPS)
+    return (r * dy - r**3 * mean_x_dy * x).to(x.dtype)

@@ -1,0 +1,165 @@
+"""The reference model: its pointwise functions against autograd, its parts against plain loops, and that it learns."""
+
+import math
+
+import pytest
+import torch
+from torch.func import functional_call, grad, grad_and_value, vjp
+
+from scaling import data, optim, tree
+from scaling.mesh import AbstractMesh
+from scaling.models import mlp
+
+SMALL = {"L": 3, "D": 8, "F": 16, "K": 4, "V": 11}
+
+
+def rand(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def same(a, b, tolerance=1e-14):
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation", mlp.ACTIVATIONS)
+def test_activations_and_their_derivatives(activation):
+    x, dy = rand(5, 64) * 3, rand(5, 64, seed=1)
+    x[0, :3] = torch.tensor([0.0, -40.0, 40.0])
+    wanted = {
+        "none": x,
+        "relu": x.clamp(min=0),
+        "gelu": x * torch.distributions.Normal(0.0, 1.0).cdf(x),
+    }[activation]
+    same(mlp.act(x, activation), wanted)
+    (dx,) = vjp(lambda x: mlp.act(x, activation), x)[1](dy)
+    same(dy * mlp.act_grad(x, activation), dx)
+    same(mlp.act_vjp(x, dy, activation), dx)
+    assert mlp.act_grad(x.bfloat16(), activation).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rms_norm_and_its_derivative(dtype):
+    x, dy = (3 * rand(5, 64)).to(dtype), rand(5, 64, seed=1).to(dtype)
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    same(mlp.rms_norm(x), torch.nn.functional.rms_norm(x, (64,), eps=mlp.EPS), tolerance)
+    (dx,) = vjp(mlp.rms_norm, x)[1](dy)
+    same(mlp.rms_norm_vjp(x, dy), dx, tolerance)
+    assert mlp.rms_norm(x).dtype == mlp.rms_norm_vjp(x, dy).dtype == dtype
+
+
+def test_rms_norm_of_a_shard_takes_the_means_over_the_whole_row():
+    x, dy = rand(5, 64), rand(5, 64, seed=1)
+    squares, dots = x.square().mean(-1, keepdim=True), (x * dy).mean(-1, keepdim=True)
+    part = slice(16, 32)
+    same(mlp.rms_norm(x[:, part], squares), mlp.rms_norm(x)[:, part])
+    same(mlp.rms_norm_vjp(x[:, part], dy[:, part], squares, dots), mlp.rms_norm_vjp(x, dy)[:, part])
+    assert (mlp.rms_norm(x[:, part]) - mlp.rms_norm(x)[:, part]).abs().max() > 0.01
+
+
+def test_rms_norm_of_zeros_is_zero_with_a_finite_derivative():
+    zeros, dy = torch.zeros(2, 4), torch.ones(2, 4)
+    assert torch.equal(mlp.rms_norm(zeros), zeros)
+    same(mlp.rms_norm_vjp(zeros, dy), dy / math.sqrt(mlp.EPS), 1e-5)
+
+
+@pytest.mark.parametrize("activation", mlp.ACTIVATIONS)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_stack_is_the_formula(residual, norm, activation):
+    config = mlp.Config(**SMALL, activation=activation, residual=residual, norm=norm)
+    params = mlp.init(config, dtype=torch.float64)["blocks"]
+    In = Out = rand(6, config.D)
+    for layer in range(config.L):
+        x = Out / (Out.square().mean(-1, keepdim=True) + 1e-6).sqrt() if norm else Out
+        y = mlp.act(x @ params["W_in"][layer], activation) @ params["W_out"][layer]
+        Out = Out + y if residual else y
+    stack = mlp.Stack(config)
+    assert all(p.is_meta for p in stack.parameters())
+    same(functional_call(stack, params, (In,)), Out)
+
+
+def test_a_block_on_shards_of_F_gives_partial_sums():
+    config = mlp.Config(**SMALL)
+    W_in, W_out = (mlp.init(config, dtype=torch.float64)["blocks"][name][0] for name in ("W_in", "W_out"))
+    In, module = rand(6, config.D), mlp.Block(config.D, config.F)
+    whole = functional_call(module, {"W_in": W_in, "W_out": W_out}, (In,))
+    parts = [
+        functional_call(module, {"W_in": W_in[:, part], "W_out": W_out[part]}, (In,))
+        for part in (slice(0, 8), slice(8, 16))
+    ]
+    same(parts[0] + parts[1], whole)
+    same(whole, mlp.block(In, W_in, W_out))
+
+
+def test_the_byte_model_is_the_formula():
+    config = mlp.Config(**SMALL)
+    params = mlp.init(config, dtype=torch.float64)
+    tokens = torch.randint(config.V, (6, config.K), generator=torch.Generator().manual_seed(0))
+    targets = tokens[:, 0]
+    In = torch.stack([sum(params["embed"][k, row[k]] for k in range(config.K)) for row in tokens])
+    same(mlp.embed(params["embed"], tokens), In)
+    Out = functional_call(mlp.Stack(config), params["blocks"], (In,))
+    logits = mlp.rms_norm(Out) @ params["head"]
+    same(mlp.logits(params, tokens, config), logits)
+    loss = -logits.log_softmax(-1)[range(6), targets].mean()
+    same(mlp.loss_fn(params, tokens, targets, config), loss)
+    same(mlp.bits_per_byte(loss), loss / math.log(2))
+    halves = [mlp.loss_fn(params, tokens[p], targets[p], config, batch=6) for p in (slice(0, 2), slice(2, 6))]
+    same(halves[0] + halves[1], loss)
+    plain = mlp.Config(**SMALL, norm=False, residual=False)
+    Out = functional_call(mlp.Stack(plain), params["blocks"], (In,))
+    same(mlp.logits(params, tokens, plain), Out @ params["head"])
+
+
+def test_gradients_by_finite_differences():
+    config = mlp.Config(**SMALL)
+    params = mlp.init(config, dtype=torch.float64)
+    tokens = torch.randint(config.V, (6, config.K), generator=torch.Generator().manual_seed(0))
+    loss = lambda p: mlp.loss_fn(p, tokens, tokens[:, 0], config)  # noqa: E731
+    grads, step = grad(loss)(params), 1e-6
+    way = tree.map(lambda p: rand(*p.shape, seed=5), params)
+    ahead, behind = (loss(tree.map(lambda p, d, s=s: p + s * d, params, way)) for s in (step, -step))
+    slope = sum((g * d).sum() for g, d in zip(tree.leaves(grads), tree.leaves(way), strict=True))
+    same((ahead - behind) / (2 * step), slope, 1e-8)
+
+
+def test_shapes_specs_and_sharded_init():
+    config = mlp.Config()
+    params = mlp.init(config)
+    assert tree.map(lambda p: p.shape, params) == config.shapes()
+    assert config.num_params() == tree.nbytes(params) // 4 == 8 * 256 * 128 + 4 * 2 * 128 * 512 + 128 * 256
+    tree.check(params, mlp.SPECS, config.sizes, AbstractMesh({}), torch.float32)
+    sharded = {"embed": "E[K, V, D_Y]", "head": "W_head[D_X, V]"}
+    sharded["blocks"] = {"W_in": "W_in[L, D_X, F_Y]", "W_out": "W_out[L, F_Y, D_X]"}
+    at = AbstractMesh({"X": 4, "Y": 2}, {"X": 3, "Y": 1})
+    local = mlp.init(config, mesh=at, specs=sharded, device="cpu")
+    tree.map(lambda a, b: same(a, b, 0), local, tree.shard(params, sharded, at))
+    assert mlp.init(config, mesh=at, specs=sharded)["embed"].is_meta
+
+
+@pytest.mark.parametrize("activation", mlp.ACTIVATIONS)
+def test_the_plain_stack_starts_at_unit_scale(activation):
+    config = mlp.Config(L=8, D=256, F=1024, activation=activation, residual=False, norm=False)
+    Out = functional_call(mlp.Stack(config), mlp.init(config)["blocks"], (rand(256, 256, dtype=torch.float32),))
+    assert 0.5 < Out.square().mean() < 2
+
+
+def test_errors_of_the_config():
+    with pytest.raises(ValueError, match=r"one of none, relu, gelu; got 'tanh'"):
+        mlp.Config(activation="tanh")
+    with pytest.raises(ValueError, match="F must be at least 1"):
+        mlp.Config(F=0)
+
+
+def test_it_learns_pythons_source():
+    train, valid = data.split(data.load_text())
+    config = mlp.Config()
+    params, optimizer = mlp.init(config), optim.adamw(3e-3, betas=(0.9, 0.99))
+    state, step = optimizer.init(params), grad_and_value(mlp.loss_fn)
+    for _, batch in zip(range(60), data.endless(train, config.K, 512), strict=False):
+        grads, _ = step(params, *batch, config)
+        params, state = optimizer.update(grads, state, params, donate=True)
+    windows = data.Windows(valid, config.K)
+    rows = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))[:2048]
+    bits = mlp.bits_per_byte(mlp.loss_fn(params, *windows[rows], config))
+    assert bits < data.order0_entropy(valid) - 0.7
