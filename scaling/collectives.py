@@ -47,21 +47,23 @@ def wait(x: "Pending | torch.Tensor") -> torch.Tensor:
     return x.wait() if isinstance(x, Pending) else x
 
 
-def all_gather(line: str, x: torch.Tensor, mesh, async_op: bool = False):
+def all_gather(line: str, x: torch.Tensor, mesh, async_op: bool = False, out: torch.Tensor | None = None):
     """`A[I_X, J] -> A[I, J]`: every rank gets the whole dim. The axes removed must be the minor ones of their dim
-    (`I_XY -> I_X`): otherwise the blocks would arrive interleaved. Cotangent: ReduceScatter."""
-    return _call("AllGather", line, x, mesh, async_op)
+    (`I_XY -> I_X`): otherwise the blocks would arrive interleaved. Cotangent: ReduceScatter. `out`: a buffer that is
+    given away for the result."""
+    return _call("AllGather", line, x, mesh, async_op, out=out)
 
 
-def reduce_scatter(line: str, x: torch.Tensor, mesh, async_op: bool = False):
+def reduce_scatter(line: str, x: torch.Tensor, mesh, async_op: bool = False, out: torch.Tensor | None = None):
     """`A[I, J] {U_X} -> A[I_X, J]`: the sum over X, of which each rank gets its block. The axes become the minor ones
-    of their dim. Cotangent: AllGather."""
-    return _call("ReduceScatter", line, x, mesh, async_op)
+    of their dim. Cotangent: AllGather. `out`: a buffer that is given away for the result."""
+    return _call("ReduceScatter", line, x, mesh, async_op, out=out)
 
 
-def all_reduce(line: str, x: torch.Tensor, mesh, async_op: bool = False):
-    """`A[I, J] {U_X} -> A[I, J]`: every rank gets the sum over X. Cotangent: AllReduce."""
-    return _call("AllReduce", line, x, mesh, async_op)
+def all_reduce(line: str, x: torch.Tensor, mesh, async_op: bool = False, donate: bool = False):
+    """`A[I, J] {U_X} -> A[I, J]`: every rank gets the sum over X. Cotangent: AllReduce. `donate`: x is given away, and
+    the sum is written over it."""
+    return _call("AllReduce", line, x, mesh, async_op, out=x if donate else None)
 
 
 def all_to_all(line: str, x: torch.Tensor, mesh, async_op: bool = False):
@@ -129,10 +131,9 @@ def recv(line: str, like: torch.Tensor, mesh, axis: str, source: int, async_op: 
 
 def reshard(line: str, x: torch.Tensor, mesh) -> torch.Tensor:
     """Any type to any other of the same array, `A[I_XY] -> A[I_Y]`, by the plan of `scaling.algebra.reshard`."""
-    from scaling.algebra import reshard as plan
+    from scaling.execute import run_reshard
 
-    before, after = parse_line(line).operands[0], parse_line(line).result
-    return plan(before, after).run(x, mesh)
+    return run_reshard(line, x, mesh)
 
 
 def unshard(line: str, x: torch.Tensor, mesh) -> torch.Tensor:
@@ -146,13 +147,13 @@ def unshard(line: str, x: torch.Tensor, mesh) -> torch.Tensor:
     return x
 
 
-def _call(kind: str, line: str, x: torch.Tensor, mesh, async_op: bool, root: int | None = None):
+def _call(kind: str, line: str, x: torch.Tensor, mesh, async_op: bool, root: int | None = None, out=None):
     resolved = mesh.lines.get((kind, line, root))
     if resolved is None:
         resolved = mesh.lines[kind, line, root] = _resolve(kind, line, mesh, root)
     for op, group, step in resolved[:-1]:
         x = _run(op, group, step, x, mesh, False)
-    return _run(*resolved[-1], x, mesh, async_op)
+    return _run(*resolved[-1], x, mesh, async_op, out)
 
 
 def _resolve(kind: str, line: str, mesh, root: int | None) -> list[tuple[Op, Group, Step]]:
@@ -170,7 +171,7 @@ def _resolve(kind: str, line: str, mesh, root: int | None) -> list[tuple[Op, Gro
     return resolved
 
 
-def _run(op: Op, group: Group, step: Step, x: torch.Tensor, mesh, async_op: bool):
+def _run(op: Op, group: Group, step: Step, x: torch.Tensor, mesh, async_op: bool, out: torch.Tensor | None = None):
     if x.dim() != len(step.before.dims) or (step.splits is not None and x.shape[step.splits] % op.size):
         _refuse_shape(op, step, x)
     if op.backend == "abstract" and type(x) is torch.Tensor and not x.is_meta:
@@ -181,11 +182,21 @@ def _run(op: Op, group: Group, step: Step, x: torch.Tensor, mesh, async_op: bool
         agree(group, f"{op.kind} {op.line}", x)
     if differentiated(x):
         result = compilable(x, *op)
+        if out is not None:
+            result = out.copy_(result)
         return Pending(None, lambda: result) if async_op else result
     event = trace.record(op.event(x, async_op)) if trace.active() else None
-    work, finish = start(x, op, group, async_op)
+    work, finish = start(x, op, group, async_op, out)
+    if out is not None:
+        make = finish
+        finish = lambda: _into(out, make())  # noqa: E731
     pending = Pending(work, finish, event)
     return pending if async_op else pending.wait()
+
+
+def _into(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """The result in the buffer given for it: copied there unless it was made there."""
+    return out if out.data_ptr() == result.data_ptr() else out.copy_(result)
 
 
 def _refuse_shape(op: Op, step: Step, x: torch.Tensor) -> None:

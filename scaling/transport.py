@@ -7,7 +7,6 @@ Everything private to torch that this project needs for communication is here. A
 Over gloo a ReduceScatter is an AllToAll and a local sum: gloo's own is an AllReduce inside, with twice the bytes.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -141,8 +140,13 @@ def join(blocks: torch.Tensor, dim: int) -> torch.Tensor:
     return blocks.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def add(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.sum(0, dtype=blocks.dtype)
+def split_major(x: torch.Tensor, op: Op) -> torch.Tensor:
+    """[..., n*m, ...] -> [n, m, ...], contiguous: no copy if the dim is the outermost in memory already."""
+    return x.movedim(op.dim, 0).contiguous().unflatten(0, (op.size, x.shape[op.dim] // op.size))
+
+
+def add(blocks: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.sum(blocks, 0, dtype=blocks.dtype, out=out)
 
 
 def traceable(x: torch.Tensor, op: Op) -> torch.Tensor:
@@ -160,13 +164,15 @@ def traceable(x: torch.Tensor, op: Op) -> torch.Tensor:
     if op.kind == "AllReduce":
         return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", op.group))
     if op.kind == "AllGather":
-        blocks = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous()[None], op.size, op.group))
-        return join(reorder(blocks, op.order, inverse=True), op.dim)
+        mine = x.movedim(op.dim, 0).contiguous()[None]
+        blocks = ops.wait_tensor(ops.all_gather_into_tensor(mine, op.size, op.group))
+        return reorder(blocks, op.order, inverse=True).flatten(0, 1).movedim(0, op.dim)
     if op.kind == "ReduceScatter":
-        blocks = reorder(split(x, op.size, op.dim), op.order).contiguous()
+        blocks = reorder(split_major(x, op), op.order)
         if op.backend == "gloo":
-            return add(exchange(blocks, op))
-        return ops.wait_tensor(ops.reduce_scatter_tensor(blocks.flatten(0, 1), "sum", op.size, op.group))
+            return add(exchange(blocks, op)).movedim(0, op.dim)
+        mine = ops.wait_tensor(ops.reduce_scatter_tensor(blocks.flatten(0, 1), "sum", op.size, op.group))
+        return mine.movedim(0, op.dim)
     if op.kind == "AllToAll":
         blocks = exchange(reorder(split(x, op.size, op.to), op.order).contiguous(), op)
         return join(reorder(blocks, op.order, inverse=True), op.dim)
@@ -269,8 +275,12 @@ def differentiated(x: torch.Tensor) -> bool:
     return type(x) not in (torch.Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
 
 
-def start(x: torch.Tensor, op: Op, group: Group, async_op: bool) -> tuple["dist.Work | None", Callable]:
-    """Start an op on the process group: (work to wait for or None, a function that then makes the result)."""
+def start(x: torch.Tensor, op: Op, group: Group, async_op: bool, out: torch.Tensor | None = None):
+    """Start an op on the process group: (work to wait for or None, a function that then makes the result).
+
+    `out` is a buffer that the result may be made in, where that saves a copy: of an AllReduce, the operand itself.
+    Gathered and scattered dims are outermost in memory: what is copied is then a shard, never the whole array.
+    """
     pg, n = group.pg, op.size
     if n == 1 and op.kind not in ("CollectivePermute", "Slice"):
         return None, lambda: x
@@ -278,21 +288,30 @@ def start(x: torch.Tensor, op: Op, group: Group, async_op: bool) -> tuple["dist.
         result = traceable(x, op)
         return None, lambda: result
     if op.kind == "AllReduce":
-        out = x.clone(memory_format=torch.contiguous_format)
-        return dist.all_reduce(out, group=pg, async_op=async_op), lambda: out
+        total = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        return dist.all_reduce(total, group=pg, async_op=async_op), lambda: total
     if op.kind == "AllGather":
-        blocks = x.new_empty((n, *x.shape))
+        mine = x.movedim(op.dim, 0).contiguous()
+        if out is not None and out.movedim(op.dim, 0).is_contiguous():
+            blocks = out.movedim(op.dim, 0).unflatten(0, (n, len(mine)))
+        else:
+            blocks = mine.new_empty((n, *mine.shape))
         if op.backend == "gloo":  # into views of one buffer: less copying than gloo's gather into one tensor
-            work = dist.all_gather(op.to_members(list(blocks)), x.contiguous(), group=pg, async_op=async_op)
-            return work, lambda: join(blocks, op.dim)
-        work = pg._allgather_base(blocks.flatten(0, 1) if x.dim() else blocks, x.contiguous())
-        return work, lambda: join(reorder(blocks, op.order, inverse=True), op.dim)
-    sent = reorder(split(x, n, op.dim if op.kind == "ReduceScatter" else op.to), op.order).contiguous()
-    if op.kind == "ReduceScatter" and op.backend != "gloo":
-        out = torch.empty_like(sent[0])
-        return pg._reduce_scatter_base(out, sent), lambda: out
-    received = torch.empty_like(sent)
-    work = dist.all_to_all_single(received, sent, group=pg, async_op=async_op)
-    if op.kind == "ReduceScatter":
-        return work, lambda: add(received)
-    return work, lambda: join(reorder(received, op.order, inverse=True), op.dim)
+            work = dist.all_gather(op.to_members(list(blocks)), mine, group=pg, async_op=async_op)
+            return work, lambda: blocks.flatten(0, 1).movedim(0, op.dim)
+        work = pg._allgather_base(blocks, mine)
+        return work, lambda: reorder(blocks, op.order, inverse=True).flatten(0, 1).movedim(0, op.dim)
+    if op.kind == "AllToAll":
+        sent = reorder(split(x, n, op.to), op.order).contiguous()
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=pg, async_op=async_op)
+        return work, lambda: join(reorder(received, op.order, inverse=True), op.dim)
+    sent = reorder(split_major(x, op), op.order)
+    if op.backend == "gloo":
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=pg, async_op=async_op)
+        into = None if out is None else out.movedim(op.dim, 0)
+        return work, lambda: add(received, into).movedim(0, op.dim)
+    mine = torch.empty_like(sent[0])
+    work = pg._reduce_scatter_base(mine, sent)
+    return work, lambda: mine.movedim(0, op.dim)

@@ -1,11 +1,18 @@
-"""The four strategies of Part 5 against one device: loss, gradients, params after AdamW steps; collectives and bytes."""
+"""The strategies of Part 5 against one device: loss, gradients, params after AdamW steps; collectives and bytes."""
+
+from collections import Counter
 
 import pytest
 import torch
+from torch.func import vjp
 
 from scaling import optim, tree
+from scaling.collectives import all_reduce
+from scaling.mesh import AbstractMesh
 from scaling.models.mlp import Config, Stack
-from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
+from scaling.spec import parse
+from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
+from scaling.trace import trace
 
 STRATEGIES = {s.__name__.split(".")[-1]: s for s in (data_parallel, fsdp, tensor_parallel, fsdp_tp)}
 L, B, D, F = 3, 16, 16, 32
@@ -38,7 +45,7 @@ def whole(dtype):
 
 
 def one_device(dtype, block):
-    """The reference: nn.Module, autograd and torch.optim on one device. Losses, first gradients, params after 5 steps."""
+    """The reference, by nn.Module, autograd and torch.optim: losses, first gradients, params after 5 steps."""
     params, batches = whole(dtype)
     activation, residual, norm = block
     model = (
@@ -60,7 +67,7 @@ def one_device(dtype, block):
     return losses, *first, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def run_steps(mesh, name, dtype, block, options):
+def run_steps(mesh, name, dtype, block):
     strategy, (params, batches) = STRATEGIES[name], whole(dtype)
     types = strategy.SPECS
     params = tree.shard(params, specs(strategy), mesh)
@@ -71,7 +78,7 @@ def run_steps(mesh, name, dtype, block, options):
         before = In.clone(), tree.map(torch.clone, params)
         Out, saved = strategy.forward(params, In, mesh, *block)
         losses.append((Out - target).square().sum() / B)  # Loss[] {U}: this rank's terms
-        dIn, grads = strategy.backward(2 / B * (Out - target), saved, params, mesh, **options)
+        dIn, grads = strategy.backward(2 / B * (Out - target), saved, params, mesh)
         assert torch.equal(before[0], In), "the input was changed"
         assert all(map(torch.equal, tree.leaves(before[1]), tree.leaves(params))), "the params were changed"
         tree.check(grads, specs(strategy), SIZES, mesh, dtype)
@@ -96,9 +103,174 @@ def label(value):
 def test_equal_to_one_device(ranks, name, mesh, block):
     for dtype in (torch.float64, torch.float32):
         wanted = one_device(dtype, block)
-        results = ranks(run_steps, mesh, name, dtype, block, {})
+        results = ranks(run_steps, mesh, name, dtype, block)
         close(sum(result[0] for result in results), torch.stack(wanted[0]), dtype)
         for result in results:
             close(result[1], wanted[1], dtype)
             close(result[2], wanted[2], dtype)
             close(result[3], wanted[3], dtype)
+
+
+def one_layer(mesh, name, **keep):
+    """One forward and backward of one layer of B x D x F on an AbstractMesh: the two logs."""
+    strategy, meta = STRATEGIES[name], {"dtype": torch.float32, "device": "meta"}
+    shape = lambda key, **more: torch.empty(types[key].local_shape(SIZES, mesh), **meta)  # noqa: E731
+    types = {key: parse(text) for key, text in strategy.SPECS.items()}
+    params = {key: shape(key)[None] for key in ("W_in", "W_out")}
+    with trace() as forward:
+        Out, saved = strategy.forward(params, shape("In"), mesh, **keep)
+    with trace() as backward:
+        strategy.backward(Out, saved, params, mesh)
+    return forward, backward
+
+
+def counts(log):
+    return Counter((event.op, "".join(event.axes)) for event in log.collectives())
+
+
+AG, RS, AR = "AllGather", "ReduceScatter", "AllReduce"
+LEDGER = {  # book map: collectives of one layer, forward and backward
+    "data_parallel": ({}, {(AR, "X"): 2}),
+    "fsdp": ({(AG, "X"): 2}, {(AG, "X"): 2, (RS, "X"): 2}),
+    "tensor_parallel": ({(AG, "Y"): 1, (RS, "Y"): 1}, {(AG, "Y"): 1, (RS, "Y"): 1}),
+    "fsdp_tp": (
+        {(AG, "X"): 2, (AG, "Y"): 1, (RS, "Y"): 1},
+        {(AG, "X"): 2, (RS, "X"): 2, (AG, "Y"): 1, (RS, "Y"): 1},
+    ),
+}
+
+
+X, Y = 4, 2
+BD, DF = 4 * B * D, 4 * D * F  # bytes of the activations and of one weight in float32
+BYTES = {  # Part 5, Takeaways (erratum E-5.1 for the backward of FSDP + TP), with 4 bytes an element instead of 2
+    "data_parallel": (0, 4 * DF),
+    "fsdp": (2 * DF, 4 * DF),
+    "tensor_parallel": (2 * BD, 2 * BD),
+    "fsdp_tp": (2 * BD // X + 2 * DF // Y, 2 * BD // X + 4 * DF // Y),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_collectives_and_bytes_of_one_layer(name):
+    mesh, axes = AbstractMesh({"X": X, "Y": Y}), "".join(STRATEGIES[name].SPECS.values())
+    logs = forward, backward = one_layer(mesh, name)
+    assert (counts(forward), counts(backward)) == LEDGER[name]
+    assert (forward.book_bytes, backward.book_bytes) == BYTES[name]
+    flops = 2 * B * D * F // ((X if "_X" in axes else 1) * (Y if "_Y" in axes else 1))
+    assert [log.flops for log in logs] == [2 * flops, 4 * flops]
+    if "_Y" in axes:
+        again = one_layer(mesh, name, keep=False)[1]
+        assert counts(again) == counts(backward) + Counter({(AG, "Y"): 1})
+        assert again.book_bytes == backward.book_bytes + BD // (X if "_X" in axes else 1)
+
+
+def run_vjp(mesh, name, block):
+    strategy, (params, batches) = STRATEGIES[name], whole(torch.float64)
+    params = tree.shard(params, specs(strategy), mesh)
+    In, dOut = tree.shard(list(batches[0]), [strategy.SPECS["In"], strategy.SPECS["Out"]], mesh)
+    with trace() as by_hand:
+        Out, saved = strategy.forward(params, In, mesh, *block)
+        dIn, grads = strategy.backward(dOut, saved, params, mesh)
+    with trace() as by_vjp:
+        Out_vjp, pull = vjp(lambda params, In: strategy.forward(params, In, mesh, *block)[0], params, In)
+        grads_vjp, dIn_vjp = pull(dOut)
+        if name == "data_parallel":  # a replicated weight's cotangent is unreduced: the AllReduce is the caller's
+            for key, spec in (("W_in", "dW_in[D, F]"), ("W_out", "dW_out[F, D]")):
+                line = f"{spec} {{U_X}} -> {spec}"
+                grads_vjp[key] = torch.stack([all_reduce(line, g, mesh) for g in grads_vjp[key]])
+    close([Out_vjp, dIn_vjp, grads_vjp], [Out, dIn, grads], torch.float64)
+    return counts(by_hand) - counts(by_vjp), counts(by_vjp) - counts(by_hand), by_hand.book_bytes - by_vjp.book_bytes
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_backward_is_the_vjp_of_forward(ranks, name):
+    """In numbers and in collectives, but for the weights that the explicit backward gathers again and a vjp keeps."""
+    mesh = {"X": 2, "Y": 2}
+    again = {(AG, "X"): 2 * L} if "fsdp" in name else {}
+    again_bytes = L * 2 * 8 * D * F // (2 if name == "fsdp_tp" else 1) if "fsdp" in name else 0
+    for result in ranks(run_vjp, mesh, name, BLOCKS[0]):
+        assert result == (Counter(again), Counter(), again_bytes)
+
+
+def run_microbatches(mesh, name, count):
+    """The gradients of one batch, taken whole and in `count` microbatches, with the collectives of both."""
+    strategy, (params, batches) = STRATEGIES[name], whole(torch.float64)
+    params = tree.shard(params, specs(strategy), mesh)
+    In, dOut = tree.shard(list(batches[0]), [strategy.SPECS["In"], strategy.SPECS["Out"]], mesh)
+    _, saved = strategy.forward(params, In, mesh)
+    with trace() as once:
+        dIn, wanted = strategy.backward(dOut, saved, params, mesh)
+    partial, dIns = strategy.partial_sums(params, mesh), []
+    for i, (rows, cotangent) in enumerate(zip(In.chunk(count), dOut.chunk(count), strict=True)):
+        _, saved = strategy.forward(params, rows, mesh)
+        with trace() as log:
+            last = i == count - 1
+            dIn_rows, partial = strategy.backward(cotangent, saved, params, mesh, partial, reduce=last)
+        dIns.append(dIn_rows)
+        if not last:
+            assert not any(event.op in (AR, RS) and event.axes == ("X",) for event in log.events)
+    close([torch.cat(dIns), partial], [dIn, wanted], torch.float64)
+    over_x = [Counter({k: n for k, n in counts(each).items() if k[1] == "X"}) for each in (once, log)]
+    return over_x[0] == over_x[1]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_microbatches_synchronise_once(ranks, name):
+    assert all(ranks(run_microbatches, {"X": 2, "Y": 2}, name, 4))
+
+
+def run_buckets(mesh, bucket_bytes):
+    params, batches = whole(torch.float64)
+    In, dOut = tree.shard(list(batches[0]), ["In[B_X, D]", "In[B_X, D]"], mesh)
+    _, saved = data_parallel.forward(params, In, mesh)
+    _, wanted = data_parallel.backward(dOut, saved, params, mesh)
+    with trace() as log:
+        _, grads = data_parallel.backward(dOut, saved, params, mesh, bucket_bytes=bucket_bytes)
+    close(grads, wanted, torch.float64)
+    return log.count(AR), log.book_bytes
+
+
+@pytest.mark.parametrize(("layers", "reduces"), [(1, 6), (2, 4), (3, 2), (99, 2)])
+def test_buckets(ranks, layers, reduces):
+    assert ranks(run_buckets, {"X": 2}, layers * 8 * D * F) == [(reduces, 2 * L * 2 * 8 * D * F)] * 2
+
+
+def run_zero(mesh, stage):
+    params, batches = whole(torch.float64)
+    adamw, types = optim.adamw(0.01), zero.SPECS
+    state = zero.init(adamw, params, mesh)
+    for In, target in batches:
+        In, target = tree.shard([In, target], [types["In"], types["Out"]], mesh)
+        with trace() as log:
+            Out, saved = zero.forward(params, In, mesh, *BLOCKS[0])
+            _, grads = zero.backward(2 / B * (Out - target), saved, params, mesh, stage=stage)
+            tree.check(grads, zero.SHARDS, SIZES, mesh)
+            params, state = zero.update(adamw, grads, state, params, mesh)
+    tree.check(state["m"], zero.SHARDS, SIZES, mesh)
+    return params, counts(log), log.book_bytes
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero(ranks, stage):
+    """Equal to one device; an AllReduce of DP is a ReduceScatter and an AllGather here: the same bytes."""
+    wanted = one_device(torch.float64, BLOCKS[0])[3]
+    for params, seen, nbytes in ranks(run_zero, {"X": 4}, stage):
+        close(params, wanted, torch.float64)
+        assert seen == {(RS, "X"): 2 * L, (AG, "X"): 2 * L}
+        assert nbytes == L * 4 * 8 * D * F
+
+
+def test_keep_or_gather_again(ranks):
+    for name, mesh in (("tensor_parallel", {"Y": 2}), ("fsdp_tp", {"X": 2, "Y": 2})):
+        assert all(ranks(run_keep, mesh, name))
+
+
+def run_keep(mesh, name):
+    strategy, (params, batches) = STRATEGIES[name], whole(torch.float64)
+    params = tree.shard(params, specs(strategy), mesh)
+    In, dOut = tree.shard(list(batches[0]), [strategy.SPECS["In"], strategy.SPECS["Out"]], mesh)
+    results = []
+    for keep in (True, False):
+        _, saved = strategy.forward(params, In, mesh, *BLOCKS[0], keep=keep)
+        results.append(strategy.backward(dOut, saved, params, mesh))
+    return all(map(torch.equal, tree.leaves(results[0]), tree.leaves(results[1])))
