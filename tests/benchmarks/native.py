@@ -1,0 +1,109 @@
+"""PyTorch's own parallelism, as a user would set it up: the other side of the comparisons with `scaling.strategies`.
+
+The model is the book's stack as an nn.Sequential of blocks of two `nn.Linear` without bias, wrapped by
+DistributedDataParallel, fully_shard (each block, then the root), DTensor's parallelize_module, both, or
+DistributedDataParallel with ZeroRedundancyOptimizer. An nn.Linear's weight is the transpose of the book's.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+with warnings.catch_warnings():  # torch's own import of it uses what torch deprecates
+    warnings.simplefilter("ignore")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+STRATEGIES = ("data_parallel", "zero", "fsdp", "tensor_parallel", "fsdp_tp")
+LAYOUTS = {"D": Shard(-1), "B": Shard(0), "whole": Replicate()}  # of the activations between layers, over Y
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+
+
+class Block(nn.Module):
+    """In[B, D] -> gelu(In W_in) W_out."""
+
+    def __init__(self, W_in: Tensor, W_out: Tensor):
+        super().__init__()
+        self.up = nn.Linear(*W_in.shape, bias=False, device="meta")
+        self.down = nn.Linear(*W_out.shape, bias=False, device="meta")
+        self.up.weight = nn.Parameter(W_in.T.clone(memory_format=torch.contiguous_format))
+        self.down.weight = nn.Parameter(W_out.T.clone(memory_format=torch.contiguous_format))
+
+    def forward(self, In: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(In)))
+
+
+class Native:
+    """A wrapped model and its optimizer. `step(In, target)` makes one training step in place and returns this rank's
+    share of the loss, whose gradients are those of the whole batch's sum of squares / rows; `layout` is that of
+    activations between layers over Y: "D" as the book has it, "B" (sequence parallelism), or "whole" (an AllReduce).
+    """
+
+    def __init__(self, strategy: str, params: dict, mesh, optimizer="adamw", lr=1e-3, fused=True, layout="D"):
+        self.strategy, sizes = strategy, mesh.sizes
+        self.model = nn.Sequential(*map(Block, params["W_in"], params["W_out"])).to(mesh.device)
+        self.replicas = sizes.get("X", 1)
+        devices = mesh.device_mesh
+        tensor = devices["Y"] if strategy == "fsdp_tp" else devices
+        data = devices["X"] if strategy == "fsdp_tp" else devices
+        if strategy in ("tensor_parallel", "fsdp_tp"):
+            split_over_tensor_axis(self.model, tensor, LAYOUTS[layout])
+        if strategy in ("fsdp", "fsdp_tp"):
+            for block in self.model:
+                fully_shard(block, mesh=data)
+            fully_shard(self.model, mesh=data)
+        if strategy in ("data_parallel", "zero"):
+            group = mesh.group(("X",)).pg
+            self.model = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=True)
+        if strategy == "zero":
+            options = {"process_group": group, "lr": lr, "fused": fused}
+            kind = OPTIMIZERS[optimizer]
+            self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), optimizer_class=kind, **options)
+        else:
+            self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), lr=lr, fused=fused)
+
+    def backward(self, In: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gradients of loss(Out), this rank's share, into `.grad`; those over X are averaged, hence the factor."""
+        self.optimizer.zero_grad()
+        share = loss(self.model(In))
+        (share * self.replicas).backward()
+        return share.detach()
+
+    def step(self, In: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+        share = self.backward(In, loss)
+        self.optimizer.step()
+        return share
+
+    def params(self) -> dict:
+        """The whole params in the book's form: W_in[L, D, F], W_out[L, F, D]."""
+        return self._stacked(lambda layer: layer.weight.detach())
+
+    def grads(self) -> dict:
+        return self._stacked(lambda layer: layer.weight.grad)
+
+    def _stacked(self, read: Callable) -> dict:
+        blocks = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        halves = {"W_in": [whole(read(b.up)).T for b in blocks], "W_out": [whole(read(b.down)).T for b in blocks]}
+        return {name: torch.stack(weights) for name, weights in halves.items()}
+
+
+def split_over_tensor_axis(model: nn.Sequential, devices, layout) -> None:
+    """up by columns, down by rows, activations between blocks laid out as said; in and out are local tensors."""
+    plan = {}
+    for i in range(len(model)):
+        plan[f"{i}.up"] = ColwiseParallel(input_layouts=layout)
+        plan[f"{i}.down"] = RowwiseParallel(output_layouts=layout)
+    parallelize_module(model, devices, plan)
+
+
+def whole(x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x.clone()
+    with warnings.catch_warnings():  # torch's own code calls what torch deprecates
+        warnings.simplefilter("ignore")
+        return x.full_tensor()

@@ -1,0 +1,86 @@
+"""Our strategies against PyTorch's own on the same ranks: loss, gradients, and params after three AdamW steps.
+
+DistributedDataParallel, fully_shard, DTensor's parallelize_module, and the last two together on a mesh of two axes.
+"""
+
+import warnings
+
+import pytest
+import torch
+from benchmarks.native import Native
+from test_strategies import STRATEGIES, TOLERANCE, B, specs, whole
+
+from scaling import optim, tree
+from scaling.collectives import all_reduce
+from scaling.spec import format_axes
+
+MESHES = {
+    "data_parallel": [{"X": 2}, {"X": 4}],
+    "fsdp": [{"X": 2}, {"X": 4}],
+    "tensor_parallel": [{"Y": 2}, {"Y": 4}],
+    "fsdp_tp": [{"X": 2, "Y": 2}],
+}
+CASES = [(name, mesh) for name, meshes in MESHES.items() for mesh in meshes]
+STEPS = 3
+
+
+def squares(target):
+    """The loss of one rank's rows and columns: the sum of squares, over all rows there are."""
+    return lambda Out: (Out - target).square().sum() / B
+
+
+def shards(name, mesh, dtype):
+    """(params, [(In, target) of each step]), whole params and this rank's batches."""
+    params, batches = whole(dtype)
+    types = STRATEGIES[name].SPECS
+    return params, [tree.shard(list(batch), [types["In"], types["Out"]], mesh) for batch in batches[:STEPS]]
+
+
+def total(share, mesh):
+    return all_reduce(f"Loss[] {{U_{format_axes(list(mesh.sizes))}}} -> Loss[]", share, mesh)
+
+
+def ours(mesh, name, dtype):
+    strategy, (params, batches) = STRATEGIES[name], shards(name, mesh, dtype)
+    params = tree.shard(params, specs(strategy), mesh)
+    adamw, losses, first = optim.adamw(0.01), [], None
+    state = adamw.init(params)
+    for In, target in batches:
+        Out, saved = strategy.forward(params, In, mesh)
+        losses.append(total(squares(target)(Out), mesh))
+        dIn, grads = strategy.backward(2 / B * (Out - target), saved, params, mesh)
+        first = first or (tree.unshard(grads, specs(strategy), mesh), dIn)
+        params, state = adamw.update(grads, state, params)
+    return losses, *first, tree.unshard(params, specs(strategy), mesh)
+
+
+def theirs(mesh, name, dtype):
+    params, batches = shards(name, mesh, dtype)
+    native, losses, first = Native(name, params, mesh, lr=0.01), [], None
+    for In, target in batches:
+        In.requires_grad_()
+        losses.append(total(native.backward(In, squares(target)), mesh))
+        first = first or (native.grads(), In.grad / mesh.sizes.get("X", 1))
+        native.optimizer.step()
+    return losses, *first, native.params()
+
+
+def both(mesh, name, dtype):
+    """(largest difference, largest value) of each leaf: losses, gradients of params and of the input, new params."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own code
+        wanted = theirs(mesh, name, dtype)
+    got = ours(mesh, name, dtype)
+    return [
+        (float((a - b).abs().max()), float(b.abs().max()))
+        for a, b in zip(tree.leaves(got), tree.leaves(wanted), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=lambda v: v if isinstance(v, str) else str(list(v.values())))
+def test_equal_to_torch(ranks, name, mesh, dtype):
+    for leaves in ranks(both, mesh, name, dtype):
+        assert len(leaves) == STEPS + 2 + 1 + 2
+        for difference, largest in leaves:
+            assert difference <= TOLERANCE[dtype] * largest
