@@ -178,9 +178,8 @@ def numbers(chip: Chip):
             yield from ((field.name, length) for length in value or ())
         elif field.name in ("levels", "measured"):
             for part in value:
-                yield from (
-                    (f"{field.name}.{f.name}", getattr(part, f.name)) for f in fields(part) if f.type is not str
-                )
+                found = [(f.name, getattr(part, f.name)) for f in fields(part) if f.type is not str]
+                yield from ((f"{field.name}.{name}", number) for name, number in found if number is not None)
         elif field.name not in ("name", "kind", "source", "wrap", "axes") and value is not None:
             yield field.name, value
 

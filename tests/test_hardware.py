@@ -1,0 +1,192 @@
+import dataclasses
+import pickle
+
+import pytest
+
+from scaling.hardware import Chip, Level, Measured, chip, chips, load_chip, variants
+
+
+def test_every_chip_and_variant_can_be_read():
+    for name in chips():
+        one = chip(name)
+        assert one.source
+        assert one == pickle.loads(pickle.dumps(one))
+        assert hash(one) == hash(chip(name))
+        for variant in variants(name):
+            assert chip(name, variant) != one
+
+
+def test_tables_of_part_2():
+    table = {  # pod, HBM, HBM/s, bf16, int8, link one-way
+        "v3": ((32, 32), 32e9, 9.0e11, 1.4e14, 1.4e14, 1.0e11),
+        "v4p": ((16, 16, 16), 32e9, 1.2e12, 2.75e14, 2.75e14, 4.5e10),
+        "v5p": ((16, 20, 28), 96e9, 2.8e12, 4.59e14, 9.18e14, 9.0e10),
+        "v5e": ((16, 16), 16e9, 8.2e11, 1.97e14, 3.94e14, 4.5e10),
+        "v6e": ((16, 16), 32e9, 1.6e12, 9.20e14, 1.84e15, 9.0e10),
+        "7x": ((4, 4, 576), 192e9, 7.4e12, 2.30e15, 4.61e15, 9.0e10),
+    }
+    for name, row in table.items():
+        c = chip(name)
+        assert (c.pod, c.hbm_bytes, c.hbm_bw, c.flops("bf16"), c.flops("int8"), c.link_bw) == row
+        assert c.ici_bw == 2 * c.link_bw
+
+
+def test_tables_of_part_12():
+    rows = {
+        "a100": (80e9, 2.0e12, 3.1e14, 6.2e14, 300e9),
+        "h100": (80e9, 3.4e12, 9.9e14, 2.0e15, 450e9),
+        "h200": (141e9, 4.8e12, 9.9e14, 2.0e15, 450e9),
+        "b200": (192e9, 8.0e12, 2.3e15, 4.5e15, 900e9),
+    }
+    for name, row in rows.items():
+        c = chip(name)
+        assert (c.hbm_bytes, c.hbm_bw, c.flops("bf16"), c.flops("fp8"), c.bandwidth("node")) == row
+    egress = {name: (chip(name).node_gpus, chip(name).bandwidth("scale-out")) for name in ("h100", "b200", "gb200")}
+    assert egress == {"h100": (8, 400e9), "b200": (8, 400e9), "gb200": (72, 3600e9)}
+
+
+def test_variants_are_the_other_values_of_the_text():
+    assert chip("v6e", "part1").flops() == 9.1e14
+    assert chip("v6e", "part1").flops("int8") == 1.84e15  # what a variant does not name stays
+    assert chip("v4p", "part2").hbm_bw == 1.23e12
+    assert chip("b200", "part12").flops() == 2.25e15
+    assert chip("h800", "nvidia").bandwidth("node") == 200e9
+    with pytest.raises(ValueError, match="no variant 'part9': it has part1, part2, feb2025"):
+        chip("v6e", "part9")
+
+
+def test_names():
+    assert chip("TPU v5p") == chip("v5p")
+    with pytest.raises(ValueError, match=r"unknown chip 'v9'.*v5e"):
+        chip("v9")
+
+
+def test_flops_of_a_dtype_the_chip_lacks():
+    with pytest.raises(ValueError, match="v5e has no FLOPs/s for int4: its table has bf16, int8"):
+        chip("v5e").flops("int4")
+    with pytest.raises(ValueError, match="v100 has no FLOPs/s for bf16: its table has no dtype at all"):
+        chip("v100").flops()
+    import torch
+
+    assert chip("h100").flops(torch.bfloat16) == chip("h100").flops("float16") == 9.9e14
+
+
+def test_intensities():
+    assert chip("v5e").intensity("hbm") == pytest.approx(240, abs=0.5)
+    assert chip("v5p").intensity("ici") == 2550
+    assert chip("v5p").intensity("ici", axes=3) == 850
+    assert chip("v5p").intensity("dcn") == 73440
+    assert [round(chip(n).intensity("ici")) for n in ("v3", "v4p", "v5e", "v6e", "7x")] == [
+        700,
+        3056,
+        2189,
+        5111,
+        12778,
+    ]
+    assert chip("v5e").bandwidth("line") == 4.5e10
+
+
+def test_what_a_chip_lacks():
+    with pytest.raises(ValueError, match="4 axes: v5p has 3"):
+        chip("v5p").bandwidth("ici", axes=4)
+    with pytest.raises(ValueError, match=r"h100 \(gpu\) has no axes"):
+        chip("h100").bandwidth("ici")
+    with pytest.raises(ValueError, match=r"v5p \(tpu\) has no levels"):
+        chip("v5p").bandwidth("node")
+    with pytest.raises(ValueError, match="beyond the node"):
+        chip("a100").bandwidth("scale-out")
+    with pytest.raises(ValueError, match="unknown link 'ethernet'"):
+        chip("v5p").bandwidth("ethernet")
+    with pytest.raises(ValueError, match="has no pcie_bw"):
+        chip("7x").bandwidth("pcie")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "rings"),
+    [
+        ("v5e", (4, 4), (False, False)),
+        ("v5e", (8, 16), (False, True)),
+        ("v5e", 16, (True,)),
+        ("v6e", (16, 16), (True, True)),
+        ("v4p", (4, 4, 4), (True, True, True)),
+        ("v5p", (2, 2, 4), (False, False, False)),
+        ("v5p", (4, 4, 8), (True, True, True)),
+        ("v5p", (16, 20, 28), (True, True, True)),
+        ("v3", (32, 16), (True, False)),
+    ],
+)
+def test_wraparound(name, shape, rings):
+    assert chip(name).wraps(shape) == rings
+
+
+def test_slices_that_a_pod_does_not_have():
+    with pytest.raises(ValueError, match="slice 32: a pod of v5e is 16x16"):
+        chip("v5e").wraps(32)
+    with pytest.raises(ValueError, match="3 axes: v5e has 2"):
+        chip("v5e").wraps((4, 4, 4))
+    with pytest.raises(ValueError, match="whole numbers"):
+        chip("v5e").wraps((4, 0))
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_load_chip(tmp_path):
+    path = write(
+        tmp_path / "mine.toml",
+        """
+        name = "box"
+        kind = "cpu"
+        hbm_bytes = 64e9
+        hbm_bw = 2e10
+        flops = { fp32 = 1e11 }
+        levels = [{ name = "node", degree = 4, link_bw = 5e9 }]
+        [[measured]]
+        op = "AllGather"
+        ranks = 2
+        latency = 1e-4
+        bandwidth = 1e9
+        """,
+    )
+    box = load_chip(path)
+    assert (box.name, box.kind, box.flops("float32"), box.node_gpus) == ("box", "cpu", 1e11, 4)
+    assert box.levels == (Level("node", 4, 5e9),)
+    assert box.measured == (Measured("AllGather", 2, 1e-4, 1e9),)
+    assert chip(str(path)) == box
+
+
+def test_load_chip_on_a_base(tmp_path):
+    ours = load_chip(write(tmp_path / "ours.toml", 'base = "h100"\nhbm_bw = 3e12\n[flops]\nbf16 = 8e14\n'))
+    expected = dataclasses.replace(chip("h100"), name="ours", source="", hbm_bw=3e12)
+    assert dataclasses.replace(ours, peaks=()) == dataclasses.replace(expected, peaks=())
+    assert (ours.flops("bf16"), ours.flops("fp8")) == (8e14, 2.0e15)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kind = ", "mine.toml: not a TOML file"),
+        ("hbm_bw = 1e12", "mine.toml: kind is missing"),
+        ('kind = "tpu"\nhbm = 1', r"unknown field \['hbm'\]"),
+        ('kind = "tpu"\nflops = { bf17 = 1e12 }', r"unknown field \['bf17'\]"),
+        ('kind = "asic"', "kind is 'asic'"),
+        ('kind = "tpu"\nhbm_bw = -1.0', "hbm_bw is -1.0: give a positive number"),
+        ('kind = "tpu"\nflops = { bf16 = 0 }', "flops.bf16 is 0"),
+        ('kind = "tpu"\nhbm_bw = "fast"', "hbm_bw is 'fast'"),
+        ('kind = "tpu"\naxes = 2\npod = [4, 4, 4]', "has 3 axes, but axes = 2"),
+        ('kind = "tpu"\nwrap = "moebius"', "wrap is 'moebius'"),
+        ('kind = "gpu"\nlevels = [{ name = "node", degree = 8 }]', "mine.toml.*link_bw"),
+        ('base = "h1000"', "unknown base 'h1000'"),
+    ],
+)
+def test_chip_files_that_are_wrong(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_chip(write(tmp_path / "mine.toml", text))
+
+
+def test_a_chip_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        chip("v5p").hbm_bw = 1.0
+    assert Chip("own", "tpu", peaks=(("bf16", 1e12),)).flops() == 1e12
