@@ -70,7 +70,7 @@ def adamw(lr: Schedule, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, master=
         raise ValueError(f"betas must lie in [0, 1); got {betas}")
 
     def step(p, g, m, v, *, count, rate):
-        if _fused(p, rate):
+        if _fused(p, rate) and _laid_out_alike(p, m, v):
             options = {"beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps, "lr": _for_kernel(rate, p)}
             torch._fused_adamw_(p, g, m, v, [], [count.float()] * len(p), **options, amsgrad=False, maximize=False)
             return
@@ -108,7 +108,7 @@ def _optimizer(step: Callable, lr: Schedule, moments: tuple[str, ...], master: b
         new = old if donate else [tree.map(lambda t: t.detach().clone(), part) for part in old]
         lists = [tree.leaves(part) for part in (new[0], grads, *new[1:])]
         for p, g, *rest in _by_kind(lists):
-            step(p, [a.to(b.dtype) for a, b in zip(g, p, strict=True)], *rest, count=count, rate=rate)
+            step(p, [_laid_out_as(b, a) for a, b in zip(g, p, strict=True)], *rest, count=count, rate=rate)
         state = {"step": count} | dict(zip(moments, new[1:], strict=True))
         if not master:
             return new[0], state
@@ -165,6 +165,19 @@ def _by_kind(lists: list[list[Tensor]]):
         kinds.setdefault((row[0].device, row[0].dtype), []).append(row)
     for rows in kinds.values():
         yield [list(column) for column in zip(*rows, strict=True)]
+
+
+def _laid_out_as(p: Tensor, t: Tensor) -> Tensor:
+    """t in the dtype and the memory order of p, copied if need be."""
+    if t.dtype == p.dtype and t.stride() == p.stride():
+        return t
+    return torch.empty_like(p).copy_(t)
+
+
+def _laid_out_alike(p: list[Tensor], *parts: list[Tensor]) -> bool:
+    """Whether every tensor is dense and in the same memory order as its param: the fused kernel walks memory blindly."""
+    dense = all(a.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(a) for a in p)
+    return dense and all(a.stride() == b.stride() for part in parts for a, b in zip(p, part, strict=True))
 
 
 def _fused(p: list[Tensor], rate) -> bool:

@@ -254,3 +254,20 @@ def test_clipping_under_torch_compile():
     clipped, norm = compiled(grads)
     torch.testing.assert_close(norm, wanted_norm, rtol=1e-14, atol=0)
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-14, atol=0), clipped, wanted)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("layout", ["transposed", "slice", "transposed grads"])
+def test_memory_order_does_not_matter(layout, donate):
+    """A gathered weight is a transposed view, a shard may be a slice of a larger buffer: the numbers stay the same."""
+    g = torch.Generator().manual_seed(0)
+    p, *gs = (torch.randn(4, 6, generator=g, dtype=torch.float64) for _ in range(4))
+    lay = {"transposed": lambda t: t.t().contiguous().t(), "slice": lambda t: torch.cat([t, t], 1)[:, :6]}
+    odd_p, odd_g = lay.get(layout, torch.clone), lay.get(layout, lay["transposed"])
+    adamw = optim.adamw(0.1)
+    wanted, state, odd, odd_state = {"W": p}, adamw.init({"W": p}), {"W": odd_p(p)}, adamw.init({"W": odd_p(p)})
+    for grad in gs:
+        wanted, state = adamw.update({"W": grad}, state, wanted)
+        odd, odd_state = adamw.update({"W": odd_g(grad)}, odd_state, odd, donate=donate)
+        torch.testing.assert_close(odd["W"], wanted["W"], rtol=1e-14, atol=0)
+        torch.testing.assert_close(odd_state["v"], state["v"], rtol=1e-14, atol=0)

@@ -10,6 +10,7 @@ from scaling.collectives import all_reduce, einsum
 from scaling.strategies.block import Layer, Saved, act, act_vjp, normed, normed_vjp, wait_all
 
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D, F]", "W_out": "W_out[F, D]", "Out": "Out[B_X, D]"}
+ENDS = {"embed": "E[K, V, D]", "head": "W_head[D, V]"}  # of the byte model around the blocks
 
 
 def forward(params, In, mesh, activation="gelu", residual=False, norm=False):

@@ -13,6 +13,7 @@ from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.strategies.block import Layer, Saved, act, act_vjp, normed, normed_vjp, slot, wait_all
 
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}
+ENDS = {"embed": "E[K, V, D_X]", "head": "W_head[D_X, V]"}  # of the byte model around the blocks
 
 
 def gather_weights(params, l, mesh):

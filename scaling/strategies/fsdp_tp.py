@@ -13,6 +13,7 @@ from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.strategies.block import Layer, Saved, act, act_vjp, normed, normed_vjp, slot, wait_all
 
 SPECS = {"In": "In[B_X, D_Y]", "W_in": "W_in[D_X, F_Y]", "W_out": "W_out[F_Y, D_X]", "Out": "Out[B_X, D_Y]"}
+ENDS = {"embed": "E[K, V, D_YX]", "head": "W_head[D_YX, V]"}  # of the byte model around the blocks
 
 
 def gather_weights(params, l, mesh):

@@ -10,6 +10,7 @@ from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.strategies.block import Layer, Saved, act, act_vjp, normed, normed_vjp
 
 SPECS = {"In": "In[B, D_Y]", "W_in": "W_in[D, F_Y]", "W_out": "W_out[F_Y, D]", "Out": "Out[B, D_Y]"}
+ENDS = {"embed": "E[K, V, D_Y]", "head": "W_head[D_Y, V]"}  # of the byte model around the blocks
 
 
 def forward(params, In, mesh, activation="gelu", residual=False, norm=False, keep=True):

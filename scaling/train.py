@@ -1,0 +1,137 @@
+"""Training the byte model by a strategy: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure.
+
+The blocks run by the strategy's own forward and backward. The ends, embedding, head and loss, are the same lines for
+all of them, typed by data: x and y are the axes over which In's B and D are split, such as X and Y in In[B_X, D_Y]. The
+derivative of the head is taken by torch.func.vjp through its collectives.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.func import vjp
+
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard
+from scaling.models.mlp import Config, cross_entropy, embed
+from scaling.models.pointwise import rms_norm
+from scaling.spec import format_axes, parse
+
+
+def param_specs(strategy) -> dict:
+    """The types of all params of the byte model under a strategy: {"embed", "blocks": {"W_in", "W_out"}, "head"}."""
+    blocks = {name: parse(strategy.SPECS[name]) for name in ("W_in", "W_out")}
+    stacked = {name: f"{name}[L, {str(spec).split('[')[1]}" for name, spec in blocks.items()}
+    return {"embed": strategy.ENDS["embed"], "blocks": stacked, "head": strategy.ENDS["head"]}
+
+
+def batch_axes(strategy) -> tuple[str, ...]:
+    """The axes that the batch is split over: what `data.batches` wants to know."""
+    return parse(strategy.SPECS["In"]).axes_of("B")
+
+
+def make_step(strategy, optimizer, config: Config, mesh, microbatches: int = 1) -> Callable:
+    """A training step on this mesh. `batch` is (tokens[B_X, K], targets[B_X]), this rank's rows of the global batch.
+
+    metrics: {"loss": the mean over the global batch, in nats per byte, on every rank}. Gradients of the microbatches
+    are added up unreduced, and reduced once.
+    """
+
+    def step(params, opt_state, batch):
+        loss, grads = loss_and_grads(strategy, params, *batch, config, mesh, microbatches)
+        params, opt_state = optimizer.update(grads, opt_state, params)
+        return params, opt_state, {"loss": reduced(strategy, loss, mesh)}
+
+    return step
+
+
+def reduced(strategy, loss, mesh):
+    """Loss[] {U_XY} -> Loss[]: the mean over the global batch, from each rank's terms."""
+    axes = parse(strategy.SPECS["In"]).axes
+    return all_reduce(f"Loss[] {{U_{format_axes(axes)}}} -> Loss[]", loss, mesh) if axes else loss
+
+
+def evaluate(strategy, params, tokens, targets, config: Config, mesh) -> torch.Tensor:
+    """The mean loss over all ranks' rows, in nats per byte, on every rank."""
+    E, W_head = whole(params, strategy, mesh)
+    Out, _ = run_blocks(strategy, params, embed(E, tokens), config, mesh)
+    return reduced(
+        strategy, head_loss(strategy, W_head, Out, targets, config, mesh, rows(strategy, targets, mesh)), mesh
+    )
+
+
+def loss_and_grads(strategy, params, tokens, targets, config: Config, mesh, microbatches: int = 1):
+    """(Loss[] {U_XY}: this rank's terms of the mean over the global batch, grads typed as the params)."""
+    if len(tokens) % microbatches:
+        raise ValueError(f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size")
+    E, W_head = whole(params, strategy, mesh)
+    batch, losses, dIns = rows(strategy, targets, mesh), [], []
+    partial, dW_head, blocks = None, torch.zeros_like(W_head), params["blocks"]
+    if microbatches > 1:
+        partial = strategy.partial_sums(blocks, mesh)
+    parts = list(zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True))
+    for i, (some, wanted) in enumerate(parts):
+        Out, saved = run_blocks(strategy, params, embed(E, some), config, mesh)
+        loss, pull = vjp(lambda W, Out, t=wanted: head_loss(strategy, W, Out, t, config, mesh, batch), W_head, Out)
+        dW, dOut = pull(torch.ones_like(loss))
+        dIn, partial = strategy.backward(dOut, saved, blocks, mesh, partial, reduce=i == microbatches - 1)
+        dW_head = dW_head + dW
+        losses.append(loss)
+        dIns.append(dIn)
+    (dE,) = vjp(lambda E: embed(E, tokens), E)[1](torch.cat(dIns))
+    ends = {"embed": dE, "head": dW_head}
+    grads = {name: end_gradient(name, dW, strategy, mesh) for name, dW in ends.items()}
+    return torch.stack(losses).sum(), grads | {"blocks": partial}
+
+
+def run_blocks(strategy, params, In, config, mesh):
+    return strategy.forward(params["blocks"], In, mesh, config.activation, config.residual, config.norm)
+
+
+def rows(strategy, targets, mesh) -> int:
+    """B, the rows of the global batch."""
+    return len(targets) * mesh.size(batch_axes(strategy))
+
+
+def end_types(name: str, strategy):
+    """Of "embed" or "head": (the type it is stored in, the type it is used in: D split as In's D is)."""
+    stored, In = parse(strategy.ENDS[name]), parse(strategy.SPECS["In"])
+    return stored, stored.with_axes("D", In.axes_of("D"))
+
+
+def whole(params, strategy, mesh):
+    """E[K, V, D_Y] and W_head[D_Y, V], gathered over the axes that only shard them in memory."""
+    gathered = []
+    for name in ("embed", "head"):
+        stored, used = end_types(name, strategy)
+        W = params[name]
+        gathered.append(W if stored == used else all_gather(f"{stored} -> {used}", W, mesh))
+    return gathered
+
+
+def end_gradient(name: str, dW, strategy, mesh):
+    """The gradient of an end, {U_X} since each rank has its own rows, reduced to the type that the end is stored in."""
+    stored, used = end_types(name, strategy)
+    if not (x := batch_axes(strategy)):
+        return dW
+    reduce = all_reduce if stored == used else reduce_scatter
+    return reduce(f"{used.with_unreduced(x)} -> {stored}", dW, mesh)
+
+
+def head_loss(strategy, W_head, Out, targets, config: Config, mesh, batch: int) -> torch.Tensor:
+    """Out[B_X, D_Y], W_head[D_Y, V], targets[B_X] -> Loss[] {U_XY}: each rank's terms of the mean over `batch` rows.
+
+    Contracting D_Y leaves logits unreduced over Y; they are scattered over B, so that no term is counted twice.
+    """
+    In = parse(strategy.SPECS["In"])
+    x, y = In.axes_of("B"), In.axes_of("D")
+    B, D, V = (f"_{format_axes(axes)}" if axes else "" for axes in (x, y, x + y))
+    U = f" {{U_{format_axes(y)}}}" if y else ""
+    if config.norm:
+        mean_square = Out.square().sum(-1, keepdim=True) / config.D
+        if y:
+            mean_square = all_reduce(f"Ms[B{B}, 1]{U} -> Ms[B{B}, 1]", mean_square, mesh)
+        Out = rms_norm(Out, mean_square)
+    logits = einsum(f"Out[B{B}, D{D}] * W_head[D{D}, V] -> logits[B{B}, V]{U}", Out, W_head)
+    if y:
+        logits = reduce_scatter(f"logits[B{B}, V]{U} -> logits[B{V}, V]", logits, mesh)
+        targets = shard(f"targets[B{B}] -> targets[B{V}]", targets, mesh)
+    return cross_entropy(logits, targets, batch)
