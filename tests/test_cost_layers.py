@@ -1,0 +1,201 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaling import cost
+from scaling.hardware import chip
+
+V5P = chip("v5p")
+C, W = V5P.flops(), V5P.ici_bw
+LAYER = {"B": 1e6, "D": 8192, "F": 32768, "C": C}
+sizes = st.integers(2, 64)
+
+
+def test_bytes_by_strategy_are_the_ledger_of_the_algorithms():
+    B, D, F, X, Y = 4096, 512, 2048, 8, 4
+    ledger = {  # Part 5: AllGather equivalents, forward and backward
+        ("dp", X, 1): ({"X": 0, "Y": 0}, {"X": 8 * D * F, "Y": 0}),
+        ("fsdp", X, 1): ({"X": 4 * D * F, "Y": 0}, {"X": 8 * D * F, "Y": 0}),
+        ("tp", 1, Y): ({"X": 0, "Y": 4 * B * D}, {"X": 0, "Y": 4 * B * D}),
+        ("fsdp_tp", X, Y): (
+            {"X": 4 * D * F / Y, "Y": 4 * B * D / X},
+            {"X": 8 * D * F / Y, "Y": 4 * B * D / X},
+        ),
+    }
+    for (strategy, x, y), (forward, backward) in ledger.items():
+        assert cost.layer_bytes(strategy, B, D, F, x, y, "forward") == forward
+        assert cost.layer_bytes(strategy, B, D, F, x, y, "backward") == backward
+        both = cost.layer_bytes(strategy, B, D, F, x, y)
+        assert both == {axis: forward[axis] + backward[axis] for axis in "XY"}
+    assert cost.layer_bytes("tp", B, D, F, 1, Y, "backward", regather=True)["Y"] == 6 * B * D
+    assert cost.layer_bytes("fsdp", B, D, F, X, 1, "forward", matrices=3)["X"] == 6 * D * F  # gated
+    assert cost.layer_bytes("tp", B, D, F, 1, Y, "forward", dtype="int8", blocks=2)["Y"] == 4 * B * D
+
+
+def test_a_single_chip_moves_nothing():
+    for strategy in cost.STRATEGIES:
+        one = cost.layer(strategy, 1e6, 8192, 32768, C)
+        assert (one.comms, one.axes, one.bound) == (0, (), "compute")
+        assert one.lower == one.upper == one.math == 12 * 1e6 * 8192 * 32768 / C
+
+
+def equal_at(strategy, x, direction="forward", **changes):
+    layer = cost.layer(strategy, **{**LAYER, **changes}, direction=direction, **x)
+    return layer.comms / layer.math
+
+
+def test_thresholds_are_where_math_equals_comms():
+    n = 64
+    for strategy, direction in (("dp", "backward"), ("fsdp", "forward"), ("fsdp", "backward")):
+        B = cost.data_threshold(C, W) * n
+        assert equal_at(strategy, {"X": n, "W_X": W}, direction, B=B) == pytest.approx(1)
+    Y = 16
+    F = Y * C / W
+    assert cost.tensor_limit(F, C, W) == pytest.approx(Y)
+    for direction, share in (("forward", 1), ("backward", 0.5)):
+        assert equal_at("tp", {"Y": Y, "W_Y": W}, direction, F=F) == pytest.approx(share)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(sizes, sizes, st.integers(1, 2), st.sampled_from(["max", "sum"]))
+def test_mixed_threshold_and_optimum(X, Y, m_x, overlap):
+    F, m_y, N = 16384, 1, X * Y
+    B = X**2 * F * m_y / (N * m_x)  # whose optimum is this X
+    assert cost.mixed_optimum(B, F, N, m_x, m_y) == pytest.approx(X)
+    forward = cost.layer("fsdp_tp", B, 4096, F, C, m_x * W, m_y * W, X, Y, "forward", overlap=overlap)
+    times = dict(forward.axes)
+    assert times["X"] == pytest.approx(times["Y"])
+    least = cost.mixed_threshold(F, C, m_x * W, m_y * W, overlap)
+    assert (forward.comms / forward.math) ** 2 == pytest.approx(least / (B / N))
+    assert forward.comms == pytest.approx(times["X"] * (1 if overlap == "max" else 2))
+
+
+def test_numbers_of_part_5():
+    three = V5P.bandwidth("ici", 3)
+    assert cost.data_threshold(C, W) == 2550
+    assert cost.data_threshold(C, three) == 850
+    assert cost.data_threshold(C, three) * 8960 == pytest.approx(7.6e6, rel=0.01)
+    assert 40e6 / cost.data_threshold(C, three) == pytest.approx(47_059, abs=1)
+    assert cost.tensor_limit(30_000, C, W) == pytest.approx(11.8, abs=0.05)  # 8 ways, not 16
+    assert cost.tensor_limit(50_000, C, W) == pytest.approx(19.6, abs=0.05)
+    assert 8 * C / W == 20_400
+    two, one = V5P.bandwidth("ici", 2), W
+    assert cost.mixed_threshold(32768, C, two, one, "max") == pytest.approx(99.2, abs=0.1)
+    assert cost.mixed_threshold(32768, C, two, one, "sum") == pytest.approx(397, abs=0.5)
+    assert cost.mixed_threshold(13824, C, two, one) == pytest.approx(235, abs=0.5)
+    assert cost.mixed_threshold(28672, C, two, one) == pytest.approx(113, abs=0.5)
+    assert cost.mixed_optimum(48_000, 32768, 64, 2, 1) == pytest.approx(13.69, abs=0.01)  # the book has 13.9
+    assert cost.mixed_optimum(3e6, 13824, 4096, 2, 1) == pytest.approx(1333, abs=1)
+    assert cost.mixed_optimum(4.19e6, 28672, 8960, 2, 1) == pytest.approx(1618, abs=1)
+    assert cost.pod_threshold(C, V5P.dcn_bw) == 73_440
+
+
+def test_where_the_curves_of_part_5_cross():
+    """Figure math-comms-time: 4096 chips, the batch at which each mesh becomes compute-bound."""
+
+    def crossing(X, Y, m_x, m_y):
+        def bound(B):
+            rates = (V5P.bandwidth("ici", m_x) if m_x else None, V5P.bandwidth("ici", m_y) if m_y else None)
+            strategy = "fsdp_tp" if Y > 1 else "fsdp"
+            return cost.layer(strategy, B, 8192, 32768, C, *rates, X, Y, "forward").bound
+
+        return next((B for B in range(1000, 8_000_000, 1000) if bound(B) == "compute"), None)
+
+    assert crossing(4096, 1, 3, 0) == pytest.approx(3.48e6, rel=0.002)
+    assert crossing(512, 8, 2, 1) == pytest.approx(652_800, rel=0.002)
+    assert crossing(1024, 4, 2, 1) == pytest.approx(1.306e6, rel=0.002)
+    assert crossing(256, 16, 2, 1) is None
+    flat = cost.layer("fsdp", 1e5, 8192, 32768, C, V5P.bandwidth("ici", 3), X=4096, direction="forward")
+    assert flat.comms == pytest.approx(1.988e-3, rel=1e-3)
+
+
+def test_overlap_models():
+    layer = {"strategy": "fsdp_tp", **LAYER, "W_X": 2 * W, "W_Y": W, "X": 1024, "Y": 8}
+    together, after = cost.layer(**layer), cost.layer(**layer, overlap="sum")
+    assert together.axes == after.axes
+    assert together.comms == max(t for _, t in together.axes) < after.comms == sum(t for _, t in after.axes)
+    assert together.upper == after.upper == after.math + after.comms
+    assert together.scaled(3).comms == pytest.approx(3 * together.comms)
+
+
+def test_bound_names_the_axis():
+    assert cost.layer("fsdp_tp", 1e4, 8192, 32768, C, W, W, 64, 4).bound == "X"
+    assert cost.layer("fsdp_tp", 1e8, 8192, 4096, C, W, W, 4, 64).bound == "Y"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategy": "zero", "X": 2}, "strategy = 'zero': one of 'dp', 'fsdp', 'tp', 'fsdp_tp'"),
+        ({"strategy": "dp", "B": -1}, "B = -1: must be a positive number"),
+        ({"strategy": "dp", "X": 2.5}, "X = 2.5: must be a whole number"),
+        ({"strategy": "dp", "Y": 2}, "dp has no axis Y: use fsdp_tp"),
+        ({"strategy": "tp", "X": 2}, "tp has no axis X"),
+        ({"strategy": "fsdp", "X": 2}, "fsdp moves bytes over X: give W_X"),
+        ({"strategy": "fsdp", "X": 2, "W_X": 0}, "W_X = 0: must be a positive number"),
+        ({"strategy": "fsdp", "overlap": "mean"}, "overlap = 'mean': one of 'max', 'sum'"),
+        ({"strategy": "fsdp", "direction": "up"}, "direction = 'up'"),
+        ({"strategy": "fsdp", "C": math.inf}, "C = inf"),
+        ({"strategy": "dp", "D": True}, "D = True"),
+    ],
+)
+def test_nonsense_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cost.layer(**{**LAYER, **arguments})
+
+
+# Steps, pipelines, pods
+
+
+def test_a_step_is_its_layers():
+    rates = {"W_X": 2 * W, "W_Y": W, "X": 1024, "Y": 8}
+    one, step = cost.layer("fsdp_tp", **LAYER, **rates), cost.step("fsdp_tp", L=80, **LAYER, **rates)
+    assert step.cost.math == pytest.approx(80 * one.math)
+    assert dict(step.cost.axes) == {axis: pytest.approx(80 * t) for axis, t in one.axes}
+    assert (step.bubble, step.mfu) == (0, one.math / one.lower)
+    assert step.lower == pytest.approx(80 * one.lower)
+
+
+def test_pipeline_comms_and_bubble():
+    assert cost.bubble(1, 8) == 0
+    assert cost.bubble(4, 8) == 3 / 11
+    assert cost.pipeline_comms(1e6, 8192, 4e11, 1, 8) == 0
+    assert cost.pipeline_comms(1e6, 8192, 4e11, 4, 8) == pytest.approx(2 * 1e6 * 8192 / (4e11 * 8) * 10)
+
+
+def test_pipeline_step():
+    plain = cost.step("dp", L=16, **LAYER)
+    piped = cost.step("dp", L=16, **LAYER, Z=4, microbatches=8, W_Z=1e12)
+    assert piped.cost.math == pytest.approx(plain.cost.math / 4)
+    assert piped.lower == pytest.approx(piped.cost.math / (8 / 11))
+    assert piped.mfu == pytest.approx(8 / 11)
+    rates = {"X": 8, "W_X": 1e12, "Z": 4, "W_Z": 1e12}
+    few, many = (dict(cost.step("fsdp", L=16, **LAYER, **rates, microbatches=m).cost.axes)["X"] for m in (1, 8))
+    assert many / few == pytest.approx(17 / 3)  # weights gathered forward and backward by each microbatch
+
+
+def test_pods():
+    M, L, D, F = 8192, 4, 8192, 32768
+    assert cost.pod_bytes(D, F, L, M) == 8 * D * F * L / M
+    per_slice = cost.pod_threshold(C, V5P.dcn_bw)
+    step = cost.step("fsdp_tp", L, 2 * per_slice, D, F, C, 1e20, 1e20, W_pod=V5P.dcn_bw, X=1024, Y=8, pods=2)
+    backward = 2 / 3 * step.cost.math  # only the backward pass hides it in the book's threshold
+    assert dict(step.cost.axes)["pod"] == pytest.approx(backward)
+
+
+def test_steps_that_cannot_be():
+    with pytest.raises(ValueError, match="10 layers do not divide into 4 stages"):
+        cost.step("dp", L=10, **LAYER, Z=4, W_Z=W)
+    with pytest.raises(ValueError, match="W_Z = None"):
+        cost.step("dp", L=8, **LAYER, Z=4)
+    with pytest.raises(ValueError, match="W_pod = None"):
+        cost.step("dp", L=8, **LAYER, pods=2)
+
+
+def test_mfu_and_seconds():
+    assert cost.seconds_at(6.3e24, 8960, C, 0.4) / 86400 == pytest.approx(44.3, abs=0.1)
+    assert cost.mfu(6.3e24, cost.seconds_at(6.3e24, 8960, C, 0.4), 8960, C) == pytest.approx(0.4)
+    with pytest.raises(ValueError, match="mfu"):
+        cost.seconds_at(1, 1, C, 1.5)
