@@ -168,9 +168,13 @@ def _chain_dims(line) -> tuple[tuple[str, ...], ...]:
         current += tuple(d for d in spec.dim_names if d not in summed and d not in current)
         results.append(current)
     missing = [dim for dim in out.dim_names if dim not in current + operands[-1].dim_names]
-    if missing or not set(current) & set(operands[-1].dim_names):
-        what = f"dim {missing[0]} of the result is in no operand" if missing else "the last product contracts nothing"
-        raise ShardingError(f"{line}: {what}\n  mend: check the dims; `*_D` says which one a product contracts")
+    alone = [dim for dim in set(current) ^ set(operands[-1].dim_names) if dim not in out.dim_names]
+    if missing or alone:
+        what = f"dim {missing[0]} of the result is in no operand" if missing else f"dim {min(alone)} meets no other"
+        raise ShardingError(
+            f"{line}: {what}\n  mend: check the dims: each is in the result or in both operands of a product; "
+            f"`*_D` says which one a product contracts"
+        )
     return (*results, out.dim_names)
 
 
