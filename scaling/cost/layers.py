@@ -24,21 +24,26 @@ class Cost:
 
     `overlap` says how the collectives of different axes combine: "max", they run at once (the book of 2026), or "sum",
     one after the other (of 2025). Computing against communicating is bounded both ways, by `lower` and `upper`.
+    `a + b` is b after a, as backward after forward: its `parts` keep to themselves what can hide behind what.
     """
 
     math: float
     axes: tuple[tuple[str, float], ...]
     overlap: str = "max"
+    parts: tuple["Cost", ...] = ()
 
     @property
     def comms(self) -> float:
+        """Seconds of communicating, over all parts."""
+        if self.parts:
+            return sum(part.comms for part in self.parts)
         times = [time for _, time in self.axes]
-        return (max(times, default=0.0)) if self.overlap == "max" else sum(times)
+        return max(times, default=0.0) if self.overlap == "max" else sum(times)
 
     @property
     def lower(self) -> float:
-        """Seconds when communication hides behind computing: max(math, comms)."""
-        return max(self.math, self.comms)
+        """Seconds when communication hides behind computing: max(math, comms), of each part."""
+        return sum(part.lower for part in self.parts) if self.parts else max(self.math, self.comms)
 
     @property
     def upper(self) -> float:
@@ -47,11 +52,22 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """ "compute", or the axis whose collectives take the longest."""
+        """ "compute", or the axis whose collectives take the longest, where (in which part) most time is lost to them."""
+        if self.parts:
+            return max(self.parts, key=lambda part: part.comms - part.math).bound
         return "compute" if self.math >= self.comms else max(self.axes, key=lambda axis: axis[1])[0]
 
     def scaled(self, factor: float) -> "Cost":
-        return Cost(self.math * factor, tuple((axis, time * factor) for axis, time in self.axes), self.overlap)
+        """This, `factor` times over."""
+        axes = tuple((axis, time * factor) for axis, time in self.axes)
+        return Cost(self.math * factor, axes, self.overlap, tuple(part.scaled(factor) for part in self.parts))
+
+    def __add__(self, other: "Cost") -> "Cost":
+        axes = dict(self.axes)
+        for axis, time in other.axes:
+            axes[axis] = axes.get(axis, 0.0) + time
+        parts = (self.parts or (self,)) + (other.parts or (other,))
+        return Cost(self.math + other.math, tuple(axes.items()), self.overlap, parts)
 
 
 def layer_bytes(
@@ -90,8 +106,18 @@ def layer(
     strategy, B, D, F, C, W_X=None, W_Y=None, X=1, Y=1, direction="both", dtype="bf16", matrices=2, blocks=1,
     regather=False, overlap="max",
 ) -> Cost:  # fmt: skip
-    """Time of one layer on each chip: T_math = 4BDF/(XY C) and T_comms = bytes / W forward, for two matrices."""
+    """Time of one layer on each chip: T_math = 4BDF/(XY C) and T_comms = bytes / W forward, for two matrices.
+
+    Both directions are forward + backward: what one communicates does not hide behind what the other computes.
+    """
     positive(C=C)
+    one_of("direction", direction, DIRECTIONS)
+    if direction == "both":
+        one, two = (
+            layer(strategy, B, D, F, C, W_X, W_Y, X, Y, way, dtype, matrices, blocks, regather, overlap)
+            for way in ("forward", "backward")
+        )
+        return one + two
     one_of("overlap", overlap, OVERLAPS)
     moved = layer_bytes(strategy, B, D, F, X, Y, direction, dtype, matrices, blocks, regather)
     rates = {"X": W_X, "Y": W_Y}

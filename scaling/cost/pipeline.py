@@ -72,15 +72,19 @@ def step(
     if L % Z:
         raise ValueError(f"{L} layers do not divide into {Z} stages")
     tokens = B / pods
-    cost = layer(strategy, tokens, D, F, C, W_X, W_Y, X, Y, "both", dtype, matrices, blocks, regather, overlap)
-    times = dict(cost.scaled(L / Z).axes)
-    if strategy in ("fsdp", "fsdp_tp") and X > 1:
-        gathered = layer_bytes(strategy, tokens, D, F, X, Y, "forward", dtype, matrices, blocks)["X"] / W_X
-        times["X"] = L / Z * gathered * (2 * microbatches + 1)
-    if Z > 1:
-        positive(W_Z=W_Z)
-        times["Z"] = 2 * pipeline_comms(tokens / (X * Y), D, W_Z, Z, microbatches, dtype)
-    if pods > 1:
-        positive(W_pod=W_pod)
-        times["pod"] = pod_bytes(D, F, L, X * Y * Z, matrices, dtype) / W_pod
-    return Step(Cost(cost.math * L / Z, tuple(times.items()), overlap), bubble(Z, microbatches), B)
+    passes = []
+    for direction in ("forward", "backward"):
+        cost = layer(strategy, tokens, D, F, C, W_X, W_Y, X, Y, direction, dtype, matrices, blocks, regather, overlap)
+        cost = cost.scaled(L / Z)
+        times = dict(cost.axes)
+        if strategy in ("fsdp", "fsdp_tp") and X > 1:
+            gathered = L / Z * layer_bytes(strategy, tokens, D, F, X, Y, "forward", dtype, matrices)["X"] / W_X
+            times["X"] = gathered * (microbatches + (direction == "backward"))
+        if Z > 1:
+            positive(W_Z=W_Z)
+            times["Z"] = pipeline_comms(tokens / (X * Y), D, W_Z, Z, microbatches, dtype)
+        if pods > 1 and direction == "backward":
+            positive(W_pod=W_pod)
+            times["pod"] = pod_bytes(D, F, L, X * Y * Z, matrices, dtype) / W_pod
+        passes.append(Cost(cost.math, tuple(times.items()), overlap))
+    return Step(passes[0] + passes[1], bubble(Z, microbatches), B)
