@@ -29,9 +29,7 @@ def dtype_bytes(dtype) -> float:
         return DTYPE_BYTES[dtype]
     if isinstance(size := getattr(dtype, "itemsize", None), int):
         return size
-    raise ShardingError(
-        f"unknown dtype {dtype!r}: give a torch dtype, a number of bytes, or one of {list(DTYPE_BYTES)}"
-    )
+    raise ShardingError(f"unknown dtype {dtype!r}: use a torch dtype, a number of bytes, or one of {[*DTYPE_BYTES]}")
 
 
 def mesh_sizes(mesh) -> Mapping[str, int]:
@@ -127,9 +125,7 @@ class Spec:
 
     def local_shape(self, sizes, mesh) -> tuple[int, ...]:
         """The shape of one device's shard: each dim divided by the sizes of its axes.
-
-        sizes {"D": 8, "F": 16} (or the global shape), mesh {"X": 4, "Y": 2} or a Mesh.
-        """
+        sizes {"D": 8, "F": 16} (or the global shape), mesh {"X": 4, "Y": 2} or a Mesh."""
         self.check_axes(mesh)
         local, axis_sizes = [], mesh_sizes(mesh)
         for (dim, axes), size in zip(self.dims, self.global_shape(sizes), strict=True):
@@ -191,7 +187,7 @@ def parse(text: "str | Spec") -> Spec:
     The book's other spellings are read too (`{ U_XY }`, `{U.Y}`); str() gives the canonical one.
     Raises ShardingError, with a caret under the place, for bad syntax, and for a dim or an axis used twice.
     """
-    return text if isinstance(text, Spec) else _parse(text)
+    return text if isinstance(text, Spec) else _parse(_text(text))
 
 
 @lru_cache(maxsize=65536)
@@ -213,15 +209,13 @@ def parse_line(text: "str | Line") -> Line:
     Only the syntax and each type by itself are checked here; what a line may do, `scaling.collectives` and
     `scaling.algebra` check. Raises ShardingError.
     """
-    return text if isinstance(text, Line) else _parse_line(text)
+    return text if isinstance(text, Line) else _parse_line(_text(text))
 
 
 class _Reader:
     """A cursor over the text; each method reads one piece of the grammar and leaves the cursor after it."""
 
     def __init__(self, text: str):
-        if not isinstance(text, str):
-            raise ShardingError(f"a type is written as a string such as 'W[D, F_X]'; got {text!r}")
         self.text, self.at = text, 0
 
     def fail(self, message: str, at: int | None = None, mend: str = "") -> None:
@@ -294,6 +288,12 @@ class _Reader:
             return ""
         dim = self.take(r"[A-Za-z][A-Za-z0-9']*(?=\s|$)", "the dim contracted, as in *_D, and a space")
         return "" if dim == "LOCAL" else dim
+
+
+def _text(text) -> str:
+    if not isinstance(text, str):  # before any cache sees it: it may not be hashable
+        raise ShardingError(f"a type is written as a string such as 'W[D, F_X]'; got {text!r}")
+    return text
 
 
 def _whole(number: float) -> float:

@@ -1,0 +1,301 @@
+"""The notation: reading and printing types, local shapes, index ranges, bytes, and what is refused with which words."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaling.mesh import AbstractMesh
+from scaling.spec import Line, ShardingError, Spec, dtype_bytes, parse, parse_line
+
+FAST = settings(deadline=None, max_examples=200, derandomize=True)
+MESH = {"X": 4, "Y": 2, "data": 2}
+
+CANONICAL = [
+    "W[D, F_X]",
+    "W_in[D_X, F_Y]",
+    "In[B_XY, D]",
+    "In[B_YX, D]",
+    "In[B_{data,model}, D]",
+    "In[B_{X,data}, D]",
+    "[B, D]",
+    "[]",
+    "Loss[] {U_XY}",
+    "Out[B_X, D] {U_Y}",
+    "KV[2, B_X, S]",
+    "dW[D', F'_X] {U_{data}}",
+]
+SPELLINGS = {
+    "In[B_{XY},D]": "In[B_XY, D]",
+    " In [ B_XY , D ] ": "In[B_XY, D]",
+    "In[B_{X,Y}, D]": "In[B_XY, D]",
+    "In[B_{ data , model }, D]": "In[B_{data,model}, D]",
+    "In[B_data, D]": "In[B_{data}, D]",
+    "A[I]{U_X}": "A[I] {U_X}",
+    "A[I] { U_XY }": "A[I] {U_XY}",
+    "A[I] {U_{X,Y}}": "A[I] {U_XY}",
+    "A[I] {U_YX}": "A[I] {U_XY}",
+    "A[I] {U.Y}": "A[I] {U_Y}",
+    "A[I]\t{U_X}\n": "A[I] {U_X}",
+}
+
+
+@pytest.mark.parametrize("text", CANONICAL)
+def test_canonical_text_is_given_back(text):
+    assert str(parse(text)) == text
+    assert parse(parse(text)) is parse(text)
+
+
+@pytest.mark.parametrize(("text", "canonical"), SPELLINGS.items())
+def test_other_spellings(text, canonical):
+    assert str(parse(text)) == canonical
+    assert parse(text) == parse(canonical)
+    assert hash(parse(text)) == hash(parse(canonical))
+
+
+def test_the_parts_of_a_type():
+    spec = parse("W[D_XY, F] {U_Z}")
+    assert spec == Spec("W", (("D", ("X", "Y")), ("F", ())), ("Z",))
+    assert (spec.dim_names, spec.axes, spec.unreduced) == (("D", "F"), ("X", "Y"), ("Z",))
+    assert (spec.axes_of("D"), spec.axes_of("F"), spec.axes_of("B"), spec.index("F")) == (("X", "Y"), (), (), 1)
+    assert spec.replicated({"X": 2, "Y": 2, "Z": 2, "W": 3}) == ("W",)
+    with pytest.raises(AttributeError):
+        spec.name = "V"
+
+
+def test_types_made_from_types():
+    spec = parse("W[D_X, F]")
+    assert str(spec.with_axes("F", ("Y",))) == "W[D_X, F_Y]"
+    assert str(spec.with_axes("D", ()).with_unreduced(("Y", "X"))) == "W[D, F] {U_XY}"
+    assert str(spec.with_name("dW")) == "dW[D_X, F]"
+    assert spec.same_sharding(parse("V[D_X, F]"))
+    assert not spec.same_sharding(parse("W[D_X, F] {U_Y}"))
+    for change in (lambda: spec.with_axes("F", ("X",)), lambda: spec.with_unreduced(("X",))):
+        with pytest.raises(ShardingError, match="mesh axis X is used twice"):
+            change()
+
+
+LINES = {
+    "A[I_X, J] -> A[I, J]": ("A[I_X, J] -> A[I, J]", ()),
+    "A[I,J]*B[J,K]->C[I,K]": ("A[I, J] * B[J, K] -> C[I, K]", ()),
+    "A[I, J] · B[J, K] → C[I, K]": ("A[I, J] * B[J, K] -> C[I, K]", ()),
+    "In[B_X, D] *_D W_in[D, F] -> Tmp[B_X, F]": ("In[B_X, D] * W_in[D, F] -> Tmp[B_X, F]", ("D",)),
+    "A[I, J_X] *_LOCAL B[J_X, K] -> C[I, K] {U_X}": ("A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}", ()),
+    "In[B] * W[B] * V[B] -> Out[B]": ("In[B] * W[B] * V[B] -> Out[B]", ()),
+}
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_lines(text):
+    canonical, contract = LINES[text]
+    line = parse_line(text)
+    assert (str(line), line.contract) == (canonical, contract)
+    again = parse_line(canonical)
+    assert (again.operands, again.result) == (line.operands, line.result)
+    assert parse_line(line) is line
+
+
+# text -> (words of the message, what stands over the caret)
+BAD = {
+    "": ("expected a type such as W[D, F_X]", ""),
+    "W": ("expected a type such as W[D, F_X]", ""),
+    "3[D]": ("expected a type such as W[D, F_X]", "3"),
+    "W[D_X": ("expected ',' or ']'", ""),
+    "W[D F]": ("expected ',' or ']'", "F"),
+    "W[D,]": ("expected a dim", "]"),
+    "W[, D]": ("expected a dim", ","),
+    "W[D_]": ("expected a mesh axis", "]"),
+    "W[D_{}]": ("expected a mesh axis", "}"),
+    "W[D_1]": ("expected a mesh axis", "1"),
+    "W[D_{X Y}]": ("expected '}' or ','", "Y"),
+    "W[D] {U_X": ("expected '}'", ""),
+    "W[D] {X}": ("expected the end", "{"),
+    "W[D] and more": ("expected the end", "a"),
+    "W[D_X, F_X]": ("mesh axis X is used twice", "X]"),
+    "W[D_XX]": ("mesh axis X is used twice", "X]"),
+    "W[D_X] {U_X}": ("mesh axis X is used twice", "X}"),
+    "W[D] {U_{Y,Y}}": ("mesh axis Y is used twice", "Y}}"),
+    "W[D_{data}, F_data]": ("mesh axis data is used twice", "data]"),
+    "W[D, F, D]": ("dim D is used twice", "D]"),
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_syntax_has_a_caret_under_the_place(text):
+    words, under = BAD[text]
+    with pytest.raises(ShardingError) as error:
+        parse(text)
+    said, quoted, caret, *_ = str(error.value).split("\n")
+    assert words in said
+    assert quoted == "  " + text
+    assert caret.strip() == "^"
+    at = caret.index("^") - 2
+    assert text[at:].startswith(under)
+    assert under or at == len(text)
+
+
+BAD_LINES = {
+    "A[I]": "expected '->'",
+    "A[I] -> ": "expected a type",
+    "A[I] * -> B[I]": "expected a type",
+    "A[I] * B[I]": "expected '->'",
+    "A[I] -> B[I] -> C[I]": "expected the end",
+    "A[I_X, J_X] -> A[I, J]": "mesh axis X is used twice",
+    "A[I, J] *_ B[J] -> C[I]": "expected the dim contracted",
+}
+
+
+@pytest.mark.parametrize("text", BAD_LINES)
+def test_bad_lines(text):
+    with pytest.raises(ShardingError, match=BAD_LINES[text]) as error:
+        parse_line(text)
+    assert "\n  " + text in str(error.value)
+
+
+@pytest.mark.parametrize("text", [None, 3, b"A[I]", ["A[I]"], {}, ("A", "[I]"), torch.ones(2)])
+def test_what_is_no_text_is_refused(text):
+    for read in (parse, parse_line):
+        with pytest.raises(ShardingError, match="written as a string such as"):
+            read(text)
+
+
+pieces = st.sampled_from(
+    [*"ABDFXYU_[]{},.*-> ·→'0123", "->", "{U_", "[D_X", "data", "W_in", "]", " {U_X}", "\n", "é", "²"]
+)
+text_like_types = st.lists(pieces, max_size=25).map("".join)
+edited = st.tuples(st.sampled_from([*CANONICAL, *LINES]), st.integers(0, 40), st.integers(0, 3), pieces).map(
+    lambda t: t[0][: t[1]] + t[3] + t[0][t[1] + t[2] :]
+)
+
+
+@FAST
+@given(st.one_of(st.text(max_size=40), text_like_types, edited))
+def test_any_text_parses_and_round_trips_or_is_a_sharding_error(text):
+    for read in (parse, parse_line):
+        try:
+            spec = read(text)
+        except ShardingError:
+            continue
+        again = read(str(spec))
+        assert str(again) == str(spec)
+        if isinstance(spec, Line):
+            assert (again.operands, again.result) == (spec.operands, spec.result)
+        else:
+            assert again == spec
+
+
+@st.composite
+def specs(draw, axes=tuple(MESH)):
+    """Types over the axes of MESH, with some axes sharded, some unreduced, some replicated."""
+    order = draw(st.permutations(axes))
+    dims = draw(st.lists(st.sampled_from("BDFHIJ"), unique=True, max_size=3))
+    places = [draw(st.sampled_from([*dims, "U", "replicated"])) for _ in order]
+    placed = {d: tuple(axis for axis, place in zip(order, places, strict=True) if place == d) for d in [*dims, "U"]}
+    name = draw(st.sampled_from(["", "W", "W_in", "dW_out'"]))
+    return Spec(name, tuple((d, placed[d]) for d in dims), tuple(sorted(placed["U"])))
+
+
+@FAST
+@given(specs())
+def test_every_type_prints_and_parses_back(spec):
+    assert parse(str(spec)) == spec
+    assert spec.validated() == spec
+    assert {*spec.axes, *spec.unreduced, *spec.replicated(MESH)} == set(MESH)
+
+
+@FAST
+@given(specs(), st.lists(st.integers(1, 3), min_size=3, max_size=3))
+def test_the_devices_slices_tile_the_array_once_per_replica_group(spec, blocks):
+    """Every element lies on as many devices as there are replicas and partial sums; on one for each of their coords."""
+    sizes = {dim: n * math.prod(MESH[axis] for axis in axes) for (dim, axes), n in zip(spec.dims, blocks, strict=False)}
+    copies = [axis for axis in MESH if axis not in spec.axes]
+    held: dict[tuple, Counter] = {}
+    for coord in ({**dict(zip(MESH, at, strict=True))} for at in itertools.product(*map(range, MESH.values()))):
+        slices = spec.slices(sizes, MESH, coord)
+        assert tuple(s.stop - s.start for s in slices) == spec.local_shape(sizes, MESH)
+        elements = itertools.product(*(range(s.start, s.stop) for s in slices))
+        held.setdefault(tuple(coord[axis] for axis in copies), Counter()).update(elements)
+    everything = Counter(itertools.product(*map(range, spec.global_shape(sizes))))
+    assert len(held) == math.prod(MESH[axis] for axis in copies)
+    assert all(one_copy == everything for one_copy in held.values())
+
+
+@FAST
+@given(specs(), st.sampled_from(["bf16", "fp32", "int8", "int4"]))
+def test_bytes_add_up(spec, dtype):
+    sizes = dict.fromkeys(spec.dim_names, 16)
+    copies = math.prod(n for axis, n in MESH.items() if axis not in spec.axes)
+    whole = 16 ** len(spec.dims) * dtype_bytes(dtype)
+    assert spec.total_nbytes(sizes, MESH, dtype) == whole * copies
+    assert spec.nbytes(sizes, MESH, dtype) * math.prod(MESH.values()) == whole * copies
+
+
+def test_the_first_axis_of_a_dim_is_the_major_one():
+    mesh = {"X": 4, "Y": 2}
+    for x, y in itertools.product(range(4), range(2)):
+        coord = {"X": x, "Y": y}
+        assert parse("A[I_XY]").slices((16,), mesh, coord) == (slice(2 * (2 * x + y), 2 * (2 * x + y) + 2),)
+        assert parse("A[I_YX]").slices((16,), mesh, coord) == (slice(2 * (4 * y + x), 2 * (4 * y + x) + 2),)
+    assert parse("W[D_X, F]").slices({"D": 8, "F": 16}, mesh, {"X": 3, "Y": 0}) == (slice(6, 8), slice(0, 16))
+
+
+def test_part_3_pop_quizzes():
+    """Part 3, "A unified notation for sharding": the two quizzes on what a device holds."""
+    a, mesh = parse("A[I_XY, J]"), {"X": 8, "Y": 2}
+    assert a.local_shape((1024, 4096), mesh) == (64, 4096)
+    assert a.nbytes((1024, 4096), mesh, "fp32") == 2**20
+    mesh = AbstractMesh({"X": 2, "Y": 8, "Z": 2})
+    assert a.local_shape((128, 2048), mesh) == (8, 2048)
+    assert a.nbytes((128, 2048), mesh, "int8") == 16_384
+    assert a.total_nbytes((128, 2048), mesh, "int8") == 512 * 2**10
+    assert a.replicated(mesh) == ("Z",)
+
+
+def test_sizes_by_name_by_shape_and_by_the_dim_itself():
+    spec = parse("KV[2, B_X, S]")
+    assert spec.global_shape({"B": 8, "S": 3}) == spec.global_shape((2, 8, 3)) == (2, 8, 3)
+    assert spec.local_shape(torch.empty(2, 8, 3).shape, {"X": 4}) == (2, 2, 3)
+    assert parse("Loss[] {U_X}").local_shape({}, {"X": 4}) == ()
+    assert parse("Loss[] {U_X}").nbytes((), {"X": 4}, torch.float32) == 4
+    assert parse("A[I_X]").local_shape((0,), {"X": 4}) == (0,)
+
+
+REFUSED = {
+    "does not divide": (
+        lambda: parse("W[D_XY, F]").local_shape({"D": 12, "F": 3}, {"X": 4, "Y": 2}),
+        ["dim D of size 12", "8 blocks", "X=4 * Y=2", "mend: make D a multiple of 8"],
+    ),
+    "axis": (lambda: parse("W[D_Z]").local_shape((12,), {"X": 4}), ["unknown mesh axis Z", "the mesh has X=4"]),
+    "axis in U": (lambda: parse("W[D] {U_Z}").replicated({}), ["unknown mesh axis Z", "the mesh has no axes"]),
+    "size missing": (lambda: parse("W[D, F]").global_shape({"D": 2}), ["dim F needs a size", "got None"]),
+    "size negative": (lambda: parse("W[D]").global_shape({"D": -2}), ["dim D needs a size", "got -2"]),
+    "size a float": (lambda: parse("W[D]").global_shape({"D": 2.0}), ["dim D needs a size", "got 2.0"]),
+    "number of dims": (lambda: parse("W[D]").global_shape((2, 3)), ["has 1 dims", "(2, 3)"]),
+    "its own size": (lambda: parse("KV[2, B]").global_shape((3, 4)), ["dim 2 says its own size", "3"]),
+    "coordinate missing": (lambda: parse("W[D_X]").slices((8,), {"X": 4}, {}), ["needs X in 0..3"]),
+    "coordinate too large": (lambda: parse("W[D_X]").slices((8,), {"X": 4}, {"X": 4}), ["needs X in 0..3"]),
+    "dtype": (lambda: parse("W[D]").nbytes((8,), {}, "float33"), ["unknown dtype 'float33'", "bf16"]),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals_say_what_is_wrong_with_which_type(what):
+    call, words = REFUSED[what]
+    with pytest.raises(ShardingError) as error:
+        call()
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_dtypes_by_name_by_torch_and_by_bytes():
+    given = ("bf16", "int4", "fp32", torch.float64, torch.bfloat16, 2, 0.5)
+    assert [dtype_bytes(d) for d in given] == [2, 0.5, 4, 8, 2, 2, 0.5]
+    assert parse("W[D]").nbytes((3,), {}, "int4") == 1.5
+    assert isinstance(parse("W[D]").nbytes((4,), {}, "int4"), int)
+    for bad in (0, -1, None, ""):
+        with pytest.raises(ShardingError, match="unknown dtype"):
+            dtype_bytes(bad)
