@@ -52,7 +52,7 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """ "compute", or the axis whose collectives take the longest, where (in which part) most time is lost to them."""
+        """The slowest: "compute", or the axis whose collectives take longest, in the part that loses most to them."""
         if self.parts:
             return max(self.parts, key=lambda part: part.comms - part.math).bound
         return "compute" if self.math >= self.comms else max(self.axes, key=lambda axis: axis[1])[0]
