@@ -22,6 +22,13 @@ V4P, V5P, V5E = chip("v4p"), chip("v5p"), chip("v5e")
 MEASURED = {8e3: 0.03e10, 131e3: 0.87e10, 524e3: 2.7e10, 4.2e6: 7.2e10, 17e6: 8.65e10, 134e6: 8.95e10, 1e9: 9.0e10}
 
 
+def latencies() -> plot.Series:
+    """Seconds of each collective against bytes, over a ring of 16 v5e: level where the hops decide."""
+    ops = ("AllGather", "AllReduce", "AllToAll")
+    sizes = [10 ** (e / 5) for e in range(15, 51)]
+    return {op: [(V, cost.seconds(op, V, V5E, 16)) for V in sizes] for op in ops}
+
+
 def bandwidth() -> tuple[str, plot.Series]:
     model = [(V, V / cost.all_gather(V, V5E, 16)) for V in (10 ** (e / 10) for e in range(36, 91))]
     rows = [(f"{V:.3g}", f"{V / cost.all_gather(V, V5E, 16):.3g}", f"{bw:.3g}") for V, bw in MEASURED.items()]
@@ -177,13 +184,17 @@ def answers() -> list[Answer]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", metavar="FILE", help="write the bandwidth against bytes as PNG or SVG")
+    parser.add_argument("--plot", metavar="FILE", help="write the time against bytes as PNG or SVG")
     args = parser.parse_args()
     table, series = bandwidth()
     print("AllGather over a ring of 16 v5e\n" + table)
     print("\n" + plot.chart(series, "bytes", "bytes/s"))
+    print(
+        "\n"
+        + plot.chart(latencies(), "bytes", "seconds", "Collectives over a ring of 16 v5e (ReduceScatter as AllGather)")
+    )
     if args.plot:
-        print(f"wrote {plot.save(args.plot, series, 'bytes', 'bytes/s', 'AllGather, 16 v5e')}")
+        print(f"wrote {plot.save(args.plot, latencies(), 'bytes', 'seconds', 'Collectives over a ring of 16 v5e')}")
     for n in (256, 8192):
         print(f"\nQuestion 5, n = {n}\n" + tabulate([(k, f"{1e6 * t:.1f} us") for k, t in question_5(n).items()]))
     print()

@@ -14,6 +14,7 @@ from pathlib import Path
 from scaling.spec import DTYPE_BYTES
 
 KINDS = ("tpu", "gpu", "cpu")
+COUNTS = ("pod", "host", "degree", "links", "switches", "ports", "ranks", "cores", "mxus", "mxu", "vector_alus", "sms")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "f16": "fp16", "float32": "fp32", "f32": "fp32", "uint8": "int8"}
 ALIASES |= {"float64": "fp64", "f64": "fp64", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 
@@ -93,9 +94,13 @@ class Chip:
             raise ValueError(f"chip {self.name}: kind is {self.kind!r}, not one of {KINDS}")
         if self.wrap not in (None, "full", "cubes", "all", "none"):
             raise ValueError(f"chip {self.name}: wrap is {self.wrap!r}, not one of 'full', 'cubes', 'all', 'none'")
+        if isinstance(self.axes, bool) or not isinstance(self.axes, int) or self.axes < 0:
+            raise ValueError(f"chip {self.name}: axes is {self.axes!r}: give the number of axes of its torus")
         for name, value in numbers(self):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"chip {self.name}: {name} is {value!r}: give a positive number, in SI units")
+            if name.rpartition(".")[2] in COUNTS and not isinstance(value, int):
+                raise ValueError(f"chip {self.name}: {name} is {value!r}: give a whole number")
         if self.pod and len(self.pod) != self.axes:
             raise ValueError(f"chip {self.name}: pod {self.pod} has {len(self.pod)} axes, but axes = {self.axes}")
 

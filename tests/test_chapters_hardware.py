@@ -89,7 +89,7 @@ def test_ledgers_of_switches():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_chapters_run(name, capsys, monkeypatch, tmp_path):
-    plots = ["--plot", str(tmp_path / "p.svg")] if name in ("01_roofline", "12_gpus") else []
+    plots = ["--plot", str(tmp_path / "p.svg")] if name in ("01_roofline", "03_timings", "12_gpus") else []
     monkeypatch.setattr("sys.argv", [name, *plots])
     module = chapter(name)
     if name == "01_roofline":  # measuring takes seconds, and has a test of its own
