@@ -6,6 +6,7 @@ with meta tensors, to plan for more devices than there are. Ranks are row-major:
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from scaling.spec import ShardingError, parse
+from scaling.spec import ShardingError
 
 TIMEOUT = 120.0  # seconds that a collective waits for the other ranks before it raises
 
@@ -43,6 +44,11 @@ class Group:
         return self.order.index(block) if self.order else block
 
 
+def format_sizes(sizes: Mapping[str, int]) -> str:
+    """{"X": 4, "Y": 2} -> "X=4, Y=2"."""
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items()) or "no axes"
+
+
 class AbstractMesh:
     """A mesh of sizes only, e.g. `AbstractMesh({"X": 1024, "Y": 8})`, seen from the device at `coord` (default: all 0).
 
@@ -53,18 +59,20 @@ class AbstractMesh:
 
     def __init__(self, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None):
         for axis, size in sizes.items():
-            if not isinstance(axis, str) or parse(f"[I_{{{axis}}}]").axes != (axis,):
+            if not (isinstance(axis, str) and re.fullmatch("[A-Z]|(?![A-Z]+$)[A-Za-z][A-Za-z0-9]*", axis)):
                 raise ShardingError(f"{axis!r} cannot name a mesh axis: use one capital letter, or a word such as data")
             if not isinstance(size, int) or size < 1:
                 raise ShardingError(f"mesh axis {axis} has size {size!r}: it must be an int of at least 1")
         self.sizes = dict(sizes)
         self.coord = dict.fromkeys(self.sizes, 0) | dict(coord or {})
+        if not all(0 <= at < self.sizes.get(axis, 0) for axis, at in self.coord.items()):
+            raise ShardingError(f"the coordinate {self.coord} is not on the mesh {format_sizes(self.sizes)}")
         self.device = torch.device("meta")
         self.lines: dict = {}  # lines resolved on this mesh, by scaling.collectives
         self._groups: dict[tuple[str, ...], Group] = {}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
+        return f"{type(self).__name__}({format_sizes(self.sizes)})"
 
     @property
     def rank(self) -> int:
@@ -85,6 +93,8 @@ class AbstractMesh:
         """The group over `axes`, in the order given: `("Y", "X")` has Y major. Made at first use, by all its ranks."""
         axes = tuple(axes)
         if axes not in self._groups:
+            for axis in set(axes) - set(self.sizes):
+                raise ShardingError(f"unknown mesh axis {axis}: the mesh has {format_sizes(self.sizes)}")
             self._groups[axes] = self._make_group(axes)
         return self._groups[axes]
 
@@ -110,9 +120,9 @@ class Mesh(AbstractMesh):
             join_world(self.device, timeout)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if self.size() != world:
-            product = " * ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+            running = "1 rank is" if world == 1 else f"{world} ranks are"
             raise ShardingError(
-                f"the mesh {product} has {self.size()} devices, but {world} ranks are running\n"
+                f"the mesh {format_sizes(self.sizes)} has {self.size()} devices, but {running} running\n"
                 f"  mend: start {self.size()} ranks (scaling.launch.run, torchrun --nproc-per-node {self.size()}), "
                 f"or choose sizes whose product is {world}"
             )
@@ -135,7 +145,7 @@ class Mesh(AbstractMesh):
                 block = block * self.sizes[axis] + member[axis]
             order.append(block)
         same = tuple(axis for axis in self.sizes if axis in axes)
-        if same != axes and self.size(axes) > 1:
+        if same != axes:
             pg = self.group(same).pg  # another order of the same axes: the same process group
         elif len(ranks) == dist.get_world_size():
             pg = dist.group.WORLD

@@ -1,0 +1,160 @@
+"""Meshes: coordinates, groups along one axis and several, what cannot be a mesh, and torch's own view of one."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError, parse
+
+MESH = {"X": 2, "Y": 2}
+
+
+def test_ranks_are_row_major():
+    sizes = {"X": 2, "Y": 3, "Z": 4}
+    for rank, at in enumerate(itertools.product(range(2), range(3), range(4))):
+        assert AbstractMesh(sizes, dict(zip(sizes, at, strict=True))).rank == rank
+
+
+def test_sizes_of_axes():
+    mesh = AbstractMesh({"X": 4, "data": 3})
+    assert (mesh.size(), mesh.size(("X",)), mesh.size(("data", "X")), mesh.size(())) == (12, 4, 12, 1)
+    assert repr(mesh) == "AbstractMesh(X=4, data=3)"
+    assert mesh.coord == {"X": 0, "data": 0}
+    assert AbstractMesh({}).size() == 1
+
+
+def test_an_abstract_group_counts_its_first_axis_as_the_major_one():
+    mesh = AbstractMesh({"X": 4, "Y": 2}, {"X": 3, "Y": 1})
+    index = {axes: mesh.group(axes).index for axes in [("X",), ("Y",), ("X", "Y"), ("Y", "X")]}
+    assert index == {("X",): 3, ("Y",): 1, ("X", "Y"): 7, ("Y", "X"): 7}
+    mesh = AbstractMesh({"X": 4, "Y": 2}, {"X": 1, "Y": 1})
+    assert (mesh.group(("X", "Y")).index, mesh.group(("Y", "X")).index) == (3, 5)
+    assert mesh.group(("X", "Y")).backend == "abstract"
+    assert AbstractMesh({"X": 1}).group(("X",)).backend == "single"
+
+
+def test_thousands_of_devices_are_only_numbers():
+    mesh = AbstractMesh({"X": 1024, "Y": 8, "pods": 4}, {"X": 1023, "Y": 7, "pods": 3})
+    assert (mesh.rank, mesh.size(), mesh.group(("X", "Y")).size) == (32767, 32768, 8192)
+
+
+NO_MESH = {
+    "size 0": ({"X": 0}, "axis X has size 0: it must be an int of at least 1"),
+    "a float": ({"X": 2.0}, "axis X has size 2.0: it must be an int"),
+    "several capitals": ({"XY": 2}, "'XY' cannot name a mesh axis: use one capital letter, or a word such as data"),
+    "a capital twice": ({"XX": 2}, "'XX' cannot name a mesh axis"),
+    "a comma": ({"X,Y": 2}, "'X,Y' cannot name a mesh axis"),
+    "an underscore": ({"d_x": 2}, "'d_x' cannot name a mesh axis"),
+    "nothing": ({"": 2}, "'' cannot name a mesh axis"),
+    "a number": ({3: 2}, "3 cannot name a mesh axis"),
+}
+
+
+@pytest.mark.parametrize("what", NO_MESH)
+def test_what_makes_no_mesh(what):
+    sizes, words = NO_MESH[what]
+    for kind in (AbstractMesh, Mesh):
+        with pytest.raises(ShardingError) as error:
+            kind(sizes)
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize("coord", [{"X": 4}, {"X": -1}, {"Z": 0}])
+def test_a_coordinate_outside_the_mesh(coord):
+    with pytest.raises(ShardingError, match="is not on the mesh X=4, Y=2"):
+        AbstractMesh({"X": 4, "Y": 2}, coord)
+
+
+def test_a_group_over_an_unknown_axis():
+    with pytest.raises(ShardingError, match="unknown mesh axis Z: the mesh has X=4"):
+        AbstractMesh({"X": 4}).group(("Z",))
+
+
+def test_one_device_needs_no_process_group():
+    mesh = Mesh({"X": 1, "Y": 1})
+    assert (mesh.rank, mesh.coord, mesh.device.type) == (0, {"X": 0, "Y": 0}, "cpu")
+    group = mesh.group(("X", "Y"))
+    assert (group.size, group.index, group.backend, group.pg) == (1, 0, "single", None)
+    assert not dist.is_initialized()
+
+
+def test_more_devices_than_ranks():
+    with pytest.raises(ShardingError) as error:
+        Mesh({"X": 4, "Y": 2})
+    assert "the mesh X=4, Y=2 has 8 devices, but 1 rank is running" in str(error.value)
+    assert "mend: start 8 ranks" in str(error.value)
+
+
+def describe(mesh):
+    """Of each group of axes: (index, blocks of the members in order, their ranks, what an all_gather over it says)."""
+    groups = {}
+    for axes in [("X",), ("Y",), ("X", "Y"), ("Y", "X")]:
+        group = mesh.group(axes)
+        assert mesh.group(axes) is group
+        assert all(group.member_of(group.block_of(member)) == member for member in range(group.size))
+        said = [torch.zeros(2, dtype=torch.int64) for _ in range(group.size)]
+        dist.all_gather(said, torch.tensor([mesh.rank, group.index]), group=group.pg)
+        groups[axes] = group.index, [group.block_of(m) for m in range(group.size)], [*group.ranks], said
+    return mesh.rank, mesh.coord, groups
+
+
+def test_groups_in_both_orders(ranks):
+    for r, (rank, coord, groups) in enumerate(ranks(describe, MESH)):
+        x, y = divmod(r, 2)
+        assert (rank, coord) == (r, {"X": x, "Y": y})
+        assert groups["X",][:3] == (x, [0, 1], [y, 2 + y])
+        assert groups["Y",][:3] == (y, [0, 1], [2 * x, 2 * x + 1])
+        assert groups["X", "Y"][:3] == (2 * x + y, [0, 1, 2, 3], [0, 1, 2, 3])
+        assert groups["Y", "X"][:3] == (2 * y + x, [0, 2, 1, 3], [0, 1, 2, 3])
+        for _, blocks, members, said in groups.values():
+            assert [s.tolist() for s in said] == [[m, b] for m, b in zip(members, blocks, strict=True)]
+
+
+def index_is_the_block_of_the_notation(mesh):
+    for axes in [("X",), ("X", "Y"), ("Y", "X")]:
+        spec = parse("A[I]").with_axes("I", axes)
+        block = spec.slices((4,), mesh, mesh.coord)[0].start * mesh.size(axes) // 4
+        assert mesh.group(axes).index == block
+
+
+def test_a_groups_index_is_the_block_that_the_notation_gives_this_device(ranks):
+    ranks(index_is_the_block_of_the_notation, MESH)
+
+
+def timeouts(mesh):
+    groups = [mesh.group(axes).pg for axes in [("X",), ("Y",), ("X", "Y")]]
+    return [pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in groups]
+
+
+def test_every_group_has_the_runs_timeout(ranks):
+    for seconds in ranks(timeouts, MESH):
+        assert seconds == [60.0, 60.0, 60.0]
+
+
+def wrong_sizes(mesh):
+    with pytest.raises(ShardingError, match="the mesh X=3 has 3 devices, but 2 ranks are running"):
+        Mesh({"X": 3})
+
+
+def test_sizes_that_do_not_multiply_to_the_number_of_ranks(ranks):
+    ranks(wrong_sizes, {"X": 2})
+
+
+def as_torch_sees_it(mesh):
+    other = mesh.device_mesh
+    assert other.mesh_dim_names == tuple(mesh.sizes)
+    assert [*other.get_coordinate()] == [*mesh.coord.values()]
+    whole = torch.arange(16.0).view(4, 4)
+    rows = whole[parse("A[I_X, J]").slices((4, 4), mesh, mesh.coord)]
+    placements = [Shard(0) if axis == "X" else Replicate() for axis in mesh.sizes]
+    return DTensor.from_local(rows, other, placements).full_tensor()
+
+
+@pytest.mark.parametrize("sizes", [{"X": 2}, MESH, {"X": 2, "Y": 1}], ids=str)
+def test_the_same_mesh_for_torchs_own_strategies(ranks, sizes):
+    for whole in ranks(as_torch_sees_it, sizes):
+        assert torch.equal(whole, torch.arange(16.0).view(4, 4))
