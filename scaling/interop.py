@@ -1,0 +1,96 @@
+"""Types to and from what others write: DTensor placements and JAX's PartitionSpec (Part 3: in code).
+
+DTensor lists, for each mesh axis, what it does: `[Shard(0), Replicate()]`. Axes that split one dim do so in the mesh's
+order, so that `I_XY` on a mesh (X, Y) can be said and `I_YX` cannot. JAX lists, for each dim, its axes, in any order.
+"""
+
+import ast
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from scaling.spec import ShardingError, Spec, mesh_sizes, parse
+
+
+def to_placements(spec: "str | Spec", mesh) -> tuple[Placement, ...]:
+    """DTensor's placements of a type, one for each axis of the mesh: "A[I_X, J] {U_Y}" -> (Shard(0), Partial()).
+
+    Raises ShardingError where the order of a dim's axes is not the mesh's: DTensor has no word for it.
+    """
+    spec = parse(spec)
+    spec.check_axes(mesh)
+    order = list(mesh_sizes(mesh))
+    for dim, axes in spec.dims:
+        if [*axes] != sorted(axes, key=order.index):
+            raise ShardingError(
+                f"{spec}: DTensor splits a dim over mesh axes in the mesh's order, which is {', '.join(order)}; "
+                f"{dim} has {', '.join(axes)}\n  mend: reshard {dim} first, or give the mesh its axes in that order"
+            )
+    dim_of = {axis: position for position, (_, axes) in enumerate(spec.dims) for axis in axes}
+    return tuple(
+        Shard(dim_of[axis]) if axis in dim_of else Partial() if axis in spec.unreduced else Replicate()
+        for axis in order
+    )
+
+
+def from_placements(placements: Sequence[Placement], mesh, dims: Sequence[str], name: str = "") -> Spec:
+    """The type that DTensor's placements mean; `mesh` gives the axes' names, `dims` the dims'.
+
+    Raises ShardingError for what the notation does not have: sums other than plain ones, strided shards.
+    """
+    axes_of, unreduced = dict.fromkeys(dims, ()), []
+    for axis, placement in zip(mesh_sizes(mesh), placements, strict=True):
+        if type(placement) is Shard and -len(dims) <= placement.dim < len(dims):
+            axes_of[dims[placement.dim]] += (axis,)
+        elif isinstance(placement, Partial) and placement.reduce_op == "sum":
+            unreduced.append(axis)
+        elif not isinstance(placement, Replicate):
+            raise ShardingError(
+                f"{placement} over {axis}: only Shard of one of the {len(dims)} dims, Replicate and Partial('sum') "
+                f"are types of this notation\n  mend: redistribute the DTensor to such a placement first"
+            )
+    return parse(Spec(name, tuple(axes_of.items()), tuple(sorted(unreduced))).validated())
+
+
+def to_dtensor(spec: "str | Spec", shard: torch.Tensor, mesh) -> DTensor:
+    """This rank's typed shard as a DTensor on the same ranks. `mesh` is a scaling.mesh.Mesh; nothing is copied."""
+    spec = parse(spec)
+    return DTensor.from_local(shard, mesh.device_mesh, to_placements(spec, mesh), run_check=False)
+
+
+def from_dtensor(array: DTensor, mesh, dims: Sequence[str], name: str = "") -> tuple[Spec, torch.Tensor]:
+    """A DTensor's type and this rank's shard. `mesh`: ours, with one axis for each of the DTensor's mesh dims."""
+    return from_placements(array.placements, mesh, dims, name), array.to_local()
+
+
+def to_partition_spec(spec: "str | Spec") -> str:
+    """JAX's text for a type: "A[I_XY, J]" -> "P(('X', 'Y'), None)"; unreduced axes are `unreduced={'Z'}`."""
+    spec = parse(spec)
+    entries = [repr(axes if len(axes) > 1 else axes[0] if axes else None) for _, axes in spec.dims]
+    if spec.unreduced:
+        entries.append("unreduced={" + ", ".join(map(repr, spec.unreduced)) + "}")
+    return f"P({', '.join(entries)})"
+
+
+def from_partition_spec(text: str, dims: Sequence[str], name: str = "") -> Spec:
+    """The type of an array with these dims from JAX's text: `P('X', None)`, `PartitionSpec(('X', 'Y'))`.
+
+    Dims that the text leaves out are not split, as in JAX. Raises ShardingError for anything else.
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        known = isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] in ("P", "PartitionSpec")
+        entries = [ast.literal_eval(argument) for argument in call.args] if known else None
+        keywords = {k.arg: ast.literal_eval(k.value) for k in call.keywords} if known else {}
+    except (SyntaxError, ValueError):
+        entries = None
+    if entries is None or set(keywords) - {"unreduced"} or len(entries) > len(dims):
+        raise ShardingError(
+            f"{text!r} is no PartitionSpec of {len(dims)} dims\n"
+            f"  mend: write P(...) with None, an axis or a tuple of axes for each dim, and maybe unreduced={{'X'}}"
+        )
+    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+    axes += [()] * (len(dims) - len(axes))
+    unreduced = tuple(sorted(keywords.get("unreduced", ())))
+    return Spec(name, tuple(zip(dims, axes, strict=True)), unreduced).validated()

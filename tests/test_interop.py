@@ -1,0 +1,128 @@
+"""DTensor's placements and JAX's PartitionSpec, and DTensor's redistribute as an oracle of our reshardings."""
+
+import pytest
+import torch
+from test_resharding import types
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from scaling.algebra import reshard
+from scaling.interop import (
+    from_dtensor,
+    from_partition_spec,
+    from_placements,
+    to_dtensor,
+    to_partition_spec,
+    to_placements,
+)
+from scaling.mesh import AbstractMesh
+from scaling.spec import ShardingError, parse
+
+MESH = {"X": 2, "Y": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "placements"),
+    [
+        ("A[I, J]", (Replicate(), Replicate())),
+        ("A[I_X, J_Y]", (Shard(0), Shard(1))),
+        ("A[I_Y, J]", (Replicate(), Shard(0))),
+        ("A[I_XY, J]", (Shard(0), Shard(0))),
+        ("A[I, J_X] {U_Y}", (Shard(1), Partial())),
+        ("A[I, J] {U_XY}", (Partial(), Partial())),
+    ],
+)
+def test_placements(text, placements):
+    assert to_placements(text, MESH) == placements
+    assert from_placements(placements, AbstractMesh(MESH), ("I", "J"), "A") == parse(text)
+
+
+def test_what_dtensor_cannot_say():
+    with pytest.raises(ShardingError, match="in the mesh's order, which is X, Y"):
+        to_placements("A[I_YX, J]", MESH)
+    assert to_placements("A[I_YX, J]", {"Y": 2, "X": 2}) == (Shard(0), Shard(0))
+    with pytest.raises(ShardingError, match="unknown mesh axis"):
+        to_placements("A[I_Z]", MESH)
+    for placement in (Partial("max"), Shard(5)):
+        with pytest.raises(ShardingError, match=r"only Shard of one of the 2 dims"):
+            from_placements((placement, Replicate()), MESH, ("I", "J"))
+
+
+@pytest.mark.parametrize(
+    ("text", "jax"),
+    [
+        ("A[I, J]", "P(None, None)"),
+        ("A[I_X, J]", "P('X', None)"),
+        ("A[I_YX, J_Z]", "P(('Y', 'X'), 'Z')"),
+        ("A[I_data, J_model]", "P('data', 'model')"),
+        ("A[I_X, J] {U_Y}", "P('X', None, unreduced={'Y'})"),
+    ],
+)
+def test_partition_spec(text, jax):
+    assert to_partition_spec(text) == jax
+    assert from_partition_spec(jax, ("I", "J"), "A") == parse(text)
+
+
+def test_partition_spec_from_text():
+    assert str(from_partition_spec("jax.sharding.PartitionSpec('X')", ("I", "J"), "A")) == "A[I_X, J]"
+    for text in ("P('X', None, None)", "P(x)", "Q('X')", "P('X'", "P('X', axes=2)"):
+        with pytest.raises(ShardingError, match="is no PartitionSpec of 2 dims"):
+            from_partition_spec(text, ("I", "J"))
+    with pytest.raises(ShardingError, match="used twice"):
+        from_partition_spec("P('X', 'X')", ("I", "J"))
+
+
+def expressible(mesh):
+    return [spec for spec in types(mesh) if all([*axes] == sorted(axes) for _, axes in spec.dims)]
+
+
+def dtensor_bytes(before, after, shape, mesh):
+    """Bytes sent by DTensor's own steps, from the placements it passes through; None where torch hides them."""
+    try:
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+        from torch.distributed.tensor._redistribute import _gen_transform_infos
+
+        meta = TensorMeta(torch.Size(shape), (shape[1], 1), torch.float64)
+        ends = [DTensorSpec(mesh.device_mesh, to_placements(s, mesh), tensor_meta=meta) for s in (before, after)]
+        infos = _gen_transform_infos(*ends)
+    except (ImportError, TypeError):
+        return None
+    sizes, placements, sent = list(mesh.sizes.values()), list(to_placements(before, mesh)), 0
+    for info in infos:
+        n, local = sizes[info.mesh_dim], shape[0] * shape[1] * 8
+        for size, placement in zip(sizes, placements, strict=True):
+            local //= size if placement.is_shard() else 1
+        source, target = info.src_dst_placements
+        kinds = "".join(type(p).__name__[0] for p in (source, target))  # S, R or P
+        sent += {"SR": local * n, "PS": local, "PR": 2 * local, "SS": local}.get(kinds, 0) * (n - 1) / n
+        placements[info.mesh_dim] = target
+    return sent
+
+
+def redistribute_on_rank(mesh, pairs, shape):
+    from scaling.collectives import reshard as ours
+    from scaling.collectives import shard
+
+    whole, errors, cheaper, dearer = torch.arange(shape[0] * shape[1], dtype=torch.float64).view(shape), [], 0, 0
+    for src, dst in pairs:
+        local = shard(str(src.with_unreduced(()).with_name("")), whole, mesh) / mesh.size(src.unreduced)
+        theirs = to_dtensor(src, local, mesh).redistribute(placements=to_placements(dst, mesh))
+        spec, shard_of_theirs = from_dtensor(theirs, mesh, ("I", "J"), "A")
+        mine = ours(f"{src} -> {dst}", local, mesh)
+        same = spec == dst and mine.shape == shard_of_theirs.shape
+        errors.append((mine - shard_of_theirs).abs().max().item() if same else float("inf"))
+        theirs_sent = dtensor_bytes(src, dst, shape, mesh)
+        if theirs_sent is not None:
+            sent = reshard(src, dst, shape, mesh).wire_bytes(shape, mesh, 8)
+            cheaper, dearer = cheaper + (sent < theirs_sent - 1e-9), dearer + (sent > theirs_sent + 1e-9)
+    return max(errors), cheaper, dearer, theirs_sent is not None
+
+
+def test_redistribute_agrees_and_sends_no_less(ranks):
+    """Both from every type to every type without partial sums, which DTensor does not redistribute to."""
+    every = expressible(MESH)
+    pairs = [(src, dst) for src in every for dst in every if not dst.unreduced]
+    assert len(pairs) == 16 * 9
+    for error, cheaper, dearer, counted in ranks(redistribute_on_rank, MESH, pairs[::4], (4, 8)):
+        assert error < 1e-12
+        assert dearer == 0
+        assert cheaper > 0 or not counted
