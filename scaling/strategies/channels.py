@@ -1,0 +1,119 @@
+"""How stages hand tensors to each other: sends that nobody waits for, receives that are posted ahead.
+
+Nothing relies on a transport's buffering: a send only keeps its tensor alive until it is through, and a receive is
+posted some messages before it is needed, so that one is always under way. Between two ranks, tensors of one kind are
+received in the order in which they were sent, which `scaling.simulate` checks.
+- gloo matches messages by their tag, over the group of the pipeline axis.
+- NCCL knows no tags, and what is queued on one communicator runs in order: a posted receive would hold up the send
+  behind it. So each direction and kind has a communicator of two ranks to itself.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from scaling import trace
+from scaling.instructions import RECVS, RecvActivation, SendActivation
+from scaling.programs import Schedule
+from scaling.spec import parse
+
+AHEAD = 2  # receives that are posted on each channel before they are waited for
+
+
+class Channels:
+    """The transfers of one rank during one run of a schedule's program; `like` is a tensor shaped as those sent."""
+
+    def __init__(self, mesh, axis: str, schedule: Schedule, like: torch.Tensor, line: str, pairs: bool | None = None):
+        self.group, self.spec, self.like, self.schedule = mesh.group((axis,)), parse(line), like, schedule
+        self.abstract, self.axis = self.group.pg is None, axis
+        pairs = self.group.backend == "nccl" if pairs is None else pairs
+        self.pairs = pair_groups(mesh, axis, schedule) if pairs and not self.abstract else None
+        self.sends: list = []
+        self.posted: dict = {}
+        self.to_post: dict[tuple, list] = {}
+        for step in reversed(schedule[mesh.coord[axis]]):
+            if isinstance(step, RECVS):
+                self.to_post.setdefault((type(step), step.peer), []).append(step)
+        for channel in sorted(self.to_post, key=lambda channel: (channel[0].__name__, channel[1])):
+            for _ in range(AHEAD):
+                self.post(channel)
+
+    def post(self, channel: tuple) -> None:
+        """Post the channel's next receive, if there is one left."""
+        if self.to_post[channel]:
+            step = self.to_post[channel].pop()
+            buffer = torch.empty_like(self.like, memory_format=torch.contiguous_format)
+            self.posted[step] = (
+                (None if self.abstract else dist.irecv(buffer, **self.route(step, receive=True))),
+                buffer,
+            )
+
+    def take(self, step) -> torch.Tensor:
+        """Wait for what a Recv names."""
+        event = self.record("Recv", self.like, 0) if trace.active() else None
+        work, buffer = self.posted.pop(step)
+        if work is not None:
+            work.wait()
+        self.post((type(step), step.peer))
+        if event is not None:
+            event.end = trace.now()
+        return buffer
+
+    def send(self, step, x: torch.Tensor) -> None:
+        """Start to send x; it must not be changed before `finish`."""
+        if trace.active():
+            self.record("Send", x, x.numel() * x.element_size())
+        if not self.abstract:
+            x = x.contiguous()
+            self.sends = [(work, kept) for work, kept in self.sends if not work.is_completed()]
+            self.sends.append((dist.isend(x, **self.route(step, receive=False)), x))
+
+    def finish(self) -> None:
+        """Wait until everything that was sent is through."""
+        for work, _ in self.sends:
+            work.wait()
+        self.sends = []
+
+    def route(self, step, receive: bool) -> dict:
+        """The arguments of isend or irecv: the group, the other rank in it and the tag."""
+        activation = isinstance(step, (RecvActivation, SendActivation))
+        end = "group_src" if receive else "group_dst"
+        if self.pairs is None:
+            message = step.stage * self.schedule.microbatches + step.microbatch
+            return {"group": self.group.pg, end: self.group.member_of(step.peer), "tag": 2 * message + activation}
+        me = self.group.index
+        ends = (step.peer, me) if receive else (me, step.peer)
+        return {"group": self.pairs[(activation, *ends)], end: int(step.peer > me)}
+
+    def record(self, op: str, x: torch.Tensor, wire_bytes: int) -> trace.Event:
+        nbytes = x.numel() * x.element_size()
+        now = trace.now()
+        event = trace.Event(op, (self.axis,), self.spec, self.spec, nbytes, wire_bytes, 0, now, now, op == "Send")
+        return trace.record(event)
+
+
+def pair_groups(mesh, axis: str, schedule: Schedule) -> dict[tuple, "dist.ProcessGroup"]:
+    """For each (whether activations, source, target) of this rank's transfers a process group of the two.
+
+    They are made and used once in one order on all ranks: NCCL connects two ranks at their first transfer, and both
+    wait for that.
+    """
+    group = mesh.group((axis,))
+    wanted = set()
+    for rank, program in enumerate(schedule):
+        for step in program:
+            if isinstance(step, RECVS) and group.index in (rank, step.peer):
+                wanted.add((isinstance(step, RecvActivation), step.peer, rank))
+    made = mesh.lines.setdefault(("pipeline channels", axis), {})
+    for key in sorted(wanted - set(made)):
+        _, source, target = key
+        ranks = sorted(group.ranks[group.member_of(end)] for end in (source, target))
+        made[key] = dist.new_group(ranks, timeout=timedelta(seconds=mesh.timeout), use_local_synchronization=True)
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=made[key])
+        first = torch.zeros(1, device=mesh.device)
+        if group.index == source:
+            dist.send(first, group=made[key], group_dst=int(target > source))
+        else:
+            dist.recv(first, group=made[key], group_src=int(source > target))
+    return made
