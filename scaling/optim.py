@@ -175,7 +175,7 @@ def _laid_out_as(p: Tensor, t: Tensor) -> Tensor:
 
 
 def _laid_out_alike(p: list[Tensor], *parts: list[Tensor]) -> bool:
-    """Whether every tensor is dense and in the same memory order as its param: the fused kernel walks memory blindly."""
+    """Whether every tensor is dense and in the same memory order as its param: the fused kernel walks memory."""
     dense = all(a.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(a) for a in p)
     return dense and all(a.stride() == b.stride() for part in parts for a, b in zip(p, part, strict=True))
 

@@ -1,0 +1,124 @@
+"""Part 5, "Fully-Sharded Data Parallelism (FSDP)": https://jax-ml.github.io/scaling-book/training
+
+    In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]
+
+Data parallelism whose AllReduce is taken apart: a ReduceScatter leaves each rank a shard of every gradient, it keeps
+only that shard of the params and of Adam's state, and AllGathers bring the weights back for as long as they are used.
+None of it is on the critical path. `scaling/strategies/fsdp.py` is the same for L layers, with gathers a layer ahead;
+`zero.py` has ZeRO-1 and ZeRO-2, which shard the optimizer's state, and the gradients, but not the params.
+
+    torchrun chapters/05_fsdp.py
+    torchrun --nproc-per-node 2 chapters/05_fsdp.py --mesh X=2
+"""
+
+# %%
+import torch
+
+from scaling import optim, tree
+from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.lesson import SINGLE, Report, layer_equality, layer_problem, options, run, stack_equality, training
+from scaling.strategies import data_parallel, fsdp, zero
+from scaling.strategies.fsdp import SPECS
+from scaling.trace import trace
+
+# %% One layer: what each rank does
+
+
+def forward(W_in, W_out, In, mesh):
+    """W_in[D_X, F], W_out[F, D_X], In[B_X, D] -> Out[B_X, D]."""
+    W_in = all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh)  # 1. can be done during the layer before
+    Tmp = einsum("In[B_X, D] * W_in[D, F] -> Tmp[B_X, F]", In, W_in)  # 2. W_in[D, F] can be thrown away now
+    W_out = all_gather("W_out[F, D_X] -> W_out[F, D]", W_out, mesh)  # 3. can be done during the layer before
+    Out = einsum("Tmp[B_X, F] * W_out[F, D] -> Out[B_X, D]", Tmp, W_out)  # 4.
+    return Out, Tmp
+
+
+def backward(dOut, Tmp, W_in, W_out, In, mesh):
+    """dOut[B_X, D] -> dIn[B_X, D], dW_in[D_X, F], dW_out[F, D_X]."""
+    dW_out = einsum("Tmp[B_X, F] * dOut[B_X, D] -> dW_out[F, D] {U_X}", Tmp, dOut)  # 2.
+    dW_out = reduce_scatter("dW_out[F, D] {U_X} -> dW_out[F, D_X]", dW_out, mesh)  # 3. not on the critical path
+    W_out = all_gather("W_out[F, D_X] -> W_out[F, D]", W_out, mesh)  # 4. can be done ahead of time
+    dTmp = einsum("dOut[B_X, D] * W_out[F, D] -> dTmp[B_X, F]", dOut, W_out)  # 5. W_out[F, D] can be thrown away
+    dW_in = einsum("In[B_X, D] * dTmp[B_X, F] -> dW_in[D, F] {U_X}", In, dTmp)  # 6.
+    dW_in = reduce_scatter("dW_in[D, F] {U_X} -> dW_in[D_X, F]", dW_in, mesh)  # 7. not on the critical path
+    W_in = all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh)  # 8. can be done ahead of time
+    dIn = einsum("dTmp[B_X, F] * W_in[D, F] -> dIn[B_X, D]", dTmp, W_in)  # 9. needed by the layer before
+    return dIn, dW_in, dW_out
+
+
+# %% The layer on this mesh, beside one device; then L layers, trained
+
+
+def main(mesh, args):
+    report = Report(mesh)
+    report.say(f"{__doc__.split(chr(10))[0]}\n\n{SPECS['In']} * {SPECS['W_in']} * {SPECS['W_out']} -> {SPECS['Out']}")
+    X = mesh.sizes["X"]
+    B, D, F = 8 * X, 8 * X, 16 * X
+    local, wanted = layer_problem({"B": B, "D": D, "F": F}, SPECS, mesh, args.seed)
+    W_in, W_out, In, dOut = (local[name] for name in ("W_in", "W_out", "In", "dOut"))
+
+    report.title(f"One layer on {mesh}: the lines as they ran on rank 0, B={B} D={D} F={F} in float64")
+    with trace() as fwd:
+        Out, Tmp = forward(W_in, W_out, In, mesh)
+    with trace() as bwd:
+        dIn, dW_in, dW_out = backward(dOut, Tmp, W_in, W_out, In, mesh)
+    report.say(f"forward\n{fwd.table()}\n\nbackward\n{bwd.table()}\n")
+    layer_equality({"Out": Out, "dIn": dIn, "dW_in": dW_in, "dW_out": dW_out}, wanted, SPECS, mesh, report)
+
+    report.title("Bytes that one layer moves (8 bytes an element), by the book's count")
+    rows = [
+        ("forward", "16DF", 16 * D * F, fwd.book_bytes),
+        ("backward", "32DF", 32 * D * F, bwd.book_bytes),
+    ]
+    report.same(rows, ["", "closed form", "bytes", "counted"])
+    report.say("With the book's 2 bytes: 4DF forward, and 8DF backward, as much as data parallelism's AllReduces.")
+
+    report.title("scaling.strategies.fsdp: four layers with gelu, norm and residual, in float64")
+    stack_equality(fsdp, mesh, report, args.seed)
+
+    report.title("ZeRO-1, 2 and 3: bytes on each rank, of 2 layers with D=64, F=256, in float32")
+    zero_table(mesh, report, args.seed)
+    report.title("Memory and training: a byte model on real text, in float32")
+    training(fsdp, mesh, report, args)
+    return report.done()
+
+
+def zero_table(mesh, report, seed):
+    """One step of each stage on the same params: what is kept, and whether the params come out the same."""
+    L, B, D, F, X = 2, 8 * mesh.size(), 64, 256, mesh.sizes["X"]
+    rng = torch.Generator().manual_seed(seed)
+    shapes = {"W_in": (L, D, F), "W_out": (L, F, D)}
+    params = {name: torch.randn(shape, generator=rng).to(mesh.device) * D**-0.5 for name, shape in shapes.items()}
+    In, dOut = (torch.randn(B, D, generator=rng).to(mesh.device) for _ in range(2))
+    In, dOut = tree.shard([In, dOut], [SPECS["In"], SPECS["Out"]], mesh)
+    adamw, n, results, rows = optim.adamw(0.01), 2 * L * D * F, {}, []
+    for stage in (0, 1, 2, 3):
+        strategy = fsdp if stage == 3 else zero if stage else data_parallel
+        own = tree.shard(params, STACKED, mesh) if stage == 3 else params
+        state = zero.init(adamw, own, mesh) if stage in (1, 2) else adamw.init(own)
+        _, saved = strategy.forward(own, In, mesh)
+        if stage == 1:  # the whole gradients are kept until the end of the backward
+            _, whole = data_parallel.backward(dOut, saved, own, mesh, reduce=False)
+            held, grads = tree.nbytes(whole), zero.scatter_grads(whole, mesh)
+        else:
+            _, grads = strategy.backward(dOut, saved, own, mesh)
+            held = tree.nbytes(grads)
+        if stage in (1, 2):
+            new, state = zero.update(adamw, grads, state, own, mesh)
+        else:
+            new, state = adamw.update(grads, state, own)
+        results[stage] = tree.unshard(new, STACKED, mesh) if stage == 3 else new
+        shards = [1 if stage < s else X for s in (3, 2, 1)]  # params, gradients, Adam's state
+        kept = [tree.nbytes(new), held, tree.nbytes([state["m"], state["v"]])]
+        for what, size, parts, found in zip(("params", "gradients", "m and v"), (4, 4, 8), shards, kept, strict=True):
+            formula = f"{size}N" + (f"/{parts}" if parts > 1 else "")
+            rows.append((f"{f'ZeRO-{stage}' if stage else 'DP'}: {what}", formula, size * n // parts, found))
+    report.same(rows, ["kept", "formula", "bytes", "held"])
+    report.say()
+    report.equal([(f"params after a step of ZeRO-{s}, against DP", results[s], results[0], SINGLE) for s in (1, 2, 3)])
+
+
+STACKED = {"W_in": "W_in[L, D_X, F]", "W_out": "W_out[L, F, D_X]"}
+
+if __name__ == "__main__":
+    run(main, options(__doc__, mesh="X=4"))
