@@ -108,6 +108,7 @@ def ppermute(line: str, x: torch.Tensor, mesh, axis: str | Sequence[str], perm) 
     Cotangent: the pairs turned round.
     """
     spec, perm = parse(line), tuple((int(s), int(t)) for s, t in perm)
+    spec.check_axes(mesh)
     group = mesh.group((axis,) if axis in mesh.sizes else tuple(axis))
     for ends in zip(*perm, strict=True):
         if len(set(ends)) < len(ends) or not all(0 <= i < group.size for i in ends):
@@ -215,6 +216,11 @@ def _refuse_shape(op: Op, step: Step, x: torch.Tensor) -> None:
 
 def _point_to_point(kind: str, line: str, x: torch.Tensor, mesh, axis: str, other: int, async_op: bool):
     spec, group = parse(line), mesh.group((axis,))
+    spec.check_axes(mesh)
+    if x.dim() != len(spec.dims):
+        raise ShardingError(
+            f"{kind} {spec}: the shard has shape {tuple(x.shape)}, but its type has {len(spec.dims)} dims"
+        )
     if differentiated(x):
         raise ShardingError(
             f"{kind} {spec}: not differentiable, since its transpose lies on another rank: use ppermute"

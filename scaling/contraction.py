@@ -18,25 +18,27 @@ from scaling import trace
 from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line
 
 
-def einsum(line: str, a: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+def einsum(line: str, a: torch.Tensor, b: torch.Tensor | None = None, out=None, add: bool = False) -> torch.Tensor:
     """The product (or, of one operand, the sum and transpose) that the line says, of this rank's shards.
 
-    Dims are matched by name, as letters are in torch.einsum: those absent from the result are summed over. Raises
-    ShardingError if the line breaks a rule of Part 3, or if the operands' shapes do not fit their types.
+    Dims are matched by name, as letters are in torch.einsum: those absent from the result are summed over. `out`: a
+    buffer that is given away, to which the product is written, or with `add=True` added. The dims that the first
+    operand brings are the outer ones in memory, wherever they stand in the result's type. Raises ShardingError if the
+    line breaks a rule of Part 3, or if the operands' shapes do not fit their types.
     """
     product = _products.get(line)
     if product is None:
         product = _products[line] = compile_product(line)
+    if (a.dim(), None if b is None else b.dim()) != product.ranks:
+        _refuse_shapes(product, a, b, None)
     for i, j, dim in product.shared:
         if a.shape[i] != b.shape[j]:
             _refuse_shapes(product, a, b, dim)
-    if a.dim() != product.ranks[0] or (b is not None and b.dim() != product.ranks[1]):
-        _refuse_shapes(product, a, b, None)
     if not trace.active():
-        return product.multiply(a, b)
+        return product.multiply(a, b) if out is None else product.write(a, b, out, add)
     event = trace.Event("Einsum", (), product.line.operands, product.line.result, flops=product.flops(a, b))
     trace.record(event).start = trace.now()
-    result = product.multiply(a, b)
+    result = product.multiply(a, b) if out is None else product.write(a, b, out, add)
     event.end = trace.now()
     return result
 
@@ -47,8 +49,14 @@ class Product:
 
     line: Line
     shared: tuple[tuple[int, int, str], ...]
-    ranks: tuple[int, ...]
+    ranks: tuple[int, int | None]  # the operands' numbers of dims
     multiply: Callable
+    into: Callable | None = None  # (a, b, out, add), where there is a kernel for it
+
+    def write(self, a, b, out: torch.Tensor, add: bool) -> torch.Tensor:
+        if self.into is not None:
+            return self.into(a, b, out, add)
+        return out.add_(self.multiply(a, b)) if add else out.copy_(self.multiply(a, b))
 
     def flops(self, a: torch.Tensor, b: torch.Tensor | None) -> int:
         """2 x the product of all sizes if a dim is contracted, else 1 x (Part 4, Counting Dots), 0 for one operand."""
@@ -70,10 +78,10 @@ def compile_product(text: str) -> Product:
     _check(line)
     if len(line.operands) == 1:
         equation = _equation(line)
-        return Product(line, (), (len(line.operands[0].dims),), lambda a, _: torch.einsum(equation, a))
+        return Product(line, (), (len(line.operands[0].dims), None), lambda a, _: torch.einsum(equation, a))
     a, b = line.operands
     shared = tuple((a.index(dim), b.index(dim), dim) for dim in a.dim_names if dim in b.dim_names)
-    return Product(line, shared, (len(a.dims), len(b.dims)), _matmul(a, b, line.result) or _general(line))
+    return Product(line, shared, (len(a.dims), len(b.dims)), *(_matmul(a, b, line.result) or (_general(line),)))
 
 
 def result_type(line: str | Line) -> Spec:
@@ -85,10 +93,10 @@ def result_type(line: str | Line) -> Spec:
         unreduced += spec.unreduced
         for dim, axes in spec.dims:
             if axes_of.setdefault(dim, axes) != axes:
-                a, b = (format_axes(x) or "not at all" for x in (axes_of[dim], axes))
+                a, b = (f"over {format_axes(x)}" if x else "not at all" for x in (axes_of[dim], axes))
                 _refuse(
                     line,
-                    f"dim {dim} is split over {a} in one operand and over {b} in the other",
+                    f"dim {dim} is split {a} in one operand and {b} in the other",
                     "case 2: both operands of a product are split alike along a dim that they share",
                     f"all_gather one of them over {format_axes(axes_of[dim] or axes)}, or shard the other",
                 )
@@ -124,8 +132,10 @@ def _check(line: Line) -> None:
         return
     if missing := [axis for axis in natural.unreduced if axis not in line.result.unreduced]:
         over = format_axes(missing)
+        carried = [axis for spec in line.operands for axis in spec.unreduced]
+        rule = f"case 3: contracting a dim that is split over {over} leaves the result unreduced"
         _refuse(line, f"each device along {over} holds only a partial sum of the result",
-                f"case 3: contracting a dim that is split over {over} leaves the result unreduced",
+                "a product with a partial sum is a partial sum" if set(missing) & set(carried) else rule,
                 f"write {natural}, then reduce_scatter or all_reduce it")  # fmt: skip
     rule = "a product is split as its operands are: einsum sends nothing"
     _refuse(line, f"the product of these operands is {natural}", rule, "reshard the operands or the result")
@@ -143,7 +153,7 @@ def _refuse_shapes(product: Product, a, b, dim: str | None) -> None:
     _refuse(product.line, f"shards of shapes {shapes}: {what}", "shards of one dim, split alike, have one size")
 
 
-def _matmul(a: Spec, b: Spec, result: Spec) -> Callable | None:
+def _matmul(a: Spec, b: Spec, result: Spec) -> tuple[Callable, ...] | None:
     """The product as one matrix product of the operands or their transposes, if their dims stand so; else None."""
     summed = [dim for dim in a.dim_names if dim in b.dim_names and dim not in result.dim_names]
     left = [dim for dim in a.dim_names if dim not in summed]
@@ -154,24 +164,34 @@ def _matmul(a: Spec, b: Spec, result: Spec) -> Callable | None:
     fits = (plain_a or turned_a) and (plain_b or turned_b) and (ahead or behind)
     if not summed or set(left) & set(right) or not fits:
         return None
+    if len(a.dims) == len(b.dims) == 2:
+        return _matrices(plain_a, plain_b, ahead)
     k = len(summed)
 
     def multiply(x, y):
         free_x, free_y = (x.shape[:-k] if plain_a else x.shape[k:]), (y.shape[k:] if plain_b else y.shape[:-k])
         x = x.reshape(prod(free_x), -1) if plain_a else x.reshape(-1, prod(free_x)).t()
         y = y.reshape(-1, prod(free_y)) if plain_b else y.reshape(prod(free_y), -1).t()
-        return (x @ y).view(*free_x, *free_y) if ahead else (y.t() @ x.t()).view(*free_y, *free_x)
+        product = (x @ y).view(*free_x, *free_y)
+        return product if ahead else product.permute(*range(len(left), product.dim()), *range(len(left)))
 
-    if len(a.dims) != 2 or len(b.dims) != 2:
-        return multiply
-    if ahead:
-        return {
-            (True, True): lambda x, y: x @ y,
-            (True, False): lambda x, y: x @ y.t(),
-            (False, True): lambda x, y: x.t() @ y,
-            (False, False): lambda x, y: x.t() @ y.t(),
-        }[plain_a, plain_b]
-    return lambda x, y: (y.t() if plain_b else y) @ (x.t() if plain_a else x)
+    return (multiply,)
+
+
+def _matrices(plain_a: bool, plain_b: bool, ahead: bool) -> tuple[Callable, Callable]:
+    """Two matrices: (multiply, into). The product a b is computed even where its transpose is wanted."""
+
+    def multiply(a, b):
+        product = (a if plain_a else a.t()) @ (b if plain_b else b.t())
+        return product if ahead else product.t()
+
+    def into(a, b, out, add):
+        a, b = (a if plain_a else a.t()), (b if plain_b else b.t())
+        if not ahead:
+            a, b = b.t(), a.t()
+        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+
+    return multiply, into
 
 
 def _general(line: Line) -> Callable:

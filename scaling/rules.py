@@ -60,7 +60,7 @@ def _reduce_scatter(line, kind, before, after):
     scattered = [axis for _, axes in added for axis in axes]
     if sorted(summed) != sorted(scattered) or set(after.unreduced) - set(before.unreduced):
         what = f"it sums over {format_axes(summed) or 'nothing'} and splits over {format_axes(scattered)}"
-        rule = "ReduceScatter turns {U_X} into a subscript X: the same axes leave {U} and enter one dim"
+        rule = f"{kind} turns {{U_X}} into a subscript X: the same axes leave {{U}} and enter one dim"
         refuse(line, kind, what, rule, "write {U_" + format_axes(scattered) + "} on the operand if it is a partial sum")
     steps = []
     for position, axes in added:
@@ -126,7 +126,11 @@ def _scatter(line, kind, before, after):
 
 
 def _gather(line, kind, before, after):
-    back = _reduce_scatter(f"{after} -> {before}", kind, after, before)
+    try:
+        back = _reduce_scatter(line, kind, after, before)
+    except ShardingError:
+        rule = "Gather is A[I_X] -> A[I] {U_X}: the root gets the whole dim, and the others, who get zeros, add nothing"
+        refuse(line, kind, "the types do not fit", rule)
     return tuple(Step(s.after, s.before, s.axes, s.dim) for s in _only_one(line, kind, back))
 
 
