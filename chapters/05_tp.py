@@ -3,8 +3,8 @@
     In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]
 
 The weights are split along F and stay where they are; activations move. Between layers they are split along D; each
-layer gathers them, and reduce-scatters what it makes, in the forward and in the backward alike. All four collectives are
-on the critical path: the matmuls wait for them. `scaling/strategies/tensor_parallel.py` is the same for L layers.
+layer gathers them, and reduce-scatters what it makes, in the forward and in the backward alike. All four collectives
+are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_parallel.py` is the same for L layers.
 
     torchrun chapters/05_tp.py
     torchrun --nproc-per-node 2 chapters/05_tp.py --mesh Y=2
