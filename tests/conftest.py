@@ -10,6 +10,7 @@ import pickle
 import sys
 import tempfile
 import traceback
+from multiprocessing import connection
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ class Workers:
             pipe.send_bytes(job)
         results, failed, waiting = {}, {}, dict(enumerate(self.pipes))
         while waiting and not failed:
-            for pipe in mp.connection.wait(list(waiting.values()), timeout=90) or [None]:
+            for pipe in connection.wait(list(waiting.values()), timeout=90) or [None]:
                 if pipe is None:
                     failed[-1] = f"ranks {sorted(waiting)} did not answer"
                     break
