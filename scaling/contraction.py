@@ -164,15 +164,16 @@ def _matmul(a: Spec, b: Spec, result: Spec) -> tuple[Callable, ...] | None:
     fits = (plain_a or turned_a) and (plain_b or turned_b) and (ahead or behind)
     if not summed or set(left) & set(right) or not fits:
         return None
-    if len(a.dims) == len(b.dims) == 2:
+    if len(left) == len(summed) == len(right) == 1:
         return _matrices(plain_a, plain_b, ahead)
     k = len(summed)
 
     def multiply(x, y):
         free_x, free_y = (x.shape[:-k] if plain_a else x.shape[k:]), (y.shape[k:] if plain_b else y.shape[:-k])
-        x = x.reshape(prod(free_x), -1) if plain_a else x.reshape(-1, prod(free_x)).t()
-        y = y.reshape(-1, prod(free_y)) if plain_b else y.reshape(prod(free_y), -1).t()
-        product = (x @ y).view(*free_x, *free_y)
+        m, n, inner = prod(free_x), prod(free_y), prod(x.shape[-k:] if plain_a else x.shape[:k])
+        x = x.reshape(m, inner) if plain_a else x.reshape(inner, m).t()
+        y = y.reshape(inner, n) if plain_b else y.reshape(n, inner).t()
+        product = (x @ y).view((*free_x, *free_y))
         return product if ahead else product.permute(*range(len(left), product.dim()), *range(len(left)))
 
     return (multiply,)

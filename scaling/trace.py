@@ -15,7 +15,7 @@ from time import perf_counter
 
 from tabulate import tabulate
 
-from scaling.spec import Spec
+from scaling.spec import Spec, format_axes
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Event:
     async_op: bool = False
 
     def __str__(self) -> str:
-        over = "_" + "".join(self.axes) if self.axes else ""
+        over = "_" + format_axes(self.axes) if self.axes else ""
         if self.op == "Einsum":
             return f"{self.after} = " + " * ".join(map(str, self.before))
         return f"{self.after} = {self.op}{over}({self.before})"
@@ -102,7 +102,7 @@ def trace() -> Iterator[Log]:
     try:
         yield log
     finally:
-        _open.remove(log)
+        _open[:] = [other for other in _open if other is not log]  # not by ==, which goes by the events
 
 
 def active() -> bool:
