@@ -1,6 +1,7 @@
 """Our strategies against PyTorch's own on the same ranks: loss, gradients, and params after three AdamW steps.
 
-DistributedDataParallel, fully_shard, DTensor's parallelize_module, and the last two together on a mesh of two axes.
+DistributedDataParallel, the same with ZeroRedundancyOptimizer, fully_shard, DTensor's parallelize_module, and the last
+two together on a mesh of two axes.
 """
 
 import warnings
@@ -13,9 +14,12 @@ from test_strategies import STRATEGIES, TOLERANCE, B, specs, whole
 from scaling import optim, tree
 from scaling.collectives import all_reduce
 from scaling.spec import format_axes
+from scaling.strategies import zero
 
+STRATEGIES = STRATEGIES | {"zero": zero}
 MESHES = {
     "data_parallel": [{"X": 2}, {"X": 4}],
+    "zero": [{"X": 2}, {"X": 4}],
     "fsdp": [{"X": 2}, {"X": 4}],
     "tensor_parallel": [{"Y": 2}, {"Y": 4}],
     "fsdp_tp": [{"X": 2, "Y": 2}],
@@ -44,13 +48,17 @@ def ours(mesh, name, dtype):
     strategy, (params, batches) = STRATEGIES[name], shards(name, mesh, dtype)
     params = tree.shard(params, specs(strategy), mesh)
     adamw, losses, first = optim.adamw(0.01), [], None
-    state = adamw.init(params)
+    grad_specs = zero.SHARDS if name == "zero" else specs(strategy)
+    state = zero.init(adamw, params, mesh) if name == "zero" else adamw.init(params)
     for In, target in batches:
         Out, saved = strategy.forward(params, In, mesh)
         losses.append(total(squares(target)(Out), mesh))
         dIn, grads = strategy.backward(2 / B * (Out - target), saved, params, mesh)
-        first = first or (tree.unshard(grads, specs(strategy), mesh), dIn)
-        params, state = adamw.update(grads, state, params)
+        first = first or (tree.unshard(grads, grad_specs, mesh), dIn)
+        if name == "zero":
+            params, state = zero.update(adamw, grads, state, params, mesh)
+        else:
+            params, state = adamw.update(grads, state, params)
     return losses, *first, tree.unshard(params, specs(strategy), mesh)
 
 

@@ -44,7 +44,7 @@ class Native:
     activations between layers over Y: "D" as the book has it, "B" (sequence parallelism), or "whole" (an AllReduce).
     """
 
-    def __init__(self, strategy: str, params: dict, mesh, optimizer="adamw", lr=1e-3, fused=True, layout="D"):
+    def __init__(self, strategy: str, params: dict, mesh, optimizer="adamw", lr=1e-3, layout="D"):
         self.strategy, sizes = strategy, mesh.sizes
         self.model = nn.Sequential(*map(Block, params["W_in"], params["W_out"])).to(mesh.device)
         self.replicas = sizes.get("X", 1)
@@ -60,12 +60,14 @@ class Native:
         if strategy in ("data_parallel", "zero"):
             group = mesh.group(("X",)).pg
             self.model = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=True)
+        rule, weights = OPTIMIZERS[optimizer], list(self.model.parameters())
+        # Of a DTensor there is no fused SGD: foreach is then the best there is.
+        fast = "foreach" if optimizer == "sgd" and isinstance(weights[0], DTensor) else "fused"
         if strategy == "zero":
-            options = {"process_group": group, "lr": lr, "fused": fused}
-            kind = OPTIMIZERS[optimizer]
-            self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), optimizer_class=kind, **options)
+            options = {"process_group": group, "lr": lr, fast: True}
+            self.optimizer = ZeroRedundancyOptimizer(weights, optimizer_class=rule, **options)
         else:
-            self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), lr=lr, fused=fused)
+            self.optimizer = rule(weights, lr=lr, **{fast: True})
 
     def backward(self, In: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
         """Gradients of loss(Out), this rank's share, into `.grad`; those over X are averaged, hence the factor."""

@@ -1,0 +1,249 @@
+"""What the benchmarks share: contestants timed in turn, bytes that the kernel sent, peak memory, tables.
+
+A `Contest` is one strategy of ours against PyTorch's own. `ours` and `theirs` are called on every rank as
+`build(mesh, size, optimizer)`, with optimizer "sgd" or "adamw", and return `step() -> loss` (this rank's share, a
+tensor), which makes one training step: forward, loss = sum of squares / rows, backward, optimizer update. Both start
+from `initial(size)` and see `rows(size)`, so that their losses agree; a contest whose losses differ is an error.
+"""
+
+import ctypes
+import os
+import platform
+import socket
+import statistics
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from scaling import launch
+
+RATE = 1e-4  # learning rate
+AGREE = 1e-3  # relative: how far the losses of two sides may lie apart after the same number of steps
+
+
+@dataclass(frozen=True)
+class Size:
+    """L layers of W_in[D, F], W_out[F, D], and the rows of the whole batch; `repeat`: steps in one timed sample."""
+
+    L: int
+    D: int
+    F: int
+    rows: int
+    repeat: int = 1
+
+    def __str__(self) -> str:
+        return f"L={self.L} D={self.D} F={self.F} rows={self.rows}"
+
+    @property
+    def params(self) -> int:
+        return 2 * self.L * self.D * self.F
+
+    @property
+    def flops(self) -> int:
+        """Of one step on all ranks together: 2 forward, 4 backward, for each param and row."""
+        return 6 * self.params * self.rows
+
+
+SIZES = {
+    "compute": Size(2, 512, 4096, 2048),
+    "default": Size(8, 512, 2048, 256),
+    "communication": Size(8, 1024, 1024, 32),
+    "tiny": Size(8, 64, 256, 32, repeat=5),
+}
+
+
+@dataclass(frozen=True)
+class Contest:
+    """`axes(ranks)`: the mesh; `wire_bytes(mesh_sizes, size)`: what a rank sends in a step, by the closed form."""
+
+    name: str
+    rival: str
+    axes: Callable[[int], dict[str, int]]
+    ours: Callable
+    theirs: Callable
+    wire_bytes: Callable[[dict[str, int], Size], float]
+
+
+def initial(size: Size) -> dict[str, torch.Tensor]:
+    """The whole params, float32, the same on every rank: unit scale through the stack of gelus."""
+    g = torch.Generator().manual_seed(0)
+    return {
+        "W_in": torch.randn(size.L, size.D, size.F, generator=g) / size.D**0.5,
+        "W_out": torch.randn(size.L, size.F, size.D, generator=g) / (0.65 * size.F**0.5),
+    }
+
+
+def rows(size: Size) -> torch.Tensor:
+    """The whole batch In[B, D]."""
+    return torch.randn(size.rows, size.D, generator=torch.Generator().manual_seed(1))
+
+
+# Timing
+
+
+def in_turn(steps: dict[str, Callable], count: int, repeat: int = 1, warmup: int = 3) -> dict[str, list[float]]:
+    """Seconds of a step on this rank, `count` samples of `repeat` steps each.
+
+    The sides take turns, and turns in going first; all ranks start each sample together.
+    """
+    names, seconds = list(steps), {name: [] for name in steps}
+    for sample in range(-warmup, count):
+        for name in names if sample % 2 else reversed(names):
+            together()
+            start = perf_counter()
+            for _ in range(repeat):
+                steps[name]()
+            if sample >= 0:
+                seconds[name].append((perf_counter() - start) / repeat)
+    return seconds
+
+
+def together() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def slowest(per_rank: list[list[float]]) -> list[float]:
+    """A step lasts as long as on its slowest rank."""
+    return [max(times) for times in zip(*per_rank, strict=True)]
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """(first quartile, median, third)."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def per_call(f: Callable, seconds: float = 0.2, batches: int = 20) -> float:
+    """Seconds of one call: the least of the means over several batches, which a busy machine disturbs least."""
+    f()
+    start = perf_counter()
+    f()
+    count = max(1, int(seconds / batches / max(perf_counter() - start, 1e-7)))
+    best = float("inf")
+    for _ in range(batches):
+        start = perf_counter()
+        for _ in range(count):
+            f()
+        best = min(best, (perf_counter() - start) / count)
+    return best
+
+
+# What the kernel knows
+
+
+TCP_INFO, BYTES_SENT = 11, 200  # of linux/tcp.h: a struct tcp_info, and its member tcpi_bytes_sent (Linux 4.19)
+
+
+def bytes_sent() -> int | None:
+    """Payload bytes that this process has sent over its TCP sockets so far; None where the kernel does not tell.
+
+    Each socket's own counter, not the interface's: other processes on this machine do not count.
+    """
+    if platform.system() != "Linux":
+        return None
+    total = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(fd))) as s:
+                info = s.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 256)
+        except OSError:  # closed since, or not TCP
+            continue
+        if len(info) < BYTES_SENT + 8:
+            return None
+        total += struct.unpack_from("Q", info, BYTES_SENT)[0]
+    return total
+
+
+def sent_by(step: Callable, count: int = 2) -> float | None:
+    """Bytes that this rank sends in one step."""
+    together()
+    before = bytes_sent()
+    for _ in range(count):
+        step()
+    return None if before is None else (bytes_sent() - before) / count
+
+
+def resident(peak: bool = False) -> int:
+    """Bytes of this process in memory, now or at most since `reset_peak`."""
+    if not peak:
+        trim()
+    name = "VmHWM:" if peak else "VmRSS:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def reset_peak() -> None:
+    trim()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def trim() -> None:
+    """Give the allocator's free memory back, where it is glibc's: what was freed must not count as held."""
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].split(":")[1].strip() if lines else model
+    return f"{os.cpu_count()} cores of {model}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+# Contests
+
+
+def race(contest: Contest, size: Size, optimizer: str, ranks: int, steps: int, threads: int = 1) -> dict:
+    """One line of the table: both sides in turn on the same ranks, then each by itself on fresh ones for its memory."""
+    mesh = contest.axes(ranks)
+    options = {"checked": False, "threads": threads, "timeout": 600}
+    results = launch.run(_timed, mesh, contest, size, optimizer, steps, **options)
+    losses = {side: sum(result["loss"][side] for result in results) for side in ("ours", "theirs")}
+    if not abs(losses["ours"] - losses["theirs"]) <= AGREE * abs(losses["theirs"]):
+        raise ValueError(f"{contest.name}, {size}, {optimizer}: the two sides differ in their loss: {losses}")
+    times = {side: slowest([result["seconds"][side] for result in results]) for side in ("ours", "theirs")}
+    ratios = [a / b for a, b in zip(times["ours"], times["theirs"], strict=True)]
+    row = {"contest": contest.name, "rival": contest.rival, "optimizer": optimizer, "mesh": mesh}
+    row |= {side: quartiles(times[side]) for side in times} | {"ratio": quartiles(ratios)}
+    for side in times:
+        sent = [result["sent"][side] for result in results]
+        row[f"sent_{side}"] = None if None in sent else sum(sent) / len(sent)
+        row[f"peak_{side}"] = max(launch.run(_peak, mesh, getattr(contest, side), size, optimizer, **options))
+    return row | {"wire_bytes": contest.wire_bytes(mesh, size)}
+
+
+def _timed(mesh, contest: Contest, size: Size, optimizer: str, steps: int) -> dict:
+    sides = {side: getattr(contest, side)(mesh, size, optimizer) for side in ("ours", "theirs")}
+    seconds = in_turn(sides, steps, size.repeat)
+    sent = {side: sent_by(step) for side, step in sides.items()}
+    return {"seconds": seconds, "sent": sent, "loss": {side: float(step().detach()) for side, step in sides.items()}}
+
+
+def _peak(mesh, build: Callable, size: Size, optimizer: str) -> int:
+    """The most bytes that the third step has in memory, beyond what this rank had before there was a model.
+
+    Fresh ranks: what one side has given back to the allocator must not serve the other.
+    """
+    x = torch.ones(64, 64, requires_grad=True)
+    torch.nn.functional.gelu(x @ x).sum().backward()  # threads and scratch memory that every program has
+    together()
+    before = resident()
+    step = build(mesh, size, optimizer)
+    for _ in range(2):
+        step()
+    reset_peak()
+    step()
+    together()
+    return resident(peak=True) - before

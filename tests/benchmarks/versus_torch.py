@@ -1,0 +1,159 @@
+"""The strategies of `scaling.strategies` against PyTorch's own: time of a step, bytes on the wire, peak memory.
+
+    python tests/benchmarks/versus_torch.py --ranks 4                        the README's table
+    python tests/benchmarks/versus_torch.py --ranks 2 --only dp,fsdp --sizes tiny,default --steps 40 --json out.json
+
+Both sides have the same model (L blocks In W_in, gelu, W_out, without residual), initial values, batch, dtype (float32)
+and optimizer, and run in turn on the same ranks of one process group, one thread a rank. A step is forward, loss (sum
+of squares / rows), backward with the gradient of the input, and the update of the params. Ours are pure functions that
+are given their buffers (`donate=True`), unchecked; PyTorch's optimizers are fused ones (SGD of
+DTensors: foreach). The ratio is that of the two
+times of each pair of samples: its median, and its quartiles in brackets. MB are 10^6 bytes: sent by one rank in one
+step, as the kernel counts them; and the peak of a step beyond what the rank had before there was a model.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from harness import RATE, SIZES, Contest, Size, initial, machine, race, rows
+from native import Native
+from tabulate import tabulate
+
+from scaling import optim, tree
+from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
+
+OPTIMIZERS = {"sgd": optim.sgd(RATE), "adamw": optim.adamw(RATE)}
+BUCKET = 25 << 20  # bytes of W_in's gradients in one AllReduce: DistributedDataParallel's default
+FLOAT32 = 4
+
+
+def ours(strategy, mesh, size: Size, optimizer: str, **options) -> Callable:
+    types = strategy.SPECS
+    specs = {name: types[name].replace("[", "[L, ") for name in ("W_in", "W_out")}
+    params, In = tree.shard(initial(size), specs, mesh), tree.shard(rows(size), types["In"], mesh)
+    rule = OPTIMIZERS[optimizer]
+    init, update = rule.init, rule.update
+    if strategy is zero:
+        init, update = partial(zero.init, rule, mesh=mesh), partial(zero.update, rule, mesh=mesh)
+    state = init(params)
+
+    def step():
+        nonlocal params, state
+        Out, saved = strategy.forward(params, In, mesh)
+        _, grads = strategy.backward(Out * (2 / size.rows), saved, params, mesh, **options)
+        params, state = update(grads, state, params, donate=True)
+        return Out.square().sum() / size.rows
+
+    return step
+
+
+def theirs(name: str, mesh, size: Size, optimizer: str, layout: str = "D") -> Callable:
+    warnings.simplefilter("ignore")  # of torch's own code
+    native = Native(name, initial(size), mesh, optimizer, RATE, layout)
+    types = {"D": "In[B_X, D_Y]", "B": "In[B_XY, D]", "whole": "In[B_X, D]"}[layout]
+    for axis in {"X", "Y"} - set(mesh.sizes):
+        types = types.replace(axis, "").replace("_]", "]").replace("_,", ",")
+    In = tree.shard(rows(size), types, mesh).requires_grad_()
+    copies = mesh.sizes["Y"] if layout == "whole" else 1  # of each row, on which every rank computes the whole loss
+
+    def step():
+        In.grad = None
+        return native.step(In, lambda Out: Out.square().sum() / size.rows) / copies
+
+    return step
+
+
+def over_x(passes: int) -> Callable:
+    """Bytes sent when the params, or their gradients, pass so many times over the links of X, each 1 - 1/X of them."""
+    return lambda mesh, size: passes * (1 - 1 / mesh["X"]) * size.params * FLOAT32
+
+
+def over_y(mesh: dict, size: Size) -> float:
+    """Each layer gathers and scatters its activations[B_X, D] once forward and once backward."""
+    return size.L * 4 * (1 - 1 / mesh["Y"]) * size.rows / mesh.get("X", 1) * size.D * FLOAT32
+
+
+def over_both(mesh: dict, size: Size) -> float:
+    return over_x(3)(mesh, size) / mesh["Y"] + over_y(mesh, size)
+
+
+def both_axes(ranks: int) -> dict[str, int]:
+    return {"X": 2, "Y": ranks // 2}
+
+
+def contests() -> dict[str, Contest]:
+    def contest(label, rival, axes, strategy, wire_bytes, layout="D", **options):
+        name = strategy.__name__.split(".")[-1]
+        sides = partial(ours, strategy, **options), partial(theirs, name, layout=layout)
+        return Contest(label, rival, axes, *sides, wire_bytes)
+
+    data, tensor = (lambda n: {"X": n}), (lambda n: {"Y": n})
+    made = [
+        contest("dp", "DistributedDataParallel", data, data_parallel, over_x(2), bucket_bytes=BUCKET),
+        contest("zero", "ZeroRedundancyOptimizer", data, zero, over_x(2)),
+        contest("fsdp", "fully_shard", data, fsdp, over_x(3)),
+        contest("tp", "parallelize_module, In[B, D_Y]", tensor, tensor_parallel, over_y),
+        contest("tp-rows", "parallelize_module, In[B_Y, D]", tensor, tensor_parallel, over_y, "B"),
+        contest("tp-whole", "parallelize_module, In[B, D]", tensor, tensor_parallel, over_y, "whole"),
+        contest("fsdp_tp", "fully_shard + parallelize_module", both_axes, fsdp_tp, over_both),
+    ]
+    if Path(__file__).with_name("versus_torch_pipeline.py").exists():
+        made += importlib.import_module("versus_torch_pipeline").contests()
+    return {each.name: each for each in made}
+
+
+def table(results: list[dict]) -> str:
+    def mb(n):
+        return "" if n is None else f"{n / 1e6:.1f}"
+
+    lines = []
+    for row in results:
+        low, middle, high = row["ratio"]
+        times = [f"{row[side][1] * 1e3:.1f}" for side in ("ours", "theirs")]
+        sent = [mb(row[key]) for key in ("sent_ours", "wire_bytes", "sent_theirs")]
+        peaks = [mb(row[key]) for key in ("peak_ours", "peak_theirs")]
+        ratio = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+        lines.append([row["size"], row["contest"], row["rival"], row["optimizer"], *times, ratio, *sent, *peaks])
+    headers = ["size", "ours", "PyTorch's", "optimizer", "ms", "theirs", "ratio"]
+    headers += ["MB sent", "closed form", "theirs", "peak MB", "theirs"]
+    return tabulate(lines, headers, "github", disable_numparse=True, colalign=("left",) * 4 + ("right",) * 8)
+
+
+def main() -> None:
+    known = contests()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=4)
+    parser.add_argument("--only", default=",".join(known), help="contests, by commas: %(default)s")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="sizes, by commas: %(default)s")
+    parser.add_argument("--optimizers", default="sgd,adamw")
+    parser.add_argument("--steps", type=int, default=20, help="timed samples of each side")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    for label in args.sizes.split(","):
+        for name in args.only.split(","):
+            if 1 in known[name].axes(args.ranks).values():  # two ranks make no mesh of two axes
+                continue
+            for optimizer in args.optimizers.split(","):
+                row = race(known[name], SIZES[label], optimizer, args.ranks, args.steps, args.threads)
+                results.append({"size": label} | row)
+                low, middle, high = row["ratio"]
+                print(f"{label} {name} {optimizer}: {middle:.2f} [{low:.2f}, {high:.2f}]", file=sys.stderr, flush=True)
+    setting = f"{args.ranks} ranks on {machine()}; {args.steps} samples of each side, {args.threads} thread a rank."
+    sizes = "; ".join(f"{label}: {SIZES[label]}" for label in args.sizes.split(","))
+    print(f"{setting}\n{sizes}.\n\n{table(results)}")
+    if args.json:
+        args.json.write_text(json.dumps({"setting": setting, "sizes": sizes, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
