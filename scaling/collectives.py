@@ -149,12 +149,28 @@ def unshard(line: str, x: torch.Tensor, mesh) -> torch.Tensor:
 
 
 def _call(kind: str, line: str, x: torch.Tensor, mesh, async_op: bool, root: int | None = None, out=None):
+    if torch.compiler.is_compiling():
+        return _compiled(kind, line, x, mesh, async_op, root, out)
     resolved = mesh.lines.get((kind, line, root))
     if resolved is None:
         resolved = mesh.lines[kind, line, root] = _resolve(kind, line, mesh, root)
     for op, group, step in resolved[:-1]:
         x = _run(op, group, step, x, mesh, False)
     return _run(*resolved[-1], x, mesh, async_op, out)
+
+
+def _compiled(kind: str, line: str, x: torch.Tensor, mesh, async_op: bool, root: int | None, out):
+    for op in _constants(kind, line, mesh, root):
+        x = compilable(x, *op)
+    if out is not None:
+        x = out.copy_(x)
+    return Pending(None, lambda: x) if async_op else x
+
+
+@torch.compiler.assume_constant_result
+def _constants(kind: str, line: str, mesh, root: int | None) -> tuple:
+    """The ops of a line as plain tuples, worked out while compiling: a graph holds constants."""
+    return tuple(tuple(op) for op, _, _ in _resolve(kind, line, mesh, root))
 
 
 def _resolve(kind: str, line: str, mesh, root: int | None) -> list[tuple[Op, Group, Step]]:

@@ -9,7 +9,6 @@ under the rules that are checked here, once a line:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -26,6 +25,9 @@ def einsum(line: str, a: torch.Tensor, b: torch.Tensor | None = None, out=None, 
     operand brings are the outer ones in memory, wherever they stand in the result's type. Raises ShardingError if the
     line breaks a rule of Part 3, or if the operands' shapes do not fit their types.
     """
+    if torch.compiler.is_compiling():
+        result = torch.einsum(_constant_equation(line), *((a,) if b is None else (a, b)))
+        return result if out is None else out.add_(result) if add else out.copy_(result)
     product = _products.get(line)
     if product is None:
         product = _products[line] = compile_product(line)
@@ -200,7 +202,12 @@ def _general(line: Line) -> Callable:
     return lambda a, b: torch.einsum(equation, a, b)
 
 
-@lru_cache(maxsize=4096)
+@torch.compiler.assume_constant_result
+def _constant_equation(line: str) -> str:
+    """The line checked, and as the equation that a compiler is given to find the best kernel for."""
+    return _equation(compile_product(line).line)
+
+
 def _equation(line: Line) -> str:
     """The line in torch.einsum's letters: `A[I, J] * B[J, K] -> C[I, K]` -> "ab,bc->ac"."""
     letters: dict[str, str] = {}
