@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from tabulate import tabulate
 
 from scaling import transformer_math as tm
+from scaling.answers import significant
 from scaling.configs import MODELS, get
 from scaling.hardware import Chip, Level, chip
 from scaling.plan.evaluate import Job, Plan
@@ -103,7 +104,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
     head += ["step, s", "no overlap"] if timed else []
     state = job.param_bytes + job.grad_bytes + job.optimizer_bytes
     lines = [
-        f"{job.config.name} ({params / 1e9:.2f}e9 params, {state:g} bytes each) on {gpus} x {gpu.name} of "
+        f"{job.config.name} ({significant(params)} params, {state:g} bytes each) on {gpus} x {gpu.name} of "
         f"{size(gpu.hbm_bytes)}, of which {USABLE:.0%} count; {job.batch // job.seq} sequences of {job.seq:,} a step",
         "",
         tabulate(rows, head, "simple", disable_numparse=True),

@@ -182,6 +182,26 @@ def test_plans_obey_the_model_and_the_network():
         Job(get("llama3-8b"), 4e6)
 
 
+def test_overlap_models():
+    job = Job(get("llama3-70b"), 4 * 2**20)
+    step = {
+        o: evaluate(replace(job, overlap=o), network(fsdp=1024, tensor=8), "none", 1) for o in ("max", "sum", "none")
+    }
+    times = [seconds for _, seconds in step["max"].cost.axes]
+    assert step["max"].seconds == max(step["max"].cost.math, *times)
+    assert step["sum"].seconds == max(step["max"].cost.math, sum(times))
+    assert step["none"].seconds == pytest.approx(step["max"].cost.math + sum(times))
+    with pytest.raises(ValueError, match="overlap = 'half'"):
+        replace(job, overlap="half")
+
+
+def test_a_mixture_of_experts_moves_all_and_computes_some():
+    dense, moe = get("part7-toy"), get("part7-moe")
+    plans = [evaluate(Job(c, 2**22), network(fsdp=256), "none", 1) for c in (dense, moe)]
+    assert dict(plans[1].bytes)["fsdp"] / dict(plans[0].bytes)["fsdp"] == pytest.approx(211.5 / 18.25, rel=0.01)
+    assert plans[1].cost.math / plans[0].cost.math == pytest.approx(31.1 / 18.25, rel=0.03)
+
+
 def test_slices():
     assert slice_shape(V5P, 8960) == (16, 20, 28)
     assert slice_shape(V5P, 4096) == (16, 16, 16)

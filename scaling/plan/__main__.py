@@ -8,7 +8,7 @@ import sys
 from scaling import guide
 from scaling.configs import MODELS, get
 from scaling.hardware import chip, chips
-from scaling.plan.evaluate import Job
+from scaling.plan.evaluate import OVERLAPS, Job
 from scaling.plan.report import Budget, as_dict, text
 from scaling.plan.search import fits, plans
 from scaling.transformer_math import REMAT

@@ -18,6 +18,7 @@ from scaling.plan.layer import DTYPES, layer, up
 from scaling.plan.network import AXES, Network
 from scaling.spec import dtype_bytes
 
+OVERLAPS = ("max", "sum", "none")
 BLOCKS = 2  # of a layer: attention and MLP each gather their input and scatter their output over the tensor axis
 
 
@@ -25,7 +26,8 @@ BLOCKS = 2  # of a layer: attention and MLP each gather their input and scatter 
 class Job:
     """What is to be trained: tokens in the global batch and in a sequence, and what is stored per parameter.
 
-    `zero1`: replicas split the optimizer's state among them. `overlap`: of the axes' collectives, "max" or "sum".
+    `zero1`: replicas split the optimizer's state among them. `overlap`: everything overlaps ("max", the book of 2026); the
+    axes' collectives follow each other, but hide behind computing ("sum", 2025); nothing overlaps ("none").
     """
 
     config: Config
@@ -45,6 +47,8 @@ class Job:
                 raise ValueError(f"{name} = {value!r}: must be a whole number of at least 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype = {self.dtype!r}: one of {', '.join(DTYPES)}")
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"overlap = {self.overlap!r}: one of {', '.join(OVERLAPS)}")
         if self.seq > self.batch:
             raise ValueError(f"a sequence of {self.seq:,} tokens is longer than the batch of {self.batch:,}")
 
@@ -77,6 +81,7 @@ class Plan:
     working: float
     bytes: tuple[tuple[str, float], ...]
     useful: float
+    overlap: str = "max"
     padded: tuple[str, ...] = ()
 
     def size(self, axis: str) -> int:
@@ -88,7 +93,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        return self.cost.lower / (1 - self.bubble)
+        """Seconds of a step under the job's model of overlap."""
+        return self.worst if self.overlap == "none" else self.cost.lower / (1 - self.bubble)
 
     @property
     def worst(self) -> float:
@@ -151,12 +157,13 @@ def evaluate(job: Job, network: Network, remat: str, microbatches: int) -> Plan:
         remat=remat,
         microbatches=m,
         torus=tuple(network.torus.items()),
-        cost=Cost((traced + rest) / C, tuple(sorted(times.items())), job.overlap),
+        cost=Cost((traced + rest) / C, tuple(sorted(times.items())), "sum" if job.overlap == "none" else job.overlap),
         bubble=bubble(Z, m),
         memory=memory,
         working=working,
         bytes=tuple(sorted(moved.items())),
         useful=job.flops() / chips / C,
+        overlap=job.overlap,
         padded=tuple(padded),
     )
 

@@ -49,7 +49,10 @@ def closed_form(job: Job, chip: Chip, chips: int, pods: int) -> dict:
     C, axes, F, n = chip.flops(job.dtype), chip.axes, job.config.F, chips // pods
     across = [chip.bandwidth("ici", axes=m) for m in (axes, max(1, axes - 1), 1)]
     fsdp = cost.data_threshold(C, across[0])
-    mixed = cost.mixed_threshold(F, C, across[1], across[2], job.overlap)
+    if job.config.moe:
+        fsdp *= cost.expert_inflation(job.config.E, job.config.k)
+        return {"tokens_per_chip": job.batch / chips, "fsdp_threshold": fsdp}
+    mixed = cost.mixed_threshold(F, C, across[1], across[2], "max" if job.overlap == "max" else "sum")
     best = cost.mixed_optimum(job.batch / pods, F, n, max(1, axes - 1), 1)
     per_chip = job.batch / chips
     regime = "FSDP" if per_chip > fsdp else "FSDP+TP" if per_chip > mixed else "none"
@@ -130,7 +133,7 @@ def plan_dict(plan: Plan) -> dict:
 def text(job: Job, chip: Chip, chips: int, found: list[Plan], budget: Budget, top: int) -> str:
     best, config = found[0], job.config
     head = (
-        f"{config.name} ({tm.num_params(config) / 1e9:.1f}e9 params) on {chips:,} {chip.name}, "
+        f"{config.name} ({significant(tm.num_params(config))} params) on {chips:,} {chip.name}, "
         f"{job.batch:,} tokens a step ({job.batch / job.seq:,.0f} sequences of {job.seq:,}), {job.dtype}"
     )
     if not fits(best, chip):
@@ -149,12 +152,14 @@ def text(job: Job, chip: Chip, chips: int, found: list[Plan], budget: Budget, to
     if best.padded:
         lines += [f"Sizes that do not divide, counted as if shards were cut flat: {'; '.join(best.padded)}."]
     lines += [
-        f"Step {best.seconds:.4g} s if all communication overlaps, {best.worst:.4g} s if none does; "
+        f"Step {best.cost.lower / (1 - best.bubble):.4g} s if all communication overlaps, {best.worst:.4g} s if none "
+        f"does (ranked by overlap {job.overlap!r}); "
         f"bound by {bound(best)}; MFU at most {best.mfu:.0%}.",
         memory_line(best) + f" of {size(chip.hbm_bytes)}",
     ]
     if form := closed_form(job, chip, chips, best.size("pod")):
         lines += ["", "Closed form (Part 5, two matrices a layer):"]
+    if "X_opt" in form:
         verdict = {"FSDP": "FSDP alone is compute-bound", "FSDP+TP": "FSDP+TP is compute-bound, FSDP alone is not"}
         lines += [
             f"  {form['tokens_per_chip']:,.0f} tokens a chip; FSDP needs {form['fsdp_threshold']:,.0f}, "
@@ -162,8 +167,13 @@ def text(job: Job, chip: Chip, chips: int, found: list[Plan], budget: Budget, to
             f"  X_opt = {form['X_opt']:,.0f} (FSDP), {form['Y_opt']:.1f} (TP); TP on one torus axis up to "
             f"{form['tensor_limit']:.1f}",
         ]
-        if "tokens_per_pod" in form:
-            lines += [f"  {form['tokens_per_pod']:,.0f} tokens a pod; DCN needs {form['pod_threshold']:,.0f}"]
+    elif form:
+        lines += [
+            f"  {form['tokens_per_chip']:,.0f} tokens a chip; FSDP needs {form['fsdp_threshold']:,.0f}, which is E/k = "
+            f"{config.E / config.k:g} times a dense model's. Experts are gathered like other weights: no expert parallelism."
+        ]
+    if "tokens_per_pod" in form:
+        lines += [f"  {form['tokens_per_pod']:,.0f} tokens a pod; DCN needs {form['pod_threshold']:,.0f}"]
     lines += ["", f"Training on {significant(budget.tokens)} tokens:"]
     for label, seconds in (("at the roofline", best.seconds), (f"at {budget.mfu:.0%} MFU", None)):
         spent = run(job, chip, chips, seconds, budget)
