@@ -197,7 +197,7 @@ def test_overlap_models():
 
 def test_a_mixture_of_experts_moves_all_and_computes_some():
     dense, moe = get("part7-toy"), get("part7-moe")
-    plans = [evaluate(Job(c, 2**22), network(fsdp=256), "none", 1) for c in (dense, moe)]
+    plans = [evaluate(Job(c, 2**22, 64), network(fsdp=256), "none", 1) for c in (dense, moe)]
     assert dict(plans[1].bytes)["fsdp"] / dict(plans[0].bytes)["fsdp"] == pytest.approx(211.5 / 18.25, rel=0.01)
     assert plans[1].cost.math / plans[0].cost.math == pytest.approx(31.1 / 18.25, rel=0.03)
 

@@ -44,9 +44,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--price", type=float, help="dollars per chip and hour (default: the book's, if it has one)")
     parser.add_argument("--pods", type=int, help="of a TPU, joined by the datacenter's network (default: as needed)")
     parser.add_argument("--remat", choices=REMAT, help="checkpointing (default: as little as fits)")
-    parser.add_argument(
-        "--overlap", choices=("max", "sum"), default="max", help="of the axes' collectives (2026, 2025)"
-    )
+    parser.add_argument("--overlap", choices=OVERLAPS, default="max", help="max: everything; sum: not the axes; none")
     parser.add_argument("--dtype", default="bf16", help="of matmuls and collectives (default bf16)")
     parser.add_argument("--optimizer-bytes", type=float, default=8, help="a parameter (default 8: Adam's moments)")
     parser.add_argument("--top", type=int, default=6, help="how many other meshes to show (default 6)")

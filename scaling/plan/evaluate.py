@@ -26,8 +26,8 @@ BLOCKS = 2  # of a layer: attention and MLP each gather their input and scatter 
 class Job:
     """What is to be trained: tokens in the global batch and in a sequence, and what is stored per parameter.
 
-    `zero1`: replicas split the optimizer's state among them. `overlap`: everything overlaps ("max", the book of 2026); the
-    axes' collectives follow each other, but hide behind computing ("sum", 2025); nothing overlaps ("none").
+    `zero1`: replicas split the optimizer's state among them. `overlap`: everything overlaps ("max", the book of 2026);
+    the axes' collectives follow each other, but hide behind computing ("sum", 2025); nothing overlaps ("none").
     """
 
     config: Config

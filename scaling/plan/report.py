@@ -170,7 +170,8 @@ def text(job: Job, chip: Chip, chips: int, found: list[Plan], budget: Budget, to
     elif form:
         lines += [
             f"  {form['tokens_per_chip']:,.0f} tokens a chip; FSDP needs {form['fsdp_threshold']:,.0f}, which is E/k = "
-            f"{config.E / config.k:g} times a dense model's. Experts are gathered like other weights: no expert parallelism."
+            f"{config.E / config.k:g} times a dense model's.",
+            "  Experts are gathered like other weights: expert parallelism is not among the axes.",
         ]
     if "tokens_per_pod" in form:
         lines += [f"  {form['tokens_per_pod']:,.0f} tokens a pod; DCN needs {form['pod_threshold']:,.0f}"]
