@@ -1,5 +1,8 @@
 """Data parallelism over pods: equal to one device, and only shards cross the slow axis."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from test_strategies import SIZES, B, L, close, one_device, whole
@@ -95,3 +98,11 @@ def test_bytes_are_the_books():
         assert moved["P"] == L * 8 * D * F // (X * Y)
         assert moved["X"] == L * 12 * D * F // Y
         assert moved["Y"] == L * 8 * (B // P) * D // X
+
+
+def test_the_chapters_answers():
+    path = Path(__file__).parents[1] / "chapters" / "05_pods.py"
+    spec = importlib.util.spec_from_file_location("pods_chapter", path)
+    chapter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(chapter)
+    assert [answer.verdict for answer in chapter.answers()] == ["agrees"] * 2 + ["ours"] + ["agrees"] * 5
