@@ -1,0 +1,156 @@
+"""What the notation costs: a typed call against the raw one, and an explicit step against nn.Module's, on one rank.
+
+    python tests/benchmarks/overhead.py [--sizes tiny,default] [--no-compile] [--json FILE]
+
+1. Calls. Matrices of 8 x 8, so that the call is all there is. The raw side does the same by hand: it allocates the same
+   buffers and calls torch.distributed. Collectives go to torch's "fake" process group, in which nothing is sent and
+   nobody waits, so what differs is this project's own Python. Exits with 1 if a typed call adds 5 microseconds or more.
+2. Steps on one rank and one thread: `data_parallel.forward` and `.backward` with `scaling.optim`, against an nn.Module
+   with autograd and torch.optim (fused), and against torch.compile of that module. Medians of samples taken in turn.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import RATE, SIZES, Size, in_turn, initial, machine, per_call, quartiles, rows
+from native import OPTIMIZERS, Block
+from tabulate import tabulate
+from versus_torch import ours
+
+from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
+from scaling.mesh import Mesh
+from scaling.strategies import data_parallel
+
+LIMIT = 5e-6  # seconds that a typed call may add
+
+
+def calls() -> list[tuple[str, float, float]]:
+    """(name, seconds raw, seconds typed) of each call, on two ranks of which this process is one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = Mesh({"X": 2})
+    mesh._groups["X",] = replace(mesh.group(("X",)), backend="gloo")  # take the way that gloo's groups take
+    pg = mesh.group(("X",)).pg
+    a, b, out = torch.randn(8, 8), torch.randn(8, 8), torch.empty(8, 8)
+
+    def gathered():
+        blocks = a.new_empty((2, 8, 8))
+        dist.all_gather(list(blocks), a, group=pg)
+        return blocks.flatten(0, 1)
+
+    def reduced():
+        total = a.clone()
+        dist.all_reduce(total, group=pg)
+        return total
+
+    def scattered():
+        received = torch.empty_like(a)
+        dist.all_to_all_single(received, a, group=pg)
+        return received.unflatten(0, (2, 4)).sum(0)
+
+    def exchanged():
+        sent = a.unflatten(1, (2, 4)).movedim(1, 0).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=pg)
+        return received.flatten(0, 1)
+
+    pairs = {
+        "einsum": (lambda: a @ b, lambda: einsum("A[I, J] * B[J, K] -> C[I, K]", a, b)),
+        "einsum, one turned": (lambda: a.t() @ b, lambda: einsum("A[J, I] * B[J, K] -> C[I, K]", a, b)),
+        "einsum, result turned": (lambda: (a @ b).t(), lambda: einsum("A[I, J] * B[J, K] -> C[K, I]", a, b)),
+        "einsum into out": (
+            lambda: torch.mm(a, b, out=out),
+            lambda: einsum("A[I, J] * B[J, K] -> C[I, K]", a, b, out=out),
+        ),
+        "einsum, not a matmul": (
+            lambda: torch.einsum("ij,ij->ij", a, b),
+            lambda: einsum("A[I, J] * B[I, J] -> C[I, J]", a, b),
+        ),
+        "all_gather": (gathered, lambda: all_gather("A[I_X, J] -> A[I, J]", a, mesh)),
+        "all_reduce": (reduced, lambda: all_reduce("A[I, J] {U_X} -> A[I, J]", a, mesh)),
+        "reduce_scatter": (scattered, lambda: reduce_scatter("A[I, J] {U_X} -> A[I_X, J]", a, mesh)),
+        "all_to_all": (exchanged, lambda: all_to_all("A[I_X, J] -> A[I, J_X]", a, mesh)),
+    }
+    try:
+        return [(name, per_call(raw), per_call(typed)) for name, (raw, typed) in pairs.items()]
+    finally:
+        dist.destroy_process_group()
+
+
+def module_step(size: Size, optimizer: str, compiled: bool):
+    """Forward, loss, backward and update by nn.Module, autograd and torch.optim; compiled: forward and backward."""
+    params, In = initial(size), rows(size).requires_grad_()
+    model = torch.nn.Sequential(*map(Block, params["W_in"], params["W_out"]))
+    update = OPTIMIZERS[optimizer](model.parameters(), lr=RATE, fused=True)
+    call = torch.compile(model) if compiled else model
+
+    def step():
+        In.grad = None
+        update.zero_grad()
+        loss = call(In).square().sum() / size.rows
+        loss.backward()
+        update.step()
+        return loss.detach()
+
+    return step
+
+
+def steps(size: Size, optimizer: str, count: int, compiled: bool) -> dict[str, list[float]]:
+    sides = {"explicit": ours(data_parallel, Mesh({"X": 1}), size, optimizer)}
+    sides["module"] = module_step(size, optimizer, compiled=False)
+    if compiled:
+        sides["compiled"] = module_step(size, optimizer, compiled=True)
+    return in_turn(sides, count, size.repeat)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="tiny,communication,default,compute")
+    parser.add_argument("--optimizers", default="sgd,adamw")
+    parser.add_argument("--steps", type=int, default=20, help="timed samples of each side")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it needs a C++ compiler")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of torch's own code
+    measured = calls()
+    print(f"One rank, one thread, on {machine()}; {args.steps} samples of each side.\n")
+    lines = [
+        [name, *(f"{seconds * 1e6:.2f}" for seconds in (raw, typed, typed - raw))] for name, raw, typed in measured
+    ]
+    headers = ["call", "raw, us", "typed, us", "added, us"]
+    print(tabulate(lines, headers, "github", disable_numparse=True, colalign=("left", *("right",) * 3)), end="\n\n")
+    lines, found = [], []
+    for label in args.sizes.split(","):
+        for optimizer in args.optimizers.split(","):
+            seconds = steps(SIZES[label], optimizer, args.steps, not args.no_compile)
+            line = [label, optimizer, *(f"{quartiles(times)[1] * 1e3:.2f}" for times in seconds.values())]
+            found.append({"size": label, "optimizer": optimizer, "seconds": seconds})
+            for other in list(seconds)[1:]:
+                pairs = zip(seconds["explicit"], seconds[other], strict=True)
+                low, middle, high = quartiles([mine / its for mine, its in pairs])
+                line.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]")
+            lines.append(line)
+    others = ["nn.Module", "torch.compile"][: 1 if args.no_compile else 2]
+    headers = ["size", "optimizer", "explicit, ms", *(f"{name}, ms" for name in others)]
+    headers += [f"explicit / {name}" for name in others]
+    print(
+        tabulate(
+            lines, headers, "github", disable_numparse=True, colalign=("left", "left", *("right",) * 5)[: len(headers)]
+        )
+    )
+    if args.json:
+        args.json.write_text(json.dumps({"calls": measured, "steps": found}, indent=1) + "\n")
+    if slow := [name for name, raw, typed in measured if typed - raw >= LIMIT]:
+        sys.exit(f"These typed calls add {LIMIT * 1e6:.0f} microseconds or more: {', '.join(slow)}")
+
+
+if __name__ == "__main__":
+    main()
