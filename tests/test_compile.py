@@ -1,0 +1,64 @@
+"""Collectives within torch.compile: the same numbers as eagerly, of a function and of its gradients."""
+
+import pytest
+import torch
+from torch.func import grad, grad_and_value
+
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
+from scaling.spec import ShardingError
+
+
+def loss_of(W, In, mesh):
+    """An FSDP layer: Loss[] {U_X}."""
+    W = all_gather("W[D_X, F] -> W[D, F]", W, mesh)
+    Tmp = einsum("In[B_X, D] * W[D, F] -> Tmp[B_X, F]", In, W)
+    return Tmp.square().sum()
+
+
+def step(W, In, mesh):
+    """The same, its gradient written out."""
+    whole = all_gather("W[D_X, F] -> W[D, F]", W, mesh, async_op=True)
+    Tmp = einsum("In[B_X, D] * W[D, F] -> Tmp[B_X, F]", In, whole.wait())
+    dW = einsum("In[B_X, D] * dTmp[B_X, F] -> dW[D, F] {U_X}", In, 2 * Tmp)
+    dW = reduce_scatter("dW[D, F] {U_X} -> dW[D_X, F]", dW, mesh)
+    return dW, all_reduce("Loss[] {U_X} -> Loss[]", Tmp.square().sum(), mesh)
+
+
+def compiled_and_eager(mesh):
+    torch._dynamo.reset()
+    g = torch.Generator().manual_seed(mesh.rank)
+    W, In = torch.randn(4, 6, generator=g, dtype=torch.float64), torch.randn(5, 8, generator=g, dtype=torch.float64)
+    compile_ = lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)  # noqa: E731
+
+    def by_torch_func(W, In):
+        dW, loss = grad_and_value(loss_of)(W, In, mesh)
+        return dW, all_reduce("Loss[] {U_X} -> Loss[]", loss, mesh)
+
+    leaf = W.clone().requires_grad_()
+    compile_(lambda W: loss_of(W, In, mesh))(leaf).backward()
+    written_out = step(W, In, mesh)
+    return written_out, [
+        compile_(lambda W, In: step(W, In, mesh))(W, In),
+        compile_(by_torch_func)(W, In),
+        by_torch_func(W, In),
+        (leaf.grad, written_out[1]),
+    ]
+
+
+def refused(mesh):
+    torch._dynamo.reset()
+    wrong = lambda W: all_gather("W[D_X] -> W[D_X]", W, mesh)  # noqa: E731
+    with pytest.raises(Exception, match=r"ShardingError: AllGather: .*\n  no dim changes"):  # of dynamo's, quoting ours
+        torch.compile(wrong, backend="aot_eager")(torch.ones(2))
+    with pytest.raises(ShardingError, match="no dim changes"):
+        grad(lambda W: wrong(W).sum())(torch.ones(2))
+
+
+def test_a_step_and_its_derivatives_compiled(ranks):
+    for (dW, loss), others in ranks(compiled_and_eager, {"X": 2}):
+        for other in others:
+            torch.testing.assert_close(other, (dW, loss), rtol=1e-12, atol=1e-12)
+
+
+def test_an_illegal_line_is_refused_while_compiling(ranks):
+    ranks(refused, {"X": 2})
