@@ -8,6 +8,7 @@ from scaling.bubbles import bubble_time
 from scaling.draw import save_schedule, schedule_chart, summary
 from scaling.schedules import SCHEDULES, make, split_backward
 from scaling.simulate import Times, simulate
+from scaling.timeline import write_chrome
 
 
 def parser(**options) -> argparse.ArgumentParser:
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     if timelines and arguments.plot:
         save_schedule(arguments.plot, *timelines)
     if timelines and arguments.trace:
-        timelines[0].write_chrome(arguments.trace)
+        write_chrome(arguments.trace, *timelines)
     return 0 if timelines else 2
 
 

@@ -86,19 +86,27 @@ class Timeline:
                 count -= 1
         return peak
 
-    def chrome(self, seconds: float = 1.0) -> dict:
-        """As a Chrome trace (chrome://tracing, ui.perfetto.dev): one row a rank. `seconds`: in one unit of time."""
-        events = []
-        for rank in range(self.ranks):
-            events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
-        for span in self.spans:
-            step = span.step
-            args = {key: getattr(step, key) for key in ("stage", "microbatch", "peer") if hasattr(step, key)}
-            label = f"{type(step).__name__} {args.get('microbatch', '')}".strip()
-            start, length = float(span.start - self.start), float(span.end - span.start)
-            event = {"name": label, "cat": type(step).__name__, "ph": "X", "pid": 0, "tid": span.rank}
-            events.append(event | {"ts": start * seconds * 1e6, "dur": length * seconds * 1e6, "args": args})
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": self.name}}
 
-    def write_chrome(self, file: str | Path, seconds: float = 1.0) -> None:
-        Path(file).write_text(json.dumps(self.chrome(seconds)))
+def chrome(*timelines: Timeline, seconds: float = 1.0) -> dict:
+    """A Chrome trace (chrome://tracing, ui.perfetto.dev): a process for each timeline, a row for each rank.
+
+    `seconds`: how long the timelines' unit of time is.
+    """
+    events = []
+    for pid, timeline in enumerate(timelines):
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": timeline.name}})
+        for rank in range(timeline.ranks):
+            row = {"name": "thread_name", "ph": "M", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}}
+            events.append(row)
+        for span in timeline.spans:
+            kind, step = type(span.step).__name__, span.step
+            args = {key: getattr(step, key) for key in ("stage", "microbatch", "peer") if hasattr(step, key)}
+            event = {"name": f"{kind} {args.get('microbatch', '')}".strip(), "cat": kind, "ph": "X"}
+            event |= {"pid": pid, "tid": span.rank, "args": args}
+            start, length = float(span.start - timeline.start), float(span.end - span.start)
+            events.append(event | {"ts": start * seconds * 1e6, "dur": length * seconds * 1e6})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:
+    Path(file).write_text(json.dumps(chrome(*timelines, seconds=seconds)))

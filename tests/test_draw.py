@@ -10,6 +10,7 @@ from scaling import show_schedule
 from scaling.draw import save_schedule, schedule_chart, summary
 from scaling.schedules import SCHEDULES, make
 from scaling.simulate import Times, simulate
+from scaling.timeline import write_chrome
 
 
 def test_the_chart_is_the_schedule():
@@ -55,10 +56,10 @@ def test_files(tmp_path):
 
 def test_chrome_trace(tmp_path):
     timeline = simulate(make("gpipe", 2, 3), Times(hop=1))
-    timeline.write_chrome(tmp_path / "trace.json")
+    write_chrome(tmp_path / "trace.json", timeline, timeline)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
-    spans = [e for e in events if e["ph"] == "X"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["gpipe", "rank 0", "rank 1"] * 2
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
     assert len(spans) == len(timeline.spans)
     forward = next(e for e in spans if e["name"] == "Forward 2" and e["tid"] == 1)
     assert (forward["ts"], forward["dur"], forward["args"]) == (4e6, 1e6, {"stage": 1, "microbatch": 2})

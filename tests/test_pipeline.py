@@ -5,6 +5,7 @@ import torch
 from torch.func import functional_call
 
 from scaling import trace, tree
+from scaling.collectives import all_reduce
 from scaling.mesh import AbstractMesh
 from scaling.models.mlp import Config, Stack
 from scaling.optim import adamw
@@ -267,7 +268,36 @@ def test_measured_timeline(ranks):
         assert len(timeline.compute) == 2 * 2 * 8
         assert timeline.live == (2, 1)
         assert 0 < timeline.bubble < 1
-        assert timeline.chrome()["otherData"]["schedule"] == "1f1b, measured"
+        assert timeline.name == "1f1b, measured"
+        assert [span.step for span in timeline.spans if span.rank == 1] == list(make("1f1b", 2, 8)[1])
+
+
+def ends(mesh, name):
+    """(Loss, gradients of embedding, layers, head) with the embedding before and the head behind the pipeline."""
+    schedule = make(name, mesh.sizes["Z"], 8)
+    whole, In, Target = problem()
+    params, E = tree.shard(pipeline.arrange(whole, schedule), WEIGHTS, mesh), torch.eye(D, dtype=torch.float64)
+    Loss, grads = pipeline.with_ends(params, {"E": E}, In @ E, Target, mesh, schedule, head_loss, mlp(**OPTIONS))
+    dIn = all_reduce("dIn[B, D] {U_Z} -> dIn[B, D]", grads.dIn, mesh)
+    dE = all_reduce("dE[D, E] {U_Z} -> dE[D, E]", grads.head["E"], mesh)
+    return Loss, dIn, pipeline.restore(tree.unshard(grads.params, WEIGHTS, mesh), schedule), dE
+
+
+def head_loss(head, Out, Target):
+    return loss(Out @ head["E"], Target)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipev"])
+def test_ends_of_a_model(ranks, name):
+    params, In, Target = problem()
+    E = torch.eye(D, dtype=torch.float64)
+
+    def f(In, params, E):
+        return head_loss({"E": E}, stack_of(OPTIONS)(params, In), Target)
+
+    grads, Loss = torch.func.grad_and_value(f, argnums=(0, 1, 2))(In, params, E)
+    for actual in ranks(ends, {"Z": 2}, name):
+        close(actual, (Loss, *grads))
 
 
 def wrong(mesh, what):

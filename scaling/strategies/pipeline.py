@@ -12,6 +12,7 @@ parallelism inside each stage, W_in[L_Z, D_X, F_Y], give `stage=stage_fsdp_tp.fs
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,11 +40,11 @@ from scaling.strategies.stage import SPECS, Stage, mlp
 from scaling.timeline import Span, Timeline
 from scaling.trace import now
 
-__all__ = ["SPECS", "arrange", "measure", "restore", "rolled", "value_and_grad"]
+__all__ = ["SPECS", "Gradients", "arrange", "measure", "restore", "rolled", "value_and_grad", "with_ends"]
 
 
 def value_and_grad(
-    params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z", spans=None
+    params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z", out=None
 ):
     """(Loss[], grads typed as params), by executing a schedule.
 
@@ -51,23 +52,44 @@ def value_and_grad(
     `schedule.layer_order` (see `arrange`). In[B, D] and Target[B, ...] are replicated over Z; In is read by the first
     stage and Target by the last. `loss(Out, Target)` gives a microbatch's terms: the loss is their sum over
     microbatches, and over the axes that split Out; so a mean divides by the whole batch's size. The last stage
-    computes it, `Loss[] {U_Z}`, and an AllReduce then gives every rank the same number. `spans`: a list to which this
-    rank's computations are appended as they ran. ValueError if the schedule does not fit the mesh or the batch.
+    computes it, `Loss[] {U_Z}`, and an AllReduce then gives every rank the same number. `out`: buffers like params that
+    are given away for the grads. ValueError if the schedule does not fit the mesh or the batch.
     """
-    run = _Run(params, In, Target, mesh, schedule, loss, stage or mlp(), axis, spans)
-    return run.execute()
+    run = _Run(params, In, Target, mesh, schedule, loss, stage or mlp(), axis, out)
+    return run.execute(), run.grads
+
+
+class Gradients(NamedTuple):
+    """What `with_ends` returns: `params` typed as params; `dIn`[B, D] {U_Z}, from the first stage, and `head` {U_Z},
+    from the last: zeros on the other ranks, so an AllReduce over Z makes them whole."""
+
+    params: object
+    dIn: torch.Tensor
+    head: object
+
+
+def with_ends(params, head, In, Target, mesh, schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
+    """(Loss[], Gradients): as `value_and_grad`, with a loss that has params, `loss(head, Out, Target)`, and with dIn:
+    for a model whose ends lie before the first layer and after the last."""
+    run = _Run(params, In, Target, mesh, schedule, loss, stage or mlp(), axis, head=head)
+    Loss = run.execute()
+    dIn = torch.cat([run.dIns[m] for m in range(schedule.microbatches)]) if run.dIns else torch.zeros_like(In)
+    return Loss, Gradients(run.grads, dIn, run.head_grads)
 
 
 def measure(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
     """As `value_and_grad`, and a third result: the Timeline of the run, in seconds, with all ranks along the axis."""
     spans: list[Span] = []
-    Loss, grads = value_and_grad(params, In, Target, mesh, schedule, loss, stage, axis, spans)
+    run = _Run(params, In, Target, mesh, schedule, loss, stage or mlp(), axis, spans=spans)
     group, everyone = mesh.group((axis,)), [spans]
+    if group.pg is not None:
+        dist.barrier(group.pg)
+    Loss = run.execute()
     if group.pg is not None:
         everyone = [None] * group.size
         dist.all_gather_object(everyone, spans, group=group.pg)
     every = tuple(span for one in everyone for span in one)
-    return Loss, grads, Timeline(f"{schedule.name}, measured", schedule.stages, every, schedule.chunks)
+    return Loss, run.grads, Timeline(f"{schedule.name}, measured", schedule.stages, every, schedule.chunks)
 
 
 def arrange(params, schedule: Schedule):
@@ -107,7 +129,7 @@ def rolled(params, In, mesh, microbatches: int = 1, activation: str = "gelu", ax
 class _Run:
     """One execution of one rank's program: its state is what is alive at the moment. See `value_and_grad`."""
 
-    def __init__(self, params, In, Target, mesh, schedule, loss, stage, axis, spans):
+    def __init__(self, params, In, Target, mesh, schedule, loss, stage, axis, out=None, spans=None, head=None):
         self.mesh, self.schedule, self.loss, self.stage, self.axis, self.spans = (
             mesh,
             schedule,
@@ -120,7 +142,7 @@ class _Run:
         own = schedule.stages_of(self.rank)
         _check(params, In, Target, mesh, schedule, axis)
         self.In, self.Target = (x.unflatten(0, (schedule.microbatches, -1)) for x in (In, Target))
-        self.grads = tree.map(torch.empty_like, params)
+        self.grads = tree.map(torch.empty_like, params) if out is None else out
 
         def chunk(c: int, whole):
             return tree.map(lambda W: W.unflatten(0, (len(own), -1))[c], whole)
@@ -129,6 +151,7 @@ class _Run:
         self.weights = {s: stage.prepare(W, mesh) for s, (W, _) in pieces.items()}
         self.grads_of = {s: grads for s, (_, grads) in pieces.items()}
         self.sums = {s: stage.make_sums(W, grads, mesh) for s, (W, grads) in pieces.items()}
+        self.head, self.head_grads, self.dIns = head, tree.map(torch.zeros_like, head), {}
         self.inputs, self.dOuts, self.saved, self.rests = {}, {}, {}, {}  # by (stage, microbatch)
         self.leaving = {}
         self.weight_group: list = []
@@ -155,7 +178,7 @@ class _Run:
             for pending in self.late:
                 wait(pending)
         axes = format_axes((self.axis, *parse(self.stage.specs["Out"]).axes))
-        return all_reduce(f"Loss[] {{U_{axes}}} -> Loss[]", self.total, self.mesh), self.grads
+        return all_reduce(f"Loss[] {{U_{axes}}} -> Loss[]", self.total, self.mesh)
 
     def forward(self, step, following):
         key = step.stage, step.microbatch
@@ -169,20 +192,29 @@ class _Run:
             self.leaving[SendActivation, *key] = Out
 
     def differentiate(self, Out, Target):
-        """dOut of this microbatch's terms of the loss, which are added to the total."""
+        """dOut of this microbatch's terms of the loss, which are added to the total; so are gradients of a head."""
         with torch.enable_grad():
             Out = Out.detach().requires_grad_()
-            terms = self.loss(Out, Target)
+            if self.head is None:
+                terms, leaves = self.loss(Out, Target), []
+            else:
+                head = tree.map(lambda W: W.detach().requires_grad_(), self.head)
+                terms, leaves = self.loss(head, Out, Target), tree.leaves(head)
+        dOut, *grads = torch.autograd.grad(terms, [Out, *leaves])
         self.total += terms.detach()
-        return torch.autograd.grad(terms, Out)[0]
+        for total, grad in zip(tree.leaves(self.head_grads), grads, strict=True):
+            total += grad
+        return dOut
 
     def backward_input(self, step, following):
-        key, wanted = (step.stage, step.microbatch), step.stage > 0
+        key, wanted = (step.stage, step.microbatch), step.stage > 0 or self.head is not None
         weights, dOut, saved = self.weights[step.stage], self.dOuts.pop(key), self.saved.pop(key)
         dIn, self.rests[key] = self.stage.backward_input(weights, dOut, saved, self.mesh, wanted)
-        if wanted and self.schedule.placement[step.stage - 1] == self.rank:
+        if step.stage == 0:
+            self.dIns |= {step.microbatch: dIn} if wanted else {}
+        elif self.schedule.placement[step.stage - 1] == self.rank:
             self.dOuts[step.stage - 1, step.microbatch] = dIn
-        elif wanted:
+        else:
             self.leaving[SendGrad, *key] = dIn
 
     def backward_weight(self, step, following):
