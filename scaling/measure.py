@@ -23,6 +23,7 @@ from tabulate import tabulate
 
 from scaling import collectives, launch
 from scaling.hardware import Chip, Measured, load_chip
+from scaling.models import pointwise
 from scaling.plan.layer import DTYPES
 from scaling.predict import Prediction, Size, predict, shards, step
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
@@ -54,13 +55,13 @@ MESHES = (
 
 def timed(f: Callable, mesh, repeats: int) -> float:
     """Seconds of a call, the lower quartile of repeated ones; all ranks begin each together."""
-    times = []
+    seconds = []
     for i in range(repeats + 2):
         barrier(mesh)
         start = perf_counter()
         f()
-        times += [perf_counter() - start] if i >= 2 else []
-    return sorted(times)[len(times) // 4]
+        seconds += [perf_counter() - start] if i >= 2 else []
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def barrier(mesh) -> None:
@@ -85,22 +86,29 @@ def memory_rate(mesh, repeats: int, n: int = 2**20) -> float:
     return 2 * 4 * n / timed(lambda: torch.relu(x), mesh, repeats)
 
 
-def collective_times(mesh, repeats: int, volumes: Sequence[int] = VOLUMES) -> dict[str, list[tuple[int, float]]]:
-    """(V, seconds) of each collective over the mesh's one axis."""
+def times(mesh, repeats: int, volumes: Sequence[int] = VOLUMES) -> dict[str, list[tuple[int, float]]]:
+    """(V, seconds) of each collective over the mesh's one axis; of what lies between matmuls, V bytes of one array."""
     n, found = mesh.size(), {}
-    for op, (line, call) in LINES.items():
-        whole = op in ("ReduceScatter", "AllReduce")
+
+    def record(op: str, make: Callable, call: Callable) -> None:
         found[op] = []
         for V in volumes:
-            x = torch.ones((64 if whole else 64 // n, V // 256))
-            found[op].append((V, timed(lambda call=call, line=line, x=x: call(line, x, mesh), mesh, repeats)))
-    ring = [(i, (i + 1) % n) for i in range(n)]
-    found["CollectivePermute"] = []
-    for V in volumes:
-        x = torch.ones(V // 4)
-        seconds = timed(lambda x=x: collectives.ppermute("A[I]", x, mesh, "X", ring), mesh, repeats)
-        found["CollectivePermute"].append((V, seconds))
+            x = make(V)
+            found[op].append((V, timed(lambda x=x: call(x), mesh, repeats)))
+
+    for op, (line, call) in LINES.items() if n > 1 else ():
+        rows = 64 if op in ("ReduceScatter", "AllReduce") else 64 // n
+        record(op, lambda V, rows=rows: torch.ones(rows, V // 256), lambda x, f=call, line=line: f(line, x, mesh))
+    if n > 1:
+        ring = [(i, (i + 1) % n) for i in range(n)]
+        record("CollectivePermute", flat, lambda x: collectives.ppermute("A[I]", x, mesh, "X", ring))
+    record("Activation", flat, lambda x: pointwise.act_vjp(x, pointwise.act(x, "gelu"), "gelu"))
+    record("Update", lambda V: (flat(V), flat(V)), lambda x: x[0].sub_(x[1], alpha=1e-4))
     return found
+
+
+def flat(V: int) -> torch.Tensor:
+    return torch.randn(V // 4)
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -119,24 +127,24 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank measured."""
+    """What one rank measured: FLOPs/s by dtype, bytes/s through memory, (V, seconds) by op."""
 
     flops: dict[str, float]
     memory: float
-    collectives: dict[str, list[tuple[int, float]]]
+    times: dict[str, list[tuple[int, float]]]
 
 
 def measure_rank(mesh, dtypes: Sequence[str], repeats: int) -> Rank:
     rates = {dtype: matmul_rate(mesh, dtype, repeats) for dtype in dtypes}
-    return Rank(rates, memory_rate(mesh, repeats), collective_times(mesh, repeats) if mesh.size() > 1 else {})
+    return Rank(rates, memory_rate(mesh, repeats), times(mesh, repeats))
 
 
 def combine(ranks: Sequence[Rank], name: str) -> Chip:
     """One chip of all ranks' measurements: the slowest rank of each."""
     world = len(ranks)
     measured = []
-    for op in ranks[0].collectives:
-        points = [(V, max(r.collectives[op][i][1] for r in ranks)) for i, (V, _) in enumerate(ranks[0].collectives[op])]
+    for op, first in ranks[0].times.items():
+        points = [(V, max(r.times[op][i][1] for r in ranks)) for i, (V, _) in enumerate(first)]
         measured.append(Measured(op, world, *fit(points)))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Chip(
@@ -208,9 +216,9 @@ def checks_table(checks: Sequence[Check]) -> str:
     for c in checks:
         p, comms = c.prediction, sum(s for _, s in c.prediction.comms)
         mesh = ",".join(f"{axis}={n}" for axis, n in c.mesh.items())
-        times = [f"{1e3 * s:.1f}" for s in (p.math, p.memory, comms, p.total, c.seconds)]
+        times = [f"{1e3 * s:.1f}" for s in (p.math, p.between, comms, p.total, c.seconds)]
         rows.append((c.name, mesh, str(c.size), *times, f"{c.error:+.0%}"))
-    head = ["strategy", "mesh", "size", "matmuls", "memory", "comms", "predicted ms", "measured ms", "error"]
+    head = ["strategy", "mesh", "size", "matmuls", "between", "comms", "predicted ms", "measured ms", "error"]
     return tabulate(rows, head, "simple", disable_numparse=True)
 
 

@@ -1,7 +1,8 @@
 """The time of a strategy's training step on a chip, from a trace of its own code on an abstract mesh.
 
-Each einsum is priced at the chip's FLOPs/s, each collective by its network or as measured, and what lies between them
-(the activation, the optimizer) by the bytes it passes through memory. Seconds, per chip.
+Each einsum is priced at the chip's FLOPs/s, each collective by its network or as measured, and what lies between them,
+the activation and the optimizer, as measured (a chip file's rows "Activation" and "Update") or else by the bytes that
+pass through memory. Seconds, per chip.
 """
 
 from dataclasses import dataclass
@@ -32,21 +33,21 @@ class Size:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of the matmuls, of memory-bound work between them, and of the collectives by mesh axis."""
+    """Seconds of the matmuls, of the work between them, and of the collectives by mesh axis."""
 
     math: float
-    memory: float
+    between: float
     comms: tuple[tuple[str, float], ...]
 
     @property
     def total(self) -> float:
         """Nothing overlaps: as on CPUs, where the core that computes also moves the bytes."""
-        return self.math + self.memory + sum(seconds for _, seconds in self.comms)
+        return self.math + self.between + sum(seconds for _, seconds in self.comms)
 
     @property
     def overlapped(self) -> float:
         """Communication hides behind the rest."""
-        return max(self.math + self.memory, sum(seconds for _, seconds in self.comms))
+        return max(self.math + self.between, sum(seconds for _, seconds in self.comms))
 
 
 def shards(module: ModuleType, size: Size, mesh, make) -> tuple[dict, torch.Tensor]:
@@ -87,14 +88,20 @@ def predict(module: ModuleType, size: Size, sizes: dict[str, int], chip: Chip, d
         if ranks > 1:
             axis = "".join(event.axes)
             comms[axis] = comms.get(axis, 0.0) + cost.seconds(event.op, event.nbytes, chip, ranks)
-    return Prediction(
-        log.flops / chip.flops(dtype), traffic(module, size, sizes, dtype) / chip.hbm_bw, tuple(comms.items())
-    )
+    return Prediction(log.flops / chip.flops(dtype), between(module, size, sizes, chip, dtype), tuple(comms.items()))
 
 
-def traffic(module: ModuleType, size: Size, sizes: dict[str, int], dtype: str) -> float:
-    """Bytes through memory outside the matmuls: activation forward (2 passes over Tmp), its derivative (3), SGD (3)."""
+def between(module: ModuleType, size: Size, sizes: dict[str, int], chip: Chip, dtype: str) -> float:
+    """Seconds outside the matmuls: each layer's activation and its derivative on Tmp, and SGD on the params.
+
+    Passes through memory, where nothing was measured: 2 and 3 over Tmp, 3 over the params.
+    """
     held, _ = shards(module, size, sizes, torch.Size)
-    params = sum(shape.numel() for shape in held.values())
-    ranks = AbstractMesh(sizes).size()
-    return dtype_bytes(dtype) * (5 * size.L * size.B * size.F / ranks + 3 * params)
+    tmp = dtype_bytes(dtype) * size.B * size.F / AbstractMesh(sizes).size()
+    params = [dtype_bytes(dtype) * shape.numel() for shape in held.values()]
+    rows = {row.op: row for row in chip.measured}
+    if {"Activation", "Update"} <= rows.keys():
+        act, update = rows["Activation"], rows["Update"]
+        each = sum(update.latency + nbytes / update.bandwidth for nbytes in params)
+        return size.L * (act.latency + tmp / act.bandwidth) + each
+    return (5 * size.L * tmp + 3 * sum(params)) / chip.need("hbm_bw")

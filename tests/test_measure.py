@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,9 +74,13 @@ def test_a_prediction_is_the_price_of_the_trace(module, mesh, name, calls):
     ((_, comms),) = got.comms
     assert comms == pytest.approx(latencies + 3 * moved / 1e9)
     weights = 3 * 2 * 8 * 32 / (1 if name == "dp" else 2)
-    assert got.memory == pytest.approx(4 * (5 * 3 * 16 * 32 / 2 + 3 * weights) / 1e10)
-    assert got.total == pytest.approx(got.math + got.memory + comms)
+    assert got.between == pytest.approx(4 * (5 * 3 * 16 * 32 / 2 + 3 * weights) / 1e10)
+    assert got.total == pytest.approx(got.math + got.between + comms)
     assert got.overlapped <= got.total
+    rows = (*CHIP.measured, Measured("Activation", 2, 1e-5, 1e8), Measured("Update", 2, 1e-6, 1e9))
+    timed = predict(module, size, mesh, replace(CHIP, measured=rows))
+    act = 3 * (1e-5 + 4 * 16 * 32 / 2 / 1e8)
+    assert timed.between == pytest.approx(act + 2 * 1e-6 + 4 * weights / 1e9)
 
 
 def run_step(mesh, name):
@@ -103,7 +109,7 @@ def measured(mesh):
 
 def test_two_ranks_measure(ranks, monkeypatch):
     chip = measure.combine(ranks(measured, {"X": 2}), "here")
-    assert {row.op for row in chip.measured} == set(OPS)
+    assert {row.op for row in chip.measured} == {*OPS, "Activation", "Update"}
     assert chip.flops("fp32") > 1e6
     assert "AllToAll" in measure.chip_table(chip)
     monkeypatch.setattr(measure.launch, "run", lambda fn, mesh, **_: ranks(seconds, mesh, mesh))
