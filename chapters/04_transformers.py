@@ -20,6 +20,7 @@ from scaling.configs import MODELS, get
 from scaling.hardware import chip
 from scaling.models import transformer
 from scaling.models.attention import dot_product_attention, flash_attention
+from scaling.plot import chart, save
 from scaling.spec import parse_line
 from scaling.trace import trace
 
@@ -233,16 +234,21 @@ def attention_kernels() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser.add_argument("--plot", metavar="FILE", help="also write the figure of Question 4, PNG or SVG")
+    args = parser.parse_args()
     print("Counting dots\n" + counting_dots())
     table, same = models()
     print("\nParams and FLOPs\n" + table)
     saved, equal = checkpointing()
     print("\nGradient checkpointing, on a small transformer (D=64, F=256, 8 heads, T=32)\n" + saved)
-    rows = [(f"{T:,}", *relative_cost(get("llama3-70b"), T)) for T in (1024, 4096, 16384, 65536, 262144)]
-    head = ["context", "prefill, causal", "decoding, 240 sequences"]
-    print("\nTime of dot-product attention over the MLP's, LLaMA-3 70B on v5e (Question 4)")
-    print(tabulate(rows, head, floatfmt=".2f"))
+    contexts = [2**i for i in range(8, 19)]
+    costs = [relative_cost(get("llama3-70b"), T) for T in contexts]
+    names = ("prefill, causal", "decoding, 240 sequences")
+    series = {name: [(T, c[i]) for T, c in zip(contexts, costs, strict=True)] for i, name in enumerate(names)}
+    words = "context", "time of dot-product attention / MLP", "LLaMA-3 70B on v5e (Question 4)"
+    print("\n" + chart(series, *words, height=12))
+    if args.plot:
+        print("wrote", save(args.plot, series, *words))
     kernels = attention_kernels()
     print(f"\nAppendix A: blockwise attention and its backward equal the einsums: {'yes' if kernels else 'NO'}\n")
     return report(answers()) or int(not (same and equal and kernels))
