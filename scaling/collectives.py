@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from scaling import trace
-from scaling.agree import agree
+from scaling.agree import agree_on
 from scaling.contraction import einsum
 from scaling.mesh import Group
 from scaling.rules import Step, collective_steps
@@ -195,13 +195,12 @@ def _run(op: Op, group: Group, step: Step, x: torch.Tensor, mesh, async_op: bool
         raise ShardingError(
             f"{op.line}\n  an AbstractMesh moves no data: give it tensors on the meta device, not {x.device}"
         )
-    if mesh.checked and op.size > 1 and op.kind not in ("Slice", "Pad"):
-        agree(group, f"{op.kind} {op.line}", x)
     if differentiated(x):
         result = compilable(x, *op)
         if out is not None:
             result = out.copy_(result)
         return Pending(None, lambda: result) if async_op else result
+    agree_on(op, x)
     event = trace.record(op.event(x, async_op)) if trace.active() else None
     work, finish = start(x, op, group, async_op, out)
     if out is not None:

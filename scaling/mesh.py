@@ -36,6 +36,7 @@ class Group:
     ranks: tuple[int, ...] = ()
     name: str = ""
     pg: "dist.ProcessGroup | None" = None
+    checked: bool = False  # the members compare what they are about to do (scaling.agree)
 
     def block_of(self, member: int) -> int:
         return self.order[member] if self.order else member
@@ -152,7 +153,8 @@ class Mesh(AbstractMesh):
         else:  # a group does not inherit the timeout of the world
             pg = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout), use_local_synchronization=True)
         order = () if order == sorted(order) else tuple(order)
-        return Group(axes, group.size, group.index, dist.get_backend(pg), order, tuple(ranks), pg.group_name, pg)
+        backend, ranks = dist.get_backend(pg), tuple(ranks)
+        return Group(axes, group.size, group.index, backend, order, ranks, pg.group_name, pg, self.checked)
 
     @property
     def device_mesh(self):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from scaling.agree import agree_on
 from scaling.mesh import Group
 from scaling.spec import Spec, parse_line
 from scaling.trace import Event, active, now, record
@@ -27,7 +28,7 @@ class Op(NamedTuple):
 
     `dim`: the dim that grows (AllGather, Pad, Gather, AllToAll) or is split (ReduceScatter, Slice, Scatter); `to`: the
     dim that an AllToAll splits; `moves`: of a CollectivePermute, its (source, target) blocks, and of an op with a root
-    ((root, root),); `line`: the types before and after.
+    ((root, root),); `line`: the types before and after; `checked`: ranks compare calls first.
     """
 
     kind: str
@@ -41,11 +42,12 @@ class Op(NamedTuple):
     moves: tuple[tuple[int, int], ...] = ()
     axes: tuple[str, ...] = ()
     line: str = ""
+    checked: bool = False
 
     @staticmethod
     def over(group: Group, kind: str, line: str, dim: int = 0, to: int = 0, moves=()) -> "Op":
         g = group
-        return Op(kind, g.name, g.size, g.index, g.backend, g.order, dim, to, tuple(moves), g.axes, line)
+        return Op(kind, g.name, g.size, g.index, g.backend, g.order, dim, to, tuple(moves), g.axes, line, g.checked)
 
     def dual(self) -> "Op":
         """The transpose: what carries cotangents back."""
@@ -235,11 +237,14 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x, *op):
-        if not (active() and type(x) is torch.Tensor):
-            return traceable(x, Op(*op))
-        event = record(Op(*op).event(x))
-        result = traceable(x, Op(*op))
-        event.end = now()
+        op = Op(*op)
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            return traceable(x, op)  # a tracer's: nothing runs
+        agree_on(op, x)
+        event = record(op.event(x)) if active() else None
+        result = traceable(x, op)
+        if event is not None:
+            event.end = now()
         return result
 
     @staticmethod

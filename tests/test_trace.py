@@ -166,7 +166,7 @@ def both_ways(mesh):
         return full, pull(w)[0]
 
     def by_autograd():
-        leaf = x.clone().requires_grad_()
+        leaf = torch.nn.Parameter(x.clone())
         full = c.all_gather("A[I_X] -> A[I]", leaf, mesh)
         return full.detach(), torch.autograd.grad(full, leaf, w)[0]
 
