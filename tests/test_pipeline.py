@@ -1,5 +1,7 @@
 """Pipelines executed on ranks: loss, gradients and three AdamW steps equal one device and torch's own pipelines."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.func import functional_call
@@ -270,6 +272,9 @@ def test_measured_timeline(ranks):
         assert 0 < timeline.bubble < 1
         assert timeline.name == "1f1b, measured"
         assert [span.step for span in timeline.spans if span.rank == 1] == list(make("1f1b", 2, 8)[1])
+        for rank in range(2):
+            own = [span for span in timeline.spans if span.rank == rank]
+            assert all(a.end <= b.start + 1e-9 for a, b in pairwise(own))
 
 
 def ends(mesh, name):

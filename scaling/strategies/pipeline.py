@@ -154,7 +154,7 @@ class _Run:
         self.head, self.head_grads, self.dIns = head, tree.map(torch.zeros_like, head), {}
         self.inputs, self.dOuts, self.saved, self.rests = {}, {}, {}, {}  # by (stage, microbatch)
         self.leaving = {}
-        self.weight_group: list = []
+        self.weight_group, self.untimed = [], []
         self.added: set[int] = set()
         self.late: list = []
         wide = tree.leaves(params)[0].dtype == torch.float64
@@ -245,9 +245,16 @@ class _Run:
         self.channels.send(step, self.leaving.pop((type(step), step.stage, step.microbatch)))
 
     def timed(self, do: Callable, step, following) -> None:
+        """Appends a span; weight halves that run as one matmul share its time."""
         start = self.clock()
         do(step, following)
-        self.spans.append(Span(self.rank, step, start, self.clock()))
+        self.untimed.append(step)
+        if self.weight_group:
+            return
+        share = (self.clock() - start) / len(self.untimed)
+        for i, each in enumerate(self.untimed):
+            self.spans.append(Span(self.rank, each, start + i * share, start + (i + 1) * share))
+        self.untimed = []
 
     def clock(self) -> float:
         if self.In.is_cuda:
