@@ -1,12 +1,15 @@
 """Pipelines executed on ranks: loss, gradients and three AdamW steps equal one device and torch's own pipelines."""
 
+import os
+import signal
 from itertools import pairwise
+from time import perf_counter
 
 import pytest
 import torch
 from torch.func import functional_call
 
-from scaling import trace, tree
+from scaling import launch, trace, tree
 from scaling.collectives import all_reduce
 from scaling.mesh import AbstractMesh
 from scaling.models.mlp import Config, Stack
@@ -317,3 +320,27 @@ def wrong(mesh, what):
 @pytest.mark.parametrize("what", ["stages", "rows", "schedule"])
 def test_what_does_not_fit_is_refused(ranks, what):
     ranks(wrong, {"Z": 2}, what)
+
+
+def dies(mesh, how):
+    params, In, Target = problem()
+    params = tree.shard(params, WEIGHTS, mesh)
+    stage, calls = mlp(), []
+
+    def fails(weights, dOut, saved, mesh, wanted):
+        calls.append(1)
+        if mesh.rank == 1 and len(calls) == 3:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("mid-schedule")
+        return stage.backward_input(weights, dOut, saved, mesh, wanted)
+
+    pipeline.value_and_grad(params, In, Target, mesh, make("1f1b", 4, 8), loss, stage._replace(backward_input=fails))
+
+
+@pytest.mark.parametrize(("how", "said"), [("raises", "ArithmeticError: mid-schedule"), ("killed", "SIGKILL")])
+def test_a_rank_that_dies_ends_the_run(how, said):
+    start = perf_counter()
+    with pytest.raises(launch.RankError, match=f"(?s)rank 1 of 4.*{said}"):
+        launch.run(dies, {"Z": 4}, how)
+    assert perf_counter() - start < 5
