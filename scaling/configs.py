@@ -130,36 +130,52 @@ def get(model: "str | Config") -> Config:
 
 
 _HUGGING_FACE = {
-    "L": "num_hidden_layers",
-    "D": "hidden_size",
-    "F": "intermediate_size",
-    "N": "num_attention_heads",
-    "K": "num_key_value_heads",
-    "H": "head_dim",
-    "V": "vocab_size",
-    "E": "num_local_experts",
-    "k": "num_experts_per_tok",
-    "tied": "tie_word_embeddings",
+    "L": ("num_hidden_layers",),
+    "D": ("hidden_size",),
+    "F": ("moe_intermediate_size", "intermediate_size"),
+    "N": ("num_attention_heads",),
+    "K": ("num_key_value_heads", "num_attention_heads"),
+    "H": ("head_dim", "v_head_dim"),
+    "V": ("vocab_size",),
+    "E": ("n_routed_experts", "num_local_experts", "num_experts"),
+    "k": ("num_experts_per_tok",),
+    "shared": ("n_shared_experts",),
+    "dense_layers": ("first_k_dense_replace",),
+    "tied": ("tie_word_embeddings",),
 }
+_UNGATED = ("bloom", "falcon", "gpt_neox", "mpt", "opt", "phi", "starcoder2")
+
+
+def _hugging_face(table: dict) -> dict:
+    """The book's letters from a Hugging Face config.json: LLaMA's kind, Mixtral's, DeepSeek-V3's, Gemma's."""
+    table = table.get("text_config", table)  # of a model that also sees
+    read = {}
+    for letter, keys in _HUGGING_FACE.items():
+        if found := [table[key] for key in keys if table.get(key) is not None]:
+            read[letter] = found[0]
+    kind = table.get("model_type", "llama")
+    if "H" not in read and {"D", "N"} <= read.keys():
+        read["H"] = read["D"] // read["N"]
+    if read.get("dense_layers"):
+        read["F_dense"] = table["intermediate_size"]
+    if table.get("kv_lora_rank"):
+        keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if absent := [key for key in keys if table.get(key) is None]:
+            raise ValueError(f"latent attention needs {', '.join(absent)}")
+        read["latent"] = Latent(*(table[key] for key in keys))
+    read.setdefault("tied", kind.startswith("gemma"))
+    norms = 4 if kind.startswith(("gemma2", "gemma3")) else 2
+    return read | {"gated": kind not in _UNGATED, "norms": norms}
 
 
 def load(path: "str | Path") -> Config:
-    """A model from a file: a table in the book's letters (TOML or JSON), or a Hugging Face config.json of LLaMA's kind.
-
-    A Hugging Face file of another kind of attention (latent) or of shared experts is refused rather than misread.
-    """
+    """A model from a file: a table in the book's letters (TOML or JSON), or a Hugging Face config.json."""
     path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
     table = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
-    if "hidden_size" in table:
-        if unread := [key for key in ("kv_lora_rank", "n_routed_experts", "n_shared_experts") if table.get(key)]:
-            raise ValueError(
-                f"{path}: {', '.join(unread)} cannot be read from this file: write it in the book's letters"
-            )
-        read = {letter: table[key] for letter, key in _HUGGING_FACE.items() if table.get(key) is not None}
-        read.setdefault("K", read.get("N"))
-        if "H" not in read and {"D", "N"} <= read.keys():
-            read["H"] = read["D"] // read["N"]
-        table = read
+    if "hidden_size" in table or "text_config" in table:
+        table = _hugging_face(table)
     if isinstance(table.get("latent"), dict):
         table["latent"] = Latent(**table["latent"])
     table = {"name": path.stem, "source": str(path)} | table

@@ -202,6 +202,34 @@ def test_a_mixture_of_experts_moves_all_and_computes_some():
     assert plans[1].cost.math / plans[0].cost.math == pytest.approx(31.1 / 18.25, rel=0.03)
 
 
+@pytest.mark.parametrize("chips", [1, 2, 4, 8, 32])
+def test_small_slices_have_plans_on_fewer_torus_axes(chips):
+    job = Job(get("llama3-8b").with_(L=2, V=1000), 2**20)
+    for plan in plans(job, V5P, chips):
+        for axis, spanned in plan.torus:
+            assert 2**spanned <= plan.size(axis)
+        assert sum(spanned for _, spanned in plan.torus) <= 3
+    assert {p.size("fsdp") for p in plans(job, V5P, chips)} >= {1, chips}
+
+
+def test_seconds_of_a_collective():
+    sizes = {"pod": 2, "pipe": 4, "fsdp": 64, "tensor": 8}
+    torus = Network(V5P, sizes, {"pipe": 1, "fsdp": 1, "tensor": 1})
+    assert torus.seconds("AllGather", 1e9, "fsdp") == pytest.approx(cost.all_gather(1e9, V5P, 16))
+    assert torus.seconds("AllReduce", 1e9, "tensor") == pytest.approx(2 * 1e9 / 1.8e11)
+    assert torus.seconds("AllGather", 1.0, "fsdp") == pytest.approx(32e-6)  # hops of a ring of 64
+    assert torus.seconds("AllReduce", 1e9, "pod") == pytest.approx(2 * 1e9 / 6.25e9)
+    assert torus.seconds("CollectivePermute", 9e10, "pipe") == pytest.approx(1, rel=1e-5)
+    assert torus.seconds("AllGather", 1e9, "data") == 0
+    line = replace(torus, rings=False)
+    assert line.seconds("AllGather", 1e9, "fsdp") == pytest.approx(2 * torus.seconds("AllGather", 1e9, "fsdp"))
+    h100 = chip("h100")
+    tree = Network(h100, {"pipe": 2, "fsdp": 4, "tensor": 8})
+    assert tree.seconds("AllGather", 1e9, "tensor") == pytest.approx(1e9 * 7 / 8 / 450e9)
+    assert tree.seconds("ReduceScatter", 1e9, "fsdp") == pytest.approx(8e9 * 3 / 4 / 400e9)  # 8 groups share a node
+    assert tree.seconds("CollectivePermute", 1e9, "pipe") == pytest.approx(1e9 / 50e9)
+
+
 def test_slices():
     assert slice_shape(V5P, 8960) == (16, 20, 28)
     assert slice_shape(V5P, 4096) == (16, 16, 16)

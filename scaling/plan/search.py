@@ -36,17 +36,27 @@ def networks(job: Job, chip: Chip, chips: int, pods: int | None = None) -> Itera
                 if not tpu:
                     yield Network(chip, sizes)
                     continue
-                if len(used) > chip.axes:
-                    continue
-                wide = [axis for axis in ("data", "fsdp", "tensor") if axis in used]
-                for tensor in {1, 2} if "tensor" in used and len(wide) > 1 else {chip.axes - ("pipe" in used)}:
-                    torus = {"pipe": 1, "tensor": tensor, "fsdp": chip.axes - ("pipe" in used)}
-                    if len(wide) > 1:
-                        torus["fsdp"] -= tensor
-                    torus["data"] = torus["fsdp"]
-                    torus = {axis: torus[axis] for axis in used}
-                    if min(torus.values(), default=1) >= 1 and all(sizes[a] >= 2 ** torus[a] for a in used):
-                        yield Network(chip, sizes, torus, rings)
+                for torus in shares(chip.axes, used, sizes):
+                    yield Network(chip, sizes, torus, rings)
+
+
+def shares(axes: int, used: list[str], sizes: dict[str, int]) -> list[dict[str, int]]:
+    """Ways to share a torus' axes among the mesh axes used: one for pipe, one or two for tensor, the rest to the other.
+
+    None if there are more mesh axes than torus axes. A mesh axis of 4 lies along at most two torus axes, of 2 along one.
+    """
+    ways = []
+    others = [axis for axis in used if axis not in ("pipe", "tensor")]
+    left = axes - ("pipe" in used)
+    for tensor in (0,) if "tensor" not in used else (1, 2) if others else (left,):
+        rest = left - tensor
+        if rest < len(others) or left < 0:
+            continue
+        torus = {"pipe": 1, "tensor": tensor} | dict.fromkeys(others, rest)
+        torus = {axis: min(torus[axis], sizes[axis].bit_length() - 1) for axis in used}
+        if torus not in ways and min(torus.values(), default=1) >= 1:
+            ways.append(torus)
+    return ways
 
 
 def plans(job: Job, chip: Chip, chips: int, pods: int | None = None, remat: str | None = None) -> list[Plan]:
