@@ -2,6 +2,7 @@
 
     python -m scaling.show "A[I_X, J_Y]" --mesh X=2,Y=2
     python -m scaling.show --plot nine.svg              the nine shardings of the book's figure
+    python -m scaling.show schedule 1f1b --stages 4     a pipeline's schedule: scaling.show_schedule
     print(draw("A[I_X, J]", {"X": 2, "Y": 2}))          a mesh may also be a Mesh; `shard=x` draws a real array
 
 A device is written as its number, row-major in the mesh. Replicas are separated by commas: `0, 1`; the devices whose
@@ -10,6 +11,7 @@ partial sums add up to a block are joined by plus signs: `0+2`. Each colour is o
 
 import argparse
 import itertools
+import re
 import sys
 
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
@@ -72,6 +74,19 @@ def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False, shard=None)
         names = ranges[-2] if len(counts) > 1 else [""]
         lines += _grid(cells, names, ranges[-1], spec.dim_names[-2:], colours if colour else None)
     return "\n".join(lines)
+
+
+def beside(pictures: list[str], gap: int = 4) -> str:
+    """Drawings side by side."""
+    columns = [picture.splitlines() for picture in pictures]
+    widths = [max(len(_plain(line)) for line in lines) + gap for lines in columns]
+    rows = itertools.zip_longest(*columns, fillvalue="")
+    joined = ("".join(x + " " * (w - len(_plain(x))) for x, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in joined)
+
+
+def _plain(line: str) -> str:
+    return re.sub("\033[^m]*m", "", line)
 
 
 def global_shape(spec: Spec, shard, axes) -> tuple[int, ...]:
@@ -156,6 +171,11 @@ def _rectangle(at, width, height, paint):
 def main(argv: "list[str] | None" = None) -> int:
     from scaling.launch import parse_mesh
 
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["schedule"]:
+        from scaling.show_schedule import main as show_schedule
+
+        return show_schedule(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m scaling.show", description=__doc__.split("\n\n")[0])
     parser.add_argument("types", nargs="*", metavar="TYPE", help="such as 'A[I_X, J_Y]'; by default the book's nine")
     parser.add_argument("--mesh", default="X=2,Y=2", help="axes and sizes (default X=2,Y=2)")

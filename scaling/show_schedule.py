@@ -22,7 +22,8 @@ def parser(**options) -> argparse.ArgumentParser:
     arguments.add_argument("--hop", type=Fraction, default=Fraction(0), help="time of a transfer (default 0)")
     arguments.add_argument("--split", action="store_true", help="send dIn before dW is computed")
     arguments.add_argument("--width", type=int, help="columns of the chart")
-    arguments.add_argument("--colour", action="store_true", default=sys.stdout.isatty(), help="default: on a terminal")
+    colour = {"action": argparse.BooleanOptionalAction, "default": sys.stdout.isatty()}
+    arguments.add_argument("--colour", "--color", **colour, help="default: on a terminal")
     arguments.add_argument("--plot", metavar="FILE", help="write a picture (.svg, .png; needs matplotlib)")
     arguments.add_argument("--trace", metavar="FILE", help="write a Chrome trace")
     return arguments

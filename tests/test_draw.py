@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scaling import show_schedule
+from scaling import show, show_schedule
 from scaling.draw import save_schedule, schedule_chart, summary
 from scaling.schedules import SCHEDULES, make
 from scaling.simulate import Times, simulate
@@ -68,7 +68,7 @@ def test_chrome_trace(tmp_path):
 def test_show(capsys, tmp_path):
     picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
     options = ["--stages", "4", "--microbatches", "8", "--plot", str(picture), "--trace", str(trace)]
-    assert show_schedule.main(["1f1b", *options]) == 0
+    assert show.main(["schedule", "1f1b", *options]) == 0
     shown = capsys.readouterr().out
     assert "bubble 27.3%" in shown
     assert "closed form 9 = simulated 9" in shown
