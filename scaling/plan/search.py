@@ -43,7 +43,7 @@ def networks(job: Job, chip: Chip, chips: int, pods: int | None = None) -> Itera
 def shares(axes: int, used: list[str], sizes: dict[str, int]) -> list[dict[str, int]]:
     """Ways to share a torus' axes among the mesh axes used: one for pipe, one or two for tensor, the rest to the other.
 
-    None if there are more mesh axes than torus axes. A mesh axis of 4 lies along at most two torus axes, of 2 along one.
+    None if there are more mesh axes than torus axes. A mesh axis of 4 spans at most two torus axes, of 2 one.
     """
     ways = []
     others = [axis for axis in used if axis not in ("pipe", "tensor")]
