@@ -8,8 +8,9 @@ Plans and programs are data: print them, count their bytes and FLOPs, or run the
 """
 
 from scaling.derive import Program, derive
-from scaling.products import Product, cases, matmul, matmul_via
+from scaling.products import cases, matmul, matmul_via
 from scaling.resharding import reshard
+from scaling.search import Product
 from scaling.steps import COLLECTIVES, Plan, Step, permutation, total
 
 __all__ = ["COLLECTIVES", "Plan", "Product", "Program", "Step", "cases", "derive", "matmul", "matmul_via"]

@@ -10,8 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from scaling.products import Product, chain, known_sizes, local_product
+from scaling.products import chain, known_sizes, local_product
 from scaling.resharding import layout, reshard, retyped
+from scaling.search import Product
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
 from scaling.steps import COLLECTIVES, Step, total
 

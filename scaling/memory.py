@@ -26,7 +26,7 @@ from scaling import trace
 
 @dataclass
 class Memory:
-    """`now` and `peak` in bytes. `steps`: [event, bytes alive after it, peak until the next one] by event of a trace."""
+    """`now` and `peak` in bytes. `steps`: [event, bytes alive after it, peak until the next one], by trace event."""
 
     now: int = 0
     peak: int = 0

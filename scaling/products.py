@@ -2,32 +2,17 @@
 
 Each device multiplies its own shards. That is legal if both operands split every dim they share alike, if no axis
 splits two dims of the result, and if an unreduced operand meets only replicas. A plan reshards the operands to such
-types, multiplies, and reshards the result. The search below goes through all of them, for a chain of products at once:
-the operands' cheapest reshardings, every legal product of them, and the cheapest way on from all these results.
+types, multiplies, and reshards the result. Which types, the book's rules say; or, where the sizes are known, a search
+for the cheapest (scaling.search).
 """
 
 import itertools
-import math
-from dataclasses import dataclass
 from functools import lru_cache
 
-from scaling.resharding import Layout, arrangements, divides, layout, path, retyped, setting, shortest
-from scaling.resharding import reshard as reshard_plan
+from scaling.resharding import NOMINAL, reshard
+from scaling.search import Product, cheapest
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 from scaling.steps import Plan, Step
-
-
-@dataclass(frozen=True)
-class Product:
-    """One product of a chain: the steps that bring its two operands into shape, and the Einsum."""
-
-    a_steps: tuple[Step, ...]
-    b_steps: tuple[Step, ...]
-    einsum: Step
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        return (*self.a_steps, *self.b_steps, self.einsum)
 
 
 def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
@@ -37,11 +22,10 @@ def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
     dims. Cheapest: least bytes sent by each device, then fewest FLOPs, then fewest steps; or, given `cost`, a function
     of a Step, its least sum over the steps (the Einsum's included). `sizes` gives the dims, `mesh` the axes; those that
     no type names stay idle, unless there is a `cost`.
-    Without `sizes` (and `cost`) the plan follows the book's default: arrays count as equally large; of case 2 the
-    operand sharded along the contraction is gathered, and no operand is moved by AllToAll or sliced along the
-    contraction; in case 3 the product is reduced, by a ReduceScatter if `out` is split over that axis and an AllReduce
-    if not. Without `out` the rules alone decide: case 2 gathers, case 3 leaves the result unreduced, case 4 gathers the
-    second operand (given sizes, the one that is cheaper to gather).
+    Without `sizes` and `cost` the book's rules decide: of case 2 the operand sharded along the contraction is gathered;
+    in case 3 the product is reduced, by a ReduceScatter if `out` is split over that axis and an AllReduce if not; in
+    case 4 the operand is gathered whose dim `out` does not split, else the second. Without `out` they decide as well,
+    and case 3 leaves the result unreduced; case 4, given sizes, gathers what is cheaper to gather.
     Raises ShardingError if the dims do not fit, or do not divide over their axes.
     """
     a, b = parse(a), parse(b)
@@ -71,10 +55,19 @@ def known_sizes(dims, sizes) -> "tuple[tuple[str, int], ...] | None":
 def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
     sizes, mesh = (None if sizes is None else dict(sizes)), (None if mesh is None else dict(mesh))
     if out is None:
-        a_local, b_local = natural(a, b, sizes, mesh, cost)
-        return matmul_via(a, b, None, a_local, b_local, sizes, mesh)
+        return _without_result(a, b, sizes, mesh)
     products, tail = chain((a, b), (out.dim_names,), (out.name,), out, sizes, mesh, cost)
     return Plan((a, b), out, products[0].steps + tail, cases(a, b, out.dim_names))
+
+
+def _without_result(a: Spec, b: Spec, sizes, mesh) -> Plan:
+    """The plan by the rules; in case 4, given sizes, the one of two that sends less."""
+    plans = [
+        matmul_via(a, b, None, *natural(a, b, free_dims(a, b), None, prefer_a), sizes, mesh)
+        for prefer_a in (True, False)
+    ]
+    axes = mesh or dict.fromkeys(a.axes + b.axes + a.unreduced + b.unreduced, NOMINAL)
+    return plans[0] if sizes is None else min(plans, key=lambda plan: plan.wire_bytes(sizes, axes, 1))
 
 
 def matmul_via(a, b, out, a_local, b_local, sizes=None, mesh=None) -> Plan:
@@ -93,7 +86,7 @@ def matmul_via(a, b, out, a_local, b_local, sizes=None, mesh=None) -> Plan:
 
 
 def _steps(src: Spec, dst: Spec, sizes, mesh) -> tuple[Step, ...]:
-    return reshard_plan(src, dst, sizes and {dim: sizes[dim] for dim in src.dim_names}, mesh).steps
+    return reshard(src, dst, sizes and {dim: sizes[dim] for dim in src.dim_names}, mesh).steps
 
 
 def free_dims(a: Spec, b: Spec) -> tuple[str, ...]:
@@ -143,32 +136,54 @@ def local_product(a: Spec, b: Spec, kept: tuple[str, ...], name: str) -> Spec:
     return Spec(name, tuple((dim, axes[dim]) for dim in kept), tuple(sorted(partial)))
 
 
-def natural(a: Spec, b: Spec, sizes=None, mesh=None, cost=None) -> tuple[Spec, Spec]:
-    """The local types by the rules of the four cases alone, as `matmul` without `out` uses them."""
+def natural(a: Spec, b: Spec, kept: tuple[str, ...], out: "Spec | None" = None, prefer_a: bool = True) -> tuple:
+    """The local types by the rules of the four cases alone: (a, b), with the result dims `kept`.
+
+    A contracted dim keeps the axes that split it alike in both operands (case 3) and is gathered over others (case 2).
+    Where an axis splits two dims of the result (case 4), the operand is gathered whose dim `out` does not split over
+    it; if that does not decide, the second one, or the first one if not `prefer_a`. What `out` splits over axes that
+    neither operand uses, is sliced beforehand.
+    """
     a = a.with_unreduced(axis for axis in a.unreduced if axis not in b.axes + b.unreduced)
     b = b.with_unreduced(axis for axis in b.unreduced if axis not in a.axes)
     for dim in a.dim_names:
         ours, theirs = a.axes_of(dim), b.axes_of(dim)
         if dim in b.dim_names and ours != theirs:
             agreed = ours if set(ours) == set(theirs) else _common_prefix(ours, theirs)
+            longer, shorter = (ours, b) if len(ours) > len(theirs) else (theirs, a)
+            free = not set(longer[len(agreed) :]) & set(shorter.axes + shorter.unreduced)
+            if dim in kept and len(agreed) == min(len(ours), len(theirs)) and free:
+                agreed = longer  # a batch dim: the operand that has it whole is sliced
             a, b = a.with_axes(dim, agreed), b.with_axes(dim, agreed)
-    shared = [dim for dim in a.dim_names if dim in b.dim_names]
-    both = {x for d in a.dim_names if d not in shared for x in a.axes_of(d)} & set(b.axes)
-    if not both:
-        return a, b
-    other_a, other_b = (
-        Spec(s.name, tuple((dim, tuple(x for x in axes if x not in both)) for dim, axes in s.dims), s.unreduced)
-        for s in (a, b)
-    )
-    if sizes is not None:
-        lengths = []
-        for s, other in ((a, other_a), (b, other_b)):
-            steps = _steps(s, other, sizes, mesh)
-            axes = mesh or dict.fromkeys(s.axes + s.unreduced, 4)
-            lengths.append(sum(cost(x) if cost else x.wire_bytes(sizes, axes, 1) for x in steps))
-        if lengths[0] < lengths[1]:
-            return other_a, b
-    return a, other_b
+    while clash := _clash(a, b):
+        axis, dim, other = clash
+        wanted = [d for d in (dim, other) if out and axis in out.axes_of(d)]
+        b_stays = wanted[0] == other if wanted else not prefer_a
+        a, b = (_without(a, dim, axis, out), b) if b_stays else (a, _without(b, other, axis, out))
+    for dim in out.dim_names if out else ():
+        now, wanted = a.axes_of(dim) or b.axes_of(dim), out.axes_of(dim)
+        used = a.axes + b.axes + a.unreduced + b.unreduced
+        if wanted[: len(now)] == now:
+            fresh = _common_prefix(wanted[len(now) :], tuple(x for x in wanted[len(now) :] if x not in used))
+            a, b = (s.with_axes(dim, now + fresh) if dim in s.dim_names else s for s in (a, b))
+    return a, b
+
+
+def _clash(a: Spec, b: Spec) -> "tuple[str, str, str] | None":
+    """The first axis that splits a dim of `a` and another dim of `b`, and these dims."""
+    for dim, axes in a.dims:
+        for axis in axes:
+            for other, others in b.dims:
+                if other != dim and axis in others:
+                    return axis, dim, other
+    return None
+
+
+def _without(spec: Spec, dim: str, axis: str, out: "Spec | None") -> Spec:
+    """The type gathered over an axis: with the axes minor to it, unless `out` splits the dim over just the others."""
+    axes = spec.axes_of(dim)
+    others = tuple(x for x in axes if x != axis)
+    return spec.with_axes(dim, others if out and others == out.axes_of(dim) else axes[: axes.index(axis)])
 
 
 def _common_prefix(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
@@ -177,97 +192,34 @@ def _common_prefix(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str,
 
 
 def chain(operands, results, names, out, sizes=None, mesh=None, cost=None) -> tuple[tuple[Product, ...], tuple]:
-    """The cheapest plan of `((A * B) * C) ... -> out` as a whole: its products, and the steps after the last one.
+    """The plan of `((A * B) * C) ... -> out`: its products, and the steps after the last one.
 
     `results` and `names`: dims and name of each product's result. Between two products the array is whole: reduced over
-    every axis, since a nonlinearity may stand there.
+    every axis, since a nonlinearity may stand there. Given `sizes` or `cost` the cheapest plan as a whole is searched
+    for (scaling.search); otherwise each product follows the rules of the four cases.
     """
-    check_divisible((*operands, out), sizes, mesh)
-    partial = (axis for axis in out.unreduced if all(axis not in spec.unreduced for spec in operands))
-    within = setting((*operands, out), mesh, partial, cost)
-    axes, scale = within.sizes, math.prod(n for _, n in within.axes)
-
-    def shape_of(dims):
-        return None if sizes is None or mesh is None else tuple(sizes[dim] for dim in dims)
-
-    def elements(dims):
-        return 1 if sizes is None else math.prod(sizes[dim] for dim in dims)
-
-    def search(sources, spec, target=None, rules=within):
-        dims = spec.dim_names
-        return shortest(sources, spec, shape_of(dims), elements(dims), rules, target)
-
-    current, start = operands[0], (0, 0, 0)
-
-    by_rule = sizes is None and cost is None
-    between = within._replace(slices=((), ())) if by_rule else within
-
-    def argument(spec, summed):
-        if not by_rule:
-            return search({layout(spec): start}, spec)
-        fresh = tuple(axis for axis in axes if axis not in spec.axes + spec.unreduced)
-        kept = tuple(i for i, dim in enumerate(spec.dim_names) if dim not in summed)
-        return search({layout(spec): start}, spec, rules=within._replace(slices=(fresh, kept)))
-
-    found, stages = argument(current, set(current.dim_names) - set(results[0])), []
-    for number, (b, dims, name) in enumerate(zip(operands[1:], results, names, strict=True)):
-        b_found = argument(b, set(b.dim_names) - set(dims))
-        every = tuple(dict.fromkeys(current.dim_names + b.dim_names))
-        result = Spec(name, tuple((dim, ()) for dim in dims))
-        shape, ways = shape_of(every), {}
-        count = elements(every) * (2 if set(every) - set(dims) else 1)
-        for split in arrangements(tuple(axes), len(every)):
-            over = dict(zip(every, split, strict=True))
-            if not divides(Layout(split), shape, axes):
-                continue
-            used = {axis for axes_ in split for axis in axes_}
-            parts = math.prod(axes[axis] for axis in used)
-            summed = tuple(axis for dim in every if dim not in dims for axis in over[dim])
-            free = set(axes) - used
-            may_a = [x for x in free if x in within.partial or (number == 0 and x in current.unreduced)]
-            may_b = [x for x in free if x in within.partial or x in b.unreduced]
-            for left_a in _subsets(may_a if number == 0 else []):
-                for left_b in _subsets([x for x in may_b if x not in left_a]):
-                    at_a = Layout(tuple(over[dim] for dim in current.dim_names), left_a)
-                    at_b = Layout(tuple(over[dim] for dim in b.dim_names), left_b)
-                    if at_a not in found or at_b not in b_found:
-                        continue
-                    product = Layout(tuple(over[dim] for dim in dims), tuple(sorted(summed + left_a + left_b)))
-                    ka, kb = found[at_a][0], b_found[at_b][0]
-                    spent = 0
-                    if cost:
-                        pair = (retyped(current, at_a), retyped(b, at_b))
-                        spent = cost(Step("Einsum", (), pair, retyped(result, product)))
-                    key = (ka[0] + kb[0] + spent, ka[1] + kb[1] + count * scale // parts, ka[2] + kb[2] + 1)
-                    if product not in ways or key < ways[product][0]:
-                        ways[product] = (key, at_a, at_b)
-        stages.append((current, found, b, b_found, result, ways))
-        current = result
-        last = number == len(results) - 1
-        ends = {at: way[0] for at, way in ways.items()}
-        found = search(ends, result, layout(out)) if last else search(ends, result, rules=between)
-    steps, at = path(found, current, layout(out))
-    tail, products = _renamed(steps, out), []
-    for before, a_found, b, b_found, result, ways in reversed(stages):
-        _, at_a, at_b = ways[at]
-        einsum = Step("Einsum", (), (retyped(before, at_a), retyped(b, at_b)), retyped(result, at))
-        a_steps, at = path(a_found, before, at_a)
-        products.insert(0, Product(a_steps, path(b_found, b, at_b)[0], einsum))
-    return tuple(products), tail
-
-
-def check_divisible(specs, sizes, mesh) -> None:
-    """ShardingError if a type names an axis that the mesh lacks, or splits a dim that does not divide."""
-    for spec in specs if mesh is not None else ():
+    for spec in (*operands, out) if mesh is not None else ():
         spec.check_axes(mesh)
         if sizes is not None:
             spec.local_shape({dim: sizes[dim] for dim in spec.dim_names}, mesh)
+    if sizes is not None or cost is not None:
+        return cheapest(operands, results, names, out, sizes, mesh, cost)
+    current, products = operands[0], []
+    for number, (b, dims, name) in enumerate(zip(operands[1:], results, names, strict=True)):
+        whole = current if number == 0 else reduced_for(current, b, dims)
+        at_a, at_b = natural(whole, b, dims, out if number == len(results) - 1 else None)
+        result = local_product(at_a, at_b, dims, name)
+        a_steps, b_steps = (_steps(x, at, None, mesh) for x, at in ((current, at_a), (b, at_b)))
+        products.append(Product(a_steps, b_steps, Step("Einsum", (), (at_a, at_b), result)))
+        current = result
+    return tuple(products), _steps(current, out, None, mesh)
 
 
-def _renamed(steps, out: Spec) -> tuple[Step, ...]:
-    return tuple(Step(s.op, s.axes, s.before.with_name(out.name), s.after.with_name(out.name)) for s in steps)
-
-
-def _subsets(axes) -> list[tuple[str, ...]]:
-    axes = sorted(axes)
-    return [subset for n in range(len(axes) + 1) for subset in itertools.combinations(axes, n)]
+def reduced_for(spec: Spec, b: Spec, kept: tuple[str, ...]) -> Spec:
+    """A product's result as the next one takes it: scattered as `b` splits a contracted dim, or reduced everywhere."""
+    for dim, axes in spec.dims:
+        wanted = b.axes_of(dim)
+        if dim not in kept and wanted[: len(axes)] == axes:
+            new = tuple(itertools.takewhile(set(spec.unreduced).__contains__, wanted[len(axes) :]))
+            spec = spec.with_unreduced(axis for axis in spec.unreduced if axis not in new).with_axes(dim, axes + new)
+    return spec.with_unreduced(())

@@ -37,15 +37,12 @@ class Setting(NamedTuple):
 
     `axes`: those in play, with their sizes, and whether these are `known`. `partial`: the axes that may become
     unreduced on the way: those over which only the target is. `cost`: the length of a step, if not the bytes sent.
-    `slices`: None, or (axes, dims): AllToAll is out of the question, and only these axes may slice only these dims
-    (by position).
     """
 
     axes: tuple[tuple[str, int], ...]
     known: bool
     partial: tuple[str, ...] = ()
     cost: "Callable[[Step], float] | None" = None
-    slices: "tuple[tuple[str, ...], tuple[int, ...]] | None" = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -114,7 +111,6 @@ def moves(at: Layout, setting: Setting) -> tuple[tuple[str, tuple[str, ...], Lay
     sizes, found = setting.sizes, []
     whole = math.prod(sizes.values()) ** 2
     idle = tuple(axis for axis in sizes if axis not in at.used)
-    sliceable = idle if setting.slices is None else tuple(axis for axis in idle if axis in setting.slices[0])
 
     def count(axes) -> int:
         return math.prod(sizes[axis] for axis in axes)
@@ -135,11 +131,11 @@ def moves(at: Layout, setting: Setting) -> tuple[tuple[str, tuple[str, ...], Lay
         for new in _ordered(at.unreduced):
             left = set(at.unreduced) - set(new)
             add("ReduceScatter", new, put(dim, axes + new), left, local // count(new) * (count(new) - 1))
-        for new in _ordered(sliceable) if setting.slices is None or dim in setting.slices[1] else ():
+        for new in _ordered(idle):
             add("Slice", new, put(dim, axes + new), at.unreduced, 0)
     for axes in _subsets(at.unreduced):
         add("AllReduce", axes, at.dims, set(at.unreduced) - set(axes), 2 * local // count(axes) * (count(axes) - 1))
-    for source, target in itertools.permutations(range(len(at.dims)), 2) if setting.slices is None else ():
+    for source, target in itertools.permutations(range(len(at.dims)), 2):
         for n in range(len(at.dims[source])):
             axes, dims = at.dims[source][n:], list(at.dims)
             dims[source], dims[target] = dims[source][:n], dims[target] + axes

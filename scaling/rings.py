@@ -120,3 +120,20 @@ def _chunks(x: torch.Tensor, n: int, axis: str) -> list[torch.Tensor]:
 def _count_hops(log: "Links | None", n: int, ways: int) -> None:
     if log is not None:
         log.hops += max(hops for _, hops in directions(n, ways))
+
+
+def counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
+    """(algorithm, ways, hops, items over the busiest link) of arrays of n * items scalars on a ring of n devices."""
+    from scaling.mesh import AbstractMesh
+
+    mesh, rows = AbstractMesh({"X": n}), []
+    for ways in (1, 2):
+        for name, run, shape in (
+            ("AllGather", all_gather, (items,)),
+            ("ReduceScatter", reduce_scatter, (n * items,)),
+            ("AllToAll", all_to_all, (n, items // n)),
+        ):
+            log = Links()
+            run(torch.empty(shape, device="meta", dtype=torch.int8), mesh, "X", ways, log)
+            rows.append((name, ways, log.hops, log.busiest))
+    return rows

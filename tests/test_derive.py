@@ -206,6 +206,35 @@ def test_weight_stationary_is_the_books():
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "ops"),
+    [
+        (
+            "In[B, D_XY] * W_in[D, F_XY] * W_out[F_XY, D] -> Out[B, D_XY]",
+            ["AllGather_XY In[B, D]", "ReduceScatter_XY Out[B, D_XY]"],
+        ),
+        (
+            "In[B_X, D] * W_in[D_XY, F] * W_out[F, D_XY] -> Out[B_X, D]",
+            ["AllGather_XY W_in[D, F]", "AllGather_XY W_out[F, D]"],
+        ),
+        (
+            "In[B_XZ, D_Y] * W_in[D_XZ, F_Y] * W_out[F_Y, D_XZ] -> Out[B_XZ, D_Y]",
+            ["AllGather_Y In[B_XZ, D]", "AllGather_XZ W_in[D, F_Y]", "AllGather_XZ W_out[F_Y, D]",
+             "ReduceScatter_Y Out[B_XZ, D_Y]"],
+        ),
+        (
+            "In[B_X, D_YZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B_X, D_YZ]",
+            ["AllGather_YZ In[B_X, D]", "AllGather_X W_in[D, F_YZ]", "AllGather_X W_out[F_YZ, D]",
+             "ReduceScatter_YZ Out[B_X, D_YZ]"],
+        ),
+    ],
+)  # fmt: skip
+def test_several_axes_on_a_dim(line, ops):
+    """Part 3, Question 7, and Part 5 with FSDP or tensor parallelism over two axes."""
+    found = [text for text in listing(derive(line).forward) if text.split("_")[0] in ("AllGather", "ReduceScatter")]
+    assert [text.rsplit(" ", 1)[0] for text in found] == ops
+
+
 def test_an_unreduced_hidden_array_is_scattered_where_the_next_weight_is_split():
     program = derive(LINES[7][0])
     assert [(step.op, str(step.after)) for step in program.forward[:4]] == [
