@@ -118,12 +118,17 @@ MODELS = {
 }  # fmt: skip
 
 
+def _letters(name: str) -> str:
+    return "".join(c for c in str(name).lower() if c.isalnum())
+
+
 def get(model: "str | Config") -> Config:
-    """The model of this name, or the one in this file (.json, .toml); ValueError lists what there is."""
+    """The model of this name ("llama3-70b", "LLaMA-3 70B") or of this file (.json, .toml); or a ValueError."""
     if isinstance(model, Config):
         return model
-    if model in MODELS:
-        return MODELS[model]
+    for name, config in MODELS.items():
+        if _letters(name) == _letters(model):
+            return config
     if Path(model).suffix in (".json", ".toml"):
         return load(model)
     raise ValueError(f"unknown model {model!r}: give a .json or .toml file, or one of {', '.join(MODELS)}")

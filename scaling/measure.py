@@ -249,6 +249,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"unknown dtype {', '.join(sorted(unknown))}: one of {', '.join(DTYPES)}")
         if args.ranks < 2:
             raise ValueError("a check of collectives needs at least 2 ranks")
+        if (load := os.getloadavg()[0]) > (os.cpu_count() or 1) + 1:
+            print(f"This machine is busy (load {load:.1f} on {os.cpu_count()} cores): expect the times to be off.\n")
         if args.chip:
             chip = load_chip(args.chip)
         else:

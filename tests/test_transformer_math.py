@@ -137,6 +137,9 @@ def test_models_from_files(tmp_path):
         ' "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": false, "rope_theta": 500000}'
     )
     assert tm.num_params(get(tmp_path / "config.json")) == EXACT["llama3-8b"]
+    assert get("LLaMA-3 70B") is get("llama3-70b")
+    with pytest.raises(ValueError, match="no such file"):
+        get(tmp_path / "none.toml")
     own = tmp_path / "own.toml"
     own.write_text("L = 2\nD = 8\nF = 16\nN = 2\nK = 1\nH = 4\nV = 10\ngated = false\n")
     assert load(own) == Config("own", 2, 8, 16, 2, 1, 4, 10, gated=False, source=str(own))
