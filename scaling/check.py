@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaling.reading import Reader
+from scaling.checker.statements import Reader
 
 
 @dataclass(frozen=True, order=True)

@@ -7,9 +7,10 @@ next product. So gathering before or after, reducing partial products, or moving
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scaling.resharding import Layout, arrangements, divides, layout, path, retyped, setting, shortest
+from scaling.resharding import Layout, Setting, arrangements, divides, layout, path, retyped, setting, shortest
 from scaling.spec import Spec
 from scaling.steps import Step
 
@@ -43,45 +44,25 @@ def cheapest(operands, results, names, out, sizes, mesh, cost) -> tuple[tuple[Pr
         dims = spec.dim_names
         return shortest(sources, spec, shape_of(dims), elements(dims), within, target)
 
-    current, start = operands[0], (0, 0, 0)
-
-    found, stages = search({layout(current): start}, current), []
+    start, current, stages = (0, 0, 0), operands[0], []
+    found = search({layout(current): start}, current)
     for number, (b, dims, name) in enumerate(zip(operands[1:], results, names, strict=True)):
         b_found = search({layout(b): start}, b)
         every = tuple(dict.fromkeys(current.dim_names + b.dim_names))
-        result = Spec(name, tuple((dim, ()) for dim in dims))
-        shape, ways = shape_of(every), {}
-        count = elements(every) * (2 if set(every) - set(dims) else 1)
-        for split in arrangements(tuple(axes), len(every)):
-            over = dict(zip(every, split, strict=True))
-            if not divides(Layout(split), shape, axes):
-                continue
-            used = {axis for axes_ in split for axis in axes_}
-            parts = math.prod(axes[axis] for axis in used)
-            summed = tuple(axis for dim in every if dim not in dims for axis in over[dim])
-            free = set(axes) - used
-            may_a = [x for x in free if x in within.partial or (number == 0 and x in current.unreduced)]
-            may_b = [x for x in free if x in within.partial or x in b.unreduced]
-            for left_a in _subsets(may_a if number == 0 else []):
-                for left_b in _subsets([x for x in may_b if x not in left_a]):
-                    at_a = Layout(tuple(over[dim] for dim in current.dim_names), left_a)
-                    at_b = Layout(tuple(over[dim] for dim in b.dim_names), left_b)
-                    if at_a not in found or at_b not in b_found:
-                        continue
-                    product = Layout(tuple(over[dim] for dim in dims), tuple(sorted(summed + left_a + left_b)))
-                    ka, kb = found[at_a][0], b_found[at_b][0]
-                    spent = 0
-                    if cost:
-                        pair = (retyped(current, at_a), retyped(b, at_b))
-                        spent = cost(Step("Einsum", (), pair, retyped(result, product)))
-                    key = (ka[0] + kb[0] + spent, ka[1] + kb[1] + count * scale // parts, ka[2] + kb[2] + 1)
-                    if product not in ways or key < ways[product][0]:
-                        ways[product] = (key, at_a, at_b)
+        result, ways = Spec(name, tuple((dim, ()) for dim in dims)), {}
+        flops = elements(every) * scale * (2 if set(every) - set(dims) else 1)
+        for at_a, at_b, product, parts in local_products(current, b, dims, within, whole=number > 0):
+            if at_a in found and at_b in b_found and divides(product, shape_of(dims), axes):
+                ka, kb, spent = found[at_a][0], b_found[at_b][0], 0
+                if cost:
+                    pair = (retyped(current, at_a), retyped(b, at_b))
+                    spent = cost(Step("Einsum", (), pair, retyped(result, product)))
+                key = (ka[0] + kb[0] + spent, ka[1] + kb[1] + flops // parts, ka[2] + kb[2] + 1)
+                if product not in ways or key < ways[product][0]:
+                    ways[product] = (key, at_a, at_b)
         stages.append((current, found, b, b_found, result, ways))
-        current = result
-        last = number == len(results) - 1
-        ends = {at: way[0] for at, way in ways.items()}
-        found = search(ends, result, layout(out) if last else None)
+        current, ends = result, {at: way[0] for at, way in ways.items()}
+        found = search(ends, result, layout(out) if b is operands[-1] else None)
     steps, at = path(found, current, layout(out))
     tail, products = _renamed(steps, out), []
     for before, a_found, b, b_found, result, ways in reversed(stages):
@@ -90,6 +71,30 @@ def cheapest(operands, results, names, out, sizes, mesh, cost) -> tuple[tuple[Pr
         a_steps, at = path(a_found, before, at_a)
         products.insert(0, Product(a_steps, path(b_found, b, at_b)[0], einsum))
     return tuple(products), tail
+
+
+def local_products(
+    a: Spec, b: Spec, kept, within: Setting, whole: bool
+) -> Iterator[tuple[Layout, Layout, Layout, int]]:
+    """Every legal product of shards over the axes in play: layouts of the operands and of the product, and into how
+    many parts its FLOPs are divided. `whole`: `a` may not be unreduced, as a nonlinearity has acted on it."""
+    axes = within.sizes
+    every = tuple(dict.fromkeys(a.dim_names + b.dim_names))
+    for split in arrangements(tuple(axes), len(every)):
+        over = dict(zip(every, split, strict=True))
+        used = {axis for some in split for axis in some}
+        summed = tuple(axis for dim in every if dim not in kept for axis in over[dim])
+        idle = [axis for axis in axes if axis not in used]
+        may_a = [axis for axis in idle if not whole and axis in within.partial + a.unreduced]
+        may_b = [axis for axis in idle if axis in within.partial + b.unreduced]
+        for left_a in _subsets(may_a):
+            for left_b in _subsets([axis for axis in may_b if axis not in left_a]):
+                yield (
+                    Layout(tuple(over[dim] for dim in a.dim_names), left_a),
+                    Layout(tuple(over[dim] for dim in b.dim_names), left_b),
+                    Layout(tuple(over[dim] for dim in kept), tuple(sorted(summed + left_a + left_b))),
+                    math.prod(axes[axis] for axis in used),
+                )
 
 
 def _renamed(steps, out: Spec) -> tuple[Step, ...]:

@@ -3,8 +3,8 @@
 import ast
 
 from scaling import rules
+from scaling.checker.values import Array, Each, Many, Text, Tree, as_array, difference, element, guess
 from scaling.contraction import compile_product
-from scaling.flow import Array, Each, Many, Text, Tree, as_array, difference, element, guess
 from scaling.resharding import reshard
 from scaling.spec import ShardingError, Spec, format_axes, parse, parse_line
 

@@ -1,11 +1,11 @@
-"""Reading code in this notation: statements, and what they bind (see scaling.check); calls: see scaling.calls."""
+"""Statements, read and not run (see scaling.check): what they bind, and what a strategy returns."""
 
 import ast
 import importlib.util
 from pathlib import Path
 
-from scaling.calls import Calls
-from scaling.flow import Array, Each, Many, Text, Tree, difference, element, merge
+from scaling.checker.calls import Calls
+from scaling.checker.values import Array, Each, Many, Text, Tree, difference, element, merge
 from scaling.spec import ShardingError, Spec, parse
 
 PRESERVED = {"T": 1, "mT": 1, "data": 0, "real": 0}
