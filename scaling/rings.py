@@ -123,7 +123,7 @@ def _count_hops(log: "Links | None", n: int, ways: int) -> None:
 
 
 def counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
-    """(algorithm, ways, hops, items over the busiest link) of arrays of n * items scalars on a ring of n devices."""
+    """(algorithm, ways, hops, items over the busiest link) of arrays of n * items scalars on a ring of n devices; items: a multiple of 2n."""
     from scaling.mesh import AbstractMesh
 
     mesh, rows = AbstractMesh({"X": n}), []
@@ -157,7 +157,7 @@ def section(report, mesh, axis: str = "X", seed: int = 0) -> None:
         exchanged = collectives.all_to_all(f"A[J, I_{axis}, K] -> A[J_{axis}, I, K]", chunks, mesh)
         rows.append((f"ring AllToAll, {way}", all_to_all(chunks, mesh, axis, ways).flatten(0, 1), exchanged[0], 1e-12))
     report.equal(rows)
-    lines, D, items = [], 8, 8
+    lines, D, items = [], 8, 16
     loads = {(name, ways): (hops, busiest) for name, ways, hops, busiest in counts(D, items)}
     for (name, ways), (hops, busiest) in loads.items():
         ratio = busiest / loads["AllGather", ways][1]

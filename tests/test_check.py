@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaling.check import check_file, check_source, files_of
+from scaling.check import check_file, check_source, files_of, main
 
 ROOT = Path(__file__).parent.parent
 STRATEGIES = ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")
@@ -218,15 +218,15 @@ def test_a_result_that_specs_does_not_allow():
     ]
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, capsys):
     bad = tmp_path / "bad.py"
     bad.write_text(HEAD + 'def f(a, mesh):\n    return all_reduce("A[I] -> A[I]", a, mesh)\n')
     broken = tmp_path / "broken.py"
     broken.write_text("def f(:\n")
-    run = subprocess.run([sys.executable, "-m", "scaling.check", tmp_path], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 1
-    assert f"{bad}:4: AllReduce: A[I] -> A[I]" in run.stdout
-    assert f"{broken}:1: cannot be read" in run.stdout
+    assert main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert f"{bad}:4: AllReduce: A[I] -> A[I]" in out
+    assert f"{broken}:1: cannot be read" in out
     clean = [sys.executable, "-m", "scaling.check", "scaling/strategies"]
     run = subprocess.run(clean, cwd=ROOT, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "")
