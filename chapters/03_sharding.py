@@ -19,6 +19,7 @@ from scaling.answers import Answer, report
 from scaling.collectives import shard, unshard
 from scaling.hardware import chip
 from scaling.lesson import EXACT, Report
+from scaling.memory import peak_memory
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 
@@ -101,6 +102,37 @@ def derived(report_, mesh, seed):
     for t, wanted in zip(program.operands, gradients, strict=True):
         rows.append((f"d{t.name}", unshard(str(t), grads[t.name], mesh), wanted, EXACT))
     report_.equal(rows)
+
+
+# %% The same on 8,192 devices, without any: types and sizes suffice for bytes, FLOPs and memory, line by line
+
+
+def abstract(report_):
+    report_.title("One layer of LLaMA-3 70B's MLPs, 1M tokens, on an abstract mesh of 1024 x 8, one device's share")
+    sizes, mesh = {"B": 1 << 20, "D": 8192, "F": 28672}, AbstractMesh({"X": 1024, "Y": 8})
+    B, D, F, X, Y = *sizes.values(), *mesh.sizes.values()
+    program = derive(LINE, keep_gathered=True)
+
+    def empty(spec):
+        return torch.empty(spec.local_shape(sizes, mesh), dtype=torch.bfloat16, device="meta")
+
+    inputs = {spec.name: empty(spec) for spec in program.operands}
+    with peak_memory() as memory:
+        program.run(inputs, empty(program.out), mesh)
+    events = [event for event, _, _ in memory.steps]
+    rows = [
+        (str(e), f"{e.nbytes:,}" if e.wire_bytes else "", f"{e.flops:.3g}" if e.flops else "", f"{now / 1e6:,.1f}")
+        for e, now, _ in memory.steps
+    ]
+    headers = ["line", "V bytes", "FLOPs", "MB alive after it"]
+    report_.table(rows, headers, colalign=("left", "right", "right", "right"))
+    report_.say(f"peak {memory.peak / 1e6:,.1f} MB\n")
+    moved = sum(e.nbytes for e in events if e.wire_bytes)
+    rows = [
+        ("bytes of all collectives", "8BD/X + 12DF/Y", 8 * B * D // X + 12 * D * F // Y, moved),
+        ("FLOPs", "12BDF/(XY)", 12 * B * D * F // (X * Y), sum(e.flops for e in events)),
+    ]
+    report_.same(rows, ["both passes", "formula", "value", "counted"])
 
 
 # %% Pop quizzes, and Questions 1 to 7, 9 and 10 (8 is chapters/03_collectives.py)
@@ -273,6 +305,7 @@ def main(mesh, args) -> int:
     pictures(report_, args)
     four_cases(report_, mesh, args.seed)
     derived(report_, mesh, args.seed)
+    abstract(report_)
     report_.title("Pop quizzes and questions")
     wrong = report(answers()) if mesh.rank == 0 else 0
     return len(report_.done()) + wrong

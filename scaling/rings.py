@@ -123,7 +123,10 @@ def _count_hops(log: "Links | None", n: int, ways: int) -> None:
 
 
 def counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
-    """(algorithm, ways, hops, items over the busiest link) of arrays of n * items scalars on a ring of n devices; items: a multiple of 2n."""
+    """(algorithm, ways, hops, scalars over the busiest link) of arrays of n * items scalars on a ring of n devices.
+
+    `items`: what a device holds, a multiple of 2n, so that every chunk can be halved.
+    """
     from scaling.mesh import AbstractMesh
 
     mesh, rows = AbstractMesh({"X": n}), []

@@ -23,6 +23,6 @@ def test_runs_on_ranks(tmp_path):
     command = [sys.executable, CHAPTER, "--mesh", "X=2", "--plot", picture]
     run = subprocess.run(command, capture_output=True, text=True, cwd=CHAPTER.parents[1])
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "15 comparisons, all hold" in run.stdout
+    assert "17 comparisons, all hold" in run.stdout
     assert "case 3 and 4: A[I_X, J_Y] * B[J_Y, K_X] -> C[I_X, K]" in run.stdout
     assert picture.stat().st_size > 5000
