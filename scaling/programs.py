@@ -45,11 +45,6 @@ class Schedule(Sequence):
     def virtual_stages(self) -> int:
         return len(self.placement)
 
-    @property
-    def split_backward(self) -> bool:
-        """Whether some backward is done in two halves."""
-        return any(isinstance(step, BackwardWeight) for program in self for step in program)
-
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The virtual stages that a rank holds, first chunk first."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
@@ -115,23 +110,35 @@ def split_backward(schedule: Schedule, collect: bool = False) -> Schedule:
     """The same schedule with each Backward in its two halves: dIn is sent before dW is computed, so that no stage waits
     for weight gradients of another: (P-1) W less of a bubble for GPipe and 1F1B.
 
-    `collect`: weight halves wait until the next Forward, or the end: those of backwards that follow each other then run
-    as one matmul over the rows of all their microbatches. For GPipe that costs nothing; in the drain of 1F1B, a bubble.
+    `collect`: weight halves wait as long as the rank keeps no more activations than the schedule's fullest rank does;
+    those that then stand together run as one matmul over the rows of all their microbatches, which costs less. GPipe's
+    all wait to the end, which costs no time; in 1F1B they hold up other stages: that pays only where ranks share cores.
     """
-    programs = []
+    limit, programs = max(map(_peak, schedule)), []
     for program in schedule:
-        split, weights = [], []
+        split, weights, kept = [], [], 0
         for step in program:
             if isinstance(step, ReduceGrads):
                 continue
             if isinstance(step, ForwardBackward):
                 raise ValueError(f"{schedule.name}: a ForwardBackward overlaps a whole Backward, which is not split")
-            if isinstance(step, Forward) if collect else not isinstance(step, SendGrad):
-                split, weights = split + weights, []
+            kept += isinstance(step, Forward)
+            if kept > limit if collect else not isinstance(step, SendGrad):
+                split, weights, kept = split + weights, [], kept - len(weights)
             if isinstance(step, Backward):
                 split.append(BackwardInput(step.stage, step.microbatch))
                 weights.append(BackwardWeight(step.stage, step.microbatch))
             else:
                 split.append(step)
+                kept -= isinstance(step, BackwardWeight)
         programs.append(_with_reductions(split + weights))
     return replace(schedule, programs=tuple(programs))
+
+
+def _peak(program: tuple) -> int:
+    """The most activations that a rank keeps at a time, one for each chunk and microbatch."""
+    kept = peak = 0
+    for step in program:
+        kept += isinstance(step, Forward) - isinstance(step, (Backward, BackwardWeight))
+        peak = max(peak, kept)
+    return peak

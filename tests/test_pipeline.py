@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from scaling import launch, trace, tree
 from scaling.collectives import all_reduce
-from scaling.mesh import AbstractMesh
+from scaling.mesh import AbstractMesh, Mesh
 from scaling.models.mlp import Config, Stack
 from scaling.optim import adamw
 from scaling.schedules import SCHEDULES, make, split_backward
@@ -344,3 +344,16 @@ def test_a_rank_that_dies_ends_the_run(how, said):
     with pytest.raises(launch.RankError, match=f"(?s)rank 1 of 4.*{said}"):
         launch.run(dies, {"Z": 4}, how)
     assert perf_counter() - start < 5
+
+
+def unchecked(mesh, name):
+    """As `train`, on a mesh that compares nothing: the loss is then reduced while the backward goes on."""
+    free = Mesh(mesh.sizes, checked=False)
+    return train(free, name, 8, None, "mlp", OPTIONS, None)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipev"])
+def test_unchecked(ranks, name):
+    expected = one_device(OPTIONS)
+    for actual in ranks(unchecked, {"Z": 2}, name):
+        close(list(actual), list(expected))

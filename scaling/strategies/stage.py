@@ -5,7 +5,7 @@ layers. `mlp` is the book's stack of blocks written out; `from_function` makes a
 The stage with FSDP and tensor parallelism inside is `scaling.strategies.stage_fsdp_tp`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -76,12 +76,24 @@ def mlp(activation: str = "gelu", residual: bool = False, norm: bool = False) ->
         return dOut if wanted else None, rest
 
     def backward_weight(weights, rests, sums, mesh, add):
-        for l, layer in enumerate(zip(*rests, strict=True)):
-            Hid, dTmp, Act, dOut = (torch.cat(rows) if len(rows) > 1 else rows[0] for rows in zip(*layer, strict=True))
+        for l, (Hid, dTmp, Act, dOut) in enumerate(joined(rests)):
             einsum("Act[B, F] * dOut[B, D] -> dW_out[F, D]", Act, dOut, out=sums["W_out"][l], add=add)
             einsum("Hid[B, D] * dTmp[B, F] -> dW_in[D, F]", Hid, dTmp, out=sums["W_in"][l], add=add)
 
     return Stage(SPECS, forward, backward_input, backward_weight)
+
+
+def joined(rests: list[list[Rest]]) -> Iterator[Rest]:
+    """For each layer in turn, the rows of all the microbatches together; valid until the next one is asked for."""
+    scratch: list = [None] * len(Rest._fields)
+    for layer in zip(*rests, strict=True):
+        if len(layer) == 1:
+            yield layer[0]
+        else:
+            scratch = [
+                torch.cat(rows, out=buffer) for rows, buffer in zip(zip(*layer, strict=True), scratch, strict=True)
+            ]
+            yield Rest(*scratch)
 
 
 def times_transposed(line: str, d: torch.Tensor, W: torch.Tensor) -> torch.Tensor:

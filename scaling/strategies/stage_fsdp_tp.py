@@ -9,11 +9,9 @@ Y remain. So the weights of one stage are held whole along D during the step, wh
 
 from functools import partial
 
-import torch
-
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.strategies.block import Layer, act, act_vjp, normed, normed_vjp
-from scaling.strategies.stage import Rest, Stage, times_transposed
+from scaling.strategies.stage import Rest, Stage, joined, times_transposed
 
 SPECS = {"In": "In[B_X, D_Y]", "W_in": "W_in[L_Z, D_X, F_Y]", "W_out": "W_out[L_Z, F_Y, D_X]", "Out": "Out[B_X, D_Y]"}
 
@@ -69,8 +67,7 @@ def backward_input(weights, dOut, saved, mesh, wanted=True, activation="gelu", r
 
 
 def backward_weight(weights, rests, sums, mesh, add):
-    for l, layer in enumerate(zip(*rests, strict=True)):
-        Hid, dTmp, Act, dOut = (torch.cat(rows) if len(rows) > 1 else rows[0] for rows in zip(*layer, strict=True))
+    for l, (Hid, dTmp, Act, dOut) in enumerate(joined(rests)):
         # dOut first: D is then the outer dim in memory, and its blocks need no copy to be scattered
         einsum("dOut[B_X, D] * Act[B_X, F_Y] -> dW_out[F_Y, D] {U_X}", dOut, Act, out=sums["W_out"][l], add=add)
         einsum("Hid[B_X, D] * dTmp[B_X, F_Y] -> dW_in[D, F_Y] {U_X}", Hid, dTmp, out=sums["W_in"][l], add=add)

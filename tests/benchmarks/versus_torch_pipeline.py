@@ -1,7 +1,7 @@
 """The pipeline part of versus_torch.py: our schedules against torch.distributed.pipelining's, 8 microbatches.
 
 Both sides send what a stage computed to the next as soon as it is there; ours computes dIn, sends it, and then dW
-(`split_backward`), of which GPipe collects all microbatches in one matmul at the end.
+(`split_backward`), of which it collects as many microbatches in one matmul as 1F1B's, or GPipe's, memory allows.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ SPECS = {name: pipeline.SPECS[name] for name in ("W_in", "W_out")}
 
 
 def ours(name: str, mesh, size: Size, optimizer: str) -> Callable:
-    schedule = split_backward(make(name, mesh.sizes["Z"], MICROBATCHES), collect=name == "gpipe")
+    schedule = split_backward(make(name, mesh.sizes["Z"], MICROBATCHES), collect=True)
     params, In = tree.shard(pipeline.arrange(initial(size), schedule), SPECS, mesh), rows(size)
     rule = RULES[optimizer]
     state, grads = rule.init(params), None
