@@ -12,21 +12,21 @@ import re
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.elastic.multiprocessing.errors import record
 
+from scaling.agree import agree
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, join_world
 from scaling.spec import ShardingError
+from scaling.watch import CLOSED, RankError, report, show_stack_on_request, watch
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
-
-
-class RankError(RuntimeError):
-    """A rank raised or died; the message says which one and holds its traceback."""
 
 
 def run(
@@ -48,27 +48,21 @@ def run(
     world = AbstractMesh(sizes).size()
     if world == 1:
         return [fn(Mesh(sizes, device, checked, timeout), *args)]
-    method = "fork" if sys.platform == "linux" and torch.device(device).type == "cpu" else "spawn"
+    context = mp.get_context("fork" if sys.platform == "linux" and torch.device(device).type == "cpu" else "spawn")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         work = (os.getpid(), world, folder, fn, dict(sizes), args, device, checked, timeout, threads)
-        context = mp.start_processes(_rank, args=work, nprocs=world, join=False, start_method=method)
+        ranks = [context.Process(target=_rank, args=(rank, *work)) for rank in range(world)]
         try:
-            while not context.join():
-                pass
-        except mp.ProcessRaisedException as error:
-            text = str(error).split("\n\n", 1)[-1].removeprefix(f"-- Process {error.error_index} terminated")
-            text = text.removeprefix(" with the following error:\n")
-            raise RankError(f"rank {error.error_index} of {world} raised:\n{text}") from None
-        except mp.ProcessExitedException as error:
-            why = f"was killed by {error.signal_name}" if error.signal_name else f"exited with code {error.exit_code}"
-            raise RankError(f"rank {error.error_index} of {world} {why}, so the other ranks were ended") from None
+            for process in ranks:
+                process.start()
+            watch(ranks, Path(folder))
+            return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]
         finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
-            for process in context.processes:
+            started = [process for process in ranks if process.pid is not None]
+            for process in started:
+                process.kill()
+            for process in started:
                 process.join()
-        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]
 
 
 def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", checked: bool = True, **options):
@@ -77,19 +71,35 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
     Returns this rank's result, of rank 0 where the ranks were started here. A script that fails ends with exit code 1,
     and with the failing rank's traceback alone.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_parent(os.getppid())
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is cleaned up
+        try:
+            AbstractMesh(sizes)
+        except ShardingError as error:
+            sys.exit(f"ShardingError: {error}")
         try:
             return run(fn, sizes, *args, device=device, checked=checked, **options)[0]
-        except (RankError, ShardingError) as error:
-            sys.exit(f"{type(error).__name__}: {error}")
+        except RankError as error:
+            sys.exit(f"RankError: {error}")
         except KeyboardInterrupt:
             sys.exit(130)
     torch.set_num_threads(options.pop("threads", 1))
+    return _as_rank(lambda: fn(Mesh(sizes, device, checked, **options), *args))
+
+
+@record  # so that torchrun's report holds the traceback
+def _as_rank(main: Callable):
     try:
-        return fn(Mesh(sizes, device, checked, **options), *args)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        result = main()
+    except RuntimeError as error:
+        if CLOSED in str(error):  # another rank has failed: let torchrun see that one first, and end this one
+            time.sleep(2)
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -113,9 +123,21 @@ def fit(sizes: Mapping[str, int]) -> dict[str, int]:
     return {**sizes, first: world // rest}
 
 
-def _rank(rank: int, parent: int, world: int, folder: str, fn, sizes, args, device, checked, timeout, threads) -> None:
-    """The life of one started rank."""
-    _end_with_parent(parent)
+def _rank(rank: int, parent: int, world: int, folder: str, *work) -> None:
+    """The life of one started rank: what ends it before it is through goes to a file in the folder."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _end_with_parent(parent)
+        show_stack_on_request(Path(folder), rank)
+        _work(rank, world, folder, *work)
+    except BaseException as error:  # also sys.exit: the others wait for this rank
+        report(Path(folder), rank, error)
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _work(rank: int, world: int, folder: str, fn, sizes, args, device, checked, timeout, threads) -> None:
     torch.set_num_threads(threads)  # before any computing: a forked child inherits the pool's size, not its threads
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
         del os.environ[name]
@@ -123,16 +145,17 @@ def _rank(rank: int, parent: int, world: int, folder: str, fn, sizes, args, devi
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     join_world(device, timeout, dist.FileStore(f"{folder}/store", world), rank, world)
-    result = fn(Mesh(sizes, device, checked, timeout), *args)
-    Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
+    mesh = Mesh(sizes, device, checked, timeout)
+    result = pickle.dumps(fn(mesh, *args))
+    if checked:  # a rank that is through, while others still call collectives, disagrees with them as well
+        agree(mesh.group(tuple(sizes)), "the end of the run", torch.empty(0))
+    Path(folder, f"result-{rank}").write_bytes(result)
     dist.barrier()  # nobody leaves while another one may still need it
     dist.destroy_process_group()
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let this process die with the one that started it, however that ends; Ctrl-C is the parent's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """Let this process die with the one that started it, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

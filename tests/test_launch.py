@@ -1,0 +1,190 @@
+"""Ranks that are started here: their results, and every way for one to fail.
+
+A failure has to end everyone within 5 seconds, name the rank, show where it was, and leave no process behind.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from scaling.collectives import all_gather, all_reduce
+from scaling.launch import RankError, fit, parse_mesh, run
+from scaling.spec import ShardingError
+
+LIMIT = 5.0  # seconds in which all have ended
+
+
+def total(mesh) -> float:
+    """The number of ranks, by a collective over all axes."""
+    axes = "".join(mesh.sizes)
+    return all_reduce(f"A[] {{U_{axes}}} -> A[]", torch.ones(()), mesh).item()
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and has not ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def all_ended(pids, limit=LIMIT) -> bool:
+    deadline = time.monotonic() + limit
+    while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not left
+
+
+def test_results_come_in_rank_order_from_closures_too():
+    here = []  # a rank changes its own copy
+
+    def f(mesh, factor, shift):
+        here.append(mesh.rank)
+        whole = all_gather("A[I_XY] -> A[I]", torch.tensor([mesh.rank * factor + shift]), mesh)
+        return mesh.rank, mesh.coord, whole, mesh.checked, torch.get_num_threads(), os.environ["WORLD_SIZE"]
+
+    results = run(f, {"X": 2, "Y": 2}, 10, 1)
+    assert [result[0] for result in results] == [0, 1, 2, 3]
+    assert [result[1] for result in results] == [{"X": x, "Y": y} for x in (0, 1) for y in (0, 1)]
+    assert all(torch.equal(result[2], torch.tensor([1, 11, 21, 31])) for result in results)
+    assert all(result[3:] == (True, 1, "4") for result in results)
+    assert here == []
+
+
+def test_one_rank_runs_here():
+    assert run(lambda mesh: (os.getpid(), mesh.size()), {"X": 1, "Y": 1}) == [(os.getpid(), 1)]
+    with pytest.raises(KeyError, match="mine"):  # as it is: there is no other rank to tell of
+        run(lambda mesh: {}["mine"], {"X": 1})
+
+
+def test_what_makes_no_mesh_starts_no_rank():
+    with pytest.raises(ShardingError, match="axis X has size 0"):
+        run(total, {"X": 0, "Y": 2})
+
+
+def test_no_folder_stays_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run(total, {"X": 2}) == [2.0, 2.0]
+    assert [*tmp_path.iterdir()] == []
+
+
+def raises(mesh):
+    raise ValueError("boom")
+
+
+def exits(code):
+    return lambda mesh: sys.exit(code)
+
+
+def hangs(mesh):
+    time.sleep(60)
+
+
+class Odd(Exception):
+    def __init__(self, a, b):  # cannot be pickled
+        super().__init__(a)
+
+
+def raises_what_cannot_be_pickled(mesh):
+    raise Odd(1, 2)
+
+
+# what one rank does while the others wait for it in a collective -> what the message says
+FAILURES = {
+    "raises": (raises, ["raised:\nTraceback", "in raises", "ValueError: boom"]),
+    "raises what cannot be pickled": (raises_what_cannot_be_pickled, ["Odd: 1", "in raises_what_cannot"]),
+    "sys.exit(3)": (exits(3), ["raised:\nTraceback", "SystemExit: 3"]),
+    "sys.exit(0)": (exits(0), ["raised:\nTraceback", "SystemExit: 0"]),
+    "os._exit(0)": (lambda mesh: os._exit(0), ["ended with exit code 0, so the other ranks were ended"]),
+    "SIGKILL": (lambda mesh: os.kill(os.getpid(), signal.SIGKILL), ["was killed by SIGKILL"]),
+    "SIGTERM": (lambda mesh: os.kill(os.getpid(), signal.SIGTERM), ["was killed by SIGTERM"]),
+    "segfault": (lambda mesh: ctypes.string_at(0), ["was killed by SIGSEGV"]),
+    "returns what cannot be pickled": (lambda mesh: lambda: 0, ["raised:", "pickle"]),
+    "returns early": (lambda mesh: None, ["do not make the same call", "rank 1: the end of the run"]),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path):
+    def f(mesh):
+        (tmp_path / str(os.getpid())).touch()
+        return FAILURES[how][0](mesh) if mesh.rank == 1 else total(mesh)
+
+    began = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run(f, {"X": 3})
+    assert time.monotonic() - began < LIMIT
+    assert re.match(r"rank \d of 3 " if how == "returns early" else "rank 1 of 3 ", str(error.value))
+    for words in FAILURES[how][1]:
+        assert words in str(error.value)
+    assert all_ended([int(path.name) for path in tmp_path.iterdir()], 0)
+
+
+def test_a_rank_that_hangs_is_shown_where_it_is(tmp_path):
+    def f(mesh):
+        (tmp_path / str(os.getpid())).touch()
+        return hangs(mesh) if mesh.rank == 1 else total(mesh)
+
+    began = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run(f, {"X": 2}, timeout=1.0)
+    assert time.monotonic() - began < 1.0 + LIMIT
+    waited, shown = str(error.value).split("\nrank 1 was still running, here (most recent call first):\n")
+    assert waited.startswith("rank 0 of 2 raised:")
+    assert "Timed out" in waited
+    assert "in total" in waited
+    assert re.search(r"^  File .*test_launch.py., line \d+ in hangs\n", shown)
+    assert len([*tmp_path.iterdir()]) == 2
+    assert all_ended([int(path.name) for path in tmp_path.iterdir()], 0)
+
+
+def test_eight_ranks_are_soon_through_their_first_collective():
+    """0.15 to 0.35 s on two idle cores; the bound allows for other work on the machine."""
+
+    def f(mesh):
+        total(mesh)
+        return time.monotonic()
+
+    took = []
+    while not took or (min(took) > 0.5 and len(took) < 4):
+        began = time.monotonic()
+        took.append(max(run(f, {"X": 4, "Y": 2})) - began)
+    assert min(took) < 2.5
+
+
+@pytest.mark.parametrize("text", ["X=4,Y=2", " X = 4 , Y=2 "])
+def test_meshes_are_read_from_the_command_line(text):
+    assert parse_mesh(text) == {"X": 4, "Y": 2}
+    assert [*parse_mesh("Y=2,X=4")] == ["Y", "X"]
+    assert parse_mesh("data=2") == {"data": 2}
+
+
+BAD_MESHES = {
+    "": "cannot read ''",
+    "X=4,": "cannot read ''",
+    "X:4": "cannot read 'X:4'; write axes and sizes as in X=4,Y=2",
+    "X=-1": "cannot read 'X=-1'",
+    "X=4,X=2": "axis X is given twice",
+    "X=0": "axis X has size 0",
+    "XY=4": "'XY' cannot name a mesh axis",
+}
+
+
+@pytest.mark.parametrize("text", BAD_MESHES)
+def test_bad_meshes_on_the_command_line(text):
+    with pytest.raises(ShardingError) as error:
+        parse_mesh(text)
+    assert BAD_MESHES[text] in str(error.value)
+
+
+def test_a_default_mesh_is_fitted_to_torchruns_ranks(monkeypatch):
+    for world, fitted in {"1": (4, 2), "4": (2, 2), "2": (1, 2), "16": (8, 2), "3": (4, 2)}.items():
+        monkeypatch.setenv("WORLD_SIZE", world)
+        assert tuple(fit({"X": 4, "Y": 2}).values()) == fitted

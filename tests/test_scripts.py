@@ -1,0 +1,141 @@
+"""Scripts that `launch.start` runs, under python and torchrun: what they print, how they end, what ends with them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_launch import LIMIT, all_ended, running
+
+from scaling import launch
+
+SCRIPT = f"""
+import os, sys, time
+sys.path[:0] = {[str(Path(launch.__file__).parents[1])]!r}
+import torch
+from scaling.collectives import all_reduce
+from scaling.launch import parse_mesh, start
+
+def main(mesh, how):
+    sys.stdout.write(f"pid {{os.getpid()}} rank {{mesh.rank}}\\n")
+    sys.stdout.flush()
+    if how == "wait":
+        time.sleep(60)
+    if how == "raise" and mesh.rank == mesh.size() - 1:
+        raise ValueError("boom")
+    return all_reduce("A[] {{U_X}} -> A[]", torch.ones(()), mesh).item()
+
+if __name__ == "__main__":
+    result = start(main, {{"X": int(sys.argv[2])}}, sys.argv[1])
+    if int(os.environ.get("RANK", 0)) == 0:
+        print("result", result)
+"""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Start the script with some arguments: (process, a function that gives its exit code and output)."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    begun = []
+
+    def begin(*args, command=(sys.executable,)):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        where = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen([*command, str(tmp_path / "script.py"), *args], **where, **streams)
+        begun.append(process)
+        return process
+
+    yield begin
+    for process in begun:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def pids_in(text: str) -> list[int]:
+    return [int(pid) for pid in re.findall(r"pid (\d+) rank", text)]
+
+
+def test_a_mesh_that_is_none_ends_a_script_with_one_line():
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as end:
+            launch.start(print, {"X": 0})
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert end.value.code == "ShardingError: mesh axis X has size 0: it must be an int of at least 1"
+
+
+def test_a_script_with_a_failing_rank_prints_its_traceback_alone(script):
+    process = script("raise", "4")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out.count("Traceback") == 1
+    assert "RankError: rank 3 of 4 raised:\nTraceback" in out
+    assert "ValueError: boom" in out
+    assert all_ended(pids_in(out))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_script_that_is_ended_takes_its_ranks_with_it(script, how):
+    process = script("wait", "3")
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(3)]
+    assert all(map(running, pids))
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)  # a terminal's Ctrl-C goes to all
+    else:
+        process.send_signal(how)
+    began = time.monotonic()
+    out, _ = process.communicate(timeout=30)
+    assert time.monotonic() - began < LIMIT
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[how]
+    assert "Traceback" not in out
+    assert all_ended(pids)
+
+
+def test_bare_torchrun_starts_the_ranks_of_the_scripts_mesh(script):
+    process = script("run", "3", command=TORCHRUN)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert sorted(out.splitlines())[-1] == "result 3.0"
+    assert (len(pids_in(out)), "Warning" in out) == (3, False)
+
+
+def test_killing_a_bare_torchrun_leaves_nothing_behind(script):
+    process = script("wait", "2", command=TORCHRUN)
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+    assert all(map(running, pids))
+    process.kill()
+    assert all_ended(pids)
+
+
+def test_torchruns_ranks_are_the_mesh(script):
+    process = script("run", "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert sorted(out.splitlines())[-1] == "result 2.0"
+    assert (len(pids_in(out)), "Warning" in out) == (2, False)
+
+
+def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script):
+    process = script("raise", "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    cause = out.partition("Root Cause")[2]
+    assert "rank      : 1 " in cause
+    assert "ValueError: boom" in cause
+    assert all_ended(pids_in(out))
+
+
+def test_a_mesh_that_does_not_fit_torchruns_ranks(script):
+    process = script("run", "3", command=[*TORCHRUN, "--nproc-per-node", "2"])
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "ShardingError: the mesh X=3 has 3 devices, but 2 ranks are running" in out.partition("Root Cause")[2]
+    assert "or choose sizes whose product is 2" in out
