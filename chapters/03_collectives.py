@@ -18,7 +18,7 @@ from torch.func import vjp
 from scaling import collectives as c
 from scaling.lesson import EXACT, Report, options, run
 from scaling.mesh import Mesh
-from scaling.transport import dual_line
+from scaling.op import dual_line
 
 # %% The primitives, and what one device makes of the operands of all n ranks, stacked: [n, I, J]
 

@@ -40,7 +40,7 @@ def agree(group: Group, call: str, x: torch.Tensor) -> None:
 
 
 def agree_on(op, x: torch.Tensor) -> None:
-    """The same for a `transport.Op`, if its mesh is checked; also for one that autograd runs in a backward."""
+    """The same for a `scaling.op.Op`, if its mesh is checked; also for one that autograd runs in a backward."""
     if not op.checked or op.size == 1 or op.kind in ("Slice", "Pad"):
         return
     pg, call = dist.distributed_c10d._resolve_process_group(op.group), f"{op.kind} {op.line}"

@@ -16,9 +16,11 @@ from scaling import trace
 from scaling.agree import agree_on
 from scaling.contraction import einsum
 from scaling.mesh import Group
+from scaling.op import Op
 from scaling.rules import Step, collective_steps
 from scaling.spec import ShardingError, Spec, parse, parse_line
-from scaling.transport import Op, compilable, differentiated, start
+from scaling.traceable import constant, differentiated, linear, register
+from scaling.transport import start
 
 __all__ = ["Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather", "ppermute", "recv"]
 __all__ += ["reduce", "reduce_scatter", "reshard", "scatter", "send", "shard", "unshard", "wait"]
@@ -104,10 +106,11 @@ def gather(line: str, x: torch.Tensor, mesh, root: int = 0, async_op: bool = Fal
 def ppermute(line: str, x: torch.Tensor, mesh, axis: str | Sequence[str], perm) -> torch.Tensor:
     """Send along an axis: the rank at `source` to the one at `target`, for each (source, target) of `perm`.
 
-    A rank that no pair names as target gets zeros, as in JAX. `line` is the type, which stays: `A[I_X]`.
-    Cotangent: the pairs turned round.
+    A rank that no pair names as target gets zeros, as in JAX. `line` is the type, which stays: `A[I_X]`, or what the
+    permutation makes of it: `A[I_XY] -> A[I_YX]`. Cotangent: the pairs turned round.
     """
-    spec, perm = parse(line), tuple((int(s), int(t)) for s, t in perm)
+    typed = parse_line(line if "->" in line else f"{line} -> {line}")
+    (spec,), after, perm = typed.operands, typed.result, tuple((int(s), int(t)) for s, t in perm)
     spec.check_axes(mesh)
     group = mesh.group((axis,) if axis in mesh.sizes else tuple(axis))
     for ends in zip(*perm, strict=True):
@@ -116,8 +119,8 @@ def ppermute(line: str, x: torch.Tensor, mesh, axis: str | Sequence[str], perm) 
                 f"{spec}: ppermute over {axis} (size {group.size}) by {perm}\n"
                 f"  rule: sources are distinct, targets are distinct, and all lie in 0..{group.size - 1}"
             )
-    op = Op.over(group, "CollectivePermute", f"{spec} -> {spec}", moves=perm)
-    return _run(op, group, Step(spec, spec, group.axes), x, mesh, False)
+    op = Op.over(group, "CollectivePermute", f"{spec} -> {after}", moves=perm)
+    return _run(op, group, Step(spec, after, group.axes), x, mesh, False)
 
 
 def send(line: str, x: torch.Tensor, mesh, axis: str, to: int, async_op: bool = False):
@@ -161,15 +164,16 @@ def _call(kind: str, line: str, x: torch.Tensor, mesh, async_op: bool, root: int
 
 def _compiled(kind: str, line: str, x: torch.Tensor, mesh, async_op: bool, root: int | None, out):
     for op in _constants(kind, line, mesh, root):
-        x = compilable(x, *op)
+        x = linear(x, *op)
     if out is not None:
         x = out.copy_(x)
     return Pending(None, lambda: x) if async_op else x
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _constants(kind: str, line: str, mesh, root: int | None) -> tuple:
     """The ops of a line as plain tuples, worked out while compiling: a graph holds constants."""
+    register()
     return tuple(tuple(op) for op, _, _ in _resolve(kind, line, mesh, root))
 
 
@@ -196,7 +200,7 @@ def _run(op: Op, group: Group, step: Step, x: torch.Tensor, mesh, async_op: bool
             f"{op.line}\n  an AbstractMesh moves no data: give it tensors on the meta device, not {x.device}"
         )
     if differentiated(x):
-        result = compilable(x, *op)
+        result = linear(x, *op)
         if out is not None:
             result = out.copy_(result)
         return Pending(None, lambda: result) if async_op else result

@@ -15,6 +15,7 @@ import torch
 
 from scaling import trace
 from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line
+from scaling.traceable import constant
 
 
 def einsum(line: str, a: torch.Tensor, b: torch.Tensor | None = None, out=None, add: bool = False) -> torch.Tensor:
@@ -202,7 +203,7 @@ def _general(line: Line) -> Callable:
     return lambda a, b: torch.einsum(equation, a, b)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _constant_equation(line: str) -> str:
     """The line checked, and as the equation that a compiler is given to find the best kernel for."""
     return _equation(compile_product(line).line)

@@ -13,6 +13,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import all_reduce
 from scaling.spec import ShardingError, format_axes, mesh_sizes, parse
+from scaling.traceable import constant
 
 Schedule = float | Callable[[Tensor], "Tensor | float"]  # of the number of updates made so far, a 0-dim float64 tensor
 
@@ -143,7 +144,7 @@ def clip_by_global_norm(grads, specs, mesh, max_norm: float, eps: float = 1e-6):
     return tree.map(lambda g: g * scale.to(g.dtype), grads), norm
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _split_over(specs, mesh) -> tuple[str, ...]:
     """For each leaf the axes that split it, in the mesh's order, as the notation writes them; "" if it is whole."""
     named = tree.named_leaves(specs, "grads")

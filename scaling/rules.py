@@ -10,7 +10,7 @@ from scaling.spec import ShardingError, Spec, format_axes, parse_line
 class Step:
     """One collective over one group: types before and after, the axes, and the dims it grows or splits (by position).
 
-    `dim` as in `transport.Op`; `to` the dim that an AllToAll splits; `splits` the dim that must divide, if any does.
+    `dim` as in `scaling.op.Op`; `to` the dim that an AllToAll splits; `splits` the dim that must divide, if any does.
     """
 
     before: Spec
