@@ -14,7 +14,7 @@ import sys
 import torch
 
 from scaling import cost, launch, rings, show
-from scaling.algebra import COLLECTIVES, derive, matmul, matmul_via, reshard
+from scaling.algebra import derive, matmul, matmul_via, reshard
 from scaling.answers import Answer, report
 from scaling.collectives import shard, unshard
 from scaling.hardware import chip
@@ -22,6 +22,7 @@ from scaling.lesson import EXACT, Report
 from scaling.memory import peak_memory
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
+from scaling.step_time import seconds_on
 
 V4P, V5E, V5P, H100 = (chip(name) for name in ("v4p", "v5e", "v5p", "h100"))
 MICRO = 1e6  # microseconds in a second
@@ -120,12 +121,8 @@ def abstract(report_):
     with peak_memory() as memory:
         program.run(inputs, empty(program.out), mesh)
     events = [event for event, _, _ in memory.steps]
-    rows = [
-        (str(e), f"{e.nbytes:,}" if e.wire_bytes else "", f"{e.flops:.3g}" if e.flops else "", f"{now / 1e6:,.1f}")
-        for e, now, _ in memory.steps
-    ]
-    headers = ["line", "V bytes", "FLOPs", "MB alive after it"]
-    report_.table(rows, headers, colalign=("left", "right", "right", "right"))
+    lines = [(str(e), f"{e.nbytes:,}", f"{e.flops:,}", f"{now / 1e6:,.1f}") for e, now, _ in memory.steps]
+    report_.table(lines, ["line", "V bytes", "FLOPs", "MB after it"], colalign=("left", *["right"] * 3))
     report_.say(f"peak {memory.peak / 1e6:,.1f} MB\n")
     moved = sum(e.nbytes for e in events if e.wire_bytes)
     rows = [
@@ -136,18 +133,6 @@ def abstract(report_):
 
 
 # %% Pop quizzes, and Questions 1 to 7, 9 and 10 (8 is chapters/03_collectives.py)
-
-
-def seconds_on(hw, sizes, mesh, dtype="bf16"):
-    """A cost function for plans: the seconds of each step on a torus whose axes are the mesh's; FLOPs are free."""
-
-    def seconds(step):
-        if step.op not in COLLECTIVES:
-            return 0.0
-        lengths = tuple(mesh[axis] for axis in step.axes)
-        return cost.seconds(step.op, step.nbytes(sizes, mesh, dtype), hw, lengths)
-
-    return seconds
 
 
 def quizzes():
@@ -176,8 +161,8 @@ def question_2():
         "AR_Z": cost.all_reduce(local, V4P, 4),
         "idle": cost.all_gather(16 * local, V4P, (4, 4, 4)),
     }
-    clever = reshard("A[B_X, D_Y]", "A[B, D_Y]", sizes, mesh, cost=seconds_on(V4P, sizes, mesh))
-    planned = sum(map(seconds_on(V4P, sizes, mesh), clever.steps))
+    clever = reshard("A[B_X, D_Y]", "A[B, D_Y]", sizes, mesh, cost=seconds_on(V4P, sizes, mesh, flops=False))
+    planned = sum(map(seconds_on(V4P, sizes, mesh, flops=False), clever.steps))
     return [
         Answer("2.1 AllGather_X([B_X, D_Y])", "23", times["AG_X"] * MICRO, "us"),
         Answer("2.2 AllGather_XY([B_X, D_Y])", "46", times["AG_XY"] * MICRO, "us"),
@@ -211,14 +196,10 @@ def question_4():
 
 def question_5():
     sizes, mesh = {"I": 8192, "J": 8192, "K": 8192}, {"X": 4, "Y": 4, "Z": 4}
-    options = [
-        ("A[I_XYZ, J]", "B[J, K]"), ("A[I, J]", "B[J, K_XYZ]"), ("A[I, J_XYZ]", "B[J_XYZ, K]"), ("A[I, J]", "B[J, K]")
-    ]  # fmt: skip
-    times = []
-    for a, b in options:
+    times, whole = [], ("A[I, J]", "B[J, K]")
+    for a, b in (("A[I_XYZ, J]", whole[1]), (whole[0], "B[J, K_XYZ]"), ("A[I, J_XYZ]", "B[J_XYZ, K]"), whole):
         plan = matmul_via(a, b, "C[I, K]", a, b)
-        comms = sum(map(seconds_on(V4P, sizes, mesh), plan.steps))
-        times.append(plan.flops(sizes, mesh) / V4P.flops("bf16") + comms)
+        times.append(sum(map(seconds_on(V4P, sizes, mesh), plan.steps)))
     best = " = ".join(f"({n})" for n, t in enumerate(times, 1) if t == min(times))
     text = ", ".join(f"({n}) {t * 1e3:.2f} ms" for n, t in enumerate(times, 1))
     return [Answer("5 the fastest of the four, I = J = K = 8192", "(1) = (2)", best, note=text)]
@@ -234,7 +215,7 @@ def question_6():
     ]:
         plan = matmul(a, b, out, mesh=mesh)
         what = ", ".join(f"{s.op}_{''.join(s.axes)}({s.before.name})" for s in plan.collectives) or "nothing"
-        comms = sum(map(seconds_on(V5E, sizes, mesh), plan.steps))
+        comms = sum(map(seconds_on(V5E, sizes, mesh, flops=False), plan.steps))
         math = plan.flops(sizes, mesh) / V5E.flops("bf16")
         rows.append(Answer(f"{part} {a} * {b}: sent", "", what, note="on lines of 4: v5e wraps round at 16 only"))
         if dim:
@@ -252,9 +233,9 @@ def question_7():
     times, held = {}, {}
     for name, line in lines.items():
         program = derive(line)
-        times[name] = sum(map(seconds_on(V5E, sizes, mesh), program.forward))
-        held[name] = max(s.after.nbytes(sizes, mesh, "bf16") for s in program.forward if s.after.name.startswith("W")
-                         ) if name == "FSDP" else program.operands[1].nbytes(sizes, mesh, "bf16")  # fmt: skip
+        times[name] = sum(map(seconds_on(V5E, sizes, mesh, flops=False), program.forward))
+        products = [step for step in program.forward if step.op == "Einsum"]
+        held[name] = max(step.before[1].nbytes(sizes, mesh, "bf16") for step in products)
     math = derive(lines["TP"]).flops(sizes, mesh) / 3 / V5E.flops("bf16")
     return [
         Answer("7 bytes of one weight", "536e6", parse("W[D, F]").nbytes(sizes, {}, "bf16"), "bytes"),

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from test_resharding import naive_bytes, types
 
 from scaling.algebra import cases, matmul, matmul_via, reshard
+from scaling.hardware import chip
 from scaling.products import local_product
 from scaling.spec import ShardingError, parse
+from scaling.step_time import seconds_on
 
 SIZES = {"I": 4, "J": 8, "K": 12}
 
@@ -144,6 +146,21 @@ def test_a_cost_function_weighs_flops():
 
         plan = matmul("A[I, J]", "B[J, K]", "C[I, K]", sizes, mesh, cost)
         assert any(step.op == "AllGather" for step in plan.steps) == gathers
+
+
+def test_plans_by_time_on_a_chip():
+    """Question 4 by time: no slower than either strategy, nor than the plan by bytes."""
+    line, mesh, v5p, plans = ("X[B, D]", "Y[D_X, F]", "Z[B, F]"), {"X": 4}, chip("v5p"), []
+    for tokens in (64, 65536):
+        sizes = {"B": tokens, "D": 8192, "F": 1024}
+        seconds = seconds_on(v5p, sizes, mesh)
+        assert seconds is seconds_on(v5p, sizes, mesh)
+        plans.append(matmul(*line, sizes, mesh, seconds))
+        others = [matmul(*line, sizes, mesh)]
+        others += [matmul_via(*line, *local) for local in (("X[B, D]", "Y[D, F]"), ("X[B, D_X]", "Y[D_X, F]"))]
+        for other in others:
+            assert sum(map(seconds, plans[-1].steps)) <= sum(map(seconds, other.steps)) * (1 + 1e-12)
+    assert plans[0] != plans[1]
 
 
 def test_attention_has_batch_dims():

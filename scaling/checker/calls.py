@@ -246,7 +246,7 @@ def declared(name: str, text: str) -> tuple[tuple[Spec, ...], Spec]:
     if name == "einsum":
         line = compile_product(text).line
         return line.operands, line.result
-    if name in ("ppermute", "send", "recv"):
+    if name in ("ppermute", "send", "recv") and "->" not in text:
         return (parse(text),), parse(text)
     if name == "unshard":
         spec = parse(text)
@@ -257,6 +257,6 @@ def declared(name: str, text: str) -> tuple[tuple[Spec, ...], Spec]:
     line = parse_line(text)
     if name == "reshard":
         reshard(line.operands[0], line.result)
-    elif not (name == "shard" and line.operands[0].same_sharding(line.result)):
+    elif name != "ppermute" and not (name == "shard" and line.operands[0].same_sharding(line.result)):
         rules.collective_steps(KINDS.get(name, "Slice"), text)
     return line.operands, line.result
