@@ -4,16 +4,14 @@ Arrays are found by their type: a Spec with its name, `In[B_X, D]` is not `In[B_
 of shards, differentiable where the collectives are, and runs on a Mesh and on an AbstractMesh alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
 from scaling import collectives as c
-from scaling import rules
 from scaling.resharding import reshard
 from scaling.spec import ShardingError, Spec, parse_line
 from scaling.steps import Plan, Step, permutation
-from scaling.transport import Op
 
 
 def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor:
@@ -22,9 +20,7 @@ def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor
         return c.einsum(step.line, *operands)
     (x,) = operands
     if step.op == "CollectivePermute":
-        group = mesh.group(step.axes)
-        op = Op.over(group, step.op, step.line, moves=permutation(step, mesh))
-        return c._run(op, group, rules.Step(step.before, step.after, step.axes), x, mesh, False)
+        return c.ppermute(step.line, x, mesh, step.axes, permutation(step, mesh))
     if step.op in _BY_LINE:
         return _BY_LINE[step.op](step.line, x, mesh)
     if step.op == "Pad":
@@ -51,16 +47,27 @@ def _pad(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
     return torch.nn.functional.pad(x, (*zeros, group.index * size, (group.size - 1 - group.index) * size))
 
 
+def run_steps(steps: Sequence[Step], held: dict, mesh, keep: Container[Spec], made=None) -> dict:
+    """Do steps on typed shards, {type: shard}, which is changed and returned: an array goes after its last use.
+
+    `keep`: types that stay. `made(type, shard)`: what to put in place of each new shard.
+    """
+    last = {spec: number for number, step in enumerate(steps) for spec in step.operands}
+    for number, step in enumerate(steps):
+        result = run_step(step, [held[spec] for spec in step.operands], mesh)
+        for spec in step.operands:
+            if last[spec] == number and spec not in keep:
+                held.pop(spec, None)
+        held[step.after] = made(step.after, result) if made else result
+    return held
+
+
 def run_plan(plan: Plan, shards: Sequence[torch.Tensor], mesh) -> torch.Tensor:
     """The shard of `plan.result`; `shards` are those of `plan.operands`, in order."""
     if len(shards) != len(plan.operands):
         raise ShardingError(f"{len(shards)} shards for {len(plan.operands)} operands, {plan.operands}")
-    held = dict(zip(plan.operands, shards, strict=True))
-    result = plan.operands[0]
-    for step in plan.steps:
-        held[step.after] = run_step(step, [held[spec] for spec in step.operands], mesh)
-        result = step.after
-    return held[result]
+    result = plan.steps[-1].after if plan.steps else plan.operands[0]
+    return run_steps(plan.steps, dict(zip(plan.operands, shards, strict=True)), mesh, {result})[result]
 
 
 def run_reshard(line: str, x: torch.Tensor, mesh) -> torch.Tensor:
@@ -80,29 +87,31 @@ def run_forward(program, inputs: Mapping[str, torch.Tensor], mesh, activation=No
     """(Out, saved) of a Program; see Program.run_forward. `saved` maps types to shards, all that the backward needs."""
     if missing := [spec.name for spec in program.operands if spec.name not in inputs]:
         raise ShardingError(f"no shard of {missing[0]} among the inputs {list(inputs)}")
-    held = {spec: inputs[spec.name] for spec in program.operands}
     before = {}  # the hidden arrays as they were before the activation
-    for step in program.forward:
-        if step.op == "Loss":
-            continue
-        held[step.after] = run_step(step, [held[spec] for spec in step.operands], mesh)
-        if activation is not None and step.after in program.hidden:
-            before[step.after] = held[step.after]
-            held[step.after] = activation(held[step.after])
+
+    def made(spec: Spec, shard: torch.Tensor) -> torch.Tensor:
+        if activation is None or spec not in program.hidden:
+            return shard
+        before[spec] = shard
+        return activation(shard)
+
+    steps = [step for step in program.forward if step.op != "Loss"]
+    held = {spec: inputs[spec.name] for spec in program.operands}
+    held = run_steps(steps, held, mesh, {program.out, *program.saved}, made)
     return held[program.out], {spec: before.get(spec, held[spec]) for spec in program.saved}
 
 
 def run_backward(program, dOut: torch.Tensor, saved: Mapping[Spec, torch.Tensor], mesh, activation=None) -> dict:
     """The cotangents of the inputs, by their names; see Program.run_backward."""
-    held, transposed = dict(saved), {}
+    first, *steps = program.backward
+    held, transposed = {**saved, first.after: dOut}, {}
     for spec in program.hidden if activation is not None else ():
         held[spec], back = torch.func.vjp(activation, saved[spec])
         transposed[spec.with_name("d" + spec.name)] = back
-    for step in program.backward:
-        if step.op == "Cotangent":
-            held[step.after] = dOut
-            continue
-        held[step.after] = run_step(step, [held[spec] for spec in step.operands], mesh)
-        if step.after in transposed:
-            (held[step.after],) = transposed[step.after](held[step.after])
-    return {spec.name: held[spec.with_name("d" + spec.name)] for spec in program.operands}
+
+    def made(spec: Spec, shard: torch.Tensor) -> torch.Tensor:
+        return transposed[spec](shard)[0] if spec in transposed else shard
+
+    wanted = {spec.name: spec.with_name("d" + spec.name) for spec in program.operands}
+    held = run_steps(steps, held, mesh, wanted.values(), made)
+    return {name: held[spec] for name, spec in wanted.items()}

@@ -153,6 +153,12 @@ HEAD = "from scaling.collectives import all_gather, all_reduce, einsum, reduce_s
             "one operand is",
         ),
         (
+            'x = einsum("A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}", a, b)\n'
+            '    return x if a is None else all_reduce("C[I, K] {U_X} -> C[I, K]", x, mesh)',
+            5,
+            "whichever way it is made",
+        ),
+        (
             'p = all_gather("A[I_X, J] -> A[I, J]", a, mesh, async_op=True)\n'
             '    return einsum("A[I, J] * B[J, K] -> C[I, K]", p, b)',
             5,

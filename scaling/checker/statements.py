@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 
 from scaling.checker.calls import Calls
-from scaling.checker.values import Array, Each, Many, Text, Tree, difference, element, merge
+from scaling.checker.values import Array, Each, Many, Text, Tree, difference, element, merge, partly_reduced
 from scaling.spec import ShardingError, Spec, parse
 
 PRESERVED = {"T": 1, "mT": 1, "data": 0, "real": 0}
@@ -206,7 +206,10 @@ class Reader(Calls):
             return Tree(tuple((key, item) for key, item in items if isinstance(key, str)))
         if isinstance(node, ast.IfExp):
             self.value(node.test, env)
-            return merge(self.value(node.body, env), self.value(node.orelse, env))
+            one, other = self.value(node.body, env), self.value(node.orelse, env)
+            if torn := partly_reduced(one, other):
+                self.report(node, f"{ast.unparse(node)}: {torn}")
+            return merge(one, other)
         if isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp)):
             inner = dict(env)
             for part in node.generators:

@@ -63,6 +63,15 @@ def merge(a, b):
     return None
 
 
+def partly_reduced(a, b) -> str:
+    """What is wrong with a value that is one of two arrays, of which one is a partial sum and the other is not."""
+    if not isinstance(a, Array) or not isinstance(b, Array) or a.spec.dim_names != b.spec.dim_names:
+        return ""
+    if a.spec.unreduced == b.spec.unreduced:
+        return ""
+    return f"it is {a.spec} or {b.spec}\n  rule: a value is unreduced over the same axes whichever way it is made"
+
+
 def element(value):
     """What iterating over a value, or indexing it by a variable, gives."""
     if isinstance(value, Each):
