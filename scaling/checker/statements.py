@@ -8,7 +8,7 @@ from scaling.checker.calls import Calls
 from scaling.checker.values import Array, Each, Many, Text, Tree, difference, element, merge, partly_reduced
 from scaling.spec import ShardingError, Spec, parse
 
-PRESERVED = {"T": 1, "mT": 1, "data": 0, "real": 0}
+TURNED, SAME = ("T", "mT"), ("data", "real")  # attributes of a tensor: its transpose, and what keeps its type
 
 
 class Reader(Calls):
@@ -223,9 +223,9 @@ class Reader(Calls):
             return self.arithmetic(node, env)
         if isinstance(node, ast.Attribute):
             held = self.value(node.value, env)
-            if isinstance(held, Array) and PRESERVED.get(node.attr) == 1 and len(held.spec.dims) == 2:
+            if isinstance(held, Array) and node.attr in TURNED and len(held.spec.dims) == 2:
                 return Array(Spec(held.spec.name, held.spec.dims[::-1], held.spec.unreduced), held.sure)
-            return held if PRESERVED.get(node.attr) == 0 else None
+            return held if node.attr in SAME else None
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr) and not isinstance(node, ast.Lambda):
                 self.value(child, env)
