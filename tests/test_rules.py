@@ -4,12 +4,20 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 
 from scaling import collectives as c
 from scaling.contraction import compile_product, result_type
 from scaling.mesh import AbstractMesh
+from scaling.op import DUAL, dual_line
 from scaling.rules import collective_steps
-from scaling.spec import ShardingError, format_axes, parse_line
+from scaling.spec import ShardingError, Spec, format_axes, parse_line
+
+
+def meta(*shape):
+    return torch.empty(shape, device="meta")
+
 
 # (kind, line) -> the steps that it takes, as "axes over which: type after"
 LEGAL = {
@@ -132,6 +140,46 @@ def test_legal_products(line):
     assert str(compile_product(line).line.result) == PRODUCTS[line]
 
 
+KINDS = {"AllGather": c.all_gather, "ReduceScatter": c.reduce_scatter, "AllReduce": c.all_reduce}
+KINDS |= {"AllToAll": c.all_to_all, "Slice": c.shard, "Broadcast": c.broadcast, "Reduce": c.reduce}
+KINDS |= {"Scatter": c.scatter, "Gather": c.gather}
+
+
+@st.composite
+def lines(draw):
+    """A kind of collective, and two types of one array that differ in where some axes are, or in all."""
+    dims, places = "IJK"[: draw(st.integers(1, 3))], []
+    for axis in draw(st.permutations(["X", "Y", "Z"])):
+        was = draw(st.sampled_from([*dims, "U", ""]))
+        now = draw(st.sampled_from([*[was] * 5, *dims, "U", ""]))
+        places.append((axis, was, now))
+
+    def spec(side: int) -> Spec:
+        at = {d: tuple(place[0] for place in places if place[side] == d) for d in [*dims, "U"]}
+        return Spec("A", tuple((d, at[d]) for d in dims), tuple(sorted(at["U"])))
+
+    return draw(st.sampled_from([*KINDS])), spec(1), spec(2)
+
+
+@settings(deadline=None, max_examples=600, derandomize=True)
+@given(lines())
+def test_a_line_is_refused_or_has_the_shape_of_its_type_and_a_legal_transpose(case):
+    """By the law of cotangents: the transposed types, unreduced where the array was replicated, keep the rules too."""
+    kind, before, after = case
+    line, sizes, mesh = f"{before} -> {after}", {"I": 12, "J": 24, "K": 36}, AbstractMesh({"X": 2, "Y": 3, "Z": 2})
+    try:
+        steps = collective_steps(kind, line)
+    except ShardingError as error:
+        event(f"{kind} refused")
+        assert str(error).startswith(f"{kind}: {line}\n")  # noqa: PT017
+        return
+    event(f"{kind} legal")
+    assert KINDS[kind](line, meta(*before.local_shape(sizes, mesh)), mesh).shape == after.local_shape(sizes, mesh)
+    for step in steps if kind in ("AllGather", "ReduceScatter", "AllReduce", "AllToAll") else ():
+        (back,) = collective_steps(DUAL.get(kind, kind), dual_line(f"{step.before} -> {step.after}", step.axes))
+        assert back.axes == step.axes
+
+
 NO_PRODUCTS = {
     "A[I, J_X] * B[J, K] -> C[I, K]": ["case 2", "dim J is split over X in one operand and not at all in the other"],
     "A[I, J] * B[J_X, K] -> C[I, K]": ["case 2", "dim J is split not at all in one operand and over X in the other"],
@@ -161,10 +209,6 @@ def test_illegal_products_are_refused_with_the_case(line):
         c.einsum(line, None, None)  # before an operand is looked at
     for words in [str(parse_line(line)), *NO_PRODUCTS[line]]:
         assert words in str(error.value)
-
-
-def meta(*shape):
-    return torch.empty(shape, device="meta")
 
 
 MESH = AbstractMesh({"X": 4, "Y": 2})
