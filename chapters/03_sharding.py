@@ -24,7 +24,7 @@ from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 from scaling.step_time import seconds_on
 
-V4P, V5E, V5P, H100 = (chip(name) for name in ("v4p", "v5e", "v5p", "h100"))
+V4P, V5E, V5P = (chip(name) for name in ("v4p", "v5e", "v5p"))
 MICRO = 1e6  # microseconds in a second
 
 # %% A unified notation for sharding: which device holds what
@@ -58,9 +58,8 @@ CASES = [
 
 
 def dense(seed):
-    rng = torch.Generator().manual_seed(seed)
-    A = torch.randn(SIZES["I"], SIZES["J"], dtype=torch.float64, generator=rng)
-    B = torch.randn(SIZES["J"], SIZES["K"], dtype=torch.float64, generator=rng)
+    rng, (I, J, K) = torch.Generator().manual_seed(seed), SIZES.values()
+    A, B = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((I, J), (J, K)))
     return A, B, A @ B
 
 
@@ -120,14 +119,14 @@ def abstract(report_):
     inputs = {spec.name: empty(spec) for spec in program.operands}
     with peak_memory() as memory:
         program.run(inputs, empty(program.out), mesh)
-    events = [event for event, _, _ in memory.steps]
     lines = [(str(e), f"{e.nbytes:,}", f"{e.flops:,}", f"{now / 1e6:,.1f}") for e, now, _ in memory.steps]
     report_.table(lines, ["line", "V bytes", "FLOPs", "MB after it"], colalign=("left", *["right"] * 3))
     report_.say(f"peak {memory.peak / 1e6:,.1f} MB\n")
-    moved = sum(e.nbytes for e in events if e.wire_bytes)
+    moved = sum(e.nbytes for e, _, _ in memory.steps if e.wire_bytes)
+    flops = sum(e.flops for e, _, _ in memory.steps)
     rows = [
         ("bytes of all collectives", "8BD/X + 12DF/Y", 8 * B * D // X + 12 * D * F // Y, moved),
-        ("FLOPs", "12BDF/(XY)", 12 * B * D * F // (X * Y), sum(e.flops for e in events)),
+        ("FLOPs", "12BDF/(XY)", 12 * B * D * F // (X * Y), flops),
     ]
     report_.same(rows, ["both passes", "formula", "value", "counted"])
 
@@ -219,8 +218,8 @@ def question_6():
         math = plan.flops(sizes, mesh) / V5E.flops("bf16")
         rows.append(Answer(f"{part} {a} * {b}: sent", "", what, note="on lines of 4: v5e wraps round at 16 only"))
         if dim:
-            note = f"where 2IJK/(16 C) equals the {plan.collectives[0].op}'s time"
-            rows.append(Answer(f"{part} compute-bound from {dim} =", "", comms / math * sizes[dim], note=note))
+            turn, note = comms / math * sizes[dim], f"where 2IJK/(16 C) equals the {plan.collectives[0].op}'s time"
+            rows.append(Answer(f"{part} compute-bound from {dim} =", "", turn, note=note))
     return rows
 
 
@@ -272,13 +271,9 @@ def answers() -> list[Answer]:
     A, mesh = parse("A[I_X, J, K]"), AbstractMesh({"X": 4, "Y": 8, "Z": 2})
     sizes = {"I": 8, "J": 8, "K": 8}
     first = Answer("1 bytes in all / bytes of one copy", "16", A.total_nbytes(sizes, mesh, 2) / (8**3 * 2))
-    rest = [*question_2(), Answer("3 AllGather_X([B_X]), B = 128", "2", cost.all_gather(256, V4P, 4) * MICRO, "us")]
-    return [
-        *quizzes(), first, *rest, *question_4(), *question_5(), *question_6(), *question_7(), *questions_9_and_10()
-    ]  # fmt: skip
-
-
-# %%
+    third = Answer("3 AllGather_X([B_X]), B = 128", "2", cost.all_gather(256, V4P, 4) * MICRO, "us")
+    rest = question_4() + question_5() + question_6() + question_7() + questions_9_and_10()
+    return [*quizzes(), first, *question_2(), third, *rest]
 
 
 def main(mesh, args) -> int:
