@@ -273,7 +273,6 @@ REFUSED = {
     "axis in U": (lambda: parse("W[D] {U_Z}").replicated({}), ["unknown mesh axis Z", "the mesh has no axes"]),
     "size missing": (lambda: parse("W[D, F]").global_shape({"D": 2}), ["dim F needs a size", "got None"]),
     "size negative": (lambda: parse("W[D]").global_shape({"D": -2}), ["dim D needs a size", "got -2"]),
-    "size a float": (lambda: parse("W[D]").global_shape({"D": 2.0}), ["dim D needs a size", "got 2.0"]),
     "number of dims": (lambda: parse("W[D]").global_shape((2, 3)), ["has 1 dims", "(2, 3)"]),
     "its own size": (lambda: parse("KV[2, B]").global_shape((3, 4)), ["dim 2 says its own size", "3"]),
     "coordinate missing": (lambda: parse("W[D_X]").slices((8,), {"X": 4}, {}), ["needs X in 0..3"]),
