@@ -7,6 +7,7 @@ from `initial(size)` and see `rows(size)`, so that their losses agree; a contest
 """
 
 import ctypes
+import gc
 import os
 import platform
 import socket
@@ -232,17 +233,21 @@ def _timed(mesh, contest: Contest, size: Size, optimizer: str, steps: int) -> di
 
 
 def _peak(mesh, build: Callable, size: Size, optimizer: str) -> int:
-    """The most bytes that the third step has in memory, beyond what this rank had before there was a model.
+    """The most bytes that the third step has in memory, beyond what this rank had before there was this model.
 
-    Fresh ranks: what one side has given back to the allocator must not serve the other.
+    Fresh ranks: what one side has given back to the allocator must not serve the other. A tiny model goes first, so
+    that code, threads and sockets, which every program has, do not count.
     """
-    x = torch.ones(64, 64, requires_grad=True)
-    torch.nn.functional.gelu(x @ x).sum().backward()  # threads and scratch memory that every program has
+    step = build(mesh, SIZES["tiny"], optimizer)
+    step()
+    del step
+    gc.collect()
     together()
     before = resident()
     step = build(mesh, size, optimizer)
     for _ in range(2):
         step()
+    gc.collect()
     reset_peak()
     step()
     together()
