@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from scaling.instructions import (
     Backward,
@@ -106,39 +107,30 @@ def _transfers(step: Instruction, rank: int, placement: tuple[int, ...]) -> tupl
     return receives, [SendGrad(stage, m, prior)] if prior != rank else []
 
 
-def split_backward(schedule: Schedule, collect: bool = False) -> Schedule:
+def split_backward(schedule: Schedule, collect: int = 1) -> Schedule:
     """The same schedule with each Backward in its two halves: dIn is sent before dW is computed, so that no stage waits
     for weight gradients of another: (P-1) W less of a bubble for GPipe and 1F1B.
 
-    `collect`: weight halves wait as long as the rank keeps no more activations than the schedule's fullest rank does;
-    those that then stand together run as one matmul over the rows of all their microbatches, which costs less. GPipe's
-    all wait to the end, which costs no time; in 1F1B they hold up other stages: that pays only where ranks share cores.
+    `collect`: weight halves wait until there are so many, which then run as one matmul over the rows of all their
+    microbatches: that costs less, since the sum of gradients is read and written once. A rank keeps up to collect - 1
+    more activations (in GPipe, none more than its M).
     """
-    limit, programs = max(map(_peak, schedule)), []
+    if not isinstance(collect, int) or collect < 1:
+        raise ValueError(f"{schedule.name}: collect is {collect!r}: it must be an int of at least 1")
+    chunk, programs = attrgetter("stage"), []
     for program in schedule:
-        split, weights, kept = [], [], 0
+        split, weights = [], []
         for step in program:
             if isinstance(step, ReduceGrads):
                 continue
             if isinstance(step, ForwardBackward):
                 raise ValueError(f"{schedule.name}: a ForwardBackward overlaps a whole Backward, which is not split")
-            kept += isinstance(step, Forward)
-            if kept > limit if collect else not isinstance(step, SendGrad):
-                split, weights, kept = split + weights, [], kept - len(weights)
+            if len(weights) >= collect and not isinstance(step, SendGrad):
+                split, weights = split + sorted(weights, key=chunk), []
             if isinstance(step, Backward):
                 split.append(BackwardInput(step.stage, step.microbatch))
                 weights.append(BackwardWeight(step.stage, step.microbatch))
             else:
                 split.append(step)
-                kept -= isinstance(step, BackwardWeight)
-        programs.append(_with_reductions(split + weights))
+        programs.append(_with_reductions(split + sorted(weights, key=chunk)))
     return replace(schedule, programs=tuple(programs))
-
-
-def _peak(program: tuple) -> int:
-    """The most activations that a rank keeps at a time, one for each chunk and microbatch."""
-    kept = peak = 0
-    for step in program:
-        kept += isinstance(step, Forward) - isinstance(step, (Backward, BackwardWeight))
-        peak = max(peak, kept)
-    return peak

@@ -1,7 +1,7 @@
 """The pipeline part of versus_torch.py: our schedules against torch.distributed.pipelining's, 8 microbatches.
 
 Both sides send what a stage computed to the next as soon as it is there; ours computes dIn, sends it, and then dW
-(`split_backward`), of which it collects as many microbatches in one matmul as 1F1B's, or GPipe's, memory allows.
+(`split_backward`), of which it collects several microbatches in one matmul; in 1F1B that keeps three more activations.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,13 @@ from scaling.schedules import make, split_backward
 from scaling.strategies import pipeline
 
 MICROBATCHES = 8
+COLLECT = {"gpipe": MICROBATCHES, "1f1b": 4, "interleaved": 4}
 RULES = {"sgd": optim.sgd(RATE), "adamw": optim.adamw(RATE)}
 SPECS = {name: pipeline.SPECS[name] for name in ("W_in", "W_out")}
 
 
 def ours(name: str, mesh, size: Size, optimizer: str) -> Callable:
-    schedule = split_backward(make(name, mesh.sizes["Z"], MICROBATCHES), collect=True)
+    schedule = split_backward(make(name, mesh.sizes["Z"], MICROBATCHES), COLLECT[name])
     params, In = tree.shard(pipeline.arrange(initial(size), schedule), SPECS, mesh), rows(size)
     rule = RULES[optimizer]
     state, grads = rule.init(params), None
