@@ -206,7 +206,7 @@ def _run(op: Op, group: Group, step: Step, x: torch.Tensor, mesh, async_op: bool
         return Pending(None, lambda: result) if async_op else result
     agree_on(op, x)
     event = trace.record(op.event(x, async_op)) if trace.active() else None
-    work, finish = start(x, op, group, async_op, out)
+    work, finish = start(x, op, group, out)
     if out is not None:
         make = finish
         finish = lambda: _into(out, make())  # noqa: E731

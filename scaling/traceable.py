@@ -28,7 +28,8 @@ def join(blocks: torch.Tensor, dim: int) -> torch.Tensor:
 
 def split_major(x: torch.Tensor, op: Op) -> torch.Tensor:
     """[..., n*m, ...] -> [n, m, ...], contiguous: no copy if the dim is the outermost in memory already."""
-    return x.movedim(op.dim, 0).contiguous().unflatten(0, (op.size, x.shape[op.dim] // op.size))
+    x = (x.movedim(op.dim, 0) if op.dim else x).contiguous()
+    return x.view(op.size, len(x) // op.size, *x.shape[1:])
 
 
 def add(blocks: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from benchmarks.native import Native
-from test_strategies import STRATEGIES, TOLERANCE, B, specs, whole
+from test_strategies import STRATEGIES, TOLERANCE, B, L, specs, whole
 
 from scaling import optim, tree
 from scaling.collectives import all_reduce
@@ -48,13 +48,15 @@ def ours(mesh, name, dtype):
     strategy, (params, batches) = STRATEGIES[name], shards(name, mesh, dtype)
     params = tree.shard(params, specs(strategy), mesh)
     adamw, losses, first = optim.adamw(0.01), [], None
-    grad_specs = zero.SHARDS if name == "zero" else specs(strategy)
+    grad_specs = {key: [spec] * L for key, spec in zero.SHARDS.items()} if name == "zero" else specs(strategy)
     state = zero.init(adamw, params, mesh) if name == "zero" else adamw.init(params)
     for In, target in batches:
         Out, saved = strategy.forward(params, In, mesh)
         losses.append(total(squares(target)(Out), mesh))
         dIn, grads = strategy.backward(2 / B * (Out - target), saved, params, mesh)
-        first = first or (tree.unshard(grads, grad_specs, mesh), dIn)
+        if first is None:
+            whole_grads = tree.unshard(grads, grad_specs, mesh)
+            first = {key: torch.stack([*g]) for key, g in whole_grads.items()}, dIn
         if name == "zero":
             params, state = zero.update(adamw, grads, state, params, mesh)
         else:

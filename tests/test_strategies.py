@@ -244,9 +244,9 @@ def run_zero(mesh, stage):
         with trace() as log:
             Out, saved = zero.forward(params, In, mesh, *BLOCKS[0])
             _, grads = zero.backward(2 / B * (Out - target), saved, params, mesh, stage=stage)
-            tree.check(grads, zero.SHARDS, SIZES, mesh)
+            tree.check(grads, {name: [spec] * L for name, spec in zero.SHARDS.items()}, SIZES, mesh)
             params, state = zero.update(adamw, grads, state, params, mesh)
-    tree.check(state["m"], zero.SHARDS, SIZES, mesh)
+    tree.check(state["m"], {name: [spec] * L for name, spec in zero.SHARDS.items()}, SIZES, mesh)
     return params, counts(log), log.book_bytes
 
 

@@ -26,14 +26,15 @@ def forward(params, In, mesh, activation="gelu", residual=False, norm=False):
     return In, Saved(tuple(layers), activation, residual, norm)
 
 
-def backward(dOut, saved, params, mesh, partial=None, reduce=True, bucket_bytes=0):
+def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None, bucket_bytes=0):
     """dOut[B_X, D] -> (dIn[B_X, D], grads typed as params: reduced over X).
 
     `bucket_bytes`: AllReduce as many layers' gradients together as fit; at 0 each by itself, as the book writes it.
     For microbatches: `partial`, the gradients {U_X} of earlier ones (given away), is added to; with `reduce=False`
-    nothing is reduced, and the gradients are returned as the partial of the next microbatch.
+    nothing is reduced, and the gradients are returned as the partial of the next microbatch. `out`: tensors like params
+    that are given away for the gradients, such as those of the step before.
     """
-    grads = {name: torch.empty_like(W) for name, W in params.items()} if partial is None else partial
+    grads = partial or out or {name: torch.empty_like(W) for name, W in params.items()}
     layer_bytes = params["W_in"][0].numel() * params["W_in"].element_size()
     bucket, last, late = max(1, bucket_bytes // layer_bytes), len(saved.layers), []
     for l in reversed(range(len(saved.layers))):

@@ -40,13 +40,14 @@ def forward(params, In, mesh, activation="gelu", residual=False, norm=False):
     return In, Saved(tuple(layers), activation, residual, norm)
 
 
-def backward(dOut, saved, params, mesh, partial=None, reduce=True):
+def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None):
     """dOut[B_X, D] -> (dIn[B_X, D], grads typed as params: reduce-scattered over X).
 
     For microbatches: `partial`, the whole gradients {U_X} of earlier ones (given away), is added to; with
-    `reduce=False` nothing is reduced, and the sum so far is returned as the partial of the next microbatch.
+    `reduce=False` nothing is reduced, and the sum so far is returned as the partial of the next microbatch. `out`:
+    tensors like params that are given away for the gradients.
     """
-    grads = {name: torch.empty_like(W) for name, W in params.items()} if reduce else partial
+    grads = (out or {name: torch.empty_like(W) for name, W in params.items()}) if reduce else partial
     late, ahead = [], gather_weights(params, len(saved.layers) - 1, mesh)
     for l in reversed(range(len(saved.layers))):
         In, Tmp, Act = saved.layers[l]

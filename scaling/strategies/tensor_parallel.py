@@ -32,12 +32,13 @@ def forward(params, In, mesh, activation="gelu", residual=False, norm=False, kee
     return In, Saved(tuple(layers), activation, residual, norm, keep)
 
 
-def backward(dOut, saved, params, mesh, partial=None, reduce=True):
+def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None):
     """dOut[B, D_Y] -> (dIn[B, D_Y], grads typed as params: the batch is whole, so they need no reduction).
 
     `partial`: the gradients of earlier microbatches (given away), which are added to; `reduce` has nothing to do here.
+    `out`: tensors like params that are given away for the gradients.
     """
-    grads = {name: torch.empty_like(W) for name, W in params.items()} if partial is None else partial
+    grads = partial or out or {name: torch.empty_like(W) for name, W in params.items()}
     for l in reversed(range(len(saved.layers))):
         In, Tmp, Act = saved.layers[l]
         into = {name: {"out": grad[l], "add": partial is not None} for name, grad in grads.items()}

@@ -42,12 +42,13 @@ def ours(strategy, mesh, size: Size, optimizer: str, **options) -> Callable:
     init, update = rule.init, rule.update
     if strategy is zero:
         init, update = partial(zero.init, rule, mesh=mesh), partial(zero.update, rule, mesh=mesh)
-    state = init(params)
+    state, grads = init(params), None
 
     def step():
-        nonlocal params, state
+        nonlocal params, state, grads
         Out, saved = strategy.forward(params, In, mesh)
-        _, grads = strategy.backward(Out * (2 / size.rows), saved, params, mesh, **options)
+        into = {} if strategy is zero else {"out": grads}
+        _, grads = strategy.backward(Out * (2 / size.rows), saved, params, mesh, **into, **options)
         params, state = update(grads, state, params, donate=True)
         return Out.square().sum() / size.rows
 
