@@ -1,8 +1,8 @@
 """Part 3, "A Deeper Dive into TPU Communication Primitives" to "More about the ReduceScatter", and Problem 8:
 https://jax-ml.github.io/scaling-book/sharding
 
-Every primitive: its type, what each rank gets, and its cotangent, each row checked as it is printed. Then how long each
-takes on this machine, against the bytes it moves.
+Every primitive: its type, what each rank gets, and its cotangent, each row checked as it is printed. The rings behind
+them, hop by hop, with the bytes on each link. Then how long each takes on this machine, against the bytes it moves.
 
     torchrun chapters/03_collectives.py
     python chapters/03_collectives.py --mesh X=2
@@ -16,6 +16,7 @@ import torch
 from torch.func import vjp
 
 from scaling import collectives as c
+from scaling import rings
 from scaling.lesson import EXACT, Report, options, run
 from scaling.mesh import Mesh
 from scaling.op import dual_line
@@ -65,6 +66,10 @@ def primitives(mesh):
     ]
 
 
+BY_NAME = {"broadcast": "reduce", "reduce": "broadcast", "scatter": "gather", "gather": "scatter"}
+BY_NAME = {name: f"{dual}, same root" for name, dual in BY_NAME.items()} | {"ppermute": "ppermute, turned round"}
+
+
 def check_primitives(mesh, report, seed):
     n, rank = mesh.sizes["X"], mesh.rank
     rng = torch.Generator().manual_seed(seed)
@@ -80,7 +85,7 @@ def check_primitives(mesh, report, seed):
             0
         )  # of all ranks, on rank 0
         verdict = report.judge(name, bool((worst <= EXACT * wanted.abs().max() * n).all()))
-        cotangent = dual_line(line, ("X",)) if name != "ppermute" else "dA[I_X, J] -> dA[I_X, J], turned round"
+        cotangent = BY_NAME.get(name) or dual_line(line, ("X",))
         rows.append((name, line, meaning, cotangent, verdict))
     report.table(rows, ["collective", "type", "what it does", "cotangent", "verdict"])
     report.say("A cotangent is {U_X} where the array was replicated over X, and replicated where that was {U_X}.")
@@ -126,6 +131,8 @@ def main(mesh, args):
     report = Report(mesh)
     report.title(f"The primitives on {mesh}")
     check_primitives(mesh, report, args.seed)
+    report.title("The rings behind them")
+    rings.section(report, mesh)
     report.title("Problem 8: how long they take here")
     time_collectives(Mesh(mesh.sizes, mesh.device), report, args.largest)  # not checked: that would be timed too
     return report.done()
