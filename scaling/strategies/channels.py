@@ -18,7 +18,7 @@ from scaling.instructions import RECVS, RecvActivation, SendActivation
 from scaling.programs import Schedule
 from scaling.spec import parse
 
-AHEAD = 2  # receives that are posted on each channel before they are waited for
+AHEAD = 8  # receives posted on each channel before they are waited for: a sender then need not wait to be asked
 
 
 class Channels:
