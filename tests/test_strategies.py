@@ -274,3 +274,20 @@ def run_keep(mesh, name):
         _, saved = strategy.forward(params, In, mesh, *BLOCKS[0], keep=keep)
         results.append(strategy.backward(dOut, saved, params, mesh))
     return all(map(torch.equal, tree.leaves(results[0]), tree.leaves(results[1])))
+
+
+def run_out(mesh, name):
+    strategy, (params, batches) = STRATEGIES[name], whole(torch.float64)
+    params = tree.shard(params, specs(strategy), mesh)
+    In, dOut = tree.shard(list(batches[0]), [strategy.SPECS["In"], strategy.SPECS["Out"]], mesh)
+    _, saved = strategy.forward(params, In, mesh)
+    _, wanted = strategy.backward(dOut, saved, params, mesh)
+    given = tree.map(lambda W: torch.full_like(W, torch.nan), params)
+    _, grads = strategy.backward(dOut, saved, params, mesh, out=given)
+    same = all(a.data_ptr() == b.data_ptr() for a, b in zip(tree.leaves(grads), tree.leaves(given), strict=True))
+    return same and all(map(torch.equal, tree.leaves(grads), tree.leaves(wanted)))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradients_into_buffers_given_away(ranks, name):
+    assert all(ranks(run_out, {"X": 2, "Y": 2}, name))
