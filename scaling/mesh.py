@@ -160,7 +160,7 @@ class Mesh(AbstractMesh):
     def device_mesh(self):
         """The same mesh as a torch DeviceMesh, on the same process groups: for DTensor and torch's own strategies."""
         if not dist.is_initialized():
-            raise ShardingError("a DeviceMesh needs a process group, which a single rank does not have: start 2 or more")
+            raise ShardingError("a DeviceMesh needs a process group, which one rank does not have: start 2 or more")
         alone = {"timeout": timedelta(seconds=self.timeout), "use_local_synchronization": True}
         groups = [self.group((axis,)).pg or dist.new_group([self.rank], **alone) for axis in self.sizes]
         ranks = torch.arange(self.size()).view(tuple(self.sizes.values()))
