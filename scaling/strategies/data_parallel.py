@@ -34,7 +34,7 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None, buc
     nothing is reduced, and the gradients are returned as the partial of the next microbatch. `out`: tensors like params
     that are given away for the gradients, such as those of the step before.
     """
-    grads = partial or out or {name: torch.empty_like(W) for name, W in params.items()}
+    grads = partial or out or one_buffer(params)
     layer_bytes = params["W_in"][0].numel() * params["W_in"].element_size()
     bucket, last, late = max(1, bucket_bytes // layer_bytes), len(saved.layers), []
     for l in reversed(range(len(saved.layers))):
@@ -64,10 +64,21 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None, buc
 def reduce_bucket(grads, first: int, last: int, mesh) -> list:
     """Start the AllReduce of several layers' gradients, which lie side by side: params are stacked over layers."""
     dW_in, dW_out = grads["W_in"][first:last], grads["W_out"][first:last]
+    one_storage = dW_in.untyped_storage().data_ptr() == dW_out.untyped_storage().data_ptr()
+    if one_storage and dW_out.data_ptr() == dW_in.data_ptr() + dW_in.nbytes:  # all layers, in `one_buffer`
+        both = dW_in.as_strided((2, dW_in.numel()), (dW_in.numel(), 1))
+        return [all_reduce("dW[M, N] {U_X} -> dW[M, N]", both, mesh, async_op=True, donate=True)]
     return [
         all_reduce("dW_out[L, F, D] {U_X} -> dW_out[L, F, D]", dW_out, mesh, async_op=True, donate=True),
         all_reduce("dW_in[L, D, F] {U_X} -> dW_in[L, D, F]", dW_in, mesh, async_op=True, donate=True),
     ]
+
+
+def one_buffer(params):
+    """Empty gradients, side by side: one AllReduce can take them all."""
+    W_in, W_out = params["W_in"], params["W_out"]
+    both = W_in.new_empty(2, W_in.numel())
+    return {"W_in": both[0].view(W_in.shape), "W_out": both[1].view(W_out.shape)}
 
 
 def partial_sums(params, mesh):
