@@ -24,6 +24,7 @@ from tabulate import tabulate
 from versus_torch import ours
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
+from scaling.launch import keep_freed_memory
 from scaling.mesh import Mesh
 from scaling.strategies import data_parallel
 
@@ -120,6 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch's own code
+    keep_freed_memory()
     measured = calls()
     print(f"One rank, one thread, on {machine()}; {args.steps} samples of each side.\n")
     lines = [
