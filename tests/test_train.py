@@ -73,7 +73,7 @@ def test_equal_to_one_device(ranks, name, mesh, microbatches):
 
 
 def run_bfloat16(mesh, name):
-    """Losses with params, activations and collectives in bfloat16, and float32 master copies in the optimizer's state."""
+    """Losses with params, activations and collectives in bfloat16, float32 master copies in the optimizer's state."""
     strategy, adamw = STRATEGIES[name], optim.adamw(0.01, master=True)
     specs = param_specs(strategy)
     params = mlp.init(CONFIG, SEED, torch.bfloat16, mesh, specs)
