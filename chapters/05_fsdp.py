@@ -16,12 +16,12 @@ import torch
 
 from scaling import optim, tree
 from scaling.collectives import all_gather, einsum, reduce_scatter
-from scaling.lesson import SINGLE, Report, layer_equality, layer_problem, options, run, stack_equality, training
+from scaling.lesson import SINGLE, Report, one_layer, options, run, stack_equality, training
 from scaling.strategies import data_parallel, fsdp, zero
-from scaling.strategies.fsdp import SPECS
-from scaling.trace import trace
 
 # %% One layer: what each rank does
+
+SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}
 
 
 def forward(W_in, W_out, In, mesh):
@@ -50,20 +50,10 @@ def backward(dOut, Tmp, W_in, W_out, In, mesh):
 
 
 def main(mesh, args):
-    report = Report(mesh)
-    report.say(f"{__doc__.split(chr(10))[0]}\n\n{SPECS['In']} * {SPECS['W_in']} * {SPECS['W_out']} -> {SPECS['Out']}")
+    report = Report(mesh, __doc__)
     X = mesh.sizes["X"]
     B, D, F = 8 * X, 8 * X, 16 * X
-    local, wanted = layer_problem({"B": B, "D": D, "F": F}, SPECS, mesh, args.seed)
-    W_in, W_out, In, dOut = (local[name] for name in ("W_in", "W_out", "In", "dOut"))
-
-    report.title(f"One layer on {mesh}: the lines as they ran on rank 0, B={B} D={D} F={F} in float64")
-    with trace() as fwd:
-        Out, Tmp = forward(W_in, W_out, In, mesh)
-    with trace() as bwd:
-        dIn, dW_in, dW_out = backward(dOut, Tmp, W_in, W_out, In, mesh)
-    report.say(f"forward\n{fwd.table()}\n\nbackward\n{bwd.table()}\n")
-    layer_equality({"Out": Out, "dIn": dIn, "dW_in": dW_in, "dW_out": dW_out}, wanted, SPECS, mesh, report)
+    fwd, bwd = one_layer(forward, backward, SPECS, {"B": B, "D": D, "F": F}, mesh, report, args.seed)
 
     report.title("Bytes that one layer moves (8 bytes an element), by the book's count")
     rows = [

@@ -12,12 +12,12 @@ are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_
 
 # %%
 from scaling.collectives import all_gather, einsum, reduce_scatter
-from scaling.lesson import Report, layer_equality, layer_problem, options, run, stack_equality, training
+from scaling.lesson import Report, one_layer, options, run, stack_equality, training
 from scaling.strategies import tensor_parallel
-from scaling.strategies.tensor_parallel import SPECS
-from scaling.trace import trace
 
 # %% One layer: what each rank does
+
+SPECS = {"In": "In[B, D_Y]", "W_in": "W_in[D, F_Y]", "W_out": "W_out[F_Y, D]", "Out": "Out[B, D_Y]"}
 
 
 def forward(W_in, W_out, In, mesh):
@@ -45,20 +45,10 @@ def backward(dOut, Tmp, W_in, W_out, In, mesh):
 
 
 def main(mesh, args):
-    report = Report(mesh)
-    report.say(f"{__doc__.split(chr(10))[0]}\n\n{SPECS['In']} * {SPECS['W_in']} * {SPECS['W_out']} -> {SPECS['Out']}")
+    report = Report(mesh, __doc__)
     Y = mesh.sizes["Y"]
     B, D, F = 32, 16 * Y, 32 * Y
-    local, wanted = layer_problem({"B": B, "D": D, "F": F}, SPECS, mesh, args.seed)
-    W_in, W_out, In, dOut = (local[name] for name in ("W_in", "W_out", "In", "dOut"))
-
-    report.title(f"One layer on {mesh}: the lines as they ran on rank 0, B={B} D={D} F={F} in float64")
-    with trace() as fwd:
-        Out, Tmp = forward(W_in, W_out, In, mesh)
-    with trace() as bwd:
-        dIn, dW_in, dW_out = backward(dOut, Tmp, W_in, W_out, In, mesh)
-    report.say(f"forward\n{fwd.table()}\n\nbackward\n{bwd.table()}\n")
-    layer_equality({"Out": Out, "dIn": dIn, "dW_in": dW_in, "dW_out": dW_out}, wanted, SPECS, mesh, report)
+    fwd, bwd = one_layer(forward, backward, SPECS, {"B": B, "D": D, "F": F}, mesh, report, args.seed)
 
     report.title("Bytes that one layer moves (8 bytes an element), by the book's count")
     rows = [

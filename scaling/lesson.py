@@ -13,8 +13,10 @@ from tabulate import tabulate
 from torch.func import grad_and_value
 
 from scaling import data, launch, optim, tree
+from scaling.check import check_file
 from scaling.models import mlp
 from scaling.spec import ShardingError, parse
+from scaling.trace import Log, trace
 from scaling.train import batch_axes, evaluate, loss_and_grads, make_step, param_specs, reduced
 
 EXACT, SINGLE = 1e-12, 2e-5  # relative differences allowed in float64 and float32
@@ -22,7 +24,7 @@ EXACT, SINGLE = 1e-12, 2e-5  # relative differences allowed in float64 and float
 
 def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
     """The chapters' command line. `mesh` is the default one; `extra` adds options as name=(default, help)."""
-    parser = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=doc, formatter_class=_Help)
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default=None, help=f"axes and sizes (default {mesh}, fitted to torchrun's ranks)")
     parser.add_argument("--device", default="cpu", help="cpu (gloo) or cuda (NCCL, a GPU for each rank)")
     parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
@@ -42,21 +44,24 @@ def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
     return args
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    pass
-
-
 def run(main: Callable, args: argparse.Namespace) -> None:
-    """Run `main(mesh, args) -> failures` on every rank, and exit with 1 if anything failed."""
+    """Run `main(mesh, args) -> failures` on every rank, and exit with 1 if anything failed.
+
+    Before any rank starts the chapter's own lines are checked, as by `python -m scaling.check`.
+    """
+    if findings := check_file(sys.modules["__main__"].__file__):
+        sys.exit("\n".join(map(str, findings)))
     failures = launch.start(main, args.mesh, args, device=args.device, checked=not args.unchecked)
     sys.exit(1 if failures else 0)
 
 
 class Report:
-    """Prints from rank 0 and keeps the verdict."""
+    """Prints from rank 0, beginning with the first line of the chapter's docstring, and keeps the verdict."""
 
-    def __init__(self, mesh):
+    def __init__(self, mesh, doc: str = ""):
         self.mesh, self.failures, self.checks, self.began = mesh, [], 0, time.perf_counter()
+        if doc:
+            self.say(doc.splitlines()[0] + "\n")
 
     def say(self, text: str = "") -> None:
         if self.mesh.rank == 0:
@@ -118,10 +123,28 @@ def layer_problem(sizes: dict, types: dict, mesh, seed: int) -> tuple[dict, dict
     return {name: tree.shard(array, types[name], mesh) for name, array in arrays.items()}, wanted
 
 
-def layer_equality(results: dict, wanted: dict, types: dict, mesh, report: Report) -> None:
-    """This rank's shards of Out, dIn, dW_in, dW_out against one device's; a cotangent here has its array's type."""
-    whole = {name: tree.unshard(shard, types[name.removeprefix("d")], mesh) for name, shard in results.items()}
+def one_layer(forward, backward, types: dict, sizes: dict, mesh, report: Report, seed: int) -> tuple[Log, Log]:
+    """Run a chapter's own layer in float64, show its lines as they ran, and compare it with one device.
+
+    `forward(W_in, W_out, In, mesh) -> (Out, Tmp)`; `backward(dOut, Tmp, W_in, W_out, In, mesh) -> (dIn, dW_in,
+    dW_out)`. Returns what was traced, forward and backward.
+    """
+    report.say(f"{types['In']} * {types['W_in']} * {types['W_out']} -> {types['Out']}")
+    shown = " ".join(f"{dim}={size}" for dim, size in sizes.items())
+    report.title(f"One layer on {mesh}: the lines as they ran on rank 0, {shown} in float64")
+    local, wanted = layer_problem(sizes, types, mesh, seed)
+    W_in, W_out, In, dOut = (local[name] for name in ("W_in", "W_out", "In", "dOut"))
+    with trace() as fwd:
+        Out, Tmp = forward(W_in, W_out, In, mesh)
+    with trace() as bwd:
+        dIn, dW_in, dW_out = backward(dOut, Tmp, W_in, W_out, In, mesh)
+    report.say(f"forward\n{fwd.table()}\n\nbackward\n{bwd.table()}\n")
+    results = {"Out": Out, "dIn": dIn, "dW_in": dW_in, "dW_out": dW_out}
+    wanted_types = {name: types[name.removeprefix("d")] for name in results}
+    tree.check(results, wanted_types, sizes, mesh, name="results")
+    whole = tree.unshard(results, wanted_types, mesh)
     report.equal([(name, whole[name], wanted[name], EXACT) for name in results])
+    return fwd, bwd
 
 
 def stack_equality(strategy, mesh, report: Report, seed: int, steps: int = 3) -> None:
@@ -132,7 +155,7 @@ def stack_equality(strategy, mesh, report: Report, seed: int, steps: int = 3) ->
     params = mlp.init(config, seed, torch.float64, mesh, specs)
     own = mlp.init(config, seed, torch.float64, device=mesh.device)
     state, own_state, step = adamw.init(params), adamw.init(own), make_step(strategy, adamw, config, mesh)
-    batch, size = None, 32
+    size = 32
     local = data.batches(text, config.K, size, mesh, batch_axes(strategy), seed)
     rows = []
     for i, batch, whole in zip(range(steps), local, data.batches(text, config.K, size, seed=seed), strict=False):

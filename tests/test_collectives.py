@@ -11,9 +11,6 @@ import torch
 from torch.func import grad, jvp, linearize, vjp, vmap
 
 from scaling import collectives as c
-from scaling.mesh import AbstractMesh, Mesh
-from scaling.spec import ShardingError
-from scaling.trace import trace
 
 I, J = 8, 4
 N = 4  # ranks
