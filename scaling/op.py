@@ -56,14 +56,6 @@ class Op(NamedTuple):
     def root(self) -> int:
         return self.moves[0][0]
 
-    def from_members(self, blocks: list) -> list:
-        """What each member of the group sent, put into block order."""
-        return [blocks[self.order.index(b)] for b in range(self.size)] if self.order else blocks
-
-    def to_members(self, blocks: list) -> list:
-        """Blocks, put into the order of the members they go to."""
-        return [blocks[b] for b in self.order] if self.order else blocks
-
     def wire_bytes(self, nbytes: int) -> int:
         """Bytes that one rank sends, of V = `nbytes`, by the algorithms that are optimal in bytes."""
         n = self.size

@@ -57,7 +57,8 @@ def start(x: torch.Tensor, op: Op, group: Group, out: torch.Tensor | None = None
         return pg.allreduce([total]), lambda: total
     if op.kind == "AllGather":
         mine = (x.movedim(dim, 0) if dim else x).contiguous()
-        if out is not None and out.movedim(dim, 0).is_contiguous():
+        in_place = op.backend == "gloo" or not op.order  # other backends' blocks arrive in members' order
+        if out is not None and in_place and out.movedim(dim, 0).is_contiguous():
             blocks = out.movedim(dim, 0).unflatten(0, (n, len(mine)))
         else:
             blocks = mine.new_empty((n, *mine.shape))
