@@ -24,7 +24,8 @@ EXACT, SINGLE = 1e-12, 2e-5  # relative differences allowed in float64 and float
 
 def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
     """The chapters' command line. `mesh` is the default one; `extra` adds options as name=(default, help)."""
-    parser = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=doc, formatter_class=as_written)
     parser.add_argument("--mesh", default=None, help=f"axes and sizes (default {mesh}, fitted to torchrun's ranks)")
     parser.add_argument("--device", default="cpu", help="cpu (gloo) or cuda (NCCL, a GPU for each rank)")
     parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
@@ -37,6 +38,8 @@ def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
     for name, (default, text) in extra.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default {default})")
     args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
     try:
         args.mesh = launch.parse_mesh(args.mesh) if args.mesh else launch.fit(launch.parse_mesh(mesh))
     except ShardingError as error:
@@ -198,12 +201,12 @@ def training(strategy, mesh, report: Report, args) -> None:
     _, grads = loss_and_grads(strategy, params, *first, config, mesh)
     memory(strategy, mesh, report, params, grads, state, config)
     report.say(f"\n{config.num_params():,} params, {args.batch} rows a step, text of {len(text):,} bytes")
-    began, losses, batch = time.perf_counter(), [], first
+    began, losses, batch = clock(mesh.device), [], first
     for _ in range(args.steps):
         params, state, metrics = step(params, state, batch)
         losses.append(metrics["loss"])
         batch = next(batches)
-    seconds = time.perf_counter() - began
+    seconds = clock(mesh.device) - began
     held_out = next(iter(data.batches(valid, config.K, min(4096, len(valid) // 16 * 8), mesh, axes, args.seed)))
     score = mlp.bits_per_byte(evaluate(strategy, params, *held_out, config, mesh)).item()
     grads, params = tree.unshard(grads, specs, mesh), tree.unshard(params, specs, mesh)
@@ -233,10 +236,17 @@ def one_device(config, train, adamw, args, device):
     """The same training by autograd of the stateless module: losses, first gradients, params, seconds."""
     own = mlp.init(config, args.seed, device=device)
     state, losses, first = adamw.init(own), [], None
-    began = time.perf_counter()
+    began = clock(device)
     for _, batch in zip(range(args.steps), data.endless(train, config.K, args.batch, seed=args.seed), strict=False):
         grads, loss = grad_and_value(mlp.loss_fn)(own, *batch, config)
         first = grads if first is None else first
         own, state = adamw.update(grads, state, own)
         losses.append(loss)
-    return losses, first, own, time.perf_counter() - began
+    return losses, first, own, clock(device) - began
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
