@@ -130,14 +130,8 @@ class _Run:
     """One execution of one rank's program: its state is what is alive at the moment. See `value_and_grad`."""
 
     def __init__(self, params, In, Target, mesh, schedule, loss, stage, axis, out=None, spans=None, head=None):
-        self.mesh, self.schedule, self.loss, self.stage, self.axis, self.spans = (
-            mesh,
-            schedule,
-            loss,
-            stage,
-            axis,
-            spans,
-        )
+        self.mesh, self.schedule, self.axis, self.spans = mesh, schedule, axis, spans
+        self.loss, self.stage = loss, stage
         self.rank, self.last = mesh.coord[axis], schedule.virtual_stages - 1
         own = schedule.stages_of(self.rank)
         _check(params, In, Target, mesh, schedule, axis)
