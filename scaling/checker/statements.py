@@ -249,8 +249,11 @@ class Reader(Calls):
 
 
 def specs_of(tree: ast.Module) -> dict[str, Spec]:
-    """The types in a module's SPECS, written out or taken from another module: `SPECS = data_parallel.SPECS`."""
+    """The types in a module's SPECS: written out, imported, or taken from another module, `data_parallel.SPECS`."""
     for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and not node.level and any(a.name == "SPECS" for a in node.names):
+            other = source_of(node.module)
+            return specs_of(other) if other else {}
         if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "SPECS" for target in node.targets):
             if isinstance(node.value, ast.Attribute) and node.value.attr == "SPECS":
                 other = module_of(tree, ast.unparse(node.value.value))
@@ -268,12 +271,17 @@ def module_of(tree: ast.Module, name: str) -> "ast.Module | None":
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
             original = next(a.name for a in node.names if (a.asname or a.name) == name)
-            try:
-                found = importlib.util.find_spec(f"{node.module}.{original}")
-            except ImportError:
-                return None
-            return ast.parse(Path(found.origin).read_text(encoding="utf-8")) if found and found.origin else None
+            return source_of(f"{node.module}.{original}")
     return None
+
+
+def source_of(module: str) -> "ast.Module | None":
+    """The tree of a module, if its source can be found."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ImportError:
+        return None
+    return ast.parse(Path(found.origin).read_text(encoding="utf-8")) if found and found.origin else None
 
 
 def layer(spec: Spec) -> Spec:
