@@ -7,6 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
@@ -38,12 +39,27 @@ def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
     for name, (default, text) in extra.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default {default})")
     args = parser.parse_args(argv)
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
+    if args.batch < 1:
+        parser.error(f"--batch {args.batch}: must be an int of at least 1")
+    if args.text is not None and not Path(args.text).is_file():
+        parser.error(
+            f"--text {args.text}: no such file; give one's path, or leave it out for Python's standard library"
+        )
+    if (device := args.device.partition(":")[0]) not in ("cpu", "cuda"):
+        parser.error(f"--device {args.device}: must be cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            f"--device {args.device}: this machine has no GPU that torch can use; leave it out to run on the CPU"
+        )
     try:
-        args.mesh = launch.parse_mesh(args.mesh) if args.mesh else launch.fit(launch.parse_mesh(mesh))
+        usual = launch.parse_mesh(mesh)
+        args.mesh = launch.parse_mesh(args.mesh) if args.mesh else launch.fit(usual)
     except ShardingError as error:
         parser.error(str(error))
+    if absent := [axis for axis in usual if axis not in args.mesh]:
+        given = ",".join(f"{axis}={size}" for axis, size in args.mesh.items())
+        mend = ",".join(f"{axis}=1" for axis in absent)
+        parser.error(f"--mesh {given}: lacks {', '.join(absent)}, as in {mesh}; add {mend} to do without")
     return args
 
 
