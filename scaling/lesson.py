@@ -15,6 +15,7 @@ from torch.func import grad_and_value
 
 from scaling import data, launch, optim, tree
 from scaling.check import check_file
+from scaling.mesh import TIMEOUT
 from scaling.models import mlp
 from scaling.spec import ShardingError, parse
 from scaling.trace import Log, trace
@@ -39,8 +40,9 @@ def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
     for name, (default, text) in extra.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default {default})")
     args = parser.parse_args(argv)
-    if args.batch < 1:
-        parser.error(f"--batch {args.batch}: must be an int of at least 1")
+    for name in ("steps", "batch"):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name} {value}: must be an int of at least 1")
     if args.text is not None and not Path(args.text).is_file():
         parser.error(
             f"--text {args.text}: no such file; give one's path, or leave it out for Python's standard library"
@@ -70,7 +72,8 @@ def run(main: Callable, args: argparse.Namespace) -> None:
     """
     if findings := check_file(sys.modules["__main__"].__file__):
         sys.exit("\n".join(map(str, findings)))
-    failures = launch.start(main, args.mesh, args, device=args.device, checked=not args.unchecked)
+    timeout = max(TIMEOUT, args.steps)  # at the end the other ranks wait while rank 0 trains one device
+    failures = launch.start(main, args.mesh, args, device=args.device, checked=not args.unchecked, timeout=timeout)
     sys.exit(1 if failures else 0)
 
 
