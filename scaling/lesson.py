@@ -4,6 +4,7 @@ Only rank 0 prints. Every comparison has a limit; a chapter exits with 1 if one 
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -62,6 +63,10 @@ def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
         given = ",".join(f"{axis}={size}" for axis, size in args.mesh.items())
         mend = ",".join(f"{axis}=1" for axis in absent)
         parser.error(f"--mesh {given}: lacks {', '.join(absent)}, as in {mesh}; add {mend} to do without")
+    if args.batch % (devices := math.prod(args.mesh.values())):
+        parser.error(
+            f"--batch {args.batch}: does not divide over the {devices} devices of the mesh; try {32 * devices}"
+        )
     return args
 
 
@@ -160,7 +165,8 @@ def one_layer(forward, backward, types: dict, sizes: dict, mesh, report: Report,
         Out, Tmp = forward(W_in, W_out, In, mesh)
     with trace() as bwd:
         dIn, dW_in, dW_out = backward(dOut, Tmp, W_in, W_out, In, mesh)
-    report.say(f"forward\n{fwd.table()}\n\nbackward\n{bwd.table()}\n")
+    report.say(f"forward\n{fwd.table()}\n\nbackward\n{bwd.table()}")
+    report.say("V is the gathered or unreduced array, the book's measure of bytes; sent is what this rank sends.\n")
     results = {"Out": Out, "dIn": dIn, "dW_in": dW_in, "dW_out": dW_out}
     wanted_types = {name: types[name.removeprefix("d")] for name in results}
     tree.check(results, wanted_types, sizes, mesh, name="results")
@@ -236,7 +242,8 @@ def training(strategy, mesh, report: Report, args) -> None:
     curve = [(i + 1, *(f"{mlp.bits_per_byte(run[i]).item():.5f}" for run in (losses, own_losses))) for i in shown]
     report.table(curve, ["step", f"bits per byte on {mesh}", "on one device"])
     threads = torch.get_num_threads()
-    report.say(f"{seconds:.1f} s on {mesh.size()} ranks, {own_seconds:.1f} s on one device with {threads} thread(s)\n")
+    report.say(f"{seconds:.1f} s on {mesh.size()} ranks, {own_seconds:.1f} s on one device with {threads} thread(s): ")
+    report.say("so small a model on ranks that share the cores of one machine shows the algorithm, not its speed\n")
     report.equal([("first gradients, float32", grads, own_grads, SINGLE)])
     drift = max(_difference(a, b) for a, b in zip(losses, own_losses, strict=True))
     end = max(_difference(a, b) for a, b in zip(tree.leaves(params), tree.leaves(own), strict=True))

@@ -109,7 +109,7 @@ def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     if microbatches < 2 * stages:
         raise ValueError(
             f"dualpipev: {microbatches} microbatches are fewer than 2 * {stages} stages: use at least {2 * stages}, "
-            "or zb_h1"
+            "or zb-h1"
         )
     placement = tuple(range(stages)) + tuple(reversed(range(stages)))
     return from_orders(
