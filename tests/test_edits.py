@@ -19,7 +19,7 @@ from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 
 STRATEGIES = {s.__name__.split(".")[-1]: s for s in (data_parallel, fsdp, tensor_parallel, fsdp_tp)}
 MESH = AbstractMesh({"X": 4, "Y": 2})
-SIZES = {"L": 2, "B": 16, "D": 64, "F": 128}
+SIZES = {"L": 3, "B": 16, "D": 64, "F": 128}
 
 
 def lines_of(strategy) -> list[str]:
@@ -37,9 +37,9 @@ def edited(strategy, old: str, new: str) -> ModuleType:
     return module
 
 
-def choices(fn, **option) -> list[dict]:
-    """An option of fn not given, and given if fn has it."""
-    return [{}, option] if {*option} <= {*inspect.signature(fn).parameters} else [{}]
+def choices(fn, option: str, *values) -> list[dict]:
+    """An option of fn not given, and given with each value if fn has it."""
+    return [{}, *({option: value} for value in values if option in inspect.signature(fn).parameters)]
 
 
 def run(strategy) -> None:
@@ -49,7 +49,8 @@ def run(strategy) -> None:
         return torch.empty(parse(type_).local_shape(SIZES, MESH), device="meta")
 
     params = {name: meta(strategy.SPECS[name].replace("[", "[L, ")) for name in ("W_in", "W_out")}
-    keeps, buckets = choices(strategy.forward, keep=False), choices(strategy.backward, bucket_bytes=2**30)
+    keeps = choices(strategy.forward, "keep", False)
+    buckets = choices(strategy.backward, "bucket_bytes", 2 * 4 * SIZES["D"] * SIZES["F"], 2**30)  # two layers, and all
     for keep in keeps:
         for bucket in buckets:
             _, saved = strategy.forward(params, meta(strategy.SPECS["In"]), MESH, **keep)
