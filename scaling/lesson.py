@@ -48,9 +48,9 @@ def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
         parser.error(
             f"--text {args.text}: no such file; give one's path, or leave it out for Python's standard library"
         )
-    if (device := args.device.partition(":")[0]) not in ("cpu", "cuda"):
-        parser.error(f"--device {args.device}: must be cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
+    if args.device not in ("cpu", "cuda"):
+        parser.error(f"--device {args.device}: must be cpu, or cuda, where each rank takes a GPU of its own")
+    if args.device == "cuda" and not torch.cuda.is_available():
         parser.error(
             f"--device {args.device}: this machine has no GPU that torch can use; leave it out to run on the CPU"
         )

@@ -219,6 +219,12 @@ def test_microbatches_synchronise_once(ranks, name):
     assert all(ranks(run_microbatches, {"X": 2, "Y": 2}, name, 4))
 
 
+@pytest.mark.parametrize("strategy", [fsdp, fsdp_tp])
+def test_nothing_to_add_to_is_refused(strategy):
+    with pytest.raises(ValueError, match="partial_sums"):
+        strategy.backward(None, None, {}, AbstractMesh({"X": 2, "Y": 2}), reduce=False)
+
+
 def run_buckets(mesh, bucket_bytes):
     params, batches = whole(torch.float64)
     In, dOut = tree.shard(list(batches[0]), ["In[B_X, D]", "In[B_X, D]"], mesh)

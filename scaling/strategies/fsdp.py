@@ -47,6 +47,8 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None):
     `reduce=False` nothing is reduced, and the sum so far is returned as the partial of the next microbatch. `out`:
     tensors like params that are given away for the gradients.
     """
+    if not reduce and partial is None:
+        raise ValueError("reduce=False adds to partial: give partial_sums(params, mesh), or an earlier microbatch's")
     grads = (out or {name: torch.empty_like(W) for name, W in params.items()}) if reduce else partial
     late, ahead = [], gather_weights(params, len(saved.layers) - 1, mesh)
     for l in reversed(range(len(saved.layers))):
