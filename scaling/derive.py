@@ -14,13 +14,13 @@ from scaling.products import chain, known_sizes, local_product
 from scaling.resharding import layout, reshard, retyped
 from scaling.search import Product
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
-from scaling.steps import COLLECTIVES, Step, total
+from scaling.steps import COLLECTIVES, Counted, Step
 
 REMARKS = {"critical": "on the critical path", "ahead": "can be done ahead of time", "async": "off the critical path"}
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Counted):
     """A derived algorithm. `forward` and `backward`: its lines, each with its types; str() is the book's listing.
 
     `operands`: the arguments' types, the first of which flows from layer to layer; `saved`: the types that the
@@ -51,22 +51,6 @@ class Program:
     def collectives(self) -> tuple[Step, ...]:
         """The lines that communicate, of both passes."""
         return tuple(step for step in self.steps if step.op in COLLECTIVES)
-
-    def nbytes(self, sizes, mesh, dtype) -> float:
-        """The sum of V over the collectives."""
-        return total(self.steps, "nbytes", sizes, mesh, dtype)
-
-    def gather_bytes(self, sizes, mesh, dtype) -> float:
-        """The same with an AllReduce counted twice, as in the book's tables (Part 5, Takeaways)."""
-        return total(self.steps, "gather_bytes", sizes, mesh, dtype)
-
-    def wire_bytes(self, sizes, mesh, dtype) -> float:
-        """Bytes that each device sends."""
-        return total(self.steps, "wire_bytes", sizes, mesh, dtype)
-
-    def flops(self, sizes, mesh) -> int:
-        """FLOPs of one device."""
-        return total(self.steps, "flops", sizes, mesh)
 
     def run(self, inputs, dOut, mesh, activation=None):
         """Both passes on this rank's shards: (Out, {"In": dIn, "W_in": ...}); `inputs` by name, `dOut` typed as Out."""

@@ -109,8 +109,28 @@ def total(steps, count: str, *args) -> float:
     return sum(getattr(step, count)(*args) for step in steps)
 
 
+class Counted:
+    """What a sequence of steps costs: the base of Plan and Program, which hold their `steps`."""
+
+    def nbytes(self, sizes, mesh, dtype) -> float:
+        """The sum of the steps' V."""
+        return total(self.steps, "nbytes", sizes, mesh, dtype)
+
+    def gather_bytes(self, sizes, mesh, dtype) -> float:
+        """The same with an AllReduce counted twice: what the book's tables count."""
+        return total(self.steps, "gather_bytes", sizes, mesh, dtype)
+
+    def wire_bytes(self, sizes, mesh, dtype) -> float:
+        """Bytes that each device sends."""
+        return total(self.steps, "wire_bytes", sizes, mesh, dtype)
+
+    def flops(self, sizes, mesh) -> int:
+        """FLOPs of one device."""
+        return total(self.steps, "flops", sizes, mesh)
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(Counted):
     """How to come from typed `operands` to a typed `result`, in `steps`.
 
     For a product `cases` holds the numbers of the book's cases that apply and `case` the lowest of them; for a
@@ -133,22 +153,6 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(f"{number}. {step}" for number, step in enumerate(self.steps, 1)) or f"{self.result}: as it is"
-
-    def nbytes(self, sizes, mesh, dtype) -> float:
-        """The sum of the steps' V."""
-        return total(self.steps, "nbytes", sizes, mesh, dtype)
-
-    def gather_bytes(self, sizes, mesh, dtype) -> float:
-        """The same with an AllReduce counted twice: what the book's tables count."""
-        return total(self.steps, "gather_bytes", sizes, mesh, dtype)
-
-    def wire_bytes(self, sizes, mesh, dtype) -> float:
-        """Bytes that each device sends."""
-        return total(self.steps, "wire_bytes", sizes, mesh, dtype)
-
-    def flops(self, sizes, mesh) -> int:
-        """FLOPs of one device."""
-        return total(self.steps, "flops", sizes, mesh)
 
     def run(self, *shards_and_mesh):
         """`plan.run(a, b, mesh)`: the result's shard on this rank, from the operands' shards; by `scaling.execute`."""

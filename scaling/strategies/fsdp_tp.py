@@ -10,6 +10,7 @@ are the book's steps; 11 and 12 are taken before 3 and 8, which then run while t
 import torch
 
 from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.strategies import fsdp
 from scaling.strategies.block import Layer, Saved, act, act_vjp, normed, normed_vjp, slot, wait_all
 
 SPECS = {"In": "In[B_X, D_Y]", "W_in": "W_in[D_X, F_Y]", "W_out": "W_out[F_Y, D_X]", "Out": "Out[B_X, D_Y]"}
@@ -85,8 +86,4 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None):
     return dOut, grads
 
 
-def partial_sums(params, mesh):
-    """Zeros for `partial`: W_in[L, D, F_Y] {U_X}, W_out[L, F_Y, D] {U_X}, D the outer dim in memory."""
-    X, (L, d, F) = mesh.sizes["X"], params["W_in"].shape
-    zeros = params["W_in"].new_zeros((2, L, X * d, F))
-    return {"W_in": zeros[0], "W_out": zeros[1].mT}
+partial_sums = fsdp.partial_sums  # W_in[L, D, F_Y] {U_X}, W_out[L, F_Y, D] {U_X}

@@ -7,6 +7,7 @@ reduce-scattered after it, both on the critical path. The numbers are the book's
 import torch
 
 from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.strategies import data_parallel
 from scaling.strategies.block import Layer, Saved, act, act_vjp, normed, normed_vjp
 
 SPECS = {"In": "In[B, D_Y]", "W_in": "W_in[D, F_Y]", "W_out": "W_out[F_Y, D]", "Out": "Out[B, D_Y]"}
@@ -56,6 +57,4 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None):
     return dOut, grads
 
 
-def partial_sums(params, mesh):
-    """Zeros for `partial`: W_in[L, D, F_Y], W_out[L, F_Y, D]."""
-    return {name: torch.zeros_like(W) for name, W in params.items()}
+partial_sums = data_parallel.partial_sums  # W_in[L, D, F_Y], W_out[L, F_Y, D]
