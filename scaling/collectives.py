@@ -19,7 +19,7 @@ from scaling.mesh import Group
 from scaling.op import Op
 from scaling.rules import Step, collective_steps
 from scaling.spec import ShardingError, Spec, parse, parse_line
-from scaling.traceable import constant, differentiated, linear, register
+from scaling.traceable import differentiated, linear, register
 from scaling.transport import start
 
 __all__ = ["Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather", "ppermute", "recv"]
@@ -163,15 +163,14 @@ def _call(kind: str, line: str, x: torch.Tensor, mesh, async_op: bool, root: int
 
 
 def _compiled(kind: str, line: str, x: torch.Tensor, mesh, async_op: bool, root: int | None, out):
-    for op in _constants(kind, line, mesh, root):
+    for op in mesh.constant(_constants, kind, line, root):
         x = linear(x, *op)
     if out is not None:
         x = out.copy_(x)
     return Pending(None, lambda: x) if async_op else x
 
 
-@constant
-def _constants(kind: str, line: str, mesh, root: int | None) -> tuple:
+def _constants(mesh, kind: str, line: str, root: int | None) -> tuple:
     """The ops of a line as plain tuples, worked out while compiling: a graph holds constants."""
     register()
     return tuple(tuple(op) for op, _, _ in _resolve(kind, line, mesh, root))

@@ -7,7 +7,7 @@ with meta tensors, to plan for more devices than there are. Ranks are row-major:
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -74,6 +74,12 @@ class AbstractMesh:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({format_sizes(self.sizes)})"
+
+    def constant(self, fn: Callable, *args):
+        """fn(self, *args). A compiler calls it once and keeps what it returned (torch 2.11 could not pass a mesh on)."""
+        return fn(self, *args)
+
+    constant._dynamo_marked_constant = True
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,6 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import all_reduce
 from scaling.spec import ShardingError, format_axes, mesh_sizes, parse
-from scaling.traceable import constant
 
 Schedule = float | Callable[[Tensor], "Tensor | float"]  # of the number of updates made so far, a 0-dim float64 tensor
 
@@ -132,7 +131,7 @@ def clip_by_global_norm(grads, specs, mesh, max_norm: float, eps: float = 1e-6):
     if not torch.compiler.is_compiling():
         tree.paired(grads, specs, "grads")
     parts: dict[str, list[Tensor]] = {}
-    for axes, grad in zip(_split_over(specs, mesh), tree.leaves(grads), strict=True):
+    for axes, grad in zip(mesh.constant(_split_over, specs), tree.leaves(grads), strict=True):
         parts.setdefault(axes, []).append(grad)
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in tree.leaves(grads)) else torch.float32
     total = torch.zeros((), dtype=dtype, device=_device(grads))
@@ -144,8 +143,7 @@ def clip_by_global_norm(grads, specs, mesh, max_norm: float, eps: float = 1e-6):
     return tree.map(lambda g: g * scale.to(g.dtype), grads), norm
 
 
-@constant
-def _split_over(specs, mesh) -> tuple[str, ...]:
+def _split_over(mesh, specs) -> tuple[str, ...]:
     """For each leaf the axes that split it, in the mesh's order, as the notation writes them; "" if it is whole."""
     named = tree.named_leaves(specs, "grads")
     for where, spec in named.items():
