@@ -14,6 +14,7 @@ from math import prod
 import torch
 
 from scaling import trace
+from scaling.matmul import matmul, matmul_into
 from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line
 from scaling.traceable import constant
 
@@ -186,14 +187,14 @@ def _matrices(plain_a: bool, plain_b: bool, ahead: bool) -> tuple[Callable, Call
     """Two matrices: (multiply, into). The product a b is computed even where its transpose is wanted."""
 
     def multiply(a, b):
-        product = (a if plain_a else a.t()) @ (b if plain_b else b.t())
+        product = matmul(a if plain_a else a.t(), b if plain_b else b.t())
         return product if ahead else product.t()
 
     def into(a, b, out, add):
         a, b = (a if plain_a else a.t()), (b if plain_b else b.t())
         if not ahead:
             a, b = b.t(), a.t()
-        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+        return matmul_into(a, b, out, add)
 
     return multiply, into
 
