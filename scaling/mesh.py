@@ -76,7 +76,7 @@ class AbstractMesh:
         return f"{type(self).__name__}({format_sizes(self.sizes)})"
 
     def constant(self, fn: Callable, *args):
-        """fn(self, *args). A compiler calls it once and keeps what it returned (torch 2.11 could not pass a mesh on)."""
+        """fn(self, *args). A compiler calls it once and keeps the result: torch 2.11 passes a mesh on only as self."""
         return fn(self, *args)
 
     constant._dynamo_marked_constant = True

@@ -72,7 +72,7 @@ def loss_and_grads(strategy, params, tokens, targets, config: Config, mesh, micr
         Out, saved = run_blocks(strategy, params, embed(E, some), config, mesh)
         loss, pull = vjp(lambda W, Out, t=wanted: head_loss(strategy, W, Out, t, config, mesh, batch), W_head, Out)
         dW, dOut = pull(torch.ones_like(loss))
-        dIn, partial = strategy.backward(dOut, saved, blocks, mesh, partial, reduce=i == microbatches - 1)
+        dIn, partial = strategy.backward(dOut, saved, blocks, mesh, partial, i == microbatches - 1, donate=True)
         dW_head = dW_head + dW
         losses.append(loss)
         dIns.append(dIn)

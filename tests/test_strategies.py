@@ -282,18 +282,20 @@ def run_keep(mesh, name):
     return all(map(torch.equal, tree.leaves(results[0]), tree.leaves(results[1])))
 
 
-def run_out(mesh, name):
+def run_donated(mesh, name):
     strategy, (params, batches) = STRATEGIES[name], whole(torch.float64)
     params = tree.shard(params, specs(strategy), mesh)
     In, dOut = tree.shard(list(batches[0]), [strategy.SPECS["In"], strategy.SPECS["Out"]], mesh)
     _, saved = strategy.forward(params, In, mesh)
-    _, wanted = strategy.backward(dOut, saved, params, mesh)
-    given = tree.map(lambda W: torch.full_like(W, torch.nan), params)
-    _, grads = strategy.backward(dOut, saved, params, mesh, out=given)
-    same = all(a.data_ptr() == b.data_ptr() for a, b in zip(tree.leaves(grads), tree.leaves(given), strict=True))
-    return same and all(map(torch.equal, tree.leaves(grads), tree.leaves(wanted)))
+    wanted = strategy.backward(dOut, saved, params, mesh)
+    assert len(saved.layers) == L
+    given = strategy.backward(dOut, saved, params, mesh, donate=True)
+    assert saved.layers == []
+    with pytest.raises(ValueError, match=f"saved has 0 layers, the params {L}: .*; run forward again"):
+        strategy.backward(dOut, saved, params, mesh)
+    return all(map(torch.equal, tree.leaves(given), tree.leaves(wanted)))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_gradients_into_buffers_given_away(ranks, name):
-    assert all(ranks(run_out, {"X": 2, "Y": 2}, name))
+def test_activations_given_away(ranks, name):
+    assert all(ranks(run_donated, {"X": 2, "Y": 2}, name))

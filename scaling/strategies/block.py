@@ -25,11 +25,24 @@ class Layer(NamedTuple):
 class Saved(NamedTuple):
     """What `forward` keeps for `backward`."""
 
-    layers: tuple[Layer, ...]
+    layers: list[Layer]
     activation: str
     residual: bool
     norm: bool
     keep: bool = True
+
+    def depth(self, params: dict) -> int:
+        """L. ValueError if these are not the layers of the params, as when they were given away before."""
+        L, held = len(params["W_in"]), len(self.layers)
+        if held != L:
+            raise ValueError(
+                f"saved has {held} layers, the params {L}: a backward with donate=True uses saved up; run forward again"
+            )
+        return L
+
+    def take(self, l: int, donate: bool) -> Layer:
+        """Layer l. With `donate` the last one, which is let go of: its memory is free once it has been used."""
+        return self.layers.pop() if donate else self.layers[l]
 
 
 def normed(In: torch.Tensor, norm: bool) -> torch.Tensor:

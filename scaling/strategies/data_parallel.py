@@ -23,22 +23,23 @@ def forward(params, In, mesh, activation="gelu", residual=False, norm=False):
         Out = einsum("Act[B_X, F] * W_out[F, D] -> Out[B_X, D]", Act, W_out)  # 2.
         layers.append(Layer(In, Tmp, Act))
         In = In + Out if residual else Out
-    return In, Saved(tuple(layers), activation, residual, norm)
+    return In, Saved(layers, activation, residual, norm)
 
 
-def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None, bucket_bytes=0):
+def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False, bucket_bytes=0):
     """dOut[B_X, D] -> (dIn[B_X, D], grads typed as params: reduced over X).
 
     `bucket_bytes`: AllReduce as many layers' gradients together as fit; at 0 each by itself, as the book writes it.
     For microbatches: `partial`, the gradients {U_X} of earlier ones (given away), is added to; with `reduce=False`
-    nothing is reduced, and the gradients are returned as the partial of the next microbatch. `out`: tensors like params
-    that are given away for the gradients, such as those of the step before.
+    nothing is reduced, and the gradients are returned as the partial of the next microbatch. `donate`: `saved` is given
+    away, and each layer's activations are freed once they have been used.
     """
-    grads = partial or out or one_buffer(params)
+    grads = partial or one_buffer(params)
+    L, late = saved.depth(params), []
     layer_bytes = params["W_in"][0].numel() * params["W_in"].element_size()
-    bucket, last, late = max(1, bucket_bytes // layer_bytes), len(saved.layers), []
-    for l in reversed(range(len(saved.layers))):
-        In, Tmp, Act = saved.layers[l]
+    bucket, last = max(1, bucket_bytes // layer_bytes), L
+    for l in reversed(range(L)):
+        In, Tmp, Act = saved.take(l, donate)
         into = {name: {"out": grad[l], "add": partial is not None} for name, grad in grads.items()}
         Hid = normed(In, saved.norm)
         dW_out = einsum("Act[B_X, F] * dOut[B_X, D] -> dW_out[F, D] {U_X}", Act, dOut, **into["W_out"])  # 2.

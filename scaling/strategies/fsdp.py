@@ -37,22 +37,23 @@ def forward(params, In, mesh, activation="gelu", residual=False, norm=False):
         Out = einsum("Act[B_X, F] * W_out[F, D] -> Out[B_X, D]", Act, W_out.wait())  # 4.
         layers.append(Layer(In, Tmp, Act))
         In = In + Out if residual else Out
-    return In, Saved(tuple(layers), activation, residual, norm)
+    return In, Saved(layers, activation, residual, norm)
 
 
-def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None):
+def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False):
     """dOut[B_X, D] -> (dIn[B_X, D], grads typed as params: reduce-scattered over X).
 
     For microbatches: `partial`, the whole gradients {U_X} of earlier ones (given away), is added to; with
-    `reduce=False` nothing is reduced, and the sum so far is returned as the partial of the next microbatch. `out`:
-    tensors like params that are given away for the gradients.
+    `reduce=False` nothing is reduced, and the sum so far is returned as the partial of the next microbatch.
+    `donate`: `saved` is given away, and each layer's activations are freed once they have been used.
     """
     if not reduce and partial is None:
         raise ValueError("reduce=False adds to partial: give partial_sums(params, mesh), or an earlier microbatch's")
-    grads = (out or {name: torch.empty_like(W) for name, W in params.items()}) if reduce else partial
-    late, ahead = [], gather_weights(params, len(saved.layers) - 1, mesh)
-    for l in reversed(range(len(saved.layers))):
-        In, Tmp, Act = saved.layers[l]
+    grads = {name: torch.empty_like(W) for name, W in params.items()} if reduce else partial
+    L, late = saved.depth(params), []
+    ahead = gather_weights(params, L - 1, mesh)
+    for l in reversed(range(L)):
+        In, Tmp, Act = saved.take(l, donate)
         W_in, W_out = ahead  # 4. and 8. done ahead of time
         ahead = gather_weights(params, l - 1, mesh) if l > 0 else None
         # dOut first: D is then the outer dim in memory, and its blocks need no copy to be scattered

@@ -43,19 +43,17 @@ from scaling.trace import now
 __all__ = ["SPECS", "Gradients", "arrange", "measure", "restore", "rolled", "value_and_grad", "with_ends"]
 
 
-def value_and_grad(
-    params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z", out=None
-):
+def value_and_grad(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
     """(Loss[], grads typed as params), by executing a schedule.
 
     `params`: this rank's layers, stacked, `W_in[L_Z, D, F]`; with several chunks a rank in the order of
     `schedule.layer_order` (see `arrange`). In[B, D] and Target[B, ...] are replicated over Z; In is read by the first
     stage and Target by the last. `loss(Out, Target)` gives a microbatch's terms: the loss is their sum over
     microbatches, and over the axes that split Out; so a mean divides by the whole batch's size. The last stage
-    computes it, `Loss[] {U_Z}`, and an AllReduce then gives every rank the same number. `out`: buffers like params that
-    are given away for the grads. ValueError if the schedule does not fit the mesh or the batch.
+    computes it, `Loss[] {U_Z}`, and an AllReduce then gives every rank the same number. ValueError if the schedule does
+    not fit the mesh or the batch.
     """
-    run = _Run(params, In, Target, mesh, schedule, loss, stage or mlp(), axis, out)
+    run = _Run(params, In, Target, mesh, schedule, loss, stage or mlp(), axis)
     return run.execute(), run.grads
 
 
@@ -129,14 +127,14 @@ def rolled(params, In, mesh, microbatches: int = 1, activation: str = "gelu", ax
 class _Run:
     """One execution of one rank's program: its state is what is alive at the moment. See `value_and_grad`."""
 
-    def __init__(self, params, In, Target, mesh, schedule, loss, stage, axis, out=None, spans=None, head=None):
+    def __init__(self, params, In, Target, mesh, schedule, loss, stage, axis, spans=None, head=None):
         self.mesh, self.schedule, self.axis, self.spans = mesh, schedule, axis, spans
         self.loss, self.stage = loss, stage
         self.rank, self.last = mesh.coord[axis], schedule.virtual_stages - 1
         own = schedule.stages_of(self.rank)
         _check(params, In, Target, mesh, schedule, axis)
         self.In, self.Target = (x.unflatten(0, (schedule.microbatches, -1)) for x in (In, Target))
-        self.grads = tree.map(torch.empty_like, params) if out is None else out
+        self.grads = tree.map(torch.empty_like, params)
 
         def chunk(c: int, whole):
             return tree.map(lambda W: W.unflatten(0, (len(own), -1))[c], whole)

@@ -25,16 +25,16 @@ def forward(params, In, mesh, activation="gelu", residual=False, norm=False):
     return fsdp_tp.forward(params, In, mesh, activation, residual, norm)
 
 
-def backward(dOut, saved, params, mesh, partial=None, reduce=True, layers_per_bucket=1):
+def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False, layers_per_bucket=1):
     """dOut[B_PX, D_Y] -> (dIn[B_PX, D_Y], grads typed as params: reduced over X, then P).
 
     `layers_per_bucket`: layers whose gradients cross P together: more of them where the latency of a crossing counts.
-    For microbatches, `partial` and `reduce` are those of fsdp_tp.backward: with `reduce=False` nothing is reduced.
+    `partial`, `reduce` and `donate` are those of fsdp_tp.backward: with `reduce=False` nothing is reduced.
     """
     if not reduce:
-        return fsdp_tp.backward(dOut, saved, params, mesh, partial, reduce=False)
+        return fsdp_tp.backward(dOut, saved, params, mesh, partial, reduce=False, donate=donate)
     grads = {name: torch.empty_like(W) for name, W in params.items()}
-    late, end = [], len(saved.layers)
+    late, end = [], saved.depth(params)
     while end > 0:
         layers = slice(max(0, end - layers_per_bucket), end)
         end = layers.start
@@ -43,7 +43,9 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, layers_per_bu
             return None if arrays is None else {name: array[layers] for name, array in arrays.items()}
 
         part = Saved(saved.layers[layers], *saved[1:])
-        dOut, dW = fsdp_tp.backward(dOut, part, some(params), mesh, some(partial))
+        if donate:
+            del saved.layers[layers]
+        dOut, dW = fsdp_tp.backward(dOut, part, some(params), mesh, some(partial), donate=donate)
         line = "dW_in[L, D_X, F_Y] {U_P} -> dW_in[L, D_X, F_Y]"
         late.append((some(grads)["W_in"], all_reduce(line, dW["W_in"], mesh, async_op=True, donate=True)))
         line = "dW_out[L, F_Y, D_X] {U_P} -> dW_out[L, F_Y, D_X]"

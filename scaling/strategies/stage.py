@@ -19,7 +19,8 @@ class Stage(NamedTuple):
     """The functions that the executor (`scaling.strategies.pipeline`) calls; all of one chunk's layers.
 
     forward(weights, In, mesh) -> (Out, saved)
-    backward_input(weights, dOut, saved, mesh, wanted) -> (dIn, rest)   dIn may be None where it is not wanted
+    backward_input(weights, dOut, saved, mesh, wanted) -> (dIn, rest)   dIn may be None where it is not wanted;
+                                                                        saved is given away
     backward_weight(weights, rests, sums, mesh, add) -> None            of the rests of one or several microbatches:
                                                                         writes dW to sums, or adds it (they are ours)
     prepare(params, mesh) -> weights              once a step, before the first microbatch: what must be gathered
@@ -65,7 +66,7 @@ def mlp(activation: str = "gelu", residual: bool = False, norm: bool = False) ->
     def backward_input(weights, dOut, saved, mesh, wanted=True):
         rest: list[Rest] = [None] * len(saved)
         for l in reversed(range(len(saved))):
-            In, Tmp, Act = saved[l]
+            In, Tmp, Act = saved.pop()
             dAct = times_transposed("dOut[B, D] * W_out[F, D] -> dAct[B, F]", dOut, weights["W_out"][l])
             dTmp = act_vjp(Tmp, dAct, activation)
             rest[l] = Rest(normed(In, norm), dTmp, Act, dOut)

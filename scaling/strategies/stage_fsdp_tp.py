@@ -53,7 +53,7 @@ def forward(weights, In, mesh, activation, residual, norm):
 def backward_input(weights, dOut, saved, mesh, wanted=True, activation="gelu", residual=False, norm=False):
     rest: list[Rest] = [None] * len(saved)
     for l in reversed(range(len(saved))):
-        In, Tmp, Act = saved[l]
+        In, Tmp, Act = saved.pop()
         dOut_D = all_gather("dOut[B_X, D_Y] -> dOut[B_X, D]", dOut, mesh)
         dAct = times_transposed("dOut[B_X, D] * W_out[F_Y, D] -> dAct[B_X, F_Y]", dOut_D, weights["W_out"][l])
         dTmp = act_vjp(Tmp, dAct, activation)

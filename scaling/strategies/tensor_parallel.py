@@ -30,18 +30,18 @@ def forward(params, In, mesh, activation="gelu", residual=False, norm=False, kee
         Out = reduce_scatter("Out[B, D] {U_Y} -> Out[B, D_Y]", Out, mesh)  # 4. on the critical path
         layers.append(Layer(In_D if keep else In, Tmp, Act))
         In = In + Out if residual else Out
-    return In, Saved(tuple(layers), activation, residual, norm, keep)
+    return In, Saved(layers, activation, residual, norm, keep)
 
 
-def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None):
+def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False):
     """dOut[B, D_Y] -> (dIn[B, D_Y], grads typed as params: the batch is whole, so they need no reduction).
 
     `partial`: the gradients of earlier microbatches (given away), which are added to; `reduce` has nothing to do here.
-    `out`: tensors like params that are given away for the gradients.
+    `donate`: `saved` is given away, and each layer's activations are freed once they have been used.
     """
-    grads = partial or out or {name: torch.empty_like(W) for name, W in params.items()}
-    for l in reversed(range(len(saved.layers))):
-        In, Tmp, Act = saved.layers[l]
+    grads = partial or {name: torch.empty_like(W) for name, W in params.items()}
+    for l in reversed(range(saved.depth(params))):
+        In, Tmp, Act = saved.take(l, donate)
         into = {name: {"out": grad[l], "add": partial is not None} for name, grad in grads.items()}
         dOut_D = all_gather("dOut[B, D_Y] -> dOut[B, D]", dOut, mesh)  # 2. on the critical path
         dAct = einsum("dOut[B, D] * W_out[F_Y, D] -> dAct[B, F_Y]", dOut_D, params["W_out"][l])  # 4.

@@ -27,21 +27,21 @@ def shards(params, mesh):
     return {name: [rows.unflatten(0, (X, -1))[x] for rows in W.unbind()] for name, W in params.items()}
 
 
-def backward(dOut, saved, params, mesh, partial=None, reduce=True, out=None, stage=2):
+def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False, stage=2):
     """dOut[B_X, D] -> (dIn[B_X, D], grads typed as `shards`: reduce-scattered over X).
 
     stage 2: each gradient is reduce-scattered as soon as it is there, and its whole is thrown away; stage 1: all of
-    them at the end. `partial` and `reduce` are for microbatches, and `out` holds the whole gradients of stage 1, as in
+    them at the end. `partial` and `reduce` are for microbatches and `donate` gives `saved` away, as in
     `data_parallel.backward`.
     """
     if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage}: stage 3 is scaling.strategies.fsdp")
     if stage == 1 or not reduce:
-        dIn, whole = data_parallel.backward(dOut, saved, params, mesh, partial, reduce=False, out=out)
+        dIn, whole = data_parallel.backward(dOut, saved, params, mesh, partial, reduce=False, donate=donate)
         return dIn, scatter_grads(whole, mesh) if reduce else whole
     late = []
-    for l in reversed(range(len(saved.layers))):
-        In, Tmp, Act = saved.layers[l]
+    for l in reversed(range(saved.depth(params))):
+        In, Tmp, Act = saved.take(l, donate)
         dW_out = einsum(
             "Act[B_X, F] * dOut[B_X, D] -> dW_out[F, D] {U_X}", Act, dOut, **slot(partial, "W_out", l)
         )  # 2.

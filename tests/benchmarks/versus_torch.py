@@ -42,13 +42,12 @@ def ours(strategy, mesh, size: Size, optimizer: str, **options) -> Callable:
     init, update = rule.init, rule.update
     if strategy is zero:
         init, update = partial(zero.init, rule, mesh=mesh), partial(zero.update, rule, mesh=mesh)
-    state, grads = init(params), None
+    state = init(params)
 
     def step():
-        nonlocal params, state, grads
+        nonlocal params, state
         Out, saved = strategy.forward(params, In, mesh)
-        into = {} if strategy is zero else {"out": grads}
-        _, grads = strategy.backward(Out * (2 / size.rows), saved, params, mesh, **into, **options)
+        _, grads = strategy.backward(Out * (2 / size.rows), saved, params, mesh, donate=True, **options)
         params, state = update(grads, state, params, donate=True)
         return Out.square().sum() / size.rows
 

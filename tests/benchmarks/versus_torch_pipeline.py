@@ -16,23 +16,23 @@ from scaling.schedules import make, split_backward
 from scaling.strategies import pipeline
 
 MICROBATCHES = 8
-COLLECT = {"gpipe": MICROBATCHES, "1f1b": 4, "interleaved": 4}
+COLLECT = 4  # microbatches in one weight gradient
 RULES = {"sgd": optim.sgd(RATE), "adamw": optim.adamw(RATE)}
 SPECS = {name: pipeline.SPECS[name] for name in ("W_in", "W_out")}
 
 
 def ours(name: str, mesh, size: Size, optimizer: str) -> Callable:
-    schedule = split_backward(make(name, mesh.sizes["Z"], MICROBATCHES), COLLECT[name])
+    schedule = split_backward(make(name, mesh.sizes["Z"], MICROBATCHES), COLLECT)
     params, In = tree.shard(pipeline.arrange(initial(size), schedule), SPECS, mesh), rows(size)
     rule = RULES[optimizer]
-    state, grads = rule.init(params), None
+    state = rule.init(params)
 
     def loss(Out, Target):
         return Out.square().sum() / size.rows
 
     def step():
-        nonlocal params, state, grads
-        Loss, grads = pipeline.value_and_grad(params, In, In, mesh, schedule, loss, out=grads)
+        nonlocal params, state
+        Loss, grads = pipeline.value_and_grad(params, In, In, mesh, schedule, loss)
         params, state = rule.update(grads, state, params, donate=True)
         return Loss / mesh.size()
 
