@@ -50,7 +50,7 @@ def run(strategy) -> None:
 
     params = {name: meta(strategy.SPECS[name].replace("[", "[L, ")) for name in ("W_in", "W_out")}
     keeps = choices(strategy.forward, "keep", False)
-    buckets = choices(strategy.backward, "bucket_bytes", 2 * 4 * SIZES["D"] * SIZES["F"], 2**30)  # two layers, and all
+    buckets = choices(strategy.backward, "bucket_bytes", 4 * 4 * SIZES["D"] * SIZES["F"], 2**30)  # two layers, and all
     for keep in keeps:
         for bucket in buckets:
             _, saved = strategy.forward(params, meta(strategy.SPECS["In"]), MESH, **keep)

@@ -238,7 +238,7 @@ def run_buckets(mesh, bucket_bytes):
 
 @pytest.mark.parametrize(("layers", "reduces"), [(1, 6), (2, 4), (3, 1), (99, 1)])
 def test_buckets(ranks, layers, reduces):
-    assert ranks(run_buckets, {"X": 2}, layers * 8 * D * F) == [(reduces, 2 * L * 2 * 8 * D * F)] * 2
+    assert ranks(run_buckets, {"X": 2}, layers * 2 * 8 * D * F) == [(reduces, 2 * L * 2 * 8 * D * F)] * 2
 
 
 def run_zero(mesh, stage):

@@ -29,14 +29,15 @@ def forward(params, In, mesh, activation="gelu", residual=False, norm=False):
 def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False, bucket_bytes=0):
     """dOut[B_X, D] -> (dIn[B_X, D], grads typed as params: reduced over X).
 
-    `bucket_bytes`: AllReduce as many layers' gradients together as fit; at 0 each by itself, as the book writes it.
+    `bucket_bytes`: AllReduce as many layers' gradients together as fit; at 0 each by itself, as the book writes it:
+    fewer collectives cost less, but a bucket has to wait for the last of its gradients.
     For microbatches: `partial`, the gradients {U_X} of earlier ones (given away), is added to; with `reduce=False`
     nothing is reduced, and the gradients are returned as the partial of the next microbatch. `donate`: `saved` is given
     away, and each layer's activations are freed once they have been used.
     """
     grads = partial or one_buffer(params)
     L, late = saved.depth(params), []
-    layer_bytes = params["W_in"][0].numel() * params["W_in"].element_size()
+    layer_bytes = sum(W[0].nbytes for W in params.values())
     bucket, last = max(1, bucket_bytes // layer_bytes), L
     for l in reversed(range(L)):
         In, Tmp, Act = saved.take(l, donate)

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from versus_torch import BUCKET, both_axes, ours, over_both, over_x, over_y
 from scaling import collectives, cost, launch, optim
 from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
+from scaling.strategies.block import wait_all
 from scaling.trace import trace
 
 MODULES = {"dp": data_parallel, "fsdp": fsdp, "tp": tensor_parallel, "fsdp_tp": fsdp_tp}
@@ -33,7 +35,7 @@ OPTIONS = {"dp": {"bucket_bytes": BUCKET}}
 CALLS = {
     "AllGather": collectives.all_gather,
     "ReduceScatter": collectives.reduce_scatter,
-    "AllReduce": lambda line, x, mesh: collectives.all_reduce(line, x, mesh, donate=True),
+    "AllReduce": partial(collectives.all_reduce, donate=True),
 }
 BASE, RANKS = Size(4, 512, 2048, 256), 2
 POINTS = [(n, BASE) for n in (1, 2, 4)]
@@ -64,8 +66,8 @@ def computing(strategy, mesh, size: Size):
     return step
 
 
-def communicating(step, mesh, size: Size):
-    """The collectives that a step makes, one after the other, on arrays of the same shapes."""
+def communicating(step, mesh, size: Size, at_once: bool = False):
+    """The collectives that a step makes, on arrays of the same shapes: one after the other, or all in flight."""
     with trace() as log:
         step()
     sizes = {"L": size.L, "B": size.rows, "D": size.D, "F": size.F}
@@ -77,8 +79,9 @@ def communicating(step, mesh, size: Size):
         calls.append((CALLS[event.op], f"{event.before} -> {event.after}", torch.zeros(shape)))
 
     def replay():
-        for call, line, x in calls:
-            call(line, x, mesh)
+        pending = [call(line, x, mesh, async_op=at_once) for call, line, x in calls]
+        if at_once:
+            wait_all(pending)
 
     return replay
 

@@ -13,8 +13,9 @@ import platform
 import socket
 import statistics
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from scaling import launch
 
+SIDES = ("ours", "theirs", "tuned")
 RATE = 1e-4  # learning rate
 AGREE = 1e-3  # relative: how far the losses of two sides may lie apart after the same number of steps
 
@@ -60,7 +62,10 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Contest:
-    """`axes(ranks)`: the mesh; `wire_bytes(mesh_sizes, size)`: what a rank sends in a step, by the closed form."""
+    """`axes(ranks)`: the mesh; `wire_bytes(mesh_sizes, size)`: what a rank sends in a step, by the closed form.
+
+    `theirs` has PyTorch's defaults, or with `tuned=True` its fastest settings.
+    """
 
     name: str
     rival: str
@@ -68,6 +73,10 @@ class Contest:
     ours: Callable
     theirs: Callable
     wire_bytes: Callable[[dict[str, int], Size], float]
+
+    def side(self, name: str) -> Callable:
+        """`build(mesh, size, optimizer)` of one of SIDES."""
+        return {"ours": self.ours, "theirs": self.theirs, "tuned": partial(self.theirs, tuned=True)}[name]
 
 
 def initial(size: Size) -> dict[str, torch.Tensor]:
@@ -141,6 +150,19 @@ def per_call(f: Callable, seconds: float = 0.2, batches: int = 20) -> float:
 
 
 TCP_INFO, BYTES_SENT = 11, 200  # of linux/tcp.h: a struct tcp_info, and its member tcpi_bytes_sent (Linux 4.19)
+MAX_PACING_RATE = 47  # of asm-generic/socket.h: SO_MAX_PACING_RATE
+
+
+def tcp_sockets() -> Iterator[tuple[socket.socket, bytes]]:
+    """This process's TCP sockets, each with its struct tcp_info; Linux only."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(fd))) as s:
+                yield s, s.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 256)
+        except OSError:  # closed since, or not TCP
+            continue
 
 
 def bytes_sent() -> int | None:
@@ -151,18 +173,20 @@ def bytes_sent() -> int | None:
     if platform.system() != "Linux":
         return None
     total = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(fd))) as s:
-                info = s.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 256)
-        except OSError:  # closed since, or not TCP
-            continue
+    for _, info in tcp_sockets():
         if len(info) < BYTES_SENT + 8:
             return None
         total += struct.unpack_from("Q", info, BYTES_SENT)[0]
     return total
+
+
+def slow_wire(bytes_per_second: float) -> None:
+    """Let the kernel send on each of this process's TCP connections no faster than so; Linux only.
+
+    Loopback is as fast as the cores copy: to send takes their time. On a slowed wire it takes time, but not theirs.
+    """
+    for s, _ in tcp_sockets():
+        s.setsockopt(socket.SOL_SOCKET, MAX_PACING_RATE, struct.pack("Q", int(bytes_per_second)))
 
 
 def sent_by(step: Callable, count: int = 2) -> float | None:
@@ -207,26 +231,27 @@ def machine() -> str:
 
 
 def race(contest: Contest, size: Size, optimizer: str, ranks: int, steps: int, threads: int = 1) -> dict:
-    """One line of the table: both sides in turn on the same ranks, then each by itself on fresh ones for its memory."""
+    """One line of the table: all sides in turn on the same ranks, then each by itself on fresh ones for its memory."""
     mesh = contest.axes(ranks)
     options = {"checked": False, "threads": threads, "timeout": 600}
     results = launch.run(_timed, mesh, contest, size, optimizer, steps, **options)
-    losses = {side: sum(result["loss"][side] for result in results) for side in ("ours", "theirs")}
-    if not abs(losses["ours"] - losses["theirs"]) <= AGREE * abs(losses["theirs"]):
-        raise ValueError(f"{contest.name}, {size}, {optimizer}: the two sides differ in their loss: {losses}")
-    times = {side: slowest([result["seconds"][side] for result in results]) for side in ("ours", "theirs")}
-    ratios = [a / b for a, b in zip(times["ours"], times["theirs"], strict=True)]
+    losses = {side: sum(result["loss"][side] for result in results) for side in SIDES}
+    if not max(losses.values()) - min(losses.values()) <= AGREE * abs(losses["theirs"]):
+        raise ValueError(f"{contest.name}, {size}, {optimizer}: the sides differ in their loss: {losses}")
+    times = {side: slowest([result["seconds"][side] for result in results]) for side in SIDES}
     row = {"contest": contest.name, "rival": contest.rival, "optimizer": optimizer, "mesh": mesh}
-    row |= {side: quartiles(times[side]) for side in times} | {"ratio": quartiles(ratios)}
-    for side in times:
+    row |= {side: quartiles(times[side]) for side in times}
+    for side in SIDES[1:]:
+        row[f"ratio_{side}"] = quartiles([a / b for a, b in zip(times["ours"], times[side], strict=True)])
+    for side in SIDES:
         sent = [result["sent"][side] for result in results]
         row[f"sent_{side}"] = None if None in sent else sum(sent) / len(sent)
-        row[f"peak_{side}"] = max(launch.run(_peak, mesh, getattr(contest, side), size, optimizer, **options))
+        row[f"peak_{side}"] = max(launch.run(_peak, mesh, contest.side(side), size, optimizer, **options))
     return row | {"wire_bytes": contest.wire_bytes(mesh, size)}
 
 
 def _timed(mesh, contest: Contest, size: Size, optimizer: str, steps: int) -> dict:
-    sides = {side: getattr(contest, side)(mesh, size, optimizer) for side in ("ours", "theirs")}
+    sides = {side: contest.side(side)(mesh, size, optimizer) for side in SIDES}
     seconds = in_turn(sides, steps, size.repeat)
     sent = {side: sent_by(step) for side, step in sides.items()}
     return {"seconds": seconds, "sent": sent, "loss": {side: float(step().detach()) for side, step in sides.items()}}

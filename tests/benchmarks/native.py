@@ -42,9 +42,10 @@ class Native:
     """A wrapped model and its optimizer. `step(In, target)` makes one training step in place and returns this rank's
     share of the loss, whose gradients are those of the whole batch's sum of squares / rows; `layout` is that of
     activations between layers over Y: "D" as the book has it, "B" (sequence parallelism), or "whole" (an AllReduce).
+    `tuned`: the fastest settings instead of the default ones.
     """
 
-    def __init__(self, strategy: str, params: dict, mesh, optimizer="adamw", lr=1e-3, layout="D"):
+    def __init__(self, strategy: str, params: dict, mesh, optimizer="adamw", lr=1e-3, layout="D", tuned=False):
         self.strategy, sizes = strategy, mesh.sizes
         self.model = nn.Sequential(*map(Block, params["W_in"], params["W_out"])).to(mesh.device)
         self.replicas = sizes.get("X", 1)
@@ -59,15 +60,15 @@ class Native:
             fully_shard(self.model, mesh=data)
         if strategy in ("data_parallel", "zero"):
             group = mesh.group(("X",)).pg
-            self.model = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=True)
+            self.model = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=tuned)
         rule, weights = OPTIMIZERS[optimizer], list(self.model.parameters())
         # Of a DTensor there is no fused SGD: foreach is then the best there is.
         fast = "foreach" if optimizer == "sgd" and isinstance(weights[0], DTensor) else "fused"
+        options = {"lr": lr} | ({fast: True} if tuned else {})
         if strategy == "zero":
-            options = {"process_group": group, "lr": lr, fast: True}
-            self.optimizer = ZeroRedundancyOptimizer(weights, optimizer_class=rule, **options)
+            self.optimizer = ZeroRedundancyOptimizer(weights, optimizer_class=rule, process_group=group, **options)
         else:
-            self.optimizer = rule(weights, lr=lr, **{fast: True})
+            self.optimizer = rule(weights, **options)
 
     def backward(self, In: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
         """Gradients of loss(Out), this rank's share, into `.grad`; those over X are averaged, hence the factor."""

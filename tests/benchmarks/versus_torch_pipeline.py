@@ -39,7 +39,7 @@ def ours(name: str, mesh, size: Size, optimizer: str) -> Callable:
     return step
 
 
-def theirs(name: str, mesh, size: Size, optimizer: str) -> Callable:
+def theirs(name: str, mesh, size: Size, optimizer: str, tuned: bool = False) -> Callable:
     from torch.distributed import pipelining
 
     kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
@@ -58,7 +58,7 @@ def theirs(name: str, mesh, size: Size, optimizer: str) -> Callable:
     options = {"loss_fn": loss, "scale_grads": False}
     run = kind(stages if name == "interleaved" else stages[0], MICROBATCHES, **options)
     weights = [weight for module in modules for weight in module.parameters()]
-    update = OPTIMIZERS[optimizer](weights, lr=RATE, fused=True)
+    update = OPTIMIZERS[optimizer](weights, lr=RATE, **({"fused": True} if tuned else {}))
     first, last = own[0] == 0, own[-1] == schedule.virtual_stages - 1
 
     def step():
