@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.func import grad, grad_and_value
 
+from scaling import optim, tree
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
 from scaling.spec import ShardingError
+from scaling.strategies import data_parallel, fsdp, fsdp_tp, pods, tensor_parallel, zero
 
 
 def loss_of(W, In, mesh):
@@ -62,3 +64,45 @@ def test_a_step_and_its_derivatives_compiled(ranks):
 
 def test_an_illegal_line_is_refused_while_compiling(ranks):
     ranks(refused, {"X": 2})
+
+
+STEPS = {
+    "dp": (data_parallel, {"X": 2}, {}),
+    "dp, two layers a bucket": (data_parallel, {"X": 2}, {"bucket_bytes": 4 * 8 * 8 * 16}),
+    "dp, one bucket": (data_parallel, {"X": 2}, {"bucket_bytes": 1 << 20}),
+    "zero": (zero, {"X": 2}, {}),
+    "fsdp": (fsdp, {"X": 2}, {}),
+    "tp": (tensor_parallel, {"Y": 2}, {}),
+    "fsdp_tp": (fsdp_tp, {"X": 2, "Y": 2}, {}),
+    "pods": (pods, {"P": 2, "X": 1, "Y": 2}, {}),
+}
+
+
+def whole_step(mesh, name):
+    """(eager, compiled): dIn, params and optimizer state after a step; two sizes of batch, so shapes become dynamic."""
+    torch._dynamo.reset()
+    strategy, _, options = STEPS[name]
+    rule, types = optim.adamw(0.01), strategy.SPECS
+    g = torch.Generator().manual_seed(0)
+    L, D, F = 3, 8, 16
+    params = {"W_in": torch.randn(L, D, F, generator=g).double(), "W_out": torch.randn(L, F, D, generator=g).double()}
+    params = tree.shard(params, {k: types[k].replace("[", "[L, ") for k in params}, mesh)
+    state = zero.init(rule, params, mesh) if strategy is zero else rule.init(params)
+
+    def step(params, state, In):
+        Out, saved = strategy.forward(params, In, mesh, residual=True, norm=True)
+        dIn, grads = strategy.backward(2 * Out, saved, params, mesh, donate=True, **options)
+        if strategy is zero:
+            return dIn, *zero.update(rule, grads, state, params, mesh)
+        return dIn, *rule.update(grads, state, params)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    batches = [tree.shard(torch.randn(B, D, generator=g).double(), types["In"], mesh) for B in (8, 12)]
+    return [(step(params, state, In), compiled(params, state, In)) for In in batches]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_strategy_s_whole_step_in_one_graph(ranks, name):
+    for results in ranks(whole_step, STEPS[name][1], name):
+        for eager, compiled in results:
+            torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)

@@ -37,7 +37,7 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False,
     """
     grads = partial or one_buffer(params)
     L, late = saved.depth(params), []
-    layer_bytes = sum(W[0].nbytes for W in params.values())
+    layer_bytes = sum(W[0].numel() * W.element_size() for W in params.values())
     bucket, last = max(1, bucket_bytes // layer_bytes), L
     for l in reversed(range(L)):
         In, Tmp, Act = saved.take(l, donate)
@@ -66,8 +66,7 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False,
 def reduce_bucket(grads, first: int, last: int, mesh) -> list:
     """Start the AllReduce of several layers' gradients, which lie side by side: params are stacked over layers."""
     dW_in, dW_out = grads["W_in"][first:last], grads["W_out"][first:last]
-    one_storage = dW_in.untyped_storage().data_ptr() == dW_out.untyped_storage().data_ptr()
-    if one_storage and dW_out.data_ptr() == dW_in.data_ptr() + dW_in.nbytes:  # all layers, in `one_buffer`
+    if side_by_side(dW_in, dW_out):  # all layers, in `one_buffer`
         both = dW_in.as_strided((2, dW_in.numel()), (dW_in.numel(), 1))
         return [all_reduce("dW[M, N] {U_X} -> dW[M, N]", both, mesh, async_op=True, donate=True)]
     return [
@@ -76,8 +75,20 @@ def reduce_bucket(grads, first: int, last: int, mesh) -> list:
     ]
 
 
+def side_by_side(a, b) -> bool:
+    """Whether b follows a in one buffer. A compiler, which sees no addresses, is told that it does not."""
+    if torch.compiler.is_compiling() or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    return b.data_ptr() == a.data_ptr() + a.nbytes
+
+
 def one_buffer(params):
-    """Empty gradients, side by side: one AllReduce can take them all."""
+    """Empty gradients, side by side: one AllReduce can take them all.
+
+    A compiler is given two buffers: writes to layers of one of them, reshaped, would copy the whole of it each time.
+    """
+    if torch.compiler.is_compiling():
+        return {name: torch.empty_like(W) for name, W in params.items()}
     W_in, W_out = params["W_in"], params["W_out"]
     both = W_in.new_empty(2, W_in.numel())
     return {"W_in": both[0].view(W_in.shape), "W_out": both[1].view(W_out.shape)}

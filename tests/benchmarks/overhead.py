@@ -6,7 +6,9 @@
    buffers and calls torch.distributed. Collectives go to torch's "fake" process group, in which nothing is sent and
    nobody waits, so what differs is this project's own Python. Exits with 1 if a typed call adds 5 microseconds or more.
 2. Steps on one rank and one thread: `data_parallel.forward` and `.backward` with `scaling.optim`, against an nn.Module
-   with autograd and torch.optim (fused), and against torch.compile of that module. Medians of samples taken in turn.
+   with autograd and torch.optim (fused); and, each compiled by torch.compile as a whole, the explicit step and the
+   module (whose update is not compiled). Medians of samples taken in turn.
+3. Products of a few rows (`scaling.matmul`): torch's product and ours, of matrices that are in no cache.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import json
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,14 +24,17 @@ import torch.distributed as dist
 from harness import RATE, SIZES, Size, in_turn, initial, machine, per_call, quartiles, rows
 from native import OPTIMIZERS, Block
 from tabulate import tabulate
+from versus_torch import OPTIMIZERS as RULES
 from versus_torch import ours
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
 from scaling.launch import keep_freed_memory
+from scaling.matmul import matmul_into, multiply
 from scaling.mesh import Mesh
 from scaling.strategies import data_parallel
 
 LIMIT = 5e-6  # seconds that a typed call may add
+PAIRS = (("explicit", "module"), ("compiled", "compiled module"), ("compiled", "explicit"))
 
 
 def calls() -> list[tuple[str, float, float]]:
@@ -103,12 +109,59 @@ def module_step(size: Size, optimizer: str, compiled: bool):
     return step
 
 
+def compiled_step(size: Size, optimizer: str):
+    """The explicit step as one graph: a pure function of params, state and In, donated as in `versus_torch.ours`."""
+    mesh, rule = Mesh({"X": 1}), RULES[optimizer]
+    params, In = initial(size), rows(size)
+    state = rule.init(params)
+
+    @partial(torch.compile, fullgraph=True, dynamic=False)
+    def pure(params, state, In):
+        Out, saved = data_parallel.forward(params, In, mesh)
+        _, grads = data_parallel.backward(Out * (2 / size.rows), saved, params, mesh, donate=True)
+        return Out.square().sum() / size.rows, *rule.update(grads, state, params, donate=True)
+
+    def step():
+        nonlocal params, state
+        loss, params, state = pure(params, state, In)
+        return loss
+
+    return step
+
+
 def steps(size: Size, optimizer: str, count: int, compiled: bool) -> dict[str, list[float]]:
     sides = {"explicit": ours(data_parallel, Mesh({"X": 1}), size, optimizer)}
     sides["module"] = module_step(size, optimizer, compiled=False)
     if compiled:
-        sides["compiled"] = module_step(size, optimizer, compiled=True)
+        torch._dynamo.reset()
+        sides["compiled"] = compiled_step(size, optimizer)
+        sides["compiled module"] = module_step(size, optimizer, compiled=True)
     return in_turn(sides, count, size.repeat)
+
+
+def products(L: int = 24, D: int = 512, F: int = 2048) -> list[list]:
+    """[product, rows, ms by torch, ms in parts]: a weight's product and its gradient, L weights one after the other."""
+    W, dW, lines = torch.randn(L, D, F), torch.empty(L, D, F), []
+    for B in (16, 32, 64, 128, 256):
+        In, dTmp, Tmp = torch.randn(B, D), torch.randn(B, F), torch.empty(B, F)
+
+        def forward(product, In=In, Tmp=Tmp):
+            for l in range(L):
+                product(In, W[l], Tmp, False)
+
+        def gradient(product, In=In, dTmp=dTmp):
+            for l in range(L):
+                product(In.t(), dTmp, dW[l], False)
+
+        for name, run in ((f"In[B, {D}] W[{D}, {F}]", forward), (f"In[B, {D}] dTmp[B, {F}]", gradient)):
+            times = in_turn({"torch": partial(run, multiply), "parts": partial(run, matmul_into)}, 9)
+            lines.append([name, B, *(quartiles(seconds)[1] / L * 1e3 for seconds in times.values())])
+    return lines
+
+
+def show(lines: list[list], headers: list[str]) -> None:
+    aligned = ("left", *("right",) * (len(headers) - 1))
+    print(tabulate(lines, headers, "github", disable_numparse=True, colalign=aligned), end="\n\n", flush=True)
 
 
 def main() -> None:
@@ -127,27 +180,22 @@ def main() -> None:
     lines = [
         [name, *(f"{seconds * 1e6:.2f}" for seconds in (raw, typed, typed - raw))] for name, raw, typed in measured
     ]
-    headers = ["call", "raw, us", "typed, us", "added, us"]
-    print(tabulate(lines, headers, "github", disable_numparse=True, colalign=("left", *("right",) * 3)), end="\n\n")
+    show(lines, ["call", "raw, us", "typed, us", "added, us"])
+    lines = [[name, B, f"{whole:.2f}", f"{parts:.2f}", f"{parts / whole:.2f}"] for name, B, whole, parts in products()]
+    show(lines, ["product", "B", "torch's, ms", "in parts, ms", "ratio"])
     lines, found = [], []
     for label in args.sizes.split(","):
         for optimizer in args.optimizers.split(","):
             seconds = steps(SIZES[label], optimizer, args.steps, not args.no_compile)
             line = [label, optimizer, *(f"{quartiles(times)[1] * 1e3:.2f}" for times in seconds.values())]
             found.append({"size": label, "optimizer": optimizer, "seconds": seconds})
-            for other in list(seconds)[1:]:
-                pairs = zip(seconds["explicit"], seconds[other], strict=True)
+            for mine, other in PAIRS if not args.no_compile else PAIRS[:1]:
+                pairs = zip(seconds[mine], seconds[other], strict=True)
                 low, middle, high = quartiles([mine / its for mine, its in pairs])
                 line.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]")
             lines.append(line)
-    others = ["nn.Module", "torch.compile"][: 1 if args.no_compile else 2]
-    headers = ["size", "optimizer", "explicit, ms", *(f"{name}, ms" for name in others)]
-    headers += [f"explicit / {name}" for name in others]
-    print(
-        tabulate(
-            lines, headers, "github", disable_numparse=True, colalign=("left", "left", *("right",) * 5)[: len(headers)]
-        )
-    )
+    headers = ["size", "optimizer", *(f"{side}, ms" for side in found[0]["seconds"]), "explicit / module"]
+    show(lines, headers + ([] if args.no_compile else ["both compiled", "compiled / explicit"]))
     if args.json:
         args.json.write_text(json.dumps({"calls": measured, "steps": found}, indent=1) + "\n")
     if slow := [name for name, raw, typed in measured if typed - raw >= LIMIT]:
