@@ -41,18 +41,24 @@ def check_file(path: "str | Path") -> list[Finding]:
 
 
 def files_of(paths) -> list[Path]:
-    """The Python files named, and those in the directories named."""
+    """The Python files named, and those in the directories named. ValueError for a path that leads to none."""
     found = []
     for path in map(Path, paths):
-        found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        if not inside or not path.exists():
+            raise ValueError(f"{path}: " + ("no Python files in this directory" if path.is_dir() else "no such file"))
+        found += inside
     return found
 
 
 def main(argv: "list[str] | None" = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scaling.check", description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="+", help="Python files, or directories of them")
-    files = files_of(parser.parse_args(argv).files)
-    findings = []
+    args, findings = parser.parse_args(argv), []
+    try:
+        files = files_of(args.files)
+    except ValueError as error:
+        parser.error(str(error))
     for path in files:
         try:
             findings += check_file(path)

@@ -39,7 +39,8 @@ def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
     )
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks before each collective")
     for name, (default, text) in extra.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default {default})")
+        usual = "" if default == "" else f" (default {default})"
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text + usual)
     args = parser.parse_args(argv)
     for name in ("steps", "batch"):
         if (value := getattr(args, name)) < 1:

@@ -64,7 +64,9 @@ def start(x: torch.Tensor, op: Op, group: Group, out: torch.Tensor | None = None
             blocks = mine.new_empty((n, *mine.shape))
         if op.backend == "gloo":
             return to_everyone(mine, blocks, group), lambda: joined(blocks, dim)
-        return pg._allgather_base(blocks, mine), lambda: joined(reorder(blocks, op.order, inverse=True), dim)
+        return pg._allgather_base(blocks.flatten(0, 1), mine), lambda: joined(
+            reorder(blocks, op.order, inverse=True), dim
+        )
     if op.kind == "AllToAll":
         sent = reorder(split(x, n, op.to), op.order).contiguous()
         received = torch.empty_like(sent)
@@ -73,7 +75,7 @@ def start(x: torch.Tensor, op: Op, group: Group, out: torch.Tensor | None = None
     sent = reorder(split_major(x, op), op.order)
     if op.backend != "gloo":
         mine = torch.empty_like(sent[0])
-        return pg._reduce_scatter_base(mine, sent), lambda: mine.movedim(0, dim)
+        return pg._reduce_scatter_base(mine, sent.flatten(0, 1)), lambda: mine.movedim(0, dim)
     received = torch.empty_like(sent)
     into = out.movedim(dim, 0) if out is not None else None
     if into is not None and not into.is_contiguous():

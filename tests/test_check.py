@@ -233,6 +233,12 @@ def test_command_line(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{bad}:4: AllReduce: A[I] -> A[I]" in out
     assert f"{broken}:1: cannot be read" in out
+    (empty := tmp_path / "empty").mkdir()
+    for path, why in ((tmp_path / "absent.py", "no such file"), (empty, "no Python files in this directory")):
+        with pytest.raises(SystemExit) as stopped:
+            main([str(path)])
+        assert stopped.value.code == 2
+        assert f"{path}: {why}" in capsys.readouterr().err
     clean = [sys.executable, "-m", "scaling.check", "scaling/strategies"]
     run = subprocess.run(clean, cwd=ROOT, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "")

@@ -7,7 +7,8 @@ whose dOut move back. Who does what when is a schedule (`scaling.schedules`), wh
     Loss, grads = value_and_grad(params, In, Target, mesh, schedule, loss)
 
 `rolled` is the same in one differentiable function, as JAX would write it: GPipe by ppermute. With FSDP and tensor
-parallelism inside each stage, W_in[L_Z, D_X, F_Y], give `stage=stage_fsdp_tp.fsdp_tp()`.
+parallelism inside each stage, W_in[L_Z, D_X, F_Y], give `stage=stage_fsdp_tp.fsdp_tp()`. torch.compile takes a stage's
+functions, `stage._replace(forward=torch.compile(stage.forward))`: between them lies Python that waits for other ranks.
 """
 
 from collections.abc import Callable
