@@ -84,12 +84,12 @@ STEPS = {
 
 
 def whole_step(mesh, name):
-    """(eager, compiled): dIn, params and optimizer state after a step; two sizes of batch, so shapes become dynamic."""
+    """(eager, compiled): dIn, params and state after a step; for dp with two sizes of batch: dynamic shapes."""
     torch._dynamo.reset()
     strategy, _, options = STEPS[name]
     rule, types = optim.adamw(0.01), strategy.SPECS
     g = torch.Generator().manual_seed(0)
-    L, D, F = 3, 8, 16
+    L, D, F = 3 if strategy is data_parallel else 2, 8, 16
     params = {"W_in": torch.randn(L, D, F, generator=g).double(), "W_out": torch.randn(L, F, D, generator=g).double()}
     params = tree.shard(params, {k: types[k].replace("[", "[L, ") for k in params}, mesh)
     state = zero.init(rule, params, mesh) if strategy is zero else rule.init(params)
@@ -102,7 +102,9 @@ def whole_step(mesh, name):
         return dIn, *rule.update(grads, state, params)
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    batches = [tree.shard(torch.randn(B, D, generator=g).double(), types["In"], mesh) for B in (8, 12)]
+    batches = [
+        tree.shard(torch.randn(B, D, generator=g).double(), types["In"], mesh) for B in (8, 12)[: 1 + (name == "dp")]
+    ]
     return [(step(params, state, In), compiled(params, state, In)) for In in batches]
 
 
