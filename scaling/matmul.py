@@ -2,14 +2,15 @@
 
 MKL walks a matrix larger than a core's caches in an order that suits large products. A few rows (a microbatch, or a
 small batch) times a weight take as little as 0.55 of the time if some rows of the weight are multiplied after others,
-and the gradient of a weight from so few rows 0.6 if some rows of it are made after others (float32 and float64; on
-other processors, and for more rows, torch's product is left as it is). `tests/benchmarks/overhead.py` measures both.
+and the gradient of a weight from so few rows 0.6 if some rows of it are made after others (float32 and float64). All
+other products are torch's, whole. `tests/benchmarks/overhead.py` measures both.
 """
 
 import torch
 
 from scaling.traceable import differentiated
 
+MKL = torch.backends.mkl.is_available()
 FEW = 128  # rows of a batch, at most, for which a product is made in parts
 WIDE = 1024  # columns, at least, of a weight of which some rows are multiplied after others
 
@@ -51,6 +52,3 @@ def in_parts(a: torch.Tensor, b: torch.Tensor) -> str:
     if FEW < M and 40 < K <= FEW:
         return "rows"
     return "terms" if 4 <= M <= FEW < K and N >= WIDE and b.stride(1) == 1 else ""
-
-
-MKL = torch.backends.mkl.is_available()
