@@ -230,28 +230,30 @@ def machine() -> str:
 # Contests
 
 
-def race(contest: Contest, size: Size, optimizer: str, ranks: int, steps: int, threads: int = 1) -> dict:
+def race(
+    contest: Contest, size: Size, optimizer: str, ranks: int, steps: int, threads: int = 1, rivals: tuple = SIDES[1:]
+) -> dict:
     """One line of the table: all sides in turn on the same ranks, then each by itself on fresh ones for its memory."""
-    mesh = contest.axes(ranks)
+    mesh, sides = contest.axes(ranks), ("ours", *rivals)
     options = {"checked": False, "threads": threads, "timeout": 600}
-    results = launch.run(_timed, mesh, contest, size, optimizer, steps, **options)
-    losses = {side: sum(result["loss"][side] for result in results) for side in SIDES}
-    if not max(losses.values()) - min(losses.values()) <= AGREE * abs(losses["theirs"]):
+    results = launch.run(_timed, mesh, contest, sides, size, optimizer, steps, **options)
+    losses = {side: sum(result["loss"][side] for result in results) for side in sides}
+    if not max(losses.values()) - min(losses.values()) <= AGREE * abs(losses["ours"]):
         raise ValueError(f"{contest.name}, {size}, {optimizer}: the sides differ in their loss: {losses}")
-    times = {side: slowest([result["seconds"][side] for result in results]) for side in SIDES}
+    times = {side: slowest([result["seconds"][side] for result in results]) for side in sides}
     row = {"contest": contest.name, "rival": contest.rival, "optimizer": optimizer, "mesh": mesh}
     row |= {side: quartiles(times[side]) for side in times}
-    for side in SIDES[1:]:
+    for side in rivals:
         row[f"ratio_{side}"] = quartiles([a / b for a, b in zip(times["ours"], times[side], strict=True)])
-    for side in SIDES:
+    for side in sides:
         sent = [result["sent"][side] for result in results]
         row[f"sent_{side}"] = None if None in sent else sum(sent) / len(sent)
         row[f"peak_{side}"] = max(launch.run(_peak, mesh, contest.side(side), size, optimizer, **options))
     return row | {"wire_bytes": contest.wire_bytes(mesh, size)}
 
 
-def _timed(mesh, contest: Contest, size: Size, optimizer: str, steps: int) -> dict:
-    sides = {side: contest.side(side)(mesh, size, optimizer) for side in SIDES}
+def _timed(mesh, contest: Contest, names: tuple, size: Size, optimizer: str, steps: int) -> dict:
+    sides = {side: contest.side(side)(mesh, size, optimizer) for side in names}
     seconds = in_turn(sides, steps, size.repeat)
     sent = {side: sent_by(step) for side, step in sides.items()}
     return {"seconds": seconds, "sent": sent, "loss": {side: float(step().detach()) for side, step in sides.items()}}

@@ -109,22 +109,25 @@ def contests() -> dict[str, Contest]:
     return {each.name: each for each in made}
 
 
-def table(results: list[dict]) -> str:
+def table(results: list[dict], rivals: tuple[str, ...]) -> str:
     def mb(n):
         return "" if n is None else f"{n / 1e6:.1f}"
 
     lines = []
     for row in results:
         times = [f"{row['ours'][1] * 1e3:.1f}"]
-        for rival in ("theirs", "tuned"):
+        for rival in rivals:
             low, middle, high = row[f"ratio_{rival}"]
             times += [f"{row[rival][1] * 1e3:.1f}", f"{middle:.2f} [{low:.2f}, {high:.2f}]"]
-        sent = [mb(row[key]) for key in ("sent_ours", "wire_bytes", "sent_theirs")]
-        peaks = [mb(row[f"peak_{side}"]) for side in SIDES]
+        sent = [mb(row[key]) for key in ("sent_ours", "wire_bytes", f"sent_{rivals[0]}")]
+        peaks = [mb(row[f"peak_{side}"]) for side in ("ours", *rivals)]
         lines.append([row["size"], row["contest"], row["rival"], row["optimizer"], *times, *sent, *peaks])
-    headers = ["size", "ours", "PyTorch's", "optimizer", "ms", "theirs", "ratio", "tuned", "ratio"]
-    headers += ["MB sent", "closed form", "theirs", "peak MB", "theirs", "tuned"]
-    return tabulate(lines, headers, "github", disable_numparse=True, colalign=("left",) * 4 + ("right",) * 11)
+    headers = ["size", "ours", "PyTorch's", "optimizer", "ms"]
+    headers += [header for rival in rivals for header in (rival, "ratio")]
+    headers += ["MB sent", "closed form", "theirs", "peak MB", *rivals]
+    return tabulate(
+        lines, headers, "github", disable_numparse=True, colalign=("left",) * 4 + ("right",) * (len(headers) - 4)
+    )
 
 
 def main() -> None:
@@ -134,24 +137,27 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(known), help="contests, by commas: %(default)s")
     parser.add_argument("--sizes", default=",".join(SIZES), help="sizes, by commas: %(default)s")
     parser.add_argument("--optimizers", default="sgd,adamw")
+    parser.add_argument("--rivals", default=",".join(SIDES[1:]), help="of PyTorch's, by commas: %(default)s")
     parser.add_argument("--steps", type=int, default=20, help="timed samples of each side")
     parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
+    if not set(args.rivals.split(",")) <= set(SIDES[1:]):
+        parser.error(f"--rivals {args.rivals}: must be of {', '.join(SIDES[1:])}, by commas")
     torch.set_num_threads(1)
-    results = []
+    rivals, results = tuple(args.rivals.split(",")), []
     for label in args.sizes.split(","):
         for name in args.only.split(","):
             if 1 in known[name].axes(args.ranks).values():  # two ranks make no mesh of two axes
                 continue
             for optimizer in args.optimizers.split(","):
-                row = race(known[name], SIZES[label], optimizer, args.ranks, args.steps, args.threads)
+                row = race(known[name], SIZES[label], optimizer, args.ranks, args.steps, args.threads, rivals)
                 results.append({"size": label} | row)
-                ratios = [f"{row[f'ratio_{rival}'][1]:.2f}" for rival in ("theirs", "tuned")]
-                print(f"{label} {name} {optimizer}: {ratios[0]}, tuned {ratios[1]}", file=sys.stderr, flush=True)
+                ratios = [f"{rival} {row[f'ratio_{rival}'][1]:.2f}" for rival in rivals]
+                print(f"{label} {name} {optimizer}: {', '.join(ratios)}", file=sys.stderr, flush=True)
     setting = f"{args.ranks} ranks on {machine()}; {args.steps} samples of each side, {args.threads} thread a rank."
     sizes = "; ".join(f"{label}: {SIZES[label]}" for label in args.sizes.split(","))
-    print(f"{setting}\n{sizes}.\n\n{table(results)}")
+    print(f"{setting}\n{sizes}.\n\n{table(results, rivals)}")
     if args.json:
         args.json.write_text(json.dumps({"setting": setting, "sizes": sizes, "results": results}, indent=1) + "\n")
 
