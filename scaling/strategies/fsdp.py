@@ -47,9 +47,7 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False)
     `reduce=False` nothing is reduced, and the sum so far is returned as the partial of the next microbatch.
     `donate`: `saved` is given away, and each layer's activations are freed once they have been used.
     """
-    if not reduce and partial is None:
-        raise ValueError("reduce=False adds to partial: give partial_sums(params, mesh), or an earlier microbatch's")
-    grads = {name: torch.empty_like(W) for name, W in params.items()} if reduce else partial
+    grads = room(params, partial, reduce)
     L, late = saved.depth(params), []
     ahead = gather_weights(params, L - 1, mesh)
     for l in reversed(range(L)):
@@ -78,6 +76,13 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False)
         late = wait_all(late, leave=2)  # so that no more than two layers' whole gradients are held
     wait_all(late)
     return dOut, grads
+
+
+def room(params, partial, reduce: bool):
+    """Where a backward leaves the gradients: new shards, or with `reduce=False` the partial sums, which it needs."""
+    if not reduce and partial is None:
+        raise ValueError("reduce=False adds to partial: give partial_sums(params, mesh), or an earlier microbatch's")
+    return {name: torch.empty_like(W) for name, W in params.items()} if reduce else partial
 
 
 def partial_sums(params, mesh):

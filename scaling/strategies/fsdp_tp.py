@@ -7,8 +7,6 @@ X move weights and can be done ahead of time or late; those over Y move activati
 are the book's steps; 11 and 12 are taken before 3 and 8, which then run while the ReduceScatter does.
 """
 
-import torch
-
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.strategies import fsdp
 from scaling.strategies.block import Layer, Saved, act, act_vjp, normed, normed_vjp, slot, wait_all
@@ -54,9 +52,7 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False)
     `reduce=False` nothing is reduced, and the sum so far is returned as the partial of the next microbatch.
     `donate`: `saved` is given away, and each layer's activations are freed once they have been used.
     """
-    if not reduce and partial is None:
-        raise ValueError("reduce=False adds to partial: give partial_sums(params, mesh), or an earlier microbatch's")
-    grads = {name: torch.empty_like(W) for name, W in params.items()} if reduce else partial
+    grads = fsdp.room(params, partial, reduce)
     L, late = saved.depth(params), []
     ahead = gather_weights(params, L - 1, mesh)
     for l in reversed(range(L)):
