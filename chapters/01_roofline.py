@@ -12,9 +12,10 @@ import time
 import torch
 from tabulate import tabulate
 
-from scaling import cost, plot
-from scaling.answers import Answer, report
+from scaling import cost
+from scaling.book.answers import Answer, report
 from scaling.hardware import Chip, chip
+from scaling.show import charts as plot
 
 V5E, H100 = chip("v5e"), chip("h100", "part1")  # the H100 of this part's text: 9.89e14 FLOPs/s, 3.35e12 bytes/s
 

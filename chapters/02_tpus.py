@@ -11,10 +11,10 @@ import sys
 import torch
 from tabulate import tabulate
 
-from scaling import cost, systolic
-from scaling.answers import Answer, report
-from scaling.hardware import Chip, chip, chips
-from scaling.torus import Torus, slice_of
+from scaling import cost
+from scaling.book.answers import Answer, report
+from scaling.hardware import Chip, chip, chips, systolic
+from scaling.hardware.torus import Torus, slice_of
 
 V5E, V5P, V4P = chip("v5e"), chip("v5p"), chip("v4p")
 

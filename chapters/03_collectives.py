@@ -16,10 +16,10 @@ import torch
 from torch.func import vjp
 
 from scaling import collectives as c
-from scaling import rings
-from scaling.lesson import EXACT, Report, options, run
+from scaling.book.lesson import EXACT, Report, options, run
+from scaling.collectives import rings
+from scaling.collectives.op import dual_line
 from scaling.mesh import Mesh
-from scaling.op import dual_line
 
 # %% The primitives, and what one device makes of the operands of all n ranks, stacked: [n, I, J]
 

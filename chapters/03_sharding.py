@@ -13,16 +13,16 @@ import sys
 
 import torch
 
-from scaling import cost, launch, rings, show
+from scaling import cost, launch, show
 from scaling.algebra import derive, matmul, matmul_via, reshard
-from scaling.answers import Answer, report
-from scaling.collectives import shard, unshard
+from scaling.book.answers import Answer, report
+from scaling.book.lesson import EXACT, Report
+from scaling.collectives import rings, run, run_program, shard, unshard
+from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
-from scaling.lesson import EXACT, Report
-from scaling.memory import peak_memory
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
-from scaling.step_time import seconds_on
+from scaling.trace.peak import peak_memory
 
 V4P, V5E, V5P = (chip(name) for name in ("v4p", "v5e", "v5p"))
 MICRO = 1e6  # microseconds in a second
@@ -69,7 +69,7 @@ def four_cases(report_, mesh, seed):
     compared = []
     for a, b, out in CASES:
         plan = matmul(a, b, out, mesh=mesh)
-        got = plan.run(shard(a, A, mesh), shard(b, B, mesh), mesh)
+        got = run(plan, shard(a, A, mesh), shard(b, B, mesh), mesh)
         which = " and ".join(map(str, plan.cases))
         sent = plan.wire_bytes(SIZES, mesh, torch.float64)
         report_.say(f"{a} * {b} -> {out}: case {which}, {sent:,.0f} bytes sent by each device\n{plan}\n")
@@ -77,7 +77,7 @@ def four_cases(report_, mesh, seed):
     for src, dst in [("A[I_XY, J]", "A[I_X, J]"), ("A[I_XY, J]", "A[I_Y, J]"), ("A[I_X, J]", "A[I, J_X]")]:
         plan = reshard(src, dst, SIZES, mesh)
         report_.say(f"{src} -> {dst}\n{plan}\n")
-        compared.append((f"reshard {src} -> {dst}", unshard(dst, plan.run(shard(src, A, mesh), mesh), mesh), A, EXACT))
+        compared.append((f"reshard {src} -> {dst}", unshard(dst, run(plan, shard(src, A, mesh), mesh), mesh), A, EXACT))
     report_.equal(compared)
 
 
@@ -94,7 +94,7 @@ def derived(report_, mesh, seed):
     types = [*program.operands, program.out.with_name("dOut")]
     whole = [torch.randn(t.global_shape(sizes), dtype=torch.float64, generator=rng).to(mesh.device) for t in types]
     inputs = {t.name: shard(str(t), x, mesh) for t, x in zip(types, whole, strict=True)}
-    Out, grads = program.run(inputs, inputs.pop("dOut"), mesh)
+    Out, grads = run_program(program, inputs, inputs.pop("dOut"), mesh)
     leaves = [x.clone().requires_grad_() for x in whole[:-1]]
     one = leaves[0] @ leaves[1] @ leaves[2]
     gradients = torch.autograd.grad(one, leaves, whole[-1])
@@ -118,7 +118,7 @@ def abstract(report_):
 
     inputs = {spec.name: empty(spec) for spec in program.operands}
     with peak_memory() as memory:
-        program.run(inputs, empty(program.out), mesh)
+        run_program(program, inputs, empty(program.out), mesh)
     lines = [(str(e), f"{e.nbytes:,}", f"{e.flops:,}", f"{now / 1e6:,.1f}") for e, now, _ in memory.steps]
     report_.table(lines, ["line", "V bytes", "FLOPs", "MB after it"], colalign=("left", *["right"] * 3))
     report_.say(f"peak {memory.peak / 1e6:,.1f} MB\n")

@@ -9,11 +9,12 @@ import sys
 
 from tabulate import tabulate
 
-from scaling import cost, plot
-from scaling.answers import Answer, report
+from scaling import cost
+from scaling.book.answers import Answer, report
 from scaling.hardware import chip
+from scaling.hardware.torus import Torus
+from scaling.show import charts as plot
 from scaling.spec import parse
-from scaling.torus import Torus
 
 V4P, V5P, V5E = chip("v4p"), chip("v5p"), chip("v5e")
 

@@ -13,14 +13,14 @@ from tabulate import tabulate
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import cost
-from scaling import transformer_math as tm
-from scaling.answers import Answer, report
+from scaling.book.answers import Answer, report
 from scaling.collectives import einsum
 from scaling.configs import MODELS, get
+from scaling.cost import transformer as tm
 from scaling.hardware import chip
 from scaling.models import transformer
 from scaling.models.attention import dot_product_attention, flash_attention
-from scaling.plot import chart, save
+from scaling.show.charts import chart, save
 from scaling.spec import parse_line
 from scaling.trace import trace
 

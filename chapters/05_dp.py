@@ -11,8 +11,8 @@ of the backward: `scaling/strategies/data_parallel.py` does that, for L layers, 
 """
 
 # %%
+from scaling.book.lesson import Report, one_layer, options, run, stack_equality, training
 from scaling.collectives import all_reduce, einsum
-from scaling.lesson import Report, one_layer, options, run, stack_equality, training
 from scaling.strategies import data_parallel
 
 # %% One layer: what each rank does

@@ -15,8 +15,8 @@ None of it is on the critical path. `scaling/strategies/fsdp.py` is the same for
 import torch
 
 from scaling import optim, tree
+from scaling.book.lesson import SINGLE, Report, one_layer, options, run, stack_equality, training
 from scaling.collectives import all_gather, einsum, reduce_scatter
-from scaling.lesson import SINGLE, Report, one_layer, options, run, stack_equality, training
 from scaling.strategies import data_parallel, fsdp, zero
 
 # %% One layer: what each rank does

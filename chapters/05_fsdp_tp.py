@@ -11,8 +11,8 @@ change a line and see what breaks. `scaling/strategies/fsdp_tp.py` is the same f
 """
 
 # %%
+from scaling.book.lesson import Report, one_layer, options, run, stack_equality, training
 from scaling.collectives import all_gather, einsum, reduce_scatter
-from scaling.lesson import Report, one_layer, options, run, stack_equality, training
 from scaling.strategies import fsdp_tp
 
 # %% One layer: what each rank does

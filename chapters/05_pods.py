@@ -16,10 +16,10 @@ from time import perf_counter
 import torch
 
 from scaling import cost
-from scaling.answers import Answer, table
+from scaling.book.answers import Answer, table
+from scaling.book.lesson import EXACT, Report, options, run, stack_equality, training
 from scaling.collectives import all_reduce, reduce_scatter
 from scaling.hardware import chip
-from scaling.lesson import EXACT, Report, options, run, stack_equality, training
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 from scaling.strategies import pods

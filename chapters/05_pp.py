@@ -19,16 +19,17 @@ from time import perf_counter, sleep
 import torch
 from torch.func import functional_call, grad_and_value, vjp
 
-from scaling import bubbles, data, optim, tree
+from scaling import data, optim, tree
+from scaling.book.lesson import EXACT, SINGLE, Report, options, run
 from scaling.collectives import all_reduce, recv, send, unshard
-from scaling.draw import save_schedule, schedule_chart, summary
-from scaling.lesson import EXACT, SINGLE, Report, options, run
 from scaling.models import mlp
 from scaling.schedules import SCHEDULES, make
-from scaling.simulate import simulate
+from scaling.schedules import closed_forms as bubbles
+from scaling.schedules.simulator import simulate
+from scaling.schedules.timeline import write_chrome
+from scaling.show.timelines import save_schedule, schedule_chart, summary
 from scaling.strategies import pipeline, stage_fsdp_tp
 from scaling.strategies import stage as stages
-from scaling.timeline import write_chrome
 
 # %% The book's listing, one layer a rank: each rank keeps W[L_Z, D, D] and runs these lines
 

@@ -11,8 +11,8 @@ are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_
 """
 
 # %%
+from scaling.book.lesson import Report, one_layer, options, run, stack_equality, training
 from scaling.collectives import all_gather, einsum, reduce_scatter
-from scaling.lesson import Report, one_layer, options, run, stack_equality, training
 from scaling.strategies import tensor_parallel
 
 # %% One layer: what each rank does

@@ -12,12 +12,12 @@ from pathlib import Path
 from tabulate import tabulate
 
 from scaling import cost
-from scaling.answers import Answer, report
+from scaling.book.answers import Answer, report
 from scaling.configs import get
+from scaling.cost.transformer import num_params, params
 from scaling.hardware import chip
 from scaling.plan.layer import layer
-from scaling.plot import chart, save
-from scaling.transformer_math import num_params, params
+from scaling.show.charts import chart, save
 
 V5P = chip("v5p")
 C = V5P.flops("bf16")

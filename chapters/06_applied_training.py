@@ -10,9 +10,9 @@ import sys
 from tabulate import tabulate
 
 from scaling import cost
-from scaling import transformer_math as tm
-from scaling.answers import Answer, report
+from scaling.book.answers import Answer, report
 from scaling.configs import get
+from scaling.cost import transformer as tm
 from scaling.hardware import chip
 from scaling.plan import Job, evaluate, plans
 from scaling.plan.network import Network

@@ -9,7 +9,7 @@ import sys
 from tabulate import tabulate
 
 from scaling import cost
-from scaling.answers import Answer, report
+from scaling.book.answers import Answer, report
 from scaling.cost import gpu
 from scaling.hardware import chip
 

@@ -9,10 +9,11 @@ import sys
 
 from tabulate import tabulate
 
-from scaling import cost, plot
-from scaling.answers import Answer, report
+from scaling import cost
+from scaling.book.answers import Answer, report
 from scaling.cost import gpu
 from scaling.hardware import chip, chips
+from scaling.show import charts as plot
 
 H100, B200, GB200 = chip("h100", "part12"), chip("b200", "part12"), chip("gb200")
 KIB, SUBPARTITIONS, LANES = 1024, 4, 32

@@ -25,7 +25,7 @@ from scaling import collectives, launch
 from scaling.hardware import Chip, Measured, load_chip
 from scaling.models import pointwise
 from scaling.plan.layer import DTYPES
-from scaling.predict import Prediction, Size, predict, shards, step
+from scaling.plan.predict import Prediction, Size, predict, shards, step
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 
 LINES = {

@@ -6,7 +6,6 @@ with meta tensors, to plan for more devices than there are. Ranks are row-major:
 
 import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError
 
 TIMEOUT = 120.0  # seconds that a collective waits for the other ranks before it raises
@@ -36,18 +36,13 @@ class Group:
     ranks: tuple[int, ...] = ()
     name: str = ""
     pg: "dist.ProcessGroup | None" = None
-    checked: bool = False  # the members compare what they are about to do (scaling.agree)
+    checked: bool = False  # the members compare what they are about to do (scaling.collectives.checked)
 
     def block_of(self, member: int) -> int:
         return self.order[member] if self.order else member
 
     def member_of(self, block: int) -> int:
         return self.order.index(block) if self.order else block
-
-
-def format_sizes(sizes: Mapping[str, int]) -> str:
-    """{"X": 4, "Y": 2} -> "X=4, Y=2"."""
-    return ", ".join(f"{axis}={size}" for axis, size in sizes.items()) or "no axes"
 
 
 class AbstractMesh:
@@ -59,11 +54,7 @@ class AbstractMesh:
     checked = False
 
     def __init__(self, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None):
-        for axis, size in sizes.items():
-            if not (isinstance(axis, str) and re.fullmatch("[A-Z]|(?![A-Z]+$)[A-Za-z][A-Za-z0-9]*", axis)):
-                raise ShardingError(f"{axis!r} cannot name a mesh axis: use one capital letter, or a word such as data")
-            if not isinstance(size, int) or size < 1:
-                raise ShardingError(f"mesh axis {axis} has size {size!r}: it must be an int of at least 1")
+        check_sizes(sizes)
         self.sizes = dict(sizes)
         self.coord = dict.fromkeys(self.sizes, 0) | dict(coord or {})
         if not all(0 <= at < self.sizes.get(axis, 0) for axis, at in self.coord.items()):

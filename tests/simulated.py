@@ -7,8 +7,8 @@ import itertools
 
 import torch
 
+from scaling.algebra.steps import Step, permutation
 from scaling.spec import Spec
-from scaling.steps import Step, permutation
 
 
 def devices(mesh):

@@ -9,7 +9,7 @@ from scaling import cost, measure
 from scaling.cost import layer_bytes
 from scaling.hardware import Chip, Measured, load_chip
 from scaling.mesh import AbstractMesh
-from scaling.predict import Size, predict, shards, step, traced
+from scaling.plan.predict import Size, predict, shards, step, traced
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")

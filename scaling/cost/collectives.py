@@ -62,7 +62,7 @@ def all_to_all(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
     """Seconds of an AllToAll: the slowest axis' V * X / (4 N W_ici), N devices in all; 1D: V / (4 W_ici).
 
     On a line half the links are missing and the middle one carries all: twice that. `exact` counts odd lengths right
-    (1 - 1/X^2: the middle of an odd axis is a chip). scaling.torus routes every message and finds the same.
+    (1 - 1/X^2: the middle of an odd axis is a chip). scaling.hardware.torus routes every message and finds the same.
     """
     not_negative(nbytes=nbytes)
     lengths, rings = torus(chip, axes, wrap)

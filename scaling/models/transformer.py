@@ -118,7 +118,7 @@ def forward(params: dict, tokens: torch.Tensor, remat: str = "none", attention: 
     """Logits[B, T, V] of tokens[B, T].
 
     `remat` says what the backward pass finds saved of each layer: "none" of it is computed again, "block" saves the
-    layer's input only, "matmuls" the outputs of its big matmuls (`scaling.transformer_math.REMAT`). The numbers are
+    layer's input only, "matmuls" the outputs of its big matmuls (`scaling.cost.transformer.REMAT`). The numbers are
     the same. `attention(Q, K, V)` maps [B, T, N, H], [B, S, K, H], [B, S, K, H] to [B, T, N, H].
     """
 

@@ -5,13 +5,13 @@ import json
 import re
 import sys
 
-from scaling import guide
 from scaling.configs import MODELS, get
+from scaling.cost.transformer import REMAT
 from scaling.hardware import chip, chips
+from scaling.plan import guide
 from scaling.plan.evaluate import OVERLAPS, Job
 from scaling.plan.report import Budget, as_dict, text
 from scaling.plan.search import fits, plans
-from scaling.transformer_math import REMAT
 
 BINARY = {"": 1, "k": 2**10, "M": 2**20}
 DECIMAL = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

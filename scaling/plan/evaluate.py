@@ -9,9 +9,9 @@ FLOPs by the number of elements, activations by the two blocks of a layer, atten
 import math
 from dataclasses import dataclass
 
-from scaling import transformer_math as tm
 from scaling.configs import Config
 from scaling.cost import Memory, training_memory
+from scaling.cost import transformer as tm
 from scaling.cost.layers import Cost
 from scaling.cost.pipeline import bubble
 from scaling.plan.layer import DTYPES, layer, up

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from scaling import cost
-from scaling import transformer_math as tm
-from scaling.answers import significant
+from scaling.cost import transformer as tm
+from scaling.cost.units import significant
 from scaling.hardware import Chip
 from scaling.plan.evaluate import Job, Plan
 from scaling.plan.search import fits, plans

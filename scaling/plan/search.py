@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from scaling import transformer_math as tm
+from scaling.cost import transformer as tm
 from scaling.hardware import Chip
 from scaling.plan.evaluate import Job, Plan, evaluate
 from scaling.plan.network import AXES, Network, slice_shape

@@ -2,7 +2,7 @@
 
 Nothing relies on a transport's buffering: a send only keeps its tensor alive until it is through, and a receive is
 posted some messages before it is needed, so that one is always under way. Between two ranks, tensors of one kind are
-received in the order in which they were sent, which `scaling.simulate` checks.
+received in the order in which they were sent, which `scaling.schedules.simulator` checks.
 - gloo matches messages by their tag, over the group of the pipeline axis.
 - NCCL knows no tags, and what is queued on one communicator runs in order: a posted receive would hold up the send
   behind it. So each direction and kind has a communicator of two ranks to itself.
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from scaling import trace
-from scaling.instructions import RECVS, RecvActivation, SendActivation
-from scaling.programs import Schedule
+from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
+from scaling.schedules.schedule import Schedule
 from scaling.spec import parse
 
 AHEAD = 8  # receives posted on each channel before they are waited for: a sender then need not wait to be asked

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from scaling import tree
-from scaling.agree import agree
 from scaling.collectives import all_reduce, ppermute, wait
-from scaling.instructions import (
+from scaling.collectives.checked import agree
+from scaling.models.mlp import block
+from scaling.schedules.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -33,12 +34,11 @@ from scaling.instructions import (
     SendGrad,
     parts,
 )
-from scaling.models.mlp import block
-from scaling.programs import Schedule
+from scaling.schedules.schedule import Schedule
+from scaling.schedules.timeline import Span, Timeline
 from scaling.spec import format_axes, parse
 from scaling.strategies.channels import Channels
 from scaling.strategies.stage import SPECS, Stage, mlp
-from scaling.timeline import Span, Timeline
 from scaling.trace import now
 
 __all__ = ["SPECS", "Gradients", "arrange", "measure", "restore", "rolled", "value_and_grad", "with_ends"]

@@ -8,7 +8,7 @@
 2. Steps on one rank and one thread: `data_parallel.forward` and `.backward` with `scaling.optim`, against an nn.Module
    with autograd and torch.optim (fused); and, each compiled by torch.compile as a whole, the explicit step and the
    module (whose update is not compiled). Medians of samples taken in turn.
-3. Products of a few rows (`scaling.matmul`): torch's product and ours, of matrices that are in no cache.
+3. Products of a few rows (`scaling.collectives.mkl`): torch's product and ours, of matrices that are in no cache.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from versus_torch import OPTIMIZERS as RULES
 from versus_torch import ours
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
+from scaling.collectives.mkl import matmul_into, multiply
 from scaling.launch import keep_freed_memory
-from scaling.matmul import matmul_into, multiply
 from scaling.mesh import Mesh
 from scaling.strategies import data_parallel
 

@@ -1,0 +1,225 @@
+"""Products of sharded arrays: which of the book's four cases a product is, and the cheapest plan for it (Part 3).
+
+Each device multiplies its own shards. That is legal if both operands split every dim they share alike, if no axis
+splits two dims of the result, and if an unreduced operand meets only replicas. A plan reshards the operands to such
+types, multiplies, and reshards the result. Which types, the book's rules say; or, where the sizes are known, a search
+for the cheapest (scaling.algebra.search).
+"""
+
+import itertools
+from functools import lru_cache
+
+from scaling.algebra.resharding import NOMINAL, reshard
+from scaling.algebra.search import Product, cheapest
+from scaling.algebra.steps import Plan, Step
+from scaling.spec import ShardingError, Spec, mesh_sizes, parse
+
+
+def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
+    """The case and the cheapest plan of `a * b -> out` (types, as text or Specs; any einsum of two operands).
+
+    Dims are matched by name: those of `a` or `b` that `out` lacks are summed over, those that all three have are batch
+    dims. Cheapest: least bytes sent by each device, then fewest FLOPs, then fewest steps; or, given `cost`, a function
+    of a Step, its least sum over the steps (the Einsum's included). `sizes` gives the dims, `mesh` the axes; those that
+    no type names stay idle, unless there is a `cost`.
+    Without `sizes` and `cost` the book's rules decide: of case 2 the operand sharded along the contraction is gathered;
+    in case 3 the product is reduced, by a ReduceScatter if `out` is split over that axis and an AllReduce if not; in
+    case 4 the operand is gathered whose dim `out` does not split, else the second. Without `out` they decide as well,
+    and case 3 leaves the result unreduced; case 4, given sizes, gathers what is cheaper to gather.
+    Raises ShardingError if the dims do not fit, or do not divide over their axes.
+    """
+    a, b = parse(a), parse(b)
+    out = None if out is None else parse(out)
+    dims = dict.fromkeys(a.dim_names + b.dim_names)
+    if out is not None and (unknown := [dim for dim in out.dim_names if dim not in dims]):
+        raise ShardingError(
+            f"{a} * {b} -> {out}: dim {unknown[0]} of the result is in no operand\n"
+            f"  mend: leave it out, or name it in an operand"
+        )
+    axes = None if mesh is None else tuple(mesh_sizes(mesh).items())
+    return _matmul(a, b, out, known_sizes(dims, sizes), axes, cost)
+
+
+def known_sizes(dims, sizes) -> "tuple[tuple[str, int], ...] | None":
+    """The sizes of these dims, as pairs; None if no sizes are given; ShardingError if one is missing."""
+    if sizes is None:
+        return None
+    if missing := [dim for dim in dims if dim not in sizes and not dim.isdigit()]:
+        raise ShardingError(
+            f"dim {missing[0]} has no size in {dict(sizes)}\n  mend: give every dim a size, or no sizes at all"
+        )
+    return tuple((dim, sizes[dim] if dim in sizes else int(dim)) for dim in dims)
+
+
+@lru_cache(maxsize=16384)
+def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
+    sizes, mesh = (None if sizes is None else dict(sizes)), (None if mesh is None else dict(mesh))
+    if out is None:
+        return _without_result(a, b, sizes, mesh)
+    products, tail = chain((a, b), (out.dim_names,), (out.name,), out, sizes, mesh, cost)
+    return Plan((a, b), out, products[0].steps + tail, cases(a, b, out.dim_names))
+
+
+def _without_result(a: Spec, b: Spec, sizes, mesh) -> Plan:
+    """The plan by the rules; in case 4, given sizes, the one of two that sends less."""
+    plans = [
+        matmul_via(a, b, None, *natural(a, b, free_dims(a, b), None, prefer_a), sizes, mesh)
+        for prefer_a in (True, False)
+    ]
+    axes = mesh or dict.fromkeys(a.axes + b.axes + a.unreduced + b.unreduced, NOMINAL)
+    return plans[0] if sizes is None else min(plans, key=lambda plan: plan.wire_bytes(sizes, axes, 1))
+
+
+def matmul_via(a, b, out, a_local, b_local, sizes=None, mesh=None) -> Plan:
+    """The plan that multiplies the operands as the given local types, e.g. one of the strategies of Question 4.
+
+    `out` None: the result is left as it comes. Raises ShardingError where the two types cannot be multiplied locally.
+    """
+    a, b, a_local, b_local = (parse(x) for x in (a, b, a_local, b_local))
+    target = None if out is None else parse(out)
+    names = free_dims(a, b) if target is None else target.dim_names
+    product = local_product(a_local, b_local, names, "C" if target is None else target.name)
+    steps = _steps(a, a_local, sizes, mesh) + _steps(b, b_local, sizes, mesh)
+    steps += (Step("Einsum", (), (a_local, b_local), product),)
+    result = product if target is None else target
+    return Plan((a, b), result, steps + _steps(product, result, sizes, mesh), cases(a, b, names))
+
+
+def _steps(src: Spec, dst: Spec, sizes, mesh) -> tuple[Step, ...]:
+    return reshard(src, dst, sizes and {dim: sizes[dim] for dim in src.dim_names}, mesh).steps
+
+
+def free_dims(a: Spec, b: Spec) -> tuple[str, ...]:
+    """The dims of a matmul's result when nothing else is said: those that only one operand has."""
+    return tuple(d for d in a.dim_names if d not in b.dim_names) + tuple(d for d in b.dim_names if d not in a.dim_names)
+
+
+def cases(a: Spec, b: Spec, kept: tuple[str, ...]) -> tuple[int, ...]:
+    """Which of the book's cases a product with the result dims `kept` is; several may apply, axis by axis.
+
+    2: an axis splits a contracted dim of one operand only. 3: it splits it in both. 4: it splits a dim of the result
+    in one operand and another one in the other. 1: none of these.
+    """
+    found = set()
+    for dim in dict.fromkeys(a.dim_names + b.dim_names):
+        ours, theirs = set(a.axes_of(dim)), set(b.axes_of(dim))
+        if dim not in kept:
+            found |= ({3} if ours & theirs else set()) | ({2} if ours ^ theirs else set())
+        elif set(ours) & {axis for other in b.dim_names if other != dim and other in kept for axis in b.axes_of(other)}:
+            found.add(4)
+    return tuple(sorted(found or {1}))
+
+
+def local_product(a: Spec, b: Spec, kept: tuple[str, ...], name: str) -> Spec:
+    """The type of the product of two shards, with the result dims `kept`; ShardingError if they may not multiply."""
+    axes, owner = {}, {}
+    for spec in (a, b):
+        for dim, over in spec.dims:
+            if axes.setdefault(dim, over) != over:
+                raise ShardingError(
+                    f"{a} * {b}: dim {dim} is split over {axes[dim] or 'nothing'} in one operand and over "
+                    f"{over or 'nothing'} in the other (case 2)\n  mend: gather or slice one of them"
+                )
+    for dim, over in axes.items():
+        for axis in over:
+            if owner.setdefault(axis, dim) != dim:
+                raise ShardingError(
+                    f"{a} * {b}: axis {axis} splits both {owner[axis]} and {dim} (case 4: only diagonal blocks)\n"
+                    f"  mend: gather one operand over {axis}"
+                )
+    partial = [axis for dim, over in axes.items() if dim not in kept for axis in over] + [*a.unreduced, *b.unreduced]
+    if len(set(partial)) < len(partial) or set(a.unreduced + b.unreduced) & set(owner):
+        raise ShardingError(
+            f"{a} * {b}: what is unreduced over an axis may only meet what is replicated over it\n"
+            f"  mend: reduce it first"
+        )
+    return Spec(name, tuple((dim, axes[dim]) for dim in kept), tuple(sorted(partial)))
+
+
+def natural(a: Spec, b: Spec, kept: tuple[str, ...], out: "Spec | None" = None, prefer_a: bool = True) -> tuple:
+    """The local types by the rules of the four cases alone: (a, b), with the result dims `kept`.
+
+    A contracted dim keeps the axes that split it alike in both operands (case 3) and is gathered over others (case 2).
+    Where an axis splits two dims of the result (case 4), the operand is gathered whose dim `out` does not split over
+    it; if that does not decide, the second one, or the first one if not `prefer_a`. What `out` splits over axes that
+    neither operand uses, is sliced beforehand.
+    """
+    a = a.with_unreduced(axis for axis in a.unreduced if axis not in b.axes + b.unreduced)
+    b = b.with_unreduced(axis for axis in b.unreduced if axis not in a.axes)
+    for dim in a.dim_names:
+        ours, theirs = a.axes_of(dim), b.axes_of(dim)
+        if dim in b.dim_names and ours != theirs:
+            agreed = ours if set(ours) == set(theirs) else _common_prefix(ours, theirs)
+            longer, shorter = (ours, b) if len(ours) > len(theirs) else (theirs, a)
+            free = not set(longer[len(agreed) :]) & set(shorter.axes + shorter.unreduced)
+            if dim in kept and len(agreed) == min(len(ours), len(theirs)) and free:
+                agreed = longer  # a batch dim: the operand that has it whole is sliced
+            a, b = a.with_axes(dim, agreed), b.with_axes(dim, agreed)
+    while clash := _clash(a, b):
+        axis, dim, other = clash
+        wanted = [d for d in (dim, other) if out and axis in out.axes_of(d)]
+        b_stays = wanted[0] == other if wanted else not prefer_a
+        a, b = (_without(a, dim, axis, out), b) if b_stays else (a, _without(b, other, axis, out))
+    for dim in out.dim_names if out else ():
+        now, wanted = a.axes_of(dim) or b.axes_of(dim), out.axes_of(dim)
+        used = a.axes + b.axes + a.unreduced + b.unreduced
+        if wanted[: len(now)] == now:
+            fresh = _common_prefix(wanted[len(now) :], tuple(x for x in wanted[len(now) :] if x not in used))
+            a, b = (s.with_axes(dim, now + fresh) if dim in s.dim_names else s for s in (a, b))
+    return a, b
+
+
+def _clash(a: Spec, b: Spec) -> "tuple[str, str, str] | None":
+    """The first axis that splits a dim of `a` and another dim of `b`, and these dims."""
+    for dim, axes in a.dims:
+        for axis in axes:
+            for other, others in b.dims:
+                if other != dim and axis in others:
+                    return axis, dim, other
+    return None
+
+
+def _without(spec: Spec, dim: str, axis: str, out: "Spec | None") -> Spec:
+    """The type gathered over an axis: with the axes minor to it, unless `out` splits the dim over just the others."""
+    axes = spec.axes_of(dim)
+    others = tuple(x for x in axes if x != axis)
+    return spec.with_axes(dim, others if out and others == out.axes_of(dim) else axes[: axes.index(axis)])
+
+
+def _common_prefix(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
+    return tuple(axis for axis, _ in same)
+
+
+def chain(operands, results, names, out, sizes=None, mesh=None, cost=None) -> tuple[tuple[Product, ...], tuple]:
+    """The plan of `((A * B) * C) ... -> out`: its products, and the steps after the last one.
+
+    `results` and `names`: dims and name of each product's result. Between two products the array is whole: reduced over
+    every axis, since a nonlinearity may stand there. Given `sizes` or `cost` the cheapest plan as a whole is searched
+    for (scaling.algebra.search); otherwise each product follows the rules of the four cases.
+    """
+    for spec in (*operands, out) if mesh is not None else ():
+        spec.check_axes(mesh)
+        if sizes is not None:
+            spec.local_shape({dim: sizes[dim] for dim in spec.dim_names}, mesh)
+    if sizes is not None or cost is not None:
+        return cheapest(operands, results, names, out, sizes, mesh, cost)
+    current, products = operands[0], []
+    for number, (b, dims, name) in enumerate(zip(operands[1:], results, names, strict=True)):
+        whole = current if number == 0 else reduced_for(current, b, dims)
+        at_a, at_b = natural(whole, b, dims, out if number == len(results) - 1 else None)
+        result = local_product(at_a, at_b, dims, name)
+        a_steps, b_steps = (_steps(x, at, None, mesh) for x, at in ((current, at_a), (b, at_b)))
+        products.append(Product(a_steps, b_steps, Step("Einsum", (), (at_a, at_b), result)))
+        current = result
+    return tuple(products), _steps(current, out, None, mesh)
+
+
+def reduced_for(spec: Spec, b: Spec, kept: tuple[str, ...]) -> Spec:
+    """A product's result as the next one takes it: scattered as `b` splits a contracted dim, or reduced everywhere."""
+    for dim, axes in spec.dims:
+        wanted = b.axes_of(dim)
+        if dim not in kept and wanted[: len(axes)] == axes:
+            new = tuple(itertools.takewhile(set(spec.unreduced).__contains__, wanted[len(axes) :]))
+            spec = spec.with_unreduced(axis for axis in spec.unreduced if axis not in new).with_axes(dim, axes + new)
+    return spec.with_unreduced(())

@@ -1,0 +1,197 @@
+"""A parallel algorithm from its one-line type: `derive("In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]")`.
+
+The forward pass is the cheapest plan of the chain of products. The backward pass is its transpose, line by line from
+the last to the first (Part 5, Appendix A): by the law of cotangents, what a product needs of the cotangent of its
+result is whole where the result was unreduced; its own results are unreduced wherever an operand was replicated over an
+axis that splits the rest; and the cotangent of an argument ends typed as the argument.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from scaling.algebra.products import chain, known_sizes, local_product
+from scaling.algebra.resharding import layout, reshard, retyped
+from scaling.algebra.search import Product
+from scaling.algebra.steps import COLLECTIVES, Counted, Step
+from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
+
+REMARKS = {"critical": "on the critical path", "ahead": "can be done ahead of time", "async": "off the critical path"}
+
+
+@dataclass(frozen=True)
+class Program(Counted):
+    """A derived algorithm. `forward` and `backward`: its lines, each with its types; str() is the book's listing.
+
+    `operands`: the arguments' types, the first of which flows from layer to layer; `saved`: the types that the
+    backward pass finds from the forward pass; `hidden`: those of the arrays between two products, on which a
+    nonlinearity may act.
+    """
+
+    operands: tuple[Spec, ...]
+    out: Spec
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    saved: tuple[Spec, ...]
+    hidden: tuple[Spec, ...]
+
+    def __str__(self) -> str:
+        loss = next(step.after for step in self.forward if step.op == "Loss")
+        grads = [cotangent(spec) for spec in (*self.operands[:0:-1], self.operands[0])]
+        lines = [" * ".join(map(str, self.operands)) + f" -> {self.out}", "", f"Forward: to compute {loss}"]
+        lines += _numbered(self.forward)
+        lines += ["", "Backward: to compute " + ", ".join(map(str, grads)), *_numbered(self.backward)]
+        return "\n".join(lines)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return self.forward + self.backward
+
+    @property
+    def collectives(self) -> tuple[Step, ...]:
+        """The lines that communicate, of both passes."""
+        return tuple(step for step in self.steps if step.op in COLLECTIVES)
+
+
+def _numbered(steps) -> list[str]:
+    lines = []
+    for number, step in enumerate(steps, 1):
+        remark = REMARKS.get(step.when, "") if step.op in COLLECTIVES else ""
+        lines.append(f"{number:3}. {step}" + (f"  ({remark})" if remark else ""))
+    return lines
+
+
+def cotangent(spec: Spec) -> Spec:
+    return spec.with_name("d" + spec.name)
+
+
+def derive(line, keep_gathered: "bool | Collection[str]" = False, sizes=None, mesh=None, cost=None) -> Program:
+    """The algorithm, forward and backward, of a chain of products such as the one-line types of Part 5.
+
+    The first operand flows from the layer before, the others are weights (or anything else that is there beforehand).
+    Between products a dim that both operands have is contracted, unless `*_D` names which one is; of the last product,
+    the result says it. `keep_gathered`: what the backward pass need not gather again: False nothing; True the
+    activations, at their price in memory; or the names of arrays. `sizes`, `mesh`, `cost`: as for `matmul`; without
+    them the book's default. Raises ShardingError if the line has no such reading.
+    """
+    line = parse_line(line)
+    known = known_sizes(_dims(line), sizes)
+    axes = None if mesh is None else tuple(mesh_sizes(mesh).items())
+    keep = keep_gathered if isinstance(keep_gathered, bool) else tuple(sorted(keep_gathered))
+    return _derive(line, keep, known, axes, cost)
+
+
+def _dims(line) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(dim for spec in (*line.operands, line.result) for dim in spec.dim_names))
+
+
+@lru_cache(maxsize=256)
+def _derive(line, keep, sizes, mesh, cost) -> Program:
+    sizes, mesh = (None if sizes is None else dict(sizes)), (None if mesh is None else dict(mesh))
+    operands, out = line.operands, line.result
+    if len(operands) < 2:
+        raise ShardingError(f"{line}: a chain of products has two operands or more\n  mend: use reshard for one array")
+    names = [spec.name for spec in (*operands, out)]
+    if "" in names or len(set(names)) < len(names):
+        raise ShardingError(f"{line}: every array needs a name of its own, to be followed through the algorithm")
+    dims = _chain_dims(line)
+    hidden = ["Tmp"] if len(operands) == 3 else [f"Tmp{n}" for n in range(1, len(operands) - 1)]
+    products, tail = chain(operands, dims, (*hidden, out.name), out, sizes, mesh, cost)
+    keep = {operands[0].name} if keep is True else set(keep or ())
+    if unknown := keep - {spec.name for spec in operands}:
+        raise ShardingError(f"{line}: keep_gathered names {min(unknown)}, which is no operand of the line")
+    backward = _Backward(operands[0], out, products, keep, sizes, mesh, cost)
+    carried = set(operands[0].dim_names)  # dims of the first operand that no product contracts: the tokens
+    for product in products:
+        carried -= set(product.einsum.contracted)
+    loss = Spec("Loss", tuple((dim, axes) for dim, axes in out.dims if dim in carried))
+    forward = [step for product in products for step in product.steps]
+    forward += [*tail, Step("Loss", (), out, loss)]
+    given = Step("Cotangent", (), loss, cotangent(out))
+    wholes = tuple(product.einsum.operands[0] for product in products[1:])
+    return Program(
+        operands,
+        out,
+        scheduled(forward, operands[0], out),
+        scheduled([given, *backward.steps], cotangent(out), cotangent(operands[0])),
+        tuple(dict.fromkeys((*operands, *wholes, *backward.kept))),
+        wholes,
+    )
+
+
+def _chain_dims(line) -> tuple[tuple[str, ...], ...]:
+    """The result dims of each product of the chain."""
+    operands, out, results = line.operands, line.result, []
+    said = line.contract if len(line.contract) == len(operands) - 1 else None
+    current = operands[0].dim_names
+    for number, spec in enumerate(operands[1:-1]):
+        shared = [dim for dim in current if dim in spec.dim_names]
+        summed = [said[number]] if said else shared
+        if not shared or any(dim not in shared for dim in summed):
+            raise ShardingError(
+                f"{line}: product {number + 1} has no dim to contract\n"
+                f"  mend: give both operands the dim, and name it if several are shared: *_D"
+            )
+        current = tuple(d for d in current if d not in summed)
+        current += tuple(d for d in spec.dim_names if d not in summed and d not in current)
+        results.append(current)
+    missing = [dim for dim in out.dim_names if dim not in current + operands[-1].dim_names]
+    alone = [dim for dim in set(current) ^ set(operands[-1].dim_names) if dim not in out.dim_names]
+    if missing or alone:
+        what = f"dim {missing[0]} of the result is in no operand" if missing else f"dim {min(alone)} meets no other"
+        raise ShardingError(
+            f"{line}: {what}\n  mend: check the dims: each is in the result or in both operands of a product; "
+            f"`*_D` says which one a product contracts"
+        )
+    return (*results, out.dim_names)
+
+
+class _Backward:
+    """The transpose of the forward pass, written down from its last product to its first."""
+
+    def __init__(self, first: Spec, out: Spec, products: tuple[Product, ...], keep: set, sizes, mesh, cost):
+        self.sizes, self.mesh, self.cost, self.keep = sizes, mesh, cost, keep
+        self.steps: list[Step] = []
+        self.kept: list[Spec] = []
+        held = cotangent(out)
+        for product in reversed(products):
+            a, b = product.einsum.operands
+            needed = retyped(held, layout(product.einsum.after)._replace(unreduced=()))
+            self.reshard(held, needed)
+            if product is products[0]:
+                self.again(product.a_steps, a)
+            self.gradient(a, needed, b, product.b_steps[0].before if product.b_steps else b)
+            self.again(product.b_steps, b)
+            held = self.gradient(needed, b, a, first if product is products[0] else a)
+
+    def reshard(self, src: Spec, dst: Spec) -> None:
+        sizes = self.sizes and {dim: self.sizes[dim] for dim in src.dim_names}
+        self.steps += reshard(src, dst, sizes, self.mesh, self.cost).steps
+
+    def again(self, steps: tuple[Step, ...], local: Spec) -> None:
+        """An argument as its product needs it: kept from the forward pass, or resharded once more."""
+        if steps and local.name in self.keep:
+            self.kept.append(local)
+        else:
+            self.steps += steps
+
+    def gradient(self, a: Spec, b: Spec, of: Spec, typed: Spec) -> Spec:
+        """The cotangent of `of` as the product of the two others, and its way to the type `typed`."""
+        product = local_product(a, b, of.dim_names, "d" + of.name)
+        self.steps.append(Step("Einsum", (), (a, b), product))
+        self.reshard(product, cotangent(typed))
+        return cotangent(typed)
+
+
+def scheduled(steps, enters: Spec, leaves: Spec) -> tuple[Step, ...]:
+    """The steps with `when` filled in: which wait for what enters the layer, and which does what leaves it wait for."""
+    flowing, needed, marked = {enters}, {leaves}, []
+    for step in steps:
+        if any(spec in flowing for spec in step.operands):
+            flowing.add(step.after)
+    for step in reversed(steps):
+        on_path = step.after in needed
+        needed |= set(step.operands) if on_path else set()
+        waits = any(spec in flowing for spec in step.operands)
+        marked.insert(0, replace(step, when="ahead" if not waits else "critical" if on_path else "async"))
+    return tuple(marked)

@@ -1,0 +1,184 @@
+"""What each collective may do to a type (Part 3): the rules behind every ShardingError of `scaling.collectives`."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from scaling.spec import ShardingError, Spec, format_axes, parse_line
+
+
+@dataclass(frozen=True)
+class CollectiveStep:
+    """One collective over one group: types before and after, the axes, and the dims it grows or splits (by position).
+
+    `dim` as in `scaling.collectives.op.Op`; `to` the dim that an AllToAll splits; `splits` the dim that
+    must divide, if any does.
+    """
+
+    before: Spec
+    after: Spec
+    axes: tuple[str, ...]
+    dim: int = 0
+    to: int = 0
+    splits: int | None = None
+
+
+def refuse(line: str, kind: str, what: str, rule: str, mend: str = "") -> None:
+    raise ShardingError(f"{kind}: {line}\n  {what}\n  rule: {rule}" + (f"\n  mend: {mend}" if mend else ""))
+
+
+@lru_cache(maxsize=4096)
+def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
+    """The steps of `line` as a collective of this kind, or a ShardingError that names the rule it breaks."""
+    parsed = parse_line(line)
+    if len(parsed.operands) != 1:
+        refuse(line, kind, f"{len(parsed.operands)} operands", "a collective has one operand; einsum multiplies")
+    before, after = parsed.operands[0], parsed.result
+    if before.dim_names != after.dim_names:
+        refuse(line, kind, "the dims differ", "a collective moves axes, it does not change or reorder the dims")
+    return _RULES[kind](line, kind, before, after)
+
+
+def _all_gather(line, kind, before, after):
+    removed = _moved(line, kind, before, after, grows=True)
+    if added := sorted(set(before.unreduced) ^ set(after.unreduced)):
+        over = format_axes(added)
+        rule = "an AllGather only concatenates: it neither adds up partial sums nor makes any"
+        refuse(
+            line, kind, f"{{U_{over}}} is not the same on both sides", rule, "reduce_scatter or all_reduce over " + over
+        )
+    return _one_by_one(before, removed, grows=True)
+
+
+def _slice(line, kind, before, after):
+    if before.unreduced != after.unreduced:
+        refuse(line, kind, "{U} is not the same on both sides", "a local slice adds nothing up", "use reduce_scatter")
+    return _one_by_one(before, _moved(line, kind, before, after, grows=False), grows=False)
+
+
+def _reduce_scatter(line, kind, before, after):
+    added = _moved(line, kind, before, after, grows=False)
+    summed = [axis for axis in before.unreduced if axis not in after.unreduced]
+    scattered = [axis for _, axes in added for axis in axes]
+    if sorted(summed) != sorted(scattered) or set(after.unreduced) - set(before.unreduced):
+        what = f"it sums over {format_axes(summed) or 'nothing'} and splits over {format_axes(scattered)}"
+        rule = f"{kind} turns {{U_X}} into a subscript X: the same axes leave {{U}} and enter one dim"
+        refuse(line, kind, what, rule, "write {U_" + format_axes(scattered) + "} on the operand if it is a partial sum")
+    steps = []
+    for position, axes in added:
+        dim = before.dim_names[position]
+        left = [axis for axis in before.unreduced if axis not in axes]
+        now = before.with_unreduced(left).with_axes(dim, before.axes_of(dim) + axes)
+        steps.append(CollectiveStep(before, now, axes, position, splits=position))
+        before = now
+    return tuple(steps)
+
+
+def _all_reduce(line, kind, before, after):
+    summed = tuple(axis for axis in before.unreduced if axis not in after.unreduced)
+    if before.dims != after.dims:
+        refuse(
+            line,
+            kind,
+            "the subscripts differ",
+            "AllReduce only removes axes from {U}",
+            "to split the sum: reduce_scatter",
+        )
+    if set(after.unreduced) - set(before.unreduced) or not summed:
+        what = f"nothing is reduced: {before} has no {{U}} that {after} lacks"
+        refuse(
+            line,
+            kind,
+            what,
+            "AllReduce turns A[I] {U_X} into A[I]",
+            "write {U_X} on the operand if it is a partial sum",
+        )
+    return (CollectiveStep(before, after, summed),)
+
+
+def _all_to_all(line, kind, before, after):
+    rule = "AllToAll takes the minor axes of one dim and makes them the minor axes of another: A[I_X, J] -> A[I, J_X]"
+    changed = [i for i, (b, a) in enumerate(zip(before.dims, after.dims, strict=True)) if b != a]
+    if before.unreduced != after.unreduced or len(changed) != 2:
+        refuse(line, kind, "not the move of axes from one dim to one other", rule, "use reshard")
+    for source, target in (changed, changed[::-1]):
+        was, now = before.dims[source][1], after.dims[source][1]
+        moved = was[len(now) :]
+        if moved and was[: len(now)] == now and after.dims[target][1] == before.dims[target][1] + moved:
+            return (CollectiveStep(before, after, moved, source, target, splits=target),)
+    refuse(line, kind, "the axes that move are not the minor ones of both dims", rule, "use reshard")
+
+
+def _rooted(line, kind, before, after):
+    """Broadcast, Reduce: {U_X} with all but the root's part to be taken as (or made) zero."""
+    axes = before.unreduced if kind == "Reduce" else tuple(a for a in before.unreduced if a not in after.unreduced)
+    wanted = "A[I] {U_X} -> A[I]" if kind == "Broadcast" else "A[I] {U_X} -> A[I] {U_X}"
+    legal = set(after.unreduced) <= set(before.unreduced) and (
+        kind == "Broadcast" or before.unreduced == after.unreduced
+    )
+    if before.dims != after.dims or not axes or not legal:
+        refuse(
+            line, kind, "the types do not fit", f"{kind} is {wanted}: only the root's part counts, the others are zeros"
+        )
+    return (CollectiveStep(before, after, axes),)
+
+
+def _scatter(line, kind, before, after):
+    return _only_one(line, kind, _reduce_scatter(line, kind, before, after))
+
+
+def _gather(line, kind, before, after):
+    try:
+        back = _reduce_scatter(line, kind, after, before)
+    except ShardingError:
+        rule = "Gather is A[I_X] -> A[I] {U_X}: the root gets the whole dim, and the others, who get zeros, add nothing"
+        refuse(line, kind, "the types do not fit", rule)
+    return tuple(CollectiveStep(s.after, s.before, s.axes, s.dim) for s in _only_one(line, kind, back))
+
+
+def _only_one(line, kind, steps):
+    if len(steps) > 1:
+        refuse(line, kind, "several dims change", f"{kind} has one root, and so changes one dim")
+    return steps
+
+
+def _moved(line, kind, before, after, grows) -> list[tuple[int, tuple[str, ...]]]:
+    """(position, axes) of each dim whose minor axes are removed (grows) or gained, which is all that may change."""
+    verb, moved = ("removes" if grows else "adds"), []
+    for position, ((dim, was), (_, now)) in enumerate(zip(before.dims, after.dims, strict=True)):
+        long, short = (was, now) if grows else (now, was)
+        if was == now:
+            continue
+        if long[: len(short)] != short:
+            rule = f"{kind} {verb} the minor (last) axes of a dim; otherwise the blocks would be interleaved"
+            have, want = format_axes(was) or "no axes", format_axes(now) or "no axes"
+            mend = "check the axes of the type; reshard does what takes more than one step"
+            refuse(line, kind, f"dim {dim} goes from {have} to {want}", rule, mend)
+        moved.append((position, long[len(short) :]))
+    if not moved:
+        refuse(line, kind, "no dim changes", f"{kind} {verb} axes of a dim, e.g. " + _EXAMPLE[kind], "drop the line")
+    return moved
+
+
+def _one_by_one(before, moved, grows) -> tuple[CollectiveStep, ...]:
+    steps = []
+    for position, axes in moved:
+        dim, was = before.dims[position]
+        after = before.with_axes(dim, was[: -len(axes)] if grows else was + axes)
+        steps.append(CollectiveStep(before, after, axes, position, splits=None if grows else position))
+        before = after
+    return tuple(steps)
+
+
+_EXAMPLE = {"AllGather": "A[I_X] -> A[I]", "Slice": "A[I] -> A[I_X]"}
+_EXAMPLE |= dict.fromkeys(("ReduceScatter", "Scatter", "Gather"), "A[I] {U_X} -> A[I_X]")
+_RULES = {
+    "AllGather": _all_gather,
+    "Slice": _slice,
+    "ReduceScatter": _reduce_scatter,
+    "AllReduce": _all_reduce,
+    "AllToAll": _all_to_all,
+    "Broadcast": _rooted,
+    "Reduce": _rooted,
+    "Scatter": _scatter,
+    "Gather": _gather,
+}

@@ -1,0 +1,203 @@
+"""Steps and plans: what is done to typed arrays, line by line, and what each line costs (Part 3).
+
+A `Step` is one collective or one local product with its types before and after; a `Plan` is a list of them. They are
+data: planned by `scaling.algebra`, counted here, run by `scaling.collectives.plans`. Pure Python.
+
+| op                | example                                | bytes V (the book's)  | sent by each device, n = group |
+|-------------------|----------------------------------------|-----------------------|--------------------------------|
+| AllGather         | A[I_X, J] -> A[I, J]                   | local, after          | V (n-1)/n                      |
+| ReduceScatter     | A[I, J] {U_X} -> A[I_X, J]             | local, before         | V (n-1)/n                      |
+| AllReduce         | A[I, J] {U_X} -> A[I, J]               | local                 | 2 V (n-1)/n                    |
+| AllToAll          | A[I_X, J] -> A[I, J_X]                 | local times n         | V (n-1)/n^2                    |
+| CollectivePermute | A[I_XY] -> A[I_YX]                     | local                 | V                              |
+| Slice             | A[I, J] -> A[I_X, J]                   | 0: keeps its own block of a replicated array           |
+| Pad               | A[I_X, J] -> A[I, J] {U_X}             | 0: its own block among zeros; the transpose of Slice   |
+| Mask              | A[I, J] -> A[I, J] {U_X}               | 0: the first device of X keeps the data, others zeros  |
+| Einsum            | A[I, J_X] * B[J_X, K] -> C[I, K] {U_X} | 0                     | 0                              |
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+from scaling.spec import Spec, dtype_bytes, format_axes, mesh_sizes
+
+COLLECTIVES = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")
+FREE = ("Slice", "Pad", "Mask")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of an algorithm: `op` over the mesh `axes`, from the type(s) `before` to the type `after`.
+
+    `before` is a Spec, and a tuple of two Specs for an Einsum. A derived program also has lines that only name an
+    array, `Loss[B_X] = ...`: op "Loss" or "Cotangent". `when` says of a line in a program "critical" (the layer's
+    output waits for it), "ahead" (it waits for nothing that the layer is given: can be done ahead of time) or "async"
+    (the layer's output does not wait for it); "" outside programs. It plays no part in equality.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    before: "Spec | tuple[Spec, ...]"
+    after: Spec
+    when: str = field(default="", compare=False)
+
+    @property
+    def operands(self) -> tuple[Spec, ...]:
+        return self.before if isinstance(self.before, tuple) else (self.before,)
+
+    @property
+    def contracted(self) -> tuple[str, ...]:
+        """The dims that an Einsum sums over: those of its operands that its result lacks."""
+        dims = dict.fromkeys(dim for spec in self.operands for dim in spec.dim_names)
+        return tuple(dim for dim in dims if dim not in self.after.dim_names) if self.op == "Einsum" else ()
+
+    @property
+    def line(self) -> str:
+        """The types as `scaling.collectives` takes them: `A[I_X, J] -> A[I, J]`, `A[I, J] * B[J, K] -> C[I, K]`."""
+        return " * ".join(map(str, self.operands)) + f" -> {self.after}"
+
+    def __str__(self) -> str:
+        """The line as the book prints it: `W[D, F] = AllGather_X(W[D_X, F])`, `C[I, K] = A[I, J] *_J B[J, K]`."""
+        if self.op == "Einsum":
+            dims = self.contracted
+            over = "" if not dims else "_" + (dims[0] if len(dims) == 1 else "{" + ",".join(dims) + "}")
+            return f"{self.after} = " + f" *{over} ".join(map(str, self.operands))
+        if self.op in ("Loss", "Cotangent"):
+            return f"{self.after} = ..."
+        return f"{self.after} = {self.op}_{format_axes(self.axes)}({self.before})"
+
+    def group(self, mesh) -> int:
+        """How many devices take part together: the product of the sizes of the step's axes."""
+        return math.prod(mesh_sizes(mesh)[axis] for axis in self.axes)
+
+    def nbytes(self, sizes, mesh, dtype) -> float:
+        """V, the bytes by the book's measure (see the table above); 0 for what does not communicate."""
+        if self.op not in COLLECTIVES:
+            return 0
+        local = (self.after if self.op == "AllGather" else self.before).nbytes(sizes, mesh, dtype_bytes(dtype))
+        return local * self.group(mesh) if self.op == "AllToAll" else local
+
+    def gather_bytes(self, sizes, mesh, dtype) -> float:
+        """V counted as AllGathers of the same cost: twice for an AllReduce (Part 3: it is a ReduceScatter and one)."""
+        return self.nbytes(sizes, mesh, dtype) * (2 if self.op == "AllReduce" else 1)
+
+    def wire_bytes(self, sizes, mesh, dtype) -> float:
+        """Bytes that each device sends (in a permutation, that the busiest one sends)."""
+        total = self.nbytes(sizes, mesh, dtype) * WIRE.get(self.op, 0)
+        n = self.group(mesh)
+        if self.op == "CollectivePermute":
+            return total
+        return total * (n - 1) / (n * n if self.op == "AllToAll" else n)
+
+    def flops(self, sizes, mesh) -> int:
+        """FLOPs of one device in an Einsum: 2 per multiply-add, 1 per product where nothing is summed (Part 4)."""
+        if self.op != "Einsum":
+            return 0
+        local = {}
+        for spec in self.operands:
+            shape = {dim: sizes[dim] if dim in sizes else int(dim) for dim in spec.dim_names}
+            local |= dict(zip(spec.dim_names, spec.local_shape(shape, mesh), strict=True))
+        return (2 if self.contracted else 1) * math.prod(local.values())
+
+
+WIRE = {"AllGather": 1, "ReduceScatter": 1, "AllReduce": 2, "AllToAll": 1, "CollectivePermute": 1}
+
+
+def total(steps, count: str, *args) -> float:
+    """The sum of one count over steps: `total(plan.steps, "wire_bytes", sizes, mesh, "bf16")`."""
+    return sum(getattr(step, count)(*args) for step in steps)
+
+
+class Counted:
+    """What a sequence of steps costs: the base of Plan and Program, which hold their `steps`."""
+
+    def nbytes(self, sizes, mesh, dtype) -> float:
+        """The sum of the steps' V."""
+        return total(self.steps, "nbytes", sizes, mesh, dtype)
+
+    def gather_bytes(self, sizes, mesh, dtype) -> float:
+        """The same with an AllReduce counted twice: what the book's tables count."""
+        return total(self.steps, "gather_bytes", sizes, mesh, dtype)
+
+    def wire_bytes(self, sizes, mesh, dtype) -> float:
+        """Bytes that each device sends."""
+        return total(self.steps, "wire_bytes", sizes, mesh, dtype)
+
+    def flops(self, sizes, mesh) -> int:
+        """FLOPs of one device."""
+        return total(self.steps, "flops", sizes, mesh)
+
+
+@dataclass(frozen=True)
+class Plan(Counted):
+    """How to come from typed `operands` to a typed `result`, in `steps`.
+
+    For a product `cases` holds the numbers of the book's cases that apply and `case` the lowest of them; for a
+    resharding they are () and None. `sizes` are dims, as in Spec.nbytes.
+    """
+
+    operands: tuple[Spec, ...]
+    result: Spec
+    steps: tuple[Step, ...]
+    cases: tuple[int, ...] = ()
+
+    @property
+    def case(self) -> "int | None":
+        return min(self.cases, default=None)
+
+    @property
+    def collectives(self) -> tuple[Step, ...]:
+        """The steps that communicate."""
+        return tuple(step for step in self.steps if step.op in COLLECTIVES)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{number}. {step}" for number, step in enumerate(self.steps, 1)) or f"{self.result}: as it is"
+
+
+def moved(before: Spec, after: Spec) -> tuple[list, list]:
+    """Per dim, the axes that a permutation shuffles: what is left of both types without common prefix and suffix."""
+    ours, theirs = [], []
+    for (_, a), (_, b) in zip(before.dims, after.dims, strict=True):
+        start = 0
+        while start < min(len(a), len(b)) and a[start] == b[start]:
+            start += 1
+        end = 0
+        while end < min(len(a), len(b)) - start and a[-1 - end] == b[-1 - end]:
+            end += 1
+        ours.append(a[start : len(a) - end])
+        theirs.append(b[start : len(b) - end])
+    return ours, theirs
+
+
+def permutation(step: Step, mesh) -> tuple[tuple[int, int], ...]:
+    """The (source, target) pairs of a CollectivePermute, as row-major indices over `step.axes`.
+
+    Both types cut the array into the same blocks, so that each device needs what some device holds; a device that
+    already holds what it needs is its own source.
+    """
+    sizes = mesh_sizes(mesh)
+    held, needed = {}, {}
+    ours, theirs = moved(step.before, step.after)
+    for index, coords in enumerate(itertools.product(*(range(sizes[axis]) for axis in step.axes))):
+        at = dict(zip(step.axes, coords, strict=True))
+        held.setdefault(_block(ours, at, sizes), []).append(index)
+        needed.setdefault(_block(theirs, at, sizes), []).append(index)
+    pairs = []
+    for block, targets in needed.items():
+        stay = [index for index in targets if index in held[block]]
+        sources = [index for index in held[block] if index not in stay]
+        pairs += [(index, index) for index in stay]
+        pairs += zip(sources, (index for index in targets if index not in stay), strict=True)
+    return tuple(sorted(pairs))
+
+
+def _block(dims: list, at: dict, sizes) -> tuple[int, ...]:
+    """The number of a device's block along each dim, the first axis the major one."""
+    numbers = []
+    for axes in dims:
+        number = 0
+        for axis in axes:
+            number = number * sizes[axis] + at[axis]
+        numbers.append(number)
+    return tuple(numbers)

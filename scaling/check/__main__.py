@@ -1,0 +1,5 @@
+import sys
+
+from scaling.check.files import main
+
+sys.exit(main())

@@ -1,1 +1,0 @@
-"""The parts of the static type checker, `scaling.check`: values, calls and arithmetic, statements."""

@@ -1,0 +1,128 @@
+"""Running the steps of plans and programs on a mesh, by `scaling.collectives` (Part 3).
+
+Arrays are found by their type: a Spec with its name, `In[B_X, D]` is not `In[B_X, D_Y]`. Everything is a pure function
+of shards, differentiable where the collectives are, and runs on a Mesh and on an AbstractMesh alike.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+
+from scaling.algebra.resharding import reshard as plan_reshard
+from scaling.algebra.steps import Plan, Step, permutation
+from scaling.collectives import calls as c
+from scaling.collectives.multiply import einsum
+from scaling.spec import ShardingError, Spec, parse_line
+
+
+def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor:
+    """The shard of `step.after` on this rank, from the shards of `step.before`."""
+    if step.op == "Einsum":
+        return einsum(step.line, *operands)
+    (x,) = operands
+    if step.op == "CollectivePermute":
+        return c.ppermute(step.line, x, mesh, step.axes, permutation(step, mesh))
+    if step.op in _BY_LINE:
+        return _BY_LINE[step.op](step.line, x, mesh)
+    if step.op == "Pad":
+        return _pad(step, x, mesh)
+    if step.op == "Mask":
+        return x if mesh.group(step.axes).index == 0 else torch.zeros_like(x)
+    raise ShardingError(f"{step}: {step.op} is no step that can be run")
+
+
+_BY_LINE = {
+    "AllGather": c.all_gather,
+    "ReduceScatter": c.reduce_scatter,
+    "AllReduce": c.all_reduce,
+    "AllToAll": c.all_to_all,
+    "Slice": c.shard,
+}
+
+
+def _pad(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
+    """This rank's block in its place among zeros, along the one dim that loses axes."""
+    (dim,) = (i for i, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b)
+    group, size = mesh.group(step.axes), x.shape[dim]
+    zeros = [0, 0] * (x.dim() - 1 - dim)
+    return torch.nn.functional.pad(x, (*zeros, group.index * size, (group.size - 1 - group.index) * size))
+
+
+def run_steps(steps: Sequence[Step], held: dict, mesh, keep: Container[Spec], made=None) -> dict:
+    """Do steps on typed shards, {type: shard}, which is changed and returned: an array goes after its last use.
+
+    `keep`: types that stay. `made(type, shard)`: what to put in place of each new shard.
+    """
+    last = {spec: number for number, step in enumerate(steps) for spec in step.operands}
+    for number, step in enumerate(steps):
+        result = run_step(step, [held[spec] for spec in step.operands], mesh)
+        for spec in step.operands:
+            if last[spec] == number and spec not in keep:
+                held.pop(spec, None)
+        held[step.after] = made(step.after, result) if made else result
+    return held
+
+
+def run(plan: Plan, *shards_and_mesh) -> torch.Tensor:
+    """`run(plan, a, b, mesh)`: the result's shard on this rank, from the shards of `plan.operands`, in order."""
+    *shards, mesh = shards_and_mesh
+    if len(shards) != len(plan.operands):
+        raise ShardingError(f"{len(shards)} shards for {len(plan.operands)} operands, {plan.operands}")
+    result = plan.steps[-1].after if plan.steps else plan.operands[0]
+    return run_steps(plan.steps, dict(zip(plan.operands, shards, strict=True)), mesh, {result})[result]
+
+
+def reshard(line: str, x: torch.Tensor, mesh) -> torch.Tensor:
+    """Any type to any other of the same array, `A[I_XY] -> A[I_Y]`: the cheapest plan on this mesh that divides."""
+    parsed = parse_line(line)
+    if len(parsed.operands) != 1:
+        raise ShardingError(f"{parsed}: a resharding has one operand; einsum multiplies")
+    (before,), after = parsed.operands, parsed.result
+    before.check_axes(mesh)
+    if len(before.dims) != x.dim():
+        raise ShardingError(f"{parsed}: the operand has shape {tuple(x.shape)}, not {len(before.dims)} dims")
+    shape = [n * mesh.size(axes) for n, (_, axes) in zip(x.shape, before.dims, strict=True)]
+    return run(plan_reshard(before, after, shape, mesh), x, mesh)
+
+
+def run_program(program, inputs: Mapping[str, torch.Tensor], dOut: torch.Tensor, mesh, activation=None):
+    """Both passes on this rank's shards: (Out, {"In": dIn, "W_in": ...}); `inputs` by name, `dOut` typed as Out."""
+    Out, saved = run_forward(program, inputs, mesh, activation)
+    return Out, run_backward(program, dOut, saved, mesh, activation)
+
+
+def run_forward(program, inputs: Mapping[str, torch.Tensor], mesh, activation=None):
+    """(Out, saved) of a Program on this rank's shards, given by name. `saved` maps types to shards, for the backward.
+
+    `activation`: an elementwise function of a tensor that acts on each hidden array.
+    """
+    if missing := [spec.name for spec in program.operands if spec.name not in inputs]:
+        raise ShardingError(f"no shard of {missing[0]} among the inputs {list(inputs)}")
+    before = {}  # the hidden arrays as they were before the activation
+
+    def made(spec: Spec, shard: torch.Tensor) -> torch.Tensor:
+        if activation is None or spec not in program.hidden:
+            return shard
+        before[spec] = shard
+        return activation(shard)
+
+    steps = [step for step in program.forward if step.op != "Loss"]
+    held = {spec: inputs[spec.name] for spec in program.operands}
+    held = run_steps(steps, held, mesh, {program.out, *program.saved}, made)
+    return held[program.out], {spec: before.get(spec, held[spec]) for spec in program.saved}
+
+
+def run_backward(program, dOut: torch.Tensor, saved: Mapping[Spec, torch.Tensor], mesh, activation=None) -> dict:
+    """The cotangents of the inputs by name, each typed as its input, from `dOut` typed as Out."""
+    first, *steps = program.backward
+    held, transposed = {**saved, first.after: dOut}, {}
+    for spec in program.hidden if activation is not None else ():
+        held[spec], back = torch.func.vjp(activation, saved[spec])
+        transposed[spec.with_name("d" + spec.name)] = back
+
+    def made(spec: Spec, shard: torch.Tensor) -> torch.Tensor:
+        return transposed[spec](shard)[0] if spec in transposed else shard
+
+    wanted = {spec.name: spec.with_name("d" + spec.name) for spec in program.operands}
+    held = run_steps(steps, held, mesh, wanted.values(), made)
+    return {name: held[spec] for name, spec in wanted.items()}

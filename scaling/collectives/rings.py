@@ -1,0 +1,169 @@
+"""Collectives written out hop by hop, by `ppermute` to the neighbours on a ring, every link counted (Part 3).
+
+    log = Links()
+    whole = all_gather(x, mesh, "X", ways=2, log=log)       # A[I_X, ...] -> A[I, ...]
+
+`ways` 1 sends round the ring in one direction, 2 in both at once: `(source, target)` links, each one way, are told
+apart. All work along dim 0. What one link carries, of an array of V bytes on n devices (n even for two ways):
+
+    AllGather, ReduceScatter   one way V (n-1)/n        two ways V/2 at most: floor(n/2) hops of V/n
+    AllToAll                   one way V (n-1)/(2n)     two ways V/8
+
+so that an AllToAll takes 1/2 of the time of an AllGather on a ring of one way, and 1/4 on one of two ways.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from scaling import collectives
+from scaling.spec import ShardingError
+
+
+@dataclass
+class Links:
+    """What was sent: `bytes` by directed link (source, target) along the axis, and `hops`, one after the other."""
+
+    bytes: Counter = field(default_factory=Counter)
+    hops: int = 0
+
+    @property
+    def busiest(self) -> int:
+        """Bytes over the link that carries most: what the time is bound by."""
+        return max(self.bytes.values(), default=0)
+
+
+def send(x: torch.Tensor, mesh, axis: str, step: int, log: "Links | None") -> torch.Tensor:
+    """One hop: every device passes x to its neighbour `step` (+1 or -1) along the axis, and gets the other one's."""
+    n = mesh.size((axis,))
+    pairs = [(i, (i + step) % n) for i in range(n)]
+    if log is not None:
+        for link in pairs if n > 1 else ():
+            log.bytes[(*link, step)] += x.numel() * x.element_size()
+    dims = ", ".join(f"D{i}" for i in range(x.dim()))
+    return collectives.ppermute(f"[{dims}]", x, mesh, axis, pairs)
+
+
+def directions(n: int, ways: int) -> list[tuple[int, int]]:
+    """(step, hops) of each way: one way goes all n - 1 hops, two ways share them, floor(n/2) to the right."""
+    if ways not in (1, 2):
+        raise ValueError(f"ways must be 1 or 2, got {ways}")
+    return [(1, n - 1)] if ways == 1 else [(1, n // 2), (-1, (n - 1) // 2)]
+
+
+def all_gather(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "Links | None" = None) -> torch.Tensor:
+    """A[I_X, ...] -> A[I, ...]: each device passes on what it received last, until every shard has been everywhere."""
+    n, me = mesh.size((axis,)), mesh.coord[axis]
+    blocks = {me: x}
+    for step, hops in directions(n, ways):
+        passing = x
+        for hop in range(1, hops + 1):
+            passing = send(passing, mesh, axis, step, log)
+            blocks[(me - step * hop) % n] = passing
+    _count_hops(log, n, ways)
+    return torch.cat([blocks[i] for i in range(n)])
+
+
+def reduce_scatter(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "Links | None" = None) -> torch.Tensor:
+    """A[I, ...] {U_X} -> A[I_X, ...]: sums travel to where they belong, and every device adds its own on the way."""
+    n, me = mesh.size((axis,)), mesh.coord[axis]
+    blocks = _chunks(x, n, axis)
+    total = blocks[me]
+    for step, hops in directions(n, ways):
+        if hops:
+            passing = blocks[(me + step * hops) % n]
+            for hop in range(hops - 1, 0, -1):
+                passing = send(passing, mesh, axis, step, log) + blocks[(me + step * hop) % n]
+            total = total + send(passing, mesh, axis, step, log)
+    _count_hops(log, n, ways)
+    return total
+
+
+def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "Links | None" = None) -> torch.Tensor:
+    """[n, ...] -> [n, ...], chunk j of device i to place i on device j: every chunk travels only as far as it must.
+
+    With two ways and n even, the chunk for the device opposite goes half to the right and half to the left.
+    """
+    n, me = mesh.size((axis,)), mesh.coord[axis]
+    if x.shape[0] != n:
+        raise ShardingError(
+            f"AllToAll over {axis}={n}: dim 0 holds a chunk for each device, but the shape is {tuple(x.shape)}\n"
+            f"  mend: view the dim that is split as ({n}, its size / {n}) and move the first of these in front"
+        )
+    chunks, shape = x.flatten(1) if x.dim() > 1 else x[:, None], x.shape[1:]
+    half = chunks.shape[1] // 2
+    received = {me: [chunks[me]]}
+    for step, hops in directions(n, ways):
+        middle = ways == 2 and n % 2 == 0
+        part = slice(None, half) if step == 1 else slice(half, None)
+        hops = n // 2 if middle else hops
+        travelling = [chunks[(me + step * d) % n] for d in range(1, hops + 1)]  # by distance
+        if middle:
+            travelling[-1] = travelling[-1][part]
+        for hop in range(1, hops + 1):
+            travelling = [send(chunk, mesh, axis, step, log) for chunk in travelling]
+            received.setdefault((me - step * hop) % n, []).append(travelling.pop(0))
+    _count_hops(log, n, ways)
+    return torch.stack([torch.cat(received[i]) for i in range(n)]).unflatten(1, shape or (1,)).view(x.shape)
+
+
+def _chunks(x: torch.Tensor, n: int, axis: str) -> list[torch.Tensor]:
+    if x.shape[0] % n:
+        raise ShardingError(
+            f"ReduceScatter over {axis}={n}: dim 0 of size {x.shape[0]} does not divide into {n} blocks\n"
+            f"  mend: make it a multiple of {n}"
+        )
+    return list(x.chunk(n))
+
+
+def _count_hops(log: "Links | None", n: int, ways: int) -> None:
+    if log is not None:
+        log.hops += max(hops for _, hops in directions(n, ways))
+
+
+def counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
+    """(algorithm, ways, hops, scalars over the busiest link) of arrays of n * items scalars on a ring of n devices.
+
+    `items`: what a device holds, a multiple of 2n, so that every chunk can be halved.
+    """
+    from scaling.mesh import AbstractMesh
+
+    mesh, rows = AbstractMesh({"X": n}), []
+    for ways in (1, 2):
+        for name, run, shape in (
+            ("AllGather", all_gather, (items,)),
+            ("ReduceScatter", reduce_scatter, (n * items,)),
+            ("AllToAll", all_to_all, (n, items // n)),
+        ):
+            log = Links()
+            run(torch.empty(shape, device="meta", dtype=torch.int8), mesh, "X", ways, log)
+            rows.append((name, ways, log.hops, log.busiest))
+    return rows
+
+
+def section(report, mesh, axis: str = "X", seed: int = 0) -> None:
+    """The rings as a chapter shows them: against the collectives on these ranks, and their links' loads on rings of 8.
+
+    `report` is a scaling.book.lesson.Report.
+    """
+    n, rng = mesh.size((axis,)), torch.Generator().manual_seed(seed + mesh.rank)
+    x = torch.randn(n * n, 4, dtype=torch.float64, generator=rng).to(mesh.device)
+    rows = []
+    for ways in (1, 2):
+        way = "one way" if ways == 1 else "both ways"
+        gathered = collectives.all_gather(f"A[I_{axis}, J] -> A[I, J]", x, mesh)
+        rows.append((f"ring AllGather, {way}", all_gather(x, mesh, axis, ways), gathered, 1e-12))
+        scattered = collectives.reduce_scatter(f"A[I, J] {{U_{axis}}} -> A[I_{axis}, J]", x, mesh)
+        rows.append((f"ring ReduceScatter, {way}", reduce_scatter(x, mesh, axis, ways), scattered, 1e-12))
+        chunks = x.view(n, n, 4)  # of a matrix I_X, J: [J / n, I local, ...], dim 0 the chunk for each device
+        exchanged = collectives.all_to_all(f"A[J, I_{axis}, K] -> A[J_{axis}, I, K]", chunks, mesh)
+        rows.append((f"ring AllToAll, {way}", all_to_all(chunks, mesh, axis, ways).flatten(0, 1), exchanged[0], 1e-12))
+    report.equal(rows)
+    lines, D, items = [], 8, 16
+    loads = {(name, ways): (hops, busiest) for name, ways, hops, busiest in counts(D, items)}
+    for (name, ways), (hops, busiest) in loads.items():
+        ratio = busiest / loads["AllGather", ways][1]
+        lines.append((name, "one" if ways == 1 else "both", hops, f"{busiest / (D * items):.4f}", f"{ratio:.3f}"))
+    report.say()
+    report.table(lines, [f"on a ring of {D}", "ways", "hops", "busiest link / V", "of an AllGather's"])

@@ -1,0 +1,82 @@
+"""Closed forms of pipeline schedules: bubble and memory as published. The simulator has to meet them exactly.
+
+P stages, M microbatches, v chunks a rank. F, B, W: the time of one microbatch on one rank forward, and of the input and
+the weight half of its backward (of all the rank's chunks); transfers take no time. See `scaling.schedules` for sources.
+"""
+
+from fractions import Fraction
+from numbers import Real
+
+from scaling.schedules import make
+from scaling.schedules.simulator import UNIT, Times
+
+
+def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
+    """The time for which the last rank is idle: makespan less its M (F + B + W).
+
+    naive         (P-1) M (F + B + W)
+    gpipe, 1f1b   (P-1) (F + B + W)
+    interleaved   (P-1) (F + B + W) / v                         Narayanan et al. 2021, equation in section 2.2.2
+    zb-h1         (P-1) (F + B - W)                             Qi et al. 2023, table 1, where M >= P and W <= F, B;
+                                                                with fewer, (P-1) (F + B) - (M-1) W
+    dualpipev     (P-1) (F&B + (B + W) - 3 W), of one chunk     github.com/deepseek-ai/DualPipe, where F = B >= W
+
+    ValueError where the schedule is not defined, or the formula does not hold.
+    """
+    make(name, stages, microbatches, chunks)
+    f, b, w = (Fraction(time) for time in (times.forward, times.backward_input, times.backward_weight))
+    others = stages - 1
+    if times.hop:
+        raise ValueError("the published bubbles count no time for transfers: simulate with hop > 0 instead")
+    if name == "naive":
+        return others * microbatches * (f + b + w)
+    if name in ("gpipe", "1f1b", "interleaved"):
+        return others * (f + b + w) / chunks
+    if name == "zb-h1":
+        if w > min(f, b):
+            raise ValueError(f"zb-h1: the published bubble holds for W <= F and W <= B, not F={f}, B={b}, W={w}")
+        return others * (f + b) - min(others, microbatches - 1) * w
+    if f != b or w > b:
+        raise ValueError(f"dualpipev: the published bubble is met where F = B >= W, not with F={f}, B={b}, W={w}")
+    both = f + b + w if times.overlapped is None else Fraction(times.overlapped)
+    return others * (both + (b + w) - 3 * w) / chunks
+
+
+def bubble(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
+    """The fraction of the makespan for which ranks are idle: (P-1)/(M+P-1) for gpipe and 1f1b, (P-1)/(vM+P-1)
+    interleaved. Only for a ForwardBackward that saves no time: `times.overlapped` None."""
+    if times.overlapped is not None:
+        raise ValueError("the idle fraction of overlapped pairs differs from rank to rank: simulate instead")
+    idle = bubble_time(name, stages, microbatches, chunks, times)
+    return idle / (idle + microbatches * sum(map(Fraction, _work(times))))
+
+
+def overhead(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
+    """Bubble over ideal time, as Narayanan et al. count: (P-1)/M for gpipe and 1f1b, 1/v of that interleaved."""
+    return bubble_time(name, stages, microbatches, chunks, times) / (microbatches * sum(map(Fraction, _work(times))))
+
+
+def live_activations(name: str, stages: int, microbatches: int, chunks: int = 1) -> tuple[Fraction, ...]:
+    """Each rank's peak number of live activations, in microbatches of all the rank's layers.
+
+    naive 1; gpipe M; 1f1b P - r on rank r; zb-h1 P; interleaved ((v-1) P + 2 (P-1-r) + 1) / v; dualpipev (2P + 1) / 2.
+    Never more than M.
+    """
+    schedule = make(name, stages, microbatches, chunks)
+    m, v, ranks = microbatches, schedule.chunks, range(stages)
+    if name == "interleaved" and v > 1:
+        peaks = [Fraction((v - 1) * stages + 2 * (stages - 1 - r) + 1, v) for r in ranks]
+    else:
+        peaks = {
+            "naive": [1 for _ in ranks],
+            "gpipe": [m for _ in ranks],
+            "1f1b": [stages - r for r in ranks],
+            "interleaved": [stages - r for r in ranks],
+            "zb-h1": [stages for _ in ranks],
+            "dualpipev": [Fraction(2 * stages + 1, 2) for _ in ranks],
+        }[name]
+    return tuple(Fraction(min(peak, m)) for peak in peaks)
+
+
+def _work(times: Times) -> tuple[Real, Real, Real]:
+    return times.forward, times.backward_input, times.backward_weight

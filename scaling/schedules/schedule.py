@@ -1,0 +1,136 @@
+"""A schedule as an object, and how it is built from each rank's order of computations (see `scaling.schedules`)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from scaling.schedules.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    ForwardBackward,
+    Instruction,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    SendActivation,
+    SendGrad,
+    parts,
+)
+
+KINDS = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
+
+
+@dataclass(frozen=True)
+class Schedule(Sequence):
+    """The programs of all ranks: a sequence with, for each rank along the pipeline axis, its tuple of instructions."""
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int
+    placement: tuple[int, ...]  # virtual stage -> rank
+    programs: tuple[tuple, ...]
+
+    def __len__(self) -> int:
+        return self.stages
+
+    def __getitem__(self, rank):
+        return self.programs[rank]
+
+    def __iter__(self) -> Iterator[tuple]:
+        return iter(self.programs)
+
+    @property
+    def virtual_stages(self) -> int:
+        return len(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The virtual stages that a rank holds, first chunk first."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    def layer_order(self, layers: int) -> list[int]:
+        """Which layer lies where in a parameter stacked `W[L_Z, ...]`: position i holds layer `layer_order(L)[i]`.
+
+        The identity for one chunk a rank. ValueError if the layers do not divide into the virtual stages.
+        """
+        if layers % self.virtual_stages:
+            raise ValueError(
+                f"{self.name}: {layers} layers do not divide into {self.virtual_stages} virtual stages "
+                f"({self.stages} stages * {self.chunks} chunks): use a multiple of {self.virtual_stages} layers"
+            )
+        depth = layers // self.virtual_stages
+        stages = [stage for rank in range(self.stages) for stage in self.stages_of(rank)]
+        return [stage * depth + layer for stage in stages for layer in range(depth)]
+
+
+def from_orders(name: str, stages: int, microbatches: int, orders: list, placement: tuple[int, ...]) -> Schedule:
+    """Turn each rank's order of computations, (kind, chunk, microbatch) or a pair of such, into instructions, with the
+    transfers between them. Kinds: F forward, B backward, and its halves: I for the input, W for the weights."""
+    programs = []
+    for rank, order in enumerate(orders):
+        own, program = [stage for stage, owner in enumerate(placement) if owner == rank], []
+        for item in order:
+            pair = item if isinstance(item[0], tuple) else (item,)
+            steps = [KINDS[kind](own[chunk], m) for kind, chunk, m in pair]
+            transfers = [_transfers(step, rank, placement) for step in steps]
+            program += [receive for receives, _ in transfers for receive in receives]
+            program += [ForwardBackward(*steps)] if len(steps) == 2 else steps
+            program += [send for _, sends in transfers for send in sends]
+        programs.append(_with_reductions(program))
+    return Schedule(name, stages, microbatches, len(placement) // stages, placement, tuple(programs))
+
+
+def _with_reductions(program: list) -> tuple:
+    """A ReduceGrads after the last instruction that adds to the weights of each virtual stage, and its Send."""
+    last = {}
+    for i, step in enumerate(program):
+        last |= {part.stage: i for part in parts(step) if isinstance(part, (Backward, BackwardWeight))}
+    last = {stage: i + (i + 1 < len(program) and isinstance(program[i + 1], SendGrad)) for stage, i in last.items()}
+    for stage, i in sorted(last.items(), key=lambda item: -item[1]):
+        program = [*program[: i + 1], ReduceGrads(stage), *program[i + 1 :]]
+    return tuple(program)
+
+
+def _transfers(step: Instruction, rank: int, placement: tuple[int, ...]) -> tuple[list, list]:
+    """The Recv that a computation waits for and the Send of its result; none between the chunks of one rank."""
+    stage, m = step.stage, step.microbatch
+    prior = placement[stage - 1] if stage > 0 else rank
+    next_ = placement[stage + 1] if stage + 1 < len(placement) else rank
+    if isinstance(step, Forward):
+        receives = [RecvActivation(stage - 1, m, prior)] if prior != rank else []
+        return receives, [SendActivation(stage, m, next_)] if next_ != rank else []
+    if isinstance(step, BackwardWeight):
+        return [], []
+    receives = [RecvGrad(stage + 1, m, next_)] if next_ != rank else []
+    return receives, [SendGrad(stage, m, prior)] if prior != rank else []
+
+
+def split_backward(schedule: Schedule, collect: int = 1) -> Schedule:
+    """The same schedule with each Backward in its two halves: dIn is sent before dW is computed, so that no stage waits
+    for weight gradients of another: (P-1) W less of a bubble for GPipe and 1F1B.
+
+    `collect`: weight halves wait until there are so many, which then run as one matmul over the rows of all their
+    microbatches: that costs less, since the sum of gradients is read and written once. A rank keeps up to collect - 1
+    more activations (in GPipe, none more than its M).
+    """
+    if not isinstance(collect, int) or collect < 1:
+        raise ValueError(f"{schedule.name}: collect is {collect!r}: it must be an int of at least 1")
+    chunk, programs = attrgetter("stage"), []
+    for program in schedule:
+        split, weights = [], []
+        for step in program:
+            if isinstance(step, ReduceGrads):
+                continue
+            if isinstance(step, ForwardBackward):
+                raise ValueError(f"{schedule.name}: a ForwardBackward overlaps a whole Backward, which is not split")
+            if len(weights) >= collect and not isinstance(step, SendGrad):
+                split, weights = split + sorted(weights, key=chunk), []
+            if isinstance(step, Backward):
+                split.append(BackwardInput(step.stage, step.microbatch))
+                weights.append(BackwardWeight(step.stage, step.microbatch))
+            else:
+                split.append(step)
+        programs.append(_with_reductions(split + sorted(weights, key=chunk)))
+    return replace(schedule, programs=tuple(programs))

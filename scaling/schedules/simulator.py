@@ -1,0 +1,149 @@
+"""Run a pipeline schedule on paper: given times in, a timeline out; a deadlock is an exception, not a hang.
+
+    timeline = simulate(one_f_one_b(4, 8), Times(forward=1, backward_input=1, backward_weight=1, hop=0))
+    timeline.makespan, timeline.bubble, timeline.live
+
+Times are kept as fractions, so that results can be compared with the `closed_forms` exactly.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Real
+
+from scaling.schedules import Schedule
+from scaling.schedules.instructions import (
+    RECV_OF,
+    RECVS,
+    SENDS,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    ForwardBackward,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    SendActivation,
+    parts,
+)
+from scaling.schedules.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long one microbatch takes on one rank, in any one unit: all of the rank's layers forward, the two halves of
+    their backward (a whole Backward takes the sum of both), and a transfer to another rank. A chunk takes 1/chunks.
+    `overlapped`: a ForwardBackward, by default the sum of its parts."""
+
+    forward: Real = 1
+    backward_input: Real = 1
+    backward_weight: Real = 1
+    hop: Real = 0
+    overlapped: Real | None = None
+
+    def per_chunk(self, chunks: int) -> dict[type, Fraction]:
+        """The time of each computation on one chunk."""
+        f, b, w = (Fraction(time) / chunks for time in (self.forward, self.backward_input, self.backward_weight))
+        both = f + b + w if self.overlapped is None else Fraction(self.overlapped) / chunks
+        return {Forward: f, Backward: b + w, BackwardInput: b, BackwardWeight: w, ForwardBackward: both}
+
+
+UNIT = Times()
+
+
+class Deadlock(RuntimeError):
+    """No rank can go on: the message says at which instruction each one waits, and for what."""
+
+
+def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = False) -> Timeline:
+    """When each instruction of a schedule runs, if each rank runs its own program in order.
+
+    A Send takes no time and what it carries arrives `hop` later; a Recv waits for it. Between two ranks, tensors of one
+    kind arrive in the order in which they were sent. With `blocking_sends`, a Send waits until the receiver is at the
+    matching Recv: what an unbuffered, synchronous send does.
+
+    Raises Deadlock if the ranks wait for each other, or for something that is never sent; ValueError if a program asks
+    for something before it exists on its own rank, or for other tensors than are sent.
+    """
+    cost, hop = times.per_chunk(schedule.chunks), Fraction(times.hop)
+    ranks = range(schedule.stages)
+    at, clock = [0] * len(ranks), [Fraction(0)] * len(ranks)
+    channels: dict[tuple, deque] = {}  # (source, target, kind of Recv) -> (instruction, time of arrival)
+    have: set = set()  # (rank, array, stage, microbatch)
+    spans: list[Span] = []
+
+    def waits_at(rank: int):
+        return schedule[rank][at[rank]] if at[rank] < len(schedule[rank]) else None
+
+    def advance(rank: int) -> bool:
+        """Run the next instruction of a rank, if it can run now."""
+        step = waits_at(rank)
+        if step is None:
+            return False
+        start = clock[rank]
+        if isinstance(step, SENDS):
+            if blocking_sends and not _matches(step, rank, waits_at(step.peer)):
+                return False
+            if blocking_sends:
+                clock[rank] = start = max(start, clock[step.peer])
+            channels.setdefault((rank, step.peer, RECV_OF[type(step)]), deque()).append((step, start + hop))
+        elif isinstance(step, RECVS):
+            queue = channels.get((step.peer, rank, type(step)))
+            if not queue:
+                return False
+            sent, arrival = queue.popleft()
+            if (sent.stage, sent.microbatch) != (step.stage, step.microbatch):
+                raise ValueError(f"{schedule.name}: rank {rank} expects {step}, but rank {step.peer} sends {sent}")
+            clock[rank] = max(start, arrival)
+        elif type(step) in cost:
+            clock[rank] = start + cost[type(step)]
+        for part in parts(step):
+            if missing := [array for array in needs(part, schedule.virtual_stages - 1) if (rank, *array) not in have]:
+                raise ValueError(
+                    f"{schedule.name}: rank {rank} runs {part} without {missing[0]} (array, stage, microbatch)"
+                )
+            made = {(rank, *array) for array in makes(part)}
+            if made & have:
+                raise ValueError(f"{schedule.name}: rank {rank} runs {part}, whose result it has already")
+            have.update(made)
+        whole, total = clock[rank] - start, sum(cost.get(type(part), 0) for part in parts(step))
+        for part in parts(step):  # the parts of a ForwardBackward share its time in proportion
+            share = whole * cost[type(part)] / total if total else whole
+            spans.append(Span(rank, part, start, start := start + share))
+        at[rank] += 1
+        return True
+
+    while any(advance(rank) for rank in ranks):
+        pass
+    if any(waits_at(rank) is not None for rank in ranks):
+        waiting = "\n".join(f"  rank {rank}: {waits_at(rank) or 'finished'}" for rank in ranks)
+        raise Deadlock(f"{schedule.name}: deadlock after {len(spans)} instructions; the ranks wait at\n{waiting}")
+    left = [step for queue in channels.values() for step, _ in queue]
+    if left:
+        raise ValueError(f"{schedule.name}: sent, but never received: {', '.join(map(str, left))}")
+    return Timeline(schedule.name, schedule.stages, tuple(spans), schedule.chunks)
+
+
+def _matches(send, rank: int, other) -> bool:
+    """Whether `other` is the receive of what `rank` sends."""
+    return other == RECV_OF[type(send)](send.stage, send.microbatch, rank)
+
+
+def needs(step, last: int) -> list[tuple]:
+    """The arrays that an instruction reads, as (name, virtual stage, microbatch); `last` is the last virtual stage."""
+    if isinstance(step, (*RECVS, ReduceGrads)):
+        return []
+    stage, m = step.stage, step.microbatch
+    if isinstance(step, Forward):
+        return [("Out", stage - 1, m)] if stage > 0 else []
+    if isinstance(step, (Backward, BackwardInput)):
+        return [("saved", stage, m), *([("dIn", stage + 1, m)] if stage < last else [])]
+    return [("Out" if isinstance(step, SendActivation) else "dIn", stage, m)]  # SendGrad, BackwardWeight
+
+
+def makes(step) -> list[tuple]:
+    """The arrays that its rank has after an instruction, and had not before."""
+    names = {Forward: ("Out", "saved"), RecvActivation: ("Out",), RecvGrad: ("dIn",), BackwardWeight: ("dW",)}
+    names |= {Backward: ("dIn", "dW"), BackwardInput: ("dIn",)}
+    return [(name, step.stage, step.microbatch) for name in names.get(type(step), ())]

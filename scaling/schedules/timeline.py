@@ -1,0 +1,112 @@
+"""What happened when on which rank, simulated (`simulator`) or measured (`scaling.strategies.pipeline`).
+
+The time of a simulation is in the units of its `Times`, that of a measurement in seconds.
+"""
+
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from numbers import Real
+from pathlib import Path
+
+from scaling.schedules.instructions import COMPUTE, Backward, BackwardWeight, Forward
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One instruction as it ran: an instance of `scaling.schedules.instructions`, and from when to when."""
+
+    rank: int
+    step: object
+    start: Real
+    end: Real
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of all ranks. `live`: the peak number of activations that each rank kept, in microbatches: a chunk's
+    activations of one microbatch count 1/chunks, from the start of its Forward to the end of its backward."""
+
+    name: str
+    ranks: int
+    spans: tuple[Span, ...]
+    chunks: int = 1
+
+    @cached_property
+    def compute(self) -> tuple[Span, ...]:
+        """The spans that are computation, without transfers and reductions."""
+        return tuple(span for span in self.spans if isinstance(span.step, COMPUTE))
+
+    @property
+    def start(self) -> Real:
+        return min((span.start for span in self.spans), default=0)
+
+    @property
+    def makespan(self) -> Real:
+        """From the start of the first computation to the end of the last, over all ranks."""
+        return max(span.end for span in self.compute) - min(span.start for span in self.compute)
+
+    def idle(self, rank: int) -> Real:
+        """The makespan less the time that a rank computed."""
+        return self.makespan - self.busy(rank)
+
+    def busy(self, rank: int) -> Real:
+        """The time that a rank computed."""
+        return sum(span.end - span.start for span in self.compute if span.rank == rank)
+
+    @property
+    def bubble_time(self) -> Real:
+        """The time that a rank is idle, on average over the ranks."""
+        return sum(self.idle(rank) for rank in range(self.ranks)) / self.ranks
+
+    @property
+    def bubble(self) -> Real:
+        """The fraction of the makespan for which ranks are idle: (P-1)/(M+P-1) for GPipe."""
+        return self.bubble_time / self.makespan
+
+    @property
+    def overhead(self) -> Real:
+        """Bubble time over ideal time, as Narayanan et al. 2021 count: (P-1)/M for GPipe, (P-1)/(v*M) interleaved."""
+        return self.bubble_time / (self.makespan - self.bubble_time)
+
+    @cached_property
+    def live(self) -> tuple[Fraction, ...]:
+        """Each rank's peak of live activations, in microbatches."""
+        return tuple(Fraction(self._peak(rank), self.chunks) for rank in range(self.ranks))
+
+    def _peak(self, rank: int) -> int:
+        spans = sorted((span for span in self.compute if span.rank == rank), key=lambda span: (span.start, span.end))
+        count = peak = 0
+        for span in spans:
+            if isinstance(span.step, Forward):
+                count += 1
+                peak = max(peak, count)
+            elif isinstance(span.step, (Backward, BackwardWeight)):
+                count -= 1
+        return peak
+
+
+def chrome(*timelines: Timeline, seconds: float = 1.0) -> dict:
+    """A Chrome trace (chrome://tracing, ui.perfetto.dev): a process for each timeline, a row for each rank.
+
+    `seconds`: how long the timelines' unit of time is.
+    """
+    events = []
+    for pid, timeline in enumerate(timelines):
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": timeline.name}})
+        for rank in range(timeline.ranks):
+            row = {"name": "thread_name", "ph": "M", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}}
+            events.append(row)
+        for span in timeline.spans:
+            kind, step = type(span.step).__name__, span.step
+            args = {key: getattr(step, key) for key in ("stage", "microbatch", "peer") if hasattr(step, key)}
+            event = {"name": f"{kind} {args.get('microbatch', '')}".strip(), "cat": kind, "ph": "X"}
+            event |= {"pid": pid, "tid": span.rank, "args": args}
+            start, length = float(span.start - timeline.start), float(span.end - span.start)
+            events.append(event | {"ts": start * seconds * 1e6, "dur": length * seconds * 1e6})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:
+    Path(file).write_text(json.dumps(chrome(*timelines, seconds=seconds)))

@@ -1,0 +1,5 @@
+import sys
+
+from scaling.show.shardings import main
+
+sys.exit(main())

@@ -1,0 +1,79 @@
+"""Draw a pipeline schedule and count its bubble: `python -m scaling.show schedule 1f1b --stages 4 --microbatches 8`."""
+
+import argparse
+import sys
+from fractions import Fraction
+
+from scaling.schedules import SCHEDULES, make, split_backward
+from scaling.schedules.closed_forms import bubble_time
+from scaling.schedules.simulator import Times, simulate
+from scaling.schedules.timeline import write_chrome
+from scaling.show.timelines import save_schedule, schedule_chart, summary
+
+
+def parser(**options) -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(description=__doc__.split(":", 1)[0], **options)
+    arguments.add_argument("schedule", choices=[*SCHEDULES, "all"])
+    arguments.add_argument("--stages", type=int, default=4, help="ranks along the pipeline axis (default 4)")
+    arguments.add_argument("--microbatches", type=int, default=8, help="default 8")
+    arguments.add_argument("--chunks", type=int, help="chunks of layers a rank (interleaved: default 2)")
+    times = "time of a microbatch on a rank forward, and of its backward's input and weight half (default 1,1,1)"
+    arguments.add_argument("--times", type=_times, default=Times(), metavar="F,B,W", help=times)
+    arguments.add_argument("--hop", type=Fraction, default=Fraction(0), help="time of a transfer (default 0)")
+    arguments.add_argument("--split", action="store_true", help="send dIn before dW is computed")
+    arguments.add_argument("--width", type=int, help="columns of the chart")
+    colour = {"action": argparse.BooleanOptionalAction, "default": sys.stdout.isatty()}
+    arguments.add_argument("--colour", "--color", **colour, help="default: on a terminal")
+    arguments.add_argument("--plot", metavar="FILE", help="write a picture (.svg, .png; needs matplotlib)")
+    arguments.add_argument("--trace", metavar="FILE", help="write a Chrome trace")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw one schedule, or all that are defined for these sizes. Returns the exit code."""
+    arguments = parser(prog="scaling.show schedule").parse_args(argv)
+    names = list(SCHEDULES) if arguments.schedule == "all" else [arguments.schedule]
+    times = Times(*_three(arguments.times), hop=arguments.hop)
+    timelines = []
+    for name in names:
+        try:
+            chunks = None if arguments.schedule == "all" else arguments.chunks
+            schedule = make(name, arguments.stages, arguments.microbatches, chunks)
+            if arguments.split:
+                schedule = split_backward(schedule)
+            timelines.append(timeline := simulate(schedule, times))
+        except ValueError as error:
+            print(f"{error}\n", file=sys.stderr)
+            continue
+        print(summary(timeline))
+        print(schedule_chart(timeline, arguments.width, arguments.colour))
+        print(_published(schedule, times, timeline, arguments.split))
+    if timelines and arguments.plot:
+        save_schedule(arguments.plot, *timelines)
+    if timelines and arguments.trace:
+        write_chrome(arguments.trace, *timelines)
+    return 0 if timelines else 2
+
+
+def _published(schedule, times: Times, timeline, split: bool) -> str:
+    """The closed form beside what was simulated."""
+    if split:
+        return ""
+    try:
+        idle = bubble_time(schedule.name, schedule.stages, schedule.microbatches, schedule.chunks, times)
+    except ValueError as error:
+        return f"no closed form: {error}\n"
+    simulated = timeline.idle(schedule.stages - 1)
+    equal = "=" if idle == simulated else "DIFFERS from"
+    return f"bubble of the last rank: closed form {float(idle):g} {equal} simulated {float(simulated):g}\n"
+
+
+def _times(text: str) -> Times:
+    parts = text.split(",")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r}: give three times, as in 1,1,1")
+    return Times(*map(Fraction, parts))
+
+
+def _three(times: Times) -> tuple:
+    return times.forward, times.backward_input, times.backward_weight

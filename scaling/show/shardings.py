@@ -1,0 +1,195 @@
+"""Which devices hold which block: shardings drawn in the terminal, or as PNG or SVG with the `plot` extra (Part 3).
+
+    python -m scaling.show "A[I_X, J_Y]" --mesh X=2,Y=2
+    python -m scaling.show --plot nine.svg              the nine shardings of the book's figure
+    python -m scaling.show schedule 1f1b --stages 4     a pipeline's schedule: scaling.show.schedules
+    print(draw("A[I_X, J]", {"X": 2, "Y": 2}))          a mesh may also be a Mesh; `shard=x` draws a real array
+
+A device is written as its number, row-major in the mesh. Replicas are separated by commas: `0, 1`; the devices whose
+partial sums add up to a block are joined by plus signs: `0+2`. Each colour is one group of devices.
+"""
+
+import argparse
+import itertools
+import re
+import sys
+
+from scaling.sizes import parse_mesh
+from scaling.spec import ShardingError, Spec, mesh_sizes, parse
+
+NINE = ("A[I, J]", "A[I_X, J]", "A[I, J_X]", "A[I_Y, J]", "A[I_XY, J]", "A[I_Y, J_X]", "A[I, J_Y]", "A[I_X, J_Y]",
+        "A[I, J_XY]")  # fmt: skip
+ANSI = (117, 215, 120, 211, 229, 183, 159, 187, 146, 222, 152, 174)
+COLOURS = ("#87d7ff", "#ffaf5f", "#87ff87", "#ff87af", "#ffffaf", "#d7afff", "#afffff", "#d7d7af")
+
+
+def blocks(spec: "str | Spec", mesh) -> dict[tuple[int, ...], list[list[int]]]:
+    """{block along each dim: the groups of devices that hold it}: a group is one replica, its devices' parts add up."""
+    spec, sizes = parse(spec), mesh_sizes(mesh)
+    spec.check_axes(sizes)
+    counts = {axis: range(n) for axis, n in sizes.items()}
+    held: dict = {}
+    for device, coords in enumerate(itertools.product(*counts.values())):
+        at = dict(zip(counts, coords, strict=True))
+        block = []
+        for _, axes in spec.dims:
+            number = 0
+            for axis in axes:
+                number = number * sizes[axis] + at[axis]
+            block.append(number)
+        replica = tuple(i for axis, i in at.items() if axis not in spec.axes + spec.unreduced)
+        held.setdefault(tuple(block), {}).setdefault(replica, []).append(device)
+    return {block: list(replicas.values()) for block, replicas in sorted(held.items())}
+
+
+def label(groups: list[list[int]]) -> str:
+    """`[[0], [1]]` -> "0, 1"; `[[0, 2], [1, 3]]` -> "0+2, 1+3"."""
+    return ", ".join("+".join(map(str, group)) for group in groups)
+
+
+def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False, shard=None) -> str:
+    """The type as a grid of blocks, with the devices that hold each; of a 3-D array, a grid for each block of dim 1.
+
+    `sizes` adds the index ranges; `shard`, a real array's shard on this rank (a tensor), gives them by its shape.
+    Raises ShardingError for more than three dims, and for a shape that does not fit.
+    """
+    spec, axes = parse(spec), mesh_sizes(mesh)
+    if not 1 <= len(spec.dims) <= 3:
+        raise ShardingError(f"{spec}: only arrays of 1, 2 or 3 dims are drawn\n  mend: leave out dims that are whole")
+    if shard is not None:
+        sizes = global_shape(spec, shard, axes)
+    held = blocks(spec, mesh)
+    counts = [max(block[i] for block in held) + 1 for i in range(len(spec.dims))]
+    ranges = _ranges(spec, counts, sizes, axes)
+    colours = {label(groups): i for i, groups in enumerate(held.values())}
+    lines = [str(spec), "  mesh " + ", ".join(f"{axis}={n}" for axis, n in axes.items()) + _remarks(spec, axes)]
+    for outer in range(counts[0]) if len(counts) == 3 else [None]:
+        if outer is not None:
+            lines.append(f"  {spec.dim_names[0]} {ranges[0][outer]}")
+        rows = counts[-2] if len(counts) > 1 else 1
+        cells = [
+            [label(held[tuple(([] if outer is None else [outer]) + ([r] if len(counts) > 1 else []) + [c])])
+             for c in range(counts[-1])]
+            for r in range(rows)
+        ]  # fmt: skip
+        names = ranges[-2] if len(counts) > 1 else [""]
+        lines += _grid(cells, names, ranges[-1], spec.dim_names[-2:], colours if colour else None)
+    return "\n".join(lines)
+
+
+def beside(pictures: list[str], gap: int = 4) -> str:
+    """Drawings side by side."""
+    columns = [picture.splitlines() for picture in pictures]
+    widths = [max(len(_plain(line)) for line in lines) + gap for lines in columns]
+    rows = itertools.zip_longest(*columns, fillvalue="")
+    joined = ("".join(x + " " * (w - len(_plain(x))) for x, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in joined)
+
+
+def _plain(line: str) -> str:
+    return re.sub("\033[^m]*m", "", line)
+
+
+def global_shape(spec: Spec, shard, axes) -> tuple[int, ...]:
+    """The shape of the whole array of which this tensor is one shard."""
+    if len(shard.shape) != len(spec.dims):
+        raise ShardingError(f"{spec}: the shard has shape {tuple(shard.shape)}, not {len(spec.dims)} dims")
+    shape = []
+    for n, (_, over) in zip(shard.shape, spec.dims, strict=True):
+        for axis in over:
+            n *= axes[axis]
+        shape.append(n)
+    return tuple(shape)
+
+
+def _ranges(spec: Spec, counts, sizes, axes) -> list[list[str]]:
+    """The index range, or the number, of each block along each dim."""
+    if sizes is None:
+        return [[str(i) for i in range(n)] for n in counts]
+    local = spec.local_shape(sizes, axes)
+    return [[f"{i * n}:{(i + 1) * n}" for i in range(count)] for count, n in zip(counts, local, strict=True)]
+
+
+def _remarks(spec: Spec, axes) -> str:
+    replicas, parts = spec.replicated(axes), spec.unreduced
+    text = f"; replicas over {', '.join(replicas)}" if replicas else ""
+    return text + (f"; partial sums over {', '.join(parts)}" if parts else "")
+
+
+def _grid(cells, names, columns, dims, colours) -> list[str]:
+    """A grid in box-drawing characters; columns share one width, names stand in the margins."""
+    width = max(len(text) for row in [*cells, columns] for text in row) + 2
+    margin = max(len(name) for name in names) + 2
+    lines = [(dims[-1].rjust(margin - 1) + "  " + " ".join(name.center(width) for name in columns)).rstrip()]
+    rule = lambda a, b, c: " " * margin + a + b.join("─" * width for _ in columns) + c  # noqa: E731
+    lines.append(rule("┌", "┬", "┐"))
+    for number, (row, name) in enumerate(zip(cells, names, strict=True)):
+        if number:
+            lines.append(rule("├", "┼", "┤"))
+        painted = []
+        for text in row:
+            paint = f"\033[48;5;{ANSI[colours[text] % len(ANSI)]};38;5;16m" if colours else ""
+            painted.append(paint + text.center(width) + ("\033[0m" if paint else ""))
+        lines.append(name.rjust(margin - 1) + " │" + "│".join(painted) + "│")
+    lines.append(rule("└", "┴", "┘"))
+    return lines
+
+
+def save(path: str, specs, mesh) -> None:
+    """The types' pictures, three in a row, to a PNG or SVG file; needs matplotlib (`pip install scaling[plot]`)."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'scaling[plot]'") from error
+    specs = [parse(spec) for spec in specs]
+    if wrong := [spec for spec in specs if not 1 <= len(spec.dims) <= 2]:
+        raise ShardingError(
+            f"{wrong[0]}: only arrays of 1 or 2 dims are plotted\n  mend: draw() shows 3 in the terminal"
+        )
+    rows = -(-len(specs) // 3)
+    figure = Figure(figsize=(3 * min(3, len(specs)), 3.2 * rows), layout="constrained")
+    for place, spec in enumerate(specs, 1):
+        picture = figure.add_subplot(rows, min(3, len(specs)), place)
+        held = {(0, *block)[-2:]: groups for block, groups in blocks(spec, mesh).items()}
+        height, width = (max(places) + 1 for places in zip(*held, strict=True))
+        for number, ((row, column), groups) in enumerate(held.items()):
+            box = (column / width, 1 - (row + 1) / height)
+            paint = {"facecolor": COLOURS[number % len(COLOURS)], "edgecolor": "black"}
+            picture.add_patch(_rectangle(box, 1 / width, 1 / height, paint))
+            centre = (box[0] + 0.5 / width, box[1] + 0.5 / height)
+            picture.text(*centre, label(groups), ha="center", va="center")
+        picture.set(title=str(spec), aspect="equal", xlabel=spec.dim_names[-1], xticks=[], yticks=[])
+        picture.set_ylabel(spec.dim_names[0] if len(spec.dims) == 2 else "", rotation=0)
+    figure.savefig(path)
+
+
+def _rectangle(at, width, height, paint):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(at, width, height, **paint)
+
+
+def main(argv: "list[str] | None" = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["schedule"]:
+        from scaling.show.schedules import main as show_schedule
+
+        return show_schedule(argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m scaling.show", description=__doc__.split("\n\n")[0])
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="such as 'A[I_X, J_Y]'; by default the book's nine")
+    parser.add_argument("--mesh", default="X=2,Y=2", help="axes and sizes (default X=2,Y=2)")
+    parser.add_argument("--sizes", default="", help="sizes of dims, I=4,J=8: shows index ranges")
+    parser.add_argument("--colour", "--color", action=argparse.BooleanOptionalAction, default=sys.stdout.isatty())
+    parser.add_argument("--plot", default="", metavar="FILE", help="write a PNG or SVG instead")
+    args = parser.parse_args(argv)
+    try:
+        mesh, types = parse_mesh(args.mesh), args.types or NINE
+        sizes = parse_mesh(args.sizes) if args.sizes else None
+        if args.plot:
+            save(args.plot, types, mesh)
+        else:
+            print("\n\n".join(draw(spec, mesh, sizes, args.colour) for spec in types))
+    except (ShardingError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0

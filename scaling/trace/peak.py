@@ -1,0 +1,86 @@
+"""Peak memory of a run on an AbstractMesh, event by event: the bytes of the meta tensors alive (Parts 5 and 6).
+
+    mesh = AbstractMesh({"X": 1024, "Y": 8})
+    with peak_memory() as memory:
+        Out, saved = fsdp_tp.forward(params, In, mesh)
+        fsdp_tp.backward(dOut, saved, params, mesh)
+    print(memory.peak, memory.table())
+
+What counts is each storage that appears while the block runs, from the operation that makes it until the last tensor
+on it is gone: so views are free, and what was made before (params, inputs) counts from the first operation that uses
+it. Real tensors, of the cpu, are counted alike. A trace may run at the same time.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import optree
+import torch
+from tabulate import tabulate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scaling import trace
+
+
+@dataclass
+class PeakMemory:
+    """`now` and `peak` in bytes. `steps`: [event, bytes alive after it, peak until the next one], by trace event."""
+
+    now: int = 0
+    peak: int = 0
+    steps: list[list] = field(default_factory=list)
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def table(self) -> str:
+        """The lines as they ran, each with the bytes alive after it, and the most between it and the next line."""
+        rows = [(str(event), f"{now:,}", f"{peak:,}") for event, now, peak in self.steps]
+        align = ("left", "right", "right")
+        return tabulate(rows, ["line", "bytes after", "peak"], "simple", colalign=align, disable_numparse=True)
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the storages of everything that operations take and return."""
+
+    def __init__(self, memory: PeakMemory, log: trace.Log):
+        super().__init__()
+        self.memory, self.log, self.seen = memory, log, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.watch(args, kwargs)
+        result = function(*args, **(kwargs or {}))
+        self.watch(result)
+        memory, events = self.memory, self.log.events
+        for event in events[len(memory.steps) :]:
+            memory.steps.append([event, memory.now, memory.now])
+        if events:
+            memory.steps[-1][1:] = memory.now, max(memory.steps[-1][2], memory.now)
+        return result
+
+    def watch(self, *values) -> None:
+        for x in optree.tree_leaves(values):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.seen:
+                storage = x.untyped_storage()
+                key, nbytes = storage._cdata, storage.nbytes()
+                self.seen[key] = weakref.finalize(storage, self.forget, key, nbytes)
+                self.memory.add(nbytes)
+
+    def forget(self, key: int, nbytes: int) -> None:
+        self.seen.pop(key, None)
+        self.memory.add(-nbytes)
+
+
+@contextmanager
+def peak_memory() -> Iterator[PeakMemory]:
+    """Count what is alive while the block runs; afterwards the counts stand still."""
+    memory = PeakMemory()
+    with trace.trace() as log:
+        watch = _Watch(memory, log)
+        with watch:
+            yield memory
+    for finalizer in list(watch.seen.values()):
+        finalizer.detach()

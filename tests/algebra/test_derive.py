@@ -1,0 +1,261 @@
+"""Algorithms derived from one-line types: the book's listings, their costs, and their numbers against one device."""
+
+from collections import Counter
+
+import pytest
+import simulated
+import torch
+
+from scaling.algebra import derive
+from scaling.collectives import run_program
+from scaling.spec import ShardingError, parse
+from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
+
+DP = "In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]"
+FSDP = "In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]"
+TP = "In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]"
+FSDP_TP = "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]"
+STRATEGIES = {DP: data_parallel, FSDP: fsdp, TP: tensor_parallel, FSDP_TP: fsdp_tp}
+
+# Part 5, the algorithm of each section: op and result of every numbered line
+BOOK = {
+    DP: """
+        Einsum Tmp[B_X, F]; Einsum Out[B_X, D]; Loss Loss[B_X] |
+        Cotangent dOut[B_X, D]; Einsum dW_out[F, D] {U_X}; AllReduce_X dW_out[F, D] async; Einsum dTmp[B_X, F];
+        Einsum dW_in[D, F] {U_X}; AllReduce_X dW_in[D, F] async; Einsum dIn[B_X, D]""",
+    FSDP: """
+        AllGather_X W_in[D, F] ahead; Einsum Tmp[B_X, F]; AllGather_X W_out[F, D] ahead; Einsum Out[B_X, D];
+        Loss Loss[B_X] |
+        Cotangent dOut[B_X, D]; Einsum dW_out[F, D] {U_X}; ReduceScatter_X dW_out[F, D_X] async;
+        AllGather_X W_out[F, D] ahead; Einsum dTmp[B_X, F]; Einsum dW_in[D, F] {U_X};
+        ReduceScatter_X dW_in[D_X, F] async; AllGather_X W_in[D, F] ahead; Einsum dIn[B_X, D]""",
+    TP: """
+        AllGather_Y In[B, D] critical; Einsum Tmp[B, F_Y]; Einsum Out[B, D] {U_Y}; ReduceScatter_Y Out[B, D_Y] critical;
+        Loss Loss[B] |
+        Cotangent dOut[B, D_Y]; AllGather_Y dOut[B, D] critical; Einsum dW_out[F_Y, D]; Einsum dTmp[B, F_Y];
+        AllGather_Y In[B, D] ahead; Einsum dW_in[D, F_Y]; Einsum dIn[B, D] {U_Y};
+        ReduceScatter_Y dIn[B, D_Y] critical""",
+    FSDP_TP: """
+        AllGather_Y In[B_X, D] critical; AllGather_X W_in[D, F_Y] ahead; Einsum Tmp[B_X, F_Y];
+        AllGather_X W_out[F_Y, D] ahead; Einsum Out[B_X, D] {U_Y}; ReduceScatter_Y Out[B_X, D_Y] critical;
+        Loss Loss[B_X] |
+        Cotangent dOut[B_X, D_Y]; AllGather_Y dOut[B_X, D] critical; Einsum dW_out[F_Y, D] {U_X};
+        ReduceScatter_X dW_out[F_Y, D_X] async; AllGather_X W_out[F_Y, D] ahead; Einsum dTmp[B_X, F_Y];
+        AllGather_Y In[B_X, D] ahead; Einsum dW_in[D, F_Y] {U_X}; ReduceScatter_X dW_in[D_X, F_Y] async;
+        AllGather_X W_in[D, F_Y] ahead; Einsum dIn[B_X, D] {U_Y}; ReduceScatter_Y dIn[B_X, D_Y] critical""",
+}
+
+
+def listing(steps):
+    lines = []
+    for step in steps:
+        over = "_" + "".join(step.axes) if step.axes else ""
+        lines.append(f"{step.op}{over} {step.after}" + (f" {step.when}" if over else ""))
+    return lines
+
+
+@pytest.mark.parametrize("line", BOOK)
+@pytest.mark.parametrize("mesh", [None, {"X": 2, "Y": 2}, {"X": 1024, "Y": 8}])
+def test_the_books_listings(line, mesh):
+    program = derive(line, mesh=mesh)
+    for steps, text in zip((program.forward, program.backward), BOOK[line].split("|"), strict=True):
+        assert listing(steps) == [" ".join(entry.split()) for entry in text.split(";")]
+
+
+def test_printed_as_the_book_numbers_it():
+    text = str(derive(FSDP_TP))
+    assert "  6. Out[B_X, D_Y] = ReduceScatter_Y(Out[B_X, D] {U_Y})  (on the critical path)" in text
+    assert "  7. Loss[B_X] = ..." in text
+    assert "  8. dW_in[D, F_Y] {U_X} = In[B_X, D] *_B dTmp[B_X, F_Y]" in text
+    assert " 10. W_in[D, F_Y] = AllGather_X(W_in[D_X, F_Y])  (can be done ahead of time)" in text
+    assert "to compute dW_out[F_Y, D_X], dW_in[D_X, F_Y], dIn[B_X, D_Y]" in text
+
+
+def test_kept_gathers_are_not_repeated():
+    default, kept, all_kept = (derive(FSDP_TP, keep_gathered=k) for k in (False, True, ("In", "W_in", "W_out")))
+    assert [len(p.backward) for p in (default, kept, all_kept)] == [12, 11, 9]
+    assert parse("In[B_X, D]") in kept.saved
+    assert parse("In[B_X, D]") not in default.saved
+    with pytest.raises(ShardingError, match="no operand"):
+        derive(FSDP_TP, keep_gathered=["Wout"])
+
+
+@pytest.mark.parametrize(
+    ("line", "forward", "both"),
+    [
+        (DP, lambda B, D, F, X, Y: 0, lambda B, D, F, X, Y: 8 * D * F),
+        (FSDP, lambda B, D, F, X, Y: 4 * D * F, lambda B, D, F, X, Y: 12 * D * F),
+        (TP, lambda B, D, F, X, Y: 4 * B * D, lambda B, D, F, X, Y: 8 * B * D),
+        (
+            FSDP_TP,
+            lambda B, D, F, X, Y: 4 * B * D // X + 4 * D * F // Y,
+            lambda B, D, F, X, Y: 8 * B * D // X + 12 * D * F // Y,
+        ),
+    ],
+)
+def test_bytes_are_the_books_ledger(line, forward, both):
+    """Part 5, Takeaways, bf16, with In kept; and FLOPs, 4 BDF forward and 8 BDF backward over all devices."""
+    sizes, mesh = {"B": 4096, "D": 1024, "F": 8192}, {"X": 4, "Y": 8}
+    args = *sizes.values(), *mesh.values()
+    program = derive(line, keep_gathered=True)
+    assert sum(step.gather_bytes(sizes, mesh, "bf16") for step in program.forward) == forward(*args)
+    assert program.gather_bytes(sizes, mesh, "bf16") == both(*args)
+    devices = (4 if "_X" in line else 1) * (8 if "_Y" in line else 1)
+    assert program.flops(sizes, mesh) * devices == 12 * sizes["B"] * sizes["D"] * sizes["F"]
+
+
+def collectives_of(events):
+    return Counter((e.op, e.axes, e.before.dims, e.before.unreduced, e.after.dims, e.after.unreduced) for e in events)
+
+
+def run_both(mesh, line, sizes, activation):
+    """One layer by hand and derived: greatest difference of Out and gradients, and whether they moved the same."""
+    from scaling.collectives import shard
+    from scaling.models.pointwise import act
+    from scaling.trace import trace
+
+    strategy, program = STRATEGIES[line], derive(line, keep_gathered=True)
+    torch.manual_seed(0)
+    whole = {spec.name: torch.randn(spec.global_shape(sizes), dtype=torch.float64) for spec in program.operands}
+    local = {spec.name: shard(str(spec), whole[spec.name], mesh) for spec in program.operands}
+    target = torch.randn(program.out.global_shape(sizes), dtype=torch.float64)
+    dOut = shard(str(program.out.with_name("dOut")), target, mesh)
+    params = {name: local[name][None] for name in ("W_in", "W_out")}
+    with trace() as by_hand:
+        Out, saved = strategy.forward(params, local["In"], mesh, activation=activation)
+        dIn, grads = strategy.backward(dOut, saved, params, mesh)
+    with trace() as derived:
+        mine, cotangents = run_program(program, local, dOut, mesh, activation=lambda x: act(x, activation))
+    errors = [(mine - Out).abs().max(), (cotangents["In"] - dIn).abs().max()]
+    errors += [(cotangents[name] - grads[name][0]).abs().max() for name in grads]
+    same = collectives_of(by_hand.collectives()) == collectives_of(derived.collectives())
+    bytes_equal = by_hand.book_bytes == derived.book_bytes == program.gather_bytes(sizes, mesh, torch.float64)
+    return max(errors).item(), same, bytes_equal, by_hand.flops == derived.flops
+
+
+@pytest.mark.parametrize("line", BOOK)
+def test_equal_to_the_strategy_written_by_hand(ranks, line):
+    """In numbers, and in the collectives' number, axes, types and bytes."""
+    mesh = {"X": 2, "Y": 2} if line == FSDP_TP else {"Y" if line == TP else "X": 2}
+    for error, same, bytes_equal, flops_equal in ranks(run_both, mesh, line, {"B": 4, "D": 8, "F": 12}, "gelu"):
+        assert error < 1e-12
+        assert same
+        assert bytes_equal
+        assert flops_equal
+
+
+LINES = [  # (line, mesh): what nobody wrote by hand
+    (DP, {"X": 2}),
+    (FSDP_TP, {"X": 2, "Y": 2}),
+    ("In[B, D_XYZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B, D_XYZ]", {"X": 2, "Y": 2, "Z": 2}),
+    ("In[B_XZ, D_Y] * W_in[D_XZ, F_Y] * W_out[F_Y, D_XZ] -> Out[B_XZ, D_Y]", {"X": 2, "Y": 2, "Z": 2}),
+    ("In[B_X, D_YZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B_X, D_YZ]", {"X": 2, "Y": 2, "Z": 2}),
+    ("In[B_X, D] * W_in[D_XZ, F_Y] * W_out[F_Y, D_XZ] -> Out[B_X, D]", {"X": 2, "Y": 2, "Z": 2}),
+    ("In[B, D] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D]", {"Y": 4}),
+    ("In[B, D_X] * W_in[D_X, F] * W_out[F_X, D] -> Out[B, D]", {"X": 4}),
+    ("In[B_X, D] * W_1[D, F_Y] * W_2[F_Y, G] * W_3[G_Y, D] -> Out[B_X, D]", {"X": 2, "Y": 2}),
+    ("In[B_X, T, D] * W_Q[D, N_Y, H] -> Q[B_X, T, N_Y, H]", {"X": 2, "Y": 2}),
+    ("Q[B_X, T, N_Y, H] * K[B_X, S, N_Y, H] -> Att[B_X, N_Y, T, S]", {"X": 2, "Y": 2}),
+    ("Att[B_X, N_Y, T, S] * V[B_X, S, N_Y, H] -> O[B_X, T, N_Y, H]", {"X": 2, "Y": 2}),
+    ("O[B_X, T, N_Y, H] * W_O[N_Y, H, D] -> Out[B_X, T, D_Y]", {"X": 2, "Y": 2}),
+    ("Q[B, T_X, N, H] * K[B, S_X, N, H] -> Att[B, N, T_X, S]", {"X": 4}),
+    ("Q[B_X, T, H] *_H K[B_X, S, H] *_S V[B_X, S, H] -> O[B_X, T, H]", {"X": 2}),
+]
+SIZES = {"B": 8, "D": 16, "F": 8, "G": 4, "T": 4, "S": 8, "N": 4, "H": 2}
+
+
+@pytest.mark.parametrize(("line", "mesh"), LINES)
+@pytest.mark.parametrize("chosen", ["by rule", "by bytes"])
+def test_derived_algorithms_compute_the_product_and_its_gradients(line, mesh, chosen):
+    """On simulated devices, against autograd of the dense chain."""
+    program = derive(line, mesh=mesh, sizes=SIZES if chosen == "by bytes" else None)
+    gen = torch.Generator().manual_seed(0)
+    whole = {
+        spec: torch.randn(spec.global_shape(SIZES), dtype=torch.float64, generator=gen).requires_grad_()
+        for spec in program.operands
+    }
+    products = [step for step in program.forward if step.op == "Einsum"]
+    out = whole[program.operands[0]]
+    for step, spec in zip(products, program.operands[1:], strict=True):
+        letters = {}
+        names = [step.before[0].dim_names, step.before[1].dim_names, step.after.dim_names]
+        sides = ["".join(letters.setdefault(dim, chr(97 + len(letters))) for dim in dims) for dims in names]
+        out = torch.einsum(f"{sides[0]},{sides[1]}->{sides[2]}", out, whole[spec])
+    dOut = torch.randn(out.shape, dtype=torch.float64, generator=gen)
+    out.backward(dOut)
+    held = {spec: simulated.scatter(spec, array.detach(), mesh) for spec, array in whole.items()}
+    held = simulated.execute([step for step in program.forward if step.op != "Loss"], held, mesh)
+    assert (simulated.gather(program.out, held[program.out], out.shape, mesh) - out).abs().max() < 1e-10
+    held = {spec: held[spec] for spec in program.saved}
+    held[program.backward[0].after] = simulated.scatter(program.backward[0].after, dOut, mesh)
+    held = simulated.execute(program.backward[1:], held, mesh)
+    for spec, array in whole.items():
+        grad = spec.with_name("d" + spec.name)
+        assert (simulated.gather(grad, held[grad], array.shape, mesh) - array.grad).abs().max() < 1e-10, str(program)
+
+
+def test_weight_stationary_is_the_books():
+    """Part 7, Question 7: gather In over YZ, reduce Tmp over X, scatter Out over YZ."""
+    program = derive(LINES[2][0])
+    assert listing(program.forward) == [
+        "AllGather_YZ In[B, D_X] critical",
+        "Einsum Tmp[B, F_YZ] {U_X}",
+        "AllReduce_X Tmp[B, F_YZ] critical",
+        "Einsum Out[B, D_X] {U_YZ}",
+        "ReduceScatter_YZ Out[B, D_XYZ] critical",
+        "Loss Loss[B]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "ops"),
+    [
+        (
+            "In[B, D_XY] * W_in[D, F_XY] * W_out[F_XY, D] -> Out[B, D_XY]",
+            ["AllGather_XY In[B, D]", "ReduceScatter_XY Out[B, D_XY]"],
+        ),
+        (
+            "In[B_X, D] * W_in[D_XY, F] * W_out[F, D_XY] -> Out[B_X, D]",
+            ["AllGather_XY W_in[D, F]", "AllGather_XY W_out[F, D]"],
+        ),
+        (
+            "In[B_XZ, D_Y] * W_in[D_XZ, F_Y] * W_out[F_Y, D_XZ] -> Out[B_XZ, D_Y]",
+            ["AllGather_Y In[B_XZ, D]", "AllGather_XZ W_in[D, F_Y]", "AllGather_XZ W_out[F_Y, D]",
+             "ReduceScatter_Y Out[B_XZ, D_Y]"],
+        ),
+        (
+            "In[B_X, D_YZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B_X, D_YZ]",
+            ["AllGather_YZ In[B_X, D]", "AllGather_X W_in[D, F_YZ]", "AllGather_X W_out[F_YZ, D]",
+             "ReduceScatter_YZ Out[B_X, D_YZ]"],
+        ),
+    ],
+)  # fmt: skip
+def test_several_axes_on_a_dim(line, ops):
+    """Part 3, Question 7, and Part 5 with FSDP or tensor parallelism over two axes."""
+    found = [text for text in listing(derive(line).forward) if text.split("_")[0] in ("AllGather", "ReduceScatter")]
+    assert [text.rsplit(" ", 1)[0] for text in found] == ops
+
+
+def test_an_unreduced_hidden_array_is_scattered_where_the_next_weight_is_split():
+    program = derive(LINES[7][0])
+    assert [(step.op, str(step.after)) for step in program.forward[:4]] == [
+        ("Einsum", "Tmp[B, F] {U_X}"),
+        ("ReduceScatter", "Tmp[B, F_X]"),
+        ("Einsum", "Out[B, D] {U_X}"),
+        ("AllReduce", "Out[B, D]"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("In[B, D] -> Out[B, D]", "two operands"),
+        ("In[B, D] * In[D, F] -> Out[B, F]", "name of its own"),
+        ("In[B, D] * W[D, F] -> Out[B, G]", "in no operand"),
+        ("In[B, D] * W[E, F] * V[F, D] -> Out[B, D]", "no dim to contract"),
+        ("In[B, D] *_D W[D, F] *_D V[F, D] -> Out[B, F]", "meets no other"),
+    ],
+)
+def test_refusals(line, rule):
+    with pytest.raises(ShardingError, match=rule):
+        derive(line)

@@ -1,0 +1,245 @@
+"""Products of sharded matrices: every combination planned, done by simulated devices, compared with the dense one."""
+
+import itertools
+import time
+
+import pytest
+import simulated
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_resharding import naive_bytes, types
+
+from scaling.algebra import cases, matmul, matmul_via, reshard
+from scaling.algebra.products import local_product
+from scaling.collectives import run
+from scaling.cost.step_time import seconds_on
+from scaling.hardware import chip
+from scaling.spec import ShardingError, parse
+
+SIZES = {"I": 4, "J": 8, "K": 12}
+
+
+def matrices(axes, name, dims):
+    return [spec.with_name(name) for spec in types(axes, dims, unreduced=False)]
+
+
+def one_axis_each(axes, name, dims):
+    """The types with at most one axis on a dim."""
+    return [spec for spec in matrices(axes, name, dims) if all(len(over) < 2 for _, over in spec.dims)]
+
+
+def dense(a, b, out, sizes):
+    letters = {dim: chr(97 + i) for i, dim in enumerate(dict.fromkeys(a.dim_names + b.dim_names))}
+    sides = ["".join(letters[dim] for dim in spec.dim_names) for spec in (a, b, out)]
+    arrays = [torch.randn([sizes[d] for d in s.dim_names], dtype=torch.float64) for s in (a, b)]
+    return arrays, torch.einsum(f"{sides[0]},{sides[1]}->{sides[2]}", *arrays)
+
+
+def check(plan, a, b, out, sizes, mesh):
+    arrays, expected = dense(a, b, out, sizes)
+    held = {spec: simulated.scatter(spec, array, mesh) for spec, array in zip((a, b), arrays, strict=True)}
+    held = simulated.execute(plan.steps, held, mesh)
+    got = simulated.gather(out, held[out], [sizes[d] for d in out.dim_names], mesh)
+    assert (got - expected).abs().max() < 1e-11, f"{a} * {b} -> {out}\n{plan}"
+
+
+def naive(a, b, out, sizes, mesh):
+    """Gather both operands everywhere, multiply, slice."""
+    shapes = [[sizes[d] for d in s.dim_names] for s in (a, b)]
+    return sum(naive_bytes(s, None, shape, mesh) for s, shape in zip((a, b), shapes, strict=True))
+
+
+@pytest.mark.parametrize(("mesh", "count"), [({"X": 2, "Y": 2}, 343), ({"X": 4}, 27)])
+def test_every_combination(mesh, count):
+    """All types with at most one axis a dim; by bytes at given sizes, and by the book's default without."""
+    combinations = list(
+        itertools.product(*(one_axis_each(mesh, n, d) for n, d in (("A", "IJ"), ("B", "JK"), ("C", "IK"))))
+    )
+    assert len(combinations) == count
+    cheaper = 0
+    for a, b, out in combinations:
+        plan, default = matmul(a, b, out, SIZES, mesh), matmul(a, b, out, mesh=mesh)
+        check(plan, a, b, out, SIZES, mesh)
+        check(default, a, b, out, SIZES, mesh)
+        sent, most = plan.wire_bytes(SIZES, mesh, 1), naive(a, b, out, SIZES, mesh)
+        assert sent <= most + 1e-9, f"{a} * {b} -> {out}\n{plan}"
+        assert sent <= default.wire_bytes(SIZES, mesh, 1) + 1e-9
+        cheaper += sent < most - 1e-9
+    assert cheaper > count // 2
+
+
+def test_no_other_choice_of_local_types_is_cheaper():
+    """Against brute force: every pair of local types, each with its own cheapest reshardings, on the axes named."""
+    for a, b, out in [
+        ("A[I_X, J]", "B[J, K_X]", "C[I, K]"),
+        ("A[I, J_X]", "B[J, K]", "C[I, K]"),
+        ("A[I_X, J_Y]", "B[J_Y, K_X]", "C[I_X, K_Y]"),
+        ("A[I, J_XY]", "B[J_X, K_Y]", "C[I_Y, K]"),
+        ("A[I, J] {U_X}", "B[J_X, K]", "C[I, K_X]"),
+    ]:
+        mesh = {axis: 2 for axis in "XY" if axis in a + b + out}
+        best = matmul(a, b, out, SIZES, mesh).wire_bytes(SIZES, mesh, 1)
+        found = []
+        for local_a, local_b in itertools.product(matrices(mesh, "A", "IJ"), matrices(mesh, "B", "JK")):
+            try:
+                plan = matmul_via(a, b, out, local_a, local_b, SIZES, mesh)
+            except ShardingError:
+                continue
+            found.append(plan.wire_bytes(SIZES, mesh, 1))
+        assert best == min(found)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "number", "ops", "result"),
+    [
+        ("A[I_X, J]", "B[J, K_Y]", None, (1,), ["Einsum"], "C[I_X, K_Y]"),
+        ("A[I, J_X]", "B[J, K]", None, (2,), ["AllGather", "Einsum"], "C[I, K]"),
+        ("A[I, J]", "B[J_X, K]", "C[I, K]", (2,), ["AllGather", "Einsum"], "C[I, K]"),
+        ("A[I, J_X]", "B[J_X, K]", None, (3,), ["Einsum"], "C[I, K] {U_X}"),
+        ("A[I, J_X]", "B[J_X, K]", "C[I, K]", (3,), ["Einsum", "AllReduce"], "C[I, K]"),
+        ("A[I, J_X]", "B[J_X, K]", "C[I, K_X]", (3,), ["Einsum", "ReduceScatter"], "C[I, K_X]"),
+        ("A[I, J_X]", "B[J_X, K]", "C[I, K] {U_X}", (3,), ["Einsum"], "C[I, K] {U_X}"),
+        ("A[I_X, J]", "B[J, K_X]", None, (4,), ["AllGather", "Einsum"], "C[I_X, K]"),
+        ("A[I_X, J]", "B[J, K_X]", "C[I, K_X]", (4,), ["AllGather", "Einsum"], "C[I, K_X]"),
+        ("A[I_X, J_Y]", "B[J_Y, K_X]", None, (3, 4), ["AllGather", "Einsum"], "C[I_X, K] {U_Y}"),
+        ("A[I_X, J]", "B[J_X, K_Y]", "C[I_X, K_Y]", (2,), ["AllGather", "Einsum"], "C[I_X, K_Y]"),
+        ("A[I, J_XY]", "B[J_X, K]", None, (2, 3), ["AllGather", "Einsum"], "C[I, K] {U_X}"),
+        ("A[I, J]", "B[J, K]", "C[I_X, K]", (1,), ["Slice", "Einsum"], "C[I_X, K]"),
+    ],
+)
+def test_the_books_cases(a, b, out, number, ops, result):
+    plan = matmul(a, b, out)
+    assert (plan.cases, plan.case) == (number, number[0])
+    assert [step.op for step in plan.steps] == ops
+    assert str(plan.result) == result
+
+
+def test_case_4_gathers_the_smaller_operand():
+    for sizes, gathered in (({"I": 64, "J": 8, "K": 8}, "B"), ({"I": 8, "J": 8, "K": 64}, "A")):
+        for out in (None, "C[I, K]"):
+            plan = matmul("A[I_X, J]", "B[J, K_X]", out, sizes, {"X": 4})
+            assert plan.steps[0].op == "AllGather"
+            assert plan.steps[0].after.name == gathered
+
+
+@pytest.mark.parametrize(("B", "strategy"), [(128, 2), (1024, 2), (16384, 1)])
+def test_question_4(B, strategy):
+    """Strategy 2, multiply partial and reduce, beats gathering the weights where 2B < D."""
+    sizes, mesh = {"B": B, "D": 8192, "F": 32768}, {"X": 4}
+    one = matmul_via("X[B, D]", "Y[D_X, F]", "Z[B, F]", "X[B, D]", "Y[D, F]")
+    two = matmul_via("X[B, D]", "Y[D_X, F]", "Z[B, F]", "X[B, D_X]", "Y[D_X, F]")
+    assert [step.op for step in one.steps] == ["AllGather", "Einsum"]
+    assert [step.op for step in two.steps] == ["Slice", "Einsum", "AllReduce"]
+    assert one.gather_bytes(sizes, mesh, "bf16") == 2 * 8192 * 32768
+    assert two.gather_bytes(sizes, mesh, "bf16") == 4 * B * 32768
+    assert two.flops(sizes, mesh) == one.flops(sizes, mesh) / 4 == 2 * B * 8192 * 32768 / 4
+    assert matmul("X[B, D]", "Y[D_X, F]", "Z[B, F]", sizes, mesh) == (one, two)[strategy - 1]
+
+
+def test_a_cost_function_weighs_flops():
+    """Slow links: one device computes everything by itself. Fast ones: the work is shared and gathered."""
+    sizes, mesh = {"I": 64, "J": 64, "K": 64}, {"X": 4}
+    for seconds_per_byte, gathers in ((1e3, False), (1e-9, True)):
+
+        def cost(step, per_byte=seconds_per_byte):
+            return step.flops(sizes, mesh) + per_byte * step.wire_bytes(sizes, mesh, 2)
+
+        plan = matmul("A[I, J]", "B[J, K]", "C[I, K]", sizes, mesh, cost)
+        assert any(step.op == "AllGather" for step in plan.steps) == gathers
+
+
+def test_plans_by_time_on_a_chip():
+    """Question 4 by time: no slower than either strategy, nor than the plan by bytes."""
+    line, mesh, v5p, plans = ("X[B, D]", "Y[D_X, F]", "Z[B, F]"), {"X": 4}, chip("v5p"), []
+    for tokens in (64, 65536):
+        sizes = {"B": tokens, "D": 8192, "F": 1024}
+        seconds = seconds_on(v5p, sizes, mesh)
+        assert seconds is seconds_on(v5p, sizes, mesh)
+        plans.append(matmul(*line, sizes, mesh, seconds))
+        others = [matmul(*line, sizes, mesh)]
+        others += [matmul_via(*line, *local) for local in (("X[B, D]", "Y[D, F]"), ("X[B, D_X]", "Y[D_X, F]"))]
+        for other in others:
+            assert sum(map(seconds, plans[-1].steps)) <= sum(map(seconds, other.steps)) * (1 + 1e-12)
+    assert plans[0] != plans[1]
+
+
+def test_attention_has_batch_dims():
+    sizes, mesh = {"B": 4, "T": 4, "S": 8, "N": 4, "H": 2}, {"X": 2, "Y": 2}
+    for q, k, s in [
+        ("Q[B_X, T, N_Y, H]", "K[B_X, S, N_Y, H]", "S[B_X, N_Y, T, S]"),
+        ("Q[B_X, T, N_Y, H]", "K[B, S, N_Y, H]", "S[B_X, N_Y, T, S]"),
+        ("Q[B, T_X, N, H_Y]", "K[B, S_X, N, H_Y]", "S[B, N_Y, T_X, S]"),
+        ("Q[B_X, T, N, H]", "K[B_Y, S, N, H]", "S[B_XY, N, T, S]"),
+    ]:
+        a, b, out = parse(q), parse(k), parse(s)
+        for plan in (matmul(a, b, out, sizes, mesh), matmul(a, b, out, mesh=mesh)):
+            check(plan, a, b, out, sizes, mesh)
+    plan = matmul("Q[B_X, T, N_Y, H]", "K[B, S, N_Y, H]", "S[B_X, N_Y, T, S]")
+    assert [step.op for step in plan.steps] == ["Slice", "Einsum"]
+
+
+def test_planning_is_quick():
+    a, b, out = parse("A[I_X, J_Y]"), parse("B[J_Y, K_X]"), parse("C[I, K]")
+    matmul(a, b, out, SIZES, {"X": 2, "Y": 2})
+    times = []
+    for _ in range(100):
+        start = time.perf_counter()
+        matmul(a, b, out, SIZES, {"X": 2, "Y": 2})
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[50] < 1e-3
+
+
+def test_refusals():
+    with pytest.raises(ShardingError, match="is in no operand"):
+        matmul("A[I, J]", "B[J, K]", "C[I, L]")
+    with pytest.raises(ShardingError, match="has no size"):
+        matmul("A[I, J]", "B[J, K]", "C[I, K]", {"I": 2, "J": 2})
+    with pytest.raises(ShardingError, match="does not divide"):
+        matmul("A[I_X, J]", "B[J, K]", "C[I, K]", {"I": 3, "J": 2, "K": 2}, {"X": 2})
+    for a, b, rule in [
+        ("A[I, J_X]", "B[J, K]", "case 2"),
+        ("A[I_X, J]", "B[J, K_X]", "case 4"),
+        ("A[I, J] {U_X}", "B[J, K_X]", "replicated over it"),
+        ("A[I, J] {U_X}", "B[J, K] {U_X}", "replicated over it"),
+    ]:
+        with pytest.raises(ShardingError, match=rule):
+            local_product(parse(a), parse(b), ("I", "K"), "C")
+    assert str(local_product(parse("A[I, J_Y] {U_X}"), parse("B[J_Y, K]"), ("I", "K"), "C")) == "C[I, K] {U_XY}"
+    assert cases(parse("A[I_X, J]"), parse("B[J_X, K]"), ("I", "K")) == (2,)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.data())
+def test_unreduced_and_many_axes(data):
+    """Any types at all, unreduced ones too, on two and three axes."""
+    mesh = data.draw(st.sampled_from([{"X": 2, "Y": 2}, {"X": 2, "Y": 3}, {"X": 2, "Y": 2, "Z": 2}]))
+    sizes = {"I": 24, "J": 24, "K": 24}
+    a, b, out = (
+        data.draw(st.sampled_from(list(types(mesh, dims)))).with_name(name)
+        for name, dims in (("A", "IJ"), ("B", "JK"), ("C", "IK"))
+    )
+    check(matmul(a, b, out, sizes, mesh), a, b, out, sizes, mesh)
+    check(matmul(a, b, out, mesh=mesh), a, b, out, sizes, mesh)
+    natural = matmul(a, b, mesh=mesh)
+    check(natural, a, b, natural.result, sizes, mesh)
+    assert reshard(natural.result, out.with_name("C"), mesh=mesh).result == out
+
+
+def product_on_rank(mesh, lines, sizes):
+    from scaling.collectives import shard, unshard
+
+    errors = []
+    for a, b, out in lines:
+        torch.manual_seed(0)
+        arrays, expected = dense(a, b, out, sizes)
+        local = [shard(str(spec), array, mesh) for spec, array in zip((a, b), arrays, strict=True)]
+        result = run(matmul(a, b, out, sizes, mesh), *local, mesh)
+        errors.append((unshard(str(out), result, mesh) - expected).abs().max().item())
+    return max(errors)
+
+
+def test_on_real_ranks(ranks):
+    mesh = {"X": 2, "Y": 2}
+    lines = list(itertools.product(*(one_axis_each(mesh, n, d) for n, d in (("A", "IJ"), ("B", "JK"), ("C", "IK")))))
+    assert max(ranks(product_on_rank, mesh, lines[::7], SIZES)) < 1e-12

@@ -1,0 +1,264 @@
+"""What a line may say: every rule of the collectives and of einsum, by lines that keep it and lines that break it."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from scaling import collectives as c
+from scaling.algebra.contraction import check_product, result_type
+from scaling.algebra.rules import collective_steps
+from scaling.collectives.op import DUAL, dual_line
+from scaling.mesh import AbstractMesh
+from scaling.spec import ShardingError, Spec, format_axes, parse_line
+
+
+def meta(*shape):
+    return torch.empty(shape, device="meta")
+
+
+# (kind, line) -> the steps that it takes, as "axes over which: type after"
+LEGAL = {
+    ("AllGather", "A[I_X, J] -> A[I, J]"): ["X: A[I, J]"],
+    ("AllGather", "A[I_XY] -> A[I]"): ["XY: A[I]"],
+    ("AllGather", "A[I_YX] -> A[I]"): ["YX: A[I]"],
+    ("AllGather", "A[I_XY] -> A[I_X]"): ["Y: A[I_X]"],
+    ("AllGather", "A[I_YX] -> A[I_Y]"): ["X: A[I_Y]"],
+    ("AllGather", "A[I_X, J_Y] -> A[I, J]"): ["X: A[I, J_Y]", "Y: A[I, J]"],
+    ("AllGather", "A[I_X] {U_Y} -> A[I] {U_Y}"): ["X: A[I] {U_Y}"],
+    ("AllGather", "W[D_{data,model}] -> W[D_data]"): ["{model}: W[D_{data}]"],
+    ("Slice", "A[I, J] -> A[I_X, J]"): ["X: A[I_X, J]"],
+    ("Slice", "A[I_X] -> A[I_XY]"): ["Y: A[I_XY]"],
+    ("Slice", "A[I, J] {U_Z} -> A[I_X, J_Y] {U_Z}"): ["X: A[I_X, J] {U_Z}", "Y: A[I_X, J_Y] {U_Z}"],
+    ("ReduceScatter", "A[I, J] {U_X} -> A[I_X, J]"): ["X: A[I_X, J]"],
+    ("ReduceScatter", "A[I, J] {U_XY} -> A[I, J_XY]"): ["XY: A[I, J_XY]"],
+    ("ReduceScatter", "A[I, J] {U_XY} -> A[I, J_YX]"): ["YX: A[I, J_YX]"],
+    ("ReduceScatter", "A[I_Y, J] {U_X} -> A[I_YX, J]"): ["X: A[I_YX, J]"],
+    ("ReduceScatter", "A[I, J] {U_XYZ} -> A[I_X, J_Y] {U_Z}"): ["X: A[I_X, J] {U_YZ}", "Y: A[I_X, J_Y] {U_Z}"],
+    ("AllReduce", "A[I_Y] {U_X} -> A[I_Y]"): ["X: A[I_Y]"],
+    ("AllReduce", "Loss[] {U_XY} -> Loss[]"): ["XY: Loss[]"],
+    ("AllReduce", "A[I] {U_XY} -> A[I] {U_Y}"): ["X: A[I] {U_Y}"],
+    ("AllToAll", "A[I_X, J] -> A[I, J_X]"): ["X: A[I, J_X]"],
+    ("AllToAll", "A[I, J_X] -> A[I_X, J]"): ["X: A[I_X, J]"],
+    ("AllToAll", "A[I_YX, J] -> A[I_Y, J_X]"): ["X: A[I_Y, J_X]"],
+    ("AllToAll", "A[I_XY, J] -> A[I, J_XY]"): ["XY: A[I, J_XY]"],
+    ("AllToAll", "A[I_X, J_Y] {U_Z} -> A[I, J_YX] {U_Z}"): ["X: A[I, J_YX] {U_Z}"],
+    ("Broadcast", "A[I] {U_X} -> A[I]"): ["X: A[I]"],
+    ("Broadcast", "A[I_Z] {U_XY} -> A[I_Z] {U_Y}"): ["X: A[I_Z] {U_Y}"],
+    ("Reduce", "A[I] {U_XY} -> A[I] {U_XY}"): ["XY: A[I] {U_XY}"],
+    ("Scatter", "A[I] {U_X} -> A[I_X]"): ["X: A[I_X]"],
+    ("Gather", "A[I_X, J] -> A[I, J] {U_X}"): ["X: A[I, J] {U_X}"],
+}
+
+
+@pytest.mark.parametrize(("kind", "line"), LEGAL)
+def test_legal_collectives(kind, line):
+    steps = collective_steps(kind, line)
+    assert [f"{format_axes(s.axes)}: {s.after}" for s in steps] == LEGAL[kind, line]
+    assert steps[0].before.same_sharding(parse_line(line).operands[0])
+    assert steps[-1].after.same_sharding(parse_line(line).result)
+    assert all(a.after == b.before for a, b in itertools.pairwise(steps))
+
+
+MINOR = "the minor (last) axes of a dim; otherwise the blocks would be interleaved"
+ILLEGAL = [
+    ("AllGather", "A[I_X] * B[J] -> C[I]", "a collective has one operand; einsum multiplies"),
+    ("AllGather", "A[I_X, J] -> A[J, I]", "does not change or reorder the dims"),
+    ("AllReduce", "A[I, J] {U_X} -> A[I]", "does not change or reorder the dims"),
+    ("AllGather", "A[I_XY] -> A[I_Y]", MINOR),
+    ("AllGather", "A[I_XY] -> A[I_YX]", MINOR),
+    ("AllGather", "A[I_X] -> A[I_Y]", MINOR),
+    ("AllGather", "A[I] -> A[I_X]", MINOR),
+    ("AllGather", "A[I_X, J] -> A[I, J_X]", MINOR),
+    ("AllGather", "A[I] -> A[I]", "no dim changes"),
+    ("AllGather", "A[I_X] {U_Y} -> A[I]", "neither adds up partial sums nor makes any"),
+    ("AllGather", "A[I_X] -> A[I] {U_X}", "neither adds up partial sums nor makes any"),
+    ("Slice", "A[I] -> A[I]", "no dim changes"),
+    ("Slice", "A[I_X] -> A[I_YX]", MINOR),
+    ("Slice", "A[I_X] -> A[I]", MINOR),
+    ("Slice", "A[I] {U_X} -> A[I_X]", "a local slice adds nothing up"),
+    ("ReduceScatter", "A[I] -> A[I_X]", "the same axes leave {U} and enter one dim"),
+    ("ReduceScatter", "A[I] {U_X} -> A[I_Y]", "the same axes leave {U} and enter one dim"),
+    ("ReduceScatter", "A[I] {U_XY} -> A[I_X]", "the same axes leave {U} and enter one dim"),
+    ("ReduceScatter", "A[I] {U_X} -> A[I_X] {U_Y}", "the same axes leave {U} and enter one dim"),
+    ("ReduceScatter", "A[I] {U_X} -> A[I]", "no dim changes"),
+    ("ReduceScatter", "A[I_Y] {U_X} -> A[I_XY]", MINOR),
+    ("AllReduce", "A[I] -> A[I]", "nothing is reduced"),
+    ("AllReduce", "A[I] {U_X} -> A[I] {U_X}", "nothing is reduced"),
+    ("AllReduce", "A[I] -> A[I] {U_X}", "nothing is reduced"),
+    ("AllReduce", "A[I] {U_X} -> A[I] {U_Y}", "nothing is reduced"),
+    ("AllReduce", "A[I] {U_X} -> A[I_X]", "AllReduce only removes axes from {U}"),
+    ("AllToAll", "A[I_X, J] -> A[I, J]", "use reshard"),
+    ("AllToAll", "A[I_X, J] -> A[I, J_Y]", "use reshard"),
+    ("AllToAll", "A[I_XY, J] -> A[I_Y, J_X]", "the axes that move are not the minor ones"),
+    ("AllToAll", "A[I_X, J_Y] -> A[I, J_XY]", "the axes that move are not the minor ones"),
+    ("AllToAll", "A[I_X, J_Y] -> A[I_Y, J_X]", "the axes that move are not the minor ones"),
+    ("AllToAll", "A[I_X, J] {U_Y} -> A[I, J_X]", "use reshard"),
+    ("AllToAll", "A[I_X, J, K_Y] -> A[I, J_XY, K]", "use reshard"),
+    ("Broadcast", "A[I] -> A[I]", "only the root's part counts"),
+    ("Broadcast", "A[I] {U_X} -> A[I] {U_Y}", "only the root's part counts"),
+    ("Broadcast", "A[I_Y] {U_X} -> A[I]", "only the root's part counts"),
+    ("Reduce", "A[I] {U_X} -> A[I]", "only the root's part counts"),
+    ("Reduce", "A[I] -> A[I]", "only the root's part counts"),
+    ("Scatter", "A[I] -> A[I_X]", "the same axes leave {U} and enter one dim"),
+    ("Scatter", "A[I, J] {U_XY} -> A[I_X, J_Y]", "has one root, and so changes one dim"),
+    ("Gather", "A[I_X] -> A[I]", "Gather is A[I_X] -> A[I] {U_X}"),
+    ("Gather", "A[I_X, J_Y] -> A[I, J] {U_XY}", "has one root, and so changes one dim"),
+]
+
+
+@pytest.mark.parametrize(("kind", "line", "words"), ILLEGAL)
+def test_illegal_collectives_are_refused_with_the_rule(kind, line, words):
+    with pytest.raises(ShardingError) as error:
+        collective_steps(kind, line)
+    message = str(error.value)
+    assert message.startswith(f"{kind}: {line}\n")
+    assert words in message
+    assert "\n  rule: " in message
+
+
+# line -> the type of the product
+PRODUCTS = {
+    "A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]": "C[I_X, K_Y]",  # case 1
+    "A[I_X, J_Y] * B[J_Y, K] -> C[I_X, K] {U_Y}": "C[I_X, K] {U_Y}",  # case 3
+    "A[I, J_XY] * B[J_XY, K] -> C[I, K] {U_XY}": "C[I, K] {U_XY}",
+    "A[I, J] * B[J, K] -> C[K, I]": "C[K, I]",
+    "A[B_X, I] * B[B_X, J] -> C[B_X, I, J]": "C[B_X, I, J]",  # a dim that both have and that stays
+    "A[I_X] -> C[] {U_X}": "C[] {U_X}",
+    "A[I_X, J] -> C[J, I_X]": "C[J, I_X]",
+    "A[I, J] {U_X} * B[J, K_Y] -> C[I, K_Y] {U_X}": "C[I, K_Y] {U_X}",
+    "A[I, J_Y] {U_X} * B[J_Y, K] -> C[I, K] {U_XY}": "C[I, K] {U_XY}",
+    "A[I, J] *_J B[J, K] -> C[I, K]": "C[I, K]",
+}
+
+
+@pytest.mark.parametrize("line", PRODUCTS)
+def test_legal_products(line):
+    assert str(result_type(line)) == PRODUCTS[line]
+    assert str(check_product(line).result) == PRODUCTS[line]
+
+
+KINDS = {"AllGather": c.all_gather, "ReduceScatter": c.reduce_scatter, "AllReduce": c.all_reduce}
+KINDS |= {"AllToAll": c.all_to_all, "Slice": c.shard, "Broadcast": c.broadcast, "Reduce": c.reduce}
+KINDS |= {"Scatter": c.scatter, "Gather": c.gather}
+
+
+@st.composite
+def lines(draw):
+    """A kind of collective and two types of one array; often one axis goes the kind's own way, and the others stay."""
+    kind, (i, *_), dims = draw(st.sampled_from([*KINDS])), draw(st.permutations("IJ")), "IJK"
+    j, anywhere, places = "J" if i == "I" else "I", st.sampled_from([*dims, "U", ""]), []
+    ways = {"AllGather": (i, ""), "Slice": ("", i), "AllToAll": (i, j), "AllReduce": ("U", ""), "Broadcast": ("U", "")}
+    ways |= {"ReduceScatter": ("U", i), "Scatter": ("U", i), "Gather": (i, "U"), "Reduce": ("U", "U")}
+    for axis in draw(st.permutations(["X", "Y", "Z"])):
+        was = draw(anywhere)
+        places.append((axis, was, draw(st.sampled_from([was, was, was, draw(anywhere)]))))
+    if draw(st.booleans()):
+        places[-1] = (places[-1][0], *ways[kind])
+
+    def spec(side: int) -> Spec:
+        at = {d: tuple(place[0] for place in places if place[side] == d) for d in [*dims, "U"]}
+        return Spec("A", tuple((d, at[d]) for d in dims), tuple(sorted(at["U"])))
+
+    return kind, spec(1), spec(2)
+
+
+@settings(deadline=None, max_examples=400, derandomize=True)
+@given(lines())
+def test_a_line_is_refused_or_has_the_shape_of_its_type_and_a_legal_transpose(case):
+    """By the law of cotangents: the transposed types, unreduced where the array was replicated, keep the rules too."""
+    kind, before, after = case
+    line, sizes, mesh = f"{before} -> {after}", {"I": 12, "J": 24, "K": 36}, AbstractMesh({"X": 2, "Y": 3, "Z": 2})
+    try:
+        steps = collective_steps(kind, line)
+    except ShardingError as error:
+        event(f"{kind} refused")
+        assert str(error).startswith(f"{kind}: {line}\n")  # noqa: PT017
+        return
+    event(f"{kind} legal")
+    assert KINDS[kind](line, meta(*before.local_shape(sizes, mesh)), mesh).shape == after.local_shape(sizes, mesh)
+    for step in steps if kind in ("AllGather", "ReduceScatter", "AllReduce", "AllToAll") else ():
+        (back,) = collective_steps(DUAL.get(kind, kind), dual_line(f"{step.before} -> {step.after}", step.axes))
+        assert back.axes == step.axes
+
+
+NO_PRODUCTS = {
+    "A[I, J_X] * B[J, K] -> C[I, K]": ["case 2", "dim J is split over X in one operand and not at all in the other"],
+    "A[I, J] * B[J_X, K] -> C[I, K]": ["case 2", "dim J is split not at all in one operand and over X in the other"],
+    "A[I, J_X] * B[J_Y, K] -> C[I, K]": ["case 2", "over X in one operand and over Y in the other"],
+    "A[I, J_XY] * B[J_YX, K] -> C[I, K]": ["case 2", "over XY in one operand and over YX in the other"],
+    "A[I, J_X] * B[J_X, K] -> C[I, K]": ["case 3", "mend: write C[I, K] {U_X}, then reduce_scatter or all_reduce"],
+    "A[I, J_XY] * B[J_XY, K] -> C[I, K] {U_X}": ["case 3", "along Y", "write C[I, K] {U_XY}"],
+    "A[I_X, J] * B[J, K_X] -> C[I_X, K]": ["case 4", "two dims of the operands are split over X"],
+    "A[I_X, J] * B[J, K_X] -> C[I, K]": ["case 4", "diagonal blocks", "mend: all_gather one operand over X first"],
+    "A[I_X, J] * B[K_X, J] -> C[I]": ["case 4"],
+    "A[I, J] {U_X} * B[J, K] -> C[I, K]": ["a product with a partial sum is a partial sum", "write C[I, K] {U_X}"],
+    "A[I, J] {U_X} * B[J, K] {U_X} -> C[I, K] {U_X}": ["a product of sums is not the sum of the products"],
+    "A[I, J] {U_X} * B[J, K_X] -> C[I, K_X]": ["one operand is unreduced over X, over which the other is split"],
+    "A[I, J] * B[J, K] -> C[I, K] {U_X}": ["the product of these operands is C[I, K]", "einsum sends nothing"],
+    "A[I, J] * B[J, K] -> C[I_X, K]": ["the product of these operands is C[I, K]"],
+    "A[I_X, J] * B[J, K] -> C[I, K]": ["the product of these operands is C[I_X, K]"],
+    "A[I, J] * B[J, K] -> C[I, M]": ["dim M is in no operand"],
+    "A[I, J] *_K B[J, K] -> C[I, K]": ["*_K says that K is contracted"],
+    "A[I, J] *_J B[J, K] -> C[I, J, K]": ["*_J says that J is contracted"],
+    "A[I] * B[I] * C[I] -> D[I]": ["einsum multiplies two operands at a time"],
+}
+
+
+@pytest.mark.parametrize("line", NO_PRODUCTS)
+def test_illegal_products_are_refused_with_the_case(line):
+    with pytest.raises(ShardingError) as error:
+        c.einsum(line, None, None)  # before an operand is looked at
+    for words in [str(parse_line(line)), *NO_PRODUCTS[line]]:
+        assert words in str(error.value)
+
+
+MESH = AbstractMesh({"X": 4, "Y": 2})
+MISUSED = {
+    "an axis that the mesh lacks": (
+        lambda: c.all_gather("A[I_Z] -> A[I]", meta(2), MESH),
+        "unknown mesh axis Z: the mesh has X=4, Y=2",
+    ),
+    "a permutation over one that it lacks": (lambda: c.ppermute("A[I]", meta(2), MESH, "Z", [(0, 1)]), "axis Z"),
+    "a permutation of a type that has one": (lambda: c.ppermute("A[I_Z]", meta(2), MESH, "X", [(0, 1)]), "axis Z"),
+    "a send along one": (lambda: c.send("A[I]", meta(2), MESH, "Z", 1), "axis Z"),
+    "a send of another type": (lambda: c.send("A[I_X, J]", meta(2), MESH, "X", 1), "its type has 2 dims"),
+    "a send to itself": (lambda: c.send("A[I]", meta(2), MESH, "X", 0), "must be another one of 0..3"),
+    "a receive from nobody": (lambda: c.recv("A[I]", meta(2), MESH, "X", 4), "must be another one of 0..3"),
+    "two senders to one": (
+        lambda: c.ppermute("A[I]", meta(2), MESH, "X", [(0, 1), (2, 1)]),
+        "rule: sources are distinct, targets are distinct, and all lie in 0..3",
+    ),
+    "a target outside": (lambda: c.ppermute("A[I]", meta(2), MESH, "Y", [(0, 2)]), "all lie in 0..1"),
+    "a root outside": (lambda: c.broadcast("A[I] {U_X} -> A[I]", meta(2), MESH, 4), "root 4 is not in 0..3"),
+    "too many dims": (lambda: c.all_gather("A[I_X] -> A[I]", meta(2, 2), MESH), "its type has 1 dims"),
+    "a dim that does not divide": (
+        lambda: c.reduce_scatter("A[I] {U_X} -> A[I_X]", meta(6), MESH),
+        "dim I of this shard has size 6, which does not divide into 4 blocks over X",
+    ),
+    "nor for an AllToAll": (lambda: c.all_to_all("A[I_X, J] -> A[I, J_X]", meta(2, 6), MESH), "dim J of this shard"),
+    "nor for a shard": (lambda: c.shard("A[I_X]", meta(6), MESH), "does not divide into 4 blocks"),
+    "data on an AbstractMesh": (
+        lambda: c.all_gather("A[I_X] -> A[I]", torch.ones(2), MESH),
+        "give it tensors on the meta device, not cpu",
+    ),
+    "no arrow": (lambda: c.all_gather("A[I_X]", meta(2), MESH), "expected '->'"),
+    "the operand first": (lambda: c.all_gather(meta(2), "A[I_X] -> A[I]", MESH), "written as a string"),
+    "shards that do not meet": (
+        lambda: c.einsum("A[I, J] * B[J, K] -> C[I, K]", meta(2, 3), meta(6, 4)),
+        "shards of shapes [(2, 3), (6, 4)]: they differ in the size of dim J",
+    ),
+    "a dim too few": (lambda: c.einsum("A[I, J] * B[J, K] -> C[I, K]", meta(2), meta(6, 4)), "shapes [(2,), (6, 4)]"),
+    "one operand of two": (lambda: c.einsum("A[I, J] * B[J, K] -> C[I, K]", meta(2, 3)), "shapes [(2, 3)]"),
+    "two operands of one": (lambda: c.einsum("A[I, J] -> C[I]", meta(2, 3), meta(2)), "shapes [(2, 3), (2,)]"),
+}
+
+
+@pytest.mark.parametrize("what", MISUSED)
+def test_misuse_is_refused_before_anything_is_sent(what):
+    call, words = MISUSED[what]
+    with pytest.raises(ShardingError) as error:
+        call()
+    assert words in str(error.value)

@@ -1,0 +1,108 @@
+"""The chapters of Parts 1, 2, 3 (timings) and 12: each answer agrees with the book or is a proven erratum."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from scaling.book.answers import rounding
+
+CHAPTERS = Path(__file__).parents[2] / "chapters"
+NAMES = ("01_roofline", "02_tpus", "03_timings", "12_gpus", "12_gpu_rooflines")
+ERRATA = {  # ours, where the book errs
+    "01_roofline": {"Critical intensity of v5p's VPU": 5.12},
+    "02_tpus": {
+        "FLOPs/s of a core of v5p": 2.295e14,
+        "Multiply-adds/s of the systolic arrays": 98.5e12,
+        "4.1 compute-bound from B =": 259.3,
+        "5 bytes / bandwidth": 186.4,
+        "5 the whole transfer": 192.4,
+        "6 PCIe": 67.11,
+        "6 ICI": 179.0,
+        "6 and the array fits the HBM of TPU{0,0}": "no",
+    },
+    "03_timings": {
+        "Pop quiz: fp32[1024, 4096] over 16 H100, load a shard": 308.4,
+        "Pop quiz 2: AllGather_Y([E_Y, F]), Y = 4, as a ring": 372.8,
+        "2 fun fact: the first over X and Z": 11.65,
+    },
+    "12_gpus": {
+        "HBM bandwidth of a B200, text": 8e12,
+        "SMEM of an H100, comparison table": 33.79,
+        "1.5 with registers": 67.58,
+        "AllToAll over 2 nodes against 1: more than": 18 / 7,
+        "Collective bandwidth: bisection x 2/N": 900,
+    },
+    "12_gpu_rooflines": {
+        "and what it used": 62_914_560,
+        "'About 2500 on an H100 or B200'": 5625,
+        "5.2.3 most TP": 13.03,
+        "5.2.3 ZeRO-3's threshold over DP's": 1,
+        "5.3 16B's threshold": 2475,
+    },
+}
+
+
+def chapter(name: str):
+    spec = importlib.util.spec_from_file_location(name, CHAPTERS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_agree_or_are_errata(name):
+    answers = chapter(name).answers()
+    assert not [answer.row for answer in answers if answer.verdict == "DIFFERS"]
+    errata = {a.question: a.ours for a in answers if a.verdict == "erratum"}
+    expected = ERRATA.get(name, {})
+    assert errata == {
+        q: value if isinstance(value, str) else pytest.approx(value, rel=1e-3) for q, value in expected.items()
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_book_column_is_not_so_coarse_that_anything_agrees(name):
+    for answer in chapter(name).answers():
+        if answer.book and not isinstance(answer.ours, str) and answer.verdict == "agrees":
+            value, slack = rounding(answer.book)
+            assert slack <= 0.5 * abs(value), answer.row
+            assert answer.ours == pytest.approx(value, rel=0.26), answer.row
+
+
+def test_the_checks_of_part_1_and_2_hold():
+    part1, part2 = chapter("01_roofline"), chapter("02_tpus")
+    assert part1.two_chips()[1]
+    assert part2.frames()[1]
+    assert part2.filling(8)[1]
+    assert part2.tori()[1]
+
+
+def test_ledgers_of_switches():
+    part12 = chapter("12_gpus")
+    for M, N in ((2, 8), (4, 4), (3, 5)):
+        moved = part12.gather_ledger(M, N)
+        expected = {"node in": 1, "node out": N, "top in": 1, "top out": M - 1}
+        assert moved == {key: pytest.approx(value) for key, value in expected.items()}
+    assert part12.sharp_ledger(8) == (pytest.approx(8), pytest.approx(8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chapters_run(name, capsys, monkeypatch, tmp_path):
+    plots = ["--plot", str(tmp_path / "p.svg")] if name in ("01_roofline", "03_timings", "12_gpus") else []
+    monkeypatch.setattr("sys.argv", [name, *plots])
+    module = chapter(name)
+    if name == "01_roofline":  # measuring takes seconds, and has a test of its own
+        monkeypatch.setattr(module, "measure", lambda device: "")
+    assert module.main() == 0
+    assert "DIFFERS" not in capsys.readouterr().out
+    assert bool(plots) == (tmp_path / "p.svg").exists()
+
+
+def test_part_1_measures(monkeypatch):
+    import torch
+
+    module = chapter("01_roofline")
+    monkeypatch.setattr(module, "fastest", lambda fn, device, seconds=0: fn() is None or 1e-3)
+    text = module.measure(torch.device("cpu"))
+    assert f"matmul {2 * 768**3 / 1e-3:.3g} FLOPs/s, add {3 * 4 * 2**24 / 1e-3:.3g} bytes/s" in text

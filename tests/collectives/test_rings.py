@@ -1,0 +1,93 @@
+"""The ring algorithms against the collectives, and what their links carry against the book's counts."""
+
+import pytest
+import torch
+
+from scaling import collectives as c
+from scaling.collectives import rings
+from scaling.mesh import AbstractMesh
+from scaling.spec import ShardingError
+
+ROWS, COLUMNS = 3, 4  # of a shard
+
+
+def run_rings(mesh, ways, axis):
+    n, generator = mesh.size((axis,)), torch.Generator().manual_seed(mesh.rank)
+    shard = torch.randn(ROWS, COLUMNS, dtype=torch.float64, generator=generator)
+    whole = torch.randn(n * ROWS, COLUMNS, dtype=torch.float64, generator=generator)
+    logs = [rings.Links() for _ in range(3)]
+    pairs = [
+        (rings.all_gather(shard, mesh, axis, ways, logs[0]), c.all_gather(f"A[I_{axis}, J] -> A[I, J]", shard, mesh)),
+        (
+            rings.reduce_scatter(whole, mesh, axis, ways, logs[1]),
+            c.reduce_scatter(f"A[I, J] {{U_{axis}}} -> A[I_{axis}, J]", whole, mesh),
+        ),
+    ]
+    chunks = whole.view(n, ROWS, COLUMNS)
+    got = rings.all_to_all(chunks, mesh, axis, ways, logs[2])
+    wanted = c.all_to_all(f"A[I_{axis}, J, K] -> A[I, J_{axis}, K]", chunks.transpose(0, 1).contiguous(), mesh)
+    pairs.append((got.flatten(0, 1), wanted.flatten(0, 1)))
+    errors = [(a - b).abs().max().item() if a.shape == b.shape else float("inf") for a, b in pairs]
+    return max(errors), [(log.busiest, log.hops, sum(log.bytes.values())) for log in logs]
+
+
+@pytest.mark.parametrize(("mesh", "axis"), [({"X": 2}, "X"), ({"X": 4}, "X"), ({"X": 2, "Y": 4}, "Y"), ({"X": 3}, "X")])
+@pytest.mark.parametrize("ways", [1, 2])
+def test_equal_to_the_collectives(ranks, mesh, axis, ways):
+    n = mesh[axis]
+    for error, (gather, scatter, _) in ranks(run_rings, mesh, ways, axis):
+        assert error < 1e-12
+        assert gather == scatter
+        V = 8 * n * ROWS * COLUMNS
+        hops = n - 1 if ways == 1 else n // 2
+        assert gather == (hops * V // n, hops, n * (n - 1) * V // n)
+
+
+def counted(ways, n, items):
+    """What links carry on an abstract ring, in bytes: AllGather and AllToAll of the same array of V bytes."""
+    mesh, logs = AbstractMesh({"X": n}), (rings.Links(), rings.Links())
+    rings.all_gather(torch.empty(n, items, device="meta"), mesh, "X", ways, logs[0])
+    rings.all_to_all(torch.empty(n, items, device="meta"), mesh, "X", ways, logs[1])
+    return logs[0].busiest, logs[1].busiest, 4 * n * n * items
+
+
+@pytest.mark.parametrize("n", [2, 4, 6, 8, 16, 64])
+def test_half_and_quarter(n):
+    """Question 10: an AllToAll takes 1/2 of an AllGather one way round, 1/4 with both ways, for every even n."""
+    gather, exchange, V = counted(1, n, 2)
+    assert gather == V * (n - 1) // n
+    assert exchange * 2 == gather
+    gather, exchange, V = counted(2, n, 2)
+    assert gather == V // 2
+    assert exchange * 4 == gather
+
+
+def test_odd_rings():
+    gather, exchange, V = counted(2, 5, 2)
+    assert gather == 2 * V // 5
+    assert exchange == 3 * V // 25
+
+
+def test_refusals():
+    mesh = AbstractMesh({"X": 4})
+    with pytest.raises(ValueError, match="ways must be 1 or 2"):
+        rings.all_gather(torch.empty(4, device="meta"), mesh, "X", ways=3)
+    with pytest.raises(ShardingError, match="does not divide into 4"):
+        rings.reduce_scatter(torch.empty(6, device="meta"), mesh, "X")
+    with pytest.raises(ShardingError, match="a chunk for each device"):
+        rings.all_to_all(torch.empty(3, 2, device="meta"), mesh, "X")
+
+
+def check_section(mesh):
+    from scaling.book.lesson import Report
+
+    report = Report(mesh)
+    rings.section(report, mesh)
+    return report.failures, report.checks
+
+
+def test_the_section_of_a_chapter(ranks):
+    assert ranks(check_section, {"X": 4}) == [([], 6)] * 4
+    loads = {(name, ways): busiest for name, ways, _, busiest in rings.counts(8, 16)}
+    assert loads["AllToAll", 1] * 2 == loads["AllGather", 1]
+    assert loads["AllToAll", 2] * 4 == loads["AllGather", 2]

@@ -1,0 +1,177 @@
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from scaling.configs import MODELS, Config, get, load
+from scaling.cost import activation_bytes
+from scaling.cost import transformer as tm
+
+L70 = MODELS["llama3-70b"]
+
+# Published counts: each model's own card or paper, where it says them to the last parameter or to three digits.
+EXACT = {
+    "llama2-13b": 13_015_864_320,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "gemma-7b": 8_537_680_896,
+    "gemma2-27b": 27_227_128_320,
+    "mixtral-8x7b": 46_702_792_704,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), EXACT.items())
+def test_published_parameter_counts(name, count):
+    assert tm.num_params(get(name)) == count
+
+
+def test_deepseek_v3():
+    config = get("deepseek-v3")
+    assert tm.num_params(config) == pytest.approx(671e9, rel=1e-3)
+    assert tm.num_params(config, active=True) == pytest.approx(37e9, rel=0.02)
+    assert tm.kv_cache_bytes(config, 1, "bf16") == 61 * 576 * 2  # 70 kB a token
+
+
+def test_part_4_table():
+    B, T, c = 3, 5, L70
+    flops = tm.train_flops(c, B, T)
+    assert flops["mlp"] == 18 * B * T * c.D * c.F * c.L
+    assert flops["projections"] == 12 * B * T * c.D * (c.N + c.K) * c.H * c.L
+    assert flops["attention"] == 12 * B * T * T * c.N * c.H * c.L
+    assert flops["unembed"] == 6 * B * T * c.D * c.V
+
+
+def test_rule_of_thumb_is_the_exact_count_but_for_attention_embedding_and_norms():
+    exact = tm.train_flops(L70, 1, 1)
+    rest = 6 * (L70.D * L70.V + tm.params(L70)["norms"])
+    assert tm.rule_of_thumb(L70, 1) == sum(exact.values()) - exact["attention"] + rest
+    assert tm.rule_of_thumb(L70, 1e6, "block") / tm.rule_of_thumb(L70, 1e6) == 8 / 6
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(st.sampled_from(list(MODELS)), st.integers(1, 9), st.integers(1, 300))
+def test_decoding_token_by_token_is_a_causal_forward_pass(name, B, T):
+    config = get(name)
+    steps = sum(tm.decode_flops(config, B, t) for t in range(1, T + 1))
+    assert steps == sum(tm.forward_flops(config, B, T, causal=True).values())
+    prefill = tm.prefill_flops(config, T, B)
+    assert steps - prefill == 2 * B * (T - 1) * config.D * config.V
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(st.data())
+def test_einsum_flops_equal_the_counter(data):
+    letters = "abcde"
+    x, y = (data.draw(st.lists(st.sampled_from(letters), min_size=1, max_size=4, unique=True)) for _ in range(2))
+    out = [letter for letter in letters if letter in x or letter in y]
+    out = [letter for letter in out if not (letter in x and letter in y) or data.draw(st.booleans())]
+    sizes = {letter: data.draw(st.integers(2, 5)) for letter in letters}
+    equation = f"{''.join(x)},{''.join(y)}->{''.join(out)}"
+    shapes = [tuple(sizes[letter] for letter in operand) for operand in (x, y)]
+    flops = tm.einsum_flops(equation, *shapes)
+    total = 1
+    for letter in set(x) | set(y):
+        total *= sizes[letter]
+    contracted = (set(x) | set(y)) - set(out)
+    assert flops == total * (2 if contracted else 1)
+    if contracted:
+        with FlopCounterMode(display=False) as counter:
+            torch.einsum(equation, *(torch.empty(shape, device="meta") for shape in shapes))
+        assert counter.get_total_flops() in (flops, 0)  # 0: torch multiplied elementwise and summed
+
+
+def test_einsum_flops_of_part_4():
+    assert tm.einsum_flops("p,p->", (7,), (7,)) == 2 * 7
+    assert tm.einsum_flops("np,pm->nm", (2, 3), (3, 5)) == 2 * 2 * 3 * 5
+    assert (
+        tm.einsum_flops("ghijkl,ghmnkl->ghijmn", (2, 3, 4, 5, 6, 7), (2, 3, 8, 9, 6, 7))
+        == 2 * 2 * 3 * 4 * 5 * 6 * 7 * 72
+    )
+    assert tm.einsum_flops("ij,ij->ij", (4, 5), (4, 5)) == 20
+    with pytest.raises(ValueError, match="b is both 3 and 4"):
+        tm.einsum_flops("ab,bc->ac", (2, 3), (4, 5))
+    with pytest.raises(ValueError, match="the result has d"):
+        tm.einsum_flops("ab->d", (2, 3))
+
+
+def test_attention():
+    assert tm.attention_fraction(Config("square", 1, 1024, 4096, 8, 8, 128, 1), 8192) == 1
+    assert tm.attention_crossover(get("part4-q1")) == 8 * 4096
+    G = 8
+    assert tm.attention_intensity(100, 100, G) == pytest.approx(100 * G / (G + 1))
+    assert tm.attention_intensity(1, 10**9, G) == pytest.approx(G, rel=1e-6)
+
+
+def test_kv_cache_and_saved_activations():
+    assert tm.kv_cache_bytes(get("part4-q1"), 1, "int8") == 512 * 1024
+    assert tm.kv_cache_bytes(L70, 1, "int8") == 163_840
+    assert tm.saved_bytes(L70, 1000, "block") == activation_bytes(1000, 8192, 80, "block") == 2 * 8192 * 1000 * 80
+    widths = tm.saved_widths(L70, "matmuls")
+    assert len(widths) == 6  # W_in and W_gate, both F wide, as one entry: the book's seven
+    assert tm.saved_bytes(L70, 10, "matmuls") == 10 * 80 * 2 * sum(widths.values())
+
+
+def test_nonsense_is_refused():
+    for bad in (0, -1, 2.5):
+        with pytest.raises(ValueError, match="whole number"):
+            tm.forward_flops(L70, bad, 1)
+    with pytest.raises(ValueError, match="unknown remat 'some'"):
+        tm.train_flops(L70, 1, 1, remat="some")
+    with pytest.raises(ValueError, match="at least as many keys"):
+        tm.forward_flops(L70, 1, 8, 4, causal=True)
+    with pytest.raises(ValueError, match="must divide N=64"):
+        L70.with_(K=7)
+    with pytest.raises(ValueError, match="D must be a whole number"):
+        L70.with_(D=-1)
+    with pytest.raises(ValueError, match=r"unknown model 'llama9': .*llama3-70b"):
+        get("llama9")
+
+
+def test_models_from_files(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,'
+        ' "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": false, "rope_theta": 500000}'
+    )
+    assert tm.num_params(get(tmp_path / "config.json")) == EXACT["llama3-8b"]
+    assert get("LLaMA-3 70B") is get("llama3-70b")
+    with pytest.raises(ValueError, match="no such file"):
+        get(tmp_path / "none.toml")
+    own = tmp_path / "own.toml"
+    own.write_text("L = 2\nD = 8\nF = 16\nN = 2\nK = 1\nH = 4\nV = 10\ngated = false\n")
+    assert load(own) == Config("own", 2, 8, 16, 2, 1, 4, 10, gated=False, source=str(own))
+    own.write_text("L = 2\nD = 8\nwidth = 3\n")
+    with pytest.raises(ValueError, match="lacks F, N, K, H, V; does not know width"):
+        load(own)
+
+
+HUGGING_FACE = {
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048, "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    },
+    "gemma2-27b": {
+        "model_type": "gemma2", "num_hidden_layers": 46, "hidden_size": 4608, "intermediate_size": 36864,
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 256000,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "file"), HUGGING_FACE.items())
+def test_hugging_face_files(name, file, tmp_path):
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(file))
+    assert get(path).with_(source=get(name).source, dtype=get(name).dtype) == get(name)
+    path.write_text(json.dumps({"text_config": file}))
+    assert tm.params(load(path)) == tm.params(get(name))

@@ -1,0 +1,180 @@
+"""Schedules as data, simulated: closed forms met exactly, deadlocks and wrong programs found."""
+
+from collections import Counter
+from dataclasses import FrozenInstanceError, replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaling import schedules
+from scaling.schedules import SCHEDULES, Backward, ForwardBackward, ReduceGrads, SendActivation, make, split_backward
+from scaling.schedules import closed_forms as bubbles
+from scaling.schedules.instructions import COMPUTE, SENDS, BackwardInput, BackwardWeight, Forward, RecvActivation, parts
+from scaling.schedules.simulator import Deadlock, Times, simulate
+
+ISSUE = [(name, p, m) for name in SCHEDULES for p in (2, 4, 8) for m in (1, 4, 8, 16)]
+DEFINED = [
+    (name, p, m)
+    for name, p, m in ISSUE
+    if not (name == "interleaved" and m % p) and not (name == "dualpipev" and m < 2 * p)
+]
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches"), DEFINED)
+def test_closed_forms_are_met_exactly(name, stages, microbatches):
+    schedule = make(name, stages, microbatches)
+    for times in (Times(), Times(3, 3, 2)):
+        timeline = simulate(schedule, times)
+        args = name, stages, microbatches, schedule.chunks, times
+        assert timeline.idle(stages - 1) == bubbles.bubble_time(*args)
+        assert timeline.live == bubbles.live_activations(*args[:4])
+        assert timeline.bubble == bubbles.bubble(*args)
+        assert timeline.overhead == bubbles.overhead(*args)
+        assert timeline.makespan == bubbles.bubble_time(*args) + microbatches * sum(
+            (times.forward, times.backward_input, times.backward_weight)
+        )
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches"), [case for case in ISSUE if case not in DEFINED])
+def test_undefined_schedules_are_refused(name, stages, microbatches):
+    with pytest.raises(ValueError, match=f"{name}: {microbatches} microbatches are"):
+        make(name, stages, microbatches)
+
+
+def test_the_textbook_fractions():
+    for p, m in ((2, 4), (4, 8), (8, 16)):
+        for name in ("gpipe", "1f1b"):
+            assert simulate(make(name, p, m)).bubble == Fraction(p - 1, m + p - 1)
+        for v in (2, 3, 4):
+            timeline = simulate(make("interleaved", p, m, v))
+            assert timeline.overhead == Fraction(p - 1, m) / v
+            assert timeline.bubble == Fraction(p - 1, v * m + p - 1)
+    # Qi et al.: with F = B = W, ZB-H1's bubble is a third of 1F1B's.
+    assert simulate(make("1f1b", 4, 8)).bubble_time == 3 * simulate(make("zb-h1", 4, 8)).bubble_time
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "naive", "zb-h1"]), st.integers(1, 6), st.integers(1, 12), st.data())
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_closed_forms_for_any_times(name, stages, microbatches, data):
+    f, b = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    times = Times(f, b, data.draw(st.integers(1, min(f, b))))
+    timeline = simulate(make(name, stages, microbatches), times)
+    assert timeline.bubble_time == bubbles.bubble_time(name, stages, microbatches, 1, times)
+    assert timeline.live == bubbles.live_activations(name, stages, microbatches)
+
+
+@pytest.mark.parametrize("overlapped", [3, Fraction(5, 2), 2])
+def test_dualpipe_with_overlapped_pairs(overlapped):
+    times = Times(overlapped=overlapped)
+    timeline = simulate(make("dualpipev", 4, 16), times)
+    assert timeline.idle(3) == bubbles.bubble_time("dualpipev", 4, 16, 2, times) == Fraction(3, 2) * (overlapped - 1)
+
+
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 5), st.integers(1, 16), st.integers(1, 3))
+@settings(deadline=None, max_examples=80, derandomize=True)
+def test_every_microbatch_passes_every_stage_once(name, stages, microbatches, chunks):
+    try:
+        schedule = make(name, stages, microbatches, chunks)
+    except ValueError:
+        return
+    simulate(schedule)  # checks that each instruction finds what it needs, and nothing is made twice
+    assert len(schedule) == stages
+    computed = [part for p in schedule for s in p if isinstance(s, COMPUTE) for part in parts(s)]
+    done = Counter((type(part), part.stage, part.microbatch) for part in computed)
+    for stage in range(stages * schedule.chunks):
+        assert sum(isinstance(s, ReduceGrads) and s.stage == stage for p in schedule for s in p) == 1
+        for m in range(microbatches):
+            assert done[Forward, stage, m] == 1
+            assert done[Backward, stage, m] + done[BackwardInput, stage, m] == 1
+            assert done[BackwardInput, stage, m] == done[BackwardWeight, stage, m]
+    for rank, program in enumerate(schedule):
+        assert not any(isinstance(s, (*SENDS, RecvActivation)) and s.peer == rank for s in program)
+
+
+def test_a_schedule_is_plain_data():
+    schedule = make("1f1b", 2, 2)
+    assert schedule == make("1f1b", 2, 2)
+    assert schedule[0][:2] == (Forward(0, 0), SendActivation(0, 0, peer=1))
+    assert str(schedule[1][0]) == "RecvActivation(stage=0, microbatch=0, peer=0)"
+    assert Forward(0, 0) != Backward(0, 0)
+    with pytest.raises(FrozenInstanceError):
+        schedule[0][0].stage = 1
+
+
+def test_hops_delay_but_do_not_change_the_order():
+    slow = simulate(make("gpipe", 4, 8), Times(hop=1))
+    assert slow.makespan == simulate(make("gpipe", 4, 8)).makespan + 2 * 3  # three hops forward, three back
+
+
+@pytest.mark.parametrize("collect", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_split_backward(name, collect):
+    whole = make(name, 4, 8)
+    split, plain = simulate(split_backward(whole, collect)), simulate(whole)
+    for kept, before in zip(split.live, plain.live, strict=True):
+        assert kept <= min(8, before + Fraction(collect - 1, whole.chunks))
+    if collect == 1 or name == "gpipe":  # (P-1) W less
+        assert split.bubble_time == bubbles.bubble_time(name, 4, 8, whole.chunks) - Fraction(3, whole.chunks)
+    with pytest.raises(ValueError, match="is not split"):
+        split_backward(make("dualpipev", 2, 4))
+    with pytest.raises(ValueError, match="at least 1"):
+        split_backward(whole, 0)
+
+
+def test_deadlock_is_found_and_named():
+    with pytest.raises(Deadlock, match=r"rank 3: SendGrad\(stage=3, microbatch=0, peer=2\)"):
+        simulate(make("1f1b", 4, 8), blocking_sends=True)
+    simulate(make("gpipe", 4, 8), blocking_sends=True)  # forwards and backwards never cross
+
+    good = make("1f1b", 2, 4)
+    late = tuple(sorted(good[1], key=lambda step: isinstance(step, Forward | RecvActivation)))  # backwards first
+    with pytest.raises(ValueError, match="without"):
+        simulate(replace(good, programs=(good[0], late)))
+    unsent = tuple(step for step in good[0] if step != SendActivation(0, 2, 1))
+    with pytest.raises(ValueError, match="expects RecvActivation"):
+        simulate(replace(good, programs=(unsent, good[1])))
+    cut = tuple(step for step in good[0] if not isinstance(step, SendActivation))
+    with pytest.raises(Deadlock, match="rank 1: RecvActivation"):
+        simulate(replace(good, programs=(cut, good[1])))
+    unread = tuple(step for step in good[0] if not isinstance(step, COMPUTE[1:]) and "RecvGrad" not in str(step))
+    with pytest.raises(ValueError, match="never received"):
+        simulate(replace(good, programs=(unread, good[1])))
+    with pytest.raises(ValueError, match="has already"):
+        simulate(replace(good, programs=(good[0], (*good[1], Backward(1, 0)))))
+
+
+def test_layer_order():
+    assert make("1f1b", 2, 4).layer_order(4) == [0, 1, 2, 3]
+    assert make("interleaved", 2, 4).layer_order(8) == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert make("dualpipev", 2, 4).layer_order(4) == [0, 3, 1, 2]
+    with pytest.raises(ValueError, match="use a multiple of 4 layers"):
+        make("interleaved", 2, 4).layer_order(6)
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="unknown schedule 'pipe'"):
+        make("pipe", 2, 2)
+    for bad in ((0, 4), (2, 0), (2, True), (2, 1.5)):
+        with pytest.raises(ValueError, match="at least 1"):
+            schedules.gpipe(*bad)
+    with pytest.raises(ValueError, match="use interleaved for several"):
+        schedules.one_f_one_b(2, 4, 2)
+    with pytest.raises(ValueError, match="2 chunks"):
+        schedules.dualpipe_v(2, 4, 3)
+    with pytest.raises(ValueError, match="W <= F"):
+        bubbles.bubble_time("zb-h1", 2, 4, 1, Times(1, 1, 2))
+    with pytest.raises(ValueError, match="F = B >= W"):
+        bubbles.bubble_time("dualpipev", 2, 4, 2, Times(1, 2, 1))
+    with pytest.raises(ValueError, match="no time for transfers"):
+        bubbles.bubble_time("gpipe", 2, 4, 1, Times(hop=1))
+    with pytest.raises(ValueError, match="differs from rank to rank"):
+        bubbles.bubble("dualpipev", 2, 4, 2, Times(overlapped=2))
+
+
+def test_pairs_are_overlapped_only_across_chunks():
+    for program in make("dualpipev", 4, 10):
+        for step in program:
+            if isinstance(step, ForwardBackward):
+                assert step.forward.stage != step.backward.stage

@@ -1,0 +1,108 @@
+"""Data parallelism over pods: equal to one device, and only shards cross the slow axis."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from test_strategies import SIZES, B, L, close, one_device, whole
+
+from scaling import optim, tree
+from scaling.collectives import all_reduce
+from scaling.mesh import AbstractMesh
+from scaling.spec import parse
+from scaling.strategies import pods
+from scaling.trace import trace
+
+PODS = {"P": 2, "X": 2, "Y": 2}
+WEIGHTS = {name: pods.SPECS[name].replace("[", "[L, ") for name in ("W_in", "W_out")}
+BLOCK = ("gelu", True, True)
+
+
+def train(mesh, dtype, layers_per_bucket):
+    params, batches = whole(dtype)
+    params = tree.shard(params, WEIGHTS, mesh)
+    adamw, losses, first = optim.adamw(0.01), [], None
+    state = adamw.init(params)
+    for In, target in batches:
+        In, target = tree.shard([In, target], [pods.SPECS["In"], pods.SPECS["Out"]], mesh)
+        Out, saved = pods.forward(params, In, mesh, *BLOCK)
+        loss = (Out - target).square().sum() / B  # Loss[] {U_PXY}
+        losses.append(all_reduce("Loss[] {U_PXY} -> Loss[]", loss, mesh))
+        dIn, grads = pods.backward(2 / B * (Out - target), saved, params, mesh, layers_per_bucket=layers_per_bucket)
+        tree.check(grads, WEIGHTS, SIZES, mesh, dtype)
+        if first is None:
+            first = tree.unshard(grads, WEIGHTS, mesh), tree.unshard(dIn, pods.SPECS["In"], mesh)
+        params, state = adamw.update(grads, state, params)
+    return torch.stack(losses), *first, tree.unshard(params, WEIGHTS, mesh)
+
+
+@pytest.mark.parametrize("layers_per_bucket", [1, 2])
+def test_equal_to_one_device(ranks, layers_per_bucket):
+    for dtype in (torch.float64, torch.float32):
+        losses, *wanted = one_device(dtype, BLOCK)
+        for result in ranks(train, PODS, dtype, layers_per_bucket):
+            for got, want in zip(result, [torch.stack(losses), *wanted], strict=True):
+                close(got, want, dtype)
+
+
+def other_ways(mesh):
+    """Gradients by microbatches and with the flat reduction, beside `backward`'s."""
+    params, (batch, *_) = whole(torch.float64)
+    params, In = tree.shard(params, WEIGHTS, mesh), tree.shard(batch[0], pods.SPECS["In"], mesh)
+    Out, saved = pods.forward(params, In, mesh, *BLOCK)
+    plain = pods.backward(Out, saved, params, mesh)
+    with trace() as log:
+        flat = pods.backward_flat(Out, saved, params, mesh)
+    partial, dIns = pods.partial_sums(params, mesh), []
+    for i, rows in enumerate(In.chunk(2)):
+        Out, saved = pods.forward(params, rows, mesh, *BLOCK)
+        dIn, partial = pods.backward(Out, saved, params, mesh, partial, reduce=i == 1)
+        dIns.append(dIn)
+    return plain, flat, (torch.cat(dIns), partial), crossing(log)
+
+
+def crossing(log):
+    """Bytes by the book's count on each axis, AllReduce twice."""
+    moved = {}
+    for event in log.collectives():
+        axis = "".join(event.axes)
+        moved[axis] = moved.get(axis, 0) + event.nbytes * (2 if event.op == "AllReduce" else 1)
+    return moved
+
+
+def test_other_ways_to_the_same_gradients(ranks):
+    for plain, flat, microbatched, moved in ranks(other_ways, PODS):
+        close(flat, plain, torch.float64)
+        close(microbatched, plain, torch.float64)
+        assert moved["P"] == 2 * 2 * L * SIZES["D"] * SIZES["F"] // 2 * 8  # X times what need cross
+
+
+def step_bytes(mesh, L, B, D, F):
+    """Bytes on each axis in a forward and a backward, in bfloat16 on an abstract mesh."""
+    sizes, meta = {"L": L, "B": B, "D": D, "F": F}, {"dtype": torch.bfloat16, "device": "meta"}
+    params = {name: torch.empty(parse(spec).local_shape(sizes, mesh), **meta) for name, spec in WEIGHTS.items()}
+    In = torch.empty(parse(pods.SPECS["In"]).local_shape(sizes, mesh), **meta)
+    with trace() as log:
+        Out, saved = pods.forward(params, In, mesh)
+        pods.backward(Out, saved, params, mesh)
+    return crossing(log)
+
+
+def test_bytes_are_the_books():
+    """8DF/M a layer over the datacenter's network (M chips a slice), 12DF/Y over X, 8BD/X over Y of a pod's batch."""
+    for sizes in ({"P": 2, "X": 2, "Y": 2}, {"P": 2, "X": 1024, "Y": 8}):
+        mesh, (L, B, D, F) = AbstractMesh(sizes), (2, 4096, 8192, 32768)
+        moved = step_bytes(mesh, L, B, D, F)
+        X, Y, P = sizes["X"], sizes["Y"], sizes["P"]
+        assert moved["P"] == L * 8 * D * F // (X * Y)
+        assert moved["X"] == L * 12 * D * F // Y
+        assert moved["Y"] == L * 8 * (B // P) * D // X
+
+
+def test_the_chapters_answers():
+    path = Path(__file__).parents[2] / "chapters" / "05_pods.py"
+    spec = importlib.util.spec_from_file_location("pods_chapter", path)
+    chapter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(chapter)
+    assert [answer.verdict for answer in chapter.answers()] == ["agrees"] * 2 + ["ours"] + ["agrees"] * 5

@@ -1,0 +1,101 @@
+"""The byte model trained by each strategy equals the byte model on one device."""
+
+import pytest
+import torch
+from torch.func import grad_and_value
+
+from scaling import data, optim, tree
+from scaling.models import mlp
+from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
+from scaling.train.byte_lm import batch_axes, evaluate, loss_and_grads, make_step, param_specs, reduced
+
+CONFIG = mlp.Config(L=2, D=16, F=32, K=4)
+B, SEED = 32, 3
+STRATEGIES = {s.__name__.split(".")[-1]: s for s in (data_parallel, fsdp, tensor_parallel, fsdp_tp)}
+
+
+def text():
+    return data.load_text(max_bytes=20_000)
+
+
+def run_training(mesh, name, microbatches):
+    strategy = STRATEGIES[name]
+    specs = param_specs(strategy)
+    params = mlp.init(CONFIG, SEED, torch.float64, mesh, specs)
+    batches = list(zip(range(3), data.batches(text(), CONFIG.K, B, mesh, batch_axes(strategy), SEED), strict=False))
+    loss, grads = loss_and_grads(strategy, params, *batches[0][1], CONFIG, mesh, microbatches)
+    tree.check(grads, specs, CONFIG.sizes, mesh, torch.float64)
+    adamw = optim.adamw(0.01)
+    step, state, losses = make_step(strategy, adamw, CONFIG, mesh, microbatches), adamw.init(params), []
+    for _, batch in batches:
+        params, state, metrics = step(params, state, batch)
+        losses.append(metrics["loss"])
+    valid = evaluate(strategy, params, *batches[0][1], CONFIG, mesh)
+    return (
+        reduced(strategy, loss, mesh),
+        tree.unshard(grads, specs, mesh),
+        losses,
+        tree.unshard(params, specs, mesh),
+        valid,
+    )
+
+
+def one_device():
+    params = mlp.init(CONFIG, SEED, torch.float64)
+    batches = [batch for _, batch in zip(range(3), data.batches(text(), CONFIG.K, B, seed=SEED), strict=False)]
+    both = grad_and_value(mlp.loss_fn)
+    grads, loss = both(params, *batches[0], CONFIG)
+    adamw = optim.adamw(0.01)
+    state, losses = adamw.init(params), []
+    for batch in batches:
+        g, value = both(params, *batch, CONFIG)
+        params, state = adamw.update(g, state, params)
+        losses.append(value)
+    return loss, grads, losses, params, mlp.loss_fn(params, *batches[0], CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "microbatches"),
+    [
+        ("data_parallel", {"X": 4}, 1),
+        ("fsdp", {"X": 4}, 2),
+        ("tensor_parallel", {"Y": 4}, 2),
+        ("fsdp_tp", {"X": 2, "Y": 2}, 1),
+        ("fsdp_tp", {"X": 2, "Y": 2}, 4),
+        ("fsdp_tp", {"X": 1, "Y": 1}, 1),
+    ],
+)
+def test_equal_to_one_device(ranks, name, mesh, microbatches):
+    wanted = one_device()
+    for result in ranks(run_training, mesh, name, microbatches):
+        for got, want in zip(tree.leaves(result), tree.leaves(wanted), strict=True):
+            assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+def run_bfloat16(mesh, name):
+    """Losses with params, activations and collectives in bfloat16, float32 master copies in the optimizer's state."""
+    strategy, adamw = STRATEGIES[name], optim.adamw(0.01, master=True)
+    specs = param_specs(strategy)
+    params = mlp.init(CONFIG, SEED, torch.bfloat16, mesh, specs)
+    state, step, losses = adamw.init(params), make_step(strategy, adamw, CONFIG, mesh), []
+    for _, batch in zip(range(8), data.batches(text(), CONFIG.K, B, mesh, batch_axes(strategy), SEED), strict=False):
+        params, state, metrics = step(params, state, batch)
+        losses.append(metrics["loss"].double())
+    tree.check(params, specs, CONFIG.sizes, mesh, torch.bfloat16)
+    tree.check(state["master"], specs, CONFIG.sizes, mesh, torch.float32)
+    return torch.stack(losses)
+
+
+BFLOAT16 = [
+    ("data_parallel", {"X": 2}),
+    ("fsdp", {"X": 2}),
+    ("tensor_parallel", {"Y": 2}),
+    ("fsdp_tp", {"X": 2, "Y": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), BFLOAT16)
+def test_bfloat16_with_float32_master_params(ranks, name, mesh):
+    both = [ranks(run_bfloat16, sizes, name)[0] for sizes in (mesh, dict.fromkeys(mesh, 1))]
+    assert (both[0] - both[1]).abs().max() < 0.05  # of 5.5: bfloat16 has 3 digits, and each mesh rounds in its own way
+    assert both[0][-1] < both[0][0] - 0.1
