@@ -32,8 +32,12 @@ class Config:
     """One decoder-only transformer. Defaults: dense (E = k = 1), gated MLP of 3 matrices, separate unembedding.
 
     A mixture of experts has E routed experts of width F, k of them active per token, and `shared` experts that always
-    are; its first `dense_layers` layers have a dense MLP of width `F_dense` instead. `norms` counts the layer's norms,
-    `dtype` the stored parameters. `source` says where the numbers come from.
+    are; its first `dense_layers` layers have a dense MLP of width `F_dense` instead. `routing` is "softmax" (Mixtral) or
+    "sigmoid" (DeepSeek-V3): a token's k weights are its scores over their sum, times `routed_scale`; its experts are
+    chosen from the best `top_groups` of `expert_groups` groups. With a `capacity` an expert takes at most
+    capacity * tokens * k / E tokens, rounded up; None drops none. `aux_coef` and `z_coef` weigh the losses that balance
+    the load and keep the router's logits small. `norms` counts the layer's norms, `dtype` the stored parameters.
+    `source` says where the numbers come from.
     """
 
     name: str
@@ -52,6 +56,13 @@ class Config:
     dense_layers: int = 0
     F_dense: int = 0
     norms: int = 2
+    routing: str = "softmax"
+    expert_groups: int = 1
+    top_groups: int = 1
+    routed_scale: float = 1.0
+    capacity: float | None = None
+    aux_coef: float = 0.0
+    z_coef: float = 0.0
     latent: Latent | None = None
     dtype: str = "bf16"
     source: str = ""
@@ -68,6 +79,25 @@ class Config:
         if not 0 <= self.dense_layers <= self.L or (self.dense_layers and self.F_dense < 1):
             raise ValueError(f"{self.name}: dense_layers must lie in 0..L={self.L}, and they need an F_dense")
         dtype_bytes(self.dtype)
+        self._check_routing()
+
+    def _check_routing(self) -> None:
+        if self.routing not in ("softmax", "sigmoid"):
+            raise ValueError(f"{self.name}: unknown routing {self.routing!r}: softmax or sigmoid")
+        if self.expert_groups < 1 or self.E % self.expert_groups or not 1 <= self.top_groups <= self.expert_groups:
+            raise ValueError(
+                f"{self.name}: expert_groups={self.expert_groups} must divide E={self.E}, and top_groups="
+                f"{self.top_groups} lie in 1..{self.expert_groups}"
+            )
+        if self.k > self.top_groups * (self.E // self.expert_groups):
+            raise ValueError(f"{self.name}: k={self.k} experts cannot come from {self.top_groups} groups")
+        if self.capacity is not None and not 0 < self.capacity < float("inf"):
+            raise ValueError(f"{self.name}: capacity must be a factor above 0, or None to drop none: {self.capacity!r}")
+        for field in ("aux_coef", "z_coef"):
+            if not 0 <= getattr(self, field) < float("inf"):
+                raise ValueError(f"{self.name}: {field} must be at least 0, got {getattr(self, field)!r}")
+        if not 0 < self.routed_scale < float("inf"):
+            raise ValueError(f"{self.name}: routed_scale must be above 0, got {self.routed_scale!r}")
 
     @property
     def G(self) -> int:
@@ -108,6 +138,7 @@ MODELS = {
         ),
         Config(
             "deepseek-v3", 61, 7168, 2048, 128, 128, 128, 129280, E=256, k=8, shared=1, dense_layers=3, F_dense=18432,
+            routing="sigmoid", expert_groups=8, top_groups=4, routed_scale=2.5,
             latent=Latent(q_rank=1536, kv_rank=512, nope=128, rope=64, value=128), dtype="fp8",
             source="Part 4 and Part 12 give E, k; the rest arxiv.org/abs/2412.19437, section 4.2",
         ),
@@ -147,6 +178,10 @@ _HUGGING_FACE = {
     "shared": ("n_shared_experts",),
     "dense_layers": ("first_k_dense_replace",),
     "tied": ("tie_word_embeddings",),
+    "routing": ("scoring_func",),
+    "expert_groups": ("n_group",),
+    "top_groups": ("topk_group",),
+    "routed_scale": ("routed_scaling_factor",),
 }
 _UNGATED = ("bloom", "falcon", "gpt_neox", "mpt", "opt", "phi", "starcoder2")
 
@@ -168,6 +203,8 @@ def _hugging_face(table: dict) -> dict:
         if absent := [key for key in keys if table.get(key) is None]:
             raise ValueError(f"latent attention needs {', '.join(absent)}")
         read["latent"] = Latent(*(table[key] for key in keys))
+    if kind == "deepseek_v3":
+        read.setdefault("routing", "sigmoid")
     read.setdefault("tied", kind.startswith("gemma"))
     norms = 4 if kind.startswith(("gemma2", "gemma3")) else 2
     return read | {"gated": kind not in _UNGATED, "norms": norms}
