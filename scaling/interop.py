@@ -25,7 +25,7 @@ def to_placements(spec: "str | Spec", mesh) -> tuple[Placement, ...]:
         if [*axes] != sorted(axes, key=order.index):
             raise ShardingError(
                 f"{spec}: DTensor splits a dim over mesh axes in the mesh's order, which is {', '.join(order)}; "
-                f"{dim} has {', '.join(axes)}\n  mend: reshard {dim} first, or give the mesh its axes in that order"
+                f"{dim} has {', '.join(axes)}\n  fix: reshard {dim} first, or give the mesh its axes in that order"
             )
     dim_of = {axis: position for position, (_, axes) in enumerate(spec.dims) for axis in axes}
     return tuple(
@@ -48,7 +48,7 @@ def from_placements(placements: Sequence[Placement], mesh, dims: Sequence[str], 
         elif not isinstance(placement, Replicate):
             raise ShardingError(
                 f"{placement} over {axis}: only Shard of one of the {len(dims)} dims, Replicate and Partial('sum') "
-                f"are types of this notation\n  mend: redistribute the DTensor to such a placement first"
+                f"are types of this notation\n  fix: redistribute the DTensor to such a placement first"
             )
     return parse(Spec(name, tuple(axes_of.items()), tuple(sorted(unreduced))).validated())
 
@@ -88,7 +88,7 @@ def from_partition_spec(text: str, dims: Sequence[str], name: str = "") -> Spec:
     if entries is None or set(keywords) - {"unreduced"} or len(entries) > len(dims):
         raise ShardingError(
             f"{text!r} is no PartitionSpec of {len(dims)} dims\n"
-            f"  mend: write P(...) with None, an axis or a tuple of axes for each dim, and maybe unreduced={{'X'}}"
+            f"  fix: write P(...) with None, an axis or a tuple of axes for each dim, and maybe unreduced={{'X'}}"
         )
     axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
     axes += [()] * (len(dims) - len(axes))

@@ -121,7 +121,7 @@ class Mesh(AbstractMesh):
             running = "1 rank is" if world == 1 else f"{world} ranks are"
             raise ShardingError(
                 f"the mesh {format_sizes(self.sizes)} has {self.size()} devices, but {running} running\n"
-                f"  mend: start {self.size()} ranks (scaling.launch.run, torchrun --nproc-per-node {self.size()}), "
+                f"  fix: start {self.size()} ranks (scaling.launch.run, torchrun --nproc-per-node {self.size()}), "
                 f"or choose sizes whose product is {world}"
             )
         for axis, size in reversed(self.sizes.items()):

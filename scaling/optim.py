@@ -149,9 +149,9 @@ def _split_over(mesh, specs) -> tuple[str, ...]:
     for where, spec in named.items():
         parse(spec).check_axes(mesh)
         if parse(spec).unreduced:
-            mend = f"reduce it to {parse(spec).with_unreduced(())} first"
+            fix = f"reduce it to {parse(spec).with_unreduced(())} first"
             raise ShardingError(
-                f"{where}: {parse(spec)} is unreduced: norms of partial sums do not add up\n  mend: {mend}"
+                f"{where}: {parse(spec)} is unreduced: norms of partial sums do not add up\n  fix: {fix}"
             )
     split = [parse(spec).axes for spec in named.values()]
     return tuple(format_axes([axis for axis in mesh_sizes(mesh) if axis in axes]) for axes in split)

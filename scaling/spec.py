@@ -18,7 +18,7 @@ DTYPE_BYTES |= {"fp64": 8, "f64": 8, "float64": 8, "int64": 8}
 
 
 class ShardingError(ValueError):
-    """A type or a line that breaks a rule of the notation: the message quotes it, names the rule and what mends it."""
+    """A type or a line that breaks a rule of the notation: the message quotes it, names the rule and the fix."""
 
 
 def dtype_bytes(dtype) -> float:
@@ -104,7 +104,7 @@ class Spec:
                 has = ", ".join(f"{a}={n}" for a, n in sizes.items()) or "no axes"
                 raise ShardingError(
                     f"{self}: unknown mesh axis {axis}: the mesh has {has}\n"
-                    f"  mend: use one of its axes, or give the mesh the axis (of size 1 if need be)"
+                    f"  fix: use one of its axes, or give the mesh the axis (of size 1 if need be)"
                 )
 
     def global_shape(self, sizes) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class Spec:
                 product = " * ".join(f"{axis}={axis_sizes[axis]}" for axis in axes)
                 raise ShardingError(
                     f"{self}: dim {dim} of size {size} does not divide into {parts} blocks ({product})\n"
-                    f"  mend: make {dim} a multiple of {parts}, or use fewer devices along {format_axes(axes)}"
+                    f"  fix: make {dim} a multiple of {parts}, or use fewer devices along {format_axes(axes)}"
                 )
             local.append(size // parts)
         return tuple(local)
@@ -218,10 +218,10 @@ class _Reader:
     def __init__(self, text: str):
         self.text, self.at = text, 0
 
-    def fail(self, message: str, at: int | None = None, mend: str = "") -> None:
+    def fail(self, message: str, at: int | None = None, fix: str = "") -> None:
         at = self.at if at is None else at
         text = re.sub(r"\s", " ", self.text)
-        raise ShardingError(f"{message}\n  {text}\n  {' ' * at}^" + (f"\n  mend: {mend}" if mend else ""))
+        raise ShardingError(f"{message}\n  {text}\n  {' ' * at}^" + (f"\n  fix: {fix}" if fix else ""))
 
     def skip(self) -> None:
         self.at = re.compile(r"\s*").match(self.text, self.at).end()
@@ -276,8 +276,8 @@ class _Reader:
 
     def once(self, seen: dict, key, at: int, what: str) -> None:
         if key in seen:
-            mend = "split one dim over it, or leave it out of {U_...}" if "axis" in what else "give the dims two names"
-            self.fail(f"{what} is used twice: each occurs at most once in a type", at, mend)
+            fix = "split one dim over it, or leave it out of {U_...}" if "axis" in what else "give the dims two names"
+            self.fail(f"{what} is used twice: each occurs at most once in a type", at, fix)
         seen[key] = at
 
     def product(self) -> str | None:

@@ -39,10 +39,10 @@ def paired(tree, specs, name: str = "params") -> list[tuple[str, object, Spec]]:
     found, wanted = named_leaves(tree, name), named_leaves(specs, name)
     if missing := [where for where in wanted if where not in found]:
         raise ShardingError(
-            f"{missing[0]}: missing: the specs have {wanted[missing[0]]} there" + _more(missing) + _mend(found)
+            f"{missing[0]}: missing: the specs have {wanted[missing[0]]} there" + _more(missing) + _fix(found)
         )
     if extra := [where for where in found if where not in wanted]:
-        raise ShardingError(f"{extra[0]}: has no spec" + _more(extra) + _mend(wanted))
+        raise ShardingError(f"{extra[0]}: has no spec" + _more(extra) + _fix(wanted))
     return [(where, found[where], parse(spec)) for where, spec in wanted.items()]
 
 
@@ -103,10 +103,10 @@ def check(tree, specs, sizes, mesh, dtype=None, name: str = "params") -> None:
             raise ShardingError(f"{where}: a tensor typed {spec} is wanted; found {type(leaf).__name__}")
         if tuple(leaf.shape) != (wanted := spec.local_shape(sizes, mesh)):
             whole = spec.global_shape(sizes)
-            mend = "shard it first: tree.shard(tree, specs, mesh)" if tuple(leaf.shape) == whole else "see the sizes"
+            fix = "shard it first: tree.shard(tree, specs, mesh)" if tuple(leaf.shape) == whole else "see the sizes"
             raise ShardingError(
                 f"{where}: {spec} is of shape {wanted} on each device ({whole} in all); found {tuple(leaf.shape)}\n"
-                f"  mend: {mend}"
+                f"  fix: {fix}"
             )
         if dtype is not None and leaf.dtype != dtype:
             raise ShardingError(f"{where}: {spec} is wanted as {dtype}; found {leaf.dtype}")
@@ -140,7 +140,7 @@ def _no_partial_sums(where: str, spec: Spec) -> None:
     if spec.unreduced:
         raise ShardingError(
             f"{where}: {spec} is unreduced: a whole array has no shards that are partial sums\n"
-            f"  mend: give the type without {{U}}"
+            f"  fix: give the type without {{U}}"
         )
 
 
@@ -148,8 +148,8 @@ def _more(places: list) -> str:
     return f" (and {len(places) - 1} more)" if len(places) > 1 else ""
 
 
-def _mend(places: dict) -> str:
-    return f"\n  mend: give tree and specs the same structure; here both would be {list(places)}"
+def _fix(places: dict) -> str:
+    return f"\n  fix: give tree and specs the same structure; here both would be {list(places)}"
 
 
 # Random numbers by counter. An element's 64-bit counter is hashed twice (the finaliser of splitmix64: Steele, Lea and

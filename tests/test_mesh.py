@@ -86,7 +86,7 @@ def test_more_devices_than_ranks():
     with pytest.raises(ShardingError) as error:
         Mesh({"X": 4, "Y": 2})
     assert "the mesh X=4, Y=2 has 8 devices, but 1 rank is running" in str(error.value)
-    assert "mend: start 8 ranks" in str(error.value)
+    assert "fix: start 8 ranks" in str(error.value)
 
 
 def describe(mesh):

@@ -267,7 +267,7 @@ def test_sizes_by_name_by_shape_and_by_the_dim_itself():
 REFUSED = {
     "does not divide": (
         lambda: parse("W[D_XY, F]").local_shape({"D": 12, "F": 3}, {"X": 4, "Y": 2}),
-        ["dim D of size 12", "8 blocks", "X=4 * Y=2", "mend: make D a multiple of 8"],
+        ["dim D of size 12", "8 blocks", "X=4 * Y=2", "fix: make D a multiple of 8"],
     ),
     "axis": (lambda: parse("W[D_Z]").local_shape((12,), {"X": 4}), ["unknown mesh axis Z", "the mesh has X=4"]),
     "axis in U": (lambda: parse("W[D] {U_Z}").replicated({}), ["unknown mesh axis Z", "the mesh has no axes"]),

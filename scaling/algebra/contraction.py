@@ -71,5 +71,5 @@ def check_product(line: "str | Line") -> Line:
     refuse_product(line, f"the product of these operands is {natural}", rule, "reshard the operands or the result")
 
 
-def refuse_product(line, what: str, rule: str, mend: str = "") -> None:
-    raise ShardingError(f"einsum: {line}\n  {what}\n  rule: {rule}" + (f"\n  mend: {mend}" if mend else ""))
+def refuse_product(line, what: str, rule: str, fix: str = "") -> None:
+    raise ShardingError(f"einsum: {line}\n  {what}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else ""))

@@ -34,7 +34,7 @@ def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
     if out is not None and (unknown := [dim for dim in out.dim_names if dim not in dims]):
         raise ShardingError(
             f"{a} * {b} -> {out}: dim {unknown[0]} of the result is in no operand\n"
-            f"  mend: leave it out, or name it in an operand"
+            f"  fix: leave it out, or name it in an operand"
         )
     axes = None if mesh is None else tuple(mesh_sizes(mesh).items())
     return _matmul(a, b, out, known_sizes(dims, sizes), axes, cost)
@@ -46,7 +46,7 @@ def known_sizes(dims, sizes) -> "tuple[tuple[str, int], ...] | None":
         return None
     if missing := [dim for dim in dims if dim not in sizes and not dim.isdigit()]:
         raise ShardingError(
-            f"dim {missing[0]} has no size in {dict(sizes)}\n  mend: give every dim a size, or no sizes at all"
+            f"dim {missing[0]} has no size in {dict(sizes)}\n  fix: give every dim a size, or no sizes at all"
         )
     return tuple((dim, sizes[dim] if dim in sizes else int(dim)) for dim in dims)
 
@@ -118,20 +118,20 @@ def local_product(a: Spec, b: Spec, kept: tuple[str, ...], name: str) -> Spec:
             if axes.setdefault(dim, over) != over:
                 raise ShardingError(
                     f"{a} * {b}: dim {dim} is split over {axes[dim] or 'nothing'} in one operand and over "
-                    f"{over or 'nothing'} in the other (case 2)\n  mend: gather or slice one of them"
+                    f"{over or 'nothing'} in the other (case 2)\n  fix: gather or slice one of them"
                 )
     for dim, over in axes.items():
         for axis in over:
             if owner.setdefault(axis, dim) != dim:
                 raise ShardingError(
                     f"{a} * {b}: axis {axis} splits both {owner[axis]} and {dim} (case 4: only diagonal blocks)\n"
-                    f"  mend: gather one operand over {axis}"
+                    f"  fix: gather one operand over {axis}"
                 )
     partial = [axis for dim, over in axes.items() if dim not in kept for axis in over] + [*a.unreduced, *b.unreduced]
     if len(set(partial)) < len(partial) or set(a.unreduced + b.unreduced) & set(owner):
         raise ShardingError(
             f"{a} * {b}: what is unreduced over an axis may only meet what is replicated over it\n"
-            f"  mend: reduce it first"
+            f"  fix: reduce it first"
         )
     return Spec(name, tuple((dim, axes[dim]) for dim in kept), tuple(sorted(partial)))
 

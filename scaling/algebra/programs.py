@@ -90,7 +90,7 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
     sizes, mesh = (None if sizes is None else dict(sizes)), (None if mesh is None else dict(mesh))
     operands, out = line.operands, line.result
     if len(operands) < 2:
-        raise ShardingError(f"{line}: a chain of products has two operands or more\n  mend: use reshard for one array")
+        raise ShardingError(f"{line}: a chain of products has two operands or more\n  fix: use reshard for one array")
     names = [spec.name for spec in (*operands, out)]
     if "" in names or len(set(names)) < len(names):
         raise ShardingError(f"{line}: every array needs a name of its own, to be followed through the algorithm")
@@ -130,7 +130,7 @@ def _chain_dims(line) -> tuple[tuple[str, ...], ...]:
         if not shared or any(dim not in shared for dim in summed):
             raise ShardingError(
                 f"{line}: product {number + 1} has no dim to contract\n"
-                f"  mend: give both operands the dim, and name it if several are shared: *_D"
+                f"  fix: give both operands the dim, and name it if several are shared: *_D"
             )
         current = tuple(d for d in current if d not in summed)
         current += tuple(d for d in spec.dim_names if d not in summed and d not in current)
@@ -140,7 +140,7 @@ def _chain_dims(line) -> tuple[tuple[str, ...], ...]:
     if missing or alone:
         what = f"dim {missing[0]} of the result is in no operand" if missing else f"dim {min(alone)} meets no other"
         raise ShardingError(
-            f"{line}: {what}\n  mend: check the dims: each is in the result or in both operands of a product; "
+            f"{line}: {what}\n  fix: check the dims: each is in the result or in both operands of a product; "
             f"`*_D` says which one a product contracts"
         )
     return (*results, out.dim_names)

@@ -214,7 +214,7 @@ def reshard(src, dst, sizes=None, mesh=None, cost=None) -> Plan:
     if src.dim_names != dst.dim_names:
         raise ShardingError(
             f"{src} -> {dst}: a resharding keeps the dims and their order\n"
-            f"  mend: name the same dims in {dst.name or 'the target'}, or use an einsum to sum or transpose dims"
+            f"  fix: name the same dims in {dst.name or 'the target'}, or use an einsum to sum or transpose dims"
         )
     shape = None if sizes is None else src.global_shape(sizes)
     axes = None if mesh is None else tuple(mesh_sizes(mesh).items())

@@ -22,8 +22,8 @@ class CollectiveStep:
     splits: int | None = None
 
 
-def refuse(line: str, kind: str, what: str, rule: str, mend: str = "") -> None:
-    raise ShardingError(f"{kind}: {line}\n  {what}\n  rule: {rule}" + (f"\n  mend: {mend}" if mend else ""))
+def refuse(line: str, kind: str, what: str, rule: str, fix: str = "") -> None:
+    raise ShardingError(f"{kind}: {line}\n  {what}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else ""))
 
 
 @lru_cache(maxsize=4096)
@@ -151,8 +151,8 @@ def _moved(line, kind, before, after, grows) -> list[tuple[int, tuple[str, ...]]
         if long[: len(short)] != short:
             rule = f"{kind} {verb} the minor (last) axes of a dim; otherwise the blocks would be interleaved"
             have, want = format_axes(was) or "no axes", format_axes(now) or "no axes"
-            mend = "check the axes of the type; reshard does what takes more than one step"
-            refuse(line, kind, f"dim {dim} goes from {have} to {want}", rule, mend)
+            fix = "check the axes of the type; reshard does what takes more than one step"
+            refuse(line, kind, f"dim {dim} goes from {have} to {want}", rule, fix)
         moved.append((position, long[len(short) :]))
     if not moved:
         refuse(line, kind, "no dim changes", f"{kind} {verb} axes of a dim, e.g. " + _EXAMPLE[kind], "drop the line")

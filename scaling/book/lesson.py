@@ -62,8 +62,8 @@ def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
         parser.error(str(error))
     if absent := [axis for axis in usual if axis not in args.mesh]:
         given = ",".join(f"{axis}={size}" for axis, size in args.mesh.items())
-        mend = ",".join(f"{axis}=1" for axis in absent)
-        parser.error(f"--mesh {given}: lacks {', '.join(absent)}, as in {mesh}; add {mend} to do without")
+        missing = ",".join(f"{axis}=1" for axis in absent)
+        parser.error(f"--mesh {given}: lacks {', '.join(absent)}, as in {mesh}; add {missing} to do without")
     if args.batch % (devices := math.prod(args.mesh.values())):
         parser.error(
             f"--batch {args.batch}: does not divide over the {devices} devices of the mesh; try {32 * devices}"

@@ -170,7 +170,7 @@ class Calls:
         self.report(
             node,
             f"{what} of {held.spec}\n  rule: a nonlinear function of partial sums is not the sum of the function's "
-            f"parts\n  mend: reduce_scatter or all_reduce it over {axes} first",
+            f"parts\n  fix: reduce_scatter or all_reduce it over {axes} first",
         )
 
     def arithmetic(self, node, env: dict):

@@ -168,7 +168,7 @@ class Reader(Calls):
                         node,
                         f"{result.spec} is never reduced: nothing uses {target.id} afterwards\n"
                         "  rule: a partial sum is reduced before it is a result\n"
-                        "  mend: reduce_scatter or all_reduce it",
+                        "  fix: reduce_scatter or all_reduce it",
                     )
 
     def stored(self, node: ast.AST, target: ast.expr, value) -> None:

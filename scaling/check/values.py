@@ -109,9 +109,9 @@ def guess(values) -> "Array | None":
 
 
 def difference(held: Array, declared: Spec) -> str:
-    """What is wrong about using an array as the declared type, and what mends it; "" if nothing is."""
+    """What is wrong about using an array as the declared type, and the fix; "" if nothing is."""
     if held.pending:
-        return "it is still under way\n  rule: what async_op=True returns is waited for\n  mend: .wait() for it first"
+        return "it is still under way\n  rule: what async_op=True returns is waited for\n  fix: .wait() for it first"
     spec = held.spec
     if spec.same_sharding(declared):
         return ""
@@ -124,7 +124,7 @@ def difference(held: Array, declared: Spec) -> str:
         axes = format_axes(over)
         return (
             f"it is still unreduced over {axes}\n  rule: a partial sum stays {{U_{axes}}} until it is reduced\n"
-            f"  mend: reduce_scatter or all_reduce it over {axes}"
+            f"  fix: reduce_scatter or all_reduce it over {axes}"
         )
     over = [axis for axis in declared.unreduced if axis not in spec.unreduced]
     if over and spec.dims == declared.dims:

@@ -222,7 +222,7 @@ def _refuse_shape(op: Op, step: CollectiveStep, x: torch.Tensor) -> None:
     raise ShardingError(
         f"{op.line}\n  dim {dim} of this shard has size {shape[step.splits]}, "
         f"which does not divide into {op.size} blocks over {', '.join(step.axes)}\n"
-        f"  mend: make {dim} a multiple of {op.size} on each rank"
+        f"  fix: make {dim} a multiple of {op.size} on each rank"
     )
 
 

@@ -89,7 +89,7 @@ def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "Links | No
     if x.shape[0] != n:
         raise ShardingError(
             f"AllToAll over {axis}={n}: dim 0 holds a chunk for each device, but the shape is {tuple(x.shape)}\n"
-            f"  mend: view the dim that is split as ({n}, its size / {n}) and move the first of these in front"
+            f"  fix: view the dim that is split as ({n}, its size / {n}) and move the first of these in front"
         )
     chunks, shape = x.flatten(1) if x.dim() > 1 else x[:, None], x.shape[1:]
     half = chunks.shape[1] // 2
@@ -112,7 +112,7 @@ def _chunks(x: torch.Tensor, n: int, axis: str) -> list[torch.Tensor]:
     if x.shape[0] % n:
         raise ShardingError(
             f"ReduceScatter over {axis}={n}: dim 0 of size {x.shape[0]} does not divide into {n} blocks\n"
-            f"  mend: make it a multiple of {n}"
+            f"  fix: make it a multiple of {n}"
         )
     return list(x.chunk(n))
 

@@ -55,7 +55,7 @@ def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False, shard=None)
     """
     spec, axes = parse(spec), mesh_sizes(mesh)
     if not 1 <= len(spec.dims) <= 3:
-        raise ShardingError(f"{spec}: only arrays of 1, 2 or 3 dims are drawn\n  mend: leave out dims that are whole")
+        raise ShardingError(f"{spec}: only arrays of 1, 2 or 3 dims are drawn\n  fix: leave out dims that are whole")
     if shard is not None:
         sizes = global_shape(spec, shard, axes)
     held = blocks(spec, mesh)
@@ -144,7 +144,7 @@ def save(path: str, specs, mesh) -> None:
     specs = [parse(spec) for spec in specs]
     if wrong := [spec for spec in specs if not 1 <= len(spec.dims) <= 2]:
         raise ShardingError(
-            f"{wrong[0]}: only arrays of 1 or 2 dims are plotted\n  mend: draw() shows 3 in the terminal"
+            f"{wrong[0]}: only arrays of 1 or 2 dims are plotted\n  fix: draw() shows 3 in the terminal"
         )
     rows = -(-len(specs) // 3)
     figure = Figure(figsize=(3 * min(3, len(specs)), 3.2 * rows), layout="constrained")
