@@ -32,9 +32,9 @@ class Config:
     """One decoder-only transformer. Defaults: dense (E = k = 1), gated MLP of 3 matrices, separate unembedding.
 
     A mixture of experts has E routed experts of width F, k of them active per token, and `shared` experts that always
-    are; its first `dense_layers` layers have a dense MLP of width `F_dense` instead. `routing` is "softmax" (Mixtral) or
-    "sigmoid" (DeepSeek-V3): a token's k weights are its scores over their sum, times `routed_scale`; its experts are
-    chosen from the best `top_groups` of `expert_groups` groups. With a `capacity` an expert takes at most
+    are; its first `dense_layers` layers have a dense MLP of width `F_dense` instead. `routing` is "softmax" (Mixtral)
+    or "sigmoid" (DeepSeek-V3): a token's k weights are its scores over their sum, times `routed_scale`; its experts
+    are chosen from the best `top_groups` of `expert_groups` groups. With a `capacity` an expert takes at most
     capacity * tokens * k / E tokens, rounded up; None drops none. `aux_coef` and `z_coef` weigh the losses that balance
     the load and keep the router's logits small. `norms` counts the layer's norms, `dtype` the stored parameters.
     `source` says where the numbers come from.
