@@ -22,9 +22,21 @@ from scaling.collectives.calls import (
     unshard,
     wait,
 )
+from scaling.collectives.deferred import Deferred, joined
 from scaling.collectives.multiply import einsum
 from scaling.collectives.plans import reshard, run, run_backward, run_forward, run_program
 
-__all__ = ["Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather", "ppermute", "recv"]
-__all__ += ["reduce", "reduce_scatter", "reshard", "run", "run_backward", "run_forward", "run_program", "scatter"]
+__all__ = ["Deferred", "Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather", "joined"]
+__all__ += [
+    "ppermute",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reshard",
+    "run",
+    "run_backward",
+    "run_forward",
+    "run_program",
+    "scatter",
+]
 __all__ += ["send", "shard", "unshard", "wait"]

@@ -43,9 +43,9 @@ class Pending:
         return self.result
 
 
-def wait(x: "Pending | torch.Tensor") -> torch.Tensor:
-    """The result of a collective that may still be under way."""
-    return x.wait() if isinstance(x, Pending) else x
+def wait(x):
+    """The tensor, or the result of what is still under way: a `Pending` collective, a `Deferred` product."""
+    return x if x is None or isinstance(x, torch.Tensor) else x.wait()
 
 
 def all_gather(line: str, x: torch.Tensor, mesh, async_op: bool = False, out: torch.Tensor | None = None):

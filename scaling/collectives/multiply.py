@@ -12,20 +12,26 @@ import torch
 
 from scaling import trace
 from scaling.algebra.contraction import check_product, refuse_product
+from scaling.collectives.calls import wait
+from scaling.collectives.deferred import Deferred
 from scaling.collectives.mkl import matmul, matmul_into
 from scaling.collectives.traced import constant
 from scaling.spec import Line, Spec
 
 
-def einsum(line: str, a: torch.Tensor, b: torch.Tensor | None = None, out=None, add: bool = False) -> torch.Tensor:
+def einsum(line: str, a, b=None, out: torch.Tensor | None = None, add: bool = False, defer: bool = False):
     """The product (or, of one operand, the sum and transpose) that the line says, of this rank's shards.
 
     Dims are matched by name, as letters are in torch.einsum: those absent from the result are summed over. `out`: a
     buffer that is given away, to which the product is written, or with `add=True` added. The dims that the first
-    operand brings are the outer ones in memory, wherever they stand in the result's type. Raises ShardingError if the
-    line breaks a rule of Part 3, or if the operands' shapes do not fit their types.
+    operand brings are the outer ones in memory, wherever they stand in the result's type. An operand that is still
+    under way is waited for. `defer`: check the line and the shapes now, and return a `Deferred` product, computed when it is
+    waited for. Raises ShardingError if the line breaks a rule of Part 3, or if the operands' shapes do not fit.
     """
+    a, b = wait(a), wait(b)
     if torch.compiler.is_compiling():
+        if defer:
+            return Deferred(einsum, line, a, b)
         result = torch.einsum(_constant_equation(line), *((a,) if b is None else (a, b)))
         return result if out is None else out.add_(result) if add else out.copy_(result)
     product = _products.get(line)
@@ -36,6 +42,8 @@ def einsum(line: str, a: torch.Tensor, b: torch.Tensor | None = None, out=None, 
     for i, j, dim in product.shared:
         if a.shape[i] != b.shape[j]:
             _refuse_shapes(product, a, b, dim)
+    if defer:
+        return Deferred(einsum, line, a, b)
     if not trace.active():
         return product.multiply(a, b) if out is None else product.write(a, b, out, add)
     event = trace.Event("Einsum", (), product.line.operands, product.line.result, flops=product.flops(a, b))
