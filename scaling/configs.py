@@ -33,10 +33,10 @@ class Config:
 
     A mixture of experts has E routed experts of width F, k of them active per token, and `shared` experts that always
     are; its first `dense_layers` layers have a dense MLP of width `F_dense` instead. `routing` is "softmax" (Mixtral)
-    or "sigmoid" (DeepSeek-V3): a token's k weights are its scores over their sum, times `routed_scale`; its experts
-    are chosen from the best `top_groups` of `expert_groups` groups. With a `capacity` an expert takes at most
-    capacity * tokens * k / E tokens, rounded up; None drops none. `aux_coef` and `z_coef` weigh the losses that balance
-    the load and keep the router's logits small. `norms` counts the layer's norms, `dtype` the stored parameters.
+    or "sigmoid" (DeepSeek-V3): a token's k weights are its scores, with `norm_topk` over their sum, times
+    `routed_scale`; its experts come from the best `top_groups` of `expert_groups`. With a `capacity` an expert takes
+    at most capacity * tokens * k / E tokens, rounded up; None drops none. `aux_coef` and `z_coef` weigh the losses that
+    balance the load and keep the router's logits small. `norms` counts the layer's norms, `dtype` the stored parameters.
     `source` says where the numbers come from.
     """
 
@@ -59,6 +59,7 @@ class Config:
     routing: str = "softmax"
     expert_groups: int = 1
     top_groups: int = 1
+    norm_topk: bool = True
     routed_scale: float = 1.0
     capacity: float | None = None
     aux_coef: float = 0.0
@@ -181,6 +182,7 @@ _HUGGING_FACE = {
     "routing": ("scoring_func",),
     "expert_groups": ("n_group",),
     "top_groups": ("topk_group",),
+    "norm_topk": ("norm_topk_prob",),
     "routed_scale": ("routed_scaling_factor",),
 }
 _UNGATED = ("bloom", "falcon", "gpt_neox", "mpt", "opt", "phi", "starcoder2")

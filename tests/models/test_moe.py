@@ -1,10 +1,19 @@
 """Routing to experts on one device: ties, weights, capacity, losses, gradients; and its sizes in Config."""
 
+import math
+
 import pytest
+import torch
+from torch.func import grad, vjp
 
 from scaling.configs import Config
+from scaling.models import moe
 
 SIZES = {"L": 1, "D": 6, "F": 10, "N": 2, "K": 1, "H": 4, "V": 7}
+MIXTRAL = Config("mixtral", **SIZES, E=5, k=2)
+DEEPSEEK = Config(
+    "deepseek", **SIZES, E=8, k=3, shared=1, routing="sigmoid", expert_groups=4, top_groups=2, routed_scale=2.5
+)
 
 
 @pytest.mark.parametrize(
@@ -23,3 +32,138 @@ SIZES = {"L": 1, "D": 6, "F": 10, "N": 2, "K": 1, "H": 4, "V": 7}
 def test_config_refuses(wrong, says):
     with pytest.raises(ValueError, match=says):
         Config("m", **SIZES, E=8, k=2, **wrong)
+
+
+def layer(config: Config, seed: int = 0, B: int = 3, T: int = 7):
+    rng = torch.Generator().manual_seed(seed)
+    sizes = {"D": config.D, "E": config.E, "F": config.F}
+
+    def draw(*dims):
+        return torch.randn([sizes[d] for d in dims], generator=rng, dtype=torch.float64)
+
+    params = {"router": draw("D", "E"), "W_in": draw("E", "D", "F"), "W_gate": draw("E", "D", "F")}
+    params |= {"W_out": draw("E", "F", "D")}
+    if config.routing == "sigmoid":
+        params["bias"] = draw("E") / 4
+    if config.shared:
+        params["shared"] = {"W_in": draw("D", "F"), "W_gate": draw("D", "F"), "W_out": draw("F", "D")}
+    x = torch.randn(B, T, config.D, generator=rng, dtype=torch.float64)
+    return params, x, torch.randn(B, T, config.D, generator=rng, dtype=torch.float64)
+
+
+def by_hand(params, x, config):
+    """(experts, weights) by Python's sorts and floats, token by token."""
+    experts, weights = [], []
+    for token in x.flatten(0, 1):
+        logits = (token @ params["router"]).tolist()
+        if config.routing == "softmax":
+            score = [math.exp(s) / sum(map(math.exp, logits)) for s in logits]
+        else:
+            score = [1 / (1 + math.exp(-s)) for s in logits]
+        biased = [s + b for s, b in zip(score, params["bias"].tolist(), strict=True)] if "bias" in params else score
+        width = config.E // config.expert_groups
+        groups = [sorted(biased[g * width : (g + 1) * width])[-2:] for g in range(config.expert_groups)]
+        best = sorted(range(len(groups)), key=lambda g: (-sum(groups[g]), g))[: config.top_groups]
+        mine = sorted((e for e in range(config.E) if e // width in best), key=lambda e: (-biased[e], e))[: config.k]
+        total = sum(score[e] for e in mine) if config.norm_topk else 1
+        experts.append(mine)
+        weights.append([score[e] / total * config.routed_scale for e in mine])
+    return torch.tensor(experts).view(*x.shape[:-1], -1), torch.tensor(weights, dtype=x.dtype).view(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, MIXTRAL.with_(norm_topk=False, k=1), DEEPSEEK], ids=lambda c: c.name)
+def test_route_by_hand(config):
+    params, x, _ = layer(config)
+    weights, experts = moe.route(x, params["router"], config, params.get("bias"))
+    want_experts, want_weights = by_hand(params, x, config)
+    assert torch.equal(experts, want_experts)
+    torch.testing.assert_close(weights, want_weights, rtol=1e-13, atol=0)
+
+
+def test_ties_go_to_the_lower_expert():
+    config = MIXTRAL.with_(E=64, k=3, D=33)
+    rng = torch.Generator().manual_seed(1)
+    column = torch.randn(33, 4, generator=rng, dtype=torch.float64)
+    router = column.repeat(1, 16)  # expert e is the twin of e + 4, e + 8, ...
+    x = torch.randn(50, 33, generator=rng, dtype=torch.float64)
+    experts = moe.choose(x, router, config)
+    first = (x @ column).argmax(-1)
+    assert torch.equal(experts, torch.stack([first, first + 4, first + 8], -1))
+    assert torch.equal(moe.choose(x.float(), router.float(), config), experts)
+    alone = torch.cat([moe.choose(row[None], router, config) for row in x])
+    assert torch.equal(alone, experts)  # a matmul of one row adds up in another order
+    zero = moe.choose(torch.zeros(2, 33), router, config, torch.zeros(64))
+    assert zero.tolist() == [[0, 1, 2]] * 2
+    bias = torch.zeros(64, dtype=torch.float64).index_fill(0, torch.tensor([7, 9]), 1e-3)
+    assert moe.choose(torch.zeros(1, 33), router, config, bias).tolist() == [[7, 9, 0]]
+
+
+def test_bias_enters_the_choice_and_not_the_weights():
+    params, x, _ = layer(DEEPSEEK)
+    weights, experts = moe.route(x, params["router"], DEEPSEEK, params["bias"])
+    _, other = moe.route(x, params["router"], DEEPSEEK)
+    assert not torch.equal(experts, other)
+    shifted, same = moe.route(x, params["router"], DEEPSEEK, params["bias"] + 3)
+    assert torch.equal(same, experts)
+    assert torch.equal(shifted, weights)
+
+
+def test_bias_evens_out_the_load():
+    config = Config("m", **SIZES, E=8, k=2, routing="sigmoid")
+    rng = torch.Generator().manual_seed(0)
+    x, router = torch.randn(400, 6, generator=rng) + 1, torch.randn(6, 8, generator=rng)
+    bias, worst = torch.zeros(8), []
+    for _ in range(300):
+        load = moe.load_of(moe.choose(x, router, config, bias), 8)
+        worst.append(load.max().item() / 100)
+        bias = moe.update_bias(bias, load, 0.01)
+    assert worst[0] > 2
+    assert max(worst[-20:]) < 1.15
+    assert moe.update_bias(torch.zeros(3), torch.tensor([1, 2, 3]), 0.5).tolist() == [0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize("capacity", [None, 0.5])
+def test_dense_token_by_token(capacity):
+    config = MIXTRAL.with_(capacity=capacity)
+    params, x, _ = layer(config)
+    y, aux = moe.dense(params, x, config)
+    experts, weights = by_hand(params, x, config)
+    most = 10**9 if capacity is None else math.ceil(0.5 * 21 * 2 / 5)
+    taken, want = [0] * 5, torch.zeros(21, 6, dtype=torch.float64)
+    for n, token in enumerate(x.flatten(0, 1)):
+        for e, weight in zip(experts.flatten(0, 1)[n].tolist(), weights.flatten(0, 1)[n], strict=True):
+            taken[e] += 1
+            if taken[e] <= most:
+                hidden = torch.nn.functional.silu(token @ params["W_gate"][e]) * (token @ params["W_in"][e])
+                want[n] += weight * (hidden @ params["W_out"][e])
+    torch.testing.assert_close(y.flatten(0, 1), want, rtol=1e-12, atol=1e-12)
+    assert aux["load"].tolist() == taken
+    assert aux["load"].dtype == torch.int64
+    logits = x.flatten(0, 1) @ params["router"]
+    share = torch.tensor(taken, dtype=torch.float64) / 42
+    torch.testing.assert_close(aux["balance"], 5 * (share * logits.softmax(-1).mean(0)).sum())
+    torch.testing.assert_close(aux["z"], (logits.exp().sum(-1).log() ** 2).mean())
+
+
+def test_losses_are_least_when_even():
+    """Balance is 1 for an even load, E/k at worst; its gradient lowers the score of the expert that has too many."""
+    logits = torch.zeros(8, 4, dtype=torch.float64)
+    config = MIXTRAL.with_(E=4, k=1)
+    even, crowded = torch.tensor([2, 2, 2, 2]), torch.tensor([8, 0, 0, 0])
+    assert moe.balance_loss(logits, even, config, 8).item() == pytest.approx(1)
+    one = torch.tensor([50.0, 0, 0, 0], dtype=torch.float64).expand(8, 4)
+    assert moe.balance_loss(one, crowded, config, 8).item() == pytest.approx(4)
+    slope = grad(moe.balance_loss)(logits, crowded, config, 8)
+    assert (slope[:, 0] > 0).all()
+    assert (slope[:, 1:] < 0).all()
+
+
+def test_router_has_its_gradient_and_bias_none():
+    params, x, dy = layer(DEEPSEEK)
+    _, pull = vjp(lambda p, x: moe.dense(p, x, DEEPSEEK)[0], params, x)
+    grads, dx = pull(dy)
+    assert not grads["bias"].any()
+    assert grads["router"].abs().max() > 0.1
+    step = 1e-6 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+    slope = (moe.dense(params, x + step, DEEPSEEK)[0] - moe.dense(params, x - step, DEEPSEEK)[0]) / 2
+    torch.testing.assert_close((slope * dy).sum(), (dx * step).sum(), rtol=1e-6, atol=0)

@@ -1,0 +1,161 @@
+"""A mixture of experts on one device: E MLPs, of which each token passes k (Part 4, "Sparsity and Mixture-of-Experts").
+
+Routing is separate from computing. `choose` picks the experts: whole numbers, without a gradient, made once. `weigh`
+gives the weights of the experts picked, with gradients. What is computed again in a backward pass is given the choice
+and never chooses (`checkpoint_routed`): a choice made twice may differ in a last bit, and with it every gradient.
+
+    x[n, D] -> scores[n, E] -> experts[n, k], weights[n, k] -> y = sum over k of weights * MLP_expert(x)
+
+Softmax over the experts chosen as in Mixtral (arxiv.org/abs/2401.04088), sigmoid with a bias that balances the load as
+in DeepSeek-V3 (arxiv.org/abs/2412.19437, section 2.1.2); auxiliary losses of Switch Transformer (arxiv.org/abs/
+2101.03961, equations 4 to 6) and ST-MoE (arxiv.org/abs/2202.08906, equation 5). `scaling.strategies.expert` is the same
+on a mesh.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaling.configs import Config
+
+SPECS = {
+    "router": "router[D, E]",
+    "bias": "bias[E]",
+    "W_in": "W_in[E, D, F]",
+    "W_gate": "W_gate[E, D, F]",
+    "W_out": "W_out[E, F, D]",
+    "shared": {"W_in": "W_in[D, F]", "W_gate": "W_gate[D, F]", "W_out": "W_out[F, D]"},  # F: of all shared experts
+}
+
+BITS = 32  # to which scores are compared
+
+
+def route(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(weights[..., k], experts int64[..., k]) of x[..., D] by router[D, E]; the best expert first."""
+    experts = choose(x, router, config, bias)
+    return weigh(router_logits(x, router), experts, config), experts
+
+
+def router_logits(x: Tensor, router: Tensor) -> Tensor:
+    """logits[..., E] of x[..., D], in float32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide) @ router.to(wide)
+
+
+def scores(logits: Tensor, config: Config) -> Tensor:
+    """Each expert's score: softmax or sigmoid of logits[..., E]."""
+    return logits.softmax(-1) if config.routing == "softmax" else logits.sigmoid()
+
+
+def choose(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> Tensor:
+    """experts int64[..., k] of x[..., D]: those of the highest score + bias[E], of equal ones the lower expert.
+
+    The bias enters the choice alone, not the weights. With `config.expert_groups` only the experts of the best
+    `top_groups` groups are candidates; a group's score is the sum of its two best experts' (DeepSeek-V3). The same
+    tokens get the same experts however they are batched: scores are computed in float64 and compared to 32 bits, so
+    that the order in which a matmul adds up decides no tie.
+    """
+    with torch.no_grad():
+        score = x.detach().double() @ router.detach().double()
+        if bias is not None or config.expert_groups > 1:
+            score = scores(score, config)
+        if bias is not None:
+            score = score + bias.detach().double()
+        rank = _comparable(score)
+        if config.expert_groups > 1:
+            grouped = score.unflatten(-1, (config.expert_groups, -1))
+            best = _descending(_comparable(grouped.sort(-1, descending=True).values[..., :2].sum(-1)))
+            kept = torch.zeros_like(grouped[..., 0]).scatter(-1, best[..., : config.top_groups], 1.0)
+            rank = rank.masked_fill(kept.repeat_interleave(grouped.shape[-1], -1) == 0, -math.inf)
+        return _descending(rank)[..., : config.k]
+
+
+def _comparable(score: Tensor) -> Tensor:
+    """Scores in whole units of 2^-BITS of the power of two above the largest of the last dim."""
+    exponent = torch.frexp(score.abs().amax(-1, keepdim=True)).exponent
+    return torch.ldexp(score, BITS - exponent).round()
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Indices from the largest to the smallest along the last dim; equal ones keep their order (topk's have none)."""
+    return values.argsort(dim=-1, descending=True, stable=True)
+
+
+def weigh(logits: Tensor, experts: Tensor, config: Config) -> Tensor:
+    """weights[..., k] of the experts chosen: their scores, with `norm_topk` over their sum, times `routed_scale`."""
+    if config.norm_topk and config.routing == "softmax":
+        weights = logits.gather(-1, experts).softmax(-1)
+    else:
+        weights = scores(logits, config).gather(-1, experts)
+        if config.norm_topk:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * config.routed_scale
+
+
+def load_of(experts: Tensor, E: int) -> Tensor:
+    """int64[E]: how many tokens chose each expert."""
+    flat = experts.flatten()
+    return torch.zeros(E, dtype=torch.int64, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))
+
+
+def capacity_of(config: Config, tokens: int) -> int | None:
+    """The most tokens that an expert takes of a global batch: capacity * tokens * k / E, rounded up; None: all."""
+    return None if config.capacity is None else math.ceil(config.capacity * tokens * config.k / config.E)
+
+
+def balance_loss(logits: Tensor, load: Tensor, config: Config, tokens: int) -> Tensor:
+    """E * sum over experts of f P: f the share of all choices that fell on an expert, P its mean score; 1 if even.
+
+    load int64[E] and `tokens` are those of the global batch, logits[..., E] this rank's part of it: then this is the
+    part's term, and the terms add up to the loss. Sigmoid scores are first divided by their sum over the experts.
+    """
+    score = scores(logits, config)
+    if config.routing == "sigmoid":
+        score = score / (score.sum(-1, keepdim=True) + 1e-20)
+    share = load.to(score.dtype) / (tokens * config.k)
+    return config.E / tokens * (share * score.flatten(0, -2).sum(0)).sum()
+
+
+def z_loss(logits: Tensor, tokens: int) -> Tensor:
+    """The mean over `tokens` of the square of logsumexp(logits[..., E]); of a part of the tokens, the part's term."""
+    return logits.logsumexp(-1).square().sum() / tokens
+
+
+def update_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
+    """bias[E] after a step in which `load`[E] tokens chose each expert: up by `rate` where fewer than the mean did,
+    down where more did (DeepSeek-V3: no auxiliary loss disturbs the model's own)."""
+    load = load.to(torch.float64)
+    return bias + rate * torch.sign(load.mean() - load).to(bias.dtype)
+
+
+def mlp(W: dict, x: Tensor) -> Tensor:
+    """x[n, D] through W_in[D, F], W_out[F, D]: SwiGLU if there is a W_gate[D, F], else GELU."""
+    Tmp = x @ W["W_in"]
+    Tmp = F.silu(x @ W["W_gate"]) * Tmp if "W_gate" in W else F.gelu(Tmp)
+    return Tmp @ W["W_out"]
+
+
+def dense(params: dict, x: Tensor, config: Config, experts: Tensor | None = None) -> tuple[Tensor, dict]:
+    """The layer with every expert computed for every token: what all other forms have to equal.
+
+    params as `SPECS` (bias, W_gate and shared if the model has them), x[B, T, D] -> (y[B, T, D], aux): aux has the
+    losses "balance" and "z" and "load" int64[E]. Over its capacity an expert leaves out the last tokens of the batch.
+    """
+    if experts is None:
+        experts = choose(x, params["router"], config, params.get("bias"))
+    logits, load, tokens = router_logits(x, params["router"]), load_of(experts, config.E), experts[..., 0].numel()
+    weights = weigh(logits, experts, config)
+    chosen = F.one_hot(experts, config.E).sum(-2)
+    if (capacity := capacity_of(config, tokens)) is not None:
+        earlier = chosen.flatten(0, -2).cumsum(0).view_as(chosen) - chosen
+        chosen = chosen * (earlier < capacity)
+    weights = torch.zeros_like(logits).scatter(-1, experts, weights) * chosen
+    y = torch.zeros_like(x)
+    for e in range(config.E):
+        W = {name: params[name][e] for name in ("W_in", "W_gate", "W_out") if name in params}
+        y = y + weights[..., e, None].to(x.dtype) * mlp(W, x)
+    if "shared" in params:
+        y = y + mlp(params["shared"], x)
+    return y, {"balance": balance_loss(logits, load, config, tokens), "z": z_loss(logits, tokens), "load": load}
