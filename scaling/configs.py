@@ -36,7 +36,7 @@ class Config:
     or "sigmoid" (DeepSeek-V3): a token's k weights are its scores, with `norm_topk` over their sum, times
     `routed_scale`; its experts come from the best `top_groups` of `expert_groups`. With a `capacity` an expert takes
     at most capacity * tokens * k / E tokens, rounded up; None drops none. `aux_coef` and `z_coef` weigh the losses that
-    balance the load and keep the router's logits small. `norms` counts the layer's norms, `dtype` the stored parameters.
+    balance the load and keep the logits small. `norms` counts the layer's norms, `dtype` the stored parameters.
     `source` says where the numbers come from.
     """
 
