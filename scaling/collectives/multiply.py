@@ -25,8 +25,8 @@ def einsum(line: str, a, b=None, out: torch.Tensor | None = None, add: bool = Fa
     Dims are matched by name, as letters are in torch.einsum: those absent from the result are summed over. `out`: a
     buffer that is given away, to which the product is written, or with `add=True` added. The dims that the first
     operand brings are the outer ones in memory, wherever they stand in the result's type. An operand that is still
-    under way is waited for. `defer`: check the line and the shapes now, and return a `Deferred` product, computed when it is
-    waited for. Raises ShardingError if the line breaks a rule of Part 3, or if the operands' shapes do not fit.
+    under way is waited for. `defer`: check the line and the shapes now, and return a `Deferred` product, computed when
+    it is waited for. Raises ShardingError if the line breaks a rule of Part 3, or if the operands' shapes do not fit.
     """
     a, b = wait(a), wait(b)
     if torch.compiler.is_compiling():
