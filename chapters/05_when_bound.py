@@ -35,8 +35,8 @@ def per_layer(B=8.0, D=4.0, F=16.0, X=4, Y=2) -> str:
     for name, x, y in (("dp", X, 1), ("fsdp", X, 1), ("tp", 1, Y), ("fsdp_tp", X, Y)):
         row = [name]
         for direction in ("forward", "backward"):
-            moved = cost.layer_bytes(name, B, D, F, x, y, direction)
-            flops = cost.layer_flops(B, D, F, x * y, direction) * x * y / (B * D * F)
+            moved = cost.layer_bytes(name, cost.LayerShape(B, D, F), x, y, direction)
+            flops = cost.layer_flops(cost.LayerShape(B, D, F), x * y, direction) * x * y / (B * D * F)
             weights, activations = moved["X"] * y / (D * F), moved["Y"] * x / (B * D)
             parts = [f"{weights:g}DF{'/Y' * (y > 1)}"] if weights else []
             parts += [f"{activations:g}BD{'/X' * (x > 1)}"] if activations else []
@@ -69,8 +69,9 @@ def ratio_figure(N: int = 64, F: float = 30_000, D: float = 8192) -> dict:
         B = per_chip * N
         x = cost.mixed_optimum(B, F, N, 2, 1)
         mixed = max(4 * D * F * x / N / W(2), 4 * B * D / x / W(1))  # at the best X, whole or not
-        fsdp = cost.layer("fsdp", B, D, F, C, W_X=W(3), X=N, direction="forward")
-        tp = cost.layer("tp", B, D, F, C, W_Y=W(3), Y=N, direction="forward")
+        shape, links = cost.LayerShape(B, D, F), cost.Links(C, X=W(3), Y=W(3))
+        fsdp = cost.layer("fsdp", shape, links, X=N, direction="forward")
+        tp = cost.layer("tp", shape, links, Y=N, direction="forward")
         series["FSDP"].append((per_chip, fsdp.math / fsdp.comms))
         series["TP only"].append((per_chip, tp.math / tp.comms))
         series["FSDP+TP"].append((per_chip, tp.math / mixed))
@@ -84,8 +85,8 @@ MESHES |= {"256 x 16": (256, 16, 2, 1), "4096 TP": (1, 4096, 0, 3)}
 
 def mesh_layer(B: float, X: int, Y: int, m_x: int, m_y: int, D=8192, F=32768) -> cost.Cost:
     name = "fsdp_tp" if X > 1 < Y else "fsdp" if X > 1 else "tp"
-    rates = {"W_X": W(m_x) if m_x else None, "W_Y": W(m_y) if m_y else None}
-    return cost.layer(name, B, D, F, C, X=X, Y=Y, direction="forward", **rates)
+    links = cost.Links(C, X=W(m_x) if m_x else None, Y=W(m_y) if m_y else None)
+    return cost.layer(name, cost.LayerShape(B, D, F), links, X, Y, "forward")
 
 
 def time_figure() -> dict:

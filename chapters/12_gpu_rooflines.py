@@ -71,7 +71,8 @@ def answers() -> list[Answer]:
         cost.seconds_at(6 * params * 15e12, 4096, 990e12, 0.45),
     )
     dp, fsdp = (
-        cost.layer(s, B, 8192, F, 990e12, 400e9, X=8, direction=d) for s, d in (("dp", "backward"), ("fsdp", "forward"))
+        cost.layer(s, cost.LayerShape(B, 8192, F), cost.Links(990e12, X=400e9), X=8, direction=d)
+        for s, d in (("dp", "backward"), ("fsdp", "forward"))
     )
     ratio = (fsdp.comms / fsdp.math) / (dp.comms / dp.math)
     own, piped = B / 4096, gpu.data_threshold(H100, model_nodes=8)

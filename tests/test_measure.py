@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaling import cost, measure
-from scaling.cost import layer_bytes
+from scaling.cost import LayerShape, layer_bytes, layer_flops
 from scaling.hardware import Chip, Measured, load_chip
 from scaling.mesh import AbstractMesh
 from scaling.plan.predict import Size, predict, shards, step, traced
@@ -66,8 +66,8 @@ def test_the_slowest_rank_counts():
 def test_a_prediction_is_the_price_of_the_trace(module, mesh, name, calls):
     size = Size(3, 16, 8, 32)
     got = predict(module, size, mesh, CHIP)
-    assert got.math == pytest.approx(cost.layer_flops(16, 8, 32, 2) * 3 / 1e9)
-    moved = 2 * sum(layer_bytes(name, 16, 8, 32, mesh.get("X", 1), mesh.get("Y", 1)).values())  # fp32
+    assert got.math == pytest.approx(layer_flops(LayerShape(16, 8, 32), 2) * 3 / 1e9)
+    moved = 2 * sum(layer_bytes(name, LayerShape(16, 8, 32), mesh.get("X", 1), mesh.get("Y", 1)).values())  # fp32
     latencies = 3 * calls * 1e-4
     if name == "dp":
         moved /= 2  # an AllReduce's own time was measured, not that of two gathers
@@ -98,8 +98,8 @@ def test_the_step_updates_the_params(ranks, name, mesh):
 
 def test_the_abstract_step_has_the_bytes_of_the_strategy():
     log = traced(fsdp, Size(2, 8, 8, 16), {"X": 4})
-    assert log.book_bytes == 2 * 2 * layer_bytes("fsdp", 8, 8, 16, 4)["X"]
-    assert log.flops == 2 * cost.layer_flops(8, 8, 16, 4)
+    assert log.book_bytes == 2 * 2 * layer_bytes("fsdp", LayerShape(8, 8, 16), 4)["X"]
+    assert log.flops == 2 * layer_flops(LayerShape(8, 8, 16), 4)
     assert AbstractMesh({"X": 4}).size() == 4
 
 

@@ -20,6 +20,8 @@ from scaling.cost.collectives import (
 from scaling.cost.layers import (
     STRATEGIES,
     Cost,
+    LayerShape,
+    Links,
     data_threshold,
     expert_inflation,
     layer,
@@ -31,7 +33,7 @@ from scaling.cost.layers import (
     tensor_limit,
 )
 from scaling.cost.memory import POLICIES, Memory, activation_bytes, checkpoint_bytes, largest_model, training_memory
-from scaling.cost.pipeline import Step, bubble, pipeline_comms, pod_bytes, step
+from scaling.cost.pipeline import StepCost, bubble, pipeline_comms, pod_bytes, step
 from scaling.cost.roofline import (
     Roofline,
     attainable,

@@ -1,11 +1,8 @@
 """A layer and a step under each strategy: bytes, time of computing, time of communicating (Parts 5 and 12).
 
-A layer is the book's block In[B, D] *_D W_in[D, F] *_F W_out[F, D]: two matrices of D x F. B is the *global* batch in
-tokens; X and Y are the sizes of the data (or FSDP) and the tensor axis; C is FLOPs/s of a chip; W_X and W_Y are the
-bytes/s at which a chip's collectives over X and Y run: `chip.bandwidth("ici", axes=M_X)` on a TPU, "node" or
-"scale-out" on a GPU. Volumes are the book's: an AllReduce counts twice, and (X - 1)/X is taken as 1.
-`matrices` is the number of D x F matrices (3 when gated; attention adds 2D(N+K)H / DF of them), and `blocks` the number
-of AllGather and ReduceScatter pairs over Y in a forward pass (2 with attention).
+A layer is the book's block In[B, D] *_D W_in[D, F] *_F W_out[F, D]: two matrices of D x F, as a `LayerShape`; `Links` are the
+rates of the chips that it runs on. X and Y are the sizes of the data (or FSDP) and the tensor axis. Volumes are the
+book's: an AllReduce counts twice, and (X - 1)/X is taken as 1.
 """
 
 from dataclasses import dataclass
@@ -16,6 +13,58 @@ from scaling.spec import dtype_bytes
 STRATEGIES = ("dp", "fsdp", "tp", "fsdp_tp")
 DIRECTIONS = ("forward", "backward", "both")
 OVERLAPS = ("max", "sum")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of a layer: B tokens of the *global* batch through `matrices` matrices of D x F.
+
+    `matrices`: 3 when gated; attention adds 2D(N+K)H / DF of them. `blocks`: pairs of AllGather and ReduceScatter over
+    Y in a forward pass, 2 with attention.
+    """
+
+    B: float
+    D: float
+    F: float
+    matrices: float = 2
+    blocks: float = 1
+    dtype: str = "bf16"
+
+    def __post_init__(self):
+        positive(B=self.B, D=self.D, F=self.F, matrices=self.matrices)
+        not_negative(blocks=self.blocks)
+
+    @property
+    def params(self) -> float:
+        """Elements of the layer's matrices."""
+        return self.matrices * self.D * self.F
+
+
+@dataclass(frozen=True)
+class Links:
+    """C FLOPs/s of a chip, and the bytes/s at which its collectives over each mesh axis run.
+
+    X and Y: `chip.bandwidth("ici", axes=M_X)` on a TPU, "node" or "scale-out" on a GPU; Z: of a hop between pipeline
+    stages; P: of a chip into the network between pods.
+    """
+
+    C: float
+    X: float | None = None
+    Y: float | None = None
+    Z: float | None = None
+    P: float | None = None
+
+    def __post_init__(self):
+        positive(C=self.C, **{f"W_{axis}": rate for axis, rate in self.rates().items() if rate is not None})
+
+    def rates(self) -> dict[str, float | None]:
+        return {"X": self.X, "Y": self.Y, "Z": self.Z, "P": self.P}
+
+    def rate(self, axis: str, user: str) -> float:
+        """Bytes/s over an axis; ValueError if it was not given."""
+        if (rate := self.rates()[axis]) is None:
+            raise ValueError(f"{user} moves bytes over {axis}: give Links({axis}=...), in bytes/s")
+        return rate
 
 
 @dataclass(frozen=True)
@@ -71,7 +120,7 @@ class Cost:
 
 
 def layer_bytes(
-    strategy: str, B, D, F, X=1, Y=1, direction="both", dtype="bf16", matrices=2, blocks=1, regather=False
+    strategy: str, shape: LayerShape, X: int = 1, Y: int = 1, direction: str = "both", regather: bool = False
 ) -> dict[str, float]:
     """Bytes that a layer's collectives move over X and over Y, as AllGather equivalents (Part 5, "Takeaways").
 
@@ -80,54 +129,41 @@ def layer_bytes(
     """
     one_of("strategy", strategy, STRATEGIES)
     one_of("direction", direction, DIRECTIONS)
-    positive(B=B, D=D, F=F, matrices=matrices)
     whole(X=X, Y=Y)
-    not_negative(blocks=blocks)
     if (strategy in ("dp", "fsdp") and Y > 1) or (strategy == "tp" and X > 1):
         raise ValueError(f"{strategy} has no axis {'X' if strategy == 'tp' else 'Y'}: use fsdp_tp for X={X}, Y={Y}")
-    size = dtype_bytes(dtype)
-    weights = size * matrices * D * F / Y if X > 1 else 0  # gathered over X, each chip's share of F
-    activations = size * B * D / X if Y > 1 else 0  # gathered over Y, each chip's share of B
-    forward = {"X": 0 if strategy == "dp" else weights, "Y": 2 * blocks * activations}
-    backward = {"X": 2 * weights, "Y": (2 + regather) * blocks * activations}
+    size = dtype_bytes(shape.dtype)
+    weights = size * shape.params / Y if X > 1 else 0  # gathered over X, each chip's share of F
+    activations = size * shape.B * shape.D / X if Y > 1 else 0  # gathered over Y, each chip's share of B
+    forward = {"X": 0 if strategy == "dp" else weights, "Y": 2 * shape.blocks * activations}
+    backward = {"X": 2 * weights, "Y": (2 + regather) * shape.blocks * activations}
     use = {"forward": (forward,), "backward": (backward,), "both": (forward, backward)}[direction]
     return {axis: sum(part[axis] for part in use) for axis in ("X", "Y")}
 
 
-def layer_flops(B, D, F, chips=1, direction="both", matrices=2) -> float:
+def layer_flops(shape: LayerShape, chips: int = 1, direction: str = "both") -> float:
     """FLOPs of one layer on each of `chips` chips: 2BDF for each matrix forward, twice that backward."""
-    positive(B=B, D=D, F=F, matrices=matrices)
     whole(chips=chips)
     one_of("direction", direction, DIRECTIONS)
-    return {"forward": 2, "backward": 4, "both": 6}[direction] * matrices * B * D * F / chips
+    return {"forward": 2, "backward": 4, "both": 6}[direction] * shape.B * shape.params / chips
 
 
 def layer(
-    strategy, B, D, F, C, W_X=None, W_Y=None, X=1, Y=1, direction="both", dtype="bf16", matrices=2, blocks=1,
-    regather=False, overlap="max",
+    strategy: str, shape: LayerShape, links: Links, X: int = 1, Y: int = 1, direction: str = "both",
+    regather: bool = False, overlap: str = "max",
 ) -> Cost:  # fmt: skip
     """Time of one layer on each chip: T_math = 4BDF/(XY C) and T_comms = bytes / W forward, for two matrices.
 
     Both directions are forward + backward: what one communicates does not hide behind what the other computes.
     """
-    positive(C=C)
     one_of("direction", direction, DIRECTIONS)
     if direction == "both":
-        one, two = (
-            layer(strategy, B, D, F, C, W_X, W_Y, X, Y, way, dtype, matrices, blocks, regather, overlap)
-            for way in ("forward", "backward")
-        )
+        one, two = (layer(strategy, shape, links, X, Y, way, regather, overlap) for way in ("forward", "backward"))
         return one + two
     one_of("overlap", overlap, OVERLAPS)
-    moved = layer_bytes(strategy, B, D, F, X, Y, direction, dtype, matrices, blocks, regather)
-    rates = {"X": W_X, "Y": W_Y}
-    for axis, nbytes in moved.items():
-        if nbytes:
-            if rates[axis] is None:
-                raise ValueError(f"{strategy} moves bytes over {axis}: give W_{axis}, in bytes/s")
-            positive(**{f"W_{axis}": rates[axis]})
-    times = tuple((axis, nbytes / rates[axis]) for axis, nbytes in moved.items() if nbytes)
-    return Cost(layer_flops(B, D, F, X * Y, direction, matrices) / C, times, overlap)
+    moved = layer_bytes(strategy, shape, X, Y, direction, regather)
+    times = tuple((axis, nbytes / links.rate(axis, strategy)) for axis, nbytes in moved.items() if nbytes)
+    return Cost(layer_flops(shape, X * Y, direction) / links.C, times, overlap)
 
 
 # Thresholds: where the time of computing equals that of communicating

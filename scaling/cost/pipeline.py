@@ -1,14 +1,15 @@
 """A whole training step: layers under a strategy, stages of a pipeline, slices joined by the datacenter's network."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from scaling.cost.checks import positive, whole
-from scaling.cost.layers import Cost, layer, layer_bytes
+from scaling.cost.checks import one_of, positive, whole
+from scaling.cost.layers import Cost, LayerShape, Links, layer, layer_bytes
 from scaling.spec import dtype_bytes
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """Seconds of a step per chip: `cost` without the pipeline's bubble, which is the share `bubble` of the time."""
 
     cost: Cost
@@ -51,40 +52,40 @@ def pipeline_comms(B: float, D: float, W: float, stages: int, microbatches: int,
     return dtype_bytes(dtype) * B * D / (W * microbatches) * (microbatches + stages - 2)
 
 
-def pod_bytes(D: float, F: float, L: int, chips: int, matrices: float = 2, dtype="bf16") -> float:
+def pod_bytes(shape: LayerShape, L: int, chips: int) -> float:
     """Bytes of a chip's share of the gradients' AllReduce across slices of `chips` chips: 8DF/M a layer (Part 5)."""
-    positive(D=D, F=F, matrices=matrices)
     whole(L=L, chips=chips)
-    return 2 * dtype_bytes(dtype) * matrices * D * F * L / chips
+    return 2 * dtype_bytes(shape.dtype) * shape.params * L / chips
 
 
 def step(
-    strategy, L, B, D, F, C, W_X=None, W_Y=None, W_Z=None, W_pod=None, X=1, Y=1, Z=1, microbatches=1, pods=1,
-    dtype="bf16", matrices=2, blocks=1, regather=False, overlap="max",
-) -> Step:  # fmt: skip
-    """Forward and backward of L layers on pods * X * Y * Z chips; B tokens in the global batch.
+    strategy: str, L: int, shape: LayerShape, links: Links, sizes: Mapping[str, int], microbatches: int = 1,
+    regather: bool = False, overlap: str = "max",
+) -> StepCost:  # fmt: skip
+    """Forward and backward of L layers on a mesh of `sizes` of X, Y, Z (stages) and P (pods); axes left out are 1.
 
     Z stages of L/Z layers; FSDP gathers its weights again for each microbatch, and reduces gradients once. Pods are
-    data-parallel: each takes B/pods, and every chip AllReduces its share of the gradients at W_pod.
+    data-parallel: each takes B/P tokens, and every chip AllReduces its share of the gradients.
     """
+    for axis in sizes:
+        one_of("axis", axis, ("P", "Z", "X", "Y"))
+    pods, Z, X, Y = (sizes.get(axis, 1) for axis in "PZXY")
     whole(L=L, Z=Z, pods=pods, microbatches=microbatches)
-    positive(B=B)
     if L % Z:
         raise ValueError(f"{L} layers do not divide into {Z} stages")
-    tokens = B / pods
+    one = replace(shape, B=shape.B / pods)
     passes = []
     for direction in ("forward", "backward"):
-        cost = layer(strategy, tokens, D, F, C, W_X, W_Y, X, Y, direction, dtype, matrices, blocks, regather, overlap)
-        cost = cost.scaled(L / Z)
+        cost = layer(strategy, one, links, X, Y, direction, regather, overlap).scaled(L / Z)
         times = dict(cost.axes)
         if strategy in ("fsdp", "fsdp_tp") and X > 1:
-            gathered = L / Z * layer_bytes(strategy, tokens, D, F, X, Y, "forward", dtype, matrices)["X"] / W_X
+            gathered = L / Z * layer_bytes(strategy, one, X, Y, "forward")["X"] / links.rate("X", strategy)
             times["X"] = gathered * (microbatches + (direction == "backward"))
         if Z > 1:
-            positive(W_Z=W_Z)
-            times["Z"] = pipeline_comms(tokens / (X * Y), D, W_Z, Z, microbatches, dtype)
+            times["Z"] = pipeline_comms(
+                one.B / (X * Y), one.D, links.rate("Z", "a pipeline"), Z, microbatches, one.dtype
+            )  # fmt: skip
         if pods > 1 and direction == "backward":
-            positive(W_pod=W_pod)
-            times["pod"] = pod_bytes(D, F, L, X * Y * Z, matrices, dtype) / W_pod
+            times["P"] = pod_bytes(one, L, X * Y * Z) / links.rate("P", "data parallelism over pods")
         passes.append(Cost(cost.math, tuple(times.items()), overlap))
-    return Step(passes[0] + passes[1], bubble(Z, microbatches), B)
+    return StepCost(passes[0] + passes[1], bubble(Z, microbatches), shape.B)

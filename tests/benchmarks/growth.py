@@ -101,8 +101,9 @@ def modelled(name: str, ranks: int, size: Size) -> tuple[float, float, float]:
     """(FLOPs, bytes, layers) of a step, the first two per core in use."""
     mesh = {"X": 1, "Y": 1} | AXES[name](ranks)
     share = ranks / min(ranks, os.cpu_count())
-    flops = size.L * cost.layer_flops(size.rows, size.D, size.F, ranks)
-    moved = cost.layer_bytes(name, size.rows, size.D, size.F, mesh["X"], mesh["Y"], dtype="f32")
+    shape = cost.LayerShape(size.rows, size.D, size.F, dtype="f32")
+    flops = size.L * cost.layer_flops(shape, ranks)
+    moved = cost.layer_bytes(name, shape, mesh["X"], mesh["Y"])
     return flops * share, size.L * sum(moved.values()) * share, size.L
 
 

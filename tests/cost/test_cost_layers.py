@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,12 +10,13 @@ from scaling.hardware import chip
 
 V5P = chip("v5p")
 C, W = V5P.flops(), V5P.ici_bw
-LAYER = {"B": 1e6, "D": 8192, "F": 32768, "C": C}
+LAYER = cost.LayerShape(1e6, 8192, 32768)
 sizes = st.integers(2, 64)
 
 
 def test_bytes_by_strategy_are_the_ledger_of_the_algorithms():
     B, D, F, X, Y = 4096, 512, 2048, 8, 4
+    shape = cost.LayerShape(B, D, F)
     ledger = {  # Part 5: AllGather equivalents, forward and backward
         ("dp", X, 1): ({"X": 0, "Y": 0}, {"X": 8 * D * F, "Y": 0}),
         ("fsdp", X, 1): ({"X": 4 * D * F, "Y": 0}, {"X": 8 * D * F, "Y": 0}),
@@ -25,24 +27,25 @@ def test_bytes_by_strategy_are_the_ledger_of_the_algorithms():
         ),
     }
     for (strategy, x, y), (forward, backward) in ledger.items():
-        assert cost.layer_bytes(strategy, B, D, F, x, y, "forward") == forward
-        assert cost.layer_bytes(strategy, B, D, F, x, y, "backward") == backward
-        both = cost.layer_bytes(strategy, B, D, F, x, y)
+        assert cost.layer_bytes(strategy, shape, x, y, "forward") == forward
+        assert cost.layer_bytes(strategy, shape, x, y, "backward") == backward
+        both = cost.layer_bytes(strategy, shape, x, y)
         assert both == {axis: forward[axis] + backward[axis] for axis in "XY"}
-    assert cost.layer_bytes("tp", B, D, F, 1, Y, "backward", regather=True)["Y"] == 6 * B * D
-    assert cost.layer_bytes("fsdp", B, D, F, X, 1, "forward", matrices=3)["X"] == 6 * D * F  # gated
-    assert cost.layer_bytes("tp", B, D, F, 1, Y, "forward", dtype="int8", blocks=2)["Y"] == 4 * B * D
+    assert cost.layer_bytes("tp", shape, 1, Y, "backward", regather=True)["Y"] == 6 * B * D
+    gated, attends = replace(shape, matrices=3), replace(shape, dtype="int8", blocks=2)
+    assert cost.layer_bytes("fsdp", gated, X, 1, "forward")["X"] == 6 * D * F
+    assert cost.layer_bytes("tp", attends, 1, Y, "forward")["Y"] == 4 * B * D
 
 
 def test_a_single_chip_moves_nothing():
     for strategy in cost.STRATEGIES:
-        one = cost.layer(strategy, 1e6, 8192, 32768, C)
+        one = cost.layer(strategy, LAYER, cost.Links(C))
         assert (one.comms, one.axes, one.bound) == (0, (), "compute")
         assert one.lower == one.upper == one.math == pytest.approx(12 * 1e6 * 8192 * 32768 / C)
 
 
-def equal_at(strategy, x, direction="forward", **changes):
-    layer = cost.layer(strategy, **{**LAYER, **changes}, direction=direction, **x)
+def equal_at(strategy, links, mesh, direction="forward", **changes):
+    layer = cost.layer(strategy, replace(LAYER, **changes), links, **mesh, direction=direction)
     return layer.comms / layer.math
 
 
@@ -50,12 +53,12 @@ def test_thresholds_are_where_math_equals_comms():
     n = 64
     for strategy, direction in (("dp", "backward"), ("fsdp", "forward"), ("fsdp", "backward")):
         B = cost.data_threshold(C, W) * n
-        assert equal_at(strategy, {"X": n, "W_X": W}, direction, B=B) == pytest.approx(1)
+        assert equal_at(strategy, cost.Links(C, X=W), {"X": n}, direction, B=B) == pytest.approx(1)
     Y = 16
     F = Y * C / W
     assert cost.tensor_limit(F, C, W) == pytest.approx(Y)
     for direction, share in (("forward", 1), ("backward", 0.5)):
-        assert equal_at("tp", {"Y": Y, "W_Y": W}, direction, F=F) == pytest.approx(share)
+        assert equal_at("tp", cost.Links(C, Y=W), {"Y": Y}, direction, F=F) == pytest.approx(share)
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -64,7 +67,8 @@ def test_mixed_threshold_and_optimum(X, Y, m_x, overlap):
     F, m_y, N = 16384, 1, X * Y
     B = X**2 * F * m_y / (N * m_x)  # whose optimum is this X
     assert cost.mixed_optimum(B, F, N, m_x, m_y) == pytest.approx(X)
-    forward = cost.layer("fsdp_tp", B, 4096, F, C, m_x * W, m_y * W, X, Y, "forward", overlap=overlap)
+    links = cost.Links(C, m_x * W, m_y * W)
+    forward = cost.layer("fsdp_tp", cost.LayerShape(B, 4096, F), links, X, Y, "forward", overlap=overlap)
     times = dict(forward.axes)
     assert times["X"] == pytest.approx(times["Y"])
     least = cost.mixed_threshold(F, C, m_x * W, m_y * W, overlap)
@@ -97,9 +101,9 @@ def test_where_the_curves_of_part_5_cross():
 
     def crossing(X, Y, m_x, m_y):
         def bound(B):
-            rates = (V5P.bandwidth("ici", m_x) if m_x else None, V5P.bandwidth("ici", m_y) if m_y else None)
+            links = cost.Links(C, *(V5P.bandwidth("ici", m) if m else None for m in (m_x, m_y)))
             strategy = "fsdp_tp" if Y > 1 else "fsdp"
-            return cost.layer(strategy, B, 8192, 32768, C, *rates, X, Y, "forward").bound
+            return cost.layer(strategy, replace(LAYER, B=B), links, X, Y, "forward").bound
 
         return next((B for B in range(1000, 8_000_000, 1000) if bound(B) == "compute"), None)
 
@@ -107,13 +111,15 @@ def test_where_the_curves_of_part_5_cross():
     assert crossing(512, 8, 2, 1) == pytest.approx(652_800, rel=0.002)
     assert crossing(1024, 4, 2, 1) == pytest.approx(1.306e6, rel=0.002)
     assert crossing(256, 16, 2, 1) is None
-    flat = cost.layer("fsdp", 1e5, 8192, 32768, C, V5P.bandwidth("ici", 3), X=4096, direction="forward")
+    flat = cost.layer(
+        "fsdp", replace(LAYER, B=1e5), cost.Links(C, V5P.bandwidth("ici", 3)), X=4096, direction="forward"
+    )
     assert flat.comms == pytest.approx(1.988e-3, rel=1e-3)
 
 
 def test_overlap_models():
-    layer = {"strategy": "fsdp_tp", **LAYER, "W_X": 2 * W, "W_Y": W, "X": 1024, "Y": 8}
-    together, after = cost.layer(**layer), cost.layer(**layer, overlap="sum")
+    links = cost.Links(C, 2 * W, W)
+    together, after = (cost.layer("fsdp_tp", LAYER, links, 1024, 8, overlap=way) for way in ("max", "sum"))
     assert together.axes == after.axes
     assert after.comms == pytest.approx(sum(t for _, t in after.axes))
     assert together.comms == sum(max(t for _, t in part.axes) for part in together.parts) < after.comms
@@ -124,7 +130,7 @@ def test_overlap_models():
 
 def test_what_backward_communicates_does_not_hide_behind_forward():
     """DP at 0.8 of its threshold: computing both ways takes 1.2 times the AllReduce, but backward alone only 0.8."""
-    both = cost.layer("dp", **{**LAYER, "B": 0.8 * 64 * C / W}, X=64, W_X=W)
+    both = cost.layer("dp", replace(LAYER, B=0.8 * 64 * C / W), cost.Links(C, X=W), X=64)
     forward, backward = both.parts
     assert both.math == pytest.approx(1.2 * both.comms)
     assert (forward.bound, backward.bound, both.bound) == ("compute", "X", "X")
@@ -133,37 +139,39 @@ def test_what_backward_communicates_does_not_hide_behind_forward():
 
 
 def test_bound_names_the_axis():
-    assert cost.layer("fsdp_tp", 1e4, 8192, 32768, C, W, W, 64, 4).bound == "X"
-    assert cost.layer("fsdp_tp", 1e8, 8192, 4096, C, W, W, 4, 64).bound == "Y"
+    links = cost.Links(C, W, W)
+    assert cost.layer("fsdp_tp", replace(LAYER, B=1e4), links, 64, 4).bound == "X"
+    assert cost.layer("fsdp_tp", replace(LAYER, B=1e8, F=4096), links, 4, 64).bound == "Y"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"strategy": "zero", "X": 2}, "strategy = 'zero': one of 'dp', 'fsdp', 'tp', 'fsdp_tp'"),
-        ({"strategy": "dp", "B": -1}, "B = -1: must be a positive number"),
+        ({"strategy": "dp", "shape": {"B": -1}}, "B = -1: must be a positive number"),
         ({"strategy": "dp", "X": 2.5}, "X = 2.5: must be a whole number"),
         ({"strategy": "dp", "Y": 2}, "dp has no axis Y: use fsdp_tp"),
         ({"strategy": "tp", "X": 2}, "tp has no axis X"),
-        ({"strategy": "fsdp", "X": 2}, "fsdp moves bytes over X: give W_X"),
-        ({"strategy": "fsdp", "X": 2, "W_X": 0}, "W_X = 0: must be a positive number"),
+        ({"strategy": "fsdp", "X": 2}, r"fsdp moves bytes over X: give Links\(X=...\)"),
+        ({"strategy": "fsdp", "X": 2, "links": {"X": 0}}, "W_X = 0: must be a positive number"),
         ({"strategy": "fsdp", "overlap": "mean"}, "overlap = 'mean': one of 'max', 'sum'"),
         ({"strategy": "fsdp", "direction": "up"}, "direction = 'up'"),
-        ({"strategy": "fsdp", "C": math.inf}, "C = inf"),
-        ({"strategy": "dp", "D": True}, "D = True"),
+        ({"strategy": "fsdp", "links": {"C": math.inf}}, "C = inf"),
+        ({"strategy": "dp", "shape": {"D": True}}, "D = True"),
     ],
 )
 def test_nonsense_is_refused(arguments, message):
+    shape, links = arguments.pop("shape", {}), {"C": C} | arguments.pop("links", {})
     with pytest.raises(ValueError, match=message):
-        cost.layer(**{**LAYER, **arguments})
+        cost.layer(shape=replace(LAYER, **shape), links=cost.Links(**links), **arguments)
 
 
 # Steps, pipelines, pods
 
 
 def test_a_step_is_its_layers():
-    rates = {"W_X": 2 * W, "W_Y": W, "X": 1024, "Y": 8}
-    one, step = cost.layer("fsdp_tp", **LAYER, **rates), cost.step("fsdp_tp", L=80, **LAYER, **rates)
+    links, mesh = cost.Links(C, 2 * W, W), {"X": 1024, "Y": 8}
+    one, step = cost.layer("fsdp_tp", LAYER, links, **mesh), cost.step("fsdp_tp", 80, LAYER, links, mesh)
     assert step.cost.math == pytest.approx(80 * one.math)
     assert dict(step.cost.axes) == {axis: pytest.approx(80 * t) for axis, t in one.axes}
     assert (step.bubble, step.mfu) == (0, pytest.approx(one.math / one.lower))
@@ -178,31 +186,35 @@ def test_pipeline_comms_and_bubble():
 
 
 def test_pipeline_step():
-    plain = cost.step("dp", L=16, **LAYER)
-    piped = cost.step("dp", L=16, **LAYER, Z=4, microbatches=8, W_Z=1e12)
+    links = cost.Links(C, X=1e12, Z=1e12)
+    plain = cost.step("dp", 16, LAYER, links, {})
+    piped = cost.step("dp", 16, LAYER, links, {"Z": 4}, microbatches=8)
     assert piped.cost.math == pytest.approx(plain.cost.math / 4)
     assert piped.lower == pytest.approx(piped.cost.math / (8 / 11))
     assert piped.mfu == pytest.approx(8 / 11)
-    rates = {"X": 8, "W_X": 1e12, "Z": 4, "W_Z": 1e12}
-    few, many = (dict(cost.step("fsdp", L=16, **LAYER, **rates, microbatches=m).cost.axes)["X"] for m in (1, 8))
+    mesh = {"X": 8, "Z": 4}
+    few, many = (dict(cost.step("fsdp", 16, LAYER, links, mesh, microbatches=m).cost.axes)["X"] for m in (1, 8))
     assert many / few == pytest.approx(17 / 3)  # weights gathered forward and backward by each microbatch
 
 
 def test_pods():
     M, L, D, F = 8192, 4, 8192, 32768
-    assert cost.pod_bytes(D, F, L, M) == 8 * D * F * L / M
+    assert cost.pod_bytes(LAYER, L, M) == 8 * D * F * L / M
     per_slice = cost.pod_threshold(C, V5P.dcn_bw)
-    step = cost.step("fsdp_tp", L, 2 * per_slice, D, F, C, 1e20, 1e20, W_pod=V5P.dcn_bw, X=1024, Y=8, pods=2)
-    assert dict(step.cost.axes)["pod"] == pytest.approx(step.cost.parts[1].math)  # the backward pass hides it
+    links, mesh = cost.Links(C, 1e20, 1e20, P=V5P.dcn_bw), {"X": 1024, "Y": 8, "P": 2}
+    step = cost.step("fsdp_tp", L, replace(LAYER, B=2 * per_slice), links, mesh)
+    assert dict(step.cost.axes)["P"] == pytest.approx(step.cost.parts[1].math)  # the backward pass hides it
 
 
 def test_steps_that_cannot_be():
     with pytest.raises(ValueError, match="10 layers do not divide into 4 stages"):
-        cost.step("dp", L=10, **LAYER, Z=4, W_Z=W)
-    with pytest.raises(ValueError, match="W_Z = None"):
-        cost.step("dp", L=8, **LAYER, Z=4)
-    with pytest.raises(ValueError, match="W_pod = None"):
-        cost.step("dp", L=8, **LAYER, pods=2)
+        cost.step("dp", 10, LAYER, cost.Links(C, Z=W), {"Z": 4})
+    with pytest.raises(ValueError, match=r"give Links\(Z=...\)"):
+        cost.step("dp", 8, LAYER, cost.Links(C), {"Z": 4})
+    with pytest.raises(ValueError, match=r"give Links\(P=...\)"):
+        cost.step("dp", 8, LAYER, cost.Links(C), {"P": 2})
+    with pytest.raises(ValueError, match="axis = 'pod'"):
+        cost.step("dp", 8, LAYER, cost.Links(C), {"pod": 2})
 
 
 def test_mfu_and_seconds():

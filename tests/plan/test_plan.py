@@ -27,9 +27,10 @@ MESHES = [(1, 1), (4, 1), (1, 4), (4, 2), (2, 8)]
 @pytest.mark.parametrize(("B", "D", "F"), [(64, 32, 48), (128, 64, 16)])
 def test_a_layer_equals_the_closed_form(X, Y, B, D, F):
     got = layer(B, D, F, X, Y)
-    assert got.flops == cost.layer_flops(B, D, F, X * Y)
+    shape = cost.LayerShape(B, D, F)
+    assert got.flops == cost.layer_flops(shape, X * Y)
     for direction, backward in (("forward", False), ("backward", True)):
-        closed = cost.layer_bytes(NAMES[X > 1, Y > 1], B, D, F, X, Y, direction)
+        closed = cost.layer_bytes(NAMES[X > 1, Y > 1], shape, X, Y, direction)
         for axis in "XY":
             moved = sum(m.nbytes for m in got.moves if m.axis == axis and m.backward is backward)
             assert moved == closed[axis], (direction, axis)
@@ -81,10 +82,9 @@ def test_a_step_equals_the_closed_form():
     c = job.config
     plan = evaluate(job, network({"fsdp": 2, "tensor": 1}, fsdp=2048, tensor=4), "none", 1)
     matrices = job.weights[0] / (c.L * c.D * c.F)
-    ici = [V5P.bandwidth("ici", axes=m) for m in (2, 1)]
-    closed = cost.pipeline.step(
-        "fsdp_tp", c.L, job.batch, c.D, c.F, V5P.flops(), *ici, X=2048, Y=4, matrices=matrices, blocks=2
-    )
+    shape = cost.LayerShape(job.batch, c.D, c.F, matrices, blocks=2)
+    links = cost.Links(V5P.flops(), *(V5P.bandwidth("ici", axes=m) for m in (2, 1)))
+    closed = cost.step("fsdp_tp", c.L, shape, links, {"X": 2048, "Y": 4})
     times = dict(plan.cost.axes)
     assert times["fsdp"] == pytest.approx(dict(closed.cost.axes)["X"])
     assert times["tensor"] == pytest.approx(dict(closed.cost.axes)["Y"])
