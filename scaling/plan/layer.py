@@ -27,7 +27,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Layer:
+class TracedLayer:
     """FLOPs on one chip, forward and backward, and the collectives; `weights`: bytes of the chip's own shard."""
 
     flops: float
@@ -51,7 +51,7 @@ def up(size: int, parts: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def layer(B: int, D: int, F: int, X: int = 1, Y: int = 1, dtype: str = "bf16") -> Layer:
+def layer(B: int, D: int, F: int, X: int = 1, Y: int = 1, dtype: str = "bf16") -> TracedLayer:
     """One layer on B tokens over the mesh X (FSDP) by Y (tensor), per chip.
 
     Sizes that do not divide are padded to run, and the bytes and FLOPs scaled back in proportion, as if shards were cut
@@ -80,4 +80,4 @@ def layer(B: int, D: int, F: int, X: int = 1, Y: int = 1, dtype: str = "bf16") -
                 scale = weights if axis == "X" else tokens * D / sizes["D"]
                 moves.append(Move(event.op, axis, event.nbytes * scale, log is backward))
     shard = sum(p.numel() * p.element_size() for p in params.values())
-    return Layer((forward.flops + backward.flops) * weights * tokens, tuple(moves), shard * weights)
+    return TracedLayer((forward.flops + backward.flops) * weights * tokens, tuple(moves), shard * weights)
