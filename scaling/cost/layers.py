@@ -1,8 +1,8 @@
 """A layer and a step under each strategy: bytes, time of computing, time of communicating (Parts 5 and 12).
 
-A layer is the book's block In[B, D] *_D W_in[D, F] *_F W_out[F, D]: two matrices of D x F, as a `LayerShape`; `Links` are
-the rates of the chips that it runs on. X and Y are the sizes of the data (or FSDP) and the tensor axis. Volumes are
-the book's: an AllReduce counts twice, and (X - 1)/X is taken as 1.
+A layer is the book's block In[B, D] *_D W_in[D, F] *_F W_out[F, D]: two matrices of D x F, as a `LayerShape`;
+`Links` are the rates of the chips that it runs on. X and Y are the sizes of the data (or FSDP) and the tensor axis.
+Volumes are the book's: an AllReduce counts twice, and (X - 1)/X is taken as 1.
 """
 
 from dataclasses import dataclass
