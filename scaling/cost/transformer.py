@@ -57,12 +57,14 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
     """
     D, sparse = config.D, config.L - config.dense_layers
     experts = (config.k if active else config.E) + config.shared
-    latent_norms = config.latent.q_rank + config.latent.kv_rank if config.latent else 0
+    head_norms = config.latent.q_rank + config.latent.kv_rank if config.latent else 2 * config.H * config.qk_norm
+    biases = (config.N + 2 * config.K) * config.H * config.attention_bias + D * config.output_bias
     return {
         "mlp": config.matrices * D * (sparse * experts * config.F + config.dense_layers * config.F_dense),
         "attention": config.L * attention_params(config),
         "router": sparse * D * config.E if config.moe else 0,
-        "norms": config.L * (config.norms * D + latent_norms) + D,
+        "norms": config.L * (config.norms * D + head_norms) + D,
+        "biases": config.L * biases + (sparse * config.E if config.routing == "sigmoid" and config.moe else 0),
         "vocab": (1 if config.tied else 2) * D * config.V,
     }
 
@@ -74,22 +76,28 @@ def num_params(config: Config, active: bool = False) -> int:
 # --- FLOPs -------------------------------------------------------------------------------------------------------
 
 
+def visible_pairs(T: int, S: int, window: int | None = None) -> int:
+    """Pairs of the last T of S tokens with what each attends to: TS - T(T-1)/2; at most `window` a token."""
+    hidden = max(0, S - window) if window else 0  # keys that the last query no longer sees
+    return T * S - T * (T - 1) // 2 - sum(max(0, hidden - t) for t in range(min(T, hidden)))
+
+
 def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: bool = False) -> dict[str, int]:
     """FLOPs of a forward pass over B sequences of T tokens that attend to S (default T), by component.
 
-    `causal` counts only the visible pairs, T*S - T*(T-1)/2 of each head: what a kernel can skip. A plain einsum
-    computes them all. The unembedding is of every token; the embedding is a look-up, not a matmul.
+    `causal` counts only the pairs that are visible, of each head: what a kernel can skip. A plain einsum computes them
+    all. The unembedding is of every token; the embedding is a look-up, not a matmul.
     """
     S = _whole("S", T if S is None else S)
     tokens, counts = _whole("B", B) * _whole("T", T), params(config, active=True)
     if causal and S < T:
         raise ValueError(f"causal attention of T={T} tokens needs at least as many keys, got S={S}")
-    pairs = T * S - T * (T - 1) // 2 if causal else T * S
+    pairs = sum(visible_pairs(T, S, window) if causal else T * S for window in config.windows)
     head = config.latent.nope + config.latent.rope + config.latent.value if config.latent else 2 * config.H
     return {
         "mlp": 2 * tokens * (counts["mlp"] + counts["router"]),
         "projections": 2 * tokens * counts["attention"],
-        "attention": 2 * B * pairs * config.N * head * config.L,
+        "attention": 2 * B * pairs * config.N * head,
         "unembed": 2 * tokens * config.D * config.V,
     }
 

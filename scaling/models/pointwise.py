@@ -50,13 +50,14 @@ def mean_square(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True)
 
 
-def rms_norm(x: Tensor, mean_square_x: Tensor | None = None) -> Tensor:
-    """y = x / sqrt(mean(x^2) + EPS) over the last dim, without a learned scale.
+def rms_norm(x: Tensor, mean_square_x: Tensor | None = None, *, gain: Tensor | None = None, eps: float = EPS) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) over the last dim, times the learned gain[D] if there is one.
 
     `mean_square_x`[..., 1]: the mean of squares over the whole dim, where x is only a shard of it.
     """
-    r = torch.rsqrt((mean_square(x) if mean_square_x is None else mean_square_x) + EPS)
-    return (x * r).to(x.dtype)
+    r = torch.rsqrt((mean_square(x) if mean_square_x is None else mean_square_x) + eps)
+    y = (x * r).to(x.dtype)
+    return y if gain is None else y * gain
 
 
 def rms_norm_vjp(x: Tensor, dy: Tensor, mean_square_x: Tensor | None = None, mean_x_dy: Tensor | None = None) -> Tensor:

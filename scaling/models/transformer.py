@@ -3,18 +3,26 @@
 Pre-norm, rotary positions, grouped-query attention, a gated MLP (SwiGLU) or a plain one (GELU), causal:
     x[B, T, D] -> norm -> Q[B, T, N, H], K[B, S, K, H], V[B, S, K, H] -> heads[B, T, N, H] -> Attn[B, T, D]; x + Attn
                -> norm -> Tmp[B, T, F] -> Out[B, T, D]; x + Out
-`SPECS` are the types of the params, here without mesh axes. Dense models with grouped-query attention.
+`SPECS` are the types of the params, here without mesh axes; `specs_of(config)` those that a model has. Where a function
+takes `config=None`, the sizes are the params' and the rest is Config's defaults.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 
+import optree
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
+from scaling import tree
 from scaling.configs import Config
-from scaling.models.attention import dot_product_attention
+from scaling.mesh import AbstractMesh
+from scaling.models.attention import sdpa
+from scaling.models.pointwise import rms_norm
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul
+from scaling.models.rope import SCALINGS, restarted, rotate, tables
 from scaling.spec import parse
 
 SPECS = {
@@ -24,7 +32,13 @@ SPECS = {
         "W_Q": "W_Q[L, D, N, H]",
         "W_K": "W_K[L, D, K, H]",
         "W_V": "W_V[L, D, K, H]",
+        "b_Q": "b_Q[L, N, H]",
+        "b_K": "b_K[L, K, H]",
+        "b_V": "b_V[L, K, H]",
+        "norm_Q": "g[L, H]",
+        "norm_K": "g[L, H]",
         "W_O": "W_O[L, N, H, D]",
+        "b_O": "b_O[L, D]",
         "norm_mlp": "g[L, D]",
         "W_in": "W_in[L, D, F]",
         "W_gate": "W_gate[L, D, F]",
@@ -33,111 +47,187 @@ SPECS = {
     "norm": "g[D]",
     "unembed": "U[D, V]",
 }
-CONTRACTED = {"W_O": ("N", "H"), "W_out": ("F",), "embed": ()}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+CONTRACTED = {"W_O": ("N", "H"), "W_out": ("F",), "E": ()}
+
+
+def uncomputed(config: Config) -> list[str]:
+    """What the model has that this file does not compute, by name."""
+    found = list(config.uncomputed)
+    found += ["latent attention"] if config.latent else []
+    found += [f"E={config.E} experts"] if config.moe else []
+    found += [f"{config.norms} norms a layer"] if config.norms != 2 else []
+    if config.rope_scaling and config.rope_scaling.kind not in SCALINGS:
+        found.append(f"rope_scaling of type {config.rope_scaling.kind!r}")
+    if config.nonlinearity not in ACTIVATIONS:
+        found.append(f"activation {config.nonlinearity!r}")
+    return found + ([f"dropout={config.dropout}"] if config.dropout else [])
 
 
 def runs(config: Config) -> bool:
-    """Whether this file's transformer is that model: dense, grouped-query attention, two norms a layer."""
-    return not config.moe and config.latent is None and config.norms == 2
+    """Whether this file's transformer is that model."""
+    return not uncomputed(config)
 
 
-def init(config: Config, seed: int = 0, dtype=torch.float32, device="cpu") -> dict:
-    """Params of this model: normal with variance 1/(elements contracted), norms 1. On "meta", shapes only.
-
-    Without a gate there is no W_gate; tied, no unembed. ValueError for a model that it is not.
-    """
-    if not runs(config):
-        raise ValueError(
-            f"{config.name}: only dense models with grouped-query attention and two norms a layer run here"
-        )
-    generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
-    sizes = {letter: getattr(config, letter) for letter in "LDFNKHV"}
+def specs_of(config: Config) -> dict:
+    """The types of this model's params, whole, a part of `SPECS`. ValueError for a model that is not computed."""
+    if found := uncomputed(config):
+        raise ValueError(f"{config.name}: not computed here: {', '.join(found)}")
     absent = set() if config.gated else {"W_gate"}
-    absent |= {"unembed"} if config.tied else set()
-
-    def leaf(name: str, text: str) -> torch.Tensor:
-        spec = parse(text)
-        if spec.name == "g":
-            return torch.ones(spec.global_shape(sizes), dtype=dtype, device=device)
-        fan_in = math.prod(sizes[dim] for dim in CONTRACTED.get(name, ("D",)))
-        drawn = torch.randn(spec.global_shape(sizes), dtype=dtype, device=device, generator=generator)
-        return drawn / math.sqrt(fan_in)
-
-    def tree(specs: dict) -> dict:
-        return {
-            name: tree(spec) if isinstance(spec, dict) else leaf(name, spec)
-            for name, spec in specs.items()
-            if name not in absent
-        }
-
-    return tree(SPECS)
+    absent |= set() if config.attention_bias else {"b_Q", "b_K", "b_V"}
+    absent |= set() if config.output_bias else {"b_O"}
+    absent |= set() if config.qk_norm else {"norm_Q", "norm_K"}
+    layers = {name: spec for name, spec in SPECS["layers"].items() if name not in absent}
+    return {name: spec for name, spec in SPECS.items() if not (config.tied and name == "unembed")} | {"layers": layers}
 
 
-def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
-    """x over the root mean square of its last dim, times gain[D]; computed in float32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * gain
+def inits(config: Config) -> dict:
+    """How each param starts: normal with variance 1/(elements contracted), norms 1, biases 0."""
+
+    def leaf(spec: str) -> tree.Normal | tree.Constant:
+        name = parse(spec).name
+        if name == "g" or name.startswith("b_"):
+            return tree.Constant(float(name == "g"))
+        return tree.Normal(math.prod(config.sizes[dim] for dim in CONTRACTED.get(name, ("D",))) ** -0.5)
+
+    return tree.map(leaf, specs_of(config))
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float = 500_000.0) -> torch.Tensor:
-    """Rotary embedding of x[B, T, heads, H] at positions[T]: the halves of H as the coordinates of H/2 planes."""
-    half = x.shape[-1] // 2
-    wide = torch.promote_types(x.dtype, torch.float32)
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angle = positions.to(wide)[:, None, None] * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+def init(config: Config, seed: int = 0, dtype=torch.float32, device=None, *, mesh=None, specs=None) -> dict:
+    """Params of this model, whole and on the CPU; on a `mesh`, by sharded `specs`, only this device's shards.
+
+    The values are the same on every mesh: each is a function of the seed, its leaf and its place in the whole array.
+    On the device "meta", shapes only. ValueError for a model that is not computed.
+    """
+    if mesh is None:
+        mesh, device = AbstractMesh({}), device or "cpu"
+    whole = specs_of(config)
+    return tree.init(inits(config), whole if specs is None else specs, config.sizes, mesh, seed, dtype, device)
 
 
-def attention_block(layer: dict, x: torch.Tensor, attention: Callable, matmul: Callable = matmul) -> torch.Tensor:
-    """Attn[B, T, D] of x[B, T, D]: projections, rotation and dot-product attention, without the residual."""
-    positions = torch.arange(x.shape[1], device=x.device)
-    y = rms_norm(x, layer["norm_attn"])
-    Q = rotate(matmul(y, layer["W_Q"]), positions)
-    K = rotate(matmul(y, layer["W_K"]), positions)
-    heads = attention(Q, K, matmul(y, layer["W_V"]))
-    return matmul(heads.flatten(-2), layer["W_O"].flatten(0, 1))
+def config_of(params: dict, name: str = "params") -> Config:
+    """The sizes of these params, with Config's defaults for what no shape tells."""
+    layers = params["layers"]
+    (V, D), (L, _, N, H) = params["embed"].shape, layers["W_Q"].shape
+    K, F = layers["W_K"].shape[2], layers["W_in"].shape[-1]
+    has = {"gated": "W_gate" in layers, "tied": "unembed" not in params, "attention_bias": "b_Q" in layers}
+    has |= {"output_bias": "b_O" in layers, "qk_norm": "norm_Q" in layers}
+    return Config(name, L, D, F, N, K, H, V, **has)
 
 
-def mlp_block(layer: dict, x: torch.Tensor, matmul: Callable = matmul) -> torch.Tensor:
-    """Out[B, T, D] of x[B, T, D]: SwiGLU if the layer has a W_gate, else GELU, without the residual."""
-    y = rms_norm(x, layer["norm_mlp"])
+def headed(layer: dict, Q: Tensor, K: Tensor, V: Tensor, rope: tuple, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Biases, q/k norms and rotation of Q[B, T, N, H], K[B, T, K, H], V: head by head, so the same on shards of heads.
+
+    `rope`: (cos, sin) of the positions that these rows have.
+    """
+    if "b_Q" in layer:
+        Q, K, V = Q + layer["b_Q"], K + layer["b_K"], V + layer["b_V"]
+    if "norm_Q" in layer:
+        Q, K = rms_norm(Q, gain=layer["norm_Q"], eps=eps), rms_norm(K, gain=layer["norm_K"], eps=eps)
+    return rotate(Q, *rope), rotate(K, *rope), V
+
+
+def attention_block(layer: dict, x: Tensor, attend: Callable, rope: tuple, eps: float, matmul=matmul) -> Tensor:
+    """Attn[B, T, D] of x[B, T, D], without the residual. attend(Q, K, V) -> heads[B, T, N, H]."""
+    y = rms_norm(x, gain=layer["norm_attn"], eps=eps)
+    Q, K, V = (matmul(y, layer[name]) for name in ("W_Q", "W_K", "W_V"))
+    heads = attend(*headed(layer, Q, K, V, rope, eps))
+    Attn = matmul(heads.flatten(-2), layer["W_O"].flatten(0, 1))
+    return Attn + layer["b_O"] if "b_O" in layer else Attn
+
+
+def mlp_block(layer: dict, x: Tensor, activation: str, eps: float, matmul=matmul) -> Tensor:
+    """Out[B, T, D] of x[B, T, D], without the residual: gated if the layer has a W_gate."""
+    y = rms_norm(x, gain=layer["norm_mlp"], eps=eps)
     Tmp = matmul(y, layer["W_in"])
-    Tmp = F.silu(matmul(y, layer["W_gate"])) * Tmp if "W_gate" in layer else F.gelu(Tmp)
+    act = ACTIVATIONS[activation]
+    Tmp = act(matmul(y, layer["W_gate"])) * Tmp if "W_gate" in layer else act(Tmp)
     return matmul(Tmp, layer["W_out"])
 
 
-def block(layer: dict, x: torch.Tensor, attention: Callable, matmul: Callable = matmul) -> torch.Tensor:
-    """One layer: x[B, T, D] -> x[B, T, D]."""
-    x = x + attention_block(layer, x, attention, matmul)
-    return x + mlp_block(layer, x, matmul)
-
-
-def forward(params: dict, tokens: torch.Tensor, remat: str = "none", attention: Callable = dot_product_attention):
-    """Logits[B, T, V] of tokens[B, T].
+def forward(
+    params: dict,
+    tokens: Tensor,
+    remat: str = "none",
+    attention: Callable = sdpa,
+    *,
+    config: Config | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Logits[B, T, V] of tokens[B, T]. segments[B, T]: the ids of packed documents, which do not see each other.
 
     `remat` says what the backward pass finds saved of each layer: "none" of it is computed again, "block" saves the
     layer's input only, "matmuls" the outputs of its big matmuls (`scaling.cost.transformer.REMAT`). The numbers are
-    the same. `attention(Q, K, V)` maps [B, T, N, H], [B, S, K, H], [B, S, K, H] to [B, T, N, H].
+    the same. `attention(Q, K, V)` maps [B, T, N, H], [B, S, K, H], [B, S, K, H] to [B, T, N, H], and takes `window=`
+    and `segments=` where the model or the call has them.
     """
-
-    def plain(layer, x, matmul=matmul):
-        return block(layer, x, attention, matmul)
-
+    config = config_of(params) if config is None else config
     if remat not in (wraps := {"none": lambda f: f, "block": checkpoint_block, "matmuls": checkpoint_matmuls}):
         raise ValueError(f"unknown remat {remat!r}: one of {', '.join(wraps)}")
-    step = wraps[remat](plain)
-    stacked = params["layers"]
-    x = params["embed"][tokens]
-    for slices in zip(*(stacked[name].unbind() for name in stacked), strict=True):
-        x = step(dict(zip(stacked, slices, strict=True)), x)
-    x = rms_norm(x, params["norm"])
+    x = F.embedding(tokens, params["embed"])
+    positions = torch.arange(tokens.shape[1], device=tokens.device) if segments is None else restarted(segments)
+    rope = tables(positions, config.H, config.theta, config.rope_scaling, x.dtype)
+
+    def layer_of(window: int | None) -> Callable:
+        given = {"window": window} if window is not None else {}
+        given |= {"segments": segments} if segments is not None else {}
+
+        def block(layer: dict, x: Tensor, matmul=matmul) -> Tensor:
+            x = x + attention_block(layer, x, lambda *qkv: attention(*qkv, **given), rope, config.eps, matmul)
+            return x + mlp_block(layer, x, config.nonlinearity, config.eps, matmul)
+
+        return wraps[remat](block)
+
+    blocks = {window: layer_of(window) for window in set(config.windows)}
+    for layer, window in zip(unstacked(params["layers"]), config.windows, strict=True):
+        x = blocks[window](layer, x)
+    x = rms_norm(x, gain=params["norm"], eps=config.eps)
     return matmul(x, params["unembed"] if "unembed" in params else params["embed"].T)
 
 
-def loss(params: dict, tokens: torch.Tensor, remat: str = "none", attention: Callable = dot_product_attention):
-    """Mean cross-entropy of each next token of tokens[B, T + 1]."""
-    logits = forward(params, tokens[:, :-1], remat, attention)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten())
+def unstacked(layers: dict) -> list[dict]:
+    """Params stacked over L as a list of L layers' params."""
+    leaves, structure = optree.tree_flatten(layers)
+    return [optree.tree_unflatten(structure, each) for each in zip(*(W.unbind() for W in leaves), strict=True)]
+
+
+def loss(
+    params: dict,
+    tokens: Tensor,
+    remat: str = "none",
+    attention: Callable = sdpa,
+    *,
+    config: Config | None = None,
+    weights: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Mean cross-entropy, in nats, of each next token of tokens[B, T + 1].
+
+    weights[B, T]: the mean is sum(w * ce) / sum(w), and 0 where they are all 0. segments[B, T], or [B, T + 1] beside
+    the tokens: the ids of packed documents. The rest as in `forward`.
+    """
+    if segments is not None:
+        segments = segments[:, : tokens.shape[1] - 1]
+    logits = forward(params, tokens[:, :-1], remat, attention, config=config, segments=segments)
+    wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), tokens[:, 1:].flatten()
+    if weights is None:
+        return F.cross_entropy(wide, targets)
+    w = weights.flatten().to(wide.dtype)
+    total = w.sum()
+    return (w * F.cross_entropy(wide, targets, reduction="none")).sum() / torch.where(total == 0, 1, total)
+
+
+class Transformer(nn.Module):
+    """`forward` as a module with these params on the meta device: for `torch.func.functional_call`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        params = init(config, device="meta")
+        self.layers = nn.ParameterDict(params.pop("layers"))
+        for name, leaf in params.items():
+            self.register_parameter(name, nn.Parameter(leaf))
+
+    def forward(self, tokens: Tensor, **options) -> Tensor:
+        params = {name: getattr(self, name) for name in SPECS if hasattr(self, name)}
+        return forward(params | {"layers": dict(self.layers)}, tokens, config=self.config, **options)

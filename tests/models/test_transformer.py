@@ -75,7 +75,7 @@ def test_params_equal_the_formula(config):
     assert [p.shape for p in optree.tree_leaves(meta)] == [p.shape for p in optree.tree_leaves(params)]
 
 
-@pytest.mark.parametrize("name", ["llama2-13b", "llama3-70b", "llama3-405b", "gemma-7b"])
+@pytest.mark.parametrize("name", ["llama2-13b", "llama3-70b", "llama3-405b"])
 def test_params_of_real_models_equal_the_formula(name):
     config = MODELS[name]
     params = transformer.init(config, device="meta")
@@ -179,7 +179,7 @@ def test_gradient_equals_finite_differences():
 
 
 def test_refuses_what_it_is_not():
-    with pytest.raises(ValueError, match="only dense models with grouped-query attention"):
+    with pytest.raises(ValueError, match="deepseek-v3: not computed here: latent attention"):
         transformer.init(MODELS["deepseek-v3"], device="meta")
     with pytest.raises(ValueError, match="unknown remat 'all'"):
         transformer.forward(transformer.init(SMALL), tokens_of(SMALL), "all")

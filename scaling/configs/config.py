@@ -1,0 +1,187 @@
+"""One decoder-only transformer as data, in the book's letters (Part 4, "Transformer Accounting").
+
+L layers, D d_model, F d_ff, N query heads, K KV heads, H head dim, V vocabulary, E experts of which k are active.
+"""
+
+from dataclasses import dataclass, replace
+
+from scaling.spec import dtype_bytes
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2 and V3): Q and KV pass through low ranks; KV's is what is cached.
+
+    Per head, queries and keys have `nope` + `rope` dims (the `rope` part of the keys is shared by all heads), values
+    have `value` dims.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are changed for longer contexts: `kind` "linear", "llama3", or one that no code computes.
+
+    linear: every position over `factor`. llama3: wavelengths beyond original / low are made `factor` times as long,
+    those below original / high stay, and between them both are mixed. `original` is the context trained on before.
+    """
+
+    kind: str
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    @staticmethod
+    def of(table: dict) -> "RopeScaling | None":
+        """From a table with these names or Hugging Face's: {"rope_type": "llama3", "factor": 8.0, ...}."""
+        kind = next((table[key] for key in ("rope_type", "type", "kind") if key in table), "default")
+        if kind == "default":
+            return None
+        if kind in ("linear", "llama3") and table.get("factor") is None:
+            raise ValueError(f"rope_scaling of type {kind!r} lacks its factor")
+        names = {"low_freq_factor": "low", "high_freq_factor": "high", "original_max_position_embeddings": "original"}
+        given = {names.get(key, key): value for key, value in table.items() if value is not None}
+        return RopeScaling(kind, **{key: given[key] for key in ("factor", "low", "high", "original") if key in given})
+
+
+@dataclass(frozen=True)
+class Config:
+    """One decoder-only transformer. Defaults: dense (E = k = 1), gated MLP of 3 matrices, separate unembedding.
+
+    A mixture of experts has E routed experts of width F, k of them active per token, and `shared` experts that always
+    are; its first `dense_layers` layers have a dense MLP of width `F_dense` instead. `routing` is "softmax" (Mixtral)
+    or "sigmoid" (DeepSeek-V3): a token's k weights are its scores, with `norm_topk` over their sum, times
+    `routed_scale`; its experts come from the best `top_groups` of `expert_groups`. With a `capacity` an expert takes
+    at most capacity * tokens * k / E tokens, rounded up; None drops none. `aux_coef` and `z_coef` weigh the losses that
+    balance the load and keep the logits small.
+
+    Rotary positions have the base `theta`; `eps` is the norms'. `attention_bias` adds b_Q, b_K, b_V to the projections,
+    `output_bias` b_O too; `qk_norm` is an RMSNorm over the H of every query and key. `window`: a query sees itself and
+    the window - 1 tokens before it; one number, or one for each layer, None seeing all. `activation` is silu, gelu,
+    gelu_tanh or relu; None is silu with a gate and gelu without. `norms` counts the layer's norms, `dtype` the stored
+    parameters. `uncomputed` names what else the model has: such a one is counted, but no code here computes it.
+    `source` says where the numbers come from.
+    """
+
+    name: str
+    L: int
+    D: int
+    F: int
+    N: int
+    K: int
+    H: int
+    V: int
+    gated: bool = True
+    tied: bool = False
+    E: int = 1
+    k: int = 1
+    shared: int = 0
+    dense_layers: int = 0
+    F_dense: int = 0
+    norms: int = 2
+    routing: str = "softmax"
+    expert_groups: int = 1
+    top_groups: int = 1
+    norm_topk: bool = True
+    routed_scale: float = 1.0
+    capacity: float | None = None
+    aux_coef: float = 0.0
+    z_coef: float = 0.0
+    theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    eps: float = 1e-5
+    attention_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    window: int | tuple[int | None, ...] | None = None
+    activation: str | None = None
+    dropout: float = 0.0
+    uncomputed: tuple[str, ...] = ()
+    latent: Latent | None = None
+    dtype: str = "bf16"
+    source: str = ""
+
+    def __post_init__(self):
+        for letter in "LDFNKHVEk":
+            value = getattr(self, letter)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{self.name}: {letter} must be a whole number of at least 1, got {value!r}")
+        if self.N % self.K:
+            raise ValueError(f"{self.name}: K={self.K} KV heads must divide N={self.N} query heads")
+        if self.k > self.E:
+            raise ValueError(f"{self.name}: {self.k} experts cannot be active of E={self.E}")
+        if not 0 <= self.dense_layers <= self.L or (self.dense_layers and self.F_dense < 1):
+            raise ValueError(f"{self.name}: dense_layers must lie in 0..L={self.L}, and they need an F_dense")
+        dtype_bytes(self.dtype)
+        self._check_routing()
+        self._check_attention()
+
+    def _check_routing(self) -> None:
+        if self.routing not in ("softmax", "sigmoid"):
+            raise ValueError(f"{self.name}: unknown routing {self.routing!r}: softmax or sigmoid")
+        if self.expert_groups < 1 or self.E % self.expert_groups or not 1 <= self.top_groups <= self.expert_groups:
+            raise ValueError(
+                f"{self.name}: expert_groups={self.expert_groups} must divide E={self.E}, and top_groups="
+                f"{self.top_groups} lie in 1..{self.expert_groups}"
+            )
+        if self.k > self.top_groups * (self.E // self.expert_groups):
+            raise ValueError(f"{self.name}: k={self.k} experts cannot come from {self.top_groups} groups")
+        if self.capacity is not None and not 0 < self.capacity < float("inf"):
+            raise ValueError(f"{self.name}: capacity must be a factor above 0, or None to drop none: {self.capacity!r}")
+        for field in ("aux_coef", "z_coef"):
+            if not 0 <= getattr(self, field) < float("inf"):
+                raise ValueError(f"{self.name}: {field} must be at least 0, got {getattr(self, field)!r}")
+        if not 0 < self.routed_scale < float("inf"):
+            raise ValueError(f"{self.name}: routed_scale must be above 0, got {self.routed_scale!r}")
+
+    def _check_attention(self) -> None:
+        if not 0 < self.theta < float("inf") or not 0 < self.eps < float("inf"):
+            raise ValueError(f"{self.name}: theta and eps must be above 0, got {self.theta!r} and {self.eps!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"{self.name}: dropout must lie in [0, 1), got {self.dropout!r}")
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling.of(self.rope_scaling))
+        if isinstance(self.window, list):
+            object.__setattr__(self, "window", tuple(self.window))
+        if isinstance(self.window, tuple) and len(self.window) != self.L:
+            raise ValueError(f"{self.name}: window has {len(self.window)} entries for L={self.L} layers")
+        if any(w is not None and (not isinstance(w, int) or w < 1) for w in self.windows):
+            raise ValueError(f"{self.name}: a window is a whole number of tokens of at least 1, got {self.window!r}")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return self.window if isinstance(self.window, tuple) else (self.window,) * self.L
+
+    @property
+    def nonlinearity(self) -> str:
+        """The name of the activation, with its default filled in."""
+        return self.activation or ("silu" if self.gated else "gelu")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dims of the params by letter; S is the width of the shared experts together."""
+        return {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.shared * self.F}
+
+    @property
+    def G(self) -> int:
+        """Query heads that share a KV head."""
+        return self.N // self.K
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of one MLP: 3 with a gate, 2 without."""
+        return 3 if self.gated else 2
+
+    @property
+    def moe(self) -> bool:
+        return self.E > 1
+
+    def with_(self, **changes) -> "Config":
+        return replace(self, **changes)

@@ -1,0 +1,46 @@
+"""Models from names and from files: `get`, `load`."""
+
+import json
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+from scaling.configs.catalogue import MODELS
+from scaling.configs.config import Config, Latent
+from scaling.configs.hugging_face import read
+
+
+def _letters(name: str) -> str:
+    return "".join(c for c in str(name).lower() if c.isalnum())
+
+
+def get(model: "str | Config") -> Config:
+    """The model of this name ("llama3-70b", "LLaMA-3 70B") or of this file (.json, .toml); or a ValueError."""
+    if isinstance(model, Config):
+        return model
+    for name, config in MODELS.items():
+        if _letters(name) == _letters(model):
+            return config
+    if Path(model).suffix in (".json", ".toml"):
+        return load(model)
+    raise ValueError(f"unknown model {model!r}: give a .json or .toml file, or one of {', '.join(MODELS)}")
+
+
+def load(path: "str | Path") -> Config:
+    """A model from a file: a table in the book's letters (TOML or JSON), or a Hugging Face config.json."""
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
+    table = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
+    if "hidden_size" in table or "text_config" in table:
+        table = read(table)
+    if isinstance(table.get("latent"), dict):
+        table["latent"] = Latent(**table["latent"])
+    table = {"name": path.stem, "source": str(path)} | table
+    names = {field.name for field in fields(Config)}
+    missing, unknown = [letter for letter in "LDFNKHV" if letter not in table], sorted(table.keys() - names)
+    if missing or unknown:
+        raise ValueError(
+            f"{path}: lacks {', '.join(missing) or 'nothing'}; does not know {', '.join(unknown) or 'none'}"
+        )
+    return Config(**table)

@@ -1,0 +1,47 @@
+"""Rotary positions: each head's dims as the coordinates of H/2 planes, each turned by position times its frequency.
+
+The first half of H holds the first coordinates, the second half the second (Su et al. 2021, arxiv.org/abs/2104.09864).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from scaling.configs import RopeScaling
+
+SCALINGS = ("linear", "llama3")
+
+
+def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device=None) -> Tensor:
+    """Radians per position of each plane, float64[H/2]: theta^(-2i/H), changed by `scaling`. ValueError if unknown."""
+    f = theta ** (-torch.arange(0, H, 2, device=device, dtype=torch.float64) / H)
+    if scaling is None:
+        return f
+    if scaling.kind == "linear":
+        return f / scaling.factor
+    if scaling.kind == "llama3":  # turns within the original context: kept above `high`, slowed below `low`
+        kept = ((scaling.original * f / (2 * math.pi) - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        return f * (kept + (1 - kept) / scaling.factor)
+    raise ValueError(f"rope_scaling of type {scaling.kind!r} is not computed here; {', '.join(SCALINGS)} are")
+
+
+def tables(positions: Tensor, H: int, theta: float, scaling: RopeScaling | None = None, dtype=None):
+    """(cos, sin)[..., T, H/2] of positions[..., T], worked out in float64 and then rounded to `dtype`."""
+    angles = positions[..., None] * frequencies(H, theta, scaling, positions.device)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x[B, T, heads, H] turned by tables [T, H/2], or [B, T, H/2] where the sequences' positions differ."""
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def restarted(segments: Tensor) -> Tensor:
+    """Positions[B, T] that start again from 0 with every document of segments[B, T], the ids of packed documents."""
+    here = torch.arange(segments.shape[-1], device=segments.device).expand_as(segments)
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[..., 1:] = segments[..., 1:] != segments[..., :-1]
+    return here - torch.where(starts, here, 0).cummax(-1).values
