@@ -102,7 +102,7 @@ def gather(line: str, x: torch.Tensor, mesh, root: int = 0, async_op: bool = Fal
     return _call("Gather", line, x, mesh, async_op, root)
 
 
-def ppermute(line: str, x: torch.Tensor, mesh, axis: str | Sequence[str], perm) -> torch.Tensor:
+def ppermute(line: str, x: torch.Tensor, mesh, axis: str | Sequence[str], perm, async_op: bool = False):
     """Send along an axis: the rank at `source` to the one at `target`, for each (source, target) of `perm`.
 
     A rank that no pair names as target gets zeros, as in JAX. `line` is the type, which stays: `A[I_X]`, or what the
@@ -119,7 +119,7 @@ def ppermute(line: str, x: torch.Tensor, mesh, axis: str | Sequence[str], perm) 
                 f"  rule: sources are distinct, targets are distinct, and all lie in 0..{group.size - 1}"
             )
     op = Op.over(group, "CollectivePermute", f"{spec} -> {after}", moves=perm)
-    return _run(op, group, CollectiveStep(spec, after, group.axes), x, mesh, False)
+    return _run(op, group, CollectiveStep(spec, after, group.axes), x, mesh, async_op)
 
 
 def send(line: str, x: torch.Tensor, mesh, axis: str, to: int, async_op: bool = False):

@@ -7,7 +7,7 @@ gloo's own copies everything once more, and is an AllReduce inside, with twice t
 import torch
 
 from scaling.collectives.op import Op
-from scaling.collectives.traced import add, join, reorder, split, split_major, traceable
+from scaling.collectives.traced import add, ends, join, reorder, split, split_major, traceable
 from scaling.mesh import Group
 
 TAG = 1 << 20  # of the messages of a collective, so that they never meet those of send and recv
@@ -39,6 +39,21 @@ def to_everyone(mine: torch.Tensor, blocks: torch.Tensor, group: Group) -> Works
     return Works(works)
 
 
+def to_neighbour(x: torch.Tensor, op: Op, group: Group):
+    """CollectivePermute, as `start`. Over gloo one message each way: an AllToAll sends empty ones to all others."""
+    sends, receives = ends(op)
+    received = torch.empty_like(x, memory_format=torch.contiguous_format) if receives else torch.zeros_like(x)
+    if op.backend != "gloo":
+        sent, into = (y.view(-1) if to else y.new_empty(0) for y, to in ((x.contiguous(), sends), (received, receives)))
+        splits = [[x.numel() if m in members else 0 for m in range(op.size)] for members in (receives, sends)]
+        return group.pg.alltoall_base(into, sent, *splits), lambda: received
+    if receives and receives == [group.member_of(op.index)]:
+        return None, lambda: received.copy_(x)
+    sent, pg = x.contiguous(), group.pg
+    works = [pg.recv([received], m, TAG) for m in receives] + [pg.send([sent], m, TAG) for m in sends]
+    return Works(works), lambda: received
+
+
 def start(x: torch.Tensor, op: Op, group: Group, out: torch.Tensor | None = None):
     """Start an op on the process group: (work to wait for or None, a function that then makes the result).
 
@@ -49,6 +64,8 @@ def start(x: torch.Tensor, op: Op, group: Group, out: torch.Tensor | None = None
     pg, n, dim = group.pg, op.size, op.dim
     if n == 1 and op.kind not in ("CollectivePermute", "Slice"):
         return None, lambda: x
+    if pg is not None and op.kind == "CollectivePermute":
+        return to_neighbour(x, op, group)
     if pg is None or op.kind not in ("AllGather", "ReduceScatter", "AllReduce", "AllToAll"):
         result = traceable(x, op)
         return None, lambda: result

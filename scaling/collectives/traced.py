@@ -82,11 +82,15 @@ def exchange(blocks: torch.Tensor, op: Op) -> torch.Tensor:
     return ops.wait_tensor(ops.all_to_all_single(blocks, ones, ones, op.group))
 
 
+def ends(op: Op) -> tuple[list[int], list[int]]:
+    """The members that this rank sends to, and those that it receives from: one each, or none."""
+    member = {block: op.order.index(block) if op.order else block for block in range(op.size)}
+    return [member[t] for s, t in op.moves if s == op.index], [member[s] for s, t in op.moves if t == op.index]
+
+
 def permute(x: torch.Tensor, op: Op) -> torch.Tensor:
     """Send x from block to block; a rank that receives nothing gets zeros. An AllToAll, all splits but one empty."""
-    member = {block: op.order.index(block) if op.order else block for block in range(op.size)}
-    sends = [member[t] for s, t in op.moves if s == op.index]
-    receives = [member[s] for s, t in op.moves if t == op.index]
+    sends, receives = ends(op)
     if op.size == 1 or op.backend == "abstract":
         return x.clone() if op.size > 1 or receives else torch.zeros_like(x)
     flat = x.flatten()

@@ -55,6 +55,12 @@ def run_lines(mesh):
         weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).double()
         grads = [torch.func.grad(lambda x, m=m: (call(line, x, m) * weight).sum())(x) for m in (mesh, other)]  # noqa: B023
         torch.testing.assert_close(*grads, rtol=1e-14, atol=1e-12)
+    for axes, perm in (("X", [(0, 1), (1, 0)]), ("YX", [(0, 3), (3, 1), (2, 2)]), ("XY", [(2, 2)])):
+        line = f"A[I_{axes}, J]"
+        wanted = [c.ppermute(line, each.requires_grad_(), mesh, axes, perm).detach() for each in (x.clone(), -x.T)]
+        for way in (mesh, other):  # two under way at once
+            late = [c.ppermute(line, each, way, axes, perm, async_op=True) for each in (x, -x.T)]
+            assert all(torch.equal(pending.wait(), want) for pending, want in zip(late, wanted, strict=True)), line
 
 
 def run_strategy(mesh, name):
