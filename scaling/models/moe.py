@@ -13,7 +13,10 @@ on a mesh.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -130,11 +133,82 @@ def update_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
     return bias + rate * torch.sign(load.mean() - load).to(bias.dtype)
 
 
+class Rows(NamedTuple):
+    """The choices of n tokens as rows to be computed, one a choice: by expert, and of one expert by token.
+
+    choice int64[R]: which of the n * k choices each row is; place int64[n, k]: the row of each choice, R if an expert
+    that is full dropped it; counts int64[E]: the rows of each expert.
+    """
+
+    choice: Tensor
+    place: Tensor
+    counts: Tensor
+
+    def spread(self, x: Tensor) -> Tensor:
+        """x[n, D] -> Row[R, D]: a copy of its token for each choice."""
+        return x.index_select(0, self.choice // self.place.shape[1])
+
+    def collect(self, Out: Tensor, weights: Tensor) -> Tensor:
+        """Out[R, D], weights[n, k] -> y[n, D]: the weighted sum over each token's choices; dropped ones add nothing."""
+        if len(Out) < self.place.numel():
+            Out = F.pad(Out, (0, 0, 0, 1))
+        picked = Out.index_select(0, self.place.flatten()).unflatten(0, self.place.shape)
+        return (picked * weights[..., None].to(Out.dtype)).sum(1)
+
+
+def rows_of(experts: Tensor, E: int, kept: Tensor | None = None) -> Rows:
+    """The rows of experts int64[n, k]; `kept` bool[n, k]: those of them that the experts have room for."""
+    flat = experts.flatten()
+    if kept is not None:
+        flat = torch.where(kept.flatten(), flat, E)
+    counts = load_of(flat, E + 1)
+    choice = flat.argsort(stable=True)
+    if kept is not None:
+        choice = choice[: flat.numel() - int(counts[E])]
+    rows = torch.arange(len(choice), device=flat.device)
+    place = torch.full_like(flat, len(choice)).scatter(0, choice, rows)
+    return Rows(choice, place.view_as(experts), counts[:E])
+
+
+def position(experts: Tensor, E: int) -> Tensor:
+    """int64[n, k]: how many earlier tokens of experts int64[n, k] chose the same expert."""
+    rows = rows_of(experts, E)
+    first = rows.counts.cumsum(0) - rows.counts
+    return rows.place - first[experts]
+
+
 def mlp(W: dict, x: Tensor) -> Tensor:
     """x[n, D] through W_in[D, F], W_out[F, D]: SwiGLU if there is a W_gate[D, F], else GELU."""
     Tmp = x @ W["W_in"]
     Tmp = F.silu(x @ W["W_gate"]) * Tmp if "W_gate" in W else F.gelu(Tmp)
     return Tmp @ W["W_out"]
+
+
+def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: Sequence[int]) -> Tensor:
+    """Row[R, D] -> Out[R, D]: the first counts[0] rows through `mlp(weights, rows)` of the first expert, and so on."""
+    names = [name for name in ("W_in", "W_gate", "W_out") if name in params]
+    weights = zip(*(params[name].unbind() for name in names), strict=True)
+    parts = zip(weights, Row.split(list(counts)), strict=True)
+    return torch.cat([mlp(dict(zip(names, W, strict=True)), rows) for W, rows in parts])
+
+
+def forward(params: dict, x: Tensor, config: Config, experts: Tensor | None = None) -> tuple[Tensor, dict]:
+    """The layer, each token computed by its own experts alone: params as `SPECS`, x[B, T, D] -> (y[B, T, D], aux).
+
+    aux: the losses "balance" and "z", and "load" int64[E], the tokens that chose each expert. `experts`
+    int64[B, T, k]: chosen already. Of an expert over its capacity the last tokens of the batch are dropped.
+    """
+    if experts is None:
+        experts = choose(x, params["router"], config, params.get("bias"))
+    flat, chosen = x.flatten(0, -2), experts.flatten(0, -2)
+    capacity = capacity_of(config, len(flat))
+    rows = rows_of(chosen, config.E, None if capacity is None else position(chosen, config.E) < capacity)
+    logits, load = router_logits(flat, params["router"]), load_of(chosen, config.E)
+    y = rows.collect(by_expert(mlp, params, rows.spread(flat), rows.counts.tolist()), weigh(logits, chosen, config))
+    if "shared" in params:
+        y = y + mlp(params["shared"], flat)
+    aux = {"balance": balance_loss(logits, load, config, len(flat)), "z": z_loss(logits, len(flat)), "load": load}
+    return y.view_as(x), aux
 
 
 def dense(params: dict, x: Tensor, config: Config, experts: Tensor | None = None) -> tuple[Tensor, dict]:
@@ -159,3 +233,44 @@ def dense(params: dict, x: Tensor, config: Config, experts: Tensor | None = None
     if "shared" in params:
         y = y + mlp(params["shared"], x)
     return y, {"balance": balance_loss(logits, load, config, tokens), "z": z_loss(logits, tokens), "load": load}
+
+
+class _Again(torch.autograd.Function):
+    """first(*leaves), of which the leaves alone are saved; the backward pass differentiates again(*leaves)."""
+
+    @staticmethod
+    def forward(first, again, *leaves):
+        return first(*leaves)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outs):
+        _, ctx.again, *leaves = inputs
+        ctx.save_for_backward(*leaves)
+
+    @staticmethod
+    def backward(ctx, *douts):
+        return None, None, *torch.func.vjp(ctx.again, *ctx.saved_tensors)[1](douts)
+
+
+def checkpoint_routed(f: Callable) -> Callable:
+    """A layer that computes itself again in the backward pass, but does not choose its experts again.
+
+    `f(params, x, routing) -> (outs, routing)`: given None it decides the routing and returns it beside its outputs, a
+    tuple of tensors; given a routing it uses that. The result maps (params, x) to the same pair.
+    """
+
+    def step(params, x):
+        leaves, treedef = optree.tree_flatten((params, x))
+        decided = []
+
+        def first(*leaves):
+            outs, routing = f(*optree.tree_unflatten(treedef, leaves), None)
+            decided.append(routing)
+            return outs
+
+        def again(*leaves):
+            return f(*optree.tree_unflatten(treedef, leaves), decided[0])[0]
+
+        return _Again.apply(first, again, *leaves), decided[0]
+
+    return step

@@ -1,0 +1,85 @@
+"""One layer of experts, line by line. A row is one choice of one token: G groups of tokens, one a rank, have R rows
+each for every expert; R is ragged, another number for each (g, e).
+
+    1. n   [G_X, E]       -> n   [G, E_X]         AllToAll in `route`: how many rows each rank will get
+    2. Row [G_X, E, R, D] -> Row [G, E_X, R, D]   AllToAll: dispatch
+    3. Out = W_out act(W_in Row)                  each expert its own rows, perhaps none; {U_Y} if F is split over Y
+    4. Out [G, E_X, R, D] -> Out [G_X, E, R, D]   AllToAll: combine
+    5. y = sum over k of weights * Out
+    6. y [B_X, T, D] {U_Y} -> y [B_X, T, D]       AllReduce, or ReduceScatter to T_Y; only if F is split over Y
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
+from scaling.collectives.ragged import ragged_all_to_all
+from scaling.configs import Config
+from scaling.models.moe import balance_loss, by_expert, router_logits, weigh, z_loss
+from scaling.strategies.expert.layout import Layout, layout
+from scaling.strategies.expert.routing import Routing, route
+
+
+def moe(
+    params: dict,
+    x: Tensor,
+    config: Config,
+    mesh,
+    axis,
+    *,
+    tensor=None,
+    spec: str | None = None,
+    routing: Routing | None = None,
+) -> tuple[Tensor, dict]:
+    """x[B_axis, T, D] -> (y[B_axis, T, D], aux), equal to `scaling.models.moe.dense` on one device.
+
+    params, this rank's shards typed as `specs`: "router", "W_in", "W_gate" (then SwiGLU, else GELU), "W_out", and
+    perhaps "bias", which enters the choice alone, and "shared", the experts that every token passes. `axis`: the
+    experts' axis, or several, "XY". `tensor`: the axis that F is split over. `spec`: x's type where more axes split
+    it, `x[B_XE, T_C, D]`; with T split over `tensor` last, `x[B_X, T_Y, D]`, y comes back so. An axis that the mesh
+    lacks drops out. `routing`: what `route` decided for this x, when a backward pass computes the layer again.
+
+    aux: "balance" and "z", this rank's terms of the losses over the global batch, unreduced over the axes of x and
+    `tensor`: to be added, times `config.aux_coef` and `z_coef`, to a loss while that is unreduced. "load" int64[E]:
+    how many tokens of the global batch chose each expert, before any was dropped. Cotangents by the law
+    (notation.md): W_in's, W_gate's and W_out's are unreduced over axes of x that are not the experts', those of router
+    and shared over all axes of x, and router's and x's over `tensor`.
+    """
+    at = layout(config, mesh, axis, tensor, spec)
+    if routing is None:
+        routing = route(params, x, config, mesh, axis, tensor=tensor, spec=spec)
+    if at.sequence:
+        x = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh)
+    tokens = x.flatten(0, 1)
+    logits = router_logits(tokens, params["router"])
+    Row = routing.rows.spread(tokens)
+    if at.experts:
+        line = f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]"
+        Row = ragged_all_to_all(line, Row, routing.sends, routing.receives, mesh)  # 2. critical path
+    Row = Row if routing.order is None else Row.index_select(0, routing.order)
+    Out = by_expert(lambda W, Row: mlp(W, Row, at), params, Row, routing.counts)  # 3.
+    Out = Out if routing.back is None else Out.index_select(0, routing.back)
+    if at.experts:
+        line = f"Out[G, E{at.X}, R, D]{at.U} -> Out[G{at.X}, E, R, D]{at.U}"
+        Out = ragged_all_to_all(line, Out, routing.receives, routing.sends, mesh)  # 4. critical path
+    y = routing.rows.collect(Out, weigh(logits, routing.experts, config))  # 5.
+    if "shared" in params:
+        y = y + mlp(params["shared"], tokens, at)
+    y = y.view_as(x)
+    if at.sequence:
+        y = reduce_scatter(f"y[{at.BT}, D]{at.U} -> y[{at.BT_Y}, D]", y, mesh)  # 6. critical path
+    elif at.tensor:
+        y = all_reduce(f"y[{at.BT}, D]{at.U} -> y[{at.BT}, D]", y, mesh)  # 6. critical path
+    count, copies = len(tokens) * at.ranks, mesh.size(at.tensor)
+    balance = balance_loss(logits, routing.load, config, count) / copies
+    return y, {"balance": balance, "z": z_loss(logits, count) / copies, "load": routing.load}
+
+
+def mlp(W: dict, Row: Tensor, at: Layout) -> Tensor:
+    """Row[R, D] -> Out[R, D] {U_Y} through one expert: W_in[D, F_Y], W_out[F_Y, D], perhaps W_gate[D, F_Y]."""
+    Tmp = einsum(f"Row[R, D] * W_in[D, F{at.Y}] -> Tmp[R, F{at.Y}]", Row, W["W_in"])
+    if "W_gate" in W:
+        Tmp = F.silu(einsum(f"Row[R, D] * W_gate[D, F{at.Y}] -> Gate[R, F{at.Y}]", Row, W["W_gate"])) * Tmp
+    else:
+        Tmp = F.gelu(Tmp)
+    return einsum(f"Tmp[R, F{at.Y}] * W_out[F{at.Y}, D] -> Out[R, D]{at.U}", Tmp, W["W_out"])

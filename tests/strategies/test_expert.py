@@ -1,0 +1,176 @@
+"""Experts on a mesh: outputs, every gradient, routing and losses equal the dense computation on one device."""
+
+import pytest
+import torch
+from torch.func import vjp
+
+from scaling import tree
+from scaling.collectives import all_reduce
+from scaling.configs import Config
+from scaling.models import moe as one_device
+from scaling.spec import format_axes, parse
+from scaling.strategies import expert
+
+SIZES = {"L": 1, "D": 6, "F": 8, "N": 2, "K": 1, "H": 4, "V": 7}
+SOFTMAX = Config("softmax", **SIZES, E=8, k=2)
+SIGMOID = Config(
+    "sigmoid", **SIZES, E=8, k=3, shared=2, routing="sigmoid", expert_groups=4, top_groups=2, routed_scale=2.5
+)
+COEF = {"balance": 0.3, "z": 0.07}  # of the auxiliary losses, in the loss that is differentiated
+
+
+def problem(config: Config, how: str):
+    """Params, x[4, 6, D] and the cotangent dy, whole: normal numbers, in which no two tokens or experts are alike."""
+    rng = torch.Generator().manual_seed(len(how))
+    sizes = {"D": config.D, "E": config.E, "F": config.F}
+    wide = {"D": config.D, "F": config.F * config.shared}
+
+    def draw(types, sizes):
+        return {
+            name: draw(text, wide)
+            if isinstance(text, dict)
+            else torch.randn(parse(text).global_shape(sizes), generator=rng, dtype=torch.float64) / 2
+            for name, text in types.items()
+        }
+
+    params = draw(expert.specs(config, None), sizes)
+    x, dy = (torch.randn(4, 6, config.D, generator=rng, dtype=torch.float64) for _ in range(2))
+    if how == "one":  # all tokens choose expert 5 first; most others are empty
+        x[..., 0] = x[..., 0].abs() + 1
+        params["router"] *= 0.1
+        params["router"][0] = torch.tensor([0, 0, 0, 0, 0, 9.0, 0, 0])
+    if how == "ties":
+        params["router"][:, 4:] = params["router"][:, :4]
+        x[1] = 0
+    return params, x, dy
+
+
+def dense(config, how):
+    params, x, dy = problem(config, how)
+
+    def f(params, x):
+        y, aux = one_device.dense(params, x, config)
+        return (y * dy).sum() + sum(coef * aux[name] for name, coef in COEF.items()), (y, aux)
+
+    leaves = tree.leaves((params, x))
+    for leaf in leaves:
+        leaf.requires_grad_()
+    loss, (y, aux) = f(params, x)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    grads = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)]
+    *grads, dx = grads
+    names = list(tree.named_leaves(params))
+    experts = one_device.choose(x, params["router"], config, params.get("bias"))
+    return y.detach(), {k: v.detach() for k, v in aux.items()}, dict(zip(names, grads, strict=True)), dx, experts
+
+
+def whole(leaf, spec, axes, mesh):
+    """The whole gradient: summed over the axes along which its array is replicated, gathered over the others."""
+    spec = parse(spec).with_name("g")
+    over = tuple(a for a in axes if a not in spec.axes and a in mesh.sizes)
+    return tree.unshard(leaf, spec.with_unreduced(over), mesh)
+
+
+def run(mesh, config, how, axis, tensor, spec, way):
+    """y, aux, gradients and routing of one layer on a mesh, made whole."""
+    params, x, dy = problem(config, how)
+    types = expert.specs(config, axis, tensor)
+    params = tree.shard(params, types, mesh)
+    x, dy = tree.shard([x, dy], [spec, spec], mesh)
+    options = {"tensor": tensor, "spec": spec}
+    y_axes = parse(spec).axes
+    copies = mesh.size([tensor]) if tensor and tensor not in y_axes else 1
+
+    def layer(params, x, routing=None):
+        if routing is None:
+            routing = expert.route(params, x, config, mesh, axis, **options)
+        y, aux = expert.moe(params, x, config, mesh, axis, **options, routing=routing)
+        return (y, aux["balance"], aux["z"]), routing
+
+    if way == "autograd":
+        leaves = tree.leaves((params, x))
+        for leaf in leaves:
+            leaf.requires_grad_()
+        y, aux = expert.moe(params, x, config, mesh, axis, **options)
+        outs, load = (y, aux["balance"], aux["z"]), aux["load"]
+        cotangents = (dy / copies, *(torch.full((), c, dtype=torch.float64) for c in COEF.values()))
+        *grads, dx = torch.autograd.grad(outs, leaves, cotangents, allow_unused=True)
+        grads = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves[:-1], strict=True)]
+        outs = [out.detach() for out in outs]
+    else:
+        f = one_device.checkpoint_routed(layer) if way == "remat" else layer
+
+        def outs_and_load(params, x):
+            outs, routing = f(params, x)
+            return outs, routing.load
+
+        outs, pull, load = vjp(outs_and_load, params, x, has_aux=True)
+        grads, dx = pull((dy / copies, *(torch.full((), c, dtype=torch.float64) for c in COEF.values())))
+        grads = tree.leaves(grads)
+    everywhere = tuple(dict.fromkeys((*y_axes, *([tensor] if tensor else ()))))
+    U = format_axes(tuple(a for a in everywhere if a in mesh.sizes))
+    aux = [all_reduce(f"a[] {{U_{U}}} -> a[]", a, mesh) for a in outs[1:]]
+    named = dict(zip(tree.named_leaves(params), grads, strict=True))
+    kinds = tree.named_leaves(types)
+    named = {name: whole(g, kinds[name], everywhere, mesh) for name, g in named.items()}
+    routing = expert.route(params, x.detach(), config, mesh, axis, **options)
+    experts = routing.experts.view(x.shape[0], -1, config.k)
+    at = parse(spec).with_name("e")
+    if tensor and tensor in at.axes_of("T"):
+        at = at.with_axes("T", [a for a in at.axes_of("T") if a != tensor])
+    return (
+        tree.unshard(outs[0], spec, mesh),
+        dict(zip(COEF, aux, strict=True)) | {"load": load},
+        named,
+        whole(dx, spec, everywhere, mesh),
+        tree.unshard(experts, at, mesh),
+    )
+
+
+def close(got, want, what):
+    scale = want.abs().max().clamp(min=1e-9)
+    assert (got - want).abs().max() <= 1e-11 * scale, what
+
+
+def check(results, config, how):
+    y, aux, grads, dx, experts = dense(config, how)
+    for got_y, got_aux, got_grads, got_dx, got_experts in results:
+        assert torch.equal(got_experts, experts)
+        assert torch.equal(got_aux["load"], aux["load"])
+        close(got_y, y, "y")
+        close(got_dx, dx, "dx")
+        for name in COEF:
+            close(got_aux[name], aux[name], name)
+        for name, want in grads.items():
+            close(got_grads[name], want, name)
+
+
+ONE_AXIS = [
+    (1, SOFTMAX, "plain", "vjp"),
+    (2, SOFTMAX, "ties", "remat"),
+    (2, SIGMOID, "one", "autograd"),
+    (4, SOFTMAX, "one", "vjp"),
+    (4, SIGMOID, "plain", "remat"),
+    (4, SOFTMAX.with_(k=1, gated=False, capacity=0.6), "plain", "autograd"),
+    (4, SIGMOID.with_(capacity=0.5), "one", "vjp"),
+]
+
+
+@pytest.mark.parametrize(("n", "config", "how", "way"), ONE_AXIS)
+def test_equals_dense(ranks, n, config, how, way):
+    check(ranks(run, {"X": n}, config, how, "X", None, "x[B_X, T, D]", way), config, how)
+
+
+MESHES = [
+    ({"X": 2, "Y": 2}, "X", "Y", "x[B_X, T, D]"),
+    ({"X": 2, "Y": 2}, "X", "Y", "x[B_X, T_Y, D]"),
+    ({"X": 2, "E": 2}, "E", None, "x[B_XE, T, D]"),
+    ({"X": 2, "C": 2}, "X", None, "x[B_X, T_C, D]"),
+    ({"X": 2, "E": 2}, "EX", None, "x[B_EX, T, D]"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "axis", "tensor", "spec"), MESHES)
+@pytest.mark.parametrize("config", [SIGMOID, SOFTMAX.with_(capacity=0.7)], ids=["sigmoid", "capacity"])
+def test_equals_dense_on_two_axes(ranks, sizes, axis, tensor, spec, config):
+    check(ranks(run, sizes, config, "plain", axis, tensor, spec, "vjp"), config, "plain")
