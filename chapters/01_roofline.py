@@ -1,172 +1,201 @@
-"""Part 1, All About Rooflines: https://jax-ml.github.io/scaling-book/roofline
+# %% [markdown]
+"""Part 1, All About Rooflines: how long an operation takes, from its FLOPs and its bytes, and which of them binds it.
+https://jax-ml.github.io/scaling-book/roofline
 
-How long an operation takes, from its FLOPs and its bytes, and which of the two binds it: a table over chips, the
-roofline as a picture, the matmul's critical batch, two chips that share a contraction, and the worked problems. And
-on this device: what matmul and add reach here, and whether a matmul's time follows the roofline of the two.
+Five operations on three chips, the roofline as a picture, the critical batch of a matmul, two chips that share a
+contraction, every problem with the book's answer beside ours, and what this machine reaches.
 """
 
-import argparse
-import sys
+# %%
 import time
 
 import torch
-from tabulate import tabulate
 
 from scaling import cost
-from scaling.book.answers import Answer, report
-from scaling.hardware import Chip, chip
-from scaling.show import charts as plot
+from scaling.book.answers import Answer
+from scaling.book.layout import number
+from scaling.book.page import Page
+from scaling.hardware import chip
 
+page = Page(__doc__, device=True, plot=True)
 V5E, H100 = chip("v5e"), chip("h100", "part1")  # the H100 of this part's text: 9.89e14 FLOPs/s, 3.35e12 bytes/s
+C, W = V5E.flops(), V5E.hbm_bw
+
+# %% [markdown]
+# ## Where does the time go?
+# T_math is FLOPs over FLOPs/s, T_comms bytes over bytes/s. If they overlap fully, the time is the greater of the two
+# (the lower bound), without overlap their sum (the upper one). Look at the third and fourth column: an operation is
+# bound by what it moves unless its FLOPs per byte exceed the chip's.
 
 
-# %% Where does the time go? FLOPs and bytes of five operations in bf16, on three chips
+# %%
 def operations(C: float, W: float, N: int = 2**20, D: int = 4096) -> dict[str, cost.Roofline]:
     return {
-        f"dot product, {N:,}": cost.roofline(2 * N - 1, 2 * N + 2 * N + 2, C, W),
-        f"add, {N:,}": cost.roofline(N, 3 * 2 * N, C, W),
-        f"ReLU, {N:,}": cost.roofline(N, 2 * 2 * N, C, W),
-        f"matrix x vector, {D}": cost.matmul(1, D, D, C, W),
-        f"matmul, B = 100, D = F = {D}": cost.matmul(100, D, D, C, W),
-        f"matmul, B = D = F = {D}": cost.matmul(D, D, D, C, W),
+        "dot product, 2^20": cost.roofline(2 * N - 1, 2 * N + 2 * N + 2, C, W),
+        "add, 2^20": cost.roofline(N, 3 * 2 * N, C, W),
+        "ReLU, 2^20": cost.roofline(N, 2 * 2 * N, C, W),
+        "matrix x vector, 4096": cost.matmul(1, D, D, C, W),
+        "matmul, B = 100": cost.matmul(100, D, D, C, W),
+        "matmul, B = D = F = 4096": cost.matmul(D, D, D, C, W),
     }
 
 
-def where_the_time_goes() -> str:
-    rows = []
-    for hw in (V5E, H100, chip("h200")):
-        for name, op in operations(hw.flops(), hw.hbm_bw).items():
-            us = [f"{1e6 * t:.2f}" for t in (op.math, op.comms, op.lower, op.upper)]
-            rows.append((hw.name, name, f"{op.intensity:.2f}", f"{op.critical:.0f}", *us, op.bound))
-    head = [
+page.title("Where the time goes: bf16, D = F = 4096")
+rows = []
+for hw in (V5E, H100, chip("h200")):
+    for name, op in operations(hw.flops(), hw.hbm_bw).items():
+        us = [f"{1e6 * t:,.2f}" for t in (op.math, op.comms, op.lower, op.upper)]
+        rows.append((hw.name, name, f"{op.intensity:.2f}", f"{op.critical:.0f}", *us, op.bound))
+page.table(
+    rows,
+    [
         "chip",
-        "operation (bf16)",
-        "FLOPs/byte",
-        "critical",
-        "T_math us",
-        "T_comms us",
-        "lower",
-        "upper",
-        "bound by",
-    ]
-    return tabulate(rows, head, disable_numparse=True)
+        "operation",
+        "FLOPs\n/byte",
+        "the\nchip's",
+        "T_math\nus",
+        "T_comms\nus",
+        "lower\nus",
+        "upper\nus",
+        "bound",
+    ],
+)
+
+# %% [markdown]
+# ## Visualizing rooflines
+# The roof rises with the memory's bandwidth and is level from C/W on. VMEM, 22 times as fast as HBM, moves the corner
+# from 240 to 11 FLOPs per byte. The crosses are matmuls of growing batch: they climb the lower roof.
 
 
-# %% Visualizing rooflines: two memories, and matmuls of growing batch along the roof of the slower one
-def picture(hw: Chip = V5E) -> tuple[plot.Series, plot.Series]:
-    C, xs = hw.flops(), [10 ** (i / 20) for i in range(-20, 81)]
-    roofs = {
-        f"{hw.name} from HBM": [(x, cost.attainable(x, C, hw.hbm_bw)) for x in xs],
-        f"{hw.name} from VMEM": [(x, cost.attainable(x, C, hw.need("sram_bw"))) for x in xs],
-    }
-    batches = (1, 4, 16, 64, 256, 1024, 4096)
-    found = [cost.matmul(B, 4096, 4096, C, hw.hbm_bw) for B in batches]
-    return roofs, {f"matmul, D = F = 4096, B = {batches}": [(op.intensity, op.attained) for op in found]}
+# %%
+def roof(W: float, ends=(0.1, 1e4)) -> list[tuple[float, float]]:
+    """FLOPs/s against FLOPs/byte, with the exact corner."""
+    return [(x, cost.attainable(x, C, W)) for x in sorted((*ends, C / W))]
 
 
-# %% Question 3: FLOPs/s against batch, int8 weights and bf16 activations
-def question_3() -> plot.Series:
-    mixed, rate = ("bf16", "int8", "bf16"), (V5E.flops(), V5E.hbm_bw)
-    return {
-        f"D = F = {D}": [(B, cost.matmul(B, D, D, *rate, dtypes=mixed).attained) for B in range(1, 512)]
-        for D in (4096, 1024)
-    }
+vmem, batches = V5E.need("sram_bw"), (1, 4, 16, 64, 256, 1024, 4096)
+matmuls = [cost.matmul(B, 4096, 4096, C, W) for B in batches]
+page.chart(
+    "roofline", {"from HBM": roof(W), "from VMEM": roof(vmem)}, "FLOPs/byte", "FLOPs/s", "Rooflines of a v5e, bf16",
+    points={"matmul, D = F = 4096, B = 1, 4, 16, ..., 4096": [(op.intensity, op.attained) for op in matmuls]},
+    marks=[("x", C / W, f"C/W of HBM = {C / W:.0f}"), ("x", C / vmem, f"of VMEM = {C / vmem:.0f}")],
+)  # fmt: skip
+mixed = ("bf16", "int8", "bf16")  # activations, weights, output: Questions 2 and 3
+knees = {side: cost.critical_batch(C, W, side, side, mixed) for side in (4096, 1024)}
+series = {
+    f"D = F = {side}": [(B, cost.matmul(B, side, side, C, W, dtypes=mixed).attained) for B in (*range(1, 512), knee)]
+    for side, knee in knees.items()
+}
+page.chart(
+    "question-3", series, "batch in tokens", "FLOPs/s", "Question 3: int8 weights, bf16 activations, on a v5e",
+    marks=[("x", knee, f"B = {knee:.0f}") for knee in knees.values()], log=False,
+)  # fmt: skip
+
+# %% [markdown]
+# ## Matrix multiplication
+# For B much smaller than D and F the intensity is B, so the critical batch is C/W: 240 on a v5e, 295 on an H100. With
+# finite D and F the activations count as well, and it takes more; with small ones, much more.
+
+# %%
+page.title("Critical batch of a bf16 matmul, B* = wDF / (2DF W/C - aD - oF)")
+rows = []
+for D, F in ((1024, 1024), (4096, 4096), (8192, 8192), (8192, 32768), (10**8, 10**8)):
+    exact = [cost.critical_batch(hw.flops(), hw.hbm_bw, D, F) for hw in (V5E, H100)]
+    rows.append((D, F, f"{cost.matmul(240, D, F, C, W).intensity:.1f}", *(f"{B:.1f}" for B in exact)))
+page.table(rows, ["D", "F", "intensity at B = 240", "B*, v5e", "B*, H100"])
+
+# %% [markdown]
+# ## Network communication rooflines
+# Two chips hold half of D each and swap their partial sums. Look at what decides: D, not B.
+
+# %%
+link = V5E.need("link_bw")
+X, Y = torch.randn(8, 64, dtype=torch.float64), torch.randn(64, 16, dtype=torch.float64)
+Z0, Z1 = X[:, :32] @ Y[:32], X[:, 32:] @ Y[32:]
+page.title("Two v5e which share the contraction, F = 8192")
+rows = []
+for B in (16, 1024):
+    for D in (4096, 8192, 8756, 16384):
+        op = cost.split_contraction(B, D, 8192, C, link)
+        rows.append((B, D, f"{1e6 * op.math:.1f}", f"{1e6 * op.comms:.1f}", op.bound))
+page.table(rows, ["B", "D", "T_math us", "T_comms us", "bound by"])
+whole = page.check("the two halves add up to the whole", torch.allclose(Z0 + Z1, X @ Y, rtol=1e-12))
+page.say(f"the two halves add up to the whole: {whole}")
 
 
-# %% Matrix multiplication: intensity and critical batch, exact and in the limit of large D and F
-def critical_batches() -> str:
-    rows = []
-    for D, F in ((1024, 1024), (4096, 4096), (8192, 8192), (8192, 32768)):
-        at = cost.matmul(240, D, F, V5E.flops(), V5E.hbm_bw).intensity
-        exact = [cost.critical_batch(hw.flops(), hw.hbm_bw, D, F) for hw in (V5E, H100)]
-        rows.append((D, F, f"{at:.1f}", *(f"{B:.1f}" for B in exact)))
-    limit = [f"{cost.critical_batch(hw.flops(), hw.hbm_bw):.1f}" for hw in (V5E, H100)]
-    rows.append(("large", "large", "240.0", *limit))
-    return tabulate(
-        rows, ["D", "F", "intensity at B = 240", "critical B, v5e", "critical B, H100"], disable_numparse=True
-    )
-
-
-# %% Network communication rooflines: two chips, half of D each
-def two_chips() -> tuple[str, bool]:
-    X, Y = torch.randn(8, 64, dtype=torch.float64), torch.randn(64, 16, dtype=torch.float64)
-    halves = X[:, :32] @ Y[:32] + X[:, 32:] @ Y[32:]
-    same, rows = torch.allclose(halves, X @ Y, rtol=1e-12), []
-    for B in (16, 1024):
-        for D in (4096, 8192, 8756, 16384):
-            op = cost.split_contraction(B, D, 8192, V5E.flops(), V5E.need("link_bw"))
-            rows.append((B, D, f"{1e6 * op.math:.1f}", f"{1e6 * op.comms:.1f}", op.bound))
-    return tabulate(rows, ["B", "D", "T_math us", "T_comms us", "bound by"], disable_numparse=True), same
-
-
-def threshold(bound_by_math) -> int:
-    """The smallest whole number from which on an operation is compute-bound, by bisection."""
+def least_D(hw) -> int:
+    """The smallest D from which two chips are compute-bound, at B = 16, by bisection."""
     low, high = 0, 2**20
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if bound_by_math(middle) else (middle, high)
+        bound = cost.split_contraction(16, middle, 8192, hw.flops(), hw.need("link_bw")).bound
+        low, high = (low, middle) if bound == "compute" else (middle, high)
     return high
 
 
-# %% The worked problems
-def answers() -> list[Answer]:
-    C, W, int8 = V5E.flops(), V5E.hbm_bw, V5E.flops("int8")
-    mixed = ("bf16", "int8", "bf16")
-    v5p, v6e = chip("v5p"), chip("v6e", "part1")
-    vector = v5p.vector_alus * v5p.clock / (v5p.hbm_bw / v5p.cores)
-    tiles, big = (128, 512, 256), 2**20
-    link = V5E.need("link_bw")
-    swap = threshold(lambda D: cost.split_contraction(16, D, 8192, C, link).bound == "compute")
-    many, small, q1 = 8192.0, cost.matmul(2, 3, 5, int8, W, "int8"), cost.matmul(100, 4096, 4096, int8, W, "int8")
-    q2 = cost.critical_batch(C, W, dtypes=mixed)
-    each = cost.roofline(2 * 64 * many**2, 64 * many + 64 * many**2 + 64 * many, int8, W)
-    return [
-        Answer("1e12 FLOPs on an H100", "1.01", 1e3 * cost.roofline(1e12, 0, H100.flops(), H100.hbm_bw).math, "ms"),
-        Answer("1e12 FLOPs on a v6e", "1.1", 1e3 * cost.roofline(1e12, 0, v6e.flops(), v6e.hbm_bw).math, "ms"),
-        Answer(
-            "the same with the FLOPs/s of Part 2's table", "1.1", 1e3 / chip("v6e").flops() * 1e12, "ms",
-            note="9.2e14 there, 9.1e14 in this part: variant part1",
-        ),
-        Answer("Critical intensity of v5e's MXU", "240", V5E.intensity("hbm"), "FLOPs/byte"),
-        Answer("Intensity of a dot product, large N", "0.5", cost.roofline(2 * big - 1, 4 * big + 2, C, W).intensity),
-        Answer(
-            "Critical intensity of v5p's VPU", "3", vector, "FLOPs/byte",
-            erratum="7.2e12 FLOPs/s a core over half of 2.8e12 bytes/s; 3 is one core's over the chip's bandwidth",
-        ),
-        Answer("Matmul is compute-bound from B =", "240", cost.critical_batch(C, W), "tokens"),
-        Answer("the same on GPUs", "300", cost.critical_batch(H100.flops(), H100.hbm_bw), "tokens"),
-        Answer("512 sequences of 4096 tokens on 2048 GPUs", "1e3", 512 * 4096 / 2048, "tokens/GPU"),
-        Answer(
-            "Intensity of a matmul by tiles of 128 and 256", f"{128 * 256 / (128 + 256):.4g}",
-            cost.tiled_matmul(1024, big, 1024, tiles, C, W).intensity, note="bm bn/(bm + bn), K large",
-        ),
-        Answer("Two chips: C/W of v5e's link", "4377", C / link, "FLOPs/byte"),
-        Answer("Two chips: compute-bound from D =", "8755", float(swap), note="for any B: see the table above"),
-        Answer("1.1 bytes of int8 matmul, B=2, D=3, F=5", "31", small.nbytes, note="BD+DF+BF"),
-        Answer("1.2 operations of the same", "60", float(small.flops), note="2BDF"),
-        Answer("1.3 critical intensity in int8", "480", int8 / W, "OPs/byte"),
-        Answer("1.3 compute-bound from B =", "240", cost.critical_batch(int8, W, dtypes="int8"), "tokens"),
-        Answer(
-            "1.4 bounds of its time, B = 100, D = F = 4096", "", 1e6 * q1.lower, "us",
-            note=f"at least T_comms, at most {1e6 * q1.upper:.1f} us",
-        ),
-        Answer("2 int8 weights, bf16 FLOPs: compute-bound from B =", "120", q2, "tokens"),
-        Answer(
-            "3 knee of the plot, D = F = 4096", "", cost.critical_batch(C, W, 4096, 4096, mixed), "tokens",
-            note="wDF/(2DF W/C - aD - oF), read off the book's figure as about 136",
-        ),
-        Answer(
-            "3 knee of the plot, D = F = 1024", "", cost.critical_batch(C, W, 1024, 1024, mixed), "tokens",
-            note="almost twice the limit of 120, as the book says",
-        ),
-        Answer("4 a matrix for each row of the batch: intensity", "2", each.intensity, note="whatever B is"),
-        Answer("4 and so it is bound by", "comms", each.bound),
-        Answer("5 H100 is compute-bound from B =", "295", cost.critical_batch(H100.flops(), H100.hbm_bw), "tokens"),
-    ]  # fmt: skip
+# %% [markdown]
+# ## The numbers of the text, and the problems
+# "rounding": the book has cut off or rounded on the way. "ours": the book gives no number.
+
+# %%
+v5p, v6e, h100_flops = chip("v5p"), chip("v6e", "part1"), H100.flops()
+vector = v5p.vector_alus * v5p.clock / (v5p.hbm_bw / v5p.cores)
+tiled = cost.tiled_matmul(1024, 2**20, 1024, (128, 512, 256), C, W)
+page.answers([
+    Answer("1e12 FLOPs on an H100", "1.01", 1e3 * cost.roofline(1e12, 0, h100_flops, W).math, "ms"),
+    Answer("1e12 FLOPs on a v6e", "1.1", 1e3 * cost.roofline(1e12, 0, v6e.flops(), W).math, "ms"),
+    Answer("1e12 FLOPs on a v6e with the 9.2e14 FLOPs/s of Part 2's table", "",
+           1e3 * cost.roofline(1e12, 0, chip("v6e").flops(), W).math, "ms", "this part has 9.1e14"),
+    Answer("Critical intensity of v5e's MXU", "240", V5E.intensity("hbm"), "FLOPs/B"),
+    Answer("Intensity of a dot product, N = 2^20 (large N)", "0.5", operations(C, W)["dot product, 2^20"].intensity,
+           "FLOPs/B"),
+    Answer("Critical intensity of v5p's VPU", "3", vector, "FLOPs/B", erratum=
+           "a core's 7.2e12 FLOPs/s over half of 2.8e12 bytes/s; 3 is one core's over the whole chip's bandwidth"),
+    Answer("A bf16 matmul on a v5e is compute-bound from B =", "240", cost.critical_batch(C, W), "tokens"),
+    Answer("A bf16 matmul on an H100 ('closer to 300')", "300", cost.critical_batch(h100_flops, H100.hbm_bw), "tokens"),
+    Answer("512 sequences of 4096 tokens on 2048 GPUs", "1e3", 512 * 4096 / 2048, "tokens"),
+    Answer("FLOPs/B of a matmul by tiles of 128 x 512 and 512 x 256", "", tiled.intensity, "FLOPs/B",
+           "tends to bm bn/(bm + bn) = 85.33 as k grows; here k = 2^20"),
+    Answer("Two chips: C/W of a v5e's link", "4377", C / link, "FLOPs/B"),
+    Answer("Two chips are compute-bound from D =", "8755", least_D(V5E), "", "for any B, see the table above"),
+])  # fmt: skip
+
+# %%
+int8 = V5E.flops("int8")
+q1 = cost.matmul(100, 4096, 4096, int8, W, "int8")
+X, Y = torch.ones(2, 3, dtype=torch.int8), torch.ones(3, 5, dtype=torch.int8)
+Z = X @ Y
+each = cost.roofline(2 * 64 * 8192**2, 64 * 8192 + 64 * 8192**2 + 64 * 8192, int8, W)
+page.say()
+page.same([
+    ("1.1 bytes of int8[2, 3] int8[3, 5]", "BD + DF + BF", X.nbytes + Y.nbytes + Z.nbytes,
+     cost.matmul(2, 3, 5, int8, W, "int8").nbytes),
+    ("1.2 operations of it: 2 for each of its terms", "2BDF", 2 * int(Z.sum()), cost.matmul(2, 3, 5, int8, W).flops),
+], ["question", "the book's", "of real tensors", "ours"])  # fmt: skip
+page.answers([
+    Answer("1.3 critical intensity in int8", "480", int8 / W, "OPs/B"),
+    Answer("1.3 int8 matmul: compute-bound from B =", "240", cost.critical_batch(int8, W, dtypes="int8"), "tokens"),
+    Answer("1.4 int8, B = 100, D = F = 4096: at least", "", 1e6 * q1.lower, "us",
+           f"max(T_math, T_comms): bound by {q1.bound}"),
+    Answer("1.4 at most", "", 1e6 * q1.upper, "us", "T_math + T_comms"),
+    Answer("2 int8 weights, bf16 FLOPs: compute-bound from B =", "120", cost.critical_batch(C, W, dtypes=mixed),
+           "tokens"),
+    Answer("3 corner of the plot, D = F = 4096", "", knees[4096], "tokens",
+           "wDF / (2DF W/C - aD - oF) with a = o = 2, w = 1 byte; about 136 in the book's figure"),
+    Answer("3 corner of the plot, D = F = 1024", "", knees[1024], "tokens", "almost twice 120, as the book says"),
+    Answer("4 a matrix for each row of the batch: intensity, D = F = 8192", "2", each.intensity, "OPs/B"),
+    Answer("4 and so it is bound by", "comms", each.bound),
+    Answer("5 bf16 on an H100: compute-bound from B =", "295", cost.critical_batch(h100_flops, H100.hbm_bw), "tokens"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## This machine
+# What matmul and add reach here, and whether the time of a matmul lies between its two bounds. Look at the last
+# column: near 1 the roofline explains the time, above the overlap is not perfect or the caches do not fit.
 
 
-# %% On this device: what matmul and add reach, and whether a matmul follows the roofline of the two
-def fastest(fn, device: torch.device, seconds: float = 0.15) -> float:
+# %%
+def fastest(fn, device: torch.device, seconds: float) -> float:
     """Seconds of one call, the fastest of those that fit in `seconds`."""
 
     def once() -> float:
@@ -183,46 +212,37 @@ def fastest(fn, device: torch.device, seconds: float = 0.15) -> float:
     return best
 
 
-def measure(device: torch.device) -> str:
+def measure(device: torch.device, budget: float) -> tuple[float, float, list]:
+    """(FLOPs/s of a square matmul, bytes/s of an add, matmuls by batch as (B, its roofline, seconds))."""
     gpu = device.type == "cuda"
     dtype, side, length = (torch.bfloat16, 4096, 2**28) if gpu else (torch.float32, 768, 2**24)
     square = torch.randn(side, side, device=device, dtype=dtype)
-    C = 2 * side**3 / fastest(lambda: square @ square, device)
+    C = 2 * side**3 / fastest(lambda: square @ square, device, budget)
     a, b = (torch.zeros(length, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    W = 3 * a.nbytes / fastest(lambda: torch.add(a, b, out=out), device)
+    W = 3 * a.nbytes / fastest(lambda: torch.add(a, b, out=out), device, budget)
     D = 4 * side
-    weights, rows = torch.randn(D, D, device=device, dtype=dtype), []
+    weights, found = torch.randn(D, D, device=device, dtype=dtype), []
     for B in (1, 4, 16, 64, 256):
         x = torch.randn(B, D, device=device, dtype=dtype)
-        seconds = fastest(lambda x=x: x @ weights, device, 0.08)
-        op = cost.matmul(B, D, D, C, W, dtype)
-        us = [f"{1e6 * t:.0f}" for t in (op.lower, op.upper, seconds)]
-        rows.append((B, f"{op.intensity:.1f}", op.bound, *us, f"{seconds / op.lower:.2f}"))
-    head = ["B", "FLOPs/byte", "bound by", "lower us", "upper us", "measured us", "measured / lower"]
-    text = f"{dtype} on {device}: matmul {C:.3g} FLOPs/s, add {W:.3g} bytes/s, critical intensity {C / W:.1f}\n"
-    return text + f"x[B, {D}] W[{D}, {D}]\n" + tabulate(rows, head, disable_numparse=True)
+        found.append((B, cost.matmul(B, D, D, C, W, dtype), fastest(lambda x=x: x @ weights, device, budget / 2)))
+    return C, W, found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="where to measure: cpu, cuda")
-    parser.add_argument("--plot", metavar="FILE", help="write the roofline as PNG or SVG")
-    args = parser.parse_args()
-    print("Where the time goes\n" + where_the_time_goes())
-    roofs, matmuls = picture()
-    labels = {"xlabel": "FLOPs/byte", "ylabel": "FLOPs/s"}
-    print("\n" + plot.chart(roofs, points=matmuls, **labels))
-    if args.plot:
-        print(f"wrote {plot.save(args.plot, roofs, points=matmuls, **labels)}")
-    print("\nCritical batch of a bf16 matmul\n" + critical_batches())
-    table, same = two_chips()
-    print("\nTwo v5e which share the contraction: D decides, not B\n" + table)
-    print(f"the two halves add up to the whole: {'yes' if same else 'NO'}\n")
-    print(plot.chart(question_3(), "batch", "FLOPs/s", "Question 3: int8 weights, bf16 activations, v5e", log=False))
-    print("\nThis device\n" + measure(torch.device(args.device)) + "\n")
-    return report(answers()) or int(not same)
+reached, moved, found = measure(torch.device(page.args.device), 0.02 if page.small else 0.15)
+page.title(f"This machine, {page.args.device}: {number(reached)} FLOPs/s, {number(moved)} bytes/s")
+rows = []
+for B, op, seconds in found:
+    us = [f"{1e6 * t:,.0f}" for t in (op.lower, op.upper, seconds)]
+    rows.append((B, f"{op.intensity:.1f}", op.bound, *us, f"{seconds / op.lower:.2f}"))
+page.table(rows, ["B", "FLOPs/byte", "bound by", "lower us", "upper us", "measured us", "measured / lower"])
+page.say(f"critical intensity {reached / moved:.1f} FLOPs/byte")
+page.end()
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `mixed = ("bf16", "int8", "bf16")` by `mixed = ("bf16", "int4", "bf16")`. From which batch on is a
+#    matmul with int4 weights compute-bound, and why does Question 2 then say DIFFERS?
+# 2. Question: from which D on are two v6e compute-bound, which have twice the bandwidth and 4.7 times the FLOPs/s?
+#    Evaluate `least_D(chip("v6e"))`.
+# 3. Flag: run with `--plot roofline.svg`. Both pictures are written: where do the two roofs meet?

@@ -129,7 +129,7 @@ def answers() -> list[Answer]:
         Answer("5.3 70B", "2048", mega["70B"][0]),
         Answer("5.3 314B", "2048", mega["314B"][0]),
         Answer("5.3 16B's threshold", "2,472", mega["16B"][1], erratum="990e12/400e9 is 2475, as above"),
-        Answer("5.3 70B's ('roughly 1k')", "1e3", mega["70B"][1], note="two nodes a replica: 2475/2"),
+        Answer("5.3 70B's ('roughly 1k')", "1e3", mega["70B"][1], erratum="two nodes a replica: 2475/2 = 1237"),
         Answer("5.3 314B's", "300", mega["314B"][1], note="eight nodes a replica"),
         Answer(
             "5.3 all three are compute-bound", "yes",

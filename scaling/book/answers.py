@@ -6,37 +6,55 @@ Answer("5 Q1: params of LLaMA-2 13B", "13.0e9", num_params(get("llama2-13b")), "
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from textwrap import fill
+from itertools import zip_longest
+from textwrap import wrap
 
-from tabulate import tabulate
+from scaling.book import layout
 
-from scaling.cost.units import significant
+VERDICTS = ("agrees", "rounding", "erratum", "ours", "DIFFERS")
+WORDS = 16  # columns of an answer in words, beyond which it is continued on the next line
+CLOSE, NEAR = 0.05, 0.10  # relative differences that "agrees" and "rounding" allow at most, however coarse the digits
 
 
 def rounding(text: str) -> tuple[float, float]:
-    """The number that a text gives, and how far off another may be: "4.2e11" -> (4.2e11, 1e10).
+    """The number that a text gives, and one unit of its last significant digit: "4.2e11" -> (4.2e11, 1e10).
 
-    One unit of the last significant digit, or half of it if there is no other digit. The zeros that end a whole number
-    count as rounding: "47,000" -> (47000.0, 1000.0), "100" -> (100.0, 50.0).
+    The zeros that end a whole number count as rounding: "47,000" -> (47000.0, 1000.0), "100" -> (100.0, 100.0).
     """
     match = re.fullmatch(r"(-?)([\d,]+)(?:\.(\d+))?(?:e([+-]?\d+))?", text.strip())
     if not match:
-        raise ValueError(f"{text!r} is no number: write it as 4.2e11, 47,000 or 0.33")
+        raise ValueError(f"{text!r} is no number\n  fix: write it as 4.2e11, 47,000 or 0.33")
     sign, whole, fraction, exponent = match.groups()
     digits = whole.replace(",", "") + (fraction or "")
     significant = digits if fraction else digits.rstrip("0") or "0"
     power = int(exponent or 0) + len(digits) - len(significant) - len(fraction or "")
-    unit = float(f"1e{power}")
-    return float(f"{sign}{significant}e{power}"), unit if len(significant.lstrip("0")) > 1 else unit / 2
+    return float(f"{sign}{significant}e{power}"), float(f"1e{power}")
+
+
+def off(book: str, ours: float) -> tuple[float, float]:
+    """How far ours is from the book's number: relative to it, and in units of its last digit."""
+    value, unit = rounding(book)
+    return (ours - value) / abs(value) if value else float(ours != 0), (ours - value) / unit
+
+
+def notation(value: float, book: str = "") -> str:
+    """A number as the book writes its own, to four digits: 9.6e9 beside 9e9, 8192 beside 8960."""
+    exponent = book.partition("e")[2]
+    if exponent:
+        return layout.number(value / 10.0 ** int(exponent)) + f"e{int(exponent)}"
+    text = layout.number(value)
+    return text if "," in book or not book else text.replace(",", "")
 
 
 @dataclass(frozen=True)
 class Answer:
     """One question. `book`: the number as the book prints it, its word for a yes-or-no question, or "" if it has none.
 
-    Verdicts: "agrees", a number within the book's rounding; "erratum", one that is not, with the reason
-    in `erratum`; "ours", the book has no answer and `note` says how ours follows; "DIFFERS", which fails the chapter,
-    also when an erratum is claimed that is none.
+    Verdicts: "agrees", it rounds to what the book prints (and is within 5%); "rounding", the book has cut off or
+    rounded on the way: within one unit of its last digit (and 10%), or its number follows from `rounded`, (the value
+    by the book's rounded terms, which terms); "erratum", neither, with the reason in `erratum`; "ours", the book has
+    no answer and `note` says how ours follows; "DIFFERS", which fails the chapter, also when an erratum or a
+    rounding is claimed that is none.
     """
 
     question: str
@@ -45,38 +63,87 @@ class Answer:
     unit: str = ""
     note: str = ""
     erratum: str = ""
+    rounded: "tuple[float, str] | None" = None
+
+    @property
+    def difference(self) -> "float | None":
+        """Ours less the book's, relative to the book's; None where there is nothing to compare, or words are."""
+        return off(self.book, self.ours)[0] if self.book and not isinstance(self.ours, str) else None
 
     @property
     def agrees(self) -> bool:
-        if isinstance(self.ours, str):
-            return self.book == self.ours
-        value, slack = rounding(self.book)
-        return abs(self.ours - value) <= slack * (1 + 1e-9)
+        return self.book == self.ours if isinstance(self.ours, str) else agree(self.book, self.ours)
 
     @property
     def verdict(self) -> str:
         if not self.book:
-            return "ours" if self.note else "DIFFERS"
-        if self.erratum:
-            return "DIFFERS" if self.agrees else "erratum"
-        return "agrees" if self.agrees else "DIFFERS"
+            return "ours" if self.note and not self.erratum and not self.rounded else "DIFFERS"
+        if self.erratum or self.rounded:
+            holds = not self.agrees and not (self.erratum and self.rounded)
+            follows = self.erratum or agree(self.book, self.rounded[0], 1)
+            return ("erratum" if self.erratum else "rounding") if holds and follows else "DIFFERS"
+        if self.agrees:
+            return "agrees"
+        if isinstance(self.ours, str):
+            return "DIFFERS"
+        relative, units = off(self.book, self.ours)
+        return "rounding" if abs(units) <= 1 + 1e-9 and abs(relative) <= NEAR else "DIFFERS"
+
+    @property
+    def why(self) -> str:
+        rounded = f"the book takes {self.rounded[1]}" if self.rounded else ""
+        return "; ".join(part for part in (rounded, self.erratum, self.note) if part)
 
     @property
     def row(self) -> tuple[str, ...]:
-        ours = self.ours if isinstance(self.ours, str) else significant(self.ours)
-        return self.question, self.book or "-", ours, self.unit, self.verdict, self.erratum or self.note
+        """Question, the book's, ours, unit, difference, verdict."""
+        ours = self.ours if isinstance(self.ours, str) else notation(self.ours, self.book)
+        difference = (
+            "" if self.difference is None else f"{self.difference:+.1%}".replace("+0.0%", "0").replace("-0.0%", "0")
+        )
+        return self.question, self.book or "-", ours, self.unit, difference, self.verdict
 
 
-def table(answers: Sequence[Answer]) -> str:
-    head = ("question", "book", "ours", "unit", "verdict", "why")
-    rows = [(fill(q, 52), *middle, fill(why, 56)) for q, *middle, why in (a.row for a in answers)]
-    return tabulate(rows, head, "simple", disable_numparse=True)
+def agree(book: str, value: float, digits: float = 0.5) -> bool:
+    """Whether a value is within so many units of the last digit that the book prints, and within 5%."""
+    relative, units = off(book, value)
+    return abs(units) <= digits + 1e-9 and abs(relative) <= CLOSE
+
+
+def table(answers: Sequence[Answer], columns: int | None = None) -> str:
+    """The answers as a table; the reason, where there is one, stands below its row. Long questions are continued."""
+    columns = columns or layout.width()
+    head = ("question", "book", "ours", "unit", "off by", "verdict")
+    rows = [a.row for a in answers]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(6)]
+    widths[2] = max(
+        len(word) for row in [head, *rows] for word in (row[2].split() if len(row[2]) > WORDS else [row[2]])
+    )
+    widths[0] = min(widths[0], columns - sum(widths[1:]) - 2 * 5)
+    align = (str.ljust, str.rjust, str.rjust, str.ljust, str.rjust, str.ljust)
+
+    def line(cells) -> str:
+        return "  ".join(to(cell, w) for to, cell, w in zip(align, cells, widths, strict=True)).rstrip()
+
+    lines = [line(head), "  ".join("-" * w for w in widths)]
+    for answer, (question, book, ours, *rest) in zip(answers, rows, strict=True):
+        first, *more = zip_longest(
+            wrap(question, widths[0], subsequent_indent="  "), wrap(ours, widths[2]), fillvalue=""
+        )
+        lines.append(line((first[0], book, first[1], *rest)))
+        lines += [line((q, "", word, "", "", "")) for q, word in more]
+        lines += wrap(answer.why, columns, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def counts(answers: Sequence[Answer]) -> str:
+    """How many of each verdict: "31 agrees, 2 erratum"."""
+    verdicts = [a.verdict for a in answers]
+    return ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
 
 
 def report(answers: Sequence[Answer]) -> int:
     """Print the table and a count of verdicts; the exit status: 0, or 1 if an answer differs."""
     print(table(answers))
-    verdicts = [a.verdict for a in answers]
-    names = ("agrees", "erratum", "ours", "DIFFERS")
-    print("\n" + ", ".join(f"{verdicts.count(v)} {v}" for v in names if v in verdicts))
-    return int("DIFFERS" in verdicts)
+    print("\n" + counts(answers))
+    return int(any(a.verdict == "DIFFERS" for a in answers))

@@ -1,9 +1,10 @@
 """Line charts: in the terminal as text, or as PNG or SVG with matplotlib (the `plot` extra).
 
-A chart is its series, `{"name": [(x, y), ...]}`, with axes that may be logarithmic.
+A chart is its series, `{"name": [(x, y), ...]}`, with axes that may be logarithmic; `marks` are thresholds, drawn as
+lines across it: `("x", 240, "C/W = 240")` stands upright, `("y", 1, "")` lies.
 
     print(chart({"roof": [(1, 8e11), (240, 2e14), (1e4, 2e14)]}, xlabel="FLOPs/byte", ylabel="FLOPs/s"))
-    save("roof.png", series, xlabel=..., ylabel=..., points={"matmul": [(100, 5e13)]})
+    save("roof.png", series, xlabel=..., ylabel=..., points={"matmul": [(100, 5e13)]}, marks=[("x", 240, "C/W")])
 """
 
 import math
@@ -11,55 +12,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 GLYPHS = "*o+x#@%&=~"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555", "#8b5a2b")  # Okabe, Ito
 Series = Mapping[str, Sequence[tuple[float, float]]]
+Marks = Sequence[tuple[str, float, str]]
+MARGIN = 10  # columns of a text chart before its first one
 
 
-def check(series: Series, log: bool) -> list[tuple[float, float]]:
+def check(series: Series, log: tuple[bool, bool]) -> list[tuple[float, float]]:
     """All points of all series; ValueError if there are none, or if one cannot be drawn."""
     every = [point for points in series.values() for point in points]
     if not every:
-        raise ValueError("nothing to draw: give at least one point")
+        raise ValueError("nothing to draw\n  fix: give at least one point")
     for x, y in every:
-        if not (math.isfinite(x) and math.isfinite(y)) or (log and (x <= 0 or y <= 0)):
-            raise ValueError(f"the point ({x}, {y}) cannot be drawn{' on logarithmic axes' if log else ''}")
+        if not (math.isfinite(x) and math.isfinite(y)) or (log[0] and x <= 0) or (log[1] and y <= 0):
+            raise ValueError(f"the point ({x}, {y}) cannot be drawn{' on logarithmic axes' if any(log) else ''}")
     return every
 
 
-def chart(
-    series: Series, xlabel="", ylabel="", title="", width=72, height=18, log=True, points: Series | None = None
-) -> str:
-    """The chart as text. `series` are joined by lines; `points` stand alone. Later ones are drawn over earlier ones."""
-    points = points or {}
-    if len(series) + len(points) > len(GLYPHS):
-        raise ValueError(f"{len(series) + len(points)} series: a text chart tells {len(GLYPHS)} apart")
-    scale = math.log10 if log else float
-    every = [(scale(x), scale(y)) for x, y in check({**series, **points}, log)]
-    (x0, x1), (y0, y1) = (bounds([p[i] for p in every]) for i in (0, 1))
-    rows = [[" "] * width for _ in range(height)]
-
-    def put(x: float, y: float, glyph: str) -> None:
-        column, row = (x - x0) / (x1 - x0) * (width - 1), (y - y0) / (y1 - y0) * (height - 1)
-        rows[height - 1 - round(row)][round(column)] = glyph
-
-    for glyph, line in zip(GLYPHS, series.values(), strict=False):
-        line = sorted((scale(x), scale(y)) for x, y in line)
-        for (xa, ya), (xb, yb) in zip(line, line[1:] or line, strict=False):
-            steps = 2 * max(1, round((xb - xa) / (x1 - x0) * width), round(abs(yb - ya) / (y1 - y0) * height))
-            for i in range(steps + 1):
-                put(xa + (xb - xa) * i / steps, ya + (yb - ya) * i / steps, glyph)
-    for glyph, alone in zip(GLYPHS[len(series) :], points.values(), strict=False):
-        for x, y in alone:
-            put(scale(x), scale(y), glyph)
-
-    unscale = (lambda v: 10**v) if log else float
-    ticks = {0: unscale(y1), height // 2: unscale((y0 + y1) / 2), height - 1: unscale(y0)}
-    lines = [f"{format(ticks[i], '9.3g') if i in ticks else '':>9} |{''.join(row)}" for i, row in enumerate(rows)]
-    left, middle, right = (f"{unscale(x):.3g}" for x in (x0, (x0 + x1) / 2, x1))
-    axis = f"{left:<{width // 3}}{middle:^{width - 2 * (width // 3)}}{right:>{width // 3}}"
-    legend = "   ".join(f"{glyph} {name}" for glyph, name in zip(GLYPHS, [*series, *points], strict=False))
-    head = [title] if title else []
-    head += [f"{ylabel} against {xlabel}"] if xlabel or ylabel else []
-    return "\n".join([*head, *lines, " " * 10 + "+" + "-" * width, " " * 11 + axis, " " * 11 + legend])
+def logarithmic(log: bool | str) -> tuple[bool, bool]:
+    """Which of the axes x and y are: `True`, `False`, "x" or "y"."""
+    return (log, log) if isinstance(log, bool) else ("x" in log, "y" in log)
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
@@ -68,26 +40,148 @@ def bounds(values: Sequence[float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def save(
-    path: str | Path, series: Series, xlabel="", ylabel="", title="", log=True, points: Series | None = None
-) -> Path:
-    """Writes the chart to a file, PNG or SVG by its name; RuntimeError without matplotlib."""
-    points = points or {}
-    check({**series, **points}, log)
+def ticks(low: float, high: float, log: bool, most: int = 6) -> list[float]:
+    """Round values between the ends of an axis: decades where it is logarithmic, else 1, 2 or 5 times a power of ten.
+
+    Of many decades every second, third ... is taken; where there are fewer than two, their doubles and fives too.
+    """
+    if log:
+        first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+        if last - first < 1:
+            every = [m * 10.0**e for e in range(first - 1, last + 2) for m in (1, 2, 5)]
+            return [tick for tick in every if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+        step = -(-(last - first + 1) // most)
+        return [10.0**e for e in range(first, last + 1) if e % step == 0]
+    raw = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def tick_label(value: float) -> str:
+    """0.01, 1, 500, 2000, 1e4, 2e14."""
+    if value == 0 or 1e-3 < abs(value) < 9999:
+        return f"{value:.10g}"
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def chart(
+    series: Series, xlabel: str = "", ylabel: str = "", title: str = "", width: int = 72, height: int = 18,
+    log: bool | str = True, points: Series | None = None, marks: Marks = (),
+) -> str:  # fmt: skip
+    """The chart as text, of `width` columns and 11 for its margin. `series` are joined by lines, `points` stand alone.
+
+    Later ones are drawn over earlier ones, and all over the `marks`. `log`: True, False, "x" or "y".
+    """
+    points, logs = points or {}, logarithmic(log)
+    if len(series) + len(points) > len(GLYPHS):
+        raise ValueError(f"{len(series) + len(points)} series: a text chart tells {len(GLYPHS)} apart")
+    sx, sy = (math.log10 if axis else float for axis in logs)
+    every = check({**series, **points}, logs)
+    x0, x1 = bounds([sx(x) for x, _ in every])
+    y0, y1 = bounds([sy(y) for _, y in every])
+    rows = [[" "] * width for _ in range(height)]
+
+    def column(x: float) -> int:
+        return round((x - x0) / (x1 - x0) * (width - 1))
+
+    def row(y: float) -> int:
+        return height - 1 - round((y - y0) / (y1 - y0) * (height - 1))
+
+    shown = [(a, v, text) for a, v, text in marks
+             if (x0 <= sx(v) <= x1 if a == "x" else y0 <= sy(v) <= y1)]  # fmt: skip
+    for axis, value, _ in shown:
+        if axis == "x":
+            for line in rows:
+                line[column(sx(value))] = ":"
+        else:
+            rows[row(sy(value))][:] = ["-" if cell == " " else cell for cell in rows[row(sy(value))]]
+    for glyph, line in zip(GLYPHS, series.values(), strict=False):
+        line = sorted((sx(x), sy(y)) for x, y in line)
+        for (xa, ya), (xb, yb) in zip(line, line[1:] or line, strict=False):
+            steps = 2 * max(1, column(xb) - column(xa), abs(row(yb) - row(ya)))
+            for i in range(steps + 1):
+                rows[row(ya + (yb - ya) * i / steps)][column(xa + (xb - xa) * i / steps)] = glyph
+    for glyph, alone in zip(GLYPHS[len(series) :], points.values(), strict=False):
+        for x, y in alone:
+            rows[row(sy(y))][column(sx(x))] = glyph
+
+    unscaled = [[10**v if axis else v for v in ends] for axis, ends in zip(logs, ((x0, x1), (y0, y1)), strict=True)]
+    left = {row(sy(tick)): tick_label(tick) for tick in ticks(*unscaled[1], logs[1], height // 2)}
+    lines = [f"{left.get(i, ''):>{MARGIN - 1}} |{''.join(line)}".rstrip() for i, line in enumerate(rows)]
+    below, labels = ["-"] * width, [" "] * (width + MARGIN + 1)
+    for tick in ticks(*unscaled[0], logs[0], width // 8):
+        at, text = column(sx(tick)), tick_label(tick)
+        start = max(0, min(width + MARGIN + 1 - len(text), at + MARGIN + 1 - len(text) // 2))
+        if not "".join(labels[max(0, start - 1) : start + len(text) + 1]).strip():
+            below[at] = "+"
+            labels[start : start + len(text)] = text
+    head = [title] if title else []
+    head += [f"{ylabel} against {xlabel}"] if xlabel or ylabel else []
+    legend = [f"{glyph} {name}" for glyph, name in zip(GLYPHS, [*series, *points], strict=False)]
+    legend += [f"{':' if axis == 'x' else '-'} {text}" for axis, _, text in shown if text]
+    text = [*head, *lines, " " * MARGIN + "+" + "".join(below), "".join(labels).rstrip()]
+    return "\n".join(text + flowed(legend, " " * (MARGIN + 1), width + MARGIN + 1))
+
+
+def flowed(entries: Sequence[str], indent: str, columns: int) -> list[str]:
+    """Entries of a legend beside each other, on as many lines as they take."""
+    lines = [indent]
+    for entry in entries:
+        gap = "   " if lines[-1].strip() else ""
+        if gap and len(lines[-1]) + len(gap) + len(entry) > columns:
+            lines.append(indent)
+            gap = ""
+        lines[-1] += gap + entry
+    return lines
+
+
+def figure(
+    series: Series, xlabel: str = "", ylabel: str = "", title: str = "", log: bool | str = True,
+    points: Series | None = None, marks: Marks = (),
+):  # fmt: skip
+    """The chart as a matplotlib Figure; RuntimeError without matplotlib."""
+    points, logs = points or {}, logarithmic(log)
+    every = check({**series, **points}, logs)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
     except ImportError as error:
-        raise RuntimeError("pictures need matplotlib: pip install 'scaling[plot]'") from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name, line in series.items():
-        axes.plot(*zip(*sorted(line), strict=True), label=name)
-    for name, alone in points.items():
-        axes.plot(*zip(*alone, strict=True), "o", label=name)
-    axes.set(xlabel=xlabel, ylabel=ylabel, title=title, **({"xscale": "log", "yscale": "log"} if log else {}))
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
+        raise RuntimeError("pictures need matplotlib\n  fix: pip install 'scaling[plot]'") from error
+    picture = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.subplots()
+    for i, (name, line) in enumerate(series.items()):
+        axes.plot(*zip(*sorted(line), strict=True), label=name, color=COLOURS[i % len(COLOURS)], linewidth=2)
+    for i, (name, alone) in enumerate(points.items(), len(series)):
+        axes.plot(*zip(*alone, strict=True), "o", label=name, color=COLOURS[i % len(COLOURS)], zorder=3)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set_title(title, loc="left", fontsize=11)
+    for n, (axis, scale) in enumerate(((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale))):
+        if logs[n]:
+            scale("log")
+            low, high = bounds([point[n] for point in every])
+            decades = math.log10(high / low) if low > 0 else 0
+            low, high = (low, high) if decades else (low / 2, high * 2)
+            (axes.set_xlim if n == 0 else axes.set_ylim)(low / 10 ** (decades / 40), high * 10 ** (decades / 25))
+            axis.set_major_locator(FixedLocator(ticks(low, high, True, 9)))
+            axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
+    for axis, value, text in marks:
+        (axes.axvline if axis == "x" else axes.axhline)(value, color="#777777", linestyle="--", linewidth=1, zorder=0)
+        place = {"xycoords": axes.get_xaxis_transform() if axis == "x" else axes.get_yaxis_transform()}
+        where = (value, 0.02) if axis == "x" else (0.99, value)
+        turn = {"rotation": 90, "ha": "right", "va": "bottom"} if axis == "x" else {"ha": "right", "va": "bottom"}
+        axes.annotate(text, where, color="#555555", fontsize=9, **place, **turn)
+    axes.grid(True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    return picture
+
+
+def save(path: str | Path, series: Series, *labels: str, **options) -> Path:
+    """Writes the chart to a file, PNG or SVG by its name; arguments as of `figure`. RuntimeError without matplotlib."""
+    figure(series, *labels, **options).savefig(path, dpi=150)
     return Path(path)

@@ -1,15 +1,16 @@
 import pytest
 
-from scaling.book.answers import Answer, report, rounding
+from scaling.book import layout
+from scaling.book.answers import Answer, notation, report, rounding, table
 from scaling.cost.units import significant
 
 
 @pytest.mark.parametrize(
-    ("text", "value", "slack"),
-    [("4.2e11", 4.2e11, 1e10), ("47,000", 47000, 1000), ("0.33", 0.33, 0.01), ("100", 100, 50), ("13.0e9", 13e9, 1e8)],
+    ("text", "value", "unit"),
+    [("4.2e11", 4.2e11, 1e10), ("47,000", 47000, 1000), ("0.33", 0.33, 0.01), ("100", 100, 100), ("13.0e9", 13e9, 1e8)],
 )
-def test_rounding(text, value, slack):
-    assert rounding(text) == (pytest.approx(value), pytest.approx(slack))
+def test_rounding(text, value, unit):
+    assert rounding(text) == (pytest.approx(value), pytest.approx(unit))
 
 
 def test_significant():
@@ -18,17 +19,71 @@ def test_significant():
     ]  # fmt: skip
 
 
-def test_verdicts(capsys):
-    assert Answer("", "4.2e11", 4.23e11).verdict == "agrees"
-    assert Answer("", "4.2e11", 4.4e11).verdict == "DIFFERS"
-    assert Answer("", "4.2e11", 4.4e11, erratum="why").verdict == "erratum"
-    assert Answer("", "4.2e11", 4.2e11, erratum="there is none").verdict == "DIFFERS"
-    assert Answer("", "", 3.0, note="derived").verdict == "ours"
-    assert Answer("", "", 3.0).verdict == "DIFFERS"
-    assert Answer("", "yes", "yes").verdict == "agrees"
-    assert Answer("", "yes", "no").verdict == "DIFFERS"
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        (Answer("", "4.2e11", 4.23e11), "agrees"),
+        (Answer("", "4.2e11", 4.27e11), "rounding"),
+        (Answer("", "4.2e11", 4.4e11), "DIFFERS"),
+        (Answer("", "4.2e11", 4.4e11, erratum="why"), "erratum"),
+        (Answer("", "4.2e11", 4.2e11, erratum="there is none"), "DIFFERS"),
+        (Answer("", "100", 104), "agrees"),
+        (Answer("", "100", 108), "rounding"),
+        (Answer("", "100", 75), "DIFFERS"),
+        (Answer("", "3", 2.6), "DIFFERS"),
+        (Answer("", "377", 372.8, rounded=(377.7, "34e6 bytes for 33.55e6")), "rounding"),
+        (Answer("", "377", 372.8, rounded=(379, "what does not explain it")), "DIFFERS"),
+        (Answer("", "377", 377.1, rounded=(377.7, "though there is no need")), "DIFFERS"),
+        (Answer("", "377", 372.8, erratum="both", rounded=(377.7, "of them")), "DIFFERS"),
+        (Answer("", "", 3.0, note="derived"), "ours"),
+        (Answer("", "", 3.0), "DIFFERS"),
+        (Answer("", "", 3.0, note="derived", erratum="of nothing"), "DIFFERS"),
+        (Answer("", "yes", "yes"), "agrees"),
+        (Answer("", "yes", "no"), "DIFFERS"),
+        (Answer("", "yes", "no", erratum="why"), "erratum"),
+    ],
+)
+def test_verdicts(answer, verdict):
+    assert answer.verdict == verdict
+
+
+def test_report(capsys):
     assert report([Answer("a", "1.0", 1.0), Answer("b", "", 1.0, note="n")]) == 0
     assert "1 agrees, 1 ours" in capsys.readouterr().out
     assert report([Answer("a", "1.0", 2.0)]) == 1
     with pytest.raises(ValueError, match="is no number"):
         rounding("about ten")
+
+
+def test_numbers_stand_as_the_book_writes_them():
+    beside = [(4.915e13, "5e13"), (9.6e9, "9e9"), (57500, "57,500"), (8192, "8960"), (0.2162, "0.217"), (1.0 / 3, "")]
+    assert [notation(*pair) for pair in beside] == ["4.915e13", "9.6e9", "57,500", "8192", "0.2162", "0.3333"]
+    assert [layout.number(x) for x in (1.97e14, 57500, 999_999.9, 1.2e-4, 0, float("inf"))] == [
+        "1.97e14", "57,500", "1e6", "1.2e-4", "0", "inf",
+    ]  # fmt: skip
+    assert [layout.exact(x) for x in (33_554_432, 0.5, 2.0**50)] == ["33,554,432", "0.5", "1.1259e15"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_tables_fit(columns):
+    long = "words that go on and on, " * 6
+    rows = [("v5e", long, 1.97e14, "12%"), ("v5p", "short", 4.59e14, "-")]
+    lines = layout.table(rows, ["chip", "what it is", "FLOPs/s", "a header of many words"], columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert sum("1.97e14" in line for line in lines) == 1
+    assert sum(line.count("words") for line in lines) == 6 + 1, "no word is lost"
+    ends = {line.index("e14") for line in lines if "e14" in line}
+    assert len(ends) == 1, "numbers stand to the right"
+    answers = [Answer(long, "1.0", 1.0, "tokens", note=long), Answer("q", "a word", "a word")]
+    assert max(map(len, table(answers, columns).splitlines())) <= columns
+
+
+def test_columns_are_respected(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    assert layout.width() == 72
+    assert [len(line) <= 72 for line in layout.fold("word " * 40).splitlines()] == [True] * 3
+    monkeypatch.setenv("COLUMNS", "300")
+    assert layout.width() == 100
+    monkeypatch.setenv("COLUMNS", "10")
+    assert layout.width() == 60
+    assert layout.fold("    indented " + "x " * 40).splitlines()[1].startswith("        x")

@@ -15,7 +15,7 @@ def test_answers():
     answers = module.answers()
     assert not [answer.row for answer in answers if answer.verdict == "DIFFERS"]
     assert sum(answer.verdict == "erratum" for answer in answers) == 3
-    assert sum(answer.verdict == "agrees" for answer in answers) >= 27
+    assert sum(answer.verdict in ("agrees", "rounding") for answer in answers) >= 27
 
 
 def test_runs_on_ranks(tmp_path):

@@ -1,16 +1,13 @@
-"""The chapters of Parts 1, 2, 3 (timings) and 12: each answer agrees with the book or is a proven erratum."""
+"""The chapters of Parts 2, 3 (timings) and 12: each answer agrees with the book or is a proven erratum."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-from scaling.book.answers import rounding
-
 CHAPTERS = Path(__file__).parents[2] / "chapters"
-NAMES = ("01_roofline", "02_tpus", "03_timings", "12_gpus", "12_gpu_rooflines")
+NAMES = ("02_tpus", "03_timings", "12_gpus", "12_gpu_rooflines")
 ERRATA = {  # ours, where the book errs
-    "01_roofline": {"Critical intensity of v5p's VPU": 5.12},
     "02_tpus": {
         "FLOPs/s of a core of v5p": 2.295e14,
         "Multiply-adds/s of the systolic arrays": 98.5e12,
@@ -19,6 +16,8 @@ ERRATA = {  # ours, where the book errs
         "5 the whole transfer": 192.4,
         "6 PCIe": 67.11,
         "6 ICI": 179.0,
+        "6 in all, overlapped: at least": 179.0,
+        "HBM over PCIe, v4p": 75,
         "6 and the array fits the HBM of TPU{0,0}": "no",
     },
     "03_timings": {
@@ -39,6 +38,7 @@ ERRATA = {  # ours, where the book errs
         "5.2.3 most TP": 13.03,
         "5.2.3 ZeRO-3's threshold over DP's": 1,
         "5.3 16B's threshold": 2475,
+        "5.3 70B's ('roughly 1k')": 1237.5,
     },
 }
 
@@ -61,18 +61,8 @@ def test_answers_agree_or_are_errata(name):
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_book_column_is_not_so_coarse_that_anything_agrees(name):
-    for answer in chapter(name).answers():
-        if answer.book and not isinstance(answer.ours, str) and answer.verdict == "agrees":
-            value, slack = rounding(answer.book)
-            assert slack <= 0.5 * abs(value), answer.row
-            assert answer.ours == pytest.approx(value, rel=0.26), answer.row
-
-
-def test_the_checks_of_part_1_and_2_hold():
-    part1, part2 = chapter("01_roofline"), chapter("02_tpus")
-    assert part1.two_chips()[1]
+def test_the_checks_of_part_2_hold():
+    part2 = chapter("02_tpus")
     assert part2.frames()[1]
     assert part2.filling(8)[1]
     assert part2.tori()[1]
@@ -89,20 +79,9 @@ def test_ledgers_of_switches():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_chapters_run(name, capsys, monkeypatch, tmp_path):
-    plots = ["--plot", str(tmp_path / "p.svg")] if name in ("01_roofline", "03_timings", "12_gpus") else []
+    plots = ["--plot", str(tmp_path / "p.svg")] if name in ("03_timings", "12_gpus") else []
     monkeypatch.setattr("sys.argv", [name, *plots])
     module = chapter(name)
-    if name == "01_roofline":  # measuring takes seconds, and has a test of its own
-        monkeypatch.setattr(module, "measure", lambda device: "")
     assert module.main() == 0
     assert "DIFFERS" not in capsys.readouterr().out
     assert bool(plots) == (tmp_path / "p.svg").exists()
-
-
-def test_part_1_measures(monkeypatch):
-    import torch
-
-    module = chapter("01_roofline")
-    monkeypatch.setattr(module, "fastest", lambda fn, device, seconds=0: fn() is None or 1e-3)
-    text = module.measure(torch.device("cpu"))
-    assert f"matmul {2 * 768**3 / 1e-3:.3g} FLOPs/s, add {3 * 4 * 2**24 / 1e-3:.3g} bytes/s" in text

@@ -19,7 +19,7 @@ def chapter(name: str):
 def test_answers(name):
     answers = chapter(name).answers()
     assert not [answer.row for answer in answers if answer.verdict == "DIFFERS"]
-    assert sum(answer.verdict == "agrees" for answer in answers) > len(answers) / 2
+    assert sum(answer.verdict in ("agrees", "rounding") for answer in answers) > len(answers) / 2
 
 
 def test_errata_of_part_4():

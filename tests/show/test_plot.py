@@ -2,35 +2,79 @@ import builtins
 
 import pytest
 
-from scaling.show.charts import chart, save
+from scaling.show.charts import chart, figure, save, ticks
 
 ROOF = {"roof": [(1, 1e12), (100, 1e14), (1e4, 1e14)]}
 
 
+def body(text: str) -> list[str]:
+    return [line.partition("|")[2] for line in text.splitlines() if line[10:11] == "|"]
+
+
 def test_chart_goes_up_and_then_stays_level():
-    lines = chart(ROOF, "FLOPs/byte", "FLOPs/s", "title", width=40, height=10).splitlines()
+    text = chart(ROOF, "FLOPs/byte", "FLOPs/s", "title", width=41, height=11)
+    lines = text.splitlines()
     assert lines[:2] == ["title", "FLOPs/s against FLOPs/byte"]
-    body = [line.partition("|")[2] for line in lines[2:12]]
-    assert body[0][20:] == "*" * 20
-    assert body[-1].startswith("*")
-    columns = ["".join(column) for column in zip(*body, strict=True)]
+    rows = [row.ljust(41) for row in body(text)]
+    assert rows[0][20:] == "*" * 21
+    assert rows[-1].startswith("*")
+    columns = ["".join(column) for column in zip(*rows, strict=True)]
     assert all("*" in column for column in columns)
     heights = [column.index("*") for column in columns]
     assert heights == sorted(heights, reverse=True)
-    assert "1e+14" in lines[2]
-    assert "1e+12" in lines[11]
+    assert "1e14 |" in lines[2]
+    assert "1e12 |" in lines[12]
     assert "* roof" in lines[-1]
+    assert lines[-2].split() == ["1", "10", "100", "1000", "1e4"]
+    assert [i for i, c in enumerate(lines[-3]) if c == "+"] == [10, 11, 21, 31, 41, 51]
+
+
+def test_marks_cross_the_chart_and_stand_in_the_legend():
+    marks = [("x", 100, "C/W = 100"), ("y", 1e13, "a tenth"), ("x", 1e9, "beyond")]
+    text = chart(ROOF, width=41, height=11, marks=marks)
+    rows = [row.ljust(41) for row in body(text)]
+    assert [row[20] for row in rows] == ["*"] + [":"] * 10
+    assert set(rows[5]) == {"-", "*", ":"}
+    assert ": C/W = 100   - a tenth" in text
+    assert "beyond" not in text
 
 
 def test_linear_axes_and_points():
     text = chart({"a": [(0, -1), (1, 1)]}, log=False, points={"b": [(0.5, 0)]}, width=21, height=5)
-    assert "+" not in text.splitlines()[0]
-    assert text.splitlines()[2].partition("|")[2][10] == "o"
+    assert body(text)[2][10] == "o"
     assert "o b" in text
+    assert text.splitlines()[-2].split() == ["0", "0.5", "1"]
+
+
+def test_one_axis_may_be_logarithmic():
+    rows = body(chart({"a": [(1, 0), (10, 1), (100, 2)]}, log="x", width=21, height=5))
+    assert [row.index("*") for row in rows] == [18, 13, 8, 3, 0]
+    with pytest.raises(ValueError, match="cannot be drawn"):
+        chart({"a": [(1, 0)]}, log="y")
+
+
+@pytest.mark.parametrize(
+    ("ends", "log", "wanted"),
+    [
+        ((0.1, 1e4), True, [0.1, 1, 10, 100, 1e3, 1e4]),
+        ((1e3, 1e14), True, [1e4, 1e6, 1e8, 1e10, 1e12, 1e14]),
+        ((30, 80), True, [50]),
+        ((3, 45), True, [5, 10, 20]),
+        ((0, 511), False, [0, 100, 200, 300, 400, 500]),
+        ((-1, 1), False, [-1, -0.5, 0, 0.5, 1]),
+    ],
+)
+def test_ticks_are_round(ends, log, wanted):
+    assert ticks(*ends, log) == pytest.approx(wanted)
 
 
 def test_one_point_is_drawn():
-    assert "*" in chart({"a": [(1, 1)]}).splitlines()[9]
+    assert any("*" in row for row in body(chart({"a": [(1, 1)]})))
+
+
+def test_a_long_legend_goes_on_below():
+    names = {f"a series with a name, {i}": [(1, 1), (2, i + 1)] for i in range(6)}
+    assert max(len(line) for line in chart(names, width=60).splitlines()) <= 71
 
 
 @pytest.mark.parametrize(
@@ -39,6 +83,7 @@ def test_one_point_is_drawn():
         ({}, "nothing to draw"),
         ({"a": [(0, 1)]}, "on logarithmic axes"),
         ({"a": [(1, float("nan"))]}, "cannot be drawn"),
+        ({str(i): [(1, 1)] for i in range(11)}, "11 series"),
     ],
 )
 def test_nonsense_is_refused(series, message):
@@ -51,6 +96,17 @@ def test_pictures(tmp_path, name, start):
     pytest.importorskip("matplotlib")
     path = save(tmp_path / name, ROOF, "x", "y", points={"p": [(10, 1e13)]})
     assert path.read_bytes().startswith(start)
+
+
+def test_a_picture_shows_what_the_chart_is_given():
+    pytest.importorskip("matplotlib")
+    axes = figure(ROOF, "x", "y", "title", points={"p": [(10, 1e13)]}, marks=[("x", 100, "C/W")]).axes[0]
+    assert (axes.get_title(loc="left"), axes.get_xlabel(), axes.get_ylabel()) == ("title", "x", "y")
+    assert [line.get_label() for line in axes.get_lines()][:2] == ["roof", "p"]
+    assert list(axes.get_lines()[0].get_xdata()) == [1, 100, 1e4]
+    assert [text.get_text() for text in axes.texts] == ["C/W"]
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert list(axes.xaxis.get_major_locator()()) == [1, 10, 100, 1000, 1e4]
 
 
 def test_without_matplotlib(monkeypatch, tmp_path):

@@ -1,0 +1,41 @@
+"""Run a chapter as a notebook, in a kernel (the `notebook` extra); the cells with their output go to a file if wanted.
+
+python -m scaling.book.notebook chapters/01_roofline.py --out 01_roofline.ipynb
+CHAPTER="--small" python -m scaling.book.notebook chapters/03_collectives.py
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def execute(path: str | Path, timeout: int = 600):
+    """The chapter's notebook with all cells run; nbclient's CellExecutionError if one raises."""
+    import jupytext
+    from nbclient import NotebookClient
+
+    notebook = jupytext.read(path)
+    NotebookClient(notebook, timeout=timeout, kernel_name="python3").execute()
+    return notebook
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("chapter", help="a script in percent cells")
+    parser.add_argument("--out", default="", metavar="FILE.ipynb", help="write the notebook with its output")
+    args = parser.parse_args(argv)
+    try:
+        notebook = execute(args.chapter)
+    except ImportError as error:
+        sys.exit(f"{error}\n  fix: pip install 'scaling[notebook]'")
+    if args.out:
+        import nbformat
+
+        nbformat.write(notebook, args.out)
+    printed = [out for cell in notebook.cells for out in cell.get("outputs", ()) if out.output_type == "stream"]
+    print(printed[-1].text.splitlines()[-1] if printed else "nothing printed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

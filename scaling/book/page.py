@@ -1,0 +1,195 @@
+"""What a chapter writes on: the same cells print in a terminal, under torchrun (rank 0 alone), and in a notebook.
+
+    page = Page(__doc__, mesh="X=4", plot=True)     the options that the chapter has; --small is always one
+    page.title("Where the time goes")
+    page.table(rows, headers)                       at most 100 columns, or as many as the terminal has
+    page.check("the halves add up", same)           what must hold, besides the answers
+    page.answers([Answer(...), ...])
+    page.end()                                      what held; a failed script exits with 1
+
+In a notebook the kernel's own arguments are left alone; options come from the environment: CHAPTER="--small".
+"""
+
+import argparse
+import builtins
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from scaling.book import layout
+from scaling.book.answers import Answer, counts, table
+from scaling.show import charts
+
+
+def in_notebook() -> bool:
+    """Whether this is IPython's kernel or prompt rather than a script."""
+    return hasattr(builtins, "__IPYTHON__")
+
+
+class Page:
+    """Prints, and keeps the verdicts: `answers` given so far, `checks` as (what, held)."""
+
+    def __init__(self, doc, *, mesh: str = "", device: bool = False, seed: bool = False, plot: bool = False, **options):
+        """`mesh`: the default one of the chapter's ranks; `options`: name=(default, help), as `page.args.name` then."""
+        self.doc, self.began = doc or "", time.perf_counter()
+        self.checks: list[tuple[str, bool]] = []
+        self.given: list[Answer] = []
+        self.pictures: list[tuple[str, tuple, dict]] = []
+        self.first = int(os.environ.get("RANK", 0)) == 0
+        self.args = self._parse(mesh, device, seed, plot, options)
+        if not in_notebook():
+            self.say(self.doc.split("\n\n")[0].strip())
+
+    def _parse(self, mesh: str, device: bool, seed: bool, plot: bool, options) -> argparse.Namespace:
+        parser = argparse.ArgumentParser(
+            description=self.doc.split("\n")[0], epilog=self.doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument("--small", action="store_true", help="smaller sizes: a few seconds")
+        if mesh:
+            fitted = f"axes and sizes (default {mesh}, fitted to torchrun's ranks)"
+            parser.add_argument("--mesh", default=None, metavar="X=2,Y=2", help=fitted)
+        if device:
+            parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank (default cpu)")
+        if seed:
+            parser.add_argument("--seed", type=int, default=0, help="seed of the random operands (default 0)")
+        if plot:
+            parser.add_argument("--plot", default="", metavar="FILE", help="write the pictures too, PNG or SVG")
+        for name, (default, text) in options.items():
+            usual = "" if default == "" else f" (default {default})"
+            parser.add_argument(f"--{name}", type=type(default), default=default, help=text + usual)
+        args = parser.parse_args(shlex.split(os.environ.get("CHAPTER", "")) if in_notebook() else None)
+        if mesh:
+            args.mesh = self._mesh(parser, mesh, args.mesh)
+        if getattr(args, "plot", "") and Path(args.plot).suffix not in (".png", ".svg"):
+            parser.error(f"--plot {args.plot}: the file's name ends in .png or .svg")
+        return args
+
+    @staticmethod
+    def _mesh(parser, usual: str, given: "str | None") -> dict[str, int]:
+        """The mesh asked for, or the usual one fitted to torchrun's ranks; axes that are not named have size 1."""
+        from scaling.sizes import parse_mesh
+        from scaling.spec import ShardingError
+
+        try:
+            sizes = parse_mesh(usual)
+            if given:
+                return {**dict.fromkeys(sizes, 1), **parse_mesh(given)}
+            if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+                return sizes
+            from scaling.launch import fit
+
+            return fit(sizes)
+        except ShardingError as error:
+            parser.error(str(error))
+
+    @property
+    def small(self) -> bool:
+        return self.args.small
+
+    def say(self, text: str = "") -> None:
+        """Print text, its long lines continued on the next ones; from rank 0 alone."""
+        if self.first:
+            print(layout.fold(str(text)), flush=True)
+
+    def title(self, text: str) -> None:
+        self.say(f"\n{text}\n{'-' * min(len(text), layout.width())}")
+
+    def table(self, rows: Iterable[Sequence], headers: Sequence[str]) -> None:
+        self.say(layout.table(rows, headers))
+
+    def chart(self, name: str, series, *labels: str, points=None, marks=(), log: bool | str = True, height=18) -> None:
+        """A chart (scaling.show.charts): as text, in a notebook as a picture; `--plot` also writes it, by its name."""
+        options = {"points": points, "marks": marks, "log": log}
+        self.pictures.append((name, (series, *labels), options))
+        if in_notebook() and self._display(series, *labels, **options):
+            return
+        width = min(layout.width(), 90) - charts.MARGIN - 1
+        self.say("\n" + charts.chart(series, *labels, width=width, height=height, **options))
+
+    @staticmethod
+    def _display(*labels, **options) -> bool:
+        """Show a chart as a picture in the notebook; False without matplotlib."""
+        from io import BytesIO
+
+        from IPython.display import Image, display
+
+        try:
+            charts.figure(*labels, **options).savefig(image := BytesIO(), format="png", dpi=100)
+        except RuntimeError:
+            return False
+        display(Image(image.getvalue()))
+        return True
+
+    def check(self, what: str, held: bool) -> str:
+        """Keep a verdict, and give its word for a table: "yes", or "NO" if it does not hold."""
+        self.checks.append((what, bool(held)))
+        return "yes" if held else "NO"
+
+    def equal(self, rows) -> None:
+        """A table of (what, difference, limit): the difference from one device's result, relative to its largest."""
+        words = [(what, f"{off:.1e}", f"{limit:.0e}", self.check(what, off <= limit)) for what, off, limit in rows]
+        self.table(words, ["compared with one device", "difference", "limit", "equal"])
+
+    def same(self, rows, headers: Sequence[str]) -> None:
+        """A table of (what, the book's formula, its value, what was counted): the two numbers must be one."""
+        words = []
+        for what, formula, value, counted in rows:
+            held = abs(value - counted) <= 1e-9 * abs(value)
+            words.append((what, formula, layout.exact(value), layout.exact(counted), self.check(what, held)))
+        self.table(words, [*headers, "the same"])
+
+    def answers(self, answers: Sequence[Answer]) -> None:
+        """The book's answers beside ours; those that differ fail the chapter."""
+        self.given += answers
+        self.say("\n" + table(answers))
+
+    def on_ranks(self, fn: Callable, *args, checked: bool = True):
+        """`fn(mesh, *args)` on every rank of `--mesh`, started here or torchrun's: the result of rank 0."""
+        from scaling import launch
+
+        sizes, device = self.args.mesh, getattr(self.args, "device", "cpu")
+        sys.stdout.flush()
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            from scaling.mesh import Mesh
+
+            return fn(Mesh(sizes, device, checked), *args)
+        if in_notebook():
+            return launch.run(fn, sizes, *args, device=device, checked=checked)[0]
+        return launch.start(fn, sizes, *args, device=device, checked=checked)
+
+    @property
+    def failures(self) -> list[str]:
+        """What did not hold: answers that differ, and checks."""
+        wrong = [answer.question for answer in self.given if answer.verdict == "DIFFERS"]
+        return wrong + [what for what, held in self.checks if not held]
+
+    def end(self) -> None:
+        """Write the pictures asked for and say what held. What did not: ends a script with 1, raises in a notebook."""
+        for path in self._save() if self.first and getattr(self.args, "plot", "") else ():
+            self.say(f"wrote {path}")
+        parts = [counts(self.given)] if self.given else []
+        parts += [f"{len(self.checks)} checks"] if self.checks else []
+        seconds = f"{time.perf_counter() - self.began:.1f} s"
+        verdict = f"{len(self.failures)} FAILED: {', '.join(self.failures)}" if self.failures else "all hold"
+        self.say(f"\nWhat held: {', '.join(parts)}: {verdict} ({seconds})")
+        if "torch.distributed" in sys.modules:
+            import torch.distributed as dist
+
+            if dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                dist.destroy_process_group()
+        if self.failures and in_notebook():
+            raise AssertionError(verdict)
+        if self.failures:
+            sys.exit(1)
+
+    def _save(self) -> list[Path]:
+        """The pictures as files: one under the name given, several with their own names added to it."""
+        path = Path(self.args.plot)
+        several = len(self.pictures) > 1
+        return [
+            charts.save(path.with_stem(f"{path.stem}-{name}") if several else path, *series, **options)
+            for name, series, options in self.pictures
+        ]

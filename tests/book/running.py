@@ -1,0 +1,74 @@
+"""Chapters run in this process, as scripts with a small size on a terminal of 80 columns, cell by cell if need be."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+CHAPTERS = Path(__file__).parents[2] / "chapters"
+ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
+    "01_roofline",
+)  # fmt: skip
+
+
+NOTEBOOK = "01_roofline"  # the one that the tests run as a notebook
+
+
+@dataclass
+class Ran:
+    """What a chapter left: its names, its page and what it printed."""
+
+    names: dict
+    text: str
+    code: int  # the exit status
+
+    @property
+    def page(self):
+        return self.names["page"]
+
+
+def source(name: str) -> str:
+    return (CHAPTERS / f"{name}.py").read_text(encoding="utf-8")
+
+
+def run(name: str, *options: str, code: str | None = None) -> Ran:
+    """The chapter, or an edited text of it, with these options and `--small`."""
+    path = str(CHAPTERS / f"{name}.py")
+    names = {"__name__": "__main__", "__file__": path}
+    columns, argv, handler = os.environ.get("COLUMNS"), sys.argv, signal.getsignal(signal.SIGTERM)
+    os.environ["COLUMNS"], sys.argv, status = "80", [path, "--small", *options], 0
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(source(name) if code is None else code, path, "exec"), names)
+    except SystemExit as error:
+        status = error.code
+    finally:
+        sys.argv = argv
+        signal.signal(signal.SIGTERM, handler)
+        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
+    return Ran(names, out.getvalue(), status)
+
+
+def cells(name: str) -> list[tuple[str, str]]:
+    """The chapter's cells in order: ("markdown" or "code", text)."""
+    found = re.split(r"^# %%(.*)\n", source(name), flags=re.M)
+    assert found[0] == "", f"{name} begins with something that is in no cell"
+    kinds = ["markdown" if "[markdown]" in mark else "code" for mark in found[1::2]]
+    return list(zip(kinds, found[2::2], strict=True))
+
+
+def things_to_try(name: str) -> dict[str, str]:
+    """The last cell's three: {"old": ..., "new": ..., "expression": ..., "flag": ...}."""
+    cell = re.sub(r"\n# ?", "\n", source(name).split("# %% [markdown]")[-1])
+    words = re.sub(r"\s+", " ", cell)
+    assert words.startswith(" ## Three things to try 1. Edit: "), f"{name} does not end with three things to try"
+    edit = re.search(r"1\. Edit: replace `(.+?)` by `(.+?)`", words)
+    question, flag = (
+        re.search(r"2\. Question: .*?Evaluate `(.+?)`", words),
+        re.search(r"3\. Flag: run with `(.+?)`", words),
+    )
+    return {"old": edit[1], "new": edit[2], "expression": question[1], "flag": flag[1]}

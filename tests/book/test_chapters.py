@@ -1,0 +1,54 @@
+"""Every chapter as a reader runs it: its answers, what it prints, its pictures, and what it proposes to try."""
+
+import pytest
+import running
+from pinned import PINNED
+
+from scaling.book.answers import Answer
+
+
+def to_be_pinned(answer: Answer) -> bool:
+    """Whether the book's number alone does not hold this answer in place."""
+    return answer.verdict in ("ours", "erratum") or answer.rounded is not None
+
+
+@pytest.mark.parametrize("name", running.ON_A_PAGE)
+def test_answers(name, chapter):
+    page = chapter(name).page
+    assert (chapter(name).code, page.failures) == (0, [])
+    got = {answer.question: answer.ours for answer in page.given if to_be_pinned(answer)}
+    assert got == {q: v if isinstance(v, str) else pytest.approx(v, rel=1e-6) for q, v in PINNED[name].items()}
+    questions = [answer.question for answer in page.given]
+    assert len(set(questions)) == len(questions), "rows are named so that they stand alone"
+
+
+@pytest.mark.parametrize("name", running.ON_A_PAGE)
+def test_prints(name, chapter):
+    lines = chapter(name).text.splitlines()
+    assert not [line for line in lines if len(line) > 80]
+    assert lines[0].startswith(f"Part {int(name[:2])}")
+    assert lines[-1].startswith("What held: ")
+    assert "all hold" in lines[-1]
+    assert not {"--steps", "--batch", "--text"} & set(chapter(name).page.args.__dict__)
+
+
+TRIED = {  # what comes of a chapter's three things to try: printed after the edit, its question's value, with its flag
+    "01_roofline": (["compute-bound 120 60.06 tokens -49.9% DIFFERS"], 20_445, ["wrote roofline-question-3.svg"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", running.ON_A_PAGE)
+def test_things_to_try(name, chapter, monkeypatch, tmp_path):
+    """Each proposal stands in the chapter's last cell; the edit is made in its text, the flag given."""
+    after_edit, value, with_flag = TRIED[name]
+    proposed, text = running.things_to_try(name), running.source(name)
+    body = text.rpartition("# %% [markdown]")[0]
+    assert body.count(proposed["old"]) == 1, f"{proposed['old']} stands once in the chapter"
+    assert eval(proposed["expression"], chapter(name).names) == pytest.approx(value, rel=1e-4)
+    monkeypatch.chdir(tmp_path)
+    edited = running.run(name, code=body.replace(proposed["old"], proposed["new"]))
+    flagged = running.run(name, *proposed["flag"].split())
+    for ran, wanted in ((edited, after_edit), (flagged, with_flag)):
+        printed = " ".join(ran.text.split())
+        assert [words for words in wanted if words not in printed] == [], ran.text
+    assert flagged.code == 0

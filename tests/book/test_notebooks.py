@@ -1,0 +1,52 @@
+"""Chapters as notebooks: in a kernel where jupytext and nbclient are installed, and cell by cell as a kernel would.
+
+A kernel has no `__file__`, its own `sys.argv`, and shows what raises as an error, SystemExit included.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import running
+
+ROOT = running.CHAPTERS.parent
+KERNEL = all(importlib.util.find_spec(name) for name in ("jupytext", "nbclient", "ipykernel"))
+
+
+@pytest.mark.skipif(not KERNEL, reason="needs jupytext, nbclient and ipykernel: pip install 'scaling[notebook]'")
+def test_runs_in_a_kernel(tmp_path):
+    file = tmp_path / "chapter.ipynb"
+    command = [sys.executable, "-m", "scaling.book.notebook", f"chapters/{running.NOTEBOOK}.py", "--out", file]
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "env": {**os.environ, "CHAPTER": "--small"}}
+    run = subprocess.run(command, **options)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "all hold" in run.stdout
+    assert file.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", running.ON_A_PAGE)
+def test_cells(name):
+    cells = running.cells(name)
+    assert cells[0][0] == "markdown"
+    assert "https://jax-ml.github.io/scaling-book/" in cells[0][1]
+    assert cells[-1][0] == "markdown"
+    assert sum(kind == "markdown" for kind, _ in cells) >= 4
+    assert max(len(text.splitlines()) for kind, text in cells if kind == "code") <= 90
+    assert 80 <= len(running.source(name).splitlines()) <= 300
+
+
+def test_runs_as_a_kernel_does(monkeypatch, capsys):
+    """With arguments that are a kernel's, without `__file__`, cell by cell."""
+    monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
+    monkeypatch.setattr("scaling.book.page.Page._display", lambda *_, **__: False)
+    monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    monkeypatch.setenv("CHAPTER", "--small")
+    names = {"__name__": "__main__", "__doc__": "Automatically created module for IPython interactive environment"}
+    for kind, text in running.cells(running.NOTEBOOK):
+        if kind == "code":
+            exec(compile(text, "cell", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "Automatically" not in printed
+    assert printed.splitlines()[-1].startswith("What held")
