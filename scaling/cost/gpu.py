@@ -13,38 +13,46 @@ from scaling.cost.layers import Cost
 from scaling.hardware import Chip
 
 
-def spans(chip: Chip, gpus: int, inner: int = 1) -> list[tuple[int, int, float]]:
-    """Per level that the group spans: (its children in a group, GPUs below a child, bytes/s of a child).
+def spans(chip: Chip, gpus: int, inner: int = 1) -> list[tuple[int, int, float, float]]:
+    """Per level that a group of `gpus` spans, `inner` GPUs apart: (GPUs below a child, children, the last child's share
+    of a whole one, bytes/s of a whole child for this group).
 
-    ValueError if the cluster has too few GPUs, or the group does not fill whole units.
+    Children are filled one after the other: 12 GPUs are a node and half of another, with half of its links. ValueError
+    where neighbours in a group would lie across nodes now and then: 8 GPUs, every third, in nodes of 8.
     """
     whole(gpus=gpus, inner=inner)
-    total, below, found = gpus * inner, 1, []
-    for level in chip.need("levels"):
-        used = min(level.degree, -(-total // below))
-        across = min(used, max(1, inner // below))
-        if total % (used * below) or used % across or (inner % below and below % inner):
+    below, found = 1, []
+    for level in chip.levels_for(gpus * inner):
+        if inner % below and below % inner:
             raise ValueError(
-                f"{gpus} x {inner} GPUs of {chip.name} do not fill whole units ({level.name}: {level.degree} children)"
+                f"{gpus} x {inner} GPUs of {chip.name} do not fill whole units ({level.name}: children of {below} GPUs)"
             )
-        if used > across:
-            found.append((used // across, below, level.child_bw))
-        below *= level.degree
-        if total <= below:
-            return found
-    raise ValueError(f"{total} GPUs: the cluster of {chip.name} has {below} (add levels in a chip file)")
+        own, unit = max(1, below // inner), below * level.degree
+        ranks = min(gpus, max(1, unit // inner))  # of the group, in one unit; `own` of them in one child
+        if ranks > own:
+            children = -(-ranks // own)
+            last = (ranks - (children - 1) * own) / own
+            found.append((below, children, last, level.group_bw(children) / min(inner, below)))
+        below = unit
+        if gpus * inner <= below:
+            break
+    return found
 
 
-def ring(nbytes: float, chip: Chip, gpus: int, inner: int, factor) -> float:
-    """The slowest level's seconds; `factor` of the number of children says what share of its array a child moves."""
+def ring(nbytes: float, chip: Chip, gpus: int, inner: int, exact: bool) -> float:
+    """The slowest level's seconds: what a child lacks of V, over its links; the last child may be a part of one."""
     not_negative(nbytes=nbytes)
-    groups = ((children, min(inner, below), bandwidth) for children, below, bandwidth in spans(chip, gpus, inner))
-    return max((nbytes / inner * shared * factor(children) / bw for children, shared, bw in groups), default=0.0)
+    times = [0.0]
+    for _, children, last, bandwidth in spans(chip, gpus, inner):
+        for share in {1.0, last}:
+            missing = 1 - share / (children - 1 + last) if exact else 1.0
+            times.append(nbytes / inner * missing / (bandwidth * share))
+    return max(times)
 
 
 def all_gather(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True) -> float:
     """Seconds of an AllGather: V (N - 1) / (N W) in a node, and beyond the slowest level's V (D - 1) / (D W)."""
-    return ring(nbytes, chip, gpus, inner, lambda d: (d - 1) / d if exact else 1)
+    return ring(nbytes, chip, gpus, inner, exact)
 
 
 def reduce_scatter(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True) -> float:
@@ -58,7 +66,7 @@ def all_reduce(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool
     In practice SHARP gains about 30%, not the 75% of 8 GPUs in theory (Part 12, "Intra-node collectives").
     """
     if sharp:
-        return ring(nbytes, chip, gpus, inner, lambda d: 1)
+        return ring(nbytes, chip, gpus, inner, exact=False)
     return 2 * all_gather(nbytes, chip, gpus, inner, exact)
 
 
@@ -84,10 +92,10 @@ def all_to_all(
     """
     not_negative(nbytes=nbytes)
     times = [0.0]
-    for _, below, bandwidth in spans(chip, gpus):
-        units = gpus // below
-        share = nonzero_share(units, k, random) * ((1 - 1 / units) if exact else 1)
-        times.append(nbytes / units * share / bandwidth)
+    for below, _, _, bandwidth in spans(chip, gpus):
+        own = min(1.0, below / gpus)
+        share = nonzero_share(-(-gpus // below), k, random) * ((1 - own) if exact else 1)
+        times.append(nbytes * own * share / bandwidth)
     return max(times)
 
 
@@ -101,7 +109,7 @@ def bisection_bw(chip: Chip, gpus: int) -> float:
 
     A GPU's or node's share, bisection / units, is the collective bandwidth of the book's table.
     """
-    children, _, bandwidth = spans(chip, gpus)[-1]
+    _, children, _, bandwidth = spans(chip, gpus)[-1]
     return children * bandwidth
 
 

@@ -1,5 +1,6 @@
 """Chips, their links and what they are made of, as data and arithmetic (Parts 1, 2 and 12). No torch."""
 
-from scaling.hardware.catalogue import Chip, Level, Measured, check_slice, chip, chips, load_chip, variants
+from scaling.hardware.catalogue import chip, chips, load_chip, variants
+from scaling.hardware.chip import Chip, Efficiency, Level, Measured, check_slice
 
-__all__ = ["Chip", "Level", "Measured", "check_slice", "chip", "chips", "load_chip", "variants"]
+__all__ = ["Chip", "Efficiency", "Level", "Measured", "check_slice", "chip", "chips", "load_chip", "variants"]

@@ -1,6 +1,7 @@
 """Rooflines of a chip, memory, and the collectives of GPUs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from scaling.cost import gpu
 from scaling.hardware import chip
 
 V5E, H100 = chip("v5e"), chip("h100")
+NODE = replace(H100, levels=H100.levels[:1])
 C, W = V5E.flops(), V5E.hbm_bw
 numbers = st.floats(1, 1e15)
 powers = st.integers(0, 10).map(lambda e: 2**e)
@@ -198,6 +200,24 @@ def test_tensor_parallelism_over_nodes():
     assert pytest.approx(4 * (M - 1) / (M * 400e9)) == 4 * F / (Y * 9.9e14)
 
 
+def test_a_node_that_is_half_full_has_half_the_links():
+    assert gpu.all_gather(1, H100, 12) == pytest.approx(2 / 3 / 200e9)  # 4 GPUs lack two thirds
+    assert gpu.all_gather(1, H100, 12, inner=4) == pytest.approx(5 / 6 * 4 / 4 / 400e9)
+    assert gpu.all_gather(1, H100, 3, inner=4) == pytest.approx(max(2 / 3 / 200e9, 1 / 2 / 450e9) / 4 * 4)
+    assert gpu.all_gather(1, H100, 16) == pytest.approx(1 / 2 / 400e9)
+
+
+def test_larger_clusters_follow_by_rule():
+    assert gpu.all_gather(1, H100, 16_384) == pytest.approx(gpu.all_gather(1, H100, 256))  # each node has its 400 GB/s
+    assert gpu.all_to_all(1, H100, 2048) == pytest.approx(255 / 256**2 / 400e9)
+
+
+def test_without_switches_few_gpus_are_slow():
+    mi300x = chip("mi300x")
+    assert gpu.all_gather(1, mi300x, 8) == pytest.approx(7 / 8 / 448e9)
+    assert gpu.all_gather(1, mi300x, 2) == pytest.approx(1 / 2 / 64e9)
+
+
 def test_gpu_thresholds():
     assert gpu.data_threshold(H100) == 2475
     assert gpu.data_threshold(H100, nodes=2) == 1237.5
@@ -210,12 +230,11 @@ def test_gpu_thresholds():
     [
         (lambda: gpu.all_gather(-1, H100, 8), "nbytes = -1"),
         (lambda: gpu.all_gather(1, H100, 0), "gpus = 0"),
-        (lambda: gpu.all_gather(1, H100, 12), "12 x 1 GPUs of h100 do not fill whole units"),
         (lambda: gpu.all_gather(1, H100, 8, inner=3), "8 x 3 GPUs of h100 do not fill"),
-        (lambda: gpu.all_gather(1, H100, 2048), "2048 GPUs: the cluster of h100 has 1024"),
+        (lambda: gpu.all_gather(1, NODE, 16), "16 GPUs: nothing is known of h100's network beyond the node"),
         (lambda: gpu.all_gather(1, V5E, 8), "v5e .tpu. has no levels"),
         (lambda: gpu.all_to_all(1, H100, 8, k=0), "k = 0"),
-        (lambda: gpu.data_threshold(chip("a100")), "nothing is known of its network beyond the node"),
+        (lambda: gpu.data_threshold(NODE), "nothing is known of its network beyond the node"),
         (lambda: cost.expert_inflation(4, 8), "active = 8 of 4 experts"),
     ],
 )

@@ -94,7 +94,7 @@ def test_what_a_chip_lacks():
     with pytest.raises(ValueError, match=r"v5p \(tpu\) has no levels"):
         chip("v5p").bandwidth("node")
     with pytest.raises(ValueError, match="beyond the node"):
-        chip("a100").bandwidth("scale-out")
+        dataclasses.replace(chip("a100"), levels=chip("a100").levels[:1]).bandwidth("scale-out")
     with pytest.raises(ValueError, match="unknown link 'ethernet'"):
         chip("v5p").bandwidth("ethernet")
     with pytest.raises(ValueError, match="has no pcie_bw"):
@@ -157,6 +157,31 @@ def test_load_chip(tmp_path):
     assert chip(str(path)) == box
 
 
+def test_a_base_may_have_a_base(tmp_path):
+    ours = load_chip(write(tmp_path / "ours.toml", 'base = "h800"\nhbm_bytes = 96e9\n'))
+    assert (ours.bandwidth("node"), ours.hbm_bytes, ours.flops("fp8")) == (300e9, 96e9, 2.0e15)
+    assert ours.efficiency == chip("h100").efficiency
+    half = load_chip(write(tmp_path / "half.toml", 'base = "h100"\n[efficiency]\nlinks = 0.4\n'))
+    assert half.efficiency == dataclasses.replace(chip("h100").efficiency, links=0.4)
+
+
+def test_clusters_grow_by_their_highest_level():
+    h100 = chip("h100")
+    assert h100.levels_for(1024) == h100.levels
+    big = h100.levels_for(16_384)
+    assert [level.degree for level in big] == [8, 32, 64]
+    assert big[2].child_bw == h100.levels[2].child_bw
+    node = dataclasses.replace(h100, levels=h100.levels[:1])
+    with pytest.raises(ValueError, match="16 GPUs: nothing is known of h100's network beyond the node of 8; fix:"):
+        node.levels_for(16)
+
+
+def test_without_switches_a_group_uses_its_own_links():
+    node = chip("mi300x").levels[0]
+    assert [node.group_bw(d) for d in (2, 8)] == [64e9, 448e9]
+    assert chip("h100").levels[0].group_bw(2) == 450e9
+
+
 def test_load_chip_on_a_base(tmp_path):
     ours = load_chip(write(tmp_path / "ours.toml", 'base = "h100"\nhbm_bw = 3e12\n[flops]\nbf16 = 8e14\n'))
     expected = dataclasses.replace(chip("h100"), name="ours", source="", hbm_bw=3e12)
@@ -183,6 +208,16 @@ def test_load_chip_on_a_base(tmp_path):
         ('kind = "tpu"\nwrap = "moebius"', "wrap is 'moebius'"),
         ('kind = "gpu"\nlevels = [{ name = "node", degree = 8 }]', "mine.toml.*link_bw"),
         ('base = "h1000"', "unknown base 'h1000'"),
+        ('base = "h100"\nhbm_bytes = 80', "hbm_bytes is 80: too little in SI units"),
+        ('base = "h100"\nflops = { bf16 = 989 }', "flops.bf16 is 989: too little in SI units"),
+        (
+            'base = "h100"\nlevels = [{ name = "node", degre = 8, link_bw = 1e9 }]',
+            r"unknown field \['degre'\] in levels",
+        ),
+        ('base = "h100"\nefficiency = { matmul = 1.2 }', "efficiency.matmul.bf16 is 1.2: give a share"),
+        ('base = "h100"\nefficiency = { matmuls = 0.5 }', r"unknown field \['matmuls'\] in efficiency"),
+        ('kind = "gpu"\nhbm_bytes = 80e9\nflops = { bf16 = 1e15 }', "a gpu needs levels; fix:"),
+        ('kind = "tpu"\naxes = 2', "a tpu needs hbm_bytes, link_bw, wrap, flops"),
     ],
 )
 def test_chip_files_that_are_wrong(tmp_path, text, message):
