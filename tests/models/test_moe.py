@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.func import grad, vjp
 
+from scaling import tree
 from scaling.configs import Config
 from scaling.models import moe
 
@@ -167,3 +168,26 @@ def test_router_has_its_gradient_and_bias_none():
     step = 1e-6 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
     slope = (moe.dense(params, x + step, DEEPSEEK)[0] - moe.dense(params, x - step, DEEPSEEK)[0]) / 2
     torch.testing.assert_close((slope * dy).sum(), (dx * step).sum(), rtol=1e-6, atol=0)
+
+
+def outputs(y, aux):
+    return (y, aux["balance"], aux["z"]), aux["load"]
+
+
+@pytest.mark.parametrize(
+    "config", [MIXTRAL.with_(capacity=0.7), DEEPSEEK, MIXTRAL.with_(E=40, k=1, gated=False)], ids=lambda c: c.name
+)
+def test_forward_equals_dense(config):
+    """Each token by its own experts alone, sorted, with full and with empty experts: outputs, losses, gradients."""
+    params, x, dy = layer(config)
+    if not config.gated:
+        del params["W_gate"]
+    outs, grads = [], []
+    for f in (moe.forward, moe.dense):
+        (y, balance, z), pull, load = vjp(lambda p, x, f=f: outputs(*f(p, x, config)), params, x, has_aux=True)
+        outs.append([y, balance, z, load])
+        grads.append(pull((dy, torch.tensor(0.3).double(), torch.tensor(0.7).double())))
+    assert 0 in load.tolist() or config.E < 40
+    pairs = [*zip(*outs, strict=True), *zip(*map(tree.leaves, grads), strict=True)]
+    for got, want in pairs:
+        assert (got - want).abs().max() <= 1e-12 * want.abs().max().clamp(min=1e-9)

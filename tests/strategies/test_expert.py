@@ -7,9 +7,12 @@ from torch.func import vjp
 from scaling import tree
 from scaling.collectives import all_reduce
 from scaling.configs import Config
+from scaling.mesh import AbstractMesh
 from scaling.models import moe as one_device
-from scaling.spec import format_axes, parse
+from scaling.spec import ShardingError, format_axes, parse
 from scaling.strategies import expert
+from scaling.strategies.expert import routing as routing_module
+from scaling.trace import trace
 
 SIZES = {"L": 1, "D": 6, "F": 8, "N": 2, "K": 1, "H": 4, "V": 7}
 SOFTMAX = Config("softmax", **SIZES, E=8, k=2)
@@ -174,3 +177,117 @@ MESHES = [
 @pytest.mark.parametrize("config", [SIGMOID, SOFTMAX.with_(capacity=0.7)], ids=["sigmoid", "capacity"])
 def test_equals_dense_on_two_axes(ranks, sizes, axis, tensor, spec, config):
     check(ranks(run, sizes, config, "plain", axis, tensor, spec, "vjp"), config, "plain")
+
+
+def moved_and_remade(mesh, config):
+    """The trace of a forward and of a backward that computes the layer again; choosing again there would raise."""
+    params, x, dy = problem(config, "plain")
+    spec = "x[B_X, T, D]"
+    params, (x, dy) = tree.shard(params, expert.specs(config, "X"), mesh), tree.shard([x, dy], [spec, spec], mesh)
+
+    def layer(params, x, routing):
+        if routing is None:
+            routing = expert.route(params, x, config, mesh, "X")
+        return (expert.moe(params, x, config, mesh, "X", routing=routing)[0],), routing
+
+    with trace() as forward:
+        _, pull = vjp(lambda params, x: one_device.checkpoint_routed(layer)(params, x)[0], params, x)
+    whole, routing_module.choose = routing_module.choose, None
+    try:
+        with trace() as backward:
+            pull((dy,))
+    finally:
+        routing_module.choose = whole
+    experts = expert.route(params, x, config, mesh, "X").experts
+    return experts, [
+        [(e.op, str(e.after), e.nbytes, e.wire_bytes) for e in t.collectives()] for t in (forward, backward)
+    ]
+
+
+def test_bytes_are_real_and_computing_again_routes_nothing(ranks):
+    results = ranks(moved_and_remade, {"X": 4}, SOFTMAX)
+    to = [torch.bincount(experts.flatten() // 2, minlength=4) for experts, _ in results]
+    row = SOFTMAX.D * 8
+    for rank, (_, (forward, backward)) in enumerate(results):
+        sent = row * int(to[rank].sum() - to[rank][rank])
+        received = row * int(sum(t[rank] for t in to) - to[rank][rank])
+        held = 4 * row * int(sum(t[rank] for t in to))
+        there = ("AllToAll", "Row[G, E_X, R, D]", 4 * row * 12, sent)
+        back = ("AllToAll", "Out[G_X, E, R, D]", held, received)
+        counts = [("AllReduce", "load[E]", 8 * 8, 2 * 3 * 16), ("AllToAll", "n[G, E_X]", 4 * 8 * 8, 3 * 16)]
+        assert forward == [*counts, there, back]
+        turned = [
+            ("AllToAll", "dOut[G, E_X, R, D]", 4 * row * 12, sent),
+            ("AllToAll", "dRow[G_X, E, R, D]", held, received),
+        ]
+        assert backward == [there, back, *turned]
+
+
+def test_a_choice_made_twice_would_differ():
+    """On one device: a chooser that answers otherwise the second time changes nothing, since nobody asks."""
+    params, x, dy = problem(SOFTMAX, "plain")
+    asked = []
+
+    def layer(params, x, experts):
+        if experts is None:
+            experts = (one_device.choose(x, params["router"], SOFTMAX) + len(asked)) % SOFTMAX.E
+            asked.append(experts)
+        y, aux = one_device.forward(params, x, SOFTMAX, experts)
+        return (y, aux["z"]), experts
+
+    def grads(f):
+        return vjp(lambda params, x: f(params, x)[0], params, x)[1]((dy, torch.ones((), dtype=x.dtype)))
+
+    remade = grads(one_device.checkpoint_routed(layer))
+    assert len(asked) == 1
+    asked.clear()
+    plain = grads(lambda params, x: layer(params, x, None))
+    for a, b in zip(tree.leaves(remade), tree.leaves(plain), strict=True):
+        close(a, b, "remat")
+
+
+BIG = Config("big", L=1, D=7168, F=2048, N=1, K=1, H=1, V=1, E=256, k=8, shared=1, routing="sigmoid")
+
+
+@pytest.mark.parametrize("capacity", [None, 1.25, 0.5])
+def test_bytes_on_thousands_of_chips(capacity):
+    """DeepSeek-V3's layer on 2048 x 2 abstract chips: forward and backward have the closed form's bytes and FLOPs."""
+    config, sizes = BIG.with_(capacity=capacity), {"P": 32, "X": 64, "Y": 2}
+    mesh, spec, (B, T) = AbstractMesh(sizes), "x[B_PX, T_Y, D]", (2048, 4096)
+    types, D, F = expert.specs(config, "X", "Y"), config.D, config.F
+    dims = {"D": D, "E": config.E, "F": F}
+    params = tree.map(
+        lambda text: torch.empty(parse(text).local_shape(dims, mesh), dtype=torch.bfloat16, device="meta"), types
+    )
+    x = torch.empty(B // 2048, T // 2, config.D, dtype=torch.bfloat16, device="meta")
+
+    def layer(params, x):
+        y, aux = expert.moe(params, x, config, mesh, "X", tensor="Y", spec=spec)
+        return y, aux["balance"] + aux["z"]
+
+    with trace() as log:
+        with trace() as forward:
+            outs, pull = vjp(layer, params, x)
+        grads, dx = pull(outs)
+    assert outs[0].shape == dx.shape == x.shape
+    tree.check(grads, types, dims | {"F": F}, mesh)
+    rows = T * config.k * (1 if capacity is None else min(capacity, 1))
+    big = [e for e in log.collectives() if "R" in e.after.dim_names]
+    assert [e.axes for e in big] == [("X",)] * 4
+    assert sum(e.nbytes for e in big) == 4 * 64 * rows * D * 2
+    assert sum(e.wire_bytes for e in big) == 4 * rows * D * 2 * 63 / 64
+    assert sum(e.flops for e in forward.events) == 2 * 3 * (rows + T) * D * F / 2
+
+
+def test_refuses():
+    params, x, _ = problem(SOFTMAX, "plain")
+    mesh = AbstractMesh({"X": 3, "Y": 2})
+    for message, axis, options in [
+        ("8 experts do not divide over 3 ranks", "X", {}),
+        ("fix: split B over the experts' axes Y, too", "Y", {"spec": "x[B_X, T, D]"}),
+        ("fix: split F over axes that split neither tokens nor experts, not Y", "Y", {"tensor": "Y"}),
+        ("rule: the tokens of a layer of experts are", "Y", {"spec": "x[B_Y, D]"}),
+        ("rule: the tokens of a layer of experts are", "Y", {"spec": "x[B_Y, T, D_X]"}),
+    ]:
+        with pytest.raises(ShardingError, match=message):
+            expert.moe(params, x, SOFTMAX, mesh, axis, **options)
