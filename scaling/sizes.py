@@ -11,23 +11,43 @@ def format_sizes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items()) or "no axes"
 
 
+def check_axis(axis) -> None:
+    """ShardingError unless types can hold an axis of this name: `XY` would be read as X and Y."""
+    if not (isinstance(axis, str) and re.fullmatch("[A-Z]|(?![A-Z]+$)[A-Za-z][A-Za-z0-9]*", axis, re.ASCII)):
+        raise ShardingError(f"{axis!r} cannot name a mesh axis: use one capital letter, or a word such as data")
+
+
 def check_sizes(sizes: Mapping[str, int]) -> None:
     """ShardingError unless every axis has a name that types can hold and a size of at least 1."""
+    if not isinstance(sizes, Mapping):
+        raise ShardingError(f'a mesh is given by the sizes of its axes, such as {{"X": 4, "Y": 2}}; got {sizes!r}')
     for axis, size in sizes.items():
-        if not (isinstance(axis, str) and re.fullmatch("[A-Z]|(?![A-Z]+$)[A-Za-z][A-Za-z0-9]*", axis)):
-            raise ShardingError(f"{axis!r} cannot name a mesh axis: use one capital letter, or a word such as data")
-        if not isinstance(size, int) or size < 1:
+        check_axis(axis)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ShardingError(f"mesh axis {axis} has size {size!r}: it must be an int of at least 1")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
     """`X=4,Y=2` -> {"X": 4, "Y": 2}, as given to --mesh. ShardingError for text that is no list of axes and sizes."""
-    sizes = {}
-    for part in text.split(","):
-        if not (match := re.fullmatch(r"\s*([A-Za-z][A-Za-z0-9]*)\s*=\s*([0-9]+)\s*", part)):
-            raise ShardingError(f"--mesh {text}: cannot read {part!r}; write axes and sizes as in X=4,Y=2")
-        if match[1] in sizes:
-            raise ShardingError(f"--mesh {text}: axis {match[1]} is given twice")
-        sizes[match[1]] = int(match[2])
+    sizes = parse_sizes(text, "--mesh", "axis")
     check_sizes(sizes)
     return sizes
+
+
+def parse_sizes(text: str, option: str, what: str) -> dict[str, int]:
+    """`I=4,J=8` -> {"I": 4, "J": 8}, as given to an option such as --sizes; `what` they are sizes of. ShardingError for
+    any other text."""
+    sizes = {}
+    for part in text.split(","):
+        if not (match := re.fullmatch(r"\s*([A-Za-z][A-Za-z0-9']*)\s*=\s*([0-9]{1,15})\s*", part, re.ASCII)):
+            where = f"{option} {shortened(text)}: cannot read {shortened(part)!r}"
+            raise ShardingError(f"{where}; write axes and sizes as in X=4,Y=2")
+        if match[1] in sizes:
+            raise ShardingError(f"{option} {shortened(text)}: {what} {match[1]} is given twice")
+        sizes[match[1]] = int(match[2])
+    return sizes
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """A text as an error message quotes it: one that is too long for a line is cut."""
+    return text if len(text) <= most else f"{text[: most - 20]}... ({len(text):,} characters)"

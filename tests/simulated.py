@@ -61,6 +61,14 @@ def groups(mesh, axes):
         yield members
 
 
+def held_over(step: Step, dim: int, mesh) -> int:
+    """How many blocks of a dim an AllGather joins."""
+    parts = 1
+    for axis in step.before.dims[dim][1][len(step.after.dims[dim][1]) :]:
+        parts *= mesh[axis]
+    return parts
+
+
 def apply(step: Step, operands: list[dict], mesh) -> dict:
     """One step on every device's shards."""
     if step.op == "Einsum":
@@ -76,7 +84,10 @@ def apply(step: Step, operands: list[dict], mesh) -> dict:
     for members in groups(mesh, step.axes):
         held, n = [shards[at] for at in members], len(members)
         if step.op == "AllGather":
-            new = [torch.cat(held, changed[0])] * n
+            for dim in reversed(changed):  # the axes of the last dim are the fastest
+                parts = held_over(step, dim, mesh)
+                held = [torch.cat(held[i : i + parts], dim) for i in range(0, len(held), parts)]
+            new = held * n
         elif step.op == "AllReduce":
             new = [sum(held)] * n
         elif step.op == "ReduceScatter":

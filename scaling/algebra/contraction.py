@@ -5,6 +5,8 @@
 3. an operand may be unreduced over X if the other one is replicated over X; then so is the result.
 """
 
+from collections.abc import Sequence
+
 from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line
 
 
@@ -44,6 +46,11 @@ def result_type(line: str | Line) -> Spec:
                     f"case 4: each device along {axis} would hold only the diagonal blocks of the product",
                     f"all_gather one operand over {axis} first")  # fmt: skip
     return Spec(result.name, dims, tuple(sorted({*unreduced, *summed})))
+
+
+def product_type(a: Spec, b: Spec, kept: Sequence[str], name: str = "") -> Spec:
+    """The type of the product of two shards, with the result dims `kept`; ShardingError if they may not multiply."""
+    return result_type(Line((a, b), Spec(name, tuple((dim, ()) for dim in kept))))
 
 
 def check_product(line: "str | Line") -> Line:

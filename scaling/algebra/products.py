@@ -1,15 +1,16 @@
 """Products of sharded arrays: which of the book's four cases a product is, and the cheapest plan for it (Part 3).
 
-Each device multiplies its own shards. That is legal if both operands split every dim they share alike, if no axis
-splits two dims of the result, and if an unreduced operand meets only replicas. A plan reshards the operands to such
-types, multiplies, and reshards the result. Which types, the book's rules say; or, where the sizes are known, a search
-for the cheapest (scaling.algebra.search).
+Each device multiplies its own shards, which is legal under the rules of `contraction`. A plan reshards the operands to
+such types, multiplies, and reshards the result. Which types, the rules of the four cases say (`by_rule`); or, where the
+sizes are known, a search for the cheapest (`search`).
 """
 
 import itertools
 from functools import lru_cache
 
-from scaling.algebra.resharding import NOMINAL, reshard
+from scaling.algebra.contraction import product_type
+from scaling.algebra.layouts import NOMINAL, common_prefix
+from scaling.algebra.resharding import NOTE, reshard
 from scaling.algebra.search import Product, cheapest
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
@@ -25,7 +26,8 @@ def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
     Without `sizes` and `cost` the book's rules decide: of case 2 the operand sharded along the contraction is gathered;
     in case 3 the product is reduced, by a ReduceScatter if `out` is split over that axis and an AllReduce if not; in
     case 4 the operand is gathered whose dim `out` does not split, else the second. Without `out` they decide as well,
-    and case 3 leaves the result unreduced; case 4, given sizes, gathers what is cheaper to gather.
+    and case 3 leaves the result unreduced; case 4, given sizes, gathers what is cheaper to gather. Beyond a number of
+    axes they decide as well: the plan's `note` says so.
     Raises ShardingError if the dims do not fit, or do not divide over their axes.
     """
     a, b = parse(a), parse(b)
@@ -56,16 +58,21 @@ def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
     sizes, mesh = (None if sizes is None else dict(sizes)), (None if mesh is None else dict(mesh))
     if out is None:
         return _without_result(a, b, sizes, mesh)
-    products, tail = chain((a, b), (out.dim_names,), (out.name,), out, sizes, mesh, cost)
-    return Plan((a, b), out, products[0].steps + tail, cases(a, b, out.dim_names))
+    products, tail, note = chain((a, b), (whole(out),), out, sizes, mesh, cost)
+    return Plan((a, b), out, products[0].steps + tail, cases(a, b, out.dim_names), note)
+
+
+def whole(spec: Spec) -> Spec:
+    """The same array, on no mesh axis at all."""
+    return Spec(spec.name, tuple((dim, ()) for dim in spec.dim_names))
 
 
 def _without_result(a: Spec, b: Spec, sizes, mesh) -> Plan:
     """The plan by the rules; in case 4, given sizes, the one of two that sends less."""
-    plans = [
-        matmul_via(a, b, None, *natural(a, b, free_dims(a, b), None, prefer_a), sizes, mesh)
-        for prefer_a in (True, False)
-    ]
+    plans = []
+    for gathered in ("b", "a"):
+        at_a, at_b = by_rule(a, b, free_dims(a, b), None, gathered)
+        plans.append(matmul_via(a, b, None, at_a, at_b, sizes, mesh))
     axes = mesh or dict.fromkeys(a.axes + b.axes + a.unreduced + b.unreduced, NOMINAL)
     return plans[0] if sizes is None else min(plans, key=lambda plan: plan.wire_bytes(sizes, axes, 1))
 
@@ -78,7 +85,7 @@ def matmul_via(a, b, out, a_local, b_local, sizes=None, mesh=None) -> Plan:
     a, b, a_local, b_local = (parse(x) for x in (a, b, a_local, b_local))
     target = None if out is None else parse(out)
     names = free_dims(a, b) if target is None else target.dim_names
-    product = local_product(a_local, b_local, names, "C" if target is None else target.name)
+    product = product_type(a_local, b_local, names, "C" if target is None else target.name)
     steps = _steps(a, a_local, sizes, mesh) + _steps(b, b_local, sizes, mesh)
     steps += (Step("Einsum", (), (a_local, b_local), product),)
     result = product if target is None else target
@@ -110,66 +117,48 @@ def cases(a: Spec, b: Spec, kept: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(sorted(found or {1}))
 
 
-def local_product(a: Spec, b: Spec, kept: tuple[str, ...], name: str) -> Spec:
-    """The type of the product of two shards, with the result dims `kept`; ShardingError if they may not multiply."""
-    axes, owner = {}, {}
-    for spec in (a, b):
-        for dim, over in spec.dims:
-            if axes.setdefault(dim, over) != over:
-                raise ShardingError(
-                    f"{a} * {b}: dim {dim} is split over {axes[dim] or 'nothing'} in one operand and over "
-                    f"{over or 'nothing'} in the other (case 2)\n  fix: gather or slice one of them"
-                )
-    for dim, over in axes.items():
-        for axis in over:
-            if owner.setdefault(axis, dim) != dim:
-                raise ShardingError(
-                    f"{a} * {b}: axis {axis} splits both {owner[axis]} and {dim} (case 4: only diagonal blocks)\n"
-                    f"  fix: gather one operand over {axis}"
-                )
-    partial = [axis for dim, over in axes.items() if dim not in kept for axis in over] + [*a.unreduced, *b.unreduced]
-    if len(set(partial)) < len(partial) or set(a.unreduced + b.unreduced) & set(owner):
-        raise ShardingError(
-            f"{a} * {b}: what is unreduced over an axis may only meet what is replicated over it\n"
-            f"  fix: reduce it first"
-        )
-    return Spec(name, tuple((dim, axes[dim]) for dim in kept), tuple(sorted(partial)))
-
-
-def natural(a: Spec, b: Spec, kept: tuple[str, ...], out: "Spec | None" = None, prefer_a: bool = True) -> tuple:
-    """The local types by the rules of the four cases alone: (a, b), with the result dims `kept`.
+def by_rule(a: Spec, b: Spec, kept: tuple[str, ...], out: Spec | None, gathered: str = "b") -> tuple[Spec, Spec]:
+    """The local types of the operands by the rules of the four cases, with the result dims `kept`.
 
     A contracted dim keeps the axes that split it alike in both operands (case 3) and is gathered over others (case 2).
     Where an axis splits two dims of the result (case 4), the operand is gathered whose dim `out` does not split over
-    it; if that does not decide, the second one, or the first one if not `prefer_a`. What `out` splits over axes that
-    neither operand uses, is sliced beforehand.
+    it; if that does not decide, the one named. What `out` splits over axes that neither operand uses is sliced first.
     """
     a = a.with_unreduced(axis for axis in a.unreduced if axis not in b.axes + b.unreduced)
     b = b.with_unreduced(axis for axis in b.unreduced if axis not in a.axes)
     for dim in a.dim_names:
-        ours, theirs = a.axes_of(dim), b.axes_of(dim)
-        if dim in b.dim_names and ours != theirs:
-            agreed = ours if set(ours) == set(theirs) else _common_prefix(ours, theirs)
-            longer, shorter = (ours, b) if len(ours) > len(theirs) else (theirs, a)
-            free = not set(longer[len(agreed) :]) & set(shorter.axes + shorter.unreduced)
-            if dim in kept and len(agreed) == min(len(ours), len(theirs)) and free:
-                agreed = longer  # a batch dim: the operand that has it whole is sliced
-            a, b = a.with_axes(dim, agreed), b.with_axes(dim, agreed)
+        if dim in b.dim_names:
+            axes = _alike(a, b, dim, dim in kept)
+            a, b = a.with_axes(dim, axes), b.with_axes(dim, axes)
     while clash := _clash(a, b):
-        axis, dim, other = clash
-        wanted = [d for d in (dim, other) if out and axis in out.axes_of(d)]
-        b_stays = wanted[0] == other if wanted else not prefer_a
-        a, b = (_without(a, dim, axis, out), b) if b_stays else (a, _without(b, other, axis, out))
-    for dim in out.dim_names if out else ():
-        now, wanted = a.axes_of(dim) or b.axes_of(dim), out.axes_of(dim)
-        used = a.axes + b.axes + a.unreduced + b.unreduced
+        axis, a_dim, b_dim = clash
+        wanted = next((dim for dim in (a_dim, b_dim) if out and axis in out.axes_of(dim)), None)
+        if (gathered == "a" and wanted is None) or wanted == b_dim:
+            a = _without(a, a_dim, axis, out)
+        else:
+            b = _without(b, b_dim, axis, out)
+    for dim, wanted in out.dims if out else ():
+        now = a.axes_of(dim) or b.axes_of(dim)
+        free = set(wanted) - {*a.axes, *b.axes, *a.unreduced, *b.unreduced}
         if wanted[: len(now)] == now:
-            fresh = _common_prefix(wanted[len(now) :], tuple(x for x in wanted[len(now) :] if x not in used))
-            a, b = (s.with_axes(dim, now + fresh) if dim in s.dim_names else s for s in (a, b))
+            fresh = tuple(itertools.takewhile(free.__contains__, wanted[len(now) :]))
+            a, b = (spec.with_axes(dim, now + fresh) if dim in spec.dim_names else spec for spec in (a, b))
     return a, b
 
 
-def _clash(a: Spec, b: Spec) -> "tuple[str, str, str] | None":
+def _alike(a: Spec, b: Spec, dim: str, batch: bool) -> tuple[str, ...]:
+    """The axes that both operands are to split a shared dim over: those that they agree on. Of a batch dim that only
+    one of them splits further, the other is sliced."""
+    ours, theirs = a.axes_of(dim), b.axes_of(dim)
+    if set(ours) == set(theirs):
+        return ours
+    agreed = common_prefix(ours, theirs)
+    longer, other = (ours, b) if len(ours) > len(theirs) else (theirs, a)
+    free = not set(longer[len(agreed) :]) & set(other.axes + other.unreduced)
+    return longer if batch and len(agreed) == min(len(ours), len(theirs)) and free else agreed
+
+
+def _clash(a: Spec, b: Spec) -> tuple[str, str, str] | None:
     """The first axis that splits a dim of `a` and another dim of `b`, and these dims."""
     for dim, axes in a.dims:
         for axis in axes:
@@ -179,40 +168,39 @@ def _clash(a: Spec, b: Spec) -> "tuple[str, str, str] | None":
     return None
 
 
-def _without(spec: Spec, dim: str, axis: str, out: "Spec | None") -> Spec:
+def _without(spec: Spec, dim: str, axis: str, out: Spec | None) -> Spec:
     """The type gathered over an axis: with the axes minor to it, unless `out` splits the dim over just the others."""
     axes = spec.axes_of(dim)
     others = tuple(x for x in axes if x != axis)
     return spec.with_axes(dim, others if out and others == out.axes_of(dim) else axes[: axes.index(axis)])
 
 
-def _common_prefix(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
-    return tuple(axis for axis, _ in same)
+def chain(
+    operands, results, out: Spec, sizes=None, mesh=None, cost=None
+) -> tuple[tuple[Product, ...], tuple[Step, ...], str]:
+    """The plan of `((A * B) * C) ... -> out`: its products, the steps after the last one, and the note of Plan.
 
-
-def chain(operands, results, names, out, sizes=None, mesh=None, cost=None) -> tuple[tuple[Product, ...], tuple]:
-    """The plan of `((A * B) * C) ... -> out`: its products, and the steps after the last one.
-
-    `results` and `names`: dims and name of each product's result. Between two products the array is whole: reduced over
-    every axis, since a nonlinearity may stand there. Given `sizes` or `cost` the cheapest plan as a whole is searched
-    for (scaling.algebra.search); otherwise each product follows the rules of the four cases.
+    `results`: each product's result, of which the name and the dims count. Between two products the array is reduced
+    over every axis, since a nonlinearity may stand there. Given `sizes` or `cost` the cheapest plan as a whole is
+    searched for; otherwise, and where there are too many axes, each product follows the rules of the four cases.
     """
     for spec in (*operands, out) if mesh is not None else ():
         spec.check_axes(mesh)
         if sizes is not None:
             spec.local_shape({dim: sizes[dim] for dim in spec.dim_names}, mesh)
-    if sizes is not None or cost is not None:
-        return cheapest(operands, results, names, out, sizes, mesh, cost)
+    searched = sizes is not None or cost is not None
+    if searched and (found := cheapest(operands, results, out, sizes, mesh, cost)):
+        return *found, ""
     current, products = operands[0], []
-    for number, (b, dims, name) in enumerate(zip(operands[1:], results, names, strict=True)):
-        whole = current if number == 0 else reduced_for(current, b, dims)
-        at_a, at_b = natural(whole, b, dims, out if number == len(results) - 1 else None)
-        result = local_product(at_a, at_b, dims, name)
-        a_steps, b_steps = (_steps(x, at, None, mesh) for x, at in ((current, at_a), (b, at_b)))
-        products.append(Product(a_steps, b_steps, Step("Einsum", (), (at_a, at_b), result)))
-        current = result
-    return tuple(products), _steps(current, out, None, mesh)
+    for number, (b, result) in enumerate(zip(operands[1:], results, strict=True), 1):
+        dims = result.dim_names
+        start = current if number == 1 else reduced_for(current, b, dims)
+        at_a, at_b = by_rule(start, b, dims, out if number == len(results) else None)
+        product = product_type(at_a, at_b, dims, result.name)
+        a_steps, b_steps = _steps(current, at_a, sizes, mesh), _steps(b, at_b, sizes, mesh)
+        products.append(Product(a_steps, b_steps, Step("Einsum", (), (at_a, at_b), product)))
+        current = product
+    return tuple(products), _steps(current, out, sizes, mesh), NOTE if searched else ""
 
 
 def reduced_for(spec: Spec, b: Spec, kept: tuple[str, ...]) -> Spec:

@@ -2,16 +2,18 @@
 
 The forward pass is the cheapest plan of the chain of products. The backward pass is its transpose, line by line from
 the last to the first (Part 5, Appendix A): by the law of cotangents, what a product needs of the cotangent of its
-result is whole where the result was unreduced; its own results are unreduced wherever an operand was replicated over an
-axis that splits the rest; and the cotangent of an argument ends typed as the argument.
+result is replicated where the result was unreduced; its own results are unreduced wherever an operand was replicated
+over an axis that splits the rest; and the cotangent of an argument ends typed as the argument, or replicated where that
+is unreduced.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from scaling.algebra.products import chain, known_sizes, local_product
-from scaling.algebra.resharding import layout, reshard, retyped
+from scaling.algebra.contraction import product_type
+from scaling.algebra.products import chain, known_sizes
+from scaling.algebra.resharding import reshard
 from scaling.algebra.search import Product
 from scaling.algebra.steps import COLLECTIVES, Counted, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
@@ -25,7 +27,7 @@ class Program(Counted):
 
     `operands`: the arguments' types, the first of which flows from layer to layer; `saved`: the types that the
     backward pass finds from the forward pass; `hidden`: those of the arrays between two products, on which a
-    nonlinearity may act.
+    nonlinearity may act; `note`: as of a Plan.
     """
 
     operands: tuple[Spec, ...]
@@ -34,6 +36,7 @@ class Program(Counted):
     backward: tuple[Step, ...]
     saved: tuple[Spec, ...]
     hidden: tuple[Spec, ...]
+    note: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         loss = next(step.after for step in self.forward if step.op == "Loss")
@@ -41,7 +44,7 @@ class Program(Counted):
         lines = [" * ".join(map(str, self.operands)) + f" -> {self.out}", "", f"Forward: to compute {loss}"]
         lines += _numbered(self.forward)
         lines += ["", "Backward: to compute " + ", ".join(map(str, grads)), *_numbered(self.backward)]
-        return "\n".join(lines)
+        return "\n".join(lines + ([f"({self.note})"] if self.note else []))
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -62,7 +65,12 @@ def _numbered(steps) -> list[str]:
 
 
 def cotangent(spec: Spec) -> Spec:
-    return spec.with_name("d" + spec.name)
+    """The type of an array's cotangent in a program: typed as the array, and reduced.
+
+    By the law of cotangents (notation.md) that of an array unreduced over X is replicated over X: each term of a sum
+    has the gradient of the sum. That of an array replicated over X is found unreduced, and the program reduces it.
+    """
+    return spec.with_name("d" + spec.name).with_unreduced(())
 
 
 def derive(line, keep_gathered: "bool | Collection[str]" = False, sizes=None, mesh=None, cost=None) -> Program:
@@ -96,7 +104,8 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
         raise ShardingError(f"{line}: every array needs a name of its own, to be followed through the algorithm")
     dims = _chain_dims(line)
     hidden = ["Tmp"] if len(operands) == 3 else [f"Tmp{n}" for n in range(1, len(operands) - 1)]
-    products, tail = chain(operands, dims, (*hidden, out.name), out, sizes, mesh, cost)
+    results = [Spec(name, tuple((d, ()) for d in kept)) for name, kept in zip((*hidden, out.name), dims, strict=True)]
+    products, tail, note = chain(operands, results, out, sizes, mesh, cost)
     keep = {operands[0].name} if keep is True else set(keep or ())
     if unknown := keep - {spec.name for spec in operands}:
         raise ShardingError(f"{line}: keep_gathered names {min(unknown)}, which is no operand of the line")
@@ -116,6 +125,7 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
         scheduled([given, *backward.steps], cotangent(out), cotangent(operands[0])),
         tuple(dict.fromkeys((*operands, *wholes, *backward.kept))),
         wholes,
+        note,
     )
 
 
@@ -156,7 +166,7 @@ class _Backward:
         held = cotangent(out)
         for product in reversed(products):
             a, b = product.einsum.operands
-            needed = retyped(held, layout(product.einsum.after)._replace(unreduced=()))
+            needed = cotangent(product.einsum.after)
             self.reshard(held, needed)
             if product is products[0]:
                 self.again(product.a_steps, a)
@@ -177,7 +187,7 @@ class _Backward:
 
     def gradient(self, a: Spec, b: Spec, of: Spec, typed: Spec) -> Spec:
         """The cotangent of `of` as the product of the two others, and its way to the type `typed`."""
-        product = local_product(a, b, of.dim_names, "d" + of.name)
+        product = product_type(a, b, of.dim_names, "d" + of.name)
         self.steps.append(Step("Einsum", (), (a, b), product))
         self.reshard(product, cotangent(typed))
         return cotangent(typed)

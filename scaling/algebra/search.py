@@ -6,14 +6,17 @@ on to the next product. So gathering before or after, reducing partial products,
 weighed.
 """
 
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from scaling.algebra.resharding import Layout, Setting, arrangements, divides, layout, path, retyped, setting, shortest
+from scaling.algebra.layouts import Layout, Setting, arrangements, divides, layout, retyped, setting, subsets
+from scaling.algebra.resharding import Key, Reached, path, shortest
 from scaling.algebra.steps import Step
 from scaling.spec import Spec
+
+WAYS = 1500  # to split the dims of a product over the axes in play: of more, the rules of the four cases decide
 
 
 @dataclass(frozen=True)
@@ -29,79 +32,128 @@ class Product:
         return (*self.a_steps, *self.b_steps, self.einsum)
 
 
-def cheapest(operands, results, names, out, sizes, mesh, cost) -> tuple[tuple[Product, ...], tuple]:
-    """The products of the cheapest plan, and the steps after the last one; arguments as of `products.chain`."""
-    partial = (axis for axis in out.unreduced if all(axis not in spec.unreduced for spec in operands))
-    within = setting((*operands, out), mesh, partial, cost)
-    axes, scale = within.sizes, math.prod(n for _, n in within.axes)
+class Local(NamedTuple):
+    """A product of shards: layouts of the operands and of the result, and into how many parts its FLOPs are divided."""
 
-    def shape_of(dims):
-        return None if sizes is None or mesh is None else tuple(sizes[dim] for dim in dims)
+    a: Layout
+    b: Layout
+    result: Layout
+    parts: int
 
-    def elements(dims):
-        return 1 if sizes is None else math.prod(sizes[dim] for dim in dims)
 
-    def search(sources, spec, target=None):
-        dims = spec.dim_names
-        return shortest(sources, spec, shape_of(dims), elements(dims), within, target)
+class Way(NamedTuple):
+    """The cheapest way found to a layout of a product."""
 
-    start, current, stages = (0, 0, 0), operands[0], []
-    found = search({layout(current): start}, current)
-    for number, (b, dims, name) in enumerate(zip(operands[1:], results, names, strict=True)):
-        b_found = search({layout(b): start}, b)
-        every = tuple(dict.fromkeys(current.dim_names + b.dim_names))
-        result, ways = Spec(name, tuple((dim, ()) for dim in dims)), {}
-        flops = elements(every) * scale * (2 if set(every) - set(dims) else 1)
-        for at_a, at_b, product, parts in local_products(current, b, dims, within, whole=number > 0):
-            if at_a in found and at_b in b_found and divides(product, shape_of(dims), axes):
-                ka, kb, spent = found[at_a][0], b_found[at_b][0], 0
-                if cost:
-                    pair = (retyped(current, at_a), retyped(b, at_b))
-                    spent = cost(Step("Einsum", (), pair, retyped(result, product)))
-                key = (ka[0] + kb[0] + spent, ka[1] + kb[1] + flops // parts, ka[2] + kb[2] + 1)
-                if product not in ways or key < ways[product][0]:
-                    ways[product] = (key, at_a, at_b)
-        stages.append((current, found, b, b_found, result, ways))
-        current, ends = result, {at: way[0] for at, way in ways.items()}
-        found = search(ends, result, layout(out) if b is operands[-1] else None)
-    steps, at = path(found, current, layout(out))
-    tail, products = _renamed(steps, out), []
-    for before, a_found, b, b_found, result, ways in reversed(stages):
-        _, at_a, at_b = ways[at]
-        einsum = Step("Einsum", (), (retyped(before, at_a), retyped(b, at_b)), retyped(result, at))
-        a_steps, at = path(a_found, before, at_a)
-        products.insert(0, Product(a_steps, path(b_found, b, at_b)[0], einsum))
+    key: Key
+    local: Local
+
+
+class Array(NamedTuple):
+    """An array of the chain, with every layout that it can be brought to."""
+
+    spec: Spec
+    found: Mapping[Layout, Reached]
+
+
+class Stage(NamedTuple):
+    """One product of the chain, in every way that it can be made."""
+
+    a: Array
+    b: Array
+    result: Spec
+    ways: Mapping[Layout, Way]
+
+
+class Search:
+    """The cheapest plan of one chain; `sizes` and `mesh` as of `products.matmul`."""
+
+    def __init__(self, operands: Sequence[Spec], out: Spec, sizes, mesh, cost):
+        partial = (axis for axis in out.unreduced if all(axis not in spec.unreduced for spec in operands))
+        self.within = setting((*operands, out), mesh, partial, cost)
+        self.sizes, self.shaped = sizes, sizes is not None and mesh is not None
+
+    def fits(self, a: Spec, b: Spec) -> bool:
+        """Whether there are few enough ways to split the dims of this product to look at all of them."""
+        axes, dims = len(self.within.axes), len({*a.dim_names, *b.dim_names})
+        ways = (math.perm(axes, n) * math.comb(n + dims - 1, n) for n in range(axes + 1))
+        return sum(ways) <= WAYS
+
+    def shape(self, spec: Spec) -> tuple[int, ...] | None:
+        return tuple(self.sizes[dim] for dim in spec.dim_names) if self.shaped else None
+
+    def elements(self, dims) -> int:
+        return 1 if self.sizes is None else math.prod(self.sizes[dim] for dim in dims)
+
+    def reach(self, spec: Spec, sources: Mapping[Layout, Key], target: Layout | None = None) -> Array:
+        """An array that can be had in some layouts, at their costs, in all others (or until one is reached)."""
+        elements = self.elements(spec.dim_names)
+        return Array(spec, shortest(sources, spec, self.shape(spec), elements, self.within, target) or {})
+
+    def multiply(self, a: Array, b: Array, result: Spec, whole: bool) -> Stage:
+        """The product of two arrays in every way; `whole`: `a` may not be unreduced."""
+        every = {*a.spec.dim_names, *b.spec.dim_names}
+        scale = math.prod(self.within.sizes.values())  # so that FLOPs divide into any number of parts
+        flops = self.elements(every) * scale * (2 if every - set(result.dim_names) else 1)
+        ways: dict[Layout, Way] = {}
+        for local in local_products(a.spec, b.spec, result.dim_names, self.within, whole):
+            if local.a not in a.found or local.b not in b.found:
+                continue
+            if not divides(local.result, self.shape(result), self.within.sizes):
+                continue
+            a_key, b_key, spent = a.found[local.a].key, b.found[local.b].key, 0
+            if self.within.cost:
+                spent = self.within.cost(_einsum(a.spec, b.spec, result, local))
+            key = (a_key[0] + b_key[0] + spent, a_key[1] + b_key[1] + flops // local.parts, a_key[2] + b_key[2] + 1)
+            if local.result not in ways or key < ways[local.result].key:
+                ways[local.result] = Way(key, local)
+        return Stage(a, b, result, ways)
+
+
+def cheapest(operands, results, out: Spec, sizes, mesh, cost) -> "tuple[tuple[Product, ...], tuple[Step, ...]] | None":
+    """The products of the cheapest plan, and the steps after the last one; None if there are too many to look at.
+
+    Arguments as of `products.chain`; `results`: the products' types, of which the dims and the names count.
+    """
+    search = Search(operands, out, sizes, mesh, cost)
+    if not all(map(search.fits, (operands[0], *results), operands[1:])):
+        return None
+    current, stages = search.reach(operands[0], {layout(operands[0]): (0, 0, 0)}), []
+    for b, result in zip(operands[1:], results, strict=True):
+        stage = search.multiply(current, search.reach(b, {layout(b): (0, 0, 0)}), result, whole=bool(stages))
+        stages.append(stage)
+        sources = {at: way.key for at, way in stage.ways.items()}
+        current = search.reach(result, sources, layout(out) if len(stages) == len(results) else None)
+    tail, at = path(current.found, current.spec, layout(out))
+    products: list[Product] = []
+    for stage in reversed(stages):
+        local = stage.ways[at].local
+        a_steps, at = path(stage.a.found, stage.a.spec, local.a)
+        b_steps, _ = path(stage.b.found, stage.b.spec, local.b)
+        products.insert(0, Product(a_steps, b_steps, _einsum(stage.a.spec, stage.b.spec, stage.result, local)))
     return tuple(products), tail
 
 
-def local_products(
-    a: Spec, b: Spec, kept, within: Setting, whole: bool
-) -> Iterator[tuple[Layout, Layout, Layout, int]]:
-    """Every legal product of shards over the axes in play: layouts of the operands and of the product, and into how
-    many parts its FLOPs are divided. `whole`: `a` may not be unreduced, as a nonlinearity has acted on it."""
-    axes = within.sizes
+def _einsum(a: Spec, b: Spec, result: Spec, local: Local) -> Step:
+    return Step("Einsum", (), (retyped(a, local.a), retyped(b, local.b)), retyped(result, local.result))
+
+
+def local_products(a: Spec, b: Spec, kept: Sequence[str], within: Setting, whole: bool) -> Iterator[Local]:
+    """Every legal product of shards over the axes in play. `whole`: `a` may not be unreduced, as a nonlinearity has
+    acted on it."""
+    axes = tuple(within.sizes)
     every = tuple(dict.fromkeys(a.dim_names + b.dim_names))
-    for split in arrangements(tuple(axes), len(every)):
+    for split in arrangements(axes, len(every)):
         over = dict(zip(every, split, strict=True))
         used = {axis for some in split for axis in some}
         summed = tuple(axis for dim in every if dim not in kept for axis in over[dim])
-        idle = [axis for axis in axes if axis not in used]
-        may_a = [axis for axis in idle if not whole and axis in within.partial + a.unreduced]
-        may_b = [axis for axis in idle if axis in within.partial + b.unreduced]
-        for left_a in _subsets(may_a):
-            for left_b in _subsets([axis for axis in may_b if axis not in left_a]):
-                yield (
+        idle = sorted(axis for axis in axes if axis not in used)
+        may_a = tuple(axis for axis in idle if not whole and axis in within.partial + a.unreduced)
+        may_b = tuple(axis for axis in idle if axis in within.partial + b.unreduced)
+        for left_a in subsets(may_a, least=0):
+            for left_b in subsets(tuple(axis for axis in may_b if axis not in left_a), least=0):
+                yield Local(
                     Layout(tuple(over[dim] for dim in a.dim_names), left_a),
                     Layout(tuple(over[dim] for dim in b.dim_names), left_b),
                     Layout(tuple(over[dim] for dim in kept), tuple(sorted(summed + left_a + left_b))),
-                    math.prod(axes[axis] for axis in used),
+                    within.count(used),
                 )
-
-
-def _renamed(steps, out: Spec) -> tuple[Step, ...]:
-    return tuple(Step(s.op, s.axes, s.before.with_name(out.name), s.after.with_name(out.name)) for s in steps)
-
-
-def _subsets(axes) -> list[tuple[str, ...]]:
-    axes = sorted(axes)
-    return [subset for n in range(len(axes) + 1) for subset in itertools.combinations(axes, n)]

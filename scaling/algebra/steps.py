@@ -18,9 +18,10 @@ data: planned by `scaling.algebra`, counted here, run by `scaling.collectives.pl
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scaling.spec import Spec, dtype_bytes, format_axes, mesh_sizes
+from scaling.spec import Spec, block_index, dtype_bytes, format_axes, mesh_sizes
 
 COLLECTIVES = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")
 FREE = ("Slice", "Pad", "Mask")
@@ -75,7 +76,7 @@ class Step:
         """V, the bytes by the book's measure (see the table above); 0 for what does not communicate."""
         if self.op not in COLLECTIVES:
             return 0
-        local = (self.after if self.op == "AllGather" else self.before).nbytes(sizes, mesh, dtype_bytes(dtype))
+        local = (self.after if self.op == "AllGather" else self.operands[0]).nbytes(sizes, mesh, dtype_bytes(dtype))
         return local * self.group(mesh) if self.op == "AllToAll" else local
 
     def gather_bytes(self, sizes, mesh, dtype) -> float:
@@ -84,11 +85,16 @@ class Step:
 
     def wire_bytes(self, sizes, mesh, dtype) -> float:
         """Bytes that each device sends (in a permutation, that the busiest one sends)."""
-        total = self.nbytes(sizes, mesh, dtype) * WIRE.get(self.op, 0)
-        n = self.group(mesh)
-        if self.op == "CollectivePermute":
-            return total
-        return total * (n - 1) / (n * n if self.op == "AllToAll" else n)
+        if self.op not in COLLECTIVES or (self.op == "CollectivePermute" and self.stays(mesh)):
+            return 0
+        sent, of = share(self.op, self.group(mesh))
+        return self.operands[0].nbytes(sizes, mesh, dtype_bytes(dtype)) * sent / of
+
+    def stays(self, mesh) -> bool:
+        """Whether every device already holds the block that it needs, since axes of size 1 alone change places."""
+        sizes = mesh_sizes(mesh)
+        before, after = ([axes for _, axes in spec.dims] for spec in (self.operands[0], self.after))
+        return splitting(before, sizes) == splitting(after, sizes)
 
     def flops(self, sizes, mesh) -> int:
         """FLOPs of one device in an Einsum: 2 per multiply-add, 1 per product where nothing is summed (Part 4)."""
@@ -101,7 +107,15 @@ class Step:
         return (2 if self.contracted else 1) * math.prod(local.values())
 
 
-WIRE = {"AllGather": 1, "ReduceScatter": 1, "AllReduce": 2, "AllToAll": 1, "CollectivePermute": 1}
+def share(op: str, n: int) -> tuple[int, int]:
+    """What each of n devices sends, as a fraction of what it holds before: (n - 1, n) for a ReduceScatter."""
+    shares = {"AllGather": (n - 1, 1), "ReduceScatter": (n - 1, n), "AllReduce": (2 * (n - 1), n)}
+    return (shares | {"AllToAll": (n - 1, n), "CollectivePermute": (1, 1)}).get(op, (0, 1))
+
+
+def splitting(dims: Sequence[tuple[str, ...]], sizes) -> list[tuple[str, ...]]:
+    """Of the axes of each dim those that split it: not those of size 1."""
+    return [tuple(axis for axis in axes if sizes[axis] > 1) for axes in dims]
 
 
 def total(steps, count: str, *args) -> float:
@@ -134,13 +148,15 @@ class Plan(Counted):
     """How to come from typed `operands` to a typed `result`, in `steps`.
 
     For a product `cases` holds the numbers of the book's cases that apply and `case` the lowest of them; for a
-    resharding they are () and None. `sizes` are dims, as in Spec.nbytes.
+    resharding they are () and None. `sizes` are dims, as in Spec.nbytes. `note` says where the search for a cheaper
+    plan was cut short, "" if it was not; it plays no part in equality.
     """
 
     operands: tuple[Spec, ...]
     result: Spec
     steps: tuple[Step, ...]
     cases: tuple[int, ...] = ()
+    note: str = field(default="", compare=False)
 
     @property
     def case(self) -> "int | None":
@@ -152,13 +168,14 @@ class Plan(Counted):
         return tuple(step for step in self.steps if step.op in COLLECTIVES)
 
     def __str__(self) -> str:
-        return "\n".join(f"{number}. {step}" for number, step in enumerate(self.steps, 1)) or f"{self.result}: as it is"
+        lines = [f"{number}. {step}" for number, step in enumerate(self.steps, 1)] or [f"{self.result}: as it is"]
+        return "\n".join(lines + ([f"({self.note})"] if self.note else []))
 
 
-def moved(before: Spec, after: Spec) -> tuple[list, list]:
-    """Per dim, the axes that a permutation shuffles: what is left of both types without common prefix and suffix."""
+def moved(before: Sequence, after: Sequence) -> tuple[list, list]:
+    """Per dim, the axes that a permutation shuffles: what is left of both without common prefix and suffix."""
     ours, theirs = [], []
-    for (_, a), (_, b) in zip(before.dims, after.dims, strict=True):
+    for a, b in zip(before, after, strict=True):
         start = 0
         while start < min(len(a), len(b)) and a[start] == b[start]:
             start += 1
@@ -178,11 +195,11 @@ def permutation(step: Step, mesh) -> tuple[tuple[int, int], ...]:
     """
     sizes = mesh_sizes(mesh)
     held, needed = {}, {}
-    ours, theirs = moved(step.before, step.after)
+    ours, theirs = moved(*([axes for _, axes in spec.dims] for spec in (step.before, step.after)))
     for index, coords in enumerate(itertools.product(*(range(sizes[axis]) for axis in step.axes))):
         at = dict(zip(step.axes, coords, strict=True))
-        held.setdefault(_block(ours, at, sizes), []).append(index)
-        needed.setdefault(_block(theirs, at, sizes), []).append(index)
+        held.setdefault(tuple(block_index(axes, at, sizes) for axes in ours), []).append(index)
+        needed.setdefault(tuple(block_index(axes, at, sizes) for axes in theirs), []).append(index)
     pairs = []
     for block, targets in needed.items():
         stay = [index for index in targets if index in held[block]]
@@ -190,14 +207,3 @@ def permutation(step: Step, mesh) -> tuple[tuple[int, int], ...]:
         pairs += [(index, index) for index in stay]
         pairs += zip(sources, (index for index in targets if index not in stay), strict=True)
     return tuple(sorted(pairs))
-
-
-def _block(dims: list, at: dict, sizes) -> tuple[int, ...]:
-    """The number of a device's block along each dim, the first axis the major one."""
-    numbers = []
-    for axes in dims:
-        number = 0
-        for axis in axes:
-            number = number * sizes[axis] + at[axis]
-        numbers.append(number)
-    return tuple(numbers)

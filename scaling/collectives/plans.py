@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 
 import torch
 
+from scaling.algebra.programs import cotangent
 from scaling.algebra.resharding import reshard as plan_reshard
 from scaling.algebra.steps import Plan, Step, permutation
 from scaling.collectives import calls as c
@@ -22,6 +23,8 @@ def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor
     (x,) = operands
     if step.op == "CollectivePermute":
         return c.ppermute(step.line, x, mesh, step.axes, permutation(step, mesh))
+    if step.op == "AllGather" and len(_changed(step)) > 1:
+        return _gather_several(step, x, mesh)
     if step.op in _BY_LINE:
         return _BY_LINE[step.op](step.line, x, mesh)
     if step.op == "Pad":
@@ -40,9 +43,28 @@ _BY_LINE = {
 }
 
 
+def _changed(step: Step) -> list[int]:
+    """The positions of the dims whose axes change."""
+    return [i for i, (a, b) in enumerate(zip(step.operands[0].dims, step.after.dims, strict=True)) if a != b]
+
+
+def _gather_several(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
+    """One AllGather over the axes of several dims: of whole shards, `[Blocks_XY, I, J] -> [Blocks, I, J]`, which are
+    then put in their places."""
+    local = Spec(step.after.name, tuple((dim, ()) for dim in step.after.dim_names), step.after.unreduced)
+    blocks, whole = (Spec(local.name, (("Blocks", axes), *local.dims), local.unreduced) for axes in (step.axes, ()))
+    gathered = c.all_gather(f"{blocks} -> {whole}", x[None], mesh)
+    counts, shape = [], []
+    for (_, was), (_, now), size in zip(step.operands[0].dims, step.after.dims, x.shape, strict=True):
+        counts.append(mesh.size(was[len(now) :]))
+        shape.append(counts[-1] * size)
+    order = [place for i in range(x.dim()) for place in (i, x.dim() + i)]
+    return gathered.reshape(*counts, *x.shape).permute(order).reshape(shape)
+
+
 def _pad(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
     """This rank's block in its place among zeros, along the one dim that loses axes."""
-    (dim,) = (i for i, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b)
+    (dim,) = _changed(step)
     group, size = mesh.group(step.axes), x.shape[dim]
     zeros = [0, 0] * (x.dim() - 1 - dim)
     return torch.nn.functional.pad(x, (*zeros, group.index * size, (group.size - 1 - group.index) * size))
@@ -113,16 +135,16 @@ def run_forward(program, inputs: Mapping[str, torch.Tensor], mesh, activation=No
 
 
 def run_backward(program, dOut: torch.Tensor, saved: Mapping[Spec, torch.Tensor], mesh, activation=None) -> dict:
-    """The cotangents of the inputs by name, each typed as its input, from `dOut` typed as Out."""
+    """The inputs' cotangents by name, from `dOut`: each typed as its array, but replicated where that is unreduced."""
     first, *steps = program.backward
     held, transposed = {**saved, first.after: dOut}, {}
     for spec in program.hidden if activation is not None else ():
         held[spec], back = torch.func.vjp(activation, saved[spec])
-        transposed[spec.with_name("d" + spec.name)] = back
+        transposed[cotangent(spec)] = back
 
     def made(spec: Spec, shard: torch.Tensor) -> torch.Tensor:
         return transposed[spec](shard)[0] if spec in transposed else shard
 
-    wanted = {spec.name: spec.with_name("d" + spec.name) for spec in program.operands}
+    wanted = {spec.name: cotangent(spec) for spec in program.operands}
     held = run_steps(steps, held, mesh, wanted.values(), made)
     return {name: held[spec] for name, spec in wanted.items()}

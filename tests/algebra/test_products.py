@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_resharding import naive_bytes, types
 
 from scaling.algebra import cases, matmul, matmul_via, reshard
-from scaling.algebra.products import local_product
+from scaling.algebra.contraction import product_type
 from scaling.collectives import run
 from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
@@ -200,12 +200,12 @@ def test_refusals():
     for a, b, rule in [
         ("A[I, J_X]", "B[J, K]", "case 2"),
         ("A[I_X, J]", "B[J, K_X]", "case 4"),
-        ("A[I, J] {U_X}", "B[J, K_X]", "replicated over it"),
-        ("A[I, J] {U_X}", "B[J, K] {U_X}", "replicated over it"),
+        ("A[I, J] {U_X}", "B[J, K_X]", "replicated over X"),
+        ("A[I, J] {U_X}", "B[J, K] {U_X}", "product of sums"),
     ]:
         with pytest.raises(ShardingError, match=rule):
-            local_product(parse(a), parse(b), ("I", "K"), "C")
-    assert str(local_product(parse("A[I, J_Y] {U_X}"), parse("B[J_Y, K]"), ("I", "K"), "C")) == "C[I, K] {U_XY}"
+            product_type(parse(a), parse(b), ("I", "K"), "C")
+    assert str(product_type(parse("A[I, J_Y] {U_X}"), parse("B[J_Y, K]"), ("I", "K"), "C")) == "C[I, K] {U_XY}"
     assert cases(parse("A[I_X, J]"), parse("B[J_X, K]"), ("I", "K")) == (2,)
 
 

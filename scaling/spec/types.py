@@ -7,18 +7,15 @@ Plain Python: no torch, no devices.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from scaling.spec.reader import ShardingError, read_line, read_type
+
 DTYPE_BYTES = {"int4": 0.5, "fp4": 0.5, "int8": 1, "uint8": 1, "fp8": 1, "bool": 1, "bf16": 2, "bfloat16": 2}
 DTYPE_BYTES |= {"fp16": 2, "f16": 2, "float16": 2, "int16": 2, "fp32": 4, "f32": 4, "float32": 4, "int32": 4}
 DTYPE_BYTES |= {"fp64": 8, "f64": 8, "float64": 8, "int64": 8}
-
-
-class ShardingError(ValueError):
-    """A type or a line that breaks a rule of the notation: the message quotes it, names the rule and the fix."""
 
 
 def dtype_bytes(dtype) -> float:
@@ -41,6 +38,14 @@ def format_axes(axes: Sequence[str]) -> str:
     """`("X", "Y")` -> "XY"; long names in braces: `("data", "model")` -> "{data,model}"."""
     short = all(len(axis) == 1 and axis.isupper() for axis in axes)
     return "".join(axes) if short else "{" + ",".join(axes) + "}"
+
+
+def block_index(axes: Sequence[str], coord: Mapping[str, int], mesh) -> int:
+    """Which block of a dim split over `axes` the device at `coord` holds: row-major, `I_XY` gives x * |Y| + y."""
+    sizes, index = mesh_sizes(mesh), 0
+    for axis in axes:
+        index = index * sizes[axis] + coord[axis]
+    return index
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,14 @@ class Spec:
         return replace(self, unreduced=tuple(sorted(axes))).validated()
 
     def validated(self) -> "Spec":
-        """This type, or a ShardingError if it uses a dim or a mesh axis twice."""
-        return parse(str(self)).with_name(self.name)
+        """This type, or a ShardingError if it uses a dim or a mesh axis twice, or one that cannot be written."""
+        spec = parse(str(self))
+        if spec.dims != self.dims or spec.unreduced != tuple(sorted(self.unreduced)):
+            raise ShardingError(
+                f"{self.dims}, unreduced over {self.unreduced}: reads as {spec}, which is another type\n"
+                f"  fix: name an axis by one capital letter or by a word such as data, a dim without an underscore"
+            )
+        return spec
 
     def replicated(self, mesh) -> tuple[str, ...]:
         """The axes of the mesh that this type does not mention: along them every device holds the same."""
@@ -142,15 +153,11 @@ class Spec:
     def slices(self, sizes, mesh, coord: Mapping[str, int]) -> tuple[slice, ...]:
         """The index ranges of the device at `coord`, e.g. {"X": 3, "Y": 0}; `I_XY` counts X as the major axis."""
         local, axis_sizes = self.local_shape(sizes, mesh), mesh_sizes(mesh)
-        ranges = []
-        for (_, axes), size in zip(self.dims, local, strict=True):
-            block = 0
-            for axis in axes:
-                if not 0 <= coord.get(axis, -1) < axis_sizes[axis]:
-                    raise ShardingError(f"{self}: coordinate {dict(coord)} needs {axis} in 0..{axis_sizes[axis] - 1}")
-                block = block * axis_sizes[axis] + coord[axis]
-            ranges.append(slice(block * size, (block + 1) * size))
-        return tuple(ranges)
+        for axis in self.axes:
+            if not 0 <= coord.get(axis, -1) < axis_sizes[axis]:
+                raise ShardingError(f"{self}: coordinate {dict(coord)} needs {axis} in 0..{axis_sizes[axis] - 1}")
+        blocks = [block_index(axes, coord, axis_sizes) for _, axes in self.dims]
+        return tuple(slice(block * size, (block + 1) * size) for block, size in zip(blocks, local, strict=True))
 
     def nbytes(self, sizes, mesh, dtype) -> float:
         """Bytes that one device holds (an int unless the dtype has half bytes)."""
@@ -175,10 +182,7 @@ class Line:
 
 @lru_cache(maxsize=65536)
 def _parse(text: str) -> Spec:
-    reader = _Reader(text)
-    spec = reader.spec()
-    reader.end()
-    return spec
+    return Spec(*read_type(text))
 
 
 def parse(text: "str | Spec") -> Spec:
@@ -192,15 +196,8 @@ def parse(text: "str | Spec") -> Spec:
 
 @lru_cache(maxsize=65536)
 def _parse_line(text: str) -> Line:
-    reader = _Reader(text)
-    operands, contract = [reader.spec()], []
-    while (dim := reader.product()) is not None:
-        contract += [dim] if dim else []
-        operands.append(reader.spec())
-    reader.take(r"->|→", "'->' and the type of the result (or '*' and another operand)")
-    line = Line(tuple(operands), reader.spec(), tuple(contract))
-    reader.end()
-    return line
+    operands, result, contract = read_line(text)
+    return Line(tuple(Spec(*operand) for operand in operands), Spec(*result), contract)
 
 
 def parse_line(text: "str | Line") -> Line:
@@ -210,84 +207,6 @@ def parse_line(text: "str | Line") -> Line:
     `scaling.algebra` check. Raises ShardingError.
     """
     return text if isinstance(text, Line) else _parse_line(_text(text))
-
-
-class _Reader:
-    """A cursor over the text; each method reads one piece of the grammar and leaves the cursor after it."""
-
-    def __init__(self, text: str):
-        self.text, self.at = text, 0
-
-    def fail(self, message: str, at: int | None = None, fix: str = "") -> None:
-        at = self.at if at is None else at
-        text = re.sub(r"\s", " ", self.text)
-        raise ShardingError(f"{message}\n  {text}\n  {' ' * at}^" + (f"\n  fix: {fix}" if fix else ""))
-
-    def skip(self) -> None:
-        self.at = re.compile(r"\s*").match(self.text, self.at).end()
-
-    def find(self, pattern: str) -> str | None:
-        self.skip()
-        if match := re.compile(pattern, re.ASCII).match(self.text, self.at):
-            self.at = match.end()
-            return match[0]
-        return None
-
-    def take(self, pattern: str, wanted: str) -> str:
-        if (found := self.find(pattern)) is None:
-            self.fail(f"expected {wanted}")
-        return found
-
-    def end(self) -> None:
-        self.skip()
-        if self.at < len(self.text):
-            self.fail("expected the end of the type")
-
-    def spec(self) -> Spec:
-        name = self.find(r"[A-Za-z][A-Za-z0-9_']*") or ""
-        self.take(r"\[", "a type such as W[D, F_X]: '['")
-        dims, seen, unreduced = [], {}, ()
-        while not self.find(r"\]"):
-            if dims:
-                self.take(",", "',' or ']'")
-            self.skip()
-            at, dim = self.at, self.take(r"[A-Za-z][A-Za-z0-9']*|[0-9]+", "a dim, such as D or F_X")
-            self.once(seen, dim, at, f"dim {dim}")
-            dims.append((dim, self.axes(seen) if self.find("_") else ()))
-        if self.find(r"\{\s*U\s*[_.]"):
-            unreduced = tuple(sorted(self.axes(seen)))
-            self.take(r"\}", "'}' after the unreduced axes")
-        return Spec(name, tuple(dims), unreduced)
-
-    def axes(self, seen: dict) -> tuple[str, ...]:
-        """`XY`, `{XY}`, `data` or `{data,model}`: capitals are an axis each, anything else is one long name."""
-        braced, axes = self.find(r"\{"), []
-        while True:
-            self.skip()
-            at, word = self.at, self.take(r"[A-Za-z][A-Za-z0-9]*", "a mesh axis, such as X or {data,model}")
-            for offset, axis in enumerate(word) if re.fullmatch("[A-Z]+", word) else [(0, word)]:
-                self.once(seen, ("axis", axis), at + offset, f"mesh axis {axis}")
-                axes.append(axis)
-            if not (braced and self.find(",")):
-                break
-        if braced:
-            self.take(r"\}", "'}' or ',' and another axis")
-        return tuple(axes)
-
-    def once(self, seen: dict, key, at: int, what: str) -> None:
-        if key in seen:
-            fix = "split one dim over it, or leave it out of {U_...}" if "axis" in what else "give the dims two names"
-            self.fail(f"{what} is used twice: each occurs at most once in a type", at, fix)
-        seen[key] = at
-
-    def product(self) -> str | None:
-        """`*`, `·`, `*_J`, `*_LOCAL`: the dim named ("" if none), or None if no product follows."""
-        if not self.find(r"[*·]"):
-            return None
-        if not self.find("_"):
-            return ""
-        dim = self.take(r"[A-Za-z][A-Za-z0-9']*(?=\s|$)", "the dim contracted, as in *_D, and a space")
-        return "" if dim == "LOCAL" else dim
 
 
 def _text(text) -> str:

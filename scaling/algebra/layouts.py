@@ -1,0 +1,252 @@
+"""The types of one array as a graph: layouts are its nodes, and steps (`steps`) its edges (Part 3).
+
+A layout is a type without names: each mesh axis splits a dim (and the axes of a dim have an order), or is unreduced, or
+is idle. `moves` lists the steps that lead from a layout to another.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from scaling.algebra.steps import Step, moved, share, splitting
+from scaling.spec import Spec, mesh_sizes
+
+NOMINAL = 4  # devices along an axis whose size is not given
+
+Axes = tuple[str, ...]
+
+
+class Layout(NamedTuple):
+    """The axes of each dim, and the unreduced axes, sorted."""
+
+    dims: tuple[Axes, ...]
+    unreduced: Axes = ()
+
+    @property
+    def used(self) -> Axes:
+        return (*itertools.chain(*self.dims), *self.unreduced)
+
+    def put(self, dim: int, axes: Axes) -> "Layout":
+        """The same with other axes on one dim."""
+        return Layout((*self.dims[:dim], axes, *self.dims[dim + 1 :]), self.unreduced)
+
+    def summing(self, more: Axes = (), less: Axes = ()) -> "Layout":
+        """The same, unreduced over more axes, or over fewer."""
+        return Layout(self.dims, tuple(sorted(axis for axis in self.unreduced + more if axis not in less)))
+
+
+class Move(NamedTuple):
+    """An edge: what a step does, over which axes, and where it leads."""
+
+    op: str
+    axes: Axes
+    after: Layout
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What plans depend on beside types.
+
+    `axes`: those in play, with their sizes, and whether these are `known`. `partial`: the axes that may become
+    unreduced on the way: those over which only the target is. `cost`: the length of a step, if not the bytes sent.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    known: bool
+    partial: Axes = ()
+    cost: "Callable[[Step], float] | None" = None
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @cached_property
+    def whole(self) -> int:
+        """What an array of one element counts: every local size and every (n-1)/n of it is then an integer."""
+        return math.prod(self.sizes.values()) ** 2
+
+    def count(self, axes) -> int:
+        """The devices along some axes together."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def held(self, at: Layout) -> int:
+        """What one device holds of an array of one element, in the units of `whole`."""
+        return self.whole // self.count(itertools.chain(*at.dims))
+
+    def sent(self, at: Layout, move: Move) -> int:
+        """What one device sends in a move, in the same units."""
+        if move.op == "CollectivePermute" and splitting(at.dims, self.sizes) == splitting(move.after.dims, self.sizes):
+            return 0
+        sent, of = share(move.op, self.count(move.axes))
+        return self.held(at) * sent // of
+
+    def missing(self, at: Layout, target: Layout) -> int:
+        """What some device lacks of its part of the target: at least so much is sent on the way there.
+
+        Where the axes of a dim part ways, some device holds nothing that it needs; otherwise one part holds the other.
+        """
+        if self.partial:  # a term of a sum may be zero: nothing need be sent
+            return 0
+        wanted, common = self.held(target), 1
+        for ours, theirs in zip(splitting(at.dims, self.sizes), splitting(target.dims, self.sizes), strict=True):
+            if ours[: len(theirs)] != theirs[: len(ours)]:
+                return wanted
+            common *= self.count(ours[len(theirs) :])
+        return wanted - wanted // common
+
+
+def layout(spec: Spec) -> Layout:
+    return Layout(tuple(axes for _, axes in spec.dims), spec.unreduced)
+
+
+def retyped(spec: Spec, to: Layout) -> Spec:
+    """The same array in another layout."""
+    return Spec(spec.name, tuple(zip(spec.dim_names, to.dims, strict=True)), to.unreduced)
+
+
+def setting(specs, mesh=None, partial=(), cost=None) -> Setting:
+    """The setting of the axes that the types name; with a `cost`, of all axes of the mesh: idle links may pay then."""
+    axes = dict.fromkeys(axis for spec in specs for axis in spec.axes + spec.unreduced)
+    if mesh is None:
+        return Setting(tuple((axis, NOMINAL) for axis in sorted(axes)), False, tuple(partial), cost)
+    for spec in specs:
+        spec.check_axes(mesh)
+    sizes = mesh_sizes(mesh)
+    return Setting(tuple((a, n) for a, n in sizes.items() if cost or a in axes), True, tuple(partial), cost)
+
+
+def divides(at: Layout, shape, sizes: Mapping[str, int]) -> bool:
+    """Whether every dim of the shape divides over its axes; with no shape, it is taken to."""
+    if shape is None:
+        return True
+    return all(
+        not size % math.prod(sizes[axis] for axis in axes) for size, axes in zip(shape, at.dims, strict=True) if axes
+    )
+
+
+@lru_cache(maxsize=256)
+def arrangements(axes: Axes, dims: int) -> tuple[tuple[Axes, ...], ...]:
+    """Every way to split `dims` dims over some or none of the axes, in every order: ((), ()), (("X",), ()), ..."""
+    if not dims:
+        return ((),)
+    found = []
+    for first in ordered(axes, least=0):
+        rest = tuple(axis for axis in axes if axis not in first)
+        found += [(first, *others) for others in arrangements(rest, dims - 1)]
+    return tuple(found)
+
+
+def subsets(axes: Axes, least: int = 1) -> Iterator[Axes]:
+    return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(least, len(axes) + 1))
+
+
+def ordered(axes: Axes, least: int = 1) -> Iterator[Axes]:
+    return itertools.chain.from_iterable(itertools.permutations(axes, n) for n in range(least, len(axes) + 1))
+
+
+def moves(at: Layout, within: Setting, goal: Layout | None = None) -> Iterator[Move]:
+    """Every step from a layout, or, given a goal, those that a plain plan takes: a dim gains axes only in the order of
+    the goal's, and the sums that the goal lacks are reduced together. There are few of these, however many axes."""
+    idle = tuple(axis for axis in within.sizes if axis not in at.used)
+    for dim, axes in enumerate(at.dims):
+        for kept in range(len(axes)):
+            gone = axes[kept:]
+            yield Move("AllGather", gone, at.put(dim, axes[:kept]))
+            if set(gone) <= set(within.partial):
+                yield Move("Pad", gone, at.put(dim, axes[:kept]).summing(more=gone))
+        for new in _gained(at, dim, at.unreduced, goal):
+            yield Move("ReduceScatter", new, at.put(dim, axes + new).summing(less=new))
+        for new in _gained(at, dim, idle, goal):
+            yield Move("Slice", new, at.put(dim, axes + new))
+    for axes in _summed(at, goal):
+        yield Move("AllReduce", axes, at.summing(less=axes))
+    for source, target in itertools.permutations(range(len(at.dims)), 2):
+        for kept in range(len(at.dims[source])):
+            axes = at.dims[source][kept:]
+            new = at.dims[target] + axes
+            if goal is None or new == goal.dims[target][: len(new)]:
+                yield Move("AllToAll", axes, at.put(source, at.dims[source][:kept]).put(target, new))
+    if within.cost is not None:
+        yield from _gathers_of_several(at, goal)
+    for dims in _cut_alike(at, within, goal):
+        ours, theirs = moved(at.dims, dims)
+        yield Move(
+            "CollectivePermute", tuple(dict.fromkeys(itertools.chain(*ours, *theirs))), Layout(dims, at.unreduced)
+        )
+    partial = tuple(axis for axis in idle if axis in within.partial)
+    for axes in subsets(partial) if goal is None else [partial] if partial else []:
+        yield Move("Mask", axes, at.summing(more=axes))
+
+
+def _gained(at: Layout, dim: int, pool: Axes, goal: Layout | None) -> Iterator[Axes]:
+    """The axes of the pool that a dim may gain together, in the order in which they split it."""
+    if goal is None:
+        yield from ordered(pool)
+        return
+    have, wanted = at.dims[dim], goal.dims[dim]
+    if wanted[: len(have)] == have:
+        more = tuple(itertools.takewhile(set(pool).__contains__, wanted[len(have) :]))
+        yield from (more[: n + 1] for n in range(len(more)))
+
+
+def _summed(at: Layout, goal: Layout | None) -> Iterator[Axes]:
+    """The axes that one AllReduce may sum over."""
+    if goal is None:
+        yield from subsets(at.unreduced)
+        return
+    pending = tuple(axis for axis in at.unreduced if axis not in goal.unreduced)
+    scattered = tuple(axis for axis in pending if axis not in goal.used)  # the others could be scattered
+    yield from dict.fromkeys(axes for axes in (pending, scattered) if axes)
+
+
+def _gathers_of_several(at: Layout, goal: Layout | None) -> Iterator[Move]:
+    """AllGathers over axes of several dims at once: as many bytes as one after the other, but over more links."""
+    choices = []
+    for dim, axes in enumerate(at.dims):
+        common = 0 if goal is None else len(common_prefix(axes, goal.dims[dim]))
+        choices.append(range(len(axes) + 1) if goal is None else sorted({common, len(axes)}))
+    for kept in itertools.product(*choices):
+        gone = tuple(axes[n:] for axes, n in zip(at.dims, kept, strict=True))
+        if sum(map(bool, gone)) > 1:
+            dims = tuple(axes[:n] for axes, n in zip(at.dims, kept, strict=True))
+            yield Move("AllGather", tuple(itertools.chain(*gone)), Layout(dims, at.unreduced))
+
+
+def _cut_alike(at: Layout, within: Setting, goal: Layout | None) -> Iterator[tuple[Axes, ...]]:
+    """The other ways to split the dims that cut them into the same blocks: whole shards change places."""
+    pool = tuple(axis for axis in within.sizes if axis not in at.unreduced)
+
+    def of_size(pool: Axes, size: int) -> Iterator[Axes]:
+        if size == 1:
+            yield ()
+        for axis in pool:
+            if size % within.sizes[axis] == 0:
+                rest = of_size(tuple(other for other in pool if other != axis), size // within.sizes[axis])
+                yield from ((axis, *more) for more in rest)
+
+    def choose(dims: tuple[Axes, ...], pool: Axes) -> Iterator[tuple[Axes, ...]]:
+        if not dims:
+            yield ()
+            return
+        options = of_size(pool, within.count(dims[0])) if within.known else itertools.permutations(dims[0])
+        for first in options:
+            yield from ((first, *more) for more in choose(dims[1:], tuple(a for a in pool if a not in first)))
+
+    if goal is None:
+        yield from (dims for dims in choose(at.dims, pool) if dims != at.dims)
+    elif goal.dims != at.dims and not set(itertools.chain(*goal.dims)) & set(at.unreduced):
+        if within.known:
+            alike = all(within.count(a) == within.count(b) for a, b in zip(at.dims, goal.dims, strict=True))
+        else:
+            alike = all(set(a) == set(b) for a, b in zip(at.dims, goal.dims, strict=True))
+        if alike:
+            yield goal.dims
+
+
+def common_prefix(ours: Axes, theirs: Axes) -> Axes:
+    """The axes with which both begin."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
+    return tuple(axis for axis, _ in same)

@@ -1,0 +1,137 @@
+"""Reading the notation: text to the parts of types and lines, with a caret under what cannot be read (notation.md)."""
+
+import re
+from typing import NamedTuple, NoReturn
+
+Dims = tuple[tuple[str, tuple[str, ...]], ...]
+
+NAME = r"[A-Za-z_][A-Za-z0-9_']*(\.[A-Za-z0-9_']+)*"  # also as named_parameters() has it, `layers.0.fc1.weight`
+DIM, NUMBER = r"[A-Za-z][A-Za-z0-9']*", r"[0-9]{1,18}(?![0-9])"
+AXIS = r"[A-Za-z][A-Za-z0-9]*"  # capitals alone are an axis each, `XY`; anything else is one long name, `data`
+QUOTED = 200  # characters of a text that an error message quotes
+
+
+class ShardingError(ValueError):
+    """A type or a line that breaks a rule of the notation: the message quotes it, names the rule and the fix."""
+
+
+class ReadType(NamedTuple):
+    """The parts of a type, as `scaling.spec.Spec` holds them."""
+
+    name: str
+    dims: Dims
+    unreduced: tuple[str, ...]
+
+
+class ReadLine(NamedTuple):
+    """The parts of an arrow between types; `contract` holds the dims of written `*_J`."""
+
+    operands: tuple[ReadType, ...]
+    result: ReadType
+    contract: tuple[str, ...]
+
+
+def read_type(text: str) -> ReadType:
+    """`W[D_X, F] {U_Y}` in parts. ShardingError for bad syntax, and for a dim or a mesh axis that is used twice."""
+    reader = _Reader(text)
+    found = reader.type()
+    reader.end()
+    return found
+
+
+def read_line(text: str) -> ReadLine:
+    """`A[I, J] * B[J, K] -> C[I, K]` in parts. ShardingError as for read_type."""
+    reader = _Reader(text)
+    operands, contract = [reader.type()], []
+    while (dim := reader.product()) is not None:
+        contract += [dim] if dim else []
+        operands.append(reader.type())
+    reader.take(r"->|→", "'->' and the type of the result (or '*' and another operand)")
+    line = ReadLine(tuple(operands), reader.type(), tuple(contract))
+    reader.end()
+    return line
+
+
+def split_axes(word: str) -> tuple[str, ...]:
+    """The mesh axes that a word names: "XY" is X and Y, "data" is one."""
+    return tuple(word) if re.fullmatch("[A-Z]+", word) else (word,)
+
+
+class _Reader:
+    """A cursor over the text; each method reads one piece of the grammar and leaves the cursor after it."""
+
+    def __init__(self, text: str):
+        self.text, self.at = text, 0
+
+    def fail(self, message: str, at: int | None = None, fix: str = "") -> NoReturn:
+        at = self.at if at is None else at
+        start = max(0, at - QUOTED // 2) if len(self.text) > QUOTED else 0
+        text = re.sub(r"\s", " ", self.text[start : start + QUOTED])
+        raise ShardingError(f"{message}\n  {text}\n  {' ' * (at - start)}^" + (f"\n  fix: {fix}" if fix else ""))
+
+    def skip(self) -> None:
+        while self.at < len(self.text) and self.text[self.at].isspace():
+            self.at += 1
+
+    def find(self, pattern: str) -> str | None:
+        self.skip()
+        if match := re.compile(pattern, re.ASCII).match(self.text, self.at):
+            self.at = match.end()
+            return match[0]
+        return None
+
+    def take(self, pattern: str, expected: str) -> str:
+        if (found := self.find(pattern)) is None:
+            self.fail(f"expected {expected}")
+        return found
+
+    def end(self) -> None:
+        self.skip()
+        if self.at < len(self.text):
+            self.fail("expected the end of the type")
+
+    def type(self) -> ReadType:
+        name = self.find(NAME) or ""
+        self.take(r"\[", "a type such as W[D, F_X]: '['")
+        dims, seen, unreduced = [], {}, ()
+        while not self.find(r"\]"):
+            if dims:
+                self.take(",", "',' or ']'")
+            self.skip()
+            at, dim = self.at, self.take(f"{DIM}|{NUMBER}", "a dim, such as D or F_X")
+            self.once(seen, dim, at, f"dim {dim}", "give the dims two names")
+            dims.append((dim, self.axes(seen) if self.find("_") else ()))
+        if self.find(r"\{\s*U\s*[_.]"):
+            unreduced = tuple(sorted(self.axes(seen)))
+            self.take(r"\}", "'}' after the unreduced axes")
+        return ReadType(name, tuple(dims), unreduced)
+
+    def axes(self, seen: dict) -> tuple[str, ...]:
+        """`XY`, `{XY}`, `data` or `{data,model}`."""
+        braced, axes = self.find(r"\{"), []
+        while True:
+            self.skip()
+            at, word = self.at, self.take(AXIS, "a mesh axis, such as X or {data,model}")
+            for offset, axis in enumerate(split_axes(word)):
+                fix = "split one dim over it, or leave it out of {U_...}"
+                self.once(seen, ("axis", axis), at + offset, f"mesh axis {axis}", fix)
+                axes.append(axis)
+            if not (braced and self.find(",")):
+                break
+        if braced:
+            self.take(r"\}", "'}' or ',' and another axis")
+        return tuple(axes)
+
+    def once(self, seen: dict, key, at: int, what: str, fix: str) -> None:
+        if key in seen:
+            self.fail(f"{what} is used twice: each occurs at most once in a type", at, fix)
+        seen[key] = at
+
+    def product(self) -> str | None:
+        """`*`, `·`, `*_J`, `*_LOCAL`: the dim named ("" if none), or None if no product follows."""
+        if not self.find(r"[*·]"):
+            return None
+        if not self.find("_"):
+            return ""
+        dim = self.take(rf"{DIM}(?=\s|$)", "the dim contracted, as in *_D, and a space")
+        return "" if dim == "LOCAL" else dim
