@@ -11,34 +11,61 @@ of the backward: `scaling/strategies/data_parallel.py` does that, for L layers, 
 """
 
 # %%
-from scaling.book.lesson import Report, one_layer, options, run, stack_equality, training
+import torch
+
+from scaling import data, optim
+from scaling.book.learning import Run, clock, learned
+from scaling.book.lesson import Report, options, run
+from scaling.book.listing import one_layer, stack_equality
 from scaling.collectives import all_reduce, einsum
-from scaling.strategies import data_parallel
+from scaling.models import mlp
+from scaling.strategies.stack import Strategy
+from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 # %% One layer: what each rank does
 
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D, F]", "W_out": "W_out[F, D]", "Out": "Out[B_X, D]"}
 
 
-def forward(W_in, W_out, In, mesh):
+def forward(W_in, W_out, In, mesh, block):
     """W_in[D, F], W_out[F, D], In[B_X, D] -> Out[B_X, D]."""
-    Tmp = einsum("In[B_X, D] * W_in[D, F] -> Tmp[B_X, F]", In, W_in)  # 1.
-    Out = einsum("Tmp[B_X, F] * W_out[F, D] -> Out[B_X, D]", Tmp, W_out)  # 2.
-    return Out, Tmp
+    Tmp = einsum("In[B_X, D] * W_in[D, F] -> Tmp[B_X, F]", block.norm(In), W_in)  # 1.
+    Act = block.act(Tmp)
+    Out = einsum("Act[B_X, F] * W_out[F, D] -> Out[B_X, D]", Act, W_out)  # 2.
+    return Out, (In, Tmp, Act)
 
 
-def backward(dOut, Tmp, W_in, W_out, In, mesh):
+def backward(W_in, W_out, dOut, saved, mesh, block):
     """dOut[B_X, D] -> dIn[B_X, D], dW_in[D, F], dW_out[F, D]."""
-    dW_out = einsum("Tmp[B_X, F] * dOut[B_X, D] -> dW_out[F, D] {U_X}", Tmp, dOut)  # 2.
+    In, Tmp, Act = saved
+    dW_out = einsum("Act[B_X, F] * dOut[B_X, D] -> dW_out[F, D] {U_X}", Act, dOut)  # 2.
     dW_out = all_reduce("dW_out[F, D] {U_X} -> dW_out[F, D]", dW_out, mesh)  # 3. not on the critical path
-    dTmp = einsum("dOut[B_X, D] * W_out[F, D] -> dTmp[B_X, F]", dOut, W_out)  # 4.
-    dW_in = einsum("In[B_X, D] * dTmp[B_X, F] -> dW_in[D, F] {U_X}", In, dTmp)  # 5.
+    dAct = einsum("dOut[B_X, D] * W_out[F, D] -> dAct[B_X, F]", dOut, W_out)  # 4.
+    dTmp = block.act_vjp(Tmp, dAct)
+    dW_in = einsum("In[B_X, D] * dTmp[B_X, F] -> dW_in[D, F] {U_X}", block.norm(In), dTmp)  # 5.
     dW_in = all_reduce("dW_in[D, F] {U_X} -> dW_in[D, F]", dW_in, mesh)  # 6. not on the critical path
     dIn = einsum("dTmp[B_X, F] * W_in[D, F] -> dIn[B_X, D]", dTmp, W_in)  # 7. needed by the layer before
-    return dIn, dW_in, dW_out
+    return block.norm_vjp(In, dIn), dW_in, dW_out
 
 
-# %% The layer on this mesh, beside one device; then L layers, trained
+# %% L layers of it, with gelu, norm and residual, trained on real text
+
+
+def train(layer, mesh, text, args):
+    """The listing above, over all layers: pure steps from params and optimizer state to new ones."""
+    config, optimizer = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
+    params = mlp.init(config, args.seed, torch.float32, mesh, param_specs(layer))
+    state, losses, first, began = optimizer.init(params), [], None, clock(mesh.device)
+    batches = data.endless(text, config.K, args.batch, mesh, batch_axes(layer), args.seed)
+    for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
+        loss, grads = loss_and_grads(layer, params, tokens, targets, config, mesh)
+        first = grads if first is None else first
+        params, state = optimizer.update(grads, state, params)
+        losses.append(reduced(layer, loss, mesh))
+    return Run(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+
+
+# %% The layer on this mesh, beside one device; then the training
 
 
 def main(mesh, args):
@@ -55,10 +82,12 @@ def main(mesh, args):
     report.same(rows, ["", "closed form", "bytes", "counted"])
     report.say("An AllReduce counts twice: it is a ReduceScatter and an AllGather. With the book's 2 bytes it is 8DF.")
 
-    report.title("scaling.strategies.data_parallel: four layers with gelu, norm and residual, in float64")
-    stack_equality(data_parallel, mesh, report, args.seed)
+    layer = Strategy(SPECS, forward, backward)
+    report.title("Four layers of it with gelu, norm and residual, in float64")
+    stack_equality(layer, mesh, report, args.seed)
     report.title("Memory and training: a byte model on real text, in float32")
-    training(data_parallel, mesh, report, args)
+    text = data.load_text(args.text, max_bytes=1_000_000).to(mesh.device)
+    learned(report, layer, train(layer, mesh, data.split(text)[0], args), text, args)
     return report.done()
 
 

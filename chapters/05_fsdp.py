@@ -14,39 +14,64 @@ None of it is on the critical path. `scaling/strategies/fsdp.py` is the same for
 # %%
 import torch
 
-from scaling import optim, tree
-from scaling.book.lesson import SINGLE, Report, one_layer, options, run, stack_equality, training
+from scaling import data, optim, tree
+from scaling.book.learning import Run, clock, learned
+from scaling.book.lesson import SINGLE, Report, options, run
+from scaling.book.listing import one_layer, stack_equality
 from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.models import mlp
 from scaling.strategies import data_parallel, fsdp, zero
+from scaling.strategies.stack import Strategy
+from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 # %% One layer: what each rank does
 
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}
 
 
-def forward(W_in, W_out, In, mesh):
+def forward(W_in, W_out, In, mesh, block):
     """W_in[D_X, F], W_out[F, D_X], In[B_X, D] -> Out[B_X, D]."""
     W_in = all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh)  # 1. can be done during the layer before
-    Tmp = einsum("In[B_X, D] * W_in[D, F] -> Tmp[B_X, F]", In, W_in)  # 2. W_in[D, F] can be thrown away now
+    Tmp = einsum("In[B_X, D] * W_in[D, F] -> Tmp[B_X, F]", block.norm(In), W_in)  # 2. W_in[D, F] can be thrown away now
+    Act = block.act(Tmp)
     W_out = all_gather("W_out[F, D_X] -> W_out[F, D]", W_out, mesh)  # 3. can be done during the layer before
-    Out = einsum("Tmp[B_X, F] * W_out[F, D] -> Out[B_X, D]", Tmp, W_out)  # 4.
-    return Out, Tmp
+    Out = einsum("Act[B_X, F] * W_out[F, D] -> Out[B_X, D]", Act, W_out)  # 4.
+    return Out, (In, Tmp, Act)
 
 
-def backward(dOut, Tmp, W_in, W_out, In, mesh):
+def backward(W_in, W_out, dOut, saved, mesh, block):
     """dOut[B_X, D] -> dIn[B_X, D], dW_in[D_X, F], dW_out[F, D_X]."""
-    dW_out = einsum("Tmp[B_X, F] * dOut[B_X, D] -> dW_out[F, D] {U_X}", Tmp, dOut)  # 2.
+    In, Tmp, Act = saved
+    dW_out = einsum("Act[B_X, F] * dOut[B_X, D] -> dW_out[F, D] {U_X}", Act, dOut)  # 2.
     dW_out = reduce_scatter("dW_out[F, D] {U_X} -> dW_out[F, D_X]", dW_out, mesh)  # 3. not on the critical path
     W_out = all_gather("W_out[F, D_X] -> W_out[F, D]", W_out, mesh)  # 4. can be done ahead of time
-    dTmp = einsum("dOut[B_X, D] * W_out[F, D] -> dTmp[B_X, F]", dOut, W_out)  # 5. W_out[F, D] can be thrown away
-    dW_in = einsum("In[B_X, D] * dTmp[B_X, F] -> dW_in[D, F] {U_X}", In, dTmp)  # 6.
+    dAct = einsum("dOut[B_X, D] * W_out[F, D] -> dAct[B_X, F]", dOut, W_out)  # 5. W_out[F, D] can be thrown away
+    dTmp = block.act_vjp(Tmp, dAct)
+    dW_in = einsum("In[B_X, D] * dTmp[B_X, F] -> dW_in[D, F] {U_X}", block.norm(In), dTmp)  # 6.
     dW_in = reduce_scatter("dW_in[D, F] {U_X} -> dW_in[D_X, F]", dW_in, mesh)  # 7. not on the critical path
     W_in = all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh)  # 8. can be done ahead of time
     dIn = einsum("dTmp[B_X, F] * W_in[D, F] -> dIn[B_X, D]", dTmp, W_in)  # 9. needed by the layer before
-    return dIn, dW_in, dW_out
+    return block.norm_vjp(In, dIn), dW_in, dW_out
 
 
-# %% The layer on this mesh, beside one device; then L layers, trained
+# %% L layers of it, with gelu, norm and residual, trained on real text
+
+
+def train(layer, mesh, text, args):
+    """The listing above, over all layers: pure steps from params and optimizer state to new ones."""
+    config, optimizer = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
+    params = mlp.init(config, args.seed, torch.float32, mesh, param_specs(layer))
+    state, losses, first, began = optimizer.init(params), [], None, clock(mesh.device)
+    batches = data.endless(text, config.K, args.batch, mesh, batch_axes(layer), args.seed)
+    for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
+        loss, grads = loss_and_grads(layer, params, tokens, targets, config, mesh)
+        first = grads if first is None else first
+        params, state = optimizer.update(grads, state, params)
+        losses.append(reduced(layer, loss, mesh))
+    return Run(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+
+
+# %% The layer on this mesh, beside one device; then the training
 
 
 def main(mesh, args):
@@ -63,13 +88,15 @@ def main(mesh, args):
     report.same(rows, ["", "closed form", "bytes", "counted"])
     report.say("With the book's 2 bytes: 4DF forward, and 8DF backward, as much as data parallelism's AllReduces.")
 
-    report.title("scaling.strategies.fsdp: four layers with gelu, norm and residual, in float64")
-    stack_equality(fsdp, mesh, report, args.seed)
+    layer = Strategy(SPECS, forward, backward)
+    report.title("Four layers of it with gelu, norm and residual, in float64")
+    stack_equality(layer, mesh, report, args.seed)
 
     report.title("ZeRO-1, 2 and 3: bytes on each rank, of 2 layers with D=64, F=256, in float32")
     zero_table(mesh, report, args.seed)
     report.title("Memory and training: a byte model on real text, in float32")
-    training(fsdp, mesh, report, args)
+    text = data.load_text(args.text, max_bytes=1_000_000).to(mesh.device)
+    learned(report, layer, train(layer, mesh, data.split(text)[0], args), text, args)
     return report.done()
 
 

@@ -15,16 +15,20 @@ from time import perf_counter
 
 import torch
 
-from scaling import cost
+from scaling import cost, data, optim
 from scaling.book.answers import Answer, table
-from scaling.book.lesson import EXACT, Report, options, run, stack_equality, training
+from scaling.book.learning import Run, clock, learned
+from scaling.book.lesson import EXACT, Report, options, run
+from scaling.book.listing import stack_equality
 from scaling.collectives import all_reduce, reduce_scatter
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
+from scaling.models import mlp
 from scaling.spec import parse
 from scaling.strategies import pods
 from scaling.strategies.pods import SPECS
 from scaling.trace import trace
+from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 # %% The gradient of one weight: partial sums {U_PX} in, this rank's shard of the sum out
 
@@ -96,6 +100,23 @@ def answers() -> list[Answer]:
     ]  # fmt: skip
 
 
+# %% Training on real text
+
+
+def train(layer, mesh, text, args):
+    """`scaling.strategies.pods` over all layers: pure steps from params and optimizer state to new ones."""
+    config, optimizer = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
+    params = mlp.init(config, args.seed, torch.float32, mesh, param_specs(layer))
+    state, losses, first, began = optimizer.init(params), [], None, clock(mesh.device)
+    batches = data.endless(text, config.K, args.batch, mesh, batch_axes(layer), args.seed)
+    for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
+        loss, grads = loss_and_grads(layer, params, tokens, targets, config, mesh)
+        first = grads if first is None else first
+        params, state = optimizer.update(grads, state, params)
+        losses.append(reduced(layer, loss, mesh))
+    return Run(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+
+
 # %% Run
 
 
@@ -139,7 +160,8 @@ def main(mesh, args):
     report.title("scaling.strategies.pods: four layers with gelu, norm and residual, in float64")
     stack_equality(pods, mesh, report, args.seed)
     report.title("Memory and training: a byte model on real text, in float32")
-    training(pods, mesh, report, args)
+    text = data.load_text(args.text, max_bytes=1_000_000).to(mesh.device)
+    learned(report, pods, train(pods, mesh, data.split(text)[0], args), text, args)
     return report.done()
 
 

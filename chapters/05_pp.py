@@ -28,7 +28,7 @@ from scaling.schedules import closed_forms as bubbles
 from scaling.schedules.simulator import simulate
 from scaling.schedules.timeline import write_chrome
 from scaling.show.timelines import save_schedule, schedule_chart, summary
-from scaling.strategies import pipeline, stage_fsdp_tp
+from scaling.strategies import fsdp_tp, one_device, pipeline
 from scaling.strategies import stage as stages
 
 # %% The book's listing, one layer a rank: each rank keeps W[L_Z, D, D] and runs these lines
@@ -125,8 +125,8 @@ def problem(mesh, seed):
 
 def schedules(mesh, report, args):
     config, whole, In, Target, loss, (want_grads, want_loss) = problem(mesh, args.seed)
-    kind = stage_fsdp_tp.fsdp_tp if "X" in mesh.sizes else stages.mlp
-    plain = kind(config.activation, config.residual, config.norm)
+    listing = fsdp_tp if "X" in mesh.sizes else one_device
+    plain = stages.of_strategy(listing.STRATEGY, config.activation, config.residual, config.norm)
     specs = {name: spec for name, spec in plain.specs.items() if name in whole}
     In, Target = (tree.shard(x, plain.specs["In"], mesh) for x in (In, Target))
     rows, equal, drawn = [], [], []

@@ -11,37 +11,65 @@ are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_
 """
 
 # %%
-from scaling.book.lesson import Report, one_layer, options, run, stack_equality, training
+import torch
+
+from scaling import data, optim
+from scaling.book.learning import Run, clock, learned
+from scaling.book.lesson import Report, options, run
+from scaling.book.listing import one_layer, stack_equality
 from scaling.collectives import all_gather, einsum, reduce_scatter
-from scaling.strategies import tensor_parallel
+from scaling.models import mlp
+from scaling.strategies.stack import Strategy
+from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 # %% One layer: what each rank does
 
 SPECS = {"In": "In[B, D_Y]", "W_in": "W_in[D, F_Y]", "W_out": "W_out[F_Y, D]", "Out": "Out[B, D_Y]"}
 
 
-def forward(W_in, W_out, In, mesh):
+def forward(W_in, W_out, In_Y, mesh, block):
     """W_in[D, F_Y], W_out[F_Y, D], In[B, D_Y] -> Out[B, D_Y]."""
-    In = all_gather("In[B, D_Y] -> In[B, D]", In, mesh)  # 1. on the critical path
-    Tmp = einsum("In[B, D] * W_in[D, F_Y] -> Tmp[B, F_Y]", In, W_in)  # 2.
-    Out = einsum("Tmp[B, F_Y] * W_out[F_Y, D] -> Out[B, D] {U_Y}", Tmp, W_out)  # 3.
+    In = all_gather("In[B, D_Y] -> In[B, D]", In_Y, mesh)  # 1. on the critical path
+    Tmp = einsum("In[B, D] * W_in[D, F_Y] -> Tmp[B, F_Y]", block.norm(In), W_in)  # 2.
+    Act = block.act(Tmp)
+    Out = einsum("Act[B, F_Y] * W_out[F_Y, D] -> Out[B, D] {U_Y}", Act, W_out)  # 3.
     Out = reduce_scatter("Out[B, D] {U_Y} -> Out[B, D_Y]", Out, mesh)  # 4. on the critical path
-    return Out, Tmp
+    return Out, (In_Y, Tmp, Act)
 
 
-def backward(dOut, Tmp, W_in, W_out, In, mesh):
+def backward(W_in, W_out, dOut, saved, mesh, block):
     """dOut[B, D_Y] -> dIn[B, D_Y], dW_in[D, F_Y], dW_out[F_Y, D]."""
+    In_Y, Tmp, Act = saved
     dOut = all_gather("dOut[B, D_Y] -> dOut[B, D]", dOut, mesh)  # 2. on the critical path
-    dW_out = einsum("Tmp[B, F_Y] * dOut[B, D] -> dW_out[F_Y, D]", Tmp, dOut)  # 3.
-    dTmp = einsum("dOut[B, D] * W_out[F_Y, D] -> dTmp[B, F_Y]", dOut, W_out)  # 4.
-    In = all_gather("In[B, D_Y] -> In[B, D]", In, mesh)  # 5. can be shared with the forward's 1.
-    dW_in = einsum("In[B, D] * dTmp[B, F_Y] -> dW_in[D, F_Y]", In, dTmp)  # 6.
+    dW_out = einsum("Act[B, F_Y] * dOut[B, D] -> dW_out[F_Y, D]", Act, dOut)  # 3.
+    dAct = einsum("dOut[B, D] * W_out[F_Y, D] -> dAct[B, F_Y]", dOut, W_out)  # 4.
+    dTmp = block.act_vjp(Tmp, dAct)
+    In = all_gather("In[B, D_Y] -> In[B, D]", In_Y, mesh)  # 5. can be shared with the forward's 1.
+    dW_in = einsum("In[B, D] * dTmp[B, F_Y] -> dW_in[D, F_Y]", block.norm(In), dTmp)  # 6.
     dIn = einsum("dTmp[B, F_Y] * W_in[D, F_Y] -> dIn[B, D] {U_Y}", dTmp, W_in)  # 7.
+    dIn = block.norm_vjp(In, dIn)
     dIn = reduce_scatter("dIn[B, D] {U_Y} -> dIn[B, D_Y]", dIn, mesh)  # 8. on the critical path
     return dIn, dW_in, dW_out
 
 
-# %% The layer on this mesh, beside one device; then L layers, trained
+# %% L layers of it, with gelu, norm and residual, trained on real text
+
+
+def train(layer, mesh, text, args):
+    """The listing above, over all layers: pure steps from params and optimizer state to new ones."""
+    config, optimizer = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
+    params = mlp.init(config, args.seed, torch.float32, mesh, param_specs(layer))
+    state, losses, first, began = optimizer.init(params), [], None, clock(mesh.device)
+    batches = data.endless(text, config.K, args.batch, mesh, batch_axes(layer), args.seed)
+    for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
+        loss, grads = loss_and_grads(layer, params, tokens, targets, config, mesh)
+        first = grads if first is None else first
+        params, state = optimizer.update(grads, state, params)
+        losses.append(reduced(layer, loss, mesh))
+    return Run(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+
+
+# %% The layer on this mesh, beside one device; then the training
 
 
 def main(mesh, args):
@@ -58,10 +86,12 @@ def main(mesh, args):
     report.same(rows, ["", "closed form", "bytes", "counted"])
     report.say("With the book's 2 bytes: 4BD forward and 6BD backward, or 4BD where step 5 reuses the forward's In.")
 
-    report.title("scaling.strategies.tensor_parallel: four layers with gelu, norm and residual, in float64")
-    stack_equality(tensor_parallel, mesh, report, args.seed)
+    layer = Strategy(SPECS, forward, backward)
+    report.title("Four layers of it with gelu, norm and residual, in float64")
+    stack_equality(layer, mesh, report, args.seed)
     report.title("Memory and training: a byte model on real text, in float32")
-    training(tensor_parallel, mesh, report, args)
+    text = data.load_text(args.text, max_bytes=1_000_000).to(mesh.device)
+    learned(report, layer, train(layer, mesh, data.split(text)[0], args), text, args)
     return report.done()
 
 

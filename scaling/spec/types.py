@@ -92,6 +92,14 @@ class Spec:
     def with_unreduced(self, axes: Sequence[str]) -> "Spec":
         return replace(self, unreduced=tuple(sorted(axes))).validated()
 
+    def stacked(self, dim: str) -> "Spec":
+        """The type of several such arrays along a new first dim: W[D_X, F] -> W[L, D_X, F]."""
+        return replace(self, dims=((dim, ()), *self.dims)).validated()
+
+    def whole(self) -> "Spec":
+        """The type of the whole array on every device: W[D_X, F] {U_Y} -> W[D, F]."""
+        return replace(self, dims=tuple((dim, ()) for dim in self.dim_names), unreduced=())
+
     def validated(self) -> "Spec":
         """This type, or a ShardingError if it uses a dim or a mesh axis twice, or one that cannot be written."""
         spec = parse(str(self))

@@ -1,67 +1,40 @@
-"""What the strategies of Part 5 share: the stack of MLP blocks as each rank sees it, and what its backward needs.
+"""What lies between a layer's matmuls: the functions that each rank applies to its own rows.
 
-A layer is Out = act(In W_in) W_out; with `norm`, In is RMS-normed first; with `residual`, In is added to Out (the
-book's layer has neither). The functions here are local: they send nothing and know no mesh.
+A layer is Out = act(norm(In) W_in) W_out. The book's layer has neither activation nor norm: `Block("none")`.
 """
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
-from scaling.collectives import Pending
-from scaling.models.pointwise import act, act_vjp, rms_norm, rms_norm_vjp
-
-__all__ = ["Layer", "Saved", "act", "act_vjp", "normed", "normed_vjp", "slot", "wait_all"]
+from scaling.models.pointwise import act, act_vjp, check_activation, rms_norm, rms_norm_vjp
 
 
-class Layer(NamedTuple):
-    """What the backward of one layer uses: its input (whole along D), and Tmp = In W_in before and after activation."""
+class Block(NamedTuple):
+    """`activation`: none, relu or gelu; `normed`: In is RMS-normed first, which takes whole rows of D.
 
-    In: torch.Tensor
-    Tmp: torch.Tensor
-    Act: torch.Tensor
+    `keep`: whether a gathered In[B, D] is kept for the backward, or gathered there again (a step of the book).
+    """
 
-
-class Saved(NamedTuple):
-    """What `forward` keeps for `backward`."""
-
-    layers: list[Layer]
-    activation: str
-    residual: bool
-    norm: bool
+    activation: str = "none"
+    normed: bool = False
     keep: bool = True
 
-    def depth(self, params: dict) -> int:
-        """L. ValueError if these are not the layers of the params, as when they were given away before."""
-        L, held = len(params["W_in"]), len(self.layers)
-        if held != L:
-            raise ValueError(
-                f"saved has {held} layers, the params {L}: a backward with donate=True uses saved up; run forward again"
-            )
-        return L
+    def validated(self) -> "Block":
+        """This block. ValueError for an unknown activation."""
+        check_activation(self.activation)
+        return self
 
-    def take(self, l: int, donate: bool) -> Layer:
-        """Layer l. With `donate` the last one, which is let go of: its memory is free once it has been used."""
-        return self.layers.pop() if donate else self.layers[l]
+    def norm(self, In: Tensor) -> Tensor:
+        return rms_norm(In) if self.normed else In
 
+    def norm_vjp(self, In: Tensor, dHid: Tensor) -> Tensor:
+        """The cotangent of In from that of norm(In): linear in dHid, so also right for partial sums of it."""
+        return rms_norm_vjp(In, dHid) if self.normed else dHid
 
-def normed(In: torch.Tensor, norm: bool) -> torch.Tensor:
-    return rms_norm(In) if norm else In
+    def act(self, Tmp: Tensor) -> Tensor:
+        return act(Tmp, self.activation)
 
-
-def normed_vjp(In: torch.Tensor, dHid: torch.Tensor, norm: bool) -> torch.Tensor:
-    """The cotangent of In from that of normed(In): linear in dHid, so also right for partial sums of it."""
-    return rms_norm_vjp(In, dHid) if norm else dHid
-
-
-def slot(partial: dict | None, name: str, layer: int) -> dict:
-    """einsum's arguments for a weight gradient that adds to those of earlier microbatches, if there are any."""
-    return {} if partial is None else {"out": partial[name][layer], "add": True}
-
-
-def wait_all(late: list[Pending], leave: int = 0) -> list[Pending]:
-    """Wait for all but the newest few; return those still under way."""
-    done = len(late) - leave
-    for pending in late[: max(done, 0)]:
-        pending.wait()
-    return late[max(done, 0) :]
+    def act_vjp(self, Tmp: Tensor, dAct: Tensor) -> Tensor:
+        """The cotangent of Tmp from that of act(Tmp)."""
+        return act_vjp(Tmp, dAct, self.activation)

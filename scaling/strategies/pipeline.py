@@ -7,12 +7,13 @@ whose dOut move back. Who does what when is a schedule (`scaling.schedules`), wh
     Loss, grads = value_and_grad(params, In, Target, mesh, schedule, loss)
 
 `rolled` is the same in one differentiable function, as JAX would write it: GPipe by ppermute. With FSDP and tensor
-parallelism inside each stage, W_in[L_Z, D_X, F_Y], give `stage=stage_fsdp_tp.fsdp_tp()`. torch.compile takes a stage's
-functions, `stage._replace(forward=torch.compile(stage.forward))`: between them lies Python that waits for other ranks.
+parallelism inside each stage, W_in[L_Z, D_X, F_Y], give `stage=of_strategy(fsdp_tp.STRATEGY)`. torch.compile takes a
+stage's functions, `stage._replace(forward=torch.compile(stage.forward))`: between them lies Python that waits for other
+ranks.
 """
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -22,19 +23,20 @@ from scaling import tree
 from scaling.collectives import all_reduce, ppermute, wait
 from scaling.collectives.checked import agree
 from scaling.models.mlp import block
-from scaling.schedules.instructions import (
+from scaling.schedules import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
+    ForwardBackward,
     RecvActivation,
     RecvGrad,
     ReduceGrads,
+    Schedule,
     SendActivation,
     SendGrad,
-    parts,
 )
-from scaling.schedules.schedule import Schedule
+from scaling.schedules.instructions import parts
 from scaling.schedules.timeline import Span, Timeline
 from scaling.spec import format_axes, parse
 from scaling.strategies.channels import Channels
@@ -54,8 +56,8 @@ def value_and_grad(params, In, Target, mesh, schedule: Schedule, loss: Callable,
     computes it, `Loss[] {U_Z}`, and an AllReduce then gives every rank the same number. ValueError if the schedule does
     not fit the mesh or the batch.
     """
-    run = _Run(params, In, Target, mesh, schedule, loss, stage or mlp(), axis)
-    return run.execute(), run.grads
+    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, lambda _, Out, Target: loss(Out, Target))
+    return rank.execute(), rank.results
 
 
 class Gradients(NamedTuple):
@@ -70,25 +72,26 @@ class Gradients(NamedTuple):
 def with_ends(params, head, In, Target, mesh, schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
     """(Loss[], Gradients): as `value_and_grad`, with a loss that has params, `loss(head, Out, Target)`, and with dIn:
     for a model whose ends lie before the first layer and after the last."""
-    run = _Run(params, In, Target, mesh, schedule, loss, stage or mlp(), axis, head=head)
-    Loss = run.execute()
-    dIn = torch.cat([run.dIns[m] for m in range(schedule.microbatches)]) if run.dIns else torch.zeros_like(In)
-    return Loss, Gradients(run.grads, dIn, run.head_grads)
+    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, loss, head)
+    Loss = rank.execute()
+    dIns = [rank.held.pop(("dIn", m), None) for m in range(schedule.microbatches)]
+    dIn = torch.cat(dIns) if dIns[0] is not None else torch.zeros_like(In)
+    return Loss, Gradients(rank.results, dIn, rank.dhead)
 
 
 def measure(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
     """As `value_and_grad`, and a third result: the Timeline of the run, in seconds, with all ranks along the axis."""
     spans: list[Span] = []
-    run = _Run(params, In, Target, mesh, schedule, loss, stage or mlp(), axis, spans=spans)
+    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, lambda _, Out, Target: loss(Out, Target))
     group, everyone = mesh.group((axis,)), [spans]
     if group.pg is not None:
         dist.barrier(group.pg)
-    Loss = run.execute()
+    Loss = rank.execute(spans)
     if group.pg is not None:
         everyone = [None] * group.size
         dist.all_gather_object(everyone, spans, group=group.pg)
     every = tuple(span for one in everyone for span in one)
-    return Loss, run.grads, Timeline(f"{schedule.name}, measured", schedule.stages, every, schedule.chunks)
+    return Loss, rank.results, Timeline(f"{schedule.name}, measured", schedule.stages, every, schedule.chunks)
 
 
 def arrange(params, schedule: Schedule):
@@ -125,140 +128,122 @@ def rolled(params, In, mesh, microbatches: int = 1, activation: str = "gelu", ax
     return torch.cat(Outs)
 
 
-class _Run:
-    """One execution of one rank's program: its state is what is alive at the moment. See `value_and_grad`."""
+class _Rank:
+    """One rank's run of its program. `held`: what is alive, by what it is, virtual stage and microbatch."""
 
-    def __init__(self, params, In, Target, mesh, schedule, loss, stage, axis, spans=None, head=None):
-        self.mesh, self.schedule, self.axis, self.spans = mesh, schedule, axis, spans
-        self.loss, self.stage = loss, stage
-        self.rank, self.last = mesh.coord[axis], schedule.virtual_stages - 1
-        own = schedule.stages_of(self.rank)
+    def __init__(self, params, In, Target, mesh, schedule, stage: Stage, axis: str, loss: Callable, head=None):
         _check(params, In, Target, mesh, schedule, axis)
+        self.mesh, self.schedule, self.stage, self.axis, self.loss, self.head = mesh, schedule, stage, axis, loss, head
+        self.rank, self.last = mesh.coord[axis], schedule.virtual_stages - 1
         self.In, self.Target = (x.unflatten(0, (schedule.microbatches, -1)) for x in (In, Target))
-        self.grads = tree.map(torch.empty_like, params)
-
-        def chunk(c: int, whole):
-            return tree.map(lambda W: W.unflatten(0, (len(own), -1))[c], whole)
-
-        pieces = {s: (chunk(c, params), chunk(c, self.grads)) for c, s in enumerate(own)}
-        self.weights = {s: stage.prepare(W, mesh) for s, (W, _) in pieces.items()}
-        self.grads_of = {s: grads for s, (_, grads) in pieces.items()}
-        self.sums = {s: stage.make_sums(W, grads, mesh) for s, (W, grads) in pieces.items()}
-        self.head, self.head_grads, self.dIns = head, tree.map(torch.zeros_like, head), {}
-        self.inputs, self.dOuts, self.saved, self.rests = {}, {}, {}, {}  # by (stage, microbatch)
-        self.leaving = {}
-        self.weight_group, self.untimed = [], []
-        self.added: set[int] = set()
-        self.late: list = []
+        self.results, self.dhead = tree.map(torch.empty_like, params), tree.map(torch.zeros_like, head)
+        self.weights, self.grads = {}, {}
+        own = schedule.stages_of(self.rank)
+        for c, s in enumerate(own):
+            chunk, out = (tree.map(lambda W, c=c: W.unflatten(0, (len(own), -1))[c], x) for x in (params, self.results))
+            self.weights[s], self.grads[s] = stage.prepare(chunk, mesh), stage.gradients(chunk, mesh, out)
+        self.held: dict[tuple, object] = {}
         wide = tree.leaves(params)[0].dtype == torch.float64
         self.total = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=In.device)
         self.channels = Channels(mesh, axis, schedule, self.In[0], str(parse(stage.specs["In"]).with_name("x")))
 
-    def execute(self):
-        do = {Forward: self.forward, Backward: self.backward, BackwardInput: self.backward_input}
-        do |= {BackwardWeight: self.backward_weight, ReduceGrads: self.reduce_grads}
-        do |= {RecvActivation: self.recv_activation, RecvGrad: self.recv_grad}
-        do |= dict.fromkeys((SendActivation, SendGrad), self.send)
-        program = self.schedule[self.rank]
-        forwards = [i for i, step in enumerate(program) if any(isinstance(part, Forward) for part in parts(step))]
+    def execute(self, spans: list[Span] | None = None):
+        """Run the program; returns the Loss. `spans`: a list to which the time of each step is added."""
         axes = format_axes((self.axis, *parse(self.stage.specs["Out"]).axes))
+        steps = list(_together(self.schedule[self.rank]))
+        forwards = [i for i, (step, *_) in enumerate(steps) if isinstance(step, (Forward, ForwardBackward))]
         Loss = None
         with torch.no_grad():
-            for i, (step, following) in enumerate(pairwise((*program, None))):
-                for part in parts(step):
-                    if self.spans is None:
-                        do[type(part)](part, following)
-                    else:
-                        self.timed(do[type(part)], part, following)
+            for i, some in enumerate(steps):
+                start = self.clock() if spans is not None else 0.0
+                self.do(some)
+                if spans is not None:
+                    spans += _spans(self.rank, some, start, self.clock())
                 if i == forwards[-1] and not self.mesh.checked:  # comparing calls would wait for ranks that wait for us
                     Loss = all_reduce(f"Loss[] {{U_{axes}}} -> Loss[]", self.total, self.mesh, async_op=True)
             self.channels.finish()
-            for pending in self.late:
-                wait(pending)
+            for grads in self.grads.values():
+                grads.result()
             if Loss is None:
                 Loss = all_reduce(f"Loss[] {{U_{axes}}} -> Loss[]", self.total, self.mesh)
         return wait(Loss)
 
-    def forward(self, step, following):
-        key = step.stage, step.microbatch
-        In = self.In[step.microbatch] if step.stage == 0 else self.inputs.pop(key)
-        Out, self.saved[key] = self.stage.forward(self.weights[step.stage], In, self.mesh)
-        if step.stage == self.last:
-            self.dOuts[key] = self.differentiate(Out, self.Target[step.microbatch])
-        elif self.schedule.placement[step.stage + 1] == self.rank:
-            self.inputs[step.stage + 1, step.microbatch] = Out
+    def do(self, some: list) -> None:
+        """One step; or the weight halves of several microbatches, which are one product."""
+        match some[0]:
+            case Forward(s, m):
+                self.forward(s, m)
+            case BackwardInput(s, m):
+                self.backward_input(s, m)
+            case BackwardWeight(s):
+                rests = [self.held.pop(("rest", s, half.microbatch)) for half in some]
+                self.stage.backward_weight(self.weights[s], rests, self.grads[s], self.mesh)
+            case Backward(s, m):
+                self.do([BackwardInput(s, m)])
+                self.do([BackwardWeight(s, m)])
+            case ForwardBackward(forward, backward):
+                self.do([forward])
+                self.do([backward])
+            case ReduceGrads(s):
+                self.grads[s].reduce_all()
+            case RecvActivation(s, m):
+                self.held["In", s + 1, m] = self.channels.take(some[0])
+            case RecvGrad(s, m):
+                self.held["dOut", s - 1, m] = self.channels.take(some[0])
+            case SendActivation(s, m):
+                self.channels.send(some[0], self.held.pop(("Out", s, m)))
+            case SendGrad(s, m):
+                self.channels.send(some[0], self.held.pop(("dIn", s, m)))
+
+    def forward(self, s: int, m: int) -> None:
+        In = self.In[m] if s == 0 else self.held.pop(("In", s, m))
+        Out, self.held["saved", s, m] = self.stage.forward(self.weights[s], In, self.mesh)
+        if s == self.last:
+            self.held["dOut", s, m] = self.differentiate(Out, self.Target[m])
+        elif self.schedule.placement[s + 1] == self.rank:
+            self.held["In", s + 1, m] = Out
         else:
-            self.leaving[SendActivation, *key] = Out
+            self.held["Out", s, m] = Out
+
+    def backward_input(self, s: int, m: int) -> None:
+        dOut, saved = self.held.pop(("dOut", s, m)), self.held.pop(("saved", s, m))
+        dIn, self.held["rest", s, m] = self.stage.backward_input(self.weights[s], dOut, saved, self.mesh)
+        if s == 0:
+            self.held |= {("dIn", m): dIn} if self.head is not None else {}
+        elif self.schedule.placement[s - 1] == self.rank:
+            self.held["dOut", s - 1, m] = dIn
+        else:
+            self.held["dIn", s, m] = dIn
 
     def differentiate(self, Out, Target):
-        """dOut of this microbatch's terms of the loss, which are added to the total; so are gradients of a head."""
+        """dOut of this microbatch's terms of the loss, which are added to the total; so are gradients of the head."""
         with torch.enable_grad():
             Out = Out.detach().requires_grad_()
-            if self.head is None:
-                terms, leaves = self.loss(Out, Target), []
-            else:
-                head = tree.map(lambda W: W.detach().requires_grad_(), self.head)
-                terms, leaves = self.loss(head, Out, Target), tree.leaves(head)
-        dOut, *grads = torch.autograd.grad(terms, [Out, *leaves])
+            head = tree.map(lambda W: W.detach().requires_grad_(), self.head)
+            terms = self.loss(head, Out, Target)
+        dOut, *grads = torch.autograd.grad(terms, [Out, *tree.leaves(head)])
         self.total += terms.detach()
-        for total, grad in zip(tree.leaves(self.head_grads), grads, strict=True):
+        for total, grad in zip(tree.leaves(self.dhead), grads, strict=True):
             total += grad
         return dOut
-
-    def backward_input(self, step, following):
-        key, wanted = (step.stage, step.microbatch), step.stage > 0 or self.head is not None
-        weights, dOut, saved = self.weights[step.stage], self.dOuts.pop(key), self.saved.pop(key)
-        dIn, self.rests[key] = self.stage.backward_input(weights, dOut, saved, self.mesh, wanted)
-        if step.stage == 0:
-            self.dIns |= {step.microbatch: dIn} if wanted else {}
-        elif self.schedule.placement[step.stage - 1] == self.rank:
-            self.dOuts[step.stage - 1, step.microbatch] = dIn
-        else:
-            self.leaving[SendGrad, *key] = dIn
-
-    def backward_weight(self, step, following):
-        """Adds dW to the sums; of weight halves that stand together, in one go at the last of them."""
-        self.weight_group.append(self.rests.pop((step.stage, step.microbatch)))
-        if isinstance(following, BackwardWeight) and following.stage == step.stage:
-            return
-        add = step.stage in self.added
-        weights, sums = self.weights[step.stage], self.sums[step.stage]
-        self.stage.backward_weight(weights, self.weight_group, sums, self.mesh, add)
-        self.added.add(step.stage)
-        self.weight_group = []
-
-    def backward(self, step, following):
-        self.backward_input(step, following)
-        self.backward_weight(step, None)
-
-    def reduce_grads(self, step, following):
-        self.late += self.stage.reduce(self.sums[step.stage], self.grads_of[step.stage], self.mesh)
-
-    def recv_activation(self, step, following):
-        self.inputs[step.stage + 1, step.microbatch] = self.channels.take(step)
-
-    def recv_grad(self, step, following):
-        self.dOuts[step.stage - 1, step.microbatch] = self.channels.take(step)
-
-    def send(self, step, following):
-        self.channels.send(step, self.leaving.pop((type(step), step.stage, step.microbatch)))
-
-    def timed(self, do: Callable, step, following) -> None:
-        """Appends a span; weight halves that run as one matmul share its time."""
-        start = self.clock()
-        do(step, following)
-        self.untimed.append(step)
-        if self.weight_group:
-            return
-        share = (self.clock() - start) / len(self.untimed)
-        for i, each in enumerate(self.untimed):
-            self.spans.append(Span(self.rank, each, start + i * share, start + (i + 1) * share))
-        self.untimed = []
 
     def clock(self) -> float:
         if self.In.is_cuda:
             torch.cuda.synchronize(self.In.device)
         return now()
+
+
+def _together(program: tuple) -> Iterator[list]:
+    """The steps in order, each a list of one; weight halves of one stage that stand together are one list."""
+    for _, some in groupby(program, lambda step: step.stage if isinstance(step, BackwardWeight) else id(step)):
+        yield list(some)
+
+
+def _spans(rank: int, some: list, start: float, end: float) -> list[Span]:
+    """The time of a step; steps that ran as one product share it."""
+    shares = [part for step in some for part in parts(step)]
+    width = (end - start) / len(shares)
+    return [Span(rank, part, start + i * width, start + (i + 1) * width) for i, part in enumerate(shares)]
 
 
 def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:

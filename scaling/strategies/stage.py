@@ -1,112 +1,96 @@
 """What one pipeline stage computes: forward, and backward in two halves, of which only the first is waited for.
 
 A `Stage` is a bundle of pure functions over the params of one chunk, {"W_in": W_in[l, D, F], ...}, stacked over its l
-layers. `mlp` is the book's stack of blocks written out; `from_function` makes a stage of any function by its vjp.
-The stage with FSDP and tensor parallelism inside is `scaling.strategies.stage_fsdp_tp`.
+layers. Any strategy's listing makes one (`of_strategy`): its weights are gathered once a step, its gradients summed
+over all microbatches before they are reduced. `from_function` makes one of any function by its vjp.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from scaling import tree
-from scaling.collectives import einsum
-from scaling.strategies.block import Layer, act, act_vjp, normed, normed_vjp
+from scaling.collectives import wait
+from scaling.spec import parse
+from scaling.strategies import one_device
+from scaling.strategies.block import Block
+from scaling.strategies.grads import Gradients
+from scaling.strategies.stack import Strategy
 
 
 class Stage(NamedTuple):
     """The functions that the executor (`scaling.strategies.pipeline`) calls; all of one chunk's layers.
 
     forward(weights, In, mesh) -> (Out, saved)
-    backward_input(weights, dOut, saved, mesh, wanted) -> (dIn, rest)   dIn may be None where it is not wanted;
-                                                                        saved is given away
-    backward_weight(weights, rests, sums, mesh, add) -> None            of the rests of one or several microbatches:
-                                                                        writes dW to sums, or adds it (they are ours)
+    backward_input(weights, dOut, saved, mesh) -> (dIn, rest)       saved is used up
+    backward_weight(weights, rests, grads, mesh) -> None            adds to grads what the rests of one or several
+                                                                    microbatches give
     prepare(params, mesh) -> weights              once a step, before the first microbatch: what must be gathered
-    make_sums(params, grads, mesh) -> sums        buffers for dW; may be `grads` itself
-    reduce(sums, grads, mesh) -> pendings         once a step: from sums to grads, which are typed as params
+    gradients(params, mesh, out) -> grads         sums of dW, with `reduce_all()`, once a step, and `result()`, which
+                                                  is written to `out`, typed as params
     `specs`: the types of In, Out and the params, whose L is split over the pipeline axis.
     """
 
-    specs: dict
+    specs: Mapping[str, str]
     forward: Callable
     backward_input: Callable
     backward_weight: Callable
-    prepare: Callable = lambda params, mesh: params
-    make_sums: Callable = lambda params, grads, mesh: grads
-    reduce: Callable = lambda sums, grads, mesh: []
+    prepare: Callable
+    gradients: Callable
 
 
-SPECS = {"In": "In[B, D]", "W_in": "W_in[L_Z, D, F]", "W_out": "W_out[L_Z, F, D]", "Out": "Out[B, D]"}
+def of_strategy(
+    strategy: Strategy, activation: str = "gelu", residual: bool = False, norm: bool = False, axis: str = "Z"
+) -> Stage:
+    """A stage of a strategy's layers: of `fsdp_tp.STRATEGY`, In[B_X, D_Y] -> Out[B_X, D_Y] by W_in[L_Z, D_X, F_Y].
 
+    Per microbatch only the activations' collectives remain; the weights of one stage are held whole along D during the
+    step, which pipelining made Z times smaller.
+    """
+    block = Block(activation, norm).validated()
+    stacked = {name: parse(strategy.SPECS[name]).stacked("L").with_axes("L", (axis,)) for name in strategy.weights}
 
-class Rest(NamedTuple):
-    """What the weight half of one layer's backward needs, for one microbatch."""
+    def prepare(params, mesh):
+        layers = [strategy.layer(params, l, mesh) for l in range(strategy.depth(params))]
+        return [tuple(wait(W) for W in layer) for layer in layers]
 
-    Hid: torch.Tensor
-    dTmp: torch.Tensor
-    Act: torch.Tensor
-    dOut: torch.Tensor
+    def forward(weights, In, mesh):
+        saved = []
+        for W in weights:
+            Out, kept = strategy.layer_forward(*W, In, mesh, block)
+            saved.append(kept)
+            In = In + Out if residual else Out
+        return In, saved
+
+    def backward_input(weights, dOut, saved, mesh):
+        rest = []
+        for W in reversed(weights):
+            dIn, *products = strategy.layer_backward(*W, dOut, saved.pop(), mesh, block)
+            rest.insert(0, products)
+            dOut = dOut + wait(dIn) if residual else wait(dIn)
+        return dOut, rest
+
+    def backward_weight(weights, rests, grads, mesh):
+        for l, layer in enumerate(zip(*rests, strict=True)):
+            grads.write(l, [list(products) for products in zip(*layer, strict=True)])
+
+    def gradients(params, mesh, out):
+        return Gradients(strategy, params, mesh, reduce=False, out=out)
+
+    specs = {name: strategy.SPECS[name] for name in ("In", "Out")} | {name: str(t) for name, t in stacked.items()}
+    return Stage(specs, forward, backward_input, backward_weight, prepare, gradients)
 
 
 def mlp(activation: str = "gelu", residual: bool = False, norm: bool = False) -> Stage:
-    """The book's stack: In[B, D] * W_in[l, D, F] * W_out[l, F, D] -> Out[B, D], l layers; nothing is sent."""
-
-    def forward(weights, In, mesh):
-        layers = []
-        for W_in, W_out in zip(weights["W_in"].unbind(), weights["W_out"].unbind(), strict=True):
-            Tmp = einsum("Hid[B, D] * W_in[D, F] -> Tmp[B, F]", normed(In, norm), W_in)
-            Act = act(Tmp, activation)
-            Out = einsum("Act[B, F] * W_out[F, D] -> Out[B, D]", Act, W_out)
-            layers.append(Layer(In, Tmp, Act))
-            In = In + Out if residual else Out
-        return In, layers
-
-    def backward_input(weights, dOut, saved, mesh, wanted=True):
-        rest: list[Rest] = [None] * len(saved)
-        for l in reversed(range(len(saved))):
-            In, Tmp, Act = saved.pop()
-            dAct = times_transposed("dOut[B, D] * W_out[F, D] -> dAct[B, F]", dOut, weights["W_out"][l])
-            dTmp = act_vjp(Tmp, dAct, activation)
-            rest[l] = Rest(normed(In, norm), dTmp, Act, dOut)
-            if l > 0 or wanted:
-                dHid = times_transposed("dTmp[B, F] * W_in[D, F] -> dHid[B, D]", dTmp, weights["W_in"][l])
-                dIn = normed_vjp(In, dHid, norm)
-                dOut = dOut + dIn if residual else dIn
-        return dOut if wanted else None, rest
-
-    def backward_weight(weights, rests, sums, mesh, add):
-        for l, (Hid, dTmp, Act, dOut) in enumerate(joined(rests)):
-            einsum("Act[B, F] * dOut[B, D] -> dW_out[F, D]", Act, dOut, out=sums["W_out"][l], add=add)
-            einsum("Hid[B, D] * dTmp[B, F] -> dW_in[D, F]", Hid, dTmp, out=sums["W_in"][l], add=add)
-
-    return Stage(SPECS, forward, backward_input, backward_weight)
+    """The book's stack: In[B, D] * W_in[L_Z, D, F] * W_out[L_Z, F, D] -> Out[B, D]; inside a stage nothing is sent."""
+    return of_strategy(one_device.STRATEGY, activation, residual, norm)
 
 
-def joined(rests: list[list[Rest]]) -> Iterator[Rest]:
-    """For each layer in turn, the rows of all the microbatches together; valid until the next one is asked for."""
-    scratch: list = [None] * len(Rest._fields)
-    for layer in zip(*rests, strict=True):
-        if len(layer) == 1:
-            yield layer[0]
-        else:
-            scratch = [
-                torch.cat(rows, out=buffer) for rows, buffer in zip(zip(*layer, strict=True), scratch, strict=True)
-            ]
-            yield Rest(*scratch)
+SPECS = mlp().specs
 
 
-def times_transposed(line: str, d: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-    """einsum(line, d, W) where W's inner dim is contracted. With the few rows of a microbatch, a CPU multiplies a third
-    faster with the weights first, and rows that are contiguous again are what is sent and multiplied next."""
-    if not d.is_cpu:
-        return einsum(line, d, W)
-    operands, result = line.split(" -> ")
-    return einsum(" * ".join(reversed(operands.split(" * "))) + " -> " + result, W, d).contiguous()
-
-
-def from_function(f: Callable, specs: dict = SPECS) -> Stage:
+def from_function(f: Callable, specs: Mapping[str, str] = SPECS) -> Stage:
     """A stage of any pure function f(params, In) -> Out, differentiated by torch.func.vjp.
 
     Collectives of `scaling.collectives` may stand in it. The two halves are two vjps: that for the params runs when the
@@ -114,17 +98,32 @@ def from_function(f: Callable, specs: dict = SPECS) -> Stage:
     """
 
     def forward(weights, In, mesh):
-        Out, vjp = torch.func.vjp(lambda x: f(weights, x), In)
-        return Out.detach(), (In, vjp)
+        Out, vjp_fn = torch.func.vjp(lambda x: f(weights, x), In)
+        return Out.detach(), (In, vjp_fn)
 
-    def backward_input(weights, dOut, saved, mesh, wanted=True):
-        In, vjp = saved
-        return vjp(dOut)[0] if wanted else None, (In, dOut)
+    def backward_input(weights, dOut, saved, mesh):
+        In, vjp_fn = saved
+        return vjp_fn(dOut)[0], (In, dOut)
 
-    def backward_weight(weights, rests, sums, mesh, add):
+    def backward_weight(weights, rests, grads, mesh):
         for In, dOut in rests:
-            _, vjp = torch.func.vjp(lambda w, In=In: f(w, In), weights)
-            tree.map(lambda total, dW, add=add: total.add_(dW) if add else total.copy_(dW), sums, vjp(dOut)[0])
-            add = True
+            _, vjp_fn = torch.func.vjp(lambda w, In=In: f(w, In), weights)
+            grads.add(vjp_fn(dOut)[0])
 
-    return Stage(specs, forward, backward_input, backward_weight)
+    return Stage(specs, forward, backward_input, backward_weight, lambda params, mesh: params, _Sums)
+
+
+class _Sums:
+    """Gradients that are typed as params, summed over microbatches in `out`."""
+
+    def __init__(self, params, mesh, out):
+        self.out = tree.map(lambda total: total.zero_(), out)
+
+    def add(self, grads) -> None:
+        tree.map(lambda total, dW: total.add_(dW), self.out, grads)
+
+    def reduce_all(self) -> None:
+        pass
+
+    def result(self):
+        return self.out

@@ -13,14 +13,19 @@ from torch.func import vjp
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard
 from scaling.models.mlp import Config, cross_entropy, embed
 from scaling.models.pointwise import rms_norm
-from scaling.spec import format_axes, parse
+from scaling.spec import Spec, parse
+
+ENDS = {"embed": "E[K, V, D]", "head": "W_head[D, V]"}  # what comes before the layers, and after them
 
 
 def param_specs(strategy) -> dict:
     """The types of all params of the byte model under a strategy: {"embed", "blocks": {"W_in", "W_out"}, "head"}."""
-    blocks = {name: parse(strategy.SPECS[name]) for name in ("W_in", "W_out")}
-    stacked = {name: f"{name}[L, {str(spec).split('[')[1]}" for name, spec in blocks.items()}
-    return {"embed": strategy.ENDS["embed"], "blocks": stacked, "head": strategy.ENDS["head"]}
+    blocks = {name: str(parse(strategy.SPECS[name]).stacked("L")) for name in ("W_in", "W_out")}
+    return {
+        "embed": str(end_types("embed", strategy)[0]),
+        "blocks": blocks,
+        "head": str(end_types("head", strategy)[0]),
+    }
 
 
 def batch_axes(strategy) -> tuple[str, ...]:
@@ -45,8 +50,7 @@ def make_step(strategy, optimizer, config: Config, mesh, microbatches: int = 1) 
 
 def reduced(strategy, loss, mesh):
     """Loss[] {U_XY} -> Loss[]: the mean over the global batch, from each rank's terms."""
-    axes = parse(strategy.SPECS["In"]).axes
-    return all_reduce(f"Loss[] {{U_{format_axes(axes)}}} -> Loss[]", loss, mesh) if axes else loss
+    return all_reduced(parse("Loss[]").with_unreduced(parse(strategy.SPECS["In"]).axes), loss, mesh)
 
 
 def evaluate(strategy, params, tokens, targets, config: Config, mesh) -> torch.Tensor:
@@ -65,8 +69,6 @@ def loss_and_grads(strategy, params, tokens, targets, config: Config, mesh, micr
     E, W_head = whole(params, strategy, mesh)
     batch, losses, dIns = rows(strategy, targets, mesh), [], []
     partial, dW_head, blocks = None, torch.zeros_like(W_head), params["blocks"]
-    if microbatches > 1:
-        partial = strategy.partial_sums(blocks, mesh)
     parts = list(zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True))
     for i, (some, wanted) in enumerate(parts):
         Out, saved = run_blocks(strategy, params, embed(E, some), config, mesh)
@@ -92,9 +94,13 @@ def rows(strategy, targets, mesh) -> int:
 
 
 def end_types(name: str, strategy):
-    """Of "embed" or "head": (the type it is stored in, the type it is used in: D split as In's D is)."""
-    stored, In = parse(strategy.ENDS[name]), parse(strategy.SPECS["In"])
-    return stored, stored.with_axes("D", In.axes_of("D"))
+    """Of "embed" or "head": (the type it is stored in, the type it is used in).
+
+    In use D is split as In's D is; in store also over the axes over which the layers' D is sharded, as in FSDP.
+    """
+    In, W_in = parse(strategy.SPECS["In"]), parse(strategy.SPECS["W_in"])
+    used = parse(ENDS[name]).with_axes("D", In.axes_of("D"))
+    return used.with_axes("D", In.axes_of("D") + W_in.axes_of("D")), used
 
 
 def whole(params, strategy, mesh):
@@ -123,15 +129,18 @@ def head_loss(strategy, W_head, Out, targets, config: Config, mesh, batch: int) 
     """
     In = parse(strategy.SPECS["In"])
     x, y = In.axes_of("B"), In.axes_of("D")
-    B, D, V = (f"_{format_axes(axes)}" if axes else "" for axes in (x, y, x + y))
-    U = f" {{U_{format_axes(y)}}}" if y else ""
+    rows, row_labels = parse("logits[B, V]").with_axes("B", x), parse("targets[B]").with_axes("B", x)
     if config.norm:
-        mean_square = Out.square().sum(-1, keepdim=True) / config.D
-        if y:
-            mean_square = all_reduce(f"Ms[B{B}, 1]{U} -> Ms[B{B}, 1]", mean_square, mesh)
-        Out = rms_norm(Out, mean_square)
-    logits = einsum(f"Out[B{B}, D{D}] * W_head[D{D}, V] -> logits[B{B}, V]{U}", Out, W_head)
+        square = Out.square().sum(-1, keepdim=True) / config.D
+        Out = rms_norm(Out, all_reduced(parse("Ms[B, 1]").with_axes("B", x).with_unreduced(y), square, mesh))
+    W = end_types("head", strategy)[1]
+    logits = einsum(f"{In.with_name('Out')} * {W} -> {rows.with_unreduced(y)}", Out, W_head)
     if y:
-        logits = reduce_scatter(f"logits[B{B}, V]{U} -> logits[B{V}, V]", logits, mesh)
-        targets = shard(f"targets[B{B}] -> targets[B{V}]", targets, mesh)
+        logits = reduce_scatter(f"{rows.with_unreduced(y)} -> {rows.with_axes('B', x + y)}", logits, mesh)
+        targets = shard(f"{row_labels} -> {row_labels.with_axes('B', x + y)}", targets, mesh)
     return cross_entropy(logits, targets, batch)
+
+
+def all_reduced(spec: Spec, x: torch.Tensor, mesh) -> torch.Tensor:
+    """x, of a type that may be unreduced, summed over the axes that it is unreduced over."""
+    return all_reduce(f"{spec} -> {spec.with_unreduced(())}", x, mesh) if spec.unreduced else x

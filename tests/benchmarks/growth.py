@@ -25,7 +25,6 @@ from versus_torch import BUCKET, both_axes, ours, over_both, over_x, over_y
 from scaling import collectives, cost, launch, optim
 from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
-from scaling.strategies.block import wait_all
 from scaling.trace import trace
 
 MODULES = {"dp": data_parallel, "fsdp": fsdp, "tp": tensor_parallel, "fsdp_tp": fsdp_tp}
@@ -81,7 +80,7 @@ def communicating(step, mesh, size: Size, at_once: bool = False):
     def replay():
         pending = [call(line, x, mesh, async_op=at_once) for call, line, x in calls]
         if at_once:
-            wait_all(pending)
+            [collectives.wait(x) for x in pending]
 
     return replay
 

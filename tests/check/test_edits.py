@@ -26,7 +26,7 @@ def lines_of(strategy) -> list[str]:
     """The typed lines of a strategy's source, in order."""
     found = ast.walk(ast.parse(inspect.getsource(strategy)))
     texts = [node.value for node in found if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return sorted({text for text in texts if re.fullmatch(r"\w+\[.*\].* -> \w+\[.*\].*", text) and "\n" not in text})
+    return sorted({text for text in texts if re.fullmatch(r"\w+\[.*\].* -> \w+\[.*[\]}]", text) and "\n" not in text})
 
 
 def edited(strategy, old: str, new: str) -> ModuleType:

@@ -11,8 +11,7 @@ from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
 from scaling.schedules import make
 from scaling.spec import ShardingError
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, pipeline, pods, tensor_parallel, zero
-from scaling.strategies.stage import mlp
-from scaling.strategies.stage_fsdp_tp import fsdp_tp as fsdp_tp_stage
+from scaling.strategies.stage import mlp, of_strategy
 
 
 def loss_of(W, In, mesh):
@@ -121,7 +120,7 @@ def pipelined(mesh, kind):
     g = torch.Generator().manual_seed(0)
     L, B, D, F = 4, 8, 8, 16
     params = {"W_in": torch.randn(L, D, F, generator=g).double(), "W_out": torch.randn(L, F, D, generator=g).double()}
-    stage = {"mlp": mlp, "fsdp_tp": fsdp_tp_stage}[kind](residual=True)
+    stage = mlp(residual=True) if kind == "mlp" else of_strategy(fsdp_tp.STRATEGY, residual=True)
     params = tree.shard(params, {name: stage.specs[name] for name in params}, mesh)
     In = tree.shard(torch.randn(B, D, generator=g).double(), stage.specs["In"], mesh)
 

@@ -15,14 +15,18 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.models.mlp import Config, Stack
 from scaling.optim import adamw
 from scaling.schedules import SCHEDULES, make, split_backward
+from scaling.strategies import fsdp_tp as fsdp_tp_listing
 from scaling.strategies import pipeline
-from scaling.strategies.stage import from_function, mlp
-from scaling.strategies.stage_fsdp_tp import SPECS as FSDP_TP_SPECS
-from scaling.strategies.stage_fsdp_tp import fsdp_tp
+from scaling.strategies.stage import from_function, mlp, of_strategy
 
 L, D, F, B = 8, 6, 10, 32
 WEIGHTS = {"W_in": "W_in[L_Z, D, F]", "W_out": "W_out[L_Z, F, D]"}
+FSDP_TP_SPECS = of_strategy(fsdp_tp_listing.STRATEGY).specs
 OPTIONS = {"activation": "gelu", "residual": True, "norm": True}
+
+
+def fsdp_tp(**options):
+    return of_strategy(fsdp_tp_listing.STRATEGY, **options)
 
 
 def problem():
@@ -139,9 +143,8 @@ def test_bytes_on_each_axis(ranks):
     activations, over Z one activation and one dOut a microbatch."""
     l, float64, M = L // 2, 8, 4
     weights, rows = 2 * l * D * F // 2 * float64, B // 2 * D * float64
-    for rank, volume in enumerate(ranks(moved, {"Z": 2, "X": 2, "Y": 2}, M)):
-        first = rank < 4
-        scattered = rows * (2 * l - first)  # the first stage needs no dIn of its first layer
+    for volume in ranks(moved, {"Z": 2, "X": 2, "Y": 2}, M):
+        scattered = rows * 2 * l
         assert volume.pop(("AllGather", ("X",))) == volume.pop(("ReduceScatter", ("X",))) == weights
         assert volume.pop(("AllGather", ("Y",))) == 2 * l * rows
         assert volume.pop(("ReduceScatter", ("Y",))) == scattered
@@ -327,13 +330,13 @@ def dies(mesh, how):
     params = tree.shard(params, WEIGHTS, mesh)
     stage, calls = mlp(), []
 
-    def fails(weights, dOut, saved, mesh, wanted):
+    def fails(weights, dOut, saved, mesh):
         calls.append(1)
         if mesh.rank == 1 and len(calls) == 3:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ArithmeticError("mid-schedule")
-        return stage.backward_input(weights, dOut, saved, mesh, wanted)
+        return stage.backward_input(weights, dOut, saved, mesh)
 
     pipeline.value_and_grad(params, In, Target, mesh, make("1f1b", 4, 8), loss, stage._replace(backward_input=fails))
 

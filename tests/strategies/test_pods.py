@@ -8,7 +8,7 @@ import torch
 from test_strategies import SIZES, B, L, close, one_device, whole
 
 from scaling import optim, tree
-from scaling.collectives import all_reduce
+from scaling.collectives import all_reduce, reduce_scatter
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 from scaling.strategies import pods
@@ -19,17 +19,20 @@ WEIGHTS = {name: pods.SPECS[name].replace("[", "[L, ") for name in ("W_in", "W_o
 BLOCK = ("gelu", True, True)
 
 
+LAYER_BYTES = 2 * SIZES["D"] * SIZES["F"] // 4  # elements of one layer's shards, of which a bucket holds some
+
+
 def train(mesh, dtype, layers_per_bucket):
     params, batches = whole(dtype)
     params = tree.shard(params, WEIGHTS, mesh)
     adamw, losses, first = optim.adamw(0.01), [], None
-    state = adamw.init(params)
+    state, bucket = adamw.init(params), layers_per_bucket * LAYER_BYTES * dtype.itemsize
     for In, target in batches:
         In, target = tree.shard([In, target], [pods.SPECS["In"], pods.SPECS["Out"]], mesh)
         Out, saved = pods.forward(params, In, mesh, *BLOCK)
         loss = (Out - target).square().sum() / B  # Loss[] {U_PXY}
         losses.append(all_reduce("Loss[] {U_PXY} -> Loss[]", loss, mesh))
-        dIn, grads = pods.backward(2 / B * (Out - target), saved, params, mesh, layers_per_bucket=layers_per_bucket)
+        dIn, grads = pods.backward(2 / B * (Out - target), saved, params, mesh, bucket_bytes=bucket)
         tree.check(grads, WEIGHTS, SIZES, mesh, dtype)
         if first is None:
             first = tree.unshard(grads, WEIGHTS, mesh), tree.unshard(dIn, pods.SPECS["In"], mesh)
@@ -53,13 +56,20 @@ def other_ways(mesh):
     Out, saved = pods.forward(params, In, mesh, *BLOCK)
     plain = pods.backward(Out, saved, params, mesh)
     with trace() as log:
-        flat = pods.backward_flat(Out, saved, params, mesh)
-    partial, dIns = pods.partial_sums(params, mesh), []
+        dIn, sums = pods.backward(Out, saved, params, mesh, reduce=False)
+        flat = dIn, {name: over_pods_first(name, dW, mesh) for name, dW in sums.items()}
+    partial, dIns = None, []
     for i, rows in enumerate(In.chunk(2)):
         Out, saved = pods.forward(params, rows, mesh, *BLOCK)
         dIn, partial = pods.backward(Out, saved, params, mesh, partial, reduce=i == 1)
         dIns.append(dIn)
     return plain, flat, (torch.cat(dIns), partial), crossing(log)
+
+
+def over_pods_first(name, dW, mesh):
+    whole, shard = {"W_in": ("[L, D, F_Y]", "[L, D_X, F_Y]"), "W_out": ("[L, F_Y, D]", "[L, F_Y, D_X]")}[name]
+    dW = all_reduce(f"dW{whole} {{U_PX}} -> dW{whole} {{U_X}}", dW, mesh)
+    return reduce_scatter(f"dW{whole} {{U_X}} -> dW{shard}", dW, mesh)
 
 
 def crossing(log):

@@ -200,7 +200,7 @@ def run_microbatches(mesh, name, count):
     _, saved = strategy.forward(params, In, mesh)
     with trace() as once:
         dIn, wanted = strategy.backward(dOut, saved, params, mesh)
-    partial, dIns = strategy.partial_sums(params, mesh), []
+    partial, dIns = None, []
     for i, (rows, cotangent) in enumerate(zip(In.chunk(count), dOut.chunk(count), strict=True)):
         _, saved = strategy.forward(params, rows, mesh)
         with trace() as log:
@@ -217,12 +217,6 @@ def run_microbatches(mesh, name, count):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_microbatches_synchronise_once(ranks, name):
     assert all(ranks(run_microbatches, {"X": 2, "Y": 2}, name, 4))
-
-
-@pytest.mark.parametrize("strategy", [fsdp, fsdp_tp])
-def test_nothing_to_add_to_is_refused(strategy):
-    with pytest.raises(ValueError, match="partial_sums"):
-        strategy.backward(None, None, {}, AbstractMesh({"X": 2, "Y": 2}), reduce=False)
 
 
 def run_buckets(mesh, bucket_bytes):

@@ -1,0 +1,155 @@
+"""Where the gradients of weights go: into one stack over the layers, summed over microbatches, reduced in buckets.
+
+A layer's backward states its weight gradients as deferred products, mostly partial sums `{U_X}`. Here they are
+computed: straight into the stack of gradients where a reduction only adds (an AllReduce, or none at all); else into a
+buffer for a bucket of layers, from which a ReduceScatter leaves each rank its shards, and which is then freed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaling.collectives import Deferred, joined, wait
+from scaling.spec import parse
+
+UNDER_WAY = 1  # buckets that are reduced while the next one is filled: more would hold more whole gradients
+
+
+class Gradients:
+    """The gradients of L layers as they come in, from the last layer down.
+
+    `sums`: partial sums of earlier microbatches, stacked over L, which are added to. With `reduce` each bucket of
+    layers, as many as fit in `bucket_bytes` and at least one, is reduced as soon as its last gradient is there;
+    otherwise `sums` of all layers are kept, until `reduce_all`. `out`: preallocated results, typed as params.
+    """
+
+    def __init__(
+        self, strategy, params: Mapping[str, Tensor], mesh, sums=None, reduce=True, bucket_bytes: int = 0, out=None
+    ):
+        self.strategy, self.params, self.mesh, self.reduce = strategy, params, mesh, reduce
+        self.L = len(next(iter(params.values())))
+        one_layer = sum(W.numel() * W.element_size() for W in params.values()) // max(1, self.L)
+        self.bucket = min(self.L, max(1, bucket_bytes // max(1, one_layer)))
+        self.compiling = torch.compiler.is_compiling()  # a compiler would copy a stack at each write to it: use lists
+        if sums is not None and self.compiling:
+            sums = {name: list(stack.unbind()) for name, stack in sums.items()}
+        self.sums: dict[str, Any] | None = sums
+        self.written = set() if sums is None else set(range(self.L))
+        self.first, self.buffers = 0, self.sums  # of the layers now being written, from `first` on
+        self.results: dict[str, Tensor] | None = out
+        self.late: list[tuple[int, int, Sequence]] = []  # (first, last, what `reduce` returned)
+        self.later: list[tuple[int, int, Sequence]] = []  # the same over the slow axis
+
+    def write(self, l: int, products: Sequence) -> None:
+        """Compute the gradients of layer l: of each weight a `Deferred` product or a tensor, or a list of these to sum.
+
+        Layers may be written several times unless they are reduced as soon as they are written.
+        """
+        last = self.L - (self.L - 1 - l) // self.bucket * self.bucket
+        first = max(0, last - self.bucket)
+        products = [joined(some) if isinstance(some, list) else some for some in products]
+        if self.buffers is None:
+            self.allocate(products, first, last)
+        for name, product in zip(self.strategy.weights, products, strict=True):
+            self.put(product, self.buffers[name], l - self.first, add=l in self.written)
+        self.written.add(l)
+        if self.reduce and l == first:
+            self.start(first, last)
+
+    def put(self, product, buffer, at: int, add: bool) -> None:
+        if isinstance(buffer, list):
+            buffer[at] = buffer[at] + wait(product) if add else wait(product)
+        elif isinstance(product, Deferred):
+            product.wait(out=buffer[at], add=add)
+        elif add:
+            buffer[at].add_(wait(product))
+        else:
+            buffer[at].copy_(wait(product))
+
+    def allocate(self, products: Sequence, first: int, last: int) -> None:
+        """Buffers for the gradients of some layers, or of all."""
+        named = dict(zip(self.strategy.weights, products, strict=True))
+        splits = {} if self.compiling else {name: self.split_dim(name, product) for name, product in named.items()}
+        in_place = not self.compiling and not any(splits.values())
+        self.first, count = (0, self.L) if in_place or not self.reduce else (first, last - first)
+        if self.compiling:
+            self.buffers = {name: [None] * count for name in named}
+        elif in_place:
+            self.results = self.results or {name: torch.empty_like(self.params[name]) for name in named}
+            self.buffers = self.results
+        else:
+            together = self.reduce and count > 1
+            self.buffers = {
+                name: room(self.params[name], (count, *product.shape), splits[name], together)
+                for name, product in named.items()
+            }
+        if in_place or not self.reduce:
+            self.sums = self.buffers
+
+    def split_dim(self, name: str, product) -> int:
+        """The dim, counted with L in front, that a gradient's reduction splits; 0 if it splits none."""
+        if not isinstance(product, Deferred):
+            return 0
+        wanted = parse((self.strategy.GRADS or self.strategy.SPECS)[name])
+        dims = zip(product.type.dims, wanted.dims, strict=True)
+        return next((i for i, (now, then) in enumerate(dims, 1) if now != then), 0)
+
+    def start(self, first: int, last: int) -> None:
+        """Start to reduce the gradients of these layers."""
+        some = [self.buffers[name][first - self.first : last - self.first] for name in self.strategy.weights]
+        some = [torch.stack(gradients) if isinstance(gradients, list) else gradients for gradients in some]
+        self.late.append((first, last, self.strategy.reduce(*some, self.mesh) if self.strategy.reduce else some))
+        if self.sums is None:
+            self.buffers = None
+            self.settle(UNDER_WAY)
+
+    def settle(self, leave: int = 0) -> None:
+        """Wait for all reductions but the newest few, and put their results in their places."""
+        while len(self.late) > leave:
+            first, last, pending = self.late.pop(0)
+            done = [wait(x) for x in pending]
+            if self.strategy.reduce_slow is None:
+                self.place(first, last, done)
+            else:
+                self.later.append((first, last, self.strategy.reduce_slow(*done, self.mesh)))
+
+    def place(self, first: int, last: int, done: Sequence[Tensor]) -> None:
+        named = dict(zip(self.strategy.weights, done, strict=True))
+        if self.compiling:
+            above = self.results or {}
+            self.results = {name: torch.cat([x, above[name]]) if name in above else x for name, x in named.items()}
+            return
+        if self.results is None:
+            self.results = {name: self.params[name].new_empty((self.L, *x.shape[1:])) for name, x in named.items()}
+        for name, x in named.items():
+            into = self.results[name][first:last]
+            if x.is_meta or into.data_ptr() != x.data_ptr():
+                into.copy_(x)
+
+    def reduce_all(self) -> None:
+        """Start to reduce the sums of all layers, layer by layer from the last."""
+        for l in reversed(range(self.L)):
+            self.start(l, l + 1)
+
+    def result(self) -> dict[str, Tensor]:
+        """The gradients typed as params, when all reductions are through; without `reduce` the partial sums."""
+        if not self.reduce and not self.late:
+            sums = self.sums or {name: torch.empty_like(W) for name, W in self.params.items()}
+            return {name: torch.stack(g) if isinstance(g, list) else g for name, g in sums.items()}
+        self.settle()
+        for first, last, pending in self.later:
+            self.place(first, last, [wait(x) for x in pending])
+        results = self.results or {name: torch.empty_like(W) for name, W in self.params.items()}
+        return {name: results[name] for name in self.params}
+
+
+def room(like: Tensor, shape: Sequence[int], dim: int, together: bool) -> Tensor:
+    """An empty tensor [L, ...] in which the dim that will be scattered is the outermost in memory: of all layers
+    `together`, or of each layer. Its blocks then need no copy."""
+    if dim == 0:
+        return like.new_empty(shape)
+    rest = [i for i in range(len(shape)) if i not in (0, dim)]
+    order = [dim, 0, *rest] if together else [0, dim, *rest]
+    return like.new_empty([shape[i] for i in order]).permute(*(order.index(i) for i in range(len(shape))))
