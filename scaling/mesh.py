@@ -7,6 +7,7 @@ with meta tensors, to plan for more devices than there are. Ranks are row-major:
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -61,10 +62,22 @@ class AbstractMesh:
             raise ShardingError(f"the coordinate {self.coord} is not on the mesh {format_sizes(self.sizes)}")
         self.device = torch.device("meta")
         self.lines: dict = {}  # lines resolved on this mesh, by scaling.collectives
+        self.stack = ""  # the dim that every line has in front: see `stacked`
         self._groups: dict[tuple[str, ...], Group] = {}
+        self._stacked: dict[str, AbstractMesh] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({format_sizes(self.sizes)})"
+
+    def stacked(self, dim: str) -> "AbstractMesh":
+        """The same mesh, on which each collective's line has one more dim in front: of several layers' arrays, stacked.
+
+        `all_reduce("dW[D] {U_X} -> dW[D]", dW, mesh.stacked("L"))` reduces dW[L, D], as under vmap, in one collective.
+        """
+        if dim not in self._stacked:
+            other = self._stacked[dim] = copy(self)
+            other.stack, other.lines, other._stacked = dim, {}, {}
+        return self._stacked[dim]
 
     def constant(self, fn: Callable, *args):
         """fn(self, *args). A compiler calls it once and keeps the result: torch 2.11 passes a mesh on only as self."""

@@ -1,6 +1,6 @@
 """What each collective may do to a type (Part 3): the rules behind every ShardingError of `scaling.collectives`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from scaling.spec import ShardingError, Spec, format_axes, parse_line
@@ -20,6 +20,12 @@ class CollectiveStep:
     dim: int = 0
     to: int = 0
     splits: int | None = None
+
+    def stacked(self, dim: str) -> "CollectiveStep":
+        """The same on arrays with one more dim in front."""
+        splits = None if self.splits is None else self.splits + 1
+        before, after = self.before.stacked(dim), self.after.stacked(dim)
+        return replace(self, before=before, after=after, dim=self.dim + 1, to=self.to + 1, splits=splits)
 
 
 def refuse(line: str, kind: str, what: str, rule: str, fix: str = "") -> None:

@@ -1,6 +1,7 @@
 """Calls and arithmetic, read and not run (see scaling.check): collectives, torch's functions, helpers, operators."""
 
 import ast
+from dataclasses import replace
 
 from scaling.algebra import rules
 from scaling.algebra.contraction import check_product
@@ -215,8 +216,10 @@ class Calls:
         except ShardingError as error:
             self.report(node, str(error))
             return None
+        if name == "einsum":  # it waits for operands that are under way
+            values = [replace(v, pending=False) if isinstance(v, Array) else v for v in values]
         self.operands(node, values, before, env, gathers=name == "all_gather")
-        flag = next((k.value for k in node.keywords if k.arg == "async_op"), None)
+        flag = next((k.value for k in node.keywords if k.arg in ("async_op", "defer")), None)
         if flag is not None and not isinstance(flag, ast.Constant):
             return None
         return Array(after, pending=flag is not None and bool(flag.value))

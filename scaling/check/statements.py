@@ -1,21 +1,21 @@
 """Statements, read and not run (see scaling.check): what they bind, and what a strategy returns."""
 
 import ast
-import importlib.util
-from pathlib import Path
 
 from scaling.check.calls import Calls
+from scaling.check.listings import Listings, listings
+from scaling.check.sources import layer, specs_of, types_in
 from scaling.check.values import Array, Each, Many, Text, Tree, difference, element, merge, partly_reduced
-from scaling.spec import ShardingError, Spec, parse
+from scaling.spec import ShardingError, Spec
 
 TURNED, SAME = ("T", "mT"), ("data", "real")  # attributes of a tensor: its transpose, and what keeps its type
 
 
-class Reader(Calls):
+class Reader(Calls, Listings):
     """Reads one module. `findings`: {(line, message)}; `specs`: the module's SPECS."""
 
     def __init__(self, tree: ast.Module):
-        self.tree, self.findings, self.depth, self.appended = tree, set(), 0, {}
+        self.tree, self.findings, self.depth, self.appended, self.followed = tree, set(), 0, {}, set()
         self.functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
         self.imports(tree)
         self.specs = self.find_specs()
@@ -35,8 +35,10 @@ class Reader(Calls):
         if not self.typed and not self.modules:
             return
         self.body(self.tree.body, {})
+        for names in listings(self.tree):
+            self.follow(names, types_in(self.tree, names.get("GRADS", "")))
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef) and node.name not in self.followed:
                 self.function(node, self.arguments(node))
 
     def arguments(self, fn: ast.FunctionDef) -> dict:
@@ -246,47 +248,6 @@ class Reader(Calls):
         if isinstance(index, ast.Slice):
             return held if isinstance(held, Each) else None
         return element(held)
-
-
-def specs_of(tree: ast.Module) -> dict[str, Spec]:
-    """The types in a module's SPECS: written out, imported, or taken from another module, `data_parallel.SPECS`."""
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and not node.level and any(a.name == "SPECS" for a in node.names):
-            other = source_of(node.module)
-            return specs_of(other) if other else {}
-        if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "SPECS" for target in node.targets):
-            if isinstance(node.value, ast.Attribute) and node.value.attr == "SPECS":
-                other = module_of(tree, ast.unparse(node.value.value))
-                return specs_of(other) if other else {}
-            try:
-                written = ast.literal_eval(node.value)
-            except ValueError:
-                return {}
-            return {name: parse(text) for name, text in written.items() if isinstance(text, str)}
-    return {}
-
-
-def module_of(tree: ast.Module, name: str) -> "ast.Module | None":
-    """The tree of a module that this one imports under a name, if its source can be found."""
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
-            original = next(a.name for a in node.names if (a.asname or a.name) == name)
-            return source_of(f"{node.module}.{original}")
-    return None
-
-
-def source_of(module: str) -> "ast.Module | None":
-    """The tree of a module, if its source can be found."""
-    try:
-        found = importlib.util.find_spec(module)
-    except ImportError:
-        return None
-    return ast.parse(Path(found.origin).read_text(encoding="utf-8")) if found and found.origin else None
-
-
-def layer(spec: Spec) -> Spec:
-    """The type of one layer of params, whose leading dim L, if their type names it, counts the layers."""
-    return Spec(spec.name, spec.dims[1:], spec.unreduced) if spec.dim_names[:1] == ("L",) else spec
 
 
 def _load(target: ast.expr) -> ast.expr:

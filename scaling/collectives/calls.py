@@ -172,6 +172,7 @@ def _resolve(kind: str, line: str, mesh, root: int | None) -> list[tuple[Op, Gro
     """What a line does on this mesh: mostly one op; one a dim where several dims are gathered or split."""
     resolved = []
     for step in collective_steps(kind, line):
+        step = step.stacked(mesh.stack) if mesh.stack else step
         step.before.check_axes(mesh)
         step.after.check_axes(mesh)
         group = mesh.group(step.axes)

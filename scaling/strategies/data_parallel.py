@@ -30,10 +30,9 @@ def layer_backward(W_in, W_out, dOut, saved, mesh, block):
 
 
 def reduce(dW_in, dW_out, mesh):
-    """Not on the critical path: the gradients of one layer, or of several, stacked over L."""
-    over = {"mesh": mesh, "async_op": True, "donate": True}
-    dW_out = all_reduce("dW_out[L, F, D] {U_X} -> dW_out[L, F, D]", dW_out, **over)  # 3.
-    dW_in = all_reduce("dW_in[L, D, F] {U_X} -> dW_in[L, D, F]", dW_in, **over)  # 6.
+    """Not on the critical path: the gradients of one layer, or of several at once."""
+    dW_out = all_reduce("dW_out[F, D] {U_X} -> dW_out[F, D]", dW_out, mesh, async_op=True, donate=True)  # 3.
+    dW_in = all_reduce("dW_in[D, F] {U_X} -> dW_in[D, F]", dW_in, mesh, async_op=True, donate=True)  # 6.
     return dW_in, dW_out
 
 

@@ -46,9 +46,9 @@ def layer_backward(W_in, W_out, dOut, saved, mesh, block):
 
 
 def reduce(dW_in, dW_out, mesh):
-    """Not on the critical path: the gradients of one layer, or of several, stacked over L."""
-    dW_out = reduce_scatter("dW_out[L, F_Y, D] {U_X} -> dW_out[L, F_Y, D_X]", dW_out, mesh, async_op=True)  # 4.
-    dW_in = reduce_scatter("dW_in[L, D, F_Y] {U_X} -> dW_in[L, D_X, F_Y]", dW_in, mesh, async_op=True)  # 9.
+    """Not on the critical path: the gradients of one layer, or of several at once."""
+    dW_out = reduce_scatter("dW_out[F_Y, D] {U_X} -> dW_out[F_Y, D_X]", dW_out, mesh, async_op=True)  # 4.
+    dW_in = reduce_scatter("dW_in[D, F_Y] {U_X} -> dW_in[D_X, F_Y]", dW_in, mesh, async_op=True)  # 9.
     return dW_in, dW_out
 
 

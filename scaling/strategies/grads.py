@@ -98,9 +98,13 @@ class Gradients:
 
     def start(self, first: int, last: int) -> None:
         """Start to reduce the gradients of these layers."""
-        some = [self.buffers[name][first - self.first : last - self.first] for name in self.strategy.weights]
-        some = [torch.stack(gradients) if isinstance(gradients, list) else gradients for gradients in some]
-        self.late.append((first, last, self.strategy.reduce(*some, self.mesh) if self.strategy.reduce else some))
+        at, to = first - self.first, last - self.first
+        some = [self.buffers[name][at:to] for name in self.strategy.weights]
+        if last - first == 1:  # the listing's own lines
+            some, mesh = [gradients[0] for gradients in some], self.mesh
+        else:
+            some, mesh = [torch.stack(g) if isinstance(g, list) else g for g in some], self.mesh.stacked("L")
+        self.late.append((first, last, self.strategy.reduce(*some, mesh) if self.strategy.reduce else some))
         if self.sums is None:
             self.buffers = None
             self.settle(UNDER_WAY)
@@ -113,9 +117,11 @@ class Gradients:
             if self.strategy.reduce_slow is None:
                 self.place(first, last, done)
             else:
-                self.later.append((first, last, self.strategy.reduce_slow(*done, self.mesh)))
+                mesh = self.mesh if last - first == 1 else self.mesh.stacked("L")
+                self.later.append((first, last, self.strategy.reduce_slow(*done, mesh)))
 
     def place(self, first: int, last: int, done: Sequence[Tensor]) -> None:
+        done = [x[None] for x in done] if last - first == 1 else done
         named = dict(zip(self.strategy.weights, done, strict=True))
         if self.compiling:
             above = self.results or {}

@@ -16,9 +16,8 @@ SPECS = {"In": "In[B_PX, D_Y]", "W_in": "W_in[D_X, F_Y]", "W_out": "W_out[F_Y, D
 
 def reduce_slow(dW_in, dW_out, mesh):
     """Across pods, while the layers below run: the shards that the ReduceScatter over X left."""
-    over = {"mesh": mesh, "async_op": True, "donate": True}
-    dW_in = all_reduce("dW_in[L, D_X, F_Y] {U_P} -> dW_in[L, D_X, F_Y]", dW_in, **over)
-    dW_out = all_reduce("dW_out[L, F_Y, D_X] {U_P} -> dW_out[L, F_Y, D_X]", dW_out, **over)
+    dW_in = all_reduce("dW_in[D_X, F_Y] {U_P} -> dW_in[D_X, F_Y]", dW_in, mesh, async_op=True, donate=True)
+    dW_out = all_reduce("dW_out[F_Y, D_X] {U_P} -> dW_out[F_Y, D_X]", dW_out, mesh, async_op=True, donate=True)
     return dW_in, dW_out
 
 

@@ -20,15 +20,15 @@ SHARDS = {"W_in": "W_in[D_X, F]", "W_out": "W_out[F_X, D]"}  # of a layer's grad
 
 def reduce(dW_in, dW_out, mesh):
     """Instead of the AllReduces 3. and 6. of data parallelism."""
-    dW_out = reduce_scatter("dW_out[L, F, D] {U_X} -> dW_out[L, F_X, D]", dW_out, mesh, async_op=True)  # 3.
-    dW_in = reduce_scatter("dW_in[L, D, F] {U_X} -> dW_in[L, D_X, F]", dW_in, mesh, async_op=True)  # 6.
+    dW_out = reduce_scatter("dW_out[F, D] {U_X} -> dW_out[F_X, D]", dW_out, mesh, async_op=True)  # 3.
+    dW_in = reduce_scatter("dW_in[D, F] {U_X} -> dW_in[D_X, F]", dW_in, mesh, async_op=True)  # 6.
     return dW_in, dW_out
 
 
 def gather(W_in, W_out, mesh):
-    """After the update: the layers of a bucket, stacked over L."""
-    W_in = all_gather("W_in[L, D_X, F] -> W_in[L, D, F]", W_in, mesh, async_op=True)
-    W_out = all_gather("W_out[L, F_X, D] -> W_out[L, F, D]", W_out, mesh, async_op=True)
+    """After the update: the params of one layer, or of several at once."""
+    W_in = all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh, async_op=True)
+    W_out = all_gather("W_out[F_X, D] -> W_out[F, D]", W_out, mesh, async_op=True)
     return W_in, W_out
 
 
@@ -52,9 +52,9 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False,
 
 
 def scatter_grads(sums, mesh):
-    """dW_in[L, D, F] {U_X}, dW_out[L, F, D] {U_X} -> `shards` of the sum, layer by layer."""
-    late = [reduce(sums["W_in"][l : l + 1], sums["W_out"][l : l + 1], mesh) for l in range(len(sums["W_in"]))]
-    return {name: [wait(pair[i])[0] for pair in late] for i, name in enumerate(STRATEGY.weights)}
+    """dW_in[D, F] {U_X}, dW_out[F, D] {U_X} -> `shards` of the sum, layer by layer."""
+    late = [reduce(dW_in, dW_out, mesh) for dW_in, dW_out in zip(sums["W_in"], sums["W_out"], strict=True)]
+    return {name: [wait(pair[i]) for pair in late] for i, name in enumerate(STRATEGY.weights)}
 
 
 def shards(params, mesh):
@@ -79,7 +79,7 @@ def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
     count, late = max(1, bucket_bytes // max(1, one_layer)), []
     for first in range(0, L, count):
         some = slice(first, first + count)
-        late.append((some, gather(*(torch.stack(mine[name][some]) for name in STRATEGY.weights), mesh)))
+        late.append((some, gather(*(torch.stack(mine[name][some]) for name in STRATEGY.weights), mesh.stacked("L"))))
     for some, pending in late:
         for name, W in zip(STRATEGY.weights, pending, strict=True):
             new[name][some].copy_(wait(W))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.func import vjp
 
-from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, reshard, shard
 from scaling.models.mlp import Config, cross_entropy, embed
 from scaling.models.pointwise import rms_norm
 from scaling.spec import Spec, parse
@@ -118,8 +118,7 @@ def end_gradient(name: str, dW, strategy, mesh):
     stored, used = end_types(name, strategy)
     if not (x := batch_axes(strategy)):
         return dW
-    reduce = all_reduce if stored == used else reduce_scatter
-    return reduce(f"{used.with_unreduced(x)} -> {stored}", dW, mesh)
+    return reshard(f"{used.with_unreduced(x)} -> {stored}", dW, mesh)
 
 
 def head_loss(strategy, W_head, Out, targets, config: Config, mesh, batch: int) -> torch.Tensor:
