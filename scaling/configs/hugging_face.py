@@ -2,11 +2,12 @@
 
 As published (`rope_theta`, `rope_scaling`) and as transformers 5 writes it (`rope_parameters`). What a file leaves out
 is its class's default there. A model of another kind is counted; what no code here computes stands in `uncomputed`.
+Coefficients of auxiliary losses are left out: theirs is another loss, over the routers of all layers together.
 """
 
 from dataclasses import dataclass
 
-from scaling.configs.config import Latent, RopeScaling
+from scaling.configs.config import Config, Latent, RopeScaling
 
 LETTERS = {
     "L": ("num_hidden_layers",),
@@ -44,7 +45,6 @@ class Kind:
     eps: float = 1e-6
     theta: float = 1e4
     window: int | None = None
-    switched: bool = False  # a window only with use_sliding_window, and from layer max_window_layers on
     alternate: bool = False  # a window in every other layer, the first included
     activation: str = "silu"
     fixed: tuple[tuple[str, object], ...] = ()
@@ -53,9 +53,10 @@ class Kind:
 KINDS = {
     "llama": Kind("LlamaForCausalLM"),
     "mistral": Kind("MistralForCausalLM", window=4096),
-    "qwen2": Kind("Qwen2ForCausalLM", switched=True, fixed=(("attention_bias", True),)),
-    "qwen3": Kind("Qwen3ForCausalLM", switched=True, fixed=(("qk_norm", True),)),
+    "qwen2": Kind("Qwen2ForCausalLM", fixed=(("attention_bias", True),)),
+    "qwen3": Kind("Qwen3ForCausalLM", fixed=(("qk_norm", True),)),
     "mixtral": Kind("MixtralForCausalLM", eps=1e-5, theta=1e6),
+    "qwen3_moe": Kind("Qwen3MoeForCausalLM", fixed=(("qk_norm", True),)),
     "gemma": Kind(activation="gelu_pytorch_tanh"),
     "gemma2": Kind(activation="gelu_pytorch_tanh", window=4096, alternate=True),
 }
@@ -69,11 +70,12 @@ def _rotary(table: dict, kind: Kind) -> dict:
     return {"theta": float(theta), "rope_scaling": RopeScaling("by layer") if nested else RopeScaling.of(given)}
 
 
-def _window(table: dict, kind: Kind, L: int) -> int | tuple | None:
+def _window(table: dict, name: str, L: int) -> int | tuple | None:
+    kind = KINDS.get(name, Kind())
     width = table.get("sliding_window", kind.window)
-    if width is None or (kind.switched and not table.get("use_sliding_window", False)):
+    if width is None or (name.startswith("qwen") and not table.get("use_sliding_window", False)):
         return None
-    first = table.get("max_window_layers", 28) if kind.switched else 0
+    first = table.get("max_window_layers", 28) if name in ("qwen2", "qwen3") else 0
     slides = [i >= first and not (kind.alternate and i % 2) for i in range(L)]
     if types := table.get("layer_types"):
         slides = [each == "sliding_attention" for each in types]
@@ -87,6 +89,8 @@ def _uncomputed(table: dict, name: str, act: str) -> list[str]:
     found = [] if known or table.get("kv_lora_rank") else [f"model_type {name!r}"]
     found += [] if act in ACTIVATIONS else [f"hidden_act {act!r}"]
     found += ["mlp_bias"] if table.get("mlp_bias") else []
+    sparse = not table.get("mlp_only_layers") and table.get("decoder_sparse_step", 1) == 1
+    found += [] if sparse else ["dense layers among those with experts"]
     partial = (table.get("rope_parameters") or table).get("partial_rotary_factor", 1.0)
     found += [] if partial == 1.0 else [f"partial_rotary_factor {partial}"]
     return found
@@ -111,10 +115,10 @@ def read(table: dict) -> dict:
         found["latent"] = Latent(*(table[key] for key in LATENT))
     if name == "deepseek_v3":
         found.setdefault("routing", "sigmoid")
+    if name == "qwen3_moe":
+        found.setdefault("norm_topk", False)
     if found.get("attention_bias"):
         found["output_bias"] = True
-    if table.get("output_router_logits"):  # without, their loss leaves the auxiliary one out
-        found["aux_coef"] = table.get("router_aux_loss_coef", 0.001)
     found.setdefault("tied", name.startswith("gemma"))
     found.setdefault("eps", kind.eps)
     found["norms"] = 4 if name.startswith(("gemma2", "gemma3")) else 2
@@ -122,5 +126,69 @@ def read(table: dict) -> dict:
     act = table.get("hidden_activation") or table.get("hidden_act") or kind.activation
     plain = "silu" if found["gated"] else "gelu"
     found["activation"] = None if ACTIVATIONS.get(act) == plain else ACTIVATIONS.get(act)
-    found |= _rotary(table, kind) | {"window": _window(table, kind, found.get("L", 0))} | dict(kind.fixed)
+    found |= _rotary(table, kind) | {"window": _window(table, name, found.get("L", 0))} | dict(kind.fixed)
     return found | {"uncomputed": tuple(_uncomputed(table, name, act))}
+
+
+def kind_of(config: Config) -> str:
+    """The model_type whose class computes this model. ValueError if none of `KINDS` does."""
+    if config.moe:
+        kind = "qwen3_moe" if config.qk_norm else "mixtral"
+    elif config.qk_norm:
+        kind = "qwen3"
+    elif config.attention_bias and not config.output_bias:
+        kind = "qwen2"
+    else:
+        kind = "llama" if config.window is None else "mistral"
+    unsaid = [name for name, fine in _fits(config, kind).items() if not fine]
+    if unsaid:
+        raise ValueError(f"{config.name}: no class of Hugging Face's has its {', '.join(unsaid)} (nearest: {kind})")
+    return kind
+
+
+def _fits(config: Config, kind: str) -> dict[str, bool]:
+    """Whether that class has what this model has, by name."""
+    both = config.attention_bias == config.output_bias
+    return {
+        "MLP without a gate": config.gated,
+        "output_bias": both or kind == "qwen2",
+        "attention_bias": not config.attention_bias or kind in ("llama", "qwen2", "qwen3", "qwen3_moe"),
+        "windows": isinstance(config.window, int | None) or kind in ("qwen2", "qwen3"),
+        "shared experts": not config.shared,
+        "routing": not config.moe or (config.routing, config.expert_groups, config.routed_scale) == ("softmax", 1, 1.0),
+        "norm_topk": config.norm_topk or kind == "qwen3_moe",
+        "capacity": config.capacity is None,
+    }
+
+
+def write(config: Config) -> dict:
+    """config.json in its published form, which every version of transformers reads."""
+    kind = kind_of(config)
+    letters = {"L": "num_hidden_layers", "D": "hidden_size", "F": "intermediate_size", "V": "vocab_size"}
+    letters |= {"N": "num_attention_heads", "K": "num_key_value_heads", "H": "head_dim"}
+    letters |= {"tied": "tie_word_embeddings", "theta": "rope_theta", "eps": "rms_norm_eps"}
+    letters |= {"dropout": "attention_dropout"}
+    table = {"architectures": [KINDS[kind].architecture], "model_type": kind}
+    table |= {name: getattr(config, letter) for letter, name in letters.items()}
+    table["hidden_act"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.nonlinearity)
+    if kind != "qwen2" and kind not in ("mistral", "mixtral"):
+        table["attention_bias"] = config.attention_bias
+    if scaling := config.rope_scaling:
+        table["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            table["rope_scaling"] |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+            table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
+    widths = {window for window in config.windows if window is not None}
+    if len(widths) > 1:
+        raise ValueError(f"{config.name}: windows of {len(widths)} widths; a config.json has one")
+    table["sliding_window"] = next(iter(widths), None)
+    if kind.startswith("qwen"):
+        table["use_sliding_window"] = bool(widths)
+    if kind in ("qwen2", "qwen3") and widths:
+        table["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+    if config.moe:
+        table["num_local_experts" if kind == "mixtral" else "num_experts"] = config.E
+        table["num_experts_per_tok"] = config.k
+    if kind == "qwen3_moe":
+        table |= {"moe_intermediate_size": config.F, "norm_topk_prob": config.norm_topk}
+    return table

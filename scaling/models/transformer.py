@@ -14,12 +14,14 @@ from functools import partial
 import optree
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
+from scaling.models import moe
 from scaling.models.attention import sdpa
+from scaling.models.module import Stateless
 from scaling.models.pointwise import rms_norm
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul
 from scaling.models.rope import SCALINGS, restarted, rotate, tables
@@ -47,20 +49,30 @@ SPECS = {
     "norm": "g[D]",
     "unembed": "U[D, V]",
 }
+EXPERTS = {  # in place of the MLP's; S is the width of the shared experts together
+    "router": "router[L, D, E]",
+    "bias": "bias[L, E]",
+    "W_in": "W_in[L, E, D, F]",
+    "W_gate": "W_gate[L, E, D, F]",
+    "W_out": "W_out[L, E, F, D]",
+    "shared": {"W_in": "W_in[L, D, S]", "W_gate": "W_gate[L, D, S]", "W_out": "W_out[L, S, D]"},
+}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
-CONTRACTED = {"W_O": ("N", "H"), "W_out": ("F",), "E": ()}
+REMAT = {"none": lambda f: f, "block": checkpoint_block, "matmuls": checkpoint_matmuls}
 
 
 def uncomputed(config: Config) -> list[str]:
     """What the model has that this file does not compute, by name."""
     found = list(config.uncomputed)
     found += ["latent attention"] if config.latent else []
-    found += [f"E={config.E} experts"] if config.moe else []
+    found += [f"dense_layers={config.dense_layers} before those with experts"] if config.dense_layers else []
     found += [f"{config.norms} norms a layer"] if config.norms != 2 else []
     if config.rope_scaling and config.rope_scaling.kind not in SCALINGS:
         found.append(f"rope_scaling of type {config.rope_scaling.kind!r}")
     if config.nonlinearity not in ACTIVATIONS:
         found.append(f"activation {config.nonlinearity!r}")
+    elif config.moe and config.activation is not None:
+        found.append(f"activation {config.activation!r} in experts")
     return found + ([f"dropout={config.dropout}"] if config.dropout else [])
 
 
@@ -77,18 +89,25 @@ def specs_of(config: Config) -> dict:
     absent |= set() if config.attention_bias else {"b_Q", "b_K", "b_V"}
     absent |= set() if config.output_bias else {"b_O"}
     absent |= set() if config.qk_norm else {"norm_Q", "norm_K"}
-    layers = {name: spec for name, spec in SPECS["layers"].items() if name not in absent}
-    return {name: spec for name, spec in SPECS.items() if not (config.tied and name == "unembed")} | {"layers": layers}
+    absent |= {"unembed"} if config.tied else set()
+    absent |= set() if config.routing == "sigmoid" else {"bias"}
+    absent |= set() if config.shared else {"shared"}
+
+    def present(specs: dict) -> dict:
+        return {n: present(s) if isinstance(s, dict) else s for n, s in specs.items() if n not in absent}
+
+    return present(SPECS | {"layers": SPECS["layers"] | (EXPERTS if config.moe else {})})
 
 
 def inits(config: Config) -> dict:
     """How each param starts: normal with variance 1/(elements contracted), norms 1, biases 0."""
 
     def leaf(spec: str) -> tree.Normal | tree.Constant:
-        name = parse(spec).name
-        if name == "g" or name.startswith("b_"):
+        name, dims = parse(spec).name, parse(spec).dim_names
+        if name in ("g", "bias") or name.startswith("b_"):
             return tree.Constant(float(name == "g"))
-        return tree.Normal(math.prod(config.sizes[dim] for dim in CONTRACTED.get(name, ("D",))) ** -0.5)
+        contracted = {"E": (), "W_O": ("N", "H"), "W_out": dims[-2:-1]}.get(name, ("D",))
+        return tree.Normal(math.prod(config.sizes[dim] for dim in contracted) ** -0.5)
 
     return tree.map(leaf, specs_of(config))
 
@@ -108,6 +127,8 @@ def init(config: Config, seed: int = 0, dtype=torch.float32, device=None, *, mes
 def config_of(params: dict, name: str = "params") -> Config:
     """The sizes of these params, with Config's defaults for what no shape tells."""
     layers = params["layers"]
+    if "router" in layers:
+        raise ValueError("params with experts do not say how many are active, and how: give config=")
     (V, D), (L, _, N, H) = params["embed"].shape, layers["W_Q"].shape
     K, F = layers["W_K"].shape[2], layers["W_in"].shape[-1]
     has = {"gated": "W_gate" in layers, "tied": "unembed" not in params, "attention_bias": "b_Q" in layers}
@@ -161,28 +182,56 @@ def forward(
     the same. `attention(Q, K, V)` maps [B, T, N, H], [B, S, K, H], [B, S, K, H] to [B, T, N, H], and takes `window=`
     and `segments=` where the model or the call has them.
     """
-    config = config_of(params) if config is None else config
-    if remat not in (wraps := {"none": lambda f: f, "block": checkpoint_block, "matmuls": checkpoint_matmuls}):
-        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(wraps)}")
-    x = F.embedding(tokens, params["embed"])
+    return _forward(params, tokens, remat, attention, config or config_of(params), segments)[0]
+
+
+def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, config: Config, segments: Tensor | None):
+    """(logits, the experts' losses): `forward`, and the sum over layers of aux_coef * balance + z_coef * z."""
+    if remat not in REMAT:
+        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+    if config.moe and remat == "matmuls":
+        raise ValueError('remat="matmuls" does not go with experts\n  fix: remat="block", or "none"')
+    try:
+        x = F.embedding(tokens, params["embed"])
+    except IndexError:
+        raise ValueError(f"tokens must lie in 0..{len(params['embed']) - 1}: that is the vocabulary") from None
     positions = torch.arange(tokens.shape[1], device=tokens.device) if segments is None else restarted(segments)
     rope = tables(positions, config.H, config.theta, config.rope_scaling, x.dtype)
-
-    def layer_of(window: int | None) -> Callable:
-        given = {"window": window} if window is not None else {}
-        given |= {"segments": segments} if segments is not None else {}
-
-        def block(layer: dict, x: Tensor, matmul=matmul) -> Tensor:
-            x = x + attention_block(layer, x, lambda *qkv: attention(*qkv, **given), rope, config.eps, matmul)
-            return x + mlp_block(layer, x, config.nonlinearity, config.eps, matmul)
-
-        return wraps[remat](block)
-
-    blocks = {window: layer_of(window) for window in set(config.windows)}
+    steps = {w: _step(config, remat, attention, w, segments, rope) for w in set(config.windows)}
+    extra = x.new_zeros(())
     for layer, window in zip(unstacked(params["layers"]), config.windows, strict=True):
-        x = blocks[window](layer, x)
+        x, more = steps[window](layer, x)
+        extra = extra if more is None else extra + more
     x = rms_norm(x, gain=params["norm"], eps=config.eps)
-    return matmul(x, params["unembed"] if "unembed" in params else params["embed"].T)
+    return matmul(x, params["unembed"] if "unembed" in params else params["embed"].T), extra
+
+
+def _step(config: Config, remat: str, attention: Callable, window: int | None, segments: Tensor | None, rope: tuple):
+    """step(layer, x) -> (x, the layer's losses or None), with this window and rematerialisation."""
+    given = {"window": window} if window is not None else {}
+    given |= {"segments": segments} if segments is not None else {}
+    eps = config.eps
+
+    def attend(layer: dict, x: Tensor, matmul=matmul) -> Tensor:
+        return x + attention_block(layer, x, lambda *qkv: attention(*qkv, **given), rope, eps, matmul)
+
+    def dense(layer: dict, x: Tensor, matmul=matmul) -> Tensor:
+        x = attend(layer, x, matmul)
+        return x + mlp_block(layer, x, config.nonlinearity, eps, matmul)
+
+    def routed(layer: dict, x: Tensor, experts: Tensor | None = None):
+        x = attend(layer, x)
+        y = rms_norm(x, gain=layer["norm_mlp"], eps=eps)
+        if experts is None:
+            experts = moe.choose(y, layer["router"], config, layer.get("bias"))
+        Out, aux = moe.forward(layer, y, config, experts)
+        return (x + Out, config.aux_coef * aux["balance"] + config.z_coef * aux["z"]), experts
+
+    if config.moe:
+        layered = moe.checkpoint_routed(routed) if remat == "block" else routed
+        return lambda layer, x: layered(layer, x)[0]
+    wrapped = REMAT[remat](dense)
+    return lambda layer, x: (wrapped(layer, x), None)
 
 
 def unstacked(layers: dict) -> list[dict]:
@@ -201,33 +250,23 @@ def loss(
     weights: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """Mean cross-entropy, in nats, of each next token of tokens[B, T + 1].
+    """Mean cross-entropy, in nats, of each next token of tokens[B, T + 1], plus the experts' losses if there are any.
 
     weights[B, T]: the mean is sum(w * ce) / sum(w), and 0 where they are all 0. segments[B, T], or [B, T + 1] beside
     the tokens: the ids of packed documents. The rest as in `forward`.
     """
     if segments is not None:
         segments = segments[:, : tokens.shape[1] - 1]
-    logits = forward(params, tokens[:, :-1], remat, attention, config=config, segments=segments)
-    wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), tokens[:, 1:].flatten()
+    logits, extra = _forward(params, tokens[:, :-1], remat, attention, config or config_of(params), segments)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    ce = -wide.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     if weights is None:
-        return F.cross_entropy(wide, targets)
-    w = weights.flatten().to(wide.dtype)
+        return ce.mean() + extra
+    w = weights.to(wide.dtype)
     total = w.sum()
-    return (w * F.cross_entropy(wide, targets, reduction="none")).sum() / torch.where(total == 0, 1, total)
+    return (w * ce).sum() / torch.where(total == 0, 1, total) + extra
 
 
-class Transformer(nn.Module):
-    """`forward` as a module with these params on the meta device: for `torch.func.functional_call`."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        params = init(config, device="meta")
-        self.layers = nn.ParameterDict(params.pop("layers"))
-        for name, leaf in params.items():
-            self.register_parameter(name, nn.Parameter(leaf))
-
-    def forward(self, tokens: Tensor, **options) -> Tensor:
-        params = {name: getattr(self, name) for name in SPECS if hasattr(self, name)}
-        return forward(params | {"layers": dict(self.layers)}, tokens, config=self.config, **options)
+def module(config: Config) -> Stateless:
+    """`forward` as a stateless module: functional_call(module(config), flat(params), (tokens,)) -> logits."""
+    return Stateless(partial(forward, config=config), init(config, device="meta"))

@@ -84,6 +84,34 @@ def test_einsum_flops_equal_the_counter(data):
         assert counter.get_total_flops() in (flops, 0)  # 0: torch multiplied elementwise and summed
 
 
+@pytest.mark.parametrize(("T", "S", "window"), [(5, 5, None), (5, 5, 2), (3, 9, 4), (4, 6, 50), (7, 7, 1), (2, 9, 3)])
+def test_visible_pairs_counted(T, S, window):
+    pairs = sum(t - (window or S) < s <= t for t in range(S - T, S) for s in range(S))
+    assert tm.visible_pairs(T, S, window) == pairs
+
+
+def test_windows_in_some_layers():
+    config = Config("w", 2, 8, 16, 2, 1, 4, 10, window=(3, None))
+    flops = tm.forward_flops(config, 1, 10, causal=True)["attention"]
+    assert flops == 4 * 2 * 4 * (10 * 3 - 3 + 55)
+    assert tm.forward_flops(config, 1, 10)["attention"] == 4 * 2 * 4 * 200
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"theta": 0.0}, "theta and eps must be above 0"),
+        ({"dropout": 1.0}, r"dropout must lie in \[0, 1\)"),
+        ({"window": 0}, "a window is a whole number"),
+        ({"window": (3, None)}, "window has 2 entries for L=80"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' lacks its factor"),
+    ],
+)
+def test_config_refuses(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        L70.with_(**wrong)
+
+
 def test_einsum_flops_of_part_4():
     assert tm.einsum_flops("p,p->", (7,), (7,)) == 2 * 7
     assert tm.einsum_flops("np,pm->nm", (2, 3), (3, 5)) == 2 * 2 * 3 * 5

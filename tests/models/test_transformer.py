@@ -1,70 +1,31 @@
 import math
+from functools import partial
 
 import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from probes import shaken
+from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from scaling.configs import MODELS, Config
+from scaling import tree
+from scaling.configs import MODELS, Config, RopeScaling
 from scaling.cost.transformer import forward_flops, num_params, remat_flops, saved_bytes, train_flops
-from scaling.models import transformer
-from scaling.models.attention import combine, dot_product_attention, flash_attention
+from scaling.models import moe, rope, transformer
+from scaling.models.attention import dot_product_attention, flash_attention
+from scaling.models.module import flat
 
 SMALL = Config("small", L=3, D=32, F=48, N=4, K=2, H=8, V=50)
 VARIANTS = [SMALL, SMALL.with_(gated=False, K=4), SMALL.with_(tied=True, K=1, H=10)]
+ALL = SMALL.with_(theta=100.0, attention_bias=True, output_bias=True, qk_norm=True, window=(3, None, 5), eps=1e-3)
+ALL = ALL.with_(rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 16))
+EXPERTS = SMALL.with_(E=4, k=2, shared=1, routing="sigmoid", aux_coef=0.1, z_coef=0.01, capacity=1.2)
+IDS = torch.tensor([[0] * 4 + [1] * 5 + [7] * 4, [3] * 13])  # the ids of packed documents
 
 
 def tokens_of(config, B=2, T=12):
     return torch.randint(config.V, (B, T + 1), generator=torch.Generator().manual_seed(1))
-
-
-def qkv(B=2, T=13, S=13, N=4, K=2, H=8):
-    make = torch.Generator().manual_seed(0)
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H)
-    return [torch.randn(shape, dtype=torch.float64, generator=make, requires_grad=True) for shape in shapes]
-
-
-def sdpa(Q, K, V):
-    T, S = Q.shape[1], K.shape[1]
-    mask = torch.ones(T, S, dtype=torch.bool).tril(S - T)
-    heads = (x.transpose(1, 2) for x in (Q, K, V))
-    return F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-
-
-@pytest.mark.parametrize("attention", [dot_product_attention, flash_attention, lambda *a: flash_attention(*a, block=4)])
-@pytest.mark.parametrize(("T", "S"), [(13, 13), (5, 13), (1, 9)])
-def test_attention_equals_torch_forward_and_backward(attention, T, S):
-    inputs = qkv(T=T, S=S)
-    want, got = sdpa(*inputs), attention(*inputs)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    cotangent = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    for a, b in zip(*(torch.autograd.grad(out, inputs, cotangent) for out in (got, want)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
-
-
-def test_flash_attention_under_torch_func_and_skips_the_future():
-    inputs = [x.detach() for x in qkv(B=1, T=64, S=64, N=2, K=1)]
-    got, want = (
-        torch.func.grad(lambda *a, f=f: f(*a).square().sum(), argnums=(0, 1, 2))(*inputs)
-        for f in (lambda *a: flash_attention(*a, block=16), dot_product_attention)
-    )
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
-    with FlopCounterMode(display=False) as counter:
-        flash_attention(*inputs, block=16)
-    assert counter.get_total_flops() == 4 * 64 * 64 * 2 * 8 * 10 / 16  # 10 of the 16 pairs of blocks are visible
-
-
-def test_combine_is_associative_and_is_the_softmax():
-    scores, values = torch.randn(3, 5, dtype=torch.float64), torch.randn(3, 5, 2, dtype=torch.float64)
-    chunks = [(scores[i], torch.ones(5, dtype=torch.float64), values[i]) for i in range(3)]
-    left = combine(*combine(*chunks[0], *chunks[1]), *chunks[2])
-    right = combine(*chunks[0], *combine(*chunks[1], *chunks[2]))
-    want = (scores.softmax(0)[..., None] * values).sum(0)
-    for M, L, O in (left, right):
-        torch.testing.assert_close(O / L[:, None], want)
-        torch.testing.assert_close(M + L.log(), scores.logsumexp(0))
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -183,5 +144,106 @@ def test_refuses_what_it_is_not():
         transformer.init(MODELS["deepseek-v3"], device="meta")
     with pytest.raises(ValueError, match="unknown remat 'all'"):
         transformer.forward(transformer.init(SMALL), tokens_of(SMALL), "all")
-    with pytest.raises(ValueError, match="must divide N=4"):
-        dot_product_attention(*qkv(K=3))
+
+
+def test_rotary_positions_turn_planes():
+    """Dim i and i + H/2 are a plane, turned by position * theta^(-2i/H); scaled frequencies by hand."""
+    H, theta = 6, 50.0
+    x = torch.randn(2, 4, 3, H, dtype=torch.float64)
+    places = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 7]])
+    got = rope.rotate(x, *rope.tables(places, H, theta))
+    as_complex = torch.complex(x[..., :3], x[..., 3:])
+    angles = torch.tensor([theta ** (-2 * i / H) for i in range(3)], dtype=torch.float64) * places[:, :, None, None]
+    want = as_complex * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(got, torch.cat([want.real, want.imag], -1), rtol=1e-13, atol=1e-13)
+    f = rope.frequencies(H, theta)
+    torch.testing.assert_close(rope.frequencies(H, theta, RopeScaling("linear", 4.0)), f / 4)
+    turns = [20.0, 2.5, 0.5]  # of the original context: kept, between, slowed
+    original = [2 * math.pi * t / w for t, w in zip(turns, f.tolist(), strict=True)]
+    for at, wanted in enumerate((1.0, 0.5 + 0.5 / 8, 1 / 8)):
+        scaled = rope.frequencies(H, theta, RopeScaling("llama3", 8.0, 1.0, 4.0, original[at]))
+        assert scaled[at].item() == pytest.approx(f[at].item() * wanted)
+    with pytest.raises(ValueError, match="'yarn' is not computed here; linear, llama3 are"):
+        rope.frequencies(H, theta, RopeScaling("yarn", 8.0))
+
+
+@pytest.mark.parametrize("config", [ALL, EXPERTS.with_(capacity=None)], ids=["all", "experts"])
+def test_packed_documents_are_as_if_alone(config):
+    params, tokens = shaken(config), tokens_of(config, 2, 13)
+    packed = transformer.forward(params, tokens[:, :-1], config=config, segments=IDS)
+    for b, start, stop in [(0, 0, 4), (0, 4, 9), (0, 9, 13), (1, 0, 13)]:
+        alone = transformer.forward(params, tokens[b : b + 1, start:stop], config=config)
+        torch.testing.assert_close(packed[b, start:stop], alone[0], rtol=1e-12, atol=1e-12)
+    assert rope.restarted(IDS)[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3]
+    dense = partial(transformer.loss, params, tokens, config=config)
+    longer = torch.cat([IDS, IDS[:, -1:]], 1)
+    assert torch.equal(dense(segments=IDS), dense(segments=longer))
+    torch.testing.assert_close(dense(segments=IDS, attention=flash_attention), dense(segments=IDS))
+
+
+def test_weights_make_a_weighted_mean():
+    params, tokens = shaken(SMALL), tokens_of(SMALL)
+    weights = torch.rand(2, 12, generator=torch.Generator().manual_seed(2)) * (torch.arange(12) % 3 > 0)
+    weights = weights.double()
+    logits = transformer.forward(params, tokens[:, :-1])
+    each = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
+    want = (each * weights).sum() / weights.sum()
+    torch.testing.assert_close(transformer.loss(params, tokens, weights=weights), want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(transformer.loss(params, tokens), each.mean(), rtol=1e-12, atol=0)
+    none = torch.func.grad_and_value(transformer.loss)(params, tokens, weights=torch.zeros(2, 12))
+    assert none[1] == 0
+    assert not any(leaf.any() for leaf in tree.leaves(none[0]))
+
+
+def test_the_loss_of_experts_has_their_terms_of_every_layer():
+    params, tokens = shaken(EXPERTS), tokens_of(EXPERTS)
+    plain = EXPERTS.with_(aux_coef=0.0, z_coef=0.0)
+    x = params["embed"][tokens[:, :-1]]
+    extra, steps = 0.0, transformer.unstacked(params["layers"])
+    angles = rope.tables(torch.arange(12), SMALL.H, SMALL.theta)
+    for layer in steps:
+        x = x + transformer.attention_block(layer, x, dot_product_attention, angles, 1e-5)
+        y = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer["norm_mlp"]
+        out, aux = moe.dense(layer, y, EXPERTS)
+        x = x + out
+        extra = extra + 0.1 * aux["balance"] + 0.01 * aux["z"]
+    x = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * params["norm"]
+    want = F.cross_entropy((x @ params["unembed"]).mT, tokens[:, 1:])
+    torch.testing.assert_close(transformer.loss(params, tokens, config=plain), want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(transformer.loss(params, tokens, config=EXPERTS), want + extra, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("config", [ALL, EXPERTS], ids=["all", "experts"])
+def test_everything_rematerialised(config):
+    params, tokens = shaken(config), tokens_of(config)
+    assert sum(p.numel() for p in tree.leaves(params)) == num_params(config)
+    want = torch.func.grad_and_value(transformer.loss)(params, tokens, config=config)
+    for remat in ("block", "matmuls"):
+        if config.moe and remat == "matmuls":
+            with pytest.raises(ValueError, match=r"does not go with experts\n  fix: "):
+                transformer.loss(params, tokens, remat, config=config)
+            continue
+        got = torch.func.grad_and_value(transformer.loss)(params, tokens, remat, config=config)
+        for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_a_stateless_module():
+    params, tokens = shaken(EXPERTS), tokens_of(EXPERTS)[:, :-1]
+    module = transformer.module(EXPERTS)
+    assert {name: p.shape for name, p in module.named_parameters()} == {n: p.shape for n, p in flat(params).items()}
+    assert "layers.shared.W_in" in flat(params)
+    assert all(p.is_meta for p in module.parameters())
+    got = functional_call(module, flat(params), (tokens,))
+    assert torch.equal(got, transformer.forward(params, tokens, config=EXPERTS))
+
+
+def test_tokens_outside_the_vocabulary_are_refused():
+    params, tokens = transformer.init(SMALL), tokens_of(SMALL)
+    for bad in (SMALL.V, -1):
+        with pytest.raises(ValueError, match=r"tokens must lie in 0\.\.49"):
+            transformer.forward(params, tokens.clone().index_fill_(1, torch.tensor([3]), bad))
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            transformer.loss(params, tokens.clone().index_fill_(1, torch.tensor([12]), bad))
+    with pytest.raises(ValueError, match="give config="):
+        transformer.forward(shaken(EXPERTS), tokens)

@@ -1,0 +1,198 @@
+"""Hugging Face checkpoints: a folder of config.json and safetensors files, read and written whole or by shards.
+
+`load` and `save` hold the whole model. `load_sharded` reads what this rank's shards need, `save_sharded` gathers one
+layer at a time. A tensor that is missing, left over or misshaped is named. Needs safetensors, the extra `hf`.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling.collectives import unshard
+from scaling.configs import Config
+from scaling.configs import load as load_config
+from scaling.configs.hugging_face import write as table_of
+from scaling.mesh import AbstractMesh
+from scaling.models.hf_layout import Layout, layouts
+from scaling.models.transformer import specs_of
+from scaling.spec import Spec, parse
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE_BYTES = 5_000_000_000  # a larger model is written as a file a layer
+COMPUTED = ".rotary_emb.inv_freq"  # stands in older files
+
+
+def load(folder: "str | Path", dtype: torch.dtype | None = None) -> tuple[Config, dict]:
+    """(config, params) of a folder, whole and on the CPU; dtype None: the file's.
+
+    ValueError for a model that is not computed here, and for tensors that are missing, left over or misshaped.
+    """
+    return load_sharded(folder, None, AbstractMesh({}), dtype, "cpu")
+
+
+def load_sharded(
+    folder: "str | Path", specs: dict | None, mesh, dtype: torch.dtype | None = None, device=None
+) -> tuple[Config, dict]:
+    """(config, params), params this rank's shards by `specs` (None: whole). The rest of the files is not read."""
+    folder = Path(folder)
+    config = _config(folder)
+    places, whole, sizes = layouts(config), specs_of(config), config.sizes
+    files = _Files(folder)
+    files.check(places, config)
+    device = torch.device(mesh.device if device is None else device)
+
+    def leaf(spec: Spec, layout: Layout) -> Tensor:
+        ranges = dict(zip(spec.dim_names, spec.slices(sizes, mesh, mesh.coord), strict=True))
+        made = None
+        for at in layout.indices(ranges):
+            part = layout.read(files[layout.name.format(**at)], ranges, sizes)
+            if made is None:
+                made = torch.empty(spec.local_shape(sizes, mesh), dtype=dtype or part.dtype, device=device)
+            made[tuple(i - ranges[dim].start for dim, i in at.items())] = part
+        return made
+
+    types = tree.map(parse, whole if specs is None else specs)
+    tree.paired(types, whole, "specs")  # refuses specs of another structure
+    return config, tree.map(leaf, types, places)
+
+
+def save(folder: "str | Path", config: Config, params: dict) -> None:
+    """Write config.json and the tensors, in one file, or beyond 5 GB in one a layer. The bits are the params'."""
+    save_sharded(folder, config, params, specs_of(config), AbstractMesh({}), tree.nbytes(params) <= SINGLE_BYTES)
+
+
+def save_sharded(folder: "str | Path", config: Config, params: dict, specs: dict, mesh, single: bool = False) -> None:
+    """The same from this rank's shards, called by all ranks: a file for the ends and one a layer, or a single one.
+
+    Where L is split over an axis (the stages of a pipeline), each stage's first rank writes its layers.
+    """
+    folder, table = Path(folder), table_of(config)
+    types = tree.map(parse, specs)
+    tree.check(params, types, config.sizes, mesh)
+    names = [SINGLE] if single else [f"model-{i:05}-of-{config.L + 1:05}.safetensors" for i in range(1, config.L + 2)]
+    if stale := {path.name for path in folder.glob("model*.safetensors*")} - {*names, *([] if single else [INDEX])}:
+        raise ValueError(f"{folder}: holds another checkpoint, {min(stale)}\n  fix: give a folder without one")
+    folder.mkdir(parents=True, exist_ok=True)
+
+    stages = types["layers"]["W_Q"].axes_of("L")
+    leads = all(at == 0 for axis, at in mesh.coord.items() if axis not in stages)
+    held = {}
+    for number, part in _parts(params, types, layouts(config), config, mesh):
+        if not leads or (number == 0 and mesh.rank != 0):
+            continue
+        held |= part
+        if not single:
+            _write(folder / names[number], held)
+            held = {}
+    if single:
+        _write(folder / SINGLE, held)
+    if mesh.rank == 0:
+        table["torch_dtype"] = str(params["embed"].dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(table, indent=2) + "\n")
+        if not single:
+            (folder / INDEX).write_text(json.dumps(_index(config, names, params["embed"].itemsize), indent=2) + "\n")
+    unshard(Spec("Done", (), tuple(sorted(mesh.sizes))), torch.zeros((), device=mesh.device), mesh)  # all have written
+
+
+def _parts(params: dict, types: dict, places: dict, config: Config, mesh) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """(0, the ends' tensors), then (l + 1, layer l's) of each layer that this rank holds a part of: gathered whole."""
+
+    def whole(leaf: Tensor, spec: Spec, layout: Layout, at: dict[str, int]) -> dict[str, Tensor]:
+        leaf = unshard(spec, leaf.detach().contiguous(), mesh).cpu()
+        rest = [dim for dim in layout.numbered if dim not in at]
+        return {
+            layout.name.format(**at, **inner): layout.write(leaf[tuple(inner.values())], config.sizes)
+            for inner in layout.indices({dim: slice(0, config.sizes[dim]) for dim in rest})
+        }
+
+    ends = {}
+    for name in params.keys() - {"layers"}:
+        ends |= whole(params[name], types[name], places[name], {})
+    yield 0, ends
+    spec = types["layers"]["W_Q"]
+    mine = spec.slices(config.sizes, mesh, mesh.coord)[spec.index("L")]
+    for l in range(mine.start, mine.stop):
+        layer = {}
+        for name, stacked in params["layers"].items():
+            one = Spec(spec.name, types["layers"][name].dims[1:])
+            layer |= whole(stacked[l - mine.start], one, places["layers"][name], {"L": l})
+        yield l + 1, layer
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _index(config: Config, names: list[str], itemsize: int) -> dict:
+    """The index of a checkpoint in many files: which tensor stands in which."""
+    where, size = {}, 0
+    for layout in tree.leaves(layouts(config)):
+        for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
+            where[layout.name.format(**at)] = names[at["L"] + 1 if "L" in at else 0]
+            size += itemsize * math.prod(layout.shape(config.sizes))
+    return {"metadata": {"total_size": size}, "weight_map": where}
+
+
+def _config(folder: Path) -> Config:
+    """The config of a folder, named after it."""
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder}: has no config.json")
+    return load_config(folder / "config.json").with_(name=folder.name)
+
+
+class _Files:
+    """The tensors of a folder by name, as slices of files that are opened when first asked for."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.open = folder, {}
+        if (folder / INDEX).exists():
+            self.file_of = json.loads((folder / INDEX).read_text())["weight_map"]
+            names = sorted(set(self.file_of.values()))
+        else:
+            names = [SINGLE]
+            self.file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        for name in names:
+            self._file(name)
+        listed = {(tensor, name) for tensor, name in self.file_of.items()}
+        found = {(tensor, name) for name in names for tensor in self.open[name].keys()}  # noqa: SIM118
+        if wrong := sorted(listed ^ found):
+            (tensor, name), here = wrong[0], "does not have" if wrong[0] in listed else "has, beside its index,"
+            raise ValueError(f"{folder}: {name} {here} {tensor}{_more(wrong)}")
+
+    def _file(self, name: str):
+        from safetensors import safe_open
+
+        if name not in self.open:
+            if not (self.folder / name).exists():
+                raise ValueError(f"{self.folder}: has no {name}\n  fix: give a folder with safetensors files")
+            self.open[name] = safe_open(self.folder / name, framework="pt")
+        return self.open[name]
+
+    def __getitem__(self, tensor: str):
+        return self.open[self.file_of[tensor]].get_slice(tensor)
+
+    def check(self, places: dict, config: Config) -> None:
+        """ValueError that names a tensor which is missing, is left over or has another shape."""
+        wanted = {}
+        for layout in tree.leaves(places):
+            for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
+                wanted[layout.name.format(**at)] = layout.shape(config.sizes)
+        found = {tensor for tensor in self.file_of if not tensor.endswith(COMPUTED)}
+        if missing := sorted(wanted.keys() - found):
+            raise ValueError(f"{self.folder}: {missing[0]} is missing{_more(missing)}, a tensor of {config.name}")
+        if extra := sorted(found - wanted.keys()):
+            raise ValueError(f"{self.folder}: {extra[0]} is left over{_more(extra)}: {config.name} has no such tensor")
+        for tensor, shape in wanted.items():
+            if (there := tuple(self[tensor].get_shape())) != shape:
+                raise ValueError(f"{self.folder}: {tensor} is of shape {there}; the sizes in config.json give {shape}")
+
+
+def _more(names: list) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

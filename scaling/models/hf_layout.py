@@ -1,0 +1,104 @@
+"""Which tensors of a Hugging Face checkpoint are which param, and how their dims lie there."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from scaling.configs import Config
+from scaling.configs.hugging_face import kind_of
+from scaling.models.transformer import specs_of
+from scaling.spec import parse
+
+ATTENTION, MLP = "model.layers.{L}.self_attn.", "model.layers.{L}.mlp."
+LAYOUTS = {  # "NH, D": the tensor has two dims, of which the first is N and H together
+    "embed": ("model.embed_tokens.weight", "V, D"),
+    "layers": {
+        "norm_attn": ("model.layers.{L}.input_layernorm.weight", "D"),
+        "W_Q": (ATTENTION + "q_proj.weight", "NH, D"),
+        "W_K": (ATTENTION + "k_proj.weight", "KH, D"),
+        "W_V": (ATTENTION + "v_proj.weight", "KH, D"),
+        "b_Q": (ATTENTION + "q_proj.bias", "NH"),
+        "b_K": (ATTENTION + "k_proj.bias", "KH"),
+        "b_V": (ATTENTION + "v_proj.bias", "KH"),
+        "norm_Q": (ATTENTION + "q_norm.weight", "H"),
+        "norm_K": (ATTENTION + "k_norm.weight", "H"),
+        "W_O": (ATTENTION + "o_proj.weight", "D, NH"),
+        "b_O": (ATTENTION + "o_proj.bias", "D"),
+        "norm_mlp": ("model.layers.{L}.post_attention_layernorm.weight", "D"),
+        "W_in": (MLP + "up_proj.weight", "F, D"),
+        "W_gate": (MLP + "gate_proj.weight", "F, D"),
+        "W_out": (MLP + "down_proj.weight", "D, F"),
+    },
+    "norm": ("model.norm.weight", "D"),
+    "unembed": ("lm_head.weight", "V, D"),
+}
+MIXTRAL = "model.layers.{L}.block_sparse_moe."
+EXPERTS = {
+    "mixtral": {
+        "router": (MIXTRAL + "gate.weight", "E, D"),
+        "W_in": (MIXTRAL + "experts.{E}.w3.weight", "F, D"),
+        "W_gate": (MIXTRAL + "experts.{E}.w1.weight", "F, D"),
+        "W_out": (MIXTRAL + "experts.{E}.w2.weight", "D, F"),
+    },
+    "qwen3_moe": {
+        "router": (MLP + "gate.weight", "E, D"),
+        "W_in": (MLP + "experts.{E}.up_proj.weight", "F, D"),
+        "W_gate": (MLP + "experts.{E}.gate_proj.weight", "F, D"),
+        "W_out": (MLP + "experts.{E}.down_proj.weight", "D, F"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of one param: `name` with a place for each dim that numbers them, and each one's dims, in groups."""
+
+    name: str
+    groups: tuple[str, ...]
+    dims: tuple[str, ...]  # the param's
+
+    @property
+    def numbered(self) -> list[str]:
+        return re.findall(r"{(\w)}", self.name)
+
+    def indices(self, ranges: Mapping[str, slice]) -> Iterator[dict[str, int]]:
+        """{"L": 3, "E": 0}: each tensor's place, of those in the ranges by dim; a dim without a range is left out."""
+        dims = [dim for dim in self.numbered if dim in ranges]
+        for at in itertools.product(*(range(ranges[dim].start, ranges[dim].stop) for dim in dims)):
+            yield dict(zip(dims, at, strict=True))
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(math.prod(sizes[dim] for dim in group) for group in self.groups)
+
+    def read(self, tensor, ranges: Mapping[str, slice], sizes: Mapping[str, int]) -> Tensor:
+        """The part `ranges` of one tensor, its dims in the param's order. Of a file's slice, only its rows are read."""
+        rows = []
+        for first, *rest in self.groups:
+            inner = math.prod(sizes[dim] for dim in rest)
+            rows.append(slice(ranges[first].start * inner, ranges[first].stop * inner))
+        part, flat = tensor[tuple(rows)], "".join(self.groups)
+        led = {group[0] for group in self.groups}
+        part = part.reshape([ranges[d].stop - ranges[d].start if d in led else sizes[d] for d in flat])
+        part = part[tuple(slice(None) if dim in led else ranges[dim] for dim in flat)]
+        return part.permute([flat.index(dim) for dim in self.dims if dim in flat])
+
+    def write(self, whole: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        """One tensor as it lies there, from the whole param at its place."""
+        here = [dim for dim in self.dims if dim not in self.numbered]
+        return whole.permute([here.index(dim) for dim in "".join(self.groups)]).reshape(self.shape(sizes)).contiguous()
+
+
+def layouts(config: Config) -> dict:
+    """A `Layout` for each param of this model. ValueError if no class of Hugging Face's has them."""
+    specs = specs_of(config)
+    table = LAYOUTS | {"layers": LAYOUTS["layers"] | EXPERTS.get(kind_of(config), {})}
+
+    def layout(spec: str, place: tuple[str, str]) -> Layout:
+        return Layout(place[0], tuple(place[1].split(", ")), parse(spec).dim_names)
+
+    ends = {name: layout(spec, table[name]) for name, spec in specs.items() if name != "layers"}
+    return ends | {"layers": {name: layout(spec, table["layers"][name]) for name, spec in specs["layers"].items()}}

@@ -1,0 +1,228 @@
+"""Loss and gradients beside stored numbers of Hugging Face's classes (tests/oracles/hugging_face.py), and checkpoints:
+written and read whole and by shards, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from probes import probes, shaken
+from safetensors.torch import load_file, save_file
+
+from scaling import tree
+from scaling.configs import MODELS, Config, RopeScaling, load
+from scaling.mesh import AbstractMesh
+from scaling.models import hf, transformer
+from scaling.spec import ShardingError
+
+TABLE = json.loads((Path(__file__).parent / "hugging_face.json").read_text())
+TOKENS = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(0))
+SMALL = Config("small", L=3, D=12, F=20, N=4, K=2, H=6, V=26)
+MOE = SMALL.with_(name="moe", E=4, k=2)
+
+
+def config_from(table, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    return load(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_loss_and_gradients_are_hugging_faces(name, tmp_path):
+    row = TABLE[name]
+    config = config_from(row["written"], tmp_path)  # as transformers 5 writes it
+    assert config_from(row["published"], tmp_path) == config
+    grads, loss = torch.func.grad_and_value(transformer.loss)(shaken(config), TOKENS, config=config)
+    assert loss.item() == pytest.approx(row["loss"], rel=1e-12)
+    got = probes(grads)
+    assert got.keys() == row["grads"].keys()
+    for leaf, (norm, product) in row["grads"].items():
+        assert got[leaf][0] == pytest.approx(norm, rel=1e-11), leaf
+        assert got[leaf][1] == pytest.approx(product, rel=1e-11, abs=1e-11 * norm), leaf
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL.with_(tied=True), MOE], ids=["untied", "tied", "experts"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_leave_and_return_to_the_bit(config, dtype, tmp_path):
+    params = tree.map(lambda p: p.to(dtype), shaken(config))
+    hf.save(tmp_path / "once", config, params)
+    again, back = hf.load(tmp_path / "once")
+    assert again == config.with_(name="once", source=again.source)
+    assert all(tree.leaves(tree.map(lambda a, b: torch.equal(a, b) and a.dtype == b.dtype, params, back)))
+    wide = tree.leaves(hf.load(tmp_path / "once", torch.float64)[1])
+    assert {leaf.dtype for leaf in wide} == {torch.float64}
+    with pytest.raises(ValueError, match=r"holds another checkpoint, model\.safetensors\n  fix: "):
+        hf.save_sharded(tmp_path / "once", config, params, transformer.specs_of(config), AbstractMesh({}))
+
+
+def on_ranks(mesh, folder, config, specs, whole):
+    """Saved from shards, loaded to shards of other types, and whole."""
+    torch.manual_seed(mesh.rank)
+    hf.save_sharded(f"{folder}/shards", config, tree.shard(whole, specs, mesh), specs, mesh)
+    _, mine = hf.load_sharded(f"{folder}/shards", specs, mesh)
+    wanted = tree.shard(whole, specs, mesh)
+    equal = all(tree.leaves(tree.map(torch.equal, mine, wanted)))
+    made = transformer.init(config, 5, torch.float64, mesh=mesh, specs=specs)
+    drawn = tree.shard(transformer.init(config, 5, torch.float64), specs, mesh)
+    return equal and all(tree.leaves(tree.map(torch.equal, made, drawn)))
+
+
+def sharded(config, **types):
+    specs = transformer.specs_of(config)
+    return specs | {"layers": specs["layers"] | types}
+
+
+CASES = {
+    "FSDP, tensor": (
+        SMALL,
+        {"W_Q": "W_Q[L, D_X, N_Y, H]", "W_K": "W_K[L, D_X, K_Y, H]", "W_O": "W_O[L, N_Y, H, D_X]"}
+        | {"W_in": "W[L, D_X, F_Y]", "W_gate": "W[L, D_X, F_Y]", "W_out": "W[L, F_Y, D_X]", "norm_mlp": "g[L, D_XY]"},
+        {"X": 2, "Y": 2},
+    ),
+    "stages, head dim": (
+        SMALL.with_(L=4),
+        {name: spec.replace("L", "L_Z", 1) for name, spec in transformer.specs_of(SMALL)["layers"].items()}
+        | {"W_V": "W_V[L_Z, D, K, H_Y]"},
+        {"Z": 2, "Y": 2},
+    ),
+    "experts": (
+        MOE,
+        {"W_in": "W[L, E_X, D, F_Y]", "W_out": "W[L, E_YX, F, D]", "router": "r[L, D_Y, E_X]"},
+        {"X": 2, "Y": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_are_written_read_and_drawn_as_the_whole(case, ranks, tmp_path):
+    config, types, mesh = CASES[case]
+    specs, whole = sharded(config, **types), shaken(config)
+    assert all(ranks(on_ranks, mesh, str(tmp_path), config, specs, whole))
+    back = hf.load(tmp_path / "shards")[1]
+    assert all(tree.leaves(tree.map(torch.equal, back, whole)))
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) == config.L + 1
+
+
+@pytest.fixture
+def folder(tmp_path):
+    hf.save(tmp_path / "m", SMALL, shaken(SMALL))
+    return tmp_path / "m"
+
+
+def edit(folder, change, file="model.safetensors"):
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"model\.layers\.1\.mlp\.up_proj\.weight is missing,"),
+        (lambda t: t.pop("lm_head.weight"), r"lm_head\.weight is missing"),
+        (
+            lambda t: [t.pop(f"model.layers.{l}.self_attn.k_proj.weight") for l in (0, 2)],
+            r"layers\.0\.self_attn\.k_proj\.weight is missing \(and 1 more\)",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(24)}),
+            r"model\.layers\.0\.self_attn\.q_proj\.bias is left over: m has no such tensor",
+        ),
+        (
+            lambda t: t.update({"model.layers.2.mlp.down_proj.weight": torch.ones(20, 12)}),
+            r"layers\.2\.mlp\.down_proj\.weight is of shape \(20, 12\); the sizes in config\.json give \(12, 20\)",
+        ),
+    ],
+)
+def test_a_tensor_dropped_added_or_misshaped_is_named(folder, change, says):
+    edit(folder, change)
+    with pytest.raises(ValueError, match=says):
+        hf.load(folder)
+
+
+def test_old_files_with_frequencies_and_broken_folders(folder, tmp_path):
+    edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
+    hf.load(folder)
+    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
+    with pytest.raises(ValueError, match=r"has no model\.safetensors\n  fix: "):
+        hf.load(folder)
+    names = load_file(folder / "model-00001.safetensors")
+    where = dict.fromkeys(names, "model-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": where | {"lm_head.weight": "model-00002.safetensors"}}))
+    with pytest.raises(ValueError, match=r"has no model-00002\.safetensors"):
+        hf.load(folder)
+    index.write_text(json.dumps({"weight_map": where | {"lm_head.bias": "model-00001.safetensors"}}))
+    with pytest.raises(ValueError, match=r"model-00001\.safetensors does not have lm_head\.bias"):
+        hf.load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        hf.load(folder)
+    specs = transformer.specs_of(SMALL)
+    del specs["norm"]
+    hf.save(tmp_path / "n", SMALL, shaken(SMALL))
+    with pytest.raises(ShardingError, match=r'specs\["norm"\]: missing'):
+        hf.load_sharded(tmp_path / "n", specs, AbstractMesh({}), device="cpu")
+
+
+BASE = {"hidden_size": 12, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 26}
+LATENT = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"model_type": "gemma2"}, "model_type 'gemma2'"),
+        ({"model_type": "olmo2"}, "model_type 'olmo2'"),
+        ({"model_type": "phi3"}, "model_type 'phi3'"),
+        ({"model_type": "gpt_neox"}, "model_type 'gpt_neox'"),
+        ({"model_type": "deepseek_v3"} | LATENT, "latent attention"),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type 'dynamic'"),
+        ({"model_type": "qwen2", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "of type 'yarn'"),
+        ({"model_type": "llama", "rope_parameters": {"a": {"rope_type": "default"}}}, "of type 'by layer'"),
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "llama", "hidden_act": "relu2"}, "hidden_act 'relu2'"),
+        ({"model_type": "llama", "attention_dropout": 0.1}, "dropout=0.1"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+            "dense layers",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_counted_and_refused_by_name(table, says, tmp_path):
+    config = config_from(BASE | table, tmp_path)  # can be counted
+    assert says in ", ".join(transformer.uncomputed(config))
+    for refuses in (lambda: hf.load(tmp_path), lambda: transformer.init(config, device="meta")):
+        with pytest.raises(ValueError, match=f"not computed here: .*{says}"):
+            refuses()
+
+
+def test_what_no_class_there_has_is_not_written(tmp_path):
+    for config, says in [
+        (SMALL.with_(gated=False), "MLP without a gate"),
+        (MOE.with_(shared=1), "shared experts"),
+        (MOE.with_(routing="sigmoid"), "routing"),
+        (MOE.with_(capacity=1.0), "capacity"),
+        (SMALL.with_(window=(2, None, 2)), "windows"),
+    ]:
+        with pytest.raises(ValueError, match=f"no class of Hugging Face's has its {says}"):
+            hf.save(tmp_path, config, {})
+
+
+def test_published_configs(tmp_path):
+    """What published folders say, by hand."""
+    llama2 = {"model_type": "llama", "rms_norm_eps": 1e-5} | BASE
+    config = config_from(llama2, tmp_path)
+    assert (config.theta, config.eps, config.K, config.H, config.rope_scaling) == (1e4, 1e-5, 4, 3, None)
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+    llama31 = llama2 | {"rope_theta": 500000.0, "rope_scaling": scaling}
+    config = config_from(llama31, tmp_path)
+    assert (config.theta, config.rope_scaling) == (5e5, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192))
+    assert config.rope_scaling == MODELS["llama3-405b"].rope_scaling
+    assert config_from({"model_type": "mistral"} | BASE, tmp_path).windows == (4096,) * 3
+    qwen = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2} | BASE
+    assert config_from(qwen, tmp_path).windows == (None, None, 7)
+    assert config_from(qwen | {"use_sliding_window": False}, tmp_path).window is None
+    with pytest.raises(ValueError, match="rope_scaling of type 'llama3' lacks its factor"):
+        config_from(llama2 | {"rope_scaling": {"rope_type": "llama3"}}, tmp_path)
