@@ -42,7 +42,7 @@ def notation(value: float, book: str = "") -> str:
     exponent = book.partition("e")[2]
     if exponent:
         return layout.number(value / 10.0 ** int(exponent)) + f"e{int(exponent)}"
-    text = layout.number(value)
+    text = layout.written(value)
     return text if "," in book or not book else text.replace(",", "")
 
 

@@ -29,7 +29,8 @@ class Run:
 
 
 def run(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | None = None) -> Run:
-    """X[M, K] W[K, N] on an n x n array. `frames` collects the grid of which row of X is in which cell, -1 for none."""
+    """X[M, K] W[K, N] on an n x n array. `frames` collects two grids [n, n] for each cycle: which row of X is in which
+    cell (-1 for none), and the partial sum that the cell passes down."""
     if X.ndim != 2 or W.ndim != 2 or X.shape[1] != W.shape[0] or 0 in X.shape + W.shape:
         raise ValueError(f"X{list(X.shape)} W{list(W.shape)}: give two matrices that multiply, [M, K] and [K, N]")
     if not isinstance(n, int) or n < 1:
@@ -60,7 +61,7 @@ def run(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | None = None) ->
         product = moving * weights[tags.clamp(min=0), lane[:, None], column]
         sums = torch.cat([torch.zeros(1, n, dtype=X.dtype), sums[:-1]]) + torch.where(tags >= 0, product, 0)
         if frames is not None:
-            frames.append(rows.clone())
+            frames.append((rows.clone(), sums.clone()))
         leaves = torch.nonzero(tags[-1] >= 0).flatten()
         out.index_put_((rows[-1, leaves], first_n[tags[-1, leaves]] + leaves), sums[-1, leaves], accumulate=True)
     return Run(out[:, :N], n + last, M * K * N, n)
@@ -72,6 +73,12 @@ def cycles(M: int, K: int, N: int, n: int) -> int:
     return n + max(M, n) * (tiles - 1) + M + 2 * n - 2
 
 
-def draw(frame: torch.Tensor) -> list[str]:
-    """One cycle's grid as lines of text: the row of X in each cell, a dot where there is none."""
-    return [" ".join("." if row < 0 else str(row) for row in line) for line in frame.tolist()]
+def draw(frame: tuple[torch.Tensor, torch.Tensor], values: bool = False) -> list[str]:
+    """One cycle's grid as lines of text: the row of X in each cell, or the cell's partial sum; a dot where none is."""
+    rows, sums = (grid.tolist() for grid in frame)
+    cells = [
+        ["." if row < 0 else f"{value:g}" if values else str(row) for row, value in zip(*line, strict=True)]
+        for line in zip(rows, sums, strict=True)
+    ]
+    width = max(len(cell) for line in cells for cell in line)
+    return [" ".join(cell.rjust(width) for cell in line) for line in cells]

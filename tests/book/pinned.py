@@ -16,4 +16,28 @@ PINNED = {
         "3 corner of the plot, D = F = 4096": 4096 / (2 * 4096 * 8.2e11 / 1.97e14 - 2 - 2) ,
         "3 corner of the plot, D = F = 1024": 1024 / (2 * 1024 * 8.2e11 / 1.97e14 - 2 - 2),
     },
+    "02_tpus": {
+        "FLOPs/s of a core of v5p": 4.59e14 / 2,
+        "Multiply-adds/s of a TPU's systolic arrays": 1.97e14 / 2,
+        "2 FLOPs/s of a v5e pod": 256 * 1.97e14,
+        "3 the same over v6e's own PCIe": 9.2e14 / 3.2e10,
+        "3 no batch is enough unless D = F/4 is at least": 71_876,  # above 5/4 of 57,500
+        "4.1 from HBM: compute-bound from B =": 4096 * 16384 / (
+            2 * 4096 * 16384 * 8.2e11 / 3.94e14 - 4096 - 16384
+        ),
+    },
+    "02_networking": {
+        "HBM/s over PCIe, v4p ('close to 100x')": 1.2e12 / 1.6e10,
+        "5 bytes over bandwidth": 1e6 * 2 * 8 * 128 * 8192 / (2 * 4.5e10),
+        "5 the whole transfer": 1e6 * 2 * 8 * 128 * 8192 / (2 * 4.5e10) + 6,
+        "6 loading it over 16 PCIe links": 1e3 * 2**34 / 16 / 1.6e10,
+        "6 gathering it over TPU{0,0}'s ICI links": 1e3 * 2**30 * 15 / 9e10,
+        "6 in all, overlapped: at least": 1e3 * 2**30 * 15 / 9e10,
+        "6 in all, one after the other: at most": 1e3 * (
+            2**30 / 1.6e10 + 2**30 * 15 / 9e10 + (2**34 + 4 * 8 * 2**17) / 8.2e11 + 2**38 / 1.97e14
+        ),
+        "6 rejected: half of it over DCN between the hosts": 1e3 * 2**33 / 25e9,
+        "6 rejected: and all of it over one PCIe link": 1e3 * 2**34 / 1.6e10,
+        "6 it fits the HBM of TPU{0,0}": "no",
+    },
 }  # fmt: skip

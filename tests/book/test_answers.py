@@ -56,8 +56,16 @@ def test_report(capsys):
 
 
 def test_numbers_stand_as_the_book_writes_them():
-    beside = [(4.915e13, "5e13"), (9.6e9, "9e9"), (57500, "57,500"), (8192, "8960"), (0.2162, "0.217"), (1.0 / 3, "")]
-    assert [notation(*pair) for pair in beside] == ["4.915e13", "9.6e9", "57,500", "8192", "0.2162", "0.3333"]
+    beside = [
+        (4.915e13, "5e13"),
+        (9.6e9, "9e9"),
+        (57500, "57,500"),
+        (71876, ""),
+        (8192, "8960"),
+        (0.2162, "0.217"),
+        (1.0 / 3, ""),
+    ]
+    assert [notation(*pair) for pair in beside] == ["4.915e13", "9.6e9", "57,500", "71,876", "8192", "0.2162", "0.3333"]
     assert [layout.number(x) for x in (1.97e14, 57500, 999_999.9, 1.2e-4, 0, float("inf"))] == [
         "1.97e14", "57,500", "1e6", "1.2e-4", "0", "inf",
     ]  # fmt: skip

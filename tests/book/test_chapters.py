@@ -34,6 +34,8 @@ def test_prints(name, chapter):
 
 TRIED = {  # what comes of a chapter's three things to try: printed after the edit, its question's value, with its flag
     "01_roofline": (["compute-bound 120 60.06 tokens -49.9% DIFFERS"], 20_445, ["wrote roofline-question-3.svg"]),
+    "02_tpus": (["259 of 128 MiB", "512 2 compute 1,395.3 2,101.2 1,579.5"], 128 + 15 * 128 + 64 + 254, ["wrote q4.svg"]),
+    "02_networking": (["5 bytes over bandwidth 188 93.21 us -50.4% DIFFERS"], 16, ["v5e 16 ring 8 4.00 1.8e11 8.0 8.0 8.0"]),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The chapters of Parts 2, 3 (timings) and 12: each answer agrees with the book or is a proven erratum."""
+"""The chapters of Parts 3 (timings) and 12: each answer agrees with the book or is a proven erratum."""
 
 import importlib.util
 from pathlib import Path
@@ -6,20 +6,8 @@ from pathlib import Path
 import pytest
 
 CHAPTERS = Path(__file__).parents[2] / "chapters"
-NAMES = ("02_tpus", "03_timings", "12_gpus", "12_gpu_rooflines")
+NAMES = ("03_timings", "12_gpus", "12_gpu_rooflines")
 ERRATA = {  # ours, where the book errs
-    "02_tpus": {
-        "FLOPs/s of a core of v5p": 2.295e14,
-        "Multiply-adds/s of the systolic arrays": 98.5e12,
-        "4.1 compute-bound from B =": 259.3,
-        "5 bytes / bandwidth": 186.4,
-        "5 the whole transfer": 192.4,
-        "6 PCIe": 67.11,
-        "6 ICI": 179.0,
-        "6 in all, overlapped: at least": 179.0,
-        "HBM over PCIe, v4p": 75,
-        "6 and the array fits the HBM of TPU{0,0}": "no",
-    },
     "03_timings": {
         "Pop quiz: fp32[1024, 4096] over 16 H100, load a shard": 308.4,
         "Pop quiz 2: AllGather_Y([E_Y, F]), Y = 4, as a ring": 372.8,
@@ -59,13 +47,6 @@ def test_answers_agree_or_are_errata(name):
     assert errata == {
         q: value if isinstance(value, str) else pytest.approx(value, rel=1e-3) for q, value in expected.items()
     }
-
-
-def test_the_checks_of_part_2_hold():
-    part2 = chapter("02_tpus")
-    assert part2.frames()[1]
-    assert part2.filling(8)[1]
-    assert part2.tori()[1]
 
 
 def test_ledgers_of_switches():

@@ -32,9 +32,10 @@ def test_weights_loading_is_hidden_only_behind_n_rows():
 
 def test_rows_enter_diagonally():
     frames = []
-    systolic.run(torch.ones(2, 3), torch.ones(3, 3), 3, frames)
+    systolic.run(torch.ones(2, 3), torch.full((3, 3), 5.0), 3, frames)
     assert systolic.draw(frames[1]) == ["1 0 .", "0 . .", ". . ."]
     assert systolic.draw(frames[3]) == [". . 1", ". 1 0", "1 0 ."]
+    assert systolic.draw(frames[2], values=True) == [" .  5  5", "10 10  .", "15  .  ."]
     assert len(frames) == 2 + 2 * 3 - 2
 
 

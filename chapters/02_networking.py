@@ -1,0 +1,173 @@
+# %% [markdown]
+"""Part 2, "TPU Networking": how chips are joined, how fast each channel is, and how far a message travels.
+https://jax-ml.github.io/scaling-book/tpus#tpu-networking
+
+The channels beside each other, a torus whose links are counted, slices with and without wraparound, and Questions 5
+and 6 with the book's answers beside ours. What a TPU is made of: 02_tpus.py.
+"""
+
+# %%
+import math
+
+import torch
+
+from scaling import cost
+from scaling.book.answers import Answer
+from scaling.book.layout import number
+from scaling.book.page import Page
+from scaling.hardware import chip
+from scaling.hardware.torus import Torus, slice_of
+
+page = Page(__doc__, bytes=(64e6, "bytes of the array in the table of slices"))
+V5E, V5P, V4P, V6E = (chip(name) for name in ("v5e", "v5p", "v4p", "v6e"))
+
+# %% [markdown]
+# ## The channels
+# VMEM, HBM, ICI, PCIe, DCN: each is slower than the one before. The second half of the table says what that asks of a
+# computation: so many FLOPs for each byte that goes over the channel, or the channel binds.
+
+# %%
+channels = {"VMEM": "sram_bw", "HBM": "hbm_bw", "ICI, one ring": "ici_bw", "ICI, one link": "link_bw",
+            "PCIe": "pcie_bw", "DCN": "dcn_bw"}  # fmt: skip
+page.title("The channels of a chip, and the bf16 FLOPs a byte that each asks for")
+rows, tpus = [], (V5E, V5P, V6E)
+for name, field in channels.items():
+    rates = [getattr(hw, field) for hw in tpus]
+    alphas = [f"{hw.flops() / rate:,.0f}" if rate else "-" for hw, rate in zip(tpus, rates, strict=True)]
+    rows.append((name, *(number(rate) if rate else "-" for rate in rates), *alphas))
+page.table(rows, ["channel", *(f"{hw.name}\nbytes/s" for hw in tpus), *(f"{hw.name}\nFLOPs/B" for hw in tpus)])
+
+# %% [markdown]
+# ## The torus
+# Chips are joined to their neighbours only. Look at the numbers of hops from the corner: on lines the far corner is
+# six hops away, on rings the farthest chip is the one in the middle, and half as far on an axis as without wraparound.
+
+
+# %%
+def hops_from_corner(torus: Torus) -> list[str]:
+    """The hops from chip (0, 0) to each chip of a 2D torus, as lines of text."""
+    rows, columns = torus.shape
+    return [" ".join(f"{torus.distance((0, 0), (x, y)):>2}" for y in range(columns)) for x in range(rows)]
+
+
+page.title("Hops from TPU{0,0}: 4x4 of lines (a slice of v5e), and as if of rings")
+lines, rings = Torus((4, 4), (False, False)), Torus((4, 4), (True, True))
+pairs = zip(hops_from_corner(lines), hops_from_corner(rings), strict=True)
+page.say("\n".join(f"    {line}        {ring}" for line, ring in pairs))
+
+# %% [markdown]
+# Every message of an AllToAll is routed link by link, and the fullest link gives the time. Beside it the closed form:
+# V max(axes)/(4 N W) on rings, twice that on lines. Look at 4x4 and 8x16: only an axis of 16 is a ring on a v5e.
+
+
+# %%
+def size(lengths) -> str:
+    return "x".join(map(str, lengths))
+
+
+V = page.args.bytes
+page.title(f"Slices, and collectives of {number(V)} bytes over all their axes")
+rows = []
+slices = [(V5E, (16,)), (V5E, (8,)), (V5E, (4, 4)), (V4P, (4, 4, 4)), (V4P, (2, 2, 4))]
+for hw, lengths in slices if page.small else [*slices, (V5E, (8, 16)), (V4P, (4, 4, 8))]:
+    torus, formula = slice_of(hw, lengths), cost.all_to_all(V, hw, lengths)
+    routed = max(torus.all_to_all_seconds(V, hw.link_bw), torus.diameter * hw.hop_latency)
+    page.check(f"{hw.name} {size(lengths)}: routed AllToAll", math.isclose(routed, formula, rel_tol=1e-9))
+    times = [f"{1e6 * t:.1f}" for t in (cost.all_gather(V, hw, lengths), routed, formula)]
+    kinds = ["ring" if ring else "line" for ring in torus.wrap]
+    joined = kinds[0] + "s" * (len(kinds) > 1) if len(set(kinds)) == 1 else ", ".join(kinds)
+    cut = number(2 * torus.bisection_links * hw.link_bw)
+    rows.append((hw.name, size(lengths), joined, torus.diameter, f"{torus.mean_distance:.2f}", cut, *times))
+heads = [
+    "chip",
+    "slice",
+    "axes",
+    "most\nhops",
+    "mean",
+    "bisection\nbytes/s",
+    "AllGather\nus",
+    "AllToAll\nrouted",
+    "formula\nus",
+]
+page.table(rows, heads)
+
+# %% [markdown]
+# ## The numbers of the text
+
+
+# %%
+def yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+opened, closed = (cost.all_gather(1e9, V5E, (16, 16), wrap=wrap) for wrap in (False, True))
+page.answers([
+    Answer("HBM/s over PCIe, v4p ('close to 100x')", "100", V4P.hbm_bw / V4P.pcie_bw, "times",
+           erratum="1.2e12 / 1.6e10 by the tables"),
+    Answer("HBM/s of a v5p", "2.8e12", V5P.hbm_bw, "bytes/s"),
+    Answer("DCN of a v5p: a host's 25e9 bytes/s for each of its chips", "6.25e9", 200e9 / 8 / V5P.host_chips, "bytes/s",
+           "Part 5: 200 Gbit/s a host"),
+    Answer("Hops between the farthest two of 16 in a ring", "8", Torus((16,), (True,)).diameter, "hops"),
+    Answer("Hops between the farthest two of 16 in a line", "16", Torus((16,), (False,)).diameter, "hops",
+           "N - 1, which the book calls N"),
+    Answer("Time without wraparound over time with it, 16x16", "2", opened / closed, "times", "2 (N - 1)/N"),
+    Answer("v5e 8x16 wraps on the long axis only", "yes", yes(V5E.wraps((8, 16)) == (False, True))),
+    Answer("v5p 2x2x4 has no wraparound", "yes", yes(not any(V5P.wraps((2, 2, 4))))),
+    Answer("v5p 4x4x8 has wraparound on all axes", "yes", yes(all(V5P.wraps((4, 4, 8))))),
+    Answer("Chips of a superpod of v4p, 16x16x16 of them", "4096", V4P.pod_chips),
+    Answer("Chips of a superpod of v5p, 16x20x28 of them", "8960", V5P.pod_chips),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Question 5: bf16[8, 128, 8192] from TPU{0,0} to TPU{3,3} of a v5e 4x4
+# Both of the corner's links carry half of it; the hops delay the first byte, and add to the time of all.
+
+# %%
+torus, sent = slice_of(V5E, (4, 4)), torch.empty(8, 128, 8192, dtype=torch.bfloat16).nbytes
+hops, ports = torus.distance((0, 0), (3, 3)), len(torus.neighbours((0, 0)))
+first, whole = (1e6 * cost.point_to_point(nbytes, V5E, hops, ports) for nbytes in (0, sent))
+by_book = 1e6 * 1.7e7 / 9e10
+page.answers([
+    Answer("5 bytes to send", "1.7e7", sent, "bytes"),
+    Answer("5 the first byte arrives after", "6", first, "us", "six hops, routed"),
+    Answer("5 bytes over bandwidth", "188", whole - first, "us", rounded=(by_book, "1.7e7 for the bytes")),
+    Answer("5 the whole transfer", "194", whole, "us", rounded=(by_book + 6, "1.7e7 for the bytes")),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Question 6: int8[128Ki, 128Ki] from the hosts of a v5e 4x4 to TPU{0,0}, times bf16[8, 128Ki]
+# Look at the rejected way: half of the array would go through the network between the hosts, and all of it through one
+# PCIe link. And at the last row: what arrives does not fit, so it must be multiplied while it streams in.
+
+# %%
+side, hosts = 128 * 1024, 16 / V5E.host_chips
+A, lacking = side**2, side**2 * 15 / 16  # bytes of the array, and of what TPU{0,0} lacks once all is loaded
+op = cost.matmul(8, side, side, V5E.flops(), V5E.hbm_bw, ("bf16", "int8", "bf16"))
+steps = {"PCIe": A / 16 / V5E.pcie_bw, "ICI": lacking / (ports * V5E.link_bw), "HBM": op.comms, "FLOPs": op.math}
+ms = {name: 1e3 * seconds for name, seconds in steps.items()}
+rejected = {"DCN": A / hosts / (V5E.host_chips * V5E.dcn_bw), "PCIe": A / V5E.pcie_bw}
+slow = (1e3 * 15e9 / 9e10, "15 of 16e9 for 15/16 of 17.18e9 bytes")
+page.answers([
+    Answer("6 loading it over 16 PCIe links", "63", ms["PCIe"], "ms",
+           rounded=(1e3 * 1e9 / 1.6e10, "16e9 for 17.18e9 bytes")),
+    Answer("6 gathering it over TPU{0,0}'s ICI links", "167", ms["ICI"], "ms", rounded=slow),
+    Answer("6 from HBM to the MXU", "20", ms["HBM"], "ms"),
+    Answer("6 FLOPs", "1.4", ms["FLOPs"], "ms"),
+    Answer("6 in all, overlapped: at least", "167", max(ms.values()), "ms", rounded=slow),
+    Answer("6 in all, one after the other: at most", "", sum(ms.values()), "ms", "the sum of the four"),
+    Answer("6 rejected: half of it over DCN between the hosts", "", 1e3 * rejected["DCN"], "ms",
+           "through a host's eight shares of 3.125e9 bytes/s"),
+    Answer("6 rejected: and all of it over one PCIe link", "", 1e3 * rejected["PCIe"], "ms",
+           f"{rejected['PCIe'] / steps['PCIe']:.0f} times as long as over 16"),
+    Answer("6 it fits the HBM of TPU{0,0}", "yes", yes(V5E.hbm_bytes >= A), "", erratum=
+           f"{number(A)} > {number(V5E.hbm_bytes)} bytes: it must be streamed through"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `torus, sent = slice_of(V5E, (4, 4))` by `torus, sent = slice_of(V5E, (16, 16))`. In a whole pod the
+#    axes are rings: how many links does the corner send through now, and what becomes of the 186 us of Question 5?
+# 2. Question: an AllToAll of 64 MB takes 88.9 us on a slice of 4x4. On 16x16 v5e, all rings, V max(axes)/(4 N W) is
+#    11.1 us. Why does it take longer? Evaluate `1e6 * cost.all_to_all(64e6, V5E, (16, 16))`.
+# 3. Flag: run with `--bytes 1e3`. Which number of the table do the times of so small an array repeat?
