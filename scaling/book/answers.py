@@ -51,9 +51,9 @@ class Answer:
     """One question. `book`: the number as the book prints it, its word for a yes-or-no question, or "" if it has none.
 
     Verdicts: "agrees", it rounds to what the book prints (and is within 5%); "rounding", the book has cut off or
-    rounded on the way: within one unit of its last digit (and 10%), or its number follows from `rounded`, (the value
-    by the book's rounded terms, which terms); "erratum", neither, with the reason in `erratum`; "ours", the book has
-    no answer and `note` says how ours follows; "DIFFERS", which fails the chapter, also when an erratum or a
+    rounded on the way: within 10%, and either one unit of its last digit, or its number follows from `rounded`: (the
+    value by the book's rounded terms, which terms); "erratum", neither, with the reason in `erratum`; "ours", the book
+    has no answer and `note` says how ours follows; "DIFFERS", which fails the chapter, also when an erratum or a
     rounding is claimed that is none.
     """
 
@@ -80,7 +80,8 @@ class Answer:
             return "ours" if self.note and not self.erratum and not self.rounded else "DIFFERS"
         if self.erratum or self.rounded:
             holds = not self.agrees and not (self.erratum and self.rounded)
-            follows = self.erratum or agree(self.book, self.rounded[0], 1)
+            near = not isinstance(self.ours, str) and abs(off(self.book, self.ours)[0]) <= NEAR
+            follows = self.erratum or (near and agree(self.book, self.rounded[0], 1))
             return ("erratum" if self.erratum else "rounding") if holds and follows else "DIFFERS"
         if self.agrees:
             return "agrees"

@@ -33,6 +33,7 @@ def test_significant():
         (Answer("", "3", 2.6), "DIFFERS"),
         (Answer("", "377", 372.8, rounded=(377.7, "34e6 bytes for 33.55e6")), "rounding"),
         (Answer("", "377", 372.8, rounded=(379, "what does not explain it")), "DIFFERS"),
+        (Answer("", "377", 300, rounded=(377.7, "what is too far off")), "DIFFERS"),
         (Answer("", "377", 377.1, rounded=(377.7, "though there is no need")), "DIFFERS"),
         (Answer("", "377", 372.8, erratum="both", rounded=(377.7, "of them")), "DIFFERS"),
         (Answer("", "", 3.0, note="derived"), "ours"),
