@@ -1,0 +1,67 @@
+"""Any unmodified nn.Module under data, FSDP and tensor parallelism, by types alone (Part 5).
+
+Params are a pytree by dotted name, `dict(module.named_parameters())`, and so are their types:
+
+    stored = {"fc1.weight": "W[F, D_X]", "fc1.bias": "b[F_X]", ...}      what each rank keeps
+    used = {"fc1.weight": "W[F, D]", "fc1.bias": "b[F]", ...}            what the module is called with
+
+`call(module, stored, used, mesh)` is a pure function of the shards: each is resharded from the one type to the other,
+the module is called by `functional_call`, and what was gathered is dropped. Its gradient, by torch.func.grad or vjp,
+follows the law of cotangents: that of a shard is reduce-scattered on the way back, with no line of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from scaling import tree
+from scaling.collectives import reshard
+from scaling.models.remat import checkpoint_block
+from scaling.spec import Spec, parse
+
+
+def call(f: "nn.Module | Callable", stored: Any, used: Any, mesh, again: bool = False) -> Callable:
+    """g(params, *args) = f of the params, each resharded from its `stored` to its `used` type.
+
+    `f`: a module, whose own params are not read, or a function f(params, *args). `stored`, `used`: trees of types like
+    the params; a leaf whose two types are equal is passed as it is. Any reshard may stand between them: an AllGather
+    (FSDP: `W[F, D_X]` used as `W[F, D]`), or partial sums (`b[D]` used as `b[D] {U_Y}`: a bias after a sum over Y,
+    which one rank along Y adds). `again`: the backward keeps the shards alone and gathers, and computes, once more;
+    the arguments are then floating-point tensors. ShardingError if the trees' leaves differ.
+    """
+    apply = (lambda params, *args: functional_call(f, params, args)) if isinstance(f, nn.Module) else f
+    tree.paired(used, stored, "used")
+
+    def gathered(params, args):
+        tree.paired(params, stored)
+        return apply(tree.map(lambda W, a, b: resharded(W, parse(a), parse(b), mesh), params, stored, used), *args)
+
+    run = checkpoint_block(gathered) if again else gathered
+    return lambda params, *args: run(params, args)
+
+
+def resharded(x: Tensor, now: Spec, then: Spec, mesh) -> Tensor:
+    """x, typed `now`, as the type `then`: a line of its own, unless they are the same."""
+    return x if now.same_sharding(then) else reshard(f"{now} -> {then}", x, mesh)
+
+
+def reduced(grads: Any, stored: Any, mesh, over: Sequence[str]) -> Any:
+    """Gradients of a loss that is unreduced over the axes `over`, `Loss[] {U_XY}`, reduced to the types of the params.
+
+    A leaf that is replicated over X has a gradient that is unreduced `{U_X}`, each rank's own terms: one AllReduce over
+    those axes of `over` that its type does not mention. What is sharded over X was reduced on the way back.
+    """
+
+    def one(grad: Tensor, spec: str) -> Tensor:
+        wanted = parse(spec)
+        partial = wanted.with_unreduced([axis for axis in over if axis not in wanted.axes])
+        return resharded(grad, partial, wanted, mesh)
+
+    return tree.map(one, grads, stored)
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The module's params by dotted name, as a pytree of plain tensors."""
+    return {name: W.detach() for name, W in module.named_parameters()}

@@ -1,0 +1,99 @@
+"""Unmodified modules under DP, FSDP and TP, by the types of their params: equal to one device, leaf by leaf."""
+
+import pytest
+import torch
+from test_strategies import close
+from torch import nn
+from torch.func import functional_call, grad_and_value
+
+from scaling import optim, tree
+from scaling.collectives import all_reduce, reduce_scatter
+from scaling.spec import ShardingError
+from scaling.strategies.stateless import call, parameters, reduced
+from scaling.trace import trace
+
+B, D, F = 8, 12, 20
+DP = {"norm.weight": "g[D]", "norm.bias": "b[D]", "fc1.weight": "W[F, D]", "fc1.bias": "b[F]"}
+DP |= {"fc2.weight": "W[D, F]", "fc2.bias": "b[D]"}
+FSDP = {"norm.weight": "g[D_X]", "norm.bias": "b[D]", "fc1.weight": "W[F, D_X]", "fc1.bias": "b[F_X]"}
+FSDP |= {"fc2.weight": "W[D_X, F]", "fc2.bias": "b[D]"}
+TP = DP | {"fc1.weight": "W[F_Y, D]", "fc1.bias": "b[F_Y]", "fc2.weight": "W[D, F_Y]"}
+BOTH = TP | {"fc1.weight": "W[F_Y, D_X]", "fc2.weight": "W[D_X, F_Y]", "norm.weight": "g[D_X]"}
+LAST = {"fc2.bias": "b[D] {U_Y}"}  # one rank along Y adds the bias to the sum
+WAYS = {"dp": (DP, DP), "fsdp": (FSDP, DP), "fsdp, gathered again": (FSDP, DP), "tp": (TP, TP | LAST),
+        "fsdp + tp": (BOTH, TP | LAST)}  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(D), nn.Linear(D, F), nn.Linear(F, D)
+
+    def forward(self, x):
+        return self.fc2(nn.functional.gelu(self.fc1(self.norm(x))))
+
+
+def problem():
+    torch.manual_seed(0)
+    net = Net().double()
+    for W in net.parameters():
+        nn.init.normal_(W)
+    return net, torch.randn(2, B, D, dtype=torch.float64)
+
+
+def terms(Out, Target):
+    return (Out - Target).square().sum() / B
+
+
+def one_device(steps=2):
+    net, (x, Target) = problem()
+    params, adamw = parameters(net), optim.adamw(0.01)
+    state, seen = adamw.init(params), []
+    for _ in range(steps):
+        grads, loss = grad_and_value(lambda p: terms(functional_call(net, p, (x,)), Target))(params)
+        params, state = adamw.update(grads, state, params)
+        seen.append((loss, grads))
+    return [loss for loss, _ in seen], seen[0][1], params
+
+
+def train(mesh, way, steps=2):
+    stored, used = WAYS[way]
+    net, (x, Target) = problem()
+    specs = {name: stored[name] for name in parameters(net)}
+    params, adamw = tree.shard(parameters(net), specs, mesh), optim.adamw(0.01)
+    g = call(net, stored, used, mesh, again="again" in way)
+    x = tree.shard(x, "x[B_X, D]", mesh)
+
+    def loss(params):
+        Out = g(params, x)  # Out[B_X, D], under tensor parallelism {U_Y}
+        if "tp" in way:
+            Out = reduce_scatter("Out[B_X, D] {U_Y} -> Out[B_XY, D]", Out, mesh)
+        return terms(Out, tree.shard(Target, "T[B_XY, D]" if "tp" in way else "T[B_X, D]", mesh))
+
+    over = ("X", "Y") if "tp" in way else ("X",)
+    state, losses, first = adamw.init(params), [], None
+    for _ in range(steps):
+        with trace() as log:
+            grads, value = grad_and_value(loss)(params)
+            grads = reduced(grads, stored, mesh, over)
+        first = tree.unshard(grads, specs, mesh) if first is None else first
+        params, state = adamw.update(grads, state, params)
+        losses.append(all_reduce(f"Loss[] {{U_{''.join(over)}}} -> Loss[]", value, mesh))
+    return losses, first, tree.unshard(params, specs, mesh), log.count("AllGather", "X")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_to_one_device(ranks, way):
+    losses, grads, params = one_device()
+    mesh = {"X": 2, "Y": 2 if "tp" in way else 1}
+    for got in ranks(train, mesh, way):
+        close(torch.stack(got[0]), torch.stack(losses), torch.float64)
+        close(got[1], grads, torch.float64)
+        close(got[2], params, torch.float64)
+        assert got[3] == {"dp": 0, "fsdp": 4, "fsdp, gathered again": 8, "tp": 0, "fsdp + tp": 3}[way]
+
+
+def test_trees_that_differ_are_refused():
+    net, _ = problem()
+    with pytest.raises(ShardingError, match="missing"):
+        call(net, DP, {"fc1.weight": "W[F, D]"}, None)
