@@ -12,17 +12,34 @@ of the backward: `scaling/strategies/data_parallel.py` does that, for L layers, 
 
 # %%
 import torch
+from torch.func import grad
 
 from scaling import data, optim
 from scaling.book.learning import Run, clock, learned
 from scaling.book.lesson import Report, options, run
-from scaling.book.listing import one_layer, stack_equality
+from scaling.book.listing import module_equality, one_layer, stack_equality
 from scaling.collectives import all_reduce, einsum
 from scaling.models import mlp
 from scaling.strategies.stack import Strategy
+from scaling.strategies.stateless import call, reduce_grads
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
-# %% One layer: what each rank does
+# %% First by types alone: any nn.Module of yours, the types of its params, and torch.func.grad
+
+STORED = USED = {"fc1.weight": "W[F, D]", "fc1.bias": "b[F]", "fc2.weight": "V[D, F]", "fc2.bias": "c[D]"}
+
+
+def gradients(module, params, x, mesh):
+    """params typed STORED, x[B_X, D] -> the gradients of sum Out^2 over the whole batch, typed as the params."""
+    f = call(module, STORED, USED, mesh)  # nothing to gather: the params are replicated
+
+    def loss(params):
+        return f(params, x).square().sum()  # Loss[] {U_X}: each rank's own rows
+
+    return reduce_grads(grad(loss)(params), STORED, mesh, over="X")  # the AllReduce of data parallelism
+
+
+# %% The book's layer, line by line: what each rank does
 
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D, F]", "W_out": "W_out[F, D]", "Out": "Out[B_X, D]"}
 
@@ -70,6 +87,8 @@ def train(layer, mesh, text, args):
 
 def main(mesh, args):
     report = Report(mesh, __doc__)
+    report.title("By types alone: the gradients of an nn.Module, in float64")
+    module_equality(gradients, STORED, mesh, report, args.seed)
     X = mesh.sizes["X"]
     B, D, F = 8 * X, 32, 64
     fwd, bwd = one_layer(forward, backward, SPECS, {"B": B, "D": D, "F": F}, mesh, report, args.seed)

@@ -12,17 +12,36 @@ are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_
 
 # %%
 import torch
+from torch.func import grad
 
 from scaling import data, optim
 from scaling.book.learning import Run, clock, learned
 from scaling.book.lesson import Report, options, run
-from scaling.book.listing import one_layer, stack_equality
+from scaling.book.listing import module_equality, one_layer, stack_equality
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.models import mlp
 from scaling.strategies.stack import Strategy
+from scaling.strategies.stateless import call, reduce_grads
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
-# %% One layer: what each rank does
+# %% First by types alone: any nn.Module of yours, the types of its params, and torch.func.grad
+
+STORED = {"fc1.weight": "W[F_Y, D]", "fc1.bias": "b[F_Y]", "fc2.weight": "V[D, F_Y]", "fc2.bias": "c[D]"}
+USED = STORED | {"fc2.bias": "c[D] {U_Y}"}  # Out is a sum over Y: one rank along Y adds the bias, not all of them
+
+
+def gradients(module, params, x, mesh):
+    """params typed STORED, x[B, D] -> the gradients of sum Out^2 over the whole batch, typed as the params."""
+    f = call(module, STORED, USED, mesh)  # the module on F_Y: its output is a sum over Y
+
+    def loss(params):
+        Out = reduce_scatter("Out[B, D] {U_Y} -> Out[B, D_Y]", f(params, x), mesh)
+        return Out.square().sum()  # Loss[] {U_Y}: each rank's own columns
+
+    return reduce_grads(grad(loss)(params), STORED, mesh, over="Y")  # of the bias, which is replicated
+
+
+# %% The book's layer, line by line: what each rank does
 
 SPECS = {"In": "In[B, D_Y]", "W_in": "W_in[D, F_Y]", "W_out": "W_out[F_Y, D]", "Out": "Out[B, D_Y]"}
 
@@ -74,6 +93,8 @@ def train(layer, mesh, text, args):
 
 def main(mesh, args):
     report = Report(mesh, __doc__)
+    report.title("By types alone: the gradients of an nn.Module, in float64")
+    module_equality(gradients, STORED, mesh, report, args.seed)
     Y = mesh.sizes["Y"]
     B, D, F = 32, 16 * Y, 32 * Y
     fwd, bwd = one_layer(forward, backward, SPECS, {"B": B, "D": D, "F": F}, mesh, report, args.seed)

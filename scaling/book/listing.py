@@ -1,7 +1,10 @@
 """A chapter's one-layer listing beside one device: its lines as they ran, and L layers of it with AdamW."""
 
+from collections import OrderedDict
+
 import torch
-from torch.func import grad_and_value
+from torch import nn
+from torch.func import functional_call, grad_and_value
 
 from scaling import data, optim, tree
 from scaling.book.lesson import EXACT, Report
@@ -75,3 +78,23 @@ def stack_equality(strategy, mesh, report: Report, seed: int, steps: int = 3) ->
         own, own_state = adamw.update(own_grads, own_state, own)
     rows += [(f"params after {steps} AdamW steps", tree.unshard(params, specs, mesh), own, EXACT)]
     report.equal(rows)
+
+
+def module_equality(gradients, types: dict, mesh, report: Report, seed: int) -> None:
+    """A chapter's `gradients(module, params, x, mesh)` of an unmodified nn.Module, beside one device, in float64.
+
+    `types`: those of the params, by dotted name; x[B, D] is split over X where the mesh has it.
+    """
+    torch.manual_seed(seed)
+    D, F = 8 * mesh.size(), 16 * mesh.size()
+    layers = {"fc1": nn.Linear(D, F), "act": nn.GELU(), "fc2": nn.Linear(F, D)}
+    module = nn.Sequential(OrderedDict(layers)).to(mesh.device, torch.float64)
+    whole = {name: W.detach() for name, W in module.named_parameters()}
+    x = torch.randn(4 * mesh.size(), D, dtype=torch.float64).to(mesh.device)
+    wanted = torch.func.grad(lambda params: functional_call(module, params, (x,)).square().sum())(whole)
+    rows = "x[B_X, D]" if "X" in mesh.sizes else "x[B, D]"
+    with trace() as log:
+        got = gradients(module, tree.shard(whole, types, mesh), tree.shard(x, rows, mesh), mesh)
+    moved = ", ".join(f"{log.count(op)} {op}" for op in dict.fromkeys(event.op for event in log.collectives()))
+    report.say(f"What the types made it move: {moved}\n")
+    report.equal([(name, W, wanted[name], EXACT) for name, W in tree.unshard(got, types, mesh).items()])

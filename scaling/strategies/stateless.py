@@ -47,7 +47,7 @@ def resharded(x: Tensor, now: Spec, then: Spec, mesh) -> Tensor:
     return x if now.same_sharding(then) else reshard(f"{now} -> {then}", x, mesh)
 
 
-def reduced(grads: Any, stored: Any, mesh, over: Sequence[str]) -> Any:
+def reduce_grads(grads: Any, stored: Any, mesh, over: Sequence[str]) -> Any:
     """Gradients of a loss that is unreduced over the axes `over`, `Loss[] {U_XY}`, reduced to the types of the params.
 
     A leaf that is replicated over X has a gradient that is unreduced `{U_X}`, each rank's own terms: one AllReduce over

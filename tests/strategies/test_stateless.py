@@ -9,7 +9,7 @@ from torch.func import functional_call, grad_and_value
 from scaling import optim, tree
 from scaling.collectives import all_reduce, reduce_scatter
 from scaling.spec import ShardingError
-from scaling.strategies.stateless import call, parameters, reduced
+from scaling.strategies.stateless import call, parameters, reduce_grads
 from scaling.trace import trace
 
 B, D, F = 8, 12, 20
@@ -75,7 +75,7 @@ def train(mesh, way, steps=2):
     for _ in range(steps):
         with trace() as log:
             grads, value = grad_and_value(loss)(params)
-            grads = reduced(grads, stored, mesh, over)
+            grads = reduce_grads(grads, stored, mesh, over)
         first = tree.unshard(grads, specs, mesh) if first is None else first
         params, state = adamw.update(grads, state, params)
         losses.append(all_reduce(f"Loss[] {{U_{''.join(over)}}} -> Loss[]", value, mesh))
