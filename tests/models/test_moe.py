@@ -1,9 +1,12 @@
 """Routing to experts on one device: ties, weights, capacity, losses, gradients; and its sizes in Config."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from experts_table import ours
 from torch.func import grad, vjp
 
 from scaling import tree
@@ -191,3 +194,12 @@ def test_forward_equals_dense(config):
     pairs = [*zip(*outs, strict=True), *zip(*map(tree.leaves, grads), strict=True)]
     for got, want in pairs:
         assert (got - want).abs().max() <= 1e-12 * want.abs().max().clamp(min=1e-9)
+
+
+def test_deepseeks_layer_is_hugging_faces():
+    """Outputs and every gradient, beside the stored numbers of their DeepseekV3MoE (tests/oracles/experts.py)."""
+    theirs, mine = json.loads((Path(__file__).parent / "experts.json").read_text()), ours()
+    assert mine["experts"] == theirs["experts"]
+    assert mine["probes"].keys() == theirs["probes"].keys()
+    for name, want in theirs["probes"].items():
+        assert mine["probes"][name] == pytest.approx(want, rel=1e-12, abs=1e-12), name
