@@ -26,7 +26,8 @@ def theirs() -> dict:
     c = CONFIG
     config = DeepseekV3Config(
         hidden_size=c.D, moe_intermediate_size=c.F, n_routed_experts=c.E, num_experts_per_tok=c.k,
-        n_group=c.expert_groups, topk_group=c.top_groups, n_shared_experts=c.shared, routed_scaling_factor=c.routed_scale, norm_topk_prob=True,
+        n_group=c.expert_groups, topk_group=c.top_groups, n_shared_experts=c.shared,
+        routed_scaling_factor=c.routed_scale, norm_topk_prob=True,
         experts_implementation="eager",
     )  # fmt: skip
     params, x, dy = inputs()
