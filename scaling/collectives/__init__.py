@@ -1,8 +1,8 @@
 """The typed collectives and products: `all_gather("W[D_X, F] -> W[D, F]", W, mesh)` (Part 3).
 
 `calls` has the collectives, `multiply` einsum, `plans` what runs a plan or a program of `scaling.algebra`, `rings` the
-same collectives hop by hop. Beneath: `op` a collective as data, `eager` and `traced` the two ways to run one, `checked`
-the comparison of ranks, `mkl` the product of two matrices.
+same collectives hop by hop. Beneath: `op` a collective as data, `kinds` the table of them, `eager` and `traced` the two
+ways to run one, `linear` its derivatives, `checked` the comparison of ranks, `mkl` the product of two matrices.
 """
 
 from scaling.collectives.calls import (
@@ -13,30 +13,18 @@ from scaling.collectives.calls import (
     broadcast,
     gather,
     ppermute,
-    recv,
     reduce,
     reduce_scatter,
     scatter,
-    send,
     shard,
     unshard,
     wait,
 )
 from scaling.collectives.deferred import Deferred, joined
+from scaling.collectives.messages import recv, send
 from scaling.collectives.multiply import einsum
 from scaling.collectives.plans import reshard, run, run_backward, run_forward, run_program
 
 __all__ = ["Deferred", "Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather", "joined"]
-__all__ += [
-    "ppermute",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reshard",
-    "run",
-    "run_backward",
-    "run_forward",
-    "run_program",
-    "scatter",
-]
-__all__ += ["send", "shard", "unshard", "wait"]
+__all__ += ["ppermute", "recv", "reduce", "reduce_scatter", "reshard", "run", "run_backward", "run_forward"]
+__all__ += ["run_program", "scatter", "send", "shard", "unshard", "wait"]

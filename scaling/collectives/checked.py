@@ -44,7 +44,11 @@ def agree_on(op, x: torch.Tensor) -> None:
     if not op.checked or op.size == 1 or op.kind in ("Slice", "Pad"):
         return
     pg, call = dist.distributed_c10d._resolve_process_group(op.group), f"{op.kind} {op.line}"
-    if op.moves:
-        call += f" by {op.moves}" if op.kind == "CollectivePermute" else f" with root {op.root}"
+    if op.kind == "CollectivePermute":
+        call += f" by {op.pairs}"
+    if op.root is not None:
+        call += f" with root {op.root}"
+    if op.by != "sum":
+        call += f" by {op.by}"
     ranks = tuple(dist.get_process_group_ranks(pg))
     agree(Group(op.axes, op.size, op.index, op.backend, ranks=ranks, pg=pg), call, x)

@@ -8,7 +8,7 @@ other products are torch's, whole. `tests/benchmarks/overhead.py` measures both.
 
 import torch
 
-from scaling.collectives.traced import differentiated
+from scaling.collectives.linear import differentiated
 
 MKL = torch.backends.mkl.is_available()
 FEW = 128  # rows of a batch, at most, for which a product is made in parts

@@ -15,7 +15,7 @@ from scaling.algebra.contraction import check_product, refuse_product
 from scaling.collectives.calls import wait
 from scaling.collectives.deferred import Deferred
 from scaling.collectives.mkl import matmul, matmul_into
-from scaling.collectives.traced import constant
+from scaling.collectives.torch_private import constant
 from scaling.spec import Line, Spec
 
 

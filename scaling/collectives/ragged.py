@@ -16,8 +16,9 @@ import torch.distributed as dist
 from scaling import trace
 from scaling.algebra.rules import collective_steps
 from scaling.collectives.checked import agree_on
+from scaling.collectives.linear import differentiated
 from scaling.collectives.op import Op
-from scaling.collectives.traced import differentiated, ops
+from scaling.collectives.torch_private import exchange_over, modes, process_group
 from scaling.spec import ShardingError, Spec, parse_line
 
 
@@ -65,21 +66,21 @@ def _alltoall(x: torch.Tensor, sends: tuple, receives: tuple, op: Op) -> torch.T
     if op.size == 1:
         return x.clone()
     if not op.order:
-        return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), list(receives), list(sends), op.group))
+        return exchange_over(x, receives, sends, op.group)
     # the process group lists its members in the mesh's order, not in the line's
     blocks = x.split(sends)
     x = torch.cat([blocks[block] for block in op.order])
     sends, receives = ([counts[block] for block in op.order] for counts in (sends, receives))
-    received = ops.wait_tensor(ops.all_to_all_single(x, receives, sends, op.group)).split(receives)
+    received = exchange_over(x, receives, sends, op.group).split(receives)
     return torch.cat([received[op.order.index(block)] for block in range(op.size)])
 
 
 def _agree(x: torch.Tensor, sends: tuple, receives: tuple, op: Op) -> None:
     """On a checked mesh: all ranks make this call on rows of one shape, and expect what the others send."""
     agree_on(op, x[:0])
-    if not op.checked or op.size == 1 or torch._C._len_torch_dispatch_stack() > 0:
+    if not op.checked or op.size == 1 or modes() > 0:
         return  # a tracer records the call, it does not make it
-    pg = dist.distributed_c10d._resolve_process_group(op.group)
+    pg = process_group(op.group)
     mine = torch.tensor([sends, receives], device=x.device)
     counts = [torch.empty_like(mine) for _ in range(op.size)]
     dist.all_gather(counts, mine, group=pg)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scaling import collectives as c
 from scaling.algebra.contraction import check_product, result_type
 from scaling.algebra.rules import collective_steps
-from scaling.collectives.op import DUAL, dual_line
+from scaling.collectives import kinds
+from scaling.collectives.op import dual_line
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, Spec, format_axes, parse_line
 
@@ -180,7 +181,7 @@ def test_a_line_is_refused_or_has_the_shape_of_its_type_and_a_legal_transpose(ca
     event(f"{kind} legal")
     assert KINDS[kind](line, meta(*before.local_shape(sizes, mesh)), mesh).shape == after.local_shape(sizes, mesh)
     for step in steps if kind in ("AllGather", "ReduceScatter", "AllReduce", "AllToAll") else ():
-        (back,) = collective_steps(DUAL.get(kind, kind), dual_line(f"{step.before} -> {step.after}", step.axes))
+        (back,) = collective_steps(kinds.KINDS[kind].dual, dual_line(f"{step.before} -> {step.after}", step.axes))
         assert back.axes == step.axes
 
 
@@ -232,7 +233,7 @@ MISUSED = {
         "rule: sources are distinct, targets are distinct, and all lie in 0..3",
     ),
     "a target outside": (lambda: c.ppermute("A[I]", meta(2), MESH, "Y", [(0, 2)]), "all lie in 0..1"),
-    "a root outside": (lambda: c.broadcast("A[I] {U_X} -> A[I]", meta(2), MESH, 4), "root 4 is not in 0..3"),
+    "a root outside": (lambda: c.broadcast("A[I] {U_X} -> A[I]", meta(2), MESH, root=4), "root 4 is not in 0..3"),
     "too many dims": (lambda: c.all_gather("A[I_X] -> A[I]", meta(2, 2), MESH), "its type has 1 dims"),
     "a dim that does not divide": (
         lambda: c.reduce_scatter("A[I] {U_X} -> A[I_X]", meta(6), MESH),

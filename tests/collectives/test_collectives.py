@@ -1,7 +1,7 @@
 """Every collective against one device: what it computes, and its derivatives under each transform of torch.func.
 
-The oracle holds the ranks' operands stacked along a leading dim: a collective is a linear map of that stack, and the
-global loss is the sum of the ranks' own losses, so its gradient is what autograd says of the stacked map.
+The oracle holds the ranks' operands stacked along a leading dim: a collective is a map of that stack. The global
+loss is the sum of the ranks' own losses, so its gradient is what autograd says of the stacked map.
 """
 
 import warnings
@@ -36,6 +36,10 @@ def stack_slice(s):
     return torch.stack([s[r, r * I // N : (r + 1) * I // N] for r in range(N)])
 
 
+def stack_min(s):
+    return s[:, 1:, 0].amin(0).expand(N, I - 1)
+
+
 def only_root(x):
     return torch.cat([torch.zeros_like(x[:2]), x[2:3], torch.zeros_like(x[3:])])
 
@@ -48,19 +52,50 @@ MAPS = {
     "all_to_all": (lambda x, m: c.all_to_all("A[I_X, J] -> A[I, J_X]", x, m), stack_all_to_all),
     "ppermute": (lambda x, m: c.ppermute("A[I_X, J]", x, m, "X", [(0, 1), (1, 2), (2, 3)]), stack_ppermute),
     "shard": (lambda x, m: c.shard("A[I, J] -> A[I_X, J]", x, m), stack_slice),
-    "broadcast": (lambda x, m: c.broadcast("A[I] {U_X} -> A[I]", x[:, 0], m, 2), lambda s: s[2, :, 0].expand(N, I)),
+    "broadcast": (
+        lambda x, m: c.broadcast("A[I] {U_X} -> A[I]", x[:, 0], m, root=2),
+        lambda s: s[2, :, 0].expand(N, I),
+    ),
     "reduce": (
-        lambda x, m: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m, 2),
+        lambda x, m: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m, root=2),
         lambda s: only_root(s.sum(0).expand_as(s)),
     ),
-    "scatter": (lambda x, m: c.scatter("A[I, J] {U_X} -> A[I_X, J]", x, m, 2), lambda s: s[2].view(N, I // N, J)),
-    "gather": (lambda x, m: c.gather("A[I_X, J] -> A[I, J] {U_X}", x, m, 2), lambda s: only_root(stack_all_gather(s))),
+    "all_reduce mean": (
+        lambda x, m: c.all_reduce("A[I, J] {U_X} -> A[I, J]", x, m, op="mean"),
+        lambda s: s.mean(0).expand_as(s),
+    ),
+    "all_reduce max": (
+        lambda x, m: c.all_reduce("A[I, J] {U_X} -> A[I, J]", x, m, op="max"),
+        lambda s: s.amax(0).expand_as(s),
+    ),
+    "all_reduce min": (lambda x, m: c.all_reduce("A[I] {U_X} -> A[I]", x[1:, 0], m, op="min"), stack_min),
+    "reduce_scatter mean": (
+        lambda x, m: c.reduce_scatter("A[I, J] {U_X} -> A[I_X, J]", x, m, op="mean"),
+        lambda s: s.mean(0).view(N, I // N, J),
+    ),
+    "reduce_scatter max": (
+        lambda x, m: c.reduce_scatter("A[I, J] {U_X} -> A[I, J_X]", x, m, op="max"),
+        lambda s: s.amax(0).view(I, N, J // N).movedim(1, 0),
+    ),
+    "reduce max": (
+        lambda x, m: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m, root=2, op="max"),
+        lambda s: only_root(s.amax(0).expand_as(s)),
+    ),
+    "reduce mean": (
+        lambda x, m: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m, root=2, op="mean"),
+        lambda s: only_root(s.mean(0).expand_as(s)),
+    ),
+    "scatter": (lambda x, m: c.scatter("A[I, J] {U_X} -> A[I_X, J]", x, m, root=2), lambda s: s[2].view(N, I // N, J)),
+    "gather": (
+        lambda x, m: c.gather("A[I_X, J] -> A[I, J] {U_X}", x, m, root=2),
+        lambda s: only_root(stack_all_gather(s)),
+    ),
 }
 
 
-def operands(seed=0, dtype=torch.float64):
+def operands(seed=0):
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(N, I, J, generator=g, dtype=torch.float64).to(dtype)
+    return (4 * torch.randn(N, I, J, generator=g, dtype=torch.float64)).round() / 4  # of few values: a maximum is a tie
 
 
 def loss_of(y, w):
@@ -73,6 +108,7 @@ def run_derivatives(mesh, name):
     x, t = operands()[r], operands(1)[r]
     weights = lambda y: 1.0 + torch.arange(y.numel(), dtype=y.dtype).view(y.shape) + r  # noqa: E731
     f = lambda x: call(x, mesh)  # noqa: E731
+    curved = lambda x: f(x).sin()  # noqa: E731
     own = lambda x: loss_of(f(x), weights(f(x).detach()))  # noqa: E731
     out = {"value": f(x), "grad": grad(own)(x)}
     leaf = x.clone().requires_grad_()
@@ -82,8 +118,8 @@ def run_derivatives(mesh, name):
     out["vjp"] = pull(weights(y))[0]
     with warnings.catch_warnings():  # torch's own, of its tracer
         warnings.simplefilter("ignore")
-        out["jvp"] = jvp(f, (x,), (t,))[1]
-        out["linearize"] = linearize(f, x)[1](t)
+        out["jvp"] = jvp(curved, (x,), (t,))[1]
+        out["linearize"] = linearize(curved, x)[1](t)
     out["vmap"] = vmap(f)(torch.stack([x, t, x + t]))
     out["vmap_in_dim"] = vmap(f, in_dims=2, out_dims=1)(torch.stack([x, t, x + t], 2))
     out["vmap_grad"] = vmap(grad(own))(torch.stack([x, t]))
@@ -100,13 +136,16 @@ def expected(name):
     w = torch.stack([1.0 + torch.arange(shape[1:].numel(), dtype=x.dtype).view(shape[1:]) + r for r in range(N)])
     loss = lambda x: loss_of(stacked(x), w)  # noqa: E731
     g = grad(loss)(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tangent = jvp(lambda s: stacked(s).sin(), (x,), (t,))[1]
     return {
         "value": stacked(x),
         "grad": g,
         "autograd": g,
         "vjp": vjp(stacked, x)[1](w)[0],
-        "jvp": stacked(t),
-        "linearize": stacked(t),
+        "jvp": tangent,
+        "linearize": tangent,
         "vmap": torch.stack([stacked(x), stacked(t), stacked(x + t)], 1),
         "vmap_in_dim": torch.stack([stacked(x), stacked(t), stacked(x + t)], 2),
         "vmap_grad": torch.stack([g, grad(loss)(t)], 1),

@@ -183,10 +183,12 @@ def run_rooted(mesh, axes, root):
     row, canonical = mine[: I // mesh.size(axes)], parse(f"A[] {{U_{axes}}}").unreduced == tuple(axes)
     return {
         # {U_YX} and {U_XY} are one type: a root of these two counts as in {U_XY}
-        "broadcast": c.broadcast(f"A[I, J] {{U_{axes}}} -> A[I, J]", mine, mesh, root) if canonical else None,
-        "reduce": c.reduce(f"A[I, J] {{U_{axes}}} -> A[I, J] {{U_{axes}}}", mine, mesh, root) if canonical else None,
-        "scatter": c.scatter(f"A[I, J] {{U_{axes}}} -> A[I_{axes}, J]", mine, mesh, root),
-        "gather": c.gather(f"A[I_{axes}, J] -> A[I, J] {{U_{axes}}}", row, mesh, root),
+        "broadcast": c.broadcast(f"A[I, J] {{U_{axes}}} -> A[I, J]", mine, mesh, root=root) if canonical else None,
+        "reduce": c.reduce(f"A[I, J] {{U_{axes}}} -> A[I, J] {{U_{axes}}}", mine, mesh, root=root)
+        if canonical
+        else None,
+        "scatter": c.scatter(f"A[I, J] {{U_{axes}}} -> A[I_{axes}, J]", mine, mesh, root=root),
+        "gather": c.gather(f"A[I_{axes}, J] -> A[I, J] {{U_{axes}}}", row, mesh, root=root),
         "ppermute": c.ppermute(f"A[I_{axes}, J]", row, mesh, axes, [(0, root), (root, 0), (1, 1)][: 2 + (root > 1)]),
     }
 

@@ -48,7 +48,7 @@ MOVES = {
         ("X",), "A[I, J] {U_X}", "A[I, J]", V, 3 * V,
     ),
     "Reduce": (
-        lambda x: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, MESH, 1),
+        lambda x: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, MESH, root=1),
         ("X",), "A[I, J] {U_X}", "A[I, J] {U_X}", V, V,
     ),
     "Scatter": (
@@ -56,7 +56,7 @@ MOVES = {
         ("X",), "A[I, J] {U_X}", "A[I_X, J]", V, 3 * V // 4,
     ),
     "Gather": (
-        lambda x: c.gather("A[I_X, J] -> A[I, J] {U_X}", x, MESH, 1),
+        lambda x: c.gather("A[I_X, J] -> A[I, J] {U_X}", x, MESH, root=1),
         ("X",), "A[I_X, J]", "A[I, J] {U_X}", 4 * V, V,
     ),
     "Send": (lambda x: c.send("A[I, J]", x, MESH, "Y", 1), ("Y",), "A[I, J]", "A[I, J]", V, V),

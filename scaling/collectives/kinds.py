@@ -1,0 +1,169 @@
+"""The kinds of collectives in one table, and what follows from it: transposes, shapes, bytes, and how each is run."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaling.collectives import eager, traced
+from scaling.collectives.eager import Started
+from scaling.collectives.op import Op, dual_line
+from scaling.mesh import Group
+from scaling.spec import parse_line
+from scaling.trace import Event, now
+
+
+class Kind(NamedTuple):
+    """`dual`: the kind of the transpose. `resize(op, shape)`: makes the result's shape of the operand's. `sent(op, V)`:
+    bytes that one rank sends, by the algorithm that is optimal in bytes, of the book's V (the gathered or unreduced
+    array). `adds`: whether it adds up elements of several ranks. `traced`, `eager`: how it runs."""
+
+    dual: str
+    resize: Callable[[Op, list[int]], None]
+    sent: Callable[[Op, int], int]
+    adds: bool
+    traced: Callable[[Tensor, Op], Tensor]
+    eager: Callable[[Tensor, Op, Group, "Tensor | None"], Started] | None = None
+
+
+def grows(op: Op, shape: list[int]) -> None:
+    shape[op.dim] *= op.size
+
+
+def splits(op: Op, shape: list[int]) -> None:
+    shape[op.dim] //= op.size
+
+
+def moves(op: Op, shape: list[int]) -> None:
+    shape[op.dim], shape[op.to] = shape[op.dim] * op.size, shape[op.to] // op.size
+
+
+def stays(op: Op, shape: list[int]) -> None:
+    pass
+
+
+def no_bytes(op: Op, V: int) -> int:
+    return 0
+
+
+def others_share(op: Op, V: int) -> int:
+    return (op.size - 1) * V // op.size
+
+
+def both_ways(op: Op, V: int) -> int:
+    return 2 * (op.size - 1) * V // op.size
+
+
+def exchanged(op: Op, V: int) -> int:
+    return (op.size - 1) * V // op.size**2
+
+
+def permuted(op: Op, V: int) -> int:
+    return V if any(source == op.index != target for source, target in op.pairs) else 0
+
+
+def from_root(op: Op, V: int) -> int:
+    return (op.size - 1) * V if traced.at_root(op) else 0
+
+
+def parts_from_root(op: Op, V: int) -> int:
+    return others_share(op, V) if traced.at_root(op) else 0
+
+
+def to_root(op: Op, V: int) -> int:
+    return 0 if traced.at_root(op) else V
+
+
+def part_to_root(op: Op, V: int) -> int:
+    return 0 if traced.at_root(op) else V // op.size
+
+
+KINDS = {
+    "AllGather": Kind("ReduceScatter", grows, others_share, False, traced.all_gather, eager.all_gather),
+    "ReduceScatter": Kind("AllGather", splits, others_share, True, traced.reduce_scatter, eager.reduce_scatter),
+    "AllReduce": Kind("AllReduce", stays, both_ways, True, traced.all_reduce, eager.all_reduce),
+    "AllToAll": Kind("AllToAll", moves, exchanged, False, traced.all_to_all, eager.all_to_all),
+    "CollectivePermute": Kind("CollectivePermute", stays, permuted, False, traced.permute, eager.permute),
+    "Slice": Kind("Pad", splits, no_bytes, False, traced.slice_),
+    "Pad": Kind("Slice", grows, no_bytes, False, traced.pad),
+    "Broadcast": Kind("Reduce", stays, from_root, True, traced.broadcast),
+    "Reduce": Kind("Broadcast", stays, to_root, True, traced.reduce),
+    "Scatter": Kind("Gather", splits, parts_from_root, False, traced.scatter),
+    "Gather": Kind("Scatter", grows, part_to_root, False, traced.gather),
+}
+LOCAL = ("Slice", "Pad")  # nothing is sent
+
+
+def dual(op: Op) -> Op:
+    """The transpose (of a sum), which carries cotangents back."""
+    pairs = tuple((target, source) for source, target in op.pairs)
+    dim, to = (op.to, op.dim) if op.kind == "AllToAll" else (op.dim, op.to)
+    kind, line = KINDS[op.kind].dual, dual_line(op.line, op.axes)
+    return op._replace(kind=kind, dim=dim, to=to, pairs=pairs, by="sum", line=line)
+
+
+def output_shape(op: Op, shape) -> list[int]:
+    """The shape of the result of an op on a tensor of this shape."""
+    result = list(shape)
+    KINDS[op.kind].resize(op, result)
+    return result
+
+
+def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
+    """What a trace records of an op on x."""
+    kind, (before,), after = KINDS[op.kind], parse_line(op.line).operands, parse_line(op.line).result
+    V = x.numel() * x.element_size() * (op.size if kind.resize in (grows, moves) and op.kind != "Pad" else 1)
+    name = "Slice" if op.kind == "Pad" else op.kind
+    return Event(name, op.axes, before, after, V, kind.sent(op, V), start=now(), async_op=async_op)
+
+
+def start(x: Tensor, op: Op, group: Group, out: Tensor | None = None) -> Started:
+    """Start an op that nothing differentiates: (work to wait for or None, a function that then makes the result).
+
+    The result shares no memory with x, unless `out`, a buffer given away for the result, is x itself.
+    """
+    if op.size == 1 and op.kind != "CollectivePermute":
+        return None, lambda: x.clone() if out is None else x
+    run = KINDS[op.kind].eager
+    if run is None or group.pg is None or op.by != "sum":
+        result = traceable(x, op)
+        return None, lambda: result
+    if x.dtype in CARRIED and not x.is_neg():
+        return run(x, op, group, out)
+    carried, back = as_carried(x)
+    work, make = run(carried, op, group, None)
+    return work, lambda: back(make())
+
+
+def traceable(x: Tensor, op: Op) -> Tensor:
+    """An op as torch.func, torch.compile and make_fx see through it; of an AbstractMesh, its result's shape."""
+    kind = KINDS[op.kind]
+    if op.kind in LOCAL:
+        return kind.traced(x, op)
+    if op.size == 1 and op.kind != "CollectivePermute":
+        return x.clone()
+    if op.backend == "abstract":
+        return x.new_empty(output_shape(op, x.shape))
+    carried, back = as_carried(x)
+    return back(kind.traced(carried, op))
+
+
+CARRIED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}  # dtypes that every transport moves and adds
+CARRIED |= {torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
+TWIN = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # what carries other dtypes' bits, by size
+
+
+def as_carried(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """x in a dtype that transports carry, and the way back. They read memory: what is conjugated or negated only by a
+    bit of the tensor's is written out first."""
+    x, dtype = x.resolve_neg(), x.dtype
+    if dtype in CARRIED:
+        return x, _same
+    if dtype.is_complex:
+        return torch.view_as_real(x.resolve_conj()), torch.view_as_complex
+    return x.view(TWIN[dtype.itemsize]), lambda y: y.view(dtype)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,119 @@
+"""The collectives under differentiation: autograd Functions that torch.func, torch.compile and their nestings accept.
+
+A sum of shards is linear, so one Function serves every `Op`: its backward applies the transposed Op (the law of
+cotangents: notation.md). A maximum or minimum has another: its cotangent is shared equally among the elements that
+attain it, as torch.amax shares it.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from scaling.collectives.checked import agree_on
+from scaling.collectives.kinds import dual, event, traceable
+from scaling.collectives.op import Op
+from scaling.collectives.torch_private import in_transform, modes
+from scaling.trace import active, now, record
+
+
+def differentiated(x: Tensor) -> bool:
+    """Whether x is seen by autograd, by a transform of torch.func, by a compiler or by a tensor mode."""
+    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+        return True
+    return in_transform() is not None or type(x) not in (Tensor, torch.nn.Parameter) or modes() > 0
+
+
+def apply(x: Tensor, op: Op) -> Tensor:
+    """The op on x, so that it can be differentiated."""
+    return (linear if op.by == "sum" else extreme)(x, *op)
+
+
+def linear(x: Tensor, *op) -> Tensor:
+    return Linear.apply(x, *op)
+
+
+def extreme(x: Tensor, *op) -> Tensor:
+    return Extreme.apply(x, *op)
+
+
+@lru_cache(maxsize=1)
+def register() -> None:
+    """Tell torch.compile to keep these in its graph: it would refuse to look into a Function that has a jvp.
+
+    Called while compiling, since it imports the compiler, which takes as long as torch itself.
+    """
+    torch.compiler.allow_in_graph(linear)
+    torch.compiler.allow_in_graph(extreme)
+
+
+def run(x: Tensor, op: Op) -> Tensor:
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        return traceable(x, op)  # a tracer's: nothing runs
+    agree_on(op, x)
+    seen = record(event(op, x)) if active() else None
+    result = traceable(x, op)
+    if seen is not None:
+        seen.end = now()
+    return result
+
+
+class Linear(torch.autograd.Function):
+    """An Op that adds: its backward applies the transposed Op, its jvp the Op itself."""
+
+    @staticmethod
+    def forward(x, *op):
+        return run(x, Op(*op))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.op = Op(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return linear(cotangent, *dual(ctx.op)), *(None,) * len(ctx.op)
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return linear(tangent, *ctx.op)
+
+    @staticmethod
+    def vmap(info, in_dims, x, *op):
+        return linear(x.movedim(in_dims[0], 0), *Op(*op).batched()), 0
+
+
+class Extreme(torch.autograd.Function):
+    """An AllReduce, ReduceScatter or Reduce by "max" or "min"."""
+
+    @staticmethod
+    def forward(x, *op):
+        return run(x, Op(*op))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.op = Op(*inputs[1:])
+        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        op = ctx.op
+        return share(*ctx.saved_tensors, op) * linear(cotangent, *dual(op)), *(None,) * len(op)
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return linear(share(*ctx.saved_tensors, ctx.op) * tangent, *ctx.op._replace(by="sum"))
+
+    @staticmethod
+    def vmap(info, in_dims, x, *op):
+        return extreme(x.movedim(in_dims[0], 0), *Op(*op).batched()), 0
+
+
+def share(x: Tensor, result: Tensor, op: Op) -> Tensor:
+    """By which part each element of x decides the result: 1 / (how many attain it), or 0."""
+
+    def where_x_is(y: Tensor) -> Tensor:
+        return y if op.kind == "AllReduce" else linear(y, *dual(op))
+
+    attains = (x == where_x_is(result)).to(x.dtype)
+    return attains / where_x_is(linear(attains, *op._replace(by="sum")))

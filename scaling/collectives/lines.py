@@ -1,0 +1,166 @@
+"""A typed line made ready to run on a mesh: its steps, and what the operand and the buffers given for it must be."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaling.algebra.rules import CollectiveStep, collective_steps
+from scaling.collectives.buffers import check_out, check_writable, overlap, refuse, refuse_overlap
+from scaling.collectives.kinds import CARRIED, KINDS, output_shape
+from scaling.collectives.linear import register
+from scaling.collectives.op import Op
+from scaling.mesh import Group
+from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
+
+REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+class Step(NamedTuple):
+    """A step of a line on a mesh: mostly there is one; several where several dims are gathered or split.
+
+    Of the operand: the number of `dims`, the dim that must divide (`splits`), and (position, size) of the dims that are
+    `numbers`. `mean`: the sum is divided by the number of ranks.
+    """
+
+    op: Op
+    group: Group | None
+    dims: int
+    splits: int | None = None
+    numbers: tuple[tuple[int, int], ...] = ()
+    mean: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.op.kind}: {self.op.line}"
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether x has the dims of its type."""
+        if x.dim() != self.dims or (self.splits is not None and x.shape[self.splits] % self.op.size):
+            return False
+        return not self.numbers or all(x.shape[i] == size for i, size in self.numbers)
+
+    def check(self, x: Tensor, mesh) -> None:
+        """ShardingError unless x is a tensor that has the dims of its type, on the mesh's device."""
+        if not isinstance(x, Tensor):
+            refuse(self, f"the operand is a {_a(type(x))}", "arrays are torch.Tensors", "torch.as_tensor(...)")
+        if not self.fits(x):
+            self.refuse_shape(tuple(x.shape))
+        if type(x) in (Tensor, torch.nn.Parameter) and x.device.type != mesh.device.type:
+            self.refuse_device(x, mesh)
+        if x.dtype not in CARRIED or self.op.by != "sum" or self.mean:
+            self.check_dtype(x.dtype)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        adds = self.op.kind in KINDS and KINDS[self.op.kind].adds
+        by = "mean" if self.mean else self.op.by
+        if adds and dtype not in CARRIED and not (dtype.is_complex and by in ("sum", "mean")):
+            rule = "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones added"
+            refuse(self, f"the {by} of {dtype}", rule, "convert it: .to(torch.float32), or .to(torch.int32)")
+        if self.mean and not (dtype.is_floating_point or dtype.is_complex):
+            refuse(self, f"the mean of {dtype}", "a mean has fractions", "convert it, or use op='sum'")
+
+    def refuse_device(self, x: Tensor, mesh) -> None:
+        if self.op.backend == "abstract" or mesh.device.type == "meta":
+            what = f"an AbstractMesh moves no data: give it tensors on the meta device, not {x.device}"
+            raise ShardingError(f"{self}\n  {what}")
+        rule = f"a mesh moves what is on its own device, {mesh.device}"
+        fix = "plan with shapes alone on an AbstractMesh" if x.is_meta else f".to({str(mesh.device)!r}) first"
+        refuse(self, f"the operand is on {x.device}", rule, fix)
+
+    def refuse_shape(self, shape: tuple[int, ...]) -> None:
+        op, before = self.op, parse_line(self.op.line).operands[0]
+        if len(shape) != self.dims:
+            raise ShardingError(f"{self}\n  the operand has shape {shape}, but its type has {self.dims} dims")
+        for i, size in self.numbers:
+            if shape[i] != size:
+                what = f"dim {before.dim_names[i]} of this shard has size {shape[i]}, not {size}"
+                refuse(self, what, "a dim that is a number says its own size", "give a dim of any size a name")
+        dim = before.dim_names[self.splits]
+        raise ShardingError(
+            f"{self}\n  dim {dim} of this shard has size {shape[self.splits]}, "
+            f"which does not divide into {op.size} blocks over {', '.join(op.axes)}\n"
+            f"  fix: make {dim} a multiple of {op.size} on each rank"
+        )
+
+
+def resolve(mesh, kind: str, line: str, root: int | None, by: str) -> list[Step]:
+    """What a line does on this mesh."""
+    if by not in REDUCTIONS:
+        refuse(line, f"op={by!r}", f"parts are put together by one of {', '.join(REDUCTIONS)}")
+    same = kind == "Slice" and unsplit(line)
+    steps = [same] if same else collective_steps(kind, line)
+    return [_step(mesh, kind, step.stacked(mesh.stack) if mesh.stack else step, root, by) for step in steps]
+
+
+def unsplit(line: str) -> CollectiveStep | None:
+    """The step of a shard over no axes."""
+    (before, *_), after = parse_line(line).operands, parse_line(line).result
+    return CollectiveStep(before, after, ()) if before.same_sharding(after) else None
+
+
+def _step(mesh, kind: str, step: CollectiveStep, root: int | None, by: str) -> Step:
+    step.before.check_axes(mesh)
+    step.after.check_axes(mesh)
+    group = mesh.group(step.axes)
+    if root is not None and not 0 <= root < group.size:
+        raise ShardingError(
+            f"{step.before} -> {step.after}\n  root {root} is not in 0..{group.size - 1}, the ranks along {step.axes}"
+        )
+    line, by, mean = f"{step.before} -> {step.after}", "sum" if by == "mean" else by, by == "mean"
+    op = Op.over(group, kind, line, dim=step.dim, to=step.to, root=root, by=by)
+    return Step(op, group, len(step.before.dims), step.splits, numbers(step.before, mesh), mean)
+
+
+def numbers(spec: Spec, mesh) -> tuple[tuple[int, int], ...]:
+    """(position, size on each rank) of the dims that are numbers: of `A[2, 8_X]` on X=4 ((0, 2), (1, 2))."""
+    sizes = mesh_sizes(mesh)
+    fixed = [(i, dim, axes) for i, (dim, axes) in enumerate(spec.dims) if dim.isdigit()]
+    return tuple((i, Spec("", ((dim, axes),)).local_shape((int(dim),), sizes)[0]) for i, dim, axes in fixed)
+
+
+def constants(mesh, kind: str, line: str, root: int | None, by: str) -> tuple:
+    """The steps of a line as plain tuples, worked out while compiling: a graph holds constants."""
+    register()
+    steps = resolve(mesh, kind, line, root, by)
+    return tuple((tuple(step.op), step.dims, step.splits, step.numbers, step.mean) for step in steps)
+
+
+def check_result(steps: list[Step], x: Tensor, mesh, out: Tensor) -> None:
+    """ShardingError unless `out` can take the result of a line's steps on x; it may be x, given away to be reduced."""
+    steps[0].check(x, mesh)
+    line = f"{steps[0].op.kind}: {steps[0].op.line.split(' -> ')[0]} -> {steps[-1].op.line.split(' -> ')[1]}"
+    if out is x:
+        return check_writable(line, x, "the donated operand")
+    shape = x.shape
+    for step in steps:
+        if step.splits is not None and shape[step.splits] % step.op.size:
+            step.refuse_shape(tuple(shape))
+        shape = output_shape(step.op, shape)
+    check_out(line, out, tuple(shape), x)
+    in_place = len(steps) == 1 and steps[0].op.kind == "AllGather"
+    if overlap(out, x) and not (in_place and is_own_block(x, out, steps[0].op)):
+        refuse_overlap(line)
+
+
+def is_own_block(x: Tensor, out: Tensor, op: Op) -> bool:
+    """Whether x is its block of the buffer that it is gathered into."""
+    block = out.narrow(op.dim, op.index * x.shape[op.dim], x.shape[op.dim])
+    return block.data_ptr() == x.data_ptr() and block.stride() == x.stride()
+
+
+def refuse_shape(mesh, kind: str, line: str, root: int | None, by: str, shape: tuple[int, ...]) -> None:
+    """While compiling: the error of the first step that x, of this shape, does not fit."""
+    x = torch.empty(shape, device="meta")
+    for step in resolve(mesh, kind, line, root, by):
+        if not step.fits(x):
+            step.refuse_shape(tuple(x.shape))
+        x = x.new_empty(output_shape(step.op, x.shape))
+
+
+def refuse_buffer(mesh, line: str, shape, given, dtype, found) -> None:
+    """While compiling: a buffer that does not fit."""
+    refuse(line, f"the result is {dtype}{list(shape)}, out {found}{list(given)}", "out has the shape and the dtype")
+
+
+def _a(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"

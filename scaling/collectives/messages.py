@@ -1,0 +1,112 @@
+"""Send and receive, typed: what arrives is what the receiver expects, or it is not read.
+
+Each message is announced by a header: a digest of its type, shape and dtype, and their beginning in words. The receiver
+compares it with what it expects. On gloo the tag of the data is made from the digest too, so that the data of another
+message never lands in the buffer; over NCCL, which has no tags, data is received after its header has been read.
+"""
+
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scaling import trace
+from scaling.collectives.buffers import refuse
+from scaling.collectives.calls import Pending
+from scaling.collectives.eager import Works
+from scaling.collectives.kinds import as_carried
+from scaling.collectives.linear import differentiated
+from scaling.collectives.lines import Step, numbers
+from scaling.collectives.op import Op
+from scaling.mesh import Group
+from scaling.spec import ShardingError, parse
+
+DIGEST, LENGTH = 16, 112  # bytes of a header: a digest of the whole announcement, and its beginning
+TAG = 1 << 21  # of headers; the tags of data are larger
+
+
+def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = False):
+    """Send x to the rank at `to` along the axis, which calls `recv` with the same type. Not differentiable by itself:
+    `ppermute` is."""
+    group, event = _ready("Send", line, x, mesh, axis, to, async_op)
+    work = None
+    if group.pg is not None:
+        header, data = announcement(parse(line), x, mesh.device), as_carried(x)[0].contiguous()
+        peer = {"group": group.pg, "group_dst": group.member_of(to)}
+        work = Works([dist.isend(header, tag=TAG, **peer), dist.isend(data, tag=data_tag(header), **peer)])
+        work.kept = header, data  # until they are through
+    pending = Pending(work, lambda: x, event)
+    return pending if async_op else pending.wait()
+
+
+def recv(line: str, like: Tensor, mesh, axis: str, source: int, *, async_op: bool = False):
+    """Receive a tensor shaped and typed as `like` from the rank at `source` along the axis, which calls `send` with the
+    same type. ShardingError if that sends another shape or dtype."""
+    group, event = _ready("Recv", line, like, mesh, axis, source, async_op)
+    buffer = torch.empty(like.shape, dtype=like.dtype, device=mesh.device)
+    work = None if group.pg is None else Arrival(parse(line), buffer, group, source)
+    pending = Pending(work, lambda: buffer, event)
+    return pending if async_op else pending.wait()
+
+
+class Arrival:
+    """The message that is to fill a buffer."""
+
+    def __init__(self, spec, buffer: Tensor, group: Group, source: int):
+        self.buffer, self.source, self.spec = buffer, source, spec
+        self.peer = {"group": group.pg, "group_src": group.member_of(source)}
+        self.wanted, self.header = (announcement(spec, buffer, buffer.device) for _ in range(2))
+        self.announced = dist.irecv(self.header, tag=TAG, **self.peer)
+        self.data = self.receive() if group.backend == "gloo" else None
+
+    def receive(self):
+        return dist.irecv(as_carried(self.buffer)[0], tag=data_tag(self.wanted), **self.peer)
+
+    def wait(self) -> None:
+        self.announced.wait()
+        if not torch.equal(self.header, self.wanted):
+            refuse_message(self.spec, self.header, self.wanted, f"rank {self.source} sends", "this rank expects")
+        (self.data or self.receive()).wait()
+
+
+def announcement(spec, x: Tensor, device) -> Tensor:
+    """uint8[DIGEST + LENGTH] of a message x of type `spec`."""
+    text = f"{spec} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}".encode()
+    text = blake2b(text, digest_size=DIGEST).digest() + text[:LENGTH].ljust(LENGTH)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+
+
+def in_words(header: Tensor) -> str:
+    return bytes(header[DIGEST:].tolist()).decode(errors="replace").strip()
+
+
+def data_tag(header: Tensor) -> int:
+    """A tag that other messages do not have: 29 bits of the digest above the tags that are spoken for."""
+    a, b, c, d = header[:4].tolist()
+    return (1 << 30) + (((a << 24) | (b << 16) | (c << 8) | d) & ((1 << 29) - 1))
+
+
+def refuse_message(spec, sent: Tensor, expected: Tensor, sender: str, receiver: str) -> None:
+    rule = "what is received has the type, the shape and the dtype of what is sent"
+    what = f"{sender} {in_words(sent)}\n  {receiver} {in_words(expected)}"
+    refuse(spec, what, rule, "make both ends alike, e.g. by x.to(dtype) before it is sent")
+
+
+def _ready(kind: str, line: str, x: Tensor, mesh, axis: str, other: int, async_op: bool):
+    """(the group along the axis, the event of a trace or None), or an error if there is nothing to send."""
+    spec, group = parse(line), mesh.group((axis,))
+    spec.check_axes(mesh)
+    Step(Op.over(group, kind, f"{spec} -> {spec}"), group, len(spec.dims), None, numbers(spec, mesh)).check(x, mesh)
+    if differentiated(x):
+        raise ShardingError(
+            f"{kind} {spec}: not differentiable, since its transpose lies on another rank: use ppermute"
+        )
+    if not 0 <= other < group.size or other == group.index:
+        raise ShardingError(f"{kind} {spec}: rank {other} along {axis} must be another one of 0..{group.size - 1}")
+    if not trace.active():
+        return group, None
+    nbytes = x.numel() * x.element_size()
+    sent = nbytes if kind == "Send" else 0
+    event = trace.Event(kind, group.axes, spec, spec, nbytes, sent, start=trace.now(), async_op=async_op)
+    return group, trace.record(event)

@@ -1,0 +1,70 @@
+"""All that the collectives and products use of torch without a public name, in one place; a test tries each entry.
+
+torch 2.11 to 2.13 have them alike. A public twin, where there is one, costs more: the functions of
+`torch.distributed` take as long as a small collective; `torch.compiler` imports the compiler.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ops = torch.ops._c10d_functional  # the functional collectives: what torch.compile, make_fx and meta tensors understand
+for _op in (
+    _ops.all_reduce,
+    _ops.all_gather_into_tensor,
+    _ops.reduce_scatter_tensor,
+    _ops.all_to_all_single,
+    _ops.wait_tensor,
+):
+    # torch.func.linearize computes constants ahead: it would do so with a collective, and not with the wait after it.
+    torch.fx.node.has_side_effect(_op.default)
+
+in_transform = torch._C._functorch.peek_interpreter_stack  # not None inside a transform of torch.func
+modes = torch._C._len_torch_dispatch_stack  # the number of tensor modes that are on: FakeTensorMode, FlopCounterMode
+
+
+def constant(fn: Callable) -> Callable:
+    """As torch.compiler.assume_constant_result: a compiler calls fn once and keeps what it returns."""
+    fn._dynamo_marked_constant = True
+    return fn
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def sum_over(x: Tensor, group: str) -> Tensor:
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group))
+
+
+def gather_over(x: Tensor, size: int, group: str) -> Tensor:
+    """x[m, ...] -> [n*m, ...]."""
+    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group))
+
+
+def scatter_sum_over(x: Tensor, size: int, group: str) -> Tensor:
+    """x[n*m, ...] -> [m, ...]."""
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+
+
+def exchange_over(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    """AllToAll of rows of x: `sent` and `received` say how many for each member."""
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(received), list(sent), group))
+
+
+# The same on a process group itself, eagerly: each returns a Work, and fills its first argument.
+
+
+def gather_into(whole: Tensor, mine: Tensor, pg: dist.ProcessGroup):
+    return pg._allgather_base(whole, mine)
+
+
+def scatter_sum_into(mine: Tensor, whole: Tensor, pg: dist.ProcessGroup):
+    return pg._reduce_scatter_base(mine, whole)
+
+
+def exchange_into(received: Tensor, sent: Tensor, pg: dist.ProcessGroup, receives=(), sends=()):
+    """AllToAll of rows: equal numbers of them, or as `receives` and `sends` say."""
+    return pg.alltoall_base(received, sent, list(receives), list(sends))
