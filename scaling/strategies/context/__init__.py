@@ -1,0 +1,86 @@
+"""Context parallelism: attention of a sequence that is split over a mesh axis (Part 5's note on it; Part 4, Appendix A).
+
+    O = attention(Q, K, V, mesh, axis="C", form="zigzag")
+
+All else in a Transformer treats tokens one by one: there, context parallelism is data parallelism over tokens. Only in
+attention a token needs keys and values of others, and five forms bring them together: `ring` and `zigzag` pass blocks of
+them round, `gather` gathers them, `ulysses` exchanges tokens for heads, `usp` does that over one axis inside a ring over
+another. `compare` sets their costs side by side.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from scaling.algebra.rules import refuse
+from scaling.spec import format_axes, parse
+from scaling.strategies.context import gather, ring, ulysses
+from scaling.strategies.context.function import Attention
+from scaling.strategies.context.layout import FORMS, Mask, check_length, from_zigzag, positions, to_zigzag, work
+from scaling.strategies.context.ring import Ring
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+__all__ = ["attention", "from_zigzag", "positions", "to_zigzag", "work"]
+
+
+def attention(
+    Q: torch.Tensor,
+    K: torch.Tensor,
+    V: torch.Tensor,
+    mesh,
+    *,
+    axis: str | Sequence[str] = "C",
+    form: str = "ring",
+    causal: bool = True,
+    window: int | None = None,
+    segments: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """O[B, T_C, N, H] of Q[B, T_C, N, H], K[B, T_C, K, H] and V[B, T_C, K, H]: softmax(Q K^T scale) V over all of T.
+
+    `form`: ring, zigzag, gather, ulysses, or usp, whose `axis` is a pair: T_CY, a ring over C, and heads over Y. Tokens
+    are in plain order, of zigzag in zig-zag order (`to_zigzag`). `causal`: a query sees no later key. `window`: nor one
+    that is `window` or more positions away. `segments`: int[B, T_C], the documents packed into a sequence; a query sees
+    keys of its own alone. `scale`: 1/sqrt(H) by default. K divides N: G = N/K query heads share a KV head.
+    Differentiable once, by autograd and torch.func, on a Mesh, on one rank and, with meta tensors, on an AbstractMesh.
+    ShardingError, before anything is sent, for shapes that the form cannot take.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    line = f"Q[B, T_{format_axes(axes)}, N, H]"
+    _check(line, Q, K, V, mesh, axes, form, window, segments)
+    mask, scale = Mask(bool(causal), window), 1 / math.sqrt(Q.shape[-1]) if scale is None else float(scale)
+    t, heads = Q.shape[1], mesh.size(axes[-1:])
+    if form in ("ulysses", "usp"):
+        inside = partial(_apply, ring, Ring(mesh, axes[:-1], t * heads, mask, scale))
+        return ulysses.attention(Q, K, V, segments, mesh, axes, inside)
+    return _apply(gather if form == "gather" else ring, Ring(mesh, axes, t, mask, scale, form), Q, K, V, segments)
+
+
+def _apply(form, at: Ring, Q, K, V, segments) -> torch.Tensor:
+    return Attention.apply(form, at, Q, K, V, segments)[0]
+
+
+def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, segments) -> None:
+    """ShardingError or ValueError for what the form cannot take, before anything is sent."""
+    wanted = 2 if form == "usp" else 1
+    if form in FORMS and len(axes) != wanted:
+        rule = "usp splits T over two axes, a ring and one that moves to the heads; the other forms over one"
+        refuse(line, form, f"{len(axes)} axes", rule, "axis=('C', 'Y')" if wanted == 2 else "axis='C', or form='usp'")
+    parse(line).check_axes(mesh)
+    shapes = f"Q, K, V of shapes {tuple(Q.shape)}, {tuple(K.shape)}, {tuple(V.shape)}"
+    same = Q.dim() == 4 and K.shape == V.shape and K.dim() == 4 and all(Q.shape[i] == K.shape[i] for i in (0, 1, 3))
+    if not same or not Q.shape[2] or not K.shape[2] or Q.shape[2] % K.shape[2]:
+        rule = "Q[B, T_C, N, H], K and V[B, T_C, K, H] have one B, T and H, and K divides N"
+        refuse(line, form, shapes, rule, "as many keys as queries on each rank; K heads of keys that G = N/K share")
+    if not Q.dtype == K.dtype == V.dtype or not Q.is_floating_point():
+        rule = "Q, K and V have one dtype of floats"
+        refuse(line, form, f"Q, K, V of {Q.dtype}, {K.dtype}, {V.dtype}", rule, "convert them, e.g. K.to(Q.dtype)")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        refuse(line, form, f"window={window!r}", "a window is how many positions a query sees, itself among them", "None")
+    if segments is not None and (segments.shape != Q.shape[:2] or segments.dtype not in INTEGERS):
+        what = f"segments of shape {tuple(segments.shape)} and {segments.dtype}"
+        refuse(line, form, what, "segments[B, T_C] are integers, of this rank's tokens", "shard them as Q")
+    check_length(form, Q.shape[1] * mesh.size(axes), mesh.size(axes), line)

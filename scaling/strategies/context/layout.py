@@ -1,0 +1,122 @@
+"""Where tokens lie along the sequence, which of them see each other, and so how much each rank computes.
+
+A rank holds its part of the sequence as ranges of positions: one chunk in plain order, in zig-zag order two, of which one
+is as early as the other is late.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from scaling.algebra.rules import refuse
+from scaling.collectives import ppermute
+from scaling.spec import format_axes
+
+FORMS = ("ring", "zigzag", "gather", "ulysses", "usp")
+Ranges = tuple[range, ...]
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees: none after it, if `causal`; those less than `window` away, if there is one."""
+
+    causal: bool = True
+    window: int | None = None
+
+    def pairs(self, rows: Ranges, columns: Ranges) -> int:
+        """How many (query, key) pairs are seen, by a closed form."""
+        last = 0 if self.causal else math.inf if self.window is None else self.window - 1
+        before = -math.inf if self.window is None else -self.window
+        return sum(_up_to(last, r, c) - _up_to(before, r, c) for r in rows for c in columns)
+
+    def hidden(self, r: range, c: range, device) -> torch.Tensor | None:
+        """hidden[T, S], True where the query does not see the key; None if all is seen."""
+        if self.pairs((r,), (c,)) == len(r) * len(c):
+            return None
+        ahead = torch.arange(c.start, c.stop, device=device) - torch.arange(r.start, r.stop, device=device)[:, None]
+        hidden = ahead > 0 if self.causal else torch.zeros_like(ahead, dtype=torch.bool)
+        return hidden if self.window is None else hidden | (ahead.abs() >= self.window)
+
+
+def _up_to(d: float, r: range, c: range) -> int:
+    """The pairs (t, s) of r x c with s - t <= d: the sum over t of clip(t + d - c.start + 1, 0, len(c))."""
+    if math.isinf(d):
+        return len(r) * len(c) if d > 0 else 0
+
+    def below(x: int) -> int:  # 0 + 1 + ... + (x - 1)
+        return x * (x - 1) // 2 if x > 0 else 0
+
+    first = r.start + d - c.start + 1
+    return below(first + len(r)) - below(first) - below(first + len(r) - len(c)) + below(first - len(c))
+
+
+def chunks(form: str, t: int, C: int, c: int) -> Ranges:
+    """The positions that rank c of C holds, t tokens: of zig-zag the chunks c and 2C-1-c, each t/2 long."""
+    if form != "zigzag":
+        return (range(c * t, (c + 1) * t),)
+    half = t // 2
+    return tuple(range(i * half, (i + 1) * half) for i in (c, 2 * C - 1 - c))
+
+
+def positions(form: str, t: int, mesh, axis: str | Sequence[str] = "C") -> torch.Tensor:
+    """int64[T_C]: the positions of this rank's t tokens, for a rotary embedding. `axis` as in `attention`."""
+    group = mesh.group((axis,) if axis in mesh.sizes else tuple(axis))
+    parts = [torch.arange(r.start, r.stop, device=mesh.device) for r in chunks(form, t, group.size, group.index)]
+    return torch.cat(parts)
+
+
+def work(form: str, T: int, C: int, *, causal: bool = True, window: int | None = None) -> list[float]:
+    """The scores a head, blocks of one query and one key, that each rank computes of a sequence of T.
+
+    Of ulysses, whose ranks have all T positions of N/C heads, the mean over the N heads. Of usp, C is the ring. What a
+    mask by segments hides is computed nevertheless, and counted. ShardingError if T does not divide as the form asks.
+    """
+    check_length(form, T, C)
+    mask, whole = Mask(causal, window), (range(T),)
+    if form == "ulysses":
+        return [mask.pairs(whole, whole) / C] * C
+    return [float(mask.pairs(chunks(form, T // C, C, c), whole)) for c in range(C)]
+
+
+def check_length(form: str, T: int, C: int, line: str = "Q[B, T_C, N, H]") -> None:
+    """ShardingError unless T divides over C ranks, and for zig-zag into two chunks a rank."""
+    if form not in FORMS:
+        raise ValueError(f"context parallelism has no form {form!r}\n  fix: one of {', '.join(FORMS)}")
+    parts = 2 * C if form == "zigzag" else C
+    if T % parts:
+        refuse(
+            line,
+            form,
+            f"T={T} does not divide into {parts} chunks on {C} ranks",
+            "every rank holds as many tokens as the others, of zig-zag in two chunks of one length",
+            f"pad T to {-(-T // parts) * parts}, and give the padding a segment of its own and no weight in the loss",
+        )
+
+
+def to_zigzag(x: torch.Tensor, dim: int, mesh, axis: str = "C") -> torch.Tensor:
+    """x, whose dim is split over the axis in plain order (rank c has chunks 2c and 2c+1), in zig-zag order: chunks c
+    and 2C-1-c. Two CollectivePermutes of half a shard; differentiable. Attention by zig-zag wants its operands so."""
+    return _exchange(x, dim, mesh, axis, back=False)
+
+
+def from_zigzag(x: torch.Tensor, dim: int, mesh, axis: str = "C") -> torch.Tensor:
+    """The inverse of `to_zigzag`."""
+    return _exchange(x, dim, mesh, axis, back=True)
+
+
+def _exchange(x: torch.Tensor, dim: int, mesh, axis: str, back: bool) -> torch.Tensor:
+    C, c, dim = mesh.group((axis,)).size, mesh.group((axis,)).index, dim % x.dim()
+    letters = [f"T_{format_axes((axis,))}" if i == dim else chr(ord("A") + i) for i in range(x.dim())]
+    line = f"x[{', '.join(letters)}]"
+    check_length("zigzag", C * x.shape[dim], C, line)
+    halves = x.chunk(2, dim)
+    # Of c and 2C-1-c one is even: rank c has it in zig-zag order first or second, and in plain order the even ones lie
+    # first. So each rank sends one half among the even chunks' ranks, and one among the odd ones'.
+    even = [(i, min(2 * i, 2 * C - 1 - 2 * i)) for i in range(C)]
+    odd = [(i, min(2 * i + 1, 2 * C - 2 - 2 * i)) for i in range(C)]
+    if back:
+        halves = halves if c % 2 == 0 else halves[::-1]
+        even, odd = ([(target, source) for source, target in perm] for perm in (even, odd))
+    moved = [ppermute(line, half, mesh, axis, perm) for half, perm in zip(halves, (even, odd), strict=True)]
+    return torch.cat(moved if back or c % 2 == 0 else moved[::-1], dim)
