@@ -1,10 +1,10 @@
-"""Context parallelism: attention of a sequence that is split over a mesh axis (Part 5's note on it; Part 4, Appendix A).
+"""Context parallelism: attention of a sequence that is split over a mesh axis (Part 5, its note; Part 4, Appendix A).
 
     O = attention(Q, K, V, mesh, axis="C", form="zigzag")
 
 All else in a Transformer treats tokens one by one: there, context parallelism is data parallelism over tokens. Only in
-attention a token needs keys and values of others, and five forms bring them together: `ring` and `zigzag` pass blocks of
-them round, `gather` gathers them, `ulysses` exchanges tokens for heads, `usp` does that over one axis inside a ring over
+attention does a token need others' keys and values. Five forms bring them together: `ring` and `zigzag` pass them round
+in blocks, `gather` gathers them, `ulysses` exchanges tokens for heads, `usp` does so over one axis, in a ring over
 another. `compare` sets their costs side by side.
 """
 
@@ -49,18 +49,39 @@ def attention(
     ShardingError, before anything is sent, for shapes that the form cannot take.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if torch.compiler.is_compiling():
+        return _in_graph(mesh.constant(_number, axes, form, causal, window, scale), Q, K, V, segments)
+    return _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale)
+
+
+def _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale) -> torch.Tensor:
     line = f"Q[B, T_{format_axes(axes)}, N, H]"
     _check(line, Q, K, V, mesh, axes, form, window, segments)
     mask, scale = Mask(bool(causal), window), 1 / math.sqrt(Q.shape[-1]) if scale is None else float(scale)
     t, heads = Q.shape[1], mesh.size(axes[-1:])
     if form in ("ulysses", "usp"):
-        inside = partial(_apply, ring, Ring(mesh, axes[:-1], t * heads, mask, scale))
+        types = tuple(f"{dim}_{format_axes(axes[-1:])}" for dim in "NR")
+        inside = partial(_apply, ring, Ring(mesh, axes[:-1], t * heads, mask, scale, heads=types))
         return ulysses.attention(Q, K, V, segments, mesh, axes, inside)
     return _apply(gather if form == "gather" else ring, Ring(mesh, axes, t, mask, scale, form), Q, K, V, segments)
 
 
 def _apply(form, at: Ring, Q, K, V, segments) -> torch.Tensor:
     return Attention.apply(form, at, Q, K, V, segments)[0]
+
+
+_numbered: list[tuple] = []  # what a compiled graph, which holds no meshes, refers to by number
+
+
+def _number(mesh, *setting) -> int:
+    torch.compiler.allow_in_graph(_in_graph)
+    _numbered.append((mesh, *setting))
+    return len(_numbered) - 1
+
+
+def _in_graph(number: int, Q, K, V, segments) -> torch.Tensor:
+    """One call of a compiled graph: a compiler would look into Functions, and refuses those that have a jvp."""
+    return _attention(Q, K, V, segments, *_numbered[number])
 
 
 def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, segments) -> None:
@@ -79,7 +100,9 @@ def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, s
         rule = "Q, K and V have one dtype of floats"
         refuse(line, form, f"Q, K, V of {Q.dtype}, {K.dtype}, {V.dtype}", rule, "convert them, e.g. K.to(Q.dtype)")
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        refuse(line, form, f"window={window!r}", "a window is how many positions a query sees, itself among them", "None")
+        refuse(
+            line, form, f"window={window!r}", "a window is how many positions a query sees, itself among them", "None"
+        )
     if segments is not None and (segments.shape != Q.shape[:2] or segments.dtype not in INTEGERS):
         what = f"segments of shape {tuple(segments.shape)} and {segments.dtype}"
         refuse(line, form, what, "segments[B, T_C] are integers, of this rank's tokens", "shard them as Q")

@@ -1,12 +1,13 @@
 """Attention of this rank's queries to a block of keys: what is computed between two lines of communication.
 
-    Q[B, T, N, H], K[B, S, K, H], V[B, S, K, H] -> O[B, T, N, H], lse[B, T, N]
+    Q[B, T, N, H], KV[2, B, S, K, H] -> O[B, T, N, H], lse[B, T, N]
 
 lse is the log of the softmax's denominator. Positions are known, so tiles that the mask hides altogether are never
 computed. Results are float32 or wider; `merge` joins those of different keys, whether of two tiles or of two ranks.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from scaling import trace
-from scaling.spec import parse_line
+from scaling.spec import parse
 from scaling.strategies.context.kernels import fused, tangent, written
 from scaling.strategies.context.layout import Mask, Ranges
 
@@ -22,7 +23,7 @@ TILE = 512  # queries, and keys, that are computed at a time: no more than TILE^
 
 
 class Seen(NamedTuple):
-    """What queries have seen so far: O[B, T, N, H], the attention to those keys, and lse[B, T, N], their weight's log."""
+    """What queries have seen of some keys: O[B, T, N, H], and lse[B, T, N], the log of the softmax's denominator."""
 
     O: torch.Tensor
     lse: torch.Tensor
@@ -30,24 +31,30 @@ class Seen(NamedTuple):
 
 def merge(a: Seen | None, b: Seen | None) -> Seen | None:
     """What is seen of the keys of both. No exponent is above 0, so nothing overflows; blocks may come in any order."""
-    if a is None or b is None:
-        return b if a is None else a
+    if a is None or b is None or b.O.is_meta:
+        return a if b is None else b
     lse = torch.logaddexp(a.lse, b.lse)
-    base = lse.masked_fill(lse == -math.inf, 0)  # where a query has seen no key yet
+    base = lse.masked_fill(lse.isneginf(), 0)  # where a query has seen no key yet
     wa, wb = ((lse - base).exp()[..., None] for lse in (a.lse, b.lse))
     return Seen(wa * a.O + wb * b.O, lse)
 
 
+def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """a + b, where None is a sum of nothing."""
+    return b if a is None else a if b is None else a + b
+
+
 class Block(NamedTuple):
     """Queries at the positions `rows` meet keys at `columns`. `segments`: None, or (of the queries [B, T], of the keys
-    [B, S]): a query sees keys of its own segment alone. `line`: the types, for the trace."""
+    [B, S]): a query sees keys of its own segment alone. `queries`, `keys`: their types, for the trace."""
 
     rows: Ranges
     columns: Ranges
     mask: Mask
     scale: float
     segments: tuple[torch.Tensor, torch.Tensor] | None = None
-    line: str = "Q[B, T, N, H] * KV[2, B, S, K, H] -> O[B, T, N, H]"
+    queries: str = "[B, T, N, H]"
+    keys: str = "[2, B, S, K, H]"
 
     @property
     def empty(self) -> bool:
@@ -68,13 +75,15 @@ class Block(NamedTuple):
                 yield i, j, hidden, diagonal
 
     @contextmanager
-    def traced(self, Q: torch.Tensor, matmuls: int):
-        """One event: FLOPs of the scores that are seen, in so many matmuls."""
+    def traced(self, line: str, Q: torch.Tensor, matmuls: int):
+        """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
         if not trace.active():
             yield
             return
-        (*before, after), (B, _, N, H) = (*parse_line(self.line).operands, parse_line(self.line).result), Q.shape
-        flops = 2 * matmuls * B * N * H * self.mask.pairs(self.rows, self.columns)
+        after, *before = (
+            parse(name + (self.keys if "KV" in name else self.queries)) for name in re.findall(r"\w+", line)
+        )
+        flops = 2 * matmuls * Q.shape[0] * Q.shape[2] * Q.shape[3] * self.mask.pairs(self.rows, self.columns)
         event = trace.record(trace.Event("Einsum", (), tuple(before), after, flops=flops, start=trace.now()))
         yield
         event.end = trace.now()
@@ -90,69 +99,86 @@ def _cut(ranges: Ranges) -> Iterator[tuple[slice, range]]:
             at += len(part)
 
 
-def forward(Q, K, V, block: Block) -> Seen | None:
+def forward(Q, KV, block: Block) -> Seen | None:
     """What the queries see of these keys; None if the mask hides them all."""
     if block.empty:
         return None
-    with block.traced(Q, matmuls=2):
+    with block.traced("O = Q * KV", Q, matmuls=2):
         if Q.is_meta:
             O = torch.empty_like(Q, dtype=_wide(Q.dtype))
             return Seen(O, O[..., 0])
-        q, k, v = _heads_of_keys(K.shape[2], Q, K, V)
-        O, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+        q, k, v = _heads_of_keys(KV, Q, *KV)
+        seen: dict[int, Seen] = {}
         for i, j, hidden, diagonal in block.tiles(Q.device):
-            tile = _kernel(Q).forward(q[..., i, :], k[..., j, :], v[..., j, :], hidden, diagonal, block.scale)
-            O[..., i, :], lse[..., i] = merge(Seen(O[..., i, :], lse[..., i]), Seen(*tile))
+            tile = kernel(Q.device).forward(_at(i, q), _at(j, k), _at(j, v), hidden, diagonal, block.scale)
+            seen[i.start] = merge(seen.get(i.start), Seen(*tile))
+        O = _joined({i: each.O for i, each in seen.items()}, q, block.rows)
+        lse = _joined({i: each.lse for i, each in seen.items()}, q[..., 0], block.rows, empty=-math.inf)
         return Seen(*_heads(O, lse))
 
 
-def backward(dO, O, lse, Q, K, V, block: Block):
-    """(dQ, dK, dV) through this block, or None. O and lse are those of all the keys, of this block and the others."""
+def backward(dO, O, lse, Q, KV, block: Block):
+    """(dQ, dKV) through this block, or Nones. O and lse are those of all the keys, of this block and the others."""
     if block.empty:
-        return None
-    with block.traced(Q, matmuls=5):
+        return None, None
+    with block.traced("dQ = dO * KV", Q, matmuls=5):
         if Q.is_meta:
-            return tuple(torch.empty_like(x, dtype=_wide(x.dtype)) for x in (Q, K, V))
-        dO, O, lse, q, k, v = _heads_of_keys(K.shape[2], dO, O, lse, Q, K, V)
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+            return tuple(torch.empty_like(x, dtype=_wide(x.dtype)) for x in (Q, KV))
+        dO, O, lse, q, k, v = _heads_of_keys(KV, dO, O, lse, Q, *KV)
+        dq, dk, dv = sums = {}, {}, {}
         for i, j, hidden, diagonal in block.tiles(Q.device):
-            row, keys = (O[..., i, :], lse[..., i]), (k[..., j, :], v[..., j, :])
-            tile = _kernel(Q).backward(dO[..., i, :], q[..., i, :], *keys, *row, hidden, diagonal, block.scale)
-            dq[..., i, :] += tile[0]
-            dk[..., j, :] += tile[1]
-            dv[..., j, :] += tile[2]
-        return _heads(dq, dk, dv)
+            operands = _at(i, dO), _at(i, q), _at(j, k), _at(j, v), _at(i, O), _at(i, lse)
+            tile = kernel(Q.device).backward(*operands, hidden, diagonal, block.scale)
+            for each, at, part in zip(sums, (i, j, j), tile, strict=True):
+                each[at.start] = add(each.get(at.start), part)
+        dq = _joined(dq, q, block.rows)
+        dk, dv = (_joined(each, k, block.columns) for each in (dk, dv))
+        dQ, dK, dV = _heads(dq, dk, dv)
+        return dQ, torch.stack([dK, dV])
 
 
-def jvp(tQ, tK, tV, lse, Q, K, V, block: Block):
-    """(A[B, T, N, H], m[B, T, N]) of this block, or None: summed over the blocks of all keys, tO = A - m O."""
+def jvp(tQ, tKV, lse, Q, KV, block: Block):
+    """(A[B, T, N, H], m[B, T, N]) of this block, or Nones: summed over the blocks of all keys, tO = A - m O."""
     if block.empty:
-        return None
-    with block.traced(Q, matmuls=5):
+        return None, None
+    with block.traced("tO = tQ * KV", Q, matmuls=5):
         if Q.is_meta:
             A = torch.empty_like(Q, dtype=_wide(Q.dtype))
             return A, A[..., 0]
-        tq, lse, q, tk, tv, k, v = _heads_of_keys(K.shape[2], tQ, lse, Q, tK, tV, K, V)
-        A, m = torch.zeros_like(q), torch.zeros_like(lse)
+        tq, lse, q, tk, tv, k, v = _heads_of_keys(KV, tQ, lse, Q, *tKV, *KV)
+        A, m = sums = {}, {}
         for i, j, hidden, _ in block.tiles(Q.device):
-            keys = (x[..., j, :] for x in (tk, tv, k, v))
-            tile = tangent(tq[..., i, :], q[..., i, :], lse[..., i], *keys, hidden, block.scale)
-            A[..., i, :] += tile[0]
-            m[..., i] += tile[1]
-        return _heads(A, m)
+            keys = (_at(j, x) for x in (tk, tv, k, v))
+            tile = tangent(_at(i, tq), _at(i, q), _at(i, lse), *keys, hidden, block.scale)
+            for each, part in zip(sums, tile, strict=True):
+                each[i.start] = add(each.get(i.start), part)
+        return _heads(_joined(A, q, block.rows), _joined(m, lse, block.rows))
 
 
-def _kernel(Q: torch.Tensor):
-    return fused if Q.device.type == "cpu" else written
+def _at(places: slice, x: torch.Tensor) -> torch.Tensor:
+    """Those of x[B, K, G, T(, H)] along T."""
+    return x[:, :, :, places]
+
+
+def _joined(pieces: dict[int, torch.Tensor], like: torch.Tensor, ranges: Ranges, empty: float = 0.0) -> torch.Tensor:
+    """The pieces in a row along T, `empty` where no tile made one. (Written to a buffer, linearize would lose them.)"""
+    places = [at for at, _ in _cut(ranges)]
+    return torch.cat(
+        [pieces[at.start] if at.start in pieces else torch.full_like(_at(at, like), empty) for at in places], 3
+    )
+
+
+def kernel(device: torch.device):
+    return fused if device.type == "cpu" else written
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _heads_of_keys(K: int, *arrays):
+def _heads_of_keys(KV: torch.Tensor, *arrays: torch.Tensor):
     """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider: G = N/K heads of queries, or one of keys, a KV head."""
-    return [x.to(_wide(x.dtype)).unflatten(2, (K, -1)).movedim(1, 3).contiguous() for x in arrays]
+    return [x.to(_wide(x.dtype)).unflatten(2, (KV.shape[3], -1)).movedim(1, 3).contiguous() for x in arrays]
 
 
 def _heads(*arrays):

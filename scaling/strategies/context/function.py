@@ -1,8 +1,7 @@
 """Explicit passes as one differentiable function: `Attention.apply(form, at, Q, K, V, segments)`.
 
-A form has `forward`, `backward` and `jvp`, written out with their communication. Autograd, torch.func and their nestings
-run these, on plain tensors, and so see neither a collective nor a tile. Derivatives of `backward` and `jvp` themselves
-are not defined.
+A form has `forward`, `backward` and `jvp`, written out with their communication. Autograd and torch.func run these, on
+plain tensors, and see neither collectives nor tiles. Second derivatives are not defined.
 """
 
 import torch

@@ -17,25 +17,22 @@ from scaling.strategies.context.ring import Ring
 
 def forward(Q, K, V, segments, at: Ring):
     """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, T_C] or None."""
-    K, V = gathered("KV", K, V, at)
-    seen = block.forward(Q, K, V, whole(segments, at))
+    seen = block.forward(Q, gathered("KV", K, V, at), whole(segments, at))
     return seen.O.to(Q.dtype), seen.lse
 
 
 def backward(dO, O, lse, Q, K, V, segments, at: Ring):
     """(dQ, dK, dV); what is sent of the gradients is float32 or wider."""
-    C, dtype = format_axes(at.axes), K.dtype
-    K, V = gathered("KV", K, V, at)
-    dQ, *dKV = block.backward(dO, O, lse, Q, K, V, whole(segments, at))
+    C = format_axes(at.axes)
+    dQ, dKV = block.backward(dO, O, lse, Q, gathered("KV", K, V, at), whole(segments, at))
     line = f"dKV[2, B, S, K, H] {{U_{C}}} -> dKV[2, B, S_{C}, K, H]"
-    dK, dV = reduce_scatter(line, torch.stack(dKV), at.mesh)
-    return dQ.to(Q.dtype), dK.to(dtype), dV.to(dtype)
+    return dQ.to(Q.dtype), *reduce_scatter(line, dKV, at.mesh).to(K.dtype)
 
 
 def jvp(tQ, tK, tV, O, lse, Q, K, V, segments, at: Ring):
     """The tangent of O."""
-    (K, V), (tK, tV) = gathered("KV", K, V, at), gathered("tKV", tK, tV, at)
-    A, m = block.jvp(tQ, tK, tV, lse, Q, K, V, whole(segments, at))
+    KV, tKV = gathered("KV", K, V, at), gathered("tKV", tK, tV, at)
+    A, m = block.jvp(tQ, tKV, lse, Q, KV, whole(segments, at))
     return (A - m[..., None] * O).to(Q.dtype)
 
 
@@ -50,5 +47,4 @@ def whole(segments, at: Ring) -> Block:
     rows, columns = chunks("gather", at.t, group.size, group.index), (range(at.t * group.size),)
     if segments is not None:
         segments = segments, all_gather(f"segments[B, S_{C}] -> segments[B, S]", segments, at.mesh)
-    line = f"Q[B, T_{C}, N, H] * KV[2, B, S, K, H] -> O[B, T_{C}, N, H]"
-    return Block(rows, columns, at.mask, at.scale, segments, line)
+    return Block(rows, columns, at.mask, at.scale, segments, at.types[0], "[2, B, S, K, H]")

@@ -38,7 +38,7 @@ def _over_queries(scores, q):
 def _written_forward(q, k, v, hidden, diagonal, scale):
     scores = _scores(q, k, hidden, scale)
     M = scores.amax(-1, keepdim=True)
-    M = M.masked_fill(M == -math.inf, 0)
+    M = M.masked_fill(M.isneginf(), 0)
     P = (scores - M).exp()
     L = P.sum(-1, keepdim=True)
     return _times(P, v) / L.clamp(min=torch.finfo(L.dtype).tiny), (M + L.log()).squeeze(-1)

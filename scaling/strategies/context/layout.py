@@ -1,7 +1,7 @@
 """Where tokens lie along the sequence, which of them see each other, and so how much each rank computes.
 
-A rank holds its part of the sequence as ranges of positions: one chunk in plain order, in zig-zag order two, of which one
-is as early as the other is late.
+A rank holds its part of the sequence as ranges of positions: one chunk in plain order; in zig-zag order two, of which
+one is as early as the other is late.
 """
 
 import math

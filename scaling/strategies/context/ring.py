@@ -17,59 +17,61 @@ import torch
 from scaling.collectives import ppermute, wait
 from scaling.spec import format_axes
 from scaling.strategies.context import block
-from scaling.strategies.context.block import Block, merge
+from scaling.strategies.context.block import Block, add, merge
 from scaling.strategies.context.layout import Mask, chunks
 
 
 def forward(Q, K, V, segments, ring: "Ring"):
-    """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, T_C] or None."""
+    """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, S_C] or None."""
     seen = None
-    for here, (K, V) in ring.around(segments, KV=torch.stack([K, V])):
-        seen = merge(seen, block.forward(Q, K, V, here))
+    for here, KV in ring.around(segments, KV=torch.stack([K, V])):
+        seen = merge(seen, block.forward(Q, KV, here))
     return seen.O.to(Q.dtype), seen.lse
 
 
 def backward(dO, O, lse, Q, K, V, segments, ring: "Ring"):
     """(dQ, dK, dV). dQ is added up where it stays, dK and dV as they follow their block, in float32 or wider."""
-    dQ, dKV, hops = 0, torch.zeros((), device=Q.device), ring.hops
-    for here, (K, V) in ring.around(segments, KV=torch.stack([K, V])):
-        grads = block.backward(dO, O, lse, Q, K, V, here)
-        dKV = wait(dKV)  # was on its way meanwhile
-        if grads is not None:
-            dQ, dKV = dQ + grads[0], dKV + torch.stack(grads[1:])
-        dKV = ring.send("dKV", dKV, 1 if hops else -ring.hops)  # after the last hop: home
-        hops -= 1
+    dQ = dKV = None
+    for hop, (here, KV) in enumerate(ring.around(segments, KV=torch.stack([K, V]))):
+        dq, dkv = block.backward(dO, O, lse, Q, KV, here)
+        dQ, dKV = add(dQ, dq), add(wait(dKV), dkv)  # dKV was on its way meanwhile
+        dKV = ring.send("dKV", dKV, 1 if hop < ring.hops else -ring.hops)  # after the last hop: home
     return dQ.to(Q.dtype), *wait(dKV).to(K.dtype)
 
 
 def jvp(tQ, tK, tV, O, lse, Q, K, V, segments, ring: "Ring"):
     """The tangent of O: keys and values go round, each with its tangent."""
-    A = m = 0
-    for here, (K, V), (tK, tV) in ring.around(segments, KV=torch.stack([K, V]), tKV=torch.stack([tK, tV])):
-        if (part := block.jvp(tQ, tK, tV, lse, Q, K, V, here)) is not None:
-            A, m = A + part[0], m + part[1]
+    A = m = None
+    for here, KV, tKV in ring.around(segments, KV=torch.stack([K, V]), tKV=torch.stack([tK, tV])):
+        a, b = block.jvp(tQ, tKV, lse, Q, KV, here)
+        A, m = add(A, a), add(m, b)
     return (A - m[..., None] * O).to(Q.dtype)
 
 
 class Ring(NamedTuple):
-    """Where the ring runs, over `axes` (one mesh axis, or none), and what its queries see. `t`: tokens on each rank."""
+    """Where the ring runs, and what its queries see. `t`: tokens on each rank; `order`: "ring" (plain) or "zigzag"."""
 
     mesh: object
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # the mesh axis that the sequence is split over, or none
     t: int
     mask: Mask
     scale: float
-    order: str = "ring"  # or "zigzag"
+    order: str = "ring"
+    heads: tuple[str, str] = ("N", "K")  # as the types have them: of Ulysses N_Y, R_Y
+
+    @property
+    def types(self) -> tuple[str, str]:
+        """Of queries and of keys, without a name."""
+        over = f"_{format_axes(self.axes)}" if self.axes else ""
+        return f"[B, T{over}, {self.heads[0]}, H]", f"[2, B, S{over}, {self.heads[1]}, H]"
 
     def around(self, segments, **arrays) -> Iterator[tuple]:
         """(block, *arrays) at each hop, the first with this rank's own keys; the next are on their way meanwhile."""
-        C, c = self.mesh.size(self.axes), self.mesh.group(self.axes).index
-        T, of_keys = f"T_{format_axes(self.axes)}" if self.axes else "T", segments
-        line = f"Q[B, {T}, N, H] * KV[2, B, S', K, H] -> O[B, {T}, N, H]"  # S': the keys of one block
+        (C, c), of_keys, (queries, keys) = self.place, segments, self.types
         for hop in range(self.hops + 1):
             rows, columns = chunks(self.order, self.t, C, c), chunks(self.order, self.t, C, (c - hop) % C)
             both = None if segments is None else (segments, of_keys)
-            here = Block(rows, columns, self.mask, self.scale, both, line), *arrays.values()
+            here = Block(rows, columns, self.mask, self.scale, both, queries, keys), *arrays.values()
             if hop < self.hops:
                 arrays = {name: self.send(name, x) for name, x in arrays.items()}
                 of_keys = self.send("segments", of_keys)
@@ -78,16 +80,22 @@ class Ring(NamedTuple):
 
     def send(self, name: str, x: torch.Tensor | None, hops: int = 1):
         """Start to pass x on by so many ranks along the ring."""
-        C, axis = self.mesh.size(self.axes), format_axes(self.axes)
+        C, _ = self.place
         if x is None or hops % C == 0:
             return x
-        line = f"{name}[B, S_{axis}]" if x.dim() == 2 else f"{name}[2, B, S_{axis}, K, H]"
+        line = f"segments[B, S_{format_axes(self.axes)}]" if name == "segments" else name + self.types[1]
         return ppermute(line, x, self.mesh, self.axes, [(c, (c + hops) % C) for c in range(C)], async_op=True)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How many ranks the sequence is split over, and which of them this is."""
+        group = self.mesh.group(self.axes)
+        return group.size, group.index
 
     @property
     def hops(self) -> int:
         """How often blocks are passed on until nobody sees more: C - 1 times, or fewer with a window."""
-        return _hops(self.order, self.t, self.mesh.size(self.axes), self.mask)
+        return _hops(self.order, self.t, self.place[0], self.mask)
 
 
 @lru_cache(maxsize=256)

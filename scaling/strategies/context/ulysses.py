@@ -3,8 +3,8 @@
     Q[B, T_C, N, H], K[B, S_C, K, H], V[B, S_C, K, H] -> O[B, T_C, N, H]
 
 An AllToAll moves the axis from the sequence to the heads, and one moves it back. With a second, outer axis the sequence
-stays split over that, and `inside` is a ring over it (Fang and Zhao 2024, arXiv:2405.07719, call that USP). The backward
-pass is the transpose of these lines (notation.md): AllToAlls the other way round.
+stays split over that one, and `inside` is a ring over it (USP: Fang and Zhao 2024, arXiv:2405.07719). The backward pass
+is the transpose of these lines (notation.md): AllToAlls the other way round.
 """
 
 from math import lcm
@@ -28,7 +28,9 @@ def attention(Q, K, V, segments, mesh, axes, inside):
         what, rule = f"N={N} query heads do not divide over {n} ranks", "Ulysses gives every rank as many heads"
         refuse(f"Q[B, T_{all_axes}, N, H]", "ulysses", what, rule, "form='ring' or 'zigzag', or an axis that divides N")
     R = lcm(K_heads, n)
-    KV = torch.stack([K, V]).repeat_interleave(R // K_heads, dim=3)
+    KV = torch.stack([K, V])
+    if R > K_heads:  # copies, whose gradients are summed: in float32 or wider
+        KV = KV.to(torch.promote_types(KV.dtype, torch.float32)).repeat_interleave(R // K_heads, dim=3)
     Q = all_to_all(f"Q[B, T_{all_axes}, N, H] -> Q[B, T{outer}, N_{Y}, H]", Q, mesh)
     KV = all_to_all(f"KV[2, B, S_{all_axes}, R, H] -> KV[2, B, S{outer}, R_{Y}, H]", KV, mesh)
     if segments is not None:
