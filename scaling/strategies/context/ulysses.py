@@ -29,7 +29,7 @@ def attention(Q, K, V, segments, mesh, axes, inside):
         refuse(f"Q[B, T_{all_axes}, N, H]", "ulysses", what, rule, "form='ring' or 'zigzag', or an axis that divides N")
     R = lcm(K_heads, n)
     KV = torch.stack([K, V])
-    if R > K_heads:  # copies, whose gradients are summed: in float32 or wider
+    if K_heads < R:  # copies, whose gradients are summed: in float32 or wider
         KV = KV.to(torch.promote_types(KV.dtype, torch.float32)).repeat_interleave(R // K_heads, dim=3)
     Q = all_to_all(f"Q[B, T_{all_axes}, N, H] -> Q[B, T{outer}, N_{Y}, H]", Q, mesh)
     KV = all_to_all(f"KV[2, B, S_{all_axes}, R, H] -> KV[2, B, S{outer}, R_{Y}, H]", KV, mesh)
