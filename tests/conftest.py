@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from scaling.launch.process import ready_to_fork
 from scaling.mesh import Mesh, join_world
 
 torch.set_num_threads(1)
@@ -52,6 +53,7 @@ class Workers:
     """`world` forked processes, each one rank of one process group."""
 
     def __init__(self, world: int):
+        ready_to_fork()
         context = mp.get_context("fork")
         self.folder = tempfile.TemporaryDirectory(prefix="test-ranks-")
         self.pipes, self.processes = [], []

@@ -1,6 +1,7 @@
 """Starting ranks, here or under torchrun, and watching them."""
 
-from scaling.launch.ranks import fit, keep_freed_memory, run, start
+from scaling.launch.process import keep_freed_memory
+from scaling.launch.ranks import fit, run, start
 from scaling.launch.watch import RankError
 from scaling.sizes import parse_mesh
 

@@ -4,16 +4,15 @@
 exits, is killed or waits in vain ends the run within seconds, with its number and its traceback; none stays behind.
 """
 
-import ctypes
 import math
 import os
 import pickle
 import signal
+import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,10 @@ import torch.multiprocessing as mp
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from scaling.collectives.checked import agree
-from scaling.launch.watch import CLOSED, RankError, report, show_stack_on_request, watch
+from scaling.launch.process import end_with_parent, keep_freed_memory, ready_to_fork
+from scaling.launch.watch import CLOSED, Rank, RankError, watch
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, join_world
 from scaling.spec import ShardingError
-
-PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
-M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # glibc: see keep_freed_memory
 
 
 def run(
@@ -49,21 +46,26 @@ def run(
     world = AbstractMesh(sizes).size()
     if world == 1:
         return [fn(Mesh(sizes, device, checked, timeout), *args)]
+    if dist.is_initialized():
+        raise ShardingError(
+            f"launch.run cannot start {world} ranks from a process that is a rank itself\n"
+            f"  fix: call it from the program that starts the ranks, or use this run's mesh"
+        )
     context = mp.get_context("fork" if sys.platform == "linux" and torch.device(device).type == "cpu" else "spawn")
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        work = (os.getpid(), world, folder, fn, dict(sizes), args, device, checked, timeout, threads)
-        ranks = [context.Process(target=_rank, args=(rank, *work)) for rank in range(world)]
+    if context.get_start_method() == "fork":
+        ready_to_fork()
+    ranks = []
+    with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
+        work = (os.getpid(), listener.getsockname()[1], world, fn, dict(sizes), args, device, checked, timeout, threads)
         try:
-            for process in ranks:
-                process.start()
-            watch(ranks, Path(folder))
-            return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]
+            for number in range(world):
+                ranks.append(Rank(number, context, _rank, None if number else listener, *work))
+            return [pickle.loads(result) for result in watch(ranks, timeout, torch.device(device).type == "cpu")]
         finally:
-            started = [process for process in ranks if process.pid is not None]
-            for process in started:
-                process.kill()
-            for process in started:
-                process.join()
+            for rank in ranks:
+                rank.process.kill()
+            for rank in ranks:
+                rank.end()
 
 
 def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", checked: bool = True, **options):
@@ -73,7 +75,7 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
     and with the failing rank's traceback alone.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _end_with_parent(os.getppid())
+        end_with_parent(os.getppid())
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is cleaned up
         try:
@@ -113,52 +115,41 @@ def fit(sizes: Mapping[str, int]) -> dict[str, int]:
     return {**sizes, first: world // rest}
 
 
-def _rank(rank: int, parent: int, world: int, folder: str, *work) -> None:
-    """The life of one started rank: what ends it before it is through goes to a file in the folder."""
+def _rank(number: int, voice, listener, parent: int, *work) -> None:
+    """The life of one started rank: what ends it before it is through is sent to its parent."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _end_with_parent(parent)
-        show_stack_on_request(Path(folder), rank)
-        _work(rank, world, folder, *work)
+        end_with_parent(parent)
+        voice.show_stack_on_request()
+        _work(number, voice, listener, *work)
     except BaseException as error:  # also sys.exit: the others wait for this rank
-        report(Path(folder), rank, error)
-        sys.stdout.flush()
-        os._exit(1)
+        try:
+            voice.error(error)
+            sys.stdout.flush()
+        finally:
+            os._exit(1)
 
 
-def _work(rank: int, world: int, folder: str, fn, sizes, args, device, checked, timeout, threads) -> None:
+def _work(
+    rank: int, voice, listener, port: int, world: int, fn, sizes, args, device, checked, timeout, threads
+) -> None:
     keep_freed_memory()
-    torch.set_num_threads(threads)  # before any computing: a forked child inherits the pool's size, not its threads
+    torch.set_num_threads(threads)  # before any computing
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
         del os.environ[name]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-    join_world(device, timeout, dist.FileStore(f"{folder}/store", world), rank, world)
+    fd = listener.fileno() if listener is not None else None  # rank 0 keeps the store that all meet at
+    store = dist.TCPStore(
+        "127.0.0.1", port, world, rank == 0, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=fd
+    )
+    join_world(device, timeout, store, rank, world)
     mesh = Mesh(sizes, device, checked, timeout)
     result = pickle.dumps(fn(mesh, *args))
     if checked:  # a rank that is through, while others still call collectives, disagrees with them as well
         agree(mesh.group(tuple(sizes)), "the end of the run", torch.empty(0))
-    Path(folder, f"result-{rank}").write_bytes(result)
+    voice.result(result)
     dist.barrier()  # nobody leaves while another one may still need it
     dist.destroy_process_group()
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep what it frees, for its next tensors, as torch does on a GPU.
-
-    glibc gives large blocks back to the system at once, and each new one is then filled with zeros page by page: a
-    tenth of the time of a step that, being a pure function, makes its gradients anew.
-    """
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30) or libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # glibc before 2.35
-        libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def _end_with_parent(parent: int) -> None:
-    """Let this process die with the one that started it, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)

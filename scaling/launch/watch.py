@@ -1,80 +1,142 @@
-"""Watching the ranks that `scaling.launch` started: which one failed first, and what it and the others were doing."""
+"""Watching the ranks that `scaling.launch` started: which one failed first, and what it and the others were doing.
+
+A rank sends its result, or the error that ended it, through a pipe; when asked by a signal it writes its stack into
+another. Nothing lies in a file that could stay behind.
+"""
 
 import faulthandler
 import os
+import pickle
 import re
 import signal
 import time
 import traceback
 from multiprocessing import connection
-from pathlib import Path
 
+from scaling.launch.pulse import Pulse
+
+POLL = 0.05  # seconds after which a death is noticed at the latest
 GRACE = 1.0  # seconds in which the rank that caused another one's error is looked for
-CLOSED, LATE = "by peer", ("Timed out", "timed out", "timeout")  # in errors that a rank gets when another dies or hangs
+CLOSED = "by peer"  # in the error of a rank when another one is gone
+LATE = ("Timed out", "timed out", "timeout")  # in the error of a rank that waited in vain
 
 
 class RankError(RuntimeError):
     """A rank raised, died or hangs; the message says which one and holds its traceback."""
 
 
-def show_stack_on_request(folder: Path, rank: int) -> None:
-    """Let this process write its stack to a file in the folder when it gets SIGUSR1, wherever it hangs."""
-    file = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 (open as long as the process lives: faulthandler keeps it)
-    faulthandler.register(signal.SIGUSR1, file, all_threads=False)
+class Rank:
+    """One rank as its parent sees it. `started` gives the process its ends of the pipes and starts it."""
+
+    def __init__(self, number: int, context, target, *args):
+        self.number, self.result, self.error, self.open = number, None, None, True
+        self.pipe, pipe = context.Pipe(duplex=False)
+        self.stack, stack = context.Pipe(duplex=False)
+        self.process = context.Process(target=target, args=(number, Voice(pipe, stack), *args))
+        self.process.start()
+        pipe.close()
+        stack.close()
+
+    def listen(self) -> None:
+        """Take what it has sent."""
+        try:
+            while self.open and self.pipe.poll():
+                kind, said = pickle.loads(self.pipe.recv_bytes())
+                setattr(self, kind, said)
+        except (EOFError, OSError):  # it has ended, perhaps while it was sending
+            self.open = False
+
+    def failure(self) -> tuple | None:
+        """(order of blame, time, rank, what happened), or None if it runs or ended well.
+
+        First a rank that died, then one that raised, one that waited in vain, one whose peer was gone.
+        """
+        code = self.process.exitcode
+        self.listen()
+        if self.error is not None:
+            when, text = self.error
+            blame = 3 if CLOSED in text else 2 if any(word in text for word in LATE) else 1
+            return blame, when, self.number, f"raised:\n{text}"
+        if code is None or (code == 0 and self.result is not None):
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return 0, 0.0, self.number, f"{how}, so the other ranks were ended"
+
+    def where(self) -> str:
+        """Where it was when it was asked by SIGUSR1."""
+        text = os.read(self.stack.fileno(), 1 << 16).decode(errors="replace") if self.stack.poll() else ""
+        lines = re.sub(r".* in _work\n(.*\n)*", "", text).partition("\n")[2]
+        return f"\nrank {self.number} was still running" + (
+            f", here (most recent call first):\n{lines}" if lines else "\n"
+        )
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        self.stack.close()
 
 
-def report(folder: Path, rank: int, error: BaseException) -> None:
-    """Write down what ended this rank, and when; the first two frames, which started it, are left out."""
+class Voice:
+    """How a rank tells its parent what became of it: its ends of the two pipes."""
+
+    def __init__(self, pipe, stack):
+        self.pipe, self.stack = pipe, stack
+
+    def show_stack_on_request(self) -> None:
+        """Let this process write its stack when it gets SIGUSR1, wherever it hangs."""
+        faulthandler.register(signal.SIGUSR1, self.stack, all_threads=False)
+
+    def result(self, result: bytes) -> None:
+        self.pipe.send_bytes(pickle.dumps(("result", result)))
+
+    def error(self, error: BaseException) -> None:
+        """What ended this rank, and when."""
+        try:
+            said = _told(error)
+        except MemoryError:  # what the rank holds is not needed any more
+            traceback.clear_frames(error.__traceback__)
+            said = _told(error)
+        self.pipe.send_bytes(said)
+
+
+def _told(error: BaseException) -> bytes:
+    """The traceback without its first two frames, which started the rank."""
     frames = error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    draft = folder / f"draft-{rank}"
-    draft.write_text(f"{time.monotonic()}\n{text}")
-    draft.rename(folder / f"error-{rank}")
+    text = text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be printed
+    return pickle.dumps(("error", (time.monotonic(), text)))
 
 
-def watch(ranks: list, folder: Path) -> None:
-    """Wait for all processes to end well. RankError as soon as one does not, about the rank that failed first."""
-    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
-    while running:
-        for sentinel in connection.wait(list(running)):
-            if _failure(ranks, running.pop(sentinel), folder):
-                raise RankError(_explain(ranks, folder))
+def watch(ranks: list[Rank], timeout: float, sockets: bool = True) -> list[bytes]:
+    """The ranks' results, once all have ended well. RankError as soon as one does not, about the one that failed first,
+    or when all hang (see `Pulse`)."""
+    pulse = Pulse([rank.process.pid for rank in ranks], timeout, sockets)
+    while True:
+        connection.wait([rank.pipe for rank in ranks if rank.open], POLL)
+        if any(rank.failure() for rank in ranks):
+            raise RankError(_explain(ranks))
+        if all(rank.process.exitcode is not None for rank in ranks):
+            return [rank.result for rank in ranks]
+        if stopped := pulse.stopped():
+            raise RankError(f"{stopped}{_stacks(ranks)}")
 
 
-def _failure(ranks: list, rank: int, folder: Path) -> tuple | None:
-    """(order of blame, time, rank, what happened), or None if it runs or ended well.
-
-    First a rank that died, then one that raised, one that waited in vain, one whose peer was gone.
-    """
-    code, error = ranks[rank].exitcode, folder / f"error-{rank}"
-    if error.exists():
-        when, text = error.read_text().split("\n", 1)
-        blame = 3 if CLOSED in text else 2 if any(word in text for word in LATE) else 1
-        return blame, float(when), rank, f"raised:\n{text}"
-    if code is None or (code == 0 and (folder / f"result-{rank}").exists()):
-        return None
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return 0, 0.0, rank, f"{how}, so the other ranks were ended"
-
-
-def _explain(ranks: list, folder: Path) -> str:
+def _explain(ranks: list[Rank]) -> str:
     """Name the rank to blame; if all that failed did so while waiting, show also where those are that still run."""
     deadline = time.monotonic() + GRACE
     while True:
-        blame, _, rank, what = min(filter(None, (_failure(ranks, r, folder) for r in range(len(ranks)))))
+        blame, _, number, what = min(filter(None, (rank.failure() for rank in ranks)))
         if blame < 2 or time.monotonic() > deadline:
             break
         time.sleep(0.01)
-    message = f"rank {rank} of {len(ranks)} {what}"
-    return message if blame < 2 else message + _stacks(ranks, folder)
+    message = f"rank {number} of {len(ranks)} {what}"
+    return message if blame < 2 else message + _stacks(ranks)
 
 
-def _stacks(ranks: list, folder: Path) -> str:
-    text, running = "", [rank for rank, process in enumerate(ranks) if process.is_alive()]
+def _stacks(ranks: list[Rank]) -> str:
+    running = [rank for rank in ranks if rank.process.is_alive()]
     for rank in running:
-        os.kill(ranks[rank].pid, signal.SIGUSR1)
-    time.sleep(0.1 if running else 0)
-    for rank in running:
-        stack = re.sub(r".* in _work\n(.*\n)*", "", (folder / f"stack-{rank}").read_text()).partition("\n")[2]
-        text += f"\nrank {rank} was still running" + (f", here (most recent call first):\n{stack}" if stack else "\n")
-    return text
+        os.kill(rank.process.pid, signal.SIGUSR1)  # not reaped yet, so its number is its own
+    time.sleep(0.2 if running else 0)
+    return "".join(rank.where() for rank in running)

@@ -19,7 +19,7 @@ from scaling.collectives import all_gather, all_reduce
 from scaling.launch import RankError, fit, parse_mesh, run
 from scaling.spec import ShardingError
 
-LIMIT = 5.0  # seconds in which all have ended
+LIMIT = 5.0 * max(1.0, os.getloadavg()[0] / os.cpu_count())  # seconds in which all have ended; other work slows it
 
 
 def total(mesh) -> float:
@@ -70,14 +70,67 @@ def test_what_makes_no_mesh_starts_no_rank():
         run(total, {"X": 0, "Y": 2})
 
 
-def test_no_folder_stays_behind(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sizes", [4, [4, 2], None])
+def test_sizes_that_are_no_mapping(sizes):
+    with pytest.raises(ShardingError, match="a mesh is given by the sizes of its axes"):
+        run(total, sizes)
+
+
+def test_no_file_stays_behind_nor_lies_there_meanwhile(tmp_path, monkeypatch):
+    """What lay there while ranks run would stay behind if their parent were killed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run(total, {"X": 2}) == [2.0, 2.0]
+
+    def files(mesh):
+        total(mesh)
+        return [str(path) for path in tmp_path.iterdir()]
+
+    assert run(files, {"X": 2}) == [[], []]
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_rank_cannot_start_ranks():
+    with pytest.raises(RankError) as error:
+        run(lambda mesh: run(total, {"X": 2}), {"X": 2})
+    assert "ShardingError: launch.run cannot start 2 ranks from a process that is a rank itself\n" in str(error.value)
+
+
+def test_large_results_arrive():
+    for rank, result in enumerate(run(lambda mesh: torch.full((3_000_000,), float(mesh.rank)), {"X": 2})):
+        assert torch.equal(result, torch.full((3_000_000,), float(rank)))
+
+
+def imported_by_a_pull(mesh):
+    before = set(sys.modules)
+    torch.func.vjp(torch.sin, torch.ones(2))[1](torch.ones(2))
+    return sorted(set(sys.modules) - before)
+
+
+def test_the_first_gradient_imports_nothing_in_a_forked_rank():
+    assert run(imported_by_a_pull, {"X": 2}) == [[], []]
+
+
+def test_ranks_may_use_threads_after_their_parent_did():
+    """A forked process inherits OpenMP's record of threads that it does not have."""
+
+    def product(mesh):
+        x = torch.full((600, 600), 1.0)
+        return torch.get_num_threads(), (x @ x).sqrt().mean().item()
+
+    torch.set_num_threads(2)
+    try:
+        assert product(None) == (2, pytest.approx(600**0.5))
+        assert [threads for threads, _ in run(product, {"X": 2}, threads=2)] == [2, 2]
+        assert product(None)[0] == 2  # and so may the parent, after
+    finally:
+        torch.set_num_threads(1)
 
 
 def raises(mesh):
     raise ValueError("boom")
+
+
+def raises_what_cannot_be_printed(mesh):
+    raise ValueError("boom \udcff")
 
 
 def exits(code):
@@ -106,6 +159,7 @@ def segfaults(mesh):
 FAILURES = {
     "raises": (raises, ["raised:\nTraceback", "in raises", "ValueError: boom"]),
     "raises what cannot be pickled": (raises_what_cannot_be_pickled, ["Odd: 1", "in raises_what_cannot"]),
+    "raises what cannot be printed": (raises_what_cannot_be_printed, ["in raises_what_cannot", "boom \\udcff"]),
     "sys.exit(3)": (exits(3), ["raised:\nTraceback", "SystemExit: 3"]),
     "sys.exit(0)": (exits(0), ["raised:\nTraceback", "SystemExit: 0"]),
     "os._exit(0)": (lambda mesh: os._exit(0), ["ended with exit code 0, so the other ranks were ended"]),
@@ -149,6 +203,72 @@ def test_a_rank_that_hangs_is_shown_where_it_is(tmp_path):
     assert re.search(r"^  File .*test_launch.py., line \d+ in hangs\n", shown)
     assert len([*tmp_path.iterdir()]) == 2
     assert all_ended([int(path.name) for path in tmp_path.iterdir()], 0)
+
+
+def spins(mesh):
+    while mesh.rank != 1:
+        pass
+    os._exit(3)
+
+
+def test_a_death_is_noticed_while_the_others_compute():
+    """A dead process cannot always be waited for at once."""
+    for _ in range(10):
+        began = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 of 3 ended with exit code 3"):
+            run(spins, {"X": 3})
+        assert time.monotonic() - began < LIMIT
+
+
+def leaves_a_child(mesh):
+    if mesh.rank == 0:
+        hangs(mesh)
+    if os.fork() == 0:
+        time.sleep(LIMIT)  # it keeps the pipes of its parent open
+        os._exit(0)
+    os._exit(3)
+
+
+def test_a_death_is_noticed_while_a_child_lives_on():
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 3"):
+        run(leaves_a_child, {"X": 2})
+    assert time.monotonic() - began < LIMIT
+
+
+def spins_for_ever(mesh):
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("how", [hangs, spins_for_ever])
+def test_when_all_hang_they_are_shown_where_they_are(how, monkeypatch):
+    monkeypatch.setattr("scaling.launch.pulse.PATIENCE", 1)
+    began = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run(how, {"X": 2}, timeout=1.0)
+    assert time.monotonic() - began < 2.0 + LIMIT
+    said, *shown = re.split(r"\nrank \d was still running, here \(most recent call first\):\n", str(error.value))
+    assert re.match(r"all 2 ranks hang: none has (computed|sent or received anything) for \d s\n  fix: ", said)
+    assert len(shown) == 2
+    assert all(re.match(rf"  File .*test_launch.py., line \d+ in {how.__name__}\n", stack) for stack in shown)
+
+
+def computes(mesh, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+
+
+def test_ranks_that_compute_or_communicate_do_not_hang():
+    run(computes, {"X": 2}, 2.5, timeout=0.5)
+
+    def communicates(mesh):
+        for _ in range(30):
+            total(mesh)
+            computes(mesh, 0.1)
+
+    run(communicates, {"X": 2}, timeout=1.0)
 
 
 def test_eight_ranks_are_soon_through_their_first_collective():

@@ -1,0 +1,60 @@
+"""Whether processes still do anything, by what Linux counts of them: processor time, and bytes read and written."""
+
+import os
+import time
+from pathlib import Path
+
+IDLE = 0.02  # of one processor, all processes together: less is waiting
+PATIENCE = 5  # timeouts for which ranks may compute without a word to each other
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+class Pulse:
+    """All ranks hang if for `timeout` seconds none has computed, or for 5 times as long none has read or written.
+
+    A rank that waits for a lock or sleeps takes no processor time. One that loops for ever does, but neither sends nor
+    receives; on GPUs (`sockets` False), where NCCL moves bytes that Linux does not count, that is not held against it.
+    What cannot be told from a hang is a long wait for something outside, and very long computing without a word: there
+    a longer timeout helps.
+    """
+
+    def __init__(self, pids: list[int], timeout: float, sockets: bool = True):
+        self.pids, self.every = pids, min(max(timeout / 20, 0.2), 5.0)
+        self.idle = timeout + 1.0  # a collective that times out says more, and is to be first
+        self.mute = PATIENCE * self.idle if sockets else float("inf")
+        self.looked = self.computed = self.moved = time.monotonic()
+        self.used, self.bytes = _counts(pids)
+
+    def stopped(self) -> str:
+        """What has stopped and for how long, in words; empty while there is hope."""
+        now = time.monotonic()
+        if now - self.looked < self.every or not os.path.exists("/proc/self/io"):
+            return ""
+        used, moved = _counts(self.pids)
+        if used - self.used > IDLE * (now - self.computed):
+            self.used, self.computed = used, now
+        if moved != self.bytes:
+            self.bytes, self.moved = moved, now
+        self.looked = now
+        if now - self.computed > self.idle:
+            what = f"computed for {now - self.computed:.0f} s"
+        elif now - self.moved > self.mute:
+            what = f"sent or received anything for {now - self.moved:.0f} s"
+        else:
+            return ""
+        return (
+            f"all {len(self.pids)} ranks hang: none has {what}\n"
+            f"  fix: look below where each of them is; where that is meant to take so long, pass a longer timeout\n"
+        )
+
+
+def _counts(pids: list[int]) -> tuple[float, int]:
+    """(processor seconds, bytes read and written), of the processes and their children together."""
+    used, moved = 0, 0
+    for pid in pids:
+        try:
+            used += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+            moved += sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])
+        except OSError:  # it has ended meanwhile
+            continue
+    return used / TICK, moved
