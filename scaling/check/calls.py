@@ -14,6 +14,7 @@ KINDS = {
     "reduce_scatter": "ReduceScatter",
     "all_reduce": "AllReduce",
     "all_to_all": "AllToAll",
+    "ragged_all_to_all": "AllToAll",
     "broadcast": "Broadcast",
     "reduce": "Reduce",
     "scatter": "Scatter",

@@ -24,7 +24,18 @@ from scaling.collectives.deferred import Deferred, joined
 from scaling.collectives.messages import recv, send
 from scaling.collectives.multiply import einsum
 from scaling.collectives.plans import reshard, run, run_backward, run_forward, run_program
+from scaling.collectives.ragged import ragged_all_to_all
 
 __all__ = ["Deferred", "Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather", "joined"]
-__all__ += ["ppermute", "recv", "reduce", "reduce_scatter", "reshard", "run", "run_backward", "run_forward"]
+__all__ += [
+    "ppermute",
+    "ragged_all_to_all",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reshard",
+    "run",
+    "run_backward",
+    "run_forward",
+]
 __all__ += ["run_program", "scatter", "send", "shard", "unshard", "wait"]

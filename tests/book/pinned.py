@@ -40,4 +40,5 @@ PINNED = {
         "6 rejected: and all of it over one PCIe link": 1e3 * 2**34 / 1.6e10,
         "6 it fits the HBM of TPU{0,0}": "no",
     },
+    "05_moe": {"DeepSeek-V3's experts over 64 H100: F >": 990e12 / 400e9 * (64 - 8) / 8},
 }  # fmt: skip

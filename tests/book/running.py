@@ -11,7 +11,7 @@ from pathlib import Path
 
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
-    "01_roofline", "02_tpus", "02_networking",
+    "01_roofline", "02_tpus", "02_networking", "05_moe",
 )  # fmt: skip
 
 

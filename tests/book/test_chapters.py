@@ -48,6 +48,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         16,
         ["v5e 16 ring 8 4.00 1.8e11 8.0 8.0 8.0"],
     ),
+    "05_moe": (["1e-11 NO dW_in", "FAILED: drouter"], 990e12 / 3.4e12 * 32, ["forward on 2 ranks", "all hold"]),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import jvp, linearize, vjp, vmap
 
-from scaling.collectives.ragged import ragged_all_to_all
+from scaling.collectives import ragged_all_to_all
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, parse
 from scaling.trace import trace

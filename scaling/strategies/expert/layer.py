@@ -12,8 +12,7 @@ each for every expert; R is ragged, another number for each (g, e).
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
-from scaling.collectives.ragged import ragged_all_to_all
+from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
 from scaling.configs import Config
 from scaling.models.moe import balance_loss, by_expert, router_logits, weigh, z_loss
 from scaling.strategies.expert.layout import Layout, layout

@@ -1,0 +1,299 @@
+# %% [markdown]
+"""Part 5 with Parts 4 and 12, mixtures of experts: tokens go to the experts they choose.
+"Sparsity and Mixture-of-Experts": https://jax-ml.github.io/scaling-book/transformers
+"Expert Parallelism": https://jax-ml.github.io/scaling-book/gpus
+
+    x[B_X, T, D], router[D, E], W_in[E_X, D, F], W_out[E_X, F, D] -> y[B_X, T, D]
+
+One layer line by line with its bytes, equal to the dense computation of one device; other meshes, tensor parallelism
+inside the experts and a capacity, all equal; the load by expert, evened out by a bias; what the book says it takes.
+"""
+
+# %%
+import torch
+import torch.nn.functional as F
+from torch.func import vjp
+
+from scaling import cost, tree
+from scaling.book.answers import Answer
+from scaling.book.layout import number
+from scaling.book.page import Page
+from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, ragged_all_to_all
+from scaling.configs import Config, get
+from scaling.cost import gpu
+from scaling.hardware import chip
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import moe
+from scaling.spec import format_axes, parse
+from scaling.strategies import expert
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="X=4", seed=True)
+n, LIMIT = page.args.mesh["X"], 1e-11
+B, T, D, E, k = 4 * n, 4 * n, 32, 2 * n, 2
+config = Config("layer", L=1, D=D, F=16 * n, N=1, K=1, H=1, V=1, E=E, k=k)
+SPECS = {
+    "router": "router[D, E]",
+    "W_in": "W_in[E_X, D, F]",
+    "W_gate": "W_gate[E_X, D, F]",
+    "W_out": "W_out[E_X, F, D]",
+}
+
+# %% [markdown]
+# ## The dense layer, on one device
+# Every expert computes every token, and a token's sum leaves out all but its k. The tokens here have a mean, so that
+# some experts are liked more than others; the loss takes in the two that keep a router in shape.
+
+
+# %%
+def problem(config, of_losses=(0.3, 0.07)):
+    """Params, x and the cotangents of y and of the two losses, whole, in float64."""
+    rng = torch.Generator().manual_seed(page.args.seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+    sizes = {"D": D, "E": E, "F": config.F}
+    types = expert.specs(config, None)
+    params = tree.map(lambda text: draw(*parse(text).global_shape(sizes)) / D**0.5, types)
+    return params, draw(B, T, D) + draw(D), (draw(B, T, D), *torch.tensor(of_losses, dtype=torch.float64))
+
+
+def outputs(y, aux):
+    return (y, aux["balance"], aux["z"]), aux["load"]
+
+
+def one_device(config, *of_losses):
+    """(outputs, gradients of params and x, the load of each expert) by the dense computation."""
+    params, x, cotangents = problem(config, *of_losses)
+    outs, pull, load = vjp(lambda params, x: outputs(*moe.dense(params, x, config)), params, x, has_aux=True)
+    return outs, pull(cotangents), load
+
+
+def difference(got, want) -> float:
+    """The largest of all leaves, relative to the largest element of each."""
+    pairs = zip(tree.leaves(got), tree.leaves(want), strict=True)
+    return max(float((a.cpu() - b).abs().max() / b.abs().max().clamp(min=1e-300)) for a, b in pairs)
+
+
+dense = one_device(config, (0.0, 0.0))
+
+# %% [markdown]
+# ## One layer, line by line
+# A row is one choice of one token, to be computed by one expert. In `Row[G, E, R, D]` G groups of tokens, one a rank,
+# have R rows each for every expert; R is ragged: another number for each group and expert, so the ranks first tell
+# each other how many rows will come (line 2). The AllToAlls of lines 3 and 5 move X from the groups to the experts and
+# back. Choosing (line 1) makes whole numbers and has no gradient: the gradient of the router is that of the weights.
+
+
+# %%
+def layer(params, x, mesh):
+    """x[B_X, T, D] -> y[B_X, T, D], and what the tokens chose."""
+    tokens = x.flatten(0, 1)
+    weights, experts = moe.route(tokens, params["router"], config)  # 1. of each token, k
+    rows = moe.rows_of(experts, E)  # the choices, sorted by expert
+    count = all_to_all("n[G_X, E] -> n[G, E_X]", rows.counts[None], mesh)  # 2.
+    sends, receives = rows.counts.view(len(count), -1).sum(1).tolist(), count.sum(1).tolist()
+    Row = rows.spread(tokens)
+    Row = ragged_all_to_all("Row[G_X, E, R, D] -> Row[G, E_X, R, D]", Row, sends, receives, mesh)  # 3. dispatch
+    mine = torch.arange(count.shape[1], device=x.device).repeat(len(count))  # which of its experts each block is for
+    order = mine.repeat_interleave(count.flatten()).argsort(stable=True)
+    Out = moe.by_expert(mlp, params, Row[order], count.sum(0).tolist())[order.argsort()]  # 4.
+    Out = ragged_all_to_all("Out[G, E_X, R, D] -> Out[G_X, E, R, D]", Out, receives, sends, mesh)  # 5. combine
+    return rows.collect(Out, weights).view_as(x), experts  # 6. the weighted sum of each token's k
+
+
+def mlp(W, Row):
+    """One expert's rows, which may be none: Row[R, D] -> Out[R, D]."""
+    Tmp = einsum("Row[R, D] * W_in[D, F] -> Tmp[R, F]", Row, W["W_in"])
+    Gate = einsum("Row[R, D] * W_gate[D, F] -> Gate[R, F]", Row, W["W_gate"])
+    return einsum("Act[R, F] * W_out[F, D] -> Out[R, D]", F.silu(Gate) * Tmp, W["W_out"])
+
+
+def one_layer(mesh) -> dict:
+    params, x, (dy, *_) = problem(config)
+    (want, *_), (want_grads, want_dx), _ = dense
+    params, (x, dy) = tree.shard(params, SPECS, mesh), tree.shard([x, dy], ["x[B_X, T, D]"] * 2, mesh)
+    with trace() as forward:
+        y, pull, experts = vjp(lambda params, x: layer(params, x, mesh), params, x, has_aux=True)
+    with trace() as backward:
+        grads, dx = pull(dy)
+    grads["router"] = all_reduce("d[D, E] {U_X} -> d[D, E]", grads["router"], mesh)  # as of every replicated weight
+    moved = forward.collectives()[1:] + backward.collectives()  # the rows: all but the counts
+    totals = torch.tensor([[sum(e.nbytes for e in moved) // n, sum(e.wire_bytes for e in moved)]])
+    grads, (y, dx) = tree.unshard(grads, SPECS, mesh), tree.unshard([y, dx], ["x[B_X, T, D]"] * 2, mesh)
+    same = {"y": (y, want), "dx": (dx, want_dx)} | {f"d{name}": (grads[name], want_grads[name]) for name in grads}
+    return {
+        "forward": [(str(e), e.nbytes or "", e.wire_bytes or "", e.flops or "") for e in forward.events],
+        "backward": [(str(e), e.nbytes, e.wire_bytes, "") for e in backward.collectives()],
+        "differences": [(what, difference(*pair), LIMIT) for what, pair in same.items()],
+        "bytes": all_gather("b[G_X, K] -> b[G, K]", totals, mesh).sum(0).tolist(),
+        "experts": all_gather("e[N_X, K] -> e[N, K]", experts, mesh),
+    }
+
+
+result = page.on_ranks(one_layer)
+for name in ("forward", "backward"):
+    page.title(f"{name} on {n} ranks, as rank 0 ran it: B={B} T={T} D={D} F={config.F} E={E} k={k}, float64")
+    page.table(result[name], ["line", "V bytes", "sent", "FLOPs"])
+page.say("V of a ragged AllToAll is n times what this rank holds: over the ranks its mean is the whole array.")
+page.title("The results, whole, beside one device's")
+page.equal(result["differences"])
+
+# %% [markdown]
+# ## What it moves
+# Each choice is a row that goes there and back, forward and backward: 4 k B T D elements. Those whose expert lives on
+# their own rank stay; with an even load that is one in n. The loads here are not even, so the second line counts.
+
+# %%
+params, x, _ = problem(config)
+experts = moe.choose(x, params["router"], config)
+chosen = page.check("the ranks choose as one device does", torch.equal(result["experts"], experts.flatten(0, 1)))
+home = torch.arange(B).view(-1, 1, 1) // (B // n)
+leaving, (whole, sent) = int((experts // (E // n) != home).sum()), result["bytes"]
+page.title("Bytes of all ranks, forward and backward")
+page.same([
+    ("rows, V", "4 k B T D elements", 4 * k * B * T * D * 8, whole),
+    ("sent", f"4 D elements for each of {leaving} choices of another rank's", 4 * D * 8 * leaving, sent),
+], ["", "closed form", "bytes", "counted"])  # fmt: skip
+once = F.one_hot(experts // (E // n), n).amax(-2).sum(-1).double().mean().item()
+drawn = n * gpu.nonzero_share(n, k, random=True)
+page.say(
+    f"\nThe ranks choose as one device does: {chosen}. A token's {k} choices lie on {once:.2f} ranks ({drawn:.2f} if"
+)
+page.say(f"drawn at random). The book's formula sends it once to each (there, a node): {once / k:.0%} of these bytes.")
+
+# %% [markdown]
+# ## Every layout is one device
+# The same layer by `scaling.strategies.expert` with what real models add: sigmoid scores, a bias, shared experts, the
+# losses; experts on the data axis, on one of their own, with F split inside them, and with a capacity, which is of the
+# global batch and drops the same tokens on every mesh. The backward pass computes each again, by the same routing.
+
+# %%
+full = config.with_(routing="sigmoid", shared=1)
+a, b = (2, n // 2) if n % 2 == 0 else (1, n)
+LAYOUTS = [
+    ({"X": n}, "X", None, "x[B_X, T, D]", full),
+    ({"X": a, "E": b}, "E", None, "x[B_XE, T, D]", full),
+    ({"X": b, "C": a}, "X", None, "x[B_X, T_C, D]", full),
+    ({"X": a, "Y": b}, "X", "Y", "x[B_X, T, D]", full),
+    ({"X": a, "Y": b}, "X", "Y", "x[B_X, T_Y, D]", full),
+    ({"X": n}, "X", None, "x[B_X, T, D]", full.with_(capacity=1.0)),
+    ({"X": a, "E": b}, "E", None, "x[B_XE, T, D]", full.with_(capacity=1.0)),
+][:: 2 if page.small else 1]
+references = [one_device(layout[-1]) for layout in LAYOUTS]
+
+
+def on_layout(mesh, axis, tensor, spec, config, reference):
+    """(differences of y, of the losses and of the gradients from one device's; whether the load is the same)."""
+    params, x, (dy, *weights) = problem(config)
+    types = expert.specs(config, axis, tensor)
+    params, (x, dy) = tree.shard(params, types, mesh), tree.shard([x, dy], [spec, spec], mesh)
+    over = tuple(dict.fromkeys((*parse(spec).axes, *([tensor] if tensor else []))))
+    copies = 1 if tensor is None or tensor in parse(spec).axes else mesh.sizes[tensor]  # of y: each has a share of dy
+
+    def once(params, x, routing):
+        routing = routing or expert.route(params, x, config, mesh, axis, tensor=tensor, spec=spec)
+        y, aux = expert.moe(params, x, config, mesh, axis, tensor=tensor, spec=spec, routing=routing)
+        return outputs(y, aux)[0], routing
+
+    def remade(params, x):
+        outs, routing = moe.checkpoint_routed(once)(params, x)
+        return outs, routing.load
+
+    def whole(grad, spec):
+        spec = parse(spec)
+        return tree.unshard(grad, spec.with_unreduced([axis for axis in over if axis not in spec.axes]), mesh)
+
+    (y, *losses), pull, load = vjp(remade, params, x, has_aux=True)
+    losses = [all_reduce(f"l[] {{U_{format_axes(over)}}} -> l[]", loss, mesh) for loss in losses]
+    grads = tree.map(whole, pull((dy / copies, *weights)), (types, spec))
+    (want, *want_losses), want_grads, want_load = reference
+    pairs = (tree.unshard(y, spec, mesh), want), (losses, want_losses), (grads, want_grads)
+    return [difference(*pair) for pair in pairs], torch.equal(load, want_load)
+
+
+def all_layouts(mesh):
+    return [
+        on_layout(Mesh(sizes, mesh.device, mesh.checked), *layout, reference)
+        for (sizes, *layout), reference in zip(LAYOUTS, references, strict=True)
+    ]
+
+
+page.title("Differences from one device, in float64, relative to the largest element")
+rows = []
+for (sizes, axis, tensor, spec, used), (off, same) in zip(LAYOUTS, page.on_ranks(all_layouts), strict=True):
+    at = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    what = f"E over {axis}" + (f", F over {tensor}" if tensor else "") + (", capacity" if used.capacity else "")
+    held = page.check(f"{at}: {what}, {spec}", max(off) <= LIMIT and same)
+    rows.append((at, spec, what, *(f"{o:.0e}" for o in off), held))
+page.table(rows, ["mesh", "x", "layout", "y", "losses", "gradients", "equal"])
+
+# %% [markdown]
+# ## The load by expert
+# A rank waits for the busiest expert, so an uneven load costs time (or, with a capacity, tokens). DeepSeek-V3 adds a
+# bias to the scores in the choice alone: after each step up where an expert had too few tokens, down where too many.
+# No loss is disturbed: the weights do not see the bias.
+
+# %%
+sigmoid, tokens, bias = config.with_(routing="sigmoid"), x.flatten(0, 1), torch.zeros(E).double()
+before = load = moe.load_of(moe.choose(tokens, params["router"], sigmoid), E)
+for _ in range(300):
+    bias = moe.update_bias(bias, load, rate=0.003)
+    load = moe.load_of(moe.choose(tokens, params["router"], sigmoid, bias), E)
+mean = B * T * k // E
+page.title(f"Tokens by expert, {mean} if even, and after 300 updates of the bias")
+both = zip(before.tolist(), load.tolist(), bias.tolist(), strict=True)
+rows = [(e, u, "#" * (12 * u // mean), v, "#" * (12 * v // mean), f"{up:+.2f}") for e, (u, v, up) in enumerate(both)]
+page.table(rows, ["expert", "before", "", "after", "", "bias"])
+busiest = [counts.max().item() / mean for counts in (before, load)]
+held = page.check("the bias evens out the load", busiest[1] <= min(1.25, busiest[0]))
+page.say(f"the busiest expert has {busiest[0]:.2f} and then {busiest[1]:.2f} of the mean; evened out: {held}\n")
+rows = []
+for factor in (1.0, 1.25, 2.0):
+    most = moe.capacity_of(sigmoid.with_(capacity=factor), B * T)
+    rows.append((factor, most, *(f"{int((c - most).clamp(min=0).sum()) / (B * T * k):.1%}" for c in (before, load))))
+page.table(rows, ["capacity", "tokens", "choices dropped before", "after"])
+
+# %% [markdown]
+# ## On thousands of chips, and what the book says it takes
+# The same function on an abstract mesh: DeepSeek-V3's layer with 30,720 tokens a GPU, its experts over 64 of them, all
+# with equally many rows. An MoE has E/k times the weights for its FLOPs, so each threshold of the batch rises by E/k;
+# and the AllToAlls want experts that are wide enough.
+
+# %%
+v3, big, length = get("deepseek-v3"), AbstractMesh({"P": 32, "X": 64}), 30_720
+sizes, meta = {"D": v3.D, "E": v3.E, "F": v3.F}, {"dtype": torch.bfloat16, "device": "meta"}
+weights = tree.map(lambda text: torch.empty(parse(text).local_shape(sizes, big), **meta), expert.specs(v3, "X"))
+with trace() as log:
+    tokens = torch.empty(1, length, v3.D, **meta)
+    y, pull = vjp(lambda x: expert.moe(weights, x, v3, big, "X", spec="x[B_PX, T, D]")[0], tokens)
+    pull(y)
+moved = [event for event in log.collectives() if "R" in event.after.dim_names]
+page.title(f"One layer of DeepSeek-V3, forward and backward, on {big.size():,} abstract chips, bf16")
+page.same([
+    ("V of 64 chips", "4 k B T D elements", 4 * v3.k * 64 * length * v3.D * 2, sum(e.nbytes for e in moved)),
+    ("sent by each", "4 k T D 63/64", 4 * v3.k * length * v3.D * 2 * 63 // 64, sum(e.wire_bytes for e in moved)),
+], ["", "closed form", "bytes", "counted"])  # fmt: skip
+h100, knee = chip("h100"), chip("v5e").intensity("hbm") / 2
+alpha, layer_v3 = h100.intensity("scale-out"), gpu.expert_layer(1, v3.D, v3.F, 64, v3.k, h100)
+page.answers([
+    Answer("Part 4, 8: int8 weights on v5e, compute-bound from B = ... x E/k", "120", knee, "tokens"),
+    Answer("Part 4, 8 for DeepSeek-V3, E = 256 and k = 8", "3840", knee * cost.expert_inflation(v3.E, v3.k), "tokens"),
+    Answer("Part 12: data parallelism on H100, E = 128, k = 4, from B/X =", "79,200",
+           cost.expert_inflation(128, 4) * alpha, "tokens"),
+    Answer("Part 12: experts over many nodes, k small: F > alpha x", "8", gpu.expert_min_width(2**13, 1, h100) / alpha),
+    Answer("Part 12: experts over 2 nodes, k = 8: F >", "2475", gpu.expert_min_width(16, 8, h100)),
+    Answer("DeepSeek-V3's experts over 64 H100: F >", "", gpu.expert_min_width(64, v3.k, h100), "",
+           "alpha (64 - 8)/k, each token sent at most once to each node; with its F = 2048 the AllToAlls take "
+           f"{number(layer_v3.comms / layer_v3.math, 2)} times as long as two matrices of the experts"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `all_reduce("d[D, E] {U_X} -> d[D, E]", grads["router"], mesh)` by `grads["router"]`: each rank then
+#    has the gradient of its own tokens alone, which differs from one device's; the experts' gradients are whole.
+# 2. Question: from how many tokens on is DeepSeek-V3's layer compute-bound on one H100 in bf16? Evaluate
+#    `h100.intensity("hbm") * cost.expert_inflation(v3.E, v3.k)`.
+# 3. Flag: run with `--mesh X=2`: half as many experts, of which a token's two choices lie on one rank more often.
