@@ -95,10 +95,10 @@ class Ring(NamedTuple):
     @property
     def hops(self) -> int:
         """How often blocks are passed on until nobody sees more: C - 1 times, or fewer with a window."""
-        return _hops(self.order, self.t, self.place[0], self.mask)
+        return hops_needed(self.order, self.t, self.place[0], self.mask)
 
 
 @lru_cache(maxsize=256)
-def _hops(order: str, t: int, C: int, mask: Mask) -> int:
+def hops_needed(order: str, t: int, C: int, mask: Mask) -> int:
     held = [chunks(order, t, C, c) for c in range(C)]
     return next(h for h in reversed(range(C)) if any(mask.pairs(held[c], held[c - h]) for c in reversed(range(C))))

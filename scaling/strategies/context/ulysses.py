@@ -20,20 +20,28 @@ def attention(Q, K, V, segments, mesh, axes, inside):
     """O[B, T_C, N, H]. `axes`: those of the sequence, of which the last, the minor one, moves to the heads.
 
     `inside(Q, K, V, segments)` is attention over the other axes. With fewer KV heads than ranks, or K that does not
-    divide, each is repeated until they do: R = lcm(K, |C|), which divides N as K and |C| do.
+    divide, each KV head is copied until they do (`copied_heads`).
     """
-    Y, n, N, K_heads = axes[-1:], mesh.size(axes[-1:]), Q.shape[2], K.shape[2]
-    all_axes, outer, Y = format_axes(axes), f"_{format_axes(axes[:-1])}" if axes[:-1] else "", format_axes(Y)
-    if N % n:
-        what, rule = f"N={N} query heads do not divide over {n} ranks", "Ulysses gives every rank as many heads"
-        refuse(f"Q[B, T_{all_axes}, N, H]", "ulysses", what, rule, "form='ring' or 'zigzag', or an axis that divides N")
-    R = lcm(K_heads, n)
+    *outer, Y = axes
+    R = copied_heads(Q.shape[2], K.shape[2], mesh.size((Y,)))
     KV = torch.stack([K, V])
-    if K_heads < R:  # copies, whose gradients are summed: in float32 or wider
-        KV = KV.to(torch.promote_types(KV.dtype, torch.float32)).repeat_interleave(R // K_heads, dim=3)
-    Q = all_to_all(f"Q[B, T_{all_axes}, N, H] -> Q[B, T{outer}, N_{Y}, H]", Q, mesh)
-    KV = all_to_all(f"KV[2, B, S_{all_axes}, R, H] -> KV[2, B, S{outer}, R_{Y}, H]", KV, mesh)
+    if K.shape[2] < R:  # the gradients of copies are summed: in float32 or wider
+        KV = KV.to(torch.promote_types(KV.dtype, torch.float32)).repeat_interleave(R // K.shape[2], dim=3)
+    T_CY, T_C, Y = format_axes(axes), f"_{format_axes(outer)}" if outer else "", format_axes((Y,))
+    Q = all_to_all(f"Q[B, T_{T_CY}, N, H] -> Q[B, T{T_C}, N_{Y}, H]", Q, mesh)
+    KV = all_to_all(f"KV[2, B, S_{T_CY}, R, H] -> KV[2, B, S{T_C}, R_{Y}, H]", KV, mesh)
     if segments is not None:
-        segments = all_gather(f"segments[B, T_{all_axes}] -> segments[B, T{outer}]", segments, mesh)
+        segments = all_gather(f"segments[B, T_{T_CY}] -> segments[B, T{T_C}]", segments, mesh)
     O = inside(Q, *KV, segments)
-    return all_to_all(f"O[B, T{outer}, N_{Y}, H] -> O[B, T_{all_axes}, N, H]", O, mesh)
+    return all_to_all(f"O[B, T{T_C}, N_{Y}, H] -> O[B, T_{T_CY}, N, H]", O, mesh)
+
+
+def copied_heads(N: int, K: int, ranks: int) -> int:
+    """R = lcm(K, ranks): how many KV heads there are once each is copied R/K times, so that every rank has as many.
+
+    R divides N, as K and the number of ranks do. ShardingError if that does not divide N.
+    """
+    if N % ranks:
+        what, rule = f"N={N} query heads do not divide over {ranks} ranks", "Ulysses gives every rank as many heads"
+        refuse("Q[B, T_C, N, H] -> Q[B, T, N_C, H]", "ulysses", what, rule, "form='ring' or 'zigzag', or fewer ranks")
+    return lcm(K, ranks)

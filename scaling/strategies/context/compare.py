@@ -1,0 +1,90 @@
+"""What each form of context parallelism costs, from its types alone (Part 3's counts of bytes).
+
+    print(table({"B": 1, "T": 1 << 17, "N": 64, "K": 8, "H": 128}, ranks=16))
+
+Of one attention layer: the bytes that a rank sends, by mesh axis, the rounds of communication, one after another, how
+evenly the scores are spread, the keys and values that a rank holds at once, and what must divide. A trace of the
+forms counts the same bytes. Segments, 8 bytes a token, are left out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from tabulate import tabulate
+
+from scaling.spec import dtype_bytes, format_axes, parse
+from scaling.strategies.context.layout import FORMS, Mask, check_length, work
+from scaling.strategies.context.ring import hops_needed
+from scaling.strategies.context.ulysses import copied_heads
+
+
+@dataclass(frozen=True)
+class Costs:
+    """`sent`: {axis: (bytes that a rank sends forward, and backward)}; `rounds`: forward; `balance`: the busiest rank's
+    scores over the mean; `held`: bytes of keys and values on a rank at once, forward."""
+
+    form: str
+    sent: dict[str, tuple[int, int]]
+    rounds: int
+    balance: float
+    held: int
+    limits: str
+
+
+def costs(
+    form: str,
+    sizes: Mapping[str, int],
+    mesh,
+    *,
+    axis: str | Sequence[str] = "C",
+    dtype="bf16",
+    causal: bool = True,
+    window: int | None = None,
+) -> Costs:
+    """Of `attention` with these arguments. `sizes`: B (on each rank), T (in all), N, K, H; `mesh`: sizes will do."""
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    mesh = dict(mesh if isinstance(mesh, Mapping) else mesh.sizes)
+    sizes, over, mask = (
+        {**sizes, "S": sizes["T"]},
+        "_" + format_axes(axes) if axes else "",
+        {"causal": causal, "window": window},
+    )
+    check_length(form, sizes["T"], prod(mesh[a] for a in axes), f"Q[B, T{over}, N, H]")
+    narrow, wide = dtype_bytes(dtype), max(4, dtype_bytes(dtype))  # of what is sent, and of gradients that are summed
+    if form in ("ulysses", "usp"):
+        (*outer, Y), n = axes, mesh[axes[-1]]
+        R = copied_heads(sizes["N"], sizes["K"], n)
+        of_keys = wide if sizes["K"] < R else narrow  # of copies of heads
+        inside = costs("ring", sizes | {"K": R // n}, mesh, axis=outer, dtype=of_keys, **mask)
+        Q = parse(f"Q[B, T{over}, N, H]").nbytes(sizes, mesh, narrow)
+        KV = parse(f"KV[2, B, S{over}, R, H]").nbytes(sizes | {"R": R}, mesh, of_keys)
+        moved = int(2 * Q + KV) * (n - 1) // n  # Q, K and V to the heads, O back; in the backward pass the other way
+        limits = f"{format_axes(axes)} | T, {Y} | N"
+        sent = inside.sent | {Y: (moved, moved)}
+        return Costs(form, sent, inside.rounds + 2 * (n > 1), inside.balance, inside.held, limits)
+    C, busy = prod(mesh[a] for a in axes), work(form, sizes["T"], prod(mesh[a] for a in axes), **mask)
+    KV, dKV = (int(parse(f"KV[2, B, S{over}, K, H]").nbytes(sizes, mesh, element)) for element in (narrow, wide))
+    balance, limits = max(busy) * C / sum(busy), f"{'2' if form == 'zigzag' else ''}{format_axes(axes)} | T"
+    if form == "gather":
+        sent = (C - 1) * KV, (C - 1) * (KV + dKV)
+        return Costs(form, {axes[0]: sent}, 1, balance, C * KV, limits)
+    hops = hops_needed(form, sizes["T"] // C, C, Mask(**mask))
+    sent = hops * KV, hops * KV + (hops + 1) * dKV if hops else 0
+    return Costs(form, dict.fromkeys(axes, sent), hops, balance, 2 * KV if hops else KV, limits)
+
+
+def table(sizes: Mapping[str, int], ranks: int, heads: int = 2, dtype="bf16", **mask) -> str:
+    """All forms on so many ranks, side by side; usp has `heads` of them along Y. MB are 1e6 bytes."""
+    rows = []
+    for form in FORMS:
+        mesh, axis = ({"C": ranks // heads, "Y": heads}, ("C", "Y")) if form == "usp" else ({"C": ranks}, "C")
+        try:
+            c = costs(form, sizes, mesh, axis=axis, dtype=dtype, **mask)
+        except ValueError as error:
+            rows.append((form, str(error).splitlines()[1].strip()))
+            continue
+        passes = ["  ".join(f"{a} {sent[i] / 1e6:,.1f}" for a, sent in c.sent.items()) for i in (0, 1)]
+        rows.append((form, *passes, c.rounds, f"{c.balance:.3f}", f"{c.held / 1e6:,.1f}", c.limits))
+    headers = ["form", "MB sent forward", "and backward", "rounds", "busiest / mean", "MB of KV held", "must divide"]
+    return tabulate(rows, headers, "simple", disable_numparse=True, colalign=("left", *["right"] * 5, "left"))
