@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from scaling.sizes import check_axis, shortened
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
 
@@ -76,21 +77,38 @@ def to_partition_spec(spec: "str | Spec") -> str:
 def from_partition_spec(text: str, dims: Sequence[str], name: str = "") -> Spec:
     """The type of an array with these dims from JAX's text: `P('X', None)`, `PartitionSpec(('X', 'Y'))`.
 
-    Dims that the text leaves out are not split, as in JAX. Raises ShardingError for anything else.
+    Dims that the text leaves out are not split, as in JAX. Raises ShardingError for anything else, and for an axis that
+    types cannot name: JAX's `P('XY')` is one axis of that name, where `A[I_XY]` is split over X and Y.
     """
+    entries, unreduced = _read_partition_spec(text)
+    fix = "write P(...) with None, an axis or a tuple of axes for each dim, and maybe unreduced={'X'}"
+    if entries is None or len(entries) > len(dims):
+        raise ShardingError(f"{shortened(repr(text))} is no PartitionSpec of {len(dims)} dims\n  fix: {fix}")
+    for axis in (*(axis for axes in entries for axis in axes), *unreduced):
+        if isinstance(axis, str) and len(axis) > 1 and axis.isupper() and axis.isalpha():
+            split = ", ".join(map(repr, axis))
+            raise ShardingError(
+                f"{shortened(text)}: {axis!r} is one axis to JAX, but types read it as the axes {', '.join(axis)}\n"
+                f"  fix: write ({split}) if those are meant, or give the axis a name such as {axis.lower()}"
+            )
+        check_axis(axis)
+    entries += [()] * (len(dims) - len(entries))
+    return Spec(name, tuple(zip(dims, entries, strict=True)), tuple(sorted(unreduced))).validated()
+
+
+def _read_partition_spec(text: str) -> tuple[list[tuple] | None, tuple]:
+    """The axes of each entry, and the unreduced ones; None for what is no PartitionSpec."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
-        known = isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] in ("P", "PartitionSpec")
-        entries = [ast.literal_eval(argument) for argument in call.args] if known else None
-        keywords = {k.arg: ast.literal_eval(k.value) for k in call.keywords} if known else {}
-    except (SyntaxError, ValueError):
-        entries = None
-    if entries is None or set(keywords) - {"unreduced"} or len(entries) > len(dims):
-        raise ShardingError(
-            f"{text!r} is no PartitionSpec of {len(dims)} dims\n"
-            f"  fix: write P(...) with None, an axis or a tuple of axes for each dim, and maybe unreduced={{'X'}}"
-        )
-    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
-    axes += [()] * (len(dims) - len(axes))
-    unreduced = tuple(sorted(keywords.get("unreduced", ())))
-    return Spec(name, tuple(zip(dims, axes, strict=True)), unreduced).validated()
+        if not isinstance(call, ast.Call) or ast.unparse(call.func).split(".")[-1] not in ("P", "PartitionSpec"):
+            return None, ()
+        entries = [ast.literal_eval(argument) for argument in call.args]
+        keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (AttributeError, SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # of ast, by its depth
+        return None, ()
+    unreduced = keywords.pop("unreduced", ())
+    if keywords or not isinstance(unreduced, (set, tuple, list)):
+        return None, ()
+    if not all(entry is None or isinstance(entry, (str, tuple)) for entry in entries):
+        return None, ()
+    return [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in entries], (*unreduced,)

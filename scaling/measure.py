@@ -9,12 +9,13 @@ from the file alone, run, and the error printed.
 """
 
 import argparse
+import json
 import os
 import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -22,6 +23,7 @@ import torch
 from tabulate import tabulate
 
 from scaling import collectives, launch
+from scaling.console import command, integer, output
 from scaling.hardware import Chip, Measured, load_chip
 from scaling.models import pointwise
 from scaling.plan.layer import DTYPES
@@ -237,38 +239,52 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scaling.measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2, help="how many, a thread each (default 2)")
+    parser.add_argument("--ranks", type=integer(2, 4096), default=2, help="how many, a thread each (default 2)")
     parser.add_argument("--dtypes", default="fp32,bf16", help=f"of matmuls: {', '.join(DTYPES)} (default fp32,bf16)")
-    parser.add_argument("--repeats", type=int, default=15, help="per measurement (default 15)")
-    parser.add_argument("--out", metavar="FILE", help="write the chip file, such as machine.toml")
+    parser.add_argument("--repeats", type=integer(1, 10**6), default=15, help="per measurement (default 15)")
+    parser.add_argument("--out", type=output, metavar="FILE", help="write the chip file, such as machine.toml")
     parser.add_argument("--chip", metavar="FILE", help="measure nothing: check the predictions of this chip file")
     parser.add_argument("--no-check", action="store_true", help="do not run the strategies")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     args = parser.parse_args(arguments)
     try:
         if unknown := set(args.dtypes.split(",")) - DTYPES.keys():
             raise ValueError(f"unknown dtype {', '.join(sorted(unknown))}: one of {', '.join(DTYPES)}")
-        if args.ranks < 2:
-            raise ValueError("a check of collectives needs at least 2 ranks")
         if (load := os.getloadavg()[0]) > (os.cpu_count() or 1) + 1:
-            print(f"This machine is busy (load {load:.1f} on {os.cpu_count()} cores): expect the times to be off.\n")
+            busy = f"This machine is busy (load {load:.1f} on {os.cpu_count()} cores): expect the times to be off.\n"
+            print(busy, file=sys.stderr)
         if args.chip:
             chip = load_chip(args.chip)
         else:
             found = launch.run(measure_rank, {"X": args.ranks}, args.dtypes.split(","), args.repeats, checked=False)
             chip = combine(found, platform.node() or "machine")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(chip_table(chip))
     if args.out:
         Path(args.out).write_text(toml(chip))
-        print(f"wrote {args.out}")
-    if not args.no_check:
-        checks = check(chip, args.ranks, repeats=args.repeats)
+    if not args.json:
+        print(chip_table(chip) + (f"\nwrote {args.out}" if args.out else ""), flush=True)
+    checks = [] if args.no_check else check(chip, args.ranks, repeats=args.repeats)
+    if args.json:
+        print(json.dumps(as_dict(chip, checks), indent=1))
+    elif checks:
         print("\nA training step of each strategy, predicted from these numbers and run\n" + checks_table(checks))
         print(f"\nmedian error {median_error(checks):.0%}")
     return 0
 
 
+def as_dict(chip: Chip, checks: Sequence[Check]) -> dict:
+    """What was measured, in FLOPs/s, bytes/s and seconds, as --json prints it."""
+    collectives = {m.op: {"bandwidth": m.bandwidth, "latency": m.latency} for m in chip.measured}
+    steps = [
+        {"strategy": c.name, "mesh": c.mesh, "size": asdict(c.size), "predicted": c.prediction.total,
+         "measured": c.seconds, "error": c.error}
+        for c in checks
+    ]  # fmt: skip
+    return {"chip": chip.name, "matmul": dict(chip.peaks), "memory": chip.hbm_bw, "collectives": collectives,
+            "steps": steps, "median_error": median_error(checks) if checks else None}  # fmt: skip
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

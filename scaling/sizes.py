@@ -40,8 +40,7 @@ def parse_sizes(text: str, option: str, what: str) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         if not (match := re.fullmatch(r"\s*([A-Za-z][A-Za-z0-9']*)\s*=\s*([0-9]{1,15})\s*", part, re.ASCII)):
-            where = f"{option} {shortened(text)}: cannot read {shortened(part)!r}"
-            raise ShardingError(f"{where}; write axes and sizes as in X=4,Y=2")
+            raise ShardingError(f"{option}: cannot read {shortened(part)!r}; write axes and sizes as in X=4,Y=2")
         if match[1] in sizes:
             raise ShardingError(f"{option} {shortened(text)}: {what} {match[1]} is given twice")
         sizes[match[1]] = int(match[2])

@@ -64,9 +64,48 @@ def test_partition_spec(text, jax):
 
 def test_partition_spec_from_text():
     assert str(from_partition_spec("jax.sharding.PartitionSpec('X')", ("I", "J"), "A")) == "A[I_X, J]"
-    for text in ("P('X', None, None)", "P(x)", "Q('X')", "P('X'", "P('X', axes=2)"):
-        with pytest.raises(ShardingError, match="is no PartitionSpec of 2 dims"):
-            from_partition_spec(text, ("I", "J"))
+    assert from_partition_spec("P((), ('X',))", ("I", "J"), "A") == parse("A[I, J_X]")
+    with pytest.raises(ShardingError, match="used twice"):
+        from_partition_spec("P('X', unreduced={'X'})", ("I", "J"))
+
+
+NO_SPECS = "P('X', None, None)|P(x)|Q('X')|P('X'|P('X', axes=2)|P(5)|P(b'X')|P(True)|P({'X'})|P(['X'])|P(1.5)|P(*'X')"
+NO_SPECS += "|P('X', unreduced='X')|P('X', unreduced=3)|P()()|P||\0"
+DEEP = ["(" * 300, "P(" + "(" * 300, "P(" + "-" * 100_000 + "1)"]
+
+
+@pytest.mark.parametrize("text", [*NO_SPECS.split("|"), *DEEP, 5, None, ("X", None)])
+def test_what_is_no_partition_spec(text):
+    with pytest.raises(ShardingError, match="is no PartitionSpec of 2 dims") as error:
+        from_partition_spec(text, ("I", "J"))
+    assert max(map(len, str(error.value).splitlines())) < 120
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("P('XY')", "one axis to JAX, but types read it as the axes X, Y\n  fix: write ('X', 'Y') if those are meant"),
+        ("P(None, ('Z', 'XY'))", "'XY' is one axis to JAX"),
+        ("P('X', unreduced={'DP'})", "'DP' is one axis to JAX"),
+        ("P('my_axis')", "'my_axis' cannot name a mesh axis"),
+        ("P('')", "'' cannot name a mesh axis"),
+        ("P(('X', 5))", "5 cannot name a mesh axis"),
+        ("P(('X', ('Y',)))", "cannot name a mesh axis"),
+    ],
+)
+def test_axes_that_types_cannot_name(text, words):
+    """P('XY') in JAX is one axis, not two: read as two it would be another sharding."""
+    with pytest.raises(ShardingError) as error:
+        from_partition_spec(text, ("I", "J"))
+    assert words in str(error.value)
+
+
+def test_dims_that_would_read_as_another_type():
+    with pytest.raises(ShardingError, match="which is another type"):
+        from_partition_spec("P()", ("I_X",))
+
+
+def test_partition_spec_twice():
     with pytest.raises(ShardingError, match="used twice"):
         from_partition_spec("P('X', 'X')", ("I", "J"))
 

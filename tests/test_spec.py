@@ -28,6 +28,10 @@ CANONICAL = [
     "Out[B_X, D] {U_Y}",
     "KV[2, B_X, S]",
     "dW[D', F'_X] {U_{data}}",
+    "fc1.weight[F, D_X]",
+    "layers.0.attention.q_proj.weight[N_Y, H, D_X]",
+    "0.weight[F, D_X]",
+    "_orig_mod.fc1.weight[F, D] {U_X}",
 ]
 SPELLINGS = {
     "In[B_{XY},D]": "In[B_XY, D]",
@@ -104,6 +108,9 @@ BAD = {
     "": ("expected a type such as W[D, F_X]", ""),
     "W": ("expected a type such as W[D, F_X]", ""),
     "3[D]": ("expected a type such as W[D, F_X]", "3"),
+    ".W[D]": ("expected a type such as W[D, F_X]", "."),
+    "fc1.[D]": ("expected a type such as W[D, F_X]: '['", "."),
+    "W[9999999999999999999]": ("expected a dim", "9"),
     "W[D_X": ("expected ',' or ']'", ""),
     "W[D F]": ("expected ',' or ']'", "F"),
     "W[D,]": ("expected a dim", "]"),
@@ -136,6 +143,24 @@ def test_bad_syntax_has_a_caret_under_the_place(text):
     at = caret.index("^") - 2
     assert text[at:].startswith(under)
     assert under or at == len(text)
+
+
+def test_named_parameters_are_names_as_they_are():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ModuleDict({"mlp": torch.nn.Linear(3, 2)}))
+    for name, p in module.named_parameters():
+        dims = ", ".join("FD"[-p.dim() :])
+        assert parse(f"{name}[{dims}]").name == name
+    line = parse_line("mlp.fc1.weight[F, D_X] -> mlp.fc1.weight[F, D]")
+    assert str(line) == "mlp.fc1.weight[F, D_X] -> mlp.fc1.weight[F, D]"
+
+
+def test_a_long_text_is_quoted_around_the_place():
+    with pytest.raises(ShardingError) as error:
+        parse("A[" + "I, " * 1000 + "J]")
+    said, quoted, caret, _ = str(error.value).splitlines()
+    assert said.startswith("dim I is used twice")
+    assert len(quoted) < 220
+    assert quoted[caret.index("^")] == "I"
 
 
 BAD_LINES = {

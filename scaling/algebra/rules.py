@@ -46,18 +46,23 @@ def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
 
 def _all_gather(line, kind, before, after):
     removed = _moved(line, kind, before, after, grows=True)
-    if added := sorted(set(before.unreduced) ^ set(after.unreduced)):
-        over = format_axes(added)
+    if before.unreduced != after.unreduced:
         rule = "an AllGather only concatenates: it neither adds up partial sums nor makes any"
-        refuse(
-            line, kind, f"{{U_{over}}} is not the same on both sides", rule, "reduce_scatter or all_reduce over " + over
-        )
+        refuse(line, kind, "{U} is not the same on both sides", rule, _changes_sums(before, after))
     return _one_by_one(before, removed, grows=True)
+
+
+def _changes_sums(before, after) -> str:
+    """What to use in place of a collective that leaves {U} as it is."""
+    if gained := [axis for axis in after.unreduced if axis not in before.unreduced]:
+        return f"use reshard, which makes the terms of a sum over {format_axes(gained)}: all but one are zero"
+    return f"use reduce_scatter or all_reduce over {format_axes(sorted(set(before.unreduced) - set(after.unreduced)))}"
 
 
 def _slice(line, kind, before, after):
     if before.unreduced != after.unreduced:
-        refuse(line, kind, "{U} is not the same on both sides", "a local slice adds nothing up", "use reduce_scatter")
+        rule = "a local slice neither adds up partial sums nor makes any"
+        refuse(line, kind, "{U} is not the same on both sides", rule, _changes_sums(before, after))
     return _one_by_one(before, _moved(line, kind, before, after, grows=False), grows=False)
 
 
@@ -91,13 +96,9 @@ def _all_reduce(line, kind, before, after):
         )
     if set(after.unreduced) - set(before.unreduced) or not summed:
         what = f"nothing is reduced: {before} has no {{U}} that {after} lacks"
-        refuse(
-            line,
-            kind,
-            what,
-            "AllReduce turns A[I] {U_X} into A[I]",
-            "write {U_X} on the operand if it is a partial sum",
-        )
+        gains = not summed and before.unreduced != after.unreduced
+        fix = _changes_sums(before, after) if gains else "write {U_X} on the operand if it is a partial sum"
+        refuse(line, kind, what, "AllReduce turns A[I] {U_X} into A[I]", fix)
     return (CollectiveStep(before, after, summed),)
 
 

@@ -15,6 +15,7 @@ from tabulate import tabulate
 
 from scaling import launch, tree
 from scaling.check import check_file
+from scaling.console import SEEDS, integer
 from scaling.mesh import TIMEOUT
 from scaling.spec import ShardingError
 
@@ -27,20 +28,19 @@ def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=doc, formatter_class=as_written)
     parser.add_argument("--mesh", default=None, help=f"axes and sizes (default {mesh}, fitted to torchrun's ranks)")
     parser.add_argument("--device", default="cpu", help="cpu (gloo) or cuda (NCCL, a GPU for each rank)")
-    parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
-    parser.add_argument("--batch", type=int, default=256, help="rows of the global batch (default 256)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of params and data (default 0)")
+    parser.add_argument("--steps", type=integer(1, 10**7), default=100, help="training steps (default 100)")
+    parser.add_argument("--batch", type=integer(1), default=256, help="rows of the global batch (default 256)")
+    parser.add_argument("--seed", type=integer(0, SEEDS), default=0, help="seed of params and data (default 0)")
     parser.add_argument(
         "--text", default=None, help="file to learn (default: the sources of Python's standard library)"
     )
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks before each collective")
     for name, (default, text) in extra.items():
         usual = "" if default == "" else f" (default {default})"
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=text + usual)
+        parser.add_argument(
+            f"--{name}", type=integer() if type(default) is int else type(default), default=default, help=text + usual
+        )
     args = parser.parse_args(argv)
-    for name in ("steps", "batch"):
-        if (value := getattr(args, name)) < 1:
-            parser.error(f"--{name} {value}: must be an int of at least 1")
     if args.text is not None and not Path(args.text).is_file():
         parser.error(
             f"--text {args.text}: no such file; give one's path, or leave it out for Python's standard library"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from scaling.book import layout
 from scaling.book.answers import Answer, counts, table
+from scaling.console import SEEDS, integer
 from scaling.show import charts
 
 
@@ -54,12 +55,19 @@ class Page:
         if device:
             parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank (default cpu)")
         if seed:
-            parser.add_argument("--seed", type=int, default=0, help="seed of the random operands (default 0)")
+            parser.add_argument(
+                "--seed", type=integer(0, SEEDS), default=0, help="seed of the random operands (default 0)"
+            )
         if plot:
             parser.add_argument("--plot", default="", metavar="FILE", help="write the pictures too, PNG or SVG")
         for name, (default, text) in options.items():
             usual = "" if default == "" else f" (default {default})"
-            parser.add_argument(f"--{name}", type=type(default), default=default, help=text + usual)
+            parser.add_argument(
+                f"--{name}",
+                type=integer() if type(default) is int else type(default),
+                default=default,
+                help=text + usual,
+            )
         args = parser.parse_args(shlex.split(os.environ.get("CHAPTER", "")) if in_notebook() else None)
         if mesh:
             args.mesh = self._mesh(parser, mesh, args.mesh)

@@ -1,5 +1,6 @@
 import sys
 
 from scaling.check.files import main
+from scaling.console import command
 
-sys.exit(main())
+sys.exit(command(main))

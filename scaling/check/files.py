@@ -9,8 +9,9 @@ trusted from there on. A module's SPECS dict gives the types of the arguments of
 
 import argparse
 import ast
+import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scaling.check.statements import Reader
@@ -54,6 +55,7 @@ def files_of(paths) -> list[Path]:
 def main(argv: "list[str] | None" = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scaling.check", description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="+", help="Python files, or directories of them")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args, findings = parser.parse_args(argv), []
     try:
         files = files_of(args.files)
@@ -64,7 +66,9 @@ def main(argv: "list[str] | None" = None) -> int:
             findings += check_file(path)
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             findings.append(Finding(str(path), getattr(error, "lineno", None) or 0, f"cannot be read: {error}"))
-    for finding in findings:
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    for finding in () if args.json else findings:
         print(finding)
     print(f"{len(files)} files, {len(findings)} findings", file=sys.stderr)
     return 1 if findings else 0

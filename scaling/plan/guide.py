@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from tabulate import tabulate
 
 from scaling.configs import MODELS, get
+from scaling.console import integer, number
 from scaling.cost import transformer as tm
 from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
@@ -22,6 +23,7 @@ from scaling.plan.evaluate import Job, Plan
 from scaling.plan.network import Network
 from scaling.plan.report import size
 from scaling.plan.search import attempts, fits
+from scaling.sizes import shortened
 
 USABLE = 0.9  # of a GPU's memory: the rest goes to the driver, the communication buffers and fragments
 
@@ -129,10 +131,14 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
 
 def quantity(text: str) -> float:
     """ "24GB", "312T", "32e9": a number with a decimal unit."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kMGT]?)(?:i?B|FLOPs|B/s|FLOPs/s)?", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a number with a unit, such as 24GB or 165T")
-    return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kMGT]?)(?:i?B|FLOPs|B/s|FLOPs/s)?", text, re.ASCII)
+    try:
+        value = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]] if match else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e30:
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r}: write a number with a unit, such as 24GB or 165T")
+    return value
 
 
 def main(arguments: list[str]) -> int:
@@ -140,18 +146,20 @@ def main(arguments: list[str]) -> int:
         prog="python -m scaling.plan guide", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
-    parser.add_argument("--gpus", type=int, default=1, help="how many (default 1)")
+    parser.add_argument("--gpus", type=integer(1), default=1, help="how many (default 1)")
     parser.add_argument("--gpu", help="a100, h100, h200, b200, ...; or a .toml file; or else say its --memory")
     parser.add_argument("--memory", type=quantity, help="of a GPU, such as 24GB")
     parser.add_argument("--flops", type=quantity, help="of a GPU in bf16, such as 165T (for the times)")
     parser.add_argument("--link", type=quantity, default=25e9, help="one-way, per GPU, in B/s (default 25G: PCIe 4)")
-    parser.add_argument("--sequences", type=int, default=32, help="a step, over all GPUs (default 32)")
-    parser.add_argument("--seq", type=int, default=2048, help="tokens a sequence (default 2048)")
+    parser.add_argument("--sequences", type=integer(1), default=32, help="a step, over all GPUs (default 32)")
+    parser.add_argument("--seq", type=integer(1), default=2048, help="tokens a sequence (default 2048)")
     parser.add_argument(
         "--precision", choices=("bf16", "mixed"), default="bf16",
         help="bf16: params and gradients in bf16, Adam in fp32, 12 bytes a parameter; mixed: all in fp32, 16 bytes",
     )  # fmt: skip
-    parser.add_argument("--optimizer-bytes", type=float, default=8, help="a parameter (default 8: Adam; 8-bit Adam 2)")
+    parser.add_argument(
+        "--optimizer-bytes", type=number(), default=8, help="a parameter (default 8: Adam; 8-bit Adam 2)"
+    )
     args = parser.parse_args(arguments)
     try:
         if bool(args.gpu) == bool(args.memory):

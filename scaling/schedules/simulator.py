@@ -114,8 +114,11 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
         at[rank] += 1
         return True
 
-    while any(advance(rank) for rank in ranks):
-        pass
+    ran = True
+    while ran:
+        ran = False
+        for rank in ranks:
+            ran = advance(rank) or ran
     if any(waits_at(rank) is not None for rank in ranks):
         waiting = "\n".join(f"  rank {rank}: {waits_at(rank) or 'finished'}" for rank in ranks)
         raise Deadlock(f"{schedule.name}: deadlock after {len(spans)} instructions; the ranks wait at\n{waiting}")

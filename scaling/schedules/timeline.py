@@ -42,7 +42,7 @@ class Timeline:
     def start(self) -> Real:
         return min((span.start for span in self.spans), default=0)
 
-    @property
+    @cached_property
     def makespan(self) -> Real:
         """From the start of the first computation to the end of the last, over all ranks."""
         return max(span.end for span in self.compute) - min(span.start for span in self.compute)
@@ -53,7 +53,14 @@ class Timeline:
 
     def busy(self, rank: int) -> Real:
         """The time that a rank computed."""
-        return sum(span.end - span.start for span in self.compute if span.rank == rank)
+        return self._busy[rank]
+
+    @cached_property
+    def _busy(self) -> tuple[Real, ...]:
+        busy = [0] * self.ranks
+        for span in self.compute:
+            busy[span.rank] += span.end - span.start
+        return tuple(busy)
 
     @property
     def bubble_time(self) -> Real:

@@ -4,34 +4,42 @@ import argparse
 import sys
 from fractions import Fraction
 
+from scaling.console import integer, number, output
 from scaling.schedules import SCHEDULES, make, split_backward
 from scaling.schedules.closed_forms import bubble_time
 from scaling.schedules.simulator import Times, simulate
 from scaling.schedules.timeline import write_chrome
 from scaling.show.timelines import save_schedule, schedule_chart, summary
 
+MOST = 20_000  # forward passes of a schedule that is drawn: some seconds
+
 
 def parser(**options) -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=__doc__.split(":", 1)[0], **options)
     arguments.add_argument("schedule", choices=[*SCHEDULES, "all"])
-    arguments.add_argument("--stages", type=int, default=4, help="ranks along the pipeline axis (default 4)")
-    arguments.add_argument("--microbatches", type=int, default=8, help="default 8")
-    arguments.add_argument("--chunks", type=int, help="chunks of layers a rank (interleaved: default 2)")
+    arguments.add_argument("--stages", type=integer(1), default=4, help="ranks along the pipeline axis (default 4)")
+    arguments.add_argument("--microbatches", type=integer(1), default=8, help="default 8")
+    arguments.add_argument("--chunks", type=integer(1, 1000), help="chunks of layers a rank (interleaved: default 2)")
     times = "time of a microbatch on a rank forward, and of its backward's input and weight half (default 1,1,1)"
     arguments.add_argument("--times", type=_times, default=Times(), metavar="F,B,W", help=times)
-    arguments.add_argument("--hop", type=Fraction, default=Fraction(0), help="time of a transfer (default 0)")
+    arguments.add_argument(
+        "--hop", type=number(kind=Fraction), default=Fraction(0), help="time of a transfer (default 0)"
+    )
     arguments.add_argument("--split", action="store_true", help="send dIn before dW is computed")
-    arguments.add_argument("--width", type=int, help="columns of the chart")
+    arguments.add_argument("--width", type=integer(1, 10_000), help="columns of the chart")
     colour = {"action": argparse.BooleanOptionalAction, "default": sys.stdout.isatty()}
     arguments.add_argument("--colour", "--color", **colour, help="default: on a terminal")
-    arguments.add_argument("--plot", metavar="FILE", help="write a picture (.svg, .png; needs matplotlib)")
-    arguments.add_argument("--trace", metavar="FILE", help="write a Chrome trace")
+    arguments.add_argument("--plot", type=output, metavar="FILE", help="write a picture (.svg, .png; needs matplotlib)")
+    arguments.add_argument("--trace", type=output, metavar="FILE", help="write a Chrome trace")
     return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
     """Draw one schedule, or all that are defined for these sizes. Returns the exit code."""
-    arguments = parser(prog="scaling.show schedule").parse_args(argv)
+    options = parser(prog="scaling.show schedule")
+    arguments = options.parse_args(argv)
+    if (forwards := arguments.stages * arguments.microbatches * (arguments.chunks or 1)) > MOST:
+        options.error(f"{forwards:,} forward passes are not drawn, at most {MOST:,} are: fewer stages or microbatches")
     names = list(SCHEDULES) if arguments.schedule == "all" else [arguments.schedule]
     times = Times(*_three(arguments.times), hop=arguments.hop)
     timelines = []
@@ -72,7 +80,7 @@ def _times(text: str) -> Times:
     parts = text.split(",")
     if len(parts) != 3:
         raise argparse.ArgumentTypeError(f"{text!r}: give three times, as in 1,1,1")
-    return Times(*map(Fraction, parts))
+    return Times(*map(number(kind=Fraction), parts))
 
 
 def _three(times: Times) -> tuple:

@@ -11,15 +11,18 @@ partial sums add up to a block are joined by plus signs: `0+2`. Each colour is o
 
 import argparse
 import itertools
+import math
 import re
 import sys
 
-from scaling.sizes import parse_mesh
-from scaling.spec import ShardingError, Spec, mesh_sizes, parse
+from scaling.console import output
+from scaling.sizes import parse_mesh, parse_sizes
+from scaling.spec import ShardingError, Spec, block_index, mesh_sizes, parse
 
 NINE = ("A[I, J]", "A[I_X, J]", "A[I, J_X]", "A[I_Y, J]", "A[I_XY, J]", "A[I_Y, J_X]", "A[I, J_Y]", "A[I_X, J_Y]",
         "A[I, J_XY]")  # fmt: skip
 ANSI = (117, 215, 120, 211, 229, 183, 159, 187, 146, 222, 152, 174)
+MOST = 4096  # devices that are drawn
 COLOURS = ("#87d7ff", "#ffaf5f", "#87ff87", "#ff87af", "#ffffaf", "#d7afff", "#afffff", "#d7d7af")
 
 
@@ -27,16 +30,16 @@ def blocks(spec: "str | Spec", mesh) -> dict[tuple[int, ...], list[list[int]]]:
     """{block along each dim: the groups of devices that hold it}: a group is one replica, its devices' parts add up."""
     spec, sizes = parse(spec), mesh_sizes(mesh)
     spec.check_axes(sizes)
+    if (devices := math.prod(sizes.values())) > MOST:
+        raise ShardingError(
+            f"{spec}: a mesh of {devices:,} devices is not drawn, at most {MOST:,} are\n"
+            f"  fix: draw a smaller mesh of the same axes"
+        )
     counts = {axis: range(n) for axis, n in sizes.items()}
     held: dict = {}
     for device, coords in enumerate(itertools.product(*counts.values())):
         at = dict(zip(counts, coords, strict=True))
-        block = []
-        for _, axes in spec.dims:
-            number = 0
-            for axis in axes:
-                number = number * sizes[axis] + at[axis]
-            block.append(number)
+        block = [block_index(axes, at, sizes) for _, axes in spec.dims]
         replica = tuple(i for axis, i in at.items() if axis not in spec.axes + spec.unreduced)
         held.setdefault(tuple(block), {}).setdefault(replica, []).append(device)
     return {block: list(replicas.values()) for block, replicas in sorted(held.items())}
@@ -180,16 +183,18 @@ def main(argv: "list[str] | None" = None) -> int:
     parser.add_argument("--mesh", default="X=2,Y=2", help="axes and sizes (default X=2,Y=2)")
     parser.add_argument("--sizes", default="", help="sizes of dims, I=4,J=8: shows index ranges")
     parser.add_argument("--colour", "--color", action=argparse.BooleanOptionalAction, default=sys.stdout.isatty())
-    parser.add_argument("--plot", default="", metavar="FILE", help="write a PNG or SVG instead")
+    parser.add_argument("--plot", type=output, metavar="FILE", help="write a PNG or SVG instead")
     args = parser.parse_args(argv)
     try:
         mesh, types = parse_mesh(args.mesh), args.types or NINE
-        sizes = parse_mesh(args.sizes) if args.sizes else None
+        sizes = parse_sizes(args.sizes, "--sizes", "dim") if args.sizes else None
         if args.plot:
             save(args.plot, types, mesh)
         else:
             print("\n\n".join(draw(spec, mesh, sizes, args.colour) for spec in types))
-    except (ShardingError, ImportError) as error:
+    except BrokenPipeError:
+        raise
+    except (ValueError, ImportError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -7,7 +7,6 @@ A timeline may be simulated or measured. The colours are those of the book's fig
 blue; a whole Backward is teal.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from scaling.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward
@@ -36,9 +35,12 @@ def schedule_chart(timeline: Timeline, width: int | None = None, colour: bool = 
         columns = max(1, min(longest, int(WIDTH * shortest / span)))  # of the shortest computation
         width = min(WIDTH, round(float(span / shortest * columns)))
     lines = []
+    spans = [[] for _ in range(timeline.ranks)]
+    for s in timeline.compute:
+        spans[s.rank].append(s)
     for rank in range(timeline.ranks):
         row, paint = ["·"] * width, [None] * width
-        for s in sorted((s for s in timeline.compute if s.rank == rank), key=lambda s: s.start):
+        for s in sorted(spans[rank], key=lambda s: s.start):
             first = round(float((s.start - start) / span * width))
             last = max(first + 1, round(float((s.end - start) / span * width)))
             cells = _label(s, chunk)[: last - first].ljust(last - first, "-" if not colour else " ")
@@ -91,8 +93,11 @@ def save_schedule(file: str | Path, *timelines: Timeline, unit: str = "") -> Non
 
 def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
     """(rank, virtual stage) -> which of the rank's chunks it is."""
-    held: Sequence[tuple[int, int]] = sorted({(s.rank, s.step.stage) for s in timeline.compute})
-    return {(rank, stage): sum(r == rank and other < stage for r, other in held) for rank, stage in held}
+    chunk, seen = {}, dict.fromkeys(range(timeline.ranks), 0)
+    for rank, stage in sorted({(s.rank, s.step.stage) for s in timeline.compute}):
+        chunk[rank, stage] = seen[rank]
+        seen[rank] += 1
+    return chunk
 
 
 def _label(span, chunk: dict) -> str:

@@ -5,7 +5,7 @@ from typing import NamedTuple, NoReturn
 
 Dims = tuple[tuple[str, tuple[str, ...]], ...]
 
-NAME = r"[A-Za-z_][A-Za-z0-9_']*(\.[A-Za-z0-9_']+)*"  # also as named_parameters() has it, `layers.0.fc1.weight`
+NAME = r"[A-Za-z_][A-Za-z0-9_']*(\.[A-Za-z0-9_']+)*|[0-9]+(\.[A-Za-z0-9_']+)+"  # as named_parameters(): `0.fc1.weight`
 DIM, NUMBER = r"[A-Za-z][A-Za-z0-9']*", r"[0-9]{1,18}(?![0-9])"
 AXIS = r"[A-Za-z][A-Za-z0-9]*"  # capitals alone are an axis each, `XY`; anything else is one long name, `data`
 QUOTED = 200  # characters of a text that an error message quotes

@@ -1,0 +1,70 @@
+"""What the commands share: numbers within bounds, and one clear line at a bad end.
+
+parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
+sys.exit(command(main))
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+from scaling.sizes import shortened
+
+SEEDS = 2**63 - 1  # the greatest seed
+
+
+def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:
+    """A type for argparse: an int from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text) if len(text) <= 25 else None
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no int from {least} to {most}")
+        return value
+
+    return read
+
+
+def number(least: float = 0.0, most: float = 1e30, kind: Callable = float) -> Callable:
+    """A type for argparse: a number from `least` to `most`, as a float or, say, a Fraction."""
+
+    def read(text: str):
+        try:
+            value = kind(text) if len(text) <= 25 and least <= float(Fraction(text)) <= most else None
+        except (ValueError, ZeroDivisionError, OverflowError):
+            value = None
+        if value is None:
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no number from {least:g} to {most:g}")
+        return value
+
+    return read
+
+
+def output(text: str) -> str:
+    """A type for argparse: a file to be written, in a folder that there is; said before any work is done."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        why = "is a folder" if path.is_dir() else f"there is no folder {shortened(str(path.parent))}"
+        raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: {why}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: no permission")
+    return text
+
+
+def command(main: Callable[[], int]) -> int:
+    """Run a command's main and return its exit code. A reader that goes away, as `| head` does, ends it quietly."""
+    try:
+        code = main()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write goes nowhere
+        return 141  # as a program that SIGPIPE ends
+    except KeyboardInterrupt:
+        return 130
