@@ -1,0 +1,159 @@
+"""The loss of a Transformer and its gradients on a mesh; whole params to shards and back."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling.configs import Config
+from scaling.models.attention import sdpa
+from scaling.models.rope import restarted, tables
+from scaling.spec import ShardingError
+from scaling.strategies.axes import all_gather, all_reduce
+from scaling.strategies.transformer import types
+from scaling.strategies.transformer.ends import Terms, embed, head
+from scaling.strategies.transformer.layer import Context, layer
+from scaling.strategies.transformer.step import TOKENS, Layers, end_weights, reduced, vjp
+
+REMAT = ("none", "block")
+
+
+def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
+    """Whole params, as of `models.transformer`, -> this rank's, typed as `specs`. Nothing is sent."""
+    return tree.shard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
+
+
+def unshard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
+    """The inverse of `shard`: the whole params, or gradients, on every rank."""
+    return tree.unshard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
+
+
+def loss_and_grads(
+    params: dict,
+    tokens: Tensor,
+    targets: Tensor,
+    config: Config,
+    mesh,
+    *,
+    weights: Tensor | None = None,
+    segments: Tensor | None = None,
+    microbatches: int = 1,
+    schedule=None,
+    remat: str = "none",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    context: str = "zigzag",
+    seed: int | None = None,
+    zero: int = 3,
+) -> tuple[Tensor, dict]:
+    """(loss[], the same on every rank; grads typed as params) of tokens, targets int64[B_PXE, T_C] in plain order.
+
+    loss = sum(w ce) / sum(w) over the global batch, 0 where sum(w) is 0, plus the experts' auxiliary terms of Config
+    (their mean over microbatches). `weights`[B_PXE, T_C]: w, by default 1, and 0 where the target is `ignore_index`.
+    `segments`: ids of packed documents. `label_smoothing` and `z_loss` as in `ends.Terms`. `context`: the form of
+    attention over C. `remat`: none or block. `zero`: as given to `specs`. ShardingError or ValueError for what does
+    not fit, before anything is sent.
+    """
+    stored = types.specs(config, mesh, zero=zero, schedule=schedule)
+    tree.paired(params, stored)
+    check(params, tokens, targets, config, mesh, microbatches, remat)
+    used = types.used(stored)
+    w = (targets != ignore_index).to(torch.float32) if weights is None else weights
+    w = w.to(torch.promote_types(params["embed"].dtype, torch.float32)) * (targets != ignore_index)
+    total = all_reduce("w[] {U_PXEC} -> w[]", w.sum(), mesh)
+    w = w / torch.where(total == 0, 1, total)
+    at = Placed(config, mesh, context, segments, tokens.shape[1], params["embed"].dtype)
+    tokens, targets, w = at.placed(tokens), at.placed(targets), at.placed(w)
+    batches = [x.chunk(microbatches) for x in (tokens, targets, w)]
+    contexts = at.contexts(microbatches)
+
+    ends = end_weights(params, stored, used, mesh)
+    layers = Layers(params["layers"], stored["layers"], used["layers"], mesh, None, remat)
+    terms, losses, dends = Terms(config.V, label_smoothing, z_loss), [], tree.map(torch.zeros_like, ends)
+    for m, (some, wanted, share) in enumerate(zip(*batches, strict=True)):
+        here = contexts[m]
+        layers.f = lambda W, x, l, routing, here=here: layer(W, x, here, config.windows[l], routing)
+        (x, _), pull_embed = vjp(lambda E, some=some: (embed(E, some, mesh), None), ends["embed"])
+        x, extra, kept = layers.forward(x)
+
+        def loss_of(ends, x, wanted=wanted, share=share):
+            return head(ends, x, wanted, share, terms, config.eps, mesh), None
+
+        (loss, _), pull_head = vjp(loss_of, ends, x)
+        dend, dx = pull_head(torch.ones_like(loss))
+        dx = layers.backward(dx, kept, 1 / microbatches)
+        (dE,) = pull_embed(dx)
+        dend["embed"] = dend["embed"] + dE
+        dends = tree.map(Tensor.add_, dends, dend)
+        losses.append(loss + (extra / microbatches).to(loss.dtype))
+    grads: dict[str, Any] = {name: reduced(dends[name], stored[name], used[name], mesh, (*TOKENS, "Z")) for name in dends}
+    grads["layers"] = layers.reduce()
+    loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
+    return loss, {name: grads[name] for name in params}
+
+
+class Placed:
+    """Where this rank's T_C tokens lie in the sequence, by the form of attention over C."""
+
+    def __init__(self, config: Config, mesh, form: str, segments: Tensor | None, t: int, dtype):
+        self.config, self.mesh, self.form, self.segments, self.t, self.dtype = config, mesh, form, segments, t, dtype
+        self.split = mesh.sizes.get("C", 1) > 1
+
+    def placed(self, x: Tensor) -> Tensor:
+        """x[B, T_C], in plain order, in the order that the form of attention wants."""
+        if self.split and self.form == "zigzag":
+            from scaling.strategies.context import to_zigzag
+
+            return to_zigzag(x, 1, self.mesh, "C")
+        return x
+
+    def contexts(self, microbatches: int) -> list[Context]:
+        """One `Context` for each microbatch: rope, and attention over this rank's tokens."""
+        config = self.config
+        if self.segments is None:
+            positions, parts = self.positions(), [None] * microbatches
+        else:
+            whole = all_gather("s[B, T_C] -> s[B, T]", self.segments, self.mesh)
+            c = self.mesh.coord.get("C", 0) if self.split else 0
+            positions = self.placed(restarted(whole)[:, c * self.t : (c + 1) * self.t].contiguous())
+            parts = self.placed(self.segments).chunk(microbatches)
+        some = [positions] * microbatches if positions.dim() == 1 else positions.chunk(microbatches)
+        return [
+            Context(config, self.mesh, tables(p, config.H, config.theta, config.rope_scaling, self.dtype), self.attend(s))
+            for p, s in zip(some, parts, strict=True)
+        ]
+
+    def positions(self) -> Tensor:
+        if not self.split:
+            return torch.arange(self.t, device=self.mesh.device)
+        from scaling.strategies.context import positions
+
+        return positions(self.form, self.t, self.mesh, "C")
+
+    def attend(self, segments: Tensor | None):
+        if not self.split:
+            return lambda Q, K, V, window: sdpa(Q, K, V, window=window, segments=segments)
+        from scaling.strategies.context import attention
+
+        return lambda Q, K, V, window: attention(
+            Q, K, V, self.mesh, axis="C", form=self.form, window=window, segments=segments
+        )
+
+
+def check(params, tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: int, remat: str) -> None:
+    """ValueError or ShardingError, before anything is sent, for a batch that does not fit the model or the mesh."""
+    if remat not in REMAT:
+        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+    if tokens.shape != targets.shape or tokens.dim() != 2:
+        raise ValueError(f"tokens {tuple(tokens.shape)} and targets {tuple(targets.shape)} must both be [B, T]")
+    if len(tokens) % microbatches:
+        raise ValueError(f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size")
+    if tokens.shape[1] % mesh.sizes.get("Y", 1):
+        raise ShardingError(
+            f"x[B, T_CY, D]: {tokens.shape[1]} tokens of each sequence on a rank do not divide over Y="
+            f"{mesh.sizes['Y']}\n  fix: make T a multiple of |C| |Y|"
+        )
+    if not tokens.is_meta and len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < config.V):
+        raise ValueError(f"tokens must lie in 0..{config.V - 1}: that is the vocabulary of {config.name}")

@@ -1,0 +1,136 @@
+"""The loss of a Transformer and its gradients on any mesh without stages: layer by layer, each by its vjp (Part 5).
+
+Forward: a layer's weights are gathered over X, the next layer's meanwhile; `vjp` keeps what its backward needs.
+Backward: the layers' vjps from the last to the first. A weight's gradient is unreduced over every axis that splits the
+tokens and not the weight, by the law of cotangents; it is summed over microbatches, then reduced to the stored type.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling.collectives import wait
+from scaling.models.transformer import unstacked
+from scaling.spec import Spec, parse
+from scaling.strategies.axes import all_gather, all_reduce, present, reduce_scatter
+
+TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
+
+
+def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
+    """(f(*primals), pull): as torch.func.vjp over trees of tensors; pull(cotangent) -> a cotangent of each primal.
+
+    `f` returns (result, anything else); pull takes a cotangent of each tensor of the result. By autograd's own tape,
+    which costs less per collective than a transform; a compiler is given torch.func.vjp.
+    """
+    if torch.compiler.is_compiling():
+        out, pull, rest = torch.func.vjp(f, *primals, has_aux=True)
+        return (out, rest), pull
+    leaves = [tree.map(lambda x: x.detach().requires_grad_(x.is_floating_point()), p) for p in primals]
+    with torch.enable_grad():
+        out, rest = f(*leaves)
+    results = tree.leaves(out)
+
+    def pull(cotangents):
+        wanted = [x for x in tree.leaves(leaves) if x.requires_grad]
+        found = iter(torch.autograd.grad(results, wanted, tree.leaves(cotangents), allow_unused=True))
+        grads = tree.map(lambda x: next(found) if x.requires_grad else None, leaves)
+        return tree.map(lambda x, g: torch.zeros_like(x) if g is None else g, leaves, grads)
+
+    return (tree.map(torch.Tensor.detach, out), rest), pull
+
+
+def gathered(W: Mapping, stored: Mapping, used: Mapping, mesh, async_op: bool = True):
+    """A tree of weights, each gathered from its stored to its used type: under way."""
+
+    def one(x: Tensor, before: str, after: str):
+        line = f"{before} -> {after}"
+        return all_gather(line, x, mesh, async_op=async_op) if before != after else x
+
+    return tree.map(one, W, stored, used)
+
+
+def reduced(dW: Tensor, stored: str, used: str, mesh, axes: tuple[str, ...] = TOKENS) -> Tensor:
+    """The gradient of a weight from partial sums {U} to its stored type: over X inside a pod first, then over the rest.
+
+    dW is typed as used, unreduced over those of `axes` that do not split it: of a layer's weight those that split the
+    tokens; of the ends, which some stages do not use, also Z.
+    """
+    before, after = parse(used), parse(stored)
+    over = [axis for axis in axes if mesh.sizes.get(axis, 1) > 1 and axis not in before.axes]
+    shard = after.with_unreduced([axis for axis in over if axis not in after.axes])
+    dW = reduce_scatter(f"{before.with_unreduced(over)} -> {shard}", dW, mesh)
+    return all_reduce(f"{shard} -> {after}", dW, mesh)
+
+
+def layer_types(types: Mapping) -> Mapping:
+    """The types of one layer's params: without the L in front."""
+
+    def one(text: str) -> str:
+        spec = parse(text)
+        return str(Spec(spec.name, spec.dims[1:], spec.unreduced))
+
+    return tree.map(one, types)
+
+
+class Layers:
+    """The layers of one rank: gathered ahead of use, run, run back, and their gradients.
+
+    `f(W, x, l, routing)` -> ((x, extra or None), routing) is layer l of used weights. `remat`: "none" keeps what each
+    layer's vjp needs, "block" only its input, from which the layer is computed again.
+    """
+
+    def __init__(self, params: Mapping, stored: Mapping, used: Mapping, mesh, f: Callable, remat: str):
+        self.layers, self.mesh, self.f, self.remat = unstacked(params), mesh, f, remat
+        self.stored, self.used = layer_types(stored), layer_types(used)
+        self.grads: list[Any] = [None] * len(self.layers)
+
+    def weights(self, l: int):
+        return gathered(self.layers[l], self.stored, self.used, self.mesh) if 0 <= l < len(self.layers) else None
+
+    def forward(self, x: Tensor, only: slice = slice(None)) -> tuple[Tensor, Tensor, list]:
+        """(x, the sum of the layers' extra terms, what `backward` needs)."""
+        kept, extra, order = [], x.new_zeros((), dtype=torch.float32), range(len(self.layers))[only]
+        prefetched = self.weights(order[0]) if len(order) else None
+        for at, l in enumerate(order):
+            W = tree.map(wait, prefetched)
+            prefetched = self.weights(order[at + 1]) if at + 1 < len(order) else None
+            given = x
+            if self.remat == "block":
+                with torch.no_grad():
+                    (x, more), routing = self.f(W, x, l, None)
+                kept.append((l, given, more is not None, routing, None))
+            else:
+                ((x, more), routing), pull = vjp(lambda W, x, l=l: self.f(W, x, l, None), W, x)
+                kept.append((l, given, more is not None, routing, pull))
+            extra = extra if more is None else extra + more
+        return x, extra, kept
+
+    def backward(self, dx: Tensor, kept: list, scale: float = 1.0) -> Tensor:
+        """dx of the last layer's result -> dx of the first one's input. `scale`: the cotangent of the extra terms."""
+        while kept:
+            l, x, has_extra, routing, pull = kept.pop()
+            if pull is None:
+                W = tree.map(wait, self.weights(l))
+                _, pull = vjp(lambda W, x, l=l, routing=routing: self.f(W, x, l, routing), W, x)
+            dW, dx = pull((dx, dx.new_full((), scale)) if has_extra else (dx, None))
+            self.grads[l] = dW if self.grads[l] is None else tree.map(Tensor.add_, self.grads[l], dW)
+        return dx
+
+    def reduce(self) -> dict:
+        """The gradients of all layers, stacked and typed as the stored params."""
+        done = [tree.map(lambda g, s, u: reduced(g, s, u, self.mesh), g, self.stored, self.used) for g in self.grads]
+        return tree.map(lambda *leaves: torch.stack(leaves), *done)
+
+
+def end_weights(params: Mapping, stored: Mapping, used: Mapping, mesh) -> dict:
+    """The params outside the layers, gathered."""
+    names = [name for name in params if name != "layers"]
+    return {name: wait(gathered(params[name], stored[name], used[name], mesh)) for name in names}
+
+
+def present_line(spec: str, mesh) -> str:
+    return str(present(spec, mesh))

@@ -1,0 +1,112 @@
+"""The types of a Transformer's params on a mesh: P pods, Z stages, X data, C context, Y tensor, E experts (Part 5).
+
+Each leaf has two types: as it is stored, and as a layer uses it, gathered over X (and, of the ends, over Z). Axes that
+the mesh lacks, or has with size 1, drop out. Over P and C, and over E but for the experts, params are replicated.
+"""
+
+from collections.abc import Mapping
+
+from scaling import tree
+from scaling.configs import Config
+from scaling.models import transformer
+from scaling.spec import ShardingError, parse
+from scaling.strategies.axes import present
+
+STORED = {
+    "embed": "E[V_YZ, D_X]",
+    "layers": {
+        "norm_attn": "g[L_Z, D]",
+        "W_Q": "W_Q[L_Z, D_X, N_Y, H]",
+        "W_K": "W_K[L_Z, D_X, K_Y, H]",
+        "W_V": "W_V[L_Z, D_X, K_Y, H]",
+        "b_Q": "b_Q[L_Z, N_Y, H]",
+        "b_K": "b_K[L_Z, K_Y, H]",
+        "b_V": "b_V[L_Z, K_Y, H]",
+        "norm_Q": "g[L_Z, H]",
+        "norm_K": "g[L_Z, H]",
+        "W_O": "W_O[L_Z, N_Y, H, D_X]",
+        "b_O": "b_O[L_Z, D]",
+        "norm_mlp": "g[L_Z, D]",
+        "W_in": "W_in[L_Z, D_X, F_Y]",
+        "W_gate": "W_gate[L_Z, D_X, F_Y]",
+        "W_out": "W_out[L_Z, F_Y, D_X]",
+    },
+    "norm": "g[D]",
+    "unembed": "U[D_X, V_YZ]",
+}
+EXPERTS = {
+    "router": "router[L_Z, D, E]",
+    "bias": "bias[L_Z, E]",
+    "W_in": "W_in[L_Z, E_E, D_X, F_Y]",
+    "W_gate": "W_gate[L_Z, E_E, D_X, F_Y]",
+    "W_out": "W_out[L_Z, E_E, F_Y, D_X]",
+    "shared": {"W_in": "W_in[L_Z, D_X, S_Y]", "W_gate": "W_gate[L_Z, D_X, S_Y]", "W_out": "W_out[L_Z, S_Y, D_X]"},
+}
+AXES = ("P", "Z", "X", "C", "Y", "E")
+
+
+def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
+    """The types of the params as they are stored, a tree like the params of `models.transformer`.
+
+    zero 3: matrices are sharded over X as well (FSDP); 0, 1 and 2: replicated over X (what 1 and 2 shard are the
+    optimizer's state and the gradients). W_K and W_V have no Y where |Y| does not divide K: each rank then computes
+    the KV heads that its query heads see. ShardingError for an axis that a Transformer cannot use, and where heads,
+    features, vocabulary or experts do not divide.
+    """
+    check_mesh(config, mesh)
+    wanted = transformer.specs_of(config)
+    table = STORED | {"layers": STORED["layers"] | (EXPERTS if config.moe else {})}
+    gone = () if zero == 3 else ("X",)
+    whole_heads = config.K % mesh.sizes.get("Y", 1) != 0
+
+    def chosen(types: Mapping, like: Mapping) -> dict:
+        return {
+            name: chosen(types[name], spec) if isinstance(spec, dict) else one(name, types[name])
+            for name, spec in like.items()
+        }
+
+    def one(name: str, text: str) -> str:
+        spec = parse(text)
+        for dim, axes in spec.dims:
+            drop = gone + (("Y",) if whole_heads and name in ("W_K", "W_V", "b_K", "b_V") else ())
+            spec = spec.with_axes(dim, [axis for axis in axes if axis not in drop])
+        return str(present(spec, mesh))
+
+    return chosen(table, wanted)
+
+
+def used(stored) -> dict:
+    """The types that the params have while they are used: gathered over X, of the ends also over Z, without L."""
+
+    def one(text: str) -> str:
+        spec = parse(text)
+        for dim, axes in spec.dims:
+            spec = spec.with_axes(dim, [axis for axis in axes if axis not in ("X", "Z")])
+        return str(spec)
+
+    return tree.map(one, stored)
+
+
+def check_mesh(config: Config, mesh) -> None:
+    """ShardingError unless the model's sizes divide over the mesh's axes, which are all known ones."""
+    sizes = mesh.sizes
+    if unknown := [axis for axis in sizes if axis not in AXES]:
+        raise ShardingError(
+            f"{config.name}: mesh axis {unknown[0]} splits nothing of a Transformer\n"
+            f"  rule: the axes are {', '.join(AXES)}: pods, stages, data, context, tensor, experts\n  fix: rename it"
+        )
+    X, Y, Z, E = (sizes.get(axis, 1) for axis in "XYZE")
+    if config.K < Y and Y % config.K:
+        raise ShardingError(
+            f"{config.name}: K={config.K} KV heads over Y={Y}\n  rule: Y divides K, or is a multiple of it, so that "
+            f"each rank's query heads share whole KV heads\n  fix: choose Y among the divisors or multiples of {config.K}"
+        )
+    wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features"), ("D", config.D, X, "model dims")]
+    wanted += [("V", config.V, Y * Z, "vocabulary entries")]
+    wanted += [("E", config.E, E, "experts")] if config.moe or E > 1 else []
+    for dim, size, parts, what in wanted:
+        if size % parts:
+            raise ShardingError(
+                f"{config.name}: {dim}={size} {what} do not divide into {parts} blocks\n"
+                f"  fix: use fewer devices along that axis, or pad {dim} to a multiple of {parts}"
+            )
