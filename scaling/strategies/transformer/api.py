@@ -88,7 +88,9 @@ def loss_and_grads(
         dend["embed"] = dend["embed"] + dE
         dends = tree.map(Tensor.add_, dends, dend)
         losses.append(loss + (extra / microbatches).to(loss.dtype))
-    grads: dict[str, Any] = {name: reduced(dends[name], stored[name], used[name], mesh, (*TOKENS, "Z")) for name in dends}
+    grads: dict[str, Any] = {
+        name: reduced(dends[name], stored[name], used[name], mesh, (*TOKENS, "Z")) for name in dends
+    }
     grads["layers"] = layers.reduce()
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
     return loss, {name: grads[name] for name in params}
@@ -121,7 +123,9 @@ class Placed:
             parts = self.placed(self.segments).chunk(microbatches)
         some = [positions] * microbatches if positions.dim() == 1 else positions.chunk(microbatches)
         return [
-            Context(config, self.mesh, tables(p, config.H, config.theta, config.rope_scaling, self.dtype), self.attend(s))
+            Context(
+                config, self.mesh, tables(p, config.H, config.theta, config.rope_scaling, self.dtype), self.attend(s)
+            )
             for p, s in zip(some, parts, strict=True)
         ]
 
@@ -155,5 +159,5 @@ def check(params, tokens: Tensor, targets: Tensor, config: Config, mesh, microba
             f"x[B, T_CY, D]: {tokens.shape[1]} tokens of each sequence on a rank do not divide over Y="
             f"{mesh.sizes['Y']}\n  fix: make T a multiple of |C| |Y|"
         )
-    if not tokens.is_meta and len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < config.V):
+    if not tokens.is_meta and len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < config.V):
         raise ValueError(f"tokens must lie in 0..{config.V - 1}: that is the vocabulary of {config.name}")

@@ -1,8 +1,8 @@
 """One layer of a Transformer, line by line (Parts 4 and 5): attention and MLP, tensor and sequence parallel over Y.
 
-Between the blocks the residual stream x[B_PXE, T_CY, D] is split along the sequence over Y as well: norms and residuals
-are computed once, not |Y| times (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). Weights come gathered
-over X. Axes that the mesh lacks drop out. The backward is the vjp of these lines.
+Between the blocks the residual stream x[B_PXE, T_CY, D] is split along the sequence over Y as well: norms and
+residuals are computed once, not |Y| times (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). Weights
+come gathered over X. Axes that the mesh lacks drop out. The backward is the vjp of these lines.
 """
 
 from collections.abc import Callable

@@ -99,7 +99,7 @@ def check_mesh(config: Config, mesh) -> None:
     if config.K < Y and Y % config.K:
         raise ShardingError(
             f"{config.name}: K={config.K} KV heads over Y={Y}\n  rule: Y divides K, or is a multiple of it, so that "
-            f"each rank's query heads share whole KV heads\n  fix: choose Y among the divisors or multiples of {config.K}"
+            f"each rank's query heads share whole KV heads\n  fix: choose Y among divisors or multiples of {config.K}"
         )
     wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features"), ("D", config.D, X, "model dims")]
     wanted += [("V", config.V, Y * Z, "vocabulary entries")]

@@ -1,0 +1,157 @@
+"""The Transformer under every axis: loss and every gradient leaf equal one device; params after AdamW steps too."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad_and_value
+
+from scaling import optim, tree
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.models import transformer as model
+from scaling.spec import ShardingError, parse
+from scaling.strategies import transformer
+from scaling.strategies.axes import present
+from scaling.trace import trace
+
+PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
+RICH = PLAIN.with_(name="rich", attention_bias=True, output_bias=True, qk_norm=True, tied=True, window=(None, 5))
+EXPERTS = PLAIN.with_(name="experts", E=4, k=2, aux_coef=0.1, z_coef=0.01, shared=1)
+B, T = 8, 16
+
+
+def batch(config, seed=1):
+    """Tokens, targets of which some are ignored, uneven weights (one sequence has none), and packed documents."""
+    g = torch.Generator().manual_seed(seed)
+    tokens, targets = (torch.randint(0, config.V, (B, T), generator=g) for _ in range(2))
+    targets[torch.rand(B, T, generator=g) < 0.1] = -100
+    weights = torch.rand(B, T, generator=g, dtype=torch.float64)
+    weights[0] = 0
+    return tokens, targets, weights, (torch.rand(B, T, generator=g) < 0.2).cumsum(1)
+
+
+def reference(params, config, tokens, targets, weights, segments, smoothing, z):
+    """The loss by F.cross_entropy on one device, with the experts' terms of the model's own loss."""
+    logits, extra = model._forward(params, tokens, "none", model.sdpa, config, segments)
+    flat, labels = logits.flatten(0, 1), targets.flatten()
+    ce = F.cross_entropy(flat, labels, reduction="none", ignore_index=-100, label_smoothing=smoothing)
+    ce = ce + z * flat.logsumexp(-1).square()
+    w = weights.flatten() * (labels != -100)
+    return (w * ce).sum() / w.sum() + extra
+
+
+def local(x, mesh):
+    return tree.shard(x, str(present("t[B_PXE, T_C]", mesh)), mesh)
+
+
+def run(mesh, config, options, packed, smoothing, z):
+    """(loss, gradients, params after 2 AdamW steps), whole."""
+    params = model.init(config, 0, torch.float64, mesh=mesh, specs=transformer.specs(config, mesh))
+    adamw, seen = optim.adamw(0.01), []
+    state = adamw.init(params)
+    for seed in (1, 2):
+        tokens, targets, weights, segments = (local(x, mesh) for x in batch(config, seed))
+        given = {"weights": weights, "segments": segments if packed else None, **options}
+        loss, grads = transformer.loss_and_grads(
+            params, tokens, targets, config, mesh, label_smoothing=smoothing, z_loss=z, **given
+        )
+        seen.append((loss, transformer.unshard(grads, config, mesh)))
+        params, state = adamw.update(grads, state, params)
+    return *seen[0], transformer.unshard(params, config, mesh)
+
+
+def one_device(config, packed, smoothing, z):
+    params, adamw, seen = model.init(config, 0, torch.float64), optim.adamw(0.01), []
+    state = adamw.init(params)
+    for seed in (1, 2):
+        tokens, targets, weights, segments = batch(config, seed)
+        given = tokens, targets, weights, segments if packed else None, smoothing, z
+        grads, loss = grad_and_value(lambda p, given=given: reference(p, config, *given))(params)
+        seen.append((loss, grads))
+        params, state = adamw.update(grads, state, params)
+    return *seen[0], params
+
+
+CASES = [
+    (PLAIN, {"X": 1}, {"remat": "block"}, False, 0.0, 0.0),
+    (RICH, {"X": 2}, {"microbatches": 2}, True, 0.1, 0.01),
+    (RICH, {"P": 2, "Y": 2}, {}, True, 0.0, 0.01),
+    (RICH, {"X": 2, "Y": 2}, {"remat": "block", "microbatches": 2}, False, 0.1, 0.0),
+    (PLAIN, {"Y": 4}, {}, True, 0.1, 0.01),
+    (RICH, {"C": 2, "Y": 2}, {"context": "zigzag"}, True, 0.1, 0.01),
+    (PLAIN, {"X": 2, "C": 2}, {"context": "ring", "microbatches": 2}, False, 0.0, 0.0),
+    (EXPERTS, {"E": 2, "Y": 2}, {}, False, 0.0, 0.0),
+    (EXPERTS, {"X": 2, "E": 2}, {"remat": "block"}, False, 0.1, 0.0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].name} {c[1]}")
+def test_equal_to_one_device(ranks, case):
+    config, mesh, options, packed, smoothing, z = case
+    wanted = one_device(config, packed, smoothing, z)
+    for got in ranks(run, mesh, config, options, packed, smoothing, z):
+        assert abs(got[0] - wanted[0]) < 1e-12
+        for limit, ours, theirs in ((1e-11, got[1], wanted[1]), (1e-9, got[2], wanted[2])):
+            for where, a in tree.named_leaves(ours).items():
+                b = tree.named_leaves(theirs)[where]
+                assert (a - b).abs().max() <= limit * b.abs().max().clamp(min=1e-30), (where, a, b)
+
+
+def test_nothing_counts_where_no_token_does(ranks):
+    for loss, largest in ranks(without_targets, {"X": 2}):
+        assert (loss, largest) == (0, 0)
+
+
+def without_targets(mesh):
+    params = transformer.shard(model.init(PLAIN, 0, torch.float64), PLAIN, mesh)
+    tokens = torch.zeros(2, T, dtype=torch.int64)
+    loss, grads = transformer.loss_and_grads(params, tokens, torch.full_like(tokens, -100), PLAIN, mesh)
+    return loss.item(), max(g.abs().max().item() for g in tree.leaves(grads))
+
+
+def traced(config, sizes, **options):
+    mesh = AbstractMesh(sizes)
+    types = transformer.specs(config, mesh)
+    params = tree.map(lambda t: torch.empty(parse(t).local_shape(config.sizes, mesh), device="meta"), types)
+    shape = parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": B, "T": T}, mesh)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    with trace() as log:
+        transformer.loss_and_grads(params, tokens, tokens, config, mesh, **options)
+    return log
+
+
+def test_bytes_are_part_5_s():
+    """Over X each weight gathered once and its gradient scattered once; over Y the residual stream four times a layer.
+
+    Every other collective moves one number a token, or a gain.
+    """
+    X, Y, c = 2, 2, PLAIN
+    moved = {}
+    for event in traced(c, {"X": X, "Y": Y}).collectives():
+        key = event.op, "".join(event.axes)
+        moved[key] = moved.get(key, 0) + event.nbytes
+    layer = (2 * c.N * c.H + 2 * c.K * c.H + 3 * c.F) * c.D
+    weights, tokens = (c.L * layer + 2 * c.V * c.D) // Y * 4, B // X * T * 4
+    assert moved.pop(("AllGather", "X")) == moved.pop(("ReduceScatter", "X")) == weights
+    stream = (4 * c.L + 2) * tokens * c.D  # and once each for embedding and head, forward and backward together
+    assert moved.pop(("AllGather", "Y")) == stream + tokens  # the slope of each token's loss
+    assert moved.pop(("ReduceScatter", "Y")) == stream + 3 * tokens  # three sums over V of each token
+    gains = (2 * c.L + 1) * c.D * 4
+    assert moved.pop(("AllReduce", "Y")) == tokens  # the largest logit of each token
+    assert moved.pop(("AllReduce", "XY")) == gains + 4  # and the loss
+    assert moved == {("AllReduce", "X"): 4}  # the sum of the weights
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "words"),
+    [
+        (PLAIN, {"Q": 2}, "splits nothing of a Transformer"),
+        (PLAIN.with_(N=6, K=6), {"Y": 4}, "N=6 query heads do not divide"),
+        (PLAIN.with_(N=12, K=2), {"Y": 3}, "K=2 KV heads over Y=3"),
+        (PLAIN.with_(V=30), {"Y": 4}, "V=30 vocabulary entries"),
+        (PLAIN, {"E": 2}, "E=1 experts"),
+    ],
+)
+def test_what_does_not_fit_is_refused(config, sizes, words):
+    with pytest.raises(ShardingError, match=words):
+        transformer.specs(config, AbstractMesh(sizes))
