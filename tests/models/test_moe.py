@@ -96,6 +96,10 @@ def test_ties_go_to_the_lower_expert():
     assert torch.equal(moe.choose(x.float(), router.float(), config), experts)
     alone = torch.cat([moe.choose(row[None], router, config) for row in x])
     assert torch.equal(alone, experts)  # a matmul of one row adds up in another order
+    turned = torch.stack([column[:, 0].roll(e) for e in range(64)], 1)  # sums of the same numbers, in another order
+    same = torch.arange(1, 6, dtype=torch.float64)[:, None].expand(5, 33)
+    assert len((same @ turned).unique()) > 5
+    assert moe.choose(same, turned, config).tolist() == [[0, 1, 2]] * 5
     zero = moe.choose(torch.zeros(2, 33), router, config, torch.zeros(64))
     assert zero.tolist() == [[0, 1, 2]] * 2
     bias = torch.zeros(64, dtype=torch.float64).index_fill(0, torch.tensor([7, 9]), 1e-3)

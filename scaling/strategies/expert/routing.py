@@ -4,7 +4,7 @@ With a capacity an expert takes the first tokens of the global batch that chose 
 drops the same ones, and equals one device. What it costs is an AllGather of how many tokens chose each expert, 8 E
 bytes from each rank (where T is split, from each row of B on each rank), and that it is the end of the batch that loses
 tokens, so some ranks more than others. A capacity of each rank's own would need no message, and drop other tokens on
-every mesh.
+every mesh. T_C is taken to be in plain order: under a capacity, bring x out of zig-zag order first.
 """
 
 from typing import NamedTuple
