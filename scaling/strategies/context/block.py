@@ -30,13 +30,12 @@ class Seen(NamedTuple):
 
 
 def merge(a: Seen | None, b: Seen | None) -> Seen | None:
-    """What is seen of the keys of both. No exponent is above 0, so nothing overflows; blocks may come in any order."""
+    """What is seen of the keys of both, in any order: each O by its share of the weight, which is a sigmoid of the
+    difference in lse. So nothing overflows, and the shares add up to 1 however often they are merged."""
     if a is None or b is None or b.O.is_meta:
         return a if b is None else b
-    lse = torch.logaddexp(a.lse, b.lse)
-    base = lse.masked_fill(lse.isneginf(), 0)  # where a query has seen no key yet
-    wa, wb = ((lse - base).exp()[..., None] for lse in (a.lse, b.lse))
-    return Seen(wa * a.O + wb * b.O, lse)
+    ahead = torch.where(b.lse.isneginf(), -math.inf, b.lse - a.lse)  # -inf - -inf: neither has seen a key yet
+    return Seen(torch.lerp(a.O, b.O, ahead.sigmoid()[..., None]), torch.logaddexp(a.lse, b.lse))
 
 
 def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
