@@ -2,8 +2,8 @@
 
     python tests/oracles/ring_torch.py [--ranks 4]
 
-torch's `context_parallel` runs on GPUs alone, but the ring beneath it takes any attention operator: here the CPU's flash
-attention. Plain order is its ring without load balance, zig-zag order the one with it. Both rotations of keys are run.
+torch's `context_parallel` runs on GPUs alone, but the ring beneath it takes any attention operator: here the flash
+attention of CPUs. Plain order is its ring without load balance, zig-zag order the one with it; both its rotations run.
 Prints the largest differences of O, dQ, dK and dV over their maximum, for a cotangent that is not uniform, and fails
 above 3e-6. Where torch has no such function, or another signature, it says so and passes.
 """
