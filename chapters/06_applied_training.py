@@ -1,7 +1,9 @@
 """Part 6, Training LLaMA 3 on TPUs: https://jax-ml.github.io/scaling-book/applied-training
 
 LLaMA-3 70B by hand: its params, FLOPs, memory and days, how to shard it over a v5p pod, and the planner's mesh beside
-the book's. Then the worked problems (four pods; 405B on eight), to which the book gives no answers.
+the book's. Then the worked problems (four pods; 405B on eight), to which the book gives no answers. The planner lays
+its meshes on the pod's torus of 16 x 20 x 28; "CP" is the book's sequence sharding, whose exchange of keys and values
+counts.
 """
 
 import argparse
@@ -14,8 +16,8 @@ from scaling.book.answers import Answer, report
 from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.hardware import chip
-from scaling.plan import Job, evaluate, plans
-from scaling.plan.network import Network
+from scaling.plan import Estimate, Job, Layout, evaluate, plans
+from scaling.plan.network import book as rings
 from scaling.plan.report import Budget, text
 
 V5P = chip("v5p")
@@ -58,8 +60,9 @@ def answers() -> list[Answer]:
     alone = days * POD / 225
     mixed = cost.mixed_threshold(L70.F, C, ici(2), ici(1))
     found = plans(Job(L70, B), V5P, POD)
-    best, fsdp = found[0], next(plan for plan in found if plan.size("fsdp") == POD)
-    book = evaluate(Job(L70, B), Network(V5P, {"fsdp": 2048, "tensor": 4}, {"fsdp": 2, "tensor": 1}), "none", 1)
+    best, fsdp = found[0], next(found[i] for i, layout in found.layouts() if layout.shards == POD)
+    layout = Layout(fsdp=1024, context=2, tensor=4, zero=3)  # each axis a ring, as the book assumes
+    book = evaluate(Job(L70, B), rings(V5P, layout.sizes, {"fsdp": 1, "context": 1, "tensor": 1}), layout)
     four_pods = plans(Job(L70, B), V5P, 4 * POD)[0]
     B405 = 16 * 2**20
     eight = plans(Job(L405, B405), V5P, 8 * POD)[0]
@@ -88,35 +91,42 @@ def answers() -> list[Answer]:
         Answer("so FSDP over 8,960", "no", "yes" if POD <= B / 4096 else "no"),
         Answer("FSDP with it: tokens a chip", "468", B / POD, "tokens"),
         Answer("what it needs", "850", cost.data_threshold(C, ici(3)), "tokens"),
-        Answer("bound by", "fsdp", fsdp.cost.bound, note=f"planner: {fsdp.seconds / fsdp.cost.math:.2f} x compute"),
+        Answer("bound by", "fsdp", fsdp.cost.bound,
+               note=f"planner, {fsdp.name}: {fsdp.bound / fsdp.cost.math:.2f} x compute"),
         Answer("FSDP+TP: smallest batch per chip", "113", mixed, "tokens"),
         Answer("compute-bound", "yes", "yes" if regime(L70, B, POD) == "FSDP+TP" else "no"),
         Answer("X_opt", "1618", cost.mixed_optimum(4.19e6, L70.F, POD, 2, 1)),
         Answer("2048 x 4: chips", "8960", 2048.0 * 4, "v5p", erratum="8,192, which is no slice of 16x20x28"),
-        Answer("2048 x 4 bound by", "compute", book.cost.bound, note=f"planner, 8,192 chips: {recipe(book)}"),
-        Answer("the planner's mesh of 8,960", "compute", best.cost.bound, note=f"{best.name}: {recipe(best)}"),
+        Answer("DP 1024 x SP 2 x TP 4 bound by", "compute", book.cost.bound,
+               note=f"on rings, 8,192 chips: {shares(book)}"),
+        Answer("the planner's mesh of 8,960", "compute", best.cost.bound, note=f"{best.name}: {shares(best)}"),
         Answer("1 four pods: tokens a chip", "", B / (4 * POD), "tokens",
                note=f"FSDP+TP needs {mixed:.0f}: {regime(L70, B / 4, POD)}, by a hair; FSDP alone is far off"),
         Answer("1 tokens a pod", "", B / 4, "tokens", note="DCN needs 73,440: data parallelism over pods is free"),
         Answer("1 X_opt in a pod", "", cost.mixed_optimum(B / 4, L70.F, POD, 2, 1), note="about 810 x 11"),
-        Answer("1 scheme", "", four_pods.name, note=f"planner: {recipe(four_pods)}"),
+        Answer("1 scheme", "", four_pods.name, note=f"planner: {shares(four_pods)}"),
         Answer("1 days at 40% MFU", "", days / 4, "days", note="44.3 / 4"),
         Answer("2a LLaMA-3 405B", "", many, "params", note="3 LDF + 2LD(N+K)H + 2DV + norms"),
         Answer("2a FLOPs a token", "", tm.rule_of_thumb(L405, 1), note="6 x params"),
-        Answer("2a FLOPs a step of 16M tokens", "", tm.rule_of_thumb(L405, 16e6), note="6 x params x tokens"),
+        Answer("2a FLOPs a step of 16M tokens", "", tm.rule_of_thumb(L405, B405), note="6 x params x 2^24"),
         Answer("2a FLOPs of 15T tokens", "", tm.rule_of_thumb(L405, 15e12), note="6 x params x tokens"),
         Answer("2b eight pods, 16M: tokens a chip", "", B405 / (8 * POD), "tokens",
                note=f"FSDP+TP needs {mixed405:.0f}: {regime(L405, B405 / 8, POD)}"),
         Answer("2b X_opt in a pod", "", cost.mixed_optimum(B405 / 8, L405.F, POD, 2, 1), note="about 840 x 10.7"),
-        Answer("2b scheme", "", eight.name, note=f"planner: {recipe(eight)}"),
+        Answer("2b scheme", "", eight.name, note=f"planner: {shares(eight)}"),
         Answer("2b days at 40% MFU", "", cost.seconds_at(tm.rule_of_thumb(L405, 15e12), 8 * POD, C, 0.4) / DAY, "days",
                note="compute-bound, so FLOPs / (chips C 0.4)"),
     ]  # fmt: skip
 
 
-def recipe(plan) -> str:
-    share = ", ".join(f"{axis} {seconds / plan.cost.math:.0%}" for axis, seconds in plan.cost.axes)
-    return f"{plan.seconds:.3f} s a step; communication in % of compute: {share}"
+def shares(found: Estimate) -> str:
+    """The bound of a step, and how long each axis communicates in it, in % of computing."""
+    parts = {"forward": found.cost.parts[0], "backward": found.cost.parts[1]}
+    each = [
+        f"{way} " + ", ".join(f"{axis} {seconds / part.math:.0%}" for axis, seconds in part.axes)
+        for way, part in parts.items()
+    ]
+    return f"at least {found.bound:.3f} s a step; communication in % of compute: {'; '.join(each)}"
 
 
 def main() -> int:

@@ -1,16 +1,20 @@
-"""The planner: a model, chips and a batch in, the mesh to train on out, with the reason (Parts 5 and 6).
+"""The planner: a model, chips and a batch in, the layout to train on out, with the reason (Parts 5, 6 and 12).
 
     python -m scaling.plan --model llama3-70b --chip v5p --chips 8960 --batch 4M
 
     from scaling.plan import Job, plans
     best = plans(Job(get("llama3-70b"), batch=4 * 2**20), chip("v5p"), chips=8960)[0]
 
-layer: one layer of a strategy's code on an abstract mesh; network: seconds of its collectives; evaluate: one mesh;
-search: all meshes; report: what is printed. Assumptions are the book's: full overlap (`Plan.worst` is without), peak
-FLOPs/s and bandwidths, torus axes shared out among mesh axes, shards cut flat where sizes do not divide.
+job, work: what is to be trained, and what it asks of the chips; layout: sizes of the mesh axes, and the recipe;
+placement, network: where the axes lie and what a byte costs there; ledger: what a chip computes and moves; holds: its
+memory; evaluate: bound and forecast; candidates: every layout, the best first; report: what is printed. No torch.
 """
 
-from scaling.plan.evaluate import Job, Plan, evaluate
-from scaling.plan.search import fits, networks, plans
+from scaling.plan.candidates import Fixed, fits, plans, search
+from scaling.plan.evaluate import Estimate, evaluate
+from scaling.plan.job import Job
+from scaling.plan.layout import Layout
+from scaling.plan.network import tree
+from scaling.plan.work import Stack
 
-__all__ = ["Job", "Plan", "evaluate", "fits", "networks", "plans"]
+__all__ = ["Estimate", "Fixed", "Job", "Layout", "Stack", "evaluate", "fits", "plans", "search", "tree"]

@@ -1,4 +1,4 @@
-"""`python -m scaling.plan --model llama3-70b --chip v5p --chips 8960 --batch 4M`; `python -m scaling.plan guide`."""
+"""`python -m scaling.plan --model llama3-70b --chip v5p --chips 8960 --batch 4M`; also `guide`, `published`."""
 
 import argparse
 import json
@@ -8,12 +8,11 @@ import sys
 
 from scaling.configs import MODELS, get
 from scaling.console import command, integer, number
-from scaling.cost.transformer import REMAT
 from scaling.hardware import chip, chips
-from scaling.plan import guide
-from scaling.plan.evaluate import OVERLAPS, Job
+from scaling.plan.candidates import Fixed, fits, plans
+from scaling.plan.job import DTYPES, OVERLAPS, Job
+from scaling.plan.layout import AXES, POLICIES, SCHEDULES
 from scaling.plan.report import Budget, as_dict, text
-from scaling.plan.search import fits, plans
 from scaling.sizes import shortened
 
 BINARY = {"": 1, "k": 2**10, "M": 2**20}
@@ -38,27 +37,61 @@ def whole(text: str) -> int:
     return int(count(text))
 
 
+def mesh(text: str) -> tuple[tuple[str, int], ...]:
+    """`tensor=8,pipe=16`."""
+    found = []
+    for part in text.split(","):
+        axis, _, n = part.partition("=")
+        if axis.strip() not in AXES or not n.strip().isdigit():
+            raise argparse.ArgumentTypeError(
+                f"{part!r}: write an axis and its size, as in tensor=8; axes: {', '.join(AXES)}"
+            )
+        found.append((axis.strip(), int(n)))
+    return tuple(found)
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m scaling.plan", description="The mesh to train a model on, and why (Parts 5 and 6)",
-        epilog="For one machine, or no idea where to begin: python -m scaling.plan guide --help",
+        prog="python -m scaling.plan", description="The mesh to train a model on, and why (Parts 5, 6 and 12)",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="For one machine, or no idea where to begin: python -m scaling.plan guide --help\n"
+        "Published runs beside the planner: python -m scaling.plan published\n"
+        "Exit status: 0, a plan was found; 1, nothing fits or no mesh suits; 2, an argument is wrong.",
     )  # fmt: skip
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
     parser.add_argument("--chip", required=True, help=f"{', '.join(chips())}; or a .toml file")
     parser.add_argument("--chips", required=True, type=whole)
     parser.add_argument("--batch", required=True, type=whole, help="tokens a step; k and M are powers of two: 4M")
     parser.add_argument("--seq", type=whole, default=4096, help="tokens a sequence (default 4096)")
-    parser.add_argument("--tokens", type=lambda t: count(t, DECIMAL), default=15e12, help="to train on (default 15T)")
-    parser.add_argument("--mfu", type=number(1e-6, 1), default=0.4, help="utilization to expect (default 0.4)")
-    parser.add_argument("--price", type=number(), help="dollars per chip and hour (default: the book's, if it has one)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the layers' matmuls (default bf16)")
+    for name, default, what in (
+        ("param", 2, "a parameter"),
+        ("grad", 2, "its gradient"),
+        ("optimizer", 8, "its state"),
+    ):
+        parser.add_argument(
+            f"--{name}-bytes", type=number(0, 1000), default=default, help=f"of {what} (default {default})"
+        )
+    parser.add_argument(
+        "--headroom", type=number(1e-6, 1), default=0.9, help="share of the memory to plan with (default 0.9)"
+    )
+    parser.add_argument(
+        "--overlap", choices=OVERLAPS, default="max", help="of the bound. max: everything; sum: not the axes; none"
+    )
+    parser.add_argument("--mesh", type=mesh, default=(), help="fix axes, as in tensor=8,pipe=16; the others stay open")
     parser.add_argument(
         "--pods", type=integer(1), help="of a TPU, joined by the datacenter's network (default: as needed)"
     )
-    parser.add_argument("--remat", choices=REMAT, help="checkpointing (default: as little as fits)")
-    parser.add_argument("--overlap", choices=OVERLAPS, default="max", help="max: everything; sum: not the axes; none")
-    parser.add_argument("--dtype", default="bf16", help="of matmuls and collectives (default bf16)")
-    parser.add_argument("--optimizer-bytes", type=number(), default=8, help="a parameter (default 8: Adam's moments)")
-    parser.add_argument("--top", type=integer(), default=6, help="how many other meshes to show (default 6)")
+    parser.add_argument("--zero", type=int, choices=(1, 3), help="1: params whole; 3: sharded (default: either)")
+    parser.add_argument("--remat", choices=POLICIES, help="checkpointing (default: what is fastest and fits)")
+    parser.add_argument("--microbatches", type=integer(1), help="(default: what is fastest)")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of a pipeline (default: what is fastest)")
+    parser.add_argument("--tokens", type=lambda t: count(t, DECIMAL), default=15e12, help="to train on (default 15T)")
+    parser.add_argument("--mfu", type=number(1e-6, 1), default=0.4, help="utilization to compare with (default 0.4)")
+    parser.add_argument("--price", type=number(), help="dollars per chip and hour (default: the book's, if it has one)")
+    parser.add_argument(
+        "--top", type=integer(), default=4, help="how many other combinations of axes to show (default 4)"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
 
@@ -66,26 +99,30 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["guide"]:
+        from scaling.plan import guide
+
         return guide.main(arguments[1:])
     args = parser().parse_args(arguments)
     try:
         job = Job(
-            get(args.model), args.batch, args.seq, args.dtype, optimizer_bytes=args.optimizer_bytes,
-            overlap=args.overlap,
+            get(args.model), args.batch, args.seq, args.dtype, args.param_bytes, args.grad_bytes, args.optimizer_bytes,
+            args.overlap, args.headroom,
         )  # fmt: skip
+        fixed = Fixed(args.mesh, args.remat, args.microbatches, args.schedule, zero=args.zero, pods=args.pods)
         hardware = chip(args.chip)
-        budget = Budget(args.tokens, args.mfu, args.price)
-        found = plans(job, hardware, args.chips, args.pods, args.remat)
-        if not found:
-            raise ValueError(f"no mesh of {args.chips:,} {hardware.name} suits {job.config.name}")
-        show = as_dict if args.json else text
-        out = show(job, hardware, args.chips, found, budget, args.top)
-        fit = fits(found[0], hardware)
-    except ValueError as error:
+        hardware.flops(job.dtype)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    try:
+        found = plans(job, hardware, args.chips, fixed)
+        show = as_dict if args.json else text
+        out = show(job, hardware, args.chips, found, Budget(args.tokens, args.mfu, args.price), args.top)
+    except ValueError as error:
+        print(json.dumps({"error": str(error)}) if args.json else f"no plan: {error}", file=sys.stderr)
+        return 1
     print(json.dumps(out, indent=1) if args.json else out)
-    return int(not fit)
+    return int(not fits(job, found[0]))
 
 
 if __name__ == "__main__":

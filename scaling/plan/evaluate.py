@@ -1,185 +1,229 @@
-"""One mesh for a model and a batch: how long is a step, what binds it, what does a chip hold.
+"""What a layout costs: its bound, its forecast, what binds it and what a chip holds. For one layout, or columns of
+them.
 
-A mesh has the axes pod (data-parallel over the datacenter's network), pipe (stages of layers), data (replicas, with the
-optimizer's state split over them, ZeRO-1), fsdp and tensor. A layer's bytes and FLOPs are those of the strategy's own
-code (`scaling.plan.layer`), scaled from the book's block of two D x F matrices to the model's matmuls: weights and
-FLOPs by the number of elements, activations by the two blocks of a layer, attention and MLP.
+Bound: the book's roofline. Forward and backward apart, each the longer of computing and of communicating behind it,
+at the peaks, and the pipeline's bubble on top: no step is shorter. Forecast: the same at what the chip reaches of its
+peaks (`scaling.hardware.Efficiency`), with what lies between the matmuls, with the collectives that a layer waits
+for, and with what a step does once, as far as one microbatch does not hide it.
 """
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scaling.configs import Config
-from scaling.cost import Memory, training_memory
-from scaling.cost import transformer as tm
+import numpy as np
+
 from scaling.cost.layers import Cost
-from scaling.cost.pipeline import bubble
-from scaling.plan.layer import DTYPES, layer, up
-from scaling.plan.network import AXES, Network
-from scaling.spec import dtype_bytes
+from scaling.hardware import Chip
+from scaling.plan.holds import Held, held
+from scaling.plan.job import Job
+from scaling.plan.layout import AXES, SCHEDULES, Layout
+from scaling.plan.ledger import Compute, Entry, Number, compute, is_one, ledger
+from scaling.plan.network import LINKS, Lane, Network
 
-OVERLAPS = ("max", "sum", "none")
-BLOCKS = 2  # of a layer: attention and MLP each gather their input and scatter their output over the tensor axis
+LOGITS = 8  # bytes of a logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be trained: tokens in the global batch and in a sequence, and what is stored per parameter.
+class Lanes:
+    """The lanes of a network, or of many as columns: by name (seconds a byte, latency, ranks, near, links)."""
 
-    `zero1`: replicas split the optimizer's state among them. `overlap`: everything overlaps ("max", the book of 2026);
-    the axes' collectives follow each other, but hide behind computing ("sum", 2025); nothing overlaps ("none").
-    """
+    rows: Mapping[str, tuple[Number, Number, Number, Number, tuple[Number, ...]]]
 
-    config: Config
-    batch: int
-    seq: int = 4096
-    dtype: str = "bf16"
-    param_bytes: float = 2
-    grad_bytes: float = 2
-    optimizer_bytes: float = 8
-    overlap: str = "max"
-    zero1: bool = True
+    @staticmethod
+    def of(networks: "Network | list[Network]") -> "Lanes":
+        if isinstance(networks, Network):
+            return Lanes({name: _plain(lane) for name, lane in networks.lanes.items()})
+        rows = {}
+        for name in networks[0].lanes:
+            lanes = [_plain(network.lanes[name]) for network in networks]
+            numbers = [np.array([lane[i] for lane in lanes]) for i in range(4)]
+            rows[name] = (*numbers, tuple(np.array([lane[4][i] for lane in lanes]) for i in range(LINKS)))
+        return Lanes(rows)
 
-    def __post_init__(self):
-        for name in ("batch", "seq"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r}: must be a whole number of at least 1")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype = {self.dtype!r}: one of {', '.join(DTYPES)}")
-        if self.overlap not in OVERLAPS:
-            raise ValueError(f"overlap = {self.overlap!r}: one of {', '.join(OVERLAPS)}")
-        if self.seq > self.batch:
-            raise ValueError(f"a sequence of {self.seq:,} tokens is longer than the batch of {self.batch:,}")
+    def take(self, index: np.ndarray) -> "Lanes":
+        """The rows of columns, by number."""
+        rows = {}
+        for name, (*numbers, links) in self.rows.items():
+            rows[name] = (*(column[index] for column in numbers), tuple(link[index] for link in links))
+        return Lanes(rows)
+
+    def seconds(self, entry: Entry) -> Number:
+        """Of one of an entry's collectives, at the peak."""
+        per_byte, latency, *_ = self.rows[entry.lane]
+        return np.maximum(latency, entry.nbytes * per_byte)
+
+    def forecast(self, entry: Entry, chip: Chip) -> Number:
+        """The same as it is likely to be: starting it and its hops take time beside the bytes."""
+        per_byte, latency, ranks, *_ = self.rows[entry.lane]
+        rate = chip.efficiency
+        waits = np.where(ranks > 1, rate.launch + np.maximum(latency, (ranks - 1) * rate.launch / 16), 0.0)
+        return waits + entry.nbytes * per_byte / rate.links
+
+    def links(self, entry: Entry) -> tuple[Number, ...]:
+        return self.rows[entry.lane][4]
+
+    def hides(self, entry: Entry, chip: Chip, l: Layout) -> Number:
+        """The share of a layer's collectives that runs behind its own matmuls, or behind another microbatch's."""
+        near = self.rows[entry.lane][3] * chip.efficiency.hidden
+        return np.where(is_one(l.schedule, SCHEDULES, "dualpipev"), 1.0, near) if entry.axis == "expert" else near
+
+
+def _plain(lane: Lane) -> tuple:
+    return lane.per_byte, lane.latency, lane.ranks, float(lane.near), tuple(float(link) for link in lane.links)
+
+
+def bound(job: Job, c: Compute, entries: list[Entry], lanes: Lanes, microbatches: Number) -> tuple[Number, Number]:
+    """(seconds of a step at least, seconds if nothing overlapped), with the bubble."""
+    links, everything = [[0.0] * LINKS, [0.0] * LINKS], [0.0, 0.0]  # forward, backward
+    for entry in entries:
+        each = lanes.seconds(entry)
+        for way, count in enumerate((entry.forward, entry.backward)):
+            seconds = count * each
+            everything[way] = everything[way] + seconds
+            for i, load in enumerate(lanes.links(entry)):
+                links[way][i] = links[way][i] + load * seconds
+    total, worst = 0.0, 0.0
+    for way, once in enumerate((c.forward, c.backward)):
+        math = microbatches * once
+        comms = np.maximum.reduce(links[way]) if job.overlap == "max" else everything[way]
+        total = total + (math + comms if job.overlap == "none" else np.maximum(math, comms))
+        worst = worst + math + everything[way]
+    return total * c.fill, worst * c.fill
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a forecast step on the fullest stage: what each thing adds to it; they sum to the step."""
+
+    matmuls: Number
+    attention: Number
+    memory: Number
+    recomputed: Number
+    critical: Number
+    weights: Number
+    bubble: Number
+    once: Number
+    update: Number
 
     @property
-    def weights(self) -> tuple[int, int]:
-        """Elements of all matrices (stored, and used by a token): layers and unembedding, without the embedding."""
-        unembed = self.config.D * self.config.V
-        both = (tm.params(self.config, active) for active in (False, True))
-        return tuple(p["mlp"] + p["attention"] + p["router"] + unembed for p in both)
+    def total(self) -> Number:
+        return (
+            self.matmuls + self.attention + self.memory + self.recomputed + self.critical + self.weights + self.bubble
+            + self.once + self.update
+        )  # fmt: skip
 
-    def flops(self, remat: str = "none") -> float:
-        """FLOPs of a step that attention kernels need: six per weight and token, and the causal dot products."""
-        one, sequences = self.config, self.batch / self.seq
-        dots = tm.forward_flops(one, 1, self.seq, causal=True)["attention"] * sequences
-        again = {"none": 0, "matmuls": dots, "block": 2 * self.weights[1] * self.batch + dots}[remat]
-        return 6 * self.weights[1] * self.batch + 3 * dots + again
+
+def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], lanes: Lanes, own: Held) -> Parts:
+    """The step as it is likely to be: never shorter than the bound."""
+    rate, M = chip.efficiency, l.microbatches
+    narrow = chip.flops(job.dtype) * rate.of_matmul(job.dtype)
+    wide, kernel = chip.flops(job.wide) * rate.of_matmul(job.wide), chip.flops(job.wide) * rate.attention
+    bandwidth = (chip.hbm_bw or np.inf) * rate.memory
+    matmuls, attention = c.linear / narrow + c.head / wide, c.dots / kernel
+    grads = 2 * job.grad_bytes / job.act_bytes  # read and written again, in the backward pass
+    between = c.tokens * c.layers * job.act_bytes * job.work.passes / l.tensor
+    logits = LOGITS * c.head / np.maximum(2 * job.work.D, 1)  # of the stage's share of the unembedding
+    memory = (between + logits + c.read * (3 + grads) / 3) / bandwidth
+    again = c.again[0] * (c.linear / narrow + between / bandwidth) + c.again[1] * attention
+
+    waits, loads, once = [0.0, 0.0], [[0.0] * LINKS, [0.0] * LINKS], [[0.0] * LINKS, [0.0] * LINKS]
+    for entry in entries:
+        each = lanes.forecast(entry, chip)
+        for way, count in enumerate((entry.forward, entry.backward)):
+            seconds = count * each if entry.kind == "step" else count * each / M
+            if entry.kind == "critical":
+                waits[way] = waits[way] + (1 - lanes.hides(entry, chip, l)) * seconds
+            into = once if entry.kind == "step" else loads
+            for i, load in enumerate(lanes.links(entry)):
+                into[way][i] = into[way][i] + load * seconds
+    exposed, late = 0.0, 0.0
+    for way, busy in enumerate((matmuls + attention + memory, 2 * (matmuls + attention + memory) + again)):
+        pace = np.maximum(busy + waits[way], np.maximum.reduce(loads[way]))
+        exposed = exposed + pace - busy - waits[way]
+        late = late + np.maximum.reduce([
+            np.maximum(0.0, each - (pace - load)) for each, load in zip(once[way], loads[way], strict=True)
+        ])  # fmt: skip
+    work = M * (3 * (matmuls + attention + memory) + again + waits[0] + waits[1] + exposed)
+    update = 2 * own.optimizer + (2 * own.params + own.grads) * own.shares
+    return Parts(
+        3 * M * matmuls, 3 * M * attention, 3 * M * memory, M * again, M * (waits[0] + waits[1]), M * exposed,
+        (work + late) * (c.fill - 1), late, update / bandwidth,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One mesh. Seconds are of a step, memory is of a chip; `bytes` by axis are V, an AllReduce counted twice."""
+class Estimate:
+    """One layout of a job on chips: seconds of a step, bytes of a chip."""
 
-    mesh: tuple[tuple[str, int], ...]
-    remat: str
-    microbatches: int
-    torus: tuple[tuple[str, int], ...]
+    layout: Layout
+    network: Network
+    compute: Compute
+    entries: tuple[Entry, ...]
+    held: Held
     cost: Cost
-    bubble: float
-    memory: Memory
-    working: float
-    bytes: tuple[tuple[str, float], ...]
+    bound: float
+    worst: float
+    parts: Parts
     useful: float
-    overlap: str = "max"
-    padded: tuple[str, ...] = ()
-
-    def size(self, axis: str) -> int:
-        return dict(self.mesh).get(axis, 1)
 
     @property
-    def chips(self) -> int:
-        return math.prod(size for _, size in self.mesh)
+    def forecast(self) -> float:
+        """Seconds of a step, as it is likely to be."""
+        return self.parts.total
 
     @property
-    def seconds(self) -> float:
-        """Seconds of a step under the job's model of overlap."""
-        return self.worst if self.overlap == "none" else self.cost.lower / (1 - self.bubble)
+    def bubble(self) -> float:
+        return 1 - 1 / self.compute.fill
 
     @property
-    def worst(self) -> float:
-        """Seconds if no communication overlapped with anything."""
-        return self.cost.upper / (1 - self.bubble)
+    def mfu_limit(self) -> float:
+        """Useful FLOPs over the peak at the bound: what the roofline leaves."""
+        return self.useful / self.bound
 
     @property
     def mfu(self) -> float:
-        """Useful FLOPs over the peak during `seconds`: an upper bound, what the roofline leaves."""
-        return self.useful / self.seconds
+        """The same of the forecast."""
+        return self.useful / self.forecast
 
     @property
-    def held(self) -> float:
-        return self.memory.total + self.working
+    def chips(self) -> int:
+        return self.layout.chips
+
+    def size(self, axis: str) -> int:
+        return self.layout.sizes[axis]
 
     @property
     def name(self) -> str:
-        words = {"pod": "pods", "pipe": "pipeline", "data": "data", "fsdp": "FSDP", "tensor": "TP"}
-        return " x ".join(f"{words[axis]} {size:,}" for axis, size in self.mesh if size > 1) or "one chip"
+        return self.layout.name
+
+    @property
+    def bytes(self) -> dict[str, float]:
+        """V of a chip's collectives in a step by mesh axis, an AllReduce counted twice."""
+        moved: dict[str, float] = {}
+        for entry in self.entries:
+            moved[entry.axis] = moved.get(entry.axis, 0.0) + float(entry.moved)
+        return {axis: moved[axis] for axis in AXES if moved.get(axis)}
 
 
-def evaluate(job: Job, network: Network, remat: str, microbatches: int) -> Plan:
-    """Time and memory of one mesh."""
-    config, chip, size = job.config, network.chip, network.sizes.get
-    P, Z, R, X, Y = (size(axis, 1) for axis in AXES)
-    chips, m = P * Z * R * X * Y, microbatches
-    tokens = math.ceil(job.batch / (P * R * m))  # of a microbatch, over one fsdp x tensor group
-    one = layer(tokens, config.D, config.F, X, Y, job.dtype)
-    stored, used = (w / (2 * config.D * config.F * config.L) for w in job.weights)
-    passes = {False: m * (2 if remat == "block" else 1), True: m}  # block remat runs the forward pass again
-
-    times, moved = {}, {}
-    for move in one.moves:
-        axis = "fsdp" if move.axis == "X" else "tensor"
-        # the backward pass gathers the weights anyway: what it computes again needs no gather of its own
-        count = (m if axis == "fsdp" else passes[move.backward] * BLOCKS) * config.L / Z
-        nbytes = move.nbytes * (stored if axis == "fsdp" else 1)
-        times[axis] = times.get(axis, 0.0) + count * network.seconds(move.op, nbytes, axis)
-        moved[axis] = moved.get(axis, 0.0) + count * nbytes
-    shard = one.weights * stored * config.L / Z
-    for axis in ("data", "pod"):
-        if size(axis, 1) > 1:
-            share = shard / R if axis == "pod" else shard
-            times[axis] = network.seconds("AllReduce", share, axis)
-            moved[axis] = 2 * share
-    if Z > 1:
-        hop = dtype_bytes(job.dtype) * tokens * config.D / (X * Y)
-        times["pipe"] = 2 * (m + Z - 2) * network.seconds("CollectivePermute", hop, "pipe")
-        moved["pipe"] = 2 * m * hop
-
-    traced = one.flops * used * config.L / Z * m  # forward and backward of all matmuls
-    rest = (job.flops(remat) - 6 * job.weights[1] * job.batch) / chips
-    C = chip.flops(job.dtype)
-    memory, working = held(job, remat, m, tokens, P, Z, R, X, Y)
-    padded = [f"tokens {tokens:,} to {up(tokens, X):,}"] if tokens % X else []
-    padded += [f"D {config.D:,} to {up(config.D, math.lcm(X, Y)):,}"] if config.D % math.lcm(X, Y) else []
-    padded += [f"F {config.F:,} to {up(config.F, Y):,}"] if config.F % Y else []
-    return Plan(
-        mesh=tuple((axis, size(axis, 1)) for axis in AXES),
-        remat=remat,
-        microbatches=m,
-        torus=tuple(network.torus.items()),
-        cost=Cost((traced + rest) / C, tuple(sorted(times.items())), "sum" if job.overlap == "none" else job.overlap),
-        bubble=bubble(Z, m),
-        memory=memory,
-        working=working,
-        bytes=tuple(sorted(moved.items())),
-        useful=job.flops() / chips / C,
-        overlap=job.overlap,
-        padded=tuple(padded),
-    )
-
-
-def held(job: Job, remat: str, m: int, tokens: int, P: int, Z: int, R: int, X: int, Y: int) -> tuple[Memory, float]:
-    """Bytes on one chip: what is kept, and the largest work space (a layer's gathered weights, or the logits)."""
-    config = job.config
-    in_flight = min(m, Z)  # microbatches whose activations a stage holds (1F1B)
-    saved = tm.saved_bytes(config, tokens * in_flight, remat, job.dtype) / (X * Y * Z)
-    state = training_memory(
-        tm.num_params(config), 0, X, Y, Z, zero=3,
-        param_bytes=job.param_bytes, grad_bytes=job.grad_bytes, optimizer_bytes=job.optimizer_bytes,
+def evaluate(job: Job, network: Network, layout: Layout) -> Estimate:
+    """Time and memory of one layout."""
+    chip, lanes = network.chip, Lanes.of(network)
+    c = compute(job, chip, layout)
+    entries = [entry for entry in ledger(job, c, layout) if entry.moved > 0]
+    own = held(job, c, layout)
+    least, worst = bound(job, c, entries, lanes, layout.microbatches)
+    parts = forecast(job, chip, c, layout, entries, lanes, own)
+    times: tuple[dict[str, float], ...] = ({}, {})
+    for entry in entries:
+        for way, count in enumerate((entry.forward, entry.backward)):
+            if count:
+                times[way][entry.axis] = times[way].get(entry.axis, 0.0) + float(count * lanes.seconds(entry))
+    overlap = "sum" if job.overlap == "none" else job.overlap
+    passes = [
+        Cost(float(layout.microbatches * once), tuple(sorted(by_axis.items())), overlap)
+        for once, by_axis in zip((c.forward, c.backward), times, strict=True)
+    ]
+    return Estimate(
+        layout, network, c, tuple(entries), own, passes[0] + passes[1], float(least), float(worst), parts,
+        job.flops() / layout.chips / chip.flops(job.dtype),
     )  # fmt: skip
-    memory = Memory(state.params, state.grads, state.optimizer / (R if job.zero1 else 1), saved)
-    widest = max(config.D * config.V, job.weights[0] // config.L)
-    gathered = 2 * job.param_bytes * widest / Y if X > 1 else 0  # this layer's weights and the next one's, or gradient
-    logits = (dtype_bytes(job.dtype) + 4) * tokens / X * config.V / Y
-    recomputed = tm.saved_bytes(config, tokens, "none", job.dtype) / config.L / (X * Y) if remat != "none" else 0
-    return memory, gathered + max(logits, recomputed)

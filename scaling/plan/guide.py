@@ -10,33 +10,31 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from scaling.configs import MODELS, get
 from scaling.console import integer, number
-from scaling.cost import transformer as tm
 from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
-from scaling.plan.evaluate import Job, Plan
-from scaling.plan.network import Network
-from scaling.plan.report import size
-from scaling.plan.search import attempts, fits
+from scaling.plan.candidates import Fixed, fits, room, search
+from scaling.plan.evaluate import Estimate
+from scaling.plan.job import Job
+from scaling.plan.layout import AXES
+from scaling.plan.report import folded, size
 from scaling.sizes import shortened
-
-USABLE = 0.9  # of a GPU's memory: the rest goes to the driver, the communication buffers and fragments
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to train: how many GPUs each axis gets, the checkpointing, whether DDP's whole optimizer is kept."""
+    """One way to train: how many GPUs each axis gets, the checkpointing, what ZeRO shards."""
 
     name: str
     sizes: tuple[tuple[str, int], ...]
     remat: str = "none"
     how: str = ""
-    zero1: bool = True
+    zero: int = 0
 
 
 TYPES = {
@@ -52,81 +50,93 @@ def ladder(gpus: int, node: int, heads: int) -> Iterator[Rung]:
     if gpus == 1:
         yield Rung("one GPU + checkpointing", (), "block", "no communication")
         return
-    yield Rung("DDP", (("data", gpus),), how=TYPES["dp"], zero1=False)
-    yield Rung("FSDP", (("fsdp", gpus),), how=TYPES["fsdp"])
-    yield Rung("FSDP + checkpointing", (("fsdp", gpus),), "block", TYPES["fsdp"])
+    yield Rung("DDP", (("data", gpus),), how=TYPES["dp"])
+    yield Rung("FSDP", (("fsdp", gpus),), how=TYPES["fsdp"], zero=3)
+    yield Rung("FSDP + checkpointing", (("fsdp", gpus),), "block", TYPES["fsdp"], 3)
     for Y in (2, 4, 8):
         if gpus % Y == 0 and node >= Y and heads % Y == 0:
             sizes = (("fsdp", gpus // Y), ("tensor", Y))
-            yield Rung(f"FSDP + checkpointing + TP {Y}", sizes, "block", TYPES["fsdp_tp"])
+            yield Rung(f"FSDP + checkpointing + TP {Y}", sizes, "block", TYPES["fsdp_tp"], 3 if gpus > Y else 1)
 
 
 @dataclass(frozen=True)
-class Step:
-    """A rung with its plan; `fits` within the usable memory."""
+class Climbed:
+    """A rung with its estimate; `fits` within the usable memory."""
 
     rung: Rung
-    plan: Plan
+    found: Estimate
     fits: bool
 
 
-def climb(job: Job, gpu: Chip, gpus: int) -> list[Step]:
-    """Every rung, each with as many microbatches as it takes to fit (down to a sequence per GPU and microbatch)."""
-    if not isinstance(gpus, int) or gpus < 1:
+def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
+    """Every rung, each with the microbatches that make it fastest, or smallest if it does not fit."""
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise ValueError(f"gpus = {gpus!r}: must be a whole number of at least 1")
-    usable = replace(gpu, hbm_bytes=USABLE * gpu.need("hbm_bytes"))
     steps = []
-    for rung in ladder(gpus, gpu.node_gpus, job.config.N):
-        network = Network(usable, {"pod": 1, "pipe": 1, "data": 1, "fsdp": 1, "tensor": 1} | dict(rung.sizes))
-        if tried := list(attempts(replace(job, zero1=rung.zero1), network, (rung.remat,))):
-            steps.append(Step(rung, tried[-1], fits(tried[-1], usable)))
+    for rung in ladder(gpus, gpu.node_gpus, job.work.heads):
+        sizes = dict.fromkeys(AXES, 1) | dict(rung.sizes)
+        chips = gpus if rung.sizes else 1
+        if found := search(job, gpu, chips, Fixed(tuple(sizes.items()), rung.remat, zero=rung.zero)).found:
+            steps.append(Climbed(rung, found[0], fits(job, found[0])))
+    if not steps:
+        raise ValueError(
+            f"{job.sequences:,} sequences are too few for {gpus} GPUs; fix: give --sequences {gpus} or more"
+        )
     return steps
 
 
-def choose(steps: list[Step]) -> Step | None:
-    """Of the rungs that fit and use all GPUs the fastest, and of equals the lowest; None if nothing fits."""
-    most = max(step.plan.chips for step in steps)
-    able = [step for step in steps if step.fits and step.plan.chips == most]
-    return min(able, key=lambda step: round(step.plan.seconds, 4), default=None)
+def choose(steps: list[Climbed]) -> Climbed | None:
+    """The lowest rung that fits, uses all GPUs and is at most 10% slower than the fastest; None if nothing fits."""
+    most = max(step.found.chips for step in steps)
+    able = [step for step in steps if step.fits and step.found.chips == most]
+    fastest = min((step.found.forecast for step in able), default=0.0)
+    return next((step for step in able if step.found.forecast <= 1.1 * fastest), None)
 
 
 def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
     """The ladder as a table, the choice, and if nothing fits by how much and what would help."""
     steps = climb(job, gpu, gpus)
-    room, params = USABLE * gpu.hbm_bytes, tm.num_params(job.config)
-    rows = [
-        (
-            s.rung.name, s.plan.chips, s.plan.microbatches, size(s.plan.memory.total - s.plan.memory.activations),
-            size(s.plan.memory.activations + s.plan.working), size(s.plan.held), "yes" if s.fits else "no",
-        )
-        + ((f"{s.plan.seconds:.3g}", f"{s.plan.worst:.3g}") if timed else ())
-        for s in steps
-    ]  # fmt: skip
+    free, params = room(job, gpu), job.work.params
+    rows = []
+    for step in steps:
+        own, layout = step.found.held, step.found.layout
+        states, passing = own.params + own.grads + own.optimizer, own.activations + own.working
+        row = [
+            step.rung.name,
+            layout.chips,
+            layout.microbatches,
+            *(size(float(x)) for x in (states, passing, own.total)),
+        ]
+        rows.append([*row, "yes" if step.fits else "no", *([f"{step.found.forecast:.3g}"] if timed else [])])
     head = ["", "GPUs", "microbatches", "params, grads, optimizer", "activations, working", "a GPU holds", "fits"]
-    head += ["step, s", "no overlap"] if timed else []
     state = job.param_bytes + job.grad_bytes + job.optimizer_bytes
     lines = [
         f"{job.config.name} ({significant(params)} params, {state:g} bytes each) on {gpus} x {gpu.name} of "
-        f"{size(gpu.hbm_bytes)}, of which {USABLE:.0%} count; {job.batch // job.seq} sequences of {job.seq:,} a step",
+        f"{size(gpu.hbm_bytes)},",
+        f"of which {job.headroom:.0%} count; {job.sequences} sequences of {job.seq:,} a step",
         "",
-        tabulate(rows, head, "simple", disable_numparse=True),
+        tabulate(
+            rows, head + ["step, s"] * timed, "simple", disable_numparse=True,
+            maxcolwidths=[22, 4, 12, 10, 12, 8, 4, 7], maxheadercolwidths=[22, 5, 12, 10, 12, 8, 4, 7],
+        ),
         "",
-    ]
+    ]  # fmt: skip
     if chosen := choose(steps):
         lines += [f"Take: {chosen.rung.name}", f"      {chosen.rung.how}"]
-        if chosen.rung.sizes and steps[0].fits:
+        if chosen.rung.sizes and steps[0].fits and not steps[0].rung.sizes:
             lines += ["The model fits one GPU: more of them make it faster, not possible."]
-        if timed and chosen.plan.cost.bound != "compute":
+        if timed and chosen.found.cost.bound != "compute":
             lines += ["It is bound by communication: a larger batch, or faster links, would help."]
-        return "\n".join(lines)
-    best = min(steps, key=lambda s: s.plan.held)
+        return folded(lines)
+    best = min(steps, key=lambda step: float(step.found.held.total))
     lines += [
-        f"Nothing fits: {best.rung.name} is {size(best.plan.held - room)} too large for the {size(room)} there are.",
-        f"What would help: {-(-int(params * state) // int(room))} or more such GPUs (for params, gradients and "
+        f"Nothing fits: {best.rung.name} is {size(float(best.found.held.total) - free)} too large for the "
+        f"{size(free)}.",
+        f"What would help: {-(-int(params * state) // int(free))} or more such GPUs (for params, gradients and "
         f"optimizer alone); shorter sequences; an optimizer of 2 bytes a parameter (8-bit Adam) instead of "
-        f"{job.optimizer_bytes:g}; a model of at most {size(room * gpus / state).replace(' GB', 'e9')} params.",
+        f"{job.optimizer_bytes:g}; a model of at most {size(free * gpus / state).replace(' GB', 'e9')} params.",
     ]
-    return "\n".join(lines)
+    return folded(lines)
 
 
 def quantity(text: str) -> float:

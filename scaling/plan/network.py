@@ -1,76 +1,210 @@
-"""How a plan's mesh axes lie on the chips' network, and the seconds of a collective over each of them.
+"""The lanes of a mesh: what a byte costs in each of its collectives, on a torus, on a tree of switches, or as measured.
 
-TPU: the torus' axes are shared out among the mesh's (the book's M_X, M_Y, which sum to the torus'); pods are joined by
-the datacenter's network. GPU: tensor innermost, then fsdp, data and pipe, on the tree of switches. A chip file with
-measured collectives (`scaling.measure`) is taken at its word. All in seconds and bytes; V as in `scaling.trace`.
+A lane is a group of chips that a collective runs over, and which links it loads: lanes over different links can run at
+once, those over the same one add up. V is the book's measure, as in `scaling.trace`: the gathered array of one group.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 
-from scaling import cost
+from scaling.cost import gpu
 from scaling.hardware import Chip
+from scaling.plan.layout import AXES
+from scaling.plan.placement import Placement, Span, exchange, gather, placements, slice_shape
 
-AXES = ("pod", "pipe", "data", "fsdp", "tensor")  # outermost first
+LANES = {  # lane: the mesh axes of its group, under ZeRO-3 and otherwise
+    "tensor": (("tensor",), ("tensor",)),
+    "context": (("context",), ("context",)),
+    "expert": (("expert",), ("expert",)),
+    "weights": (("fsdp", "context", "expert"), ()),
+    "experts": (("fsdp", "context"), ()),
+    "data": (("data",), ("data", "context", "expert")),
+    "experts data": (("data",), ("data", "context")),
+    "pipe": (("pipe",), ("pipe",)),
+    "pod": (("pod",), ("pod",)),
+}
+LINKS = 4  # of a torus its axes, of a tree the node's and the network's; the last one is the datacenter's
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Seconds a byte of V, or of `expert` and `pipe` a byte that a chip sends; at least `latency`; over which links.
+
+    `ranks` of the group; `where`: in words; `near`: over links that kernels drive themselves, so that collectives can
+    run behind the matmuls that wait for them (a torus, a node).
+    """
+
+    per_byte: float = 0.0
+    latency: float = 0.0
+    links: tuple[bool, ...] = (False,) * LINKS
+    ranks: int = 1
+    where: str = ""
+    near: bool = True
+
+    def seconds(self, nbytes: float) -> float:
+        return max(self.latency, nbytes * self.per_byte)
 
 
 @dataclass(frozen=True)
 class Network:
-    """`sizes`: of each of AXES (1 if absent); `torus`: how many torus axes each spans; `rings`: whether they wrap."""
+    """A mesh on the chips: sizes of AXES, whether params are sharded (ZeRO-3), and its lanes."""
 
     chip: Chip
     sizes: Mapping[str, int]
-    torus: Mapping[str, int] = field(default_factory=dict)
-    rings: bool = True
+    zero: int
+    lanes: Mapping[str, Lane]
 
-    def seconds(self, op: str, nbytes: float, axis: str) -> float:
-        """Seconds of a collective of V bytes over an axis, or of a hop along it if `op` is "CollectivePermute"."""
-        size, twice = self.sizes.get(axis, 1), 2 if op == "AllReduce" else 1
+    def seconds(self, op: str, nbytes: float, lane: str) -> float:
+        """Seconds of one collective of V bytes; an AllReduce is two passes."""
+        return (2 if op == "AllReduce" else 1) * self.lanes[lane].seconds(nbytes)
+
+
+class Unplaced(ValueError):
+    """A mesh that the chips' network cannot hold, with the reason."""
+
+
+def on(*links: int) -> tuple[bool, ...]:
+    return tuple(i in links for i in range(LINKS))
+
+
+def pod_lane(chip: Chip, pods: int) -> Lane:
+    if pods == 1:
+        return Lane()
+    return Lane(1 / chip.need("dcn_bw"), 0.0, on(LINKS - 1), pods, "datacenter network")
+
+
+# --- A tree of switches: the axes lie side by side, tensor innermost
+
+
+def tree(chip: Chip, sizes: Mapping[str, int], zero: int, copies: int = 1, groups: int = 1) -> Network:
+    """Lanes on a cluster of GPUs. Unplaced if the ranks of an axis would lie across nodes now and then."""
+    cluster, node = math.prod(sizes.values()), chip.node_gpus
+    lanes = {}
+    for name, (sharded, plain) in LANES.items():
+        axes = sharded if zero == 3 else plain
+        size = math.prod(sizes[axis] for axis in axes)
+        inner = math.prod(sizes[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :]) if axes else 1
+        if size == 1 or name == "pod":
+            lanes[name] = Lane() if size == 1 else pod_lane(chip, size)
+            continue
+        total = size * inner
+        if node % total and total % node and total != cluster:
+            raise Unplaced(f"groups of {total} GPUs lie across nodes of {node}")
+        if name == "pipe":
+            lanes[name] = _hop(chip, inner)
+        elif name == "expert":
+            lanes[name] = _dispatch(chip, size, inner, copies, groups)
+        else:
+            lanes[name] = _tree_lane(chip, size, inner)
+    return Network(chip, sizes, zero, lanes)
+
+
+@lru_cache(maxsize=16384)
+def _tree_lane(chip: Chip, size: int, inner: int) -> Lane:
+    try:
+        spans = gpu.spans(chip, size, inner)
+    except ValueError as error:
+        raise Unplaced(str(error)) from error
+    across = any(below >= chip.node_gpus for below, *_ in spans)
+    where = "network" if across else "node"
+    return Lane(gpu.all_gather(inner, chip, size, inner), 0.0, on(int(across)), size, where, near=not across)
+
+
+@lru_cache(maxsize=1024)
+def _hop(chip: Chip, inner: int) -> Lane:
+    """A hop between stages: a GPU's own links in a node, its share of the node's beyond."""
+    across = inner >= chip.node_gpus
+    rate = chip.bandwidth("scale-out") / chip.node_gpus if across else chip.bandwidth("node")
+    return Lane(1 / rate, 0.0, on(int(across)), 2, "network" if across else "node")
+
+
+@lru_cache(maxsize=4096)
+def _dispatch(chip: Chip, size: int, inner: int, copies: int, groups: int) -> Lane:
+    """Tokens to experts: each copy over the node's links, at most one a node over the network (Part 12)."""
+    node = chip.node_gpus
+    nodes = max(1, size * inner // node)
+    inside = copies * (1 - 1 / size) / chip.need("levels")[0].group_bw(min(size * inner, node))
+    if nodes == 1:
+        return Lane(inside, 0.0, on(0), size, "node")
+    sent = min(copies, nodes, groups) * (1 - 1 / nodes)
+    beyond = sent / (chip.bandwidth("scale-out") / node)
+    return Lane(max(inside, beyond), 0.0, on(1), size, "network", near=False)
+
+
+# --- A torus
+
+
+def torus(chip: Chip, sizes: Mapping[str, int], zero: int, placed: Placement, copies: int = 1) -> Network:
+    """Lanes on a slice of a TPU pod, by a placement of the mesh axes."""
+    lanes = {}
+    for name, (sharded, plain) in LANES.items():
+        axes = sharded if zero == 3 else plain
+        size = math.prod(sizes[axis] for axis in axes)
+        if size == 1 or name == "pod":
+            lanes[name] = Lane() if size == 1 else pod_lane(chip, size)
+            continue
+        spans = tuple(span for axis in axes for span in placed.get(axis, ()))
+        lanes[name] = _torus_lane(chip, name, spans, size, copies)
+    return Network(chip, sizes, zero, lanes)
+
+
+@lru_cache(maxsize=65536)
+def _torus_lane(chip: Chip, name: str, spans: tuple[Span, ...], size: int, copies: int) -> Lane:
+    links = on(*(span.torus for span in spans))
+    where = " x ".join(str(span) for span in spans)
+    if name == "pipe":
+        stride = min(span.stride for span in spans)
+        return Lane(stride / chip.need("link_bw"), stride * chip.hop_latency, links, 2, where)
+    if name == "expert":
+        per_byte, latency = exchange(chip, spans)
+        return Lane(per_byte * copies, latency, links, size, where)
+    return Lane(*gather(chip, spans), links, size, where)
+
+
+def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: int = 3) -> Network:
+    """Lanes as Part 5 assumes them: each mesh axis spans so many rings of the torus, of whatever length."""
+    first, placed = 0, {}
+    for axis, m in axes.items():
+        length = math.ceil(sizes[axis] ** (1 / m))
+        placed[axis] = tuple(Span(first + i, length, 1, True, True) for i in range(m))
+        first += m
+    return torus(chip, {axis: sizes.get(axis, 1) for axis in AXES}, zero, placed)
+
+
+# --- Measured
+
+
+def measured(chip: Chip, sizes: Mapping[str, int], zero: int) -> Network:
+    """Lanes from a chip file's measured AllGathers; every lane waits for every other: they share the machine."""
+    lanes, rows = {}, {row.ranks: row for row in chip.measured if row.op == "AllGather"}
+    for name, (sharded, plain) in LANES.items():
+        size = math.prod(sizes[axis] for axis in (sharded if zero == 3 else plain))
         if size == 1:
-            return 0.0
-        if axis == "pod":
-            return twice * nbytes / self.chip.need("dcn_bw")
-        if self.chip.measured:
-            return cost.seconds(op, nbytes, self.chip, size)
-        hop = op == "CollectivePermute"
-        if self.chip.kind == "gpu":
-            inner = math.prod(self.sizes.get(a, 1) for a in AXES[AXES.index(axis) + 1 :])
-            if hop:
-                node = inner < self.chip.node_gpus
-                share = self.chip.bandwidth("node" if node else "scale-out") / (1 if node else self.chip.node_gpus)
-                return nbytes / share
-            return twice * cost.gpu.all_gather(nbytes * inner, self.chip, size, inner)
-        if hop:
-            return cost.permute(nbytes, self.chip)
-        m = self.torus[axis]
-        hops = m * math.ceil(size ** (1 / m)) / (2 if self.rings else 1)
-        bandwidth = self.chip.bandwidth("ici" if self.rings else "line", axes=m)
-        return twice * max(hops * self.chip.hop_latency, nbytes / bandwidth)
+            lanes[name] = Lane()
+        elif size in rows:
+            lanes[name] = Lane(1 / rows[size].bandwidth, rows[size].latency, on(0), size, "measured")
+        else:
+            has = ", ".join(map(str, rows)) or "none"
+            raise Unplaced(f"an AllGather over {size} ranks was not measured (of ranks: {has})")
+    return Network(chip, sizes, zero, lanes)
 
 
-def slice_shape(chip: Chip, chips: int) -> tuple[int, ...]:
-    """The most cubic slice of so many chips that the pod has, multiples of 4 first (rings); ValueError if none."""
-    pod = chip.need("pod")
-    if chips == chip.pod_chips:
-        return tuple(pod)
-    best = None
+# --- All of them
 
-    def walk(lengths: tuple[int, ...], left: int):
-        nonlocal best
-        if len(lengths) == len(pod) - 1:
-            shape = tuple(sorted((*lengths, left)))
-            if all(a <= b for a, b in zip(shape, sorted(pod), strict=True)):
-                key = (not all(chip.wraps(shape)), max(shape) / min(shape))
-                if best is None or key < best[0]:
-                    best = key, shape
-            return
-        for length in range(1, max(pod) + 1):
-            if left % length == 0:
-                walk((*lengths, length), left // length)
 
-    walk((), chips)
-    if best is None:
-        whole = "x".join(map(str, pod))
-        raise ValueError(f"{chips} chips are no slice of a {whole} pod of {chip.name}: take a number that divides so")
-    return best[1]
+def torus_meshes(chip: Chip, chips: int, pods: int, axes: tuple[str, ...], most: tuple[int, ...]) -> Iterator[tuple]:
+    """(sizes, placement) of every mesh of the axes on a slice; of equal sizes only what is not worse in all lanes."""
+    kept: dict[tuple, dict[tuple, Placement]] = {}
+    for placed in placements(chip, slice_shape(chip, chips // pods), axes, most):
+        sizes = tuple(math.prod(span.size for span in placed.get(axis, ())) for axis in axes)
+        price = tuple(gather(chip, placed[axis])[0] if axis in placed else 0.0 for axis in axes)
+        kept.setdefault(sizes, {}).setdefault(price, placed)
+    for sizes, found in kept.items():
+        for price, placed in found.items():
+            worse = (
+                other for other in found if other != price and all(a <= b for a, b in zip(other, price, strict=True))
+            )
+            if not any(worse):
+                yield dict(zip(axes, sizes, strict=True)), placed

@@ -1,18 +1,25 @@
-"""What the planner says: the best mesh and why, the closed forms beside it, days and dollars, or what would help."""
+"""What the planner says: the best layout and why, the closed forms beside it, days and dollars, or what would help."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from textwrap import wrap
 
 from tabulate import tabulate
 
-from scaling import cost
-from scaling.cost import transformer as tm
 from scaling.cost.units import significant
 from scaling.hardware import Chip
-from scaling.plan.evaluate import Job, Plan
-from scaling.plan.search import fits, plans
+from scaling.plan import closed_form
+from scaling.plan.candidates import ANY, Fixed, Found, fits, room, search
+from scaling.plan.evaluate import Estimate
+from scaling.plan.job import Job
+from scaling.plan.layout import AXES, Layout
 
-WORDS = {"pod": "pods (data)", "pipe": "pipeline", "data": "data (ZeRO-1)", "fsdp": "FSDP", "tensor": "tensor"}
+AXIS_WORDS = {
+    "pod": "pods (data)", "pipe": "pipeline", "data": "data", "fsdp": "FSDP", "context": "context", "expert": "expert",
+    "tensor": "tensor",
+}  # fmt: skip
+WIDTH = 100  # columns of what is printed
 
 
 @dataclass(frozen=True)
@@ -31,191 +38,249 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1e3:.3g} kB"
 
 
-def run(job: Job, chip: Chip, chips: int, seconds: float | None, budget: Budget) -> dict:
-    """Days and dollars of the token budget: at the roofline's step time, or at the expected utilization if None."""
-    if seconds is None:
-        flops = tm.rule_of_thumb(job.config, budget.tokens)
-        total = cost.seconds_at(flops, chips, chip.flops(job.dtype), budget.mfu)
-    else:
-        total = budget.tokens / job.batch * seconds
+def run(job: Job, chip: Chip, chips: int, seconds: float, budget: Budget) -> dict:
+    """Days and dollars of the token budget at so many seconds a step."""
+    total = budget.tokens / job.batch * seconds
     price = budget.price or chip.price
     return {"days": total / 86400, "dollars": price * chips * total / 3600 if price else None}
 
 
-def closed_form(job: Job, chip: Chip, chips: int, pods: int) -> dict:
-    """Part 5's answers for two matrices a layer: thresholds in tokens per chip, X_opt, the regime; TPUs only."""
-    if chip.kind != "tpu":
-        return {}
-    C, axes, F, n = chip.flops(job.dtype), chip.axes, job.config.F, chips // pods
-    across = [chip.bandwidth("ici", axes=m) for m in (axes, max(1, axes - 1), 1)]
-    fsdp = cost.data_threshold(C, across[0])
-    if job.config.moe:
-        fsdp *= cost.expert_inflation(job.config.E, job.config.k)
-        return {"tokens_per_chip": job.batch / chips, "fsdp_threshold": fsdp}
-    mixed = cost.mixed_threshold(F, C, across[1], across[2], "max" if job.overlap == "max" else "sum")
-    best = cost.mixed_optimum(job.batch / pods, F, n, max(1, axes - 1), 1)
-    per_chip = job.batch / chips
-    regime = "FSDP" if per_chip > fsdp else "FSDP+TP" if per_chip > mixed else "none"
-    found = {"tokens_per_chip": per_chip, "fsdp_threshold": fsdp, "mixed_threshold": mixed, "compute_bound": regime}
-    found |= {"X_opt": best, "Y_opt": n / best, "tensor_limit": cost.tensor_limit(F, C, across[2])}
-    if pods > 1:
-        found |= {"tokens_per_pod": job.batch / pods, "pod_threshold": cost.pod_threshold(C, chip.need("dcn_bw"))}
-    return found
+def runs(job: Job, best: Estimate, budget: Budget) -> dict[str, dict]:
+    """The run at the bound, at the forecast and at the utilization to expect: of the same FLOPs, attention included."""
+    chip, chips = best.network.chip, best.chips
+    at = {"bound": best.bound, "forecast": best.forecast, "mfu": best.useful / budget.mfu}
+    return {name: run(job, chip, chips, seconds, budget) | {"seconds": seconds} for name, seconds in at.items()}
 
 
-def families(found: list[Plan], chip: Chip) -> list[Plan]:
-    """The best plan of each combination of axes, in the order found."""
-    first: dict[tuple, Plan] = {}
-    for plan in found:
-        key = tuple(axis for axis, n in plan.mesh if n > 1)
-        first.setdefault(key, plan)
-    return [plan for plan in first.values() if fits(plan, chip)]
+def families(found: Found, job: Job) -> Iterator[Estimate]:
+    """The best layout of each combination of axes that fits, in order."""
+    seen = set()
+    for i, layout in found.layouts():
+        key = (tuple(axis for axis in AXES if layout.sizes[axis] > 1), layout.zero)
+        if i >= found.fitting:
+            return
+        if key not in seen:
+            seen.add(key)
+            yield found[i]
 
 
-def help_needed(job: Job, chip: Chip, chips: int, smallest: Plan) -> dict:
-    """By how much the smallest plan misses, and what would help: each checked by planning again."""
-    room, tried = chip.need("hbm_bytes"), []
+def bound_by(found: Estimate) -> str:
+    """What binds the bound: computing, or an axis' collectives."""
+    bound = found.cost.bound
+    return "compute" if bound == "compute" else f"{AXIS_WORDS[bound]} collectives"
 
-    def works(label: str, job: Job = job, chips: int = chips) -> bool:
+
+def notes(job: Job, found: Estimate) -> list[str]:
+    """What a reader should know of this layout."""
+    l, w, said = found.layout, job.work, []
+    if l.tensor > 1:
+        said.append("activations between the blocks are split over TP too (D_Y): each block gathers and scatters them")
+    if l.tensor > w.kv_heads:
+        said.append(
+            f"each of the {w.kv_heads} KV heads is on {l.tensor // w.kv_heads} tensor ranks: copies are counted"
+        )
+    if l.context > 1:
+        said.append(f"a sequence is cut into {l.context} parts; keys and values are exchanged in each layer")
+    if l.pipe > 1 and w.L % l.pipe:
+        said.append(
+            f"{w.L} layers on {l.pipe} stages: the fullest one has {found.compute.layers:.3g} and sets the pace"
+        )
+    replicas = l.pod * l.data * l.fsdp * l.expert * l.microbatches
+    if job.seq > 1 and job.sequences % replicas:
+        busy = job.sequences / (math.ceil(job.sequences / replicas) * replicas)
+        said.append(f"{job.sequences:,} sequences over {replicas:,} do not divide: replicas are {busy:.0%} busy")
+    if l.shards > 1 and w.D % l.shards:
+        said.append(f"weights are cut flat: D = {w.D:,} does not divide by {l.shards:,}")
+    if found.network.chip.kind == "gpu" and l.tensor > found.network.chip.node_gpus:
+        said.append(f"TP spans {l.tensor // found.network.chip.node_gpus} nodes")
+    return said
+
+
+def axis_table(found: Estimate) -> str:
+    """Each axis: where it lies, what it moves, and its share of computing, forward and backward."""
+    forward, backward = found.cost.parts
+    lanes = {entry.axis: found.network.lanes[entry.lane] for entry in found.entries}
+    rows = []
+    for axis in AXES:
+        n = found.size(axis)
+        if n == 1 and axis not in lanes:
+            continue
+        share = [f"{dict(part.axes).get(axis, 0.0) / part.math:.0%}" for part in (forward, backward)]
+        seconds = sum(dict(part.axes).get(axis, 0.0) for part in (forward, backward))
+        moved = found.bytes.get(axis)
+        where = lanes[axis].where if axis in lanes else ""
+        rows.append((AXIS_WORDS[axis], f"{n:,}", where, size(moved) if moved else "", f"{seconds:.4f}", *share))
+    rows.append(("compute", "", "", "", f"{found.cost.math:.4f}", f"{forward.math:.3g} s", f"{backward.math:.3g} s"))
+    head = ["axis", "size", "runs over", "bytes a chip", "s a step", "of forward", "of backward"]
+    align = ("left", "right", "left", "right", "right", "right", "right")
+    return tabulate(
+        rows, head, "simple", colalign=align, disable_numparse=True, maxcolwidths=[14, 8, 26, 12, 9, 10, 11]
+    )
+
+
+def memory_line(found: Estimate) -> str:
+    parts = [f"{name} {size(float(getattr(found.held, name)))}" for name in ("params", "grads", "optimizer")]
+    acts = [f"{name} {size(float(getattr(found.held, name)))}" for name in ("activations", "working")]
+    return f"Memory a chip: {', '.join([*parts, *acts])}; {size(float(found.held.total))} in all"
+
+
+def forecast_line(found: Estimate) -> str:
+    words = {
+        "matmuls": "matmuls", "attention": "attention", "memory": "memory", "recomputed": "recomputing",
+        "critical": "waiting for collectives", "weights": "weights not hidden", "bubble": "bubble",
+        "once": "reducing gradients", "update": "optimizer",
+    }  # fmt: skip
+    shares = {name: float(getattr(found.parts, name)) / found.forecast for name in words}
+    return ", ".join(f"{words[name]} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+
+
+def comparison(found: list[Estimate]) -> str:
+    rows = [
+        (
+            e.name,
+            e.layout.recipe,
+            f"{e.forecast:.4g}",
+            f"{e.bound:.4g}",
+            f"{e.mfu:.0%}",
+            bound_by(e),
+            size(float(e.held.total)),
+        )
+        for e in found
+    ]
+    head = ["layout", "recipe", "forecast s", "bound s", "MFU", "bound by", "a chip"]
+    return tabulate(rows, head, "simple", disable_numparse=True, maxcolwidths=[22, 26, 10, 8, 4, 11, 8])
+
+
+def head_line(job: Job, chip: Chip, chips: int) -> str:
+    return (
+        f"{job.config.name} ({significant(job.work.params)} params) on {chips:,} {chip.name}, {job.batch:,} tokens a "
+        f"step ({job.batch / job.seq:,.0f} x {job.seq:,}), {job.dtype}"
+    )
+
+
+def text(job: Job, chip: Chip, chips: int, found: Found, budget: Budget, top: int = 6) -> str:
+    """The report, at most 100 columns wide."""
+    best = found[0]
+    lines = [head_line(job, chip, chips), ""]
+    if not fits(job, best):
+        return folded([*lines, *misses(job, chip, chips, found)])
+    lines += [
+        f"Best of {found.fitting:,} meshes that fit: {best.name}",
+        f"  {best.layout.recipe}",
+        axis_table(best),
+        "",
+    ]
+    lines += [
+        f"Bound:    {best.bound:.4g} s a step, MFU at most {best.mfu_limit:.0%}, set by {bound_by(best)}; "
+        f"{best.worst:.4g} s if nothing overlapped",
+        f"Forecast: {best.forecast:.4g} s a step, MFU {best.mfu:.0%}, "
+        f"{job.batch / best.forecast / chips:,.0f} tokens/s a chip",
+        f"          {forecast_line(best)}",
+        memory_line(best) + f", of {size(room(job, chip))} ({job.headroom:.0%} of {size(chip.hbm_bytes)})",
+    ]
+    lines += [f"Note: {note}." for note in notes(job, best)]
+    lines += ["", *closed_form.lines(closed_form.closed_form(job, chip, chips, best.size("pod")), job.config)]
+    lines += ["", f"Training on {significant(budget.tokens)} tokens (FLOPs of matmuls and of causal attention):"]
+    for name, words in (("bound", "at the bound"), ("forecast", "as forecast"), ("mfu", f"at {budget.mfu:.0%} MFU")):
+        spent = runs(job, best, budget)[name]
+        dollars = f", ${spent['dollars']:,.0f}" if spent["dollars"] else ""
+        lines.append(f"  {words}: {spent['days']:,.1f} days{dollars}")
+    others = list(families(found, job))[1 : top + 1]
+    if others:
+        lines += ["", "The best of the other combinations of axes:", comparison(others)]
+    return folded(lines)
+
+
+def folded(lines: Iterable[str]) -> str:
+    """Lines of at most 100 columns: longer ones go on below, indented by two more."""
+    short: list[str] = []
+    for line in "\n".join(lines).splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        short += [line] if len(line) <= WIDTH else wrap(line, WIDTH, subsequent_indent=indent, drop_whitespace=True)
+    return "\n".join(short)
+
+
+def misses(job: Job, chip: Chip, chips: int, found: Found) -> list[str]:
+    """Why nothing fits, by how much, and what would help."""
+    closest, need = found[0], help_needed(job, chip, chips, found)
+    return [
+        f"Nothing fits: of {len(found):,} meshes the smallest, {closest.name}",
+        f"  ({closest.layout.recipe}),",
+        f"holds {size(need['held'])} a chip of {size(need['room'])}: {size(need['missing'])} too many.",
+        memory_line(closest),
+        "What would help:",
+        *(f"  {tried}" for tried in need["helps"]),
+    ]
+
+
+def help_needed(job: Job, chip: Chip, chips: int, found: Found) -> dict:
+    """By how much the smallest layout misses, and what would help: each checked by planning again."""
+    free, smallest, tried = room(job, chip), float(found[0].held.total), []
+
+    def works(label: str, job: Job = job, chips: int = chips, fixed: Fixed = ANY) -> bool:
         try:
-            again = plans(job, chip, chips)
+            again = search(job, chip, chips, fixed).found
         except ValueError:
             return False
-        if again and fits(again[0], chip):
-            tried.append(f"{label}: {again[0].name} holds {size(again[0].held)}")
+        if len(again) and again.fitting:
+            tried.append(f"{label}: {again[0].name} holds {size(float(again[0].held.total))}")
             return True
         return False
 
     any(works(f"{n:,} chips", chips=n) for n in (chips << i for i in range(1, 12)))
     if job.optimizer_bytes > 2:
-        works("8-bit optimizer states (2 bytes a parameter)", job=_with(job, optimizer_bytes=2))
+        works("8-bit optimizer states (2 bytes a parameter)", job=replace(job, optimizer_bytes=2))
+    if job.grad_bytes > 2:
+        works("gradients in bf16", job=replace(job, grad_bytes=2))
     smaller = (b for b in (job.batch >> i for i in range(1, 16)) if b >= job.seq)
-    any(works(f"a batch of {b:,} tokens", job=_with(job, batch=b)) for b in smaller)
-    state = tm.num_params(job.config) * (job.param_bytes + job.grad_bytes + job.optimizer_bytes)
+    any(works(f"a batch of {b:,} tokens", job=replace(job, batch=b)) for b in smaller)
+    state = job.work.params * (job.param_bytes + job.grad_bytes + job.optimizer_bytes)
     tried.append(
         f"params, gradients and optimizer state are {size(state)}: with nothing else, "
-        f"{math.ceil(state / room):,} chips of {size(room)}"
+        f"{math.ceil(state / free):,} chips of {size(free)}"
     )
-    return {"held": smallest.held, "room": room, "missing": smallest.held - room, "helps": tried}
+    return {"held": smallest, "room": free, "missing": smallest - free, "helps": tried}
 
 
-def _with(job: Job, **changes) -> Job:
-    return Job(**(job.__dict__ | changes))
+# --- As data
 
 
-def as_dict(job: Job, chip: Chip, chips: int, found: list[Plan], budget: Budget, top: int) -> dict:
+def as_dict(job: Job, chip: Chip, chips: int, found: Found, budget: Budget, top: int = 6) -> dict:
     """Everything that is printed, as data (`--json`). Seconds, bytes, FLOPs."""
-    pods = found[0].size("pod")
+    best = found[0]
     out = {
-        "model": job.config.name, "params": tm.num_params(job.config), "chip": chip.name, "chips": chips,
-        "batch": job.batch, "seq": job.seq, "dtype": job.dtype, "flops_per_step": job.flops(),
-        "closed_form": closed_form(job, chip, chips, pods), "fits": fits(found[0], chip), "tried": len(found),
+        "model": job.config.name, "params": job.work.params, "chip": chip.name, "chips": chips, "batch": job.batch,
+        "seq": job.seq, "dtype": job.dtype, "flops_per_step": job.flops(), "headroom": job.headroom,
+        "closed_form": closed_form.closed_form(job, chip, chips, best.size("pod")), "fits": fits(job, best),
+        "meshes": len(found), "meshes_that_fit": found.fitting,
     }  # fmt: skip
     if not out["fits"]:
-        return out | {"closest": plan_dict(found[0]), "help": help_needed(job, chip, chips, found[0])}
-    best = found[0]
-    out |= {"best": plan_dict(best), "at_roofline": run(job, chip, chips, best.seconds, budget)}
-    out |= {"at_mfu": run(job, chip, chips, None, budget) | {"mfu": budget.mfu, "tokens": budget.tokens}}
-    return out | {"others": [plan_dict(plan) for plan in families(found, chip)[1 : top + 1]]}
+        return out | {"closest": plan_dict(job, best), "help": help_needed(job, chip, chips, found)}
+    spent = runs(job, best, budget)
+    out |= {"best": plan_dict(job, best), "at_bound": spent["bound"], "at_forecast": spent["forecast"]}
+    out |= {"at_mfu": spent["mfu"] | {"mfu": budget.mfu, "tokens": budget.tokens}}
+    return out | {"others": [plan_dict(job, other) for other in list(families(found, job))[1 : top + 1]]}
 
 
-def plan_dict(plan: Plan) -> dict:
-    memory = {name: getattr(plan.memory, name) for name in ("params", "grads", "optimizer", "activations")}
+def plan_dict(job: Job, found: Estimate) -> dict:
+    """One estimate as data."""
+    forward, backward = found.cost.parts
+    l: Layout = found.layout
     return {
-        "name": plan.name, "mesh": dict(plan.mesh), "torus_axes": dict(plan.torus), "checkpointing": plan.remat,
-        "microbatches": plan.microbatches, "seconds": plan.seconds, "seconds_without_overlap": plan.worst,
-        "math_seconds": plan.cost.math, "comms_seconds": dict(plan.cost.axes), "bytes": dict(plan.bytes),
-        "bound": plan.cost.bound, "bubble": plan.bubble, "mfu_limit": plan.mfu,
-        "memory": memory | {"working": plan.working, "total": plan.held}, "padded": list(plan.padded),
+        "name": found.name, "mesh": l.sizes, "zero": l.zero, "checkpointing": l.remat, "microbatches": l.microbatches,
+        "schedule": l.schedule if l.pipe > 1 else None, "chunks": l.chunks, "reduce": l.reduce,
+        "bound_seconds": found.bound, "forecast_seconds": found.forecast, "seconds_without_overlap": found.worst,
+        "forecast": {name: float(value) for name, value in vars(found.parts).items()},
+        "forward": {"math": forward.math, "collectives": dict(forward.axes)},
+        "backward": {"math": backward.math, "collectives": dict(backward.axes)},
+        "bytes": found.bytes, "bound": found.cost.bound, "bubble": float(found.bubble),
+        "mfu_limit": float(found.mfu_limit), "mfu": float(found.mfu),
+        "tokens_per_second_per_chip": job.batch / found.forecast / found.chips,
+        "lanes": {
+            name: {"over": lane.where, "ranks": lane.ranks, "bytes_per_second": 1 / lane.per_byte}
+            for name, lane in found.network.lanes.items() if lane.ranks > 1
+        },
+        "memory": {name: float(getattr(found.held, name)) for name in
+                   ("params", "grads", "optimizer", "activations", "working", "total")},
+        "notes": notes(job, found),
     }  # fmt: skip
-
-
-def text(job: Job, chip: Chip, chips: int, found: list[Plan], budget: Budget, top: int) -> str:
-    best, config = found[0], job.config
-    head = (
-        f"{config.name} ({significant(tm.num_params(config))} params) on {chips:,} {chip.name}, "
-        f"{job.batch:,} tokens a step ({job.batch / job.seq:,.0f} sequences of {job.seq:,}), {job.dtype}"
-    )
-    if not fits(best, chip):
-        need = help_needed(job, chip, chips, best)
-        lines = [head, "", f"Nothing fits: of {len(found)} meshes the smallest, {best.name} ({recipe(best)}),"]
-        lines += [f"holds {size(need['held'])} a chip of {size(need['room'])}: {size(need['missing'])} too many."]
-        return "\n".join([*lines, memory_line(best), "What would help:", *(f"  {tried}" for tried in need["helps"])])
-    ours = sum(fits(plan, chip) for plan in found)
-    lines = [head, "", f"Best of {ours} meshes that fit: {best.name} ({recipe(best)})", why(best), ""]
-    replicas, sequences = math.prod(best.size(a) for a in ("pod", "data", "fsdp")), job.batch / job.seq
-    if replicas * best.microbatches > sequences:
-        lines += [
-            f"{replicas * best.microbatches:,} replicas share {sequences:,.0f} sequences: context parallelism, whose "
-            "exchange of keys and values is not counted."
-        ]
-    if best.padded:
-        lines += [f"Sizes that do not divide, counted as if shards were cut flat: {'; '.join(best.padded)}."]
-    lines += [
-        f"Step {best.cost.lower / (1 - best.bubble):.4g} s if all communication overlaps, {best.worst:.4g} s if none "
-        f"does (ranked by overlap {job.overlap!r}); "
-        f"bound by {bound(best)}; MFU at most {best.mfu:.0%}.",
-        memory_line(best) + f" of {size(chip.hbm_bytes)}",
-    ]
-    if form := closed_form(job, chip, chips, best.size("pod")):
-        lines += ["", "Closed form (Part 5, two matrices a layer):"]
-    if "X_opt" in form:
-        verdict = {"FSDP": "FSDP alone is compute-bound", "FSDP+TP": "FSDP+TP is compute-bound, FSDP alone is not"}
-        lines += [
-            f"  {form['tokens_per_chip']:,.0f} tokens a chip; FSDP needs {form['fsdp_threshold']:,.0f}, "
-            f"FSDP+TP {form['mixed_threshold']:,.0f}: {verdict.get(form['compute_bound'], 'neither is compute-bound')}",
-            f"  X_opt = {form['X_opt']:,.0f} (FSDP), {form['Y_opt']:.1f} (TP); TP on one torus axis up to "
-            f"{form['tensor_limit']:.1f}",
-        ]
-    elif form:
-        lines += [
-            f"  {form['tokens_per_chip']:,.0f} tokens a chip; FSDP needs {form['fsdp_threshold']:,.0f}, which is E/k = "
-            f"{config.E / config.k:g} times a dense model's.",
-            "  Experts are gathered like other weights: expert parallelism is not among the axes.",
-        ]
-    if "tokens_per_pod" in form:
-        lines += [f"  {form['tokens_per_pod']:,.0f} tokens a pod; DCN needs {form['pod_threshold']:,.0f}"]
-    lines += ["", f"Training on {significant(budget.tokens)} tokens:"]
-    for label, seconds in (("at the roofline", best.seconds), (f"at {budget.mfu:.0%} MFU", None)):
-        spent = run(job, chip, chips, seconds, budget)
-        dollars = f", ${spent['dollars']:,.0f}" if spent["dollars"] else ""
-        lines += [f"  {label}: {spent['days']:,.1f} days{dollars}"]
-    others = families(found, chip)[1 : top + 1]
-    if others:
-        lines += ["", "The best of the other combinations of axes:", comparison(others)]
-    return "\n".join(lines)
-
-
-def recipe(plan: Plan) -> str:
-    saved = {"none": "nothing recomputed", "matmuls": "big matmuls saved", "block": "block checkpointing"}[plan.remat]
-    return saved + (f", {plan.microbatches} microbatches" if plan.microbatches > 1 else "")
-
-
-def bound(plan: Plan) -> str:
-    return plan.cost.bound if plan.cost.bound == "compute" else f"{WORDS[plan.cost.bound]}'s communication"
-
-
-def memory_line(plan: Plan) -> str:
-    parts = [f"{name} {size(getattr(plan.memory, name))}" for name in ("params", "grads", "optimizer", "activations")]
-    return f"Memory a chip: {', '.join(parts)}, working {size(plan.working)}; {size(plan.held)} in all"
-
-
-def why(plan: Plan) -> str:
-    rows, torus, times, moved = [], dict(plan.torus), dict(plan.cost.axes), dict(plan.bytes)
-    for axis, n in plan.mesh:
-        if n > 1:
-            share = f"{times[axis] / plan.cost.math:.0%}"
-            rows.append((WORDS[axis], f"{n:,}", torus.get(axis, ""), size(moved[axis]), f"{times[axis]:.4f}", share))
-    rows.append(("compute", "", "", "", f"{plan.cost.math:.4f}", "100%"))
-    head = ["axis", "size", "torus axes", "bytes a chip and step", "seconds a step", "of compute"]
-    align = ("left", "right", "right", "right", "right", "right")
-    return tabulate(rows, head, "simple", colalign=align, disable_numparse=True)
-
-
-def comparison(others: list[Plan]) -> str:
-    rows = [
-        (p.name, recipe(p), f"{p.seconds:.4f}", f"{p.worst:.4f}", f"{p.mfu:.0%}", p.cost.bound, size(p.held))
-        for p in others
-    ]
-    head = ["mesh", "", "step, s", "no overlap", "MFU <=", "bound by", "memory"]
-    return tabulate(rows, head, "simple", disable_numparse=True)

@@ -1,0 +1,309 @@
+"""Every layout of so many chips for a job: all meshes, all recipes, evaluated as columns; the fastest that fits first.
+
+Nothing is skipped by a guess: what a layout must obey is a rule with a reason, and the reasons are counted, so that "no
+mesh suits" says why.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from scaling.hardware import Chip
+from scaling.plan.evaluate import Estimate, Lanes, bound, evaluate, forecast
+from scaling.plan.holds import held
+from scaling.plan.job import Job
+from scaling.plan.layout import AXES, POLICIES, SCHEDULES, Layout, row
+from scaling.plan.ledger import compute, ledger
+from scaling.plan.network import Network, Unplaced, measured, torus, torus_meshes, tree
+
+STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part
+CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # of layers that a rank of an interleaved pipeline holds
+TIE = 0.01  # forecasts so close, by share, count as equal
+ROWS = 16_000  # of columns evaluated at once, so that they stay in the cache
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the user has decided: None is open. `axes`: sizes by mesh axis."""
+
+    axes: tuple[tuple[str, int], ...] = ()
+    remat: str | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    zero: int | None = None
+    pods: int | None = None
+
+    def __post_init__(self):
+        for axis, size in self.axes:
+            if axis not in AXES:
+                raise ValueError(f"unknown mesh axis {axis!r}: one of {', '.join(AXES)}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{axis} = {size!r}: must be a whole number, 1 or more")
+        for name, allowed in (("remat", POLICIES), ("schedule", SCHEDULES), ("zero", (0, 1, 3))):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ValueError(f"unknown {name} {value!r}: one of {', '.join(map(str, allowed))}")
+
+
+ANY = Fixed()
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def refusal(job: Job, sizes: dict[str, int]) -> str | None:
+    """The rule of the model that a mesh breaks, or None."""
+    w, C, E, Y = job.work, sizes["context"], sizes["expert"], sizes["tensor"]
+    if w.heads % Y:
+        return f"TP does not divide the {w.heads} heads"
+    if (w.kv_heads < Y and Y % w.kv_heads) or (w.kv_heads >= Y and w.kv_heads % Y):
+        return f"TP neither divides the {w.kv_heads} KV heads nor is a multiple of them"
+    if w.experts_count % E:
+        return f"EP does not divide the {w.experts_count} experts"
+    if C > 1 and (job.seq % (2 * C) or job.seq < 2 * C * PART):
+        return f"CP does not cut sequences of {job.seq:,} into 2 CP parts of at least {PART} tokens"
+    if sizes["pipe"] > min(STAGES, w.L):
+        return f"more stages than {min(STAGES, w.L)}"
+    if (replicas := math.prod(sizes[a] for a in ("pod", "data", "fsdp", "expert"))) > max(1, job.sequences):
+        ways = "tokens" if job.seq == 1 else "sequences"
+        if job.seq > 1 or replicas * C > job.batch:
+            return f"more replicas than the {job.sequences:,} {ways}"
+    return None
+
+
+def meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) -> Iterator[Network]:
+    """Every mesh of so many chips that the model and the network allow; the others are counted by reason."""
+    w, wanted = job.work, dict(fixed.axes)
+    most = {
+        "pipe": min(STAGES, w.L), "data": chips, "fsdp": chips, "expert": w.experts_count, "tensor": w.heads,
+        "context": max(1, job.seq // (2 * PART)) if w.exchanged else 1,
+    }  # fmt: skip
+    for sizes, placed in _sizes(chip, chips, fixed, most, refused):
+        sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+        if any(sizes[axis] != size for axis, size in wanted.items()):
+            continue
+        if reason := refusal(job, sizes):
+            refused[reason] += 1
+            continue
+        shared = sizes["context"] * sizes["expert"]
+        for zero in (1, 3) if fixed.zero is None else (fixed.zero,):
+            if (zero == 3) != (sizes["fsdp"] > 1) and not (zero == 3 and shared > 1):
+                continue
+            try:
+                if placed is not None:
+                    yield torus(chip, sizes, zero, placed, max(1, w.copies))
+                elif chip.measured:
+                    yield measured(chip, sizes, zero)
+                else:
+                    yield tree(chip, sizes, zero, max(1, w.copies), w.groups)
+            except Unplaced as error:
+                refused[str(error)] += 1
+
+
+def _sizes(chip: Chip, chips: int, fixed: Fixed, most: dict[str, int], refused: Counter) -> Iterator[tuple]:
+    """(sizes, placement on a torus or None)."""
+    if chip.kind == "tpu":
+        for pods in [fixed.pods] if fixed.pods else pod_counts(chip, chips):
+            for replicas in ("data", "fsdp"):
+                axes = tuple(a for a in AXES[1:] if most[a] > 1 and a not in {"data", "fsdp"} - {replicas})
+                for sizes, placed in torus_meshes(chip, chips, pods, axes, tuple(most[a] for a in axes)):
+                    if replicas == "data" or sizes.get("fsdp", 1) > 1:
+                        yield sizes | {"pod": pods}, placed
+        return
+    wanted = dict(fixed.axes)
+
+    def choices(axis: str, left: int) -> list[int]:
+        return (
+            [wanted[axis]] * (left % wanted[axis] == 0)
+            if axis in wanted
+            else [d for d in divisors(left) if d <= most[axis]]
+        )
+
+    for Y in choices("tensor", chips):
+        for E in choices("expert", chips // Y):
+            for C in choices("context", chips // (Y * E)):
+                for Z in choices("pipe", chips // (Y * E * C)):
+                    rest = chips // (Y * E * C * Z)
+                    for X in choices("fsdp", rest):
+                        yield {"tensor": Y, "expert": E, "context": C, "pipe": Z, "fsdp": X, "data": rest // X}, None
+
+
+def pod_counts(chip: Chip, chips: int) -> list[int]:
+    """As few pods as hold so many chips in equal slices; ValueError if no number does."""
+    from scaling.plan.placement import slice_shape
+
+    least = max(1, -(-chips // chip.pod_chips)) if chip.pod else 1
+    for pods in range(least, min(chips, 64 * least) + 1):
+        if chips % pods == 0:
+            try:
+                slice_shape(chip, chips // pods)
+            except ValueError:
+                continue
+            return [pods]
+    slice_shape(chip, chips // least)  # raises, naming the next best
+    return [least]
+
+
+def recipes(job: Job, network: Network, fixed: Fixed) -> np.ndarray:
+    """[(microbatches, schedule, chunks, remat, reduce)] that a mesh can run, words as codes."""
+    w, size = job.work, network.sizes
+    replicas = math.prod(size[axis] for axis in ("pod", "data", "fsdp", "expert"))
+    own = -(-job.sequences // replicas) if job.seq > 1 else -(-job.batch // (replicas * size["context"]))
+    policies = tuple(p for p in POLICIES if p in w.saved and (p != "gather" or size["tensor"] > 1))
+    return _recipes(own, size["pipe"], w.L, policies, network.zero == 3, fixed)
+
+
+@lru_cache(maxsize=4096)
+def _recipes(own: int, stages: int, L: int, policies: tuple[str, ...], sharded: bool, fixed: Fixed) -> np.ndarray:
+    counts = {own, *(2**i for i in range(own.bit_length()))} | {
+        stages * 2**i for i in range(12) if stages * 2**i <= own
+    }
+    counts = {m for m in counts if m >= min(stages, own)}  # a pipeline has at least as many as stages, if it can
+    layers, runs = -(-L // stages), [("1f1b", 1)]
+    if stages > 1:
+        runs += [("interleaved", v) for v in CHUNKS if v <= layers] + [("zb-h1", 1)]
+        runs += [("dualpipev", 2)] * (layers >= 2)
+    if fixed.schedule:
+        runs = [run for run in runs if run[0] == fixed.schedule] or [(fixed.schedule, 1)]
+    if fixed.chunks:
+        runs = sorted({(name, fixed.chunks) for name, v in runs if v > 1 or fixed.chunks == 1}) or runs
+    found = []
+    for m in [fixed.microbatches] if fixed.microbatches else sorted(counts):
+        for name, v in runs:
+            if (name == "interleaved" and m % stages) or (name == "dualpipev" and m < 2 * stages):
+                continue  # as published, these need so many
+            for policy in (fixed.remat,) if fixed.remat else policies:
+                for once in (False, True) if sharded and m > 1 else (False,):
+                    found.append((m, SCHEDULES.index(name), v, POLICIES.index(policy), once))
+    return np.array(found, dtype=np.int64).reshape(-1, 5)
+
+
+class Found(Sequence):
+    """Estimates, one a mesh, the best first; each is worked out when it is looked at."""
+
+    def __init__(self, job: Job, chosen: list[tuple[tuple, Network, Layout]]):
+        self.job, self.chosen = job, sorted(chosen, key=lambda one: one[0])
+        self.known: dict[int, Estimate] = {}
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, i):
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        if i not in self.known:
+            self.known[i] = evaluate(self.job, *self.chosen[i][1:])
+        return self.known[i]
+
+    def layouts(self) -> Iterator[tuple[int, Layout]]:
+        """(index, layout) of each, without working it out."""
+        return ((i, layout) for i, (_, _, layout) in enumerate(self.chosen))
+
+    @property
+    def fitting(self) -> int:
+        """How many fit."""
+        return sum(key[0] == 0 for key, *_ in self.chosen)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found; how many layouts were evaluated; refusals by reason."""
+
+    found: Found
+    layouts: int
+    refused: Counter
+
+
+def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Search:
+    """All layouts of so many chips, each mesh with its best recipe."""
+    if isinstance(chips, bool) or not isinstance(chips, int) or chips < 1:
+        raise ValueError(f"chips = {chips!r}: must be a whole number of at least 1")
+    chip.flops(job.dtype), chip.flops(job.wide)
+    refused: Counter = Counter()
+    networks = list(meshes(job, chip, chips, fixed, refused))
+    options = [recipes(job, network, fixed) for network in networks]
+    for network, found in zip(networks, options, strict=True):
+        if not len(found):
+            refused[f"no schedule for {network.sizes['pipe']} stages with these microbatches"] += 1
+    kept = [i for i, found in enumerate(options) if len(found)]
+    chosen, start, count = [], 0, 0
+    while start < len(kept):
+        end, rows = start, 0
+        while end < len(kept) and (rows == 0 or rows + len(options[kept[end]]) <= ROWS):
+            rows += len(options[kept[end]])
+            end += 1
+        chosen += block(job, chip, [networks[i] for i in kept[start:end]], [options[i] for i in kept[start:end]])
+        start, count = end, count + rows
+    return Search(Found(job, chosen), count, refused)
+
+
+def block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarray]) -> list[tuple]:
+    """The best recipe of each of some meshes, the fastest that fits or else the smallest: (rank, network, layout)."""
+    lengths = [len(found) for found in options]
+    index = np.repeat(np.arange(len(networks)), lengths)
+    chosen = np.concatenate(options)
+    sizes = np.array([[network.sizes[axis] for axis in AXES] for network in networks], dtype=float)
+    zero, all_lanes = np.array([network.zero for network in networks], dtype=np.int8), Lanes.of(networks)
+
+    def priced(which: np.ndarray, recipe: np.ndarray, ties: bool) -> tuple[Layout, np.ndarray, np.ndarray, np.ndarray]:
+        """(layouts, seconds, seconds without overlap if `ties`, bytes) of rows: meshes by number, each with a
+        recipe."""
+        names = ("microbatches", "schedule", "chunks", "remat", "reduce")
+        many = Layout(
+            **{axis: sizes[which, i] for i, axis in enumerate(AXES)}, zero=zero[which],
+            **{name: recipe[:, i].astype(float if i in (0, 2) else np.int8) for i, name in enumerate(names)},
+        )  # fmt: skip
+        c, lanes = compute(job, chip, many), all_lanes.take(which)
+        entries, own = ledger(job, c, many), held(job, c, many)
+        worst = bound(job, c, entries, lanes, many.microbatches)[1] if ties else 0.0
+        parts = forecast(job, chip, c, many, entries, lanes, own)
+        return many, *(np.broadcast_to(column, which.shape) for column in (parts.total, worst, own.total))
+
+    _, seconds, _, total = priced(index, chosen, ties=False)
+    misses = np.maximum(0.0, total - room(job, chip))
+    key = np.where(misses > 0, 1e12 + misses, seconds)
+    best = np.minimum.reduceat(key, np.cumsum([0, *lengths[:-1]]))
+    hits = np.flatnonzero(key == best[index])
+    firsts = hits[np.searchsorted(index[hits], np.arange(len(networks)))]
+    many, seconds, worst, total = priced(np.arange(len(networks)), chosen[firsts], ties=True)
+    keys = np.stack([np.maximum(0.0, total - room(job, chip)), close(seconds), worst, total], 1)
+    return [(tuple(keys[i].tolist()), networks[i], row(many, i)) for i in range(len(networks))]
+
+
+def close(seconds):
+    """A number that is the same for times within TIE of each other, more or less."""
+    return np.round(np.log(seconds) / math.log1p(TIE))
+
+
+def room(job: Job, chip: Chip) -> float:
+    return job.headroom * chip.need("hbm_bytes")
+
+
+def fits(job: Job, found: Estimate) -> bool:
+    return float(found.held.total) <= room(job, found.network.chip)
+
+
+def rank(job: Job, found: Estimate) -> tuple:
+    """What fits first; then the shortest forecast, and of equal ones the shortest without overlap."""
+    misses = max(0.0, float(found.held.total) - room(job, found.network.chip))
+    return (misses, float(close(found.forecast)), found.worst, float(found.held.total))
+
+
+def plans(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Found:
+    """All meshes, each with its best recipe, the best first; those that do not fit come last, the smallest first.
+
+    ValueError, with the reasons, if the model and the chips' network allow no mesh at all.
+    """
+    found = search(job, chip, chips, fixed)
+    if not found.found:
+        why = "; ".join(f"{reason} ({count:,} meshes)" for reason, count in found.refused.most_common(4))
+        raise ValueError(f"no mesh of {chips:,} {chip.name} suits {job.config.name}: {why or 'none has these sizes'}")
+    return found.found

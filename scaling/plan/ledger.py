@@ -1,0 +1,188 @@
+"""What one chip computes and moves in a step: the ledger from which bound, forecast, bytes and the timeline all follow.
+
+Of the fullest stage, by formula: `tests/plan` holds it to the strategies' own code, traced on an abstract mesh, and to
+`cost.step`. A layout's fields may be columns; then so is everything here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaling.hardware import Chip
+from scaling.plan.job import Job
+from scaling.plan.layout import POLICIES, SCHEDULES, Layout
+
+Number = float | np.ndarray
+
+
+@dataclass(frozen=True)
+class Compute:
+    """FLOPs of one microbatch on the fullest stage of a chip, forward, and how the pipeline fills.
+
+    `tokens` of the microbatch on the chips of one tensor group; `layers` on the stage; `linear`, `dots`, `head`:
+    FLOPs of its matmuls, of attention, of the unembedding; `again`: the shares of linear and of dots that the
+    backward pass computes anew; `read`: bytes of the stage's weights, which matmuls read from memory. `forward`,
+    `backward`: seconds at the chip's peak, the longer of computing and of reading weights (Part 1). `fill`: the time
+    of the whole step over that of the fullest stage's work, i.e. 1 / (1 - bubble). `live`: microbatches whose
+    activations the first stage holds.
+    """
+
+    tokens: Number
+    layers: Number
+    linear: Number
+    dots: Number
+    head: Number
+    again: tuple[Number, Number]
+    read: Number
+    forward: Number
+    backward: Number
+    fill: Number
+    live: Number
+
+
+def is_one(codes, words: tuple[str, ...], *wanted: str):
+    """Where a coded field, or its word, is one of these."""
+    if isinstance(codes, str):
+        return codes in wanted
+    found = codes == words.index(wanted[0])
+    for word in wanted[1:]:
+        found = found | (codes == words.index(word))
+    return found
+
+
+def compute(job: Job, chip: Chip, l: Layout) -> Compute:
+    """The computing of a step, per chip."""
+    w, C, C_wide = job.work, chip.flops(job.dtype), chip.flops(job.wide)
+    replicas = l.pod * l.data * l.fsdp * l.expert
+    if job.seq > 1:
+        tokens = np.ceil(job.sequences / (replicas * l.microbatches)) * np.ceil(job.seq / l.context)
+        tokens = np.minimum(tokens, np.ceil(job.batch / (l.microbatches * l.context)))
+    else:
+        tokens = np.ceil(job.batch / (replicas * l.context * l.microbatches))
+    linear = 2 * tokens * (w.dense + w.kv * (copied(w, l) - 1) + w.routed) / l.tensor
+    dots, head = tokens * w.dots / l.tensor, 2 * tokens * w.ends[1] / l.tensor
+    layer = linear / C + dots / C_wide
+    unit = head / C_wide / layer  # the unembedding in layers
+    fullest = heaviest(w.L, unit, l.pipe)
+    layers = fullest * w.L / (w.L + unit)
+    share = fullest * unit / (w.L + unit)
+    everything = is_one(l.remat, POLICIES, "block")
+    again = np.where(everything, 1.0, 0.0), np.where(everything | is_one(l.remat, POLICIES, "matmuls"), 1.0, 0.0)
+    dense, experts = weight_elements(job, l)
+    read = layers * (dense + experts) * job.act_bytes
+    math = layers * layer + share * layer
+    forward = np.maximum(math, read / (chip.hbm_bw or np.inf))
+    backward = 2 * math + layers * (again[0] * linear / C + again[1] * dots / C_wide)
+    backward = np.maximum(backward, (2 * read + 2 * job.grad_bytes / job.act_bytes * read) / (chip.hbm_bw or np.inf))
+    waits = (w.L + unit - fullest) / fullest * idle(l, linear / C, layer, backward / forward) / l.microbatches
+    return Compute(
+        tokens, layers, layers * linear, layers * dots, share / np.maximum(unit, 1e-30) * head, again, read,
+        forward, backward, 1 + waits, live(l),
+    )  # fmt: skip
+
+
+def copied(w, l: Layout) -> Number:
+    """How often keys' and values' weights and heads exist, over what one would be split over: 1 unless K < |Y|."""
+    return np.maximum(1.0, l.tensor / w.kv_heads)
+
+
+def heaviest(L: int, unit: Number, stages: Number) -> Number:
+    """Layers of the fullest stage, in units of layers: the last one also has the unembedding, so may have fewer of
+    them."""
+    few = np.floor((L + unit) / stages)
+    return np.minimum(*(np.maximum(n, unit + np.maximum(0, L - (stages - 1) * n)) for n in (few, few + 1)))
+
+
+def idle(l: Layout, weight: Number, forward: Number, ratio: Number) -> Number:
+    """A pipeline's idle time, in units of what the other stages take for a microbatch (`schedules.closed_forms`).
+
+    1 for 1F1B, 1/v interleaved in v chunks; with the weight half W of the backward pass put off, (F + B - W)/(F + B +
+    W) in zb-h1 and half of (F + 2B - W)/(F + B + W) in DualPipeV.
+    """
+    total = forward * (1 + ratio)
+    halves = total - forward - weight  # B, the half of the backward pass that the stage before waits for
+    zero, dual = (forward + halves - weight) / total, (forward + 2 * halves - weight) / total / 2
+    split = is_one(l.schedule, SCHEDULES, "zb-h1")
+    return np.where(split, zero, np.where(is_one(l.schedule, SCHEDULES, "dualpipev"), dual, 1 / l.chunks))
+
+
+def live(l: Layout) -> Number:
+    """Microbatches of a whole stage whose activations the first stage holds (`closed_forms.live_activations`)."""
+    Z, v = l.pipe, l.chunks
+    many = np.where(is_one(l.schedule, SCHEDULES, "interleaved") & (v > 1), ((v - 1) * Z + 2 * (Z - 1) + 1) / v, Z)
+    many = np.where(is_one(l.schedule, SCHEDULES, "dualpipev"), (2 * Z + 1) / 2, many)
+    return np.minimum(many, l.microbatches)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Collectives of one kind on the fullest stage, in a step: so many `forward` and `backward`, V `nbytes` each.
+
+    `axis`: of the mesh, to which they are charged; `lane`: what they run over. `kind`: "critical", the layer waits for
+    it; "ahead", weights and their gradients, behind the layer's matmuls; "step", once a step, behind one microbatch;
+    "hop", between stages.
+    """
+
+    axis: str
+    lane: str
+    kind: str
+    forward: Number
+    backward: Number
+    nbytes: Number
+
+    @property
+    def moved(self) -> Number:
+        return (self.forward + self.backward) * self.nbytes
+
+
+def weight_elements(job: Job, l: Layout) -> tuple[Number, Number]:
+    """Of one layer on one tensor rank: (dense, experts), whole along what ZeRO-3 shards."""
+    w = job.work
+    return (w.dense + w.kv * (copied(w, l) - 1)) / l.tensor, w.experts / (l.expert * l.tensor)
+
+
+def ledger(job: Job, c: Compute, l: Layout) -> list[Entry]:
+    """Every collective of a step."""
+    w, act, M, n = job.work, job.act_bytes, l.microbatches, c.layers
+    each = M * n
+    replay = is_one(l.remat, POLICIES, "block")
+    regather = is_one(l.remat, POLICIES, "gather", "matmuls")
+    found = []
+
+    def add(*entry):
+        found.append(Entry(*entry))
+
+    used = np.where(l.tensor > 1, each, 0)
+    hidden = act * c.tokens * w.D
+    add("tensor", "tensor", "critical", 2 * w.blocks * used, w.blocks * (2 + 2 * replay + regather) * used, hidden)
+    if w.exchanged:
+        used = np.where(l.context > 1, each, 0)
+        whole = act * c.tokens * l.context * w.exchanged * copied(w, l) / l.tensor
+        add("context", "context", "critical", used, (2 + 1 * replay) * used, whole)
+    if w.copies:
+        used = np.where(l.expert > 1, each, 0)
+        sent = hidden / l.tensor * (0.75 if job.dtype == "fp8" else 1)  # there in fp8, back in bf16
+        add("expert", "expert", "critical", 2 * used, (2 + 2 * replay) * used, sent)
+
+    dense, experts = weight_elements(job, l)
+    stays = np.where(l.pipe == 1, 1, 0) * (max(w.ends) if w.tied else sum(w.ends)) / l.tensor
+    sharded = np.where(l.zero == 3, 1, 0)
+    scatters = np.where(is_one(l.reduce, ("each", "once"), "each"), M, 1)
+    for lane, elements, data_lane in (("weights", dense, "data"), ("experts", experts, "experts data")):
+        ends = stays if lane == "weights" else 0 * stays
+        nbytes, ways = act * elements, l.fsdp * l.context * (l.expert if lane == "weights" else 1)
+        used = np.where(ways > 1, sharded, 0)
+        add("fsdp", lane, "ahead", used * each, used * (M + scatters) * n, nbytes)
+        if w.ends[1]:
+            add("fsdp", lane, "ahead", used * M, used * (M + scatters), act * ends)
+        stage = act * (n * elements + ends)
+        ranks = l.data * np.where(l.zero == 3, 1, l.context * (l.expert if lane == "weights" else 1))
+        reduced = np.where(ranks > 1, 1, 0)
+        own = stage / np.where(l.zero == 3, ways, 1)
+        gathers = np.where(l.zero == 1, reduced, 0)  # ZeRO-1: scattered, updated, gathered; else an AllReduce
+        add("data", data_lane, "step", gathers, 2 * reduced - gathers, own)
+        share = own / np.where(l.zero == 1, ranks, 1)
+        add("pod", "pod", "step", 0, np.where(l.pod > 1, 2, 0), share)
+    hops = np.where(l.pipe > 1, M * l.chunks + l.pipe - 2, 0)
+    add("pipe", "pipe", "hop", hops, hops, hidden / l.tensor)
+    return found

@@ -1,0 +1,130 @@
+"""What a model asks of its chips per layer and token, however it is split (Part 4): elements, FLOPs, saved activations.
+
+`work_of(config, seq)` counts a transformer's; `work_of(Stack(L, D, F), 1)` those of the book's stack of blocks, which
+the strategies run. The planner knows a model by its `Work` alone.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from scaling.configs import Config
+from scaling.cost import transformer as tm
+from scaling.cost.checks import whole
+
+REMAT = ("none", "gather", "matmuls", "block")  # the more to the right, the less is saved and the more computed again
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The book's model of Part 5: L blocks of W_in[D, F] and W_out[F, D], without attention, vocabulary or norms."""
+
+    L: int
+    D: int
+    F: int
+    name: str = "stack"
+
+    def __post_init__(self):
+        whole(L=self.L, D=self.D, F=self.F)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Per layer, elements unless the name says more; a token's share of `experts` is `routed`.
+
+    `dense`: matrices that every token uses, split over tensor, of which `kv` belong to the K heads of keys and
+    values; `small`: what no axis but fsdp splits (norms). `dots`: FLOPs of a token's causal dot products. `blocks`:
+    AllGathers over tensor in a forward pass, and as many ReduceScatters, in units of [tokens, D]. `exchanged`: of a
+    token's keys and values, over context. `copies`: of a token, over expert, to at most `groups` of the experts'
+    groups. `saved`: by policy, what the backward pass finds of a token: (split over tensor, not split). `passes`:
+    elements of a token that are read from memory or written to it in a forward pass, by matmuls and between them.
+    `ends`: of the embedding and of the unembedding, which is a matmul; a tied one is stored once.
+    """
+
+    L: int
+    D: int
+    heads: int
+    kv_heads: int
+    dense: float
+    kv: float
+    small: float
+    experts: float
+    routed: float
+    dots: float
+    blocks: float
+    exchanged: float
+    copies: int
+    groups: int
+    experts_count: int
+    saved: dict[str, tuple[float, float]]
+    passes: float
+    ends: tuple[float, float]
+    tied: bool = False
+
+    @property
+    def params(self) -> float:
+        """Elements of the whole model."""
+        layers = self.L * (self.dense + self.small + self.experts)
+        return layers + (max(self.ends) if self.tied else sum(self.ends)) + (self.D if self.ends[1] else 0)
+
+    @property
+    def active(self) -> float:
+        """Elements that a token multiplies with: layers and unembedding."""
+        return self.L * (self.dense + self.routed) + self.ends[1]
+
+    def flops(self, tokens: float, remat: str = "none") -> float:
+        """FLOPs of a training step: six per element and token, three times the dot products, and what runs again."""
+        dots = self.L * self.dots
+        again = {"matmuls": dots, "block": 2 * (self.active - self.ends[1]) + dots}.get(remat, 0)
+        return tokens * (6 * self.active + 3 * dots + again)
+
+
+@lru_cache(maxsize=64)
+def work_of(model: Config | Stack, seq: int) -> Work:
+    """The work of a model on sequences of so many tokens."""
+    if isinstance(model, Stack):
+        return Work(
+            model.L, model.D, heads=model.F, kv_heads=model.F, dense=2 * model.D * model.F, kv=0, small=0, experts=0,
+            routed=0, dots=0, blocks=1, exchanged=0, copies=0, groups=1, experts_count=1,
+            saved={"none": (2 * model.F, model.D), "gather": (model.D + 2 * model.F, 0)},
+            passes=4 * model.F, ends=(0, 0),
+        )  # fmt: skip
+    config, L = model, model.L
+    params, active = tm.params(config), tm.params(config, active=True)
+    sparse = L - config.dense_layers if config.moe else 0
+    routed = config.matrices * config.D * config.F * config.k * sparse / L if config.moe else 0
+    experts = routed * config.E / config.k if config.moe else 0
+    dense = (active["mlp"] + active["attention"] + active["router"]) / L - routed
+    attends = tm.forward_flops(config, 1, seq, causal=True)["attention"] / seq / L
+    widths = {policy: tm.saved_widths(config, policy) for policy in ("none", "matmuls", "block")}
+    normed = widths["none"].get("norms", 0)  # the inputs of the matmuls, gathered over tensor
+    kept = {policy: sum(row.values()) for policy, row in widths.items()}
+    latent = config.latent
+    return Work(
+        L=L, D=config.D, heads=config.N, kv_heads=config.N if latent else config.K, dense=dense,
+        kv=0 if latent else 2 * config.D * config.K * config.H,
+        small=(params["norms"] - config.D) / L, experts=experts, routed=routed, dots=attends,
+        blocks=1 + (config.k + (config.shared > 0) if config.moe else 1),
+        exchanged=tm.kv_cache_bytes(config, 1, 1) / L, copies=config.k if config.moe else 0,
+        groups=config.top_groups if config.expert_groups > 1 else config.E, experts_count=config.E,
+        saved={
+            "none": (kept["none"] - normed, normed), "gather": (kept["none"], 0),
+            "matmuls": (kept["matmuls"], 0), "block": (kept["block"], 0),
+        },
+        passes=passes(config),
+        ends=(config.D * config.V, config.D * config.V), tied=config.tied,
+    )  # fmt: skip
+
+
+def passes(config: Config) -> float:
+    """Elements of a token that a layer's forward pass reads from memory or writes there, each kernel by itself.
+
+    Between matmuls: two norms (read, write) and residual sums (two reads, a write), rotations of Q and K, the gated
+    activation (two reads, a write), and for experts the copies sorted and summed. Of matmuls: their operand and result.
+    """
+    D, Q, KV = config.D, config.N * config.H, config.K * config.H
+    experts = config.k if config.moe else 0
+    wide = config.F * (experts + config.shared if config.moe else 1)
+    gate = config.matrices - 1
+    between = 10 * D + 2 * (Q + KV) + (gate + 1) * wide + 4 * D * experts
+    blocks = 1 + (experts + config.shared if config.moe else 1)
+    return between + (2 * D * blocks + 2 * Q + 2 * KV + (gate + 1) * wide)

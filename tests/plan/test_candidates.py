@@ -1,0 +1,191 @@
+import math
+from itertools import product
+
+import pytest
+
+from scaling.configs import get
+from scaling.hardware import chip
+from scaling.plan import Fixed, Job, Layout, Stack, evaluate, fits, plans, search, tree
+from scaling.plan.candidates import CHUNKS, close, rank
+from scaling.plan.layout import AXES, POLICIES
+from scaling.plan.network import Unplaced
+
+H100, V5P = chip("h100"), chip("v5p")
+SMALL = get("llama3-8b").with_(L=6, V=32000)
+EXPERTS = get("mixtral-8x7b").with_(L=4)
+
+
+def every_layout(job: Job, chips: int):
+    """All there are, by trying every size of every axis and every recipe; those that a tree cannot hold are left
+    out."""
+    w, node = job.work, H100.node_gpus
+    divisors = [d for d in range(1, chips + 1) if chips % d == 0]
+    for sizes in product(divisors, repeat=len(AXES) - 1):
+        if math.prod(sizes) != chips:
+            continue
+        mesh = dict(zip(AXES, (1, *sizes), strict=True))
+        replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+        if (
+            w.heads % mesh["tensor"]
+            or w.experts_count % mesh["expert"]
+            or mesh["pipe"] > w.L
+            or replicas > job.sequences
+        ):
+            continue
+        if mesh["context"] > 1 and job.seq < 256 * mesh["context"]:
+            continue
+        own = -(-job.sequences // replicas)
+        for zero, m, schedule, chunks, remat, reduce in product(
+            (1, 3),
+            range(1, own + 1),
+            ("1f1b", "interleaved", "zb-h1", "dualpipev"),
+            (1, *CHUNKS),
+            POLICIES,
+            ("each", "once"),
+        ):
+            stages, layers = mesh["pipe"], -(-w.L // mesh["pipe"])
+            if (zero == 1 and mesh["fsdp"] > 1) or (zero == 3 and mesh["fsdp"] * mesh["context"] * mesh["expert"] == 1):
+                continue
+            if (schedule != "1f1b" and stages == 1) or (schedule in ("1f1b", "zb-h1")) != (chunks == 1):
+                continue
+            if schedule == "interleaved" and (m % stages or chunks > layers):
+                continue
+            if schedule == "dualpipev" and (chunks != 2 or m < 2 * stages or layers < 2):
+                continue
+            yield Layout(
+                **mesh, zero=zero, microbatches=m, schedule=schedule, chunks=chunks, remat=remat, reduce=reduce
+            )
+    assert node == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "chips", "sequences"), [(SMALL, 8, 6), (SMALL, 12, 6), (SMALL, 16, 3), (EXPERTS, 8, 4), (SMALL, 4, 1)]
+)
+def test_the_best_of_every_layout_is_the_planners(config, chips, sequences):
+    job = Job(config, sequences * 2048, 2048)
+    best, count = None, 0
+    networks = {}
+    for layout in every_layout(job, chips):
+        key = (tuple(layout.sizes.values()), layout.zero)
+        if key not in networks:
+            try:
+                networks[key] = tree(H100, layout.sizes, layout.zero, max(1, job.work.copies), job.work.groups)
+            except Unplaced:
+                networks[key] = None
+        if networks[key] is None:
+            continue
+        found, count = evaluate(job, networks[key], layout), count + 1
+        if fits(job, found) and (best is None or found.forecast < best.forecast):
+            best = found
+    planned = plans(job, H100, chips)[0]
+    assert count > 500 or sequences == 1
+    assert close(planned.forecast) <= close(best.forecast)
+    assert planned.forecast == pytest.approx(best.forecast, rel=0.01)
+
+
+def test_the_order_of_what_is_found():
+    job = Job(get("llama3-70b"), 2**20)
+    found = plans(job, H100, 64)
+    ranks = [rank(job, one) for one in found]
+    assert ranks == sorted(ranks)
+    assert all(one.chips == 64 for one in found)
+    assert sum(fits(job, one) for one in found) == found.fitting
+    assert len({(tuple(layout.sizes.values()), layout.zero) for _, layout in found.layouts()}) == len(found)
+
+
+# --- Jobs that people know
+
+
+def best(model, chips, batch, seq, on=H100, **options):
+    return plans(Job(get(model), batch, seq, **options), on, chips)[0]
+
+
+def test_llama3_405b_on_16384_h100_is_what_was_published():
+    found = best("llama3-405b", 16_384, 2048 * 8192, 8192, grad_bytes=4, optimizer_bytes=12)
+    assert (found.size("tensor"), found.size("pipe"), found.size("data")) == (8, 16, 128)
+
+
+def test_llama3_8b_on_a_node_is_fsdp():
+    found = best("llama3-8b", 8, 16 * 8192, 8192)
+    assert found.size("fsdp") == 8
+
+
+def test_experts_stay_in_the_node():
+    found = best("mixtral-8x7b", 64, 256 * 4096, 4096)
+    assert found.size("expert") > 1
+    assert found.network.lanes["expert"].where == "node"
+
+
+def test_tensor_parallelism_stays_in_the_node():
+    for chips, batch in ((256, 2**21), (1024, 2**22), (4096, 2**23)):
+        assert best("llama3-70b", chips, batch, 8192).size("tensor") <= 8
+
+
+def test_part_6_llama3_70b_on_a_pod():
+    job = Job(get("llama3-70b"), 4 * 2**20)
+    found = plans(job, V5P, 8960)
+    first = found[0]
+    assert first.size("tensor") in (4, 8, 16)
+    assert first.size("fsdp") * first.size("context") >= 560
+    i = next(i for i, layout in found.layouts() if layout.shards == 8960)
+    assert found[i].cost.bound == "fsdp"  # the book: FSDP alone is communication-bound on 8,960 chips
+    for _, network, _ in found.chosen[:50]:
+        assert network.lanes["tensor"].ranks == network.sizes["tensor"]
+
+
+@pytest.mark.parametrize("chips", [1000, 2000, 500, 100, 12, 24, 7, 3])
+def test_clusters_of_any_size(chips):
+    found = best("llama3-8b", chips, 2**22, 8192)
+    assert found.chips == chips
+    assert fits(Job(get("llama3-8b"), 2**22, 8192), found)
+
+
+@pytest.mark.parametrize("chips", [1, 2, 7, 8, 32])
+def test_small_slices(chips):
+    job = Job(get("llama3-8b").with_(L=2, V=1000), 2**20)
+    for found in plans(job, V5P, chips)[:20]:
+        assert found.chips == chips
+        assert found.bound >= found.cost.math / (1 - found.bubble) * (1 - 1e-12)
+
+
+def test_pods():
+    found = best("llama3-405b", 8 * 8960, 16 * 2**20, 4096, on=V5P)
+    assert found.size("pod") == 8
+    assert plans(Job(get("llama3-70b"), 2**22), V5P, 8192, Fixed(pods=4))[0].size("pod") == 4
+
+
+# --- What is refused, and why
+
+
+def test_reasons_are_given():
+    tiny = Job(get("llama3-8b").with_(N=3, K=3, L=1), 2**11, 2**11)
+    with pytest.raises(ValueError, match=r"no mesh of 64 h100 suits llama3-8b: .*more replicas than the 1 sequences"):
+        plans(tiny, H100, 64)
+    found = search(Job(get("llama3-8b"), 2**20), H100, 24)
+    assert any("lie across nodes of 8" in reason for reason in found.refused)
+    assert found.layouts > len(found.found)
+    with pytest.raises(ValueError, match="are no slice"):
+        plans(Job(get("llama3-8b"), 2**22), V5P, 8951)
+
+
+def test_what_is_fixed_stays():
+    job = Job(get("llama3-70b"), 2**20)
+    for found in plans(job, H100, 64, Fixed((("tensor", 4), ("pipe", 2)), "block", schedule="zb-h1", zero=1)):
+        layout = found.layout
+        assert (layout.tensor, layout.pipe, layout.remat, layout.schedule, layout.zero) == (4, 2, "block", "zb-h1", 1)
+    for fixed, message in (
+        ({"axes": (("seq", 2),)}, "unknown mesh axis 'seq'"), ({"remat": "some"}, "unknown remat 'some'"),
+        ({"zero": 2}, "unknown zero 2"), ({"axes": (("tensor", 0),)}, "tensor = 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            Fixed(**fixed)
+    with pytest.raises(ValueError, match="at least 1"):
+        plans(job, H100, 0)
+    with pytest.raises(ValueError, match="has no FLOPs/s for fp8"):
+        plans(Job(get("llama3-8b"), 2**20, dtype="fp8"), V5P, 64)
+
+
+def test_the_books_stack_is_a_model_too():
+    found = plans(Job(Stack(32, 8192, 32768), 2**21, seq=1), H100, 64)[0]
+    assert found.size("context") == 1
+    assert fits(Job(Stack(32, 8192, 32768), 2**21, seq=1), found)

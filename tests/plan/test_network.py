@@ -1,0 +1,109 @@
+import math
+
+import pytest
+
+from scaling import cost
+from scaling.cost import gpu
+from scaling.hardware import chip
+from scaling.plan.layout import AXES
+from scaling.plan.network import Unplaced, book, torus, torus_meshes, tree
+from scaling.plan.placement import Span, gather, joined, placements, slice_shape
+
+V5P, H100 = chip("v5p"), chip("h100")
+
+
+def sizes(**given):
+    return dict.fromkeys(AXES, 1) | given
+
+
+def test_slices():
+    assert slice_shape(V5P, 8960) == (16, 20, 28)
+    assert slice_shape(V5P, 4096) == (16, 16, 16)
+    assert slice_shape(V5P, 7) == (1, 1, 7)
+    assert math.prod(slice_shape(chip("v5e"), 64)) == 64
+    with pytest.raises(ValueError, match="8,950 chips are no slice of a 16x20x28 pod of v5p; fix: take 8,"):
+        slice_shape(V5P, 8950)
+
+
+def test_whole_torus_axes_are_the_books_rings():
+    ring, both = Span(0, 16, 1, True, True), Span(1, 20, 1, True, True)
+    assert gather(V5P, [ring])[0] == pytest.approx(cost.all_gather(1e12, V5P, 16) / 1e12)
+    assert gather(V5P, [ring, both])[0] == pytest.approx(1 / V5P.bandwidth("ici", axes=2))
+    assert gather(V5P, [ring, both])[1] == pytest.approx(18e-6)
+    line = Span(0, 4, 1, False, True)
+    assert gather(chip("v5e"), [line])[0] == pytest.approx(cost.all_gather(1e12, chip("v5e"), 4) / 1e12)
+
+
+def test_half_of_a_ring_is_a_line_and_its_rest_is_slow():
+    inner, outer = Span(0, 8, 1, False, False), Span(0, 2, 8, True, False)
+    assert gather(V5P, [inner])[0] == pytest.approx(7 / 8 / 9e10)  # links one way
+    assert gather(V5P, [outer])[0] == pytest.approx(8 / 1.8e11)  # eight groups share each link
+    assert joined([inner, outer]) == (Span(0, 16, 1, True, True),)
+    rest = Span(1, 20, 1, True, True)
+    assert gather(V5P, [outer, rest])[0] == pytest.approx((2 / 40) * 8 / 1.8e11 + 1 / 1.8e11)  # little is sent slowly
+
+
+def test_placements_lie_on_the_torus():
+    axes, limits = ("fsdp", "tensor"), (8960, 64)
+    found = placements(V5P, (16, 20, 28), axes, limits)
+    for placed in found:
+        for axis, limit in zip(axes, limits, strict=True):
+            spans = placed.get(axis, ())
+            assert math.prod(s.size for s in spans) <= limit
+            assert sum(not s.whole for s in spans) <= 1
+        for i, length in enumerate((16, 20, 28)):
+            here = sorted((s for spans in placed.values() for s in spans if s.torus == i), key=lambda s: s.stride)
+            assert math.prod(s.size for s in here) == length
+            assert [s.stride for s in here] == [1, here[0].size][: len(here)]
+    lengths = {math.prod(s.size for s in placed.get("tensor", ())) for placed in found}
+    assert (
+        lengths
+        == {d for d in range(1, 65) if any(L % d == 0 for L in (16, 20, 28))} | {32, 40, 48, 56, 60, 64} & lengths
+    )
+    assert {1, 2, 4, 5, 7, 8, 16, 20, 28} <= lengths
+
+
+def test_seven_chips_are_one_axis():
+    ((mesh, placed),) = torus_meshes(V5P, 7, 1, ("fsdp",), (7,))
+    assert mesh == {"fsdp": 7}
+    (span,) = placed["fsdp"]
+    assert (span.size, span.ring) == (7, False)
+
+
+def test_lanes_of_a_torus():
+    placed = {
+        "fsdp": (Span(0, 16, 1, True, True), Span(1, 16, 1, True, True)),
+        "tensor": (Span(2, 4, 1, False, False),),
+    }
+    network = torus(V5P, sizes(fsdp=256, tensor=4), 3, placed)
+    assert network.seconds("AllGather", 1e9, "weights") == pytest.approx(1e9 / 3.6e11)
+    assert network.seconds("AllReduce", 1e9, "tensor") == pytest.approx(2e9 * 3 / 4 / 9e10)
+    assert network.seconds("AllGather", 1.0, "weights") == pytest.approx(16e-6)  # hops
+    assert network.lanes["weights"].links == (True, True, False, False)
+    pods = torus(V5P, sizes(pod=2, fsdp=256, tensor=4), 3, placed)
+    assert pods.seconds("AllReduce", 1e9, "pod") == pytest.approx(2e9 / 6.25e9)
+    ideal = book(V5P, sizes(fsdp=256, tensor=4), {"fsdp": 2, "tensor": 1})
+    assert ideal.seconds("AllGather", 1e9, "tensor") == pytest.approx(1e9 / 1.8e11)
+
+
+def test_lanes_of_a_tree():
+    network = tree(H100, sizes(pipe=2, fsdp=4, tensor=8), 3)
+    assert network.seconds("AllGather", 1e9, "tensor") == pytest.approx(1e9 * 7 / 8 / 450e9)
+    assert network.seconds("ReduceScatter", 1e9, "weights") == pytest.approx(8e9 * 3 / 4 / 400e9)  # 8 groups, one node
+    assert network.seconds("CollectivePermute", 1e9, "pipe") == pytest.approx(1e9 / 50e9)
+    assert network.lanes["tensor"].links[0]
+    assert network.lanes["weights"].links[1]
+    with pytest.raises(Unplaced, match="groups of 6 GPUs lie across nodes of 8"):
+        tree(H100, sizes(data=4, tensor=6), 1)
+    tree(H100, sizes(tensor=6), 1)  # all there is: 6 of a node's GPUs
+
+
+def test_experts_over_nodes_send_a_token_once_to_each():
+    tokens, D, copies = 4096, 7168, 8
+    inside = tree(H100, sizes(expert=8), 1, copies=8).lanes["expert"]
+    assert inside.seconds(2 * tokens * D) == pytest.approx(2 * tokens * D * 8 * 7 / 8 / 450e9)
+    across = tree(H100, sizes(expert=64), 1, copies, groups=64).lanes["expert"]
+    layer = gpu.expert_layer(64 * tokens, D, 2048, 64, copies, H100)
+    assert 2 * across.seconds(2 * tokens * D) == pytest.approx(layer.comms)
+    limited = tree(H100, sizes(expert=64), 1, copies, groups=4).lanes["expert"]
+    assert limited.per_byte == pytest.approx(across.per_byte / 2)
