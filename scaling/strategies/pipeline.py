@@ -141,7 +141,7 @@ class _Rank:
         own = schedule.stages_of(self.rank)
         for c, s in enumerate(own):
             chunk, out = (tree.map(lambda W, c=c: W.unflatten(0, (len(own), -1))[c], x) for x in (params, self.results))
-            self.weights[s], self.grads[s] = stage.prepare(chunk, mesh), stage.gradients(chunk, mesh, out)
+            self.weights[s], self.grads[s] = stage.prepare(chunk, mesh, s), stage.gradients(chunk, mesh, out)
         self.held: dict[tuple, object] = {}
         wide = tree.leaves(params)[0].dtype == torch.float64
         self.total = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=In.device)
@@ -197,7 +197,7 @@ class _Rank:
 
     def forward(self, s: int, m: int) -> None:
         In = self.In[m] if s == 0 else self.held.pop(("In", s, m))
-        Out, self.held["saved", s, m] = self.stage.forward(self.weights[s], In, self.mesh)
+        Out, self.held["saved", s, m] = self.stage.forward(self.weights[s], In, self.mesh, m)
         if s == self.last:
             self.held["dOut", s, m] = self.differentiate(Out, self.Target[m])
         elif self.schedule.placement[s + 1] == self.rank:
@@ -221,10 +221,11 @@ class _Rank:
             Out = Out.detach().requires_grad_()
             head = tree.map(lambda W: W.detach().requires_grad_(), self.head)
             terms = self.loss(head, Out, Target)
-        dOut, *grads = torch.autograd.grad(terms, [Out, *tree.leaves(head)])
+        dOut, *grads = torch.autograd.grad(terms, [Out, *tree.leaves(head)], allow_unused=True)
         self.total += terms.detach()
         for total, grad in zip(tree.leaves(self.dhead), grads, strict=True):
-            total += grad
+            if grad is not None:  # of what the loss uses
+                total += grad
         return dOut
 
     def clock(self) -> float:

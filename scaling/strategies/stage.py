@@ -22,11 +22,12 @@ from scaling.strategies.stack import Strategy
 class Stage(NamedTuple):
     """The functions that the executor (`scaling.strategies.pipeline`) calls; all of one chunk's layers.
 
-    forward(weights, In, mesh) -> (Out, saved)
+    forward(weights, In, mesh, m) -> (Out, saved)                   of microbatch m
     backward_input(weights, dOut, saved, mesh) -> (dIn, rest)       saved is used up
     backward_weight(weights, rests, grads, mesh) -> None            adds to grads what the rests of one or several
                                                                     microbatches give
-    prepare(params, mesh) -> weights              once a step, before the first microbatch: what must be gathered
+    prepare(params, mesh, s) -> weights           once a step, before the first microbatch: what must be gathered, of
+                                                  the virtual stage s
     gradients(params, mesh, out) -> grads         sums of dW, with `reduce_all()`, once a step, and `result()`, which
                                                   is written to `out`, typed as params
     `specs`: the types of In, Out and the params, whose L is split over the pipeline axis.
@@ -51,11 +52,11 @@ def of_strategy(
     block = Block(activation, norm).validated()
     stacked = {name: parse(strategy.SPECS[name]).stacked("L").with_axes("L", (axis,)) for name in strategy.weights}
 
-    def prepare(params, mesh):
+    def prepare(params, mesh, s):
         layers = [strategy.layer(params, l, mesh) for l in range(strategy.depth(params))]
         return [tuple(wait(W) for W in layer) for layer in layers]
 
-    def forward(weights, In, mesh):
+    def forward(weights, In, mesh, m):
         saved = []
         for W in weights:
             Out, kept = strategy.layer_forward(*W, In, mesh, block)
@@ -97,7 +98,7 @@ def from_function(f: Callable, specs: Mapping[str, str] = SPECS) -> Stage:
     weight half is due, and computes the forward again.
     """
 
-    def forward(weights, In, mesh):
+    def forward(weights, In, mesh, m):
         Out, vjp_fn = torch.func.vjp(lambda x: f(weights, x), In)
         return Out.detach(), (In, vjp_fn)
 
@@ -110,7 +111,7 @@ def from_function(f: Callable, specs: Mapping[str, str] = SPECS) -> Stage:
             _, vjp_fn = torch.func.vjp(lambda w, In=In: f(w, In), weights)
             grads.add(vjp_fn(dOut)[0])
 
-    return Stage(specs, forward, backward_input, backward_weight, lambda params, mesh: params, _Sums)
+    return Stage(specs, forward, backward_input, backward_weight, lambda params, mesh, s: params, _Sums)
 
 
 class _Sums:

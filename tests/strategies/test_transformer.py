@@ -46,7 +46,8 @@ def local(x, mesh):
 
 def run(mesh, config, options, packed, smoothing, z):
     """(loss, gradients, params after 2 AdamW steps), whole."""
-    params = model.init(config, 0, torch.float64, mesh=mesh, specs=transformer.specs(config, mesh))
+    layout = {"schedule": options["schedule"]} if "schedule" in options else {}
+    params = transformer.shard(model.init(config, 0, torch.float64), config, mesh, **layout)
     adamw, seen = optim.adamw(0.01), []
     state = adamw.init(params)
     for seed in (1, 2):
@@ -55,9 +56,9 @@ def run(mesh, config, options, packed, smoothing, z):
         loss, grads = transformer.loss_and_grads(
             params, tokens, targets, config, mesh, label_smoothing=smoothing, z_loss=z, **given
         )
-        seen.append((loss, transformer.unshard(grads, config, mesh)))
+        seen.append((loss, transformer.unshard(grads, config, mesh, **layout)))
         params, state = adamw.update(grads, state, params)
-    return *seen[0], transformer.unshard(params, config, mesh)
+    return *seen[0], transformer.unshard(params, config, mesh, **layout)
 
 
 def one_device(config, packed, smoothing, z):
@@ -80,12 +81,16 @@ CASES = [
     (PLAIN, {"Y": 4}, {}, True, 0.1, 0.01),
     (RICH, {"C": 2, "Y": 2}, {"context": "zigzag"}, True, 0.1, 0.01),
     (PLAIN, {"X": 2, "C": 2}, {"context": "ring", "microbatches": 2}, False, 0.0, 0.0),
+    (RICH, {"Z": 2}, {"microbatches": 4}, True, 0.1, 0.01),
+    (RICH.with_(L=3, window=(None, 5, 3)), {"Z": 2, "Y": 2}, {"microbatches": 2, "remat": "block"}, False, 0.0, 0.01),
+    (PLAIN.with_(L=5), {"Z": 2, "X": 2}, {"microbatches": 4, "schedule": "interleaved"}, True, 0.0, 0.0),
+    (EXPERTS, {"Z": 2, "E": 2}, {"microbatches": 1, "schedule": "zb-h1"}, False, 0.0, 0.0),
     (EXPERTS, {"E": 2, "Y": 2}, {}, False, 0.0, 0.0),
     (EXPERTS, {"X": 2, "E": 2}, {"remat": "block"}, False, 0.1, 0.0),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].name} {c[1]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].name} {c[1]}".replace("'", ""))
 def test_equal_to_one_device(ranks, case):
     config, mesh, options, packed, smoothing, z = case
     wanted = one_device(config, packed, smoothing, z)

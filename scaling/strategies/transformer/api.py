@@ -1,5 +1,6 @@
 """The loss of a Transformer and its gradients on a mesh; whole params to shards and back."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,20 +14,28 @@ from scaling.spec import ShardingError
 from scaling.strategies.axes import all_gather, all_reduce
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms, embed, head
-from scaling.strategies.transformer.layer import Context, layer
-from scaling.strategies.transformer.step import TOKENS, Layers, end_weights, reduced, vjp
+from scaling.strategies.transformer.layer import Context
+from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
+from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced, vjp
 
 REMAT = ("none", "block")
 
 
 def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
-    """Whole params, as of `models.transformer`, -> this rank's, typed as `specs`. Nothing is sent."""
-    return tree.shard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
+    """Whole params, as of `models.transformer`, -> this rank's, typed as `specs`. Nothing is sent.
+
+    On stages, layers lie in the order of the `schedule`, padded with zeros to a whole number a virtual stage.
+    """
+    slots = slots_of(config, mesh, schedule)
+    arranged = params | {"layers": tree.map(lambda W: arranged_layers(W, slots), params["layers"])}
+    return tree.shard(arranged, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
 
 
 def unshard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
     """The inverse of `shard`: the whole params, or gradients, on every rank."""
-    return tree.unshard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
+    whole = tree.unshard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
+    slots = slots_of(config, mesh, schedule)
+    return whole | {"layers": tree.map(lambda W: W[[slots.index(l) for l in range(config.L)]], whole["layers"])}
 
 
 def loss_and_grads(
@@ -58,7 +67,7 @@ def loss_and_grads(
     """
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     tree.paired(params, stored)
-    check(params, tokens, targets, config, mesh, microbatches, remat)
+    check(tokens, targets, config, mesh, microbatches, remat, context)
     used = types.used(stored)
     w = (targets != ignore_index).to(torch.float32) if weights is None else weights
     w = w.to(torch.promote_types(params["embed"].dtype, torch.float32)) * (targets != ignore_index)
@@ -66,34 +75,35 @@ def loss_and_grads(
     w = w / torch.where(total == 0, 1, total)
     at = Placed(config, mesh, context, segments, tokens.shape[1], params["embed"].dtype)
     tokens, targets, w = at.placed(tokens), at.placed(targets), at.placed(w)
-    batches = [x.chunk(microbatches) for x in (tokens, targets, w)]
-    contexts = at.contexts(microbatches)
+    problem = Problem(config, mesh, stored, used, at.contexts(microbatches), Terms(config.V, label_smoothing, z_loss))
+    run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
+    loss, grads = run(problem, params, tokens, targets, w, remat, schedule)
+    return loss, {name: grads[name] for name in params}
 
+
+def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, _):
+    """(loss, grads) where every rank has all layers."""
+    config, mesh, stored, used, contexts, terms = problem
     ends = end_weights(params, stored, used, mesh)
-    layers = Layers(params["layers"], stored["layers"], used["layers"], mesh, None, remat)
-    terms, losses, dends = Terms(config.V, label_smoothing, z_loss), [], tree.map(torch.zeros_like, ends)
-    for m, (some, wanted, share) in enumerate(zip(*batches, strict=True)):
-        here = contexts[m]
-        layers.f = lambda W, x, l, routing, here=here: layer(W, x, here, config.windows[l], routing)
+    layers = Layers(params["layers"], stored["layers"], used["layers"], mesh, remat)
+    losses, dends, M = [], tree.map(torch.zeros_like, ends), len(contexts)
+    batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
+    for at, some, wanted, share in batches:
         (x, _), pull_embed = vjp(lambda E, some=some: (embed(E, some, mesh), None), ends["embed"])
-        x, extra, kept = layers.forward(x)
+        x, extra, kept = layers.forward(x, partial(numbered, at=at))
 
         def loss_of(ends, x, wanted=wanted, share=share):
             return head(ends, x, wanted, share, terms, config.eps, mesh), None
 
         (loss, _), pull_head = vjp(loss_of, ends, x)
         dend, dx = pull_head(torch.ones_like(loss))
-        dx = layers.backward(dx, kept, 1 / microbatches)
-        (dE,) = pull_embed(dx)
+        (dE,) = pull_embed(layers.backward(dx, kept, 1 / M))
         dend["embed"] = dend["embed"] + dE
         dends = tree.map(Tensor.add_, dends, dend)
-        losses.append(loss + (extra / microbatches).to(loss.dtype))
-    grads: dict[str, Any] = {
-        name: reduced(dends[name], stored[name], used[name], mesh, (*TOKENS, "Z")) for name in dends
-    }
-    grads["layers"] = layers.reduce()
+        losses.append(loss + extra / M)
+    grads: dict[str, Any] = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
-    return loss, {name: grads[name] for name in params}
+    return loss, grads | {"layers": layers.reduce()}
 
 
 class Placed:
@@ -146,10 +156,15 @@ class Placed:
         )
 
 
-def check(params, tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: int, remat: str) -> None:
+def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: int, remat: str, context: str) -> None:
     """ValueError or ShardingError, before anything is sent, for a batch that does not fit the model or the mesh."""
     if remat not in REMAT:
         raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+    if config.moe and config.capacity is not None and context == "zigzag" and mesh.sizes.get("C", 1) > 1:
+        raise ValueError(
+            f"{config.name}: experts with a capacity keep the first tokens of the batch, but zig-zag reorders them\n"
+            '  fix: context="ring", or capacity=None'
+        )
     if tokens.shape != targets.shape or tokens.dim() != 2:
         raise ValueError(f"tokens {tuple(tokens.shape)} and targets {tuple(targets.shape)} must both be [B, T]")
     if len(tokens) % microbatches:

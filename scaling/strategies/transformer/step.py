@@ -6,18 +6,39 @@ tokens and not the weight, by the law of cotangents; it is summed over microbatc
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import wait
+from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.spec import Spec, parse
 from scaling.strategies.axes import all_gather, all_reduce, present, reduce_scatter
+from scaling.strategies.transformer.ends import Terms
+from scaling.strategies.transformer.layer import Context, layer
 
 TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
+ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every stage uses
+
+
+class Problem(NamedTuple):
+    """What is given beside params and batch: the types of the params as stored and as used, a context a microbatch."""
+
+    config: Config
+    mesh: Any
+    stored: dict
+    used: dict
+    contexts: list[Context]
+    terms: Terms
+
+
+def numbered(W: dict, x: Tensor, l: int, routing, at: Context):
+    """Layer l of the model, as `layer`."""
+    return layer(W, x, at, at.config.windows[l], routing)
 
 
 def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
@@ -77,45 +98,45 @@ def layer_types(types: Mapping) -> Mapping:
 
 
 class Layers:
-    """The layers of one rank: gathered ahead of use, run, run back, and their gradients.
+    """The first layers of stacked params: gathered ahead of use, run, run back, and their gradients.
 
-    `f(W, x, l, routing)` -> ((x, extra or None), routing) is layer l of used weights. `remat`: "none" keeps what each
-    layer's vjp needs, "block" only its input, from which the layer is computed again.
+    `remat`: "none" keeps what each layer's vjp needs, "block" only its input, from which the layer is computed again.
     """
 
-    def __init__(self, params: Mapping, stored: Mapping, used: Mapping, mesh, f: Callable, remat: str):
-        self.layers, self.mesh, self.f, self.remat = unstacked(params), mesh, f, remat
+    def __init__(self, params: Mapping, stored: Mapping, used: Mapping, mesh, remat: str, count: int | None = None):
+        self.layers, self.mesh, self.remat = unstacked(params)[:count], mesh, remat
         self.stored, self.used = layer_types(stored), layer_types(used)
         self.grads: list[Any] = [None] * len(self.layers)
 
     def weights(self, l: int):
         return gathered(self.layers[l], self.stored, self.used, self.mesh) if 0 <= l < len(self.layers) else None
 
-    def forward(self, x: Tensor, only: slice = slice(None)) -> tuple[Tensor, Tensor, list]:
-        """(x, the sum of the layers' extra terms, what `backward` needs)."""
-        kept, extra, order = [], x.new_zeros((), dtype=torch.float32), range(len(self.layers))[only]
-        prefetched = self.weights(order[0]) if len(order) else None
-        for at, l in enumerate(order):
-            W = tree.map(wait, prefetched)
-            prefetched = self.weights(order[at + 1]) if at + 1 < len(order) else None
-            given = x
+    def forward(self, x: Tensor, f: Callable) -> tuple[Tensor, Tensor, list]:
+        """(x, the sum of the layers' extra terms, what `backward` needs).
+
+        `f(W, x, l, routing)` -> ((x, extra or None), routing) is layer l of used weights.
+        """
+        kept, extra = [], x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        prefetched = self.weights(0)
+        for l in range(len(self.layers)):
+            W, given, pull = tree.map(wait, prefetched), x, None
+            prefetched = self.weights(l + 1)
+            again = partial(f, l=l)
             if self.remat == "block":
                 with torch.no_grad():
-                    (x, more), routing = self.f(W, x, l, None)
-                kept.append((l, given, more is not None, routing, None))
+                    (x, more), routing = again(W, x, routing=None)
             else:
-                ((x, more), routing), pull = vjp(lambda W, x, l=l: self.f(W, x, l, None), W, x)
-                kept.append((l, given, more is not None, routing, pull))
+                ((x, more), routing), pull = vjp(partial(again, routing=None), W, x)
+            kept.append((l, given, more is not None, pull, partial(again, routing=routing)))
             extra = extra if more is None else extra + more
         return x, extra, kept
 
     def backward(self, dx: Tensor, kept: list, scale: float = 1.0) -> Tensor:
         """dx of the last layer's result -> dx of the first one's input. `scale`: the cotangent of the extra terms."""
         while kept:
-            l, x, has_extra, routing, pull = kept.pop()
+            l, x, has_extra, pull, again = kept.pop()
             if pull is None:
-                W = tree.map(wait, self.weights(l))
-                _, pull = vjp(lambda W, x, l=l, routing=routing: self.f(W, x, l, routing), W, x)
+                _, pull = vjp(again, tree.map(wait, self.weights(l)), x)
             dW, dx = pull((dx, dx.new_full((), scale)) if has_extra else (dx, None))
             self.grads[l] = dW if self.grads[l] is None else tree.map(Tensor.add_, self.grads[l], dW)
         return dx

@@ -1,0 +1,150 @@
+"""A Transformer's layers over pipeline stages (Part 5, Pipelining), under any schedule of `scaling.schedules`.
+
+Virtual stages get L layers as evenly as they divide, the first ones one more; in store each has the same number of
+slots, the empty ones zeros, which are never run. The ends' vocabulary is split over Z too, and gathered once a step:
+the first stage embeds, the last has the head, and a tied table has one gradient from both.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling.configs import Config
+from scaling.schedules import Schedule, make
+from scaling.strategies import pipeline
+from scaling.strategies.axes import all_reduce as reduce_present
+from scaling.strategies.axes import present
+from scaling.strategies.stage import Stage
+from scaling.strategies.transformer.ends import embed, head
+from scaling.strategies.transformer.layer import ROWS
+from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced, vjp
+
+
+def resolved(schedule: "Schedule | str | None", mesh, microbatches: int) -> Schedule | None:
+    """The schedule as an object: 1F1B unless one is named or given; None without stages."""
+    Z = mesh.sizes.get("Z", 1)
+    if schedule is None and Z == 1:
+        return None
+    if not isinstance(schedule, Schedule):
+        schedule = make(schedule or "1f1b", Z, microbatches)
+    if schedule.stages != Z or schedule.microbatches != microbatches:
+        raise ValueError(
+            f"{schedule.name}: is of {schedule.stages} stages and {schedule.microbatches} microbatches, but the mesh "
+            f"has Z={Z} and microbatches={microbatches}: make it with these"
+        )
+    return schedule
+
+
+def placed(schedule: "Schedule | str | None", mesh) -> Schedule | None:
+    """A schedule that holds the layers alike, whatever the number of microbatches."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    return resolved(schedule, mesh, 2 * mesh.sizes.get("Z", 1))
+
+
+def layers_of(config: Config, schedule: Schedule | None) -> list[range]:
+    """The layers of each virtual stage. ValueError if there are more stages than layers."""
+    V = 1 if schedule is None else schedule.virtual_stages
+    if V > config.L:
+        raise ValueError(f"{config.name}: L={config.L} layers cannot fill {V} stages: use fewer stages or chunks")
+    bounds = [s * (config.L // V) + min(s, config.L % V) for s in range(V + 1)]
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def slots_of(config: Config, mesh, schedule: "Schedule | str | None") -> list[int]:
+    """Which layer each place of the stored stack [L_Z] holds; -1 for none."""
+    schedule = placed(schedule, mesh)
+    stages = layers_of(config, schedule)
+    if schedule is None:
+        return list(stages[0])
+    depth, slots = max(map(len, stages)), []
+    for rank in range(schedule.stages):
+        for s in schedule.stages_of(rank):
+            slots += [*stages[s], *[-1] * (depth - len(stages[s]))]
+    return slots
+
+
+def arranged_layers(W: Tensor, slots: list[int]) -> Tensor:
+    """W[L, ...] in the order of the slots, zeros in the empty ones."""
+    if slots == list(range(len(W))):
+        return W
+    empty = torch.tensor([l < 0 for l in slots], device=W.device).view(-1, *[1] * (W.dim() - 1))
+    return W[[max(l, 0) for l in slots]].masked_fill(empty, 0)
+
+
+class _Chunk(Layers):
+    """The layers of one virtual stage: `Layers` with the accumulator that a pipeline asks for."""
+
+    first = 0
+    extra: "Tensor | float" = 0.0
+    out: dict
+
+    def reduce_all(self) -> None:
+        done = self.reduce()
+        tree.map(lambda into, g: into[: len(g)].copy_(g), self.out, done)
+
+    def result(self) -> dict:
+        return self.out
+
+
+def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, dict[int, _Chunk]]:
+    """(the stage for `scaling.strategies.pipeline`, its chunks by virtual stage, once they are prepared).
+
+    The vjp of a layer gives dx and dW at once, so that the weight half of a backward has nothing left to do.
+    """
+    config, mesh, stored, used, contexts, _ = problem
+    ranges, chunks = layers_of(config, schedule), {}
+
+    def prepare(params, mesh, s):
+        chunks[s] = _Chunk(params, stored["layers"], used["layers"], mesh, remat, len(ranges[s]))
+        chunks[s].first = ranges[s].start
+        return chunks[s]
+
+    def gradients(params, mesh, out):
+        chunk = [*chunks.values()][-1]  # the one just prepared
+        chunk.out = tree.map(Tensor.zero_, out)
+        return chunk
+
+    def forward(chunk, In, mesh, m):
+        def f(W, x, l, routing):
+            return numbered(W, x, chunk.first + l, routing, contexts[m])
+
+        Out, extra, kept = chunk.forward(In, f)
+        chunk.extra = chunk.extra + extra / len(contexts)
+        return Out, kept
+
+    def backward_input(chunk, dOut, saved, mesh):
+        return chunk.backward(dOut, saved, 1 / len(contexts)), None
+
+    stream = str(present(ROWS, mesh))
+    specs = {"In": stream, "Out": stream}
+    return Stage(specs, forward, backward_input, lambda *_: None, prepare, gradients), chunks
+
+
+def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, schedule):
+    """(loss, grads) by a pipeline's schedule over Z."""
+    config, mesh, stored, used, contexts, terms = problem
+    schedule = resolved(schedule, mesh, len(contexts))
+    stage, chunks = stage_of(problem, schedule, remat)
+    ends = end_weights(params, stored, used, mesh)
+    first = schedule.placement[0] == mesh.coord["Z"]
+    if first:
+        (x, _), pull_embed = vjp(lambda E: (embed(E, tokens, mesh), None), ends["embed"])
+    else:
+        rows = (len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
+        x = ends["embed"].new_empty(rows)
+    rows = torch.arange(len(tokens), device=tokens.device)
+
+    def loss_of(ends, x, some):
+        return head(ends, x, targets[some], w[some], terms, config.eps, mesh)
+
+    loss, grads = pipeline.with_ends(params["layers"], ends, x, rows, mesh, schedule, loss_of, stage)
+    dends = grads.head
+    if first:
+        dends["embed"] = dends["embed"] + pull_embed(grads.dIn)[0]
+    extra = sum(torch.as_tensor(chunk.extra, dtype=loss.dtype, device=loss.device) for chunk in chunks.values())
+    extra = reduce_present("Loss[] {U_ZPXECY} -> Loss[]", extra, mesh)
+    done = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
+    return loss + extra, done | {"layers": grads.params}
