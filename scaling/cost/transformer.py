@@ -170,8 +170,8 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     matmuls = block | {"Q": Q, "K": KV, "V": KV, "Attn": D, "Tmp": (config.matrices - 1) * F}
     if remat == "matmuls":
         return matmuls
-    rotated = {"Q rotated": Q, "K rotated": KV, "heads": Q, "statistics": config.N}
-    return matmuls | {"norms": 2 * D} | rotated | {"activation": F, "product": F if config.gated else 0}
+    attended = {"heads": Q, "statistics": config.N}  # Q and K are kept as they are rotated
+    return matmuls | {"norms": 2 * D} | attended | {"activation": F, "product": F if config.gated else 0}
 
 
 def saved_bytes(config: Config, tokens: int, remat: str, dtype="bf16") -> float:

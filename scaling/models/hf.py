@@ -96,14 +96,16 @@ def save_sharded(folder: "str | Path", config: Config, params: dict, specs: dict
         (folder / "config.json").write_text(json.dumps(table, indent=2) + "\n")
         if not single:
             (folder / INDEX).write_text(json.dumps(_index(config, names, params["embed"].itemsize), indent=2) + "\n")
-    unshard(Spec("Done", (), tuple(sorted(mesh.sizes))), torch.zeros((), device=mesh.device), mesh)  # all have written
+    if mesh.size() > 1:  # nobody goes on before all have written
+        unshard(Spec("Done", (), tuple(sorted(mesh.sizes))), torch.zeros((), device=mesh.device), mesh)
 
 
 def _parts(params: dict, types: dict, places: dict, config: Config, mesh) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """(0, the ends' tensors), then (l + 1, layer l's) of each layer that this rank holds a part of: gathered whole."""
 
     def whole(leaf: Tensor, spec: Spec, layout: Layout, at: dict[str, int]) -> dict[str, Tensor]:
-        leaf = unshard(spec, leaf.detach().contiguous(), mesh).cpu()
+        leaf = leaf.detach().contiguous()
+        leaf = (unshard(spec, leaf, mesh) if spec.axes else leaf).cpu()
         rest = [dim for dim in layout.numbered if dim not in at]
         return {
             layout.name.format(**at, **inner): layout.write(leaf[tuple(inner.values())], config.sizes)

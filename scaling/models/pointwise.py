@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scaling.collectives.torch_private import in_transform
+
 ACTIVATIONS = ("none", "relu", "gelu")
 EPS = 1e-6  # added to the mean square in RMSNorm
 
@@ -55,9 +57,32 @@ def rms_norm(x: Tensor, mean_square_x: Tensor | None = None, *, gain: Tensor | N
 
     `mean_square_x`[..., 1]: the mean of squares over the whole dim, where x is only a shard of it.
     """
+    if gain is not None and mean_square_x is None and not torch.compiler.is_compiling() and in_transform() is None:
+        return _RMSNorm.apply(x, gain, eps)
     r = torch.rsqrt((mean_square(x) if mean_square_x is None else mean_square_x) + eps)
     y = (x * r).to(x.dtype)
     return y if gain is None else y * gain
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The same with its derivative written out: half the passes over memory. For torch.autograd alone."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        r = torch.rsqrt(mean_square(x) + eps)
+        ctx.save_for_backward(x, gain, r)
+        ctx.eps = eps
+        return (x * r).to(x.dtype) * gain
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple:
+        x, gain, r = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: r depends on x
+            r = torch.rsqrt(mean_square(x) + ctx.eps)
+        along = dy * x
+        dgain = r.flatten().to(along.dtype) @ along.flatten(0, -2)
+        mean = (along @ gain)[..., None] / x.shape[-1]
+        return torch.addcmul((dy * gain) * r, x, r**3 * mean, value=-1).to(x.dtype), dgain, None
 
 
 def rms_norm_vjp(x: Tensor, dy: Tensor, mean_square_x: Tensor | None = None, mean_x_dy: Tensor | None = None) -> Tensor:

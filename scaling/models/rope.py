@@ -27,16 +27,18 @@ def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device
 
 
 def tables(positions: Tensor, H: int, theta: float, scaling: RopeScaling | None = None, dtype=None):
-    """(cos, sin)[..., T, H/2] of positions[..., T], worked out in float64 and then rounded to `dtype`."""
+    """(cos, sin)[..., T, H] of positions[..., T], worked out in float64 and then rounded to `dtype`.
+
+    Plane i has its cosine at i and i + H/2, its sine there with the signs -, +: what `rotate` multiplies by.
+    """
     angles = positions[..., None] * frequencies(H, theta, scaling, positions.device)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x[B, T, heads, H] turned by tables [T, H/2], or [B, T, H/2] where the sequences' positions differ."""
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    """x[B, T, heads, H] turned by tables [T, H], or [B, T, H] where the sequences' positions differ."""
+    return torch.addcmul(x * cos[..., None, :], x.roll(x.shape[-1] // 2, -1), sin[..., None, :])
 
 
 def restarted(segments: Tensor) -> Tensor:

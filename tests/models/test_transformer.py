@@ -15,6 +15,7 @@ from scaling.cost.transformer import forward_flops, num_params, remat_flops, sav
 from scaling.models import moe, rope, transformer
 from scaling.models.attention import dot_product_attention, flash_attention
 from scaling.models.module import flat
+from scaling.models.pointwise import rms_norm
 
 SMALL = Config("small", L=3, D=32, F=48, N=4, K=2, H=8, V=50)
 VARIANTS = [SMALL, SMALL.with_(gated=False, K=4), SMALL.with_(tied=True, K=1, H=10)]
@@ -247,3 +248,28 @@ def test_tokens_outside_the_vocabulary_are_refused():
             transformer.loss(params, tokens.clone().index_fill_(1, torch.tensor([12]), bad))
     with pytest.raises(ValueError, match="give config="):
         transformer.forward(shaken(EXPERTS), tokens)
+
+
+@pytest.mark.parametrize("config", [ALL, ALL.with_(tied=True), EXPERTS], ids=["all", "tied", "experts"])
+def test_gradients_by_autograd_are_those_by_torch_func(config):
+    params, tokens = shaken(config), tokens_of(config)
+    grads, loss = torch.func.grad_and_value(transformer.loss)(params, tokens, config=config)
+    got = transformer.loss_and_grads(params, tokens, config=config)
+    for a, b in zip(tree.leaves(got), tree.leaves((loss, grads)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+    assert not any(leaf.requires_grad for leaf in tree.leaves(params))
+
+
+def test_the_norm_written_out_has_both_derivatives():
+    x, gain = torch.randn(3, 5, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+
+    def norm(x, gain):
+        return rms_norm(x, gain=gain, eps=1e-3)
+
+    leaves = [t.requires_grad_() for t in (x, gain)]
+    assert torch.autograd.gradcheck(norm, leaves)
+    assert torch.autograd.gradgradcheck(norm, leaves)
+    half = norm(x.bfloat16(), gain.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert torch.autograd.grad(half.sum(), leaves[0])[0].dtype == torch.float64
+    torch.testing.assert_close(half.double(), norm(x, gain), rtol=2e-2, atol=2e-2)
