@@ -3,6 +3,7 @@
     python -m scaling.show "A[I_X, J_Y]" --mesh X=2,Y=2
     python -m scaling.show --plot nine.svg              the nine shardings of the book's figure
     python -m scaling.show schedule 1f1b --stages 4     a pipeline's schedule: scaling.show.schedules
+    python -m scaling.show params --model llama3-70b    each leaf of a Transformer: scaling.show.params
     print(draw("A[I_X, J]", {"X": 2, "Y": 2}))          a mesh may also be a Mesh; `shard=x` draws a real array
 
 A device is written as its number, row-major in the mesh. Replicas are separated by commas: `0, 1`; the devices whose
@@ -178,6 +179,10 @@ def main(argv: "list[str] | None" = None) -> int:
         from scaling.show.schedules import main as show_schedule
 
         return show_schedule(argv[1:])
+    if argv[:1] == ["params"]:
+        from scaling.show.params import main as show_params
+
+        return show_params(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m scaling.show", description=__doc__.split("\n\n")[0])
     parser.add_argument("types", nargs="*", metavar="TYPE", help="such as 'A[I_X, J_Y]'; by default the book's nine")
     parser.add_argument("--mesh", default="X=2,Y=2", help="axes and sizes (default X=2,Y=2)")
