@@ -1,11 +1,10 @@
-"""Part 3, "A Deeper Dive into TPU Communication Primitives" to "More about the ReduceScatter", and Problem 8:
+# %% [markdown]
+"""Part 3, the communication primitives: what each does, its cotangent, the rings behind it, and how long it takes here.
 https://jax-ml.github.io/scaling-book/sharding
 
-Every primitive: its type, what each rank gets, and its cotangent, each row checked as it is printed. The rings behind
-them, hop by hop, with the bytes on each link. Then how long each takes on this machine, against the bytes it moves.
-
-    torchrun chapters/03_collectives.py
-    python chapters/03_collectives.py --mesh X=2
+Every collective is run on ranks beside what one device makes of all operands, forward and backward. Rings are drawn
+hop by hop and their links counted (Question 10), AllGather and ReduceScatter written as matrices, and all four timed
+(Question 8). What they cost on TPUs: 03_timings.py.
 """
 
 # %%
@@ -13,130 +12,241 @@ import time
 from statistics import median
 
 import torch
-from torch.func import vjp
+from torch.func import jacrev, vjp
 
 from scaling import collectives as c
-from scaling.book.lesson import EXACT, Report, options, run
+from scaling.book import frames
+from scaling.book.answers import Answer
+from scaling.book.page import Page
 from scaling.collectives import rings
 from scaling.collectives.op import dual_line
-from scaling.mesh import Mesh
 
-# %% The primitives, and what one device makes of the operands of all n ranks, stacked: [n, I, J]
+page = Page(
+    __doc__, mesh="X=4", device=True, seed=True, plot=True, largest=(1 << 24, "bytes of the largest array timed")
+)
+EXACT, n = 1e-12, page.args.mesh["X"]
+RING = [(i, (i + 1) % n) for i in range(n)]
 
-
-def primitives(mesh):
-    """(name, type, meaning, call on this rank's operand, the same on the stack)."""
-    n = mesh.sizes["X"]
-    ring = [(i, (i + 1) % n) for i in range(n)]
-
-    def everyone(whole):  # the same whole array on every rank
-        return whole.expand(n, *whole.shape)
-
-    def root_only(stack):
-        return torch.cat([stack[:1], torch.zeros_like(stack[1:])])
-
-    def swap(stack):  # block j of rank i's columns goes to rank j
-        blocks = stack.unflatten(2, (n, -1))
-        return blocks.permute(2, 0, 1, 3).flatten(1, 2)
-
-    def own_rows(stack):
-        return torch.stack([rows.unflatten(0, (n, -1))[i] for i, rows in enumerate(stack)])
-
-    rows = [
-        ("all_gather", "A[I_X, J] -> A[I, J]", "every rank gets all rows", lambda s: everyone(s.flatten(0, 1))),
-        ("reduce_scatter", "A[I, J] {U_X} -> A[I_X, J]", "the sum, split", lambda s: s.sum(0).unflatten(0, (n, -1))),
-        ("all_reduce", "A[I, J] {U_X} -> A[I, J]", "every rank gets the sum", lambda s: everyone(s.sum(0))),
-        ("all_to_all", "A[I_X, J] -> A[I, J_X]", "X moves from dim I to dim J", swap),
-        ("shard", "A[I, J] -> A[I_X, J]", "each keeps its rows, nothing is sent", own_rows),
-        ("broadcast", "A[I, J] {U_X} -> A[I, J]", "every rank gets the root's", lambda s: everyone(s[0])),
-        ("reduce", "A[I, J] {U_X} -> A[I, J] {U_X}", "the root gets the sum", lambda s: root_only(everyone(s.sum(0)))),
-        ("scatter", "A[I, J] {U_X} -> A[I_X, J]", "the root's array, split", lambda s: s[0].unflatten(0, (n, -1))),
-        (
-            "gather",
-            "A[I_X, J] -> A[I, J] {U_X}",
-            "the root gets all rows",
-            lambda s: root_only(everyone(s.flatten(0, 1))),
-        ),
-    ]
-    table = [(k, line, text, lambda x, k=k, t=line: getattr(c, k)(t, x, mesh), f) for k, line, text, f in rows]
-    permute = lambda x: c.ppermute("A[I_X, J]", x, mesh, "X", ring)  # noqa: E731
-    return [
-        *table,
-        ("ppermute", "A[I_X, J] -> A[I_X, J]", "each gets its left neighbour's", permute, lambda s: s.roll(1, 0)),
-    ]
+# %% [markdown]
+# ## The primitives
+# `stacked` is the same on one device: of the operands of all n ranks, stacked to [n, I, J], to all results. Its
+# derivative is the wanted cotangent. Look at the fourth column: a cotangent is `{U_X}` where the array was replicated
+# over X, and replicated where that was `{U_X}`; so AllGather and ReduceScatter are each other's transpose.
 
 
-BY_NAME = {"broadcast": "reduce", "reduce": "broadcast", "scatter": "gather", "gather": "scatter"}
-BY_NAME = {name: f"{dual}, same root" for name, dual in BY_NAME.items()} | {"ppermute": "ppermute, turned round"}
+# %%
+def everyone(whole: torch.Tensor) -> torch.Tensor:
+    """The same whole array on every rank."""
+    return whole.expand(n, *whole.shape)
 
 
-def check_primitives(mesh, report, seed):
-    n, rank = mesh.sizes["X"], mesh.rank
-    rng = torch.Generator().manual_seed(seed)
-    operands = torch.randn(n, 2 * n, 3 * n, generator=rng, dtype=torch.float64).to(mesh.device)
-    rows = []
-    for name, line, meaning, call, stacked in primitives(mesh):
-        wanted, transpose = vjp(stacked, operands)
-        result, pull = vjp(call, operands[rank])
-        cotangents = torch.randn(wanted.shape, generator=rng, dtype=torch.float64).to(mesh.device)
-        (back,), (wanted_back,) = pull(cotangents[rank]), transpose(cotangents)
-        differences = torch.stack([(result - wanted[rank]).abs().max(), (back - wanted_back[rank]).abs().max()])
-        worst = c.gather("Worst[R_X, W] -> Worst[R, W] {U_X}", differences[None], mesh).amax(
-            0
-        )  # of all ranks, on rank 0
-        verdict = report.judge(name, bool((worst <= EXACT * wanted.abs().max() * n).all()))
-        cotangent = BY_NAME.get(name) or dual_line(line, ("X",))
-        rows.append((name, line, meaning, cotangent, verdict))
-    report.table(rows, ["collective", "type", "what it does", "cotangent", "verdict"])
-    report.say("A cotangent is {U_X} where the array was replicated over X, and replicated where that was {U_X}.")
+def root_only(stack: torch.Tensor) -> torch.Tensor:
+    return torch.cat([stack[:1], torch.zeros_like(stack[1:])])
 
 
-# %% Problem 8: time against bytes
+def swap(stack: torch.Tensor) -> torch.Tensor:
+    """Block j of rank i's columns goes to rank j."""
+    return stack.unflatten(2, (n, -1)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def time_collectives(mesh, report, largest):
-    n = mesh.sizes["X"]
-    timed = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-    lines = {name: line for name, line, *_ in primitives(mesh)}
-    rows = []
-    nbytes = 1 << 12
+def own_rows(stack: torch.Tensor) -> torch.Tensor:
+    return torch.stack([rows.unflatten(0, (n, -1))[i] for i, rows in enumerate(stack)])
+
+
+def flat(stack: torch.Tensor) -> torch.Tensor:
+    return stack.flatten(0, 1)
+
+
+def parts(whole: torch.Tensor) -> torch.Tensor:
+    return whole.unflatten(0, (n, -1))
+
+
+PRIMITIVES = {  # name: (type, what it does, the same on the stack)
+    "all_gather": ("A[I_X, J] -> A[I, J]", "all get all rows", lambda s: everyone(flat(s))),
+    "reduce_scatter": ("A[I, J] {U_X} -> A[I_X, J]", "the sum, split", lambda s: parts(s.sum(0))),
+    "all_reduce": ("A[I, J] {U_X} -> A[I, J]", "all get the sum", lambda s: everyone(s.sum(0))),
+    "all_to_all": ("A[I_X, J] -> A[I, J_X]", "X moves from I to J", swap),
+    "shard": ("A[I, J] -> A[I_X, J]", "each keeps its rows", own_rows),
+    "broadcast": ("A[I, J] {U_X} -> A[I, J]", "all get the root's", lambda s: everyone(s[0])),
+    "reduce": ("A[I, J] {U_X} -> A[I, J] {U_X}", "the root gets the sum", lambda s: root_only(everyone(s.sum(0)))),
+    "scatter": ("A[I, J] {U_X} -> A[I_X, J]", "the root's, split", lambda s: parts(s[0])),
+    "gather": ("A[I_X, J] -> A[I, J] {U_X}", "the root gets all rows", lambda s: root_only(everyone(flat(s)))),
+    "ppermute": ("A[I_X, J]", "each its neighbour's", lambda s: s.roll(1, 0)),
+}  # fmt: skip
+NAMED = {"broadcast": "reduce", "reduce": "broadcast", "scatter": "gather", "gather": "scatter", "ppermute": "inverse"}
+
+
+def call(name: str, x: torch.Tensor, mesh) -> torch.Tensor:
+    line = PRIMITIVES[name][0]
+    return c.ppermute(line, x, mesh, "X", RING) if name == "ppermute" else getattr(c, name)(line, x, mesh)
+
+
+rng = torch.Generator().manual_seed(page.args.seed)
+operands = torch.randn(n, 2 * n, 3 * n, generator=rng, dtype=torch.float64)
+wanted = {}  # of one device: the results, their cotangents, and what these pull back to
+for name, (*_, stacked) in PRIMITIVES.items():
+    results, pull = vjp(stacked, operands)
+    cotangents = torch.randn(results.shape, generator=rng, dtype=torch.float64)
+    wanted[name] = results, cotangents, pull(cotangents)[0]
+
+
+def check_primitives(mesh) -> dict[str, list[float]]:
+    """How far each result and each cotangent is from one device's: the worst of all ranks."""
+    found, rank = {}, mesh.rank
+    for name, whole in wanted.items():
+        should, cotangents, should_back = (x.to(mesh.device) for x in whole)
+        result, pull = vjp(lambda own, name=name: call(name, own, mesh), operands[rank].to(mesh.device))
+        pairs = ((result, should[rank]), (pull(cotangents[rank])[0], should_back[rank]))
+        worst = torch.stack([(got - one).abs().max() / one.abs().max().clamp(min=1) for got, one in pairs])
+        found[name] = c.all_gather("Worst[R_X, W] -> Worst[R, W]", worst[None], mesh).amax(0).tolist()
+    return found
+
+
+differences = page.on_ranks(check_primitives)
+page.title(f"The primitives on X={n}, in float64: results and cotangents beside one device's")
+rows = []
+for name, (line, what, _) in PRIMITIVES.items():
+    equal = page.check(f"{name} and its cotangent", max(differences[name]) <= EXACT * n)
+    rows.append((name, line, what, NAMED.get(name) or dual_line(line, ("X",)), equal))
+page.table(rows, ["collective", "type", "what it does", "cotangent", "equal"])
+
+# %% [markdown]
+# ## AllGather and ReduceScatter as matrices
+# Broadcast to p devices is u (x) I_n with u = (1, ..., 1), reduce its transpose; AllGather is broadcast (x) I_p, and
+# ReduceScatter reduce (x) I_p. As (A (x) B)^T = A^T (x) B^T, one is the other's transpose. Here as matrices for n = 1,
+# p = 2, and for n = 2, p = 3 beside the derivatives of what one device computes.
+
+
+# %%
+def matrices(items: int, p: int) -> tuple[torch.Tensor, ...]:
+    """Broadcast, reduce, AllGather, ReduceScatter of p devices, each as a matrix."""
+    u = torch.ones(p, 1, dtype=torch.float64)
+    broadcast = torch.kron(u, torch.eye(items, dtype=torch.float64))
+    reduce = torch.kron(u.T, torch.eye(items, dtype=torch.float64))
+    eye = torch.eye(p, dtype=torch.float64)
+    return broadcast, reduce, torch.kron(broadcast, eye), torch.kron(reduce, eye)
+
+
+def written(matrix: torch.Tensor) -> str:
+    return "; ".join(" ".join(f"{x:g}" for x in row) for row in matrix.tolist())
+
+
+page.title("Kronecker products")
+for name, matrix in zip(("broadcast", "reduce", "AllGather", "ReduceScatter"), matrices(1, 2), strict=True):
+    page.say(f"{name:<14} n = 1, p = 2: [{written(matrix)}]")
+_, _, gather, scatter = matrices(2, 3)
+x = torch.zeros(6, dtype=torch.float64)  # p shards of n, one after the other
+by_derivative = jacrev(lambda shards: shards.expand(3, 6).flatten())(x)
+summed = jacrev(lambda copies: copies.view(3, 6).sum(0))(torch.zeros(18, dtype=torch.float64))
+page.check("AllGather as a matrix, n = 2, p = 3", torch.equal(gather, by_derivative))
+page.check("ReduceScatter as a matrix", torch.equal(scatter, summed))
+transposed = page.check("AllGather^T = ReduceScatter", torch.equal(gather.T, scatter))
+page.say(f"AllGather^T = ReduceScatter, n = 2, p = 3: {transposed}")
+
+# %% [markdown]
+# ## The rings behind them, hop by hop
+# Look at how the AllGather takes n - 1 hops one way and n/2 both ways, how a sum collects its terms on its way to where
+# it belongs, and how an AllToAll has less to pass on with every hop: 3 + 2 + 1 chunks of a quarter shard, half as much.
+
+# %%
+page.title("AllGather both ways on a ring of 8: the shards that a device has")
+page.say(frames.draw(frames.all_gather(8), lambda held: frames.shards(held, 8)))
+page.title("AllGather one way on a ring of 4")
+page.say(frames.draw(frames.all_gather(4, 1), lambda held: frames.shards(held, 4)))
+page.title("ReduceScatter one way on a ring of 4: a device's block, and the terms of its sum")
+page.say(frames.draw(frames.reduce_scatter(4), frames.partial_sum))
+page.title("AllToAll one way: what a device keeps | passes on; b3 goes from b = 1 to 3")
+page.say(frames.draw(frames.all_to_all(4), frames.chunks))
+
+
+def check_rings(mesh) -> dict[str, float]:
+    """The rings written with ppermute beside the collectives, on these ranks."""
+    own = torch.Generator().manual_seed(mesh.rank)
+    shard, term, chunks = (torch.randn(n, n, 4, dtype=torch.float64, generator=own).to(mesh.device) for _ in range(3))
+    gathered = c.all_gather("A[I_X, J, K] -> A[I, J, K]", shard, mesh)
+    scattered = c.reduce_scatter("A[I, J, K] {U_X} -> A[I_X, J, K]", term, mesh)
+    exchanged = c.all_to_all("A[J, I_X, K] -> A[J_X, I, K]", chunks, mesh)[0]  # dim 0: the chunk for each device
+    found = {}
+    for ways, word in ((1, "one way"), (2, "both ways")):
+        found[f"ring AllGather, {word}"] = rings.all_gather(shard, mesh, "X", ways) - gathered
+        found[f"ring ReduceScatter, {word}"] = rings.reduce_scatter(term, mesh, "X", ways) - scattered
+        found[f"ring AllToAll, {word}"] = rings.all_to_all(chunks, mesh, "X", ways).flatten(0, 1) - exchanged
+    return {name: float(apart.abs().max()) for name, apart in found.items()}
+
+
+page.say()
+page.equal([(name, apart, EXACT) for name, apart in page.on_ranks(check_rings).items()])
+
+# %% [markdown]
+# ## Question 10: scalars over one link
+# An N x N matrix over D devices, counted link by link while the rings run on an abstract mesh. One way, an AllToAll
+# costs half of an AllGather; both ways a quarter, as no chunk goes farther than half of the ring.
+
+# %%
+D = 32
+loads = {(name, ways): busiest for name, ways, _, busiest in rings.counts(D, 2 * D)}  # a device holds 2 D scalars
+area = 2 * D * D  # N^2
+share = {key: busiest / area for key, busiest in loads.items()}
+page.title(f"Question 10, D = {D}: scalars over the busiest link, of N^2")
+page.same([
+    ("10.1 AllGather, one way", "N^2 (1 - 1/D)", area * (D - 1) // D, loads["AllGather", 1]),
+    ("10.1 ReduceScatter, one way", "N^2 (1 - 1/D)", area * (D - 1) // D, loads["ReduceScatter", 1]),
+    ("10.2 AllToAll, one way", "N^2/2 (1 - 1/D)", area * (D - 1) // D // 2, loads["AllToAll", 1]),
+], ["question", "the book's", "value", "counted"])  # fmt: skip
+page.answers([
+    Answer("10.3 AllToAll over AllGather, one way", "0.5", share["AllToAll", 1] / share["AllGather", 1], "times"),
+    Answer("10.4 AllGather both ways over one way", "0.5", share["AllGather", 2] / share["AllGather", 1], "times",
+           "D/2 hops for D - 1"),
+    Answer("10.5 AllToAll both ways over one way", "0.25", share["AllToAll", 2] / share["AllToAll", 1], "times",
+           "1/8 over (1 - 1/D)/2"),
+    Answer("10.6 AllGather over AllToAll, both ways", "4", share["AllGather", 2] / share["AllToAll", 2], "times"),
+    Answer("Kronecker example: broadcast(7)", "7, 7", ", ".join(
+        f"{v:g}" for v in matrices(1, 2)[0] @ torch.tensor([7.0], dtype=torch.float64))),
+    Answer("Kronecker example: reduce(8, 9)", "17", float(matrices(1, 2)[1] @ torch.tensor([8.0, 9.0]).double())),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Question 8: how long they take here
+# Medians on these ranks against V, the whole array. In the book's model the time is a latency for small V and beyond
+# that grows with V: alike for AllGather and ReduceScatter, twice that for AllReduce. Ranks that share a machine's cores
+# show the shape of it, not the speed of a network.
+
+
+# %%
+def time_collectives(mesh, largest: int) -> list[tuple]:
+    """(V in bytes, seconds of each of the four)."""
+    found, nbytes = [], 1 << 12
     while nbytes <= largest:
         J = 4 * n
-        I = max(n, nbytes // (4 * J) // n * n)
-        row = [f"{4 * I * J:,}"]
-        for name in timed:
-            local = I if "A[I, J] {" in lines[name] else I // n
+        I, row = max(n, nbytes // (4 * J) // n * n), []
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            local = I if "A[I, J] {" in PRIMITIVES[name][0] else I // n
             x, seconds = torch.zeros(local, J, device=mesh.device), []
             for _ in range(7):
                 c.all_reduce("Ready[] {U_X} -> Ready[]", torch.zeros((), device=mesh.device), mesh)
                 start = time.perf_counter()
-                getattr(c, name)(lines[name], x, mesh)
+                call(name, x, mesh)
                 if mesh.device.type == "cuda":
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - start)
-            best = median(seconds[2:])
-            row += [f"{best * 1e6:,.0f}", f"{4 * I * J / best / 1e9:.2f}"]
-        rows.append(row)
+            row.append(median(seconds[2:]))
+        found.append((4 * I * J, *row))
         nbytes *= 8
-    report.table(rows, ["V bytes"] + [h for name in timed for h in (f"{name} us", "GB/s")], stralign="right")
-    report.say(
-        "V is the whole array (the book's measure), GB/s is V over the time. In the book's model time is a latency"
-    )
-    report.say(
-        "for small V, and beyond that grows with V: alike for AllGather and ReduceScatter, twice that for AllReduce."
-    )
+    return found
 
 
-def main(mesh, args):
-    report = Report(mesh)
-    report.title(f"The primitives on {mesh}")
-    check_primitives(mesh, report, args.seed)
-    report.title("The rings behind them")
-    rings.section(report, mesh)
-    report.title("Problem 8: how long they take here")
-    time_collectives(Mesh(mesh.sizes, mesh.device), report, args.largest)  # not checked: that would be timed too
-    return report.done()
+timed = page.on_ranks(time_collectives, 1 << 18 if page.small else page.args.largest, checked=False)
+names = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll")
+page.chart("question-8", {name: [(row[0], row[i]) for row in timed] for i, name in enumerate(names, 1)},
+           "bytes V", "seconds", f"Question 8: {n} ranks of this machine", height=12)  # fmt: skip
+page.table([(row[0], *(f"{1e6 * t:,.0f}" for t in row[1:]), f"{row[0] / row[1] / 1e9:.2f}") for row in timed],
+           ["V bytes", *(f"{name} us" for name in names), "AllGather GB/s"])  # fmt: skip
+page.end()
 
-
-if __name__ == "__main__":
-    run(main, options(__doc__, mesh="X=4", largest=(1 << 24, "bytes of the largest array that is timed")))
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `"the sum, split", lambda s: parts(s.sum(0))` by `"the mean", lambda s: parts(s.mean(0))`. What does
+#    the ReduceScatter compute, and what does the table say of it?
+# 2. Question: what share of N^2 goes over the busiest link of an AllToAll both ways on an odd ring of 5? Evaluate
+#    `{(a, w): b for a, w, _, b in rings.counts(5, 10)}["AllToAll", 2] / 50`.
+# 3. Flag: run with `--mesh X=2`. How many hops has a ring of two, and which two collectives then cost the same?

@@ -42,13 +42,33 @@ def _short(text: str) -> str:
 def fold(text: str, columns: int | None = None) -> str:
     """Every line that is too long continued on the next one, four columns further in than it began."""
     columns, lines = columns or width(), []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if len(line) <= columns:
             lines.append(line)
             continue
         indent = line[: len(line) - len(line.lstrip())]
-        lines += wrap(line, columns, subsequent_indent=indent + "    ", break_on_hyphens=False)
+        lines += wrap(line, columns, subsequent_indent=indent + "    ", break_on_hyphens=False, break_long_words=False)
     return "\n".join(lines)
+
+
+def beside(pictures: Iterable[str], gap: int = 4, columns: int | None = None) -> str:
+    """Drawings of several lines side by side, on as many rows as they need."""
+    columns, rows, used = columns or width(), [], 0
+    for picture in pictures:
+        wide = max(map(len, picture.splitlines()))
+        if not rows or used + gap + wide > columns:
+            rows.append([])
+            used = -gap
+        rows[-1].append(picture)
+        used += gap + wide
+    return "\n\n".join(_side_by_side(row, gap) for row in rows)
+
+
+def _side_by_side(pictures: list[str], gap: int) -> str:
+    columns = [picture.splitlines() for picture in pictures]
+    widths = [max(map(len, lines)) + gap for lines in columns]
+    rows = zip_longest(*columns, fillvalue="")
+    return "\n".join("".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def table(rows: Iterable[Sequence], headers: Sequence[str], columns: int | None = None) -> str:

@@ -17,6 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 
 from scaling.book import layout
@@ -38,7 +39,7 @@ class Page:
         self.doc, self.began = doc or "", time.perf_counter()
         self.checks: list[tuple[str, bool]] = []
         self.given: list[Answer] = []
-        self.pictures: list[tuple[str, tuple, dict]] = []
+        self.pictures: list[tuple[str, Callable]] = []
         self.first = int(os.environ.get("RANK", 0)) == 0
         self.args = self._parse(mesh, device, seed, plot, options)
         if not in_notebook():
@@ -111,22 +112,20 @@ class Page:
     def chart(self, name: str, series, *labels: str, points=None, marks=(), log: bool | str = True, height=18) -> None:
         """A chart (scaling.show.charts): as text, in a notebook as a picture; `--plot` also writes it, by its name."""
         options = {"points": points, "marks": marks, "log": log}
-        self.pictures.append((name, (series, *labels), options))
-        if in_notebook() and self._display(series, *labels, **options):
-            return
-        width = min(layout.width(), 90) - charts.MARGIN - 1
-        self.say("\n" + charts.chart(series, *labels, width=width, height=height, **options))
+        if not self.picture(name, lambda: charts.figure(series, *labels, **options)):
+            width = min(layout.width(), 90) - charts.MARGIN - 1
+            self.say("\n" + charts.chart(series, *labels, width=width, height=height, **options))
 
-    @staticmethod
-    def _display(*labels, **options) -> bool:
-        """Show a chart as a picture in the notebook; False without matplotlib."""
-        from io import BytesIO
-
+    def picture(self, name: str, make: Callable) -> bool:
+        """Keep a picture, `make()` its matplotlib Figure, for `--plot`; in a notebook show it. Whether it was shown."""
+        self.pictures.append((name, make))
+        if not in_notebook():
+            return False
         from IPython.display import Image, display
 
         try:
-            charts.figure(*labels, **options).savefig(image := BytesIO(), format="png", dpi=100)
-        except RuntimeError:
+            make().savefig(image := BytesIO(), format="png", dpi=100)
+        except RuntimeError:  # no matplotlib
             return False
         display(Image(image.getvalue()))
         return True
@@ -196,8 +195,7 @@ class Page:
     def _save(self) -> list[Path]:
         """The pictures as files: one under the name given, several with their own names added to it."""
         path = Path(self.args.plot)
-        several = len(self.pictures) > 1
-        return [
-            charts.save(path.with_stem(f"{path.stem}-{name}") if several else path, *series, **options)
-            for name, series, options in self.pictures
-        ]
+        paths = [path.with_stem(f"{path.stem}-{name}") if len(self.pictures) > 1 else path for name, _ in self.pictures]
+        for file, (_, make) in zip(paths, self.pictures, strict=True):
+            make().savefig(file, dpi=150)
+        return paths

@@ -141,29 +141,3 @@ def counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
             rows.append((name, ways, log.hops, log.busiest))
     return rows
 
-
-def section(report, mesh, axis: str = "X", seed: int = 0) -> None:
-    """The rings as a chapter shows them: against the collectives on these ranks, and their links' loads on rings of 8.
-
-    `report` is a scaling.book.lesson.Report.
-    """
-    n, rng = mesh.size((axis,)), torch.Generator().manual_seed(seed + mesh.rank)
-    x = torch.randn(n * n, 4, dtype=torch.float64, generator=rng).to(mesh.device)
-    rows = []
-    for ways in (1, 2):
-        way = "one way" if ways == 1 else "both ways"
-        gathered = collectives.all_gather(f"A[I_{axis}, J] -> A[I, J]", x, mesh)
-        rows.append((f"ring AllGather, {way}", all_gather(x, mesh, axis, ways), gathered, 1e-12))
-        scattered = collectives.reduce_scatter(f"A[I, J] {{U_{axis}}} -> A[I_{axis}, J]", x, mesh)
-        rows.append((f"ring ReduceScatter, {way}", reduce_scatter(x, mesh, axis, ways), scattered, 1e-12))
-        chunks = x.view(n, n, 4)  # of a matrix I_X, J: [J / n, I local, ...], dim 0 the chunk for each device
-        exchanged = collectives.all_to_all(f"A[J, I_{axis}, K] -> A[J_{axis}, I, K]", chunks, mesh)
-        rows.append((f"ring AllToAll, {way}", all_to_all(chunks, mesh, axis, ways).flatten(0, 1), exchanged[0], 1e-12))
-    report.equal(rows)
-    lines, D, items = [], 8, 16
-    loads = {(name, ways): (hops, busiest) for name, ways, hops, busiest in counts(D, items)}
-    for (name, ways), (hops, busiest) in loads.items():
-        ratio = busiest / loads["AllGather", ways][1]
-        lines.append((name, "one" if ways == 1 else "both", hops, f"{busiest / (D * items):.4f}", f"{ratio:.3f}"))
-    report.say()
-    report.table(lines, [f"on a ring of {D}", "ways", "hops", "busiest link / V", "of an AllGather's"])

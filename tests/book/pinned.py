@@ -4,6 +4,8 @@
 functions: what a chapter computes by its library must come out the same.
 """
 
+V5E_4x4 = 2 * 2**14 * 2**14 / 4  # bytes that each axis of Part 3's Question 6 moves, n = 2^14
+
 PINNED = {
     "01_roofline": {
         "1e12 FLOPs on a v6e with the 9.2e14 FLOPs/s of Part 2's table": 1e15 / 9.2e14,
@@ -41,4 +43,41 @@ PINNED = {
         "6 it fits the HBM of TPU{0,0}": "no",
     },
     "05_moe": {"DeepSeek-V3's experts over 64 H100: F >": 990e12 / 400e9 * (64 - 8) / 8},
+    "03_sharding": {
+        "Pop quiz 2D sharding: loaded from an H100's HBM in": 1e9 * 4 * 64 * 4096 / 3.4e12,
+        "The snippet's product, out_shardings P('X', 'Y'): local": "[2, 4096]",
+    },
+    "03_products": {},
+    "03_plans": {
+        "5 its time, computing and then sending": 1e6 * (2 * 8192**3 / 64 / 2.75e14 + 2 * 8192**2 / 3 / 9e10),
+        "5 spreading out pays from n = ": 64 * 17,  # above 1034.7 = 2.75e14 / (3 * 9e10) * 64/63
+        "6a time of sending, I = J = K = 2^14": 1e6 * 2 * V5E_4x4 * 3 / 4 / 4.5e10,
+        "6a time of computing": 1e6 * 2 * 2**42 / 16 / 1.97e14,
+        "6a compute-bound from J =": 3 / 4 * 16 * 1.97e14 / 2 / 4.5e10,
+        "6b time of sending, I = J = K = 2^14": 1e6 * V5E_4x4 * 3 / 4 / 4.5e10,
+        "6b time of computing": 1e6 * 2 * 2**42 / 16 / 1.97e14,
+        "6b compute-bound from I =": 3 / 4 * 16 * 1.97e14 / 4 / 4.5e10,
+        "6c time of sending, I = J = K = 2^14": 0,
+        "6c time of computing": 1e6 * 2 * 2**42 / 16 / 1.97e14,
+        "7 FSDP: one weight on a chip, gathered": 2 * 2**13 * 2**15 / 1e6,
+        "7 TP: both weights on a chip": 2 * 2 * 2**13 * 2**15 / 4 / 1e6,
+        "7 FSDP: sending": 1e3 * 2 * 2 * 2**13 * 2**15 * 3 / 4 / 9e10,
+        "7 TP: sending": 1e6 * 2 * 2 * 2**7 * 2**13 * 3 / 4 / 9e10,
+        "7 TP: computing": 1e6 * 4 * 2**7 * 2**13 * 2**15 / 4 / 1.97e14,
+        "7 TP: reading its weights from HBM": 1e6 * 2 * 2 * 2**13 * 2**15 / 4 / 8.2e11,
+        "7 TP: bound by": "HBM",
+    },
+    "03_collectives": {},
+    "03_timings": {
+        "Pop quiz 2: AllGather_Y([E_Y, F]), were it a ring": 1e6 * 2 * 2048 * 8192 / 9e10,
+        "2.2 one axis after the other": 1e6 * (2 * 1024 * 4096 / 4 + 2 * 1024 * 4096) / 9e10,
+        "2 fun fact: 2.1 over X and the idle Z": 1e6 * 2 * 1024 * 4096 / 4 / 2 / 9e10,
+        "AllToAll over 16x16 over that over 16, if large": 1 / 16,
+        "An AllGather one way over V / W_ici": 15 / 16 * 2,
+    },
+    "03_overlap": {
+        "Hidden of the sending, F = 32768": 100,
+        "Time over that of AllGather, then multiply, F = 32768": 4 * 32768 / (4 * 32768 + 3 * 4 * 5100),
+        "F from which everything is hidden, one way": 4 * 4.59e14 / 9e10,
+    },
 }  # fmt: skip

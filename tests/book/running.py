@@ -11,8 +11,17 @@ from pathlib import Path
 
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
-    "01_roofline", "02_tpus", "02_networking", "05_moe",
-)  # fmt: skip
+    "01_roofline",
+    "02_tpus",
+    "02_networking",
+    "03_sharding",
+    "03_products",
+    "03_plans",
+    "03_collectives",
+    "03_timings",
+    "03_overlap",
+    "05_moe",
+)
 
 
 NOTEBOOK = "01_roofline"  # the one that the tests run as a notebook

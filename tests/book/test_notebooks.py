@@ -40,7 +40,7 @@ def test_cells(name):
 def test_runs_as_a_kernel_does(monkeypatch, capsys):
     """With arguments that are a kernel's, without `__file__`, cell by cell."""
     monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
-    monkeypatch.setattr("scaling.book.page.Page._display", lambda *_, **__: False)
+    monkeypatch.setattr("scaling.book.page.Page.picture", lambda *_: False)
     monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
     monkeypatch.setenv("CHAPTER", "--small")
     names = {"__name__": "__main__", "__doc__": "Automatically created module for IPython interactive environment"}

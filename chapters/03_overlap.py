@@ -1,0 +1,180 @@
+# %% [markdown]
+"""Part 3, "How to overlap matmul communication with compute": a collective matmul, chunk by chunk.
+https://jax-ml.github.io/scaling-book/sharding
+
+A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y] needs all of A on every device. Instead of an AllGather first, the shards of A go
+round the ring while those that are there are multiplied. The same numbers, gradients included, and the sending hidden.
+"""
+
+# %%
+import torch
+from torch.func import vjp
+
+from scaling import collectives as c
+from scaling.book.answers import Answer
+from scaling.book.layout import width
+from scaling.book.page import Page
+from scaling.book.streaming import Stream, Work
+from scaling.hardware import chip
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="Y=4", device=True, seed=True, plot=True)
+EXACT, Y = 1e-12, page.args.mesh["Y"]
+B, D, F = 4, 8 * Y, 4 * Y
+rng = torch.Generator().manual_seed(page.args.seed)
+A, W, dOut = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((B, D), (D, F), (B, F)))
+Out, pull = vjp(torch.matmul, A, W)  # one device's
+wanted = {"Out": Out, **dict(zip(("dA", "dW"), pull(dOut), strict=True))}
+
+# %% [markdown]
+# ## The algorithm
+# Device y begins with its own shard of A, columns block y, and multiplies it with rows block y of W. Meanwhile it
+# passes the shard on to its left neighbour, and gets the next block from its right one. After Y products every block
+# has been everywhere. Nothing waits for the whole of A, and of A two shards are held at a time.
+
+
+# %%
+def collective_matmul(a: torch.Tensor, w: torch.Tensor, mesh) -> torch.Tensor:
+    """A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y] on a ring over Y."""
+    n, y = mesh.sizes["Y"], mesh.coord["Y"]
+    to_the_left = [(j, (j - 1) % n) for j in range(n)]
+    blocks, out = w.chunk(n), 0
+    for i in range(n):
+        if i < n - 1:
+            following = c.ppermute("A[B, D_Y]", a, mesh, "Y", to_the_left, async_op=True)  # 1. the shard sets out
+        out = out + a @ blocks[(y + i) % n]  # 2. meanwhile it is multiplied
+        if i < n - 1:
+            a = following.wait()  # 3. and the next one is there
+    return out
+
+
+def gathered_first(a: torch.Tensor, w: torch.Tensor, mesh) -> torch.Tensor:
+    """The same in two lines, one after the other."""
+    a = c.all_gather("A[B, D_Y] -> A[B, D]", a, mesh)
+    return c.einsum("A[B, D] * W[D, F_Y] -> Out[B, F_Y]", a, w)
+
+
+# %% [markdown]
+# ## Chunk by chunk
+# Which block of A (and of the rows of W) each device multiplies at each step: every device starts with another one, so
+# that no link is used twice at once.
+
+# %%
+steps = [[chr(ord("A") + (y + i) % Y) for i in range(Y)] for y in range(Y)]
+page.title(f"The block that each of {Y} devices multiplies, step by step")
+page.table([(f"device {y}", *row) for y, row in enumerate(steps)], ["", *(f"step {i}" for i in range(Y))])
+page.check("every device multiplies every block once", all(len(set(row)) == Y for row in steps))
+page.check("no two devices the same at once", all(len(set(column)) == Y for column in zip(*steps, strict=True)))
+
+# %% [markdown]
+# ## Equal to dense, with gradients
+# In float64 beside one device. The gradients come from `torch.func.vjp` of the loop: the cotangent of a hop to the left
+# is a hop to the right. Look at the bytes: Y - 1 hops of a shard are what an AllGather sends.
+
+
+# %%
+def compare(mesh) -> tuple[dict[str, float], int, int]:
+    """Differences from one device (the worst of all ranks), and the bytes that this rank sent in both ways."""
+    types = {"Out": "Out[B, F_Y]", "dA": "A[B, D_Y]", "dW": "W[D, F_Y]"}
+    a, w, cotangent = (c.shard(t, x.to(mesh.device), mesh)
+                       for t, x in (("A[B, D_Y]", A), ("W[D, F_Y]", W), ("Out[B, F_Y]", dOut)))  # fmt: skip
+    found, sent = {}, []
+    for name, algorithm in (("collective matmul", collective_matmul), ("AllGather first", gathered_first)):
+        with trace() as log:
+            out, pull = vjp(lambda a, w, algorithm=algorithm: algorithm(a, w, mesh), a, w)
+        sent.append(log.wire_bytes)
+        got = {"Out": out, **dict(zip(("dA", "dW"), pull(cotangent), strict=True))}
+        for key, x in got.items():
+            whole = c.unshard(types[key], x, mesh).cpu()
+            found[f"{name}: {key}"] = float((whole - wanted[key]).abs().max() / wanted[key].abs().max())
+    return found, *sent
+
+
+differences, by_hops, by_gather = page.on_ranks(compare)
+page.title(f"A[{B}, {D}] W[{D}, {F}] over {Y} devices")
+page.equal([(name, apart, EXACT) for name, apart in differences.items()])
+page.say()
+page.same([
+    ("in hops", "(Y - 1) V/Y", (Y - 1) * A.nbytes // Y, by_hops),
+    ("by an AllGather", "V (Y - 1)/Y", (Y - 1) * A.nbytes // Y, by_gather),
+], ["bytes sent by a device", "formula", "value", "counted"])  # fmt: skip
+
+# %% [markdown]
+# ## The overlap, drawn
+# On four v5p in a ring that sends one way: the units' time, M a product, H a hop. One after the other the MXU waits for
+# all hops; chunk by chunk only what is longer counts. Look at both widths: with F = 32768 a product takes longer than a
+# hop, and sending is hidden; with F = 8192 the MXU waits for each hop.
+
+# %%
+V5P, TOKENS, WIDTH, N = chip("v5p"), 4096, 8192, 4
+
+
+def times(F: int) -> tuple[float, float]:
+    """Seconds of a product with one of N blocks, and of a hop of one shard of A, in bf16."""
+    return 2 * TOKENS * WIDTH * F / N / N / V5P.flops(), 2 * TOKENS * WIDTH / N / V5P.need("link_bw")
+
+
+def serial(F: int) -> Stream:
+    product, hop = times(F)
+    hops = [Work("ICI", "hop", i, (i - 1) * hop, i * hop) for i in range(1, N)]
+    return Stream((*hops, *(Work("MXU", "matmul", i, (N - 1) * hop + i * product, (N - 1) * hop + (i + 1) * product)
+                            for i in range(N))))  # fmt: skip
+
+
+def overlapped(F: int) -> Stream:
+    product, hop = times(F)
+    works, end = [Work("ICI", "hop", i, (i - 1) * hop, i * hop) for i in range(1, N)], 0.0
+    for i in range(N):
+        start = max(end, i * hop)  # block i is here, and the product before is done
+        end = start + product
+        works.append(Work("MXU", "matmul", i, start, end))
+    return Stream(tuple(works))
+
+
+def drawn(run: Stream, seconds: float) -> str:
+    columns, lines = width() - 7, []
+    for unit in ("ICI", "MXU"):
+        row = ["."] * columns
+        for work in (work for work in run.works if work.unit == unit):
+            begin, end = round(work.start / seconds * columns), round(work.end / seconds * columns)
+            row[begin:end] = f"{work.kind[0].upper()}{work.chunk}"[: end - begin].ljust(end - begin, "-")
+        lines.append(f"{unit} |{''.join(row)}|")
+    return "\n".join(lines)
+
+
+rows = []
+for F in (8192, 32768):
+    page.title(f"bf16 A[{TOKENS}, {WIDTH}_Y] W[{WIDTH}, {F}_Y] on a ring of {N} v5p, one way")
+    for name, run in (("AllGather, then multiply", serial(F)), ("collective matmul", overlapped(F))):
+        page.say(f"{name}: {1e6 * run.seconds:,.0f} us\n{drawn(run, serial(F).seconds)}")
+        rows.append((F, name, *(f"{1e6 * t:,.0f}" for t in (run.busy("ICI"), run.busy("MXU"), run.seconds))))
+page.say()
+page.table(rows, ["F", "algorithm", "sending us", "computing us", "in all us"])
+turn = N * V5P.flops() / V5P.need("link_bw")  # where a product takes as long as a hop
+Fs = sorted({turn, *(1024 * 2 ** (i / 2) for i in range(15))})
+page.chart(
+    "overlap", {
+        "AllGather, then multiply": [(F, serial(F).seconds) for F in Fs],
+        "collective matmul": [(F, overlapped(F).seconds) for F in Fs],
+        "multiply alone": [(F, N * times(F)[0]) for F in Fs],
+    }, "F", "seconds", f"A[{TOKENS}, {WIDTH}_Y] W[{WIDTH}, F_Y] on {N} v5p, one way round",
+    marks=[("x", turn, f"F = Y C/W = {turn:,.0f}")], height=14,
+)  # fmt: skip
+product, hop = times(32768)
+hidden = 1 - (overlapped(32768).seconds - N * product) / ((N - 1) * hop)
+page.answers([
+    Answer("Hidden of the sending, F = 32768", "", 100 * hidden, "%", "each hop is shorter than a product"),
+    Answer("Time over that of AllGather, then multiply, F = 32768", "",
+           overlapped(32768).seconds / serial(32768).seconds, "times", "4 products over 4 products and 3 hops"),
+    Answer("F from which everything is hidden, one way", "", turn, "",
+           "2BDF/(Y^2 C) = 2BD/(Y W): F/Y = C/W of one link, whatever B and D"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `[(j, (j - 1) % n) for j in range(n)]` by `[(j, (j + 1) % n) for j in range(n)]`. The blocks now come
+#    from the left. Which index of W has to change with it, and what does the comparison say until it does?
+# 2. Question: how much of the sending is hidden with F = 8192? Evaluate
+#    `1 - (overlapped(8192).seconds - N * times(8192)[0]) / ((N - 1) * times(8192)[1])`.
+# 3. Flag: run with `--mesh Y=2`. How many hops are left, and is there anything to overlap?
