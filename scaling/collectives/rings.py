@@ -140,4 +140,3 @@ def counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
             run(torch.empty(shape, device="meta", dtype=torch.int8), mesh, "X", ways, log)
             rows.append((name, ways, log.hops, log.busiest))
     return rows
-
