@@ -1,1 +1,67 @@
-"""The systems of "How to Scale Your Model", as pure functions in PyTorch."""
+"""The systems of the book "How to Scale Your Model" as pure functions in PyTorch.
+
+    from scaling import Mesh, all_gather, derive, einsum, parse, run
+
+Whatever stands here is loaded when it is first used, so that `import scaling` takes no time and loads no torch. The
+rooms of the package are to be had as they are, too: `scaling.optim`, `scaling.strategies`, `scaling.trace` ...
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scaling import algebra, cost, data, models, optim, schedules, strategies, trace, train, tree
+    from scaling.algebra import derive, matmul
+    from scaling.collectives import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        broadcast,
+        einsum,
+        gather,
+        ppermute,
+        reduce,
+        reduce_scatter,
+        reshard,
+        scatter,
+        shard,
+        unshard,
+        wait,
+    )
+    from scaling.hardware import chip
+    from scaling.launch import run
+    from scaling.mesh import AbstractMesh, Mesh
+    from scaling.spec import ShardingError, Spec, parse, parse_line
+
+__version__ = "0.1.0"
+__all__ = [
+    "AbstractMesh", "Mesh", "ShardingError", "Spec", "__version__", "algebra", "all_gather", "all_reduce", "all_to_all",
+    "broadcast", "chip", "cost", "data", "derive", "einsum", "gather", "matmul", "models", "optim", "parse",
+    "parse_line", "ppermute", "reduce", "reduce_scatter", "reshard", "run", "scatter", "schedules", "shard",
+    "strategies", "trace", "train", "tree", "unshard", "wait",
+]  # fmt: skip
+
+_HOMES = {  # module -> what of it stands here
+    "scaling.algebra": ("derive", "matmul"),
+    "scaling.collectives": (
+        "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather", "ppermute", "reduce",
+        "reduce_scatter", "reshard", "scatter", "shard", "unshard", "wait",
+    ),
+    "scaling.hardware": ("chip",),
+    "scaling.launch": ("run",),
+    "scaling.mesh": ("AbstractMesh", "Mesh"),
+    "scaling.spec": ("ShardingError", "Spec", "parse", "parse_line"),
+}  # fmt: skip
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    if name in __all__:
+        return importlib.import_module(f"scaling.{name}")
+    raise AttributeError(f"module 'scaling' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

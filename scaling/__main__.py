@@ -1,0 +1,35 @@
+"""The command `scaling`: one word for each tool, `scaling show "A[I_X, J_Y]"`. `python -m scaling` is the same."""
+
+import importlib
+import sys
+
+from scaling import __version__
+from scaling.console import command
+
+TOOLS = {  # word -> (module, what it does)
+    "show": ("scaling.show", "which device holds which block; pipeline schedules"),
+    "check": ("scaling.check", "the types of every line of Python files, without running them"),
+    "plan": ("scaling.plan.__main__", "the mesh to train a model on, and why; `plan guide` for a few GPUs"),
+    "measure": ("scaling.measure", "this machine's rates, as a chip file for the cost model"),
+}
+USAGE = "usage: scaling [--version] [--help] TOOL ...\n\n" + "\n".join(
+    f"  {tool:9} {what}" for tool, (_, what) in TOOLS.items()
+)
+USAGE += "\n\nscaling TOOL --help says more of each."
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one of the tools on the rest of the arguments; returns its exit code."""
+    tool, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if tool in TOOLS:
+        run = importlib.import_module(TOOLS[tool][0]).main
+        return command(lambda: run(rest))
+    if tool in ("--version", "--help", "-h"):
+        print(f"scaling {__version__}" if tool == "--version" else USAGE)
+        return 0
+    print(f"scaling: there is no tool {tool!r}\n{USAGE}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
