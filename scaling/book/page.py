@@ -24,6 +24,8 @@ from scaling.book import layout
 from scaling.book.answers import Answer, counts, table
 from scaling.console import SEEDS, integer
 from scaling.show import charts
+from scaling.sizes import parse_mesh
+from scaling.spec import ShardingError
 
 
 def in_notebook() -> bool:
@@ -79,9 +81,6 @@ class Page:
     @staticmethod
     def _mesh(parser, usual: str, given: "str | None") -> dict[str, int]:
         """The mesh asked for, or the usual one fitted to torchrun's ranks; axes that are not named have size 1."""
-        from scaling.sizes import parse_mesh
-        from scaling.spec import ShardingError
-
         try:
             sizes = parse_mesh(usual)
             if given:

@@ -26,9 +26,6 @@ from scaling.collectives.lines import Step, check_result, constants, numbers, re
 from scaling.collectives.op import Op
 from scaling.spec import Spec, parse, parse_line
 
-__all__ = ["Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "ppermute", "reduce"]
-__all__ += ["reduce_scatter", "scatter", "shard", "unshard", "wait"]
-
 
 class Pending:
     """A collective under way. `wait()` returns its result; until then its operand must not be changed."""

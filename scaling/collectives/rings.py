@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from scaling import collectives
+from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError
 
 
@@ -127,8 +128,6 @@ def counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
 
     `items`: what a device holds, a multiple of 2n, so that every chunk can be halved.
     """
-    from scaling.mesh import AbstractMesh
-
     mesh, rows = AbstractMesh({"X": n}), []
     for ways in (1, 2):
         for name, run, shape in (

@@ -11,6 +11,7 @@ from scaling.configs import Config
 from scaling.models.attention import sdpa
 from scaling.models.rope import restarted, tables
 from scaling.spec import ShardingError
+from scaling.strategies import context as ring
 from scaling.strategies.axes import all_gather, all_reduce
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms, embed, head
@@ -116,9 +117,7 @@ class Placed:
     def placed(self, x: Tensor) -> Tensor:
         """x[B, T_C], in plain order, in the order that the form of attention wants."""
         if self.split and self.form == "zigzag":
-            from scaling.strategies.context import to_zigzag
-
-            return to_zigzag(x, 1, self.mesh, "C")
+            return ring.to_zigzag(x, 1, self.mesh, "C")
         return x
 
     def contexts(self, microbatches: int) -> list[Context]:
@@ -142,16 +141,12 @@ class Placed:
     def positions(self) -> Tensor:
         if not self.split:
             return torch.arange(self.t, device=self.mesh.device)
-        from scaling.strategies.context import positions
-
-        return positions(self.form, self.t, self.mesh, "C")
+        return ring.positions(self.form, self.t, self.mesh, "C")
 
     def attend(self, segments: Tensor | None):
         if not self.split:
             return lambda Q, K, V, window: sdpa(Q, K, V, window=window, segments=segments)
-        from scaling.strategies.context import attention
-
-        return lambda Q, K, V, window: attention(
+        return lambda Q, K, V, window: ring.attention(
             Q, K, V, self.mesh, axis="C", form=self.form, window=window, segments=segments
         )
 

@@ -1,0 +1,176 @@
+"""The rooms of the package and the order in which they build on each other, read from their imports.
+
+A new room finds its place in ROOMS: as far left as what it imports allows.
+"""
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import scaling
+
+ROOT = Path(scaling.__file__).parent
+ROOMS = [  # each imports only from those before it
+    {"spec"},
+    {"sizes"},
+    {"algebra", "schedules", "hardware", "console"},
+    {"configs"},
+    {"cost", "check"},
+    {"mesh"},
+    {"trace"},
+    {"collectives"},
+    {"launch", "tree", "interop", "shard_map", "explicit"},
+    {"optim", "data"},
+    {"models"},
+    {"strategies", "auto", "profile"},
+    {"train", "serve", "generate"},
+    {"plan", "show"},
+    {"measure"},
+    {"book"},
+    {"__main__"},
+]
+NO_TORCH = {"spec", "sizes", "algebra", "schedules", "hardware", "console", "configs", "cost", "check", "show"}
+TORCH_BY_NAME = {"scaling.hardware.systolic"}  # an array's values; not loaded with its room
+OPTIONAL = {"matplotlib", "safetensors", "jupytext", "nbclient", "nbformat", "IPython"}  # extras of pyproject.toml
+INSIDE = {  # (module, what it imports inside a function): why
+    ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",
+    ("scaling.show.shardings", "scaling.show.schedules"): "a sharding is drawn without the simulator",
+    ("scaling.book.page", "scaling.launch"): "chapters without ranks need no torch",
+    ("scaling.book.page", "scaling.mesh"): "chapters without ranks need no torch",
+    ("scaling.book.page", "torch.distributed"): "chapters without ranks need no torch",
+    ("scaling.collectives.buffers", "numpy"): "rarely needed",
+}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The modules that a statement imports: `from scaling.spec import parse` imports scaling.spec."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    assert not node.level, "relative imports hide where the arrows go"
+    whole = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name if name in modules() else str(node.module) for name in whole]
+
+
+def at_top(tree: ast.Module) -> set[str]:
+    """What is imported with the module itself: not under TYPE_CHECKING."""
+    return {name for node in tree.body for name in imported(node)}
+
+
+def inside(tree: ast.Module) -> set[str]:
+    functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    return {name for function in functions for node in ast.walk(function) for name in imported(node)}
+
+
+def arrows():
+    """(module, the module of this package that it imports at its top)."""
+    return [
+        (module, other)
+        for module, tree in modules().items()
+        for other in at_top(tree) | (inside(tree) if module != "scaling" else set())
+        if other.split(".")[0] == "scaling"
+    ]
+
+
+def test_every_room_has_its_place():
+    listed = [name for rooms in ROOMS for name in rooms]
+    assert len(set(listed)) == len(listed)
+    assert {room(module) for module in modules()} - {"scaling"} <= set(listed)
+
+
+def test_arrows_point_one_way():
+    place = {name: number for number, rooms in enumerate(ROOMS) for name in rooms} | {"scaling": -1}
+    wrong = [f"{a} imports {b}" for a, b in arrows() if room(a) != room(b) and place[room(a)] <= place[room(b)]]
+    assert not wrong
+
+
+def test_no_module_waits_for_itself():
+    """No circle of imports, at the top of modules, from file to file."""
+    graph = {module: {b for b in at_top(tree) if b in modules()} for module, tree in modules().items()}
+    while ready := {module for module, needs in graph.items() if not needs & graph.keys()}:
+        graph = {module: needs for module, needs in graph.items() if module not in ready}
+    assert not graph, f"in a circle: {sorted(graph)}"
+
+
+def test_imports_stand_at_the_top():
+    """But for optional packages, and for those listed with their reason."""
+    found = {(module, name) for module, tree in modules().items() for name in inside(tree)}
+    found = {(module, name) for module, name in found if name.split(".")[0] not in OPTIONAL}
+    assert found <= INSIDE.keys(), sorted(found - INSIDE.keys())
+    assert found >= INSIDE.keys(), f"no longer there: {sorted(INSIDE.keys() - found)}"
+
+
+def test_optional_packages_are_imported_inside_functions_only():
+    assert not [(m, name) for m, tree in modules().items() for name in at_top(tree) if name.split(".")[0] in OPTIONAL]
+
+
+def test_rooms_of_arithmetic_import_no_torch():
+    graph = {module: at_top(tree) for module, tree in modules().items()}
+    for module in graph:
+        if room(module) in NO_TORCH and module not in TORCH_BY_NAME:
+            reached, todo = set(), [module]
+            while todo:
+                name = todo.pop()
+                if name not in reached:
+                    reached.add(name)
+                    todo += graph.get(name, ())
+            assert not {name for name in reached if name.split(".")[0] == "torch"}, module
+
+
+def test_and_so_none_is_loaded():
+    rooms = ", ".join(f"scaling.{name}" for name in sorted(NO_TORCH))
+    code = f"import sys, scaling, {rooms}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_one_list_of_public_names_a_package():
+    """`__all__` stands in a package's __init__, and in files that pass on what others define."""
+    with_list = {
+        module
+        for module, tree in modules().items()
+        for node in tree.body
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__all__" for target in node.targets)
+    }
+    packages = {name_of(path) for path in ROOT.rglob("__init__.py")}
+    assert with_list - packages == {"scaling.models.mlp", "scaling.strategies.pipeline"}
+
+
+def test_the_public_surface():
+    """Every name is there and is what type checkers are told; what is loaded for a name is its own room alone."""
+    tree = modules()["scaling"]
+    told = {
+        alias.asname or alias.name: node.module if node.module != "scaling" else f"scaling.{alias.name}"
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {*told, "__version__"} == set(scaling.__all__)
+    for name, home in told.items():
+        thing = getattr(scaling, name)
+        assert thing is sys.modules[home] or thing is getattr(sys.modules[home], name)
+    assert {*scaling.__all__} <= {*dir(scaling)}
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = scaling.nothing
+    for name in [name for name in told if told[name] != f"scaling.{name}"]:
+        assert getattr(scaling, name).__doc__, name
