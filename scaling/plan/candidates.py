@@ -19,6 +19,7 @@ from scaling.plan.job import Job
 from scaling.plan.layout import AXES, POLICIES, SCHEDULES, Layout, row
 from scaling.plan.ledger import compute, ledger
 from scaling.plan.network import Network, Unplaced, measured, torus, torus_meshes, tree
+from scaling.plan.placement import slice_shape
 
 STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # of layers that a rank of an interleaved pipeline holds
@@ -137,8 +138,6 @@ def _sizes(chip: Chip, chips: int, fixed: Fixed, most: dict[str, int], refused: 
 
 def pod_counts(chip: Chip, chips: int) -> list[int]:
     """As few pods as hold so many chips in equal slices; ValueError if no number does."""
-    from scaling.plan.placement import slice_shape
-
     least = max(1, -(-chips // chip.pod_chips)) if chip.pod else 1
     for pods in range(least, min(chips, 64 * least) + 1):
         if chips % pods == 0:
