@@ -34,11 +34,12 @@ ROOMS = [  # each imports only from those before it
     {"__main__"},
 ]
 NO_TORCH = {"spec", "sizes", "algebra", "schedules", "hardware", "console", "configs", "cost", "check", "show", "plan"}
-TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.plan.layer", "scaling.plan.predict"}  # not loaded with the room
+TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.plan.layer", "scaling.plan.predict", "scaling.show.params"}
 OPTIONAL = {"matplotlib", "safetensors", "jupytext", "nbclient", "nbformat", "IPython"}  # extras of pyproject.toml
 INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",
     ("scaling.show.shardings", "scaling.show.schedules"): "a sharding is drawn without the simulator",
+    ("scaling.show.shardings", "scaling.show.params"): "a sharding is drawn without torch",
     ("scaling.book.page", "scaling.launch"): "chapters without ranks need no torch",
     ("scaling.book.page", "scaling.mesh"): "chapters without ranks need no torch",
     ("scaling.book.page", "torch.distributed"): "chapters without ranks need no torch",
