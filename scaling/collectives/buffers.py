@@ -1,22 +1,19 @@
 """Buffers that a caller gives away, `out=` and `donate=True`: what they are, so that nothing else is written over."""
 
-from math import prod
-
 from torch import Tensor
 
-from scaling.collectives.torch_private import in_transform
 from scaling.spec import ShardingError
 
 
-def check_out(line, out: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """ShardingError unless `out` can hold a result of this shape, with the dtype and device of `like`."""
+def check_out(line, out: Tensor, shape: tuple[int, ...], dtype, device) -> None:
+    """ShardingError unless `out` can hold a result of this shape, dtype and device."""
     if not isinstance(out, Tensor):
         refuse(line, f"out is a {type(out).__name__}", "out is a tensor that is given away for the result")
     if out.shape != shape:
         rule = "out has the shape of the result: what is written beyond it would be another tensor's"
         refuse(line, f"the result has shape {tuple(shape)}, out {tuple(out.shape)}", rule)
-    if out.dtype != like.dtype or out.device != like.device:
-        what = f"the result is {like.dtype} on {like.device}, out {out.dtype} on {out.device}"
+    if out.dtype != dtype or out.device != device:
+        what = f"the result is {dtype} on {device}, out {out.dtype} on {out.device}"
         refuse(line, what, "out has the dtype and the device of the result: nothing is converted", "leave out= away")
     check_writable(line, out, "out")
 
@@ -48,12 +45,20 @@ def overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether a and b have an element in one place of memory. Tensors that are not in memory have none."""
-    if a.is_meta or b.is_meta or a.device != b.device or in_transform() is not None:
-        return False
-    (a_start, a_end), (b_start, b_end) = span(a), span(b)
-    if a_end <= b_start or b_end <= a_start:
+def overlap(out: Tensor, *operands: Tensor | None) -> bool:
+    """Whether `out` shares memory with an operand: an element, where both lie in memory at all."""
+    try:
+        start, end = out.data_ptr(), out.data_ptr() + extent(out)
+        for x in operands:
+            if x is not None and x.data_ptr() < end and x.data_ptr() + extent(x) > start and _meet(out, x):
+                return True
+    except RuntimeError:  # a tracer's
+        pass
+    return False
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    if a.is_meta or b.is_meta or a.device != b.device or not (a.numel() and b.numel()):
         return False
     if a.is_contiguous() and b.is_contiguous():
         return True
@@ -62,16 +67,12 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return numpy.shares_memory(_as_numpy(a), _as_numpy(b))
 
 
-def span(x: Tensor) -> tuple[int, int]:
-    """The bytes of memory from x's first element to the end of its last: (start, end), empty for no elements."""
-    start, last = x.data_ptr(), 0
-    if not x.numel():
-        return start, start
+def extent(x: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
     if x.is_contiguous():
-        last = prod(x.shape) - 1
-    else:
-        last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
-    return start, start + (last + 1) * x.element_size()
+        return x.nbytes
+    last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+    return (last + 1) * x.element_size()
 
 
 def _as_numpy(x: Tensor):

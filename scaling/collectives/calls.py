@@ -12,7 +12,7 @@ that of the sum over the size; of a maximum or minimum it is shared equally amon
 torch.amax shares it, and takes one more AllReduce.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from scaling import trace
 from scaling.collectives.buffers import refuse
 from scaling.collectives.checked import agree_on
 from scaling.collectives.kinds import event, start
-from scaling.collectives.linear import apply, differentiated
-from scaling.collectives.lines import Step, check_result, constants, numbers, refuse_buffer, refuse_shape, resolve
+from scaling.collectives.linear import apply, observed
+from scaling.collectives.lines import Step, check_result, constants, numbers, on, refuse_buffer, refuse_shape, resolve
 from scaling.collectives.op import Op
-from scaling.spec import Spec, parse, parse_line
+from scaling.spec import ShardingError, Spec, parse, parse_line
 
 
 class Pending:
@@ -47,7 +47,11 @@ class Pending:
 
 def wait(x):
     """The tensor, or the result of what is still under way: a `Pending` collective, a `Deferred` product."""
-    return x if x is None or isinstance(x, Tensor) else x.wait()
+    if x is None or isinstance(x, Tensor):
+        return x
+    if not hasattr(x, "wait"):
+        raise ShardingError(f"a {type(x).__module__}.{type(x).__name__} is no torch.Tensor: torch.as_tensor makes one")
+    return x.wait()
 
 
 def all_gather(line: str, x: Tensor, mesh, *, async_op: bool = False, out: Tensor | None = None):
@@ -118,7 +122,7 @@ def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, asy
             rule = f"sources are distinct, targets are distinct, and all lie in 0..{group.size - 1}"
             refuse(line, f"ppermute over {axis} (size {group.size}) by {pairs}", rule)
     op = Op.over(group, "CollectivePermute", f"{before} -> {after}", pairs=pairs)
-    return _run(Step(op, group, len(before.dims), None, numbers(before, mesh)), x, mesh, async_op)
+    return _run(Step(op, group, len(before.dims), None, numbers(before, mesh), on=on(mesh)), x, mesh, async_op)
 
 
 def unshard(line: str, x: Tensor, mesh) -> Tensor:
@@ -140,7 +144,8 @@ def _call(kind, line, x, mesh, async_op, out=None, root: int | None = None, by: 
     if steps is None:
         steps = mesh.lines[kind, line, root, by] = resolve(mesh, kind, line, root, by)
     if out is not None:
-        check_result(steps, x, mesh, out)
+        steps[0].check(x, mesh)
+        check_result(steps, x, out)
     for step in steps[:-1]:
         x = _run(step, x, mesh, False)
     return _run(steps[-1], x, mesh, async_op, out)
@@ -149,7 +154,7 @@ def _call(kind, line, x, mesh, async_op, out=None, root: int | None = None, by: 
 def _run(step: Step, x: Tensor, mesh, async_op: bool, out: Tensor | None = None):
     step.check(x, mesh)
     op = step.op
-    if differentiated(x):
+    if observed(x):
         result = apply(x, op)
         result = result / op.size if step.mean else result
         result = result if out is None else out.copy_(result)
@@ -157,21 +162,28 @@ def _run(step: Step, x: Tensor, mesh, async_op: bool, out: Tensor | None = None)
     agree_on(op, x)
     seen = trace.record(event(op, x, async_op)) if trace.active() else None
     work, make = start(x, op, step.group, out)
+    if out is not None or step.mean:
+        make = _finish(make, step, out)
+    pending = Pending(work, make, seen)
+    return pending if async_op else pending.wait()
+
+
+def _finish(make: Callable[[], Tensor], step: Step, out: Tensor | None) -> Callable[[], Tensor]:
+    """The result divided by the size, of a mean; and in the buffer given for it, if it was not made there."""
 
     def finish() -> Tensor:
         result = make()
-        if step.mean and op.size > 1:
-            result.div_(op.size)
+        if step.mean and step.op.size > 1:
+            result.div_(step.op.size)
         return result if out is None or result is out else out.copy_(result)
 
-    pending = Pending(work, make if out is None and not step.mean else finish, seen)
-    return pending if async_op else pending.wait()
+    return finish
 
 
 def _compiled(kind, line, x, mesh, async_op, out, root, by):
     for op, *of_operand, mean in mesh.constant(constants, kind, line, root, by):
         step = Step(Op(*op), None, *of_operand, mean)
-        if not step.fits(x):
+        if not step.fits(x.shape):
             mesh.constant(refuse_shape, kind, line, root, by, tuple(x.shape))
         x = apply(x, step.op)
         x = x / step.op.size if mean else x

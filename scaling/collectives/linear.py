@@ -16,12 +16,19 @@ from scaling.collectives.op import Op
 from scaling.collectives.torch_private import in_transform, modes
 from scaling.trace import active, now, record
 
+PLAIN = (Tensor, torch.nn.Parameter)  # other classes are a tracer's
+
 
 def differentiated(x: Tensor) -> bool:
-    """Whether x is seen by autograd, by a transform of torch.func, by a compiler or by a tensor mode."""
-    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+    """Whether x is seen by a compiler, by autograd, by a transform of torch.func, by a tracer or by a tensor mode."""
+    return torch.compiler.is_compiling() or observed(x)
+
+
+def observed(x: Tensor) -> bool:
+    """The same where it is known that nothing is compiled."""
+    if x.requires_grad and torch.is_grad_enabled():
         return True
-    return in_transform() is not None or type(x) not in (Tensor, torch.nn.Parameter) or modes() > 0
+    return in_transform() is not None or type(x) not in PLAIN or modes() > 0
 
 
 def apply(x: Tensor, op: Op) -> Tensor:
@@ -48,7 +55,7 @@ def register() -> None:
 
 
 def run(x: Tensor, op: Op) -> Tensor:
-    if type(x) not in (Tensor, torch.nn.Parameter):
+    if type(x) not in PLAIN:
         return traceable(x, op)  # a tracer's: nothing runs
     agree_on(op, x)
     seen = record(event(op, x)) if active() else None

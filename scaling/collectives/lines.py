@@ -1,5 +1,6 @@
 """A typed line made ready to run on a mesh: its steps, and what the operand and the buffers given for it must be."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -7,8 +8,8 @@ from torch import Tensor
 
 from scaling.algebra.rules import CollectiveStep, collective_steps
 from scaling.collectives.buffers import check_out, check_writable, overlap, refuse, refuse_overlap
-from scaling.collectives.kinds import CARRIED, KINDS, output_shape
-from scaling.collectives.linear import register
+from scaling.collectives.kinds import CARRIED, check_dtype, output_shape
+from scaling.collectives.linear import PLAIN, register
 from scaling.collectives.op import Op
 from scaling.mesh import Group
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
@@ -29,35 +30,27 @@ class Step(NamedTuple):
     splits: int | None = None
     numbers: tuple[tuple[int, int], ...] = ()
     mean: bool = False
+    on: str = "is_cpu"  # the attribute that a tensor on the mesh's device has
 
     def __str__(self) -> str:
         return f"{self.op.kind}: {self.op.line}"
 
-    def fits(self, x: Tensor) -> bool:
-        """Whether x has the dims of its type."""
-        if x.dim() != self.dims or (self.splits is not None and x.shape[self.splits] % self.op.size):
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether an operand of this shape has the dims of its type."""
+        if len(shape) != self.dims or (self.splits is not None and shape[self.splits] % self.op.size):
             return False
-        return not self.numbers or all(x.shape[i] == size for i, size in self.numbers)
+        return not self.numbers or all(shape[i] == size for i, size in self.numbers)
 
     def check(self, x: Tensor, mesh) -> None:
         """ShardingError unless x is a tensor that has the dims of its type, on the mesh's device."""
         if not isinstance(x, Tensor):
             refuse(self, f"the operand is a {_a(type(x))}", "arrays are torch.Tensors", "torch.as_tensor(...)")
-        if not self.fits(x):
+        if not self.fits(x.shape):
             self.refuse_shape(tuple(x.shape))
-        if type(x) in (Tensor, torch.nn.Parameter) and x.device.type != mesh.device.type:
+        if not getattr(x, self.on) and type(x) in PLAIN:
             self.refuse_device(x, mesh)
-        if x.dtype not in CARRIED or self.op.by != "sum" or self.mean:
-            self.check_dtype(x.dtype)
-
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        adds = self.op.kind in KINDS and KINDS[self.op.kind].adds
-        by = "mean" if self.mean else self.op.by
-        if adds and dtype not in CARRIED and not (dtype.is_complex and by in ("sum", "mean")):
-            rule = "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones added"
-            refuse(self, f"the {by} of {dtype}", rule, "convert it: .to(torch.float32), or .to(torch.int32)")
-        if self.mean and not (dtype.is_floating_point or dtype.is_complex):
-            refuse(self, f"the mean of {dtype}", "a mean has fractions", "convert it, or use op='sum'")
+        if self.mean or x.dtype not in CARRIED or self.op.by != "sum":
+            check_dtype(self.op, x.dtype, self.mean)
 
     def refuse_device(self, x: Tensor, mesh) -> None:
         if self.op.backend == "abstract" or mesh.device.type == "meta":
@@ -108,7 +101,11 @@ def _step(mesh, kind: str, step: CollectiveStep, root: int | None, by: str) -> S
         )
     line, by, mean = f"{step.before} -> {step.after}", "sum" if by == "mean" else by, by == "mean"
     op = Op.over(group, kind, line, dim=step.dim, to=step.to, root=root, by=by)
-    return Step(op, group, len(step.before.dims), step.splits, numbers(step.before, mesh), mean)
+    return Step(op, group, len(step.before.dims), step.splits, numbers(step.before, mesh), mean, on(mesh))
+
+
+def on(mesh) -> str:
+    return f"is_{mesh.device.type}"
 
 
 def numbers(spec: Spec, mesh) -> tuple[tuple[int, int], ...]:
@@ -125,21 +122,28 @@ def constants(mesh, kind: str, line: str, root: int | None, by: str) -> tuple:
     return tuple((tuple(step.op), step.dims, step.splits, step.numbers, step.mean) for step in steps)
 
 
-def check_result(steps: list[Step], x: Tensor, mesh, out: Tensor) -> None:
+def check_result(steps: list[Step], x: Tensor, out: Tensor) -> None:
     """ShardingError unless `out` can take the result of a line's steps on x; it may be x, given away to be reduced."""
-    steps[0].check(x, mesh)
-    line = f"{steps[0].op.kind}: {steps[0].op.line.split(' -> ')[0]} -> {steps[-1].op.line.split(' -> ')[1]}"
     if out is x:
-        return check_writable(line, x, "the donated operand")
+        if not x.is_contiguous() or x.is_neg() or x.is_conj():
+            check_writable(steps[0], x, "the donated operand")
+        return
     shape = x.shape
     for step in steps:
-        if step.splits is not None and shape[step.splits] % step.op.size:
+        if not step.fits(shape):
             step.refuse_shape(tuple(shape))
         shape = output_shape(step.op, shape)
-    check_out(line, out, tuple(shape), x)
-    in_place = len(steps) == 1 and steps[0].op.kind == "AllGather"
-    if overlap(out, x) and not (in_place and is_own_block(x, out, steps[0].op)):
-        refuse_overlap(line)
+    if not isinstance(out, Tensor) or [*out.shape] != shape or out.dtype is not x.dtype or out.device != x.device:
+        check_out(_whole(steps), out, tuple(shape), x.dtype, x.device)
+    if not out.is_contiguous() or out.is_neg() or out.is_conj():
+        check_writable(_whole(steps), out, "out")
+    if overlap(out, x) and not (len(steps) == 1 and steps[0].op.kind == "AllGather" and is_own_block(x, out, step.op)):
+        refuse_overlap(_whole(steps))
+
+
+def _whole(steps: list[Step]) -> str:
+    """The line that these steps do together."""
+    return f"{steps[0].op.kind}: {steps[0].op.line.split(' -> ')[0]} -> {steps[-1].op.line.split(' -> ')[1]}"
 
 
 def is_own_block(x: Tensor, out: Tensor, op: Op) -> bool:
@@ -152,7 +156,7 @@ def refuse_shape(mesh, kind: str, line: str, root: int | None, by: str, shape: t
     """While compiling: the error of the first step that x, of this shape, does not fit."""
     x = torch.empty(shape, device="meta")
     for step in resolve(mesh, kind, line, root, by):
-        if not step.fits(x):
+        if not step.fits(x.shape):
             step.refuse_shape(tuple(x.shape))
         x = x.new_empty(output_shape(step.op, x.shape))
 

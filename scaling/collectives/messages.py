@@ -17,7 +17,7 @@ from scaling.collectives.calls import Pending
 from scaling.collectives.eager import Works
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.linear import differentiated
-from scaling.collectives.lines import Step, numbers
+from scaling.collectives.lines import Step, numbers, on
 from scaling.collectives.op import Op
 from scaling.mesh import Group
 from scaling.spec import ShardingError, parse
@@ -97,7 +97,9 @@ def _ready(kind: str, line: str, x: Tensor, mesh, axis: str, other: int, async_o
     """(the group along the axis, the event of a trace or None), or an error if there is nothing to send."""
     spec, group = parse(line), mesh.group((axis,))
     spec.check_axes(mesh)
-    Step(Op.over(group, kind, f"{spec} -> {spec}"), group, len(spec.dims), None, numbers(spec, mesh)).check(x, mesh)
+    Step(
+        Op.over(group, kind, f"{spec} -> {spec}"), group, len(spec.dims), None, numbers(spec, mesh), on=on(mesh)
+    ).check(x, mesh)
     if differentiated(x):
         raise ShardingError(
             f"{kind} {spec}: not differentiable, since its transpose lies on another rank: use ppermute"

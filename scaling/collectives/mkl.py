@@ -8,22 +8,28 @@ other products are torch's, whole. `tests/benchmarks/overhead.py` measures both.
 
 import torch
 
-from scaling.collectives.linear import differentiated
+from scaling.collectives.linear import observed
 
 MKL = torch.backends.mkl.is_available()
 FEW = 128  # rows of a batch, at most, for which a product is made in parts
+SHORT = 40  # terms of a sum, at most, for which no product is made in parts
 WIDE = 1024  # columns, at least, of a weight of which some rows are multiplied after others
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a[M, K] b[K, N]."""
-    if not in_parts(a, b) or differentiated(a) or differentiated(b):
-        return a @ b
+    if a.is_meta is not b.is_meta:
+        raise RuntimeError("one operand is on the meta device")  # torch would take both as such
+    if not in_parts(a, b) or observed(a) or observed(b) or torch.is_autocast_enabled("cpu"):
+        return a @ b  # in parts it would have no derivative, and autocast no say in its dtype
     return matmul_into(a, b, a.new_empty(len(a), b.shape[1]), False)
 
 
 def matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> torch.Tensor:
     """out = a b, or with `add` out += a b, in place."""
+    if a.shape[1] <= SHORT:
+        multiply(a, b, out, add)
+        return out
     if out.stride(0) == 1 < out.stride(1):  # stored by columns
         return matmul_into(b.t(), a.t(), out.t(), add).t()
     parts = in_parts(a, b)
@@ -46,9 +52,11 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> 
 
 def in_parts(a: torch.Tensor, b: torch.Tensor) -> str:
     """How to make a[M, K] b[K, N]: by "rows" of the result, by "terms" of its sums, or "" for at once."""
-    if not (a.is_cpu and MKL) or a.dtype not in (torch.float32, torch.float64):
+    M, K = a.shape
+    if not MKL or K <= SHORT or M < 4 or (M <= FEW) is not (K > FEW):
         return ""
-    (M, K), N = a.shape, b.shape[1]
-    if FEW < M and 40 < K <= FEW:
+    if not a.is_cpu or a.dtype not in (torch.float32, torch.float64):
+        return ""
+    if M > FEW:
         return "rows"
-    return "terms" if 4 <= M <= FEW < K and N >= WIDE and b.stride(1) == 1 else ""
+    return "terms" if b.shape[1] >= WIDE and b.stride(1) == 1 else ""

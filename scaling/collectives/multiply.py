@@ -5,70 +5,121 @@ under the rules, checked once a line, of `scaling.algebra.contraction`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from scaling import trace
 from scaling.algebra.contraction import check_product, refuse_product
+from scaling.collectives.buffers import check_out, overlap, refuse_overlap
 from scaling.collectives.calls import wait
 from scaling.collectives.deferred import Deferred
+from scaling.collectives.linear import differentiated
 from scaling.collectives.mkl import matmul, matmul_into
 from scaling.collectives.torch_private import constant
-from scaling.spec import Line, Spec
+from scaling.spec import Line, ShardingError, Spec
 
 
-def einsum(line: str, a, b=None, out: torch.Tensor | None = None, add: bool = False, defer: bool = False):
+def einsum(line: str, a, b=None, *, out: Tensor | None = None, add: bool = False, defer: bool = False):
     """The product (or, of one operand, the sum and transpose) that the line says, of this rank's shards.
 
     Dims are matched by name, as letters are in torch.einsum: those absent from the result are summed over. `out`: a
-    buffer that is given away, to which the product is written, or with `add=True` added. The dims that the first
-    operand brings are the outer ones in memory, wherever they stand in the result's type. An operand that is still
-    under way is waited for. `defer`: check the line and the shapes now, and return a `Deferred` product, computed when
-    it is waited for. Raises ShardingError if the line breaks a rule of Part 3, or if the operands' shapes do not fit.
+    buffer that is given away, to which the product is written, or with `add=True` added; it shares no memory with the
+    operands, as the result does not. The dims that the first operand brings are the outer ones in memory, wherever they
+    stand in the result's type. Under torch.autocast the product has the dtype that torch's has; in `out`, out's.
+    An operand that is still under way is waited for. `defer`: check the line and the shapes now, and return a
+    `Deferred` product, computed when it is waited for. Raises ShardingError if the line breaks a rule of Part 3, or if
+    the operands' shapes or the buffer do not fit.
     """
-    a, b = wait(a), wait(b)
+    if not (isinstance(a, Tensor) and (b is None or isinstance(b, Tensor))):
+        a, b = wait(a), wait(b)
     if torch.compiler.is_compiling():
-        if defer:
-            return Deferred(einsum, line, a, b)
-        result = torch.einsum(_constant_equation(line), *((a,) if b is None else (a, b)))
-        return result if out is None else out.add_(result) if add else out.copy_(result)
+        return Deferred(einsum, line, a, b) if defer else _compiled(line, a, b, out, add)
     product = _products.get(line)
     if product is None:
         product = _products[line] = compile_product(line)
-    if (a.dim(), None if b is None else b.dim()) != product.ranks:
-        _refuse_shapes(product, a, b, None)
-    for i, j, dim in product.shared:
-        if a.shape[i] != b.shape[j]:
-            _refuse_shapes(product, a, b, dim)
+    if not _fits(product.shapes, a.shape, b if b is None else b.shape):
+        _refuse_operands(product.line, a, b)
     if defer:
         return Deferred(einsum, line, a, b)
+    if out is not None or add:
+        _check_out(product, a, b, out)
     if not trace.active():
-        return product.multiply(a, b) if out is None else product.write(a, b, out, add)
+        return _run(product, a, b, out, add)
     event = trace.Event("Einsum", (), product.line.operands, product.line.result, flops=product.flops(a, b))
     trace.record(event).start = trace.now()
-    result = product.multiply(a, b) if out is None else product.write(a, b, out, add)
+    result = _run(product, a, b, out, add)
     event.end = trace.now()
     return result
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A line made ready to run: `shared` holds (position in a, position in b, dim) of the dims that both have."""
+def _run(product: "Kernel", a: Tensor, b: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
+    try:
+        if out is None:
+            return product.multiply(a, b)
+        if product.into is not None:
+            return product.into(a, b, out, add)
+        return out.add_(product.multiply(a, b)) if add else out.copy_(product.multiply(a, b))
+    except RuntimeError as error:
+        _refuse_kind(product.line, a, b, out, error)
+        raise
+
+
+def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
+    """The same in a compiler's graph: by the equation, for which it finds the best kernel."""
+    equation, copies, shapes = _constants(line)
+    operands = (a,) if b is None else (a, b)
+    if not _fits(Shapes(*shapes), a.shape, None if b is None else b.shape):
+        _refuse_shapes(line, *(tuple(x.shape) for x in operands))
+    result = torch.einsum(equation, *operands)
+    if out is None:
+        return result.clone() if copies else result
+    if out.shape != result.shape or out.dtype != result.dtype:
+        _refuse_buffer(line, tuple(result.shape), result.dtype, tuple(out.shape), out.dtype)
+    return out.add_(result) if add else out.copy_(result)
+
+
+@constant
+def _constants(line: str) -> tuple:
+    """(equation, whether its result would be a view of the operand, shapes), the line checked."""
+    product = compile_product(line)
+    return _equation(product.line), _is_view(product.line), tuple(product.shapes)
+
+
+@constant
+def _refuse_shapes(line: str, *shapes: tuple[int, ...]) -> None:
+    _refuse_operands(check_product(line), *(torch.empty(shape, device="meta") for shape in shapes))
+
+
+@constant
+def _refuse_buffer(line: str, shape, dtype, given, found) -> None:
+    what, rule = f"the result is {dtype}{list(shape)}, out {found}{list(given)}", "out has the result's shape and dtype"
+    refuse_product(check_product(line), what, rule)
+
+
+class Shapes(NamedTuple):
+    """What a line says of its operands' shapes: the numbers of dims, `shared` (position in a, position in b) of those
+    that both have, and `numbers` (operand, position, size, whether it is split) of the dims that are numbers."""
+
+    a: int
+    b: int | None
+    shared: tuple[tuple[int, int], ...]
+    numbers: tuple[tuple[int, int, int, bool], ...]
+
+
+class Kernel(NamedTuple):
+    """A line made ready to run: `multiply(a, b)`, and `into(a, b, out, add)` where there is a kernel for it. `result`
+    holds (operand, position) of the result's dims."""
 
     line: Line
-    shared: tuple[tuple[int, int, str], ...]
-    ranks: tuple[int, int | None]  # the operands' numbers of dims
+    shapes: Shapes
+    result: tuple[tuple[int, int], ...]
     multiply: Callable
-    into: Callable | None = None  # (a, b, out, add), where there is a kernel for it
+    into: Callable | None = None
 
-    def write(self, a, b, out: torch.Tensor, add: bool) -> torch.Tensor:
-        if self.into is not None:
-            return self.into(a, b, out, add)
-        return out.add_(self.multiply(a, b)) if add else out.copy_(self.multiply(a, b))
-
-    def flops(self, a: torch.Tensor, b: torch.Tensor | None) -> int:
+    def flops(self, a: Tensor, b: Tensor | None) -> int:
         """2 x the product of all sizes if a dim is contracted, else 1 x (Part 4, Counting Dots), 0 for one operand."""
         if b is None:
             return 0
@@ -83,20 +134,77 @@ _products: dict[str, Kernel] = {}
 def compile_product(text: str) -> Kernel:
     """Check a line by the rules and choose how to run it: one matrix product where that needs no copy of an operand."""
     line = check_product(text)
-    if len(line.operands) == 1:
-        equation = _equation(line)
-        return Kernel(line, (), (len(line.operands[0].dims), None), lambda a, _: torch.einsum(equation, a))
-    a, b = line.operands
-    shared = tuple((a.index(dim), b.index(dim), dim) for dim in a.dim_names if dim in b.dim_names)
-    return Kernel(line, shared, (len(a.dims), len(b.dims)), *(_matmul(a, b, line.result) or (_general(line),)))
-
-
-def _refuse_shapes(product: Kernel, a, b, dim: str | None) -> None:
-    shapes = [tuple(x.shape) for x in (a, b) if x is not None]
-    what = (
-        "the operands do not have the dims of their types" if dim is None else f"they differ in the size of dim {dim}"
+    a, b = line.operands if len(line.operands) == 2 else (*line.operands, None)
+    shared = tuple((a.index(dim), b.index(dim)) for dim in a.dim_names if b and dim in b.dim_names)
+    numbers = tuple(
+        (operand, i, int(dim), bool(axes))
+        for operand, spec in enumerate(line.operands)
+        for i, (dim, axes) in enumerate(spec.dims)
+        if dim.isdigit()
     )
-    refuse_product(product.line, f"shards of shapes {shapes}: {what}", "shards of one dim, split alike, have one size")
+    result = tuple((0, a.index(d)) if d in a.dim_names else (1, b.index(d)) for d in line.result.dim_names)
+    shapes = Shapes(len(a.dims), None if b is None else len(b.dims), shared, numbers)
+    return Kernel(line, shapes, result, *((b and _matmul(a, b, line.result)) or (_general(line),)))
+
+
+def _fits(wanted: Shapes, a: Sequence[int], b: Sequence[int] | None) -> bool:
+    """Whether operands of these shapes have the dims of their types, and sizes that meet. A dim that is a number has
+    that size, or where it is split, one that divides it."""
+    if len(a) != wanted.a or (wanted.b is not None if b is None else len(b) != wanted.b):
+        return False
+    for i, j in wanted.shared:
+        if a[i] != b[j]:
+            return False
+    for operand, i, size, is_split in wanted.numbers:
+        own = (b if operand else a)[i]
+        if own != size and not (is_split and own and size % own == 0):
+            return False
+    return True
+
+
+def _refuse_operands(line: Line, *operands: Tensor) -> None:
+    shapes = [tuple(x.shape) for x in operands if x is not None]
+    what = f"shards of shapes {shapes}"
+    if len(shapes) != len(line.operands) or any(
+        len(spec.dims) != len(shape) for spec, shape in zip(line.operands, shapes, strict=True)
+    ):
+        what += ": the operands do not have the dims of their types"
+    else:
+        sizes: dict[str, int] = {}
+        for spec, shape in zip(line.operands, shapes, strict=True):
+            for (dim, axes), size in zip(spec.dims, shape, strict=True):
+                if sizes.setdefault(dim, size) != size:
+                    what += f": they differ in the size of dim {dim}"
+                if dim.isdigit() and (size != int(dim) and not (axes and size and int(dim) % size == 0)):
+                    what += f": dim {dim} says its own size"
+    refuse_product(line, what, "shards of one dim, split alike, have one size")
+
+
+def _check_out(product: Kernel, a: Tensor, b: Tensor | None, out: Tensor | None) -> None:
+    """ShardingError unless `out` can hold the product, and shares no memory with the operands."""
+    if out is None:
+        refuse_product(product.line, "add=True without out", "a product is added to a buffer", "give out=")
+    sizes = a.shape, b if b is None else b.shape
+    shape = tuple([sizes[operand][i] for operand, i in product.result])
+    fits = isinstance(out, Tensor) and out.shape == shape and out.dtype is a.dtype
+    if not fits or not out.is_contiguous() or out.device != a.device:
+        dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
+        check_out(f"einsum: {product.line}", out, shape, dtype, a.device)
+    if overlap(out, a, b):
+        refuse_overlap(f"einsum: {product.line}")
+
+
+def _refuse_kind(line: Line, a: Tensor, b: Tensor | None, out: Tensor | None, error: RuntimeError) -> None:
+    """The error of a product as a ShardingError, if it comes of the operands' kinds and not of their number."""
+    rule = fix = ""
+    if b is not None and (a.dtype != b.dtype or a.device != b.device):
+        rule = f"the operands, {a.dtype} on {a.device} and {b.dtype} on {b.device}, have one dtype and one device"
+    elif out is not None and (differentiated(a) or (b is not None and differentiated(b))):
+        rule, fix = "what is written to a buffer is not differentiated", "leave out= away"
+    if rule:
+        raise ShardingError(
+            f"einsum: {line}\n  {error}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else "")
+        ) from error
 
 
 def _matmul(a: Spec, b: Spec, result: Spec) -> tuple[Callable, ...] | None:
@@ -143,13 +251,16 @@ def _matrices(plain_a: bool, plain_b: bool, ahead: bool) -> tuple[Callable, Call
 
 def _general(line: Line) -> Callable:
     equation = _equation(line)
-    return lambda a, b: torch.einsum(equation, a, b)
+    if len(line.operands) == 2:
+        return lambda a, b: torch.einsum(equation, a, b)
+    if _is_view(line):
+        return lambda a, _: torch.einsum(equation, a).clone()
+    return lambda a, _: torch.einsum(equation, a)
 
 
-@constant
-def _constant_equation(line: str) -> str:
-    """The line checked, and as the equation that a compiler is given to find the best kernel for."""
-    return _equation(compile_product(line).line)
+def _is_view(line: Line) -> bool:
+    """Whether torch.einsum gives a view of the operand: the result of a line shares no memory with it."""
+    return len(line.operands) == 1 and set(line.result.dim_names) == set(line.operands[0].dim_names)
 
 
 def _equation(line: Line) -> str:

@@ -30,7 +30,7 @@ def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor
     if step.op == "Pad":
         return _pad(step, x, mesh)
     if step.op == "Mask":
-        return x if mesh.group(step.axes).index == 0 else torch.zeros_like(x)
+        return x.clone() if mesh.group(step.axes).index == 0 else torch.zeros_like(x)
     raise ShardingError(f"{step}: {step.op} is no step that can be run")
 
 
@@ -90,7 +90,9 @@ def run(plan: Plan, *shards_and_mesh) -> torch.Tensor:
     *shards, mesh = shards_and_mesh
     if len(shards) != len(plan.operands):
         raise ShardingError(f"{len(shards)} shards for {len(plan.operands)} operands, {plan.operands}")
-    result = plan.steps[-1].after if plan.steps else plan.operands[0]
+    if not plan.steps:
+        return shards[0].clone()
+    result = plan.steps[-1].after
     return run_steps(plan.steps, dict(zip(plan.operands, shards, strict=True)), mesh, {result})[result]
 
 

@@ -1,0 +1,364 @@
+"""Buffers that are given away, and operands that alias: what does not fit is refused, and nothing else is written."""
+
+import pytest
+import torch
+
+from scaling import collectives as c
+from scaling.collectives.buffers import overlap, overlaps_itself
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError
+
+GATHER, SCATTER, REDUCE = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I_X, J]", "A[I, J] {U_X} -> A[I, J]"
+PRODUCT = "A[I, J] * B[J, K] -> C[I, K]"
+SEVERAL, SUM = "A[B, I, J] * W[J, K] -> C[B, I, K]", "A[I, J] -> C[J]"
+
+
+def memory(dtype=torch.float32):
+    """A stack [3, 4, 4] of which a test gives one layer away: the others must not change."""
+    return torch.arange(48.0).view(3, 4, 4).to(dtype)
+
+
+# name -> (the buffer within a stack, words of the error); the result is [4, 4]
+MISFITS = {
+    "rows": (lambda g: g[1, :3], "the result has shape (4, 4), out (3, 4)"),
+    "columns": (lambda g: g[1, :, :3], "out (4, 3)"),
+    "more rows": (lambda g: g.view(12, 4)[:5], "out (5, 4)"),
+    "another order": (lambda g: g[1].view(2, 8), "out (2, 8)"),
+    "a dim more": (lambda g: g[1:2], "out (1, 4, 4)"),
+    "a dim less": (lambda g: g[1].view(16), "out (16,)"),
+    "one row for all": (lambda g: g[1, :1], "out (1, 4)"),
+    "nothing": (lambda g: g[:0, 0], "out (0, 4)"),
+    "float64": (lambda g: g[1].double(), "the result is torch.float32 on cpu, out torch.float64 on cpu"),
+    "bfloat16": (lambda g: g[1].bfloat16(), "out torch.bfloat16"),
+    "whole numbers": (lambda g: g[1].int(), "out torch.int32"),
+    "complex numbers": (lambda g: g[1].to(torch.complex64), "out torch.complex64"),
+    "a row, expanded": (lambda g: g[1, :1].expand(4, 4), "elements share their memory"),
+    "windows": (lambda g: g.view(-1)[:7].unfold(0, 4, 1), "elements share their memory"),
+    "negated": (lambda g: torch.zeros(4, 4, dtype=torch.complex64).conj().imag, "conjugates or negates"),
+    "shapes alone": (lambda g: g[1].to("meta"), "out torch.float32 on meta"),
+    "an array": (lambda g: g[1].numpy(), "out is a ndarray"),
+}
+WRITERS = {
+    "all_gather": lambda m, out: c.all_gather(GATHER, torch.ones(4 // m.sizes["X"], 4), m, out=out),
+    "all_gather, later": lambda m, out: c.all_gather(
+        "A[I, J_X] -> A[I, J]", torch.ones(4, 4 // m.sizes["X"]), m, out=out, async_op=True
+    ),
+    "reduce_scatter": lambda m, out: c.reduce_scatter(SCATTER, torch.ones(4 * m.sizes["X"], 4), m, out=out),
+    "einsum": lambda m, out: c.einsum(PRODUCT, torch.ones(4, 8), torch.ones(8, 4), out=out),
+    "einsum, added": lambda m, out: c.einsum(PRODUCT, torch.ones(4, 8), torch.ones(8, 4), out=out, add=True),
+    "einsum, result turned": lambda m, out: c.einsum(
+        "A[I, J] * B[J, K] -> C[K, I]", torch.ones(4, 8), torch.ones(8, 4), out=out
+    ),
+    "einsum, no matmul": lambda m, out: c.einsum(
+        "A[I, J] * B[I, J] -> C[I, J]", torch.ones(4, 4), torch.ones(4, 4), out=out
+    ),
+    "einsum, one operand": lambda m, out: c.einsum("A[I, J, K] -> C[K, J]", torch.ones(2, 4, 4), out=out),
+    "einsum, deferred": lambda m, out: c.einsum(PRODUCT, torch.ones(4, 8), torch.ones(8, 4), defer=True).wait(out=out),
+}
+
+
+def misfits(mesh, writer):
+    for name, (view, words) in MISFITS.items():
+        g = memory()
+        with pytest.raises(ShardingError) as error:
+            c.wait(WRITERS[writer](mesh, view(g)))
+        assert words in str(error.value), (name, str(error.value))
+        assert "\n  rule: " in str(error.value), name
+        assert torch.equal(g, memory()), name
+    g = memory()
+    c.wait(WRITERS[writer](mesh, g[1]))
+    assert torch.equal(g[::2], memory()[::2])
+    assert not torch.equal(g[1], memory()[1])
+
+
+@pytest.mark.parametrize("sizes", [{"X": 1}, {"X": 2}], ids=str)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_buffer_that_does_not_fit_is_refused_and_its_neighbours_stay(ranks, writer, sizes):
+    ranks(misfits, sizes, writer)
+
+
+def overlapping(mesh):
+    x, n = torch.arange(64.0).view(8, 8), mesh.sizes["X"]
+    kept = x.clone()
+    for name, call in {
+        "gather into its operand": lambda: c.all_gather(GATHER, x[: 4 // n], mesh, out=x.view(16, 4)[:4, :].view(2, 8)),
+        "gather over part of it": lambda: c.all_gather(GATHER, x[1 : 1 + 4 // n], mesh, out=x[:4]),
+        "scatter over its operand": lambda: c.reduce_scatter(SCATTER, x, mesh, out=x[: 8 // n]),
+        "scatter between rows": lambda: c.reduce_scatter(SCATTER, x[::2], mesh, out=x[: 4 // n]),
+        "product into a": lambda: c.einsum(PRODUCT, x, x.clone(), out=x),
+        "product into b": lambda: c.einsum(PRODUCT, x.clone(), x, out=x),
+        "product into b turned": lambda: c.einsum(PRODUCT, x.clone(), x, out=x.t()),
+        "product into the end of a": lambda: c.einsum(
+            PRODUCT, x[:4], x[:, :4].clone(), out=x.view(-1)[24:40].view(4, 4)
+        ),
+        "sum into its operand": lambda: c.einsum(SUM, x, out=x[3]),
+    }.items():
+        with pytest.raises(ShardingError) as error:
+            call()
+        assert "shape" in str(error.value) or "out shares memory with an operand" in str(error.value), name
+        assert torch.equal(x, kept), name
+    beside = torch.zeros(8, 16)
+    beside[:, ::2] = x
+    c.einsum(PRODUCT, beside[:, ::2], x, out=beside[:, 1::2])  # columns that lie between each other are apart
+    torch.testing.assert_close(beside[:, 1::2], x @ x)
+    assert torch.equal(beside[:, ::2], x)
+
+
+@pytest.mark.parametrize("sizes", [{"X": 1}, {"X": 2}], ids=str)
+def test_a_buffer_that_shares_memory_with_an_operand_is_refused(ranks, sizes):
+    ranks(overlapping, sizes)
+
+
+def in_place(mesh, order):
+    """The operand of an AllGather may be its own block of the buffer: nothing is copied."""
+    n, line = mesh.size(), f"A[I_{order}, J] -> A[I, J]"
+    whole = torch.arange(4.0 * n).view(2 * n, 2)
+    for layout in (lambda t: t, lambda t: t.t().contiguous().t()):
+        buffer = layout(torch.full_like(whole, -1))
+        mine = c.shard(f"A[I_{order}, J]", buffer, mesh)
+        place = buffer.narrow(0, 2 * mesh.group(tuple(order)).index, 2)
+        assert torch.equal(mine, place)
+        place.copy_(c.shard(f"A[I_{order}, J]", whole, mesh))
+        assert c.all_gather(line, place, mesh, out=buffer) is buffer
+        assert torch.equal(buffer, whole)
+
+
+@pytest.mark.parametrize(("sizes", "order"), [({"X": 1}, "X"), ({"X": 2}, "X"), ({"X": 2, "Y": 2}, "YX")])
+def test_gathering_in_place(ranks, sizes, order):
+    ranks(in_place, sizes, order)
+
+
+def donated(mesh):
+    n, x = mesh.size(), torch.arange(6.0).view(2, 3)
+    fits = {
+        "by rows": x.clone(),
+        "by columns": x.t().contiguous().t(),
+        "every other": torch.stack([x, x], -1)[..., 0],
+        "of a stack": torch.stack([x, x])[1],
+        "complex": torch.complex(x, -x),
+        "complex, real part": torch.complex(x, -x).real,
+    }
+    for name, given in fits.items():
+        before = given.clone()
+        assert c.all_reduce(REDUCE, given, mesh, donate=True) is given, name
+        assert torch.equal(given, n * before), name
+    for name, given in {
+        "expanded": x[:1].expand(2, 3),
+        "windows": x.view(-1)[:4].unfold(0, 3, 1),
+        "conjugated": torch.complex(x, x).conj(),
+        "negated": torch.complex(x, x).conj().imag,
+    }.items():
+        before = given.clone()
+        with pytest.raises(ShardingError, match="the donated operand"):
+            c.all_reduce(REDUCE, given, mesh, donate=True)
+        assert torch.equal(given, before), name
+        assert torch.equal(c.all_reduce(REDUCE, given, mesh), n * before), name
+
+
+@pytest.mark.parametrize("sizes", [{"X": 1}, {"X": 2}], ids=str)
+def test_donating(ranks, sizes):
+    ranks(donated, sizes)
+
+
+LAZY = {
+    "conjugated": lambda x: torch.complex(x, -x).conj(),
+    "negated": lambda x: torch.complex(x, -x).conj().imag,
+    "complex": lambda x: torch.complex(x, x + 1),
+    "complex128": lambda x: torch.complex(x, x + 1).to(torch.complex128),
+    "int16": lambda x: x.to(torch.int16) - 300,
+    "uint16": lambda x: x.to(torch.uint16),
+    "float8": lambda x: x.to(torch.float8_e4m3fn),
+    "bool": lambda x: x > 7,
+}
+MOVES = {
+    "all_gather": lambda x, m: c.all_gather("A[I, J_X] -> A[I, J]", x, m),
+    "all_to_all": lambda x, m: c.all_to_all("A[I_X, J] -> A[I, J_X]", x, m),
+    "ppermute": lambda x, m: c.ppermute(
+        "A[I_X, J]", x, m, "X", [(0, 1), (1, 0)][: m.size()] if m.size() > 1 else [(0, 0)]
+    ),
+    "shard": lambda x, m: c.shard("A[I, J] -> A[I_X, J]", x, m),
+    "scatter": lambda x, m: c.scatter("A[I, J] {U_X} -> A[I_X, J]", x, m),
+    "gather": lambda x, m: c.gather("A[I_X, J] -> A[I, J] {U_X}", x, m),
+}
+ADDS = {
+    "all_reduce": lambda x, m: c.all_reduce(REDUCE, x, m),
+    "reduce_scatter": lambda x, m: c.reduce_scatter("A[I, J] {U_X} -> A[I, J_X]", x, m),
+    "broadcast": lambda x, m: c.broadcast(REDUCE, x, m),
+    "reduce": lambda x, m: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m),
+}
+
+
+def lazily(mesh, kind):
+    """What a collective makes of x is what it makes of x written out in a dtype that every transport knows."""
+    plain = torch.arange(16.0).view(4, 4) + 16 * mesh.rank
+    x = LAZY[kind](plain)
+    parts = [x.real, x.imag] if x.is_complex() else [x.float()]
+    adds = ADDS if x.is_complex() or kind == "negated" else {}
+    for name, call in (MOVES | adds).items():
+        y, wanted = call(x, mesh), [call(part.resolve_neg().clone(), mesh) for part in parts]
+        found = [y.real, y.imag] if y.is_complex() else [y.float()]
+        assert y.dtype == x.dtype, name
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b), name
+    if x.is_complex():
+        leaf = x.resolve_conj().clone().requires_grad_()
+        c.all_reduce(REDUCE, leaf, mesh).abs().square().sum().backward()
+        torch.testing.assert_close(leaf.grad, 2 * mesh.size() * c.all_reduce(REDUCE, x, mesh))
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_every_dtype_and_lazy_views(ranks, kind):
+    ranks(lazily, {"X": 2}, kind)
+
+
+CALLS = {
+    **{name: (call, (4, 4)) for name, call in (MOVES | ADDS).items()},
+    "all_reduce, later": (lambda x, m: c.all_reduce(REDUCE, x, m, async_op=True).wait(), (4, 4)),
+    "all_gather, later": (lambda x, m: c.all_gather(GATHER, x, m, async_op=True).wait(), (4, 4)),
+    "unshard": (lambda x, m: c.unshard("A[I_X, J]", x, m), (4, 4)),
+    "unshard of a whole": (lambda x, m: c.unshard("A[I, J]", x, m), (4, 4)),
+    "unshard of partial sums": (lambda x, m: c.unshard("A[I, J] {U_X}", x, m), (4, 4)),
+    "shard over nothing": (lambda x, m: c.shard("A[I, J]", x, m), (4, 4)),
+    "reshard": (lambda x, m: c.reshard("A[I_X, J] -> A[I, J_X]", x, m), (4, 4)),
+    "reshard of nothing": (lambda x, m: c.reshard("A[I_X, J] -> A[I_X, J]", x, m), (4, 4)),
+    "reshard to partial sums": (lambda x, m: c.reshard("A[I, J] -> A[I, J] {U_X}", x, m), (4, 4)),
+    "einsum, turned": (lambda x, m: c.einsum("A[I, J] -> B[J, I]", x), (4, 4)),
+    "einsum, the same": (lambda x, m: c.einsum("A[I, J] -> B[I, J]", x), (4, 4)),
+    "einsum, a sum of one": (lambda x, m: c.einsum("A[I, J] -> B[I]", x), (4, 1)),
+    "einsum, times one": (lambda x, m: c.einsum("A[I, J] * B[J, K] -> C[I, K]", x, torch.ones(1, 1)), (4, 1)),
+    "einsum, times a number": (lambda x, m: c.einsum("A[I, J] * B[] -> C[I, J]", x, torch.ones(())), (4, 4)),
+}
+
+
+def aliased(mesh, name):
+    call, shape = CALLS[name]
+    for leaf in (False, True):
+        x = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_(leaf)
+        kept = x.detach().clone()
+        y = call(x, mesh).detach()
+        y += 1
+        assert torch.equal(x.detach(), kept), "the result's memory is the operand's"
+
+
+@pytest.mark.parametrize("sizes", [{"X": 1}, {"X": 2}], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_shares_no_memory_with_its_operand_on_any_mesh(ranks, name, sizes):
+    ranks(aliased, sizes, name)
+
+
+REAL, ABSTRACT = Mesh({"X": 1}), AbstractMesh({"X": 2})
+REFUSED = {
+    "a number that is another": (
+        lambda: c.all_gather("A[2, I_X] -> A[2, I]", torch.ones(3, 1), REAL),
+        "dim 2 of this shard",
+    ),
+    "its part": (
+        lambda: c.all_gather("A[8_X] -> A[8]", torch.ones(8, device="meta"), ABSTRACT),
+        "dim 8 of this shard has size 8, not 4",
+    ),
+    "in a permutation": (lambda: c.ppermute("A[2, I]", torch.ones(3, 1), REAL, "X", []), "has size 3, not 2"),
+    "in a message": (lambda: c.send("A[2]", torch.ones(3, device="meta"), ABSTRACT, "X", 1), "has size 3, not 2"),
+    "in a shard of a whole": (lambda: c.shard("A[2, I]", torch.ones(3, 1), REAL), "has size 3, not 2"),
+    "in a product": (
+        lambda: c.einsum("A[2, J] * B[J, K] -> C[2, K]", torch.ones(3, 1), torch.ones(1, 1)),
+        "dim 2 says its own size",
+    ),
+    "in a sum": (lambda: c.einsum("A[I, 4_X] -> C[I] {U_X}", torch.ones(3, 3)), "dim 4 says its own size"),
+    "a number that does not divide": (
+        lambda: c.shard("A[3_X]", torch.ones(3, device="meta"), ABSTRACT),
+        "does not divide",
+    ),
+    "too many dims, no axes": (lambda: c.shard("A[I, J]", torch.ones(2, 2, 2), REAL), "its type has 2 dims"),
+    "shapes alone on a real mesh": (
+        lambda: c.all_gather(GATHER, torch.ones(2, 2, device="meta"), REAL),
+        "the operand is on meta",
+    ),
+    "a product with shapes alone": (
+        lambda: c.einsum(PRODUCT, torch.ones(2, 2, device="meta"), torch.ones(2, 2)),
+        "meta device",
+    ),
+    "the other way": (lambda: c.einsum(PRODUCT, torch.ones(2, 2), torch.ones(2, 2, device="meta")), "meta device"),
+    "an array of numpy": (lambda: c.all_reduce(REDUCE, torch.ones(2, 2).numpy(), REAL), "numpy.ndarray"),
+    "a product of arrays": (lambda: c.einsum(PRODUCT, torch.ones(2, 2).numpy(), torch.ones(2, 2)), "torch.as_tensor"),
+    "a list": (lambda: c.all_gather(GATHER, [[1.0]], REAL), "builtins.list"),
+    "two dtypes": (
+        lambda: c.einsum(PRODUCT, torch.ones(2, 2), torch.ones(2, 2).double()),
+        "the operands, torch.float32 on cpu and torch.float64 on cpu, have one dtype",
+    ),
+    "added to nothing": (lambda: c.einsum(PRODUCT, torch.ones(2, 2), torch.ones(2, 2), add=True), "fix: give out="),
+    "a derivative in a buffer": (
+        lambda: c.einsum(PRODUCT, torch.ones(2, 2, requires_grad=True), torch.ones(2, 2), out=torch.ones(2, 2)),
+        "fix: leave out= away",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    call, words = REFUSED[what]
+    with pytest.raises(ShardingError) as error:
+        call()
+    assert words in str(error.value), str(error.value)
+
+
+def test_a_part_of_a_number_divides_it():
+    x = torch.ones(3, 2)
+    assert torch.equal(c.einsum("A[I, 4_X] -> C[I] {U_X}", x), x.sum(1))
+    y = c.all_gather("A[2, 8_X] -> A[2, 8]", torch.ones(2, 4, device="meta"), ABSTRACT)
+    assert y.shape == (2, 8)
+
+
+def test_options_are_given_by_name():
+    x = torch.ones(2, 2)
+    for call in (
+        lambda: c.all_gather(GATHER, x, REAL, True),
+        lambda: c.reduce_scatter(SCATTER, x, REAL, x),
+        lambda: c.all_to_all("A[I_X, J] -> A[I, J_X]", x, REAL, True),
+        lambda: c.broadcast(REDUCE, x, REAL, 0),
+        lambda: c.gather("A[I_X, J] -> A[I, J] {U_X}", x, REAL, 0),
+        lambda: c.ppermute("A[I]", x[0], REAL, "X", [], True),
+        lambda: c.send("A[I]", x[0], REAL, "X", 1, True),
+        lambda: c.einsum(PRODUCT, x, x, x),
+    ):
+        with pytest.raises(TypeError, match="positional"):
+            call()
+
+
+@pytest.mark.parametrize("M", [8, 64])
+def test_autocast_gives_products_large_and_small_one_dtype(M):
+    a, b = torch.randn(M, 512), torch.randn(512, 1024)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = c.einsum(PRODUCT, a, b)
+        into = c.einsum(PRODUCT, a, b, out=torch.empty(M, 1024))
+        assert torch.equal(y, a @ b)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(into, a @ b, rtol=1e-2, atol=0.5)
+
+
+def test_overlap_is_exact():
+    x = torch.zeros(6, 6)
+    apart = [(x[:3], x[3:]), (x[:, ::2], x[:, 1::2]), (x[::2], x[1::2]), (x[:, :2], x[:, 2:].t()), (x[:0], x)]
+    apart += [(x, x.clone()), (x[::2, ::2], x[1::2, ::2]), (x.to("meta"), x.to("meta")), (x.diagonal(1), x.diagonal())]
+    shared = [
+        (x, x),
+        (x[0], x[:, 0]),
+        (x[:, ::2], x[:, ::3]),
+        (x.t(), x),
+        (x[1:, 1:], x[:2, :2]),
+        (x[5], x.view(-1)[35:]),
+    ]
+    assert [overlap(a, b) or overlap(b, a) for a, b in apart] == [False] * len(apart)
+    assert [overlap(a, b) and overlap(b, a) for a, b in shared] == [True] * len(shared)
+    plain = [
+        x,
+        x.t(),
+        x[::2, ::3],
+        x[:, :1],
+        torch.zeros(()),
+        x[0],
+        x[:0].expand(0, 6),
+        x.view(2, 3, 6).permute(2, 0, 1),
+    ]
+    assert [overlaps_itself(y) for y in plain] == [False] * len(plain)
+    odd = [x[:1].expand(6, 6), x.view(-1).unfold(0, 3, 2), x.view(-1).as_strided((2, 2), (1, 1)), x[0, :1].expand(2)]
+    assert [overlaps_itself(y) for y in odd] == [True] * len(odd)
