@@ -1,0 +1,301 @@
+# %% [markdown]
+"""Part 5, context parallelism: a sequence that is split over devices.
+"Data Parallelism", its aside: https://jax-ml.github.io/scaling-book/training
+"Appendix A: How does Flash Attention work?": https://jax-ml.github.io/scaling-book/transformers
+
+    Q[B, T_C, N, H], K[B, S_C, K, H], V[B, S_C, K, H] -> O[B, T_C, N, H]
+
+Why attention needs more than data parallelism over tokens; ring attention line by line, both passes; who waits for
+whom, and the zig-zag order against it; five forms, equal to one device, and what each costs.
+"""
+
+# %%
+import torch
+from torch.func import vjp
+
+from scaling.algebra.contraction import check_product
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.collectives import all_to_all, einsum, ppermute, unshard, wait
+from scaling.configs import get
+from scaling.hardware import chip
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError
+from scaling.strategies import context
+from scaling.strategies.context.compare import costs
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="C=4", device=True, seed=True)
+C = page.args.mesh["C"]
+B, T, N, K, H = 2, 16 * C, 2 * C, 2, 8  # G = C query heads share a KV head
+
+# %% [markdown]
+# ## What does a token need of others?
+# Norms, projections and MLPs treat tokens one by one: split the sequence over an axis C, and they run as under data
+# parallelism. In attention every query meets every key, and both lie along the sequence. That is case 4 of Part 3:
+
+# %%
+page.title("The scores of a sequence that is split")
+try:
+    check_product("Q[B, T_C, N, H] * K[B, S_C, N, H] -> A[B, N, T_C, S]")
+except ShardingError as error:
+    page.say(str(error))
+    page.check("the scores are case 4", "case 4" in str(error))
+
+# %% [markdown]
+# ## Ring attention, line by line
+# One way out is to gather the keys and values, as case 4 says. The ring takes that AllGather apart: C - 1 times a block
+# is passed on to the next rank, while the block at hand is used. So no rank holds more than two blocks, and the
+# transfer hides behind the matmuls. What is seen of each block is joined by Appendix A's running maximum M, denominator
+# L and output O.
+
+
+# %%
+def forward(Q, KV, mesh, order):
+    """Q[B, T_C, K, G, H] (over sqrt(H)), KV[2, B, S_C, K, H] -> O[B, T_C, K, G, H], the log of L[B, T_C, K, G]."""
+    O, L, M = torch.zeros_like(Q), 0, torch.full_like(Q[..., 0], -torch.inf)
+    for hop in range(C):
+        later = None if hop == C - 1 else ppermute("KV[2, B, S_C, K, H]", KV, mesh, "C", AROUND, async_op=True)  # 1.
+        A = einsum("Q[B, T_C, K, G, H] * K[B, S, K, H] -> A[B, T_C, K, G, S]", Q, KV[0])  # 2. S: keys of one block
+        A = A.masked_fill(hidden(mesh, order, hop), -torch.inf)
+        below, M = M, torch.maximum(M, A.amax(-1))
+        P, w = (A - M[..., None]).exp(), (below - M).exp()  # 3. the shares of what was seen before shrink by w
+        L = w * L + P.sum(-1)
+        O = w[..., None] * O + einsum("P[B, T_C, K, G, S] * V[B, S, K, H] -> O[B, T_C, K, G, H]", P, KV[1])  # 4.
+        KV = wait(later)  # it was on its way during 2. to 4.
+    return O / L[..., None], M + L.log()
+
+
+# %% [markdown]
+# The backward pass goes round again, and makes each block's P anew from what forward kept of its rows. The gradients of
+# a block's keys and values are partial sums {U_C}, one of each rank: they follow their block, and every rank adds its
+# own. This is the ReduceScatter that answers to the AllGather, taken apart hop by hop as well.
+
+
+# %%
+def backward(dO, O, logL, Q, KV, mesh, order):
+    """dO[B, T_C, K, G, H] -> dQ[B, T_C, K, G, H], dKV[2, B, S_C, K, H]."""
+    delta, dQ, dKV = (dO * O).sum(-1, keepdim=True), 0, torch.zeros_like(KV)
+    for hop in range(C):
+        later = None if hop == C - 1 else ppermute("KV[2, B, S_C, K, H]", KV, mesh, "C", AROUND, async_op=True)  # 1.
+        A = einsum("Q[B, T_C, K, G, H] * K[B, S, K, H] -> A[B, T_C, K, G, S]", Q, KV[0])  # 2.
+        P = (A.masked_fill(hidden(mesh, order, hop), -torch.inf) - logL[..., None]).exp()
+        dP = einsum("dO[B, T_C, K, G, H] * V[B, S, K, H] -> dP[B, T_C, K, G, S]", dO, KV[1])  # 3.
+        dA = P * (dP - delta)
+        dQ = dQ + einsum("dA[B, T_C, K, G, S] * K[B, S, K, H] -> dQ[B, T_C, K, G, H]", dA, KV[0])  # 4. stays
+        dK = einsum("dA[B, T_C, K, G, S] * Q[B, T_C, K, G, H] -> dK[B, S, K, H] {U_C}", dA, Q)  # 5.
+        dV = einsum("P[B, T_C, K, G, S] * dO[B, T_C, K, G, H] -> dV[B, S, K, H] {U_C}", P, dO)  # 6.
+        dKV = wait(dKV) + torch.stack([dK, dV])
+        dKV = ppermute("dKV[2, B, S_C, K, H]", dKV, mesh, "C", AROUND, async_op=True)  # 7. follows, in the end home
+        KV = wait(later)
+    return dQ, wait(dKV)
+
+
+AROUND = [(c, (c + 1) % C) for c in range(C)]
+
+
+def hidden(mesh, order, hop):
+    """True where a key lies after the query; at a hop this rank has the keys of the one `hop` places before it."""
+    c = mesh.coord["C"]
+    rows, columns = (torch.tensor(places(order, at % C), device=mesh.device) for at in (c, c - hop))
+    return (columns > rows[:, None])[:, None, None]
+
+
+def places(order, c) -> list[int]:
+    """The positions of rank c's tokens: two chunks of 2C, neighbours in plain order, in zig-zag order c and 2C-1-c."""
+    half = T // C // 2
+    return [i * half + j for i in ((2 * c, 2 * c + 1) if order == "plain" else (c, 2 * C - 1 - c)) for j in range(half)]
+
+
+# %% [markdown]
+# ## Another way: heads for tokens
+# Ulysses moves the axis from the sequence to the heads and back. In between every rank has the whole sequence, for N/C
+# heads; the backward pass is the transpose. KV heads that do not divide are copied until they do, K -> R.
+
+
+# %%
+def ulysses(Q, KV, mesh, attend):
+    """Q[B, T_C, N, H], KV[2, B, S_C, R, H] -> O[B, T_C, N, H], by one device's attention."""
+    Q = all_to_all("Q[B, T_C, N, H] -> Q[B, T, N_C, H]", Q, mesh)
+    KV = all_to_all("KV[2, B, S_C, R, H] -> KV[2, B, S, R_C, H]", KV, mesh)
+    O = attend(Q, *KV)
+    return all_to_all("O[B, T, N_C, H] -> O[B, T_C, N, H]", O, mesh)
+
+
+# %% Both beside one device, with a cotangent that is not uniform
+
+
+def problem():
+    """Q, K, V and dO, whole, none of them uniform along T; and documents of unequal lengths."""
+    rng = torch.Generator().manual_seed(page.args.seed)
+    Q, key, V, dO = (torch.randn(B, T, n, H, generator=rng, dtype=torch.float64) for n in (N, K, K, N))
+    segments = (torch.rand(B, T, generator=rng) < 0.1).cumsum(1)
+    return Q * torch.linspace(0.1, 3, T)[:, None, None], key, V + torch.arange(T)[:, None, None] / T, dO, segments
+
+
+def dense(Q, key, V, window=T, segments=None):
+    """All scores at once, on one device."""
+    key, V = (x.repeat_interleave(Q.shape[2] // x.shape[2], 2) for x in (key, V))
+    ahead = torch.arange(T, device=Q.device) - torch.arange(T, device=Q.device)[:, None]
+    unseen = (ahead > 0) | (ahead <= -window)
+    if segments is not None:
+        unseen = unseen | (segments[:, None, :, None] != segments[:, None, None])
+    A = torch.einsum("btnh,bsnh->bnts", Q, key) / H**0.5
+    return torch.einsum("bnts,bsnh->btnh", A.masked_fill(unseen, -torch.inf).softmax(-1), V)
+
+
+def differences(made, spec, mesh, home=slice(None), **mask) -> list[float]:
+    """Of O, dQ, dK and dV from one device's, relative to the largest element; `home` puts T in plain order."""
+    O, pull = vjp(lambda *x: dense(*x, **mask), *problem()[:3])
+    pairs = zip(made, (O, *pull(problem()[3])), strict=True)
+    return [float((unshard(spec, x, mesh)[:, home].cpu() - w).abs().max() / w.abs().max()) for x, w in pairs]
+
+
+def show(results) -> None:
+    page.title("Differences from one device, in float64, relative to the largest element")
+    rows = [(what, *(f"{x:.0e}" for x in off), page.check(what, max(off) <= 1e-11)) for what, off in results.items()]
+    page.table(rows, ["", "O", "dQ", "dK", "dV", "equal"])
+
+
+def by_hand(mesh):
+    """(the differences of each listing, the lines of the ring's two passes)."""
+    results, c = {}, mesh.coord["C"]
+    for order in ("zig-zag", "plain"):
+        Q, key, V, dO, _ = (x[:, places(order, c)].to(mesh.device) for x in problem())
+        q, do, KV = Q.unflatten(2, (K, -1)) / H**0.5, dO.unflatten(2, (K, -1)), torch.stack([key, V])
+        with trace() as there:
+            O, logL = forward(q, KV, mesh, order)
+        with trace() as back:
+            dQ, dKV = backward(do, O, logL, q, KV, mesh, order)
+        home = torch.tensor([places(order, rank) for rank in range(C)]).flatten().argsort()
+        made = O.flatten(2, 3), dQ.flatten(2, 3) / H**0.5, *dKV
+        results[f"the ring above, {order}"] = differences(made, "x[B, T_C, N, H]", mesh, home)
+    O, pull = vjp(lambda Q, KV: ulysses(Q, KV.repeat_interleave(C, 3), mesh, dense), Q, KV)  # R = CK
+    dQ, dKV = pull(dO)
+    results["Ulysses above"] = differences((O, dQ, *dKV), "x[B, T_C, N, H]", mesh)
+    return results, [[(str(e), e.wire_bytes or "", e.flops or "") for e in log.events] for log in (there, back)]
+
+
+results, (there, back) = page.on_ranks(by_hand)
+page.title(f"The first hop of both passes on rank 0: B={B} T={T} N={N} K={K}, float64")
+page.table(there[:3] + back[:7], ["line", "sent", "FLOPs"])
+show(results)
+
+# %% [markdown]
+# ## Who waits for whom
+# Under a causal mask late queries see more than early ones. In plain order the last rank has C - 1/2 blocks of scores
+# to compute, the mean is C/2, and at every hop all wait for the busiest: at best 1/(2 - 1/C) of the time is used. In
+# zig-zag order rank c has chunk c and chunk 2C-1-c, and all have the same, at every hop. Below, a digit is the rank
+# that computes this block of scores (on the diagonal, half of it). A published figure is this formula: on 8 H800 the
+# ring of zhuzilin/ring-flash-attention reaches 52.1% of the ideal forward and 53.9% with the backward, in zig-zag order
+# 85.2% and 90.2% (its README).
+
+# %%
+page.title("Blocks of scores, queries downwards, keys to the right")
+page.say("plain".ljust(4 * C + 3) + "zig-zag")
+for i in range(2 * C):
+    drawn = [" ".join([f"{c}"] * (i + 1) + ["."] * (2 * C - 1 - i)) for c in (i // 2, min(i, 2 * C - 1 - i))]
+    page.say("    ".join(drawn))
+page.say()
+plain, zigzag = context.work("ring", 64 * C, C), context.work("zigzag", 64 * C, C)
+mean = sum(plain) / C
+bars = [[(int(n), "#" * round(12 * n / mean)) for n in each] for each in (plain, zigzag)]
+rows = [(c, *p, *z) for c, (p, z) in enumerate(zip(*bars, strict=True))]
+page.table(rows, ["rank", f"scores of T={64 * C}", "", "zig-zag", ""])
+page.check("zig-zag is even, of as many scores", max(zigzag) <= 1.01 * mean and sum(zigzag) == sum(plain))
+page.title("The busiest rank's scores over the mean, and the time used at best")
+rows = []
+for ranks in (2, 4, 8):
+    busy = {form: context.work(form, 256, ranks) for form in ("ring", "zigzag")}
+    over = {form: max(scores) * ranks / sum(scores) for form, scores in busy.items()}
+    rows.append((ranks, f"{over['ring']:.3f}", f"{1 / over['ring']:.1%}", f"{over['zigzag']:.3f}"))
+page.table(rows, ["C", "plain, T=256", "used", "zig-zag"])
+page.check("1/1.872 = 53.4%", rows[-1][1:3] == ("1.872", "53.4%"))
+
+# %% [markdown]
+# ## All forms are one device
+# `scaling.strategies.context.attention`, with and without a window and packed documents. usp is Ulysses over Y inside a
+# ring over C. Zig-zag order is taken once around a whole model, here around one layer.
+
+# %%
+WAYS = {"ring": "C", "zigzag": "C", "gather": "C", "ulysses": "C", "usp": ("C", "Y")}
+
+
+def one_form(mesh, form, axis, **mask):
+    mine = [x.chunk(C, 1)[mesh.group(tuple(axis)).index].to(mesh.device) for x in problem()]
+    if form == "zigzag":
+        mine = [context.to_zigzag(x, 1, mesh, axis) for x in mine]
+    *operands, dO, documents = mine
+    options = mask | ({"segments": documents} if mask else {})
+    O, pull = vjp(lambda *x: context.attention(*x, mesh, axis=axis, form=form, **options), *operands)
+    made = O, *pull(dO)
+    if form == "zigzag":
+        made = [context.from_zigzag(x, 1, mesh, axis) for x in made]
+    return differences(made, f"x[B, T_{''.join(axis)}, N, H]", mesh, **mask)
+
+
+def all_forms(mesh):
+    both = Mesh({"C": C // 2, "Y": 2} if C % 2 == 0 else {"C": C, "Y": 1}, mesh.device, mesh.checked)
+    masks = {"": {}, ", window and documents": {"window": T // 3, "segments": problem()[4]}}
+    return {
+        form + what: one_form(both if form == "usp" else mesh, form, axis, **mask)
+        for what, mask in masks.items()
+        for form, axis in WAYS.items()
+    }
+
+
+show(page.on_ranks(all_forms))
+
+# %% [markdown]
+# ## What each costs, from the types
+# One layer of LLaMA-3 405B, 131,072 tokens, bf16 on 16 ranks, on an abstract mesh of 4,096 chips. Gradients of keys
+# that are summed over ranks travel in float32, and so do copied heads. gather holds all keys, and nothing hides it; the
+# ring is hidden, but waits C - 1 times; Ulysses sends Q and O too, of each 1/C, so it gains with more ranks.
+
+# %%
+model = get("llama3-405b")
+sizes = {"B": 1, "T": 2**17, "N": model.N, "K": model.K, "H": model.H}
+rows, counts, ring = [], [], "(C-1)(2 KV + dKV)"
+formulas = {"ring": ring + " + dKV", "zigzag": ring + " + dKV", "gather": ring, "ulysses": "(C-1)/C (4 Q + 2 KV)"}
+for form, axis in WAYS.items():
+    big = AbstractMesh({"X": 256, "C": 8, "Y": 2} if form == "usp" else {"X": 128, "C": 16, "Y": 2})
+    cost = costs(form, sizes, big, axis=axis)
+    sent = [" ".join(f"{a} {passes[i] / 1e6:,.0f}" for a, passes in cost.sent.items()) for i in (0, 1)]
+    rows.append((form, *sent, cost.rounds, f"{cost.balance:.3f}", f"{cost.held / 1e6:,.0f}", cost.limits))
+    Q, KV = (torch.empty(1, 2**13, n, model.H, dtype=torch.bfloat16, device="meta") for n in (model.N, model.K))
+    with trace() as log:
+        O, pull = vjp(lambda *x, big=big, a=axis, f=form: context.attention(*x, big, axis=a, form=f), Q, KV, KV)
+        pull(O)
+    counts.append((form, formulas.get(form, "both, over Y and C"), sum(map(sum, cost.sent.values())), log.wire_bytes))
+page.title("MB that a rank sends, by axis, and what else it takes")
+page.table(rows, ["form", "forward", "backward", "rounds", "busiest\n/ mean", "MB of\nKV held", "must divide"])
+page.title("Bytes that a rank sends in both passes")
+page.same(counts, ["form", "of a rank's shards", "bytes", "counted"])
+
+# %% [markdown]
+# ## When is the ring hidden?
+# At a hop in zig-zag order half of the t x t scores are seen, t = T/C: 2NH t^2 FLOPs for the 4 t KH bytes of a block
+# that go one way. So the transfer takes less from t = 2 alpha/G on, alpha = C/W; the batch and H do not matter.
+
+
+# %%
+def hidden_from(alpha: float, G: int) -> float:
+    return 2 * alpha / G  # tokens on a chip from which a forward hop takes longer to compute than to send
+
+
+v5p, h100 = chip("v5p"), chip("h100")
+page.answers([
+    Answer("v5p, one way along one axis, G = 16: from T/C =", "", hidden_from(v5p.intensity("line"), model.G), "tokens",
+           "2 (4.59e14 / 9e10) / 16; a backward hop has 5/2 of the FLOPs and, with dKV in float32, 3 times the bytes"),
+    Answer("H100 within a node, G = 16: from T/C =", "", hidden_from(h100.intensity("node"), model.G), "tokens",
+           "2 (9.9e14 / 4.5e11) / 16"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `dKV = wait(dKV) + torch.stack([dK, dV])` by `dKV = 0 * wait(dKV) + torch.stack([dK, dV])`. The
+#    forward pass and dQ stay right: the loss of a training run would hardly tell.
+# 2. Question: with G = 1, as many KV heads as query heads, from how many tokens a chip on does a v5p hide the ring?
+#    Evaluate `hidden_from(v5p.intensity("line"), 1)`.
+# 3. Flag: run with `--mesh C=2`: plain order then uses at best 2/3 of the time.
