@@ -123,8 +123,6 @@ def ulysses(Q, KV, mesh, attend):
 
 
 # %% Both beside one device, with a cotangent that is not uniform
-
-
 def problem():
     """Q, K, V and dO, whole, none of them uniform along T; and documents of unequal lengths."""
     rng = torch.Generator().manual_seed(page.args.seed)

@@ -42,6 +42,10 @@ PINNED = {
         "6 rejected: and all of it over one PCIe link": 1e3 * 2**34 / 1.6e10,
         "6 it fits the HBM of TPU{0,0}": "no",
     },
+    "05_context": {
+        "v5p, one way along one axis, G = 16: from T/C =": 2 * 4.59e14 / 9e10 / 16,
+        "H100 within a node, G = 16: from T/C =": 2 * 990e12 / 450e9 / 16,
+    },
     "05_moe": {"DeepSeek-V3's experts over 64 H100: F >": 990e12 / 400e9 * (64 - 8) / 8},
     "03_sharding": {
         "Pop quiz 2D sharding: loaded from an H100's HBM in": 1e9 * 4 * 64 * 4096 / 3.4e12,

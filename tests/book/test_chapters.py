@@ -48,6 +48,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         16,
         ["v5e 16 ring 8 4.00 1.8e11 8.0 8.0 8.0"],
     ),
+    "05_context": (
+        ["1e+00 1e+00 NO", "2 FAILED: the ring above"],
+        2 * 4.59e14 / 9e10,
+        ["B=2 T=32 N=4", "all hold"],
+    ),
     "05_moe": (["1e-11 NO dW_in", "FAILED: drouter"], 990e12 / 3.4e12 * 32, ["forward on 2 ranks", "all hold"]),
     "03_sharding": (
         ["AllToAll_Y(A[B_Y, D_X])", "A[B_Y, D_X] P('Y', 'X') [8, 256] [4, 64]"],
