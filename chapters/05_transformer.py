@@ -1,0 +1,239 @@
+# %% [markdown]
+"""Part 5 on the real thing: a LLaMA-style Transformer under data, FSDP, tensor, sequence and pipeline parallelism.
+"How to Parallelize a Transformer for Training": https://jax-ml.github.io/scaling-book/training
+
+    x[B_X, T_Y, D], W_Q[D_X, N_Y, H], W_O[N_Y, H, D_X], W_in[D_X, F_Y], W_out[F_Y, D_X] -> x[B_X, T_Y, D]
+
+The book's matmuls stand in for attention and MLP; here are both, in the same notation: heads and features over Y, the
+residual stream split along the sequence, the vocabulary over Y. The backward is derived, and printed as a listing.
+"""
+
+# %%
+import torch
+import torch.nn.functional as F
+from torch.func import grad_and_value, vjp
+
+from scaling import tree
+from scaling.book.layout import number
+from scaling.book.page import Page
+from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.configs import Config, get
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import transformer as model
+from scaling.models.attention import sdpa
+from scaling.models.pointwise import rms_norm
+from scaling.models.rope import rotate, tables
+from scaling.spec import parse
+from scaling.strategies import transformer
+from scaling.strategies.axes import present
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="X=2,Y=2", seed=True)
+X, Y = page.args.mesh["X"], page.args.mesh["Y"]
+B, T, V = 2 * X, 8 * Y, 32 * Y
+config = Config("tiny", L=2, D=16 * X, F=24 * Y, N=4 * Y, K=2 * Y, H=8, V=V)
+SPECS = {
+    "x": "x[B_X, T_Y, D]",
+    "W_Q": "W_Q[D_X, N_Y, H]",
+    "W_K": "W_K[D_X, K_Y, H]",
+    "W_V": "W_V[D_X, K_Y, H]",
+    "W_O": "W_O[N_Y, H, D_X]",
+    "W_in": "W_in[D_X, F_Y]",
+    "W_gate": "W_gate[D_X, F_Y]",
+    "W_out": "W_out[F_Y, D_X]",
+}
+LIMIT = 1e-11
+
+# %% [markdown]
+# ## One layer, line by line
+# Attention is tensor parallelism with heads for features: each rank computes its own heads whole. Norms and residuals
+# see single tokens, so that between the blocks the stream can be split along the sequence: what was an AllReduce over
+# Y is a ReduceScatter after each block and an AllGather before the next, the same bytes, and each token is normed once.
+
+
+# %%
+def gathered(W, mesh):
+    """What can be done ahead of time: the layer's weights, whole along D."""
+    return {
+        "W_Q": all_gather("W_Q[D_X, N_Y, H] -> W_Q[D, N_Y, H]", W["W_Q"], mesh),
+        "W_K": all_gather("W_K[D_X, K_Y, H] -> W_K[D, K_Y, H]", W["W_K"], mesh),
+        "W_V": all_gather("W_V[D_X, K_Y, H] -> W_V[D, K_Y, H]", W["W_V"], mesh),
+        "W_O": all_gather("W_O[N_Y, H, D_X] -> W_O[N_Y, H, D]", W["W_O"], mesh),
+        "W_in": all_gather("W_in[D_X, F_Y] -> W_in[D, F_Y]", W["W_in"], mesh),
+        "W_gate": all_gather("W_gate[D_X, F_Y] -> W_gate[D, F_Y]", W["W_gate"], mesh),
+        "W_out": all_gather("W_out[F_Y, D_X] -> W_out[F_Y, D]", W["W_out"], mesh),
+    }
+
+
+def attention(W, x, mesh):
+    """x[B_X, T_Y, D] -> Attn[B_X, T_Y, D]."""
+    y = all_gather("y[B_X, T_Y, D] -> y[B_X, T, D]", rms_norm(x, eps=config.eps), mesh)  # on the critical path
+    Q = einsum("y[B_X, T, D] * W_Q[D, N_Y, H] -> Q[B_X, T, N_Y, H]", y, W["W_Q"])
+    K = einsum("y[B_X, T, D] * W_K[D, K_Y, H] -> K[B_X, T, K_Y, H]", y, W["W_K"])
+    V = einsum("y[B_X, T, D] * W_V[D, K_Y, H] -> V[B_X, T, K_Y, H]", y, W["W_V"])
+    rope = tables(torch.arange(T), config.H, config.theta, None, x.dtype)
+    O = sdpa(rotate(Q, *rope), rotate(K, *rope), V)  # each head by itself: nothing is sent
+    Attn = einsum("O[B_X, T, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_X, T, D] {U_Y}", O, W["W_O"])
+    return reduce_scatter("Attn[B_X, T, D] {U_Y} -> Attn[B_X, T_Y, D]", Attn, mesh)  # on the critical path
+
+
+def mlp(W, x, mesh):
+    """x[B_X, T_Y, D] -> Out[B_X, T_Y, D]."""
+    y = all_gather("y[B_X, T_Y, D] -> y[B_X, T, D]", rms_norm(x, eps=config.eps), mesh)  # on the critical path
+    Tmp = einsum("y[B_X, T, D] * W_in[D, F_Y] -> Tmp[B_X, T, F_Y]", y, W["W_in"])
+    Gate = einsum("y[B_X, T, D] * W_gate[D, F_Y] -> Gate[B_X, T, F_Y]", y, W["W_gate"])
+    Out = einsum("Act[B_X, T, F_Y] * W_out[F_Y, D] -> Out[B_X, T, D] {U_Y}", F.silu(Gate) * Tmp, W["W_out"])
+    return reduce_scatter("Out[B_X, T, D] {U_Y} -> Out[B_X, T_Y, D]", Out, mesh)  # on the critical path
+
+
+def layer(W, x, mesh):
+    W = gathered(W, mesh)
+    x = x + attention(W, x, mesh)
+    return x + mlp(W, x, mesh)
+
+
+def problem():
+    """One layer's weights, x and dx, whole, in float64."""
+    rng = torch.Generator().manual_seed(page.args.seed)
+    sizes = config.sizes | {"B": B, "T": T}
+    shapes = {name: parse(text).global_shape(sizes) for name, text in SPECS.items()}
+    drawn = {name: torch.randn(s, generator=rng, dtype=torch.float64) / 4 for name, s in shapes.items()}
+    x = drawn.pop("x")
+    return drawn, x, torch.randn(x.shape, generator=rng, dtype=torch.float64)
+
+
+def whole_layer(W, x):
+    """The library's own layer on one device; its norms have gains, here ones."""
+    ones = {"norm_attn": torch.ones(config.D).double(), "norm_mlp": torch.ones(config.D).double()}
+    rope = tables(torch.arange(T), config.H, config.theta, None, x.dtype)
+    x = x + model.attention_block(W | ones, x, sdpa, rope, config.eps)
+    return x + model.mlp_block(W | ones, x, "silu", config.eps)
+
+
+def difference(got, want) -> float:
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def one_layer(mesh) -> dict:
+    W, x, dx = problem()
+    want, pull = vjp(whole_layer, W, x)
+    want_W, want_x = pull(dx)
+    types = {name: SPECS[name] for name in W}
+    W, (x, dx) = tree.shard(W, types, mesh), tree.shard([x, dx], [SPECS["x"]] * 2, mesh)
+    with trace() as forward:
+        Out, pull = vjp(lambda W, x: layer(W, x, mesh), W, x)
+    with trace() as backward:
+        dW, dIn = pull(dx)
+    got = {"x": (Out, SPECS["x"], want), "dx": (dIn, SPECS["x"], want_x)}
+    got |= {f"d{name}": (dW[name], types[name], want_W[name]) for name in W}
+    return {
+        "forward": [(str(e), e.nbytes or "", e.wire_bytes or "", e.flops or "") for e in forward.events],
+        "backward": [(str(e), e.nbytes or "", e.wire_bytes or "", e.flops or "") for e in backward.events],
+        "differences": [(name, difference(tree.unshard(a, t, mesh), b), LIMIT) for name, (a, t, b) in got.items()],
+    }
+
+
+result = page.on_ranks(one_layer)
+page.title(f"Forward on X={X}, Y={Y}, as rank 0 ran it: B={B} T={T} D={config.D} F={config.F} N={config.N}, float64")
+page.table(result["forward"], ["line", "V bytes", "sent", "FLOPs"])
+
+# %% [markdown]
+# ## The backward, derived
+# Nobody wrote these lines: each is the transpose of one above, from the last to the first, by the law of cotangents.
+# An AllGather comes back as a ReduceScatter, so the weights' gradients leave as shards. (The products' transposes are
+# torch's own and not listed.)
+
+# %%
+page.title("What torch.func.vjp ran on the way back")
+page.table(result["backward"], ["line", "V bytes", "sent", "FLOPs"])
+page.title("The layer and its gradients, whole, beside one device's")
+page.equal(result["differences"])
+
+# %% [markdown]
+# ## The whole model, on any mesh
+# `scaling.strategies.transformer` is the same with what a model has around its layers: embedding and loss with the
+# vocabulary over Y (no rank ever holds all logits of a token), grouped heads fewer than Y, stages, context, experts.
+# One text serves every mesh: an axis that the mesh lacks drops out of the lines.
+
+# %%
+n = X * Y
+MESHES = [{"X": n}, {"Y": n}, {"X": X, "Y": Y}, {"C": X, "Y": Y}, {"Z": X, "Y": Y}, {"P": X, "X": Y}]
+MESHES = MESHES[:: 2 if page.small else 1]
+
+
+def whole_model():
+    """(loss, gradients) of one device, with a target that does not count and uneven weights."""
+    rng = torch.Generator().manual_seed(page.args.seed)
+    b, t = 2 * n, 8 * n
+    tokens = torch.randint(0, V, (b, t + 1), generator=rng)
+    weights = torch.rand(b, t, generator=rng, dtype=torch.float64)
+    weights[0] = 0
+    params = model.init(config.with_(N=4 * n, K=2, L=2 * X), page.args.seed, torch.float64)
+    return params, tokens, weights
+
+
+def on_meshes(mesh):
+    params, tokens, weights = whole_model()
+    used = config.with_(N=4 * n, K=2, L=2 * X)
+    grads, loss = grad_and_value(lambda p: model.loss(p, tokens, config=used, weights=weights))(params)
+    rows = []
+    for sizes in MESHES:
+        at = Mesh(sizes, mesh.device, mesh.checked)
+        local = [tree.shard(x.contiguous(), str(present("t[B_PX, T_C]", at)), at)
+                 for x in (tokens[:, :-1], tokens[:, 1:], weights)]  # fmt: skip
+        own = transformer.shard(params, used, at)
+        with trace() as log:
+            got, dparams = transformer.loss_and_grads(own, *local[:2], used, at, weights=local[2], microbatches=2)
+        whole = transformer.unshard(dparams, used, at)
+        pairs = zip(tree.leaves(whole), tree.leaves(grads), strict=True)
+        off = max(difference(a, b) for a, b in pairs)
+        rows.append((", ".join(f"{a}={s}" for a, s in sizes.items()), abs(float(got - loss)), off, log.wire_bytes))
+    return rows
+
+
+page.title("Loss and the worst of all gradient leaves, 2 microbatches, K=2 KV heads, against one device")
+rows = page.on_ranks(on_meshes)
+page.table(
+    [(at, f"{a:.0e}", f"{b:.0e}", number(sent), page.check(at, max(a, b) < LIMIT)) for at, a, b, sent in rows],
+    ["mesh", "loss", "gradients", "bytes sent by rank 0", "equal"],
+)
+
+# %% [markdown]
+# ## LLaMA-3 70B on 8,192 chips
+# The same function on an abstract mesh: nothing is computed, every line is checked, bytes are counted. Part 6 trains it
+# with a batch of 4M tokens; its closed forms for the MLP are those of Part 5.
+
+# %%
+llama, big = get("llama3-70b"), AbstractMesh({"X": 1024, "Y": 8})
+if page.small:
+    llama = llama.with_(L=2)
+types = transformer.specs(llama, big)
+shards = tree.map(lambda t: torch.empty(parse(t).local_shape(llama.sizes, big), device="meta").bfloat16(), types)
+tokens = torch.empty((1, 4096), dtype=torch.int64, device="meta")
+with trace() as log:
+    transformer.loss_and_grads(shards, tokens, tokens, llama, big, remat="none")
+per = {}
+for event in log.collectives():
+    if len(event.after.dims) > 1 and event.nbytes > 10**6:
+        key = f"{event.op} over {''.join(event.axes)}"
+        per[key] = per.get(key, 0) + event.nbytes
+D, tokens_x = llama.D, 4096
+weights = (2 * llama.N * llama.H + 2 * llama.K * llama.H + 3 * llama.F) * D * llama.L // 8 * 2
+ends = 2 * llama.V * D // 8 * 2
+stream = (4 * llama.L + 2) * tokens_x * D * 2
+page.title(f"{llama.name}, {llama.L} layers, {big.size():,} chips, 4M tokens: bytes by the book's measure, bf16")
+page.same([
+    ("gather weights over X", "(2 NH + 2 KH + 3F) D L / Y, and the ends", weights + ends, per["AllGather over X"]),
+    ("scatter gradients over X", "as much", weights + ends, per["ReduceScatter over X"]),
+    ("gather the stream over Y", "(4L + 2) B T D / X", stream, per["AllGather over Y"]),
+    ("scatter it over Y", "as much", stream, per["ReduceScatter over Y"]),
+], ["", "closed form", "bytes", "counted"])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: leave out the `reduce_scatter` of `attention`: the sum over Y is then missing, and the line `x + attention`
+#    is refused, since one operand is `{U_Y}`.
+# 2. Question: how many KV heads does each rank compute for K=2 and Y=4? (One: heads are replicated over pairs of
+#    ranks, and their gradient is reduced over Y.)
+# 3. Flag: run with `--mesh X=1,Y=4` and look at the lines that remain.
