@@ -148,7 +148,7 @@ class Reader(Calls, Listings):
         """Of a strategy: forward returns what SPECS calls Out, backward the cotangents of In and of the params."""
         name = getattr(getattr(self, "current", None), "name", "")
         wanted = self.specs.get({"forward": "Out", "backward": "In"}.get(name, ""))
-        if wanted is None or self.depth != 1:
+        if wanted is None or self.depth != 1 or name in self.followed:  # of a listing, `follow` says so
             return
         first, second = value.items[:2] if isinstance(value, Many) and len(value.items) > 1 else (value, None)
         results = [(wanted, first)]
