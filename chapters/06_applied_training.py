@@ -16,7 +16,7 @@ from scaling.book.answers import Answer, report
 from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.hardware import chip
-from scaling.plan import Estimate, Job, Layout, evaluate, plans
+from scaling.plan import Estimate, Fixed, Job, Layout, evaluate, plans
 from scaling.plan.network import book as rings
 from scaling.plan.report import Budget, text
 
@@ -59,13 +59,14 @@ def answers() -> list[Answer]:
     days = cost.seconds_at(flops, POD, C, 0.4) / DAY
     alone = days * POD / 225
     mixed = cost.mixed_threshold(L70.F, C, ici(2), ici(1))
-    found = plans(Job(L70, B), V5P, POD)
+    sharded = Fixed(zero=3)  # FSDP, as the book
+    found = plans(Job(L70, B), V5P, POD, sharded)
     best, fsdp = found[0], next(found[i] for i, layout in found.layouts() if layout.shards == POD)
     layout = Layout(fsdp=1024, context=2, tensor=4, zero=3)  # each axis a ring, as the book assumes
     book = evaluate(Job(L70, B), rings(V5P, layout.sizes, {"fsdp": 1, "context": 1, "tensor": 1}), layout)
-    four_pods = plans(Job(L70, B), V5P, 4 * POD)[0]
+    four_pods = plans(Job(L70, B), V5P, 4 * POD, sharded)[0]
     B405 = 16 * 2**20
-    eight = plans(Job(L405, B405), V5P, 8 * POD)[0]
+    eight = plans(Job(L405, B405), V5P, 8 * POD, sharded)[0]
     many, mixed405 = tm.num_params(L405), cost.mixed_threshold(L405.F, C, ici(2), ici(1))
     return [
         Answer("FFW params", "56.3e9", count["mlp"]),

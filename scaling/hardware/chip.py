@@ -56,7 +56,8 @@ class Efficiency:
 
     `matmul` by dtype ("bf16"; others as bf16), `attention` of the bf16 peak in an attention kernel, `memory` of hbm_bw
     in what is not a matmul, `links` of the links' bytes/s, `hidden` the share of the collectives on the critical path
-    (of tensor, context and expert axes) that runs behind matmuls. `launch`: seconds that a collective takes at least.
+    (of tensor, context and expert axes) that runs behind matmuls; `cores` the share of the chip's cores that a
+    collective takes from the matmuls while it runs behind them. `launch`: seconds that a collective takes at least.
     """
 
     matmul: tuple[tuple[str, float], ...] = (("bf16", 1.0),)
@@ -64,6 +65,7 @@ class Efficiency:
     memory: float = 1.0
     links: float = 1.0
     hidden: float = 0.0
+    cores: float = 0.0
     launch: float = 0.0
 
     def __post_init__(self):
@@ -72,8 +74,9 @@ class Efficiency:
         for name, share in shares.items():
             if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
                 raise ValueError(f"efficiency.{name} is {share!r}: give a share of the peak, above 0 and at most 1")
-        if not isinstance(self.hidden, (int, float)) or not 0 <= self.hidden <= 1:
-            raise ValueError(f"efficiency.hidden is {self.hidden!r}: give a share, from 0 to 1")
+        for name in ("hidden", "cores"):
+            if not isinstance(share := getattr(self, name), (int, float)) or not 0 <= share <= 1:
+                raise ValueError(f"efficiency.{name} is {share!r}: give a share, from 0 to 1")
         if not isinstance(self.launch, (int, float)) or not 0 <= self.launch < 1:
             raise ValueError(f"efficiency.launch is {self.launch!r}: give seconds, below 1")
 

@@ -102,6 +102,10 @@ def main(arguments: list[str] | None = None) -> int:
         from scaling.plan import guide
 
         return guide.main(arguments[1:])
+    if arguments[:1] == ["published"]:
+        from scaling.plan import published
+
+        return published.main(arguments[1:])
     args = parser().parse_args(arguments)
     try:
         job = Job(

@@ -20,7 +20,7 @@ from scaling.plan.layout import AXES, SCHEDULES, Layout
 from scaling.plan.ledger import Compute, Entry, Number, compute, is_one, ledger
 from scaling.plan.network import LINKS, Lane, Network
 
-LOGITS = 8  # bytes of a logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
+LOGITS = 16  # bytes of a logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
 
 
 @dataclass(frozen=True)
@@ -119,34 +119,41 @@ def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], 
     narrow = chip.flops(job.dtype) * rate.of_matmul(job.dtype)
     wide, kernel = chip.flops(job.wide) * rate.of_matmul(job.wide), chip.flops(job.wide) * rate.attention
     bandwidth = (chip.hbm_bw or np.inf) * rate.memory
-    matmuls, attention = c.linear / narrow + c.head / wide, c.dots / kernel
-    grads = 2 * job.grad_bytes / job.act_bytes  # read and written again, in the backward pass
+    math, attention = c.linear / narrow + c.head / wide, c.dots / kernel
+    reads, adds = c.read / bandwidth, 2 * c.read * job.grad_bytes / job.act_bytes / bandwidth
+    forward, backward = np.maximum(math, reads), np.maximum(math, reads) + np.maximum(math, adds)
     between = c.tokens * c.layers * job.act_bytes * job.work.passes / l.tensor
     logits = LOGITS * c.head / np.maximum(2 * job.work.D, 1)  # of the stage's share of the unembedding
-    memory = (between + logits + c.read * (3 + grads) / 3) / bandwidth
-    again = c.again[0] * (c.linear / narrow + between / bandwidth) + c.again[1] * attention
+    memory = (between + logits) / bandwidth
+    again = c.again[0] * (np.maximum(c.linear / narrow, reads) + between / bandwidth) + c.again[1] * attention
 
-    waits, loads, once = [0.0, 0.0], [[0.0] * LINKS, [0.0] * LINKS], [[0.0] * LINKS, [0.0] * LINKS]
+    waits, taken, loads, once = [0.0, 0.0], [0.0, 0.0], [[0.0] * LINKS, [0.0] * LINKS], [[0.0] * LINKS, [0.0] * LINKS]
     for entry in entries:
         each = lanes.forecast(entry, chip)
         for way, count in enumerate((entry.forward, entry.backward)):
             seconds = count * each if entry.kind == "step" else count * each / M
             if entry.kind == "critical":
-                waits[way] = waits[way] + (1 - lanes.hides(entry, chip, l)) * seconds
+                behind = lanes.hides(entry, chip, l)
+                waits[way] = waits[way] + (1 - behind) * seconds
+                taken[way] = taken[way] + rate.cores * behind * seconds
+            elif entry.kind == "ahead":
+                taken[way] = taken[way] + rate.cores * seconds
             into = once if entry.kind == "step" else loads
             for i, load in enumerate(lanes.links(entry)):
                 into[way][i] = into[way][i] + load * seconds
     exposed, late = 0.0, 0.0
-    for way, busy in enumerate((matmuls + attention + memory, 2 * (matmuls + attention + memory) + again)):
+    for way, computing in enumerate((forward + attention + memory, backward + 2 * (attention + memory) + again)):
+        busy = computing + taken[way]
         pace = np.maximum(busy + waits[way], np.maximum.reduce(loads[way]))
         exposed = exposed + pace - busy - waits[way]
         late = late + np.maximum.reduce([
             np.maximum(0.0, each - (pace - load)) for each, load in zip(once[way], loads[way], strict=True)
         ])  # fmt: skip
-    work = M * (3 * (matmuls + attention + memory) + again + waits[0] + waits[1] + exposed)
+    matmuls = forward + backward
+    work = M * (matmuls + 3 * (attention + memory) + again + sum(waits) + sum(taken) + exposed)
     update = 2 * own.optimizer + (2 * own.params + own.grads) * own.shares
     return Parts(
-        3 * M * matmuls, 3 * M * attention, 3 * M * memory, M * again, M * (waits[0] + waits[1]), M * exposed,
+        M * matmuls, 3 * M * attention, 3 * M * memory, M * again, M * (sum(waits) + sum(taken)), M * exposed,
         (work + late) * (c.fill - 1), late, update / bandwidth,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ import numpy as np
 from scaling.plan.job import Job
 from scaling.plan.layout import POLICIES, Layout
 from scaling.plan.ledger import Compute, Number, is_one, weight_elements
+from scaling.spec import dtype_bytes
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
 
     split, apart = saved(job, l)
     each = c.tokens * c.layers * act
-    activations = c.live * each * (split / l.tensor + apart)
+    narrow = np.where(is_one(l.remat, POLICIES, "none", "gather"), w.operands * (1 - dtype_bytes(job.dtype) / act), 0.0)
+    activations = c.live * each * (split / l.tensor + apart - narrow / l.tensor)  # fp8 keeps operands in fp8
 
     layer = dense + experts
     gathered = sharded * np.where(ways[0] > 1, 2 * layer, 0) * act  # this layer's and the next one's

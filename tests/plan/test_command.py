@@ -40,8 +40,8 @@ def test_command(capsys):
     "arguments",
     [
         POD, [*POD[:4], "--chips", "35840", "--batch", "4M"],
-        ["--model", "llama3-405b", "--chip", "h100", "--chips", "16384", "--batch", "16M", "--seq", "8192"],
-        ["--model", "deepseek-v3", "--chip", "h800", "--chips", "256", "--batch", "8M", "--dtype", "fp8"],
+        ["--model", "llama3-405b", "--chip", "h100", "--chips", "1024", "--batch", "4M", "--seq", "8192"],
+        ["--model", "mixtral-8x7b", "--chip", "gb200", "--chips", "96", "--batch", "2M", "--dtype", "fp8"],
         ["--model", "llama3-405b", "--chip", "h100", "--chips", "64", "--batch", "1M"],
     ],
 )  # fmt: skip

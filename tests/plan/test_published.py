@@ -1,0 +1,69 @@
+import json
+import math
+import statistics
+
+import pytest
+
+from scaling.plan.__main__ import main
+from scaling.plan.published import BETTER, Beside, beside, own_mesh, runs, table, token_flops
+
+SMALL = 300  # chips, of the runs beside which the planner looks for its own layout here; the command does so for all
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Each run beside the planner; of large ones only the run's own mesh."""
+    found = []
+    for run in runs():
+        if run.chips <= SMALL:
+            found.append(beside(run))
+        else:
+            own = own_mesh(run)
+            found.append(Beside(run, own, own))
+    return found
+
+
+def test_the_published_mesh_is_among_the_candidates(rows):
+    for row in rows:
+        sizes = {axis: n for axis, n in row.own.layout.sizes.items() if n > 1}
+        assert sizes == dict(row.run.mesh)
+        assert row.own.chips == row.run.chips
+        assert row.best.forecast <= row.own.forecast
+
+
+def test_forecasts_are_near_what_was_measured(rows):
+    errors = [abs(math.log1p(row.error)) for row in rows]
+    assert statistics.median(errors) < math.log(1.08)
+    assert max(errors) < math.log(1.4)
+    assert len(rows) > 25
+
+
+def test_what_is_off_is_explained(rows):
+    for row in rows:
+        if row.gain > BETTER:
+            assert row.run.gave, row.run.where
+        if abs(row.error) > BETTER:
+            assert row.run.wanting, row.run.where
+
+
+def test_each_has_a_source_and_the_table_is_narrow(rows):
+    printed = table(rows)
+    for row in rows:
+        assert row.run.source in printed
+        assert row.run.where in printed
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_tokens_from_tflops():
+    """LLaMA-3 405B: 400 TFLOPs/s a GPU of 6 x 405e9 FLOPs a token and attention are 41% of 989."""
+    run = next(run for run in runs() if run.chips == 16_384 and run.job.seq == 8192)
+    assert run.measured * token_flops(run.job, "causal") == pytest.approx(400e12)
+    assert 6 * 405e9 < token_flops(run.job, "causal") < 6.5 * 405e9
+
+
+def test_command(capsys):
+    assert main(["published", "--only", "mixtral", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["mesh"] == {"pipe": 4, "data": 2, "expert": 8}
+    assert main(["published", "--only", "gpt-9"]) == 2
+    assert "no run is called 'gpt-9'" in capsys.readouterr().err
