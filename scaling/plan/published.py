@@ -146,7 +146,8 @@ def as_dict(row: Beside) -> dict:
         "run": row.run.name, "chip": row.run.chip.name, "chips": row.run.chips, "mesh": dict(row.run.mesh),
         "recipe": row.own.layout.recipe, "measured": row.run.measured, "forecast": row.rate(row.own),
         "error": row.error, "best": row.best.name, "best_recipe": row.best.layout.recipe,
-        "best_forecast": row.rate(row.best), "gain": row.gain, "wanting": row.run.wanting, "gave": row.run.gave, "source": row.run.source,
+        "best_forecast": row.rate(row.best), "gain": row.gain, "wanting": row.run.wanting,
+        "gave": row.run.gave, "source": row.run.source,
     }  # fmt: skip
 
 
