@@ -84,4 +84,19 @@ PINNED = {
         "Time over that of AllGather, then multiply, F = 32768": 4 * 32768 / (4 * 32768 + 3 * 4 * 5100),
         "F from which everything is hidden, one way": 4 * 4.59e14 / 9e10,
     },
+    "04_transformers": {
+        "Gemma 2 27B as it is: attention as much as the rest at": (
+            (3 * 4608 * 36864 + 2 * 4608 * 48 * 128) / (2 * 32 * 128)
+        ),
+        "FLOPs of the vocabulary over BTDV": 6,
+    },
+    "04_problems": {
+        "Full activations by what autograd holds, F = 4D": 4e6 * 64 * (24 * 8192 + 64) * 2 / 1e12,
+        "Big matmuls only, F = 4D": 4e6 * 64 * 13 * 8192 * 2 / 1e12,
+        "1 params": 64 * (3 * 4096 * 16384 + 4 * 4096**2 + 2 * 4096) + 2 * 4096 * 32000 + 4096,
+        "4 prefill is compute-bound from S =": 481,  # above 2 x 240.24
+        "4 prefill with G = 8 is compute-bound from S =": 271,  # above 9/8 x 240.24
+        "4 prefill: attention takes as long as the MLP at T =": 3 * 8192 * 28672 // 8192 - 1,
+        "4 decoding 240: attention takes as long as the MLP at T =": 6 * 8192 * 28672 // (240 * 4 * 1024) + 1,
+    },
 }  # fmt: skip

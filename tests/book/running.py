@@ -20,6 +20,8 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "03_collectives",
     "03_timings",
     "03_overlap",
+    "04_transformers",
+    "04_problems",
     "05_context",
     "05_moe",
 )

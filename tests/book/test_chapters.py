@@ -84,6 +84,16 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         0.4016,
         ["A[4, 16] W[16, 8] over 2 devices"],
     ),
+    "04_transformers": (
+        ["Q[B,T,K,G,H] K[B,S,K,H] 6BTSNH 10,080 5,040 NO"],
+        8_030_261_248 - 2 * 4096 * 128256,
+        ["wrote share.svg"],
+    ),
+    "04_problems": (
+        ["block", "7.97 1.00 1.00 yes"],
+        120.12 * 4,
+        ["wrote attention.svg"],
+    ),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The chapters of Parts 4, 5 (the analytic half) and 6: each answer agrees with the book or is a proven erratum."""
+"""The chapters of Parts 5 (the analytic half) and 6: each answer agrees with the book or is a proven erratum."""
 
 import importlib.util
 from pathlib import Path
@@ -15,27 +15,11 @@ def chapter(name: str):
     return module
 
 
-@pytest.mark.parametrize("name", ["04_transformers", "05_when_bound", "06_applied_training"])
+@pytest.mark.parametrize("name", ["05_when_bound", "06_applied_training"])
 def test_answers(name):
     answers = chapter(name).answers()
     assert not [answer.row for answer in answers if answer.verdict == "DIFFERS"]
     assert sum(answer.verdict in ("agrees", "rounding") for answer in answers) > len(answers) / 2
-
-
-def test_errata_of_part_4():
-    got = {a.question: a.ours for a in chapter("04_transformers").answers() if a.verdict == "erratum"}
-    assert got == {
-        "Takeaways: FLOPs of the vocabulary / BTDV": 6,
-        "1 params": 17_442_541_568,
-        "4 compute-bound from S =": 480,
-    }
-
-
-def test_part_4_measures_what_it_says():
-    part4 = chapter("04_transformers")
-    assert part4.forward_and_backward() == (2 * 64 * 32 * 16, 4 * 64 * 32 * 16)
-    assert part4.checkpointing(1, 8)[1]
-    assert part4.attention_kernels()
 
 
 def test_part_5_figures_cross_where_the_book_says():
@@ -81,7 +65,7 @@ def test_errata_and_own_answers_of_part_6():
     assert ours["2b scheme"].startswith("pods 8 x FSDP")
 
 
-@pytest.mark.parametrize("name", ["04_transformers", "05_when_bound", "06_applied_training"])
+@pytest.mark.parametrize("name", ["05_when_bound", "06_applied_training"])
 def test_chapters_run(name, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [name])
     assert chapter(name).main() == 0

@@ -1,0 +1,262 @@
+# %% [markdown]
+"""Part 4, Miscellaneous Math and the problems: checkpointing, KV caches, attention's intensity, DeepSeek's MFU.
+https://jax-ml.github.io/scaling-book/transformers
+
+What a transformer saves for its backward pass and computes again, by formula, counted and weighed; caches; Questions 1
+to 8 with the book's answers beside ours. The operations of a layer one by one: 04_transformers.py.
+"""
+
+# %%
+import optree
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from scaling import cost
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.collectives import einsum
+from scaling.configs import get
+from scaling.cost import transformer as tm
+from scaling.hardware import chip
+from scaling.models import transformer
+from scaling.models.attention import dot_product_attention, flash_attention
+from scaling.models.remat import matmul
+from scaling.models.rope import tables
+from scaling.spec import parse_line
+from scaling.trace import trace
+
+page = Page(__doc__, plot=True)
+V5E, ALPHA = chip("v5e"), chip("v5e").intensity("hbm")  # 240 FLOPs a byte
+
+
+def counted(f, *args) -> int:
+    """FLOPs of a call, as torch counts them while it runs."""
+    with FlopCounterMode(display=False) as counter:
+        f(*args)
+    return counter.get_total_flops()
+
+
+# %% [markdown]
+# ## Gradient checkpointing
+# What is saved for the backward pass, and what is computed again, by formula and on a small transformer: FLOPs of a
+# step counted, saved tensors weighed (of two layers, less those of one). Look at 6 -> 7.9: the unembedding is not
+# repeated.
+
+# %%
+small = get("part4-q1").with_(name="small", L=4, D=64, F=256, N=8, K=8, H=8, V=256)
+batch, length = 2, 16 if page.small else 32
+
+
+def weigh(remat: str) -> float:
+    """Elements per token that autograd holds for a layer's backward pass: of two layers, less those of one."""
+    params = optree.tree_map(lambda p: p.requires_grad_(), transformer.init(small))
+    own = {leaf.untyped_storage()._cdata for leaf in optree.tree_leaves(params)}
+
+    def held(layers: int) -> int:
+        storages = {}
+
+        def pack(x):
+            storages[x.untyped_storage()._cdata] = x.untyped_storage()
+            return x
+
+        shallow = params | {"layers": {name: p[:layers] for name, p in params["layers"].items()}}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = transformer.forward(shallow, torch.zeros(batch, length, dtype=torch.long), remat, flash_attention)
+        return sum(s.nbytes() for key, s in storages.items() if key not in own) // out.element_size()
+
+    return (held(2) - held(1)) / (batch * length)
+
+
+params = transformer.init(small, device="meta")
+tokens = torch.zeros(batch, length + 1, dtype=torch.long, device="meta")
+page.title(f"A transformer of D=64, F=256, 8 heads, {batch} x {length} tokens")
+rows, steps = [], {}
+for remat in tm.REMAT:
+    formula = sum(tm.train_flops(small, batch, length, remat=remat).values())
+    steps[remat] = counted(lambda remat=remat: torch.func.grad(transformer.loss)(params, tokens, remat))
+    width, held = sum(tm.saved_widths(small, remat).values()), weigh(remat)
+    near = abs(held / width - 1) < 0.06 if remat == "none" else held == width
+    verdict = page.check(f"remat {remat}", steps[remat] == formula and near)
+    times = f"{6 * steps[remat] / steps['none']:.2f}"
+    rows.append((remat, formula, steps[remat], times, f"{width / small.D:.2f}", f"{held / small.D:.2f}", verdict))
+page.table(
+    rows, ["remat", "FLOPs,\nformula", "counted", "x params\nx tokens", "saved / D,\nformula", "weighed", "equal"]
+)
+
+# %% [markdown]
+# ## The text's numbers
+# 4M tokens, 64 layers of width 8192. The book counts about 20 arrays a layer; what autograd holds depends on F: with
+# F = 4D it is more. A cache holds a key and a value for each token, layer and KV head.
+
+
+# %%
+def proportioned(D: int):
+    """The book's proportions at this width: F = 4D, NH = KH = D."""
+    return get("part4-q1").with_(D=D, F=4 * D, N=D // 128, K=D // 128)
+
+
+big, million = proportioned(8192), 4_000_000
+seen = []  # the products with weights of a layer, one by one
+
+
+def noted(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    seen.append(tuple(weight.shape))
+    return matmul(y, weight)
+
+
+layer, x = {name: leaf[0] for name, leaf in params["layers"].items()}, torch.zeros(1, 4, small.D, device="meta")
+rope = tables(torch.arange(4, device="meta"), small.H, small.theta, small.rope_scaling, x.dtype)
+transformer.attention_block(layer, x, dot_product_attention, rope, small.eps, noted)
+transformer.mlp_block(layer, x, small.nonlinearity, small.eps, noted)
+cache = torch.empty(2, 8192, 64, 64, 128, dtype=torch.int8, device="meta")  # [2, S, L, K, H]
+ratio = cost.all_to_all(1e9, chip("v5p"), 16) / cost.all_gather(1e9, chip("v5p"), 16)
+page.answers([
+    Answer("Full activations, 20 arrays of width D a layer", "84",
+           cost.checkpoint_bytes(4e6, [8192] * 20, 64) / 1e12, "TB"),
+    Answer("Full activations by what autograd holds, F = 4D", "", tm.saved_bytes(big, million, "none") / 1e12, "TB",
+           f"{sum(tm.saved_widths(big, 'none').values()) / big.D:.1f} D a token and layer"),
+    Answer("Block remat, 1 array a layer", "4.2", tm.saved_bytes(big, million, "block") / 1e12, "TB"),
+    Answer("Block remat: FLOPs over params x tokens", "8", 6 * steps["block"] / steps["none"], "", "counted above"),
+    Answer("Big matmuls only: products with weights a layer", "7", len(seen), "", "counted as a layer runs"),
+    Answer("Big matmuls only, F = 4D", "", tm.saved_bytes(big, million, "matmuls") / 1e12, "TB",
+           f"{sum(tm.saved_widths(big, 'matmuls').values()) / big.D:.0f} D a token and layer: two are F wide"),
+    Answer("KV cache of 8k tokens in int8, L = 64, KH = 8192", "8", cache.nbytes / 2**30, "GiB"),
+    Answer("AllToAll over AllGather on a bidirectional ring", "0.25", ratio, "times"),
+])  # fmt: skip
+page.say()
+page.same([("KV cache", "2SLKH", 2 * 8192 * 64 * 8192, tm.kv_cache_bytes(big, 8192, "int8"))],
+          ["8k tokens in int8", "formula", "value", "by the config"])  # fmt: skip
+
+
+# %% [markdown]
+# ## Questions 1 to 3
+# Params and caches by the formulas, FLOPs of sharded and of general contractions traced and counted. Question 2: the
+# axis Z repeats the computation, so the devices together do Z times what is needed.
+
+# %%
+q1 = get("part4-q1")
+parts = tm.params(q1)
+line, mesh, sizes = "A[B_X, D_Y] * W[D_Y, F] -> C[B_X, F] {U_Y}", {"X": 4, "Y": 8, "Z": 4}, {"B": 64, "D": 128, "F": 32}
+with trace() as log:
+    einsum(line, *(torch.empty(s.local_shape(sizes, mesh), device="meta") for s in parse_line(line).operands))
+whole = 2 * sizes["B"] * sizes["D"] * sizes["F"]
+shapes = (2, 3, 4, 5), (2, 3, 6, 7, 8)
+general = counted(lambda: torch.einsum("ijkl,ijmno->klmno", *(torch.ones(shape) for shape in shapes)))
+page.answers([
+    Answer("1 params", "16e9", tm.num_params(q1), "params", rounded=(
+        64 * (3 * 4e3 * 16e3 + 4 * 4e3 * 4e3 + 2 * 4e3) + 2 * 4e3 * 32e3, "4e3 for 4096, 16e3 for 16384")),
+    Answer("1 attention's share of a layer's params", "0.25", parts["attention"] / (parts["attention"] + parts["mlp"])),
+    Answer("1 KV cache a token, int8", "512", tm.kv_cache_bytes(q1, 1, "int8") / 1024, "KiB"),
+    Answer("2 FLOPs of all devices over 2BDF: Z", "4", log.flops * 4 * 8 * 4 / whole, "times", "traced"),
+    Answer("2 FLOPs of a device: 2BDF over XY", "32", whole / log.flops, "", "traced"),
+    Answer("3 FLOPs over IJKLMNO", "2", general / (2 * 3 * 4 * 5 * 6 * 7 * 8), "", "counted"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Question 4: the intensity of attention
+# A kernel reads Q, K and V and writes O once: TSG/(TG + S) FLOPs a byte. In prefill, T = S, it grows with the context;
+# in decoding it stays below G. Below, the time of attention over the MLP's, by roofline, for LLaMA-3 70B on a v5e: in
+# decoding the cache is read for each sequence, so attention overtakes the MLP at a few thousand tokens.
+
+
+# %%
+def relative_cost(T: int, batch: int = 240) -> tuple[float, float]:
+    """Seconds of dot-product attention over those of the MLP at a context of T: in prefill, in decoding `batch`."""
+    config = get("llama3-70b")
+    C, W = V5E.flops(), V5E.need("hbm_bw")
+    flops = tm.forward_flops(config.with_(L=1), 1, T, causal=True)
+    moved = 2 * (2 * T * config.N + 2 * T * config.K) * config.H
+    weights = 2 * config.matrices * config.D * config.F
+    prefill = cost.roofline(flops["attention"], moved, C, W).lower / cost.roofline(flops["mlp"], weights, C, W).lower
+    read = batch * tm.kv_cache_bytes(config.with_(L=1), T)
+    attention = cost.roofline(batch * 4 * T * config.N * config.H, read, C, W).lower
+    return prefill, attention / cost.roofline(batch * 2 * config.matrices * config.D * config.F, weights, C, W).lower
+
+
+def compute_bound_from(G: int) -> int:
+    """The shortest S = T whose prefill has v5e's intensity."""
+    return next(S for S in range(1, 10**5) if tm.attention_intensity(S, S, G) >= ALPHA)
+
+
+def as_much(which: int) -> int:
+    """The context at which attention takes as long as the MLP: 0 in prefill, 1 in decoding."""
+    low, high = 1, 2**22
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if relative_cost(middle)[which] >= 1 else (middle, high)
+    return high
+
+
+contexts = [2**i for i in range(8, 20)]
+page.chart(
+    "question-4", {name: [(T, relative_cost(T)[i]) for T in contexts] for i, name in
+                   enumerate(("prefill, causal", "decoding 240 sequences"))},
+    "context", "time of attention / time of the MLP", "Question 4: LLaMA-3 70B on a v5e", height=12,
+    marks=[("y", 1, "as long as the MLP"), *(("x", as_much(i), f"T = {as_much(i):,}") for i in (0, 1))],
+)  # fmt: skip
+page.say()
+page.same([
+    ("prefill, T = S = 1000, G = 8", "TG/(G + 1)", 1000 * 8 / 9, tm.attention_intensity(1000, 1000, 8)),
+    ("decoding, T = 1, S = 8192, G = 8", "SG/(S + G)", 8192 * 8 / (8192 + 8), tm.attention_intensity(1, 8192, 8)),
+], ["intensity, FLOPs a byte", "formula", "value", "4BTSNH over bytes"])  # fmt: skip
+page.answers([
+    Answer("4 decoding: intensity for S = 2^20, G = 8 (-> G)", "8", tm.attention_intensity(1, 2**20, 8), "FLOPs/B"),
+    Answer("4 prefill is compute-bound from S =", "240", compute_bound_from(1), "tokens", erratum=
+           "of one query head a KV head: 240 (G + 1)/G, which is 240 for many heads a KV head only"),
+    Answer("4 prefill with G = 8 is compute-bound from S =", "", compute_bound_from(8), "tokens", "240 (G + 1)/G"),
+    Answer("4 prefill: attention takes as long as the MLP at T =", "", as_much(0), "tokens",
+           "4 T/2 N H = 2 3 D F: a causal mask counts half"),
+    Answer("4 decoding 240: attention takes as long as the MLP at T =", "", as_much(1), "tokens",
+           "both wait for HBM: 240 caches of 4 T K H bytes for 6 D F bytes of weights"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Questions 5 to 8
+
+# %%
+grouped = q1.with_(L=1, N=64, K=8, V=8)
+T, tree = (64 if page.small else 512), transformer.init(grouped, device="meta")
+tokens = torch.zeros(1, T + 1, dtype=torch.long, device="meta")
+again, plain = (counted(lambda r=r: torch.func.grad(transformer.loss)(tree, tokens, r)) for r in ("matmuls", "none"))
+square = q1.with_(L=1)
+crossover = next(T for T in range(1, 10**6) if tm.forward_flops(square, 1, T)["attention"]
+                 >= tm.forward_flops(square, 1, T)["projections"])  # fmt: skip
+v3, hours, peak = get("deepseek-v3"), 2.79e6, 3026e12 / 2  # FP8 without sparsity
+needed = 6 * 37e9 * 14.8e12
+batch = cost.critical_batch(V5E.flops(), V5E.hbm_bw, dtypes=("bf16", "int8", "bf16"))
+page.answers([
+    Answer("5 T at which attention does as much as QKVO, D = 4096", "8192", crossover, "tokens", "T = 2D"),
+    Answer("6 FLOPs to rematerialize over BT^2NH", "4", (again - plain) / (T**2 * grouped.N * grouped.H), "",
+           "counted"),
+    Answer("7 FLOPs that 2.79M H800 hours offer", "1.52e25", hours * 3600 * peak, "FLOPs"),
+    Answer("7 FLOPs that 14.8T tokens need", "3.3e24", needed, "FLOPs"),
+    Answer("7 DeepSeek-V3's utilization", "21.7", 100 * cost.mfu(needed, hours * 3600, 1, peak), "%"),
+    Answer("7 its active params, by the config", "37e9", tm.num_params(v3, active=True), "params"),
+    Answer("8 a dense model, int8 weights, bf16 FLOPs: from B =", "120", batch, "tokens"),
+    Answer("8 DeepSeek, E = 256, k = 8: from B =", "3840", batch * cost.expert_inflation(v3.E, v3.k), "tokens"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Appendix A
+# The blockwise softmax and its explicit backward equal the einsums, values and all gradients.
+
+# %%
+Q, K, V = (torch.randn(1, 96, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+results = []
+for attention in (dot_product_attention, lambda *a: flash_attention(*a, block=32)):
+    out, pull = torch.func.vjp(attention, Q, K, V)
+    results.append((out, *pull(out)))
+page.title("Blockwise attention beside the einsums, float64")
+page.equal([
+    (name, float((a - b).abs().max() / a.abs().max()), 1e-12)
+    for name, a, b in zip(("O", "dQ", "dK", "dV"), *results, strict=True)
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `.with_(name="small", L=4, D=64` by `.with_(name="small", L=16, D=64`. Why does block remat cost more
+#    FLOPs, relatively, in a deeper model?
+# 2. Question: from which batch on is Mixtral 8x7B (E = 8, k = 2) with int8 weights compute-bound on a v5e? Evaluate
+#    `batch * cost.expert_inflation(get("mixtral-8x7b").E, get("mixtral-8x7b").k)`.
+# 3. Flag: run with `--plot attention.svg`. Where does attention take as long as the MLP, in prefill and in decoding?
