@@ -1,0 +1,222 @@
+"""Checkpoints: sharded, atomic, loaded on any mesh.
+
+    folder/step-000100/     rank-0000.pt, ...    the blocks that this rank is the first to hold: no block twice
+                            index.json           each leaf's type, shape and blocks; ints and strings; written last
+    folder/latest           the newest complete step
+
+A step is written under another name and renamed when every rank's file is on disk, so that a run that is killed at any
+moment leaves the last good one. Loading reads, of the files mapped into memory, only what this rank's types say. Files
+are read with `weights_only`: nothing in them is run.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling.spec import ShardingError, Spec, parse
+
+WAIT = 600.0  # seconds that rank 0 waits for the other ranks' files
+
+
+def save(folder, state, specs, mesh, step: int, *, async_op: bool = False, keep: int | None = None) -> Future | None:
+    """Write `state`, a tree of this rank's shards typed by `specs` (None for ints and strings), as step `step`.
+
+    All ranks call it, on one file system. `async_op`: return a Future at once; the tensors are copied before that.
+    `keep`: how many complete steps to keep. ValueError for a state unlike its specs. OSError names the path.
+    """
+    folder, named = Path(folder), typed(state, specs)
+    own, leaves, values = {}, {}, {}
+    for where, (leaf, spec) in named.items():
+        if spec is None:
+            values[where] = leaf
+        else:
+            leaves[where] = describe(leaf, spec, mesh)
+            if first_replica(spec, mesh):
+                own[where] = leaf.detach().to("cpu", copy=async_op).contiguous()
+    index = {"step": step, "mesh": dict(mesh.sizes), "leaves": leaves, "values": values}
+    if not async_op:
+        write(folder, own, index, mesh.rank, mesh.size(), step, keep)
+        return None
+    return _writer.submit(write, folder, own, index, mesh.rank, mesh.size(), step, keep)
+
+
+_writer = ThreadPoolExecutor(1, "checkpoint")  # writes in the order in which they were asked for
+
+
+def load(folder, specs, mesh, step: int | None = None) -> tuple[Any, int]:
+    """(state, step): the tree of `specs`, each leaf this rank's shard on the mesh's device; ints and strings as saved.
+
+    `step` None: the latest complete one. The mesh and the types may be others than those that were saved, the leaves
+    and their whole shapes may not. FileNotFoundError if there is no such step; ValueError that names the leaf, or the
+    file, that is missing, misshaped or damaged.
+    """
+    path = Path(folder) / name(latest(folder) if step is None else step)
+    if not (path / "index.json").is_file():
+        raise FileNotFoundError(f"{path}: there is no complete checkpoint here")
+    index = json.loads((path / "index.json").read_text())
+    saved, values, files = index["leaves"], index["values"], {}
+    found = []
+    for where, text in tree.named_leaves(tree.map(lambda t: t, specs), "state").items():
+        if where not in saved:
+            raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(saved)[:4])}, ...")
+        found.append(read(path, where, saved[where], parse(text), mesh, files))
+    if extra := sorted(set(saved) - set(tree.named_leaves(specs, "state"))):
+        raise ValueError(f"{path}: holds {extra[0]}, which the state to be loaded does not have")
+    leaves = iter(found)
+    return _with_values(tree.map(lambda _: next(leaves), specs), values), index["step"]
+
+
+def latest(folder) -> int:
+    """The newest complete step. FileNotFoundError if there is none."""
+    steps = complete(Path(folder))
+    if not steps:
+        raise FileNotFoundError(f"{folder}: there is no complete checkpoint here")
+    return steps[-1]
+
+
+def complete(folder: Path) -> list[int]:
+    """The complete steps, in order."""
+    return sorted(
+        int(p.name[5:]) for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / "index.json").is_file()
+    )
+
+
+def name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def typed(state, specs) -> dict[str, tuple[Any, Spec | None]]:
+    """{where: (leaf, its type)} of a state whose ints and strings have no type."""
+    leaves, types = tree.named_leaves(state, "state"), tree.named_leaves(specs, "state")
+    named: dict[str, tuple[Any, Spec | None]] = {}
+    for where, leaf in leaves.items():
+        if isinstance(leaf, Tensor):
+            if where not in types:
+                raise ValueError(f"{where}: a tensor needs a type; the specs have none there")
+            named[where] = leaf, parse(types[where])
+        elif isinstance(leaf, int | float | str):
+            named[where] = leaf, None
+        else:
+            raise ValueError(f"{where}: a checkpoint holds tensors, numbers and strings, not {type(leaf).__name__}")
+    if absent := sorted(set(types) - set(leaves)):
+        raise ValueError(f"{absent[0]}: the specs have a type there, but the state has no leaf")
+    return named
+
+
+def describe(leaf: Tensor, spec: Spec, mesh) -> dict:
+    """The index's entry of a leaf: dtype, type, whole shape, and which rank's file holds which block."""
+    if spec.unreduced:
+        raise ShardingError(f"{spec} is unreduced: a checkpoint holds whole values\n  fix: reduce it first")
+    shape = [n * mesh.size(axes) for n, (_, axes) in zip(leaf.shape, spec.dims, strict=True)]
+    blocks = {}
+    for rank in range(mesh.size()):
+        at = coordinates(rank, mesh)
+        if not any(at[axis] for axis in spec.replicated(mesh)):
+            blocks[rank] = [[s.start, s.stop] for s in spec.slices(shape, mesh, at)]
+    return {"dtype": str(leaf.dtype).removeprefix("torch."), "type": str(spec), "shape": shape, "blocks": blocks}
+
+
+def first_replica(spec: Spec, mesh) -> bool:
+    return not any(mesh.coord[axis] for axis in spec.replicated(mesh))
+
+
+def coordinates(rank: int, mesh) -> dict[str, int]:
+    at = {}
+    for axis, size in reversed(mesh.sizes.items()):
+        rank, at[axis] = divmod(rank, size)
+    return at
+
+
+def write(folder: Path, own: Mapping, index: dict, rank: int, world: int, step: int, keep: int | None) -> None:
+    """One rank's file; by rank 0, when all are there, the index, the step's name, `latest`, and what is cleaned up."""
+    draft = folder / f".{name(step)}"
+    draft.mkdir(parents=True, exist_ok=True)
+    file = draft / f"rank-{rank:04d}.pt"
+    with open(partial := file.with_suffix(".part"), "wb") as out:
+        torch.save(dict(own), out)
+        out.flush()
+        os.fsync(out.fileno())
+    partial.rename(file)
+    final, deadline = folder / name(step), monotonic() + WAIT
+    if rank:
+        while not (final / "index.json").is_file():  # so that no rank goes on, or ends, before the step is complete
+            if monotonic() > deadline:
+                raise TimeoutError(f"{final}: rank 0 has not completed it within {WAIT:.0f} s")
+            sleep(0.005)
+        return
+    wanted = [draft / f"rank-{r:04d}.pt" for r in range(world)]
+    while missing := [path for path in wanted if not path.is_file()]:
+        if monotonic() > deadline:
+            raise TimeoutError(f"{missing[0]}: not written within {WAIT:.0f} s")
+        sleep(0.005)
+    index["bytes"] = {path.name: path.stat().st_size for path in wanted}
+    replaced(draft / "index.json", json.dumps(index))
+    if final.exists():
+        shutil.rmtree(final)
+    draft.rename(final)
+    replaced(folder / "latest", str(step))
+    for old in complete(folder)[: -keep or None] if keep else ():
+        shutil.rmtree(folder / name(old))
+
+
+def replaced(path: Path, text: str) -> None:
+    """Write a small file so that it is there whole or not at all."""
+    with open(draft := path.with_name(path.name + ".part"), "w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    draft.rename(path)
+
+
+def read(path: Path, where: str, saved: Mapping, spec: Spec, mesh, files: dict) -> Tensor:
+    """This rank's shard of a leaf, put together from the blocks that overlap it."""
+    shape = saved["shape"]
+    if len(shape) != len(spec.dims):
+        raise ValueError(f"{path}: {where} was saved with shape {shape}, but its type is {spec}")
+    mine = spec.slices(shape, mesh, mesh.coord)
+    shard = torch.empty([s.stop - s.start for s in mine], dtype=getattr(torch, saved["dtype"]))
+    for rank, block in saved["blocks"].items():
+        both = [(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(mine, block, strict=True)]
+        if any(a >= b for a, b in both):
+            continue
+        data = opened(path / f"rank-{int(rank):04d}.pt", files).get(where)
+        if data is None or list(data.shape) != [b - a for a, b in block]:
+            raise ValueError(f"{path}: rank {rank}'s file does not hold {where} as the index says")
+        inside = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(both, block, strict=True))
+        into = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, mine, strict=True))
+        shard[into] = data[inside]
+    return shard.to(mesh.device)
+
+
+def opened(path: Path, files: dict) -> Mapping[str, Tensor]:
+    """A rank's file, mapped into memory. ValueError if it is missing, damaged, or holds more than tensors."""
+    if path not in files:
+        index = json.loads((path.parent / "index.json").read_text())
+        if not path.is_file() or path.stat().st_size != index["bytes"][path.name]:
+            raise ValueError(
+                f"{path}: missing or cut short; this checkpoint cannot be read\n  fix: load an earlier step"
+            )
+        try:
+            files[path] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise ValueError(f"{path}: not a file of tensors alone: {str(error).splitlines()[0]}") from error
+    return files[path]
+
+
+def _with_values(state, values: Mapping[str, Any]):
+    """The state with the ints and strings that have no type, at their places in nested dicts."""
+    for where, value in values.items():
+        at, keys = state, [part.strip("\"'") for part in where.removeprefix("state[").removesuffix("]").split("][")]
+        for key in keys[:-1]:
+            at = at.setdefault(key, {})
+        at[keys[-1]] = value
+    return state

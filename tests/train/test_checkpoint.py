@@ -1,0 +1,140 @@
+"""Checkpoints: bitwise back on the same mesh and on any other; complete or not there; nothing in them is run."""
+
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from scaling import launch, tree
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import transformer as model
+from scaling.strategies import transformer
+from scaling.train import checkpoint
+
+CONFIG = Config("c", 2, 16, 24, 4, 2, 8, 32, tied=True)
+MESHES = [{"X": 4}, {"X": 2, "Y": 2}, {"P": 2, "Y": 2}, {"Z": 2, "X": 2}, {"C": 2, "Y": 2}]
+
+
+def state_of(mesh):
+    types = transformer.specs(CONFIG, mesh)
+    params = transformer.shard(model.init(CONFIG, 3, torch.float64), CONFIG, mesh)
+    specs = {"params": types, "m": types, "count": "n[]"}
+    return {"params": params, "m": tree.map(lambda W: W * 2, params), "count": torch.tensor(7)}, specs
+
+
+def saves(mesh, folder):
+    state, specs = state_of(mesh)
+    checkpoint.save(folder, state | {"data": {"position": 1234, "seed": "s"}}, specs, mesh, 5)
+
+
+def loads(mesh, folder):
+    wanted, specs = state_of(mesh)
+    state, step = checkpoint.load(folder, specs, mesh)
+    values = state.pop("data")
+    same = [torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(wanted), strict=True)]
+    return all(same), step, values
+
+
+@pytest.mark.parametrize("source", MESHES, ids=str)
+def test_from_each_mesh_to_each_other(ranks, tmp_path, source):
+    ranks(saves, source, tmp_path)
+    for target in [*MESHES, {"X": 1}]:
+        for result in ranks(loads, target, tmp_path):
+            assert result == (True, 5, {"position": 1234, "seed": "s"})
+
+
+def test_no_block_is_written_twice(ranks, tmp_path):
+    ranks(saves, {"P": 2, "X": 2}, tmp_path)
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "step-000005").glob("rank-*"))]
+    whole = 2 * sum(W.numel() * 8 for W in tree.leaves(model.init(CONFIG, 0, torch.float64)))
+    assert whole <= sum(sizes) < 1.2 * whole + 20_000
+    assert sizes[2] < sizes[0] / 4  # of the second pod: nothing but an empty file
+
+
+def alone(step, folder, keep=None, **options):
+    mesh = Mesh({"X": 1})
+    return checkpoint.save(
+        folder, {"W": torch.full((3,), float(step))}, {"W": "W[D]"}, mesh, step, keep=keep, **options
+    )
+
+
+def test_the_newest_are_kept(tmp_path):
+    for step in range(1, 6):
+        alone(step, tmp_path, keep=2)
+    assert checkpoint.complete(tmp_path) == [4, 5]
+    assert (tmp_path / "latest").read_text() == "5"
+    state, step = checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}), step=4)
+    assert (state["W"].tolist(), step) == ([4.0] * 3, 4)
+
+
+def test_asynchronous(tmp_path):
+    W = torch.ones(1000)
+    pending = checkpoint.save(tmp_path, {"W": W}, {"W": "W[D]"}, Mesh({"X": 1}), 1, async_op=True)
+    W.zero_()  # what was handed over is what is written
+    pending.result()
+    assert checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))[0]["W"].sum() == 1000
+
+
+def dies_while_saving(mesh, folder, after):
+    for step in range(1, 100):
+        if step == after and mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state = {"W": torch.full((1000,), float(step))}
+        checkpoint.save(folder, state, {"W": "W[D_X]"}, mesh, step, keep=2)
+
+
+@pytest.mark.parametrize("after", [2, 5])
+def test_a_run_that_is_killed_leaves_the_last_good_one(tmp_path, after):
+    with pytest.raises(launch.RankError):
+        launch.run(dies_while_saving, {"X": 2}, tmp_path, after)
+    state, step = checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
+    assert step == after - 1
+    assert state["W"].tolist() == [float(step)] * 2000
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/never",)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    alone(1, tmp_path)
+    specs, mesh = {"W": "W[D]"}, Mesh({"X": 1})
+    file = tmp_path / "step-000001" / "rank-0000.pt"
+    good = file.read_bytes()
+    file.write_bytes(good[:-10])
+    with pytest.raises(ValueError, match=r"rank-0000.pt: missing or cut short"):
+        checkpoint.load(tmp_path, specs, mesh)
+    evil = pickle.dumps({'state["W"]': Malicious()})
+    file.write_bytes(evil.ljust(len(good), b"\0"))
+    with pytest.raises(ValueError, match="not a file of tensors alone"):
+        checkpoint.load(tmp_path, specs, mesh)
+    assert not Path("/tmp/never").exists()
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ({"W": "W[D]", "V": "V[D]"}, r'has no state\["V"\]'),
+        ({}, r'holds state\["W"\]'),
+        ({"W": "W[D, F]"}, r"was saved with shape \[3\]"),
+    ],
+)
+def test_another_model_is_refused_by_its_leaf(tmp_path, specs, words):
+    alone(1, tmp_path)
+    with pytest.raises(ValueError, match=words):
+        checkpoint.load(tmp_path, specs, Mesh({"X": 1}))
+
+
+def test_what_cannot_be_saved(tmp_path):
+    mesh = AbstractMesh({"X": 2})
+    with pytest.raises(ValueError, match="needs a type"):
+        checkpoint.save(tmp_path, {"W": torch.ones(2)}, {}, mesh, 1)
+    with pytest.raises(ValueError, match="unreduced"):
+        checkpoint.save(tmp_path, {"W": torch.ones(2)}, {"W": "W[D] {U_X}"}, mesh, 1)
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        checkpoint.load(tmp_path, {}, mesh)
