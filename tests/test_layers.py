@@ -45,6 +45,7 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.book.page", "torch.distributed"): "chapters without ranks need no torch",
     ("scaling.collectives.buffers", "numpy"): "rarely needed",
     ("scaling.plan.__main__", "scaling.plan.guide"): "a plan is made without the guide",
+    ("scaling.plan.__main__", "scaling.plan.published"): "a plan is made without the published runs",
 }
 
 

@@ -19,6 +19,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from scaling import tree
@@ -43,6 +44,10 @@ def save(folder, state, specs, mesh, step: int, *, async_op: bool = False, keep:
             if first_replica(spec, mesh):
                 own[where] = leaf.detach().to("cpu", copy=async_op).contiguous()
     index = {"step": step, "mesh": dict(mesh.sizes), "leaves": leaves, "values": values}
+    if mesh.rank == 0:  # what a run that was killed has left: its files are not this step's
+        shutil.rmtree(folder / f".{name(step)}", ignore_errors=True)
+    if (group := mesh.group(tuple(mesh.sizes))).pg is not None:
+        dist.barrier(group.pg)
     if not async_op:
         write(folder, own, index, mesh.rank, mesh.size(), step, keep)
         return None
@@ -85,9 +90,8 @@ def latest(folder) -> int:
 
 def complete(folder: Path) -> list[int]:
     """The complete steps, in order."""
-    return sorted(
-        int(p.name[5:]) for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / "index.json").is_file()
-    )
+    there = [p for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / "index.json").is_file()]
+    return sorted(int(p.name[5:]) for p in there)
 
 
 def name(step: int) -> str:
@@ -202,9 +206,7 @@ def opened(path: Path, files: dict) -> Mapping[str, Tensor]:
     if path not in files:
         index = json.loads((path.parent / "index.json").read_text())
         if not path.is_file() or path.stat().st_size != index["bytes"][path.name]:
-            raise ValueError(
-                f"{path}: missing or cut short; this checkpoint cannot be read\n  fix: load an earlier step"
-            )
+            raise ValueError(f"{path}: missing or cut short\n  fix: load an earlier step")
         try:
             files[path] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:

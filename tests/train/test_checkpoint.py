@@ -87,6 +87,20 @@ def dies_while_saving(mesh, folder, after):
         checkpoint.save(folder, state, {"W": "W[D_X]"}, mesh, step, keep=2)
 
 
+def leftovers(mesh, folder):
+    """A run on this mesh, after one on another mesh that was killed when one rank had written its file."""
+    if mesh.rank == 0:
+        (folder / ".step-000001").mkdir()
+        torch.save({'state["W"]': torch.zeros(7)}, folder / ".step-000001" / "rank-0001.pt")
+    mesh_sum = tree.unshard({"n": torch.ones(1)}, {"n": "n[D_X]"}, mesh)  # all ranks see the leftovers
+    checkpoint.save(folder, {"W": torch.ones(4)}, {"W": "W[D_X]"}, mesh, 1)
+    return checkpoint.load(folder, {"W": "W[D]"}, mesh)[0]["W"].sum().item() + len(mesh_sum["n"])
+
+
+def test_files_of_a_killed_run_are_not_taken_for_this_one_s(ranks, tmp_path):
+    assert ranks(leftovers, {"X": 2}, tmp_path) == [10.0, 10.0]
+
+
 @pytest.mark.parametrize("after", [2, 5])
 def test_a_run_that_is_killed_leaves_the_last_good_one(tmp_path, after):
     with pytest.raises(launch.RankError):
