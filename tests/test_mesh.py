@@ -1,12 +1,15 @@
 """Meshes: coordinates, groups along one axis and several, what cannot be a mesh, and torch's own view of one."""
 
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from scaling import collectives as c
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError, parse
 
@@ -123,6 +126,69 @@ def index_is_the_block_of_the_notation(mesh):
 
 def test_a_groups_index_is_the_block_that_the_notation_gives_this_device(ranks):
     ranks(index_is_the_block_of_the_notation, MESH)
+
+
+def alone(mesh, checked):
+    """What sends nothing needs nobody else, also when it is the first use of its axes."""
+    fresh = Mesh(mesh.sizes, checked=checked, timeout=60)
+    if mesh.rank == 1:
+        assert fresh.group(("Y", "X")).index == 2
+        assert c.shard("A[I] -> A[I_X]", torch.arange(4.0), fresh).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_group_is_there_for_a_rank_alone(ranks, checked):
+    ranks(alone, MESH, checked)
+
+
+def in_another_order(mesh):
+    """Rank 0 uses X first, 1 uses Y first, and so on: a circle of ranks that would wait for each other."""
+    fresh, one = Mesh(mesh.sizes, timeout=60), torch.ones(())
+    order = "XY" if mesh.rank in (0, 3) else "YX"
+    pending = [c.all_reduce(f"A[] {{U_{axis}}} -> A[]", one, fresh, async_op=True) for axis in order]
+    return [each.wait().item() for each in pending]
+
+
+def test_groups_may_be_used_first_in_different_orders(ranks):
+    assert ranks(in_another_order, MESH) == [[2.0, 2.0]] * 4
+
+
+def axes_of_size_one(mesh):
+    fresh = Mesh({"X": 2, "Y": 2, "Z": 1})
+    same = [fresh.group(axes).name for axes in (("X",), ("X", "Z"), ("Z", "X"))]
+    return len(set(same)), fresh.group(("X", "Y", "Z")).name == dist.group.WORLD.group_name
+
+
+def test_axes_of_size_one_make_no_other_group(ranks):
+    assert ranks(axes_of_size_one, MESH) == [(1, True)] * 4
+
+
+def different_meshes(mesh):
+    with pytest.raises(ShardingError) as error:
+        Mesh({"X": 4} if mesh.rank == 3 else {"X": 2, "Y": 2}, checked=mesh.rank != 1)
+    return str(error.value)
+
+
+def test_ranks_that_make_different_meshes(ranks):
+    for message in ranks(different_meshes, MESH):
+        assert "the ranks do not make the same mesh\n  rank 0: Mesh(X=2, Y=2), checked, on cpu\n" in message
+        assert "\n  rank 1: Mesh(X=2, Y=2), unchecked, on cpu\n" in message
+        assert "\n  rank 3: Mesh(X=4), checked, on cpu\n" in message
+
+
+def files_while_meshes_are_made(mesh):
+    seen = []
+    for _ in range(5):
+        Mesh(mesh.sizes, checked=True)
+        dist.barrier()
+        seen += [path.name for path in Path("/dev/shm").glob(f"ranks-{os.getpid()}-*")]
+        dist.barrier()
+    return seen
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="pages lie elsewhere")
+def test_shared_memory_leaves_no_file(ranks):
+    assert ranks(files_while_meshes_are_made, {"X": 2}) == [[], []]
 
 
 def timeouts(mesh):

@@ -1,54 +1,112 @@
 """The checked mode: the ranks of a group compare what they are about to do before they do it.
 
-Ranks that call different collectives hang, abort, or get wrong numbers without an error, depending on the backend.
+Ranks that call different collectives hang, abort, or get wrong numbers without an error, depending on the backend. On
+one machine they meet in shared memory (`scaling.mesh.page`), which takes a few microseconds beyond waiting for the last
+of them; across machines each sends its call to the others, which can take as long as a small collective.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
 
+from scaling.collectives.torch_private import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
+from scaling.mesh.page import CIRCLE, DIGEST, ENDED, LATE, LENGTH, Call, NotMet, meeting
 from scaling.spec import ShardingError
 
-DIGEST, LENGTH = 16, 400  # bytes that the ranks compare: a digest of the whole call, and its beginning to be shown
+RULE = "all ranks of a group run the same lines in the same order, on shards of one shape and dtype"
 
 
 def agree(group: Group, call: str, x: torch.Tensor) -> None:
     """ShardingError on every rank of the group unless all make the same call on the same local shape and dtype."""
-    if group.pg is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return  # a tracer records the call, it does not make it
-    text = f"{call} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}".encode()
-    text = blake2b(text, digest_size=DIGEST).digest() + text[:LENGTH].ljust(LENGTH)
-    device = "cpu" if group.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    all_calls = torch.empty(group.size, len(text), dtype=torch.uint8, device=device)
-    dist.all_gather(list(all_calls), mine, group=group.pg)
-    if bool((all_calls == mine).all()):
-        return
-    by_call: dict[bytes, list[int]] = {}
-    for rank, said in zip(group.ranks, all_calls.tolist(), strict=True):
-        by_call.setdefault(bytes(said), []).append(rank)
-    lines = ""
-    for said, ranks in by_call.items():
-        who = f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}"
-        lines += f"  {who}: {said[DIGEST:].decode(errors='replace').strip()}\n"
-    raise ShardingError(
-        f"the ranks along {', '.join(group.axes)} do not make the same call\n{lines}"
-        f"  rule: all ranks of a group run the same lines in the same order, on shards of one shape and dtype"
-    )
+    if group.pg is not None and not torch.compiler.is_compiling():
+        _compare(group.checked, group.name, group.axes, _call(call, x.shape, x.dtype, ""))
 
 
-def agree_on(op, x: torch.Tensor) -> None:
-    """The same for an `Op`, if its mesh is checked; also for one that autograd runs in a backward."""
-    if not op.checked or op.size == 1 or op.kind in ("Slice", "Pad"):
+def agree_on(op, x: torch.Tensor, traced: bool = False) -> None:
+    """The same for an `Op`, if its mesh is checked; also for one that autograd runs in a backward.
+
+    `traced`: it runs as torch.func, autograd and tensor modes see through it, which can send other messages than the op
+    does alone: so all ranks run it in one of these ways.
+    """
+    if not op.checked or op.size == 1 or op.kind in ("Slice", "Pad") or torch.compiler.is_compiling():
         return
-    pg, call = dist.distributed_c10d._resolve_process_group(op.group), f"{op.kind} {op.line}"
+    how = f"under {', '.join(mode_names())}" if modes() else "differentiated" if traced else ""
+    _compare(op.checked, op.group, op.axes, _call_of(op, x.shape, x.dtype, how))
+
+
+@lru_cache(maxsize=4096)
+def _call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Call:
+    call = f"{op.kind} {op.line}"
     if op.kind == "CollectivePermute":
         call += f" by {op.pairs}"
     if op.root is not None:
         call += f" with root {op.root}"
     if op.by != "sum":
         call += f" by {op.by}"
-    ranks = tuple(dist.get_process_group_ranks(pg))
-    agree(Group(op.axes, op.size, op.index, op.backend, ranks=ranks, pg=pg), call, x)
+    return _call(call, shape, dtype, how)
+
+
+@lru_cache(maxsize=4096)
+def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Call:
+    """What is compared is a digest of it all, and what is shown begins with how; of that only whether it is traced."""
+    text = f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+    return Call.of(blake2b(f"{bool(how)} {text}".encode(), digest_size=DIGEST).digest(), f"{how}\n{text}")
+
+
+def _compare(place: str, group: str, axes: Sequence[str], call: Call) -> None:
+    held = meeting(place)
+    try:
+        said = held.meet(call) if held is not None else _exchange(process_group(group), call)
+    except NotMet as error:
+        lines = "".join(f"  {_waits(*each, error.why)}\n" for each in error.waits) + f"  rule: {RULE}"
+        if error.why == LATE:
+            raise TimeoutError(
+                f"Timed out: not all ranks have come within {held.timeout:g} s\n{lines}\n"
+                f"  fix: look where the others are; where that is meant to take so long, pass a longer timeout"
+            ) from None
+        what = "the ranks wait for each other, each in another call" if error.why == CIRCLE else "a rank has ended"
+        raise ShardingError(f"{what}\n{lines}") from None
+    if said is not None:
+        ranks = held.ranks if held is not None else dist.get_process_group_ranks(process_group(group))
+        raise ShardingError(f"the ranks along {', '.join(axes)} do not make the same call\n{_by_call(ranks, said)}")
+
+
+def _waits(rank: int, call: str | None, missing: Sequence[int], why: str) -> str:
+    if call is None:
+        return f"rank {rank}: {'has ended' if why == ENDED else 'has not come, and waits in no other call'}"
+    who = f"ranks {[*missing]}" if len(missing) > 1 else f"rank {missing[0]}" if missing else "nobody any more"
+    return f"rank {rank}: {_shown(call, False)}, waits for {who}"
+
+
+def _shown(said: str, with_how: bool) -> str:
+    how, _, text = said.partition("\n")
+    return f"{text}, {how}" if how and with_how else text
+
+
+def _by_call(ranks: Sequence[int], said: Sequence[str]) -> str:
+    """Who makes which call; and how, where that is what they differ in."""
+    with_how, callers = len({_shown(each, False) for each in said}) == 1, {}
+    for rank, each in zip(ranks, said, strict=True):
+        callers.setdefault(_shown(each, with_how), []).append(rank)
+    lines = ""
+    for call, who in callers.items():
+        lines += f"  {f'ranks {who}' if len(who) > 1 else f'rank {who[0]}'}: {call}\n"
+    return f"{lines}  rule: {RULE}" + (", and differentiate it alike" if with_how else "")
+
+
+def _exchange(pg: dist.ProcessGroup, call: Call) -> list[str] | None:
+    """As `Meeting.meet`, by messages: None if all members make the same call, else what each said."""
+    device = "cpu" if dist.get_backend(pg) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    with without_modes():  # which would take this for the program's
+        mine = torch.frombuffer(bytearray((call.digest + call.text).ljust(DIGEST + LENGTH)), dtype=torch.uint8).to(
+            device
+        )
+        calls = torch.empty(dist.get_world_size(pg), len(mine), dtype=torch.uint8, device=device)
+        dist.all_gather(list(calls), mine, group=pg)
+        if bool((calls[:, :DIGEST] == mine[:DIGEST]).all()):
+            return None
+        return [Call(each[:DIGEST], each[DIGEST:]).said for each in map(bytes, calls.tolist())]

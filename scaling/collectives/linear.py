@@ -57,7 +57,7 @@ def register() -> None:
 def run(x: Tensor, op: Op) -> Tensor:
     if type(x) not in PLAIN:
         return traceable(x, op)  # a tracer's: nothing runs
-    agree_on(op, x)
+    agree_on(op, x, traced=True)
     seen = record(event(op, x)) if active() else None
     result = traceable(x, op)
     if seen is not None:

@@ -23,6 +23,11 @@ for _op in (
 
 in_transform = torch._C._functorch.peek_interpreter_stack  # not None inside a transform of torch.func
 modes = torch._C._len_torch_dispatch_stack  # the number of tensor modes that are on: FakeTensorMode, FlopCounterMode
+without_modes = torch.utils._python_dispatch._disable_current_modes  # a context in which they are off
+
+
+def mode_names() -> list[str]:
+    return [type(mode).__name__.lstrip("_") for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
 
 
 def constant(fn: Callable) -> Callable:

@@ -25,6 +25,8 @@ from scaling.launch.watch import CLOSED, Rank, RankError, watch
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, join_world
 from scaling.spec import ShardingError
 
+WAIT = 5.0  # seconds that torchrun gets for ending a rank which has nothing new to say
+
 
 def run(
     fn: Callable,
@@ -90,16 +92,19 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
             sys.exit(130)
     keep_freed_memory()
     torch.set_num_threads(options.pop("threads", 1))
-    return _as_rank(lambda: fn(Mesh(sizes, device, checked, **options), *args))
+    return _as_rank(fn, sizes, args, device, checked, **options)
 
 
 @record  # so that torchrun's report holds the traceback
-def _as_rank(main: Callable):
+def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked: bool, **options):
     try:
-        result = main()
-    except RuntimeError as error:
-        if CLOSED in str(error):  # another rank has failed: let torchrun see that one first, and end this one
-            time.sleep(2)
+        mesh = Mesh(sizes, device, checked, **options)
+        result = fn(mesh, *args)
+        end_alike(mesh)
+    except Exception as error:
+        alike = isinstance(error, ShardingError) and os.environ["RANK"] != "0"  # mostly all ranks have this to say
+        if alike or CLOSED in str(error):  # by another rank's end: torchrun is to see that one, and to end this one
+            time.sleep(WAIT)
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -148,8 +153,13 @@ def _work(
     join_world(device, timeout, store, rank, world)
     mesh = Mesh(sizes, device, checked, timeout)
     result = pickle.dumps(fn(mesh, *args))
-    if checked:  # a rank that is through, while others still call collectives, disagrees with them as well
-        agree(mesh.group(tuple(sizes)), "the end of the run", torch.empty(0))
+    end_alike(mesh)
     voice.result(result)
     dist.barrier()  # nobody leaves while another one may still need it
     dist.destroy_process_group()
+
+
+def end_alike(mesh: Mesh) -> None:
+    """A rank that is through, while others still call collectives, disagrees with them as well."""
+    if mesh.checked and mesh.size() > 1:
+        agree(mesh.group(tuple(mesh.sizes)), "the end of the run", torch.empty(0))

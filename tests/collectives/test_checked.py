@@ -1,11 +1,15 @@
 """The checked mode: ranks that are about to make different calls raise, all of them, and are told who calls what."""
 
+import os
+import time
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import collectives as c
-from scaling.collectives.checked import LENGTH
-from scaling.mesh import Mesh
+from scaling.mesh import Mesh, page
+from scaling.mesh.page import LENGTH
 from scaling.spec import ShardingError
 
 MESH = {"X": 2, "Y": 2}
@@ -108,6 +112,176 @@ def test_a_backward_that_differs_between_ranks(ranks):
     for message in ranks(backwards, {"X": 2}):
         assert "\n  rank 0: ReduceScatter dA[I] {U_X} -> dA[I_X] of (4,) float32\n" in message
         assert "\n  rank 1: AllReduce N[] {U_X} -> N[] of () float32\n" in message
+
+
+def counted(f, x):
+    with FlopCounterMode(display=False):
+        return f(x)
+
+
+def with_grad(f, x):
+    return f(x.requires_grad_())
+
+
+def under_no_grad(f, x):
+    with torch.no_grad():
+        return f(x.requires_grad_())
+
+
+def under_grad(f, x):
+    return torch.func.vjp(f, x)[0]
+
+
+# (what rank 0 does, what rank 1 does) with one line on shards of one shape -> how, in words
+PATHS = {
+    "requires_grad": (lambda f, x: f(x), with_grad, ["", ", differentiated"]),
+    "no_grad": (with_grad, under_no_grad, [", differentiated", ""]),
+    "a mode": (counted, lambda f, x: f(x), [", under FlopCounterMode", ""]),
+    "torch.func": (lambda f, x: f(x), under_grad, ["", ", differentiated"]),
+}
+
+
+def go_two_ways(mesh, what):
+    with pytest.raises(ShardingError) as error:
+        PATHS[what][mesh.rank](lambda x: c.all_gather(GATHER, x, mesh), torch.zeros(2, 2))
+    after = c.all_gather(GATHER, torch.full((1, 1), mesh.rank + 1.0), mesh)
+    return str(error.value), after.flatten().tolist()
+
+
+@pytest.mark.parametrize("what", PATHS)
+def test_ranks_that_differentiate_or_observe_one_line_in_different_ways(ranks, what):
+    for message, after in ranks(go_two_ways, {"X": 2}, what):
+        for rank, how in enumerate(PATHS[what][2]):
+            assert f"\n  rank {rank}: AllGather {GATHER} of (2, 2) float32{how}\n" in message
+        assert after == [1.0, 2.0]
+
+
+def one_way(mesh):
+    x = torch.full((1, 2), mesh.rank + 1.0)
+    ways = [*(side for first, second, _ in PATHS.values() for side in (first, second)), counted]
+    results = [way(lambda x: c.all_gather(GATHER, x, mesh), x.clone()).detach() for way in ways]
+    with pytest.raises(ShardingError, match=r"rank 1: AllGather .* of \(3, 2\) float32\n"):
+        counted(lambda x: c.all_gather(GATHER, x, mesh), torch.zeros(2 + mesh.rank, 2))
+    return results
+
+
+def test_ranks_that_go_one_way_agree_and_what_is_observed_is_compared_too(ranks):
+    for results in ranks(one_way, {"X": 2}):
+        assert all(torch.equal(result, torch.tensor([[1.0, 1.0], [2.0, 2.0]])) for result in results)
+
+
+def across(mesh):
+    """Each rank waits for another one, in a circle: 0 along Y for 1, 1 along X for 3, 3 along Y for 2, 2 for 0."""
+    axis = "Y" if mesh.coord["X"] == mesh.coord["Y"] else "X"
+    with pytest.raises(ShardingError) as error:
+        c.all_reduce(f"A[] {{U_{axis}}} -> A[]", torch.ones(()), mesh)
+    return str(error.value), c.all_reduce("A[] {U_XY} -> A[]", torch.ones(()), mesh).item()
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups_are_told_so(ranks):
+    for message, after in ranks(across, MESH):
+        assert "the ranks wait for each other, each in another call\n" in message
+        for rank, axis, other in [(0, "Y", 1), (1, "X", 3), (2, "X", 0), (3, "Y", 2)]:
+            call = f"AllReduce A[] {{U_{axis}}} -> A[] of () float32"
+            assert f"\n  rank {rank}: {call}, waits for rank {other}\n" in message
+        assert after == 4.0
+
+
+def late(mesh):
+    hasty = Mesh(mesh.sizes, checked=True, timeout=1.0)
+    message = ""
+    if mesh.rank == 0:
+        with pytest.raises(TimeoutError) as error:
+            gather(hasty)
+        message = str(error.value)
+    c.all_reduce("A[] {U_X} -> A[]", torch.ones(()), mesh)
+    gather(hasty)  # the meeting that was not held is the next one
+    return message
+
+
+def test_who_does_not_come_in_time_is_named(ranks):
+    message, _ = ranks(late, {"X": 2})
+    assert message.startswith("Timed out: not all ranks have come within 1 s\n")
+    assert f"\n  rank 0: AllGather {GATHER} of (4, 2) float32, waits for rank 1\n" in message
+    assert "\n  rank 1: has not come, and waits in no other call\n" in message
+
+
+def gone(mesh):
+    """As under torchrun, where nobody else watches for ranks that end well but early."""
+    fresh, message = Mesh(mesh.sizes, checked=True, timeout=60), ""
+    if mesh.rank == 1:
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        page.meeting(fresh.group(("X",)).checked).page.set_pid(child)
+    else:
+        with pytest.raises(ShardingError) as error:
+            gather(fresh)
+        message = str(error.value)
+    c.all_reduce("A[] {U_X} -> A[]", torch.ones(()), mesh)
+    return message
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(ranks):
+    message, _ = ranks(gone, {"X": 2})
+    assert message.startswith("a rank has ended\n  rank 0: AllGather ")
+    assert "\n  rank 1: has ended\n" in message
+
+
+def waits_elsewhere(mesh):
+    hasty, message = Mesh(mesh.sizes, checked=True, timeout=1.0), ""
+    page.meeting(hasty.group(("Y",)).checked).timeout = 60.0
+    if mesh.rank == 0:
+        with pytest.raises(TimeoutError) as error:
+            c.all_reduce("A[] {U_X} -> A[]", torch.ones(()), hasty)
+        message = str(error.value)
+    if mesh.rank in (2, 3):
+        time.sleep(3.0 if mesh.rank == 3 else 0)
+        c.all_reduce("B[] {U_Y} -> B[]", torch.ones(()), hasty)
+    c.all_reduce("A[] {U_XY} -> A[]", torch.ones(()), mesh)
+    return message
+
+
+def test_of_who_does_not_come_it_is_told_where_he_waits(ranks):
+    message = ranks(waits_elsewhere, MESH)[0]
+    assert "\n  rank 2: AllReduce B[] {U_Y} -> B[] of () float32, waits for rank 3\n" in message
+
+
+def many(mesh):
+    held = page.meeting(mesh.group(("X",)).checked)
+    held.number = (held.number | 0xFFFF) - 4  # the same on all ranks: their calls were
+    sums = [c.all_reduce("A[] {U_X} -> A[]", torch.tensor(float(i)), mesh).item() for i in range(12)]
+    with pytest.raises(ShardingError):
+        gather(mesh, shape=(4 + mesh.rank, 2))
+    return sums
+
+
+def test_meetings_are_counted_on_past_what_two_bytes_hold(ranks):
+    for sums in ranks(many, {"X": 2}):
+        assert sums == [2.0 * i for i in range(12)]
+
+
+def by_messages(mesh, what):
+    """As between machines, where no memory is shared."""
+    kept, page._map = page._map, lambda *_: None
+    try:
+        apart = Mesh(mesh.sizes, checked=True, timeout=60)
+    finally:
+        page._map = kept
+    assert page.meeting(apart.group(("X",)).checked) is None
+    with pytest.raises(ShardingError) as error:
+        ODD_ONES[what][0](apart) if mesh.coord["X"] == 1 else gather(apart)
+    with pytest.raises(ShardingError, match=r"rank 0: .* float32\n  rank 1: .* float32, under FlopCounterMode"):
+        (counted if mesh.coord["X"] == 1 else under_no_grad)(lambda x: c.all_gather(GATHER, x, apart), torch.ones(1, 1))
+    return str(error.value), c.all_gather(GATHER, torch.full((1, 1), mesh.rank + 1.0), apart).flatten().tolist()
+
+
+@pytest.mark.parametrize("what", ["op", "shape", "permutation"])
+def test_ranks_that_share_no_memory_compare_by_messages(ranks, what):
+    for message, after in ranks(by_messages, {"X": 2}, what):
+        assert f"\n  rank 0: AllGather {GATHER} of (4, 2) float32\n" in message
+        assert f"\n  rank 1: {ODD_ONES[what][1]}\n" in message
+        assert after == [1.0, 2.0]
 
 
 def long_lines(mesh):

@@ -187,6 +187,21 @@ def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path):
     assert all_ended([int(path.name) for path in tmp_path.iterdir()], 0)
 
 
+def ends_early(mesh):
+    if mesh.rank:
+        all_reduce("A[] {U_Y} -> A[]", torch.ones(()), mesh)
+        all_reduce("A[] {U_X} -> A[]", torch.ones(()), mesh)
+
+
+def test_a_rank_that_ends_early_is_named_by_those_that_wait_in_other_groups():
+    began = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run(ends_early, {"X": 2, "Y": 2})
+    assert time.monotonic() - began < LIMIT
+    assert "the ranks wait for each other, each in another call\n  rank 0: the end of the run of" in str(error.value)
+    assert "\n  rank 1: AllReduce A[] {U_Y} -> A[] of () float32, waits for rank 0\n" in str(error.value)
+
+
 def test_a_rank_that_hangs_is_shown_where_it_is(tmp_path):
     def f(mesh):
         (tmp_path / str(os.getpid())).touch()

@@ -27,6 +27,10 @@ def main(mesh, how):
         time.sleep(60)
     if how == "raise" and mesh.rank == mesh.size() - 1:
         raise ValueError("boom")
+    if how == "leave" and mesh.rank == mesh.size() - 1:
+        sys.exit(0)
+    if how == "early" and mesh.rank == mesh.size() - 1:
+        return 0.0
     return all_reduce("A[] {{U_X}} -> A[]", torch.ones(()), mesh).item()
 
 if __name__ == "__main__":
@@ -130,6 +134,20 @@ def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script):
     cause = out.partition("Root Cause")[2]
     assert "rank      : 1 " in cause
     assert "ValueError: boom" in cause
+    assert all_ended(pids_in(out))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("early", "rank 1: the end of the run of"), ("leave", "rank 1: has ended\n")]
+)
+def test_torchrun_is_told_once_of_a_rank_that_ends_early(script, how, said):
+    process = script(how, "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    cause = out.partition("Root Cause")[2]
+    assert "rank 0: AllReduce A[] {U_X} -> A[] of () float32" in cause
+    assert said in cause
+    assert out.partition("=====")[0].count("[rank") == out.count("[rank0]: ") > 0  # one rank speaks
     assert all_ended(pids_in(out))
 
 

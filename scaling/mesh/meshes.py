@@ -1,4 +1,4 @@
-"""Meshes: devices arranged along named axes (Part 3, "A unified notation for sharding").
+"""The two kinds of meshes.
 
 `Mesh` is the one that runs: this process is one rank of it. `AbstractMesh` has only sizes: the same functions run on it
 with meta tensors, to plan for more devices than there are. Ranks are row-major: the last axis is the fastest.
@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
 
+from scaling.mesh.page import Meeting, Page, held, share
 from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError
 
@@ -22,7 +24,7 @@ TIMEOUT = 120.0  # seconds that a collective waits for the other ranks before it
 
 @dataclass(frozen=True)
 class Group:
-    """The devices that differ from this one only along some axes.
+    """This rank's process group along some mesh axes: the devices that differ from this one only along these.
 
     `index` is the block that this device holds of a dim split over the axes *in the order asked for*; member i of the
     process group holds block `order[i]`, where () means block i (process groups list their ranks ascending).
@@ -37,7 +39,7 @@ class Group:
     ranks: tuple[int, ...] = ()
     name: str = ""
     pg: "dist.ProcessGroup | None" = None
-    checked: bool = False  # the members compare what they are about to do (scaling.collectives.checked)
+    checked: str = ""  # the name under which the members compare what they are about to do; empty if they do not
 
     def block_of(self, member: int) -> int:
         return self.order[member] if self.order else member
@@ -96,12 +98,19 @@ class AbstractMesh:
             rank = rank * size + coord[axis]
         return rank
 
+    def coord_of(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank: `rank_at` the other way."""
+        coord = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, coord[axis] = divmod(rank, size)
+        return {axis: coord[axis] for axis in self.sizes}
+
     def size(self, axes: Sequence[str] | None = None) -> int:
         """The number of devices along `axes` together; of the whole mesh by default."""
         return math.prod(self.sizes[axis] for axis in (self.sizes if axes is None else axes))
 
     def group(self, axes: Sequence[str]) -> Group:
-        """The group over `axes`, in the order given: `("Y", "X")` has Y major. Made at first use, by all its ranks."""
+        """The group over `axes`, in the order given: `("Y", "X")` has Y major."""
         axes = tuple(axes)
         if axes not in self._groups:
             for axis in set(axes) - set(self.sizes):
@@ -137,34 +146,59 @@ class Mesh(AbstractMesh):
                 f"  fix: start {self.size()} ranks (scaling.launch.run, torchrun --nproc-per-node {self.size()}), "
                 f"or choose sizes whose product is {world}"
             )
-        for axis, size in reversed(self.sizes.items()):
-            rank, self.coord[axis] = divmod(rank, size)
+        self.coord = self.coord_of(rank)
+        self._process_groups: dict[tuple[str, ...], tuple[tuple[int, ...], dist.ProcessGroup, str]] = {}
+        if world > 1:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Make the process groups along all sets of axes, on all ranks alike: at their first use it might be that each
+        rank waits for others in another group. Of a checked mesh, also where the groups' members meet."""
+        axes = [axis for axis, size in self.sizes.items() if size > 1]
+        sets = [some for n in range(1, len(axes) + 1) for some in combinations(axes, n)]
+        mine = f"{self}, {'checked' if self.checked else 'unchecked'}, on {self.device.type}"
+        said, memory = [mine], None
+        if dist.get_backend() != "fake":  # torch's stand-in for a transport, of which this process is the only rank
+            said, memory = share(dist.group.WORLD, Page.nbytes(self.size(), len(sets)), self.checked, mine)
+        if len(set(said)) > 1:
+            lines = "".join(f"  rank {rank}: {each}\n" for rank, each in enumerate(said))
+            raise ShardingError(
+                f"the ranks do not make the same mesh\n{lines}  rule: a mesh is made by all ranks alike"
+            )
+        page = Page(memory, self.size(), self.rank) if memory is not None else None
+        for number, some in enumerate(sets):
+            members = [self.coord]  # in ascending order of rank: axes in the mesh's order
+            for axis in some:
+                members = [{**member, axis: i} for member in members for i in range(self.sizes[axis])]
+            ranks = tuple(self.rank_at(member) for member in members)
+            pg, checked = dist.group.WORLD, "by messages" if self.checked else ""
+            if len(ranks) < self.size():  # a group does not inherit the timeout of the world
+                pg = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout), use_local_synchronization=True)
+            if page is not None:
+                checked = held(Meeting(page, number, self._group_number(some), ranks, self.timeout))
+            self._process_groups[some] = ranks, pg, checked
+
+    def _group_number(self, axes: Sequence[str]) -> int:
+        """Which of the groups along these axes this rank is in, counted along the other axes."""
+        number = 0
+        for axis, size in self.sizes.items():
+            if axis not in axes:
+                number = number * size + self.coord[axis]
+        return number
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
         group = super()._make_group(axes)
         if group.size == 1:
             return group
-        members = [self.coord]  # in ascending order of rank: axes in the mesh's order
-        for axis in self.sizes:
-            if axis in axes:
-                members = [{**member, axis: i} for member in members for i in range(self.sizes[axis])]
-        ranks = [self.rank_at(member) for member in members]
+        ranks, pg, checked = self._process_groups[tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)]
         order = []
-        for member in members:
-            block = 0
+        for rank in ranks:
+            member, block = self.coord_of(rank), 0
             for axis in axes:
                 block = block * self.sizes[axis] + member[axis]
             order.append(block)
-        same = tuple(axis for axis in self.sizes if axis in axes)
-        if same != axes:
-            pg = self.group(same).pg  # another order of the same axes: the same process group
-        elif len(ranks) == dist.get_world_size():
-            pg = dist.group.WORLD
-        else:  # a group does not inherit the timeout of the world
-            pg = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout), use_local_synchronization=True)
         order = () if order == sorted(order) else tuple(order)
-        backend, ranks = dist.get_backend(pg), tuple(ranks)
-        return Group(axes, group.size, group.index, backend, order, ranks, pg.group_name, pg, self.checked)
+        return Group(axes, group.size, group.index, dist.get_backend(pg), order, ranks, pg.group_name, pg, checked)
 
     @property
     def device_mesh(self):
