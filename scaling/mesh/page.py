@@ -46,8 +46,8 @@ class Call(NamedTuple):
 
 
 class NotMet(Exception):
-    """A meeting was not held in time, or never will be. Why; and (rank, its call or None if it is in none, the ranks that
-    it waits for) of all that have to do with it."""
+    """A meeting was not held in time, or never will be: why; and of each rank that has to do with it (the rank, its
+    call or None, the ranks that it waits for)."""
 
     def __init__(self, why: str, waits: list[tuple[int, str | None, list[int]]]):
         super().__init__(why, waits)
