@@ -79,7 +79,8 @@ def operand_bytes(dtypes) -> tuple[float, float, float]:
     three = tuple(dtypes) if isinstance(dtypes, (tuple, list)) else (dtypes,) * 3
     if len(three) != 3:
         raise ValueError(f"dtypes = {dtypes!r}: one dtype, or three (activations, weights, output)")
-    return tuple(dtype_bytes(dtype) for dtype in three)
+    a, w, o = (dtype_bytes(dtype) for dtype in three)
+    return a, w, o
 
 
 def matmul(B: float, D: float, F: float, C: float, W: float, dtypes="bf16", exact_flops: bool = False) -> Roofline:
@@ -103,6 +104,7 @@ def critical_batch(C: float, W: float, D: float | None = None, F: float | None =
     if D is None and F is None:
         return w * C / (2 * W)
     positive(D=D, F=F)
+    assert D is not None and F is not None
     slope = 2 * D * F * W / C - a * D - o * F
     return w * D * F / slope if slope > 0 else float("inf")
 
