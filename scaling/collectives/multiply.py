@@ -6,11 +6,7 @@ under the rules, checked once a line, of `scaling.algebra.contraction`.
 
 from collections.abc import Callable, Sequence
 from math import prod
-<<<<<<< HEAD
-from typing import NamedTuple
-=======
-from typing import Any, Literal, NoReturn, overload
->>>>>>> 6397f9f (Types that a checker follows: overloads where async_op changes the result; schedules, tree, trace, show)
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -26,19 +22,13 @@ from scaling.collectives.torch_private import constant
 from scaling.spec import Line, ShardingError, Spec
 
 
-<<<<<<< HEAD
+@overload
+def einsum(
+    line: str, a, b=None, *, out: Tensor | None = ..., add: bool = ..., defer: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def einsum(line: str, a, b=None, *, out: Tensor | None = ..., add: bool = ..., defer: Literal[True]) -> Deferred: ...
 def einsum(line: str, a, b=None, *, out: Tensor | None = None, add: bool = False, defer: bool = False):
-=======
-@overload
-def einsum(
-    line: str, a, b=None, out: torch.Tensor | None = ..., add: bool = ..., defer: Literal[False] = ...
-) -> torch.Tensor: ...
-@overload
-def einsum(
-    line: str, a, b=None, out: torch.Tensor | None = ..., add: bool = ..., *, defer: Literal[True]
-) -> Deferred: ...
-def einsum(line: str, a, b=None, out: torch.Tensor | None = None, add: bool = False, defer: bool = False):
->>>>>>> 6397f9f (Types that a checker follows: overloads where async_op changes the result; schedules, tree, trace, show)
     """The product (or, of one operand, the sum and transpose) that the line says, of this rank's shards.
 
     Dims are matched by name, as letters are in torch.einsum: those absent from the result are summed over. `out`: a
@@ -49,13 +39,8 @@ def einsum(line: str, a, b=None, out: torch.Tensor | None = None, add: bool = Fa
     `Deferred` product, computed when it is waited for. Raises ShardingError if the line breaks a rule of Part 3, or if
     the operands' shapes or the buffer do not fit.
     """
-<<<<<<< HEAD
     if not (isinstance(a, Tensor) and (b is None or isinstance(b, Tensor))):
         a, b = wait(a), wait(b)
-=======
-    a, b = wait(a), wait(b)
-    result: Any
->>>>>>> 6397f9f (Types that a checker follows: overloads where async_op changes the result; schedules, tree, trace, show)
     if torch.compiler.is_compiling():
         return Deferred(einsum, line, a, b) if defer else _compiled(line, a, b, out, add)
     product = _products.get(line)
@@ -155,7 +140,6 @@ _products: dict[str, Kernel] = {}
 def compile_product(text: str) -> Kernel:
     """Check a line by the rules and choose how to run it: one matrix product where that needs no copy of an operand."""
     line = check_product(text)
-<<<<<<< HEAD
     a, b = line.operands if len(line.operands) == 2 else (*line.operands, None)
     shared = tuple((a.index(dim), b.index(dim)) for dim in a.dim_names if b and dim in b.dim_names)
     numbers = tuple(
@@ -163,20 +147,6 @@ def compile_product(text: str) -> Kernel:
         for operand, spec in enumerate(line.operands)
         for i, (dim, axes) in enumerate(spec.dims)
         if dim.isdigit()
-=======
-    if len(line.operands) == 1:
-        equation = _equation(line)
-        return Kernel(line, (), (len(line.operands[0].dims), None), lambda a, _: torch.einsum(equation, a))
-    a, b = line.operands
-    shared = tuple((a.index(dim), b.index(dim), dim) for dim in a.dim_names if dim in b.dim_names)
-    return Kernel(line, shared, (len(a.dims), len(b.dims)), *(_matmul(a, b, line.result) or (_general(line),)))
-
-
-def _refuse_shapes(product: Kernel, a, b, dim: str | None) -> NoReturn:
-    shapes = [tuple(x.shape) for x in (a, b) if x is not None]
-    what = (
-        "the operands do not have the dims of their types" if dim is None else f"they differ in the size of dim {dim}"
->>>>>>> 6397f9f (Types that a checker follows: overloads where async_op changes the result; schedules, tree, trace, show)
     )
     result = tuple((0, a.index(d)) if d in a.dim_names else (1, b.index(d)) for d in line.result.dim_names)
     shapes = Shapes(len(a.dims), None if b is None else len(b.dims), shared, numbers)

@@ -104,9 +104,9 @@ def critical_batch(C: float, W: float, D: float | None = None, F: float | None =
     if D is None and F is None:
         return w * C / (2 * W)
     positive(D=D, F=F)
-    assert D is not None and F is not None
-    slope = 2 * D * F * W / C - a * D - o * F
-    return w * D * F / slope if slope > 0 else float("inf")
+    depth, width = float(D or 0), float(F or 0)
+    slope = 2 * depth * width * W / C - a * depth - o * width
+    return w * depth * width / slope if slope > 0 else float("inf")
 
 
 def tiled_matmul(m: int, k: int, n: int, tiles: tuple[int, int, int], C: float, W: float, dtype="bf16") -> Roofline:
