@@ -12,6 +12,7 @@ that of the sum over the size; of a maximum or minimum it is shared equally amon
 torch.amax shares it, and takes one more AllReduce.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
@@ -29,12 +30,21 @@ from scaling.spec import ShardingError, Spec, parse, parse_line
 
 
 class Pending:
-    """A collective under way. `wait()` returns its result; until then its operand must not be changed."""
+    """A collective under way. `wait()` returns its result; until then its operand must not be changed.
 
-    __slots__ = ("event", "finish", "result", "work")
+    One that is dropped without `wait()` is named in a warning; `call` is what it is called by.
+    """
 
-    def __init__(self, work, finish, event=None):
-        self.work, self.finish, self.event, self.result = work, finish, event, None
+    __slots__ = ("call", "event", "finish", "result", "work")
+
+    def __init__(self, work, finish, event=None, call=None):
+        self.work, self.finish, self.event, self.call, self.result = work, finish, event, call, None
+
+    def __del__(self):
+        if self.finish is not None and self.call is not None:
+            _dropped.append(self.work)
+            what = f"{self.call}\n  its Pending was dropped without wait(), so that nobody has the result"
+            warnings.warn(f"{what}\n  fix: call .wait(), or leave async_op=True out", RuntimeWarning, stacklevel=2)
 
     def wait(self) -> Tensor:
         if self.finish is not None:
@@ -44,6 +54,9 @@ class Pending:
             if self.event is not None:
                 self.event.end = trace.now()
         return self.result
+
+
+_dropped: list = []  # the other ranks wait for what is under way: its buffers must not be freed
 
 
 def wait(x) -> Any:
@@ -211,7 +224,7 @@ def _run(step: Step, x: Tensor, mesh, async_op: bool, out: Tensor | None = None)
     work, make = start(x, op, step.group, out)
     if out is not None or step.mean:
         make = _finish(make, step, out)
-    pending = Pending(work, make, seen)
+    pending = Pending(work, make, seen, step)
     return pending if async_op else pending.wait()
 
 
