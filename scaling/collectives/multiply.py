@@ -18,7 +18,7 @@ from scaling.collectives.calls import wait
 from scaling.collectives.deferred import Deferred
 from scaling.collectives.linear import differentiated
 from scaling.collectives.mkl import matmul, matmul_into
-from scaling.collectives.torch_private import constant
+from scaling.collectives.torch_private import constant, lazy_clone
 from scaling.spec import Line, ShardingError, Spec
 
 
@@ -260,7 +260,7 @@ def _general(line: Line) -> Callable:
     if len(line.operands) == 2:
         return lambda a, b: torch.einsum(equation, a, b)
     if _is_view(line):
-        return lambda a, _: torch.einsum(equation, a).clone()
+        return lambda a, _: lazy_clone(torch.einsum(equation, a))
     return lambda a, _: torch.einsum(equation, a)
 
 
