@@ -3,9 +3,9 @@
 Nothing relies on a transport's buffering: a send only keeps its tensor alive until it is through, and a receive is
 posted some messages before it is needed, so that one is always under way. Between two ranks, tensors of one kind are
 received in the order in which they were sent, which `scaling.schedules.simulator` checks.
-All messages of a run are alike: each stage holds what it sends against `like`, and before its first message to another
-it reads a note of that one's, what it is going to receive. So no buffer is filled in part.
-- gloo matches messages by their tag, over the group of the pipeline axis.
+All messages of a run are alike: each stage holds what it sends against `like`. Before the first message of a kind to
+another it reads a note of that one's: what it expects. So no buffer is filled in part.
+- gloo matches messages by their tag, over the group of the pipeline axis; what is of another shape has other tags.
 - NCCL knows no tags, and what is queued on one communicator runs in order: a posted receive would hold up the send
   behind it. So each direction and kind has a communicator of two ranks to itself.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from scaling import trace
 from scaling.collectives.buffers import refuse
 from scaling.collectives.kinds import as_carried
-from scaling.collectives.messages import announcement, refuse_message
+from scaling.collectives.messages import announcement, data_tag, refuse_message
 from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
 from scaling.schedules.schedule import Schedule
 from scaling.spec import parse
@@ -35,13 +35,14 @@ class Channels:
         pairs = self.group.backend == "nccl" if pairs is None else pairs
         self.pairs = pair_groups(mesh, axis, schedule) if pairs and not self.abstract else None
         self.sends: list = []
-        self.noted: set[tuple] = set()  # the channels of which the receiver's note has been read
         self.posted: dict = {}
         self.to_post: dict[tuple, list] = {}
         for step in reversed(schedule[mesh.coord[axis]]):
             if isinstance(step, RECVS):
                 self.to_post.setdefault((type(step), step.peer), []).append(step)
-        self.note = None if self.abstract else announcement(self.spec, like, like.device)
+        self.note = announcement(self.spec, like, "cpu")
+        self.kind, self.tag = bytes(self.note.tolist()), data_tag(self.note)
+        self.noted: set[tuple] = mesh.lines.setdefault(("pipeline notes", axis), set())  # (kind of message, channel)
         for channel in sorted(self.to_post, key=lambda channel: (channel[0].__name__, channel[1])):
             self.send_note(self.to_post[channel][-1])
             for _ in range(AHEAD):
@@ -88,19 +89,26 @@ class Channels:
             refuse(f"{type(step).__name__} {self.spec}", what, rule, "convert In, or the stage's result (autocast?)")
 
     def send_note(self, step) -> None:
-        """Tell the sender of a channel what is going to be received."""
-        if not self.abstract:
-            self.sends.append((dist.isend(self.note, **self.route(step, receive=True, note=True)), self.note))
+        """Tell the sender of a channel, once, what is going to be received."""
+        if self.is_new(step):
+            note = self.note.to(self.like.device)
+            self.sends.append((dist.isend(note, **self.route(step, receive=True, note=True)), note))
 
     def read_note(self, step) -> None:
         """Before the first message on a channel: compare what it is with what its receiver wrote."""
-        channel = (type(step), step.peer)
-        if channel not in self.noted:
-            self.noted.add(channel)
-            note = torch.empty_like(self.note)
+        if self.is_new(step):
+            note = self.note.to(self.like.device, copy=True)
             dist.irecv(note, **self.route(step, receive=False, note=True)).wait()
-            if not torch.equal(note, self.note):
+            if not torch.equal(note.cpu(), self.note):
                 refuse_message(self.spec, self.note, note, "this rank sends", f"rank {step.peer} expects")
+
+    def is_new(self, step) -> bool:
+        """Whether this channel has not been used for such messages before."""
+        channel = self.kind, type(step), step.peer
+        if self.abstract or channel in self.noted:
+            return False
+        self.noted.add(channel)
+        return True
 
     def finish(self) -> None:
         """Wait until everything that was sent is through."""
@@ -114,9 +122,8 @@ class Channels:
         end = "group_src" if receive is not note else "group_dst"
         if self.pairs is None:
             message = step.stage * self.schedule.microbatches + step.microbatch
-            if note:
-                message = self.schedule.virtual_stages * self.schedule.microbatches
-            return {"group": self.group.pg, end: self.group.member_of(step.peer), "tag": 2 * message + activation}
+            tag = activation if note else self.tag + 2 * message + activation
+            return {"group": self.group.pg, end: self.group.member_of(step.peer), "tag": tag}
         me = self.group.index
         ends = (step.peer, me) if receive else (me, step.peer)
         return {"group": self.pairs[(activation, *ends)], end: int(step.peer > me)}
