@@ -10,7 +10,7 @@ from torch.func import jvp, vjp, vmap
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 from scaling.strategies import context
-from scaling.strategies.context import block, kernels
+from scaling.strategies.context import block, kernels, tiles
 from scaling.strategies.context.compare import costs, table
 from scaling.trace import trace
 
@@ -120,7 +120,7 @@ def test_ulysses_inside_a_ring(ranks, mesh):
 
 def test_tiles_and_kernels(monkeypatch):
     """Tiles smaller than a chunk, and the kernel in matmuls, change nothing."""
-    monkeypatch.setattr(block, "TILE", 5)
+    monkeypatch.setattr(tiles, "TILE", 5)
     mesh = Mesh({"C": 1})
     assert max(errors(mesh, "ring", "C", "G=2", PACKED)) < 1e-11
     monkeypatch.setattr(block, "kernel", lambda device: kernels.written)
@@ -160,7 +160,7 @@ def test_what_was_seen_of_nothing_merges():
     q, k, v, hidden = torch.randn(1, 1, 2, 3, 4), *torch.randn(2, 1, 1, 1, 5, 4), torch.rand(3, 5) < 0.4
     hidden[1] = True
     for kernel in (kernels.fused, kernels.written):
-        O, lse = kernel.forward(q, k, v, hidden, False, 0.5)
+        O, lse = kernel.forward(q, k, v, hidden, 0.5)
         assert not O[..., 1, :].any()
         assert lse[..., 1].isneginf().all()
         assert lse[..., 0].isfinite().all()

@@ -8,7 +8,6 @@ computed. Results are float32 or wider; `merge` joins those of different keys, w
 
 import math
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -17,9 +16,7 @@ import torch
 from scaling import trace
 from scaling.spec import parse
 from scaling.strategies.context.kernels import fused, tangent, written
-from scaling.strategies.context.layout import Mask, Ranges
-
-TILE = 512  # queries, and keys, that are computed at a time: no more than TILE^2 scores a head exist
+from scaling.strategies.context.tiles import Block, Piece
 
 
 class Seen(NamedTuple):
@@ -43,115 +40,76 @@ def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-class Block(NamedTuple):
-    """Queries at the positions `rows` meet keys at `columns`. `segments`: None, or (of the queries [B, T], of the keys
-    [B, S]): a query sees keys of its own segment alone. `queries`, `keys`: their types, for the trace."""
-
-    rows: Ranges
-    columns: Ranges
-    mask: Mask
-    scale: float
-    segments: tuple[torch.Tensor, torch.Tensor] | None = None
-    queries: str = "[B, T, N, H]"
-    keys: str = "[2, B, S, K, H]"
-
-    @property
-    def empty(self) -> bool:
-        return not self.mask.pairs(self.rows, self.columns)
-
-    def tiles(self, device) -> Iterator[tuple[slice, slice, torch.Tensor | None, bool]]:
-        """(queries, keys, what is hidden, whether that is the causal triangle and nothing else) of each tile seen."""
-        for i, r in _cut(self.rows):
-            for j, c in _cut(self.columns):
-                if not self.mask.pairs((r,), (c,)):
-                    continue
-                hidden = self.mask.hidden(r, c, device)
-                diagonal = hidden is not None and r == c and self.mask == (True, None) and self.segments is None
-                if self.segments is not None:
-                    of_queries, of_keys = self.segments[0][:, i, None], self.segments[1][:, None, j]
-                    other = (of_queries != of_keys)[:, None, None]
-                    hidden = other if hidden is None else other | hidden
-                yield i, j, hidden, diagonal
-
-    @contextmanager
-    def traced(self, line: str, Q: torch.Tensor, matmuls: int):
-        """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
-        if not trace.active():
-            yield
-            return
-        after, *before = (
-            parse(name + (self.keys if "KV" in name else self.queries)) for name in re.findall(r"\w+", line)
-        )
-        flops = 2 * matmuls * Q.shape[0] * Q.shape[2] * Q.shape[3] * self.mask.pairs(self.rows, self.columns)
-        event = trace.record(trace.Event("Einsum", (), tuple(before), after, flops=flops, start=trace.now()))
+@contextmanager
+def traced(line: str, Q: torch.Tensor, block: Block, matmuls: int):
+    """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
+    if not trace.active():
         yield
-        event.end = trace.now()
-
-
-def _cut(ranges: Ranges) -> Iterator[tuple[slice, range]]:
-    """(place in the local array, positions) of at most TILE tokens each."""
-    at = 0
-    for chunk in ranges:
-        for start in range(0, len(chunk), TILE):
-            part = chunk[start : start + TILE]
-            yield slice(at, at + len(part)), part
-            at += len(part)
+        return
+    names = re.findall(r"\w+", line)
+    after, *before = (parse(name + (block.keys if "KV" in name else block.queries)) for name in names)
+    flops = 2 * matmuls * Q.shape[0] * Q.shape[2] * Q.shape[3] * block.pairs
+    event = trace.record(trace.Event("Einsum", (), tuple(before), after, flops=flops, start=trace.now()))
+    yield
+    event.end = trace.now()
 
 
 def forward(Q, KV, block: Block) -> Seen | None:
     """What the queries see of these keys; None if the mask hides them all."""
-    if block.empty:
+    if not block.pairs:
         return None
-    with block.traced("O = Q * KV", Q, matmuls=2):
+    with traced("O = Q * KV", Q, block, matmuls=2):
         if Q.is_meta:
             O = torch.empty_like(Q, dtype=_wide(Q.dtype))
             return Seen(O, O[..., 0])
         q, k, v = _heads_of_keys(KV, Q, *KV)
-        seen: dict[int, Seen] = {}
-        for i, j, hidden, diagonal in block.tiles(Q.device):
-            tile = kernel(Q.device).forward(_at(i, q), _at(j, k), _at(j, v), hidden, diagonal, block.scale)
+        (rows, _), seen = block.pieces(), {}
+        for i, j, hidden in block.tiles(Q.device):
+            tile = kernel(Q.device).forward(_at(i, q), _at(j, k), _at(j, v), hidden, block.scale)
             seen[i.start] = merge(seen.get(i.start), Seen(*tile))
-        O = _joined({i: each.O for i, each in seen.items()}, q, block.rows)
-        lse = _joined({i: each.lse for i, each in seen.items()}, q[..., 0], block.rows, empty=-math.inf)
+        O = _joined({i: each.O for i, each in seen.items()}, q, rows)
+        lse = _joined({i: each.lse for i, each in seen.items()}, q[..., 0], rows, empty=-math.inf)
         return Seen(*_heads(O, lse))
 
 
 def backward(dO, O, lse, Q, KV, block: Block):
     """(dQ, dKV) through this block, or Nones. O and lse are those of all the keys, of this block and the others."""
-    if block.empty:
+    if not block.pairs:
         return None, None
-    with block.traced("dQ = dO * KV", Q, matmuls=5):
+    with traced("dQ = dO * KV", Q, block, matmuls=5):
         if Q.is_meta:
             return tuple(torch.empty_like(x, dtype=_wide(x.dtype)) for x in (Q, KV))
         dO, O, lse, q, k, v = _heads_of_keys(KV, dO, O, lse, Q, *KV)
+        rows, columns = block.pieces()
         dq, dk, dv = sums = {}, {}, {}
-        for i, j, hidden, diagonal in block.tiles(Q.device):
+        for i, j, hidden in block.tiles(Q.device):
             operands = _at(i, dO), _at(i, q), _at(j, k), _at(j, v), _at(i, O), _at(i, lse)
-            tile = kernel(Q.device).backward(*operands, hidden, diagonal, block.scale)
+            tile = kernel(Q.device).backward(*operands, hidden, block.scale)
             for each, at, part in zip(sums, (i, j, j), tile, strict=True):
                 each[at.start] = add(each.get(at.start), part)
-        dq = _joined(dq, q, block.rows)
-        dk, dv = (_joined(each, k, block.columns) for each in (dk, dv))
+        dq = _joined(dq, q, rows)
+        dk, dv = (_joined(each, k, columns) for each in (dk, dv))
         dQ, dK, dV = _heads(dq, dk, dv)
         return dQ, torch.stack([dK, dV])
 
 
 def jvp(tQ, tKV, lse, Q, KV, block: Block):
     """(A[B, T, N, H], m[B, T, N]) of this block, or Nones: summed over the blocks of all keys, tO = A - m O."""
-    if block.empty:
+    if not block.pairs:
         return None, None
-    with block.traced("tO = tQ * KV", Q, matmuls=5):
+    with traced("tO = tQ * KV", Q, block, matmuls=5):
         if Q.is_meta:
             A = torch.empty_like(Q, dtype=_wide(Q.dtype))
             return A, A[..., 0]
         tq, lse, q, tk, tv, k, v = _heads_of_keys(KV, tQ, lse, Q, *tKV, *KV)
+        rows, _ = block.pieces()
         A, m = sums = {}, {}
-        for i, j, hidden, _ in block.tiles(Q.device):
+        for i, j, hidden in block.tiles(Q.device):
             keys = (_at(j, x) for x in (tk, tv, k, v))
             tile = tangent(_at(i, tq), _at(i, q), _at(i, lse), *keys, hidden, block.scale)
             for each, part in zip(sums, tile, strict=True):
                 each[i.start] = add(each.get(i.start), part)
-        return _heads(_joined(A, q, block.rows), _joined(m, lse, block.rows))
+        return _heads(_joined(A, q, rows), _joined(m, lse, rows))
 
 
 def _at(places: slice, x: torch.Tensor) -> torch.Tensor:
@@ -159,12 +117,12 @@ def _at(places: slice, x: torch.Tensor) -> torch.Tensor:
     return x[:, :, :, places]
 
 
-def _joined(pieces: dict[int, torch.Tensor], like: torch.Tensor, ranges: Ranges, empty: float = 0.0) -> torch.Tensor:
-    """The pieces in a row along T, `empty` where no tile made one. (Written to a buffer, linearize would lose them.)"""
-    places = [at for at, _ in _cut(ranges)]
-    return torch.cat(
-        [pieces[at.start] if at.start in pieces else torch.full_like(_at(at, like), empty) for at in places], 3
-    )
+def _joined(parts: dict[int, torch.Tensor], like: torch.Tensor, pieces: list[Piece], empty: float = 0.0):
+    """The parts in a row along T, `empty` where no tile made one. (Written to a buffer, linearize would lose them.)"""
+    if len(pieces) == len(parts) == 1:
+        return parts[0]
+    gaps = {at.start: torch.full_like(_at(at, like), empty) for at, _ in pieces if at.start not in parts}
+    return torch.cat([(parts | gaps)[at.start] for at, _ in pieces], 3)
 
 
 def kernel(device: torch.device):

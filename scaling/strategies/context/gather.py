@@ -10,9 +10,9 @@ import torch
 from scaling.collectives import all_gather, reduce_scatter
 from scaling.spec import format_axes
 from scaling.strategies.context import block
-from scaling.strategies.context.block import Block
 from scaling.strategies.context.layout import chunks
 from scaling.strategies.context.ring import Ring
+from scaling.strategies.context.tiles import Block
 
 
 def forward(Q, K, V, segments, at: Ring):
@@ -44,7 +44,7 @@ def gathered(name: str, K, V, at: Ring):
 def whole(segments, at: Ring) -> Block:
     """This rank's queries meet all keys."""
     C, group = format_axes(at.axes), at.mesh.group(at.axes)
-    rows, columns = chunks("gather", at.t, group.size, group.index), (range(at.t * group.size),)
+    held = [chunks("gather", at.t, group.size, c) for c in range(group.size)]
     if segments is not None:
         segments = segments, all_gather(f"segments[B, S_{C}] -> segments[B, S]", segments, at.mesh)
-    return Block(rows, columns, at.mask, at.scale, segments, at.types[0], "[2, B, S, K, H]")
+    return Block(held[group.index], sum(held, ()), at.mask, at.scale, segments, at.types[0], "[2, B, S, K, H]")

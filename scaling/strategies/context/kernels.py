@@ -2,9 +2,10 @@
 
     q[B, K, G, T, H], k[B, K, 1, S, H], v[B, K, 1, S, H] -> O[B, K, G, T, H], lse[B, K, G, T]
 
-G = N/K query heads share a key. `hidden` is True where a query must not see a key, of shape [T, S] or [B, 1, 1, T, S];
-None: all is seen. `lse` is the log of the softmax's denominator, -inf (and O = 0) for a query that sees no key here.
-In `backward` and `tangent` lse and O are those of the whole row, of which this tile is a part: P = exp(scores - lse).
+G = N/K query heads share a key. `hidden` is True where a query must not see a key, of shape [T, S] or [B, 1, 1, T, S],
+or LATER: the keys that stand behind the query, or None. `lse` is the log of the softmax's denominator, -inf (and O = 0)
+for a query that sees no key here. In `backward` and `tangent` lse and O are those of the whole row, of which this tile
+is a part: P = exp(scores - lse).
 
 `fused` is the CPU's flash attention, of torch's own operators, which holds no T x S scores and takes float64 as well;
 `written` says the same in matmuls, on any device.
@@ -15,6 +16,8 @@ from types import SimpleNamespace
 
 import torch
 
+LATER = "later"
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -22,6 +25,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def _scores(q, k, hidden, scale):
     """scores[B, K, G, T, S], -inf where hidden: one matmul for the G heads of a key."""
     scores = (q.flatten(2, 3) @ k[:, :, 0].mT).unflatten(2, q.shape[2:4]) * scale
+    if hidden is LATER:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
 
 
@@ -35,7 +40,7 @@ def _over_queries(scores, q):
     return (scores.flatten(2, 3).mT @ q.flatten(2, 3))[:, :, None]
 
 
-def _written_forward(q, k, v, hidden, diagonal, scale):
+def _written_forward(q, k, v, hidden, scale):
     scores = _scores(q, k, hidden, scale)
     M = scores.amax(-1, keepdim=True)
     M = M.masked_fill(M.isneginf(), 0)
@@ -44,7 +49,7 @@ def _written_forward(q, k, v, hidden, diagonal, scale):
     return _times(P, v) / L.clamp(min=torch.finfo(L.dtype).tiny), (M + L.log()).squeeze(-1)
 
 
-def _written_backward(dO, q, k, v, O, lse, hidden, diagonal, scale):
+def _written_backward(dO, q, k, v, O, lse, hidden, scale):
     P = (_scores(q, k, hidden, scale) - lse[..., None]).exp()
     delta = (dO * O).sum(-1, keepdim=True)  # sum_j P_ij dP_ij = sum_d dO_id O_id
     dS = P * (_scores(dO, v, None, 1.0) - delta) * scale
@@ -62,15 +67,15 @@ def _for_flash(q, k, v, hidden):
     """[B, K, G, ...] as flash's [batch, heads, ...]: KV heads as batch, so that a key serves G heads without a copy."""
     B, K, G, T, _ = q.shape
     k, v = (x.expand(-1, -1, G, -1, -1).flatten(0, 1) for x in (k, v))
-    if hidden is not None:
+    if isinstance(hidden, torch.Tensor):
         hidden = hidden.expand(B, K, 1, T, k.shape[-2]).flatten(0, 1).expand(-1, G, -1, -1)
         hidden = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -math.inf)
-    return q.flatten(0, 1), k, v, hidden
+    return q.flatten(0, 1), k, v, hidden if hidden is not LATER else None
 
 
-def _fused_forward(q, k, v, hidden, diagonal, scale):
-    *operands, bias = _for_flash(q, k, v, None if diagonal else hidden)
-    O, lse = _flash(*operands, 0.0, diagonal, attn_mask=bias, scale=scale)
+def _fused_forward(q, k, v, hidden, scale):
+    *operands, bias = _for_flash(q, k, v, hidden)
+    O, lse = _flash(*operands, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
     O, lse = (x.unflatten(0, q.shape[:2]) for x in (O, lse))
     if bias is not None:  # flash's lse of a query that sees nothing is 0
         blind = hidden.all(-1).expand(lse.shape)
@@ -78,10 +83,10 @@ def _fused_forward(q, k, v, hidden, diagonal, scale):
     return O, lse
 
 
-def _fused_backward(dO, q, k, v, O, lse, hidden, diagonal, scale):
-    *operands, bias = _for_flash(q, k, v, None if diagonal else hidden)
+def _fused_backward(dO, q, k, v, O, lse, hidden, scale):
+    *operands, bias = _for_flash(q, k, v, hidden)
     rows = (x.flatten(0, 1) for x in (O, lse))
-    grads = _flash_backward(dO.flatten(0, 1), *operands, *rows, 0.0, diagonal, attn_mask=bias, scale=scale)
+    grads = _flash_backward(dO.flatten(0, 1), *operands, *rows, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
     dq, dk, dv = (x.unflatten(0, q.shape[:2]) for x in grads)
     return dq, dk.sum(2, keepdim=True), dv.sum(2, keepdim=True)
 

@@ -17,8 +17,9 @@ import torch
 from scaling.collectives import ppermute, wait
 from scaling.spec import format_axes
 from scaling.strategies.context import block
-from scaling.strategies.context.block import Block, add, merge
+from scaling.strategies.context.block import add, merge
 from scaling.strategies.context.layout import Mask, chunks
+from scaling.strategies.context.tiles import Block
 
 
 def forward(Q, K, V, segments, ring: "Ring"):
