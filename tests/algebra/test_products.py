@@ -190,6 +190,26 @@ def test_planning_is_quick():
     assert sorted(times)[50] < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "out"),
+    [
+        ("A[I_ABC, J]", "B[J, K_DEF]", "C[I_ABC, K_DEF]"),
+        ("A[I, J_ABCDEF]", "B[J_ABCDEF, K]", "C[I, K]"),
+        ("A[I_AB, J_C]", "B[J_CD, K_EF]", "C[I_F, K_AB]"),
+    ],
+)
+def test_beyond_the_bound_the_rules_decide(a, b, out):
+    """Six axes are too many ways: a plan by the four cases, at once, right on 64 devices, which says so."""
+    mesh, sizes = dict.fromkeys("ABCDEF", 2), dict.fromkeys("IJK", 64)
+    began = time.process_time()
+    plan = matmul(a, b, out, sizes, mesh)
+    assert time.process_time() - began < 1
+    assert plan.note in str(plan).splitlines()[-1]
+    assert plan.note
+    assert plan == matmul(a, b, out, mesh=mesh)
+    check(plan, parse(a), parse(b), parse(out), sizes, mesh)
+
+
 def test_refusals():
     with pytest.raises(ShardingError, match="is in no operand"):
         matmul("A[I, J]", "B[J, K]", "C[I, L]")
