@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from scaling.mesh.page import Meeting, Page, held, share
 from scaling.sizes import check_sizes, format_sizes
-from scaling.spec import ShardingError
+from scaling.spec import ShardingError, block_index
 
 TIMEOUT = 120.0  # seconds that a collective waits for the other ranks before it raises
 
@@ -93,10 +93,7 @@ class AbstractMesh:
         return self.rank_at(self.coord)
 
     def rank_at(self, coord: Mapping[str, int]) -> int:
-        rank = 0
-        for axis, size in self.sizes.items():
-            rank = rank * size + coord[axis]
-        return rank
+        return block_index(list(self.sizes), coord, self.sizes)
 
     def coord_of(self, rank: int) -> dict[str, int]:
         """The coordinate of a rank: `rank_at` the other way."""
@@ -119,10 +116,8 @@ class AbstractMesh:
         return self._groups[axes]
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
-        index = 0
-        for axis in axes:
-            index = index * self.sizes[axis] + self.coord[axis]
-        return Group(axes, self.size(axes), index, "single" if self.size(axes) == 1 else "abstract")
+        backend = "single" if self.size(axes) == 1 else "abstract"
+        return Group(axes, self.size(axes), block_index(axes, self.coord, self.sizes), backend)
 
 
 class Mesh(AbstractMesh):
@@ -180,24 +175,15 @@ class Mesh(AbstractMesh):
 
     def _group_number(self, axes: Sequence[str]) -> int:
         """Which of the groups along these axes this rank is in, counted along the other axes."""
-        number = 0
-        for axis, size in self.sizes.items():
-            if axis not in axes:
-                number = number * size + self.coord[axis]
-        return number
+        return block_index([axis for axis in self.sizes if axis not in axes], self.coord, self.sizes)
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
         group = super()._make_group(axes)
         if group.size == 1:
             return group
         ranks, pg, checked = self._process_groups[tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)]
-        order = []
-        for rank in ranks:
-            member, block = self.coord_of(rank), 0
-            for axis in axes:
-                block = block * self.sizes[axis] + member[axis]
-            order.append(block)
-        order = () if order == sorted(order) else tuple(order)
+        order = tuple(block_index(axes, self.coord_of(rank), self.sizes) for rank in ranks)
+        order = () if order == tuple(sorted(order)) else order
         return Group(axes, group.size, group.index, dist.get_backend(pg), order, ranks, pg.group_name, pg, checked)
 
     @property
