@@ -6,7 +6,6 @@
 """
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line
 
@@ -79,5 +78,5 @@ def check_product(line: "str | Line") -> Line:
     refuse_product(line, f"the product of these operands is {natural}", rule, "reshard the operands or the result")
 
 
-def refuse_product(line, what: str, rule: str, fix: str = "") -> NoReturn:
+def refuse_product(line, what: str, rule: str, fix: str = "") -> None:
     raise ShardingError(f"einsum: {line}\n  {what}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else ""))

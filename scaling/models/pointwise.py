@@ -69,20 +69,31 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        r = torch.rsqrt(mean_square(x) + eps)
+        y, r = gained_norm(x, gain, eps)
         ctx.save_for_backward(x, gain, r)
         ctx.eps = eps
-        return (x * r).to(x.dtype) * gain
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple:
         x, gain, r = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again: r depends on x
             r = torch.rsqrt(mean_square(x) + ctx.eps)
-        along = dy * x
-        dgain = r.flatten().to(along.dtype) @ along.flatten(0, -2)
-        mean = (along @ gain)[..., None] / x.shape[-1]
-        return torch.addcmul((dy * gain) * r, x, r**3 * mean, value=-1).to(x.dtype), dgain, None
+        return *gained_norm_vjp(x, gain, r, dy), None
+
+
+def gained_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x r gain, r[..., 1]), r = 1 / sqrt(mean(x^2) + eps): what `gained_norm_vjp` needs of the forward pass."""
+    r = torch.rsqrt(mean_square(x) + eps)
+    return (x * r).to(x.dtype) * gain, r
+
+
+def gained_norm_vjp(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dgain): dx = r gain dy - r^3 x mean(x gain dy), dgain = sum over the rows of r x dy."""
+    along = dy * x
+    dgain = r.flatten().to(along.dtype) @ along.flatten(0, -2)
+    mean = (along @ gain)[..., None] / x.shape[-1]
+    return torch.addcmul((dy * gain) * r, x, r**3 * mean, value=-1).to(x.dtype), dgain
 
 
 def rms_norm_vjp(x: Tensor, dy: Tensor, mean_square_x: Tensor | None = None, mean_x_dy: Tensor | None = None) -> Tensor:

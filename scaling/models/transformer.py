@@ -81,10 +81,15 @@ def runs(config: Config) -> bool:
     return not uncomputed(config)
 
 
-def specs_of(config: Config) -> dict:
-    """The types of this model's params, whole, a part of `SPECS`. ValueError for a model that is not computed."""
+def check_computed(config: Config) -> None:
+    """ValueError that names what is not computed, if anything is not."""
     if found := uncomputed(config):
         raise ValueError(f"{config.name}: not computed here: {', '.join(found)}")
+
+
+def specs_of(config: Config) -> dict:
+    """The types of this model's params, whole, a part of `SPECS`. ValueError for a model that is not computed."""
+    check_computed(config)
     absent = set() if config.gated else {"W_gate"}
     absent |= set() if config.attention_bias else {"b_Q", "b_K", "b_V"}
     absent |= set() if config.output_bias else {"b_O"}
@@ -191,6 +196,9 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
         raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
     if config.moe and remat == "matmuls":
         raise ValueError('remat="matmuls" does not go with experts\n  fix: remat="block", or "none"')
+    check_computed(config)
+    if (L := len(params["layers"]["W_Q"])) != config.L:
+        raise ValueError(f"{config.name}: the params have {L} layers, the config {config.L}")
     try:
         x = F.embedding(tokens, params["embed"])
     except IndexError:

@@ -62,8 +62,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def watch(self, *values) -> None:
-        leaves: list = optree.tree_leaves(values)  # pyright: ignore[reportArgumentType]: a tree of anything
-        for x in leaves:
+        for x in optree.tree_leaves(values):
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.seen:
                 storage = x.untyped_storage()
                 key, nbytes = storage._cdata, storage.nbytes()

@@ -273,3 +273,11 @@ def test_the_norm_written_out_has_both_derivatives():
     assert half.dtype == torch.bfloat16
     assert torch.autograd.grad(half.sum(), leaves[0])[0].dtype == torch.float64
     torch.testing.assert_close(half.double(), norm(x, gain), rtol=2e-2, atol=2e-2)
+
+
+def test_a_config_that_is_not_these_params_or_not_computed_is_refused():
+    params, tokens = transformer.init(SMALL), tokens_of(SMALL)
+    with pytest.raises(ValueError, match="the params have 3 layers, the config 2"):
+        transformer.loss(params, tokens, config=SMALL.with_(L=2))
+    with pytest.raises(ValueError, match=r"small: not computed here: rope_scaling of type 'yarn', dropout=0\.1"):
+        transformer.loss(params, tokens, config=SMALL.with_(rope_scaling=RopeScaling("yarn", 2.0), dropout=0.1))

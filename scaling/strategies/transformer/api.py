@@ -87,7 +87,8 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
     config, mesh, stored, used, contexts, terms = problem
     ends = end_weights(params, stored, used, mesh)
     layers = Layers(params["layers"], stored["layers"], used["layers"], mesh, remat)
-    losses, dends, M = [], tree.map(torch.zeros_like, ends), len(contexts)
+    losses, dends, M = [], {}, len(contexts)
+    last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
     for at, some, wanted, share in batches:
         (x, _), pull_embed = vjp(lambda E, some=some: (embed(E, some, mesh), None), ends["embed"])
@@ -96,11 +97,11 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
         def loss_of(ends, x, wanted=wanted, share=share):
             return head(ends, x, wanted, share, terms, config.eps, mesh), None
 
-        (loss, _), pull_head = vjp(loss_of, ends, x)
+        (loss, _), pull_head = vjp(loss_of, last, x)
         dend, dx = pull_head(torch.ones_like(loss))
         (dE,) = pull_embed(layers.backward(dx, kept, 1 / M))
-        dend["embed"] = dend["embed"] + dE
-        dends = tree.map(Tensor.add_, dends, dend)
+        dend["embed"] = dend["embed"].add_(dE) if config.tied else dE
+        dends = tree.map(Tensor.add_, dends, dend) if dends else dend
         losses.append(loss + extra / M)
     grads: dict[str, Any] = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)

@@ -108,8 +108,8 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
         return chunk
 
     def forward(chunk, In, mesh, m):
-        def f(W, x, l, routing):
-            return numbered(W, x, chunk.first + l, routing, contexts[m])
+        def f(W, x, l, routing, pulled=False):
+            return numbered(W, x, chunk.first + l, routing, contexts[m], pulled)
 
         Out, extra, kept = chunk.forward(In, f)
         chunk.extra = chunk.extra + extra / len(contexts)

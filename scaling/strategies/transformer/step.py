@@ -6,7 +6,7 @@ tokens and not the weight, by the law of cotangents; it is summed over microbatc
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.spec import Spec, parse
 from scaling.strategies.axes import all_gather, all_reduce, present, reduce_scatter
+from scaling.strategies.transformer.by_hand import layer_vjp
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import Context, layer
 
@@ -36,9 +37,15 @@ class Problem(NamedTuple):
     terms: Terms
 
 
-def numbered(W: dict, x: Tensor, l: int, routing, at: Context):
-    """Layer l of the model, as `layer`."""
-    return layer(W, x, at, at.config.windows[l], routing)
+def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = False):
+    """Layer l of the model, as `layer`; `pulled`: (that, its vjp), written out where there are no experts."""
+    window = at.config.windows[l]
+    if not pulled:
+        return layer(W, x, at, window, routing)
+    if at.config.moe or torch.compiler.is_compiling():
+        return vjp(lambda W, x: layer(W, x, at, window, routing), W, x)
+    x, pull = layer_vjp(W, x, at, window)
+    return ((x, None), None), lambda cotangents: pull(cotangents[0])
 
 
 def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
@@ -80,21 +87,33 @@ def reduced(dW: Tensor, stored: str, used: str, mesh, axes: tuple[str, ...] = TO
     dW is typed as used, unreduced over those of `axes` that do not split it: of a layer's weight those that split the
     tokens; of the ends, which some stages do not use, also Z.
     """
+    scatter, reduce = mesh.constant(_reduction, stored, used, axes)
+    return all_reduce(reduce, reduce_scatter(scatter, dW, mesh), mesh)
+
+
+def _reduction(mesh, stored: str, used: str, axes: tuple[str, ...]) -> tuple[str, str]:
+    return _lines(stored, used, tuple(axis for axis in axes if mesh.sizes.get(axis, 1) > 1))
+
+
+@lru_cache(maxsize=4096)
+def _lines(stored: str, used: str, axes: tuple[str, ...]) -> tuple[str, str]:
+    """The two lines by which a gradient that is unreduced over `axes` gets its stored type."""
     before, after = parse(used), parse(stored)
-    over = [axis for axis in axes if mesh.sizes.get(axis, 1) > 1 and axis not in before.axes]
+    over = [axis for axis in axes if axis not in before.axes]
     shard = after.with_unreduced([axis for axis in over if axis not in after.axes])
-    dW = reduce_scatter(f"{before.with_unreduced(over)} -> {shard}", dW, mesh)
-    return all_reduce(f"{shard} -> {after}", dW, mesh)
+    return f"{before.with_unreduced(over)} -> {shard}", f"{shard} -> {after}"
 
 
 def layer_types(types: Mapping) -> Mapping:
     """The types of one layer's params: without the L in front."""
 
-    def one(text: str) -> str:
-        spec = parse(text)
-        return str(Spec(spec.name, spec.dims[1:], spec.unreduced))
+    return tree.map(_layer_type, types)
 
-    return tree.map(one, types)
+
+@lru_cache(maxsize=4096)
+def _layer_type(text: str) -> str:
+    spec = parse(text)
+    return str(Spec(spec.name, spec.dims[1:], spec.unreduced))
 
 
 class Layers:
@@ -114,7 +133,7 @@ class Layers:
     def forward(self, x: Tensor, f: Callable) -> tuple[Tensor, Tensor, list]:
         """(x, the sum of the layers' extra terms, what `backward` needs).
 
-        `f(W, x, l, routing)` -> ((x, extra or None), routing) is layer l of used weights.
+        `f(W, x, l, routing)` -> ((x, extra or None), routing) is layer l of used weights; with `pulled`, its vjp too.
         """
         kept, extra = [], x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         prefetched = self.weights(0)
@@ -126,7 +145,7 @@ class Layers:
                 with torch.no_grad():
                     (x, more), routing = again(W, x, routing=None)
             else:
-                ((x, more), routing), pull = vjp(partial(again, routing=None), W, x)
+                ((x, more), routing), pull = again(W, x, routing=None, pulled=True)
             kept.append((l, given, more is not None, pull, partial(again, routing=routing)))
             extra = extra if more is None else extra + more
         return x, extra, kept
@@ -136,7 +155,7 @@ class Layers:
         while kept:
             l, x, has_extra, pull, again = kept.pop()
             if pull is None:
-                _, pull = vjp(again, tree.map(wait, self.weights(l)), x)
+                _, pull = again(tree.map(wait, self.weights(l)), x, pulled=True)
             dW, dx = pull((dx, dx.new_full((), scale)) if has_extra else (dx, None))
             self.grads[l] = dW if self.grads[l] is None else tree.map(Tensor.add_, self.grads[l], dW)
         return dx

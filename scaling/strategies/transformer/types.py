@@ -5,12 +5,12 @@ the mesh lacks, or has with size 1, drop out. Over P and C, and over E but for t
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from scaling import tree
 from scaling.configs import Config
 from scaling.models import transformer
 from scaling.spec import ShardingError, parse
-from scaling.strategies.axes import present
 
 STORED = {
     "embed": "E[V_YZ, D_X]",
@@ -66,25 +66,24 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
         }
 
     def one(name: str, text: str) -> str:
-        spec = parse(text)
-        for dim, axes in spec.dims:
-            drop = gone + (("Y",) if whole_heads and name in ("W_K", "W_V", "b_K", "b_V") else ())
-            spec = spec.with_axes(dim, [axis for axis in axes if axis not in drop])
-        return str(present(spec, mesh))
+        drop = gone + (("Y",) if whole_heads and name in ("W_K", "W_V", "b_K", "b_V") else ())
+        return without(text, drop + tuple(axis for axis in AXES if mesh.sizes.get(axis, 1) == 1))
 
     return chosen(table, wanted)
 
 
 def used(stored) -> dict:
-    """The types that the params have while they are used: gathered over X, of the ends also over Z, without L."""
+    """The types that the params have while they are used: gathered over X, of the ends also over Z."""
+    return tree.map(lambda text: without(text, ("X", "Z")), stored)
 
-    def one(text: str) -> str:
-        spec = parse(text)
-        for dim, axes in spec.dims:
-            spec = spec.with_axes(dim, [axis for axis in axes if axis not in ("X", "Z")])
-        return str(spec)
 
-    return tree.map(one, stored)
+@lru_cache(maxsize=4096)
+def without(text: str, gone: tuple[str, ...]) -> str:
+    """The type with none of its dims split over these axes."""
+    spec = parse(text)
+    for dim, axes in spec.dims:
+        spec = spec.with_axes(dim, [axis for axis in axes if axis not in gone])
+    return str(spec)
 
 
 def check_mesh(config: Config, mesh) -> None:
