@@ -38,11 +38,12 @@ def off(book: str, ours: float) -> tuple[float, float]:
 
 
 def notation(value: float, book: str = "") -> str:
-    """A number as the book writes its own, to four digits: 9.6e9 beside 9e9, 8192 beside 8960."""
-    exponent = book.partition("e")[2]
+    """A number as the book writes its own, to four digits or as many: 9.6e9 beside 9e9, 8192 beside 8960."""
+    mantissa, _, exponent = book.partition("e")
+    digits = max(4, sum(character.isdigit() for character in mantissa))
     if exponent:
-        return layout.number(value / 10.0 ** int(exponent)) + f"e{int(exponent)}"
-    text = layout.written(value)
+        return layout.number(value / 10.0 ** int(exponent), digits) + f"e{int(exponent)}"
+    text = layout.exact(value) if isinstance(value, int) else layout.number(value, digits)
     return text if "," in book or not book else text.replace(",", "")
 
 

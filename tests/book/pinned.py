@@ -99,4 +99,20 @@ PINNED = {
         "4 prefill: attention takes as long as the MLP at T =": 3 * 8192 * 28672 // 8192 - 1,
         "4 decoding 240: attention takes as long as the MLP at T =": 6 * 8192 * 28672 // (240 * 4 * 1024) + 1,
     },
+    "05_when_bound": {
+        "Gemma 7B as it is, two up-projections of F = 24,576": 1.5 * 24576 / 2550,
+        "X_opt, N = 64, B = 48,000, F = 32768": (2 * 48e3 * 64 / 32768) ** 0.5,
+        "TP only on 4x4x4 (figure): constant ratio": 3 * 30_000 / (64 * 2550),
+        "the plotted 512 x 8 crosses the matmuls at (text: 4e5)": 4096 * 2550 / (8 * 2),
+        "256 x 16 with M_Y = 1 is compute-bound from": "inf",  # Y alpha / F = 1.25
+        "Pods: smallest batch per slice, in the Takeaways": 4.59e14 / 6.25e9,
+        "recipe of a pod: 1M tokens, X = 1024, Y = 8 is bound by": "X",  # 1024 x 2550 / (2 x 1e6) = 1.31
+        "recipe with 512 x 16: the longer of both over the matmuls": 16 * 2550 / 30_000,
+        "recipe at the best X of 8,192 chips": (2 * 1e6 * 8192 / 30_000) ** 0.5,
+        "recipe at the best X: the longer of both over the matmuls": 8192 / 739 * 2550 / 30_000,
+        "Table, FSDP+TP: backward bytes over Y / (BD/X)": 4,
+        "3.2 memory per chip": (2 * 40 * 3e6 * (5120 + 2 * 13824) + 130e9) / 4096,
+        "4 (2025 edition) 1M tokens on the same slice": "FSDP+TP",  # 2550^2 / (2 x 13824) = 235 < 244 < 850
+        "4 (2025 edition) 10M tokens": "FSDP",
+    },
 }  # fmt: skip

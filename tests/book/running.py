@@ -24,6 +24,7 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "04_problems",
     "05_context",
     "05_moe",
+    "05_when_bound",
 )
 
 

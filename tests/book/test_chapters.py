@@ -94,6 +94,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         120.12 * 4,
         ["wrote attention.svg"],
     ),
+    "05_when_bound": (
+        ["recipe of a pod: 1M tokens, X = compute compute DIFFERS"],
+        2550**2 / (2 * 53248),
+        ["wrote bound-ratio.svg", "wrote bound-time.svg"],
+    ),
 }  # fmt: skip
 
 
@@ -113,3 +118,17 @@ def test_things_to_try(name, chapter, monkeypatch, tmp_path):
         printed = " ".join(ran.text.split())
         assert [words for words in wanted if words not in printed] == [], ran.text
     assert flagged.code == 0
+
+
+def test_part_5_figures_cross_where_the_book_says(chapter):
+    names = chapter("05_when_bound").names
+    assert names["turns"] == {
+        "4096 FSDP": pytest.approx(850 * 4096),
+        "1024 x 4": pytest.approx(4096 * 2550 / 4 / 2),
+        "512 x 8": pytest.approx(4096 * 2550 / 8 / 2),
+        "256 x 16": float("inf"),
+        "4096 TP": float("inf"),
+    }
+    assert names["ratios"](850)["FSDP"] == pytest.approx(1)
+    assert names["ratios"](2550**2 / 60_000)["FSDP+TP"] == pytest.approx(1)
+    assert names["ratios"](100)["TP only"] == names["ratios"](1000)["TP only"]

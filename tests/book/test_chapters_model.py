@@ -1,4 +1,4 @@
-"""The chapters of Parts 5 (the analytic half) and 6: each answer agrees with the book or is a proven erratum."""
+"""The chapter of Part 6: each answer agrees with the book or is a proven erratum."""
 
 import importlib.util
 from pathlib import Path
@@ -15,38 +15,11 @@ def chapter(name: str):
     return module
 
 
-@pytest.mark.parametrize("name", ["05_when_bound", "06_applied_training"])
+@pytest.mark.parametrize("name", ["06_applied_training"])
 def test_answers(name):
     answers = chapter(name).answers()
     assert not [answer.row for answer in answers if answer.verdict == "DIFFERS"]
     assert sum(answer.verdict in ("agrees", "rounding") for answer in answers) > len(answers) / 2
-
-
-def test_part_5_figures_cross_where_the_book_says():
-    part5 = chapter("05_when_bound")
-    ratio = {name: dict(points) for name, points in part5.ratio_figure().items()}
-    assert ratio["FSDP"][840] < 1 < ratio["FSDP"][860]
-    assert ratio["FSDP+TP"][100] < 1 < ratio["FSDP+TP"][120]
-    assert all(y == pytest.approx(3 * 30_000 / (64 * 2550)) for y in ratio["TP only"].values())
-    got = {name: part5.crossing(mesh) for name, mesh in part5.MESHES.items()}
-    assert got == {
-        "4096 FSDP": pytest.approx(3.4816e6, rel=1e-3),
-        "1024 x 4": pytest.approx(1.3056e6, rel=1e-3),
-        "512 x 8": pytest.approx(652_800, rel=1e-3),
-        "256 x 16": float("inf"),
-        "4096 TP": float("inf"),
-    }
-
-
-def test_errata_of_part_5():
-    got = {a.question: a.ours for a in chapter("05_when_bound").answers() if a.verdict == "erratum"}
-    assert got == {
-        "DP: largest model with Adam on a v5p": 9.6e9,
-        "X_opt, N=64, B=48,000, F=32768": pytest.approx(13.69, abs=0.01),
-        "the same for the plotted 512 x 8": pytest.approx(652_800, rel=1e-5),
-        "the same in the Takeaways": 73_440,
-        "Table, FSDP+TP: backward bytes over Y / (BD/X)": 4,
-    }
 
 
 def test_errata_and_own_answers_of_part_6():
@@ -65,7 +38,7 @@ def test_errata_and_own_answers_of_part_6():
     assert ours["2b scheme"].startswith("pods 8 x FSDP")
 
 
-@pytest.mark.parametrize("name", ["05_when_bound", "06_applied_training"])
+@pytest.mark.parametrize("name", ["06_applied_training"])
 def test_chapters_run(name, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [name])
     assert chapter(name).main() == 0
