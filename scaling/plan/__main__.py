@@ -5,10 +5,12 @@ import json
 import math
 import re
 import sys
+from pathlib import Path
 
 from scaling.configs import MODELS, get
-from scaling.console import command, integer, number
+from scaling.console import command, integer, number, output
 from scaling.hardware import chip, chips
+from scaling.plan import explain, one_layer
 from scaling.plan.candidates import Fixed, fits, plans
 from scaling.plan.job import DTYPES, OVERLAPS, Job
 from scaling.plan.layout import AXES, POLICIES, SCHEDULES
@@ -92,6 +94,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--top", type=integer(), default=4, help="how many other combinations of axes to show (default 4)"
     )
+    parser.add_argument(
+        "--explain", action="store_true", help="one layer in time, what else could be had, what would change the answer"
+    )
+    parser.add_argument("--svg", type=output, metavar="FILE", help="draw one layer in time")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
 
@@ -120,13 +126,22 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         found = plans(job, hardware, args.chips, fixed)
-        show = as_dict if args.json else text
-        out = show(job, hardware, args.chips, found, Budget(args.tokens, args.mfu, args.price), args.top)
     except ValueError as error:
         print(json.dumps({"error": str(error)}) if args.json else f"no plan: {error}", file=sys.stderr)
         return 1
+    best, done = found[0], fits(job, found[0])
+    budget = Budget(args.tokens, args.mfu, args.price)
+    show = as_dict if args.json else text
+    out = show(job, hardware, args.chips, found, budget, args.top)
+    if args.explain and done:
+        show = explain.as_dict if args.json else explain.text
+        more = show(job, hardware, args.chips, best, budget, fixed)
+        out = out | {"explained": more} if args.json else f"{out}\n\n{more}"
+    if args.svg and done:
+        title = f"One layer of {job.config.name} on {args.chips:,} {hardware.name}: {best.name}"
+        Path(args.svg).write_text(one_layer.svg(one_layer.layer_passes(job, best), title))
     print(json.dumps(out, indent=1) if args.json else out)
-    return int(not fits(job, found[0]))
+    return int(not done)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ AXIS_WORDS = {
     "pod": "pods (data)", "pipe": "pipeline", "data": "data", "fsdp": "FSDP", "context": "context", "expert": "expert",
     "tensor": "tensor",
 }  # fmt: skip
-WIDTH = 100  # columns of what is printed
+WIDTH, LAYOUT = 100, 46  # columns of what is printed, and in it of a layout
 
 
 @dataclass(frozen=True)
@@ -134,21 +134,20 @@ def forecast_line(found: Estimate) -> str:
     return ", ".join(f"{words[name]} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
+def described(found: Estimate, name: str = "") -> str:
+    """A layout and what else decides the step, on lines of their own."""
+    lines = [*wrap(name or found.name, LAYOUT), *(f"  {line}" for line in wrap(found.layout.recipe, LAYOUT - 2))]
+    return "\n".join(lines)
+
+
 def comparison(found: list[Estimate]) -> str:
-    rows = [
-        (
-            e.name,
-            e.layout.recipe,
-            f"{e.forecast:.4g}",
-            f"{e.bound:.4g}",
-            f"{e.mfu:.0%}",
-            bound_by(e),
-            size(float(e.held.total)),
-        )
-        for e in found
-    ]
-    head = ["layout", "recipe", "forecast s", "bound s", "MFU", "bound by", "a chip"]
-    return tabulate(rows, head, "simple", disable_numparse=True, maxcolwidths=[22, 26, 10, 8, 4, 11, 8])
+    rows = []
+    for e in found:
+        bound = "compute" if e.cost.bound == "compute" else AXIS_WORDS[e.cost.bound]
+        times = f"{e.forecast:.4g}", f"{e.bound:.4g}", f"{e.mfu:.0%}"
+        rows.append((described(e), *times, bound, size(float(e.held.total))))
+    head = ["layout", "forecast s", "bound s", "MFU", "bound by", "a chip holds"]
+    return tabulate(rows, head, "simple", disable_numparse=True)
 
 
 def head_line(job: Job, chip: Chip, chips: int) -> str:

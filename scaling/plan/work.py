@@ -31,14 +31,14 @@ class Stack:
 class Work:
     """Per layer, elements unless the name says more; a token's share of `experts` is `routed`.
 
-    `dense`: matrices that every token uses, split over tensor, of which `kv` belong to the K heads of keys and
-    values; `small`: what no axis but fsdp splits (norms). `dots`: FLOPs of a token's causal dot products. `blocks`:
-    AllGathers over tensor in a forward pass, and as many ReduceScatters, in units of [tokens, D]. `exchanged`: of a
-    token's keys and values, over context. `copies`: of a token, over expert, to at most `groups` of the experts'
-    groups. `saved`: by policy, what the backward pass finds of a token: (split over tensor, not split), of which
-    `operands` of matmuls. `passes`: elements of a token that are read from memory or written to it in a forward pass,
-    by matmuls and between them. `ends`: of the embedding and of the unembedding, which is a matmul; a tied one is
-    stored once.
+    `dense`: matrices that every token uses, split over tensor, of which `projections` are attention's and of these
+    `kv` the K heads' of keys and values; `up`: the share of an MLP before its activation; `small`: what no axis but
+    fsdp splits (norms). `dots`: FLOPs of a token's causal dot products. `blocks`: AllGathers over tensor in a forward
+    pass, and as many ReduceScatters, in units of [tokens, D]. `exchanged`: of a token's keys and values, over
+    context. `copies`: of a token, over expert, to at most `groups` of the experts' groups. `saved`: by policy, what
+    the backward pass finds of a token: (split over tensor, not split), of which `operands` of matmuls. `passes`:
+    elements of a token that are read from memory or written to it in a forward pass, by matmuls and between them.
+    `ends`: of the embedding and of the unembedding, which is a matmul; a tied one is stored once.
     """
 
     L: int
@@ -46,6 +46,7 @@ class Work:
     heads: int
     kv_heads: int
     dense: float
+    projections: float
     kv: float
     small: float
     experts: float
@@ -61,6 +62,7 @@ class Work:
     passes: float
     ends: tuple[float, float]
     tied: bool = False
+    up: float = 0.5
 
     @property
     def params(self) -> float:
@@ -85,8 +87,8 @@ def work_of(model: Config | Stack, seq: int) -> Work:
     """The work of a model on sequences of so many tokens."""
     if isinstance(model, Stack):
         return Work(
-            model.L, model.D, heads=model.F, kv_heads=model.F, dense=2 * model.D * model.F, kv=0, small=0, experts=0,
-            routed=0, dots=0, blocks=1, exchanged=0, copies=0, groups=1, experts_count=1,
+            model.L, model.D, heads=model.F, kv_heads=model.F, dense=2 * model.D * model.F, projections=0, kv=0,
+            small=0, experts=0, routed=0, dots=0, blocks=1, exchanged=0, copies=0, groups=1, experts_count=1,
             saved={"none": (2 * model.F, model.D), "gather": (model.D + 2 * model.F, 0)},
             operands=0, passes=4 * model.F, ends=(0, 0),
         )  # fmt: skip
@@ -103,6 +105,7 @@ def work_of(model: Config | Stack, seq: int) -> Work:
     latent = config.latent
     return Work(
         L=L, D=config.D, heads=config.N, kv_heads=config.N if latent else config.K, dense=dense,
+        projections=active["attention"] / L,
         kv=0 if latent else 2 * config.D * config.K * config.H,
         small=(params["norms"] - config.D) / L, experts=experts, routed=routed, dots=attends,
         blocks=1 + (config.k + (config.shared > 0) if config.moe else 1),
@@ -113,7 +116,7 @@ def work_of(model: Config | Stack, seq: int) -> Work:
             "matmuls": (kept["matmuls"], 0), "block": (kept["block"], 0),
         },
         operands=sum(widths["none"].get(name, 0) for name in ("norms", "heads", "product")), passes=passes(config),
-        ends=(config.D * config.V, config.D * config.V), tied=config.tied,
+        ends=(config.D * config.V, config.D * config.V), tied=config.tied, up=(config.matrices - 1) / config.matrices,
     )  # fmt: skip
 
 

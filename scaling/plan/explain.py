@@ -1,0 +1,188 @@
+"""Why this layout, and for how long: one layer in time, what else could be had, and what would change the answer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from textwrap import wrap
+
+from tabulate import tabulate
+
+from scaling.hardware import Chip
+from scaling.plan.candidates import ANY, Fixed, plans
+from scaling.plan.evaluate import Estimate
+from scaling.plan.job import Job
+from scaling.plan.layout import AXES
+from scaling.plan.one_layer import as_dict as pass_dict
+from scaling.plan.one_layer import chart, layer_passes
+from scaling.plan.report import AXIS_WORDS, LAYOUT, Budget, described, folded, run, size
+
+SHARES = (1.0, 0.5, 0.25)  # of the memory that a layout may use, in the Pareto table
+WEIGHED = ("data", "fsdp", "pod")  # axes whose bytes are those of weights, whatever the batch
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that nothing beats in time, memory, chips and dollars at once."""
+
+    found: Estimate
+    days: float
+    dollars: float | None
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        return self.found.forecast, float(self.found.held.total), self.found.chips, self.dollars or 0.0
+
+
+def pareto(job: Job, chip: Chip, chips: int, budget: Budget, fixed: Fixed = ANY) -> list[Choice]:
+    """Of half, as many and twice the chips, with all, half or a quarter of the memory: what is not beaten."""
+    choices = []
+    for n in (2 * chips, chips, chips // 2):
+        for share in SHARES:
+            try:
+                found = plans(replace(job, headroom=job.headroom * share), chip, n, fixed) if n else ()
+            except ValueError:
+                continue
+            if len(found) and found.fitting:
+                spent = run(job, chip, n, found[0].forecast, budget)
+                choices.append(Choice(found[0], spent["days"], spent["dollars"]))
+
+    def beats(a: Choice, b: Choice) -> bool:
+        return a.costs != b.costs and all(x <= y for x, y in zip(a.costs, b.costs, strict=True))
+
+    kept = [one for one in choices if not any(beats(other, one) for other in choices)]
+    return sorted({one.costs: one for one in kept}.values(), key=lambda one: (-one.found.chips, one.costs[0]))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A question asked again with something else: the best layout then, or why there is none."""
+
+    what: str
+    found: Estimate | None
+    tokens: float = 0.0
+    why: str = ""
+
+    @property
+    def per_chip(self) -> float:
+        """Tokens a second and chip, as forecast."""
+        return self.tokens / self.found.forecast / self.found.chips if self.found else 0.0
+
+
+def changes(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Iterator[Change]:
+    """The same question with one thing changed."""
+
+    def ask(what: str, job: Job = job, chip: Chip = chip, chips: int = chips) -> Change:
+        try:
+            found = plans(job, chip, chips, fixed)
+        except ValueError as error:
+            return Change(what, None, why=str(error))
+        if not found.fitting:
+            return Change(what, None, why="nothing fits")
+        return Change(what, found[0], job.batch)
+
+    for word, factor in (("half the batch", 0.5), ("twice the batch", 2)):
+        if (batch := int(job.batch * factor)) >= job.seq:
+            yield ask(word, job=replace(job, batch=batch))
+    if 1 < 4 * job.seq <= job.batch:
+        yield ask("sequences of 4 times the length", job=replace(job, seq=4 * job.seq))
+    yield ask("links half as fast", chip=links(chip, 0.5))
+    yield ask("links twice as fast", chip=links(chip, 2))
+    for word, factor in (("half the memory", 0.5), ("twice the memory", 2)):
+        yield ask(word, chip=replace(chip, hbm_bytes=factor * chip.need("hbm_bytes")))
+    for word, n in (("half the chips", chips // 2), ("twice the chips", 2 * chips)):
+        if n:
+            yield ask(word, chips=n)
+    other = "bf16" if job.dtype == "fp8" else "fp8"
+    if other in dict(chip.peaks):
+        yield ask(f"matmuls in {other}", job=replace(job, dtype=other))
+
+
+def links(chip: Chip, factor: float) -> Chip:
+    """The chip with all its links so many times as fast."""
+    fields = {name: value * factor for name in ("link_bw", "dcn_bw") if (value := getattr(chip, name))}
+    levels = tuple(replace(level, link_bw=level.link_bw * factor) for level in chip.levels)
+    measured = tuple(replace(row, bandwidth=row.bandwidth * factor) for row in chip.measured)
+    return replace(chip, levels=levels, measured=measured, **fields)
+
+
+def bottlenecks(found: Estimate) -> list[tuple[str, float]]:
+    """(what, share of the forecast step), the longest first."""
+    words = {
+        "matmuls": "matmuls", "attention": "attention's dot products", "memory": "what passes through memory",
+        "recomputed": "activations computed again", "critical": "waiting for collectives within layers",
+        "weights": "waiting for weights", "bubble": "the pipeline's bubble", "once": "reducing gradients at the end",
+        "update": "the optimizer",
+    }  # fmt: skip
+    parts = [(words[name], float(value) / found.forecast) for name, value in vars(found.parts).items()]
+    return sorted((part for part in parts if part[1] >= 0.0005), key=lambda part: -part[1])
+
+
+def break_evens(job: Job, found: Estimate) -> list[str]:
+    """For each axis by itself, where its collectives take as long as computing: the sizes at which it binds."""
+    said = []
+    for axis in AXES:
+        if (share := max(dict(part.axes).get(axis, 0.0) / part.math for part in found.cost.parts)) == 0:
+            continue
+        limits = [f"links {share:.2g} times as fast"]
+        if axis in WEIGHED:
+            limits.append(f"batches of {size_of(share * job.batch)} tokens in as many microbatches")
+        elif axis in ("tensor", "context"):
+            limits.append(f"{AXIS_WORDS[axis]} {found.size(axis) / share:.3g} on the same links")
+        word = "binds at" if share < 1 else "binds; it would not with"
+        said.append(f"{AXIS_WORDS[axis]} {found.size(axis):,}, {share:.0%} of computing: {word} {', or '.join(limits)}")
+    return said
+
+
+def size_of(tokens: float) -> str:
+    return f"{tokens / 1e6:,.3g}M" if tokens >= 1e6 else f"{tokens / 1e3:,.3g}k"
+
+
+def text(job: Job, chip: Chip, chips: int, found: Estimate, budget: Budget, fixed: Fixed = ANY) -> str:
+    """All of it, for people."""
+    lines = [
+        "One layer in time, as forecast (dots: the chip waits; ': computed again)",
+        chart(layer_passes(job, found)),
+    ]
+    first, *rest = bottlenecks(found)
+    lines += ["", f"Where a step's time goes: {first[0]} {first[1]:.0%}"]
+    lines[-1] += "".join(f", {word} {share:.1%}" for word, share in rest)
+    if evens := break_evens(job, found):
+        lines += ["At the peaks:", *(f"  {line}" for line in evens)]
+    rows = []
+    for one in pareto(job, chip, chips, budget, fixed):
+        each = one.found
+        rows.append(
+            (f"{each.chips:,}", described(each), size(one.costs[1]), f"{each.forecast:.4g}", f"{one.days:,.3g}")
+        )
+        rows[-1] += (f"{one.dollars / 1e6:,.3g}M",) if one.dollars else ()
+    head = ["chips", "layout", "a chip holds", "step, s", "days", *(["dollars"] if rows[0][5:] else [])]
+    lines += ["", "What else could be had: nothing beats these in time, memory, chips and dollars at once"]
+    lines += [tabulate(rows, head, "simple", disable_numparse=True)]
+    rows = [("as asked", described(found), f"{found.mfu:.0%}", f"{job.batch / found.forecast / chips:,.0f}")]
+    for change in changes(job, chip, chips, fixed):
+        if (new := change.found) is None:
+            rows.append((change.what, "\n".join(wrap("none: " + change.why, LAYOUT)), "", ""))
+            continue
+        name = described(new, "the same mesh" if new.layout.sizes == found.layout.sizes else new.name)
+        rows.append((change.what, name, f"{new.mfu:.0%}", f"{change.per_chip:,.0f}"))
+    lines += ["", "What would change the answer"]
+    head = ["with", "the best layout", "MFU", "tokens/s a chip"]
+    lines += [tabulate(rows, head, "simple", disable_numparse=True)]
+    return folded(lines)
+
+
+def as_dict(job: Job, chip: Chip, chips: int, found: Estimate, budget: Budget, fixed: Fixed = ANY) -> dict:
+    """The same as data. Seconds, bytes."""
+    out: dict = {"layer": [pass_dict(part) for part in layer_passes(job, found)]}
+    out["shares"] = dict(bottlenecks(found))
+    out["break_even"] = break_evens(job, found)
+    out["pareto"] = [
+        {"chips": one.found.chips, "name": one.found.name, "recipe": one.found.layout.recipe, "days": one.days,
+         "bytes": one.costs[1], "seconds": one.costs[0], "dollars": one.dollars}
+        for one in pareto(job, chip, chips, budget, fixed)
+    ]  # fmt: skip
+    out["changes"] = [
+        {"with": c.what, "name": c.found and c.found.name, "recipe": c.found and c.found.layout.recipe,
+         "seconds": c.found and c.found.forecast, "tokens_per_second_per_chip": c.per_chip, "why": c.why}
+        for c in changes(job, chip, chips, fixed)
+    ]  # fmt: skip
+    return out

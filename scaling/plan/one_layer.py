@@ -1,0 +1,263 @@
+"""One layer of a layout in time: what its forward and backward pass compute and send, and what hides behind what.
+
+As forecast, in the middle of a step: one microbatch, with layers like it before and after. Of a collective that a layer
+waits for, the share that the chip hides runs behind the matmul whose operand it gathers, or whose result it scatters;
+those of weights run behind all of a layer, and the next layer waits for its own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scaling.plan.evaluate import Estimate, Lanes
+from scaling.plan.job import Job
+from scaling.plan.layout import AXES
+
+COLOURS = {
+    "compute": "#5fc7b0", "tensor": "#f5a45d", "context": "#c58fe0", "expert": "#e07a8b", "fsdp": "#86aef0",
+    "data": "#86cf7f",
+}  # fmt: skip
+BEFORE = 6  # layers that pass until one is like the next
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that runs on a lane, from when to when in seconds: computing, or a collective over a mesh axis."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of a layer. `waits`: what follows needs it; `hidden`: its share that runs behind a matmul, the
+    next one if it `feeds` that, or else the one before. What nothing waits for runs behind the layer; the next layer
+    needs it if it is `ahead`."""
+
+    lane: str
+    name: str
+    seconds: float
+    waits: bool = True
+    hidden: float = 0.0
+    ahead: bool = False
+
+    @property
+    def feeds(self) -> bool:
+        return self.name.startswith(("AG", "dispatch"))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or backward pass of a layer: what runs meanwhile, and how long it takes."""
+
+    name: str
+    seconds: float
+    bars: tuple[Bar, ...]
+
+    @property
+    def lanes(self) -> list[str]:
+        return ["compute", *(axis for axis in AXES[::-1] if any(bar.lane == axis for bar in self.bars))]
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Of each axis, the share of its seconds in which the chip computes."""
+        busy, found = [bar for bar in self.bars if bar.lane == "compute"], {}
+        for axis in self.lanes[1:]:
+            mine = [bar for bar in self.bars if bar.lane == axis]
+            both = sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in mine for b in busy)
+            found[axis] = both / sum(bar.seconds for bar in mine)
+        return found
+
+
+def play(name: str, layer: list[Op]) -> Pass:
+    """The layer again and again, until it repeats; the last one as seen in a window of its own length."""
+    bars, free, now, ready, fed, start = [], {}, 0.0, 0.0, 0.0, 0.0
+    for _ in range(BEFORE):
+        start = now = max(now, ready)
+        for op in layer:
+            early = 0.0 if op.feeds else op.hidden * op.seconds
+            begin = max(free.get(op.lane, 0.0), now - early)
+            end = free[op.lane] = begin + op.seconds
+            bars.append(Bar(op.lane, op.name, begin, end))
+            if op.ahead:
+                ready = end
+            elif op.waits and op.feeds:
+                now, fed = max(now, end - op.hidden * op.seconds), end
+            elif op.waits:
+                now = max(now, end, fed)
+    now = max(now, ready)
+    seen = (Bar(b.lane, b.name, max(b.start, start) - start, min(b.end, now) - start) for b in bars)
+    return Pass(name, now - start, tuple(bar for bar in seen if bar.seconds > 1e-9 * (now - start)))
+
+
+def layer_passes(job: Job, found: Estimate) -> tuple[Pass, Pass]:
+    """A layer's forward and backward pass."""
+    forward, backward = _Layer(job, found).passes()
+    return play("forward", forward), play("backward", backward)
+
+
+class _Layer:
+    """Seconds of a layer's operations, as `evaluate.forecast` counts them, and their order."""
+
+    def __init__(self, job: Job, found: Estimate):
+        w, l, c, chip = job.work, found.layout, found.compute, found.network.chip
+        rate, lanes, layers = chip.efficiency, Lanes.of(found.network), float(c.layers)
+        self.work, self.layout = w, l
+        narrow = chip.flops(job.dtype) * rate.of_matmul(job.dtype)
+        bandwidth = (chip.hbm_bw or float("inf")) * rate.memory
+        math, reads = float(c.linear) / layers / narrow, float(c.read) / layers / bandwidth
+        adds = 2 * reads * job.grad_bytes / job.act_bytes
+        self.linear = max(math, reads), max(math, reads) + max(math, adds)  # forward, backward
+        self.scores = float(c.dots) / layers / (chip.flops(job.wide) * rate.attention)
+        self.between = float(c.tokens) * job.act_bytes * w.passes / l.tensor / bandwidth
+        kv = w.kv * (max(1.0, l.tensor / w.kv_heads) - 1)
+        self.attention = (w.projections + kv) / (w.dense + kv + w.routed)  # the share of attention's matrices
+        self.into = (w.heads + 2 * w.kv_heads) / (2 * (w.heads + w.kv_heads))  # of which Q, K and V
+        self.sent, self.hidden, self.slower = {}, {}, [0.0, 0.0]
+        for entry in found.entries:
+            seconds, hides = float(lanes.forecast(entry, chip)), float(lanes.hides(entry, chip, l))
+            self.sent.setdefault(entry.lane, seconds)  # of weights, the layers' come first, then the vocabulary's
+            self.hidden[entry.lane] = hides
+            if entry.kind in ("critical", "ahead"):
+                busy = rate.cores * seconds * (hides if entry.kind == "critical" else 1) / layers / l.microbatches
+                for way, count in enumerate((entry.forward, entry.backward)):
+                    self.slower[way] += float(count) * busy
+
+    def passes(self) -> tuple[list[Op], list[Op]]:
+        """(forward, backward); collectives that overlap take cores, so computing is slower by as much."""
+        found = list(self.forward()), list(self.backward())
+        for i, ops in enumerate(found):
+            computing = sum(op.seconds for op in ops if op.lane == "compute")
+            factor = 1 + self.slower[i] / computing
+            ops[:] = [Op("compute", op.name, op.seconds * factor) if op.lane == "compute" else op for op in ops]
+        return found
+
+    def wait(self, axis: str, name: str) -> Iterator[Op]:
+        if axis in self.sent:
+            yield Op(axis, name, self.sent[axis], hidden=self.hidden[axis])
+
+    def weights(self, what: str, ahead: bool) -> Iterator[Op]:
+        for lane, mark in (("weights", "W"), ("experts", "W of experts")):
+            if lane in self.sent:
+                yield Op("fsdp", what.format(mark), self.sent[lane], waits=False, ahead=ahead)
+
+    def compute(self, name: str, matmuls: float, passes: float) -> Iterator[Op]:
+        yield Op("compute", name, matmuls + passes * self.between)
+
+    def forward(self, mark: str = "") -> Iterator[Op]:
+        w, linear = self.work, self.linear[0]
+        half = 0.5 if w.projections else 1.0  # of the passes through memory, an MLP's
+        if not mark:
+            yield from self.weights("AG {} of the next layer", ahead=True)
+        if w.projections:
+            yield from self.wait("tensor", "AG In" + mark)
+            yield from self.compute("QKV" + mark, linear * self.attention * self.into, 0.25)
+            yield from self.wait("context", "AG K, V" + mark)
+            yield Op("compute", "scores" + mark, self.scores)
+            yield from self.compute("O" + mark, linear * self.attention * (1 - self.into), 0.25)
+            yield from self.wait("tensor", "RS Out" + mark)
+        mlp = linear * (1 - self.attention)
+        yield from self.wait("expert", "dispatch" + mark)
+        yield from self.mlp_waits("AG In" + mark)
+        yield from self.compute("up" + mark, mlp * w.up, half / 2)
+        yield from self.compute("down" + mark, mlp * (1 - w.up), half / 2)
+        yield from self.mlp_waits("RS Out" + mark)
+        yield from self.wait("expert", "combine" + mark)
+
+    def mlp_waits(self, name: str) -> Iterator[Op]:
+        """Experts' MLPs gather and scatter all copies of a token; blocks in parallel have only one pair."""
+        w = self.work
+        times = w.blocks - 1 if w.projections else 1
+        for op in self.wait("tensor", name) if times else ():
+            yield Op(op.lane, op.name, times * op.seconds, hidden=op.hidden)
+
+    def backward(self) -> Iterator[Op]:
+        w, l, linear = self.work, self.layout, self.linear[1]
+        half = 0.5 if w.projections else 1.0
+        mlp, attention = linear * (1 - self.attention), linear * self.attention
+        regathers = l.remat in ("gather", "matmuls")
+        scattered = list(self.weights("RS d{}", ahead=False)) if l.reduce == "each" or l.microbatches == 1 else []
+        yield from self.weights("AG {} of the next layer", ahead=True)
+        if l.remat == "block":
+            yield from self.forward("'")
+        yield from self.wait("expert", "dispatch dOut")
+        yield from self.mlp_waits("AG dOut")
+        yield from self.compute("down", mlp * (1 - w.up), half)
+        yield from self.mlp_waits("AG In") if regathers else ()
+        yield from self.compute("up", mlp * w.up, half)
+        yield from self.mlp_waits("RS dIn")
+        yield from self.wait("expert", "combine dIn")
+        if w.projections:
+            yield from self.wait("tensor", "AG dOut")
+            yield from self.compute("O", attention * (1 - self.into), 0.5)
+            yield from self.wait("context", "AG K, V")
+            yield Op("compute", "scores", (3 if l.remat == "matmuls" else 2) * self.scores)
+            yield from self.wait("context", "RS dK, dV")
+            yield from self.wait("tensor", "AG In") if regathers else ()
+            yield from self.compute("QKV", attention * self.into, 0.5)
+            yield from self.wait("tensor", "RS dIn")
+        yield from scattered
+
+
+def chart(passes: tuple[Pass, ...], width: int = 84) -> str:
+    """The passes as text: a row for each lane, time to the right; dots where the chip waits."""
+    lines = []
+    for part in passes:
+        lines.append(f"{part.name}: {1e3 * part.seconds:.3g} ms a layer and microbatch")
+        for lane in part.lanes:
+            cells = [("." if lane == "compute" else " ")] * width
+            for bar in (bar for bar in part.bars if bar.lane == lane):
+                first, last = (round(at / part.seconds * width) for at in (bar.start, bar.end))
+                first = min(first, width - 1)
+                inside = max(last - first - 1, 0)
+                words = bar.name.split(" ")
+                labels = (" ".join(words[:n]) for n in range(len(words), -1, -1))
+                cells[first : first + inside + 1] = "|" + next(x for x in labels if len(x) <= inside).center(
+                    inside, "-"
+                )
+            lines.append(f"  {lane:8}{''.join(cells)}|")
+        shares = ", ".join(f"{axis} {share:.0%}" for axis, share in part.hidden.items())
+        lines.append(f"  behind computing: {shares or 'nothing is sent'}")
+    return "\n".join(lines)
+
+
+def svg(passes: tuple[Pass, ...], title: str) -> str:
+    """The same as an SVG picture, with the milliseconds of each bar."""
+    left, wide, high = 80, 900, 26
+    drawn, y = [_words(left, 20, title, ' font-size="14"')], 48
+    span = max(part.seconds for part in passes)
+    for part in passes:
+        drawn.append(_words(left, y, f"{part.name}, {1e3 * part.seconds:.3g} ms a layer and microbatch"))
+        for lane in part.lanes:
+            y += high
+            drawn.append(_words(left - 8, y - 6, lane, ' text-anchor="end"'))
+            for bar in (bar for bar in part.bars if bar.lane == lane):
+                x, w = left + bar.start / span * wide, max(1.0, bar.seconds / span * wide)
+                drawn.append(
+                    f'<rect x="{x:.1f}" y="{y - high + 4}" width="{w:.1f}" height="{high - 6}" fill="{COLOURS[lane]}" '
+                    f'stroke="white"><title>{_escaped(bar.name)}: {1e3 * bar.seconds:.3g} ms</title></rect>'
+                )
+                if w > 7 * len(bar.name):
+                    drawn.append(_words(x + w / 2, y - 8, bar.name, ' text-anchor="middle"'))
+        y += high + 12
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + wide + 20}" height="{y}" font-family="sans-serif"'
+    return "\n".join([head + ' font-size="11">', *drawn, "</svg>"]) + "\n"
+
+
+def _words(x: float, y: float, words: str, how: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y}"{how}>{_escaped(words)}</text>'
+
+
+def _escaped(words: str) -> str:
+    return words.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+
+
+def as_dict(part: Pass) -> dict:
+    """A pass as data. Seconds."""
+    bars = [{"lane": b.lane, "name": b.name, "start": b.start, "end": b.end} for b in part.bars]
+    return {"pass": part.name, "seconds": part.seconds, "hidden": part.hidden, "bars": bars}
