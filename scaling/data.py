@@ -10,6 +10,7 @@ depend on the number of devices.
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,6 +116,7 @@ def endless(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """`batches` of epoch 0, then of epoch 1, and so on."""
     loader = batches(tokens, k, batch, mesh, axes, seed)
+    rows: Any = loader.sampler  # BatchRows, as `batches` made it
     while True:
         yield from loader
-        loader.sampler.set_epoch(loader.sampler.epoch + 1)
+        rows.set_epoch(rows.epoch + 1)

@@ -40,10 +40,11 @@ def from_placements(placements: Sequence[Placement], mesh, dims: Sequence[str], 
 
     Raises ShardingError for what the notation does not have: sums other than plain ones, strided shards.
     """
-    axes_of, unreduced = dict.fromkeys(dims, ()), []
+    axes_of: dict[str, tuple[str, ...]] = dict.fromkeys(tuple(dims), ())
+    unreduced: list[str] = []
     for axis, placement in zip(mesh_sizes(mesh), placements, strict=True):
         if type(placement) is Shard and -len(dims) <= placement.dim < len(dims):
-            axes_of[dims[placement.dim]] += (axis,)
+            axes_of[list(dims)[placement.dim]] += (axis,)
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             unreduced.append(axis)
         elif not isinstance(placement, Replicate):

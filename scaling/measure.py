@@ -230,7 +230,7 @@ def median_error(checks: Sequence[Check]) -> float:
 
 def chip_table(chip: Chip) -> str:
     rows = [(f"matmul {dtype}", f"{rate / 1e9:,.1f} GFLOPs/s a rank", "") for dtype, rate in chip.peaks]
-    rows += [("memory", f"{chip.hbm_bw / 1e9:,.1f} GB/s a rank", "")]
+    rows += [("memory", f"{chip.need('hbm_bw') / 1e9:,.1f} GB/s a rank", "")]
     rows += [(m.op, f"{m.bandwidth / 1e9:,.2f} GB/s (V)", f"{m.latency * 1e6:,.0f} us") for m in chip.measured]
     return tabulate(rows, ["", "rate", "latency"], "simple", disable_numparse=True)
 

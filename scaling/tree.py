@@ -8,6 +8,7 @@ anything with `.sizes`, `.coord` and `.device`; on an AbstractMesh, whose device
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import optree
 import torch
@@ -28,13 +29,13 @@ def leaves(tree) -> list:
     return optree.tree_leaves(tree, none_is_leaf=False)
 
 
-def named_leaves(tree, name: str = "params") -> dict[str, object]:
+def named_leaves(tree, name: str = "params") -> dict[str, Any]:
     """{'params["blocks"]["W_in"]': leaf}: each leaf under the expression that would fetch it."""
     accessors, found, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=False)
     return {a.codify(name).replace("'", '"'): leaf for a, leaf in zip(accessors, found, strict=True)}
 
 
-def paired(tree, specs, name: str = "params") -> list[tuple[str, object, Spec]]:
+def paired(tree, specs, name: str = "params") -> list[tuple[str, Any, Spec]]:
     """(where, leaf, spec) of every leaf. ShardingError, naming the places, if the structures differ."""
     found, wanted = named_leaves(tree, name), named_leaves(specs, name)
     if missing := [where for where in wanted if where not in found]:
@@ -55,7 +56,7 @@ def unshard(tree, specs, mesh):
     """The whole arrays on every rank, from each rank's shards: `collectives.unshard` of every leaf."""
     from scaling.collectives import unshard  # here, so that plain trees need no torch.distributed
 
-    return _rebuild(specs, [unshard(spec, leaf, mesh) for _, leaf, spec in paired(tree, specs)])
+    return _rebuild(specs, [unshard(str(spec), leaf, mesh) for _, leaf, spec in paired(tree, specs)])
 
 
 @dataclass(frozen=True)

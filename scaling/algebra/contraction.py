@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line
 
@@ -78,5 +79,5 @@ def check_product(line: "str | Line") -> Line:
     refuse_product(line, f"the product of these operands is {natural}", rule, "reshard the operands or the result")
 
 
-def refuse_product(line, what: str, rule: str, fix: str = "") -> None:
+def refuse_product(line, what: str, rule: str, fix: str = "") -> NoReturn:
     raise ShardingError(f"einsum: {line}\n  {what}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else ""))

@@ -170,7 +170,7 @@ class _Backward:
             self.reshard(held, needed)
             if product is products[0]:
                 self.again(product.a_steps, a)
-            self.gradient(a, needed, b, product.b_steps[0].before if product.b_steps else b)
+            self.gradient(a, needed, b, product.b_steps[0].operands[0] if product.b_steps else b)
             self.again(product.b_steps, b)
             held = self.gradient(needed, b, a, first if product is products[0] else a)
 

@@ -48,11 +48,11 @@ def shortest(
     most: Key | None = None,
     bound: float = math.inf,
     plain: bool = False,
-) -> dict[Layout, Reached] | None:
+) -> dict[Layout, Reached]:
     """Dijkstra from several layouts of the array, each with what it has cost, to every other (or until `target`).
 
     `weight`: elements times bytes of one. `most`: plans that cost as much are not looked for. `bound`: after so many
-    steps looked at the search ends, with None. `plain`: only the steps of plain plans.
+    steps looked at the search ends, with nothing. `plain`: only the steps of plain plans.
     """
     done: dict[Layout, Reached] = {}
     best: dict[Layout, Reached] = {}
@@ -85,7 +85,7 @@ def shortest(
         for move, sent in _edges(at, within, target if plain else None):
             looked += 1
             if looked > bound:
-                return None
+                return {}
             if move.after in done:
                 continue
             length = sent * weight
@@ -162,5 +162,4 @@ def _steps(src: Spec, dst: Spec, shape, within: Setting) -> tuple[tuple[Step, ..
     least = within.cost is None and key[0] == within.missing(source, target)  # only fewer steps may be found
     bound = BOUND // 5 if least or within.cost else BOUND
     better = shortest(start, src, shape, 1, within, target, most=key, bound=bound)
-    found = better if better and target in better else plain
-    return path(found, src, target)[0], "" if least or better is not None else NOTE
+    return path(better if target in better else plain, src, target)[0], "" if least or better else NOTE

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NoReturn
 
 from scaling.spec import ShardingError, Spec, format_axes, parse_line
 
@@ -28,7 +29,7 @@ class CollectiveStep:
         return replace(self, before=before, after=after, dim=self.dim + 1, to=self.to + 1, splits=splits)
 
 
-def refuse(line: str, kind: str, what: str, rule: str, fix: str = "") -> None:
+def refuse(line: str, kind: str, what: str, rule: str, fix: str = "") -> NoReturn:
     raise ShardingError(f"{kind}: {line}\n  {what}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else ""))
 
 

@@ -87,7 +87,7 @@ class Search:
     def reach(self, spec: Spec, sources: Mapping[Layout, Key], target: Layout | None = None) -> Array:
         """An array that can be had in some layouts, at their costs, in all others (or until one is reached)."""
         elements = self.elements(spec.dim_names)
-        return Array(spec, shortest(sources, spec, self.shape(spec), elements, self.within, target) or {})
+        return Array(spec, shortest(sources, spec, self.shape(spec), elements, self.within, target))
 
     def multiply(self, a: Array, b: Array, result: Spec, whole: bool) -> Stage:
         """The product of two arrays in every way; `whole`: `a` may not be unreduced."""

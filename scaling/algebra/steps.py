@@ -126,6 +126,8 @@ def total(steps, count: str, *args) -> float:
 class Counted:
     """What a sequence of steps costs: the base of Plan and Program, which hold their `steps`."""
 
+    steps: tuple[Step, ...]
+
     def nbytes(self, sizes, mesh, dtype) -> float:
         """The sum of the steps' V."""
         return total(self.steps, "nbytes", sizes, mesh, dtype)
@@ -140,7 +142,7 @@ class Counted:
 
     def flops(self, sizes, mesh) -> int:
         """FLOPs of one device."""
-        return total(self.steps, "flops", sizes, mesh)
+        return int(total(self.steps, "flops", sizes, mesh))
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def permutation(step: Step, mesh) -> tuple[tuple[int, int], ...]:
     """
     sizes = mesh_sizes(mesh)
     held, needed = {}, {}
-    ours, theirs = moved(*([axes for _, axes in spec.dims] for spec in (step.before, step.after)))
+    ours, theirs = moved(*([axes for _, axes in spec.dims] for spec in (*step.operands, step.after)))
     for index, coords in enumerate(itertools.product(*(range(sizes[axis]) for axis in step.axes))):
         at = dict(zip(step.axes, coords, strict=True))
         held.setdefault(tuple(block_index(axes, at, sizes) for axes in ours), []).append(index)

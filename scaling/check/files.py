@@ -53,7 +53,7 @@ def files_of(paths) -> list[Path]:
 
 
 def main(argv: "list[str] | None" = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scaling.check", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m scaling.check", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("files", nargs="+", help="Python files, or directories of them")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args, findings = parser.parse_args(argv), []

@@ -11,7 +11,7 @@ def specs_of(tree: ast.Module) -> dict[str, Spec]:
     """The types in a module's SPECS: written out, imported, or taken from another module, `data_parallel.SPECS`."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and not node.level and any(a.name == "SPECS" for a in node.names):
-            other = source_of(node.module)
+            other = source_of(node.module or "")
             return specs_of(other) if other else {}
         if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "SPECS" for target in node.targets):
             if isinstance(node.value, ast.Attribute) and node.value.attr == "SPECS":

@@ -12,7 +12,9 @@ that of the sum over the size; of a maximum or minimum it is shared equally amon
 torch.amax shares it, and takes one more AllReduce.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,12 +30,21 @@ from scaling.spec import ShardingError, Spec, parse, parse_line
 
 
 class Pending:
-    """A collective under way. `wait()` returns its result; until then its operand must not be changed."""
+    """A collective under way. `wait()` returns its result; until then its operand must not be changed.
 
-    __slots__ = ("event", "finish", "result", "work")
+    One that is dropped without `wait()` is named in a warning; `call` is what it is called by.
+    """
 
-    def __init__(self, work, finish, event=None):
-        self.work, self.finish, self.event, self.result = work, finish, event, None
+    __slots__ = ("call", "event", "finish", "result", "work")
+
+    def __init__(self, work, finish, event=None, call=None):
+        self.work, self.finish, self.event, self.call, self.result = work, finish, event, call, None
+
+    def __del__(self):
+        if self.finish is not None and self.call is not None:
+            _dropped.append(self.work)
+            what = f"{self.call}\n  its Pending was dropped without wait(), so that nobody has the result"
+            warnings.warn(f"{what}\n  fix: call .wait(), or leave async_op=True out", RuntimeWarning, stacklevel=2)
 
     def wait(self) -> Tensor:
         if self.finish is not None:
@@ -45,7 +56,10 @@ class Pending:
         return self.result
 
 
-def wait(x):
+_dropped: list = []  # the other ranks wait for what is under way: its buffers must not be freed
+
+
+def wait(x) -> Any:
     """The tensor, or the result of what is still under way: a `Pending` collective, a `Deferred` product."""
     if x is None or isinstance(x, Tensor):
         return x
@@ -54,6 +68,10 @@ def wait(x):
     return x.wait()
 
 
+@overload
+def all_gather(line: str, x: Tensor, mesh, *, async_op: Literal[False] = ..., out: Tensor | None = ...) -> Tensor: ...
+@overload
+def all_gather(line: str, x: Tensor, mesh, *, async_op: Literal[True], out: Tensor | None = ...) -> Pending: ...
 def all_gather(line: str, x: Tensor, mesh, *, async_op: bool = False, out: Tensor | None = None):
     """`A[I_X, J] -> A[I, J]`: every rank gets the whole dim. The axes removed must be the minor ones of their dim
     (`I_XY -> I_X`): otherwise the blocks would arrive interleaved. Cotangent: ReduceScatter. `out`: a buffer that is
@@ -61,18 +79,38 @@ def all_gather(line: str, x: Tensor, mesh, *, async_op: bool = False, out: Tenso
     return _call("AllGather", line, x, mesh, async_op, out)
 
 
+@overload
+def reduce_scatter(
+    line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[False] = ..., out: Tensor | None = ...
+) -> Tensor: ...
+@overload
+def reduce_scatter(
+    line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[True], out: Tensor | None = ...
+) -> Pending: ...
 def reduce_scatter(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, out: Tensor | None = None):
     """`A[I, J] {U_X} -> A[I_X, J]`: the sum over X, of which each rank gets its block. The axes become the minor ones
     of their dim. Cotangent: AllGather. `out`: a buffer that is given away for the result."""
     return _call("ReduceScatter", line, x, mesh, async_op, out, by=op)
 
 
+@overload
+def all_reduce(
+    line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[False] = ..., donate: bool = ...
+) -> Tensor: ...
+@overload
+def all_reduce(
+    line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[True], donate: bool = ...
+) -> Pending: ...
 def all_reduce(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, donate: bool = False):
     """`A[I, J] {U_X} -> A[I, J]`: every rank gets the sum over X. Cotangent: AllReduce. `donate`: x is given away, and
     the sum is written over it."""
     return _call("AllReduce", line, x, mesh, async_op, x if donate else None, by=op)
 
 
+@overload
+def all_to_all(line: str, x: Tensor, mesh, *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_to_all(line: str, x: Tensor, mesh, *, async_op: Literal[True]) -> Pending: ...
 def all_to_all(line: str, x: Tensor, mesh, *, async_op: bool = False):
     """`A[I_X, J] -> A[I, J_X]`: moves axes from one dim to another, the minor ones of both. Cotangent: the way back."""
     return _call("AllToAll", line, x, mesh, async_op)
@@ -86,26 +124,48 @@ def shard(line: str, x: Tensor, mesh) -> Tensor:
     return _call("Slice", line, x, mesh, False)
 
 
+@overload
+def broadcast(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def broadcast(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[True]) -> Pending: ...
 def broadcast(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False):
     """`A[I] {U_X} -> A[I]`: as an AllReduce in which only the root's part counts. Cotangent: Reduce."""
     return _call("Broadcast", line, x, mesh, async_op, root=root)
 
 
+@overload
+def reduce(line: str, x: Tensor, mesh, *, root: int = ..., op: str = ..., async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def reduce(line: str, x: Tensor, mesh, *, root: int = ..., op: str = ..., async_op: Literal[True]) -> Pending: ...
 def reduce(line: str, x: Tensor, mesh, *, root: int = 0, op: str = "sum", async_op: bool = False):
     """`A[I] {U_X} -> A[I] {U_X}`: the root gets the sum, the others zeros. Cotangent: Broadcast."""
     return _call("Reduce", line, x, mesh, async_op, root=root, by=op)
 
 
+@overload
+def scatter(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def scatter(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[True]) -> Pending: ...
 def scatter(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False):
     """`A[I] {U_X} -> A[I_X]`: each rank gets its block of the root's array. Cotangent: Gather."""
     return _call("Scatter", line, x, mesh, async_op, root=root)
 
 
+@overload
+def gather(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def gather(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[True]) -> Pending: ...
 def gather(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False):
     """`A[I_X] -> A[I] {U_X}`: the root gets the whole array, the others zeros. Cotangent: Scatter."""
     return _call("Gather", line, x, mesh, async_op, root=root)
 
 
+@overload
+def ppermute(
+    line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, async_op: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, async_op: Literal[True]) -> Pending: ...
 def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, async_op: bool = False):
     """Send along an axis: the rank at `source` to the one at `target`, for each (source, target) of `perm`.
 
@@ -137,7 +197,7 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
     return all_gather(f"{spec} -> {whole}", x, mesh) if spec.axes else x
 
 
-def _call(kind, line, x, mesh, async_op, out=None, root: int | None = None, by: str = "sum"):
+def _call(kind, line, x, mesh, async_op, out=None, root: int | None = None, by: str = "sum") -> Any:
     if torch.compiler.is_compiling():
         return _compiled(kind, line, x, mesh, async_op, out, root, by)
     steps = mesh.lines.get((kind, line, root, by))
@@ -151,7 +211,7 @@ def _call(kind, line, x, mesh, async_op, out=None, root: int | None = None, by: 
     return _run(steps[-1], x, mesh, async_op, out)
 
 
-def _run(step: Step, x: Tensor, mesh, async_op: bool, out: Tensor | None = None):
+def _run(step: Step, x: Tensor, mesh, async_op: bool, out: Tensor | None = None) -> Any:
     step.check(x, mesh)
     op = step.op
     if observed(x):
@@ -164,7 +224,7 @@ def _run(step: Step, x: Tensor, mesh, async_op: bool, out: Tensor | None = None)
     work, make = start(x, op, step.group, out)
     if out is not None or step.mean:
         make = _finish(make, step, out)
-    pending = Pending(work, make, seen)
+    pending = Pending(work, make, seen, step)
     return pending if async_op else pending.wait()
 
 

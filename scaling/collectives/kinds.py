@@ -10,6 +10,7 @@ from scaling.collectives import eager, traced
 from scaling.collectives.buffers import refuse
 from scaling.collectives.eager import Started
 from scaling.collectives.op import Op, dual_line
+from scaling.collectives.torch_private import lazy_clone
 from scaling.mesh import Group
 from scaling.spec import parse_line
 from scaling.trace import Event, now
@@ -125,7 +126,7 @@ def start(x: Tensor, op: Op, group: Group, out: Tensor | None = None) -> Started
     The result shares no memory with x, unless `out`, a buffer given away for the result, is x itself.
     """
     if op.size == 1 and op.kind != "CollectivePermute":
-        return None, lambda: x.clone() if out is None else x
+        return None, lambda: lazy_clone(x) if out is None else x
     run = KINDS[op.kind].eager
     if run is None or group.pg is None or op.by != "sum":
         result = traceable(x, op)

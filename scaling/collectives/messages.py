@@ -36,7 +36,7 @@ def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = Fal
         peer = {"group": group.pg, "group_dst": group.member_of(to)}
         work = Works([dist.isend(header, tag=TAG, **peer), dist.isend(data, tag=data_tag(header), **peer)])
         work.kept = header, data  # until they are through
-    pending = Pending(work, lambda: x, event)
+    pending = Pending(work, lambda: x, event, f"Send: {parse(line)}")
     return pending if async_op else pending.wait()
 
 
@@ -46,7 +46,7 @@ def recv(line: str, like: Tensor, mesh, axis: str, source: int, *, async_op: boo
     group, event = _ready("Recv", line, like, mesh, axis, source, async_op)
     buffer = torch.empty(like.shape, dtype=like.dtype, device=mesh.device)
     work = None if group.pg is None else Arrival(parse(line), buffer, group, source)
-    pending = Pending(work, lambda: buffer, event)
+    pending = Pending(work, lambda: buffer, event, f"Recv: {parse(line)}")
     return pending if async_op else pending.wait()
 
 

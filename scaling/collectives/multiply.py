@@ -6,7 +6,7 @@ under the rules, checked once a line, of `scaling.algebra.contraction`.
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -18,10 +18,16 @@ from scaling.collectives.calls import wait
 from scaling.collectives.deferred import Deferred
 from scaling.collectives.linear import differentiated
 from scaling.collectives.mkl import matmul, matmul_into
-from scaling.collectives.torch_private import constant
+from scaling.collectives.torch_private import constant, lazy_clone
 from scaling.spec import Line, ShardingError, Spec
 
 
+@overload
+def einsum(
+    line: str, a, b=None, *, out: Tensor | None = ..., add: bool = ..., defer: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def einsum(line: str, a, b=None, *, out: Tensor | None = ..., add: bool = ..., defer: Literal[True]) -> Deferred: ...
 def einsum(line: str, a, b=None, *, out: Tensor | None = None, add: bool = False, defer: bool = False):
     """The product (or, of one operand, the sum and transpose) that the line says, of this rank's shards.
 
@@ -254,7 +260,7 @@ def _general(line: Line) -> Callable:
     if len(line.operands) == 2:
         return lambda a, b: torch.einsum(equation, a, b)
     if _is_view(line):
-        return lambda a, _: torch.einsum(equation, a).clone()
+        return lambda a, _: lazy_clone(torch.einsum(equation, a))
     return lambda a, _: torch.einsum(equation, a)
 
 

@@ -36,6 +36,14 @@ def constant(fn: Callable) -> Callable:
     return fn
 
 
+def lazy_clone(x: Tensor) -> Tensor:
+    """x.clone(), whose memory is x's until one of the two is written to (copy on write)."""
+    try:
+        return x._lazy_clone()
+    except RuntimeError:  # memory that torch did not allocate, or that other processes share
+        return x.clone()
+
+
 def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 

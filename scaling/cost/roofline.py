@@ -79,7 +79,8 @@ def operand_bytes(dtypes) -> tuple[float, float, float]:
     three = tuple(dtypes) if isinstance(dtypes, (tuple, list)) else (dtypes,) * 3
     if len(three) != 3:
         raise ValueError(f"dtypes = {dtypes!r}: one dtype, or three (activations, weights, output)")
-    return tuple(dtype_bytes(dtype) for dtype in three)
+    a, w, o = (dtype_bytes(dtype) for dtype in three)
+    return a, w, o
 
 
 def matmul(B: float, D: float, F: float, C: float, W: float, dtypes="bf16", exact_flops: bool = False) -> Roofline:
@@ -103,8 +104,9 @@ def critical_batch(C: float, W: float, D: float | None = None, F: float | None =
     if D is None and F is None:
         return w * C / (2 * W)
     positive(D=D, F=F)
-    slope = 2 * D * F * W / C - a * D - o * F
-    return w * D * F / slope if slope > 0 else float("inf")
+    depth, width = float(D or 0), float(F or 0)
+    slope = 2 * depth * width * W / C - a * depth - o * width
+    return w * depth * width / slope if slope > 0 else float("inf")
 
 
 def tiled_matmul(m: int, k: int, n: int, tiles: tuple[int, int, int], C: float, W: float, dtype="bf16") -> Roofline:

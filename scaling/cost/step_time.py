@@ -22,8 +22,8 @@ def seconds_on(chip: Chip, sizes, mesh, dtype="bf16", flops: bool = True) -> Cal
 
 
 @lru_cache(maxsize=256)
-def _seconds_on(chip: Chip, sizes: tuple, mesh: tuple, dtype, flops: bool) -> Callable[[Step], float]:
-    sizes, mesh = dict(sizes), dict(mesh)
+def _seconds_on(chip: Chip, dims: tuple, axes: tuple, dtype, flops: bool) -> Callable[[Step], float]:
+    sizes, mesh = dict(dims), dict(axes)
 
     def seconds(step: Step) -> float:
         if step.op in COLLECTIVES:

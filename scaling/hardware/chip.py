@@ -261,5 +261,7 @@ def check_slice(chip: Chip, shape: int | Sequence[int]) -> tuple[int, ...]:
         raise ValueError(f"slice {lengths}: the lengths of axes are positive whole numbers")
     pod = sorted(chip.pod or (), reverse=True)
     if any(length > most for length, most in zip(sorted(lengths, reverse=True), pod, strict=False)):
-        raise ValueError(f"slice {'x'.join(map(str, lengths))}: a pod of {chip.name} is {'x'.join(map(str, chip.pod))}")
+        raise ValueError(
+            f"slice {'x'.join(map(str, lengths))}: a pod of {chip.name} is {'x'.join(map(str, chip.pod or ()))}"
+        )
     return lengths

@@ -106,8 +106,9 @@ class Torus:
         here = a
         for axis in range(len(self.shape)):
             for step, hops, share in self.ways(axis, a[axis], b[axis]):
-                at = here
+                at: Coord | None = here
                 for _ in range(hops):
+                    assert at is not None, "a route that leaves a line"
                     yield (at, axis, step), share
                     at = self.neighbour(at, axis, step)
             here = (*here[:axis], b[axis], *here[axis + 1 :])
@@ -117,7 +118,7 @@ class Torus:
         loads: Counter[Link] = Counter()
         for a, b in product(self.chips(), repeat=2):
             for link, share in self.route(a, b):
-                loads[link] += share
+                loads[link] += share  # pyright: ignore[reportArgumentType]: halves, where both ways are as long
         return loads
 
     def all_to_all_seconds(self, nbytes: float, link_bw: float) -> float:

@@ -5,10 +5,10 @@ the weight half of its backward (of all the rank's chunks); transfers take no ti
 """
 
 from fractions import Fraction
-from numbers import Real
 
 from scaling.schedules import make
 from scaling.schedules.simulator import UNIT, Times
+from scaling.schedules.timeline import Time
 
 
 def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
@@ -48,12 +48,14 @@ def bubble(name: str, stages: int, microbatches: int, chunks: int = 1, times: Ti
     if times.overlapped is not None:
         raise ValueError("the idle fraction of overlapped pairs differs from rank to rank: simulate instead")
     idle = bubble_time(name, stages, microbatches, chunks, times)
-    return idle / (idle + microbatches * sum(map(Fraction, _work(times))))
+    return idle / (idle + microbatches * sum(Fraction(time) for time in _work(times)))
 
 
 def overhead(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
     """Bubble over ideal time, as Narayanan et al. count: (P-1)/M for gpipe and 1f1b, 1/v of that interleaved."""
-    return bubble_time(name, stages, microbatches, chunks, times) / (microbatches * sum(map(Fraction, _work(times))))
+    return bubble_time(name, stages, microbatches, chunks, times) / (
+        microbatches * sum(Fraction(time) for time in _work(times))
+    )
 
 
 def live_activations(name: str, stages: int, microbatches: int, chunks: int = 1) -> tuple[Fraction, ...]:
@@ -78,5 +80,5 @@ def live_activations(name: str, stages: int, microbatches: int, chunks: int = 1)
     return tuple(Fraction(min(peak, m)) for peak in peaks)
 
 
-def _work(times: Times) -> tuple[Real, Real, Real]:
+def _work(times: Times) -> tuple[Time, Time, Time]:
     return times.forward, times.backward_input, times.backward_weight

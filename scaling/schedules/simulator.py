@@ -9,7 +9,6 @@ Times are kept as fractions, so that results can be compared with the `closed_fo
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Real
 
 from scaling.schedules import Schedule
 from scaling.schedules.instructions import (
@@ -27,7 +26,7 @@ from scaling.schedules.instructions import (
     SendActivation,
     parts,
 )
-from scaling.schedules.timeline import Span, Timeline
+from scaling.schedules.timeline import Span, Time, Timeline
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,11 @@ class Times:
     their backward (a whole Backward takes the sum of both), and a transfer to another rank. A chunk takes 1/chunks.
     `overlapped`: a ForwardBackward, by default the sum of its parts."""
 
-    forward: Real = 1
-    backward_input: Real = 1
-    backward_weight: Real = 1
-    hop: Real = 0
-    overlapped: Real | None = None
+    forward: Time = 1
+    backward_input: Time = 1
+    backward_weight: Time = 1
+    hop: Time = 0
+    overlapped: Time | None = None
 
     def per_chunk(self, chunks: int) -> dict[type, Fraction]:
         """The time of each computation on one chunk."""

@@ -7,10 +7,12 @@ import json
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from scaling.schedules.instructions import COMPUTE, Backward, BackwardWeight, Forward
+
+Time = float | Fraction  # in a simulation exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +20,9 @@ class Span:
     """One instruction as it ran: an instance of `scaling.schedules.instructions`, and from when to when."""
 
     rank: int
-    step: object
-    start: Real
-    end: Real
+    step: Any
+    start: Time
+    end: Time
 
 
 @dataclass(frozen=True)
@@ -39,41 +41,41 @@ class Timeline:
         return tuple(span for span in self.spans if isinstance(span.step, COMPUTE))
 
     @property
-    def start(self) -> Real:
+    def start(self) -> Time:
         return min((span.start for span in self.spans), default=0)
 
     @cached_property
-    def makespan(self) -> Real:
+    def makespan(self) -> Time:
         """From the start of the first computation to the end of the last, over all ranks."""
         return max(span.end for span in self.compute) - min(span.start for span in self.compute)
 
-    def idle(self, rank: int) -> Real:
+    def idle(self, rank: int) -> Time:
         """The makespan less the time that a rank computed."""
         return self.makespan - self.busy(rank)
 
-    def busy(self, rank: int) -> Real:
+    def busy(self, rank: int) -> Time:
         """The time that a rank computed."""
         return self._busy[rank]
 
     @cached_property
-    def _busy(self) -> tuple[Real, ...]:
-        busy = [0] * self.ranks
+    def _busy(self) -> tuple[Time, ...]:
+        busy: list[Time] = [0] * self.ranks
         for span in self.compute:
             busy[span.rank] += span.end - span.start
         return tuple(busy)
 
     @property
-    def bubble_time(self) -> Real:
+    def bubble_time(self) -> Time:
         """The time that a rank is idle, on average over the ranks."""
         return sum(self.idle(rank) for rank in range(self.ranks)) / self.ranks
 
     @property
-    def bubble(self) -> Real:
+    def bubble(self) -> Time:
         """The fraction of the makespan for which ranks are idle: (P-1)/(M+P-1) for GPipe."""
         return self.bubble_time / self.makespan
 
     @property
-    def overhead(self) -> Real:
+    def overhead(self) -> Time:
         """Bubble time over ideal time, as Narayanan et al. 2021 count: (P-1)/M for GPipe, (P-1)/(v*M) interleaved."""
         return self.bubble_time / (self.makespan - self.bubble_time)
 

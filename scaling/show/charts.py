@@ -107,11 +107,11 @@ def chart(
         for x, y in alone:
             rows[row(sy(y))][column(sx(x))] = glyph
 
-    unscaled = [[10**v if axis else v for v in ends] for axis, ends in zip(logs, ((x0, x1), (y0, y1)), strict=True)]
-    left = {row(sy(tick)): tick_label(tick) for tick in ticks(*unscaled[1], logs[1], height // 2)}
+    xs, ys = [[10**v if axis else v for v in ends] for axis, ends in zip(logs, ((x0, x1), (y0, y1)), strict=True)]
+    left = {row(sy(tick)): tick_label(tick) for tick in ticks(ys[0], ys[1], logs[1], height // 2)}
     lines = [f"{left.get(i, ''):>{MARGIN - 1}} |{''.join(line)}".rstrip() for i, line in enumerate(rows)]
     below, labels = ["-"] * width, [" "] * (width + MARGIN + 1)
-    for tick in ticks(*unscaled[0], logs[0], width // 8):
+    for tick in ticks(xs[0], xs[1], logs[0], width // 8):
         at, text = column(sx(tick)), tick_label(tick)
         start = max(0, min(width + MARGIN + 1 - len(text), at + MARGIN + 1 - len(text) // 2))
         if not "".join(labels[max(0, start - 1) : start + len(text) + 1]).strip():
@@ -171,9 +171,9 @@ def figure(
         axis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
     for axis, value, text in marks:
         (axes.axvline if axis == "x" else axes.axhline)(value, color="#777777", linestyle="--", linewidth=1, zorder=0)
-        place = {"xycoords": axes.get_xaxis_transform() if axis == "x" else axes.get_yaxis_transform()}
+        place: dict = {"xycoords": axes.get_xaxis_transform() if axis == "x" else axes.get_yaxis_transform()}
         where = (value, 0.02) if axis == "x" else (0.99, value)
-        turn = {"rotation": 90, "ha": "right", "va": "bottom"} if axis == "x" else {"ha": "right", "va": "bottom"}
+        turn: dict = {"rotation": 90, "ha": "right", "va": "bottom"} if axis == "x" else {"ha": "right", "va": "bottom"}
         axes.annotate(text, where, color="#555555", fontsize=9, **place, **turn)
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -181,7 +181,7 @@ def figure(
     return picture
 
 
-def save(path: str | Path, series: Series, *labels: str, **options) -> Path:
+def save(path: str | Path, series: Series, *labels, **options) -> Path:
     """Writes the chart to a file, PNG or SVG by its name; arguments as of `figure`. RuntimeError without matplotlib."""
     figure(series, *labels, **options).savefig(path, dpi=150)
     return Path(path)

@@ -32,7 +32,7 @@ def rows(config, mesh, dtype: str, zero: int = 3) -> list[tuple[str, str, str, i
 
 
 def main(argv: "list[str] | None" = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scaling.show params", description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(prog="python -m scaling.show params", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--model", default="llama3-70b", help=f"a config.json, or one of {', '.join(MODELS)}")
     parser.add_argument("--mesh", default="X=64,Y=8", help="axes of P, Z, X, C, Y, E and sizes (default X=64,Y=8)")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the params (default bf16)")

@@ -15,7 +15,7 @@ MOST = 20_000  # forward passes of a schedule that is drawn: some seconds
 
 
 def parser(**options) -> argparse.ArgumentParser:
-    arguments = argparse.ArgumentParser(description=__doc__.split(":", 1)[0], **options)
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").split(":", 1)[0], **options)
     arguments.add_argument("schedule", choices=[*SCHEDULES, "all"])
     arguments.add_argument("--stages", type=integer(1), default=4, help="ranks along the pipeline axis (default 4)")
     arguments.add_argument("--microbatches", type=integer(1), default=8, help="default 8")

@@ -183,7 +183,7 @@ def main(argv: "list[str] | None" = None) -> int:
         from scaling.show.params import main as show_params
 
         return show_params(argv[1:])
-    parser = argparse.ArgumentParser(prog="python -m scaling.show", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m scaling.show", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("types", nargs="*", metavar="TYPE", help="such as 'A[I_X, J_Y]'; by default the book's nine")
     parser.add_argument("--mesh", default="X=2,Y=2", help="axes and sizes (default X=2,Y=2)")
     parser.add_argument("--sizes", default="", help="sizes of dims, I=4,J=8: shows index ranges")

@@ -39,7 +39,8 @@ def schedule_chart(timeline: Timeline, width: int | None = None, colour: bool = 
     for s in timeline.compute:
         spans[s.rank].append(s)
     for rank in range(timeline.ranks):
-        row, paint = ["·"] * width, [None] * width
+        row: list[str] = ["·"] * width
+        paint: list[type | None] = [None] * width
         for s in sorted(spans[rank], key=lambda s: s.start):
             first = round(float((s.start - start) / span * width))
             last = max(first + 1, round(float((s.end - start) / span * width)))

@@ -7,7 +7,7 @@ Plain Python: no torch, no devices.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -89,7 +89,7 @@ class Spec:
     def with_axes(self, dim: str, axes: Sequence[str]) -> "Spec":
         return replace(self, dims=tuple((d, tuple(axes) if d == dim else a) for d, a in self.dims)).validated()
 
-    def with_unreduced(self, axes: Sequence[str]) -> "Spec":
+    def with_unreduced(self, axes: Iterable[str]) -> "Spec":
         return replace(self, unreduced=tuple(sorted(axes))).validated()
 
     def stacked(self, dim: str) -> "Spec":

@@ -3,7 +3,9 @@
 Nothing relies on a transport's buffering: a send only keeps its tensor alive until it is through, and a receive is
 posted some messages before it is needed, so that one is always under way. Between two ranks, tensors of one kind are
 received in the order in which they were sent, which `scaling.schedules.simulator` checks.
-- gloo matches messages by their tag, over the group of the pipeline axis.
+All messages of a run are alike: each stage holds what it sends against `like`. Before the first message of a kind to
+another it reads a note of that one's: what it expects. So no buffer is filled in part.
+- gloo matches messages by their tag, over the group of the pipeline axis; what is of another shape has other tags.
 - NCCL knows no tags, and what is queued on one communicator runs in order: a posted receive would hold up the send
   behind it. So each direction and kind has a communicator of two ranks to itself.
 """
@@ -14,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from scaling import trace
+from scaling.collectives.buffers import refuse
+from scaling.collectives.kinds import as_carried
+from scaling.collectives.messages import announcement, data_tag, refuse_message
 from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
 from scaling.schedules.schedule import Schedule
 from scaling.spec import parse
@@ -35,7 +40,11 @@ class Channels:
         for step in reversed(schedule[mesh.coord[axis]]):
             if isinstance(step, RECVS):
                 self.to_post.setdefault((type(step), step.peer), []).append(step)
+        self.note = announcement(self.spec, like, "cpu")
+        self.kind, self.tag = bytes(self.note.tolist()), data_tag(self.note)
+        self.noted: set[tuple] = mesh.lines.setdefault(("pipeline notes", axis), set())  # (kind of message, channel)
         for channel in sorted(self.to_post, key=lambda channel: (channel[0].__name__, channel[1])):
+            self.send_note(self.to_post[channel][-1])
             for _ in range(AHEAD):
                 self.post(channel)
 
@@ -45,7 +54,7 @@ class Channels:
             step = self.to_post[channel].pop()
             buffer = torch.empty_like(self.like, memory_format=torch.contiguous_format)
             self.posted[step] = (
-                (None if self.abstract else dist.irecv(buffer, **self.route(step, receive=True))),
+                (None if self.abstract else dist.irecv(as_carried(buffer)[0], **self.route(step, receive=True))),
                 buffer,
             )
 
@@ -62,12 +71,44 @@ class Channels:
 
     def send(self, step, x: torch.Tensor) -> None:
         """Start to send x; it must not be changed before `finish`."""
+        self.check(step, x)
         if trace.active():
             self.record("Send", x, x.numel() * x.element_size())
         if not self.abstract:
-            x = x.contiguous()
+            self.read_note(step)
+            x = as_carried(x)[0].contiguous()
             self.sends = [(work, kept) for work, kept in self.sends if not work.is_completed()]
             self.sends.append((dist.isend(x, **self.route(step, receive=False)), x))
+
+    def check(self, step, x: torch.Tensor) -> None:
+        """ShardingError unless a stage's result is what the next one waits for."""
+        if x.shape != self.like.shape or x.dtype != self.like.dtype or x.device != self.like.device:
+            found, wanted = (f"{y.dtype} {tuple(y.shape)} on {y.device}" for y in (x, self.like))
+            what = f"stage {step.stage} hands on {found}, but microbatches of In are {wanted}"
+            rule = "what stages hand to each other has the shape and the dtype of In"
+            refuse(f"{type(step).__name__} {self.spec}", what, rule, "convert In, or the stage's result (autocast?)")
+
+    def send_note(self, step) -> None:
+        """Tell the sender of a channel, once, what is going to be received."""
+        if self.is_new(step):
+            note = self.note.to(self.like.device)
+            self.sends.append((dist.isend(note, **self.route(step, receive=True, note=True)), note))
+
+    def read_note(self, step) -> None:
+        """Before the first message on a channel: compare what it is with what its receiver wrote."""
+        if self.is_new(step):
+            note = self.note.to(self.like.device, copy=True)
+            dist.irecv(note, **self.route(step, receive=False, note=True)).wait()
+            if not torch.equal(note.cpu(), self.note):
+                refuse_message(self.spec, self.note, note, "this rank sends", f"rank {step.peer} expects")
+
+    def is_new(self, step) -> bool:
+        """Whether this channel has not been used for such messages before."""
+        channel = self.kind, type(step), step.peer
+        if self.abstract or channel in self.noted:
+            return False
+        self.noted.add(channel)
+        return True
 
     def finish(self) -> None:
         """Wait until everything that was sent is through."""
@@ -75,13 +116,14 @@ class Channels:
             work.wait()
         self.sends = []
 
-    def route(self, step, receive: bool) -> dict:
-        """The arguments of isend or irecv: the group, the other rank in it and the tag."""
+    def route(self, step, receive: bool, note: bool = False) -> dict:
+        """The arguments of isend or irecv: the group, the other rank in it and the tag. A note goes the other way."""
         activation = isinstance(step, (RecvActivation, SendActivation))
-        end = "group_src" if receive else "group_dst"
+        end = "group_src" if receive is not note else "group_dst"
         if self.pairs is None:
             message = step.stage * self.schedule.microbatches + step.microbatch
-            return {"group": self.group.pg, end: self.group.member_of(step.peer), "tag": 2 * message + activation}
+            tag = activation if note else self.tag + 2 * message + activation
+            return {"group": self.group.pg, end: self.group.member_of(step.peer), "tag": tag}
         me = self.group.index
         ends = (step.peer, me) if receive else (me, step.peer)
         return {"group": self.pairs[(activation, *ends)], end: int(step.peer > me)}

@@ -44,7 +44,8 @@ class Event:
     def __str__(self) -> str:
         over = "_" + format_axes(self.axes) if self.axes else ""
         if self.op == "Einsum":
-            return f"{self.after} = " + " * ".join(map(str, self.before))
+            operands = self.before if isinstance(self.before, tuple) else (self.before,)
+            return f"{self.after} = " + " * ".join(map(str, operands))
         return f"{self.after} = {self.op}{over}({self.before})"
 
 

@@ -62,7 +62,8 @@ class _Watch(TorchDispatchMode):
         return result
 
     def watch(self, *values) -> None:
-        for x in optree.tree_leaves(values):
+        leaves: list = optree.tree_leaves(values)  # pyright: ignore[reportArgumentType]: a tree of anything
+        for x in leaves:
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.seen:
                 storage = x.untyped_storage()
                 key, nbytes = storage._cdata, storage.nbytes()

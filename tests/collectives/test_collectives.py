@@ -162,3 +162,29 @@ def test_values_and_derivatives(ranks, name):
             torch.testing.assert_close(
                 got[r][what], wanted[r], rtol=1e-12, atol=1e-12, msg=lambda m, w=what: f"{w}: {m}"
             )
+
+
+def drop(mesh, x):
+    """Each rank drops what the other one waits for."""
+    for _ in range(3):
+        c.all_gather("A[I_X] -> A[I]", x, mesh, async_op=mesh.rank == 0)
+    if mesh.rank == 1:
+        c.send("B[I]", x, mesh, "X", 0, async_op=True)
+    else:
+        c.recv("B[I]", x, mesh, "X", 1)
+
+
+def drop_and_go_on(mesh):
+    x = torch.full((200_000,), mesh.rank + 1.0)
+    with pytest.warns(RuntimeWarning) as warned:
+        drop(mesh, x)
+    c.all_gather("A[I_X] -> A[I]", x, mesh, async_op=True).wait()
+    return [str(each.message) for each in warned], c.all_reduce("A[I] {U_X} -> A[I]", x, mesh)[0].item()
+
+
+def test_what_is_dropped_without_wait_is_named_and_holds_nobody_up(ranks):
+    what = "\n  its Pending was dropped without wait(), so that nobody has the result\n  fix: call .wait(), or "
+    (first, sum0), (second, sum1) = ranks(drop_and_go_on, {"X": 2})
+    assert (sum0, sum1, len(first), len(second)) == (3.0, 3.0, 3, 1)
+    assert all(message.startswith("AllGather: A[I_X] -> A[I]" + what) for message in first)
+    assert second[0].startswith("Send: B[I]" + what)
