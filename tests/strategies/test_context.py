@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from torch.func import jvp, vjp, vmap
+from torch.func import jvp, linearize, vjp, vmap
 
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
@@ -267,6 +267,30 @@ def test_table():
     shown = table({"B": 1, "T": 48, "N": 6, "K": 2, "H": 64}, ranks=4).splitlines()
     assert "N=6 query heads do not divide over 4 ranks" in shown[5]
     assert shown[3].split()[-3:] == ["2C", "|", "T"]
+
+
+def compiled(mesh):
+    """One graph of a step by torch.func, and linearize: the largest differences from the same run eagerly."""
+    torch._dynamo.reset()
+    whole, segments = arrays(8, 4)
+    *operands, dO = (x.chunk(2, 1)[mesh.rank].clone() for x in whole[:4])
+    f = on_mesh(mesh, "ring", "C", segments.chunk(2, 1)[mesh.rank].clone(), window=9)
+    tangents = tuple(x.flip(1) for x in operands)
+
+    def step(dO, *operands):
+        O, pull = vjp(f, *operands)
+        return O, *pull(dO)
+
+    with warnings.catch_warnings(action="ignore"):  # of torch's own code
+        got = torch.compile(step, backend="aot_eager", fullgraph=True)(dO, *operands)
+        linear, tangent = linearize(f, *operands)[1](*tangents), jvp(f, tuple(operands), tangents)[1]
+    pairs = zip((*got, linear), (*step(dO, *operands), tangent), strict=True)
+    return [float((a - b).abs().max()) for a, b in pairs]
+
+
+def test_compiled_and_linearized(ranks):
+    for off in ranks(compiled, {"C": 2}):
+        assert max(off) < 1e-13
 
 
 REFUSED = {
