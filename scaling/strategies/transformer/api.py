@@ -90,7 +90,7 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
     losses, dends, M = [], {}, len(contexts)
     last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
-    for at, some, wanted, share in batches:
+    for m, (at, some, wanted, share) in enumerate(batches):
         (x, _), pull_embed = vjp(lambda E, some=some: (embed(E, some, mesh), None), ends["embed"])
         x, extra, kept = layers.forward(x, partial(numbered, at=at))
 
@@ -99,7 +99,7 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
 
         (loss, _), pull_head = vjp(loss_of, last, x)
         dend, dx = pull_head(torch.ones_like(loss))
-        (dE,) = pull_embed(layers.backward(dx, kept, 1 / M))
+        (dE,) = pull_embed(layers.backward(dx, kept, 1 / M, last=m == M - 1))
         dend["embed"] = dend["embed"].add_(dE) if config.tied else dE
         dends = tree.map(Tensor.add_, dends, dend) if dends else dend
         losses.append(loss + extra / M)

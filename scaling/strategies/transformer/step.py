@@ -126,6 +126,7 @@ class Layers:
         self.layers, self.mesh, self.remat = unstacked(params)[:count], mesh, remat
         self.stored, self.used = layer_types(stored), layer_types(used)
         self.grads: list[Any] = [None] * len(self.layers)
+        self.done: set[int] = set()
 
     def weights(self, l: int):
         return gathered(self.layers[l], self.stored, self.used, self.mesh) if 0 <= l < len(self.layers) else None
@@ -150,20 +151,32 @@ class Layers:
             extra = extra if more is None else extra + more
         return x, extra, kept
 
-    def backward(self, dx: Tensor, kept: list, scale: float = 1.0) -> Tensor:
-        """dx of the last layer's result -> dx of the first one's input. `scale`: the cotangent of the extra terms."""
+    def backward(self, dx: Tensor, kept: list, scale: float = 1.0, last: bool = False) -> Tensor:
+        """dx of the last layer's result -> dx of the first one's input. `scale`: the cotangent of the extra terms.
+
+        `last`: no microbatch follows, so that each layer's gradients are reduced as soon as they are there.
+        """
         while kept:
             l, x, has_extra, pull, again = kept.pop()
             if pull is None:
                 _, pull = again(tree.map(wait, self.weights(l)), x, pulled=True)
             dW, dx = pull((dx, dx.new_full((), scale)) if has_extra else (dx, None))
             self.grads[l] = dW if self.grads[l] is None else tree.map(Tensor.add_, self.grads[l], dW)
+            if last:
+                self.reduce_layer(l)
         return dx
+
+    def reduce_layer(self, l: int) -> None:
+        """The gradients of layer l, from partial sums to their stored types."""
+        self.grads[l] = tree.map(lambda g, s, u: reduced(g, s, u, self.mesh), self.grads[l], self.stored, self.used)
+        self.done.add(l)
 
     def reduce(self) -> dict:
         """The gradients of all layers, stacked and typed as the stored params."""
-        done = [tree.map(lambda g, s, u: reduced(g, s, u, self.mesh), g, self.stored, self.used) for g in self.grads]
-        return tree.map(lambda *leaves: torch.stack(leaves), *done)
+        for l in reversed(range(len(self.layers))):
+            if l not in self.done:
+                self.reduce_layer(l)
+        return tree.map(lambda *leaves: torch.stack(leaves), *self.grads)
 
 
 def end_weights(params: Mapping, stored: Mapping, used: Mapping, mesh) -> dict:

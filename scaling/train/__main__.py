@@ -1,0 +1,190 @@
+"""`python -m scaling.train --model tiny --data FOLDER --out RUN --mesh X=2,Y=2`: train a Transformer on your text.
+
+Stop it with Ctrl-C: it saves, then ends; --resume goes on, on this mesh or another. Under torchrun with several ranks
+each process is one of them; otherwise the ranks of the mesh are started here.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import signal
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from scaling import launch, tree
+from scaling.configs import MODELS, Config, get, load
+from scaling.console import command, integer, number
+from scaling.cost.units import significant
+from scaling.mesh import AbstractMesh
+from scaling.models import hf
+from scaling.models import transformer as model
+from scaling.sizes import format_sizes, parse_mesh
+from scaling.spec import parse
+from scaling.strategies import transformer
+from scaling.strategies.axes import present
+from scaling.trace.peak import peak_memory
+from scaling.train.loop import DTYPES, STOP, Settings, describe, optimizer_of, run
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scaling.train", description=__doc__.partition(": ")[2])
+    parser.add_argument("--config", metavar="FILE", help="a TOML file of these options; flags go over it")
+    parser.add_argument("--model", default="tiny", help=f"a config.json, an HF folder, or one of {', '.join(MODELS)}")
+    parser.add_argument("--from-scratch", action="store_true", help="of an HF folder take the sizes, not the weights")
+    parser.add_argument("--data", help="a text file, a folder of them, or of .npy token ids")
+    parser.add_argument("--mesh", default="X=1", help="axes of P, Z, X, C, Y, E and sizes (default X=1)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--out", default="run", help="folder of checkpoints and metrics.jsonl (default run)")
+    parser.add_argument("--batch", type=integer(1), default=32, help="sequences a step (default 32)")
+    parser.add_argument("--seq", type=integer(1), default=256, help="tokens a sequence (default 256)")
+    parser.add_argument("--steps", type=integer(1), default=200, help="(default 200)")
+    parser.add_argument("--microbatches", type=integer(1), default=1, help="(default 1)")
+    parser.add_argument("--lr", type=number(0, 10), default=1e-3, help="peak learning rate (default 1e-3)")
+    parser.add_argument("--warmup", type=integer(0), default=20, help="steps (default 20)")
+    parser.add_argument("--schedule", default="cosine", choices=("cosine", "wsd", "constant"))
+    parser.add_argument("--weight-decay", type=number(0, 10), default=0.1)
+    parser.add_argument("--clip", type=number(1e-9), default=1.0, help="the gradients' largest norm (default 1)")
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
+    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="bf16 keeps float32 masters (default fp32)")
+    parser.add_argument("--remat", default="none", choices=("none", "block"))
+    parser.add_argument("--save-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")
+    parser.add_argument("--keep", type=integer(1), default=3, help="checkpoints to keep (default 3)")
+    parser.add_argument("--eval-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, if any")
+    parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
+    parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
+    known = {action.dest for action in parser._actions}
+    given, _ = parser.parse_known_args(argv)
+    if given.config:
+        try:
+            table = tomllib.loads(Path(given.config).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            parser.error(f"--config {given.config}: {error}")
+        table = {key.replace("-", "_"): value for key, value in table.items()}
+        if unknown := sorted(set(table) - known):
+            parser.error(f"--config {given.config}: unknown option {unknown[0]!r}")
+        parser.set_defaults(**table)
+    args = parser.parse_args(argv)
+    if not args.data and not args.dry_run:
+        parser.error("--data is needed: a text file, or a folder of them")
+    return args
+
+
+def model_of(args) -> tuple[Config, Callable | None]:
+    """The model's sizes, and what loads its weights, if it has any."""
+    folder = Path(args.model)
+    if folder.is_dir():
+        config = load(folder / "config.json")
+        return config, None if args.from_scratch else lambda: hf.load(folder, DTYPES[args.dtype])[1]
+    return (load(folder), None) if folder.suffix == ".json" else (get(args.model), None)
+
+
+def dry_run(settings: Settings, sizes: dict[str, int]) -> str:
+    """What each rank holds, computes and sends in a step, from a run on an abstract mesh."""
+    mesh, config, dtype = AbstractMesh(sizes), settings.model, DTYPES[settings.dtype]
+    shapes = transformer.shard(_meta(config, dtype), config, mesh)
+    state = optimizer_of(settings).init(shapes)
+    local = parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
+    batch = torch.empty(local, dtype=torch.int64, device="meta")
+    with peak_memory() as memory:
+        transformer.loss_and_grads(
+            shapes, batch, batch, config, mesh, microbatches=settings.microbatches, remat=settings.remat
+        )
+    log = [event for event, _, _ in memory.steps]
+    rows = [
+        ("params", f"{tree.nbytes(shapes):,} bytes"),
+        ("optimizer's state", f"{tree.nbytes(state):,} bytes"),
+        ("most at once in a step, beside these", f"{memory.peak:,} bytes"),
+        ("sent in a step", f"{sum(event.wire_bytes for event in log):,} bytes"),
+        ("collectives", f"{sum(event.op not in ('Einsum', 'Slice') for event in log)}"),
+    ]
+    width = max(len(what) for what, _ in rows)
+    lines = [f"each of {mesh.size()} ranks of {format_sizes(sizes)}:"]
+    return "\n".join([*lines, *(f"  {what:<{width}}  {value}" for what, value in rows)])
+
+
+def _meta(config: Config, dtype: torch.dtype):
+    return model.init(config, 0, dtype, "meta")
+
+
+def main(argv=None) -> int:
+    args = arguments(argv)
+    try:
+        sizes, (config, weights) = parse_mesh(args.mesh), model_of(args)
+        own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name != "model"}
+        settings = Settings(model=config, **own)
+        transformer.specs(config, AbstractMesh(sizes))
+        if args.dry_run:
+            print(describe(settings, sizes) + "\n" + dry_run(settings, sizes))
+            return 0
+        with prepared(settings, args):
+            return trained(settings, sizes, weights, args)
+    except launch.RankError as error:
+        print(f"RankError: {error}", file=sys.stderr)
+    except (ValueError, ArithmeticError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return 1
+
+
+def trained(settings: Settings, sizes: dict[str, int], weights: Callable | None, args) -> int:
+    """Run it, on torchrun's ranks or on ranks started here."""
+    first = int(os.environ.get("RANK", 0)) == 0
+    if first:
+        print(describe(settings, sizes), flush=True)
+    options = {"device": args.device, "checked": not args.unchecked}
+    initial = weights() if weights else None
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        launch.start(run, sizes, settings, initial, **options)
+        return 0
+    result = launch.run(run, sizes, settings, initial, **options)[0]
+    done = "stopped" if result["step"] < settings.steps else "done"
+    print(f"{done} at step {result['step']}: loss {result['loss']:.4f}, valid {result['valid']:.4f}; "
+          f"{significant(result['step'] * settings.batch * settings.seq)} tokens seen")  # fmt: skip
+    return 0
+
+
+@contextmanager
+def prepared(settings: Settings, args) -> Iterator[None]:
+    """The run's folder, which one run writes at a time, with its options written back; Ctrl-C and SIGTERM ask the run
+    to save and end, a second Ctrl-C ends it at once. ValueError if the folder is in use."""
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def ask(signum, frame):
+        if (out / STOP).exists() and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        (out / STOP).touch()
+
+    before = [(which, signal.signal(which, ask)) for which in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        with open(out / "lock", "w") as lock:
+            if int(os.environ.get("RANK", 0)) == 0:
+                claim(out, lock, settings, args)
+            yield
+    finally:
+        for which, handler in before:
+            signal.signal(which, handler)
+
+
+def claim(out: Path, lock, settings: Settings, args) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(f"{out}: another run writes here\n  fix: give this one another --out") from None
+    (out / STOP).unlink(missing_ok=True)
+    if not settings.resume and any(out.glob("step-*")):
+        raise ValueError(f"{out}: holds checkpoints already\n  fix: --resume to go on from them, or another --out")
+    keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "resume")}
+    keep |= {"model": args.model, "mesh": args.mesh}
+    (out / "run.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in sorted(keep.items())))
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

@@ -1,0 +1,149 @@
+"""`python -m scaling.train`: the same data on every mesh, resumed on another, stopped and gone on; clear refusals."""
+
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from scaling.configs import get
+from scaling.mesh import Mesh
+from scaling.train import tokens
+from scaling.train.__main__ import main
+from scaling.train.loop import Settings, optimizer_of, rate, run
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i}.txt").write_text(f"document {i} says " * 200 * (i + 1))
+    return folder
+
+
+def settings(corpus, out, **options):
+    return Settings(get("tiny").with_(L=1), str(corpus), str(out), 4, 32, **{"steps": 4, "warmup": 2} | options)
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(mesh, *given):
+    return run(mesh, *given)
+
+
+def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    run(Mesh({"X": 1}), settings(corpus, whole))
+    ranks(train, {"X": 2}, settings(corpus, parts, save_every=2))
+    (parts / "step-000004" / "index.json").unlink()  # as if the run had been killed before it was through
+    ranks(train, {"Y": 2}, settings(corpus, parts, resume=True))
+    first, again = losses(parts)[:4], losses(parts)[4:]
+    assert len(again) == 2
+    torch.testing.assert_close(first, losses(whole), rtol=2e-5, atol=0)
+    torch.testing.assert_close(again, losses(whole)[2:], rtol=2e-5, atol=0)
+
+
+def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed(corpus):
+    train, valid = tokens.split(tokens.load(corpus), 4, 32, seed=5)
+    seen = [i for step in range(2 * train.sequences // 4) for i in train.chosen(step)]
+    assert sorted(seen[: train.sequences]) == list(range(train.sequences))
+    assert seen[: train.sequences] != seen[train.sequences : 2 * train.sequences]
+    other, _ = tokens.split(tokens.load(corpus), 4, 32, seed=6)
+    assert [i for step in range(3) for i in other.chosen(step)] != seen[:12]
+    inputs, targets, segments = train.at(3)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert set(segments.unique().tolist()) <= {1, 2, 3}
+    assert valid.first == train.last
+
+
+def test_token_files_are_mapped(tmp_path):
+    numpy.save(tmp_path / "a.npy", numpy.arange(1000, dtype=numpy.uint16))
+    corpus = tokens.load(tmp_path / "a.npy")
+    assert isinstance(corpus.tokens, numpy.memmap)
+    assert len(corpus) == 1000
+    numpy.save(tmp_path / "b.npy", numpy.ones((2, 2)))
+    with pytest.raises(ValueError, match=r"b\.npy: not a row of token ids"):
+        tokens.load(tmp_path)
+    with pytest.raises(ValueError, match="no text"):
+        tokens.load(tmp_path / "nothing.txt")
+
+
+def test_learning_rates():
+    at = lambda schedule, count: float(  # noqa: E731
+        rate(Settings(get("tiny"), "", "", steps=100, warmup=10, lr=1.0, schedule=schedule))(torch.tensor(count))
+    )
+    assert [at("constant", 0), at("constant", 9), at("constant", 50)] == pytest.approx([0.1, 1, 1])
+    assert [at("cosine", 10), at("cosine", 55), at("cosine", 100)] == pytest.approx([1, 0.55, 0.1])
+    assert [at("wsd", 50), at("wsd", 95)] == pytest.approx([1, 0.5])
+
+
+def test_only_matrices_decay():
+    params = {"embed": torch.ones(2, 2), "layers": {"W_Q": torch.ones(2, 2), "norm_attn": torch.ones(2)}}
+    rule = optimizer_of(Settings(get("tiny"), "", "", lr=0.1, warmup=0, schedule="constant", weight_decay=0.5))
+    zeros = {"embed": torch.zeros(2, 2), "layers": {"W_Q": torch.zeros(2, 2), "norm_attn": torch.zeros(2)}}
+    new, _ = rule.update(zeros, rule.init(params), params)
+    assert torch.equal(new["embed"], params["embed"])
+    assert torch.equal(new["layers"]["norm_attn"], params["layers"]["norm_attn"])
+    assert torch.allclose(new["layers"]["W_Q"], torch.full((2, 2), 0.95))
+
+
+@pytest.mark.slow
+def test_stopped_it_saves_and_can_go_on(corpus, tmp_path):
+    """As a user: Ctrl-C on the command, then --resume."""
+    command = [sys.executable, "-m", "scaling.train", "--data", str(corpus), "--out", str(tmp_path / "run"), "--mesh"]
+    options = ["X=2", "--batch", "4", "--seq", "32", "--steps", "2000", "--eval-every", "0"]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*command, *options], **piped) as process:
+        for line in process.stdout:
+            if line.startswith("step") and "3/" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+        assert process.wait(60) == 0, rest
+    assert "stopped at step" in rest
+    step = int((tmp_path / "run" / "latest").read_text())
+    assert 3 <= step < 200
+    again = ["--mesh", "X=1", "--batch", "4", "--seq", "32", "--steps", str(step + 1), "--resume"]
+    assert main([*command[3:-1], *again]) == 0
+    assert int((tmp_path / "run" / "latest").read_text()) == step + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--data", "nowhere.txt"], "nowhere.txt: no text"),
+        (["--mesh", "Q=2"], "splits nothing of a Transformer"),
+        (["--mesh", "Y=3"], "do not divide into 3 blocks"),
+        (["--seq", "999999"], "hold no sequence of 999999"),
+    ],
+)
+def test_refused_in_a_line(corpus, tmp_path, capsys, options, words):
+    assert main(["--data", str(corpus), "--out", str(tmp_path / "run"), "--steps", "1", *options]) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_two_runs_do_not_share_a_folder(corpus, tmp_path, capsys):
+    (out := tmp_path / "run").mkdir()
+    with open(out / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main(["--data", str(corpus), "--out", str(out), "--steps", "1"]) == 1
+    assert "another run writes here" in capsys.readouterr().err
+
+
+def test_dry_run_counts_what_a_rank_holds(capsys):
+    assert main(["--dry-run", "--mesh", "X=4,Y=2", "--batch", "8", "--seq", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "each of 8 ranks of X=4, Y=2" in out
+    assert "optimizer's state" in out
