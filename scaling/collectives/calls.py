@@ -41,7 +41,7 @@ class Pending:
         self.work, self.finish, self.event, self.call, self.result = work, finish, event, call, None
 
     def __del__(self):
-        if self.finish is not None and self.call is not None:
+        if self.finish is not None and self.call is not None and self.work is not None:
             _dropped.append(self.work)
             what = f"{self.call}\n  its Pending was dropped without wait(), so that nobody has the result"
             warnings.warn(f"{what}\n  fix: call .wait(), or leave async_op=True out", RuntimeWarning, stacklevel=2)
