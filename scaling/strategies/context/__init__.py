@@ -75,8 +75,9 @@ _numbered: list[tuple] = []  # what a compiled graph, which holds no meshes, ref
 
 def _number(mesh, *setting) -> int:
     torch.compiler.allow_in_graph(_in_graph)
-    _numbered.append((mesh, *setting))
-    return len(_numbered) - 1
+    if (mesh, *setting) not in _numbered:
+        _numbered.append((mesh, *setting))
+    return _numbered.index((mesh, *setting))
 
 
 def _in_graph(number: int, Q, K, V, segments) -> torch.Tensor:
@@ -93,8 +94,8 @@ def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, s
     parse(line).check_axes(mesh)
     shapes = f"Q, K, V of shapes {tuple(Q.shape)}, {tuple(K.shape)}, {tuple(V.shape)}"
     same = Q.dim() == 4 and K.shape == V.shape and K.dim() == 4 and all(Q.shape[i] == K.shape[i] for i in (0, 1, 3))
-    if not same or not Q.shape[2] or not K.shape[2] or Q.shape[2] % K.shape[2]:
-        rule = "Q[B, T_C, N, H], K and V[B, T_C, K, H] have one B, T and H, and K divides N"
+    if not same or 0 in (*Q.shape[1:], K.shape[2]) or Q.shape[2] % K.shape[2]:
+        rule = "Q[B, T_C, N, H], K and V[B, T_C, K, H] have one B, T and H (all but B at least 1), and K divides N"
         refuse(line, form, shapes, rule, "as many keys as queries on each rank; K heads of keys that G = N/K share")
     if not Q.dtype == K.dtype == V.dtype or not Q.is_floating_point():
         rule = "Q, K and V have one dtype of floats"
