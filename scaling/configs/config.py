@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from scaling.spec import dtype_bytes
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -145,6 +147,8 @@ class Config:
             raise ValueError(f"{self.name}: theta and eps must be above 0, got {self.theta!r} and {self.eps!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{self.name}: dropout must lie in [0, 1), got {self.dropout!r}")
+        if self.activation not in (None, *ACTIVATIONS):
+            raise ValueError(f"{self.name}: activation must be one of {', '.join(ACTIVATIONS)}: {self.activation!r}")
         if isinstance(self.rope_scaling, dict):
             object.__setattr__(self, "rope_scaling", RopeScaling.of(self.rope_scaling))
         if isinstance(self.window, list):

@@ -6,7 +6,7 @@ layer at a time. A tensor that is missing, left over or misshaped is named. Need
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from scaling.configs import load as load_config
 from scaling.configs.hugging_face import write as table_of
 from scaling.mesh import AbstractMesh
 from scaling.models.hf_layout import Layout, layouts
-from scaling.models.transformer import specs_of
+from scaling.models.params import places_of, specs_of
 from scaling.spec import Spec, parse
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -36,12 +36,23 @@ def load(folder: "str | Path", dtype: torch.dtype | None = None) -> tuple[Config
 
 
 def load_sharded(
-    folder: "str | Path", specs: dict | None, mesh, dtype: torch.dtype | None = None, device=None
+    folder: "str | Path",
+    specs: dict | None,
+    mesh,
+    dtype: torch.dtype | None = None,
+    device: "torch.device | str | None" = None,
+    *,
+    slots: Sequence[int] | None = None,
 ) -> tuple[Config, dict]:
-    """(config, params), params this rank's shards by `specs` (None: whole). The rest of the files is not read."""
+    """(config, params), params this rank's shards by `specs` (None: whole). The rest of the files is not read.
+
+    `slots`: which layer each place of a stack stored for a pipeline's stages holds, -1 for none (zeros).
+    """
     folder = Path(folder)
     config = _config(folder)
-    places, whole, sizes = layouts(config), specs_of(config), config.sizes
+    places, whole = layouts(config), specs_of(config)
+    slots = range(config.L) if slots is None else slots
+    sizes = config.sizes | {"L": len(slots)}
     files = _Files(folder)
     files.check(places, config)
     device = torch.device(mesh.device if device is None else device)
@@ -50,9 +61,12 @@ def load_sharded(
         ranges = dict(zip(spec.dim_names, spec.slices(sizes, mesh, mesh.coord), strict=True))
         made = None
         for at in layout.indices(ranges):
-            part = layout.read(files[layout.name.format(**at)], ranges, sizes)
+            there = at | ({"L": slots[at["L"]]} if "L" in at else {})
+            if there.get("L", 0) < 0:
+                continue
+            part = layout.read(files[layout.name.format(**there)], ranges, sizes)
             if made is None:
-                made = torch.empty(spec.local_shape(sizes, mesh), dtype=dtype or part.dtype, device=device)
+                made = torch.zeros(spec.local_shape(sizes, mesh), dtype=dtype or part.dtype, device=device)
             made[tuple(i - ranges[dim].start for dim, i in at.items())] = part
         return made
 
@@ -66,14 +80,25 @@ def save(folder: "str | Path", config: Config, params: dict) -> None:
     save_sharded(folder, config, params, specs_of(config), AbstractMesh({}), tree.nbytes(params) <= SINGLE_BYTES)
 
 
-def save_sharded(folder: "str | Path", config: Config, params: dict, specs: dict, mesh, single: bool = False) -> None:
+def save_sharded(
+    folder: "str | Path",
+    config: Config,
+    params: dict,
+    specs: dict,
+    mesh,
+    single: bool = False,
+    *,
+    slots: Sequence[int] | None = None,
+) -> None:
     """The same from this rank's shards, called by all ranks: a file for the ends and one a layer, or a single one.
 
-    Where L is split over an axis (the stages of a pipeline), each stage's first rank writes its layers.
+    Where L is split over an axis (the stages of a pipeline), each stage's first rank writes its layers; `slots` as in
+    `load_sharded`.
     """
     folder, table = Path(folder), table_of(config)
     types = tree.map(parse, specs)
-    tree.check(params, types, config.sizes, mesh)
+    slots = range(config.L) if slots is None else slots
+    tree.check(params, types, config.sizes | {"L": len(slots)}, mesh)
     names = [SINGLE] if single else [f"model-{i:05}-of-{config.L + 1:05}.safetensors" for i in range(1, config.L + 2)]
     if stale := {path.name for path in folder.glob("model*.safetensors*")} - {*names, *([] if single else [INDEX])}:
         raise ValueError(f"{folder}: holds another checkpoint, {min(stale)}\n  fix: give a folder without one")
@@ -82,7 +107,7 @@ def save_sharded(folder: "str | Path", config: Config, params: dict, specs: dict
     stages = types["layers"]["W_Q"].axes_of("L")
     leads = all(at == 0 for axis, at in mesh.coord.items() if axis not in stages)
     held = {}
-    for number, part in _parts(params, types, layouts(config), config, mesh):
+    for number, part in _parts(params, types, layouts(config), config, mesh, slots):
         if not leads or (number == 0 and mesh.rank != 0):
             continue
         held |= part
@@ -100,7 +125,9 @@ def save_sharded(folder: "str | Path", config: Config, params: dict, specs: dict
         unshard(Spec("Done", (), tuple(sorted(mesh.sizes))), torch.zeros((), device=mesh.device), mesh)
 
 
-def _parts(params: dict, types: dict, places: dict, config: Config, mesh) -> Iterator[tuple[int, dict[str, Tensor]]]:
+def _parts(
+    params: dict, types: dict, places: dict, config: Config, mesh, slots: Sequence[int]
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """(0, the ends' tensors), then (l + 1, layer l's) of each layer that this rank holds a part of: gathered whole."""
 
     def whole(leaf: Tensor, spec: Spec, layout: Layout, at: dict[str, int]) -> dict[str, Tensor]:
@@ -116,13 +143,12 @@ def _parts(params: dict, types: dict, places: dict, config: Config, mesh) -> Ite
     for name in params.keys() - {"layers"}:
         ends |= whole(params[name], types[name], places[name], {})
     yield 0, ends
-    spec = types["layers"]["W_Q"]
-    mine = spec.slices(config.sizes, mesh, mesh.coord)[spec.index("L")]
-    for l in range(mine.start, mine.stop):
+    mine = places_of(types, slots, mesh)
+    for l, place in ((slots[i], i - mine.start) for i in mine if slots[i] >= 0):
         layer = {}
         for name, stacked in params["layers"].items():
-            one = Spec(spec.name, types["layers"][name].dims[1:])
-            layer |= whole(stacked[l - mine.start], one, places["layers"][name], {"L": l})
+            one = Spec("W", types["layers"][name].dims[1:])
+            layer |= whole(stacked[place], one, places["layers"][name], {"L": l})
         yield l + 1, layer
 
 

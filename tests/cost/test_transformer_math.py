@@ -102,6 +102,7 @@ def test_windows_in_some_layers():
     [
         ({"theta": 0.0}, "theta and eps must be above 0"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\)"),
+        ({"activation": "relu2"}, "activation must be one of silu, gelu, gelu_tanh, relu: 'relu2'"),
         ({"window": 0}, "a window is a whole number"),
         ({"window": (3, None)}, "window has 2 entries for L=80"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' lacks its factor"),

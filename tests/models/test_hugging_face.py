@@ -14,10 +14,12 @@ from scaling.configs import MODELS, Config, RopeScaling, load
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.spec import ShardingError
+from scaling.strategies import transformer as strategy
+from scaling.strategies.transformer.stages import slots_of
 
 TABLE = json.loads((Path(__file__).parent / "hugging_face.json").read_text())
 TOKENS = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(0))
-SMALL = Config("small", L=3, D=12, F=20, N=4, K=2, H=6, V=26)
+SMALL = Config("small", L=3, D=12, F=20, N=4, K=2, H=6, V=28)
 MOE = SMALL.with_(name="moe", E=4, k=2)
 
 
@@ -102,6 +104,26 @@ def test_shards_are_written_read_and_drawn_as_the_whole(case, ranks, tmp_path):
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) == config.L + 1
 
 
+def on_stages(mesh, folder, config, schedule, whole):
+    """Read, drawn and written where the layers lie in a schedule's order, with empty places."""
+    specs, slots = strategy.specs(config, mesh, schedule=schedule), slots_of(config, mesh, schedule)
+    wanted = strategy.shard(whole, config, mesh, schedule=schedule)
+    _, mine = hf.load_sharded(f"{folder}/whole", specs, mesh, slots=slots)
+    hf.save_sharded(f"{folder}/again", config, mine, specs, mesh, slots=slots)
+    made = transformer.init(config, 5, torch.float64, mesh=mesh, specs=specs, slots=slots)
+    drawn = strategy.shard(transformer.init(config, 5, torch.float64), config, mesh, schedule=schedule)
+    equal = [tree.leaves(tree.map(torch.equal, a, b)) for a, b in ((mine, wanted), (made, drawn))]
+    return -1 in slots, all(map(all, equal))
+
+
+@pytest.mark.parametrize(("config", "schedule"), [(SMALL, "1f1b"), (MOE.with_(L=7), "interleaved")])
+def test_stages_with_empty_places(config, schedule, ranks, tmp_path):
+    whole = shaken(config)
+    hf.save(tmp_path / "whole", config, whole)
+    assert ranks(on_stages, {"Z": 2, "Y": 2}, str(tmp_path), config, schedule, whole) == [(True, True)] * 4
+    assert all(tree.leaves(tree.map(torch.equal, hf.load(tmp_path / "again")[1], whole)))
+
+
 @pytest.fixture
 def folder(tmp_path):
     hf.save(tmp_path / "m", SMALL, shaken(SMALL))
@@ -164,7 +186,7 @@ def test_old_files_with_frequencies_and_broken_folders(folder, tmp_path):
         hf.load_sharded(tmp_path / "n", specs, AbstractMesh({}), device="cpu")
 
 
-BASE = {"hidden_size": 12, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 26}
+BASE = {"hidden_size": 12, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 28}
 LATENT = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
 
 
