@@ -12,18 +12,21 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from scaling import trace
 from scaling.spec import parse
 from scaling.strategies.context.kernels import fused, tangent, written
 from scaling.strategies.context.tiles import Block, Piece
 
+Sums = tuple[Tensor, Tensor] | tuple[None, None]  # what a block adds to two sums, or nothing
+
 
 class Seen(NamedTuple):
     """What queries have seen of some keys: O[B, T, N, H], and lse[B, T, N], the log of the softmax's denominator."""
 
-    O: torch.Tensor
-    lse: torch.Tensor
+    O: Tensor
+    lse: Tensor
 
 
 def merge(a: Seen | None, b: Seen | None) -> Seen | None:
@@ -35,13 +38,13 @@ def merge(a: Seen | None, b: Seen | None) -> Seen | None:
     return Seen(torch.lerp(a.O, b.O, ahead.sigmoid()[..., None]), torch.logaddexp(a.lse, b.lse))
 
 
-def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """a + b, where None is a sum of nothing."""
     return b if a is None else a if b is None else a + b
 
 
 @contextmanager
-def traced(line: str, Q: torch.Tensor, block: Block, matmuls: int):
+def traced(line: str, Q: Tensor, block: Block, matmuls: int):
     """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
     if not trace.active():
         yield
@@ -54,7 +57,7 @@ def traced(line: str, Q: torch.Tensor, block: Block, matmuls: int):
     event.end = trace.now()
 
 
-def forward(Q, KV, block: Block) -> Seen | None:
+def forward(Q: Tensor, KV: Tensor, block: Block) -> Seen | None:
     """What the queries see of these keys; None if the mask hides them all."""
     if not block.pairs:
         return None
@@ -72,7 +75,7 @@ def forward(Q, KV, block: Block) -> Seen | None:
         return Seen(*_heads(O, lse))
 
 
-def backward(dO, O, lse, Q, KV, block: Block):
+def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Block) -> Sums:
     """(dQ, dKV) through this block, or Nones. O and lse are those of all the keys, of this block and the others."""
     if not block.pairs:
         return None, None
@@ -93,7 +96,7 @@ def backward(dO, O, lse, Q, KV, block: Block):
         return dQ, torch.stack([dK, dV])
 
 
-def jvp(tQ, tKV, lse, Q, KV, block: Block):
+def jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Block) -> Sums:
     """(A[B, T, N, H], m[B, T, N]) of this block, or Nones: summed over the blocks of all keys, tO = A - m O."""
     if not block.pairs:
         return None, None
@@ -112,12 +115,12 @@ def jvp(tQ, tKV, lse, Q, KV, block: Block):
         return _heads(_joined(A, q, rows), _joined(m, lse, rows))
 
 
-def _at(places: slice, x: torch.Tensor) -> torch.Tensor:
+def _at(places: slice, x: Tensor) -> Tensor:
     """Those of x[B, K, G, T(, H)] along T."""
     return x[:, :, :, places]
 
 
-def _joined(parts: dict[int, torch.Tensor], like: torch.Tensor, pieces: list[Piece], empty: float = 0.0):
+def _joined(parts: dict[int, Tensor], like: Tensor, pieces: list[Piece], empty: float = 0.0):
     """The parts in a row along T, `empty` where no tile made one. (Written to a buffer, linearize would lose them.)"""
     if len(pieces) == len(parts) == 1:
         return parts[0]
@@ -126,6 +129,7 @@ def _joined(parts: dict[int, torch.Tensor], like: torch.Tensor, pieces: list[Pie
 
 
 def kernel(device: torch.device):
+    """The CPU's flash attention, or matmuls."""
     return fused if device.type == "cpu" else written
 
 
@@ -133,7 +137,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _heads_of_keys(KV: torch.Tensor, *arrays: torch.Tensor):
+def _heads_of_keys(KV: Tensor, *arrays: Tensor):
     """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider: G = N/K heads of queries, or one of keys, a KV head."""
     return [x.to(_wide(x.dtype)).unflatten(2, (KV.shape[3], -1)).movedim(1, 3).contiguous() for x in arrays]
 

@@ -6,6 +6,7 @@ The backward pass gathers again, so that nothing longer than T_C is kept, and re
 """
 
 import torch
+from torch import Tensor
 
 from scaling.collectives import all_gather, reduce_scatter
 from scaling.spec import format_axes
@@ -15,13 +16,15 @@ from scaling.strategies.context.ring import Ring
 from scaling.strategies.context.tiles import Block
 
 
-def forward(Q, K, V, segments, at: Ring):
+def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, at: Ring) -> tuple[Tensor, Tensor]:
     """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, T_C] or None."""
     seen = block.forward(Q, gathered("KV", K, V, at), whole(segments, at))
     return seen.O.to(Q.dtype), seen.lse
 
 
-def backward(dO, O, lse, Q, K, V, segments, at: Ring):
+def backward(
+    dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, at: Ring
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV); what is sent of the gradients is float32 or wider."""
     C = format_axes(at.axes)
     dQ, dKV = block.backward(dO, O, lse, Q, gathered("KV", K, V, at), whole(segments, at))
@@ -29,19 +32,22 @@ def backward(dO, O, lse, Q, K, V, segments, at: Ring):
     return dQ.to(Q.dtype), *reduce_scatter(line, dKV, at.mesh).to(K.dtype)
 
 
-def jvp(tQ, tK, tV, O, lse, Q, K, V, segments, at: Ring):
+def jvp(
+    tQ: Tensor, tK: Tensor, tV: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments, at: Ring
+) -> Tensor:
     """The tangent of O."""
     KV, tKV = gathered("KV", K, V, at), gathered("tKV", tK, tV, at)
     A, m = block.jvp(tQ, tKV, lse, Q, KV, whole(segments, at))
     return (A - m[..., None] * O).to(Q.dtype)
 
 
-def gathered(name: str, K, V, at: Ring):
+def gathered(name: str, K: Tensor, V: Tensor, at: Ring) -> Tensor:
+    """KV[2, B, S, K, H] of K and V[B, S_C, K, H]."""
     C = format_axes(at.axes)
     return all_gather(f"{name}[2, B, S_{C}, K, H] -> {name}[2, B, S, K, H]", torch.stack([K, V]), at.mesh)
 
 
-def whole(segments, at: Ring) -> Block:
+def whole(segments: Tensor | None, at: Ring) -> Block:
     """This rank's queries meet all keys."""
     C, group = format_axes(at.axes), at.mesh.group(at.axes)
     held = [chunks("gather", at.t, group.size, c) for c in range(group.size)]

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from scaling.collectives import ppermute, wait
 from scaling.spec import format_axes
@@ -22,7 +23,7 @@ from scaling.strategies.context.layout import Mask, chunks
 from scaling.strategies.context.tiles import Block
 
 
-def forward(Q, K, V, segments, ring: "Ring"):
+def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, ring: "Ring") -> tuple[Tensor, Tensor]:
     """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, S_C] or None."""
     seen = None
     for here, KV in ring.around(segments, KV=torch.stack([K, V])):
@@ -30,7 +31,9 @@ def forward(Q, K, V, segments, ring: "Ring"):
     return seen.O.to(Q.dtype), seen.lse
 
 
-def backward(dO, O, lse, Q, K, V, segments, ring: "Ring"):
+def backward(
+    dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, ring: "Ring"
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV). dQ is added up where it stays, dK and dV as they follow their block, in float32 or wider."""
     dQ = dKV = None
     for hop, (here, KV) in enumerate(ring.around(segments, KV=torch.stack([K, V]))):
@@ -40,7 +43,9 @@ def backward(dO, O, lse, Q, K, V, segments, ring: "Ring"):
     return dQ.to(Q.dtype), *wait(dKV).to(K.dtype)
 
 
-def jvp(tQ, tK, tV, O, lse, Q, K, V, segments, ring: "Ring"):
+def jvp(
+    tQ: Tensor, tK: Tensor, tV: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments, ring: "Ring"
+) -> Tensor:
     """The tangent of O: keys and values go round, each with its tangent."""
     A = m = None
     for here, KV, tKV in ring.around(segments, KV=torch.stack([K, V]), tKV=torch.stack([tK, tV])):
@@ -66,7 +71,7 @@ class Ring(NamedTuple):
         over = f"_{format_axes(self.axes)}" if self.axes else ""
         return f"[B, T{over}, {self.heads[0]}, H]", f"[2, B, S{over}, {self.heads[1]}, H]"
 
-    def around(self, segments, **arrays) -> Iterator[tuple]:
+    def around(self, segments: Tensor | None, **arrays: Tensor) -> Iterator[tuple]:
         """(block, *arrays) at each hop, the first with this rank's own keys; the next are on their way meanwhile."""
         (C, c), of_keys, (queries, keys) = self.place, segments, self.types
         for hop in range(self.hops + 1):
@@ -79,7 +84,7 @@ class Ring(NamedTuple):
             yield here
             arrays, of_keys = {name: wait(x) for name, x in arrays.items()}, wait(of_keys)
 
-    def send(self, name: str, x: torch.Tensor | None, hops: int = 1):
+    def send(self, name: str, x: Tensor | None, hops: int = 1):
         """Start to pass x on by so many ranks along the ring."""
         C, _ = self.place
         if x is None or hops % C == 0:

@@ -7,16 +7,20 @@ stays split over that one, and `inside` is a ring over it (USP: Fang and Zhao 20
 is the transpose of these lines (notation.md): AllToAlls the other way round.
 """
 
+from collections.abc import Callable, Sequence
 from math import lcm
 
 import torch
+from torch import Tensor
 
 from scaling.algebra.rules import refuse
 from scaling.collectives import all_gather, all_to_all
 from scaling.spec import format_axes
 
 
-def attention(Q, K, V, segments, mesh, axes, inside):
+def attention(
+    Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, mesh, axes: Sequence[str], inside: Callable[..., Tensor]
+) -> Tensor:
     """O[B, T_C, N, H]. `axes`: those of the sequence, of which the last, the minor one, moves to the heads.
 
     `inside(Q, K, V, segments)` is attention over the other axes. With fewer KV heads than ranks, or K that does not
