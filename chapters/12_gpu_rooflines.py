@@ -1,149 +1,191 @@
-"""Part 12, Rooflines for LLM Scaling on GPUs: https://jax-ml.github.io/scaling-book/gpus#rooflines-for-llm-scaling-on-gpus
+# %% [markdown]
+"""Part 12, Rooflines for LLM Scaling on GPUs: what data, tensor, expert and pipeline parallelism ask for.
+https://jax-ml.github.io/scaling-book/gpus#rooflines-for-llm-scaling-on-gpus
 
-What data, tensor, expert and pipeline parallelism ask for on H100, B200 and GB200, and Quiz 5.
+H100, B200 and GB200 beside each other, what DeepSeek-V3 and LLaMA-3 did, Quiz 5 with its question of a better layout,
+and Appendix A. The collectives behind it: 12_gpu_networks.py.
 """
 
-import argparse
-import sys
-
-from tabulate import tabulate
-
+# %%
 from scaling import cost
-from scaling.book.answers import Answer, report
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.configs import get
 from scaling.cost import gpu
 from scaling.hardware import chip
 
-H100, B200, GB200 = chip("h100", "part12"), chip("b200", "part12"), chip("gb200")
+page = Page(__doc__, plot=True)
+H100, B200, GB200, H800 = chip("h100", "part12"), chip("b200", "part12"), chip("gb200"), chip("h800")
+V5P = chip("v5p")
+INSIDE, ACROSS = H100.intensity("node"), H100.intensity("scale-out")  # 2200 and 2475 FLOPs a byte
+C, F70, DAY = H100.flops(), get("llama3-70b").F, 86400
 
 
-# %% Rooflines of the strategies: what each asks for, by kind of node
-def strategies(F: int = 28672) -> str:
-    rows = []
-    for hw in (H100, B200, GB200):
-        inside, across = hw.intensity("node"), hw.intensity("scale-out")
-        limits = (F / inside, gpu.tensor_limit_across(F, hw))
-        node = hw.node_gpus
-        rows.append((
-            hw.name, node, f"{inside:.0f}", f"{across:.0f}", f"{gpu.data_threshold(hw, 2):.0f}",
-            f"{across / 8:.0f}", *(f"{limit:.1f}" for limit in limits),
-            f"{gpu.expert_min_width(2 * node, 8, hw):.0f}", f"{gpu.expert_min_width(64 * node, 8, hw):.0f}",
-        ))  # fmt: skip
-    head = [
-        "",
-        "node",
-        "DP in a node",
-        "DP across",
-        "over 2 nodes",
-        "model on 8 nodes",
-        f"TP in a node, F={F}",
-        "TP across",
-    ]
-    head += ["EP on 2 nodes: F >", "on 64: F >"]
-    return tabulate(rows, head, disable_numparse=True)
+def yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
-MEGATRON = {  # layers aside, the rows that Quiz 5 asks about: TP, PP, GPUs, sequences of 4096 tokens
-    "16B": (4, 1, 192, 192), "70B": (8, 2, 768, 384), "314B": (8, 8, 3072, 1536),
-}  # fmt: skip
+# %% [markdown]
+# ## What each strategy asks for
+# Tokens per GPU for DP or ZeRO, ways for TP, width F of an expert (k = 8). Look at the B200 across nodes: more FLOPs
+# with the same network; and at the GB200, whose nodes of 72 have nine times the egress.
 
-
-def megatron() -> dict[str, tuple[float, float]]:
-    """Tokens per GPU of each model, and the data-parallel threshold at its TP x PP."""
-    found = {}
-    for name, (tp, pp, gpus, sequences) in MEGATRON.items():
-        nodes = max(1, tp * pp // H100.node_gpus)
-        found[name] = (sequences * 4096 / gpus, gpu.data_threshold(H100, model_nodes=nodes))
-    return found
-
-
-def fewest_gpus(params: float, tensor: int) -> int:
-    """GPUs over which ZeRO-3 must spread a replica for its params, gradients and Adam's state to fit, TP included."""
-    share = cost.training_memory(params, Y=tensor).total
-    return tensor * -(-int(share) // int(H100.hbm_bytes))
-
-
-# %% Answers of the text and of Quiz 5
-def answers() -> list[Answer]:
-    alpha, F, B, params = H100.intensity("scale-out"), 28672, 4e6, 70e9
-    h800, node = chip("h800"), chip("h100").intensity("node")
-    held, seconds = (
-        cost.training_memory(params, Y=8, grad_bytes=0),
-        cost.seconds_at(6 * params * 15e12, 4096, 990e12, 0.45),
-    )
-    dp, fsdp = (
-        cost.layer(s, cost.LayerShape(B, 8192, F), cost.Links(990e12, X=400e9), X=8, direction=d)
-        for s, d in (("dp", "backward"), ("fsdp", "forward"))
-    )
-    ratio = (fsdp.comms / fsdp.math) / (dp.comms / dp.math)
-    own, piped = B / 4096, gpu.data_threshold(H100, model_nodes=8)
-    stages = 64
-    hops = cost.pipeline_comms(1, 1, 2, stages, 2 * stages)  # in units of 2BD/W
-    mega = megatron()
-    return [
-        Answer("DP in a node, H100: tokens per GPU", "2200", node),
-        Answer("DP beyond the node", "2475", gpu.data_threshold(H100)),
-        Answer("TPU v5p on three axes", "850", cost.data_threshold(4.59e14, chip("v5p").bandwidth("ici", 3))),
-        Answer("LLaMA-3's 16,000 H100: batch", "40e6", 16000 * alpha, "tokens"),
-        Answer("H800: tokens per GPU", "3300", h800.intensity("node")),
-        Answer("DeepSeek-V3's 2048: batch", "6.7e6", 2048 * h800.intensity("node"), "tokens"),
-        Answer(
-            "and what it used", "4e6", 4096 * 15360, "tokens",
-            erratum="15,360 sequences of 4096, as the book says below",
-        ),
-        Answer("MoE, E = 128, k = 4", "79,200", cost.expert_inflation(128, 4) * alpha, "tokens/GPU"),
-        Answer("DP over 2 nodes", "1237", gpu.data_threshold(H100, 2), "tokens/GPU"),
-        Answer(
-            "'About 2500 on an H100 or B200'", "2500", gpu.data_threshold(B200), "tokens/GPU",
-            erratum="5625 on a B200 (Quiz 5)",
-        ),
-        Answer("TP, F = 28000", "11", cost.tensor_limit(28000, 990e12, 400e9), "ways"),
-        Answer("TP over two nodes", "19", gpu.tensor_limit_across(28000, H100), "ways"),
-        Answer("EP, Z >> k: F > alpha x", "8", gpu.expert_min_width(2**13, 1, H100) / alpha),
-        Answer("EP over 2 nodes, k = 8: F > alpha (Z - 8)/k", "2475", gpu.expert_min_width(16, 8, H100)),
-        Answer("PP: hops' time over 2BD/W, M = 2 stages", "1.5", hops),
-        Answer("5.1 B200: TP and DP in a node", "2500", B200.intensity("node")),
-        Answer("5.1 B200: DP beyond", "5625", gpu.data_threshold(B200)),
-        Answer(
-            "5.1 GB200: DP beyond", "", B200.flops() / GB200.bandwidth("scale-out"), "tokens/GPU",
-            "2250e12 / 3.6e12",
-        ),
-        Answer("App. A: better than an H100's by", "4", alpha * GB200.bandwidth("scale-out") / B200.flops(), "times"),
-        Answer("5.2.1 GPUs for 70B and Adam", "9", float(gpu.replicas_fit(params, H100))),
-        Answer("5.2.2 seconds for 15T tokens", "3.5e6", seconds, "s"),
-        Answer("5.2.2 days", "40", seconds / 86400, "days"),
-        Answer(
-            "5.2.3 most TP", "14.372", cost.tensor_limit(F, 990e12, 450e9), "ways",
-            erratum="990e12/450e9 is 2200, not 1995",
-        ),
-        Answer("5.2.3 8-way TP and DP: a GPU holds", "87.5", held.total / 1e9, "GB"),
-        Answer("5.2.3 which fits", "no", "yes" if held.fits(H100.hbm_bytes) else "no"),
-        Answer("5.2.3 tokens per GPU", "976", own),
-        Answer("5.2.3 ZeRO-3 is compute-bound", "no", "yes" if own > alpha else "no"),
-        Answer(
-            "5.2.3 ZeRO-3's threshold over DP's", "2", ratio, "times",
-            erratum="the same: 4DF to 4BDF forward, 8DF to 8BDF backward",
-        ),
-        Answer("5.2.3 threshold with 8-way PP", "309", piped, "tokens/GPU"),
-        Answer("5.2.3 which is compute-bound", "yes", "yes" if own > piped else "no"),
-        Answer("5.3 16B: tokens per GPU", "4096", mega["16B"][0]),
-        Answer("5.3 70B", "2048", mega["70B"][0]),
-        Answer("5.3 314B", "2048", mega["314B"][0]),
-        Answer("5.3 16B's threshold", "2,472", mega["16B"][1], erratum="990e12/400e9 is 2475, as above"),
-        Answer("5.3 70B's ('roughly 1k')", "1e3", mega["70B"][1], erratum="two nodes a replica: 2475/2 = 1237"),
-        Answer("5.3 314B's", "300", mega["314B"][1], note="eight nodes a replica"),
-        Answer(
-            "5.3 all three are compute-bound", "yes",
-            "yes" if all(b > least for b, least in mega.values()) else "no",
-        ),
+# %%
+page.title(f"Rooflines, bf16, F = {F70:,}")
+columns = {hw.name: [] for hw in (H100, B200, GB200)}
+for hw in (H100, B200, GB200):
+    inside, across, node = hw.intensity("node"), hw.intensity("scale-out"), hw.node_gpus
+    columns[hw.name] = [
+        f"{node}", f"{inside:,.0f}", f"{across:,.0f}", f"{gpu.data_threshold(hw, 2):,.0f}", f"{across / 8:,.0f}",
+        f"{F70 / inside:.1f}", f"{gpu.tensor_limit_across(F70, hw):.1f}",
+        f"{gpu.expert_min_width(2 * node, 8, hw):,.0f}", f"{gpu.expert_min_width(64 * node, 8, hw):,.0f}",
     ]  # fmt: skip
+names = ["GPUs of a node", "DP, ZeRO in a node: tokens a GPU", "... across nodes", "... over 2 nodes",
+         "... each replica on 8 nodes", "TP in a node: ways", "TP over two nodes: ways", "EP on 2 nodes: F above",
+         "EP on 64 nodes: F above"]  # fmt: skip
+page.table(list(zip(names, *columns.values(), strict=True)), ["", *columns])
+per_gpu = (100, 10_000)
+page.chart(
+    "dp", {
+        f"{hw.name}, {where}": [(b, b / hw.intensity(link)) for b in per_gpu]
+        for hw in (H100, B200) for where, link in (("in a node", "node"), ("across nodes", "scale-out"))
+    }, "tokens per GPU", "FLOPs time / comms time", "Data parallelism and ZeRO: compute-bound above 1", height=12,
+    marks=[("y", 1, "ratio 1"), ("x", ACROSS, f"H100 across: {ACROSS:.0f}"),
+           ("x", B200.intensity("scale-out"), f"B200 across: {B200.intensity('scale-out'):.0f}")],
+)  # fmt: skip
 
+# %% [markdown]
+# ## The numbers of the text
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    print("Tokens per GPU for DP, ways of TP, width of experts (k = 8)\n" + strategies() + "\n")
-    return report(answers())
+# %%
+stages = 64
+hops = cost.pipeline_comms(1, 1, 2, stages, 2 * stages)  # in units of 2BD/W, twice as many microbatches as stages
+v3 = get("deepseek-v3")
+page.answers([
+    Answer("DP in a node of H100s: tokens per GPU", "2200", INSIDE, "tokens"),
+    Answer("DP beyond the node", "2475", gpu.data_threshold(H100), "tokens"),
+    Answer("DP of TPU v5p on three axes", "850", cost.data_threshold(V5P.flops(), V5P.bandwidth("ici", 3)), "tokens"),
+    Answer("LLaMA-3's 16,000 H100: batch", "40e6", 16000 * ACROSS, "tokens"),
+    Answer("H800: tokens per GPU", "3300", H800.intensity("node"), "tokens"),
+    Answer("DeepSeek-V3's 2048 H800: batch", "6.7e6", 2048 * H800.intensity("node"), "tokens"),
+    Answer("DeepSeek-V3's batch ('they used 4M')", "4e6", 4096 * 15360, "tokens",
+           erratum="15,360 sequences of 4096, as the Examples say"),
+    Answer("MoE, E = 128, k = 4: DP across nodes", "79,200", cost.expert_inflation(128, 4) * ACROSS, "tokens"),
+    Answer("DP over 2 nodes", "1237", gpu.data_threshold(H100, 2), "tokens"),
+    Answer("DP on an H100 or B200 ('about 2500')", "2500", gpu.data_threshold(B200), "tokens",
+           erratum="on a B200 it is 5625 (Quiz 5)"),
+    Answer("TP of F = 28000, across nodes", "11", cost.tensor_limit(28000, C, H100.bandwidth("scale-out")), "ways"),
+    Answer("TP over two nodes, F = 28000", "19", gpu.tensor_limit_across(28000, H100), "ways"),
+    Answer("EP over many nodes, Z >> k: F above alpha times", "8", gpu.expert_min_width(2**13, 1, H100) / ACROSS, ""),
+    Answer("EP over 2 nodes, k = 8: F above alpha (Z - 8)/k", "2475", gpu.expert_min_width(16, 8, H100), ""),
+    Answer("PP: the hops' time over 2BD/W", "1.5", hops, "", f"{stages} stages, {2 * stages} microbatches"),
+])  # fmt: skip
 
+# %% [markdown]
+# ## Examples
+# What two published runs chose, and why it is compute-bound: a replica over many nodes takes all their cables.
+# DeepSeek-V3: EP 64, PP 16, DP 2. LLaMA-3 405B: TP 8, PP 16, DP 128.
 
-if __name__ == "__main__":
-    sys.exit(main())
+# %%
+deepseek, llama = {"EP": 64, "PP": 16, "DP": 2}, {"TP": 8, "PP": 16, "DP": 128}
+chips = 8 * 16 * 128
+# per GPU: E/k times C/W_node, over the nodes that a replica spans, times (X - 1)/X of two replicas
+v3_threshold = cost.expert_inflation(v3.E, v3.k) * gpu.data_threshold(H800, 2, model_nodes=64 * 16 // 8)
+llama_threshold = gpu.data_threshold(H100, model_nodes=8 * 16 // 8)
+page.answers([
+    Answer("DeepSeek-V3: tokens per GPU ('30k')", "30e3", 4096 * 15360 / 2048, "tokens"),
+    Answer("DeepSeek-V3: batch", "62,914,560", 4096 * 15360, "tokens"),
+    Answer("DeepSeek-V3: GPUs of EP x PP x DP", "2048", deepseek["EP"] * deepseek["PP"] * deepseek["DP"], "GPUs"),
+    Answer("DeepSeek-V3: nodes that 64 experts' shards span", "8", deepseek["EP"] / H800.node_gpus, "nodes"),
+    Answer("DeepSeek-V3: model parallelism in all", "1024", deepseek["EP"] * deepseek["PP"], "ways"),
+    Answer("DeepSeek-V3: bandwidth of DP 2 over that of many", "2",
+           gpu.data_threshold(H800) / gpu.data_threshold(H800, 2), "times", "X/(X - 1)"),
+    Answer("DeepSeek-V3: DP is compute-bound from", "", v3_threshold, "tokens",
+           f"E/k = {v3.E // v3.k} times 2475/128/2, far below 30,720"),
+    Answer("LLaMA-3: tokens per GPU ('about 1k')", "1e3", 16e6 / chips, "tokens"),
+    Answer("LLaMA-3: GPUs of TP x PP x DP ('16k')", "16e3", llama["TP"] * llama["PP"] * llama["DP"], "GPUs"),
+    Answer("LLaMA-3: PP reduces the cost of DP by", "16", gpu.data_threshold(H100) / llama_threshold, "times"),
+    Answer("LLaMA-3: DP is compute-bound from", "", llama_threshold, "tokens", "2475 / 16"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Quiz 5: B200, and LLaMA-3 70B on 4096 H100
+
+# %%
+W_node = H100.bandwidth("node")
+params, B, tokens = 70e9, 4e6, 15e12
+held = cost.training_memory(params, Y=8, grad_bytes=0)
+seconds = cost.seconds_at(6 * params * tokens, 4096, C, 0.45)
+shape, links = cost.LayerShape(B, 8192, F70), cost.Links(C, X=H100.bandwidth("scale-out"))
+dp, fsdp = (cost.layer(s, shape, links, X=8, direction=d) for s, d in (("dp", "backward"), ("fsdp", "forward")))
+own, piped = B / 4096, gpu.data_threshold(H100, model_nodes=8)
+page.answers([
+    Answer("5.1 B200: TP and DP in a node", "2500", B200.intensity("node"), "tokens"),
+    Answer("5.1 B200: DP beyond", "5625", gpu.data_threshold(B200), "tokens"),
+    Answer("5.1 GB200: DP beyond, at a B200's 2250e12 FLOPs/s", "",
+           B200.flops() / GB200.bandwidth("scale-out"), "tokens",
+           f"the book only says that it changes; {gpu.data_threshold(GB200):.0f} with the table's 2300e12"),
+    Answer("App. A: an H100's DP roofline over a GB200's", "4",
+           ACROSS * GB200.bandwidth("scale-out") / B200.flops(), "times"),
+    Answer("5.2.1 GPUs for 70B and Adam", "9", gpu.replicas_fit(params, H100), "GPUs"),
+    Answer("5.2.2 FLOPs of 15T tokens", "6.3e24", 6 * params * tokens, "FLOPs"),
+    Answer("5.2.2 seconds on 4096 at 45% MFU", "3.5e6", seconds, "s"),
+    Answer("5.2.2 days", "40", seconds / DAY, "days"),
+    Answer("5.2.3 most TP in a node", "14.372", cost.tensor_limit(F70, C, W_node), "ways",
+           rounded=(F70 / 1995, "1995 for 990e12/450e9 = 2200")),
+    Answer("5.2.3 8-way TP and DP: a GPU holds", "87.5", held.total / 1e9, "GB"),
+    Answer("5.2.3 8-way TP and DP fits", "no", yes(held.fits(H100.hbm_bytes))),
+    Answer("5.2.3 tokens per GPU", "976", own, "tokens"),
+    Answer("5.2.3 8-way TP and ZeRO-3 is compute-bound", "no", yes(own > ACROSS)),
+    Answer("5.2.3 ZeRO-3's threshold over DP's", "2", (fsdp.comms / fsdp.math) / (dp.comms / dp.math), "times",
+           erratum="the same: 4DF to 4BDF forward, 8DF to 8BDF backward"),
+    Answer("5.2.3 threshold with 8-way PP", "309", piped, "tokens"),
+    Answer("5.2.3 with 8-way PP it is compute-bound", "yes", yes(own > piped)),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Quiz 5.3: Megatron-LM's layouts, and whether there is a better one
+# TP stays in a node, so only the nodes that a replica spans by its stages help DP: 2475 tokens over them. Look at the
+# last columns: how few nodes would do, compute-bound and with a quarter of the memory free; fewer stages, less bubble.
+
+# %%
+MEGATRON = {"16B": (4, 1, 192, 192), "70B": (8, 2, 768, 384), "314B": (8, 8, 3072, 1536)}  # TP, PP, GPUs, sequences
+found, rows = {}, []
+for name, (tp, pp, gpus, sequences) in MEGATRON.items():
+    nodes = max(1, tp * pp // H100.node_gpus)
+    per_gpu, least = sequences * 4096 / gpus, gpu.data_threshold(H100, model_nodes=nodes)
+    for enough in (1, 2, 4, 8):
+        state = cost.training_memory(float(name[:-1]) * 1e9, X=gpus // (8 * enough), Y=8, Z=enough, zero=1).total
+        if gpu.data_threshold(H100, model_nodes=enough) < per_gpu and state < 0.75 * H100.hbm_bytes:
+            break
+    found[name] = (per_gpu, least, enough)
+    rows.append((name, f"TP {tp} x PP {pp}", per_gpu, nodes, f"{least:,.0f}", enough, f"{state / 1e9:.1f}"))
+page.title("Megatron-LM on H100s, 4096 tokens a sequence")
+heads = ["model", "layout", "tokens\na GPU", "nodes", "compute-\nbound from", "nodes\nenough", "ZeRO-1\nGB a GPU"]
+page.table(rows, heads)
+page.answers([
+    Answer("5.3 16B: tokens per GPU", "4096", found["16B"][0], "tokens"),
+    Answer("5.3 70B: tokens per GPU", "2048", found["70B"][0], "tokens"),
+    Answer("5.3 314B: tokens per GPU", "2048", found["314B"][0], "tokens"),
+    Answer("5.3 16B: compute-bound from", "2,472", found["16B"][1], "tokens",
+           erratum="990e12/400e9 is 2475, as above"),
+    Answer("5.3 70B: compute-bound from ('roughly 1k')", "1e3", found["70B"][1], "tokens",
+           erratum="two nodes a replica: 2475/2, so a quarter more"),
+    Answer("5.3 314B: compute-bound from", "300", found["314B"][1], "tokens", "eight nodes a replica: 2475/8"),
+    Answer("5.3 all three are compute-bound", "yes", yes(all(b > least for b, least, _ in found.values()))),
+    Answer("5.3 a better layout of 314B: nodes a replica", "", found["314B"][2], "nodes",
+           "TP 8 x PP 4 with ZeRO-1: half of the stages, so a smaller bubble"),
+    Answer("5.3 a better layout of 70B: TP over two nodes, up to", "", gpu.tensor_limit_across(F70, H100), "ways",
+           "TP 16 without stages spans two nodes as well, and has no bubble"),
+    Answer("5.3 a better layout of 16B: bytes a GPU with ZeRO-3 alone", "", cost.training_memory(
+        16e9, X=192, zero=3).total / 1e9, "GB", "4096 > 2475: no TP is needed at all"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `chip("h800")` by `chip("h800", "nvidia")`. By NVIDIA's data sheet an H800 has 200e9 bytes/s one way:
+#    how many tokens does its DP need in a node?
+# 2. Question: how wide must an expert be for EP over 4 nodes of H100s with k = 8? Evaluate
+#    `gpu.expert_min_width(32, 8, H100)`.
+# 3. Flag: run with `--plot dp.svg`. How far apart are the lines of a B200 in a node and across nodes?

@@ -174,7 +174,8 @@ def figure(
         place: dict = {"xycoords": axes.get_xaxis_transform() if axis == "x" else axes.get_yaxis_transform()}
         where = (value, 0.02) if axis == "x" else (0.99, value)
         turn: dict = {"rotation": 90, "ha": "right", "va": "bottom"} if axis == "x" else {"ha": "right", "va": "bottom"}
-        axes.annotate(text, where, color="#555555", fontsize=9, **place, **turn)
+        under: dict = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+        axes.annotate(text, where, color="#555555", fontsize=9, bbox=under, **place, **turn)
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)

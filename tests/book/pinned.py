@@ -99,6 +99,31 @@ PINNED = {
         "4 prefill: attention takes as long as the MLP at T =": 3 * 8192 * 28672 // 8192 - 1,
         "4 decoding 240: attention takes as long as the MLP at T =": 6 * 8192 * 28672 // (240 * 4 * 1024) + 1,
     },
+    "12_gpus": {
+        "HBM bandwidth of a B200, in the text": 8e12,
+        "Comparison: SMEM of an H100": 132 * 256e3 / 1e6,
+        "Comparison: vector registers of a v5p": 2 * 64 * 8 * 128 * 4 / 1024,
+        "1.5 SMEM and registers of an H100": (132 * 256e3 + 132 * 4 * 16384 * 4) / 1e6,
+        "1.7 adding N = 1024": 1e9 * 12 * 1024 / 3.35e12,
+    },
+    "12_gpu_networks": {
+        "AllToAll over 2 nodes against 1: more than": (1 / 4 / 400) / (7 / 64 / 450),
+        "Collective bandwidth of a node: bisection x 2/N": 2 * 3600 / 8,
+    },
+    "12_gpu_rooflines": {
+        "DeepSeek-V3's batch ('they used 4M')": 15_360 * 4096,
+        "DP on an H100 or B200 ('about 2500')": 2250e12 / 400e9,
+        "DeepSeek-V3: DP is compute-bound from": 256 / 8 * (990e12 / 400e9) / 128 / 2,
+        "LLaMA-3: DP is compute-bound from": 990e12 / 400e9 / 16,
+        "5.1 GB200: DP beyond, at a B200's 2250e12 FLOPs/s": 2250e12 / 3.6e12,
+        "5.2.3 most TP in a node": 28672 * 450e9 / 990e12,
+        "5.2.3 ZeRO-3's threshold over DP's": 1,
+        "5.3 16B: compute-bound from": 990e12 / 400e9,
+        "5.3 70B: compute-bound from ('roughly 1k')": 990e12 / 400e9 / 2,
+        "5.3 a better layout of 314B: nodes a replica": 4,  # of two, 4 x 314/16 = 78.5 GB a GPU without activations
+        "5.3 a better layout of 70B: TP over two nodes, up to": 8 + 28672 / (990e12 / 400e9),
+        "5.3 a better layout of 16B: bytes a GPU with ZeRO-3 alone": 12 * 16 / 192,
+    },
     "05_when_bound": {
         "Gemma 7B as it is, two up-projections of F = 24,576": 1.5 * 24576 / 2550,
         "X_opt, N = 64, B = 48,000, F = 32768": (2 * 48e3 * 64 / 32768) ** 0.5,

@@ -99,6 +99,21 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         2550**2 / (2 * 53248),
         ["wrote bound-ratio.svg", "wrote bound-time.svg"],
     ),
+    "12_gpus": (
+        ["1.4 of 512 rows 15 34.71 us +131.4% DIFFERS"],
+        281.25 / (1 - 281.25 * (1 / 4096 + 1 / 8192)),
+        ["wrote roofs.svg"],
+    ),
+    "12_gpu_networks": (
+        ["3 x 5: top out B(M - 1) 2 3 NO", "3 FAILED: 4 x 8: top out"],
+        2 * 64e6 * 31 / 32 / 400e3,
+        ["wrote bus.svg"],
+    ),
+    "12_gpu_rooflines": (
+        ["H800: tokens per GPU 3300 4950 tokens +50.0% DIFFERS"],
+        2475 * (32 - 8) / 8,
+        ["wrote dp.svg"],
+    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,234 @@
+# %% [markdown]
+"""Part 12, Networking and "How Do Collectives Work on GPUs?": nodes, a tree of switches, and collectives on them.
+https://jax-ml.github.io/scaling-book/gpus#networking
+
+The tree level by level, collectives in a node and beyond, the bytes that switches move counted message by message, what
+the book measured beside the model, SHARP, and Quizzes 2 to 4.
+"""
+
+# %%
+from scaling.book.answers import Answer
+from scaling.book.layout import number
+from scaling.book.page import Page
+from scaling.cost import gpu
+from scaling.hardware import chip
+
+page = Page(__doc__, plot=True)
+H100, GB200, V5P = chip("h100", "part12"), chip("gb200"), chip("v5p")
+NODE, LEAF, SPINE = H100.levels
+TB, GB, US = 1e12, 1e9, 1e6
+
+# %% [markdown]
+# ## The tree of switches
+# A GPU has 450e9 bytes/s into its node, a node 400e9 into the network, and no level above has less for each node: a fat
+# tree. Look at the last column: what an AllGather gets, by the slowest level.
+
+# %%
+page.title("H100 SuperPod and GB200 NVL72, level by level")
+rows = []
+for hw in (H100, GB200):
+    for row in gpu.levels_table(hw):
+        switch = f"{row['switch_bw'] / TB:.1f}" if row["switch_bw"] else "-"
+        shares = [f"{row[key] / GB:.0f}" for key in ("gpu_bw", "node_bw")]
+        exact = f"{gpu.collective_bw(hw, row['gpus']) / GB:.0f}"
+        unit = f"{row['unit_bw'] / TB:.1f}"
+        rows.append((hw.name, row["level"], row["gpus"], row["switches"] or "-", switch, unit, *shares, exact))
+page.table(
+    rows,
+    [
+        "",
+        "level",
+        "GPUs",
+        "switches",
+        "switches\nTB/s",
+        "cables\nTB/s",
+        "a GPU\nGB/s",
+        "fat tree\nGB/s",
+        "AllGather\nGB/s",
+    ],
+)
+
+# %% [markdown]
+# ## Collectives of 64 MB on H100s
+# In a node V (N - 1)/(N W), beyond it the slowest level. Look at the AllToAll from 8 to 16 GPUs: it cannot be done
+# level by level, and every byte for another node leaves over 50e9 bytes/s a GPU.
+
+# %%
+V = 64e6
+page.title(f"Collectives of {number(V)} bytes: us")
+rows = []
+for n in (2, 8, 16, 64, 256, 1024):
+    calls = (gpu.all_gather(V, H100, n), gpu.all_reduce(V, H100, n), gpu.all_reduce(V, H100, n, sharp=True))
+    calls += (gpu.all_to_all(V, H100, n), gpu.all_to_all(V, H100, n, k=2))
+    rows.append((n, *(f"{US * t:.1f}" for t in calls)))
+page.table(rows, ["GPUs", "AllGather", "AllReduce", "with SHARP", "AllToAll", "ragged, k = 2"])
+
+# %% [markdown]
+# ## What is measured
+# AllReduce in a node of 8 H100s without SHARP, read off the book's figure: bus bandwidth is 2V (N - 1)/N over the time,
+# what each link carries. The model has 450e9 for any size; the chart shows how late a node gets near it, and that one
+# axis of a v5p 4x4x4 comes near its own at smaller sizes.
+
+# %%
+BUS = {4.2e6: 0.045e12, 17e6: 0.127e12, 134e6: 0.292e12, 268e6: 0.323e12, 1.07e9: 0.352e12, 8.6e9: 0.367e12}
+V5P_BUS = {4.2e6: 0.0235e12, 17e6: 0.066e12, 134e6: 0.0765e12, 268e6: 0.079e12, 1.07e9: 0.0775e12, 8.6e9: 0.0815e12}
+page.title("AllReduce over 8 H100s")
+rows = []
+for nbytes, bus in BUS.items():
+    seconds, model = 2 * nbytes * 7 / 8 / bus, gpu.all_reduce(nbytes, H100, 8)
+    rows.append(
+        (number(nbytes), f"{bus / GB:.0f}", f"{US * seconds:,.0f}", f"{US * model:,.0f}", f"{bus / NODE.child_bw:.0%}")
+    )
+page.table(rows, ["bytes", "bus GB/s", "measured us", "model us", "of 450 GB/s"])
+ends = (min(BUS), max(BUS))
+page.chart(
+    "bus", {
+        "model, H100: 450e9": [(x, NODE.child_bw) for x in ends],
+        "model, v5p: 9e10": [(x, V5P.link_bw) for x in ends],
+    },
+    "bytes", "bus bytes/s", "AllReduce: what a link carries", height=12,
+    points={"measured, 8 H100s": list(BUS.items()), "measured, v5p ring of 4": list(V5P_BUS.items())},
+    marks=[("x", 2 * 8192 * 3584, "LLaMA-3 70B's MLP shard: 58 MB")],
+)  # fmt: skip
+
+# %% [markdown]
+# ## Pop Quiz 3: an inner axis that spans more of a unit
+# AllGather over X of bf16[8192_X, 32768_Y] with Y inside, 256 GPUs. Up to 8, Y only helps in the node, which does not
+# bind; beyond, each node that it spans adds its 400e9 bytes/s.
+
+
+# %%
+def outer_gather(Y: int, exact: bool = False) -> float:
+    """Seconds of AllGather_X(bf16[8192_X, 32768_Y]) over 256 GPUs, Y the inner axis."""
+    return gpu.all_gather(2 * 8192 * 32768, H100, 256 // Y, inner=Y, exact=exact)
+
+
+page.title("AllGather_X(bf16[8192_X, 32768_Y]) over an SU: ms")
+rows = [(Y, *(f"{1e3 * outer_gather(Y, exact):.3f}" for exact in (False, True))) for Y in (1, 2, 4, 8, 16, 32, 64, 128)]
+page.table(rows, ["Y", "V / W", "exact"])
+
+# %% [markdown]
+# ## Quiz 4: the bytes that switches move, message by message
+# Every copy of every shard counted at the switch of one node and at the one above; and SHARP's four phases.
+
+
+# %%
+def gather_ledger(nodes: int, gpus: int) -> dict[str, float]:
+    """Bytes in and out of one node's switch and of the one above, AllGather of one byte over nodes of GPUs."""
+    moved, shard = dict.fromkeys(("node in", "node out", "top in", "top out"), 0.0), 1 / (nodes * gpus)
+    for source in range(nodes * gpus):
+        home = source // gpus
+        moved["top in"] += shard  # one copy goes up, and from there one to each other node
+        moved["top out"] += shard * (nodes - 1)
+        moved["node in"] += shard  # the ledger of node 0's switch: in from its GPU or from above
+        moved["node out"] += shard * ((gpus - 1) + 1 if home == 0 else gpus)  # to its GPUs, and its own also up
+    return moved
+
+
+def sharp_ledger(gpus: int) -> tuple[float, float]:
+    """Bytes in and out of a node's switch, AllReduce of one byte with SHARP, by its four phases."""
+    shard, into, out = 1 / gpus, 0.0, 0.0
+    for _ in range(gpus):  # as owner of one shard of the sum
+        into += shard * (gpus - 1)  # the others' terms go up
+        out += shard  # the switch adds them up and sends the owner their sum
+        into += shard  # the owner adds its own term, and sends it back
+        out += shard * (gpus - 1)  # multicast to the others
+    return into, out
+
+
+page.title("Bytes of an AllGather of B bytes, M nodes of N GPUs")
+rows = []
+for M, N in ((4, 8), (2, 8), (3, 5)):
+    formulas = {"node in": ("B", 1), "node out": ("BN", N), "top in": ("B", 1), "top out": ("B(M - 1)", M - 1)}
+    rows += [(f"{M} x {N}: {key}", *formulas[key], found) for key, found in gather_ledger(M, N).items()]
+into, out = sharp_ledger(8)
+rows += [("SHARP AllReduce, 8: in", "BN", 8, into), ("SHARP AllReduce, 8: out", "BN", 8, out)]
+page.same(rows, ["switch", "formula", "value", "counted"])
+
+# %% [markdown]
+# ## Quizzes 2 and 3: nodes, and beyond
+
+# %%
+node, leaf, spine = gpu.levels_table(H100)
+units = spine["gpus"] // leaf["gpus"], leaf["gpus"] // node["gpus"]  # SUs, and nodes in each
+switches = units[0] * units[1] * node["switches"] + units[0] * leaf["switches"] + spine["switches"]
+gathered, ports, cable = 2 * 4096 * 65536, LEAF.ports, LEAF.link_bw
+
+
+def enough(gpus: int, ports_up: float) -> float:
+    """Switches of `ports_up` ports each that carry what the nodes of so many GPUs send."""
+    return gpus / 8 * leaf["node_bw"] / (ports_up * cable)
+
+
+page.answers([
+    Answer("2.1 switches of a node", "6.4", node["switch_bw"] / TB, "TB/s"),
+    Answer("2.1 so a node's GPUs get", "3.6", min(node["unit_bw"], node["switch_bw"]) / TB, "TB/s"),
+    Answer("2.2 bisection of a node", "3.6", gpu.bisection_bw(H100, 8) / TB, "TB/s", "both directions"),
+    Answer("2.3 AllGather of bf16[4096, 65536] in a node", "1.04", 1e3 * gpu.all_gather(gathered, H100, 8), "ms"),
+    Answer("2.3 approximately", "1.19", 1e3 * gpu.all_gather(gathered, H100, 8, exact=False), "ms"),
+    Answer("Switches of a SuperPod of 1024", "560", switches),
+    Answer("Egress of a v5p, all axes", "540", V5P.bandwidth("ici", 3) / GB, "GB/s"),
+    Answer("Egress of a GB200 node", "3.6", GB200.bandwidth("scale-out") / TB, "TB/s"),
+    Answer("Egress of a GB200 node over an H100 node's", "9",
+           GB200.bandwidth("scale-out") / H100.bandwidth("scale-out"), "times"),
+    Answer("3.1 cables of a node", "400", leaf["node_bw"] / GB, "GB/s"),
+    Answer("3.1 leaf switches, half of their ports, for each node", "400",
+           leaf["switch_bw"] / 2 / units[1] / GB, "GB/s"),
+    Answer("3.1 cables of an SU to the spine", "12.8", SPINE.child_bw / TB, "TB/s"),
+    Answer("3.1 spine switches", "51.2", spine["switch_bw"] / TB, "TB/s", "400 GB/s for each of 128 nodes"),
+    Answer("3.2 spine switches for 2048 GPUs", "32", enough(2048, ports)),
+    Answer("3.2 cables of each leaf switch to each of them", "1", ports / 2 / enough(2048, ports)),
+    Answer("3.2 spine switches for 4096 GPUs, half of their ports up", "128", enough(4096, ports / 2)),
+    Answer("3.2 core switches above them", "64", enough(4096, ports)),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Collectives: the text, and Quiz 4
+
+# %%
+pop, W = 2 * 1024 * 16384, NODE.child_bw
+slow, fast = (gpu.all_reduce(1, H100, 8, sharp=sharp) for sharp in (False, True))
+two, one = (gpu.all_to_all(1, H100, n) for n in (16, 8))
+shares = {z: [gpu.nonzero_share(z, 4, random) * (z - 1) / z for random in (True, False)] for z in (4, 16, 64)}
+spine_only = gpu.all_gather(1, H100, 4, inner=256)  # four SUs, every GPU of each with a part of its own
+mlp = 2 * 8192 * 28672 / 8
+page.answers([
+    Answer("Pop quiz 1: AllGather of bf16[1024, 16384]", "75", US * gpu.all_gather(pop, H100, 8, exact=False), "us"),
+    Answer("Pop quiz 1: precisely", "65", US * gpu.all_gather(pop, H100, 8), "us"),
+    Answer("AllToAll in a node: TPU's B/4W over it", "2", 0.25 / W / gpu.all_to_all(1, H100, 8, exact=False), "times"),
+    Answer("Pop quiz 2: AllToAll with 4 of 8 entries", "0.5", gpu.all_to_all(1, H100, 8, k=4) / one, "times"),
+    Answer("LLaMA-3 70B's MLP, 8-way: a shard", "58", mlp / 1e6, "MB", "an AllReduce of it reaches 150 of 450 GB/s"),
+    Answer("Bus bandwidth at 8.6 GB of 450 GB/s ('close to 370')", "370", max(BUS.values()) / GB, "GB/s", "measured"),
+    Answer("SHARP's gain in a node, in theory", "75", 100 * (slow / fast - 1), "%"),
+    Answer("SHARP's gain as measured, 2.1e11 to 2.71e11 bytes/s", "30", 100 * (2.71 / 2.1 - 1), "%",
+           "read off the figure"),
+    Answer("SHARP: 370 GB/s and as much more", "480", max(BUS.values()) / GB * 2.71 / 2.1, "GB/s"),
+    Answer("AllGather bandwidth of a node", "514", gpu.collective_bw(H100, 8) / GB, "GB/s"),
+    Answer("AllGather bandwidth of an SU", "413", gpu.collective_bw(H100, 256) / GB, "GB/s"),
+    Answer("AllGather bandwidth of the spine's own ring", "17.1", 1 / spine_only / TB, "TB/s"),
+    Answer("AllGather bandwidth of 1024 GPUs", "413", gpu.collective_bw(H100, 1024) / GB, "GB/s"),
+    Answer("AllToAll over 2 nodes against 1: more than", "4", two / one, "times",
+           erratum="of the approximations 1/2 and 1/8; exactly 1/4 / 400e9 over 7/64 / 450e9"),
+    Answer("Collective bandwidth of a node: bisection x 2/N", "450", 2 * gpu.bisection_bw(H100, 8) / 8 / GB, "GB/s",
+           erratum="3.6e12 counts both directions already: bisection/N"),
+    Answer("Pop quiz 3: Y <= 8", "1.34", 1e3 * outer_gather(8), "ms", f"precisely {1e3 * outer_gather(8, True):.2f}"),
+    Answer("Pop quiz 3: Y = 16", "0.67", 1e3 * outer_gather(16), "ms"),
+    Answer("Pop quiz 3: Y = 128", "0.084", 1e3 * outer_gather(128), "ms"),
+    Answer("4.3 SHARP AllReduce in a node, inner Y = 2: over B/W", "0.5",
+           gpu.all_reduce(1, H100, 4, 2, sharp=True) * W, "", "1/Y"),
+    Answer("4.4 SHARP AllReduce at the spine, Y = 256", "12.8",
+           1 / gpu.all_reduce(1, H100, 4, 256, sharp=True) / TB, "TB/s"),
+    Answer("4.5 AllGather over 2 nodes", "514", gpu.collective_bw(H100, 16) / GB, "GB/s",
+           "the node binds; its leaf has 800"),
+    *(Answer(f"App. B: ragged AllToAll, k = 4 of {z}", book, share[0], "", f"approximately {share[1]:.3g}")
+      for (z, share), book in zip(shares.items(), ("0.513", "0.213", "0.060"), strict=True)),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `moved["top out"] += shard * (nodes - 1)` by `moved["top out"] += shard * nodes`. If the top switch
+#    also sent every shard back to where it came from, which of the formulas would not hold?
+# 2. Question: how long does an AllReduce of 64 MB over 1024 GPUs take if its array is split over 8 GPUs inside?
+#    Evaluate `US * gpu.all_reduce(64e6, H100, 128, inner=8)`.
+# 3. Flag: run with `--plot bus.svg`. At which size does a node reach half of 450 GB/s?
