@@ -6,6 +6,7 @@ from dataclasses import replace
 from scaling.algebra import rules
 from scaling.algebra.contraction import check_product
 from scaling.algebra.resharding import reshard
+from scaling.check.part import Part
 from scaling.check.values import Array, Each, Many, Text, Tree, as_array, difference, element, guess
 from scaling.spec import ShardingError, Spec, format_axes, parse, parse_line
 
@@ -55,7 +56,7 @@ NONLINEAR |= {"log_softmax", "softplus", "leaky_relu", "elu", "clamp", "sign", "
 MODULES = ("torch", "F", "functional", "nn")
 
 
-class Calls:
+class Calls(Part):
     """The part of the reader that reads calls; `results` holds what each call was found to return, by its node."""
 
     def imports(self, tree: ast.Module) -> None:
@@ -228,7 +229,9 @@ class Calls:
     def unlike_specs(self, spec: Spec) -> str:
         """Of a gathered array of which only the name is known: an axis that SPECS has for another dim, or nowhere."""
         known, axes_known = self.specs.get(spec.name), {axis for s in self.specs.values() for axis in s.axes}
-        for dim, axes in spec.dims if known else ():
+        if known is None:
+            return ""
+        for dim, axes in spec.dims:
             for axis in axes:
                 elsewhere = axis in known.axes and axis not in known.axes_of(dim)
                 if dim in known.dim_names and (elsewhere or axis not in axes_known):

@@ -7,6 +7,7 @@ gather(*weights), forward(*weights, In), backward(*weights, dOut, saved), reduce
 import ast
 from dataclasses import replace
 
+from scaling.check.part import Part
 from scaling.check.values import Array, Many, difference
 from scaling.spec import Spec
 
@@ -23,7 +24,7 @@ def listings(tree: ast.Module) -> list[dict[str, str]]:
     return found
 
 
-class Listings:
+class Listings(Part):
     """The part of the reader that follows listings; `followed` holds the names of the functions that it has read."""
 
     def follow(self, names: dict[str, str], grads: dict[str, Spec]) -> None:

@@ -138,8 +138,8 @@ class Reader(Calls, Listings):
             for position, part in enumerate(target.elts):
                 inner = part.value if isinstance(part, ast.Starred) else part
                 spread = isinstance(part, ast.Starred) or items is None
-                self.bind(inner, element(value) if spread and isinstance(value, Each) else None if spread else
-                          items[position], env)  # fmt: skip
+                one = items[position] if items is not None and not spread else None
+                self.bind(inner, element(value) if spread and isinstance(value, Each) else one, env)
         elif isinstance(target, ast.Subscript):
             self.value(target.value, env)
             self.stored(target, target, value)
@@ -168,7 +168,7 @@ class Reader(Calls, Listings):
                 if unused and isinstance(result, Array) and result.spec.unreduced:
                     self.report(
                         node,
-                        f"{result.spec} is never reduced: nothing uses {target.id} afterwards\n"
+                        f"{result.spec} is never reduced: nothing uses {ast.unparse(target)} afterwards\n"
                         "  rule: a partial sum is reduced before it is a result\n"
                         "  fix: reduce_scatter or all_reduce it",
                     )

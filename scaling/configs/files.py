@@ -4,6 +4,7 @@ import json
 import tomllib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from scaling.configs.catalogue import MODELS
 from scaling.configs.config import Config, Latent
@@ -31,7 +32,7 @@ def load(path: "str | Path") -> Config:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file")
-    table = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
+    table: dict[str, Any] = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
     if "hidden_size" in table or "text_config" in table:
         table = read(table)
     if isinstance(table.get("latent"), dict):

@@ -6,6 +6,7 @@ Each count is a dict by component; `sum(....values())` is the total. Plain Pytho
 """
 
 import math
+from typing import Any
 
 from scaling.configs import Config
 from scaling.spec import dtype_bytes
@@ -146,7 +147,7 @@ def decode_flops(config: Config, batch: int, context: int) -> int:
 # --- Bytes -------------------------------------------------------------------------------------------------------
 
 
-def kv_cache_bytes(config: Config, tokens: int = 1, dtype="bf16") -> float:
+def kv_cache_bytes(config: Config, tokens: int = 1, dtype: Any = "bf16") -> float:
     """Bytes of the keys and values of this many tokens, 2*L*K*H each (Part 4, KV caching), or of their latents."""
     latent = config.latent
     each = latent.kv_rank + latent.rope if latent else 2 * config.K * config.H

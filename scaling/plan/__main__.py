@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from scaling.configs import MODELS, get
 from scaling.console import command, integer, number, output
@@ -131,8 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     best, done = found[0], fits(job, found[0])
     budget = Budget(args.tokens, args.mfu, args.price)
-    show = as_dict if args.json else text
-    out = show(job, hardware, args.chips, found, budget, args.top)
+    show: Any = as_dict if args.json else text
+    out: Any = show(job, hardware, args.chips, found, budget, args.top)
     if args.explain and done:
         show = explain.as_dict if args.json else explain.text
         more = show(job, hardware, args.chips, best, budget, fixed)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -195,7 +196,7 @@ class Found(Sequence):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def __getitem__(self, i):
+    def __getitem__(self, i) -> Any:
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(len(self)))]
         i = range(len(self))[i]
@@ -253,19 +254,19 @@ def block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarra
     sizes = np.array([[network.sizes[axis] for axis in AXES] for network in networks], dtype=float)
     zero, all_lanes = np.array([network.zero for network in networks], dtype=np.int8), Lanes.of(networks)
 
-    def priced(which: np.ndarray, recipe: np.ndarray, ties: bool) -> tuple[Layout, np.ndarray, np.ndarray, np.ndarray]:
+    def priced(which: np.ndarray, recipe: np.ndarray, ties: bool) -> tuple[Layout, Any, Any, Any]:
         """(layouts, seconds, seconds without overlap if `ties`, bytes) of rows: meshes by number, each with a
         recipe."""
         names = ("microbatches", "schedule", "chunks", "remat", "reduce")
-        many = Layout(
-            **{axis: sizes[which, i] for i, axis in enumerate(AXES)}, zero=zero[which],
-            **{name: recipe[:, i].astype(float if i in (0, 2) else np.int8) for i, name in enumerate(names)},
-        )  # fmt: skip
+        fields: dict[str, Any] = {axis: sizes[which, i] for i, axis in enumerate(AXES)} | {"zero": zero[which]}
+        fields |= {name: recipe[:, i].astype(float if i in (0, 2) else np.int8) for i, name in enumerate(names)}
+        many = Layout(**fields)
         c, lanes = compute(job, chip, many), all_lanes.take(which)
         entries, own = ledger(job, c, many), held(job, c, many)
         worst = bound(job, c, entries, lanes, many.microbatches)[1] if ties else 0.0
         parts = forecast(job, chip, c, many, entries, lanes, own)
-        return many, *(np.broadcast_to(column, which.shape) for column in (parts.total, worst, own.total))
+        seconds, worst, nbytes = (np.broadcast_to(column, which.shape) for column in (parts.total, worst, own.total))
+        return many, seconds, worst, nbytes
 
     _, seconds, _, total = priced(index, chosen, ties=False)
     misses = np.maximum(0.0, total - room(job, chip))

@@ -35,7 +35,7 @@ def _gpu(job: Job, chip: Chip, chips: int, sparse: float) -> dict:
     """Part 12: data parallelism within a node or across nodes, tensor parallelism within one, experts across nodes."""
     config, C = job.config, chip.flops(job.wide)
     inside = cost.data_threshold(C, chip.bandwidth("node"))
-    found = {
+    found: dict = {
         "data_threshold_in_node": sparse * inside,
         "tensor_limit": cost.tensor_limit(config.F, C, chip.bandwidth("node")),
     }
@@ -47,7 +47,7 @@ def _gpu(job: Job, chip: Chip, chips: int, sparse: float) -> dict:
     return found
 
 
-def lines(form: dict, config: Config) -> list[str]:
+def lines(form: dict, config) -> list[str]:
     """The same in words."""
     if not form:
         return []

@@ -38,10 +38,10 @@ def pareto(job: Job, chip: Chip, chips: int, budget: Budget, fixed: Fixed = ANY)
     for n in (2 * chips, chips, chips // 2):
         for share in SHARES:
             try:
-                found = plans(replace(job, headroom=job.headroom * share), chip, n, fixed) if n else ()
+                found = plans(replace(job, headroom=job.headroom * share), chip, n, fixed) if n else None
             except ValueError:
                 continue
-            if len(found) and found.fitting:
+            if found is not None and len(found) and found.fitting:
                 spent = run(job, chip, n, found[0].forecast, budget)
                 choices.append(Choice(found[0], spent["days"], spent["dollars"]))
 

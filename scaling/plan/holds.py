@@ -43,7 +43,8 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     ranks = (l.data * l.context * l.expert, l.data * l.context)  # of ZeRO-1
     sharded = np.where(l.zero == 3, 1, 0)
     params, states, whole = 0.0, 0.0, 0.0
-    first, last = (end / l.tensor for end in w.ends)
+    ends: list[Number] = [end / l.tensor for end in w.ends]
+    first, last = ends
     both = (
         max(first.max(), last.max())
         if w.tied and hasattr(first, "max")
@@ -87,4 +88,5 @@ def saved(job: Job, l: Layout) -> tuple[Number, Number]:
     if isinstance(l.remat, str):
         return found[l.remat]
     rows = [found.get(policy, found["none"]) for policy in POLICIES]
-    return tuple(np.array([pair[i] for pair in rows])[l.remat] for i in (0, 1))
+    split, whole = (np.array([pair[i] for pair in rows])[l.remat] for i in (0, 1))
+    return split, whole

@@ -10,6 +10,7 @@ for each use; stage 1 only what the optimizer holds, over data, context and expe
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -106,10 +107,11 @@ def columns(layouts: Iterable[Layout]) -> Layout:
     layouts = list(layouts)
     rows = {field.name: [getattr(layout, field.name) for layout in layouts] for field in fields(Layout)}
     coded = {name: [words.index(word) for word in rows[name]] for name, words in CODED.items()}
-    return Layout(**{name: np.array(values) for name, values in (rows | coded).items()})
+    arrays: dict[str, Any] = {name: np.array(values) for name, values in (rows | coded).items()}
+    return Layout(**arrays)
 
 
 def row(many: Layout, i: int) -> Layout:
     """One of them again."""
-    values = {field.name: int(getattr(many, field.name)[i]) for field in fields(Layout)}
+    values: dict[str, Any] = {field.name: int(getattr(many, field.name)[i]) for field in fields(Layout)}
     return Layout(**{name: CODED[name][value] if name in CODED else value for name, value in values.items()})

@@ -5,6 +5,7 @@ Of the fullest stage, by formula: `tests/plan` holds it to the strategies' own c
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from scaling.hardware import Chip
 from scaling.plan.job import Job
 from scaling.plan.layout import POLICIES, SCHEDULES, Layout
 
-Number = float | np.ndarray
+Number = Any  # a float, or an array of them: the arithmetic is the same
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 from scaling.configs import Config, get
 from scaling.hardware import Chip, chip
@@ -101,7 +102,9 @@ def token_flops(job: Job, count: str) -> float:
 def own_mesh(run: Run) -> Estimate:
     """The estimate of the published mesh; what the source leaves open is chosen."""
     sizes = dict.fromkeys(AXES, 1) | dict(run.mesh)
-    own = search(run.job, run.chip, run.chips, Fixed(tuple(sizes.items()), **dict(run.recipe))).found
+    own = search(
+        run.job, run.chip, run.chips, Fixed(tuple(sizes.items()), **cast(dict[str, Any], dict(run.recipe)))
+    ).found
     if not own:
         raise ValueError(f"{run.where}: the planner does not know the published mesh {dict(run.mesh)}")
     return own[0]
@@ -152,7 +155,9 @@ def as_dict(row: Beside) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scaling.plan published", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scaling.plan published", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--only", default="", help="runs whose name contains this")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args(arguments)

@@ -31,7 +31,8 @@ class Budget:
     price: float | None = None
 
 
-def size(nbytes: float) -> str:
+def size(nbytes: float | None) -> str:
+    nbytes = nbytes or 0.0
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if nbytes >= factor:
             return f"{nbytes / factor:,.3g} {unit}" if nbytes < 1000 * factor else f"{nbytes / factor:,.0f} {unit}"
