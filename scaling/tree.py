@@ -19,7 +19,7 @@ from scaling.spec import ShardingError, Spec, dtype_bytes, parse
 CHUNK = 1 << 18  # elements generated at a time by `init`: what bounds its extra memory
 
 
-def map(f, tree, *trees):
+def map(f, tree, *trees) -> Any:
     """`f(leaf, *leaves)` for every leaf of `tree` and the leaves at the same place in `trees`, as a tree."""
     return optree.tree_map(f, tree, *trees, none_is_leaf=False)
 
@@ -47,12 +47,12 @@ def paired(tree, specs, name: str = "params") -> list[tuple[str, Any, Spec]]:
     return [(where, found[where], parse(spec)) for where, spec in wanted.items()]
 
 
-def shard(tree, specs, mesh):
+def shard(tree, specs, mesh) -> Any:
     """This rank's shards of whole arrays: contiguous copies, so that the whole ones can be freed. No communication."""
     return _rebuild(specs, [_shard(where, leaf, spec, mesh) for where, leaf, spec in paired(tree, specs)])
 
 
-def unshard(tree, specs, mesh):
+def unshard(tree, specs, mesh) -> Any:
     """The whole arrays on every rank, from each rank's shards: `collectives.unshard` of every leaf."""
     from scaling.collectives import unshard  # here, so that plain trees need no torch.distributed
 
@@ -73,7 +73,7 @@ class Constant:
     value: float = 0.0
 
 
-def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=None):
+def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=None) -> Any:
     """Params, initialised as shards: no device ever holds a whole array.
 
     `inits` has the structure of `specs`, its leaves `Normal(std)` or `Constant(value)`; `sizes` {"D": 8, "F": 16}.
@@ -124,7 +124,7 @@ def local_nbytes(specs, sizes, mesh, dtype) -> float:
     return sum(parse(spec).nbytes(sizes, mesh, dtype) for spec in leaves(specs))
 
 
-def _rebuild(like, new_leaves: list):
+def _rebuild(like, new_leaves: list) -> Any:
     return optree.tree_unflatten(optree.tree_structure(like, none_is_leaf=False), new_leaves)
 
 
