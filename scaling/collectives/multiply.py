@@ -228,15 +228,27 @@ def _matmul(a: Spec, b: Spec, result: Spec) -> tuple[Callable, ...] | None:
         return _matrices(plain_a, plain_b, ahead)
     k = len(summed)
 
-    def multiply(x, y):
+    def flat(x, y):
         free_x, free_y = (x.shape[:-k] if plain_a else x.shape[k:]), (y.shape[k:] if plain_b else y.shape[:-k])
         m, n, inner = prod(free_x), prod(free_y), prod(x.shape[-k:] if plain_a else x.shape[:k])
         x = x.reshape(m, inner) if plain_a else x.reshape(inner, m).t()
-        y = y.reshape(inner, n) if plain_b else y.reshape(n, inner).t()
-        product = (x @ y).view((*free_x, *free_y))
+        return x, y.reshape(inner, n) if plain_b else y.reshape(n, inner).t(), (*free_x, *free_y)
+
+    def multiply(x, y):
+        x, y, shape = flat(x, y)
+        product = (x @ y).view(shape)
         return product if ahead else product.permute(*range(len(left), product.dim()), *range(len(left)))
 
-    return (multiply,)
+    def into(x, y, out, add):
+        if not out.is_contiguous():
+            return out.add_(multiply(x, y)) if add else out.copy_(multiply(x, y))
+        x, y, _ = flat(x, y)
+        if not ahead:
+            x, y = y.t(), x.t()
+        matmul_into(x, y, out.view(len(x), y.shape[1]), add)
+        return out
+
+    return multiply, into
 
 
 def _matrices(plain_a: bool, plain_b: bool, ahead: bool) -> tuple[Callable, Callable]:

@@ -6,7 +6,7 @@ dW is computed while the ReduceScatter of dy is under way. Weight gradients are 
 Attention itself, whatever its form, is differentiated by its own backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from scaling.models.transformer import ACTIVATIONS
 from scaling.strategies.axes import all_gather, reduce_scatter
 from scaling.strategies.transformer.layer import Context, own_heads
 
+NOWHERE: Mapping[str, Tensor] = {}
 VJPS = {  # (dy, x) -> dx of each activation, in one kernel
     "silu": torch.ops.aten.silu_backward,
     "gelu": torch.ops.aten.gelu_backward,
@@ -28,15 +29,18 @@ VJPS = {  # (dy, x) -> dx of each activation, in one kernel
 
 
 def layer_vjp(W: dict, x: Tensor, at: Context, window: int | None) -> tuple[Tensor, Callable]:
-    """(x[B_PXE, T_CY, D], pull): pull(dx) -> (dW, dx), dW typed as W and unreduced over the tokens' axes."""
+    """(x[B_PXE, T_CY, D], pull): pull(dx, into) -> (dW, dx), dW typed as W and unreduced over the tokens' axes.
+
+    `into`: buffers by name, given away, for the gradients of matrices; with `add` they are added to what is there.
+    """
     Attn, pull_attention = attention_vjp(W, x, at, window)
     x = x + Attn
     Out, pull_mlp = mlp_vjp(W, x, at)
 
-    def pull(dx: Tensor) -> tuple[dict, Tensor]:
-        dW_mlp, dMid = pull_mlp(dx)
+    def pull(dx: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
+        dW_mlp, dMid = pull_mlp(dx, into, add)
         dMid = dMid.add_(dx)
-        dW, dIn = pull_attention(dMid)
+        dW, dIn = pull_attention(dMid, into, add)
         dW = dW | dW_mlp
         return {name: dW[name] for name in W}, dIn.add_(dMid)
 
@@ -62,7 +66,7 @@ def attention_vjp(W: dict, x: Tensor, at: Context, window: int | None) -> tuple[
     Attn = reduce_scatter("Attn[B_PXE, T_C, D] {U_Y} -> Attn[B_PXE, T_CY, D]", Attn, mesh)  # on the critical path
     Attn = Attn + W["b_O"] if "b_O" in W else Attn
 
-    def pull(dAttn: Tensor) -> tuple[dict, Tensor]:
+    def pull(dAttn: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
         dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
         dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
         dO = einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
@@ -79,11 +83,16 @@ def attention_vjp(W: dict, x: Tensor, at: Context, window: int | None) -> tuple[
         dy = einsum(line, dK, W_K, out=dy, add=True)
         dy = einsum(line, dV, W_V, out=dy, add=True)
         dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
-        dW["W_O"] = einsum("O[B_PXE, T_C, N_Y, H] * dAttn[B_PXE, T_C, D] -> dW_O[N_Y, H, D] {U_PXEC}", O, dAttn)
-        dW["W_Q"] = einsum("y[B_PXE, T_C, D] * dQ[B_PXE, T_C, N_Y, H] -> dW_Q[D, N_Y, H] {U_PXEC}", y, dQ)
+        line = "O[B_PXE, T_C, N_Y, H] * dAttn[B_PXE, T_C, D] -> dW_O[N_Y, H, D] {U_PXEC}"
+        dW["W_O"] = einsum(line, O, dAttn, out=into.get("W_O"), add=add)
+        line = "y[B_PXE, T_C, D] * dQ[B_PXE, T_C, N_Y, H] -> dW_Q[D, N_Y, H] {U_PXEC}"
+        dW["W_Q"] = einsum(line, y, dQ, out=into.get("W_Q"), add=add)
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
-        dW["W_K"] = in_place(einsum(line, y, dK), W["W_K"], at, 1)
-        dW["W_V"] = in_place(einsum(line, y, dV), W["W_V"], at, 1)
+        for name, dHead in (("W_K", dK), ("W_V", dV)):
+            if W_K is W["W_K"]:
+                dW[name] = einsum(line, y, dHead, out=into.get(name), add=add)
+            else:  # some of the heads
+                dW[name] = in_place(einsum(line, y, dHead), W[name], at, 1)
         dx, dW["norm_attn"] = gained_norm_vjp(x, W["norm_attn"], r, wait(dy))
         return dW, dx
 
@@ -103,7 +112,7 @@ def mlp_vjp(W: dict, x: Tensor, at: Context) -> tuple[Tensor, Callable]:
     Out = einsum("Act[B_PXE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_PXE, T_C, D] {U_Y}", Act, W["W_out"])
     Out = reduce_scatter("Out[B_PXE, T_C, D] {U_Y} -> Out[B_PXE, T_CY, D]", Out, mesh)  # on the critical path
 
-    def pull(dOut: Tensor) -> tuple[dict, Tensor]:
+    def pull(dOut: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
         dOut = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh)  # on the critical path
         dAct = einsum("dOut[B_PXE, T_C, D] * W_out[F_Y, D] -> dAct[B_PXE, T_C, F_Y]", dOut, W["W_out"])
         dTmp = dAct * Open if "W_gate" in W else act_vjp(dAct, Tmp)
@@ -114,10 +123,11 @@ def mlp_vjp(W: dict, x: Tensor, at: Context) -> tuple[Tensor, Callable]:
             dy = einsum(line, dGate, W["W_gate"], out=dy, add=True)
         dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
         line = "y[B_PXE, T_C, D] * dTmp[B_PXE, T_C, F_Y] -> dW[D, F_Y] {U_PXEC}"
-        dW = {"W_in": einsum(line, y, dTmp)}
+        dW = {"W_in": einsum(line, y, dTmp, out=into.get("W_in"), add=add)}
         if "W_gate" in W:
-            dW["W_gate"] = einsum(line, y, dGate)
-        dW["W_out"] = einsum("Act[B_PXE, T_C, F_Y] * dOut[B_PXE, T_C, D] -> dW_out[F_Y, D] {U_PXEC}", Act, dOut)
+            dW["W_gate"] = einsum(line, y, dGate, out=into.get("W_gate"), add=add)
+        line = "Act[B_PXE, T_C, F_Y] * dOut[B_PXE, T_C, D] -> dW_out[F_Y, D] {U_PXEC}"
+        dW["W_out"] = einsum(line, Act, dOut, out=into.get("W_out"), add=add)
         dx, dW["norm_mlp"] = gained_norm_vjp(x, W["norm_mlp"], r, wait(dy))
         return dW, dx
 

@@ -45,7 +45,7 @@ def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = Fa
     if at.config.moe or torch.compiler.is_compiling():
         return vjp(lambda W, x: layer(W, x, at, window, routing), W, x)
     x, pull = layer_vjp(W, x, at, window)
-    return ((x, None), None), lambda cotangents: pull(cotangents[0])
+    return ((x, None), None), lambda cotangents, **into: pull(cotangents[0], **into)
 
 
 def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
@@ -62,7 +62,7 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
         out, rest = f(*leaves)
     results = tree.leaves(out)
 
-    def pull(cotangents):
+    def pull(cotangents, **_):
         wanted = [x for x in tree.leaves(leaves) if x.requires_grad]
         found = iter(torch.autograd.grad(results, wanted, tree.leaves(cotangents), allow_unused=True))
         grads = tree.map(lambda x: next(found) if x.requires_grad else None, leaves)
@@ -127,6 +127,17 @@ class Layers:
         self.stored, self.used = layer_types(stored), layer_types(used)
         self.grads: list[Any] = [None] * len(self.layers)
         self.done: set[int] = set()
+        self.stacks = {  # of gradients that need no reduction: written where they stay
+            name: torch.empty_like(W[: len(self.layers)])
+            for name, W in params.items()
+            if isinstance(W, Tensor) and W.dim() > 2 and self.stays(name)
+        }
+        self.slots = [{name: stack[l] for name, stack in self.stacks.items()} for l in range(len(self.layers))]
+
+    def stays(self, name: str) -> bool:
+        """Whether the gradient of this matrix needs no reduction."""
+        lines = self.mesh.constant(_reduction, self.stored[name], self.used[name], TOKENS)
+        return not torch.compiler.is_compiling() and all(len(set(line.split(" -> "))) == 1 for line in lines)
 
     def weights(self, l: int):
         return gathered(self.layers[l], self.stored, self.used, self.mesh) if 0 <= l < len(self.layers) else None
@@ -160,8 +171,9 @@ class Layers:
             l, x, has_extra, pull, again = kept.pop()
             if pull is None:
                 _, pull = again(tree.map(wait, self.weights(l)), x, pulled=True)
-            dW, dx = pull((dx, dx.new_full((), scale)) if has_extra else (dx, None))
-            self.grads[l] = dW if self.grads[l] is None else tree.map(Tensor.add_, self.grads[l], dW)
+            before, cotangents = self.grads[l], (dx, dx.new_full((), scale)) if has_extra else (dx, None)
+            dW, dx = pull(cotangents, into=self.slots[l] if before is None else before, add=before is not None)
+            self.grads[l] = dW if before is None else tree.map(lambda a, b: a if a is b else a.add_(b), before, dW)
             if last:
                 self.reduce_layer(l)
         return dx
@@ -176,7 +188,10 @@ class Layers:
         for l in reversed(range(len(self.layers))):
             if l not in self.done:
                 self.reduce_layer(l)
-        return tree.map(lambda *leaves: torch.stack(leaves), *self.grads)
+        placed = {id(slot): self.stacks[name] for name, slot in self.slots[0].items()}
+        return tree.map(
+            lambda *leaves: placed[id(leaves[0])] if id(leaves[0]) in placed else torch.stack(leaves), *self.grads
+        )
 
 
 def end_weights(params: Mapping, stored: Mapping, used: Mapping, mesh) -> dict:
