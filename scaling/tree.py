@@ -29,6 +29,12 @@ def leaves(tree) -> list:
     return optree.tree_leaves(tree, none_is_leaf=False)
 
 
+def same_structure(tree, *trees) -> bool:
+    """Whether trees have their leaves at the same places."""
+    structure = optree.tree_structure(tree, none_is_leaf=False)
+    return all(optree.tree_structure(other, none_is_leaf=False) == structure for other in trees)
+
+
 def named_leaves(tree, name: str = "params") -> dict[str, Any]:
     """{'params["blocks"]["W_in"]': leaf}: each leaf under the expression that would fetch it."""
     accessors, found, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=False)

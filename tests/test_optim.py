@@ -53,13 +53,13 @@ SGD = [
 ADAMW = [{}, {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}, {"weight_decay": 0.0}]
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["fused", "foreach"])
+@pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(("name", "options"), [("sgd", o) for o in SGD] + [("adamw", o) for o in ADAMW])
 def test_equal_to_torch(name, options, dtype, donate, plain, monkeypatch):
     if plain:
-        monkeypatch.setattr(optim, "_fused", lambda p, rate: False)
+        monkeypatch.setattr(optim.rules, "_fused", lambda p, rate: False)
     params, grads = params_and_grads(dtype)
     reference = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
     theirs = torch_run(lambda ps: reference(ps, lr=0.1, **options), params, grads)
@@ -91,11 +91,11 @@ def test_bfloat16_rounds_no_worse_than_torch(name, options):
     assert error(tree.leaves(ours)) < 1.25 * error(theirs)
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["fused", "foreach"])
+@pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_schedule_is_a_function_of_the_step(name, plain, monkeypatch):
     if plain:
-        monkeypatch.setattr(optim, "_fused", lambda p, rate: False)
+        monkeypatch.setattr(optim.rules, "_fused", lambda p, rate: False)
     params, grads = params_and_grads()
     reference = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
     theirs = torch_run(lambda ps: reference(ps, lr=1.0), params, grads, lambda step: 0.1 * (step + 1) / 3)
@@ -171,9 +171,9 @@ def test_under_torch_compile(name):
 def test_errors_of_the_optimizers():
     params, (grad, *_) = params_and_grads()
     optimizer = optim.sgd(0.1)
-    with pytest.raises(ValueError, match=r'grads\["norm"\]: the gradient has shape nothing, its param \(5,\)'):
+    with pytest.raises(ValueError, match=r'grads\["norm"\] has shape nothing, its param \(5,\)'):
         optimizer.update({k: grad[k] for k in ("W_in", "scalar")}, optimizer.init(params), params)
-    with pytest.raises(ValueError, match=r'grads\["norm"\]: the gradient has shape \(\), its param \(5,\)'):
+    with pytest.raises(ValueError, match=r'grads\["norm"\] has shape \(\), its param \(5,\)'):
         optimizer.update({**grad, "norm": grad["scalar"]}, optimizer.init(params), params)
     for wrong in (
         lambda: optim.sgd(0.1, momentum=-1),

@@ -1,0 +1,14 @@
+"""Optimizers as pure functions over pytrees: `update(grads, state, params) -> (params, state)`.
+
+    optimizer = chain(clip(1.0), adamw(3e-4, weight_decay=0.1))
+    state = optimizer.init(params)
+    params, state = optimizer.update(grads, state, params, specs=SPECS, mesh=mesh)
+
+Elementwise, so they run on shards as they are: the specs of the state are the params' own. Equal to torch.optim's SGD
+and AdamW. Nothing is changed in place unless the caller gives its buffers away (`donate=True`).
+"""
+
+from scaling.optim.clipping import chain, clip, clip_by_global_norm
+from scaling.optim.rules import Optimizer, adamw, sgd
+
+__all__ = ["Optimizer", "adamw", "chain", "clip", "clip_by_global_norm", "sgd"]

@@ -1,0 +1,71 @@
+"""Gradients clipped by the norm of the whole gradient, and the chain that puts this before an optimizer."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling.collectives import all_reduce
+from scaling.optim.checks import at_least_zero, refuse_partial
+from scaling.optim.rules import Optimizer
+from scaling.spec import format_axes, mesh_sizes, parse
+
+
+def chain(*parts) -> Optimizer:
+    """As optax.chain: gradients pass through each part, a function `(grads, specs, mesh) -> grads` such as `clip`, and
+    then to the last one, an optimizer, whose state is the chain's."""
+    *before, last = parts
+    if not isinstance(last, Optimizer) or any(isinstance(part, Optimizer) for part in before):
+        raise ValueError("chain takes functions of gradients, and one optimizer, which comes last")
+
+    def update(grads, state, params, *, donate=False, specs=None, mesh=None):
+        for part in before:
+            grads = part(grads, specs, mesh)
+        return last.update(grads, state, params, donate=donate, specs=specs, mesh=mesh)
+
+    return Optimizer(last.init, update, last.state_specs)
+
+
+def clip(max_norm: float, eps: float = 1e-6) -> Callable:
+    """For `chain`: gradients clipped by `clip_by_global_norm`; `update` is then given `specs` and `mesh`."""
+    at_least_zero(max_norm=max_norm, eps=eps)
+
+    def clipped(grads, specs, mesh):
+        if specs is None or mesh is None:
+            raise ValueError("clip sums over the axes that split a gradient\n  fix: update(..., specs=..., mesh=mesh)")
+        return clip_by_global_norm(grads, specs, mesh, max_norm, eps)[0]
+
+    return clipped
+
+
+def clip_by_global_norm(grads, specs, mesh, max_norm: float, eps: float = 1e-6):
+    """(grads, norm): scaled by min(1, max_norm / (norm + eps)), norm that of the whole gradient, on every device.
+
+    `specs` are the gradients' types: what is sharded is summed over its axes, replicas are counted once, and partial
+    sums (`{U_X}`) are refused. One AllReduce of a scalar per set of axes; float32 at least. A norm that is not finite
+    makes every gradient so, as in torch.nn.utils.clip_grad_norm_. Under torch.compile the specs must be strings.
+    """
+    if not torch.compiler.is_compiling():
+        tree.paired(grads, specs, "grads")
+    parts: dict[str, list[Tensor]] = {}
+    for axes, grad in zip(mesh.constant(_split_over, specs), tree.leaves(grads), strict=True):
+        parts.setdefault(axes, []).append(grad)
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in tree.leaves(grads)) else torch.float32
+    total = torch.zeros((), dtype=dtype, device=(tree.leaves(grads) or [torch.zeros(())])[0].device)
+    for axes, part in parts.items():
+        square = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in part]).square().sum()
+        total = total + (all_reduce(f"Norm[] {{U_{axes}}} -> Norm[]", square, mesh) if axes else square)
+    norm = total.sqrt()
+    scale = (max_norm / (norm + eps)).clamp(max=1.0)
+    return tree.map(lambda g: g * scale.to(g.dtype), grads), norm
+
+
+def _split_over(mesh, specs) -> tuple[str, ...]:
+    """For each leaf the axes that split it, in the mesh's order, as the notation writes them; "" if it is whole."""
+    named = tree.named_leaves(specs, "grads")
+    for where, spec in named.items():
+        parse(spec).check_axes(mesh)
+        refuse_partial(where, spec)
+    split = [parse(spec).axes for spec in named.values()]
+    return tuple(format_axes([axis for axis in mesh_sizes(mesh) if axis in axes]) for axes in split)

@@ -1,0 +1,186 @@
+"""SGD and AdamW, in place on lists of tensors, and the pure update around them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from scaling import tree
+from scaling.optim.checks import at_least_zero, check_apart, check_like, check_reduced
+
+Schedule = float | Callable[[Tensor], "Tensor | float"]  # of the number of updates made so far, a 0-dim float64 tensor
+
+
+class Optimizer(NamedTuple):
+    """`init(params) -> state`, `update(grads, state, params, ...) -> (params, state)`, `state_specs(specs)`.
+
+    The state is a tree: {"step": int64 scalar, "m": like params, "v": like params, "master": like params}, as far as
+    the optimizer has them; `state_specs` gives its types. The options of `update`, by name:
+    `specs`, `mesh`: the gradients' types, `W[D_X, F]`, as a tree like params. ShardingError if a gradient is unreduced,
+    `dW[D, F] {U_X}`: each rank would add its own partial sum. `chain(clip(...), ...)` needs them.
+    `donate=True`: JAX's donate_argnums for state and params. The caller gives the tensors away and must not read them
+    again, since the new values are written into them.
+    Gradients are only read. Nothing is recorded for autograd.
+    """
+
+    init: Callable
+    update: Callable
+    state_specs: Callable
+
+
+def sgd(lr: Schedule, momentum=0.0, weight_decay=0.0, nesterov=False, master=False, *, mask=None) -> Optimizer:
+    """m = momentum m + (g + weight_decay p);  p = p - lr m  (nesterov: p - lr (g + weight_decay p + momentum m)).
+
+    `master=True`: params may be bfloat16; float32 copies are kept in the state, updated, and returned rounded.
+    `mask`: which leaves decay, a tree of bools like params, or a function of params that gives one; by default all.
+    """
+    at_least_zero(momentum=momentum, weight_decay=weight_decay)
+    if nesterov and not momentum:
+        raise ValueError("nesterov needs a momentum above 0")
+
+    def step(p, g, *moment, count, rate, decay):  # no fused kernel: on CPU it is wrong in bfloat16 (pytorch#191763)
+        for i in range(len(p)):
+            change = g[i].add(p[i], alpha=decay) if decay else g[i]
+            if momentum:
+                m = moment[0][i].mul_(momentum).add_(change)
+                change = change.add(m, alpha=momentum) if nesterov else m
+            if isinstance(rate, Tensor):
+                p[i].sub_(change * rate)
+            else:
+                p[i].sub_(change, alpha=rate)
+
+    return _optimizer(step, lr, weight_decay, ("m",) if momentum else (), master, mask)
+
+
+def adamw(lr: Schedule, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, master=False, *, mask=None) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2017), t the number of this update, from 1:
+
+        m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+        p = (1 - lr weight_decay) p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+
+    `master=True`: params may be bfloat16; float32 copies are kept in the state, updated, and returned rounded; m and v
+    are float32 too. That is 2 + 12 bytes a parameter; Part 5 counts 2 + 8, without the copies.
+    `mask`: which leaves decay, a tree of bools like params, or a function of params that gives one; by default all.
+    """
+    b1, b2 = betas
+    at_least_zero(eps=eps, weight_decay=weight_decay)
+    if not (0 <= b1 < 1 and 0 <= b2 < 1):
+        raise ValueError(f"betas must lie in [0, 1); got {betas}")
+
+    def step(p, g, m, v, *, count, rate, decay):
+        if _fused(p, rate) and _laid_out_alike(p, m, v):
+            options = {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay, "lr": _for_kernel(rate, p)}
+            steps = [*(count - 1).float().expand(len(p)).clone()]  # which the kernel counts up, each by itself
+            torch_adamw(p, g, m, v, [], steps, fused=True, amsgrad=False, maximize=False, **options)
+            return
+        t = count.double()
+        for i in range(len(p)):
+            p[i].mul_(1 - rate * decay)
+            m[i].lerp_(g[i], 1 - b1)
+            v[i].mul_(b2).addcmul_(g[i], g[i], value=1 - b2)
+            p[i].sub_(m[i] * (rate / (1 - b1**t)) / (v[i].sqrt() / (1 - b2**t).sqrt() + eps))
+
+    return _optimizer(step, lr, weight_decay, ("m", "v"), master, mask)
+
+
+def _optimizer(step: Callable, lr: Schedule, weight_decay: float, moments: tuple[str, ...], master: bool, mask):
+    """`step(p, g, *moments, count, rate, decay)` updates lists of tensors of one device and dtype in place."""
+    if not callable(lr):
+        at_least_zero(lr=lr)
+
+    def init(params):
+        state = {"step": torch.zeros((), dtype=torch.int64, device=_device(params))}
+        kept = tree.map(_precise_copy, params) if master else params
+        state |= {name: tree.map(lambda p: torch.zeros_like(p, requires_grad=False), kept) for name in moments}
+        return state | ({"master": kept} if master else {})
+
+    @torch.no_grad()
+    def update(grads, state, params, *, donate=False, specs=None, mesh=None):
+        names = (("master",) if master else ()) + moments
+        if sorted(state) != sorted(("step", *names)):
+            raise ValueError(f"the state holds {list(state)}, not {['step', *names]}: make it by this optimizer's init")
+        for what, found in (("grads", grads), *((f'state["{name}"]', state[name]) for name in names)):
+            check_like(found, params, what)
+        if specs is not None:
+            check_reduced(grads, specs, mesh)
+        count = state["step"] + 1
+        rate = lr(state["step"].double()) if callable(lr) else lr
+        if not (isinstance(rate, Tensor) and (rate.device.type != "cpu" or torch.compiler.is_compiling())):
+            at_least_zero(lr=rate)  # of a tensor elsewhere one would have to wait for the value
+        old = [state["master"] if master else params, *(state[name] for name in moments)]
+        if donate and not torch.compiler.is_compiling():
+            check_apart(params, {name: state[name] for name in names}, grads)
+        # Out of place is in place on copies: with a fused kernel that is three new buffers and no temporaries.
+        new = old if donate else [tree.map(lambda t: t.detach().clone(), part) for part in old]
+        lists = [tree.leaves(part) for part in (new[0], grads, *new[1:])]
+        for decays, (p, g, *rest) in _by_kind(lists, _decaying(mask, params)):
+            g = [_laid_out_as(b, a) for a, b in zip(g, p, strict=True)]
+            step(p, g, *rest, count=count, rate=rate, decay=weight_decay if decays else 0.0)
+        state = {"step": count} | dict(zip(moments, new[1:], strict=True))
+        if not master:
+            return new[0], state
+        rounded = tree.map(lambda p, w: p.copy_(w) if donate else w.to(p.dtype, copy=True), params, new[0])
+        return rounded, state | {"master": new[0]}
+
+    def state_specs(specs):
+        return {"step": "step[]"} | dict.fromkeys(moments + (("master",) if master else ()), specs)
+
+    return Optimizer(init, update, state_specs)
+
+
+def _decaying(mask, params) -> list[bool]:
+    """For each leaf whether it decays."""
+    if mask is None:
+        return [True] * len(tree.leaves(params))
+    mask = mask(params) if callable(mask) else mask
+    if list(tree.named_leaves(mask)) != list(tree.named_leaves(params)):
+        raise ValueError(f"mask: a bool for each of {list(tree.named_leaves(params))} is wanted; found {mask}")
+    return [bool(decays) for decays in tree.leaves(mask)]
+
+
+def _by_kind(lists: list[list[Tensor]], decaying: list[bool]):
+    """(whether it decays, the same lists) for each kind of leaf, by the first list's device and dtype: the fused kernel
+    takes one at a time."""
+    kinds: dict = {}
+    for decays, *row in zip(decaying, *lists, strict=True):
+        kinds.setdefault((row[0].device, row[0].dtype, decays), []).append(row)
+    for (_, _, decays), rows in kinds.items():
+        yield decays, [list(column) for column in zip(*rows, strict=True)]
+
+
+def _laid_out_as(p: Tensor, t: Tensor) -> Tensor:
+    """t in the dtype and the memory order of p, copied if need be."""
+    if t.dtype == p.dtype and t.stride() == p.stride():
+        return t
+    return torch.empty_like(p).copy_(t)
+
+
+def _laid_out_alike(p: list[Tensor], *parts: list[Tensor]) -> bool:
+    """Whether every tensor is dense and in the same memory order as its param: the fused kernel walks memory."""
+    dense = all(a.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(a) for a in p)
+    return dense and all(a.stride() == b.stride() for part in parts for a, b in zip(p, part, strict=True))
+
+
+def _fused(p: list[Tensor], rate) -> bool:
+    """Whether to use torch's one kernel for the whole update: under torch.compile the compiler fuses the plain form.
+
+    On CUDA the kernel takes a rate that is a tensor as float32, which would spoil a float64 update.
+    """
+    device, dtype = p[0].device.type, p[0].dtype
+    exact = device == "cpu" or not isinstance(rate, Tensor) or dtype != torch.float64
+    return device in ("cpu", "cuda") and dtype.is_floating_point and exact and not torch.compiler.is_compiling()
+
+
+def _for_kernel(rate, p: list[Tensor]):
+    return rate.float() if isinstance(rate, Tensor) and p[0].device.type == "cuda" else rate
+
+
+def _precise_copy(p: Tensor) -> Tensor:
+    return p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+
+
+def _device(params) -> torch.device:
+    found = tree.leaves(params)
+    return found[0].device if found else torch.device("cpu")
