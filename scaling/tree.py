@@ -29,10 +29,9 @@ def leaves(tree) -> list:
     return optree.tree_leaves(tree, none_is_leaf=False)
 
 
-def same_structure(tree, *trees) -> bool:
-    """Whether trees have their leaves at the same places."""
-    structure = optree.tree_structure(tree, none_is_leaf=False)
-    return all(optree.tree_structure(other, none_is_leaf=False) == structure for other in trees)
+def flatten(tree) -> tuple[list, Any]:
+    """(the leaves, what the tree is without them), which trees of one structure have alike."""
+    return optree.tree_flatten(tree, none_is_leaf=False)
 
 
 def named_leaves(tree, name: str = "params") -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """What an update refuses: trees that do not belong together, partial sums, donated tensors that share memory."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -37,11 +39,18 @@ def _check_constant_specs(specs, sizes) -> None:
             parse(spec).check_axes(sizes)
 
 
-def check_like(found, params, what: str) -> None:
-    """ValueError that names the leaf at which a tree is not like `params`, in names and in shapes."""
-    pairs = zip(tree.leaves(found), tree.leaves(params), strict=False)
-    if tree.same_structure(found, params) and all(g.shape == p.shape for g, p in pairs):
-        return
+def check_like(params, **trees) -> None:
+    """ValueError that names the leaf at which one of these trees is not like `params`, in names and in shapes."""
+    flat, structure = tree.flatten(params)
+    shapes = [p.shape for p in flat]
+    for what, found in trees.items():
+        leaves, same = tree.flatten(found)
+        if same != structure or [g.shape for g in leaves] != shapes:
+            _refuse_unlike(found, params, what)
+
+
+def _refuse_unlike(found, params, what: str) -> None:
+    """The error, unless only the kinds of nodes differ, as a list does from a tuple."""
     found, wanted = tree.named_leaves(found, what), tree.named_leaves(params, what)
     for where in wanted | found:
         g, p = (tuple(side[where].shape) if where in side else "nothing" for side in (found, wanted))
@@ -51,21 +60,33 @@ def check_like(found, params, what: str) -> None:
 
 def check_apart(params, state, grads) -> None:
     """ValueError if two leaves that are to be written share memory, as tied params do, or if one is read as well."""
+    written, read = tree.leaves((params, state)), tree.leaves(grads)
+    if not written or written[0].is_meta:
+        return
+    spans = sorted([(x.data_ptr(), x.nbytes if x.is_contiguous() else extent(x)) for x in written + read])
+    apart = all(start + length <= after for (start, length), (after, _) in pairwise(spans))
+    if not apart or any(not x.is_contiguous() and overlaps_itself(x) for x in written):
+        _refuse_shared(params, state, grads)
+
+
+def _refuse_shared(params, state, grads) -> None:
+    """The error that names the leaves, if they do share an element: gradients may do so among themselves."""
     written = tree.named_leaves(params, "params") | tree.named_leaves(state, "state")
-    read = tree.named_leaves(grads, "grads")
     for where, x in written.items():
-        if not x.is_contiguous() and overlaps_itself(x):
+        if overlaps_itself(x):
             raise ValueError(f"{where}: elements share their memory: it cannot be donated\n  fix: give a copy of it")
-    every = [(x.data_ptr(), where, x) for where, x in (written | read).items() if x.numel() and not x.is_meta]
-    begun: list[tuple] = []  # of those that start before x, the ones that end after its start
-    for start, where, x in sorted(every, key=lambda one: one[0]):
+    named = [*written.items(), *tree.named_leaves(grads, "grads").items()]
+    spans = sorted((x.data_ptr(), x.data_ptr() + extent(x), i) for i, (_, x) in enumerate(named))
+    begun: list[tuple[int, int]] = []  # (end, place) of those that start before and end after the start of the next
+    for start, end, i in spans:
         begun = [one for one in begun if one[0] > start]
-        for _, other, y in begun:
-            if (where in written or other in written) and overlap(x, y):
+        for _, j in begun:
+            (where, x), (other, y) = named[min(i, j)], named[max(i, j)]
+            if min(i, j) < len(written) and overlap(x, y):
                 what = "donated, one would be written over while the other is read or updated"
                 fix = "keep one leaf of tied params, or donate=False"
-                raise ValueError(f"{other} and {where} share memory: {what}\n  fix: {fix}")
-        begun.append((start + extent(x), where, x))
+                raise ValueError(f"{where} and {other} share memory: {what}\n  fix: {fix}")
+        begun.append((end, i))
 
 
 def at_least_zero(**values: "float | Tensor") -> None:

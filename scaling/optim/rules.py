@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as torch_adamw
 
 from scaling import tree
+from scaling.collectives.torch_private import fused_adamw_
 from scaling.optim.checks import at_least_zero, check_apart, check_like, check_reduced
 
 Schedule = float | Callable[[Tensor], "Tensor | float"]  # of the number of updates made so far, a 0-dim float64 tensor
@@ -72,8 +72,7 @@ def adamw(lr: Schedule, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, master=
     def step(p, g, m, v, *, count, rate, decay):
         if _fused(p, rate) and _laid_out_alike(p, m, v):
             options = {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay, "lr": _for_kernel(rate, p)}
-            steps = [*(count - 1).float().expand(len(p)).clone()]  # which the kernel counts up, each by itself
-            torch_adamw(p, g, m, v, [], steps, fused=True, amsgrad=False, maximize=False, **options)
+            fused_adamw_(p, g, m, v, count.float(), **options)
             return
         t = count.double()
         for i in range(len(p)):
@@ -101,8 +100,7 @@ def _optimizer(step: Callable, lr: Schedule, weight_decay: float, moments: tuple
         names = (("master",) if master else ()) + moments
         if sorted(state) != sorted(("step", *names)):
             raise ValueError(f"the state holds {list(state)}, not {['step', *names]}: make it by this optimizer's init")
-        for what, found in (("grads", grads), *((f'state["{name}"]', state[name]) for name in names)):
-            check_like(found, params, what)
+        check_like(params, grads=grads, **{f'state["{name}"]': state[name] for name in names})
         if specs is not None:
             check_reduced(grads, specs, mesh)
         count = state["step"] + 1
