@@ -60,8 +60,8 @@ def _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale) -> to
     mask, scale = Mask(bool(causal), window), 1 / math.sqrt(Q.shape[-1]) if scale is None else float(scale)
     t, heads = Q.shape[1], mesh.size(axes[-1:])
     if form in ("ulysses", "usp"):
-        types = tuple(f"{dim}_{format_axes(axes[-1:])}" for dim in "NR")
-        inside = partial(_apply, ring, Ring(mesh, axes[:-1], t * heads, mask, scale, heads=types))
+        Y = format_axes(axes[-1:])
+        inside = partial(_apply, ring, Ring(mesh, axes[:-1], t * heads, mask, scale, heads=(f"N_{Y}", f"R_{Y}")))
         return ulysses.attention(Q, K, V, segments, mesh, axes, inside)
     return _apply(gather if form == "gather" else ring, Ring(mesh, axes, t, mask, scale, form), Q, K, V, segments)
 

@@ -9,7 +9,7 @@ computed. Results are float32 or wider; `merge` joins those of different keys, w
 import math
 import re
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from scaling.spec import parse
 from scaling.strategies.context.kernels import fused, tangent, written
 from scaling.strategies.context.tiles import Block, Piece
 
-Sums = tuple[Tensor, Tensor] | tuple[None, None]  # what a block adds to two sums, or nothing
+Sums = tuple[Any, Any]  # tensors that a block adds to two sums, or None and None
 
 
 class Seen(NamedTuple):
@@ -29,7 +29,7 @@ class Seen(NamedTuple):
     lse: Tensor
 
 
-def merge(a: Seen | None, b: Seen | None) -> Seen | None:
+def merge(a: Seen | None, b: Seen | None) -> Any:
     """What is seen of the keys of both, in any order: each O by its share of the weight, which is a sigmoid of the
     difference in lse. So nothing overflows, and the shares add up to 1 however often they are merged."""
     if a is None or b is None or b.O.is_meta:
@@ -38,7 +38,7 @@ def merge(a: Seen | None, b: Seen | None) -> Seen | None:
     return Seen(torch.lerp(a.O, b.O, ahead.sigmoid()[..., None]), torch.logaddexp(a.lse, b.lse))
 
 
-def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def add(a: Tensor | None, b: Tensor | None) -> Any:
     """a + b, where None is a sum of nothing."""
     return b if a is None else a if b is None else a + b
 
@@ -81,7 +81,7 @@ def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: B
         return None, None
     with traced("dQ = dO * KV", Q, block, matmuls=5):
         if Q.is_meta:
-            return tuple(torch.empty_like(x, dtype=_wide(x.dtype)) for x in (Q, KV))
+            return torch.empty_like(Q, dtype=_wide(Q.dtype)), torch.empty_like(KV, dtype=_wide(KV.dtype))
         dO, O, lse, q, k, v = _heads_of_keys(KV, dO, O, lse, Q, *KV)
         rows, columns = block.pieces()
         dq, dk, dv = sums = {}, {}, {}
@@ -108,8 +108,8 @@ def jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Bloc
         rows, _ = block.pieces()
         A, m = sums = {}, {}
         for i, j, hidden in block.tiles(Q.device):
-            keys = (_at(j, x) for x in (tk, tv, k, v))
-            tile = tangent(_at(i, tq), _at(i, q), _at(i, lse), *keys, hidden, block.scale)
+            of_queries, of_keys = [_at(i, x) for x in (tq, q, lse)], [_at(j, x) for x in (tk, tv, k, v)]
+            tile = tangent(*of_queries, *of_keys, hidden=hidden, scale=block.scale)
             for each, part in zip(sums, tile, strict=True):
                 each[i.start] = add(each.get(i.start), part)
         return _heads(_joined(A, q, rows), _joined(m, lse, rows))

@@ -10,6 +10,7 @@ forms counts the same bytes. Segments, 8 bytes a token, are left out.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from tabulate import tabulate
 
@@ -38,7 +39,7 @@ def costs(
     mesh,
     *,
     axis: str | Sequence[str] = "C",
-    dtype="bf16",
+    dtype: Any = "bf16",
     causal: bool = True,
     window: int | None = None,
 ) -> Costs:

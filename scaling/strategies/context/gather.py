@@ -5,6 +5,8 @@
 The backward pass gathers again, so that nothing longer than T_C is kept, and reduce-scatters dK and dV.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from scaling.strategies.context.tiles import Block
 
 def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, at: Ring) -> tuple[Tensor, Tensor]:
     """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, T_C] or None."""
-    seen = block.forward(Q, gathered("KV", K, V, at), whole(segments, at))
+    seen: Any = block.forward(Q, gathered("KV", K, V, at), whole(segments, at))
     return seen.O.to(Q.dtype), seen.lse
 
 
@@ -29,7 +31,8 @@ def backward(
     C = format_axes(at.axes)
     dQ, dKV = block.backward(dO, O, lse, Q, gathered("KV", K, V, at), whole(segments, at))
     line = f"dKV[2, B, S, K, H] {{U_{C}}} -> dKV[2, B, S_{C}, K, H]"
-    return dQ.to(Q.dtype), *reduce_scatter(line, dKV, at.mesh).to(K.dtype)
+    dK, dV = reduce_scatter(line, dKV, at.mesh).to(K.dtype)
+    return dQ.to(Q.dtype), dK, dV
 
 
 def jvp(
@@ -51,6 +54,7 @@ def whole(segments: Tensor | None, at: Ring) -> Block:
     """This rank's queries meet all keys."""
     C, group = format_axes(at.axes), at.mesh.group(at.axes)
     held = [chunks("gather", at.t, group.size, c) for c in range(group.size)]
+    both = None
     if segments is not None:
-        segments = segments, all_gather(f"segments[B, S_{C}] -> segments[B, S]", segments, at.mesh)
-    return Block(held[group.index], sum(held, ()), at.mask, at.scale, segments, at.types[0], "[2, B, S, K, H]")
+        both = segments, all_gather(f"segments[B, S_{C}] -> segments[B, S]", segments, at.mesh)
+    return Block(held[group.index], sum(held, ()), at.mask, at.scale, both, at.types[0], "[2, B, S, K, H]")

@@ -47,7 +47,7 @@ def _up_to(d: float, r: range, c: range) -> int:
     def below(x: int) -> int:  # 0 + 1 + ... + (x - 1)
         return x * (x - 1) // 2 if x > 0 else 0
 
-    first = r.start + d - c.start + 1
+    first = r.start + int(d) - c.start + 1
     return below(first + len(r)) - below(first) - below(first + len(r) - len(c)) + below(first - len(c))
 
 

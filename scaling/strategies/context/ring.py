@@ -10,12 +10,13 @@ chunks c and 2C-1-c, of 2C) all ranks have the same to compute at every hop. On 
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaling.collectives import ppermute, wait
+from scaling.mesh import AbstractMesh
 from scaling.spec import format_axes
 from scaling.strategies.context import block
 from scaling.strategies.context.block import add, merge
@@ -25,7 +26,7 @@ from scaling.strategies.context.tiles import Block
 
 def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, ring: "Ring") -> tuple[Tensor, Tensor]:
     """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, S_C] or None."""
-    seen = None
+    seen: Any = None
     for here, KV in ring.around(segments, KV=torch.stack([K, V])):
         seen = merge(seen, block.forward(Q, KV, here))
     return seen.O.to(Q.dtype), seen.lse
@@ -35,19 +36,22 @@ def backward(
     dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, ring: "Ring"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV). dQ is added up where it stays, dK and dV as they follow their block, in float32 or wider."""
-    dQ = dKV = None
+    dQ: Any = None
+    dKV: Any = None
     for hop, (here, KV) in enumerate(ring.around(segments, KV=torch.stack([K, V]))):
         dq, dkv = block.backward(dO, O, lse, Q, KV, here)
         dQ, dKV = add(dQ, dq), add(wait(dKV), dkv)  # dKV was on its way meanwhile
         dKV = ring.send("dKV", dKV, 1 if hop < ring.hops else -ring.hops)  # after the last hop: home
-    return dQ.to(Q.dtype), *wait(dKV).to(K.dtype)
+    dK, dV = wait(dKV).to(K.dtype)
+    return dQ.to(Q.dtype), dK, dV
 
 
 def jvp(
     tQ: Tensor, tK: Tensor, tV: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments, ring: "Ring"
 ) -> Tensor:
     """The tangent of O: keys and values go round, each with its tangent."""
-    A = m = None
+    A: Any = None
+    m: Any = None
     for here, KV, tKV in ring.around(segments, KV=torch.stack([K, V]), tKV=torch.stack([tK, tV])):
         a, b = block.jvp(tQ, tKV, lse, Q, KV, here)
         A, m = add(A, a), add(m, b)
@@ -57,7 +61,7 @@ def jvp(
 class Ring(NamedTuple):
     """Where the ring runs, and what its queries see. `t`: tokens on each rank; `order`: "ring" (plain) or "zigzag"."""
 
-    mesh: object
+    mesh: AbstractMesh
     axes: tuple[str, ...]  # the mesh axis that the sequence is split over, or none
     t: int
     mask: Mask
@@ -71,9 +75,10 @@ class Ring(NamedTuple):
         over = f"_{format_axes(self.axes)}" if self.axes else ""
         return f"[B, T{over}, {self.heads[0]}, H]", f"[2, B, S{over}, {self.heads[1]}, H]"
 
-    def around(self, segments: Tensor | None, **arrays: Tensor) -> Iterator[tuple]:
+    def around(self, segments: Tensor | None, **arrays: Any) -> Iterator[tuple]:
         """(block, *arrays) at each hop, the first with this rank's own keys; the next are on their way meanwhile."""
-        (C, c), of_keys, (queries, keys) = self.place, segments, self.types
+        of_keys: Any = segments
+        (C, c), (queries, keys) = self.place, self.types
         for hop in range(self.hops + 1):
             rows, columns = chunks(self.order, self.t, C, c), chunks(self.order, self.t, C, (c - hop) % C)
             both = None if segments is None else (segments, of_keys)
