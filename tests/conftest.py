@@ -16,15 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from failure import RankFailed
 
 from scaling.launch.process import ready_to_fork
 from scaling.mesh import Mesh, join_world
 
 torch.set_num_threads(1)
-
-
-class RankFailed(Exception):
-    pass
 
 
 def _work(rank: int, world: int, folder: str, pipe) -> None:

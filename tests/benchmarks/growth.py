@@ -47,6 +47,7 @@ def computing(strategy, mesh, size: Size):
     """What one rank computes in a step: its rows, its columns of F, whole along D; and the update of its shards."""
     X, Y = mesh.sizes.get("X", 1), mesh.sizes.get("Y", 1)
     alone = AbstractMesh(dict.fromkeys(mesh.sizes, 1))
+    alone.device = mesh.device  # one device computes for itself: every collective is the identity
     local = replace(size, F=size.F // Y, rows=size.rows // X)
     params, In = initial(local), rows(local)
     shards = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import RankFailed
+from failure import RankFailed
 
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.schedules import make

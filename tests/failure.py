@@ -1,0 +1,5 @@
+"""What the `ranks` fixture raises when a rank fails."""
+
+
+class RankFailed(Exception):
+    pass
