@@ -89,6 +89,8 @@ def _uncomputed(table: dict, name: str, act: str) -> list[str]:
     found = [] if known or table.get("kv_lora_rank") else [f"model_type {name!r}"]
     found += [] if act in ACTIVATIONS else [f"hidden_act {act!r}"]
     found += ["mlp_bias"] if table.get("mlp_bias") else []
+    if quantized := table.get("quantization_config"):
+        found.append(f"quantization_config {quantized.get('quant_method', '')!r}")
     sparse = not table.get("mlp_only_layers") and table.get("decoder_sparse_step", 1) == 1
     found += [] if sparse else ["dense layers among those with experts"]
     partial = (table.get("rope_parameters") or table).get("partial_rotary_factor", 1.0)

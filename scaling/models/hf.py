@@ -24,6 +24,7 @@ from scaling.spec import Spec, parse
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SINGLE_BYTES = 5_000_000_000  # a larger model is written as a file a layer
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPUTED = ".rotary_emb.inv_freq"  # stands in older files
 
 
@@ -213,6 +214,8 @@ class _Files:
             for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
                 wanted[layout.name.format(**at)] = layout.shape(config.sizes)
         found = {tensor for tensor in self.file_of if not tensor.endswith(COMPUTED)}
+        if config.tied and {TABLE, HEAD} <= found and torch.equal(self[TABLE][:], self[HEAD][:]):
+            found.remove(HEAD)  # some files hold the shared table twice
         if missing := sorted(wanted.keys() - found):
             raise ValueError(f"{self.folder}: {missing[0]} is missing{_more(missing)}, a tensor of {config.name}")
         if extra := sorted(found - wanted.keys()):

@@ -16,6 +16,7 @@ from scaling.models import hf, transformer
 from scaling.spec import ShardingError
 from scaling.strategies import transformer as strategy
 from scaling.strategies.transformer.stages import slots_of
+from scaling.trace import trace
 
 TABLE = json.loads((Path(__file__).parent / "hugging_face.json").read_text())
 TOKENS = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(0))
@@ -58,8 +59,10 @@ def test_weights_leave_and_return_to_the_bit(config, dtype, tmp_path):
 
 def on_ranks(mesh, folder, config, specs, whole):
     """Saved from shards, loaded to shards of other types, and whole."""
-    torch.manual_seed(mesh.rank)
-    hf.save_sharded(f"{folder}/shards", config, tree.shard(whole, specs, mesh), specs, mesh)
+    with trace() as log:
+        hf.save_sharded(f"{folder}/shards", config, tree.shard(whole, specs, mesh), specs, mesh)
+    largest = max(leaf.nbytes // config.L for leaf in tree.leaves(whole["layers"]))
+    assert max(event.nbytes for event in log.collectives()) <= max(largest, whole["embed"].nbytes)  # a layer at a time
     _, mine = hf.load_sharded(f"{folder}/shards", specs, mesh)
     wanted = tree.shard(whole, specs, mesh)
     equal = all(tree.leaves(tree.map(torch.equal, mine, wanted)))
@@ -186,6 +189,15 @@ def test_old_files_with_frequencies_and_broken_folders(folder, tmp_path):
         hf.load_sharded(tmp_path / "n", specs, AbstractMesh({}), device="cpu")
 
 
+def test_a_tied_table_may_stand_in_the_file_twice(tmp_path):
+    hf.save(tmp_path / "m", SMALL.with_(tied=True), shaken(SMALL.with_(tied=True)))
+    edit(tmp_path / "m", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert "unembed" not in hf.load(tmp_path / "m")[1]
+    edit(tmp_path / "m", lambda t: t["lm_head.weight"].add_(1))
+    with pytest.raises(ValueError, match=r"lm_head\.weight is left over"):
+        hf.load(tmp_path / "m")
+
+
 BASE = {"hidden_size": 12, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 28}
 LATENT = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
 
@@ -203,6 +215,7 @@ LATENT = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_h
         ({"model_type": "llama", "rope_parameters": {"a": {"rope_type": "default"}}}, "of type 'by layer'"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq'"),
         ({"model_type": "llama", "hidden_act": "relu2"}, "hidden_act 'relu2'"),
         ({"model_type": "llama", "attention_dropout": 0.1}, "dropout=0.1"),
         (
