@@ -46,7 +46,7 @@ class Pending:
             what = f"{self.call}\n  its Pending was dropped without wait(), so that nobody has the result"
             warnings.warn(f"{what}\n  fix: call .wait(), or leave async_op=True out", RuntimeWarning, stacklevel=2)
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Any:
         if self.finish is not None:
             if self.work is not None:
                 self.work.wait()
@@ -242,7 +242,8 @@ def _finish(make: Callable[[], Tensor], step: Step, out: Tensor | None) -> Calla
 
 def _compiled(kind, line, x, mesh, async_op, out, root, by):
     for op, *of_operand, mean in mesh.constant(constants, kind, line, root, by):
-        step = Step(Op(*op), None, *of_operand, mean)
+        dims, splits, numbers = of_operand
+        step = Step(Op(*op), None, dims, splits, numbers, mean)
         if not step.fits(x.shape):
             mesh.constant(refuse_shape, kind, line, root, by, tuple(x.shape))
         x = apply(x, step.op)

@@ -65,7 +65,7 @@ def _compare(place: str, group: str, axes: Sequence[str], call: Call) -> None:
         lines = "".join(f"  {_waits(*each, error.why)}\n" for each in error.waits) + f"  rule: {RULE}"
         if error.why == LATE:
             raise TimeoutError(
-                f"Timed out: not all ranks have come within {held.timeout:g} s\n{lines}\n"
+                f"Timed out: not all ranks have come within {held.timeout if held else 0:g} s\n{lines}\n"
                 f"  fix: look where the others are; where that is meant to take so long, pass a longer timeout"
             ) from None
         what = "the ranks wait for each other, each in another call" if error.why == CIRCLE else "a rank has ended"

@@ -7,6 +7,7 @@ earlier microbatches left there, or much later, when a pipeline would otherwise 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ class Deferred:
     einsum: Callable
     line: str
     a: torch.Tensor
-    b: torch.Tensor
+    b: Any
 
     def wait(self, out: torch.Tensor | None = None, add: bool = False) -> torch.Tensor:
         """The product; written to `out`, or with `add` added to it, where a buffer is given."""

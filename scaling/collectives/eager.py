@@ -8,6 +8,7 @@ in memory: what is copied is then a shard, never the whole array.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def reduce_scatter(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Start
     if into is None or not into.is_contiguous():  # to add first and transpose after is the quicker way
         return work, lambda: combine(received, op.by).movedim(0, dim)
 
-    def add() -> Tensor:
+    def add() -> Any:
         combine(received, op.by, into)
         return out
 

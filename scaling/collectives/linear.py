@@ -105,11 +105,11 @@ class Extreme(torch.autograd.Function):
     @staticmethod
     def backward(ctx, cotangent):
         op = ctx.op
-        return share(*ctx.saved_tensors, op) * linear(cotangent, *dual(op)), *(None,) * len(op)
+        return share(ctx.saved_tensors[0], ctx.saved_tensors[1], op) * linear(cotangent, *dual(op)), *(None,) * len(op)
 
     @staticmethod
     def jvp(ctx, tangent, *_):
-        return linear(share(*ctx.saved_tensors, ctx.op) * tangent, *ctx.op._replace(by="sum"))
+        return linear(share(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.op) * tangent, *ctx.op._replace(by="sum"))
 
     @staticmethod
     def vmap(info, in_dims, x, *op):

@@ -1,7 +1,7 @@
 """A typed line made ready to run on a mesh: its steps, and what the operand and the buffers given for it must be."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from scaling.collectives.buffers import check_out, check_writable, overlap, refu
 from scaling.collectives.kinds import CARRIED, check_dtype, output_shape
 from scaling.collectives.linear import PLAIN, register
 from scaling.collectives.op import Op
-from scaling.mesh import Group
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
 
 REDUCTIONS = ("sum", "mean", "max", "min")
@@ -25,7 +24,7 @@ class Step(NamedTuple):
     """
 
     op: Op
-    group: Group | None
+    group: Any  # a Group; None while compiling
     dims: int
     splits: int | None = None
     numbers: tuple[tuple[int, int], ...] = ()
@@ -68,9 +67,10 @@ class Step(NamedTuple):
             if shape[i] != size:
                 what = f"dim {before.dim_names[i]} of this shard has size {shape[i]}, not {size}"
                 refuse(self, what, "a dim that is a number says its own size", "give a dim of any size a name")
-        dim = before.dim_names[self.splits]
+        split = self.splits or 0
+        dim = before.dim_names[split]
         raise ShardingError(
-            f"{self}\n  dim {dim} of this shard has size {shape[self.splits]}, "
+            f"{self}\n  dim {dim} of this shard has size {shape[split]}, "
             f"which does not divide into {op.size} blocks over {', '.join(op.axes)}\n"
             f"  fix: make {dim} a multiple of {op.size} on each rank"
         )

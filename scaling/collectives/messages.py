@@ -6,6 +6,7 @@ message never lands in the buffer; over NCCL, which has no tags, data is receive
 """
 
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = Fal
     """Send x to the rank at `to` along the axis, which calls `recv` with the same type. Not differentiable by itself:
     `ppermute` is."""
     group, event = _ready("Send", line, x, mesh, axis, to, async_op)
-    work = None
+    work: Any = None
     if group.pg is not None:
         header, data = announcement(parse(line), x, mesh.device), as_carried(x)[0].contiguous()
         peer = {"group": group.pg, "group_dst": group.member_of(to)}
@@ -57,10 +58,10 @@ class Arrival:
         self.buffer, self.source, self.spec = buffer, source, spec
         self.peer = {"group": group.pg, "group_src": group.member_of(source)}
         self.wanted, self.header = (announcement(spec, buffer, buffer.device) for _ in range(2))
-        self.announced = dist.irecv(self.header, tag=TAG, **self.peer)
+        self.announced: Any = dist.irecv(self.header, tag=TAG, **self.peer)
         self.data = self.receive() if group.backend == "gloo" else None
 
-    def receive(self):
+    def receive(self) -> Any:
         return dist.irecv(as_carried(self.buffer)[0], tag=data_tag(self.wanted), **self.peer)
 
     def wait(self) -> None:

@@ -6,7 +6,7 @@ under the rules, checked once a line, of `scaling.algebra.contraction`.
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -140,7 +140,8 @@ _products: dict[str, Kernel] = {}
 def compile_product(text: str) -> Kernel:
     """Check a line by the rules and choose how to run it: one matrix product where that needs no copy of an operand."""
     line = check_product(text)
-    a, b = line.operands if len(line.operands) == 2 else (*line.operands, None)
+    a = line.operands[0]
+    b: Any = line.operands[1] if len(line.operands) == 2 else None
     shared = tuple((a.index(dim), b.index(dim)) for dim in a.dim_names if b and dim in b.dim_names)
     numbers = tuple(
         (operand, i, int(dim), bool(axes))
@@ -153,22 +154,23 @@ def compile_product(text: str) -> Kernel:
     return Kernel(line, shapes, result, *((b and _matmul(a, b, line.result)) or (_general(line),)))
 
 
-def _fits(wanted: Shapes, a: Sequence[int], b: Sequence[int] | None) -> bool:
+def _fits(wanted: Shapes, a: Sequence[int], b: Any) -> bool:
     """Whether operands of these shapes have the dims of their types, and sizes that meet. A dim that is a number has
     that size, or where it is split, one that divides it."""
     if len(a) != wanted.a or (wanted.b is not None if b is None else len(b) != wanted.b):
         return False
+    other: Sequence[int] = () if b is None else b
     for i, j in wanted.shared:
-        if a[i] != b[j]:
+        if a[i] != other[j]:
             return False
     for operand, i, size, is_split in wanted.numbers:
-        own = (b if operand else a)[i]
+        own = (other if operand else a)[i]
         if own != size and not (is_split and own and size % own == 0):
             return False
     return True
 
 
-def _refuse_operands(line: Line, *operands: Tensor) -> None:
+def _refuse_operands(line: Line, *operands) -> None:
     shapes = [tuple(x.shape) for x in operands if x is not None]
     what = f"shards of shapes {shapes}"
     if len(shapes) != len(line.operands) or any(
@@ -190,7 +192,7 @@ def _check_out(product: Kernel, a: Tensor, b: Tensor | None, out: Tensor | None)
     """ShardingError unless `out` can hold the product, and shares no memory with the operands."""
     if out is None:
         refuse_product(product.line, "add=True without out", "a product is added to a buffer", "give out=")
-    sizes = a.shape, b if b is None else b.shape
+    sizes: Any = a.shape, b if b is None else b.shape
     shape = tuple([sizes[operand][i] for operand, i in product.result])
     fits = isinstance(out, Tensor) and out.shape == shape and out.dtype is a.dtype
     if not fits or not out.is_contiguous() or out.device != a.device:

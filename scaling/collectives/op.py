@@ -13,7 +13,7 @@ class Op(NamedTuple):
     `dim`: the dim that grows (AllGather, Pad, Gather, AllToAll) or is split (ReduceScatter, Slice, Scatter); `to`: the
     dim that an AllToAll splits; `pairs`: of a CollectivePermute, its (source, target) blocks; `root`: of an op that has
     one, the root's block; `by`: how partial values are put together, "sum", "max" or "min"; `line`: the types before
-    and after; `checked`: ranks compare calls first.
+    and after; `checked`: where ranks compare calls first.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Op(NamedTuple):
     by: str = "sum"
     axes: tuple[str, ...] = ()
     line: str = ""
-    checked: bool = False
+    checked: str = ""
 
     @staticmethod
     def over(group: Group, kind: str, line: str, **options) -> "Op":

@@ -4,7 +4,8 @@ Arrays are found by their type: a Spec with its name, `In[B_X, D]` is not `In[B_
 of shards, differentiable where the collectives are, and runs on a Mesh and on an AbstractMesh alike.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -141,7 +142,7 @@ def run_backward(program, dOut: torch.Tensor, saved: Mapping[Spec, torch.Tensor]
     first, *steps = program.backward
     held, transposed = {**saved, first.after: dOut}, {}
     for spec in program.hidden if activation is not None else ():
-        held[spec], back = torch.func.vjp(activation, saved[spec])
+        held[spec], back, *_ = torch.func.vjp(cast(Callable, activation), saved[spec])
         transposed[cotangent(spec)] = back
 
     def made(spec: Spec, shard: torch.Tensor) -> torch.Tensor:

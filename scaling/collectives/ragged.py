@@ -70,7 +70,7 @@ def _alltoall(x: torch.Tensor, sends: tuple, receives: tuple, op: Op) -> torch.T
     # the process group lists its members in the mesh's order, not in the line's
     blocks = x.split(sends)
     x = torch.cat([blocks[block] for block in op.order])
-    sends, receives = ([counts[block] for block in op.order] for counts in (sends, receives))
+    sends, receives = (tuple(counts[block] for block in op.order) for counts in (sends, receives))
     received = exchange_over(x, receives, sends, op.group).split(receives)
     return torch.cat([received[op.order.index(block)] for block in range(op.size)])
 
@@ -126,9 +126,9 @@ def exchange(x: torch.Tensor, *args) -> torch.Tensor:
 @lru_cache(maxsize=1024)
 def _back(line: str) -> str:
     """The types of the transpose; the cotangent of an unreduced array is replicated."""
-    line = parse_line(line)
+    parsed = parse_line(line)
 
     def cotangent(spec: Spec) -> Spec:
         return Spec("d" + spec.name, spec.dims)
 
-    return f"{cotangent(line.result)} -> {cotangent(line.operands[0])}"
+    return f"{cotangent(parsed.result)} -> {cotangent(parsed.operands[0])}"

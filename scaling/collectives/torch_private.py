@@ -4,6 +4,7 @@ torch 2.11 to 2.13 have them alike. A public twin, where there is one, costs mor
 `torch.distributed` take as long as a small collective; `torch.compiler` imports the compiler.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 from collections.abc import Callable, Sequence
 
 import torch

@@ -29,7 +29,9 @@ class Rank:
     """One rank as its parent sees it. `started` gives the process its ends of the pipes and starts it."""
 
     def __init__(self, number: int, context, target, *args):
-        self.number, self.result, self.error, self.open = number, None, None, True
+        self.number, self.open = number, True
+        self.result: bytes | None = None
+        self.error: tuple[float, str] | None = None
         self.pipe, pipe = context.Pipe(duplex=False)
         self.stack, stack = context.Pipe(duplex=False)
         self.process = context.Process(target=target, args=(number, Voice(pipe, stack), *args))
@@ -102,7 +104,8 @@ class Voice:
 
 def _told(error: BaseException) -> bytes:
     """The traceback without its first two frames, which started the rank."""
-    frames = error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
+    first = error.__traceback__ and error.__traceback__.tb_next
+    frames = first and first.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     text = text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be printed
     return pickle.dumps(("error", (time.monotonic(), text)))
@@ -117,7 +120,7 @@ def watch(ranks: list[Rank], timeout: float, sockets: bool = True) -> list[bytes
         if any(rank.failure() for rank in ranks):
             raise RankError(_explain(ranks))
         if all(rank.process.exitcode is not None for rank in ranks):
-            return [rank.result for rank in ranks]
+            return [rank.result or b"" for rank in ranks]
         if stopped := pulse.stopped():
             raise RankError(f"{stopped}{_stacks(ranks)}")
 

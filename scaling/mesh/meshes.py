@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class Group:
     order: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     name: str = ""
-    pg: "dist.ProcessGroup | None" = None
+    pg: Any = None  # the process group; None where nothing is sent
     checked: str = ""  # the name under which the members compare what they are about to do; empty if they do not
 
     def block_of(self, member: int) -> int:
@@ -166,7 +167,8 @@ class Mesh(AbstractMesh):
             for axis in some:
                 members = [{**member, axis: i} for member in members for i in range(self.sizes[axis])]
             ranks = tuple(self.rank_at(member) for member in members)
-            pg, checked = dist.group.WORLD, "by messages" if self.checked else ""
+            pg: Any = dist.group.WORLD
+            checked = "by messages" if self.checked else ""
             if len(ranks) < self.size():  # a group does not inherit the timeout of the world
                 pg = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout), use_local_synchronization=True)
             if page is not None:
@@ -192,7 +194,7 @@ class Mesh(AbstractMesh):
         if not dist.is_initialized():
             raise ShardingError("a DeviceMesh needs a process group, which one rank does not have: start 2 or more")
         alone = {"timeout": timedelta(seconds=self.timeout), "use_local_synchronization": True}
-        groups = [self.group((axis,)).pg or dist.new_group([self.rank], **alone) for axis in self.sizes]
+        groups: list[Any] = [self.group((axis,)).pg or dist.new_group([self.rank], **alone) for axis in self.sizes]
         ranks = torch.arange(self.size()).view(tuple(self.sizes.values()))
         return dist.device_mesh.DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],

@@ -49,9 +49,9 @@ class NotMet(Exception):
     """A meeting was not held in time, or never will be: why; and of each rank that has to do with it (the rank, its
     call or None, the ranks that it waits for)."""
 
-    def __init__(self, why: str, waits: list[tuple[int, str | None, list[int]]]):
+    def __init__(self, why: str, waits: Sequence[tuple[int, str | None, list[int]]]):
         super().__init__(why, waits)
-        self.why, self.waits = why, waits
+        self.why, self.waits = why, list(waits)
 
 
 CIRCLE, ENDED, LATE = "wait for each other", "has ended", "has not come in time"
