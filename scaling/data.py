@@ -9,6 +9,7 @@ depend on the number of devices.
 
 import os
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ class BatchRows(Sampler):
         return self.rows // self.batch
 
     def __iter__(self) -> Iterator[Tensor]:
-        rng = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        key = sha256(f"{self.seed} {self.epoch}".encode()).digest()  # no two pairs meet, as those of a sum would
+        rng = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
         order = torch.randperm(self.rows, generator=rng, dtype=torch.int32)
         for step in range(len(self)):
             at = step * self.batch

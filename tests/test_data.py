@@ -128,3 +128,24 @@ def test_errors(tmp_path):
         data.batches(TEXT, K, BATCH, AbstractMesh({"X": 3}))
     with pytest.raises(ShardingError, match="unknown mesh axis X"):
         data.batches(TEXT, K, BATCH, AbstractMesh({"Y": 2}))
+
+
+def test_every_seed_and_epoch_has_an_order_of_its_own():
+    """Also pairs that a sum of multiples would confuse, and numbers beyond 64 bits."""
+    pairs = [
+        (0, 1_000_003),
+        (1, 0),
+        (0, 1),
+        (1, 1),
+        (12, 3),
+        (1, 23),
+        (0, 2**63),
+        (2**63, 0),
+        (2**64, 0),
+        (-1, 0),
+        (0, 0),
+    ]
+    orders = [tuple(torch.cat([*data.BatchRows(97, 8, slice(0, 8), *pair)]).tolist()) for pair in pairs]
+    assert len(set(orders)) == len(pairs)
+    again = [tuple(torch.cat([*data.BatchRows(97, 8, slice(0, 8), *pair)]).tolist()) for pair in pairs]
+    assert again == orders

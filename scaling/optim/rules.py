@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling.collectives.buffers import extent, overlaps_itself
 from scaling.collectives.torch_private import fused_adamw_
 from scaling.optim.checks import at_least_zero, check_apart, check_like, check_reduced
 
@@ -157,7 +158,7 @@ def _laid_out_as(p: Tensor, t: Tensor) -> Tensor:
 
 def _laid_out_alike(p: list[Tensor], *parts: list[Tensor]) -> bool:
     """Whether every tensor is dense and in the same memory order as its param: the fused kernel walks memory."""
-    dense = all(a.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(a) for a in p)
+    dense = all(a.is_contiguous() or (extent(a) == a.nbytes and not overlaps_itself(a)) for a in p)
     return dense and all(a.stride() == b.stride() for part in parts for a, b in zip(p, part, strict=True))
 
 

@@ -1,0 +1,166 @@
+"""Each thing of torch that has no public name: that it is there and does what the collectives rely on."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import scaling
+from scaling.collectives import torch_private as p
+
+FOLDERS = ("collectives", "optim")
+PRIVATE = re.compile(r"torch(\.\w+)*\._|torch\.ops|_dynamo|_functorch|c10d\._|pg\._|\b_foreach|\._lazy|\._fused")
+
+
+def test_it_all_stands_in_one_file():
+    root = Path(scaling.__file__).parent
+    found = [file for folder in FOLDERS for file in (root / folder).glob("*.py") if PRIVATE.search(file.read_text())]
+    assert [file.name for file in found] == ["torch_private.py"]
+
+
+def test_transforms_and_modes_are_seen():
+    seen = []
+
+    def f(x):
+        seen.append((p.in_transform() is not None, p.modes()))
+        return x.sum()
+
+    f(torch.ones(2))
+    torch.func.grad(f)(torch.ones(2))
+    torch.func.vmap(f)(torch.ones(2, 2))
+    with warnings.catch_warnings():  # torch's own, of its tracer
+        warnings.simplefilter("ignore")
+        torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
+    with FlopCounterMode(display=False):
+        f(torch.ones(2))
+    make_fx(f)(torch.ones(2))
+    assert [inside for inside, _ in seen] == [False, True, True, True, False, False]
+    assert [modes > 0 for _, modes in seen] == [False, False, False, False, True, True]
+    assert (p.in_transform(), p.modes()) == (None, 0)
+
+
+def test_a_constant_is_computed_once_while_compiling():
+    torch._dynamo.reset()
+    calls = []
+
+    @p.constant
+    def length(word):
+        calls.append(word)
+        return len(sorted(word))
+
+    compiled = torch.compile(lambda x: x * length("three"), backend="eager", fullgraph=True)
+    for _ in range(3):
+        assert compiled(torch.ones(2)).tolist() == [5.0, 5.0]
+    assert len(calls) == 1
+
+
+OPERANDS = {
+    "of torch": lambda: torch.arange(6.0),
+    "a view": lambda: torch.arange(12.0).view(2, 6)[1],
+    "turned": lambda: torch.arange(6.0).view(2, 3).t(),
+    "of numpy": lambda: torch.from_numpy(torch.arange(6.0).numpy().copy()),
+    "shared with processes": lambda: torch.arange(6.0).share_memory_(),
+    "of bytes": lambda: torch.frombuffer(bytearray(24), dtype=torch.float32),
+    "empty": lambda: torch.ones(0, 3),
+    "a param": lambda: torch.nn.Parameter(torch.arange(6.0)),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_a_lazy_clone_is_a_clone(name):
+    """Whichever of the two is written to first, and by whatever writes, the other keeps its values."""
+    writes = {
+        "add": lambda x: x.add_(1),
+        "out": lambda x: torch.mul(x, 2, out=x),
+        "a view of it": lambda x: x.view(-1)[:2].fill_(7) if x.is_contiguous() else x[:1].fill_(7),
+        "copy": lambda x: x.copy_(torch.zeros_like(x)),
+        "numpy": lambda x: x.numpy().fill(3),
+    }
+    with torch.no_grad():
+        for how, write in writes.items():
+            for first in ("the operand", "the clone"):
+                x = OPERANDS[name]()
+                y, kept = p.lazy_clone(x), x.detach().clone()
+                assert type(y) is torch.Tensor
+                assert y.stride() == x.stride()
+                assert torch.equal(y, kept)
+                write(x if first == "the operand" else y)
+                other = y if first == "the operand" else x
+                assert torch.equal(other, kept), f"{how} to {first}"
+    assert p.lazy_clone(torch.ones(2, device="meta")).is_meta
+
+
+def test_a_lazy_clone_of_torch_s_own_memory_copies_nothing_until_it_is_written_to():
+    x = torch.arange(6.0)
+    y = p.lazy_clone(x)
+    assert torch._C._is_cow_tensor(y)
+    torch.mm(torch.ones(1, 2), y.view(2, 3))
+    assert torch._C._is_cow_tensor(y)
+
+
+def test_the_fused_kernel_is_adamw():
+    g = torch.Generator().manual_seed(0)
+    params, grads = ([torch.randn(5, generator=g), torch.randn(2, 3, generator=g)] for _ in range(2))
+    theirs = [torch.nn.Parameter(x.clone()) for x in params]
+    reference = torch.optim.AdamW(theirs, lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, fused=True)
+    m, v = ([torch.zeros_like(x) for x in params] for _ in range(2))
+    options = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.2}
+    for t in (1, 2):
+        for x, grad in zip(theirs, grads, strict=True):
+            x.grad = grad.clone()
+        reference.step()
+        count, rate = torch.tensor(float(t)), 0.1 if t == 1 else torch.tensor(0.1, dtype=torch.float64)
+        p.fused_adamw_(params, grads, m, v, count, lr=rate, **options)
+        assert count == t, "the count is not counted up"
+        for a, b in zip(params, theirs, strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-7)
+
+
+def traceable(mesh):
+    group, n, r = mesh.group(("X",)), mesh.size(), mesh.rank
+    assert p.process_group(group.name) is group.pg
+    x = torch.arange(float(2 * n)).view(n, 2).t().contiguous().t() + 10 * r  # stored by columns
+    kept, everyone = x.clone(), [torch.arange(float(2 * n)).view(n, 2) + 10 * i for i in range(n)]
+    ones = [1] * n
+    swap = [0] * n
+    swap[(r + 1) % n] = n  # all rows to the next rank
+    swapped = [0] * n
+    swapped[(r - 1) % n] = n
+    cases = {
+        "sum_over": (lambda x: p.sum_over(x, group.name), sum(everyone)),
+        "gather_over": (lambda x: p.gather_over(x, n, group.name), torch.cat(everyone)),
+        "scatter_sum_over": (lambda x: p.scatter_sum_over(x, n, group.name), sum(everyone)[r : r + 1]),
+        "exchange_over": (
+            lambda x: p.exchange_over(x, ones, ones, group.name),
+            torch.cat([e[r : r + 1] for e in everyone]),
+        ),
+        "uneven": (lambda x: p.exchange_over(x, swapped, swap, group.name), everyone[r - 1]),
+    }
+    for name, (call, wanted) in cases.items():
+        assert torch.equal(call(x), wanted), name
+        assert torch.equal(x, kept), name
+        graph = make_fx(call)(x)
+        assert torch.equal(graph(x), wanted), f"{name}, traced"
+        for node in graph.graph.nodes:
+            if "_c10d_functional" in str(node.target):
+                assert node.is_impure(), f"{name}: what computes constants ahead must leave {node.target} alone"
+    whole, mine, received = torch.empty(n * n, 2), torch.empty(1, 2), torch.empty(n, 2)
+    x = x.contiguous()
+    p.gather_into(whole, x, group.pg).wait()
+    assert torch.equal(whole, torch.cat(everyone))
+    p.scatter_sum_into(mine, x, group.pg).wait()
+    assert torch.equal(mine, sum(everyone)[r : r + 1])
+    p.exchange_into(received, x, group.pg).wait()
+    assert torch.equal(received, torch.cat([e[r : r + 1] for e in everyone]))
+    p.exchange_into(received, x, group.pg, swapped, swap).wait()
+    assert torch.equal(received, everyone[r - 1])
+    assert isinstance(group.pg, dist.ProcessGroup)
+
+
+def test_collectives_of_shards(ranks):
+    ranks(traceable, {"X": 2})
