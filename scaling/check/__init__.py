@@ -1,5 +1,6 @@
 """The static type checker for code in this notation: `python -m scaling.check FILE...`."""
 
-from scaling.check.files import Finding, check_file, check_source, files_of, main
+from scaling.check.files import Finding, Report, check_file, check_source, files_of, main, read_file, read_source
+from scaling.check.rules import RULES
 
-__all__ = ["Finding", "check_file", "check_source", "files_of", "main"]
+__all__ = ["RULES", "Finding", "Report", "check_file", "check_source", "files_of", "main", "read_file", "read_source"]

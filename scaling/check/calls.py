@@ -1,272 +1,332 @@
-"""Calls and arithmetic, read and not run (see scaling.check): collectives, torch's functions, helpers, operators."""
+"""Calls, read and not run (see scaling.check): which function it is, and what it returns."""
 
 import ast
 from dataclasses import replace
 
-from scaling.algebra import rules
-from scaling.algebra.contraction import check_product
-from scaling.algebra.resharding import reshard
-from scaling.check.part import Part
-from scaling.check.values import Array, Each, Many, Text, Tree, as_array, difference, element, guess
-from scaling.spec import ShardingError, Spec, format_axes, parse, parse_line
+from scaling.check.arithmetic import Arithmetic
+from scaling.check.gradients import Gradients
+from scaling.check.lines import Lines, readable
+from scaling.check.torch_functions import TorchFunctions
+from scaling.check.torch_names import names
+from scaling.check.values import (
+    Array,
+    Class,
+    Each,
+    Function,
+    Known,
+    Many,
+    Number,
+    Pull,
+    Text,
+    Tree,
+    Var,
+    arrays_in,
+    as_array,
+    element,
+    merge,
+    settled,
+)
+from scaling.spec import ShardingError, Spec, parse_line
 
-KINDS = {
-    "all_gather": "AllGather",
-    "reduce_scatter": "ReduceScatter",
-    "all_reduce": "AllReduce",
-    "all_to_all": "AllToAll",
-    "ragged_all_to_all": "AllToAll",
-    "broadcast": "Broadcast",
-    "reduce": "Reduce",
-    "scatter": "Scatter",
-    "gather": "Gather",
-}
-TYPED = {*KINDS, "einsum", "shard", "reshard", "unshard", "ppermute", "send", "recv"}
-ITERATION = ("list", "tuple", "reversed", "sorted", "iter")
-LINEAR = {
-    "neg",
-    "clone",
-    "zeros_like",
-    "empty_like",
-    "detach",
-    "contiguous",
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-}
-LINEAR |= {"cpu", "cuda", "type", "requires_grad_", "mul", "div"}
-NONLINEAR = {
-    "relu",
-    "gelu",
-    "silu",
-    "sigmoid",
-    "tanh",
-    "exp",
-    "log",
-    "sqrt",
-    "rsqrt",
-    "square",
-    "pow",
-    "abs",
-    "softmax",
-}
-NONLINEAR |= {"log_softmax", "softplus", "leaky_relu", "elu", "clamp", "sign", "erf", "reciprocal"}
-MODULES = ("torch", "F", "functional", "nn")
+SAME_ITEMS = ("list", "tuple", "reversed", "sorted", "iter")
+SAYS_LINEAR = names("""vjp jvp pull wait linear copy clone cast scale view shape head split merge chunk stack concat
+    transpose permute pad flat to_ identity checkpoint""")  # parts of the names of functions that are not known
+REDUCES = names("reduc sync gather scatter sum comm send exchange shard")
+COMMUNICATES = ("mesh", "group", "comm", "pg")
+TEXT_METHODS = names("replace strip lower upper removeprefix removesuffix format split")
+DEPTH = 8  # calls inside calls that are followed
 
 
-class Calls(Part):
-    """The part of the reader that reads calls; `results` holds what each call was found to return, by its node."""
+class Calls(Lines, TorchFunctions, Arithmetic, Gradients):
+    """The part of the reader that reads calls."""
 
-    def imports(self, tree: ast.Module) -> None:
-        self.results, self.known, self.typed, self.modules = {}, {}, {}, set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module == "scaling":
-                self.modules |= {a.asname or a.name for a in node.names if a.name == "collectives"}
-            elif isinstance(node, ast.ImportFrom) and node.module in (
-                "scaling.collectives",
-                "scaling.collectives.multiply",
-            ):
-                self.typed |= {a.asname or a.name: a.name for a in node.names if a.name in TYPED}
-            elif isinstance(node, ast.Import):
-                self.modules |= {a.asname for a in node.names if a.name == "scaling.collectives" and a.asname}
-
-    def call(self, node: ast.Call, env: dict):
-        result = self.results[id(node)] = self._call(node, env)
-        return result
-
-    def _call(self, node: ast.Call, env: dict):
-        fn, name = node.func, None
-        if isinstance(fn, ast.Name):
-            name = self.typed.get(fn.id)
-        elif isinstance(fn, ast.Attribute) and isinstance(fn.value, ast.Name) and fn.value.id in self.modules:
-            name = fn.attr if fn.attr in TYPED else None
-        if name:
-            return self.typed_call(name, node, env)
+    def call(self, node: ast.Call, frame):
+        fn = node.func
+        callee = self.callee(fn, frame)
+        if isinstance(callee, Known) and callee.kind == "typed":
+            return self.typed_call(callee.name, node, frame)
+        args, spread = self.arguments_of(node, frame)
+        keywords = {k.arg: self.value(k.value, frame) for k in node.keywords}
+        if isinstance(fn, ast.Attribute) and fn.attr == "update" and self.is_optimizer(node, args, keywords):
+            return self.optimizer_update(node, args, keywords, frame)
+        match callee:
+            case Known(kind="torch", name=name):
+                if name in self.TRANSFORMS:
+                    return self.transform(name, node, args, keywords, frame)
+                return self.of_torch(name, node, args or list(keywords.values()), keywords, frame)
+            case Known(kind="special", name=name):
+                return self.special(name, node, args, keywords, frame)
+            case Known(kind="builtin", name=name):
+                return self.builtin(name, node, args, frame)
+            case Function():
+                return self.followed_call(callee, node, args, keywords, spread, frame)
+            case Class():
+                return self.instance(callee, args, keywords, frame)
+            case Pull():
+                return self.cotangents(callee)
         if isinstance(fn, ast.Attribute):
-            return self.method(fn, node, env)
-        self_args = [self.value(a.value if isinstance(a, ast.Starred) else a, env) for a in node.args]
-        keywords = {k.arg: self.value(k.value, env) for k in node.keywords}
-        if not isinstance(fn, ast.Name):
-            self.value(fn, env)
-            return None
-        if fn.id == "wait" and self_args and isinstance(self_args[0], Array):
-            return Array(self_args[0].spec, self_args[0].sure)
-        if fn.id == "zip":
-            return Each(Many(tuple(map(element, self_args))))
-        if fn.id == "enumerate" and self_args:
-            return Each(Many((None, element(self_args[0]))))
-        if fn.id in ITERATION and self_args:
-            return self_args[0]
-        if fn.id in self.functions:
-            return self.inlined(self.functions[fn.id], node, self_args, keywords)
-        return self.unfollowed(node, [*self_args, *keywords.values()], env)
+            return self.method(fn, node, args, keywords, frame)
+        return self.unfollowed(node, [*args, *keywords.values()], frame)
 
-    def unfollowed(self, node: ast.Call, values, env: dict):
-        """A function from elsewhere: it returns what a line that it is given says; or what it is given keeps its type,
-        unless it gets a mesh to communicate on."""
+    def callee(self, fn: ast.expr, frame):
+        """What is called; of a method of an array, and of what is not known, None."""
+        if isinstance(fn, ast.Attribute):
+            held = self.value(fn.value, frame)
+            self.holders[id(fn)] = held
+            if isinstance(held, (Array, Text, Many, Each, Var)):
+                return None
+            if isinstance(held, Tree) and held.kind is None and held.get(fn.attr) is None:
+                return None
+            return self.attribute(fn, frame)
+        return self.value(fn, frame)
+
+    def arguments_of(self, node: ast.Call, frame) -> tuple[list, bool]:
+        """(values of the positional arguments, whether some of them are not known to be where they stand)."""
+        values: list = []
+        for argument in node.args:
+            found = self.value(argument, frame)
+            if not isinstance(argument, ast.Starred):
+                values.append(found)
+            elif isinstance(found, Many):
+                values += found.items
+            else:
+                return [*values, element(found)], True
+        return values, False
+
+    def builtin(self, name: str, node: ast.Call, args: list, frame):
+        if name == "zip":
+            if args and all(isinstance(a, Many) and len(a.items) == len(args[0].items) for a in map(self.spread, args)):
+                return Many(tuple(Many(row) for row in zip(*(self.spread(a).items for a in args), strict=True)))
+            return Each(Many(tuple(map(element, args))))
+        if name == "enumerate" and args:
+            return Each(Many((None, element(args[0]))))
+        if name in SAME_ITEMS and args:
+            return Many(args[0].items[::-1]) if name == "reversed" and isinstance(args[0], Many) else args[0]
+        if name == "dict":
+            given = {k.arg: self.value(k.value, frame) for k in node.keywords if k.arg}
+            items = dict(args[0].items) if args and isinstance(args[0], Tree) else {}
+            return Tree(tuple((items | given).items()))
+        if name == "sum" and args:
+            start = args[1] if len(args) > 1 else Number(0.0)
+            return self.combine(node, "+", element(args[0]), start, (node, node), frame)
+        if name in ("abs", "max", "min", "pow", "round"):
+            for held in args:
+                if isinstance(held, Array) and held.spec.unreduced and held.spec.dims:
+                    self.nonlinear(node, name, held, frame)
+            return next((replace(a, key="") for a in args if isinstance(a, Array)), None)
+        if name == "next" and args:
+            return element(args[0])
+        if name == "map" and len(args) == 2 and isinstance(args[0], Function):
+            return Each(self.followed_call(args[0], node, [element(args[1])], {}, False, frame))
+        return None
+
+    def spread(self, value):
+        """The items of a tuple; those of a dict are its values."""
+        return Many(tuple(item for _, item in value.items)) if isinstance(value, Tree) else value
+
+    def special(self, name: str, node: ast.Call, args: list, keywords: dict, frame):
+        """The project's own functions that the checker knows."""
+        if name == "wait":
+            return settled(args[0]) if args else None
+        if name == "joined":
+            return element(args[0]) if args else None
+        if name == "tree.map" and args and isinstance(args[0], Function):
+            return self.mapped(args[0], node, args[1:], frame)
+        if name == "clip_by_global_norm" and args:
+            self.hold_gradients(node, args[0], None, frame)
+            return Many((args[0], None))
+        return None
+
+    def mapped(self, fn: Function, node, trees: list, frame):
+        """tree.map: the function of the leaves."""
+        first = trees[0] if trees else None
+        if isinstance(first, (Tree, Many)) and all(type(t) is type(first) for t in trees):
+            if isinstance(first, Tree):
+                items = [(key, [t.get(key) for t in trees]) for key, _ in first.items]
+                return replace(first, items=tuple((k, self.mapped(fn, node, row, frame)) for k, row in items))
+            if all(len(t.items) == len(first.items) for t in trees):
+                rows = zip(*(t.items for t in trees), strict=True)
+                return Many(tuple(self.mapped(fn, node, list(row), frame) for row in rows))
+        return self.followed_call(fn, node, trees, {}, False, frame)
+
+    def followed_call(self, fn: Function, node: ast.Call, args, keywords, spread: bool, frame):
+        """Read a function whose source is known with what it is called with; what it returns."""
+        given = {k: v for k, v in keywords.items() if k}
+        telling = any(arrays_in(v) or (isinstance(v, Text) and "[" in v.text) for v in [*args, *given.values()])
+        if spread or len(self.active) > DEPTH or fn.node in self.active:
+            return self.unfollowed(node, [*args, *given.values()], frame)
+        if not telling and not fn.module.uses_lines:
+            return None
+        if fn.bound is not None:
+            args = [fn.bound, *args]
+        env = self.bind_arguments(fn, args, given)
+        try:
+            key = fn.node, tuple(sorted(env.items(), key=lambda item: item[0])), id(fn.around) if fn.around else 0
+            remembered = self.memory.get(key)
+        except TypeError:
+            key, remembered = None, None
+        if remembered is not None:
+            for rule, message in remembered[1]:
+                self.at_call(frame.site or node, rule, message)
+            return remembered[0]
+        before = len(self.elsewhere)
+        found = self.function(fn, env, frame, node)
+        if key is not None:
+            self.memory[key] = found, tuple(self.elsewhere[before:])
+        return found
+
+    def bind_arguments(self, fn: Function, args: list, keywords: dict) -> dict:
+        """The variables that a function starts with."""
+        spec, env = fn.node.args, {}
+        names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
+        outside = self.frame_of(fn.module)
+        for name, default in zip(names[::-1], spec.defaults[::-1], strict=False):
+            env[name] = self.value(default, outside)
+        for argument, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
+            env[argument.arg] = self.value(default, outside) if default is not None else None
+        env |= dict(zip(names, args, strict=False))
+        if spec.vararg:
+            env[spec.vararg.arg] = Many(tuple(args[len(names) :]))
+        known = {*names, *(a.arg for a in spec.kwonlyargs)}
+        if spec.kwarg:
+            env[spec.kwarg.arg] = Tree(tuple((k, v) for k, v in keywords.items() if k not in known))
+        env |= {k: v for k, v in keywords.items() if k in known}
+        for name in names:
+            env.setdefault(name, None)
+        return env
+
+    def instance(self, cls: Class, args: list, keywords: dict, frame):
+        """An object of a class: of a NamedTuple or dataclass its fields are known."""
+        names = [n.target.id for n in cls.node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+        defaults = {
+            n.target.id: self.value(n.value, self.frame_of(cls.module))
+            for n in cls.node.body
+            if isinstance(n, ast.AnnAssign) and n.value is not None and isinstance(n.target, ast.Name)
+        }
+        items = defaults | dict(zip(names, args, strict=False)) | {k: v for k, v in keywords.items() if k in names}
+        return Tree(tuple((name, items.get(name)) for name in names), cls)
+
+    def of_class(self, cls: Class, name: str, held):
+        """A method of a class, bound to the object if there is one; a property's value."""
+        for node in cls.node.body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                marks = {getattr(d, "id", getattr(d, "attr", "")) for d in node.decorator_list}
+                if marks & {"property", "cached_property"}:
+                    fn = Function(node, cls.module, {}, held)
+                    return self.followed_call(fn, node, [], {}, False, self.frame_of(cls.module))
+                bound = cls if "classmethod" in marks else None if "staticmethod" in marks else held
+                return Function(node, cls.module, {}, bound)
+        if name == "apply" and any("Function" in ast.unparse(base) for base in cls.node.bases):
+            forward = self.of_class(cls, "forward", None)
+            takes_context = isinstance(forward, Function) and forward.node.args.args[:1] and (
+                forward.node.args.args[0].arg in ("ctx", "context")
+            )  # fmt: skip
+            return None if takes_context else forward
+        return None
+
+    def method(self, fn: ast.Attribute, node: ast.Call, args: list, keywords: dict, frame):
+        held = self.known(self.holders.get(id(fn)))
+        match held:
+            case Array():
+                return self.of_array(held, fn, node, args, keywords, frame)
+            case Var():
+                return held if fn.attr == "wait" else self.of_torch(fn.attr, node, [held, *args], keywords, frame)
+            case Text():
+                return text_method(held, fn.attr, args)
+            case Tree():
+                return self.of_dict(held, fn, node, args, frame)
+            case Many() | Each():
+                return self.of_list(held, fn, node, args, frame)
+        if fn.attr == "append" and args and isinstance(args[0], Array):
+            self.appended.append((node, ast.unparse(fn.value), args[0], frame))
+        if fn.attr == "copy_" and args:
+            self.stored(node, fn.value, args[0], frame)
+        return self.unfollowed(node, [*args, *keywords.values()], frame)
+
+    def of_array(self, held: Array, fn: ast.Attribute, node: ast.Call, args, keywords, frame):
+        name = fn.attr
+        if name == "wait":
+            return replace(held, pending=False)
+        if name == "copy_" and args:
+            self.stored(node, fn.value, args[0], frame)
+            if isinstance(fn.value, ast.Name):
+                frame.env[fn.value.id] = args[0]
+            return args[0]
+        if name == "backward":
+            self.differentiated(node, held, frame)
+            return None
+        found = self.of_torch(name, node, [held, *args], keywords, frame)
+        if name.endswith("_") and isinstance(fn.value, ast.Name) and isinstance(found, Array):
+            frame.env[fn.value.id] = found
+        return found
+
+    def of_dict(self, held: Tree, fn: ast.Attribute, node: ast.Call, args, frame):
+        name, values = fn.attr, Many(tuple(item for _, item in held.items))
+        rows = Many(tuple(Many((Text(key), item)) for key, item in held.items))
+        if name in ("items", "values"):
+            return rows if name == "items" else values
+        if name in ("get", "pop", "setdefault") and args and isinstance(args[0], Text):
+            found = held.get(args[0].text)
+            return found if found is not None or len(args) < 2 else args[1]
+        if name == "update" and args and isinstance(args[0], Tree) and isinstance(fn.value, ast.Name):
+            frame.env[fn.value.id] = replace(held, items=tuple((dict(held.items) | dict(args[0].items)).items()))
+        if name == "_replace":
+            changed = {k.arg: self.value(k.value, frame) for k in node.keywords if k.arg}
+            return replace(held, items=tuple((dict(held.items) | changed).items()))
+        return held if name in ("copy", "_asdict") else None
+
+    def of_list(self, held, fn: ast.Attribute, node: ast.Call, args, frame):
+        name = fn.attr
+        if name in ("append", "insert", "add") and args and isinstance(fn.value, ast.Name):
+            self.appended.append((node, fn.value.id, args[-1], frame))
+            if isinstance(held, Many) and frame.straight and name == "append":
+                frame.env[fn.value.id] = Many((*held.items, args[0]))
+            else:
+                before = element(held)
+                frame.env[fn.value.id] = Each(merge(before, args[-1]))
+            return None
+        if name == "pop":
+            return element(held)
+        return held if name in ("copy",) else None
+
+    def unfollowed(self, node: ast.Call, values: list, frame):
+        """A function that is not known: it returns what a line that it is given says; or what it is given keeps its
+        type, unless it gets a mesh to communicate on."""
+        if not isinstance(node, ast.Call):
+            return None
         if values and isinstance(values[0], Text) and "->" in values[0].text:
             try:
-                line = parse_line(values[0].text)
+                line = parse_line(readable(values[0], node)[0])
             except ShardingError:
                 return None
-            self.operands(node, values, line.operands, env)
+            self.operands("", line.operands, list(zip(node.args[1:], values[1:], strict=False)), {}, frame)
             return Array(line.result)
-        given = [*node.args, *(k.value for k in node.keywords)]
-        if any(isinstance(x, ast.Name) and "mesh" in x.id.lower() for x in given):
+        given, name = [*node.args, *(k.value for k in node.keywords)], ast.unparse(node.func).lower()
+        label = name.rpartition(".")[2]
+        if any(isinstance(x, ast.Name) and any(w in x.id.lower() for w in COMMUNICATES) for x in given):
             return None
-        return guess(values)
-
-    def inlined(self, fn: ast.FunctionDef, node: ast.Call, args, keywords):
-        """Read a function of this module with what it is called with; what it returns."""
-        if self.depth > 6 or any(isinstance(a, ast.Starred) for a in node.args):
+        arrays = [a for a in map(as_array, values) if a is not None and not a.pending and not a.loose]
+        loose = [a for a in map(as_array, values) if a is not None and not a.pending and a.loose]
+        if any(word in label for word in REDUCES) or not arrays + loose:
+            return next((v for v in values if isinstance(v, Var)), None) if not arrays + loose else None
+        unreduced = sorted({axis for a in arrays + loose for axis in a.spec.unreduced})
+        first = (arrays or loose)[0].spec
+        through = ""
+        if unreduced and not any(word in label for word in SAYS_LINEAR):
+            through = ast.unparse(node.func)
+        alike = not loose and all(a.spec.dims == first.dims for a in arrays)
+        if any(axis in first.axes for axis in unreduced) or (not alike and not unreduced):
             return None
-        names = [a.arg for a in fn.args.posonlyargs + fn.args.args]
-        env = dict(zip(names, args, strict=False)) | {k: v for k, v in keywords.items() if k}
-        key = (fn.name, tuple(sorted(env.items(), key=lambda item: item[0])))
-        if key not in self.known:
-            self.known[key] = None  # what a recursive call sees
-            self.known[key] = self.function(fn, env)
-        return self.known[key]
-
-    def method(self, fn: ast.Attribute, node: ast.Call, env: dict):
-        args = [self.value(a.value if isinstance(a, ast.Starred) else a, env) for a in node.args]
-        args += [self.value(k.value, env) for k in node.keywords]
-        of_torch = (isinstance(fn.value, ast.Name) and fn.value.id in MODULES) or (
-            isinstance(fn.value, ast.Attribute) and fn.value.attr in MODULES
-        )  # fmt: skip
-        if of_torch:
-            return self.elementwise(fn.attr, node, args[:1]) if args else None
-        held = self.value(fn.value, env)
-        if fn.attr == "append" and isinstance(fn.value, ast.Name) and args and isinstance(args[0], Array):
-            self.appended.setdefault(getattr(self.current, "name", ""), []).append((node, fn.value.id, args[0]))
-        if fn.attr == "copy_" and args:
-            self.stored(node, fn.value, args[0])
-        if fn.attr == "wait" and isinstance(held, Array):
-            return Array(held.spec, held.sure)
-        if fn.attr == "t" and isinstance(held, Array) and len(held.spec.dims) == 2:
-            return Array(Spec(held.spec.name, held.spec.dims[::-1], held.spec.unreduced), held.sure)
-        if fn.attr in ("items", "values") and isinstance(held, Tree):
-            values = element(Many(tuple(item for _, item in held.items)))
-            return Each(values if fn.attr == "values" else Many((None, values)))
-        if isinstance(held, Array):
-            return self.elementwise(fn.attr, node, [held])
-        root = fn.value
-        while isinstance(root, (ast.Attribute, ast.Subscript)):
-            root = root.value
-        known = held is not None or (isinstance(root, ast.Name) and root.id in env)
-        return None if known else self.unfollowed(node, args, env)  # a method of a list, or a function of a module
-
-    def elementwise(self, name: str, node: ast.AST, args):
-        """A function of torch on one array: linear ones keep its type, nonlinear ones need it reduced."""
-        held = as_array(args[0]) if args else None
-        if held is None or held.pending or name not in LINEAR | NONLINEAR:
-            return None
-        if name in NONLINEAR and held.spec.unreduced:
-            self.nonlinear(node, name, held)
-            return Array(Spec(held.spec.name, held.spec.dims), held.sure)
-        return held
-
-    def nonlinear(self, node: ast.AST, what: str, held: Array) -> None:
-        axes = format_axes(held.spec.unreduced)
-        self.report(
-            node,
-            f"{what} of {held.spec}\n  rule: a nonlinear function of partial sums is not the sum of the function's "
-            f"parts\n  fix: reduce_scatter or all_reduce it over {axes} first",
-        )
-
-    def arithmetic(self, node, env: dict):
-        if isinstance(node, ast.UnaryOp):
-            return self.value(node.operand, env)
-        values = [self.value(side, env) for side in (node.left, node.right)]
-        if isinstance(node.op, ast.Add) and all(isinstance(v, Text) for v in values):
-            return Text(values[0].text + values[1].text)
-        arrays = [v for v in values if isinstance(v, Array)]
-        constant = any(isinstance(side, ast.Constant) and side.value for side in (node.left, node.right))
-        if len(arrays) == 2 and arrays[0].spec.dim_names == arrays[1].spec.dim_names:
-            return self.meet(node, *arrays)
-        if len(arrays) != 1 or isinstance(node.op, ast.MatMult) or not (constant or None in values):
-            return None
-        (held,) = arrays
-        below = isinstance(node.op, (ast.Div, ast.FloorDiv)) and values[1] is held
-        shifted = constant and isinstance(node.op, (ast.Add, ast.Sub))
-        if held.spec.unreduced and not held.pending and (below or shifted or isinstance(node.op, ast.Pow)):
-            self.nonlinear(node, ast.unparse(node), held)
-            return Array(Spec(held.spec.name, held.spec.dims), held.sure)
-        return Array(held.spec, False, held.pending) if constant else guess([held])
-
-    def meet(self, node: ast.BinOp, a: Array, b: Array):
-        """Two arrays of the same dims in one elementwise operation: they must be split alike."""
-        linear = isinstance(node.op, (ast.Add, ast.Sub))
-        if linear or a.pending or b.pending or a.spec.dims != b.spec.dims:
-            if wrong := difference(a if a.pending else b, a.spec if b.pending or not a.pending else b.spec):
-                self.report(node, f"{ast.unparse(node)}: one operand is {a.spec}, the other {b.spec}: {wrong}")
-        elif both := set(a.spec.unreduced) & set(b.spec.unreduced):
-            self.nonlinear(node, ast.unparse(node), Array(Spec(a.spec.name, a.spec.dims, tuple(sorted(both)))))
-        return guess([a, b]) if not (a.pending or b.pending) else None
-
-    def typed_call(self, name: str, node: ast.Call, env: dict):
-        """A collective, einsum and the like: check the line by itself, its operands, and give the result's type."""
-        values = [self.value(argument, env) for argument in node.args]
-        keywords = {k.arg: self.value(k.value, env) for k in node.keywords}
-        line = values[0] if values else keywords.get("line")
-        if not isinstance(line, Text):
-            return None
-        try:
-            before, after = declared(name, line.text)
-        except ShardingError as error:
-            self.report(node, str(error))
-            return None
-        if name == "einsum":  # it waits for operands that are under way
-            values = [replace(v, pending=False) if isinstance(v, Array) else v for v in values]
-        self.operands(node, values, before, env, gathers=name == "all_gather")
-        flag = next((k.value for k in node.keywords if k.arg in ("async_op", "defer")), None)
-        if flag is not None and not isinstance(flag, ast.Constant):
-            return None
-        return Array(after, pending=flag is not None and bool(flag.value))
-
-    def unlike_specs(self, spec: Spec) -> str:
-        """Of a gathered array of which only the name is known: an axis that SPECS has for another dim, or nowhere."""
-        known, axes_known = self.specs.get(spec.name), {axis for s in self.specs.values() for axis in s.axes}
-        if known is None:
-            return ""
-        for dim, axes in spec.dims:
-            for axis in axes:
-                elsewhere = axis in known.axes and axis not in known.axes_of(dim)
-                if dim in known.dim_names and (elsewhere or axis not in axes_known):
-                    return f"SPECS says {known}: {dim} is not split over {axis}"
-        return ""
-
-    def operands(self, node: ast.Call, values, before: tuple[Spec, ...], env: dict, gathers=False) -> None:
-        """Hold the operands after a line against the types that it declares; from then on they are trusted."""
-        for spec, argument, value in zip(before, node.args[1:], values[1:], strict=False):
-            held = as_array(value)
-            if held is not None and (wrong := difference(held, spec)):
-                text = ast.unparse(argument)
-                self.report(node, f"{text} holds {held.spec}, but the line says {spec}: {wrong}")
-            elif value is None and gathers and (wrong := self.unlike_specs(spec)):
-                self.report(node, f"{ast.unparse(argument)} is gathered as {spec}, but {wrong}")
-            if isinstance(argument, ast.Name) and not isinstance(value, Each):
-                env[argument.id] = Array(spec)
+        return Array(Spec(first.name, first.dims, tuple(unreduced)), sure=False, loose=not alike, through=through)
 
 
-def declared(name: str, text: str) -> tuple[tuple[Spec, ...], Spec]:
-    """The types of the operands and of the result that a line declares; ShardingError if the line breaks a rule."""
-    if name == "einsum":
-        line = check_product(text)
-        return line.operands, line.result
-    if name in ("ppermute", "send", "recv") and "->" not in text:
-        return (parse(text),), parse(text)
-    if name == "unshard":
-        spec = parse(text)
-        return (spec,), Spec(spec.name, tuple((dim, ()) for dim in spec.dim_names))
-    if name == "shard" and "->" not in text:
-        spec = parse(text)
-        return (Spec(spec.name, tuple((dim, ()) for dim in spec.dim_names)),), spec
-    line = parse_line(text)
-    if name == "reshard":
-        reshard(line.operands[0], line.result)
-    elif name != "ppermute" and not (name == "shard" and line.operands[0].same_sharding(line.result)):
-        rules.collective_steps(KINDS.get(name, "Slice"), text)
-    return line.operands, line.result
+def text_method(held: Text, name: str, args: list):
+    """str.replace, format and the like, of texts that are known."""
+    texts = [a.text for a in args if isinstance(a, Text)]
+    if len(texts) < len(args) or name not in TEXT_METHODS:
+        return None
+    try:
+        found = getattr(held.text, name)(*texts)
+    except (IndexError, KeyError, ValueError, TypeError):
+        return None
+    return Text(found) if isinstance(found, str) else Many(tuple(map(Text, found)))

@@ -1,74 +1,181 @@
 """A static type checker for code in this notation: `python -m scaling.check FILE...` (directories too).
 
 It reads functions without running them and follows the type of every variable from line to line, through loops, tuples,
-branches and the module's own helper functions. It reports a line that breaks a rule by itself; an operand that does not
-hold what its line says; partial sums that are added to whole arrays, go through a nonlinearity, or are never reduced;
-and, in a strategy, a result that is not what SPECS says. Where nothing is known of a variable, its declared type is
-trusted from there on. A module's SPECS dict gives the types of the arguments of `forward` and `backward` and of params.
+branches and helper functions, its module's and those of modules that it imports. It reports a line that breaks a rule
+by itself; an operand that does not hold what its line says; partial sums that are added to whole arrays, go through a
+nonlinear function, or are never reduced; what is used before it has been waited for or after it was given away; and, in
+a strategy, a result that is not what SPECS says. Where nothing is known of a variable, its declared type is trusted
+from there on.
+
+A strategy is SPECS, a dict of types, {"In": "In[B_X, D]", "W": "W[D, F]", "Out": "Out[B_X, F]"}, with functions given
+to Strategy(SPECS, forward, backward, ...), or called forward and backward: their arguments are known by their names
+(params, saved, In, W, dOut), and what they return is held against SPECS. docs/rules.md names every rule.
 """
 
 import argparse
 import ast
+import io
 import json
+import re
 import sys
-from dataclasses import asdict, dataclass
+import tokenize
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from scaling.check.statements import Reader
+from scaling.check.modules import Module, Modules, name_of
+from scaling.check.reader import Reader
+from scaling.check.rules import RULES, said
+
+IGNORE = re.compile(r"#\s*scaling:\s*ignore\b(?:\[([^\]]*)\])?")
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One fault: where it stands, and what is wrong, with the types and the rule."""
+    """One fault: where it stands, and what is wrong, with the types and the rule; `rule` is its name."""
 
     file: str
     line: int
     message: str
+    rule: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.message}"
+        first, *rest = self.message.split("\n")
+        return "\n".join([f"{self.file}:{self.line}: {first}", *rest]) + f"  [{self.rule}]"
 
 
-def check_source(text: str, filename: str = "<source>") -> list[Finding]:
+@dataclass
+class Report:
+    """What was found in some files: faults; how many typed calls were checked; which of them could not be read, and
+    why; and notes."""
+
+    findings: list[Finding] = field(default_factory=list)
+    checked: int = 0
+    files: int = 0
+    unreadable: list[tuple[str, int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, other: "Report") -> None:
+        self.findings += other.findings
+        self.checked, self.files = self.checked + other.checked, self.files + other.files
+        self.unreadable, self.notes = self.unreadable + other.unreadable, self.notes + other.notes
+
+
+def check_source(text: str, filename: str = "<source>", modules: Modules | None = None) -> list[Finding]:
     """The faults of one module's text, in the order of its lines. SyntaxError if it is no Python."""
-    reader = Reader(ast.parse(text, filename))
+    return read_source(text, filename, modules).findings
+
+
+def read_source(text: str, filename: str = "<source>", modules: Modules | None = None) -> Report:
+    """The same with what was checked and what could not be read. `modules`: those that were found before."""
+    path = Path(filename)
+    known = path.suffix == ".py" and path.exists()
+    tree = ast.parse(text, filename)
+    module = Module(name_of(path) if known else path.stem, path if known else None, tree)
+    report = Report(files=1)
+    if "scaling" not in text:
+        return report
+    reader = Reader(module, modules or Modules())
     reader.read()
-    return sorted(Finding(filename, line, message) for line, message in reader.findings)
+    report.notes = [f"{filename}: {note}" for note in reader.notes]
+    comments = ignored(text)
+    for fault in sorted(reader.faults):
+        if not any(fault.rule in comments.get(line, ()) for line in range(fault.line, fault.last + 1)):
+            report.findings.append(Finding(filename, fault.line, fault.message, fault.rule))
+    for line, names in comments.items():
+        if unknown := [name for name in names if name not in RULES]:
+            what = f"nothing is ignored by {unknown[0]!r}" if unknown[0] else "nothing is ignored"
+            message = said(what, "ignore", f"name one of the rules: {', '.join(RULES)}")
+            report.findings.append(Finding(filename, line, message, "ignore"))
+    report.findings.sort()
+    own = [(node, why) for node, (where, why) in reader.seen.items() if where is module]
+    report.checked = sum(1 for _, why in own if not why)
+    report.unreadable = sorted((filename, node.lineno, why) for node, why in own if why)
+    return report
 
 
-def check_file(path: "str | Path") -> list[Finding]:
+def ignored(text: str) -> dict[int, list[str]]:
+    """{line: the rules that a comment there silences}; [""] for a comment that names none."""
+    if "ignore" not in text:
+        return {}
+    found: dict[int, list[str]] = {}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and (match := IGNORE.search(token.string)):
+            found[token.start[0]] = [name.strip() for name in (match[1] or "").split(",")]
+    return found
+
+
+def check_file(path: "str | Path", modules: Modules | None = None) -> list[Finding]:
     """The faults of one file."""
-    return check_source(Path(path).read_text(encoding="utf-8"), str(path))
+    return read_file(path, modules).findings
 
 
-def files_of(paths) -> list[Path]:
+def read_file(path: "str | Path", modules: Modules | None = None) -> Report:
+    """The same with what was checked. A file that cannot be read is a finding."""
+    try:
+        with tokenize.open(path) as file:
+            return read_source(file.read(), str(path), modules)
+    except (OSError, SyntaxError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", None) or 1
+        return Report([Finding(str(path), line, f"cannot be read: {error}", "python")], files=1)
+
+
+def files_of(paths: Sequence) -> list[Path]:
     """The Python files named, and those in the directories named. ValueError for a path that leads to none."""
     found = []
     for path in map(Path, paths):
         inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         if not inside or not path.exists():
             raise ValueError(f"{path}: " + ("no Python files in this directory" if path.is_dir() else "no such file"))
+        if path.is_file() and not is_python(path):
+            raise ValueError(f"{path}: is no Python file: give .py files, or directories of them")
         found += inside
-    return found
+    return list(dict.fromkeys(found))
+
+
+def is_python(path: Path) -> bool:
+    """Whether a file is called .py, or is a script that names Python in its first line."""
+    if path.suffix in (".py", ".pyi"):
+        return True
+    with path.open("rb") as file:
+        first = file.readline(200)
+    return not path.suffix and first.startswith(b"#!") and b"python" in first
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def summary(report: Report) -> str:
+    """What was checked, in one line, and what could not be read, a line each."""
+    text = f"{counted(report.checked, 'call')} in {counted(report.files, 'file')} checked, "
+    text += f"{len(report.unreadable)} not readable" + (":" if report.unreadable else "")
+    lines = [f"  {file}:{line}: {why}" for file, line, why in report.unreadable]
+    return "\n".join([text, *lines, *report.notes, counted(len(report.findings), "finding")])
 
 
 def main(argv: "list[str] | None" = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scaling.check", description=(__doc__ or "").split("\n\n")[0])
+    """0 if nothing was found, 1 if something was, 2 if what was named cannot be checked."""
+    about, *more = (__doc__ or "").split("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m scaling.check", description=about, epilog="\n\n".join([*more, main.__doc__ or ""]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("files", nargs="+", help="Python files, or directories of them")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    args, findings = parser.parse_args(argv), []
+    parser.add_argument("--json", action="store_true", help="print findings and what was checked as JSON")
+    args = parser.parse_args(argv)
     try:
         files = files_of(args.files)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
+    report, modules = Report(), Modules()
     for path in files:
-        try:
-            findings += check_file(path)
-        except (OSError, SyntaxError, UnicodeDecodeError) as error:
-            findings.append(Finding(str(path), getattr(error, "lineno", None) or 0, f"cannot be read: {error}"))
+        report.add(read_file(path, modules))
     if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
-    for finding in () if args.json else findings:
+        unreadable = [{"file": file, "line": line, "why": why} for file, line, why in report.unreadable]
+        found = {"findings": [asdict(finding) for finding in report.findings], "checked": report.checked}
+        print(json.dumps(found | {"files": report.files, "unreadable": unreadable, "notes": report.notes}, indent=1))
+    for finding in () if args.json else report.findings:
         print(finding)
-    print(f"{len(files)} files, {len(findings)} findings", file=sys.stderr)
-    return 1 if findings else 0
+    print(summary(report), file=sys.stderr)
+    return 1 if report.findings else 0

@@ -1,179 +1,260 @@
-"""Statements, read and not run (see scaling.check): what they bind, and what a strategy returns."""
+"""Statements, read and not run (see scaling.check): what they bind, and what functions return."""
 
 import ast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from scaling.check.calls import Calls
-from scaling.check.listings import Listings, listings
-from scaling.check.sources import layer, specs_of, types_in
-from scaling.check.values import Array, Each, Many, Text, Tree, difference, element, merge, partly_reduced
-from scaling.spec import ShardingError, Spec
-
-TURNED, SAME = ("T", "mT"), ("data", "real")  # attributes of a tensor: its transpose, and what keeps its type
+from scaling.check.expressions import Expressions
+from scaling.check.rules import difference, said
+from scaling.check.values import Array, Each, Function, Many, Number, Tree, element, merge
+from scaling.spec import Spec, format_axes
 
 
-class Reader(Calls, Listings):
-    """Reads one module. `findings`: {(line, message)}; `specs`: the module's SPECS."""
+@dataclass
+class Frame:
+    """Where the reader is: in a function of a module, with its variables.
 
-    def __init__(self, tree: ast.Module):
-        self.tree, self.findings, self.depth, self.appended, self.followed = tree, set(), 0, {}, set()
-        self.functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-        self.imports(tree)
-        self.specs = self.find_specs()
+    `site`: the call in the checked module on whose behalf a function of another module is read. `made`: what was bound
+    to which name, by the place; `unread`: {name: the places whose value it has}. `straight`: not in a loop or a branch.
+    """
 
-    def report(self, node: ast.AST, message: str) -> None:
-        self.findings.add((getattr(node, "lineno", 0), message))
+    module: Any
+    env: dict = field(default_factory=dict)
+    returned: list = field(default_factory=list)
+    site: ast.AST | None = None
+    name: str = ""
+    made: dict = field(default_factory=dict)
+    bound: dict = field(default_factory=dict)
+    used: set = field(default_factory=set)
+    straight: bool = True
+    nested: list = field(default_factory=list)
 
-    def find_specs(self) -> dict[str, Spec]:
-        try:
-            return specs_of(self.tree)
-        except ShardingError as error:
-            self.report(self.tree.body[0], str(error))
-            return {}
+    def read(self, name: str) -> None:
+        self.used |= self.bound.get(name, set())
 
-    def read(self) -> None:
-        """Read the module's own statements and each of its functions; nothing, if it uses no typed call."""
-        if not self.typed and not self.modules:
-            return
-        self.body(self.tree.body, {})
-        for names in listings(self.tree):
-            self.follow(names, types_in(self.tree, names.get("GRADS", "")))
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.FunctionDef) and node.name not in self.followed:
-                self.function(node, self.arguments(node))
+    def inside(self) -> "Frame":
+        """The same place, with variables of its own: of a comprehension, a lambda, a branch."""
+        return replace(self, env=dict(self.env), bound=dict(self.bound))
 
-    def arguments(self, fn: ast.FunctionDef) -> dict:
-        """What is known of a function's arguments: of a strategy's by SPECS, of others only `params`."""
-        env = {}
-        for argument in fn.args.posonlyargs + fn.args.args + fn.args.kwonlyargs:
-            name = argument.arg
-            base = name[1:] if name[:1] == "d" and name[1:] in self.specs else name
-            if name == "params" and self.specs:
-                env[name] = Tree(tuple((key, Each(Array(layer(spec)))) for key, spec in self.specs.items()))
-            elif fn.name in ("forward", "backward") and base in self.specs:
-                env[name] = Array(self.specs[base].with_name(name))
-        return env
+    @property
+    def module_keys(self) -> set[str]:
+        return self.module.keys
 
-    def function(self, fn: ast.FunctionDef, env: dict):
-        """Read a function's body; what it returns, if all its returns agree."""
-        self.depth += 1
-        outer, self.returned = getattr(self, "returned", None), []
-        self.current, before = fn, getattr(self, "current", None)
-        self.body(fn.body, dict(env))
-        returned, self.returned, self.current = self.returned, outer, before
-        self.depth -= 1
-        self.unused_sums(fn)
-        self.waited_for(fn)
-        value = returned[0] if returned else None
-        for other in returned[1:]:
-            value = merge(value, other)
-        return value
 
-    def body(self, statements, env: dict) -> None:
+class Statements(Expressions):
+    """The part of the reader that runs through statements."""
+
+    def body(self, statements, frame: Frame) -> None:
         for statement in statements:
-            self.statement(statement, env)
+            self.statement(statement, frame)
 
-    def statement(self, node: ast.stmt, env: dict) -> None:
-        if isinstance(node, ast.Assign):
-            value = self.value(node.value, env)
-            for target in node.targets:
-                self.bind(target, value, env)
-        elif isinstance(node, ast.AnnAssign) and node.value:
-            self.bind(node.target, self.value(node.value, env), env)
-        elif isinstance(node, ast.AugAssign):
-            both = ast.copy_location(ast.BinOp(_load(node.target), node.op, node.value), node)
-            self.bind(node.target, self.value(both, env), env)
-        elif isinstance(node, ast.Expr):
-            self.value(node.value, env)
-        elif isinstance(node, ast.Return):
-            value = self.value(node.value, env) if node.value else None
-            self.check_returned(node, value)
-            if self.returned is not None:
-                self.returned.append(value)
-        elif isinstance(node, ast.If):
-            self.value(node.test, env)
-            self.branches([node.body, node.orelse], env)
-        elif isinstance(node, ast.For):
-            self.loop(node, element(self.value(node.iter, env)), env)
-        elif isinstance(node, ast.While):
-            self.value(node.test, env)
-            self.loop(node, None, env)
-        elif isinstance(node, ast.With):
-            for item in node.items:
-                self.value(item.context_expr, env)
-            self.body(node.body, env)
-        elif isinstance(node, ast.Try):
-            self.body(node.body, env)
-            self.branches([handler.body for handler in node.handlers] + [[]], env)
-            self.body(node.orelse + node.finalbody, env)
-        elif isinstance(node, ast.FunctionDef):
-            env[node.name] = None
+    def statement(self, node: ast.stmt, frame: Frame) -> None:
+        match node:
+            case ast.Assign():
+                found = self.value(node.value, frame)
+                for target in node.targets:
+                    self.bind(target, found, frame)
+            case ast.AnnAssign() if node.value is not None:
+                self.bind(node.target, self.value(node.value, frame), frame)
+            case ast.AugAssign():
+                both = ast.copy_location(ast.BinOp(_load(node.target), node.op, node.value), node)
+                self.bind(node.target, self.value(ast.fix_missing_locations(both), frame), frame)
+            case ast.Expr():
+                if isinstance(node.value, (ast.Yield, ast.YieldFrom)):
+                    frame.returned.append(Each(self.value(node.value.value, frame)) if node.value.value else None)
+                    return
+                found = self.value(node.value, frame)
+                if isinstance(found, Array) and found.pending:
+                    self.never_waited(node, ast.unparse(node.value.func), frame)
+            case ast.Return():
+                found = self.value(node.value, frame) if node.value else None
+                self.returning(node, found, frame)
+                frame.returned.append(found)
+            case ast.If():
+                self.value(node.test, frame)
+                self.branches([node.body, node.orelse], frame)
+            case ast.For() | ast.AsyncFor():
+                self.loop(node, element(self.value(node.iter, frame)), frame)
+            case ast.While():
+                self.value(node.test, frame)
+                self.loop(node, None, frame)
+            case ast.With() | ast.AsyncWith():
+                for item in node.items:
+                    found = self.value(item.context_expr, frame)
+                    if item.optional_vars is not None:
+                        self.bind(item.optional_vars, found, frame)
+                refused = any(expects_an_error(item.context_expr) for item in node.items)
+                self.quiet += refused
+                self.body(node.body, frame)
+                self.quiet -= refused
+            case ast.Try():
+                self.body(node.body, frame)
+                self.branches([handler.body for handler in node.handlers] + [[]], frame)
+                self.body(node.orelse + node.finalbody, frame)
+            case ast.Match():
+                self.value(node.subject, frame)
+                for case in node.cases:
+                    for name in (n.name for n in ast.walk(case.pattern) if isinstance(n, (ast.MatchAs, ast.MatchStar))):
+                        frame.env |= {name: None} if name else {}
+                self.branches([case.body for case in node.cases] + [[]], frame)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                frame.env[node.name] = fn = Function(node, frame.module, frame.env)
+                frame.nested.append(fn)
+            case ast.ClassDef():
+                self.class_body(node, frame)
+            case ast.Assert() | ast.Raise() | ast.Delete() | ast.Import() | ast.ImportFrom():
+                self.other(node, frame)
 
-    def branches(self, bodies, env: dict) -> None:
+    def other(self, node: ast.stmt, frame: Frame) -> None:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                name = alias.asname or alias.name.split(".")[0]
+                frame.env[name] = self.imported(frame.module, node, alias)
+            return
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.value(child, frame)
+
+    def branches(self, bodies, frame: Frame) -> None:
         """Read each body from the same start; afterwards a variable is what the branches that end here agree on."""
         ends = []
         for body in bodies:
-            branch = dict(env)
+            branch = replace(frame.inside(), straight=False)
             self.body(body, branch)
             if not (body and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))):
                 ends.append(branch)
-        for name in {name for end in ends for name in end}:
-            value = ends[0].get(name)
+        for name in {name for end in ends for name in end.env}:
+            found = ends[0].env.get(name)
             for end in ends[1:]:
-                value = merge(value, end.get(name))
-            env[name] = value
+                found = merge(found, end.env.get(name))
+            frame.env[name] = found
+        for name in {name for end in ends for name in end.bound}:
+            frame.bound[name] = set().union(*(end.bound.get(name, set()) for end in ends))
 
-    def loop(self, node, item, env: dict) -> None:
+    def loop(self, node, item, frame: Frame) -> None:
         """A body is read twice: as it is entered, and with what its first round left behind."""
+        straight, frame.straight = frame.straight, False
         for _ in range(2):
-            if isinstance(node, ast.For):
-                self.bind(node.target, item, env)
-            self.body(node.body, env)
-        self.body(node.orelse, env)
+            before = dict(frame.bound)
+            if isinstance(node, (ast.For, ast.AsyncFor)):
+                self.bind(node.target, item, frame)
+            else:
+                self.value(node.test, frame)
+            self.body(node.body, frame)
+            for name, places in before.items():
+                frame.bound[name] = frame.bound.get(name, set()) | places
+        frame.straight = straight
+        self.body(node.orelse, frame)
 
-    def bind(self, target: ast.expr, value, env: dict) -> None:
-        if isinstance(target, ast.Name):
-            env[target.id] = value
-        elif isinstance(target, (ast.Tuple, ast.List)):
-            items = value.items if isinstance(value, Many) and len(value.items) == len(target.elts) else None
-            for position, part in enumerate(target.elts):
-                inner = part.value if isinstance(part, ast.Starred) else part
-                spread = isinstance(part, ast.Starred) or items is None
-                one = items[position] if items is not None and not spread else None
-                self.bind(inner, element(value) if spread and isinstance(value, Each) else one, env)
-        elif isinstance(target, ast.Subscript):
-            self.value(target.value, env)
-            self.stored(target, target, value)
+    def bind(self, target: ast.expr, found, frame: Frame) -> None:
+        match target:
+            case ast.Name(id=name):
+                frame.env[name] = found
+                frame.bound[name] = {id(target)}
+                frame.made[id(target)] = (target, found)
+                if frame.name == "" or name.startswith("_"):
+                    frame.used.add(id(target))
+            case ast.Tuple(elts=elts) | ast.List(elts=elts):
+                self.unpack(elts, found, frame)
+            case ast.Subscript():
+                self.value(target.value, frame)
+                self.stored(target, target, found, frame)
+                self.put(target, found, frame)
+            case ast.Attribute():
+                self.value(target.value, frame)
+            case ast.Starred():
+                self.bind(target.value, found, frame)
 
-    def check_returned(self, node: ast.Return, value) -> None:
-        """Of a strategy: forward returns what SPECS calls Out, backward the cotangents of In and of the params."""
-        name = getattr(getattr(self, "current", None), "name", "")
-        wanted = self.specs.get({"forward": "Out", "backward": "In"}.get(name, ""))
-        if wanted is None or self.depth != 1 or name in self.followed:  # of a listing, `follow` says so
-            return
-        first, second = value.items[:2] if isinstance(value, Many) and len(value.items) > 1 else (value, None)
-        results = [(wanted, first)]
-        if name == "backward" and isinstance(second, Tree):
-            results += [(spec, second.get(key)) for key, spec in self.specs.items()]
-        for spec, result in results:
-            if isinstance(result, Array) and (wrong := difference(result, spec)):
-                self.report(node, f"{name} returns {result.spec}, but SPECS says {spec}: {wrong}")
+    def unpack(self, targets, found, frame: Frame) -> None:
+        star = next((i for i, part in enumerate(targets) if isinstance(part, ast.Starred)), None)
+        items = found.items if isinstance(found, (Many, Tree)) else None
+        if isinstance(found, Tree):
+            items = tuple(item for _, item in found.items) if found.kind is not None else None
+        if items is not None and star is None and len(items) == len(targets):
+            for part, item in zip(targets, items, strict=True):
+                self.bind(part, item, frame)
+        elif items is not None and star is not None and len(items) >= len(targets) - 1:
+            after = len(targets) - star - 1
+            rows = [*items[:star], Many(tuple(items[star : len(items) - after])), *items[len(items) - after :]]
+            for part, item in zip(targets, rows, strict=True):
+                self.bind(part.value if isinstance(part, ast.Starred) else part, item, frame)
+        else:
+            for part in targets:
+                starred = isinstance(part, ast.Starred)
+                sure = isinstance(found, Array) and found.sure
+                each = element(found) if isinstance(found, Each) or sure else None
+                self.bind(part.value if starred else part, Each(each) if starred else each, frame)
 
-    def unused_sums(self, fn: ast.FunctionDef) -> None:
-        """A partial sum that is given a name and never used again was never reduced."""
-        read = {n.id for n in ast.walk(fn) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        for node in ast.walk(fn):
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and len(node.targets) == 1:
-                target, result = node.targets[0], self.results.get(id(node.value))
-                unused = isinstance(target, ast.Name) and target.id not in read
-                if unused and isinstance(result, Array) and result.spec.unreduced:
-                    self.report(
-                        node,
-                        f"{result.spec} is never reduced: nothing uses {ast.unparse(target)} afterwards\n"
-                        "  rule: a partial sum is reduced before it is a result\n"
-                        "  fix: reduce_scatter or all_reduce it",
-                    )
+    def put(self, target: ast.Subscript, found, frame: Frame) -> None:
+        """`grads["W_in"] = dW` changes what is known of a dict."""
+        held, key = frame.env.get(getattr(target.value, "id", "")), target.slice
+        if isinstance(held, Tree) and isinstance(key, ast.Constant) and isinstance(key.value, str):
+            frame.env[target.value.id] = held.put(key.value, found)
+        elif isinstance(held, Many) and isinstance(key, ast.Constant) and isinstance(key.value, int):
+            items = list(held.items)
+            if -len(items) <= key.value < len(items):
+                items[key.value] = found
+                frame.env[target.value.id] = Many(tuple(items))
+        elif isinstance(held, Each) and not isinstance(key, ast.Slice):
+            frame.env[target.value.id] = Each(merge(held.item, found))
 
-    def stored(self, node: ast.AST, target: ast.expr, value) -> None:
+    def function(self, fn: Function, env: dict, outer: Frame, site: ast.AST | None = None):
+        """Read a function's body; what it returns, if all its returns agree."""
+        if isinstance(fn.node, ast.Lambda):
+            frame = Frame(fn.module, dict(fn.around) | env, site=outer.site or self.site_for(fn, site), name="lambda")
+            self.active.append(fn.node)
+            found = self.value(fn.node.body, frame)
+            self.active.pop()
+            return found
+        frame = Frame(fn.module, dict(fn.around) | env, site=outer.site or self.site_for(fn, site), name=fn.node.name)
+        self.active.append(fn.node)
+        self.body(fn.node.body, frame)
+        self.read_nested(frame)
+        self.active.pop()
+        self.leftover(frame)
+        found = frame.returned[0] if frame.returned else None
+        for other in frame.returned[1:]:
+            found = merge(found, other)
+        return found
+
+    def read_nested(self, frame: Frame) -> None:
+        """Functions inside: once with arguments that are not known, and with the variables around them at the end."""
+        for fn in frame.nested if frame.module is self.module else ():
+            if fn.node not in self.active:
+                names = [a.arg for a in (*fn.node.args.posonlyargs, *fn.node.args.args, *fn.node.args.kwonlyargs)]
+                inner = Function(fn.node, fn.module, frame.env)
+                self.function(inner, {name: self.unknown() for name in names}, frame)
+                for name in {n.id for n in ast.walk(fn.node) if isinstance(n, ast.Name)}:
+                    frame.read(name)
+
+    def site_for(self, fn: Function, site):
+        return site if fn.module is not self.module else None
+
+    def leftover(self, frame: Frame) -> None:
+        """What was given a name and never used: a partial sum was never reduced, a call under way never waited for."""
+        for place, (target, found) in frame.made.items():
+            if place in frame.used or not isinstance(found, Array) or not found.sure:
+                continue
+            if found.pending:
+                self.never_waited(target, target.id, frame)
+            elif found.spec.unreduced and not found.loose:
+                axes = format_axes(found.spec.unreduced)
+                what = f"{found.spec} is never reduced: nothing uses {target.id} afterwards"
+                fix = f"reduce_scatter or all_reduce it over {axes}, or return it"
+                self.report(target, "never-reduced", said(what, "never-reduced", fix), frame)
+
+    def never_waited(self, node: ast.AST, what: str, frame: Frame) -> None:
+        text = said(f"nothing waits for {what}", "never-waited", "wait(x), or x.wait(), before it is needed")
+        self.report(node, "never-waited", text, frame)
+
+    def returning(self, node: ast.Return, found, frame: Frame) -> None:
+        """A function that is not known to be linear is no way to return partial sums."""
+        if isinstance(found, Array) and found.through and found.spec.unreduced:
+            wrong = difference(replace(found, pending=False), found.spec)
+            if wrong:
+                self.report(node, wrong[0], f"{ast.unparse(node.value)}: {wrong[1]}", frame)
+
+    def stored(self, node: ast.AST, target: ast.expr, found, frame: Frame) -> None:
         """Into `grads["W_in"][l]` goes what SPECS calls W_in."""
         keys = [
             n.slice.value
@@ -181,75 +262,25 @@ class Reader(Calls, Listings):
             if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Constant)
         ]
         base = next((n.id for n in ast.walk(target) if isinstance(n, ast.Name) and "grad" in n.id), None)
-        for spec in (layer(self.specs[key]) for key in keys if base and key in self.specs):
-            if isinstance(value, Array) and (wrong := difference(value, spec)):
-                self.report(node, f"{value.spec} is stored in {ast.unparse(target)}, typed {spec}: {wrong}")
+        for spec in (one_layer(self.specs[key]) for key in keys if base and key in self.specs):
+            if isinstance(found, Array) and (wrong := difference(found, spec)):
+                what = f"{found.spec} is stored in {ast.unparse(target)}, typed {spec}: {wrong[1]}"
+                self.report(node, "gradient" if wrong[0] == "unreduced" else wrong[0], what, frame)
 
-    def waited_for(self, fn: ast.FunctionDef) -> None:
-        """A list that is given to a function that waits holds what is under way."""
-        waits = {n.id for call in ast.walk(fn) if isinstance(call, ast.Call) and "wait" in getattr(call.func, "id", "")
-                 for n in call.args if isinstance(n, ast.Name)}  # fmt: skip
-        for node, name, held in self.appended.pop(fn.name, ()):
-            if name in waits and held.sure and not held.pending and held.spec.unreduced:
-                self.report(node, f"{held.spec} joins {name}, which is waited for, but nothing reduces it\n"
-                                  "  rule: a partial sum is reduced before it is a result")  # fmt: skip
 
-    def value(self, node: ast.expr, env: dict):
-        """What an expression gives; reading it reports its faults."""
-        if isinstance(node, ast.Constant):
-            return Text(node.value) if isinstance(node.value, str) else None
-        if isinstance(node, ast.Name):
-            return env.get(node.id)
-        if isinstance(node, (ast.Tuple, ast.List)):
-            return Many(tuple(self.value(item, env) for item in node.elts))
-        if isinstance(node, ast.Dict):
-            items = [(key.value if isinstance(key, ast.Constant) else None, self.value(item, env))
-                     for key, item in zip(node.keys, node.values, strict=True)]  # fmt: skip
-            return Tree(tuple((key, item) for key, item in items if isinstance(key, str)))
-        if isinstance(node, ast.IfExp):
-            self.value(node.test, env)
-            one, other = self.value(node.body, env), self.value(node.orelse, env)
-            if torn := partly_reduced(one, other):
-                self.report(node, f"{ast.unparse(node)}: {torn}")
-            return merge(one, other)
-        if isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp)):
-            inner = dict(env)
-            for part in node.generators:
-                self.bind(part.target, element(self.value(part.iter, inner)), inner)
-            return Each(self.value(node.elt, inner))
-        if isinstance(node, ast.Subscript):
-            return self.item(node, env)
-        if isinstance(node, ast.Call):
-            return self.call(node, env)
-        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
-            return self.arithmetic(node, env)
-        if isinstance(node, ast.Attribute):
-            held = self.value(node.value, env)
-            if isinstance(held, Array) and node.attr in TURNED and len(held.spec.dims) == 2:
-                return Array(Spec(held.spec.name, held.spec.dims[::-1], held.spec.unreduced), held.sure)
-            return held if node.attr in SAME else None
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr) and not isinstance(node, ast.Lambda):
-                self.value(child, env)
-        return None
+def one_layer(spec: Spec) -> Spec:
+    """The type of one layer of params, whose leading dim L, if their type names it, counts the layers."""
+    return Spec(spec.name, spec.dims[1:], spec.unreduced) if spec.dim_names[:1] == ("L",) else spec
 
-    def item(self, node: ast.Subscript, env: dict):
-        held, index = self.value(node.value, env), node.slice
-        self.value(index, env)
-        if isinstance(index, ast.Constant):
-            if isinstance(held, Tree) and isinstance(index.value, str):
-                return held.get(index.value)
-            if (
-                isinstance(held, Many)
-                and isinstance(index.value, int)
-                and -len(held.items) <= index.value < len(held.items)
-            ):
-                return held.items[index.value]
-        if isinstance(index, ast.Slice):
-            return held if isinstance(held, Each) else None
-        return element(held)
+
+def expects_an_error(node: ast.expr) -> bool:
+    """Whether a `with` is a test's pytest.raises: what stands in it is meant to be wrong."""
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("raises", "assertRaises", "warns")
 
 
 def _load(target: ast.expr) -> ast.expr:
     """An assignment's target as an expression that reads it."""
     return ast.parse(ast.unparse(target), mode="eval").body
+
+
+__all__ = ["Frame", "Number", "Statements", "one_layer"]

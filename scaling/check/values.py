@@ -4,18 +4,72 @@ A value that nothing is known about is None. What is known of an array is its ty
 function that is not followed most likely returned: it is held against a declared type only if the dims are the same.
 """
 
-from dataclasses import dataclass, replace
+import ast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from scaling.spec import Spec, format_axes
+from scaling.spec import Spec
+
+ANY = "?"  # a dim whose name is not known
 
 
 @dataclass(frozen=True)
 class Array:
-    """A shard of a known type; `pending`: still under way, to be waited for."""
+    """A shard of a known type.
+
+    `pending`: still under way, to be waited for. `loose`: its dims were not followed, only its {U} counts. `parts`: how
+    the parts of {U} make the whole, if known: "sum", "mean", "max", "min", or "root", of which one is not zero.
+    `summed`: an AllReduce made it. `through`: the function, not known to be linear, that these partial sums went
+    through. `key`: the param that it is.
+    """
 
     spec: Spec
     sure: bool = True
     pending: bool = False
+    loose: bool = False
+    parts: str = ""
+    summed: bool = False
+    through: str = ""
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"a view of {self.spec}" if self.loose else str(self.spec)
+
+    @property
+    def matrix(self) -> bool:
+        return not self.loose and len(self.spec.dims) == 2
+
+    def typed(self, dims=None, unreduced=None, **changes) -> "Array":
+        """This array with other dims or {U}, which is no param any more."""
+        dims = self.spec.dims if dims is None else tuple(dims)
+        spec = Spec(self.spec.name, dims, self.spec.unreduced if unreduced is None else tuple(sorted(unreduced)))
+        return replace(self, spec=spec, key="", **changes)
+
+
+@dataclass(frozen=True)
+class Var:
+    """An argument of which nothing is known yet: it has the type of the first line that it, or a function of it that
+    keeps types, is given to."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Number:
+    """A constant: a number, or an array that is the same number everywhere. None: some number."""
+
+    value: float | None
+
+    @property
+    def zero(self) -> bool:
+        return self.value == 0
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string that is known: the type of a line may be kept in a variable."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -34,42 +88,94 @@ class Each:
 
 @dataclass(frozen=True)
 class Tree:
-    """A dict by constant keys, such as params and gradients."""
+    """A dict by constant keys, such as params and gradients. `names`: those of a NamedTuple's or dataclass's fields."""
 
     items: tuple[tuple[str, object], ...]
+    kind: Any = None  # the Class that it is an instance of
 
     def get(self, key):
         return dict(self.items).get(key)
 
+    def put(self, key: str, value) -> "Tree":
+        return replace(self, items=tuple((dict(self.items) | {key: value}).items()))
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A function whose source is known: of a module, with the variables around it, perhaps bound to an object."""
+
+    node: ast.FunctionDef | ast.Lambda
+    module: Any
+    around: dict = field(default_factory=dict)
+    bound: object = None
+
+    @property
+    def name(self) -> str:
+        return getattr(self.node, "name", "lambda")
+
+
+@dataclass(frozen=True, eq=False)
+class Class:
+    """A class whose source is known."""
+
+    node: ast.ClassDef
+    module: Any
+
 
 @dataclass(frozen=True)
-class Text:
-    """A string that is known: the type of a line may be kept in a variable."""
+class Known:
+    """A name that the checker knows by itself: `kind` "typed" (a collective, einsum), "torch", "module", "special"."""
 
-    text: str
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Gone:
+    """What was given away, by donate=True: it must not be read again."""
+
+    was: str
+    line: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pull:
+    """What torch.func.vjp returns beside the result: the cotangents of `primals`, all of them in a tuple unless `one`.
+
+    `result` is what the function returned: the cotangents are unreduced over the axes over which it is.
+    """
+
+    primals: tuple
+    result: object
+    one: bool = False
 
 
 def merge(a, b):
     """What holds after either of two branches: the one that is known, or what both agree on."""
     if a is None or b is None or a == b:
         return b if a is None else a
+    if isinstance(a, (Number, Var)) or isinstance(b, (Number, Var)):
+        known, other = (b, a) if isinstance(a, (Number, Var)) else (a, b)
+        return known if isinstance(known, Array) or isinstance(other, Number) else None
+    if isinstance(a, Gone) or isinstance(b, Gone):
+        return a if isinstance(a, Gone) else b
     if isinstance(a, Array) and isinstance(b, Array):
-        alike = a.spec.same_sharding(b.spec) and a.pending == b.pending
-        return replace(a, sure=a.sure and b.sure) if alike else None
+        if a.pending != b.pending or a.spec.unreduced != b.spec.unreduced:
+            return None
+        both = a if a.spec.same_sharding(b.spec) else replace(a, loose=True)
+        parts = a.parts if a.parts == b.parts else ""
+        return replace(
+            both, sure=a.sure and b.sure, loose=both.loose or b.loose, parts=parts, summed=a.summed and b.summed,
+            through=a.through or b.through, key=a.key if a.key == b.key else "",
+        )  # fmt: skip
     if isinstance(a, Many) and isinstance(b, Many) and len(a.items) == len(b.items):
         return Many(tuple(map(merge, a.items, b.items)))
-    if isinstance(a, Each) and isinstance(b, Each):
-        return Each(merge(a.item, b.item))
+    if isinstance(a, (Each, Many)) and isinstance(b, (Each, Many)):
+        return Each(merge(element(a), element(b)))
+    if isinstance(a, Tree) and isinstance(b, Tree):
+        keys = dict.fromkeys([key for key, _ in a.items + b.items])
+        return Tree(tuple((key, merge(a.get(key), b.get(key))) for key in keys), a.kind)
     return None
-
-
-def partly_reduced(a, b) -> str:
-    """What is wrong with a value that is one of two arrays, of which one is a partial sum and the other is not."""
-    if not isinstance(a, Array) or not isinstance(b, Array) or a.spec.dim_names != b.spec.dim_names:
-        return ""
-    if a.spec.unreduced == b.spec.unreduced:
-        return ""
-    return f"it is {a.spec} or {b.spec}\n  rule: a value is unreduced over the same axes whichever way it is made"
 
 
 def element(value):
@@ -83,7 +189,9 @@ def element(value):
                 return None
             held = merge(held, item)
         return held
-    return None
+    if isinstance(value, Array) and not value.loose and value.spec.dims and not value.pending:
+        return value.typed(value.spec.dims[1:]) if not value.spec.dims[0][1] else replace(value, loose=True)
+    return value if isinstance(value, Array) and not value.pending else None
 
 
 def as_array(value) -> "Array | None":
@@ -93,44 +201,37 @@ def as_array(value) -> "Array | None":
     return value if isinstance(value, Array) else None
 
 
-def guess(values) -> "Array | None":
-    """What a function that is not followed returns of typed arguments: the same type, if they agree on it.
-
-    Its result is unreduced where any argument is: it may be linear in that one.
-    """
-    arrays = [a for a in map(as_array, values) if a is not None and not a.pending]
-    if not arrays or any(a.spec.dims != arrays[0].spec.dims for a in arrays):
-        return None
-    unreduced = sorted({axis for a in arrays for axis in a.spec.unreduced})
-    first = arrays[0].spec
-    if any(axis in first.axes for axis in unreduced):
-        return None
-    return Array(Spec(first.name, first.dims, tuple(unreduced)), sure=False)
+def arrays_in(value) -> "list[tuple[str, Array]]":
+    """(where, array) of all arrays in a tree of values."""
+    if isinstance(value, Array):
+        return [("", value)]
+    if isinstance(value, Tree):
+        return [(f"[{key!r}]{where}", found) for key, item in value.items for where, found in arrays_in(item)]
+    if isinstance(value, Many):
+        return [(f"[{i}]{where}", found) for i, item in enumerate(value.items) for where, found in arrays_in(item)]
+    return [(f"[...]{where}", found) for where, found in arrays_in(value.item)] if isinstance(value, Each) else []
 
 
-def difference(held: Array, declared: Spec) -> str:
-    """What is wrong about using an array as the declared type, and the fix; "" if nothing is."""
-    if held.pending:
-        return "it is still under way\n  rule: what async_op=True returns is waited for\n  fix: .wait() for it first"
-    spec = held.spec
-    if spec.same_sharding(declared):
-        return ""
-    if spec.dim_names != declared.dim_names:
-        if not held.sure:
-            return ""
-        return "the dims differ\n  rule: an operand has the dims that its type says, in their order"
-    over = [axis for axis in spec.unreduced if axis not in declared.unreduced]
-    if over and spec.dims == declared.dims:
-        axes = format_axes(over)
-        return (
-            f"it is still unreduced over {axes}\n  rule: a partial sum stays {{U_{axes}}} until it is reduced\n"
-            f"  fix: reduce_scatter or all_reduce it over {axes}"
-        )
-    over = [axis for axis in declared.unreduced if axis not in spec.unreduced]
-    if over and spec.dims == declared.dims:
-        return f"it is not unreduced over {format_axes(over)}\n  rule: what is reduced already is not reduced again"
-    for (dim, was), (_, says) in zip(spec.dims, declared.dims, strict=True):
-        if was != says:
-            a, b = (format_axes(axes) if axes else "no axis" for axes in (was, says))
-            return f"{dim} is split over {a}, not over {b}\n  rule: only a collective changes how an array is split"
-    return "the unreduced axes differ\n  rule: only a reduction removes axes from {U}"
+def settled(value):
+    """The value once all of it that is under way has been waited for."""
+    if isinstance(value, Array):
+        return replace(value, pending=False)
+    if isinstance(value, Many):
+        return Many(tuple(map(settled, value.items)))
+    if isinstance(value, Each):
+        return Each(settled(value.item))
+    if isinstance(value, Tree):
+        return replace(value, items=tuple((key, settled(item)) for key, item in value.items))
+    return value
+
+
+def broadcast(a: Spec, b: Spec) -> "tuple | None":
+    """The dims of an elementwise function of two arrays, aligned from the last; None if their names do not match."""
+    dims, width = [], max(len(a.dims), len(b.dims))
+    for i in range(1, width + 1):
+        one, other = (s.dims[-i] if i <= len(s.dims) else ("1", ()) for s in (a, b))
+        if one[0] not in ("1", other[0], ANY) and other[0] not in ("1", ANY):
+            return None
+        dims.insert(0, other if one[0] in ("1", ANY) else one)
+    axes = [axis for _, split in dims for axis in split]
+    return tuple(dims) if len(set(axes)) == len(axes) else None

@@ -1,0 +1,267 @@
+"""Expressions, read and not run (see scaling.check): what each gives; reading it reports its faults."""
+
+import ast
+from dataclasses import replace
+
+from scaling.check.arithmetic import OPERATORS
+from scaling.check.calls import Calls
+from scaling.check.rules import partly_reduced
+from scaling.check.torch_functions import constant
+from scaling.check.values import (
+    Array,
+    Class,
+    Each,
+    Function,
+    Gone,
+    Known,
+    Many,
+    Number,
+    Text,
+    Tree,
+    Var,
+    as_array,
+    element,
+    merge,
+)
+
+TRANSPOSED, SAME = ("T", "mT", "H", "mH"), ("data", "real")  # attributes of a tensor
+
+
+class Expressions(Calls):
+    """The part of the reader that gives expressions their values."""
+
+    def value(self, node: ast.expr, frame):
+        found = self._value(node, frame)
+        return self.known(found)
+
+    def known(self, value):
+        """An argument whose type has been learned meanwhile."""
+        return self.bound.get(value.number, value) if isinstance(value, Var) else value
+
+    def _value(self, node: ast.expr, frame):
+        match node:
+            case ast.Constant(value=value):
+                if isinstance(value, str):
+                    return Text(value)
+                return Number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+            case ast.Name():
+                return self.name(node, frame)
+            case ast.Tuple() | ast.List():
+                return self.row(node.elts, frame)
+            case ast.Dict():
+                return self.dictionary(node, frame)
+            case ast.JoinedStr():
+                return self.formatted(node, frame)
+            case ast.IfExp():
+                self.value(node.test, frame)
+                one, other = self.value(node.body, frame.inside()), self.value(node.orelse, frame.inside())
+                if torn := partly_reduced(one, other):
+                    self.report(node, "branches", f"{ast.unparse(node)}: {torn}", frame)
+                return merge(one, other)
+            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
+                return Each(self.value(node.elt, self.comprehension(node, frame)))
+            case ast.DictComp():
+                inner = self.comprehension(node, frame)
+                self.value(node.key, inner)
+                return Each(self.value(node.value, inner))
+            case ast.Subscript():
+                return self.item(node, frame)
+            case ast.Call():
+                return self.call(node, frame)
+            case ast.BinOp():
+                return self.binary(node, frame)
+            case ast.UnaryOp():
+                held = self.value(node.operand, frame)
+                return Number(None) if isinstance(held, Number) and not held.zero else held
+            case ast.Compare():
+                return self.comparison(node, frame)
+            case ast.Attribute():
+                return self.attribute(node, frame)
+            case ast.Lambda():
+                return self.lambda_(node, frame)
+            case ast.NamedExpr():
+                found = self.value(node.value, frame)
+                self.bind(node.target, found, frame)
+                return found
+            case ast.Starred() | ast.Await():
+                return self.value(node.value, frame)
+            case ast.BoolOp():
+                values = [self.value(item, frame) for item in node.values]
+                found = values[0]
+                for other in values[1:]:
+                    found = merge(found, other)
+                return found
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.value(child, frame)
+        return None
+
+    def name(self, node: ast.Name, frame):
+        frame.read(node.id)
+        found = frame.env[node.id] if node.id in frame.env else self.global_name(frame.module, node.id)
+        if isinstance(found, Gone) and isinstance(node.ctx, ast.Load):
+            what = f"{node.id} was given away in line {found.line}, by {found.was}"
+            fix = "use the result, or do not give it away"
+            self.report(node, "given-away", self.say(what, "given-away", fix), frame)
+            return None
+        return found
+
+    def row(self, elements, frame):
+        items = []
+        for item in elements:
+            found = self.value(item, frame)
+            if isinstance(item, ast.Starred):
+                if not isinstance(found, Many):
+                    rest = [self.value(other, frame) for other in elements]
+                    return Each(None) if rest else None
+                items += found.items
+            else:
+                items.append(found)
+        return Many(tuple(items))
+
+    def dictionary(self, node: ast.Dict, frame):
+        items: dict = {}
+        for key, item in zip(node.keys, node.values, strict=True):
+            found = self.value(item, frame)
+            name = self.value(key, frame) if key is not None else None
+            if isinstance(name, Text):
+                items[name.text] = found
+            elif key is None and isinstance(found, Tree):
+                items |= dict(found.items)
+        return Tree(tuple(items.items()))
+
+    def formatted(self, node: ast.JoinedStr, frame) -> Text:
+        """An f-string. A part that is not known is numbered: the same expression has the same number."""
+        text = ""
+        for part in node.values:
+            if isinstance(part, ast.Constant):
+                text += str(part.value)
+                continue
+            found = self.value(part.value, frame)
+            plain = part.conversion == -1 and part.format_spec is None
+            if isinstance(found, Text) and plain:
+                text += found.text
+            elif isinstance(found, Number) and isinstance(found.value, int) and plain:
+                text += str(found.value)
+            else:
+                shown = ast.unparse(part.value)
+                text += f"⟨{self.holes.setdefault(shown, len(self.holes))}⟩"
+        return Text(text)
+
+    def comprehension(self, node, frame):
+        inner = frame.inside()
+        for part in node.generators:
+            self.bind(part.target, element(self.value(part.iter, inner)), inner)
+            for test in part.ifs:
+                self.value(test, inner)
+        return inner
+
+    def item(self, node: ast.Subscript, frame):
+        held, index = self.value(node.value, frame), node.slice
+        found = self.value(index, frame) if not isinstance(index, (ast.Slice, ast.Tuple)) else None
+        for child in ast.walk(index) if isinstance(index, (ast.Slice, ast.Tuple)) else ():
+            if isinstance(child, ast.Name):
+                self.value(child, frame)
+        if isinstance(held, Tree):
+            return held.get(found.text) if isinstance(found, Text) else element(Many(tuple(v for _, v in held.items)))
+        if isinstance(held, Many):
+            number = constant(index)
+            if isinstance(number, int) and -len(held.items) <= number < len(held.items):
+                return held.items[number]
+            return Each(element(held)) if isinstance(index, ast.Slice) else element(held)
+        if isinstance(held, Array):
+            return self.indexed(held, index)
+        if isinstance(index, ast.Slice):
+            return held if isinstance(held, Each) else None
+        return element(held)
+
+    def indexed(self, held: Array, index: ast.expr) -> Array:
+        """x[i], x[None], x[..., None], x[:n]: the dims as far as they can be told."""
+        if held.pending or held.loose:
+            return held
+        parts = list(index.elts) if isinstance(index, ast.Tuple) else [index]
+        dims, kept, at, loose = list(held.spec.dims), [], 0, False
+        for position, part in enumerate(parts):
+            value = constant(part) if isinstance(part, (ast.Constant, ast.UnaryOp)) else part
+            if isinstance(part, ast.Constant) and part.value is None:
+                kept.append(("1", ()))
+            elif value is ...:
+                rest = sum(1 for p in parts[position + 1 :] if not (isinstance(p, ast.Constant) and p.value is None))
+                while at < len(dims) - rest:
+                    kept.append(dims[at])
+                    at += 1
+            elif at >= len(dims):
+                return replace(held, loose=True, key="")
+            elif isinstance(part, ast.Slice):
+                kept.append(dims[at])
+                at += 1
+            elif isinstance(value, int) or isinstance(part, ast.Name):
+                if dims[at][1] or (isinstance(part, ast.Name) and len(parts) > 1):
+                    return replace(held, loose=True, sure=False, key="")
+                at += 1
+                loose = True
+            else:
+                return replace(held, loose=True, sure=False, key="")
+        key = held.key if len(parts) == 1 and len(kept) + len(dims[at:]) == len(dims) - 1 else ""
+        # an item is often taken for an array of its own: one block of keys, one layer
+        return replace(held.typed([*kept, *dims[at:]], sure=held.sure and not loose, loose=loose and not key), key=key)
+
+    def binary(self, node: ast.BinOp, frame):
+        """An operator; a long sum is read from its first term on."""
+        chain = [node]
+        while isinstance(chain[-1].left, ast.BinOp):
+            chain.append(chain[-1].left)
+        found = self.value(chain[-1].left, frame)
+        for each in reversed(chain):
+            found = self.operator(each, found, self.value(each.right, frame), frame)
+        return found
+
+    def operator(self, node: ast.BinOp, a, b, frame):
+        if isinstance(node.op, ast.BitOr) and isinstance(a, Tree) and isinstance(b, Tree):
+            return replace(a, items=tuple((dict(a.items) | dict(b.items)).items()))
+        if isinstance(node.op, ast.Mult) and isinstance(a, Many) and isinstance(b, Number):
+            return Each(element(a))
+        if type(node.op) not in OPERATORS:
+            return None
+        return self.combine(node, OPERATORS[type(node.op)], a, b, (node.left, node.right), frame)
+
+    def comparison(self, node: ast.Compare, frame):
+        values = [self.value(side, frame) for side in (node.left, *node.comparators)]
+        if any(isinstance(op, (ast.Lt, ast.Gt, ast.LtE, ast.GtE)) for op in node.ops):
+            for held in values:
+                if isinstance(held, Array) and held.spec.unreduced and held.spec.dims and not held.pending:
+                    self.nonlinear(node, ast.unparse(node), held, frame)
+        return None
+
+    def attribute(self, node: ast.Attribute, frame):
+        held = self.value(node.value, frame)
+        if isinstance(held, Known) and held.kind == "module":
+            return self.member(held.name, node.attr)
+        if isinstance(held, Known) and held.kind == "torch":
+            return Known("torch", node.attr)
+        if isinstance(held, Array):
+            if node.attr in TRANSPOSED:
+                return held.typed(held.spec.dims[::-1]) if held.matrix else replace(held, loose=True, key="")
+            return held if node.attr in SAME else None
+        if isinstance(held, Tree):
+            found = held.get(node.attr)
+            return found if found is not None or held.kind is None else self.of_class(held.kind, node.attr, held)
+        if isinstance(held, Class):
+            return self.of_class(held, node.attr, None)
+        return None
+
+    def lambda_(self, node: ast.Lambda, frame) -> Function:
+        """A lambda: its body is read once with arguments that are not known, and again where it is called."""
+        inner = frame.inside()
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            inner.env[argument.arg] = self.unknown()
+        for argument, default in zip(node.args.args[::-1], node.args.defaults[::-1], strict=False):
+            found = self.value(default, frame)
+            inner.env[argument.arg] = None if isinstance(found, Text) else found  # another line may be given
+        self.value(node.body, inner)
+        return Function(node, frame.module, frame.env)
+
+
+def stacked(value):
+    """Layers of params: what iterating over them gives."""
+    return as_array(value)

@@ -1,0 +1,191 @@
+"""Typed calls, read and not run (see scaling.check): the line by itself, its operands, and what it returns."""
+
+import ast
+import re
+from dataclasses import replace
+
+from scaling.algebra import rules
+from scaling.algebra.contraction import check_product
+from scaling.algebra.resharding import reshard
+from scaling.check.rules import difference, hidden, said
+from scaling.check.values import Array, Each, Gone, Text, Tree, Var, as_array
+from scaling.spec import ShardingError, Spec, format_axes, parse, parse_line
+
+KINDS = {
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+    "all_reduce": "AllReduce",
+    "all_to_all": "AllToAll",
+    "ragged_all_to_all": "AllToAll",
+    "broadcast": "Broadcast",
+    "reduce": "Reduce",
+    "scatter": "Scatter",
+    "gather": "Gather",
+}
+TYPED = {*KINDS, "einsum", "shard", "reshard", "unshard", "ppermute", "send", "recv"}
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+UNNAMED = re.compile("⟨(\\d+)⟩")  # a part of a text that is only known when the code runs
+
+
+class Lines:
+    """The part of the reader that checks typed calls. `seen`: {call: why it cannot be read, "" if it can}."""
+
+    def typed_call(self, name: str, node: ast.Call, frame):
+        """Check the line by itself and its operands; what it returns."""
+        values = [self.value(argument, frame) for argument in node.args]
+        keywords = {k.arg: self.value(k.value, frame) for k in node.keywords}
+        line = values[0] if values else keywords.get("line")
+        text, why = readable(line, node)
+        if why:
+            self.seen.setdefault(node, (frame.module, why))
+            self.taken(node, values, None, frame)
+            return None
+        try:
+            before, after = declared(name, text)
+        except ShardingError as error:
+            if "hole" in text:
+                self.seen.setdefault(node, (frame.module, f"{ast.unparse(node.args[0])} is only known when it runs"))
+                return None
+            self.seen[node] = frame.module, ""
+            self.report(node, "illegal-line", str(error), frame)
+            return None
+        self.seen[node] = frame.module, ""
+        named = {"x": 0, "a": 0, "b": 1}
+        given = list(zip(node.args[1:], values[1:], strict=False))
+        given += [(k.value, keywords[k.arg]) for k in node.keywords if k.arg in named]
+        if any(isinstance(argument, ast.Starred) for argument in node.args):
+            given = []
+        if name == "einsum":  # it waits for operands that are under way
+            given = [(argument, settle(value)) for argument, value in given]
+        held = self.operands(name, before, given, keywords, frame)
+        result = self.result(name, node, before, after, held, keywords, frame)
+        self.taken(node, values, result, frame)
+        return result
+
+    def operands(self, name: str, before, given, keywords, frame) -> "list[Array | None]":
+        """Hold the operands against the types that the line declares; from then on they are trusted."""
+        found = []
+        for spec, (argument, value) in zip(before, given, strict=False):
+            value, text = self.known(value), ast.unparse(argument)
+            held = as_array(value)
+            found.append(held)
+            if isinstance(value, Var):
+                self.bound.setdefault(value.number, Array(spec, sure=False))
+            # a ring: each block collects its sum on its way round
+            collects = held is not None and name == "ppermute" and {*held.spec.unreduced} & {*spec.axes}
+            if held is not None and not collects and (wrong := difference(held, spec)):
+                self.report(argument, wrong[0], f"{text} holds {held}, but the line says {spec}: {wrong[1]}", frame)
+            elif wrong := self.misnamed(argument, held, spec, frame):
+                self.report(argument, "wrong-name", wrong, frame)
+            elif (held is None or held.loose) and name == "all_gather" and (wrong := self.unlike_specs(spec)):
+                what = f"{text} is gathered as {spec}, but {wrong}"
+                fix = "gather over the axes that SPECS names"
+                self.report(argument, "split", said(what, "split", fix), frame)
+            if held is not None and name in REDUCTIONS:
+                self.how_reduced(argument, held, before[0], keywords.get("op"), frame)
+            if isinstance(argument, ast.Name) and not isinstance(value, (Each, Tree, Var)):
+                same = held is not None and held.spec.same_sharding(spec)
+                frame.env[argument.id] = replace(held, sure=True) if same else Array(spec)
+        return found
+
+    def how_reduced(self, node, held: Array, before: Spec, op, frame) -> None:
+        """A sum's parts are added, a mean's averaged."""
+        how = op.text if isinstance(op, Text) else "sum" if op is None else ""
+        if held.parts in ("", "root", how) or not how or not before.unreduced:
+            return
+        axes = format_axes(before.unreduced)
+        if held.parts == "mean":
+            what = f"{ast.unparse(node)} is a mean over each device's own part, and op={how!r} puts the means together"
+            fix = f"take its sum() and divide by the whole size, or give op='mean' if the parts over {axes} are equal"
+        else:
+            what = f"{ast.unparse(node)} holds parts of a {held.parts} over {axes}, which op={how!r} would not give"
+            fix = "leave out op" if held.parts == "sum" else f"give op={held.parts!r}"
+        self.report(node, "how-reduced", said(what, "how-reduced", fix), frame)
+
+    def misnamed(self, argument, held: "Array | None", spec: Spec, frame) -> str:
+        """A param, or an item of a dict by its name, that goes into a line under another param's name."""
+        key = held.key if held is not None else ""
+        others = {name for name in self.specs if name not in ("In", "Out")}
+        inner = argument.value if isinstance(argument, ast.Subscript) and not is_key(argument) else argument
+        if not key and is_key(inner):
+            key, others = inner.slice.value, frame.module_keys
+        if not key or not spec.name or key == spec.name or spec.name not in others or key not in others:
+            return ""
+        what = f"{ast.unparse(argument)} is {key}, but the line says {spec}"
+        return said(what, "wrong-name", f"take {spec.name}, or name it {key} in the line")
+
+    def unlike_specs(self, spec: Spec) -> str:
+        """Of a gathered array of which only the name is known: an axis that SPECS has for another dim, or nowhere."""
+        known, axes_known = self.specs.get(spec.name), {axis for s in self.specs.values() for axis in s.axes}
+        for dim, axes in spec.dims if known and not hidden(spec) else ():
+            for axis in axes:
+                elsewhere = axis in known.axes and axis not in known.axes_of(dim)
+                if dim in known.dim_names and (elsewhere or axis not in axes_known):
+                    return f"SPECS says {known}: {dim} is not split over {axis}"
+        return ""
+
+    def result(self, name: str, node: ast.Call, before, after: Spec, held, keywords, frame):
+        flags = [k.value for k in node.keywords if k.arg in ("async_op", "defer")]
+        if flags and not isinstance(flags[0], ast.Constant):
+            return None
+        parts = {x.parts for x in held if x is not None and x.spec.unreduced}
+        if name == "einsum" and set(after.unreduced) - {axis for spec in before for axis in spec.unreduced}:
+            parts.add("sum")
+        parts = parts.pop() if len(parts) == 1 and after.unreduced else ""
+        parts = "root" if name in ("gather", "reduce") else parts  # what the root has: the other parts are zero
+        summed = name == "all_reduce" or (name not in REDUCTIONS and any(x is not None and x.summed for x in held))
+        moves = name in ("ppermute", "send", "recv")  # of a block on its way only its sender knows what it is
+        return Array(after, sure=not moves, pending=bool(flags and flags[0].value), parts=parts, summed=summed)
+
+    def taken(self, node: ast.Call, values, result, frame) -> None:
+        """What donate=True and out= take away: the one variable is gone, the other holds the result."""
+        for keyword in node.keywords:
+            if keyword.arg == "donate" and getattr(keyword.value, "value", False) is True and len(node.args) > 1:
+                operand = node.args[1]
+                if isinstance(operand, ast.Name):
+                    frame.env[operand.id] = Gone(ast.unparse(node.func), node.lineno)
+            elif keyword.arg == "out" and isinstance(keyword.value, ast.Name) and isinstance(result, Array):
+                frame.env[keyword.value.id] = result
+
+
+def settle(value):
+    """An operand of einsum, which waits for what is under way."""
+    return replace(value, pending=False) if isinstance(value, Array) else value
+
+
+def is_key(node) -> bool:
+    """Whether an expression is an item by a constant name, `params["W_in"]`."""
+    return isinstance(node, ast.Subscript) and isinstance(getattr(node.slice, "value", None), str)
+
+
+def readable(line, node: ast.Call) -> tuple[str, str]:
+    """(the text of a line, why it cannot be read). Axes that are only known when it runs get a name: hole0."""
+    shown = ast.unparse(node.args[0]) if node.args else "its line"
+    if not isinstance(line, Text):
+        return "", f"{shown} is only known when it runs"
+    text = line.text
+    for before, after in (("_⟨", "_{hole⟨"), ("(?<=[A-Za-z0-9'])⟨", "_{hole⟨")):
+        text = re.sub(before + "(\\d+)⟩", lambda m, after=after: f"{after[:-1]}{m[1]}}}", text)
+    text = re.sub("\\]⟨(\\d+)⟩", "] {U_{hole\\1}}", text)
+    return (text, "") if "⟨" not in text else ("", f"{shown} is only known when it runs")
+
+
+def declared(name: str, text: str) -> tuple[tuple[Spec, ...], Spec]:
+    """The types of the operands and of the result that a line declares; ShardingError if the line breaks a rule."""
+    if name == "einsum":
+        line = check_product(text)
+        return line.operands, line.result
+    if name in ("ppermute", "send", "recv") and "->" not in text:
+        return (parse(text),), parse(text)
+    if name == "unshard":
+        spec = parse(text)
+        return (spec,), spec.whole()
+    if name == "shard" and "->" not in text:
+        spec = parse(text)
+        return (Spec(spec.name, tuple((dim, ()) for dim in spec.dim_names)),), spec
+    line = parse_line(text)
+    if name == "reshard":
+        reshard(line.operands[0], line.result)
+    elif name != "ppermute" and not (name == "shard" and line.operands[0].same_sharding(line.result)):
+        rules.collective_steps(KINDS.get(name, "Slice"), text)
+    return line.operands, line.result

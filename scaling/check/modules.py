@@ -1,0 +1,131 @@
+"""Modules as the checker sees them: source that is found and parsed, and never imported.
+
+A module is looked for beside the file that imports it, in the packages around that file, and on sys.path. Of what is
+installed only this project is read: of other packages' functions nothing is known.
+"""
+
+import ast
+import sys
+import sysconfig
+from functools import cached_property, lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+TYPED_IN = ("scaling.collectives", "scaling.strategies.axes")  # modules whose typed calls the checker knows by itself
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+class Module:
+    """A parsed module. `scope`: its names, each with the statements that bind it at the top level."""
+
+    def __init__(self, name: str, path: "Path | None", tree: ast.Module):
+        self.name, self.path, self.tree = name, path, tree
+        self.scope: dict[str, list[tuple[ast.AST, ast.AST]]] = {}
+        self.collect(tree.body)
+
+    @cached_property
+    def uses_lines(self) -> bool:
+        """Whether the module imports typed calls."""
+        for bindings in self.scope.values():
+            for node, detail in bindings:
+                if isinstance(node, ast.Import) and detail.name.startswith(TYPED_IN):
+                    return True
+                if isinstance(node, ast.ImportFrom):
+                    source = self.absolute(node)
+                    if source.startswith(TYPED_IN) or f"{source}.{detail.name}" in TYPED_IN:
+                        return True
+        return False
+
+    @cached_property
+    def keys(self) -> set[str]:
+        """The constant keys of all the module's dicts, `params["W_in"]`."""
+        items = (n.slice for n in ast.walk(self.tree) if isinstance(n, ast.Subscript))
+        return {s.value for s in items if isinstance(s, ast.Constant) and isinstance(s.value, str)}
+
+    @property
+    def package(self) -> str:
+        inside = self.path is not None and self.path.name == "__init__.py"
+        return self.name if inside else self.name.rpartition(".")[0]
+
+    def collect(self, body) -> None:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                self.add(node.name, node, node)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                for alias in node.names:
+                    self.add(alias.asname or alias.name.split(".")[0], node, alias)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    for part in ast.walk(target):
+                        if isinstance(part, ast.Name):
+                            self.add(part.id, node, target)
+            elif isinstance(node, (ast.If, ast.Try, ast.With)):
+                handlers = [statement for handler in getattr(node, "handlers", ()) for statement in handler.body]
+                self.collect([*node.body, *getattr(node, "orelse", ()), *handlers, *getattr(node, "finalbody", ())])
+
+    def add(self, name: str, node: ast.AST, detail: ast.AST) -> None:
+        self.scope.setdefault(name, []).append((node, detail))
+
+    def absolute(self, node: ast.ImportFrom) -> str:
+        """The full name of the module that `from ... import` names."""
+        if not node.level:
+            return node.module or ""
+        parts = self.package.split(".") if self.package else []
+        return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+
+
+class Modules:
+    """Finds and parses modules; each once. Shared by the files of one run."""
+
+    def __init__(self):
+        self.found: dict[tuple, Module | None] = {}
+
+    def find(self, name: str, near: "Path | None" = None) -> "Module | None":
+        """The module of this name as a file at `near` would import it; None if there is no source that may be read."""
+        if name.split(".")[0] in sys.stdlib_module_names or name.split(".")[0] in ("torch", "numpy", "pytest"):
+            return None
+        roots = () if near is None else tuple(dict.fromkeys((str(near.parent), str(root_of(near)))))
+        key = name, roots
+        if key not in self.found:
+            path = source_file(name, roots)
+            self.found[key] = None if path is None else self.load(name, path)
+        return self.found[key]
+
+    def load(self, name: str, path: Path) -> "Module | None":
+        key = "file", path
+        if key not in self.found:
+            try:
+                self.found[key] = Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+            except (OSError, SyntaxError, ValueError):
+                self.found[key] = None
+        return self.found[key]
+
+
+@lru_cache(maxsize=4096)
+def source_file(name: str, roots: tuple[str, ...]) -> "Path | None":
+    """The file of a module, of those that may be read; nothing is imported to find it."""
+    top, *rest = name.split(".")
+    found = PathFinder.find_spec(top, [*roots]) if roots else None
+    for finder in sys.meta_path if found is None else ():
+        found = found or finder.find_spec(top, None)
+    for part in rest:
+        if found is None or not found.submodule_search_locations:
+            return None
+        found = PathFinder.find_spec(f"{found.name}.{part}", list(found.submodule_search_locations))
+    if found is None or not (found.origin or "").endswith(".py"):
+        return None
+    return None if top != "scaling" and found.origin.startswith(INSTALLED) else Path(found.origin)
+
+
+def root_of(path: Path) -> Path:
+    """The directory that holds the outermost package around a file."""
+    folder = path.resolve().parent
+    while (folder / "__init__.py").exists() and folder.parent != folder:
+        folder = folder.parent
+    return folder
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of the module in a file."""
+    inside = path.resolve().with_suffix("").relative_to(root_of(path)).parts
+    return ".".join(inside[:-1] if inside[-1] == "__init__" else inside)

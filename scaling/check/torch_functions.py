@@ -1,0 +1,171 @@
+"""Torch's functions and methods, read and not run (see scaling.check): every function of a partial sum that is not
+known to be linear is reported."""
+
+import ast
+from dataclasses import replace
+
+from scaling.check.rules import difference, said
+from scaling.check.torch_names import (
+    BILINEAR,
+    CONSTANTS,
+    JOINS,
+    KEEP,
+    LOOSE,
+    PARTS,
+    PLAIN,
+    POINTWISE,
+    SIGNS,
+    SUMS,
+    ZEROS,
+)
+from scaling.check.values import ANY, Array, Each, Many, Number, Var, as_array, element
+
+
+class TorchFunctions:
+    """The part of the reader that knows torch."""
+
+    def of_torch(self, name: str, node: ast.Call, args: list, keywords: dict, frame):
+        """What `torch.name(*args)`, or `args[0].name(*args[1:])`, gives."""
+        if name.endswith("_") and not name.endswith("__"):
+            name = name[:-1]
+        args = [self.known(value) for value in args]
+        held = as_array(args[0]) if args else None
+        if name in PLAIN:
+            return None
+        if name in ZEROS:
+            return Number(0.0)
+        if name in CONSTANTS and not any(isinstance(value, Array) and value.spec.unreduced for value in args[1:]):
+            return Number(None)
+        if late := next((v for v in args if isinstance(v, Array) and v.pending), None):
+            self.report(node, "pending", f"{ast.unparse(node)}: {difference(late, late.spec)[1]}", frame)
+            return None
+        if name in SIGNS and len(args) > 1:
+            if name in ("add", "sub", "subtract") and isinstance(keywords.get("alpha"), Array):
+                return None
+            return self.combine(node, SIGNS[name], args[0], args[1], self.sides(node), frame)
+        if name in JOINS:
+            return self.joined(name, node, args, keywords)
+        if name == "where" and len(args) == 3:
+            return self.chosen(node, *args[1:], frame)
+        if name in BILINEAR:
+            return self.bilinear(name, node, args, keywords, frame)
+        if name in ("lerp",) and len(args) > 1:
+            return self.combine(node, "+", args[0], args[1], self.sides(node), frame)
+        if isinstance(args[0] if args else None, Var):
+            return args[0] if name in KEEP | POINTWISE else None
+        if held is None:
+            return None
+        if name in KEEP:
+            return replace(held, key="")
+        if name in SUMS and not (held.spec.unreduced and SUMS[name] in ("max", "min")):
+            return self.reduced_over_dims(SUMS[name], node, held, args[1:], keywords)
+        if name in PARTS:
+            return Each(replace(self.turned(name, node, held), key=""))
+        if name in LOOSE:
+            return self.turned(name, node, held)
+        partial = next((v for v in map(as_array, args) if v is not None and v.spec.unreduced), None)
+        if partial is not None:
+            self.nonlinear(node, name, partial, frame)
+            return replace(partial, sure=False, key="", loose=partial.loose or name not in POINTWISE)
+        return replace(held, key="", summed=False) if name in POINTWISE else None
+
+    def sides(self, node: ast.Call) -> list[ast.AST]:
+        """The two operands of add(a, b) or a.add(b), as they are written."""
+        given = [node.func.value, *node.args] if isinstance(node.func, ast.Attribute) else node.args
+        operands = given if len(node.args) < 2 else node.args
+        operands = [*operands, *(k.value for k in node.keywords)]
+        return operands[:2] if len(operands) > 1 else [node, node]
+
+    def joined(self, name: str, node: ast.Call, args, keywords):
+        """cat and stack of a list of arrays."""
+        items = args[0] if args else keywords.get("tensors")
+        held = as_array(element(items))
+        if held is None or held.loose or held.pending:
+            return replace(held, key="") if held is not None else None
+        if isinstance(items, Many) and None in items.items:
+            held = replace(held, sure=False)
+        dim = constant(node.args[1] if len(node.args) > 1 else None)
+        if name == "stack" and (dim == 0 or (len(node.args) == 1 and not node.keywords)):
+            return held.typed(((ANY, ()), *held.spec.dims))
+        return replace(held, loose=True, key="")
+
+    def chosen(self, node, a, b, frame):
+        """where(condition, a, b), whose condition is the same on every device, or the caller's own affair."""
+        partial = next((x for x in (a, b) if isinstance(x, Array) and x.spec.unreduced), None)
+        other = b if partial is a else a
+        if partial is not None and isinstance(other, Number) and not other.zero:
+            self.nonlinear(node, ast.unparse(node), partial, frame)
+        if isinstance(a, Array) and isinstance(b, Array):
+            return self.combine(node, "+", a, b, [node, node], frame)
+        return replace(found, sure=False, key="") if (found := a if isinstance(a, Array) else as_array(b)) else None
+
+    def bilinear(self, name: str, node, args, keywords, frame):
+        """A product of two arrays, or of several; of F.linear also with its bias."""
+        arrays = [value for value in args if isinstance(value, Array)]
+        if name in ("mm", "matmul") and len(args) == 2 and arrays:
+            return self.matrix_product(node, *args, frame)
+        partial = [value for value in arrays if value.spec.unreduced]
+        if not partial:
+            return None
+        bias = args[2] if len(args) > 2 else keywords.get("bias")
+        if name == "linear" and partial[0] is args[0] and (len(node.args) > 2 or "bias" in keywords):
+            if not isinstance(bias, Array) or set(bias.spec.unreduced) != set(partial[0].spec.unreduced):
+                self.partial_plus_whole(node, partial[0], "its bias", frame)
+            return None
+        if len(partial) > 1 and set(partial[0].spec.unreduced) & set(partial[1].spec.unreduced):
+            what = f"{ast.unparse(node)}: {partial[0]} times {partial[1]}"
+            self.report(node, "product-of-sums", said(what, "product-of-sums", "reduce one of them first"), frame)
+        return replace(partial[0], sure=False, loose=True, key="")
+
+    def reduced_over_dims(self, how: str, node: ast.Call, held: Array, args, keywords):
+        """sum, mean, amax, amin: over a dim that is split they leave parts, {U}, of the sum, the mean, the maximum."""
+        if held.loose:
+            return replace(held, key="", sure=False)
+        given = node.args if isinstance(node.func, ast.Attribute) and len(args) == len(node.args) else node.args[1:]
+        where = next((k.value for k in node.keywords if k.arg in ("dim", "axis")), given[0] if given else None)
+        keep = next((k.value for k in node.keywords if k.arg == "keepdim"), given[1] if len(given) > 1 else None)
+        count, dims = len(held.spec.dims), held.spec.dims
+        over = constant(where) if where is not None else range(count)
+        over = (over,) if isinstance(over, int) else over
+        if over is None or not all(isinstance(i, int) and -count <= i < count for i in over):
+            return replace(held, loose=True, sure=False, key="")
+        gone = {i % count for i in over}
+        summed = [axis for i in gone for axis in dims[i][1]]
+        kept = bool(constant(keep)) if keep is not None else False
+        left = [("1", ()) if i in gone else dim for i, dim in enumerate(dims) if kept or i not in gone]
+        unreduced = {*held.spec.unreduced, *summed}
+        parts = how if summed else held.parts
+        if summed and held.spec.unreduced and held.parts != how:
+            parts = ""
+        # lines need not mention every axis that splits a dim: it may be a sum over more
+        return held.typed(left, unreduced, parts=parts, sure=held.sure and not summed)
+
+    def turned(self, name: str, node, held: Array) -> Array:
+        """Transposes and views: the dims as far as they can be told."""
+        dims, numbers = held.spec.dims, [constant(a) for a in getattr(node, "args", ())]
+        if held.loose:
+            return replace(held, key="")
+        if name in ("T", "mT", "t", "H", "mH", "adjoint") and len(dims) == 2:
+            return held.typed(dims[::-1])
+        if numbers and not isinstance(numbers[0], int) and len(numbers) and isinstance(node.func, ast.Attribute):
+            numbers = numbers if isinstance(numbers[0], int) else numbers[1:]
+        if all(isinstance(n, int) and -len(dims) <= n <= len(dims) for n in numbers):
+            if name in ("transpose", "swapaxes", "swapdims") and len(numbers) == 2:
+                order = list(range(len(dims)))
+                a, b = (n % len(dims) for n in numbers)
+                order[a], order[b] = order[b], order[a]
+                return held.typed(dims[i] for i in order)
+            if name == "permute" and len(numbers) == len(dims):
+                return held.typed(dims[n % len(dims)] for n in numbers)
+            if name == "unsqueeze" and len(numbers) == 1:
+                at = numbers[0] % (len(dims) + 1)
+                return held.typed((*dims[:at], ("1", ()), *dims[at:]))
+        return replace(held, loose=True, key="")
+
+
+def constant(node):
+    """The value of an expression that is written out; None of any other."""
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
