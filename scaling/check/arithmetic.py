@@ -4,6 +4,7 @@ import ast
 import re
 from dataclasses import replace
 
+from scaling.check.part import Part
 from scaling.check.rules import difference, hidden, said, same_dims
 from scaling.check.values import Array, Many, Number, Text, Var, broadcast
 from scaling.spec import Spec, format_axes
@@ -26,7 +27,7 @@ def looks_whole(node: ast.AST) -> bool:
     return bool(isinstance(name, str) and BIAS.search(name))
 
 
-class Arithmetic:
+class Arithmetic(Part):
     """The part of the reader that knows operators."""
 
     def combine(self, node: ast.AST, op: str, a, b, sides, frame):

@@ -7,6 +7,7 @@ is replicated over an axis over which the loss is unreduced is unreduced over it
 import ast
 from dataclasses import dataclass
 
+from scaling.check.part import Part
 from scaling.check.rules import difference, said
 from scaling.check.values import Array, Each, Function, Gone, Many, Pull, Tree, arrays_in, settled
 from scaling.spec import format_axes
@@ -22,7 +23,7 @@ class Gradient:
     at: object  # argnums
 
 
-class Gradients:
+class Gradients(Part):
     """The part of the reader that knows derivatives and optimizers."""
 
     TRANSFORMS = ("grad", "grad_and_value", "value_and_grad", "vjp", "jacrev", "checkpoint")

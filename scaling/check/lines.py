@@ -7,6 +7,7 @@ from dataclasses import replace
 from scaling.algebra import rules
 from scaling.algebra.contraction import check_product
 from scaling.algebra.resharding import reshard
+from scaling.check.part import Part
 from scaling.check.rules import difference, hidden, said
 from scaling.check.values import Array, Each, Gone, Text, Tree, Var, as_array
 from scaling.spec import ShardingError, Spec, format_axes, parse, parse_line
@@ -22,12 +23,11 @@ KINDS = {
     "scatter": "Scatter",
     "gather": "Gather",
 }
-TYPED = {*KINDS, "einsum", "shard", "reshard", "unshard", "ppermute", "send", "recv"}
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 UNNAMED = re.compile("⟨(\\d+)⟩")  # a part of a text that is only known when the code runs
 
 
-class Lines:
+class Lines(Part):
     """The part of the reader that checks typed calls. `seen`: {call: why it cannot be read, "" if it can}."""
 
     def typed_call(self, name: str, node: ast.Call, frame):

@@ -106,7 +106,7 @@ class Listings(Statements):
         if not isinstance(result, Array) or wanted is None:
             return
         if wrong := difference(settled(result) if late else result, wanted):
-            shown = f"{result}" if result.spec.name == what else f"{what} as {result}"
+            shown = f"{what} as {result}" if what else f"{result}"
             text = f"{fn.name} returns {shown}, but SPECS says {wanted}: {wrong[1]}"
             self.report(fn.node.body[-1], "result", text, self.frame_of(self.module))
 
@@ -128,7 +128,7 @@ class Listings(Statements):
             if name.endswith("forward"):
                 many = isinstance(result, Many) and len(result.items) > 1
                 Out, saved = result.items[:2] if many else (result, None)
-                self.hold(fn, "Out", Out, self.specs.get("Out"), late=False)
+                self.hold(fn, "", Out, self.specs.get("Out"), late=False)
             else:
                 self.hold_backward(fn, result)
 

@@ -11,6 +11,8 @@ from functools import cached_property, lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+TYPED = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ragged_all_to_all", "broadcast", "reduce"}
+TYPED |= {"scatter", "gather", "einsum", "shard", "reshard", "unshard", "ppermute", "send", "recv"}
 TYPED_IN = ("scaling.collectives", "scaling.strategies.axes")  # modules whose typed calls the checker knows by itself
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -26,14 +28,15 @@ class Module:
     @cached_property
     def uses_lines(self) -> bool:
         """Whether the module imports typed calls."""
-        for bindings in self.scope.values():
-            for node, detail in bindings:
-                if isinstance(node, ast.Import) and detail.name.startswith(TYPED_IN):
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import) and any(a.name.startswith(TYPED_IN) for a in node.names):
+                return True
+            if isinstance(node, ast.ImportFrom):
+                source, names = self.absolute(node), [alias.name for alias in node.names]
+                if source.startswith(TYPED_IN) or any(f"{source}.{name}" in TYPED_IN for name in names):
                     return True
-                if isinstance(node, ast.ImportFrom):
-                    source = self.absolute(node)
-                    if source.startswith(TYPED_IN) or f"{source}.{detail.name}" in TYPED_IN:
-                        return True
+                if source == "scaling" and any(name in TYPED for name in names):
+                    return True
         return False
 
     @cached_property

@@ -1,23 +1,43 @@
-"""What the parts of the reader share: `Reader` is made of them (see scaling.check.statements)."""
+"""What the parts of the reader share: `Reader` is made of them (see scaling.check.reader)."""
 
 import ast
 from collections.abc import Callable
 from typing import Any
 
+from scaling.check.modules import Module, Modules
 from scaling.spec import Spec
 
 
 class Part:
-    """`specs`: the module's SPECS; `functions` by name; `followed`: those read as a listing's; `appended`: what joins
-    lists, by function; `depth`, `current`: of the function that is being read."""
+    """`specs`: the module's SPECS; `seen`: {typed call: (its module, why it cannot be read, or "")}; `bound`: what was
+    learned of arguments, by number; `holes`: numbers of what stands in f-strings and is not known; `active`: the
+    functions that are being read; `memory`: what functions returned; `elsewhere`: faults in other modules' functions;
+    `quiet`: above 0 nothing is reported."""
 
+    module: Module
+    modules: Modules
     specs: dict[str, Spec]
-    functions: dict[str, ast.FunctionDef]
-    followed: set[str]
-    appended: dict[str, list]
-    depth: int
-    current: Any
+    seen: dict[ast.AST, tuple[Module, str]]
+    bound: dict[int, Any]
+    holes: dict[str, int]
+    holders: dict[int, Any]
+    active: list[ast.AST]
+    followed: set[ast.AST]
+    memory: dict[tuple, Any]
+    elsewhere: list[tuple[str, str]]
+    appended: list[tuple]
+    quiet: int
     report: Callable[..., None]
+    at_call: Callable[..., None]
     value: Callable[..., Any]
+    known: Callable[..., Any]
+    unknown: Callable[..., Any]
+    bind: Callable[..., None]
     function: Callable[..., Any]
     stored: Callable[..., None]
+    attribute: Callable[..., Any]
+    global_name: Callable[..., Any]
+    frame_of: Callable[..., Any]
+    member: Callable[..., Any]
+    imported: Callable[..., Any]
+    class_body: Callable[..., None]

@@ -4,9 +4,8 @@ import ast
 import builtins
 from typing import NamedTuple
 
-from scaling.check.lines import TYPED
 from scaling.check.listings import Listings
-from scaling.check.modules import TYPED_IN, Module, Modules
+from scaling.check.modules import TYPED, TYPED_IN, Module, Modules
 from scaling.check.rules import said
 from scaling.check.statements import Frame
 from scaling.check.values import Class, Function, Known, Number, Tree, Var
@@ -130,7 +129,7 @@ class Reader(Listings):
             return None
         near = (importer or self.module).path
         found = self.modules.find(source, near)
-        if found is not None and name in found.scope:
+        if found is not None and found is not importer and name in found.scope:
             return self.global_name(found, name)
         return Known("module", f"{source}.{name}") if self.modules.find(f"{source}.{name}", near) else None
 

@@ -4,6 +4,7 @@ known to be linear is reported."""
 import ast
 from dataclasses import replace
 
+from scaling.check.part import Part
 from scaling.check.rules import difference, said
 from scaling.check.torch_names import (
     BILINEAR,
@@ -21,7 +22,7 @@ from scaling.check.torch_names import (
 from scaling.check.values import ANY, Array, Each, Many, Number, Var, as_array, element
 
 
-class TorchFunctions:
+class TorchFunctions(Part):
     """The part of the reader that knows torch."""
 
     def of_torch(self, name: str, node: ast.Call, args: list, keywords: dict, frame):
