@@ -7,11 +7,10 @@ what SPECS names, `In`, `W_in`, `dOut`.
 """
 
 import ast
-from dataclasses import replace
 
 from scaling.check.rules import difference
-from scaling.check.statements import Frame, Statements, one_layer
-from scaling.check.values import Array, Class, Each, Function, Many, Text, Tree, Var, settled
+from scaling.check.statements import Statements, one_layer
+from scaling.check.values import Array, Class, Each, Function, Many, Text, Tree, settled
 from scaling.spec import ShardingError, Spec, parse
 
 FIELDS = ("SPECS", "layer_forward", "layer_backward", "gather", "reduce", "reduce_slow", "GRADS")
@@ -173,6 +172,3 @@ class Listings(Statements):
             if name in self.specs:
                 wanted = self.specs[name] if key in self.specs or name not in ENDS else self.specs["In"]
                 self.hold(fn, f"gradient {key}", held, one_layer(wanted))
-
-
-__all__ = ["Frame", "Listings", "Var", "replace"]

@@ -8,7 +8,7 @@ from scaling.check.listings import Listings
 from scaling.check.modules import TYPED, TYPED_IN, Module, Modules
 from scaling.check.rules import said
 from scaling.check.statements import Frame
-from scaling.check.values import Class, Function, Known, Number, Tree, Var
+from scaling.check.values import Class, Function, Known, Tree, Var
 from scaling.spec import ShardingError, Spec
 
 SPECIAL = {"wait": "wait", "joined": "joined"}
@@ -207,6 +207,3 @@ class Reader(Listings):
                 self.alone(Function(item, self.module, dict(frame.env) if frame.name else {}), held)
             elif isinstance(item, (ast.Assign, ast.AnnAssign)) and item.value is not None:
                 self.value(item.value, frame)
-
-
-__all__ = ["Fault", "Number", "Reader"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from scaling.check.expressions import Expressions
 from scaling.check.rules import difference, said
-from scaling.check.values import Array, Each, Function, Many, Number, Tree, element, merge
+from scaling.check.values import Array, Each, Function, Many, Tree, element, merge
 from scaling.spec import Spec, format_axes
 
 
@@ -281,6 +281,3 @@ def expects_an_error(node: ast.expr) -> bool:
 def _load(target: ast.expr) -> ast.expr:
     """An assignment's target as an expression that reads it."""
     return ast.parse(ast.unparse(target), mode="eval").body
-
-
-__all__ = ["Frame", "Number", "Statements", "one_layer"]
