@@ -3,7 +3,9 @@
     pip install transformers safetensors
     python tests/oracles/hugging_face_speed.py [--threads 2] [--steps 20]
 
-Medians, and of the ratios, ours over theirs: by torch.func.grad_and_value, and by transformer.loss_and_grads.
+Medians, and of the ratios, ours over theirs: by torch.func.grad_and_value, by models.transformer.loss_and_grads, and by
+strategies.transformer.loss_and_grads on a mesh of one rank. `--cpu`: the thread's own time, on one thread, where others
+use the machine too.
 """
 
 import argparse
@@ -16,7 +18,9 @@ import torch
 import transformers
 from tabulate import tabulate
 
+from scaling.mesh import Mesh
 from scaling.models import hf, transformer
+from scaling.strategies import transformer as strategy
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 SIZES |= {"num_hidden_layers": 4, "intermediate_size": 1408, "vocab_size": 4096}
@@ -32,6 +36,7 @@ def steps_of(sizes: dict, B: int, T: int) -> dict:
         config, params = hf.load(folder)
     tokens = torch.randint(config.V, (B, T + 1), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    mesh = Mesh({"X": 1})
     loss = partial(transformer.loss, config=config)
 
     def theirs():
@@ -42,6 +47,7 @@ def steps_of(sizes: dict, B: int, T: int) -> dict:
         "theirs": theirs,
         "torch.func": lambda: torch.func.grad_and_value(loss)(params, tokens),
         "loss_and_grads": lambda: transformer.loss_and_grads(params, tokens, config=config),
+        "strategy": lambda: strategy.loss_and_grads(params, inputs, targets, config, mesh),
     }
 
 
@@ -49,9 +55,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    clock = time.thread_time if args.cpu else time.perf_counter
+    args.threads = 1 if args.cpu else args.threads
     torch.set_num_threads(args.threads)
     rows = []
     for name, sizes, B, T in [("D=512, 2 x 256", SIZES, 2, 256), ("D=128, 2 x 64", TINY, 2, 64)]:
@@ -59,11 +68,11 @@ def main() -> None:
         times = {step: [] for step in steps}
         for round_ in range(args.steps + 2):
             for step, run in steps.items():
-                start = time.perf_counter()
+                start = clock()
                 run()
                 if round_ >= 2:
-                    times[step].append(1000 * (time.perf_counter() - start))
-        for step in ("torch.func", "loss_and_grads"):
+                    times[step].append(1000 * (clock() - start))
+        for step in ("torch.func", "loss_and_grads", "strategy"):
             ratios = sorted(a / b for a, b in zip(times[step], times["theirs"], strict=True))
             middle = [statistics.median(times[k]) for k in (step, "theirs")]
             quartiles = f"[{ratios[len(ratios) // 4]:.2f}, {ratios[3 * len(ratios) // 4]:.2f}]"
