@@ -15,7 +15,7 @@ import torch
 from torch.func import grad
 
 from scaling import data, optim
-from scaling.book.learning import Run, clock, learned
+from scaling.book.learning import Trained, clock, learned
 from scaling.book.lesson import Report, options, run
 from scaling.book.listing import module_equality, one_layer, stack_equality
 from scaling.collectives import all_reduce, einsum
@@ -79,7 +79,7 @@ def train(layer, mesh, text, args):
         first = grads if first is None else first
         params, state = optimizer.update(grads, state, params)
         losses.append(reduced(layer, loss, mesh))
-    return Run(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+    return Trained(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
 
 
 # %% The layer on this mesh, beside one device; then the training

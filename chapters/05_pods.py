@@ -17,7 +17,7 @@ import torch
 
 from scaling import cost, data, optim
 from scaling.book.answers import Answer, table
-from scaling.book.learning import Run, clock, learned
+from scaling.book.learning import Trained, clock, learned
 from scaling.book.lesson import EXACT, Report, options, run
 from scaling.book.listing import stack_equality
 from scaling.collectives import all_reduce, reduce_scatter
@@ -114,7 +114,7 @@ def train(layer, mesh, text, args):
         first = grads if first is None else first
         params, state = optimizer.update(grads, state, params)
         losses.append(reduced(layer, loss, mesh))
-    return Run(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+    return Trained(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
 
 
 # %% Run

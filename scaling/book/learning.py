@@ -13,7 +13,7 @@ from scaling.train.byte_lm import batch_axes, evaluate, param_specs
 
 
 @dataclass
-class Run:
+class Trained:
     """What a training loop starts from, `config` and `optimizer`, and what it leaves: `losses` of each step, the
     `first` gradients, params, the optimizer's state, and the seconds that it took."""
 
@@ -39,7 +39,7 @@ def memory(strategy, mesh, report: Report, params, grads, state, config) -> None
     report.same(rows, ["bytes on each rank", "from the types", "formula", "held"])
 
 
-def learned(report: Report, strategy, run: Run, text, args) -> None:
+def learned(report: Report, strategy, run: Trained, text, args) -> None:
     """What a chapter's training loop did, beside the same run on one device, and beside the entropy of the text."""
     mesh, config, specs = report.mesh, run.config, param_specs(strategy)
     train, valid = data.split(text)

@@ -1,4 +1,4 @@
-"""Buffers that a caller gives away, `out=` and `donate=True`: what they are, so that nothing else is written over."""
+"""Preallocated outputs, `out=` and `donate=True`: what they may be, so that nothing else is written over."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from scaling.spec import ShardingError
 def check_out(line, out: Tensor, shape: tuple[int, ...], dtype, device) -> None:
     """ShardingError unless `out` can hold a result of this shape, dtype and device."""
     if not isinstance(out, Tensor):
-        refuse(line, f"out is a {type(out).__name__}", "out is a tensor that is given away for the result")
+        refuse(line, f"out is a {type(out).__name__}", "out is a preallocated tensor, overwritten and returned")
     if out.shape != shape:
         rule = "out has the shape of the result: what is written beyond it would be another tensor's"
         refuse(line, f"the result has shape {tuple(shape)}, out {tuple(out.shape)}", rule)

@@ -74,8 +74,8 @@ def all_gather(line: str, x: Tensor, mesh, *, async_op: Literal[False] = ..., ou
 def all_gather(line: str, x: Tensor, mesh, *, async_op: Literal[True], out: Tensor | None = ...) -> Pending: ...
 def all_gather(line: str, x: Tensor, mesh, *, async_op: bool = False, out: Tensor | None = None):
     """`A[I_X, J] -> A[I, J]`: every rank gets the whole dim. The axes removed must be the minor ones of their dim
-    (`I_XY -> I_X`): otherwise the blocks would arrive interleaved. Cotangent: ReduceScatter. `out`: a buffer that is
-    given away for the result; x may be its own block of it."""
+    (`I_XY -> I_X`): otherwise the blocks would arrive interleaved. Cotangent: ReduceScatter. `out`: a preallocated
+    output, overwritten and returned; x may be its own block of it."""
     return _call("AllGather", line, x, mesh, async_op, out)
 
 
@@ -89,7 +89,7 @@ def reduce_scatter(
 ) -> Pending: ...
 def reduce_scatter(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, out: Tensor | None = None):
     """`A[I, J] {U_X} -> A[I_X, J]`: the sum over X, of which each rank gets its block. The axes become the minor ones
-    of their dim. Cotangent: AllGather. `out`: a buffer that is given away for the result."""
+    of their dim. Cotangent: AllGather. `out`: a preallocated output, overwritten."""
     return _call("ReduceScatter", line, x, mesh, async_op, out, by=op)
 
 
@@ -102,8 +102,8 @@ def all_reduce(
     line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[True], donate: bool = ...
 ) -> Pending: ...
 def all_reduce(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, donate: bool = False):
-    """`A[I, J] {U_X} -> A[I, J]`: every rank gets the sum over X. Cotangent: AllReduce. `donate`: x is given away, and
-    the sum is written over it."""
+    """`A[I, J] {U_X} -> A[I, J]`: every rank gets the sum over X. Cotangent: AllReduce. `donate`: reduces in
+    place: do not use x afterwards."""
     return _call("AllReduce", line, x, mesh, async_op, x if donate else None, by=op)
 
 

@@ -1,7 +1,7 @@
 """How data moves when nothing is differentiated or compiled: on the process group, at no extra cost.
 
 Each function starts a collective of more than one rank and returns (work to wait for, a function that then makes the
-result). `out` is a buffer given away for the result; it is returned as the result if that was made there. Over gloo an
+result). `out` is the preallocated output; it is returned as the result if that was made there. Over gloo an
 AllGather sends each block straight into its place, and a ReduceScatter is an AllToAll and a local sum: gloo's own
 copies everything once more, and is an AllReduce inside, with twice the bytes. Gathered and scattered dims are outermost
 in memory: what is copied is then a shard, never the whole array.

@@ -123,7 +123,7 @@ def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
 def start(x: Tensor, op: Op, group: Group, out: Tensor | None = None) -> Started:
     """Start an op that nothing differentiates: (work to wait for or None, a function that then makes the result).
 
-    The result shares no memory with x, unless `out`, a buffer given away for the result, is x itself.
+    The result shares no memory with x, unless `out`, the preallocated output, is x itself.
     """
     if op.size == 1 and op.kind != "CollectivePermute":
         return None, lambda: lazy_clone(x) if out is None else x

@@ -123,7 +123,7 @@ def constants(mesh, kind: str, line: str, root: int | None, by: str) -> tuple:
 
 
 def check_result(steps: list[Step], x: Tensor, out: Tensor) -> None:
-    """ShardingError unless `out` can take the result of a line's steps on x; it may be x, given away to be reduced."""
+    """ShardingError unless `out` can take the result of a line's steps on x; it may be x, reduced in place."""
     if out is x:
         if not x.is_contiguous() or x.is_neg() or x.is_conj():
             check_writable(steps[0], x, "the donated operand")

@@ -32,7 +32,7 @@ def einsum(line: str, a, b=None, *, out: Tensor | None = None, add: bool = False
     """The product (or, of one operand, the sum and transpose) that the line says, of this rank's shards.
 
     Dims are matched by name, as letters are in torch.einsum: those absent from the result are summed over. `out`: a
-    buffer that is given away, to which the product is written, or with `add=True` added; it shares no memory with the
+    preallocated output, overwritten and returned, or with `add=True` added to; it shares no memory with the
     operands, as the result does not. The dims that the first operand brings are the outer ones in memory, wherever they
     stand in the result's type. Under torch.autocast the product has the dtype that torch's has; in `out`, out's.
     An operand that is still under way is waited for. `defer`: check the line and the shapes now, and return a

@@ -43,7 +43,7 @@ from scaling.strategies.channels import Channels
 from scaling.strategies.stage import SPECS, Stage, mlp
 from scaling.trace import now
 
-__all__ = ["SPECS", "Gradients", "arrange", "measure", "restore", "rolled", "value_and_grad", "with_ends"]
+__all__ = ["SPECS", "EndsGradients", "arrange", "measure", "restore", "rolled", "value_and_grad", "with_ends"]
 
 
 def value_and_grad(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
@@ -60,7 +60,7 @@ def value_and_grad(params, In, Target, mesh, schedule: Schedule, loss: Callable,
     return rank.execute(), rank.results
 
 
-class Gradients(NamedTuple):
+class EndsGradients(NamedTuple):
     """What `with_ends` returns: `params` typed as params; `dIn`[B, D] {U_Z}, from the first stage, and `head` {U_Z},
     from the last: zeros on the other ranks, so an AllReduce over Z makes them whole."""
 
@@ -70,13 +70,13 @@ class Gradients(NamedTuple):
 
 
 def with_ends(params, head, In, Target, mesh, schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
-    """(Loss[], Gradients): as `value_and_grad`, with a loss that has params, `loss(head, Out, Target)`, and with dIn:
-    for a model whose ends lie before the first layer and after the last."""
+    """(Loss[], EndsGradients): as `value_and_grad`, with a loss that has params, `loss(head, Out, Target)`, and with
+    dIn: for a model whose ends lie before the first layer and after the last."""
     rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, loss, head)
     Loss = rank.execute()
     dIns = [rank.held.pop(("dIn", m), None) for m in range(schedule.microbatches)]
     dIn = torch.cat(dIns) if dIns[0] is not None else torch.zeros_like(In)
-    return Loss, Gradients(rank.results, dIn, rank.dhead)
+    return Loss, EndsGradients(rank.results, dIn, rank.dhead)
 
 
 def measure(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):

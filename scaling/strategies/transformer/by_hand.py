@@ -31,7 +31,7 @@ VJPS = {  # (dy, x) -> dx of each activation, in one kernel
 def layer_vjp(W: dict, x: Tensor, at: Context, window: int | None) -> tuple[Tensor, Callable]:
     """(x[B_PXE, T_CY, D], pull): pull(dx, into) -> (dW, dx), dW typed as W and unreduced over the tokens' axes.
 
-    `into`: buffers by name, given away, for the gradients of matrices; with `add` they are added to what is there.
+    `into`: preallocated outputs, by name, for the gradients of matrices; with `add` they are added to what is there.
     """
     Attn, pull_attention = attention_vjp(W, x, at, window)
     x = x + Attn
