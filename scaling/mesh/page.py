@@ -26,7 +26,7 @@ LENGTH = 480  # bytes of what a rank is about to do, its length in the first two
 ROW, STATE, HALF = 4096, 64, 2048  # bytes of a rank's row, and where in it its two parts begin
 LINE = 64  # bytes between the words that groups wait for
 WORD, DIGEST = 8, 6  # a digest of the call, and the last two bytes of the meeting's number
-NAP, LOOK = 0.05, 0.25  # seconds between looks at who has come; and at who waits for whom
+NAP, LOOK = 0.05, 0.25  # seconds between looks at who has come; and, after so long, at who waits for whom
 
 
 class Call(NamedTuple):
@@ -173,17 +173,25 @@ class Meeting:
         """
         self.number += 1
         half, number, memory = self.number & 1, (self.number & 0xFFFF).to_bytes(2, "little"), self.memory
-        memory[self.text[half] : self.text[half] + len(call.text)] = call.text
-        mine = call.digest + number
-        memory[self.word[half] : self.word[half] + WORD] = mine
-        first, last = self.first[half], self.first[half] + WORD * self.size
-        words = memory[first:last]
-        if not self._all_here(words, number):
-            self._wait(call, half, first, last, number)
+        at, mine = self.text[half], call.digest + number
+        memory[at : at + len(call.text)] = call.text
+        at = self.word[half]
+        memory[at : at + WORD] = mine
+        first, everyone, naps = self.first[half], mine * self.size, 0
+        last = first + len(everyone)
+        while True:
+            seen = self.flag.value  # before the words: who writes the last one sets it after
             words = memory[first:last]
-        elif self.flag.value != self.number & 0xFFFFFFFF:
+            if words == everyone or self._all_here(words, number):
+                break
+            if naps < LOOK / NAP:
+                naps += 1
+                self.flag.wait(seen, NAP)
+            else:
+                self._wait_long(Wait(call.said, self.ranks, first, number), at)
+        if seen != self.number & 0xFFFFFFFF:
             self.flag.set(self.number & 0xFFFFFFFF)
-        if words == mine * self.size:
+        if words == everyone:
             return None
         time.sleep(0.001)  # texts are written before words, but not all processors show them in that order
         places = [self.texts[half] + i * LENGTH for i in range(self.size)]
@@ -192,29 +200,23 @@ class Meeting:
     def _all_here(self, words: bytes, number: bytes) -> bool:
         return words[DIGEST::WORD] == number[:1] * self.size and words[DIGEST + 1 :: WORD] == number[1:] * self.size
 
-    def _wait(self, call: Call, half: int, first: int, last: int, number: bytes) -> None:
-        began = looked = time.monotonic()
-        page, wait, told = self.page, Wait(call.said, self.ranks, first, number), False
+    def _wait_long(self, wait: Wait, word: int) -> None:
+        """Wait on, and look now and then who waits for whom. If in vain, this rank's word is taken back."""
+        page, began = self.page, time.monotonic()
+        page.write(page.rank * ROW + STATE, wait[:])
         try:
             while True:
                 seen = self.flag.value
-                if self._all_here(self.memory[first:last], number):
+                if not wait.missing(page):
                     return
-                self.flag.wait(seen, NAP)
-                now = time.monotonic()
-                if now - looked < LOOK or self._all_here(self.memory[first:last], number):
-                    continue
-                if not told:
-                    page.write(page.rank * ROW + STATE, wait[:])
-                looked, told = now, True
-                self._look(wait, now - began > self.timeout)
+                self._look(wait, time.monotonic() - began > self.timeout)
+                self.flag.wait(seen, LOOK)
         except BaseException:
             self.number -= 1
-            self.memory[self.word[half] : self.word[half] + WORD] = bytes(WORD)
+            self.memory[word : word + WORD] = bytes(WORD)
             raise
         finally:
-            if told:
-                page.write(page.rank * ROW + STATE, None)
+            page.write(page.rank * ROW + STATE, None)
 
     def _look(self, wait: Wait, late: bool) -> None:
         """Raise NotMet if this rank waits in vain."""

@@ -1,15 +1,17 @@
 """What the checked mode costs: a training step on ranks that compare their calls, against one on ranks that do not.
 
-    python tests/benchmarks/checked.py [--ranks 4,8] [--strategies data_parallel,fsdp,...] [--steps 20] [--batch 256]
+    python tests/benchmarks/checked.py [--ranks 4,8] [--strategies data_parallel,fsdp,...] [--samples 10] [--batch 256]
 
 The model, batch and meshes are those of the chapters of Part 5. Both kinds of step run in turn on the same ranks, each
-on a mesh of its own; a ratio is that of the two times of the slowest rank, one after the other.
+on a mesh of its own. Ratios are of two samples one after the other, in the median with quartiles: of the slowest rank's
+time, and of the processor time of all ranks, which other programs on the machine disturb less.
 """
 
 import argparse
 import importlib
+from time import perf_counter, process_time
 
-from harness import in_turn, machine, quartiles, slowest
+from harness import machine, quartiles, together
 from tabulate import tabulate
 
 from scaling import data, launch, optim
@@ -17,6 +19,7 @@ from scaling.mesh import Mesh
 from scaling.models import mlp
 from scaling.train.byte_lm import batch_axes, make_step, param_specs
 
+REPEAT = 4  # steps in a sample
 MESHES = {"data_parallel": "X", "fsdp": "X", "tensor_parallel": "Y", "fsdp_tp": "XY"}
 
 
@@ -24,8 +27,8 @@ def sizes(strategy: str, ranks: int) -> dict[str, int]:
     return {"X": ranks // 2, "Y": 2} if MESHES[strategy] == "XY" else {MESHES[strategy]: ranks}
 
 
-def run(mesh, name: str, steps: int, rows: int) -> dict[str, list[float]]:
-    """Seconds of the steps on this rank: {"checked": [...], "unchecked": [...]}."""
+def run(mesh, name: str, samples: int, rows: int) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, processor seconds) of each sample on this rank: {"checked": [...], "unchecked": [...]}."""
     strategy, config, adamw = importlib.import_module(f"scaling.strategies.{name}"), mlp.Config(), optim.adamw(3e-3)
     text, sides = data.load_text(max_bytes=200_000), {}
     for side, where in (("checked", mesh), ("unchecked", Mesh(mesh.sizes, mesh.device, False, mesh.timeout))):
@@ -34,32 +37,48 @@ def run(mesh, name: str, steps: int, rows: int) -> dict[str, list[float]]:
         step = make_step(strategy, adamw, config, where)
         batches = data.endless(text, config.K, rows, where, batch_axes(strategy), 0)
 
-        def once(state=state, step=step, batches=batches):
-            state["params"], state["opt"], _ = step(state["params"], state["opt"], next(batches))
+        def steps(state=state, step=step, batches=batches):
+            for _ in range(REPEAT):
+                state["params"], state["opt"], _ = step(state["params"], state["opt"], next(batches))
 
-        sides[side] = once
-    return in_turn(sides, steps)
+        sides[side] = steps
+    found = {side: [] for side in sides}
+    for sample in range(-1, samples):
+        for side in sides if sample % 2 else reversed(sides):
+            together()
+            began = perf_counter(), process_time()
+            sides[side]()
+            if sample >= 0:
+                found[side].append((perf_counter() - began[0], process_time() - began[1]))
+    return found
+
+
+def ratio(checked: list[float], unchecked: list[float]) -> str:
+    low, middle, high = quartiles([a / b for a, b in zip(checked, unchecked, strict=True)])
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="4,8")
     parser.add_argument("--strategies", default=",".join(MESHES))
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--samples", type=int, default=10, help=f"of {REPEAT} steps each (default 10)")
     parser.add_argument("--batch", type=int, default=256, help="rows of the global batch (default 256)")
     args = parser.parse_args()
     rows = []
     for name in args.strategies.split(","):
         for ranks in map(int, args.ranks.split(",")):
             mesh = sizes(name, ranks)
-            per_rank = launch.run(run, mesh, name, args.steps, args.batch)
-            times = {side: slowest([result[side] for result in per_rank]) for side in per_rank[0]}
-            low, middle, high = quartiles([a / b for a, b in zip(*times.values(), strict=True)])
-            ms = [f"{quartiles(times[side])[1] * 1e3:.1f}" for side in ("checked", "unchecked")]
+            per_rank = launch.run(run, mesh, name, args.samples, args.batch)
+            each = {side: [*zip(*(result[side] for result in per_rank), strict=True)] for side in per_rank[0]}
+            slowest = [[max(seconds for seconds, _ in sample) for sample in each[side]] for side in each]
+            worked = [[sum(seconds for _, seconds in sample) for sample in each[side]] for side in each]
+            ms = [f"{quartiles(times)[1] / REPEAT * 1e3:.1f}" for times in slowest]
             shape = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-            rows.append([name, shape, *ms, f"{middle:.2f} [{low:.2f}, {high:.2f}]"])
+            rows.append([name, shape, *ms, ratio(*slowest), ratio(*worked)])
+    headers = ["strategy", "mesh", "ms checked", "unchecked", "ratio", "of processor time"]
     print(machine())
-    print(tabulate(rows, ["strategy", "mesh", "ms checked", "unchecked", "ratio"], "github", disable_numparse=True))
+    print(tabulate(rows, headers, "github", disable_numparse=True))
 
 
 if __name__ == "__main__":
