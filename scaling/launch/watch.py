@@ -141,5 +141,8 @@ def _stacks(ranks: list[Rank]) -> str:
     running = [rank for rank in ranks if rank.process.is_alive()]
     for rank in running:
         os.kill(rank.process.pid, signal.SIGUSR1)  # not reaped yet, so its number is its own
-    time.sleep(0.2 if running else 0)
+    deadline = time.monotonic() + 2.0
+    for rank in running:
+        rank.stack.poll(max(0.0, deadline - time.monotonic()))
+    time.sleep(0.05 if running else 0)  # from a stack's first line to its last
     return "".join(rank.where() for rank in running)
