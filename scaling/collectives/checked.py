@@ -1,8 +1,8 @@
 """The checked mode: the ranks of a group compare what they are about to do before they do it.
 
 Ranks that call different collectives hang, abort, or get wrong numbers without an error, depending on the backend. On
-one machine they meet in shared memory (`scaling.mesh.page`), which takes a few microseconds beyond waiting for the last
-of them; across machines each sends its call to the others, which can take as long as a small collective.
+one machine they meet in shared memory (`scaling.mesh.meeting`), which takes a few microseconds beyond waiting for the
+last of them; across machines each sends its call to the others, which can take as long as a small collective.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from scaling.collectives.torch_private import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
-from scaling.mesh.page import CIRCLE, DIGEST, ENDED, LATE, LENGTH, Call, NotMet, meeting
+from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Call, NotMet, meeting
+from scaling.mesh.page import DIGEST, LENGTH
 from scaling.spec import ShardingError
 
 RULE = "all ranks of a group run the same lines in the same order, on shards of one shape and dtype"

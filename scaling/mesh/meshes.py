@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scaling.mesh.page import Meeting, Page, held, share
+from scaling.mesh.meeting import Meeting, held
+from scaling.mesh.page import Page, share
 from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError, block_index
 

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import collectives as c
 from scaling.mesh import Mesh, page
+from scaling.mesh.meeting import meeting
 from scaling.mesh.page import LENGTH
 from scaling.spec import ShardingError
 
@@ -213,7 +214,7 @@ def gone(mesh):
         if (child := os.fork()) == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        page.meeting(fresh.group(("X",)).checked).page.set_pid(child)
+        meeting(fresh.group(("X",)).checked).page.set_pid(child)
     else:
         with pytest.raises(ShardingError) as error:
             gather(fresh)
@@ -230,7 +231,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks):
 
 def waits_elsewhere(mesh):
     hasty, message = Mesh(mesh.sizes, checked=True, timeout=1.0), ""
-    page.meeting(hasty.group(("Y",)).checked).timeout = 60.0
+    meeting(hasty.group(("Y",)).checked).timeout = 60.0
     if mesh.rank == 0:
         with pytest.raises(TimeoutError) as error:
             c.all_reduce("A[] {U_X} -> A[]", torch.ones(()), hasty)
@@ -248,7 +249,7 @@ def test_of_who_does_not_come_it_is_told_where_he_waits(ranks):
 
 
 def many(mesh):
-    held = page.meeting(mesh.group(("X",)).checked)
+    held = meeting(mesh.group(("X",)).checked)
     held.number = (held.number | 0xFFFF) - 4  # the same on all ranks: their calls were
     sums = [c.all_reduce("A[] {U_X} -> A[]", torch.tensor(float(i)), mesh).item() for i in range(12)]
     with pytest.raises(ShardingError):
@@ -268,7 +269,7 @@ def by_messages(mesh, what):
         apart = Mesh(mesh.sizes, checked=True, timeout=60)
     finally:
         page._map = kept
-    assert page.meeting(apart.group(("X",)).checked) is None
+    assert meeting(apart.group(("X",)).checked) is None
     with pytest.raises(ShardingError) as error:
         ODD_ONES[what][0](apart) if mesh.coord["X"] == 1 else gather(apart)
     with pytest.raises(ShardingError, match=r"rank 0: .* float32\n  rank 1: .* float32, under FlopCounterMode"):
