@@ -108,14 +108,14 @@ CASES = {
 def test_equal_to_dense(ranks, C):
     """K < C, K that does not divide C, a window shorter than a block, documents, both kinds of heads and masks."""
     for worst in ranks(several, {"C": C}, CASES[C]):
-        assert max(map(max, worst)) < 1e-11, dict(zip(CASES[C], worst, strict=True))
+        assert max(map(max, worst)) < 1e-11, list(zip(CASES[C], worst, strict=True))
 
 
 @pytest.mark.parametrize("mesh", [{"C": 2, "Y": 2}, {"Y": 2, "C": 1}])
 def test_ulysses_inside_a_ring(ranks, mesh):
     cases = [("usp", "CY", heads, mask) for heads, mask in (("K=1", PLAIN), ("K=6", PACKED))]
     for worst in ranks(several, mesh, cases):
-        assert max(map(max, worst)) < 1e-11, dict(zip(cases, worst, strict=True))
+        assert max(map(max, worst)) < 1e-11, list(zip(cases, worst, strict=True))
 
 
 def test_tiles_and_kernels(monkeypatch):
