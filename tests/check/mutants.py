@@ -1,0 +1,92 @@
+"""Faulty edits of typed lines, one at a time, and how many of each kind the checker refuses without running anything.
+
+    python tests/check/mutants.py [--missed]
+
+Whether an edit changes numbers is not run here: some of those that pass change nothing.
+"""
+
+import ast
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from scaling.check import check_source
+from scaling.check.modules import TYPED, Modules
+
+ROOT = Path(__file__).parents[2]
+FILES = ["data_parallel", "fsdp", "tensor_parallel", "fsdp_tp", "pods", "zero", "transformer/layer", "transformer/ends"]
+FILES = [f"scaling/strategies/{name}.py" for name in FILES]
+FILES += [f"chapters/{name}.py" for name in ("05_dp", "05_fsdp", "05_tp", "05_fsdp_tp", "05_pods")]
+NONLINEAR = ("torch.relu({})", "{} ** 2", "{} + 1.0", 'act({}, "gelu")', "rms_norm({})", "{}.norm()")
+
+
+def edits(call: ast.Call):
+    """(kind, the call or the text that stands in its place) for each edit of one typed call."""
+    name, text, rest = call.func.id, call.args[0].value, [ast.unparse(a) for a in call.args[1:]]
+    options = [ast.unparse(k) for k in call.keywords]
+
+    def again(line=text, fn=name, operands=rest, options=options):
+        return f"{fn}({', '.join([repr(line), *operands, *options])})"
+
+    if name != "einsum":
+        yield "collective dropped", rest[0]
+    for match in re.finditer(r"_([A-Z]+)", text):
+        before, after = text[: match.start()], text[match.end() :]
+        if not before.endswith("U"):
+            yield "axis dropped in one type", again(before + after)
+            yield "another axis in one type", again(before + ("_Y" if match[1] == "X" else "_X") + after)
+    if "_X" in text or "_Y" in text:
+        swapped = re.sub("[XY](?=[A-Z]*[\\],} ])", lambda m: "YX"["XY".index(m[0])], text)
+        if swapped != text:
+            yield "axes swapped in the whole line", again(swapped)
+    for match in re.finditer(r" \{U_\w+\}", text):
+        yield "{U} dropped", again(text[: match.start()] + text[match.end() :])
+    if "{U" not in text.split("->")[1]:
+        yield "{U} added", again(text + " {U_X}")
+    if name == "einsum" and len(rest) == 2:
+        yield "operands swapped", again(operands=rest[::-1])
+    if name == "reduce_scatter":
+        yield "shard for reduce_scatter", again(re.sub(r" \{U_\w+\}", "", text), "shard", options=[])
+    if name in ("reduce_scatter", "all_reduce"):
+        yield "mean for sum", again(options=[*options, "op='mean'"])
+        for f in NONLINEAR:
+            yield "nonlinear function of partial sums", again(operands=[f.format(rest[0]), *rest[1:]])
+        yield "bias on partial sums", again(operands=[f"{rest[0]} + params['bias']", *rest[1:]])
+        yield "product of partial sums", again(operands=[f"{rest[0]} * {rest[0]}", *rest[1:]])
+    if name == "all_gather" and not options:
+        yield "no wait", again(options=["async_op=True"])
+
+
+def mutants():
+    """(kind, file, line, edit, the file's text with the edit)."""
+    for file in FILES:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        text = "import torch\nfrom scaling.models.pointwise import act, rms_norm\n" + text
+        tree = ast.parse(text)
+        for node in [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in TYPED]:
+            if not (node.args and isinstance(node.args[0], ast.Constant)):
+                continue
+            lines = text.splitlines(keepends=True)
+            start = sum(len(x.encode()) for x in lines[: node.lineno - 1]) + node.col_offset
+            end = sum(len(x.encode()) for x in lines[: node.end_lineno - 1]) + node.end_col_offset
+            for kind, edit in dict.fromkeys(edits(node)):
+                new = text.encode()[:start] + edit.encode() + text.encode()[end:]
+                yield kind, file, node.lineno - 2, edit, new.decode()
+
+
+def main() -> None:
+    modules, planted, caught = Modules(), Counter(), Counter()
+    for kind, file, line, edit, text in mutants():
+        found = bool(check_source(text, file, modules))
+        planted[kind] += 1
+        caught[kind] += found
+        if not found and "--missed" in sys.argv:
+            print(f"{kind}: {file}:{line}: {edit}")
+    for kind in planted:
+        print(f"{kind:36} {caught[kind]:5} of {planted[kind]:5}  {caught[kind] / planted[kind]:6.1%}")
+    print(f"{'all':36} {caught.total():5} of {planted.total():5}  {caught.total() / planted.total():6.1%}")
+
+
+if __name__ == "__main__":
+    main()
