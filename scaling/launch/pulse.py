@@ -42,10 +42,8 @@ class Pulse:
             what = f"sent or received anything for {now - self.moved:.0f} s"
         else:
             return ""
-        return (
-            f"all {len(self.pids)} ranks hang: none has {what}\n"
-            f"  fix: look below where each of them is; where that is meant to take so long, pass a longer timeout\n"
-        )
+        who = f"all {len(self.pids)} ranks hang: none has" if len(self.pids) > 1 else "this rank hangs: it has not"
+        return f"{who} {what}\n  fix: look below where that is; if it is meant to take so long, pass a longer timeout\n"
 
 
 def _counts(pids: list[int]) -> tuple[float, int]:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from scaling.collectives.checked import agree
 from scaling.launch.process import end_with_parent, keep_freed_memory, ready_to_fork
-from scaling.launch.watch import CLOSED, Rank, RankError, watch
+from scaling.launch.watch import CLOSED, Rank, RankError, watch, watch_self
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, join_world
 from scaling.spec import ShardingError
 
@@ -92,7 +92,8 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
             sys.exit(130)
     keep_freed_memory()
     torch.set_num_threads(options.pop("threads", 1))
-    return _as_rank(fn, sizes, args, device, checked, **options)
+    with watch_self(options.get("timeout", TIMEOUT)):
+        return _as_rank(fn, sizes, args, device, checked, **options)
 
 
 @record  # so that torchrun's report holds the traceback

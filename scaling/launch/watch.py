@@ -4,13 +4,17 @@ A rank sends its result, or the error that ended it, through a pipe; when asked 
 another. Nothing lies in a file that could stay behind.
 """
 
+import contextlib
 import faulthandler
 import os
 import pickle
 import re
 import signal
+import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing import connection
 
 from scaling.launch.pulse import Pulse
@@ -123,6 +127,26 @@ def watch(ranks: list[Rank], timeout: float, sockets: bool = True) -> list[bytes
             return [rank.result or b"" for rank in ranks]
         if stopped := pulse.stopped():
             raise RankError(f"{stopped}{_stacks(ranks)}")
+
+
+@contextlib.contextmanager
+def watch_self(timeout: float) -> Iterator[None]:
+    """Under torchrun, where no parent asks for stacks: end this process with exit code 1 if it hangs, and say where."""
+    pulse, main, done = Pulse([os.getpid()], timeout, sockets=False), threading.main_thread().ident, threading.Event()
+
+    def look() -> None:
+        while not done.wait(pulse.every):
+            if stopped := pulse.stopped():
+                stack = "".join(traceback.format_stack(sys._current_frames()[main]))
+                sys.stderr.write(f"rank {os.environ.get('RANK', 0)}: {stopped}{stack}")
+                sys.stderr.flush()
+                os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _explain(ranks: list[Rank]) -> str:

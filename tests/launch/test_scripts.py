@@ -27,6 +27,8 @@ def main(mesh, how):
         time.sleep(60)
     if how == "raise" and mesh.rank == mesh.size() - 1:
         raise ValueError("boom")
+    if how == "hang":
+        time.sleep(60)
     if how == "leave" and mesh.rank == mesh.size() - 1:
         sys.exit(0)
     if how == "early" and mesh.rank == mesh.size() - 1:
@@ -34,7 +36,7 @@ def main(mesh, how):
     return all_reduce("A[] {{U_X}} -> A[]", torch.ones(()), mesh).item()
 
 if __name__ == "__main__":
-    result = start(main, {{"X": int(sys.argv[2])}}, sys.argv[1])
+    result = start(main, {{"X": int(sys.argv[2])}}, sys.argv[1], timeout=float((sys.argv + ["60"])[3]))
     if int(os.environ.get("RANK", 0)) == 0:
         print("result", result)
 """
@@ -148,6 +150,15 @@ def test_torchrun_is_told_once_of_a_rank_that_ends_early(script, how, said):
     assert "rank 0: AllReduce A[] {U_X} -> A[] of () float32" in cause
     assert said in cause
     assert out.partition("=====")[0].count("[rank") == out.count("[rank0]: ") > 0  # one rank speaks
+    assert all_ended(pids_in(out))
+
+
+def test_ranks_of_torchrun_that_all_hang_say_where(script):
+    process = script("hang", "2", "0.5", command=[*TORCHRUN, "--nproc-per-node", "2"])
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert re.search(r"rank \d: this rank hangs: it has not computed for \d+ s\n  fix: ", out)
+    assert re.search(r", in main\n    time.sleep\(60\)\n", out)
     assert all_ended(pids_in(out))
 
 
