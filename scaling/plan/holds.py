@@ -1,8 +1,8 @@
-"""What a chip holds at its fullest: params, gradients, optimizer state, activations, and the working set (Parts 4 to
-6).
+"""What a chip holds at its fullest: params, gradients, optimizer state, activations and what passes (Parts 4 to 6).
 
-Of the first stage, which keeps the most microbatches, and of the last, which has the unembedding: the larger. The tests
-hold it to the bytes that an abstract mesh counts for the strategies' own code.
+The fullest moment is looked for among a few: of the backward pass, that of the last layer, when all activations are
+there; that of the layer before, when gradients are too; that of the first; the loss; and the end of a step. The tests
+hold them to the bytes that an abstract mesh counts for the strategies' own code.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from scaling.spec import dtype_bytes
 class Held:
     """Bytes on one chip. `working`: gathered weights, whole gradients on their way, logits, a layer computed again.
 
-    `shares`: of the params held, the share whose optimizer state is here, which this chip updates.
+    `apart`: of all these, what is never there at the same time: gradients come as activations go, if there is one
+    microbatch. `shares`: of the params held, the share whose optimizer state is here, which this chip updates.
     """
 
     params: Number
@@ -27,59 +28,84 @@ class Held:
     optimizer: Number
     activations: Number
     working: Number
+    apart: Number = 0.0
     shares: Number = 1.0
 
     @property
     def total(self) -> Number:
-        return self.params + self.grads + self.optimizer + self.activations + self.working
+        """At the fullest moment."""
+        return self.params + self.grads + self.optimizer + self.activations + self.working - self.apart
 
 
 def held(job: Job, c: Compute, l: Layout) -> Held:
-    """Bytes on the fullest chip."""
+    """Bytes on the fullest chip: of the first stage, which keeps the most microbatches, or of the last, which has the
+    loss."""
     w, act = job.work, job.act_bytes
     dense, experts = weight_elements(job, l)
-    dense = dense + w.small
     ways = (l.fsdp * l.context * l.expert, l.fsdp * l.context)  # of ZeRO-3: dense weights, experts
     ranks = (l.data * l.context * l.expert, l.data * l.context)  # of ZeRO-1
-    sharded = np.where(l.zero == 3, 1, 0)
+    sharded = (l.zero == 3) & (ways[0] > 1)
+    ends = np.where(l.pipe == 1, max(w.ends) if w.tied else sum(w.ends), max(w.ends)) / l.tensor
     params, states, whole = 0.0, 0.0, 0.0
-    ends: list[Number] = [end / l.tensor for end in w.ends]
-    first, last = ends
-    both = (
-        max(first.max(), last.max())
-        if w.tied and hasattr(first, "max")
-        else max(first, last)
-        if w.tied
-        else first + last
-    )
-    ends = np.where(l.pipe == 1, both, np.maximum(first, last))
-    for elements, way, rank in ((c.layers * dense + ends, ways[0], ranks[0]), (c.layers * experts, ways[1], ranks[1])):
-        params = params + elements / np.where(sharded, way, 1)
-        states = states + elements / np.where(sharded, way, np.where(l.zero == 1, rank, 1))
+    every = (c.layers * (dense + w.small) + ends, ways[0], ranks[0]), (c.layers * experts, ways[1], ranks[1])
+    for elements, way, rank in every:
+        params = params + elements / np.where(l.zero == 3, way, 1)
+        states = states + elements / np.where(l.zero == 3, way, np.where(l.zero == 1, rank, 1))
         whole = whole + elements
-    once = sharded * is_one(l.reduce, ("each", "once"), "once") * (l.microbatches > 1)
-    grads = np.where(once, whole, params)
+    own = job.grad_bytes * params
+    late = sharded & (l.microbatches > 1) & is_one(l.reduce, ("each", "once"), "once")
+    grads = np.where(late, job.grad_bytes * whole, own)
 
     split, apart = saved(job, l)
-    each = c.tokens * c.layers * act
     narrow = np.where(is_one(l.remat, POLICIES, "none", "gather"), w.operands * (1 - dtype_bytes(job.dtype) / act), 0.0)
-    activations = c.live * each * (split / l.tensor + apart - narrow / l.tensor)  # fp8 keeps operands in fp8
+    one = c.tokens * c.layers * act * (split / l.tensor + apart - narrow / l.tensor)  # fp8 keeps operands in fp8
+    activations, layer = c.live * one, one / c.layers
 
-    layer = dense + experts
-    gathered = sharded * np.where(ways[0] > 1, 2 * layer, 0) * act  # this layer's and the next one's
-    scattered = (
-        sharded * np.where((ways[0] > 1) & ~np.asarray(once, bool), 2 * layer, 0) * act
-    )  # gradients on their way
-    logits = np.where(w.ends[1] > 0, c.tokens * w.ends[1] / w.D / l.tensor * (act + 4), 0.0)
-    recomputes = is_one(l.remat, POLICIES, "block", "matmuls")
-    all_of_it = w.saved["none"]
-    again = np.where(recomputes, c.tokens * act * (all_of_it[0] / l.tensor + all_of_it[1]), 0.0)
-    passing = c.tokens * act * (w.D + max(w.dense / w.D, w.D) / l.tensor)  # a layer's cotangents
+    first, second = cotangents(job, c, l)
+    weights = act * (dense + experts)
+    gathered = np.where(sharded, 2 * weights, 0.0)  # this layer's and the next one's
+    flying = np.where(sharded & ~late, weights, 0.0)  # a layer's gradients, whole, on their way
+    loss = logits(job, c, l)
+    working = np.maximum(gathered + np.maximum(first, second) + 2 * flying, loss)
+    head = job.grad_bytes * w.ends[1] / l.tensor / np.where(sharded, ways[0], 1)
+    at_once = grads if not w.ends[1] else head  # a stack's gradients are one array; others come one by one
+    alone = np.maximum.reduce([
+        activations + gathered + first,
+        activations + gathered + second + np.where(sharded, flying, at_once),
+        activations - layer + gathered + first + np.where(sharded, flying, at_once),
+        activations - layer + gathered + second + np.where(sharded, flying + np.maximum(flying, grads), at_once),
+        layer + gathered + first + grads,
+        one + loss,
+    ])  # fmt: skip
+    with_more = np.maximum.reduce([
+        activations + gathered + first + 2 * flying + grads, one + loss + grads, np.where(late, grads + 2 * own, 0.0)
+    ])  # fmt: skip
+    most = np.where(l.microbatches == 1, alone, with_more)
     return Held(
-        params=job.param_bytes * params, grads=job.grad_bytes * grads, optimizer=job.optimizer_bytes * states,
-        activations=activations, working=np.maximum(gathered + scattered + again + passing, logits),
-        shares=states / params,
+        params=job.param_bytes * params, grads=grads, optimizer=job.optimizer_bytes * states, activations=activations,
+        working=np.maximum(working, most - activations - grads), shares=states / params,
+        apart=np.maximum(activations + grads + working - most, 0.0),
     )  # fmt: skip
+
+
+def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Number, Number]:
+    """Bytes of one layer's backward pass, what is computed again included: at its fullest, and once the gradients that
+    were put off are due."""
+    w, token = job.work, job.act_bytes * c.tokens
+    gathers = np.where(is_one(l.remat, POLICIES, "gather"), 1, 0)  # of dOut, of In if it is not kept; dIn is whole too
+    rows = np.where(l.tensor > 1, 2 + gathers + 2 / l.tensor, 2)
+    split, apart = w.saved["none"]
+    again = np.where(is_one(l.remat, POLICIES, "block", "matmuls"), split / l.tensor + apart, 0.0)
+    rests = np.where((l.pipe > 1) & (w.late > 0), c.layers / l.chunks - 1, 0)  # dOut of the stage's other layers
+    first = token * ((rows + rests) * w.D + w.inner / l.tensor + again)
+    return first, first - token * w.late / l.tensor
+
+
+def logits(job: Job, c: Compute, l: Layout) -> Number:
+    """Bytes of the loss: logits as they come and in fp32, the normed activations and their cotangent."""
+    if not job.work.ends[1]:
+        return 0.0
+    return c.tokens * (job.work.ends[1] / job.work.D / l.tensor * (job.act_bytes + 4) + 2 * job.work.D * job.act_bytes)
 
 
 def saved(job: Job, l: Layout) -> tuple[Number, Number]:
@@ -88,5 +114,4 @@ def saved(job: Job, l: Layout) -> tuple[Number, Number]:
     if isinstance(l.remat, str):
         return found[l.remat]
     rows = [found.get(policy, found["none"]) for policy in POLICIES]
-    split, whole = (np.array([pair[i] for pair in rows])[l.remat] for i in (0, 1))
-    return split, whole
+    return tuple(np.array([pair[i] for pair in rows])[l.remat] for i in (0, 1))

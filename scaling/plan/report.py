@@ -122,6 +122,9 @@ def axis_table(found: Estimate) -> str:
 def memory_line(found: Estimate) -> str:
     parts = [f"{name} {size(float(getattr(found.held, name)))}" for name in ("params", "grads", "optimizer")]
     acts = [f"{name} {size(float(getattr(found.held, name)))}" for name in ("activations", "working")]
+    acts += (
+        [f"never at once {size(apart)}"] if (apart := float(found.held.apart)) > 0.01 * float(found.held.total) else []
+    )
     return f"Memory a chip: {', '.join([*parts, *acts])}; {size(float(found.held.total))} in all"
 
 
@@ -281,6 +284,6 @@ def plan_dict(job: Job, found: Estimate) -> dict:
             for name, lane in found.network.lanes.items() if lane.ranks > 1
         },
         "memory": {name: float(getattr(found.held, name)) for name in
-                   ("params", "grads", "optimizer", "activations", "working", "total")},
+                   ("params", "grads", "optimizer", "activations", "working", "apart", "total")},
         "notes": notes(job, found),
     }  # fmt: skip

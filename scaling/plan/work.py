@@ -36,9 +36,11 @@ class Work:
     fsdp splits (norms). `dots`: FLOPs of a token's causal dot products. `blocks`: AllGathers over tensor in a forward
     pass, and as many ReduceScatters, in units of [tokens, D]. `exchanged`: of a token's keys and values, over
     context. `copies`: of a token, over expert, to at most `groups` of the experts' groups. `saved`: by policy, what
-    the backward pass finds of a token: (split over tensor, not split), of which `operands` of matmuls. `passes`:
-    elements of a token that are read from memory or written to it in a forward pass, by matmuls and between them.
-    `ends`: of the embedding and of the unembedding, which is a matmul; a tied one is stored once.
+    the backward pass finds of a token: (split over tensor, not split), of which `operands` of matmuls. `inner`: of a
+    token, what the backward pass of a layer holds at once beside [tokens, D]; `late`: which of it is gone when the
+    products that were put off are due. `passes`: elements of a token that are read from memory or written to it in a
+    forward pass, by matmuls and between them. `ends`: of the embedding and of the unembedding, which is a matmul; a
+    tied one is stored once.
     """
 
     L: int
@@ -59,6 +61,8 @@ class Work:
     experts_count: int
     saved: dict[str, tuple[float, float]]
     operands: float
+    inner: float
+    late: float
     passes: float
     ends: tuple[float, float]
     tied: bool = False
@@ -90,7 +94,7 @@ def work_of(model: Config | Stack, seq: int) -> Work:
             model.L, model.D, heads=model.F, kv_heads=model.F, dense=2 * model.D * model.F, projections=0, kv=0,
             small=0, experts=0, routed=0, dots=0, blocks=1, exchanged=0, copies=0, groups=1, experts_count=1,
             saved={"none": (2 * model.F, model.D), "gather": (model.D + 2 * model.F, 0)},
-            operands=0, passes=4 * model.F, ends=(0, 0),
+            operands=0, inner=2 * model.F, late=model.F, passes=4 * model.F, ends=(0, 0),
         )  # fmt: skip
     config, L = model, model.L
     params, active = tm.params(config), tm.params(config, active=True)
@@ -115,9 +119,17 @@ def work_of(model: Config | Stack, seq: int) -> Work:
             "none": (kept["none"] - normed, normed), "gather": (kept["none"], 0),
             "matmuls": (kept["matmuls"], 0), "block": (kept["block"], 0),
         },
+        inner=inner(config), late=0,
         operands=sum(widths["none"].get(name, 0) for name in ("norms", "heads", "product")), passes=passes(config),
         ends=(config.D * config.V, config.D * config.V), tied=config.tied, up=(config.matrices - 1) / config.matrices,
     )  # fmt: skip
+
+
+def inner(config: Config) -> float:
+    """Elements of a token whose cotangents a layer's backward pass holds at once: an MLP's or an attention's, and a
+    norm's."""
+    wide = config.F * (config.k + config.shared if config.moe else 1)
+    return max(config.matrices * wide, 3 * config.N * config.H + 3 * config.K * config.H) + 4 * config.D
 
 
 def passes(config: Config) -> float:

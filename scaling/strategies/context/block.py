@@ -64,7 +64,7 @@ def forward(Q: Tensor, KV: Tensor, block: Block) -> Seen | None:
     with traced("O = Q * KV", Q, block, matmuls=2):
         if Q.is_meta:
             O = torch.empty_like(Q, dtype=_wide(Q.dtype))
-            return Seen(O, O[..., 0])
+            return Seen(O, O.new_empty(O.shape[:-1]))
         q, k, v = _heads_of_keys(KV, Q, *KV)
         (rows, _), seen = block.pieces(), {}
         for i, j, hidden in block.tiles(Q.device):

@@ -58,8 +58,8 @@ def attention_vjp(W: dict, x: Tensor, at: Context, window: int | None) -> tuple[
     V = einsum("y[B_PXE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXE, T_C, K_Y, H]", y, W_V)
     if "b_Q" in W:
         Q, K, V = Q + W["b_Q"], K + own_heads(W["b_K"], at, 0), V + own_heads(W["b_V"], at, 0)
-    plain = Q, K
     if "norm_Q" in W:
+        plain = Q, K
         (Q, r_Q), (K, r_K) = gained_norm(Q, W["norm_Q"], eps), gained_norm(K, W["norm_K"], eps)
     O, pull_attend = taped(lambda *qkv: at.attend(*qkv, window), rotate(Q, cos, sin), rotate(K, cos, sin), V)
     Attn = einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", O, W["W_O"])

@@ -79,6 +79,7 @@ class VocabLoss(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         x, U, targets, weights, ctx.terms, ctx.tied, ctx.mesh = inputs
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # or autograd makes zeros of the buffer's size
         ctx.save_for_backward(x, U, targets, weights)
         ctx.buffer = output[1]
 
