@@ -82,7 +82,7 @@ class Answer:
         if self.erratum or self.rounded:
             holds = not self.agrees and not (self.erratum and self.rounded)
             near = not isinstance(self.ours, str) and abs(off(self.book, self.ours)[0]) <= NEAR
-            follows = self.erratum or (near and agree(self.book, self.rounded[0], 1))
+            follows = self.erratum or (near and agree(self.book, (self.rounded or (0.0,))[0], 1))
             return ("erratum" if self.erratum else "rounding") if holds and follows else "DIFFERS"
         if self.agrees:
             return "agrees"

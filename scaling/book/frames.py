@@ -39,7 +39,7 @@ def reduce_scatter(n: int) -> list[list[tuple[int, frozenset[int]]]]:
 
 def all_to_all(n: int) -> list[list[tuple[tuple, tuple]]]:
     """frame[d]: the chunks (source, target) that device d keeps, and those that it will pass on. One way."""
-    state = [(((d, d),), tuple((d, (d + hops) % n) for hops in range(1, n))) for d in range(n)]
+    state: list = [(((d, d),), tuple((d, (d + hops) % n) for hops in range(1, n))) for d in range(n)]
     frames = [state]
     for _ in range(n - 1):
         arriving = [state[(d - 1) % n][1] for d in range(n)]

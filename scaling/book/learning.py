@@ -47,7 +47,7 @@ def learned(report: Report, strategy, run: Trained, text, args) -> None:
     memory(strategy, mesh, report, run.params, run.first, run.state, config)
     report.say(f"\n{config.num_params():,} params, {args.batch} rows a step, text of {len(text):,} bytes")
     held_out = next(iter(data.batches(valid, config.K, min(4096, len(valid) // 16 * 8), mesh, axes, args.seed)))
-    score = mlp.bits_per_byte(evaluate(strategy, run.params, *held_out, config, mesh)).item()
+    score = mlp.bits_per_byte(evaluate(strategy, run.params, held_out[0], held_out[1], config, mesh)).item()
     grads, params = tree.unshard(run.first, specs, mesh), tree.unshard(run.params, specs, mesh)
     if mesh.rank != 0:
         return

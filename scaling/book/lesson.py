@@ -72,7 +72,7 @@ def run(main: Callable, args: argparse.Namespace) -> None:
 
     Before any rank starts the chapter's own lines are checked, as by `python -m scaling.check`.
     """
-    if findings := check_file(sys.modules["__main__"].__file__):
+    if findings := check_file(str(sys.modules["__main__"].__file__)):
         sys.exit("\n".join(map(str, findings)))
     timeout = max(TIMEOUT, args.steps)  # at the end the other ranks wait while rank 0 trains one device
     failures = launch.start(main, args.mesh, args, device=args.device, checked=not args.unchecked, timeout=timeout)

@@ -69,9 +69,9 @@ def stack_equality(strategy, mesh, report: Report, seed: int, steps: int = 3) ->
     local = data.batches(text, config.K, size, mesh, batch_axes(strategy), seed)
     rows = []
     for i, batch, whole in zip(range(steps), local, data.batches(text, config.K, size, seed=seed), strict=False):
-        own_grads, own_loss = grad_and_value(mlp.loss_fn)(own, *whole, config)
+        own_grads, own_loss = grad_and_value(mlp.loss_fn)(own, whole[0], whole[1], config)
         if i == 0:
-            loss, grads = loss_and_grads(strategy, params, *batch, config, mesh)
+            loss, grads = loss_and_grads(strategy, params, batch[0], batch[1], config, mesh)
             rows += [("loss", reduced(strategy, loss, mesh), own_loss, EXACT)]
             rows += [("every gradient", tree.unshard(grads, specs, mesh), own_grads, EXACT)]
         params, state, _ = step(params, state, batch)

@@ -20,7 +20,7 @@ def execute(path: str | Path, timeout: int = 600):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("chapter", help="a script in percent cells")
     parser.add_argument("--out", default="", metavar="FILE.ipynb", help="write the notebook with its output")
     args = parser.parse_args(argv)

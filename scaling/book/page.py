@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from scaling.book import layout
 from scaling.book.answers import Answer, counts, table
@@ -79,7 +80,7 @@ class Page:
         return args
 
     @staticmethod
-    def _mesh(parser, usual: str, given: "str | None") -> dict[str, int]:
+    def _mesh(parser: argparse.ArgumentParser, usual: str, given: "str | None") -> dict[str, int]:
         """The mesh asked for, or the usual one fitted to torchrun's ranks; axes that are not named have size 1."""
         try:
             sizes = parse_mesh(usual)
@@ -110,8 +111,8 @@ class Page:
 
     def chart(self, name: str, series, *labels: str, points=None, marks=(), log: bool | str = True, height=18) -> None:
         """A chart (scaling.show.charts): as text, in a notebook as a picture; `--plot` also writes it, by its name."""
-        options = {"points": points, "marks": marks, "log": log}
-        if not self.picture(name, lambda: charts.figure(series, *labels, **options)):
+        options: dict[str, Any] = {"points": points, "marks": marks, "log": log}
+        if not self.picture(name, lambda: charts.figure(series, *list[Any](labels), **options)):
             width = min(layout.width(), 90) - charts.MARGIN - 1
             self.say("\n" + charts.chart(series, *labels, width=width, height=height, **options))
 

@@ -6,6 +6,7 @@ window - 1 keys before it; with `segments`[B, S], the ids of packed documents, o
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ def _ungrouped(O: Tensor) -> Tensor:
     return O.movedim(3, 1).flatten(2, 3)
 
 
-def visible(queries: Tensor, keys: Tensor, window: int | None = None, query_ids=None, key_ids=None) -> Tensor:
+def visible(queries: Tensor, keys: Tensor, window: int | None = None, query_ids=None, key_ids: Any = None) -> Tensor:
     """visible[T, S], or [B, T, S] with ids: which keys each query sees.
 
     queries[T] and keys[S] are places in the whole sequence, in any order; query_ids[B, T] and key_ids[B, S] documents.
@@ -109,7 +110,9 @@ class _Flash(torch.autograd.Function):
         lowest = torch.finfo(q.dtype).min  # in place of the maximum of a row that is hidden altogether
         for rows, columns in _blocks(T, S, block, window):
             i, places = slice(rows.start, rows.stop), range(S - T + rows.start, S - T + rows.stop)
-            M, L, acc = None, None, None
+            M: Any = None  # nothing seen yet
+            L: Any = None
+            acc: Any = None
             for js in columns:
                 scores = _scores(q[..., i, :], k[..., js.start : js.stop, :], places, js, window, segments)
                 m = scores.amax(-1).clamp(min=lowest)

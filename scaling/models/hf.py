@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def load_sharded(
 
     def leaf(spec: Spec, layout: Layout) -> Tensor:
         ranges = dict(zip(spec.dim_names, spec.slices(sizes, mesh, mesh.coord), strict=True))
-        made = None
+        made: Any = None
         for at in layout.indices(ranges):
             there = at | ({"L": slots[at["L"]]} if "L" in at else {})
             if there.get("L", 0) < 0:
@@ -123,7 +124,7 @@ def save_sharded(
         if not single:
             (folder / INDEX).write_text(json.dumps(_index(config, names, params["embed"].itemsize), indent=2) + "\n")
     if mesh.size() > 1:  # nobody goes on before all have written
-        unshard(Spec("Done", (), tuple(sorted(mesh.sizes))), torch.zeros((), device=mesh.device), mesh)
+        unshard(str(Spec("Done", (), tuple(sorted(mesh.sizes)))), torch.zeros((), device=mesh.device), mesh)
 
 
 def _parts(
@@ -133,7 +134,7 @@ def _parts(
 
     def whole(leaf: Tensor, spec: Spec, layout: Layout, at: dict[str, int]) -> dict[str, Tensor]:
         leaf = leaf.detach().contiguous()
-        leaf = (unshard(spec, leaf, mesh) if spec.axes else leaf).cpu()
+        leaf = (unshard(str(spec), leaf, mesh) if spec.axes else leaf).cpu()
         rest = [dim for dim in layout.numbered if dim not in at]
         return {
             layout.name.format(**at, **inner): layout.write(leaf[tuple(inner.values())], config.sizes)

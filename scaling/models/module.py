@@ -1,6 +1,7 @@
 """A pure function of a pytree of params as a stateless `nn.Module`: for `torch.func.functional_call`."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ class Tree(nn.Module):
 
     def params(self) -> dict:
         """The params as nested dicts again: those that `functional_call` put here."""
-        return dict(self._parameters) | {name: module.params() for name, module in self._modules.items()}
+        inner: dict[str, Any] = dict(self._modules)  # each a Tree
+        return dict(self._parameters) | {name: module.params() for name, module in inner.items()}
 
 
 class Stateless(Tree):

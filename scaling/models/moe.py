@@ -14,7 +14,7 @@ on a mesh.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -260,7 +260,8 @@ def checkpoint_routed(f: Callable) -> Callable:
     """
 
     def step(params, x):
-        leaves, treedef = optree.tree_flatten((params, x))
+        both: Any = (params, x)
+        leaves, treedef = optree.tree_flatten(both)
         decided = []
 
         def first(*leaves):

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -132,7 +133,7 @@ def init(
 
     layers = [layer(slots[i]) for i in places_of(specs, slots, mesh)]
     ends = [{name: leaf for name, leaf in each.items() if name != "layers"} for each in (how, specs)]
-    made = tree.init(*ends, config.sizes, mesh, seed, dtype, device)
+    made = tree.init(ends[0], ends[1], config.sizes, mesh, seed, dtype, device)
     return {name: made.get(name) for name in how} | {"layers": tree.map(lambda *each: torch.cat(each), *layers)}
 
 
@@ -150,6 +151,6 @@ def config_of(params: dict, name: str = "params") -> Config:
         raise ValueError("params with experts do not say how many are active, and how: give config=")
     (V, D), (L, _, N, H) = params["embed"].shape, layers["W_Q"].shape
     K, F = layers["W_K"].shape[2], layers["W_in"].shape[-1]
-    has = {"gated": "W_gate" in layers, "tied": "unembed" not in params, "attention_bias": "b_Q" in layers}
-    has |= {"output_bias": "b_O" in layers, "qk_norm": "norm_Q" in layers}
+    has: dict[str, Any] = {"gated": "W_gate" in layers, "tied": "unembed" not in params}
+    has |= {"attention_bias": "b_Q" in layers, "output_bias": "b_O" in layers, "qk_norm": "norm_Q" in layers}
     return Config(name, L, D, F, N, K, H, V, **has)

@@ -7,6 +7,7 @@ torch.utils.checkpoint's saved-tensor hooks).
 """
 
 import math
+from typing import Any
 
 import optree
 import torch
@@ -63,7 +64,8 @@ class _Checkpoint(torch.autograd.Function):
         leaves, saved = ctx.saved_tensors[: ctx.leaves], ctx.saved_tensors[ctx.leaves :]
 
         def again(*leaves):
-            layer, x = optree.tree_unflatten(ctx.treedef, leaves)
+            both: Any = optree.tree_unflatten(ctx.treedef, leaves)
+            layer, x = both
             if not ctx.keep:
                 return ctx.f(layer, x)
             unread = x.new_full((), math.nan)  # in place of the last matmul's output: were it read, it would show
@@ -76,13 +78,14 @@ class _Checkpoint(torch.autograd.Function):
 
             return ctx.f(layer, x, replaying)
 
-        _, vjp = torch.func.vjp(again, *leaves)
+        _, vjp, *_ = torch.func.vjp(again, *leaves)
         return None, None, None, *vjp(dout)
 
 
 def _wrap(f, keep: bool):
     def step(layer, x):
-        leaves, treedef = optree.tree_flatten((layer, x))
+        both: Any = (layer, x)
+        leaves, treedef = optree.tree_flatten(both)
         return _Checkpoint.apply(f, keep, treedef, *leaves)[0]
 
     return step

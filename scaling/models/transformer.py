@@ -8,6 +8,7 @@ Where a function takes `config=None`, the sizes are the params' and the rest is 
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import optree
 import torch
@@ -143,7 +144,7 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
     return lambda layer, x: (wrapped(layer, x), None)
 
 
-def unstacked(layers: dict) -> list[dict]:
+def unstacked(layers: Any) -> list[Any]:
     """Params stacked over L as a list of L layers' params."""
     leaves, structure = optree.tree_flatten(layers)
     return [optree.tree_unflatten(structure, each) for each in zip(*(W.unbind() for W in leaves), strict=True)]
@@ -176,7 +177,7 @@ def loss(
     return (w * ce).sum() / torch.where(total == 0, 1, total) + extra
 
 
-def loss_and_grads(params: dict, tokens: Tensor, *args, **options) -> tuple[Tensor, dict]:
+def loss_and_grads(params: Any, tokens: Tensor, *args, **options) -> tuple[Tensor, Any]:
     """(loss, gradients as the params): what torch.func.grad_and_value of `loss` gives, by torch.autograd.
 
     Faster, since nothing is kept to differentiate again; not to be called inside torch.func.

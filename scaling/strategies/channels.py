@@ -11,6 +11,7 @@ another it reads a note of that one's: what it expects. So no buffer is filled i
 """
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,8 @@ class Channels:
         """Before the first message on a channel: compare what it is with what its receiver wrote."""
         if self.is_new(step):
             note = self.note.to(self.like.device, copy=True)
-            dist.irecv(note, **self.route(step, receive=False, note=True)).wait()
+            arriving: Any = dist.irecv(note, **self.route(step, receive=False, note=True))
+            arriving.wait()
             if not torch.equal(note.cpu(), self.note):
                 refuse_message(self.spec, self.note, note, "this rank sends", f"rank {step.peer} expects")
 

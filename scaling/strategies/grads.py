@@ -37,7 +37,8 @@ class Gradients:
             sums = {name: list(stack.unbind()) for name, stack in sums.items()}
         self.sums: dict[str, Any] | None = sums
         self.written = set() if sums is None else set(range(self.L))
-        self.first, self.buffers = 0, self.sums  # of the layers now being written, from `first` on
+        self.first = 0  # `buffers`: of the layers now being written, from `first` on
+        self.buffers: Any = self.sums
         self.results: dict[str, Tensor] | None = out
         self.late: list[tuple[int, int, Sequence]] = []  # (first, last, what `reduce` returned)
         self.later: list[tuple[int, int, Sequence]] = []  # the same over the slow axis
@@ -52,8 +53,9 @@ class Gradients:
         products = [joined(some) if isinstance(some, list) else some for some in products]
         if self.buffers is None:
             self.allocate(products, first, last)
+        buffers: Any = self.buffers
         for name, product in zip(self.strategy.weights, products, strict=True):
-            self.put(product, self.buffers[name], l - self.first, add=l in self.written)
+            self.put(product, buffers[name], l - self.first, add=l in self.written)
         self.written.add(l)
         if self.reduce and l == first:
             self.start(first, last)

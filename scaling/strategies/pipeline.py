@@ -14,7 +14,7 @@ ranks.
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -142,7 +142,7 @@ class _Rank:
         for c, s in enumerate(own):
             chunk, out = (tree.map(lambda W, c=c: W.unflatten(0, (len(own), -1))[c], x) for x in (params, self.results))
             self.weights[s], self.grads[s] = stage.prepare(chunk, mesh, s), stage.gradients(chunk, mesh, out)
-        self.held: dict[tuple, object] = {}
+        self.held: dict[tuple, Any] = {}
         wide = tree.leaves(params)[0].dtype == torch.float64
         self.total = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=In.device)
         self.channels = Channels(mesh, axis, schedule, self.In[0], str(parse(stage.specs["In"]).with_name("x")))

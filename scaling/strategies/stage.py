@@ -99,7 +99,7 @@ def from_function(f: Callable, specs: Mapping[str, str] = SPECS) -> Stage:
     """
 
     def forward(weights, In, mesh, m):
-        Out, vjp_fn = torch.func.vjp(lambda x: f(weights, x), In)
+        Out, vjp_fn, *_ = torch.func.vjp(lambda x: f(weights, x), In)
         return Out.detach(), (In, vjp_fn)
 
     def backward_input(weights, dOut, saved, mesh):
@@ -108,7 +108,7 @@ def from_function(f: Callable, specs: Mapping[str, str] = SPECS) -> Stage:
 
     def backward_weight(weights, rests, grads, mesh):
         for In, dOut in rests:
-            _, vjp_fn = torch.func.vjp(lambda w, In=In: f(w, In), weights)
+            _, vjp_fn, *_ = torch.func.vjp(lambda w, In=In: f(w, In), weights)
             grads.add(vjp_fn(dOut)[0])
 
     return Stage(specs, forward, backward_input, backward_weight, lambda params, mesh, s: params, _Sums)

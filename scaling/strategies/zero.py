@@ -79,7 +79,8 @@ def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
     count, late = max(1, bucket_bytes // max(1, one_layer)), []
     for first in range(0, L, count):
         some = slice(first, first + count)
-        late.append((some, gather(*(torch.stack(mine[name][some]) for name in STRATEGY.weights), mesh.stacked("L"))))
+        W_in, W_out = (torch.stack(mine[name][some]) for name in STRATEGY.weights)
+        late.append((some, gather(W_in, W_out, mesh.stacked("L"))))
     for some, pending in late:
         for name, W in zip(STRATEGY.weights, pending, strict=True):
             new[name][some].copy_(wait(W))

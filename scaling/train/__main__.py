@@ -34,7 +34,7 @@ from scaling.train.loop import DTYPES, STOP, Settings, describe, optimizer_of, r
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scaling.train", description=__doc__.partition(": ")[2])
+    parser = argparse.ArgumentParser(prog="python -m scaling.train", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--config", metavar="FILE", help="a TOML file of these options; flags go over it")
     parser.add_argument("--model", default="tiny", help=f"a config.json, an HF folder, or one of {', '.join(MODELS)}")
     parser.add_argument("--from-scratch", action="store_true", help="of an HF folder take the sizes, not the weights")

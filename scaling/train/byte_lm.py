@@ -41,7 +41,7 @@ def make_step(strategy, optimizer, config: Config, mesh, microbatches: int = 1) 
     """
 
     def step(params, opt_state, batch):
-        loss, grads = loss_and_grads(strategy, params, *batch, config, mesh, microbatches)
+        loss, grads = loss_and_grads(strategy, params, batch[0], batch[1], config, mesh, microbatches)
         params, opt_state = optimizer.update(grads, opt_state, params)
         return params, opt_state, {"loss": reduced(strategy, loss, mesh)}
 
@@ -72,7 +72,7 @@ def loss_and_grads(strategy, params, tokens, targets, config: Config, mesh, micr
     parts = list(zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True))
     for i, (some, wanted) in enumerate(parts):
         Out, saved = run_blocks(strategy, params, embed(E, some), config, mesh)
-        loss, pull = vjp(lambda W, Out, t=wanted: head_loss(strategy, W, Out, t, config, mesh, batch), W_head, Out)
+        loss, pull, *_ = vjp(lambda W, Out, t=wanted: head_loss(strategy, W, Out, t, config, mesh, batch), W_head, Out)
         dW, dOut = pull(torch.ones_like(loss))
         dIn, partial = strategy.backward(dOut, saved, blocks, mesh, partial, i == microbatches - 1, donate=True)
         dW_head = dW_head + dW

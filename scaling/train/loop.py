@@ -129,8 +129,8 @@ def evaluate(params, batches: tokens.Batches, settings: Settings, mesh, count: i
     """The mean loss of a few held-out batches, nats a token."""
     losses = []
     for i in range(min(count, max(1, batches.sequences // batches.batch))):
-        given = [local(x, mesh) for x in batches.at(i)]
-        losses.append(transformer.loss_and_grads(params, *given[:2], settings.model, mesh, segments=given[2])[0].item())
+        some, targets, ids = [local(x, mesh) for x in batches.at(i)]
+        losses.append(transformer.loss_and_grads(params, some, targets, settings.model, mesh, segments=ids)[0].item())
     return sum(losses) / len(losses)
 
 

@@ -6,7 +6,7 @@ come gathered over X. Axes that the mesh lacks drop out. The backward is the vjp
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Context(NamedTuple):
     """
 
     config: Config
-    mesh: object
+    mesh: Any
     rope: tuple[Tensor, Tensor]
     attend: Callable
 

@@ -6,6 +6,7 @@ the first stage embeds, the last has the head, and a tied table has one gradient
 """
 
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
 def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, schedule):
     """(loss, grads) by a pipeline's schedule over Z."""
     config, mesh, stored, used, contexts, terms = problem
-    schedule = resolved(schedule, mesh, len(contexts))
+    schedule = cast(Schedule, resolved(schedule, mesh, len(contexts)))  # Z > 1 here
     stage, chunks = stage_of(problem, schedule, remat)
     ends = end_weights(params, stored, used, mesh)
     first = schedule.placement[0] == mesh.coord["Z"]
@@ -141,10 +142,10 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
         return head(ends, x, targets[some], w[some], terms, config.eps, mesh)
 
     loss, grads = pipeline.with_ends(params["layers"], ends, x, rows, mesh, schedule, loss_of, stage)
-    dends = grads.head
+    dends: Any = grads.head
     if first:
         dends["embed"] = dends["embed"] + pull_embed(grads.dIn)[0]
-    extra = sum(torch.as_tensor(chunk.extra, dtype=loss.dtype, device=loss.device) for chunk in chunks.values())
+    extra: Any = sum(torch.as_tensor(chunk.extra, dtype=loss.dtype, device=loss.device) for chunk in chunks.values())
     extra = reduce_present("Loss[] {U_ZPXECY} -> Loss[]", extra, mesh)
     done = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
     return loss + extra, done | {"layers": grads.params}

@@ -55,8 +55,8 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
     which costs less per collective than a transform; a compiler is given torch.func.vjp.
     """
     if torch.compiler.is_compiling():
-        out, pull, rest = torch.func.vjp(f, *primals, has_aux=True)
-        return (out, rest), pull
+        out, pull, *rest = torch.func.vjp(f, *primals, has_aux=True)
+        return (out, rest[0]), pull
     leaves = [tree.map(lambda x: x.detach().requires_grad_(x.is_floating_point()), p) for p in primals]
     with torch.enable_grad():
         out, rest = f(*leaves)
