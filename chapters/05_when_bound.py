@@ -150,7 +150,7 @@ def crossing(mesh: tuple[int, int, int, int]) -> float:
     low, high = 1.0, 1e12
     if mesh_layer(high, *mesh).bound != "compute":
         return float("inf")
-    while high - low > 0.5:
+    while high - low > 1e-4:
         middle = (low + high) / 2
         low, high = (low, middle) if mesh_layer(middle, *mesh).bound == "compute" else (middle, high)
     return high

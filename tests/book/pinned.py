@@ -1,4 +1,4 @@
-"""What the chapters answer where the book gives no number, or a wrong or a rounded one, computed once more by hand.
+"""What the chapters answer where the book gives no number, or a wrong, a rounded or a coarse one, computed by hand.
 
 {chapter: {question: value or word}}. Written out from the formulas with the numbers in place, without the project's own
 functions: what a chapter computes by its library must come out the same.
@@ -8,6 +8,8 @@ V5E_4x4 = 2 * 2**14 * 2**14 / 4  # bytes that each axis of Part 3's Question 6 m
 
 PINNED = {
     "01_roofline": {
+        "Intensity of a dot product, N = 2^20 (large N)": (2**21 - 1) / (2**22 + 2),
+        "4 a matrix for each row of the batch: intensity, D = F = 8192": 2 * 8192 / (8192 + 2),
         "1e12 FLOPs on a v6e with the 9.2e14 FLOPs/s of Part 2's table": 1e15 / 9.2e14,
         "Critical intensity of v5p's VPU": 8 * 128 * 4 * 1.75e9 / (2.8e12 / 2),
         "FLOPs/B of a matmul by tiles of 128 x 512 and 512 x 256": 2 * 128 * 256 * 2**20 / (
