@@ -3,10 +3,10 @@
     python tests/mutate_answers.py 01_roofline 04_problems      the chapters' own cells; without names, every chapter
     python tests/mutate_answers.py scaling/cost/transformer.py  a module of the library, under the chapters that call it
 
-A mutant doubles a number (0 becomes 1), swaps * with / or + with -, turns ** into *, turns a comparison around, or makes
-min of max. It runs in a fork of a process that is already at its cell. Printed: each mutant that left every verdict
-green and changed an answer, with `--text` also those that changed printed text alone; the others are counted. What
-comes after a chapter's last answers and checks is left as it is. Not part of the suite.
+A mutant doubles a number (0 becomes 1), swaps * with / or + with -, turns ** into *, turns a comparison around, or
+makes min of max. It runs in a fork of a process that is already at its cell. Printed: each mutant that left every
+verdict green and changed an answer, with `--text` also those that changed printed text alone; the others are counted.
+What comes after a chapter's last answers and checks is left as it is. Not part of the suite.
 """
 
 import ast
@@ -151,7 +151,8 @@ def mutate_chapter(name: str, tally: dict) -> None:
     names, text = {"__name__": "__main__", "__file__": path}, io.StringIO()
     blocks = [compile(ast.Module([node], []), path, "exec") for node in tree.body]
     base = forked(lambda: outcome(name, names, blocks, text))
-    assert base and not base["red"], base and base["red"]
+    if not base or base["red"]:
+        raise SystemExit(f"{name}: red before any mutant: {base}")
     last = max(i for i, node in enumerate(tree.body) if any(f"page.{word}(" in ast.unparse(node) for word in JUDGED))
     for i, node in enumerate(tree.body[: last + 1]):
         for n, site in enumerate(sites(node) if "page" in names else []):
