@@ -88,7 +88,7 @@ page.chart(
     },
     "bytes", "bus bytes/s", "AllReduce: what a link carries", height=12,
     points={"measured, 8 H100s": list(BUS.items()), "measured, v5p ring of 4": list(V5P_BUS.items())},
-    marks=[("x", 2 * 8192 * 3584, "LLaMA-3 70B's MLP shard: 58 MB")],
+    marks=[("x", 2 * 8192 * 3584, "MLP shard: 58 MB")],
 )  # fmt: skip
 
 # %% [markdown]

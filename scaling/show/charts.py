@@ -169,17 +169,40 @@ def figure(
             axis.set_major_locator(FixedLocator(ticks(low, high, True, 9)))
             axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
-    for axis, value, text in marks:
+    rules = [
         (axes.axvline if axis == "x" else axes.axhline)(value, color="#777777", linestyle="--", linewidth=1, zorder=0)
-        place: dict = {"xycoords": axes.get_xaxis_transform() if axis == "x" else axes.get_yaxis_transform()}
-        where = (value, 0.02) if axis == "x" else (0.99, value)
-        turn: dict = {"rotation": 90, "ha": "right", "va": "bottom"} if axis == "x" else {"ha": "right", "va": "bottom"}
-        under: dict = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-        axes.annotate(text, where, color="#555555", fontsize=9, bbox=under, **place, **turn)
+        for axis, value, _ in marks
+    ]
+    picture.draw_without_rendering()
+    for rule, mark in zip(rules, marks, strict=True):
+        name_mark(axes, rule, *mark)
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     return picture
+
+
+def name_mark(axes, rule, axis: str, value: float, text: str) -> None:
+    """Write a mark's name along its line, at the first place where no curve, point or other name is."""
+    lines = [line.get_transform().transform_path(line.get_path()) for line in axes.lines if line is not rule]
+    taken = [line.interpolated(99).vertices for line in lines]
+    names = [other.get_window_extent() for other in axes.texts]
+    if axis == "x":
+        across, turn = axes.get_xaxis_transform(), {"rotation": 90, "va": "bottom"}
+        places = [((value, height), {"ha": side}) for height in (0.02, 0.35, 0.65) for side in ("right", "left")]
+    else:
+        across, turn = axes.get_yaxis_transform(), {"ha": "right"}
+        places = [((end, value), {"va": side}) for end in (0.99, 0.6, 0.3) for side in ("bottom", "top")]
+    for place, side in [*places, places[0]]:
+        aside = {"right": (-2, 0), "left": (2, 0), "bottom": (0, 1), "top": (0, -1)}[next(iter(side.values()))]
+        label = axes.annotate(
+            text, place, aside, color="#555555", fontsize=9, xycoords=across, textcoords="offset points", **turn, **side
+        )
+        extent = label.get_window_extent()
+        if not extent.count_overlaps(names) and not any(extent.count_contains(points) for points in taken):
+            return
+        label.remove()
+    axes.add_artist(label)  # nowhere is free: at the first place
 
 
 def save(path: str | Path, series: Series, *labels, **options) -> Path:

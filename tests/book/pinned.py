@@ -21,6 +21,7 @@ PINNED = {
         "3 corner of the plot, D = F = 1024": 1024 / (2 * 1024 * 8.2e11 / 1.97e14 - 2 - 2),
     },
     "02_tpus": {
+        "1 reading 200B params in bf16 from 32 v4p": 1e3 * 2 * 200e9 / 32 / 1.23e12,
         "FLOPs/s of a core of v5p": 4.59e14 / 2,
         "Multiply-adds/s of a TPU's systolic arrays": 1.97e14 / 2,
         "2 FLOPs/s of a v5e pod": 256 * 1.97e14,
@@ -113,6 +114,8 @@ PINNED = {
         "Collective bandwidth of a node: bisection x 2/N": 2 * 3600 / 8,
     },
     "12_gpu_rooflines": {
+        "PP: the hops' time over 2BD/W": 3 / 2 - 1 / 64,
+        "EP over many nodes, Z >> k: F above alpha times": 8 - 8 * 8 / 2**13,
         "DeepSeek-V3's batch ('they used 4M')": 15_360 * 4096,
         "DP on an H100 or B200 ('about 2500')": 2250e12 / 400e9,
         "DeepSeek-V3: DP is compute-bound from": 256 / 8 * (990e12 / 400e9) / 128 / 2,

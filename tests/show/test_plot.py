@@ -120,3 +120,13 @@ def test_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(RuntimeError, match=r"pip install 'scaling\[plot\]'"):
         save(tmp_path / "a.png", ROOF)
+
+
+def test_names_of_marks_stand_where_nothing_else_is():
+    crowded = {"flat": [(1, 1), (1e4, 1)], "steep": [(1, 1), (1e4, 1e4)]}
+    axes = figure(crowded, marks=[("x", 10, "ten"), ("x", 10.5, "a little more"), ("y", 1, "one")]).axes[0]
+    names = [text.get_window_extent() for text in axes.texts]
+    assert not any(name.count_overlaps([*names[:i], *names[i + 1 :]]) for i, name in enumerate(names))
+    for line in axes.lines[:2]:
+        drawn = line.get_transform().transform_path(line.get_path()).interpolated(50).vertices
+        assert not any(name.count_contains(drawn) for name in names)
