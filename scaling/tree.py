@@ -29,9 +29,9 @@ def leaves(tree) -> list:
     return optree.tree_leaves(tree, none_is_leaf=False)
 
 
-def flatten(tree) -> tuple[list, Any]:
-    """(the leaves, what the tree is without them), which trees of one structure have alike."""
-    return optree.tree_flatten(tree, none_is_leaf=False)
+def structure(tree) -> Any:
+    """What a tree is without its leaves, equal for trees that have theirs at the same places."""
+    return optree.tree_structure(tree, none_is_leaf=False)
 
 
 def named_leaves(tree, name: str = "params") -> dict[str, Any]:
@@ -54,14 +54,14 @@ def paired(tree, specs, name: str = "params") -> list[tuple[str, Any, Spec]]:
 
 def shard(tree, specs, mesh) -> Any:
     """This rank's shards of whole arrays: contiguous copies, so that the whole ones can be freed. No communication."""
-    return _rebuild(specs, [_shard(where, leaf, spec, mesh) for where, leaf, spec in paired(tree, specs)])
+    return unflatten(specs, [_shard(where, leaf, spec, mesh) for where, leaf, spec in paired(tree, specs)])
 
 
 def unshard(tree, specs, mesh) -> Any:
     """The whole arrays on every rank, from each rank's shards: `collectives.unshard` of every leaf."""
     from scaling.collectives import unshard  # here, so that plain trees need no torch.distributed
 
-    return _rebuild(specs, [unshard(str(spec), leaf, mesh) for _, leaf, spec in paired(tree, specs)])
+    return unflatten(specs, [unshard(str(spec), leaf, mesh) for _, leaf, spec in paired(tree, specs)])
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
         else:
             ranges = spec.slices(sizes, mesh, mesh.coord)
             made.append(_normal(spec.global_shape(sizes), ranges, how.std, _key(seed, where), dtype, device))
-    return _rebuild(specs, made)
+    return unflatten(specs, made)
 
 
 def check(tree, specs, sizes, mesh, dtype=None, name: str = "params") -> None:
@@ -129,12 +129,14 @@ def local_nbytes(specs, sizes, mesh, dtype) -> float:
     return sum(parse(spec).nbytes(sizes, mesh, dtype) for spec in leaves(specs))
 
 
-def _rebuild(like, new_leaves: list) -> Any:
-    return optree.tree_unflatten(optree.tree_structure(like, none_is_leaf=False), new_leaves)
+def unflatten(like, new_leaves: list) -> Any:
+    return optree.tree_unflatten(structure(like), new_leaves)
 
 
 def _shard(where: str, whole: Tensor, spec: Spec, mesh) -> Tensor:
     _no_partial_sums(where, spec)
+    if not isinstance(whole, Tensor):
+        raise ShardingError(f"{where}: a tensor typed {spec} is wanted; found {type(whole).__name__}")
     try:
         ranges = spec.slices(whole.shape, mesh, mesh.coord)
     except ShardingError as error:

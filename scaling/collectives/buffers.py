@@ -1,5 +1,6 @@
 """Preallocated outputs, `out=` and `donate=True`: what they may be, so that nothing else is written over."""
 
+import torch
 from torch import Tensor
 
 from scaling.spec import ShardingError
@@ -28,6 +29,9 @@ def check_writable(line, x: Tensor, what: str) -> None:
     if x.is_conj() or x.is_neg():
         rule = "a buffer holds its values as they are"
         refuse(line, f"{what} is a view that conjugates or negates", rule, "give it as .resolve_conj().resolve_neg()")
+    if x.requires_grad and (x.is_leaf or what == "out") and torch.is_grad_enabled():
+        rule = "what is written to a buffer is not differentiated"
+        refuse(line, f"{what} requires a gradient", rule, "give another buffer, or call under torch.no_grad()")
     if not x.is_contiguous() and overlaps_itself(x):
         what = f"{what} has shape {tuple(x.shape)} and strides {x.stride()}: elements share their memory"
         refuse(line, what, "each element of a buffer is written once", "give it as .contiguous()")

@@ -141,10 +141,10 @@ def start(x: Tensor, op: Op, group: Group, out: Tensor | None = None) -> Started
 def traceable(x: Tensor, op: Op) -> Tensor:
     """An op as torch.func, torch.compile and make_fx see through it; of an AbstractMesh, its result's shape."""
     kind = KINDS[op.kind]
-    if op.kind in LOCAL:
-        return kind.traced(x, op)
     if op.size == 1 and op.kind != "CollectivePermute":
         return x.clone()
+    if op.kind in LOCAL:
+        return kind.traced(x, op)
     if op.backend == "abstract":
         return x.new_empty(output_shape(op, x.shape))
     carried, back = as_carried(x)

@@ -11,7 +11,7 @@ from scaling.collectives.buffers import check_out, check_writable, overlap, refu
 from scaling.collectives.kinds import CARRIED, check_dtype, output_shape
 from scaling.collectives.linear import PLAIN, register
 from scaling.collectives.op import Op
-from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
+from scaling.spec import Line, ShardingError, Spec, mesh_sizes, parse_line
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -48,6 +48,8 @@ class Step(NamedTuple):
             self.refuse_shape(tuple(x.shape))
         if not getattr(x, self.on) and type(x) in PLAIN:
             self.refuse_device(x, mesh)
+        if x.layout is not torch.strided:
+            refuse(self, f"the operand is {x.layout}", "shards are dense tensors", "give it as .to_dense()")
         if self.mean or x.dtype not in CARRIED or self.op.by != "sum":
             check_dtype(self.op, x.dtype, self.mean)
 
@@ -104,6 +106,13 @@ def _step(mesh, kind: str, step: CollectiveStep, root: int | None, by: str) -> S
     return Step(op, group, len(step.before.dims), step.splits, numbers(step.before, mesh), mean, on(mesh))
 
 
+def check_operand(kind: str, line: Line, group, x: Tensor, mesh) -> None:
+    """ShardingError unless x has the dims of a line's operand, and lies on the mesh's device."""
+    before = line.operands[0]
+    step = Step(Op.over(group, kind, str(line)), group, len(before.dims), None, numbers(before, mesh), on=on(mesh))
+    step.check(x, mesh)
+
+
 def on(mesh) -> str:
     return f"is_{mesh.device.type}"
 
@@ -125,7 +134,7 @@ def constants(mesh, kind: str, line: str, root: int | None, by: str) -> tuple:
 def check_result(steps: list[Step], x: Tensor, out: Tensor) -> None:
     """ShardingError unless `out` can take the result of a line's steps on x; it may be x, reduced in place."""
     if out is x:
-        if not x.is_contiguous() or x.is_neg() or x.is_conj():
+        if not x.is_contiguous() or x.requires_grad or x.is_neg() or x.is_conj():
             check_writable(steps[0], x, "the donated operand")
         return
     shape = x.shape
@@ -135,7 +144,7 @@ def check_result(steps: list[Step], x: Tensor, out: Tensor) -> None:
         shape = output_shape(step.op, shape)
     if not isinstance(out, Tensor) or [*out.shape] != shape or out.dtype is not x.dtype or out.device != x.device:
         check_out(_whole(steps), out, tuple(shape), x.dtype, x.device)
-    if not out.is_contiguous() or out.is_neg() or out.is_conj():
+    if not out.is_contiguous() or out.requires_grad or out.is_neg() or out.is_conj():
         check_writable(_whole(steps), out, "out")
     if overlap(out, x) and not (len(steps) == 1 and steps[0].op.kind == "AllGather" and is_own_block(x, out, step.op)):
         refuse_overlap(_whole(steps))

@@ -18,10 +18,9 @@ from scaling.collectives.calls import Pending
 from scaling.collectives.eager import Works
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.linear import differentiated
-from scaling.collectives.lines import Step, numbers, on
-from scaling.collectives.op import Op
+from scaling.collectives.lines import check_operand
 from scaling.mesh import Group
-from scaling.spec import ShardingError, parse
+from scaling.spec import Line, ShardingError, parse
 
 DIGEST, LENGTH = 16, 112  # bytes of a header: a digest of the whole announcement, and its beginning
 TAG = 1 << 21  # of headers; the tags of data are larger
@@ -98,9 +97,7 @@ def _ready(kind: str, line: str, x: Tensor, mesh, axis: str, other: int, async_o
     """(the group along the axis, the event of a trace or None), or an error if there is nothing to send."""
     spec, group = parse(line), mesh.group((axis,))
     spec.check_axes(mesh)
-    Step(
-        Op.over(group, kind, f"{spec} -> {spec}"), group, len(spec.dims), None, numbers(spec, mesh), on=on(mesh)
-    ).check(x, mesh)
+    check_operand(kind, Line((spec,), spec), group, x, mesh)
     if differentiated(x):
         raise ShardingError(
             f"{kind} {spec}: not differentiable, since its transpose lies on another rank: use ppermute"

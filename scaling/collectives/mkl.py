@@ -18,8 +18,6 @@ WIDE = 1024  # columns, at least, of a weight of which some rows are multiplied 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a[M, K] b[K, N]."""
-    if a.is_meta is not b.is_meta:
-        raise RuntimeError("one operand is on the meta device")  # torch would take both as such
     if not in_parts(a, b) or observed(a) or observed(b) or torch.is_autocast_enabled("cpu"):
         return a @ b  # in parts it would have no derivative, and autocast no say in its dtype
     return matmul_into(a, b, a.new_empty(len(a), b.shape[1]), False)

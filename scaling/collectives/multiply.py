@@ -46,7 +46,8 @@ def einsum(line: str, a, b=None, *, out: Tensor | None = None, add: bool = False
     product = _products.get(line)
     if product is None:
         product = _products[line] = compile_product(line)
-    if not _fits(product.shapes, a.shape, b if b is None else b.shape):
+    one_is_meta = a is None or (b is not None and a.is_meta is not b.is_meta)
+    if one_is_meta or not _fits(product.shapes, a.shape, b if b is None else b.shape):
         _refuse_operands(product.line, a, b)
     if defer:
         return Deferred(einsum, line, a, b)
@@ -79,7 +80,7 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
     operands = (a,) if b is None else (a, b)
     if not _fits(Shapes(*shapes), a.shape, None if b is None else b.shape):
         _refuse_shapes(line, *(tuple(x.shape) for x in operands))
-    result = torch.einsum(equation, *operands)
+    result = _evaluate(equation, *operands)
     if out is None:
         return result.clone() if copies else result
     if out.shape != result.shape or out.dtype != result.dtype:
@@ -170,22 +171,22 @@ def _fits(wanted: Shapes, a: Sequence[int], b: Any) -> bool:
     return True
 
 
-def _refuse_operands(line: Line, *operands) -> None:
-    shapes = [tuple(x.shape) for x in operands if x is not None]
-    what = f"shards of shapes {shapes}"
-    if len(shapes) != len(line.operands) or any(
-        len(spec.dims) != len(shape) for spec, shape in zip(line.operands, shapes, strict=True)
-    ):
-        what += ": the operands do not have the dims of their types"
-    else:
-        sizes: dict[str, int] = {}
-        for spec, shape in zip(line.operands, shapes, strict=True):
-            for (dim, axes), size in zip(spec.dims, shape, strict=True):
-                if sizes.setdefault(dim, size) != size:
-                    what += f": they differ in the size of dim {dim}"
-                if dim.isdigit() and (size != int(dim) and not (axes and size and int(dim) % size == 0)):
-                    what += f": dim {dim} says its own size"
-    refuse_product(line, what, "shards of one dim, split alike, have one size")
+def _refuse_operands(line: Line, *operands: Tensor | None) -> None:
+    given = [x for x in operands if x is not None]
+    ranks, wanted = [x.dim() for x in given], [len(spec.dims) for spec in line.operands]
+    sizes: dict[str, int] = {}
+    why = []
+    for x, spec in zip(given, line.operands, strict=False) if ranks == wanted else ():
+        for (dim, axes), size in zip(spec.dims, x.shape, strict=True):
+            if sizes.setdefault(dim, size) != size:
+                why.append(f"they differ in the size of dim {dim}")
+            if dim.isdigit() and size != int(dim) and not (axes and size and int(dim) % size == 0):
+                why.append(f"dim {dim} says its own size")
+    if len({x.is_meta for x in given}) > 1:
+        why.append("one of them is on the meta device, which holds shapes alone")
+    what = "; ".join(why) or "the operands do not have the dims of their types"
+    rule = "shards of one dim, split alike, have one size"
+    refuse_product(line, f"shards of shapes {[tuple(x.shape) for x in given]}: {what}", rule)
 
 
 def _check_out(product: Kernel, a: Tensor, b: Tensor | None, out: Tensor | None) -> None:
@@ -195,7 +196,7 @@ def _check_out(product: Kernel, a: Tensor, b: Tensor | None, out: Tensor | None)
     sizes: Any = a.shape, b if b is None else b.shape
     shape = tuple([sizes[operand][i] for operand, i in product.result])
     fits = isinstance(out, Tensor) and out.shape == shape and out.dtype is a.dtype
-    if not fits or not out.is_contiguous() or out.device != a.device:
+    if not fits or out.requires_grad or not out.is_contiguous() or out.device != a.device:
         dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
         check_out(f"einsum: {product.line}", out, shape, dtype, a.device)
     if overlap(out, a, b):
@@ -207,7 +208,9 @@ def _refuse_kind(line: Line, a: Tensor, b: Tensor | None, out: Tensor | None, er
     rule = fix = ""
     if b is not None and (a.dtype != b.dtype or a.device != b.device):
         rule = f"the operands, {a.dtype} on {a.device} and {b.dtype} on {b.device}, have one dtype and one device"
-    elif out is not None and (differentiated(a) or (b is not None and differentiated(b))):
+    elif any(x is not None and x.layout != torch.strided for x in (a, b)):
+        rule, fix = "shards are dense tensors", "give them as .to_dense()"
+    elif out is not None and any(x is not None and differentiated(x) for x in (a, b, out)):
         rule, fix = "what is written to a buffer is not differentiated", "leave out= away"
     if rule:
         raise ShardingError(
@@ -272,10 +275,18 @@ def _matrices(plain_a: bool, plain_b: bool, ahead: bool) -> tuple[Callable, Call
 def _general(line: Line) -> Callable:
     equation = _equation(line)
     if len(line.operands) == 2:
-        return lambda a, b: torch.einsum(equation, a, b)
+        return lambda a, b: _evaluate(equation, a, b)
     if _is_view(line):
         return lambda a, _: lazy_clone(torch.einsum(equation, a))
-    return lambda a, _: torch.einsum(equation, a)
+    return lambda a, _: _evaluate(equation, a)
+
+
+def _evaluate(equation: str, *operands: Tensor) -> Tensor:
+    """torch.einsum, also of small whole numbers: torch makes some of their sums int64, and then refuses the product."""
+    if operands[0].is_floating_point() or operands[-1].is_floating_point() or operands[0].is_complex():
+        return torch.einsum(equation, *operands)
+    dtype = torch.promote_types(operands[0].dtype, operands[-1].dtype)
+    return torch.einsum(equation, *(x.long() for x in operands)).to(dtype)
 
 
 def _is_view(line: Line) -> bool:

@@ -13,6 +13,7 @@ from scaling.algebra.programs import cotangent
 from scaling.algebra.resharding import reshard as plan_reshard
 from scaling.algebra.steps import Plan, Step, permutation
 from scaling.collectives import calls as c
+from scaling.collectives.lines import check_operand
 from scaling.collectives.multiply import einsum
 from scaling.spec import ShardingError, Spec, parse_line
 
@@ -104,8 +105,7 @@ def reshard(line: str, x: torch.Tensor, mesh) -> torch.Tensor:
         raise ShardingError(f"{parsed}: a resharding has one operand; einsum multiplies")
     (before,), after = parsed.operands, parsed.result
     before.check_axes(mesh)
-    if len(before.dims) != x.dim():
-        raise ShardingError(f"{parsed}: the operand has shape {tuple(x.shape)}, not {len(before.dims)} dims")
+    check_operand("reshard", parsed, mesh.group(()), x, mesh)
     shape = [n * mesh.size(axes) for n, (_, axes) in zip(x.shape, before.dims, strict=True)]
     return run(plan_reshard(before, after, shape, mesh), x, mesh)
 

@@ -47,6 +47,8 @@ def constant(fn: Callable) -> Callable:
 
 def lazy_clone(x: Tensor) -> Tensor:
     """x.clone(), whose memory is x's until one of the two is written to (copy on write)."""
+    if in_transform() is not None or modes() > 0:
+        return x.clone()
     try:
         return x._lazy_clone()
     except RuntimeError:  # memory that torch did not allocate, or that other processes share

@@ -41,12 +41,18 @@ def _check_constant_specs(specs, sizes) -> None:
 
 def check_like(params, **trees) -> None:
     """ValueError that names the leaf at which one of these trees is not like `params`, in names and in shapes."""
-    flat, structure = tree.flatten(params)
-    shapes = [p.shape for p in flat]
+    places = _places if torch.compiler.is_compiling() else tree.structure
+    shapes, wanted = [p.shape for p in tree.leaves(params)], places(params)
     for what, found in trees.items():
-        leaves, same = tree.flatten(found)
-        if same != structure or [g.shape for g in leaves] != shapes:
+        if [g.shape for g in tree.leaves(found)] != shapes or places(found) != wanted:
             _refuse_unlike(found, params, what)
+
+
+def _places(part):
+    """A tree's structure, as a compiler can follow it: the leaves left out."""
+    if isinstance(part, dict):
+        return {key: _places(value) for key, value in part.items()}
+    return [_places(value) for value in part] if isinstance(part, (list, tuple)) else None
 
 
 def _refuse_unlike(found, params, what: str) -> None:

@@ -37,6 +37,8 @@ MISFITS = {
     "negated": (lambda g: torch.zeros(4, 4, dtype=torch.complex64).conj().imag, "conjugates or negates"),
     "shapes alone": (lambda g: g[1].to("meta"), "out torch.float32 on meta"),
     "an array": (lambda g: g[1].numpy(), "out is a ndarray"),
+    "a param": (lambda g: g[1].clone().requires_grad_(), "out requires a gradient"),
+    "a function of one": (lambda g: g[1].clone().requires_grad_() * 1, "out requires a gradient"),
 }
 WRITERS = {
     "all_gather": lambda m, out: c.all_gather(GATHER, torch.ones(4 // m.sizes["X"], 4), m, out=out),
@@ -147,6 +149,7 @@ def donated(mesh):
         "windows": x.view(-1)[:4].unfold(0, 3, 1),
         "conjugated": torch.complex(x, x).conj(),
         "negated": torch.complex(x, x).conj().imag,
+        "a param": x.clone().requires_grad_(),
     }.items():
         before = given.clone()
         with pytest.raises(ShardingError, match="the donated operand"):
@@ -219,6 +222,8 @@ CALLS = {
     "unshard of a whole": (lambda x, m: c.unshard("A[I, J]", x, m), (4, 4)),
     "unshard of partial sums": (lambda x, m: c.unshard("A[I, J] {U_X}", x, m), (4, 4)),
     "shard over nothing": (lambda x, m: c.shard("A[I, J]", x, m), (4, 4)),
+    "shard of a number": (lambda x, m: c.shard("A[]", x, m), ()),
+    "unshard of a number": (lambda x, m: c.unshard("A[]", x, m), ()),
     "reshard": (lambda x, m: c.reshard("A[I_X, J] -> A[I, J_X]", x, m), (4, 4)),
     "reshard of nothing": (lambda x, m: c.reshard("A[I_X, J] -> A[I_X, J]", x, m), (4, 4)),
     "reshard to partial sums": (lambda x, m: c.reshard("A[I, J] -> A[I, J] {U_X}", x, m), (4, 4)),
@@ -286,6 +291,13 @@ REFUSED = {
         "the operands, torch.float32 on cpu and torch.float64 on cpu, have one dtype",
     ),
     "added to nothing": (lambda: c.einsum(PRODUCT, torch.ones(2, 2), torch.ones(2, 2), add=True), "fix: give out="),
+    "sparse": (lambda: c.all_gather(GATHER, torch.ones(2, 2).to_sparse(), REAL), "fix: give it as .to_dense()"),
+    "a sparse product": (
+        lambda: c.einsum("A[I, J] * B[K, J, I] -> C[I, J]", torch.ones(2, 2).to_sparse(), torch.ones(2, 2, 2)),
+        "fix: give them as .to_dense()",
+    ),
+    "no operand": (lambda: c.einsum(PRODUCT, None, None), "the operands do not have the dims of their types"),
+    "nor for a reshard": (lambda: c.reshard("A[I_X] -> A[I]", None, REAL), "builtins.NoneType"),
     "a derivative in a buffer": (
         lambda: c.einsum(PRODUCT, torch.ones(2, 2, requires_grad=True), torch.ones(2, 2), out=torch.ones(2, 2)),
         "fix: leave out= away",
@@ -362,3 +374,17 @@ def test_overlap_is_exact():
     assert [overlaps_itself(y) for y in plain] == [False] * len(plain)
     odd = [x[:1].expand(6, 6), x.view(-1).unfold(0, 3, 2), x.view(-1).as_strided((2, 2), (1, 1)), x[0, :1].expand(2)]
     assert [overlaps_itself(y) for y in odd] == [True] * len(odd)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int16], ids=str)
+def test_products_of_whole_numbers_keep_their_dtype(dtype):
+    """torch.einsum makes some of these int64, and refuses others."""
+    x = torch.arange(6).view(2, 3).to(dtype)
+    for line, operands, wanted in [
+        ("A[I, J] -> C[I]", (x,), x.sum(1)),
+        ("A[I] * B[K, I] -> C[I]", (x[:, 0], x.t()), x[:, 0] * x.t().sum(0)),
+        ("A[I, J] * B[J, K] -> C[I, K]", (x, x.t()), x.long() @ x.t().long()),
+    ]:
+        y = c.einsum(line, *operands)
+        assert y.dtype == dtype
+        assert torch.equal(y, wanted.to(dtype))

@@ -1,0 +1,111 @@
+"""A call made in some mode, and what comes of it held against what is wanted."""
+
+import warnings
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+REFUSALS = (ValueError, TypeError)  # ShardingError is a ValueError; TypeError is Python's, of a wrong signature
+MODES = ["plain"] * 6 + ["no_grad", "inference", "flops", "autocast", "leaf", "vjp", "jvp", "vmap"]
+
+
+class Wrong(Exception):
+    """A number that is wrong, or a right call that was refused."""
+
+
+def describe(x) -> str:
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    return f"{tuple(x.shape)} {x.layout if x.layout != torch.strided else x.stride()} on {x.device}"
+
+
+def hold(draw, mesh, call, x, wanted, wrong, may_refuse, memory, options, what: str, linear=True) -> str:
+    """Make the call in some mode, and hold what comes of it against what is wanted. `wrong`: why it must be refused."""
+    mode = draw.choice(MODES)
+    plain = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type == "cpu"
+    if not plain or (mode in ("leaf", "vjp", "jvp") and x.dtype not in (torch.float64, torch.float32)):
+        mode = "plain"
+    kept = x.clone() if plain else None
+    around = None if memory is None else (memory[:4].clone(), memory[-4:].clone())
+    what, given = f"{what}, {mode}, wrong: {wrong}", options.get("out")
+    try:
+        y, more = in_mode(mode, call, x, mesh)
+    except REFUSALS as error:
+        if not wrong and not may_refuse and wanted is not None and mode == "plain":
+            raise Wrong(f"refused: {what}\n{error}") from error
+        if kept is not None and not torch.equal(x.resolve_neg(), kept):
+            raise Wrong(f"the operand of a refused call was changed: {what}") from error
+        return "refused"
+    except Exception as error:
+        if mode in ("plain", "no_grad"):
+            raise Wrong(f"an error without the line: {what}\n{type(error).__name__}: {error}") from error
+        return f"loud in {mode}: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    if wrong:
+        raise Wrong(f"accepted: {what}")
+    if wanted is None:
+        raise Wrong(f"a result where the types promise none: {what}")
+    for result in more.get("results", [y]):
+        result = result.to_dense() if result.layout == torch.sparse_coo else result
+        if not is_same(result, wanted, exact=result is y, autocast=mode == "autocast"):
+            raise Wrong(f"another number: {what}\n{result}\nwanted {wanted}")
+    if given is not None and mode == "plain" and not (y is given and torch.equal(given, wanted)):
+        raise Wrong(f"the buffer does not hold the result: {what}")
+    if around is not None and not (torch.equal(memory[:4], around[0]) and torch.equal(memory[-4:], around[1])):
+        raise Wrong(f"memory around the buffer was written: {what}")
+    if plain and not options.get("donate") and not (given is not None and shares_storage(given, x)):
+        if mode == "plain" and y.layout == torch.strided:
+            y.copy_(~y if y.dtype == torch.bool else torch.full_like(y, 7) if y.is_complex() else 7 - y.float())
+        if not torch.equal(x.resolve_neg(), kept):
+            raise Wrong(f"the operand is changed, by the call or by a change of its result: {what}")
+    if "pairing" in more and linear and options.get("op", "sum") in ("sum", "mean"):
+        pairing = torch.stack([each.double() for each in more["pairing"]])
+        if mesh.size() > 1:
+            torch.distributed.all_reduce(pairing)
+        if not torch.allclose(pairing[0], pairing[1], rtol=1e-4, atol=1e-4):
+            raise Wrong(f"<w, f(x)> and <f'(w), x> are {pairing.tolist()}: {what}")
+    return f"right, {mode}"
+
+
+def is_same(result, wanted, exact: bool, autocast: bool) -> bool:
+    if result.shape != wanted.shape or (result.dtype != wanted.dtype and not autocast):
+        return False
+    if wanted.is_meta or exact:
+        return result.is_meta if wanted.is_meta else torch.equal(result.resolve_neg().to(wanted.dtype), wanted)
+    if wanted.is_complex():
+        return torch.equal(result, wanted)
+    return torch.allclose(result.double(), wanted.double(), rtol=1e-6, atol=0)
+
+
+def shares_storage(out, x) -> bool:
+    return isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def in_mode(mode: str, call, x, mesh):
+    """(the result, what else came of it)."""
+    if mode == "no_grad":
+        with torch.no_grad():
+            return call(x), {}
+    if mode == "inference":
+        with torch.inference_mode():
+            return call(x), {}
+    if mode == "flops":
+        with FlopCounterMode(display=False):
+            return call(x), {}
+    if mode == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(x), {}
+    if mode in ("leaf", "vjp"):
+        leaf = x.clone().requires_grad_()
+        y, pull = torch.func.vjp(call, x) if mode == "vjp" else (call(leaf), None)
+        w = (torch.arange(y.numel(), dtype=y.dtype) % 5 + mesh.rank).view(y.shape)
+        (dx,) = pull(w) if pull else torch.autograd.grad(y, leaf, w)
+        return y.detach(), {"pairing": [(w * y.detach()).sum(), (dx * x).sum()]}
+    if mode == "jvp":
+        with warnings.catch_warnings():  # torch's own, of its tracer
+            warnings.simplefilter("ignore")
+            y, tangent = torch.func.jvp(call, (x,), (x,))
+        return y, {"results": [y, tangent]}  # all are homogeneous: f(x) = f'(x) x
+    if mode == "vmap":
+        both = torch.func.vmap(call)(torch.stack([x, x]))
+        return both[0], {"results": [both[0], both[1]]}
+    return call(x), {}
