@@ -124,12 +124,12 @@ with trace() as log:
     transformer.loss_and_grads(shards, tokens, tokens, short, big, remat="none")
 held = sum(W.numel() * 2 for W in tree.leaves(shards))
 matrices = tm.num_params(short) - (2 * layers + 1) * short.D - 2 * short.V * short.D  # of the layers
-lines = (2 * matrices + 6 * short.V * short.D) * 2**22 // big.size()
+lines = 6 * (matrices + short.V * short.D) * 2**22 // big.size()
 page.title(f"{llama.name}, {layers} layers, on {big.size():,} chips, one step of 4M tokens")
 page.same([
-    ("FLOPs of a chip's lines", "(2 N of the layers + 6 VD) tokens / chips", lines, log.flops),
+    ("FLOPs of a chip's lines", "6 (N of the layers + VD) tokens / chips", lines, log.flops),
 ], ["", "closed form", "FLOPs", "counted"])  # fmt: skip
-page.say("The layers' products are lines in the forward, the head's also in its backward, which is written by hand.")
+page.say("All matrices' products are lines, forward and backward: the book's 6 N T, without attention's scores.")
 page.say(f"Each chip holds {number(held)} bytes of params in bf16 and sends {number(log.wire_bytes)} bytes.")
 v5p = chip("v5p")
 whole = 6 * tm.num_params(llama)
