@@ -55,13 +55,13 @@ def computing(strategy, mesh, size: Size):
         for name, W in params.items()
     }
     rule = optim.sgd(RATE)
-    state = rule.init(shards)
+    state, grads = rule.init(shards), {name: torch.zeros_like(W) for name, W in shards.items()}
 
     def step():
         nonlocal shards, state
         Out, saved = strategy.forward(params, In, alone)
         strategy.backward(Out * (2 / local.rows), saved, params, alone)
-        shards, state = rule.update(shards, state, shards, donate=True)
+        shards, state = rule.update(grads, state, shards, donate=True)
 
     return step
 
