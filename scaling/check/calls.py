@@ -237,8 +237,6 @@ class Calls(Lines, TorchFunctions, Arithmetic, Gradients):
                 return self.of_dict(held, fn, node, args, frame)
             case Many() | Each():
                 return self.of_list(held, fn, node, args, frame)
-        if fn.attr == "append" and args and isinstance(args[0], Array):
-            self.appended.append((node, ast.unparse(fn.value), args[0], frame))
         if fn.attr == "copy_" and args:
             self.stored(node, fn.value, args[0], frame)
         return self.unfollowed(node, [*args, *keywords.values()], frame)
@@ -278,7 +276,6 @@ class Calls(Lines, TorchFunctions, Arithmetic, Gradients):
     def of_list(self, held, fn: ast.Attribute, node: ast.Call, args, frame):
         name = fn.attr
         if name in ("append", "insert", "add") and args and isinstance(fn.value, ast.Name):
-            self.appended.append((node, fn.value.id, args[-1], frame))
             if isinstance(held, Many) and frame.straight and name == "append":
                 frame.env[fn.value.id] = Many((*held.items, args[0]))
             else:

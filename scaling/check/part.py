@@ -25,7 +25,6 @@ class Part:
     followed: set[ast.AST]
     memory: dict[tuple, Any]
     elsewhere: list[tuple[str, str]]
-    appended: list[tuple]
     quiet: int
     report: Callable[..., None]
     at_call: Callable[..., None]

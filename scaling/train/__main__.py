@@ -89,7 +89,7 @@ def model_of(args) -> tuple[Config, Callable | None]:
 def dry_run(settings: Settings, sizes: dict[str, int]) -> str:
     """What each rank holds, computes and sends in a step, from a run on an abstract mesh."""
     mesh, config, dtype = AbstractMesh(sizes), settings.model, DTYPES[settings.dtype]
-    shapes = transformer.shard(_meta(config, dtype), config, mesh)
+    shapes = transformer.shard(model.init(config, 0, dtype, "meta"), config, mesh)
     state = optimizer_of(settings).init(shapes)
     local = parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
     batch = torch.empty(local, dtype=torch.int64, device="meta")
@@ -108,10 +108,6 @@ def dry_run(settings: Settings, sizes: dict[str, int]) -> str:
     width = max(len(what) for what, _ in rows)
     lines = [f"each of {mesh.size()} ranks of {format_sizes(sizes)}:"]
     return "\n".join([*lines, *(f"  {what:<{width}}  {value}" for what, value in rows)])
-
-
-def _meta(config: Config, dtype: torch.dtype):
-    return model.init(config, 0, dtype, "meta")
 
 
 def main(argv=None) -> int:

@@ -70,7 +70,7 @@ def load(folder, specs, mesh, step: int | None = None) -> tuple[Any, int]:
     index = json.loads((path / "index.json").read_text())
     saved, values, files = index["leaves"], index["values"], {}
     found = []
-    for where, text in tree.named_leaves(tree.map(lambda t: t, specs), "state").items():
+    for where, text in tree.named_leaves(specs, "state").items():
         if where not in saved:
             raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(saved)[:4])}, ...")
         found.append(read(path, where, saved[where], parse(text), mesh, files))

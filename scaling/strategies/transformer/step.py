@@ -17,7 +17,7 @@ from scaling.collectives import wait
 from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.spec import Spec, parse
-from scaling.strategies.axes import all_gather, all_reduce, present, reduce_scatter
+from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter
 from scaling.strategies.transformer.by_hand import layer_vjp
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import Context, layer
@@ -198,7 +198,3 @@ def end_weights(params: Mapping, stored: Mapping, used: Mapping, mesh) -> dict:
     """The params outside the layers, gathered."""
     names = [name for name in params if name != "layers"]
     return {name: wait(gathered(params[name], stored[name], used[name], mesh)) for name in names}
-
-
-def present_line(spec: str, mesh) -> str:
-    return str(present(spec, mesh))
