@@ -1,0 +1,130 @@
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p.
+
+The randomness of a token is a function of its request's seed and its position alone: not of the batch, the step or the
+device. So a request draws the same tokens alone, in any batch, and again after it was preempted.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. temperature 0: the likeliest, the lower id where two are equal.
+
+    Otherwise from softmax(logits / temperature), of which only some tokens are kept: the `top_k` likeliest; the fewest
+    likeliest that have together at least `top_p`; those at least `min_p` times as likely as the likeliest. Each filter
+    sees what the one before it has left, scaled to a sum of 1. ValueError for what would leave no token.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self):
+        def refuse(name: str, rule: str):
+            raise ValueError(f"{name}={getattr(self, name)!r} leaves no token to draw\n  fix: {name} {rule}")
+
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r}\n  fix: a finite number of at least 0")
+        if self.top_k is not None and self.top_k < 1:
+            refuse("top_k", "of at least 1, or None")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            refuse("top_p", "above 0 and at most 1, or None")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            refuse("min_p", "from 0 to 1, or None")
+
+
+def probabilities(logits: Tensor, how: Sampling) -> Tensor:
+    """p[..., V] float64: the distribution that a token is drawn from. Greedy: 1 at the likeliest token.
+
+    ValueError where the logits of a row hold no finite maximum.
+    """
+    wide = logits.to(torch.float64)
+    top = wide.amax(-1, keepdim=True)
+    if not bool(top.isfinite().all()):
+        raise ValueError("logits without a finite maximum (NaN, inf or all -inf): no token can be drawn")
+    if how.temperature == 0:
+        return torch.nn.functional.one_hot(likeliest(wide), wide.shape[-1]).to(torch.float64)
+    p = ((wide - top) / how.temperature).softmax(-1)
+    V = p.shape[-1]
+    if how.top_k is not None and how.top_k < V:
+        p = _kept(p, _rank(p) < how.top_k)
+    if how.top_p is not None and how.top_p < 1:
+        order = p.sort(dim=-1, descending=True, stable=True).indices
+        falling = p.gather(-1, order)
+        before = falling.cumsum(-1) - falling  # the likeliest token has nothing before it, and so stays
+        p = _kept(p, torch.empty_like(p, dtype=torch.bool).scatter_(-1, order, before < how.top_p))
+    if how.min_p is not None:
+        p = _kept(p, p >= how.min_p * p.amax(-1, keepdim=True))
+    return p
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The index of the greatest of logits[..., V], the lowest where several are equal."""
+    V = logits.shape[-1]
+    ids = torch.arange(V, device=logits.device)
+    return torch.where(logits == logits.amax(-1, keepdim=True), ids, V).amin(-1)
+
+
+def _rank(p: Tensor) -> Tensor:
+    """The place of each token by falling probability; among equals the lower id comes first."""
+    return p.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+
+
+def _kept(p: Tensor, keep: Tensor) -> Tensor:
+    p = torch.where(keep, p, 0.0)
+    return p / p.sum(-1, keepdim=True)
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """The token[...] whose part of the interval [0, 1), laid out by p[..., V], holds u[...]."""
+    edges = p.cumsum(-1)
+    found = torch.searchsorted(edges, (u.to(p) * edges[..., -1])[..., None], right=True)[..., 0]
+    last = torch.where(p > 0, torch.arange(p.shape[-1], device=p.device), 0).amax(-1)
+    return torch.minimum(found, last)  # where rounding leads beyond the last token that is possible
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int], count: int = 1) -> Tensor:
+    """u[B, count] in [0, 1), float64: row i by (seeds[i], positions[i]) alone, from numpy's counter-based Philox."""
+    rows = [
+        numpy.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(count)
+        for seed, position in zip(seeds, positions, strict=True)
+    ]
+    bits = numpy.array(rows, dtype=numpy.uint64).reshape(len(rows), count)
+    return torch.from_numpy((bits >> numpy.uint64(11)).astype(numpy.float64) * 2.0**-53)
+
+
+def sample(logits: Tensor, how: Sampling, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """Tokens[B] of logits[B, V]; positions[B] are the places in their sequences that the new tokens take."""
+    if how.temperature == 0:
+        return probabilities(logits, how).argmax(-1)
+    u = uniforms(seeds, positions)[:, 0].to(logits.device)
+    return draw(probabilities(logits, how), u)
+
+
+def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" = 0) -> list[int]:
+    """A seed for each request: as given, or from one seed, the prompt, and how many before it had the same prompt.
+
+    So a prompt draws the same alone and beside others, and the same prompt given n times draws n times.
+    """
+    if not isinstance(seed, int):
+        if len(seed) != len(prompts):
+            raise ValueError(f"{len(seed)} seeds for {len(prompts)} prompts\n  fix: one seed, or one for each prompt")
+        return [int(s) % SEEDS for s in seed]
+    seen: dict[tuple[int, ...], int] = {}
+    found = []
+    for prompt in map(tuple, prompts):
+        number = seen[prompt] = seen.get(prompt, -1) + 1
+        digest = hashlib.blake2b(repr((seed, number, [int(t) for t in prompt])).encode(), digest_size=8).digest()
+        found.append(int.from_bytes(digest, "big") % SEEDS)
+    return found
