@@ -1,0 +1,177 @@
+"""The collectives of a decode step by sharding form, and where they begin to bind (Part 7, "Generation").
+
+The forms, each with all weights stationary:
+
+    heads        KV[2, B, S, K_Y, H]      heads and F over Y; an AllReduce of X[B, D] after attention and after the MLP
+    heads_batch  KV[2, B_Z, S, K_Y, H]    weights over YZ; two AllToAlls over Z bring Q to the caches and O back
+    sequence     KV[2, B, S_Z, K_Y, H]    weights over YZ; AllGather_Z of Q, ReduceScatter_Z of O, joined as in flash
+    2d           KV[2, B, S, K_YZ, H]     weights W_in[D_X, F_YZ]; X[B, D_XYZ] between the blocks
+
+Bytes are V as in scaling.cost.collectives. An AllReduce counts two passes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scaling.configs import Config
+from scaling.cost import collectives as torus
+from scaling.cost import gpu
+from scaling.cost.checks import one_of, positive
+from scaling.hardware import Chip
+from scaling.spec import ShardingError, dtype_bytes
+
+FORMS = ("heads", "heads_batch", "sequence", "2d")
+STATISTICS = 2 * 4  # bytes of the maximum and the sum that flash attention keeps for a query and head, float32
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One collective of a step: `times` of them, V bytes each, over these mesh axes ("YZ": both)."""
+
+    op: str
+    what: str
+    axes: str
+    nbytes: float
+    times: int
+
+
+def check(form: str, config: Config, sizes: Mapping[str, int]) -> None:
+    """ShardingError where the model's heads, F or D do not divide over the mesh of the form."""
+    one_of("form", form, FORMS)
+    X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
+    if (form == "heads" and X * Z > 1) or (form in ("heads_batch", "sequence") and X > 1):
+        raise ShardingError(f"form {form!r} on {dict(sizes)}: it has no axis {'X' if X > 1 else 'Z'}\n  fix: size 1")
+    ways = Y * Z
+    for letter, size in (("N", config.N), ("F", config.F)):
+        if size % ways:
+            raise ShardingError(
+                f"{letter}_YZ: {letter} = {size} does not divide over {ways} chips\n  fix: fewer, or other sizes"
+            )
+    if config.D % (X * ways):
+        raise ShardingError(f"D_XYZ: D = {config.D} does not divide over {X * ways} chips\n  fix: fewer, or others")
+    if config.K % Y and Y % config.K:
+        raise ShardingError(f"K_Y: neither of K = {config.K} and Y = {Y} divides the other\n  fix: another size of Y")
+
+
+def copies(form: str, config: Config, sizes: Mapping[str, int]) -> float:
+    """How often the cache is stored: where there are more chips than KV heads, each head is on several."""
+    X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
+    over_heads = Y * Z if form == "2d" else Y
+    return X * max(1.0, over_heads / config.K)
+
+
+def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int], dtype="bf16") -> list[Moved]:
+    """The collectives of a decode step of `batch` tokens on a mesh `sizes`, activations in `dtype`.
+
+    Axes of size 1 move nothing. The last one gathers the logits of the vocabulary.
+    """
+    check(form, config, sizes)
+    X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
+    a, L, B = dtype_bytes(dtype), config.L, batch
+    stream, queries = a * B * config.D, a * B * config.N * config.H
+    wide = config.F * (config.k + config.shared) * (config.matrices - 1)
+    found = [Moved("AllGather", "logits", "XYZ" if form == "2d" else "YZ", a * B * config.V, 1)]
+    if form == "2d":
+        heads = (config.N + 2 * config.K * max(1.0, Y * Z / config.K)) * config.H
+        found += [
+            Moved("AllGather", "X", "YZ", stream / X, 2 * L),
+            Moved("AllReduce", "Q, K, V", "X", a * B * heads / (Y * Z), L),
+            Moved("AllReduce", "Tmp", "X", a * B * wide / (Y * Z), L),
+            Moved("ReduceScatter", "X", "YZ", stream / X, 2 * L),
+        ]
+    else:
+        found.append(Moved("AllReduce", "X", "YZ", stream, 2 * L))
+    if form == "heads_batch":
+        found.append(Moved("AllToAll", "Q and O", "Z", queries / Y, 2 * L))
+    if form == "sequence":
+        statistics = STATISTICS * B * config.N / Y
+        found += [
+            Moved("AllGather", "Q", "Z", queries / Y, L),
+            Moved("ReduceScatter", "O", "Z", queries / Y, L),
+            Moved("AllReduce", "statistics", "Z", statistics, L),
+        ]
+    return [moved for moved in found if math.prod(sizes.get(axis, 1) for axis in moved.axes) > 1]
+
+
+def place(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Each mesh axis as lengths along the axes of a slice, in the order given: Y = 8, Z = 2 on 4x4 are (4, 2), (1, 2).
+
+    ValueError where the sizes do not fill the slice so.
+    """
+    left, placed = list(shape), {}
+    for axis, size in sizes.items():
+        own, rest = [1] * len(left), size
+        for i, room in enumerate(left):
+            own[i] = math.gcd(room, rest)
+            left[i], rest = room // own[i], rest // own[i]
+        if rest > 1:
+            raise ValueError(f"{dict(sizes)} on a slice of {'x'.join(map(str, shape))}: {axis} = {size} does not fit")
+        placed[axis] = tuple(own)
+    if math.prod(left) > 1:
+        raise ValueError(f"{dict(sizes)} leave chips of a slice of {'x'.join(map(str, shape))} idle")
+    return placed
+
+
+def seconds(moved: Moved, chip: Chip, shape: Sequence[int], sizes: Mapping[str, int], wrap=None) -> float:
+    """Seconds of all of them on a slice: a mesh axis that is part of a torus axis is a line, a whole one a ring if the
+    slice closes it (`wrap`: as if all were). A GPU's collective takes its `launch` at least."""
+    axes = [axis for axis in sizes if axis in moved.axes and sizes[axis] > 1]
+    if chip.kind == "gpu":
+        names, ranks = list(sizes), math.prod(sizes[axis] for axis in axes)
+        inner = math.prod(sizes[name] for name in names[: names.index(axes[0])])
+        if moved.op == "AllToAll":
+            once = gpu.all_to_all(moved.nbytes, chip, ranks)
+        else:
+            once = (2 if moved.op == "AllReduce" else 1) * gpu.all_gather(moved.nbytes * inner, chip, ranks, inner)
+        return moved.times * max(once, chip.efficiency.launch)
+    if chip.measured or chip.kind != "tpu":
+        return moved.times * torus.seconds(moved.op, moved.nbytes, chip, math.prod(sizes[axis] for axis in axes))
+    placed = place(shape, sizes)
+    lengths = [math.prod(placed[axis][i] for axis in axes) for i in range(len(shape))]
+    rings = [(wrap or ring) and length == side for length, ring, side in
+             zip(lengths, chip.wraps(tuple(shape)), shape, strict=True)]  # fmt: skip
+    return moved.times * torus.seconds(moved.op, moved.nbytes, chip, lengths, rings)
+
+
+# --- Where the collectives begin to bind -------------------------------------------------------------------------
+
+
+def bandwidth_limit(F: float, batch: float, W_hbm: float, W_ici: float, weights="bf16", activations="bf16") -> float:
+    """Y beyond which an MLP's AllGather takes longer than reading its weights: F / (B beta), beta = W_hbm / W_ici.
+
+    From a B D / W_ici = w D F / (Y W_hbm), with w and a bytes of a weight and of an activation.
+    """
+    positive(F=F, batch=batch, W_hbm=W_hbm, W_ici=W_ici)
+    return dtype_bytes(weights) / dtype_bytes(activations) * F / (batch * W_hbm / W_ici)
+
+
+def stationary_1d(B: float, D: float, W: float, axes: int = 3, dtype="bf16") -> float:
+    """Seconds of an MLP's AllGather and ReduceScatter over all axes, 4BD / (axes W), for any number of chips."""
+    positive(B=B, D=D, W=W, axes=axes)
+    return 2 * dtype_bytes(dtype) * B * D / (axes * W)
+
+
+def stationary_2d(B: float, D: float, F: float, X: float, YZ: float, W: float, dtype="bf16") -> float:
+    """Seconds of the 2D form's MLP on three axes: 2BD / (X W) + 4BF / (YZ W) (Part 7, Question 7).
+
+    AllGather and ReduceScatter over Y and Z, two axes of links; the AllReduce over X, one.
+    """
+    positive(B=B, D=D, F=F, X=X, YZ=YZ, W=W)
+    size = dtype_bytes(dtype)
+    return size * B * D / (X * W) + 2 * size * B * F / (YZ * W)
+
+
+def best_2d(N: float, D: float, F: float) -> tuple[float, float]:
+    """X and YZ that make it fastest on N chips: sqrt(N D / 2F) and sqrt(2 N F / D), so sqrt(N/8) at F = 4D."""
+    positive(N=N, D=D, F=F)
+    return (N * D / (2 * F)) ** 0.5, (2 * N * F / D) ** 0.5
+
+
+def threshold_2d(D: float, F: float) -> float:
+    """Chips from which the 2D form moves its activations faster than the 1D form on three axes: 18 F/D, 72 at F = 4D.
+
+    Both sides of 4BD / 3W = B sqrt(32 D F / N) / W, squared.
+    """
+    positive(D=D, F=F)
+    return 32 * (F / D) * (3 / 4) ** 2

@@ -1,0 +1,205 @@
+"""Serving a transformer (Parts 7 and 8): what a decode step reads and computes, how long that takes, and what fits.
+
+A decode step makes one token for each of `batch` sequences: it reads the weights once and the keys and values of every
+sequence, so its bound is
+
+    seconds = batch KV / W + max(2 batch params / C, weights / W)         attention + matmuls with weights
+
+A `Load` is what a model asks for, whatever the chips; `step` puts it on chips. Bytes, FLOPs, seconds; no torch.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from scaling.configs import Config
+from scaling.cost import transformer as tm
+from scaling.cost.checks import not_negative, positive, whole
+from scaling.hardware import Chip
+from scaling.spec import dtype_bytes
+
+Point = TypeVar("Point")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What serving one model asks for: `Load(70e9, 70e9, 160e3)` in the book's round numbers, or `load(config)`.
+
+    `weights`: bytes of all params as they are stored. `params`: how many a token is multiplied with. `kv_token`: bytes
+    of keys and values that each token of context adds, in the layers that see all; `local`: (window, bytes a token) of
+    those that see a window. `kv_flops`: FLOPs of attention for each byte of cache, 2G / bytes of an element. `lookup`:
+    bytes of the embedding, from which a step takes a row a token. `experts`: bytes of routed experts within `weights`,
+    E of them, k a token.
+    """
+
+    weights: float
+    params: float
+    kv_token: float = 0.0
+    local: tuple[tuple[int, float], ...] = ()
+    kv_flops: float = 0.0
+    lookup: float = 0.0
+    experts: float = 0.0
+    E: int = 1
+    k: int = 1
+
+    def __post_init__(self):
+        positive(weights=self.weights, params=self.params)
+        not_negative(kv_token=self.kv_token, kv_flops=self.kv_flops, lookup=self.lookup, experts=self.experts)
+
+    def kv(self, context: float) -> float:
+        """Bytes of one sequence's keys and values at this context."""
+        return self.kv_token * context + sum(min(context, window) * each for window, each in self.local)
+
+    def read(self, batch: int) -> float:
+        """Bytes of weights that a step of `batch` tokens reads: of experts those that some token is routed to.
+
+        With routing that is uniform and independent a share 1 - (1 - k/E)^batch of them, on average.
+        """
+        return self.weights - self.lookup - self.experts * (1 - self.k / self.E) ** batch
+
+
+def load(config: Config, weights="bf16", kv="bf16") -> Load:
+    """The Load of a transformer with its weights and its keys and values in these dtypes."""
+    stored, counts = dtype_bytes(weights), tm.params(config)
+    lookup = 0 if config.tied else config.D * config.V
+    routed = config.matrices * config.D * config.F * config.E * (config.L - config.dense_layers) if config.moe else 0
+    layers: dict[int, float] = {}
+    per_layer = tm.kv_cache_bytes(config.with_(L=1, window=None, dense_layers=0), 1, kv)
+    for window in config.windows:
+        layers[window or 0] = layers.get(window or 0, 0.0) + per_layer
+    latent, size = config.latent, dtype_bytes(kv)
+    flops = 2 * config.G / size  # 4NH FLOPs for 2KH elements
+    if latent:  # scores against the latents and the rotary keys, values out of the latents
+        flops = 2 * config.N * (2 * latent.kv_rank + latent.rope) / ((latent.kv_rank + latent.rope) * size)
+    return Load(
+        weights=stored * sum(counts.values()), params=tm.num_params(config, active=True) - lookup,
+        kv_token=layers.pop(0, 0.0), local=tuple(layers.items()), kv_flops=flops, lookup=stored * lookup,
+        experts=stored * routed, E=config.E, k=config.k,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a decode step on each chip: reading caches, reading weights, their matmuls, collectives."""
+
+    kv: float
+    weights: float
+    math: float
+    comms: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The bound: attention, and then the matmuls, whose reads, FLOPs and collectives all overlap."""
+        return self.kv + max(self.weights, self.math, self.comms)
+
+    @property
+    def apart(self) -> float:
+        """Seconds if the collectives hide behind nothing."""
+        return self.kv + max(self.weights, self.math) + self.comms
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: "KV cache", "weights", "compute" or "collectives"."""
+        parts = {"KV cache": self.kv, "weights": self.weights, "compute": self.math, "collectives": self.comms}
+        return max(parts, key=lambda name: parts[name])
+
+
+def step(
+    load: Load, batch: int, context: float, chip: Chip, chips: int = 1, compute: str = "bf16", copies: float = 1,
+    comms: float = 0.0,
+) -> Step:  # fmt: skip
+    """A decode step (Part 7, "Theoretical estimates for LLM latency and throughput").
+
+    Everything is fully sharded over the chips but for the cache, which may be stored `copies` times. `compute`: the
+    dtype of the matmuls. The book calls attention always bound by bandwidth; here its FLOPs count where they are more.
+    """
+    whole(batch=batch, chips=chips)
+    not_negative(context=context, comms=comms)
+    positive(copies=copies)
+    W, C = chips * chip.need("hbm_bw"), chips * chip.flops(compute)
+    cached = batch * load.kv(context)
+    attention = max(copies * cached / W, load.kv_flops * cached / C)
+    return Step(attention, load.read(batch) / W, 2 * batch * load.params / C, comms)
+
+
+def tokens_per_second(batch: int, seconds: float) -> float:
+    """Of all sequences together."""
+    return batch / seconds
+
+
+# --- What fits ---------------------------------------------------------------------------------------------------
+
+
+def slices(chip: Chip, most: int = 4096) -> list[tuple[int, ...]]:
+    """The slices that a torus is cut into, from one chip to the pod: 1x1, 2x2, 2x4, 4x4, 4x8, ... Of GPUs: (n,).
+
+    Sides are powers of two, the shortest being doubled each time; no slice has two chips.
+    """
+    if chip.kind != "tpu":
+        return [(2**i,) for i in range(most.bit_length()) if 2**i <= most]
+    pod, shape = sorted(chip.need("pod")), (1,) * chip.need("axes")
+    found = []
+    while math.prod(shape) <= most and all(side <= room for side, room in zip(shape, pod, strict=True)):
+        found += [shape] if math.prod(shape) != 2 else []
+        shape = tuple(sorted((2 * shape[0], *shape[1:])))
+    return found
+
+
+def smallest_slice(nbytes: float, chip: Chip, headroom: float = 1.0) -> tuple[int, ...]:
+    """The smallest slice whose memory holds so many bytes (Part 8, "What's the LLaMA Serving Story?")."""
+    positive(nbytes=nbytes, headroom=headroom)
+    shapes = slices(chip)
+    for shape in shapes:
+        if math.prod(shape) * chip.need("hbm_bytes") * headroom >= nbytes:
+            return shape
+    raise ValueError(f"{nbytes:.3g} bytes fit no slice of {chip.name}: the largest is {'x'.join(map(str, shapes[-1]))}")
+
+
+def largest_batch(load: Load, context: float, chip: Chip, chips: int, headroom: float = 1.0, copies: float = 1) -> int:
+    """Sequences of this context whose caches fit beside the weights, fully sharded; 0 if not even the weights fit."""
+    room = headroom * chips * chip.need("hbm_bytes") - load.weights
+    return max(0, math.floor(room / (copies * load.kv(context))))
+
+
+# --- Curves ------------------------------------------------------------------------------------------------------
+
+
+def pareto(points: Iterable[Point], low: Callable[[Point], float], high: Callable[[Point], float]) -> list[Point]:
+    """The points that no other one beats, by `low` (seconds, less is better) and `high` (tokens/s, more is better)."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (low(p), -high(p))):
+        if not kept or high(point) > high(kept[-1]):
+            kept.append(point)
+    return kept
+
+
+def curve(load: Load, batches: Sequence[int], context: float, chip: Chip, chips: int, compute="bf16") -> list[Step]:
+    """The step of each batch: latency against throughput (Part 8, "Visualizing the Latency Throughput Tradeoff")."""
+    return [step(load, batch, context, chip, chips, compute) for batch in batches]
+
+
+# --- Prefill and generation together -----------------------------------------------------------------------------
+
+
+def prefill_servers(prefill: float, step: float, batch: int, generated: float) -> float:
+    """Prefill servers for each generation server, both busy: batch * prefill / (step * generated) (Part 8).
+
+    `prefill` seconds of one prompt, `step` seconds of a decode step of `batch` sequences, `generated` tokens of each.
+    """
+    positive(prefill=prefill, step=step, batch=batch, generated=generated)
+    return batch * prefill / (step * generated)
+
+
+def turnover(batch: int, prompt: float, generated: float) -> tuple[float, float]:
+    """Sequences that end at each step, and tokens that leave the caches with them: B/G and B(P + G)/G (Part 8)."""
+    positive(batch=batch, generated=generated)
+    not_negative(prompt=prompt)
+    return batch / generated, batch * (prompt + generated) / generated
+
+
+def speculated(acceptance: float, drafted: int) -> float:
+    """Tokens of a step that checks `drafted` guesses, each right with this chance: (1 - a^(k+1)) / (1 - a) (Part 7)."""
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance = {acceptance!r}: a chance, from 0 to 1")
+    return float(sum(acceptance**i for i in range(drafted + 1)))

@@ -1,0 +1,105 @@
+import itertools
+import math
+
+import pytest
+
+from scaling.configs import get
+from scaling.cost import decoding as d
+from scaling.hardware import chip
+from scaling.spec import ShardingError
+
+V5E, H100, L70 = chip("v5e"), chip("h100"), get("llama3-70b")
+
+
+def by_name(form, sizes, batch=4):
+    return {moved.what: moved for moved in d.collectives(form, L70, batch, sizes)}
+
+
+def test_bytes_by_hand():
+    """LLaMA-3 70B, 4 tokens in bf16: X is 4 x 8192 x 2 bytes, Q as many."""
+    x = q = 2 * 4 * 8192
+    heads = by_name("heads", {"Y": 8})
+    assert (heads["X"].op, heads["X"].nbytes, heads["X"].times) == ("AllReduce", x, 160)
+    assert heads["logits"].nbytes == 2 * 4 * 128256
+    batch = by_name("heads_batch", {"Y": 8, "Z": 2})
+    assert (batch["Q and O"].op, batch["Q and O"].nbytes, batch["Q and O"].times) == ("AllToAll", q / 8, 160)
+    sequence = by_name("sequence", {"Y": 4, "Z": 4})
+    assert (sequence["Q"].nbytes, sequence["O"].nbytes) == (q / 4, q / 4)
+    assert sequence["statistics"].nbytes == 4 * 64 / 4 * 8
+    two = by_name("2d", {"X": 4, "Y": 4})
+    assert two["Q, K, V"].nbytes == 2 * 4 * (64 + 16) * 128 / 4
+    assert two["Tmp"].nbytes == 2 * 4 * 2 * 28672 / 4  # the gate's and the other
+    assert [m.nbytes for m in d.collectives("2d", L70, 4, {"X": 4, "Y": 4}) if m.what == "X"] == [x / 4, x / 4]
+
+
+@pytest.mark.parametrize("form", d.FORMS)
+def test_one_chip_moves_nothing(form):
+    assert d.collectives(form, L70, 4, {"X": 1, "Y": 1, "Z": 1}) == []
+
+
+@pytest.mark.parametrize(
+    ("form", "sizes", "named"),
+    [("heads", {"Y": 2, "Z": 2}, "no axis Z"), ("sequence", {"X": 2}, "no axis X"), ("heads", {"Y": 128}, "N = 64"),
+     ("heads", {"Y": 3}, "N = 64"), ("ring", {"Y": 2}, "form")],
+)  # fmt: skip
+def test_refused(form, sizes, named):
+    with pytest.raises((ShardingError, ValueError), match=named):
+        d.check(form, L70, sizes)
+
+
+def test_copies():
+    assert d.copies("heads", L70, {"Y": 8}) == 1
+    assert d.copies("heads", L70, {"Y": 32}) == 4
+    assert d.copies("heads_batch", L70, {"Y": 8, "Z": 4}) == 1
+    assert d.copies("2d", L70, {"X": 4, "Y": 16}) == 4 * 2
+
+
+def test_places_fill_the_slice():
+    for shape in ((4, 4), (4, 8), (2, 4, 4)):
+        chips = math.prod(shape)
+        for y in (2**i for i in range(chips.bit_length())):
+            placed = d.place(shape, {"Y": y, "Z": chips // y})
+            assert math.prod(placed["Y"]) == y
+            assert tuple(a * b for a, b in zip(*placed.values(), strict=True)) == shape
+    with pytest.raises(ValueError, match="idle"):
+        d.place((4, 4), {"Y": 8})
+    with pytest.raises(ValueError, match="Y = 3 does not fit"):
+        d.place((4, 4), {"Y": 3, "Z": 5})
+
+
+def test_a_slice_without_wraparound_has_half_the_links():
+    """An AllReduce of X on 4x4: two passes of 15/16 V over two lines; were they rings, of V over four links."""
+    moved = d.Moved("AllReduce", "X", "Y", 1e9, 1)
+    assert d.seconds(moved, V5E, (4, 4), {"Y": 16}) == pytest.approx(2 * 1e9 * 15 / 16 / (2 * 4.5e10))
+    assert d.seconds(moved, V5E, (4, 4), {"Y": 16}, wrap=True) == pytest.approx(2 * 1e9 / (4 * 4.5e10))
+    assert d.seconds(moved, V5E, (16, 16), {"Y": 256}) == pytest.approx(2 * 1e9 / (4 * 4.5e10))
+    tiny = d.Moved("AllGather", "X", "Z", 1, 10)
+    assert d.seconds(tiny, V5E, (4, 4), {"Y": 8, "Z": 2}) == pytest.approx(10 * 1e-6)  # one hop each
+    node = d.Moved("AllReduce", "X", "Y", 8e9, 3)
+    assert d.seconds(node, H100, (8,), {"Y": 8}) == pytest.approx(3 * 2 * 8e9 * 7 / 8 / 450e9)
+    assert d.seconds(tiny, H100, (16,), {"Y": 8, "Z": 2}) == pytest.approx(10 * 2e-5)
+
+
+@pytest.mark.parametrize(("F", "batch"), [(16384, 32), (28672, 64)])
+def test_limits_are_where_two_times_are_equal(F, batch):
+    W, ici, D = 8.2e11, 9e10, 8192
+    Y = d.bandwidth_limit(F, batch, W, ici)
+    assert 2 * batch * D / ici == pytest.approx(2 * D * F / (Y * W))
+    Y = d.bandwidth_limit(F, batch, W, ici, weights="int8")
+    assert 2 * batch * D / ici == pytest.approx(D * F / (Y * W))
+
+
+@pytest.mark.parametrize(("D", "F"), [(8192, 32768), (4096, 14336), (8192, 8192)])
+def test_2d_by_trying_every_split(D, F):
+    W, splits = 9e10, [2 ** (i / 50) for i in range(1000)]
+
+    def best(N):
+        return min((d.stationary_2d(1, D, F, X, N / X, W), X) for X in splits if X <= N)
+
+    for N in (64, 256, 4096):
+        X, YZ = d.best_2d(N, D, F)
+        assert pytest.approx(N) == X * YZ
+        assert best(N)[1] == pytest.approx(X, rel=0.02)
+        assert best(N)[0] == pytest.approx((32 * D * F / N) ** 0.5 / W, rel=1e-3)
+    first = next(N for N in itertools.count(1) if best(N)[0] < d.stationary_1d(1, D, W))
+    assert first == math.floor(d.threshold_2d(D, F)) + 1
