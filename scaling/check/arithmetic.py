@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 from scaling.check.part import Part
-from scaling.check.rules import difference, hidden, said, same_dims
+from scaling.check.rules import difference, hidden, said, same_dims, under_way
 from scaling.check.values import Array, Many, Number, Text, Var, broadcast
 from scaling.spec import Spec, format_axes
 
@@ -41,8 +41,7 @@ class Arithmetic(Part):
             return Number(0.0 if op == "*" and (a.zero or b.zero) else None)
         arrays = [value for value in (a, b) if isinstance(value, Array)]
         if any(value.pending for value in arrays):
-            under_way = next(value for value in arrays if value.pending)
-            self.report(node, "pending", f"{ast.unparse(node)}: {difference(under_way, under_way.spec)[1]}", frame)
+            self.report(node, "pending", f"{ast.unparse(node)}: {under_way()}", frame)
             return None
         if not arrays:
             return next((value for value in (a, b) if isinstance(value, Var)), None)
@@ -50,7 +49,7 @@ class Arithmetic(Part):
             return self.matrix_product(node, a, b, frame)
         if len(arrays) == 1:
             return self.with_other(node, op, arrays[0], a, b, sides, frame)
-        return self.meet(node, op, a, b, frame)
+        return self.meet(node, op, arrays[0], arrays[1], frame)
 
     def with_other(self, node, op: str, held: Array, a, b, sides, frame):
         """An array and a number, or something unknown."""

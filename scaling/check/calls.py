@@ -149,7 +149,7 @@ class Calls(Lines, TorchFunctions, Arithmetic, Gradients):
                 return Many(tuple(self.mapped(fn, node, list(row), frame) for row in rows))
         return self.followed_call(fn, node, trees, {}, False, frame)
 
-    def followed_call(self, fn: Function, node: ast.Call, args, keywords, spread: bool, frame):
+    def followed_call(self, fn: Function, node: ast.expr | ast.stmt, args, keywords, spread: bool, frame):
         """Read a function whose source is known with what it is called with; what it returns."""
         given = {k: v for k, v in keywords.items() if k}
         telling = any(arrays_in(v) or (isinstance(v, Text) and "[" in v.text) for v in [*args, *given.values()])
@@ -286,7 +286,7 @@ class Calls(Lines, TorchFunctions, Arithmetic, Gradients):
             return element(held)
         return held if name in ("copy",) else None
 
-    def unfollowed(self, node: ast.Call, values: list, frame):
+    def unfollowed(self, node: ast.expr | ast.stmt, values: list, frame):
         """A function that is not known: it returns what a line that it is given says; or what it is given keeps its
         type, unless it gets a mesh to communicate on."""
         if not isinstance(node, ast.Call):

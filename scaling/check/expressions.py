@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from scaling.check.arithmetic import OPERATORS
 from scaling.check.calls import Calls
-from scaling.check.rules import partly_reduced
+from scaling.check.rules import partly_reduced, said
 from scaling.check.torch_functions import constant
 from scaling.check.values import (
     Array,
@@ -102,7 +102,7 @@ class Expressions(Calls):
         if isinstance(found, Gone) and isinstance(node.ctx, ast.Load):
             what = f"{node.id} was given away in line {found.line}, by {found.was}"
             fix = "use the result, or do not give it away"
-            self.report(node, "given-away", self.say(what, "given-away", fix), frame)
+            self.report(node, "given-away", said(what, "given-away", fix), frame)
             return None
         return found
 
@@ -134,8 +134,8 @@ class Expressions(Calls):
         """An f-string. A part that is not known is numbered: the same expression has the same number."""
         text = ""
         for part in node.values:
-            if isinstance(part, ast.Constant):
-                text += str(part.value)
+            if not isinstance(part, ast.FormattedValue):
+                text += str(getattr(part, "value", ""))
                 continue
             found = self.value(part.value, frame)
             plain = part.conversion == -1 and part.format_spec is None

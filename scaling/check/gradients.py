@@ -8,7 +8,7 @@ import ast
 from dataclasses import dataclass
 
 from scaling.check.part import Part
-from scaling.check.rules import difference, said
+from scaling.check.rules import difference, said, under_way
 from scaling.check.values import Array, Each, Function, Gone, Many, Pull, Tree, arrays_in, settled
 from scaling.spec import format_axes
 
@@ -89,17 +89,17 @@ class Gradients(Part):
 
     def hold_gradients(self, node: ast.AST, grads, params, frame) -> None:
         """Gradients are reduced, to the types of their params, before an optimizer gets them."""
-        wanted = dict(arrays_in(params))
+        wanted = {where: settled(held).spec for where, held in arrays_in(params)}
         for where, held in arrays_in(grads):
             what = f"grads{where} is {held.spec}"
             if held.pending:
-                self.report(node, "pending", f"{what}: {difference(held, held.spec)[1]}", frame)
+                self.report(node, "pending", f"{what}: {under_way()}", frame)
             elif held.spec.unreduced:
                 axes = format_axes(held.spec.unreduced)
                 fix = f"all_reduce or reduce_scatter it over {axes} first"
                 self.report(node, "gradient", said(f"{what}, a partial sum", "gradient", fix), frame)
-            elif where in wanted and held.sure and (wrong := difference(held, settled(wanted[where]).spec)):
-                self.report(node, "gradient", f"{what}, its param {wanted[where].spec}: {wrong[1]}", frame)
+            elif where in wanted and held.sure and (wrong := difference(held, wanted[where])):
+                self.report(node, "gradient", f"{what}, its param {wanted[where]}: {wrong[1]}", frame)
 
 
 def cotangent(primal, loss, guess: bool = False):

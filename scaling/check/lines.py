@@ -84,8 +84,8 @@ class Lines(Part):
             if held is not None and name in REDUCTIONS:
                 self.how_reduced(argument, held, before[0], keywords.get("op"), frame)
             if isinstance(argument, ast.Name) and not isinstance(value, (Each, Tree, Var)):
-                same = held is not None and held.spec.same_sharding(spec)
-                frame.env[argument.id] = replace(held, sure=True) if same else Array(spec)
+                same = held if held is not None and held.spec.same_sharding(spec) else None
+                frame.env[argument.id] = Array(spec) if same is None else replace(same, sure=True)
         return found
 
     def how_reduced(self, node, held: Array, before: Spec, op, frame) -> None:
@@ -106,9 +106,9 @@ class Lines(Part):
         """A param, or an item of a dict by its name, that goes into a line under another param's name."""
         key = held.key if held is not None else ""
         others = {name for name in self.specs if name not in ("In", "Out")}
-        inner = argument.value if isinstance(argument, ast.Subscript) and not is_key(argument) else argument
-        if not key and is_key(inner):
-            key, others = inner.slice.value, frame.module_keys
+        inner = argument.value if isinstance(argument, ast.Subscript) and not key_of(argument) else argument
+        if not key and key_of(inner):
+            key, others = key_of(inner), frame.module_keys
         if not key or not spec.name or key == spec.name or spec.name not in others or key not in others:
             return ""
         what = f"{ast.unparse(argument)} is {key}, but the line says {spec}"
@@ -117,7 +117,9 @@ class Lines(Part):
     def unlike_specs(self, spec: Spec) -> str:
         """Of a gathered array of which only the name is known: an axis that SPECS has for another dim, or nowhere."""
         known, axes_known = self.specs.get(spec.name), {axis for s in self.specs.values() for axis in s.axes}
-        for dim, axes in spec.dims if known and not hidden(spec) else ():
+        if known is None or hidden(spec):
+            return ""
+        for dim, axes in spec.dims:
             for axis in axes:
                 elsewhere = axis in known.axes and axis not in known.axes_of(dim)
                 if dim in known.dim_names and (elsewhere or axis not in axes_known):
@@ -135,7 +137,13 @@ class Lines(Part):
         parts = "root" if name in ("gather", "reduce") else parts  # what the root has: the other parts are zero
         summed = name == "all_reduce" or (name not in REDUCTIONS and any(x is not None and x.summed for x in held))
         moves = name in ("ppermute", "send", "recv")  # of a block on its way only its sender knows what it is
-        return Array(after, sure=not moves, pending=bool(flags and flags[0].value), parts=parts, summed=summed)
+        return Array(
+            after,
+            sure=not moves,
+            pending=any(getattr(flag, "value", False) for flag in flags),
+            parts=parts,
+            summed=summed,
+        )
 
     def taken(self, node: ast.Call, values, result, frame) -> None:
         """What donate=True and out= take away: the one variable is gone, the other holds the result."""
@@ -153,9 +161,10 @@ def settle(value):
     return replace(value, pending=False) if isinstance(value, Array) else value
 
 
-def is_key(node) -> bool:
-    """Whether an expression is an item by a constant name, `params["W_in"]`."""
-    return isinstance(node, ast.Subscript) and isinstance(getattr(node.slice, "value", None), str)
+def key_of(node) -> str:
+    """The constant name of an item, `params["W_in"]`; empty if the expression is something else."""
+    name = getattr(node.slice, "value", None) if isinstance(node, ast.Subscript) else None
+    return name if isinstance(name, str) else ""
 
 
 def readable(line, node: ast.Call) -> tuple[str, str]:

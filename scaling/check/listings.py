@@ -67,7 +67,9 @@ class Listings(Statements):
                 products, last = self.several(self.run_listed(fn, given), len(weights)), fn
             elif functions.get(field) is not None:
                 products, last = [None] * len(weights), None
-        for name, product in zip(weights, products, strict=True) if last else ():
+        if last is None:
+            return
+        for name, product in zip(weights, products, strict=True):
             self.hold(last, "d" + name, product, grads.get(name, self.specs[name]))
 
     def own(self, fn) -> bool:
@@ -107,7 +109,8 @@ class Listings(Statements):
         if wrong := difference(settled(result) if late else result, wanted):
             shown = f"{what} as {result}" if what else f"{result}"
             text = f"{fn.name} returns {shown}, but SPECS says {wanted}: {wrong[1]}"
-            self.report(fn.node.body[-1], "result", text, self.frame_of(self.module))
+            body = fn.node.body
+            self.report(body[-1] if isinstance(body, list) else body, "result", text, self.frame_of(self.module))
 
     def read_by_name(self) -> None:
         """forward and backward that are given to no Strategy, by the names of their arguments."""
@@ -125,8 +128,8 @@ class Listings(Statements):
             fn = Function(node, self.module)
             result = self.function(fn, env, self.frame_of(self.module))
             if name.endswith("forward"):
-                many = isinstance(result, Many) and len(result.items) > 1
-                Out, saved = result.items[:2] if many else (result, None)
+                several = result.items if isinstance(result, Many) else ()
+                Out, saved = several[:2] if len(several) > 1 else (result, None)
                 self.hold(fn, "", Out, self.specs.get("Out"), late=False)
             else:
                 self.hold_backward(fn, result)

@@ -10,6 +10,7 @@ import sysconfig
 from functools import cached_property, lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 TYPED = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ragged_all_to_all", "broadcast", "reduce"}
 TYPED |= {"scatter", "gather", "einsum", "shard", "reshard", "unshard", "ppermute", "send", "recv"}
@@ -22,7 +23,7 @@ class Module:
 
     def __init__(self, name: str, path: "Path | None", tree: ast.Module):
         self.name, self.path, self.tree = name, path, tree
-        self.scope: dict[str, list[tuple[ast.AST, ast.AST]]] = {}
+        self.scope: dict[str, list[tuple[Any, Any]]] = {}
         self.collect(tree.body)
 
     @cached_property
@@ -115,9 +116,10 @@ def source_file(name: str, roots: tuple[str, ...]) -> "Path | None":
         if found is None or not found.submodule_search_locations:
             return None
         found = PathFinder.find_spec(f"{found.name}.{part}", list(found.submodule_search_locations))
-    if found is None or not (found.origin or "").endswith(".py"):
+    origin = found.origin or "" if found is not None else ""
+    if not origin.endswith(".py") or (top != "scaling" and origin.startswith(INSTALLED)):
         return None
-    return None if top != "scaling" and found.origin.startswith(INSTALLED) else Path(found.origin)
+    return Path(origin)
 
 
 def root_of(path: Path) -> Path:

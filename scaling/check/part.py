@@ -17,7 +17,7 @@ class Part:
     module: Module
     modules: Modules
     specs: dict[str, Spec]
-    seen: dict[ast.AST, tuple[Module, str]]
+    seen: dict[ast.Call, tuple[Module, str]]
     bound: dict[int, Any]
     holes: dict[str, int]
     holders: dict[int, Any]
@@ -33,6 +33,11 @@ class Part:
     unknown: Callable[..., Any]
     bind: Callable[..., None]
     function: Callable[..., Any]
+    followed_call: Callable[..., Any]
+    combine: Callable[..., Any]
+    matrix_product: Callable[..., Any]
+    nonlinear: Callable[..., None]
+    partial_plus_whole: Callable[..., None]
     stored: Callable[..., None]
     attribute: Callable[..., Any]
     global_name: Callable[..., Any]

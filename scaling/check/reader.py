@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from scaling.check.listings import Listings
 from scaling.check.modules import TYPED, TYPED_IN, Module, Modules
-from scaling.check.rules import said
 from scaling.check.statements import Frame
 from scaling.check.values import Class, Function, Known, Tree, Var
 from scaling.spec import ShardingError, Spec
@@ -36,9 +35,6 @@ class Reader(Listings):
         self.elsewhere: list[tuple[str, str]] = []  # faults in functions of other modules, in the order of the reading
         self.specs = self.find_specs()
 
-    def say(self, what: str, rule: str, fix: str = "") -> str:
-        return said(what, rule, fix)
-
     def report(self, node: ast.AST, rule: str, message: str, frame: Frame) -> None:
         """A fault in this module, or in a function of another one with what it is called with here."""
         if self.quiet:
@@ -50,7 +46,7 @@ class Reader(Listings):
             where = f"{frame.name} ({frame.module.name}, line {getattr(node, 'lineno', 0)})"
             self.at_call(frame.site, rule, f"in {where}, as it is called here: {message}")
 
-    def at_call(self, site: ast.AST, rule: str, message: str) -> None:
+    def at_call(self, site: ast.expr | ast.stmt, rule: str, message: str) -> None:
         """A fault in a function of another module, at the call in this one; kept for the next such call."""
         self.elsewhere.append((rule, message))
         if not self.quiet:
@@ -172,7 +168,7 @@ class Reader(Listings):
             self.faults, self.memory = before, {}
             self.function(fn, arguments | learned, self.frame_of(self.module))
 
-    def arguments(self, node: ast.FunctionDef, held=None) -> dict:
+    def arguments(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, held=None) -> dict:
         """What is known of a function's arguments: params by SPECS, objects of a class by their annotation."""
         env: dict = {}
         for position, argument in enumerate((*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)):

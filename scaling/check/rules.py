@@ -42,7 +42,7 @@ def same_dims(a: Spec, b: Spec) -> bool:
 def difference(held: Array, declared: Spec) -> "tuple[str, str] | None":
     """(rule, what is wrong and the fix) about using an array as the declared type; None if nothing is."""
     if held.pending:
-        return "pending", said("it is still under way", "pending", "wait(x), or x.wait(), first")
+        return "pending", under_way()
     spec, loose = held.spec, held.loose
     over = [axis for axis in spec.unreduced if axis not in declared.unreduced]
     gone = [axis for axis in declared.unreduced if axis not in spec.unreduced]
@@ -72,6 +72,10 @@ def difference(held: Array, declared: Spec) -> "tuple[str, str] | None":
     if (over or gone) and not loose:
         return "unreduced", said("the unreduced axes differ", "unreduced", "", "only a reduction removes axes from {U}")
     return None
+
+
+def under_way() -> str:
+    return said("it is still under way", "pending", "wait(x), or x.wait(), first")
 
 
 def unlike_dims(spec: Spec, declared: Spec) -> tuple[str, str]:

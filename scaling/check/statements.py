@@ -21,7 +21,7 @@ class Frame:
     module: Any
     env: dict = field(default_factory=dict)
     returned: list = field(default_factory=list)
-    site: ast.AST | None = None
+    site: ast.expr | ast.stmt | None = None
     name: str = ""
     made: dict = field(default_factory=dict)
     bound: dict = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Statements(Expressions):
                     return
                 found = self.value(node.value, frame)
                 if isinstance(found, Array) and found.pending:
-                    self.never_waited(node, ast.unparse(node.value.func), frame)
+                    self.never_waited(node, ast.unparse(getattr(node.value, "func", node.value)), frame)
             case ast.Return():
                 found = self.value(node.value, frame) if node.value else None
                 self.returning(node, found, frame)
@@ -187,18 +187,19 @@ class Statements(Expressions):
 
     def put(self, target: ast.Subscript, found, frame: Frame) -> None:
         """`grads["W_in"] = dW` changes what is known of a dict."""
-        held, key = frame.env.get(getattr(target.value, "id", "")), target.slice
+        name, key = getattr(target.value, "id", ""), target.slice
+        held = frame.env.get(name)
         if isinstance(held, Tree) and isinstance(key, ast.Constant) and isinstance(key.value, str):
-            frame.env[target.value.id] = held.put(key.value, found)
+            frame.env[name] = held.put(key.value, found)
         elif isinstance(held, Many) and isinstance(key, ast.Constant) and isinstance(key.value, int):
             items = list(held.items)
             if -len(items) <= key.value < len(items):
                 items[key.value] = found
-                frame.env[target.value.id] = Many(tuple(items))
+                frame.env[name] = Many(tuple(items))
         elif isinstance(held, Each) and not isinstance(key, ast.Slice):
-            frame.env[target.value.id] = Each(merge(held.item, found))
+            frame.env[name] = Each(merge(held.item, found))
 
-    def function(self, fn: Function, env: dict, outer: Frame, site: ast.AST | None = None):
+    def function(self, fn: Function, env: dict, outer: Frame, site: ast.expr | ast.stmt | None = None):
         """Read a function's body; what it returns, if all its returns agree."""
         if isinstance(fn.node, ast.Lambda):
             frame = Frame(fn.module, dict(fn.around) | env, site=outer.site or self.site_for(fn, site), name="lambda")
@@ -252,7 +253,7 @@ class Statements(Expressions):
         if isinstance(found, Array) and found.through and found.spec.unreduced:
             wrong = difference(replace(found, pending=False), found.spec)
             if wrong:
-                self.report(node, wrong[0], f"{ast.unparse(node.value)}: {wrong[1]}", frame)
+                self.report(node, wrong[0], f"{ast.unparse(node)}: {wrong[1]}", frame)
 
     def stored(self, node: ast.AST, target: ast.expr, found, frame: Frame) -> None:
         """Into `grads["W_in"][l]` goes what SPECS calls W_in."""

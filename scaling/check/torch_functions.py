@@ -5,7 +5,7 @@ import ast
 from dataclasses import replace
 
 from scaling.check.part import Part
-from scaling.check.rules import difference, said
+from scaling.check.rules import said, under_way
 from scaling.check.torch_names import (
     BILINEAR,
     CONSTANTS,
@@ -37,8 +37,8 @@ class TorchFunctions(Part):
             return Number(0.0)
         if name in CONSTANTS and not any(isinstance(value, Array) and value.spec.unreduced for value in args[1:]):
             return Number(None)
-        if late := next((v for v in args if isinstance(v, Array) and v.pending), None):
-            self.report(node, "pending", f"{ast.unparse(node)}: {difference(late, late.spec)[1]}", frame)
+        if any(isinstance(value, Array) and value.pending for value in args):
+            self.report(node, "pending", f"{ast.unparse(node)}: {under_way()}", frame)
             return None
         if name in SIGNS and len(args) > 1:
             if name in ("add", "sub", "subtract") and isinstance(keywords.get("alpha"), Array):
@@ -47,7 +47,7 @@ class TorchFunctions(Part):
         if name in JOINS:
             return self.joined(name, node, args, keywords)
         if name == "where" and len(args) == 3:
-            return self.chosen(node, *args[1:], frame)
+            return self.chosen(node, args[1], args[2], frame)
         if name in BILINEAR:
             return self.bilinear(name, node, args, keywords, frame)
         if name in ("lerp",) and len(args) > 1:
@@ -73,8 +73,7 @@ class TorchFunctions(Part):
     def sides(self, node: ast.Call) -> list[ast.AST]:
         """The two operands of add(a, b) or a.add(b), as they are written."""
         given = [node.func.value, *node.args] if isinstance(node.func, ast.Attribute) else node.args
-        operands = given if len(node.args) < 2 else node.args
-        operands = [*operands, *(k.value for k in node.keywords)]
+        operands: list[ast.AST] = [*(given if len(node.args) < 2 else node.args), *(k.value for k in node.keywords)]
         return operands[:2] if len(operands) > 1 else [node, node]
 
     def joined(self, name: str, node: ast.Call, args, keywords):
@@ -104,7 +103,7 @@ class TorchFunctions(Part):
         """A product of two arrays, or of several; of F.linear also with its bias."""
         arrays = [value for value in args if isinstance(value, Array)]
         if name in ("mm", "matmul") and len(args) == 2 and arrays:
-            return self.matrix_product(node, *args, frame)
+            return self.matrix_product(node, args[0], args[1], frame)
         partial = [value for value in arrays if value.spec.unreduced]
         if not partial:
             return None
@@ -148,9 +147,11 @@ class TorchFunctions(Part):
             return replace(held, key="")
         if name in ("T", "mT", "t", "H", "mH", "adjoint") and len(dims) == 2:
             return held.typed(dims[::-1])
-        if numbers and not isinstance(numbers[0], int) and len(numbers) and isinstance(node.func, ast.Attribute):
-            numbers = numbers if isinstance(numbers[0], int) else numbers[1:]
-        if all(isinstance(n, int) and -len(dims) <= n <= len(dims) for n in numbers):
+        if numbers and not isinstance(numbers[0], int) and isinstance(node.func, ast.Attribute):
+            numbers = numbers[1:]
+        given = len(numbers)
+        numbers = [n for n in numbers if isinstance(n, int) and -len(dims) <= n <= len(dims)]
+        if len(numbers) == given:
             if name in ("transpose", "swapaxes", "swapdims") and len(numbers) == 2:
                 order = list(range(len(dims)))
                 a, b = (n % len(dims) for n in numbers)

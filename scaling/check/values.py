@@ -104,7 +104,7 @@ class Tree:
 class Function:
     """A function whose source is known: of a module, with the variables around it, perhaps bound to an object."""
 
-    node: ast.FunctionDef | ast.Lambda
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     module: Any
     around: dict = field(default_factory=dict)
     bound: object = None
@@ -212,7 +212,7 @@ def arrays_in(value) -> "list[tuple[str, Array]]":
     return [(f"[...]{where}", found) for where, found in arrays_in(value.item)] if isinstance(value, Each) else []
 
 
-def settled(value):
+def settled(value) -> Any:
     """The value once all of it that is under way has been waited for."""
     if isinstance(value, Array):
         return replace(value, pending=False)

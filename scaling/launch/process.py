@@ -36,7 +36,8 @@ def keep_freed_memory() -> None:
     tenth of the time of a step that, being a pure function, makes its gradients anew.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30) or libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # glibc before 2.35
+        if not libc.mallopt(M_MMAP_THRESHOLD, 1 << 30):
+            libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # glibc before 2.35
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 

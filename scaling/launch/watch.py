@@ -137,7 +137,7 @@ def watch_self(timeout: float) -> Iterator[None]:
     def look() -> None:
         while not done.wait(pulse.every):
             if stopped := pulse.stopped():
-                stack = "".join(traceback.format_stack(sys._current_frames()[main]))
+                stack = "".join(traceback.format_stack(sys._current_frames()[main or 0]))
                 sys.stderr.write(f"rank {os.environ.get('RANK', 0)}: {stopped}{stack}")
                 sys.stderr.flush()
                 os._exit(1)

@@ -227,7 +227,8 @@ def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Search:
     """All layouts of so many chips, each mesh with its best recipe."""
     if isinstance(chips, bool) or not isinstance(chips, int) or chips < 1:
         raise ValueError(f"chips = {chips!r}: must be a whole number of at least 1")
-    chip.flops(job.dtype), chip.flops(job.wide)
+    for dtype in (job.dtype, job.wide):
+        chip.flops(dtype)  # ValueError for a chip without it
     refused: Counter = Counter()
     networks = list(meshes(job, chip, chips, fixed, refused))
     options = [recipes(job, network, fixed) for network in networks]

@@ -114,4 +114,5 @@ def saved(job: Job, l: Layout) -> tuple[Number, Number]:
     if isinstance(l.remat, str):
         return found[l.remat]
     rows = [found.get(policy, found["none"]) for policy in POLICIES]
-    return tuple(np.array([pair[i] for pair in rows])[l.remat] for i in (0, 1))
+    split, whole = (np.array([pair[i] for pair in rows])[l.remat] for i in (0, 1))
+    return split, whole

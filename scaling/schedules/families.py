@@ -116,23 +116,29 @@ def _v(stages: int, microbatches: int, rank: int) -> list[tuple]:
     for _ in range(2 * after):  # 1. forwards down the V
         do("F", 0)
     for _ in range(rank + 1):  # 2. and up
-        do("F", 0), do("F", 1)
+        do("F", 0)
+        do("F", 1)
     for _ in range(after):  # 3. the first backwards, split so that the next stage need not wait for the weights
-        do("I", 1), weight(), do("F", 1)
+        do("I", 1)
+        weight()
+        do("F", 1)
     for i in range(microbatches - 2 * stages + rank + 1):  # 4. forwards and backwards in pairs
         if i == 0 and after == 0:  # the last rank's first pair apart: it has nothing to overlap with yet
-            do("F", 0), do("B", 1)
+            do("F", 0)
+            do("B", 1)
         else:
             both(0, 1)
         both(1, 0)
     for _ in range(after):  # 5. no forwards down the V are left
-        do("B", 1), both(1, 0)
+        do("B", 1)
+        both(1, 0)
     half = (rank + 1) // 2
     for i in range(rank + 1):  # 6. only backwards are left: split from the middle on
         do("I" if i > half or (i == half and rank % 2 == 1) else "B", 1)
         do("I" if i >= half else "B", 0)
     for _ in range(after):  # 7. weight halves fill the wait for the last backwards
-        weight(), do("I", 0)
+        weight()
+        do("I", 0)
     while weights:  # 8. what is left of them
         weight()
     return order

@@ -129,12 +129,13 @@ class Gradients:
             above = self.results or {}
             self.results = {name: torch.cat([x, above[name]]) if name in above else x for name, x in named.items()}
             return
-        if self.results is None:
+        results = self.results
+        if results is None:
             whole = self.sums is not None and all(x.shape[1:] == self.sums[name].shape[1:] for name, x in named.items())
             new = {name: self.params[name].new_empty((self.L, *x.shape[1:])) for name, x in named.items() if not whole}
-            self.results = self.sums if whole else new
+            self.results = results = self.sums if self.sums is not None and whole else new
         for name, x in named.items():
-            into = self.results[name][first:last]
+            into = results[name][first:last]
             if x.is_meta or into.data_ptr() != x.data_ptr():
                 into.copy_(x)
 
