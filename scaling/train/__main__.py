@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -23,14 +23,14 @@ from scaling.configs import MODELS, Config, get, load
 from scaling.console import command, integer, number
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
-from scaling.models import hf
 from scaling.models import transformer as model
 from scaling.sizes import format_sizes, parse_mesh
 from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.trace.peak import peak_memory
-from scaling.train.loop import DTYPES, STOP, Settings, describe, optimizer_of, run
+from scaling.train.loop import STOP, describe, run
+from scaling.train.settings import DTYPES, Settings, optimizer_of
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -57,6 +57,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--save-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")
     parser.add_argument("--keep", type=integer(1), default=3, help="checkpoints to keep (default 3)")
     parser.add_argument("--eval-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")
+    parser.add_argument("--eval-batches", type=integer(0), default=8, help="held-out batches; 0: all (default 8)")
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, if any")
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
     parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
@@ -77,13 +78,12 @@ def arguments(argv=None) -> argparse.Namespace:
     return args
 
 
-def model_of(args) -> tuple[Config, Callable | None]:
-    """The model's sizes, and what loads its weights, if it has any."""
+def model_of(args) -> tuple[Config, str]:
+    """The model's sizes, and the folder of its weights, if it has any."""
     folder = Path(args.model)
     if folder.is_dir():
-        config = load(folder / "config.json")
-        return config, None if args.from_scratch else lambda: hf.load(folder, DTYPES[args.dtype])[1]
-    return (load(folder), None) if folder.suffix == ".json" else (get(args.model), None)
+        return load(folder / "config.json"), "" if args.from_scratch else str(folder)
+    return load(folder) if folder.suffix == ".json" else get(args.model), ""
 
 
 def dry_run(settings: Settings, sizes: dict[str, int]) -> str:
@@ -114,14 +114,14 @@ def main(argv=None) -> int:
     args = arguments(argv)
     try:
         sizes, (config, weights) = parse_mesh(args.mesh), model_of(args)
-        own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name != "model"}
-        settings = Settings(model=config, **own)
+        own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
+        settings = Settings(model=config, weights=weights, **own)
         transformer.specs(config, AbstractMesh(sizes))
         if args.dry_run:
             print(describe(settings, sizes) + "\n" + dry_run(settings, sizes))
             return 0
         with prepared(settings, args):
-            return trained(settings, sizes, weights, args)
+            return trained(settings, sizes, args)
     except launch.RankError as error:
         print(f"RankError: {error}", file=sys.stderr)
     except (ValueError, ArithmeticError, OSError) as error:
@@ -129,17 +129,16 @@ def main(argv=None) -> int:
     return 1
 
 
-def trained(settings: Settings, sizes: dict[str, int], weights: Callable | None, args) -> int:
+def trained(settings: Settings, sizes: dict[str, int], args) -> int:
     """Run it, on torchrun's ranks or on ranks started here."""
     first = int(os.environ.get("RANK", 0)) == 0
     if first:
         print(describe(settings, sizes), flush=True)
     options = {"device": args.device, "checked": not args.unchecked}
-    initial = weights() if weights else None
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        launch.start(run, sizes, settings, initial, **options)
+        launch.start(run, sizes, settings, **options)
         return 0
-    result = launch.run(run, sizes, settings, initial, **options)[0]
+    result = launch.run(run, sizes, settings, **options)[0]
     done = "stopped" if result["step"] < settings.steps else "done"
     print(f"{done} at step {result['step']}: loss {result['loss']:.4f}, valid {result['valid']:.4f}; "
           f"{significant(result['step'] * settings.batch * settings.seq)} tokens seen")  # fmt: skip
@@ -177,7 +176,7 @@ def claim(out: Path, lock, settings: Settings, args) -> None:
     (out / STOP).unlink(missing_ok=True)
     if not settings.resume and any(out.glob("step-*")):
         raise ValueError(f"{out}: holds checkpoints already\n  fix: --resume to go on from them, or another --out")
-    keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "resume")}
+    keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume")}
     keep |= {"model": args.model, "mesh": args.mesh}
     (out / "run.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in sorted(keep.items())))
 

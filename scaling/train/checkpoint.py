@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -23,16 +24,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling import tree
-from scaling.spec import ShardingError, Spec, parse
+from scaling.spec import Spec, parse
+from scaling.train.blocks import IN_ORDER, Places, assembled, described, first_replica
 
 WAIT = 600.0  # seconds that rank 0 waits for the other ranks' files
 
 
-def save(folder, state, specs, mesh, step: int, *, async_op: bool = False, keep: int | None = None) -> Future | None:
+def save(
+    folder,
+    state,
+    specs,
+    mesh,
+    step: int,
+    *,
+    async_op: bool = False,
+    keep: int | None = None,
+    places: Places = IN_ORDER,
+) -> Future | None:
     """Write `state`, a tree of this rank's shards typed by `specs` (None for ints and strings), as step `step`.
 
     All ranks call it, on one file system. `async_op`: return a Future at once; the tensors are copied before that.
-    `keep`: how many complete steps to keep. ValueError for a state unlike its specs. OSError names the path.
+    `keep`: how many complete steps to keep. `places`: of a dim that is stored in another order or padded, such as the
+    layers of uneven stages, {"L": the index of each place in the whole, -1 for none}; what is saved is the whole.
+    ValueError for a state unlike its specs. OSError names the path and the bytes.
     """
     folder, named = Path(folder), typed(state, specs)
     own, leaves, values = {}, {}, {}
@@ -40,8 +54,8 @@ def save(folder, state, specs, mesh, step: int, *, async_op: bool = False, keep:
         if spec is None:
             values[where] = leaf
         else:
-            leaves[where] = describe(leaf, spec, mesh)
-            if first_replica(spec, mesh):
+            leaves[where] = described(leaf, spec, mesh, places)
+            if first_replica(spec, mesh.coord, mesh):
                 own[where] = leaf.detach().to("cpu", copy=async_op).contiguous()
     index = {"step": step, "mesh": dict(mesh.sizes), "leaves": leaves, "values": values}
     if mesh.rank == 0:  # what a run that was killed has left: its files are not this step's
@@ -57,12 +71,12 @@ def save(folder, state, specs, mesh, step: int, *, async_op: bool = False, keep:
 _writer = ThreadPoolExecutor(1, "checkpoint")  # writes in the order in which they were asked for
 
 
-def load(folder, specs, mesh, step: int | None = None) -> tuple[Any, int]:
+def load(folder, specs, mesh, step: int | None = None, *, places: Places = IN_ORDER) -> tuple[Any, int]:
     """(state, step): the tree of `specs`, each leaf this rank's shard on the mesh's device; ints and strings as saved.
 
     `step` None: the latest complete one. The mesh and the types may be others than those that were saved, the leaves
-    and their whole shapes may not. FileNotFoundError if there is no such step; ValueError that names the leaf, or the
-    file, that is missing, misshaped or damaged.
+    and their whole shapes may not. `places` as in `save`, of this mesh. FileNotFoundError if there is no such step;
+    ValueError that names the leaf, or the file, that is missing, misshaped or damaged.
     """
     path = Path(folder) / name(latest(folder) if step is None else step)
     if not (path / "index.json").is_file():
@@ -73,7 +87,7 @@ def load(folder, specs, mesh, step: int | None = None) -> tuple[Any, int]:
     for where, text in tree.named_leaves(specs, "state").items():
         if where not in saved:
             raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(saved)[:4])}, ...")
-        found.append(read(path, where, saved[where], parse(text), mesh, files))
+        found.append(assembled(where, saved[where], parse(text), mesh, places, partial(block, path, files)))
     if extra := sorted(set(saved) - set(tree.named_leaves(specs, "state"))):
         raise ValueError(f"{path}: holds {extra[0]}, which the state to be loaded does not have")
     leaves = iter(found)
@@ -81,11 +95,12 @@ def load(folder, specs, mesh, step: int | None = None) -> tuple[Any, int]:
 
 
 def latest(folder) -> int:
-    """The newest complete step. FileNotFoundError if there is none."""
-    steps = complete(Path(folder))
+    """The step that the file `latest` names, or if that is gone the newest complete one. FileNotFoundError if none."""
+    steps, named = complete(Path(folder)), Path(folder) / "latest"
     if not steps:
         raise FileNotFoundError(f"{folder}: there is no complete checkpoint here")
-    return steps[-1]
+    said = int(named.read_text()) if named.is_file() else -1
+    return said if said in steps else steps[-1]
 
 
 def complete(folder: Path) -> list[int]:
@@ -116,40 +131,23 @@ def typed(state, specs) -> dict[str, tuple[Any, Spec | None]]:
     return named
 
 
-def describe(leaf: Tensor, spec: Spec, mesh) -> dict:
-    """The index's entry of a leaf: dtype, type, whole shape, and which rank's file holds which block."""
-    if spec.unreduced:
-        raise ShardingError(f"{spec} is unreduced: a checkpoint holds whole values\n  fix: reduce it first")
-    shape = [n * mesh.size(axes) for n, (_, axes) in zip(leaf.shape, spec.dims, strict=True)]
-    blocks = {}
-    for rank in range(mesh.size()):
-        at = coordinates(rank, mesh)
-        if not any(at[axis] for axis in spec.replicated(mesh)):
-            blocks[rank] = [[s.start, s.stop] for s in spec.slices(shape, mesh, at)]
-    return {"dtype": str(leaf.dtype).removeprefix("torch."), "type": str(spec), "shape": shape, "blocks": blocks}
-
-
-def first_replica(spec: Spec, mesh) -> bool:
-    return not any(mesh.coord[axis] for axis in spec.replicated(mesh))
-
-
-def coordinates(rank: int, mesh) -> dict[str, int]:
-    at = {}
-    for axis, size in reversed(mesh.sizes.items()):
-        rank, at[axis] = divmod(rank, size)
-    return at
-
-
 def write(folder: Path, own: Mapping, index: dict, rank: int, world: int, step: int, keep: int | None) -> None:
     """One rank's file; by rank 0, when all are there, the index, the step's name, `latest`, and what is cleaned up."""
     draft = folder / f".{name(step)}"
     draft.mkdir(parents=True, exist_ok=True)
     file = draft / f"rank-{rank:04d}.pt"
-    with open(partial := file.with_suffix(".part"), "wb") as out:
-        torch.save(dict(own), out)
-        out.flush()
-        os.fsync(out.fileno())
-    partial.rename(file)
+    try:
+        with open(part := file.with_suffix(".part"), "wb") as out:
+            torch.save(dict(own), out)
+            out.flush()
+            os.fsync(out.fileno())
+    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+        left = complete(folder)
+        raise OSError(
+            f"{part}: its {tree.nbytes(own):,} bytes could not be written: {error}\n"
+            f"  fix: make room there, or give another --out; the last good step there is {left[-1] if left else 'none'}"
+        ) from error
+    part.rename(file)
     final, deadline = folder / name(step), monotonic() + WAIT
     if rank:
         while not (final / "index.json").is_file():  # so that no rank goes on, or ends, before the step is complete
@@ -181,24 +179,13 @@ def replaced(path: Path, text: str) -> None:
     draft.rename(path)
 
 
-def read(path: Path, where: str, saved: Mapping, spec: Spec, mesh, files: dict) -> Tensor:
-    """This rank's shard of a leaf, put together from the blocks that overlap it."""
-    shape = saved["shape"]
-    if len(shape) != len(spec.dims):
-        raise ValueError(f"{path}: {where} was saved with shape {shape}, but its type is {spec}")
-    mine = spec.slices(shape, mesh, mesh.coord)
-    shard = torch.empty([s.stop - s.start for s in mine], dtype=getattr(torch, saved["dtype"]))
-    for rank, block in saved["blocks"].items():
-        both = [(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(mine, block, strict=True)]
-        if any(a >= b for a, b in both):
-            continue
-        data = opened(path / f"rank-{int(rank):04d}.pt", files).get(where)
-        if data is None or list(data.shape) != [b - a for a, b in block]:
-            raise ValueError(f"{path}: rank {rank}'s file does not hold {where} as the index says")
-        inside = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(both, block, strict=True))
-        into = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, mine, strict=True))
-        shard[into] = data[inside]
-    return shard.to(mesh.device)
+def block(path: Path, files: dict, where: str, rank: int) -> Tensor:
+    """What a rank's file holds of a leaf."""
+    file = path / f"rank-{rank:04d}.pt"
+    data = opened(file, files).get(where)
+    if data is None:
+        raise ValueError(f"{file}: does not hold {where} as the index says\n  fix: load an earlier step")
+    return data
 
 
 def opened(path: Path, files: dict) -> Mapping[str, Tensor]:

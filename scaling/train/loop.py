@@ -1,7 +1,7 @@
 """Training a Transformer on a mesh: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, and its run.
 
-A run's state is params, the optimizer's state and the number of steps: with the seed that decides all that follows. The
-run writes metrics.jsonl and checkpoints; it stops, with a checkpoint, when it is asked to.
+A run's state is params, the optimizer's state and the number of sequences seen: with the seed that decides all that
+follows. The run writes metrics.jsonl and checkpoints; it stops, with a checkpoint, when it is asked to.
 """
 
 import json
@@ -9,103 +9,24 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from scaling import optim, tree
 from scaling.collectives import all_reduce
-from scaling.configs import Config
 from scaling.cost import transformer as tm
+from scaling.models import hf
 from scaling.models import transformer as model
 from scaling.sizes import format_sizes
 from scaling.spec import format_axes
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
+from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint, tokens
+from scaling.train.evaluate import evaluate, local
+from scaling.train.settings import DTYPES, Settings, optimizer_of
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run is made of beside its mesh. `batch`: sequences of the global batch, of `seq` tokens each."""
-
-    model: Config
-    data: str
-    out: str
-    batch: int = 32
-    seq: int = 256
-    steps: int = 200
-    microbatches: int = 1
-    lr: float = 1e-3
-    warmup: int = 20
-    schedule: str = "cosine"
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    dtype: str = "fp32"
-    remat: str = "none"
-    save_every: int = 100
-    keep: int = 3
-    eval_every: int = 100
-    resume: bool = False
-
-
-def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
-    """The learning rate by the number of updates: warmup, then cosine, wsd (down over the last tenth) or constant."""
-    s = settings
-    tail = max(1, s.steps // 10)
-
-    def at(count: Tensor) -> Tensor:
-        up = ((count + 1) / max(1, s.warmup)).clamp(max=1.0)
-        if s.schedule == "cosine":
-            gone = ((count - s.warmup) / max(1, s.steps - s.warmup)).clamp(0.0, 1.0)
-            return s.lr * up * (0.1 + 0.45 * (1 + torch.cos(math.pi * gone)))
-        if s.schedule == "wsd":
-            return s.lr * up * ((s.steps - count) / tail).clamp(0.0, 1.0)
-        return s.lr * up
-
-    return at
-
-
-def optimizer_of(settings: Settings) -> optim.Optimizer:
-    """AdamW, float32 masters for bfloat16 params, no weight decay on norms, biases and embeddings."""
-    options: dict[str, Any] = {"betas": (0.9, 0.95), "master": settings.dtype == "bf16"}
-    lr = rate(settings)
-    parts = {
-        "decayed": optim.adamw(lr, weight_decay=settings.weight_decay, **options),
-        "plain": optim.adamw(lr, weight_decay=0.0, **options),
-    }
-
-    def parted(x) -> dict[str, dict]:
-        named: dict[str, dict] = {"decayed": {}, "plain": {}}
-        for where, leaf in tree.named_leaves(x).items():
-            named["decayed" if "W_" in where or "unembed" in where else "plain"][where] = leaf
-        return named
-
-    def update(grads, state, params, donate=False):
-        g, p, new, states = parted(grads), parted(params), {}, {}
-        for part, rule in parts.items():
-            some, states[part] = rule.update(g[part], state[part], p[part], donate=donate)
-            new |= some
-        leaves = iter(new[where] for where in tree.named_leaves(params))
-        return tree.map(lambda _: next(leaves), params), states
-
-    return optim.Optimizer(
-        lambda params: {part: parts[part].init(leaves) for part, leaves in parted(params).items()},
-        update,
-        lambda specs: {part: parts[part].state_specs(leaves) for part, leaves in parted(specs).items()},
-    )
-
-
-def local(x: Tensor, mesh) -> Tensor:
-    """This rank's rows and tokens of x[B, T], whole on every rank."""
-    return tree.shard(x.to(mesh.device), str(present("t[B_PXE, T_C]", mesh)), mesh)
 
 
 def make_step(settings: Settings, mesh, optimizer: optim.Optimizer) -> Callable:
@@ -125,18 +46,32 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer) -> Callable:
     return step
 
 
-def evaluate(params, batches: tokens.Batches, settings: Settings, mesh, count: int = 4) -> float:
-    """The mean loss of a few held-out batches, nats a token."""
-    losses = []
-    for i in range(min(count, max(1, batches.sequences // batches.batch))):
-        some, targets, ids = [local(x, mesh) for x in batches.at(i)]
-        losses.append(transformer.loss_and_grads(params, some, targets, settings.model, mesh, segments=ids)[0].item())
-    return sum(losses) / len(losses)
+def begun(settings: Settings, mesh, optimizer: optim.Optimizer, types: dict) -> tuple[dict, int]:
+    """(state, step) that a run begins with: of the latest checkpoint, an HF folder's weights, or drawn by the seed.
+
+    No rank holds more than its shards.
+    """
+    config, out, dtype = settings.model, Path(settings.out), DTYPES[settings.dtype]
+    slots = slots_of(config, mesh, None)
+    if settings.resume and checkpoint.complete(out):
+        specs = state_specs(optimizer, types)
+        state, step = checkpoint.load(out, specs, mesh, places={"L": slots})
+        tree.check(state["params"], types, config.sizes | {"L": len(slots)}, mesh)
+        return state, step
+    if settings.weights:
+        _, params = hf.load_sharded(settings.weights, types, mesh, dtype, slots=slots)
+    else:
+        params = model.init(config, settings.seed, dtype, mesh=mesh, specs=types, slots=slots)
+    return {"params": params, "optimizer": optimizer.init(params), "data": {"sequences": 0}}, 0
 
 
-def run(mesh, settings: Settings, initial: Mapping | None = None) -> dict:
-    """Train on every rank of a mesh; returns {"step", "loss", "valid"}. `initial`: whole params to begin with."""
-    torch.manual_seed(settings.seed)
+def state_specs(optimizer: optim.Optimizer, types: dict) -> dict:
+    """The types of a run's state; what is not a tensor has none."""
+    return {"params": types, "optimizer": optimizer.state_specs(types)}
+
+
+def run(mesh, settings: Settings) -> dict:
+    """Train on every rank of a mesh; returns {"step", "loss", "valid"}."""
     config, out, first = settings.model, Path(settings.out), mesh.rank == 0
     corpus = tokens.load(settings.data)
     if (top := int(corpus.tokens.max())) >= config.V:
@@ -145,42 +80,37 @@ def run(mesh, settings: Settings, initial: Mapping | None = None) -> dict:
         )
     train, valid = tokens.split(corpus, settings.batch, settings.seq, settings.seed)
     optimizer, types = optimizer_of(settings), transformer.specs(config, mesh)
-    specs = {"params": types, "optimizer": optimizer.state_specs(types)}
-    dtype = DTYPES[settings.dtype]
-    if settings.resume and checkpoint.complete(out):
-        loaded, begun = checkpoint.load(out, specs, mesh)
-        params, state = loaded["params"], loaded["optimizer"]
-    else:
-        whole = model.init(config, settings.seed, dtype) if initial is None else initial
-        params, begun = transformer.shard(whole, config, mesh), 0
-        state = optimizer.init(params)
-    step, result = make_step(settings, mesh, optimizer), {"step": begun, "loss": math.nan, "valid": math.nan}
+    held, start = begun(settings, mesh, optimizer, types)
+    params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
+    step, result = make_step(settings, mesh, optimizer), {"step": start, "loss": math.nan, "valid": math.nan}
     per_step, flops = settings.batch * settings.seq, 6 * tm.num_params(config)
-    saved = begun
-    for number in range(begun, settings.steps):
+    saved, places = start, {"L": slots_of(config, mesh, None)}
+    for number in range(start + 1, settings.steps + 1):
         began = time.perf_counter()
-        batch = [local(x, mesh) for x in train.at(number)]
+        batch = [local(x, mesh) for x in train.at(seen)]
         params, state, metrics = step(params, state, batch, donate=True)
         loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
         if not math.isfinite(loss + norm):
             raise ArithmeticError(
-                f"step {number + 1}: the loss is {loss}, the gradients' norm {norm}; saved last: step {saved}"
+                f"step {number}: the loss is {loss}, the gradients' norm {norm}; saved last: step {saved}"
             )
+        seen += settings.batch
         seconds = time.perf_counter() - began
-        result |= {"step": number + 1, "loss": loss}
-        record = {"step": number + 1, "loss": loss, "grad_norm": norm, "seconds": round(seconds, 4)}
+        result |= {"step": number, "loss": loss}
+        record = {"step": number, "loss": loss, "grad_norm": norm, "seconds": round(seconds, 4)}
         record |= {"tokens_per_second": round(per_step / seconds, 1), "flops_per_second": per_step * flops / seconds}
-        last, asked = number + 1 == settings.steps, stop_asked(out, mesh)
-        if last or asked or (settings.eval_every and (number + 1) % settings.eval_every == 0):
+        last, asked = number == settings.steps, stop_asked(out, mesh)
+        if last or asked or (settings.eval_every and number % settings.eval_every == 0):
             result["valid"] = record["valid"] = evaluate(params, valid, settings, mesh)
         if first:
             with open(out / "metrics.jsonl", "a") as log:
                 log.write(json.dumps(record) + "\n")
             report(record, settings)
-        if last or asked or (settings.save_every and (number + 1) % settings.save_every == 0):
-            held = {"params": params, "optimizer": state, "data": {"sequences": (number + 1) * settings.batch}}
-            checkpoint.save(out, held, specs, mesh, number + 1, keep=settings.keep)
-            saved = number + 1
+        if last or asked or (settings.save_every and number % settings.save_every == 0):
+            held = {"params": params, "optimizer": state, "data": {"sequences": seen}}
+            specs = state_specs(optimizer, types)
+            checkpoint.save(out, held, specs, mesh, number, keep=settings.keep, places=places)
+            saved = number
         if asked:
             break
     return result

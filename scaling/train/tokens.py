@@ -6,6 +6,7 @@ permutation drawn from (seed, epoch). So a run that resumes, on any mesh, repeat
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,17 +73,21 @@ class Batches:
         """The sequences of one epoch."""
         return (self.last - self.first - 1) // self.length
 
-    def chosen(self, step: int) -> list[int]:
-        """Which sequences the step sees, by their number."""
+    def chosen(self, seen: int) -> list[int]:
+        """Which sequences come after so many, by their number."""
         found = []
-        for at in range(step * self.batch, (step + 1) * self.batch):
+        for at in range(seen, seen + self.batch):
             epoch, place = divmod(at, self.sequences)
             found.append(int(_order(self.seed, epoch, self.sequences)[place]))
         return found
 
-    def at(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens, targets, segments) int64[batch, length] of a step; segments number the documents."""
-        starts = numpy.array([self.first + i * self.length for i in self.chosen(step)])
+    def at(self, seen: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, targets, segments) int64[batch, length] of the batch that comes after so many sequences."""
+        return self.rows(self.chosen(seen))
+
+    def rows(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """The sequences of these numbers; segments number the documents."""
+        starts = numpy.array([self.first + i * self.length for i in numbers])
         places = starts[:, None] + numpy.arange(self.length + 1)
         rows = torch.from_numpy(self.corpus.tokens[places].astype(numpy.int64))
         documents = numpy.searchsorted(self.corpus.starts, places[:, :-1], side="right")

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from scaling.configs import Config
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
+from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint
 
 CONFIG = Config("c", 2, 16, 24, 4, 2, 8, 32, tied=True)
@@ -45,6 +47,31 @@ def test_from_each_mesh_to_each_other(ranks, tmp_path, source):
     for target in [*MESHES, {"X": 1}]:
         for result in ranks(loads, target, tmp_path):
             assert result == (True, 5, {"position": 1234, "seed": "s"})
+
+
+UNEVEN = CONFIG.with_(L=3)  # over two stages: two layers and one, and a place that stays empty
+
+
+def saves_uneven(mesh, folder):
+    params = transformer.shard(model.init(UNEVEN, 3, torch.float64), UNEVEN, mesh)
+    places = {"L": slots_of(UNEVEN, mesh, None)}
+    checkpoint.save(folder, params, transformer.specs(UNEVEN, mesh), mesh, 1, places=places)
+
+
+def loads_uneven(mesh, folder):
+    places = {"L": slots_of(UNEVEN, mesh, None)}
+    params, _ = checkpoint.load(folder, transformer.specs(UNEVEN, mesh), mesh, places=places)
+    wanted = transformer.shard(model.init(UNEVEN, 3, torch.float64), UNEVEN, mesh)
+    return all(torch.equal(a, b) for a, b in zip(tree.leaves(params), tree.leaves(wanted), strict=True))
+
+
+def test_layers_of_uneven_stages_are_saved_without_their_padding(ranks, tmp_path):
+    for source in ({"Z": 2, "Y": 2}, {"X": 2, "Y": 2}):
+        ranks(saves_uneven, source, tmp_path)
+        for target in ({"X": 4}, {"Z": 2, "X": 2}, {"X": 1}):
+            assert all(ranks(loads_uneven, target, tmp_path))
+    with pytest.raises(ValueError, match=r"shape \[3, 16, 2, 8\], but L is 2 here"):
+        checkpoint.load(tmp_path, transformer.specs(UNEVEN, Mesh({"X": 1})), Mesh({"X": 1}), places={"L": [0, 1]})
 
 
 def test_no_block_is_written_twice(ranks, tmp_path):
@@ -108,6 +135,20 @@ def test_a_run_that_is_killed_leaves_the_last_good_one(tmp_path, after):
     state, step = checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
     assert step == after - 1
     assert state["W"].tolist() == [float(step)] * 2000
+
+
+def test_a_full_disk_leaves_the_last_good_one_and_says_how_much_was_to_be_written(tmp_path):
+    alone(1, tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(
+            OSError, match=r"rank-0000.part: its 400,000 bytes could not be written(.|\n)*good step.* 1"
+        ):
+            checkpoint.save(tmp_path, {"W": torch.ones(100_000)}, {"W": "W[D]"}, Mesh({"X": 1}), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))[1] == 1
 
 
 class Malicious:

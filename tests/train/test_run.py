@@ -15,7 +15,8 @@ from scaling.configs import get
 from scaling.mesh import Mesh
 from scaling.train import tokens
 from scaling.train.__main__ import main
-from scaling.train.loop import Settings, optimizer_of, rate, run
+from scaling.train.loop import run
+from scaling.train.settings import Settings, optimizer_of, rate
 
 
 @pytest.fixture
@@ -55,12 +56,12 @@ def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, corpus
 
 def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed(corpus):
     train, valid = tokens.split(tokens.load(corpus), 4, 32, seed=5)
-    seen = [i for step in range(2 * train.sequences // 4) for i in train.chosen(step)]
+    seen = [i for step in range(2 * train.sequences // 4) for i in train.chosen(4 * step)]
     assert sorted(seen[: train.sequences]) == list(range(train.sequences))
     assert seen[: train.sequences] != seen[train.sequences : 2 * train.sequences]
     other, _ = tokens.split(tokens.load(corpus), 4, 32, seed=6)
-    assert [i for step in range(3) for i in other.chosen(step)] != seen[:12]
-    inputs, targets, segments = train.at(3)
+    assert [i for step in range(3) for i in other.chosen(4 * step)] != seen[:12]
+    inputs, targets, segments = train.at(12)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert set(segments.unique().tolist()) <= {1, 2, 3}
     assert valid.first == train.last

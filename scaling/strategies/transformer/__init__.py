@@ -7,7 +7,7 @@
 One text serves every mesh: an axis that the mesh lacks, or that has size 1, drops out.
 """
 
-from scaling.strategies.transformer.api import loss_and_grads, shard, unshard
+from scaling.strategies.transformer.api import loss, loss_and_grads, shard, unshard
 from scaling.strategies.transformer.types import specs
 
-__all__ = ["loss_and_grads", "shard", "specs", "unshard"]
+__all__ = ["loss", "loss_and_grads", "shard", "specs", "unshard"]

@@ -15,6 +15,7 @@ from scaling.strategies import context as ring
 from scaling.strategies.axes import all_gather, all_reduce
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms, embed, head
+from scaling.strategies.transformer.forward import forward_loss
 from scaling.strategies.transformer.layer import Context
 from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
 from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced, vjp
@@ -67,19 +68,53 @@ def loss_and_grads(
     not fit, before anything is sent.
     """
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
-    tree.paired(params, stored)
     check(tokens, targets, config, mesh, microbatches, remat, context)
-    used = types.used(stored)
+    terms = Terms(config.V, label_smoothing, z_loss)
+    given = weights, segments, microbatches, ignore_index, context
+    problem, *batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
+    run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
+    loss, grads = run(problem, params, *batch, remat, schedule)
+    return loss, {name: grads[name] for name in params}
+
+
+@torch.no_grad()
+def loss(
+    params: dict,
+    tokens: Tensor,
+    targets: Tensor,
+    config: Config,
+    mesh,
+    *,
+    weights: Tensor | None = None,
+    segments: Tensor | None = None,
+    schedule=None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    context: str = "zigzag",
+    zero: int = 3,
+) -> Tensor:
+    """The loss alone, as `loss_and_grads` gives it of one microbatch: nothing is kept for a backward pass."""
+    stored = types.specs(config, mesh, zero=zero, schedule=schedule)
+    check(tokens, targets, config, mesh, 1, "none", context)
+    terms = Terms(config.V, label_smoothing, z_loss)
+    given = weights, segments, 1, ignore_index, context
+    problem, *batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
+    return forward_loss(problem, params, *batch, schedule)
+
+
+def stated(
+    params, tokens, targets, config, mesh, stored, terms, weights, segments, microbatches, ignore_index, context
+) -> tuple[Problem, Tensor, Tensor, Tensor]:
+    """(the problem; tokens, targets and weights in the order of the form of attention, the weights' sum 1)."""
+    tree.paired(params, stored)
     w = (targets != ignore_index).to(torch.float32) if weights is None else weights
     w = w.to(torch.promote_types(params["embed"].dtype, torch.float32)) * (targets != ignore_index)
     total = all_reduce("w[] {U_PXEC} -> w[]", w.sum(), mesh)
     w = w / torch.where(total == 0, 1, total)
     at = Placed(config, mesh, context, segments, tokens.shape[1], params["embed"].dtype)
-    tokens, targets, w = at.placed(tokens), at.placed(targets), at.placed(w)
-    problem = Problem(config, mesh, stored, used, at.contexts(microbatches), Terms(config.V, label_smoothing, z_loss))
-    run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
-    loss, grads = run(problem, params, tokens, targets, w, remat, schedule)
-    return loss, {name: grads[name] for name in params}
+    problem = Problem(config, mesh, stored, types.used(stored), at.contexts(microbatches), terms)
+    return problem, at.placed(tokens), at.placed(targets), at.placed(w)
 
 
 def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, _):

@@ -1,0 +1,40 @@
+"""The forward pass alone, on any mesh: layer after layer, stage after stage, with nothing kept for a backward pass."""
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling.collectives import ppermute, wait
+from scaling.models.transformer import unstacked
+from scaling.strategies.axes import all_reduce, present
+from scaling.strategies.transformer.ends import embed, head
+from scaling.strategies.transformer.layer import ROWS
+from scaling.strategies.transformer.stages import layers_of, placed
+from scaling.strategies.transformer.step import Problem, end_weights, gathered, layer_types, numbered
+
+
+def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, schedule=None) -> Tensor:
+    """Loss[] of one microbatch, the same on every rank. Over Z one stage computes at a time."""
+    config, mesh, stored, used, (at,), terms = problem
+    schedule, z = placed(schedule, mesh), mesh.coord.get("Z", 0)
+    stages = layers_of(config, schedule)
+    owners = [0] if schedule is None else [*schedule.placement]
+    mine = [s for s, owner in enumerate(owners) if owner == z]
+    stack = unstacked(params["layers"])
+    kinds = layer_types(stored["layers"]), layer_types(used["layers"])
+    ends = end_weights(params, stored, used, mesh)
+    x = embed(ends["embed"], tokens, mesh)
+    extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+    for s, layers in enumerate(stages):
+        if s in mine:
+            own = stack[mine.index(s) * len(stack) // len(mine) :][: len(layers)]
+            coming = gathered(own[0], *kinds, mesh)
+            for i, l in enumerate(layers):
+                W = tree.map(wait, coming)
+                coming = gathered(own[i + 1], *kinds, mesh) if i + 1 < len(own) else None
+                (x, more), _ = numbered(W, x, l, None, at)
+                extra = extra if more is None else extra + more
+        if s + 1 < len(stages) and owners[s] != owners[s + 1]:
+            x = ppermute(str(present(ROWS, mesh)), x, mesh, "Z", [(owners[s], owners[s + 1])])
+    loss = head(ends, x, targets, w, terms, config.eps, mesh) if z == owners[-1] else torch.zeros_like(extra)
+    return all_reduce("Loss[] {U_ZPXECY} -> Loss[]", loss + extra, mesh)

@@ -1,0 +1,101 @@
+"""Which blocks of a whole array a checkpoint's files hold, and a shard of any other type put together from them.
+
+A block is {"rank": whose file holds it, "at": its range in each dim of the whole, "from": where it begins in that
+rank's shard}. `places` gives, for a dim that is stored in another order or padded, the index of each place in the whole
+and -1 for none: so blocks always lie in the whole's own order, without the padding.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaling.spec import ShardingError, Spec
+
+Places = Mapping[str, Sequence[int]]
+IN_ORDER: Places = {}
+
+
+class Run(NamedTuple):
+    """Indices `start` to `stop` of the whole, which begin at `local` in the shard."""
+
+    start: int
+    stop: int
+    local: int
+
+
+def described(leaf: Tensor, spec: Spec, mesh, places: Places = IN_ORDER) -> dict:
+    """A leaf's entry in the index: dtype, type, whole shape and blocks. ShardingError if it is unreduced."""
+    if spec.unreduced:
+        raise ShardingError(f"{spec} is unreduced: a checkpoint holds whole values\n  fix: reduce it first")
+    stored = [n * mesh.size(axes) for n, (_, axes) in zip(leaf.shape, spec.dims, strict=True)]
+    shape = [1 + max(places[dim]) if dim in places else n for n, dim in zip(stored, spec.dim_names, strict=True)]
+    blocks = []
+    for rank in range(mesh.size()):
+        at = coordinates(rank, mesh)
+        if first_replica(spec, at, mesh):
+            for part in parts(spec, shape, mesh, at, places):
+                blocks.append({"rank": rank, "at": [run[:2] for run in part], "from": [run.local for run in part]})
+    return {"dtype": str(leaf.dtype).removeprefix("torch."), "type": str(spec), "shape": shape, "blocks": blocks}
+
+
+def parts(spec: Spec, shape: Sequence[int], mesh, at: Mapping[str, int], places: Places) -> list[tuple[Run, ...]]:
+    """What the rank at these coordinates holds of a whole array: a `Run` for each dim, part by part."""
+    stored = [len(places.get(dim, range(n))) for n, dim in zip(shape, spec.dim_names, strict=True)]
+    slices = spec.slices(stored, mesh, at)
+    return [*product(*(runs(s, places.get(dim)) for s, dim in zip(slices, spec.dim_names, strict=True)))]
+
+
+def runs(held: slice, places: Sequence[int] | None) -> list[Run]:
+    """The stretches of the whole, one after another, that the stored places `held` are."""
+    if places is None:
+        return [Run(held.start, held.stop, 0)]
+    found: list[Run] = []
+    for local, index in enumerate(places[held]):
+        if found and index == found[-1].stop and local - found[-1].local == index - found[-1].start:
+            found[-1] = found[-1]._replace(stop=index + 1)
+        elif index >= 0:
+            found.append(Run(index, index + 1, local))
+    return found
+
+
+def assembled(
+    where: str, saved: Mapping, spec: Spec, mesh, places: Places, data: Callable[[str, int], Tensor]
+) -> Tensor:
+    """This rank's shard of a leaf, from the saved blocks that overlap it; `data(where, rank)` is what a rank saved."""
+    shape = saved["shape"]
+    if len(shape) != len(spec.dims):
+        raise ValueError(f"{where} was saved with shape {shape}, but its type is {spec}")
+    if wrong := [
+        dim for n, dim in zip(shape, spec.dim_names, strict=True) if dim in places and 1 + max(places[dim]) != n
+    ]:
+        raise ValueError(f"{where} was saved with shape {shape}, but {wrong[0]} is {1 + max(places[wrong[0]])} here")
+    stored = [len(places.get(dim, range(n))) for n, dim in zip(shape, spec.dim_names, strict=True)]
+    shard = torch.zeros(
+        [s.stop - s.start for s in spec.slices(stored, mesh, mesh.coord)], dtype=getattr(torch, saved["dtype"])
+    )
+    for part in parts(spec, shape, mesh, mesh.coord, places):
+        for block in saved["blocks"]:
+            into, inside = [], []
+            for run, (start, stop), begin in zip(part, block["at"], block["from"], strict=True):
+                low, high = max(run.start, start), min(run.stop, stop)
+                into.append(slice(run.local + low - run.start, run.local + high - run.start))
+                inside.append(slice(begin + low - start, begin + high - start))
+            if all(s.start < s.stop for s in into):
+                shard[tuple(into)] = data(where, block["rank"])[tuple(inside)]
+    return shard.to(mesh.device)
+
+
+def first_replica(spec: Spec, at: Mapping[str, int], mesh) -> bool:
+    """Whether no rank before the one at these coordinates holds the same block."""
+    return not any(at[axis] for axis in spec.replicated(mesh))
+
+
+def coordinates(rank: int, mesh) -> dict[str, int]:
+    """Where a rank stands on the mesh."""
+    at = {}
+    for axis, size in reversed(mesh.sizes.items()):
+        rank, at[axis] = divmod(rank, size)
+    return at
