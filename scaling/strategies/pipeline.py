@@ -69,10 +69,13 @@ class EndsGradients(NamedTuple):
     head: object
 
 
-def with_ends(params, head, In, Target, mesh, schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
+def with_ends(
+    params, head, In, Target, mesh, schedule, loss: Callable, stage: Stage | None = None, axis="Z", dtype=None
+):
     """(Loss[], EndsGradients): as `value_and_grad`, with a loss that has params, `loss(head, Out, Target)`, and with
-    dIn: for a model whose ends lie before the first layer and after the last."""
-    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, loss, head)
+    dIn: for a model whose ends lie before the first layer and after the last. `dtype`: the gradients' of the params
+    and the head, if not their own."""
+    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, loss, head, dtype)
     Loss = rank.execute()
     dIns = [rank.held.pop(("dIn", m), None) for m in range(schedule.microbatches)]
     dIn = torch.cat(dIns) if dIns[0] is not None else torch.zeros_like(In)
@@ -131,12 +134,15 @@ def rolled(params, In, mesh, microbatches: int = 1, activation: str = "gelu", ax
 class _Rank:
     """One rank's run of its program. `held`: what is alive, by what it is, virtual stage and microbatch."""
 
-    def __init__(self, params, In, Target, mesh, schedule, stage: Stage, axis: str, loss: Callable, head=None):
+    def __init__(
+        self, params, In, Target, mesh, schedule, stage: Stage, axis: str, loss: Callable, head=None, dtype=None
+    ):
         _check(params, In, Target, mesh, schedule, axis)
         self.mesh, self.schedule, self.stage, self.axis, self.loss, self.head = mesh, schedule, stage, axis, loss, head
         self.rank, self.last = mesh.coord[axis], schedule.virtual_stages - 1
         self.In, self.Target = (x.unflatten(0, (schedule.microbatches, -1)) for x in (In, Target))
-        self.results, self.dhead = tree.map(torch.empty_like, params), tree.map(torch.zeros_like, head)
+        self.results = tree.map(lambda W: torch.empty_like(W, dtype=dtype), params)
+        self.dhead = tree.map(lambda W: torch.zeros_like(W, dtype=dtype), head)
         self.weights, self.grads = {}, {}
         own = schedule.stages_of(self.rank)
         for c, s in enumerate(own):

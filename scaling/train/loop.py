@@ -37,7 +37,7 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer) -> Callable:
         inputs, targets, segments = batch
         loss, grads = transformer.loss_and_grads(
             params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
-            remat=settings.remat, seed=settings.seed,
+            remat=settings.remat, seed=settings.seed, sums=torch.promote_types(DTYPES[settings.dtype], torch.float32),
         )  # fmt: skip
         grads, norm = optim.clip_by_global_norm(grads, types, mesh, settings.clip)
         params, state = optimizer.update(grads, state, params, donate=donate)

@@ -58,19 +58,21 @@ def loss_and_grads(
     context: str = "zigzag",
     seed: int | None = None,
     zero: int = 3,
+    sums: torch.dtype | None = None,
 ) -> tuple[Tensor, dict]:
     """(loss[], the same on every rank; grads typed as params) of tokens, targets int64[B_PXE, T_C] in plain order.
 
     loss = sum(w ce) / sum(w) over the global batch, 0 where sum(w) is 0, plus the experts' auxiliary terms of Config
     (their mean over microbatches). `weights`[B_PXE, T_C]: w, by default 1, and 0 where the target is `ignore_index`.
     `segments`: ids of packed documents. `label_smoothing` and `z_loss` as in `ends.Terms`. `context`: the form of
-    attention over C. `remat`: none or block. `zero`: as given to `specs`. ShardingError or ValueError for what does
-    not fit, before anything is sent.
+    attention over C. `remat`: none or block. `zero`: as given to `specs`. `sums`: the dtype in which gradients are
+    added up over microbatches and ranks, and returned; by default the params'. ShardingError or ValueError for what
+    does not fit, before anything is sent.
     """
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check(tokens, targets, config, mesh, microbatches, remat, context)
     terms = Terms(config.V, label_smoothing, z_loss)
-    given = weights, segments, microbatches, ignore_index, context
+    given = weights, segments, microbatches, ignore_index, context, sums
     problem, *batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
     run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
     loss, grads = run(problem, params, *batch, remat, schedule)
@@ -98,13 +100,13 @@ def loss(
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check(tokens, targets, config, mesh, 1, "none", context)
     terms = Terms(config.V, label_smoothing, z_loss)
-    given = weights, segments, 1, ignore_index, context
+    given = weights, segments, 1, ignore_index, context, None
     problem, *batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
     return forward_loss(problem, params, *batch, schedule)
 
 
 def stated(
-    params, tokens, targets, config, mesh, stored, terms, weights, segments, microbatches, ignore_index, context
+    params, tokens, targets, config, mesh, stored, terms, weights, segments, microbatches, ignore_index, context, sums
 ) -> tuple[Problem, Tensor, Tensor, Tensor]:
     """(the problem; tokens, targets and weights in the order of the form of attention, the weights' sum 1)."""
     tree.paired(params, stored)
@@ -113,15 +115,16 @@ def stated(
     total = all_reduce("w[] {U_PXEC} -> w[]", w.sum(), mesh)
     w = w / torch.where(total == 0, 1, total)
     at = Placed(config, mesh, context, segments, tokens.shape[1], params["embed"].dtype)
-    problem = Problem(config, mesh, stored, types.used(stored), at.contexts(microbatches), terms)
+    used, sums = types.used(stored), sums or params["embed"].dtype
+    problem = Problem(config, mesh, stored, used, at.contexts(microbatches), terms, sums)
     return problem, at.placed(tokens), at.placed(targets), at.placed(w)
 
 
 def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, _):
     """(loss, grads) where every rank has all layers."""
-    config, mesh, stored, used, contexts, terms = problem
+    config, mesh, stored, used, contexts, terms, sums = problem
     ends = end_weights(params, stored, used, mesh)
-    layers = Layers(params["layers"], stored["layers"], used["layers"], mesh, remat)
+    layers = Layers(problem, params["layers"], remat)
     losses, dends, M = [], {}, len(contexts)
     last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
@@ -135,7 +138,8 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
         (loss, _), pull_head = vjp(loss_of, last, x)
         dend, dx = pull_head(torch.ones_like(loss))
         (dE,) = pull_embed(layers.backward(dx, kept, 1 / M, last=m == M - 1))
-        dend["embed"] = dend["embed"].add_(dE) if config.tied else dE
+        dend = tree.map(lambda g: g.to(sums), dend)
+        dend["embed"] = dend["embed"].add_(dE) if config.tied else dE.to(sums)
         dends = tree.map(Tensor.add_, dends, dend) if dends else dend
         losses.append(loss + extra / M)
     grads: dict[str, Any] = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}

@@ -95,11 +95,11 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
 
     The vjp of a layer gives dx and dW at once, so that the weight half of a backward has nothing left to do.
     """
-    config, mesh, stored, used, contexts, _ = problem
+    config, mesh, contexts = problem.config, problem.mesh, problem.contexts
     ranges, chunks = layers_of(config, schedule), {}
 
     def prepare(params, mesh, s):
-        chunks[s] = _Chunk(params, stored["layers"], used["layers"], mesh, remat, len(ranges[s]))
+        chunks[s] = _Chunk(problem, params, remat, len(ranges[s]))
         chunks[s].first = ranges[s].start
         return chunks[s]
 
@@ -126,7 +126,7 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
 
 def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, schedule):
     """(loss, grads) by a pipeline's schedule over Z."""
-    config, mesh, stored, used, contexts, terms = problem
+    config, mesh, stored, used, contexts, terms, sums = problem
     schedule = cast(Schedule, resolved(schedule, mesh, len(contexts)))  # Z > 1 here
     stage, chunks = stage_of(problem, schedule, remat)
     ends = end_weights(params, stored, used, mesh)
@@ -141,7 +141,7 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
     def loss_of(ends, x, some):
         return head(ends, x, targets[some], w[some], terms, config.eps, mesh)
 
-    loss, grads = pipeline.with_ends(params["layers"], ends, x, rows, mesh, schedule, loss_of, stage)
+    loss, grads = pipeline.with_ends(params["layers"], ends, x, rows, mesh, schedule, loss_of, stage, dtype=sums)
     dends: Any = grads.head
     if first:
         dends["embed"] = dends["embed"] + pull_embed(grads.dIn)[0]

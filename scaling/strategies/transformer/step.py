@@ -27,7 +27,10 @@ ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every sta
 
 
 class Problem(NamedTuple):
-    """What is given beside params and batch: the types of the params as stored and as used, a context a microbatch."""
+    """What is given beside params and batch: the types of the params as stored and as used, a context a microbatch.
+
+    `sums`: the dtype in which gradients are added up over microbatches and ranks, and are returned.
+    """
 
     config: Config
     mesh: Any
@@ -35,6 +38,7 @@ class Problem(NamedTuple):
     used: dict
     contexts: list[Context]
     terms: Terms
+    sums: torch.dtype
 
 
 def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = False):
@@ -122,15 +126,16 @@ class Layers:
     `remat`: "none" keeps what each layer's vjp needs, "block" only its input, from which the layer is computed again.
     """
 
-    def __init__(self, params: Mapping, stored: Mapping, used: Mapping, mesh, remat: str, count: int | None = None):
-        self.layers, self.mesh, self.remat = unstacked(params)[:count], mesh, remat
-        self.stored, self.used = layer_types(stored), layer_types(used)
+    def __init__(self, problem: Problem, params: Mapping, remat: str, count: int | None = None):
+        self.layers, self.mesh, self.remat = unstacked(params)[:count], problem.mesh, remat
+        self.stored, self.used = layer_types(problem.stored["layers"]), layer_types(problem.used["layers"])
+        self.sums = problem.sums
         self.grads: list[Any] = [None] * len(self.layers)
         self.done: set[int] = set()
         self.stacks = {  # of gradients that need no reduction: written where they stay
             name: torch.empty_like(W[: len(self.layers)])
             for name, W in params.items()
-            if isinstance(W, Tensor) and W.dim() > 2 and self.stays(name)
+            if isinstance(W, Tensor) and W.dim() > 2 and W.dtype == self.sums and self.stays(name)
         }
         self.slots = [{name: stack[l] for name, stack in self.stacks.items()} for l in range(len(self.layers))]
 
@@ -172,7 +177,9 @@ class Layers:
             if pull is None:
                 _, pull = again(tree.map(wait, self.weights(l)), x, pulled=True)
             before, cotangents = self.grads[l], (dx, dx.new_full((), scale)) if has_extra else (dx, None)
-            dW, dx = pull(cotangents, into=self.slots[l] if before is None else before, add=before is not None)
+            into = self.slots[l] if before is None else before if dx.dtype == self.sums else {}
+            dW, dx = pull(cotangents, into=into, add=bool(into) and before is not None)
+            dW = tree.map(lambda g: g.to(self.sums), dW)
             self.grads[l] = dW if before is None else tree.map(lambda a, b: a if a is b else a.add_(b), before, dW)
             if last:
                 self.reduce_layer(l)
