@@ -157,6 +157,8 @@ def test_shapes_alone_on_meta():
     assert tree.nbytes(state) == 12 * 2**40 + 8
 
 
+@pytest.mark.compile
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_under_torch_compile(name):
     params, grads = params_and_grads(steps=4)

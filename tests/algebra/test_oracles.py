@@ -87,6 +87,7 @@ def both(mesh, name, dtype):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=lambda v: v if isinstance(v, str) else str(list(v.values())))
 def test_equal_to_torch(ranks, name, mesh, dtype):

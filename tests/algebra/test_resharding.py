@@ -43,6 +43,7 @@ def naive_bytes(src, dst, shape, mesh):
     return sent + total * (n - 1) / n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "shape"), [({"X": 2, "Y": 4}, (8, 16)), ({"X": 2, "Y": 2, "Z": 2}, (8, 8)), ({"X": 1, "Y": 3}, (3, 6))]
 )
@@ -212,6 +213,7 @@ def test_one_step_over_many_axes_is_found_at_once(src, dst, op, known):
     assert plan.note == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("src", "dst"),
     [

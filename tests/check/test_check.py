@@ -96,6 +96,7 @@ def strategy(name: str) -> str:
     return (ROOT / "scaling" / "strategies" / f"{name}.py").read_text()
 
 
+@pytest.mark.slow
 def test_the_projects_own_code_is_clean():
     paths = files_of([ROOT / "scaling", ROOT / "chapters"])
     assert [str(finding) for path in paths for finding in check_file(path)] == []

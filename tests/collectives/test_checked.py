@@ -243,6 +243,7 @@ def waits_elsewhere(mesh):
     return message
 
 
+@pytest.mark.slow
 def test_of_who_does_not_come_it_is_told_where_he_waits(ranks):
     message = ranks(waits_elsewhere, MESH)[0]
     assert "\n  rank 2: AllReduce B[] {U_Y} -> B[] of () float32, waits for rank 3\n" in message

@@ -117,6 +117,7 @@ def run_lines(mesh, dtype):
             assert torch.equal(x, kept), f"{what} changed its operand"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_over_several_axes(ranks, dtype):
     ranks(run_lines, MESH, dtype)
@@ -160,6 +161,7 @@ def run_buffers(mesh, dtype):
             assert torch.equal(x, wanted), f"{line} {dtype} {layout}: the sum is not written over the operand"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32], ids=str)
 def test_buffers_that_are_given_away(ranks, dtype):
     ranks(run_buffers, MESH, dtype)

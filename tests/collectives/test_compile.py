@@ -13,6 +13,8 @@ from scaling.spec import ShardingError
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, pipeline, pods, tensor_parallel, zero
 from scaling.strategies.stage import mlp, of_strategy
 
+pytestmark = [pytest.mark.slow, pytest.mark.compile]
+
 
 def loss_of(W, In, mesh):
     """An FSDP layer: Loss[] {U_X}."""

@@ -66,6 +66,7 @@ def expected(parts: list[torch.Tensor], name: str, block: int) -> torch.Tensor:
     }[name.split()[0]]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "axes"), CASES, ids=str)
 def test_blocks_and_their_cotangents(ranks, sizes, axes):
     got = ranks(run, sizes, axes)

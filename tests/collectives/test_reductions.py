@@ -117,6 +117,8 @@ def compiled(mesh):
     return results
 
 
+@pytest.mark.compile
+@pytest.mark.slow
 def test_compiled(ranks):
     for results in ranks(compiled, {"X": 2}):
         for eager, graph in results:

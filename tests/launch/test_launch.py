@@ -202,6 +202,7 @@ def test_a_rank_that_ends_early_is_named_by_those_that_wait_in_other_groups():
     assert "\n  rank 1: AllReduce A[] {U_Y} -> A[] of () float32, waits for rank 0\n" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_shown_where_it_is(tmp_path):
     def f(mesh):
         (tmp_path / str(os.getpid())).touch()
@@ -256,6 +257,7 @@ def spins_for_ever(mesh):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [hangs, spins_for_ever])
 def test_when_all_hang_they_are_shown_where_they_are(how, monkeypatch):
     monkeypatch.setattr("scaling.launch.pulse.PATIENCE", 1)
@@ -275,6 +277,7 @@ def computes(mesh, seconds):
         torch.ones(100, 100) @ torch.ones(100, 100)
 
 
+@pytest.mark.slow
 def test_ranks_that_compute_or_communicate_do_not_hang():
     run(computes, {"X": 2}, 2.5, timeout=0.5)
 

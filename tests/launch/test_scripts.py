@@ -78,6 +78,7 @@ def test_a_mesh_that_is_none_ends_a_script_with_one_line():
     assert end.value.code == "ShardingError: mesh axis X has size 0: it must be an int of at least 1"
 
 
+@pytest.mark.slow
 def test_a_script_with_a_failing_rank_prints_its_traceback_alone(script):
     process = script("raise", "4")
     out, _ = process.communicate(timeout=60)
@@ -88,6 +89,7 @@ def test_a_script_with_a_failing_rank_prints_its_traceback_alone(script):
     assert all_ended(pids_in(out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_script_that_is_ended_takes_its_ranks_with_it(script, how):
     process = script("wait", "3")
@@ -105,6 +107,7 @@ def test_a_script_that_is_ended_takes_its_ranks_with_it(script, how):
     assert all_ended(pids)
 
 
+@pytest.mark.slow
 def test_bare_torchrun_starts_the_ranks_of_the_scripts_mesh(script):
     process = script("run", "3", command=TORCHRUN)
     out, _ = process.communicate(timeout=120)
@@ -113,6 +116,7 @@ def test_bare_torchrun_starts_the_ranks_of_the_scripts_mesh(script):
     assert (len(pids_in(out)), "Warning" in out) == (3, False)
 
 
+@pytest.mark.slow
 def test_killing_a_bare_torchrun_leaves_nothing_behind(script):
     process = script("wait", "2", command=TORCHRUN)
     pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
@@ -121,6 +125,7 @@ def test_killing_a_bare_torchrun_leaves_nothing_behind(script):
     assert all_ended(pids)
 
 
+@pytest.mark.slow
 def test_torchruns_ranks_are_the_mesh(script):
     process = script("run", "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
     out, _ = process.communicate(timeout=120)
@@ -129,6 +134,7 @@ def test_torchruns_ranks_are_the_mesh(script):
     assert (len(pids_in(out)), "Warning" in out) == (2, False)
 
 
+@pytest.mark.slow
 def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script):
     process = script("raise", "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
     out, _ = process.communicate(timeout=120)
@@ -139,6 +145,7 @@ def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script):
     assert all_ended(pids_in(out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"), [("early", "rank 1: the end of the run of"), ("leave", "rank 1: has ended\n")]
 )
@@ -153,6 +160,7 @@ def test_torchrun_is_told_once_of_a_rank_that_ends_early(script, how, said):
     assert all_ended(pids_in(out))
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_that_all_hang_say_where(script):
     process = script("hang", "2", "0.5", command=[*TORCHRUN, "--nproc-per-node", "2"])
     out, _ = process.communicate(timeout=120)
@@ -162,6 +170,7 @@ def test_ranks_of_torchrun_that_all_hang_say_where(script):
     assert all_ended(pids_in(out))
 
 
+@pytest.mark.slow
 def test_a_mesh_that_does_not_fit_torchruns_ranks(script):
     process = script("run", "3", command=[*TORCHRUN, "--nproc-per-node", "2"])
     out, _ = process.communicate(timeout=120)

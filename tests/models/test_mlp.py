@@ -151,6 +151,7 @@ def test_errors_of_the_config():
         mlp.Config(F=0)
 
 
+@pytest.mark.slow
 def test_it_learns_pythons_source():
     train, valid = data.split(data.load_text())
     config = mlp.Config()

@@ -58,6 +58,7 @@ def every_layout(job: Job, chips: int):
     assert node == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "chips", "sequences"), [(SMALL, 8, 6), (SMALL, 12, 6), (SMALL, 16, 3), (EXPERTS, 8, 4), (SMALL, 4, 1)]
 )

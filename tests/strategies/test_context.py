@@ -288,6 +288,8 @@ def compiled(mesh):
     return [float((a - b).abs().max()) for a, b in pairs]
 
 
+@pytest.mark.compile
+@pytest.mark.slow
 def test_compiled_and_linearized(ranks):
     for off in ranks(compiled, {"C": 2}):
         assert max(off) < 1e-13

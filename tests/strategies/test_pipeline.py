@@ -98,6 +98,7 @@ CASES += [("gpipe", 8, None, "mlp", 8), ("1f1b", 8, None, "mlp", 3), ("interleav
 CASES += [(name, 8, None, "vjp", None) for name in ("1f1b", "zb-h1", "dualpipev")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_every_schedule_equals_one_device(ranks, stages):
     expected, plain = one_device(OPTIONS), one_device({"activation": "relu", "residual": False, "norm": False})
@@ -116,6 +117,7 @@ def test_every_schedule_equals_one_device(ranks, stages):
         assert len({tuple(losses) for losses, _, _ in everyone}) == 1  # the same bits on every rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "dualpipev"])
 def test_with_fsdp_and_tensor_parallelism(ranks, name):
     expected = one_device(OPTIONS)
