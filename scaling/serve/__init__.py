@@ -2,18 +2,28 @@
 
 What stands here is loaded when it is first used, so that the scheduler and the simulator, which need no torch, can be
 imported without it.
+
+    types    the types of params and caches, by form       cache    init_cache: contiguous, in pages, int8
+    slots    where tokens go in a cache and what they see  step     prefill, decode, extend
+    forms    one listing for each way to shard a decode step
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from scaling.serve.cache import init_cache
     from scaling.serve.sampling import Sampling
+    from scaling.serve.step import decode, extend, prefill
+    from scaling.serve.types import cache_specs, specs
 
-__all__ = ["Sampling"]
+__all__ = ["Sampling", "cache_specs", "decode", "extend", "init_cache", "prefill", "specs"]
 
 _HOMES = {  # module -> what of it stands here
+    "scaling.serve.cache": ("init_cache",),
     "scaling.serve.sampling": ("Sampling",),
+    "scaling.serve.step": ("decode", "extend", "prefill"),
+    "scaling.serve.types": ("cache_specs", "specs"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -1,0 +1,103 @@
+"""Caches of keys and values: pytrees, contiguous or in pages (Part 7, "What about memory?" and "Tricks").
+
+    {"KV": KV[2, L, B_Z, S, K_Y, H], "lengths": lengths[B]}                             contiguous
+    {"KV": KV[2, L, P_Z, page, K_Y, H], "pages": pages[B, M], "lengths": lengths[B]}    in pages
+and, of int8, "scale"[2, L, B_Z, S, K_Y], one a token and head. The types are `cache_specs`. A cache is data: fewer
+lengths roll it back, other rows of pages and lengths are another batch on the same pool.
+"""
+
+import torch
+from torch import Tensor
+
+from scaling.configs import Config
+from scaling.serve.types import ONE, cache_specs
+from scaling.spec import ShardingError, parse
+
+
+def init_cache(
+    config: Config,
+    batch: int,
+    length: int,
+    *,
+    mesh=None,
+    dtype: torch.dtype | None = None,
+    page: int | None = None,
+    form: str = "heads",
+) -> dict:
+    """An empty cache for `batch` rows of `length` tokens: this rank's part of it, typed as `cache_specs`.
+
+    `dtype`: of keys and values; torch.int8 stores them with a scale a token and head. None: the params' that first fill
+    it; until then the zeros take no memory. `page`: the cache is a pool of pages of so many tokens, of which each
+    row has enough for `length` in the table "pages". ValueError for sizes that are no sizes, ShardingError for a batch
+    or a length that does not divide over the mesh.
+    """
+    for name, size in {"batch": batch, "length": length, "page": 1 if page is None else page}.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
+    mesh = ONE if mesh is None else mesh
+    if page is not None and form == "sequence":
+        raise ShardingError('form="sequence" splits S over Z, which pages do not\n  fix: page=None, or another form')
+    if dtype is not None and not (dtype.is_floating_point or dtype == torch.int8):
+        raise ValueError(f"a cache is of floating point or int8, not {dtype}")
+    int8, pages = dtype == torch.int8, 0 if page is None else -(-length // page)
+    types = cache_specs(config, mesh, form=form, page=page, int8=int8)
+    sizes = config.sizes | {"B": batch, "S": length, "P": batch * pages, "R": mesh.sizes.get("Y", 1)}
+    device = "cpu" if mesh is ONE else mesh.device
+
+    def zeros(name: str, dtype: torch.dtype | None) -> Tensor:
+        shape = parse(types[name]).local_shape(sizes, mesh)
+        if dtype is None:
+            return torch.zeros((), device=device).expand(shape)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    cache = {"KV": zeros("KV", dtype), "lengths": torch.zeros(batch, dtype=torch.int64, device=device)}
+    if page is not None:
+        own = cache["KV"].shape[2] // pages  # rows on this rank, which have their pages one after another
+        table = torch.arange(batch * pages, device=device).view(batch, pages)
+        cache["pages"] = table % (own * pages)
+    return cache | ({"scale": zeros("scale", torch.float32)} if int8 else {})
+
+
+def capacity(cache: dict, shards: int = 1) -> int:
+    """How many tokens a row has room for; `shards`: the ranks that S is split over."""
+    times = cache["KV"].shape[3]
+    return cache["pages"].shape[1] * times if "pages" in cache else times * shards
+
+
+def writable(cache: dict, like: Tensor, donate: bool) -> dict:
+    """The cache in memory of its own, unless it is donated; an untouched one gets the dtype and device of `like`."""
+    if 0 in cache["KV"].stride():
+        return cache | {"KV": torch.zeros(cache["KV"].shape, dtype=like.dtype, device=like.device)}
+    return cache | {name: x if donate else x.clone() for name, x in cache.items() if name in ("KV", "scale")}
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8[..., H], scale[...]) of x[..., H]: x is within scale / 2 of int8 * scale, scale = max |x| / 127."""
+    scale = x.abs().amax(-1).to(torch.float32) / 127
+    safe = torch.where(scale == 0, 1, scale)
+    return (x / safe[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> None:
+    """ValueError or ShardingError unless the cache is one of this model and form for `batch` rows."""
+    if not isinstance(cache, dict) or not {"KV", "lengths"} <= set(cache):
+        raise ValueError("a cache is what init_cache makes: a dict of KV, lengths, and perhaps pages and scale")
+    KV, lengths = cache["KV"], cache["lengths"]
+    if KV.dtype == torch.int8 and "scale" not in cache:
+        raise ValueError("an int8 cache without its scales: the numbers are lost\n  fix: keep cache['scale'] beside KV")
+    if KV.dim() != 6 or lengths.dim() != 1:
+        raise ValueError(f"KV{list(KV.shape)} and lengths{list(lengths.shape)} must be of 6 dims and of one")
+    if len(lengths) != batch:
+        raise ValueError(
+            f"the cache has {len(lengths)} rows, the tokens {batch}\n  fix: init_cache(config, {batch}, ...)"
+        )
+    page = KV.shape[3] if "pages" in cache else None
+    spec = parse(cache_specs(config, mesh, form=form, page=page)["KV"])
+    rows = KV.shape[2] * mesh.size(spec.dims[2][1])
+    times = KV.shape[3] * mesh.size(spec.dims[3][1])
+    sizes = config.sizes | {"B": batch, "S": times, "P": rows, "R": mesh.sizes.get("Y", 1)}
+    if tuple(KV.shape) != (wanted := spec.local_shape(sizes, mesh)):
+        raise ShardingError(
+            f"{spec}: a cache of {config.name} is {wanted} on each rank; found {tuple(KV.shape)}\n"
+            f'  fix: init_cache(config, {batch}, length, mesh=mesh, form="{form}")'
+        )

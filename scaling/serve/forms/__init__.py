@@ -1,0 +1,26 @@
+"""The forms of sharded decoding, each a listing: what one layer's attention and MLP, and the ends, do on a mesh.
+
+    heads        heads and features over Y; the cache's batch over Z, along which the weights are replicas
+    heads_batch  heads and features over Y and Z; the cache's heads over Y and its batch over Z, by two AllToAlls
+    sequence     the same weights; the cache's sequence over Z, partial softmaxes combined
+    weights_2d   "2d": weights over X as well, and the residual stream over all axes (Part 7, Appendix B)
+
+Each has embed(E, tokens, at) -> x, attention(W, x, at, l) -> Attn, mlp(W, x, at) -> Out, and head(params, x, at) ->
+logits[B, T, V]. Axes that the mesh lacks drop out of a line, and on one device all forms are the same.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from scaling.configs import Config
+from scaling.serve.slots import Slots
+
+
+class At(NamedTuple):
+    """What all layers of one call share: model, mesh, the slots of its tokens, and (cos, sin) of their positions."""
+
+    config: Config
+    mesh: Any
+    slots: Slots
+    rope: tuple[Tensor, Tensor]

@@ -1,0 +1,65 @@
+"""Heads over Y (Part 7, "Generation"): the split of Megatron; weights and caches stay, activations are reduced.
+
+    KV[2, B_Z, S, K_Y, H], W_Q[D, N_Y, H], W_O[N_Y, H, D], W_in[D, F_Y], W_out[F_Y, D], x[B_Z, T, D]
+Along Z (and E) the weights are replicas, each with rows of the batch of its own. Experts are split over E, or over Z
+where there is no E (Part 7, Question 6): their tokens go to them and come back.
+"""
+
+from torch import Tensor
+
+from scaling.collectives import einsum
+from scaling.models.pointwise import rms_norm
+from scaling.models.transformer import ACTIVATIONS, headed
+from scaling.serve.forms import At
+from scaling.serve.forms.ends import rows_of, unembedding
+from scaling.serve.types import experts_axis
+from scaling.strategies.axes import all_gather, all_reduce
+from scaling.strategies.expert import moe
+from scaling.strategies.transformer.layer import own_heads
+
+
+def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
+    """x[B_ZE, T, D] of tokens[B, T], whole on every rank."""
+    x = rows_of(E, tokens[at.slots.rows], at.mesh, "Y")
+    return all_reduce("x[B_ZE, T, D] {U_Y} -> x[B_ZE, T, D]", x, at.mesh)
+
+
+def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+    """Attn[B_ZE, T, D], its keys and values written to the cache."""
+    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    Q = einsum("y[B_ZE, T, D] * W_Q[D, N_Y, H] -> Q[B_ZE, T, N_Y, H]", y, W["W_Q"])
+    K = einsum("y[B_ZE, T, D] * W_K[D, K_Y, H] -> K[B_ZE, T, K_Y, H]", y, own_heads(W["W_K"], at, 1))
+    V = einsum("y[B_ZE, T, D] * W_V[D, K_Y, H] -> V[B_ZE, T, K_Y, H]", y, own_heads(W["W_V"], at, 1))
+    Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
+    O = at.slots.attend(l, Q, K, V, at.config.windows[l])
+    Attn = einsum("O[B_ZE, T, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T, D] {U_Y}", O, W["W_O"])
+    Attn = all_reduce("Attn[B_ZE, T, D] {U_Y} -> Attn[B_ZE, T, D]", Attn, at.mesh)
+    return Attn + W["b_O"] if "b_O" in W else Attn
+
+
+def own_biases(W: dict, at: At) -> dict:
+    """The layer with b_K and b_V of the KV heads that this rank's query heads see."""
+    return W | {"b_K": own_heads(W["b_K"], at, 0), "b_V": own_heads(W["b_V"], at, 0)} if "b_K" in W else W
+
+
+def mlp(W: dict, x: Tensor, at: At) -> Tensor:
+    """Out[B_ZE, T, D]; of experts, each its own rows."""
+    y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
+    if at.config.moe:
+        axis = experts_axis(at.mesh, "heads")
+        return moe(W, y, at.config, at.mesh, axis, tensor="Y", spec="y[B_ZE, T, D]")[0]
+    Tmp = einsum("y[B_ZE, T, D] * W_in[D, F_Y] -> Tmp[B_ZE, T, F_Y]", y, W["W_in"])
+    act = ACTIVATIONS[at.config.nonlinearity]
+    if "W_gate" in W:
+        Tmp = act(einsum("y[B_ZE, T, D] * W_gate[D, F_Y] -> Gate[B_ZE, T, F_Y]", y, W["W_gate"])) * Tmp
+    else:
+        Tmp = act(Tmp)
+    Out = einsum("Tmp[B_ZE, T, F_Y] * W_out[F_Y, D] -> Out[B_ZE, T, D] {U_Y}", Tmp, W["W_out"])
+    return all_reduce("Out[B_ZE, T, D] {U_Y} -> Out[B_ZE, T, D]", Out, at.mesh)
+
+
+def head(params: dict, x: Tensor, at: At) -> Tensor:
+    """logits[B, T, V], whole on every rank."""
+    x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
+    logits = einsum("x[B_ZE, T, D] * U[D, V_Y] -> logits[B_ZE, T, V_Y]", x, unembedding(params))
+    return all_gather("logits[B_ZE, T, V_Y] -> logits[B, T, V]", logits, at.mesh)

@@ -1,0 +1,152 @@
+"""Prefill and decode: tokens through the model, onto a cache (Part 7, "The Basics of Transformer Inference").
+
+Both are `extend`: T more tokens of each row, which see what the cache holds and each other. Prefill wants the logits of
+each row's last token, decode has one token a row. All are pure: they return a new cache, or with `donate=True` the one
+given, changed in place, which is what costs no copy; the caller must not use it again.
+"""
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling.configs import Config
+from scaling.models.rope import tables
+from scaling.models.transformer import check_computed, unstacked
+from scaling.serve.cache import capacity, check_cache, writable
+from scaling.serve.forms import At, heads
+from scaling.serve.slots import Slots
+from scaling.serve.types import ONE, check_mesh, specs
+
+LISTINGS = {"heads": heads}
+
+
+def prefill(
+    params: dict,
+    tokens: Tensor,
+    cache: dict,
+    config: Config,
+    mesh=None,
+    *,
+    lengths: Tensor | None = None,
+    form: str = "heads",
+    donate: bool = False,
+) -> tuple[Tensor, dict]:
+    """(logits[B, V] at each row's last token, cache) of tokens[B, T], right-padded, of which lengths[b] are real.
+
+    The cache may hold tokens already: chunks of a prompt give what the whole does. Params are this rank's, typed as
+    `specs`; tokens, lengths and logits are whole on every rank. ValueError for an empty prompt, one that the cache has
+    no room for, and ids outside the vocabulary.
+    """
+    return _run(params, tokens, cache, config, mesh, lengths, form, donate, True)
+
+
+def decode(
+    params: dict, tokens: Tensor, cache: dict, config: Config, mesh=None, *, form: str = "heads", donate: bool = False
+) -> tuple[Tensor, dict]:
+    """(logits[B, V], cache) of one more token of each row, tokens[B]. The rest as in `prefill`."""
+    if tokens.dim() != 1:
+        raise ValueError(f"decode takes one token a row, tokens[B]; got {list(tokens.shape)}")
+    return _run(params, tokens[:, None], cache, config, mesh, None, form, donate, True)
+
+
+def extend(
+    params: dict,
+    tokens: Tensor,
+    cache: dict,
+    config: Config,
+    mesh=None,
+    *,
+    lengths: Tensor | None = None,
+    form: str = "heads",
+    donate: bool = False,
+) -> tuple[Tensor, dict]:
+    """(logits[B, T, V] at every token, cache): what scores a text, and verifies a draft. A row may have no tokens.
+
+    At padded tokens the logits mean nothing. To take tokens back: cache | {"lengths": fewer}.
+    """
+    return _run(params, tokens, cache, config, mesh, lengths, form, donate, False)
+
+
+@torch.no_grad()
+def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tuple[Tensor, dict]:
+    mesh = ONE if mesh is None else mesh
+    check_mesh(config, mesh, form)
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens[B, T] are wanted; got {list(tokens.shape)}")
+    check_cache(cache, config, mesh, form, len(tokens))
+    B, T = tokens.shape
+    if lengths is None:
+        lengths = torch.full((B,), T, device=tokens.device)
+    check_tokens(params, tokens, lengths, cache, config, mesh, form, int(last))
+    cache = writable(cache, params["norm"], donate)
+    slots = Slots(cache, lengths, T, mesh, form)
+    rope = tables(slots.positions, config.H, config.theta, config.rope_scaling, params["norm"].dtype)
+    listing, at = LISTINGS[form], At(config, mesh, slots, rope)
+    x = listing.embed(params["embed"], tokens, at)
+    for l, W in enumerate(unstacked(params["layers"])):
+        x = x + listing.attention(W, x, at, l)
+        x = x + listing.mlp(W, x, at)
+    if last:
+        x = last_of(x, lengths, slots)
+    logits = listing.head(params, x, at)
+    cache["lengths"] = cache["lengths"] + lengths
+    return logits[:, 0] if last else logits, cache
+
+
+def last_of(x: Tensor, lengths: Tensor, slots: Slots) -> Tensor:
+    """x[B_Z, 1, D], at each row's last token, of x[B_Z, T, D]."""
+    if slots.alike:
+        return x[:, -1:]
+    rows = lengths[slots.rows] if len(x) < len(lengths) else lengths
+    return x[torch.arange(len(x), device=x.device), rows - 1][:, None]
+
+
+def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: Config, mesh, form: str, least: int):
+    """ValueError, on every rank alike and before any works, for tokens that the model or the cache cannot take."""
+    check_computed(config)
+    if config.moe and config.capacity is not None:
+        raise ValueError(
+            f"{config.name}: experts with a capacity drop tokens by what else is in the batch\n"
+            "  fix: serve config.with_(capacity=None)"
+        )
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(f"tokens are whole numbers, not {tokens.dtype}")
+    B, T = tokens.shape
+    if not B or not T:
+        raise ValueError(f"tokens[{B}, {T}]: there is no token\n  fix: a prompt has at least one")
+    if lengths.shape != (B,) or lengths.is_floating_point():
+        raise ValueError(f"lengths{list(lengths.shape)} {lengths.dtype} must be whole numbers[{B}], one a row")
+    if T > 1:  # a decode step comes after a prefill
+        tree.paired(params, specs(config, mesh, form=form))
+    if tokens.is_meta:
+        return
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < least:
+        raise ValueError(f"row {int(lengths.argmin())} is empty: a prompt has at least one token")
+    if low < 0 or high > T:
+        raise ValueError(f"lengths lie in {least}..{T}, the tokens given; got {low} to {high}")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= config.V:
+        raise ValueError(f"tokens must lie in 0..{config.V - 1}: that is the vocabulary of {config.name}")
+    shards = mesh.sizes.get("Z", 1) if form == "sequence" else 1
+    room, after = capacity(cache, shards), cache["lengths"] + lengths
+    if int(after.max()) > room:
+        row = int(after.argmax())
+        raise ValueError(
+            f"row {row}: {int(cache['lengths'][row])} tokens are held and {int(lengths[row])} more come, but the cache "
+            f"has room for {room}\n  fix: init_cache with a greater length, or a shorter prompt"
+        )
+    if "pages" in cache:
+        check_pages(cache, after)
+
+
+def check_pages(cache: dict, after: Tensor) -> None:
+    """ValueError unless each row has a page for every token that it is to hold."""
+    pages, page, held = cache["pages"], cache["KV"].shape[3], cache["KV"].shape[2]
+    m = torch.arange(pages.shape[1], device=pages.device)
+    needed = m * page < after[:, None]
+    if bool((bad := needed & ((pages < 0) | (pages >= held))).any()):
+        row, place = (int(i[0]) for i in bad.nonzero(as_tuple=True))
+        raise ValueError(
+            f"row {row}: no page for its tokens from {place * page} on: pages[{row}, {place}] is "
+            f"{int(pages[row, place])}, of {held} pages\n  fix: give the row a page of the pool"
+        )

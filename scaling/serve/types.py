@@ -1,0 +1,145 @@
+"""The types of params and caches while a Transformer is served (Part 7, "Distributing Inference").
+
+In serving Y splits heads and features, Z the cache's batch (or its sequence), X the model dim; there is no pipeline,
+and weights stay where they are: activations are what moves. The table has every leaf as it is split the most, which is
+the form "2d"; the other forms leave axes out.
+"""
+
+from collections.abc import Mapping
+
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.models import transformer
+from scaling.spec import ShardingError, parse
+from scaling.strategies.axes import present
+from scaling.strategies.transformer.types import without
+
+STORED = {
+    "embed": "E[V_YZ, D_X]",
+    "layers": {
+        "norm_attn": "g[L, D_XYZ]",
+        "W_Q": "W_Q[L, D_X, N_YZ, H]",
+        "W_K": "W_K[L, D_X, K_Y, H]",
+        "W_V": "W_V[L, D_X, K_Y, H]",
+        "b_Q": "b_Q[L, N_Y, H]",
+        "b_K": "b_K[L, K_Y, H]",
+        "b_V": "b_V[L, K_Y, H]",
+        "norm_Q": "g[L, H]",
+        "norm_K": "g[L, H]",
+        "W_O": "W_O[L, N_YZ, H, D_X]",
+        "b_O": "b_O[L, D_XYZ]",
+        "norm_mlp": "g[L, D_XYZ]",
+        "W_in": "W_in[L, D_X, F_YZ]",
+        "W_gate": "W_gate[L, D_X, F_YZ]",
+        "W_out": "W_out[L, F_YZ, D_X]",
+    },
+    "norm": "g[D_XYZ]",
+    "unembed": "U[D_X, V_YZ]",
+}
+EXPERTS = {
+    "router": "router[L, D, E]",
+    "bias": "bias[L, E]",
+    "W_in": "W_in[L, E_E, D, F_YZ]",
+    "W_gate": "W_gate[L, E_E, D, F_YZ]",
+    "W_out": "W_out[L, E_E, F_YZ, D]",
+    "shared": {"W_in": "W_in[L, D, S_YZ]", "W_gate": "W_gate[L, D, S_YZ]", "W_out": "W_out[L, S_YZ, D]"},
+}
+ALONG_D = ("norm_attn", "norm_mlp", "norm", "b_O")
+AXES = {"heads": "YZE", "heads_batch": "YZ", "sequence": "YZ", "2d": "XYZ"}  # what a form can use
+DROPPED = {"heads": "XZ", "heads_batch": "X", "sequence": "X", "2d": ""}  # what its matrices are not split over
+ROWS = {"heads": "B_ZE", "heads_batch": "B_Z", "sequence": "B", "2d": "B_XZ"}  # the cache's batch
+FORMS = tuple(AXES)
+ONE = AbstractMesh({})  # one device
+
+
+def specs(config: Config, mesh=None, *, form: str = "heads") -> dict:
+    """The types of the params, a tree like those of `models.transformer`: `tree.shard(params, specs(...), mesh)`.
+
+    heads: N, F and V over Y, and Z holds replicas of the weights, but of experts, which are split over E, or over Z
+    where the mesh has no E (Part 7, Question 6). heads_batch and sequence: N, F and V over Y and Z. 2d: these, and D
+    over X. W_K and W_V have no Y where |Y| does not divide K. ShardingError for an axis that the form does not use,
+    and where something does not divide.
+    """
+    mesh = ONE if mesh is None else mesh
+    check_mesh(config, mesh, form)
+    wanted = transformer.specs_of(config)
+    table = STORED | {"layers": STORED["layers"] | (EXPERTS if config.moe else {})}
+    heads_whole = ("W_K", "W_V", "b_K", "b_V") if config.K % mesh.sizes.get("Y", 1) else ()
+
+    def chosen(types: Mapping, like: Mapping) -> dict:
+        return {
+            name: chosen(types[name], spec) if isinstance(spec, dict) else one(name, types[name])
+            for name, spec in like.items()
+        }
+
+    def one(name: str, text: str) -> str:
+        gone = tuple("XYZ" if form != "2d" and name in ALONG_D else DROPPED[form])
+        text = without(text, (*gone, "Y") if name in heads_whole else gone)
+        spec = parse(text)
+        return str(present(spec.with_axes("E", experts_axis(mesh, form)) if spec.axes_of("E") else spec, mesh))
+
+    return chosen(table, wanted)
+
+
+def experts_axis(mesh, form: str) -> tuple[str, ...]:
+    """The axis that experts are split over."""
+    if form != "heads":
+        return ()
+    return ("E",) if mesh.sizes.get("E", 1) > 1 else ("Z",)
+
+
+def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | None = None, int8: bool = False) -> dict:
+    """The types of a cache: KV[2, L, B_Z, S, K_Y, H], by form; with a `page`, KV[2, L, P_Z, page, K_Y, H].
+
+    [0] are keys, as rotated, and [1] values. Where |Y| does not divide K, |Y| heads are held, `R_Y`: head r copies
+    KV head r K / |Y|. lengths[B] is how many tokens of each row are held, and pages[B, M] which page holds its tokens
+    m page to (m + 1) page - 1, counted on the ranks that hold the row; both are whole on every rank. The scales of an
+    `int8` cache are one a token and head.
+    """
+    mesh = ONE if mesh is None else mesh
+    check_mesh(config, mesh, form)
+    rows, times = ROWS[form], "S_Z" if form == "sequence" else "S"
+    if page is not None:
+        rows, times = rows.replace("B", "P"), str(page)
+    held = f"2, L, {rows}, {times}, {'R' if config.K % mesh.sizes.get('Y', 1) else 'K'}_Y"
+    types = {"KV": str(present(f"KV[{held}, H]", mesh)), "lengths": "lengths[B]"}
+    types |= {"pages": "pages[B, M]"} if page is not None else {}
+    return types | ({"scale": str(present(f"scale[{held}]", mesh))} if int8 else {})
+
+
+def check_mesh(config: Config, mesh, form: str) -> None:
+    """ShardingError unless the form is one of `FORMS` that uses the mesh's axes and divides the model over them."""
+    if form not in FORMS:
+        raise ShardingError(f"unknown form {form!r} of decoding\n  fix: one of {', '.join(FORMS)}")
+    real = {axis: size for axis, size in mesh.sizes.items() if size > 1}
+    if unknown := [axis for axis in real if axis not in AXES[form]]:
+        raise ShardingError(
+            f'{config.name}: mesh axis {unknown[0]} splits nothing in the form "{form}"\n'
+            f"  rule: its axes are {', '.join(AXES[form])}\n  fix: rename the axis, or choose another form"
+        )
+    X, Y, Z, E = (real.get(axis, 1) for axis in "XYZE")
+    if config.K % Y and Y % config.K:
+        raise ShardingError(
+            f"{config.name}: K={config.K} KV heads over Y={Y}\n  rule: Y divides K, or is a multiple of it, so that "
+            f"each rank's query heads share whole KV heads\n  fix: choose Y among divisors or multiples of {config.K}"
+        )
+    parts = Y if form == "heads" else Y * Z
+    wanted: list[tuple[str, int, int, str]] = [
+        ("N", config.N, parts, "query heads"),
+        ("F", config.F, parts, "features"),
+    ]
+    wanted += [("V", config.V, parts, "vocabulary entries")]
+    wanted += [("D", config.D, X * Y * Z, "model dims")] if form == "2d" else []
+    if config.moe:
+        if form == "2d":
+            raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: form="heads"')
+        experts = experts_axis(mesh, form)
+        wanted += [("E", config.E, mesh.size([a for a in experts if a in real]), "experts")]
+    elif E > 1:
+        raise ShardingError(f"{config.name}: mesh axis E splits experts, of which there are none\n  fix: rename it Z")
+    for dim, size, blocks, what in wanted:
+        if size % blocks:
+            raise ShardingError(
+                f"{config.name}: {dim}={size} {what} do not divide into {blocks} blocks\n"
+                f"  fix: use fewer devices along that axis, or pad {dim} to a multiple of {blocks}"
+            )
