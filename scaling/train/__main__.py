@@ -58,6 +58,9 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--keep", type=integer(1), default=3, help="checkpoints to keep (default 3)")
     parser.add_argument("--eval-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")
     parser.add_argument("--eval-batches", type=integer(0), default=8, help="held-out batches; 0: all (default 8)")
+    parser.add_argument(
+        "--guard-every", type=integer(0), default=50, help="steps between comparisons of replicas; 0: none"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, if any")
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
     parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")

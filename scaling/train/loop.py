@@ -22,7 +22,7 @@ from scaling.sizes import format_sizes
 from scaling.spec import format_axes
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
-from scaling.train import checkpoint, tokens
+from scaling.train import checkpoint, guards, tokens
 from scaling.train.evaluate import evaluate, local
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 
@@ -39,8 +39,9 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer) -> Callable:
             params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
             remat=settings.remat, seed=settings.seed, sums=torch.promote_types(DTYPES[settings.dtype], torch.float32),
         )  # fmt: skip
-        grads, norm = optim.clip_by_global_norm(grads, types, mesh, settings.clip)
-        params, state = optimizer.update(grads, state, params, donate=donate)
+        clipped, norm = optim.clip_by_global_norm(grads, types, mesh, settings.clip)
+        guards.check_finite(loss, norm, grads, types, mesh, int(state["step"]) + 1)
+        params, state = optimizer.update(clipped, state, params, donate=donate)
         return params, state, {"loss": loss, "grad_norm": norm}
 
     return step
@@ -84,16 +85,16 @@ def run(mesh, settings: Settings) -> dict:
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     step, result = make_step(settings, mesh, optimizer), {"step": start, "loss": math.nan, "valid": math.nan}
     per_step, flops = settings.batch * settings.seq, 6 * tm.num_params(config)
-    saved, places = start, {"L": slots_of(config, mesh, None)}
+    specs, places = state_specs(optimizer, types), {"L": slots_of(config, mesh, None)}
+    losses = guards.Losses()
     for number in range(start + 1, settings.steps + 1):
         began = time.perf_counter()
-        batch = [local(x, mesh) for x in train.at(seen)]
-        params, state, metrics = step(params, state, batch, donate=True)
+        whole = train.at(seen)
+        if settings.guard_every and (number - start) % settings.guard_every == 1:
+            held = {"params": params, "optimizer": state, "batch": list(whole)}
+            guards.check_replicas(held, specs | {"batch": ["t[B, T]"] * 3}, mesh, number)
+        params, state, metrics = step(params, state, [local(x, mesh) for x in whole], donate=True)
         loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
-        if not math.isfinite(loss + norm):
-            raise ArithmeticError(
-                f"step {number}: the loss is {loss}, the gradients' norm {norm}; saved last: step {saved}"
-            )
         seen += settings.batch
         seconds = time.perf_counter() - began
         result |= {"step": number, "loss": loss}
@@ -106,11 +107,11 @@ def run(mesh, settings: Settings) -> dict:
             with open(out / "metrics.jsonl", "a") as log:
                 log.write(json.dumps(record) + "\n")
             report(record, settings)
+            if jump := losses.jump(loss, number):
+                print(f"warning: {jump}", flush=True)
         if last or asked or (settings.save_every and number % settings.save_every == 0):
             held = {"params": params, "optimizer": state, "data": {"sequences": seen}}
-            specs = state_specs(optimizer, types)
             checkpoint.save(out, held, specs, mesh, number, keep=settings.keep, places=places)
-            saved = number
         if asked:
             break
     return result

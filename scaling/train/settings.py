@@ -38,6 +38,7 @@ class Settings:
     keep: int = 3
     eval_every: int = 100
     eval_batches: int = 8
+    guard_every: int = 50
     resume: bool = False
     weights: str = ""
 

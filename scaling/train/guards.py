@@ -1,0 +1,121 @@
+"""What a run watches itself for: ranks that have come apart, numbers that are not finite, losses that jump.
+
+Cheap and on by default. All ranks find the same, since they look at what was gathered from all, and say which leaf,
+axis, ranks and step it is about.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling.collectives import all_gather
+from scaling.spec import Spec, format_axes, parse
+from scaling.train.blocks import coordinates
+
+CHUNK = 1 << 20  # elements hashed at a time
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
+    """ArithmeticError that names leaf, axis and ranks, unless ranks that hold the same block hold the same bits."""
+    typed = tree.paired(state, specs, name)
+    hashes = everyone(torch.stack([digest(leaf) for _, leaf, _ in typed]), mesh)
+    for i, (where, _, spec) in enumerate(typed):
+        if odd := apart(hashes[:, i].tolist(), spec, mesh):
+            ranks, axes = odd
+            who = f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}"
+            raise ArithmeticError(
+                f"step {step}: {where}, {spec}, is replicated over {format_axes(axes)}, but {who} of {mesh.size()} "
+                f"{'have' if len(ranks) > 1 else 'has'} other values than the others\n"
+                "  fix: go on from the last checkpoint (--resume); if it comes back, look for what differs by rank: "
+                "seeds, data, a random number drawn on each rank, or memory that fails"
+            )
+
+
+def check_finite(loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> None:
+    """ArithmeticError that names the gradients and ranks, if the loss or the gradients' norm is not finite.
+
+    Before the update: params and optimizer are still good.
+    """
+    if math.isfinite(loss.item()) and math.isfinite(norm.item()):
+        return
+    typed = tree.paired(grads, specs, "grads")
+    good = everyone(torch.stack([leaf.isfinite().all() for _, leaf, _ in typed]).to(torch.int64), mesh)
+    bad = [(where, (good[:, i] == 0).nonzero().flatten().tolist()) for i, (where, *_) in enumerate(typed)]
+    found = [f"{where} on ranks {ranks}" for where, ranks in bad if ranks]
+    more = f" and {len(found) - 3} more leaves" if len(found) > 3 else ""
+    raise ArithmeticError(
+        f"step {step}: the loss is {loss.item()}, the gradients' norm {norm.item()}; not finite: "
+        f"{'; '.join(found[:3]) or 'the loss alone'}{more}\n  fix: a lower --lr, a longer --warmup, or --dtype fp32; "
+        "params have not been updated with it"
+    )
+
+
+@dataclass
+class Losses:
+    """The last losses, to tell a jump by: beyond what they vary by, and by a good part of what they are."""
+
+    seen: deque = field(default_factory=lambda: deque(maxlen=64))
+    deviations: float = 10.0
+    part: float = 0.25
+
+    def jump(self, loss: float, step: int) -> str:
+        """A warning, or nothing; and the loss is remembered."""
+        before = [*self.seen]
+        self.seen.append(loss)
+        if len(before) < 16:
+            return ""
+        middle = statistics.median(before)
+        usual = 1.4826 * statistics.median(abs(x - middle) for x in before)  # a normal distribution's deviation
+        if loss - middle <= max(self.deviations * usual, self.part * abs(middle)):
+            return ""
+        return f"step {step}: the loss jumped to {loss:.4f}; the median of the {len(before)} before is {middle:.4f}"
+
+
+def everyone(x: Tensor, mesh) -> Tensor:
+    """x[N] of each rank -> [world, N] on every rank."""
+    axes = [axis for axis, size in mesh.sizes.items() if size > 1]
+    if not axes:
+        return x[None].cpu()
+    split = Spec("h", (("R", tuple(axes)), ("N", ())))
+    return all_gather(f"{split} -> h[R, N]", x[None].to(mesh.device), mesh).cpu()
+
+
+def digest(x: Tensor) -> Tensor:
+    """int64[]: a hash of the bits and of where they stand. Sums wrap around, so the order of adding does not matter."""
+    bits, total = x.detach().contiguous().view(-1), torch.zeros((), dtype=torch.int64, device=x.device)
+    bits = bits.view(BITS[bits.element_size()])
+    for first in range(0, len(bits), CHUNK):
+        some = bits[first : first + CHUNK].to(torch.int64)
+        total += (some * (torch.arange(first, first + len(some), device=x.device) * 2 + 1)).sum()
+    return total
+
+
+def apart(hashes: list[int], spec: "Spec | str", mesh) -> tuple[list[int], list[str]] | None:
+    """(the ranks whose hash is not that of most holders of the same block, the axes along which they differ)."""
+    spec, blocks = parse(spec), {}
+    at = [coordinates(rank, mesh) for rank in range(mesh.size())]
+    for rank, place in enumerate(at):
+        blocks.setdefault(tuple(place[axis] for axis in spec.axes), []).append(rank)
+    odd: list[int] = []
+    axes: set[str] = set()
+    for ranks in blocks.values():
+        said = [hashes[rank] for rank in ranks]
+        usual = max(said, key=lambda h: (said.count(h), -said.index(h)))
+        wrong = [rank for rank in ranks if hashes[rank] != usual]
+        for a in wrong:
+            axes |= one_axis([at[b] for b in ranks if hashes[b] == usual], at[a])
+        odd += wrong
+    return (sorted(odd), [axis for axis in mesh.sizes if axis in axes]) if odd else None
+
+
+def one_axis(others: list[Mapping[str, int]], at: Mapping[str, int]) -> set[str]:
+    """The axes along which the nearest of the others lies."""
+    differing = [{axis for axis in at if other[axis] != at[axis]} for other in others]
+    return min(differing, key=len)

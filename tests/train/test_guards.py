@@ -1,0 +1,101 @@
+"""Guards: what is planted is found and named; runs in which nothing is planted are left alone."""
+
+import re
+
+import pytest
+import torch
+from failure import RankFailed
+
+from scaling import tree
+from scaling.configs import get
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import transformer as model
+from scaling.strategies import transformer
+from scaling.train import guards
+from scaling.train.loop import make_step
+from scaling.train.settings import Settings, optimizer_of
+
+TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
+
+
+def plants(mesh, leaf, rank):
+    """On one rank one element is off by its last bit."""
+    types = transformer.specs(TINY, mesh)
+    params = model.init(TINY, 0, mesh=mesh, specs=types)
+    if mesh.rank == rank:
+        flat = (params["layers"][leaf] if leaf in params["layers"] else params[leaf]).view(-1)
+        flat[-1] = torch.nextafter(flat[-1], torch.tensor(9.0))
+    guards.check_replicas(params, types, mesh, 7, "params")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "leaf", "rank", "words"),
+    [
+        ({"X": 2, "Y": 2}, "norm_mlp", 3, r'step 7: params\["layers"\]\["norm_mlp"\].*over [XY]+, but rank 3 of 4'),
+        ({"P": 2, "Y": 2}, "W_in", 2, r'params\["layers"\]\["W_in"\].*is replicated over P, but rank 2 of 4'),
+        ({"C": 4}, "embed", 1, r'params\["embed"\].*is replicated over C, but rank 1 of 4'),
+    ],
+)
+def test_replicas_that_have_come_apart_are_named(ranks, sizes, leaf, rank, words):
+    with pytest.raises(RankFailed, match=words):
+        ranks(plants, sizes, leaf, rank)
+
+
+def test_replicas_that_are_alike_are_left_alone(ranks):
+    ranks(plants, {"X": 2, "Y": 2}, "norm", -1)
+    ranks(plants, {"X": 4}, "W_in", 2)  # sharded: only this rank has it
+
+
+def test_a_digest_tells_values_and_places_apart():
+    x = torch.arange(5.0)
+    assert guards.digest(x) == guards.digest(x.clone())
+    assert guards.digest(x) != guards.digest(x.flip(0))
+    for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
+        a, b = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype)
+        b[1] = 1
+        assert guards.digest(a) != guards.digest(b)
+
+
+def test_two_that_have_come_apart_along_different_axes():
+    mesh = AbstractMesh({"X": 2, "Y": 3})
+    assert guards.apart([1, 1, 1, 1, 1, 2], "W[D]", mesh) == ([5], ["X"])
+    assert guards.apart([1, 2, 3, 1, 2, 3], "W[D_Y]", mesh) is None
+    assert guards.apart([1, 2, 3, 1, 9, 3], "W[D_Y]", mesh) == ([4], ["X"])
+    assert guards.apart([1, 1, 2, 4, 4, 4], "W[D_X]", mesh) == ([2], ["Y"])
+
+
+def explodes(mesh):
+    settings = Settings(TINY, "", "", 4, 16)
+    types = transformer.specs(TINY, mesh)
+    params, optimizer = model.init(TINY, 0, mesh=mesh, specs=types), optimizer_of(settings)
+    if mesh.rank == 1:
+        params["layers"]["W_out"].view(-1)[0] = float("nan")
+    before = tree.map(torch.clone, params)
+    batch = torch.ones(4 // mesh.size("X"), 16, dtype=torch.int64)
+    try:
+        make_step(settings, mesh, optimizer)(params, optimizer.init(params), (batch, batch, None), donate=True)
+    except ArithmeticError as error:
+        same = [
+            torch.equal(a.nan_to_num(), b.nan_to_num())
+            for a, b in zip(*map(tree.leaves, (params, before)), strict=True)
+        ]
+        return str(error), all(same)
+
+
+def test_what_is_not_finite_is_named_before_it_is_learnt(ranks):
+    for error, untouched in ranks(explodes, {"X": 2, "Y": 1}):
+        assert re.search(r'step 1: the loss is nan.*grads\["embed"\] on ranks \[0, 1\]', error)
+        assert untouched
+
+
+def test_a_jump_of_the_loss_is_told_from_noise():
+    g = torch.Generator().manual_seed(0)
+    losses = guards.Losses()
+    for step in range(400):
+        smooth = 2 + 3 * 0.98**step
+        assert losses.jump(smooth + 0.1 * torch.randn((), generator=g).item(), step) == ""
+    assert "step 400: the loss jumped to 4.0000; the median of the 64 before is 2" in losses.jump(4.0, 400)
+
+
+def test_one_rank_is_compared_with_nobody():
+    guards.check_replicas({"W": torch.ones(2)}, {"W": "W[D]"}, Mesh({"X": 1}), 1)
