@@ -9,7 +9,7 @@ from scaling.algebra.contraction import check_product
 from scaling.algebra.resharding import reshard
 from scaling.check.part import Part
 from scaling.check.rules import difference, hidden, said
-from scaling.check.values import Array, Each, Gone, Text, Tree, Var, as_array
+from scaling.check.values import Array, Each, Gone, Known, Text, Tree, Var, as_array
 from scaling.spec import ShardingError, Spec, format_axes, parse, parse_line
 
 KINDS = {
@@ -154,6 +154,40 @@ class Lines(Part):
                     frame.env[operand.id] = Gone(ast.unparse(node.func), node.lineno)
             elif keyword.arg == "out" and isinstance(keyword.value, ast.Name) and isinstance(result, Array):
                 frame.env[keyword.value.id] = result
+
+    def discarded(self, call: ast.Call, frame) -> None:
+        """Report a typed call whose result is thrown away, though its operand, left as it is, is read afterwards."""
+        callee, x = self.callee(call.func, frame), call.args[1] if len(call.args) > 1 else None
+        takes = any(k.arg in ("out", "donate") for k in call.keywords)
+        if takes or not isinstance(x, ast.Name) or not isinstance(callee, Known) or callee.kind != "typed":
+            return
+        if callee.name != "send" and read_after(x.id, call, frame.module.tree):
+            name = ast.unparse(call.func)
+            what = f"what {name} returns is thrown away, and {x.id}, which it leaves as it is, is read afterwards"
+            self.report(call, "discarded", said(what, "discarded", f"{x.id} = {name}(...)"), frame)
+
+
+def read_after(name: str, call: ast.Call, tree: ast.Module) -> bool:
+    """Whether a variable is read below a call in its function before it gets another value; not by the same call."""
+    around = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.lineno < call.lineno <= n.end_lineno]
+    if not around:
+        return False
+    forks = [n for n in ast.walk(around[-1]) if isinstance(n, ast.If) and n.body[0].lineno <= call.lineno]
+    other = {id(n) for f in forks if call.lineno <= f.body[-1].end_lineno for s in f.orelse for n in ast.walk(s)}
+    below = [n for n in ast.walk(around[-1]) if getattr(n, "lineno", 0) > call.end_lineno and id(n) not in other]
+    again = {id(n) for c in below if isinstance(c, ast.Call) and same_call(c, call) for n in ast.walk(c)}
+    reads = [n.lineno for n in below if is_name(n, name, ast.Load) and id(n) not in again]
+    binds = [n.lineno for n in below if is_name(n, name, ast.Store)]
+    return bool(reads) and min(reads) <= min(binds, default=min(reads))
+
+
+def is_name(node: ast.AST, name: str, context: type) -> bool:
+    return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, context)
+
+
+def same_call(a: ast.Call, b: ast.Call) -> bool:
+    """Whether a call is made again, as a benchmark does."""
+    return ast.dump(a) == ast.dump(b)
 
 
 def settle(value):

@@ -16,6 +16,7 @@ RULES = {
     "branches": "a value is unreduced over the same axes whichever way it is made",
     "never-reduced": "a partial sum is reduced before it is a result",
     "never-waited": "what async_op=True or defer=True returns is waited for",
+    "discarded": "a collective changes nothing in place: what it returns is used",
     "pending": "what is still under way is waited for before it is used",
     "given-away": "what was given away, by donate=True or out=, is not read again",
     "wrong-name": "a param goes into a line under its own name",

@@ -66,6 +66,8 @@ class Statements(Expressions):
                 found = self.value(node.value, frame)
                 if isinstance(found, Array) and found.pending:
                     self.never_waited(node, ast.unparse(getattr(node.value, "func", node.value)), frame)
+                elif isinstance(node.value, ast.Call):
+                    self.discarded(node.value, frame)
             case ast.Return():
                 found = self.value(node.value, frame) if node.value else None
                 self.returning(node, found, frame)

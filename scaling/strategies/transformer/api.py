@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling.collectives import einsum
 from scaling.configs import Config
 from scaling.models.attention import sdpa
 from scaling.models.rope import restarted, tables
-from scaling.spec import ShardingError
+from scaling.spec import ShardingError, Spec
 from scaling.strategies import context as ring
 from scaling.strategies.axes import all_gather, all_reduce
 from scaling.strategies.transformer import types
@@ -109,10 +110,11 @@ def stated(
     params, tokens, targets, config, mesh, stored, terms, weights, segments, microbatches, ignore_index, context, sums
 ) -> tuple[Problem, Tensor, Tensor, Tensor]:
     """(the problem; tokens, targets and weights in the order of the form of attention, the weights' sum 1)."""
-    tree.paired(params, stored)
+    check_params(params, stored, config, mesh)
     w = (targets != ignore_index).to(torch.float32) if weights is None else weights
     w = w.to(torch.promote_types(params["embed"].dtype, torch.float32)) * (targets != ignore_index)
-    total = all_reduce("w[] {U_PXEC} -> w[]", w.sum(), mesh)
+    total = einsum("w[B_PXE, T_C] -> total[] {U_PXEC}", w)
+    total = all_reduce("total[] {U_PXEC} -> total[]", total, mesh)
     w = w / torch.where(total == 0, 1, total)
     at = Placed(config, mesh, context, segments, tokens.shape[1], params["embed"].dtype)
     used, sums = types.used(stored), sums or params["embed"].dtype
@@ -189,6 +191,21 @@ class Placed:
         return lambda Q, K, V, window: ring.attention(
             Q, K, V, self.mesh, axis="C", form=self.form, window=window, segments=segments
         )
+
+
+def check_params(params: dict, stored: dict, config: Config, mesh) -> None:
+    """ShardingError, naming the leaf, for params that are not this rank's shards of the types `stored`."""
+    if torch.compiler.is_compiling():
+        return
+    for where, W, spec in tree.paired(params, stored):
+        layers = spec.dim_names[:1] == ("L",)  # of a stage there may be fewer, or slots for more
+        wanted = Spec(spec.name, spec.dims[layers:]).local_shape(config.sizes, mesh)
+        if tuple(W.shape[layers:]) != tuple(wanted):
+            raise ShardingError(
+                f"{where}: {spec} of {config.name} is {tuple(wanted)} on each rank{', a layer' if layers else ''}; got "
+                f"{tuple(W.shape[layers:])}\n  rule: params are shards, typed as specs(config, mesh, zero=..., "
+                "schedule=...)\n  fix: transformer.shard(params, config, mesh, ...), with the same zero and schedule"
+            )
 
 
 def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: int, remat: str, context: str) -> None:

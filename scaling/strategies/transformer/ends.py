@@ -57,22 +57,24 @@ class VocabLoss(torch.autograd.Function):
     @staticmethod
     def forward(x, U, targets, weights, terms, tied, mesh):
         """(loss; the logits' buffer, which now holds the softmax's part of dlogits, for the backward alone)."""
-        line = "x[B, T_C, D] * E[V_Y, D]" if tied else "x[B, T_C, D] * U[D, V_Y]"
-        logits = einsum(f"{line} -> logits[B, T_C, V_Y]", x, U)
+        if tied:
+            logits = einsum("x[B_PXE, T_C, D] * E[V_Y, D] -> logits[B_PXE, T_C, V_Y]", x, U)
+        else:
+            logits = einsum("x[B_PXE, T_C, D] * U[D, V_Y] -> logits[B_PXE, T_C, V_Y]", x, U)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         local, here = in_part(targets, logits.shape[-1], mesh)
-        top = all_reduce("m[B, T_C] {U_Y} -> m[B, T_C]", logits.amax(-1), mesh, op="max")
+        top = all_reduce("m[B_PXE, T_C] {U_Y} -> m[B_PXE, T_C]", logits.amax(-1), mesh, op="max")
         pick = (logits.gather(-1, local[..., None])[..., 0] - top) * here
         every = (logits - top[..., None]).sum(-1) if terms.smoothing else torch.zeros_like(pick)
         exp = logits.sub_(top[..., None]).exp_()
         sums = torch.stack([exp.sum(-1), pick, every])
-        total, pick, every = reduce_scatter("s[K, B, T_C] {U_Y} -> s[K, B, T_CY]", sums, mesh)
-        w = shard("w[B, T_C] -> w[B, T_CY]", weights.to(exp.dtype), mesh)
-        lse = total.log() + shard("m[B, T_C] -> m[B, T_CY]", top, mesh)
+        total, pick, every = reduce_scatter("s[K, B_PXE, T_C] {U_Y} -> s[K, B_PXE, T_CY]", sums, mesh)
+        w = shard("w[B_PXE, T_C] -> w[B_PXE, T_CY]", weights.to(exp.dtype), mesh)
+        lse = total.log() + shard("m[B_PXE, T_C] -> m[B_PXE, T_CY]", top, mesh)
         ce = total.log() - (1 - terms.smoothing) * pick - terms.smoothing / terms.V * every
         loss = torch.where(w == 0, 0, w * (ce + terms.z_loss * lse.square())).sum()
         slope = torch.where(w == 0, 0, w * (1 + 2 * terms.z_loss * lse) / total)
-        slope = all_gather("k[B, T_CY] -> k[B, T_C]", slope, mesh)
+        slope = all_gather("k[B_PXE, T_CY] -> k[B_PXE, T_C]", slope, mesh)
         return loss, exp.mul_(slope[..., None])
 
     @staticmethod
@@ -97,6 +99,6 @@ class VocabLoss(torch.autograd.Function):
             dlogits.sub_((ctx.terms.smoothing / ctx.terms.V * w)[..., None])
         dlogits = dlogits.mul_(dLoss).to(x.dtype)
         V, dV = ("E[V_Y, D]", "dE[V_Y, D]") if ctx.tied else ("U[D, V_Y]", "dU[D, V_Y]")
-        dx = einsum(f"dlogits[B, T_C, V_Y] * {V} -> dx[B, T_C, D] {{U_Y}}", dlogits, U)
+        dx = einsum(f"dlogits[B_PXE, T_C, V_Y] * {V} -> dx[B_PXE, T_C, D] {{U_Y}}", dlogits, U)
         dU = einsum(f"x[B_PXE, T_C, D] * dlogits[B_PXE, T_C, V_Y] -> {dV} {{U_PXEC}}", x, dlogits)
         return dx, dU, None, None, None, None, None

@@ -1,0 +1,217 @@
+"""Published bugs that gave wrong numbers and no error, each as a small edit of this project's own source.
+
+An edit is (the text that stands in the file, what stands there instead); each does here what the bug did there. What
+happens here is one of: `refused` by a rule of the static checker, which reads the file (and those of `read`);
+`raises`: what a call on an AbstractMesh, where nothing is sent, answers; or `fails`, a test against one device.
+"""
+
+from typing import NamedTuple
+
+GITHUB = "https://github.com/"
+CONTEXT, EXPERT, TRANSFORMER = (f"scaling/strategies/{name}/" for name in ("context", "expert", "transformer"))
+
+
+class Bug(NamedTuple):
+    """`there`: where it happened, as owner/name#number; `what`: what went wrong there."""
+
+    name: str
+    there: str
+    what: str
+    file: str
+    edits: tuple[tuple[str, str], ...]
+    refused: str = ""
+    raises: tuple[str, str] = ("", "")
+    fails: str = ""
+    read: tuple[str, ...] = ()
+
+    @property
+    def links(self) -> list[str]:
+        return [GITHUB + place.replace("#", "/issues/") for place in self.there.split()]
+
+
+BUGS = (
+    Bug(
+        "label smoothing over a part of the vocabulary",
+        "NVIDIA/Megatron-LM#7452 NVIDIA/Megatron-LM#737",
+        "the mean over V is each rank's own: the loss differs by rank, and the gradient is wrong",
+        TRANSFORMER + "ends.py",
+        (
+            ("torch.stack([exp.sum(-1), pick, every])", "torch.stack([exp.sum(-1), pick])"),
+            ("total, pick, every = reduce_scatter(", "total, pick = reduce_scatter("),
+            (
+                "        w = shard(",
+                '        every = shard("s[B_PXE, T_C] -> s[B_PXE, T_CY]", every, mesh)\n        w = shard(',
+            ),
+        ),
+        refused="unreduced",
+    ),
+    Bug(
+        "gathered logits in a vocabulary-parallel loss",
+        "NVIDIA/Megatron-LM#7452",
+        "exp is summed over V on every rank and over the ranks: the loss is log|Y| too large",
+        TRANSFORMER + "ends.py",
+        (
+            (
+                "        logits = logits.to(",
+                '        line = "logits[B_PXE, T_C, V_Y] -> logits[B_PXE, T_C, V]"\n'
+                "        logits = all_gather(line, logits, mesh)\n        logits = logits.to(",
+            ),
+        ),
+        refused="reduced-twice",
+    ),
+    Bug(
+        "a loss divided by each rank's own count of tokens",
+        "NVIDIA/Megatron-LM#7452 huggingface/transformers#34191",
+        "with unequal counts a mean of means: 14/3 where 4 is right",
+        TRANSFORMER + "api.py",
+        (('    total = all_reduce("total[] {U_PXEC} -> total[]", total, mesh)\n', ""),),
+        refused="nonlinear",
+    ),
+    Bug(
+        "means that are added up",
+        "NVIDIA/Megatron-LM#673 pytorch/torchtune#1875",
+        "each rank's mean is summed over ranks: gradients are off by their number, which users then put in by hand",
+        TRANSFORMER + "ends.py",
+        (("terms.z_loss * lse.square())).sum()", "terms.z_loss * lse.square())).mean()"),),
+        refused="how-reduced",
+        read=(TRANSFORMER + "api.py",),
+    ),
+    Bug(
+        "gradients averaged that are to be added",
+        "NVIDIA/Megatron-LM#906 NovaSky-AI/SkyRL#1420",
+        "the loss is a sum over the whole batch, the gradients' AllReduce a mean: 1/|X| too small",
+        "scaling/strategies/data_parallel.py",
+        (("dW_in, mesh, async_op=True, donate=True)", 'dW_in, mesh, async_op=True, donate=True, op="mean")'),),
+        refused="how-reduced",
+    ),
+    Bug(
+        "a loss that is differentiated after it was summed over ranks",
+        "pytorch/pytorch#58005",
+        "every rank differentiates every rank's terms: gradients are too large by the number of ranks",
+        TRANSFORMER + "ends.py",
+        (
+            (
+                "    return VocabLoss.apply(x, W[",
+                '    line = "Loss[] {U_PXECY} -> Loss[]"\n    return all_reduce(line, VocabLoss.apply(x, W[',
+            ),
+            ("terms, tied, mesh)[0]", "terms, tied, mesh)[0], mesh)"),
+        ),
+        refused="loss",
+        read=(TRANSFORMER + "api.py",),
+    ),
+    Bug(
+        "a bias added before the reduction",
+        "huggingface/text-generation-inference#1036 Wenyueh/MinivLLM#80",
+        "every rank adds it: |Y| times the bias",
+        TRANSFORMER + "layer.py",
+        (
+            (
+                "    Attn = reduce_scatter(",
+                '    Attn = Attn + W["b_O"] if "b_O" in W else Attn\n    Attn = reduce_scatter(',
+            ),
+            ('    return Attn + W["b_O"] if "b_O" in W else Attn\n', "    return Attn\n"),
+        ),
+        refused="partial-plus-whole",
+    ),
+    Bug(
+        "an AllReduce in place that is not in place",
+        "microsoft/ltp-megatron-lm#68",
+        "its result is thrown away: experts are balanced by each rank's own counts",
+        EXPERT + "routing.py",
+        (("            load = all_reduce(", "            all_reduce("),),
+        refused="discarded",
+    ),
+    Bug(
+        "a raw collective inside what is differentiated",
+        "Dao-AILab/flash-attention#1244 lucidrains/vector-quantize-pytorch#158",
+        "the forward pass is right; backward, the sum over ranks is missing",
+        TRANSFORMER + "layer.py",
+        (
+            (
+                '    return reduce_scatter("Out[B_PXE, T_C, D] {U_Y}',
+                '    torch.distributed.all_reduce(Out, group=at.mesh.group("Y"))\n    return shard("Out[B_PXE, T_C, D]',
+            ),
+        ),
+        refused="nonlinear",
+    ),
+    Bug(
+        "activations gathered again over another group",
+        "NVIDIA/Megatron-LM#7452",
+        "recomputation puts together shards of other ranks' tokens",
+        "scaling/strategies/fsdp_tp.py",
+        (
+            (
+                'all_gather("In[B_X, D_Y] -> In[B_X, D]", In, mesh)  # 7.',
+                'all_gather("In[B, D_X] -> In[B, D]", In, mesh)  # 7.',
+            ),
+        ),
+        refused="split",
+    ),
+    Bug(
+        "experts' gradients summed over the experts' ranks",
+        "pytorch/pytorch#160285 NVIDIA/Megatron-LM#5956",
+        "tokens of all ranks are in them already: |E| times too large, and the loss looks the same",
+        TRANSFORMER + "step.py",
+        (("[axis for axis in axes if axis not in before.axes]", "list(axes)"),),
+        raises=("experts", "mesh axis E is used twice"),
+    ),
+    Bug(
+        "fewer KV heads than ranks",
+        "sgl-project/sglang#20967 deepspeedai/DeepSpeed#8316 pytorch/torchtitan#2577",
+        "a head is cut in two, or a rank gets none: garbled text, a crash or a hang",
+        TRANSFORMER + "types.py",
+        (('(("Y",) if whole_heads and', '(("Y",) if not whole_heads and'),),
+        raises=("one_kv_head", "dim K of size 1 does not divide into 2 blocks"),
+    ),
+    Bug(
+        "an unembedding that was never split",
+        "huggingface/picotron#27",
+        "a plain layer took the place of the column-parallel one: each rank has all of V, and counts it as its part",
+        TRANSFORMER + "api.py",
+        (
+            (
+                "    return tree.shard(arranged, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)",
+                "    split = tree.shard(arranged, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)\n"
+                '    return split | {"unembed": params["unembed"]}',
+            ),
+        ),
+        raises=("two_way", "unembed"),
+    ),
+    Bug(
+        "ring attention's backward reads the first block of keys at every hop",
+        "huggingface/diffusers#14265 NVIDIA/Megatron-LM#1464",
+        "the forward pass is right, dQ, dK and dV are not",
+        CONTEXT + "ring.py",
+        (("block.backward(dO, O, lse, Q, KV, here)", "block.backward(dO, O, lse, Q, torch.stack([K, V]), here)"),),
+        fails="tests/strategies/test_context.py::test_equal_to_dense[2]",
+    ),
+    Bug(
+        "gradients of a pipeline that are not divided by the tokens",
+        "pytorch/torchtitan#2972",
+        "with stages they are larger by the number of tokens, without them they are not",
+        TRANSFORMER + "stages.py",
+        (
+            (
+                "head(ends, x, targets[some], w[some], terms",
+                "head(ends, x, targets[some], w[some] * w.numel(), terms",
+            ),
+        ),
+        fails="tests/strategies/test_transformer_mesh.py::test_equal_to_one_device[rich {Z: 2}]",
+    ),
+    Bug(
+        "norms' gradients not summed over the sequence's ranks",
+        "NVIDIA-NeMo/RL#3716 NVIDIA/Megatron-LM#1446",
+        "each rank along Y has the gradient of its own tokens: replicas of a gain drift apart",
+        TRANSFORMER + "step.py",
+        (('TOKENS = ("P", "X", "E", "C", "Y")', 'TOKENS = ("P", "X", "E", "C")'),),
+        fails="tests/strategies/test_transformer_mesh.py::test_equal_to_one_device[plain {Y: 4}]",
+    ),
+    Bug(
+        "gradients clipped by the norm of a part",
+        "pytorch/torchtitan#596",
+        "the norm is that of each stage's params: stages are clipped by different factors",
+        "scaling/optim/clipping.py",
+        (('(all_reduce(f"Norm[] {{U_{axes}}} -> Norm[]", square, mesh) if axes else square)', "square"),),
+        fails="tests/test_optim.py::test_clipping_counts_each_element_once",
+    ),
+)

@@ -1,0 +1,104 @@
+"""A museum of silent bugs: `python tests/museum/museum.py` plants each of `bugs` in a copy of the source, sees what
+comes of it here, and prints the table that docs/museum.md shows. It ends with 1 if a bug goes unseen."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+from bugs import BUGS, Bug
+from tabulate import tabulate
+
+from scaling.check import check_source
+from scaling.check.modules import Modules
+from scaling.check.rules import RULES
+
+ROOT = Path(__file__).parents[2]
+CALLS = "tests/museum/calls.py"
+
+
+def planted(bug: Bug) -> str:
+    """The file's text with the bug."""
+    text = (ROOT / bug.file).read_text(encoding="utf-8")
+    for old, new in bug.edits:
+        if text.count(old) != 1:
+            raise ValueError(f"{bug.name}: {bug.file} has {text.count(old)} of {old!r}: rewrite the edit")
+        text = text.replace(old, new)
+    return text
+
+
+@contextmanager
+def copied(bug: Bug | None):
+    """A copy of the project, with the bug if there is one."""
+    with tempfile.TemporaryDirectory(prefix="museum-") as folder:
+        for part in ("scaling", "tests"):
+            shutil.copytree(ROOT / part, f"{folder}/{part}", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        if bug is not None:
+            Path(folder, bug.file).write_text(planted(bug), encoding="utf-8")
+        yield Path(folder)
+
+
+def rules_broken(bug: Bug, modules: Modules) -> set[str]:
+    """The rules that the static checker names."""
+    found = check_source(planted(bug), str(ROOT / bug.file), modules)
+    if bug.read:
+        with copied(bug) as folder:
+            for path in (folder / name for name in bug.read):
+                found += check_source(path.read_text(encoding="utf-8"), str(path))
+    return {finding.rule for finding in found}
+
+
+def answered(bug: Bug | None, *command: str) -> str:
+    """What a command of Python prints in a copy with the bug."""
+    with copied(bug) as folder:
+        env = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        run = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
+        return run.stdout + run.stderr
+
+
+def seen(bug: Bug, modules: Modules | None = None) -> bool:
+    """Whether the bug, planted, is answered as `bugs` says; and, without it, nothing is."""
+    if bug.refused:
+        modules = modules or Modules()
+        sound = (ROOT / bug.file).read_text(encoding="utf-8")
+        return bug.refused in rules_broken(bug, modules) and not check_source(sound, str(ROOT / bug.file), modules)
+    if bug.fails:
+        test = ("-m", "pytest", "-x", bug.fails)
+        return "1 failed" in answered(bug, *test) and " passed" in answered(None, *test)
+    call, words = bug.raises
+    return words in answered(bug, CALLS, call) and not answered(None, CALLS, call)
+
+
+def here(bug: Bug) -> str:
+    """What happens here, in a few words."""
+    if bug.refused:
+        return f"refused before it runs [{bug.refused}]: {RULES[bug.refused]}"
+    if bug.raises[0]:
+        return f"ShardingError before anything is sent: {bug.raises[1]}"
+    file, _, test = bug.fails.rpartition("/")[2].partition("[")[0].partition("::")
+    return f"fails {file}: {test.removeprefix('test_').replace('_', ' ')}"
+
+
+def table() -> str:
+    rows = [(i, bug.name, bug.what, here(bug)) for i, bug in enumerate(BUGS, 1)]
+    widths = [None, 22, 33, 31]
+    grid = tabulate(rows, ["", "bug", "what happened there", "what happens here"], "grid", maxcolwidths=widths)
+    typed = sum(not bug.fails for bug in BUGS)
+    return f"{grid}\n{typed} of {len(BUGS)} are refused by type, {len(BUGS) - typed} by a test against one device.\n"
+
+
+def main() -> int:
+    modules = Modules()
+    unseen = [bug.name for bug in BUGS if not seen(bug, modules)]
+    print(table(), end="")
+    for name in unseen:
+        print(f"not seen: {name}")
+    return 1 if unseen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The bugs that types refuse are refused, and the page shows what the command prints. (What runs on ranks, it runs.)"""
+
+import importlib
+import sys
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import museum
+from bugs import BUGS
+from calls import answer
+
+from scaling.check.modules import Modules
+
+MODULES = Modules()
+PAGE = museum.ROOT / "docs" / "museum.md"
+
+
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.refused], ids=lambda bug: bug.name)
+def test_refused_before_it_runs(bug):
+    assert museum.seen(bug, MODULES)
+
+
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.raises[0]], ids=lambda bug: bug.name)
+def test_refused_before_anything_is_sent(bug, monkeypatch):
+    call, words = bug.raises
+    assert answer(call) == ""
+    module = importlib.import_module(bug.file.removesuffix(".py").replace("/", "."))
+    edited = ModuleType(module.__name__)
+    exec(compile(museum.planted(bug), bug.file, "exec"), edited.__dict__)
+    for name, value in vars(edited).items():
+        if getattr(value, "__module__", "") == module.__name__ and (
+            isinstance(value, FunctionType) or hasattr(value, "cache_clear")
+        ):
+            monkeypatch.setattr(module, name, value)
+    assert words in answer(call)
+
+
+def test_those_that_a_test_sees_can_be_planted():
+    for bug in BUGS:
+        assert bug.fails or bug.refused or bug.raises[0]
+        assert museum.planted(bug)
+
+
+def test_at_least_five_of_seven_by_type():
+    assert sum(not bug.fails for bug in BUGS) >= len(BUGS) * 5 / 7
+
+
+def test_the_page_shows_what_the_command_prints():
+    page = PAGE.read_text(encoding="utf-8")
+    assert museum.table() in page
+    assert all(link in page for bug in BUGS for link in bug.links)
