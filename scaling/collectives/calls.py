@@ -39,6 +39,8 @@ class Pending:
 
     def __init__(self, work, finish, event=None, call=None):
         self.work, self.finish, self.event, self.call, self.result = work, finish, event, call, None
+        if event is not None:
+            event.left = trace.now()
 
     def __del__(self):
         if self.finish is not None and self.call is not None and self.work is not None:
@@ -48,6 +50,8 @@ class Pending:
 
     def wait(self) -> Any:
         if self.finish is not None:
+            if self.event is not None:
+                self.event.waited = trace.now()
             if self.work is not None:
                 self.work.wait()
             self.result, self.finish, self.work = self.finish(), None, None
@@ -219,8 +223,10 @@ def _run(step: Step, x: Tensor, mesh, async_op: bool, out: Tensor | None = None)
         result = result / op.size if step.mean else result
         result = result if out is None else out.copy_(result)
         return Pending(None, lambda: result) if async_op else result
+    seen = event(op, x, async_op) if trace.active() else None
     agree_on(op, x)
-    seen = trace.record(event(op, x, async_op)) if trace.active() else None
+    if seen is not None:
+        trace.record(seen)
     work, make = start(x, op, step.group, out)
     if out is not None or step.mean:
         make = _finish(make, step, out)

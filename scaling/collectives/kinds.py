@@ -117,7 +117,19 @@ def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
     kind, (before,), after = KINDS[op.kind], parse_line(op.line).operands, parse_line(op.line).result
     V = x.numel() * x.element_size() * (op.size if kind.resize in (grows, moves) and op.kind != "Pad" else 1)
     name = "Slice" if op.kind == "Pad" else op.kind
-    return Event(name, op.axes, before, after, V, kind.sent(op, V), start=now(), async_op=async_op)
+    sources = [source for source, target in op.pairs if target == op.index != source]
+    sources += [] if op.root is None or op.root == op.index else [op.root]
+    peers = tuple(op.order.index(source) if op.order else source for source in sources)
+    return Event(name, op.axes, before, after, V, kind.sent(op, V), async_op=async_op, called=now(), group=op.group,
+                 peers=peers, dtype=str(x.dtype).removeprefix("torch."), key=key_of(x))  # fmt: skip
+
+
+def key_of(x: Tensor) -> tuple[int, ...]:
+    """What tells x apart from other operands as long as it is neither freed nor changed; () of what has no memory."""
+    try:
+        return (x.data_ptr(), x._version, x.storage_offset())
+    except RuntimeError:
+        return ()
 
 
 def start(x: Tensor, op: Op, group: Group, out: Tensor | None = None) -> Started:

@@ -57,8 +57,10 @@ def register() -> None:
 def run(x: Tensor, op: Op) -> Tensor:
     if type(x) not in PLAIN:
         return traceable(x, op)  # a tracer's: nothing runs
+    seen = event(op, x) if active() else None
     agree_on(op, x, traced=True)
-    seen = record(event(op, x)) if active() else None
+    if seen is not None:
+        record(seen)
     result = traceable(x, op)
     if seen is not None:
         seen.end = now()

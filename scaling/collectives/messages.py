@@ -108,5 +108,7 @@ def _ready(kind: str, line: str, x: Tensor, mesh, axis: str, other: int, async_o
         return group, None
     nbytes = x.numel() * x.element_size()
     sent = nbytes if kind == "Send" else 0
-    event = trace.Event(kind, group.axes, spec, spec, nbytes, sent, start=trace.now(), async_op=async_op)
+    event = trace.Event(
+        kind, group.axes, spec, spec, nbytes, sent, async_op=async_op, group=group.name, peers=(group.member_of(other),)
+    )
     return group, trace.record(event)

@@ -57,9 +57,11 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
     if not trace.active():
         return _run(product, a, b, out, add)
     event = trace.Event("Einsum", (), product.line.operands, product.line.result, flops=product.flops(a, b))
-    trace.record(event).start = trace.now()
+    trace.record(event)
     result = _run(product, a, b, out, add)
     event.end = trace.now()
+    event.memory = sum(x.numel() * x.element_size() for x in (a, b, result) if x is not None)
+    event.dtype = str(a.dtype).removeprefix("torch.")
     return result
 
 

@@ -57,7 +57,7 @@ def _move(x: torch.Tensor, sends: tuple, receives: tuple, op: Op) -> torch.Tenso
 def _event(x: torch.Tensor, sends: tuple, op: Op) -> trace.Event:
     line, row = parse_line(op.line), x.shape[1:].numel() * x.element_size()
     whole, sent = len(x) * row * op.size, (len(x) - sends[op.index]) * row
-    return trace.Event("AllToAll", op.axes, line.operands[0], line.result, whole, sent, start=trace.now())
+    return trace.Event("AllToAll", op.axes, line.operands[0], line.result, whole, sent, group=op.group)
 
 
 def _alltoall(x: torch.Tensor, sends: tuple, receives: tuple, op: Op) -> torch.Tensor:

@@ -61,7 +61,7 @@ class Channels:
 
     def take(self, step) -> torch.Tensor:
         """Wait for what a Recv names."""
-        event = self.record("Recv", self.like, 0) if trace.active() else None
+        event = self.record("Recv", self.like, 0, step.peer) if trace.active() else None
         work, buffer = self.posted.pop(step)
         if work is not None:
             work.wait()
@@ -74,7 +74,7 @@ class Channels:
         """Start to send x; it must not be changed before `finish`."""
         self.check(step, x)
         if trace.active():
-            self.record("Send", x, x.numel() * x.element_size())
+            self.record("Send", x, x.numel() * x.element_size(), step.peer)
         if not self.abstract:
             self.read_note(step)
             x = as_carried(x)[0].contiguous()
@@ -130,11 +130,12 @@ class Channels:
         ends = (step.peer, me) if receive else (me, step.peer)
         return {"group": self.pairs[(activation, *ends)], end: int(step.peer > me)}
 
-    def record(self, op: str, x: torch.Tensor, wire_bytes: int) -> trace.Event:
+    def record(self, op: str, x: torch.Tensor, wire_bytes: int, peer: int) -> trace.Event:
         nbytes = x.numel() * x.element_size()
-        now = trace.now()
-        event = trace.Event(op, (self.axis,), self.spec, self.spec, nbytes, wire_bytes, 0, now, now, op == "Send")
-        return trace.record(event)
+        who = {"group": self.group.name, "peers": (self.group.member_of(peer),)}
+        event = trace.Event(op, (self.axis,), self.spec, self.spec, nbytes, wire_bytes, async_op=op == "Send", **who)
+        trace.record(event).left = event.end = trace.now()
+        return event
 
 
 def pair_groups(mesh, axis: str, schedule: Schedule) -> dict[tuple, "dist.ProcessGroup"]:

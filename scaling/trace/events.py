@@ -28,6 +28,11 @@ class Event:
     it (an AllReduce, which takes two passes over V, is listed with V). `wire_bytes`: what this rank sends. `flops`: of
     an Einsum, on this rank. `start`, `end`: seconds of `time.perf_counter`; an asynchronous event ends where it was
     waited for.
+
+    For a profile: `called`, when the line was reached, before ranks agreed on it; of an asynchronous event `left`, when
+    the call returned, and `waited`, when it was waited for. `group`: the process group's name; `peers`: the ranks, by
+    their place in it, without which this one cannot go on (none: all). `memory`: bytes of the operands and the result
+    of an Einsum; `dtype` of the operand; `key` tells operands apart.
     """
 
     op: str
@@ -40,6 +45,14 @@ class Event:
     start: float = 0.0
     end: float = 0.0
     async_op: bool = False
+    called: float = 0.0
+    left: float = 0.0
+    waited: float = 0.0
+    group: str = ""
+    peers: tuple[int, ...] = ()
+    memory: int = 0
+    dtype: str = ""
+    key: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         over = "_" + format_axes(self.axes) if self.axes else ""
@@ -111,7 +124,9 @@ def active() -> bool:
 
 
 def record(event: Event) -> Event:
-    """Add an event to every open log; called by collectives and einsum."""
+    """Add an event, which starts now, to every open log; called by collectives and einsum."""
+    event.start = now()
+    event.called = event.called or event.start
     for log in _open:
         log.events.append(event)
     return event

@@ -1,0 +1,152 @@
+"""`with scaling.profile.profile() as p:` around any code with typed lines, on one process or on all ranks alike.
+
+    with profile() as p:
+        for batch in batches:
+            params, state, metrics = step(params, state, batch)
+            p.step()                                        # the end of a step; without any, the block is one
+    print(p.table())
+
+torch.profiler runs underneath; the lines' own times are those of `scaling.trace`, a few clock readings each. Nothing
+runs when no profile is open. At the end of the block the ranks exchange what they saw, so all of them must reach it.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from scaling import trace
+from scaling.collectives.torch_private import process_group
+from scaling.profile import kineto
+from scaling.profile.clock import offset_to_first
+from scaling.profile.intervals import Interval, subtract, union
+from scaling.profile.result import Profile
+from scaling.profile.timeline import Run, Timeline, disjoint
+
+GLOO = {"AllReduce": "gloo:all_reduce", "ReduceScatter": "gloo:all_to_all", "AllToAll": "gloo:all_to_all"}
+
+
+@contextmanager
+def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
+    """Profile a block. `ops`: also what torch.profiler sees, the operations between the lines and the transfers;
+    `memory`: and the memory of live tensors. What the block raises goes through, and no profile is made."""
+    found, marked = Profile(), []
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write when it starts and stops
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    below = torch_profile(activities=activities, profile_memory=memory) if ops or memory else None
+    if below is not None:
+        below.start()
+    try:
+        _mark(marked)
+        with trace.trace() as log:
+            found.begin(torch.cuda.synchronize if cuda else None)
+            yield found
+            found.finish()
+        _mark(marked)
+    finally:
+        if below is not None:
+            below.stop()
+    device = "cuda" if cuda else "cpu"
+    seen = kineto.read(_exported(below), marked, device) if below is not None else kineto.Seen()
+    found.made = gathered(timeline(log.events, found.marks, seen, device))
+
+
+def _mark(marked: list[float]) -> None:
+    for _ in range(3):
+        with record_function(kineto.MARK):
+            marked.append(trace.now())
+
+
+def _exported(below: torch_profile) -> dict:
+    with tempfile.TemporaryDirectory(prefix="scaling-profile-") as folder:
+        below.export_chrome_trace(path := f"{folder}/trace.json")
+        return json.loads(Path(path).read_text())
+
+
+def timeline(events: Sequence[trace.Event], marks: Sequence[float], seen: kineto.Seen, device: str) -> Timeline:
+    """This rank's, on its own clock, of the events of a trace and of what torch.profiler saw."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    groups: dict[str, tuple[int, ...]] = {"": ()}
+    for name in {event.group for event in events} - {""}:
+        groups[name] = tuple(dist.get_process_group_ranks(process_group(name)))
+    runs = with_transfers([run_of(event, groups[event.group]) for event in events], seen.transfers)
+    ops = seen.ops
+    if device == "cuda":
+        runs, ops = on_device(runs, seen.kernels)
+        marks = [*marks[:-1], max([marks[-1], *(run.end for run in runs)])]
+    return Timeline(rank, tuple(marks), tuple(disjoint(runs)), seen.memory, ops, device)
+
+
+def run_of(event: trace.Event, group: tuple[int, ...]) -> Run:
+    """An event of a trace as a run that holds the calling thread: in the call, and where it is waited for."""
+    end = max(event.end, event.left, event.called)
+    held: tuple[Interval, ...] = ((event.called, end),)
+    if event.async_op:
+        held = ((event.called, event.left or event.start), (event.waited, end) if event.waited else (end, end))
+    before = event.before if isinstance(event.before, tuple) else (event.before,)
+    return Run(
+        str(event), event.op, event.axes, event.called, end, held, " * ".join(map(str, before)), str(event.after),
+        None, event.nbytes or event.memory, event.wire_bytes, event.flops, event.dtype, event.key, group,
+        tuple(group[i] for i in event.peers) if group else (), event.async_op,
+    )  # fmt: skip
+
+
+def with_transfers(runs: Sequence[Run], transfers: Sequence[tuple[str, float, float]]) -> list[Run]:
+    """The runs with gloo's spans: each is that of the first run of its kind which was called before and has none."""
+    runs, waiting = list(runs), list(transfers)
+    for i, run in enumerate(runs):
+        name = GLOO.get(run.op) if run.communicates else None
+        mine = next((t for t in waiting if t[0] == name and run.called <= t[1] <= run.end), None)
+        if mine is not None:
+            waiting.remove(mine)
+            runs[i] = replace(run, transfer=mine[1:])
+    return runs
+
+
+def on_device(runs: Sequence[Run], kernels: Sequence[tuple[float, str, float, float]]):
+    """(runs, ops) on a GPU: lines hold it by the kernels that were launched in them, a collective by what of its
+    transfer no other kernel covers; kernels that were launched between the lines are ops."""
+    mine: list[list[tuple[float, str, float, float]]] = [[] for _ in runs]
+    ops, i = [], 0
+    spans = sorted((held[0], held[1], i) for i, run in enumerate(runs) for held in run.held)
+    for kernel in sorted(kernels):
+        while i < len(spans) and spans[i][1] < kernel[0]:
+            i += 1
+        if i < len(spans) and spans[i][0] <= kernel[0]:
+            mine[spans[i][2]].append(kernel)
+        else:
+            ops.append(kernel[1:])
+    computing = union(
+        [(a, b) for run, own in zip(runs, mine, strict=True) if not run.communicates for _, _, a, b in own]
+        + [(a, b) for _, a, b in ops]
+    )
+    placed = []
+    for run, own in zip(runs, mine, strict=True):
+        busy = union((a, b) for _, _, a, b in own)
+        if not busy:
+            placed.append(replace(run, held=()))
+            continue
+        whole = busy[0][0], busy[-1][1]
+        held = subtract([whole], computing) if run.communicates else busy
+        placed.append(replace(run, called=whole[0], end=whole[1], held=tuple(held),
+                              transfer=whole if run.communicates else None))  # fmt: skip
+    return placed, tuple(ops)
+
+
+def gathered(mine: Timeline) -> tuple[Timeline, ...]:
+    """The timelines of all ranks, in their order, on rank 0's clock."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return (mine,)
+    where = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine.moved(offset_to_first(where)))
+    return tuple(everyone)

@@ -1,0 +1,97 @@
+"""A profile: the timelines of all ranks, and what is asked of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import mean
+
+from scaling.hardware import Chip
+from scaling.profile import chrome, memory, stragglers, table
+from scaling.profile.advice import Suggestion, suggestions
+from scaling.profile.lines import LineTotal, by_line
+from scaling.profile.split import Parts, Split, parts, splits
+from scaling.profile.timeline import Timeline
+from scaling.trace import now
+
+
+@dataclass
+class Profile:
+    """What `profile()` gives. `step()` marks the end of a step; all else is there once the block has ended, the same on
+    every rank. Times are seconds; a `chip` is what predictions are made with (`load_chip("machine.toml")`)."""
+
+    made: tuple[Timeline, ...] = ()
+    marks: list[float] = field(default_factory=list)
+    synchronize: Callable[[], None] | None = None
+
+    def begin(self, synchronize: Callable[[], None] | None = None) -> None:
+        self.synchronize = synchronize
+        self.step()
+
+    def step(self) -> None:
+        """A step ends here; on a GPU its work is waited for."""
+        if self.synchronize is not None:
+            self.synchronize()
+        self.marks.append(now())
+
+    def finish(self) -> None:
+        """The end of the block: of its only step, or of what came after the last one, which then is no step."""
+        if len(self.marks) == 1:
+            self.step()
+
+    @property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """Of all ranks, in their order. ValueError before the block has ended."""
+        if not self.made:
+            raise ValueError("the profile is made at the end of its block\n  fix: ask after `with profile() as p:`")
+        return self.made
+
+    @cached_property
+    def splits(self) -> list[list[Split]]:
+        """Of each rank and run: waiting, exposed and hidden."""
+        return splits(self.timelines)
+
+    def parts(self, rank: int = 0) -> list[Parts]:
+        """Where each step of a rank went."""
+        found = self.timelines[rank]
+        return [parts(found, self.splits[rank], step) for step in found.steps]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the mean over steps and ranks."""
+        return mean(end - start for timeline in self.timelines for start, end in timeline.steps)
+
+    def lines(self) -> list[LineTotal]:
+        """By line of the algorithm, a step's mean over steps and ranks, in the order in which they first run."""
+        return by_line(self.timelines, self.splits)
+
+    def stragglers(self) -> list[stragglers.Straggler]:
+        """Ranks that others wait for, and in which of their lines the time goes; the slowest first."""
+        return stragglers.find(self.timelines, self.splits)
+
+    def suggestions(self, chip: Chip | None = None) -> list[Suggestion]:
+        """What to change, and what it would gain; the largest gain first."""
+        return suggestions(self.timelines, self.splits, chip)
+
+    def memory(self, rank: int = 0) -> list[memory.Moment]:
+        """The memory of live tensors after each line of the first step."""
+        return memory.by_line(self.timelines[rank])
+
+    def table(self, chip: Chip | None = None, dtype: str = "fp32") -> str:
+        """The lines, the parts of a step, stragglers and suggestions, as text of at most 100 columns."""
+        return table.report(self, chip, dtype)
+
+    def save(self, where: "str | Path") -> list[Path]:
+        """Write a trace of all ranks, which ui.perfetto.dev and chrome://tracing open: to FILE.json, or into a folder,
+        with the table beside it. On each rank; call it on one."""
+        path = Path(where)
+        if path.suffix == ".json":
+            return [chrome.write(path, self.timelines, self.splits)]
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "lines.txt").write_text(self.table() + "\n")
+        return [chrome.write(path / "trace.json", self.timelines, self.splits), path / "lines.txt"]
+
+
+def of(timelines: Sequence[Timeline]) -> Profile:
+    """A profile of timelines that were made elsewhere: stored ones, synthetic ones."""
+    return Profile(tuple(timelines))

@@ -1,0 +1,82 @@
+"""A profile as text: the lines, where a step went, who was waited for, what to change. At most 100 columns."""
+
+from collections.abc import Sequence
+from statistics import mean
+from textwrap import wrap
+from typing import Any
+
+from tabulate import tabulate
+
+from scaling.hardware import Chip
+from scaling.profile.lines import LineTotal
+from scaling.profile.split import Parts
+
+COLUMNS = 100
+
+
+def report(profile: Any, chip: Chip | None = None, dtype: str = "fp32") -> str:
+    """All of a `Profile`."""
+    parts = [profile.parts(rank) for rank in range(len(profile.timelines))]
+    text = [lines(profile.lines(), chip, dtype), steps(parts)]
+    if slow := profile.stragglers():
+        text.append("\n".join(["slow ranks", *(f"  {each}" for each in slow)]))
+    if advice := profile.suggestions(chip):
+        text.append("\n".join(["to change", *(f"  {i}. {each}" for i, each in enumerate(advice, 1))]))
+    return "\n\n".join(folded(part) for part in text)
+
+
+def lines(totals: Sequence[LineTotal], chip: Chip | None, dtype: str) -> str:
+    """The lines by what they took in a step: milliseconds in which they held the rank, of a collective split."""
+    heads = ["line", "calls", "ms", "exposed", "hidden", "waiting", "GFLOP", "MB"]
+    heads += ["predicted", "of roof"] if chip else []
+    rows = [row(total, chip, dtype) for total in totals]
+    rest = [max(len(head) + 2, *(len(row[i]) for row in rows)) for i, head in enumerate(heads)][1:] if rows else []
+    wide = max(24, COLUMNS - sum(rest) - 2 * len(rest))  # tabulate gives a head two columns more
+    rows = [["\n".join(wrap(name, wide, subsequent_indent="  ")), *cells] for name, *cells in rows]
+    align = ["left", *["right"] * (len(heads) - 1)]
+    return tabulate(rows, heads, "simple", colalign=align if rows else None, disable_numparse=True)
+
+
+def row(total: LineTotal, chip: Chip | None, dtype: str) -> list[str]:
+    moves = total.run.communicates
+    waiting = f"{total.waiting * 1e3:.2f}" + (f" for {total.behind}" if total.behind is not None else "")
+    calls = f"{total.calls:.0f}" if abs(total.calls - round(total.calls)) < 0.01 else f"{total.calls:.1f}"
+    cells = [total.line, calls, f"{total.seconds * 1e3:.2f}"]
+    cells += [f"{total.exposed * 1e3:.2f}", f"{total.hidden * 1e3:.2f}", waiting] if moves else [""] * 3
+    cells += [f"{total.flops / 1e9:.3f}" if total.flops else "", f"{total.nbytes / 1e6:.2f}" if total.nbytes else ""]
+    if chip:
+        predicted, took = total.predicted(chip, dtype), total.exposed + total.hidden if moves else total.seconds
+        cells += ["", ""] if not predicted else [f"{predicted * 1e3:.2f}", f"{predicted / took:.0%}" if took else ""]
+    return cells
+
+
+PARTS = (
+    ("products", "products"),
+    ("communication exposed", "exposed"),
+    ("waiting for others", "waiting"),
+    ("operations between lines", "between"),
+    ("between operations", "python"),
+    ("a step", "step"),
+    ("communication hidden", "hidden"),
+)
+
+
+def steps(parts: Sequence[Sequence[Parts]]) -> str:
+    """Where a step went on each rank (at most six are shown), in milliseconds: the mean over its steps."""
+    shown = parts[:6]
+    rows = [
+        [name, *(f"{mean(getattr(each, part) for each in mine) * 1e3:.2f}" for mine in shown)] for name, part in PARTS
+    ]
+    heads = ["ms a step", *(f"rank {rank}" for rank in range(len(shown)))]
+    return tabulate(rows, heads, "simple", colalign=["left", *["right"] * len(shown)], disable_numparse=True)
+
+
+def folded(text: str) -> str:
+    """Long lines continued on the next ones."""
+    found = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())] + "    "
+        found += (
+            wrap(line, COLUMNS, subsequent_indent=indent, break_on_hyphens=False) if len(line) > COLUMNS else [line]
+        )
+    return "\n".join(found)

@@ -1,0 +1,144 @@
+"""A profile of real steps: one of a rank alone, and of two ranks of which one is slow."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from scaling import trace
+from scaling.collectives import all_reduce, einsum
+from scaling.mesh import Mesh
+from scaling.profile import kineto, profile
+from scaling.profile.record import on_device, run_of, with_transfers
+from scaling.profile.timeline import Run
+
+LINE = "A[I, J] * B[J, K] -> C[I, K]"
+DELAY, STEPS = 0.03, 5
+
+
+def test_one_process(tmp_path):
+    """Memory by line is what the tensors take; the parts are the step as a clock outside has it; files are written."""
+    a, b = torch.randn(256, 128), torch.randn(128, 512)
+    einsum(LINE, a, b)
+    with profile() as p:
+        began = time.perf_counter()
+        c = einsum(LINE, a, b)
+        torch.relu_(c)
+        d = torch.ones(1000)
+        p.step()
+        took = time.perf_counter() - began
+    (part,) = p.parts()
+    assert part.step == pytest.approx(took, rel=0.02, abs=2e-4)
+    assert part.total == pytest.approx(part.step, rel=1e-9)
+    assert part.between > 0
+    assert part.waiting == part.exposed == part.hidden == 0
+    (line,) = p.lines()
+    assert (line.calls, line.flops) == (1, 2 * 256 * 128 * 512)
+    assert line.nbytes == a.nbytes + b.nbytes + c.nbytes
+    begun, product = p.memory()
+    assert (begun.live, product.live, product.peak) == (0, c.nbytes, c.nbytes + d.nbytes)
+    text = p.table()
+    assert str(line.line) in text
+    assert max(map(len, text.splitlines())) <= 100
+    p.save(tmp_path)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e.get("tid") == 0 and e["ph"] == "X"] == [line.line]
+
+
+def test_nothing_is_recorded_without_one():
+    with profile() as p:
+        pass
+    einsum(LINE, torch.ones(2, 2), torch.ones(2, 2))
+    assert p.timelines[0].runs == ()
+    assert not trace.active()
+
+
+def test_what_is_not_there_yet_is_said():
+    with pytest.raises(ValueError, match="at the end of its block"), profile() as p:
+        p.table()
+
+
+def slow_rank(mesh):
+    """Rank 1 sleeps before its second product in each step."""
+    x, W = torch.randn(64, 64), torch.randn(64, 64)
+    with profile(memory=False) as p:
+        for _ in range(STEPS):
+            y = einsum("x[B, D_X] * W[D_X, F] -> y[B, F] {U_X}", x, W)
+            y = all_reduce("y[B, F] {U_X} -> y[B, F]", y, mesh)
+            if mesh.rank == 1:
+                time.sleep(DELAY)
+            z = einsum("y[B, F] * W[F, D] -> z[B, D]", y, W)
+            all_reduce("z[B, D] {U_X} -> z[B, D]", z, mesh)
+            p.step()
+    (slow,), lines = p.stragglers(), {line.line: line for line in p.lines()}
+    sums = [abs(part.total - part.step) for rank in (0, 1) for part in p.parts(rank)]
+    return slow, lines["z[B, D] = AllReduce_X(z[B, D] {U_X})"], max(sums), p.suggestions()[0]
+
+
+def test_a_slow_rank_is_named_with_its_line(ranks):
+    for slow, line, off, first in ranks(slow_rank, {"X": 2}):
+        assert (slow.rank, slow.line, slow.inside) == (1, "z[B, D] = y[B, F] * W[F, D]", False)
+        assert slow.seconds == pytest.approx(DELAY, rel=0.3)  # the machine may be busy; benchmarks/planted.py says 10%
+        assert line.behind == 1
+        assert line.waiting == pytest.approx(DELAY / 2, rel=0.5)  # one of two ranks waits
+        assert off < 1e-9
+        assert first.kind == "straggler"
+
+
+def span(name, start, seconds, cat="cpu_op", tid=1, **args):
+    return {"ph": "X", "name": name, "ts": start * 1e6, "dur": seconds * 1e6, "cat": cat, "tid": tid, "args": args}
+
+
+def test_what_the_profiler_exports_is_read():
+    """On a clock 1,000 s ahead: nested operations, other threads, gloo's spans, memory of both devices."""
+    memory = [{"ph": "i", "name": "[memory]", "ts": t * 1e6, "args": {"Bytes": n, "Device Type": d}, "tid": 1}
+              for t, n, d in ((1001, 8, 0), (1002, -8, 0), (1003, 64, 1))]  # fmt: skip
+    events = [
+        span(kineto.MARK, 1000.0, 2.0, "user_annotation"),
+        span("aten::linear", 1003.0, 2.0),
+        span("aten::mm", 1003.5, 1.0),
+        span("aten::mm", 1005.5, 1.0),
+        span("aten::other", 1003.0, 1.0, tid=2),
+        span("gloo:all_reduce", 1004.0, 1.0, "user_annotation", tid=7),
+    ]
+    seen = kineto.read({"traceEvents": [*events, *memory]}, [1.0])
+    assert seen.ops == (("aten::linear", 3.0, 5.0), ("aten::mm", 5.5, 6.5))
+    assert seen.memory == ((1.0, 8), (2.0, -8))
+    assert seen.transfers == (("gloo:all_reduce", 4.0, 5.0),)
+
+
+def test_kernels_belong_to_the_line_that_launched_them():
+    """A product and an AllReduce launched at once, run later: of the transfer, 3 to 7, what the product and the
+    operation after it do not cover is exposed."""
+    events = [span(kineto.MARK, 0.0, 0.0, "user_annotation")]
+    for number, (name, launched, start, seconds) in enumerate(
+        [("gemm", 0.1, 2.0, 2.0), ("ncclKernel_AllReduce", 0.3, 3.0, 4.0), ("gelu", 0.5, 4.5, 1.0)]
+    ):
+        events += [span("cudaLaunchKernel", launched, 0.01, "cuda_runtime", correlation=number),
+                   span(name, start, seconds, "kernel", tid=9, correlation=number)]  # fmt: skip
+    seen = kineto.read({"traceEvents": events}, [0.0], "cuda")
+    product = Run("P", "Einsum", (), 0.0, 0.2, ((0.0, 0.2),))
+    reduce = Run("C", "AllReduce", ("X",), 0.2, 0.4, ((0.2, 0.4),), group=(0, 1))
+    (product, reduce), ops = on_device([product, reduce], seen.kernels)
+    assert product.held == ((2.0, 4.0),)
+    assert ops == (("gelu", 4.5, 5.5),)
+    assert reduce.transfer == (3.0, 7.0)
+    assert reduce.held == ((4.0, 4.5), (5.5, 7.0))
+
+
+def test_an_asynchronous_line_holds_the_rank_in_its_call_and_its_wait():
+    spec = trace.Event(
+        "AllReduce", ("X",), (), "A[B]", async_op=True, called=1.0, start=1.5, left=2.0, waited=5.0, end=6.0
+    )
+    run = run_of(spec, (0, 1))
+    assert run.held == ((1.0, 2.0), (5.0, 6.0))
+    (placed,) = with_transfers([run], [("gloo:all_reduce", 0.5, 0.6), ("gloo:all_reduce", 1.6, 5.9)])
+    assert placed.transfer == (1.6, 5.9)
+
+
+def test_a_mesh_of_one_device_communicates_nothing():
+    mesh = Mesh({"X": 1})
+    with profile(ops=False, memory=False) as p:
+        all_reduce("A[I] {U_X} -> A[I]", torch.ones(4), mesh)
+    assert [run.communicates for run in p.timelines[0].runs] == [False]
