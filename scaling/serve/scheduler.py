@@ -1,0 +1,228 @@
+"""Continuous batching as a state machine: `step(state, events) -> (state, actions)`, a pure function. No torch.
+
+The engine, the simulator and the planner drive the same function, so that their steps are the same and only the times
+differ. What happens to a request:
+    Arrive -> waiting -> (Admit: it gets pages, some by a prefix hit) -> Run, Run, ... -> Finish
+                 ^                                                        |
+                 +------ no page is left: the youngest is preempted ------+
+A request has tokens (its prompt and what it has given), of which the first `computed` are in the cache. A step computes
+some of the others; the step that reaches the last one gives the next. So prefill, a chunk of it, decode, and prefill
+again after a preemption are one thing. Requests are served in the order in which they came: who is older never waits
+for a page that someone younger holds, and so none starves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from scaling.serve.pages import Pool
+from scaling.serve.policies import DECODE, POLICIES, PREFILL, Progress
+from scaling.serve.states import (
+    Action,
+    Admit,
+    Arrive,
+    Cancel,
+    Done,
+    Event,
+    Finish,
+    Live,
+    Move,
+    Options,
+    Preempt,
+    Request,
+    Run,
+    State,
+    Work,
+)
+
+
+def initial(options: Options) -> State:
+    """No request, all pages free. Only the worker that prefills keeps pages for prefix hits."""
+    sizes = dict.fromkeys(POLICIES[options.policy].workers, options.pages)
+    if DECODE in sizes:
+        sizes[DECODE] = options.decode_pages or options.pages
+    pools = {w: Pool(total, options.page, options.prefix and w != DECODE) for w, total in sizes.items()}
+    return State(options, pools=pools)
+
+
+def step(state: State, events: Sequence[Event]) -> tuple[State, list[Action]]:
+    """What has happened, and what is to be done now: a Run for each worker that is idle and has something to do.
+
+    ValueError for an id that is there already, and for a Done or Moved that nothing waits for.
+    """
+    new = replace(
+        state,
+        tick=state.tick + 1,
+        live=state.live.copy(),
+        pools={worker: pool.copy() for worker, pool in state.pools.items()},
+        busy=state.busy.copy(),
+    )
+    actions: list[Action] = []
+    for event in events:
+        if isinstance(event, Arrive):
+            _arrive(new, event.request, actions)
+        elif isinstance(event, Cancel):
+            _cancel(new, event.id, actions)
+        elif isinstance(event, Done):
+            _done(new, event, actions)
+        else:
+            _moved(new, event.id, actions)
+    _admit(new, actions)
+    _move(new, actions)
+    for worker in new.policy.workers:
+        if worker not in new.busy and (works := _works(new, worker, actions)):
+            new.busy[worker] = works
+            actions.append(Run(worker, works))
+    return new, actions
+
+
+def refusal(request: Request, options: Options) -> str | None:
+    """Why a request can never be served, if it cannot."""
+    if not request.prompt:
+        return "an empty prompt"
+    if request.max_new_tokens < 1:
+        return f"max_new_tokens={request.max_new_tokens}, which must be at least 1"
+    if (length := len(request.prompt) + request.max_new_tokens) > options.length:
+        return f"{length} tokens with the completion, where {options.length} fit"
+    return None
+
+
+def _arrive(state: State, request: Request, actions: list[Action]) -> None:
+    if request.id in state.live:
+        raise ValueError(f"request {request.id} is there already")
+    if why := refusal(request, state.options):
+        actions.append(Finish(request.id, (), f"refused: {why}"))
+    else:
+        state.live[request.id] = Live(request)
+
+
+def _cancel(state: State, id: int, actions: list[Action]) -> None:
+    """At once, or when the step or the move that it is in is over. Unknown ids are done already."""
+    if id not in state.live:
+        return
+    live = state.live[id]
+    if live.target is not None or any(work.id == id for works in state.busy.values() for work in works):
+        state.live[id] = replace(live, cancelled=True)
+    else:
+        _finish(state, id, "cancelled", actions)
+
+
+def _release(state: State, live: Live) -> None:
+    if live.where is not None:
+        state.pools[live.where].release(live.pages, state.tick)
+
+
+def _finish(state: State, id: int, reason: str, actions: list[Action]) -> None:
+    live = state.live.pop(id)
+    _release(state, live)
+    actions.append(Finish(id, live.out, reason))
+
+
+def _done(state: State, event: Done, actions: list[Action]) -> None:
+    if event.worker not in state.busy:
+        raise ValueError(f"{event.worker} is idle, and cannot be done")
+    for work in state.busy.pop(event.worker):
+        live, pool = state.live[work.id], state.pools[event.worker]
+        computed = work.start + len(work.tokens)
+        pages = pool.share(list(work.pages), live.tokens[:computed], work.start // pool.size, state.tick)
+        out = (*live.out, event.tokens[work.id]) if work.sample and not live.cancelled else live.out
+        state.live[work.id] = live = replace(live, out=out, computed=computed, pages=tuple(pages))
+        if live.cancelled:
+            _finish(state, work.id, "cancelled", actions)
+        elif work.sample and out[-1] in live.request.stop:
+            _finish(state, work.id, "stop", actions)
+        elif len(out) == live.request.max_new_tokens:
+            _finish(state, work.id, "length", actions)
+
+
+def _moved(state: State, id: int, actions: list[Action]) -> None:
+    live = state.live.get(id)
+    if live is None or live.target is None:
+        raise ValueError(f"request {id} is not being moved")
+    _release(state, live)
+    state.live[id] = replace(live, where=DECODE, pages=live.target, target=None)
+    if live.cancelled:
+        _finish(state, id, "cancelled", actions)
+
+
+def _move(state: State, actions: list[Action]) -> None:
+    """Prompts that are computed go to the worker that decodes, in the order of arrival, while there is room."""
+    if DECODE not in state.pools:
+        return
+    pool = state.pools[DECODE]
+    there = sum(live.where == DECODE or live.target is not None for live in state.live.values())
+    for id, live in state.live.items():
+        if live.where != PREFILL or live.target is not None or not live.out or live.todo > 1:
+            continue
+        if there == state.options.slots or pool.room() < (need := pool.count(live.computed + 1)):
+            break
+        there += 1
+        state.live[id] = replace(live, target=tuple(pool.take(need)))
+        actions.append(Move(id, live.computed, live.pages, state.live[id].target or ()))
+
+
+def _admit(state: State, actions: list[Action]) -> None:
+    """The oldest that wait, while the policy has slots and there are pages for all their tokens.
+
+    The pages that those in slots need for their next token are left to them.
+    """
+    worker = state.policy.workers[0]
+    pool, running = state.pools[worker], [live for live in state.live.values() if live.where == worker]
+    kept = sum(max(0, pool.count(len(live.tokens)) - len(live.pages)) for live in running if worker != PREFILL)
+    for _ in range(state.policy.admit(len(running), state.options.slots)):
+        id = next((id for id, live in state.live.items() if live.where is None), None)
+        if id is None:
+            return
+        live = state.live[id]
+        hit = pool.match(live.tokens)
+        need = pool.count(len(live.tokens)) - len(hit)
+        if pool.room(hit) < need + kept:
+            return
+        pool.hold(hit, state.tick)
+        cached = len(hit) * pool.size
+        state.live[id] = replace(live, computed=cached, pages=(*hit, *pool.take(need)), where=worker)
+        actions.append(Admit(id, cached))
+
+
+def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]:
+    """What the policy picks of those on this worker, once each has its pages; the youngest make room for the older."""
+    mine = [id for id, live in state.live.items() if live.where == worker and live.target is None]
+    if worker == PREFILL:  # those that are done wait to be moved
+        mine = [id for id in mine if state.live[id].todo > 1 or not state.live[id].out]
+    running = [Progress(id, state.live[id].todo, bool(state.live[id].out)) for id in mine]
+    picked = dict(state.policy.pick(worker, running, state.options.budget))
+    arriving = worker == DECODE and any(live.target is not None for live in state.live.values())
+    for id in list(picked):
+        while id in picked and not _has_pages(state, id, picked[id]):
+            if arriving and mine[-1] == id:  # someone younger is on the way with pages: wait for it
+                del picked[id]
+                break
+            youngest = mine.pop()
+            picked.pop(youngest, None)
+            _preempt(state, youngest, actions)
+    works = []
+    for id, count in picked.items():
+        live = state.live[id]
+        end = live.computed + count
+        tokens = live.tokens
+        works.append(Work(id, live.computed, tokens[live.computed : end], live.pages, end == len(tokens)))
+    return tuple(works)
+
+
+def _has_pages(state: State, id: int, count: int) -> bool:
+    """Gives a request the pages for its next tokens, if there is room."""
+    live = state.live[id]
+    pool = state.pools[live.where or ""]
+    need = pool.count(live.computed + count) - len(live.pages)
+    if need > 0:
+        if pool.room() < need:
+            return False
+        state.live[id] = replace(live, pages=(*live.pages, *pool.take(need)))
+    return True
+
+
+def _preempt(state: State, id: int, actions: list[Action]) -> None:
+    """Back to waiting, at its place by age; its full pages may still be there when it comes again."""
+    live = state.live[id]
+    _release(state, live)
+    state.live[id] = replace(live, computed=0, pages=(), where=None)
+    actions.append(Preempt(id))

@@ -1,0 +1,170 @@
+"""A trace of requests through the scheduler, in time: discrete events. No torch.
+
+`drive` is the loop that both the engine and the simulator run: events in the order of time, one call of
+`scheduler.step`, its actions handed to `execute`, which says how long each takes and what it gives. The engine computes
+and measures; the simulator asks a cost model. So their steps are the same and only the times differ.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from scaling.serve import scheduler
+from scaling.serve.states import (
+    Action,
+    Admit,
+    Arrive,
+    Cancel,
+    Done,
+    Event,
+    Finish,
+    Move,
+    Moved,
+    Options,
+    Preempt,
+    Request,
+    Run,
+    State,
+)
+
+
+class Span(NamedTuple):
+    """A Run or a Move and when it was under way, in seconds."""
+
+    start: float
+    end: float
+    action: Run | Move
+
+
+@dataclass
+class Times:
+    """One request's: when it came, and when each of its tokens was there."""
+
+    arrival: float
+    tokens: tuple[int, ...] = ()
+    at: list[float] = field(default_factory=list)
+    reason: str = ""
+    end: float = math.nan
+    cached: int = 0
+    preempted: int = 0
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, seconds."""
+        return self.at[0] - self.arrival if self.at else math.nan
+
+    @property
+    def tpot(self) -> float:
+        """Mean time per output token after the first, seconds; nan with fewer than two."""
+        return (self.at[-1] - self.at[0]) / (len(self.at) - 1) if len(self.at) > 1 else math.nan
+
+
+@dataclass(frozen=True)
+class Served:
+    """What was run, in the order of its start, and each request's times."""
+
+    spans: tuple[Span, ...]
+    requests: Mapping[int, Times]
+
+    @property
+    def steps(self) -> list[Run | Move]:
+        """The actions without their times."""
+        return [span.action for span in self.spans]
+
+    @property
+    def seconds(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens a second, over all."""
+        return sum(len(times.at) for times in self.requests.values()) / self.seconds if self.spans else 0.0
+
+    def percentile(self, what: str, percent: float) -> float:
+        """Of "ttft" or "tpot", over the requests that have one: the least value that so many percent do not exceed."""
+        values = sorted(v for v in (getattr(t, what) for t in self.requests.values()) if not math.isnan(v))
+        return values[max(0, math.ceil(len(values) * percent / 100) - 1)] if values else math.nan
+
+
+Execute = Callable[[Run | Move], tuple[float, dict[int, int]]]
+Arrival = tuple[float, Request]
+
+
+def drive(
+    arrivals: Iterable[Arrival],
+    options: Options,
+    execute: Execute,
+    *,
+    cancel: Sequence[tuple[float, int]] = (),
+    on_token: Callable[[int, int], bool] | None = None,
+    watch: Callable[[State, list[Action]], Any] | None = None,
+) -> Served:
+    """Serve [(seconds, request)] until all are finished. execute(Run or Move) -> (seconds, {id: token}).
+
+    Events at the same time are one step's. `cancel`: [(seconds, id)]. on_token(id, token) -> True ends a request, with
+    the reason "stop": for what token ids cannot say, such as strings. `watch` sees every state and its actions.
+    """
+    number = itertools.count()
+    queue: list[tuple[float, int, Event]] = [(t, next(number), Arrive(r)) for t, r in arrivals]
+    queue += [(t, next(number), Cancel(id)) for t, id in cancel]
+    times = {event.request.id: Times(t) for t, _, event in queue if isinstance(event, Arrive)}
+    heapq.heapify(queue)
+    state, spans, stopped = scheduler.initial(options), [], set()
+    while queue:
+        now, events = queue[0][0], []
+        while queue and queue[0][0] == now:
+            events.append(heapq.heappop(queue)[2])
+        for event in [event for event in events if isinstance(event, Done)]:
+            for id, token in event.tokens.items():
+                if state.live[id].cancelled or id in stopped:
+                    continue
+                times[id].at.append(now)
+                if on_token is not None and on_token(id, token):
+                    stopped.add(id)
+                    events.append(Cancel(id))
+        state, actions = scheduler.step(state, events)
+        if watch is not None:
+            watch(state, actions)
+        for action in actions:
+            if isinstance(action, Run | Move):
+                seconds, tokens = execute(action)
+                spans.append(Span(now, now + seconds, action))
+                event = Done(action.worker, tokens) if isinstance(action, Run) else Moved(action.id)
+                heapq.heappush(queue, (now + seconds, next(number), event))
+            elif isinstance(action, Admit):
+                times[action.id].cached = max(times[action.id].cached, action.cached)
+            elif isinstance(action, Preempt):
+                times[action.id].preempted += 1
+            elif isinstance(action, Finish):
+                done = times[action.id]
+                done.tokens, done.end = action.tokens, now
+                done.reason = "stop" if action.id in stopped else action.reason
+    return Served(tuple(spans), times)
+
+
+Cost = Callable[[Run | Move], float]
+
+
+def simulate(
+    arrivals: Iterable[Arrival],
+    options: Options,
+    cost: Cost,
+    *,
+    cancel: Sequence[tuple[float, int]] = (),
+    token: Callable[[int, int], int] | None = None,
+) -> Served:
+    """The same steps as the engine's, with cost(action) seconds for each. Nothing is computed.
+
+    token(id, position) says what a request gives at a place in its sequence, where that matters: for stop tokens, and
+    for prefix hits on completions. By default it is a number that no prompt has.
+    """
+    give = token or (lambda id, position: -1 - id)
+
+    def execute(action: Run | Move) -> tuple[float, dict[int, int]]:
+        works = action.works if isinstance(action, Run) else ()
+        return cost(action), {w.id: give(w.id, w.start + len(w.tokens)) for w in works if w.sample}
+
+    return drive(arrivals, options, execute, cancel=cancel)

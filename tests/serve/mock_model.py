@@ -1,0 +1,163 @@
+"""A model of whole numbers that reads and writes pages as the real one does, and random traces over tiny pools.
+
+The next token is a sum over all tokens before it, read back from the pages: `(7 + sum (i + 1) (t_i + 1)) mod V`. So a
+page that was written by two, read after it was freed, or not moved shows as a wrong token, or at once: each place of a
+page knows which prefix of tokens it belongs to, and a read that finds another prefix raises.
+"""
+
+import random
+from collections import Counter
+
+from scaling.serve import scheduler
+from scaling.serve.simulate import drive
+from scaling.serve.states import Admit, Move, Options, Request, Run
+
+V = 5
+
+
+def next_token(tokens) -> int:
+    return (7 + sum((i + 1) * (t + 1) for i, t in enumerate(tokens))) % V
+
+
+def alone(request: Request) -> tuple[int, ...]:
+    """The completion of a request that has everything to itself."""
+    out: list[int] = []
+    while len(out) < request.max_new_tokens and not (out and out[-1] in request.stop):
+        out.append(next_token([*request.prompt, *out]))
+    return tuple(out)
+
+
+class Memory:
+    """One worker's pages: at each place the token there and a fingerprint of all the tokens up to it."""
+
+    def __init__(self, page: int):
+        self.page, self.at = page, {}
+
+    def write(self, pages, start: int, tokens) -> None:
+        before = self.read(pages, start)
+        for i, token in enumerate(tokens, start):
+            before = (*before, token)
+            self.at[pages[i // self.page], i % self.page] = before
+
+    def read(self, pages, count: int) -> tuple[int, ...]:
+        """The first `count` tokens, whose fingerprints must be each other's prefixes."""
+        found: tuple[int, ...] = ()
+        for i in range(count):
+            there = self.at[pages[i // self.page], i % self.page]
+            assert there[:-1] == found, f"page {pages[i // self.page]} holds another request's tokens"
+            found = there
+        return found
+
+
+class Audited:
+    """execute and watch for `drive`: computes with the memories, and checks every state and every action."""
+
+    def __init__(self, options: Options, chance: random.Random):
+        self.options, self.chance = options, chance
+        self.memories = {worker: Memory(options.page) for worker in scheduler.initial(options).pools}
+        self.writing: dict[str, dict[int, int]] = {}
+        self.counts: Counter[str] = Counter()
+        self.hits: list[tuple[int, int, int]] = []  # (id, what was hit, what brute force finds)
+        self.before = scheduler.initial(options)
+
+    def execute(self, action):
+        seconds = self.chance.choice([0.0, 1.0, 1.0, 2.5])
+        if isinstance(action, Move):
+            source, target = self.memories["prefill"], self.memories["decode"]
+            target.write(action.target, 0, source.read(action.source, action.tokens))
+            return seconds, {}
+        memory, tokens = self.memories[action.worker], {}
+        written = Counter(page for work in action.works for page in set(work.pages[work.start // self.options.page :]))
+        assert all(n == 1 for n in written.values()), "a page is written by two"
+        for work in action.works:
+            assert work.tokens
+            memory.write(work.pages, work.start, work.tokens)
+        for work in action.works:
+            if work.sample:
+                tokens[work.id] = next_token(memory.read(work.pages, work.start + len(work.tokens)))
+        return seconds, tokens
+
+    def watch(self, state, actions):
+        for worker, pool in state.pools.items():
+            assert len(pool.free) + pool.held + pool.cached == pool.total
+            assert len(set(pool.free)) == len(pool.free)
+            assert not set(pool.free) & (set(pool.refs) | set(pool.edges))
+            holders = Counter(p for live in state.live.values() if live.where == worker for p in live.pages)
+            holders += Counter(p for live in state.live.values() if worker == "decode" for p in live.target or ())
+            assert holders == Counter(pool.refs), "reference counts are not the holders"
+            for page, (parent, tokens, _) in pool.edges.items():
+                assert pool.children[parent, tokens] == page
+                assert len(tokens) == pool.size
+                assert parent == -1 or parent in pool.edges
+                assert parent == -1 or page not in pool.refs or parent in pool.refs
+            assert len(pool.children) == len(pool.edges) == len(pool.used)
+            self.counts["evictions"] += len(self.before.pools[worker].edges.keys() - pool.edges.keys())
+        for action in actions:
+            self.counts[type(action).__name__] += 1
+            if isinstance(action, Admit):
+                self._count_hit(state, action)
+            if isinstance(action, Run):
+                self.counts["chunks"] += sum(not work.sample for work in action.works)
+        self.before = state
+
+    def _count_hit(self, state, action):
+        """By brute force: the longest run of whole pages of these tokens, at most all but one, that the trie spells."""
+        pool, tokens = state.pools[state.policy.workers[0]], state.live[action.id].tokens
+        spelled = set()
+        for page in pool.edges:
+            parts, at = [], page
+            while at != -1:
+                parent, part, _ = pool.edges[at]
+                parts.append(part)
+                at = parent
+            spelled.add(tuple(t for part in reversed(parts) for t in part))
+        whole = range(0, len(tokens), pool.size)
+        best = max((n for n in whole if n == 0 or tokens[:n] in spelled), default=0)
+        self.counts["hits"] += action.cached > 0
+        self.counts["full hits"] += best > 0 and best + pool.size >= len(tokens) and len(tokens) % pool.size == 0
+        self.hits.append((action.id, action.cached, best))
+
+
+def trace(seed: int, policy: str | None = None):
+    """A random trace: (options, [(time, request)], [(time, id)])."""
+    chance = random.Random(seed)
+    page = chance.choice([1, 2, 3, 4])
+    options = Options(
+        pages=chance.randint(4, 12), page=page, slots=chance.randint(1, 4), budget=chance.randint(1, 8),
+        policy=policy or chance.choice(["static", "interleaved", "chunked", "disaggregated"]),
+        prefix=chance.random() < 0.8, decode_pages=chance.choice([None, chance.randint(4, 12)]),
+    )  # fmt: skip
+    stems = [tuple(chance.randrange(V) for _ in range(chance.choice([page, 2 * page]))) for _ in range(2)]
+    arrivals, cancel = [], []
+    for id in range(chance.randint(2, 9)):
+        stem = chance.choice([*stems, ()])
+        prompt = stem + tuple(chance.randrange(V) for _ in range(chance.choice([0, 0, 1, page, chance.randint(1, 5)])))
+        stop = frozenset({chance.randrange(V)}) if chance.random() < 0.3 else frozenset()
+        when = chance.choice([0.0, 0.0, 1.0, chance.uniform(0, 12)])
+        arrivals.append((when, Request(id, prompt or (1,), chance.randint(1, 8), stop)))
+        if chance.random() < 0.2:
+            cancel.append((when + chance.choice([0.0, 1.0, chance.uniform(0, 9)]), id))
+    return options, arrivals, cancel
+
+
+def run(seed: int, policy: str | None = None) -> Counter:
+    """One trace, audited; how often what happened."""
+    options, arrivals, cancel = trace(seed, policy)
+    requests = [request for _, request in arrivals]
+    audited = Audited(options, random.Random(seed + 1))
+    served = drive(arrivals, options, audited.execute, cancel=cancel, watch=audited.watch)
+    cancelled = {id for _, id in cancel}
+    for request in requests:
+        times, wanted = served.requests[request.id], alone(request)
+        if scheduler.refusal(request, options):
+            assert times.reason.startswith("refused"), times
+        elif times.reason == "cancelled":
+            assert request.id in cancelled
+            assert times.tokens == wanted[: len(times.tokens)]
+        else:
+            assert times.tokens == wanted, (seed, request, times)
+            assert times.reason == ("stop" if wanted[-1] in request.stop else "length")
+        audited.counts[times.reason.split(":")[0]] += 1
+    assert all(hit == best for _, hit, best in audited.hits if options.prefix), audited.hits
+    assert not audited.before.live, "a request is starved"
+    return audited.counts

@@ -1,0 +1,238 @@
+"""The scheduler: random traces with a model of whole numbers, planted mistakes, bugs that others published."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import mock_model
+import pytest
+
+from scaling.serve.pages import ROOT, Pool
+from scaling.serve.scheduler import initial, step
+from scaling.serve.simulate import simulate
+from scaling.serve.states import Admit, Arrive, Cancel, Done, Finish, Options, Preempt, Request, Run
+
+
+def test_random_traces():
+    """More by `engine_sweep.py`. Each thing must have happened."""
+    total = sum((mock_model.run(seed) for seed in range(300)), mock_model.Counter())
+    for what in ("Preempt", "Move", "evictions", "hits", "full hits", "chunks", "cancelled", "stop", "refused"):
+        assert total[what] > 20, (what, total)
+
+
+def _stale(self, count):
+    unheld = [page for page in self.edges if page not in self.refs][:count]
+    for page in unheld:
+        del self.edges[page], self.used[page]
+        self.free.append(page)
+
+
+def _whole(self, tokens):
+    found, parent = [], ROOT
+    for end in range(self.size, len(tokens) + 1, self.size):
+        page = self.children.get((parent, tuple(tokens[end - self.size : end])))
+        if page is None:
+            break
+        found.append(page)
+        parent = page
+    return found
+
+
+def _flat(self, tokens):
+    found = []
+    for end in range(self.size, len(tokens), self.size):
+        same = [p for (_, part), p in self.children.items() if part == tuple(tokens[end - self.size : end])]
+        if not same:
+            break
+        found.append(same[0])
+    return found
+
+
+def _unshared(self, pages, tokens, first, tick):
+    for i in range(first, len(tokens) // self.size):
+        key = pages[i - 1] if i else ROOT, tuple(tokens[i * self.size : (i + 1) * self.size])
+        if self.children.setdefault(key, pages[i]) == pages[i]:
+            self.edges[pages[i]], self.used[pages[i]] = (*key, i), tick
+    return pages
+
+
+def _forgotten(self, pages, tick):
+    for page in pages:
+        self.refs.pop(page, None)
+        if page not in self.edges:
+            self.free.append(page)
+
+
+MISTAKES = {
+    "nano-vllm#163: a page that is taken again is still found under its old tokens": ("_evict", _stale),
+    "nano-vllm#144: a prompt that is cached whole has nothing left to compute": ("match", _whole),
+    "a page is found by its own tokens, whatever stands before": ("match", _flat),
+    "sglang#35270: pages of the trie whose parents nobody holds": ("share", _unshared),
+    "nano-vllm#217: what one releases is free, though others hold it": ("release", _forgotten),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_mistakes_are_found(name, monkeypatch):
+    """Bugs of other engines, put into this one: the traces must fail."""
+    monkeypatch.setattr(Pool, *MISTAKES[name])
+    with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
+        sum((mock_model.run(seed) for seed in range(300)), mock_model.Counter())
+
+
+def drained(state, events=()):
+    """(state, actions) of all steps until nothing runs, each worker done at once, giving token 9."""
+    log, todo = [], list(events)
+    while True:
+        state, actions = step(state, todo)
+        log += actions
+        todo = [Done(a.worker, {w.id: 9 for w in a.works if w.sample}) for a in actions if isinstance(a, Run)]
+        if not todo:
+            return state, log
+
+
+@pytest.mark.parametrize("policy", ["static", "interleaved", "chunked", "disaggregated"])
+def test_nano_vllm_144_a_prompt_that_is_cached_whole(policy):
+    """Its length a multiple of the page: the last page is computed again, no step has zero tokens, no page is shared
+    and written."""
+    options = Options(pages=6, page=4, policy=policy)
+    prompt = (1, 2, 3, 4, 5, 6, 7, 8)
+    arrivals = [(0.0, Request(0, prompt, 1)), (10.0, Request(1, prompt, 1))]
+    served = simulate(arrivals, options, lambda action: 1.0)
+    assert served.requests[1].cached == 4
+    first, second = (run.works[0] for run in served.steps)
+    assert second.start == 4 and second.tokens == (5, 6, 7, 8) and second.pages[0] == first.pages[0]  # noqa: PT018
+    assert second.pages[1] != first.pages[1]
+
+
+def test_nano_vllm_144_a_preempted_request_is_not_new():
+    """It keeps what it has given, and computes it again as part of its prompt."""
+    options = Options(pages=4, page=2, slots=2, policy="interleaved", prefix=False)
+    arrivals = [(0.0, Request(0, (1, 2), 6)), (0.0, Request(1, (3, 4), 4))]
+    served = simulate(arrivals, options, lambda action: 1.0, token=lambda id, position: 10 * id + position)
+    assert served.requests[1].preempted == 1
+    assert served.requests[1].tokens == (12, 13, 14, 15)
+    again = [w for run in served.steps for w in run.works if w.id == 1 and len(w.tokens) > 1][-1]
+    assert again.tokens[:3] == (3, 4, 12)
+
+
+def test_nano_vllm_211_233_a_preemption_and_a_prefix_hit():
+    """A preempted request finds its own pages again, and no token is lost at the edge of a page."""
+    options = Options(pages=5, page=2, slots=2, policy="chunked", budget=4)
+    arrivals = [(0.0, Request(0, (1, 2, 3), 6)), (0.0, Request(1, (1, 2, 4), 5))]
+    served = simulate(arrivals, options, lambda action: 1.0, token=lambda id, position: 100 * id + position)
+    assert served.requests[1].preempted and served.requests[1].cached >= 2  # noqa: PT018
+    assert [times.tokens for times in served.requests.values()] == [(3, 4, 5, 6, 7, 8), (103, 104, 105, 106, 107)]
+
+
+def test_sglang_35270_pages_that_two_share_are_counted_once():
+    """Room is what can be taken: everything, once nobody holds a page."""
+    options = Options(pages=8, page=2, slots=3, policy="chunked")
+    state, _ = drained(initial(options), [Arrive(Request(i, (1, 2, 3, 4, 5), 2)) for i in range(3)])
+    pool = state.pools["engine"]
+    assert pool.held == 0
+    assert pool.room() == pool.total == len(pool.free) + pool.cached
+    assert len(pool.take(8)) == 8
+
+
+def test_nano_vllm_73_decode_goes_on_beside_prompts():
+    """Chunked: no step without those that decode. Interleaved: a long prompt stops them for one step."""
+    arrivals = [(0.0, Request(0, (1,), 12)), (2.5, Request(1, tuple(range(40)), 2))]
+
+    def gaps(policy):
+        options = Options(pages=16, page=4, policy=policy, budget=8)
+        served = simulate(arrivals, options, lambda action: float(sum(len(w.tokens) for w in action.works)))
+        at = served.requests[0].at
+        return max(b - a for a, b in itertools.pairwise(at))
+
+    assert gaps("chunked") == 8
+    assert gaps("interleaved") == 42  # the prompt, and then both
+
+
+def test_vllm_5543_a_shared_prefix_changes_no_completion():
+    """Each trace's requests with the trie and without it give the same."""
+    for seed in range(40):
+        options, arrivals, _ = mock_model.trace(seed)
+        found = []
+        for prefix in (True, False):
+            own = replace(options, prefix=prefix)
+            audited = mock_model.Audited(own, mock_model.random.Random(0))
+            served = mock_model.drive(arrivals, own, audited.execute)
+            found.append({id: times.tokens for id, times in served.requests.items()})
+        assert found[0] == found[1]
+
+
+def test_step_changes_nothing_that_it_is_given():
+    state, _ = step(initial(Options(pages=8, page=2)), [Arrive(Request(0, (1, 2, 3), 3))])
+    again = [step(state, [Done("engine", {0: 5}), Arrive(Request(1, (1, 2, 9), 2))]) for _ in range(2)]
+    assert again[0][1] == again[1][1]
+    assert again[0][0].live == again[1][0].live
+    assert state.live[0].out == () and list(state.busy) == ["engine"]  # noqa: PT018
+
+
+def test_refused_cancelled_unknown():
+    options = Options(pages=2, page=4)
+    bad = [Request(0, (), 3), Request(1, (1,), 8), Request(2, (1,), 0)]
+    state, actions = step(initial(options), [Arrive(request) for request in bad])
+    assert [type(a) for a in actions] == [Finish] * 3 and not state.live  # noqa: PT018
+    assert ["empty" in actions[0].reason, "8 fit" in actions[1].reason, "at least 1" in actions[2].reason] == [True] * 3
+    state, _ = step(state, [Arrive(Request(3, (1,), 4))])
+    with pytest.raises(ValueError, match="request 3 is there already"):
+        step(state, [Arrive(Request(3, (1,), 4))])
+    state, actions = step(state, [Cancel(3), Cancel(77)])
+    assert not actions  # it is in a step
+    state, actions = step(state, [Done("engine", {3: 1})])
+    assert actions == [Finish(3, (), "cancelled")]
+    with pytest.raises(ValueError, match="engine is idle"):
+        step(state, [Done("engine", {})])
+    with pytest.raises(ValueError, match=r"(?s)unknown policy 'best'.*fix: one of static"):
+        Options(pages=1, policy="best")
+
+
+def test_policies_differ_in_when_they_admit():
+    """Two short and one long request, two slots: who is admitted in which step of the batch."""
+
+    def admitted(policy):
+        arrivals = [(0.0, Request(i, (1, 2), n)) for i, n in enumerate((1, 6, 1))]
+        served = simulate(arrivals, Options(pages=16, page=2, slots=2, policy=policy), lambda action: 1.0)
+        return served.requests[2].ttft, served.seconds
+
+    assert admitted("static") == (7.0, 7.0)
+    assert admitted("interleaved")[0] == 3.0  # when the first is done, after the second's prompt
+    assert admitted("chunked")[0] == 2.0
+
+
+def test_times_of_a_trace_by_hand():
+    """Prefill 2 s, decode 1 s a step: the clock, the percentiles and the throughput."""
+    arrivals = [(0.0, Request(0, (1, 2), 3)), (1.0, Request(1, (3, 4), 2))]
+    cost = lambda action: 2.0 if len(action.works[0].tokens) > 1 else 1.0  # noqa: E731
+    served = simulate(arrivals, Options(pages=8, page=2, policy="interleaved"), cost)
+    assert served.requests[0].at == [2.0, 5.0, 6.0]
+    assert served.requests[1].at == [4.0, 5.0]
+    assert (served.requests[0].ttft, served.requests[0].tpot, served.requests[1].tpot) == (2.0, 2.0, 1.0)
+    assert (served.seconds, served.throughput) == (6.0, 5 / 6)
+    assert (served.percentile("ttft", 50), served.percentile("ttft", 95)) == (2.0, 3.0)
+    assert math.isnan(served.requests[0].__class__(0.0).tpot)
+
+
+def test_least_lately_used_is_evicted_first():
+    pool = Pool(3, 1)
+    for tick, token in enumerate((5, 6, 7)):
+        pages = pool.share(pool.take(1), (token,), 0, tick)
+        pool.release(pages, tick)
+    again = pool.match((5, 9))
+    pool.hold(again, 3)
+    pool.release(again, 3)
+    pool.take(1)
+    assert [bool(pool.match((token, 9))) for token in (5, 6, 7)] == [True, False, True]
+
+
+def test_admission_is_in_the_order_of_arrival():
+    """A small request does not overtake a large one that waits for pages."""
+    options = Options(pages=4, page=1, slots=4, policy="chunked", prefix=False)
+    state, actions = step(initial(options), [Arrive(Request(0, (1, 1), 2)), Arrive(Request(1, (1, 1, 1), 1)),
+                                             Arrive(Request(2, (1,), 1))])  # fmt: skip
+    assert [a.id for a in actions if isinstance(a, Admit)] == [0]
+    _, log = drained(state, [Done("engine", {0: 9})])
+    assert [a.id for a in log if isinstance(a, Finish)] == [0, 1, 2]
+    assert not [a for a in log if isinstance(a, Preempt)]
