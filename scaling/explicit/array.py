@@ -1,0 +1,206 @@
+"""Arrays that carry their type (Part 10, explicit mode): `x.type` is `float32[8_X, 2_Y]`.
+
+    x = array(torch.arange(16.0).view(8, 2), "[8_X, 2_Y]", mesh)
+    (x * 2).type                                     float32[8_X, 2_Y]
+    torch.einsum("bd,df->bf", In, W).type            bfloat16[8_X, 8192] {U_Y}: nothing was sent
+
+torch's functions, operators and methods take them; each knows what becomes of the type. None sends anything: what has
+no type is refused with the cheapest line that makes it legal, a `reshard`, or `out=` of the functions in `typed`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from scaling.algebra.layouts import Layout
+from scaling.collectives.plans import run as run_plan
+from scaling.explicit.cheapest import Choice, cheapest, plan, shape_sizes, spec_of
+from scaling.explicit.functions import Call, Local, letters, read
+from scaling.explicit.ops import Illegal
+from scaling.spec import ShardingError, Spec, parse
+
+
+class Array:
+    """A whole array by its shard on this device: `.local`, `.type`, `.shape` and `.dtype` (the whole's), `.mesh`."""
+
+    def __init__(self, local: Tensor, layout: Layout, shape: Sequence[int], mesh):
+        self.local, self.layout, self.shape, self.mesh = local, layout, torch.Size(shape), mesh
+        if tuple(local.shape) != (wanted := spec_of(layout).local_shape(tuple(shape), mesh)):
+            raise ShardingError(f"{self.type}: a shard of shape {wanted} on each device; got {tuple(local.shape)}")
+
+    @property
+    def type(self) -> str:
+        return type_text(self.layout, self.shape, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return self.type
+
+    def whole(self) -> Tensor:
+        """The whole array, on every device: what it takes is sent."""
+        return reshard(self, Layout(((),) * self.ndim)).local
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is reshard:
+            return reshard(*args, **(kwargs or {}))
+        return call(func, args, kwargs or {})
+
+    def __getattr__(self, name: str):
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"an Array has no attribute {name!r}")
+        method = getattr(Tensor, name)
+        if not callable(method):  # x.T, x.mT
+            return call(method.__get__, (self,), {})
+        return lambda *args, **kwargs: call(method, (self, *args), kwargs)
+
+
+def _operator(name: str):
+    method = getattr(Tensor, name)
+    return lambda self, *args: call(method, (self, *args), {})
+
+
+OPERATORS = "add radd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg getitem eq ne lt le gt ge and or invert"
+for _name in OPERATORS.split():
+    setattr(Array, f"__{_name}__", _operator(f"__{_name}__"))
+Array.__hash__ = object.__hash__
+
+
+def type_text(at: Layout, shape: Sequence[int], dtype: torch.dtype) -> str:
+    """`float32[8_X, 2_Y] {U_Z}`."""
+    text = str(spec_of(at, str(dtype).removeprefix("torch.")))
+    for letter, size in zip(letters(len(shape)), shape, strict=True):
+        text = re.sub(rf"(?<=[\[ ]){letter}(?=[_,\]])", str(size), text, count=1)
+    return text
+
+
+def read_type(text: "str | Spec | Layout", shape: Sequence[int], mesh, dtype: torch.dtype | None = None) -> Layout:
+    """The layout that a type says: `[8_X, 2_Y]`, `float32[8_X, 2_Y]`, or with names of dims, `In[B_X, D_Y] {U_Z}`.
+
+    ShardingError if it has other dims than the shape, another dtype, or dims that do not divide over their axes.
+    """
+    if isinstance(text, Layout):
+        return text
+    written, sizes = str(text), []
+
+    def named(match: re.Match) -> str:
+        sizes.append(int(match[0]))
+        return f"Size{len(sizes)}x{match[0]}"
+
+    spec = parse(re.sub(r"(?<=[\[,\s])\d+(?=[_,\]\s])", named, written))
+    if len(spec.dims) != len(shape):
+        raise ShardingError(f"{written}: {len(spec.dims)} dims, but the array has shape {tuple(shape)}")
+    for (dim, _), size in zip(spec.dims, shape, strict=True):
+        if (match := re.fullmatch(r"Size\d+x(\d+)", dim)) and int(match[1]) != size:
+            raise ShardingError(
+                f"{written}: says {match[1]} where the array, of shape {tuple(shape)}, has {size}\n"
+                f"  rule: a type has the whole array's sizes, not one device's"
+            )
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and spec.name != name and isinstance(getattr(torch, spec.name, None), torch.dtype):
+        raise ShardingError(f"{written}: the array is {name}\n  fix: convert it, x.to(torch.{spec.name})")
+    try:
+        spec.local_shape(tuple(shape), mesh)
+    except ShardingError as error:
+        raise ShardingError(re.sub(r"Size\d+x(\d+)", r"\1", str(error))) from None
+    return Layout(tuple(axes for _, axes in spec.dims), spec.unreduced)
+
+
+def array(x: Tensor, type: "str | Spec", mesh) -> Array:
+    """The whole tensor x, which every device has, as an array of this type: each device keeps its part.
+
+    Of an array `{U_X}` the first device along X holds x and the others zeros. On an AbstractMesh x may hold numbers:
+    its shape is taken. Raises ShardingError as `read_type` does.
+    """
+    layout = read_type(type, x.shape, mesh, x.dtype)
+    x = x.to("meta") if mesh.device.type == "meta" else x
+    return reshard(Array(x, Layout(((),) * x.dim()), x.shape, mesh), layout)
+
+
+def reshard(x: Any, type: "str | Spec | Layout") -> Any:
+    """The same array in another type: the cheapest collectives, planned. JAX's `reshard`, in the auto mode its
+    `with_sharding_constraint`; a plain tensor, which is whole, stays as it is."""
+    if not isinstance(x, Array):
+        return handle_torch_function(reshard, (x,), x, type) if has_torch_function((x,)) else x
+    layout = read_type(type, x.shape, x.mesh, x.dtype)
+    if layout == x.layout:
+        return x
+    return Array(run_plan(plan(x.layout, layout, x.shape, x.mesh), x.local, x.mesh), layout, x.shape, x.mesh)
+
+
+def call(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None) -> Array:
+    """A torch function on arrays. `out`: the result's type, for which operands and result are resharded.
+
+    Raises ShardingError, which names the rule and the cheapest legal line, where the result has no type.
+    """
+    made = read(func, args, kwargs, lambda x: isinstance(x, Array))
+    mesh, layouts = _mesh(made), [x.layout for x in made.operands]
+    shapes = [tuple(x.shape) for x in made.operands]
+    try:
+        wanted = None if out is None else read_type(out, made.shape, mesh, made.dtype)
+        inferred = made.op.infer(layouts, shapes, mesh.sizes) if wanted is None else None
+    except Illegal as error:
+        raise ShardingError(refusal(made, layouts, mesh, error)) from None
+    operands = made.operands
+    if inferred is None:
+        choice = _cheapest(made, layouts, mesh, wanted)
+        operands = [reshard(x, at) for x, at in zip(operands, choice.layouts, strict=True)]
+        inferred = choice.inferred
+    needed, result = inferred
+    shards = [reshard(x, at).local for x, at in zip(operands, needed, strict=True)]
+    local = Local(needed, result, spec_of(result).local_shape(made.shape, mesh))
+    computed = Array(made.run(shards, local), result, made.shape, mesh)
+    return computed if wanted is None else reshard(computed, wanted)
+
+
+def _mesh(made: Call):
+    mesh = made.operands[0].mesh
+    if any(x.mesh is not mesh for x in made.operands):
+        raise ShardingError(f"{made.op.name}: arrays of two meshes\n  fix: make all of them on one mesh")
+    return mesh
+
+
+def _cheapest(made: Call, layouts, mesh, out: Layout | None) -> Choice:
+    shapes, items = [tuple(x.shape) for x in made.operands], [x.dtype.itemsize for x in made.operands]
+    return cheapest(made.op, layouts, shapes, items, mesh, out, (made.shape, made.dtype.itemsize))
+
+
+def refusal(made: Call, layouts: Sequence[Layout], mesh, error: Illegal) -> str:
+    """The line, what is wrong with it, the rule, and the cheapest line that makes it legal."""
+    types = [type_text(at, x.shape, x.dtype) for at, x in zip(layouts, made.operands, strict=True)]
+    choice, fixes = _cheapest(made, layouts, mesh, None), []
+    for number, (x, was, now) in enumerate(zip(made.operands, layouts, choice.layouts, strict=True), 1):
+        if was != now:
+            steps = plan(was, now, x.shape, mesh)
+            ops = ", ".join(f"{step.op}_{''.join(step.axes)}" for step in steps.steps)
+            nbytes = steps.wire_bytes(shape_sizes(tuple(x.shape)), mesh, x.dtype.itemsize)
+            which = "it" if len(layouts) == 1 else f"operand {number}"
+            fixes.append(f'reshard({which}, "{type_text(now, x.shape, x.dtype)}"), {ops}: {nbytes:,.0f} bytes sent')
+    gives = type_text(choice.inferred[1], made.shape, made.dtype)
+    return (
+        f"{made.op.name}: {' * '.join(types)}\n  {error.what}\n  rule: {error.rule}\n"
+        f"  fix: {'; '.join(fixes)}; the result is {gives}; or give out=, the result's type"
+    )

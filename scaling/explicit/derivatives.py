@@ -1,0 +1,76 @@
+"""Derivatives of functions of arrays, typed by the law of cotangents (notation.md).
+
+Over a mesh axis an array that is split has a cotangent that is split, a replicated one a cotangent that is unreduced,
+and an unreduced one a replicated one. So the gradient of a weight W[D, F] in a loss `[] {U_X}` is dW[D, F] {U_X}: data
+parallelism's AllReduce is a `reshard` of the caller's.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from scaling.algebra.layouts import Layout
+from scaling.explicit.array import Array, array, reshard, type_text
+from scaling.spec import ShardingError
+
+
+def cotangent(at: Layout, mesh) -> Layout:
+    """The layout of the cotangent of an array in this layout."""
+    return Layout(at.dims, tuple(sorted(axis for axis in mesh.sizes if axis not in at.used)))
+
+
+def vjp(f: Callable, *primals) -> tuple:
+    """(f(*primals), pull): `pull(dy)` gives a cotangent for each primal, as arrays and trees of arrays.
+
+    `dy` is typed as the cotangent of f's result, a single array; another type is resharded to it. The cotangents'
+    types follow from the primals'. Composed of torch.func.vjp: nest them.
+    """
+    flat, structure = tree_flatten(primals)
+    at = [i for i, x in enumerate(flat) if isinstance(x, Array)]
+    made = []
+
+    def on_shards(*shards):
+        filled = list(flat)
+        for i, shard in zip(at, shards, strict=True):
+            filled[i] = Array(shard, flat[i].layout, flat[i].shape, flat[i].mesh)
+        result = f(*tree_unflatten(filled, structure))
+        if not isinstance(result, Array):
+            raise ShardingError(f"a function whose result is a {type(result).__name__}\n  fix: return one Array")
+        made[:] = [result]
+        return result.local
+
+    local, pull = torch.func.vjp(on_shards, *(flat[i].local for i in at))
+    y = Array(local, made[0].layout, made[0].shape, made[0].mesh)
+
+    def pulled(dy: Array):
+        shards = pull(reshard(dy, cotangent(y.layout, y.mesh)).local)
+        found = [None] * len(flat)
+        for i, shard in zip(at, shards, strict=True):
+            found[i] = Array(shard, cotangent(flat[i].layout, flat[i].mesh), flat[i].shape, flat[i].mesh)
+        return tree_unflatten(found, structure)
+
+    return y, pulled
+
+
+def grad(f: Callable, argnums: int = 0) -> Callable:
+    """The gradient of a scalar function in one argument, an array or a tree of them: torch.func.grad, typed.
+
+    The loss may still be unreduced, `[] {U_XY}`, each device's own terms: then nothing is sent for it. Where it is the
+    same along an axis, it counts once.
+    """
+
+    def gradient(*args):
+        def of_one(x):
+            return f(*args[:argnums], x, *args[argnums + 1 :])
+
+        loss, pull = vjp(of_one, args[argnums])
+        if loss.shape:
+            raise ShardingError(
+                f"grad of {type_text(loss.layout, loss.shape, loss.dtype)}\n  rule: a gradient is a scalar's\n"
+                f"  fix: sum it, or use vjp"
+            )
+        one = torch.ones((), dtype=loss.dtype, device=loss.mesh.device)
+        return pull(array(one, "[]", loss.mesh))[0]
+
+    return gradient

@@ -1,0 +1,274 @@
+"""torch's functions as operations: what `torch.einsum("bd,df->bf", In, W)` does to dims, and how a device computes it.
+
+One table serves the explicit and the auto mode. A function is known by its name; shapes are the whole arrays'.
+"""
+
+import math
+import string
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from scaling.algebra.layouts import Layout
+from scaling.collectives.multiply import einsum
+from scaling.explicit.ops import Op, Reshape, Shape
+from scaling.spec import ShardingError, Spec
+
+LETTERS = string.ascii_uppercase
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+POINTWISE = _names(
+    "exp log log1p expm1 relu gelu silu sigmoid tanh sqrt rsqrt square abs cos sin reciprocal erf clamp pow softplus "
+    "leaky_relu maximum minimum where masked_fill eq ne lt le gt ge logical_and logical_or logical_not "
+    "bitwise_and bitwise_or bitwise_not rsub rdiv rtruediv rpow remainder floor round sign isfinite isnan invert and or"
+)
+LINEAR = _names("neg positive clone contiguous detach float double half bfloat16 to type")
+SUMS, PRODUCTS = _names("add radd sub subtract"), _names("mul rmul multiply")
+QUOTIENTS = _names("div divide truediv true_divide")
+ALONG = _names("softmax log_softmax cumsum flip tril triu")
+EXTREME = _names("amax amin prod any all logsumexp var std")
+PERMUTING = _names("permute transpose swapaxes t T mT movedim")
+RESHAPING = _names("reshape view flatten unflatten squeeze unsqueeze view_as reshape_as")
+
+
+class Local(NamedTuple):
+    """What a device computes with: the operands' layouts, the result's layout and its shape on this device."""
+
+    needed: tuple[Layout, ...]
+    result: Layout
+    shape: Shape
+
+
+class Call(NamedTuple):
+    """A function called on arrays: the operation, its operands, the whole result's shape and dtype, and
+    `run(shards, local)`, which computes the result's shard. `flops`: of the whole product, 0 of what is none."""
+
+    op: "Op | Reshape"
+    operands: list
+    shape: Shape
+    dtype: torch.dtype
+    run: Callable[[Sequence[Tensor], Local], Tensor]
+    flops: int = 0
+
+
+def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool]) -> Call:
+    """The call of a torch function (or a method of Tensor) on arrays that have `.shape` and `.dtype`.
+
+    Raises ShardingError for a function that this mode does not know, and torch's own error where the shapes do not fit.
+    """
+    flat, structure = tree_flatten((args, kwargs), is_leaf=is_array)
+    at = [i for i, x in enumerate(flat) if is_array(x)]
+    operands, name = [flat[i] for i in at], name_of(func)
+    for x in flat:
+        if isinstance(x, Tensor) and not is_array(x) and x.dim():
+            raise ShardingError(
+                f"{name}: a plain tensor of shape {tuple(x.shape)} among arrays\n"
+                f"  rule: arrays carry their type\n  fix: explicit.array(x, type, mesh)"
+            )
+
+    def call(values: Sequence[Tensor]) -> Any:
+        filled = list(flat)
+        for i, value in zip(at, values, strict=True):
+            filled[i] = value
+        given, named = tree_unflatten(filled, structure)
+        return func(*given, **named)
+
+    shapes = [tuple(x.shape) for x in operands]
+    with torch._C.DisableTorchFunction():
+        if pointwise := name in POINTWISE | LINEAR | SUMS | PRODUCTS | QUOTIENTS:  # some have slow meta kernels
+            whole = call([torch.ones((1,) * len(x.shape), dtype=x.dtype) for x in operands])
+        else:
+            whole = call([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in operands])
+    if not isinstance(whole, Tensor):
+        refuse_unknown(name)
+    shape = tuple(torch.broadcast_shapes(*shapes) if pointwise else whole.shape)
+    op, run = _read(name, args, kwargs, shapes, shape)
+    flops = 0
+    if run is _product:
+        run, flops = partial(_product, op), _flops(op, shapes)
+    return Call(op, operands, shape, whole.dtype, run or (lambda shards, local: call(shards)), flops)
+
+
+def _flops(op: Op, shapes: Sequence[Shape]) -> int:
+    """2 for each multiply-add, 1 where nothing is summed, 0 with one operand."""
+    sizes = {d: n for labels, s in zip(op.inputs, shapes, strict=True) for d, n in zip(labels, s, strict=True)}
+    return math.prod(sizes.values()) * (2 if len(sizes) > len(op.output) else 1) * (len(shapes) == 2)
+
+
+def name_of(func: Callable) -> str:
+    """A function's name, of `x.mT` the attribute's, without underscores."""
+    name = getattr(func, "__name__", str(func))
+    return (getattr(func.__self__, "__name__", name) if name == "__get__" else name).strip("_")
+
+
+def refuse_unknown(name: str) -> NoReturn:
+    raise ShardingError(
+        f"{name}: not a function whose sharding is known\n"
+        f"  rule: known are einsum, matmul, elementwise functions, reductions, softmax, reshape, transpose, indexing\n"
+        f"  fix: write it with these, or in manual mode"
+    )
+
+
+def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["Op | Reshape", Callable | None]:
+    """The operation, and how shards are computed with where that is not by the function itself."""
+    if name in POINTWISE | LINEAR | SUMS | PRODUCTS | QUOTIENTS:
+        return _pointwise(name, args, shapes, shape), None
+    labels = letters(len(shapes[0])) if shapes else ()
+    if name == "einsum":
+        return _einsum(args[0]), _product
+    if name in ("matmul", "mm", "bmm"):
+        return _matmul(*shapes), _product
+    if name == "rmatmul":
+        return _matmul(*shapes[::-1]), _product
+    if name in ("sum", "mean"):
+        return _sum(name, args, kwargs, labels, shapes[0], shape)
+    if name in EXTREME:
+        dims = dims_of(_argument(args, kwargs, 1, "dim", None), len(labels))
+        return Op(name, (labels,), _kept(labels, dims, shape), "", tuple(labels[i] for i in dims)), None
+    if name in ALONG:
+        given = _argument(args, kwargs, 1, "dims" if name == "flip" else "dim", -1)
+        dims = dims_of((-2, -1) if name in ("tril", "triu") else given, len(labels))
+        linear = "" if "softmax" in name else "each"
+        return Op(name, (labels,), labels, linear, tuple(labels[i] for i in dims)), None
+    if name in PERMUTING:
+        return Op(name, (labels,), _permuted(name, args, kwargs, labels), "each"), None
+    if name in RESHAPING:
+        return Reshape(shape, name), lambda shards, local: shards[0].reshape(local.shape)
+    if name == "getitem":
+        return _index(args[1], labels, shapes[0]), None
+    if name in ("cat", "concatenate"):
+        dim = _argument(args, kwargs, 1, "dim", 0) % len(labels)
+        return Op(name, (labels,) * len(shapes), labels, "all", (labels[dim],)), None
+    refuse_unknown(name)
+
+
+def letters(n: int, start: int = 8) -> tuple[str, ...]:
+    """Names of n dims: I, J, K, ..."""
+    return tuple(LETTERS[(start + i) % 26] for i in range(n))
+
+
+def dims_of(dim, n: int) -> tuple[int, ...]:
+    """Positions from a dim, several, or None for all of n."""
+    given = range(n) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(i % n for i in given) if n else ()
+
+
+def _argument(args, kwargs, position: int, name: str, default):
+    return args[position] if len(args) > position else kwargs.get(name, kwargs.get("axis", default))
+
+
+def _pointwise(name: str, args, shapes: list[Shape], shape: Shape) -> Op:
+    out = letters(len(shape))
+    inputs = []
+    for s in shapes:
+        own = out[len(out) - len(s) :]
+        inputs.append(
+            tuple(None if n == 1 != m else d for n, m, d in zip(s, shape[len(out) - len(s) :], own, strict=True))
+        )
+    linear = "each" if name in LINEAR | PRODUCTS else "first" if name in QUOTIENTS else ""
+    if name in SUMS and (len(shapes) == 2 or any(type(x) in (int, float) and x == 0 for x in args)):
+        linear = "all"
+    return Op(name, tuple(inputs), out, linear)
+
+
+def _einsum(equation: str) -> Op:
+    """An equation as torch.einsum and jnp.einsum read it, with letters alone and one or two operands."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or "." in equation or len(terms) > 2 or any(len(set(t)) < len(t) for t in (*terms, right)):
+        raise ShardingError(
+            f"einsum {equation}: not an equation of one or two operands with an arrow and no letter twice in a term\n"
+            f"  fix: write products of more operands one by one"
+        )
+    return Op(f"einsum {equation}", tuple(tuple(t.upper()) for t in terms), tuple(right.upper()), "each")
+
+
+def _matmul(a: Shape, b: Shape) -> Op:
+    """`a @ b`: vectors, matrices, and batches of matrices whose batch dims are equal or only one operand's."""
+    batch = max(len(a), len(b)) - 2
+    names = LETTERS[: max(0, batch)]
+    if len(a) > 2 < len(b) and (len(a) != len(b) or a[:-2] != b[:-2]):
+        raise ShardingError(f"matmul: {a} by {b}\n  rule: batch dims are not broadcast here\n  fix: use einsum")
+    left = ((names if len(a) > 2 else "") + "YJ")[-len(a) :] if len(a) > 1 else "J"
+    right = (names if len(b) > 2 else "") + "JZ" if len(b) > 1 else "J"
+    kept = (names if len(a) > 2 or len(b) > 2 else "") + ("Y" if len(a) > 1 else "") + ("Z" if len(b) > 1 else "")
+    return Op("matmul", (tuple(left), tuple(right)), tuple(kept), "each")
+
+
+def _product(op: Op, shards: Sequence[Tensor], local: Local) -> Tensor:
+    """The typed product of shards, which a trace sees. It was inferred, so the line is legal."""
+    specs = [
+        Spec("", tuple(zip(d, at.dims, strict=True)), at.unreduced)
+        for d, at in zip(op.inputs, local.needed, strict=True)
+    ]
+    result = Spec("", tuple(zip(op.output, local.result.dims, strict=True)), local.result.unreduced)
+    return einsum(" * ".join(map(str, specs)) + f" -> {result}", *shards)
+
+
+def _sum(name: str, args, kwargs, labels, shape: Shape, after: Shape) -> tuple[Op, Callable | None]:
+    given = _argument(args, kwargs, 1, "dim", None)
+    if len(args) > 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in args[1:]):
+        given = args[1:]
+    dims = dims_of(given, len(labels))
+    op = Op(name, (labels,), _kept(labels, dims, after), "each")
+    if name == "sum":
+        return op, None
+    count, keep = math.prod(shape[i] for i in dims), len(after) == len(shape) and bool(dims)
+    return op, lambda shards, local: shards[0].sum(dims, keepdim=keep) / count if dims else shards[0]
+
+
+def _kept(labels, dims, shape: Shape) -> tuple[str, ...]:
+    """The result's labels of a reduction: where dims are kept with size 1, each has a label of its own."""
+    if len(shape) == len(labels) and dims:
+        return tuple(f"{d}1" if i in dims else d for i, d in enumerate(labels))
+    return tuple(d for i, d in enumerate(labels) if i not in dims)
+
+
+def _permuted(name: str, args, kwargs, labels) -> tuple[str, ...]:
+    n = len(labels)
+    if name == "permute":
+        order = kwargs.get("dims", args[1:] if len(args) > 2 or not isinstance(args[-1], (tuple, list)) else args[1])
+        return tuple(labels[i % n] for i in order)
+    if name in ("t", "T"):
+        return labels[::-1]
+    a, b = (-2, -1) if name == "mT" else (_argument(args, kwargs, 1, "dim0", 0), _argument(args, kwargs, 2, "dim1", 1))
+    order = list(range(n))
+    if name == "movedim":
+        order.insert(b % n, order.pop(a % n))
+    else:
+        order[a % n], order[b % n] = order[b % n], order[a % n]
+    return tuple(labels[i] for i in order)
+
+
+def _index(index, labels, shape: Shape) -> Op:
+    """Whole numbers, slices, None and ...: a dim that is not taken whole must not be split."""
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index):
+        raise ShardingError(
+            "getitem: an index that is an array\n  rule: what each device would need depends on the values\n"
+            "  fix: use a one-hot product, or manual mode"
+        )
+    used = sum(i is not None and i is not Ellipsis for i in index)
+    if Ellipsis not in index:
+        index = (*index, Ellipsis)
+    spread = index.index(Ellipsis)
+    index = (*index[:spread], *(slice(None),) * (len(labels) - used), *index[spread + 1 :])
+    output, whole, dim = [], [], 0
+    for i in index:
+        if i is None:
+            output.append(f"N{len(output)}")
+            continue
+        if isinstance(i, slice):
+            output.append(labels[dim] if i.indices(shape[dim]) == (0, shape[dim], 1) else f"{labels[dim]}1")
+        if not (isinstance(i, slice) and i.indices(shape[dim]) == (0, shape[dim], 1)):
+            whole.append(labels[dim])
+        dim += 1
+    return Op("getitem", (labels,), tuple(output), "each", tuple(whole))

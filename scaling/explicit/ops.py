@@ -1,0 +1,186 @@
+"""What an operation on whole arrays does to their sharding (Part 10, explicit mode).
+
+An operation is a list of labels, as an einsum's letters: one for each dim of each operand and of the result. From the
+layouts of its operands follow those that its kernel takes on each device and that of its result, or that there are
+none. Nothing is sent: a replicated operand is sliced where another one is split, and a sum over a split dim is
+unreduced. Plain Python.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+from scaling.algebra.layouts import Axes, Layout
+from scaling.spec import format_axes
+
+Shape = tuple[int, ...]
+Inferred = tuple[tuple[Layout, ...], Layout]  # what the kernel takes of each operand, and its result
+
+
+class Illegal(Exception):
+    """No device could compute its part of the result from its parts of the operands: `what`, against which `rule`."""
+
+    def __init__(self, what: str, rule: str):
+        super().__init__(what, rule)
+        self.what, self.rule = what, rule
+
+
+class Op(NamedTuple):
+    """An operation by its labels; an operand's dim of size 1 that is broadcast has None.
+
+    A label that the result lacks is summed over. `linear`: in what the kernel is, so that it may be given unreduced
+    arrays: "each" operand alone (a product), "all" of them together (a sum), the "first" (a quotient), or "" nothing.
+    `whole`: the labels whose dims the kernel needs unsplit (softmax).
+    """
+
+    name: str
+    inputs: tuple[tuple[str | None, ...], ...]
+    output: tuple[str, ...]
+    linear: str = ""
+    whole: tuple[str, ...] = ()
+
+    def infer(self, operands: Sequence[Layout], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> Inferred:
+        """(operands as the kernel takes them, result); raises Illegal."""
+        split: dict[str, Axes] = {}
+        for at, labels in zip(operands, self.inputs, strict=True):
+            for label, axes in zip(labels, at.dims, strict=True):
+                if label is not None and axes and split.setdefault(label, axes) != axes:
+                    ours, theirs = format_axes(split[label]), format_axes(axes)
+                    raise Illegal(
+                        f"one operand splits a dim over {ours} and another one the same dim over {theirs}",
+                        "operands are split alike along a dim that they share",
+                    )
+        self._check_whole(split)
+        self._check_summed(split, operands)
+        used = [axis for axes in split.values() for axis in axes]
+        for axis in used:
+            if used.count(axis) > 1:
+                raise Illegal(
+                    f"two dims are split over {axis}, and not the same one",
+                    f"case 4: each device along {axis} would hold only the diagonal blocks of the result",
+                )
+        summed = [axis for label, axes in split.items() if label not in self.output for axis in axes]
+        unreduced = self._unreduced(operands, used)
+        needed = tuple(
+            Layout(tuple(split.get(label, ()) if label else () for label in labels), at.unreduced)
+            for at, labels in zip(operands, self.inputs, strict=True)
+        )
+        result = Layout(tuple(split.get(label, ()) for label in self.output), tuple(sorted({*unreduced, *summed})))
+        return needed, result
+
+    def _check_whole(self, split: Mapping[str, Axes]) -> None:
+        for label in self.whole:
+            if axes := split.get(label):
+                raise Illegal(
+                    f"{self.name} runs along a dim that is split over {format_axes(axes)}",
+                    f"{self.name} needs the whole dim on each device",
+                )
+
+    def _check_summed(self, split: Mapping[str, Axes], operands: Sequence[Layout]) -> None:
+        for label in split:
+            if label in self.output:
+                continue
+            for at, labels in zip(operands, self.inputs, strict=True):
+                if label in labels and at.dims[labels.index(label)] != split[label]:
+                    raise Illegal(
+                        f"a contracted dim is split over {format_axes(split[label])} in one operand alone",
+                        "case 2: both operands of a product are split alike along a dim that is summed over",
+                    )
+
+    def _unreduced(self, operands: Sequence[Layout], used: Sequence[str]) -> Axes:
+        """The axes over which the result is a sum because operands are."""
+        sums = [set(at.unreduced) for at in operands]
+        every = sorted(set().union(*sums))
+        if not every:
+            return ()
+        over = format_axes(every)
+        if not self.linear:
+            raise Illegal(f"an operand is unreduced over {over}", f"{self.name} of a sum is not the sum of {self.name}")
+        if self.linear == "all" and any(sums[0] != other for other in sums):
+            raise Illegal(
+                f"one operand is a sum over {over} and another one is not",
+                f"added to each device's term, the other one would count once for each device along {over}",
+            )
+        if self.linear == "each" and sum(map(len, sums)) > len(every):
+            raise Illegal(f"two operands are unreduced over {over}", "a product of sums is not the sum of the products")
+        if self.linear == "first" and any(sums[1:]):
+            raise Illegal(f"the second operand is unreduced over {over}", f"{self.name} is linear in its first operand")
+        if any(axis in used for axis in every):
+            raise Illegal(
+                f"one operand is unreduced over {over}, over which another one is split",
+                "a partial sum over an axis may only meet what is replicated over it",
+            )
+        return tuple(every)
+
+
+class Reshape(NamedTuple):
+    """Splitting and merging dims: row-major order stays."""
+
+    shape: Shape
+    name: str = "reshape"
+    inputs: tuple = ((),)
+
+    def infer(self, operands: Sequence[Layout], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> Inferred:
+        (at,), (shape,) = operands, shapes
+        return (at,), Layout(resplit(at.dims, shape, self.shape, sizes), at.unreduced)
+
+
+def resplit(dims: Sequence[Axes], shape: Shape, new: Shape, sizes: Mapping[str, int]) -> tuple[Axes, ...]:
+    """The axes of each dim of the new shape, if each device keeps its elements in their order; raises Illegal.
+
+    The index of an element is a number of mixed radix: for each dim the digits of its axes, then that of the place in
+    the block. The new dims take these digits in order, and each one its axes before its place.
+    """
+    digits: list[list] = []  # (axis or None, how many)
+    for size, axes in zip(shape, dims, strict=True):
+        digits += [[axis, sizes[axis]] for axis in axes]
+        block = size // math.prod(sizes[axis] for axis in axes)
+        if digits and digits[-1][0] is None:
+            digits[-1][1] *= block
+        else:
+            digits.append([None, block])
+    split = []
+    for size in new:
+        axes, left = [], size
+        while left > 1 or (left and digits and digits[0][0] is not None and digits[0][1] == 1):
+            axis, count = digits[0]
+            if axis is None:
+                left, digits[0][1] = _share(left, count, size)
+                digits = digits if digits[0][1] > 1 else digits[1:]
+                if left > 1:
+                    _refuse_interleaved(digits[0][0], size)
+                break
+            if left % count:
+                _refuse_cut(axis, count, size)
+            axes.append(axis)
+            left //= count
+            digits.pop(0)
+        split.append(tuple(axes))
+        while digits and digits[0] == [None, 1]:
+            digits.pop(0)
+    return tuple(split)
+
+
+def _share(left: int, count: int, size: int) -> tuple[int, int]:
+    """A dim that lacks `left` takes of a run of `count` elements: (what it still lacks, what is left of the run)."""
+    common = math.gcd(left, count)
+    if common not in (left, count):
+        raise Illegal(
+            f"a dim of size {size} would begin or end inside a block",
+            "a reshape cuts no block: each device keeps its elements, in their order",
+        )
+    return left // common, count // common
+
+
+def _refuse_cut(axis: str, count: int, size: int) -> NoReturn:
+    raise Illegal(
+        f"a dim of size {size} does not divide into the {count} blocks over {axis}",
+        "a reshape cuts no block: each device keeps its elements, in their order",
+    )
+
+
+def _refuse_interleaved(axis: str, size: int) -> NoReturn:
+    raise Illegal(
+        f"in the dim of size {size} the blocks over {axis} would be interleaved",
+        "only the first of the dims that are merged may be split, or those before it down to one element",
+    )

@@ -1,0 +1,159 @@
+"""Arrays that carry their type: what they print, values and gradients on ranks beside one device, and refusals."""
+
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from scaling import explicit
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError
+
+module = sys.modules["scaling.explicit.array"]  # the name of the function array hides it
+plain = module.call
+MESH = AbstractMesh({"X": 4, "Y": 2})
+
+
+def abstract(shape, type, dtype=torch.float32):
+    return explicit.array(torch.empty(shape, dtype=dtype), type, MESH)
+
+
+def test_the_books_example():
+    x = abstract((8, 2), "[8_X, 2_Y]")
+    assert str(x.type) == "float32[8_X, 2_Y]" == str((x * 2).type)
+    assert x.local.shape == (2, 1)
+    In = abstract((8, 2048), "In[B_X, D_Y]", torch.bfloat16)
+    W = abstract((2048, 8192), "bfloat16[2048_Y, 8192]", torch.bfloat16)
+    Out = torch.einsum("bd,df->bf", In * In, W)
+    assert Out.type == "bfloat16[8_X, 8192] {U_Y}"
+    assert explicit.reshard(Out, "[8_X, 8192_Y]").type == "bfloat16[8_X, 8192_Y]"
+    for out in ("bfloat16[8_X, 8192_Y]", "bfloat16[8_X, 8192]"):
+        assert explicit.einsum("bd,df->bf", In * In, W, out=out).type == out
+
+
+def test_types_follow():
+    x = abstract((8, 4, 16), "[8_X, 4, 16_Y]")
+    scalar, row = torch.tensor(2.0), abstract((16,), "[16]")
+    types = {
+        "[8_X, 4, 16_Y]": [x + 1, 1 - x, 2 / x, x**2, -x, x / scalar, x + row, row * x, x.double().float(), F.gelu(x)],
+        "[16_Y, 4, 8_X]": [x.permute(2, 1, 0), x.transpose(0, 2), x.transpose(-1, 0)],
+        "[8_X, 16_Y, 4]": [x.mT, torch.permute(x, (0, 2, 1)), x.movedim(2, 1)],
+        "[8_X, 16_Y]": [x[:, 0], x[..., 1, :], x.amax(1), torch.logsumexp(x, 1), x.mean(1)],
+        "[4, 16_Y] {U_X}": [x.sum(0), x.mean(0), torch.einsum("bcd->cd", x)],
+        "[1, 4, 1] {U_XY}": [x.sum((0, 2), keepdim=True)],
+        "[] {U_XY}": [x.sum(), x.mean()],
+        "[4_X, 2, 4, 16_Y]": [x.reshape(4, 2, 4, 16), x.unflatten(0, (4, 2))],
+        "[32_X, 16_Y]": [x.reshape(32, 16), x.flatten(0, 1)],
+        "[1, 8_X, 4, 16_Y]": [x[None], x.unsqueeze(0)],
+        "[8_X, 8, 16_Y]": [torch.cat([x, x], 1)],
+    }
+    for wanted, results in types.items():
+        assert [y.type for y in results] == [f"float32{wanted}"] * len(results)
+    assert torch.softmax(x, 1).type == x.cumsum(1).type == x.type
+    assert (x > 0).type == "bool[8_X, 4, 16_Y]"
+    assert torch.where(x > 0, x, 0.0).type == x.type
+    assert (x.shape, x.ndim, x.numel(), len(x)) == ((8, 4, 16), 3, 512, 8)
+
+
+REFUSED = [  # what is wrong, by the rule
+    (lambda a, b, u: u.exp(), "is not the sum of exp"),
+    (lambda a, b, u: u + 1, "not the sum of add"),
+    (lambda a, b, u: u * u, "a product of sums"),
+    (lambda a, b, u: u + explicit.reshard(u, "[8_X, 16]"), "would count once for each device along Y"),
+    (lambda a, b, u: a / u, "linear in its first operand"),
+    (lambda a, b, u: a @ a.mT, "case 4"),
+    (lambda a, b, u: explicit.reshard(a, "[8_X, 16]") @ b, "case 2"),
+    (lambda a, b, u: torch.softmax(a, -1), "needs the whole dim"),
+    (lambda a, b, u: a.amax(0), "needs the whole dim"),
+    (lambda a, b, u: a[0], "needs the whole dim"),
+    (lambda a, b, u: a.flatten(), "interleaved"),
+    (lambda a, b, u: a.reshape(2, 4, 16), "cuts no block"),
+]
+
+
+@pytest.mark.parametrize(("f", "rule"), REFUSED)
+def test_what_has_no_type_is_refused_with_a_line_that_is_then_accepted(f, rule, monkeypatch):
+    a, b = abstract((8, 16), "[8_X, 16_Y]"), abstract((16, 8), "[16_Y, 8]")
+    u = torch.einsum("ij,jk->ik", a, abstract((16, 16), "[16_Y, 16]"))
+    calls = []
+    monkeypatch.setattr(module, "call", lambda *call: calls.append(call) or plain(*call))
+    with pytest.raises(ShardingError, match=re.escape(rule)) as refusal:
+        f(a, b, u)
+    text = str(refusal.value)
+    assert "  rule: " in text
+    fixes = re.findall(r'reshard\((it|operand \d), "([^"]*)"\), [\w, ]+: [\d,]+ bytes sent', text)
+    assert fixes
+    func, args, kwargs = calls[-1]
+    arrays, args = [i for i, x in enumerate(args) if isinstance(x, explicit.Array)], list(args)
+    for which, type in fixes:
+        i = arrays[0 if which == "it" else int(which.split()[1]) - 1]
+        args[i] = explicit.reshard(args[i], type)
+    wanted = re.search(r"the result is (.*); or give", text)[1]
+    assert plain(func, tuple(args), kwargs).type == wanted
+    whole = "[" + ", ".join(str(n) for n in plain(func, tuple(args), kwargs).shape) + "]"
+    assert plain(func, calls[-1][1], kwargs, whole).type == wanted.split("[")[0] + whole
+
+
+def test_bad_input_is_refused():
+    for shape, type, said in (
+        ((8, 3), "[8_X, 3_Y]", "dim 3 of size 3 does not divide"),
+        ((8, 2), "[4_X, 2_Y]", "says 4 where the array"),
+        ((8, 2), "[8_X]", "1 dims"),
+        ((8, 2), "float64[8_X, 2]", r"fix: convert it, x.to\(torch.float64\)"),
+        ((8, 2), "[8_Z, 2]", "unknown mesh axis Z"),
+    ):
+        with pytest.raises(ShardingError, match=said):
+            abstract(shape, type)
+    a = abstract((8, 16), "[8_X, 16_Y]")
+    with pytest.raises(ShardingError, match=r"fix: explicit.array\(x, type, mesh\)"):
+        a + torch.ones(8, 16)
+    with pytest.raises(ShardingError, match="topk: not a function whose sharding is known"):
+        torch.topk(a, 2)
+    with pytest.raises(ShardingError, match="arrays of two meshes"):
+        a + explicit.array(torch.ones(8, 16), "[8, 16]", AbstractMesh({"X": 4}))
+    with pytest.raises(AttributeError):
+        _ = a.nothing
+
+
+def gradients(mesh):
+    types = {"W_in": "[D, F_Y]", "W_out": "[F_Y, D]", "x": "[B_X, D]", "y": "[B_X, D]"}
+    whole = operands()
+    arrays = {name: explicit.array(x, types[name], mesh) for name, x in whole.items()}
+
+    def loss(params):
+        data = arrays["x"], arrays["y"]
+        W_in, W_out = params["W_in"], params["W_out"]
+        z = F.gelu(torch.einsum("bd,df->bf", data[0], W_in))
+        out = explicit.reshard(torch.einsum("bf,fd->bd", z, W_out), "[B_X, D]")
+        return (torch.softmax(out, -1) * data[1]).sum()
+
+    params = {name: arrays[name] for name in ("W_in", "W_out")}
+    grads = explicit.grad(loss)(params)
+    assert {name: g.type for name, g in grads.items()} == {
+        "W_in": "float64[6, 8_Y] {U_X}", "W_out": "float64[8_Y, 6] {U_X}",
+    }  # fmt: skip
+    reduced = explicit.grad(lambda p: explicit.reshard(loss(p), "[]"))(params)  # counts once, not for each device
+    for name in grads:
+        torch.testing.assert_close(reduced[name].whole(), grads[name].whole(), rtol=1e-12, atol=1e-14)
+    return {name: g.whole() for name, g in grads.items()} | {"loss": loss(params).whole()}
+
+
+def operands():
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"W_in": (6, 8), "W_out": (8, 6), "x": (4, 6), "y": (4, 6)}
+    return {name: torch.randn(s, generator=generator, dtype=torch.float64) for name, s in shapes.items()}
+
+
+def test_values_and_gradients_are_one_devices(ranks):
+    whole = operands()
+
+    def loss(W_in, W_out):
+        return (torch.softmax(F.gelu(whole["x"] @ W_in) @ W_out, -1) * whole["y"]).sum()
+
+    wanted = dict(zip(("W_in", "W_out"), torch.func.grad(loss, (0, 1))(whole["W_in"], whole["W_out"]), strict=True))
+    wanted["loss"] = loss(whole["W_in"], whole["W_out"])
+    for result in [*ranks(gradients, {"X": 2, "Y": 2}), gradients(Mesh({"X": 1, "Y": 1}))]:
+        for name, got in result.items():
+            torch.testing.assert_close(got, wanted[name], rtol=1e-12, atol=1e-14)

@@ -1,0 +1,122 @@
+"""The rules beside what JAX's explicit mode says of 3,045 cases (tests/oracles/explicit_jax.py): types alone."""
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import torch
+from typings import Case, cases, written
+
+from scaling.algebra.layouts import Layout
+from scaling.explicit import functions
+from scaling.explicit.cheapest import spec_of
+from scaling.explicit.ops import Illegal
+from scaling.mesh import AbstractMesh
+
+TABLE = Path(__file__).with_name("jax_types.txt")
+CALLS = {
+    "einsum": lambda detail, xs: (torch.einsum, (*detail, *xs)),
+    "add": lambda detail, xs: (torch.add, tuple(xs)),
+    "sum": lambda detail, xs: (torch.Tensor.sum, (*xs, detail)),
+    "amax": lambda detail, xs: (torch.Tensor.amax, (*xs, detail)),
+    "permute": lambda detail, xs: (torch.permute, (*xs, detail)),
+    "reshape": lambda detail, xs: (torch.reshape, (*xs, detail)),
+}
+SAME = "the same"
+UNREDUCED = "JAX calls it ambiguous: here the result is {U}"
+SILENT_SUM = "JAX reduces without a word: here the result is {U}"
+SILENT_MAX = "JAX reduces a maximum without a word: here a reshard is asked for"
+CASE_2 = "JAX communicates without a word where one operand of a contraction is split: here case 2 is refused"
+BATCH = "JAX takes the left operand's batch dim, and gathers the right one's: here the left one is sliced"
+MERGED = "JAX moves data to merge dims whose blocks are interleaved: here a reshape sends nothing"
+RESPLIT = "JAX knows one split or merge at a time: here any that keeps the order of each device's elements"
+
+
+@cache
+def called(kind, detail, shapes) -> functions.Call:
+    func, args = CALLS[kind](detail, [torch.empty(s, device="meta") for s in shapes])
+    return functions.read(func, args, {}, lambda x: isinstance(x, torch.Tensor))
+
+
+def ours(case: Case) -> tuple[str, tuple[str, ...]]:
+    """The result's dims, or a refusal; and what it is unreduced over."""
+    try:
+        call = called(case.kind, case.detail, case.shapes)
+        _, result = call.op.infer([Layout(dims) for dims in case.typing], case.shapes, case.mesh)
+    except Illegal:
+        return "!", ()
+    return written(result.dims), result.unreduced
+
+
+def by_letter(case: Case) -> list[tuple[str, tuple, tuple]]:
+    """(letter, its axes in the first operand, in the second) of the letters that both terms of an einsum have."""
+    left, right = case.detail[0].split("->")[0].split(",")
+    return [(d, case.typing[0][left.index(d)], case.typing[1][right.index(d)]) for d in left if d in right]
+
+
+def reason(case: Case, theirs: str) -> str:
+    """The difference that is to be expected of a case, from its typing alone."""
+    got, unreduced = ours(case)
+    if got == theirs and not unreduced:
+        return SAME
+    split = {axis for dims in case.typing for axes in dims for axis in axes}
+    if case.kind == "einsum":
+        kept = case.detail[0].split("->")[1]
+        summed = [(a, b) for d, a, b in by_letter(case) if d not in kept]
+        batch = [(a, b) for d, a, b in by_letter(case) if d in kept]
+        if any(a != b for a, b in summed):
+            assert (got, "!" in theirs) == ("!", False)
+            return CASE_2
+        if any(not a and b for a, b in batch) and theirs != "!":
+            assert got == "!" or got.split(",")[0] == written([case.typing[1][0]]) != theirs.split(",")[0]
+            return BATCH
+        assert theirs == "!"
+        assert {*unreduced} == {axis for a, _ in summed for axis in a} != set()
+        return UNREDUCED
+    if case.kind in ("sum", "amax"):
+        over = {axis for i in case.detail for axis in case.typing[0][i]}
+        assert theirs == written([axes for i, axes in enumerate(case.typing[0]) if i not in case.detail])
+        assert over
+        assert (got, {*unreduced}) == ((theirs, over) if case.kind == "sum" else ("!", set()))
+        return SILENT_SUM if case.kind == "sum" else SILENT_MAX
+    assert case.kind == "reshape"
+    assert split
+    assert (got == "!") != (theirs == "!")
+    return MERGED if got == "!" else RESPLIT
+
+
+COUNTS = {SAME: 1765, CASE_2: 942, SILENT_SUM: 96, SILENT_MAX: 96, UNREDUCED: 91, BATCH: 26, RESPLIT: 17, MERGED: 12}
+
+
+def test_equal_or_different_for_a_reason():
+    answers = [a for line in TABLE.read_text().splitlines() if line[0] != "#" for a in line.split(" ")]
+    found = Counter(reason(case, theirs) for case, theirs in zip(cases(), answers, strict=True))
+    assert found == COUNTS
+    assert found.total() == 3045
+
+
+def test_shards_are_what_the_types_say():
+    """Every fifth case that has a type, on each device alone: its shard of the result is the whole one's part, or
+    the terms of all devices add up to it."""
+    generator, compared = torch.Generator().manual_seed(0), 0
+    for case in cases()[::5]:
+        call = called(case.kind, case.detail, case.shapes)
+        try:
+            needed, result = call.op.infer([Layout(dims) for dims in case.typing], case.shapes, case.mesh)
+        except Illegal:
+            continue
+        xs = [torch.randn(s, generator=generator, dtype=torch.float64) for s in case.shapes]
+        func, args = CALLS[case.kind](case.detail, xs)
+        wanted, got = func(*args), torch.zeros(call.shape, dtype=torch.float64)
+        spec, mesh = spec_of(result), AbstractMesh(case.mesh)
+        local = functions.Local(needed, result, spec.local_shape(call.shape, mesh))
+        copies = mesh.size() / mesh.size(result.used)
+        for rank in range(mesh.size()):
+            at = mesh.coord_of(rank)
+            shards = [
+                x[spec_of(n).slices(tuple(x.shape), mesh, at)].contiguous() for x, n in zip(xs, needed, strict=True)
+            ]
+            got[spec.slices(call.shape, mesh, at)] += call.run(shards, local) / copies
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+        compared += 1
+    assert compared > 150
