@@ -39,7 +39,7 @@ class Slots:
             self.positions = self.least + t
         else:
             self.positions = torch.minimum(held[:, None] + t, after[:, None] - 1).clamp(min=0)
-        plain = self.alike and self.table is None and shards == 1
+        plain = held.is_meta or (self.alike and self.table is None and shards == 1)
         self.into = None if plain else self._into(held, new, t)
 
     def _into(self, held: Tensor, new: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,6 +62,8 @@ class Slots:
             self._write(self.cache["KV"][i, l], x)
 
     def _write(self, whole: Tensor, x: Tensor) -> None:
+        if whole.is_meta:
+            return
         if self.into is None:
             whole[:, self.least : self.most] = x
         else:

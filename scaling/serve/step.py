@@ -5,6 +5,9 @@ each row's last token, decode has one token a row. All are pure: they return a n
 given, changed in place, which is what costs no copy; the caller must not use it again.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,11 +16,16 @@ from scaling.configs import Config
 from scaling.models.rope import tables
 from scaling.models.transformer import check_computed, unstacked
 from scaling.serve.cache import capacity, check_cache, writable
-from scaling.serve.forms import At, heads
+from scaling.serve.forms import At, heads, heads_batch, sequence, weights_2d
 from scaling.serve.slots import Slots
 from scaling.serve.types import ONE, check_mesh, specs
 
-LISTINGS = {"heads": heads}
+LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
+    "heads": (heads, heads.attention),
+    "heads_batch": (heads_batch, heads_batch.attention),
+    "sequence": (heads_batch, sequence.attention),
+    "2d": (weights_2d, weights_2d.attention),
+}
 
 
 def prefill(
@@ -81,24 +89,21 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tu
     cache = writable(cache, params["norm"], donate)
     slots = Slots(cache, lengths, T, mesh, form)
     rope = tables(slots.positions, config.H, config.theta, config.rope_scaling, params["norm"].dtype)
-    listing, at = LISTINGS[form], At(config, mesh, slots, rope)
+    (listing, attention), at = LISTINGS[form], At(config, mesh, slots, rope)
     x = listing.embed(params["embed"], tokens, at)
     for l, W in enumerate(unstacked(params["layers"])):
-        x = x + listing.attention(W, x, at, l)
+        x = x + attention(W, x, at, l)
         x = x + listing.mlp(W, x, at)
     if last:
-        x = last_of(x, lengths, slots)
+        x = last_of(x, lengths[slots.rows] if form == "heads" else lengths)
     logits = listing.head(params, x, at)
     cache["lengths"] = cache["lengths"] + lengths
     return logits[:, 0] if last else logits, cache
 
 
-def last_of(x: Tensor, lengths: Tensor, slots: Slots) -> Tensor:
-    """x[B_Z, 1, D], at each row's last token, of x[B_Z, T, D]."""
-    if slots.alike:
-        return x[:, -1:]
-    rows = lengths[slots.rows] if len(x) < len(lengths) else lengths
-    return x[torch.arange(len(x), device=x.device), rows - 1][:, None]
+def last_of(x: Tensor, lengths: Tensor) -> Tensor:
+    """x[B, 1, D], at each row's last token, of x[B, T, D]."""
+    return x if x.shape[1] == 1 else x[torch.arange(len(x), device=x.device), lengths - 1][:, None]
 
 
 def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: Config, mesh, form: str, least: int):

@@ -54,6 +54,11 @@ def all_reduce(line: str, x: Tensor, mesh, **options):
     return _apply(collectives.all_reduce, line, x, mesh, **options)
 
 
+def all_to_all(line: str, x: Tensor, mesh, **options):
+    """`scaling.collectives.all_to_all` over those axes of the line that the mesh has."""
+    return _apply(collectives.all_to_all, line, x, mesh, **options)
+
+
 def reduce_scatter(line: str, x: Tensor, mesh, **options):
     """`scaling.collectives.reduce_scatter` over those axes of the line that the mesh has."""
     return _apply(collectives.reduce_scatter, line, x, mesh, **options)

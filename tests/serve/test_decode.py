@@ -109,22 +109,31 @@ def on_mesh(mesh, name, form, options):
     return served(mine, tokens, config, mesh, form=form, **options)
 
 
-HEADS = [
-    ({"Y": 2}, "rich", {"donate": True}),
-    ({"Y": 4}, "rich", {"chunks": (3, 7)}),  # K < Y
-    ({"Y": 4}, "mqa", {"page": 4}),
-    ({"Z": 2, "Y": 2}, "rich", {"page": 3}),
-    ({"Z": 4}, "mha", {}),
-    ({"Z": 2, "Y": 2}, "experts", {}),
-    ({"E": 2, "Y": 2}, "experts", {"chunks": (4, 7)}),
+MESHES = [
+    ({"Y": 2}, "heads", "rich", {"donate": True}),
+    ({"Y": 4}, "heads", "rich", {"chunks": (3, 7)}),  # K < Y
+    ({"Y": 4}, "heads", "mqa", {"page": 4}),
+    ({"Z": 2, "Y": 2}, "heads", "rich", {"page": 3}),
+    ({"Z": 4}, "heads", "mha", {}),
+    ({"Z": 2, "Y": 2}, "heads", "experts", {}),
+    ({"E": 2, "Y": 2}, "heads", "experts", {"chunks": (4, 7)}),
+    ({"Y": 2, "Z": 2}, "heads_batch", "rich", {"page": 3}),
+    ({"Z": 2, "Y": 2}, "heads_batch", "mqa", {"chunks": (3, 7)}),  # K < Y
+    ({"Y": 2, "Z": 2}, "heads_batch", "experts", {"donate": True}),
+    ({"Y": 2, "Z": 2}, "sequence", "rich", {"chunks": (3, 7)}),
+    ({"Y": 2, "Z": 2}, "sequence", "mqa", {}),
+    ({"Z": 4}, "sequence", "window", {"donate": True}),
+    ({"X": 2, "Y": 2}, "2d", "rich", {}),
+    ({"X": 2, "Z": 2}, "2d", "mha", {"chunks": (3, 7)}),
+    ({"X": 2, "Y": 2}, "2d", "mqa", {"page": 4}),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "name", "options"), HEADS)
-def test_heads_on_a_mesh(ranks, sizes, name, options):
+@pytest.mark.parametrize(("sizes", "form", "name", "options"), MESHES)
+def test_every_form_on_a_mesh(ranks, sizes, form, name, options):
     config = CONFIGS[name]
     wanted = expected(*setting(config), config)
-    for found in ranks(on_mesh, sizes, name, "heads", options):
+    for found in ranks(on_mesh, sizes, name, form, options):
         close(found, wanted)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
-from scaling.models.transformer import ACTIVATIONS, headed
+from scaling.models.transformer import headed
 from scaling.serve.forms import At
-from scaling.serve.forms.ends import rows_of, unembedding
+from scaling.serve.forms.parts import activated, own_biases, rows_of, unembedding
 from scaling.serve.types import experts_axis
 from scaling.strategies.axes import all_gather, all_reduce
 from scaling.strategies.expert import moe
@@ -37,11 +37,6 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     return Attn + W["b_O"] if "b_O" in W else Attn
 
 
-def own_biases(W: dict, at: At) -> dict:
-    """The layer with b_K and b_V of the KV heads that this rank's query heads see."""
-    return W | {"b_K": own_heads(W["b_K"], at, 0), "b_V": own_heads(W["b_V"], at, 0)} if "b_K" in W else W
-
-
 def mlp(W: dict, x: Tensor, at: At) -> Tensor:
     """Out[B_ZE, T, D]; of experts, each its own rows."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
@@ -49,11 +44,8 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
         axis = experts_axis(at.mesh, "heads")
         return moe(W, y, at.config, at.mesh, axis, tensor="Y", spec="y[B_ZE, T, D]")[0]
     Tmp = einsum("y[B_ZE, T, D] * W_in[D, F_Y] -> Tmp[B_ZE, T, F_Y]", y, W["W_in"])
-    act = ACTIVATIONS[at.config.nonlinearity]
-    if "W_gate" in W:
-        Tmp = act(einsum("y[B_ZE, T, D] * W_gate[D, F_Y] -> Gate[B_ZE, T, F_Y]", y, W["W_gate"])) * Tmp
-    else:
-        Tmp = act(Tmp)
+    Gate = einsum("y[B_ZE, T, D] * W_gate[D, F_Y] -> Gate[B_ZE, T, F_Y]", y, W["W_gate"]) if "W_gate" in W else None
+    Tmp = activated(Tmp, Gate, at.config)
     Out = einsum("Tmp[B_ZE, T, F_Y] * W_out[F_Y, D] -> Out[B_ZE, T, D] {U_Y}", Tmp, W["W_out"])
     return all_reduce("Out[B_ZE, T, D] {U_Y} -> Out[B_ZE, T, D]", Out, at.mesh)
 

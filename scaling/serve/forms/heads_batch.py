@@ -1,0 +1,59 @@
+"""Heads over Y and Z, the cache's batch over Z (Part 7, "Sharding the KV cache"): for more ranks than KV heads.
+
+    KV[2, B_Z, S, K_Y, H], W_Q[D, N_YZ, H], W_O[N_YZ, H, D], W_in[D, F_YZ], W_out[F_YZ, D], x[B, T, D]
+Two AllToAlls a layer: the queries go from heads to rows of the batch, to the caches, and what attention gives of them
+goes back. W_K and W_V are small, and replicas along Z. The book's last reshape, of [K_Y, M_Z] to N_YZ, is right only
+where a rank has one KV head: the way back is written on N, as the way out is.
+"""
+
+from torch import Tensor
+
+from scaling.collectives import einsum
+from scaling.models.pointwise import rms_norm
+from scaling.models.transformer import headed
+from scaling.serve.forms import At
+from scaling.serve.forms.parts import activated, own_biases, rows_of, unembedding
+from scaling.strategies.axes import all_gather, all_reduce, all_to_all, shard
+from scaling.strategies.expert import moe
+from scaling.strategies.transformer.layer import own_heads
+
+
+def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
+    """x[B, T, D] of tokens[B, T], both whole on every rank."""
+    x = rows_of(E, tokens, at.mesh, "YZ")
+    return all_reduce("x[B, T, D] {U_YZ} -> x[B, T, D]", x, at.mesh)
+
+
+def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+    """Attn[B, T, D], the keys and values of this rank's rows written to the cache."""
+    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
+    Q = all_to_all("Q[B, T, N_YZ, H] -> Q[B_Z, T, N_Y, H]", Q, at.mesh)  # on the critical path
+    y = shard("y[B, T, D] -> y[B_Z, T, D]", y, at.mesh)
+    K = einsum("y[B_Z, T, D] * W_K[D, K_Y, H] -> K[B_Z, T, K_Y, H]", y, own_heads(W["W_K"], at, 1))
+    V = einsum("y[B_Z, T, D] * W_V[D, K_Y, H] -> V[B_Z, T, K_Y, H]", y, own_heads(W["W_V"], at, 1))
+    Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
+    O = at.slots.attend(l, Q, K, V, at.config.windows[l])
+    O = all_to_all("O[B_Z, T, N_Y, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
+    Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
+    Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
+    return Attn + W["b_O"] if "b_O" in W else Attn
+
+
+def mlp(W: dict, x: Tensor, at: At) -> Tensor:
+    """Out[B, T, D]; of experts too, of each of which every rank has some features."""
+    y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
+    if at.config.moe:
+        return moe(W, y, at.config, at.mesh, None, tensor="YZ", spec="y[B, T, D]")[0]
+    Tmp = einsum("y[B, T, D] * W_in[D, F_YZ] -> Tmp[B, T, F_YZ]", y, W["W_in"])
+    Gate = einsum("y[B, T, D] * W_gate[D, F_YZ] -> Gate[B, T, F_YZ]", y, W["W_gate"]) if "W_gate" in W else None
+    Tmp = activated(Tmp, Gate, at.config)
+    Out = einsum("Tmp[B, T, F_YZ] * W_out[F_YZ, D] -> Out[B, T, D] {U_YZ}", Tmp, W["W_out"])
+    return all_reduce("Out[B, T, D] {U_YZ} -> Out[B, T, D]", Out, at.mesh)  # on the critical path
+
+
+def head(params: dict, x: Tensor, at: At) -> Tensor:
+    """logits[B, T, V], whole on every rank."""
+    x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
+    logits = einsum("x[B, T, D] * U[D, V_YZ] -> logits[B, T, V_YZ]", x, unembedding(params))
+    return all_gather("logits[B, T, V_YZ] -> logits[B, T, V]", logits, at.mesh)

@@ -1,0 +1,35 @@
+"""What the forms share: each rank's own rows of the embedding, its KV heads' biases, and the activation."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaling.configs import Config
+from scaling.models.transformer import ACTIVATIONS
+from scaling.serve.forms import At
+from scaling.spec import block_index
+from scaling.strategies.transformer.layer import own_heads
+
+
+def rows_of(E: Tensor, tokens: Tensor, mesh, axes: str) -> Tensor:
+    """x[B, T, D] of tokens[B, T] by this rank's block E of E[V_axes, D]: zeros for the tokens of other ranks."""
+    first = block_index([axis for axis in axes if axis in mesh.sizes], mesh.coord, mesh) * len(E)
+    local = tokens - first
+    here = (local >= 0) & (local < len(E))
+    return F.embedding(torch.where(here, local, 0), E) * here[..., None]
+
+
+def unembedding(params: dict) -> Tensor:
+    """U[D, V_axes], of a tied model the transpose of its embedding."""
+    return params["unembed"] if "unembed" in params else params["embed"].T
+
+
+def own_biases(W: dict, at: At) -> dict:
+    """The layer with b_K and b_V of the KV heads that this rank's query heads see."""
+    return W | {"b_K": own_heads(W["b_K"], at, 0), "b_V": own_heads(W["b_V"], at, 0)} if "b_K" in W else W
+
+
+def activated(Tmp: Tensor, Gate: Tensor | None, config: Config) -> Tensor:
+    """The nonlinearity of Tmp, or of the gate times Tmp."""
+    act = ACTIVATIONS[config.nonlinearity]
+    return act(Tmp) if Gate is None else act(Gate) * Tmp

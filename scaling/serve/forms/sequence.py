@@ -1,0 +1,52 @@
+"""The cache's sequence over Z (Part 7, "Sharding the KV cache"): for long contexts of few rows.
+
+    KV[2, B, S_Z, K_Y, H], W_Q[D, N_YZ, H], W_O[N_YZ, H, D], x[B, T, D]; MLP and ends as in `heads_batch`
+Every rank along Z has all queries of its heads, and computes their softmax over its own places, as blocks of Flash
+attention are computed (Part 4, Appendix A): the maximum m is that of all ranks, denominator L and numerator O are sums.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from scaling.collectives import einsum
+from scaling.models.pointwise import rms_norm
+from scaling.models.transformer import headed
+from scaling.serve.forms import At
+from scaling.serve.forms.parts import own_biases
+from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter
+from scaling.strategies.transformer.layer import own_heads
+
+
+def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+    """Attn[B, T, D]; keys and values are written by the rank that has their places."""
+    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
+    Q = all_gather("Q[B, T, N_YZ, H] -> Q[B, T, N_Y, H]", Q, at.mesh)  # on the critical path
+    K = einsum("y[B, T, D] * W_K[D, K_Y, H] -> K[B, T, K_Y, H]", y, own_heads(W["W_K"], at, 1))
+    V = einsum("y[B, T, D] * W_V[D, K_Y, H] -> V[B, T, K_Y, H]", y, own_heads(W["W_V"], at, 1))
+    Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
+    at.slots.append(l, K, V)
+    q, K, V, seen = places(Q, l, at)
+    A = einsum("Q[B, T, K_Y, G, H] * K[B, S_Z, K_Y, H] -> A[B, T, K_Y, G, S_Z]", q, K)
+    A = A.masked_fill(~seen, -torch.inf)
+    m = all_reduce("m[B, T, K_Y, G] {U_Z} -> m[B, T, K_Y, G]", A.amax(-1), at.mesh, op="max")  # critical path
+    P = (A - m[..., None]).exp()
+    O = einsum("P[B, T, K_Y, G, S_Z] * V[B, S_Z, K_Y, H] -> O[B, T, K_Y, G, H] {U_Z}", P, V)
+    L, O = P.sum(-1).flatten(2), O.flatten(2, 3)
+    L = reduce_scatter("L[B, T, N_Y] {U_Z} -> L[B, T, N_YZ]", L, at.mesh)
+    O = reduce_scatter("O[B, T, N_Y, H] {U_Z} -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
+    O = O / L[..., None]
+    Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
+    Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
+    return Attn + W["b_O"] if "b_O" in W else Attn
+
+
+def places(Q: Tensor, l: int, at: At) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's places of the sequence: (Q[B, T, K_Y, G, H] / sqrt(H), K, V[B, S_Z, K_Y, H], which keys are seen)."""
+    slots, window = at.slots, at.config.windows[l]
+    used = min(max(slots.most - slots.first, 1), slots.cache["KV"].shape[3])
+    K, V = slots.read(l, 0, used, Q.dtype)
+    seen = slots.visible(slots.first + torch.arange(used, device=Q.device), window)
+    return Q.unflatten(2, (K.shape[2], -1)) / math.sqrt(Q.shape[-1]), K, V, seen[:, :, None, None]

@@ -1,0 +1,74 @@
+"""2D weight-stationary (Part 7, Question 7 and Appendix B; Pope et al. 2022, arXiv:2211.05102): weights over D as well.
+
+    KV[2, B_XZ, S, K_Y, H], W_Q[D_X, N_YZ, H], W_O[N_YZ, H, D_X], W_in[D_X, F_YZ], W_out[F_YZ, D_X], x[B, T, D_XYZ]
+A rank's block of a weight is nearly square, so that what is sent of activations falls with the number of ranks: D/X of
+the stream, F/(YZ) within. Attention has its heads over Y and Z, and the cache's batch is split over X and Z, as the
+queries are by a ReduceScatter and an AllToAll.
+"""
+
+from torch import Tensor
+
+from scaling.collectives import einsum
+from scaling.models.pointwise import mean_square, rms_norm
+from scaling.models.transformer import headed
+from scaling.serve.forms import At
+from scaling.serve.forms.parts import activated, own_biases, rows_of, unembedding
+from scaling.strategies.axes import all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from scaling.strategies.transformer.layer import own_heads
+
+
+def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
+    """x[B, T, D_XYZ] of tokens[B, T], whole on every rank."""
+    x = rows_of(E, tokens, at.mesh, "YZ")
+    return reduce_scatter("x[B, T, D_X] {U_YZ} -> x[B, T, D_XYZ]", x, at.mesh)
+
+
+def normed(x: Tensor, gain: Tensor, at: At) -> Tensor:
+    """y[B, T, D_X]: the norm, by the mean square over the whole of D, gathered over Y and Z."""
+    parts = at.config.D // x.shape[-1]
+    square = all_reduce("s[B, T, I] {U_XYZ} -> s[B, T, I]", mean_square(x) / parts, at.mesh)
+    y = rms_norm(x, square, gain=gain, eps=at.config.eps)
+    return all_gather("y[B, T, D_XYZ] -> y[B, T, D_X]", y, at.mesh)  # on the critical path
+
+
+def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+    """Attn[B, T, D_XYZ], the keys and values of this rank's rows written to the cache."""
+    y = normed(x, W["norm_attn"], at)
+    Q = einsum("y[B, T, D_X] * W_Q[D_X, N_YZ, H] -> Q[B, T, N_YZ, H] {U_X}", y, W["W_Q"])
+    Q = reduce_scatter("Q[B, T, N_YZ, H] {U_X} -> Q[B_X, T, N_YZ, H]", Q, at.mesh)  # on the critical path
+    Q = all_to_all("Q[B_X, T, N_YZ, H] -> Q[B_XZ, T, N_Y, H]", Q, at.mesh)  # on the critical path
+    K = einsum("y[B, T, D_X] * W_K[D_X, K_Y, H] -> K[B, T, K_Y, H] {U_X}", y, own_heads(W["W_K"], at, 1))
+    V = einsum("y[B, T, D_X] * W_V[D_X, K_Y, H] -> V[B, T, K_Y, H] {U_X}", y, own_heads(W["W_V"], at, 1))
+    K = reduce_scatter("K[B, T, K_Y, H] {U_X} -> K[B_X, T, K_Y, H]", K, at.mesh)
+    V = reduce_scatter("V[B, T, K_Y, H] {U_X} -> V[B_X, T, K_Y, H]", V, at.mesh)
+    K = shard("K[B_X, T, K_Y, H] -> K[B_XZ, T, K_Y, H]", K, at.mesh)
+    V = shard("V[B_X, T, K_Y, H] -> V[B_XZ, T, K_Y, H]", V, at.mesh)
+    Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
+    O = at.slots.attend(l, Q, K, V, at.config.windows[l])
+    O = all_to_all("O[B_XZ, T, N_Y, H] -> O[B_X, T, N_YZ, H]", O, at.mesh)  # on the critical path
+    O = all_gather("O[B_X, T, N_YZ, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
+    Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D_X] -> Attn[B, T, D_X] {U_YZ}", O, W["W_O"])
+    Attn = reduce_scatter("Attn[B, T, D_X] {U_YZ} -> Attn[B, T, D_XYZ]", Attn, at.mesh)  # on the critical path
+    return Attn + W["b_O"] if "b_O" in W else Attn
+
+
+def mlp(W: dict, x: Tensor, at: At) -> Tensor:
+    """Out[B, T, D_XYZ]: the lines of Question 7."""
+    In = normed(x, W["norm_mlp"], at)  # 1.
+    Tmp = einsum("In[B, T, D_X] * W_in[D_X, F_YZ] -> Tmp[B, T, F_YZ] {U_X}", In, W["W_in"])  # 2.
+    Tmp = all_reduce("Tmp[B, T, F_YZ] {U_X} -> Tmp[B, T, F_YZ]", Tmp, at.mesh)  # 3. on the critical path
+    Gate = None
+    if "W_gate" in W:
+        Gate = einsum("In[B, T, D_X] * W_gate[D_X, F_YZ] -> Gate[B, T, F_YZ] {U_X}", In, W["W_gate"])
+        Gate = all_reduce("Gate[B, T, F_YZ] {U_X} -> Gate[B, T, F_YZ]", Gate, at.mesh)  # on the critical path
+    Tmp = activated(Tmp, Gate, at.config)
+    Out = einsum("Tmp[B, T, F_YZ] * W_out[F_YZ, D_X] -> Out[B, T, D_X] {U_YZ}", Tmp, W["W_out"])  # 4.
+    return reduce_scatter("Out[B, T, D_X] {U_YZ} -> Out[B, T, D_XYZ]", Out, at.mesh)  # 5. on the critical path
+
+
+def head(params: dict, x: Tensor, at: At) -> Tensor:
+    """logits[B, T, V], whole on every rank."""
+    x = normed(x, params["norm"], at)
+    logits = einsum("x[B, T, D_X] * U[D_X, V_YZ] -> logits[B, T, V_YZ] {U_X}", x, unembedding(params))
+    logits = all_reduce("logits[B, T, V_YZ] {U_X} -> logits[B, T, V_YZ]", logits, at.mesh)
+    return all_gather("logits[B, T, V_YZ] -> logits[B, T, V]", logits, at.mesh)
