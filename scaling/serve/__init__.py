@@ -6,6 +6,9 @@ imported without it.
     types    the types of params and caches, by form       cache    init_cache: contiguous, in pages, int8
     slots    where tokens go in a cache and what they see  step     prefill, decode, extend
     forms    one listing for each way to shard a decode step
+    sampling, speculative, generation                      from logits to tokens; generate, stream, score
+    states, policies, pages, scheduler                     the engine's state machine, without torch
+    simulate                                               a trace of requests in time
 """
 
 import importlib
@@ -13,14 +16,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from scaling.serve.cache import init_cache
+    from scaling.serve.generation import generate, score, stream
     from scaling.serve.sampling import Sampling
     from scaling.serve.step import decode, extend, prefill
     from scaling.serve.types import cache_specs, specs
 
-__all__ = ["Sampling", "cache_specs", "decode", "extend", "init_cache", "prefill", "specs"]
+__all__ = [
+    "Sampling",
+    "cache_specs",
+    "decode",
+    "extend",
+    "generate",
+    "init_cache",
+    "prefill",
+    "score",
+    "specs",
+    "stream",
+]
 
 _HOMES = {  # module -> what of it stands here
     "scaling.serve.cache": ("init_cache",),
+    "scaling.serve.generation": ("generate", "score", "stream"),
     "scaling.serve.sampling": ("Sampling",),
     "scaling.serve.step": ("decode", "extend", "prefill"),
     "scaling.serve.types": ("cache_specs", "specs"),

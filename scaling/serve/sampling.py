@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 SEEDS = 2**63
+DRAW, KEEP, DRAFT = range(
+    3
+)  # a position's uniform numbers: for its token; for a proposal there, kept or not; and for it
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def sample(logits: Tensor, how: Sampling, seeds: Sequence[int], positions: Seque
     """Tokens[B] of logits[B, V]; positions[B] are the places in their sequences that the new tokens take."""
     if how.temperature == 0:
         return probabilities(logits, how).argmax(-1)
-    u = uniforms(seeds, positions)[:, 0].to(logits.device)
+    u = uniforms(seeds, positions)[:, DRAW].to(logits.device)
     return draw(probabilities(logits, how), u)
 
 

@@ -1,0 +1,247 @@
+"""Tokens from prompts: prefill once, then decode; with a draft, speculative sampling. Batches are ragged.
+
+What a request gives does not depend on what is beside it: its randomness is of its seed and position (`sampling`).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaling.configs import Config
+from scaling.serve.cache import init_cache
+from scaling.serve.sampling import DRAFT, DRAW, KEEP, Sampling, draw, probabilities, request_seeds, sample, uniforms
+from scaling.serve.speculative import ngram, verify
+from scaling.serve.step import decode, extend, prefill
+from scaling.serve.types import ONE, ROWS
+from scaling.spec import parse
+from scaling.strategies.axes import present
+
+
+class Token(NamedTuple):
+    """A new token of prompt `row`; `logprob` is that of the model, before temperature and filters."""
+
+    row: int
+    id: int
+    logprob: float
+
+
+def generate(
+    params: dict,
+    prompts: Sequence[Any],
+    config: Config,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: "int | Sequence[int]" = 0,
+    stop: "int | Sequence[int]" = (),
+    mesh=None,
+    draft: Any = None,
+    proposals: int = 4,
+    page: int | None = None,
+    form: str = "heads",
+) -> list[list[int]]:
+    """The new token ids of each prompt, at most max_new_tokens; a stop id ends a completion and is its last.
+
+    Prompts are lists of ids, of any lengths. Params are this rank's, typed as `serve.specs`; the result is the same on
+    every rank. `seed`: one, from which each prompt gets its own, or one for each. `draft`: (params, config) of a
+    smaller model with the same vocabulary, or "ngram"; it proposes so many tokens a step, and changes the speed alone:
+    greedily the tokens are the same, and sampled ones have the same distribution. `page`: cache in pages of so many.
+    ValueError for an empty prompt, ids outside the vocabulary, and options that leave no token.
+    """
+    how = Sampling(temperature, top_k, top_p, min_p)
+    out: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(
+        params, prompts, config, max_new_tokens, how,
+        seed=seed, stop=stop, mesh=mesh, draft=draft, proposals=proposals, page=page, form=form,
+    ):  # fmt: skip
+        for token in tokens:
+            out[token.row].append(token.id)
+    return out
+
+
+def stream(
+    params: dict,
+    prompts: Sequence[Any],
+    config: Config,
+    max_new_tokens: int,
+    how: Sampling,
+    *,
+    seed: "int | Sequence[int]" = 0,
+    stop: "int | Sequence[int]" = (),
+    mesh=None,
+    draft: Any = None,
+    proposals: int = 4,
+    page: int | None = None,
+    form: str = "heads",
+) -> Iterator[list[Token]]:
+    """What `generate` returns, step by step as it is known: each step's new tokens, in the order of the prompts."""
+    rows = [[int(t) for t in prompt] for prompt in prompts]
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 0")
+    if empty := [i for i, row in enumerate(rows) if not row]:
+        raise ValueError(f"prompt {empty[0]} is empty: a prompt has at least one token")
+    if wrong := [(i, t) for i, row in enumerate(rows) for t in row if not 0 <= t < config.V]:
+        i, t = wrong[0]
+        raise ValueError(f"prompt {i}: token {t} lies outside the vocabulary of {config.name}, 0..{config.V - 1}")
+    if proposals < 1:
+        raise ValueError(f"proposals={proposals} must be at least 1")
+    seeds = request_seeds(rows, seed)
+    if not rows or not max_new_tokens:
+        return
+    stops = frozenset([stop] if isinstance(stop, int) else stop)
+    batch = _Batch(params, rows, config, max_new_tokens + (proposals if draft is not None else 0), mesh, page, form)
+    left = dict.fromkeys(range(len(rows)), max_new_tokens)
+    source = _plain(batch, how, seeds) if draft is None else _drafted(batch, how, seeds, left, draft, proposals)
+    for step in source:
+        given = []
+        for token in step:
+            if left.get(token.row, 0):
+                given.append(token)
+                left[token.row] -= 1
+                batch.rows[token.row].append(token.id)
+                if token.id in stops or not left[token.row]:
+                    del left[token.row]
+        yield given
+        if not left:
+            return
+
+
+class _Batch:
+    """The rows' tokens and the model's cache of them; `more` rows of no prompt let the batch divide over its axes."""
+
+    def __init__(self, params: dict, rows: list[list[int]], config: Config, more: int, mesh, page, form: str):
+        self.params, self.config, self.rows = params, config, rows
+        self.options: dict[str, Any] = {"mesh": mesh, "form": form, "donate": True}
+        mesh = ONE if mesh is None else mesh
+        spec = parse(present(f"l[{ROWS[form]}]", mesh))
+        self.more = -len(rows) % mesh.size(spec.dims[0][1])
+        self.device = params["norm"].device
+        B, length = len(rows) + self.more, max(map(len, rows)) + more
+        length += -length % mesh.sizes.get("Z", 1)
+        self.cache = init_cache(config, B, length, mesh=mesh, page=page, form=form)
+
+    def prefill(self) -> Tensor:
+        """Logits[B, V] at the end of every prompt."""
+        return self.run(prefill, [*self.rows, *self.rows[:1] * self.more])[: len(self.rows)]
+
+    def run(self, call, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """The logits of `call`, prefill or extend, of some more tokens of each row."""
+        lengths = torch.tensor([len(some) for some in tokens], device=self.device)
+        T = max(1, int(lengths.max()))
+        padded = torch.tensor([[*some, *[0] * (T - len(some))] for some in tokens], device=self.device)
+        logits, self.cache = call(self.params, padded, self.cache, self.config, lengths=lengths, **self.options)
+        return logits
+
+    def decode(self, tokens: list[int]) -> Tensor:
+        """Logits[B, V] after one more token of each row."""
+        all_rows = torch.tensor([*tokens, *[0] * self.more], device=self.device)
+        logits, self.cache = decode(self.params, all_rows, self.cache, self.config, **self.options)
+        return logits[: len(tokens)]
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Roll the cache back to so many tokens of each row."""
+        kept = torch.tensor(lengths, device=self.device)
+        self.cache = self.cache | {"lengths": kept}
+
+
+def _plain(batch: _Batch, how: Sampling, seeds: list[int]) -> Iterator[list[Token]]:
+    logits = batch.prefill()
+    while True:
+        ids = sample(logits, how, seeds, [len(row) for row in batch.rows])
+        yield _with_logprobs(ids[:, None].tolist(), logits[:, None])
+        logits = batch.decode([row[-1] for row in batch.rows])  # of rows that have ended too: nobody looks at it
+
+
+def _drafted(batch: _Batch, how: Sampling, seeds: list[int], left: dict, draft: Any, k: int) -> Iterator[list[Token]]:
+    """A step: k proposals of each row, one pass of the target over them, the rule, and the cache rolled back."""
+    small = _proposer(batch, draft, k)
+    logits = batch.prefill()
+    ids = sample(logits, how, seeds, [len(row) for row in batch.rows])
+    yield _with_logprobs(ids[:, None].tolist(), logits[:, None])
+    while True:
+        live = [i in left for i in range(len(batch.rows))]
+        first = [len(row) for row in batch.rows]
+        u = torch.stack([uniforms(seeds, [n + j for n in first], 3) for j in range(k + 1)], 1).to(batch.device)
+        proposed, q = small.propose(how, u[:, :k, DRAFT], live) if small else _by_ngram(batch, k)
+        rows = [
+            [row[-1], *some] if on else [] for row, some, on in zip(batch.rows, proposed.tolist(), live, strict=True)
+        ]
+        logits = batch.run(extend, [*rows, *[[]] * batch.more])[: len(rows)]
+        ids, count = verify(probabilities(_finite(logits, live), how), q, proposed, u[:, :k, KEEP], u[..., DRAW])
+        taken = [some[:n] if on else [] for some, n, on in zip(ids.tolist(), count.tolist(), live, strict=True)]
+        yield _with_logprobs(taken, logits)
+        batch.keep([*(len(row) - 1 if on else 0 for row, on in zip(batch.rows, live, strict=True)), *[0] * batch.more])
+
+
+class _Model(_Batch):
+    """A draft model: what it holds of each row may lag behind by a token or two."""
+
+    def __init__(self, target: _Batch, params: dict, config: Config, k: int):
+        if config.V != target.config.V:
+            raise ValueError(
+                f"the draft {config.name} has V={config.V}, {target.config.name} has V={target.config.V}\n"
+                "  fix: a draft with the same vocabulary"
+            )
+        KV, pages = target.cache["KV"], target.cache.get("pages")
+        room = KV.shape[3] * (1 if pages is None else pages.shape[1])
+        mesh, form = target.options["mesh"], target.options["form"]
+        super().__init__(params, target.rows, config, room - max(map(len, target.rows)), mesh, None, form)
+        self.k = k
+
+    def propose(self, how: Sampling, u: Tensor, live: list[bool]) -> tuple[Tensor, Tensor]:
+        """(proposed[B, k], q[B, k, V]); u[B, k]. Rows that have ended get any."""
+        held = self.cache["lengths"].tolist()
+        new = [row[n:] if on else row[-1:] for row, n, on in zip(self.rows, held, live, strict=False)]
+        starts = [n if on else 0 for n, on in zip(held, live, strict=False)]
+        self.keep([*starts, *[0] * self.more])
+        logits = self.run(prefill, [*new, *[[0]] * self.more])[: len(self.rows)]
+        proposed, qs = [], []
+        for j in range(self.k):
+            q = probabilities(logits, how)
+            proposed.append(draw(q, u[:, j]))
+            qs.append(q)
+            if j + 1 < self.k:
+                logits = self.decode(proposed[-1].tolist())
+        known = [len(row) if on else 0 for row, on in zip(self.rows, live, strict=True)]
+        self.keep([*known, *[0] * self.more])
+        return torch.stack(proposed, 1), torch.stack(qs, 1)
+
+
+def _proposer(batch: _Batch, draft: Any, k: int) -> _Model | None:
+    if draft == "ngram":
+        return None
+    if not isinstance(draft, tuple) or len(draft) != 2:
+        raise ValueError(f'draft={draft!r:.40} is neither (params, config) nor "ngram"')
+    return _Model(batch, *draft, k)
+
+
+def _by_ngram(batch: _Batch, k: int) -> tuple[Tensor, Tensor]:
+    proposed = torch.tensor([ngram(row, k) for row in batch.rows], device=batch.device)
+    return proposed, torch.nn.functional.one_hot(proposed, batch.config.V).to(torch.float64)
+
+
+def _finite(logits: Tensor, live: list[bool]) -> Tensor:
+    """Zeros where a row has ended, and its logits mean nothing."""
+    on = torch.tensor(live, device=logits.device)
+    return torch.where(on[:, None, None], logits, 0)
+
+
+def _with_logprobs(ids: list[list[int]], logits: Tensor) -> list[Token]:
+    """Of ids[B][n] and logits[B, T, V] at their places."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = wide.logsumexp(-1).tolist()
+    places = [(row, n, id) for row, some in enumerate(ids) for n, id in enumerate(some)]
+    return [Token(row, id, float(wide[row, n, id]) - total[row][n]) for row, n, id in places]
+
+
+def score(params: dict, texts: Sequence[Any], config: Config, *, mesh=None, form: str = "heads") -> list[list[float]]:
+    """The log-probability, in nats, of each token of each text after its first, given those before it."""
+    rows = [[int(t) for t in text] for text in texts]
+    batch = _Batch(params, rows, config, 0, mesh, None, form)
+    logits = batch.run(extend, [*rows, *rows[:1] * batch.more])
+    return [[token.logprob for token in _with_logprobs([row[1:]], logits[i : i + 1])] for i, row in enumerate(rows)]
