@@ -36,7 +36,15 @@ ROOMS = [  # each imports only from those before it
 ]
 NO_TORCH = {"spec", "sizes", "algebra", "schedules", "hardware", "console", "configs", "cost", "check", "show", "plan"}
 TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.plan.layer", "scaling.plan.predict", "scaling.show.params"}
-OPTIONAL = {"matplotlib", "safetensors", "jupytext", "nbclient", "nbformat", "IPython"}  # extras of pyproject.toml
+OPTIONAL = {
+    "matplotlib",
+    "safetensors",
+    "tokenizers",
+    "jupytext",
+    "nbclient",
+    "nbformat",
+    "IPython",
+}  # extras of pyproject.toml
 INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",
     ("scaling.show.shardings", "scaling.show.schedules"): "a sharding is drawn without the simulator",

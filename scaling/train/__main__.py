@@ -29,6 +29,7 @@ from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.trace.peak import peak_memory
+from scaling.train import tokenize
 from scaling.train.loop import STOP, describe, run
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 
@@ -38,7 +39,8 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="a TOML file of these options; flags go over it")
     parser.add_argument("--model", default="tiny", help=f"a config.json, an HF folder, or one of {', '.join(MODELS)}")
     parser.add_argument("--from-scratch", action="store_true", help="of an HF folder take the sizes, not the weights")
-    parser.add_argument("--data", help="a text file, a folder of them, or of .npy token ids")
+    parser.add_argument("--data", help="text, .jsonl, .npy ids or token shards: a file or folder, or A:3,B:1")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
     parser.add_argument("--mesh", default="X=1", help="axes of P, Z, X, C, Y, E and sizes (default X=1)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", default="run", help="folder of checkpoints and metrics.jsonl (default run)")
@@ -114,6 +116,9 @@ def dry_run(settings: Settings, sizes: dict[str, int]) -> str:
 
 
 def main(argv=None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["tokenize"]:
+        return tokenize.main(given[1:])
     args = arguments(argv)
     try:
         sizes, (config, weights) = parse_mesh(args.mesh), model_of(args)

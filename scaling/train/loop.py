@@ -22,8 +22,10 @@ from scaling.sizes import format_sizes
 from scaling.spec import format_axes
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
-from scaling.train import checkpoint, guards, tokens
+from scaling.train import checkpoint, guards
+from scaling.train.batches import ahead
 from scaling.train.evaluate import evaluate, local
+from scaling.train.inputs import inputs
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
@@ -58,12 +60,16 @@ def begun(settings: Settings, mesh, optimizer: optim.Optimizer, types: dict) -> 
         specs = state_specs(optimizer, types)
         state, step = checkpoint.load(out, specs, mesh, places={"L": slots})
         tree.check(state["params"], types, config.sizes | {"L": len(slots)}, mesh)
+        if (seed := state["data"]["seed"]) != settings.seed:
+            raise ValueError(
+                f"{out}: was begun with --seed {seed}, not {settings.seed}\n  fix: give the same, or another --out"
+            )
         return state, step
     if settings.weights:
         _, params = hf.load_sharded(settings.weights, types, mesh, dtype, slots=slots)
     else:
         params = model.init(config, settings.seed, dtype, mesh=mesh, specs=types, slots=slots)
-    return {"params": params, "optimizer": optimizer.init(params), "data": {"sequences": 0}}, 0
+    return {"params": params, "optimizer": optimizer.init(params), "data": {"sequences": 0, "seed": settings.seed}}, 0
 
 
 def state_specs(optimizer: optim.Optimizer, types: dict) -> dict:
@@ -74,22 +80,17 @@ def state_specs(optimizer: optim.Optimizer, types: dict) -> dict:
 def run(mesh, settings: Settings) -> dict:
     """Train on every rank of a mesh; returns {"step", "loss", "valid"}."""
     config, out, first = settings.model, Path(settings.out), mesh.rank == 0
-    corpus = tokens.load(settings.data)
-    if (top := int(corpus.tokens.max())) >= config.V:
-        raise ValueError(
-            f"{settings.data}: token {top} lies outside the vocabulary of {config.name}, 0..{config.V - 1}"
-        )
-    train, valid = tokens.split(corpus, settings.batch, settings.seq, settings.seed)
+    train, valid = inputs(settings)
     optimizer, types = optimizer_of(settings), transformer.specs(config, mesh)
     held, start = begun(settings, mesh, optimizer, types)
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     step, result = make_step(settings, mesh, optimizer), {"step": start, "loss": math.nan, "valid": math.nan}
     per_step, flops = settings.batch * settings.seq, 6 * tm.num_params(config)
     specs, places = state_specs(optimizer, types), {"L": slots_of(config, mesh, None)}
-    losses = guards.Losses()
+    losses, coming = guards.Losses(), ahead(train, seen, settings.batch)
     for number in range(start + 1, settings.steps + 1):
         began = time.perf_counter()
-        whole = train.at(seen)
+        whole = next(coming)
         if settings.guard_every and (number - start) % settings.guard_every == 1:
             held = {"params": params, "optimizer": state, "batch": list(whole)}
             guards.check_replicas(held, specs | {"batch": ["t[B, T]"] * 3}, mesh, number)
@@ -110,7 +111,7 @@ def run(mesh, settings: Settings) -> dict:
             if jump := losses.jump(loss, number):
                 print(f"warning: {jump}", flush=True)
         if last or asked or (settings.save_every and number % settings.save_every == 0):
-            held = {"params": params, "optimizer": state, "data": {"sequences": seen}}
+            held = {"params": params, "optimizer": state, "data": {"sequences": seen, "seed": settings.seed}}
             checkpoint.save(out, held, specs, mesh, number, keep=settings.keep, places=places)
         if asked:
             break

@@ -17,7 +17,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class Settings:
     """What a run is made of beside its mesh. `batch`: sequences of the global batch, of `seq` tokens each. `weights`:
-    a Hugging Face folder to begin with, if any."""
+    a Hugging Face folder to begin with, if any. `data`: a path, or several by weight, "A:3,B:1"."""
 
     model: Config
     data: str
@@ -41,6 +41,7 @@ class Settings:
     guard_every: int = 50
     resume: bool = False
     weights: str = ""
+    tokenizer: str = "bytes"
 
 
 def rate(settings: Settings) -> Callable[[Tensor], Tensor]:

@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
 from scaling.configs import get
 from scaling.mesh import Mesh
-from scaling.train import tokens
 from scaling.train.__main__ import main
 from scaling.train.loop import run
 from scaling.train.settings import Settings, optimizer_of, rate
@@ -52,31 +50,6 @@ def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, corpus
     assert len(again) == 2
     torch.testing.assert_close(first, losses(whole), rtol=2e-5, atol=0)
     torch.testing.assert_close(again, losses(whole)[2:], rtol=2e-5, atol=0)
-
-
-def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed(corpus):
-    train, valid = tokens.split(tokens.load(corpus), 4, 32, seed=5)
-    seen = [i for step in range(2 * train.sequences // 4) for i in train.chosen(4 * step)]
-    assert sorted(seen[: train.sequences]) == list(range(train.sequences))
-    assert seen[: train.sequences] != seen[train.sequences : 2 * train.sequences]
-    other, _ = tokens.split(tokens.load(corpus), 4, 32, seed=6)
-    assert [i for step in range(3) for i in other.chosen(4 * step)] != seen[:12]
-    inputs, targets, segments = train.at(12)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert set(segments.unique().tolist()) <= {1, 2, 3}
-    assert valid.first == train.last
-
-
-def test_token_files_are_mapped(tmp_path):
-    numpy.save(tmp_path / "a.npy", numpy.arange(1000, dtype=numpy.uint16))
-    corpus = tokens.load(tmp_path / "a.npy")
-    assert isinstance(corpus.tokens, numpy.memmap)
-    assert len(corpus) == 1000
-    numpy.save(tmp_path / "b.npy", numpy.ones((2, 2)))
-    with pytest.raises(ValueError, match=r"b\.npy: not a row of token ids"):
-        tokens.load(tmp_path)
-    with pytest.raises(ValueError, match="no text"):
-        tokens.load(tmp_path / "nothing.txt")
 
 
 def test_learning_rates():

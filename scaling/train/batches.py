@@ -1,0 +1,146 @@
+"""Tokens as batches: which sequences a batch holds follows from the seed and from how many came before, never from the
+mesh.
+
+A corpus is cut into sequences of T tokens, each with the next token of every one as its target; the i-th sequence of an
+epoch is the i-th of a permutation drawn from (seed, epoch). So a run that resumes, on any mesh, repeats and skips
+nothing. A mixture takes from several corpora by weight: of each 1,000 sequences an exact number from each.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy
+import torch
+from torch import Tensor
+
+from scaling.train.corpus import Corpus
+
+IGNORED = -100  # a target that does not count
+ROUND = 1000  # sequences over which a mixture's weights come out
+Batch = tuple[Tensor, Tensor, Tensor]  # tokens, targets, segments, int64[batch, length]; segments number the documents
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of `batch` sequences of `length` tokens of the part of a corpus from `first` to `last`."""
+
+    corpus: Corpus
+    batch: int
+    length: int
+    seed: int
+    first: int
+    last: int
+
+    def __post_init__(self):
+        if self.sequences < 1:
+            raise ValueError(
+                f"{self.last - self.first:,} tokens hold no sequence of {self.length} and its next token\n"
+                "  fix: give more text, or a shorter --seq"
+            )
+
+    @property
+    def sequences(self) -> int:
+        """The sequences of one epoch."""
+        return (self.last - self.first - 1) // self.length
+
+    def number(self, place: int) -> int:
+        """Which sequence stands at this place of the endless order of epochs."""
+        epoch, at = divmod(place, self.sequences)
+        return int(_order(self.seed, epoch, self.sequences)[at])
+
+    def chosen(self, seen: int) -> list[int]:
+        """Which sequences come after so many, by their number."""
+        return [self.number(place) for place in range(seen, seen + self.batch)]
+
+    def at(self, seen: int) -> Batch:
+        """The batch that comes after so many sequences."""
+        return self.rows(self.chosen(seen))
+
+    def rows(self, numbers: Sequence[int]) -> Batch:
+        """The sequences of these numbers."""
+        return stacked([self.row(i) for i in numbers])
+
+    def row(self, number: int) -> Batch:
+        """One sequence: tokens, targets, segments [length]."""
+        start = self.first + number * self.length
+        ids, counted = self.corpus.between(start, start + self.length + 1)
+        targets = ids[1:] if counted is None else numpy.where(counted[1:], ids[1:], IGNORED)
+        segments = numpy.searchsorted(self.corpus.starts, numpy.arange(start, start + self.length), side="right")
+        tokens, targets, segments = (torch.from_numpy(x.astype(numpy.int64)) for x in (ids[:-1], targets, segments))
+        return tokens, targets, segments
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Batches of sequences from several sources, in proportion to their weights."""
+
+    sources: tuple[Batches, ...]
+    weights: tuple[float, ...]
+
+    @cached_property
+    def turns(self) -> list[tuple[int, int]]:
+        """For each place of a round: (the source, how many of it came before in the round), in a shuffled order."""
+        total = sum(self.weights)
+        exact = [ROUND * w / total for w in self.weights]
+        counts = [int(x) for x in exact]
+        late = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+        for i in late[: ROUND - sum(counts)]:
+            counts[i] += 1
+        order = torch.repeat_interleave(torch.tensor(counts))[_order(self.sources[0].seed, -1, ROUND)].tolist()
+        return [(source, order[:i].count(source)) for i, source in enumerate(order)]
+
+    def chosen(self, seen: int) -> list[tuple[int, int]]:
+        """(source, number of its sequence) of the sequences that come after so many."""
+        each = [sum(source == i for source, _ in self.turns) for i in range(len(self.sources))]
+        found = []
+        for place in range(seen, seen + self.sources[0].batch):
+            rounds, at = divmod(place, ROUND)
+            source, before = self.turns[at]
+            found.append((source, self.sources[source].number(rounds * each[source] + before)))
+        return found
+
+    def at(self, seen: int) -> Batch:
+        """The batch that comes after so many sequences."""
+        return stacked([self.sources[source].row(number) for source, number in self.chosen(seen)])
+
+
+def stacked(rows: Sequence[Batch]) -> Batch:
+    tokens, targets, segments = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    return tokens, targets, segments
+
+
+def ahead(source: "Batches | Mixture", seen: int, batch: int) -> Iterator[Batch]:
+    """The batches after so many sequences, one after another; the next one is read meanwhile, by a thread."""
+    with ThreadPoolExecutor(1, "batches") as reader:
+        coming = reader.submit(source.at, seen)
+        while True:
+            here, seen = coming.result(), seen + batch
+            coming = reader.submit(source.at, seen)
+            yield here
+
+
+def split(corpus: Corpus, batch: int, length: int, seed: int, valid: float = 0.05) -> tuple[Batches, Batches]:
+    """(training, validation): the end of the corpus is held out, with no token in both."""
+    at = len(corpus) - max(length + 1, round(len(corpus) * valid))
+    return (
+        Batches(corpus, batch, length, seed, 0, at),
+        Batches(corpus, batch, length, seed, at, len(corpus)),
+    )
+
+
+_orders: dict[tuple[int, int, int], Tensor] = {}
+
+
+def _order(seed: int, epoch: int, count: int) -> Tensor:
+    """The permutation of an epoch's sequences; the latest few are kept."""
+    key = seed, epoch, count
+    if key not in _orders:
+        digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        while len(_orders) > 15:
+            _orders.pop(next(iter(_orders)))
+        _orders[key] = torch.randperm(count, generator=generator)
+    return _orders[key]

@@ -1,0 +1,138 @@
+"""A corpus: one long run of tokens, cut into documents, in parts that are mapped into memory.
+
+Read from text files (each a document), JSON lines (each line a document), rows of ids in .npy files, or the shards
+that `python -m scaling.train tokenize` writes.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy
+
+from scaling.train.text import Bytes, Document, Tokenizer, chat, plain
+
+TEXT = (".txt", ".md", ".py", ".rst", ".json", ".csv", "")
+INDEX = "shards.json"  # of a folder of token shards
+EVERYTHING: tuple[numpy.ndarray, ...] = ()
+BYTES = Bytes()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """`parts`: rows of ids, one after another; `starts`: where each document begins; `counted`: for each part which
+    tokens count in the loss, if not all do."""
+
+    parts: tuple[numpy.ndarray, ...]
+    starts: numpy.ndarray
+    counted: tuple[numpy.ndarray, ...] = EVERYTHING
+
+    @cached_property
+    def ends(self) -> numpy.ndarray:
+        """Where each part ends."""
+        return numpy.cumsum([len(part) for part in self.parts])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    @cached_property
+    def top(self) -> int:
+        """The greatest id."""
+        return max(int(part.max()) for part in self.parts if len(part))
+
+    def between(self, first: int, last: int) -> tuple[numpy.ndarray, numpy.ndarray | None]:
+        """(the ids from place `first` to `last`, which of them count; None: all)."""
+        ids = self._joined(self.parts, first, last).astype(numpy.int64)
+        return ids, self._joined(self.counted, first, last) if self.counted else None
+
+    def _joined(self, parts: tuple[numpy.ndarray, ...], first: int, last: int) -> numpy.ndarray:
+        at, pieces = int(numpy.searchsorted(self.ends, first, side="right")), []
+        while first < last:
+            begin = int(self.ends[at]) - len(parts[at])
+            pieces.append(parts[at][first - begin : last - begin])
+            first, at = min(last, int(self.ends[at])), at + 1
+        return pieces[0] if len(pieces) == 1 else numpy.concatenate(pieces)
+
+
+def load(path, by: Tokenizer = BYTES) -> Corpus:
+    """The corpus of a file or of a folder of files, sorted by name.
+
+    Ids and text do not go together. ValueError or OSError that names the file, and the line, for what cannot be read.
+    """
+    path = Path(path)
+    if (path / INDEX).is_file():
+        return shards(path)
+    found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    ids = [p for p in found if p.suffix == ".npy"]
+    files = ids or [p for p in found if p.suffix in (*TEXT, ".jsonl") or p == path]
+    if not path.exists() or not files:
+        raise ValueError(f"{path}: no text and no .npy of tokens to read")
+    if ids:
+        return joined([row(p) for p in ids], path)
+    if by is BYTES and not any(p.suffix == ".jsonl" for p in files):
+        return joined([numpy.memmap(p, numpy.uint8, "r") for p in files if readable(p)], path)
+    read = [document for p in files for document in documents(p, by) if len(document.ids)]
+    counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING
+    return joined([d.ids for d in read], path, counted)
+
+
+def joined(rows: list, path: Path, counted: tuple[numpy.ndarray, ...] = EVERYTHING) -> Corpus:
+    """Rows of ids, each a document, as a corpus. ValueError if there is not one token."""
+    if not sum(map(len, rows)):
+        raise ValueError(f"{path}: holds no text")
+    starts = numpy.cumsum([0, *(len(part) for part in rows[:-1])])
+    return Corpus(tuple(rows), starts, counted)
+
+
+def readable(path: Path) -> int:
+    """Its bytes. OSError that names it if it cannot be opened."""
+    with path.open("rb"):
+        return path.stat().st_size
+
+
+def row(path: Path) -> numpy.ndarray:
+    """A .npy of ids, mapped into memory."""
+    try:
+        ids = numpy.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"{path}: not a row of token ids")
+    return ids
+
+
+def documents(path: Path, by: Tokenizer) -> Iterator[Document]:
+    """The documents of a text file: one, or one a line of JSON. ValueError that names the file and the line."""
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            if path.suffix != ".jsonl":
+                yield plain(lines.read(), by)
+                return
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield record(path, number, line, by)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error}\n  fix: convert it, or leave it out") from None
+
+
+def record(path: Path, number: int, line: str, by: Tokenizer) -> Document:
+    try:
+        return chat(json.loads(line), by)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+def shards(folder: Path) -> Corpus:
+    """The corpus of a folder of token shards. ValueError that names the shard that is missing or cut short."""
+    index = json.loads((folder / INDEX).read_text())
+    for name, nbytes in index["bytes"].items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != nbytes:
+            raise ValueError(f"{folder / name}: missing or cut short\n  fix: write the shards again")
+    counted = tuple(numpy.load(folder / name, mmap_mode="r") for name in index["counted"])
+    corpus = Corpus(
+        tuple(row(folder / name) for name in index["tokens"]), numpy.load(folder / index["starts"]), counted
+    )
+    corpus.__dict__["top"] = index["top"]  # known: the shards need not be read for it
+    return corpus

@@ -1,0 +1,89 @@
+"""`python -m scaling.train tokenize --data FOLDER --out SHARDS`: text to token shards, which training maps into memory.
+
+SHARDS/tokens-00000.npy, ...     ids, of 16 bits where the vocabulary allows it
+       counted-00000.npy, ...    which of them count in the loss, where prompts do not
+       starts.npy                where each document begins
+       shards.json               the files with their bytes; written last
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy
+
+from scaling.console import integer
+from scaling.train.checkpoint import replaced
+from scaling.train.corpus import INDEX, TEXT, documents
+from scaling.train.text import Tokenizer, tokenizer
+
+
+def write(source, out, by: Tokenizer, shard_tokens: int) -> dict:
+    """Tokenise a file or a folder into shards; returns their index. ValueError or OSError names what is not readable,
+    and a folder that holds shards already."""
+    source, out = Path(source), Path(out)
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{out}: is not empty\n  fix: give another --out")
+    files = sorted(p for p in source.rglob("*") if p.suffix in (*TEXT, ".jsonl")) if source.is_dir() else [source]
+    files = [p for p in files if p.is_file()]
+    if not files:
+        raise ValueError(f"{source}: no text to read")
+    out.mkdir(parents=True, exist_ok=True)
+    dtype = numpy.uint16 if by.vocabulary <= 1 << 16 else numpy.uint32
+    index = {"tokenizer": by.name, "tokens": [], "counted": [], "starts": "starts.npy", "top": 0, "bytes": {}}
+    starts, held, size, total, all_count = [], [], 0, 0, True
+
+    def save(name: str, x: numpy.ndarray) -> str:
+        numpy.save(out / name, x)
+        index["bytes"][name] = (out / name).stat().st_size
+        return name
+
+    def flush() -> None:
+        nonlocal held, size
+        number = len(index["tokens"])
+        index["tokens"].append(save(f"tokens-{number:05}.npy", numpy.concatenate([d.ids for d in held]).astype(dtype)))
+        index["counted"].append(save(f"counted-{number:05}.npy", numpy.concatenate([d.counted for d in held])))
+        held, size = [], 0
+
+    for path in files:
+        for document in documents(path, by):
+            if len(document.ids):
+                starts.append(total)
+                held.append(document)
+                total, size = total + len(document.ids), size + len(document.ids)
+                index["top"] = max(index["top"], int(document.ids.max()))
+                all_count = all_count and bool(document.counted.all())
+            if size >= shard_tokens:
+                flush()
+    if held:
+        flush()
+    if not total:
+        raise ValueError(f"{source}: holds no text")
+    save("starts.npy", numpy.array(starts, numpy.int64))
+    if all_count:
+        for name in index["counted"]:
+            (out / name).unlink()
+            del index["bytes"][name]
+        index["counted"] = []
+    replaced(out / INDEX, json.dumps(index))
+    return index
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scaling.train tokenize", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--data", required=True, help="a file or a folder: text, or .jsonl of texts or chats")
+    parser.add_argument("--out", required=True, help="the folder of shards to write")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
+    parser.add_argument("--shard-tokens", type=integer(1), default=10**8, help="tokens a shard (default 1e8)")
+    args = parser.parse_args(argv)
+    try:
+        index = write(args.data, args.out, tokenizer(args.tokenizer), args.shard_tokens)
+    except (ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    tokens = sum(len(numpy.load(Path(args.out) / name, mmap_mode="r")) for name in index["tokens"])
+    print(f"{tokens:,} tokens in {len(index['tokens'])} shards, the greatest id {index['top']}: {args.out}")
+    return 0
