@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from scaling.configs import Config
+from scaling.cost.roofline import mfu
 from scaling.spec import dtype_bytes
 
 REMAT = ("none", "matmuls", "block")
@@ -140,8 +141,38 @@ def prefill_flops(config: Config, prompt: int, batch: int = 1, causal: bool = Tr
 
 
 def decode_flops(config: Config, batch: int, context: int) -> int:
-    """One token for each of `batch` sequences that attend to `context` tokens (the new one included)."""
-    return sum(forward_flops(config, batch, 1, context).values())
+    """One token for each of `batch` sequences that attend to `context` tokens (the new one included), or to as many of
+    them as a layer's window lets it see."""
+    return sum(forward_flops(config, batch, 1, context, causal=True).values())
+
+
+def utilization(
+    config: Config,
+    B: int,
+    T: int,
+    seconds: float,
+    chips: int,
+    C: float,
+    *,
+    S: int | None = None,
+    causal: bool = True,
+    training: bool = True,
+    remat: str = "none",
+) -> float:
+    """Model FLOPs utilization of a step of B sequences of T tokens on `chips` of C FLOPs/s each.
+
+    Two conventions are in use. `causal`: pairs that the mask hides, and those beyond a window, are no useful work. Not
+    `causal`: all T S pairs of a layer count, as in PaLM's appendix B and the book's 12 B T^2 N H; a kernel that skips
+    hidden pairs can then seem to use more than the chip has. Without `training` it is a forward pass: of a prompt, or
+    with T < S of tokens that attend to a cache too. With `remat` what is computed again counts as well: hardware FLOPs.
+    """
+    if training and S not in (None, T):
+        raise ValueError(f"a training step attends to its own T={T} tokens, got S={S}: pass training=False")
+    if training:
+        flops = sum(train_flops(config, B, T, causal, remat).values())
+    else:
+        flops = sum(forward_flops(config, B, T, S, causal).values())
+    return mfu(flops, seconds, chips, C)
 
 
 # --- Bytes -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 Ranks run the same lines. What a rank does by itself, each product and what lies before each line, is held against the
 same work on the other ranks: their median; of several steps the median step, so that a moment in which the machine was
-busy elsewhere counts for nothing. Collectives are left out: how long one takes is the slower ranks' doing.
+busy elsewhere counts for nothing; and a difference that is no larger than those between steps is none. Collectives are
+left out: how long one takes is the slower ranks' doing.
 """
 
 from collections import Counter, defaultdict
@@ -16,6 +17,7 @@ from scaling.profile.timeline import Timeline
 
 LEAST, SHARE = 0.005, 0.05  # seconds and share of a step from which a rank is called slow; of a few steps twice that
 FEW = 3
+NOISE = 4  # how often the usual difference between its steps a rank is late by
 END = "the end of the step"
 Piece = tuple[str, int, bool]  # a line, which of its runs in the step, and whether in it (else before it)
 
@@ -56,10 +58,13 @@ def pieces(timeline: Timeline, step: int) -> Counter[Piece]:
     return found
 
 
-def typical(timeline: Timeline) -> dict[Piece, float]:
-    """Of each piece the median over the steps."""
-    steps = [pieces(timeline, step) for step in range(len(timeline.steps))]
-    return {piece: median(step[piece] for step in steps) for piece in set().union(*steps)}
+def typical(timeline: Timeline) -> dict[Piece, tuple[float, float]]:
+    """Of each piece the median over the steps, and the median distance from it."""
+    steps, found = [pieces(timeline, step) for step in range(len(timeline.steps))], {}
+    for piece in set().union(*steps):
+        middle = median(step[piece] for step in steps)
+        found[piece] = middle, median(abs(step[piece] - middle) for step in steps)
+    return found
 
 
 def waited_for(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> dict[int, float]:
@@ -84,12 +89,16 @@ def find(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> li
     found = []
     for timeline, mine in zip(timelines, own, strict=True):
         others = [theirs for theirs in own if theirs is not mine]
-        late = {piece: seconds - median(theirs.get(piece, 0.0) for theirs in others)
-                for piece, seconds in mine.items() if any(piece in theirs for theirs in others)}  # fmt: skip
+        late, noise = {}, {}
+        for piece, (seconds, unsteady) in mine.items():
+            theirs = [each[piece] for each in others if piece in each]
+            if theirs:
+                late[piece] = seconds - median(usual for usual, _ in theirs)
+                noise[piece] = max(unsteady, *(other for _, other in theirs))
         waits = waited.get(timeline.rank, 0.0)
-        slow = [(seconds, piece) for piece, seconds in late.items() if seconds >= least and waits >= seconds / 2]
+        slow = [(by, piece) for piece, by in late.items() if by >= max(least, NOISE * noise[piece]) and waits >= by / 2]
         found += [Straggler(timeline.rank, line, inside, k, seconds, waits) for seconds, (line, k, inside) in slow]
         total = sum(late.values())
-        if not slow and total >= 2 * least and waits >= total / 2:
+        if not slow and total >= 2 * least + sum(noise.values()) and waits >= total / 2:
             found.append(Straggler(timeline.rank, "", True, 0, total, waits))
     return sorted(found, key=lambda straggler: -straggler.seconds)

@@ -204,3 +204,28 @@ def test_hugging_face_files(name, file, tmp_path):
     assert get(path).with_(source=get(name).source, dtype=get(name).dtype) == get(name)
     path.write_text(json.dumps({"text_config": file}))
     assert tm.params(load(path)) == tm.params(get(name))
+
+
+def test_utilization_counts_pairs_as_a_mask_does():
+    """Causal, with a window in one layer of two, GQA, and T < S: pairs counted one by one."""
+    config = Config("windowed", L=2, D=16, F=32, N=4, K=2, H=4, V=32, window=(3, None))
+    C, seconds = 1e9, 0.5
+
+    def flops(B, T, S, pairs):
+        parts = tm.params(config)
+        return (
+            2 * B * T * (parts["mlp"] + parts["attention"] + config.D * config.V) + 4 * B * pairs * config.N * config.H
+        )
+
+    for T, S in ((6, 6), (1, 6), (2, 7)):
+        seen = sum(0 <= S - T + t - s < window for window in (3, S) for t in range(T) for s in range(S))
+        for causal, pairs in ((True, seen), (False, 2 * T * S)):
+            got = tm.utilization(config, 3, T, seconds, 4, C, S=S, causal=causal, training=False)
+            assert got == pytest.approx(flops(3, T, S, pairs) / (seconds * 4 * C))
+    step = tm.utilization(config, 3, 6, seconds, 4, C)
+    assert step == pytest.approx(3 * tm.utilization(config, 3, 6, seconds, 4, C, training=False))
+    again = tm.utilization(config, 3, 6, seconds, 4, C, remat="block") - step
+    assert again == pytest.approx(tm.remat_flops(config, 3, 6, "block", causal=True) / (seconds * 4 * C))
+    assert tm.decode_flops(config, 3, 6) == flops(3, 1, 6, 3 + 6)
+    with pytest.raises(ValueError, match="training=False"):
+        tm.utilization(config, 3, 1, seconds, 4, C, S=6)

@@ -1,0 +1,146 @@
+"""Shapes and layouts of XLA's programs, read and laid out: `bf16[32,32,4096]{2,1,0:T(8,128)(2,1)S(1)}` (Part 9).
+
+dtype and logical shape; in braces the order of the dims in memory, the minor one first; tiles; the memory space, S(1)
+being VMEM. `T(8,128)` cuts the two minor dims into tiles, padded at the end, which lie one after another; `(2,1)` cuts
+each tile again. XLA stores a tile's dims behind the rest, tile by tile: https://openxla.org/xla/tiled_layout
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaling.spec import dtype_bytes
+
+NAMES = {"f64": "fp64", "f32": "fp32", "f16": "fp16", "bf16": "bf16", "f8e4m3fn": "fp8", "f8e5m2": "fp8"}
+WHOLE = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
+SPACES = {0: "HBM", 1: "VMEM"}
+SHAPE = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,]*)\](?:\{(?P<order>[\d,]*)(?::(?P<rest>[^}]*))?\})?")
+REST = re.compile(r"(?:T(?P<tiles>(?:\([\d,]+\))+))?(?:S\((?P<space>\d+)\))?")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array in memory. `order`: its dims, minor to major; `tiles`: outer first; `space`: 0 is HBM, 1 VMEM."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    tiles: tuple[tuple[int, ...], ...] = ()
+    space: int = 0
+
+    def __str__(self) -> str:
+        tiles = "".join(f"({','.join(map(str, tile))})" for tile in self.tiles)
+        rest = ("T" + tiles if tiles else "") + (f"S({self.space})" if self.space else "")
+        layout = ",".join(map(str, self.order)) + (":" + rest if rest else "")
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]{{{layout}}}"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return WHOLE[self.dtype] if self.dtype in WHOLE else int(dtype_bytes(NAMES[self.dtype]))
+
+    @property
+    def physical(self) -> tuple[int, ...]:
+        """The sizes in memory's order, major first, without padding."""
+        return tuple(self.shape[dim] for dim in reversed(self.order))
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """The same, padded to whole tiles; a tile of more dims than the array has counts on ones in front."""
+        sizes = list(self.physical)
+        if self.tiles:
+            outer = self.tiles[0]
+            sizes = [1] * (len(outer) - len(sizes)) + sizes
+            for i, tile in enumerate(reversed(outer), 1):
+                sizes[-i] = -(-sizes[-i] // tile) * tile
+        return tuple(sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes that it takes in memory."""
+        sizes = [*self.padded]
+        for outer, inner in zip(self.tiles, self.tiles[1:], strict=False):
+            sizes.append(math.prod(_up(outer, inner)) / math.prod(outer))
+        return round(math.prod(sizes)) * self.itemsize
+
+    def offset(self, *index: int) -> int:
+        """Where an element lies, in bytes from the beginning. IndexError outside the shape."""
+        if len(index) != len(self.shape) or not all(0 <= i < n for i, n in zip(index, self.shape, strict=True)):
+            raise IndexError(f"{index} lies outside {self}")
+        at, sizes = [index[dim] for dim in reversed(self.order)], list(self.physical)
+        for tile in self.tiles:
+            at, sizes = _tiled(at, sizes, tile)
+        place = 0
+        for i, n in zip(at, sizes, strict=True):
+            place = place * n + i
+        return place * self.itemsize
+
+
+def _up(sizes: Sequence[int], tile: Sequence[int]) -> list[int]:
+    """Sizes rounded up to whole tiles of their last dims."""
+    sizes = [1] * (len(tile) - len(sizes)) + list(sizes)
+    front = len(sizes) - len(tile)
+    return sizes[:front] + [-(-n // t) * t for n, t in zip(sizes[front:], tile, strict=True)]
+
+
+def _tiled(at: list[int], sizes: list[int], tile: Sequence[int]) -> tuple[list[int], list[int]]:
+    """An index and the sizes after cutting the last dims into tiles: which tile, then where in it."""
+    missing = max(0, len(tile) - len(sizes))
+    at, sizes = [0] * missing + at, _up(sizes, tile)
+    front = len(sizes) - len(tile)
+    which = [i // t for i, t in zip(at[front:], tile, strict=True)]
+    inside = [i % t for i, t in zip(at[front:], tile, strict=True)]
+    counts = [n // t for n, t in zip(sizes[front:], tile, strict=True)]
+    return at[:front] + which + inside, sizes[:front] + counts + list(tile)
+
+
+def parse(text: str) -> Shape:
+    """Read a shape with its layout; without one it is row-major. ValueError for what is none."""
+    match = SHAPE.fullmatch(text.strip())
+    rest = REST.fullmatch((match["rest"] or "") if match else "")
+    if match is None or rest is None or match["dtype"] not in NAMES | WHOLE:
+        raise ValueError(f"{text!r} is no shape with a layout\n  fix: write it as f32[3,5]{{1,0:T(2,2)}}")
+    shape = _numbers(match["shape"])
+    order = tuple(reversed(range(len(shape)))) if match["order"] is None else _numbers(match["order"])
+    tiles = tuple(_numbers(tile) for tile in re.findall(r"\(([\d,]+)\)", rest["tiles"] or ""))
+    if sorted(order) != list(range(len(shape))) or any(0 in tile for tile in tiles):
+        raise ValueError(f"{text!r}: the layout names each of the {len(shape)} dims once, and no tile is empty")
+    return Shape(match["dtype"], shape, order, tiles, int(rest["space"] or 0))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of an XLA program: `%name = result op(operands), key=value`."""
+
+    name: str
+    result: Shape
+    op: str
+    operands: tuple[tuple[str, Shape | None], ...]
+    attributes: tuple[tuple[str, str], ...]
+
+
+TYPED = r"(?:\w+\[[\d,]*\](?:\{[^}]*\})?\s+)?"
+
+
+def operation(line: str) -> Operation:
+    """Read a line such as `%fusion.3 = bf16[32,4096]{1,0} fusion(bf16[32,8192]{1,0} %fusion.32), kind=kCustom`."""
+    match = re.fullmatch(
+        rf"\s*(?:ROOT\s+)?%(\S+)\s*=\s*({TYPED})([\w-]+)\(((?:{TYPED}%?[^,()]*,?\s*)*)\)\s*,?\s*(.*?),?\s*", line
+    )
+    if not match or not match[2]:
+        raise ValueError(f"{line.strip()!r} is no operation\n  fix: write it as %name = f32[2]{{0}} op(f32[2]{{0}} %x)")
+    operands = []
+    for typed, name in re.findall(rf"({TYPED})%?([\w.-]+)", match[4]):
+        operands.append((name, parse(typed) if typed else None))
+    attributes = re.findall(r"(\w+)=((?:\{.*?\}(?=,|$)|[^,{]+))", match[5])
+    return Operation(match[1], parse(match[2]), match[3], tuple(operands), tuple(attributes))

@@ -1,0 +1,170 @@
+"""Is what a profile says true? Programs with a known fault, profiled, with what it found beside what was planted.
+
+    python tests/benchmarks/planted.py [--ranks 2] [--delays 20] [--clean 20] [--advice 1] [--overhead 10] [--json FILE]
+
+`delays`: a rank sleeps 30 ms before a line, both drawn at random: is it found (rank, line, seconds within 10%)?
+`clean`: nobody sleeps: is anybody called slow? `advice`: programs with one waste each, and the same without it: is the
+first suggestion the right one, and does the change gain what it predicts? `overhead`: processor time of the calling
+thread in a step with and without a profile, in turn (a busy machine does not count), and the parts' sum over the step.
+"""
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep, thread_time
+
+import torch
+from tabulate import tabulate
+from wasteful import PROGRAMS
+
+from scaling import launch
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
+from scaling.plan.predict import Size, shards
+from scaling.plan.predict import step as train
+from scaling.profile import profile
+from scaling.strategies import fsdp
+
+DELAY, STEPS = 0.03, 7
+B, D, F = 128, 256, 1024
+SIZE = Size(4, 512, 512, 2048)
+
+
+def step(mesh, x, W, V, before) -> None:
+    """A layer with its weights gathered, and a gradient; `before(i)` is called before line i."""
+    lines = (
+        lambda s: {"W": all_gather("W[D_X, F] -> W[D, F]", W, mesh)},
+        lambda s: {"T": einsum("x[B_X, D] * W[D, F] -> T[B_X, F]", x, s["W"])},
+        lambda s: {"V": all_gather("V[F, D_X] -> V[F, D]", V, mesh)},
+        lambda s: {"y": einsum("T[B_X, F] * V[F, D] -> y[B_X, D]", s["T"], s["V"])},
+        lambda s: {"dV": einsum("T[B_X, F] * y[B_X, D] -> dV[F, D] {U_X}", s["T"], s["y"])},
+        lambda s: {"dV": reduce_scatter("dV[F, D] {U_X} -> dV[F, D_X]", s["dV"], mesh)},
+        lambda s: {"n": einsum("dV[F, D_X] -> n[] {U_X}", s["dV"])},
+        lambda s: {"n": all_reduce("n[] {U_X} -> n[]", s["n"], mesh)},
+    )
+    state: dict = {}
+    for i, line in enumerate(lines):
+        before(i)
+        state |= line(state)
+
+
+LINES = 8
+
+
+def delays(mesh, plants) -> list[tuple[list, list]]:
+    """For each (rank, line) or None: the lines' names, and (rank, line, in it, seconds) of those called slow."""
+    n, found = mesh.size(), []
+    x, W, V = torch.randn(B, D), torch.randn(D // n, F), torch.randn(F, D // n)
+    for plant in plants:
+
+        def before(i, plant=plant):
+            if plant == (mesh.rank, i):
+                sleep(DELAY)
+
+        step(mesh, x, W, V, before)
+        with profile() as p:
+            for _ in range(STEPS):
+                step(mesh, x, W, V, before)
+                p.step()
+        names = [run.line for run in p.timelines[0].of_step(0)]
+        found.append((names, [(s.rank, s.line, s.inside, s.seconds) for s in p.stragglers()]))
+    return found
+
+
+def judged(plants, found) -> list[dict]:
+    rows = []
+    for plant, (names, slow) in zip(plants, found, strict=True):
+        right = not slow
+        if plant:
+            right = bool(slow) and slow[0][:3] == (plant[0], names[plant[1]], False) and len(slow) == 1
+            right = right and abs(slow[0][3] / DELAY - 1) <= 0.1
+        rows.append({"plant": plant and (plant[0], names[plant[1]]), "found": slow, "right": right})
+    return rows
+
+
+def advice(mesh, names) -> list[dict]:
+    """Each program as it is and without its waste: steps in turn for their seconds, then a profile."""
+    rows = []
+    for name in names:
+        program = PROGRAMS[name]
+        state = program.make(mesh)
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for i in range(2 * STEPS + 2):
+            all_reduce("n[] {U_X} -> n[]", torch.zeros(()), mesh)  # begin together
+            began = perf_counter()
+            program.step(mesh, state, bool(i % 2))
+            all_reduce("n[] {U_X} -> n[]", torch.zeros(()), mesh)
+            seconds[bool(i % 2)] += [perf_counter() - began] if i > 1 else []
+        with profile() as p:
+            for _ in range(STEPS):
+                program.step(mesh, state, False)
+                p.step()
+        said = [(each.kind, each.gain, str(each)) for each in p.suggestions()]
+        rows.append({"program": name, "wanted": program.kind, "said": said, "step": p.seconds,
+                     "gained": median(seconds[False]) - median(seconds[True])})  # fmt: skip
+    return rows
+
+
+def overhead(mesh, rounds: int) -> dict:
+    params, In = shards(fsdp, SIZE, mesh, lambda shape: 0.02 * torch.randn(shape))
+    train(fsdp, params, In, mesh)
+    plain, with_it, off, steps = [], [], [], []
+    for _ in range(rounds):
+        began = thread_time()
+        train(fsdp, params, In, mesh)
+        plain.append(thread_time() - began)
+        with profile() as p:
+            began, outside = thread_time(), perf_counter()
+            train(fsdp, params, In, mesh)
+            outside = perf_counter() - outside
+            with_it.append(thread_time() - began)
+        (part,) = p.parts(mesh.rank)
+        steps.append(outside)
+        off.append(abs(part.total / outside - 1))
+    return {"plain": median(plain), "profiled": median(with_it), "step": median(steps), "off": median(off)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--delays", type=int, default=20, help="random plants (default 20)")
+    parser.add_argument("--clean", type=int, default=20, help="clean runs (default 20)")
+    parser.add_argument("--advice", type=int, default=1, help="rounds of the wasteful programs (default 1)")
+    parser.add_argument("--only", default=",".join(PROGRAMS), help="which of them, by commas: %(default)s")
+    parser.add_argument("--overhead", type=int, default=10, help="pairs of steps (default 10)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", default="", metavar="FILE")
+    args, results = parser.parse_args(), {}
+    rng, sizes = random.Random(args.seed), {"X": args.ranks}
+    plants = [(rng.randrange(args.ranks), rng.randrange(LINES)) for _ in range(args.delays)] + [None] * args.clean
+    if plants:
+        rows = results["delays"] = judged(plants, launch.run(delays, sizes, plants)[0])
+        table = [(row["plant"] or "nobody", row["found"] or "nobody", "yes" if row["right"] else "NO") for row in rows]
+        print(tabulate(table, ["planted", "found", "right"], "simple", maxcolwidths=[44, 44, 5]))
+        right = [sum(row["right"] for row in rows if bool(row["plant"]) is planted) for planted in (True, False)]
+        print(f"\ndelays found: {right[0]} of {args.delays}; clean runs called clean: {right[1]} of {args.clean}\n")
+    if args.advice:
+        rows = results["advice"] = launch.run(advice, sizes, args.only.split(",") * args.advice)[0]
+        table = []
+        for row in rows:
+            kind, gain, text = (*row["said"], ("nothing", 0.0, ""))[0]
+            ms = [f"{seconds * 1e3:.1f}" for seconds in (row["step"], gain, row["gained"])]
+            table.append((row["program"], "yes" if kind == row["wanted"] else "NO", *ms, text))
+        heads = ["program", "right", "step, ms", "predicted", "gained", "first suggestion"]
+        print(tabulate(table, heads, "simple", maxcolwidths=[20, 5, 9, 9, 9, 60]))
+        print(f"\nfirst suggestions right: {sum(row[1] == 'yes' for row in table)} of {len(table)}\n")
+    if args.overhead:
+        for rank, row in enumerate(launch.run(overhead, sizes, args.overhead)):
+            results[f"overhead {rank}"] = row
+            print(f"rank {rank}: {row['plain'] * 1e3:.1f} ms of processor time a step, {row['profiled'] * 1e3:.1f} ms "
+                  f"profiled: {row['profiled'] - row['plain']:+.4f} s of a step of {row['step'] * 1e3:.0f} ms; "
+                  f"the parts' sum is off by {row['off']:.2%}")  # fmt: skip
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
