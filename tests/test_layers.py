@@ -55,6 +55,7 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.collectives.buffers", "numpy"): "rarely needed",
     ("scaling.plan.__main__", "scaling.plan.guide"): "a plan is made without the guide",
     ("scaling.plan.__main__", "scaling.plan.published"): "a plan is made without the published runs",
+    ("scaling.plan.__main__", "scaling.plan.serve.command"): "a mesh to train on is planned without serving",
 }
 
 

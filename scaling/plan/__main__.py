@@ -1,4 +1,4 @@
-"""`python -m scaling.plan --model llama3-70b --chip v5p --chips 8960 --batch 4M`; also `guide`, `published`."""
+"""`python -m scaling.plan --model llama3-70b --chip v5p --chips 8960 --batch 4M`; `guide`, `published`, `serve`."""
 
 import argparse
 import json
@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="For one machine, or no idea where to begin: python -m scaling.plan guide --help\n"
         "Published runs beside the planner: python -m scaling.plan published\n"
+        "To serve a model: python -m scaling.plan serve --help\n"
         "Exit status: 0, a plan was found; 1, nothing fits or no mesh suits; 2, an argument is wrong.",
     )  # fmt: skip
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
@@ -113,6 +114,10 @@ def main(arguments: list[str] | None = None) -> int:
         from scaling.plan import published
 
         return published.main(arguments[1:])
+    if arguments[:1] == ["serve"]:
+        from scaling.plan.serve import command as serve
+
+        return serve.main(arguments[1:])
     args = parser().parse_args(arguments)
     try:
         job = Job(

@@ -5,6 +5,9 @@ functions: what a chapter computes by its library must come out the same.
 """
 
 V5E_4x4 = 2 * 2**14 * 2**14 / 4  # bytes that each axis of Part 3's Question 6 moves, n = 2^14
+P70 = 80 * (8192 * (3 * 28672 + 2 * 72 * 128) + 2 * 8192) + 8192 + 2 * 8192 * 128_256  # LLaMA-3 70B
+READ70 = P70 - 8192 * 128_256  # a step does not read the embedding
+READ405 = 126 * (16384 * (3 * 53248 + 2 * 136 * 128) + 2 * 16384) + 16384 + 16384 * 128_256
 
 PINNED = {
     "01_roofline": {
@@ -101,6 +104,67 @@ PINNED = {
         "4 prefill with G = 8 is compute-bound from S =": 271,  # above 9/8 x 240.24
         "4 prefill: attention takes as long as the MLP at T =": 3 * 8192 * 28672 // 8192 - 1,
         "4 decoding 240: attention takes as long as the MLP at T =": 6 * 8192 * 28672 // (240 * 4 * 1024) + 1,
+    },
+    "08_applied_inference": {
+        "FLOPs / $ of a v5e": 1.97e14 * 3600 / 1.2,
+        "240 of them beside the weights: v5e": (P70 + 240 * 32768 * 163_840) / 16e9,
+        "32 caches of 8192 tokens": 32 * 8192 * 163_840,
+        "with the weights": (P70 + 32 * 8192 * 163_840) / 1e9,
+        "4x2: tokens/s": 32 * 8 * 8.2e11 / (READ70 + 32 * 8192 * 163_840),
+        "4x2: tokens/s a chip": 32 * 8.2e11 / (READ70 + 32 * 8192 * 163_840),
+        "... on two axes without wraparound, as 4x2 and 4x4 are": 28672 * 2 * 4.5e10 / 1.97e14,
+        "bf16: KV a token": 2 * 163.84,
+        "bf16: chips at least": 2 * P70 / 16e9,
+        "bf16: HBM left": 256 - 2 * P70 / 1e9,
+        "bf16: queries/s a chip on twice the chips": 138 / (16e9 / 8.2e11 * 512 * 32),
+        "int8: KV a token": 163.84,
+        "int8: chips at least": P70 / 16e9,
+        "int8: queries/s a chip": 42 / (16e9 / 8.2e11 * 512 * 8),
+        "int8: queries/s a chip on twice the chips": 138 / (16e9 / 8.2e11 * 512 * 16),
+        "int4: chips at least": P70 / 2 / 16e9,
+        "int4: queries/s a chip": 42 / (16e9 / 8.2e11 * 512 * 4),
+        "int4: queries/s a chip on twice the chips": 138 / (16e9 / 8.2e11 * 512 * 8),
+        "512 of them": 512 * 16e9 / 8.2e11,
+        "Queries/s of the slice: 4.42": 42 / (16e9 / 8.2e11 * 512),
+        "bf16 on 4x8: HBM left for caches": 512 - 2 * P70 / 1e9,
+        "bf16 on 4x8: queries/s of the slice": 138 / (16e9 / 8.2e11 * 512),
+        "B = 64: bound by HBM up to Y =": 28672 / (64 * 8.2e11 / 9e10),
+        "T_math of a matmul": 1e6 * 2 * 64 * 8192 * 28672 / (32 * 1.97e14),
+        "All collectives of a step on 4x8, no wraparound": 1e3 * 2 * 64 * 31 / 32 / 9e10 * (320 * 8192 + 128_256),
+        "HBM time of that step's weights": 1e3 * 2 * READ70 / (32 * 8.2e11),
+        "... with causal attention, the unembedding once": (
+            2 * 8192 * 80 * (3 * 8192 * 28672 + 2 * 8192 * 72 * 128) + 2 * 80 * 8192 * 8193 * 8192 + 2 * 8192 * 128_256
+        ) / (16 * 1.97e14 * 0.4),
+        "... with the 42 caches that fit": 42 * 2 * P70 * 8192 / (16 * 1.97e14 * 0.4) / (16e9 / 8.2e11 * 512),
+        "Latency at batch 1, 8k": 1e3 * (READ70 + 8192 * 163_840) / (16 * 8.2e11),
+        "Throughput plateaus at 2k context at ('around')": 1e-3 / (2048 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14),
+        "Doubling the latency lowers the cost by": (READ70 + 2048 * 163_840) / 8.2e11 / (
+            2048 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14
+        ),
+        "Reading caches takes longer than FLOPs beyond": 2 * READ70 / 1.97e14 * 8.2e11 / 163_840,
+        "Its code at 8k: the largest batch": 138,  # (256e9 - 70.55e9) / 1.342e9 = 138.2
+        "1 FLOPs a token of 405B": 2 * READ405 / 1e9,
+        "1 a forward pass of a token, FLOPs-bound: at least, over N": 1e3 * 2 * READ405 / 1.97e14,
+        "1 HBM-bound, int8: at least, over N": 1e3 * READ405 / 8.2e11,
+        "2 8B in int8: params": 8.030261248,
+        "2 240 caches of 8k": 240 * 8192 * 65_536 / 1e9,
+        "2 peak activations: the MLP's, bf16": 240 * 14_336 * 2 / 1e6,
+        "2 ... and the logits in float32": 240 * 128_256 * 4 / 1e6,
+        "2 smallest slice at 8k": "4x4",  # 8.6 chips
+        "2 smallest slice at 4k": "2x4",  # 4.5
+        "2 smallest slice at 2k": "2x2",  # 2.5
+        "3 smallest slice that holds 405B": 32,  # 25.4
+        "3 best form within 15 ms, on 8x8": "heads_batch",
+        "3 its batch": 56,
+        "3 its tokens/s a chip": 56 / 64 / (
+            56 * 8192 * 2 * 126 * 1024 / (64 * 8.2e11)
+            + 2 * 56 * 63 / 64 * (504 * 16384 + 128_256) / 9e10 + 252 * 7e-6  # AllReduces; AllToAlls of 7 hops
+        ),
+        "3 were nothing sent: the batch in 15 ms": 143,
+        "3 least step on the pod, by HBM": 1e3 * READ405 / (256 * 8.2e11),
+        "3 least step of all, with collectives": 1e3 * (  # X = 4: 3 hops; Y = 32, 2 x 16, a ring: 9; 16 copies
+            126 * (4 * 9 + 4 * 3) * 1e-6 + 15e-6 + 16 * 8192 * 2 * 126 * 1024 / (128 * 8.2e11)
+        ),
     },
     "12_gpus": {
         "HBM bandwidth of a B200, in the text": 8e12,

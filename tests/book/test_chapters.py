@@ -101,6 +101,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         2550**2 / (2 * 53248),
         ["wrote bound-ratio.svg", "wrote bound-time.svg"],
     ),
+    "08_applied_inference": (
+        ["KV cache a token, int8 160 320 KiB +100.0% DIFFERS", "4x2: a step of 32 17 23.69 ms"],
+        20,
+        ["wrote pareto.svg"],
+    ),
     "12_gpus": (
         ["1.4 of 512 rows 15 34.71 us +131.4% DIFFERS"],
         281.25 / (1 - 281.25 * (1 / 4096 + 1 / 8192)),

@@ -1,0 +1,226 @@
+"""Every way to serve a model on a chip's slices, with the batch that suits it: slice x form x mesh, best first.
+
+Seconds are bounds: what is read, computed and sent overlaps (`scaling.cost.serving.Step`), collectives with the slice's
+own wraparound. Throughput a chip does not fall with the batch, so of each mesh the largest batch that fits and that is
+fast enough counts, or a smaller one that does as much.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from scaling import cost
+from scaling.configs import Config
+from scaling.cost import decoding, serving
+from scaling.cost import transformer as tm
+from scaling.hardware import Chip
+from scaling.spec import ShardingError, dtype_bytes
+
+OBJECTIVES = ("throughput", "latency")
+AS_MUCH = 1 - 1e-6  # of the best throughput, where a smaller batch does as much
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is asked for: a model, dtypes of its weights, KV cache and matmuls, and the lengths of its requests.
+
+    Every sequence is counted at its full `context` (prompt and output): reserved, and read at each step. `latency`:
+    most seconds a step, None for any. `headroom`: share of the memory to fill. `mfu`: of prefill.
+    """
+
+    config: Config
+    context: int
+    generated: int = 512
+    weights: str = "int8"
+    kv: str = "int8"
+    compute: str = "bf16"
+    latency: float | None = None
+    headroom: float = 0.9
+    mfu: float = 0.4
+
+    def __post_init__(self):
+        if not 1 <= self.generated < self.context:
+            raise ValueError(
+                f"{self.generated} tokens of output in a context of {self.context}: fix: a context of prompt and output"
+            )
+
+    @property
+    def prompt(self) -> int:
+        return self.context - self.generated
+
+    @cached_property
+    def load(self) -> serving.Load:
+        return serving.load(self.config, self.weights, self.kv)
+
+
+@dataclass(frozen=True)
+class Served:
+    """One way to serve it: a slice, a form on a mesh of it, a batch. Bytes and seconds of a chip."""
+
+    service: Service
+    chip: Chip
+    shape: tuple[int, ...]
+    form: str
+    sizes: tuple[tuple[str, int], ...]
+    batch: int
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def copies(self) -> float:
+        """How often the cache is stored."""
+        return decoding.copies(self.form, self.service.config, dict(self.sizes))
+
+    @cached_property
+    def load(self) -> serving.Load:
+        """The service's, with the copies of W_K and W_V, which are split over no more axes than their cache."""
+        c, sizes = self.service.config, dict(self.sizes)
+        over = c.K if self.form == "2d" else min(c.K, sizes.get("Y", 1))
+        copies = self.chips / sizes.get("X", 1) / min(over, self.chips)
+        more = 0 if c.latent else (copies - 1) * 2 * c.L * c.D * c.K * c.H * dtype_bytes(self.service.weights)
+        return replace(self.service.load, weights=self.service.load.weights + more)
+
+    @cached_property
+    def comms(self) -> dict[str, float]:
+        """Seconds of a step's collectives by what they move."""
+        found: dict[str, float] = {}
+        for moved in decoding.collectives(self.form, self.service.config, self.batch, dict(self.sizes)):
+            seconds = decoding.seconds(moved, self.chip, self.shape, dict(self.sizes))
+            found[moved.what] = found.get(moved.what, 0.0) + seconds
+        return found
+
+    @cached_property
+    def step(self) -> serving.Step:
+        s = self.service
+        comms = sum(self.comms.values())
+        return serving.step(self.load, self.batch, s.context, self.chip, self.chips, s.compute, self.copies, comms)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch / self.step.seconds
+
+    @property
+    def per_chip(self) -> float:
+        return self.tokens_per_second / self.chips
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.load.weights / self.chips
+
+    @property
+    def kv_bytes(self) -> float:
+        return self.copies * self.batch * self.load.kv(self.service.context) / self.chips
+
+    @property
+    def fits(self) -> bool:
+        return self.weight_bytes + self.kv_bytes <= self.service.headroom * self.chip.need("hbm_bytes")
+
+    @property
+    def in_time(self) -> bool:
+        return self.service.latency is None or self.step.seconds <= self.service.latency
+
+    @cached_property
+    def prefill(self) -> float:
+        """Seconds of one prompt on this slice: its FLOPs at the service's MFU, or tensor parallelism's AllReduces."""
+        s, peak = self.service, self.chip.flops(self.service.compute)
+        compute = cost.seconds_at(tm.prefill_flops(s.config, s.prompt), self.chips, peak, s.mfu)
+        width = dtype_bytes("bf16") * s.prompt * s.config.D
+        moved = decoding.Moved("AllReduce", "X", "Y", width, 2 * s.config.L)
+        reduced = decoding.seconds(moved, self.chip, self.shape, {"Y": self.chips}) if self.chips > 1 else 0.0
+        return max(compute, reduced)
+
+    @property
+    def prefill_servers(self) -> float:
+        """Of the same slice, for each that generates."""
+        return serving.prefill_servers(self.prefill, self.step.seconds, self.batch, self.service.generated)
+
+    @property
+    def type(self) -> str:
+        """The cache's type."""
+        return {"heads": "KV[2, B, S, K_Y, H]", "heads_batch": "KV[2, B_Z, S, K_Y, H]",
+                "sequence": "KV[2, B, S_Z, K_Y, H]", "2d": "KV[2, B, S, K_Y, H]"}[self.form]  # fmt: skip
+
+
+def meshes(chips: int) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
+    """The forms with their mesh sizes on so many chips. The second axis of each is a power of two."""
+    yield "heads", (("Y", chips),)
+    for form in ("heads_batch", "sequence", "2d"):
+        for second in (2**i for i in range(1, chips.bit_length())):
+            if chips % second == 0 and (form != "2d" or second < chips):
+                yield form, (("X", second), ("Y", chips // second)) if form == "2d" else (
+                    ("Y", chips // second), ("Z", second)
+                )  # fmt: skip
+
+
+def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, sizes) -> bool:
+    """Whether the model divides over the mesh, and the mesh over the slice."""
+    try:
+        decoding.check(form, service.config, dict(sizes))
+        if chip.kind == "tpu":
+            decoding.place(shape, dict(sizes))
+    except (ShardingError, ValueError):
+        return False
+    return True
+
+
+def best_batch(one: Served) -> Served | None:
+    """`one` with the batch that makes most tokens/s, None if not even its smallest batch fits and is in time.
+
+    In the form that splits the batch over Z, whole multiples of Z.
+    """
+    multiple = dict(one.sizes).get("Z", 1) if one.form == "heads_batch" else 1
+
+    def at(count: int) -> Served:
+        return replace(one, batch=count * multiple)
+
+    def last(holds) -> int:
+        """The largest count for which `holds`, which then holds for all below; 0 if for none."""
+        low, high = 0, 1
+        while holds(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if holds(middle) else (low, middle)
+        return low
+
+    most = last(lambda count: at(count).fits and at(count).in_time)
+    if most == 0:
+        return None
+    enough = AS_MUCH * at(most).tokens_per_second
+    if most == 1 or at(most - 1).tokens_per_second < enough:
+        return at(most)
+    return at(1 + last(lambda count: at(count).tokens_per_second < enough))
+
+
+def key(served: Served, objective: str) -> tuple:
+    """What is better comes first."""
+    if objective == "latency":
+        return served.step.seconds, -served.per_chip, served.chips
+    return -served.per_chip, served.step.seconds, served.chips
+
+
+def plans(
+    service: Service, chip: Chip, *, chips: int | None = None, most: int = 256, form: str | None = None,
+    batch: int | None = None, objective: str = "throughput",
+) -> list[Served]:  # fmt: skip
+    """All that fit and are in time, best first, by `objective`: tokens/s a chip, or seconds a step.
+
+    `chips`: of the slice, else any up to `most`. `batch`: fixed, else the best of each (1 for latency).
+    """
+    found = []
+    for shape in serving.slices(chip, chips or most):
+        if chips and math.prod(shape) != chips:
+            continue
+        for name, sizes in meshes(math.prod(shape)):
+            if form not in (None, name) or not allowed(service, chip, shape, name, sizes):
+                continue
+            one = Served(service, chip, shape, name, sizes, batch or dict(sizes).get("Z", 1))
+            if batch or objective == "latency":
+                whole = name != "heads_batch" or one.batch % dict(sizes)["Z"] == 0
+                found += [one] if whole and one.fits and one.in_time else []
+            elif (suited := best_batch(one)) is not None:
+                found.append(suited)
+    return sorted(found, key=lambda served: key(served, objective))

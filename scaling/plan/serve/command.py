@@ -1,0 +1,116 @@
+"""`python -m scaling.plan serve --model llama3-70b --chip v5e --context 8192`: how to serve a model, and why."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+
+from scaling.configs import MODELS, get
+from scaling.console import integer, number
+from scaling.cost.decoding import FORMS
+from scaling.hardware import chip, chips
+from scaling.plan.serve import published, report
+from scaling.plan.serve.candidates import OBJECTIVES, Service, plans
+
+STORED = ("bf16", "int8", "fp8", "int4")
+TIMES = (1, 1.5, 2, 3, 5, 10)  # limits of the front, as multiples of the fastest step
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scaling.plan serve",
+        description="The slice, sharding form and batch to serve a model with, and why (Parts 7 and 8)",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Published serving figures beside these bounds: python -m scaling.plan serve published\n"
+        "Exit status: 0, there is a way; 1, nothing fits or is fast enough; 2, an argument is wrong.",
+    )
+    parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
+    parser.add_argument("--chip", required=True, help=f"{', '.join(chips())}; or a .toml file")
+    parser.add_argument("--chips", type=integer(1), help="of the slice (default: any)")
+    parser.add_argument("--most", type=integer(1), default=256, help="chips of the largest slice tried (default 256)")
+    parser.add_argument("--context", type=integer(2), help="tokens a sequence, prompt and output (default: their sum)")
+    parser.add_argument("--prompt", type=integer(1), help="tokens of the prompt (default: context less output)")
+    parser.add_argument("--output", type=integer(1), default=512, help="tokens generated a request (default 512)")
+    parser.add_argument("--weights", choices=STORED, default="int8", help="dtype of the weights (default int8)")
+    parser.add_argument("--kv", choices=STORED, default="int8", help="dtype of the KV cache (default int8)")
+    parser.add_argument("--compute", default="bf16", help="dtype of the matmuls (default bf16)")
+    parser.add_argument("--batch", type=integer(1), help="sequences at once (default: the best)")
+    parser.add_argument("--latency", type=number(1e-6), help="ms a step, that is a token of a request, at most")
+    parser.add_argument("--form", choices=FORMS, help="of sharding (default: the best)")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="throughput", help="a chip's tokens/s, or the step")
+    parser.add_argument("--headroom", type=number(1e-6, 1), default=0.9, help="share of the memory (default 0.9)")
+    parser.add_argument("--mfu", type=number(1e-6, 1), default=0.4, help="of prefill (default 0.4)")
+    parser.add_argument("--price", type=number(1e-6), help="dollars per chip and hour (default: the book's, if any)")
+    parser.add_argument("--top", type=integer(), default=5, help="how many others to show (default 5)")
+    parser.add_argument("--pareto", action="store_true", help="also the front of latency against throughput")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    return parser
+
+
+def service(args) -> Service:
+    """The request; ValueError where lengths contradict each other."""
+    total = args.prompt + args.output if args.prompt else None
+    if args.context and total and args.context != total:
+        raise ValueError(f"--context {args.context} is not --prompt {args.prompt} + --output {args.output}")
+    if not (context := args.context or total):
+        raise ValueError("no length\n  fix: give --context, or --prompt and --output")
+    latency = args.latency / 1e3 if args.latency else None
+    config = get(args.model)
+    return Service(config, context, args.output, args.weights, args.kv, args.compute, latency, args.headroom, args.mfu)
+
+
+def nothing(asked: Service, hardware, fixed: dict) -> str:
+    """Why nothing is found: too little memory, or too slow."""
+    patient = plans(replace(asked, latency=None), hardware, objective="latency", **fixed)
+    if patient:
+        best = patient[0]
+        return (
+            f"nothing is fast enough: the fastest step is {1e3 * best.step.seconds:.3g} ms, on "
+            f"{report.name(best.shape)} by {best.form}, bound by {best.step.bound}\n  fix: give --latency "
+            f"{1e3 * best.step.seconds * 1.01:.3g} or more, or smaller dtypes"
+        )
+    room = asked.headroom * hardware.need("hbm_bytes")
+    need = asked.load.weights + (fixed.get("batch") or 1) * asked.load.kv(asked.context)
+    return (
+        f"nothing fits: weights and caches are {need / 1e9:,.1f} GB, at least {-(-need // room):,.0f} chips of "
+        f"{room / 1e9:,.1f} GB, and heads, F and D must divide over them\n  fix: more chips, smaller dtypes, a "
+        "shorter context or a smaller batch"
+    )
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["published"]:
+        return published.main(arguments[1:])
+    args = parser().parse_args(arguments)
+    try:
+        asked, hardware = service(args), chip(args.chip)
+        hardware.flops(asked.compute)
+        fixed = {"chips": args.chips, "most": max(args.most, args.chips or 1), "form": args.form, "batch": args.batch}
+        found = plans(asked, hardware, objective=args.objective, **fixed)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not found:
+        why = nothing(asked, hardware, fixed)
+        print(json.dumps({"error": why}) if args.json else f"no plan: {why}", file=sys.stderr)
+        return 1
+    spread = latencies(asked, hardware, fixed) if args.pareto else []
+    if args.json:
+        out = {"model": asked.config.name, "chip": hardware.name, "context": asked.context, "output": asked.generated}
+        out |= {"weights": asked.weights, "kv": asked.kv, "compute": asked.compute, "best": report.as_dict(found[0])}
+        out["others"] = [report.as_dict(one) for one in report.distinct(found, args.top + 1)[1:]]
+        out |= {"pareto": [report.as_dict(one) for one in spread]} if args.pareto else {}
+        print(json.dumps(out, indent=1))
+        return 0
+    print(report.text(found, args.objective, args.top, args.price, **fixed))
+    if args.pareto:
+        print("\n" + report.front(spread))
+    return 0
+
+
+def latencies(asked: Service, hardware, fixed: dict) -> list:
+    """The best way for each of several limits of the step, from the fastest step there is."""
+    fastest = plans(replace(asked, latency=None), hardware, objective="latency", **fixed)
+    limits = [fastest[0].step.seconds * times for times in TIMES] if fastest else []
+    found = [plans(replace(asked, latency=limit), hardware, **fixed)[:1] for limit in limits]
+    return [one for best in found for one in best]

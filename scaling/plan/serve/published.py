@@ -1,0 +1,166 @@
+"""Published serving figures beside their bounds: `python -m scaling.plan serve published`.
+
+The bound is the step's (weights and KV caches read, FLOPs; all overlapped), without collectives. What a measured step
+takes more is laid to three causes, none fitted to a row: memory that is read at less than its peak (a share with its
+source), the collectives if nothing hides them, and a rest, which is negative where collectives are hidden.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tabulate import tabulate
+
+from scaling.configs import Config, get
+from scaling.cost import decoding, serving
+from scaling.hardware import Chip, chip
+from scaling.plan.report import folded
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A published decode step: `rate` tokens/s of each request, `batch` sequences of `context` over all replicas."""
+
+    group: str
+    config: Config
+    chip: Chip
+    shape: tuple[int, ...]
+    replicas: int
+    weights: str
+    kv: str
+    batch: int
+    context: int
+    rate: float
+    memory: float
+
+    @property
+    def chips(self) -> int:
+        """Of one replica."""
+        return self.shape[0] if len(self.shape) == 1 else self.shape[0] * self.shape[1]
+
+    @property
+    def own(self) -> int:
+        """Sequences of one replica."""
+        return self.batch // self.replicas
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as measured."""
+        return 1 / self.rate
+
+    @property
+    def step(self) -> serving.Step:
+        """What its own tensor parallelism asks for, each cache full and stored once."""
+        sizes = {"Y": self.chips}
+        load = serving.load(self.config, self.weights, self.kv)
+        moved = decoding.collectives("heads", self.config, self.own, sizes)
+        comms = sum(decoding.seconds(one, self.chip, self.shape, sizes) for one in moved)
+        return serving.step(load, self.own, self.context, self.chip, self.chips, comms=comms)
+
+    @property
+    def bound(self) -> float:
+        """Seconds of reading and computing alone."""
+        return self.step.kv + max(self.step.weights, self.step.math)
+
+    @property
+    def slower(self) -> float:
+        """Seconds more, as memory is read at less than its peak."""
+        return self.step.kv / self.memory + max(self.step.weights / self.memory, self.step.math) - self.bound
+
+    @property
+    def rest(self) -> float:
+        """Seconds that neither explains; negative where collectives are hidden."""
+        return self.seconds - self.bound - self.slower - self.step.comms
+
+
+@cache
+def data() -> dict:
+    return tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
+
+
+def model(name: str) -> Config:
+    sizes = data()["models"].get(name)
+    return Config(name, **sizes) if sizes else get(name)
+
+
+def rows(group: dict) -> Iterator[Measured]:
+    """The measured steps of one group of published.toml."""
+    hardware, memory = chip(group["chip"]), group["memory"][0]
+    for batch, context, rate in group.get("rows", ()):
+        yield Measured(
+            group["name"], model(group["model"]), hardware, tuple(group["shape"]), group.get("replicas", 1),
+            group["weights"], group["kv"], batch, context, rate, memory,
+        )  # fmt: skip
+    for name, gpus, rate in group.get("runs", ()):
+        yield Measured(
+            group["name"], model(name), hardware, (gpus,), 1, group["weights"], group["kv"], 1, group["context"], rate,
+            memory,
+        )  # fmt: skip
+
+
+def table(groups: list[dict]) -> str:
+    """What is printed, at most 100 columns wide."""
+    head = ["model", "chips", "B", "S", "tok/s", "ms", "bound", "share", "memory", "coll.", "rest"]
+    sources = list(dict.fromkeys(group["source"] for group in groups))
+    lines = ["ms a step as published, its bound, and what may have come on top", ""]
+    shares = []
+    for group in groups:
+        found = list(rows(group))
+        shares += [one.bound / one.seconds for one in found]
+        lines.append(
+            f"{group['name']} on {found[0].chip.name}: weights {group['weights']}, KV cache {group['kv']}, bf16 FLOPs "
+            f"[{sources.index(group['source']) + 1}]"
+        )
+        body = [
+            (one.config.name, one.chips * one.replicas, one.batch, one.context, f"{one.rate:g}",
+             *(f"{1e3 * t:.2f}" for t in (one.seconds, one.bound)), f"{one.bound / one.seconds:.0%}",
+             *(f"{1e3 * t:+.2f}" for t in (one.slower, one.step.comms, one.rest))) for one in found
+        ]  # fmt: skip
+        lines += [tabulate(body, head, "simple", disable_numparse=True, colalign=("left",) + ("right",) * 10)]
+        lines += [f"  {group['says']}", ""]
+    lines += [
+        "share: bound / measured. On top, each in ms: memory: HBM read at "
+        + "; ".join(dict.fromkeys(f"{share:.0%} of its peak ({where})" for share, where in
+                                  (group["memory"] for group in groups)))
+        + ". coll.: the collectives of TP if nothing hides them. rest: what is left; negative where they are hidden.",
+        f"{len(shares)} steps: none beats its bound; the median is {statistics.median(shares):.0%} of it.",
+        "",
+        *(f"[{i + 1}] {data()['sources'][source]}" for i, source in enumerate(sources)),
+    ]  # fmt: skip
+    return folded(lines)
+
+
+def as_dict(one: Measured) -> dict:
+    """A row as data. Seconds."""
+    return {
+        "group": one.group, "model": one.config.name, "chip": one.chip.name, "chips": one.chips * one.replicas,
+        "replicas": one.replicas, "weights": one.weights, "kv": one.kv, "batch": one.batch, "context": one.context,
+        "tokens_per_second_per_request": one.rate, "measured": one.seconds, "bound": one.bound,
+        "share": one.bound / one.seconds, "memory": one.slower, "collectives": one.step.comms, "rest": one.rest,
+    }  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scaling.plan serve published", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--only", default="", help="groups whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    args = parser.parse_args(arguments)
+    groups = [group for group in data()["group"] if args.only.lower() in group["name"].lower()]
+    if not groups:
+        names = "; ".join(group["name"] for group in data()["group"])
+        print(f"error: no group is called {args.only!r}: there are {names}", file=sys.stderr)
+        return 2
+    found = [one for group in groups for one in rows(group)]
+    print(json.dumps([as_dict(one) for one in found], indent=1) if args.json else table(groups))
+    beaten = [one for one in found if one.seconds < one.bound]
+    for one in beaten:
+        print(f"{one.group}: {one.config.name}, batch {one.batch}: beats its bound", file=sys.stderr)
+    return int(bool(beaten))

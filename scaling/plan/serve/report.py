@@ -1,0 +1,144 @@
+"""What the planner of serving says: the best way, what a step spends, what binds, what would change it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tabulate import tabulate
+
+from scaling.cost import serving
+from scaling.plan.report import folded, size
+from scaling.plan.serve.candidates import Served, Service, plans
+
+CHANGE = 1.02  # what would change the answer: at least so much more, or less
+
+
+def name(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def asked(service: Service, chip) -> str:
+    within = f", {1e3 * service.latency:g} ms a step at most" if service.latency else ""
+    return (
+        f"{service.config.name} on {chip.name}: weights {service.weights}, KV cache {service.kv}, FLOPs in "
+        f"{service.compute}; context {service.context:,} ({service.prompt:,} + {service.generated:,}){within}"
+    )
+
+
+def mesh(served: Served) -> str:
+    return ", ".join(f"{axis} = {n}" for axis, n in served.sizes)
+
+
+def notes(served: Served) -> list[str]:
+    """What to know before comparing with another number."""
+    said, s = [], served.service
+    if served.chip.kind == "tpu" and served.chips > 1:
+        rings = served.chip.wraps(served.shape)
+        shown = "no wraparound" if not any(rings) else "wraparound" if all(rings) else "wraparound on one axis"
+        said.append(f"a {name(served.shape)} of {served.chip.name} has {shown}: its collectives are timed so")
+    if served.copies > 1:
+        said.append(f"the cache is stored {served.copies:g} times: K = {s.config.K} KV heads are fewer than the chips")
+    said.append("every sequence is counted at its full context; a cache that is read as far as it is filled reads less")
+    return said
+
+
+def compute_bound_from(served: Served) -> float:
+    """The batch from which the FLOPs of the matmuls take longer than reading their weights."""
+    one = served.step
+    return served.batch * one.weights / one.math
+
+
+def changes(best: Served, objective: str, **fixed) -> list[tuple[str, Served]]:
+    """Other requests whose best way differs: smaller dtypes, half the context, twice or half the chips."""
+    s = best.service
+    smaller = {"bf16": "int8", "fp8": "int4", "int8": "int4"}
+    tried: list[tuple[str, Service, dict]] = []
+    if s.kv in smaller:
+        tried.append((f"KV cache in {smaller[s.kv]}", replace(s, kv=smaller[s.kv]), fixed))
+    if s.weights in smaller:
+        tried.append((f"weights in {smaller[s.weights]}", replace(s, weights=smaller[s.weights]), fixed))
+    if s.context // 2 > s.generated:
+        tried.append((f"a context of {s.context // 2:,}", replace(s, context=s.context // 2), fixed))
+    for chips in (best.chips * 2, best.chips // 2):
+        tried.append((f"{chips} chips", s, fixed | {"chips": chips}))
+    if s.latency:
+        tried.append((f"{2e3 * s.latency:g} ms a step", replace(s, latency=2 * s.latency), fixed))
+    found = []
+    for what, service, how in tried:
+        if how.get("chips") != 0 and (again := plans(service, best.chip, objective=objective, **how)):
+            ratio = again[0].per_chip / best.per_chip
+            if not 1 / CHANGE < ratio < CHANGE or not 1 / CHANGE < again[0].step.seconds / best.step.seconds < CHANGE:
+                found.append((what, again[0]))
+    return found
+
+
+def rows(found: Sequence[Served]) -> str:
+    head = ["slice", "form", "mesh", "batch", "ms a step", "tokens/s", "a chip", "binds"]
+    body = [
+        (name(f.shape), f.form, mesh(f), f"{f.batch:,}", f"{1e3 * f.step.seconds:.2f}", f"{f.tokens_per_second:,.0f}",
+         f"{f.per_chip:,.1f}", f.step.bound) for f in found
+    ]  # fmt: skip
+    return tabulate(body, head, "simple", disable_numparse=True, colalign=("left",) * 3 + ("right",) * 4 + ("left",))
+
+
+def distinct(found: Sequence[Served], most: int) -> list[Served]:
+    """The best of each slice and form, in order."""
+    kept: dict[tuple, Served] = {}
+    for one in found:
+        kept.setdefault((one.shape, one.form), one)
+    return list(kept.values())[:most]
+
+
+def text(found: Sequence[Served], objective: str, top: int, price: float | None, **fixed) -> str:
+    best = found[0]
+    s, step, hbm = best.service, best.step, best.chip.need("hbm_bytes")
+    ms = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
+    kv, weights, math, comms = (f"{what} {1e3 * seconds:.3g}" for what, seconds in ms.items())
+    dollars = price or best.chip.price
+    lines = [
+        asked(s, best.chip),
+        "",
+        f"Take:       {name(best.shape)}, {best.chips} chips, form {best.form}: {best.type} on {mesh(best)}; "
+        f"batch {best.batch:,}",
+        f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
+        f"{1e3 * step.apart:.3g} ms if no collective is hidden",
+        f"Throughput: {best.tokens_per_second:,.0f} tokens/s at most, {best.per_chip:,.1f} a chip, "
+        f"{1 / step.seconds:,.1f} for each request"
+        + (f"; ${dollars * 1e6 / 3600 / best.per_chip:,.3g} a million tokens" if dollars else ""),
+        f"Memory:     weights {size(best.weight_bytes)}, KV cache {size(best.kv_bytes)} a chip, of "
+        f"{size(s.headroom * hbm)} ({s.headroom:.0%} of {size(hbm)})",
+        f"Binds:      {step.bound}; the matmuls are compute-bound from a batch of {compute_bound_from(best):,.0f}. HBM "
+        f"is busy {min(1.0, (step.kv + step.weights) / step.seconds):.0%} of the step, with weights alone "
+        f"{step.weights / step.seconds:.0%}",
+        f"Prefill:    {best.prefill:.3g} s for {s.prompt:,} tokens at {s.mfu:.0%} MFU on as many chips: "
+        f"{best.prefill_servers:.3g} prefill servers for each that generates {s.generated:,} tokens a request",
+        *(f"Note:       {note}." for note in notes(best)),
+    ]
+    if others := distinct(found, top + 1)[1:]:
+        lines += ["", "Others:", rows(others)]
+    if changed := changes(best, objective, **fixed):
+        lines += ["", "What would change it:"]
+        lines += [
+            f"  {what}: {name(one.shape)}, {one.form}, batch {one.batch:,}, {1e3 * one.step.seconds:.3g} ms, "
+            f"{one.per_chip:,.1f} tokens/s a chip ({one.per_chip / best.per_chip - 1:+.0%})" for what, one in changed
+        ]  # fmt: skip
+    return folded(lines)
+
+
+def front(found: Sequence[Served]) -> str:
+    """The ways that no other one beats in both milliseconds and tokens/s a chip."""
+    kept = serving.pareto(found, lambda one: one.step.seconds, lambda one: one.per_chip)
+    return "Latency against throughput:\n" + rows(kept)
+
+
+def as_dict(one: Served) -> dict:
+    """One way as data. Seconds, bytes of a chip, tokens/s."""
+    step = one.step
+    return {
+        "slice": name(one.shape), "chips": one.chips, "form": one.form, "type": one.type, "mesh": dict(one.sizes),
+        "batch": one.batch, "step_seconds": step.seconds, "step_seconds_unhidden": step.apart,
+        "parts": {"kv": step.kv, "weights": step.weights, "flops": step.math, "collectives": step.comms},
+        "collectives": one.comms, "binds": step.bound, "tokens_per_second": one.tokens_per_second,
+        "tokens_per_second_per_chip": one.per_chip, "weight_bytes": one.weight_bytes, "kv_bytes": one.kv_bytes,
+        "kv_copies": one.copies, "compute_bound_from": compute_bound_from(one), "prefill_seconds": one.prefill,
+        "prefill_servers": one.prefill_servers, "notes": notes(one),
+    }  # fmt: skip

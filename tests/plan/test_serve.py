@@ -1,0 +1,136 @@
+"""The planner of serving against brute force: every slice, form, mesh and batch, timed from the formulas by hand."""
+
+import json
+import math
+
+import pytest
+
+from scaling.configs import get
+from scaling.hardware import chip
+from scaling.plan.__main__ import main
+from scaling.plan.serve import Served, Service, plans
+from scaling.plan.serve.candidates import meshes
+
+V5E, L70 = chip("v5e"), get("llama3-70b")
+SMALL = get("llama3-8b").with_(L=8, V=32000)
+HBM, LINK, HOP = 8.2e11, 4.5e10, 1e-6
+
+
+def by_hand(shape, form, Y, Z, batch, context):
+    """(seconds, bytes a chip) of a step of LLaMA-3 70B on v5e in int8, bf16 FLOPs and activations; "heads" or batch."""
+    L, D, F, N, K, H, V, chips = 80, 8192, 28672, 64, 8, 128, 128256, Y * Z
+    extra = (chips / min(K, Y) - 1) * 2 * L * D * K * H  # copies of W_K and W_V
+    stored = L * (3 * D * F + 2 * D * (N + K) * H + 2 * D) + D + 2 * V * D + extra
+    cached = max(1, Y / K) * batch * context * 2 * L * K * H
+    lines = [side for side in shape if side > 1]
+    hops, ports = sum(side - 1 for side in lines), len(lines)
+
+    def gather(nbytes):
+        return max(hops * HOP, nbytes * (1 - 1 / chips) / (ports * LINK))
+
+    comms = 2 * L * 2 * gather(2 * batch * D) + gather(2 * batch * V)
+    if form == "heads_batch":  # Z along one line, the last axis: V Z / (4 Z W) twice over, as a line has half the links
+        comms += 2 * L * max((Z - 1) * HOP, 2 * batch * N * H / Y / (4 * LINK))
+    math_ = 2 * batch * (stored - extra - V * D) / (chips * 1.97e14)
+    return cached / (chips * HBM) + max((stored - V * D) / (chips * HBM), math_, comms), (stored + cached) / chips
+
+
+@pytest.mark.parametrize(("latency", "context"), [(None, 8192), (0.010, 8192), (0.016, 2048)])
+def test_the_best_of_all(latency, context):
+    """Of 2x4 and 4x4 by heads and by heads x batch: all batches tried."""
+    tried = {}
+    for shape, form, Y, Z in (
+        ((2, 4), "heads", 8, 1), ((4, 4), "heads", 16, 1), ((2, 4), "heads_batch", 4, 2), ((2, 4), "heads_batch", 2, 4),
+        ((4, 4), "heads_batch", 8, 2), ((4, 4), "heads_batch", 4, 4),
+    ):  # fmt: skip
+        for batch in range(Z, 700, Z):
+            seconds, held = by_hand(shape, form, Y, Z, batch, context)
+            if held <= 0.9 * 16e9 and (latency is None or seconds <= latency):
+                tried[shape, form, Y, Z, batch] = (round(batch / seconds / (Y * Z), 6), -seconds)
+    shape, form, Y, Z, batch = max(tried, key=tried.__getitem__)
+    service = Service(L70, context, latency=latency)
+    found = [f for f in plans(service, V5E, most=16) if f.form in ("heads", "heads_batch")]
+    best = found[0]
+    assert (best.shape, best.form, best.batch) == (shape, form, batch)
+    assert {"Z": 1} | dict(best.sizes) == {"Y": Y, "Z": Z}
+    seconds, held = by_hand(shape, form, Y, Z, batch, context)
+    assert best.step.seconds == pytest.approx(seconds)
+    assert best.weight_bytes + best.kv_bytes == pytest.approx(held)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency"])
+@pytest.mark.parametrize("latency", [None, 5e-4])
+def test_every_form_and_batch(objective, latency):
+    """All that `meshes` names on up to 8 chips, every batch up to far beyond what is taken."""
+    service = Service(SMALL, 4096, 256, latency=latency, headroom=0.05)
+    every = []
+    for shape in ((1, 1), (2, 2), (2, 4)):
+        for form, sizes in meshes(math.prod(shape)):
+            step = dict(sizes).get("Z", 1) if form == "heads_batch" else 1
+            for batch in range(step, 80, step) if objective == "throughput" else [dict(sizes).get("Z", 1)]:
+                one = Served(service, V5E, shape, form, sizes, batch)
+                if one.fits and one.in_time:
+                    every.append(one)
+    found = plans(service, V5E, most=8, objective=objective)
+    if objective == "latency":
+        assert found[0].step.seconds == pytest.approx(min(one.step.seconds for one in every))
+    else:
+        assert found[0].per_chip == pytest.approx(max(one.per_chip for one in every), rel=2e-6)
+        assert max(one.batch for one in found) < 80
+    assert all(one.fits and one.in_time for one in found)
+    assert {(one.shape, one.form) for one in found} == {(one.shape, one.form) for one in every}
+
+
+def test_meshes_fill_the_chips():
+    for chips in (1, 2, 8, 12):
+        assert all(math.prod(n for _, n in sizes) == chips for _, sizes in meshes(chips))
+    assert [form for form, _ in meshes(1)] == ["heads"]
+
+
+def test_prefill_servers_by_hand():
+    """7,680 tokens at 40% of 16 x 1.97e14 FLOPs/s against 92 sequences that take 512 steps."""
+    best = plans(Service(L70, 8192), V5E, chips=16)[0]
+    flops = 2 * 7680 * (80 * (3 * 8192 * 28672 + 2 * 8192 * 72 * 128)) + 2 * 80 * 7680 * 7681 * 8192 + 2 * 8192 * 128256
+    assert best.prefill == pytest.approx(flops / (16 * 1.97e14 * 0.4))
+    assert best.prefill_servers == pytest.approx(best.batch * best.prefill / (512 * best.step.seconds))
+
+
+def run(capsys, *arguments):
+    code = main(["serve", *arguments])
+    return code, capsys.readouterr()
+
+
+ASK = ["--model", "llama3-70b", "--chip", "v5e", "--context", "8192"]
+
+
+def test_command(capsys):
+    code, out = run(capsys, *ASK, "--pareto")
+    assert code == 0
+    assert max(map(len, out.out.splitlines())) <= 100
+    for word in ("Take: ", "4x4, 16 chips", "no wraparound", "KV cache int8", "Binds: ", "prefill servers", "Others:",
+                 "What would change it:", "Latency against throughput:", "with weights alone"):  # fmt: skip
+        assert word in out.out
+    code, out = run(capsys, *ASK, "--json", "--chips", "8", "--batch", "32", "--headroom", "1", "--form", "heads")
+    got = json.loads(out.out)["best"]
+    assert (code, got["batch"], got["chips"], got["mesh"]) == (0, 32, 8, {"Y": 8})
+    assert got["step_seconds"] == pytest.approx(by_hand((2, 4), "heads", 8, 1, 32, 8192)[0])
+    code, out = run(capsys, "--model", "llama3-8b", "--chip", "h100", "--prompt", "1000", "--output", "24", "--json")
+    assert (code, json.loads(out.out)["context"]) == (0, 1024)
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (["--latency", "1"], 1, "nothing is fast enough: the fastest step is"),
+        (["--chips", "4"], 1, "nothing fits: weights and caches are 71.9 GB, at least 5 chips"),
+        (["--chips", "3"], 1, "heads, F and D must divide"),
+        (["--prompt", "100", "--output", "200"], 2, "is not --prompt 100 + --output 200"),
+        (["--output", "8192"], 2, "fix: a context of prompt and output"),
+        (["--compute", "fp4"], 2, "no FLOPs/s for fp4"),
+    ],
+)
+def test_what_cannot_be(capsys, more, code, said):
+    got, out = run(capsys, *ASK, *more)
+    assert got == code
+    assert said in out.err
+    assert run(capsys, "--model", "llama3-70b", "--chip", "v5e")[0] == 2
