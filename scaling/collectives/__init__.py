@@ -25,9 +25,11 @@ from scaling.collectives.messages import recv, send
 from scaling.collectives.multiply import einsum
 from scaling.collectives.plans import reshard, run, run_backward, run_forward, run_program
 from scaling.collectives.ragged import ragged_all_to_all
+from scaling.collectives.transfer import Message, plan_transfer, transfer
 
-__all__ = ["Deferred", "Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather", "joined"]
+__all__ = ["Deferred", "Message", "Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather"]
 __all__ += [
+    "joined",
     "ppermute",
     "ragged_all_to_all",
     "recv",
@@ -38,4 +40,4 @@ __all__ += [
     "run_backward",
     "run_forward",
 ]
-__all__ += ["run_program", "scatter", "send", "shard", "unshard", "wait"]
+__all__ += ["plan_transfer", "run_program", "scatter", "send", "shard", "transfer", "unshard", "wait"]

@@ -204,6 +204,8 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
 def _call(kind, line, x, mesh, async_op, out=None, root: int | None = None, by: str = "sum") -> Any:
     if torch.compiler.is_compiling():
         return _compiled(kind, line, x, mesh, async_op, out, root, by)
+    if x is None and not mesh.member:
+        return None
     steps = mesh.lines.get((kind, line, root, by))
     if steps is None:
         steps = mesh.lines[kind, line, root, by] = resolve(mesh, kind, line, root, by)

@@ -56,7 +56,7 @@ class AbstractMesh:
     Collectives on it take meta tensors and return meta tensors of the right local shape; nothing is moved.
     """
 
-    checked = False
+    checked, member = False, True
 
     def __init__(self, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None):
         check_sizes(sizes)
@@ -94,6 +94,11 @@ class AbstractMesh:
         """This device's position in row-major order of the mesh."""
         return self.rank_at(self.coord)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the run that are this mesh's, in its order."""
+        return tuple(range(self.size()))
+
     def rank_at(self, coord: Mapping[str, int]) -> int:
         return block_index(list(self.sizes), coord, self.sizes)
 
@@ -127,36 +132,72 @@ class Mesh(AbstractMesh):
 
     Ranks come from `scaling.launch` or from torchrun; a mesh of one device needs no process group. `checked`: before
     each collective the ranks of its group compare what they are about to do, and differing ranks raise instead of
-    hanging. `timeout`: seconds that a collective waits. ShardingError if the sizes do not multiply to the world size.
+    hanging. `timeout`: seconds that a collective waits. `ranks`: those of the run that are the mesh's, ascending, for
+    instance range(0, 4); all by default. All ranks of the run make it alike; on a rank outside it `member` is False,
+    there is no `coord`, and a collective takes and gives None. ShardingError if the sizes do not multiply to the number
+    of ranks.
     """
 
-    def __init__(self, sizes: Mapping[str, int], device="cpu", checked: bool = False, timeout: float = TIMEOUT):
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        device="cpu",
+        checked: bool = False,
+        timeout: float = TIMEOUT,
+        ranks: Sequence[int] | None = None,
+    ):
         super().__init__(sizes)
         self.device, self.checked, self.timeout = torch.device(device), checked, timeout
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
             join_world(self.device, timeout)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        if self.size() != world:
+        self._ranks = tuple(range(world)) if ranks is None else tuple(ranks)
+        if ranks is not None:
+            self._check_ranks(world)
+        elif self.size() != world:
             running = "1 rank is" if world == 1 else f"{world} ranks are"
             raise ShardingError(
                 f"the mesh {format_sizes(self.sizes)} has {self.size()} devices, but {running} running\n"
                 f"  fix: start {self.size()} ranks (scaling.launch.run, torchrun --nproc-per-node {self.size()}), "
                 f"or choose sizes whose product is {world}"
             )
-        self.coord = self.coord_of(rank)
         self._process_groups: dict[tuple[str, ...], tuple[tuple[int, ...], dist.ProcessGroup, str]] = {}
-        if world > 1:
-            self._meet()
+        self.member = rank in self._ranks
+        self.coord = self.coord_of(self._ranks.index(rank)) if self.member else {}
+        sets = self._sets()
+        if self.member and self.size() > 1:
+            self._meet(sets)
+        elif self.size() > 1:  # torch names a group by how many its ranks have made: all ranks make as many
+            for _ in range(1 + sum(self.size(some) < self.size() for some in sets)):
+                self._new_group([rank])
 
-    def _meet(self) -> None:
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._ranks
+
+    def _check_ranks(self, world: int) -> None:
+        known = all(0 <= rank < world for rank in self._ranks)
+        if not known or list(self._ranks) != sorted(set(self._ranks)) or len(self._ranks) != self.size():
+            raise ShardingError(
+                f"the mesh {format_sizes(self.sizes)} over the ranks {list(self._ranks)} of {world}\n"
+                f"  rule: its ranks are {self.size()} different ones of the run, ascending"
+            )
+
+    def _sets(self) -> list[tuple[str, ...]]:
+        """All sets of axes along which there is something to send."""
+        axes = [axis for axis, size in self.sizes.items() if size > 1]
+        return [some for n in range(1, len(axes) + 1) for some in combinations(axes, n)]
+
+    def _meet(self, sets: Sequence[tuple[str, ...]]) -> None:
         """Make the process groups along all sets of axes, on all ranks alike: at their first use it might be that each
         rank waits for others in another group. Of a checked mesh, also where the groups' members meet."""
-        axes = [axis for axis, size in self.sizes.items() if size > 1]
-        sets = [some for n in range(1, len(axes) + 1) for some in combinations(axes, n)]
         mine = f"{self}, {'checked' if self.checked else 'unchecked'}, on {self.device.type}"
         said, memory = [mine], None
+        everyone: Any = dist.group.WORLD
+        if self.size() < dist.get_world_size():
+            everyone = self._new_group(self._ranks)
         if dist.get_backend() != "fake":  # torch's stand-in for a transport, of which this process is the only rank
-            said, memory = share(dist.group.WORLD, Page.nbytes(self.size(), len(sets)), self.checked, mine)
+            said, memory = share(everyone, Page.nbytes(self.size(), len(sets)), self.checked, mine)
         if len(set(said)) > 1:
             lines = "".join(f"  rank {rank}: {each}\n" for rank, each in enumerate(said))
             raise ShardingError(
@@ -168,25 +209,35 @@ class Mesh(AbstractMesh):
             for axis in some:
                 members = [{**member, axis: i} for member in members for i in range(self.sizes[axis])]
             ranks = tuple(self.rank_at(member) for member in members)
-            pg: Any = dist.group.WORLD
             checked = "by messages" if self.checked else ""
-            if len(ranks) < self.size():  # a group does not inherit the timeout of the world
-                pg = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout), use_local_synchronization=True)
+            pg = everyone
+            if len(ranks) < self.size():
+                pg = self._new_group([self._ranks[rank] for rank in ranks])
             if page is not None:
                 checked = held(Meeting(page, number, self._group_number(some), ranks, self.timeout))
             self._process_groups[some] = ranks, pg, checked
+
+    def _new_group(self, ranks: Sequence[int]) -> Any:
+        """A process group, made by its members alone. It does not inherit the timeout of the world."""
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), use_local_synchronization=True)
 
     def _group_number(self, axes: Sequence[str]) -> int:
         """Which of the groups along these axes this rank is in, counted along the other axes."""
         return block_index([axis for axis in self.sizes if axis not in axes], self.coord, self.sizes)
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
+        if not self.member:
+            raise ShardingError(
+                f"this rank is not one of the mesh {format_sizes(self.sizes)} over the ranks {list(self._ranks)}\n"
+                f"  fix: leave out what runs on it where mesh.member is False, or give collectives None"
+            )
         group = super()._make_group(axes)
         if group.size == 1:
             return group
         ranks, pg, checked = self._process_groups[tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)]
         order = tuple(block_index(axes, self.coord_of(rank), self.sizes) for rank in ranks)
         order = () if order == tuple(sorted(order)) else order
+        ranks = tuple(self._ranks[rank] for rank in ranks)
         return Group(axes, group.size, group.index, dist.get_backend(pg), order, ranks, pg.group_name, pg, checked)
 
     @property
@@ -195,8 +246,10 @@ class Mesh(AbstractMesh):
         if not dist.is_initialized():
             raise ShardingError("a DeviceMesh needs a process group, which one rank does not have: start 2 or more")
         alone = {"timeout": timedelta(seconds=self.timeout), "use_local_synchronization": True}
-        groups: list[Any] = [self.group((axis,)).pg or dist.new_group([self.rank], **alone) for axis in self.sizes]
-        ranks = torch.arange(self.size()).view(tuple(self.sizes.values()))
+        groups: list[Any] = [
+            self.group((axis,)).pg or dist.new_group([dist.get_rank()], **alone) for axis in self.sizes
+        ]
+        ranks = torch.tensor(self._ranks).view(tuple(self.sizes.values()))
         return dist.device_mesh.DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],
             self.device.type,

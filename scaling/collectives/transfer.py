@@ -1,0 +1,164 @@
+"""An array from one mesh to another, between ranks that need not be the same: `transfer("A[I_X] -> A[I_Y]", x, a, b)`.
+
+The types stand for different meshes: the first on the source's, the second on the target's. The plan is data: each
+target rank receives its block in pieces, one from each block of the source that it meets, and of the ranks that hold a
+replica of that block from the one that has least to send so far. So every rank receives what it needs once, no more.
+"""
+
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scaling import trace
+from scaling.collectives.buffers import refuse
+from scaling.collectives.kinds import as_carried
+from scaling.collectives.linear import differentiated
+from scaling.collectives.lines import check_operand
+from scaling.spec import Line, ShardingError, Spec, parse_line
+
+TAG = 1 << 22  # of these messages
+HEADER = 512  # bytes of the announcement: the line, the whole shape, the dtype
+
+Region = tuple[tuple[int, int], ...]  # (start, stop) of each dim, in the whole array
+
+
+class Message(NamedTuple):
+    """A piece of the array from one rank of the run to another; where both are one, a copy."""
+
+    source: int
+    target: int
+    region: Region
+
+    @property
+    def numel(self) -> int:
+        return prod(stop - start for start, stop in self.region)
+
+
+def plan_transfer(line: "str | Line", shape, source_mesh, target_mesh) -> list[Message]:
+    """Who sends what to whom, for an array of this whole shape. Meshes are anything with sizes, ranks and coord_of."""
+    parsed = parse_line(line)
+    before, after = _types(parsed, source_mesh, target_mesh)
+    holders: dict[Region, list[int]] = {}
+    for rank, region in _blocks(before, shape, source_mesh):
+        holders.setdefault(region, []).append(rank)
+    load = dict.fromkeys(source_mesh.ranks, 0)
+    messages = []
+    for target, wanted in _blocks(after, shape, target_mesh):
+        for held, ranks in holders.items():
+            piece = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted, strict=True))
+            if any(start >= stop for start, stop in piece):
+                continue
+            source = target if target in ranks else min(ranks, key=lambda rank: (load[rank], rank))
+            messages.append(Message(source, target, piece))
+            load[source] += messages[-1].numel if source != target else 0
+    return messages
+
+
+def transfer(line: "str | Line", x: Tensor | None, source_mesh, target_mesh) -> Tensor | None:
+    """The target's shard of x: `"A[I_X, J] -> A[I, J_Y]"`, the first type on the source mesh, the second on the target.
+
+    All ranks of both meshes call it; those outside the source pass None, those outside the target get None. Shape and
+    dtype come with the array. Traced as "Transfer", with what this rank sends. Not differentiable. ShardingError for
+    types that do not go together, partial sums, and a rank that gives what it should not.
+    """
+    parsed = parse_line(line)
+    before, after = _types(parsed, source_mesh, target_mesh)
+    me = dist.get_rank() if dist.is_initialized() else 0
+    gives, takes = me in source_mesh.ranks, me in target_mesh.ranks
+    if gives is (x is None):
+        who = "is one" if gives else "is none"
+        rule = "the ranks of the source mesh give their shard, all others None"
+        refuse(f"transfer: {parsed}", f"rank {me} {who} of the source's ranks {list(source_mesh.ranks)}", rule)
+    if x is not None:
+        check_operand("transfer", Line((before,), before), source_mesh.group(()), x, source_mesh)
+        if differentiated(x):
+            raise ShardingError(f"transfer: {parsed} is not differentiable\n  fix: give x.detach()")
+    if not gives and not takes:
+        return None
+    shape, dtype = _announced(parsed, x, before, source_mesh, target_mesh, me)
+    messages = plan_transfer(parsed, shape, source_mesh, target_mesh)
+    sent = sum(m.numel for m in messages if m.source == me != m.target) * dtype.itemsize
+    came = sum(m.numel for m in messages if m.target == me != m.source) * dtype.itemsize
+    event = trace.Event("Transfer", (), before, after, sent + came, sent, start=trace.now())
+    if trace.active():
+        trace.record(event)
+    result = _exchange(messages, x, before, after, shape, dtype, source_mesh, target_mesh, me)
+    event.end = trace.now()
+    return result
+
+
+def _types(line: Line, source_mesh, target_mesh) -> tuple[Spec, Spec]:
+    if len(line.operands) != 1 or line.operands[0].dim_names != line.result.dim_names:
+        raise ShardingError(f"transfer: {line}\n  rule: one array, of the same dims in the same order on both meshes")
+    before, after = line.operands[0], line.result
+    if before.unreduced or after.unreduced:
+        raise ShardingError(f"transfer: {line}\n  rule: partial sums stay on their mesh\n  fix: all_reduce first")
+    before.check_axes(source_mesh)
+    after.check_axes(target_mesh)
+    return before, after
+
+
+def _blocks(spec: Spec, shape, mesh) -> Iterable[tuple[int, Region]]:
+    """(rank of the run, what it holds) for every rank of the mesh."""
+    for i, rank in enumerate(mesh.ranks):
+        yield rank, _region(spec, shape, mesh, i)
+
+
+def _region(spec: Spec, shape, mesh, i: int) -> Region:
+    return tuple((part.start, part.stop) for part in spec.slices(tuple(shape), mesh, mesh.coord_of(i)))
+
+
+def _announced(line: Line, x, before: Spec, source_mesh, target_mesh, me: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """The whole shape and the dtype, told to each target rank that has no shard by one of the source's."""
+    learners = [rank for rank in target_mesh.ranks if rank not in source_mesh.ranks]
+    teachers = {rank: source_mesh.ranks[i % len(source_mesh.ranks)] for i, rank in enumerate(learners)}
+    if x is None:
+        header = torch.empty(HEADER, dtype=torch.uint8, device=target_mesh.device)
+        dist.recv(header, teachers[me], tag=TAG)
+        said, _, rest = bytes(header.tolist()).rstrip(b"\0").decode().partition("|")
+        if said != str(line):
+            rule = "the ranks of both meshes make the same call"
+            refuse(f"transfer: {line}", f"rank {teachers[me]} calls transfer: {said}", rule)
+        dtype, *shape = rest.split()
+        return tuple(map(int, shape)), getattr(torch, dtype)
+    shape = tuple(n * source_mesh.size(axes) for n, (_, axes) in zip(x.shape, before.dims, strict=True))
+    text = f"{line}|{str(x.dtype).removeprefix('torch.')} {' '.join(map(str, shape))}".encode()
+    if len(text) > HEADER:
+        raise ShardingError(f"transfer: {line}: is too long to be announced\n  fix: shorter names")
+    for rank in (rank for rank, teacher in teachers.items() if teacher == me):
+        dist.send(torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8).to(x.device), rank, tag=TAG)
+    return shape, x.dtype
+
+
+def _exchange(messages, x, before: Spec, after: Spec, shape, dtype, source_mesh, target_mesh, me: int) -> Tensor | None:
+    own = _region(before, shape, source_mesh, source_mesh.ranks.index(me)) if x is not None else ()
+    result, place = None, ()
+    if me in target_mesh.ranks:
+        place = _region(after, shape, target_mesh, target_mesh.ranks.index(me))
+        result = torch.empty([b - a for a, b in place], dtype=dtype, device=target_mesh.device)
+    ops, arriving = [], []
+    for message in messages:
+        if message.source == me:
+            piece = x[_within(message.region, own)].contiguous()
+            if message.target == me:
+                result[_within(message.region, place)] = piece
+            else:
+                ops.append(dist.P2POp(dist.isend, as_carried(piece)[0], message.target, tag=TAG + 1))
+        elif message.target == me:
+            piece = torch.empty([b - a for a, b in message.region], dtype=dtype, device=target_mesh.device)
+            ops.append(dist.P2POp(dist.irecv, as_carried(piece)[0], message.source, tag=TAG + 1))
+            arriving.append((message.region, piece))
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
+    for region, piece in arriving:
+        result[_within(region, place)] = piece
+    return result
+
+
+def _within(region: Region, block: Region) -> tuple[slice, ...]:
+    """The region's place in a block that contains it."""
+    return tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(region, block, strict=True))

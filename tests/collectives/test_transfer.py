@@ -1,0 +1,112 @@
+"""Arrays between meshes of some of the ranks: bitwise, and the bytes of the plan."""
+
+import pytest
+import torch
+
+from scaling.collectives import all_gather, plan_transfer, shard, transfer
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError, parse
+from scaling.trace import trace
+
+SHAPE = (4, 8, 6)
+TYPES = ["A[I, J, K]", "A[I_X, J_Y, K]", "A[I, J_YX, K]", "A[I_XY, J, K]", "A[I, J_X, K_Y]"]
+PAIRS = [(a, b) for a in TYPES for b in TYPES if a != b]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int16]
+
+
+def whole(dtype):
+    return (
+        torch.arange(4 * 8 * 6).view(SHAPE).to(dtype) * 3 % 250 > 100
+        if dtype == torch.bool
+        else torch.arange(4 * 8 * 6).view(SHAPE).to(dtype)
+    )
+
+
+def every_pair(world):
+    """Of every pair of types whether this rank gets its block, and the bytes it sent and those of the plan."""
+    a, b = Mesh({"X": 2, "Y": 2}, ranks=range(4)), Mesh({"Y": 2, "X": 2}, ranks=[4, 5, 6, 7])
+    found = []
+    for i, (source, target) in enumerate(PAIRS):
+        x = whole(DTYPES[i % len(DTYPES)])
+        mine = x[parse(source).slices(SHAPE, a, a.coord)] if a.member else None
+        line = f"{source} -> {target}"
+        with trace() as log:
+            got = transfer(line, mine, a, b)
+        plan = plan_transfer(line, SHAPE, a, b)
+        sent = sum(m.numel for m in plan if m.source == world.rank) * x.element_size()
+        right = torch.equal(got, x[parse(target).slices(SHAPE, b, b.coord)]) if b.member else got is None
+        found.append((right, log.wire_bytes == sent, sum(m.numel for m in plan if m.target == world.rank)))
+    return found
+
+
+def test_every_pair_of_types_between_disjoint_ranks(ranks):
+    results = ranks(every_pair, {"W": 8})
+    for rank, found in enumerate(results):
+        for (source, target), (right, as_planned, received) in zip(PAIRS, found, strict=True):
+            local = parse(target).local_shape(SHAPE, {"X": 2, "Y": 2})
+            assert right, (rank, source, target)
+            assert as_planned, (rank, source, target)
+            assert received == (0 if rank < 4 else torch.Size(local).numel())
+
+
+def test_replicas_share_the_sending():
+    a, b = AbstractMesh({"X": 2, "Y": 2}), AbstractMesh({"Z": 4})
+    sent = [0] * 4
+    for message in plan_transfer("A[I_X, J] -> A[I_Z, J]", (8, 3), a, b):
+        sent[message.source] += message.numel
+    assert sent == [6] * 4
+
+
+def on_some_ranks(world):
+    """Collectives on meshes of some ranks, of which one overlaps another; ranks outside pass None."""
+    a, b = Mesh({"X": 2}, ranks=[0, 2], checked=True), Mesh({"X": 3}, ranks=[1, 2, 3])
+    x = torch.arange(6.0)
+    mine = shard("A[I_X]", x, a) if a.member else None
+    gathered = all_gather("A[I_X] -> A[I]", mine, a)
+    there = transfer("A[I_X] -> A[I_X]", mine, a, b)
+    return (a.member, a.ranks, gathered, there)
+
+
+def test_meshes_of_some_ranks(ranks):
+    for rank, (member, those, gathered, there) in enumerate(ranks(on_some_ranks, {"W": 4})):
+        assert member is (rank in (0, 2))
+        assert those == (0, 2)
+        assert (gathered is None) if not member else torch.equal(gathered, torch.arange(6.0))
+        assert (there is None) if rank == 0 else torch.equal(there, torch.arange(6.0)[2 * rank - 2 : 2 * rank])
+
+
+def refusals(world):
+    a = Mesh({"X": 2}, ranks=range(2))
+    said = []
+    for call in (
+        lambda: transfer("A[I_X] -> A[I_X]", None if a.member else torch.ones(2), a, a),
+        lambda: transfer("A[I_X] {U_Y} -> A[I_X]", None, a, a),
+        lambda: transfer("A[I_X] -> A[J_X]", None, a, a),
+        lambda: transfer("A[I_Z] -> A[I_X]", None, a, a),
+        lambda: Mesh({"X": 2}, ranks=[1, 0]),
+        lambda: Mesh({"X": 2}, ranks=[3, 4]),
+        lambda: None if a.member else a.group(("X",)),
+    ):
+        try:
+            call()
+            said.append("")
+        except ShardingError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_does_not_go_together_is_refused(ranks):
+    wanted = ["give their shard", "partial sums", "same dims", "unknown mesh axis Z", "ascending", "ascending"]
+    for rank, said in enumerate(ranks(refusals, {"W": 4})):
+        for text, part in zip(said, [*wanted, "not one of the mesh" if rank > 1 else ""], strict=True):
+            assert part in text
+            assert bool(part) is bool(text)
+
+
+def test_one_device():
+    mesh = Mesh({"X": 1})
+    x = torch.arange(4)
+    got = transfer("A[I_X] -> A[I]", x, mesh, Mesh({}))
+    assert torch.equal(got, x)
+    with pytest.raises(ShardingError, match="give their shard"):
+        transfer("A[I_X] -> A[I]", None, mesh, mesh)
