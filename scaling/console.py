@@ -14,6 +14,7 @@ from pathlib import Path
 from scaling.sizes import shortened
 
 SEEDS = 2**63 - 1  # the greatest seed
+PROFILE = "profile what the ranks run, and write it: to FILE.json or into a folder"
 
 
 def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:

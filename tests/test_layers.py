@@ -51,6 +51,7 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.show.shardings", "scaling.show.params"): "a sharding is drawn without torch",
     ("scaling.book.page", "scaling.launch"): "chapters without ranks need no torch",
     ("scaling.book.page", "scaling.mesh"): "chapters without ranks need no torch",
+    ("scaling.book.page", "scaling.profile.steps"): "chapters without ranks need no torch",
     ("scaling.book.page", "torch.distributed"): "chapters without ranks need no torch",
     ("scaling.collectives.buffers", "numpy"): "rarely needed",
     ("scaling.plan.__main__", "scaling.plan.guide"): "a plan is made without the guide",

@@ -15,8 +15,9 @@ from tabulate import tabulate
 
 from scaling import launch, tree
 from scaling.check import check_file
-from scaling.console import SEEDS, integer
+from scaling.console import PROFILE, SEEDS, integer
 from scaling.mesh import TIMEOUT
+from scaling.profile.steps import profiled
 from scaling.spec import ShardingError
 
 EXACT, SINGLE = 1e-12, 2e-5  # relative differences allowed in float64 and float32
@@ -35,6 +36,7 @@ def options(doc: str, mesh: str, argv=None, **extra) -> argparse.Namespace:
         "--text", default=None, help="file to learn (default: the sources of Python's standard library)"
     )
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks before each collective")
+    parser.add_argument("--profile", default="", metavar="PLACE", help=PROFILE)
     for name, (default, text) in extra.items():
         usual = "" if default == "" else f" (default {default})"
         parser.add_argument(
@@ -75,7 +77,8 @@ def run(main: Callable, args: argparse.Namespace) -> None:
     if findings := check_file(str(sys.modules["__main__"].__file__)):
         sys.exit("\n".join(map(str, findings)))
     timeout = max(TIMEOUT, args.steps)  # at the end the other ranks wait while rank 0 trains one device
-    failures = launch.start(main, args.mesh, args, device=args.device, checked=not args.unchecked, timeout=timeout)
+    work = (profiled, args.mesh, main, args.profile, args) if args.profile else (main, args.mesh, args)
+    failures = launch.start(*work, device=args.device, checked=not args.unchecked, timeout=timeout)
     sys.exit(1 if failures else 0)
 
 

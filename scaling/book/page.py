@@ -23,7 +23,7 @@ from typing import Any
 
 from scaling.book import layout
 from scaling.book.answers import Answer, counts, table
-from scaling.console import SEEDS, integer
+from scaling.console import PROFILE, SEEDS, integer
 from scaling.show import charts
 from scaling.sizes import parse_mesh
 from scaling.spec import ShardingError
@@ -43,6 +43,7 @@ class Page:
         self.checks: list[tuple[str, bool]] = []
         self.given: list[Answer] = []
         self.pictures: list[tuple[str, Callable]] = []
+        self.profiles = 0
         self.first = int(os.environ.get("RANK", 0)) == 0
         self.args = self._parse(mesh, device, seed, plot, options)
         if not in_notebook():
@@ -56,6 +57,7 @@ class Page:
         if mesh:
             fitted = f"axes and sizes (default {mesh}, fitted to torchrun's ranks)"
             parser.add_argument("--mesh", default=None, metavar="X=2,Y=2", help=fitted)
+            parser.add_argument("--profile", default="", metavar="PLACE", help=PROFILE)
         if device:
             parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank (default cpu)")
         if seed:
@@ -159,6 +161,10 @@ class Page:
 
         sizes, device = self.args.mesh, getattr(self.args, "device", "cpu")
         sys.stdout.flush()
+        if self.args.profile:
+            from scaling.profile.steps import profiled
+
+            fn, args = profiled, (fn, self._place(), *args)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             from scaling.mesh import Mesh
 
@@ -166,6 +172,12 @@ class Page:
         if in_notebook():
             return launch.run(fn, sizes, *args, device=device, checked=checked)[0]
         return launch.start(fn, sizes, *args, device=device, checked=checked)
+
+    def _place(self) -> str:
+        """Where the next profile is written: the place asked for, the second and further ones with their number."""
+        self.profiles += 1
+        place = Path(self.args.profile)
+        return str(place if self.profiles == 1 else place.with_stem(f"{place.stem}-{self.profiles}"))
 
     @property
     def failures(self) -> list[str]:

@@ -10,7 +10,7 @@ from statistics import median
 
 from scaling.hardware import Chip
 from scaling.profile import stragglers
-from scaling.profile.intervals import between, intersect, length, union
+from scaling.profile.intervals import between, length, union, within
 from scaling.profile.split import Split
 from scaling.profile.timeline import Run, Timeline
 
@@ -116,20 +116,16 @@ def no_prefetch(evidence: Evidence) -> Iterator[Suggestion]:
     it is through, and hide behind what is computed from there on."""
     hideable: Counter = Counter()
     for timeline, step, runs in evidence.steps():
-        made = {run.after for run, _ in runs}
-        computed: list = []  # products since the last such gather
-        lane = union(interval for run, _ in runs for interval in run.held)
+        made, begin = {run.after for run, _ in runs}, None  # begin: of the first product since the last such gather
+        standing = union(interval for run, _ in runs if run.communicates for interval in run.held)
+        computing = between(standing, timeline.steps[step])
         for run, split in runs:
             if run.op == "AllGather" and not run.async_op and run.before not in made:
-                begin = computed[0] if computed else run.called
-                gaps = between(lane, (begin, run.called))
-                cover = length(gaps) + sum(
-                    length(intersect(union(other.held), [(begin, run.called)])) for other, _ in runs if other.flops
-                )
+                cover = length(within(computing, begin, run.called)) if begin is not None else 0.0
                 hideable[run.line, timeline.rank, step] += min(split.exposed, cover)
-                computed = []
-            elif run.flops and not computed:
-                computed = [run.called]
+                begin = None
+            elif run.flops and begin is None:
+                begin = run.called
     for line, gain in evidence.per_step(hideable).items():
         what = f"start {line} ahead of time (async_op=True), while the lines before it compute"
         yield Suggestion("prefetch", line, what, gain)

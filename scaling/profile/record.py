@@ -13,6 +13,7 @@ runs when no profile is open. At the end of the block the ranks exchange what th
 import json
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -101,15 +102,15 @@ def run_of(event: trace.Event, group: tuple[int, ...]) -> Run:
 
 
 def with_transfers(runs: Sequence[Run], transfers: Sequence[tuple[str, float, float]]) -> list[Run]:
-    """The runs with gloo's spans: each is that of the first run of its kind which was called before and has none."""
-    runs, waiting = list(runs), list(transfers)
-    for i, run in enumerate(runs):
-        name = GLOO.get(run.op) if run.communicates else None
-        mine = next((t for t in waiting if t[0] == name and run.called <= t[1] <= run.end), None)
-        if mine is not None:
-            waiting.remove(mine)
-            runs[i] = replace(run, transfer=mine[1:])
-    return runs
+    """The runs with gloo's spans, each the first one of its kind that began within the run and is no earlier run's."""
+    waiting, found = {name: deque(t for t in transfers if t[0] == name) for name in GLOO.values()}, []
+    for run in runs:
+        mine = waiting[GLOO[run.op]] if run.communicates and run.op in GLOO else deque()
+        while mine and mine[0][1] < run.called:
+            mine.popleft()
+        seen = mine.popleft()[1:] if mine and mine[0][1] <= run.end else None
+        found.append(replace(run, transfer=seen))
+    return found
 
 
 def on_device(runs: Sequence[Run], kernels: Sequence[tuple[float, str, float, float]]):

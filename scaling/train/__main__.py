@@ -65,6 +65,7 @@ def arguments(argv=None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, if any")
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
+    parser.add_argument("--profile", default="", metavar="PLACE", help="profile steps 3 to 7: FILE.json or a folder")
     parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
     known = {action.dest for action in parser._actions}
     given, _ = parser.parse_known_args(argv)

@@ -18,6 +18,7 @@ from scaling.collectives import all_reduce
 from scaling.cost import transformer as tm
 from scaling.models import hf
 from scaling.models import transformer as model
+from scaling.profile.steps import watched
 from scaling.sizes import format_sizes
 from scaling.spec import format_axes
 from scaling.strategies import transformer
@@ -88,7 +89,7 @@ def run(mesh, settings: Settings) -> dict:
     per_step, flops = settings.batch * settings.seq, 6 * tm.num_params(config)
     specs, places = state_specs(optimizer, types), {"L": slots_of(config, mesh, None)}
     losses, coming = guards.Losses(), ahead(train, seen, settings.batch)
-    for number in range(start + 1, settings.steps + 1):
+    for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank):
         began = time.perf_counter()
         whole = next(coming)
         if settings.guard_every and (number - start) % settings.guard_every == 1:

@@ -11,6 +11,7 @@ from scaling.collectives import all_reduce, einsum
 from scaling.mesh import Mesh
 from scaling.profile import kineto, profile
 from scaling.profile.record import on_device, run_of, with_transfers
+from scaling.profile.steps import watched
 from scaling.profile.timeline import Run
 
 LINE = "A[I, J] * B[J, K] -> C[I, K]"
@@ -142,3 +143,19 @@ def test_a_mesh_of_one_device_communicates_nothing():
     with profile(ops=False, memory=False) as p:
         all_reduce("A[I] {U_X} -> A[I]", torch.ones(4), mesh)
     assert [run.communicates for run in p.timelines[0].runs] == [False]
+
+
+def watch(mesh, place):
+    numbers = []
+    for number in watched(range(9), place, mesh.rank):
+        all_reduce("A[I] {U_X} -> A[I]", torch.ones(4), mesh)
+        numbers.append(number)
+    return numbers
+
+
+def test_some_steps_of_a_run_are_profiled(ranks, tmp_path):
+    assert ranks(watch, {"X": 2}, str(tmp_path / "p.json")) == [list(range(9))] * 2
+    events = json.loads((tmp_path / "p.json").read_text())["traceEvents"]
+    lines = [(e["pid"], e["name"]) for e in events if e["ph"] == "b"]
+    assert sorted(lines) == [(rank, "A[I] = AllReduce_X(A[I] {U_X})") for rank in (0, 1) for _ in range(5)]
+    assert ranks(watch, {"X": 2}, "") == [list(range(9))] * 2

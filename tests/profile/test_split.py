@@ -91,6 +91,7 @@ def test_sets_of_times_are_sets(seed):
     assert covered(intervals.intersect(a, b)) == covered(a) & covered(b)
     assert covered(intervals.subtract(a, b)) == covered(a) - covered(b)
     assert covered(intervals.union([*a, *b])) == covered(a) | covered(b)
+    assert covered(intervals.within(a, 7, 19)) == covered(a) & set(range(7, 19))
     assert covered(intervals.between(a, (0, 30))) == set(range(30)) - covered(a)
     assert intervals.length(a) == len(covered(a))
 

@@ -1,0 +1,32 @@
+"""A profile of what others start: some steps of a long run, or a whole function on every rank. Rank 0 writes it."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from scaling.profile.record import profile
+
+SKIP, COUNT = 2, 5  # steps that are not profiled first, since they make buffers and connections; and steps that are
+
+
+def watched(numbers: Iterable[int], where: str, rank: int) -> Iterator[int]:
+    """The numbers of a run's steps; some of the steps are profiled between them, and written to `where` by rank 0 (see
+    `Profile.save`). Without a place it is the numbers alone. A loop that is left early writes nothing."""
+    coming = iter(numbers)
+    if where:
+        for _, number in zip(range(SKIP), coming, strict=False):
+            yield number
+        with profile() as p:
+            for _, number in zip(range(COUNT), coming, strict=False):
+                yield number
+                p.step()
+        if rank == 0:
+            p.save(where)
+    yield from coming
+
+
+def profiled(mesh, fn: Callable, where: str, *args):
+    """fn(mesh, *args), its result; all of it is one step of a profile, which rank 0 writes to `where`."""
+    with profile() as p:
+        result = fn(mesh, *args)
+    if mesh.rank == 0:
+        p.save(where)
+    return result
