@@ -8,6 +8,8 @@ V5E_4x4 = 2 * 2**14 * 2**14 / 4  # bytes that each axis of Part 3's Question 6 m
 P70 = 80 * (8192 * (3 * 28672 + 2 * 72 * 128) + 2 * 8192) + 8192 + 2 * 8192 * 128_256  # LLaMA-3 70B
 READ70 = P70 - 8192 * 128_256  # a step does not read the embedding
 READ405 = 126 * (16384 * (3 * 53248 + 2 * 136 * 128) + 2 * 16384) + 16384 + 16384 * 128_256
+EXPERTS = 16 * 64 * 3 * 4096 * 16384  # of the toy model of Part 7
+MOE = EXPERTS + 64 * 4096 * (16 + 512 * 40 + 2) + 4096 * 32129
 
 PINNED = {
     "01_roofline": {
@@ -104,6 +106,28 @@ PINNED = {
         "4 prefill with G = 8 is compute-bound from S =": 271,  # above 9/8 x 240.24
         "4 prefill: attention takes as long as the MLP at T =": 3 * 8192 * 28672 // 8192 - 1,
         "4 decoding 240: attention takes as long as the MLP at T =": 6 * 8192 * 28672 // (240 * 4 * 1024) + 1,
+    },
+    "07_bottlenecks": {
+        "B_crit of an H100": 9.9e14 / 3.35e12,
+        "v5e in bf16, D = 8192, F = 28672, activations counted": 8192 * 28672 / (
+            8192 * 28672 * 8.2e11 / 1.97e14 - 8192 - 28672
+        ),
+        "MHA, 13B: a layer's MLP params over a cache of 8192 tokens": 3 * 5120 * 13824 / (2 * 8192 * 5120),
+        "Training, float32 optimizer state ('around 100GB')": 10 * 13_015_864_320 / 1e9,
+        "The largest batch that fits": 15,  # (128 - 26) / 6.7 = 15.2
+        "All of them: times smaller ('over an order of magnitude')": 5 * 40 / (7 + 33 / 32) * 2,
+        "5.4 FLOPs of a token": 2 * (64 * 4096 * (6 * 16384 + 16 + 512 * 40 + 2) + 4096 * 32129),
+        "5 experts that a step of 8 tokens reads, of 16": 16 * (1 - (14 / 16) ** 8),
+        "6.1 loading the weights on 8x16, split over all": 1e3 * MOE / (128 * 8.2e11),
+        "6.1 ... experts over YZ, the rest over Y alone": 1e3 * (EXPERTS / 128 + (MOE - EXPERTS) / 8) / 8.2e11,
+        "6.1 free HBM a chip, split over all": 16 - MOE / 128e9,
+        "6.1 ... experts over YZ: free HBM": 16 - (EXPERTS / 128 + (MOE - EXPERTS) / 8) / 1e9,
+        "6.2 smallest slice": "4x4",
+        "A params": 2 * 2**28,
+        "A least latency": 1e6 * 2**30 / 4 / 8.2e11,
+        "C latency-bound below ('total bytes < W_ICI x 1e-6')": 8 * 45,
+        "C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =": 16 * 8192 / 45e3,
+        "C 8 ways on a line, as 8 of a v5e without wraparound": 7 * 45,
     },
     "08_applied_inference": {
         "FLOPs / $ of a v5e": 1.97e14 * 3600 / 1.2,

@@ -101,6 +101,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         2550**2 / (2 * 53248),
         ["wrote bound-ratio.svg", "wrote bound-time.svg"],
     ),
+    "07_bottlenecks": (
+        ["Quiz: a step of 4 2.5 1.393 ms -44.3% DIFFERS", "Quiz: a step of 256 21 20.86 ms -0.7% agrees"],
+        0.5 * 1.84e15 / (2 * 1.6e12),
+        ["wrote inference-intensity.svg", "wrote inference-llama2-13b.svg"],
+    ),
     "08_applied_inference": (
         ["KV cache a token, int8 160 320 KiB +100.0% DIFFERS", "4x2: a step of 32 17 23.69 ms"],
         20,

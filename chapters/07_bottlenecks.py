@@ -1,0 +1,272 @@
+# %% [markdown]
+"""Part 7, All About Transformer Inference: what binds a decode step, and what a KV cache costs.
+https://jax-ml.github.io/scaling-book/inference
+
+Linear operations and their critical batch by dtype, the intensity of attention, the bounds of a step, LLaMA-2 13B on
+eight v5e with two sizes of cache, ways to make caches smaller, Questions 1 to 3, 5 and 6, and Appendices A and C.
+Dtypes stand in each row. Caches run: 07_kv_cache.py; sharded: 07_sharded_decode.py; Part 8: 08_applied_inference.py.
+"""
+
+# %%
+from scaling import cost
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.configs import get
+from scaling.cost import serving
+from scaling.cost import transformer as tm
+from scaling.hardware import chip
+
+page = Page(__doc__, plot=True)
+V5E, H100 = chip("v5e"), chip("h100", "part12")
+C, W, HBM = V5E.flops(), V5E.hbm_bw, V5E.hbm_bytes
+ALPHA = V5E.intensity("hbm")  # 240 FLOPs a byte
+
+# %% [markdown]
+# ## Linear operations: what bottlenecks us?
+# Tokens from which a matmul is compute-bound: (bytes of a weight) C / 2W, C of the dtype that multiplies. The book's
+# beta alpha is the same with C in bf16: where activations are in int8, C is twice as high and beta twice as large.
+
+# %%
+kinds = [("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"), ("int4", "bf16")]
+hardware = [chip(name) for name in ("v4p", "v5e", "v5p", "v6e", "a100")] + [H100]
+
+
+def critical(weights: str, compute: str, hw=V5E) -> float:
+    return cost.critical_batch(hw.flops(compute), hw.hbm_bw, dtypes=(compute, weights, compute))
+
+
+page.title("Critical batch, tokens")
+page.table(
+    [(f"{w} weights, {c} FLOPs", *(f"{critical(w, c, hw):,.0f}" for hw in hardware)) for w, c in kinds],
+    ["", *(hw.name for hw in hardware)],
+)
+exact = cost.critical_batch(C, W, 8192, 28672)
+page.say()
+page.answers([
+    Answer("B_crit of v5e in bf16", "240", critical("bf16", "bf16"), "tokens"),
+    Answer("B_crit of an H100", "280", critical("bf16", "bf16", H100), "tokens",
+           erratum="9.9e14 / 3.35e12 is 295, as Part 12 has it"),
+    Answer("v5e, int8 weights, bf16 FLOPs", "120", critical("int8", "bf16"), "tokens"),
+    Answer("v5e, int8 weights, int8 FLOPs", "240", critical("int8", "int8"), "tokens"),
+    Answer("v5e in bf16, D = 8192, F = 28672, activations counted", "", exact, "tokens",
+           "DF / (DF W/C - D - F), as X and the output are read and written too"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## What about attention?
+# Of one head: ST/(S + T) FLOPs a byte. In prefill it grows with the prompt; in generation it is 1, whatever the batch,
+# and G where G heads share a cache: always below 240.
+
+# %%
+contexts = [2**i for i in range(6, 18)]
+page.chart(
+    "intensity", {
+        "prefill, S = T": [(T, tm.attention_intensity(T, T)) for T in contexts],
+        "generation, MHA": [(T, tm.attention_intensity(1, T)) for T in contexts],
+        "generation, G = 8": [(T, tm.attention_intensity(1, T, 8)) for T in contexts],
+    }, "context", "FLOPs/B", "Intensity of attention, bf16", height=12, marks=[("y", ALPHA, "v5e: C/W = 240")],
+)  # fmt: skip
+prefill = next(T for T in range(1, 1000) if tm.attention_intensity(T, T) >= ALPHA)
+l13 = get("llama2-13b")
+S = 8192
+page.say()
+page.answers([
+    Answer("Prefill: intensity over T", "0.5", tm.attention_intensity(S, S) / S),
+    Answer("Prefill is compute-bound from T =", "480", prefill, "tokens"),
+    Answer("Generation: intensity at S = 8192", "1", tm.attention_intensity(1, S), "FLOPs/B"),
+    Answer("MHA, 13B: a layer's MLP params over a cache of 8192 tokens", "",
+           l13.matrices * l13.D * l13.F / (2 * S * l13.K * l13.H), "", "3DF / 2SKH: the book's 2DF/SHK, about F/S"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Theoretical estimates for latency and throughput
+# batch KV / W + max(2 batch params / C, weights / W). The quiz: 30B params in int8, bf16 FLOPs, 4x4, 100 kB a token.
+
+# %%
+quiz = serving.Load(30e9, 30e9, 100e3)
+four, many = (serving.step(quiz, batch, S, V5E, 16) for batch in (4, 256))
+page.answers([
+    Answer("Quiz: a cache of 8192 tokens", "819", quiz.kv(S) / 1e6, "MB"),
+    Answer("Quiz: a step of 4", "2.5", 1e3 * four.seconds, "ms", f"bound by {four.bound}"),
+    Answer("Quiz: a step of 256", "21", 1e3 * many.seconds, "ms", f"bound by {many.bound}"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## What about memory?
+
+# %%
+parts = tm.params(l13)
+weights, kv = serving.load(l13).weights, serving.load(l13).kv(S)
+page.answers([
+    Answer("13B: FFW params", "8.5e9", parts["mlp"], "params"),
+    Answer("13B: vocab params", "0.3e9", parts["vocab"], "params"),
+    Answer("13B: attention params", "4.2e9", parts["attention"], "params"),
+    Answer("13B: all", "13e9", tm.num_params(l13), "params"),
+    Answer("In bf16", "26", weights / 1e9, "GB"),
+    Answer("Training, float32 optimizer state ('around 100GB')", "100",
+           cost.training_memory(tm.num_params(l13), grad_bytes=0).total / 1e9, "GB",
+           erratum="10 bytes a param, as in Part 5"),
+    Answer("An activation of 8k tokens", "80", 8192 * l13.D * 2 / 2**20, "MiB"),
+    Answer("A cache of 8192 tokens, bf16", "6.7", kv / 1e9, "GB"),
+    Answer("Caches that exceed the params", "4", next(n for n in range(1, 9) if n * kv > weights), ""),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Modeling throughput and latency for LLaMA 2-13B
+# Eight v5e, bf16, 26e9 bytes of weights and caches of 6.7e9, or five times smaller; every number of both tables. The
+# book's unit is GiB, but its bytes are GB. Look at where 128 GB end.
+
+# %%
+BATCHES = (1, 8, 16, 32, 64, 240)
+caches = {"": 6.7e9 / S, "5x smaller: ": 1.34e9 / S}
+loads = {name: serving.Load(26e9, 13e9, each) for name, each in caches.items()}
+book = {
+    "": (
+        ("KV, GB", "6.7", "53.6", "107.2", "214.4", "428.8", "1608"),
+        ("total, GB", "32.7", "79.6", "133.2", "240.4", "454.8", "1634"),
+        ("step, ms", "4.98", "12.13", "20.30", "36.65", "69.33", "249.09"),
+        ("tokens/s", "200.61", "659.30", "787.99", "873.21", "923.13", "963.53"),
+    ),
+    "5x smaller: ": (
+        ("KV, GB", "1.34", "10.72", "21.44", "42.88", "85.76", "321.6"),
+        ("total, GB", "27.34", "36.72", "47.44", "68.88", "111.76", "347.6"),
+        ("step, ms", "4.17", "5.60", "7.23", "10.50", "17.04", "52.99"),
+        ("tokens/s", "239.94", "1,429.19", "2,212.48", "3,047.62", "3,756.62", "4,529.34"),
+    ),
+}  # fmt: skip
+
+
+def column(load: serving.Load, batch: int) -> list[float]:
+    """KV and total in GB, ms, tokens/s of a batch."""
+    cached = batch * load.kv(S)
+    seconds = serving.step(load, batch, S, V5E, 8).seconds
+    return [cached / 1e9, (cached + load.weights) / 1e9, 1e3 * seconds, batch / seconds]
+
+
+for name, rows in book.items():
+    page.answers([
+        Answer(f"{name}{what}, batch {batch}", row[i], column(loads[name], batch)[j])
+        for j, (what, *row) in enumerate(rows) for i, batch in enumerate(BATCHES)
+    ])  # fmt: skip
+    page.say()
+page.chart(
+    "llama2-13b", {
+        f"{word}, {S} tokens": [(1e3 * s.seconds, b / s.seconds) for b, s in
+                                zip(range(1, 257), serving.curve(load, range(1, 257), S, V5E, 8), strict=True)]
+        for word, load in zip(("caches of 6.7 GB", "of 1.34 GB"), loads.values(), strict=True)
+    }, "ms a step", "tokens/s", "LLaMA-2 13B on 8 v5e, bf16", height=12,
+    points={"fits in 128 GB": [column(load, serving.largest_batch(load, S, V5E, 8))[2:] for load in loads.values()]},
+)  # fmt: skip
+fit, fit5 = (serving.largest_batch(load, S, V5E, 8) for load in loads.values())
+page.say()
+page.answers([
+    Answer("The largest batch that fits", "16", fit, "",
+           erratum="133.2 GB are more than 8 x 16e9 bytes; with 16 GiB a chip 16 would fit"),
+    Answer("5x smaller: a batch of 64 fits", "yes", "yes" if fit5 >= 64 else "no", "", f"up to {fit5}"),
+    Answer("HBM of 8 v5e", "128", 8 * HBM / 1e9, "GB"),
+    Answer("Their bandwidth ('6.5TiB/s')", "6.5", 8 * W / 1e12, "TB/s"),
+    Answer("Their FLOPs ('1600TF/s')", "1600", 8 * C / 1e12, "TFLOPs/s"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Tricks for a smaller cache
+# LLaMA-2 13B at 32k tokens: bytes held and bytes read at each step. Layers that share a cache hold less, but each still
+# reads it.
+
+# %%
+LONG = 32768
+grouped = l13.with_(K=8)
+local = grouped.with_(window=tuple(None if layer % 6 == 0 else 1024 for layer in range(l13.L)))
+tricks = {
+    "as it is, bf16": serving.load(l13), "GQA: 8 KV heads": serving.load(grouped),
+    "... 5 of 6 layers see 1,024 tokens": serving.load(local), "... and int8": serving.load(local, kv="int8"),
+}  # fmt: skip
+held = {name: load.kv(LONG) for name, load in tricks.items()}
+page.title("A cache of 32k tokens")
+page.table(
+    [(name, size / 1e9, size / 1e9, held["as it is, bf16"] / size) for name, size in held.items()]
+    + [("GQA, pairs of layers share", held["GQA: 8 KV heads"] / 2e9, held["GQA: 8 KV heads"] / 1e9,
+        2 * held["as it is, bf16"] / held["GQA: 8 KV heads"])],
+    ["", "held, GB", "read, GB", "times smaller"],
+)  # fmt: skip
+page.say()
+page.answers([
+    Answer("All of them: times smaller ('over an order of magnitude')", "",
+           held["as it is, bf16"] / held["... and int8"], "", "5 x 40/(7 + 33/32) x 2"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Questions 1 to 3, 5 and 6
+# The toy model, all in int8 but where a row says otherwise. Question 6: experts over Z, F over Y; what is left of the
+# weights (attention, vocabulary) is over Y alone, if the types are taken at their word.
+
+# %%
+toy, moe = get("part7-toy"), get("part7-moe")
+one, active = tm.num_params(toy), tm.num_params(moe, active=True)
+room, single = 16 * HBM, serving.load(toy.with_(K=1), "int8", "int8")
+small, big = serving.load(toy, "int8", "int8"), serving.load(moe, "int8", "int8")
+a_chip = big.experts / 128 + (big.weights - big.experts) / 8
+page.answers([
+    Answer("1 params", "18.4e9", one, "params"),
+    Answer("1 KV cache a token", "262", small.kv(1) / 1e3, "kB"),
+    Answer("2 a cache of 128e3 tokens", "33.5", small.kv(128e3) / 1e9, "GB"),
+    Answer("2 largest batch on 4x4", "7", serving.largest_batch(small, 128e3, V5E, 16), "",
+           "6 if 128k are 131,072 tokens"),
+    Answer("2 with K = 1", "56", serving.largest_batch(single, 128e3, V5E, 16), "", "W_K and W_V are smaller too"),
+    Answer("3 loading all params, 4x4", "1.4", 1e3 * small.weights / (16 * W), "ms"),
+    Answer("5.1 all params", "212e9", tm.num_params(moe), "params"),
+    Answer("5.1 times the dense model's ('about 12x')", "12", tm.num_params(moe) / one, "times"),
+    Answer("5.1 active params", "31.2e9", active, "params"),
+    Answer("5.2 compute-bound from B =", "1920", ALPHA * cost.expert_inflation(moe.E, moe.k), "tokens", "bf16"),
+    Answer("5.3 KV cache a token", "262", big.kv(1) / 1e3, "kB"),
+    Answer("5.4 FLOPs of a token", "62.4e9", 2 * active, "FLOPs", rounded=(2 * 31.2e9, "31.2e9 params")),
+    Answer("5 experts that a step of 8 tokens reads, of 16", "", (big.read(8) - big.weights) / big.experts * 16 + 16,
+           "", "16 (1 - (1 - 2/16)^8), routed at random"),
+    Answer("6.1 loading the weights on 8x16, split over all", "", 1e3 * big.weights / (128 * W), "ms", "212e9 / 128 W"),
+    Answer("6.1 ... experts over YZ, the rest over Y alone", "", 1e3 * a_chip / W, "ms", "[E_Z, D, F_Y] and N_Y"),
+    Answer("6.1 free HBM a chip, split over all", "", (HBM - big.weights / 128) / 1e9, "GB", "16 less 1.65"),
+    Answer("6.1 ... experts over YZ: free HBM", "", (HBM - a_chip) / 1e9, "GB", "16 less 2.3"),
+    Answer("6.2 smallest slice", "", "x".join(map(str, serving.smallest_slice(big.weights, V5E))), "", "13.2 chips"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Appendix A: how real is the batch size > 240 rule?
+# Two matmuls of 8192 x 32768 in bf16, sharded 4 ways: the roofline beside what the book's figure shows (read off).
+
+# %%
+size, figure = 2 * 8192 * 32768, {16: 500, 32: 520, 64: 615, 128: 665, 256: 1000, 512: 1930, 1024: 3870}
+layer = serving.Load(2 * size, size)
+roof = {batch: 1e6 * serving.step(layer, batch, 0, V5E, 4).seconds for batch in figure}
+page.title("Microseconds a layer")
+rows = [(b, roof[b], us, f"{roof[b] / us:.0%}", page.check(f"{b}", roof[b] <= us)) for b, us in figure.items()]
+page.table(rows, ["batch", "bound", "measured", "of it", "not beaten"])
+page.say()
+page.answers([
+    Answer("A params", "600e6", size, "params", erratum="2 x 8192 x 32768"),
+    Answer("A least latency", "365", roof[16], "us", erratum="537e6 x 2 / (4 x 8.2e11); 365 is of 600e6"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Appendix C: latency bound communications
+# An AllGather takes a microsecond a hop at least: X/2 hops on a ring of X. Its bytes take less if V < X times 45 kB.
+
+# %%
+ring = cost.latency_bound_bytes(V5E, 8, wrap=True)
+page.answers([
+    Answer("C 8 ways, a ring: latency-bound below", "360", ring / 1e3, "kB"),
+    Answer("C activations of 16 tokens, D = 8192, int8", "131", 16 * 8192 / 1e3, "kB"),
+    Answer("C latency-bound below ('total bytes < W_ICI x 1e-6')", "90", ring / 1e3, "kB",
+           erratum="bytes per shard, one way: 45 kB for each of the 8"),
+    Answer("C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =", "", 16 * 8192 / 45e3, "ways", "one way"),
+    Answer("C 8 ways on a line, as 8 of a v5e without wraparound", "",
+           cost.latency_bound_bytes(V5E, 8, wrap=False) / 1e3, "kB", "7 hops over one link"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `quiz = serving.Load(30e9, 30e9, 100e3)` by `quiz = serving.Load(15e9, 30e9, 100e3)`: int4 weights.
+#    Which of the two steps becomes faster?
+# 2. Question: from which batch on is an MLP in int4 weights with int8 FLOPs compute-bound on a v6e? Evaluate
+#    `critical("int4", "int8", chip("v6e"))`.
+# 3. Flag: run with `--plot inference.svg`. Which batch of LLaMA-2 13B is the last that fits?
