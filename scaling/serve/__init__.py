@@ -8,7 +8,8 @@ imported without it.
     forms    one listing for each way to shard a decode step
     sampling, speculative, generation                      from logits to tokens; generate, stream, score
     states, policies, pages, scheduler                     the engine's state machine, without torch
-    simulate                                               a trace of requests in time
+    simulate, engine                                       a trace of requests in time: modelled, and computed
+    invariant                                              prefill and decode whose bits no batch changes
 """
 
 import importlib

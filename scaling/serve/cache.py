@@ -41,7 +41,7 @@ def init_cache(
         raise ValueError(f"a cache is of floating point or int8, not {dtype}")
     int8, pages = dtype == torch.int8, 0 if page is None else -(-length // page)
     types = cache_specs(config, mesh, form=form, page=page, int8=int8)
-    sizes = config.sizes | {"B": batch, "S": length, "P": batch * pages, "R": mesh.sizes.get("Y", 1)}
+    sizes = config.sizes | {"B": batch, "S": length, "P": batch * pages, "page": page or 0, "R": mesh.sizes.get("Y", 1)}
     device = "cpu" if mesh is ONE else mesh.device
 
     def zeros(name: str, dtype: torch.dtype | None) -> Tensor:
@@ -95,7 +95,7 @@ def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> Non
     spec = parse(cache_specs(config, mesh, form=form, page=page)["KV"])
     rows = KV.shape[2] * mesh.size(spec.dims[2][1])
     times = KV.shape[3] * mesh.size(spec.dims[3][1])
-    sizes = config.sizes | {"B": batch, "S": times, "P": rows, "R": mesh.sizes.get("Y", 1)}
+    sizes = config.sizes | {"B": batch, "S": times, "P": rows, "page": times, "R": mesh.sizes.get("Y", 1)}
     if tuple(KV.shape) != (wanted := spec.local_shape(sizes, mesh)):
         raise ShardingError(
             f"{spec}: a cache of {config.name} is {wanted} on each rank; found {tuple(KV.shape)}\n"

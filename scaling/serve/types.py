@@ -100,7 +100,7 @@ def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | N
     check_mesh(config, mesh, form)
     rows, times = ROWS[form], "S_Z" if form == "sequence" else "S"
     if page is not None:
-        rows, times = rows.replace("B", "P"), str(page)
+        rows, times = rows.replace("B", "P"), "page"
     held = f"2, L, {rows}, {times}, {'R' if config.K % mesh.sizes.get('Y', 1) else 'K'}_Y"
     types = {"KV": str(present(f"KV[{held}, H]", mesh)), "lengths": "lengths[B]"}
     types |= {"pages": "pages[B, M]"} if page is not None else {}

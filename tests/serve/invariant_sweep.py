@@ -1,0 +1,104 @@
+"""The batch-invariant mode over random traces, and what it costs: `python tests/serve/invariant_sweep.py [1000]`.
+
+Each request of a trace runs in an engine with its own policy, pages, slots and budget, and alone, a token at a time;
+the logits of all tokens must be the same bits.
+"""
+
+import random
+import sys
+import time
+from collections import Counter
+
+import torch
+
+from scaling.configs import Config
+from scaling.models import transformer
+from scaling.serve import init_cache, invariant
+from scaling.serve.engine import Engine
+from scaling.serve.simulate import drive
+from scaling.serve.states import Options, Preempt, Request
+from scaling.serve.step import decode
+
+CONFIGS = [
+    Config("mha", L=2, D=24, F=40, N=3, K=3, H=8, V=53),
+    Config("gqa, window", L=2, D=32, F=48, N=4, K=2, H=8, V=47, window=(None, 9)),
+    Config("mqa, tied", L=1, D=37, F=53, N=10, K=1, H=4, V=31, tied=True, qk_norm=True),
+]
+PARAMS = [transformer.init(config, 0, torch.float32) for config in CONFIGS]
+
+
+def alone(params, config, tokens, first: int) -> list[torch.Tensor]:
+    """The logits from place `first` on, each token computed by itself in a contiguous cache."""
+    cache, found = init_cache(config, 1, 200), []
+    for n, token in enumerate(tokens):
+        logits, cache = invariant.prefill(
+            params, torch.tensor([[token]]), cache, config, donate=True, sizes=(invariant.LEAST,)
+        )
+        if n + 1 >= first:
+            found.append(logits[0])
+    return found
+
+
+def trace(seed: int) -> Counter:
+    chance = random.Random(seed)
+    which = seed % len(CONFIGS)
+    params, config = PARAMS[which], CONFIGS[which]
+    page = chance.choice([1, 4, 7, 16])
+    options = Options(
+        pages=-(-chance.randint(100, 260) // page), page=page, slots=chance.randint(1, 9), budget=chance.randint(1, 90),
+        policy=chance.choice(["static", "interleaved", "chunked", "disaggregated"]), prefix=chance.random() < 0.7,
+    )  # fmt: skip
+    stem = [chance.randrange(config.V) for _ in range(72)]
+    arrivals = []
+    for id in range(chance.randint(2, 8)):
+        prompt = stem[: chance.choice([0, 16, 40, 72])] + [chance.randrange(config.V)] * chance.choice([1, 2, 9])
+        arrivals.append((chance.choice([0.0, 0.01]), Request(id, tuple(prompt), chance.randint(1, 12))))
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    counts: Counter[str] = Counter()
+
+    def watch(state, actions):
+        counts["preempted"] += sum(isinstance(action, Preempt) for action in actions)
+
+    keep = lambda id, place, logits: seen.update({(id, place): logits})  # noqa: E731
+    engine = Engine(params, config, options, batch_invariant=True, logits=keep)
+    served = drive(arrivals, options, engine, watch=watch)
+    for _, request in arrivals:
+        times = served.requests[request.id]
+        counts["hits"] += times.cached > 0
+        if times.tokens:
+            first = len(request.prompt)
+            wanted = alone(params, config, (*request.prompt, *times.tokens[:-1]), first)
+            for n, logits in enumerate(wanted):
+                assert torch.equal(seen[request.id, first + n], logits), (seed, request.id, n)
+                counts["compared"] += 1
+    return counts
+
+
+def cost(B: int, S: int = 256) -> tuple[float, float]:
+    """Milliseconds of a decode step of B rows with S tokens held: plain, and batch-invariant; taken in turns."""
+    config = Config("100M", L=12, D=768, F=2048, N=12, K=12, H=64, V=32000)
+    params = transformer.init(config, 0, torch.float32)
+    sizes = invariant.agreeing(params)
+    cache = init_cache(config, B, S + 8, dtype=torch.float32, page=16) | {"lengths": torch.full((B,), S)}
+    tokens = torch.arange(B)[:, None] % config.V
+    calls = {
+        "plain": lambda: decode(params, tokens[:, 0], dict(cache), config, donate=True),
+        "invariant": lambda: invariant.prefill(params, tokens, dict(cache), config, donate=True, sizes=sizes),
+    }
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(6):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+    return best["plain"], best["invariant"]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    total: Counter[str] = sum((trace(seed) for seed in range(count)), Counter())
+    print(f"{count:,} traces, the same bits: " + ", ".join(f"{what} {n:,}" for what, n in sorted(total.items())))
+    for B in (1, 8, 32):
+        plain, own = cost(B)
+        print(f"a decode step of a 100M-like model, B={B}: {plain:.1f} ms, invariant {own:.1f} ms, {own / plain:.2f}x")

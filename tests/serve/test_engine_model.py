@@ -1,0 +1,86 @@
+"""The engine with a real model: each request's tokens are those it gives alone, and in the batch-invariant mode its
+logits are the same bits. `invariant_sweep.py` runs many more traces."""
+
+import random
+
+import invariant_sweep
+import pytest
+import torch
+
+from scaling import serve
+from scaling.configs import Config
+from scaling.models import transformer
+from scaling.serve import engine, invariant
+from scaling.serve.sampling import Sampling
+from scaling.serve.simulate import simulate
+from scaling.serve.states import Options, Request
+
+CONFIG = Config("tiny", L=2, D=16, F=24, N=4, K=2, H=4, V=29, window=(None, 7))
+params = transformer.init(CONFIG, 1, torch.float64)
+
+
+def requests(seed: int, count: int = 6):
+    chance = random.Random(seed)
+    stem = [chance.randrange(29) for _ in range(8)]
+    prompts = [stem[: chance.choice([0, 4, 8])] + [chance.randrange(29)] * chance.randint(1, 5) for _ in range(count)]
+    return [Request(i, tuple(p), chance.randint(1, 9)) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("policy", ["static", "interleaved", "chunked", "disaggregated"])
+def test_each_request_gives_what_it_gives_alone(policy):
+    some = requests(3)
+    how = Sampling(0.9, top_k=12)
+    draws = {i: engine.Draw(how, 100 + i) for i in range(0, 6, 2)}
+    options = Options(pages=11, page=2, slots=3, budget=5, policy=policy)
+    arrivals = [(0.001 * (r.id // 2), r) for r in some]
+    served = engine.serve(params, CONFIG, arrivals, options, draws)
+    for r in some:
+        options_of = {"temperature": 0.9, "top_k": 12, "seed": [100 + r.id]} if r.id in draws else {}
+        assert list(served.requests[r.id].tokens) == serve.generate(params, [r.prompt], CONFIG, r.max_new_tokens,
+                                                                   **options_of)[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["static", "interleaved", "chunked"])
+def test_the_simulators_steps_are_the_engines(policy):
+    """On a trace whose events come in the same order: all requests are there at the start."""
+    some = requests(5, 8)
+    options = Options(pages=9, page=3, slots=3, budget=6, policy=policy)
+    served = engine.serve(params, CONFIG, [(0.0, r) for r in some], options)
+    tokens = {r.id: (*r.prompt, *served.requests[r.id].tokens) for r in some}
+    again = simulate([(0.0, r) for r in some], options, lambda action: 1.0, token=lambda id, n: tokens[id][n])
+    assert again.steps == served.steps
+
+
+def test_batch_invariant_bits():
+    """vllm#11658, #48271, #51187, sglang#25790: no batch, page, chunk, hit or preemption changes a bit of a logit."""
+    assert sum(invariant_sweep.trace(seed)["compared"] for seed in range(3)) > 40
+
+
+def test_batch_invariant_is_the_model():
+    tokens = torch.randint(0, 29, (2, 70), generator=torch.Generator().manual_seed(0))
+    cache = serve.init_cache(CONFIG, 2, 70, page=8)
+    logits, cache = invariant.prefill(params, tokens[:, :69], cache, CONFIG, lengths=torch.tensor([69, 30]))
+    dense = transformer.forward(params, tokens, config=CONFIG)
+    assert (logits - torch.stack([dense[0, 68], dense[1, 29]])).abs().max() < 1e-12
+    cache = cache | {"lengths": torch.tensor([69, 69])}
+    again, _ = serve.prefill(params, tokens[:, 69:], cache | {"lengths": torch.tensor([69, 30])}, CONFIG)
+    assert (again[0] - dense[0, 69]).abs().max() < 1e-12
+
+
+def test_tiles_that_do_not_agree_are_not_used(monkeypatch):
+    plain = invariant.product
+    off = lambda x, W, sizes=invariant.SIZES: plain(x, W, sizes) * (1 + 1e-9 * (sizes == (16,)))  # noqa: E731
+    assert set(invariant.agreeing(params)) <= set(invariant.SIZES)
+    monkeypatch.setattr(invariant, "product", off)
+    found = invariant.agreeing(params)
+    assert 16 not in found
+    assert invariant.LEAST in found
+
+
+def test_stop_strings_and_ids_outside_the_vocabulary():
+    options = Options(pages=8, page=4)
+    served = engine.serve(params, CONFIG, [(0.0, Request(0, (1, 2), 9))], options, on_token=lambda id, token: True)
+    assert served.requests[0].reason == "stop"
+    assert len(served.requests[0].at) == 1
+    with pytest.raises(ValueError, match=r"request 7: token 29 .* 0\.\.28"):
+        engine.serve(params, CONFIG, [(0.0, Request(7, (29,), 9))], options)
