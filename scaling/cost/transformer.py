@@ -13,6 +13,7 @@ from scaling.cost.roofline import mfu
 from scaling.spec import dtype_bytes
 
 REMAT = ("none", "matmuls", "block")
+POLICIES = ("none", "gather", "attention", "matmuls", "block")  # those of a mesh: gather saves all but gathered weights
 
 
 # --- Counting dots -----------------------------------------------------------------------------------------------
@@ -104,21 +105,23 @@ def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: 
     }
 
 
-def remat_flops(config: Config, B: int, T: int, remat: str, causal: bool = False) -> int:
+def remat_flops(config: Config, B: int, T: int, remat: str, causal: bool = False, last: bool = True) -> int:
     """FLOPs that the backward pass computes again (Part 4, Gradient checkpointing).
 
     "none": nothing. "block": only each layer's input is saved, so the layers' forward passes run again (which the book
     rounds to 2 * params * tokens; the unembedding does not). "matmuls": the outputs of the seven matmuls are saved, so
-    only the two of dot-product attention run again, 4BT^2NH a layer (Question 6).
+    only the two of dot-product attention run again, 4BT^2NH a layer (Question 6); "attention": these too. `last`: with
+    "block", whether each layer's last product runs again as well, whose result nobody reads; on a mesh it does not.
     """
-    if remat not in REMAT:
-        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+    if remat not in POLICIES:
+        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(POLICIES)}")
     forward = forward_flops(config, B, T, causal=causal)
-    if remat == "none":
+    if remat in ("none", "gather"):
         return 0
-    if remat == "matmuls":
+    if remat in ("attention", "matmuls"):
         return forward["attention"]
-    return forward["mlp"] + forward["projections"] + forward["attention"]
+    unread = 0 if last else 2 * B * T * config.L * config.D * config.F
+    return forward["mlp"] + forward["projections"] + forward["attention"] - unread
 
 
 def train_flops(config: Config, B: int, T: int, causal: bool = False, remat: str = "none") -> dict[str, int]:
@@ -190,10 +193,11 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
 
     "block": the layer's input. "matmuls": the outputs of the seven big matmuls; as the residual stream they are
     added to is what is kept, W_out's stands in the next layer's input. "none": everything that a gradient reads, with
-    an attention kernel that keeps its output and one statistic a head rather than the [T, S] scores.
+    an attention kernel that keeps its output and one statistic a head rather than the [T, S] scores; "attention": all
+    of that but what this kernel keeps.
     """
-    if remat not in REMAT:
-        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+    if remat not in POLICIES:
+        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(POLICIES)}")
     D, Q, KV = config.D, config.N * config.H, config.K * config.H
     F = config.F * (config.k + config.shared)
     block = {"In": D}
@@ -202,7 +206,7 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     matmuls = block | {"Q": Q, "K": KV, "V": KV, "Attn": D, "Tmp": (config.matrices - 1) * F}
     if remat == "matmuls":
         return matmuls
-    attended = {"heads": Q, "statistics": config.N}  # Q and K are kept as they are rotated
+    attended = {"heads": Q, "statistics": config.N} if remat != "attention" else {}  # Q and K are kept as rotated
     return matmuls | {"norms": 2 * D} | attended | {"activation": F, "product": F if config.gated else 0}
 
 

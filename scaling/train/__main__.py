@@ -21,6 +21,7 @@ import torch
 from scaling import launch, tree
 from scaling.configs import MODELS, Config, get, load
 from scaling.console import command, integer, number
+from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
@@ -55,7 +56,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--clip", type=number(1e-9), default=1.0, help="the gradients' largest norm (default 1)")
     parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
     parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="bf16 keeps float32 masters (default fp32)")
-    parser.add_argument("--remat", default="none", choices=("none", "block"))
+    parser.add_argument("--remat", default="none", choices=POLICIES, help="what is computed again, not kept")
     parser.add_argument("--save-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")
     parser.add_argument("--keep", type=integer(1), default=3, help="checkpoints to keep (default 3)")
     parser.add_argument("--eval-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")

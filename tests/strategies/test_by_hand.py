@@ -46,7 +46,7 @@ def both(mesh, config):
     before = [leaf.clone() for leaf in (x, dx, *W.values())]
     with trace() as written:
         out, pull = layer_vjp(W, x, at, config.window)
-        got = out, *reversed(pull(dx))
+        got = out, *reversed(pull(W, dx))
     unchanged = all(torch.equal(a, b) for a, b in zip(before, (x, dx, *W.values()), strict=True))
     moved = [sorted((e.op, e.axes, e.nbytes) for e in log.collectives()) for log in (derived, written)]
     return got, want, moved, unchanged

@@ -21,7 +21,7 @@ from scaling.strategies.transformer.layer import Context
 from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
 from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced, vjp
 
-REMAT = ("none", "block")
+REMAT = ("none", "gather", "attention", "matmuls", "block")  # the more to the right, the less is kept
 
 
 def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
@@ -66,15 +66,15 @@ def loss_and_grads(
     loss = sum(w ce) / sum(w) over the global batch, 0 where sum(w) is 0, plus the experts' auxiliary terms of Config
     (their mean over microbatches). `weights`[B_PXE, T_C]: w, by default 1, and 0 where the target is `ignore_index`.
     `segments`: ids of packed documents. `label_smoothing` and `z_loss` as in `ends.Terms`. `context`: the form of
-    attention over C. `remat`: none or block. `zero`: as given to `specs`. `sums`: the dtype in which gradients are
-    added up over microbatches and ranks, and returned; by default the params'. ShardingError or ValueError for what
-    does not fit, before anything is sent.
+    attention over C. `remat`: what a layer keeps for its backward (`step.Layers`); the gradients are the same to the
+    bit. `zero`: as given to `specs`. `sums`: the dtype in which gradients are added up over microbatches and ranks, and
+    returned; by default the params'. ShardingError or ValueError for what does not fit, before anything is sent.
     """
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check(tokens, targets, config, mesh, microbatches, remat, context)
     terms = Terms(config.V, label_smoothing, z_loss)
     given = weights, segments, microbatches, ignore_index, context, sums
-    problem, *batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
+    problem, batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
     run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
     loss, grads = run(problem, params, *batch, remat, schedule)
     return loss, {name: grads[name] for name in params}
@@ -102,14 +102,14 @@ def loss(
     check(tokens, targets, config, mesh, 1, "none", context)
     terms = Terms(config.V, label_smoothing, z_loss)
     given = weights, segments, 1, ignore_index, context, None
-    problem, *batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
+    problem, batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
     return forward_loss(problem, params, *batch, schedule)
 
 
 def stated(
     params, tokens, targets, config, mesh, stored, terms, weights, segments, microbatches, ignore_index, context, sums
-) -> tuple[Problem, Tensor, Tensor, Tensor]:
-    """(the problem; tokens, targets and weights in the order of the form of attention, the weights' sum 1)."""
+) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
+    """(the problem, (tokens, targets and weights in the order of the form of attention, the weights' sum 1))."""
     check_params(params, stored, config, mesh)
     w = (targets != ignore_index).to(torch.float32) if weights is None else weights
     w = w.to(torch.promote_types(params["embed"].dtype, torch.float32)) * (targets != ignore_index)
@@ -119,7 +119,7 @@ def stated(
     at = Placed(config, mesh, context, segments, tokens.shape[1], params["embed"].dtype)
     used, sums = types.used(stored), sums or params["embed"].dtype
     problem = Problem(config, mesh, stored, used, at.contexts(microbatches), terms, sums)
-    return problem, at.placed(tokens), at.placed(targets), at.placed(w)
+    return problem, (at.placed(tokens), at.placed(targets), at.placed(w))
 
 
 def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, _):
@@ -212,6 +212,8 @@ def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: i
     """ValueError or ShardingError, before anything is sent, for a batch that does not fit the model or the mesh."""
     if remat not in REMAT:
         raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+    if config.moe and remat not in ("none", "block"):
+        raise ValueError(f'remat="{remat}" does not go with experts\n  fix: remat="block", or "none"')
     if config.moe and config.capacity is not None and context == "zigzag" and mesh.sizes.get("C", 1) > 1:
         raise ValueError(
             f"{config.name}: experts with a capacity keep the first tokens of the batch, but zig-zag reorders them\n"

@@ -8,6 +8,7 @@ Attention itself, whatever its form, is differentiated by its own backward.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from scaling.models.transformer import ACTIVATIONS
 from scaling.strategies.axes import all_gather, reduce_scatter
 from scaling.strategies.transformer.layer import Context, own_heads
 
+Heads = tuple[Tensor, Tensor, Tensor]  # Q[B_PXE, T_C, N_Y, H], K[B_PXE, T_C, K_Y, H], V
 NOWHERE: Mapping[str, Tensor] = {}
 VJPS = {  # (dy, x) -> dx of each activation, in one kernel
     "silu": torch.ops.aten.silu_backward,
@@ -28,53 +30,85 @@ VJPS = {  # (dy, x) -> dx of each activation, in one kernel
 }
 
 
-def layer_vjp(W: dict, x: Tensor, at: Context, window: int | None) -> tuple[Tensor, Callable]:
-    """(x[B_PXE, T_CY, D], pull): pull(dx, into) -> (dW, dx), dW typed as W and unreduced over the tokens' axes.
+def layer_vjp(W: dict, x: Tensor, at: Context, window: int | None, remat: str = "none") -> tuple[Any, Callable]:
+    """(x[B_PXE, T_CY, D], pull): pull(W, dx, into) -> (dW, dx), dW typed as W and unreduced over the tokens' axes.
 
     `into`: preallocated outputs, by name, for the gradients of matrices; with `add` they are added to what is there.
+    `remat`: what pull finds saved, beside x, and what it computes again. "none" and "gather": nothing (W itself is not
+    saved here); "attention": dot-product attention; "matmuls": all but the matmuls; "block": this call is the second
+    one already, whose result, None, nobody reads.
     """
-    Attn, pull_attention = attention_vjp(W, x, at, window)
+    Attn, pull_attention = attention_vjp(W, x, at, window, remat)
     x = x + Attn
-    Out, pull_mlp = mlp_vjp(W, x, at)
+    Out, pull_mlp = mlp_vjp(W, x, at, remat)
 
-    def pull(dx: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
-        dW_mlp, dMid = pull_mlp(dx, into, add)
+    def pull(W: dict, dx: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
+        dW_mlp, dMid = pull_mlp(W, dx, into, add)
         dMid = dMid.add_(dx)
-        dW, dIn = pull_attention(dMid, into, add)
+        dW, dIn = pull_attention(W, dMid, into, add)
         dW = dW | dW_mlp
         return {name: dW[name] for name in W}, dIn.add_(dMid)
 
-    return x + Out, pull
+    return None if Out is None else x + Out, pull
 
 
-def attention_vjp(W: dict, x: Tensor, at: Context, window: int | None) -> tuple[Tensor, Callable]:
+def normed(x: Tensor, gain: Tensor, at: Context) -> tuple[Tensor, Tensor]:
+    """(y[B_PXE, T_C, D]: the stream x[B_PXE, T_CY, D] normed and gathered; 1 / its root mean square)."""
+    y, r = gained_norm(x, gain, at.config.eps)
+    return all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, at.mesh), r  # on the critical path
+
+
+def attended(W: dict, plain: Heads, at: Context, window: int | None) -> tuple[Tensor, Callable, tuple]:
+    """(O[B_PXE, T_C, N_Y, H], pull of the heads as rotated, what their norms divided by) of Q, K, V."""
+    (Q, K, V), (cos, sin), scales = plain, at.rope, ()
+    if "norm_Q" in W:
+        (Q, r_Q), (K, r_K) = (gained_norm(x, W[n], at.config.eps) for x, n in ((Q, "norm_Q"), (K, "norm_K")))
+        scales = r_Q, r_K
+    return *taped(lambda *qkv: at.attend(*qkv, window), rotate(Q, cos, sin), rotate(K, cos, sin), V), scales
+
+
+def attention_vjp(W: dict, x: Tensor, at: Context, window: int | None, remat: str) -> tuple[Tensor, Callable]:
     """(Attn[B_PXE, T_CY, D], pull) of the residual stream; heads over Y."""
-    mesh, eps, (cos, sin) = at.mesh, at.config.eps, at.rope
-    W_K, W_V = own_heads(W["W_K"], at, 1), own_heads(W["W_V"], at, 1)
-    y, r = gained_norm(x, W["norm_attn"], eps)
-    y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)  # on the critical path
+    mesh, (cos, sin) = at.mesh, at.rope
+    y: Any  # this and the next: None, where pull computes it again
+    r: Any
+    y, r = normed(x, W["norm_attn"], at)
     Q = einsum("y[B_PXE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXE, T_C, N_Y, H]", y, W["W_Q"])
-    K = einsum("y[B_PXE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXE, T_C, K_Y, H]", y, W_K)
-    V = einsum("y[B_PXE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXE, T_C, K_Y, H]", y, W_V)
+    K = einsum("y[B_PXE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXE, T_C, K_Y, H]", y, own_heads(W["W_K"], at, 1))
+    V = einsum("y[B_PXE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXE, T_C, K_Y, H]", y, own_heads(W["W_V"], at, 1))
     if "b_Q" in W:
         Q, K, V = Q + W["b_Q"], K + own_heads(W["b_K"], at, 0), V + own_heads(W["b_V"], at, 0)
-    if "norm_Q" in W:
-        plain = Q, K
-        (Q, r_Q), (K, r_K) = gained_norm(Q, W["norm_Q"], eps), gained_norm(K, W["norm_K"], eps)
-    O, pull_attend = taped(lambda *qkv: at.attend(*qkv, window), rotate(Q, cos, sin), rotate(K, cos, sin), V)
+    plain: Any = Q, K, V
+    del Q, K, V
+    pull_attend: Any
+    scales: Any
+    O, pull_attend, scales = attended(W, plain, at, window)
     Attn = einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", O, W["W_O"])
     Attn = reduce_scatter("Attn[B_PXE, T_C, D] {U_Y} -> Attn[B_PXE, T_CY, D]", Attn, mesh)  # on the critical path
     Attn = Attn + W["b_O"] if "b_O" in W else Attn
+    again = remat in ("attention", "matmuls")
+    if again:
+        O = pull_attend = scales = None
+    elif "norm_Q" not in W:
+        plain = None  # what rotates them is on attention's tape
+    if remat == "matmuls":
+        y = r = None
 
-    def pull(dAttn: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
+    def pull(W: dict, dAttn: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
+        nonlocal y, r, O, pull_attend, scales
+        if y is None:
+            y, r = normed(x, W["norm_attn"], at)
+        if again:
+            O, pull_attend, scales = attended(W, plain, at, window)
+        W_K, W_V = own_heads(W["W_K"], at, 1), own_heads(W["W_V"], at, 1)
         dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
         dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
         dO = einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
         dQ, dK, dV = pull_attend(dO)
         dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
         if "norm_Q" in W:
-            dQ, dW["norm_Q"] = gained_norm_vjp(plain[0], W["norm_Q"], r_Q, dQ)
-            dK, dW["norm_K"] = gained_norm_vjp(plain[1], W["norm_K"], r_K, dK)
+            dQ, dW["norm_Q"] = gained_norm_vjp(plain[0], W["norm_Q"], scales[0], dQ)
+            dK, dW["norm_K"] = gained_norm_vjp(plain[1], W["norm_K"], scales[1], dK)
         if "b_Q" in W:
             dW["b_Q"] = dQ.sum((0, 1))
             dW |= {"b_K": in_place(dK.sum((0, 1)), W["b_K"], at, 0), "b_V": in_place(dV.sum((0, 1)), W["b_V"], at, 0)}
@@ -99,23 +133,39 @@ def attention_vjp(W: dict, x: Tensor, at: Context, window: int | None) -> tuple[
     return Attn, pull
 
 
-def mlp_vjp(W: dict, x: Tensor, at: Context) -> tuple[Tensor, Callable]:
+def mlp_vjp(W: dict, x: Tensor, at: Context, remat: str) -> tuple[Any, Callable]:
     """(Out[B_PXE, T_CY, D], pull) of the residual stream; features over Y."""
     mesh, act, act_vjp = at.mesh, ACTIVATIONS[at.config.nonlinearity], VJPS[at.config.nonlinearity]
-    y, r = gained_norm(x, W["norm_mlp"], at.config.eps)
-    y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)  # on the critical path
+    y: Any
+    r: Any
+    y, r = normed(x, W["norm_mlp"], at)
     Tmp = einsum("y[B_PXE, T_C, D] * W_in[D, F_Y] -> Tmp[B_PXE, T_C, F_Y]", y, W["W_in"])
+    Gate = Open = None
     if "W_gate" in W:
         Gate = einsum("y[B_PXE, T_C, D] * W_gate[D, F_Y] -> Gate[B_PXE, T_C, F_Y]", y, W["W_gate"])
-        Open = act(Gate)
-    Act = Open * Tmp if "W_gate" in W else act(Tmp)
-    Out = einsum("Act[B_PXE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_PXE, T_C, D] {U_Y}", Act, W["W_out"])
-    Out = reduce_scatter("Out[B_PXE, T_C, D] {U_Y} -> Out[B_PXE, T_CY, D]", Out, mesh)  # on the critical path
 
-    def pull(dOut: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
+    def activated(Tmp: Tensor, Gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(Act[B_PXE, T_C, F_Y], of a gate how far it is open)."""
+        if Gate is None:
+            return act(Tmp), None
+        Open = act(Gate)
+        return Open * Tmp, Open
+
+    Act, Open = activated(Tmp, Gate)
+    Out = None
+    if remat != "block":
+        Out = einsum("Act[B_PXE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_PXE, T_C, D] {U_Y}", Act, W["W_out"])
+        Out = reduce_scatter("Out[B_PXE, T_C, D] {U_Y} -> Out[B_PXE, T_CY, D]", Out, mesh)  # on the critical path
+    if remat == "matmuls":
+        y = r = Act = Open = None
+
+    def pull(W: dict, dOut: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
+        nonlocal y, r, Act, Open
+        if y is None:
+            (y, r), (Act, Open) = normed(x, W["norm_mlp"], at), activated(Tmp, Gate)
         dOut = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh)  # on the critical path
         dAct = einsum("dOut[B_PXE, T_C, D] * W_out[F_Y, D] -> dAct[B_PXE, T_C, F_Y]", dOut, W["W_out"])
-        dTmp = dAct * Open if "W_gate" in W else act_vjp(dAct, Tmp)
+        dTmp = dAct * Open if Open is not None else act_vjp(dAct, Tmp)
         dy = einsum("dTmp[B_PXE, T_C, F_Y] * W_in[D, F_Y] -> dy[B_PXE, T_C, D] {U_Y}", dTmp, W["W_in"])
         if "W_gate" in W:
             dGate = act_vjp(dAct.mul_(Tmp), Gate)

@@ -109,8 +109,8 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
         return chunk
 
     def forward(chunk, In, mesh, m):
-        def f(W, x, l, routing, pulled=False):
-            return numbered(W, x, chunk.first + l, routing, contexts[m], pulled)
+        def f(W, x, l, routing, **options):
+            return numbered(W, x, chunk.first + l, routing, contexts[m], **options)
 
         Out, extra, kept = chunk.forward(In, f)
         chunk.extra = chunk.extra + extra / len(contexts)

@@ -41,15 +41,20 @@ class Problem(NamedTuple):
     sums: torch.dtype
 
 
-def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = False):
-    """Layer l of the model, as `layer`; `pulled`: (that, its vjp), written out where there are no experts."""
+def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = False, remat: str = "none") -> Any:
+    """Layer l of the model, as `layer`; `pulled`: (that, its pull), written out where there are no experts.
+
+    pull(W, cotangents, into, add) -> (dW, dx), as in `by_hand.layer_vjp`, which also says what `remat` is.
+    """
     window = at.config.windows[l]
-    if not pulled:
-        return layer(W, x, at, window, routing)
     if at.config.moe or torch.compiler.is_compiling():
-        return vjp(lambda W, x: layer(W, x, at, window, routing), W, x)
-    x, pull = layer_vjp(W, x, at, window)
-    return ((x, None), None), lambda cotangents, **into: pull(cotangents[0], **into)
+        if not pulled:
+            return layer(W, x, at, window, routing)
+        out, pull = vjp(lambda W, x: layer(W, x, at, window, routing), W, x)
+        return out, lambda _, cotangents, **into: pull(cotangents, **into)
+    x, pull = layer_vjp(W, x, at, window, remat)
+    out = (x, None), None
+    return (out, lambda W, cotangents, **into: pull(W, cotangents[0], **into)) if pulled else out
 
 
 def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
@@ -123,7 +128,8 @@ def _layer_type(text: str) -> str:
 class Layers:
     """The first layers of stacked params: gathered ahead of use, run, run back, and their gradients.
 
-    `remat`: "none" keeps what each layer's vjp needs, "block" only its input, from which the layer is computed again.
+    `remat`: "none" keeps what each layer's vjp needs; "gather" all of it but the weights, which are gathered again;
+    "attention" and "matmuls" less (`by_hand.layer_vjp`); "block" the input alone: the layer is computed again.
     """
 
     def __init__(self, problem: Problem, params: Mapping, remat: str, count: int | None = None):
@@ -162,8 +168,9 @@ class Layers:
                 with torch.no_grad():
                     (x, more), routing = again(W, x, routing=None)
             else:
-                ((x, more), routing), pull = again(W, x, routing=None, pulled=True)
-            kept.append((l, given, more is not None, pull, partial(again, routing=routing)))
+                ((x, more), routing), pull = again(W, x, routing=None, pulled=True, remat=self.remat)
+            held = W if self.remat == "none" else None
+            kept.append((l, held, given, more is not None, pull, partial(again, routing=routing)))
             extra = extra if more is None else extra + more
         return x, extra, kept
 
@@ -173,12 +180,13 @@ class Layers:
         `last`: no microbatch follows, so that each layer's gradients are reduced as soon as they are there.
         """
         while kept:
-            l, x, has_extra, pull, again = kept.pop()
+            l, W, x, has_extra, pull, again = kept.pop()
+            W = tree.map(wait, self.weights(l)) if W is None else W
             if pull is None:
-                _, pull = again(tree.map(wait, self.weights(l)), x, pulled=True)
+                _, pull = again(W, x, pulled=True, remat="block")
             before, cotangents = self.grads[l], (dx, dx.new_full((), scale)) if has_extra else (dx, None)
             into = self.slots[l] if before is None else before if dx.dtype == self.sums else {}
-            dW, dx = pull(cotangents, into=into, add=bool(into) and before is not None)
+            dW, dx = pull(W, cotangents, into=into, add=bool(into) and before is not None)
             dW = tree.map(lambda g: g.to(self.sums), dW)
             self.grads[l] = dW if before is None else tree.map(lambda a, b: a if a is b else a.add_(b), before, dW)
             if last:

@@ -1,0 +1,120 @@
+"""What a layer keeps for its backward, and what is computed again: the same gradients to the bit, FLOPs and bytes."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from scaling import tree
+from scaling.configs import Config
+from scaling.cost import transformer as tm
+from scaling.mesh import Mesh
+from scaling.models import transformer as model
+from scaling.strategies import transformer
+from scaling.strategies.transformer.api import Placed
+from scaling.strategies.transformer.ends import Terms
+from scaling.strategies.transformer.step import Layers, Problem, numbered
+from scaling.trace import trace
+from scaling.trace.peak import peak_memory
+from scaling.train.evaluate import local
+
+SMALL = Config("small", 2, 32, 48, 4, 2, 8, 64)
+RICH = SMALL.with_(name="rich", attention_bias=True, output_bias=True, qk_norm=True, tied=True, window=(None, 5))
+B, T = 4, 16
+
+
+def gradients(mesh, config, remat, microbatches=1):
+    params = transformer.shard(model.init(config, 0), config, mesh)
+    rows = torch.randint(0, config.V, (B, T + 1), generator=torch.Generator().manual_seed(1))
+    batch = [local(x, mesh) for x in (rows[:, :-1], rows[:, 1:])]
+    with trace() as log:
+        found = transformer.loss_and_grads(params, *batch, config, mesh, remat=remat, microbatches=microbatches)
+    return found, [event.op for event in log.collectives()]
+
+
+def compared(mesh, config, microbatches=1):
+    """For each policy whether loss and gradients are bitwise those of none, and how often each collective runs."""
+    (loss, grads), _ = gradients(mesh, config, "none", microbatches)
+    found = {}
+    for remat in tm.POLICIES:
+        (other, again), ops = gradients(mesh, config, remat, microbatches)
+        same = [torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(grads), strict=True)]
+        found[remat] = torch.equal(loss, other) and all(same), {op: ops.count(op) for op in sorted(set(ops))}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config", "microbatches"),
+    [({"X": 2, "Y": 2}, RICH, 2), ({"C": 2, "Y": 2}, SMALL, 1), ({"Z": 2, "X": 2}, SMALL, 2)],
+    ids=["X, Y", "C, Y", "Z, X"],
+)
+def test_gradients_are_the_same_to_the_bit(ranks, sizes, config, microbatches):
+    for found in ranks(compared, sizes, config, microbatches):
+        assert [remat for remat, (same, _) in found.items() if not same] == []
+
+
+def test_no_collective_is_repeated_whose_result_nobody_reads(ranks):
+    """Of a layer with X and Y: the 9 matrices and gains over X, the two streams y over Y; not the ReduceScatters."""
+    counts = {remat: ops for remat, (_, ops) in ranks(compared, {"X": 2, "Y": 2}, SMALL)[0].items()}
+    none, matrices = counts["none"], 7 * SMALL.L
+    more = {remat: ops["AllGather"] - none["AllGather"] for remat, ops in counts.items()}
+    streams = 2 * SMALL.L
+    assert more == {
+        "none": 0, "gather": matrices, "attention": matrices, "matmuls": matrices + streams, "block": matrices + streams
+    }  # fmt: skip
+    attention = {remat: ops["ReduceScatter"] - none["ReduceScatter"] for remat, ops in counts.items()}
+    assert attention == {
+        "none": 0,
+        "gather": 0,
+        "attention": 0,
+        "matmuls": 0,
+        "block": SMALL.L,
+    }  # attention's, for the MLP
+
+
+def attention_flops(Q, K, V, *_, **__):
+    """Of torch's kernel on the CPU, which its counter does not know: from the shapes [B, N, T, H]."""
+    batch, heads, queries, width = Q
+    return 4 * batch * heads * queries * K[2] * width
+
+
+def flops(config, remat):
+    kernel = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
+    with FlopCounterMode(display=False, custom_mapping=kernel) as counter:
+        gradients(Mesh({"X": 1}), config, remat)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL.with_(gated=False, K=4)], ids=["gated", "plain"])
+def test_what_is_computed_again_is_the_formula(config):
+    once = flops(config, "none")
+    for remat in tm.POLICIES:
+        assert flops(config, remat) - once == tm.remat_flops(config, B, T, remat, last=False), remat
+
+
+def kept_bytes(config, remat):
+    """What the layers keep between forward and backward."""
+    mesh, params = Mesh({"X": 1}), model.init(config, 0)
+    types = transformer.specs(config, mesh)
+    contexts = Placed(config, mesh, "zigzag", None, 64, torch.float32).contexts(1)
+    problem = Problem(config, mesh, types, types, contexts, Terms(config.V, 0.0, 0.0), torch.float32)
+    layers = Layers(problem, params["layers"], remat)
+    with peak_memory() as memory:
+        tree.map(torch.sum, (params, contexts[0].rope))  # so that they count already
+        before, x = memory.now, torch.zeros(B, 64, config.D)
+        x, _, kept = layers.forward(x, partial(numbered, at=contexts[0]))
+        return memory.now - before - x.nbytes, len(kept)
+
+
+@pytest.mark.parametrize("remat", tm.POLICIES)
+def test_what_is_kept_is_the_formula(remat):
+    config = SMALL.with_(D=128, F=256, H=32)
+    nbytes, layers = kept_bytes(config, remat)
+    assert layers == config.L
+    assert nbytes == pytest.approx(tm.saved_bytes(config, B * 64, remat, "fp32"), rel=0.03)
+
+
+def test_experts_are_run_again_whole_or_not_at_all():
+    with pytest.raises(ValueError, match="does not go with experts"):
+        gradients(Mesh({"X": 1}), SMALL.with_(E=4, k=2), "matmuls")
