@@ -5,7 +5,7 @@ target rank receives its block in pieces, one from each block of the source that
 replica of that block from the one that has least to send so far. So every rank receives what it needs once, no more.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -38,8 +38,11 @@ class Message(NamedTuple):
         return prod(stop - start for start, stop in self.region)
 
 
-def plan_transfer(line: "str | Line", shape, source_mesh, target_mesh) -> list[Message]:
-    """Who sends what to whom, for an array of this whole shape. Meshes are anything with sizes, ranks and coord_of."""
+def plan_transfer(line: "str | Line", shape, source_mesh, target_mesh, *, into=None, below=None) -> list[Message]:
+    """Who sends what to whom, for an array of this whole shape. Meshes are anything with sizes, ranks and coord_of.
+
+    `into`, `below`: as in `transfer`.
+    """
     parsed = parse_line(line)
     before, after = _types(parsed, source_mesh, target_mesh)
     holders: dict[Region, list[int]] = {}
@@ -47,9 +50,10 @@ def plan_transfer(line: "str | Line", shape, source_mesh, target_mesh) -> list[M
         holders.setdefault(region, []).append(rank)
     load = dict.fromkeys(source_mesh.ranks, 0)
     messages = []
-    for target, wanted in _blocks(after, shape, target_mesh):
+    below = tuple(shape) if below is None else tuple(below)
+    for target, wanted in _blocks(after, into or shape, target_mesh):
         for held, ranks in holders.items():
-            piece = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted, strict=True))
+            piece = tuple((max(a, c), min(b, d, e)) for (a, b), (c, d), e in zip(held, wanted, below, strict=True))
             if any(start >= stop for start, stop in piece):
                 continue
             source = target if target in ranks else min(ranks, key=lambda rank: (load[rank], rank))
@@ -58,12 +62,22 @@ def plan_transfer(line: "str | Line", shape, source_mesh, target_mesh) -> list[M
     return messages
 
 
-def transfer(line: "str | Line", x: Tensor | None, source_mesh, target_mesh) -> Tensor | None:
+def transfer(
+    line: "str | Line",
+    x: Tensor | None,
+    source_mesh,
+    target_mesh,
+    *,
+    into: Sequence[int] | None = None,
+    below: Sequence[int] | None = None,
+) -> Tensor | None:
     """The target's shard of x: `"A[I_X, J] -> A[I, J_Y]"`, the first type on the source mesh, the second on the target.
 
     All ranks of both meshes call it; those outside the source pass None, those outside the target get None. Shape and
-    dtype come with the array. Traced as "Transfer", with what this rank sends. Not differentiable. ShardingError for
-    types that do not go together, partial sums, and a rank that gives what it should not.
+    dtype come with the array. `into`: the whole shape of the target's array, where that has other sizes; `below`: of
+    each dim, only places below this are sent. What is not sent is zero. Traced as "Transfer", with what a rank sends.
+    Not differentiable. ShardingError for types that do not go together, partial sums, and a rank that gives what it
+    should not.
     """
     parsed = parse_line(line)
     before, after = _types(parsed, source_mesh, target_mesh)
@@ -80,13 +94,17 @@ def transfer(line: "str | Line", x: Tensor | None, source_mesh, target_mesh) -> 
     if not gives and not takes:
         return None
     shape, dtype = _announced(parsed, x, before, source_mesh, target_mesh, me)
-    messages = plan_transfer(parsed, shape, source_mesh, target_mesh)
+    into = tuple(into or shape)
+    messages = plan_transfer(parsed, shape, source_mesh, target_mesh, into=into, below=below)
     sent = sum(m.numel for m in messages if m.source == me != m.target) * dtype.itemsize
     came = sum(m.numel for m in messages if m.target == me != m.source) * dtype.itemsize
     event = trace.Event("Transfer", (), before, after, sent + came, sent, start=trace.now())
     if trace.active():
         trace.record(event)
-    result = _exchange(messages, x, before, after, shape, dtype, source_mesh, target_mesh, me)
+    own = _region(before, shape, source_mesh, source_mesh.ranks.index(me)) if gives else ()
+    place = _region(after, into, target_mesh, target_mesh.ranks.index(me)) if takes else ()
+    result = torch.zeros([b - a for a, b in place], dtype=dtype, device=target_mesh.device) if takes else None
+    _exchange(messages, x, own, result, place, me)
     event.end = trace.now()
     return result
 
@@ -134,12 +152,8 @@ def _announced(line: Line, x, before: Spec, source_mesh, target_mesh, me: int) -
     return shape, x.dtype
 
 
-def _exchange(messages, x, before: Spec, after: Spec, shape, dtype, source_mesh, target_mesh, me: int) -> Tensor | None:
-    own = _region(before, shape, source_mesh, source_mesh.ranks.index(me)) if x is not None else ()
-    result, place = None, ()
-    if me in target_mesh.ranks:
-        place = _region(after, shape, target_mesh, target_mesh.ranks.index(me))
-        result = torch.empty([b - a for a, b in place], dtype=dtype, device=target_mesh.device)
+def _exchange(messages: list[Message], x, own: Region, result, place: Region, me: int) -> None:
+    """Send this rank's pieces of x, its block `own`, and write to `result`, its block `place`, what arrives."""
     ops, arriving = [], []
     for message in messages:
         if message.source == me:
@@ -149,14 +163,13 @@ def _exchange(messages, x, before: Spec, after: Spec, shape, dtype, source_mesh,
             else:
                 ops.append(dist.P2POp(dist.isend, as_carried(piece)[0], message.target, tag=TAG + 1))
         elif message.target == me:
-            piece = torch.empty([b - a for a, b in message.region], dtype=dtype, device=target_mesh.device)
+            piece = result.new_empty([b - a for a, b in message.region])
             ops.append(dist.P2POp(dist.irecv, as_carried(piece)[0], message.source, tag=TAG + 1))
             arriving.append((message.region, piece))
     for work in dist.batch_isend_irecv(ops) if ops else ():
         work.wait()
     for region, piece in arriving:
         result[_within(region, place)] = piece
-    return result
 
 
 def _within(region: Region, block: Region) -> tuple[slice, ...]:

@@ -61,6 +61,7 @@ class AbstractMesh:
     def __init__(self, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None):
         check_sizes(sizes)
         self.sizes = dict(sizes)
+        self.ranks = tuple(range(self.size()))  # those of the run that are this mesh's, in its order
         self.coord = dict.fromkeys(self.sizes, 0) | dict(coord or {})
         if not all(0 <= at < self.sizes.get(axis, 0) for axis, at in self.coord.items()):
             raise ShardingError(f"the coordinate {self.coord} is not on the mesh {format_sizes(self.sizes)}")
@@ -93,11 +94,6 @@ class AbstractMesh:
     def rank(self) -> int:
         """This device's position in row-major order of the mesh."""
         return self.rank_at(self.coord)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of the run that are this mesh's, in its order."""
-        return tuple(range(self.size()))
 
     def rank_at(self, coord: Mapping[str, int]) -> int:
         return block_index(list(self.sizes), coord, self.sizes)
@@ -151,8 +147,8 @@ class Mesh(AbstractMesh):
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
             join_world(self.device, timeout)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        self._ranks = tuple(range(world)) if ranks is None else tuple(ranks)
         if ranks is not None:
+            self.ranks = tuple(ranks)
             self._check_ranks(world)
         elif self.size() != world:
             running = "1 rank is" if world == 1 else f"{world} ranks are"
@@ -162,8 +158,8 @@ class Mesh(AbstractMesh):
                 f"or choose sizes whose product is {world}"
             )
         self._process_groups: dict[tuple[str, ...], tuple[tuple[int, ...], dist.ProcessGroup, str]] = {}
-        self.member = rank in self._ranks
-        self.coord = self.coord_of(self._ranks.index(rank)) if self.member else {}
+        self.member = rank in self.ranks
+        self.coord = self.coord_of(self.ranks.index(rank)) if self.member else {}
         sets = self._sets()
         if self.member and self.size() > 1:
             self._meet(sets)
@@ -171,15 +167,11 @@ class Mesh(AbstractMesh):
             for _ in range(1 + sum(self.size(some) < self.size() for some in sets)):
                 self._new_group([rank])
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self._ranks
-
     def _check_ranks(self, world: int) -> None:
-        known = all(0 <= rank < world for rank in self._ranks)
-        if not known or list(self._ranks) != sorted(set(self._ranks)) or len(self._ranks) != self.size():
+        known = all(0 <= rank < world for rank in self.ranks)
+        if not known or list(self.ranks) != sorted(set(self.ranks)) or len(self.ranks) != self.size():
             raise ShardingError(
-                f"the mesh {format_sizes(self.sizes)} over the ranks {list(self._ranks)} of {world}\n"
+                f"the mesh {format_sizes(self.sizes)} over the ranks {list(self.ranks)} of {world}\n"
                 f"  rule: its ranks are {self.size()} different ones of the run, ascending"
             )
 
@@ -195,7 +187,7 @@ class Mesh(AbstractMesh):
         said, memory = [mine], None
         everyone: Any = dist.group.WORLD
         if self.size() < dist.get_world_size():
-            everyone = self._new_group(self._ranks)
+            everyone = self._new_group(self.ranks)
         if dist.get_backend() != "fake":  # torch's stand-in for a transport, of which this process is the only rank
             said, memory = share(everyone, Page.nbytes(self.size(), len(sets)), self.checked, mine)
         if len(set(said)) > 1:
@@ -212,7 +204,7 @@ class Mesh(AbstractMesh):
             checked = "by messages" if self.checked else ""
             pg = everyone
             if len(ranks) < self.size():
-                pg = self._new_group([self._ranks[rank] for rank in ranks])
+                pg = self._new_group([self.ranks[rank] for rank in ranks])
             if page is not None:
                 checked = held(Meeting(page, number, self._group_number(some), ranks, self.timeout))
             self._process_groups[some] = ranks, pg, checked
@@ -228,7 +220,7 @@ class Mesh(AbstractMesh):
     def _make_group(self, axes: tuple[str, ...]) -> Group:
         if not self.member:
             raise ShardingError(
-                f"this rank is not one of the mesh {format_sizes(self.sizes)} over the ranks {list(self._ranks)}\n"
+                f"this rank is not one of the mesh {format_sizes(self.sizes)} over the ranks {list(self.ranks)}\n"
                 f"  fix: leave out what runs on it where mesh.member is False, or give collectives None"
             )
         group = super()._make_group(axes)
@@ -237,7 +229,7 @@ class Mesh(AbstractMesh):
         ranks, pg, checked = self._process_groups[tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)]
         order = tuple(block_index(axes, self.coord_of(rank), self.sizes) for rank in ranks)
         order = () if order == tuple(sorted(order)) else order
-        ranks = tuple(self._ranks[rank] for rank in ranks)
+        ranks = tuple(self.ranks[rank] for rank in ranks)
         return Group(axes, group.size, group.index, dist.get_backend(pg), order, ranks, pg.group_name, pg, checked)
 
     @property
@@ -249,7 +241,7 @@ class Mesh(AbstractMesh):
         groups: list[Any] = [
             self.group((axis,)).pg or dist.new_group([dist.get_rank()], **alone) for axis in self.sizes
         ]
-        ranks = torch.tensor(self._ranks).view(tuple(self.sizes.values()))
+        ranks = torch.tensor(self.ranks).view(tuple(self.sizes.values()))
         return dist.device_mesh.DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],
             self.device.type,

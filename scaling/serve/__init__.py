@@ -6,6 +6,7 @@ imported without it.
     types    the types of params and caches, by form       cache    init_cache: contiguous, in pages, int8
     slots    where tokens go in a cache and what they see  step     prefill, decode, extend
     forms    one listing for each way to shard a decode step
+    handover a cache moved to another mesh
     sampling, speculative, generation                      from logits to tokens; generate, stream, score
     states, policies, pages, scheduler                     the engine's state machine, without torch
     simulate, engine                                       a trace of requests in time: modelled, and computed
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scaling.serve.cache import init_cache
     from scaling.serve.generation import generate, score, stream
+    from scaling.serve.handover import move
     from scaling.serve.sampling import Sampling
     from scaling.serve.step import decode, extend, prefill
     from scaling.serve.types import cache_specs, specs
@@ -29,6 +31,7 @@ __all__ = [
     "extend",
     "generate",
     "init_cache",
+    "move",
     "prefill",
     "score",
     "specs",
@@ -38,6 +41,7 @@ __all__ = [
 _HOMES = {  # module -> what of it stands here
     "scaling.serve.cache": ("init_cache",),
     "scaling.serve.generation": ("generate", "score", "stream"),
+    "scaling.serve.handover": ("move",),
     "scaling.serve.sampling": ("Sampling",),
     "scaling.serve.step": ("decode", "extend", "prefill"),
     "scaling.serve.types": ("cache_specs", "specs"),

@@ -1,0 +1,93 @@
+"""A cache from the mesh that prefills to the mesh that decodes (Part 7, "Designing an Effective Inference Engine").
+
+A planned reshard between ranks that need not be the same: each rank of the target receives the heads, rows and places
+that its type says, once, and only those that hold tokens. Where Y has more ranks than there are KV heads, the copies of
+a head are replicas along an axis of their own, R: Y is then as long as K, and R the rest.
+"""
+
+import torch
+from torch import Tensor
+
+from scaling.collectives import transfer
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.serve.cache import capacity, check_cache
+from scaling.serve.types import ROWS, check_mesh
+from scaling.spec import ShardingError
+from scaling.strategies.axes import present
+
+
+def move(
+    cache: dict | None,
+    config: Config,
+    source_mesh,
+    target_mesh,
+    *,
+    form: str = "heads",
+    target_form: str | None = None,
+    length: int | None = None,
+    page: int | None = None,
+) -> dict | None:
+    """This rank's part of the cache on the target mesh, in `target_form`; None outside of it.
+
+    All ranks of both meshes call it, those outside the source with None. `length`: the room of a row on the target, by
+    default the source's; `page`: the target's cache is in pages. The new cache is bitwise the old one wherever that
+    holds tokens, and zero elsewhere. ShardingError for forms and meshes that do not fit.
+    """
+    to = form if target_form is None else target_form
+    check_mesh(config, source_mesh, form)
+    check_mesh(config, target_mesh, to)
+    if page is not None and to == "sequence":
+        raise ShardingError('form="sequence" splits S over Z, which pages do not\n  fix: page=None, or another form')
+    if cache is not None:
+        check_cache(cache, config, source_mesh, form, len(cache["lengths"]))
+    shards = source_mesh.sizes.get("Z", 1) if form == "sequence" else 1
+    known = lengths = None
+    if cache is not None:
+        lengths = cache["lengths"]
+        known = torch.tensor([capacity(cache, shards), "scale" in cache], device=lengths.device)
+    told = transfer("n[I] -> n[I]", known, source_mesh, target_mesh)
+    moved = transfer("lengths[B] -> lengths[B]", lengths, source_mesh, target_mesh)
+    known, lengths = (told, moved) if cache is None else (known, lengths)
+    if known is None or lengths is None:
+        return None
+    S, quantized = (int(n) for n in known)
+    S = S if length is None else length
+    S = S if page is None else -(-S // page) * page
+    if (used := int(lengths.max())) > S:
+        raise ValueError(f"length={S} has no room for the {used} tokens of a row\n  fix: give a greater length")
+    views = refined(source_mesh, config), refined(target_mesh, config)
+    new = {} if moved is None else {"lengths": moved}
+    for name in ("KV", "scale") if quantized else ("KV",):
+        rest = ", H" if name == "KV" else ""
+        ends = [
+            present(f"{name}[2, L, {ROWS[f]}, {'S_Z' if f == 'sequence' else 'S'}, K_Y{rest}]", view)
+            for f, view in zip((form, to), views, strict=True)
+        ]
+        into = (2, config.L, len(lengths), S, config.K) + ((config.H,) if rest else ())
+        x = None if cache is None else contiguous(cache, name, source_mesh, form)
+        part = transfer(f"{ends[0]} -> {ends[1]}", x, *views, into=into, below=(*into[:3], used, *into[4:]))
+        if part is not None:
+            new[name] = part if page is None else part.unflatten(3, (-1, page)).flatten(2, 3)
+    if page is not None and moved is not None:
+        own = new["KV"].shape[2]
+        new["pages"] = (torch.arange(len(lengths) * (S // page), device=moved.device) % own).view(len(lengths), -1)
+    return new if moved is not None else None
+
+
+def contiguous(cache: dict, name: str, mesh, form: str) -> Tensor:
+    """KV[2, L, B_Z, S, K_Y, H], or scale[2, L, B_Z, S, K_Y], of a cache that may be in pages."""
+    if "pages" not in cache:
+        return cache[name]
+    table = present(f"pages[{ROWS[form]}, M]", mesh).slices(cache["pages"].shape, mesh, mesh.coord)
+    return cache[name][:, :, cache["pages"][table]].flatten(3, 4)
+
+
+def refined(mesh, config: Config) -> AbstractMesh:
+    """The same ranks with Y as the KV heads that it has, and R their copies."""
+    sizes: dict[str, int] = {}
+    for axis, size in mesh.sizes.items():
+        sizes |= {"Y": config.K, "R": size // config.K} if axis == "Y" and config.K % size else {axis: size}
+    view = AbstractMesh(sizes)
+    view.ranks, view.device = mesh.ranks, mesh.device
+    return view
