@@ -92,3 +92,9 @@ def scatter_sum_into(mine: Tensor, whole: Tensor, pg: dist.ProcessGroup):
 def exchange_into(received: Tensor, sent: Tensor, pg: dist.ProcessGroup, receives=(), sends=()):
     """AllToAll of rows: equal numbers of them, or as `receives` and `sends` say."""
     return pg.alltoall_base(received, sent, list(receives), list(sends))
+
+
+# What torch.func wraps a tensor in, level by level: of vmap those alone whose level it is batched at.
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+level_of = torch._C._functorch.maybe_get_level
+unwrapped = torch._C._functorch.get_unwrapped

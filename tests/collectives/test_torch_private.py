@@ -162,5 +162,17 @@ def traceable(mesh):
     assert isinstance(group.pg, dist.ProcessGroup)
 
 
+def test_levels_of_transforms():
+    seen = []
+
+    def look(x):
+        seen.append((p.is_wrapped(x), p.level_of(x), p.is_wrapped(p.unwrapped(x))))
+        return x
+
+    torch.vmap(look)(torch.zeros(2))
+    assert seen == [(True, 1, False)]
+    assert not p.is_wrapped(torch.zeros(2))
+
+
 def test_collectives_of_shards(ranks):
     ranks(traceable, {"X": 2})

@@ -1,0 +1,189 @@
+"""`shard_map`: a program for one device, made a function of whole arrays (Part 10, "Manual sharding mode").
+
+@partial(shard_map, mesh=mesh, in_specs=("A[B_X, D_Y]", "W[D_Y, F]"), out_specs="Out[B_X, F]")
+def product(A, W):
+    return psum(A @ W, "Y")
+
+Out = product(A, W)      # whole arrays, the same on every rank
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from scaling.collectives.buffers import refuse
+from scaling.collectives.torch_private import constant, level_of
+from scaling.interop import from_partition_spec
+from scaling.shard_map.law import Call, apply
+from scaling.shard_map.names import bound_here
+from scaling.shard_map.transport import Bound
+from scaling.shard_map.types import Checks, described, unreduced, vary, varying
+from scaling.spec import ShardingError, Spec, format_axes, parse
+
+
+def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: bool = False) -> Callable:
+    """`fn`, written for one device's shards, as a function of whole arrays to whole arrays.
+
+    `in_specs`: for each argument a type ("A[B_X, D_Y]"), JAX's text ("P('X', 'Y')"), or a tree of them, of which a leaf
+    stands for all below it; `out_specs` the same of the result. An axis that an in_spec does not name: every device
+    gets the same. One that an out_spec does not name: the result is *invariant* over it, which is checked. `{U_X}` in
+    an out_spec: the result is the sum over X. Inside, the collectives of this package are those of `mesh`.
+    `in_process`: all shards are computed in this process, on any mesh, an AbstractMesh too; otherwise each rank of the
+    mesh calls with the same whole arrays, and gets the whole result.
+
+    What comes back is pure, and goes under torch.func's grad, vjp, jvp and vmap; under torch.compile too, if its result
+    is a tensor or a tuple or list of tensors.
+    Raises ShardingError for specs that do not fit, and for what JAX's check_vma refuses.
+    """
+    if not callable(fn):
+        raise ShardingError(f"shard_map of a {type(fn).__name__}\n  rule: what is mapped is a function of shards")
+    in_specs = in_specs if isinstance(in_specs, tuple) else (in_specs,)
+
+    def traced(*args):
+        outer, args = Bound(mesh, in_process), plain(args)
+        specs = broadcast(in_specs, args, "in_specs")
+        leaves, treedef = optree.tree_flatten(args)
+        leaves = [leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in leaves]
+        typed = [read(spec, leaf, outer, "in_specs") for spec, leaf in zip(specs, leaves, strict=True)]
+        stacked = [entered(leaf, spec, outer) for leaf, spec in zip(leaves, typed, strict=True)]
+        made = {}
+
+        def program(places, *shards):
+            levels = {level_of(place): axis for place, axis in zip(places, mesh.sizes, strict=True)}
+            bound = outer.inside(places, levels)
+            token = bound_here.set(bound)
+            try:
+                with Checks(bound):
+                    result = fn(*optree.tree_unflatten(treedef, shards))
+                    found, made["tree"] = optree.tree_flatten(result)
+                    found = [leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in found]
+                    specs = zip(broadcast(out_specs, result, "out_specs"), found, strict=True)
+                    made["specs"] = [read(spec, leaf, bound, "out_specs") for spec, leaf in specs]
+                    return tuple(leaving(leaf, spec, bound) for leaf, spec in zip(found, made["specs"], strict=True))
+            finally:
+                bound_here.reset(token)
+
+        found = levels_of_axes(program, outer, stacked, typed)
+        results = [left(leaf, spec, outer) for leaf, spec in zip(found, made["specs"], strict=True)]
+        return optree.tree_unflatten(made["tree"], results)
+
+    @constant
+    def in_graph():  # a compiler keeps the call as it is, and sees through it later
+        torch.compiler.allow_in_graph(traced)
+
+    def mapped(*args):
+        if torch.compiler.is_compiling():
+            in_graph()
+        return traced(*args)
+
+    return wraps(fn)(mapped) if hasattr(fn, "__name__") else mapped
+
+
+def plain(tree: Any) -> Any:
+    """The same tree of plain dicts, lists and tuples: a compiler's graph has its own, which cannot be changed."""
+    if isinstance(tree, immutable_dict):
+        return {key: plain(below) for key, below in tree.items()}
+    if isinstance(tree, immutable_list):
+        return [plain(below) for below in tree]
+    return tuple(map(plain, tree)) if type(tree) is tuple else tree
+
+
+def levels_of_axes(program: Callable, bound: Bound, stacked: list[Tensor], specs: list[Spec]) -> tuple[Tensor, ...]:
+    """The program under a level of vmap for each mesh axis; results have a dim in front for each."""
+    device = stacked[0].device if stacked else bound.mesh.device
+    sizes, coord = bound.mesh.sizes, bound.mesh.coord
+    places = [torch.arange(sizes[axis]) if bound.in_process else torch.tensor([coord[axis]]) for axis in sizes]
+    for axis in reversed(sizes):
+        at = tuple(0 if axis == other else None for other in sizes)
+        dims = (at, *(0 if axis in spec.axes else None for spec in specs))
+        program = torch.func.vmap(program, in_dims=dims)
+    return program(tuple(place.to(device) for place in places), *stacked)
+
+
+def entered(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
+    """A whole array's shards, stacked over the axes of its type."""
+    lead = ()
+    for dim, (_, axes) in enumerate(spec.dims):
+        if axes:
+            call = Call("slice", axes, dim, lead=lead)
+            x = stacked_call(x, bound, call)
+            lead = call.lead_after(bound.mesh.sizes)
+    return x
+
+
+def leaving(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
+    """A result on its way out, if its type is what the out_spec says."""
+    found, summed = varying(x, bound), {*spec.unreduced}
+    fixes = {
+        "varies over {}, and its out_spec says that all devices along {} hold the same": found - {*spec.axes} - summed,
+        "is unreduced over {}, and its out_spec does not say so of {}": unreduced(x) - summed,
+        "is invariant over {}, and its out_spec says that the devices along {} hold terms of a sum": summed - found,
+    }
+    for what, axes in fixes.items():
+        if axes:
+            over = format_axes([axis for axis in bound.mesh.sizes if axis in axes])
+            raise ShardingError(
+                f"out_specs: {spec}: the result is {described(x, bound)}\n  it {what.format(over, over)}\n"
+                f"  rule: an axis that an out_spec does not name is one over which the result is invariant\n"
+                f"  fix: psum or pmean over {over} before it is returned, or name {over} in the out_spec, "
+                f"as in A[I_{over}] or A[I] {{U_{over}}}"
+            )
+    return vary(x, spec.axes, bound)
+
+
+def left(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
+    """A whole array of its shards, stacked over all mesh axes."""
+    names = {*spec.axes, *spec.unreduced}
+    for at, axis in reversed(list(enumerate(bound.mesh.sizes))):
+        if axis not in names:
+            x = x.select(at, 0)
+    lead = tuple(axis for axis in bound.mesh.sizes if axis in names)
+    calls = [Call("gather", axes, dim) for dim, (_, axes) in enumerate(spec.dims) if axes]
+    calls += [Call("psum", spec.unreduced)] if spec.unreduced else []
+    for call in calls:
+        x = stacked_call(x, bound, call._replace(lead=lead))
+        lead = tuple(axis for axis in lead if axis not in call.axes)
+    return x
+
+
+def stacked_call(x: Tensor, bound: Bound, call: Call) -> Tensor:
+    """A call on what is stacked already."""
+    return apply(x, bound.inside((None,) * len(bound.mesh.sizes), {}), call)
+
+
+def broadcast(specs: Any, tree: Any, what: str) -> list:
+    """A spec for each leaf of the tree: a leaf of the specs stands for all below it."""
+    try:
+        return optree.broadcast_prefix(specs, tree, is_leaf=lambda node: isinstance(node, Spec))
+    except ValueError as error:
+        raise ShardingError(
+            f"{what}: {specs}\n  {str(error).splitlines()[0]}\n"
+            f"  rule: {what} are a tree as what they type, or one that stops earlier\n"
+            "  fix: a tuple with a type for each argument; of one argument the type alone"
+        ) from None
+
+
+def read(spec: Any, x: Tensor, bound: Bound, what: str) -> Spec:
+    """The type that a spec gives to x: a whole array (in_specs), or one device's result (out_specs)."""
+    if isinstance(spec, str) and spec.strip().removeprefix("jax.").startswith(("P(", "PartitionSpec(")):
+        spec = from_partition_spec(spec, [f"D{i}" for i in range(x.dim())])
+    spec = parse(spec)
+    spec.check_axes(bound.mesh)
+    if x.dim() != len(spec.dims):
+        refuse(f"{what}: {spec}", f"it has {len(spec.dims)} dims, the array {list(x.shape)}", "a type names each dim")
+    if what == "in_specs":
+        if spec.unreduced:
+            rule = "a whole array has no shards that are partial sums"
+            refuse(f"{what}: {spec}", "it is unreduced", rule, "give the type without {U}")
+        spec.local_shape(x.shape, bound.mesh)
+        return spec
+    for size, (dim, axes) in zip(x.shape, spec.dims, strict=True):
+        if dim.isdigit() and int(dim) != size * bound.mesh.size(axes):
+            what = f"{what}: {spec}"
+            refuse(what, f"dim {dim} of the result has size {size * bound.mesh.size(axes)}", "a number is a size")
+    return spec

@@ -1,0 +1,248 @@
+"""JAX's collectives under JAX's names, for what runs inside `shard_map`: `psum(x, "Y")`, `axis_index("X")` ...
+
+x is a tensor or a tree of tensors, `axis_name` an axis or a tuple of axes of the mesh, the first the major one. A value
+that does not vary over an axis becomes varying first (a psum then multiplies by the axis's size), as in JAX.
+"""
+
+import math
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from scaling.shard_map.law import Call, apply
+from scaling.shard_map.transport import Bound, index_of
+from scaling.shard_map.types import as_unreduced, described, unreduced, vary, varying
+from scaling.sizes import format_sizes
+from scaling.spec import ShardingError
+
+Axes = str | Sequence[str]
+bound_here: ContextVar[Bound] = ContextVar("the mesh of the shard_map under way")
+
+
+def psum(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
+    """The sum over the devices along the axes: varying or unreduced -> invariant. Transposes to pvary."""
+    bound, axes = here("psum", axis_name, axis_index_groups)
+
+    def of(leaf: Tensor) -> Tensor:
+        leaf = leaf.to(torch.int32) if leaf.dtype == torch.bool else leaf
+        leaf, kept = reducible("psum", leaf, axes, bound)
+        return retyped(apply(leaf, bound, Call("psum", axes)), kept)
+
+    return each(of, x) if axes else x
+
+
+def pmean(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
+    """The mean over the devices along the axes: a psum, divided by their number."""
+    n = axis_size(axis_name)
+    return each(lambda leaf: leaf / n, psum(x, axis_name, axis_index_groups=axis_index_groups))
+
+
+def pmax(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
+    """The greatest of the devices' elements: varying -> invariant. As in JAX it has no derivative."""
+    return extreme("pmax", x, axis_name, axis_index_groups)
+
+
+def pmin(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
+    """The least of the devices' elements: varying -> invariant. As in JAX it has no derivative."""
+    return extreme("pmin", x, axis_name, axis_index_groups)
+
+
+def extreme(kind: str, x: Any, axis_name: Axes, axis_index_groups) -> Any:
+    bound, axes = here(kind, axis_name, axis_index_groups)
+    return each(lambda leaf: apply(entering(kind, leaf, axes, bound), bound, Call(kind, axes)), x) if axes else x
+
+
+def psum_scatter(
+    x: Any, axis_name: Axes, *, scatter_dimension: int = 0, axis_index_groups=None, tiled: bool = False
+) -> Any:
+    """The sum, of which each device keeps its block of `scatter_dimension`: varying or unreduced -> varying.
+
+    Without `tiled` the dim has the size of the axes, and goes. Transposes to all_gather.
+    """
+    bound, axes = here("psum_scatter", axis_name, axis_index_groups)
+
+    def of(leaf: Tensor) -> Tensor:
+        dim = place("psum_scatter", scatter_dimension, leaf.dim())
+        divides("psum_scatter", leaf, dim, axes, bound, tiled)
+        leaf, kept = reducible("psum_scatter", leaf, axes, bound)
+        y = apply(leaf, bound, Call("psum_scatter", axes, dim))
+        return retyped(y if tiled else y.squeeze(dim), kept)
+
+    return each(of, x) if axes else x
+
+
+def all_gather(
+    x: Any, axis_name: Axes, *, axis_index_groups=None, axis: int = 0, tiled: bool = False, to: str = "varying"
+) -> Any:
+    """All devices' x, one after another in dim `axis` (`tiled`), or stacked in a new dim there.
+
+    `to="varying"`: as in JAX the result is typed varying though all devices hold the same; transposes to psum_scatter.
+    `to="invarying"`: invariant; transposes to each device's slice.
+    """
+    bound, axes = here("all_gather", axis_name, axis_index_groups)
+    if to not in ("varying", "invarying"):
+        raise ShardingError(f"all_gather(to={to!r})\n  rule: the result is typed varying or invarying")
+    kind = "all_gather" if to == "varying" else "gather"
+
+    def of(leaf: Tensor) -> Tensor:
+        leaf = entering("all_gather", leaf, axes, bound)
+        dim = place("all_gather", axis, leaf.dim() + (not tiled))
+        return apply(leaf if tiled else leaf.unsqueeze(dim), bound, Call(kind, axes, dim))
+
+    return each(of, x) if axes else x
+
+
+def all_to_all(
+    x: Any, axis_name: Axes, split_axis: int, concat_axis: int, *, axis_index_groups=None, tiled: bool = False
+) -> Any:
+    """Block j of dim `split_axis` goes to device j; what comes is put together in dim `concat_axis`.
+
+    Without `tiled`, `split_axis` has the size of the axes and goes, and a new dim stands at `concat_axis`. varying ->
+    varying. Transposes to the way back.
+    """
+    bound, axes = here("all_to_all", axis_name, axis_index_groups)
+
+    def of(leaf: Tensor) -> Tensor:
+        cut, put = place("all_to_all", split_axis, leaf.dim()), place("all_to_all", concat_axis, leaf.dim())
+        divides("all_to_all", leaf, cut, axes, bound, tiled)
+        leaf = entering("all_to_all", leaf, axes, bound)
+        if not tiled:
+            leaf, cut = leaf.movedim(cut, put), put
+        return apply(leaf, bound, Call("all_to_all", axes, put, cut))
+
+    return each(of, x)
+
+
+def ppermute(x: Any, axis_name: Axes, perm: Sequence[tuple[int, int]]) -> Any:
+    """x goes from source to target for each (source, target); a device that nobody sends to has zeros. varying ->
+    varying. Transposes to the way back. Of several axes, as in JAX, the mesh's first is the major one, in whatever
+    order they are named."""
+    bound, axes = here("ppermute", axis_name, None)
+    axes = tuple(axis for axis in bound.mesh.sizes if axis in axes)
+    n, pairs = bound.mesh.size(axes), tuple((int(source), int(target)) for source, target in perm)
+    sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
+    if len({*sources}) < len(pairs) or len({*targets}) < len(pairs) or not {*sources, *targets} <= {*range(n)}:
+        raise ShardingError(
+            f"ppermute over {', '.join(axes)} of size {n}: {pairs}\n  rule: each device sends to one other at most, "
+            f"and receives from one at most\n  fix: pairs (source, target) of different numbers in 0..{n - 1}"
+        )
+    return each(
+        lambda leaf: apply(entering("ppermute", leaf, axes, bound), bound, Call("ppermute", axes, pairs=pairs)), x
+    )
+
+
+def axis_index(axis_name: Axes) -> Tensor:
+    """This device's place along the axes, from 0, the first axis the major one: int64[], varying over them."""
+    bound, axes = here("axis_index", axis_name, None)
+    return index_of([bound.places[list(bound.mesh.sizes).index(a)] for a in axes], [bound.mesh.sizes[a] for a in axes])
+
+
+def axis_size(axis_name: Axes) -> int:
+    """The number of devices along the axes."""
+    bound, axes = here("axis_size", axis_name, None)
+    return math.prod(bound.mesh.sizes[axis] for axis in axes)
+
+
+def pvary(x: Any, axis_name: Axes) -> Any:
+    """invariant -> varying: nothing is sent, and the cotangent is summed (psum)."""
+    return pcast(x, axis_name, to="varying")
+
+
+def pcast(x: Any, axis_name: Axes, *, to: str) -> Any:
+    """Another type for the same values: `to` "varying" (of what is invariant) or "unreduced" (of what varies)."""
+    bound, axes = here("pcast", axis_name, None)
+
+    def of(leaf: Tensor) -> Tensor:
+        over = varying(leaf, bound) & {*axes}
+        if to == "varying" and not over:
+            return vary(leaf, axes, bound)
+        if to == "unreduced" and over == {*axes} and not unreduced(leaf) & over:
+            return as_unreduced(leaf, unreduced(leaf) | over)
+        raise ShardingError(
+            f"pcast(x, {axes}, to={to!r}): x is {described(leaf, bound)}\n"
+            "  rule: what is invariant over the axes becomes varying; what varies over them becomes unreduced"
+        )
+
+    return each(of, x)
+
+
+def vma(x: Tensor) -> frozenset[str]:
+    """The mesh axes over which x varies: JAX's `typeof(x).vma`."""
+    return varying(x, here("vma", (), None)[0]) - unreduced(x)
+
+
+def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_size: int, axis: int = 0) -> Tensor:
+    """`slice_size` elements of a dim from `start_index` on, which may differ by device. Like JAX's, a start beyond the
+    last whole slice is moved to it."""
+    last = operand.shape[axis] - slice_size
+    start = torch.as_tensor(start_index, device=operand.device).clamp(0, last)
+    return operand.index_select(axis, start + torch.arange(slice_size, device=operand.device))
+
+
+def here(name: str, axis_name: Axes, groups) -> tuple[Bound, tuple[str, ...]]:
+    """The mesh bound for the call under way, and the axes that are meant."""
+    bound = bound_here.get(None)
+    if bound is None:
+        raise ShardingError(f"{name} outside of shard_map\n  rule: a mesh is bound inside shard_map(fn, ...) alone")
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if unknown := [axis for axis in axes if axis not in bound.mesh.sizes]:
+        raise ShardingError(f"{name}: unknown mesh axis {unknown[0]}: the mesh has {format_sizes(bound.mesh.sizes)}")
+    if len({*axes}) < len(axes):
+        raise ShardingError(f"{name} over {', '.join(axes)}\n  rule: an axis is named once")
+    if groups is not None:
+        raise ShardingError(
+            f"{name}(axis_index_groups=...)\n  rule: a group is all devices along mesh axes; with checked types JAX "
+            "refuses others too\n  fix: split the axis in two in the mesh"
+        )
+    return bound, axes
+
+
+def each(of, tree: Any) -> Any:
+    """`of` at each tensor of a tree; numbers are tensors too."""
+    return optree.tree_map(lambda leaf: of(leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)), tree)
+
+
+def entering(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tensor:
+    """x, varying over all the axes."""
+    if unreduced(x) & {*axes}:
+        raise ShardingError(
+            f"{name} over {', '.join(axes)} of {described(x, bound)}\n  rule: partial sums are reduced first\n"
+            "  fix: psum or psum_scatter"
+        )
+    return vary(x, axes, bound)
+
+
+def reducible(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> tuple[Tensor, frozenset[str]]:
+    """x, ready to be summed over the axes, and the axes over which it stays unreduced."""
+    over, summed = varying(x, bound) & {*axes}, unreduced(x)
+    if len({(axis in summed, axis in over) for axis in axes}) > 1:
+        raise ShardingError(
+            f"{name} over {', '.join(axes)} of {described(x, bound)}\n"
+            "  rule: what is summed is of one type over all the axes: varying, unreduced or invariant\n"
+            f"  fix: name only the axes over which it varies, or make it varying first: pvary(x, ...)"
+        )
+    return vary(x, axes, bound), summed - {*axes}
+
+
+def retyped(x: Tensor, summed: frozenset[str]) -> Tensor:
+    return as_unreduced(x, summed) if summed else x
+
+
+def place(name: str, dim: int, dims: int) -> int:
+    if not -dims <= dim < dims:
+        raise ShardingError(f"{name}: there is no dim {dim} among {dims}")
+    return dim % dims
+
+
+def divides(name: str, x: Tensor, dim: int, axes: tuple[str, ...], bound: Bound, tiled: bool) -> None:
+    n = bound.mesh.size(axes)
+    if x.shape[dim] % n if tiled else x.shape[dim] != n:
+        wanted = f"a multiple of {n}" if tiled else f"{n}, or tiled=True"
+        raise ShardingError(
+            f"{name} over {', '.join(axes)}: dim {dim} has size {x.shape[dim]}\n"
+            f"  rule: it is cut into {n} blocks, one for each device\n  fix: make it {wanted}"
+        )

@@ -1,0 +1,76 @@
+"""Random programs for shard_map as data, and one reading of them for JAX and for torch.
+
+A program is {"mesh", "inputs": [{"shape", "spec"}], "steps": [[op, operand, ...]], "out_spec"}; each step makes a value
+of two dims from earlier ones; the last is the result. `evaluate` reads it with a library's own functions, `lib`.
+"""
+
+import math
+
+
+def evaluate(program: dict, shards: list, lib) -> object:
+    """The program on one device: its result."""
+    values = list(shards)
+    for op, *arguments in program["steps"]:
+        values.append(STEPS[op](lib, values, *arguments))
+    return values[-1]
+
+
+def number(lib, v, a, b):
+    return v[a] * b
+
+
+def inner_grad(lib, v, a, b, axes):
+    """The gradient, inside the program, of a loss with a psum in it."""
+    loss = lambda w: lib.sum(lib.sin(w * v[b]) + (lib.psum(lib.pvary(w * v[b], axes), axes) if axes else w))  # noqa: E731
+    return lib.grad(loss, v[a])
+
+
+def merged(lib, x, at):
+    """[n, r, c] or [r, n, c] in two dims."""
+    s = x.shape
+    return lib.reshape(x, (s[0] * s[1], s[2]) if at == 0 else (s[0], s[1] * s[2]))
+
+
+def shifted(n, by, all_of_them):
+    return [(i, (i + by) % n) for i in range(n if all_of_them else n - 1)]
+
+
+STEPS = {
+    "sin": lambda lib, v, a: lib.sin(v[a]),
+    "tanh": lambda lib, v, a: lib.tanh(v[a]),
+    "scale": number,
+    "add": lambda lib, v, a, b: v[a] + v[b],
+    "mul": lambda lib, v, a, b: v[a] * v[b],
+    "matmul": lambda lib, v, a, b: lib.tanh(lib.matmul(v[a], v[b])),
+    "transpose": lambda lib, v, a: v[a].T,
+    "index": lambda lib, v, a, axes: v[a] * (1.0 + lib.axis_index(tuple(axes)) / 8),
+    "psum": lambda lib, v, a, axes: lib.psum(v[a], tuple(axes)) / 4,
+    "pmean": lambda lib, v, a, axes: lib.pmean(v[a], tuple(axes)),
+    "pmax": lambda lib, v, a, axes: lib.pmax(lib.stop(v[a]), tuple(axes)),
+    "pvary": lambda lib, v, a, axes: lib.pvary(v[a], tuple(axes)),
+    "all_gather": lambda lib, v, a, axes, dim: lib.all_gather(v[a], tuple(axes), axis=dim, tiled=True),
+    "gather_new": lambda lib, v, a, axes, dim: merged(lib, lib.all_gather(v[a], tuple(axes), axis=dim), dim),
+    "invarying": lambda lib, v, a, axes, dim: lib.all_gather(v[a], tuple(axes), axis=dim, tiled=True, to="invarying"),
+    "scatter": lambda lib, v, a, axes, dim: lib.psum_scatter(v[a], tuple(axes), scatter_dimension=dim, tiled=True),
+    "scatter_away": lambda lib, v, a, axes, dim: lib.reshape(
+        lib.psum_scatter(v[a], tuple(axes), scatter_dimension=dim), (1, -1)
+    ),
+    "all_to_all": lambda lib, v, a, axes, cut, put: lib.all_to_all(v[a], tuple(axes), cut, put, tiled=True),
+    "exchange": lambda lib, v, a, axes, cut, put: lib.all_to_all(v[a], tuple(axes), cut, put),
+    "ppermute": lambda lib, v, a, axes, by, whole: lib.ppermute(
+        v[a], tuple(axes), shifted(lib.axis_size(tuple(axes)), by, whole)
+    ),
+    "grad": lambda lib, v, a, b, axes: inner_grad(lib, v, a, b, tuple(axes)),
+    "jvp": lambda lib, v, a, b, axes: lib.jvp(lambda w: lib.psum(w * lib.sin(w), tuple(axes)) / 4, v[a], v[b]),
+    "vmap": lambda lib, v, a, axes: lib.vmap(lambda row: row * lib.sum(lib.psum(row, tuple(axes))))(v[a]),
+}
+
+
+def filling(shape, seed: int) -> list:
+    """The numbers of an array, in order: no generator, so that all libraries have the same."""
+    return [math.sin(1.3 * i + 0.7 * seed + 0.1) for i in range(math.prod(shape))]
+
+
+def marks(numbers: list) -> list[float]:
+    """Two sums that tell arrays apart: all elements, weighted."""
+    return [sum(x * math.cos(k * i + k) for i, x in enumerate(numbers)) for k in (0.37, 1.91)]

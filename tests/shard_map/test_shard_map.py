@@ -1,0 +1,162 @@
+"""shard_map beside JAX's (stored numbers), under torch's transforms, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compared import CLOSE, apart, differences
+from torch.func import grad, jvp, vjp, vmap
+
+from scaling import trace
+from scaling.mesh import AbstractMesh
+from scaling.shard_map import all_gather, axis_index, pcast, pmax, ppermute, psum, psum_scatter, pvary, shard_map, vma
+from scaling.spec import ShardingError
+
+TABLE = json.loads((Path(__file__).parent / "programs.json").read_text())
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch's own, at the first jvp
+MESH = AbstractMesh({"X": 4, "Y": 2})
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+A, W, R = random(8, 6), random(6, 5, seed=1), random(8, 5, seed=2)
+
+
+def here(fn, in_specs, out_specs):
+    return shard_map(fn, MESH, in_specs, out_specs, in_process=True)
+
+
+product = here(lambda A, W: psum(A @ W, "Y"), ("A[B_X, D_Y]", "W[D_Y, F]"), "Out[B_X, F]")
+
+
+def test_programs_are_jax_s_in_one_process():
+    found = {i: apart(row, AbstractMesh(row["mesh"]), True) for i, row in enumerate(TABLE)}
+    assert not {i: difference for i, difference in found.items() if not difference <= CLOSE}
+    assert 4 <= sum("refused" in row for row in TABLE) <= 12
+
+
+def test_programs_are_jax_s_on_ranks(ranks):
+    rows = TABLE[::9]
+    for each in ranks(differences, {"X": 8}, rows):
+        assert max(each) <= CLOSE, each
+
+
+def test_under_every_transform():
+    """Values, gradients inside and outside, forward mode, vmap and second derivatives, beside one device."""
+    dense = lambda A, W: A @ W  # noqa: E731
+    for f in (product, lambda A, W: vmap(product, (0, None))(torch.stack([A, -A]), W)[0]):
+        ours, theirs = (grad(lambda A, W, f=f: (f(A, W).sin() * R).sum(), (0, 1))(A, W) for f in (f, dense))
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(jvp(product, (A, W), (A, W))[1], 2 * A @ W, rtol=1e-12, atol=1e-12)
+
+    def inside(w, x):  # w is invariant, so that its gradient is summed: no collective is written
+        return grad(lambda w: (x @ w).sin().sum())(w)
+
+    gradient = here(inside, ("w[D]", "x[B_XY, D]"), "dw[D]")
+    one = lambda w, x: grad(lambda w: (x @ w).sin().sum())(w)  # noqa: E731
+    w = random(6, seed=3)
+    for f in (lambda g: g(w, A), lambda g: grad(lambda w: g(w, A).square().sum())(w), lambda g: vjp(g, w, A)[1](w)):
+        torch.testing.assert_close(f(gradient), f(one), rtol=1e-12, atol=1e-12)
+
+
+def test_under_compile():
+    program = here(
+        lambda p, x: (psum(x @ p["W"], "Y"), [all_gather(x, "Y", axis=1, tiled=True)]),
+        ({"W": "W[D_Y, F]"}, "A[B_X, D_Y]"),
+        ("P('X')", "P('X', 'Y')"),
+    )
+    eager = grad(lambda W: (program({"W": W}, A)[0].sin() * R).sum())
+    compiled = torch.compile(eager, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(W), eager(W), rtol=1e-12, atol=1e-12)
+
+
+def on_ranks(mesh):
+    program = shard_map(lambda A, W: psum(A @ W, "Y"), mesh, ("A[B_X, D_Y]", "W[D_Y, F]"), "Out[B_X, F]")
+    step = grad(lambda W: (program(A, W) * R).sum())
+    with trace.trace() as log:
+        found = step(W)
+    return found, [event.op for event in log.events], torch.compile(step, backend="aot_eager", fullgraph=True)(W)
+
+
+def test_gradient_and_collectives_on_ranks(ranks):
+    for found, ops, compiled in ranks(on_ranks, {"X": 2, "Y": 2}):
+        torch.testing.assert_close(found, A.T @ R, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(compiled, found, rtol=1e-12, atol=1e-12)
+        # operands are cut, one AllReduce inside, the result is gathered; then back: a sum over X where W became varying
+        assert (ops.count("AllReduce"), ops.count("ReduceScatter")) == (2, 0)
+
+
+def test_unreduced_values():
+    rows = here(lambda x: x.sum(0), "x[B_XY, D]", "s[D] {U_XY}")
+    torch.testing.assert_close(rows(A), A.sum(0), rtol=1e-12, atol=1e-12)
+
+    def later(x):
+        terms = pcast(x.sum(0), ("X", "Y"), to="unreduced")
+        return psum_scatter(psum(terms + terms, "X"), "Y", scatter_dimension=0, tiled=True)
+
+    torch.testing.assert_close(here(later, "x[B_XY, D]", "s[D_Y]")(A), 2 * A.sum(0), rtol=1e-12, atol=1e-12)
+
+
+def test_types_are_what_jax_says():
+    seen = {}
+
+    def program(x, w):
+        seen.update(
+            x=vma(x), w=vma(w), both=vma(x * w), summed=vma(psum(x, "X")), place=vma(axis_index("Y")),
+            gathered=vma(all_gather(x, "X")), grad=vma(grad(lambda w: (w * x).sum())(w)), zeros=vma(torch.zeros(2)),
+            rows=vma(vmap(lambda row: row + w)(x)), cast=vma(pvary(w, "Y")),
+        )  # fmt: skip
+        return w
+
+    here(program, ("x[B_X, D]", "w[D]"), "w[D]")(A, random(6))
+    over = {"X": {"x", "both", "gathered", "rows"}, "Y": {"place", "cast"}}
+    assert seen == {name: {axis for axis, names in over.items() if name in names} for name in seen}
+
+
+def written_to(x):
+    total = torch.zeros(6, dtype=torch.float64)
+    total += x.sum(0)
+    return total
+
+
+REFUSED = {
+    "what is not invariant is claimed to be": (lambda x: x, "x[B, D]", "result is invariant"),
+    "gathered, but typed varying": (lambda x: all_gather(x, "X", tiled=True), "x[B, D]", "psum or pmean over X"),
+    "a sum over axes of two types": (lambda x: psum(x, ("X", "Y")), "x[B, D]", "one type over all the axes"),
+    "Python decides by a varying value": (lambda x: x if x.sum() > 0 else -x, "x[B_X, D]", "decides nothing"),
+    "written to, and no longer invariant": (written_to, "x[D]", "x = x \\+ y in place of"),
+    "invariant terms of a sum": (lambda x: x, "x[B_X, D] {U_Y}", "terms of a sum"),
+    "a product of partial sums": (lambda x: pcast(x, "X", to="unreduced") * 2, "x[B, D] {U_X}", "partial sums"),
+    "a cotangent of another type": (lambda x: vjp(torch.sin, axis_index("Y") * 0.0)[1](x[0, 0]), "x[]", "value's type"),
+    "two sources for one device": (lambda x: ppermute(x, "X", [(0, 1), (2, 1)]), "x[B_X, D]", "from one at most"),
+    "a dim that is not cut evenly": (lambda x: psum_scatter(x, "X", tiled=True), "x[B_X, D]", "cut into 4 blocks"),
+    "an axis that is not there": (lambda x: psum(x, "Z"), "x[B, D]", "unknown mesh axis Z"),
+    "an out_spec of other dims": (lambda x: x, "x[B_X]", "a type names each dim"),
+    "a result without a spec": (lambda x: (x, x), ("x[B_X, D]",), "are a tree"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    program, out_spec, message = REFUSED[case]
+    with pytest.raises(ShardingError, match=message):
+        here(program, "x[B_X, D]", out_spec)(A)
+
+
+@pytest.mark.parametrize(
+    ("in_specs", "message"),
+    [("A[B_X]", "dims"), ("A[B, D_X]", "does not divide"), ("A[B_Z, D]", "unknown mesh axis"), ("A[B, D] {U_X}", "U")],
+)
+def test_specs_that_do_not_fit(in_specs, message):
+    with pytest.raises(ShardingError, match=message):
+        here(lambda x: x, in_specs, "A[B, D]")(A)
+
+
+def test_pmax_has_no_derivative_and_collectives_have_a_mesh():
+    with pytest.raises(NotImplementedError, match="pmax over X is not differentiated"):
+        grad(lambda A: here(lambda x: pmax(x, "X"), "A[B_X, D]", "A[B, D]")(A).sum())(A)
+    with pytest.raises(ShardingError, match="outside of shard_map"):
+        psum(A, "X")
