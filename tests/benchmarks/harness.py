@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -231,7 +232,15 @@ def machine() -> str:
 
 
 def race(
-    contest: Contest, size: Size, optimizer: str, ranks: int, steps: int, threads: int = 1, rivals: tuple = SIDES[1:]
+    contest: Contest,
+    size: Any,
+    optimizer: str,
+    ranks: int,
+    steps: int,
+    threads: int = 1,
+    rivals: tuple = SIDES[1:],
+    *,
+    small: Any = SIZES["tiny"],
 ) -> dict:
     """One line of the table: all sides in turn on the same ranks, then each by itself on fresh ones for its memory."""
     mesh, sides = contest.axes(ranks), ("ours", *rivals)
@@ -248,7 +257,7 @@ def race(
     for side in sides:
         sent = [result["sent"][side] for result in results]
         row[f"sent_{side}"] = None if None in sent else sum(sent) / len(sent)
-        row[f"peak_{side}"] = max(launch.run(_peak, mesh, contest.side(side), size, optimizer, **options))
+        row[f"peak_{side}"] = max(launch.run(_peak, mesh, contest.side(side), size, optimizer, small, **options))
     return row | {"wire_bytes": contest.wire_bytes(mesh, size)}
 
 
@@ -259,13 +268,13 @@ def _timed(mesh, contest: Contest, names: tuple, size: Size, optimizer: str, ste
     return {"seconds": seconds, "sent": sent, "loss": {side: float(step().detach()) for side, step in sides.items()}}
 
 
-def _peak(mesh, build: Callable, size: Size, optimizer: str) -> int:
+def _peak(mesh, build: Callable, size: Any, optimizer: str, small: Any) -> int:
     """The most bytes that the third step has in memory, beyond what this rank had before there was this model.
 
     Fresh ranks: what one side has given back to the allocator must not serve the other. A tiny model goes first, so
     that code, threads and sockets, which every program has, do not count.
     """
-    step = build(mesh, SIZES["tiny"], optimizer)
+    step = build(mesh, small, optimizer)
     step()
     del step
     gc.collect()

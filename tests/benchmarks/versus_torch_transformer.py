@@ -1,0 +1,124 @@
+"""The Transformer of `scaling.strategies.transformer` against PyTorch's own: time of a step, bytes sent, peak memory.
+
+    python tests/benchmarks/versus_torch_transformer.py
+    python tests/benchmarks/versus_torch_transformer.py --only tp --sizes tiny --steps 40
+
+Both sides have the same model (RMSNorm, RoPE, grouped queries, SwiGLU, untied), initial values, tokens, float32 and
+AdamW, and run in turn on the same four ranks, one thread a rank; a step is forward, loss, backward and update.
+PyTorch's is `native_transformer`, with its default optimizer and tuned with a fused one. Figures as in versus_torch.py.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from harness import RATE, SIDES, Contest, machine, race
+from native_transformer import staged_step_of, step_of
+from versus_torch import table
+
+from scaling import optim, tree
+from scaling.configs import Config
+from scaling.models import transformer as model
+from scaling.strategies import transformer
+from scaling.strategies.axes import present
+
+MICROBATCHES = 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, sequences and their tokens; `repeat`: steps in one timed sample."""
+
+    config: Config
+    B: int
+    T: int
+    repeat: int = 1
+
+    def __str__(self) -> str:
+        c = self.config
+        return f"L={c.L} D={c.D} N={c.N} K={c.K} H={c.H} F={c.F} V={c.V}, {self.B} x {self.T} tokens"
+
+
+LARGE = Config("large", 4, 512, 1408, 8, 4, 64, 4096)
+SIZES = {
+    "default": Size(LARGE, 8, 256),
+    "tiny": Size(LARGE.with_(name="tiny", D=128, H=16, F=384), 8, 64, repeat=3),
+}
+SMALL = Size(LARGE.with_(name="small", D=32, H=4, F=64, V=64), 8, 16)  # runs first where memory is measured
+LAYOUTS = {
+    "fsdp": ("fully_shard", {"X": 4}),
+    "tp": ("parallelize_module, sequence and loss parallel", {"Y": 4}),
+    "fsdp_tp": ("fully_shard + parallelize_module", {"X": 2, "Y": 2}),
+    "interleaved": ("ScheduleInterleaved1F1B + fully_shard", {"Z": 2, "X": 2}),
+}
+
+
+def given(mesh, size: Size):
+    """(whole params, this rank's tokens and targets)."""
+    g = torch.Generator().manual_seed(1)
+    both = (torch.randint(size.config.V, (size.B, size.T), generator=g) for _ in range(2))
+    local = (tree.shard(x, str(present("t[B_X, T]", mesh)), mesh) for x in both)
+    return model.init(size.config, 0, torch.float32), *local
+
+
+def ours(mesh, size: Size, _optimizer: str, remat: str = "none"):
+    config, (params, tokens, targets) = size.config, given(mesh, size)
+    layout = {"schedule": "interleaved"} if "Z" in mesh.sizes else {}
+    options = layout | ({"microbatches": MICROBATCHES} if layout else {})
+    params, rule = transformer.shard(params, config, mesh, **layout), optim.adamw(RATE)
+    state = rule.init(params)
+
+    def step():
+        nonlocal params, state
+        loss, grads = transformer.loss_and_grads(params, tokens, targets, config, mesh, remat=remat, **options)
+        params, state = rule.update(grads, state, params, donate=True)
+        return loss / mesh.size()
+
+    return step
+
+
+def theirs(mesh, size: Size, _optimizer: str, tuned: bool = False):
+    params, tokens, targets = given(mesh, size)
+    if "Z" in mesh.sizes:
+        return staged_step_of(params, size.config, mesh, tokens, targets, RATE, tuned, MICROBATCHES)
+    return step_of(params, size.config, mesh, tokens, targets, RATE, tuned)
+
+
+def contests(remat: str) -> dict[str, Contest]:
+    mine = partial(ours, remat=remat)
+    return {
+        name: Contest(name, rival, lambda ranks, axes=axes: axes, mine, theirs, lambda mesh, size: None)
+        for name, (rival, axes) in LAYOUTS.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(LAYOUTS), help="layouts, by commas: %(default)s")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="sizes, by commas: %(default)s")
+    parser.add_argument("--rivals", default=",".join(SIDES[1:]), help="of PyTorch's, by commas: %(default)s")
+    parser.add_argument("--steps", type=int, default=20, help="timed samples of each side")
+    parser.add_argument("--remat", default="none", choices=transformer.api.REMAT, help="of ours: %(default)s")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    known, rivals, results = contests(args.remat), tuple(args.rivals.split(",")), []
+    for label in args.sizes.split(","):
+        for name in args.only.split(","):
+            row = race(known[name], SIZES[label], "adamw", 4, args.steps, 1, rivals, small=SMALL)
+            results.append({"size": label} | row)
+            ratios = [f"{rival} {row[f'ratio_{rival}'][1]:.2f}" for rival in rivals]
+            print(f"{label} {name}: {', '.join(ratios)}", file=sys.stderr, flush=True)
+    setting = f"4 ranks on {machine()}; {args.steps} samples of each side, 1 thread a rank."
+    sizes = "; ".join(f"{label}: {SIZES[label]}" for label in args.sizes.split(","))
+    print(f"{setting}\n{sizes}.\n\n{table(results, rivals)}")
+    if args.json:
+        args.json.write_text(json.dumps({"setting": setting, "sizes": sizes, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

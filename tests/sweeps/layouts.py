@@ -1,0 +1,235 @@
+"""Every layout of the Transformer against one device, outside the suite: `python tests/sweeps/layouts.py --out FILE`.
+
+Each axis alone, all pairs of axes, triples, experts with tensor and data, 16 ranks on four axes; then meshes, sizes and
+options drawn at random. Each case trains three AdamW steps in float64, clipped so that it bites, on batches of which
+the last is ragged, with unequal weights, packed documents and a rank without tokens. Loss, norm, every leaf's gradient
+and the params afterwards are held against one device, which goes by microbatches, as F.cross_entropy has it.
+
+A line of JSON for each case is added to FILE; started again with it, the sweep goes on. The exit status is 1 if a case
+failed: loss or norm off by 1e-11, a gradient by 1e-11 of its leaf's maximum, params by 1e-9 of theirs.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad_and_value
+
+from scaling import launch, optim, tree
+from scaling.configs import Config
+from scaling.models import transformer as model
+from scaling.strategies import transformer
+from scaling.strategies.axes import present
+
+LIMITS = {"loss": 1e-11, "norm": 1e-11, "grads": 1e-11, "params": 1e-9}
+PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
+MODELS = {
+    "plain": PLAIN,
+    "rich": PLAIN.with_(
+        L=3, attention_bias=True, output_bias=True, qk_norm=True, tied=True, window=(None, 5, 3), theta=100.0
+    ),
+    "one KV head": PLAIN.with_(K=1, gated=False, window=4),
+    "experts": PLAIN.with_(E=4, k=2, aux_coef=0.1, z_coef=0.01, shared=1),
+    "sigmoid": PLAIN.with_(E=6, k=3, aux_coef=0.1, routing="sigmoid", routed_scale=2.5, K=4, qk_norm=True),
+}
+TRIPLES = ({"Z": 2, "C": 2, "Y": 2}, {"X": 2, "C": 2, "Y": 2}, {"Z": 2, "X": 2, "Y": 2}, {"X": 2, "E": 2, "Y": 2})
+SIXTEEN = {"Z": 2, "X": 2, "C": 2, "Y": 2}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "dualpipev")
+CHOICES = {
+    "microbatches": (2,),
+    "remat": ("none", "block"),
+    "label_smoothing": (0.0, 0.1),
+    "z_loss": (0.0, 0.01),
+    "context": ("zigzag", "ring", "gather", "ulysses"),
+    "zero": (0, 3),
+    "packed": (False, True),
+    "weighted": (False, True),
+}
+
+
+def meshes():
+    """The matrix: each axis alone, by two and by four, all pairs, the triples, sixteen ranks."""
+    yield from ({axis: size} for axis in "PZXCYE" for size in (2, 4))
+    yield from ({a: 2, b: 2} for a, b in combinations("PZXCYE", 2))
+    yield from TRIPLES
+    yield SIXTEEN
+
+
+def fitting(name: str, config: Config, sizes: dict, options: dict) -> tuple[Config, dict]:
+    """The model with as many layers, heads and features as the mesh asks for; options that go with the mesh."""
+    Y, Z, E = (sizes.get(axis, 1) for axis in "YZE")
+    if sizes.get("Z", 1) > 1:
+        options = options | {"microbatches": 2 * Z}
+        chunks = 2 if options["schedule"] in ("interleaved", "dualpipev") else 1
+        L = max(config.L, chunks * Z + 1)  # uneven stages
+        window = config.window if not isinstance(config.window, tuple) else (None, *[5, 3] * L)[:L]
+        config = config.with_(L=L, window=window)
+    else:
+        options = {key: value for key, value in options.items() if key != "schedule"}
+    if sizes.get("C", 1) > 1 and options["context"] == "ulysses" and (config.N // Y) % sizes["C"]:
+        options = options | {"context": "zigzag"}
+    if config.K % Y and Y % config.K:
+        config = config.with_(K=1)
+    experts = math.lcm(config.E, E) if config.moe else 1
+    sizes_of = {"N": math.lcm(config.N, Y), "F": math.lcm(config.F, Y), "V": math.lcm(config.V, Y * Z)}
+    config = config.with_(name=name, D=math.lcm(config.D, sizes.get("X", 1)), E=experts, **sizes_of)
+    return config.with_(K=math.gcd(config.N, config.K)), options
+
+
+def cases(drawn: int, seed: int):
+    """(name, mesh, config, options) of the matrix, each mesh with two models, and of `drawn` random ones."""
+    draw = random.Random(seed)
+    for i, sizes in enumerate(meshes()):
+        names = ("experts", "sigmoid") if "E" in sizes else list(MODELS)
+        for name in (names[i % len(names)], names[(i + 1) % len(names)]):
+            yield f"{name} {sizes}", sizes, *fitting(name, MODELS[name], sizes, options_of(draw))
+    for i in range(drawn):
+        axes = draw.sample("PZXCYE", draw.randint(1, 3))
+        sizes = {axis: draw.choice((2, 3, 4) if len(axes) < 3 else (2, 3)) for axis in axes}
+        if math.prod(sizes.values()) > 18:
+            continue
+        name = draw.choice(("experts", "sigmoid") if "E" in sizes else list(MODELS))
+        H, heads = draw.choice((4, 6, 8)), draw.choice(((4, 2), (6, 3), (6, 1), (12, 4)))
+        config = MODELS[name].with_(D=draw.choice((8, 12, 20)), F=draw.choice((10, 16)), H=H, N=heads[0], K=heads[1])
+        yield f"drawn {seed}.{i} {name} {sizes}", sizes, *fitting(name, config, sizes, options_of(draw))
+
+
+def options_of(draw: random.Random) -> dict:
+    return {key: draw.choice(values) for key, values in CHOICES.items()} | {"schedule": draw.choice(SCHEDULES)}
+
+
+def batches(config: Config, sizes: dict, options: dict) -> list[tuple[Tensor, ...]]:
+    """(tokens, targets, weights, segments) of three steps; the last has half the rows. Rank 0's rows have no target."""
+    g = torch.Generator().manual_seed(7)
+    data, M = parts(sizes), options["microbatches"]
+    T = 2 * sizes.get("C", 1) * sizes.get("Y", 1) * 3
+    found = []
+    for rows in (2, 2, 1):
+        B = rows * data * M
+        tokens, targets = (torch.randint(0, config.V, (B, T), generator=g) for _ in range(2))
+        targets[torch.rand(B, T, generator=g) < 0.3] = -100
+        if data > 1:
+            targets[: B // data] = -100
+        weights = torch.rand(B, T, generator=g, dtype=torch.float64) * 3
+        found.append((tokens, targets, weights, (torch.rand(B, T, generator=g) < 0.2).cumsum(1)))
+    return found
+
+
+def parts(sizes: dict) -> int:
+    """Into how many parts the batch is split."""
+    return math.prod(sizes.get(axis, 1) for axis in "PXE")
+
+
+def start(config: Config):
+    """Params of which nothing is uniform: gains and biases too."""
+    g = torch.Generator().manual_seed(3)
+    params = model.init(config, 0, torch.float64)
+    return tree.map(lambda W: W + 0.1 * torch.randn(W.shape, generator=g, dtype=W.dtype), params)
+
+
+def one_device(config: Config, sizes: dict, options: dict) -> dict:
+    """Three steps by microbatches: those of all parts of the batch together."""
+    params, adamw, M = start(config), optim.adamw(0.01), options["microbatches"]
+    state, found = adamw.init(params), {"loss": [], "norm": [], "grads": []}
+    for tokens, targets, weights, segments in batches(config, sizes, options):
+        w = (weights if options["weighted"] else 1) * (targets != -100).double()
+
+        def loss(params, tokens=tokens, targets=targets, segments=segments, w=w):
+            total, rows = 0, torch.arange(len(tokens)).view(parts(sizes), M, -1)
+            for some in (rows[:, m].flatten() for m in range(M)):
+                given = segments[some] if options["packed"] else None
+                logits, extra = model._forward(params, tokens[some], "none", model.sdpa, config, given)
+                flat = logits.flatten(0, 1)
+                smoothing = options["label_smoothing"]
+                ce = F.cross_entropy(flat, targets[some].flatten(), reduction="none", label_smoothing=smoothing)
+                ce = ce + options["z_loss"] * flat.logsumexp(-1).square()
+                total = total + (w[some].flatten() * ce).sum() / w.sum() + extra / M
+            return total
+
+        grads, value = grad_and_value(loss)(params)
+        norm = torch.cat([g.flatten() for g in tree.leaves(grads)]).norm()
+        scale = (LIMIT / (norm + 1e-6)).clamp(max=1)
+        for key, x in (("loss", value), ("norm", norm), ("grads", grads)):
+            found[key].append(x)
+        params, state = adamw.update(tree.map(lambda g, scale=scale: g * scale, grads), state, params)
+    return found | {"params": [params]}
+
+
+LIMIT = 0.05  # of the gradients' norm
+
+
+def on_mesh(mesh, config: Config, sizes: dict, options: dict, wanted: dict) -> dict:
+    """The largest errors of this rank, by kind, and where."""
+    layout = {key: options[key] for key in ("schedule", "zero") if key in options}
+    types = transformer.specs(config, mesh, **layout)
+    params, adamw = transformer.shard(start(config), config, mesh, **layout), optim.adamw(0.01)
+    state, found = adamw.init(params), {"loss": [], "norm": [], "grads": []}
+    given = {key: value for key, value in options.items() if key not in ("packed", "weighted")}
+    for batch in batches(config, sizes, options):
+        local = [tree.shard(x, str(present("t[B_PXE, T_C]", mesh)), mesh) for x in batch]
+        extra = {"weights": local[2]} if options["weighted"] else {}
+        extra |= {"segments": local[3]} if options["packed"] else {}
+        loss, grads = transformer.loss_and_grads(params, *local[:2], config, mesh, **given, **extra)
+        clipped, norm = optim.clip_by_global_norm(grads, types, mesh, LIMIT)
+        for key, x in (("loss", loss), ("norm", norm), ("grads", transformer.unshard(grads, config, mesh, **layout))):
+            found[key].append(x)
+        params, state = adamw.update(clipped, state, params, specs=types, mesh=mesh)
+    return errors(found | {"params": [transformer.unshard(params, config, mesh, **layout)]}, wanted)
+
+
+def errors(found: dict, wanted: dict) -> dict:
+    """(the largest error, relative to its leaf's maximum; its leaf) of each kind."""
+    worst = {}
+    for key, steps in found.items():
+        for ours, theirs in zip(steps, wanted[key], strict=True):
+            both = tree.named_leaves({"": ours}), tree.named_leaves({"": theirs})
+            for where, b in both[1].items():
+                error = ((both[0][where] - b).abs().max() / b.abs().max().clamp(min=1e-30)).item()
+                if not error <= worst.get(key, (-1.0, ""))[0]:
+                    worst[key] = error, where
+    return worst
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each case; those there are not run")
+    parser.add_argument("--drawn", type=int, default=40, help="random cases after the matrix")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="cases whose name has this")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    done = {line["case"]: line for line in map(json.loads, lines)}
+    for name, sizes, config, options in cases(args.drawn, args.seed):
+        if name in done or args.only not in name:
+            continue
+        began = time.time()
+        line = {"case": name, "options": options}
+        try:
+            wanted = one_device(config, sizes, options)
+            ranks = launch.run(on_mesh, sizes, config, sizes, options, wanted)
+            line |= {key: max(rank[key] for rank in ranks) for key in LIMITS}
+            line["ok"] = all(line[key][0] <= limit for key, limit in LIMITS.items())
+        except Exception as error:
+            line |= {"ok": False, "error": f"{type(error).__name__}: {error}"[-2000:]}
+        line["seconds"] = round(time.time() - began, 1)
+        done[name] = line
+        with args.out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{'ok' if line['ok'] else 'FAILED':7}{name}", flush=True)
+    worst = {key: max((d[key][0] for d in done.values() if key in d), default=0.0) for key in LIMITS}
+    failed = [name for name, line in done.items() if not line["ok"]]
+    print(f"{len(done)} cases, {len(failed)} failed; worst: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items()))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
