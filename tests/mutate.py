@@ -1,0 +1,188 @@
+"""Change one thing at random in the core of the library: a test must fail. Not part of the suite.
+
+    python tests/mutate.py --count 200 --seed 0 --out mutants.jsonl     goes on where it stopped
+    python tests/mutate.py --out mutants.jsonl --report                 what no test noticed
+
+A mutant turns a comparison around, swaps an operator, `and` with `or`, True with False or the two arguments of a call,
+adds 1 to a number, negates a condition, or drops a statement. It runs in a copy of the repository, under the tests that
+cover its room: the quick ones first, then the slow ones; what takes too long counts as noticed. Texts of errors and
+annotations are left as they are.
+"""
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SECONDS, BYTES = 200, 16 * 2**30  # that the tests of a mutant may take
+TESTS = {  # the longest prefix counts
+    "spec": "test_spec.py algebra",
+    "sizes.py": "test_mesh.py test_spec.py algebra",
+    "algebra": "algebra",
+    "schedules": "schedules strategies/test_pipeline.py",
+    "mesh": "test_mesh.py launch collectives/test_checked.py collectives/test_collectives.py",
+    "launch": "launch",
+    "collectives": "collectives test_misuse.py algebra/test_execute.py",
+    "trace": "trace collectives/test_compile.py",
+    "tree.py": "test_tree.py train/test_checkpoint.py",
+    "optim": "test_optim.py test_optim_misuse.py",
+    "data.py": "test_data.py",
+    "strategies": "strategies train/test_train.py collectives/test_compile.py",
+    "strategies/context": "strategies/test_context.py",
+    "strategies/expert": "strategies/test_expert.py",
+    "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_by_hand.py",
+}
+SWAPS: dict[type, type] = {ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}
+SWAPS |= {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
+SWAPS |= {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+SWAPS |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And}
+
+
+def parts(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that may be changed: no annotation, no text of an error."""
+    yield node
+    for name, child in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "msg") or isinstance(child, (ast.Raise, ast.JoinedStr)):
+            continue
+        for each in child if isinstance(child, list) else [child]:
+            if isinstance(each, ast.AST) and not isinstance(each, (ast.Raise, ast.JoinedStr)):
+                yield from parts(each)
+
+
+def edits(node: ast.AST) -> Iterator[str]:
+    """The source that may stand in the place of a node."""
+    match node:
+        case ast.Constant(value=bool(value)):
+            yield str(not value)
+        case ast.Constant(value=int() | float() as value):
+            yield repr(value + 1)
+        case ast.BinOp(op=op) if type(op) in SWAPS:
+            yield ast.unparse(ast.BinOp(node.left, SWAPS[type(op)](), node.right))
+        case ast.Compare(ops=[op]) if type(op) in SWAPS:
+            yield ast.unparse(ast.Compare(node.left, [SWAPS[type(op)]()], node.comparators))
+        case ast.BoolOp(op=op):
+            yield ast.unparse(ast.BoolOp(SWAPS[type(op)](), node.values))
+        case ast.UnaryOp(op=ast.Not()):
+            yield ast.unparse(node.operand)
+        case ast.IfExp():
+            yield ast.unparse(ast.IfExp(node.test, node.orelse, node.body))
+        case ast.Call(args=[a, b]) if ast.unparse(a) != ast.unparse(b):
+            yield ast.unparse(ast.Call(node.func, [b, a], node.keywords))
+        case ast.Expr(value=ast.Call()) | ast.AugAssign():
+            yield "pass"
+
+
+def sites(text: str) -> list[tuple[ast.AST, str]]:
+    """(node, what may stand in its place) of a module."""
+    found = []
+    for node in parts(ast.parse(text)):
+        for edit in edits(node):
+            found.append((node, edit if isinstance(node, ast.stmt) else f"({edit})"))
+        if isinstance(node, (ast.If, ast.While)):
+            found.append((node.test, f"(not ({ast.unparse(node.test)}))"))
+    return found
+
+
+def replaced(text: str, node: ast.AST, edit: str) -> str:
+    lines = text.encode().splitlines(keepends=True)
+    start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
+    return (text.encode()[:start] + edit.encode() + text.encode()[end:]).decode()
+
+
+def tests_of(file: str) -> list[str]:
+    """The tests that cover a file of the library."""
+    rooms = [room for room in TESTS if file.removeprefix("scaling/").startswith(room)]
+    return [f"tests/{name}" for name in TESTS[max(rooms, key=len)].split()]
+
+
+def mutants(seed: int) -> Iterator[tuple[str, ast.AST, str, str]]:
+    """(file, node, edit, the file's text with the edit), in a random order that depends on the seed alone."""
+    files = sorted(
+        path for room in TESTS for path in ([*(ROOT / "scaling" / room).rglob("*.py")] or [ROOT / "scaling" / room])
+    )
+    found = []
+    for path in dict.fromkeys(files):
+        text = path.read_text(encoding="utf-8")
+        found += [(str(path.relative_to(ROOT)), node, edit, text) for node, edit in sites(text)]
+    random.Random(seed).shuffle(found)
+    for file, node, edit, text in found:
+        yield file, node, edit, replaced(text, node, edit)
+
+
+def run(folder: Path, tests: list[str], marker: str) -> str:
+    """The first test that fails, "time", or "" if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marker, *tests]
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    limits = lambda: resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))  # noqa: E731
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True, preexec_fn=limits,
+    ) as process:  # fmt: skip
+        try:
+            text, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return "time"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode in (0, 5):  # 5: no test has this marker
+        return ""
+    failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else f"exit {process.returncode}"
+
+
+def report(rows: list[dict]) -> None:
+    survived = [row for row in rows if not row["noticed"]]
+    for row in survived:
+        print(f"{row['file']}:{row['line']}: {row['before']}  ->  {row['after']}")
+    print(
+        f"{len(rows) - len(survived)} of {len(rows)} mutants noticed, {len(rows) and 1 - len(survived) / len(rows):.1%}"
+    )
+
+
+def main() -> None:
+    about, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines, one a mutant")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    if not args.report:
+        done = {(row["file"], row["line"], row["before"], row["after"]) for row in rows}
+        with tempfile.TemporaryDirectory() as name, args.out.open("a") as out:
+            folder = Path(name) / "copy"
+            shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
+            for file, node, edit, text in mutants(args.seed):
+                if len(rows) >= args.count:
+                    break
+                row = {"file": file, "line": node.lineno, "before": ast.unparse(node), "after": edit}
+                if tuple(row.values()) in done:
+                    continue
+                original = (folder / file).read_text(encoding="utf-8")
+                (folder / file).write_text(text, encoding="utf-8")
+                tests = tests_of(file)
+                row["noticed"] = run(folder, tests, "not slow") or run(folder, tests, "slow")
+                (folder / file).write_text(original, encoding="utf-8")
+                rows.append(row)
+                print(json.dumps(row), file=out, flush=True)
+    report(rows)
+
+
+if __name__ == "__main__":
+    main()
