@@ -1,3 +1,4 @@
+# %% [markdown]
 """Part 5, "Data Parallelism": https://jax-ml.github.io/scaling-book/training
 
     In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]
@@ -5,27 +6,31 @@
 The batch is split, the params are replicated. The forward moves nothing; the backward leaves each weight's gradient as
 partial sums {U_X}, and an AllReduce adds them up. Nothing waits for it but the optimizer, so it can run behind the rest
 of the backward: `scaling/strategies/data_parallel.py` does that, for L layers, and can reduce several in one bucket.
-
-    torchrun chapters/05_dp.py
-    torchrun --nproc-per-node 2 chapters/05_dp.py --mesh X=2
 """
 
 # %%
 import torch
 from torch.func import grad
 
-from scaling import data, optim
-from scaling.book.learning import Trained, clock, learned
-from scaling.book.lesson import Report, options, run
-from scaling.book.listing import module_equality, one_layer, stack_equality
+from scaling import cost, data, optim
+from scaling.book import learning, listing
+from scaling.book.page import Page
 from scaling.collectives import all_reduce, einsum
+from scaling.hardware import chip
 from scaling.models import mlp
 from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
-# %% First by types alone: any nn.Module of yours, the types of its params, and torch.func.grad
+page = Page(__doc__, mesh="X=4", device=True, seed=True, **learning.OPTIONS)
+X = page.args.mesh["X"]
 
+# %% [markdown]
+# ## First by types alone
+# Any nn.Module of yours, the types of its params, and torch.func.grad. The rows of x are split, so each rank's loss
+# is its own terms, and by the law of cotangents the gradient of a replicated param is unreduced over X.
+
+# %%
 STORED = USED = {"fc1.weight": "W[F, D]", "fc1.bias": "b[F]", "fc2.weight": "V[D, F]", "fc2.bias": "c[D]"}
 
 
@@ -39,8 +44,14 @@ def gradients(module, params, x, mesh):
     return reduce_grads(grad(loss)(params), STORED, mesh, over="X")  # the AllReduce of data parallelism
 
 
-# %% The book's layer, line by line: what each rank does
+page.title("By types alone: the gradients of an nn.Module, in float64")
+listing.show_module(page, gradients, STORED)
 
+# %% [markdown]
+# ## The book's layer, line by line
+# What each rank does. Look for {U_X}: it appears where the batch is summed over, and an AllReduce takes it away.
+
+# %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D, F]", "W_out": "W_out[F, D]", "Out": "Out[B_X, D]"}
 
 
@@ -54,7 +65,7 @@ def forward(W_in, W_out, In, mesh, block):
 
 def backward(W_in, W_out, dOut, saved, mesh, block):
     """dOut[B_X, D] -> dIn[B_X, D], dW_in[D, F], dW_out[F, D]."""
-    In, Tmp, Act = saved
+    In, Tmp, Act = saved  # 1. dOut[B_X, D] is given
     dW_out = einsum("Act[B_X, F] * dOut[B_X, D] -> dW_out[F, D] {U_X}", Act, dOut)  # 2.
     dW_out = all_reduce("dW_out[F, D] {U_X} -> dW_out[F, D]", dW_out, mesh)  # 3. not on the critical path
     dAct = einsum("dOut[B_X, D] * W_out[F, D] -> dAct[B_X, F]", dOut, W_out)  # 4.
@@ -65,50 +76,71 @@ def backward(W_in, W_out, dOut, saved, mesh, block):
     return block.norm_vjp(In, dIn), dW_in, dW_out
 
 
-# %% L layers of it, with gelu, norm and residual, trained on real text
+B, D, F = 8 * X, 32, 64
+there, back = listing.show_layer(page, forward, backward, SPECS, {"B": B, "D": D, "F": F})
+
+# %% [markdown]
+# ## What it moves
+# An AllReduce counts twice: it is a ReduceScatter and an AllGather. With the book's 2 bytes an element it is 8DF.
+
+# %%
+page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
+page.same([("forward", "0", 0, there), ("backward", "32DF", 32 * D * F, back)], ["pass", "formula", "bytes", "counted"])
+
+# %% [markdown]
+# ## When is it bound by communication?
+# T_math = 8BDF/(XC), T_comms = 8DF/W: FLOPs and bytes of the listing above, counted on 64 abstract TPU v5p. What
+# decides is the tokens on a chip, B/X; D and F cancel. The AllReduces may use all three axes of the torus, W = 3 W_ici.
+
+# %%
+v5p = chip("v5p")
+C, W = v5p.flops("bf16"), v5p.bandwidth("ici", axes=3)
+
+
+def times(tokens: int) -> tuple[float, float]:
+    """(T_math, T_comms) of the backward in seconds, with so many tokens on each of 64 chips."""
+    _, log = listing.counted(forward, backward, SPECS, {"B": 64 * tokens, "D": 8192, "F": 32768}, {"X": 64})
+    return log.flops / C, log.book_bytes / W
+
+
+page.title("The backward of a layer with D=8192, F=32768 on 64 v5p")
+listing.show_times(page, "B/X", [(tokens, *times(tokens)) for tokens in (425, 850, 1700)])
+least = 850 * times(850)[1] / times(850)[0]
+page.check("the counted threshold is C/W", abs(least / cost.data_threshold(C, W) - 1) < 1e-9)
+page.say(f"Bound by compute from B/X = C/W = {least:,.0f} tokens on; along one axis of the torus {3 * least:,.0f}.")
+
+# %% [markdown]
+# ## Four layers, and training
+# The listing above, over all layers, with gelu, norm and residual: change one of its lines and the training changes, or
+# the line is refused. Steps are pure: from params and the optimizer's state to new ones.
+
+# %%
+LAYER = Strategy(SPECS, forward, backward)
+CONFIG, ADAMW = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
 
 
 def train(layer, mesh, text, args):
-    """The listing above, over all layers: pure steps from params and optimizer state to new ones."""
-    config, optimizer = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
-    params = mlp.init(config, args.seed, torch.float32, mesh, param_specs(layer))
-    state, losses, first, began = optimizer.init(params), [], None, clock(mesh.device)
-    batches = data.endless(text, config.K, args.batch, mesh, batch_axes(layer), args.seed)
+    params = mlp.init(CONFIG, args.seed, torch.float32, mesh, param_specs(layer))
+    state, losses, first, began = ADAMW.init(params), [], None, learning.clock(mesh.device)
+    batches = data.endless(text, CONFIG.K, args.batch, mesh, batch_axes(layer), args.seed)
     for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
-        loss, grads = loss_and_grads(layer, params, tokens, targets, config, mesh)
+        loss, grads = loss_and_grads(layer, params, tokens, targets, CONFIG, mesh)
         first = grads if first is None else first
-        params, state = optimizer.update(grads, state, params)
+        params, state = ADAMW.update(grads, state, params)
         losses.append(reduced(layer, loss, mesh))
-    return Trained(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+    return learning.Trained(losses, first, params, state, learning.clock(mesh.device) - began)
 
 
-# %% The layer on this mesh, beside one device; then the training
+page.title("Four layers of it with gelu, norm and residual, in float64")
+listing.show_stack(page, LAYER)
+page.title("Memory and training: a byte model on real text, in float32")
+learning.show(page, LAYER, train, CONFIG, ADAMW)
+page.end()
 
-
-def main(mesh, args):
-    report = Report(mesh, __doc__)
-    report.title("By types alone: the gradients of an nn.Module, in float64")
-    module_equality(gradients, STORED, mesh, report, args.seed)
-    X = mesh.sizes["X"]
-    B, D, F = 8 * X, 32, 64
-    fwd, bwd = one_layer(forward, backward, SPECS, {"B": B, "D": D, "F": F}, mesh, report, args.seed)
-
-    report.title("Bytes that one layer moves (8 bytes an element), by the book's count")
-    rows = [
-        ("forward", "0", 0, fwd.book_bytes),
-        ("backward", "32DF", 32 * D * F, bwd.book_bytes),
-    ]
-    report.same(rows, ["", "closed form", "bytes", "counted"])
-    report.say("An AllReduce counts twice: it is a ReduceScatter and an AllGather. With the book's 2 bytes it is 8DF.")
-
-    layer = Strategy(SPECS, forward, backward)
-    report.title("Four layers of it with gelu, norm and residual, in float64")
-    stack_equality(layer, mesh, report, args.seed)
-    report.title("Memory and training: a byte model on real text, in float32")
-    text = data.load_text(args.text, max_bytes=1_000_000).to(mesh.device)
-    learned(report, layer, train(layer, mesh, data.split(text)[0], args), text, args)
-    return report.done()
-
-
-if __name__ == "__main__":
-    run(main, options(__doc__, mesh="X=4"))
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `dW_in[D, F]", dW_in, mesh)` by `dW_in[D, F]", dW_in, mesh, op="mean")`:
+#    a mean where a sum belongs. Nothing else changes, and the loss of the training still falls.
+# 2. Question: how many tokens must a chip have if the AllReduces can use one axis of the torus only? Evaluate
+#    `cost.data_threshold(C, v5p.bandwidth("ici", axes=1))`.
+# 3. Flag: run with `--mesh X=2`: each rank has twice the rows, and no more gradients to send than before.

@@ -1,3 +1,4 @@
+# %% [markdown]
 """Part 5, "Fully-Sharded Data Parallelism (FSDP)": https://jax-ml.github.io/scaling-book/training
 
     In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]
@@ -6,28 +7,32 @@ Data parallelism whose AllReduce is taken apart: a ReduceScatter leaves each ran
 only that shard of the params and of Adam's state, and AllGathers bring the weights back for as long as they are used.
 None of it is on the critical path. `scaling/strategies/fsdp.py` is the same for L layers, with gathers a layer ahead;
 `zero.py` has ZeRO-1 and ZeRO-2, which shard the optimizer's state, and the gradients, but not the params.
-
-    torchrun chapters/05_fsdp.py
-    torchrun --nproc-per-node 2 chapters/05_fsdp.py --mesh X=2
 """
 
 # %%
 import torch
 from torch.func import grad
 
-from scaling import data, optim, tree
-from scaling.book.learning import Trained, clock, learned
-from scaling.book.lesson import SINGLE, Report, options, run
-from scaling.book.listing import module_equality, one_layer, stack_equality
+from scaling import cost, data, optim, tree
+from scaling.book import learning, listing
+from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.hardware import chip
 from scaling.models import mlp
 from scaling.strategies import data_parallel, fsdp, zero
 from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
-# %% First by types alone: any nn.Module of yours, the types of its params, and torch.func.grad
+page = Page(__doc__, mesh="X=4", device=True, seed=True, **learning.OPTIONS)
+X = page.args.mesh["X"]
 
+# %% [markdown]
+# ## First by types alone
+# Any nn.Module of yours, the types of its params as they are kept and as they are used, and torch.func.grad. What
+# differs from data parallelism is one letter in each stored type.
+
+# %%
 STORED = {"fc1.weight": "W[F, D_X]", "fc1.bias": "b[F_X]", "fc2.weight": "V[D_X, F]", "fc2.bias": "c[D_X]"}
 USED = {"fc1.weight": "W[F, D]", "fc1.bias": "b[F]", "fc2.weight": "V[D, F]", "fc2.bias": "c[D]"}
 
@@ -42,8 +47,15 @@ def gradients(module, params, x, mesh):
     return reduce_grads(grad(loss)(params), STORED, mesh, over="X")  # nothing: a gather's transpose reduces
 
 
-# %% The book's layer, line by line: what each rank does
+page.title("By types alone: the gradients of an nn.Module, in float64")
+listing.show_module(page, gradients, STORED)
 
+# %% [markdown]
+# ## The book's layer, line by line
+# What each rank does. Each AllGather of a weight in the forward answers to a ReduceScatter of its gradient in the
+# backward: they are each other's transpose.
+
+# %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}
 
 
@@ -72,56 +84,80 @@ def backward(W_in, W_out, dOut, saved, mesh, block):
     return block.norm_vjp(In, dIn), dW_in, dW_out
 
 
-# %% L layers of it, with gelu, norm and residual, trained on real text
+B, D, F = 8 * X, 8 * X, 16 * X
+there, back = listing.show_layer(page, forward, backward, SPECS, {"B": B, "D": D, "F": F})
+
+# %% [markdown]
+# ## What it moves
+# With the book's 2 bytes an element: 4DF forward, and 8DF backward, as much as data parallelism's AllReduces.
+
+# %%
+page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
+rows = [("forward", "16DF", 16 * D * F, there), ("backward", "32DF", 32 * D * F, back)]
+page.same(rows, ["pass", "formula", "bytes", "counted"])
+
+# %% [markdown]
+# ## When is it bound by communication?
+# Forward, T_math = 4BDF/(XC) and T_comms = 4DF/W; backward twice both. So the threshold is that of data parallelism,
+# in both passes: FSDP keeps 1/X of the params, and pays with a forward that communicates, too. FLOPs and bytes are
+# those of the listing above, counted on 64 abstract TPU v5p, of whose torus all three axes are used.
+
+# %%
+v5p = chip("v5p")
+C, W = v5p.flops("bf16"), v5p.bandwidth("ici", axes=3)
+
+
+def times(tokens: int) -> list[tuple[float, float]]:
+    """(T_math, T_comms) of both passes in seconds, with so many tokens on each of 64 chips."""
+    sizes = {"B": 64 * tokens, "D": 8192, "F": 32768}
+    logs = listing.counted(forward, backward, SPECS, sizes, {"X": 64})
+    return [(log.flops / C, log.book_bytes / W) for log in logs]
+
+
+for i, which in enumerate(("forward", "backward")):
+    page.title(f"The {which} of a layer with D=8192, F=32768 on 64 v5p")
+    listing.show_times(page, "B/X", [(tokens, *times(tokens)[i]) for tokens in (425, 850, 1700)])
+    math, comms = times(850)[i]
+    page.check(f"the {which}'s threshold is C/W", abs(850 * comms / math / cost.data_threshold(C, W) - 1) < 1e-9)
+page.say(f"Bound by compute from B/X = C/W = {cost.data_threshold(C, W):,.0f} tokens on, as data parallelism is.")
+
+# %% [markdown]
+# ## Four layers, and training
+# The listing above, over all layers, with gelu, norm and residual: change one of its lines and the training changes, or
+# the line is refused. Steps are pure: from params and the optimizer's state to new ones.
+
+# %%
+LAYER = Strategy(SPECS, forward, backward)
+CONFIG, ADAMW = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
 
 
 def train(layer, mesh, text, args):
-    """The listing above, over all layers: pure steps from params and optimizer state to new ones."""
-    config, optimizer = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
-    params = mlp.init(config, args.seed, torch.float32, mesh, param_specs(layer))
-    state, losses, first, began = optimizer.init(params), [], None, clock(mesh.device)
-    batches = data.endless(text, config.K, args.batch, mesh, batch_axes(layer), args.seed)
+    params = mlp.init(CONFIG, args.seed, torch.float32, mesh, param_specs(layer))
+    state, losses, first, began = ADAMW.init(params), [], None, learning.clock(mesh.device)
+    batches = data.endless(text, CONFIG.K, args.batch, mesh, batch_axes(layer), args.seed)
     for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
-        loss, grads = loss_and_grads(layer, params, tokens, targets, config, mesh)
+        loss, grads = loss_and_grads(layer, params, tokens, targets, CONFIG, mesh)
         first = grads if first is None else first
-        params, state = optimizer.update(grads, state, params)
+        params, state = ADAMW.update(grads, state, params)
         losses.append(reduced(layer, loss, mesh))
-    return Trained(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+    return learning.Trained(losses, first, params, state, learning.clock(mesh.device) - began)
 
 
-# %% The layer on this mesh, beside one device; then the training
+page.title("Four layers of it with gelu, norm and residual, in float64")
+listing.show_stack(page, LAYER)
+page.title("Memory and training: a byte model on real text, in float32")
+learning.show(page, LAYER, train, CONFIG, ADAMW)
+
+# %% [markdown]
+# ## ZeRO-1, 2 and 3
+# What each keeps: ZeRO-1 a shard of Adam's moments, ZeRO-2 of the gradients too, ZeRO-3, which is FSDP, of all.
+
+# %%
+STACKED = {"W_in": "W_in[L, D_X, F]", "W_out": "W_out[L, F, D_X]"}
 
 
-def main(mesh, args):
-    report = Report(mesh, __doc__)
-    report.title("By types alone: the gradients of an nn.Module, in float64")
-    module_equality(gradients, STORED, mesh, report, args.seed)
-    X = mesh.sizes["X"]
-    B, D, F = 8 * X, 8 * X, 16 * X
-    fwd, bwd = one_layer(forward, backward, SPECS, {"B": B, "D": D, "F": F}, mesh, report, args.seed)
-
-    report.title("Bytes that one layer moves (8 bytes an element), by the book's count")
-    rows = [
-        ("forward", "16DF", 16 * D * F, fwd.book_bytes),
-        ("backward", "32DF", 32 * D * F, bwd.book_bytes),
-    ]
-    report.same(rows, ["", "closed form", "bytes", "counted"])
-    report.say("With the book's 2 bytes: 4DF forward, and 8DF backward, as much as data parallelism's AllReduces.")
-
-    layer = Strategy(SPECS, forward, backward)
-    report.title("Four layers of it with gelu, norm and residual, in float64")
-    stack_equality(layer, mesh, report, args.seed)
-
-    report.title("ZeRO-1, 2 and 3: bytes on each rank, of 2 layers with D=64, F=256, in float32")
-    zero_table(mesh, report, args.seed)
-    report.title("Memory and training: a byte model on real text, in float32")
-    text = data.load_text(args.text, max_bytes=1_000_000).to(mesh.device)
-    learned(report, layer, train(layer, mesh, data.split(text)[0], args), text, args)
-    return report.done()
-
-
-def zero_table(mesh, report, seed):
-    """One step of each stage on the same params: what is kept, and whether the params come out the same."""
+def stages(mesh, seed):
+    """One step of each stage on the same params: (rows of what is kept, rows of the params' differences)."""
     L, B, D, F, X = 2, 8 * mesh.size(), 64, 256, mesh.sizes["X"]
     rng = torch.Generator().manual_seed(seed)
     shapes = {"W_in": (L, D, F), "W_out": (L, F, D)}
@@ -150,12 +186,21 @@ def zero_table(mesh, report, seed):
         for what, size, parts, found in zip(("params", "gradients", "m and v"), (4, 4, 8), shards, kept, strict=True):
             formula = f"{size}N" + (f"/{parts}" if parts > 1 else "")
             rows.append((f"{f'ZeRO-{stage}' if stage else 'DP'}: {what}", formula, size * n // parts, found))
-    report.same(rows, ["kept", "formula", "bytes", "held"])
-    report.say()
-    report.equal([(f"params after a step of ZeRO-{s}, against DP", results[s], results[0], SINGLE) for s in (1, 2, 3)])
+    against = [f"params after a step of ZeRO-{stage}, against DP" for stage in (1, 2, 3)]
+    off = [listing.difference(results[stage], results[0]) for stage in (1, 2, 3)]
+    return rows, [(what, far, listing.SINGLE) for what, far in zip(against, off, strict=True)]
 
 
-STACKED = {"W_in": "W_in[L, D_X, F]", "W_out": "W_out[L, F, D_X]"}
+page.title("Bytes on each rank, of 2 layers with D=64, F=256, in float32")
+kept, differences = page.on_ranks(stages, page.args.seed)
+page.same(kept, ["kept", "formula", "bytes", "held"])
+page.say()
+page.equal(differences)
+page.end()
 
-if __name__ == "__main__":
-    run(main, options(__doc__, mesh="X=4"))
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `dW_out[F, D_X]", dW_out, mesh)` by `dW_out[F, D_X]", dW_out, mesh, op="mean")`:
+#    1/X of the gradient of one weight; AdamW hides it almost whole.
+# 2. Question: how many chips may share a batch of 4M tokens? Evaluate `4e6 / cost.data_threshold(C, W)`.
+# 3. Flag: run with `--mesh X=2`: each rank then holds half of each weight.

@@ -1,3 +1,4 @@
+# %% [markdown]
 """Part 5, "Combining FSDP and Tensor Parallelism": https://jax-ml.github.io/scaling-book/training
 
     In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]
@@ -5,25 +6,28 @@
 Weights are split over both mesh axes. Gathers over X move weights (FSDP), those over Y move activations (tensor
 parallelism); each moves 1/Y, or 1/X, of what it would move alone. The layer below is the book's listing, line by line:
 change a line and see what breaks. `scaling/strategies/fsdp_tp.py` is the same for L layers, with gathers started ahead.
-
-    torchrun chapters/05_fsdp_tp.py
-    torchrun --nproc-per-node 4 chapters/05_fsdp_tp.py --mesh X=2,Y=2
 """
 
 # %%
 import torch
 
-from scaling import data, optim
-from scaling.book.learning import Trained, clock, learned
-from scaling.book.lesson import Report, options, run
-from scaling.book.listing import one_layer, stack_equality
+from scaling import cost, data, optim
+from scaling.book import learning, listing
+from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.hardware import chip
 from scaling.models import mlp
 from scaling.strategies.stack import Strategy
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
-# %% One layer: what each rank does
+page = Page(__doc__, mesh="X=4,Y=2", device=True, seed=True, **learning.OPTIONS)
+X, Y = (page.args.mesh[axis] for axis in "XY")
 
+# %% [markdown]
+# ## One layer, line by line
+# What each rank does. Gathers of weights are over X, those of activations over Y; no axis is met twice in a type.
+
+# %%
 SPECS = {"In": "In[B_X, D_Y]", "W_in": "W_in[D_X, F_Y]", "W_out": "W_out[F_Y, D_X]", "Out": "Out[B_X, D_Y]"}
 
 
@@ -58,51 +62,83 @@ def backward(W_in, W_out, dOut, saved, mesh, block):
     return dIn, dW_in, dW_out
 
 
-# %% L layers of it, with gelu, norm and residual, trained on real text
+B, D, F = 8 * X * Y, 8 * X * Y, 16 * X * Y
+there, back = listing.show_layer(page, forward, backward, SPECS, {"B": B, "D": D, "F": F})
+
+# %% [markdown]
+# ## What it moves
+# The book's table has 8BD/X for the backward in bfloat16; by its own listing it is 6BD/X, as counted here, or 4BD/X
+# where step 7 reuses the In that the forward gathered.
+
+# %%
+page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
+rows = [
+    ("forward", "16BD/X + 16DF/Y", 16 * B * D // X + 16 * D * F // Y, there),
+    ("backward", "24BD/X + 32DF/Y", 24 * B * D // X + 32 * D * F // Y, back),
+]
+page.same(rows, ["pass", "formula", "bytes", "counted"])
+
+# %% [markdown]
+# ## How to divide the chips between X and Y?
+# Forward, T_math = 4BDF/(NC), with N = XY chips; over X the weights take 4DF/(Y W_X), over Y the activations
+# 4BD/(X W_Y), at the same time. More X makes the second less, more Y the first; the best X, where both are equal, is
+# sqrt(B N M_X / (F M_Y)), and FSDP+TP is then bound by compute down to C^2 / (W_X W_Y F) tokens on a chip, far below
+# FSDP's threshold. Below: the listing above, counted on 64 abstract v5p, two axes of the torus for X and one for Y.
+
+# %%
+v5p = chip("v5p")
+C, N, wide = v5p.flops("bf16"), 64, 32768
+W_X, W_Y = v5p.bandwidth("ici", axes=2), v5p.bandwidth("ici", axes=1)
+
+
+def times(x: int, tokens: int = 256) -> tuple[float, float]:
+    """(T_math, T_comms) of the forward in seconds, on 64 chips of which x are for FSDP."""
+    sizes = {"B": N * tokens, "D": 8192, "F": wide}
+    log, _ = listing.counted(forward, backward, SPECS, sizes, {"X": x, "Y": N // x})
+    over = {axis: sum(event.nbytes for event in log.collectives() if event.axes == (axis,)) for axis in "XY"}
+    return log.flops / C, max(over["X"] / W_X, over["Y"] / W_Y)
+
+
+page.title("The forward of a layer with D=8192, F=32768 on 64 v5p, 256 tokens on each")
+listing.show_times(page, "X", [(x, *times(x)) for x in (4, 8, 16, 32, 64)])
+best = cost.mixed_optimum(N * 256, wide, N, 2, 1)
+page.say(f"The best X is sqrt(B N M_X / (F M_Y)) = {best:.0f}; bound by compute, there, down to "
+         f"{cost.mixed_threshold(wide, C, W_X, W_Y):.0f} tokens on a chip.")  # fmt: skip
+page.check("the best X of the table is the formula's", min((4, 8, 16, 32, 64), key=lambda x: times(x)[1]) == best)
+
+# %% [markdown]
+# ## Four layers, and training
+# The listing above, over all layers, with gelu, norm and residual: change one of its lines and the training changes, or
+# the line is refused. Steps are pure: from params and the optimizer's state to new ones.
+
+# %%
+LAYER = Strategy(SPECS, forward, backward)
+CONFIG, ADAMW = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
 
 
 def train(layer, mesh, text, args):
-    """The listing above, over all layers: pure steps from params and optimizer state to new ones."""
-    config, optimizer = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
-    params = mlp.init(config, args.seed, torch.float32, mesh, param_specs(layer))
-    state, losses, first, began = optimizer.init(params), [], None, clock(mesh.device)
-    batches = data.endless(text, config.K, args.batch, mesh, batch_axes(layer), args.seed)
+    params = mlp.init(CONFIG, args.seed, torch.float32, mesh, param_specs(layer))
+    state, losses, first, began = ADAMW.init(params), [], None, learning.clock(mesh.device)
+    batches = data.endless(text, CONFIG.K, args.batch, mesh, batch_axes(layer), args.seed)
     for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
-        loss, grads = loss_and_grads(layer, params, tokens, targets, config, mesh)
+        loss, grads = loss_and_grads(layer, params, tokens, targets, CONFIG, mesh)
         first = grads if first is None else first
-        params, state = optimizer.update(grads, state, params)
+        params, state = ADAMW.update(grads, state, params)
         losses.append(reduced(layer, loss, mesh))
-    return Trained(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+    return learning.Trained(losses, first, params, state, learning.clock(mesh.device) - began)
 
 
-# %% The layer on this mesh, beside one device; then the training
+page.title("Four layers of it with gelu, norm and residual, in float64")
+listing.show_stack(page, LAYER)
+page.title("Memory and training: a byte model on real text, in float32")
+learning.show(page, LAYER, train, CONFIG, ADAMW)
+page.end()
 
 
-def main(mesh, args):
-    report = Report(mesh, __doc__)
-    X, Y = mesh.sizes["X"], mesh.sizes["Y"]
-    B, D, F = 8 * X * Y, 8 * X * Y, 16 * X * Y
-    fwd, bwd = one_layer(forward, backward, SPECS, {"B": B, "D": D, "F": F}, mesh, report, args.seed)
-
-    report.title("Bytes that one layer moves (8 bytes an element), by the book's count")
-    rows = [
-        ("forward", "16BD/X + 16DF/Y", 16 * B * D // X + 16 * D * F // Y, fwd.book_bytes),
-        ("backward", "24BD/X + 32DF/Y", 24 * B * D // X + 32 * D * F // Y, bwd.book_bytes),
-    ]
-    report.same(rows, ["", "closed form", "bytes", "counted"])
-    report.say(
-        "The book's table has 8BD/X for the backward in bfloat16; by its own listing it is 6BD/X, as counted here,"
-    )
-    report.say("or 4BD/X where step 7 reuses the In that the forward gathered.")
-
-    layer = Strategy(SPECS, forward, backward)
-    report.title("Four layers of it with gelu, norm and residual, in float64")
-    stack_equality(layer, mesh, report, args.seed)
-    report.title("Memory and training: a byte model on real text, in float32")
-    text = data.load_text(args.text, max_bytes=1_000_000).to(mesh.device)
-    learned(report, layer, train(layer, mesh, data.split(text)[0], args), text, args)
-    return report.done()
-
-
-if __name__ == "__main__":
-    run(main, options(__doc__, mesh="X=4,Y=2"))
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `-> Out[B_X, D_Y]", Out, mesh)` by `-> Out[B_X, D_Y]", Out, mesh, op="mean")`:
+#    every layer then gives 1/Y of what it should.
+# 2. Question: from how many tokens on a chip is LLaMA-3 70B's layer, F = 28,672, bound by compute? Evaluate
+#    `cost.mixed_threshold(28672, C, W_X, W_Y)`.
+# 3. Flag: run with `--mesh X=2,Y=2`: half as many ranks, each with the same lines.

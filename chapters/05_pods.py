@@ -1,3 +1,4 @@
+# %% [markdown]
 """Part 5, "Scaling Across Pods": https://jax-ml.github.io/scaling-book/training
 
     In[B_PX, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_PX, D_Y]
@@ -5,9 +6,6 @@
 P is a slow outer axis, the datacenter's network between pods; inside a pod weights are split over X and Y. Gradients
 are reduce-scattered over X before they cross, so that every chip sends its own shard over its own share of the network.
 The order is the whole trick: run `grads_of_layer` and swap its two reductions to see what it saves.
-
-    torchrun chapters/05_pods.py
-    torchrun --nproc-per-node 8 chapters/05_pods.py --mesh P=2,X=2,Y=2
 """
 
 # %%
@@ -16,10 +14,9 @@ from time import perf_counter
 import torch
 
 from scaling import cost, data, optim
-from scaling.book.answers import Answer, table
-from scaling.book.learning import Trained, clock, learned
-from scaling.book.lesson import EXACT, Report, options, run
-from scaling.book.listing import stack_equality
+from scaling.book import learning, listing
+from scaling.book.answers import Answer
+from scaling.book.page import Page
 from scaling.collectives import all_reduce, reduce_scatter
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
@@ -30,9 +27,16 @@ from scaling.strategies.pods import SPECS
 from scaling.trace import trace
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
-# %% The gradient of one weight: partial sums {U_PX} in, this rank's shard of the sum out
+page = Page(__doc__, mesh="P=2,X=2,Y=2", device=True, seed=True, **learning.OPTIONS)
+P, X, Y = (page.args.mesh[axis] for axis in "PXY")
+
+# %% [markdown]
+# ## The gradient of one weight
+# Partial sums {U_PX} in, this rank's shard of the sum out. Both orders give the same numbers; what differs is how many
+# bytes cross the slow axis P.
 
 
+# %%
 def grads_of_layer(dW_in, mesh):
     """Hierarchical: over X inside the pod first, so that DF/(XY) elements cross P."""
     dW_in = reduce_scatter("dW_in[D, F_Y] {U_PX} -> dW_in[D_X, F_Y] {U_P}", dW_in, mesh)
@@ -45,9 +49,40 @@ def grads_of_layer_flat(dW_in, mesh):
     return reduce_scatter("dW_in[D, F_Y] {U_X} -> dW_in[D_X, F_Y]", dW_in, mesh)
 
 
-# %% Bytes of a whole step on each axis, by a trace
+def both_orders(mesh):
+    """(lines of each order, bytes that cross P in each, their difference, milliseconds of each)."""
+    D, F = 64 * X, 128 * Y
+    partial = torch.randn(D, F // Y, generator=torch.Generator().manual_seed(mesh.rank)).double().to(mesh.device)
+    orders, logs, made, times = (grads_of_layer, grads_of_layer_flat), [], [], []
+    for order in orders:
+        with trace() as log:
+            made.append(order(partial, mesh))
+        logs.append(log)
+        began = perf_counter()
+        for _ in range(10):
+            order(partial, mesh)
+        times.append((perf_counter() - began) / 10 * 1e3)
+    crossed = [sum(2 * e.nbytes for e in log.events if e.axes == ("P",)) for log in logs]
+    return [listing.lines(log) for log in logs], crossed, listing.difference(*made), times
 
 
+lines, crossed, off, times = page.on_ranks(both_orders)
+for rows, order in zip(lines, ("First over X, then over P", "First over P, then over X"), strict=True):
+    page.title(f"{order}, as rank 0 ran it")
+    page.table([row[:3] for row in rows], ["line", "V bytes", "sent"])
+page.check("both orders give the same", off <= listing.EXACT)
+page.say(f"\nThe results differ by {off:.0e} of the largest element.\n")
+more = f"{X} times as many bytes cross P"
+page.same([("over P, then X", more, X * crossed[0], crossed[1])], ["order", "formula", "bytes", "counted"])
+page.say(f"\n{times[0]:.1f} against {times[1]:.1f} ms here, where P is no slower than X.")
+
+# %% [markdown]
+# ## A whole step, by axis
+# What L layers of `scaling.strategies.pods` move on each axis, from a trace: the same function on this chapter's ranks
+# and, below, on 16,384 abstract chips.
+
+
+# %%
 def step_bytes(mesh, sizes: dict, dtype) -> dict[str, int]:
     """Forward and backward of L layers, by the book's count (an AllReduce twice), on each axis of the mesh."""
     meta = {"dtype": dtype, "device": mesh.device}
@@ -63,9 +98,9 @@ def step_bytes(mesh, sizes: dict, dtype) -> dict[str, int]:
     return moved
 
 
-def closed_forms(mesh, sizes: dict, element: int) -> list[tuple]:
+def closed_forms(axes: dict, sizes: dict, element: int) -> list[tuple]:
     """(axis, formula, bytes) of one rank; `element` bytes each, the book's factors being for 2."""
-    P, X, Y = (mesh.sizes[axis] for axis in "PXY")
+    P, X, Y = (axes[axis] for axis in "PXY")
     L, B, D, F = (sizes[dim] for dim in "LBDF")
     return [
         ("P", "4 DF/(XY) elements a layer", L * 4 * D * F // (X * Y) * element),
@@ -74,104 +109,88 @@ def closed_forms(mesh, sizes: dict, element: int) -> list[tuple]:
     ]
 
 
+sizes = {"L": 4, "B": 8 * P * X, "D": 16 * P * X * Y, "F": 16 * P * X * Y}
+moved = page.on_ranks(step_bytes, sizes, torch.float64)
 HEADERS = ["axis", "formula", "bytes", "counted"]
+page.title("Bytes that a rank moves in a step of 4 layers, in float64, by the book's count")
+page.same([(*row, moved[row[0]]) for row in closed_forms(page.args.mesh, sizes, 8)], HEADERS)
 
-# %% The book's numbers
+book = {"L": 1, "B": 2**21, "D": 8192, "F": 32768}
+big = AbstractMesh({"P": 2, "X": 1024, "Y": 8})
+page.title(f"On {big}: one layer D=8192, F=32768 in bfloat16, 1M tokens a pod")
+moved = step_bytes(big, book, torch.bfloat16)
+page.same([(*row, moved[row[0]]) for row in closed_forms(big.sizes, book, 2)], HEADERS)
 
+# %% [markdown]
+# ## When does the slow network bind?
+# Each chip has its share of the datacenter's network, W_dcn. A pod's batch must be large enough that the matmuls of the
+# backward take longer than the gradients take to cross: C / W_dcn tokens a pod, whatever D and F are. A pod with less
+# waits for the network, as the last row shows.
 
-def answers() -> list[Answer]:
-    v5p = chip("v5p")
-    C, dcn, pod, B, F = v5p.flops("bf16"), v5p.need("dcn_bw"), v5p.pod_chips, 2e6, 30_000
-    mixed = cost.mixed_threshold(F, C, v5p.bandwidth("ici", axes=2), v5p.bandwidth("ici", axes=1))
-    data = cost.data_threshold(C, v5p.bandwidth("ici", axes=3))
-    mesh, sizes = AbstractMesh({"P": 2, "X": 1024, "Y": 8}), {"L": 1, "B": 2**21, "D": 8192, "F": 32768}
-    crossing = step_bytes(mesh, sizes, torch.bfloat16)["P"]
-    math = 8 * sizes["B"] * sizes["D"] * sizes["F"] / (mesh.size() * C)
-    return [
-        Answer("a host's share of the network for each chip", "6.25e9", dcn, "B/s"),
-        Answer("smallest batch per slice, C / W_dcn", "73,440", cost.pod_threshold(C, dcn), "tokens"),
-        Answer("T_math / T_comms at 1M tokens a slice, from the trace's bytes", "", math / (crossing / dcn),
-               note=f"(1M = {2**20:,}) / 73,440: far above 1, so DCN is hidden"),
-        Answer("LLaMA-3 70B at 2M tokens: FSDP up to", "2,400", B / data, "chips"),
-        Answer("FSDP+TP: smallest batch per chip", "108", mixed, "tokens"),
-        Answer("FSDP+TP up to", "18,000", B / mixed, "chips"),
-        Answer("chips in a pod", "8960", float(pod), note="the text rounds it to 8k"),
-        Answer("two pods: batch per chip", "111", B / 2 / pod, "tokens"),
-    ]  # fmt: skip
+# %%
+v5p = chip("v5p")
+C, dcn = v5p.flops("bf16"), v5p.need("dcn_bw")
 
 
-# %% Training on real text
+def times(tokens: int) -> tuple[float, float]:
+    """(T_math, T_comms over P) of the backward in seconds, with so many tokens in each of the two pods."""
+    sizes = book | {"B": 2 * tokens}
+    math = 8 * sizes["B"] * sizes["D"] * sizes["F"] / (big.size() * C)
+    return math, step_bytes(big, sizes, torch.bfloat16)["P"] / dcn
+
+
+page.title("The backward of that layer, and what crosses P meanwhile, by tokens in a pod")
+rows = [(tokens, *times(tokens)) for tokens in (2**15, 2**16, 2**17, 2**20)]
+listing.show_times(page, "tokens a pod", rows)
+turns = rows[0][0] * rows[0][2] / rows[0][1]
+page.check("the counted threshold is C / W_dcn", abs(turns / cost.pod_threshold(C, dcn) - 1) < 1e-9)
+
+# %% [markdown]
+# ## The book's numbers
+
+# %%
+fsdp = cost.data_threshold(C, v5p.bandwidth("ici", axes=3))
+mixed = cost.mixed_threshold(30_000, C, v5p.bandwidth("ici", axes=2), v5p.bandwidth("ici", axes=1))
+page.answers([
+    Answer("a host's share of the network for each chip", "6.25e9", dcn, "B/s"),
+    Answer("smallest batch per slice, C / W_dcn", "73,440", turns, "tokens", "from the trace's bytes"),
+    Answer("LLaMA-3 70B at 2M tokens: FSDP up to", "2,400", 2e6 / fsdp, "chips"),
+    Answer("FSDP+TP: smallest batch per chip", "108", mixed, "tokens"),
+    Answer("FSDP+TP up to", "18,000", 2e6 / mixed, "chips"),
+    Answer("chips in a pod", "8960", float(v5p.pod_chips), note="the text rounds it to 8k"),
+    Answer("two pods: batch per chip", "111", 1e6 / v5p.pod_chips, "tokens"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Four layers, and training
+# `scaling.strategies.pods` over all layers, with gelu, norm and residual. Steps are pure: from params and the
+# optimizer's state to new ones.
+
+# %%
+CONFIG, ADAMW = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
 
 
 def train(layer, mesh, text, args):
-    """`scaling.strategies.pods` over all layers: pure steps from params and optimizer state to new ones."""
-    config, optimizer = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
-    params = mlp.init(config, args.seed, torch.float32, mesh, param_specs(layer))
-    state, losses, first, began = optimizer.init(params), [], None, clock(mesh.device)
-    batches = data.endless(text, config.K, args.batch, mesh, batch_axes(layer), args.seed)
+    params = mlp.init(CONFIG, args.seed, torch.float32, mesh, param_specs(layer))
+    state, losses, first, began = ADAMW.init(params), [], None, learning.clock(mesh.device)
+    batches = data.endless(text, CONFIG.K, args.batch, mesh, batch_axes(layer), args.seed)
     for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
-        loss, grads = loss_and_grads(layer, params, tokens, targets, config, mesh)
+        loss, grads = loss_and_grads(layer, params, tokens, targets, CONFIG, mesh)
         first = grads if first is None else first
-        params, state = optimizer.update(grads, state, params)
+        params, state = ADAMW.update(grads, state, params)
         losses.append(reduced(layer, loss, mesh))
-    return Trained(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+    return learning.Trained(losses, first, params, state, learning.clock(mesh.device) - began)
 
 
-# %% Run
+page.title("Four layers of it with gelu, norm and residual, in float64")
+listing.show_stack(page, pods)
+page.title("Memory and training: a byte model on real text, in float32")
+learning.show(page, pods, train, CONFIG, ADAMW)
+page.end()
 
-
-def main(mesh, args):
-    report, P, X = Report(mesh), mesh.sizes["P"], mesh.sizes["X"]
-    report.say(f"{__doc__.split(chr(10))[0]}\n\n{SPECS['In']} * {SPECS['W_in']} * {SPECS['W_out']} -> {SPECS['Out']}")
-
-    report.title(f"One weight's gradient on {mesh}: the same sum in two orders, as rank 0 ran them")
-    D, F = 64 * X, 128 * mesh.sizes["Y"]
-    partial = torch.randn(D, F // mesh.sizes["Y"], generator=torch.Generator().manual_seed(mesh.rank)).double()
-    with trace() as good:
-        shard = grads_of_layer(partial, mesh)
-    with trace() as flat:
-        other = grads_of_layer_flat(partial, mesh)
-    report.say(f"over X, then P\n{good.table()}\n\nover P, then X\n{flat.table()}\n")
-    report.equal([("both orders", shard, other, EXACT)])
-    crossed = [sum(2 * e.nbytes for e in log.events if e.axes == ("P",)) for log in (good, flat)]
-    report.say()
-    rows = [("over P, then X", f"{X} times as many bytes cross P", X * crossed[0], crossed[1])]
-    report.same(rows, ["order", "formula", "bytes", "counted"])
-    times = [_milliseconds(f, partial, mesh) for f in (grads_of_layer, grads_of_layer_flat)]
-    report.say(f"\n{times[0]} against {times[1]} ms here, where P is no slower than X")
-
-    report.title("Bytes that a rank moves in a step of 4 layers, in float64, by the book's count")
-    sizes = {"L": 4, "B": 8 * P * X, "D": 16 * mesh.size(), "F": 16 * mesh.size()}
-    moved = step_bytes(mesh, sizes, torch.float64)
-    report.same([(*row, moved[row[0]]) for row in closed_forms(mesh, sizes, 8)], HEADERS)
-
-    book = {"L": 1, "B": 2**21, "D": 8192, "F": 32768}
-    big = AbstractMesh({"P": 2, "X": 1024, "Y": 8})
-    report.title(f"The same on {big}, {big.size():,} chips: one layer D=8192, F=32768 in bfloat16, 1M tokens a pod")
-    moved = step_bytes(big, book, torch.bfloat16)
-    report.same([(*row, moved[row[0]]) for row in closed_forms(big, book, 2)], HEADERS)
-
-    report.title("The book's numbers (TPU v5p)")
-    numbers = answers()
-    report.say(table(numbers))
-    for answer in numbers:
-        report.judge(answer.question, answer.verdict != "DIFFERS")
-
-    report.title("scaling.strategies.pods: four layers with gelu, norm and residual, in float64")
-    stack_equality(pods, mesh, report, args.seed)
-    report.title("Memory and training: a byte model on real text, in float32")
-    text = data.load_text(args.text, max_bytes=1_000_000).to(mesh.device)
-    learned(report, pods, train(pods, mesh, data.split(text)[0], args), text, args)
-    return report.done()
-
-
-def _milliseconds(f, x, mesh, count: int = 10) -> str:
-    f(x, mesh)
-    start = perf_counter()
-    for _ in range(count):
-        f(x, mesh)
-    return f"{(perf_counter() - start) / count * 1e3:.1f}"
-
-
-if __name__ == "__main__":
-    run(main, options(__doc__, mesh="P=2,X=2,Y=2"))
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `{U_P}", dW_in, mesh)` by `{U_P}", 2 * dW_in, mesh)`: the two orders then differ.
+# 2. Question: how many tokens must a batch have for four pods to hide the network? Evaluate
+#    `4 * cost.pod_threshold(C, dcn)`.
+# 3. Flag: run with `--mesh P=2,X=4,Y=1`: the wrong order then sends four times as many bytes over P.

@@ -1,16 +1,11 @@
+# %% [markdown]
 """Part 5, "Pipelining": https://jax-ml.github.io/scaling-book/training
 
     In[L_Z, B, D][i] * W_in[L_Z, D, F][i] * W_out[L_Z, F, D][i] -> Out[L_Z, B, D][i]
 
 Layers are split over Z and activations move from stage to stage. First the book's listing, as each rank runs it; then
 its two ways out of the bubble, microbatches and the backward in halves, as schedules: drawn, simulated, and run here.
-So that the measured charts show the schedule and not this machine's few cores, each stage sleeps until its computation
-has taken a fixed time (--tick; 0 to run at full speed). With X and Y in the mesh, stages have FSDP and tensor
-parallelism inside.
-
-    torchrun chapters/05_pp.py
-    torchrun --nproc-per-node 8 chapters/05_pp.py --mesh Z=2,X=2,Y=2
-    python chapters/05_pp.py --only 1f1b,zb-h1 --plot schedules.svg --trace run.json
+With X and Y in the mesh (`--mesh Z=2,X=2,Y=2`), stages have FSDP and tensor parallelism inside.
 """
 
 # %%
@@ -20,7 +15,9 @@ import torch
 from torch.func import functional_call, grad_and_value, vjp
 
 from scaling import data, optim, tree
-from scaling.book.lesson import EXACT, SINGLE, Report, options, run
+from scaling.book import learning
+from scaling.book.listing import EXACT, SINGLE, difference
+from scaling.book.page import Page
 from scaling.collectives import all_reduce, recv, send, unshard
 from scaling.models import mlp
 from scaling.schedules import SCHEDULES, make
@@ -31,9 +28,23 @@ from scaling.show.timelines import save_schedule, schedule_chart, summary
 from scaling.strategies import fsdp_tp, one_device, pipeline
 from scaling.strategies import stage as stages
 
-# %% The book's listing, one layer a rank: each rank keeps W[L_Z, D, D] and runs these lines
+page = Page(
+    __doc__, mesh="Z=4", device=True, seed=True, **learning.OPTIONS,
+    microbatches=(8, "microbatches of a batch"), tick=(20.0, "milliseconds of a computation; 0: as fast as it goes"),
+    only=("", "schedules, by commas; all if empty"), draw=("", "write the charts to this .svg or .png"),
+    trace=("", "write the measured runs as a Chrome trace"),
+)  # fmt: skip
+Z, M = page.args.mesh["Z"], page.args.microbatches
+INSIDE = "X" in page.args.mesh
+TICK = min(page.args.tick, 4.0) if page.small else page.args.tick
+
+# %% [markdown]
+# ## The book's listing
+# One layer a rank: each keeps W[L_Z, D, D] and runs these lines. The activations go down, their cotangents come back
+# up, and at any moment one rank of Z computes.
 
 
+# %%
 def layer_fn(x, weight):
     return x @ weight
 
@@ -73,23 +84,33 @@ def book_on_one_device(x, weights):
     return value, weights - 0.01 * grads
 
 
-def book(mesh, report, seed):
-    Z, B, D = mesh.sizes["Z"], 32, 128
+def book(mesh, seed):
+    """Rows (what, difference from one device, limit)."""
+    B, D = 32, 128
     rng = torch.Generator().manual_seed(seed)
     x, weights = (torch.randn(s, generator=rng, dtype=torch.float64) for s in ((B, D), (Z, D, D)))
-    weights /= D**0.5
+    x, weights = x.to(mesh.device), (weights / D**0.5).to(mesh.device)
     loss, weight = book_step(x, weights[mesh.coord["Z"]], mesh)
     loss = all_reduce("Loss[] {U_Z} -> Loss[]", loss, mesh)
     updated = unshard("W[L_Z, D, E]", weight[None], mesh)
     one, want = book_on_one_device(x, weights)
-    report.equal([("loss", loss, one, EXACT), ("weights after the step", updated, want, EXACT)])
+    return [("loss", difference(loss, one), EXACT), ("weights after the step", difference(updated, want), EXACT)]
+
+
+if not INSIDE:
+    page.title("The book's listing: B=32, D=128, one matmul a layer, in float64")
+    page.equal(page.on_ranks(book, page.args.seed))
     idle = float(bubbles.bubble("naive", Z, 1))
-    report.say(f"\nOf {2 * Z} turns, forward and back, each rank computes in 2: it is idle for {idle:.1%} of the time.")
+    page.say(f"\nOf {2 * Z} turns, forward and back, each rank computes in 2: it is idle for {idle:.1%} of the time.")
+
+# %% [markdown]
+# ## Microbatches, and any schedule
+# The book's stack of blocks, cut into stages. So that the measured charts show the schedule and not this machine's few
+# cores, each stage sleeps until its computation has taken a fixed time, `--tick`. F3 is the forward of microbatch 3, B
+# a backward, I and W its two halves; look for the idle dots, and how each schedule fills them.
 
 
-# %% The same with microbatches and any schedule: the book's stack of blocks
-
-
+# %%
 def paced(stage, seconds: float, chunks: int):
     """A stage whose computations take at least `seconds` each for all of a rank's layers: as if on its own device."""
 
@@ -123,109 +144,112 @@ def problem(mesh, seed):
     return config, params, In, Target, loss, grad_and_value(whole)(params)
 
 
-def schedules(mesh, report, args):
-    config, whole, In, Target, loss, (want_grads, want_loss) = problem(mesh, args.seed)
-    listing = fsdp_tp if "X" in mesh.sizes else one_device
+def schedules(mesh, names, seed):
+    """{schedule: (its measured timeline, rows of differences from one device)}."""
+    config, whole, In, Target, loss, (want_grads, want_loss) = problem(mesh, seed)
+    listing = fsdp_tp if INSIDE else one_device
     plain = stages.of_strategy(listing.STRATEGY, config.activation, config.residual, config.norm)
     specs = {name: spec for name, spec in plain.specs.items() if name in whole}
     In, Target = (tree.shard(x, plain.specs["In"], mesh) for x in (In, Target))
-    rows, equal, drawn = [], [], []
-    for name in args.only.split(",") if args.only else SCHEDULES:
-        try:
-            schedule = make(name, mesh.sizes["Z"], args.microbatches)
-        except ValueError as error:
-            report.say(f"\n{error}")
-            continue
+    found = {}
+    for name in names:
+        schedule = make(name, Z, M)
         params = tree.shard(pipeline.arrange(whole, schedule), specs, mesh)
-        stage = paced(plain, args.tick / 1e3, schedule.chunks) if args.tick else plain
+        stage = paced(plain, TICK / 1e3, schedule.chunks) if TICK else plain
         pipeline.value_and_grad(params, In, Target, mesh, schedule, loss, plain)  # connects the ranks
         Loss, grads, measured = pipeline.measure(params, In, Target, mesh, schedule, loss, stage)
-        simulated = simulate(schedule)
-        report.say(f"\n{summary(simulated)}\n{schedule_chart(simulated)}")
-        report.say(f"{summary(measured, 's')}\n{schedule_chart(measured, width=110)}")
-        formula = bubbles.bubble(name, schedule.stages, schedule.microbatches, schedule.chunks)
-        memory = max(bubbles.live_activations(name, schedule.stages, schedule.microbatches, schedule.chunks))
-        same = formula == simulated.bubble and memory == max(simulated.live) == max(measured.live)
-        verdict = report.judge(f"{name}: bubble and memory", same)
-        bubble = [f"{float(each):.1%}" for each in (formula, simulated.bubble, measured.bubble)]
-        live = [f"{float(each):g}" for each in (memory, max(simulated.live), max(measured.live))]
-        rows.append((name, *bubble, *live, verdict))
         grads = pipeline.restore(tree.unshard(grads, specs, mesh), schedule)
-        equal += [(f"{name}: loss", Loss, want_loss, EXACT), (f"{name}: gradients", grads, want_grads, EXACT)]
-        drawn += [simulated, measured]
-    report.title(
-        "Bubble: closed form, simulated, measured. Memory: microbatches whose activations the fullest rank keeps"
-    )
-    headers = ["schedule", "bubble", "simulated", "measured", "memory", "simulated", "measured", "verdict"]
-    report.table(rows, headers)
-    report.say(
-        "(verdict: of closed form and simulation, and of all three memories; forward, dIn and dW one tick each)\n"
-    )
-    report.equal(equal)
-    if args.plot and mesh.rank == 0:
-        save_schedule(args.plot, *drawn)
-    if args.trace and mesh.rank == 0:
-        write_chrome(args.trace, *drawn[1::2])
+        off = (("loss", Loss, want_loss), ("gradients", grads, want_grads))
+        found[name] = measured, [(f"{name}: {what}", difference(a, b), EXACT) for what, a, b in off]
+    return found
 
 
-# %% Training: a byte model whose blocks are pipelined by 1F1B, its embedding and head on every rank
+names = []
+for name in page.args.only.split(",") if page.args.only else ("1f1b", "zb-h1") if page.small else SCHEDULES:
+    try:
+        names.append(make(name, Z, M) and name)
+    except ValueError as error:
+        page.say(str(error))
+runs = page.on_ranks(schedules, names, page.args.seed)
+
+page.title(
+    f"Schedules, {M} microbatches{', FSDP and tensor parallelism inside' if INSIDE else ''}: simulated, measured"
+)
+rows, drawn = [], []
+for name, (measured, _) in runs.items():
+    schedule = make(name, Z, M)
+    simulated = simulate(schedule)
+    for timeline, unit in ((simulated, ""), (measured, "s")):
+        page.say(f"{summary(timeline, unit)}\n{schedule_chart(timeline, width=page.columns - 10)}")
+    formula = bubbles.bubble(name, Z, M, schedule.chunks)
+    memory = max(bubbles.live_activations(name, Z, M, schedule.chunks))
+    same = formula == simulated.bubble and memory == max(simulated.live) == max(measured.live)
+    bubble = [f"{float(each):.1%}" for each in (formula, simulated.bubble, measured.bubble)]
+    live = [f"{float(each):g}" for each in (memory, max(simulated.live), max(measured.live))]
+    rows.append((name, *bubble, *live, page.check(f"{name}: bubble and memory", same)))
+    drawn += [simulated, measured]
+page.title("Bubble and memory: closed form, simulated, measured")
+headers = ["schedule", "bubble", "simu-\nlated", "mea-\nsured", "memory", "simu-\nlated", "mea-\nsured", "the same"]
+page.table(rows, headers)
+page.say("\nMemory is the number of microbatches whose activations the fullest rank keeps. The same: closed form and "
+         "simulation, and all three memories. Forward, dIn and dW take one tick each.\n")  # fmt: skip
+page.equal([row for _, off in runs.values() for row in off])
+if page.first and page.args.draw:
+    save_schedule(page.args.draw, *drawn)
+if page.first and page.args.trace:
+    write_chrome(page.args.trace, *drawn[1::2])
+
+# %% [markdown]
+# ## Training, by 1F1B
+# A byte model whose blocks are pipelined, its embedding and head on every rank, beside one device.
 
 
-def training(mesh, report, args):
-    config = mlp.Config(L=2 * mesh.sizes["Z"])
-    text, adamw = data.load_text(args.text, max_bytes=1_000_000).to(mesh.device), optim.adamw(3e-3, betas=(0.9, 0.99))
+# %%
+def training(mesh, args, steps):
+    """(rows of differences in the first step, the curve: (step, bits per byte, on one device))."""
+    config = mlp.Config(L=2 * Z)
+    text, adamw = learning.load(args, mesh.device), optim.adamw(3e-3, betas=(0.9, 0.99))
     own = mlp.init(config, args.seed, device=mesh.device)
     specs = {"W_in": pipeline.SPECS["W_in"], "W_out": pipeline.SPECS["W_out"]}
     params = own | {"blocks": tree.shard(own["blocks"], specs, mesh)}
-    state, own_state, curve = adamw.init(params), adamw.init(own), []
-    schedule = make("1f1b", mesh.sizes["Z"], args.microbatches)
-    stage = stages.mlp(config.activation, config.residual, config.norm)
-    rows = args.batch // args.microbatches * args.microbatches
-    batches = data.endless(text, config.K, rows, seed=args.seed)
-    for step, (tokens, targets) in zip(range(args.steps), batches, strict=False):
+    state, own_state, curve, first = adamw.init(params), adamw.init(own), [], []
+    schedule, stage = make("1f1b", Z, M), stages.mlp(config.activation, config.residual, config.norm)
+    rows = args.batch // M * M
+    for step, (tokens, targets) in zip(range(steps), data.endless(text, config.K, rows, seed=args.seed), strict=False):
 
         def terms(head, Out, targets):  # the loss is the sum over microbatches, the mean over rows
             return mlp.cross_entropy(mlp.head(Out, head, config.norm), targets, rows)
 
         In, embed_vjp = vjp(lambda E, tokens=tokens: mlp.embed(E, tokens), params["embed"])
-        args_of_run = params["blocks"], params["head"], In, targets, mesh, schedule, terms, stage
-        loss, grads = pipeline.with_ends(*args_of_run)
+        run = params["blocks"], params["head"], In, targets, mesh, schedule, terms, stage
+        loss, grads = pipeline.with_ends(*run)
         dIn = all_reduce("dIn[B, D] {U_Z} -> dIn[B, D]", grads.dIn, mesh)
         head = all_reduce("dW_head[D, V] {U_Z} -> dW_head[D, V]", grads.head, mesh)
         grads = {"embed": embed_vjp(dIn)[0], "blocks": grads.params, "head": head}
         own_grads, own_loss = grad_and_value(mlp.loss_fn)(own, tokens, targets, config)
         if step == 0:
             whole = grads | {"blocks": tree.unshard(grads["blocks"], specs, mesh)}
-            report.equal([("loss, float32", loss, own_loss, SINGLE), ("gradients, float32", whole, own_grads, SINGLE)])
+            first = [("loss, float32", difference(loss, own_loss), SINGLE)]
+            first += [("gradients, float32", difference(whole, own_grads), SINGLE)]
         params, state = adamw.update(grads, state, params)
         own, own_state = adamw.update(own_grads, own_state, own)
         curve.append((step + 1, *(f"{mlp.bits_per_byte(each).item():.5f}" for each in (loss, own_loss))))
-    report.say()
-    shown = curve[:: max(1, args.steps // 8)]
-    report.table(
-        shown if curve[-1] in shown else [*shown, curve[-1]], ["step", f"bits per byte on {mesh}", "one device"]
-    )
+    return first, curve
 
 
-# %% Run
+if not INSIDE:
+    steps = min(page.args.steps, 5) if page.small else page.args.steps
+    page.title(f"Training a byte model of {2 * Z} layers by 1F1B, in float32")
+    first, curve = page.on_ranks(training, page.args, steps)
+    page.equal(first)
+    page.say()
+    page.table(curve[:: max(1, steps // 8)], ["step", "bits per byte on ranks", "on one device"])
+page.end()
 
-
-def main(mesh, args):
-    report = Report(mesh)
-    report.say(f"{__doc__.split(chr(10))[0]}\n\n{__doc__.split(chr(10))[2].strip()}")
-    if "X" not in mesh.sizes:
-        report.title(f"The book's listing on {mesh}: B=32, D=128, one matmul a layer, in float64")
-        book(mesh, report, args.seed)
-    inside = ", stages with FSDP and tensor parallelism inside" if "X" in mesh.sizes else ""
-    report.title(f"Schedules on {mesh}, {args.microbatches} microbatches{inside}: simulated, then measured")
-    schedules(mesh, report, args)
-    if "X" not in mesh.sizes and args.steps:
-        report.title(f"Training a byte model of {2 * mesh.sizes['Z']} layers by 1F1B, in float32")
-        training(mesh, report, args)
-    return report.done()
-
-
-if __name__ == "__main__":
-    own = {"microbatches": (8, "microbatches of a batch"), "tick": (20.0, "milliseconds of a computation")}
-    own |= {"only": ("", "schedules, by commas; all if empty"), "plot": ("", "write the charts to this .svg or .png")}
-    run(main, options(__doc__, mesh="Z=4", **own, trace=("", "write the measured runs as a Chrome trace")))
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `weight = weight - 0.01 * dw` by `weight = weight - 0.01 * mesh.sizes["Z"] * dw`: a gradient that
+#    counts every stage.
+# 2. Question: how many microbatches bring 1F1B's bubble on 16 stages down to 5%? Evaluate
+#    `next(m for m in range(1, 999) if bubbles.bubble("1f1b", 16, m) <= 1 / 20)`.
+# 3. Flag: run with `--only zb-h1 --mesh Z=2`: of the zero-bubble schedule's halves, on two stages.

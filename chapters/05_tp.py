@@ -1,3 +1,4 @@
+# %% [markdown]
 """Part 5, "Tensor Parallelism": https://jax-ml.github.io/scaling-book/training
 
     In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]
@@ -5,27 +6,31 @@
 The weights are split along F and stay where they are; activations move. Between layers they are split along D; each
 layer gathers them, and reduce-scatters what it makes, in the forward and in the backward alike. All four collectives
 are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_parallel.py` is the same for L layers.
-
-    torchrun chapters/05_tp.py
-    torchrun --nproc-per-node 2 chapters/05_tp.py --mesh Y=2
 """
 
 # %%
 import torch
 from torch.func import grad
 
-from scaling import data, optim
-from scaling.book.learning import Trained, clock, learned
-from scaling.book.lesson import Report, options, run
-from scaling.book.listing import module_equality, one_layer, stack_equality
+from scaling import cost, data, optim
+from scaling.book import learning, listing
+from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.hardware import chip
 from scaling.models import mlp
 from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
-# %% First by types alone: any nn.Module of yours, the types of its params, and torch.func.grad
+page = Page(__doc__, mesh="Y=4", device=True, seed=True, **learning.OPTIONS)
+Y = page.args.mesh["Y"]
 
+# %% [markdown]
+# ## First by types alone
+# Any nn.Module of yours, the types of its params, and torch.func.grad. The output of the second layer is a sum
+# over Y, and so its bias is typed as partial sums where it is used: it is added once, not on every rank.
+
+# %%
 STORED = {"fc1.weight": "W[F_Y, D]", "fc1.bias": "b[F_Y]", "fc2.weight": "V[D, F_Y]", "fc2.bias": "c[D]"}
 USED = STORED | {"fc2.bias": "c[D] {U_Y}"}  # Out is a sum over Y: one rank along Y adds the bias, not all of them
 
@@ -41,8 +46,15 @@ def gradients(module, params, x, mesh):
     return reduce_grads(grad(loss)(params), STORED, mesh, over="Y")  # of the bias, which is replicated
 
 
-# %% The book's layer, line by line: what each rank does
+page.title("By types alone: the gradients of an nn.Module, in float64")
+listing.show_module(page, gradients, STORED)
 
+# %% [markdown]
+# ## The book's layer, line by line
+# What each rank does. Weights stay where they are; activations are gathered before the first product, and after the
+# second one, whose contracted dim F is split, partial sums {U_Y} are reduced.
+
+# %%
 SPECS = {"In": "In[B, D_Y]", "W_in": "W_in[D, F_Y]", "W_out": "W_out[F_Y, D]", "Out": "Out[B, D_Y]"}
 
 
@@ -71,50 +83,74 @@ def backward(W_in, W_out, dOut, saved, mesh, block):
     return dIn, dW_in, dW_out
 
 
-# %% L layers of it, with gelu, norm and residual, trained on real text
+B, D, F = 32, 16 * Y, 32 * Y
+there, back = listing.show_layer(page, forward, backward, SPECS, {"B": B, "D": D, "F": F})
+
+# %% [markdown]
+# ## What it moves
+# With the book's 2 bytes an element: 4BD forward and 6BD backward, or 4BD where step 5 reuses the forward's In.
+
+# %%
+page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
+rows = [("forward", "16BD", 16 * B * D, there), ("backward", "24BD", 24 * B * D, back)]
+page.same(rows, ["pass", "formula", "bytes", "counted"])
+
+# %% [markdown]
+# ## When is it bound by communication?
+# Forward, T_math = 4BDF/(YC) and T_comms = 4BD/W: the batch and D cancel, and what decides is Y < F W/C, however
+# large the batch is. FLOPs and bytes are those of the listing above, counted on abstract TPU v5p, whose torus gives Y
+# one axis.
+
+# %%
+v5p = chip("v5p")
+C, W, wide = v5p.flops("bf16"), v5p.bandwidth("ici", axes=1), 32768
+
+
+def times(chips: int) -> tuple[float, float]:
+    """(T_math, T_comms) of the forward in seconds, on so many chips."""
+    log, _ = listing.counted(forward, backward, SPECS, {"B": 4096, "D": 8192, "F": wide}, {"Y": chips})
+    return log.flops / C, log.book_bytes / W
+
+
+page.title("The forward of a layer with B=4096, D=8192, F=32768 on Y v5p")
+listing.show_times(page, "Y", [(chips, *times(chips)) for chips in (4, 8, 16, 32)])
+most = 8 * times(8)[0] / times(8)[1]
+page.check("the counted threshold is F W/C", abs(most / cost.tensor_limit(wide, C, W) - 1) < 1e-9)
+page.say(f"Bound by compute up to Y = F W/C = {most:.1f} chips; with two axes of the torus up to {2 * most:.1f}.")
+
+# %% [markdown]
+# ## Four layers, and training
+# The listing above, over all layers, with gelu, norm and residual: change one of its lines and the training changes, or
+# the line is refused. Steps are pure: from params and the optimizer's state to new ones.
+
+# %%
+LAYER = Strategy(SPECS, forward, backward)
+CONFIG, ADAMW = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
 
 
 def train(layer, mesh, text, args):
-    """The listing above, over all layers: pure steps from params and optimizer state to new ones."""
-    config, optimizer = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
-    params = mlp.init(config, args.seed, torch.float32, mesh, param_specs(layer))
-    state, losses, first, began = optimizer.init(params), [], None, clock(mesh.device)
-    batches = data.endless(text, config.K, args.batch, mesh, batch_axes(layer), args.seed)
+    params = mlp.init(CONFIG, args.seed, torch.float32, mesh, param_specs(layer))
+    state, losses, first, began = ADAMW.init(params), [], None, learning.clock(mesh.device)
+    batches = data.endless(text, CONFIG.K, args.batch, mesh, batch_axes(layer), args.seed)
     for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
-        loss, grads = loss_and_grads(layer, params, tokens, targets, config, mesh)
+        loss, grads = loss_and_grads(layer, params, tokens, targets, CONFIG, mesh)
         first = grads if first is None else first
-        params, state = optimizer.update(grads, state, params)
+        params, state = ADAMW.update(grads, state, params)
         losses.append(reduced(layer, loss, mesh))
-    return Trained(config, optimizer, losses, first, params, state, clock(mesh.device) - began)
+    return learning.Trained(losses, first, params, state, learning.clock(mesh.device) - began)
 
 
-# %% The layer on this mesh, beside one device; then the training
+page.title("Four layers of it with gelu, norm and residual, in float64")
+listing.show_stack(page, LAYER)
+page.title("Memory and training: a byte model on real text, in float32")
+learning.show(page, LAYER, train, CONFIG, ADAMW)
+page.end()
 
 
-def main(mesh, args):
-    report = Report(mesh, __doc__)
-    report.title("By types alone: the gradients of an nn.Module, in float64")
-    module_equality(gradients, STORED, mesh, report, args.seed)
-    Y = mesh.sizes["Y"]
-    B, D, F = 32, 16 * Y, 32 * Y
-    fwd, bwd = one_layer(forward, backward, SPECS, {"B": B, "D": D, "F": F}, mesh, report, args.seed)
-
-    report.title("Bytes that one layer moves (8 bytes an element), by the book's count")
-    rows = [
-        ("forward", "16BD", 16 * B * D, fwd.book_bytes),
-        ("backward", "24BD", 24 * B * D, bwd.book_bytes),
-    ]
-    report.same(rows, ["", "closed form", "bytes", "counted"])
-    report.say("With the book's 2 bytes: 4BD forward and 6BD backward, or 4BD where step 5 reuses the forward's In.")
-
-    layer = Strategy(SPECS, forward, backward)
-    report.title("Four layers of it with gelu, norm and residual, in float64")
-    stack_equality(layer, mesh, report, args.seed)
-    report.title("Memory and training: a byte model on real text, in float32")
-    text = data.load_text(args.text, max_bytes=1_000_000).to(mesh.device)
-    learned(report, layer, train(layer, mesh, data.split(text)[0], args), text, args)
-    return report.done()
-
-
-if __name__ == "__main__":
-    run(main, options(__doc__, mesh="Y=4"))
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `dIn = block.norm_vjp(In, dIn)` by `dIn = block.norm_vjp(In, 2 * dIn)`: the weights' gradients stay
+#    right, and every layer below gets twice its own.
+# 2. Question: up to how many chips does a layer with F = 28,672 stay bound by compute, with two axes of the torus?
+#    Evaluate `cost.tensor_limit(28672, C, 2 * W)`.
+# 3. Flag: run with `--mesh Y=2`: each rank sends less, and computes twice as much.

@@ -1,24 +1,33 @@
 """What a chapter's training loop learned: its losses and memory beside one device's, its score beside the text's."""
 
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.func import grad_and_value
 
 from scaling import data, optim, tree
-from scaling.book.lesson import SINGLE, Report, difference
+from scaling.book.listing import SINGLE, difference
+from scaling.book.page import Page
+from scaling.console import integer
 from scaling.models import mlp
 from scaling.train.byte_lm import batch_axes, evaluate, param_specs
+
+OPTIONS = {  # of a chapter that trains
+    "steps": (100, "training steps", integer(1, 10**7)),
+    "batch": (256, "rows of the global batch", integer(1)),
+    "text": ("", "file to learn (default: the sources of Python's standard library)"),
+}
+JUDGED = 50  # steps from which on the score must be well under the text's order-0 entropy
 
 
 @dataclass
 class Trained:
-    """What a training loop starts from, `config` and `optimizer`, and what it leaves: `losses` of each step, the
-    `first` gradients, params, the optimizer's state, and the seconds that it took."""
+    """What a training loop leaves: `losses` of each step, the `first` gradients, params, the optimizer's state, and the
+    seconds that it took."""
 
-    config: mlp.Config
-    optimizer: optim.Optimizer
     losses: list
     first: dict
     params: dict
@@ -26,65 +35,78 @@ class Trained:
     seconds: float
 
 
-def memory(strategy, mesh, report: Report, params, grads, state, config) -> None:
-    """Bytes on each rank of params, gradients and Adam's moments, beside what the types say."""
-    specs = param_specs(strategy)
-    ours = int(tree.local_nbytes(specs, config.sizes, mesh, torch.float32))
-    n, held = config.num_params(), {"params": params, "gradients": grads, "Adam's m and v": [state["m"], state["v"]]}
-    factors = {"params": 4, "gradients": 4, "Adam's m and v": 8}
-    rows = [
-        (what, f"{factors[what]} x {ours // 4:,} of {n:,} params", factors[what] * ours // 4, tree.nbytes(kept))
-        for what, kept in held.items()
-    ]
-    report.same(rows, ["bytes on each rank", "from the types", "formula", "held"])
+@dataclass
+class Learned:
+    """A training run, its arrays whole: `memory` rows (what, formula, bytes from the types, bytes held), `score` in
+    bits per byte on the text's held-out part."""
+
+    run: Trained
+    memory: list
+    score: float
 
 
-def learned(report: Report, strategy, run: Trained, text, args) -> None:
-    """What a chapter's training loop did, beside the same run on one device, and beside the entropy of the text."""
-    mesh, config, specs = report.mesh, run.config, param_specs(strategy)
-    train, valid = data.split(text)
-    entropy, axes = data.order0_entropy(valid), batch_axes(strategy)
-    memory(strategy, mesh, report, run.params, run.first, run.state, config)
-    report.say(f"\n{config.num_params():,} params, {args.batch} rows a step, text of {len(text):,} bytes")
+def learn(mesh, strategy, train: Callable, config: mlp.Config, args) -> Learned:
+    """Run a chapter's loop, `train(strategy, mesh, text, args) -> Trained`, on a mesh."""
+    learnt, valid = data.split(load(args, mesh.device))
+    run, axes, specs = train(strategy, mesh, learnt, args), batch_axes(strategy), param_specs(strategy)
     held_out = next(iter(data.batches(valid, config.K, min(4096, len(valid) // 16 * 8), mesh, axes, args.seed)))
     score = mlp.bits_per_byte(evaluate(strategy, run.params, held_out[0], held_out[1], config, mesh)).item()
-    grads, params = tree.unshard(run.first, specs, mesh), tree.unshard(run.params, specs, mesh)
-    if mesh.rank != 0:
+    rows = memory(strategy, mesh, config, run)
+    first, params = (tree.map(torch.Tensor.cpu, tree.unshard(x, specs, mesh)) for x in (run.first, run.params))
+    return Learned(Trained([float(x) for x in run.losses], first, params, {}, run.seconds), rows, score)
+
+
+def load(args, device) -> torch.Tensor:
+    return data.load_text(args.text or None, max_bytes=1_000_000).to(device)
+
+
+def memory(strategy, mesh, config: mlp.Config, run: Trained) -> list[tuple]:
+    """Bytes on each rank of params, gradients and Adam's moments, beside what the types say."""
+    ours = int(tree.local_nbytes(param_specs(strategy), config.sizes, mesh, torch.float32))
+    n, m_and_v = config.num_params(), [run.state["m"], run.state["v"]]
+    held = {"params": (4, run.params), "gradients": (4, run.first), "Adam's m and v": (8, m_and_v)}
+    return [
+        (what, f"{factor} x {ours // 4:,} of {n:,} params", factor * ours // 4, tree.nbytes(kept))
+        for what, (factor, kept) in held.items()
+    ]
+
+
+def show(page: Page, strategy, train: Callable, config: mlp.Config, optimizer: optim.Optimizer) -> None:
+    """What a chapter's training loop did on its mesh, beside the same run on one device, and beside its text."""
+    args = Namespace(**vars(page.args))
+    args.steps = min(args.steps, 5) if page.small else args.steps
+    found = page.on_ranks(learn, strategy, train, config, args)
+    page.same(found.memory, ["bytes on each rank", "from the types", "formula", "held"])
+    if not page.first:
         return
-    losses = run.losses
-    own_losses, own_grads, own, own_seconds = one_device(config, train, run.optimizer, args, mesh.device)
+    text = load(args, torch.device(args.device))
+    own, ours = one_device(config, data.split(text)[0], optimizer, args, text.device), found.run
+    page.say(f"\n{config.num_params():,} params, {args.batch} rows a step, text of {len(text):,} bytes")
     shown = sorted({0, *range(0, args.steps, max(1, args.steps // 8)), args.steps - 1})
-    curve = [(i + 1, *(f"{mlp.bits_per_byte(each[i]).item():.5f}" for each in (losses, own_losses))) for i in shown]
-    report.table(curve, ["step", f"bits per byte on {mesh}", "on one device"])
-    threads = torch.get_num_threads()
-    both = f"{run.seconds:.1f} s on {mesh.size()} ranks, {own_seconds:.1f} s on one device"
-    report.say(f"{both} with {threads} thread(s): ")
-    report.say("so small a model on ranks that share the cores of one machine shows the algorithm, not its speed\n")
-    report.equal([("first gradients, float32", grads, own_grads, SINGLE)])
-    drift = max(difference(a, b) for a, b in zip(losses, own_losses, strict=True))
-    end = max(difference(a, b) for a, b in zip(tree.leaves(params), tree.leaves(own), strict=True))
-    report.say(
-        f"after {args.steps} steps in float32, rounding has grown to {drift:.0e} of a loss, {end:.0e} of a param\n"
-    )
-    compared = f"{score:.3f} bits per byte, beside the order-0 entropy of the text, {entropy:.3f}"
-    if args.steps < 50:
-        report.say(f"validation: {compared} (too few steps to judge)")
-    else:
-        ok = report.judge("validation", score < entropy - 0.5) == "equal"
-        report.say(f"validation: {compared}: {'well under it' if ok else 'NOT well under it'}")
+    bits = [[mlp.bits_per_byte(torch.tensor(each.losses[i])).item() for i in shown] for each in (ours, own)]
+    page.table([(i + 1, f"{a:.5f}", f"{b:.5f}") for i, a, b in zip(shown, *bits, strict=True)],
+               ["step", "bits per byte on ranks", "on one device"])  # fmt: skip
+    page.say(f"{ours.seconds:.1f} s on the ranks, {own.seconds:.1f} s on one device: so small a model on ranks that "
+             "share the cores of one machine shows the algorithm, not its speed.\n")  # fmt: skip
+    page.equal([("first gradients, float32", difference(ours.first, own.first), SINGLE)])
+    drift, end = difference(ours.losses, own.losses), difference(ours.params, own.params)
+    page.say(f"After {args.steps} steps in float32, rounding has grown to {drift:.0e} of a loss, {end:.0e} of a param.")
+    entropy = data.order0_entropy(data.split(text)[1])
+    page.say(f"Validation: {found.score:.3f} bits per byte; the order-0 entropy of the text is {entropy:.3f}.")
+    if args.steps >= JUDGED:
+        page.check("validation is well under the order-0 entropy", found.score < entropy - 0.5)
 
 
-def one_device(config, train, adamw, args, device):
-    """The same training by autograd of the stateless module: losses, first gradients, params, seconds."""
+def one_device(config: mlp.Config, text, optimizer: optim.Optimizer, args, device) -> Trained:
+    """The same training by autograd of the stateless module."""
     own = mlp.init(config, args.seed, device=device)
-    state, losses, first = adamw.init(own), [], None
-    began = clock(device)
-    for _, batch in zip(range(args.steps), data.endless(train, config.K, args.batch, seed=args.seed), strict=False):
+    state, losses, first, began = optimizer.init(own), [], None, clock(device)
+    for _, batch in zip(range(args.steps), data.endless(text, config.K, args.batch, seed=args.seed), strict=False):
         grads, loss = grad_and_value(mlp.loss_fn)(own, *batch, config)
         first = grads if first is None else first
-        own, state = adamw.update(grads, state, own)
+        own, state = optimizer.update(grads, state, own)
         losses.append(loss)
-    return losses, first, own, clock(device) - began
+    return Trained([float(x) for x in losses], first or {}, own, state, clock(device) - began)
 
 
 def clock(device: torch.device) -> float:

@@ -1,18 +1,83 @@
-"""A chapter's one-layer listing beside one device: its lines as they ran, and L layers of it with AdamW."""
+"""A chapter's one-layer listing beside one device: its lines as they ran, what it moves, and L layers of it with AdamW.
+
+What runs on ranks takes a mesh and returns plain values; `show_module`, `show_layer` and `show_stack` print them.
+"""
 
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
 from scaling import data, optim, tree
-from scaling.book.lesson import EXACT, Report
+from scaling.book.page import Page
+from scaling.mesh import AbstractMesh
 from scaling.models import mlp
 from scaling.spec import parse
 from scaling.strategies.block import Block
 from scaling.trace import Log, trace
 from scaling.train.byte_lm import batch_axes, loss_and_grads, make_step, param_specs, reduced
+
+EXACT, SINGLE = 1e-12, 2e-5  # relative differences allowed in float64 and float32
+
+
+def difference(a, b) -> float:
+    """The largest difference of two trees, each leaf's relative to the largest element of b's."""
+    pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
+    both = ([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair] for pair in pairs)
+    return max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-300)) for x, y in both)
+
+
+def lines(log: Log) -> list[tuple]:
+    """The rows (line, V bytes, sent, FLOPs) of what ran."""
+    return [
+        (str(event), event.nbytes if event.op not in ("Einsum", "Slice") else "", event.wire_bytes or "",
+         event.flops or "")
+        for event in log.events
+    ]  # fmt: skip
+
+
+# An nn.Module by the types of its params
+
+
+def module_equality(mesh, gradients: Callable, types: dict, seed: int) -> tuple[str, list]:
+    """A chapter's `gradients(module, params, x, mesh)` of an unmodified nn.Module: (what moved, rows against one
+    device), in float64.
+
+    `types`: those of the params, by dotted name; x[B, D] is split over X where the mesh has it.
+    """
+    torch.manual_seed(seed)
+    D, F = 8 * mesh.size(), 16 * mesh.size()
+    layers = {"fc1": nn.Linear(D, F), "act": nn.GELU(), "fc2": nn.Linear(F, D)}
+    module = nn.Sequential(OrderedDict(layers)).to(mesh.device, torch.float64)
+    whole = {name: W.detach() for name, W in module.named_parameters()}
+    x = torch.randn(4 * mesh.size(), D, dtype=torch.float64).to(mesh.device)
+    wanted = torch.func.grad(lambda params: functional_call(module, params, (x,)).square().sum())(whole)
+    rows = "x[B_X, D]" if "X" in mesh.sizes else "x[B, D]"
+    with trace() as log:
+        got = gradients(module, tree.shard(whole, types, mesh), tree.shard(x, rows, mesh), mesh)
+    moved = ", ".join(f"{log.count(op)} {op}" for op in dict.fromkeys(event.op for event in log.collectives()))
+    return moved, [(name, difference(W, wanted[name]), EXACT) for name, W in tree.unshard(got, types, mesh).items()]
+
+
+def show_module(page: Page, gradients: Callable, types: dict) -> None:
+    """The gradients of an nn.Module on the chapter's mesh, beside one device."""
+    moved, rows = page.on_ranks(module_equality, gradients, types, page.args.seed)
+    page.say(f"What the types made it move: {moved}\n")
+    page.equal(rows)
+
+
+# One layer of the book
+
+
+class Ran(NamedTuple):
+    """One layer on ranks: the lines of both passes, their bytes by the book's count, rows against one device."""
+
+    lines: tuple[list, list]
+    nbytes: tuple[int, int]
+    rows: list
 
 
 def layer_problem(sizes: dict, types: dict, mesh, seed: int) -> tuple[dict, dict]:
@@ -32,32 +97,66 @@ def layer_problem(sizes: dict, types: dict, mesh, seed: int) -> tuple[dict, dict
     return {name: tree.shard(array, types[name], mesh) for name, array in arrays.items()}, wanted
 
 
-def one_layer(forward, backward, types: dict, sizes: dict, mesh, report: Report, seed: int) -> tuple[Log, Log]:
-    """Run a chapter's own layer in float64, show its lines as they ran, and compare it with one device.
+def one_layer(mesh, forward: Callable, backward: Callable, types: dict, sizes: dict, seed: int) -> Ran:
+    """Run a chapter's own layer in float64, and compare it with one device.
 
     `forward(W_in, W_out, In, mesh, block) -> (Out, saved)`; `backward(W_in, W_out, dOut, saved, mesh, block) -> (dIn,
-    dW_in, dW_out)`; the block is the book's, with neither activation nor norm. Returns what was traced, both passes.
+    dW_in, dW_out)`; the block is the book's, with neither activation nor norm.
     """
-    report.say(f"{types['In']} * {types['W_in']} * {types['W_out']} -> {types['Out']}")
-    shown = " ".join(f"{dim}={size}" for dim, size in sizes.items())
-    report.title(f"One layer on {mesh}: the lines as they ran on rank 0, {shown} in float64")
     local, wanted = layer_problem(sizes, types, mesh, seed)
     W_in, W_out, In, dOut = (local[name] for name in ("W_in", "W_out", "In", "dOut"))
-    with trace() as fwd:
+    with trace() as there:
         Out, saved = forward(W_in, W_out, In, mesh, Block())
-    with trace() as bwd:
+    with trace() as back:
         dIn, dW_in, dW_out = backward(W_in, W_out, dOut, saved, mesh, Block())
-    report.say(f"forward\n{fwd.table()}\n\nbackward\n{bwd.table()}")
-    report.say("V is the gathered or unreduced array, the book's measure of bytes; sent is what this rank sends.\n")
     results = {"Out": Out, "dIn": dIn, "dW_in": dW_in, "dW_out": dW_out}
     wanted_types = {name: types[name.removeprefix("d")] for name in results}
     tree.check(results, wanted_types, sizes, mesh, name="results")
     whole = tree.unshard(results, wanted_types, mesh)
-    report.equal([(name, whole[name], wanted[name], EXACT) for name in results])
-    return fwd, bwd
+    rows = [(name, difference(whole[name], wanted[name]), EXACT) for name in results]
+    return Ran((lines(there), lines(back)), (there.book_bytes, back.book_bytes), rows)
 
 
-def stack_equality(strategy, mesh, report: Report, seed: int, steps: int = 3) -> None:
+def show_layer(page: Page, forward: Callable, backward: Callable, types: dict, sizes: dict) -> tuple[int, int]:
+    """The chapter's layer on its mesh: the lines as they ran, its results beside one device; bytes of both passes."""
+    ran = page.on_ranks(one_layer, forward, backward, types, sizes, page.args.seed)
+    shown = " ".join(f"{dim}={size}" for dim, size in sizes.items())
+    for rows, which in zip(ran.lines, ("forward", "backward"), strict=True):
+        page.title(f"The {which} pass as it ran on rank 0: {shown}, float64")
+        page.table(rows, ["line", "V bytes", "sent", "FLOPs"])
+    page.say("\nV is the gathered or unreduced array, the book's measure; sent is what this rank sends.\n")
+    page.equal(ran.rows)
+    return ran.nbytes
+
+
+def counted(forward: Callable, backward: Callable, types: dict, sizes: dict, axes: dict) -> tuple[Log, Log]:
+    """Both passes of a chapter's layer in bfloat16 on an abstract mesh of these axes: its FLOPs and bytes, no data."""
+    mesh = AbstractMesh(axes)
+    meta = {"dtype": torch.bfloat16, "device": mesh.device}
+    W_in, W_out, In, dOut = (
+        torch.empty(parse(types[name]).local_shape(sizes, mesh), **meta) for name in ("W_in", "W_out", "In", "Out")
+    )
+    with trace() as there:
+        _, saved = forward(W_in, W_out, In, mesh, Block())
+    with trace() as back:
+        backward(W_in, W_out, dOut, saved, mesh, Block())
+    return there, back
+
+
+def show_times(page: Page, what: str, rows: list[tuple]) -> None:
+    """Rows of (`what`, T_math, T_comms), in seconds: their ratio, and which of the two binds."""
+    words = [(n, 1e3 * math, 1e3 * comms, math / comms, bound(math, comms)) for n, math, comms in rows]
+    page.table(words, [what, "T_math, ms", "T_comms, ms", "T_math / T_comms", "bound by"])
+
+
+def bound(math: float, comms: float) -> str:
+    return "compute" if math >= comms else "communication"
+
+
+# L layers
+
+
+def stack_equality(mesh, strategy, seed: int, steps: int = 3) -> list:
     """The strategy on four layers with gelu, norm and residual, in float64: gradients, and params after AdamW steps."""
     config = mlp.Config(L=4, D=32, F=64, K=4)
     text = data.load_text(max_bytes=50_000).to(mesh.device)
@@ -72,29 +171,13 @@ def stack_equality(strategy, mesh, report: Report, seed: int, steps: int = 3) ->
         own_grads, own_loss = grad_and_value(mlp.loss_fn)(own, whole[0], whole[1], config)
         if i == 0:
             loss, grads = loss_and_grads(strategy, params, batch[0], batch[1], config, mesh)
-            rows += [("loss", reduced(strategy, loss, mesh), own_loss, EXACT)]
-            rows += [("every gradient", tree.unshard(grads, specs, mesh), own_grads, EXACT)]
+            rows += [("loss", difference(reduced(strategy, loss, mesh), own_loss), EXACT)]
+            rows += [("every gradient", difference(tree.unshard(grads, specs, mesh), own_grads), EXACT)]
         params, state, _ = step(params, state, batch)
         own, own_state = adamw.update(own_grads, own_state, own)
-    rows += [(f"params after {steps} AdamW steps", tree.unshard(params, specs, mesh), own, EXACT)]
-    report.equal(rows)
+    return [*rows, (f"params after {steps} AdamW steps", difference(tree.unshard(params, specs, mesh), own), EXACT)]
 
 
-def module_equality(gradients, types: dict, mesh, report: Report, seed: int) -> None:
-    """A chapter's `gradients(module, params, x, mesh)` of an unmodified nn.Module, beside one device, in float64.
-
-    `types`: those of the params, by dotted name; x[B, D] is split over X where the mesh has it.
-    """
-    torch.manual_seed(seed)
-    D, F = 8 * mesh.size(), 16 * mesh.size()
-    layers = {"fc1": nn.Linear(D, F), "act": nn.GELU(), "fc2": nn.Linear(F, D)}
-    module = nn.Sequential(OrderedDict(layers)).to(mesh.device, torch.float64)
-    whole = {name: W.detach() for name, W in module.named_parameters()}
-    x = torch.randn(4 * mesh.size(), D, dtype=torch.float64).to(mesh.device)
-    wanted = torch.func.grad(lambda params: functional_call(module, params, (x,)).square().sum())(whole)
-    rows = "x[B_X, D]" if "X" in mesh.sizes else "x[B, D]"
-    with trace() as log:
-        got = gradients(module, tree.shard(whole, types, mesh), tree.shard(x, rows, mesh), mesh)
-    moved = ", ".join(f"{log.count(op)} {op}" for op in dict.fromkeys(event.op for event in log.collectives()))
-    report.say(f"What the types made it move: {moved}\n")
-    report.equal([(name, W, wanted[name], EXACT) for name, W in tree.unshard(got, types, mesh).items()])
+def show_stack(page: Page, strategy) -> None:
+    """Four layers of a strategy on the chapter's mesh, beside one device."""
+    page.equal(page.on_ranks(stack_equality, strategy, page.args.seed))

@@ -12,6 +12,7 @@ In a notebook the kernel's own arguments are left alone; options come from the e
 
 import argparse
 import builtins
+import math
 import os
 import shlex
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 
 from scaling.book import layout
 from scaling.book.answers import Answer, counts, table
+from scaling.check import check_file
 from scaling.console import PROFILE, SEEDS, integer
 from scaling.show import charts
 from scaling.sizes import parse_mesh
@@ -38,7 +40,8 @@ class Page:
     """Prints, and keeps the verdicts: `answers` given so far, `checks` as (what, held)."""
 
     def __init__(self, doc, *, mesh: str = "", device: bool = False, seed: bool = False, plot: bool = False, **options):
-        """`mesh`: the default one of the chapter's ranks; `options`: name=(default, help), as `page.args.name` then."""
+        """`mesh`: the default one of the chapter's ranks; `options`: name=(default, help), as `page.args.name` then,
+        or (default, help, a type for argparse)."""
         self.doc, self.began = doc or "", time.perf_counter()
         self.checks: list[tuple[str, bool]] = []
         self.given: list[Answer] = []
@@ -66,20 +69,34 @@ class Page:
             )
         if plot:
             parser.add_argument("--plot", default="", metavar="FILE", help="write the pictures too, PNG or SVG")
-        for name, (default, text) in options.items():
+        for name, (default, text, *checked) in options.items():
             usual = "" if default == "" else f" (default {default})"
-            parser.add_argument(
-                f"--{name}",
-                type=integer() if type(default) is int else type(default),
-                default=default,
-                help=text + usual,
-            )
+            kind = checked[0] if checked else integer() if type(default) is int else type(default)
+            parser.add_argument(f"--{name}", type=kind, default=default, help=text + usual)
         args = parser.parse_args(shlex.split(os.environ.get("CHAPTER", "")) if in_notebook() else None)
         if mesh:
             args.mesh = self._mesh(parser, mesh, args.mesh)
+            self._ready(parser, args)
         if getattr(args, "plot", "") and Path(args.plot).suffix not in (".png", ".svg"):
             parser.error(f"--plot {args.plot}: the file's name ends in .png or .svg")
         return args
+
+    def _ready(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        """Refuse what no rank could do, and lines of the script that break a rule, before any rank starts."""
+        devices, device = math.prod(args.mesh.values()), getattr(args, "device", "cpu")
+        if getattr(args, "batch", devices) % devices:
+            fix = f"fix: --batch {32 * devices}"
+            parser.error(f"--batch {args.batch}: does not divide over the {devices} devices of the mesh; {fix}")
+        if getattr(args, "text", "") and not Path(args.text).is_file():
+            parser.error(f"--text {args.text}: no such file; fix: leave it out for Python's standard library")
+        if device not in ("cpu", "cuda"):
+            parser.error(f"--device {device}: must be cpu, or cuda, where each rank takes a GPU of its own")
+        if not in_notebook():
+            from scaling.launch import start_by_torchrun
+
+            if findings := check_file(sys.argv[0]):
+                sys.exit("\n".join(map(str, findings)))
+            start_by_torchrun(args.mesh, device)
 
     @staticmethod
     def _mesh(parser: argparse.ArgumentParser, usual: str, given: "str | None") -> dict[str, int]:
@@ -99,6 +116,11 @@ class Page:
     @property
     def small(self) -> bool:
         return self.args.small
+
+    @property
+    def columns(self) -> int:
+        """How many columns may be printed."""
+        return layout.width()
 
     def say(self, text: str = "") -> None:
         """Print text, its long lines continued on the next ones; from rank 0 alone."""

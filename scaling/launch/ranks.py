@@ -53,7 +53,7 @@ def run(
             f"launch.run cannot start {world} ranks from a process that is a rank itself\n"
             f"  fix: call it from the program that starts the ranks, or use this run's mesh"
         )
-    context = mp.get_context("fork" if sys.platform == "linux" and torch.device(device).type == "cpu" else "spawn")
+    context = mp.get_context("fork" if can_fork(device) else "spawn")
     if context.get_start_method() == "fork":
         ready_to_fork()
     ranks = []
@@ -68,6 +68,24 @@ def run(
                 rank.process.kill()
             for rank in ranks:
                 rank.end()
+
+
+def can_fork(device: str) -> bool:
+    """Whether ranks are forked from this process and run any of its functions; else they import its main module."""
+    return sys.platform == "linux" and torch.device(device).type == "cpu"
+
+
+def start_by_torchrun(sizes: Mapping[str, int], device: str) -> None:
+    """Where ranks cannot be forked, start this script again as torchrun's ranks; it ends with their exit code.
+
+    For a script whose own statements start ranks: spawned ranks could not import it. Else it does nothing.
+    """
+    world = AbstractMesh(sizes).size()
+    if world == 1 or can_fork(device) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "RANK"))}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    os.execve(sys.executable, [*torchrun, *sys.argv], {"OMP_NUM_THREADS": "1", **environment})
 
 
 def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", checked: bool = True, **options):

@@ -50,6 +50,12 @@ PINNED = {
         "6 rejected: and all of it over one PCIe link": 1e3 * 2**34 / 1.6e10,
         "6 it fits the HBM of TPU{0,0}": "no",
     },
+    "05_dp": {},
+    "05_fsdp": {},
+    "05_tp": {},
+    "05_fsdp_tp": {},
+    "05_pp": {},
+    "05_pods": {"two pods: batch per chip": 1e6 / 8960},
     "05_context": {
         "v5p, one way along one axis, G = 16: from T/C =": 2 * 4.59e14 / 9e10 / 16,
         "H100 within a node, G = 16: from T/C =": 2 * 990e12 / 450e9 / 16,

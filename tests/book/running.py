@@ -22,6 +22,12 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "03_overlap",
     "04_transformers",
     "04_problems",
+    "05_dp",
+    "05_fsdp",
+    "05_tp",
+    "05_fsdp_tp",
+    "05_pp",
+    "05_pods",
     "05_context",
     "05_moe",
     "05_when_bound",
@@ -33,6 +39,7 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
 )
 
 
+TRAIN = ("05_dp", "05_fsdp", "05_tp", "05_fsdp_tp", "05_pods", "05_pp")  # those that train
 NOTEBOOK = "01_roofline"  # the one that the tests run as a notebook
 
 
@@ -90,3 +97,9 @@ def things_to_try(name: str) -> dict[str, str]:
         re.search(r"3\. Flag: run with `(.+?)`", words),
     )
     return {"old": edit[1], "new": edit[2], "expression": question[1], "flag": flag[1]}
+
+
+def without_training(text: str) -> str:
+    """A chapter's text without the cells that train: what is left is one layer."""
+    found = re.search(r"^# %% \[markdown\]\n# ## (Four layers, and training|Training, by)", text, flags=re.M)
+    return text[: found.start()] + text[text.index("page.end()") :] if found else text

@@ -31,7 +31,7 @@ def test_prints(name, chapter):
     assert lines[0].startswith(f"Part {int(name[:2])}")
     assert lines[-1].startswith("What held: ")
     assert "all hold" in lines[-1]
-    assert not {"--steps", "--batch", "--text"} & set(chapter(name).page.args.__dict__)
+    assert bool({"steps", "batch", "text"} & set(vars(chapter(name).page.args))) == (name in running.TRAIN)
 
 
 TRIED = {  # what comes of the three things to try: printed after the edit, the question's value, printed with the flag
@@ -55,6 +55,12 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         2 * 4.59e14 / 9e10,
         ["B=2 T=32 N=4", "all hold"],
     ),
+    "05_dp": (["dW_in 7.5e-01 1e-12 NO"], 2550, ["forward pass as it ran on rank 0: B=16", "all hold"]),
+    "05_fsdp": (["dW_out 7.5e-01 1e-12 NO"], 4706, ["B=16 D=16 F=32", "all hold"]),
+    "05_tp": (["dIn 1.0e+00 1e-12 NO"], 22.49, ["B=32 D=32 F=64", "all hold"]),
+    "05_fsdp_tp": (["Out 5.0e-01 1e-12 NO"], 113.4, ["B=32 D=32 F=64", "all hold"]),
+    "05_pods": (["FAILED: both orders give the same"], 4 * 73_440, ["4 times as many bytes cross P", "all hold"]),
+    "05_pp": (["weights after the step", "NO"], 285, ["zb-h1: loss", "all hold"]),
     "05_moe": (["1e-11 NO dW_in", "FAILED: drouter"], 990e12 / 3.4e12 * 32, ["forward on 2 ranks", "all hold"]),
     "03_sharding": (
         ["AllToAll_Y(A[B_Y, D_X])", "A[B_Y, D_X] P('Y', 'X') [8, 256] [4, 64]"],
@@ -134,14 +140,14 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
 def test_things_to_try(name, chapter, monkeypatch, tmp_path):
     """Each proposal stands in the chapter's last cell; the edit is made in its text, the flag given."""
     after_edit, value, with_flag = TRIED[name]
-    proposed, text = running.things_to_try(name), running.source(name)
-    body = text.rpartition("# %% [markdown]")[0]
+    proposed = running.things_to_try(name)
+    body = running.without_training(running.source(name).rpartition("# %% [markdown]")[0])
     assert body.count(proposed["old"]) == 1, f"{proposed['old']} stands once in the chapter"
     found = eval(proposed["expression"], chapter(name).names)
     assert found == (value if isinstance(value, tuple) else pytest.approx(value, rel=1e-3))
     monkeypatch.chdir(tmp_path)
     edited = running.run(name, code=body.replace(proposed["old"], proposed["new"]))
-    flagged = running.run(name, *proposed["flag"].split())
+    flagged = running.run(name, *proposed["flag"].split(), code=body)
     for ran, wanted in ((edited, after_edit), (flagged, with_flag)):
         printed = " ".join(ran.text.split())
         assert [words for words in wanted if words not in printed] == [], ran.text

@@ -1,5 +1,6 @@
 """The chapters' own listings have the same numbers and collectives as the library's; an edited one does not."""
 
+import ast
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -18,11 +19,18 @@ NAMES = {"05_dp": "data_parallel", "05_fsdp": "fsdp", "05_tp": "tensor_parallel"
 DROPPED = '    dW_in = all_reduce("dW_in[D, F] {U_X} -> dW_in[D, F]", dW_in, mesh)  # 6. not on the critical path\n'
 
 
+def listed(node: ast.stmt) -> bool:
+    """Whether a statement belongs to a chapter's listing: its imports, SPECS and functions."""
+    types = isinstance(node, ast.Assign) and ast.unparse(node).startswith("SPECS = ")
+    return types or isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
+
+
 def listing(name: str, drop: str = "") -> Strategy:
     text = (CHAPTERS / f"{name}.py").read_text()
     assert drop in text
-    module = ModuleType(name)
-    exec(compile(text.replace(drop, "") if drop else text, name, "exec"), module.__dict__)
+    module, parsed = ModuleType(name), ast.parse(text.replace(drop, "") if drop else text)
+    parsed.body = [node for node in parsed.body if listed(node)]  # the chapter itself is not run
+    exec(compile(parsed, name, "exec"), module.__dict__)
     return Strategy(module.SPECS, module.forward, module.backward)
 
 

@@ -1,8 +1,5 @@
 """Data parallelism over pods: equal to one device, and only shards cross the slow axis."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from test_strategies import SIZES, B, L, close, one_device, whole
@@ -108,13 +105,3 @@ def test_bytes_are_the_books():
         assert moved["P"] == L * 8 * D * F // (X * Y)
         assert moved["X"] == L * 12 * D * F // Y
         assert moved["Y"] == L * 8 * (B // P) * D // X
-
-
-def test_the_chapters_answers():
-    path = Path(__file__).parents[2] / "chapters" / "05_pods.py"
-    spec = importlib.util.spec_from_file_location("pods_chapter", path)
-    chapter = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chapter)
-    verdicts = [answer.verdict for answer in chapter.answers()]
-    assert verdicts[2] == "ours"
-    assert {*verdicts[:2], *verdicts[3:]} <= {"agrees", "rounding"}
