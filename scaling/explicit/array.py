@@ -172,7 +172,7 @@ def call(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None) -> Ar
     needed, result = inferred
     shards = [reshard(x, at).local for x, at in zip(operands, needed, strict=True)]
     local = Local(needed, result, spec_of(result).local_shape(made.shape, mesh))
-    computed = Array(made.run(shards, local), result, made.shape, mesh)
+    computed = Array(made.run(made.op, shards, local), result, made.shape, mesh)
     return computed if wanted is None else reshard(computed, wanted)
 
 

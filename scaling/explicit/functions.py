@@ -6,7 +6,6 @@ One table serves the explicit and the auto mode. A function is known by its name
 import math
 import string
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -49,13 +48,13 @@ class Local(NamedTuple):
 
 class Call(NamedTuple):
     """A function called on arrays: the operation, its operands, the whole result's shape and dtype, and
-    `run(shards, local)`, which computes the result's shard. `flops`: of the whole product, 0 of what is none."""
+    `run(op, shards, local)`, which computes the result's shard. `flops`: of the whole product, 0 of what is none."""
 
     op: "Op | Reshape"
     operands: list
     shape: Shape
     dtype: torch.dtype
-    run: Callable[[Sequence[Tensor], Local], Tensor]
+    run: Callable[..., Tensor]
     flops: int = 0
 
 
@@ -67,6 +66,8 @@ def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bo
     flat, structure = tree_flatten((args, kwargs), is_leaf=is_array)
     at = [i for i, x in enumerate(flat) if is_array(x)]
     operands, name = [flat[i] for i in at], name_of(func)
+    if (written := getattr(func, "__name__", "")).endswith("_") and not written.endswith("__"):
+        raise ShardingError(f"{written}: changes its argument\n  rule: arrays are not changed\n  fix: {name}")
     for x in flat:
         if isinstance(x, Tensor) and not is_array(x) and x.dim():
             raise ShardingError(
@@ -91,10 +92,8 @@ def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bo
         refuse_unknown(name)
     shape = tuple(torch.broadcast_shapes(*shapes) if pointwise else whole.shape)
     op, run = _read(name, args, kwargs, shapes, shape)
-    flops = 0
-    if run is _product:
-        run, flops = partial(_product, op), _flops(op, shapes)
-    return Call(op, operands, shape, whole.dtype, run or (lambda shards, local: call(shards)), flops)
+    flops = _flops(op, shapes) if run is product else 0
+    return Call(op, operands, shape, whole.dtype, run or (lambda op, shards, local: call(shards)), flops)
 
 
 def _flops(op: Op, shapes: Sequence[Shape]) -> int:
@@ -123,11 +122,11 @@ def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["
         return _pointwise(name, args, shapes, shape), None
     labels = letters(len(shapes[0])) if shapes else ()
     if name == "einsum":
-        return _einsum(args[0]), _product
+        return _einsum(args[0]), product
     if name in ("matmul", "mm", "bmm"):
-        return _matmul(*shapes), _product
+        return _matmul(*shapes), product
     if name == "rmatmul":
-        return _matmul(*shapes[::-1]), _product
+        return _matmul(*shapes[::-1]), product
     if name in ("sum", "mean"):
         return _sum(name, args, kwargs, labels, shapes[0], shape)
     if name in EXTREME:
@@ -141,7 +140,7 @@ def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["
     if name in PERMUTING:
         return Op(name, (labels,), _permuted(name, args, kwargs, labels), "each"), None
     if name in RESHAPING:
-        return Reshape(shape, name), lambda shards, local: shards[0].reshape(local.shape)
+        return Reshape(shape, name), lambda op, shards, local: shards[0].reshape(local.shape)
     if name == "getitem":
         return _index(args[1], labels, shapes[0]), None
     if name in ("cat", "concatenate"):
@@ -203,7 +202,7 @@ def _matmul(a: Shape, b: Shape) -> Op:
     return Op("matmul", (tuple(left), tuple(right)), tuple(kept), "each")
 
 
-def _product(op: Op, shards: Sequence[Tensor], local: Local) -> Tensor:
+def product(op: Op, shards: Sequence[Tensor], local: Local) -> Tensor:
     """The typed product of shards, which a trace sees. It was inferred, so the line is legal."""
     specs = [
         Spec("", tuple(zip(d, at.dims, strict=True)), at.unreduced)
@@ -222,7 +221,7 @@ def _sum(name: str, args, kwargs, labels, shape: Shape, after: Shape) -> tuple[O
     if name == "sum":
         return op, None
     count, keep = math.prod(shape[i] for i in dims), len(after) == len(shape) and bool(dims)
-    return op, lambda shards, local: shards[0].sum(dims, keepdim=keep) / count if dims else shards[0]
+    return op, lambda op, shards, local: shards[0].sum(dims, keepdim=keep) / count if dims else shards[0]
 
 
 def _kept(labels, dims, shape: Shape) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def test_shards_are_what_the_types_say():
             shards = [
                 x[spec_of(n).slices(tuple(x.shape), mesh, at)].contiguous() for x, n in zip(xs, needed, strict=True)
             ]
-            got[spec.slices(call.shape, mesh, at)] += call.run(shards, local) / copies
+            got[spec.slices(call.shape, mesh, at)] += call.run(call.op, shards, local) / copies
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
         compared += 1
     assert compared > 150

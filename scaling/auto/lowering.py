@@ -1,0 +1,176 @@
+"""A planned program: its steps as a listing in the notation, what they send, and how they run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from scaling.algebra.layouts import Layout
+from scaling.algebra.resharding import reshard
+from scaling.algebra.steps import COLLECTIVES, Step
+from scaling.auto.tracing import Graph
+from scaling.collectives.plans import run_step
+from scaling.explicit.array import Array
+from scaling.explicit.cheapest import sent
+from scaling.explicit.functions import LETTERS, Local
+from scaling.explicit.ops import Inferred, Op
+from scaling.spec import Spec
+
+Key = tuple[int, Layout]  # a value in one of the layouts that it is held in
+
+
+class Line(NamedTuple):
+    """One line: a collective (`step`), or a computation, by its text. `run(shards)` gives the shard of `made`."""
+
+    text: str
+    takes: tuple[Key, ...]
+    made: Key
+    run: Callable[[Sequence[Tensor]], Tensor]
+    step: Step | None = None
+    sizes: Mapping[str, int] = {}
+    itemsize: int = 0
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program with its collectives put in. `listing` is its text, `lines` its lines, `steps` its collectives."""
+
+    lines: tuple[Line, ...]
+    graph: Graph
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    mesh: object
+
+    @property
+    def listing(self) -> str:
+        return "\n".join(f"{number}. {line.text}" for number, line in enumerate(self.lines, 1))
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The collectives, in order."""
+        return tuple(line.step for line in self.lines if line.step is not None and line.step.op in COLLECTIVES)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends."""
+        return sum(line.step.wire_bytes(line.sizes, self.mesh, line.itemsize) for line in self.lines if line.step)
+
+    def run(self, arrays: Sequence[Array]) -> object:
+        """The tree of results, as arrays, from the arguments' arrays, which have the types asked for."""
+        held = dict(zip(self.inputs, (x.local for x in arrays), strict=True))
+        last = {key: number for number, line in enumerate(self.lines) for key in line.takes}
+        for number, line in enumerate(self.lines):
+            held[line.made] = line.run([held[key] for key in line.takes])
+            for key in line.takes:
+                if last[key] == number and key not in self.outputs:
+                    held.pop(key, None)
+        results = [Array(held[n, at], at, self.graph.nodes[n].shape, self.mesh) for n, at in self.outputs]
+        return tree_unflatten(results, self.graph.structure)
+
+
+def lower(
+    graph: Graph, names: Sequence[Spec], types: Sequence[Layout], outputs, chosen: Sequence[Inferred], mesh
+) -> Lowered:
+    """The lines of a plan. `names`: the arguments' names and dims; `types`: their layouts; `outputs`: Specs or None of
+    the results; `chosen`: what `plan` found."""
+    writer = Writer(graph, mesh)
+    for number, (spec, at) in enumerate(zip(names, types, strict=True)):
+        writer.specs[number] = spec
+        writer.held[number] = [at]
+    asked = {n: spec for n, spec in zip(graph.outputs, outputs, strict=True) if spec is not None and spec.name}
+    for number in range(len(names), len(graph.nodes)):
+        writer.compute(number, chosen[number - len(names)], asked.get(number))
+    ends = [
+        writer.bring(number, needed)
+        for number, ((needed,), _) in zip(graph.outputs, chosen[len(graph.nodes) - len(names) :], strict=True)
+    ]
+    inputs = tuple((number, at) for number, at in enumerate(types))
+    return Lowered(tuple(writer.lines), graph, inputs, tuple(ends), mesh)
+
+
+class Writer:
+    """Writes lines one by one: `specs` has each value's name and dims, `held` the layouts that it is held in."""
+
+    def __init__(self, graph: Graph, mesh):
+        self.graph, self.mesh = graph, mesh
+        self.lines: list[Line] = []
+        self.specs: dict[int, Spec] = {}
+        self.held: dict[int, list[Layout]] = {}
+
+    def typed(self, number: int, at: Layout, dims: Sequence[str] | None = None) -> Spec:
+        spec = self.specs[number]
+        return Spec(spec.name, tuple(zip(dims or spec.dim_names, at.dims, strict=True)), at.unreduced)
+
+    def bring(self, number: int, to: Layout) -> Key:
+        """The value in a layout, by collectives from the nearest one that it is held in."""
+        node = self.graph.nodes[number]
+        if to not in self.held[number]:
+            start = min(self.held[number], key=lambda at: sent(at, to, node.shape, node.dtype.itemsize, self.mesh))
+            now = (number, start)
+            for step in reshard(self.typed(number, start), self.typed(number, to), node.shape, self.mesh).steps:
+                after = (number, Layout(tuple(axes for _, axes in step.after.dims), step.after.unreduced))
+                named = dict(zip(step.after.dim_names, node.shape, strict=True))
+                run = partial(run_step, step, mesh=self.mesh)
+                self.lines.append(Line(str(step), (now,), after, run, step, named, node.dtype.itemsize))
+                now = after
+                if after[1] not in self.held[number]:
+                    self.held[number].append(after[1])
+        return number, to
+
+    def compute(self, number: int, chosen: Inferred, asked: Spec | None) -> None:
+        """A node: its operands are brought into their layouts first. `asked`: the name and dims that it is to have."""
+        node, (needed, result) = self.graph.nodes[number], chosen
+        takes = tuple(self.bring(n, at) for n, at in zip(node.operands, needed, strict=True))
+        if node.call is None:  # a type asked for: the same value
+            self.specs[number] = self.specs[node.operands[0]]
+            self.held[number] = [result]
+            self.lines.append(Line("", takes, (number, result), lambda shards: shards[0]))
+            self.lines[-1] = self.lines[-1]._replace(text=f"{self.typed(number, result)}: as asked for")
+            return
+        op, dims = node.call.op, [self.specs[n].dim_names for n in node.operands]
+        name = asked.name if asked else f"T{number - len([n for n in self.graph.nodes if not n.operands]) + 1}"
+        if isinstance(op, Op):
+            op, dims, own = renamed(op, dims)
+        else:
+            own = tuple(LETTERS[(8 + i) % 26] for i in range(len(node.shape)))
+        self.specs[number] = Spec(name, tuple((d, ()) for d in own))
+        self.held[number] = [result]
+        local = Local(needed, result, self.typed(number, result).local_shape(node.shape, self.mesh))
+        run = partial(node.call.run, op, local=local)
+        before = tuple(self.typed(n, at, d) for n, at, d in zip(node.operands, needed, dims, strict=True))
+        after = self.typed(number, result)
+        if node.call.flops:
+            text = str(Step("Einsum", (), before, after))
+        else:
+            text = f"{after} = {op.name}({', '.join(map(str, before))})"
+        self.lines.append(Line(text, takes, (number, result), run))
+
+
+def renamed(op: Op, dims: Sequence[Sequence[str]]) -> tuple[Op, list[tuple[str, ...]], tuple[str, ...]]:
+    """The operation with the dims' own names for its labels: (operation, names of each operand, of the result).
+
+    A label takes the name of the first dim that it stands for; two labels of one name are told apart by a number.
+    """
+    names: dict[str, str] = {}
+    for labels, own in zip(op.inputs, dims, strict=True):
+        for label, dim in zip(labels, own, strict=True):
+            if label is not None and label not in names:
+                names[label] = _free(dim, names.values())
+    for label in op.output:
+        names.setdefault(label, _free(label if label.isalpha() and len(label) == 1 else "One", names.values()))
+    written = []
+    for labels in op.inputs:
+        used = [names[d] for d in labels if d is not None]
+        written.append(tuple(names[d] if d is not None else _free("One", used) for d in labels))
+    after = tuple(names[d] for d in op.output)
+    inputs = tuple(tuple(None if d is None else names[d] for d in labels) for labels in op.inputs)
+    return op._replace(inputs=inputs, output=after, whole=tuple(names[d] for d in op.whole)), written, after
+
+
+def _free(name: str, used) -> str:
+    """The name, or with the first number that is not in use."""
+    used = set(used)
+    return next(n for n in (name, *(f"{name}{i}" for i in range(2, 100))) if n not in used)

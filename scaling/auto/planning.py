@@ -1,0 +1,208 @@
+"""The layouts of every value of a program that send the least bytes in all (Part 10, auto mode).
+
+A program is a list of stages: its operations, then its results' types. The stages are walked once. A state says in
+which layouts the values that are still needed are held; a stage leads from it to others, one for each way in which it
+is legal, and what it costs to reshard its operands is added. A value that was resharded is held in both layouts. Of
+states alike the cheapest is kept, by bytes sent, then work, then collectives.
+
+Where many values are alive there are too many states: the `BEAM` best are kept, by what they have sent and what each
+value still costs at the least, on its own (`Planner.later`, found backwards first).
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from scaling.algebra.layouts import Layout, Setting, arrangements, divides
+from scaling.algebra.resharding import shortest
+from scaling.auto.tracing import Graph, Node
+from scaling.explicit.cheapest import layouts, spec_of
+from scaling.explicit.ops import Illegal, Inferred, Op, Shape
+from scaling.spec import ShardingError
+
+BEAM = 200
+
+Held = frozenset  # layouts in which a value is held
+Cost = tuple[float, float, int]  # bytes sent by each device, work, collectives
+
+
+class Stage(NamedTuple):
+    """An operation: its operands and result (of a program's result, None) and the ways to compute it, with the work."""
+
+    operands: tuple[int, ...]
+    result: int | None
+    ways: list[tuple[Inferred, float]]
+
+
+class State(NamedTuple):
+    """What it took to come here, what is held, and the choice that led here from the state before."""
+
+    cost: Cost
+    held: tuple[tuple[int, Held], ...]
+    before: "State | None" = None
+    chosen: Inferred | None = None
+
+
+def plan(graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout | None], constraints, mesh) -> list[Inferred]:
+    """For each node after the arguments what its operands are resharded to and its result; then for each output.
+
+    `inputs`, `outputs`: their layouts; None is whichever sends the least, but not unreduced. `constraints`: {node:
+    layout}. Raises ShardingError if some operation is legal in no layout.
+    """
+    named = {axis for at in (*inputs, *outputs, *constraints.values()) if at is not None for axis in at.used}
+    axes = tuple(axis for axis, size in mesh.sizes.items() if size > 1 or axis in named)
+    stages = []
+    for number in range(len(inputs), len(graph.nodes)):
+        node = graph.nodes[number]
+        ways = _ways(graph, node, constraints.get(number), axes, mesh)
+        if not ways:
+            raise ShardingError(f"{node.call.op.name if node.call else 'reshard'}: legal in no layout on {mesh.sizes}")
+        stages.append(Stage(node.operands, number, ways))
+    for number, at in zip(graph.outputs, outputs, strict=True):
+        ends = layouts(graph.nodes[number].shape, mesh, axes) if at is None else [at]
+        stages.append(Stage((number,), None, [(((to,), to), 0.0) for to in ends]))
+    return Planner(graph, inputs, stages, axes, mesh).plan()
+
+
+class Planner:
+    """The search: `stages` in order, of a graph whose arguments have the layouts `inputs`."""
+
+    def __init__(self, graph: Graph, inputs: Sequence[Layout], stages: list[Stage], axes, mesh):
+        self.graph, self.inputs, self.stages, self.mesh = graph, inputs, stages, mesh
+        self.axes = tuple((axis, mesh.sizes[axis]) for axis in axes)
+        self.tables: dict[tuple[int, Layout], dict[Layout, float]] = {}
+        self.last = {n: i for i, stage in enumerate(stages) for n in stage.operands}
+        self.later: dict[int, dict[Layout, float]] = {}
+        for number in range(len(graph.nodes) - 1, len(inputs) - 1, -1):
+            every = layouts(graph.nodes[number].shape, mesh, axes, axes)
+            self.later[number] = dict.fromkeys(every, 0.0)
+            for stage in stages:
+                if number in stage.operands:
+                    self._look_back(number, stage)
+
+    def _look_back(self, number: int, stage: Stage) -> None:
+        """Raise what a value costs later to what this stage costs at the least; its other operands share the costs."""
+        sharing = len({n for n in stage.operands if n >= len(self.inputs)})
+        cheapest: dict[tuple[Layout, ...], float] = {}
+        for (needed, result), _ in stage.ways:
+            rest = 0.0 if stage.result is None else self.later[stage.result][result]
+            own = []
+            for n, to in zip(stage.operands, needed, strict=True):
+                if n == number:
+                    own.append(to)
+                elif n < len(self.inputs):
+                    rest += self.sent(n, self.inputs[n], to)
+            key = tuple(dict.fromkeys(own))
+            cheapest[key] = min(cheapest.get(key, math.inf), rest / sharing)
+        later = self.later[number]
+        for at, least in later.items():
+            costs = (sum(self.sent(number, at, to) for to in own) + rest for own, rest in cheapest.items())
+            later[at] = max(least, min(costs))
+
+    def sent(self, number: int, at: Layout, to: Layout) -> float:
+        """Bytes that each device sends to bring a value from a layout into another; inf where it cannot be."""
+        if (number, at) not in self.tables:
+            node, whole = self.graph.nodes[number], self.mesh.size()
+            nbytes = math.prod(node.shape) * node.dtype.itemsize
+            found = _distances(at, tuple(math.gcd(n, whole) for n in node.shape), self.axes)
+            self.tables[number, at] = {to: part * nbytes for to, part in found.items()}
+        return self.tables[number, at].get(to, math.inf)
+
+    def plan(self) -> list[Inferred]:
+        """The choice of every stage in the cheapest plan found."""
+        states = [State((0.0, 0.0, 0), tuple((i, Held({at})) for i, at in enumerate(self.inputs) if i in self.last))]
+        for number, stage in enumerate(self.stages):
+            states = sorted(self._after(states, number, stage), key=self._promise)[:BEAM]
+        chosen, state = [], states[0]
+        while state.before is not None:
+            chosen.append(state.chosen)
+            state = state.before
+        return chosen[::-1]
+
+    def _promise(self, state: State) -> tuple[float, Cost]:
+        """What a state has sent and will send at the least."""
+        later = sum(min(self.later[n][at] for at in held) for n, held in state.held if n in self.later)
+        return state.cost[0] + later, state.cost
+
+    def _after(self, states: Iterable[State], number: int, stage: Stage) -> Iterable[State]:
+        """The states after a stage, the cheapest of those alike."""
+        best: dict[tuple, State] = {}
+        outcomes: dict[tuple, list] = {}
+        for state in states:
+            held = dict(state.held)
+            own = tuple(held[n] for n in stage.operands)
+            rest = tuple((n, h) for n, h in state.held if n not in stage.operands)
+            if own not in outcomes:
+                outcomes[own] = self._outcomes(dict(zip(stage.operands, own, strict=True)), number, stage)
+            for cost, more, chosen in outcomes[own]:
+                key, reached = rest + more, tuple(map(sum, zip(state.cost, cost, strict=True)))
+                if key not in best or reached < best[key].cost:
+                    best[key] = State(reached, key, state, chosen)
+        return best.values()
+
+    def _outcomes(self, own: dict[int, Held], number: int, stage: Stage) -> list[tuple[Cost, tuple, Inferred]]:
+        """(cost, what is held then, choice) of a stage's ways from operands held so: the best of those alike."""
+        best: dict[tuple, tuple] = {}
+        for chosen, work in stage.ways:
+            nbytes, steps, held = 0.0, 0, dict(own)
+            for n, to in zip(stage.operands, chosen[0], strict=True):
+                if to not in held[n]:
+                    sent = min(self.sent(n, at, to) for at in held[n])
+                    nbytes, steps = nbytes + sent, steps + 1
+                    held[n] = held[n] | {to} if sent else held[n]
+            if stage.result in self.last:
+                held[stage.result] = Held({chosen[1]})
+            key = tuple((n, h) for n, h in held.items() if self.last[n] > number)
+            cost = nbytes, work, steps
+            if nbytes < math.inf and (key not in best or cost < best[key][0]):
+                best[key] = cost, key, chosen
+        return list(best.values())
+
+
+@lru_cache(maxsize=65536)
+def _distances(at: Layout, shape: Shape, axes: tuple[tuple[str, int], ...]) -> dict[Layout, float]:
+    """The part of an array that each device sends from a layout to every other."""
+    within = Setting(axes, True, tuple(axis for axis, _ in axes))
+    found = shortest({at: (0, 0, 0)}, spec_of(at), shape, 1, within)
+    return {layout: reached.key[0] / within.whole for layout, reached in found.items()}
+
+
+def _ways(graph: Graph, node: Node, constraint: Layout | None, axes, mesh) -> list[tuple[Inferred, float]]:
+    """Every way in which a node may be computed, with each device's work."""
+    if node.call is None:
+        return [(((constraint,), constraint), 0.0)]
+    shapes, op = [graph.nodes[n].shape for n in node.operands], node.call.op
+    found = {}
+    for operands in _operands(op, shapes, axes, mesh):
+        try:
+            needed, result = op.infer(operands, shapes, mesh.sizes)
+        except Illegal:
+            continue
+        if needed == tuple(operands) and divides(result, node.shape, mesh.sizes):
+            used = {axis for at in needed for axis in itertools.chain(*at.dims)}
+            found[needed, result] = (node.call.flops or math.prod(node.shape)) / mesh.size(used)
+    return list(found.items())
+
+
+def _operands(op, shapes: Sequence[Shape], axes, mesh) -> Iterable[tuple[Layout, ...]]:
+    """Layouts of the operands together, among which all legal ones are."""
+    if not isinstance(op, Op):
+        yield from ((at,) for at in layouts(shapes[0], mesh, axes, axes))
+        return
+    labels = tuple(dict.fromkeys(d for labels in op.inputs for d in labels if d is not None and d not in op.whole))
+    for split in arrangements(axes, len(labels)):
+        of, idle = dict(zip(labels, split, strict=True)), [a for a in axes if a not in itertools.chain(*split)]
+        dims = [tuple(of.get(d, ()) for d in own) for own in op.inputs]
+        if not all(divides(Layout(d), s, mesh.sizes) for d, s in zip(dims, shapes, strict=True)):
+            continue
+        for sums in itertools.product(*([None, *_carriers(op)] for _ in idle)):
+            partial = [tuple(a for a, c in zip(idle, sums, strict=True) if c and i in c) for i in range(len(dims))]
+            yield tuple(Layout(d, u) for d, u in zip(dims, map(tuple, map(sorted, partial)), strict=True))
+
+
+def _carriers(op: Op) -> list[tuple[int, ...]]:
+    """Which operands may be unreduced together over an axis."""
+    every = tuple(range(len(op.inputs)))
+    return {"each": [(i,) for i in every], "all": [every], "first": [(0,)], "": []}[op.linear]

@@ -1,0 +1,93 @@
+"""`jit`: a function of whole arrays and a few types, made into a program with collectives."""
+
+import re
+from collections.abc import Callable, Sequence
+
+from torch.utils._pytree import tree_flatten, tree_map
+
+from scaling.auto.lowering import Lowered, lower
+from scaling.auto.planning import plan
+from scaling.auto.tracing import trace
+from scaling.explicit.array import Array, array, read_type, reshard
+from scaling.explicit.functions import letters
+from scaling.spec import ShardingError, Spec, parse
+
+
+class Program:
+    """A function with its mesh and types. Called with tensors, which are whole, it returns whole ones; with `Array`s of
+    the types given, `Array`s of the types asked for. It is differentiated as the function is (`explicit.grad`)."""
+
+    def __init__(self, fn: Callable, mesh, in_types, out_types):
+        self.fn, self.mesh, self.in_types, self.out_types = fn, mesh, in_types, out_types
+        self._lowered: dict = {}
+
+    def lower(self, *args) -> Lowered:
+        """The program for arguments of these shapes: `.listing`, `.steps`, `.wire_bytes`. Meta tensors do."""
+        flat, structure = tree_flatten(args)
+        key = tuple((tuple(x.shape), x.dtype) for x in flat), str(structure)
+        if key not in self._lowered:
+            self._lowered[key] = self._lower(flat, structure)
+        return self._lowered[key]
+
+    def _lower(self, flat, structure) -> Lowered:
+        wanted, types = tree_flatten(self.in_types if isinstance(self.in_types, tuple) else (self.in_types,))
+        if types != structure and len(wanted) != len(flat):
+            raise ShardingError(
+                f"{len(flat)} arguments and {len(wanted)} in_types\n"
+                f"  rule: in_types is a tuple with a type, or a tree of types, for each argument"
+            )
+        layouts = [read_type(t, x.shape, self.mesh, x.dtype) for t, x in zip(wanted, flat, strict=True)]
+        names, first = [], 8
+        for number, (t, x) in enumerate(zip(wanted, flat, strict=True), 1):
+            names.append(named(t, letters(len(x.shape), first), f"x{number}"))
+            first += len(x.shape)
+        graph = trace(self.fn, flat, structure)
+        asked = tree_flatten(self.out_types, is_leaf=lambda t: t is None)[0]
+        if self.out_types is None:
+            asked = [None] * len(graph.outputs)
+        if len(asked) != len(graph.outputs):
+            raise ShardingError(
+                f"{len(graph.outputs)} results and {len(asked)} out_types\n"
+                f"  rule: out_types is a type for each result, in the same tree; None leaves one to the planner"
+            )
+        results = [graph.nodes[n] for n in graph.outputs]
+        ends = [
+            None if t is None else read_type(t, x.shape, self.mesh, x.dtype)
+            for t, x in zip(asked, results, strict=True)
+        ]
+        asked = [
+            None if t is None else named(t, letters(len(x.shape)), "") for t, x in zip(asked, results, strict=True)
+        ]
+        constraints = {
+            i: read_type(x.constraint, x.shape, self.mesh, x.dtype) for i, x in enumerate(graph.nodes) if x.constraint
+        }
+        chosen = plan(graph, layouts, ends, constraints, self.mesh)
+        return lower(graph, names, layouts, asked, chosen, self.mesh)
+
+    def __call__(self, *args):
+        lowered = self.lower(*args)
+        flat = tree_flatten(args)[0]
+        arrays = [
+            reshard(x, at) if isinstance(x, Array) else array(x, at, self.mesh)
+            for x, (_, at) in zip(flat, lowered.inputs, strict=True)
+        ]
+        result = lowered.run(arrays)
+        return result if any(isinstance(x, Array) for x in flat) else tree_map(Array.whole, result)
+
+
+def named(type: "str | Spec", dims: Sequence[str], name: str) -> Spec:
+    """The name and the dims' names that a type gives; of `[8_X, 2]`, whose dims have none, those given."""
+    text = str(type)
+    spec = None if re.search(r"[\[,]\s*\d", text) else parse(type)
+    own = text.partition("[")[0].strip() if spec is None else spec.name
+    return Spec(own or name, tuple((d, ()) for d in (dims if spec is None else spec.dim_names)))
+
+
+def jit(fn: Callable, mesh, in_types, out_types=None) -> Program:
+    """fn on whole arrays as a program with collectives, planned to send the least.
+
+    `in_types`: a type for each argument, or a tree of them; `out_types`: for the result, or a tree; None leaves it to
+    the planner. Types are `In[B_X, D_Y]` or `[8_X, 2_Y]`. Raises ShardingError where types do not fit, or where a
+    function is not known.
+    """
+    return Program(fn, mesh, in_types, out_types)

@@ -1,0 +1,99 @@
+"""A program on whole arrays as a list of operations: torch's functions seen while it runs on meta tensors.
+
+Nothing is computed and no sharding is known yet. What the program makes of its arguments by torch's functions,
+operators and methods becomes a node; `explicit.reshard` becomes a constraint.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from scaling.explicit.array import reshard
+from scaling.explicit.functions import Call, name_of, read
+from scaling.explicit.ops import Shape
+from scaling.spec import ShardingError
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value: an argument, the result of a `call`, or its operand in the type that a `constraint` says."""
+
+    shape: Shape
+    dtype: torch.dtype
+    operands: tuple[int, ...] = ()
+    call: Call | None = None
+    constraint: str = ""
+
+
+@dataclass
+class Graph:
+    """The nodes in order, arguments first; `outputs` are numbers of nodes, which `structure` puts together."""
+
+    nodes: list[Node] = field(default_factory=list)
+    outputs: tuple[int, ...] = ()
+    structure: object = None
+
+
+class Recording(TorchFunctionMode):
+    """Adds a node for every function that makes a tensor of tensors."""
+
+    def __init__(self, graph: Graph):
+        super().__init__()
+        self.graph, self.of, self.alive = graph, {}, []
+
+    def add(self, x: Tensor, node: Node) -> Tensor:
+        self.of[id(x)] = len(self.graph.nodes)
+        self.alive.append(x)
+        self.graph.nodes.append(node)
+        return x
+
+    def number(self, x: Tensor) -> int:
+        if id(x) not in self.of:
+            raise ShardingError(
+                f"a tensor of shape {tuple(x.shape)} that the program makes or finds by itself\n"
+                f"  rule: a program in auto mode knows arrays by its arguments\n  fix: give it as an argument"
+            )
+        return self.of[id(x)]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is reshard:
+            x, type = args
+            return self.add(x.clone(), Node(tuple(x.shape), x.dtype, (self.number(x),), None, str(type)))
+        if name_of(func) in SHAPE_ONLY.split() or not any(_is_array(x) for x in tree_flatten((args, kwargs))[0]):
+            return func(*args, **kwargs)
+        call = read(func, args, kwargs, _is_array)
+        operands = tuple(self.number(x) for x in call.operands)
+        result = torch.empty(call.shape, dtype=call.dtype, device="meta")
+        return self.add(result, Node(call.shape, call.dtype, operands, call))
+
+
+SHAPE_ONLY = (
+    "shape dtype device ndim layout requires_grad is_meta size dim numel len stride is_floating_point is_complex "
+    "is_contiguous names grad_fn is_leaf element_size itemsize nbytes format repr"
+)
+
+
+def _is_array(x) -> bool:
+    return isinstance(x, Tensor) and (x.is_meta or x.dim() > 0)
+
+
+def trace(fn: Callable, flat: Sequence, structure) -> Graph:
+    """The graph of fn on arguments of these shapes and dtypes: `flat` leaves of a tree of this structure."""
+    graph = Graph()
+    recording = Recording(graph)
+    metas = []
+    for x in flat:
+        meta = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+        metas.append(recording.add(meta, Node(tuple(x.shape), x.dtype)))
+    with recording:
+        result = fn(*tree_unflatten(metas, structure))
+    leaves, graph.structure = tree_flatten(result)
+    if not all(isinstance(x, Tensor) for x in leaves):
+        raise ShardingError("a program in auto mode returns tensors, or a tree of them")
+    graph.outputs = tuple(recording.number(x) for x in leaves)
+    return graph
