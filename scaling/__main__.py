@@ -7,6 +7,8 @@ from scaling import __version__
 from scaling.console import command
 
 TOOLS = {  # word -> (module, what it does)
+    "generate": ("scaling.generate", "text from a model or a training run"),
+    "serve": ("scaling.serve.__main__", "a file of requests, by continuous batching"),
     "show": ("scaling.show", "which device holds which block; pipeline schedules"),
     "check": ("scaling.check", "the types of every line of Python files, without running them"),
     "plan": ("scaling.plan.__main__", "the mesh to train a model on, and why; `plan guide` for a few GPUs"),

@@ -29,7 +29,9 @@ ROOMS = [  # each imports only from those before it
     {"optim", "data"},
     {"models"},
     {"strategies", "auto", "profile"},
-    {"train", "serve", "generate"},
+    {"train"},
+    {"serve"},
+    {"generate"},
     {"plan", "show"},
     {"measure"},
     {"book"},
@@ -45,6 +47,7 @@ OPTIONAL = {
     "nbclient",
     "nbformat",
     "IPython",
+    "jinja2",
 }  # extras of pyproject.toml
 INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",

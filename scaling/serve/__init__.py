@@ -11,6 +11,7 @@ imported without it.
     states, policies, pages, scheduler                     the engine's state machine, without torch
     simulate, engine                                       a trace of requests in time: modelled, and computed
     invariant                                              prefill and decode whose bits no batch changes
+    text, loading                                          for the commands `generate` and `serve`
 """
 
 import importlib

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.serve import invariant, scheduler
 from scaling.serve.cache import init_cache
@@ -19,6 +20,7 @@ from scaling.serve.sampling import Sampling, sample
 from scaling.serve.simulate import Served, drive
 from scaling.serve.states import Move, Options, Request, Run, Work
 from scaling.serve.step import decode, prefill
+from scaling.spec import Spec
 
 
 class Draw(NamedTuple):
@@ -65,7 +67,15 @@ class Engine:
         tokens = self._move(action) if isinstance(action, Move) else self._run(action)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.perf_counter() - start, tokens
+        return self._agreed(time.perf_counter() - start), tokens
+
+    def _agreed(self, seconds: float) -> float:
+        """The mean over the mesh: all ranks have the same clock, and so the same steps."""
+        if self.mesh is None or self.mesh.size() == 1:
+            return seconds
+        spec = Spec("t", (), tuple(sorted(self.mesh.sizes)))
+        total = unshard(str(spec), torch.tensor(seconds, dtype=torch.float64, device=self.device), self.mesh)
+        return float(total) / self.mesh.size()
 
     def _move(self, move: Move) -> dict[int, int]:
         """The pages of a prompt, from the pool of the worker that prefills to the other's."""

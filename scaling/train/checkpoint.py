@@ -71,12 +71,15 @@ def save(
 _writer = ThreadPoolExecutor(1, "checkpoint")  # writes in the order in which they were asked for
 
 
-def load(folder, specs, mesh, step: int | None = None, *, places: Places = IN_ORDER) -> tuple[Any, int]:
+def load(
+    folder, specs, mesh, step: int | None = None, *, places: Places = IN_ORDER, among: bool = False
+) -> tuple[Any, int]:
     """(state, step): the tree of `specs`, each leaf this rank's shard on the mesh's device; ints and strings as saved.
 
     `step` None: the latest complete one. The mesh and the types may be others than those that were saved, the leaves
-    and their whole shapes may not. `places` as in `save`, of this mesh. FileNotFoundError if there is no such step;
-    ValueError that names the leaf, or the file, that is missing, misshaped or damaged.
+    and their whole shapes may not. `places` as in `save`, of this mesh. `among`: the checkpoint may hold more, which
+    is not read, such as the optimizer's state beside params. FileNotFoundError if there is no such step; ValueError
+    that names the leaf, or the file, that is missing, misshaped or damaged.
     """
     path = Path(folder) / name(latest(folder) if step is None else step)
     if not (path / "index.json").is_file():
@@ -88,7 +91,7 @@ def load(folder, specs, mesh, step: int | None = None, *, places: Places = IN_OR
         if where not in saved:
             raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(saved)[:4])}, ...")
         found.append(assembled(where, saved[where], parse(text), mesh, places, partial(block, path, files)))
-    if extra := sorted(set(saved) - set(tree.named_leaves(specs, "state"))):
+    if not among and (extra := sorted(set(saved) - set(tree.named_leaves(specs, "state")))):
         raise ValueError(f"{path}: holds {extra[0]}, which the state to be loaded does not have")
     leaves = iter(found)
     return _with_values(tree.map(lambda _: next(leaves), specs), values), index["step"]

@@ -1,0 +1,140 @@
+"""`python -m scaling.generate --model FOLDER --prompt TEXT --max-new-tokens 64`: text from a model.
+
+FOLDER is a Hugging Face model or the --out of `scaling.train`. The text is written as it comes, whole characters only.
+With --mesh Y=4 the ranks of the mesh are started here, or are torchrun's.
+"""
+
+import argparse
+import math
+import os
+import sys
+
+from scaling import launch
+from scaling.console import SEEDS, command, integer, number
+from scaling.mesh import AbstractMesh
+from scaling.serve.generation import Token, score, stream
+from scaling.serve.loading import DTYPES, available, check_fits, config_of, params_of
+from scaling.serve.sampling import Sampling
+from scaling.serve.text import Stream, chat, ends_of, tokenizer_of
+from scaling.serve.types import FORMS, specs
+from scaling.sizes import parse_mesh
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scaling.generate", description=(__doc__ or "").partition(": ")[2])
+    add_model(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", help="the text to go on from; - reads it from the standard input")
+    what.add_argument("--prompt-ids", metavar="IDS", help="the same as token ids, 5,17,3: ids are printed then")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, in the chat template")
+    parser.add_argument("--max-new-tokens", type=integer(0), default=64, help="(default 64)")
+    parser.add_argument("--temperature", type=number(0, 1e6), default=0.0, help="0 is greedy (default 0)")
+    parser.add_argument("--top-k", type=integer(1), help="draw from the k likeliest tokens")
+    parser.add_argument("--top-p", type=number(1e-9, 1), help="draw from the likeliest that have p together")
+    parser.add_argument("--min-p", type=number(0, 1), help="draw from those p times as likely as the likeliest")
+    parser.add_argument("--seed", type=integer(0, SEEDS), default=0)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
+    parser.add_argument("--draft", metavar="FOLDER", help='a smaller model that proposes tokens, or "ngram"')
+    parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
+    parser.add_argument("--logprobs", action="store_true", help="then each new token's log-probability, in nats")
+    parser.add_argument("--score", action="store_true", help="no new text: the prompt's tokens' log-probabilities")
+    return parser.parse_args(argv)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is served, and where."""
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or a training run's")
+    parser.add_argument("--mesh", default="Y=1", help="axes and sizes, Y=4 splits heads (default Y=1)")
+    parser.add_argument("--form", default="heads", choices=FORMS, help="how a mesh is used (default heads)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="of params and cache (default fp32)")
+    parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
+
+
+def run(mesh, args, config, tokenizer, prompt: list[int], how: Sampling, ends: tuple[int, ...]) -> None:
+    """On every rank; rank 0 prints."""
+    dtype = DTYPES[args.dtype]
+    params = params_of(args.model, config, mesh, dtype, args.form)
+    first = mesh.rank == 0
+    if args.score:
+        logprobs = score(params, [prompt], config, mesh=mesh, form=args.form)[0]
+        if first:
+            scored = [Token(0, id, p) for id, p in zip(prompt[1:], logprobs, strict=True)]
+            print("\n".join([*table(scored, tokenizer), summary(logprobs)]))
+        return
+    draft = args.draft
+    if draft not in (None, "ngram"):
+        small = config_of(draft)
+        draft = params_of(args.draft, small, mesh, dtype, args.form), small
+    text, tokens = Stream(tokenizer, args.stop), []
+    for step in stream(
+        params, [prompt], config, args.max_new_tokens, how,
+        seed=args.seed, stop=ends, mesh=mesh, draft=draft, proposals=args.proposals, form=args.form,
+    ):  # fmt: skip
+        for token in step:
+            if text.stopped:
+                break
+            tokens.append(token)
+            new = f"{token.id} " if args.prompt_ids else "" if token.id in ends else text.push(token.id)
+            if first:
+                print(new, end="", flush=True)
+        if text.stopped:
+            break
+    if first:
+        print("" if args.prompt_ids else text.rest())
+        if args.logprobs:
+            print("\n".join([*table(tokens, tokenizer), summary([token.logprob for token in tokens])]))
+
+
+def table(tokens: list[Token], tokenizer) -> list[str]:
+    return [f"{token.logprob:10.4f}  {token.id:>7}  {tokenizer.decode([token.id])!r}" for token in tokens]
+
+
+def summary(logprobs: list[float]) -> str:
+    """The mean over the tokens, and e to minus it."""
+    if not logprobs:
+        return "no token to score"
+    mean = sum(logprobs) / len(logprobs)
+    return f"{sum(logprobs):10.4f}  over {len(logprobs)} tokens; perplexity {math.exp(-mean):.4g}"
+
+
+def prompt_of(args, tokenizer) -> list[int]:
+    if args.prompt_ids:
+        try:
+            return [int(part) for part in args.prompt_ids.split(",")]
+        except ValueError:
+            raise ValueError(f"--prompt-ids {args.prompt_ids!r}: whole numbers, 5,17,3") from None
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    ids = tokenizer.encode(chat(args.model, [{"role": "user", "content": text}]) if args.chat else text)
+    if not ids:
+        raise ValueError("the prompt is empty\n  fix: give at least one token")
+    return ids
+
+
+def main(argv=None) -> int:
+    args = arguments(argv)
+    try:
+        sizes, config, tokenizer = parse_mesh(args.mesh), config_of(args.model), tokenizer_of(args.model)
+        how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+        specs(config, AbstractMesh(sizes), form=args.form)
+        prompt = prompt_of(args, tokenizer)
+        memory = args.memory or available(args.device, AbstractMesh(sizes).size())
+        length = len(prompt) + (0 if args.score else args.max_new_tokens)
+        check_fits(config, sizes, 1, length, DTYPES[args.dtype], memory, args.form)
+        ends = () if args.ignore_eos else ends_of(args.model)
+        work = run, sizes, args, config, tokenizer, prompt, how, ends
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            launch.start(*work, device=args.device)
+        else:
+            launch.run(*work, device=args.device)
+        return 0
+    except launch.RankError as error:
+        print(f"RankError: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

@@ -1,0 +1,198 @@
+"""`python -m scaling.serve --model FOLDER --input REQUESTS --output COMPLETIONS`: serve a file of requests.
+
+Each line of the input is a JSON object: "prompt" (text) or "ids", and as wanted "id", "max_new_tokens", "temperature",
+"top_k", "top_p", "min_p", "seed", "stop" (texts) and "arrival" (seconds). Each line of the output is one request's
+completion with its times; a line that cannot be served is named there, and the rest is served.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scaling import launch
+from scaling.console import command, integer, output
+from scaling.mesh import AbstractMesh
+from scaling.serve.engine import Draw, serve
+from scaling.serve.loading import DTYPES, available, check_fits, config_of, params_of
+from scaling.serve.policies import POLICIES
+from scaling.serve.sampling import SEEDS, Sampling, request_seeds
+from scaling.serve.simulate import Served, Times
+from scaling.serve.states import Options, Request
+from scaling.serve.text import Stream, ends_of, tokenizer_of
+from scaling.serve.types import specs
+from scaling.sizes import parse_mesh
+
+KNOWN = ("id", "prompt", "ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "arrival")
+
+
+class Line(NamedTuple):
+    """A request of the file: `number` is its line, `name` its "id" or that number."""
+
+    number: int
+    name: Any
+    arrival: float
+    request: Request
+    draw: Draw
+    stops: tuple[str, ...]
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scaling.serve", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or a training run's")
+    parser.add_argument("--input", required=True, metavar="FILE", help="requests, a JSON object a line; - reads stdin")
+    parser.add_argument("--output", required=True, metavar="FILE", type=output, help="completions, a line each")
+    parser.add_argument("--mesh", default="Y=1", help="axes and sizes, Y=4 splits heads (default Y=1)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="of params and cache (default fp32)")
+    parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
+    parser.add_argument("--policy", default="chunked", choices=[*POLICIES], help="(default chunked)")
+    parser.add_argument("--slots", type=integer(1), default=8, help="requests at once (default 8)")
+    parser.add_argument("--budget", type=integer(1), default=64, help="tokens a step, chunked (default 64)")
+    parser.add_argument("--page", type=integer(1), default=16, help="tokens a page of the cache (default 16)")
+    parser.add_argument("--pages", type=integer(1), help="of the cache (default: so that the longest requests fit)")
+    parser.add_argument("--no-prefix", action="store_true", help="do not share the pages of equal prefixes")
+    parser.add_argument("--batch-invariant", action="store_true", help="the same bits whatever runs beside a request")
+    parser.add_argument("--max-new-tokens", type=integer(1), default=64, help="where a line says none (default 64)")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
+    return parser.parse_args(argv)
+
+
+def read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> Line:
+    """The request of a line. ValueError that says what is wrong with it."""
+    table = json.loads(text)
+    if not isinstance(table, dict):
+        raise ValueError("not a JSON object")
+    if unknown := sorted(set(table) - set(KNOWN)):
+        raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(KNOWN)}")
+    if ("prompt" in table) == ("ids" in table):
+        raise ValueError('one of "prompt" and "ids" is needed')
+
+    def whole(name: str, default: int, least: int, top: int) -> int:
+        value = table.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= top:
+            raise ValueError(f"{name}={value!r} is no whole number from {least} to {top}")
+        return value
+
+    def real(name: str, default: float | None) -> Any:
+        value = table.get(name, default)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise ValueError(f"{name}={value!r} is no number")
+        return value
+
+    ids, stops = table.get("ids"), table.get("stop", [])
+    if ids is None:
+        if not isinstance(table["prompt"], str):
+            raise ValueError(f"prompt={table['prompt']!r:.40} is no text")
+        ids = tokenizer.encode(table["prompt"])
+    if not isinstance(ids, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
+        raise ValueError("ids is no list of whole numbers")
+    if not ids:
+        raise ValueError("an empty prompt")
+    if wrong := [t for t in ids if not 0 <= t < V]:
+        raise ValueError(f"token {wrong[0]} lies outside the vocabulary, 0..{V - 1}")
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError("stop is no list of texts")
+    top_k = whole("top_k", 0, 1, 1 << 40) if table.get("top_k") is not None else None
+    how = Sampling(real("temperature", 0.0), top_k, real("top_p", None), real("min_p", None))
+    seed = request_seeds([ids], whole("seed", 0, 0, SEEDS - 1))[0]
+    arrival = real("arrival", 0.0)
+    if not 0 <= arrival < math.inf:
+        raise ValueError(f"arrival={arrival!r} is no time from 0 on")
+    request = Request(number, tuple(ids), whole("max_new_tokens", most, 1, 10**9), frozenset(ends))
+    return Line(number, table.get("id", number), float(arrival), request, Draw(how, seed), tuple(stops))
+
+
+def read(text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> tuple[list[Line], list[dict]]:
+    """(the requests, what is wrong with the other lines): lines are numbered from 1, empty ones are left out."""
+    lines, bad = [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                lines.append(read_line(number, line, tokenizer, V, ends, most))
+            except (ValueError, TypeError, RecursionError) as error:
+                bad.append({"line": number, "error": str(error).splitlines()[0]})
+    return lines, bad
+
+
+def run(mesh, args, config, tokenizer, lines: list[Line], options: Options) -> Served:
+    """On every rank."""
+    params = params_of(args.model, config, mesh, DTYPES[args.dtype])
+    streams = {line.number: Stream(tokenizer, line.stops) for line in lines if line.stops}
+
+    def on_token(id: int, token: int) -> bool:
+        if id not in streams:
+            return False
+        streams[id].push(token)
+        return streams[id].stopped
+
+    return serve(
+        params, config, [(line.arrival, line.request) for line in lines], options,
+        {line.number: line.draw for line in lines}, on_token=on_token, batch_invariant=args.batch_invariant,
+        mesh=mesh if mesh.size() > 1 else None,
+    )  # fmt: skip
+
+
+def completion(line: Line, times: Times, tokenizer, ends: tuple[int, ...]) -> dict:
+    """A line of the output. Times are seconds from the request's arrival."""
+    if times.reason.startswith("refused"):
+        return {"line": line.number, "id": line.name, "error": times.reason}
+    ids, text = list(times.tokens), Stream(tokenizer, line.stops)
+    told = "".join(text.push(id) for id in (ids[:-1] if ids and ids[-1] in ends else ids)) + text.rest()
+    late = {"ttft": times.ttft, "tpot": times.tpot, "seconds": times.end - times.arrival}
+    late = {name: None if math.isnan(value) else round(value, 6) for name, value in late.items()}
+    return {
+        "id": line.name, "text": told, "ids": ids, "reason": times.reason, "prompt_tokens": len(line.request.prompt),
+        "cached_tokens": times.cached, "preempted": times.preempted, "arrival": line.arrival, **late,
+    }  # fmt: skip
+
+
+def main(argv=None) -> int:
+    args = arguments(argv)
+    try:
+        sizes, config, tokenizer = parse_mesh(args.mesh), config_of(args.model), tokenizer_of(args.model)
+        specs(config, AbstractMesh(sizes))
+        ends = () if args.ignore_eos else ends_of(args.model)
+        text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
+        lines, bad = read(text, tokenizer, config.V, ends, args.max_new_tokens)
+        if not lines and not bad:
+            raise ValueError(f"{args.input}: holds no request")
+        longest = max((len(x.request.prompt) + x.request.max_new_tokens for x in lines), default=1)
+        pages = args.pages or -(-longest // args.page) * min(args.slots, max(1, len(lines)))
+        options = Options(pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix)
+        memory = args.memory or available(args.device, AbstractMesh(sizes).size())
+        pools = 2 if args.policy == "disaggregated" else 1
+        check_fits(config, sizes, 1, pools * pages * args.page, DTYPES[args.dtype], memory)
+        served = Served((), {})
+        if lines:
+            work = run, sizes, args, config, tokenizer, lines, options
+            torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
+            served = launch.start(*work, device=args.device) if torchrun else launch.run(*work, device=args.device)[0]
+        if int(os.environ.get("RANK", 0)) == 0:
+            report(args, lines, bad, served, tokenizer, ends)
+        return 0
+    except launch.RankError as error:
+        print(f"RankError: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return 1
+
+
+def report(args, lines: list[Line], bad: list[dict], served: Served, tokenizer, ends: tuple[int, ...]) -> None:
+    rows = {line.number: completion(line, served.requests[line.number], tokenizer, ends) for line in lines}
+    rows |= {row["line"]: row for row in bad}
+    Path(args.output).write_text("".join(json.dumps(rows[n], ensure_ascii=False) + "\n" for n in sorted(rows)))
+    for row in rows.values():
+        if "error" in row:
+            print(f"{args.input}: line {row['line']}: {row['error']}", file=sys.stderr)
+    ms = {name: 1e3 * served.percentile(name, 50) for name in ("ttft", "tpot")}
+    print(f"{sum('error' not in row for row in rows.values())} of {len(rows)} served in {served.seconds:.3f} s, "
+          f"{served.throughput:.4g} tokens/s; median TTFT {ms['ttft']:.4g} ms, TPOT {ms['tpot']:.4g} ms")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

@@ -1,0 +1,131 @@
+"""Text to token ids and back: bytes, or a Hugging Face folder's tokenizer; streamed, stopped and put into a chat.
+
+Needs tokenizers for a tokenizer.json and jinja2 for a chat template, both of the extra `hf`.
+"""
+
+import codecs
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BROKEN = "\ufffd"  # what stands for bytes that are no whole character
+
+
+class Bytes:
+    """Each byte of UTF-8 text is a token; ids from 256 on stand for nothing."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(id for id in ids if id < 256).decode(errors="replace")
+
+    def reader(self) -> "codecs.IncrementalDecoder | None":
+        """What decodes ids one by one, where that can be done without looking back."""
+        return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
+class Vocabulary:
+    """The tokenizer.json of a folder. Special tokens are written by nobody and read as ids."""
+
+    def __init__(self, folder: Path):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ValueError(f"{folder}: its tokenizer.json needs tokenizers\n  fix: pip install tokenizers") from None
+        self.model = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def encode(self, text: str) -> list[int]:
+        return self.model.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.model.decode(list(ids))
+
+    def reader(self) -> None:
+        return None
+
+
+class Stream:
+    """Ids in, text out as soon as it is certain: whole characters, and nothing that may be the start of a stop string.
+
+    `push(id)` and, at the end, `rest()` give the text that has become certain. `stopped`: a stop string has come; the
+    text ends before it.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
+        self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
+        self.reader, self.ids = tokenizer.reader(), []
+        self.read = self.held = ""  # text of the ids so far; what of it is not given yet
+        self.stopped = False
+
+    def push(self, id: int) -> str:
+        if self.stopped:
+            return ""
+        if self.reader is not None:
+            self.held += self.reader.decode(bytes([id]) if id < 256 else b"")
+        else:
+            self.ids.append(id)
+            text = self.tokenizer.decode(self.ids)
+            if text.endswith(BROKEN) or not text.startswith(self.read):
+                return ""
+            self.held += text[len(self.read) :]
+            self.read = text
+        return self._certain()
+
+    def rest(self) -> str:
+        if self.stopped:
+            return ""
+        if self.reader is not None:
+            self.held += self.reader.decode(b"", final=True)
+        else:
+            self.held += self.tokenizer.decode(self.ids)[len(self.read) :]
+        return self._certain(end=True)
+
+    def _certain(self, end: bool = False) -> str:
+        if found := [at for at in (self.held.find(stop) for stop in self.stops) if at >= 0]:
+            self.stopped = True
+            given, self.held = self.held[: min(found)], ""
+            return given
+        most = 0
+        if not end:
+            starts = (stop[:n] for stop in self.stops for n in range(1, len(stop)))
+            most = max((len(start) for start in starts if self.held.endswith(start)), default=0)
+        cut = len(self.held) - most
+        given, self.held = self.held[:cut], self.held[cut:]
+        return given
+
+
+def tokenizer_of(folder: "str | Path") -> Any:
+    """The tokenizer of a folder: its tokenizer.json, or bytes where there is none."""
+    folder = Path(folder)
+    return Vocabulary(folder) if (folder / "tokenizer.json").is_file() else Bytes()
+
+
+def ends_of(folder: "str | Path") -> tuple[int, ...]:
+    """The ids that end a text (eos), by generation_config.json or config.json; none if they name none."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def chat(folder: "str | Path", messages: Sequence[dict[str, str]]) -> str:
+    """The messages [{"role": "user", "content": ...}] as the folder's chat template writes them, up to the answer."""
+    folder = Path(folder)
+    table = folder / "tokenizer_config.json"
+    options = json.loads(table.read_text()) if table.is_file() else {}
+    file = folder / "chat_template.jinja"
+    template = file.read_text() if file.is_file() else options.get("chat_template")
+    if not isinstance(template, str):
+        raise ValueError(f"{folder}: has no chat template\n  fix: give a plain prompt")
+    try:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise ValueError("a chat template needs jinja2\n  fix: pip install jinja2") from None
+    text = {name: options[name] for name in ("bos_token", "eos_token") if name in options}
+    text = {name: token["content"] if isinstance(token, dict) else token for name, token in text.items()}
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template).render(messages=list(messages), add_generation_prompt=True, **text)

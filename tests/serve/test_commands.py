@@ -1,0 +1,173 @@
+"""`python -m scaling.generate` and `python -m scaling.serve`, in this process; text as it is streamed."""
+
+import json
+
+import pytest
+import torch
+
+from scaling import __main__, generate, serve
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.models import hf, transformer
+from scaling.serve import __main__ as batch
+from scaling.serve import loading
+from scaling.serve.text import Bytes, Stream, chat, ends_of
+from scaling.train import checkpoint
+
+CONFIG = Config("tiny", L=1, D=16, F=24, N=4, K=2, H=4, V=256)
+params = transformer.init(CONFIG, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    hf.save(path, CONFIG, params)
+    return path
+
+
+def test_a_character_is_never_split():
+    text, stream = "aß€𝄞!", Stream(Bytes())
+    pieces = [stream.push(byte) for byte in text.encode()]
+    assert "".join(pieces) == text
+    assert set("".join(pieces)) == {piece for piece in pieces if piece}
+    half = Stream(Bytes())
+    assert [half.push(byte) for byte in "€".encode()[:2]] == ["", ""]
+    assert half.rest() == "\ufffd"
+
+
+class Pairs:
+    """A tokenizer whose tokens are bytes, decoded only together, as Hugging Face's are."""
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+    def reader(self):
+        return None
+
+
+def test_a_tokenizer_that_looks_back():
+    stream = Stream(Pairs(), ["!?"])
+    assert [stream.push(b) for b in "é!a!?b".encode()] == ["", "é", "", "!a", "", "", ""]
+    assert stream.stopped
+    assert stream.rest() == ""
+
+
+def test_stop_strings_over_several_tokens():
+    stream = Stream(Bytes(), ["END", "xx"])
+    assert "".join(stream.push(b) for b in b"aE xEN xENDb") == "aE xEN x"
+    assert stream.stopped
+    open_ended = Stream(Bytes(), ["END"])
+    assert "".join(open_ended.push(b) for b in b"abEN") == "ab"
+    assert open_ended.rest() == "EN"
+
+
+def test_generate_says_what_the_model_says(folder, capsys):
+    prompt = list(b"ab")
+    wanted = serve.generate(params, [prompt], CONFIG, 5)[0]
+    options = ["--model", str(folder), "--max-new-tokens", "5"]
+    assert generate.main([*options, "--prompt-ids", "97,98"]) == 0
+    assert [int(id) for id in capsys.readouterr().out.split()] == wanted
+    assert __main__.main(["generate", *options, "--prompt", "ab", "--logprobs", "--draft", "ngram"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(bytes(wanted).decode(errors="replace"))
+    assert "over 5 tokens; perplexity" in out
+    assert generate.main([*options, "--prompt", "abc", "--score"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [float(line.split()[0]) for line in lines[:2]] == pytest.approx(
+        serve.score(params, [list(b"abc")], CONFIG)[0], abs=1e-4
+    )
+
+
+def test_generate_from_a_training_run(folder, tmp_path, capsys):
+    """A checkpoint holds the optimizer's state as well, which is not read."""
+    config = Config("bytes", L=1, D=16, F=24, N=4, K=2, H=4, V=256)
+    (tmp_path / "model.json").write_text(json.dumps({x: getattr(config, x) for x in "LDFNKHV"}))
+    (tmp_path / "run.toml").write_text(f"model = {json.dumps(str(tmp_path / 'model.json'))}\n")
+    specs = transformer.specs_of(config)
+    state = {"params": params, "optimizer": {"mu": params}}
+    checkpoint.save(tmp_path, state, {"params": specs, "optimizer": {"mu": specs}}, AbstractMesh({}), 7)
+    assert generate.main(["--model", str(tmp_path), "--prompt-ids", "1,2", "--max-new-tokens", "4"]) == 0
+    wanted = serve.generate(params, [[1, 2]], config, 4)[0]
+    assert [int(id) for id in capsys.readouterr().out.split()] == wanted
+
+
+def test_what_does_not_fit_is_refused_beforehand(folder, capsys):
+    weights = sum(p.nbytes for p in transformer.tree.leaves(params))
+    room = weights + 100 * 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4
+    options = ["--model", str(folder), "--prompt", "ab", "--memory", str(room), "--max-new-tokens"]
+    assert generate.main([*options, "99"]) == 1
+    assert "at most 100 tokens with the completion fit" in capsys.readouterr().err
+    assert generate.main([*options, "98"]) == 0
+    with pytest.raises(ValueError, match="a larger mesh"):
+        loading.check_fits(CONFIG, {"Y": 1}, 1, 10, torch.float32, weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--prompt", ""], "the prompt is empty"), (["--prompt-ids", "1,x"], "whole numbers"),
+        (["--prompt-ids", "256"], "token 256"), (["--prompt", "a", "--chat"], "no chat template"),
+        (["--prompt", "a", "--mesh", "X=2"], "mesh axis X"), (["--prompt", "a", "--draft", "nowhere"], "neither"),
+    ],
+)  # fmt: skip
+def test_generate_refuses(folder, options, named, capsys):
+    assert generate.main(["--model", str(folder), *options]) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_ends_and_chat_templates(tmp_path):
+    assert ends_of(tmp_path) == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    assert ends_of(tmp_path) == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert ends_of(tmp_path) == (2, 5)
+    pytest.importorskip("jinja2")
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    table = {"chat_template": template, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(table))
+    assert chat(tmp_path, [{"role": "user", "content": "hi"}]) == "<s>[user]hi[assistant]"
+
+
+def test_serve_a_file(folder, tmp_path, capsys):
+    """Good lines are served, each bad one is named by its number."""
+    good = [
+        {"prompt": "hello"}, {"id": "x", "ids": [1, 2, 3], "max_new_tokens": 3}, {"prompt": "hello", "arrival": 0.01},
+        {"prompt": "ab", "temperature": 1.0, "top_k": 9, "seed": 4, "max_new_tokens": 6},
+    ]  # fmt: skip
+    bad = [
+        "{", "[]", "{}", '{"prompt": ""}', '{"prompt": 5}', '{"ids": [256]}', '{"ids": [1], "prompt": "a"}',
+        '{"prompt": "a", "top_p": 0}', '{"prompt": "a", "max_new_tokens": 0}', '{"prompt": "a", "size": 1}',
+        '{"prompt": "a", "stop": [1]}', '{"prompt": "a", "arrival": -1}', '{"prompt": "a", "temperature": "x"}',
+    ]  # fmt: skip
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([*bad[:3], "", *map(json.dumps, good), *bad[3:]]))
+    options = ["--model", str(folder), "--input", str(source), "--output", str(target), "--max-new-tokens", "8"]
+    assert __main__.main(["serve", *options]) == 0
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["line"] for row in rows if "error" in row] == [1, 2, 3, *range(9, 19)]
+    said = capsys.readouterr().err
+    for what in ("line 1: Expecting", "line 2: not a JSON object", "line 3: one of", "line 11: token 256", "top_p=0"):
+        assert what in said
+    served = {row["id"]: row for row in rows if "error" not in row}
+    assert list(served) == [5, "x", 7, 8]
+    assert served[5]["ids"] == served[7]["ids"] == serve.generate(params, [list(b"hello")], CONFIG, 8)[0]
+    assert served["x"]["ids"] == serve.generate(params, [[1, 2, 3]], CONFIG, 3)[0]
+    assert served[8]["ids"] == serve.generate(params, [list(b"ab")], CONFIG, 6, temperature=1.0, top_k=9, seed=4)[0]
+    assert served[5]["reason"] == "length"
+    assert served[5]["ttft"] > 0
+    stop = bytes(served[5]["ids"]).decode(errors="replace")[2]
+    source.write_text(json.dumps({"prompt": "hello", "stop": stop}))
+    assert batch.main([*options, "--batch-invariant", "--policy", "static"]) == 0
+    row = json.loads(target.read_text())
+    assert row["reason"] == "stop"
+    assert stop not in row["text"]
+
+
+def test_requests_that_do_not_fit_the_pages_are_refused_alone(folder, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "aaaaaaaaaaaa"}\n{"prompt": "a"}\n')
+    options = ["--model", str(folder), "--input", str(source), "--output", str(target), "--max-new-tokens", "3"]
+    assert batch.main([*options, "--pages", "2", "--page", "4"]) == 0
+    first, second = (json.loads(line) for line in target.read_text().splitlines())
+    assert "15 tokens with the completion, where 8 fit" in first["error"]
+    assert len(second["ids"]) == 3
