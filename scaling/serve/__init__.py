@@ -6,7 +6,7 @@ imported without it.
     types    the types of params and caches, by form       cache    init_cache: contiguous, in pages, int8
     slots    where tokens go in a cache and what they see  step     prefill, decode, extend
     forms    one listing for each way to shard a decode step
-    handover a cache moved to another mesh
+    handover a cache moved to another mesh                 int8     int8 weights
     sampling, speculative, generation                      from logits to tokens; generate, stream, score
     states, policies, pages, scheduler                     the engine's state machine, without torch
     simulate, engine                                       a trace of requests in time: modelled, and computed
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from scaling.serve.cache import init_cache
     from scaling.serve.generation import generate, score, stream
     from scaling.serve.handover import move
+    from scaling.serve.int8 import quantize
     from scaling.serve.sampling import Sampling
     from scaling.serve.step import decode, extend, prefill
     from scaling.serve.types import cache_specs, specs
@@ -34,6 +35,7 @@ __all__ = [
     "init_cache",
     "move",
     "prefill",
+    "quantize",
     "score",
     "specs",
     "stream",
@@ -43,6 +45,7 @@ _HOMES = {  # module -> what of it stands here
     "scaling.serve.cache": ("init_cache",),
     "scaling.serve.generation": ("generate", "score", "stream"),
     "scaling.serve.handover": ("move",),
+    "scaling.serve.int8": ("quantize",),
     "scaling.serve.sampling": ("Sampling",),
     "scaling.serve.step": ("decode", "extend", "prefill"),
     "scaling.serve.types": ("cache_specs", "specs"),

@@ -71,13 +71,6 @@ def writable(cache: dict, like: Tensor, donate: bool) -> dict:
     return cache | {name: x if donate else x.clone() for name, x in cache.items() if name in ("KV", "scale")}
 
 
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8[..., H], scale[...]) of x[..., H]: x is within scale / 2 of int8 * scale, scale = max |x| / 127."""
-    scale = x.abs().amax(-1).to(torch.float32) / 127
-    safe = torch.where(scale == 0, 1, scale)
-    return (x / safe[..., None]).round().clamp(-127, 127).to(torch.int8), scale
-
-
 def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> None:
     """ValueError or ShardingError unless the cache is one of this model and form for `batch` rows."""
     if not isinstance(cache, dict) or not {"KV", "lengths"} <= set(cache):

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.models.attention import visible
-from scaling.serve.cache import capacity, quantized
+from scaling.serve.cache import capacity
+from scaling.serve.int8 import quantized
 from scaling.serve.types import ROWS
 from scaling.spec import parse
 from scaling.strategies.axes import present
@@ -58,7 +59,7 @@ class Slots:
         for i, x in enumerate((K, V)):
             if "scale" in self.cache:
                 x, scale = quantized(x)
-                self._write(self.cache["scale"][i, l], scale)
+                self._write(self.cache["scale"][i, l], scale[..., 0])
             self._write(self.cache["KV"][i, l], x)
 
     def _write(self, whole: Tensor, x: Tensor) -> None:

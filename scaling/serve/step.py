@@ -17,6 +17,7 @@ from scaling.models.rope import tables
 from scaling.models.transformer import check_computed, unstacked
 from scaling.serve.cache import capacity, check_cache, writable
 from scaling.serve.forms import At, heads, heads_batch, sequence, weights_2d
+from scaling.serve.int8 import floats
 from scaling.serve.slots import Slots
 from scaling.serve.types import ONE, check_mesh, specs
 
@@ -90,13 +91,15 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tu
     slots = Slots(cache, lengths, T, mesh, form)
     rope = tables(slots.positions, config.H, config.theta, config.rope_scaling, params["norm"].dtype)
     (listing, attention), at = LISTINGS[form], At(config, mesh, slots, rope)
-    x = listing.embed(params["embed"], tokens, at)
+    ends = {name: floats(leaf, params["norm"].dtype) for name, leaf in params.items() if name != "layers"}
+    x = listing.embed(ends["embed"], tokens, at)
     for l, W in enumerate(unstacked(params["layers"])):
+        W = floats(W, params["norm"].dtype)
         x = x + attention(W, x, at, l)
         x = x + listing.mlp(W, x, at)
     if last:
         x = last_of(x, lengths[slots.rows] if form == "heads" else lengths)
-    logits = listing.head(params, x, at)
+    logits = listing.head(ends, x, at)
     cache["lengths"] = cache["lengths"] + lengths
     return logits[:, 0] if last else logits, cache
 
@@ -122,7 +125,7 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
     if lengths.shape != (B,) or lengths.is_floating_point():
         raise ValueError(f"lengths{list(lengths.shape)} {lengths.dtype} must be whole numbers[{B}], one a row")
     if T > 1:  # a decode step comes after a prefill
-        tree.paired(params, specs(config, mesh, form=form))
+        tree.paired(params, specs(config, mesh, form=form, int8=isinstance(params.get("embed"), dict)))
     if tokens.is_meta:
         return
     low, high = int(lengths.min()), int(lengths.max())

@@ -7,9 +7,11 @@ the form "2d"; the other forms leave axes out.
 
 from collections.abc import Mapping
 
+from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer
+from scaling.serve.int8 import quantized_spec
 from scaling.spec import ShardingError, parse
 from scaling.strategies.axes import present
 from scaling.strategies.transformer.types import without
@@ -52,13 +54,13 @@ FORMS = tuple(AXES)
 ONE = AbstractMesh({})  # one device
 
 
-def specs(config: Config, mesh=None, *, form: str = "heads") -> dict:
+def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False) -> dict:
     """The types of the params, a tree like those of `models.transformer`: `tree.shard(params, specs(...), mesh)`.
 
     heads: N, F and V over Y, and Z holds replicas of the weights, but of experts, which are split over E, or over Z
     where the mesh has no E (Part 7, Question 6). heads_batch and sequence: N, F and V over Y and Z. 2d: these, and D
-    over X. W_K and W_V have no Y where |Y| does not divide K. ShardingError for an axis that the form does not use,
-    and where something does not divide.
+    over X. W_K and W_V have no Y where |Y| does not divide K. `int8`: of params that `quantize` has made. ShardingError
+    for an axis that the form does not use, and where something does not divide.
     """
     mesh = ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
@@ -78,7 +80,8 @@ def specs(config: Config, mesh=None, *, form: str = "heads") -> dict:
         spec = parse(text)
         return str(present(spec.with_axes("E", experts_axis(mesh, form)) if spec.axes_of("E") else spec, mesh))
 
-    return chosen(table, wanted)
+    types = chosen(table, wanted)
+    return tree.map(quantized_spec, types) if int8 else types
 
 
 def experts_axis(mesh, form: str) -> tuple[str, ...]:
