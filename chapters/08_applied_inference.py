@@ -164,7 +164,7 @@ page.answers([
     Answer("T_math of a matmul", "4", 1e6 * 2 * B * L70.D * L70.F / (Y * C), "us",
            erratum="2 x 64 x 8192 x 28672 / (32 x 1.97e14) is 4.77"),
     Answer("All collectives of a step on 4x8, no wraparound", "", 1e3 * whole[32], "ms",
-           "160 AllReduces of X[64, 8192] and the logits, by bandwidth"),
+           "161 AllReduces of x[64, 8192] and the logits, by bandwidth"),
     Answer("HBM time of that step's weights", "", 1e3 * loads["bf16"].read(B) / (32 * W), "ms", "bf16 over 32 chips"),
 ])  # fmt: skip
 
@@ -282,7 +282,7 @@ page.answers([
     Answer("3 smallest slice that holds 405B", "", math.prod(serving.smallest_slice(big.weights, V5E)), "chips",
            "but its step is over 15 ms"),
     Answer("3 best form within 15 ms, on 8x8", "", best[64].form, "", "KV[2, B_Z, S, K_Y, H], Y = Z = 8"),
-    Answer("3 its batch", "", best[64].batch, "", "bound by 252 AllReduces of X over two lines of 8"),
+    Answer("3 its batch", "", best[64].batch, "", "bound by 253 AllReduces of x over two lines of 8"),
     Answer("3 its tokens/s a chip", "", best[64].per_chip, "tokens/s", "batch over the step, over 64"),
     Answer("3 were nothing sent: the batch in 15 ms", "", alone(64), "", "15 ms = 143 (0.0403 + 0.0641)"),
     Answer("3 least step on the pod, by HBM", "", 1e3 * big.read(1) / (256 * W), "ms", "405e9 / (256 x 8.2e11)"),

@@ -5,7 +5,7 @@ The forms, each with all weights stationary:
     heads        KV[2, B, S, K_Y, H]      heads and F over Y; an AllReduce of X[B, D] after attention and after the MLP
     heads_batch  KV[2, B_Z, S, K_Y, H]    weights over YZ; two AllToAlls over Z bring Q to the caches and O back
     sequence     KV[2, B, S_Z, K_Y, H]    weights over YZ; AllGather_Z of Q, ReduceScatter_Z of O, joined as in flash
-    2d           KV[2, B, S, K_YZ, H]     weights W_in[D_X, F_YZ]; X[B, D_XYZ] between the blocks
+    2d           KV[2, B_XZ, S, K_Y, H]   weights W_in[D_X, F_YZ]; x[B, D_XYZ] between the blocks
 
 Bytes are V as in scaling.cost.collectives. An AllReduce counts two passes.
 """
@@ -22,7 +22,6 @@ from scaling.hardware import Chip
 from scaling.spec import ShardingError, dtype_bytes
 
 FORMS = ("heads", "heads_batch", "sequence", "2d")
-STATISTICS = 2 * 4  # bytes of the maximum and the sum that flash attention keeps for a query and head, float32
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ def check(form: str, config: Config, sizes: Mapping[str, int]) -> None:
     X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
     if (form == "heads" and X * Z > 1) or (form in ("heads_batch", "sequence") and X > 1):
         raise ShardingError(f"form {form!r} on {dict(sizes)}: it has no axis {'X' if X > 1 else 'Z'}\n  fix: size 1")
+    if form == "2d" and config.moe:
+        raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: form="heads"')
     ways = Y * Z
     for letter, size in (("N", config.N), ("F", config.F)):
         if size % ways:
@@ -54,42 +55,45 @@ def check(form: str, config: Config, sizes: Mapping[str, int]) -> None:
         raise ShardingError(f"K_Y: neither of K = {config.K} and Y = {Y} divides the other\n  fix: another size of Y")
 
 
-def copies(form: str, config: Config, sizes: Mapping[str, int]) -> float:
-    """How often the cache is stored: where there are more chips than KV heads, each head is on several."""
-    X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
-    over_heads = Y * Z if form == "2d" else Y
-    return X * max(1.0, over_heads / config.K)
+def copies(config: Config, sizes: Mapping[str, int]) -> float:
+    """How often the cache is stored: where Y is more than the KV heads, each head is on several chips."""
+    return max(1.0, sizes.get("Y", 1) / config.K)
 
 
 def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int], dtype="bf16") -> list[Moved]:
     """The collectives of a decode step of `batch` tokens on a mesh `sizes`, activations in `dtype`.
 
-    Axes of size 1 move nothing. The last one gathers the logits of the vocabulary.
+    They are those that `scaling.serve.decode` runs. Axes of size 1 move nothing. The stream x is reduced once more than
+    there are blocks, after the embedding; the last AllGather is that of the logits.
     """
     check(form, config, sizes)
     X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
-    a, L, B = dtype_bytes(dtype), config.L, batch
-    stream, queries = a * B * config.D, a * B * config.N * config.H
-    wide = config.F * (config.k + config.shared) * (config.matrices - 1)
-    found = [Moved("AllGather", "logits", "XYZ" if form == "2d" else "YZ", a * B * config.V, 1)]
+    L, blocks, token = config.L, 2 * config.L + 1, dtype_bytes(dtype) * batch
+    stream, queries, logits = token * config.D, token * config.N * config.H, token * config.V
+    found = [Moved("AllGather", "logits", "YZ", logits, 1)]
     if form == "2d":
-        heads = (config.N + 2 * config.K * max(1.0, Y * Z / config.K)) * config.H
+        own = token * config.H * max(1.0, config.K / Y)
         found += [
-            Moved("AllGather", "X", "YZ", stream / X, 2 * L),
-            Moved("AllReduce", "Q, K, V", "X", a * B * heads / (Y * Z), L),
-            Moved("AllReduce", "Tmp", "X", a * B * wide / (Y * Z), L),
-            Moved("ReduceScatter", "X", "YZ", stream / X, 2 * L),
+            Moved("AllReduce", "logits", "X", logits / (Y * Z), 1),
+            Moved("AllReduce", "mean squares", "XYZ", token, blocks),
+            Moved("AllGather", "x", "YZ", stream / X, blocks),
+            Moved("ReduceScatter", "x", "YZ", stream / X, blocks),
+            Moved("ReduceScatter", "Q", "X", queries / (Y * Z), L),
+            Moved("ReduceScatter", "K and V", "X", own, 2 * L),
+            Moved("AllToAll", "Q and O", "Z", queries / (X * Y), 2 * L),
+            Moved("AllGather", "O", "X", queries / (Y * Z), L),
+            Moved("AllReduce", "Tmp", "X", token * config.F / (Y * Z), L * (config.matrices - 1)),
         ]
     else:
-        found.append(Moved("AllReduce", "X", "YZ", stream, 2 * L))
+        found.append(Moved("AllReduce", "x", "YZ", stream, blocks))
     if form == "heads_batch":
         found.append(Moved("AllToAll", "Q and O", "Z", queries / Y, 2 * L))
     if form == "sequence":
-        statistics = STATISTICS * B * config.N / Y
         found += [
             Moved("AllGather", "Q", "Z", queries / Y, L),
+            Moved("AllReduce", "maxima", "Z", token * config.N / Y, L),
+            Moved("ReduceScatter", "sums", "Z", token * config.N / Y, L),
             Moved("ReduceScatter", "O", "Z", queries / Y, L),
-            Moved("AllReduce", "statistics", "Z", statistics, L),
         ]
     return [moved for moved in found if math.prod(sizes.get(axis, 1) for axis in moved.axes) > 1]
 

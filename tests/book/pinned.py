@@ -160,7 +160,7 @@ PINNED = {
         "bf16 on 4x8: queries/s of the slice": 138 / (16e9 / 8.2e11 * 512),
         "B = 64: bound by HBM up to Y =": 28672 / (64 * 8.2e11 / 9e10),
         "T_math of a matmul": 1e6 * 2 * 64 * 8192 * 28672 / (32 * 1.97e14),
-        "All collectives of a step on 4x8, no wraparound": 1e3 * 2 * 64 * 31 / 32 / 9e10 * (320 * 8192 + 128_256),
+        "All collectives of a step on 4x8, no wraparound": 1e3 * 2 * 64 * 31 / 32 / 9e10 * (322 * 8192 + 128_256),
         "HBM time of that step's weights": 1e3 * 2 * READ70 / (32 * 8.2e11),
         "... with causal attention, the unembedding once": (
             2 * 8192 * 80 * (3 * 8192 * 28672 + 2 * 8192 * 72 * 128) + 2 * 80 * 8192 * 8193 * 8192 + 2 * 8192 * 128_256
@@ -188,12 +188,12 @@ PINNED = {
         "3 its batch": 56,
         "3 its tokens/s a chip": 56 / 64 / (
             56 * 8192 * 2 * 126 * 1024 / (64 * 8.2e11)
-            + 2 * 56 * 63 / 64 * (504 * 16384 + 128_256) / 9e10 + 252 * 7e-6  # AllReduces; AllToAlls of 7 hops
+            + 2 * 56 * 63 / 64 * (506 * 16384 + 128_256) / 9e10 + 252 * 7e-6  # AllReduces; AllToAlls of 7 hops
         ),
         "3 were nothing sent: the batch in 15 ms": 143,
         "3 least step on the pod, by HBM": 1e3 * READ405 / (256 * 8.2e11),
-        "3 least step of all, with collectives": 1e3 * (  # X = 4: 3 hops; Y = 32, 2 x 16, a ring: 9; 16 copies
-            126 * (4 * 9 + 4 * 3) * 1e-6 + 15e-6 + 16 * 8192 * 2 * 126 * 1024 / (128 * 8.2e11)
+        "3 least step of all, with collectives": 1e3 * (  # 253 AllReduces of 2 x 15 hops on 8x16; 16 copies of caches
+            506 * 15e-6 + 15e-6 + 16 * 8192 * 2 * 126 * 1024 / (128 * 8.2e11)
         ),
     },
     "12_gpus": {

@@ -1,35 +1,61 @@
 import itertools
 import math
+from collections import Counter
 
 import pytest
+import torch
 
-from scaling.configs import get
+from scaling import serve
+from scaling.configs import Config, get
 from scaling.cost import decoding as d
 from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
+from scaling.models import transformer as model
 from scaling.spec import ShardingError
+from scaling.trace import trace
 
 V5E, H100, L70 = chip("v5e"), chip("h100"), get("llama3-70b")
 
 
-def by_name(form, sizes, batch=4):
-    return {moved.what: moved for moved in d.collectives(form, L70, batch, sizes)}
+MESHES = [
+    ("heads", {"Y": 8}), ("heads", {"Y": 2}), ("heads_batch", {"Y": 4, "Z": 2}), ("heads_batch", {"Y": 2, "Z": 4}),
+    ("sequence", {"Y": 4, "Z": 2}), ("sequence", {"Y": 1, "Z": 8}), ("2d", {"X": 2, "Y": 4}), ("2d", {"X": 4, "Y": 8}),
+    ("2d", {"X": 2, "Y": 2, "Z": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "sizes"), MESHES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_what_a_decode_step_runs(form, sizes, gated):
+    """The collectives of scaling.serve.decode, traced on an abstract mesh: op, axes, V, how often."""
+    config = Config("small", 2, 64, 96, 16, 4, 8, 80, gated=gated)
+    mesh = AbstractMesh(sizes)
+    params = model.init(config, mesh=mesh, specs=serve.specs(config, mesh, form=form))
+    cache = serve.init_cache(config, 8, 64, mesh=mesh, form=form)
+    with trace() as log:
+        serve.decode(params, torch.empty(8, dtype=torch.int64, device="meta"), cache, config, mesh, form=form)
+    wanted, found = Counter(), Counter()
+    for event in log.collectives():
+        wanted[event.op, "".join(sorted(event.axes)), event.nbytes] += 1
+    for moved in d.collectives(form, config, 8, sizes, dtype="fp32"):
+        found[moved.op, "".join(axis for axis in moved.axes if sizes.get(axis, 1) > 1), moved.nbytes] += moved.times
+    assert found == wanted
 
 
 def test_bytes_by_hand():
-    """LLaMA-3 70B, 4 tokens in bf16: X is 4 x 8192 x 2 bytes, Q as many."""
+    """LLaMA-3 70B, 4 tokens in bf16: x is 4 x 8192 x 2 bytes, Q as many."""
     x = q = 2 * 4 * 8192
-    heads = by_name("heads", {"Y": 8})
-    assert (heads["X"].op, heads["X"].nbytes, heads["X"].times) == ("AllReduce", x, 160)
-    assert heads["logits"].nbytes == 2 * 4 * 128256
-    batch = by_name("heads_batch", {"Y": 8, "Z": 2})
-    assert (batch["Q and O"].op, batch["Q and O"].nbytes, batch["Q and O"].times) == ("AllToAll", q / 8, 160)
-    sequence = by_name("sequence", {"Y": 4, "Z": 4})
-    assert (sequence["Q"].nbytes, sequence["O"].nbytes) == (q / 4, q / 4)
-    assert sequence["statistics"].nbytes == 4 * 64 / 4 * 8
+
+    def by_name(form, sizes):
+        return {(moved.op, moved.what): moved for moved in d.collectives(form, L70, 4, sizes)}
+
+    heads = by_name("heads", {"Y": 8})["AllReduce", "x"]
+    assert (heads.nbytes, heads.times) == (x, 161)
+    batch = by_name("heads_batch", {"Y": 8, "Z": 2})["AllToAll", "Q and O"]
+    assert (batch.nbytes, batch.times) == (q / 8, 160)
     two = by_name("2d", {"X": 4, "Y": 4})
-    assert two["Q, K, V"].nbytes == 2 * 4 * (64 + 16) * 128 / 4
-    assert two["Tmp"].nbytes == 2 * 4 * 2 * 28672 / 4  # the gate's and the other
-    assert [m.nbytes for m in d.collectives("2d", L70, 4, {"X": 4, "Y": 4}) if m.what == "X"] == [x / 4, x / 4]
+    assert (two["AllReduce", "Tmp"].nbytes, two["AllReduce", "Tmp"].times) == (2 * 4 * 28672 / 4, 160)
+    assert two["ReduceScatter", "x"].nbytes == x / 4
 
 
 @pytest.mark.parametrize("form", d.FORMS)
@@ -48,10 +74,8 @@ def test_refused(form, sizes, named):
 
 
 def test_copies():
-    assert d.copies("heads", L70, {"Y": 8}) == 1
-    assert d.copies("heads", L70, {"Y": 32}) == 4
-    assert d.copies("heads_batch", L70, {"Y": 8, "Z": 4}) == 1
-    assert d.copies("2d", L70, {"X": 4, "Y": 16}) == 4 * 2
+    assert d.copies(L70, {"Y": 8, "Z": 4}) == 1
+    assert d.copies(L70, {"X": 4, "Y": 32}) == 4
 
 
 def test_places_fill_the_slice():

@@ -28,7 +28,7 @@ def by_hand(shape, form, Y, Z, batch, context):
     def gather(nbytes):
         return max(hops * HOP, nbytes * (1 - 1 / chips) / (ports * LINK))
 
-    comms = 2 * L * 2 * gather(2 * batch * D) + gather(2 * batch * V)
+    comms = (2 * L + 1) * 2 * gather(2 * batch * D) + gather(2 * batch * V)
     if form == "heads_batch":  # Z along one line, the last axis: V Z / (4 Z W) twice over, as a line has half the links
         comms += 2 * L * max((Z - 1) * HOP, 2 * batch * N * H / Y / (4 * LINK))
     math_ = 2 * batch * (stored - extra - V * D) / (chips * 1.97e14)
@@ -66,8 +66,8 @@ def test_every_form_and_batch(objective, latency):
     every = []
     for shape in ((1, 1), (2, 2), (2, 4)):
         for form, sizes in meshes(math.prod(shape)):
-            step = dict(sizes).get("Z", 1) if form == "heads_batch" else 1
-            for batch in range(step, 80, step) if objective == "throughput" else [dict(sizes).get("Z", 1)]:
+            step = {"heads_batch": dict(sizes).get("Z"), "2d": dict(sizes).get("X")}.get(form, 1)
+            for batch in range(step, 80, step) if objective == "throughput" else [step]:
                 one = Served(service, V5E, shape, form, sizes, batch)
                 if one.fits and one.in_time:
                     every.append(one)

@@ -72,14 +72,13 @@ class Served:
     @cached_property
     def copies(self) -> float:
         """How often the cache is stored."""
-        return decoding.copies(self.form, self.service.config, dict(self.sizes))
+        return decoding.copies(self.service.config, dict(self.sizes))
 
     @cached_property
     def load(self) -> serving.Load:
         """The service's, with the copies of W_K and W_V, which are split over no more axes than their cache."""
         c, sizes = self.service.config, dict(self.sizes)
-        over = c.K if self.form == "2d" else min(c.K, sizes.get("Y", 1))
-        copies = self.chips / sizes.get("X", 1) / min(over, self.chips)
+        copies = self.chips / sizes.get("X", 1) / min(c.K, sizes.get("Y", 1))
         more = 0 if c.latent else (copies - 1) * 2 * c.L * c.D * c.K * c.H * dtype_bytes(self.service.weights)
         return replace(self.service.load, weights=self.service.load.weights + more)
 
@@ -141,7 +140,7 @@ class Served:
     def type(self) -> str:
         """The cache's type."""
         return {"heads": "KV[2, B, S, K_Y, H]", "heads_batch": "KV[2, B_Z, S, K_Y, H]",
-                "sequence": "KV[2, B, S_Z, K_Y, H]", "2d": "KV[2, B, S, K_Y, H]"}[self.form]  # fmt: skip
+                "sequence": "KV[2, B, S_Z, K_Y, H]", "2d": "KV[2, B_X, S, K_Y, H]"}[self.form]  # fmt: skip
 
 
 def meshes(chips: int) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
@@ -166,12 +165,17 @@ def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, siz
     return True
 
 
+def parts(form: str, sizes: dict[str, int]) -> int:
+    """Into how many the cache's batch is split."""
+    return {"heads_batch": sizes.get("Z", 1), "2d": sizes.get("X", 1)}.get(form, 1)
+
+
 def best_batch(one: Served) -> Served | None:
     """`one` with the batch that makes most tokens/s, None if not even its smallest batch fits and is in time.
 
-    In the form that splits the batch over Z, whole multiples of Z.
+    Where the cache's batch is split, whole multiples of its parts.
     """
-    multiple = dict(one.sizes).get("Z", 1) if one.form == "heads_batch" else 1
+    multiple = parts(one.form, dict(one.sizes))
 
     def at(count: int) -> Served:
         return replace(one, batch=count * multiple)
@@ -208,7 +212,7 @@ def plans(
 ) -> list[Served]:  # fmt: skip
     """All that fit and are in time, best first, by `objective`: tokens/s a chip, or seconds a step.
 
-    `chips`: of the slice, else any up to `most`. `batch`: fixed, else the best of each (1 for latency).
+    `chips`: of the slice, else any up to `most`. `batch`: fixed, else the best of each (the least for latency).
     """
     found = []
     for shape in serving.slices(chip, chips or most):
@@ -217,9 +221,9 @@ def plans(
         for name, sizes in meshes(math.prod(shape)):
             if form not in (None, name) or not allowed(service, chip, shape, name, sizes):
                 continue
-            one = Served(service, chip, shape, name, sizes, batch or dict(sizes).get("Z", 1))
+            one = Served(service, chip, shape, name, sizes, batch or parts(name, dict(sizes)))
             if batch or objective == "latency":
-                whole = name != "heads_batch" or one.batch % dict(sizes)["Z"] == 0
+                whole = one.batch % parts(name, dict(sizes)) == 0
                 found += [one] if whole and one.fits and one.in_time else []
             elif (suited := best_batch(one)) is not None:
                 found.append(suited)
