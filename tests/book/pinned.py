@@ -9,6 +9,7 @@ P70 = 80 * (8192 * (3 * 28672 + 2 * 72 * 128) + 2 * 8192) + 8192 + 2 * 8192 * 12
 READ70 = P70 - 8192 * 128_256  # a step does not read the embedding
 READ405 = 126 * (16384 * (3 * 53248 + 2 * 136 * 128) + 2 * 16384) + 16384 + 16384 * 128_256
 EXPERTS = 16 * 64 * 3 * 4096 * 16384  # of the toy model of Part 7
+TOY = 64 * 4096 * (3 * 16384 + 512 * 40 + 2) + 4096 * 32129
 MOE = EXPERTS + 64 * 4096 * (16 + 512 * 40 + 2) + 4096 * 32129
 
 PINNED = {
@@ -134,6 +135,22 @@ PINNED = {
         "C latency-bound below ('total bytes < W_ICI x 1e-6')": 8 * 45,
         "C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =": 16 * 8192 / 45e3,
         "C 8 ways on a line, as 8 of a v5e without wraparound": 7 * 45,
+    },
+    "07_sharded_decode": {
+        "4.1 axes of a 4x4 that are rings": 0,
+        "4.2 model parallelism is bound by ICI from Y =": 16384 * 2 * 4.5e10 / 1.97e14,
+        "4.3 ways over the batch: KV[2, B_Z, S, K_Y, H]": 2,
+        "4 a step of 1, context 8k": 1e3 * (8192 * 262_144 + TOY) / (16 * 8.2e11),
+        "4 a step of 32, context 8k": 1e3 * (32 * 8192 * 262_144 + TOY) / (16 * 8.2e11),
+        "4 a step of 7, context 128e3": 1e3 * (7 * 128e3 * 262_144 + TOY) / (16 * 8.2e11),
+        "4 collectives of a step of 32, if nothing hides them": 1e3 * (
+            129 * 2 * 6e-6 + 128e-6 + 2 * 32 * 32128 * 15 / 16 / 9e10
+        ),
+        "beta = W_hbm / W_ici of v5e ('around 8')": 8.2e11 / 9e10,
+        "beta of v6e": 1.6e12 / 1.8e11,
+        "F = 16384, B = 32: up to Y =": 16384 / 32 * 9e10 / 8.2e11,
+        "B = 32, F = 16384 on a line, without wraparound": 16384 / 32 * 4.5e10 / 8.2e11,
+        "7 with a gate, F = 4D: the first N": 145,  # above 64 x 4 x (3/4)^2 = 144
     },
     "08_applied_inference": {
         "FLOPs / $ of a v5e": 1.97e14 * 3600 / 1.2,

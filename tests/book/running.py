@@ -32,6 +32,7 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "05_moe",
     "05_when_bound",
     "07_bottlenecks",
+    "07_sharded_decode",
     "08_applied_inference",
     "12_gpus",
     "12_gpu_networks",

@@ -112,6 +112,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         0.5 * 1.84e15 / (2 * 1.6e12),
         ["wrote inference-intensity.svg", "wrote inference-llama2-13b.svg"],
     ),
+    "07_sharded_decode": (
+        ["FAILED: two AllToAlls and an AllReduce"],
+        53248 / 2 / 8 * 9e10 / 8.2e11,
+        ["heads_batch AllReduce", "all hold"],
+    ),
     "08_applied_inference": (
         ["KV cache a token, int8 160 320 KiB +100.0% DIFFERS", "4x2: a step of 32 17 23.69 ms"],
         20,

@@ -1,0 +1,232 @@
+# %% [markdown]
+"""Part 7, Distributing Inference Over Multiple Accelerators: a decode step on a mesh, in four forms.
+"Generation", "Sharding the KV cache", Questions 4 and 7, Appendix B: https://jax-ml.github.io/scaling-book/inference
+
+    heads        KV[2, B, S, K_Y, H]        heads_batch  KV[2, B_Z, S, K_Y, H]
+    sequence     KV[2, B, S_Z, K_Y, H]      2d           KV[2, B_X, S, K_Y, H]
+
+Each form from its one-line types, run on ranks beside one device, the bytes of its collectives by closed form and as
+they were sent; what a cache takes on a chip; and the crossovers: when ICI binds, and when 2D pays.
+"""
+
+# %%
+import torch
+
+from scaling import cost, serve, tree
+from scaling.algebra import derive
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.configs import Config, get
+from scaling.cost import decoding, serving
+from scaling.hardware import chip
+from scaling.mesh import Mesh
+from scaling.models import transformer
+from scaling.plan.serve import Service, plans
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="Y=2,Z=2", device=True, seed=True, plot=True)
+Y, Z = (page.args.mesh[axis] for axis in "YZ")
+V5E, L70 = chip("v5e"), get("llama3-70b")
+
+# %% [markdown]
+# ## The algorithms, from their types
+# What goes in and out of a block, sharded: which collectives it takes follows. heads_batch is the book's listing: its
+# two AllToAlls take the queries from heads to rows of the batch and back. In `sequence` the softmax is over S_Z, so its
+# maxima and sums travel as well (below). 2d is Question 7.
+
+# %%
+SIZES = L70.sizes | {"B": 32, "S": 8192}
+ATTENTION = "x[B, D] *_D W_Q[D, N_YZ, H] *_H K[{B}, {S}, N_Y, H] *_S V[{B}, {S}, N_Y, H] *_N W_O[N_YZ, H, D] -> A[B, D]"
+LINES = {
+    "heads": (ATTENTION.format(B="B", S="S").replace("YZ", "Y"), {"Y": 16}),
+    "heads_batch": (ATTENTION.format(B="B_Z", S="S"), {"Y": 8, "Z": 2}),
+    "sequence": (ATTENTION.format(B="B", S="S_Z"), {"Y": 8, "Z": 2}),
+    "2d": ("In[B, D_XY] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B, D_XY]", {"X": 4, "Y": 4}),
+}
+for form, (line, sizes) in LINES.items():
+    page.title(f"{form}: LLaMA-3 70B, 32 tokens in bf16, on {', '.join(f'{a}={n}' for a, n in sizes.items())}")
+    page.say(line)
+    steps = [step for step in derive(line, sizes=SIZES, mesh=sizes).forward if step.op != "Loss"]
+    page.table([(i, str(step), step.nbytes(SIZES, sizes, 2) or "") for i, step in enumerate(steps, 1)],
+               ["", "line", "V bytes"])  # fmt: skip
+derived = [step.op for step in derive(*LINES["heads_batch"][:1], sizes=SIZES, mesh={"Y": 8, "Z": 2}).forward]
+page.check("two AllToAlls and an AllReduce", [op for op in derived if op.startswith("All")] == [
+    "AllToAll", "AllToAll", "AllReduce"])  # fmt: skip
+
+# %% [markdown]
+# ## Run, beside one device
+# `scaling.serve` in float64: prefill of ragged prompts, then decode steps, each form's logits against one device's.
+# heads has all ranks along Y, 2d has X where the others have Z.
+
+# %%
+config = Config("small", 2, 16 * Y * Z, 24 * Y * Z, 4 * Y * Z, 2 * Y, 8, 16 * Y * Z)
+B, S, STEPS = 2 * Z, 8 * Z, 2 if page.small else 6
+OWN = {"heads": {"Y": Y * Z}, "heads_batch": {"Y": Y, "Z": Z}, "sequence": {"Y": Y, "Z": Z}, "2d": {"X": Z, "Y": Y}}
+
+
+def problem():
+    g = torch.Generator().manual_seed(page.args.seed)
+    params = transformer.init(config, page.args.seed, torch.float64)
+    tokens = torch.randint(0, config.V, (B, S), generator=g)
+    return params, tokens, torch.randint(1, S - STEPS, (B,), generator=g)
+
+
+def served(params, tokens, lengths, mesh=None, form="heads"):
+    """Logits[STEPS, B, V] of decode steps after the prompts."""
+    cache = serve.init_cache(config, B, S, mesh=mesh, form=form)
+    _, cache = serve.prefill(params, tokens, cache, config, mesh, lengths=lengths, form=form)
+    found = []
+    for step in range(STEPS):
+        more = tokens[torch.arange(B), lengths + step]
+        logits, cache = serve.decode(params, more, cache, config, mesh, form=form, donate=True)
+        found.append(logits)
+    return torch.stack(found)
+
+
+def all_forms(mesh):
+    """By form: (difference from one device, collectives of a decode step as (op, V))."""
+    params, tokens, lengths = (tree.map(lambda x: x.to(mesh.device), part) for part in problem())
+    whole, found = served(params, tokens, lengths), {}
+    for form, sizes in OWN.items():
+        own = Mesh(sizes, mesh.device, mesh.checked)
+        mine = tree.shard(params, serve.specs(config, own, form=form), own)
+        out = served(mine, tokens, lengths, own, form)
+        cache = serve.init_cache(config, B, S, mesh=own, form=form)
+        with trace() as log:
+            serve.decode(mine, tokens[:, 0], cache, config, own, form=form)
+        off = float((out - whole).abs().max() / whole.abs().max())
+        found[form] = off, [(event.op, event.nbytes) for event in log.collectives()]
+    return found
+
+
+ran = page.on_ranks(all_forms)
+page.title(f"Decode steps on {Y * Z} ranks, float64")
+page.equal([(form, off, 1e-12) for form, (off, _) in ran.items()])
+
+# %% [markdown]
+# ## What was sent
+# Collectives of one step, V bytes by the closed form and as traced. An AllReduce counts once here, in time twice.
+
+# %%
+rows = []
+for form, sizes in OWN.items():
+    moved = decoding.collectives(form, config, B, sizes, dtype="fp64")
+    for op in ("AllGather", "ReduceScatter", "AllReduce", "AllToAll"):
+        if closed := sum(m.nbytes * m.times for m in moved if m.op == op):
+            rows.append((form, op, closed, sum(nbytes for name, nbytes in ran[form][1] if name == op)))
+page.same(rows, ["form", "collective", "closed form", "traced"])
+
+# %% [markdown]
+# ## What a cache takes on a chip
+# LLaMA-3 70B, 32 sequences of 8k in int8 on a v5e 4x4: with 8 KV heads, Y = 16 stores each head twice. Splitting the
+# batch or the sequence over Z costs two collectives a layer, and halves what is read. Times without wraparound.
+
+# %%
+rows = []
+for one in plans(Service(L70, 8192, headroom=1.0), V5E, chips=16, batch=32):
+    sizes = dict(one.sizes)
+    if one.form in ("heads", "2d") or sizes["Z"] == 2:
+        step = one.step
+        rows.append(
+            (
+                one.form,
+                " ".join(f"{a}={n}" for a, n in one.sizes),
+                one.kv_bytes / 1e9,
+                *(1e3 * t for t in (step.kv, step.weights, step.comms, step.seconds)),
+                step.bound,
+            )
+        )
+page.title("32 x 8k tokens on a 4x4")
+page.table(rows, ["form", "mesh", "KV,\nGB", "KV,\nms", "weights,\nms", "ICI,\nms", "step,\nms", "binds"])
+twice = {name: kv for name, _, kv, *_ in rows}
+page.check("heads over 16 store the cache twice", twice["heads"] == 2 * twice["heads_batch"] == 2 * twice["sequence"])
+
+# %% [markdown]
+# ## Question 4: the toy model on a 4x4, all in int8
+# Prefill: model parallelism up to the ICI bound, then the sequence. Decode: all 16 ways, 8 heads x 2 of the batch.
+
+# %%
+toy = get("part7-toy")
+load = serving.load(toy, "int8", "int8")
+bound = cost.tensor_limit(toy.F, V5E.flops("int8") / 2, V5E.bandwidth("line", axes=2))  # int8 moves half the bytes
+
+
+def question_4(batch: int, context: float) -> float:
+    """ms by HBM alone; tied, so all weights are read."""
+    return 1e3 * serving.step(load, batch, context, V5E, 16, "int8").seconds
+
+
+moved = decoding.collectives("heads_batch", toy, 32, {"Y": 8, "Z": 2})
+ici = sum(decoding.seconds(m, V5E, (4, 4), {"Y": 8, "Z": 2}) for m in moved)
+page.answers([
+    Answer("4.1 axes of a 4x4 that are rings", "", sum(V5E.wraps((4, 4))), "", "only an axis of 16 is one"),
+    Answer("4.2 model parallelism is bound by ICI from Y =", "", bound, "ways",
+           "F x 2 x 4.5e10 / 1.97e14, two lines: prefill 8-way is marginal"),
+    Answer("4.3 ways over the batch: KV[2, B_Z, S, K_Y, H]", "", 16 // toy.K, "", "8 over the KV heads"),
+    Answer("4 a step of 1, context 8k", "", question_4(1, 8192), "ms", "(2.1e9 + 18.4e9) / (16 x 8.2e11)"),
+    Answer("4 a step of 32, context 8k", "", question_4(32, 8192), "ms", "(68.7e9 + 18.4e9) / (16 x 8.2e11)"),
+    Answer("4 a step of 7, context 128e3", "", question_4(7, 128e3), "ms", "Question 2's batch"),
+    Answer("4 collectives of a step of 32, if nothing hides them", "", 1e3 * ici, "ms",
+           "129 AllReduces of 2 x 6 us, 128 AllToAlls of 1 us, the logits: latency"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## When ICI binds a step
+# An MLP's AllGather of 2BD bytes against reading its matrix, 2DF/Y: bound by HBM up to Y = F/(B beta). The more tokens,
+# the fewer chips; int8 weights halve it again.
+
+# %%
+W, ici_bw = V5E.hbm_bw, V5E.bandwidth("ici")
+batches = [2**i for i in range(2, 9)]
+page.chart(
+    "ways", {
+        f"F = {F:,}, {dtype}": [(b, decoding.bandwidth_limit(F, b, W, ici_bw, weights=dtype)) for b in batches]
+        for F, dtype in ((16384, "bf16"), (28672, "bf16"), (28672, "int8"))
+    }, "batch", "ways", "Model parallelism that HBM still binds, one ring of v5e", height=10,
+    marks=[("y", cost.tensor_limit(28672, V5E.flops(), ici_bw), "compute-bound batch, F = 28,672: 13")],
+)  # fmt: skip
+page.say()
+page.answers([
+    Answer("beta = W_hbm / W_ici of v5e ('around 8')", "8", W / ici_bw, "", erratum="8.2e11 / 9e10"),
+    Answer("beta of v6e", "8", chip("v6e").hbm_bw / chip("v6e").bandwidth("ici"), "", erratum="1.6e12 / 1.8e11"),
+    Answer("F = 16384, B = 32: up to Y =", "64", decoding.bandwidth_limit(16384, 32, W, ici_bw), "ways",
+           erratum="16384 / (32 x 9.1)"),
+    Answer("Prefill: F = 16384 on one axis up to Y =", "7.4", cost.tensor_limit(16384, V5E.flops(), ici_bw), "ways"),
+    Answer("B = 32, F = 16384 on a line, without wraparound", "",
+           decoding.bandwidth_limit(16384, 32, W, V5E.bandwidth("line")), "ways", "half of it"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Question 7: when 2D pays
+# An MLP's collectives on three axes of links: over all chips 4BD/3W, whatever their number; 2D 2BD/(XW) + 4BF/(YZ W),
+# best at X = sqrt(ND/2F). A gate is a second Tmp to reduce, which doubles the second term: 2D pays from twice as many.
+
+# %%
+D, F, N = 8192, 32768, [2**i for i in range(4, 13)]
+two = {n: decoding.stationary_2d(1, D, F, *decoding.best_2d(n, D, F), ici_bw) for n in N}
+one = decoding.stationary_1d(1, D, ici_bw)
+gated = next(n for n in range(1, 1000) if decoding.stationary_2d(1, D, 2 * F, *decoding.best_2d(n, D, 2 * F), ici_bw)
+             < one)  # fmt: skip
+page.chart(
+    "2d", {"1D": [(n, 1e6 * one) for n in N], "2D": [(n, 1e6 * t) for n, t in two.items()]}, "chips",
+    "us a token", "Collectives of an MLP, D = 8192, F = 4D, rings of v5e's bandwidth", height=10,
+    marks=[("x", decoding.threshold_2d(D, F), "N = 72")],
+)  # fmt: skip
+page.say()
+page.answers([
+    Answer("7 2D pays from N >", "72", decoding.threshold_2d(D, F), "chips"),
+    Answer("7 T_2D in BD / (sqrt(N) W)", "11.3", two[64] * 8 * ici_bw / D),
+    Answer("7 X over sqrt(N/8)", "1", decoding.best_2d(64, D, F)[0] / 8**0.5),
+    Answer("7 YZ over sqrt(8N)", "1", decoding.best_2d(64, D, F)[1] / 512**0.5),
+    Answer("7 the general condition over F/D", "18", decoding.threshold_2d(D, 3 * D) / 3, "", "32 (3/4)^2"),
+    Answer("7 with a gate, F = 4D: the first N", "", gated, "chips", "above 36 F/D = 144"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `heads_batch": (ATTENTION.format(B="B_Z", S="S")` by `heads_batch": (ATTENTION.format(B="B", S="S")`:
+#    the cache's batch is whole, each chip along Z keeps all of it. What is sent instead of the AllToAlls?
+# 2. Question: up to which Y does HBM bind a step of 8 tokens in int8 of LLaMA-3 405B (F = 53,248)? Evaluate
+#    `decoding.bandwidth_limit(53248, 8, W, ici_bw, weights="int8")`.
+# 3. Flag: run with `--mesh Y=4,Z=1`. Which collectives are left?
