@@ -1,0 +1,176 @@
+# %% [markdown]
+"""Part 10, Questions 3 and 4, with Part 3: collective matmuls, one way and both ways round the ring.
+https://jax-ml.github.io/scaling-book/jax-stuff
+
+    A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]                           AllGather, hidden
+    A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]                           ReduceScatter, hidden
+    A[B, D_Y] * W[D_Y, F] -> Out[B, F]                             AllReduce, hidden as far as it goes
+    In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]       the MLP block: the first, then the second
+
+Each equal to one device with its gradients, its hops and bytes per link as derived; what the wire hides on a v5e by the
+roofline, and the sizes at which the simple way wins.
+"""
+
+# %%
+import torch
+import torch.nn.functional as F_
+from torch.func import vjp
+
+from scaling import tree
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.collectives.rings import Links
+from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
+from scaling.strategies.collective_matmul import gather_matmul, matmul_reduce, matmul_scatter, mlp
+
+page = Page(__doc__, mesh="Y=4", device=True, seed=True)
+EXACT, Y = 1e-12, page.args.mesh["Y"]
+B, D, F = 6, 4 * Y, 8 * Y
+rng = torch.Generator().manual_seed(page.args.seed)
+
+
+def drawn(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=rng)
+
+
+# %% [markdown]
+# ## Equal to one device
+# The forms are in `scaling/strategies/collective_matmul.py`, a screen each. Look at how AllGather and ReduceScatter
+# mirror each other: in the one, shards travel and each stop multiplies; in the other, sums travel and each stop adds
+# its product. So the vjp of the one runs round the ring as the other, backwards, without a line written for it.
+
+# %%
+FORMS = {
+    "AllGather": (gather_matmul, ("A[B, D_Y]", "W[D, F_Y]"), "Out[B, F_Y]"),
+    "ReduceScatter": (matmul_scatter, ("A[B, D_Y]", "W[D_Y, F]"), "Out[B, F_Y]"),
+    "AllReduce": (matmul_reduce, ("A[B, D_Y]", "W[D_Y, F]"), "Out[B, F]"),
+    "the MLP block": (mlp, ("In[B, D_Y]", "W_in[D, F_Y]", "W_out[F_Y, D]"), "Out[B, D_Y]"),
+}
+
+
+def dense(A, W, *W_out):
+    return F_.gelu(A @ W) @ W_out[0] if W_out else A @ W
+
+
+problems = {}
+for name, (_, types, _) in FORMS.items():
+    operands = [drawn(B, D), drawn(D, F), *([drawn(F, D)] if len(types) == 3 else [])]
+    Out, pull = vjp(dense, *operands)
+    dOut = drawn(*Out.shape)
+    problems[name] = operands, dOut, (Out, *pull(dOut))
+
+
+def compare(mesh) -> dict[str, float]:
+    """The largest difference of each form, forward and gradients, from this rank's part of one device's."""
+    found = {}
+    for name, (form, types, result) in FORMS.items():
+        operands, dOut, wanted = problems[name]
+        shards = [x.to(mesh.device) for x in tree.shard(operands, list(types), mesh)]
+        cotangent = tree.shard([dOut], [result], mesh)[0].to(mesh.device)
+        if "_Y" not in result:
+            cotangent = cotangent / Y  # Out is replicated: the devices' cotangents are the terms of one
+        mine = tree.shard(list(wanted), [result, *types], mesh)
+        for ways in (1, 2):
+            out, pull = vjp(lambda *a, form=form, ways=ways: form(*a, mesh, ways=ways), *shards)
+            pairs = zip((out, *pull(cotangent)), mine, strict=True)
+            found[f"{name}, {ways} way{'s' * (ways - 1)}"] = max(
+                float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs
+            )
+    return found
+
+
+page.title(f"{Y} devices, result and gradients")
+page.equal([(name, apart, EXACT) for name, apart in page.on_ranks(compare).items()])
+
+# %% [markdown]
+# ## Hops and bytes per link
+# On n devices one way takes n - 1 hops; both ways at once share them, floor(n/2) to the right and the rest to the left.
+# Each hop carries V/n, V the bytes of the array that would be gathered or reduced. Of an AllReduce, each tile's sums go
+# round and then its parts are gathered: twice the bytes. With two tiles the gather of the first goes beside the sums of
+# the second, so that three rounds stand where an AllReduce without tiles has two. Counted on an abstract ring.
+
+# %%
+rows, bytes_of = [], {}
+for n in (4, 5, 8):
+    mesh = AbstractMesh({"Y": n})
+    wide = (B, 4), (4, 8 * n)
+    shapes = {"AllGather": ((B, 4), (4 * n, 8)), "ReduceScatter": wide, "AllReduce": wide}
+    for name, pair in shapes.items():
+        V = 4 * B * n * (4 if name == "AllGather" else 8)
+        for ways in (1, 2):
+            log, hops = Links(), n - 1 if ways == 1 else n // 2
+            FORMS[name][0](*(torch.empty(shape, device="meta") for shape in pair), mesh, ways=ways, log=log)
+            rounds, share = (3, 2) if name == "AllReduce" else (1, 1)
+            bytes_of[name, n, ways] = log.busiest
+            derived = rounds * hops, share * hops * V // n
+            held = page.check(f"{name}, {n} devices, {ways} ways", (log.hops, log.busiest) == derived)
+            rows.append((name, n, ways, derived[0], log.hops, derived[1], log.busiest, held))
+page.title("On a ring, derived and counted")
+page.table(rows, ["form", "n", "ways", "hops", "counted", "bytes, busiest link", "counted", "the same"])
+page.answers([
+    Answer("Q4: one way over both ways, bytes of a link, 5 devices", "",
+           bytes_of["ReduceScatter", 5, 1] / bytes_of["ReduceScatter", 5, 2], "times", "(n-1) / floor(n/2), n odd"),
+    Answer("Q4: the same, 8 devices", "", bytes_of["ReduceScatter", 8, 1] / bytes_of["ReduceScatter", 8, 2], "times",
+           "7/4: the device opposite is reached one way only"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## What it should hide
+# The book's example, A[1024, 2048] W[2048, 8192] on a mesh X=2, Y=4, with a ring along Y: bf16 on a v5e. A device's
+# blocks are multiplied one by one; one product of a ring is beside no hop: of shards the last, of sums the first. So a
+# form takes T/n + max(hops, T (n-1)/n), where T is its product's time; an AllReduce also shows the rounds
+# at its two ends. Each hop costs a microsecond at least. Look at how the last column turns: short of some size the
+# latency of many hops is more than what is hidden.
+
+# %%
+V5E, n = chip("v5e"), 4
+
+
+def seconds(B: int, D: int, F: int, form: str, ways: int) -> tuple[float, float, float]:
+    """(the product, one after the other, the collective matmul) on n v5e in a ring, of A[B, D] W[D, F] in bf16."""
+    product = 2 * B * D * F / n / V5E.flops()
+    V, link = 2 * B * (D if form == "AllGather" else F), V5E.need("link_bw")
+    hops = n - 1 if ways == 1 else n // 2
+
+    def travel(part):
+        return hops * max(V * part / n / link, V5E.hop_latency)
+
+    optimal = max(V * (n - 1) / n / (2 * link), n // 2 * V5E.hop_latency)  # a library's collective, both ways
+    if form != "AllReduce":
+        return product, product + optimal, product / n + max(travel(1), product * (n - 1) / n)
+    rest = product * (n - 1) / n / 2
+    ring = product / n + max(travel(1 / 2), rest) + max(2 * travel(1 / 2), rest) + travel(1 / 2)
+    return product, product + 2 * optimal, ring
+
+
+rows, ratios = [], {}
+for size in ((512, 2048, 8192), (512, 2048, 2048), (64, 2048, 8192), (4096, 8192, 8192), (16, 1024, 1024)):
+    for form in ("AllGather", "ReduceScatter", "AllReduce"):
+        product, serial, _ = seconds(*size, form, 1)
+        one, both = (seconds(*size, form, ways)[2] for ways in (1, 2))
+        ratios[size, form] = min(one, both) / serial
+        verdict = "wins" if min(one, both) < 0.99 * serial else "loses" if min(one, both) > 1.01 * serial else "even"
+        rows.append((f"{size}", form, *(f"{1e6 * t:.1f}" for t in (product, serial, one, both)), verdict))
+page.title(f"us on {n} v5e in a ring along Y, by the roofline: B, D, F")
+page.table(rows, ["size", "form", "product", "apart", "one way", "both ways", "it"])
+book = (512, 2048, 8192)
+product, serial, _ = seconds(*book, "AllGather", 2)
+page.answers([
+    Answer("The example's product on a device, v5e, bf16", "", 1e6 * product, "us",
+           "2 * 512 * 2048 * 2048 FLOPs; the book's 224 us are of older chips, whatever its comment says"),
+    Answer("The book's collective matmul over its jit", "0.78", 244 / 311, "times", "its own times, in us"),
+    Answer("Hidden of the AllGather there, of what could be", "", 100 * (311 - 244) / (311 - 224), "%",
+           "its own times: jit 311 us, collective matmul 244, the product alone 224"),
+    Answer("Ours over one after the other, AllGather, v5e", "", ratios[book, "AllGather"], "times", "the table"),
+    Answer("Q3.1: the AllReduce form, v5e", "", ratios[book, "AllReduce"], "times",
+           "the sums of the first tile and the gather of the last stay visible"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: let `matmul_reduce` use `tiles=4`. How many rounds does the ring make now, and which of them show?
+# 2. Question: from which F on are all hops of the AllGather form hidden, both ways? Solve 2BDF/(n^2 C) = 2BD/(n W).
+# 3. Measure: `python tests/benchmarks/collective_matmul.py --wire 0,50` times every form on a wire of that speed,
+#    beside what it should take. Where does the simple way win, and why there?

@@ -1,0 +1,153 @@
+"""Collective matmuls: products whose AllGather, ReduceScatter or AllReduce is hidden behind them (Parts 3 and 10).
+
+Shards, or sums of them, go round the ring along an axis hop by hop while blocks are multiplied (Wang et al. 2023):
+
+    gather_matmul    A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]        AllGather of A first, otherwise
+    matmul_scatter   A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]        ReduceScatter of Out after, otherwise
+    matmul_reduce    A[B, D_Y] * W[D_Y, F] -> Out[B, F]          AllReduce of Out after, otherwise
+    mlp              In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]
+
+B may be split over other axes. `ways` 1 sends round the ring in one direction, 2 in both at once. Of n devices, with V
+the bytes of the gathered or unreduced array, one after the other go `hops`, and the busiest link carries:
+
+    gather_matmul, matmul_scatter     one way n - 1 hops, V (n-1)/n        two ways floor(n/2) hops, V floor(n/2)/n
+    matmul_reduce in t tiles          (t + 1) times as many hops, each of V/(n t); twice the bytes
+
+Derivatives are those of the loops: the cotangent of a hop is the hop back. `log`: a `rings.Links` that counts.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaling.collectives import ppermute
+from scaling.collectives.calls import Pending
+from scaling.collectives.rings import Links, directions
+from scaling.spec import ShardingError
+
+
+class Ring:
+    """The devices along an axis, seen from one: `hops` {step: hops} of each way, +1 to the right, -1 to the left."""
+
+    def __init__(self, mesh, axis: str, ways: int, log: Links | None = None):
+        self.mesh, self.axis, self.log = mesh, axis, log
+        self.n, self.me = mesh.sizes[axis], mesh.coord[axis]
+        self.hops = dict(directions(self.n, ways))
+        self.longest = max(self.hops.values())
+
+    def start(self, x: Tensor, step: int) -> Pending:
+        """x sets out for the neighbour; what the other neighbour sends is the result."""
+        pairs = [(i, (i + step) % self.n) for i in range(self.n)]
+        for link in pairs if self.log is not None else ():
+            self.log.bytes[(*link, step)] += x.numel() * x.element_size()
+        return ppermute("A[B, D]", x, self.mesh, self.axis, pairs, async_op=True)
+
+    def blocks(self, x: Tensor, dim: int, of: str) -> list[Tensor]:
+        """x in as many equal parts as there are devices."""
+        if x.shape[dim] % self.n:
+            raise ShardingError(
+                f"a collective matmul over {self.axis}={self.n}: {of} has size {x.shape[dim]}\n"
+                f"  rule: a part of it belongs to each device\n  fix: make it a multiple of {self.n}"
+            )
+        return list(x.chunk(self.n, dim))
+
+
+def gather_matmul(A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, log: Links | None = None) -> Tensor:
+    """A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]: shards of A travel, and are multiplied where they come by."""
+    ring = Ring(mesh, axis, ways, log)
+    rows = ring.blocks(W, 0, "W's first dim")
+    passing, Out = dict.fromkeys(ring.hops, A), 0
+    for hop in range(ring.longest + 1):
+        going = {step: ring.start(a, step) for step, a in passing.items() if hop < ring.hops[step]}  # 1. they set out
+        for step, a in passing.items() if hop else [(0, A)]:
+            Out = Out + a @ rows[(ring.me - step * hop) % ring.n]  # 2. meanwhile they are multiplied
+        passing = {step: pending.wait() for step, pending in going.items()}  # 3. the next ones are here
+    _count(log, ring.longest)
+    return Out
+
+
+def matmul_scatter(A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, log: Links | None = None) -> Tensor:
+    """A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]: sums travel to where they belong, and grow by each device's product."""
+    ring = Ring(mesh, axis, ways, log)
+    (Out,) = together(scattered(A, ring.blocks(W, 1, "W's last dim"), ring))
+    _count(log, ring.longest)
+    return Out
+
+
+def matmul_reduce(
+    A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, tiles: int = 2, log: Links | None = None
+) -> Tensor:
+    """A[B, D_Y] * W[D_Y, F] -> Out[B, F]: by tiles of F: sums of one travel while the one before is gathered."""
+    ring, done, mine = Ring(mesh, axis, ways, log), [], None
+    for tile in W.chunk(tiles, 1):
+        steps = [scattered(A, ring.blocks(tile, 1, "a tile of W's last dim"), ring)]
+        steps += [gathered(mine, ring)] if mine is not None else []
+        mine, *whole = together(*steps)
+        done += whole
+    done += together(gathered(mine, ring))
+    _count(log, (len(done) + 1) * ring.longest)
+    return torch.cat(done, 1)
+
+
+def mlp(
+    In: Tensor,
+    W_in: Tensor,
+    W_out: Tensor,
+    mesh,
+    axis: str = "Y",
+    *,
+    activation: Callable[[Tensor], Tensor] = F.gelu,
+    ways: int = 2,
+    log: Links | None = None,
+) -> Tensor:
+    """In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y], with an activation between the products."""
+    Tmp = gather_matmul(In, W_in, mesh, axis, ways=ways, log=log)
+    return matmul_scatter(activation(Tmp), W_out, mesh, axis, ways=ways, log=log)
+
+
+def scattered(A: Tensor, columns: list[Tensor], ring: Ring) -> Generator[None, None, Tensor]:
+    """The sums over the ring of A @ columns[j], of which device j gets its own; stops while each hop is under way."""
+    total = []
+    passing = {step: A @ columns[(ring.me + step * hops) % ring.n] for step, hops in ring.hops.items() if hops}
+    for hop in range(1, ring.longest + 1):
+        going = {step: ring.start(sums, step) for step, sums in passing.items()}
+        yield
+        products = {s: A @ columns[(ring.me + s * (ring.hops[s] - hop)) % ring.n] for s in going if hop < ring.hops[s]}
+        if hop == ring.longest:
+            total.append(A @ columns[ring.me])
+        arrived = {step: pending.wait() for step, pending in going.items()}
+        total += [sums for step, sums in arrived.items() if step not in products]
+        passing = {step: arrived[step] + product for step, product in products.items()}
+    return sum(total[1:], total[0]) if total else A @ columns[ring.me]
+
+
+def gathered(x: Tensor, ring: Ring) -> Generator[None, None, Tensor]:
+    """x[B, F_Y] -> [B, F]; stops while each hop is under way."""
+    blocks, passing = {ring.me: x}, dict.fromkeys(ring.hops, x)
+    for hop in range(1, ring.longest + 1):
+        going = {step: ring.start(passing[step], step) for step, hops in ring.hops.items() if hop <= hops}
+        yield
+        for step, pending in going.items():
+            passing[step] = blocks[(ring.me - step * hop) % ring.n] = pending.wait()
+    return torch.cat([blocks[i] for i in range(ring.n)], 1)
+
+
+def together(*steps: Generator[None, None, Any]) -> list[Any]:
+    """The results of rings whose hops go at the same time."""
+    results: dict[int, Any] = {}
+    while len(results) < len(steps):
+        for i, each in enumerate(steps):
+            try:
+                if i not in results:
+                    next(each)
+            except StopIteration as end:
+                results[i] = end.value
+    return [results[i] for i in range(len(steps))]
+
+
+def _count(log: Links | None, hops: int) -> None:
+    if log is not None:
+        log.hops += hops

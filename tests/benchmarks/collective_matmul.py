@@ -1,0 +1,104 @@
+"""Collective matmuls on a wire of a given speed, beside the collective and the product one after the other.
+
+    python tests/benchmarks/collective_matmul.py [--ranks 2] [--wire 0,100] [--steps 10]
+
+The kernel paces each connection to `--wire` 10^6 bytes a second (0: not at all), as in overlap.py. Of each form and
+size, in turn on the same ranks: the product alone, the hops alone, the two calls one after the other, and the
+collective matmul; `derived` is what that should take, by the first two. Linux only.
+"""
+
+import argparse
+import sys
+
+import torch
+from harness import in_turn, machine, quartiles, slow_wire, slowest
+from tabulate import tabulate
+
+from scaling import collectives as c
+from scaling import launch
+from scaling.collectives import rings
+from scaling.strategies import collective_matmul as cm
+
+SIZES = {"large": (256, 1024, 4096), "small": (16, 64, 256)}  # B, D, F
+PARTS = ("product", "hops", "serial", "collective")
+
+
+def parts(form: str, mesh, size: tuple[int, int, int], ways: int) -> dict:
+    """The functions to be timed, of the shards A[B, D_Y] and W."""
+    (B, D, F), n = size, mesh.sizes["Y"]
+    a, whole, out = torch.randn(B, D // n), torch.randn(B, D), torch.randn(B, F)
+    if form == "gather":
+        w = torch.randn(D, F // n)
+        return {
+            "product": lambda: whole @ w,
+            "hops": lambda: rings.all_gather(a, mesh, "Y", ways),
+            "serial": lambda: c.all_gather("A[B, D_Y] -> A[B, D]", a, mesh) @ w,
+            "collective": lambda: cm.gather_matmul(a, w, mesh, ways=ways),
+        }
+    w = torch.randn(D // n, F)
+    if form == "scatter":
+        return {
+            "product": lambda: a @ w,
+            "hops": lambda: rings.reduce_scatter(out.T, mesh, "Y", ways),
+            "serial": lambda: c.reduce_scatter("Out[B, F] {U_Y} -> Out[B, F_Y]", a @ w, mesh),
+            "collective": lambda: cm.matmul_scatter(a, w, mesh, ways=ways),
+        }
+    return {
+        "product": lambda: a @ w,
+        "hops": lambda: rings.all_gather(rings.reduce_scatter(out.T, mesh, "Y", ways), mesh, "Y", ways),
+        "serial": lambda: c.all_reduce("Out[B, F] {U_Y} -> Out[B, F]", a @ w, mesh),
+        "collective": lambda: cm.matmul_reduce(a, w, mesh, ways=ways),
+    }
+
+
+def derived(form: str, n: int, product: float, hops: float, tiles: int = 2) -> float:
+    """Seconds: a block's product cannot be hidden; the others are beside the hops. Of an AllReduce, tile by tile: the
+    first tile's sums travel alone, then each tile's beside the gather of the one before, then the last one's gather."""
+    block = product / n
+    if form != "reduce":
+        return block + max(hops, product - block)
+    rest = (product - block) / tiles
+    return block + max(hops / 2 / tiles, rest) + (tiles - 1) * max(hops / tiles, rest) + hops / 2 / tiles
+
+
+def measure(mesh, wires: list[float], steps: int) -> dict:
+    """{(form, ways, size, wire): seconds of each part}"""
+    found = {}
+    for form in ("gather", "scatter", "reduce"):
+        for ways in (1, 2) if mesh.size() > 2 else (1,):  # of two devices, both ways are one
+            for name, size in SIZES.items():
+                timed = parts(form, mesh, size, ways)
+                slow_wire(1e12)
+                in_turn(timed, 1)  # all connections are made
+                for wire in wires:
+                    slow_wire(wire * 1e6 or 1e12)
+                    found[form, ways, name, wire] = in_turn(timed, steps, warmup=1)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
+    parser.add_argument("--wire", default="0,100", help="speeds in MB/s, by commas, 0 for loopback's: %(default)s")
+    parser.add_argument("--steps", type=int, default=10, help="timed samples of each part")
+    args = parser.parse_args()
+    if sys.platform != "linux":
+        parser.error("only Linux paces its sockets")
+    torch.set_num_threads(1)
+    wires, rows = [float(wire) for wire in args.wire.split(",")], []
+    results = launch.run(measure, {"Y": args.ranks}, wires, args.steps, checked=False, timeout=600)
+    for case in results[0]:
+        ms = {p: 1e3 * quartiles(slowest([rank[case][p] for rank in results]))[1] for p in PARTS}
+        form, ways, size, wire = case
+        should = derived(form, args.ranks, ms["product"], ms["hops"])
+        where = f"{wire:.0f} MB/s" if wire else "loopback"
+        figures = [f"{ms[part]:.2f}" for part in PARTS]
+        rows.append([form, ways, size, where, *figures, f"{should:.2f}", f"{ms['collective'] / ms['serial']:.2f}"])
+    print(f"{args.ranks} ranks, one thread each, on {machine()}; medians of {args.steps}; B, D, F: {SIZES}\n")
+    headers = ["form", "ways", "size", "wire", "product, ms", "hops", "one after the other"]
+    headers += ["collective matmul", "derived", "ratio"]
+    print(tabulate(rows, headers, "github", disable_numparse=True, colalign=("left",) * 4 + ("right",) * 6))
+
+
+if __name__ == "__main__":
+    main()
