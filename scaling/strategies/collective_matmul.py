@@ -115,7 +115,8 @@ def scattered(A: Tensor, columns: list[Tensor], ring: Ring) -> Generator[None, N
     for hop in range(1, ring.longest + 1):
         going = {step: ring.start(sums, step) for step, sums in passing.items()}
         yield
-        products = {s: A @ columns[(ring.me + s * (ring.hops[s] - hop)) % ring.n] for s in going if hop < ring.hops[s]}
+        later = {step: (ring.me + step * (hops - hop)) % ring.n for step, hops in ring.hops.items() if hop < hops}
+        products = {step: A @ columns[block] for step, block in later.items()}
         if hop == ring.longest:
             total.append(A @ columns[ring.me])
         arrived = {step: pending.wait() for step, pending in going.items()}
