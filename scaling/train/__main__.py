@@ -31,7 +31,8 @@ from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.trace.peak import peak_memory
 from scaling.train import tokenize
-from scaling.train.loop import STOP, describe, run
+from scaling.train.loop import STOP, run
+from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 
 
@@ -66,6 +67,7 @@ def arguments(argv=None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, if any")
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
+    parser.add_argument("--chip", default="", help="of whose FLOPs/s MFU is a share: h100, or what measure wrote")
     parser.add_argument("--profile", default="", metavar="PLACE", help="profile steps 3 to 7: FILE.json or a folder")
     parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
     known = {action.dest for action in parser._actions}

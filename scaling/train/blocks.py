@@ -98,4 +98,4 @@ def coordinates(rank: int, mesh) -> dict[str, int]:
     at = {}
     for axis, size in reversed(mesh.sizes.items()):
         rank, at[axis] = divmod(rank, size)
-    return at
+    return {axis: at[axis] for axis in mesh.sizes}

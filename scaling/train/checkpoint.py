@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -65,10 +65,13 @@ def save(
     if not async_op:
         write(folder, own, index, mesh.rank, mesh.size(), step, keep)
         return None
-    return _writer.submit(write, folder, own, index, mesh.rank, mesh.size(), step, keep)
+    return _writer(os.getpid()).submit(write, folder, own, index, mesh.rank, mesh.size(), step, keep)
 
 
-_writer = ThreadPoolExecutor(1, "checkpoint")  # writes in the order in which they were asked for
+@cache
+def _writer(pid: int) -> ThreadPoolExecutor:
+    """Of this process, as a forked one has not its parent's threads: writes in the order that they were asked for."""
+    return ThreadPoolExecutor(1, "checkpoint")
 
 
 def load(

@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 class Settings:
     """What a run is made of beside its mesh. `batch`: sequences of the global batch, of `seq` tokens each. `weights`:
     a Hugging Face folder to begin with, if any. `data`: a path, or several by weight, "A:3,B:1". `profile`: where a
-    profile of a few steps is written, if anywhere."""
+    profile of a few steps is written, if anywhere. `chip`: of which MFU is a share."""
 
     model: Config
     data: str
@@ -43,6 +43,7 @@ class Settings:
     resume: bool = False
     weights: str = ""
     tokenizer: str = "bytes"
+    chip: str = ""
     profile: str = ""
 
 

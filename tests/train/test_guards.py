@@ -12,8 +12,8 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.train import guards
-from scaling.train.loop import make_step
 from scaling.train.settings import Settings, optimizer_of
+from scaling.train.step import make_step
 
 TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
 

@@ -8,9 +8,10 @@ from scaling.configs import get
 from scaling.mesh import Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
+from scaling.trace import trace
 from scaling.train.evaluate import local
-from scaling.train.loop import make_step
 from scaling.train.settings import Settings, optimizer_of
+from scaling.train.step import make_step
 
 TINY = get("tiny").with_(L=2, D=32, F=64, H=16, N=2, K=2)
 EXPERTS = TINY.with_(E=4, k=2, aux_coef=0.01)
@@ -56,6 +57,30 @@ def test_gradients_are_summed_in_float32(ranks, config, sizes, microbatches):
         assert grad.dtype == torch.float32
         assert (grad - want).norm() < 0.05 * want.norm() or "router" in where, where
     assert not torch.equal(found["norm"], found["norm"].bfloat16().float())  # sums that bfloat16 cannot hold
+
+
+def dtypes(mesh, remat):
+    """Of each line of a training step its dtype."""
+    settings = Settings(TINY, "", "", 8, 32, dtype="bf16", remat=remat)
+    types, optimizer = transformer.specs(TINY, mesh), optimizer_of(settings)
+    params = model.init(TINY, 0, torch.bfloat16, mesh=mesh, specs=types)
+    rows = local(torch.ones(8, 32, dtype=torch.int64), mesh)
+    with trace() as log:
+        make_step(settings, mesh, optimizer)(params, optimizer.init(params), (rows, rows, None))
+    return {(event.op, str(event.after.name), event.dtype) for event in log.events}
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_which_lines_are_in_which_dtype(ranks, remat):
+    """Products, weights and activations on their way in bfloat16; gradients, the loss and norms are sums in float32."""
+    for found in ranks(dtypes, {"X": 2, "Y": 2}, remat):
+        assert {dtype for op, name, dtype in found if op == "Einsum" and name != "total"} == {"bfloat16"}
+        gathered = {dtype for op, name, dtype in found if op == "AllGather" and name != "k"}  # of the loss: its slope
+        assert gathered == {"bfloat16"}
+        streams = {"x", "y", "dy", "dx", "Attn", "Out"}
+        scattered = {(name in streams, dtype) for op, name, dtype in found if op == "ReduceScatter"}
+        assert scattered == {(True, "bfloat16"), (False, "float32")}
+        assert {dtype for op, _, dtype in found if op == "AllReduce"} == {"float32"}
 
 
 def curve(dtype, steps=200):

@@ -1,0 +1,102 @@
+"""What a run says of itself: a line and a JSON record a step."""
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaling.cost import transformer as tm
+from scaling.cost.units import significant
+from scaling.hardware import chip, chips
+from scaling.sizes import format_sizes
+from scaling.train.settings import Settings
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Writes metrics.jsonl in the run's folder, and lines on rank 0's output."""
+
+    settings: Settings
+    mesh: Any
+
+    @cached_property
+    def flops(self) -> dict[str, float]:
+        """FLOPs of a step by both conventions: six per param and token; and with the products of attention, each query
+        with every key (as PaLM counts, arXiv:2204.02311, appendix B)."""
+        s = self.settings
+        return {
+            "params": tm.rule_of_thumb(s.model, s.batch * s.seq),
+            "attention": sum(tm.train_flops(s.model, s.batch, s.seq).values()),
+        }
+
+    @cached_property
+    def peak(self) -> float | None:
+        """FLOPs/s of all devices, of the chip given or of a GPU that the book's tables know; None if they have none."""
+        name = self.settings.chip or known(self.mesh.device)
+        rate = dict(chip(name).peaks).get(self.settings.dtype) if name else None
+        return rate * self.mesh.size() if rate else None
+
+    def record(self, step: int, loss: float, norm: float, seconds: float, stood: float | None) -> dict:
+        """The metrics of a step. `stood`: seconds of this rank in collectives; None where that is not seen."""
+        found = {"step": step, "loss": loss, "grad_norm": norm, "seconds": round(seconds, 5)}
+        found["tokens_per_second"] = round(self.settings.batch * self.settings.seq / seconds, 1)
+        found["flops_per_second"] = self.flops["params"] / seconds
+        found["flops_per_second_with_attention"] = self.flops["attention"] / seconds
+        if self.peak:
+            found["mfu"] = self.flops["params"] / seconds / self.peak
+            found["mfu_with_attention"] = self.flops["attention"] / seconds / self.peak
+        if stood is not None:
+            found["exposed"] = round(stood / seconds, 4)
+        return found | {"memory": memory(self.mesh.device)}
+
+    def say(self, record: Mapping) -> None:
+        """Both, from rank 0."""
+        if self.mesh.rank:
+            return
+        with open(Path(self.settings.out) / "metrics.jsonl", "a") as log:
+            log.write(json.dumps(record) + "\n")
+        print(line(record, self.settings.steps), flush=True)
+
+    def warn(self, text: str) -> None:
+        if text and self.mesh.rank == 0:
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def line(record: Mapping, steps: int) -> str:
+    """One line of progress."""
+    rate, more = record["flops_per_second"], record["flops_per_second_with_attention"]
+    work = f"{significant(rate)} FLOPs/s ({significant(more)} with attention)"
+    if "mfu" in record:
+        work = f"MFU {record['mfu']:.1%} ({record['mfu_with_attention']:.1%} with attention)"
+    parts = [f"step {record['step']:>6}/{steps}", f"loss {record['loss']:.4f}", f"norm {record['grad_norm']:.2f}"]
+    parts += [f"{record['tokens_per_second']:,.0f} tokens/s", work, f"{record['memory'] / 1e9:.1f} GB"]
+    parts += [f"comms {record['exposed']:.0%}"] if "exposed" in record else []
+    parts += [f"valid {record['valid']:.4f}"] if "valid" in record else []
+    return "  ".join(parts)
+
+
+def memory(device: torch.device) -> int:
+    """The most bytes that this rank has held: on a GPU of tensors, on a CPU of its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def known(device: torch.device) -> str:
+    """The name of the book's chip that this device is, if it is one."""
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    return next((each for each in chips() if each in name), "")
+
+
+def describe(settings: Settings, sizes: Mapping[str, int]) -> str:
+    """What is about to run, in a line."""
+    s = settings
+    where = f"{s.batch} x {s.seq} tokens a step, {os.path.abspath(s.out)}"
+    return f"{s.model.name}: {tm.num_params(s.model):,} params on {format_sizes(sizes)}, {where}"
