@@ -9,7 +9,8 @@ nothing. Chunks, prefix hits and preemptions then only say which call computes a
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from scaling.configs import Config
 from scaling.models.attention import combine, visible
 from scaling.models.pointwise import rms_norm
 from scaling.models.rope import tables
-from scaling.models.transformer import attention_block, mlp_block, unstacked
+from scaling.models.transformer import attention_block, unstacked
 from scaling.serve.cache import writable
 from scaling.serve.step import check_tokens
 from scaling.serve.types import ONE
@@ -28,6 +29,12 @@ from scaling.serve.types import ONE
 LEAST = 8  # rows of the smallest tile
 SIZES = (64, 32, 16, LEAST)
 BLOCK = 64  # keys
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # torch's silu and gelu round the end of an array differently
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: 0.5 * x * (1 + (x * 0.5**0.5).erf()),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + ((x + 0.044715 * x * x * x) * (2 / math.pi) ** 0.5).tanh()),
+    "relu": torch.relu,
+}
 
 
 def product(x: Tensor, W: Tensor, sizes: Sequence[int] = SIZES) -> Tensor:
@@ -86,7 +93,7 @@ def prefill(
     for l, W in enumerate(unstacked(params["layers"])):
         attend = functools.partial(at.attend, cache["KV"][:, l], config.windows[l])
         x = x + attention_block(W, x, attend, rope, config.eps, matmul)
-        x = x + mlp_block(W, x, config.nonlinearity, config.eps, matmul)
+        x = x + _mlp(W, x, ACTIVATIONS[config.nonlinearity], config.eps, matmul)
     last = torch.cat([at.last, at.last[:1].expand(-B % LEAST)])
     x = rms_norm(x[:, last], gain=params["norm"], eps=config.eps)
     logits = matmul(x, params["unembed"] if "unembed" in params else params["embed"].T)[0, :B]
@@ -97,6 +104,14 @@ def prefill(
 def _matmul(x: Tensor, W: Tensor, sizes: Sequence[int]) -> Tensor:
     """x[1, R, D] times W[D, ...]."""
     return product(x[0], W, sizes).unflatten(-1, W.shape[1:])[None] if W.dim() > 2 else product(x[0], W, sizes)[None]
+
+
+def _mlp(layer: dict, x: Tensor, act: Callable, eps: float, matmul: Callable) -> Tensor:
+    """Out[1, R, D], as `transformer.mlp_block`."""
+    y = rms_norm(x, gain=layer["norm_mlp"], eps=eps)
+    Tmp = matmul(y, layer["W_in"])
+    Tmp = act(matmul(y, layer["W_gate"])) * Tmp if "W_gate" in layer else act(Tmp)
+    return matmul(Tmp, layer["W_out"])
 
 
 class _Rows:

@@ -22,7 +22,7 @@ from scaling.serve.step import decode
 CONFIGS = [
     Config("mha", L=2, D=24, F=40, N=3, K=3, H=8, V=53),
     Config("gqa, window", L=2, D=32, F=48, N=4, K=2, H=8, V=47, window=(None, 9)),
-    Config("mqa, tied", L=1, D=37, F=53, N=10, K=1, H=4, V=31, tied=True, qk_norm=True),
+    Config("mqa, tied, gelu", L=1, D=37, F=53, N=10, K=1, H=4, V=31, tied=True, qk_norm=True, gated=False),
 ]
 PARAMS = [transformer.init(config, 0, torch.float32) for config in CONFIGS]
 
