@@ -114,6 +114,7 @@ PINNED = {
         "4 prefill: attention takes as long as the MLP at T =": 3 * 8192 * 28672 // 8192 - 1,
         "4 decoding 240: attention takes as long as the MLP at T =": 6 * 8192 * 28672 // (240 * 4 * 1024) + 1,
     },
+    "07_kv_cache": {},
     "07_bottlenecks": {
         "B_crit of an H100": 9.9e14 / 3.35e12,
         "v5e in bf16, D = 8192, F = 28672, activations counted": 8192 * 28672 / (

@@ -1,0 +1,223 @@
+# %% [markdown]
+"""Part 7, The Basics of Transformer Inference: sampling without a KV cache and with one, and what a cache is.
+https://jax-ml.github.io/scaling-book/inference
+
+    prefill: KV[2, L, B, S, K, H], logits[B, V] of a prompt's last token        decode: one token more of each row
+
+The same tokens twice, FLOPs counted as they run: n^2 against n in the MLPs, n^3 against n^2 in attention. Then caches
+as data: ragged batches, chunks, pages, int8 with its scales, taking tokens back. What binds it: 07_bottlenecks.py.
+"""
+
+# %%
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from scaling import serve
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.configs import Config
+from scaling.cost import serving
+from scaling.cost import transformer as tm
+from scaling.models import transformer
+from scaling.serve.types import cache_specs
+
+page = Page(__doc__, seed=True, plot=True)
+config = Config("small", 2, 64, 192, 8, 2, 8, 64)
+params = transformer.init(config, page.args.seed, torch.float64)
+n = 64 if page.small else 192  # tokens in all, of a prompt of one
+aten = torch.ops.aten
+
+
+def of_attention(q, k, v, *args, **options) -> int:
+    """Two products of q[B, N, T, H] with S keys and values, as torch's kernel is called: masked pairs count too."""
+    return 4 * q[0] * q[1] * q[2] * q[3] * k[2]
+
+
+def counted(f, *args, **options) -> tuple:
+    """(FLOPs of the products with weights, of attention, what the call gives)."""
+    kernel = {aten._scaled_dot_product_flash_attention_for_cpu: of_attention}
+    with FlopCounterMode(display=False, custom_mapping=kernel) as counter:
+        out = f(*args, **options)
+    ops = counter.get_flop_counts()["Global"]
+    attention = sum(flops for op, flops in ops.items() if "attention" in str(op))
+    return sum(ops.values()) - attention, attention, out
+
+
+# %% [markdown]
+# ## Naive sampling, and with a cache
+# Greedy tokens from the first one on. Naive: the whole prefix goes through the model for each token. Cached: a token
+# goes through it once; its keys and values stay.
+
+
+# %%
+def naive():
+    """Yields (FLOPs with weights, of attention) of each token, and appends it."""
+    for _ in range(n):
+        *flops, logits = counted(transformer.forward, params, torch.tensor([slow]), config=config)
+        slow.append(int(logits[0, -1].argmax()))
+        yield flops
+
+
+def cached():
+    """The same with prefill and decode."""
+    cache = serve.init_cache(config, 1, n)
+    for t in range(n):
+        step, tokens = (serve.decode, fast[-1:]) if t else (serve.prefill, [fast])
+        *flops, (logits, cache) = counted(step, params, torch.tensor(tokens), cache, config, donate=True)
+        fast.append(int(logits[0].argmax()))
+        yield flops
+
+
+slow, fast = [1], [1]
+each = {"naive": list(naive()), "cached": list(cached())}
+page.title(f"{n} tokens, one after the other")
+page.check("the same tokens", slow == fast)
+page.say(f"the same tokens: {'yes' if slow == fast else 'NO'} ({slow[:12]} ...)")
+
+
+def total(way: str, which: int, tokens: int) -> int:
+    """FLOPs of the first tokens: which = 0, with weights; 1, of attention."""
+    return sum(flops[which] for flops in each[way][:tokens])
+
+
+def by_formula(way: str, which: int) -> int:
+    """By Part 4: t tokens through the model, or one that attends to t; naive computes the logits of all."""
+    found = 0
+    for t in range(1, n + 1):
+        parts = tm.forward_flops(config, 1, t) if way == "naive" else tm.forward_flops(config, 1, 1, t)
+        found += parts["attention"] if which else parts["mlp"] + parts["projections"] + parts["unembed"]
+    return found
+
+
+kinds = [(way, which) for way in each for which in (0, 1)]
+words = ("products with weights", "attention")
+page.same([(f"{way}: {words[which]}", {"naive": ("n^2", "n^3"), "cached": ("n", "n^2")}[way][which],
+            by_formula(way, which), total(way, which, n)) for way, which in kinds],
+          ["FLOPs", "grows as", "by formula", "counted"])  # fmt: skip
+page.chart(
+    "flops", {f"{way}, {('weights', 'attention')[which]}": [(t, total(way, which, t)) for t in range(1, n + 1)]
+              for way, which in kinds},
+    "tokens", "FLOPs", "FLOPs of all tokens so far", height=14,
+)  # fmt: skip
+growth = {(way, which): total(way, which, n) / total(way, which, n // 2) for way, which in kinds}
+page.say()
+page.answers([
+    Answer("Naive: twice the tokens, FFW FLOPs times", "4", growth["naive", 0], "", "n^2"),
+    Answer("Naive: attention times", "8", growth["naive", 1], "", "n^3"),
+    Answer("Cached: FFW times", "2", growth["cached", 0], "", "n"),
+    Answer("Cached: attention times", "4", growth["cached", 1], "", "n^2"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## A cache is data
+# A pytree whose leaves have types. Bytes for one row of 128 tokens, held and by formula: KV heads, dtypes and pages.
+
+# %%
+S = 128
+rows, sizes = [], []
+for name, K, dtype, size in (("MHA", 8, torch.float32, 4), ("GQA", 2, torch.float32, 4), ("MQA", 1, torch.float32, 4),
+                             ("GQA, bf16", 2, torch.bfloat16, 2), ("GQA, int8", 2, torch.int8, 1)):  # fmt: skip
+    heads = config.with_(K=K)
+    cache = serve.init_cache(heads, 1, S, dtype=dtype, page=16)
+    held = {leaf: cache[leaf].nbytes for leaf in ("KV", "scale") if leaf in cache}
+    rows.append((name, cache_specs(heads, page=16)["KV"], held["KV"], held.get("scale", "-")))
+    sizes.append((name, "2 S L K H bytes", serving.load(heads, kv=size).kv(S), held["KV"]))
+page.title("A row of 128 tokens, in pages of 16")
+page.table(rows, ["", "type, 16 tokens a page", "KV, bytes", "scales"])
+page.say()
+page.same(sizes, ["cache", "formula", "value", "held"])
+
+# %% [markdown]
+# ## What a cache may be, and give the same
+# Four prompts of different lengths in one batch, each beside itself alone; the prompts in chunks; the cache in pages
+# that lie anywhere; tokens taken back, and others in their place. Logits of each row's last prompt token and of the
+# tokens after it, float64.
+
+# %%
+g = torch.Generator().manual_seed(page.args.seed)
+lengths, more = torch.tensor([5, 1, 9, 7]), 3
+tokens = torch.randint(0, config.V, (4, 9 + more), generator=g)
+
+
+def follow(logits, cache):
+    """Logits[B, 1 + more, V]: after the prompts, and after each token more."""
+    found = [logits]
+    for step in range(more):
+        logits, cache = serve.decode(params, tokens[torch.arange(4), lengths + step], cache, config)
+        found.append(logits)
+    return torch.stack(found, 1)
+
+
+def chunked(cache):
+    """All but each row's last token in chunks of three at most, and that one after them."""
+    done = torch.zeros_like(lengths)
+    while bool((done < lengths - 1).any()):
+        part = (lengths - 1 - done).clamp(0, 3)
+        chunk = torch.stack([row[d : d + 3] for row, d in zip(tokens, done.tolist(), strict=True)])
+        _, cache = serve.extend(params, chunk, cache, config, lengths=part)
+        done = done + part
+    return serve.decode(params, tokens[torch.arange(4), lengths - 1], cache, config)
+
+
+def prompts(cache):
+    return serve.prefill(params, tokens, cache, config, lengths=lengths)
+
+
+def back(cache):
+    """Two wrong tokens of each row are held, and then are not."""
+    logits, cache = prompts(cache)
+    _, longer = serve.extend(params, tokens[:, :2], cache, config)
+    return logits, longer | {"lengths": cache["lengths"]}
+
+
+def anywhere():
+    """A pool whose pages are handed out in no order."""
+    cache = serve.init_cache(config, 4, 16, page=4)
+    order = torch.randperm(16, generator=g)
+    return cache | {"pages": order[cache["pages"]]}
+
+
+alone = torch.stack([
+    transformer.forward(params, tokens[b : b + 1, : int(length) + more], config=config)[0, int(length) - 1 :]
+    for b, length in enumerate(lengths)
+])  # fmt: skip
+fresh = serve.init_cache(config, 4, 16)
+ways = {
+    "a ragged batch": prompts(fresh), "prompts in chunks of 3": chunked(fresh), "pages anywhere": prompts(anywhere()),
+    "tokens taken back": back(fresh),
+}  # fmt: skip
+page.title("Beside each row alone, without a cache")
+page.equal([(name, float((follow(*way) - alone).abs().max() / alone.abs().max()), 1e-12) for name, way in ways.items()])
+
+# %% [markdown]
+# ## int8, with its scales
+# A scale for each token and head, max |x| / 127: a number is off by half a scale at most. Without its scales such a
+# cache is refused: they would silently count as 1.
+
+# %%
+_, exact = prompts(fresh)
+logits8, small = prompts(serve.init_cache(config, 4, 16, dtype=torch.int8))
+off = (small["KV"] * small["scale"][..., None].double() - exact["KV"]).abs()[:, :1]  # what enters layer 0 is the same
+share = float((off / (small["scale"][:, :1, ..., None].double() / 2).clamp(min=1e-30)).max())
+drift = float((logits8 - alone[:, 0]).abs().max() / alone[:, 0].abs().max())
+page.title("Keys and values in int8")
+page.say(
+    f"largest error over the bound of scale / 2: {share:.3f} (layer 0)\nlogits differ by {drift:.1e} of the largest"
+)
+page.check("int8 stays within half a scale", 0.9 < share <= 1 + 1e-6)
+page.check("its logits stay close", 0 < drift < 0.05)
+try:
+    serve.decode(params, tokens[:, 0], {k: v for k, v in small.items() if k != "scale"}, config)
+    page.check("a cache without scales is refused", False)
+except ValueError as error:
+    page.say(str(error))
+    page.check("a cache without scales is refused", "without its scales" in str(error))
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `return logits, longer | {"lengths": cache["lengths"]}` by `return logits, longer`: the wrong tokens
+#    stay. Which row tells?
+# 2. Question: how many times the cached FLOPs with weights does naive sampling take for these n tokens? Evaluate
+#    `total("naive", 0, 64) / total("cached", 0, 64)`.
+# 3. Flag: run with `--plot cache.svg`. At how many tokens does naive attention overtake naive products with weights?
