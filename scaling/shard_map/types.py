@@ -112,14 +112,14 @@ class Checks(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def derivatives(self, name: str, args, kwargs) -> None:
-        """A tangent or cotangent that varies over an axis wants a value that does."""
+        """A tangent or cotangent varies over the axes over which its value does."""
         given = args[1] if name == "_make_dual" else kwargs.get("grad_outputs", args[2] if len(args) > 2 else None)
         values, given = (optree.tree_leaves(each) for each in (args[0], given))
         for value, tangent in zip(values, given, strict=False):
-            if varying(tangent, self.bound) - varying(value, self.bound):
+            if varying(tangent, self.bound) != varying(value, self.bound):
                 what = "jvp" if name == "_make_dual" else "vjp"
                 rule = "a tangent or cotangent is of its value's type"
-                self.refuse(what, [value, tangent], rule, "make the value varying first: pvary(x, ...)")
+                self.refuse(what, [value, tangent], rule, "make the one that is invariant varying: pvary(x, ...)")
 
     def partial_sums(self, func, name: str, tensors: list[Tensor], summed, args, kwargs):
         if name not in ADDS or len(tensors) < 2 or any(unreduced(x) != summed for x in tensors):
