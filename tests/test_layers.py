@@ -58,6 +58,8 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.book.page", "scaling.profile.steps"): "chapters without ranks need no torch",
     ("scaling.book.page", "torch.distributed"): "chapters without ranks need no torch",
     ("scaling.collectives.buffers", "numpy"): "rarely needed",
+    ("scaling.profile.stack", "functorch.compile"): "it imports the compiler",
+    ("scaling.profile.stack", "torch._inductor.utils"): "it is the compiler",
     ("scaling.plan.__main__", "scaling.plan.guide"): "a plan is made without the guide",
     ("scaling.plan.__main__", "scaling.plan.published"): "a plan is made without the published runs",
     ("scaling.plan.__main__", "scaling.plan.serve.command"): "a mesh to train on is planned without serving",

@@ -64,39 +64,33 @@ class Shape:
     @property
     def padded_bytes(self) -> int:
         """Bytes that it takes in memory."""
-        sizes = [*self.padded]
-        for outer, inner in zip(self.tiles, self.tiles[1:], strict=False):
-            sizes.append(math.prod(_up(outer, inner)) / math.prod(outer))
-        return round(math.prod(sizes)) * self.itemsize
+        return math.prod(self._laid_out((0,) * len(self.shape))[1]) * self.itemsize
+
+    def _laid_out(self, index: Sequence[int]) -> tuple[list[int], list[int]]:
+        """An element's index and the sizes in memory, major first, once all tiles are cut."""
+        at, sizes = [index[dim] for dim in reversed(self.order)], list(self.physical)
+        for tile in self.tiles:
+            at, sizes = _tiled(at, sizes, tile)
+        return at, sizes
 
     def offset(self, *index: int) -> int:
         """Where an element lies, in bytes from the beginning. IndexError outside the shape."""
         if len(index) != len(self.shape) or not all(0 <= i < n for i, n in zip(index, self.shape, strict=True)):
             raise IndexError(f"{index} lies outside {self}")
-        at, sizes = [index[dim] for dim in reversed(self.order)], list(self.physical)
-        for tile in self.tiles:
-            at, sizes = _tiled(at, sizes, tile)
         place = 0
-        for i, n in zip(at, sizes, strict=True):
+        for i, n in zip(*self._laid_out(index), strict=True):
             place = place * n + i
         return place * self.itemsize
-
-
-def _up(sizes: Sequence[int], tile: Sequence[int]) -> list[int]:
-    """Sizes rounded up to whole tiles of their last dims."""
-    sizes = [1] * (len(tile) - len(sizes)) + list(sizes)
-    front = len(sizes) - len(tile)
-    return sizes[:front] + [-(-n // t) * t for n, t in zip(sizes[front:], tile, strict=True)]
 
 
 def _tiled(at: list[int], sizes: list[int], tile: Sequence[int]) -> tuple[list[int], list[int]]:
     """An index and the sizes after cutting the last dims into tiles: which tile, then where in it."""
     missing = max(0, len(tile) - len(sizes))
-    at, sizes = [0] * missing + at, _up(sizes, tile)
+    at, sizes = [0] * missing + at, [1] * missing + sizes
     front = len(sizes) - len(tile)
     which = [i // t for i, t in zip(at[front:], tile, strict=True)]
     inside = [i % t for i, t in zip(at[front:], tile, strict=True)]
-    counts = [n // t for n, t in zip(sizes[front:], tile, strict=True)]
+    counts = [-(-n // t) for n, t in zip(sizes[front:], tile, strict=True)]
     return at[:front] + which + inside, sizes[:front] + counts + list(tile)
 
 

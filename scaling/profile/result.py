@@ -77,9 +77,10 @@ class Profile:
         """The memory of live tensors after each line of the first step."""
         return memory.by_line(self.timelines[rank])
 
-    def table(self, chip: Chip | None = None, dtype: str = "fp32") -> str:
-        """The lines, the parts of a step, stragglers and suggestions, as text of at most 100 columns."""
-        return table.report(self, chip, dtype)
+    def table(self, chip: Chip | None = None, dtype: str = "fp32", columns: int = table.COLUMNS) -> str:
+        """The lines, the parts of a step, stragglers and suggestions, as text of so many columns at most. With a chip
+        also what the lines take by its roofline: of a collective, `hidden` counts as time that it took."""
+        return table.report(self, chip, dtype, columns)
 
     def save(self, where: "str | Path") -> list[Path]:
         """Write a trace of all ranks, which ui.perfetto.dev and chrome://tracing open: to FILE.json, or into a folder,

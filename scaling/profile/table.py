@@ -1,40 +1,55 @@
 """A profile as text: the lines, where a step went, who was waited for, what to change. At most 100 columns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from statistics import mean
 from textwrap import wrap
 from typing import Any
-
-from tabulate import tabulate
 
 from scaling.hardware import Chip
 from scaling.profile.lines import LineTotal
 from scaling.profile.split import Parts
 
-COLUMNS = 100
+COLUMNS, LEAST = 100, 30  # of the whole, and of a line's name beside its numbers
 
 
-def report(profile: Any, chip: Chip | None = None, dtype: str = "fp32") -> str:
+def report(profile: Any, chip: Chip | None = None, dtype: str = "fp32", columns: int = COLUMNS) -> str:
     """All of a `Profile`."""
     parts = [profile.parts(rank) for rank in range(len(profile.timelines))]
-    text = [lines(profile.lines(), chip, dtype), steps(parts)]
+    text = [lines(profile.lines(), chip, dtype, columns), steps(parts)]
     if slow := profile.stragglers():
         text.append("\n".join(["slow ranks", *(f"  {each}" for each in slow)]))
     if advice := profile.suggestions(chip):
         text.append("\n".join(["to change", *(f"  {i}. {each}" for i, each in enumerate(advice, 1))]))
-    return "\n\n".join(folded(part) for part in text)
+    return "\n\n".join(folded(part, columns) for part in text)
 
 
-def lines(totals: Sequence[LineTotal], chip: Chip | None, dtype: str) -> str:
+def lines(totals: Sequence[LineTotal], chip: Chip | None, dtype: str, columns: int = COLUMNS) -> str:
     """The lines by what they took in a step: milliseconds in which they held the rank, of a collective split."""
     heads = ["line", "calls", "ms", "exposed", "hidden", "waiting", "GFLOP", "MB"]
     heads += ["predicted", "of roof"] if chip else []
     rows = [row(total, chip, dtype) for total in totals]
-    rest = [max(len(head) + 2, *(len(row[i]) for row in rows)) for i, head in enumerate(heads)][1:] if rows else []
-    wide = max(24, COLUMNS - sum(rest) - 2 * len(rest))  # tabulate gives a head two columns more
-    rows = [["\n".join(wrap(name, wide, subsequent_indent="  ")), *cells] for name, *cells in rows]
-    align = ["left", *["right"] * (len(heads) - 1)]
-    return tabulate(rows, heads, "simple", colalign=align if rows else None, disable_numparse=True)
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    room = columns - sum(widths[1:]) - 2 * len(widths[1:])
+    if room >= LEAST:
+        widths[0] = min(widths[0], room)
+        rows = [["\n".join(wrap(name, widths[0], subsequent_indent="  ")), *cells] for name, *cells in rows]
+    else:  # the name above its numbers
+        widths[0] = 4
+        rows = [each for name, *cells in rows for each in ([name], ["", *cells])]
+    return written(heads, rows, widths)
+
+
+def written(heads: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
+    """A table: the first column to the left, the others to the right; cells of several lines begin at the top."""
+
+    def lines(cells: Sequence[str]) -> Iterator[str]:
+        for parts in zip_longest(*(cell.split("\n") for cell in cells), fillvalue=""):
+            first, *others = zip(parts, widths, strict=False)
+            yield "  ".join([first[0].ljust(first[1]), *(cell.rjust(wide) for cell, wide in others)]).rstrip()
+
+    rule = "  ".join("-" * wide for wide in widths)
+    return "\n".join([*lines(heads), rule, *(line for row in rows for line in lines(row))])
 
 
 def row(total: LineTotal, chip: Chip | None, dtype: str) -> list[str]:
@@ -68,15 +83,15 @@ def steps(parts: Sequence[Sequence[Parts]]) -> str:
         [name, *(f"{mean(getattr(each, part) for each in mine) * 1e3:.2f}" for mine in shown)] for name, part in PARTS
     ]
     heads = ["ms a step", *(f"rank {rank}" for rank in range(len(shown)))]
-    return tabulate(rows, heads, "simple", colalign=["left", *["right"] * len(shown)], disable_numparse=True)
+    return written(heads, rows, [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))])
 
 
-def folded(text: str) -> str:
+def folded(text: str, columns: int) -> str:
     """Long lines continued on the next ones."""
     found = []
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())] + "    "
         found += (
-            wrap(line, COLUMNS, subsequent_indent=indent, break_on_hyphens=False) if len(line) > COLUMNS else [line]
+            wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False) if len(line) > columns else [line]
         )
     return "\n".join(found)

@@ -36,9 +36,7 @@ def random_shape(rng: random.Random) -> hlo.Shape:
     dims = rng.randint(1, 4)
     order = list(range(dims))
     rng.shuffle(order)
-    tiles = [tuple(rng.randint(1, 4) for _ in range(rng.randint(1, min(dims, 2)))) for _ in range(rng.randint(0, 2))]
-    if len(tiles) == 2 and len(tiles[1]) > len(tiles[0]):
-        tiles = tiles[::-1]
+    tiles = [tuple(rng.randint(1, 4) for _ in range(rng.randint(1, min(dims, 2)))) for _ in range(rng.randint(0, 3))]
     shape = tuple(rng.randint(1, 6) for _ in range(dims))
     return hlo.Shape(rng.choice(["f32", "bf16", "s8"]), shape, tuple(order), tuple(tiles))
 

@@ -1,0 +1,243 @@
+# %% [markdown]
+"""Part 9: from a program to the machine, reading XLA's operations, and a profile line by line, ours and the book's.
+"How to Profile TPU Programs": https://jax-ml.github.io/scaling-book/profiling
+
+    Tmp[B_X, T, F_Y] = x[B_X, T, D] * W_in[D, F_Y]        95.6 ms by formula on 8 TPU v2 cores, 96 in the book's profile
+
+The software stack on one program; layouts and tiles; the example profile by formula; the same block of ours on ranks,
+predicted and measured; a slow rank found. The worked problems are in 09_quiz.py.
+"""
+
+# %%
+import math
+import time
+
+import torch
+
+from scaling import cost, measure
+from scaling.book.answers import Answer
+from scaling.book.layout import beside, width
+from scaling.book.page import Page
+from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.hardware import Chip, Measured, chip, load_chip
+from scaling.models.pointwise import act
+from scaling.profile import hlo, profile, stack
+from scaling.sizes import format_sizes
+
+page = Page(
+    __doc__,
+    mesh="X=1,Y=2",
+    device=True,
+    seed=True,
+    chip=("", "a machine.toml of scaling.measure (default: measured here)"),
+    compile=(0, "1: compile the program again, and print what the compiler writes"),
+)
+STEPS = 4 if page.small else 12
+
+# %% [markdown]
+# ## A program on its way to the machine
+# The book's program multiplies float32 by bfloat16. JAX hands it on as StableHLO, XLA as HLO, then as LLO and machine
+# code. Torch: operations that run one by one; a graph of them; two graphs for a forward and a backward pass; code.
+
+
+# %%
+def multiply(x, y):
+    return torch.einsum("bf,fd->db", x, y.to(x.dtype))
+
+
+operands = torch.ones(128, 256), torch.ones(256, 16, dtype=torch.bfloat16)
+eager, graph = stack.dispatched(multiply, *operands), stack.graph(multiply, *operands)
+page.title("1. Eager: what runs, in order")
+page.say(" ".join(eager))
+page.title("2. The same as a graph (make_fx)")
+page.say(stack.listing(graph))
+found = stack.kinds(graph)
+page.say("\nnodes: " + ", ".join(f"{n} {kind}" for kind, n in sorted(found.items())))
+page.check("the graph has what eager ran", sum(found.values()) - found["input"] == len(eager))
+if not page.small:
+    page.title("3. A forward and a backward graph (AOTAutograd): the view that is saved goes from one to the other")
+    for name, each in zip(("forward", "backward"), stack.joint(multiply, *operands), strict=True):
+        page.say(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in sorted(stack.kinds(each).items())))
+        page.say(stack.listing(each).splitlines()[-1])
+page.title("4. Code (inductor): the conversion is a fused loop, the layouts are views, the product is a library's")
+code = stack.generated(multiply, *operands) if page.args.compile else stack.STORED.read_text()
+page.say("\n".join(line for line in code.splitlines() if any(w in line for w in ("# ", "for(", "auto tmp", "bmm("))))
+page.answers([
+    Answer("FLOPs of the program: 2 x 128 x 256 x 16", "", 2 * 128 * 256 * 16 / 1e6, "MFLOP", "one product"),
+    Answer("Its HLO has a convert, a dot, 2 parameters; ours: products", "1", found["product"], "", "counted"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## How to read an XLA op
+# The result's type and shape, its layout, its memory; then the operands. In the layout the dims stand from minor to
+# major, then tiles: the two minor dims are padded to whole ones. Below, which element lies where, in memory's order.
+
+# %%
+OP = (
+    "%fusion.3 = bf16[32,32,4096]{2,1,0:T(8,128)(2,1)S(1)} fusion(bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)} "
+    "%fusion.32), kind=kCustom, calls=%all-reduce-scatter.3"
+)
+fusion = hlo.operation(OP)
+page.title("%fusion.3")
+shown = [("result", fusion.result), *fusion.operands]
+page.table([(name, str(x.shape), str(x.tiles), hlo.SPACES[x.space], x.nbytes) for name, x in shown],
+           ["", "shape", "tiles", "in", "bytes"])  # fmt: skip
+source = fusion.operands[0][1]
+page.say(f"{dict(fusion.attributes)['calls']}: of {source.shape[-1]} columns, summed over 2 devices, each keeps half.")
+
+
+def picture(text: str) -> str:
+    """The place of each element in memory, in elements."""
+    shape = hlo.parse(text)
+    rows, columns = shape.shape
+    grid = ["  ".join(f"{shape.offset(i, j) // shape.itemsize:2}" for j in range(columns)) for i in range(rows)]
+    return "\n".join([text, *grid])
+
+
+page.say("\n" + beside([picture("f32[3,5]{1,0:T(2,2)}"), picture("bf16[4,8]{1,0:T(2,4)(2,1)}")], columns=width()))
+small, big = hlo.parse("f32[3,5]{1,0:T(2,2)}"), hlo.parse("bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)}")
+vector = hlo.parse("bf16[4096]{0:T(1024)(128)(2,1)}")
+page.answers([
+    Answer("f32[3,5] in tiles of 2 x 2: rows in memory", "4", small.padded[0], "rows"),
+    Answer("f32[3,5] in tiles of 2 x 2: columns in memory", "6", small.padded[1], "columns"),
+    Answer("and it takes so many times the memory", "1.6", small.padded_bytes / small.nbytes, "times"),
+    Answer("bf16[32,32,8192] in T(8,128)(2,1)", "", big.padded_bytes / big.nbytes, "times", "tiles fit: no padding"),
+    Answer("bf16[4096] in T(1024)(128)(2,1): place of element 1", "", vector.offset(1), "bytes",
+           "rows of 128 in pairs: beside element 0 stands element 128"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## The example profile, by formula
+# 4-way data and 2-way model parallelism on 8 cores of TPU v2: the block's largest line and its ReduceScatter. What a
+# profile shows is one device's share: batch 8 of 32, 16,384 features of 32,768.
+
+# %%
+core = chip("v2").flops("bf16") / 2
+B, T, D, F, N, H = 32, 1024, 8192, 32768, 32, 256
+ffw = 2 * B * T * D * F / (core * 8)
+shard = hlo.parse("bf16[8,1024,8192]")
+page.title("The FFW block and attention on a TPU v2 4x2")
+page.answers([
+    Answer("W_in: 2 x 32 x 1024 x 8192 x 32768 FLOPs on 8 cores", "95.6", ffw * 1e3, "ms"),
+    Answer("and as the book measured: share of the roofline", "", ffw / 96e-3, "", "96 ms in the profile"),
+    Answer("tokens of each data-parallel shard", "8192", 8 * 1024, "tokens"),
+    Answer("ReduceScatter's array on each device", "128", shard.nbytes / 2**20, "MiB"),
+    Answer("ReduceScatter over one link both ways", "1.1", shard.nbytes / 1.2e11 * 1e3, "ms"),
+    Answer("and as measured: share of the roofline", "", shard.nbytes / 1.2e11 / 1.13e-3, "", "1.13 ms in the profile"),
+    Answer("Exercise: W_Q[8192, 32, 256], heads over Y", "", 2 * B * T * D * N * H / (core * 8) * 1e3, "ms",
+           "a quarter of W_in, since NH = D = F/4"),
+    Answer("Exercise: scores and their sum, if no mask is used", "", 4 * B * T * T * N * H / (core * 8) * 1e3, "ms",
+           "4BT^2NH: T/D of W_Q, W_K, W_V and W_O together, over two"),
+    Answer("Memory: HBM left of 16 GB beside 7.5 GB of params", "8.5", (chip("v2").hbm_bytes - 7.5e9) / 1e9, "GB"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## The same block of ours, profiled
+# The lines on ranks, at a size for a laptop. Predicted by this machine's own roofline: its FLOPs/s and bytes/s, and
+# what its collectives take, measured on the same ranks first. Where a line is far from its roof, look at it.
+
+# %%
+b, t, d, f, n, h = 2, 128, 256, 1024, 8, 32  # on each rank
+
+
+def block(x, W, mesh):
+    """Attention's Q and the MLP, of the residual stream sharded along D."""
+    x = all_gather("x[B_X, T, D_Y] -> x[B_X, T, D]", x, mesh)
+    Q = einsum("x[B_X, T, D] * W_Q[D, N_Y, H] -> Q[B_X, T, N_Y, H]", x, W["Q"])
+    Tmp = einsum("x[B_X, T, D] * W_in[D, F_Y] -> Tmp[B_X, T, F_Y]", x, W["in"])
+    Out = einsum("Tmp[B_X, T, F_Y] * W_out[F_Y, D] -> Out[B_X, T, D] {U_Y}", act(Tmp, "gelu"), W["out"])
+    return Q, reduce_scatter("Out[B_X, T, D] {U_Y} -> Out[B_X, T, D_Y]", Out, mesh)
+
+
+def arrays(mesh):
+    """This rank's shards, random."""
+    rng, Y = torch.Generator().manual_seed(page.args.seed + mesh.rank), mesh.sizes["Y"]
+    shapes = {"x": (b, t, d // Y), "Q": (d, n // Y, h), "in": (d, f // Y), "out": (f // Y, d)}
+    made = {name: torch.randn(shape, generator=rng).to(mesh.device) for name, shape in shapes.items()}
+    return made.pop("x"), made
+
+
+def calibrated(mesh) -> Chip:
+    """A chip of what this machine does: all ranks at once, the collectives over Y at two sizes."""
+    repeats, Y, measured = (5 if page.small else 15), mesh.sizes["Y"], []
+    calls = {
+        "AllGather": (lambda V: torch.ones(V // (4 * Y)), lambda x: all_gather("x[D_Y] -> x[D]", x, mesh)),
+        "ReduceScatter": (lambda V: torch.ones(V // 4), lambda x: reduce_scatter("x[D] {U_Y} -> x[D_Y]", x, mesh)),
+    }
+    for op, (make, call) in calls.items() if Y > 1 else ():
+        points = []
+        for V in (2**14, 2**19, 2**21):
+            x = make(V)
+            points.append((V, measure.timed(lambda x=x, call=call: call(x), mesh, repeats)))
+        measured.append(Measured(op, Y, *measure.fit(points)))
+    rate, memory = measure.matmul_rate(mesh, "fp32", repeats), measure.memory_rate(mesh, repeats)
+    return Chip("here", "cpu", peaks=(("fp32", rate),), hbm_bw=memory, measured=tuple(measured))
+
+
+def run(mesh):
+    """(the table, the parts of the steps, their seconds by a clock outside, FLOPs by line, the slow ranks found)."""
+    x, W = arrays(mesh)
+    machine = load_chip(page.args.chip) if page.args.chip else calibrated(mesh)
+    block(x, W, mesh)
+    outside = []
+    with profile() as p:
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            block(x, W, mesh)
+            p.step()
+            outside.append(time.perf_counter() - began)
+    with profile(ops=False, memory=False) as late:
+        for _ in range(5):
+            if mesh.rank == mesh.size() - 1:
+                time.sleep(0.03)
+            block(x, W, mesh)
+            late.step()
+    flops = {line.run.after.split("[")[0]: line.flops for line in p.lines() if line.flops}
+    memory = [(moment.line, moment.live, moment.peak) for moment in p.memory() if moment.line]
+    return p.table(machine, columns=width()), p.parts(), outside, flops, late.stragglers(), memory
+
+
+table, parts, outside, flops, slow, memory = page.on_ranks(run)
+Y = page.args.mesh["Y"]
+page.title(f"A step of the block on {format_sizes(page.args.mesh)}, mean of {STEPS}")
+page.say(table)
+page.say("\npredicted: by the roofline, for the ranks measured all at once; of roof: predicted over measured.")
+wanted = {"Q": 2 * b * t * d * n * h / Y, "Tmp": 2 * b * t * d * f / Y, "Out": 2 * b * t * d * f / Y}
+page.say()
+page.same([(name, "2 x tokens x sizes / |Y|", value, flops[name]) for name, value in wanted.items()],
+          ["FLOPs of a rank", "formula", "value", "counted"])  # fmt: skip
+page.check("the parts add up to the step", all(math.isclose(part.total, part.step) for part in parts))
+off = sorted(abs(part.total / seconds - 1) for part, seconds in zip(parts, outside, strict=True))[STEPS // 2]
+page.check("and to the step of a clock outside, within 2%", off < 0.02)
+page.say(f"\nthe parts' sum is {off:.2%} off the step that a clock outside has")
+
+# %% [markdown]
+# ## Memory
+# Bytes that live once a line's result is there, and the most until the next: the memory viewer of the block.
+
+# %%
+page.title("Live tensors in the first step, beside params and x")
+page.table(memory, ["line", "bytes after", "most until the next"])
+
+# %% [markdown]
+# ## A slow rank
+# The last rank sleeps 30 ms before the block. All others wait for it in the next collective, which looks slow and is
+# not: what they wait for is not what they transfer.
+
+# %%
+page.title("Who is late, and where")
+ranks = math.prod(page.args.mesh.values())
+for each in slow:
+    page.say(str(each))
+if ranks > 1:
+    named = [(each.rank, each.inside, round(each.seconds * 1e3, -1)) for each in slow]
+    page.check("the slow rank is named, with its line", named == [(ranks - 1, False, 30)])
+v2 = cost.mfu(2 * B * T * D * F, 96e-3, 8, core)
+page.answers([Answer("The example's utilization in W_in", "", 100 * v2, "%", "95.6 of 96 ms")])
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: gather W_in as well, stored `W_in[D_X, F_Y]` on a mesh X=2,Y=2, and read what the profile suggests.
+# 2. Question: why is `x = AllGather` on each rank the line that waits, though the rank sleeps outside of it?
+# 3. Flag: `--profile DIR`, then open DIR/trace.json in ui.perfetto.dev: two ranks on one clock.

@@ -1,0 +1,106 @@
+"""What becomes of a program on its way to the machine (Part 9): torch's layers, where JAX has StableHLO, HLO and LLO.
+
+dispatched(f, x)    eager: the operations, one after another, as they run
+graph(f, x)         make_fx: the same as a graph, of which nothing has run; `listing` writes it as XLA writes its own
+joint(f, x)         AOTAutograd: two graphs, forward and backward, with what is saved between them
+generated(f, x)     inductor: the code that it writes for this machine
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PRODUCTS = {"bmm", "mm", "addmm", "einsum"}
+LAYOUT = {"view", "permute", "unsqueeze", "squeeze", "transpose", "t", "expand", "reshape"}
+STORED = Path(__file__).with_name("inductor.txt")  # what `generated` gave for the chapter's program
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float64: "f64", torch.int64: "s64"}
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.found.append(function.__name__.partition(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+def dispatched(fn: Callable, *args) -> list[str]:
+    """The names of the operations that a call runs, in order."""
+    with _Names() as names:
+        fn(*args)
+    return names.found
+
+
+def graph(fn: Callable, *args) -> torch.fx.Graph:
+    """The operations as a graph: of each its operands, and the shape and dtype of its result."""
+    return make_fx(fn, tracing_mode="fake")(*args).graph
+
+
+def name_of(node: torch.fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+
+
+def kinds(graph: torch.fx.Graph) -> Counter:
+    """How many nodes are inputs, products, changes of layout, pointwise operations."""
+    found: Counter = Counter()
+    for node in graph.nodes:
+        name = name_of(node)
+        if node.op == "placeholder":
+            found["input"] += 1
+        elif node.op == "call_function":
+            found["product" if name in PRODUCTS else "layout" if name in LAYOUT else "pointwise"] += 1
+    return found
+
+
+def listing(graph: torch.fx.Graph) -> str:
+    """The graph, an operation a line: `%bmm = f32[1,16,128] bmm(%view, %view_1)`."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {', '.join(f'%{source.name}' for source in node.all_input_nodes)}")
+            continue
+        value = node.meta.get("val")
+        shape = "" if value is None else f"{DTYPES[value.dtype]}[{','.join(map(str, value.shape))}] "
+        operands = ", ".join(f"%{a.name}" if isinstance(a, torch.fx.Node) else str(a) for a in node.args)
+        what = "parameter()" if node.op == "placeholder" else f"{name_of(node)}({operands})"
+        lines.append(f"%{node.name} = {shape}{what}")
+    return "\n".join(lines)
+
+
+def joint(fn: Callable, *args) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """AOTAutograd's graphs of the forward and the backward pass; args[0] is differentiated."""
+    from functorch.compile import aot_function, make_boxed_func
+
+    found = {}
+
+    def keep(name: str):
+        def compiler(module: torch.fx.GraphModule, inputs):
+            found[name] = module.graph
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    first, *rest = args
+    out = aot_function(fn, fw_compiler=keep("forward"), bw_compiler=keep("backward"))(
+        first.detach().clone().requires_grad_(), *rest
+    )
+    out.sum().backward()
+    return found["forward"], found["backward"]
+
+
+def generated(fn: Callable, *args) -> str:
+    """The kernels and the calls that inductor writes, without what stands around them in every program."""
+    from torch._inductor.utils import run_and_get_code
+
+    _, (code, *_) = run_and_get_code(torch.compile(fn), *args)
+    kernels = re.findall(r"^(\w+) = async_compile.*?r?'''\n(.*?)^'''", code, re.MULTILINE | re.DOTALL)
+    calls = re.search(r"^    def call\(self, args\):\n(.*?)^\s*return ", code, re.MULTILINE | re.DOTALL)
+    text = "\n".join(f"# {name}\n{body}" for name, body in kernels)
+    return text + "\n# call\n" + (calls[1] if calls else "")
