@@ -238,6 +238,8 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: gather W_in as well, stored `W_in[D_X, F_Y]` on a mesh X=2,Y=2, and read what the profile suggests.
-# 2. Question: why is `x = AllGather` on each rank the line that waits, though the rank sleeps outside of it?
-# 3. Flag: `--profile DIR`, then open DIR/trace.json in ui.perfetto.dev: two ranks on one clock.
+# 1. Edit: replace `time.sleep(0.03)` by `time.sleep(0.06)`: twice as late, at the same line; the check wants 30 ms.
+# 2. Question: how much memory does a float32 array of 3 x 129 take in tiles of 8 x 128? Evaluate
+#    `hlo.parse("f32[3,129]{1,0:T(8,128)}").padded_bytes`: 5.3 times its 1,548 bytes.
+# 3. Flag: run with `--mesh Y=4`: products a half as long, collectives longer, and three ranks that wait for one. With
+#    `--profile DIR` every chapter on ranks writes DIR/trace.json, for ui.perfetto.dev.

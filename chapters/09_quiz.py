@@ -209,6 +209,6 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Flag: `--seed 2`, and cover the screen below the trace. Which two facts decide?
-# 2. Edit: let `draw` also choose a layer count of 2: which of the rules of `read` still hold?
-# 3. Question: could you tell FSDP from ZeRO-1 by this trace? (By what is gathered: after the update, or before use.)
+# 1. Edit: replace `op.groups != mine` by `op.groups == mine`: then partial sums of activations pass for gradients.
+# 2. Question: on how many devices did Question 1 run at least? Evaluate `len(members) * (members[1] - members[0])`.
+# 3. Flag: run with `--seed 2`, and cover the screen below the trace: which two facts decide?

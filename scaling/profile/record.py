@@ -38,12 +38,14 @@ GLOO = {"AllReduce": "gloo:all_reduce", "ReduceScatter": "gloo:all_to_all", "All
 @contextmanager
 def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
     """Profile a block. `ops`: also what torch.profiler sees, the operations between the lines and the transfers;
-    `memory`: and the memory of live tensors. What the block raises goes through, and no profile is made."""
+    `memory`: and the memory of live tensors; within another profile, which has that one already, neither. What the
+    block raises goes through, and no profile is made."""
     found, marked = Profile(), []
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write when it starts and stops
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    below = torch_profile(activities=activities, profile_memory=memory) if ops or memory else None
+    inside = torch.autograd.profiler._is_profiler_enabled
+    below = None if inside or not (ops or memory) else torch_profile(activities=activities, profile_memory=memory)
     if below is not None:
         below.start()
     try:

@@ -214,6 +214,28 @@ PINNED = {
             506 * 15e-6 + 15e-6 + 16 * 8192 * 2 * 126 * 1024 / (128 * 8.2e11)
         ),
     },
+    "09_profiling": {
+        "FLOPs of the program: 2 x 128 x 256 x 16": 2 * 128 * 256 * 16 / 1e6,
+        "bf16[32,32,8192] in T(8,128)(2,1)": 1,
+        "bf16[4096] in T(1024)(128)(2,1): place of element 1": 2 * 2,
+        "and as the book measured: share of the roofline": 2 * 32 * 1024 * 8192 * 32768 / (23e12 * 8) / 96e-3,
+        "and as measured: share of the roofline": 2**27 / 1.2e11 / 1.13e-3,
+        "Exercise: W_Q[8192, 32, 256], heads over Y": 2e3 * 32 * 1024 * 8192 * 8192 / (23e12 * 8),
+        "Exercise: scores and their sum, if no mask is used": 4e3 * 32 * 1024 * 1024 * 8192 / (23e12 * 8),
+        "The example's utilization in W_in": 100 * 2 * 32 * 1024 * 8192 * 32768 / (23e12 * 8) / 96e-3,
+    },
+    "09_quiz": {
+        "1 groups of eight": 16,
+        "1 FLOPs per byte of the fusion": 4096 * 8192 / (4096 + 8192 + 4096 * 8192),
+        "2 share of attention, with as many KV heads as heads": (8 * 8192 + 4 * 1024) / (
+            4 * 32768 + 8 * 8192 + 4 * 1024
+        ),
+        "2 a layer at the roofline, by the example's sizes": (
+            32 * 1024 * 8192 * (4 * 32768 + 8 * 8192 + 4 * 1024) / (23e12 * 8) * 1e3
+        ),
+        "2 the naive layer's speed over the optimized one's": 67 / 184,
+        "2 what the newer compiler's two runs differ by: 10 of 90": 1 / 9,
+    },
     "12_gpus": {
         "HBM bandwidth of a B200, in the text": 8e12,
         "Comparison: SMEM of an H100": 132 * 256e3 / 1e6,

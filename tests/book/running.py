@@ -35,6 +35,8 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "07_bottlenecks",
     "07_sharded_decode",
     "08_applied_inference",
+    "09_profiling",
+    "09_quiz",
     "12_gpus",
     "12_gpu_networks",
     "12_gpu_rooflines",

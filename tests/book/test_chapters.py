@@ -123,6 +123,16 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         20,
         ["wrote pareto.svg"],
     ),
+    "09_profiling": (
+        ["1 FAILED: the slow rank is named, with its line"],
+        8 * 256 * 4,
+        ["A step of the block on X=1, Y=4", "all hold"],
+    ),
+    "09_quiz": (
+        ["FAILED: it is read rightly, all are read rightly"],
+        128,
+        ["Quiz 2: one training step", "40 right"],
+    ),
     "12_gpus": (
         ["1.4 of 512 rows 15 34.71 us +131.4% DIFFERS"],
         281.25 / (1 - 281.25 * (1 / 4096 + 1 / 8192)),
