@@ -153,6 +153,16 @@ PINNED = {
         "B = 32, F = 16384 on a line, without wraparound": 16384 / 32 * 4.5e10 / 8.2e11,
         "7 with a gate, F = 4D: the first N": 145,  # above 64 x 4 x (3/4)^2 = 144
     },
+    "07_speculative": {
+        "XSum, 70B with a 4B draft: 3 are best from a =": 0.438,  # a^3 / (1 + a + a^2) > 4 / 78
+        "... and more than 4 from a =": 0.653,  # a^5 / (1 + a + a^2 + a^3 + a^4) > 4 / 86
+        "... at a = 0.8, as code may have, k =": 7,  # 0.8^7 / 3.951 > 4/94, 0.8^8 / 4.161 < 4/98
+        "8B for 70B, batch 1, 2k, a = 0.7: best k": 4,
+        "... its gain": (1 - 0.7**5) / 0.3 * (READ70 + 2048 * 163_840) / (
+            READ70 + 2048 * 163_840 + 4 * (8_030_261_248 - 128_256 * 4096 + 2048 * 65_536)
+        ),
+        "240 sequences of 2k, a = 0.7: best k": 0,
+    },
     "08_applied_inference": {
         "FLOPs / $ of a v5e": 1.97e14 * 3600 / 1.2,
         "240 of them beside the weights: v5e": (P70 + 240 * 32768 * 163_840) / 16e9,

@@ -1,0 +1,216 @@
+# %% [markdown]
+"""Part 7, Appendix D, Speculative Sampling: a small model proposes, one pass of the large one checks.
+https://jax-ml.github.io/scaling-book/inference#appendix
+
+    proposed[B, k] from q[B, k, V], p[B, k + 1, V] of the target in one pass -> tokens[B, k + 1], count[B] of them
+
+Greedy and sampled; the rule's distribution as a finite sum, beside two wrong rules; how many tokens a step gives; when
+it pays, and how far to guess ahead.
+"""
+
+# %%
+from itertools import pairwise
+
+import torch
+
+from scaling import serve, tree
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.configs import Config, get
+from scaling.cost import serving
+from scaling.hardware import chip
+from scaling.models import transformer
+from scaling.serve.sampling import Sampling, draw
+from scaling.serve.speculative import expected_tokens, residual, verify
+
+page = Page(__doc__, seed=True, plot=True)
+seed = page.args.seed
+
+# %% [markdown]
+# ## Greedy: the same tokens in fewer passes
+# The draft is the target with noise on its weights: the noise sets how often it is right. A pass of the target checks
+# k = 4 proposals and gives one token more than it keeps. Look at the last row: the request's own text is a draft, too.
+
+# %%
+config = Config("target", 2, 32, 64, 4, 2, 8, 32)
+params = transformer.init(config, seed, torch.float64)
+g = torch.Generator().manual_seed(seed)
+prompts = [torch.randint(0, config.V, (length,), generator=g).tolist() for length in (5, 3, 8)]
+new, k = (24, 4) if page.small else (64, 4)
+
+
+def noisy(noise: float) -> tuple[dict, Config]:
+    """A draft: the target's params, each off by `noise` of its own spread."""
+    g = torch.Generator().manual_seed(seed + 1)
+
+    def off(x: torch.Tensor) -> torch.Tensor:
+        return x + noise * x.std() * torch.randn(x.shape, generator=g, dtype=x.dtype) if x.dim() > 1 else x
+
+    return tree.map(off, params), config
+
+
+def passes(draft) -> tuple[list[list[int]], int]:
+    """(the new tokens of each prompt, passes of the target)."""
+    out, steps = [[] for _ in prompts], 0
+    for given in serve.stream(params, prompts, config, new, Sampling(), seed=seed, draft=draft, proposals=k):
+        steps += 1
+        for token in given:
+            out[token.row].append(token.id)
+    return out, steps
+
+
+plain, once = passes(None)
+rows = [("none", once, f"{new / once:.2f}", "-")]
+drafts = {f"noise {noise:g}": noisy(noise) for noise in (0, 0.1, 0.3)} | {"its own text": "ngram"}
+for name, draft in drafts.items():
+    tokens, steps = passes(draft)
+    rows.append((name, steps, f"{new / steps:.2f}", page.check(f"greedy by {name}", tokens == plain)))
+page.title(f"{len(prompts)} requests of {new} tokens, k = {k}; passes until the slowest is done")
+page.table(rows, ["draft", "passes", "tokens a pass", "same tokens"])
+page.check("a perfect draft: k + 1 tokens a pass", rows[1][1] == 1 + -(-(new - 1) // (k + 1)))
+
+# %% [markdown]
+# ## Sampled: the rule
+# x from q is kept with probability min(1, p(x)/q(x)); if not, a token comes from max(p - q, 0), scaled. Kept: min(p, q)
+# at each token; the rest makes p of it. The book calls it inspired by Metropolis and Hastings; it needs no chain. Below
+# the rule's distribution, all uniform numbers gone through piece by piece, beside what two known wrong rules give.
+
+
+# %%
+def outcome(p: torch.Tensor, q: torch.Tensor, rule) -> torch.Tensor:
+    """The distribution of the first token of a step, k = 1: rule(p, q, x, keep, again) summed over its pieces."""
+    found = torch.zeros_like(p)
+    for x in range(len(p)):
+        edges = {0.0, 1.0, min(1.0, float(p[x] / q[x]))}
+        more = {0.0, 1.0, *p.cumsum(0).tolist(), *residual(p, q).cumsum(0).tolist()}
+        for low, high in pieces(edges):
+            for first, last in pieces(more):
+                token = rule(p, q, x, (low + high) / 2, (first + last) / 2)
+                found[token] += q[x] * (high - low) * (last - first)
+    return found
+
+
+def pieces(edges: set[float]) -> list[tuple[float, float]]:
+    ends = sorted(min(edge, 1.0) for edge in edges)
+    return [(a, b) for a, b in pairwise(ends) if b - a > 1e-13]
+
+
+def exact(p, q, x, keep, again) -> int:
+    two = [torch.tensor([[u, u]], dtype=torch.float64) for u in (keep, again)]
+    ps, qs = p.expand(1, 2, -1), q.expand(1, 1, -1)
+    return int(verify(ps, qs, torch.tensor([[x]]), two[0][:, :1], two[1])[0][0, 0])
+
+
+def from_p(p, q, x, keep, again) -> int:
+    """Wrong: what is not kept is drawn from p itself."""
+    return x if keep * q[x] < p[x] else int(draw(p[None], torch.tensor([again], dtype=torch.float64)))
+
+
+def if_equal(p, q, x, keep, again) -> int:
+    """Wrong: x is kept if it is the target's likeliest."""
+    return x if x == int(p.argmax()) else int(draw(p[None], torch.tensor([again], dtype=torch.float64)))
+
+
+p, q = torch.randn(2, 6, generator=g, dtype=torch.float64).softmax(-1)
+page.title("The distribution of a token, V = 6")
+shown = {"target p": p, "draft q": q, "the rule": outcome(p, q, exact), "redrawn from p": outcome(p, q, from_p),
+         "kept if equal": outcome(p, q, if_equal)}  # fmt: skip
+variation = {name: float((found - p).abs().sum() / 2) for name, found in shown.items()}
+page.table([(name, *(f"{x:.4f}" for x in found.tolist()), f"{variation[name]:.1e}") for name, found in shown.items()],
+           ["", *map(str, range(6)), "off by"])  # fmt: skip
+page.check("the rule gives p, to 1e-12", variation["the rule"] < 1e-12)
+page.check("the wrong rules do not", min(variation["redrawn from p"], variation["kept if equal"]) > 0.01)
+page.check(
+    "kept: the sum of min(p, q)", abs(float(torch.minimum(p, q).sum()) - (1 - float((p - q).abs().sum() / 2))) < 1e-12
+)
+
+# %% [markdown]
+# ## Tokens of a step
+# If each proposal is kept with chance a, independently: (1 - a^(k+1)) / (1 - a). Counted on 20,000 steps of the rule
+# with distributions whose overlap is a.
+
+# %%
+n, rows = 20_000, []
+for a in (0.5, 0.8, 0.9):
+    ps = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(n, 5, 2)  # always token 0
+    qs = torch.tensor([a, 1 - a], dtype=torch.float64).expand(n, 4, 2)
+    u = torch.rand(3, n, 5, generator=g, dtype=torch.float64)
+    _, count = verify(ps, qs, draw(qs, u[0, :, :4]), u[1, :, :4], u[2])
+    mean, wanted = float(count.double().mean()), expected_tokens(a, 4)
+    rows.append((a, wanted, mean, page.check(f"tokens a step at a = {a}", abs(mean / wanted - 1) < 0.02)))
+page.title("Tokens a step, k = 4")
+page.table(rows, ["a", "by formula", "counted", "within 2%"])
+
+# %% [markdown]
+# ## When it pays
+# A pass over k + 1 tokens reads weights and caches once, as a pass over one does: while HBM binds a step, checking is
+# free, and only the draft costs. LLaMA-3 70B with 8B as its draft, int8, on a v5e 4x4, a = 0.7: the gain by batch and
+# context. Where caches bind it gains at any batch: the book's throughput win for long contexts. It is less than with
+# one request, as the draft here reads caches of its own, two fifths of the target's.
+
+# %%
+V5E, target, small = (
+    chip("v5e"),
+    serving.load(get("llama3-70b"), "int8", "int8"),
+    serving.load(get("llama3-8b"), "int8", "int8"),
+)
+
+
+def seconds(load: serving.Load, batch: int, context: int, tokens: int = 1) -> float:
+    """Of a pass over so many tokens of each sequence: the FLOPs of all, weights and caches once."""
+    step = serving.step(load, batch, context, V5E, 16)
+    return max(step.kv, tokens * load.kv_flops * batch * load.kv(context) / (16 * V5E.flops())) + max(
+        step.weights, tokens * step.math
+    )
+
+
+def gain(a: float, k: int, batch: int, context: int) -> float:
+    """Tokens/s with k proposals over those without."""
+    spent = seconds(target, batch, context, k + 1) + k * seconds(small, batch, context)
+    return expected_tokens(a, k) * seconds(target, batch, context) / spent
+
+
+def best(a: float, batch: int, context: int) -> int:
+    return max(range(13), key=lambda k: gain(a, k, batch, context))
+
+
+batches = [b for b in (1, 8, 32, 64, 120, 240) if b <= serving.largest_batch(target, 2048, V5E, 16)]
+page.title("Best k and what it gains, a = 0.7")
+page.table(
+    [(b, *(f"{best(0.7, b, S)}: {gain(0.7, best(0.7, b, S), b, S):.2f}x" if b * target.kv(S) + target.weights < 256e9
+           else "-" for S in (2048, 8192, 32768))) for b in batches],
+    ["batch", "2k", "8k", "32k"],
+)  # fmt: skip
+page.chart(
+    "speculation", {f"a = {a}": [(k, gain(a, k, 1, 2048)) for k in range(13)] for a in (0.5, 0.7, 0.8, 0.9)},
+    "proposals k", "tokens/s over those without", "70B with 8B as its draft, batch 1", height=12, log=False,
+)  # fmt: skip
+
+
+def chinchilla(a: float) -> int:
+    """Best k of a 70B model with a 4B draft, both bound by reading their weights."""
+    return max(range(30), key=lambda k: expected_tokens(a, k) / (1 + k * 4 / 70))
+
+
+def least(k: int) -> float:
+    """The acceptance from which k or more are best, to 1e-3."""
+    return next(a / 1000 for a in range(1000) if chinchilla(a / 1000) >= k)
+
+
+page.say()
+page.answers([
+    Answer("XSum, 70B with a 4B draft: 3 are best from a =", "", least(3), "", "tokens over 1 + 4k/70"),
+    Answer("... and more than 4 from a =", "", least(5), "", "so XSum's 3 to 4 mean about half are kept"),
+    Answer("... at a = 0.8, as code may have, k =", "", chinchilla(0.8), "", "more aggressive, as the book says"),
+    Answer("8B for 70B, batch 1, 2k, a = 0.7: best k", "", best(0.7, 1, 2048), "", "above"),
+    Answer("... its gain", "", gain(0.7, best(0.7, 1, 2048), 1, 2048), "times", "2.77 tokens over a step and 4 of 8B"),
+    Answer("240 sequences of 2k, a = 0.7: best k", "", best(0.7, 240, 2048), "", "compute-bound: a guess is FLOPs"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `return x if keep * q[x] < p[x] else` by `return x if keep * p[x] < q[x] else`: the ratio upside
+#    down. How far off is a rule that was wrong already?
+# 2. Question: how many tokens does a step give with a = 0.8 and k = 6? Evaluate `expected_tokens(0.8, 6)`.
+# 3. Flag: run with `--plot gain.svg`. From which acceptance on are eight proposals worth it?
