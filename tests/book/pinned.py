@@ -246,6 +246,7 @@ PINNED = {
         "2 the naive layer's speed over the optimized one's": 67 / 184,
         "2 what the newer compiler's two runs differ by: 10 of 90": 1 / 9,
     },
+    "10_modes": {},
     "12_gpus": {
         "HBM bandwidth of a B200, in the text": 8e12,
         "Comparison: SMEM of an H100": 132 * 256e3 / 1e6,

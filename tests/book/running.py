@@ -38,6 +38,7 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "08_applied_inference",
     "09_profiling",
     "09_quiz",
+    "10_modes",
     "12_gpus",
     "12_gpu_networks",
     "12_gpu_rooflines",

@@ -134,6 +134,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         128,
         ["Quiz 2: one training step", "40 right"],
     ),
+    "10_modes": (
+        ["2. T1[B_X, F]: as asked for 3. Out[B_X, D] = T1[B_X, F] *_F W_out[D, F]", "all hold"],
+        2 * 8192 * 2 + 3 * 2 * 8192 * 2,
+        ["AllGather_X 3,072 4 4 4", "all hold"],
+    ),
     "12_gpus": (
         ["1.4 of 512 rows 15 34.71 us +131.4% DIFFERS"],
         281.25 / (1 - 281.25 * (1 / 4096 + 1 / 8192)),

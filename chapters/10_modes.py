@@ -1,0 +1,276 @@
+# %% [markdown]
+"""Part 10, three modes: the compiler decides, the types decide, you decide.
+"How Does Parallelism Work in JAX?": https://jax-ml.github.io/scaling-book/jax-stuff
+
+    In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]
+
+Explicit mode: types that print, refusals that name a line. Auto mode: the listing that a planner writes. Manual mode:
+one device's program. Then an MLP and an attention block in all three: equal values, gradients and collectives.
+"""
+
+# %%
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+from torch.func import grad
+
+from scaling import auto, explicit
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.mesh import AbstractMesh
+from scaling.shard_map import all_gather, pmean, psum, psum_scatter, shard_map
+from scaling.spec import ShardingError
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="X=2,Y=2", device=True, seed=True)
+mesh = AbstractMesh({"X": 4, "Y": 2})  # the book's
+page.table([
+    ("auto", "the whole arrays", "no", "no", "scaling.auto.jit"),
+    ("explicit", "the whole arrays", "yes", "no", "scaling.explicit"),
+    ("manual", "one device's shards", "yes", "yes", "scaling.shard_map"),
+], ["mode", "what a program sees", "types", "collectives", "here"])  # fmt: skip
+
+# %% [markdown]
+# ## Explicit mode
+# An array carries its type, and every function knows what becomes of it. Nothing is sent but by `reshard`, or where
+# the result's type is given as `out`.
+
+# %%
+page.title("Explicit: what becomes of a type")
+x = explicit.array(torch.empty(8, 2), "[8_X, 2_Y]", mesh)
+In = explicit.array(torch.empty(8, 2048, dtype=torch.bfloat16), "[8_X, 2048_Y]", mesh)
+W = explicit.array(torch.empty(2048, 8192, dtype=torch.bfloat16), "[2048_Y, 8192]", mesh)
+Out = torch.einsum("bd,df->bf", In * In, W)
+page.table([
+    ("x", x.type),
+    ("x * 2", (x * 2).type),
+    ("x.mT", x.mT.type),
+    ("x.sum(0)", x.sum(0).type),
+    ("x.reshape(4, 2, 2)", x.reshape(4, 2, 2).type),
+    ('torch.einsum("bd,df->bf", In * In, W)', Out.type),
+    ("  resharded to [8_X, 8192_Y]", explicit.reshard(Out, "[8_X, 8192_Y]").type),
+], ["expression", "its type"])  # fmt: skip
+
+# %% [markdown]
+# JAX stops at that product: is an AllReduce meant, or a ReduceScatter? Here the type itself says what is left to do,
+# `{U_Y}`, and the choice is a line of its own. What has no type at all is refused, with the cheapest line that helps.
+
+# %%
+REFUSED = {
+    "a function of a sum": lambda: Out.exp(),
+    "one operand split (case 2)": lambda: explicit.reshard(In, "[8_X, 2048]") @ W,
+    "two dims over one axis (case 4)": lambda: In @ In.mT,
+    "a reshape that cuts a block": lambda: In.reshape(2, 4, 2048),
+}
+for what, call in REFUSED.items():
+    try:
+        page.check(f"{what} is refused", call() is None)
+    except ShardingError as error:
+        page.say(f"\n{what}:\n{error}")
+        page.check(f"{what} is refused with a fix", "fix: reshard" in str(error))
+
+# %% [markdown]
+# ## Auto mode
+# Types for what goes in and out; between them the planner chooses. It weighs every layout of every value, and sends the
+# least. `explicit.reshard` inside the program is JAX's `with_sharding_constraint`.
+
+
+# %%
+def matmul_square(In, W):
+    return torch.einsum("bd,df->bf", In * In, W)
+
+
+def two_matmuls(x, W_in, W_out):
+    hidden = explicit.reshard(torch.einsum("bd,df->bf", x, W_in), "hidden[B_X, F_Y]")
+    return torch.einsum("bf,df->bd", hidden, W_out)
+
+
+def meta(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def as_jax(x):
+    """A type as JAX prints it."""
+    return x.type.replace("_", "@").replace(", ", ",")
+
+
+page.title("Auto: the same product, by what comes out")
+lowered = {}
+for out in ("Out[B_X, F]", "Out[B_X, F_Y]", "Out[B, F]"):
+    lowered[out] = auto.jit(matmul_square, mesh, ("In[B_X, D_Y]", "W[D_Y, F]"), out).lower(
+        meta(8, 2048), meta(2048, 8192)
+    )
+    page.say(f"\n{lowered[out].listing}\n   sends {lowered[out].wire_bytes:,.0f} bytes a device")
+types = ("x[B_X, D]", "W_in[D, F]", "W_out[D, F]")
+tickled = auto.jit(two_matmuls, mesh, types, "Out[B_X, D]").lower(meta(8, 64), meta(64, 256), meta(64, 256))
+page.say(f"\nwith the hidden array's type asked for:\n{tickled.listing}")
+page.answers([
+    Answer("10.3 jax.typeof(x)", "float32[8@X,2@Y]", as_jax(x)),
+    Answer("10.3 jax.typeof(x * 2)", "float32[8@X,2@Y]", as_jax(x * 2)),
+    Answer("10.3 jax.typeof(In)", "bfloat16[8@X,2048@Y]", as_jax(In)),
+    Answer("10.3 the product, out_sharding P('X', 'Y')", "bfloat16[8@X,8192@Y]",
+           as_jax(explicit.einsum("bd,df->bf", In * In, W, out="[8_X, 8192_Y]"))),
+    Answer("10.2 one device's In", "[2, 1024]", str([*In.local.shape])),
+    Answer("10.2 one device's Out", "[2, 8192]", str([*Out.local.shape])),
+    Answer("10.2 what reduces Out[B_X, F]", "AllReduce", lowered["Out[B_X, F]"].steps[0].op),
+    Answer("10.3 what reduces Out[B_X, F_Y]", "ReduceScatter", lowered["Out[B_X, F_Y]"].steps[0].op),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Manual mode
+# The book's `slice_and_average`: each device's first four elements, averaged over all.
+
+# %%
+page.title("Manual: slice_and_average of 512 numbers over (2, 4)")
+small = AbstractMesh({"X": 2, "Y": 4})
+numbers = torch.arange(512.0)
+average = shard_map(lambda x: pmean(x[:4], ("X", "Y")), small, "P(('X', 'Y'))", "P()", in_process=True)(numbers)
+page.say(f"{average.tolist()}: the mean of x[:4], x[64:68], x[128:132], ...")
+page.check("slice_and_average", torch.equal(average, numbers.view(8, 64)[:, :4].mean(0)))
+
+
+# %% [markdown]
+# ## Two blocks in three modes
+# The text of auto mode is that of one device. Explicit mode adds the types, manual mode the collectives.
+
+
+# %%
+def mlp(In, W_in, W_out):
+    Tmp = F.gelu(torch.einsum("bd,df->bf", In, W_in))
+    return torch.einsum("bf,fd->bd", Tmp, W_out)
+
+
+def mlp_explicit(In, W_in, W_out):
+    In = explicit.reshard(In, "In[B_X, D]")
+    W_in = explicit.reshard(W_in, "W_in[D, F_Y]")
+    Tmp = F.gelu(torch.einsum("bd,df->bf", In, W_in))
+    W_out = explicit.reshard(W_out, "W_out[F_Y, D]")
+    return explicit.reshard(torch.einsum("bf,fd->bd", Tmp, W_out), "Out[B_X, D_Y]")
+
+
+def mlp_manual(In, W_in, W_out):
+    In = all_gather(In, "Y", axis=1, tiled=True)
+    W_in = all_gather(W_in, "X", axis=0, tiled=True)
+    Tmp = F.gelu(torch.einsum("bd,df->bf", In, W_in))
+    W_out = all_gather(W_out, "X", axis=1, tiled=True)
+    return psum_scatter(torch.einsum("bf,fd->bd", Tmp, W_out), "Y", scatter_dimension=1, tiled=True)
+
+
+def attention(x, W_Q, W_K, W_V, W_O):
+    Q, K, V = (torch.einsum("btd,dnh->btnh", x, W) for W in (W_Q, W_K, W_V))
+    P = torch.softmax(torch.einsum("btnh,bsnh->bnts", Q, K) / Q.shape[-1] ** 0.5, -1)
+    return torch.einsum("btnh,nhd->btd", torch.einsum("bnts,bsnh->btnh", P, V), W_O)
+
+
+def attention_explicit(x, W_Q, W_K, W_V, W_O):
+    x = explicit.reshard(x, "x[B_X, T, D]")
+    W_Q, W_K, W_V = (explicit.reshard(W, "W[D, N_Y, H]") for W in (W_Q, W_K, W_V))
+    Out = attention(x, W_Q, W_K, W_V, explicit.reshard(W_O, "W_O[N_Y, H, D]"))
+    return explicit.reshard(Out, "Out[B_X, T, D_Y]")
+
+
+def attention_manual(x, W_Q, W_K, W_V, W_O):
+    x = all_gather(x, "Y", axis=2, tiled=True)
+    W_Q, W_K, W_V = (all_gather(W, "X", axis=0, tiled=True) for W in (W_Q, W_K, W_V))
+    Out = attention(x, W_Q, W_K, W_V, all_gather(W_O, "X", axis=2, tiled=True))
+    return psum_scatter(Out, "Y", scatter_dimension=2, tiled=True)
+
+
+BLOCKS = {  # its texts, the types of what goes in and out, and shapes
+    "MLP": (
+        (mlp, mlp_explicit, mlp_manual), ("In[B_X, D_Y]", "W_in[D_X, F_Y]", "W_out[F_Y, D_X]"), "Out[B_X, D_Y]",
+        ((64, 16), (16, 64), (64, 16)),
+    ),
+    "attention": (
+        (attention, attention_explicit, attention_manual),
+        ("x[B_X, T, D_Y]", "W_Q[D_X, N_Y, H]", "W_K[D_X, N_Y, H]", "W_V[D_X, N_Y, H]", "W_O[N_Y, H, D_X]"),
+        "Out[B_X, T, D_Y]", ((16, 4, 16), *((16, 4, 8),) * 3, (4, 8, 16)),
+    ),
+}  # fmt: skip
+
+# %% [markdown]
+# Values and gradients are held against one device. The lists: what each mode sent in the forward pass and in both, from
+# the shards of its arguments to those of its gradients. `shard_map` hands out whole arrays; what that takes, counted
+# by programs that do nothing else, is taken off its list. Numbers alone, the loss, are not counted.
+
+
+# %%
+def moved(log) -> Counter:
+    """What a trace sent: how often each (collective over axes, bytes), as this rank's."""
+    events = [event for event in log.collectives() if event.wire_bytes and event.nbytes > 8]
+    return Counter((event.op + "_" + "".join(event.axes), event.wire_bytes) for event in events)
+
+
+def in_explicit(text, types, out, whole, mesh):
+    """(Out, gradients, what was sent forward, in both passes) of a function of arrays."""
+    arrays = [explicit.array(x, type, mesh) for x, type in zip(whole, types, strict=True)]
+    with trace() as forward:
+        Out = text(*arrays)
+    with trace() as both:
+        grads = explicit.grad(lambda arrays: text(*arrays).square().sum())(arrays)
+    return Out.whole(), [g.whole() for g in grads], moved(forward), moved(both)
+
+
+def in_manual(text, types, out, whole, mesh):
+    def loss(*shards):
+        return psum(text(*shards).square().sum(), ("X", "Y"))
+
+    def listed(fn, *args):
+        with trace() as log:
+            result = fn(*args)
+        return result, moved(log)
+
+    Out, forward = listed(shard_map(text, mesh, types, out), *whole)
+    forward -= listed(shard_map(lambda x: x, mesh, (out,), out), Out)[1]
+    total = grad(lambda whole: shard_map(loss, mesh, types, "[]")(*whole))
+    sums = grad(lambda whole: shard_map(sum_of_all, mesh, types, "[]")(*whole))
+    grads, both = listed(total, whole)
+    return Out, grads, forward, both - listed(sums, whole)[1]
+
+
+def sum_of_all(*shards):
+    """A program that sends its arguments' gradients, and nothing else but a number."""
+    return psum(sum(x.sum() for x in shards), ("X", "Y"))
+
+
+def three_modes(mesh, seed):
+    """{block: rows of (mode, how far values and gradients are off, what was sent)}, of this rank."""
+    found = {}
+    for name, (texts, types, out, shapes) in BLOCKS.items():
+        rng = torch.Generator().manual_seed(seed)
+        whole = [(torch.randn(s, generator=rng, dtype=torch.float64) / 4).to(mesh.device) for s in shapes]
+        Out, grads = texts[0](*whole), grad(lambda whole, f=texts[0]: f(*whole).square().sum())(whole)
+        program = auto.jit(texts[0], mesh, types, out)
+        modes = (("auto", in_explicit, program), ("explicit", in_explicit, texts[1]), ("manual", in_manual, texts[2]))
+        rows = []
+        for mode, run, text in modes:
+            got, got_grads, *lists = run(text, types, out, whole, mesh)
+            off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got_grads, grads, strict=True))
+            rows.append((mode, float((got - Out).abs().max() / Out.abs().max()), off, *lists))
+        found[name] = rows, program.lower(*whole).listing
+    return found
+
+
+for name, (rows, listing) in (page.on_ranks(three_modes, page.args.seed) or {}).items():
+    page.title(f"{name}, in three modes")
+    page.say(f"what auto mode wrote:\n{listing}\n")
+    page.equal([(f"{mode}: {what}", off, 1e-12) for mode, *offs, _, _ in rows
+                for what, off in zip(("Out", "gradients"), offs, strict=True)])  # fmt: skip
+    for number, passes in ((3, "forward"), (4, "both passes")):
+        lists = [row[number] for row in rows]
+        same = page.check(f"{name}: equal lists, {passes}", all(found == lists[1] for found in lists))
+        lines = sorted(set().union(*lists))
+        page.say()
+        page.table(
+            [(*line, *(found[line] for found in lists)) for line in lines],
+            [f"{passes}, equal: {same}", "bytes", "auto", "explicit", "manual"],
+        )
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `hidden[B_X, F_Y]` by `hidden[B_X, F]`. What is no longer sent?
+# 2. Question: how many bytes would each device send to make the product whole on all of them? Evaluate
+#    `lowered["Out[B, F]"].wire_bytes`.
+# 3. Flag: run with `--mesh X=4,Y=1`. Which lines are left?
