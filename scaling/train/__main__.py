@@ -30,7 +30,7 @@ from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.trace.peak import peak_memory
-from scaling.train import tokenize
+from scaling.train import elastic, tokenize
 from scaling.train.loop import STOP, run
 from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings, optimizer_of
@@ -128,6 +128,9 @@ def main(argv=None) -> int:
         sizes, (config, weights) = parse_mesh(args.mesh), model_of(args)
         own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
         settings = Settings(model=config, weights=weights, **own)
+        if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+            on = elastic.fitted(sizes, world)
+            settings, sizes = elastic.shared(settings, sizes, on), on
         transformer.specs(config, AbstractMesh(sizes))
         if args.dry_run:
             print(describe(settings, sizes) + "\n" + dry_run(settings, sizes))

@@ -1,0 +1,32 @@
+"""Fewer devices: P is halved, then X, never another axis; the global batch stays, by more microbatches."""
+
+import pytest
+
+from scaling.configs import get
+from scaling.train.elastic import fitted, shared
+from scaling.train.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "wanted"),
+    [
+        ({"P": 2, "X": 4, "Y": 2}, 16, {"P": 2, "X": 4, "Y": 2}),
+        ({"P": 2, "X": 4, "Y": 2}, 8, {"P": 1, "X": 4, "Y": 2}),
+        ({"P": 2, "X": 4, "Y": 2}, 4, {"P": 1, "X": 2, "Y": 2}),
+        ({"Z": 2, "X": 4, "C": 2}, 8, {"Z": 2, "X": 2, "C": 2}),
+    ],
+)
+def test_what_gives(sizes, world, wanted):
+    found = fitted(sizes, world)
+    assert found == wanted
+    before = Settings(get("tiny"), "", "", batch=32, microbatches=2)
+    after = shared(before, sizes, found)
+    rows = [s.batch // s.microbatches // (m.get("P", 1) * m.get("X", 1)) for s, m in ((before, sizes), (after, found))]
+    assert rows[0] == rows[1]  # of a microbatch on each rank
+    assert after.batch == before.batch
+
+
+@pytest.mark.parametrize(("sizes", "world"), [({"X": 2, "Y": 4}, 2), ({"X": 3}, 2), ({"X": 2}, 4), ({"Z": 8}, 4)])
+def test_what_does_not_fit_is_refused(sizes, world):
+    with pytest.raises(ValueError, match=f"does not fit {world} ranks"):
+        fitted(sizes, world)
