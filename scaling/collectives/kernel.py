@@ -98,7 +98,7 @@ def _matmul(a: Spec, b: Spec, result: Spec) -> tuple[Callable, ...] | None:
 
     def multiply(x, y):
         x, y, shape = flat(x, y)
-        product = (x @ y).view(shape)
+        product = matmul(x, y).view(shape)
         return product if ahead else product.permute(*range(len(left), product.dim()), *range(len(left)))
 
     def into(x, y, out, add):

@@ -11,7 +11,7 @@ from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
 from scaling.models.transformer import headed
 from scaling.serve.forms import At
-from scaling.serve.forms.parts import activated, own_biases, rows_of, unembedding
+from scaling.serve.forms.parts import activated, own_biases, rows_of
 from scaling.serve.types import experts_axis
 from scaling.strategies.axes import all_gather, all_reduce
 from scaling.strategies.expert import moe
@@ -53,5 +53,8 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
 def head(params: dict, x: Tensor, at: At) -> Tensor:
     """logits[B, T, V], whole on every rank."""
     x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
-    logits = einsum("x[B_ZE, T, D] * U[D, V_Y] -> logits[B_ZE, T, V_Y]", x, unembedding(params))
+    if "unembed" in params:
+        logits = einsum("x[B_ZE, T, D] * U[D, V_Y] -> logits[B_ZE, T, V_Y]", x, params["unembed"])
+    else:
+        logits = einsum("E[V_Y, D] * x[B_ZE, T, D] -> logits[B_ZE, T, V_Y]", params["embed"], x)
     return all_gather("logits[B_ZE, T, V_Y] -> logits[B, T, V]", logits, at.mesh)

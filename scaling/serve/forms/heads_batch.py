@@ -12,7 +12,7 @@ from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
 from scaling.models.transformer import headed
 from scaling.serve.forms import At
-from scaling.serve.forms.parts import activated, own_biases, rows_of, unembedding
+from scaling.serve.forms.parts import activated, own_biases, rows_of
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, shard
 from scaling.strategies.expert import moe
 from scaling.strategies.transformer.layer import own_heads
@@ -55,5 +55,8 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
 def head(params: dict, x: Tensor, at: At) -> Tensor:
     """logits[B, T, V], whole on every rank."""
     x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
-    logits = einsum("x[B, T, D] * U[D, V_YZ] -> logits[B, T, V_YZ]", x, unembedding(params))
+    if "unembed" in params:
+        logits = einsum("x[B, T, D] * U[D, V_YZ] -> logits[B, T, V_YZ]", x, params["unembed"])
+    else:
+        logits = einsum("E[V_YZ, D] * x[B, T, D] -> logits[B, T, V_YZ]", params["embed"], x)
     return all_gather("logits[B, T, V_YZ] -> logits[B, T, V]", logits, at.mesh)

@@ -19,11 +19,6 @@ def rows_of(E: Tensor, tokens: Tensor, mesh, axes: str) -> Tensor:
     return F.embedding(torch.where(here, local, 0), E) * here[..., None]
 
 
-def unembedding(params: dict) -> Tensor:
-    """U[D, V_axes], of a tied model the transpose of its embedding."""
-    return params["unembed"] if "unembed" in params else params["embed"].T
-
-
 def own_biases(W: dict, at: At) -> dict:
     """The layer with b_K and b_V of the KV heads that this rank's query heads see."""
     return W | {"b_K": own_heads(W["b_K"], at, 0), "b_V": own_heads(W["b_V"], at, 0)} if "b_K" in W else W

@@ -12,7 +12,7 @@ from scaling.collectives import einsum
 from scaling.models.pointwise import mean_square, rms_norm
 from scaling.models.transformer import headed
 from scaling.serve.forms import At
-from scaling.serve.forms.parts import activated, own_biases, rows_of, unembedding
+from scaling.serve.forms.parts import activated, own_biases, rows_of
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, reduce_scatter, shard
 from scaling.strategies.transformer.layer import own_heads
 
@@ -69,6 +69,9 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
 def head(params: dict, x: Tensor, at: At) -> Tensor:
     """logits[B, T, V], whole on every rank."""
     x = normed(x, params["norm"], at)
-    logits = einsum("x[B, T, D_X] * U[D_X, V_YZ] -> logits[B, T, V_YZ] {U_X}", x, unembedding(params))
+    if "unembed" in params:
+        logits = einsum("x[B, T, D_X] * U[D_X, V_YZ] -> logits[B, T, V_YZ] {U_X}", x, params["unembed"])
+    else:
+        logits = einsum("E[V_YZ, D_X] * x[B, T, D_X] -> logits[B, T, V_YZ] {U_X}", params["embed"], x)
     logits = all_reduce("logits[B, T, V_YZ] {U_X} -> logits[B, T, V_YZ]", logits, at.mesh)
     return all_gather("logits[B, T, V_YZ] -> logits[B, T, V]", logits, at.mesh)

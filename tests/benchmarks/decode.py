@@ -1,0 +1,115 @@
+"""Prefill and decode beside Hugging Face's class, uncompiled, with its default attention, in turn on the same threads.
+
+    pip install transformers safetensors
+    python tests/benchmarks/decode.py [--threads 2] [--steps 16] [--batch 1 8 64]
+
+Medians, and of the ratios of neighbouring runs, ours over theirs. Of B = 1, what a decode step reads (params and cache)
+over its time, as a share of the bandwidth at which the same threads read memory. `--cpu`: the thread's own time, on one
+thread, where others use the machine too.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+
+import torch
+import transformers
+from tabulate import tabulate
+
+from scaling import serve, tree
+from scaling.models import hf
+
+SIZES = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
+SIZES |= {"num_hidden_layers": 12, "intermediate_size": 2048, "vocab_size": 32000, "tie_word_embeddings": True}
+WORDS = 1 << 26  # of the array that is read to find the bandwidth
+
+
+def contest(model, config, params, B: int, T: int, steps: int, clock) -> dict[str, list[float]]:
+    """Seconds of each call, in turn: prefill of [B, T] and decode steps after it."""
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.V, (B, T + steps), generator=g)
+    prompt, times = tokens[:, :T], {name: [] for name in ("prefill", "theirs prefill", "decode", "theirs decode")}
+
+    def timed(name, call):
+        start = clock()
+        result = call()
+        times[name].append(clock() - start)
+        return result
+
+    def our_prefill():
+        cache = serve.init_cache(config, B, T + steps, dtype=torch.float32)
+        return serve.prefill(params, prompt, cache, config, donate=True)
+
+    def their_prefill():
+        return model(prompt, use_cache=True, logits_to_keep=1)
+
+    for _ in range(3 if B > 8 else 5):
+        ours = timed("prefill", our_prefill)
+        theirs = timed("theirs prefill", their_prefill)
+    cache, past = ours[1], theirs.past_key_values
+    for t in range(T, T + steps):
+        ours = timed("decode", lambda t=t, cache=cache: serve.decode(params, tokens[:, t], cache, config, donate=True))
+        cache = ours[1]
+        theirs = timed("theirs decode", lambda t=t: model(tokens[:, t : t + 1], past_key_values=past, use_cache=True))
+    gap = (ours[0] - theirs.logits[:, -1]).abs().max() / ours[0].abs().max()
+    assert gap < 1e-3, f"the two sides compute different logits: {gap}"
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def share_of_bandwidth(config, params, T: int, steps: int, clock) -> tuple[float, float, float]:
+    """(GB/s at which memory is read, GB/s of a decode step of one row, the median of their ratios), in turn."""
+    cache = serve.init_cache(config, 1, T + steps, dtype=torch.float32)
+    tokens = torch.zeros(1, T, dtype=torch.int64)
+    _, cache = serve.prefill(params, tokens, cache, config, donate=True)
+    big = torch.ones(WORDS)
+    read = tree.nbytes(params) + 2 * config.L * T * config.K * config.H * 4
+    rates = []
+    for _ in range(steps):
+        start = clock()
+        big.sum()
+        middle = clock()
+        _, cache = serve.decode(params, tokens[:, 0], cache, config, donate=True)
+        rates.append((4 * WORDS / (middle - start), read / (clock() - middle)))
+    ratio = statistics.median(ours / memory for memory, ours in rates[1:])
+    return *(statistics.median(rate) / 1e9 for rate in zip(*rates[1:], strict=True)), ratio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--cpu", action="store_true")
+    args = parser.parse_args()
+    clock = time.thread_time if args.cpu else time.perf_counter
+    args.threads = 1 if args.cpu else args.threads
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config, params = hf.load(folder)
+    count = sum(leaf.numel() for leaf in tree.leaves(params))
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}, {args.threads} threads, float32")
+    print(f"{count / 1e6:.0f}M params, prompts of {args.prompt} tokens")
+    rows = []
+    with torch.no_grad():
+        for B in args.batch:
+            times = contest(model, config, params, B, args.prompt, args.steps, clock)
+            for name in ("prefill", "decode"):
+                ours, theirs = times[name], times[f"theirs {name}"]
+                ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+                middle = [1000 * statistics.median(side) for side in (ours, theirs)]
+                quartiles = f"[{ratios[len(ratios) // 4]:.2f}, {ratios[3 * len(ratios) // 4]:.2f}]"
+                rows.append((B, name, *middle, statistics.median(ratios), quartiles))
+        print(tabulate(rows, ["B", "", "ours, ms", "theirs", "ratio", "quartiles"], floatfmt=".2f"))
+        memory, ours, ratio = share_of_bandwidth(config, params, args.prompt, args.steps, clock)
+    print(f"B = 1 reads {ours:.1f} GB/s of the {memory:.1f} at which memory is read: {ratio:.0%}")
+
+
+if __name__ == "__main__":
+    main()
