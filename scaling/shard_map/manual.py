@@ -130,8 +130,8 @@ def leaving(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
             raise ShardingError(
                 f"out_specs: {spec}: the result is {described(x, bound)}\n  it {what.format(over, over)}\n"
                 f"  rule: an axis that an out_spec does not name is one over which the result is invariant\n"
-                f"  fix: psum or pmean over {over} before it is returned, or name {over} in the out_spec, "
-                f"as in A[I_{over}] or A[I] {{U_{over}}}"
+                f"  fix: psum or pmean over {over} before it is returned (of what is gathered: all_gather with "
+                f'to="invarying"), or name {over} in the out_spec, as in A[I_{over}] or A[I] {{U_{over}}}'
             )
     return vary(x, spec.axes, bound)
 

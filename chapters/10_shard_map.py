@@ -1,0 +1,194 @@
+# %% [markdown]
+"""Part 10, "Manual sharding mode via shard_map": a program for one device, its collectives written by hand.
+https://jax-ml.github.io/scaling-book/jax-stuff
+
+    shard_map(fn, mesh, in_specs=("A[B_X, D_Y]", "W[D, F_Y]"), out_specs="Out[B_X, F_Y]")
+
+`fn` sees one device's shards and calls psum, ppermute, axis_index ... as JAX spells them; what comes back maps whole
+arrays to whole arrays. The book's two examples; what a value's type is, and how gradients follow from it; what is
+refused; the same on ranks and in one process.
+"""
+
+# %%
+from functools import partial
+
+import torch
+from torch.func import grad, jvp, vjp, vmap
+
+from scaling.book.page import Page
+from scaling.mesh import AbstractMesh
+from scaling.shard_map import (
+    all_gather,
+    axis_index,
+    axis_size,
+    dynamic_slice_in_dim,
+    pmean,
+    ppermute,
+    psum,
+    pvary,
+    shard_map,
+    vma,
+)
+from scaling.spec import ShardingError
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="X=2,Y=2", seed=True)
+EXACT = 1e-12
+rng = torch.Generator().manual_seed(page.args.seed)
+
+
+def drawn(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=rng)
+
+
+def apart(got, want) -> float:
+    return float((got - want).abs().max() / want.abs().max())
+
+
+# %% [markdown]
+# ## The first example
+# 512 numbers on a mesh of 2 by 4: each device has 64 of them, cuts off its first four, and the devices take the mean.
+# The specs may be JAX's text or types: `P(('x', 'y'))` is `x[I_{x,y}]`. `in_process=True` computes all shards here, so
+# that a laptop can have any mesh.
+
+# %%
+EIGHT = AbstractMesh({"x": 2, "y": 4})
+
+
+@partial(shard_map, mesh=EIGHT, in_specs="P(('x', 'y'))", out_specs="P()", in_process=True)
+def slice_and_average(x):
+    assert x.shape == (512 // 8,)
+    return pmean(x[:4], axis_name=("x", "y"))
+
+
+numbers = torch.arange(512.0, dtype=torch.float64)
+found = slice_and_average(numbers)
+page.title("slice_and_average of 0 ... 511")
+page.say(f"{found.tolist()}: the mean of x[:4], x[64:68], x[128:132] and so on")
+page.check("slice_and_average", torch.equal(found, numbers.view(8, 64)[:, :4].mean(0)))
+
+# %% [markdown]
+# ## The second example: a collective matmul
+# A[B_X, D_Y] * W[D, F_Y] -> Out[B_X, F_Y] without an AllGather first. Each device begins with its own columns of A and
+# the rows of W that belong to them, then gets the next columns from its right neighbour. `axis_index` differs by
+# device, so it decides nothing in Python; it is a tensor that a slice may start at.
+
+# %%
+SPECS = {"in_specs": ("A[B_X, D_Y]", "W[D, F_Y]"), "out_specs": "Out[B_X, F_Y]"}
+
+
+def collective_matmul(lhs, rhs):
+    size, idx, chunk = axis_size("Y"), axis_index("Y"), lhs.shape[1]
+    accum = 0
+    for i in range(size):
+        update = lhs @ dynamic_slice_in_dim(rhs, (idx + i) % size * chunk, chunk)
+        if i < size - 1:  # a circular shift to the left
+            lhs = ppermute(lhs, axis_name="Y", perm=[(j, (j - 1) % size) for j in range(size)])
+        accum = accum + update
+    return accum
+
+
+def gathered_first(lhs, rhs):
+    return all_gather(lhs, "Y", axis=1, tiled=True) @ rhs
+
+
+A, W, dOut = drawn(8, 16), drawn(16, 8), drawn(8, 8)
+dense, pull_dense = vjp(torch.matmul, A, W)
+wanted = {"Out": dense, **dict(zip(("dA", "dW"), pull_dense(dOut), strict=True))}
+
+
+def runs(mesh, in_process=False) -> tuple[dict[str, float], dict[str, list[str]]]:
+    """Differences of both programs from one device's, and the collectives inside each, forward and backward."""
+    differences, collectives = {}, {}
+    for name, program in (("collective matmul", collective_matmul), ("AllGather first", gathered_first)):
+        with trace() as log:
+            out, pull = vjp(shard_map(program, mesh, **SPECS, in_process=in_process), A, W)
+            got = {"Out": out, **dict(zip(("dA", "dW"), pull(dOut), strict=True))}
+        differences |= {f"{name}: {key}": apart(x, wanted[key]) for key, x in got.items()}
+        collectives[name] = [f"{event.op} over {''.join(event.axes)}" for event in log.events]
+    return differences, collectives
+
+
+page.title(f"A[8, 16] W[16, 8] on the ranks of {page.args.mesh}")
+on_ranks, sent = page.on_ranks(runs)
+page.equal([(name, difference, EXACT) for name, difference in on_ranks.items()])
+
+# %% [markdown]
+# ## The same in one process
+# One code, two ways to run it: each mesh axis is a level of `torch.func.vmap`, of one device on a rank, of all devices
+# here. So the lists of collectives are equal too. Those at the ends are shard_map's own: a whole array is cut on the
+# way in, and put together on the way out.
+
+# %%
+here, sent_here = runs(AbstractMesh(page.args.mesh), in_process=True)
+page.title("All shards in one process")
+page.equal([(name, difference, EXACT) for name, difference in here.items()])
+page.say(f"\ncollective matmul, all collectives: {', '.join(sent['collective matmul'])}")
+page.check("ranks and one process have the same collectives", sent == sent_here)
+
+# %% [markdown]
+# ## What a type says of a gradient
+# A value varies over an axis, or is invariant: `vma(x)` names the axes over which it varies. A cotangent has its
+# value's type. W below is the same on every device of X; its gradient comes out summed, though no psum is written:
+# where W meets x, which varies over X, it becomes varying first (`pvary`), and the transpose of that is a psum. In the
+# notation of the other chapters the sum would be a line, `all_reduce("dW[D] {U_X} -> dW[D]", ...)`.
+
+# %%
+FOUR, x, w = AbstractMesh({"X": 4, "Y": 2}), drawn(8, 6), drawn(6)
+types: dict[str, set[str]] = {}
+
+
+@partial(shard_map, mesh=FOUR, in_specs=("W[D]", "x[B_X, D]"), out_specs="dW[D]", in_process=True)
+def gradient(w, x):
+    by_law = grad(lambda w: (x @ w).sin().sum())(w)
+    own = grad(lambda w: (x @ w).sin().sum())(pvary(w, "X"))  # each device's own: no longer summed
+    types.update({"x": vma(x), "w": vma(w), "x @ w": vma(x @ w), "psum(x, X)": vma(psum(x, "X"))})
+    types.update({"all_gather(x, X)": vma(all_gather(x, "X")), "axis_index(Y)": vma(axis_index("Y"))})
+    types.update({"dW": vma(by_law), "dW of pvary(w)": vma(own)})
+    return by_law
+
+
+one = grad(lambda w: (x @ w).sin().sum())
+found = gradient(w, x)
+page.title("Over which axes values vary, on a mesh X=4, Y=2")
+page.table([(name, *(sorted(axes) or ["none: invariant"])) for name, axes in types.items()], ["value", "varies over"])
+page.say()
+page.equal([
+    ("the gradient, summed by its type", apart(found, one(w)), EXACT),
+    ("the gradient of that, from outside", apart(grad(lambda w: gradient(w, x).square().sum())(w),
+                                                 grad(lambda w: one(w).square().sum())(w)), EXACT),
+    ("forward mode", apart(jvp(lambda w: gradient(w, x), (w,), (w,))[1], jvp(one, (w,), (w,))[1]), EXACT),
+    ("a batch of weights by vmap", apart(vmap(gradient, (0, None))(torch.stack([w, -w]), x)[1], one(-w)), EXACT),
+])  # fmt: skip
+page.check("the gradient is invariant", not types["dW"] and types["dW of pvary(w)"] == {"X"})
+
+# %% [markdown]
+# ## What is refused
+# Before anything is returned, as JAX's `check_vma` does: a result whose out_spec claims that all devices hold the same,
+# where they may not; a sum over axes of two kinds; a device that decides for itself. Look at the second: what
+# all_gather returns is the same everywhere, but is typed varying, since its transpose is a psum_scatter.
+
+# %%
+REFUSED = {
+    "each device's rows as if they were all's": lambda x: x,
+    "gathered, and typed as varying": lambda x: all_gather(x, "X", tiled=True),
+    "a sum over X, and over Y where nothing varies": lambda x: psum(x, ("X", "Y")),
+    "Python decides by a value that varies": lambda x: x if x.sum() > 0 else -x,
+}
+page.title("Refused")
+for what, program in REFUSED.items():
+    try:
+        shard_map(program, FOUR, "x[B_X, D]", "x[B, D]", in_process=True)(x)
+        refused = ""
+    except ShardingError as error:
+        refused = str(error)
+    page.say(f"{what}:\n    " + refused.replace("\n", "\n    "))
+    page.check(f"refused: {what}", bool(refused))
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: let `gathered_first` gather with `to="invarying"` and give its result the out_spec "Out[B_X, F]" of a W that
+#    is whole. Which collective carries the cotangent back now?
+# 2. Question: in `collective_matmul`, what does `vma(accum)` say after the first step? Is it what the out_spec names?
+# 3. Flag: run with `--mesh X=1,Y=4`. Which collectives are gone from the list, and which are more?
