@@ -145,7 +145,7 @@ class _Rows:
         within = number[:, None] * self.t + torch.arange(self.t, device=device)
         within = torch.minimum(within, new[of][:, None] - 1)  # filled up with the last token
         self.tiles = (new.cumsum(0) - new)[of][:, None] + within  # [n, t]: rows
-        self.of = of
+        self.of, self.blocks = of, {}
         self.back: Any = torch.zeros(self.real, dtype=torch.int64, device=device)
         self.back[self.tiles.flatten()] = torch.arange(self.tiles.numel(), device=device)
         self.back = torch.cat([self.back, self.back[fill]])
@@ -155,21 +155,30 @@ class _Rows:
         pool = KV.flatten(1, 2)
         pool[0, self.into], pool[1, self.into] = K[0, : self.real], V[0, : self.real]
         heads, H = K.shape[2:]
+        rows = pool.flatten(1, 2)  # [2, places K, H]
         q = Q[0][self.tiles] * H**-0.5  # [n, t, N, H]
         q = q.unflatten(2, (heads, -1)).movedim(2, 1).flatten(2, 3)  # [n, K, t G, H]
-        at = self.positions[self.tiles]
         total: Any = None
         for start in range(0, self.most, BLOCK):
-            slots = self.slots[self.of, start : start + BLOCK]  # [n, BLOCK]
-            k, v = (pool[i][slots].transpose(1, 2) for i in range(2))  # [n, K, BLOCK, H]
-            keys = torch.arange(start, start + BLOCK, device=q.device)
-            seen = visible(at.flatten(), keys, window).view(*at.shape, 1, BLOCK)
-            seen = seen.expand(-1, -1, self.G, -1).flatten(1, 2)[:, None]
-            scores = (q @ k.mT).masked_fill(~seen, -torch.inf)
-            m = scores.amax(-1).clamp(min=torch.finfo(q.dtype).min)
-            p = (scores - m[..., None]).exp()
+            at, hidden = self.block(start, window, heads)
+            k, v = (rows[i].index_select(0, at).view(*q.shape[:2], BLOCK, H) for i in range(2))
+            scores = (q @ k.mT).masked_fill_(hidden, -torch.inf)
+            m = scores.amax(-1).clamp_(min=torch.finfo(q.dtype).min)
+            p = scores.sub_(m[..., None]).exp_()
             here = m, p.sum(-1), p @ v
             total = here if total is None else combine(*total, *here)
         O = total[2] / total[1][..., None]  # [n, K, t G, H]
         O = O.unflatten(2, (self.t, self.G)).movedim(1, 2).flatten(0, 1).flatten(1, 2)  # [n t, N, H]
         return O[self.back][None]
+
+    def block(self, start: int, window: int | None, heads: int) -> tuple[Tensor, Tensor]:
+        """(where a tile's heads find the keys of a block, [n K BLOCK]; hidden[n, 1, t G, BLOCK]), for all layers."""
+        if (start, window) not in self.blocks:
+            slots = self.slots[self.of, start : start + BLOCK]  # [n, BLOCK]
+            head = torch.arange(heads, device=slots.device)[:, None]
+            keys = torch.arange(start, start + BLOCK, device=slots.device)
+            places = self.positions[self.tiles]
+            hidden = ~visible(places.flatten(), keys, window).view(*places.shape, 1, BLOCK)
+            hidden = hidden.expand(-1, -1, self.G, -1).flatten(1, 2)[:, None]
+            self.blocks[start, window] = (slots[:, None] * heads + head).flatten(), hidden
+        return self.blocks[start, window]
