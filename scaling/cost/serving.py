@@ -123,9 +123,17 @@ def step(
     return Step(attention, load.read(batch) / W, 2 * batch * load.params / C, comms)
 
 
-def tokens_per_second(batch: int, seconds: float) -> float:
-    """Of all sequences together."""
-    return batch / seconds
+def mixed(load: Load, works: Sequence[tuple[int, int]], chip: Chip, chips: int = 1, compute: str = "bf16") -> Step:
+    """A pass over some new tokens of several sequences, (new, context with them) each: chunks of prompts are (T, S), a
+    sequence that decodes is (1, S). Each cache is read once, and a token attends to those before it.
+    """
+    tokens = sum(new for new, _ in works)
+    whole(tokens=tokens, chips=chips)
+    W, C = chips * chip.need("hbm_bw"), chips * chip.flops(compute)
+    read = sum(load.kv(context) for _, context in works)
+    pairs = sum(load.kv(context) * (new - new * (new - 1) / (2 * context)) for new, context in works)
+    attention = max(read / W, load.kv_flops * pairs / C)
+    return Step(attention, load.read(tokens) / W, 2 * tokens * load.params / C)
 
 
 # --- What fits ---------------------------------------------------------------------------------------------------

@@ -153,6 +153,9 @@ PINNED = {
         "B = 32, F = 16384 on a line, without wraparound": 16384 / 32 * 4.5e10 / 8.2e11,
         "7 with a gate, F = 4D: the first N": 145,  # above 64 x 4 x (3/4)^2 = 144
     },
+    "07_engine": {
+        "Host DRAM of 8 v5e for prefixes: caches of 8k tokens": 360,  # 450 x 2^30 / (8192 x 163,840)
+    },
     "07_speculative": {
         "XSum, 70B with a 4B draft: 3 are best from a =": 0.438,  # a^3 / (1 + a + a^2) > 4 / 78
         "... and more than 4 from a =": 0.653,  # a^5 / (1 + a + a^2 + a^3 + a^4) > 4 / 86

@@ -118,6 +118,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         53248 / 2 / 8 * 9e10 / 8.2e11,
         ["heads_batch AllReduce", "all hold"],
     ),
+    "07_engine": (
+        ["Six requests, 0.53 s across"],
+        1e3 * (32 * 4096 + 1000) * 163_840 / (16 * 8.2e11) + 1e3 * 2 * 1032 * 69_503_033_344 / (16 * 1.97e14),
+        ["wrote ttft.svg"],
+    ),
     "07_speculative": (["redrawn from p 0.0872 0.2798"], (1 - 0.8**7) / 0.2, ["wrote gain.svg"]),
     "08_applied_inference": (
         ["KV cache a token, int8 160 320 KiB +100.0% DIFFERS", "4x2: a step of 32 17 23.69 ms"],

@@ -35,6 +35,20 @@ def test_the_step_of_a_model_is_that_of_its_numbers():
     assert (slow.bound, slow.seconds, slow.apart) == ("collectives", slow.kv + 1.0, slow.kv + slow.weights + 1.0)
 
 
+def test_a_pass_over_prompts_and_decodes():
+    """Of decodes alone it is their step; a prompt's FLOPs are a forward pass's, causal, with all its logits."""
+    load = s.load(L70, "int8", "int8")
+    assert s.mixed(load, [(1, 4096)] * 32, V5E, 8) == s.step(load, 32, 4096, V5E, 8)
+    prompt = s.mixed(load, [(4096, 4096)], V5E, 8)
+    flops = tm.forward_flops(L70, 1, 4096, causal=True)
+    norms = 2 * 4096 * (160 * 8192 + 8192)  # counted as params here
+    assert prompt.kv == pytest.approx(flops["attention"] / (8 * 1.97e14))
+    assert prompt.math * 8 * 1.97e14 == pytest.approx(sum(flops.values()) - flops["attention"] + norms)
+    both = s.mixed(load, [(2, 300), (1, 50)], V5E, 8)
+    assert both.kv == pytest.approx((300 + 50) * 163_840 / (8 * 8.2e11))
+    assert both.math == pytest.approx(3 * 2 * load.params / (8 * 1.97e14))
+
+
 def test_attention_of_latents_may_be_bound_by_flops():
     """DeepSeek's 128 heads share one cache: 2 x 128 x (2 x 512 + 64) FLOPs for 576 elements."""
     flops = 2 * 128 * (2 * 512 + 64) / 576

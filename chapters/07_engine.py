@@ -1,0 +1,212 @@
+# %% [markdown]
+"""Part 7, Designing an Effective Inference Engine: batching policies, continuous batching, prefix caching.
+https://jax-ml.github.io/scaling-book/inference
+
+One scheduler, a pure function (state, events) -> (state, actions), drives all of this: an engine that computes with a
+small model, and a simulator whose times are those of LLaMA-3 70B in int8 on v5e 4x4s. Policies drawn side by side, what
+they do to TTFT (seconds to the first token) and TPOT (seconds a token after it), prefix hits, and Part 8's three
+prefill servers for each that generates, by discrete events.
+"""
+
+# %%
+import random
+
+import torch
+
+from scaling import serve
+from scaling.book import layout
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.configs import Config, get
+from scaling.cost import serving
+from scaling.hardware import chip
+from scaling.models import transformer
+from scaling.serve import engine
+from scaling.serve.policies import POLICIES
+from scaling.serve.simulate import Served, simulate
+from scaling.serve.states import Move, Options, Request, Run
+
+page = Page(__doc__, seed=True, plot=True)
+V5E, CHIPS = chip("v5e"), 16
+LOAD = serving.load(get("llama3-70b"), "int8", "int8")
+
+
+def modelled(action: Run | Move) -> float:
+    """Seconds of a step or of a cache's move, by the cost model: all prompts' and decodes' tokens in one pass."""
+    if isinstance(action, Move):
+        return LOAD.kv(action.tokens) / (CHIPS * V5E.dcn_bw)
+    works = [(len(work.tokens), work.start + len(work.tokens)) for work in action.works]
+    return serving.mixed(LOAD, works, V5E, CHIPS).seconds
+
+
+# %% [markdown]
+# ## Policies, drawn
+# Six requests on four slots. A row is a request: `P` its prompt runs, `d` it decodes, `.` it waits, `>` it moves.
+# static: nothing enters before the batch is done. interleaved: a prompt stops all others. chunked: prompts go along in
+# pieces. disaggregated: two slices, so that prompts stop nobody.
+
+# %%
+ARRIVALS = [(0.0, 2000, 40), (0.0, 3000, 12), (0.05, 1000, 25), (0.1, 4000, 30), (0.3, 2000, 20), (0.4, 1000, 10)]
+WIDTH = 34
+
+
+def requests(rows) -> list[tuple[float, Request]]:
+    """[(seconds, request)] of (seconds, prompt, output): prompts of tokens that no other one has."""
+    return [(t, Request(id, tuple(range(id * 10**6, id * 10**6 + prompt)), output)) for id, (t, prompt, output)
+            in enumerate(rows)]  # fmt: skip
+
+
+def gantt(served: Served, seconds: float) -> str:
+    """A row for each request, `WIDTH` columns of time."""
+    cells = {id: [" "] * WIDTH for id in served.requests}
+    column = lambda t: min(WIDTH - 1, int(t / seconds * WIDTH))  # noqa: E731
+    for id, times in served.requests.items():
+        for i in range(column(times.arrival), column(times.end) + 1):
+            cells[id][i] = "."
+    for start, end, action in served.spans:
+        each = [(action.id, ">")] if isinstance(action, Move) else [
+            (work.id, "P" if len(work.tokens) > 1 else "d") for work in action.works]  # fmt: skip
+        for id, letter in each:
+            for i in range(column(start), max(column(start) + 1, column(end))):
+                cells[id][i] = letter if cells[id][i] != "P" else "P"
+    return "\n".join(f"{id}|{''.join(row)}|" for id, row in cells.items())
+
+
+drawn = {}
+for policy in POLICIES:
+    options = Options(pages=1200, page=16, slots=4, budget=512, policy=policy, prefix=False)
+    drawn[policy] = simulate(requests(ARRIVALS), options, modelled)
+longest = max(served.seconds for served in drawn.values())
+page.title(f"Six requests, {longest:.2f} s across")
+pictures = [f"{policy}: {served.seconds:.2f} s\n{gantt(served, longest)}" for policy, served in drawn.items()]
+page.say(layout.beside(pictures, gap=2, columns=80))
+
+# %% [markdown]
+# ## What a policy does to latency
+# Requests that come at random, prompts and outputs of different lengths. Look at the 95th percentiles: static waits for
+# the slowest of a batch; interleaved is jittery, as every prompt stops all; chunks even that out.
+
+# %%
+draw = random.Random(page.args.seed)
+many, now, lengths = 24 if page.small else 80, 0.0, []
+for _ in range(many):
+    now += draw.expovariate(4)
+    lengths.append((now, draw.choice((500, 1000, 2000, 4000)), draw.randint(8, 64)))
+trace, rows = requests(lengths), []
+setting = {"pages": 4000, "page": 16, "slots": 16, "budget": 512, "prefix": False}
+ran = {policy: simulate(trace, Options(policy=policy, **setting), modelled) for policy in POLICIES}
+for policy, served in ran.items():
+    ttft, tpot = ([1e3 * served.percentile(what, p) for p in (50, 95)] for what in ("ttft", "tpot"))
+    rows.append((policy, *ttft, *tpot, served.throughput / CHIPS / (2 if policy == "disaggregated" else 1)))
+page.title(f"{many} requests, ms")
+page.table(rows, ["policy", "TTFT,\np50", "p95", "TPOT,\np50", "p95", "tokens/s\na chip"])
+page.chart(
+    "ttft", {policy: [(1e3 * t, (i + 1) / many) for i, t in enumerate(sorted(r.ttft for r in served.requests.values()))]
+             for policy, served in ran.items()},
+    "TTFT, ms", "share", "Share of the requests whose first token is there", height=10, log="x",
+)  # fmt: skip
+p95 = {policy: (served.percentile("ttft", 95), served.percentile("tpot", 95)) for policy, served in ran.items()}
+page.check("all requests are served", all(len(r.at) == o for s in ran.values() for r, (_, _, o) in
+                                          zip(s.requests.values(), lengths, strict=True)))  # fmt: skip
+page.check("static has the worst TTFT", max(p95, key=lambda policy: p95[policy][0]) == "static")
+tpots = [p95[policy][1] for policy in ("disaggregated", "chunked", "interleaved")]
+page.check("prompts beside decodes slow tokens down", tpots == sorted(tpots))
+
+# %% [markdown]
+# ## The engine takes the same steps
+# A small model in float64, all requests at once: every step that the engine runs is the simulator's, and each request's
+# tokens are those that it gets alone. Some pages too few: requests are preempted, and come again.
+
+# %%
+config = Config("small", 2, 32, 64, 4, 2, 8, 64)
+params = transformer.init(config, page.args.seed, torch.float64)
+g = torch.Generator().manual_seed(page.args.seed)
+prompts = [tuple(torch.randint(0, config.V, (n,), generator=g).tolist()) for n in (9, 4, 14, 6, 11)]
+small = [(0.0, Request(id, prompt, 6)) for id, prompt in enumerate(prompts)]
+alone = serve.generate(params, prompts, config, 6)
+for policy in POLICIES:
+    options = Options(pages=8, page=4, slots=3, budget=8, policy=policy)
+    real = engine.serve(params, config, small, options)
+    given = [real.requests[id].tokens for id in range(len(prompts))]
+    same = simulate(small, options, modelled, token=lambda id, place, t=given: t[id][place - len(prompts[id])])
+    if policy != "disaggregated":  # with two workers, who is done first depends on the times
+        page.check(f"{policy}: steps", same.steps == real.steps)
+    page.check(f"{policy}: tokens", [list(tokens) for tokens in given] == alone)
+    again = sum(times.preempted for times in real.requests.values())
+    page.say(f"{policy}: {len(real.steps)} steps, {again} preempted; tokens as alone: {[*map(list, given)] == alone}")
+
+# %% [markdown]
+# ## Prefix caching
+# Chats that begin with the same 1,000 tokens, and turns that continue a chat. Pages of 16 tokens in a trie, reference
+# counts, LRU: a prompt finds its longest prefix of whole pages. Counted by brute force over all earlier sequences.
+
+# %%
+system, chats, turns = tuple(range(1000)), [], []
+for id in range(12):
+    earlier = chats[draw.randrange(len(chats))] if chats and id % 2 else system
+    chats.append((*earlier, *(10**6 + 1000 * id + i for i in range(draw.randrange(100, 300)))))
+    turns.append((3.0 * id, Request(id, chats[-1], 8)))
+hits = {p: simulate(turns, Options(pages=2000, page=16, slots=4, prefix=p), modelled) for p in (True, False)}
+
+
+def common(a: tuple, b: tuple) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def brute(id: int) -> int:
+    """Tokens of whole pages that an earlier sequence has too; at least one is computed."""
+    found = max((common(chats[id], earlier) for earlier in chats[:id]), default=0)
+    return min(found, len(chats[id]) - 1) // 16 * 16
+
+
+cached = [times.cached for times in hits[True].requests.values()]
+mean = {prefix: sum(t.ttft for t in served.requests.values()) / len(turns) for prefix, served in hits.items()}
+page.title("12 prompts with common beginnings")
+page.same([("tokens found", "sum", sum(brute(id) for id in range(12)), sum(cached))],
+          ["", "of pages", "by brute force", "by the trie"])  # fmt: skip
+page.check("each hit is as brute force says", cached == [brute(id) for id in range(12)])
+page.say(f"{sum(cached) / sum(map(len, chats)):.0%} of the prompts' tokens were there; mean TTFT "
+         f"{1e3 * mean[True]:.0f} ms, {1e3 * mean[False]:.0f} ms without")  # fmt: skip
+dogs, cats = ("I", "like", "dogs"), ("I", "like", "cats")
+page.answers([
+    Answer("'I like cats' after 'I like dogs': share left to compute", "0.33", 1 - common(dogs, cats) / 3, "",
+           "1/3, with pages of one token"),
+    Answer("Host DRAM of 8 v5e for prefixes: caches of 8k tokens", "", int(450 * 2**30 // LOAD.kv(8192)), "",
+           "450 GiB of int8 caches of LLaMA-3 70B, 1.34 GB each"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Three prefill servers for each that generates
+# Part 8's numbers: 0.91 s a prompt of 8192, 19 ms a step, batches of 32, 512 tokens each: P = 32 x 0.91 / (0.019 x 512)
+# = 2.99. By discrete events: prompts always wait, and r prefill servers are one that is r times as fast. Below 3 the
+# steps are not full. An eighth of the tokens in an eighth of a prompt's time has the same ratio, and is drawn sooner.
+
+# %%
+count = 200 if page.small else 600
+saturated, rows, batches = requests([(0.0, 8, 64)] * count), [], {}
+for r in (1, 2, 3, 4, 6):
+
+    def timed(action, r=r):
+        return 0.0 if isinstance(action, Move) else 0.91 / 8 / r if action.worker == "prefill" else 0.019
+
+    served = simulate(saturated, Options(pages=80, page=36, slots=32, policy="disaggregated", prefix=False), timed)
+    runs = [span for span in served.spans if isinstance(span.action, Run)]
+    busy = {w: sum(s.end - s.start for s in runs if s.action.worker == w) for w in ("prefill", "decode")}
+    steps = [len(s.action.works) for s in runs if s.action.worker == "decode"]
+    batches[r] = sum(steps) / len(steps)
+    rows.append((r, served.throughput, batches[r], f"{busy['prefill'] / served.seconds:.0%}"))
+page.title(f"{count} prompts, r prefill servers for one that generates")
+page.table(rows, ["r", "tokens/s", "mean batch of a step", "prefill busy"])
+page.check("a third server helps, a sixth hardly", batches[3] > 1.3 * batches[2] and batches[6] < 1.1 * batches[3])
+page.say()
+page.answers([
+    Answer("Prefill servers for each that generates", "3", serving.prefill_servers(0.91, 0.019, 32, 512), "", "2.99"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `mixed(LOAD, works, V5E, CHIPS)` by `mixed(LOAD, works, V5E, 2 * CHIPS)`. Which policy gains least?
+# 2. Question: how many ms does a step take in which 32 sequences of 4,096 tokens decode beside a prompt of 1,000?
+#    Evaluate `1e3 * serving.mixed(LOAD, [(1, 4096)] * 32 + [(1000, 1000)], V5E, CHIPS).seconds`.
+# 3. Flag: run with `--plot ttft.svg`. At which share do interleaved and chunked cross?
