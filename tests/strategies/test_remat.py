@@ -55,13 +55,13 @@ def test_gradients_are_the_same_to_the_bit(ranks, sizes, config, microbatches):
 
 
 def test_no_collective_is_repeated_whose_result_nobody_reads(ranks):
-    """Of a layer with X and Y: the 9 matrices and gains over X, the two streams y over Y; not the ReduceScatters."""
+    """Of a layer with X and Y: its weights, together, over X, the two streams y over Y; not the ReduceScatters."""
     counts = {remat: ops for remat, (_, ops) in ranks(compared, {"X": 2, "Y": 2}, SMALL)[0].items()}
-    none, matrices = counts["none"], 7 * SMALL.L
+    none, weights = counts["none"], SMALL.L
     more = {remat: ops["AllGather"] - none["AllGather"] for remat, ops in counts.items()}
     streams = 2 * SMALL.L
     assert more == {
-        "none": 0, "gather": matrices, "attention": matrices, "matmuls": matrices + streams, "block": matrices + streams
+        "none": 0, "gather": weights, "attention": weights, "matmuls": weights + streams, "block": weights + streams
     }  # fmt: skip
     attention = {remat: ops["ReduceScatter"] - none["ReduceScatter"] for remat, ops in counts.items()}
     assert attention == {

@@ -1,7 +1,7 @@
 """A Transformer under every axis (Parts 4 and 5): P pods, Z stages, X data and FSDP, C context, Y tensor, E experts.
 
     types   the params' types, as stored and as used          layer   one layer's typed lines
-    by_hand the same layer with its backward written out
+    by_hand the same layer with its backward written out      flat    a small layer's weights in one message
     ends    embedding and loss, the vocabulary over Y         step    the layers run, forward and back, by their vjps
 
 One text serves every mesh: an axis that the mesh lacks, or that has size 1, drops out.

@@ -76,7 +76,8 @@ def arranged_layers(W: Tensor, slots: list[int]) -> Tensor:
 
 
 class _Chunk(Layers):
-    """The layers of one virtual stage: `Layers` with the accumulator that a pipeline asks for."""
+    """The layers of one virtual stage: `Layers` with the accumulator that a pipeline asks for. Unless a policy
+    drops them, weights are gathered once a step: a stage has few layers, and every microbatch uses them."""
 
     first = 0
     extra: "Tensor | float" = 0.0
@@ -100,7 +101,7 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
 
     def prepare(params, mesh, s):
         chunks[s] = _Chunk(problem, params, remat, len(ranges[s]))
-        chunks[s].first = ranges[s].start
+        chunks[s].first, chunks[s].held = ranges[s].start, {} if remat == "none" else None
         return chunks[s]
 
     def gradients(params, mesh, out):

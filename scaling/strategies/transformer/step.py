@@ -18,6 +18,7 @@ from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.spec import Spec, parse
 from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter
+from scaling.strategies.transformer import flat
 from scaling.strategies.transformer.by_hand import layer_vjp
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import Context, layer
@@ -96,8 +97,17 @@ def reduced(dW: Tensor, stored: str, used: str, mesh, axes: tuple[str, ...] = TO
     dW is typed as used, unreduced over those of `axes` that do not split it: of a layer's weight those that split the
     tokens; of the ends, which some stages do not use, also Z.
     """
-    scatter, reduce = mesh.constant(_reduction, stored, used, axes)
-    return all_reduce(reduce, reduce_scatter(scatter, dW, mesh), mesh)
+    return finished(begun(dW, stored, used, mesh, axes), stored, used, mesh, axes)
+
+
+def begun(dW: Tensor, stored: str, used: str, mesh, axes: tuple[str, ...] = TOKENS):
+    """The first half of `reduced`, the ReduceScatter: under way."""
+    return reduce_scatter(mesh.constant(_reduction, stored, used, axes)[0], dW, mesh, async_op=True)
+
+
+def finished(pending, stored: str, used: str, mesh, axes: tuple[str, ...] = TOKENS) -> Tensor:
+    """The second half: over the axes that split neither."""
+    return all_reduce(mesh.constant(_reduction, stored, used, axes)[1], wait(pending), mesh)
 
 
 def _reduction(mesh, stored: str, used: str, axes: tuple[str, ...]) -> tuple[str, str]:
@@ -132,12 +142,16 @@ class Layers:
     "attention" and "matmuls" less (`by_hand.layer_vjp`); "block" the input alone: the layer is computed again.
     """
 
+    held: "dict[int, Any] | None" = None  # used weights, where they stay from one microbatch to the next
+
     def __init__(self, problem: Problem, params: Mapping, remat: str, count: int | None = None):
         self.layers, self.mesh, self.remat = unstacked(params)[:count], problem.mesh, remat
-        self.stored, self.used = layer_types(problem.stored["layers"]), layer_types(problem.used["layers"])
+        self.types = problem.stored["layers"], problem.used["layers"]
+        self.stored, self.used = map(layer_types, self.types)
         self.sums = problem.sums
+        self.together = flat.sent_over_x(self.layers[0], self.stored)
         self.grads: list[Any] = [None] * len(self.layers)
-        self.done: set[int] = set()
+        self.begun: set[int] = set()
         self.stacks = {  # of gradients that need no reduction: written where they stay
             name: torch.empty_like(W[: len(self.layers)])
             for name, W in params.items()
@@ -151,7 +165,21 @@ class Layers:
         return not torch.compiler.is_compiling() and all(len(set(line.split(" -> "))) == 1 for line in lines)
 
     def weights(self, l: int):
-        return gathered(self.layers[l], self.stored, self.used, self.mesh) if 0 <= l < len(self.layers) else None
+        """The used weights of layer l, under way; None if there is no such layer."""
+        if self.held is not None and l in self.held:
+            return self.held[l]
+        if not 0 <= l < len(self.layers):
+            return None
+        if self.together:
+            return flat.gather(self.layers[l], self.together, self.mesh)
+        return gathered(self.layers[l], self.stored, self.used, self.mesh)
+
+    def waited(self, l: int, pending):
+        """The same, there."""
+        W = tree.map(wait, pending)
+        if self.held is not None:
+            self.held[l] = W
+        return W
 
     def forward(self, x: Tensor, f: Callable) -> tuple[Tensor, Tensor, list]:
         """(x, the sum of the layers' extra terms, what `backward` needs).
@@ -161,7 +189,7 @@ class Layers:
         kept, extra = [], x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         prefetched = self.weights(0)
         for l in range(len(self.layers)):
-            W, given, pull = tree.map(wait, prefetched), x, None
+            W, given, pull = self.waited(l, prefetched), x, None
             prefetched = self.weights(l + 1)
             again = partial(f, l=l)
             if self.remat == "block":
@@ -179,9 +207,12 @@ class Layers:
 
         `last`: no microbatch follows, so that each layer's gradients are reduced as soon as they are there.
         """
+        prefetched = None
         while kept:
             l, W, x, has_extra, pull, again = kept.pop()
-            W = tree.map(wait, self.weights(l)) if W is None else W
+            if W is None:
+                W = self.waited(l, self.weights(l) if prefetched is None else prefetched)
+                prefetched = self.weights(l - 1) if kept else None
             if pull is None:
                 _, pull = again(W, x, pulled=True, remat="block")
             before, cotangents = self.grads[l], (dx, dx.new_full((), scale)) if has_extra else (dx, None)
@@ -190,19 +221,31 @@ class Layers:
             dW = tree.map(lambda g: g.to(self.sums), dW)
             self.grads[l] = dW if before is None else tree.map(lambda a, b: a if a is b else a.add_(b), before, dW)
             if last:
-                self.reduce_layer(l)
+                self.begin(l)
         return dx
 
-    def reduce_layer(self, l: int) -> None:
-        """The gradients of layer l, from partial sums to their stored types."""
-        self.grads[l] = tree.map(lambda g, s, u: reduced(g, s, u, self.mesh), self.grads[l], self.stored, self.used)
-        self.done.add(l)
+    def begin(self, l: int) -> None:
+        """Start to reduce the gradients of layer l, from partial sums to their stored types; those of the one above,
+        which were under way meanwhile, are waited for, so that no more than two layers' whole gradients are there."""
+        if l + 1 in self.begun:
+            self.grads[l + 1] = tree.map(wait, self.grads[l + 1])
+        if self.together:
+            self.grads[l] = flat.scatter(self.grads[l], self.together, self.mesh)
+        else:
+            self.grads[l] = tree.map(lambda g, s, u: begun(g, s, u, self.mesh), self.grads[l], self.stored, self.used)
+        self.begun.add(l)
 
     def reduce(self) -> dict:
         """The gradients of all layers, stacked and typed as the stored params."""
         for l in reversed(range(len(self.layers))):
-            if l not in self.done:
-                self.reduce_layer(l)
+            if l not in self.begun:
+                self.begin(l)
+        self.grads = [tree.map(wait, grads) for grads in self.grads]
+        stacked = self.stacked()
+        return tree.map(lambda g, s, u: finished(g, s, u, self.mesh), stacked, *self.types)
+
+    def stacked(self) -> dict:
+        """The layers' gradients in their stacks; those that were written there are there."""
         placed = {id(slot): self.stacks[name] for name, slot in self.slots[0].items()}
         return tree.map(
             lambda *leaves: placed[id(leaves[0])] if id(leaves[0]) in placed else torch.stack(leaves), *self.grads
