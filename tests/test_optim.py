@@ -181,6 +181,7 @@ def test_errors_of_the_optimizers():
         lambda: optim.sgd(0.1, momentum=-1),
         lambda: optim.sgd(0.1, nesterov=True),
         lambda: optim.adamw(0.1, betas=(0.9, 1.0)),
+        lambda: optim.adamw(0.1, betas=(1.0, 0.9)),
         lambda: optim.adamw(0.1, eps=-1e-8),
     ):
         with pytest.raises(ValueError, match=r"must|momentum|betas"):

@@ -42,6 +42,21 @@ def test_equal_to_torchs_einsum(case):
     assert einsum(line, x.to("meta"), y.to("meta")).shape == wanted.shape
 
 
+@pytest.mark.parametrize("a", ["I, J, K, L", "K, L, I, J"])
+@pytest.mark.parametrize("b", ["K, L, M", "M, K, L"])
+@pytest.mark.parametrize("c", ["I, J, M", "M, I, J", "J, M, I"])
+def test_products_of_several_dims(a, b, c):
+    """One matrix product where the dims stand so, into a buffer too."""
+    sizes = dict(zip("IJKLM", range(2, 7), strict=True))
+    x, y = (torch.randn([sizes[d] for d in dims.split(", ")], dtype=torch.float64) for dims in (a, b))
+    wanted = torch.einsum(f"{a},{b}->{c}".replace(", ", ""), x, y)
+    line = f"A[{a}] * B[{b}] -> C[{c}]"
+    torch.testing.assert_close(einsum(line, x, y), wanted, rtol=1e-12, atol=1e-12)
+    out = torch.full_like(wanted, torch.nan, memory_format=torch.contiguous_format)
+    torch.testing.assert_close(einsum(line, x, y, out=out), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(einsum(line, x, y, out=out, add=True), 2 * wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("line", ["A[I, J] -> C[J, I]", "A[I, J] -> C[I]", "A[I, J] -> C[]"])
 def test_one_operand_is_summed_and_transposed(line):
     x = torch.arange(6.0).view(2, 3)

@@ -170,6 +170,7 @@ LAZY = {
     "complex128": lambda x: torch.complex(x, x + 1).to(torch.complex128),
     "int16": lambda x: x.to(torch.int16) - 300,
     "uint16": lambda x: x.to(torch.uint16),
+    "uint32": lambda x: x.to(torch.uint32),
     "float8": lambda x: x.to(torch.float8_e4m3fn),
     "bool": lambda x: x > 7,
 }
