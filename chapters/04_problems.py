@@ -2,7 +2,7 @@
 """Part 4, Miscellaneous Math and the problems: checkpointing, KV caches, attention's intensity, DeepSeek's MFU.
 https://jax-ml.github.io/scaling-book/transformers
 
-What a transformer saves for its backward pass and computes again, by formula, counted and weighed; caches; Questions 1
+What a transformer saves for its backward pass and computes again, by formula, counted and measured; caches; Questions 1
 to 8 with the book's answers beside ours. The operations of a layer one by one: 04_transformers.py.
 """
 
@@ -39,7 +39,7 @@ def counted(f, *args) -> int:
 # %% [markdown]
 # ## Gradient checkpointing
 # What is saved for the backward pass, and what is computed again, by formula and on a small transformer: FLOPs of a
-# step counted, saved tensors weighed (of two layers, less those of one). Look at 6 -> 7.9: the unembedding is not
+# step counted, saved tensors measured (of two layers, less those of one). Look at 6 -> 7.9: the unembedding is not
 # repeated.
 
 # %%
@@ -80,7 +80,7 @@ for remat in tm.REMAT:
     times = f"{6 * steps[remat] / steps['none']:.2f}"
     rows.append((remat, formula, steps[remat], times, f"{width / small.D:.2f}", f"{held / small.D:.2f}", verdict))
 page.table(
-    rows, ["remat", "FLOPs,\nformula", "counted", "x params\nx tokens", "saved / D,\nformula", "weighed", "equal"]
+    rows, ["remat", "FLOPs,\nformula", "counted", "x params\nx tokens", "saved / D,\nformula", "measured", "equal"]
 )
 
 # %% [markdown]

@@ -100,9 +100,9 @@ class Expressions(Calls):
         frame.read(node.id)
         found = frame.env[node.id] if node.id in frame.env else self.global_name(frame.module, node.id)
         if isinstance(found, Gone) and isinstance(node.ctx, ast.Load):
-            what = f"{node.id} was given away in line {found.line}, by {found.was}"
-            fix = "use the result, or do not give it away"
-            self.report(node, "given-away", said(what, "given-away", fix), frame)
+            what = f"{node.id} was donated in line {found.line}, to {found.was}"
+            fix = "use the result, or leave donate=True out"
+            self.report(node, "donated", said(what, "donated", fix), frame)
             return None
         return found
 

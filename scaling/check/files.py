@@ -3,7 +3,7 @@
 It reads functions without running them and follows the type of every variable from line to line, through loops, tuples,
 branches and helper functions, its module's and those of modules that it imports. It reports a line that breaks a rule
 by itself; an operand that does not hold what its line says; partial sums that are added to whole arrays, go through a
-nonlinear function, or are never reduced; what is used before it has been waited for or after it was given away; and, in
+nonlinear function, or are never reduced; what is used before it has been waited for or after it was donated; and, in
 a strategy, a result that is not what SPECS says. Where nothing is known of a variable, its declared type is trusted
 from there on.
 

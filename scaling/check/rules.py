@@ -18,7 +18,7 @@ RULES = {
     "never-waited": "what async_op=True or defer=True returns is waited for",
     "discarded": "a collective changes nothing in place: what it returns is used",
     "pending": "what is still under way is waited for before it is used",
-    "given-away": "what was given away, by donate=True or out=, is not read again",
+    "donated": "what was donated, by donate=True or as out=, is not read again",
     "wrong-name": "a param goes into a line under its own name",
     "result": "a strategy's functions return what SPECS says",
     "gradient": "an optimizer needs gradients typed as the params",

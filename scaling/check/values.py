@@ -132,7 +132,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Gone:
-    """What was given away, by donate=True: it must not be read again."""
+    """What was donated, by donate=True: it must not be read again."""
 
     was: str
     line: int

@@ -1,7 +1,7 @@
 """Starting ranks: torchrun's if there are several, otherwise this file forks them on this machine.
 
 `run(fn, {"X": 4, "Y": 2}, *args)` calls `fn(mesh, *args)` on eight ranks and returns their results. A rank that raises,
-exits, is killed or waits in vain ends the run within seconds, with its number and its traceback; none stays behind.
+exits, is killed or times out ends the run within seconds, with its number and its traceback; none stays behind.
 """
 
 import math

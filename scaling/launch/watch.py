@@ -22,7 +22,7 @@ from scaling.launch.pulse import Pulse
 POLL = 0.05  # seconds after which a death is noticed at the latest
 GRACE = 1.0  # seconds in which the rank that caused another one's error is looked for
 CLOSED = "by peer"  # in the error of a rank when another one is gone
-LATE = ("Timed out", "timed out", "timeout")  # in the error of a rank that waited in vain
+LATE = ("Timed out", "timed out", "timeout")  # in the error of a rank whose wait timed out
 
 
 class RankError(RuntimeError):
@@ -55,7 +55,7 @@ class Rank:
     def failure(self) -> tuple | None:
         """(order of blame, time, rank, what happened), or None if it runs or ended well.
 
-        First a rank that died, then one that raised, one that waited in vain, one whose peer was gone.
+        First a rank that died, then one that raised, one whose wait timed out, one whose peer was gone.
         """
         code = self.process.exitcode
         self.listen()

@@ -95,7 +95,7 @@ class Meeting:
         return words[DIGEST::WORD] == number[:1] * self.size and words[DIGEST + 1 :: WORD] == number[1:] * self.size
 
     def _wait_long(self, wait: Wait, word: int) -> None:
-        """Wait on, and look now and then who waits for whom. If in vain, this rank's word is taken back."""
+        """Wait on, and look now and then who waits for whom. After the timeout this rank's word is taken back."""
         page, began = self.page, time.monotonic()
         page.write(page.rank * ROW + STATE, wait[:])
         try:
@@ -113,7 +113,7 @@ class Meeting:
             page.write(page.rank * ROW + STATE, None)
 
     def _look(self, wait: Wait, late: bool) -> None:
-        """Raise NotMet if this rank waits in vain."""
+        """Raise NotMet if this rank's wait times out."""
         page = self.page
         found = page.told(page.rank, wait) or page.tell(page.stuck())
         if page.rank in {rank for rank, _, _ in found}:

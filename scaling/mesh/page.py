@@ -70,7 +70,7 @@ class Page:
         self.memory[at + 8 : at + 12] = len(said).to_bytes(4, "little")
 
     def waits(self) -> dict[int, "Wait"]:
-        """Where each rank waits that has waited for long; but those that are to know that they do so in vain."""
+        """Where each rank waits that has waited for long; but those that are still to learn that it times out."""
         waits = {}
         for rank in range(self.size):
             row = self.read(rank * ROW + STATE)

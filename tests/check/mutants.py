@@ -16,6 +16,7 @@ from scaling.check.modules import TYPED, Modules
 
 ROOT = Path(__file__).parents[2]
 FILES = ["data_parallel", "fsdp", "tensor_parallel", "fsdp_tp", "pods", "zero", "transformer/layer", "transformer/ends"]
+FILES += ["transformer/by_hand"]
 FILES = [f"scaling/strategies/{name}.py" for name in FILES]
 FILES += [f"chapters/{name}.py" for name in ("05_dp", "05_fsdp", "05_tp", "05_fsdp_tp", "05_pods")]
 NONLINEAR = ("torch.relu({})", "{} ** 2", "{} + 1.0", 'act({}, "gelu")', "rms_norm({})", "{}.norm()")
@@ -31,7 +32,7 @@ def edits(call: ast.Call):
 
     if name != "einsum":
         yield "collective dropped", rest[0]
-    for match in re.finditer(r"_([A-Z]+)", text):
+    for match in re.finditer(r"_([A-Z]+)(?![A-Za-z\[])", text):
         before, after = text[: match.start()], text[match.end() :]
         if not before.endswith("U"):
             yield "axis dropped in one type", again(before + after)
@@ -54,12 +55,26 @@ def edits(call: ast.Call):
             yield "nonlinear function of partial sums", again(operands=[f.format(rest[0]), *rest[1:]])
         yield "bias on partial sums", again(operands=[f"{rest[0]} + params['bias']", *rest[1:]])
         yield "product of partial sums", again(operands=[f"{rest[0]} * {rest[0]}", *rest[1:]])
+        twice = re.sub(r" -> (\w+)", r" -> \1", text)
+        yield "reduced twice", again(operands=[again(twice, options=[]), *rest[1:]])
+    if "donate=True" in options:
+        yield "used after donation", f"({again(options=['donate=True'])}, {rest[0]})[1]"
+    for i, operand in enumerate(rest[:-1] if name != "einsum" else rest):
+        if operand in ("W_in", "W_out"):
+            other = "W_out" if operand == "W_in" else "W_in"
+            yield "another weight", again(operands=[*rest[:i], other, *rest[i + 1 :]])
+    if match := re.search(r"_([XY])(?=[,\]])", text):
+        other = "Y" if match[1] == "X" else "X"
+        before, after = text[: match.start()], text[match.end() :]
+        formatted = f'f"{before}_{{{other!r}}}{after.replace("{", "{{").replace("}", "}}")}"'
+        call = ", ".join([formatted.replace("{U", "{{U") if "{U" in before else formatted, *rest, *options])
+        yield "another axis, in an f-string", f"{name}({call})"
     if name == "all_gather" and not options:
         yield "no wait", again(options=["async_op=True"])
 
 
 def mutants():
-    """(kind, file, line, edit, the file's text with the edit)."""
+    """(kind, file, line, the call before, the edit, the file's text with it)."""
     for file in FILES:
         text = (ROOT / file).read_text(encoding="utf-8")
         text = "import torch\nfrom scaling.models.pointwise import act, rms_norm\n" + text
@@ -70,14 +85,15 @@ def mutants():
             lines = text.splitlines(keepends=True)
             start = sum(len(x.encode()) for x in lines[: node.lineno - 1]) + node.col_offset
             end = sum(len(x.encode()) for x in lines[: node.end_lineno - 1]) + node.end_col_offset
+            before = text.encode()[start:end].decode()
             for kind, edit in dict.fromkeys(edits(node)):
                 new = text.encode()[:start] + edit.encode() + text.encode()[end:]
-                yield kind, file, node.lineno - 2, edit, new.decode()
+                yield kind, file, node.lineno - 2, before, edit, new.decode()
 
 
 def main() -> None:
     modules, planted, caught = Modules(), Counter(), Counter()
-    for kind, file, line, edit, text in mutants():
+    for kind, file, line, _, edit, text in mutants():
         found = bool(check_source(text, file, modules))
         planted[kind] += 1
         caught[kind] += found

@@ -109,7 +109,7 @@ def test_a_replicated_bias_added_to_partial_sums(bias):
         ("p = all_reduce(REDUCE, u, mesh, async_op=True)\nreturn torch.relu(p)", ["pending"]),
         ("p = all_reduce(REDUCE, u, mesh, async_op=True)\nreturn wait(p) + 1", []),
         ("p = all_reduce(REDUCE, u, mesh, async_op=True)\nq = p\nreturn q.wait() + 1", []),
-        ("w = all_reduce(REDUCE, u, mesh, donate=True)\nreturn w + u", ["given-away"]),
+        ("w = all_reduce(REDUCE, u, mesh, donate=True)\nreturn w + u", ["donated"]),
         ("u = all_reduce(REDUCE, u, mesh, donate=True)\nreturn u", []),
         ('return all_reduce(f"C[I, K] {{U_{AXIS}}} -> C[I_X, K]", u, mesh)', ["illegal-line"]),
         ('return all_reduce(f"C[I, K] {{U_{AXIS}}} -> C[I, K]", u, mesh)', []),
@@ -119,7 +119,7 @@ def test_a_replicated_bias_added_to_partial_sums(bias):
         ('opt = optim.sgd(0.1)\np, s = opt.update({"W": u}, {}, params)\nreturn p', ["gradient"]),
         ("opt = optim.sgd(0.1)\np, s = opt.update(Grads(None, u), {}, params)\nreturn p", ["gradient"]),
         ("opt = optim.sgd(0.1)\np, s = opt.update([u], {}, params)\nreturn p", ["gradient"]),
-        ("n = params\nopt = optim.sgd(0.1)\np, s = opt.update({}, {}, n, donate=True)\nreturn n, u", ["given-away"]),
+        ("n = params\nopt = optim.sgd(0.1)\np, s = opt.update({}, {}, n, donate=True)\nreturn n, u", ["donated"]),
         ("optim.clip_by_global_norm({'W': u}, {}, mesh, 1.0)", ["gradient"]),
     ],
 )

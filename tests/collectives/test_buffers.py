@@ -1,4 +1,4 @@
-"""Buffers that are given away, and operands that alias: what does not fit is refused, and nothing else is written."""
+"""Preallocated outputs, donated operands and aliases: what does not fit is refused, and nothing else is written."""
 
 import pytest
 import torch

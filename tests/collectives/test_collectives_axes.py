@@ -163,7 +163,7 @@ def run_buffers(mesh, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32], ids=str)
-def test_buffers_that_are_given_away(ranks, dtype):
+def test_preallocated_outputs(ranks, dtype):
     ranks(run_buffers, MESH, dtype)
 
 

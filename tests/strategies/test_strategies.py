@@ -291,5 +291,5 @@ def run_donated(mesh, name):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_activations_given_away(ranks, name):
+def test_donated_activations(ranks, name):
     assert all(ranks(run_donated, {"X": 2, "Y": 2}, name))
