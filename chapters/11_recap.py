@@ -1,0 +1,66 @@
+# %% [markdown]
+"""Part 11, the recap: every number of the book that the chapters set beside their own.
+"Conclusions and Further Reading": https://jax-ml.github.io/scaling-book/conclusion
+
+Each chapter that has numbers runs, and its answers are taken from it: the book's, ours, and the verdict. Then what each
+chapter shows, and how many verdicts of each kind a part has. `--parts 1,2` runs some; `--small` those of Parts 1 and 2.
+"""
+
+# %%
+from pathlib import Path
+
+from scaling.book import recap
+from scaling.book.answers import VERDICTS
+from scaling.book.page import Page
+
+page = Page(__doc__, parts=("", "the parts to run, 1,2,12; all if none is given"))
+chosen = {int(n) for n in page.args.parts.split(",") if n} or ({1, 2} if page.small else set())
+folder = Path(__file__).parent if "__file__" in globals() else Path("chapters")
+every = [path for path in sorted(folder.glob("[0-9]*.py")) if recap.part(path) != 11]
+paths = [path for path in every if not chosen or recap.part(path) in chosen]
+parts = sorted({recap.part(path) for path in paths})
+
+# %% [markdown]
+# ## The numbers, part by part
+# "agrees": ours rounds to what the book prints; "rounding": the book rounded on the way; "erratum": the book is wrong,
+# and the line below the row says how; "ours": the book asks and gives no answer.
+
+# %%
+ran = []
+for number in parts:
+    page.title(f"Part {number}")
+    for path in (path for path in paths if recap.part(path) == number and recap.has_numbers(path)):
+        chapter = recap.run(path)
+        ran.append(chapter)
+        page.say(f"\n{path.name}: {chapter.shows}")
+        page.answers(chapter.answers)
+        for what, held in chapter.checks:
+            page.check(f"{path.name}: {what}", held)
+        page.check(f"{path.name} ends well", chapter.status == 0)
+
+# %% [markdown]
+# ## What each chapter shows
+
+# %%
+page.title("What each chapter shows")
+page.table([(path.name, recap.shows(path)) for path in every], ["chapter", "shows"])
+
+# %% [markdown]
+# ## In all
+
+# %%
+page.title("Numbers by part")
+sums = {
+    number: [sum(column) for column in zip(*(c.counts for c in ran if c.part == number), strict=True)]
+    for number in parts if any(c.part == number for c in ran)
+}  # fmt: skip
+rows = [(f"Part {number}", sum(counts), *counts) for number, counts in sums.items()]
+total = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+page.table([*rows, ("all", *total)], ["part", "numbers", *VERDICTS])
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `else set())` by `else {12})`. What does Part 12 claim?
+# 2. Question: which part has the most errata? Evaluate `max(sums, key=lambda n: sums[n][VERDICTS.index("erratum")])`.
+# 3. Flag: run with `--parts 4`. How many numbers does Part 4 have?

@@ -1,0 +1,37 @@
+"""The recap: its numbers are the chapters' own, and one that differs fails it."""
+
+from pathlib import Path
+
+import running
+
+from scaling.book import recap
+from scaling.book.answers import VERDICTS
+
+CHAPTERS = Path(running.CHAPTERS)
+
+
+def test_the_numbers_are_the_chapters_own(chapter):
+    ran = running.run("11_recap", "--parts", "2")
+    assert ran.code == 0
+    own = [answer for name in ("02_networking", "02_tpus") for answer in chapter(name).page.given]
+    assert [a.row for a in ran.names["ran"][0].answers + ran.names["ran"][1].answers] == [a.row for a in own]
+    verdicts = [answer.verdict for answer in own]
+    line = next(line.split() for line in ran.text.splitlines() if line.startswith("Part 2 "))
+    assert line[2:] == [str(len(own)), *(str(verdicts.count(verdict)) for verdict in VERDICTS)]
+    shown = [path for path in CHAPTERS.glob("*.py") if path.stem != "11_recap"]
+    assert all(path.name in ran.text for path in shown)
+    assert not [line for line in ran.text.splitlines() if len(line) > 80]
+
+
+def test_what_differs_fails(tmp_path):
+    wrong = tmp_path / "13_wrong.py"
+    wrong.write_text(
+        '"""Part 13, a chapter: https://example.org"""\n'
+        "from scaling.book.answers import Answer\nfrom scaling.book.page import Page\n"
+        'page = Page(__doc__)\npage.answers([Answer("pi", "3.14", 2.0), Answer("e", "2.72", 2.718)])\n'
+        'page.check("it holds", False)\npage.end()\n'
+    )
+    chapter = recap.run(wrong)
+    assert (chapter.part, chapter.shows, chapter.status) == (13, "a chapter", 1)
+    assert dict(zip(VERDICTS, chapter.counts, strict=True)) == dict.fromkeys(VERDICTS, 0) | {"agrees": 1, "DIFFERS": 1}
+    assert chapter.checks == (("it holds", False),)
