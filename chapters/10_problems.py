@@ -1,0 +1,252 @@
+# %% [markdown]
+"""Part 10, the worked problems: shards averaged and rolled, experts four ways, collective matmuls end to end.
+https://jax-ml.github.io/scaling-book/jax-stuff
+
+Every question of the part: 1 in auto and manual mode; 2 with each step's listing, bytes and FLOPs, gradients included;
+3 and 4 as run on this mesh and as they should be on a v5e. The book answers Question 1 and a part of 2.
+"""
+
+# %%
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F_
+from torch.func import vjp
+from torch.utils.flop_counter import FlopCounterMode
+
+from scaling import auto, tree
+from scaling.book.answers import Answer
+from scaling.book.page import Page
+from scaling.collectives import all_gather, reduce_scatter
+from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
+from scaling.shard_map import shard_map
+from scaling.strategies.collective_matmul import matmul_reduce, matmul_scatter, mlp
+from scaling.strategies.expert.ways import gathered, grouped, masked_loop, ragged
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="Y=4", device=True, seed=True)
+EXACT, n = 1e-12, page.args.mesh["Y"]
+rng = torch.Generator().manual_seed(page.args.seed)
+
+
+def drawn(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=rng)
+
+
+def apart(got, want) -> float:
+    return float((got.cpu() - want).abs().max() / want.abs().max().clamp(min=1e-300))
+
+
+def ms(f) -> float:
+    """Median of a few runs on this machine."""
+    f()
+    took = []
+    for _ in range(3 if page.small else 9):
+        began = perf_counter()
+        f()
+        took.append(1e3 * (perf_counter() - began))
+    return median(took)
+
+
+# %% [markdown]
+# ## Question 1: within each shard
+# x[S_X, D_Y] on a mesh X=4, Y=2, with the book's data. The mean of each shard in auto mode takes the reshapes that the
+# book shows: a dim of shards, a dim within. The planner puts no collective in. In manual mode it is a mean. (Both run
+# here in one process; on ranks a whole array is then gathered, which no program inside asks for.)
+
+# %%
+MESH = AbstractMesh({"X": 4, "Y": 2})
+x = torch.arange(8 * 64 * 8, dtype=torch.float64).reshape(8 * 64, 8)
+
+
+def averages(x):
+    S, D = x.shape
+    return x.reshape(4, S // 4, 2, D // 2).mean((1, 3))
+
+
+in_auto = auto.jit(averages, MESH, ("x[S_X, D_Y]",), "m[4_X, 2_Y]").lower(x.to("meta"))
+
+
+@partial(shard_map, mesh=MESH, in_specs="P('X', 'Y')", out_specs="P('X', 'Y')", in_process=True)
+def in_manual(x):
+    return x.mean((0, 1), keepdim=True)
+
+
+@partial(shard_map, mesh=MESH, in_specs="x[S_X, D_Y]", out_specs="x[S_X, D_Y]", in_process=True)
+def rolled(x):
+    return torch.roll(x, 5, dims=0) - x
+
+
+page.title("Question 1.1: the mean of each shard, as planned")
+page.say(in_auto.listing)
+page.check("1.1: auto mode has no collective", not any(name in in_auto.listing for name in ("All", "Reduce")))
+parts = x.view(4, 128, 8)
+one_by_one = torch.stack([torch.stack([block.mean() for block in rows.chunk(2, 1)]) for rows in x.chunk(4)])
+page.say()
+page.equal([
+    ("1.1: shard_map, beside a loop over the shards", apart(in_manual(x), one_by_one), EXACT),
+    ("1.1: the reshapes", apart(averages(x), in_manual(x)), EXACT),
+    ("1.2: roll(x, 5) - x within each shard of X", apart(rolled(x), (parts.roll(5, 1) - parts).view_as(x)), EXACT),
+])  # fmt: skip
+took = [ms(lambda: averages(x)), ms(lambda: in_manual(x))]
+page.say("\n1.1 in one process: reshapes {:.2f} ms, shard_map {:.2f} ms".format(*took))
+page.answers([
+    Answer("1.2: element [1, 0], shift 5", "992", float(rolled(x)[1, 0]), "",
+           erratum="the book's code rolls, and leaves out the - x that its question has; x[1, 0] is 8"),
+    Answer("1.2: the last element", "", float(rolled(x)[-1, -1]), "", "5 rows of 8 before: -40"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Question 2: experts, one device
+# Out[s] = A[s] W[B[s]], later the mean of k of them, without an array [S, D, F]. A loop over the experts that masks
+# spends E/k times the FLOPs; sorted into groups, each token is multiplied k times. The second dim of the hint's buffer
+# [E, S, D] has size S because all tokens may choose one expert: that case is among those below. Part 2: of the buffer's
+# program the planner gathers A whole, as the book says a compiler does; look at its first line.
+
+# %%
+S, D, F, E, k = 16 * n, 12, 16, 2 * n, 2
+A, W, dOut = drawn(S, D), drawn(E, D, F), drawn(S, F)
+CASES = {
+    "top 1": torch.randint(E, (S, 1), generator=rng),
+    "top 2": torch.stack([torch.randperm(E, generator=rng)[:k] for _ in range(S)]),
+    "half of them empty": 2 * torch.randint(E // 2, (S, k), generator=rng),
+    "all to one": torch.full((S, k), E - 1),
+}
+
+
+def by_token(experts):
+    """(Out, dA, dW) with each token's own product, beside which all ways are held."""
+    out, pull = vjp(lambda A, W: torch.einsum("sd,skdf->skf", A, W[experts]).mean(1), A, W)
+    return out, *pull(dOut)
+
+
+rows, flops = [], {}
+for way in (masked_loop, grouped):
+    worst = 0.0
+    for experts in CASES.values():
+        out, pull = vjp(lambda A, W, way=way, experts=experts: way(A, W, experts), A, W)
+        worst = max(worst, *(apart(a, b) for a, b in zip((out, *pull(dOut)), by_token(experts), strict=True)))
+    with FlopCounterMode(display=False) as counter:
+        way(A, W, CASES["top 2"])
+    flops[way.__name__] = counter.get_total_flops()
+    rows.append((f"2.1: {way.__name__}, result and gradients", worst, EXACT))
+page.title(f"Question 2.1 and 2.4: S={S}, D={D}, F={F}, E={E}, k=1 and {k}")
+page.equal(rows)
+page.answers([
+    Answer("2.1: FLOPs, masked over grouped, k = 2", "", flops["masked_loop"] / flops["grouped"], "times", "E/k"),
+])
+buffer = auto.jit(lambda A, M, W: torch.einsum("esd,edf->sf", torch.einsum("sd,se->esd", A, M), W),
+                  AbstractMesh({"X": 4}), ("A[S_X, D]", "M[S_X, E]", "W[E_X, D, F]"), "Out[S_X, F]")  # fmt: skip
+listing = buffer.lower(*(torch.empty(s, device="meta") for s in ((64, 16), (64, 8), (8, 16, 32)))).listing
+page.say(f"\nQuestion 2.2: the buffer's program on 4 devices, M the mask, as planned\n{listing}")
+page.check("2.2: A is gathered", "A[S, D] = AllGather_X" in listing)
+
+# %% [markdown]
+# ## Question 2: experts, on a mesh
+# By an AllGather every device has all tokens, computes its own experts' terms, and the terms are reduced and scattered:
+# bytes whatever the tokens chose. By ragged AllToAlls a token goes only where one of its experts is, and of others'
+# tokens a device holds a chunk's at a time, at most |Y| chunk k rows. Look at the bytes where half of the experts are
+# empty, and where all tokens go to the last device: the others then send their tokens, and it sends all results back.
+
+# %%
+WAYS = {"gathered": {}, "ragged": {"chunk": 8}, "ragged, at once": {"chunk": S}}
+
+
+def on_mesh(mesh) -> dict:
+    """{(way, case): (the largest difference, bytes that this rank sent, ms)} of result and gradients."""
+    types, found = ["Out[S_Y, F]", "A[S_Y, D]", "W[E_Y, D, F]"], {}
+    a, w, d_out = (t.to(mesh.device) for t in tree.shard([A, W, dOut], [*types[1:], types[0]], mesh))
+    for name, options in WAYS.items():
+        way = partial(gathered if name == "gathered" else ragged, axis="Y", **options)
+        for case, experts in CASES.items():
+            mine = tree.shard([experts], ["B[S_Y, K]"], mesh)[0].to(mesh.device)
+            with trace() as log:
+                out, pull = vjp(lambda a, w, mine=mine, way=way: way(a, w, mine, mesh), a, w)
+            got, want = (out, *pull(d_out)), tree.shard(list(by_token(experts)), types, mesh)
+            worst = max(apart(x, y) for x, y in zip(got, want, strict=True))
+            found[name, case] = worst, log.wire_bytes, ms(lambda mine=mine, way=way: way(a, w, mine, mesh))
+    return found
+
+
+found = page.on_ranks(on_mesh)
+page.title(f"Question 2.3 and 2.4 on {n} devices: forward bytes sent by the first, and ms here")
+page.table([(name, case, f"{off:.1e}", page.check(f"2.3: {name}, {case}", off <= EXACT), sent, f"{t:.2f}")
+            for (name, case), (off, sent, t) in found.items()],
+           ["way", "tokens", "difference", "equal", "bytes", "ms"])  # fmt: skip
+whole = (n - 1) * (S // n) * (8 * D + 8 * F + 8 * k)
+page.say()
+page.same([("gathered, top 2", "(n-1) S/n (D + F + k) 8 bytes", whole, found["gathered", "top 2"][1])],
+          ["bytes of a device", "formula", "value", "counted"])  # fmt: skip
+
+# %% [markdown]
+# ## Questions 3 and 4: collective matmuls
+# The AllReduce form, the ReduceScatter form, and the block In[B, D_Y] W_in[D, F_Y] W_out[F_Y, D] -> Out[B, D_Y] with
+# its activation, one way and both ways round the ring; `10_collective_matmul.py` has their hops, bytes and limits.
+
+# %%
+X_in, W_in, W_out = drawn(8, 4 * n), drawn(4 * n, 8 * n), drawn(8 * n, 4 * n)
+
+
+def block(mesh, In, W_in, W_out):
+    """The block with its collectives one after the other."""
+    In = all_gather("In[B, D_Y] -> In[B, D]", In, mesh)
+    Out = F_.gelu(In @ W_in) @ W_out
+    return reduce_scatter("Out[B, D] {U_Y} -> Out[B, D_Y]", Out, mesh)
+
+
+def matmuls(mesh) -> tuple[dict[str, float], dict[str, float]]:
+    """Differences from one device, and ms."""
+    def mine(array, text):
+        return tree.shard([array], [text], mesh)[0].to(mesh.device)
+
+    In, first, second = mine(X_in, "In[B, D_Y]"), mine(W_in, "W[D, F_Y]"), mine(W_out, "W[F_Y, D]")
+    rows, hidden = mine(W_in, "W[D_Y, F]"), F_.gelu(X_in @ W_in)
+    Tmp, Out = mine(hidden, "Tmp[B, F_Y]"), mine(hidden @ W_out, "Out[B, D_Y]").cpu()
+    found, took = {}, {"apart": ms(lambda: block(mesh, In, first, second))}
+    for ways, question in ((1, "3"), (2, "4")):
+        at = {"ways": ways}
+        found |= {
+            f"{question}: AllReduce form": apart(matmul_reduce(In, rows, mesh, **at), X_in @ W_in),
+            f"{question}: ReduceScatter form": apart(matmul_scatter(Tmp, second, mesh, **at), Out),
+            f"{question}: the block": apart(mlp(In, first, second, mesh, **at), Out),
+        }
+        took["one way" if ways == 1 else "both ways"] = ms(lambda at=at: mlp(In, first, second, mesh, **at))
+    return found, took
+
+
+differences, took = page.on_ranks(matmuls)
+page.title(f"Questions 3 and 4 on {n} devices")
+page.equal([(name, off, EXACT) for name, off in differences.items()])
+page.say("\nthe block here, ms: " + ", ".join(f"{name} {t:.2f}" for name, t in took.items())
+         + "\n(a tiny one, on ranks that share cores: hops are all latency, and the simple way wins)")  # fmt: skip
+
+
+def block_on(name: str, B: int, D: int, F: int, n: int, ways: int) -> tuple[float, float]:
+    """Seconds of the block in bf16 on a ring of n chips: (one after the other, both collectives hidden)."""
+    c = chip(name)
+    product, V, link = 2 * B * D * F / n / c.flops(), 2 * B * D, c.need("link_bw")
+    hops = (n - 1 if ways == 1 else n // 2) * max(V / n / link, c.hop_latency)
+    serial = 2 * (product + max(V * (n - 1) / n / (2 * link), n // 2 * c.hop_latency))
+    return serial, 2 * (product / n + max(hops, product * (n - 1) / n))
+
+
+(serial, one), (_, both) = (block_on("v5e", 512, 2048, 8192, 4, ways) for ways in (1, 2))
+page.answers([
+    Answer("3.3: one after the other over overlapped, one way, v5e", "", serial / one, "times",
+           "B/X = 512, D = 2048, F = 8192, Y = 4: hops one way are longer than their products"),
+    Answer("4: the same, both ways", "", serial / both, "times", "half of each hop's time is gone"),
+    Answer("4: both ways over one way, the block", "", one / both, "times", "2 hops in place of 3"),
+    Answer("3.1: Out[B_X, F] is, over Y", "not replicated", "replicated",
+           erratum="an AllReduce over Y leaves the same on every device of Y, as the type says"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: let `rolled` roll by 128, the rows of a shard. What is the result, and why does no neighbour's row appear?
+# 2. Question: with chunks of c tokens on each device, how many rows does one device hold at most in `ragged`? When does
+#    it hold as many?
+# 3. Flag: run with `--mesh Y=2`. Which bytes of Question 2.3 change, and which way is now the cheaper for "top 2"?
