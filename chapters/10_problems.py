@@ -135,9 +135,11 @@ for way in (masked_loop, grouped):
     rows.append((f"2.1: {way.__name__}, result and gradients", worst, EXACT))
 page.title(f"Question 2.1 and 2.4: S={S}, D={D}, F={F}, E={E}, k=1 and {k}")
 page.equal(rows)
-page.answers([
-    Answer("2.1: FLOPs, masked over grouped, k = 2", "", flops["masked_loop"] / flops["grouped"], "times", "E/k"),
-])
+page.answers(
+    [
+        Answer("2.1: FLOPs, masked over grouped, k = 2", "", flops["masked_loop"] / flops["grouped"], "times", "E/k"),
+    ]
+)
 buffer = auto.jit(lambda A, M, W: torch.einsum("esd,edf->sf", torch.einsum("sd,se->esd", A, M), W),
                   AbstractMesh({"X": 4}), ("A[S_X, D]", "M[S_X, E]", "W[E_X, D, F]"), "Out[S_X, F]")  # fmt: skip
 listing = buffer.lower(*(torch.empty(s, device="meta") for s in ((64, 16), (64, 8), (8, 16, 32)))).listing
@@ -199,6 +201,7 @@ def block(mesh, In, W_in, W_out):
 
 def matmuls(mesh) -> tuple[dict[str, float], dict[str, float]]:
     """Differences from one device, and ms."""
+
     def mine(array, text):
         return tree.shard([array], [text], mesh)[0].to(mesh.device)
 
