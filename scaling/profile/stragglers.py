@@ -9,6 +9,7 @@ left out: how long one takes is the slower ranks' doing.
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import hypot
 from statistics import median
 
 from scaling.profile.intervals import length
@@ -99,6 +100,6 @@ def find(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> li
         slow = [(by, piece) for piece, by in late.items() if by >= max(least, NOISE * noise[piece]) and waits >= by / 2]
         found += [Straggler(timeline.rank, line, inside, k, seconds, waits) for seconds, (line, k, inside) in slow]
         total = sum(late.values())
-        if not slow and total >= 2 * least + sum(noise.values()) and waits >= total / 2:
+        if not slow and total >= max(2 * least, NOISE * hypot(*noise.values())) and waits >= total / 2:
             found.append(Straggler(timeline.rank, "", True, 0, total, waits))
     return sorted(found, key=lambda straggler: -straggler.seconds)

@@ -1,0 +1,121 @@
+"""Each rule finds its waste in timelines that have it, prices it, and is silent without it."""
+
+from dataclasses import replace
+
+import pytest
+
+from scaling.hardware import Chip, Measured
+from scaling.profile import Run, Timeline, of
+
+MS = 1e-3
+
+
+def timelines(*rows, ranks: int = 2, steps: int = 3, tail: float = 0.0) -> list[Timeline]:
+    """The same on every rank: (line, op, milliseconds, {fields of Run}) one after another; `tail`: ms after them."""
+    runs, marks, now = [], [0.0], 0.0
+    for _ in range(steps):
+        for line, op, ms, fields in rows:
+            end = now + ms * MS
+            group = () if op == "Einsum" else tuple(range(ranks))
+            before, after = fields.get("before", line), fields.get("after", line + "'")
+            rest = {key: value for key, value in fields.items() if key not in ("before", "after")}
+            runs.append(Run(line, op, ("X",), now, end, ((now, end),), before, after, group=group, **rest))
+            now = end
+        now += tail * MS
+        marks.append(now)
+    return [Timeline(rank, tuple(marks), tuple(runs)) for rank in range(ranks)]
+
+
+def product(line, ms, **fields):
+    return line, "Einsum", ms, {"flops": 1000, "dtype": "float32", **fields}
+
+
+def kinds(profile) -> dict[str, float]:
+    return {each.kind: each.gain for each in profile.suggestions()}
+
+
+def test_a_gather_of_a_stored_array_can_begin_earlier():
+    """Behind the 7 ms of products since the one before it, of its own 10: but the first one has nothing before it."""
+    rows = [("W = G(W_X)", "AllGather", 10, {"key": (i,)}) for i in range(2)]
+    found = of(timelines(rows[0], product("P", 7), rows[1], product("P", 3))).suggestions()
+    assert [(s.kind, s.line) for s in found] == [("prefetch", "W = G(W_X)")]
+    assert found[0].gain == pytest.approx(7 * MS)
+
+
+@pytest.mark.parametrize("change", [{"async_op": True}, {"before": "P'"}])
+def test_one_that_is_ahead_already_or_of_what_a_line_made_cannot(change):
+    rows = [product("P", 7), ("W = G(W_X)", "AllGather", 10, change), product("P", 3)]
+    assert of(timelines(*rows)).suggestions() == []
+
+
+def test_the_same_array_gathered_twice():
+    first, second, other = ({"key": (key,), "before": "P'"} for key in (1, 1, 2))
+    rows = [product("P", 5), ("x = G(x_X)", "AllGather", 4, first), ("x = G(x_X)", "AllGather", 6, second)]
+    assert kinds(of(timelines(*rows))) == {"twice": pytest.approx(6 * MS)}
+    rows[2] = ("x = G(x_X)", "AllGather", 6, other)
+    assert kinds(of(timelines(*rows))) == {}
+
+
+def test_float32_on_the_wire():
+    reduce = ("y = R(y)", "AllReduce", 8, {"dtype": "float32", "nbytes": 2**22})
+    assert kinds(of(timelines(product("P", 5, dtype="bfloat16"), reduce))) == {"wire": pytest.approx(4 * MS)}
+    assert kinds(of(timelines(product("P", 5), reduce))) == {}
+
+
+def test_many_small_collectives():
+    rows = [("dW = R(dW)", "AllReduce", 1, {"nbytes": 4096})] * 10
+    found = of(timelines(product("P", 5), *rows)).suggestions()
+    assert [(s.kind, s.gain) for s in found] == [("buckets", pytest.approx(9 * MS))]
+    assert kinds(of(timelines(product("P", 5), *rows[:3]))) == {}
+    large = [("dW = R(dW)", "AllReduce", 1, {"nbytes": 2**22})] * 10
+    assert kinds(of(timelines(product("P", 5), *large))) == {}
+
+
+def test_unbalanced_work():
+    """Rank 1 has three times rank 0's FLOPs, and 30 ms of them: evenly it were 20."""
+    even = timelines(product("P", 30), ("C", "AllReduce", 1, {}))
+    few = [replace(run, flops=run.flops // 3) for run in even[0].runs]
+    found = of([replace(even[0], runs=tuple(few)), even[1]]).suggestions()
+    assert [(s.kind, s.line) for s in found] == [("unbalanced", "P")]
+    assert found[0].gain == pytest.approx(10 * MS, rel=0.01)
+    assert kinds(of(even)) == {}
+
+
+def test_a_send_that_is_waited_for():
+    rows = [product("P", 5), ("y = S(y)", "Send", 6, {"peers": (1,)})]
+    assert kinds(of(timelines(*rows)[:1])) == {"send": pytest.approx(6 * MS)}
+    rows[1][3]["async_op"] = True
+    assert kinds(of(timelines(*rows)[:1])) == {}
+
+
+def test_an_update_that_every_rank_makes():
+    """12 ms after gradients are reduced, on four ranks: three quarters of it."""
+    reduce = ("dW = R(dW)", "AllReduce", 5, {"after": "dW[D]", "nbytes": 2**22})
+    made = of(timelines(product("P", 5), reduce, ranks=4, tail=12))
+    assert kinds(made) == {"replicated": pytest.approx(9 * MS)}
+    assert kinds(of(timelines(product("P", 5), reduce, ranks=4))) == {}
+
+
+def test_the_largest_gain_stands_first_and_small_ones_are_left_out():
+    reduce = ("dW = R(dW)", "AllReduce", 5, {"after": "dW[D]", "nbytes": 2**22, "dtype": "float32"})
+    both = of(timelines(product("P", 5, dtype="bfloat16"), reduce, tail=12)).suggestions()
+    assert [s.kind for s in both] == ["replicated", "wire"]
+    assert [s.kind for s in of(timelines(product("P", 500, dtype="bfloat16"), reduce, tail=12)).suggestions()] == [
+        "replicated"
+    ]
+
+
+def test_predicted_beside_measured():
+    """A product by FLOPs or by bytes, whichever takes longer; a collective as measured; twice a step each."""
+    chip = Chip("here", "cpu", peaks=(("fp32", 1e9),), hbm_bw=1e9, measured=(Measured("AllReduce", 2, 1e-3, 1e9),))
+    rows = [product("P", 5, flops=4_000_000, nbytes=1_000_000), product("Q", 5, flops=1_000_000, nbytes=3_000_000)]
+    reduce = ("C", "AllReduce", 8, {"nbytes": 2_000_000, "dtype": "float32"})
+    gather = ("G", "AllGather", 8, {"nbytes": 2_000_000, "async_op": True})
+    lines = {each.line: each.predicted(chip) for each in of(timelines(*rows, reduce, reduce, gather)).lines()}
+    assert lines["P"] == pytest.approx(4 * MS)
+    assert lines["Q"] == pytest.approx(3 * MS)
+    assert lines["C"] == pytest.approx(2 * 3 * MS)
+    assert lines["G"] is None, "not measured"
+    table = of(timelines(*rows, reduce)).table(chip)
+    assert "80%" in table
+    assert "predicted" in table
