@@ -62,8 +62,10 @@ class Evidence:
 def straggler(evidence: Evidence) -> Iterator[Suggestion]:
     if work(evidence)[0] > UNEVEN:
         return
+    steps = len(evidence.timelines[0].steps)
     for slow in stragglers.find(evidence.timelines, evidence.splits)[:1]:
-        yield Suggestion("straggler", slow.line, f"look at {slow}", slow.seconds)
+        gain = slow.seconds if slow.step is None else slow.seconds / steps
+        yield Suggestion("straggler", slow.line, f"look at why {slow}", gain)
 
 
 def unbalanced(evidence: Evidence) -> Iterator[Suggestion]:

@@ -1,9 +1,9 @@
 """Which rank the others wait for, and in which of its lines its time goes.
 
 Ranks run the same lines. What a rank does by itself, each product and what lies before each line, is held against the
-same work on the other ranks: their median; of several steps the median step, so that a moment in which the machine was
-busy elsewhere counts for nothing; and a difference that is no larger than those between steps is none. Collectives are
-left out: how long one takes is the slower ranks' doing.
+same work on the other ranks: their median. A rank is slow at a line if it is so in its median step, by more than steps
+differ among themselves; or once, in one step, by what is left without its waiting for a core (`cores`). Collectives are left out:
+how long one takes is the slower ranks' doing.
 """
 
 from collections import Counter, defaultdict
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from math import hypot
 from statistics import median
 
-from scaling.profile.intervals import length
+from scaling.profile import cores
 from scaling.profile.split import Split
 from scaling.profile.timeline import Timeline
 
-LEAST, SHARE = 0.005, 0.05  # seconds and share of a step from which a rank is called slow; of a few steps twice that
-FEW = 3
+LEAST, SHARE = 0.005, 0.05  # seconds, and share of a step, from which a rank is slow; once: four times and twice that
+FEW = 3  # steps, below which there is no telling what is usual
 NOISE = 4  # how often the usual difference between its steps a rank is late by
 END = "the end of the step"
 Piece = tuple[str, int, bool]  # a line, which of its runs in the step, and whether in it (else before it)
@@ -26,7 +26,8 @@ Piece = tuple[str, int, bool]  # a line, which of its runs in the step, and whet
 @dataclass(frozen=True)
 class Straggler:
     """`rank` takes `seconds` a step longer than the others `inside` or before its `line`, the `occurrence`-th run of it
-    in the step; the others wait for it for `waited` seconds a step, on average. `line` is "" if it is slower in all."""
+    in the step; the others wait for it for `waited` seconds, on average. `line` is "" if it is slower in all. `step`:
+    the only one in which it is so, None if it is in each."""
 
     rank: int
     line: str
@@ -34,72 +35,112 @@ class Straggler:
     occurrence: int
     seconds: float
     waited: float
+    step: int | None = None
 
     def __str__(self) -> str:
         where = f"{'in' if self.inside else 'before'} {self.line}" if self.line else "in all its lines"
-        return f"rank {self.rank} is {self.seconds * 1e3:.1f} ms slow {where}: others wait {self.waited * 1e3:.1f} ms"
+        when = "" if self.step is None else f" in step {self.step}"
+        waits = f"others wait {self.waited * 1e3:.1f} ms"
+        return f"rank {self.rank} is {self.seconds * 1e3:.1f} ms slow {where}{when}: {waits}"
 
 
-def pieces(timeline: Timeline, step: int) -> Counter[Piece]:
-    """Seconds of what a rank does by itself in a step."""
-    found: Counter = Counter()
+@dataclass
+class Own:
+    """Seconds of a piece of what a rank does by itself in a step, and from when to when it was at it."""
+
+    seconds: float = 0.0
+    begin: float = float("inf")
+    end: float = float("-inf")
+
+    def add(self, begin: float, end: float) -> None:
+        self.seconds += max(0.0, end - begin)
+        self.begin, self.end = min(self.begin, begin), max(self.end, end)
+
+
+def pieces(timeline: Timeline, step: int) -> dict[Piece, Own]:
+    """What a rank does by itself in a step."""
+    found: dict[Piece, Own] = defaultdict(Own)
     count: Counter = Counter()
     intervals = []
     for run in timeline.of_step(step):
         count[run.line] += 1
         name = run.line, count[run.line]
         intervals += [(start, end, name) for start, end in run.held]
-        if not run.communicates:
-            found[*name, True] += length(run.held)
+        for start, end in () if run.communicates else run.held:
+            found[*name, True].add(start, end)
     begin, finish = timeline.steps[step]
     for start, end, name in sorted(intervals):
-        found[*name, False] += max(0.0, start - begin)
+        found[*name, False].add(begin, start)
         begin = max(begin, end)
-    found[END, 1, False] += max(0.0, finish - begin)
+    found[END, 1, False].add(begin, finish)
     return found
 
 
-def typical(timeline: Timeline) -> dict[Piece, tuple[float, float]]:
-    """Of each piece the median over the steps, and the median distance from it."""
-    steps, found = [pieces(timeline, step) for step in range(len(timeline.steps))], {}
-    for piece in set().union(*steps):
-        middle = median(step[piece] for step in steps)
-        found[piece] = middle, median(abs(step[piece] - middle) for step in steps)
-    return found
-
-
-def waited_for(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> dict[int, float]:
-    """Seconds a step that each other rank waits for a rank: their mean in the median step."""
-    by_step: dict[int, Counter] = defaultdict(Counter)
-    for timeline, found in zip(timelines, splits, strict=True):
-        for run, split in zip(timeline.runs, found, strict=True):
-            if split.behind is not None:
-                number = sum(mark <= run.called for mark in timeline.marks) - 1
-                by_step[split.behind][number] += split.waiting / (len(timelines) - 1)
+def waited_for(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> dict[int, list[float]]:
+    """Seconds that each other rank waits for a rank, their mean, by step."""
     steps = range(len(timelines[0].steps))
-    return {rank: median(seconds[step] for step in steps) for rank, seconds in by_step.items()}
+    found = {timeline.rank: [0.0 for _ in steps] for timeline in timelines}
+    for timeline, own in zip(timelines, splits, strict=True):
+        for run, split in zip(timeline.runs, own, strict=True):
+            number = sum(mark <= run.called for mark in timeline.marks) - 1 if split.behind is not None else -1
+            if split.behind is not None and number in steps:
+                found[split.behind][number] += split.waiting / (len(timelines) - 1)
+    return found
 
 
 def find(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> list[Straggler]:
-    """The slow ranks, slowest first; none where a rank is not waited for, or has more to compute than the others."""
+    """The slow ranks, slowest first: in each step, or else once; none where nobody waits for them."""
     if len(timelines) < 2:
         return []
-    steps = timelines[0].steps
-    least = max(LEAST, SHARE * median(end - start for start, end in steps)) * (1 if len(steps) >= FEW else 2)
-    own, waited = [typical(timeline) for timeline in timelines], waited_for(timelines, splits)
-    found = []
-    for timeline, mine in zip(timelines, own, strict=True):
-        others = [theirs for theirs in own if theirs is not mine]
-        late, noise = {}, {}
-        for piece, (seconds, unsteady) in mine.items():
-            theirs = [each[piece] for each in others if piece in each]
-            if theirs:
-                late[piece] = seconds - median(usual for usual, _ in theirs)
-                noise[piece] = max(unsteady, *(other for _, other in theirs))
-        waits = waited.get(timeline.rank, 0.0)
-        slow = [(by, piece) for piece, by in late.items() if by >= max(least, NOISE * noise[piece]) and waits >= by / 2]
-        found += [Straggler(timeline.rank, line, inside, k, seconds, waits) for seconds, (line, k, inside) in slow]
-        total = sum(late.values())
-        if not slow and total >= max(2 * least, NOISE * hypot(*noise.values())) and waits >= total / 2:
-            found.append(Straggler(timeline.rank, "", True, 0, total, waits))
+    steps = range(len(timelines[0].steps))
+    own = [[pieces(timeline, step) for step in steps] for timeline in timelines]
+    least = max(LEAST, SHARE * median(end - start for start, end in timelines[0].steps))
+    found, waited = [], waited_for(timelines, splits)
+    for i, timeline in enumerate(timelines):
+        others = [each for j, each in enumerate(own) if j != i]
+        late, waits = lateness(own[i], others), waited[timeline.rank]
+        always = usual(timeline.rank, late, median(waits), least) if len(steps) >= FEW else []
+        found += always
+        if any(not slow.line for slow in always):
+            continue
+        known = {(slow.line, slow.occurrence, slow.inside) for slow in always}
+        limit = max(2 * least, 4 * LEAST if len(steps) >= FEW else 0.0)
+        for step in steps:
+            once = lateness([own[i][step]], [[each[step]] for each in others])
+            for piece, (seconds, _) in once.items():
+                seconds -= cores.within(timeline.waited, own[i][step][piece].begin, own[i][step][piece].end)
+                enough = max(limit, NOISE * late[piece][1])
+                if piece not in known and seconds >= enough and waits[step] >= seconds / 2:
+                    line, occurrence, inside = piece
+                    found.append(Straggler(timeline.rank, line, inside, occurrence, seconds, waits[step], step))
     return sorted(found, key=lambda straggler: -straggler.seconds)
+
+
+def usual(rank: int, late: dict[Piece, tuple[float, float]], waits: float, least: float) -> list[Straggler]:
+    """What a rank is slow at in its median step; or that it is slower in all its lines, by too little in each."""
+    found = []
+    for (line, occurrence, inside), (seconds, noise) in late.items():
+        if seconds >= max(least, NOISE * noise) and waits >= seconds / 2:
+            found.append(Straggler(rank, line, inside, occurrence, seconds, waits))
+    total, noise = sum(seconds for seconds, _ in late.values()), hypot(*(noise for _, noise in late.values()))
+    if not found and total >= max(2 * least, NOISE * noise) and waits >= total / 2:
+        found.append(Straggler(rank, "", True, 0, total, waits))
+    return found
+
+
+def lateness(mine: Sequence[dict[Piece, Own]], others: Sequence[Sequence[dict[Piece, Own]]]):
+    """{piece: (seconds by which a rank is late at it, by which its steps or the others' usually differ)}."""
+    found = {}
+    for piece in set().union(*mine):
+        seconds, noise = spread(mine, piece)
+        theirs = [spread(each, piece) for each in others if any(piece in step for step in each)]
+        if theirs:
+            found[piece] = seconds - median(other for other, _ in theirs), max(noise, *(other for _, other in theirs))
+    return found
+
+
+def spread(steps: Sequence[dict[Piece, Own]], piece: Piece) -> tuple[float, float]:
+    """The median of a piece's seconds over the steps, and the median distance from it."""
+    seconds = [step[piece].seconds if piece in step else 0.0 for step in steps]
+    middle = median(seconds)
+    return middle, median(abs(each - middle) for each in seconds)

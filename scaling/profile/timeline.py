@@ -62,7 +62,8 @@ class Run:
 class Timeline:
     """One rank's: `marks` are the steps' borders, ascending, the first one the beginning; `runs` in the order of their
     calls; `memory`: (when, bytes allocated or, negative, freed); `ops`: (name, start, end) of the operations as
-    torch.profiler saw them, outermost only; `device`: cpu or cuda."""
+    torch.profiler saw them, outermost only; `device`: cpu or cuda; `waited`: (when, seconds that the thread has waited
+    for a core so far), where it is known."""
 
     rank: int
     marks: tuple[float, ...]
@@ -70,6 +71,7 @@ class Timeline:
     memory: tuple[tuple[float, int], ...] = ()
     ops: tuple[tuple[str, float, float], ...] = ()
     device: str = "cpu"
+    waited: tuple[tuple[float, float], ...] = ()
 
     @property
     def steps(self) -> list[Interval]:
@@ -80,7 +82,8 @@ class Timeline:
         return replace(self, marks=tuple(t + seconds for t in self.marks),
                        runs=tuple(run.moved(seconds) for run in self.runs),
                        memory=tuple((t + seconds, nbytes) for t, nbytes in self.memory),
-                       ops=tuple((name, a + seconds, b + seconds) for name, a, b in self.ops))  # fmt: skip
+                       ops=tuple((name, a + seconds, b + seconds) for name, a, b in self.ops),
+                       waited=tuple((t + seconds, waited) for t, waited in self.waited))  # fmt: skip
 
     def of_step(self, step: int) -> list[Run]:
         """The runs that were called in a step."""

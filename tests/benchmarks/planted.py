@@ -2,7 +2,8 @@
 
     python tests/benchmarks/planted.py [--ranks 2] [--delays 20] [--clean 20] [--advice 1] [--overhead 10] [--json FILE]
 
-`delays`: a rank sleeps 30 ms before a line, both drawn at random: is it found (rank, line, seconds within 10%)?
+`delays`: a rank sleeps 30 ms before a line, both drawn at random, in every step or in one of them, by turns: is it
+found (rank, line, seconds within 10%)?
 `clean`: nobody sleeps: is anybody called slow? `advice`: programs with one waste each, and the same without it: is the
 first suggestion the right one, and does the change gain what it predicts? `overhead`: processor time of the calling
 thread in a step with and without a profile, in turn (a busy machine does not count), and the parts' sum over the step.
@@ -12,6 +13,7 @@ import argparse
 import json
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep, thread_time
@@ -54,22 +56,22 @@ LINES = 8
 
 
 def delays(mesh, plants) -> list[tuple[list, list]]:
-    """For each (rank, line) or None: the lines' names, and (rank, line, in it, seconds) of those called slow."""
+    """For each (rank, line, step) or None: the lines' names, and (rank, line, in it, seconds, step) of the slow."""
     n, found = mesh.size(), []
     x, W, V = torch.randn(B, D), torch.randn(D // n, F), torch.randn(F, D // n)
     for plant in plants:
 
-        def before(i, plant=plant):
-            if plant == (mesh.rank, i):
+        def before(i, number, plant=plant):
+            if plant and plant[:2] == (mesh.rank, i) and plant[2] in (None, number):
                 sleep(DELAY)
 
-        step(mesh, x, W, V, before)
+        step(mesh, x, W, V, partial(before, number=-1))
         with profile() as p:
-            for _ in range(STEPS):
-                step(mesh, x, W, V, before)
+            for number in range(STEPS):
+                step(mesh, x, W, V, partial(before, number=number))
                 p.step()
         names = [run.line for run in p.timelines[0].of_step(0)]
-        found.append((names, [(s.rank, s.line, s.inside, s.seconds) for s in p.stragglers()]))
+        found.append((names, [(s.rank, s.line, s.inside, s.seconds, s.step) for s in p.stragglers()]))
     return found
 
 
@@ -79,8 +81,8 @@ def judged(plants, found) -> list[dict]:
         right = not slow
         if plant:
             right = bool(slow) and slow[0][:3] == (plant[0], names[plant[1]], False) and len(slow) == 1
-            right = right and abs(slow[0][3] / DELAY - 1) <= 0.1
-        rows.append({"plant": plant and (plant[0], names[plant[1]]), "found": slow, "right": right})
+            right = right and abs(slow[0][3] / DELAY - 1) <= 0.1 and slow[0][4] == plant[2]
+        rows.append({"plant": plant and (plant[0], names[plant[1]], plant[2]), "found": slow, "right": right})
     return rows
 
 
@@ -138,7 +140,8 @@ def main() -> int:
     parser.add_argument("--json", default="", metavar="FILE")
     args, results = parser.parse_args(), {}
     rng, sizes = random.Random(args.seed), {"X": args.ranks}
-    plants = [(rng.randrange(args.ranks), rng.randrange(LINES)) for _ in range(args.delays)] + [None] * args.clean
+    when = [None if i % 2 else rng.randrange(STEPS) for i in range(args.delays)]
+    plants = [(rng.randrange(args.ranks), rng.randrange(LINES), step) for step in when] + [None] * args.clean
     if plants:
         rows = results["delays"] = judged(plants, launch.run(delays, sizes, plants)[0])
         table = [(row["plant"] or "nobody", row["found"] or "nobody", "yes" if row["right"] else "NO") for row in rows]
