@@ -2,8 +2,8 @@
 
 Ranks run the same lines. What a rank does by itself, each product and what lies before each line, is held against the
 same work on the other ranks: their median. A rank is slow at a line if it is so in its median step, by more than steps
-differ among themselves; or once, in one step, by what is left without its waiting for a core (`cores`). Collectives are left out:
-how long one takes is the slower ranks' doing.
+differ among themselves; or once, in one step, by what is left without its waiting for a core (`cores`). Collectives
+are left out: how long one takes is the slower ranks' doing.
 """
 
 from collections import Counter, defaultdict
