@@ -163,6 +163,7 @@ page.answers([
     Answer("The largest batch that fits", "16", fit, "",
            erratum="133.2 GB are more than 8 x 16e9 bytes; with 16 GiB a chip 16 would fit"),
     Answer("5x smaller: a batch of 64 fits", "yes", "yes" if fit5 >= 64 else "no", "", f"up to {fit5}"),
+    Answer("A cache of the table, '6.7 GiB'", "6.7", 6.7e9 / 2**30, "GiB", erratum="6.7e9 bytes: the units are GB"),
     Answer("HBM of 8 v5e", "128", 8 * HBM / 1e9, "GB"),
     Answer("Their bandwidth ('6.5TiB/s')", "6.5", 8 * W / 1e12, "TB/s"),
     Answer("Their FLOPs ('1600TF/s')", "1600", 8 * C / 1e12, "TFLOPs/s"),

@@ -88,7 +88,7 @@ page.say(layout.beside(pictures, gap=2, columns=80))
 
 # %%
 draw = random.Random(page.args.seed)
-many, now, lengths = 24 if page.small else 80, 0.0, []
+many, now, lengths = 16 if page.small else 80, 0.0, []
 for _ in range(many):
     now += draw.expovariate(4)
     lengths.append((now, draw.choice((500, 1000, 2000, 4000)), draw.randint(8, 64)))
@@ -182,7 +182,7 @@ page.answers([
 # steps are not full. An eighth of the tokens in an eighth of a prompt's time has the same ratio, and is drawn sooner.
 
 # %%
-count = 200 if page.small else 600
+count = 100 if page.small else 600
 saturated, rows, batches = requests([(0.0, 8, 64)] * count), [], {}
 for r in (1, 2, 3, 4, 6):
 

@@ -24,7 +24,7 @@ from scaling.serve.types import cache_specs
 page = Page(__doc__, seed=True, plot=True)
 config = Config("small", 2, 64, 192, 8, 2, 8, 64)
 params = transformer.init(config, page.args.seed, torch.float64)
-n = 64 if page.small else 192  # tokens in all, of a prompt of one
+n = 32 if page.small else 192  # tokens in all, of a prompt of one
 aten = torch.ops.aten
 
 
@@ -219,5 +219,5 @@ page.end()
 # 1. Edit: replace `return logits, longer | {"lengths": cache["lengths"]}` by `return logits, longer`: the wrong tokens
 #    stay. Which row tells?
 # 2. Question: how many times the cached FLOPs with weights does naive sampling take for these n tokens? Evaluate
-#    `total("naive", 0, 64) / total("cached", 0, 64)`.
+#    `total("naive", 0, 32) / total("cached", 0, 32)`.
 # 3. Flag: run with `--plot cache.svg`. At how many tokens does naive attention overtake naive products with weights?

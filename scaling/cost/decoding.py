@@ -51,13 +51,16 @@ def check(form: str, config: Config, sizes: Mapping[str, int]) -> None:
             )
     if config.D % (X * ways):
         raise ShardingError(f"D_XYZ: D = {config.D} does not divide over {X * ways} chips\n  fix: fewer, or others")
-    if config.K % Y and Y % config.K:
+    if config.K % Y and Y % config.K and not config.latent:
         raise ShardingError(f"K_Y: neither of K = {config.K} and Y = {Y} divides the other\n  fix: another size of Y")
 
 
 def copies(config: Config, sizes: Mapping[str, int]) -> float:
-    """How often the cache is stored: where Y is more than the KV heads, each head is on several chips."""
-    return max(1.0, sizes.get("Y", 1) / config.K)
+    """How often the cache is stored: where Y is more than the KV heads, each head is on several chips.
+
+    A latent is of all heads: each chip along Y has the whole of it.
+    """
+    return max(1.0, sizes.get("Y", 1) / (1 if config.latent else config.K))
 
 
 def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int], dtype="bf16") -> list[Moved]:

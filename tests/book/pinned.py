@@ -122,6 +122,7 @@ PINNED = {
         ),
         "MHA, 13B: a layer's MLP params over a cache of 8192 tokens": 3 * 5120 * 13824 / (2 * 8192 * 5120),
         "Training, float32 optimizer state ('around 100GB')": 10 * 13_015_864_320 / 1e9,
+        "A cache of the table, '6.7 GiB'": 6.7e9 / 2**30,
         "The largest batch that fits": 15,  # (128 - 26) / 6.7 = 15.2
         "All of them: times smaller ('over an order of magnitude')": 5 * 40 / (7 + 33 / 32) * 2,
         "5.4 FLOPs of a token": 2 * (64 * 4096 * (6 * 16384 + 16 + 512 * 40 + 2) + 4096 * 32129),
