@@ -68,7 +68,8 @@ def writable(cache: dict, like: Tensor, donate: bool) -> dict:
     """The cache in memory of its own, unless it is donated; an untouched one gets the dtype and device of `like`."""
     if 0 in cache["KV"].stride():
         return cache | {"KV": torch.zeros(cache["KV"].shape, dtype=like.dtype, device=like.device)}
-    return cache | {name: x if donate else x.clone() for name, x in cache.items() if name in ("KV", "scale")}
+    held = {name: x for name, x in cache.items() if name in ("KV", "scale")}
+    return cache | {name: x.to(like.device, copy=not donate) for name, x in held.items()}
 
 
 def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> None:

@@ -16,11 +16,12 @@ class Slots:
     """The rows of the batch whose keys and values this rank holds, and their T new tokens, of which new[b] are real.
 
     `positions`[B_Z, T], or [T] where all rows are alike: the tokens' places in their rows. A padded token has its row's
-    last real place: it is computed, and written nowhere.
+    last real place: it is computed, and written nowhere. `own`: which of the tokens are this rank's queries, where T is
+    split over C.
     """
 
-    def __init__(self, cache: dict, new: Tensor, T: int, mesh, form: str):
-        self.cache, self.T, self._seen = cache, T, {}
+    def __init__(self, cache: dict, new: Tensor, T: int, mesh, form: str, own: slice | None = None):
+        self.cache, self.T, self.own, self._seen = cache, T, own, {}
         held, KV = cache["lengths"], cache["KV"]
         self.rows = parse(present(f"l[{ROWS[form]}]", mesh)).slices(held.shape, mesh, mesh.coord)[0]
         held, new = held[self.rows], new[self.rows]
@@ -108,7 +109,7 @@ class Slots:
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[int, Tensor | None, bool]:
         low = 0 if window is None else max(0, self.least - window + 1)
-        if self.fresh and (window is None or window >= self.T):
+        if self.own is None and self.fresh and (window is None or window >= self.T):
             return low, None, self.T > 1
         if self.alike and self.T == 1:
             return low, None, False
@@ -117,6 +118,7 @@ class Slots:
         return low, torch.zeros((), dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf), False
 
     def visible(self, keys: Tensor, window: int | None) -> Tensor:
-        """visible[B_Z, T, S], or [1, T, S] where all rows are alike, of keys at these places of their rows."""
+        """visible[B_Z, T_C, S], or [1, T_C, S] where all rows are alike, of keys at these places of their rows."""
         rows = self.positions if self.positions.dim() == 2 else self.positions[None]
+        rows = rows if self.own is None else rows[:, self.own]
         return visible(rows.flatten(), keys, window).view(*rows.shape, -1)

@@ -16,10 +16,11 @@ from scaling.configs import Config
 from scaling.models.rope import tables
 from scaling.models.transformer import check_computed, unstacked
 from scaling.serve.cache import capacity, check_cache, writable
-from scaling.serve.forms import At, heads, heads_batch, sequence, weights_2d
+from scaling.serve.forms import At, context, heads, heads_batch, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.slots import Slots
 from scaling.serve.types import ONE, check_mesh, specs
+from scaling.strategies.axes import all_gather
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
     "heads": (heads, heads.attention),
@@ -84,24 +85,37 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tu
         raise ValueError(f"tokens[B, T] are wanted; got {list(tokens.shape)}")
     check_cache(cache, config, mesh, form, len(tokens))
     B, T = tokens.shape
-    if lengths is None:
-        lengths = torch.full((B,), T, device=tokens.device)
+    lengths = torch.full((B,), T, device=tokens.device) if lengths is None else lengths.to(tokens.device)
+    cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
     check_tokens(params, tokens, lengths, cache, config, mesh, form, int(last))
-    cache = writable(cache, params["norm"], donate)
-    slots = Slots(cache, lengths, T, mesh, form)
-    rope = tables(slots.positions, config.H, config.theta, config.rope_scaling, params["norm"].dtype)
-    (listing, attention), at = LISTINGS[form], At(config, mesh, slots, rope)
-    ends = {name: floats(leaf, params["norm"].dtype) for name, leaf in params.items() if name != "layers"}
+    cache, dtype = writable(cache, params["norm"], donate), params["norm"].dtype
+    (listing, attention), own = LISTINGS[form], None
+    if T > 1 and mesh.sizes.get("C", 1) > 1:
+        listing, attention = context, context.attention
+        tokens, own = split_over_C(tokens, mesh)
+    slots = Slots(cache, lengths, tokens.shape[1], mesh, form, own)
+    positions = slots.positions if own is None else slots.positions[..., own]
+    at = At(config, mesh, slots, tables(positions, config.H, config.theta, config.rope_scaling, dtype))
+    ends = {name: floats(leaf, dtype) for name, leaf in params.items() if name != "layers"}
     x = listing.embed(ends["embed"], tokens, at)
     for l, W in enumerate(unstacked(params["layers"])):
-        W = floats(W, params["norm"].dtype)
+        W = floats(W, dtype)
         x = x + attention(W, x, at, l)
         x = x + listing.mlp(W, x, at)
+    if own is not None:
+        listing, x = heads, all_gather("x[B_ZE, T_C, D] -> x[B_ZE, T, D]", x, mesh)[:, :T]
     if last:
         x = last_of(x, lengths[slots.rows] if form == "heads" else lengths)
     logits = listing.head(ends, x, at)
     cache["lengths"] = cache["lengths"] + lengths
     return logits[:, 0] if last else logits, cache
+
+
+def split_over_C(tokens: Tensor, mesh) -> tuple[Tensor, slice]:
+    """(tokens[B, T], padded so that T divides over C, and which of them are this rank's)."""
+    tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % mesh.sizes["C"]))
+    each = tokens.shape[1] // mesh.sizes["C"]
+    return tokens, slice(mesh.coord["C"] * each, (mesh.coord["C"] + 1) * each)
 
 
 def last_of(x: Tensor, lengths: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ EXPERTS = {
     "shared": {"W_in": "W_in[L, D, S_YZ]", "W_gate": "W_gate[L, D, S_YZ]", "W_out": "W_out[L, S_YZ, D]"},
 }
 ALONG_D = ("norm_attn", "norm_mlp", "norm", "b_O")
-AXES = {"heads": "YZE", "heads_batch": "YZ", "sequence": "YZ", "2d": "XYZ"}  # what a form can use
+AXES = {"heads": "YZEC", "heads_batch": "YZ", "sequence": "YZ", "2d": "XYZ"}  # what a form can use
 DROPPED = {"heads": "XZ", "heads_batch": "X", "sequence": "X", "2d": ""}  # what its matrices are not split over
 ROWS = {"heads": "B_ZE", "heads_batch": "B_Z", "sequence": "B", "2d": "B_XZ"}  # the cache's batch
 FORMS = tuple(AXES)
@@ -58,9 +58,10 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
     """The types of the params, a tree like those of `models.transformer`: `tree.shard(params, specs(...), mesh)`.
 
     heads: N, F and V over Y, and Z holds replicas of the weights, but of experts, which are split over E, or over Z
-    where the mesh has no E (Part 7, Question 6). heads_batch and sequence: N, F and V over Y and Z. 2d: these, and D
-    over X. W_K and W_V have no Y where |Y| does not divide K. `int8`: of params that `quantize` has made. ShardingError
-    for an axis that the form does not use, and where something does not divide.
+    where the mesh has no E (Part 7, Question 6); C, over which prefill splits a prompt, replicas of all. heads_batch
+    and sequence: N, F and V over Y and Z. 2d: these, and D over X. W_K and W_V have no Y where |Y| does not divide K.
+    `int8`: of params that `quantize` has made. ShardingError for an axis that the form does not use, and where
+    something does not divide.
     """
     mesh = ONE if mesh is None else mesh
     check_mesh(config, mesh, form)

@@ -24,7 +24,7 @@ CONFIGS = {
 }
 B, S = 4, 16
 LENGTHS = torch.tensor([5, 1, 7, 4])
-STEPS = 5
+STEPS = 3
 
 
 def setting(config, dtype=torch.float64):
@@ -117,6 +117,9 @@ MESHES = [
     ({"Z": 4}, "heads", "mha", {}),
     ({"Z": 2, "Y": 2}, "heads", "experts", {}),
     ({"E": 2, "Y": 2}, "heads", "experts", {"chunks": (4, 7)}),
+    ({"C": 2, "Y": 2}, "heads", "rich", {"chunks": (3, 7)}),  # 7 tokens over C, where 2 does not divide
+    ({"C": 4}, "heads", "window", {"page": 3}),
+    ({"C": 2, "E": 2}, "heads", "experts", {}),
     ({"Y": 2, "Z": 2}, "heads_batch", "rich", {"page": 3}),
     ({"Z": 2, "Y": 2}, "heads_batch", "mqa", {"chunks": (3, 7)}),  # K < Y
     ({"Y": 2, "Z": 2}, "heads_batch", "experts", {"donate": True}),

@@ -56,7 +56,7 @@ def table(pool, page):
 
 
 def every_pair(world):
-    found = []
+    found, targets = [], [Mesh(sizes, ranks=range(4, 8)) for sizes, *_ in TARGETS]
     for sizes, form, page, dtype in SOURCES:
         a, cache = Mesh(sizes, ranks=range(4)), None
         KV, scale = whole(dtype)
@@ -64,8 +64,7 @@ def every_pair(world):
             cache = {"KV": placed(KV, a, form, page), "lengths": torch.tensor(LENGTHS)}
             cache |= {"scale": placed(scale, a, form, page)} if dtype == torch.int8 else {}
             cache |= {"pages": table(cache["KV"], page)} if page else {}
-        for to_sizes, to, to_page in TARGETS:
-            b = Mesh(to_sizes, ranks=range(4, 8))
+        for b, (_, to, to_page) in zip(targets, TARGETS, strict=True):
             with trace() as log:
                 new = serve.move(cache, CONFIG, a, b, form=form, target_form=to, page=to_page, length=S)
             right = new is None

@@ -3,6 +3,7 @@
     heads        heads and features over Y; the cache's batch over Z, along which the weights are replicas
     heads_batch  heads and features over Y and Z; the cache's heads over Y and its batch over Z, by two AllToAlls
     sequence     the same weights; the cache's sequence over Z, partial softmaxes combined
+    context      prefill under "heads" with the prompt over C
     weights_2d   "2d": weights over X as well, and the residual stream over all axes (Part 7, Appendix B)
 
 Each has embed(E, tokens, at) -> x, attention(W, x, at, l) -> Attn, mlp(W, x, at) -> Out, and head(params, x, at) ->

@@ -1,0 +1,53 @@
+"""Prefill with a prompt split over C beside heads over Y (Part 7, "Prefill": first model, then sequence parallelism).
+
+    x[B_ZE, T_C, D], W_Q[D, N_Y, H], KV[2, B_ZE, S, K_Y, H]: the cache as in `heads`, and the same on every rank along C
+Each rank along C computes some of the tokens, and gathers the keys and values of all, which it is to cache anyway: an
+AllGather of 2 B T K H / Y a layer. Its queries see those before them, so the last rank along C has the most to do.
+"""
+
+from torch import Tensor
+
+from scaling.collectives import einsum
+from scaling.models.pointwise import rms_norm
+from scaling.models.transformer import headed
+from scaling.serve.forms import At
+from scaling.serve.forms.parts import activated, own_biases, rows_of
+from scaling.serve.types import experts_axis
+from scaling.strategies.axes import all_gather, all_reduce, shard
+from scaling.strategies.expert import moe
+from scaling.strategies.transformer.layer import own_heads
+
+
+def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
+    """x[B_ZE, T_C, D] of tokens[B, T], whole on every rank."""
+    tokens = shard("tokens[B_ZE, T] -> tokens[B_ZE, T_C]", tokens[at.slots.rows], at.mesh)
+    x = rows_of(E, tokens, at.mesh, "Y")
+    return all_reduce("x[B_ZE, T_C, D] {U_Y} -> x[B_ZE, T_C, D]", x, at.mesh)
+
+
+def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+    """Attn[B_ZE, T_C, D], the keys and values of all tokens written to the cache."""
+    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    Q = einsum("y[B_ZE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_ZE, T_C, N_Y, H]", y, W["W_Q"])
+    K = einsum("y[B_ZE, T_C, D] * W_K[D, K_Y, H] -> K[B_ZE, T_C, K_Y, H]", y, own_heads(W["W_K"], at, 1))
+    V = einsum("y[B_ZE, T_C, D] * W_V[D, K_Y, H] -> V[B_ZE, T_C, K_Y, H]", y, own_heads(W["W_V"], at, 1))
+    Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
+    K = all_gather("K[B_ZE, T_C, K_Y, H] -> K[B_ZE, T, K_Y, H]", K, at.mesh)  # on the critical path
+    V = all_gather("V[B_ZE, T_C, K_Y, H] -> V[B_ZE, T, K_Y, H]", V, at.mesh)
+    O = at.slots.attend(l, Q, K, V, at.config.windows[l])
+    Attn = einsum("O[B_ZE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T_C, D] {U_Y}", O, W["W_O"])
+    Attn = all_reduce("Attn[B_ZE, T_C, D] {U_Y} -> Attn[B_ZE, T_C, D]", Attn, at.mesh)  # on the critical path
+    return Attn + W["b_O"] if "b_O" in W else Attn
+
+
+def mlp(W: dict, x: Tensor, at: At) -> Tensor:
+    """Out[B_ZE, T_C, D]."""
+    y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
+    if at.config.moe:
+        axis = experts_axis(at.mesh, "heads")
+        return moe(W, y, at.config, at.mesh, axis, tensor="Y", spec="y[B_ZE, T_C, D]")[0]
+    Tmp = einsum("y[B_ZE, T_C, D] * W_in[D, F_Y] -> Tmp[B_ZE, T_C, F_Y]", y, W["W_in"])
+    Gate = einsum("y[B_ZE, T_C, D] * W_gate[D, F_Y] -> Gate[B_ZE, T_C, F_Y]", y, W["W_gate"]) if "W_gate" in W else None
+    Tmp = activated(Tmp, Gate, at.config)
+    Out = einsum("Tmp[B_ZE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_ZE, T_C, D] {U_Y}", Tmp, W["W_out"])
+    return all_reduce("Out[B_ZE, T_C, D] {U_Y} -> Out[B_ZE, T_C, D]", Out, at.mesh)  # on the critical path
