@@ -35,6 +35,7 @@ class Engine:
 
     `draws`: of the requests that are not greedy, by id. `batch_invariant`: a request's logits are the same bits
     whatever runs beside it (`invariant`). `logits(id, place, logits[V])` is called for each token that is drawn.
+    `clock`: seconds, of the wall or of the processor.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Engine:
         mesh=None,
         dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
         logits: Callable[[int, int, Tensor], object] | None = None,
     ):
         if mesh is not None and mesh.sizes.get("Z", 1) > 1:
@@ -54,7 +56,7 @@ class Engine:
         if batch_invariant and mesh is not None:
             raise ValueError("the batch-invariant mode is of one device\n  fix: mesh=None")
         self.params, self.config, self.options, self.mesh = params, config, options, mesh
-        self.draws, self.logits = draws or {}, logits
+        self.draws, self.logits, self.clock = draws or {}, logits, clock
         self.sizes = invariant.agreeing(params) if batch_invariant else None
         self.device = params["norm"].device
         self.pools = {
@@ -63,11 +65,11 @@ class Engine:
         }
 
     def __call__(self, action: Run | Move) -> tuple[float, dict[int, int]]:
-        start = time.perf_counter()
+        start = self.clock()
         tokens = self._move(action) if isinstance(action, Move) else self._run(action)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return self._agreed(time.perf_counter() - start), tokens
+        return self._agreed(self.clock() - start), tokens
 
     def _agreed(self, seconds: float) -> float:
         """The mean over the mesh: all ranks have the same clock, and so the same steps."""

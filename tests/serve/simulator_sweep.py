@@ -1,0 +1,67 @@
+"""The simulator beside the engine on traces that it was not calibrated on: `python tests/serve/simulator_sweep.py`.
+
+A minute on one core. The engine's clock is the time of its processor, which others on the machine do not disturb.
+"""
+
+import random
+import statistics
+import sys
+import time
+
+import torch
+
+from scaling.configs import Config
+from scaling.models import transformer
+from scaling.serve import calibrate
+from scaling.serve.engine import Engine
+from scaling.serve.simulate import drive, simulate
+from scaling.serve.states import Options, Request
+
+CONFIG = Config("ten million", L=6, D=256, F=768, N=8, K=4, H=32, V=4096)
+
+
+def arrivals(seed: int, count: int, gap: float):
+    """Poisson arrivals, with prompts of 8 to 120 tokens and 4 to 40 to give; a third share a prefix."""
+    chance, now = random.Random(seed), 0.0
+    stem, found = [chance.randrange(CONFIG.V) for _ in range(48)], []
+    for id in range(count):
+        own = [chance.randrange(CONFIG.V) for _ in range(chance.randint(8, 72))]
+        found.append((now, Request(id, tuple((stem if chance.random() < 1 / 3 else []) + own), chance.randint(4, 40))))
+        now += gap * chance.expovariate(1)
+    return found
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    params, good = transformer.init(CONFIG, 0), True
+    print(f"{'policy':14}{'steps':>7}{'same':>6}  simulated over measured: TTFT p50, p95, TPOT p50, p95, tokens/s")
+    for policy in ("static", "interleaved", "chunked", "disaggregated"):
+        options = Options(pages=80, page=16, slots=8, budget=64, policy=policy)
+
+        def measured(seed: int, gap: float, options=options):
+            engine = Engine(params, CONFIG, options, clock=time.process_time)
+            return drive(arrivals(seed, 40, gap), options, engine)
+
+        measured(0, 0.0)
+        prices = calibrate.fit([s for seed in (1, 2) for s in measured(seed, 0.05).spans], options.page)
+        ratios, same = [], True
+        for seed, gap in ((11, 0.05), (12, 0.1), (13, 0.0)):
+            real = measured(seed, gap)
+            given = {id: (*times.tokens,) for id, times in real.requests.items()}
+            starts = {request.id: len(request.prompt) for _, request in arrivals(seed, 40, gap)}
+            token = lambda id, place, given=given, starts=starts: given[id][place - starts[id]]  # noqa: E731
+            model = simulate(arrivals(seed, 40, gap), options, calibrate.cost(prices, options.page), token=token)
+            ratios.append(
+                [model.percentile(w, p) / real.percentile(w, p) for w in ("ttft", "tpot") for p in (50, 95)]
+                + [model.throughput / real.throughput]
+            )
+            if not gap:  # all are there at the start: the order of events does not depend on the times
+                same = policy == "disaggregated" or model.steps == real.steps
+        middle = [statistics.median(column) for column in zip(*ratios, strict=True)]
+        good &= same and all(abs(r - 1) < 0.2 for r in middle[:4]) and abs(middle[4] - 1) < 0.1
+        print(f"{policy:14}{len(real.spans):7}{same!s:>6}  " + ", ".join(f"{r:.2f}" for r in middle))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
