@@ -6,11 +6,12 @@ import sys
 from dataclasses import replace
 
 from scaling.configs import MODELS, get
-from scaling.console import integer, number
+from scaling.console import SEEDS, integer, number
 from scaling.cost.decoding import FORMS
 from scaling.hardware import chip, chips
-from scaling.plan.serve import published, report
+from scaling.plan.serve import published, report, traces
 from scaling.plan.serve.candidates import OBJECTIVES, Service, plans
+from scaling.serve.policies import POLICIES
 
 STORED = ("bf16", "int8", "fp8", "int4")
 TIMES = (1, 1.5, 2, 3, 5, 10)  # limits of the front, as multiples of the fastest step
@@ -43,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--price", type=number(1e-6), help="dollars per chip and hour (default: the book's, if any)")
     parser.add_argument("--top", type=integer(), default=5, help="how many others to show (default 5)")
     parser.add_argument("--pareto", action="store_true", help="also the front of latency against throughput")
+    parser.add_argument("--rate", type=number(1e-6), help="also simulate requests that come so often a second")
+    parser.add_argument("--policy", choices=POLICIES, default="chunked", help="of batching (default chunked)")
+    parser.add_argument("--requests", type=integer(1, 10_000), default=64, help="to simulate (default 64)")
+    parser.add_argument("--seed", type=integer(0, SEEDS), default=0, help="of their arrivals (default 0)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
 
@@ -94,17 +99,23 @@ def main(arguments: list[str]) -> int:
         why = nothing(asked, hardware, fixed)
         print(json.dumps({"error": why}) if args.json else f"no plan: {why}", file=sys.stderr)
         return 1
+    served = None
+    if args.rate:
+        served = traces.trace(found[0], rate=args.rate, policy=args.policy, count=args.requests, seed=args.seed)
     spread = latencies(asked, hardware, fixed) if args.pareto else []
     if args.json:
         out = {"model": asked.config.name, "chip": hardware.name, "context": asked.context, "output": asked.generated}
         out |= {"weights": asked.weights, "kv": asked.kv, "compute": asked.compute, "best": report.as_dict(found[0])}
         out["others"] = [report.as_dict(one) for one in report.distinct(found, args.top + 1)[1:]]
         out |= {"pareto": [report.as_dict(one) for one in spread]} if args.pareto else {}
+        out |= {"simulated": traces.as_dict(served, args.rate, args.policy)} if served else {}
         print(json.dumps(out, indent=1))
         return 0
     print(report.text(found, args.objective, args.top, args.price, **fixed))
     if args.pareto:
         print("\n" + report.front(spread))
+    if served:
+        print("\n" + traces.text(found[0], served, args.rate, args.policy))
     return 0
 
 

@@ -1,0 +1,119 @@
+"""A plan under load: requests that come at random, through the engine's own scheduler, in the cost model's time.
+
+    served = trace(best, rate=2.0, policy="chunked", count=64, seed=0)       a scaling.serve.simulate.Served
+    print(gantt(served, 40), histogram(...))
+
+`scaling.serve.scheduler` decides the steps, as it does in the engine; only their times are modelled.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+
+from scaling.cost import decoding, serving
+from scaling.plan.serve.candidates import Served as Plan
+from scaling.serve.policies import PREFILL
+from scaling.serve.simulate import Served, simulate
+from scaling.serve.states import Move, Options, Request, Run
+
+PAGE = 64  # tokens
+BUDGET = 512  # tokens of a step, of the policy "chunked"
+
+
+def modelled(plan: Plan) -> Callable[[Run | Move], float]:
+    """Seconds of a step on the plan's slice: its bound, the FLOPs of prompts at the service's MFU; of a cache's move,
+    over the datacenter's network of all chips, or at once where the chip's file has none."""
+    s, sizes = plan.service, dict(plan.sizes)
+
+    def seconds(action: Run | Move) -> float:
+        if isinstance(action, Move):
+            return plan.load.kv(action.tokens) / (plan.chips * plan.chip.dcn_bw) if plan.chip.dcn_bw else 0.0
+        works = [(len(work.tokens), work.start + len(work.tokens)) for work in action.works]
+        step = serving.mixed(plan.load, works, plan.chip, plan.chips, s.compute)
+        new = sum(tokens for tokens, _ in works)
+        prompts = sum(tokens for tokens, _ in works if tokens > 1)
+        moved = decoding.collectives(plan.form, s.config, new, sizes)
+        comms = sum(decoding.seconds(one, plan.chip, plan.shape, sizes) for one in moved)
+        slower = step.math * ((prompts / s.mfu + new - prompts) / new)
+        return serving.Step(plan.copies * step.kv, step.weights, slower, comms).seconds
+
+    return seconds
+
+
+def trace(plan: Plan, *, rate: float, policy: str = "chunked", count: int = 64, seed: int = 0) -> Served:
+    """`count` requests of the service's lengths, `rate` a second on average, on the plan's batch as slots."""
+    draw, s, now, arrivals = random.Random(seed), plan.service, 0.0, []
+    for id in range(count):
+        now += draw.expovariate(rate)
+        arrivals.append((now, Request(id, tuple(range(id << 32, (id << 32) + s.prompt)), s.generated)))
+    pages = plan.batch * -(-s.context // PAGE)
+    options = Options(pages, PAGE, plan.batch, BUDGET + plan.batch, policy, prefix=False)
+    return simulate(arrivals, options, modelled(plan))
+
+
+def gantt(served: Served, width: int = 80, rows: int = 16) -> str:
+    """Slots in time: `P` a prompt runs, `d` a request decodes, `.` it waits in its slot, `>` its cache is moved.
+
+    A request takes the first row that is free; of more than `rows` rows the first are drawn.
+    """
+    busy: dict[int, list[tuple[float, float, str]]] = {}
+    for start, end, action in served.spans:
+        if isinstance(action, Move):
+            busy.setdefault(action.id, []).append((start, end, ">"))
+        else:
+            for work in action.works:
+                letter = "P" if len(work.tokens) > 1 or action.worker == PREFILL else "d"
+                busy.setdefault(work.id, []).append((start, end, letter))
+    scale, free, drawn = width / max(served.seconds, 1e-30), [], []
+    for parts in sorted(busy.values()):
+        first, last = parts[0][0], parts[-1][1]
+        row = next((i for i, until in enumerate(free) if until <= first), len(free))
+        if row == len(free):
+            free.append(0.0)
+            drawn.append([" "] * width)
+        free[row] = last
+        cells = drawn[row]
+        for start, end, letter in [(first, last, "."), *parts]:
+            a = min(width - 1, int(start * scale))
+            for i in range(a, min(width, max(a + 1, int(end * scale)))):
+                cells[i] = cells[i] if (cells[i], letter) == ("P", "d") else letter
+    shown = [f"{i:>3} |{''.join(cells)}|" for i, cells in enumerate(drawn[:rows])]
+    return "\n".join([*shown, *([f"    and {len(drawn) - rows} more slots"] if len(drawn) > rows else [])])
+
+
+def histogram(values: Sequence[float], unit: float = 1e-3, bins: int = 8, width: int = 40) -> str:
+    """Counts of values in bins as wide as each other in the logarithm, as bars; in `unit`s."""
+    known = sorted(v for v in values if not math.isnan(v) and v > 0)
+    if not known:
+        return "  (none)"
+    low, high = known[0], max(known[-1], known[0] * 1.01)
+    edges = [low * (high / low) ** (i / bins) for i in range(bins)] + [math.inf]
+    counts = [sum(a <= v < b for v in known) for a, b in itertools.pairwise(edges)]
+    return "\n".join(
+        f"  from {edge / unit:>9,.4g} {count:>5} {'#' * round(width * count / max(counts))}".rstrip()
+        for edge, count in zip(edges, counts, strict=False)
+    )
+
+
+def text(plan: Plan, served: Served, rate: float, policy: str) -> str:
+    """What is printed under the plan."""
+    tpot, ttft = ([getattr(times, what) for times in served.requests.values()] for what in ("tpot", "ttft"))
+    slices = "two slices, one that prefills" if policy == "disaggregated" else "one slice"
+    at = {(what, p): 1e3 * served.percentile(what, p) for what in ("ttft", "tpot") for p in (50, 95)}
+    return "\n".join([
+        f"Simulated: {len(served.requests)} requests, {rate:g} a second, {policy} on {slices}; the engine's scheduler",
+        f"  {served.throughput:,.0f} tokens/s; TTFT p50 {at['ttft', 50]:,.4g} ms, p95 {at['ttft', 95]:,.4g} ms; "
+        f"TPOT p50 {at['tpot', 50]:,.4g} ms, p95 {at['tpot', 95]:,.4g} ms",
+        "", f"Slots, {served.seconds:.3g} s across: P prompt, d decode, . waiting", gantt(served),
+        "", "TTFT, ms, and requests", histogram(ttft), "", "TPOT, ms, and requests", histogram(tpot),
+    ])  # fmt: skip
+
+
+def as_dict(served: Served, rate: float, policy: str) -> dict:
+    """The same as data. Seconds, tokens/s."""
+    return {
+        "requests": len(served.requests), "rate": rate, "policy": policy, "seconds": served.seconds,
+        "steps": len(served.spans), "tokens_per_second": served.throughput,
+        **{f"{what}_p{p}": served.percentile(what, p) for what in ("ttft", "tpot") for p in (50, 95)},
+    }  # fmt: skip
