@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import optree
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
 from scaling.algebra.layouts import Layout
 from scaling.algebra.resharding import reshard
 from scaling.algebra.steps import COLLECTIVES, Step
 from scaling.auto.tracing import Graph
 from scaling.collectives.plans import run_step
-from scaling.explicit.array import Array
+from scaling.explicit.arrays import Array
 from scaling.explicit.cheapest import sent
 from scaling.explicit.functions import LETTERS, Local
 from scaling.explicit.ops import Inferred, Op
@@ -68,7 +68,7 @@ class Lowered:
                 if last[key] == number and key not in self.outputs:
                     held.pop(key, None)
         results = [Array(held[n, at], at, self.graph.nodes[n].shape, self.mesh) for n, at in self.outputs]
-        return tree_unflatten(results, self.graph.structure)
+        return optree.tree_unflatten(self.graph.structure, results)
 
 
 def lower(

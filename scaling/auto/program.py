@@ -3,12 +3,13 @@
 import re
 from collections.abc import Callable, Sequence
 
-from torch.utils._pytree import tree_flatten, tree_map
+import optree
+import torch
 
 from scaling.auto.lowering import Lowered, lower
 from scaling.auto.planning import plan
 from scaling.auto.tracing import trace
-from scaling.explicit.array import Array, array, read_type, reshard
+from scaling.explicit.arrays import Array, array, read_type, reshard
 from scaling.explicit.functions import letters
 from scaling.spec import ShardingError, Spec, parse
 
@@ -23,56 +24,51 @@ class Program:
 
     def lower(self, *args) -> Lowered:
         """The program for arguments of these shapes: `.listing`, `.steps`, `.wire_bytes`. Meta tensors do."""
-        flat, structure = tree_flatten(args)
-        key = tuple((tuple(x.shape), x.dtype) for x in flat), str(structure)
+        flat, structure = optree.tree_flatten(args)
+        key = tuple((tuple(x.shape), x.dtype) for x in flat), structure
         if key not in self._lowered:
-            self._lowered[key] = self._lower(flat, structure)
+            self._lowered[key] = self._lower(args, flat)
         return self._lowered[key]
 
-    def _lower(self, flat, structure) -> Lowered:
-        wanted, types = tree_flatten(self.in_types if isinstance(self.in_types, tuple) else (self.in_types,))
-        if types != structure and len(wanted) != len(flat):
-            raise ShardingError(
-                f"{len(flat)} arguments and {len(wanted)} in_types\n"
-                f"  rule: in_types is a tuple with a type, or a tree of types, for each argument"
-            )
-        layouts = [read_type(t, x.shape, self.mesh, x.dtype) for t, x in zip(wanted, flat, strict=True)]
+    def _lower(self, args, flat) -> Lowered:
+        types = for_each(self.in_types if isinstance(self.in_types, tuple) else (self.in_types,), args, "in_types")
+        layouts = [read_type(t, x.shape, self.mesh, x.dtype) for t, x in zip(types, flat, strict=True)]
         names, first = [], 8
-        for number, (t, x) in enumerate(zip(wanted, flat, strict=True), 1):
+        for number, (t, x) in enumerate(zip(types, flat, strict=True), 1):
             names.append(named(t, letters(len(x.shape), first), f"x{number}"))
             first += len(x.shape)
-        graph = trace(self.fn, flat, structure)
-        asked = tree_flatten(self.out_types, is_leaf=lambda t: t is None)[0]
-        if self.out_types is None:
-            asked = [None] * len(graph.outputs)
-        if len(asked) != len(graph.outputs):
-            raise ShardingError(
-                f"{len(graph.outputs)} results and {len(asked)} out_types\n"
-                f"  rule: out_types is a type for each result, in the same tree; None leaves one to the planner"
-            )
+        graph = trace(self.fn, args)
         results = [graph.nodes[n] for n in graph.outputs]
-        ends = [
-            None if t is None else read_type(t, x.shape, self.mesh, x.dtype)
-            for t, x in zip(asked, results, strict=True)
-        ]
-        asked = [
-            None if t is None else named(t, letters(len(x.shape)), "") for t, x in zip(asked, results, strict=True)
-        ]
+        asked = for_each(self.out_types, optree.tree_unflatten(graph.structure, graph.outputs), "out_types")
+        both = list(zip(asked, results, strict=True))
+        ends = [None if t is None else read_type(t, x.shape, self.mesh, x.dtype) for t, x in both]
+        called = [None if t is None else named(t, letters(len(x.shape)), "") for t, x in both]
         constraints = {
             i: read_type(x.constraint, x.shape, self.mesh, x.dtype) for i, x in enumerate(graph.nodes) if x.constraint
         }
         chosen = plan(graph, layouts, ends, constraints, self.mesh)
-        return lower(graph, names, layouts, asked, chosen, self.mesh)
+        return lower(graph, names, layouts, called, chosen, self.mesh)
 
     def __call__(self, *args):
-        lowered = self.lower(*args)
-        flat = tree_flatten(args)[0]
+        lowered, flat = self.lower(*args), optree.tree_leaves(args)
         arrays = [
             reshard(x, at) if isinstance(x, Array) else array(x, at, self.mesh)
             for x, (_, at) in zip(flat, lowered.inputs, strict=True)
         ]
         result = lowered.run(arrays)
-        return result if any(isinstance(x, Array) for x in flat) else tree_map(Array.whole, result)
+        return result if any(isinstance(x, Array) for x in flat) else optree.tree_map(Array.whole, result)
+
+
+def for_each(types, tree, what: str) -> list:
+    """A type for each leaf of a tree: a leaf of the types stands for all below it."""
+    try:
+        return optree.broadcast_prefix(types, tree, is_leaf=lambda t: t is None or isinstance(t, Spec))
+    except ValueError as error:
+        raise ShardingError(
+            f"{what}: {types}\n  {str(error).splitlines()[0]}\n"
+            f"  rule: {what} are a tree as what they type, or one that stops earlier; None leaves a result open\n"
+            f"  fix: a tuple with a type for each argument; of one argument the type alone"
+        ) from None
 
 
 def named(type: "str | Spec", dims: Sequence[str], name: str) -> Spec:
@@ -80,6 +76,7 @@ def named(type: "str | Spec", dims: Sequence[str], name: str) -> Spec:
     text = str(type)
     spec = None if re.search(r"[\[,]\s*\d", text) else parse(type)
     own = text.partition("[")[0].strip() if spec is None else spec.name
+    own = "" if isinstance(getattr(torch, own or "_", None), torch.dtype) else own
     return Spec(own or name, tuple((d, ()) for d in (dims if spec is None else spec.dim_names)))
 
 

@@ -4,15 +4,15 @@ Nothing is computed and no sharding is known yet. What the program makes of its 
 operators and methods becomes a node; `explicit.reshard` becomes a constraint.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import optree
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from scaling.explicit.array import reshard
+from scaling.explicit.arrays import reshard
 from scaling.explicit.functions import Call, name_of, read
 from scaling.explicit.ops import Shape
 from scaling.spec import ShardingError
@@ -64,7 +64,7 @@ class Recording(TorchFunctionMode):
         if func is reshard:
             x, type = args
             return self.add(x.clone(), Node(tuple(x.shape), x.dtype, (self.number(x),), None, str(type)))
-        if name_of(func) in SHAPE_ONLY.split() or not any(_is_array(x) for x in tree_flatten((args, kwargs))[0]):
+        if name_of(func) in SHAPE_ONLY.split() or not any(_is_array(x) for x in optree.tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         call = read(func, args, kwargs, _is_array)
         operands = tuple(self.number(x) for x in call.operands)
@@ -82,17 +82,19 @@ def _is_array(x) -> bool:
     return isinstance(x, Tensor) and (x.is_meta or x.dim() > 0)
 
 
-def trace(fn: Callable, flat: Sequence, structure) -> Graph:
-    """The graph of fn on arguments of these shapes and dtypes: `flat` leaves of a tree of this structure."""
+def trace(fn: Callable, args: tuple) -> Graph:
+    """The graph of fn on trees of arguments of these shapes and dtypes."""
     graph = Graph()
     recording = Recording(graph)
-    metas = []
-    for x in flat:
-        meta = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
-        metas.append(recording.add(meta, Node(tuple(x.shape), x.dtype)))
+
+    def meta(x):
+        made = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+        return recording.add(made, Node(tuple(x.shape), x.dtype))
+
+    metas = optree.tree_map(meta, args)
     with recording:
-        result = fn(*tree_unflatten(metas, structure))
-    leaves, graph.structure = tree_flatten(result)
+        result = fn(*metas)
+    leaves, graph.structure = optree.tree_flatten(result)
     if not all(isinstance(x, Tensor) for x in leaves):
         raise ShardingError("a program in auto mode returns tensors, or a tree of them")
     graph.outputs = tuple(recording.number(x) for x in leaves)

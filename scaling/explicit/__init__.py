@@ -5,7 +5,7 @@
 `functions` the table of torch's functions, `cheapest` the search behind an error's fix.
 """
 
-from scaling.explicit.array import Array, array, reshard
+from scaling.explicit.arrays import Array, array, reshard
 from scaling.explicit.derivatives import grad, vjp
 from scaling.explicit.typed import amax, einsum, matmul, mean, reshape, sum
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from scaling.algebra.layouts import Layout
-from scaling.explicit.array import Array, array, reshard, type_text
+from scaling.explicit.arrays import Array, array, reshard
 from scaling.spec import ShardingError
 
 
@@ -53,24 +53,27 @@ def vjp(f: Callable, *primals) -> tuple:
     return y, pulled
 
 
-def grad(f: Callable, argnums: int = 0) -> Callable:
-    """The gradient of a scalar function in one argument, an array or a tree of them: torch.func.grad, typed.
+def grad(f: Callable, argnums: int | tuple[int, ...] = 0) -> Callable:
+    """The gradient of a scalar function in an argument, an array or a tree of them, or in several: torch.func.grad,
+    typed.
 
     The loss may still be unreduced, `[] {U_XY}`, each device's own terms: then nothing is sent for it. Where it is the
     same along an axis, it counts once.
     """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def gradient(*args):
-        def of_one(x):
-            return f(*args[:argnums], x, *args[argnums + 1 :])
+        def of_these(*xs):
+            filled = list(args)
+            for i, x in zip(numbers, xs, strict=True):
+                filled[i] = x
+            return f(*filled)
 
-        loss, pull = vjp(of_one, args[argnums])
+        loss, pull = vjp(of_these, *(args[i] for i in numbers))
         if loss.shape:
-            raise ShardingError(
-                f"grad of {type_text(loss.layout, loss.shape, loss.dtype)}\n  rule: a gradient is a scalar's\n"
-                f"  fix: sum it, or use vjp"
-            )
+            raise ShardingError(f"grad of {loss.type}\n  rule: a gradient is a scalar's\n  fix: sum it, or use vjp")
         one = torch.ones((), dtype=loss.dtype, device=loss.mesh.device)
-        return pull(array(one, "[]", loss.mesh))[0]
+        grads = pull(array(one, "[]", loss.mesh))
+        return grads[0] if isinstance(argnums, int) else grads
 
     return gradient

@@ -7,7 +7,7 @@ the cheapest lines, also where the operation itself would be refused. They take 
 import torch
 from torch import Tensor
 
-from scaling.explicit.array import Array, call, reshard
+from scaling.explicit.arrays import Array, call, reshard
 from scaling.spec import Spec
 
 Type = str | Spec | None

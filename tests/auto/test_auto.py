@@ -106,8 +106,8 @@ def test_bad_input_is_refused():
     for fn, in_types, out, args, said in (
         (lambda x: x, ("x[B_X, D_Y]",), "y[B, D]", (meta(6, 16),), "does not divide into 4 blocks"),
         (lambda x: x, types, "y[B, D, E]", (x,), "3 dims"),
-        (lambda x: x, types * 2, "y[B, D]", (x,), "1 arguments and 2 in_types"),
-        (lambda x: (x, x), types, "y[B, D]", (x,), "2 results and 1 out_types"),
+        (lambda x: x, types * 2, "y[B, D]", (x,), "in_types are a tree as what they type"),
+        (lambda x: (x, x), types, ("y[B, D]",), (x,), "out_types are a tree as what they type"),
         (lambda x: x.reshape(-1, 5), types, None, (x,), "invalid"),
         (lambda x: torch.topk(x, 2)[0], types, None, (x,), "topk: not a function whose sharding is known"),
         (lambda x: x + torch.ones(8, 16), types, None, (x,), "fix: give it as an argument"),

@@ -1,18 +1,18 @@
 """Arrays that carry their type: what they print, values and gradients on ranks beside one device, and refusals."""
 
 import re
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from scaling import explicit
+from scaling.collectives import all_reduce
+from scaling.explicit import arrays
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 
-module = sys.modules["scaling.explicit.array"]  # the name of the function array hides it
-plain = module.call
+plain = arrays.call
 MESH = AbstractMesh({"X": 4, "Y": 2})
 
 
@@ -78,7 +78,7 @@ def test_what_has_no_type_is_refused_with_a_line_that_is_then_accepted(f, rule, 
     a, b = abstract((8, 16), "[8_X, 16_Y]"), abstract((16, 8), "[16_Y, 8]")
     u = torch.einsum("ij,jk->ik", a, abstract((16, 16), "[16_Y, 16]"))
     calls = []
-    monkeypatch.setattr(module, "call", lambda *call: calls.append(call) or plain(*call))
+    monkeypatch.setattr(arrays, "call", lambda *call: calls.append(call) or plain(*call))
     with pytest.raises(ShardingError, match=re.escape(rule)) as refusal:
         f(a, b, u)
     text = str(refusal.value)
@@ -86,9 +86,9 @@ def test_what_has_no_type_is_refused_with_a_line_that_is_then_accepted(f, rule, 
     fixes = re.findall(r'reshard\((it|operand \d), "([^"]*)"\), [\w, ]+: [\d,]+ bytes sent', text)
     assert fixes
     func, args, kwargs = calls[-1]
-    arrays, args = [i for i, x in enumerate(args) if isinstance(x, explicit.Array)], list(args)
+    places, args = [i for i, x in enumerate(args) if isinstance(x, explicit.Array)], list(args)
     for which, type in fixes:
-        i = arrays[0 if which == "it" else int(which.split()[1]) - 1]
+        i = places[0 if which == "it" else int(which.split()[1]) - 1]
         args[i] = explicit.reshard(args[i], type)
     wanted = re.search(r"the result is (.*); or give", text)[1]
     assert plain(func, tuple(args), kwargs).type == wanted
@@ -120,16 +120,16 @@ def test_bad_input_is_refused():
 def gradients(mesh):
     types = {"W_in": "[D, F_Y]", "W_out": "[F_Y, D]", "x": "[B_X, D]", "y": "[B_X, D]"}
     whole = operands()
-    arrays = {name: explicit.array(x, types[name], mesh) for name, x in whole.items()}
+    given = {name: explicit.array(x, types[name], mesh) for name, x in whole.items()}
 
     def loss(params):
-        data = arrays["x"], arrays["y"]
+        data = given["x"], given["y"]
         W_in, W_out = params["W_in"], params["W_out"]
         z = F.gelu(torch.einsum("bd,df->bf", data[0], W_in))
         out = explicit.reshard(torch.einsum("bf,fd->bd", z, W_out), "[B_X, D]")
         return (torch.softmax(out, -1) * data[1]).sum()
 
-    params = {name: arrays[name] for name in ("W_in", "W_out")}
+    params = {name: given[name] for name in ("W_in", "W_out")}
     grads = explicit.grad(loss)(params)
     assert {name: g.type for name, g in grads.items()} == {
         "W_in": "float64[6, 8_Y] {U_X}", "W_out": "float64[8_Y, 6] {U_X}",
@@ -137,6 +137,15 @@ def gradients(mesh):
     reduced = explicit.grad(lambda p: explicit.reshard(loss(p), "[]"))(params)  # counts once, not for each device
     for name in grads:
         torch.testing.assert_close(reduced[name].whole(), grads[name].whole(), rtol=1e-12, atol=1e-14)
+    W_in, W_out = explicit.grad(lambda *Ws: loss(dict(zip(params, Ws, strict=True))), (0, 1))(*params.values())
+    assert (W_in.type, W_out.type) == (grads["W_in"].type, grads["W_out"].type)
+
+    def on_whole(W):  # torch's own grad, of a tensor that every rank has: each rank's terms of the loss
+        total = loss(params | {"W_in": explicit.array(W, "[D, F_Y]", mesh)})
+        return explicit.reshard(total, "[] {U_XY}").local
+
+    terms = all_reduce("dW[D, F] {U_XY} -> dW[D, F]", torch.func.grad(on_whole)(whole["W_in"]), mesh)
+    torch.testing.assert_close(terms, grads["W_in"].whole(), rtol=1e-12, atol=1e-14)
     return {name: g.whole() for name, g in grads.items()} | {"loss": loss(params).whole()}
 
 
