@@ -167,7 +167,7 @@ def main(argv=None) -> int:
         memory = args.memory or available(args.device, AbstractMesh(sizes).size())
         pools = 2 if args.policy == "disaggregated" else 1
         check_fits(config, sizes, 1, pools * pages * args.page, DTYPES[args.dtype], memory)
-        served = Served((), {})
+        served: Any = Served((), {})
         if lines:
             work = run, sizes, args, config, tokenizer, lines, options
             torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1

@@ -112,16 +112,16 @@ def stream(
 
 
 class _Batch:
-    """The rows' tokens and the model's cache of them; `more` rows of no prompt let the batch divide over its axes."""
+    """The rows' tokens and their cache, with `room` for new ones; `more` rows of no prompt let the batch divide."""
 
-    def __init__(self, params: dict, rows: list[list[int]], config: Config, more: int, mesh, page, form: str):
+    def __init__(self, params: dict, rows: list[list[int]], config: Config, room: int, mesh, page, form: str):
         self.params, self.config, self.rows = params, config, rows
         self.options: dict[str, Any] = {"mesh": mesh, "form": form, "donate": True}
         mesh = ONE if mesh is None else mesh
         spec = parse(present(f"l[{ROWS[form]}]", mesh))
         self.more = -len(rows) % mesh.size(spec.dims[0][1])
-        self.device = params["norm"].device
-        B, length = len(rows) + self.more, max(map(len, rows)) + more
+        self.device, self.room = params["norm"].device, room
+        B, length = len(rows) + self.more, max(map(len, rows)) + room
         length += -length % mesh.sizes.get("Z", 1)
         self.cache = init_cache(config, B, length, mesh=mesh, page=page, form=form)
 
@@ -187,10 +187,8 @@ class _Model(_Batch):
                 f"the draft {config.name} has V={config.V}, {target.config.name} has V={target.config.V}\n"
                 "  fix: a draft with the same vocabulary"
             )
-        KV, pages = target.cache["KV"], target.cache.get("pages")
-        room = KV.shape[3] * (1 if pages is None else pages.shape[1])
         mesh, form = target.options["mesh"], target.options["form"]
-        super().__init__(params, target.rows, config, room - max(map(len, target.rows)), mesh, None, form)
+        super().__init__(params, target.rows, config, target.room, mesh, None, form)
         self.k = k
 
     def propose(self, how: Sampling, u: Tensor, live: list[bool]) -> tuple[Tensor, Tensor]:

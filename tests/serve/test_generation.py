@@ -8,8 +8,8 @@ from scaling.configs import Config
 from scaling.models import transformer
 from scaling.serve.sampling import Sampling, probabilities, request_seeds, uniforms
 
-CONFIG = Config("tiny", L=2, D=16, F=24, N=4, K=2, H=4, V=30)
-SMALL = Config("small", L=1, D=8, F=8, N=2, K=1, H=4, V=30)
+CONFIG = Config("tiny", L=2, D=16, F=24, N=4, K=2, H=4, V=32)
+SMALL = Config("small", L=1, D=8, F=8, N=4, K=1, H=4, V=32)
 params = transformer.init(CONFIG, 1, torch.float64)
 small = transformer.init(SMALL, 2, torch.float64)
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3], [2]]
@@ -63,7 +63,7 @@ def test_sampled_with_a_draft_has_the_models_distribution():
     p = probabilities(
         transformer.forward(params, torch.tensor([[5, 3, first]]), config=CONFIG)[0, -1], Sampling(1.0, top_k=4)
     )
-    counts = torch.bincount(drawn, minlength=30).double()
+    counts = torch.bincount(drawn, minlength=32).double()
     assert counts[p == 0].sum() == 0
     some = p > 0
     statistic = ((counts[some] - len(drawn) * p[some]) ** 2 / (len(drawn) * p[some])).sum()
@@ -92,10 +92,10 @@ def test_logprobs_and_scores_are_the_models():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"prompts": [[1], []]}, "prompt 1 is empty"), ({"prompts": [[30]]}, "prompt 0: token 30.*0..29"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty"), ({"prompts": [[32]]}, "prompt 0: token 32.*0..31"),
         ({"prompts": [[-1]]}, "token -1"), ({"max_new_tokens": -1}, "max_new_tokens"), ({"top_k": 0}, "top_k"),
         ({"draft": 3}, "draft=3"), ({"draft": "ngram", "proposals": 0}, "proposals"),
-        ({"draft": (small, SMALL.with_(V=31))}, "same vocabulary"),
+        ({"draft": (small, SMALL.with_(V=33))}, "same vocabulary"),
     ],
 )  # fmt: skip
 def test_bad_input(change, named):
@@ -111,12 +111,16 @@ def test_nothing_to_do():
 
 def on_a_mesh(mesh):
     mine = tree.shard(params, serve.specs(CONFIG, mesh), mesh)
-    sampled = serve.generate(mine, PROMPTS[:3], CONFIG, 3, temperature=0.9, seed=2, mesh=mesh)
+    split = tree.shard(params, serve.specs(CONFIG, mesh, form="sequence"), mesh)
+    drafted = tree.shard(small, serve.specs(SMALL, mesh, form="sequence"), mesh), SMALL
+    options = {"temperature": 0.9, "seed": 2, "draft": drafted, "proposals": 2}
+    sampled = serve.generate(split, PROMPTS[:3], CONFIG, 3, mesh=mesh, form="sequence", **options)
     return serve.generate(mine, PROMPTS[:3], CONFIG, 3, mesh=mesh), sampled
 
 
 def test_on_a_mesh(ranks):
-    """Heads over Y, a batch of three over Z = 2."""
+    """Heads over Y, a batch of three over Z = 2; with a draft, sampled, the caches' sequence over Z."""
     greedy = serve.generate(params, PROMPTS[:3], CONFIG, 3)
-    sampled = serve.generate(params, PROMPTS[:3], CONFIG, 3, temperature=0.9, seed=2)
+    options = {"temperature": 0.9, "seed": 2, "draft": (small, SMALL), "proposals": 2}
+    sampled = serve.generate(params, PROMPTS[:3], CONFIG, 3, **options)
     assert ranks(on_a_mesh, {"Y": 2, "Z": 2}) == [(greedy, sampled)] * 4
