@@ -54,7 +54,7 @@ def sdpa(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, scale: 
     T, S = Q.shape[1], K.shape[1]
     plain = segments is None and (window is None or window >= S) and (T == S or T == 1)
     mask = None if plain else _mask(Q, K, window, segments)
-    heads = (x.transpose(1, 2) for x in (Q, K, V))
+    heads = [x.transpose(1, 2) for x in (Q, K, V)]
     try:
         O = F.scaled_dot_product_attention(
             *heads, attn_mask=mask, is_causal=plain and T > 1, scale=scale, enable_gqa=K.shape[2] < Q.shape[2]
@@ -62,6 +62,16 @@ def sdpa(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, scale: 
     except NotImplementedError:
         return dot_product_attention(Q, K, V, window=window, segments=segments, scale=scale)
     return O.transpose(1, 2)
+
+
+def fused(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None) -> Tensor:
+    """`sdpa`; of meta tensors too by a kernel that holds no scores, where torch would choose the form that does."""
+    if not Q.is_meta:
+        return sdpa(Q, K, V, window=window, segments=segments)
+    mask = None if window is None and segments is None else _mask(Q, K, window, segments).to(Q.dtype)
+    heads = (x.transpose(1, 2) for x in (Q, K, V))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(*heads, 0.0, mask is None, attn_mask=mask)[0].transpose(1, 2)
 
 
 def dot_product_attention(Q, K, V, *, window=None, segments=None, scale: float | None = None) -> Tensor:

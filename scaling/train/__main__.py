@@ -16,24 +16,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
-import torch
-
-from scaling import launch, tree
+from scaling import launch
 from scaling.configs import MODELS, Config, get, load
 from scaling.console import command, integer, number
 from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
-from scaling.models import transformer as model
-from scaling.sizes import format_sizes, parse_mesh
-from scaling.spec import parse
+from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
-from scaling.trace.peak import peak_memory
-from scaling.train import elastic, tokenize
+from scaling.train import compare, dry, elastic, tokenize
 from scaling.train.loop import STOP, run
 from scaling.train.progress import describe
-from scaling.train.settings import DTYPES, Settings, optimizer_of
+from scaling.train.settings import DTYPES, Settings
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -67,6 +61,7 @@ def arguments(argv=None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, if any")
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
+    parser.add_argument("--norms", action="store_true", help="write each leaf's gradient norm to norms.jsonl")
     parser.add_argument("--chip", default="", help="of whose FLOPs/s MFU is a share: h100, or what measure wrote")
     parser.add_argument("--profile", default="", metavar="PLACE", help="profile steps 3 to 7: FILE.json or a folder")
     parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
@@ -95,34 +90,12 @@ def model_of(args) -> tuple[Config, str]:
     return load(folder) if folder.suffix == ".json" else get(args.model), ""
 
 
-def dry_run(settings: Settings, sizes: dict[str, int]) -> str:
-    """What each rank holds, computes and sends in a step, from a run on an abstract mesh."""
-    mesh, config, dtype = AbstractMesh(sizes), settings.model, DTYPES[settings.dtype]
-    shapes = transformer.shard(model.init(config, 0, dtype, "meta"), config, mesh)
-    state = optimizer_of(settings).init(shapes)
-    local = parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
-    batch = torch.empty(local, dtype=torch.int64, device="meta")
-    with peak_memory() as memory:
-        transformer.loss_and_grads(
-            shapes, batch, batch, config, mesh, microbatches=settings.microbatches, remat=settings.remat
-        )
-    log = [event for event, _, _ in memory.steps]
-    rows = [
-        ("params", f"{tree.nbytes(shapes):,} bytes"),
-        ("optimizer's state", f"{tree.nbytes(state):,} bytes"),
-        ("most at once in a step, beside these", f"{memory.peak:,} bytes"),
-        ("sent in a step", f"{sum(event.wire_bytes for event in log):,} bytes"),
-        ("collectives", f"{sum(event.op not in ('Einsum', 'Slice') for event in log)}"),
-    ]
-    width = max(len(what) for what, _ in rows)
-    lines = [f"each of {mesh.size()} ranks of {format_sizes(sizes)}:"]
-    return "\n".join([*lines, *(f"  {what:<{width}}  {value}" for what, value in rows)])
-
-
 def main(argv=None) -> int:
     given = sys.argv[1:] if argv is None else argv
     if given[:1] == ["tokenize"]:
         return tokenize.main(given[1:])
+    if given[:1] == ["compare"]:
+        return compare.main(given[1:])
     args = arguments(argv)
     try:
         sizes, (config, weights) = parse_mesh(args.mesh), model_of(args)
@@ -133,8 +106,10 @@ def main(argv=None) -> int:
             settings, sizes = elastic.shared(settings, sizes, on), on
         transformer.specs(config, AbstractMesh(sizes))
         if args.dry_run:
-            print(describe(settings, sizes) + "\n" + dry_run(settings, sizes))
+            print(describe(settings, sizes) + "\n" + dry.table(dry.count(settings, sizes), sizes))
             return 0
+        if int(os.environ.get("RANK", 0)) == 0:
+            dry.refuse_too_large(settings, sizes, dry.available(args.device, AbstractMesh(sizes).size()))
         with prepared(settings, args):
             return trained(settings, sizes, args)
     except launch.RankError as error:

@@ -84,11 +84,9 @@ def load(
     is not read, such as the optimizer's state beside params. FileNotFoundError if there is no such step; ValueError
     that names the leaf, or the file, that is missing, misshaped or damaged.
     """
-    path = Path(folder) / name(latest(folder) if step is None else step)
-    if not (path / "index.json").is_file():
-        raise FileNotFoundError(f"{path}: there is no complete checkpoint here")
-    index = json.loads((path / "index.json").read_text())
-    saved, values, files = index["leaves"], index["values"], {}
+    step = latest(folder) if step is None else step
+    path, content = Path(folder) / name(step), index(folder, step)
+    saved, values, files = content["leaves"], content["values"], {}
     found = []
     for where, text in tree.named_leaves(specs, "state").items():
         if where not in saved:
@@ -97,7 +95,22 @@ def load(
     if not among and (extra := sorted(set(saved) - set(tree.named_leaves(specs, "state")))):
         raise ValueError(f"{path}: holds {extra[0]}, which the state to be loaded does not have")
     leaves = iter(found)
-    return _with_values(tree.map(lambda _: next(leaves), specs), values), index["step"]
+    return _with_values(tree.map(lambda _: next(leaves), specs), values), content["step"]
+
+
+def index(folder, step: int) -> dict:
+    """What a step's index.json says. FileNotFoundError if that step is not complete."""
+    path = Path(folder) / name(step)
+    if not (path / "index.json").is_file():
+        raise FileNotFoundError(f"{path}: there is no complete checkpoint here")
+    return json.loads((path / "index.json").read_text())
+
+
+def leaf(folder, step: int, where: str, mesh) -> Tensor:
+    """One whole leaf of a step, by its place, on the mesh's device."""
+    saved = index(folder, step)["leaves"][where]
+    data = partial(block, Path(folder) / name(step), {})
+    return assembled(where, saved, parse(saved["type"]).whole(), mesh, IN_ORDER, data)
 
 
 def latest(folder) -> int:

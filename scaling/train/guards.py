@@ -16,7 +16,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import all_gather
 from scaling.spec import Spec, format_axes, parse
-from scaling.train.blocks import coordinates
+from scaling.train.blocks import coordinates, first_replica
 
 CHUNK = 1 << 20  # elements hashed at a time
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,6 +55,15 @@ def check_finite(loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> N
         f"{'; '.join(found[:3]) or 'the loss alone'}{more}\n  fix: a lower --lr, a longer --warmup, or --dtype fp32; "
         "params have not been updated with it"
     )
+
+
+def leaf_norms(grads, specs, mesh) -> Tensor:
+    """float64[leaves]: the norm of each whole gradient, in the order of `tree.named_leaves`, on every rank."""
+    squares = [
+        leaf.double().square().sum() * first_replica(spec, mesh.coord, mesh)
+        for _, leaf, spec in tree.paired(grads, specs)
+    ]
+    return everyone(torch.stack(squares), mesh).sum(0).sqrt()
 
 
 @dataclass

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from scaling import tree
 from scaling.collectives import all_reduce
 from scaling.profile.steps import watched
 from scaling.spec import format_axes
@@ -16,7 +17,7 @@ from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.trace import trace
 from scaling.train import checkpoint, guards
-from scaling.train.batches import ahead
+from scaling.train.batches import Batch, ahead
 from scaling.train.evaluate import evaluate, local
 from scaling.train.inputs import inputs
 from scaling.train.pace import Pace, still
@@ -48,7 +49,7 @@ def run(mesh, settings: Settings) -> dict:
             progress.warn(pace.slow(mesh, number) if len(pace.steps) >= 8 else "")
             began = time.perf_counter()
         with trace() as log:
-            params, state, metrics = step(params, state, [local(x, mesh) for x in whole], donate=True)
+            params, state, metrics = step(params, state, placed(whole, mesh), donate=True)
             loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
         seconds, stood = time.perf_counter() - began, still(log) if mesh.device.type == "cpu" else None
         pace.add(seconds, stood or 0.0)
@@ -59,6 +60,8 @@ def run(mesh, settings: Settings) -> dict:
         if last or asked or (settings.eval_every and number % settings.eval_every == 0):
             result["valid"] = record["valid"] = evaluate(params, valid, settings, mesh)
         progress.say(record)
+        if settings.norms:
+            progress.norms(number, tree.named_leaves(types), metrics["norms"].tolist())
         progress.warn(losses.jump(loss, number))
         if last or asked or (settings.save_every and number % settings.save_every == 0):
             if saving is not None:
@@ -70,6 +73,12 @@ def run(mesh, settings: Settings) -> dict:
     if saving is not None:
         saving.result()
     return result
+
+
+def placed(batch: Batch, mesh) -> tuple:
+    """This rank's part of a batch; no segments if each row is of one document, since a mask of them costs T^2."""
+    tokens, targets, segments = (local(x, mesh) for x in batch)
+    return tokens, targets, segments if bool((batch[2] != batch[2][:, :1]).any()) else None
 
 
 def stop_asked(out: Path, mesh) -> bool:

@@ -4,7 +4,7 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +63,12 @@ class Progress:
         with open(Path(self.settings.out) / "metrics.jsonl", "a") as log:
             log.write(json.dumps(record) + "\n")
         print(line(record, self.settings.steps), flush=True)
+
+    def norms(self, step: int, leaves: Iterable[str], norms: Iterable[float]) -> None:
+        """The norm of each leaf's gradient, as a line of norms.jsonl."""
+        if self.mesh.rank == 0:
+            with open(Path(self.settings.out) / "norms.jsonl", "a") as log:
+                log.write(json.dumps({"step": step, "norms": dict(zip(leaves, norms, strict=True))}) + "\n")
 
     def warn(self, text: str) -> None:
         if text and self.mesh.rank == 0:

@@ -18,7 +18,8 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 class Settings:
     """What a run is made of beside its mesh. `batch`: sequences of the global batch, of `seq` tokens each. `weights`:
     a Hugging Face folder to begin with, if any. `data`: a path, or several by weight, "A:3,B:1". `profile`: where a
-    profile of a few steps is written, if anywhere. `chip`: of which MFU is a share."""
+    profile of a few steps is written, if anywhere. `chip`: of which MFU is a share. `norms`: write each leaf's gradient
+    norm to norms.jsonl."""
 
     model: Config
     data: str
@@ -44,6 +45,7 @@ class Settings:
     weights: str = ""
     tokenizer: str = "bytes"
     chip: str = ""
+    norms: bool = False
     profile: str = ""
 
 

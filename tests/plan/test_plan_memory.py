@@ -129,7 +129,7 @@ TRANSFORMERS = [
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(("mesh", "fields"), TRANSFORMERS)
 def test_a_transformer(mesh, fields, microbatches, monkeypatch):
-    monkeypatch.setattr(api, "sdpa", lambda Q, K, V, window=None, segments=None: Kernel.apply(Q, K, V))
+    monkeypatch.setattr(api, "fused", lambda Q, K, V, window=None, segments=None: Kernel.apply(Q, K, V))
     config, T, abstract = get("llama3-8b").with_(L=8, V=32000), 4096, AbstractMesh(mesh)
     sequences = 32 * microbatches
     params = tree.map(

@@ -98,7 +98,8 @@ def test_stopped_it_saves_and_can_go_on(corpus, tmp_path):
         (["--data", "nowhere.txt"], "nowhere.txt: no text"),
         (["--mesh", "Q=2"], "splits nothing of a Transformer"),
         (["--mesh", "Y=3"], "do not divide into 3 blocks"),
-        (["--seq", "999999"], "hold no sequence of 999999"),
+        (["--seq", "19999", "--batch", "1"], "hold no sequence of 19999"),
+        (["--seq", "999999"], "fix: more ranks along X, or a smaller model: no batch fits"),
     ],
 )
 def test_refused_in_a_line(corpus, tmp_path, capsys, options, words):

@@ -9,7 +9,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import einsum
 from scaling.configs import Config
-from scaling.models.attention import sdpa
+from scaling.models.attention import fused
 from scaling.models.rope import restarted, tables
 from scaling.spec import ShardingError, Spec
 from scaling.strategies import context as ring
@@ -187,7 +187,7 @@ class Placed:
 
     def attend(self, segments: Tensor | None):
         if not self.split:
-            return lambda Q, K, V, window: sdpa(Q, K, V, window=window, segments=segments)
+            return lambda Q, K, V, window: fused(Q, K, V, window=window, segments=segments)
         return lambda Q, K, V, window: ring.attention(
             Q, K, V, self.mesh, axis="C", form=self.form, window=window, segments=segments
         )

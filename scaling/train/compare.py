@@ -1,0 +1,85 @@
+"""`python -m scaling.train compare A B`: the first step, and the first leaf, at which two runs differ.
+
+What is compared: the options; the losses and gradient norms of each step; with --norms also those of each leaf; and the
+leaves of checkpoints that both have.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from scaling.mesh import Mesh
+from scaling.train import checkpoint
+
+
+def metrics(folder: Path, name: str) -> dict[int, dict]:
+    """{step: record} of a file of JSON lines; of a step that was run twice, the later one."""
+    path = folder / name
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {record["step"]: record for record in map(json.loads, lines)}
+
+
+def apart(a: float, b: float, tolerance: float) -> bool:
+    return not (a == b or abs(a - b) <= tolerance * max(abs(a), abs(b)))
+
+
+def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
+    """What differs first, by each thing compared. ValueError if one is no run's folder."""
+    for folder in (a, b):
+        if not (folder / "run.toml").is_file():
+            raise ValueError(f"{folder}: no run is here: run.toml is missing")
+    ours, theirs = (set((folder / "run.toml").read_text().splitlines()) for folder in (a, b))
+    for text in sorted(ours ^ theirs):
+        if not text.startswith("out ="):
+            yield f"option: {text} in {a if text in ours else b} alone"
+    both = metrics(a, "metrics.jsonl"), metrics(b, "metrics.jsonl")
+    for step in sorted(both[0].keys() & both[1].keys()):
+        found = [key for key in ("loss", "grad_norm") if apart(both[0][step][key], both[1][step][key], tolerance)]
+        if found:
+            yield f"step {step}: {found[0]} {both[0][step][found[0]]!r} and {both[1][step][found[0]]!r}"
+            break
+    both = metrics(a, "norms.jsonl"), metrics(b, "norms.jsonl")
+    for step in sorted(both[0].keys() & both[1].keys()):
+        one, other = both[0][step]["norms"], both[1][step]["norms"]
+        if found := [leaf for leaf in one if leaf in other and apart(one[leaf], other[leaf], tolerance)]:
+            yield f"step {step}: the gradient of {found[0]}: norms {one[found[0]]!r} and {other[found[0]]!r}"
+            break
+    for step in sorted({*checkpoint.complete(a)} & {*checkpoint.complete(b)}):
+        if found := leaf_apart(a, b, step, tolerance):
+            yield f"checkpoint of step {step}: {found}"
+            break
+
+
+def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
+    """The first leaf of a checkpoint, params before moments, that differs, and by how much; or nothing."""
+    mesh, indices = Mesh({"X": 1}), [checkpoint.index(folder, step)["leaves"] for folder in (a, b)]
+    for where in sorted(indices[0], key=lambda where: ("params" not in where, where)):
+        if where not in indices[1]:
+            return f"{where} is in {a} alone"
+        one, other = (checkpoint.leaf(folder, step, where, mesh) for folder in (a, b))
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{where} is {tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}"
+        far = (one - other).abs().double()
+        wrong = far > tolerance * torch.maximum(one.abs(), other.abs())
+        if wrong.any():
+            return f"{where}: {int(wrong.sum())} of {wrong.numel()} elements differ, by up to {far.max().item():.3g}"
+    return ""
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scaling.train compare", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("runs", nargs=2, type=Path, help="folders that runs have written")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="relative; default 0: to the bit")
+    args = parser.parse_args(argv)
+    try:
+        first, second = args.runs
+        found = [*differences(first, second, args.tolerance)]
+    except (ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(found) or "no difference")
+    return 1 if any(not text.startswith("option") for text in found) else 0

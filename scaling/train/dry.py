@@ -1,0 +1,102 @@
+"""What a run takes, before it is run: the same step on an abstract mesh, where tensors have shapes and no data."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from scaling import tree
+from scaling.cost.units import significant
+from scaling.mesh import AbstractMesh
+from scaling.models import transformer as model
+from scaling.sizes import format_sizes
+from scaling.spec import parse
+from scaling.strategies import transformer
+from scaling.strategies.axes import present
+from scaling.strategies.transformer.stages import slots_of
+from scaling.trace.peak import peak_memory
+from scaling.train.settings import DTYPES, Settings, optimizer_of
+from scaling.train.step import gradients
+
+ROOM = 0.95  # of a device's memory, what is planned with
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one rank, in bytes: params, the optimizer's state, the most at once in a step beside them (`step`), what it
+    sends in a step; and FLOPs of its lines and the number of its collectives."""
+
+    params: int
+    state: int
+    step: int
+    sent: int
+    flops: int
+    collectives: int
+
+    @property
+    def memory(self) -> int:
+        return self.params + self.state + self.step
+
+
+def count(settings: Settings, sizes: Mapping[str, int]) -> Counts:
+    """Of the first rank of a mesh of these sizes."""
+    mesh, config = AbstractMesh(sizes), settings.model
+    types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
+    params = model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, slots=slots)
+    state = optimizer_of(settings).init(params)
+    shape = parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
+    batch = torch.empty(shape, dtype=torch.int64, device="meta")
+    held = tree.nbytes(params)
+    with peak_memory() as memory:
+        tree.map(torch.Tensor.detach, params)  # so that they count from the beginning
+        gradients(settings, mesh)(params, (batch, batch, batch))
+    log = [event for event, _, _ in memory.steps]
+    return Counts(
+        held, tree.nbytes(state), memory.peak - held, sum(event.wire_bytes for event in log),
+        sum(event.flops for event in log), sum(event.op not in ("Einsum", "Slice") for event in log),
+    )  # fmt: skip
+
+
+def table(counts: Counts, sizes: Mapping[str, int]) -> str:
+    rows = [
+        ("params", f"{counts.params:,} bytes"),
+        ("optimizer's state", f"{counts.state:,} bytes"),
+        ("most at once in a step, beside these", f"{counts.step:,} bytes"),
+        ("together", f"{counts.memory:,} bytes"),
+        ("sent in a step", f"{counts.sent:,} bytes"),
+        ("collectives", f"{counts.collectives}"),
+        ("its lines' products", f"{significant(counts.flops)} FLOPs"),
+    ]
+    width = max(len(what) for what, _ in rows)
+    lines = [f"each of {AbstractMesh(sizes).size()} ranks of {format_sizes(sizes)}:"]
+    return "\n".join([*lines, *(f"  {what:<{width}}  {value}" for what, value in rows)])
+
+
+def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: float) -> None:
+    """ValueError that says the largest batch that fits, if a rank would need more bytes than there are for it."""
+    if (needed := count(settings, sizes).memory) <= ROOM * available:
+        return
+    least = settings.microbatches
+    for axis in ("P", "X", "E"):
+        least *= sizes.get(axis, 1)
+    batch = settings.batch // 2 // least * least
+    while batch and count(replace(settings, batch=batch), sizes).memory > ROOM * available:
+        batch = batch // 2 // least * least
+    fit = f"--batch {batch}" if batch else "more ranks along X, or a smaller model: no batch fits"
+    raise ValueError(
+        f"a rank needs {needed / 1e9:.2f} GB, and there are {available / 1e9:.2f} GB for it\n"
+        f"  fix: {fit}; or more --microbatches, or --remat block"
+    )
+
+
+def available(device: str, ranks: int) -> float:
+    """Bytes for each of so many ranks of this machine."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if not (info := Path("/proc/meminfo")).exists():
+        return float("inf")
+    free = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(free.split()[1]) * 1024 / ranks

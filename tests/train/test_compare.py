@@ -1,0 +1,61 @@
+"""`python -m scaling.train compare`: the first step and leaf at which two runs part."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from scaling.configs import get
+from scaling.mesh import Mesh
+from scaling.train import checkpoint
+from scaling.train.__main__ import main
+from scaling.train.loop import run
+from scaling.train.settings import Settings
+
+
+@pytest.fixture
+def runs(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(500)))
+    config, found = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2), []
+    for name in ("a", "b"):
+        (out := tmp_path / name).mkdir()
+        settings = Settings(config, str(tmp_path / "text.txt"), str(out), 2, 16, steps=4, save_every=2, norms=True)
+        run(Mesh({"X": 1}), settings)
+        (out / "run.toml").write_text(f'out = "{out}"\n')
+        found.append((out, settings))
+    return found
+
+
+def test_runs_that_are_alike_and_where_they_part(runs, capsys):
+    (a, settings), (b, _) = runs
+    capsys.readouterr()
+    assert main(["compare", str(a), str(b)]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    (b / "metrics.jsonl").unlink()
+    (b / "norms.jsonl").unlink()
+    run(Mesh({"X": 1}), replace(settings, out=str(b), lr=settings.lr * 2))
+    (b / "run.toml").write_text("lr = 2\n")
+    capsys.readouterr()
+    assert main(["compare", str(a), str(b)]) == 1
+    option, losses, norms, saved = capsys.readouterr().out.splitlines()
+    assert option.startswith("option: lr = 2 in")
+    assert losses.startswith("step 2: loss ")
+    assert norms.startswith('step 2: the gradient of params["embed"]: norms')
+    assert saved.startswith('checkpoint of step 2: state["params"]["embed"]: ')
+    assert main(["compare", str(a), str(b), "--tolerance", "10"]) == 0
+
+
+def test_one_leaf_alone_is_found(runs, capsys):
+    (a, _), (b, _) = runs
+    file = b / "step-000004" / "rank-0000.pt"
+    held = torch.load(file, weights_only=True)
+    held['state["params"]["layers"]["W_Q"]'][0, 3, 1, 2] += 1
+    with file.open("wb") as out:
+        torch.save(held, out)
+    capsys.readouterr()
+    assert main(["compare", str(a), str(b)]) == 1
+    wanted = 'checkpoint of step 4: state["params"]["layers"]["W_Q"]: 1 of 256 elements differ, by up to 1\n'
+    assert capsys.readouterr().out == wanted
+    assert checkpoint.complete(b) == [2, 4]
+    assert main(["compare", str(a), str(a.parent)]) == 2
+    assert "no run is here" in capsys.readouterr().err
