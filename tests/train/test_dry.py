@@ -57,8 +57,8 @@ def test_the_dry_run_is_the_run(ranks, config, sizes, options):
     assert (held, state, number) == (wanted.params, wanted.state, wanted.collectives)
     if not config.moe:  # with experts they follow the routing
         assert (sent, flops) == (wanted.sent, wanted.flops)
-    # Over C, and over Y alone, a tracer makes the collectives copy what they do not otherwise: that is most of the 10%.
-    loose = 0.2 if config.moe else 0.1 if "C" in sizes or sizes == {"Y": 4} else 0.03
+    # What counts live tensors makes the collectives of several ranks copy what they do not otherwise.
+    loose = 0.2 if config.moe else 0.03 if sizes == {"X": 1} else 0.1
     assert held + state + most == pytest.approx(wanted.memory, rel=loose)
 
 
