@@ -204,10 +204,3 @@ def turnover(batch: int, prompt: float, generated: float) -> tuple[float, float]
     positive(batch=batch, generated=generated)
     not_negative(prompt=prompt)
     return batch / generated, batch * (prompt + generated) / generated
-
-
-def speculated(acceptance: float, drafted: int) -> float:
-    """Tokens of a step that checks `drafted` guesses, each right with this chance: (1 - a^(k+1)) / (1 - a) (Part 7)."""
-    if not 0 <= acceptance <= 1:
-        raise ValueError(f"acceptance = {acceptance!r}: a chance, from 0 to 1")
-    return float(sum(acceptance**i for i in range(drafted + 1)))

@@ -1,7 +1,6 @@
 """Serving by brute force: caches counted by element, experts enumerated, batches and fronts tried one by one."""
 
 import itertools
-import math
 
 import pytest
 
@@ -120,18 +119,9 @@ def test_servers_keep_pace():
     assert (gone / steps, tokens / steps) == (ended, evicted)
 
 
-@pytest.mark.parametrize(("a", "k"), [(0.0, 3), (0.7, 4), (1.0, 5)])
-def test_speculated_is_an_expectation(a, k):
-    chances = [a**right * (1 - a) for right in range(k)] + [a**k]
-    assert s.speculated(a, k) == pytest.approx(sum(p * (right + 1) for right, p in enumerate(chances)))
-    assert math.isclose(sum(chances), 1)
-
-
 @pytest.mark.parametrize("bad", [{"weights": 0, "params": 1}, {"weights": 1, "params": 1, "kv_token": -1}])
 def test_bad_numbers(bad):
     with pytest.raises(ValueError, match="must be a"):
         s.Load(**bad)
-    with pytest.raises(ValueError, match="a chance"):
-        s.speculated(1.5, 2)
     with pytest.raises(ValueError, match="batch = 0"):
         s.step(s.Load(1, 1), 0, 1, V5E)
