@@ -6,7 +6,8 @@
     sequence     KV[2, B, S_Z, K_Y, H]      2d           KV[2, B_X, S, K_Y, H]
 
 Each form from its one-line types, run on ranks beside one device, the bytes of its collectives by closed form and as
-they were sent; what a cache takes on a chip; and the crossovers: when ICI binds, and when 2D pays.
+they were sent; a cache handed from ranks that prefill to ranks that decode; what a cache takes on a chip; and the
+crossovers: when ICI binds, and when 2D pays.
 """
 
 # %%
@@ -16,6 +17,7 @@ from scaling import cost, serve, tree
 from scaling.algebra import derive
 from scaling.book.answers import Answer
 from scaling.book.page import Page
+from scaling.collectives import transfer
 from scaling.configs import Config, get
 from scaling.cost import decoding, serving
 from scaling.hardware import chip
@@ -115,6 +117,44 @@ for form, sizes in OWN.items():
         if closed := sum(m.nbytes * m.times for m in moved if m.op == op):
             rows.append((form, op, closed, sum(nbytes for name, nbytes in ran[form][1] if name == op)))
 page.same(rows, ["form", "collective", "closed form", "traced"])
+
+# %% [markdown]
+# ## Prefill here, decode there
+# Disaggregated: half of the ranks prefill by heads, KV[2, B, S, K_Y, H]; the cache moves to the other half, where it is
+# KV[2, B, S_Z, K, H], a planned reshard between ranks that need not be the same; there the next token is decoded. Only
+# places that hold tokens are sent.
+
+
+# %%
+def handed_over(mesh):
+    """(difference from one device, bytes of keys and values that rank 0 sends)."""
+    half = mesh.size() // 2
+    here = Mesh({"Y": half}, mesh.device, mesh.checked, ranks=range(half))
+    there = Mesh({"Z": half}, mesh.device, mesh.checked, ranks=range(half, 2 * half))
+    params, tokens, lengths = (tree.map(lambda x: x.to(mesh.device), part) for part in problem())
+    cache = logits = None
+    if here.member:
+        mine, empty = tree.shard(params, serve.specs(config, here), here), serve.init_cache(config, B, S, mesh=here)
+        _, cache = serve.prefill(mine, tokens, empty, config, here, lengths=lengths)
+    with trace() as log:
+        cache = serve.move(cache, config, here, there, target_form="sequence")
+    if there.member:
+        mine = tree.shard(params, serve.specs(config, there, form="sequence"), there)
+        next_tokens = tokens[torch.arange(B), lengths]
+        logits, _ = serve.decode(mine, next_tokens, cache, config, there, form="sequence")
+    logits = transfer("logits[B, V] -> logits[B, V]", logits, there, here)
+    whole = served(params, tokens, lengths)[0]
+    off = float((logits - whole).abs().max() / whole.abs().max()) if here.member else 0.0
+    return off, sum(event.wire_bytes for event in log.events if event.before.name == "KV")
+
+
+if Y * Z % 2 == 0:
+    off, sent = page.on_ranks(handed_over)
+    page.title(f"From {Y * Z // 2} ranks to as many others")
+    page.equal([("logits after the move", off, 1e-12)])
+    used = int(problem()[2].max())
+    held = 2 * config.L * B * used * config.K * config.H * 8 // (Y * Z // 2)
+    page.same([("sent", "2 L B S K_Y H", held, sent)], ["bytes of rank 0", "S: the longest row", "value", "traced"])
 
 # %% [markdown]
 # ## What a cache takes on a chip
