@@ -7,7 +7,7 @@ import invariant_sweep
 import pytest
 import torch
 
-from scaling import serve
+from scaling import serve, tree
 from scaling.configs import Config
 from scaling.models import transformer
 from scaling.serve import engine, invariant
@@ -15,7 +15,7 @@ from scaling.serve.sampling import Sampling
 from scaling.serve.simulate import simulate
 from scaling.serve.states import Options, Request
 
-CONFIG = Config("tiny", L=2, D=16, F=24, N=4, K=2, H=4, V=29, window=(None, 7))
+CONFIG = Config("tiny", L=2, D=16, F=24, N=4, K=2, H=4, V=30, window=(None, 7))
 params = transformer.init(CONFIG, 1, torch.float64)
 
 
@@ -90,5 +90,19 @@ def test_stop_strings_and_ids_outside_the_vocabulary():
     served = engine.serve(params, CONFIG, [(0.0, Request(0, (1, 2), 9))], options, on_token=lambda id, token: True)
     assert served.requests[0].reason == "stop"
     assert len(served.requests[0].at) == 1
-    with pytest.raises(ValueError, match=r"request 7: token 29 .* 0\.\.28"):
-        engine.serve(params, CONFIG, [(0.0, Request(7, (29,), 9))], options)
+    with pytest.raises(ValueError, match=r"request 7: token 30 .* 0\.\.29"):
+        engine.serve(params, CONFIG, [(0.0, Request(7, (30,), 9))], options)
+
+
+def engine_on_a_mesh(mesh):
+    mine = tree.shard(params, serve.specs(CONFIG, mesh), mesh)
+    options = Options(pages=9, page=2, slots=3, budget=5)
+    served = engine.serve(mine, CONFIG, [(0.001 * r.id, r) for r in requests(3)], options, mesh=mesh, dtype=torch.int8)
+    return {id: times.tokens for id, times in served.requests.items()}, served.seconds
+
+
+def test_on_a_mesh_all_ranks_take_the_same_steps(ranks):
+    """Each rank drives the scheduler; their clocks agree. The cache is of int8."""
+    (tokens, seconds), other = ranks(engine_on_a_mesh, {"Y": 2})
+    assert (tokens, seconds) == other
+    assert {id: len(some) for id, some in tokens.items()} == {r.id: r.max_new_tokens for r in requests(3)}
