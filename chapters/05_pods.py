@@ -38,13 +38,13 @@ P, X, Y = (page.args.mesh[axis] for axis in "PXY")
 
 # %%
 def grads_of_layer(dW_in, mesh):
-    """Hierarchical: over X inside the pod first, so that DF/(XY) elements cross P."""
+    """dW_in[D, F_Y] {U_PX} -> dW_in[D_X, F_Y]: over X inside the pod first, so that DF/(XY) elements cross P."""
     dW_in = reduce_scatter("dW_in[D, F_Y] {U_PX} -> dW_in[D_X, F_Y] {U_P}", dW_in, mesh)
     return all_reduce("dW_in[D_X, F_Y] {U_P} -> dW_in[D_X, F_Y]", dW_in, mesh)
 
 
 def grads_of_layer_flat(dW_in, mesh):
-    """The other order: DF/Y elements cross P, X times as many."""
+    """dW_in[D, F_Y] {U_PX} -> dW_in[D_X, F_Y]: the other order. DF/Y elements cross P, X times as many."""
     dW_in = all_reduce("dW_in[D, F_Y] {U_PX} -> dW_in[D, F_Y] {U_X}", dW_in, mesh)
     return reduce_scatter("dW_in[D, F_Y] {U_X} -> dW_in[D_X, F_Y]", dW_in, mesh)
 

@@ -177,7 +177,7 @@ class Page:
         self.given += answers
         self.say("\n" + table(answers))
 
-    def on_ranks(self, fn: Callable, *args, checked: bool = True):
+    def on_ranks(self, fn: Callable, *args, checked: bool = True) -> Any:
         """`fn(mesh, *args)` on every rank of `--mesh`, started here or torchrun's: the result of rank 0."""
         from scaling import launch
 

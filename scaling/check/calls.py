@@ -6,6 +6,7 @@ from dataclasses import replace
 from scaling.check.arithmetic import Arithmetic
 from scaling.check.gradients import Gradients
 from scaling.check.lines import Lines, readable
+from scaling.check.methods import Methods
 from scaling.check.torch_functions import TorchFunctions
 from scaling.check.torch_names import names
 from scaling.check.values import (
@@ -23,7 +24,6 @@ from scaling.check.values import (
     arrays_in,
     as_array,
     element,
-    merge,
     settled,
 )
 from scaling.spec import ShardingError, Spec, parse_line
@@ -33,11 +33,10 @@ SAYS_LINEAR = names("""vjp jvp pull wait linear copy clone cast scale view shape
     transpose permute pad flat to_ identity checkpoint""")  # parts of the names of functions that are not known
 REDUCES = names("reduc sync gather scatter sum comm send exchange shard")
 COMMUNICATES = ("mesh", "group", "comm", "pg")
-TEXT_METHODS = names("replace strip lower upper removeprefix removesuffix format split")
 DEPTH = 8  # calls inside calls that are followed
 
 
-class Calls(Lines, TorchFunctions, Arithmetic, Gradients):
+class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
     """The part of the reader that reads calls."""
 
     def call(self, node: ast.Call, frame):
@@ -54,6 +53,8 @@ class Calls(Lines, TorchFunctions, Arithmetic, Gradients):
                 if name in self.TRANSFORMS:
                     return self.transform(name, node, args, keywords, frame)
                 return self.of_torch(name, node, args or list(keywords.values()), keywords, frame)
+            case Known(kind="gives partial sums", name=axes):
+                return Array(Spec("Out", (), tuple(axes.split())), sure=False, loose=True, parts="sum")
             case Known(kind="special", name=name):
                 return self.special(name, node, args, keywords, frame)
             case Known(kind="builtin", name=name):
@@ -135,7 +136,17 @@ class Calls(Lines, TorchFunctions, Arithmetic, Gradients):
         if name == "clip_by_global_norm" and args:
             self.hold_gradients(node, args[0], None, frame)
             return Many((args[0], None))
+        if name == "stateless" and len(args) > 2:
+            return self.stateless(args[2])
         return None
+
+    def stateless(self, used) -> "Known | None":
+        """A module called with params of these types: a bias that is a partial sum says that the result is one."""
+        try:
+            axes = {axis for spec in self.types_of(used).values() for axis in spec.unreduced}
+        except ShardingError:
+            return None
+        return Known("gives partial sums", " ".join(sorted(axes))) if axes else None
 
     def mapped(self, fn: Function, node, trees: list, frame):
         """tree.map: the function of the leaves."""
@@ -224,68 +235,6 @@ class Calls(Lines, TorchFunctions, Arithmetic, Gradients):
             return None if takes_context else forward
         return None
 
-    def method(self, fn: ast.Attribute, node: ast.Call, args: list, keywords: dict, frame):
-        held = self.known(self.holders.get(id(fn)))
-        match held:
-            case Array():
-                return self.of_array(held, fn, node, args, keywords, frame)
-            case Var():
-                return held if fn.attr == "wait" else self.of_torch(fn.attr, node, [held, *args], keywords, frame)
-            case Text():
-                return text_method(held, fn.attr, args)
-            case Tree():
-                return self.of_dict(held, fn, node, args, frame)
-            case Many() | Each():
-                return self.of_list(held, fn, node, args, frame)
-        if fn.attr == "copy_" and args:
-            self.stored(node, fn.value, args[0], frame)
-        return self.unfollowed(node, [*args, *keywords.values()], frame)
-
-    def of_array(self, held: Array, fn: ast.Attribute, node: ast.Call, args, keywords, frame):
-        name = fn.attr
-        if name == "wait":
-            return replace(held, pending=False)
-        if name == "copy_" and args:
-            self.stored(node, fn.value, args[0], frame)
-            if isinstance(fn.value, ast.Name):
-                frame.env[fn.value.id] = args[0]
-            return args[0]
-        if name == "backward":
-            self.differentiated(node, held, frame)
-            return None
-        found = self.of_torch(name, node, [held, *args], keywords, frame)
-        if name.endswith("_") and isinstance(fn.value, ast.Name) and isinstance(found, Array):
-            frame.env[fn.value.id] = found
-        return found
-
-    def of_dict(self, held: Tree, fn: ast.Attribute, node: ast.Call, args, frame):
-        name, values = fn.attr, Many(tuple(item for _, item in held.items))
-        rows = Many(tuple(Many((Text(key), item)) for key, item in held.items))
-        if name in ("items", "values"):
-            return rows if name == "items" else values
-        if name in ("get", "pop", "setdefault") and args and isinstance(args[0], Text):
-            found = held.get(args[0].text)
-            return found if found is not None or len(args) < 2 else args[1]
-        if name == "update" and args and isinstance(args[0], Tree) and isinstance(fn.value, ast.Name):
-            frame.env[fn.value.id] = replace(held, items=tuple((dict(held.items) | dict(args[0].items)).items()))
-        if name == "_replace":
-            changed = {k.arg: self.value(k.value, frame) for k in node.keywords if k.arg}
-            return replace(held, items=tuple((dict(held.items) | changed).items()))
-        return held if name in ("copy", "_asdict") else None
-
-    def of_list(self, held, fn: ast.Attribute, node: ast.Call, args, frame):
-        name = fn.attr
-        if name in ("append", "insert", "add") and args and isinstance(fn.value, ast.Name):
-            if isinstance(held, Many) and frame.straight and name == "append":
-                frame.env[fn.value.id] = Many((*held.items, args[0]))
-            else:
-                before = element(held)
-                frame.env[fn.value.id] = Each(merge(before, args[-1]))
-            return None
-        if name == "pop":
-            return element(held)
-        return held if name in ("copy",) else None
-
     def unfollowed(self, node: ast.expr | ast.stmt, values: list, frame):
         """A function that is not known: it returns what a line that it is given says; or what it is given keeps its
         type, unless it gets a mesh to communicate on."""
@@ -315,15 +264,3 @@ class Calls(Lines, TorchFunctions, Arithmetic, Gradients):
         if any(axis in first.axes for axis in unreduced) or (not alike and not unreduced):
             return None
         return Array(Spec(first.name, first.dims, tuple(unreduced)), sure=False, loose=not alike, through=through)
-
-
-def text_method(held: Text, name: str, args: list):
-    """str.replace, format and the like, of texts that are known."""
-    texts = [a.text for a in args if isinstance(a, Text)]
-    if len(texts) < len(args) or name not in TEXT_METHODS:
-        return None
-    try:
-        found = getattr(held.text, name)(*texts)
-    except (IndexError, KeyError, ValueError, TypeError):
-        return None
-    return Text(found) if isinstance(found, str) else Many(tuple(map(Text, found)))

@@ -167,17 +167,26 @@ class Lines(Part):
             self.report(call, "discarded", said(what, "discarded", f"{x.id} = {name}(...)"), frame)
 
 
+def line_of(node: ast.AST) -> int:
+    return getattr(node, "lineno", 0)
+
+
+def ends(node: ast.AST) -> int:
+    """The last line of a node."""
+    return getattr(node, "end_lineno", None) or line_of(node)
+
+
 def read_after(name: str, call: ast.Call, tree: ast.Module) -> bool:
     """Whether a variable is read below a call in its function before it gets another value; not by the same call."""
-    around = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.lineno < call.lineno <= n.end_lineno]
+    around = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.lineno < call.lineno <= ends(n)]
     if not around:
         return False
     forks = [n for n in ast.walk(around[-1]) if isinstance(n, ast.If) and n.body[0].lineno <= call.lineno]
-    other = {id(n) for f in forks if call.lineno <= f.body[-1].end_lineno for s in f.orelse for n in ast.walk(s)}
-    below = [n for n in ast.walk(around[-1]) if getattr(n, "lineno", 0) > call.end_lineno and id(n) not in other]
+    other = {id(n) for f in forks if call.lineno <= ends(f.body[-1]) for s in f.orelse for n in ast.walk(s)}
+    below = [n for n in ast.walk(around[-1]) if getattr(n, "lineno", 0) > ends(call) and id(n) not in other]
     again = {id(n) for c in below if isinstance(c, ast.Call) and same_call(c, call) for n in ast.walk(c)}
-    reads = [n.lineno for n in below if is_name(n, name, ast.Load) and id(n) not in again]
-    binds = [n.lineno for n in below if is_name(n, name, ast.Store)]
+    reads = [line_of(n) for n in below if is_name(n, name, ast.Load) and id(n) not in again]
+    binds = [line_of(n) for n in below if is_name(n, name, ast.Store)]
     return bool(reads) and min(reads) <= min(binds, default=min(reads))
 
 

@@ -49,7 +49,7 @@ class Listings(Statements):
         """Read the functions of one listing with what they are given; hold what they return against the types."""
         weights = [name for name in self.specs if name not in ENDS]
         W: list = [Array(self.specs[name], key=name) for name in weights]
-        run = {field: fn for field, fn in functions.items() if self.own(fn)}
+        run = {field: fn for field, fn in functions.items() if followable(fn)}
         if "gather" in functions:
             fn = run.get("gather")
             W = self.several(self.run_listed(fn, W), len(weights)) if fn else [None] * len(weights)
@@ -64,6 +64,7 @@ class Listings(Statements):
         for field in ("reduce", "reduce_slow"):
             if fn := run.get(field):
                 given = [settled(p) for p in products]
+                given = [self.over_batch(p) for p in given] if field == "reduce_slow" else given
                 products, last = self.several(self.run_listed(fn, given), len(weights)), fn
             elif functions.get(field) is not None:
                 products, last = [None] * len(weights), None
@@ -72,8 +73,13 @@ class Listings(Statements):
         for name, product in zip(weights, products, strict=True):
             self.hold(last, "d" + name, product, grads.get(name, self.specs[name]))
 
-    def own(self, fn) -> bool:
-        return isinstance(fn, Function) and fn.module is self.module and isinstance(fn.node, ast.FunctionDef)
+    def over_batch(self, product):
+        """A weight's gradient before the slow reduction: a sum over the batch, so partial sums over what splits it,
+        also where the lines of another strategy, which made it, do not name that axis."""
+        In = self.specs.get("In")
+        if not isinstance(product, Array) or In is None or not In.dims:
+            return product
+        return product.typed(unreduced={*product.spec.unreduced} | {*In.dims[0][1]} - {*product.spec.axes}, parts="sum")
 
     def typed(self, name: str, called: str = "") -> "Array | None":
         return Array(self.specs[name].with_name(called or name)) if name in self.specs else None
@@ -101,14 +107,15 @@ class Listings(Statements):
             return list(found.items)
         return [found] if count == 1 else [None] * count
 
-    def hold(self, fn: Function, what: str, result, wanted: "Spec | None", late: bool = True) -> None:
-        """What a function returns is of the type that SPECS says; it may be under way, if it may come late."""
+    def hold(self, fn: Function, what: str, result, wanted: "Spec | None", late: bool = True, by="SPECS") -> None:
+        """What a function returns is of the type that SPECS says, or its docstring; it may be under way, if it may come
+        late."""
         result = self.known(result)
-        if not isinstance(result, Array) or wanted is None:
+        if not isinstance(result, Array) or wanted is None or fn.module is not self.module:
             return
         if wrong := difference(settled(result) if late else result, wanted):
             shown = f"{what} as {result}" if what else f"{result}"
-            text = f"{fn.name} returns {shown}, but SPECS says {wanted}: {wrong[1]}"
+            text = f"{fn.name} returns {shown}, but {by} says {wanted}: {wrong[1]}"
             body = fn.node.body
             self.report(body[-1] if isinstance(body, list) else body, "result", text, self.frame_of(self.module))
 
@@ -175,3 +182,7 @@ class Listings(Statements):
             if name in self.specs:
                 wanted = self.specs[name] if key in self.specs or name not in ENDS else self.specs["In"]
                 self.hold(fn, f"gradient {key}", held, one_layer(wanted))
+
+
+def followable(fn) -> bool:
+    return isinstance(fn, Function) and isinstance(fn.node, ast.FunctionDef)

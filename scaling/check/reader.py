@@ -4,14 +4,16 @@ import ast
 import builtins
 from typing import NamedTuple
 
+from scaling.check.docstrings import documented
 from scaling.check.listings import Listings
 from scaling.check.modules import TYPED, TYPED_IN, Module, Modules
 from scaling.check.statements import Frame
-from scaling.check.values import Class, Function, Known, Tree, Var
+from scaling.check.values import Array, Class, Function, Known, Tree, Var
 from scaling.spec import ShardingError, Spec
 
 SPECIAL = {"wait": "wait", "joined": "joined"}
 HELPERS = {("scaling.tree", "map"): "tree.map", ("scaling.optim", "clip_by_global_norm"): "clip_by_global_norm"}
+HELPERS |= {("scaling.strategies.stateless", "call"): "stateless"}
 IN_OTHERS = ("illegal-line", "never-reduced", "never-waited", "specs")  # faults of another module's own
 
 
@@ -159,14 +161,19 @@ class Reader(Listings):
 
     def alone(self, fn: Function, held=None) -> None:
         """Read a function by itself. What its lines tell of its arguments is known when it is read once more."""
+        types, result = documented(fn.node)
         arguments = self.arguments(fn.node, held)
+        for name, spec in types.items():
+            if isinstance(arguments.get(name), Var):
+                arguments[name] = Array(spec, parts="sum" if spec.unreduced else "")
         before = set(self.faults)
-        self.function(fn, dict(arguments), self.frame_of(self.module))
+        found = self.function(fn, dict(arguments), self.frame_of(self.module))
         given = {k: self.known(v) for k, v in arguments.items()}
         learned = {k: v for k, v in given.items() if v is not arguments[k]}
         if learned:
             self.faults, self.memory = before, {}
-            self.function(fn, arguments | learned, self.frame_of(self.module))
+            found = self.function(fn, arguments | learned, self.frame_of(self.module))
+        self.hold(fn, "", found, result, late=False, by="its docstring")
 
     def arguments(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, held=None) -> dict:
         """What is known of a function's arguments: params by SPECS, objects of a class by their annotation."""

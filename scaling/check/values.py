@@ -124,7 +124,8 @@ class Class:
 
 @dataclass(frozen=True)
 class Known:
-    """A name that the checker knows by itself: `kind` "typed" (a collective, einsum), "torch", "module", "special"."""
+    """A name that the checker knows by itself: `kind` "typed" (a collective, einsum), "torch", "module", "special",
+    "gives partial sums" (a function, by the axes of its result's {U})."""
 
     kind: str
     name: str
@@ -163,7 +164,7 @@ def merge(a, b):
         if a.pending != b.pending or a.spec.unreduced != b.spec.unreduced:
             return None
         both = a if a.spec.same_sharding(b.spec) else replace(a, loose=True)
-        parts = a.parts if a.parts == b.parts else ""
+        parts = a.parts if a.parts == b.parts or not b.parts else "" if a.parts else b.parts
         return replace(
             both, sure=a.sure and b.sure, loose=both.loose or b.loose, parts=parts, summed=a.summed and b.summed,
             through=a.through or b.through, key=a.key if a.key == b.key else "",

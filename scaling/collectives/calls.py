@@ -201,10 +201,10 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
     return all_gather(f"{spec} -> {whole}", x, mesh) if spec.axes else x
 
 
-def _call(kind, line, x, mesh, async_op, out=None, root: int | None = None, by: str = "sum") -> Any:
+def _call(kind, line, x: Any, mesh, async_op, out=None, root: int | None = None, by: str = "sum") -> Any:
     if torch.compiler.is_compiling():
         return _compiled(kind, line, x, mesh, async_op, out, root, by)
-    if x is None and not mesh.member:
+    if not mesh.member:
         return None
     steps = mesh.lines.get((kind, line, root, by))
     if steps is None:

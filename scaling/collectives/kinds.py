@@ -127,7 +127,7 @@ def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
 def key_of(x: Tensor) -> tuple[int, ...]:
     """What tells x apart from other operands as long as it is neither freed nor changed; () of what has no memory."""
     try:
-        return (x.data_ptr(), x._version, x.storage_offset())
+        return (x.data_ptr(), x._version, int(x.storage_offset()))
     except RuntimeError:
         return ()
 

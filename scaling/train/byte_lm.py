@@ -122,7 +122,7 @@ def end_gradient(name: str, dW, strategy, mesh):
 
 
 def head_loss(strategy, W_head, Out, targets, config: Config, mesh, batch: int) -> torch.Tensor:
-    """Out[B_X, D_Y], W_head[D_Y, V], targets[B_X] -> Loss[] {U_XY}: each rank's terms of the mean over `batch` rows.
+    """Loss[] {U_XY}: each rank's terms of the mean over `batch` rows, of Out[B_X, D_Y], W_head[D_Y, V], targets[B_X].
 
     Contracting D_Y leaves logits unreduced over Y; they are scattered over B, so that no term is counted twice.
     """

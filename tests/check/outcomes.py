@@ -4,7 +4,7 @@
     python tests/check/outcomes.py --report     what the static checker refuses of those that change numbers, by kind
 
 An edit's outcome is "same" (no number changes), "wrong" (numbers change and nothing is said) or "raises". The file
-holds a line an edit: its digest, kind and outcome.
+holds a line an edit: its digest and outcome.
 """
 
 import ast
@@ -168,7 +168,7 @@ def on_ranks(file: str, texts: list[str]) -> list[str]:
 
 def stored() -> dict[str, str]:
     lines = STORED.read_text(encoding="utf-8").splitlines() if STORED.exists() else []
-    return {line.split()[0]: line.split()[-1] for line in lines}
+    return dict(line.split() for line in lines)
 
 
 def main() -> None:
@@ -184,7 +184,7 @@ def main() -> None:
                 some = keys[start : start + TOGETHER]
                 found = on_ranks(file, [edits[key][1] for key in some])
                 with STORED.open("a", encoding="utf-8") as out:
-                    out.writelines(f"{key} {edits[key][0]} {word}\n" for key, word in zip(some, found, strict=True))
+                    out.writelines(f"{key} {word}\n" for key, word in zip(some, found, strict=True))
                 print(file, start, Counter(found), flush=True)
         known = stored()
     report(every, known)
