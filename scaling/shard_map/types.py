@@ -98,7 +98,7 @@ class Checks(TorchFunctionMode):
                 "torch.where, or an index as a tensor: x[i], x.index_select(0, i)",
             )
         if all(each == axes for each in found):
-            return func(*args, **kwargs)
+            return self.call(func, name, tensors, args, kwargs)
         if (changed := changed_by(name, args, kwargs)) is not None and varying(changed, self.bound) != axes:
             self.refuse(
                 name,
@@ -109,7 +109,20 @@ class Checks(TorchFunctionMode):
         args, kwargs = optree.tree_map(
             lambda x: vary(x, axes, self.bound) if isinstance(x, Tensor) else x, (args, kwargs)
         )
-        return func(*args, **kwargs)
+        return self.call(func, name, tensors, args, kwargs)
+
+    def call(self, func, name: str, tensors: list[Tensor], args, kwargs):
+        """func(*args, **kwargs); what no level of vmap can do is refused in our words."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "randomness" in str(error):
+                rule = "random numbers drawn inside would not be those of another mesh"
+                self.refuse(name, tensors, rule, "draw the whole array outside, and pass it as an argument")
+            if "dynamic shape" in str(error):
+                rule = "all devices' results have one shape: it does not depend on values"
+                self.refuse(name, tensors, rule, "torch.where(mask, x, 0), and count with mask.sum()")
+            raise
 
     def derivatives(self, name: str, args, kwargs) -> None:
         """A tangent or cotangent varies over the axes over which its value does."""

@@ -127,6 +127,8 @@ REFUSED = {
     "gathered, but typed varying": (lambda x: all_gather(x, "X", tiled=True), "x[B, D]", "psum or pmean over X"),
     "a sum over axes of two types": (lambda x: psum(x, ("X", "Y")), "x[B, D]", "one type over all the axes"),
     "Python decides by a varying value": (lambda x: x if x.sum() > 0 else -x, "x[B_X, D]", "decides nothing"),
+    "random numbers": (lambda x: x + torch.rand(6), "x[B_X, D]", "draw the whole array outside"),
+    "a shape by value": (lambda x: x[x > 0], "x[B_X]", "one shape"),
     "written to, and no longer invariant": (written_to, "x[D]", "x = x \\+ y in place of"),
     "invariant terms of a sum": (lambda x: x, "x[B_X, D] {U_Y}", "terms of a sum"),
     "a product of partial sums": (lambda x: pcast(x, "X", to="unreduced") * 2, "x[B, D] {U_X}", "partial sums"),
