@@ -111,7 +111,8 @@ page.table(rows, ["form", "n", "ways", "hops", "counted", "bytes, busiest link",
 page.answers([
     Answer("Q4: one way over both ways, bytes of a link, 5 devices", "",
            bytes_of["ReduceScatter", 5, 1] / bytes_of["ReduceScatter", 5, 2], "times", "(n-1) / floor(n/2), n odd"),
-    Answer("Q4: the same, 8 devices", "", bytes_of["ReduceScatter", 8, 1] / bytes_of["ReduceScatter", 8, 2], "times",
+    Answer("Q4: one way over both ways, bytes of a link, 8 devices", "",
+           bytes_of["ReduceScatter", 8, 1] / bytes_of["ReduceScatter", 8, 2], "times",
            "7/4: the device opposite is reached one way only"),
 ])  # fmt: skip
 
@@ -170,7 +171,8 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: let `matmul_reduce` use `tiles=4`. How many rounds does the ring make now, and which of them show?
-# 2. Question: from which F on are all hops of the AllGather form hidden, both ways? Solve 2BDF/(n^2 C) = 2BD/(n W).
-# 3. Measure: `python tests/benchmarks/collective_matmul.py --wire 0,50` times every form on a wire of that speed,
-#    beside what it should take. Where does the simple way win, and why there?
+# 1. Edit: replace `cotangent = cotangent / Y` by `cotangent = cotangent * 1`. Which gradients are wrong, by how much,
+#    and which row of the law of cotangents (notation.md) says so?
+# 2. Question: from which F on are all hops of the AllGather form hidden, one way? Evaluate
+#    `n * V5E.flops() / V5E.need("link_bw")`; `tests/benchmarks/collective_matmul.py` times all forms on a paced wire.
+# 3. Flag: run with `--mesh Y=3`. Both ways at once there is one hop: what does it hide?

@@ -13,7 +13,7 @@ refused; the same on ranks and in one process.
 from functools import partial
 
 import torch
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad, vjp, vmap
 
 from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
@@ -157,7 +157,6 @@ page.equal([
     ("the gradient, summed by its type", apart(found, one(w)), EXACT),
     ("the gradient of that, from outside", apart(grad(lambda w: gradient(w, x).square().sum())(w),
                                                  grad(lambda w: one(w).square().sum())(w)), EXACT),
-    ("forward mode", apart(jvp(lambda w: gradient(w, x), (w,), (w,))[1], jvp(one, (w,), (w,))[1]), EXACT),
     ("a batch of weights by vmap", apart(vmap(gradient, (0, None))(torch.stack([w, -w]), x)[1], one(-w)), EXACT),
 ])  # fmt: skip
 page.check("the gradient is invariant", not types["dW"] and types["dW of pvary(w)"] == {"X"})
@@ -188,7 +187,7 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: let `gathered_first` gather with `to="invarying"` and give its result the out_spec "Out[B_X, F]" of a W that
-#    is whole. Which collective carries the cotangent back now?
-# 2. Question: in `collective_matmul`, what does `vma(accum)` say after the first step? Is it what the out_spec names?
+# 1. Edit: replace `psum(x, ("X", "Y"))` by `psum(x, "X")`. Why is it no longer refused, and what does it give?
+# 2. Question: how often does the collective matmul send to its neighbour, forward and backward? Evaluate
+#    `sent["collective matmul"].count("CollectivePermute over Y")`.
 # 3. Flag: run with `--mesh X=1,Y=4`. Which collectives are gone from the list, and which are more?

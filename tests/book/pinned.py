@@ -11,6 +11,8 @@ READ405 = 126 * (16384 * (3 * 53248 + 2 * 136 * 128) + 2 * 16384) + 16384 + 1638
 EXPERTS = 16 * 64 * 3 * 4096 * 16384  # of the toy model of Part 7
 TOY = 64 * 4096 * (3 * 16384 + 512 * 40 + 2) + 4096 * 32129
 MOE = EXPERTS + 64 * 4096 * (16 + 512 * 40 + 2) + 4096 * 32129
+MM = 2 * 512 * 2048 * 8192 / 4 / 1.97e14  # seconds of Part 10's product, of a device's part, on a v5e
+HOP = 2 * 512 * 2048 / 4 / 4.5e10  # and of a hop of a quarter of its operand, one way
 
 PINNED = {
     "01_roofline": {
@@ -251,6 +253,24 @@ PINNED = {
         "2 what the newer compiler's two runs differ by: 10 of 90": 1 / 9,
     },
     "10_modes": {},
+    "10_shard_map": {},
+    "10_collective_matmul": {
+        "Q4: one way over both ways, bytes of a link, 5 devices": 4 / 2,
+        "Q4: one way over both ways, bytes of a link, 8 devices": 7 / 4,
+        "The example's product on a device, v5e, bf16": 1e6 * 2 * 512 * 2048 * 2048 / 1.97e14,
+        "Hidden of the AllGather there, of what could be": 100 * 67 / 87,
+        "Ours over one after the other, AllGather, v5e": (MM / 4 + 2 * HOP) / (MM + 1.5 * HOP),
+        "Q3.1: the AllReduce form, v5e": (MM / 4 + 16 * HOP) / (MM + 12 * HOP),
+    },
+    "10_problems": {
+        "1.2: element [1, 0], shift 5": 984,
+        "1.2: the last element": -40,
+        "2.1: FLOPs, masked over grouped, k = 2": 8 / 2,
+        "3.1: Out[B_X, F] is, over Y": "replicated",
+        "3.3: one after the other over overlapped, one way, v5e": (MM + 1.5 * HOP) / (MM / 4 + 3 * HOP),
+        "4: one after the other over overlapped, both ways, v5e": (MM + 1.5 * HOP) / (MM / 4 + 2 * HOP),
+        "4: both ways over one way, the block": (MM / 4 + 3 * HOP) / (MM / 4 + 2 * HOP),
+    },
     "12_gpus": {
         "HBM bandwidth of a B200, in the text": 8e12,
         "Comparison: SMEM of an H100": 132 * 256e3 / 1e6,

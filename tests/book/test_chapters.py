@@ -144,6 +144,13 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         2 * 8192 * 2 + 3 * 2 * 8192 * 2,
         ["AllGather_X 3,072 4 4 4", "all hold"],
     ),
+    "10_shard_map": (["1 FAILED: refused: a sum over X, and over Y"], 2, ["22 checks: all hold"]),
+    "10_collective_matmul": (
+        ["2 FAILED: AllReduce, 1 way, AllReduce, 2 ways"],
+        4 * 1.97e14 / 4.5e10,
+        ["3 devices, result and gradients", "all hold"],
+    ),
+    "10_problems": (["1 FAILED: 1.2: roll(x, 5) - x"], 4 * 8 * 2, ["Question 2.3 and 2.4 on 2 devices", "all hold"]),
     "12_gpus": (
         ["1.4 of 512 rows 15 34.71 us +131.4% DIFFERS"],
         281.25 / (1 - 281.25 * (1 / 4096 + 1 / 8192)),
