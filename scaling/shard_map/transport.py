@@ -4,7 +4,6 @@ Operands come with a dim in front for each axis of `call.lead`, in the mesh's or
 of size 1 on ranks. Both take the axes of the call together, as one dim of blocks in front: [blocks, ...].
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -118,4 +117,7 @@ def line(kind: str, call: Call, dims: int) -> str:
 
 def index_of(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """The row-major index of places along axes of these sizes."""
-    return sum(place * math.prod(sizes[i + 1 :]) for i, place in enumerate(places))
+    index = torch.zeros((), dtype=torch.int64)
+    for i, (place, size) in enumerate(zip(places, sizes, strict=True)):
+        index = index * size + place if i else place.clone()
+    return index

@@ -5,6 +5,8 @@ the types through its transforms. `Checks` looks at every call of torch's: where
 that are invariant first become varying, as in JAX, so that their cotangents are summed.
 """
 
+from typing import Any
+
 import optree
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ READS = {
 }
 READS |= {"__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "bincount"}
 ASKS = {"__get__", "dim", "size", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__repr__"}
+MARK = "_unreduced_over"
 ADDS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
 
 
@@ -44,14 +47,14 @@ def varying(x: Tensor, bound: Bound) -> frozenset[str]:
 
 def unreduced(x: Tensor) -> frozenset[str]:
     """The mesh axes over which x is a partial sum, as `pcast(x, axes, to="unreduced")` has declared."""
-    return getattr(x, "_unreduced_over", frozenset())
+    return getattr(x, MARK, frozenset())
 
 
 def as_unreduced(x: Tensor, axes: frozenset[str]) -> Tensor:
     """A view of x that is typed unreduced over the axes."""
     with torch._C.DisableTorchFunction():
         y = x.view_as(x)
-    y._unreduced_over = axes
+    setattr(y, MARK, axes)
     return y
 
 
@@ -84,7 +87,8 @@ class Checks(TorchFunctionMode):
             return func(*args, **kwargs)
         if args and args[0] in (Collective, Extreme):
             return func(*args, **kwargs)
-        tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        operands: Any = (args, kwargs)
+        tensors = [x for x in optree.tree_leaves(operands) if isinstance(x, Tensor)]
         summed = frozenset().union(*map(unreduced, tensors))
         if summed and name not in ASKS:
             return self.partial_sums(func, name, tensors, summed, args, kwargs)
@@ -106,9 +110,7 @@ class Checks(TorchFunctionMode):
                 "a value keeps its type: what is written to is not invariant afterwards",
                 "x = x + y in place of x += y; torch.where or torch.cat in place of x[i] = y; or pvary(x, ...)",
             )
-        args, kwargs = optree.tree_map(
-            lambda x: vary(x, axes, self.bound) if isinstance(x, Tensor) else x, (args, kwargs)
-        )
+        args, kwargs = optree.tree_map(lambda x: vary(x, axes, self.bound) if isinstance(x, Tensor) else x, operands)
         return self.call(func, name, tensors, args, kwargs)
 
     def call(self, func, name: str, tensors: list[Tensor], args, kwargs):

@@ -17,7 +17,7 @@ Derivatives are those of the loops: the cotangent of a hop is the hop back. `log
 """
 
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,8 @@ class Ring:
     def start(self, x: Tensor, step: int) -> Pending:
         """x sets out for the neighbour; what the other neighbour sends is the result."""
         pairs = [(i, (i + step) % self.n) for i in range(self.n)]
-        for link in pairs if self.log is not None else ():
-            self.log.bytes[(*link, step)] += x.numel() * x.element_size()
+        if self.log is not None:
+            self.log.bytes.update({(*link, step): x.numel() * x.element_size() for link in pairs})
         return ppermute("A[B, D]", x, self.mesh, self.axis, pairs, async_op=True)
 
     def blocks(self, x: Tensor, dim: int, of: str) -> list[Tensor]:
@@ -59,7 +59,7 @@ def gather_matmul(A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2,
     """A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]: shards of A travel, and are multiplied where they come by."""
     ring = Ring(mesh, axis, ways, log)
     rows = ring.blocks(W, 0, "W's first dim")
-    passing, Out = dict.fromkeys(ring.hops, A), 0
+    passing, Out = dict.fromkeys(ring.hops, A), cast(Tensor, 0)
     for hop in range(ring.longest + 1):
         going = {step: ring.start(a, step) for step, a in passing.items() if hop < ring.hops[step]}  # 1. they set out
         for step, a in passing.items() if hop else [(0, A)]:
@@ -81,13 +81,11 @@ def matmul_reduce(
     A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, tiles: int = 2, log: Links | None = None
 ) -> Tensor:
     """A[B, D_Y] * W[D_Y, F] -> Out[B, F]: by tiles of F: sums of one travel while the one before is gathered."""
-    ring, done, mine = Ring(mesh, axis, ways, log), [], None
+    ring, done, before = Ring(mesh, axis, ways, log), [], []
     for tile in W.chunk(tiles, 1):
-        steps = [scattered(A, ring.blocks(tile, 1, "a tile of W's last dim"), ring)]
-        steps += [gathered(mine, ring)] if mine is not None else []
-        mine, *whole = together(*steps)
-        done += whole
-    done += together(gathered(mine, ring))
+        mine, *whole = together(scattered(A, ring.blocks(tile, 1, "a tile of W's last dim"), ring), *before)
+        done, before = done + whole, [gathered(mine, ring)]
+    done += together(*before)
     _count(log, (len(done) + 1) * ring.longest)
     return torch.cat(done, 1)
 
