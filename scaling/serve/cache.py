@@ -13,6 +13,8 @@ from scaling.configs import Config
 from scaling.serve.types import ONE, cache_specs
 from scaling.spec import ShardingError, parse
 
+PAGED_SEQUENCE = 'form="sequence" splits S over Z, which pages do not\n  fix: page=None, or another form'
+
 
 def init_cache(
     config: Config,
@@ -36,7 +38,7 @@ def init_cache(
             raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
     mesh = ONE if mesh is None else mesh
     if page is not None and form == "sequence":
-        raise ShardingError('form="sequence" splits S over Z, which pages do not\n  fix: page=None, or another form')
+        raise ShardingError(PAGED_SEQUENCE)
     if dtype is not None and not (dtype.is_floating_point or dtype == torch.int8):
         raise ValueError(f"a cache is of floating point or int8, not {dtype}")
     int8, pages = dtype == torch.int8, 0 if page is None else -(-length // page)
@@ -85,7 +87,12 @@ def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> Non
         raise ValueError(
             f"the cache has {len(lengths)} rows, the tokens {batch}\n  fix: init_cache(config, {batch}, ...)"
         )
+    if "scale" in cache and (KV.dtype != torch.int8 or cache["scale"].shape != KV.shape[:-1]):
+        scale = list(cache["scale"].shape)
+        raise ValueError(f"scale{scale} beside {KV.dtype} KV{list(KV.shape)}: int8 has one a token and head")
     page = KV.shape[3] if "pages" in cache else None
+    if page is not None and form == "sequence":
+        raise ShardingError(PAGED_SEQUENCE)
     spec = parse(cache_specs(config, mesh, form=form, page=page)["KV"])
     rows = KV.shape[2] * mesh.size(spec.dims[2][1])
     times = KV.shape[3] * mesh.size(spec.dims[3][1])

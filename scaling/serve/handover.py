@@ -11,7 +11,7 @@ from torch import Tensor
 from scaling.collectives import transfer
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.serve.cache import capacity, check_cache
+from scaling.serve.cache import PAGED_SEQUENCE, capacity, check_cache
 from scaling.serve.types import ROWS, check_mesh
 from scaling.spec import ShardingError
 from scaling.strategies.axes import present
@@ -38,7 +38,7 @@ def move(
     check_mesh(config, source_mesh, form)
     check_mesh(config, target_mesh, to)
     if page is not None and to == "sequence":
-        raise ShardingError('form="sequence" splits S over Z, which pages do not\n  fix: page=None, or another form')
+        raise ShardingError(PAGED_SEQUENCE)
     if cache is not None:
         check_cache(cache, config, source_mesh, form, len(cache["lengths"]))
     shards = source_mesh.sizes.get("Z", 1) if form == "sequence" else 1

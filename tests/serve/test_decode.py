@@ -186,6 +186,8 @@ def test_meshes_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ShardingError, match=message):
             serve.specs(PLAIN, AbstractMesh(sizes), form=form)
+    with pytest.raises(ShardingError, match="which pages do not"):
+        serve.init_cache(PLAIN, 2, S, mesh=AbstractMesh({"Z": 2}), form="sequence", page=4)
     with pytest.raises(ShardingError, match="does not divide"):
         serve.init_cache(PLAIN, 3, S, mesh=AbstractMesh({"Z": 2}))
 

@@ -63,8 +63,11 @@ def attention(W: dict, x: Tensor, at: Context, window: int | None) -> Tensor:
     return Attn + W["b_O"] if "b_O" in W else Attn
 
 
-def own_heads(W: Tensor, at: Context, dim: int) -> Tensor:
-    """Of KV heads that are replicated over Y, those that this rank's query heads see; W[.., K_Y, H] as it is."""
+def own_heads(W: Tensor, at: Any, dim: int) -> Tensor:
+    """Of KV heads that are replicated over Y, those that this rank's query heads see; W[.., K_Y, H] as it is.
+
+    `at`: what has the model as `config`, and the `mesh`.
+    """
     config, Y = at.config, at.mesh.sizes.get("Y", 1)
     if config.K % Y == 0:
         return W
