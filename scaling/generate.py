@@ -106,7 +106,9 @@ def prompt_of(args, tokenizer) -> list[int]:
         except ValueError:
             raise ValueError(f"--prompt-ids {args.prompt_ids!r}: whole numbers, 5,17,3") from None
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
-    ids = tokenizer.encode(chat(args.model, [{"role": "user", "content": text}]) if args.chat else text)
+    if args.chat:
+        text = chat(args.model, [{"role": "user", "content": text}])
+    ids = tokenizer.encode(text, special=not args.chat)
     if not ids:
         raise ValueError("the prompt is empty\n  fix: give at least one token")
     return ids

@@ -43,8 +43,12 @@ def fit(spans: Sequence[Span], page: int) -> dict[str, float]:
     if not spans:
         raise ValueError("no span to calibrate on\n  fix: serve a trace with the engine first")
     seconds = numpy.array([span.end - span.start for span in spans])
-    A = numpy.array([amounts(span.action, page) for span in spans]) / seconds[:, None]
-    prices = _nonnegative(A, numpy.ones(len(spans)))
+    A = numpy.array([amounts(span.action, page) for span in spans], dtype=float)
+    expected, prices = seconds, numpy.zeros(len(PRICED))
+    for _ in range(4):  # relative to what is expected, not to what was measured: that would favour what was fast
+        weight = 1 / numpy.maximum(expected, 1e-3 * seconds.mean())
+        prices = _nonnegative(A * weight[:, None], seconds * weight)
+        expected = A @ prices
     return dict(zip(PRICED, prices.tolist(), strict=True))
 
 

@@ -15,7 +15,7 @@ BROKEN = "\ufffd"  # what stands for bytes that are no whole character
 class Bytes:
     """Each byte of UTF-8 text is a token; ids from 256 on stand for nothing."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -27,7 +27,7 @@ class Bytes:
 
 
 class Vocabulary:
-    """The tokenizer.json of a folder. Special tokens are written by nobody and read as ids."""
+    """The tokenizer.json of a folder. `special`: with the tokens that it puts around a text; a chat has its own."""
 
     def __init__(self, folder: Path):
         try:
@@ -36,8 +36,8 @@ class Vocabulary:
             raise ValueError(f"{folder}: its tokenizer.json needs tokenizers\n  fix: pip install tokenizers") from None
         self.model = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
-    def encode(self, text: str) -> list[int]:
-        return self.model.encode(text).ids
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return self.model.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.model.decode(list(ids))

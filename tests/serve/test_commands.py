@@ -11,7 +11,7 @@ from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.serve import __main__ as batch
 from scaling.serve import loading
-from scaling.serve.text import Bytes, Stream, chat, ends_of
+from scaling.serve.text import Bytes, Stream, chat, ends_of, tokenizer_of
 from scaling.train import checkpoint
 
 CONFIG = Config("tiny", L=1, D=16, F=24, N=4, K=2, H=4, V=256)
@@ -50,6 +50,20 @@ def test_a_tokenizer_that_looks_back():
     assert [stream.push(b) for b in "é!a!?b".encode()] == ["", "é", "", "!a", "", "", ""]
     assert stream.stopped
     assert stream.rest() == ""
+
+
+def test_a_folders_tokenizer(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    model.save(str(tmp_path / "tokenizer.json"))
+    found = tokenizer_of(tmp_path)
+    assert found.encode("a b") == [0, 1, 2]
+    assert found.encode("a b", special=False) == [1, 2]
+    stream = Stream(found, ["b"])
+    assert [stream.push(1), stream.push(2), stream.rest()] == ["a", " ", ""]
+    assert isinstance(tokenizer_of(tmp_path / "none"), Bytes)
 
 
 def test_stop_strings_over_several_tokens():
