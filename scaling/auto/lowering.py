@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 from torch import Tensor
@@ -42,7 +42,7 @@ class Lowered:
     graph: Graph
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
-    mesh: object
+    mesh: Any
 
     @property
     def listing(self) -> str:
@@ -58,7 +58,7 @@ class Lowered:
         """Bytes that each device sends."""
         return sum(line.step.wire_bytes(line.sizes, self.mesh, line.itemsize) for line in self.lines if line.step)
 
-    def run(self, arrays: Sequence[Array]) -> object:
+    def run(self, arrays: Sequence[Array]) -> Any:
         """The tree of results, as arrays, from the arguments' arrays, which have the types asked for."""
         held = dict(zip(self.inputs, (x.local for x in arrays), strict=True))
         last = {key: number for number, line in enumerate(self.lines) for key in line.takes}

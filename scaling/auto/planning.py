@@ -137,7 +137,7 @@ class Planner:
             if own not in outcomes:
                 outcomes[own] = self._outcomes(dict(zip(stage.operands, own, strict=True)), number, stage)
             for cost, more, chosen in outcomes[own]:
-                key, reached = rest + more, tuple(map(sum, zip(state.cost, cost, strict=True)))
+                key, reached = rest + more, _sum(state.cost, cost)
                 if key not in best or reached < best[key].cost:
                     best[key] = State(reached, key, state, chosen)
         return best.values()
@@ -172,7 +172,7 @@ def _distances(at: Layout, shape: Shape, axes: tuple[tuple[str, int], ...]) -> d
 def _ways(graph: Graph, node: Node, constraint: Layout | None, axes, mesh) -> list[tuple[Inferred, float]]:
     """Every way in which a node may be computed, with each device's work."""
     if node.call is None:
-        return [(((constraint,), constraint), 0.0)]
+        return [(((constraint,), constraint), 0.0)] if constraint else []
     shapes, op = [graph.nodes[n].shape for n in node.operands], node.call.op
     found = {}
     for operands in _operands(op, shapes, axes, mesh):
@@ -186,6 +186,10 @@ def _ways(graph: Graph, node: Node, constraint: Layout | None, axes, mesh) -> li
     return list(found.items())
 
 
+def _sum(a: Cost, b: Cost) -> Cost:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+
+
 def _operands(op, shapes: Sequence[Shape], axes, mesh) -> Iterable[tuple[Layout, ...]]:
     """Layouts of the operands together, among which all legal ones are."""
     if not isinstance(op, Op):
@@ -194,7 +198,7 @@ def _operands(op, shapes: Sequence[Shape], axes, mesh) -> Iterable[tuple[Layout,
     labels = tuple(dict.fromkeys(d for labels in op.inputs for d in labels if d is not None and d not in op.whole))
     for split in arrangements(axes, len(labels)):
         of, idle = dict(zip(labels, split, strict=True)), [a for a in axes if a not in itertools.chain(*split)]
-        dims = [tuple(of.get(d, ()) for d in own) for own in op.inputs]
+        dims = [tuple(of.get(d, ()) if d else () for d in own) for own in op.inputs]
         if not all(divides(Layout(d), s, mesh.sizes) for d, s in zip(dims, shapes, strict=True)):
             continue
         for sums in itertools.product(*([None, *_carriers(op)] for _ in idle)):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import optree
 import torch
 
+from scaling import tree
+from scaling.algebra.layouts import Layout
 from scaling.auto.lowering import Lowered, lower
 from scaling.auto.planning import plan
 from scaling.auto.tracing import trace
@@ -24,45 +26,48 @@ class Program:
 
     def lower(self, *args) -> Lowered:
         """The program for arguments of these shapes: `.listing`, `.steps`, `.wire_bytes`. Meta tensors do."""
-        flat, structure = optree.tree_flatten(args)
+        flat, structure = tree.leaves(args), tree.structure(args)
         key = tuple((tuple(x.shape), x.dtype) for x in flat), structure
         if key not in self._lowered:
             self._lowered[key] = self._lower(args, flat)
         return self._lowered[key]
 
     def _lower(self, args, flat) -> Lowered:
-        types = for_each(self.in_types if isinstance(self.in_types, tuple) else (self.in_types,), args, "in_types")
-        layouts = [read_type(t, x.shape, self.mesh, x.dtype) for t, x in zip(types, flat, strict=True)]
+        one_each = isinstance(self.in_types, (tuple, list)) and len(self.in_types) == len(args)
+        types = for_each(tuple(self.in_types) if one_each else (self.in_types,), args, "in_types")
+        given = list(zip(types, flat, strict=True))
+        layouts = [self._layout(t, x) or Layout(((),) * len(x.shape)) for t, x in given]
         names, first = [], 8
-        for number, (t, x) in enumerate(zip(types, flat, strict=True), 1):
+        for number, (t, x) in enumerate(given, 1):
             names.append(named(t, letters(len(x.shape), first), f"x{number}"))
             first += len(x.shape)
         graph = trace(self.fn, args)
         results = [graph.nodes[n] for n in graph.outputs]
         asked = for_each(self.out_types, optree.tree_unflatten(graph.structure, graph.outputs), "out_types")
         both = list(zip(asked, results, strict=True))
-        ends = [None if t is None else read_type(t, x.shape, self.mesh, x.dtype) for t, x in both]
+        ends = [self._layout(t, x) for t, x in both]
         called = [None if t is None else named(t, letters(len(x.shape)), "") for t, x in both]
-        constraints = {
-            i: read_type(x.constraint, x.shape, self.mesh, x.dtype) for i, x in enumerate(graph.nodes) if x.constraint
-        }
+        constraints = {i: self._layout(x.constraint, x) for i, x in enumerate(graph.nodes) if x.constraint}
         chosen = plan(graph, layouts, ends, constraints, self.mesh)
         return lower(graph, names, layouts, called, chosen, self.mesh)
 
+    def _layout(self, type: "str | Spec | None", x) -> Layout | None:
+        return None if type is None else read_type(type, x.shape, self.mesh, x.dtype)
+
     def __call__(self, *args):
-        lowered, flat = self.lower(*args), optree.tree_leaves(args)
+        lowered, flat = self.lower(*args), tree.leaves(args)
         arrays = [
             reshard(x, at) if isinstance(x, Array) else array(x, at, self.mesh)
             for x, (_, at) in zip(flat, lowered.inputs, strict=True)
         ]
         result = lowered.run(arrays)
-        return result if any(isinstance(x, Array) for x in flat) else optree.tree_map(Array.whole, result)
+        return result if any(isinstance(x, Array) for x in flat) else tree.map(Array.whole, result)
 
 
-def for_each(types, tree, what: str) -> list:
+def for_each(types, things, what: str) -> list:
     """A type for each leaf of a tree: a leaf of the types stands for all below it."""
     try:
-        return optree.broadcast_prefix(types, tree, is_leaf=lambda t: t is None or isinstance(t, Spec))
+        return optree.broadcast_prefix(types, things, is_leaf=lambda t: t is None or isinstance(t, Spec))
     except ValueError as error:
         raise ShardingError(
             f"{what}: {types}\n  {str(error).splitlines()[0]}\n"
@@ -71,11 +76,11 @@ def for_each(types, tree, what: str) -> list:
         ) from None
 
 
-def named(type: "str | Spec", dims: Sequence[str], name: str) -> Spec:
-    """The name and the dims' names that a type gives; of `[8_X, 2]`, whose dims have none, those given."""
+def named(type: "str | Spec | None", dims: Sequence[str], name: str) -> Spec:
+    """The name and the dims' names that a type gives; of None and of `[8_X, 2]`, whose dims have none, those given."""
     text = str(type)
-    spec = None if re.search(r"[\[,]\s*\d", text) else parse(type)
-    own = text.partition("[")[0].strip() if spec is None else spec.name
+    spec = None if type is None or re.search(r"[\[,]\s*\d", text) else parse(type)
+    own = "" if type is None else text.partition("[")[0].strip()
     own = "" if isinstance(getattr(torch, own or "_", None), torch.dtype) else own
     return Spec(own or name, tuple((d, ()) for d in (dims if spec is None else spec.dim_names)))
 
@@ -83,8 +88,8 @@ def named(type: "str | Spec", dims: Sequence[str], name: str) -> Spec:
 def jit(fn: Callable, mesh, in_types, out_types=None) -> Program:
     """fn on whole arrays as a program with collectives, planned to send the least.
 
-    `in_types`: a type for each argument, or a tree of them; `out_types`: for the result, or a tree; None leaves it to
-    the planner. Types are `In[B_X, D_Y]` or `[8_X, 2_Y]`. Raises ShardingError where types do not fit, or where a
-    function is not known.
+    `in_types`: a type for each argument, or a tree of them; None: every device has the whole. `out_types`: for the
+    result, or a tree; None leaves it to the planner. Types are `In[B_X, D_Y]` or `[8_X, 2_Y]`. Raises ShardingError
+    where types do not fit, or where a function is not known.
     """
     return Program(fn, mesh, in_types, out_types)

@@ -6,12 +6,13 @@ operators and methods becomes a node; `explicit.reshard` becomes a constraint.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from scaling import tree
 from scaling.explicit.arrays import reshard
 from scaling.explicit.functions import Call, name_of, read
 from scaling.explicit.ops import Shape
@@ -35,7 +36,7 @@ class Graph:
 
     nodes: list[Node] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
-    structure: object = None
+    structure: Any = None
 
 
 class Recording(TorchFunctionMode):
@@ -64,7 +65,7 @@ class Recording(TorchFunctionMode):
         if func is reshard:
             x, type = args
             return self.add(x.clone(), Node(tuple(x.shape), x.dtype, (self.number(x),), None, str(type)))
-        if name_of(func) in SHAPE_ONLY.split() or not any(_is_array(x) for x in optree.tree_leaves((args, kwargs))):
+        if name_of(func) in SHAPE_ONLY.split() or not any(_is_array(x) for x in tree.leaves((args, kwargs))):
             return func(*args, **kwargs)
         call = read(func, args, kwargs, _is_array)
         operands = tuple(self.number(x) for x in call.operands)
@@ -91,10 +92,10 @@ def trace(fn: Callable, args: tuple) -> Graph:
         made = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
         return recording.add(made, Node(tuple(x.shape), x.dtype))
 
-    metas = optree.tree_map(meta, args)
+    metas = tree.map(meta, args)
     with recording:
         result = fn(*metas)
-    leaves, graph.structure = optree.tree_flatten(result)
+    leaves, graph.structure = tree.leaves(result), tree.structure(result)
     if not all(isinstance(x, Tensor) for x in leaves):
         raise ShardingError("a program in auto mode returns tensors, or a tree of them")
     graph.outputs = tuple(recording.number(x) for x in leaves)

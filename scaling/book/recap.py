@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scaling.book.answers import VERDICTS, Answer
 
@@ -55,7 +56,7 @@ def has_numbers(path: Path) -> bool:
 
 def run(path: Path, options: Sequence[str] = ("--small",)) -> Chapter:
     """The chapter, run in this process; what it prints is dropped. It writes on a `page`, or has `answers()`."""
-    names = {"__name__": "__main__", "__file__": str(path)}
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
     text = path.read_text(encoding="utf-8")
     argv, handler, status = sys.argv, signal.getsignal(signal.SIGTERM), 0
     sys.argv = [str(path), *(options if "Page(" in text else ())]

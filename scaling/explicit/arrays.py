@@ -129,7 +129,7 @@ def read_type(text: "str | Spec | Layout", shape: Sequence[int], mesh, dtype: to
     return Layout(tuple(axes for _, axes in spec.dims), spec.unreduced)
 
 
-def array(x: Tensor, type: "str | Spec", mesh) -> Array:
+def array(x: Tensor, type: "str | Spec | Layout", mesh) -> Array:
     """The whole tensor x, which every device has, as an array of this type: each device keeps its part.
 
     Of an array `{U_X}` the first device along X holds x and the others zeros. On an AbstractMesh x may hold numbers:

@@ -40,12 +40,12 @@ def vjp(f: Callable, *primals) -> tuple:
         made[:] = [result]
         return result.local
 
-    local, pull = torch.func.vjp(on_shards, *(flat[i].local for i in at))
+    local, pull, *_ = torch.func.vjp(on_shards, *(flat[i].local for i in at))
     y = Array(local, made[0].layout, made[0].shape, made[0].mesh)
 
     def pulled(dy: Array):
         shards = pull(reshard(dy, cotangent(y.layout, y.mesh)).local)
-        found = [None] * len(flat)
+        found: list = [None] * len(flat)
         for i, shard in zip(at, shards, strict=True):
             found[i] = Array(shard, cotangent(flat[i].layout, flat[i].mesh), flat[i].shape, flat[i].mesh)
         return tree_unflatten(found, structure)

@@ -33,7 +33,7 @@ LINEAR = _names("neg positive clone contiguous detach float double half bfloat16
 SUMS, PRODUCTS = _names("add radd sub subtract"), _names("mul rmul multiply")
 QUOTIENTS = _names("div divide truediv true_divide")
 ALONG = _names("softmax log_softmax cumsum flip tril triu")
-EXTREME = _names("amax amin prod any all logsumexp var std")
+EXTREME = _names("amax amin prod any all logsumexp")
 PERMUTING = _names("permute transpose swapaxes t T mT movedim")
 RESHAPING = _names("reshape view flatten unflatten squeeze unsqueeze view_as reshape_as")
 
@@ -92,8 +92,16 @@ def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bo
         refuse_unknown(name)
     shape = tuple(torch.broadcast_shapes(*shapes) if pointwise else whole.shape)
     op, run = _read(name, args, kwargs, shapes, shape)
-    flops = _flops(op, shapes) if run is product else 0
+    if isinstance(op, Op) and op.linear and not _keeps_sums(whole.dtype, operands, kwargs):
+        op = op._replace(linear="")
+    flops = _flops(op, shapes) if isinstance(op, Op) and run is product else 0
     return Call(op, operands, shape, whole.dtype, run or (lambda op, shards, local: call(shards)), flops)
+
+
+def _keeps_sums(dtype: torch.dtype, operands: list, kwargs: dict) -> bool:
+    """Whether a function that is linear in numbers is so in these dtypes: not where fractions are cut off."""
+    rounds = not (dtype.is_floating_point or dtype.is_complex) and any(x.dtype.is_floating_point for x in operands)
+    return not rounds and dtype is not torch.bool and not kwargs.get("rounding_mode")
 
 
 def _flops(op: Op, shapes: Sequence[Shape]) -> int:
@@ -120,7 +128,7 @@ def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["
     """The operation, and how shards are computed with where that is not by the function itself."""
     if name in POINTWISE | LINEAR | SUMS | PRODUCTS | QUOTIENTS:
         return _pointwise(name, args, shapes, shape), None
-    labels = letters(len(shapes[0])) if shapes else ()
+    labels = letters(len(shapes[0]) if shapes else 0)
     if name == "einsum":
         return _einsum(args[0]), product
     if name in ("matmul", "mm", "bmm"):
@@ -130,7 +138,7 @@ def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["
     if name in ("sum", "mean"):
         return _sum(name, args, kwargs, labels, shapes[0], shape)
     if name in EXTREME:
-        dims = dims_of(_argument(args, kwargs, 1, "dim", None), len(labels))
+        dims = dims_of(_argument(args, kwargs, 1, "dim", None), len(labels), every=True)
         return Op(name, (labels,), _kept(labels, dims, shape), "", tuple(labels[i] for i in dims)), None
     if name in ALONG:
         given = _argument(args, kwargs, 1, "dims" if name == "flip" else "dim", -1)
@@ -144,8 +152,8 @@ def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["
     if name == "getitem":
         return _index(args[1], labels, shapes[0]), None
     if name in ("cat", "concatenate"):
-        dim = _argument(args, kwargs, 1, "dim", 0) % len(labels)
-        return Op(name, (labels,) * len(shapes), labels, "all", (labels[dim],)), None
+        along = labels[int(_argument(args, kwargs, 1, "dim", 0))]
+        return Op(name, (labels,) * len(shapes), labels, "all", (along,)), None
     refuse_unknown(name)
 
 
@@ -154,13 +162,13 @@ def letters(n: int, start: int = 8) -> tuple[str, ...]:
     return tuple(LETTERS[(start + i) % 26] for i in range(n))
 
 
-def dims_of(dim, n: int) -> tuple[int, ...]:
-    """Positions from a dim, several, or None for all of n."""
-    given = range(n) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+def dims_of(dim, n: int, every: bool = False) -> tuple[int, ...]:
+    """Positions from a dim, several, or None for all of n; of a reduction (`every`) no dims mean all, too."""
+    given = (dim,) if isinstance(dim, int) else range(n) if dim is None or (every and not len(dim)) else tuple(dim)
     return tuple(i % n for i in given) if n else ()
 
 
-def _argument(args, kwargs, position: int, name: str, default):
+def _argument(args, kwargs, position: int, name: str, default) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, kwargs.get("axis", default))
 
 
@@ -205,7 +213,7 @@ def _matmul(a: Shape, b: Shape) -> Op:
 def product(op: Op, shards: Sequence[Tensor], local: Local) -> Tensor:
     """The typed product of shards, which a trace sees. It was inferred, so the line is legal."""
     specs = [
-        Spec("", tuple(zip(d, at.dims, strict=True)), at.unreduced)
+        Spec("", tuple(zip(map(str, d), at.dims, strict=True)), at.unreduced)
         for d, at in zip(op.inputs, local.needed, strict=True)
     ]
     result = Spec("", tuple(zip(op.output, local.result.dims, strict=True)), local.result.unreduced)
@@ -216,7 +224,7 @@ def _sum(name: str, args, kwargs, labels, shape: Shape, after: Shape) -> tuple[O
     given = _argument(args, kwargs, 1, "dim", None)
     if len(args) > 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in args[1:]):
         given = args[1:]
-    dims = dims_of(given, len(labels))
+    dims = dims_of(given, len(labels), every=True)
     op = Op(name, (labels,), _kept(labels, dims, after), "each")
     if name == "sum":
         return op, None
@@ -250,7 +258,7 @@ def _permuted(name: str, args, kwargs, labels) -> tuple[str, ...]:
 def _index(index, labels, shape: Shape) -> Op:
     """Whole numbers, slices, None and ...: a dim that is not taken whole must not be split."""
     index = index if isinstance(index, tuple) else (index,)
-    if not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index):
+    if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
         raise ShardingError(
             "getitem: an index that is an array\n  rule: what each device would need depends on the values\n"
             "  fix: use a one-hot product, or manual mode"
