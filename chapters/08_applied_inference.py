@@ -225,7 +225,7 @@ page.table(breakdown, ["context", "batch", "weights,\nms", "KV,\nms", "FLOPs,\nm
 short = fronts[2048]
 double = max(rate for _, t, rate in short if t <= 2 * short[0][1])
 equal = 2 * INT8.params / C * W / INT8.kv(1)  # context at which reading a cache takes as long as the FLOPs
-code = [b for b in range(1, 1024, 4) if 2 ** math.ceil(math.log2((BOOK.kv(8192 * b) * 1.024 + 70e9) / 16e9)) <= 16]
+code = [b for b in range(1, 1024, 4) if 2 ** math.ceil(math.log2((INT8.kv(8192 * b) + 70e9) / 16e9)) <= 16]
 page.say()
 page.answers([
     Answer("Latency at batch 1, 8k", "5.5", points(8192)[0][1], "ms",

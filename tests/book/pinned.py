@@ -201,6 +201,7 @@ PINNED = {
         ) / (16 * 1.97e14 * 0.4),
         "... with the 42 caches that fit": 42 * 2 * P70 * 8192 / (16 * 1.97e14 * 0.4) / (16e9 / 8.2e11 * 512),
         "Latency at batch 1, 8k": 1e3 * (READ70 + 8192 * 163_840) / (16 * 8.2e11),
+        "Latency at the largest batch, 8k": 1e3 * 138 * (8192 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14) / 16,
         "Throughput plateaus at 2k context at ('around')": 1e-3 / (2048 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14),
         "Doubling the latency lowers the cost by": (READ70 + 2048 * 163_840) / 8.2e11 / (
             2048 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14

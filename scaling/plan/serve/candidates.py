@@ -154,6 +154,13 @@ def meshes(chips: int) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
                 )  # fmt: skip
 
 
+def shapes(chip: Chip, chips: int | None, most: int) -> list[tuple[int, ...]]:
+    """The slices of so many chips, of any number up to `most` where that is None; of GPUs any number."""
+    if chips and chip.kind != "tpu":
+        return [(chips,)]
+    return [shape for shape in serving.slices(chip, chips or most) if chips in (None, math.prod(shape))]
+
+
 def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, sizes) -> bool:
     """Whether the model divides over the mesh, and the mesh over the slice."""
     try:
@@ -215,9 +222,7 @@ def plans(
     `chips`: of the slice, else any up to `most`. `batch`: fixed, else the best of each (the least for latency).
     """
     found = []
-    for shape in serving.slices(chip, chips or most):
-        if chips and math.prod(shape) != chips:
-            continue
+    for shape in shapes(chip, chips, most):
         for name, sizes in meshes(math.prod(shape)):
             if form not in (None, name) or not allowed(service, chip, shape, name, sizes):
                 continue

@@ -2,16 +2,19 @@
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 
 from scaling.configs import MODELS, get
 from scaling.console import SEEDS, integer, number
-from scaling.cost.decoding import FORMS
+from scaling.cost import decoding, serving
 from scaling.hardware import chip, chips
+from scaling.plan.report import folded
 from scaling.plan.serve import published, report, traces
-from scaling.plan.serve.candidates import OBJECTIVES, Service, plans
+from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, shapes
 from scaling.serve.policies import POLICIES
+from scaling.spec import ShardingError
 
 STORED = ("bf16", "int8", "fp8", "int4")
 TIMES = (1, 1.5, 2, 3, 5, 10)  # limits of the front, as multiples of the fastest step
@@ -37,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--compute", default="bf16", help="dtype of the matmuls (default bf16)")
     parser.add_argument("--batch", type=integer(1), help="sequences at once (default: the best)")
     parser.add_argument("--latency", type=number(1e-6), help="ms a step, that is a token of a request, at most")
-    parser.add_argument("--form", choices=FORMS, help="of sharding (default: the best)")
+    parser.add_argument("--form", choices=decoding.FORMS, help="of sharding (default: the best)")
     parser.add_argument("--objective", choices=OBJECTIVES, default="throughput", help="a chip's tokens/s, or the step")
     parser.add_argument("--headroom", type=number(1e-6, 1), default=0.9, help="share of the memory (default 0.9)")
     parser.add_argument("--mfu", type=number(1e-6, 1), default=0.4, help="of prefill (default 0.4)")
@@ -65,7 +68,15 @@ def service(args) -> Service:
 
 
 def nothing(asked: Service, hardware, fixed: dict) -> str:
-    """Why nothing is found: too little memory, or too slow."""
+    """Why nothing is found: no such slice, a model that does not divide, too little memory, or too slow."""
+    if not shapes(hardware, fixed["chips"], fixed["most"]):
+        counts = ", ".join(str(math.prod(shape)) for shape in serving.slices(hardware))
+        return f"{hardware.name} has no slice of {fixed['chips']} chips\n  fix: one of {counts}"
+    if fixed["chips"]:
+        try:
+            decoding.check(fixed["form"] or "heads", asked.config, {"Y": fixed["chips"]})
+        except ShardingError as error:
+            return str(error)
     patient = plans(replace(asked, latency=None), hardware, objective="latency", **fixed)
     if patient:
         best = patient[0]
@@ -78,8 +89,7 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
     need = asked.load.weights + (fixed.get("batch") or 1) * asked.load.kv(asked.context)
     return (
         f"nothing fits: weights and caches are {need / 1e9:,.1f} GB, at least {-(-need // room):,.0f} chips of "
-        f"{room / 1e9:,.1f} GB, and heads, F and D must divide over them\n  fix: more chips, smaller dtypes, a "
-        "shorter context or a smaller batch"
+        f"{room / 1e9:,.1f} GB\n  fix: more chips, smaller dtypes, a shorter context or a smaller batch"
     )
 
 
@@ -97,7 +107,7 @@ def main(arguments: list[str]) -> int:
         return 2
     if not found:
         why = nothing(asked, hardware, fixed)
-        print(json.dumps({"error": why}) if args.json else f"no plan: {why}", file=sys.stderr)
+        print(json.dumps({"error": why}) if args.json else folded([f"no plan: {why}"]), file=sys.stderr)
         return 1
     served = None
     if args.rate:
