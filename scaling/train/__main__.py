@@ -17,17 +17,20 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from scaling import launch
-from scaling.configs import MODELS, Config, get, load
+from scaling.configs import MODELS
 from scaling.console import command, integer, number
 from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.train import compare, dry, elastic, tokenize
+from scaling.train import compare, dry, elastic, export, tokenize
+from scaling.train.export import config_at
 from scaling.train.loop import STOP, run
 from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings
+
+OTHERS = {"tokenize": tokenize.main, "compare": compare.main, "export": export.main}  # commands beside training
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -82,25 +85,15 @@ def arguments(argv=None) -> argparse.Namespace:
     return args
 
 
-def model_of(args) -> tuple[Config, str]:
-    """The model's sizes, and the folder of its weights, if it has any."""
-    folder = Path(args.model)
-    if folder.is_dir():
-        return load(folder / "config.json"), "" if args.from_scratch else str(folder)
-    return load(folder) if folder.suffix == ".json" else get(args.model), ""
-
-
 def main(argv=None) -> int:
     given = sys.argv[1:] if argv is None else argv
-    if given[:1] == ["tokenize"]:
-        return tokenize.main(given[1:])
-    if given[:1] == ["compare"]:
-        return compare.main(given[1:])
+    if given[:1] and given[0] in OTHERS:
+        return OTHERS[given[0]](given[1:])
     args = arguments(argv)
     try:
-        sizes, (config, weights) = parse_mesh(args.mesh), model_of(args)
+        sizes, (config, weights) = parse_mesh(args.mesh), config_at(args.model)
         own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
-        settings = Settings(model=config, weights=weights, **own)
+        settings = Settings(model=config, weights="" if args.from_scratch else weights, **own)
         if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
             on = elastic.fitted(sizes, world)
             settings, sizes = elastic.shared(settings, sizes, on), on

@@ -106,11 +106,13 @@ def index(folder, step: int) -> dict:
     return json.loads((path / "index.json").read_text())
 
 
-def leaf(folder, step: int, where: str, mesh) -> Tensor:
-    """One whole leaf of a step, by its place, on the mesh's device."""
-    saved = index(folder, step)["leaves"][where]
-    data = partial(block, Path(folder) / name(step), {})
-    return assembled(where, saved, parse(saved["type"]).whole(), mesh, IN_ORDER, data)
+def leaf(folder, step: int, where: str, mesh, spec: Spec | None = None, places: Places = IN_ORDER) -> Tensor:
+    """One leaf of a step, by its place: whole, or this rank's shard by a type. ValueError if it is not there."""
+    path, leaves = Path(folder) / name(step), index(folder, step)["leaves"]
+    if where not in leaves:
+        raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(leaves)[:4])}, ...")
+    saved = leaves[where]
+    return assembled(where, saved, spec or parse(saved["type"]).whole(), mesh, places, partial(block, path, {}))
 
 
 def latest(folder) -> int:

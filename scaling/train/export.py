@@ -1,0 +1,57 @@
+"""`python -m scaling.train export RUN --out FOLDER`: a run's latest params as a Hugging Face folder.
+
+With --mesh several ranks each read and write their shards, so that none holds the whole model.
+"""
+
+import argparse
+import sys
+import tomllib
+from pathlib import Path
+
+from scaling import launch, tree
+from scaling.configs import Config, get, load
+from scaling.models import hf
+from scaling.sizes import parse_mesh
+from scaling.spec import parse
+from scaling.strategies import transformer
+from scaling.strategies.transformer.stages import slots_of
+from scaling.train import checkpoint
+
+
+def config_at(place: str) -> tuple[Config, str]:
+    """The sizes of a model by name, of a config.json or of an HF folder, which may have weights: (config, folder)."""
+    path = Path(place)
+    if path.is_dir():
+        return load(path / "config.json"), str(path)
+    return load(path) if path.suffix == ".json" else get(place), ""
+
+
+def export(mesh, run: Path, step: int, config: Config, out: Path) -> None:
+    """Write the params of a checkpoint, read as shards of this mesh."""
+    types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
+    named = {f'state["params"]{where.removeprefix("params")}': spec for where, spec in tree.named_leaves(types).items()}
+    leaves = [checkpoint.leaf(run, step, where, mesh, parse(spec), {"L": slots}) for where, spec in named.items()]
+    params = tree.unflatten(types, leaves)
+    hf.save_sharded(out, config, params, types, mesh, single=mesh.size() == 1, slots=slots)
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scaling.train export", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--step", type=int, help="(default: the latest)")
+    parser.add_argument("--mesh", default="X=1", help="ranks that share the work (default X=1)")
+    args = parser.parse_args(argv)
+    try:
+        options = tomllib.loads((args.run / "run.toml").read_text())
+        config, _ = config_at(options["model"])
+        step = checkpoint.latest(args.run) if args.step is None else args.step
+        launch.run(export, parse_mesh(args.mesh), args.run, step, config, args.out)
+    except launch.RankError as error:
+        print(f"RankError: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        print(f"step {step}: {args.out}")
+        return 0
+    return 1
