@@ -19,22 +19,26 @@ from scaling.spec import Spec, format_axes, parse
 from scaling.train.blocks import coordinates, first_replica
 
 CHUNK = 1 << 20  # elements hashed at a time
+AGAIN = "go on from the last checkpoint (--resume); if it comes back, look for what differs by rank"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
-    """ArithmeticError that names leaf, axis and ranks, unless ranks that hold the same block hold the same bits."""
+    """ArithmeticError that names leaf, axis and ranks, unless ranks that hold the same block hold the same bits, and
+    all of them are finite."""
     typed = tree.paired(state, specs, name)
     hashes = everyone(torch.stack([digest(leaf) for _, leaf, _ in typed]), mesh)
+    finite = everyone(torch.stack([leaf.isfinite().all() for _, leaf, _ in typed]).to(torch.int64), mesh)
     for i, (where, _, spec) in enumerate(typed):
+        if bad := (finite[:, i] == 0).nonzero().flatten().tolist():
+            raise ArithmeticError(f"step {step}: {where}, {spec}, is not finite on ranks {bad}\n  fix: {AGAIN}")
         if odd := apart(hashes[:, i].tolist(), spec, mesh):
             ranks, axes = odd
             who = f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}"
             raise ArithmeticError(
                 f"step {step}: {where}, {spec}, is replicated over {format_axes(axes)}, but {who} of {mesh.size()} "
                 f"{'have' if len(ranks) > 1 else 'has'} other values than the others\n"
-                "  fix: go on from the last checkpoint (--resume); if it comes back, look for what differs by rank: "
-                "seeds, data, a random number drawn on each rank, or memory that fails"
+                f"  fix: {AGAIN}: seeds, data, a random number drawn on each rank, or memory that fails"
             )
 
 

@@ -2,9 +2,9 @@
 
     python tests/train/faults_sweep.py --count 20 --kills 50
 
-Each run is a process of its own. A desynchronised element, a NaN and a slow rank (30 ms a step) must be found, each at a
-random step, leaf and rank; runs in which nothing is planted must end in silence. A run that is killed at a random moment
-must leave a checkpoint that loads, no older than the last save that was said to be finished.
+Each run is a process of its own. A desynchronised element, a NaN and a slow rank (30 ms a step) must be found, each
+at a random step, leaf and rank; runs in which nothing is planted must end in silence. A run that is killed at a random
+moment must leave a checkpoint that loads, no older than the last save that was said to be finished.
 """
 
 import argparse

@@ -41,6 +41,11 @@ def test_replicas_that_have_come_apart_are_named(ranks, sizes, leaf, rank, words
         ranks(plants, sizes, leaf, rank)
 
 
+def test_a_param_that_no_gradient_reaches_must_be_finite_too():
+    with pytest.raises(ArithmeticError, match=r'step 4: state\["W"\], W\[D\], is not finite on ranks \[0\]'):
+        guards.check_replicas({"W": torch.tensor([1.0, float("inf")])}, {"W": "W[D]"}, Mesh({"X": 1}), 4)
+
+
 def test_replicas_that_are_alike_are_left_alone(ranks):
     ranks(plants, {"X": 2, "Y": 2}, "norm", -1)
     ranks(plants, {"X": 4}, "W_in", 2)  # sharded: only this rank has it
