@@ -7,7 +7,7 @@ def product(A, W):
 Out = product(A, W)      # whole arrays, the same on every rank
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from scaling.collectives.buffers import refuse
 from scaling.collectives.torch_private import constant, level_of
 from scaling.interop import from_partition_spec
+from scaling.mesh import AbstractMesh
 from scaling.shard_map.law import Call, apply
 from scaling.shard_map.names import bound_here
 from scaling.shard_map.transport import Bound
@@ -30,11 +31,12 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
     """`fn`, written for one device's shards, as a function of whole arrays to whole arrays.
 
     `in_specs`: for each argument a type ("A[B_X, D_Y]"), JAX's text ("P('X', 'Y')"), or a tree of them, of which a leaf
-    stands for all below it; `out_specs` the same of the result. An axis that an in_spec does not name: every device
-    gets the same. One that an out_spec does not name: the result is *invariant* over it, which is checked. `{U_X}` in
-    an out_spec: the result is the sum over X. Inside, the collectives of this package are those of `mesh`.
-    `in_process`: all shards are computed in this process, on any mesh, an AbstractMesh too; otherwise each rank of the
-    mesh calls with the same whole arrays, and gets the whole result.
+    stands for all below it, and one alone for all arguments; `out_specs` the same of the result. An axis that an
+    in_spec does not name: every device gets the same. One that an out_spec does not name: the result is *invariant*
+    over it, which is checked. `{U_X}` in an out_spec: the result is the sum over X. Inside, the collectives of this
+    package are those of `mesh`.
+    `in_process`: all shards are computed in this process; the mesh may be an AbstractMesh, or its sizes {"X": 4}.
+    Otherwise each rank of the mesh calls with the same whole arrays, and gets the whole result.
 
     What comes back is pure, and goes under torch.func's grad, vjp, jvp and vmap; under torch.compile too, if its result
     is a tensor or a tuple or list of tensors.
@@ -42,13 +44,16 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
     """
     if not callable(fn):
         raise ShardingError(f"shard_map of a {type(fn).__name__}\n  rule: what is mapped is a function of shards")
-    in_specs = in_specs if isinstance(in_specs, tuple) else (in_specs,)
+    mesh = AbstractMesh(mesh) if isinstance(mesh, Mapping) else mesh
+    in_specs = in_specs if isinstance(in_specs, (tuple, str, Spec)) else (in_specs,)
 
     def traced(*args):
         outer, args = Bound(mesh, in_process), plain(args)
         specs = broadcast(in_specs, args, "in_specs")
         leaves, treedef = optree.tree_flatten(args)
         leaves = [leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in leaves]
+        for leaf in leaves if not in_process else ():
+            check_device(leaf, mesh)
         typed = [read(spec, leaf, outer, "in_specs") for spec, leaf in zip(specs, leaves, strict=True)]
         stacked = [entered(leaf, spec, outer) for leaf, spec in zip(leaves, typed, strict=True)]
         made = {}
@@ -82,6 +87,14 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
         return traced(*args)
 
     return wraps(fn)(mapped) if hasattr(fn, "__name__") else mapped
+
+
+def check_device(x: Tensor, mesh) -> None:
+    """ShardingError unless the mesh's ranks can send x."""
+    if x.device.type != mesh.device.type:
+        fix = "shard_map(..., in_process=True)" if mesh.device.type == "meta" else f".to({str(mesh.device)!r}) first"
+        what = f"an array is on {x.device}, the mesh on {mesh.device}"
+        refuse(f"shard_map on {mesh}", what, "a mesh moves what is on its own device", fix)
 
 
 def plain(tree: Any) -> Any:
@@ -164,7 +177,7 @@ def broadcast(specs: Any, tree: Any, what: str) -> list:
         raise ShardingError(
             f"{what}: {specs}\n  {str(error).splitlines()[0]}\n"
             f"  rule: {what} are a tree as what they type, or one that stops earlier\n"
-            "  fix: a tuple with a type for each argument; of one argument the type alone"
+            "  fix: a tuple with a type for each argument; or one type for all of them"
         ) from None
 
 

@@ -157,6 +157,15 @@ def test_specs_that_do_not_fit(in_specs, message):
         here(lambda x: x, in_specs, "A[B, D]")(A)
 
 
+def test_one_spec_for_all_and_a_mesh_by_its_sizes():
+    both = shard_map(lambda x, y: psum(x * y, "X"), {"X": 2}, "P('X')", "P()", in_process=True)
+    torch.testing.assert_close(both(A, A), (A * A).view(2, 4, 6).sum(0), rtol=1e-12, atol=1e-12)
+    planned = shard_map(lambda x: psum(x, "X"), MESH, "x[B, D]", "x[B, D]")
+    assert planned(A.to("meta")).shape == A.shape
+    with pytest.raises(ShardingError, match="in_process=True"):
+        planned(A)
+
+
 def test_pmax_has_no_derivative_and_collectives_have_a_mesh():
     with pytest.raises(NotImplementedError, match="pmax over X is not differentiated"):
         grad(lambda A: here(lambda x: pmax(x, "X"), "A[B_X, D]", "A[B, D]")(A).sum())(A)
