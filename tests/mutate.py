@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SECONDS, BYTES = 200, 16 * 2**30  # that the tests of a mutant may take
+SECONDS, BYTES = 400, 16 * 2**30  # that the tests of a mutant may take
 TESTS = {  # the longest prefix counts
     "spec": "test_spec.py algebra",
     "sizes.py": "test_mesh.py test_spec.py algebra",
