@@ -30,8 +30,7 @@ class Gradients:
     ):
         self.strategy, self.params, self.mesh, self.reduce = strategy, params, mesh, reduce
         self.L = len(next(iter(params.values())))
-        one_layer = sum(W.numel() * W.element_size() for W in params.values()) // max(1, self.L)
-        self.bucket = min(self.L, max(1, bucket_bytes // max(1, one_layer)))
+        self.bucket = min(self.L, layers_of(bucket_bytes, params))
         self.compiling = torch.compiler.is_compiling()  # a compiler would copy a stack at each write to it: use lists
         if sums is not None and self.compiling:
             sums = {name: list(stack.unbind()) for name, stack in sums.items()}
@@ -154,6 +153,13 @@ class Gradients:
             self.place(first, last, [wait(x) for x in pending])
         results = self.results or {name: torch.empty_like(W) for name, W in self.params.items()}
         return {name: results[name] for name in self.params}
+
+
+def layers_of(bucket_bytes: int, params: Mapping[str, Tensor]) -> int:
+    """How many layers of params, stacked over L, fit into a bucket: at least one."""
+    L = max(1, len(next(iter(params.values()))))
+    one_layer = sum(W.numel() * W.element_size() for W in params.values()) // L
+    return max(1, bucket_bytes // max(1, one_layer))
 
 
 def room(like: Tensor, shape: Sequence[int], dim: int, together: bool) -> Tensor:

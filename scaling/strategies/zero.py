@@ -12,6 +12,7 @@ import torch
 from scaling import tree
 from scaling.collectives import all_gather, reduce_scatter, wait
 from scaling.strategies import data_parallel
+from scaling.strategies.grads import layers_of
 from scaling.strategies.stack import Strategy
 
 SPECS = data_parallel.SPECS
@@ -75,8 +76,7 @@ def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
     """
     mine, state = optimizer.update(grads, state, shards(params, mesh), donate=donate)
     new, L = params if donate else tree.map(torch.empty_like, params), len(params["W_in"])
-    one_layer = sum(W.numel() * W.element_size() for W in params.values()) // max(1, L)
-    count, late = max(1, bucket_bytes // max(1, one_layer)), []
+    count, late = layers_of(bucket_bytes, params), []
     for first in range(0, L, count):
         some = slice(first, first + count)
         W_in, W_out = (torch.stack(mine[name][some]) for name in STRATEGY.weights)
