@@ -231,10 +231,13 @@ def _finite(logits: Tensor, live: list[bool]) -> Tensor:
 
 def _with_logprobs(ids: list[list[int]], logits: Tensor) -> list[Token]:
     """Of ids[B][n] and logits[B, T, V] at their places."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = wide.logsumexp(-1).tolist()
     places = [(row, n, id) for row, some in enumerate(ids) for n, id in enumerate(some)]
-    return [Token(row, id, float(wide[row, n, id]) - total[row][n]) for row, n, id in places]
+    if not places:
+        return []
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    row, n, id = torch.tensor(places, device=logits.device).T
+    found = (wide[row, n, id] - wide.logsumexp(-1)[row, n]).tolist()
+    return [Token(row, id, logprob) for (row, _, id), logprob in zip(places, found, strict=True)]
 
 
 def score(params: dict, texts: Sequence[Any], config: Config, *, mesh=None, form: str = "heads") -> list[list[float]]:

@@ -52,12 +52,10 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
 
     ValueError where the logits of a row hold no finite maximum.
     """
-    wide = logits.to(torch.float64)
-    top = wide.amax(-1, keepdim=True)
-    if not bool(top.isfinite().all()):
-        raise ValueError("logits without a finite maximum (NaN, inf or all -inf): no token can be drawn")
     if how.temperature == 0:
-        return torch.nn.functional.one_hot(likeliest(wide), wide.shape[-1]).to(torch.float64)
+        return torch.nn.functional.one_hot(likeliest(logits), logits.shape[-1]).to(torch.float64)
+    wide = logits.to(torch.float64)
+    top = _greatest(wide)
     p = ((wide - top) / how.temperature).softmax(-1)
     V = p.shape[-1]
     if how.top_k is not None and how.top_k < V:
@@ -73,10 +71,17 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The index of the greatest of logits[..., V], the lowest where several are equal."""
-    V = logits.shape[-1]
-    ids = torch.arange(V, device=logits.device)
-    return torch.where(logits == logits.amax(-1, keepdim=True), ids, V).amin(-1)
+    """The index of the greatest of logits[..., V], the lowest of equals. ValueError as `probabilities`."""
+    _greatest(logits)
+    return logits.argmax(-1)
+
+
+def _greatest(logits: Tensor) -> Tensor:
+    """The greatest of each row, [..., 1]. ValueError unless all are finite."""
+    top = logits.amax(-1, keepdim=True)
+    if not bool(top.isfinite().all()):
+        raise ValueError("logits without a finite maximum (NaN, inf or all -inf): no token can be drawn")
+    return top
 
 
 def _rank(p: Tensor) -> Tensor:
@@ -110,7 +115,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], count: int = 1) -> 
 def sample(logits: Tensor, how: Sampling, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     """Tokens[B] of logits[B, V]; positions[B] are the places in their sequences that the new tokens take."""
     if how.temperature == 0:
-        return probabilities(logits, how).argmax(-1)
+        return likeliest(logits)
     u = uniforms(seeds, positions)[:, DRAW].to(logits.device)
     return draw(probabilities(logits, how), u)
 
