@@ -1,12 +1,15 @@
 """Arrays that carry their type: what they print, values and gradients on ranks beside one device, and refusals."""
 
+import random
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from typings import splits
 
 from scaling import explicit
+from scaling.algebra.layouts import Layout
 from scaling.collectives import all_reduce
 from scaling.explicit import arrays
 from scaling.mesh import AbstractMesh, Mesh
@@ -150,6 +153,35 @@ def gradients(mesh):
     terms = all_reduce("dW[D, F] {U_XY} -> dW[D, F]", torch.func.grad(on_whole)(whole["W_in"]), mesh)
     torch.testing.assert_close(terms, grads["W_in"].whole(), rtol=1e-12, atol=1e-14)
     return {name: g.whole() for name, g in grads.items()} | {"loss": loss(params).whole()}
+
+
+WITH_OUT = (  # functions with the result's type given, and the shapes that they take
+    (lambda out, a, b: explicit.einsum("ij,jk->ik", a, b, out=out), ((8, 4), (4, 8)), (8, 8)),
+    (lambda out, a, b: explicit.einsum("bij,bjk->bki", a, b, out=out), ((4, 8, 4), (4, 4, 8)), (4, 8, 8)),
+    (lambda out, a: explicit.matmul(a, a, out=out), ((8, 8),), (8, 8)),
+    (lambda out, a: explicit.reshape(a, (4, 16), out=out), ((8, 8),), (4, 16)),
+    (lambda out, a: explicit.amax(a, 0, out=out), ((8, 8),), (8,)),
+    (lambda out, a: explicit.mean(a, (0, 2), out=out), ((4, 8, 4),), (8,)),
+)
+
+
+def with_out(mesh):
+    """The functions on random typings of operands and result: how far each is from one device's."""
+    rng, generator, off = random.Random(2), torch.Generator().manual_seed(2), []
+    for f, shapes, after in WITH_OUT * 3:
+        whole = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+        types = [Layout(rng.choice(splits(s, mesh.sizes))) for s in shapes]
+        arrays = [explicit.array(x, at, mesh) for x, at in zip(whole, types, strict=True)]
+        wanted = Layout(rng.choice(splits(after, mesh.sizes)))
+        got = f(wanted, *arrays)
+        assert got.layout == wanted
+        off.append(float((got.whole() - f(None, *whole)).abs().max()))
+    return off
+
+
+def test_a_result_is_had_in_any_type(ranks):
+    for off in ranks(with_out, {"X": 2, "Y": 2}):
+        assert max(off) < 1e-13
 
 
 def operands():
