@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, mean_square_x: Tensor | None = None, *, gain: Tensor | N
     `mean_square_x`[..., 1]: the mean of squares over the whole dim, where x is only a shard of it.
     """
     if gain is not None and mean_square_x is None and not torch.compiler.is_compiling() and in_transform() is None:
-        return _RMSNorm.apply(x, gain, eps)
+        return _RMSNorm.apply(x, gain, eps) if torch.is_grad_enabled() else gained_norm(x, gain, eps)[0]
     r = torch.rsqrt((mean_square(x) if mean_square_x is None else mean_square_x) + eps)
     y = (x * r).to(x.dtype)
     return y if gain is None else y * gain
