@@ -71,7 +71,7 @@ def test_histograms_count_everything():
 
 
 def test_command(capsys):
-    asked = ["serve", "--model", "llama3-8b", "--chip", "v5e", "--prompt", "1000", "--output", "24", "--latency", "20"]
+    asked = ["serve", "--model", "llama3-8b", "--chip", "v5e", "--prompt", "1000", "--output", "24", "--chips", "4"]
     more = ["--rate", "4", "--requests", "8", "--policy", "interleaved"]
     assert main([*asked, *more]) == 0
     printed = capsys.readouterr().out
