@@ -33,22 +33,21 @@ class Pace:
     def slow(self, mesh, step: int) -> str:
         """A warning that names ranks that all others wait for, or nothing; and the steps are forgotten.
 
-        All ranks call it. Of a rank's working time the lower quartile counts: what happens now and then only adds.
+        All ranks call it. Of a rank's steps the quickest counts: whatever else the machine does only adds.
         """
-        quarter = sorted(seconds - stood for seconds, stood in self.steps)[len(self.steps) // 4]
-        typical = statistics.median(seconds for seconds, _ in self.steps)
+        quickest = [min(seconds - stood for seconds, stood in self.steps), min(seconds for seconds, _ in self.steps)]
         self.steps.clear()
-        pace = everyone(torch.tensor([quarter, typical], dtype=torch.float64), mesh).tolist()
+        pace = everyone(torch.tensor(quickest, dtype=torch.float64), mesh).tolist()
         return "; ".join(found) if (found := named([work for work, _ in pace], pace[0][1], mesh, step)) else ""
 
 
-def named(work: list[float], typical: float, mesh, step: int) -> list[str]:
+def named(work: list[float], step_seconds: float, mesh, step: int) -> list[str]:
     """Of each rank's working seconds a step: those much longer than their peers', the ranks of the same stage."""
     at, found = [coordinates(rank, mesh) for rank in range(len(work))], []
     for rank, mine in enumerate(work):
         others = [w for r, w in enumerate(work) if r != rank and at[r].get("Z") == at[rank].get("Z")]
         usual = statistics.median(others) if others else mine
-        if mine - usual > max(SHARE * typical, LEAST):
+        if mine - usual > max(SHARE * step_seconds, LEAST):
             where = ", ".join(f"{axis}={i}" for axis, i in at[rank].items())
             found.append(f"step {step}: rank {rank} ({where}) is slow: it works {mine * 1e3:.0f} ms a step, its peers "
                          f"{usual * 1e3:.0f} ms, and they wait for it")  # fmt: skip

@@ -105,9 +105,9 @@ def main() -> int:
     if args.save:
         launch.run(saving, {"X": 2}, args.save)
     wrong = 0
-    for case, words in WORDS.items():
+    for case, words in WORDS.items() if args.only is None else [(args.only, WORDS[args.only])]:
         right = 0
-        for seed in range(args.count if args.only in (None, case) else 0):
+        for seed in range(args.count):
             command = [sys.executable, __file__, "--one", case, str(seed)]
             said = subprocess.run(command, capture_output=True, text=True).stderr.strip()
             right += words in said if words else not said
