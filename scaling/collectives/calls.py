@@ -56,7 +56,7 @@ class Pending:
                 self.work.wait()
             self.result, self.finish, self.work = self.finish(), None, None
             if self.event is not None:
-                self.event.end = trace.now()
+                trace.done(self.event)
         return self.result
 
 

@@ -14,7 +14,7 @@ from scaling.collectives.checked import agree_on
 from scaling.collectives.kinds import dual, event, traceable
 from scaling.collectives.op import Op
 from scaling.collectives.torch_private import in_transform, modes
-from scaling.trace import active, now, record
+from scaling.trace import active, done, record
 
 PLAIN = (Tensor, torch.nn.Parameter)  # other classes are a tracer's
 
@@ -63,7 +63,7 @@ def run(x: Tensor, op: Op) -> Tensor:
         record(seen)
     result = traceable(x, op)
     if seen is not None:
-        seen.end = now()
+        done(seen)
     return result
 
 

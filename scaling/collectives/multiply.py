@@ -59,7 +59,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
     event = trace.Event("Einsum", (), product.line.operands, product.line.result, flops=product.flops(a, b))
     trace.record(event)
     result = _run(product, a, b, out, add)
-    event.end = trace.now()
+    trace.done(event)
     event.memory = sum(x.numel() * x.element_size() for x in (a, b, result) if x is not None)
     event.dtype = str(a.dtype).removeprefix("torch.")
     return result

@@ -50,7 +50,7 @@ def _move(x: torch.Tensor, sends: tuple, receives: tuple, op: Op) -> torch.Tenso
         event = trace.record(_event(x, sends, op)) if trace.active() else None
     result = _alltoall(x, sends, receives, op)
     if event is not None:
-        event.end = trace.now()
+        trace.done(event)
     return result
 
 

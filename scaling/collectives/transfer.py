@@ -105,7 +105,7 @@ def transfer(
     place = _region(after, into, target_mesh, target_mesh.ranks.index(me)) if takes else ()
     result = torch.zeros([b - a for a, b in place], dtype=dtype, device=target_mesh.device) if takes else None
     _exchange(messages, x, own, result, place, me)
-    event.end = trace.now()
+    trace.done(event)
     return result
 
 

@@ -6,38 +6,38 @@ microsecond. Elsewhere nothing is known.
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from scaling.trace import Event, now
+from scaling.trace import now
 
 COUNTER = "/proc/thread-self/schedstat"
 
 
-class Watched(list[Event]):
-    """The events of a trace; as each is added, `waited` gets (now, seconds that this thread has waited for a core)."""
+@dataclass
+class Looks:
+    """`waited`: (when, seconds that the thread has waited for a core so far) of each `look()`."""
 
-    def __init__(self):
-        super().__init__()
-        self.waited: list[tuple[float, float]] = []
-        self.file: int | None = None
-        with suppress(OSError):
-            self.file = os.open(COUNTER, os.O_RDONLY)
-        self.look()
-
-    def append(self, event: Event) -> None:
-        super().append(event)
-        self.look()
+    file: int | None
+    waited: list[tuple[float, float]] = field(default_factory=list)
 
     def look(self) -> None:
         if self.file is not None:
             self.waited.append((now(), int(os.pread(self.file, 64, 0).split()[1]) * 1e-9))
 
-    def close(self) -> None:
-        self.look()
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
+
+@contextmanager
+def watched() -> Iterator[Looks]:
+    """Of the thread that opens it: look at the beginning, at the end, and when asked to."""
+    looks = Looks(os.open(COUNTER, os.O_RDONLY) if os.path.exists(COUNTER) else None)
+    looks.look()
+    try:
+        yield looks
+        looks.look()
+    finally:
+        if looks.file is not None:
+            os.close(looks.file)
 
 
 def within(waited: Sequence[tuple[float, float]], start: float, end: float) -> float:

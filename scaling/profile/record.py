@@ -28,7 +28,7 @@ from scaling import trace
 from scaling.collectives.torch_private import process_group
 from scaling.profile import kineto
 from scaling.profile.clock import offset_to_first
-from scaling.profile.cores import Watched
+from scaling.profile.cores import watched
 from scaling.profile.intervals import Interval, subtract, union
 from scaling.profile.result import Profile
 from scaling.profile.timeline import Run, Timeline, disjoint
@@ -51,20 +51,18 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
         below.start()
     try:
         _mark(marked)
-        with trace.trace() as log:
-            log.events = watched = Watched()
+        with watched() as looks, trace.trace(looks.look) as log:
             found.begin(torch.cuda.synchronize if cuda else None)
             yield found
             found.finish()
-            watched.close()
         _mark(marked)
     finally:
         if below is not None:
             below.stop()
     device = "cuda" if cuda else "cpu"
     seen = kineto.read(_exported(below), marked, device) if below is not None else kineto.Seen()
-    mine = replace(timeline(watched, found.marks, seen, device), waited=tuple(watched.waited))
-    found.made = gathered(mine)
+    mine = timeline(log.events, found.marks, seen, device)
+    found.made = gathered(replace(mine, waited=tuple(looks.waited)))
 
 
 def _mark(marked: list[float]) -> None:

@@ -67,7 +67,7 @@ class Channels:
             work.wait()
         self.post((type(step), step.peer))
         if event is not None:
-            event.end = trace.now()
+            trace.done(event)
         return buffer
 
     def send(self, step, x: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ Each collective and each einsum that runs inside the block adds one `Event`, on 
 alike, in a hand-written backward and in one that `torch.func.vjp` runs. A trace only observes: numbers do not change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -64,9 +64,11 @@ class Event:
 
 @dataclass
 class Log:
-    """The events of one `trace()` block, in the order in which they were started."""
+    """The events of one `trace()` block, in the order in which they were started. `look`, if given, is called as each
+    one starts and ends."""
 
     events: list[Event] = field(default_factory=list)
+    look: Callable[[], None] | None = None
 
     def collectives(self) -> list[Event]:
         """The events that move data between devices: all but Einsum and Slice."""
@@ -109,9 +111,10 @@ _open: list[Log] = []  # the logs being written, innermost last
 
 
 @contextmanager
-def trace() -> Iterator[Log]:
-    """Collect an Event for everything that runs in the block. Blocks nest: each sees its own events and inner ones'."""
-    log = Log()
+def trace(look: Callable[[], None] | None = None) -> Iterator[Log]:
+    """Collect an Event for everything that runs in the block. Blocks nest: each sees its own events and inner ones'.
+    `look` is called as each starts and ends."""
+    log = Log(look=look)
     _open.append(log)
     try:
         yield log
@@ -129,7 +132,17 @@ def record(event: Event) -> Event:
     event.called = event.called or event.start
     for log in _open:
         log.events.append(event)
+        if log.look is not None:
+            log.look()
     return event
+
+
+def done(event: Event) -> None:
+    """An event ends now."""
+    event.end = now()
+    for log in _open:
+        if log.look is not None:
+            log.look()
 
 
 def now() -> float:

@@ -56,7 +56,7 @@ def traced(line: str, Q: Tensor, block: Block, matmuls: int):
         trace.Event("Einsum", (), tuple(before), after, flops=flops, dtype=str(Q.dtype).removeprefix("torch."))
     )
     yield
-    event.end = trace.now()
+    trace.done(event)
 
 
 def forward(Q: Tensor, KV: Tensor, block: Block) -> Seen | None:
