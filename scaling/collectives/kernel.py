@@ -37,9 +37,10 @@ class Kernel(NamedTuple):
         """2 x the product of all sizes if a dim is contracted, else 1 x (Part 4, Counting Dots), 0 for one operand."""
         if b is None:
             return 0
-        sizes = dict(zip(self.line.operands[0].dim_names, a.shape, strict=True))
-        sizes |= dict(zip(self.line.operands[1].dim_names, b.shape, strict=True))
-        return prod(sizes.values()) * (2 if set(sizes) - set(self.line.result.dim_names) else 1)
+        shape, shared = a.shape, self.shapes.shared
+        twice = prod([shape[i] for i, _ in shared])  # the sizes that both have, counted in each
+        contracts = len(shape) + len(b.shape) - len(shared) > len(self.result)
+        return (2 if contracts else 1) * a.numel() * b.numel() // max(1, twice)
 
 
 def compile_product(text: str) -> Kernel:

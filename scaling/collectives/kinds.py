@@ -121,7 +121,7 @@ def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
     sources += [] if op.root is None or op.root == op.index else [op.root]
     peers = tuple(op.order.index(source) if op.order else source for source in sources)
     return Event(name, op.axes, before, after, V, kind.sent(op, V), async_op=async_op, called=now(), group=op.group,
-                 peers=peers, dtype=str(x.dtype).removeprefix("torch."), key=key_of(x))  # fmt: skip
+                 peers=peers, dtype=x.dtype, key=key_of(x))  # fmt: skip
 
 
 def key_of(x: Tensor) -> tuple[int, ...]:

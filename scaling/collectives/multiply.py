@@ -60,8 +60,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
     trace.record(event)
     result = _run(product, a, b, out, add)
     trace.done(event)
-    event.memory = sum(x.numel() * x.element_size() for x in (a, b, result) if x is not None)
-    event.dtype = str(a.dtype).removeprefix("torch.")
+    event.memory, event.dtype = a.nbytes + (0 if b is None else b.nbytes) + result.nbytes, a.dtype
     return result
 
 

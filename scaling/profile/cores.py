@@ -17,14 +17,19 @@ COUNTER = "/proc/thread-self/schedstat"
 
 @dataclass
 class Looks:
-    """`waited`: (when, seconds that the thread has waited for a core so far) of each `look()`."""
+    """What each `look()` read, and when."""
 
     file: int | None
-    waited: list[tuple[float, float]] = field(default_factory=list)
+    read: list[tuple[float, bytes]] = field(default_factory=list)
 
     def look(self) -> None:
         if self.file is not None:
-            self.waited.append((now(), int(os.pread(self.file, 64, 0).split()[1]) * 1e-9))
+            self.read.append((now(), os.pread(self.file, 64, 0)))
+
+    @property
+    def waited(self) -> tuple[tuple[float, float], ...]:
+        """(when, seconds that the thread has waited for a core so far)."""
+        return tuple((when, int(text.split()[1]) * 1e-9) for when, text in self.read)
 
 
 @contextmanager

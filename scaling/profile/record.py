@@ -62,7 +62,7 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
     device = "cuda" if cuda else "cpu"
     seen = kineto.read(_exported(below), marked, device) if below is not None else kineto.Seen()
     mine = timeline(log.events, found.marks, seen, device)
-    found.made = gathered(replace(mine, waited=tuple(looks.waited)))
+    found.made = gathered(replace(mine, waited=looks.waited))
 
 
 def _mark(marked: list[float]) -> None:
@@ -100,7 +100,8 @@ def run_of(event: trace.Event, group: tuple[int, ...]) -> Run:
     before = event.before if isinstance(event.before, tuple) else (event.before,)
     return Run(
         str(event), event.op, event.axes, event.called, end, held, " * ".join(map(str, before)), str(event.after),
-        None, event.nbytes or event.memory, event.wire_bytes, event.flops, event.dtype, event.key, group,
+        None, event.nbytes or event.memory, event.wire_bytes, event.flops,
+        str(event.dtype or "").removeprefix("torch."), event.key, group,
         tuple(group[i] for i in event.peers) if group else (), event.async_op,
     )  # fmt: skip
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from tabulate import tabulate
 
 from scaling.spec import Spec, format_axes
 
 
-@dataclass
+@dataclass(slots=True)
 class Event:
     """One collective or einsum.
 
@@ -51,7 +52,7 @@ class Event:
     group: str = ""
     peers: tuple[int, ...] = ()
     memory: int = 0
-    dtype: str = ""
+    dtype: Any = None
     key: tuple[int, ...] = ()
 
     def __str__(self) -> str:

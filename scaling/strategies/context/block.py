@@ -52,9 +52,7 @@ def traced(line: str, Q: Tensor, block: Block, matmuls: int):
     names = re.findall(r"\w+", line)
     after, *before = (parse(name + (block.keys if "KV" in name else block.queries)) for name in names)
     flops = 2 * matmuls * Q.shape[0] * Q.shape[2] * Q.shape[3] * block.pairs
-    event = trace.record(
-        trace.Event("Einsum", (), tuple(before), after, flops=flops, dtype=str(Q.dtype).removeprefix("torch."))
-    )
+    event = trace.record(trace.Event("Einsum", (), tuple(before), after, flops=flops, dtype=Q.dtype))
     yield
     trace.done(event)
 
