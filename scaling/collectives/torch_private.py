@@ -98,3 +98,4 @@ def exchange_into(received: Tensor, sent: Tensor, pg: dist.ProcessGroup, receive
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 level_of = torch._C._functorch.maybe_get_level
 unwrapped = torch._C._functorch.get_unwrapped
+without_functions = torch._C.DisableTorchFunction  # a context in which no TorchFunctionMode is called

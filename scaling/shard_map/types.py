@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from scaling.collectives.torch_private import is_wrapped, level_of, unwrapped
+from scaling.collectives.torch_private import is_wrapped, level_of, unwrapped, without_functions
 from scaling.shard_map.law import Call, Collective, Extreme, apply
 from scaling.shard_map.transport import Bound
 from scaling.spec import ShardingError, format_axes
@@ -52,7 +52,7 @@ def unreduced(x: Tensor) -> frozenset[str]:
 
 def as_unreduced(x: Tensor, axes: frozenset[str]) -> Tensor:
     """A view of x that is typed unreduced over the axes."""
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         y = x.view_as(x)
     setattr(y, MARK, axes)
     return y

@@ -174,5 +174,16 @@ def test_levels_of_transforms():
     assert not p.is_wrapped(torch.zeros(2))
 
 
+class Refuses(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise AssertionError("called")
+
+
+def test_without_functions():
+    x = torch.zeros(2)
+    with Refuses(), p.without_functions():
+        assert (x + 1).tolist() == [1, 1]
+
+
 def test_collectives_of_shards(ranks):
     ranks(traceable, {"X": 2})

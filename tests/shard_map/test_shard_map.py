@@ -76,6 +76,8 @@ def test_under_compile():
 def on_ranks(mesh):
     program = shard_map(lambda A, W: psum(A @ W, "Y"), mesh, ("A[B_X, D_Y]", "W[D_Y, F]"), "Out[B_X, F]")
     step = grad(lambda W: (program(A, W) * R).sum())
+    over = grad(lambda W: (shard_map(lambda A: A @ W, mesh, "A[B_XY, D]", "Out[B_XY, F]")(A) * R).sum())
+    torch.testing.assert_close(over(W), A.T @ R, rtol=1e-12, atol=1e-12)  # W is no argument: all devices have it
     with trace.trace() as log:
         found = step(W)
     return found, [event.op for event in log.events], torch.compile(step, backend="aot_eager", fullgraph=True)(W)
