@@ -1,4 +1,4 @@
-"""Some hundred cases of the fuzz test of misuse: `python tests/fuzz_misuse.py` runs ten thousand."""
+"""Some hundred cases of the fuzz test of misuse: `python tests/sweeps/fuzz_misuse.py` runs ten thousand."""
 
 import pytest
 from fuzz_misuse import run

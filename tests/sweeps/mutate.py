@@ -1,7 +1,7 @@
 """Change one thing at random in the core of the library: a test must fail. Not part of the suite.
 
-    python tests/mutate.py --out mutants.jsonl --count 200 --seed 0     goes on where it stopped
-    python tests/mutate.py --out mutants.jsonl --report                 what no test noticed
+    python tests/sweeps/mutate.py --out mutants.jsonl --count 200 --seed 0     goes on where it stopped
+    python tests/sweeps/mutate.py --out mutants.jsonl --report                 what no test noticed
 
 A mutant turns a comparison around, swaps an operator, `and` with `or`, True with False or the two arguments of a call,
 adds 1 to a number, negates a condition, or drops a statement. It runs in a copy of the repository, under the tests that
@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SECONDS, BYTES = 400, 16 * 2**30  # that the tests of a mutant may take
 TESTS = {  # the longest prefix counts
     "spec": "test_spec.py algebra",

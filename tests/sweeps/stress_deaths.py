@@ -1,6 +1,6 @@
 """Ranks that die or go wrong at random, many times: is every one noticed, soon, and by its number?
 
-    python tests/stress_deaths.py [--deaths 1000] [--faults 200] [--seed 0]
+    python tests/sweeps/stress_deaths.py [--deaths 1000] [--faults 200] [--seed 0]
 
 A death: one of two to four ranks exits, is killed by a signal, or runs out of memory (RLIMIT_AS), at a random moment,
 while the others compute, sleep or wait for it in a collective. A fault: it raises, makes another call than the others,

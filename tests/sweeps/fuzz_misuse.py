@@ -1,6 +1,6 @@
 """Random calls, right and wrong, held against what their types mean: no wrong number without an error.
 
-    python tests/fuzz_misuse.py [--cases 10000] [--seed 0] [--mesh X=2,Y=2]
+    python tests/sweeps/fuzz_misuse.py [--cases 10000] [--seed 0] [--mesh X=2,Y=2]
 
 Each case draws a collective or a product, a line that is legal or not, operands of any shape, dtype, device and memory
 layout, buffers that fit or not or overlap, options, and a mode: under a transform of torch.func, autograd, a tensor
@@ -17,6 +17,9 @@ right was refused. A test of the suite runs some hundred cases.
 import argparse
 import sys
 from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from misuse.collectives import collective
 from misuse.draw import Draw

@@ -1,7 +1,7 @@
 """Change a computation behind the chapters' answers, one at a time: a verdict, a check or a pinned value must turn red.
 
-    python tests/mutate_answers.py 01_roofline 04_problems      the chapters' own cells; without names, every chapter
-    python tests/mutate_answers.py scaling/cost/transformer.py  a module of the library, under the chapters that call it
+    python tests/sweeps/mutate_answers.py 01_roofline 04_problems    the chapters' own cells; without names, all
+    python tests/sweeps/mutate_answers.py scaling/cost/transformer.py    a module, under the chapters that call it
 
 A mutant doubles a number (0 becomes 1), swaps * with / or + with -, turns ** into *, turns a comparison around, or
 makes min of max. It runs in a fork of a process that is already at its cell. Printed: each mutant that left every
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from types import CodeType
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "book")]
 
 import running  # noqa: E402
