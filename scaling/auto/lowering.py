@@ -127,8 +127,8 @@ class Writer:
         if node.call is None:  # a type asked for: the same value
             self.specs[number] = self.specs[node.operands[0]]
             self.held[number] = [result]
-            self.lines.append(Line("", takes, (number, result), lambda shards: shards[0]))
-            self.lines[-1] = self.lines[-1]._replace(text=f"{self.typed(number, result)}: as asked for")
+            text = f"{self.typed(number, result)}: as asked for"
+            self.lines.append(Line(text, takes, (number, result), lambda shards: shards[0]))
             return
         op, dims = node.call.op, [self.specs[n].dim_names for n in node.operands]
         name = asked.name if asked else f"T{number - len([n for n in self.graph.nodes if not n.operands]) + 1}"

@@ -56,6 +56,8 @@ class Program:
 
     def __call__(self, *args):
         lowered, flat = self.lower(*args), tree.leaves(args)
+        if any(isinstance(x, Array) and x.mesh is not self.mesh for x in flat):
+            raise ShardingError(f"an array of another mesh than the program's\n  fix: make it on {self.mesh}")
         arrays = [
             reshard(x, at) if isinstance(x, Array) else array(x, at, self.mesh)
             for x, (_, at) in zip(flat, lowered.inputs, strict=True)

@@ -122,6 +122,14 @@ def test_bad_input_is_refused():
             program.lower(*args)
 
 
+def test_arrays_of_another_mesh_are_refused():
+    x = explicit.array(torch.ones(8, 16), "[8_X, 16]", AbstractMesh(MESH))
+    with pytest.raises(ShardingError, match="an array of another mesh"):
+        auto.jit(lambda x: x, ABSTRACT, ("x[B_X, D]",))(x)
+    y = auto.jit(lambda x: x.sum(0), ABSTRACT, "x[B_X, D]")(explicit.array(torch.ones(8, 16), "[8_X, 16]", ABSTRACT))
+    assert y.type in ("float32[16_X]", "float32[16_YX]")  # the least: a ReduceScatter, and maybe a slice
+
+
 def operands(shapes, seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) / 4 for shape in shapes]
