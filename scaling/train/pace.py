@@ -13,7 +13,7 @@ from scaling.trace import Log
 from scaling.train.blocks import coordinates
 from scaling.train.guards import everyone
 
-SHARE, LEAST = 0.12, 0.005  # of a step, and seconds, by which a rank is slower than the others before it is named
+SHARE, LEAST = 0.12, 0.025  # of a step, and seconds, by which a rank is slower than the others before it is named
 
 
 def still(log: Log) -> float:
