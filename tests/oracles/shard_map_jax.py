@@ -1,6 +1,7 @@
 """Random shard_map programs and what JAX makes of them: values and vjp in float64, or a refusal.
 
-    python tests/oracles/shard_map_jax.py --programs 60 --out tests/shard_map/programs.json
+    python tests/oracles/shard_map_jax.py --seed 1 --out tests/shard_map/programs.json       # the stored table, 60
+    python tests/oracles/shard_map_jax.py --seed 2 --programs 500 --out FILE                  # for compared.py, once
 
 Wants JAX 0.10 in an environment of its own; nothing else here does. Each program's result and cotangents are stored as
 two weighted sums of their elements.
