@@ -43,7 +43,8 @@ TESTS = {  # the longest prefix counts
     "strategies": "strategies train/test_train.py collectives/test_compile.py",
     "strategies/context": "strategies/test_context.py",
     "strategies/expert": "strategies/test_expert.py",
-    "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_by_hand.py",
+    "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_by_hand.py strategies/test_remat.py "
+    "strategies/test_flat.py",
 }
 COMPILED = ("traced.py", "torch_private.py", "deferred.py")  # files whose mutants torch.compile may notice alone
 SWAPS: dict[type, type] = {ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}
