@@ -176,6 +176,28 @@ def test_bad_input_is_refused():
         refused("at least 1", lambda s=sizes: serve.init_cache(PLAIN, **({"batch": 1, "length": 1} | s)))
 
 
+def refused_on_a_mesh(mesh):
+    """What each rank says to bad input, and the logits of what comes after it: nobody waits for anybody."""
+    params, tokens = setting(PLAIN)
+    mine, cache = tree.shard(params, serve.specs(PLAIN, mesh), mesh), serve.init_cache(PLAIN, B, S, mesh=mesh)
+    said = []
+    for bad in (tokens + 32 * (torch.arange(B) == 3)[:, None], tokens.repeat(1, 2), tokens[:, :0]):
+        try:
+            serve.prefill(mine, bad, cache, PLAIN, mesh)
+        except ValueError as error:
+            said.append(str(error))
+    return said, serve.prefill(mine, tokens, cache, PLAIN, mesh)[0]
+
+
+def test_bad_input_is_refused_by_every_rank_before_any_works(ranks):
+    params, tokens = setting(PLAIN)
+    wanted = model.forward(params, tokens, config=PLAIN)[:, -1]
+    for said, logits in ranks(refused_on_a_mesh, {"Z": 2, "Y": 2}):
+        for text, part in zip(said, ("vocabulary", "room for 16", "no token"), strict=True):
+            assert part in text
+        close(logits, wanted)
+
+
 def test_meshes_that_do_not_fit_are_refused():
     for sizes, form, message in (
         ({"Y": 3}, "heads", "K=2 KV heads over Y=3"),
