@@ -6,9 +6,10 @@ parallelism's AllReduce is a `reshard` of the caller's.
 """
 
 from collections.abc import Callable
+from typing import Any
 
+import optree
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from scaling.algebra.layouts import Layout
 from scaling.explicit.arrays import Array, array, reshard
@@ -26,7 +27,8 @@ def vjp(f: Callable, *primals) -> tuple:
     `dy` is typed as the cotangent of f's result, a single array; another type is resharded to it. The cotangents'
     types follow from the primals'. Composed of torch.func.vjp: nest them.
     """
-    flat, structure = tree_flatten(primals)
+    everything: Any = primals
+    flat, structure = optree.tree_flatten(everything)
     at = [i for i, x in enumerate(flat) if isinstance(x, Array)]
     made = []
 
@@ -34,7 +36,7 @@ def vjp(f: Callable, *primals) -> tuple:
         filled = list(flat)
         for i, shard in zip(at, shards, strict=True):
             filled[i] = Array(shard, flat[i].layout, flat[i].shape, flat[i].mesh)
-        result = f(*tree_unflatten(filled, structure))
+        result = f(*optree.tree_unflatten(structure, filled))
         if not isinstance(result, Array):
             raise ShardingError(f"a function whose result is a {type(result).__name__}\n  fix: return one Array")
         made[:] = [result]
@@ -48,7 +50,7 @@ def vjp(f: Callable, *primals) -> tuple:
         found: list = [None] * len(flat)
         for i, shard in zip(at, shards, strict=True):
             found[i] = Array(shard, cotangent(flat[i].layout, flat[i].mesh), flat[i].shape, flat[i].mesh)
-        return tree_unflatten(found, structure)
+        return optree.tree_unflatten(structure, found)
 
     return y, pulled
 

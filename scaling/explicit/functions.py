@@ -8,9 +8,9 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import optree
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from scaling.algebra.layouts import Layout
 from scaling.collectives.multiply import einsum
@@ -63,7 +63,8 @@ def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bo
 
     Raises ShardingError for a function that this mode does not know, and torch's own error where the shapes do not fit.
     """
-    flat, structure = tree_flatten((args, kwargs), is_leaf=is_array)
+    everything: Any = (args, kwargs)
+    flat, structure = optree.tree_flatten(everything, is_leaf=is_array, none_is_leaf=True)
     at = [i for i, x in enumerate(flat) if is_array(x)]
     operands, name = [flat[i] for i in at], name_of(func)
     if (written := getattr(func, "__name__", "")).endswith("_") and not written.endswith("__"):
@@ -79,15 +80,14 @@ def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bo
         filled = list(flat)
         for i, value in zip(at, values, strict=True):
             filled[i] = value
-        given, named = tree_unflatten(filled, structure)
+        given, named = optree.tree_unflatten(structure, filled)
         return func(*given, **named)
 
     shapes = [tuple(x.shape) for x in operands]
-    with torch._C.DisableTorchFunction():
-        if pointwise := name in POINTWISE | LINEAR | SUMS | PRODUCTS | QUOTIENTS:  # some have slow meta kernels
-            whole = call([torch.ones((1,) * len(x.shape), dtype=x.dtype) for x in operands])
-        else:
-            whole = call([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in operands])
+    if pointwise := name in POINTWISE | LINEAR | SUMS | PRODUCTS | QUOTIENTS:  # some have slow meta kernels
+        whole = call([torch.ones((1,) * len(x.shape), dtype=x.dtype) for x in operands])
+    else:
+        whole = call([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in operands])
     if not isinstance(whole, Tensor):
         refuse_unknown(name)
     shape = tuple(torch.broadcast_shapes(*shapes) if pointwise else whole.shape)
