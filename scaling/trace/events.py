@@ -28,10 +28,12 @@ class Event:
     tuple); `after`: the result's. `nbytes`: V, the book's measure (Part 3): the gathered or unreduced array as one
     group sees it (an AllReduce, which takes two passes over V, is listed with V). `wire_bytes`: what this rank sends.
     `flops`: of an Einsum, on this rank. `start`, `end`: seconds of `time.perf_counter`; an asynchronous event ends
-    where it was waited for. For a profile: `called`, when the line was reached, before ranks agreed on it; of an
-    asynchronous event `left`, when the call returned, and `waited`, when it was waited for. `group`: the process
-    group's name; `peers`: the ranks, by their place in it, without which this one cannot go on (none: all). `memory`:
-    bytes of the operands and the result of an Einsum; `dtype` of the operand; `key` tells operands apart.
+    where it was waited for.
+
+    For a profile: `called`, when the line was reached, before ranks agreed on it; of an asynchronous event `left`, when
+    the call returned, and `waited`, when it was waited for. `group`: the process group's name; `peers`: the ranks, by
+    their place in it, without which this one cannot go on (none: all). `memory`: bytes of the operands and the result
+    of an Einsum; `dtype` of the operand; `key` tells operands apart.
     """
 
     op: str
