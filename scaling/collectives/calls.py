@@ -43,6 +43,8 @@ class Pending:
             event.left = trace.now()
 
     def __del__(self):
+        if not hasattr(self, "finish"):  # a compiler makes objects without __init__
+            return
         if self.finish is not None and self.call is not None and self.work is not None:
             _dropped.append(self.work)
             what = f"{self.call}\n  its Pending was dropped without wait(), so that nobody has the result"

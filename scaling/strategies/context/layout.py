@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from scaling.algebra.rules import refuse
-from scaling.collectives import ppermute
+from scaling.collectives import all_gather, ppermute
 from scaling.spec import format_axes
 
 FORMS = ("ring", "zigzag", "gather", "ulysses", "usp")
@@ -110,6 +110,8 @@ def _exchange(x: torch.Tensor, dim: int, mesh, axis: str, back: bool) -> torch.T
     letters = [f"T_{format_axes((axis,))}" if i == dim else chr(ord("A") + i) for i in range(x.dim())]
     line = f"x[{', '.join(letters)}]"
     check_length("zigzag", C * x.shape[dim], C, line)
+    if torch.compiler.is_compiling():
+        return _from_whole(all_gather(f"{line} -> {line.replace(letters[dim], 'T')}", x, mesh), dim, C, c, back)
     halves = x.chunk(2, dim)
     # Of c and 2C-1-c one is even: rank c has it in zig-zag order first or second, and in plain order the even ones lie
     # first. So each rank sends one half among the even chunks' ranks, and one among the odd ones'.
@@ -120,3 +122,11 @@ def _exchange(x: torch.Tensor, dim: int, mesh, axis: str, back: bool) -> torch.T
         even, odd = ([(target, source) for source, target in perm] for perm in (even, odd))
     moved = [ppermute(line, half, mesh, axis, perm) for half, perm in zip(halves, (even, odd), strict=True)]
     return torch.cat(moved if back or c % 2 == 0 else moved[::-1], dim)
+
+
+def _from_whole(x: torch.Tensor, dim: int, C: int, c: int, back: bool) -> torch.Tensor:
+    """The same of the gathered x, in a compiled graph, which holds no ppermute: rank c's two of its 2C chunks."""
+    order = [i for r in range(C) for i in (r, 2 * C - 1 - r)]  # of the chunks, in zig-zag order
+    mine = [order.index(2 * c), order.index(2 * c + 1)] if back else [c, 2 * C - 1 - c]
+    chunks = x.chunk(2 * C, dim)
+    return torch.cat([chunks[i] for i in mine], dim)

@@ -228,5 +228,10 @@ def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: i
             f"x[B, T_CY, D]: {tokens.shape[1]} tokens of each sequence on a rank do not divide over Y="
             f"{mesh.sizes['Y']}\n  fix: make T a multiple of |C| |Y|"
         )
+    if torch.compiler.is_compiling():  # which looks at no values
+        if config.moe or mesh.sizes.get("Z", 1) > 1:
+            why = "experts get as many rows as choose them" if config.moe else "stages wait for each other's messages"
+            raise ValueError(f"{config.name}: {why}, which no compiled graph can\n  fix: run it uncompiled")
+        return
     if not tokens.is_meta and len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < config.V):
         raise ValueError(f"tokens must lie in 0..{config.V - 1}: that is the vocabulary of {config.name}")

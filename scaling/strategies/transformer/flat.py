@@ -38,10 +38,12 @@ class Together:
 
 def sent_over_x(W: Mapping, stored: Mapping) -> dict[int, int]:
     """{place of a leaf: the dim that X splits}, of a layer's shards W that are better sent together; else {}."""
+    if torch.compiler.is_compiling():
+        return {}
     leaves, specs = tree.leaves(W), [parse(text) for text in tree.leaves(stored)]
     sent = {i: spec.index(dim) for i, spec in enumerate(specs) for dim, axes in spec.dims if axes == ("X",)}
     alike = len({leaves[i].dtype for i in sent}) == 1 and sum(leaves[i].nbytes for i in sent) <= SMALL
-    return sent if alike and not torch.compiler.is_compiling() else {}
+    return sent if alike else {}
 
 
 def gather(W: Mapping, sent: dict[int, int], mesh) -> Together:

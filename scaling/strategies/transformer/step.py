@@ -48,11 +48,15 @@ def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = Fa
     pull(W, cotangents, into, add) -> (dW, dx), as in `by_hand.layer_vjp`, which also says what `remat` is.
     """
     window = at.config.windows[l]
-    if at.config.moe or torch.compiler.is_compiling():
-        if not pulled:
-            return layer(W, x, at, window, routing)
-        out, pull = vjp(lambda W, x: layer(W, x, at, window, routing), W, x)
+    written = partial(layer, at=at, window=window, routing=routing)
+    if (at.config.moe or torch.compiler.is_compiling()) and not pulled:
+        return written(W, x)
+    if at.config.moe:
+        out, pull = vjp(written, W, x)
         return out, lambda _, cotangents, **into: pull(cotangents, **into)
+    if torch.compiler.is_compiling():
+        (x, _), pull = vjp(lambda W, x: (written(W, x)[0][0], None), W, x)
+        return ((x, None), None), lambda _, cotangents, **__: pull(cotangents[0])
     x, pull = layer_vjp(W, x, at, window, remat)
     out = (x, None), None
     return (out, lambda W, cotangents, **into: pull(W, cotangents[0], **into)) if pulled else out
@@ -62,11 +66,11 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
     """(f(*primals), pull): as torch.func.vjp over trees of tensors; pull(cotangent) -> a cotangent of each primal.
 
     `f` returns (result, anything else); pull takes a cotangent of each tensor of the result. By autograd's own tape,
-    which costs less per collective than a transform; a compiler is given torch.func.vjp.
+    which costs less per collective than a transform; a compiler is given torch.func.vjp, of one tensor alone.
     """
     if torch.compiler.is_compiling():
-        out, pull, *rest = torch.func.vjp(f, *primals, has_aux=True)
-        return (out, rest[0]), pull
+        out, pull, *_ = torch.func.vjp(lambda *primals: f(*primals)[0], *primals)
+        return (out, None), pull
     leaves = [tree.map(lambda x: x.detach().requires_grad_(x.is_floating_point()), p) for p in primals]
     with torch.enable_grad():
         out, rest = f(*leaves)
