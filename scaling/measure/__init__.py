@@ -23,7 +23,7 @@ import torch
 from tabulate import tabulate
 
 from scaling import collectives, launch
-from scaling.console import command, integer, output
+from scaling.console import integer, output
 from scaling.hardware import Chip, Measured, load_chip
 from scaling.models import pointwise
 from scaling.plan.layer import DTYPES
@@ -284,7 +284,3 @@ def as_dict(chip: Chip, checks: Sequence[Check]) -> dict:
     ]  # fmt: skip
     return {"chip": chip.name, "matmul": dict(chip.peaks), "memory": chip.hbm_bw, "collectives": collectives,
             "steps": steps, "median_error": median_error(checks) if checks else None}  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(command(main))

@@ -1,0 +1,131 @@
+"""`python -m scaling.measure network --mesh X=2,Y=2`: what each collective moves, by axis and size; slow ranks named.
+
+Bus bandwidth: the bytes that a rank must send, over the time, so that collectives and numbers of ranks compare with
+each other and with a link's figure. All ranks of all groups along an axis run at once, as they do in training.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from scaling import collectives, launch
+from scaling.console import integer, number
+from scaling.sizes import format_sizes, parse_mesh
+from scaling.spec import format_axes
+
+SIZES = (2**16, 2**20, 2**24)  # bytes V of the gathered or unreduced array
+LINES = {
+    "AllGather": ("A[I_X, J] -> A[I, J]", collectives.all_gather, 1),
+    "ReduceScatter": ("A[I, J] {U_X} -> A[I_X, J]", collectives.reduce_scatter, 1),
+    "AllReduce": ("A[I, J] {U_X} -> A[I, J]", collectives.all_reduce, 2),
+    "AllToAll": ("A[I_X, J] -> A[I, J_X]", collectives.all_to_all, None),
+}
+
+
+def sent(op: str, V: int, n: int) -> float:
+    """Bytes that a rank sends of V, by the quickest algorithm: V (n - 1)/n, twice that, or V (n - 1)/n^2."""
+    passes = LINES[op][2]
+    return V * (n - 1) / n**2 if passes is None else passes * V * (n - 1) / n
+
+
+def rates(mesh, sizes, repeats: int) -> dict[tuple[str, str, int], float]:
+    """{(axis, op, V): seconds of this rank, the median}."""
+    found = {}
+    for axis, n in mesh.sizes.items():
+        for op, (line, call, _) in LINES.items() if n > 1 else ():
+            text = line.replace("X", axis)
+            for V in sizes:
+                rows = n if "{U" in line else 1
+                columns = max(n, V // 4 // n // n * n)
+                x = torch.ones(rows, columns, device=mesh.device)
+                found[axis, op, V] = statistics.median(seconds(partial(call, text, x, mesh), mesh, repeats))
+    return found
+
+
+def seconds(f, mesh, repeats: int) -> list[float]:
+    times = []
+    for i in range(repeats + 1):
+        collectives.all_reduce(f"n[] {{U_{format_axes(mesh.sizes)}}} -> n[]", torch.zeros((), device=mesh.device), mesh)
+        began = time.perf_counter()
+        f()
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        times += [time.perf_counter() - began] if i else []
+    return times
+
+
+def alone(mesh, folder: str) -> tuple[float, float]:
+    """Of this rank on its own: (bytes/s of memory, bytes/s to the disk): what tells a slow host or disk."""
+    x, file = torch.ones(2**22, device=mesh.device), Path(folder) / f".measure-{mesh.rank}"
+    began = time.perf_counter()
+    for _ in range(5):
+        x = x + 1
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+    memory = 5 * 2 * x.nbytes / (time.perf_counter() - began)
+    began = time.perf_counter()
+    try:
+        with open(file, "wb") as out:
+            out.write(bytes(2**24))
+            out.flush()
+            os.fsync(out.fileno())
+        return memory, 2**24 / (time.perf_counter() - began)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def measured(mesh, sizes, repeats: int, folder: str):
+    return rates(mesh, sizes, repeats), alone(mesh, folder)
+
+
+def slow(values: list[float], what: str) -> list[str]:
+    """Ranks with less than half of the median of all."""
+    usual = statistics.median(values)
+    return [f"rank {r}: {what} {v / 1e9:.2f} GB/s, the median is {usual / 1e9:.2f}" for r, v in enumerate(values)
+            if v < usual / 2]  # fmt: skip
+
+
+def report(results: list, sizes: dict[str, int], link: float | None) -> str:
+    """The table, the slowest rank of each row; and the ranks that are slow on their own."""
+    rows = []
+    for axis, op, V in results[0][0]:
+        took = max(times[axis, op, V] for times, _ in results)
+        rate = sent(op, V, sizes[axis]) / took
+        share = [f"{rate / link:.0%}"] if link else []
+        rows.append([axis, op, f"{V:,}", f"{took * 1e6:,.0f}", f"{rate / 1e9:.2f}", *share])
+    head = ["axis", "collective", "V bytes", "us", "bus GB/s", *(["of the link"] if link else [])]
+    text = tabulate(
+        rows, head, "simple", disable_numparse=True, colalign=["left", "left", *["right"] * (len(head) - 2)]
+    )
+    named = slow([own[0] for _, own in results], "memory") + slow([own[1] for _, own in results], "disk")
+    return "\n".join([text, *(named or ["no rank's memory or disk is slow beside the others'"])])
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scaling.measure network", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--mesh", default="X=2", help="axes and sizes (default X=2)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--repeats", type=integer(1, 10**6), default=9)
+    parser.add_argument("--link", type=number(1e-6), help="GB/s that a link is said to have, each way")
+    parser.add_argument("--folder", default=".", help="on the disk that is to be timed (default .)")
+    args = parser.parse_args(argv)
+    try:
+        sizes = parse_mesh(args.mesh)
+        if math.prod(sizes.values()) < 2:
+            raise ValueError(f"{format_sizes(sizes)}: has no network\n  fix: --mesh with two ranks or more")
+        results = launch.run(measured, sizes, SIZES, args.repeats, args.folder, device=args.device, checked=False)
+    except (ValueError, OSError, launch.RankError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(report(results, sizes, args.link * 1e9 if args.link else None))
+    return 0

@@ -1,0 +1,34 @@
+"""Bus bandwidth by axis, collective and size; ranks that are slow on their own are named."""
+
+import pytest
+
+from scaling.measure import network
+from scaling.measure.__main__ import main
+
+
+def test_what_a_rank_must_send():
+    assert network.sent("AllGather", 800, 4) == 600
+    assert network.sent("AllReduce", 800, 4) == 1200
+    assert network.sent("AllToAll", 800, 4) == 150
+
+
+def test_slow_ranks_are_named():
+    assert network.slow([4e9, 1e9, 4e9], "disk") == ["rank 1: disk 1.00 GB/s, the median is 4.00"]
+    assert network.slow([4e9, 3e9], "disk") == []
+
+
+def test_each_axis_is_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(network, "SIZES", (4096,))
+    assert main(["network", "--mesh", "X=2,Y=1", "--repeats", "1", "--link", "10", "--folder", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["axis", "collective", "V", "bytes", "us", "bus", "GB/s", "of", "the", "link"]
+    assert [line.split()[:3] for line in lines[2:6]] == [["X", op, "4,096"] for op in network.LINES]
+    assert list(tmp_path.iterdir()) == []
+    assert main(["network", "--mesh", "X=1"]) == 1
+    assert "has no network" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--mesh", "X=x"], ["--folder", "/nowhere/at/all"]])
+def test_what_cannot_be_measured(wrong, capsys):
+    assert main(["network", "--repeats", "1", *wrong]) == 1
+    assert "Error" in capsys.readouterr().err
