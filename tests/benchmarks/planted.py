@@ -6,7 +6,7 @@
 found (rank, line, seconds within 10%)?
 `clean`: nobody sleeps: is anybody called slow? `advice`: programs with one waste each, and the same without it: is the
 first suggestion the right one, and does the change gain what it predicts? `overhead`: processor time of the calling
-thread in a step with and without a profile, in turn (a busy machine does not count), and the parts' sum over the step.
+thread that a profile adds to a step, on one rank, steps of both kinds in turn; and the parts' sum over the step.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from scaling.strategies import fsdp
 
 DELAY, STEPS = 0.03, 7
 B, D, F = 128, 256, 1024
-SIZE = Size(4, 512, 512, 2048)
+SIZE = Size(4, 16, 16, 64)  # what a profile costs is by line and operation, whatever their size
 
 
 def step(mesh, x, W, V, before) -> None:
@@ -132,7 +132,9 @@ def overhead(mesh, rounds: int) -> dict:
         steps += outside
     plain, with_it = ([t for i, t in enumerate(each) if i % 4] for each in (plain, with_it))
     quick = {"plain": quartile(plain), "profiled": quartile(with_it)}
-    return {**quick, "step": median(steps), "off": median(off)}
+    (one,) = p.timelines
+    counts = {"lines": len(one.runs) // 4, "ops": len(one.ops) // 4}
+    return {**quick, **counts, "step": median(steps), "off": median(off)}
 
 
 def quartile(seconds: list[float]) -> float:
@@ -171,11 +173,10 @@ def main() -> int:
         print(tabulate(table, heads, "simple", maxcolwidths=[20, 5, 9, 9, 9, 60]))
         print(f"\nfirst suggestions right: {sum(row[1] == 'yes' for row in table)} of {len(table)}\n")
     if args.overhead:
-        for rank, row in enumerate(launch.run(overhead, sizes, args.overhead)):
-            results[f"overhead {rank}"] = row
-            print(f"rank {rank}: {row['plain'] * 1e3:.1f} ms of processor time a step, {row['profiled'] * 1e3:.1f} ms "
-                  f"profiled: {row['profiled'] - row['plain']:+.4f} s of a step of {row['step'] * 1e3:.0f} ms; "
-                  f"the parts' sum is off by {row['off']:.2%}")  # fmt: skip
+        row = results["overhead"] = launch.run(overhead, {"X": 1}, args.overhead)[0]
+        more = row["profiled"] - row["plain"]
+        print(f"a step of {row['lines']} lines and {row['ops']} operations costs its thread {more * 1e3:.2f} ms more")
+        print(f"when profiled, {more / 0.1:.1%} of 100 ms; the parts' sum is off by {row['off']:.2%}")
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     return 0
