@@ -14,7 +14,7 @@ from scaling import collectives as c
 from scaling.book.answers import Answer
 from scaling.book.layout import width
 from scaling.book.page import Page
-from scaling.book.streaming import Stream, Work
+from scaling.book.streaming import Stream, StreamWork
 from scaling.hardware import chip
 from scaling.trace import trace
 
@@ -116,18 +116,18 @@ def times(F: int) -> tuple[float, float]:
 
 def serial(F: int) -> Stream:
     product, hop = times(F)
-    hops = [Work("ICI", "hop", i, (i - 1) * hop, i * hop) for i in range(1, N)]
-    return Stream((*hops, *(Work("MXU", "matmul", i, (N - 1) * hop + i * product, (N - 1) * hop + (i + 1) * product)
-                            for i in range(N))))  # fmt: skip
+    hops = [StreamWork("ICI", "hop", i, (i - 1) * hop, i * hop) for i in range(1, N)]
+    starts = [(N - 1) * hop + i * product for i in range(N)]
+    return Stream((*hops, *(StreamWork("MXU", "matmul", i, start, start + product) for i, start in enumerate(starts))))
 
 
 def overlapped(F: int) -> Stream:
     product, hop = times(F)
-    works, end = [Work("ICI", "hop", i, (i - 1) * hop, i * hop) for i in range(1, N)], 0.0
+    works, end = [StreamWork("ICI", "hop", i, (i - 1) * hop, i * hop) for i in range(1, N)], 0.0
     for i in range(N):
         start = max(end, i * hop)  # block i is here, and the product before is done
         end = start + product
-        works.append(Work("MXU", "matmul", i, start, end))
+        works.append(StreamWork("MXU", "matmul", i, start, end))
     return Stream(tuple(works))
 
 

@@ -23,7 +23,7 @@ from scaling.hardware import chip
 from scaling.models import transformer
 from scaling.serve import engine
 from scaling.serve.policies import POLICIES
-from scaling.serve.simulate import Served, simulate
+from scaling.serve.simulate import Simulated, simulate
 from scaling.serve.states import Move, Options, Request, Run
 
 page = Page(__doc__, seed=True, plot=True)
@@ -56,7 +56,7 @@ def requests(rows) -> list[tuple[float, Request]]:
             in enumerate(rows)]  # fmt: skip
 
 
-def gantt(served: Served, seconds: float) -> str:
+def gantt(served: Simulated, seconds: float) -> str:
     """A row for each request, `WIDTH` columns of time."""
     cells = {id: [" "] * WIDTH for id in served.requests}
     column = lambda t: min(WIDTH - 1, int(t / seconds * WIDTH))  # noqa: E731

@@ -19,7 +19,7 @@ from torch.func import vjp
 from scaling import tree
 from scaling.book.answers import Answer
 from scaling.book.page import Page
-from scaling.collectives.rings import Links
+from scaling.collectives.rings import LinkBytes
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.strategies.collective_matmul import gather_matmul, matmul_reduce, matmul_scatter, mlp
@@ -99,7 +99,7 @@ for n in (4, 5, 8):
     for name, pair in shapes.items():
         V = 4 * B * n * (4 if name == "AllGather" else 8)
         for ways in (1, 2):
-            log, hops = Links(), n - 1 if ways == 1 else n // 2
+            log, hops = LinkBytes(), n - 1 if ways == 1 else n // 2
             FORMS[name][0](*(torch.empty(shape, device="meta") for shape in pair), mesh, ways=ways, log=log)
             rounds, share = (3, 2) if name == "AllReduce" else (1, 1)
             bytes_of[name, n, ways] = log.busiest

@@ -15,7 +15,7 @@ from scaling.mesh import AbstractMesh
 from scaling.serve.generation import Token, score, stream
 from scaling.serve.loading import DTYPES, available, check_fits, config_of, params_of
 from scaling.serve.sampling import Sampling
-from scaling.serve.text import Stream, chat, ends_of, tokenizer_of
+from scaling.serve.text import TextStream, chat, ends_of, tokenizer_of
 from scaling.serve.types import FORMS, specs
 from scaling.sizes import parse_mesh
 
@@ -67,7 +67,7 @@ def run(mesh, args, config, tokenizer, prompt: list[int], how: Sampling, ends: t
     if draft not in (None, "ngram"):
         small = config_of(draft)
         draft = params_of(args.draft, small, mesh, dtype, args.form), small
-    text, tokens = Stream(tokenizer, args.stop), []
+    text, tokens = TextStream(tokenizer, args.stop), []
     for step in stream(
         params, [prompt], config, args.max_new_tokens, how,
         seed=args.seed, stop=ends, mesh=mesh, draft=draft, proposals=args.proposals, form=args.form,

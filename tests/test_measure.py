@@ -45,7 +45,9 @@ def test_the_chip_file_is_read_back(tmp_path):
 def test_the_slowest_rank_counts():
     times = {"AllReduce": [(V, 1e-3 + V / 1e9) for V in measure.VOLUMES]}
     slow = {"AllReduce": [(V, 2e-3 + V / 5e8) for V in measure.VOLUMES]}
-    chip = measure.combine([measure.Rank({"fp32": 2e9}, 4e9, times), measure.Rank({"fp32": 1e9}, 5e9, slow)], "m")
+    chip = measure.combine(
+        [measure.RankMeasured({"fp32": 2e9}, 4e9, times), measure.RankMeasured({"fp32": 1e9}, 5e9, slow)], "m"
+    )
     assert (chip.flops("fp32"), chip.hbm_bw) == (1e9, 4e9)
     (row,) = chip.measured
     assert (row.op, row.ranks) == ("AllReduce", 2)

@@ -19,7 +19,7 @@ NOMINAL = 4  # devices along an axis whose size is not given
 Axes = tuple[str, ...]
 
 
-class Layout(NamedTuple):
+class DimAxes(NamedTuple):
     """The axes of each dim, and the unreduced axes, sorted."""
 
     dims: tuple[Axes, ...]
@@ -29,21 +29,21 @@ class Layout(NamedTuple):
     def used(self) -> Axes:
         return (*itertools.chain(*self.dims), *self.unreduced)
 
-    def put(self, dim: int, axes: Axes) -> "Layout":
+    def put(self, dim: int, axes: Axes) -> "DimAxes":
         """The same with other axes on one dim."""
-        return Layout((*self.dims[:dim], axes, *self.dims[dim + 1 :]), self.unreduced)
+        return DimAxes((*self.dims[:dim], axes, *self.dims[dim + 1 :]), self.unreduced)
 
-    def summing(self, more: Axes = (), less: Axes = ()) -> "Layout":
+    def summing(self, more: Axes = (), less: Axes = ()) -> "DimAxes":
         """The same, unreduced over more axes, or over fewer."""
-        return Layout(self.dims, tuple(sorted(axis for axis in self.unreduced + more if axis not in less)))
+        return DimAxes(self.dims, tuple(sorted(axis for axis in self.unreduced + more if axis not in less)))
 
 
-class Move(NamedTuple):
+class Edge(NamedTuple):
     """An edge: what a step does, over which axes, and where it leads."""
 
     op: str
     axes: Axes
-    after: Layout
+    after: DimAxes
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,18 @@ class Setting:
         """The devices along some axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def held(self, at: Layout) -> int:
+    def held(self, at: DimAxes) -> int:
         """What one device holds of an array of one element, in the units of `whole`."""
         return self.whole // self.count(itertools.chain(*at.dims))
 
-    def sent(self, at: Layout, move: Move) -> int:
+    def sent(self, at: DimAxes, move: Edge) -> int:
         """What one device sends in a move, in the same units."""
         if move.op == "CollectivePermute" and splitting(at.dims, self.sizes) == splitting(move.after.dims, self.sizes):
             return 0
         sent, of = share(move.op, self.count(move.axes))
         return self.held(at) * sent // of
 
-    def missing(self, at: Layout, target: Layout) -> int:
+    def missing(self, at: DimAxes, target: DimAxes) -> int:
         """What some device lacks of its part of the target: at least so much is sent on the way there.
 
         Where the axes of a dim part ways, some device holds nothing that it needs; otherwise one part holds the other.
@@ -98,11 +98,11 @@ class Setting:
         return wanted - wanted // common
 
 
-def layout(spec: Spec) -> Layout:
-    return Layout(tuple(axes for _, axes in spec.dims), spec.unreduced)
+def layout(spec: Spec) -> DimAxes:
+    return DimAxes(tuple(axes for _, axes in spec.dims), spec.unreduced)
 
 
-def retyped(spec: Spec, to: Layout) -> Spec:
+def retyped(spec: Spec, to: DimAxes) -> Spec:
     """The same array in another layout."""
     return Spec(spec.name, tuple(zip(spec.dim_names, to.dims, strict=True)), to.unreduced)
 
@@ -118,7 +118,7 @@ def setting(specs, mesh=None, partial=(), cost=None) -> Setting:
     return Setting(tuple((a, n) for a, n in sizes.items() if cost or a in axes), True, tuple(partial), cost)
 
 
-def divides(at: Layout, shape, sizes: Mapping[str, int]) -> bool:
+def divides(at: DimAxes, shape, sizes: Mapping[str, int]) -> bool:
     """Whether every dim of the shape divides over its axes; with no shape, it is taken to."""
     if shape is None:
         return True
@@ -147,41 +147,41 @@ def ordered(axes: Axes, least: int = 1) -> Iterator[Axes]:
     return itertools.chain.from_iterable(itertools.permutations(axes, n) for n in range(least, len(axes) + 1))
 
 
-def moves(at: Layout, within: Setting, goal: Layout | None = None) -> Iterator[Move]:
+def moves(at: DimAxes, within: Setting, goal: DimAxes | None = None) -> Iterator[Edge]:
     """Every step from a layout, or, given a goal, those that a plain plan takes: a dim gains axes only in the order of
     the goal's, and the sums that the goal lacks are reduced together. There are few of these, however many axes."""
     idle = tuple(axis for axis in within.sizes if axis not in at.used)
     for dim, axes in enumerate(at.dims):
         for kept in range(len(axes)):
             gone = axes[kept:]
-            yield Move("AllGather", gone, at.put(dim, axes[:kept]))
+            yield Edge("AllGather", gone, at.put(dim, axes[:kept]))
             if set(gone) <= set(within.partial):
-                yield Move("Pad", gone, at.put(dim, axes[:kept]).summing(more=gone))
+                yield Edge("Pad", gone, at.put(dim, axes[:kept]).summing(more=gone))
         for new in _gained(at, dim, at.unreduced, goal):
-            yield Move("ReduceScatter", new, at.put(dim, axes + new).summing(less=new))
+            yield Edge("ReduceScatter", new, at.put(dim, axes + new).summing(less=new))
         for new in _gained(at, dim, idle, goal):
-            yield Move("Slice", new, at.put(dim, axes + new))
+            yield Edge("Slice", new, at.put(dim, axes + new))
     for axes in _summed(at, goal):
-        yield Move("AllReduce", axes, at.summing(less=axes))
+        yield Edge("AllReduce", axes, at.summing(less=axes))
     for source, target in itertools.permutations(range(len(at.dims)), 2):
         for kept in range(len(at.dims[source])):
             axes = at.dims[source][kept:]
             new = at.dims[target] + axes
             if goal is None or new == goal.dims[target][: len(new)]:
-                yield Move("AllToAll", axes, at.put(source, at.dims[source][:kept]).put(target, new))
+                yield Edge("AllToAll", axes, at.put(source, at.dims[source][:kept]).put(target, new))
     if within.cost is not None:
         yield from _gathers_of_several(at, goal)
     for dims in _cut_alike(at, within, goal):
         ours, theirs = moved(at.dims, dims)
-        yield Move(
-            "CollectivePermute", tuple(dict.fromkeys(itertools.chain(*ours, *theirs))), Layout(dims, at.unreduced)
+        yield Edge(
+            "CollectivePermute", tuple(dict.fromkeys(itertools.chain(*ours, *theirs))), DimAxes(dims, at.unreduced)
         )
     partial = tuple(axis for axis in idle if axis in within.partial)
     for axes in subsets(partial) if goal is None else [partial] if partial else []:
-        yield Move("Mask", axes, at.summing(more=axes))
+        yield Edge("Mask", axes, at.summing(more=axes))
 
 
-def _gained(at: Layout, dim: int, pool: Axes, goal: Layout | None) -> Iterator[Axes]:
+def _gained(at: DimAxes, dim: int, pool: Axes, goal: DimAxes | None) -> Iterator[Axes]:
     """The axes of the pool that a dim may gain together, in the order in which they split it."""
     if goal is None:
         yield from ordered(pool)
@@ -192,7 +192,7 @@ def _gained(at: Layout, dim: int, pool: Axes, goal: Layout | None) -> Iterator[A
         yield from (more[: n + 1] for n in range(len(more)))
 
 
-def _summed(at: Layout, goal: Layout | None) -> Iterator[Axes]:
+def _summed(at: DimAxes, goal: DimAxes | None) -> Iterator[Axes]:
     """The axes that one AllReduce may sum over."""
     if goal is None:
         yield from subsets(at.unreduced)
@@ -202,7 +202,7 @@ def _summed(at: Layout, goal: Layout | None) -> Iterator[Axes]:
     yield from dict.fromkeys(axes for axes in (pending, scattered) if axes)
 
 
-def _gathers_of_several(at: Layout, goal: Layout | None) -> Iterator[Move]:
+def _gathers_of_several(at: DimAxes, goal: DimAxes | None) -> Iterator[Edge]:
     """AllGathers over axes of several dims at once: as many bytes as one after the other, but over more links."""
     choices = []
     for dim, axes in enumerate(at.dims):
@@ -212,10 +212,10 @@ def _gathers_of_several(at: Layout, goal: Layout | None) -> Iterator[Move]:
         gone = tuple(axes[n:] for axes, n in zip(at.dims, kept, strict=True))
         if sum(map(bool, gone)) > 1:
             dims = tuple(axes[:n] for axes, n in zip(at.dims, kept, strict=True))
-            yield Move("AllGather", tuple(itertools.chain(*gone)), Layout(dims, at.unreduced))
+            yield Edge("AllGather", tuple(itertools.chain(*gone)), DimAxes(dims, at.unreduced))
 
 
-def _cut_alike(at: Layout, within: Setting, goal: Layout | None) -> Iterator[tuple[Axes, ...]]:
+def _cut_alike(at: DimAxes, within: Setting, goal: DimAxes | None) -> Iterator[tuple[Axes, ...]]:
     """The other ways to split the dims that cut them into the same blocks: whole shards change places."""
     pool = tuple(axis for axis in within.sizes if axis not in at.unreduced)
 

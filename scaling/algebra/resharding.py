@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from scaling.algebra.layouts import Layout, Move, Setting, divides, layout, moves, retyped, setting
+from scaling.algebra.layouts import DimAxes, Edge, Setting, divides, layout, moves, retyped, setting
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
@@ -34,33 +34,33 @@ class Reached(NamedTuple):
     """How a layout is reached at its least cost: the layout before it and the step from there, if any."""
 
     key: Key
-    previous: Layout | None = None
-    move: Move | None = None
+    previous: DimAxes | None = None
+    move: Edge | None = None
 
 
 def shortest(
-    sources: Mapping[Layout, Key],
+    sources: Mapping[DimAxes, Key],
     spec: Spec,
     shape,
     weight: int,
     within: Setting,
-    target: Layout | None = None,
+    target: DimAxes | None = None,
     most: Key | None = None,
     bound: float = math.inf,
     plain: bool = False,
-) -> dict[Layout, Reached]:
+) -> dict[DimAxes, Reached]:
     """Dijkstra from several layouts of the array, each with what it has cost, to every other (or until `target`).
 
     `weight`: elements times bytes of one. `most`: plans that cost as much are not looked for. `bound`: after so many
     steps looked at the search ends, with nothing. `plain`: only the steps of plain plans.
     """
-    done: dict[Layout, Reached] = {}
-    best: dict[Layout, Reached] = {}
-    heap: list[tuple[Key, int, Layout]] = []
-    missing: dict[Layout, int] = {}
+    done: dict[DimAxes, Reached] = {}
+    best: dict[DimAxes, Reached] = {}
+    heap: list[tuple[Key, int, DimAxes]] = []
+    missing: dict[DimAxes, int] = {}
     ties, looked = itertools.count(), 0
 
-    def offer(at: Layout, reached: Reached) -> None:
+    def offer(at: DimAxes, reached: Reached) -> None:
         key = reached.key
         if at in done or (at in best and key >= best[at].key) or not divides(at, shape, within.sizes):
             return
@@ -95,7 +95,7 @@ def shortest(
     return done
 
 
-def _edges(at: Layout, within: Setting, goal: Layout | None) -> Iterable[tuple[Move, int]]:
+def _edges(at: DimAxes, within: Setting, goal: DimAxes | None) -> Iterable[tuple[Edge, int]]:
     """The moves from a layout, each with what it sends; kept where there are few."""
     if goal is None and len(within.axes) <= FEW:
         return _kept_edges(at, within)
@@ -103,11 +103,11 @@ def _edges(at: Layout, within: Setting, goal: Layout | None) -> Iterable[tuple[M
 
 
 @lru_cache(maxsize=4096)
-def _kept_edges(at: Layout, within: Setting) -> tuple[tuple[Move, int], ...]:
+def _kept_edges(at: DimAxes, within: Setting) -> tuple[tuple[Edge, int], ...]:
     return tuple((move, within.sent(at, move)) for move in moves(at, within))
 
 
-def path(found: Mapping[Layout, Reached], spec: Spec, to: Layout) -> tuple[tuple[Step, ...], Layout]:
+def path(found: Mapping[DimAxes, Reached], spec: Spec, to: DimAxes) -> tuple[tuple[Step, ...], DimAxes]:
     """The steps that lead to a layout in what `shortest` found, and the source they start from."""
     steps: list[Step] = []
     while (previous := found[to].previous) is not None and (move := found[to].move) is not None:

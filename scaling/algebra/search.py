@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scaling.algebra.layouts import Layout, Setting, arrangements, divides, layout, retyped, setting, subsets
+from scaling.algebra.layouts import DimAxes, Setting, arrangements, divides, layout, retyped, setting, subsets
 from scaling.algebra.resharding import Key, Reached, path, shortest
 from scaling.algebra.steps import Step
 from scaling.spec import Spec
@@ -32,12 +32,12 @@ class Product:
         return (*self.a_steps, *self.b_steps, self.einsum)
 
 
-class Local(NamedTuple):
+class LocalProduct(NamedTuple):
     """A product of shards: layouts of the operands and of the result, and into how many parts its FLOPs are divided."""
 
-    a: Layout
-    b: Layout
-    result: Layout
+    a: DimAxes
+    b: DimAxes
+    result: DimAxes
     parts: int
 
 
@@ -45,26 +45,26 @@ class Way(NamedTuple):
     """The cheapest way found to a layout of a product."""
 
     key: Key
-    local: Local
+    local: LocalProduct
 
 
-class Array(NamedTuple):
+class ChainArray(NamedTuple):
     """An array of the chain, with every layout that it can be brought to."""
 
     spec: Spec
-    found: Mapping[Layout, Reached]
+    found: Mapping[DimAxes, Reached]
 
 
-class Stage(NamedTuple):
+class ChainProduct(NamedTuple):
     """One product of the chain, in every way that it can be made."""
 
-    a: Array
-    b: Array
+    a: ChainArray
+    b: ChainArray
     result: Spec
-    ways: Mapping[Layout, Way]
+    ways: Mapping[DimAxes, Way]
 
 
-class Search:
+class ChainSearch:
     """The cheapest plan of one chain; `sizes` and `mesh` as of `products.matmul`."""
 
     def __init__(self, operands: Sequence[Spec], out: Spec, sizes, mesh, cost):
@@ -84,17 +84,17 @@ class Search:
     def elements(self, dims) -> int:
         return 1 if self.sizes is None else math.prod(self.sizes[dim] for dim in dims)
 
-    def reach(self, spec: Spec, sources: Mapping[Layout, Key], target: Layout | None = None) -> Array:
+    def reach(self, spec: Spec, sources: Mapping[DimAxes, Key], target: DimAxes | None = None) -> ChainArray:
         """An array that can be had in some layouts, at their costs, in all others (or until one is reached)."""
         elements = self.elements(spec.dim_names)
-        return Array(spec, shortest(sources, spec, self.shape(spec), elements, self.within, target))
+        return ChainArray(spec, shortest(sources, spec, self.shape(spec), elements, self.within, target))
 
-    def multiply(self, a: Array, b: Array, result: Spec, whole: bool) -> Stage:
+    def multiply(self, a: ChainArray, b: ChainArray, result: Spec, whole: bool) -> ChainProduct:
         """The product of two arrays in every way; `whole`: `a` may not be unreduced."""
         every = {*a.spec.dim_names, *b.spec.dim_names}
         scale = math.prod(self.within.sizes.values())  # so that FLOPs divide into any number of parts
         flops = self.elements(every) * scale * (2 if every - set(result.dim_names) else 1)
-        ways: dict[Layout, Way] = {}
+        ways: dict[DimAxes, Way] = {}
         for local in local_products(a.spec, b.spec, result.dim_names, self.within, whole):
             if local.a not in a.found or local.b not in b.found:
                 continue
@@ -106,7 +106,7 @@ class Search:
             key = (a_key[0] + b_key[0] + spent, a_key[1] + b_key[1] + flops // local.parts, a_key[2] + b_key[2] + 1)
             if local.result not in ways or key < ways[local.result].key:
                 ways[local.result] = Way(key, local)
-        return Stage(a, b, result, ways)
+        return ChainProduct(a, b, result, ways)
 
 
 def cheapest(operands, results, out: Spec, sizes, mesh, cost) -> "tuple[tuple[Product, ...], tuple[Step, ...]] | None":
@@ -114,7 +114,7 @@ def cheapest(operands, results, out: Spec, sizes, mesh, cost) -> "tuple[tuple[Pr
 
     Arguments as of `products.chain`; `results`: the products' types, of which the dims and the names count.
     """
-    search = Search(operands, out, sizes, mesh, cost)
+    search = ChainSearch(operands, out, sizes, mesh, cost)
     if not all(map(search.fits, (operands[0], *results), operands[1:])):
         return None
     current, stages = search.reach(operands[0], {layout(operands[0]): (0, 0, 0)}), []
@@ -133,11 +133,11 @@ def cheapest(operands, results, out: Spec, sizes, mesh, cost) -> "tuple[tuple[Pr
     return tuple(products), tail
 
 
-def _einsum(a: Spec, b: Spec, result: Spec, local: Local) -> Step:
+def _einsum(a: Spec, b: Spec, result: Spec, local: LocalProduct) -> Step:
     return Step("Einsum", (), (retyped(a, local.a), retyped(b, local.b)), retyped(result, local.result))
 
 
-def local_products(a: Spec, b: Spec, kept: Sequence[str], within: Setting, whole: bool) -> Iterator[Local]:
+def local_products(a: Spec, b: Spec, kept: Sequence[str], within: Setting, whole: bool) -> Iterator[LocalProduct]:
     """Every legal product of shards over the axes in play. `whole`: `a` may not be unreduced, as a nonlinearity has
     acted on it."""
     axes = tuple(within.sizes)
@@ -151,9 +151,9 @@ def local_products(a: Spec, b: Spec, kept: Sequence[str], within: Setting, whole
         may_b = tuple(axis for axis in idle if axis in within.partial + b.unreduced)
         for left_a in subsets(may_a, least=0):
             for left_b in subsets(tuple(axis for axis in may_b if axis not in left_a), least=0):
-                yield Local(
-                    Layout(tuple(over[dim] for dim in a.dim_names), left_a),
-                    Layout(tuple(over[dim] for dim in b.dim_names), left_b),
-                    Layout(tuple(over[dim] for dim in kept), tuple(sorted(summed + left_a + left_b))),
+                yield LocalProduct(
+                    DimAxes(tuple(over[dim] for dim in a.dim_names), left_a),
+                    DimAxes(tuple(over[dim] for dim in b.dim_names), left_b),
+                    DimAxes(tuple(over[dim] for dim in kept), tuple(sorted(summed + left_a + left_b))),
                     within.count(used),
                 )

@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
-from scaling.algebra.layouts import Layout
+from scaling.algebra.layouts import DimAxes
 from scaling.algebra.resharding import reshard
 from scaling.algebra.steps import COLLECTIVES, Step
 from scaling.auto.tracing import Graph
 from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array
 from scaling.explicit.cheapest import sent
-from scaling.explicit.functions import LETTERS, Local
-from scaling.explicit.ops import Inferred, Op
+from scaling.explicit.functions import LETTERS, LocalPlan
+from scaling.explicit.ops import Inferred, LabelledOp
 from scaling.spec import Spec
 
-Key = tuple[int, Layout]  # a value in one of the layouts that it is held in
+Key = tuple[int, DimAxes]  # a value in one of the layouts that it is held in
 
 
-class Line(NamedTuple):
+class ListingLine(NamedTuple):
     """One line: a collective (`step`), or a computation, by its text. `run(shards)` gives the shard of `made`."""
 
     text: str
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 class Lowered:
     """A program with its collectives put in. `listing` is its text, `lines` its lines, `steps` its collectives."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[ListingLine, ...]
     graph: Graph
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
@@ -72,7 +72,7 @@ class Lowered:
 
 
 def lower(
-    graph: Graph, names: Sequence[Spec], types: Sequence[Layout], outputs, chosen: Sequence[Inferred], mesh
+    graph: Graph, names: Sequence[Spec], types: Sequence[DimAxes], outputs, chosen: Sequence[Inferred], mesh
 ) -> Lowered:
     """The lines of a plan. `names`: the arguments' names and dims; `types`: their layouts; `outputs`: Specs or None of
     the results; `chosen`: what `plan` found."""
@@ -96,25 +96,25 @@ class Writer:
 
     def __init__(self, graph: Graph, mesh):
         self.graph, self.mesh = graph, mesh
-        self.lines: list[Line] = []
+        self.lines: list[ListingLine] = []
         self.specs: dict[int, Spec] = {}
-        self.held: dict[int, list[Layout]] = {}
+        self.held: dict[int, list[DimAxes]] = {}
 
-    def typed(self, number: int, at: Layout, dims: Sequence[str] | None = None) -> Spec:
+    def typed(self, number: int, at: DimAxes, dims: Sequence[str] | None = None) -> Spec:
         spec = self.specs[number]
         return Spec(spec.name, tuple(zip(dims or spec.dim_names, at.dims, strict=True)), at.unreduced)
 
-    def bring(self, number: int, to: Layout) -> Key:
+    def bring(self, number: int, to: DimAxes) -> Key:
         """The value in a layout, by collectives from the nearest one that it is held in."""
         node = self.graph.nodes[number]
         if to not in self.held[number]:
             start = min(self.held[number], key=lambda at: sent(at, to, node.shape, node.dtype.itemsize, self.mesh))
             now = (number, start)
             for step in reshard(self.typed(number, start), self.typed(number, to), node.shape, self.mesh).steps:
-                after = (number, Layout(tuple(axes for _, axes in step.after.dims), step.after.unreduced))
+                after = (number, DimAxes(tuple(axes for _, axes in step.after.dims), step.after.unreduced))
                 named = dict(zip(step.after.dim_names, node.shape, strict=True))
                 run = partial(run_step, step, mesh=self.mesh)
-                self.lines.append(Line(str(step), (now,), after, run, step, named, node.dtype.itemsize))
+                self.lines.append(ListingLine(str(step), (now,), after, run, step, named, node.dtype.itemsize))
                 now = after
                 if after[1] not in self.held[number]:
                     self.held[number].append(after[1])
@@ -128,17 +128,17 @@ class Writer:
             self.specs[number] = self.specs[node.operands[0]]
             self.held[number] = [result]
             text = f"{self.typed(number, result)}: as asked for"
-            self.lines.append(Line(text, takes, (number, result), lambda shards: shards[0]))
+            self.lines.append(ListingLine(text, takes, (number, result), lambda shards: shards[0]))
             return
         op, dims = node.call.op, [self.specs[n].dim_names for n in node.operands]
         name = asked.name if asked else f"T{number - len([n for n in self.graph.nodes if not n.operands]) + 1}"
-        if isinstance(op, Op):
+        if isinstance(op, LabelledOp):
             op, dims, own = renamed(op, dims)
         else:
             own = tuple(LETTERS[(8 + i) % 26] for i in range(len(node.shape)))
         self.specs[number] = Spec(name, tuple((d, ()) for d in own))
         self.held[number] = [result]
-        local = Local(needed, result, self.typed(number, result).local_shape(node.shape, self.mesh))
+        local = LocalPlan(needed, result, self.typed(number, result).local_shape(node.shape, self.mesh))
         run = partial(node.call.run, op, local=local)
         before = tuple(self.typed(n, at, d) for n, at, d in zip(node.operands, needed, dims, strict=True))
         after = self.typed(number, result)
@@ -146,10 +146,10 @@ class Writer:
             text = str(Step("Einsum", (), before, after))
         else:
             text = f"{after} = {op.name}({', '.join(map(str, before))})"
-        self.lines.append(Line(text, takes, (number, result), run))
+        self.lines.append(ListingLine(text, takes, (number, result), run))
 
 
-def renamed(op: Op, dims: Sequence[Sequence[str]]) -> tuple[Op, list[tuple[str, ...]], tuple[str, ...]]:
+def renamed(op: LabelledOp, dims: Sequence[Sequence[str]]) -> tuple[LabelledOp, list[tuple[str, ...]], tuple[str, ...]]:
     """The operation with the dims' own names for its labels: (operation, names of each operand, of the result).
 
     A label takes the name of the first dim that it stands for; two labels of one name are told apart by a number.

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from scaling.algebra.layouts import Layout, Setting, arrangements, divides
+from scaling.algebra.layouts import DimAxes, Setting, arrangements, divides
 from scaling.algebra.resharding import shortest
 from scaling.auto.tracing import Graph, Node
 from scaling.explicit.cheapest import layouts, spec_of
-from scaling.explicit.ops import Illegal, Inferred, Op, Shape
+from scaling.explicit.ops import Illegal, Inferred, LabelledOp, Shape
 from scaling.spec import ShardingError
 
 BEAM = 200
@@ -28,7 +28,7 @@ Held = frozenset  # layouts in which a value is held
 Cost = tuple[float, float, int]  # bytes sent by each device, work, collectives
 
 
-class Stage(NamedTuple):
+class PlannedOp(NamedTuple):
     """An operation: its operands and result (of a program's result, None) and the ways to compute it, with the work."""
 
     operands: tuple[int, ...]
@@ -36,16 +36,18 @@ class Stage(NamedTuple):
     ways: list[tuple[Inferred, float]]
 
 
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """What it took to come here, what is held, and the choice that led here from the state before."""
 
     cost: Cost
     held: tuple[tuple[int, Held], ...]
-    before: "State | None" = None
+    before: "SearchState | None" = None
     chosen: Inferred | None = None
 
 
-def plan(graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout | None], constraints, mesh) -> list[Inferred]:
+def plan(
+    graph: Graph, inputs: Sequence[DimAxes], outputs: Sequence[DimAxes | None], constraints, mesh
+) -> list[Inferred]:
     """For each node after the arguments what its operands are resharded to and its result; then for each output.
 
     `inputs`, `outputs`: their layouts; None is whichever sends the least, but not unreduced. `constraints`: {node:
@@ -59,22 +61,22 @@ def plan(graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout | None
         ways = _ways(graph, node, constraints.get(number), axes, mesh)
         if not ways:
             raise ShardingError(f"{node.call.op.name if node.call else 'reshard'}: legal in no layout on {mesh.sizes}")
-        stages.append(Stage(node.operands, number, ways))
+        stages.append(PlannedOp(node.operands, number, ways))
     for number, at in zip(graph.outputs, outputs, strict=True):
         ends = layouts(graph.nodes[number].shape, mesh, axes) if at is None else [at]
-        stages.append(Stage((number,), None, [(((to,), to), 0.0) for to in ends]))
+        stages.append(PlannedOp((number,), None, [(((to,), to), 0.0) for to in ends]))
     return Planner(graph, inputs, stages, axes, mesh).plan()
 
 
 class Planner:
     """The search: `stages` in order, of a graph whose arguments have the layouts `inputs`."""
 
-    def __init__(self, graph: Graph, inputs: Sequence[Layout], stages: list[Stage], axes, mesh):
+    def __init__(self, graph: Graph, inputs: Sequence[DimAxes], stages: list[PlannedOp], axes, mesh):
         self.graph, self.inputs, self.stages, self.mesh = graph, inputs, stages, mesh
         self.axes = tuple((axis, mesh.sizes[axis]) for axis in axes)
-        self.tables: dict[tuple[int, Layout], dict[Layout, float]] = {}
+        self.tables: dict[tuple[int, DimAxes], dict[DimAxes, float]] = {}
         self.last = {n: i for i, stage in enumerate(stages) for n in stage.operands}
-        self.later: dict[int, dict[Layout, float]] = {}
+        self.later: dict[int, dict[DimAxes, float]] = {}
         for number in range(len(graph.nodes) - 1, len(inputs) - 1, -1):
             every = layouts(graph.nodes[number].shape, mesh, axes, axes)
             self.later[number] = dict.fromkeys(every, 0.0)
@@ -82,10 +84,10 @@ class Planner:
                 if number in stage.operands:
                     self._look_back(number, stage)
 
-    def _look_back(self, number: int, stage: Stage) -> None:
+    def _look_back(self, number: int, stage: PlannedOp) -> None:
         """Raise what a value costs later to what this stage costs at the least; its other operands share the costs."""
         sharing = len({n for n in stage.operands if n >= len(self.inputs)})
-        cheapest: dict[tuple[Layout, ...], float] = {}
+        cheapest: dict[tuple[DimAxes, ...], float] = {}
         for (needed, result), _ in stage.ways:
             rest = 0.0 if stage.result is None else self.later[stage.result][result]
             own = []
@@ -101,7 +103,7 @@ class Planner:
             costs = (sum(self.sent(number, at, to) for to in own) + rest for own, rest in cheapest.items())
             later[at] = max(least, min(costs))
 
-    def sent(self, number: int, at: Layout, to: Layout) -> float:
+    def sent(self, number: int, at: DimAxes, to: DimAxes) -> float:
         """Bytes that each device sends to bring a value from a layout into another; inf where it cannot be."""
         if (number, at) not in self.tables:
             node, whole = self.graph.nodes[number], self.mesh.size()
@@ -112,7 +114,9 @@ class Planner:
 
     def plan(self) -> list[Inferred]:
         """The choice of every stage in the cheapest plan found."""
-        states = [State((0.0, 0.0, 0), tuple((i, Held({at})) for i, at in enumerate(self.inputs) if i in self.last))]
+        states = [
+            SearchState((0.0, 0.0, 0), tuple((i, Held({at})) for i, at in enumerate(self.inputs) if i in self.last))
+        ]
         for number, stage in enumerate(self.stages):
             states = sorted(self._after(states, number, stage), key=self._promise)[:BEAM]
         chosen, state = [], states[0]
@@ -121,14 +125,14 @@ class Planner:
             state = state.before
         return chosen[::-1]
 
-    def _promise(self, state: State) -> tuple[float, Cost]:
+    def _promise(self, state: SearchState) -> tuple[float, Cost]:
         """What a state has sent and will send at the least."""
         later = sum(min(self.later[n][at] for at in held) for n, held in state.held if n in self.later)
         return state.cost[0] + later, state.cost
 
-    def _after(self, states: Iterable[State], number: int, stage: Stage) -> Iterable[State]:
+    def _after(self, states: Iterable[SearchState], number: int, stage: PlannedOp) -> Iterable[SearchState]:
         """The states after a stage, the cheapest of those alike."""
-        best: dict[tuple, State] = {}
+        best: dict[tuple, SearchState] = {}
         outcomes: dict[tuple, list] = {}
         for state in states:
             held = dict(state.held)
@@ -139,10 +143,10 @@ class Planner:
             for cost, more, chosen in outcomes[own]:
                 key, reached = rest + more, _sum(state.cost, cost)
                 if key not in best or reached < best[key].cost:
-                    best[key] = State(reached, key, state, chosen)
+                    best[key] = SearchState(reached, key, state, chosen)
         return best.values()
 
-    def _outcomes(self, own: dict[int, Held], number: int, stage: Stage) -> list[tuple[Cost, tuple, Inferred]]:
+    def _outcomes(self, own: dict[int, Held], number: int, stage: PlannedOp) -> list[tuple[Cost, tuple, Inferred]]:
         """(cost, what is held then, choice) of a stage's ways from operands held so: the best of those alike."""
         best: dict[tuple, tuple] = {}
         for chosen, work in stage.ways:
@@ -162,14 +166,14 @@ class Planner:
 
 
 @lru_cache(maxsize=65536)
-def _distances(at: Layout, shape: Shape, axes: tuple[tuple[str, int], ...]) -> dict[Layout, float]:
+def _distances(at: DimAxes, shape: Shape, axes: tuple[tuple[str, int], ...]) -> dict[DimAxes, float]:
     """The part of an array that each device sends from a layout to every other."""
     within = Setting(axes, True, tuple(axis for axis, _ in axes))
     found = shortest({at: (0, 0, 0)}, spec_of(at), shape, 1, within)
     return {layout: reached.key[0] / within.whole for layout, reached in found.items()}
 
 
-def _ways(graph: Graph, node: Node, constraint: Layout | None, axes, mesh) -> list[tuple[Inferred, float]]:
+def _ways(graph: Graph, node: Node, constraint: DimAxes | None, axes, mesh) -> list[tuple[Inferred, float]]:
     """Every way in which a node may be computed, with each device's work."""
     if node.call is None:
         return [(((constraint,), constraint), 0.0)] if constraint else []
@@ -190,23 +194,23 @@ def _sum(a: Cost, b: Cost) -> Cost:
     return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
-def _operands(op, shapes: Sequence[Shape], axes, mesh) -> Iterable[tuple[Layout, ...]]:
+def _operands(op, shapes: Sequence[Shape], axes, mesh) -> Iterable[tuple[DimAxes, ...]]:
     """Layouts of the operands together, among which all legal ones are."""
-    if not isinstance(op, Op):
+    if not isinstance(op, LabelledOp):
         yield from ((at,) for at in layouts(shapes[0], mesh, axes, axes))
         return
     labels = tuple(dict.fromkeys(d for labels in op.inputs for d in labels if d is not None and d not in op.whole))
     for split in arrangements(axes, len(labels)):
         of, idle = dict(zip(labels, split, strict=True)), [a for a in axes if a not in itertools.chain(*split)]
         dims = [tuple(of.get(d, ()) if d else () for d in own) for own in op.inputs]
-        if not all(divides(Layout(d), s, mesh.sizes) for d, s in zip(dims, shapes, strict=True)):
+        if not all(divides(DimAxes(d), s, mesh.sizes) for d, s in zip(dims, shapes, strict=True)):
             continue
         for sums in itertools.product(*([None, *_carriers(op)] for _ in idle)):
             partial = [tuple(a for a, c in zip(idle, sums, strict=True) if c and i in c) for i in range(len(dims))]
-            yield tuple(Layout(d, u) for d, u in zip(dims, map(tuple, map(sorted, partial)), strict=True))
+            yield tuple(DimAxes(d, u) for d, u in zip(dims, map(tuple, map(sorted, partial)), strict=True))
 
 
-def _carriers(op: Op) -> list[tuple[int, ...]]:
+def _carriers(op: LabelledOp) -> list[tuple[int, ...]]:
     """Which operands may be unreduced together over an axis."""
     every = tuple(range(len(op.inputs)))
     return {"each": [(i,) for i in every], "all": [every], "first": [(0,)], "": []}[op.linear]

@@ -7,7 +7,7 @@ import optree
 import torch
 
 from scaling import tree
-from scaling.algebra.layouts import Layout
+from scaling.algebra.layouts import DimAxes
 from scaling.auto.lowering import Lowered, lower
 from scaling.auto.planning import plan
 from scaling.auto.tracing import trace
@@ -16,7 +16,7 @@ from scaling.explicit.functions import letters
 from scaling.spec import ShardingError, Spec, parse
 
 
-class Program:
+class JittedProgram:
     """A function with its mesh and types. Called with tensors, which are whole, it returns whole ones; with `Array`s of
     the types given, `Array`s of the types asked for. It is differentiated as the function is (`explicit.grad`)."""
 
@@ -36,7 +36,7 @@ class Program:
         one_each = isinstance(self.in_types, (tuple, list)) and len(self.in_types) == len(args)
         types = for_each(tuple(self.in_types) if one_each else (self.in_types,), args, "in_types")
         given = list(zip(types, flat, strict=True))
-        layouts = [self._layout(t, x) or Layout(((),) * len(x.shape)) for t, x in given]
+        layouts = [self._layout(t, x) or DimAxes(((),) * len(x.shape)) for t, x in given]
         names, first = [], 8
         for number, (t, x) in enumerate(given, 1):
             names.append(named(t, letters(len(x.shape), first), f"x{number}"))
@@ -51,7 +51,7 @@ class Program:
         chosen = plan(graph, layouts, ends, constraints, self.mesh)
         return lower(graph, names, layouts, called, chosen, self.mesh)
 
-    def _layout(self, type: "str | Spec | None", x) -> Layout | None:
+    def _layout(self, type: "str | Spec | None", x) -> DimAxes | None:
         return None if type is None else read_type(type, x.shape, self.mesh, x.dtype)
 
     def __call__(self, *args):
@@ -87,11 +87,11 @@ def named(type: "str | Spec | None", dims: Sequence[str], name: str) -> Spec:
     return Spec(own or name, tuple((d, ()) for d in (dims if spec is None else spec.dim_names)))
 
 
-def jit(fn: Callable, mesh, in_types, out_types=None) -> Program:
+def jit(fn: Callable, mesh, in_types, out_types=None) -> JittedProgram:
     """fn on whole arrays as a program with collectives, planned to send the least.
 
     `in_types`: a type for each argument, or a tree of them; None: every device has the whole. `out_types`: for the
     result, or a tree; None leaves it to the planner. Types are `In[B_X, D_Y]` or `[8_X, 2_Y]`. Raises ShardingError
     where types do not fit, or where a function is not known.
     """
-    return Program(fn, mesh, in_types, out_types)
+    return JittedProgram(fn, mesh, in_types, out_types)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from scaling import tree
 from scaling.explicit.arrays import reshard
-from scaling.explicit.functions import Call, name_of, read
+from scaling.explicit.functions import TypedCall, name_of, read
 from scaling.explicit.ops import Shape
 from scaling.spec import ShardingError
 
@@ -26,7 +26,7 @@ class Node:
     shape: Shape
     dtype: torch.dtype
     operands: tuple[int, ...] = ()
-    call: Call | None = None
+    call: TypedCall | None = None
     constraint: str = ""
 
 

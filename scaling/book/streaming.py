@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Work(NamedTuple):
+class StreamWork(NamedTuple):
     """One transfer or computation: of which unit ("HBM" or "core"), what ("load", "compute", "store"), which chunk."""
 
     unit: str
@@ -23,7 +23,7 @@ class Work(NamedTuple):
 class Stream:
     """What happened when, in seconds."""
 
-    works: tuple[Work, ...]
+    works: tuple[StreamWork, ...]
 
     @property
     def seconds(self) -> float:
@@ -41,17 +41,17 @@ def stream(chunks: int, load: float, compute: float, store: float, buffers: int 
     """
     if chunks < 1 or buffers < 1:
         raise ValueError(f"chunks = {chunks}, buffers = {buffers}\n  fix: one or more of each")
-    works, hbm, core = [Work("HBM", "load", -1, 0.0, first)] if first else [], first, 0.0
+    works, hbm, core = [StreamWork("HBM", "load", -1, 0.0, first)] if first else [], first, 0.0
     computed: list[float] = []
 
     def bring(chunk: int) -> None:
         nonlocal hbm, core
         start = max(hbm, computed[chunk - buffers] if chunk >= buffers else 0.0)
         hbm = start + load
-        works.append(Work("HBM", "load", chunk, start, hbm))
+        works.append(StreamWork("HBM", "load", chunk, start, hbm))
         begin = max(hbm, core)
         core = begin + compute
-        works.append(Work("core", "compute", chunk, begin, core))
+        works.append(StreamWork("core", "compute", chunk, begin, core))
         computed.append(core)
 
     for chunk in range(min(buffers, chunks)):
@@ -59,7 +59,7 @@ def stream(chunks: int, load: float, compute: float, store: float, buffers: int 
     for chunk in range(chunks):
         start = max(hbm, computed[chunk])
         hbm = start + store
-        works.append(Work("HBM", "store", chunk, start, hbm))
+        works.append(StreamWork("HBM", "store", chunk, start, hbm))
         if chunk + buffers < chunks:
             bring(chunk + buffers)
     return Stream(tuple(works))

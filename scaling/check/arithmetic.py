@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scaling.check.part import Part
 from scaling.check.rules import difference, hidden, said, same_dims, under_way
-from scaling.check.values import Array, Many, Number, Text, Var, broadcast
+from scaling.check.values import Many, Number, Shard, Text, Var, broadcast
 from scaling.spec import Spec, format_axes
 
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**"}
@@ -39,7 +39,7 @@ class Arithmetic(Part):
             return Many(a.items + b.items)
         if isinstance(a, Number) and isinstance(b, Number):
             return Number(0.0 if op == "*" and (a.zero or b.zero) else None)
-        arrays = [value for value in (a, b) if isinstance(value, Array)]
+        arrays = [value for value in (a, b) if isinstance(value, Shard)]
         if any(value.pending for value in arrays):
             self.report(node, "pending", f"{ast.unparse(node)}: {under_way()}", frame)
             return None
@@ -51,7 +51,7 @@ class Arithmetic(Part):
             return self.with_other(node, op, arrays[0], a, b, sides, frame)
         return self.meet(node, op, arrays[0], arrays[1], frame)
 
-    def with_other(self, node, op: str, held: Array, a, b, sides, frame):
+    def with_other(self, node, op: str, held: Shard, a, b, sides, frame):
         """An array and a number, or something unknown."""
         other, side = (b, sides[1]) if held is a else (a, sides[0])
         if held.spec.unreduced:
@@ -67,7 +67,7 @@ class Arithmetic(Part):
             return replace(held, parts="" if scaled else held.parts, key="")
         return replace(held, sure=False, key="", parts="" if op in "*/" and held.parts == "mean" else held.parts)
 
-    def meet(self, node, op: str, a: Array, b: Array, frame):
+    def meet(self, node, op: str, a: Shard, b: Shard, frame):
         """Two arrays in one elementwise operation."""
         text = ast.unparse(node)
         dims = None if a.loose or b.loose else broadcast(a.spec, b.spec)
@@ -103,7 +103,7 @@ class Arithmetic(Part):
             summed=a.summed and b.summed, through=a.through or b.through,
         )  # fmt: skip
 
-    def split_alike(self, node, a: Array, b: Array, frame) -> None:
+    def split_alike(self, node, a: Shard, b: Shard, frame) -> None:
         """Report two arrays of the same dims that are split differently."""
         if a.loose or b.loose or not same_dims(a.spec, b.spec) or a.through or b.through:
             return
@@ -112,14 +112,14 @@ class Arithmetic(Part):
             what = f"{ast.unparse(node)}: one operand is {a.spec}, the other {b.spec}: {wrong[1]}"
             self.report(node, wrong[0], what, frame)
 
-    def partial_plus_whole(self, node, partial: Array, whole: str, frame) -> None:
+    def partial_plus_whole(self, node, partial: Shard, whole: str, frame) -> None:
         axes = format_axes(partial.spec.unreduced)
         what = f"{ast.unparse(node)}: one operand is {partial}, the other {whole}: it would be added on every device"
         fix = f"reduce_scatter or all_reduce the partial sums over {axes} first, then add it once"
         detail = f"to a partial sum {{U_{axes}}} only partial sums over the same axes are added"
         self.report(node, "partial-plus-whole", said(what, "partial-plus-whole", fix, detail), frame)
 
-    def nonlinear(self, node: ast.AST, what: str, held: Array, frame) -> None:
+    def nonlinear(self, node: ast.AST, what: str, held: Shard, frame) -> None:
         if held.parts == "root":
             return
         axes = format_axes(held.spec.unreduced)
@@ -128,8 +128,8 @@ class Arithmetic(Part):
 
     def matrix_product(self, node, a, b, frame):
         """a @ b, without a line."""
-        if not (isinstance(a, Array) and isinstance(b, Array)):
-            held = a if isinstance(a, Array) else b
+        if not (isinstance(a, Shard) and isinstance(b, Shard)):
+            held = a if isinstance(a, Shard) else b
             return replace(held, sure=False, loose=True, key="") if held.spec.unreduced else None
         if both := set(a.spec.unreduced) & set(b.spec.unreduced):
             fix = f"reduce_scatter or all_reduce one of them over {format_axes(sorted(both))} first"

@@ -4,13 +4,12 @@ import ast
 from dataclasses import replace
 
 from scaling.check.arithmetic import Arithmetic
-from scaling.check.gradients import Gradients
+from scaling.check.gradients import Derivatives
 from scaling.check.lines import Lines, readable
 from scaling.check.methods import Methods
 from scaling.check.torch_functions import TorchFunctions
 from scaling.check.torch_names import names
 from scaling.check.values import (
-    Array,
     Class,
     Each,
     Function,
@@ -18,8 +17,9 @@ from scaling.check.values import (
     Many,
     Number,
     Pull,
+    Record,
+    Shard,
     Text,
-    Tree,
     Var,
     arrays_in,
     as_array,
@@ -36,7 +36,7 @@ COMMUNICATES = ("mesh", "group", "comm", "pg")
 DEPTH = 8  # calls inside calls that are followed
 
 
-class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
+class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
     """The part of the reader that reads calls."""
 
     def call(self, node: ast.Call, frame):
@@ -54,7 +54,7 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
                     return self.transform(name, node, args, keywords, frame)
                 return self.of_torch(name, node, args or list(keywords.values()), keywords, frame)
             case Known(kind="gives partial sums", name=axes):
-                return Array(Spec("Out", (), tuple(axes.split())), sure=False, loose=True, parts="sum")
+                return Shard(Spec("Out", (), tuple(axes.split())), sure=False, loose=True, parts="sum")
             case Known(kind="special", name=name):
                 return self.special(name, node, args, keywords, frame)
             case Known(kind="builtin", name=name):
@@ -74,9 +74,9 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
         if isinstance(fn, ast.Attribute):
             held = self.value(fn.value, frame)
             self.holders[id(fn)] = held
-            if isinstance(held, (Array, Text, Many, Each, Var)):
+            if isinstance(held, (Shard, Text, Many, Each, Var)):
                 return None
-            if isinstance(held, Tree) and held.kind is None and held.get(fn.attr) is None:
+            if isinstance(held, Record) and held.kind is None and held.get(fn.attr) is None:
                 return None
             return self.attribute(fn, frame)
         return self.value(fn, frame)
@@ -105,16 +105,16 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
             return Many(args[0].items[::-1]) if name == "reversed" and isinstance(args[0], Many) else args[0]
         if name == "dict":
             given = {k.arg: self.value(k.value, frame) for k in node.keywords if k.arg}
-            items = dict(args[0].items) if args and isinstance(args[0], Tree) else {}
-            return Tree(tuple((items | given).items()))
+            items = dict(args[0].items) if args and isinstance(args[0], Record) else {}
+            return Record(tuple((items | given).items()))
         if name == "sum" and args:
             start = args[1] if len(args) > 1 else Number(0.0)
             return self.combine(node, "+", element(args[0]), start, (node, node), frame)
         if name in ("abs", "max", "min", "pow", "round"):
             for held in args:
-                if isinstance(held, Array) and held.spec.unreduced and held.spec.dims:
+                if isinstance(held, Shard) and held.spec.unreduced and held.spec.dims:
                     self.nonlinear(node, name, held, frame)
-            return next((replace(a, key="") for a in args if isinstance(a, Array)), None)
+            return next((replace(a, key="") for a in args if isinstance(a, Shard)), None)
         if name == "next" and args:
             return element(args[0])
         if name == "map" and len(args) == 2 and isinstance(args[0], Function):
@@ -123,7 +123,7 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
 
     def spread(self, value):
         """The items of a tuple; those of a dict are its values."""
-        return Many(tuple(item for _, item in value.items)) if isinstance(value, Tree) else value
+        return Many(tuple(item for _, item in value.items)) if isinstance(value, Record) else value
 
     def special(self, name: str, node: ast.Call, args: list, keywords: dict, frame):
         """The project's own functions that the checker knows."""
@@ -151,8 +151,8 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
     def mapped(self, fn: Function, node, trees: list, frame):
         """tree.map: the function of the leaves."""
         first = trees[0] if trees else None
-        if isinstance(first, (Tree, Many)) and all(type(t) is type(first) for t in trees):
-            if isinstance(first, Tree):
+        if isinstance(first, (Record, Many)) and all(type(t) is type(first) for t in trees):
+            if isinstance(first, Record):
                 items = [(key, [t.get(key) for t in trees]) for key, _ in first.items]
                 return replace(first, items=tuple((k, self.mapped(fn, node, row, frame)) for k, row in items))
             if all(len(t.items) == len(first.items) for t in trees):
@@ -200,7 +200,7 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
             env[spec.vararg.arg] = Many(tuple(args[len(names) :]))
         known = {*names, *(a.arg for a in spec.kwonlyargs)}
         if spec.kwarg:
-            env[spec.kwarg.arg] = Tree(tuple((k, v) for k, v in keywords.items() if k not in known))
+            env[spec.kwarg.arg] = Record(tuple((k, v) for k, v in keywords.items() if k not in known))
         env |= {k: v for k, v in keywords.items() if k in known}
         for name in names:
             env.setdefault(name, None)
@@ -215,7 +215,7 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
             if isinstance(n, ast.AnnAssign) and n.value is not None and isinstance(n.target, ast.Name)
         }
         items = defaults | dict(zip(names, args, strict=False)) | {k: v for k, v in keywords.items() if k in names}
-        return Tree(tuple((name, items.get(name)) for name in names), cls)
+        return Record(tuple((name, items.get(name)) for name in names), cls)
 
     def of_class(self, cls: Class, name: str, held):
         """A method of a class, bound to the object if there is one; a property's value."""
@@ -246,7 +246,7 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
             except ShardingError:
                 return None
             self.operands("", line.operands, list(zip(node.args[1:], values[1:], strict=False)), {}, frame)
-            return Array(line.result)
+            return Shard(line.result)
         given, name = [*node.args, *(k.value for k in node.keywords)], ast.unparse(node.func).lower()
         label = name.rpartition(".")[2]
         if any(isinstance(x, ast.Name) and any(w in x.id.lower() for w in COMMUNICATES) for x in given):
@@ -263,4 +263,4 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Gradients):
         alike = not loose and all(a.spec.dims == first.dims for a in arrays)
         if any(axis in first.axes for axis in unreduced) or (not alike and not unreduced):
             return None
-        return Array(Spec(first.name, first.dims, tuple(unreduced)), sure=False, loose=not alike, through=through)
+        return Shard(Spec(first.name, first.dims, tuple(unreduced)), sure=False, loose=not alike, through=through)

@@ -8,7 +8,6 @@ from scaling.check.calls import Calls
 from scaling.check.rules import partly_reduced, said
 from scaling.check.torch_functions import constant
 from scaling.check.values import (
-    Array,
     Class,
     Each,
     Function,
@@ -16,8 +15,9 @@ from scaling.check.values import (
     Known,
     Many,
     Number,
+    Record,
+    Shard,
     Text,
-    Tree,
     Var,
     as_array,
     element,
@@ -126,9 +126,9 @@ class Expressions(Calls):
             name = self.value(key, frame) if key is not None else None
             if isinstance(name, Text):
                 items[name.text] = found
-            elif key is None and isinstance(found, Tree):
+            elif key is None and isinstance(found, Record):
                 items |= dict(found.items)
-        return Tree(tuple(items.items()))
+        return Record(tuple(items.items()))
 
     def formatted(self, node: ast.JoinedStr, frame) -> Text:
         """An f-string. A part that is not known is numbered: the same expression has the same number."""
@@ -162,20 +162,20 @@ class Expressions(Calls):
         for child in ast.walk(index) if isinstance(index, (ast.Slice, ast.Tuple)) else ():
             if isinstance(child, ast.Name):
                 self.value(child, frame)
-        if isinstance(held, Tree):
+        if isinstance(held, Record):
             return held.get(found.text) if isinstance(found, Text) else element(Many(tuple(v for _, v in held.items)))
         if isinstance(held, Many):
             number = constant(index)
             if isinstance(number, int) and -len(held.items) <= number < len(held.items):
                 return held.items[number]
             return Each(element(held)) if isinstance(index, ast.Slice) else element(held)
-        if isinstance(held, Array):
+        if isinstance(held, Shard):
             return self.indexed(held, index)
         if isinstance(index, ast.Slice):
             return held if isinstance(held, Each) else None
         return element(held)
 
-    def indexed(self, held: Array, index: ast.expr) -> Array:
+    def indexed(self, held: Shard, index: ast.expr) -> Shard:
         """x[i], x[None], x[..., None], x[:n]: the dims as far as they can be told."""
         if held.pending or held.loose:
             return held
@@ -217,7 +217,7 @@ class Expressions(Calls):
         return found
 
     def operator(self, node: ast.BinOp, a, b, frame):
-        if isinstance(node.op, ast.BitOr) and isinstance(a, Tree) and isinstance(b, Tree):
+        if isinstance(node.op, ast.BitOr) and isinstance(a, Record) and isinstance(b, Record):
             return replace(a, items=tuple((dict(a.items) | dict(b.items)).items()))
         if isinstance(node.op, ast.Mult) and isinstance(a, Many) and isinstance(b, Number):
             return Each(element(a))
@@ -229,7 +229,7 @@ class Expressions(Calls):
         values = [self.value(side, frame) for side in (node.left, *node.comparators)]
         if any(isinstance(op, (ast.Lt, ast.Gt, ast.LtE, ast.GtE)) for op in node.ops):
             for held in values:
-                if isinstance(held, Array) and held.spec.unreduced and held.spec.dims and not held.pending:
+                if isinstance(held, Shard) and held.spec.unreduced and held.spec.dims and not held.pending:
                     self.nonlinear(node, ast.unparse(node), held, frame)
         return None
 
@@ -239,11 +239,11 @@ class Expressions(Calls):
             return self.member(held.name, node.attr)
         if isinstance(held, Known) and held.kind == "torch":
             return Known("torch", node.attr)
-        if isinstance(held, Array):
+        if isinstance(held, Shard):
             if node.attr in TRANSPOSED:
                 return held.typed(held.spec.dims[::-1]) if held.matrix else replace(held, loose=True, key="")
             return held if node.attr in SAME else None
-        if isinstance(held, Tree):
+        if isinstance(held, Record):
             found = held.get(node.attr)
             return found if found is not None or held.kind is None else self.of_class(held.kind, node.attr, held)
         if isinstance(held, Class):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from scaling.check.part import Part
 from scaling.check.rules import difference, said, under_way
-from scaling.check.values import Array, Each, Function, Gone, Many, Pull, Tree, arrays_in, settled
+from scaling.check.values import Each, Function, Gone, Many, Pull, Record, Shard, arrays_in, settled
 from scaling.spec import format_axes
 
 
@@ -23,7 +23,7 @@ class Gradient:
     at: object  # argnums
 
 
-class Gradients(Part):
+class Derivatives(Part):
     """The part of the reader that knows derivatives and optimizers."""
 
     TRANSFORMS = ("grad", "grad_and_value", "value_and_grad", "vjp", "jacrev", "checkpoint")
@@ -68,7 +68,7 @@ class Gradients(Part):
 
     def differentiated(self, node: ast.AST, loss, frame) -> None:
         """Report a loss that was reduced before it is differentiated."""
-        whole = isinstance(loss, Array) and not loss.loose and not loss.spec.dims and not loss.spec.unreduced
+        whole = isinstance(loss, Shard) and not loss.loose and not loss.spec.dims and not loss.spec.unreduced
         if whole and loss.summed:
             what = f"{loss.spec} is differentiated after an all_reduce: every device would count the others' terms"
             fix = "differentiate each device's own terms, Loss[] {U_X}, and all_reduce the value afterwards"
@@ -104,13 +104,13 @@ class Gradients(Part):
 
 def cotangent(primal, loss, guess: bool = False):
     """The type of the gradient of an argument: unreduced where it is replicated and the loss is a sum of terms."""
-    if isinstance(primal, Tree):
-        return Tree(tuple((key, cotangent(item, loss, guess)) for key, item in primal.items))
+    if isinstance(primal, Record):
+        return Record(tuple((key, cotangent(item, loss, guess)) for key, item in primal.items))
     if isinstance(primal, Many):
         return Many(tuple(cotangent(item, loss, guess) for item in primal.items))
     if isinstance(primal, Each):
         return Each(cotangent(primal.item, loss, guess))
-    if not isinstance(primal, Array) or not isinstance(loss, Array) or primal.loose or primal.pending or loss.loose:
+    if not isinstance(primal, Shard) or not isinstance(loss, Shard) or primal.loose or primal.pending or loss.loose:
         return None
     over = {*loss.spec.unreduced} | ({*loss.spec.axes} if guess else set())
     unreduced = {axis for axis in over if axis not in primal.spec.axes and axis not in primal.spec.unreduced}

@@ -9,7 +9,7 @@ from scaling.algebra.contraction import check_product
 from scaling.algebra.resharding import reshard
 from scaling.check.part import Part
 from scaling.check.rules import difference, hidden, said
-from scaling.check.values import Array, Each, Gone, Known, Text, Tree, Var, as_array
+from scaling.check.values import Each, Gone, Known, Record, Shard, Text, Var, as_array
 from scaling.spec import ShardingError, Spec, format_axes, parse, parse_line
 
 KINDS = {
@@ -62,7 +62,7 @@ class Lines(Part):
         self.taken(node, values, result, frame)
         return result
 
-    def operands(self, name: str, before, given, keywords, frame) -> "list[Array | None]":
+    def operands(self, name: str, before, given, keywords, frame) -> "list[Shard | None]":
         """Hold the operands against the types that the line declares; from then on they are trusted."""
         found = []
         for spec, (argument, value) in zip(before, given, strict=False):
@@ -70,7 +70,7 @@ class Lines(Part):
             held = as_array(value)
             found.append(held)
             if isinstance(value, Var):
-                self.bound.setdefault(value.number, Array(spec, sure=False))
+                self.bound.setdefault(value.number, Shard(spec, sure=False))
             # a ring: each block collects its sum on its way round
             collects = held is not None and name == "ppermute" and {*held.spec.unreduced} & {*spec.axes}
             if held is not None and not collects and (wrong := difference(held, spec)):
@@ -83,12 +83,12 @@ class Lines(Part):
                 self.report(argument, "split", said(what, "split", fix), frame)
             if held is not None and name in REDUCTIONS:
                 self.how_reduced(argument, held, before[0], keywords.get("op"), frame)
-            if isinstance(argument, ast.Name) and not isinstance(value, (Each, Tree, Var)):
+            if isinstance(argument, ast.Name) and not isinstance(value, (Each, Record, Var)):
                 same = held if held is not None and held.spec.same_sharding(spec) else None
-                frame.env[argument.id] = Array(spec) if same is None else replace(same, sure=True)
+                frame.env[argument.id] = Shard(spec) if same is None else replace(same, sure=True)
         return found
 
-    def how_reduced(self, node, held: Array, before: Spec, op, frame) -> None:
+    def how_reduced(self, node, held: Shard, before: Spec, op, frame) -> None:
         """A sum's parts are added, a mean's averaged."""
         how = op.text if isinstance(op, Text) else "sum" if op is None else ""
         if held.parts in ("", "root", how) or not how or not before.unreduced:
@@ -102,7 +102,7 @@ class Lines(Part):
             fix = "leave out op" if held.parts == "sum" else f"give op={held.parts!r}"
         self.report(node, "how-reduced", said(what, "how-reduced", fix), frame)
 
-    def misnamed(self, argument, held: "Array | None", spec: Spec, frame) -> str:
+    def misnamed(self, argument, held: "Shard | None", spec: Spec, frame) -> str:
         """A param, or an item of a dict by its name, that goes into a line under another param's name."""
         key = held.key if held is not None else ""
         others = {name for name in self.specs if name not in ("In", "Out")}
@@ -137,7 +137,7 @@ class Lines(Part):
         parts = "root" if name in ("gather", "reduce") else parts  # what the root has: the other parts are zero
         summed = name == "all_reduce" or (name not in REDUCTIONS and any(x is not None and x.summed for x in held))
         moves = name in ("ppermute", "send", "recv")  # of a block on its way only its sender knows what it is
-        return Array(
+        return Shard(
             after,
             sure=not moves,
             pending=any(getattr(flag, "value", False) for flag in flags),
@@ -152,7 +152,7 @@ class Lines(Part):
                 operand = node.args[1]
                 if isinstance(operand, ast.Name):
                     frame.env[operand.id] = Gone(ast.unparse(node.func), node.lineno)
-            elif keyword.arg == "out" and isinstance(keyword.value, ast.Name) and isinstance(result, Array):
+            elif keyword.arg == "out" and isinstance(keyword.value, ast.Name) and isinstance(result, Shard):
                 frame.env[keyword.value.id] = result
 
     def discarded(self, call: ast.Call, frame) -> None:
@@ -201,7 +201,7 @@ def same_call(a: ast.Call, b: ast.Call) -> bool:
 
 def settle(value):
     """An operand of einsum, which waits for what is under way."""
-    return replace(value, pending=False) if isinstance(value, Array) else value
+    return replace(value, pending=False) if isinstance(value, Shard) else value
 
 
 def key_of(node) -> str:

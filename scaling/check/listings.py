@@ -10,7 +10,7 @@ import ast
 
 from scaling.check.rules import difference
 from scaling.check.statements import Statements, one_layer
-from scaling.check.values import Array, Class, Each, Function, Many, Text, Tree, settled
+from scaling.check.values import Class, Each, Function, Many, Record, Shard, Text, settled
 from scaling.spec import ShardingError, Spec, parse
 
 FIELDS = ("SPECS", "layer_forward", "layer_backward", "gather", "reduce", "reduce_slow", "GRADS")
@@ -22,7 +22,7 @@ class Listings(Statements):
 
     def types_of(self, found) -> dict[str, Spec]:
         """The types in a dict of texts; ShardingError if one cannot be read."""
-        items = found.items if isinstance(found, Tree) else ()
+        items = found.items if isinstance(found, Record) else ()
         return {name: parse(item.text) for name, item in items if isinstance(item, Text)}
 
     def read_listings(self) -> None:
@@ -48,7 +48,7 @@ class Listings(Statements):
     def follow(self, functions: dict, grads: dict[str, Spec]) -> None:
         """Read the functions of one listing with what they are given; hold what they return against the types."""
         weights = [name for name in self.specs if name not in ENDS]
-        W: list = [Array(self.specs[name], key=name) for name in weights]
+        W: list = [Shard(self.specs[name], key=name) for name in weights]
         run = {field: fn for field, fn in functions.items() if followable(fn)}
         if "gather" in functions:
             fn = run.get("gather")
@@ -77,12 +77,12 @@ class Listings(Statements):
         """A weight's gradient before the slow reduction: a sum over the batch, so partial sums over what splits it,
         also where the lines of another strategy, which made it, do not name that axis."""
         In = self.specs.get("In")
-        if not isinstance(product, Array) or In is None or not In.dims:
+        if not isinstance(product, Shard) or In is None or not In.dims:
             return product
         return product.typed(unreduced={*product.spec.unreduced} | {*In.dims[0][1]} - {*product.spec.axes}, parts="sum")
 
-    def typed(self, name: str, called: str = "") -> "Array | None":
-        return Array(self.specs[name].with_name(called or name)) if name in self.specs else None
+    def typed(self, name: str, called: str = "") -> "Shard | None":
+        return Shard(self.specs[name].with_name(called or name)) if name in self.specs else None
 
     def run_listed(self, fn: Function, values: list):
         """Read a function with its first arguments known; what it returns. Weights may be under way: einsum waits."""
@@ -93,15 +93,15 @@ class Listings(Statements):
             env["block"] = self.block()
         return self.function(fn, env, self.frame_of(self.module))
 
-    def block(self) -> "Tree | None":
+    def block(self) -> "Record | None":
         """What a listing gets as `block`: the functions between its products."""
         module = self.modules.find("scaling.strategies.block", self.module.path)
         found = self.global_name(module, "Block") if module else None
-        return Tree((), found) if isinstance(found, Class) else None
+        return Record((), found) if isinstance(found, Class) else None
 
     def several(self, found, count: int) -> list:
         """The items of a tuple of this length; of anything else nothing is known."""
-        if isinstance(found, Tree) and found.kind is not None:
+        if isinstance(found, Record) and found.kind is not None:
             found = Many(tuple(item for _, item in found.items))
         if isinstance(found, Many) and len(found.items) == count:
             return list(found.items)
@@ -111,7 +111,7 @@ class Listings(Statements):
         """What a function returns is of the type that SPECS says, or its docstring; it may be under way, if it may come
         late."""
         result = self.known(result)
-        if not isinstance(result, Array) or wanted is None or fn.module is not self.module:
+        if not isinstance(result, Shard) or wanted is None or fn.module is not self.module:
             return
         if wrong := difference(settled(result) if late else result, wanted):
             shown = f"{what} as {result}" if what else f"{result}"
@@ -150,32 +150,32 @@ class Listings(Statements):
             if name == "params" and self.specs:
                 env[name] = self.params()
             elif base in self.specs:
-                env[name] = Array(one_layer(self.specs[base]).with_name(name), key=name if name in self.specs else "")
+                env[name] = Shard(one_layer(self.specs[base]).with_name(name), key=name if name in self.specs else "")
             else:
                 env[name] = self.block() if name == "block" else self.unknown()
         return env
 
-    def params(self) -> Tree:
+    def params(self) -> Record:
         """The params by SPECS: each may be stacked over layers, or be that of one layer."""
         weights = [name for name in self.specs if name not in ENDS]
-        return Tree(tuple((name, Each(Array(one_layer(self.specs[name]), key=name))) for name in weights))
+        return Record(tuple((name, Each(Shard(one_layer(self.specs[name]), key=name))) for name in weights))
 
     def hold_backward(self, fn: Function, result) -> None:
         """backward returns (dIn, gradients) or (dIn, *gradients): a dict, a tuple or a NamedTuple, as the weights."""
         weights = [name for name in self.specs if name not in ENDS]
-        if isinstance(result, Tree):
+        if isinstance(result, Record):
             return self.hold_named(fn, result)
         if not isinstance(result, Many) or not result.items:
             return self.hold(fn, "dIn", result, self.specs.get("In"))
         dIn, *rest = result.items
         self.hold(fn, "dIn", dIn, self.specs.get("In"))
-        if len(rest) == 1 and isinstance(rest[0], Tree):
+        if len(rest) == 1 and isinstance(rest[0], Record):
             return self.hold_named(fn, rest[0])
         rest = list(rest[0].items) if len(rest) == 1 and isinstance(rest[0], Many) else rest
         for name, product in zip(weights, rest, strict=False) if len(rest) == len(weights) else ():
             self.hold(fn, "d" + name, product, one_layer(self.specs[name]))
 
-    def hold_named(self, fn: Function, grads: Tree) -> None:
+    def hold_named(self, fn: Function, grads: Record) -> None:
         for key, product in grads.items:
             name = key if key in self.specs else key.removeprefix("d")
             held = product.item if isinstance(product, Each) else product

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from scaling.check.part import Part
 from scaling.check.torch_names import names
-from scaling.check.values import Array, Each, Many, Text, Tree, Var, element, merge
+from scaling.check.values import Each, Many, Record, Shard, Text, Var, element, merge
 
 TEXT_METHODS = names("replace strip lower upper removeprefix removesuffix format split")
 
@@ -16,13 +16,13 @@ class Methods(Part):
     def method(self, fn: ast.Attribute, node: ast.Call, args: list, keywords: dict, frame):
         held = self.known(self.holders.get(id(fn)))
         match held:
-            case Array():
+            case Shard():
                 return self.of_array(held, fn, node, args, keywords, frame)
             case Var():
                 return held if fn.attr == "wait" else self.of_torch(fn.attr, node, [held, *args], keywords, frame)
             case Text():
                 return text_method(held, fn.attr, args)
-            case Tree():
+            case Record():
                 return self.of_dict(held, fn, node, args, frame)
             case Many() | Each():
                 return self.of_list(held, fn, node, args, frame)
@@ -30,7 +30,7 @@ class Methods(Part):
             self.stored(node, fn.value, args[0], frame)
         return self.unfollowed(node, [*args, *keywords.values()], frame)
 
-    def of_array(self, held: Array, fn: ast.Attribute, node: ast.Call, args, keywords, frame):
+    def of_array(self, held: Shard, fn: ast.Attribute, node: ast.Call, args, keywords, frame):
         name = fn.attr
         if name == "wait":
             return replace(held, pending=False)
@@ -43,11 +43,11 @@ class Methods(Part):
             self.differentiated(node, held, frame)
             return None
         found = self.of_torch(name, node, [held, *args], keywords, frame)
-        if name.endswith("_") and isinstance(fn.value, ast.Name) and isinstance(found, Array):
+        if name.endswith("_") and isinstance(fn.value, ast.Name) and isinstance(found, Shard):
             frame.env[fn.value.id] = found
         return found
 
-    def of_dict(self, held: Tree, fn: ast.Attribute, node: ast.Call, args, frame):
+    def of_dict(self, held: Record, fn: ast.Attribute, node: ast.Call, args, frame):
         name, values = fn.attr, Many(tuple(item for _, item in held.items))
         rows = Many(tuple(Many((Text(key), item)) for key, item in held.items))
         if name in ("items", "values"):
@@ -55,7 +55,7 @@ class Methods(Part):
         if name in ("get", "pop", "setdefault") and args and isinstance(args[0], Text):
             found = held.get(args[0].text)
             return found if found is not None or len(args) < 2 else args[1]
-        if name == "update" and args and isinstance(args[0], Tree) and isinstance(fn.value, ast.Name):
+        if name == "update" and args and isinstance(args[0], Record) and isinstance(fn.value, ast.Name):
             frame.env[fn.value.id] = replace(held, items=tuple((dict(held.items) | dict(args[0].items)).items()))
         if name == "_replace":
             changed = {k.arg: self.value(k.value, frame) for k in node.keywords if k.arg}

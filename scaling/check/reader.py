@@ -8,7 +8,7 @@ from scaling.check.docstrings import documented
 from scaling.check.listings import Listings
 from scaling.check.modules import TYPED, TYPED_IN, Module, Modules
 from scaling.check.statements import Frame
-from scaling.check.values import Array, Class, Function, Known, Tree, Var
+from scaling.check.values import Class, Function, Known, Record, Shard, Var
 from scaling.spec import ShardingError, Spec
 
 SPECIAL = {"wait": "wait", "joined": "joined"}
@@ -165,7 +165,7 @@ class Reader(Listings):
         arguments = self.arguments(fn.node, held)
         for name, spec in types.items():
             if isinstance(arguments.get(name), Var):
-                arguments[name] = Array(spec, parts="sum" if spec.unreduced else "")
+                arguments[name] = Shard(spec, parts="sum" if spec.unreduced else "")
         before = set(self.faults)
         found = self.function(fn, dict(arguments), self.frame_of(self.module))
         given = {k: self.known(v) for k, v in arguments.items()}
@@ -185,7 +185,7 @@ class Reader(Listings):
                 env[argument.arg] = held
             else:
                 kind = self.annotated(argument.annotation)
-                env[argument.arg] = Tree((), kind) if kind is not None else self.unknown()
+                env[argument.arg] = Record((), kind) if kind is not None else self.unknown()
         defaults = dict(zip([a.arg for a in node.args.args][::-1], node.args.defaults[::-1], strict=False))
         for name, default in defaults.items():
             if isinstance(default, ast.Constant) and isinstance(default.value, str):
@@ -206,7 +206,7 @@ class Reader(Listings):
         for item in node.body:
             if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 marks = {getattr(d, "id", "") for d in item.decorator_list}
-                held = None if "staticmethod" in marks else cls if "classmethod" in marks else Tree((), cls)
+                held = None if "staticmethod" in marks else cls if "classmethod" in marks else Record((), cls)
                 self.alone(Function(item, self.module, dict(frame.env) if frame.name else {}), held)
             elif isinstance(item, (ast.Assign, ast.AnnAssign)) and item.value is not None:
                 self.value(item.value, frame)

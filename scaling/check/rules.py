@@ -1,6 +1,6 @@
 """The rules that the static checker knows, by name, and what it says when one is broken (docs/rules.md shows each)."""
 
-from scaling.check.values import ANY, Array
+from scaling.check.values import ANY, Shard
 from scaling.spec import Spec, format_axes
 
 RULES = {
@@ -40,7 +40,7 @@ def same_dims(a: Spec, b: Spec) -> bool:
     return len(a.dims) == len(b.dims) and all(x == y or {x, y} & {ANY, "1"} for x, y in pairs)
 
 
-def difference(held: Array, declared: Spec) -> "tuple[str, str] | None":
+def difference(held: Shard, declared: Spec) -> "tuple[str, str] | None":
     """(rule, what is wrong and the fix) about using an array as the declared type; None if nothing is."""
     if held.pending:
         return "pending", under_way()
@@ -91,7 +91,7 @@ def hidden(spec: Spec) -> bool:
 
 def partly_reduced(a, b) -> str:
     """What is wrong with a value that is one of two arrays, of which one is a partial sum and the other is not."""
-    if not isinstance(a, Array) or not isinstance(b, Array) or a.pending != b.pending:
+    if not isinstance(a, Shard) or not isinstance(b, Shard) or a.pending != b.pending:
         return ""
     if a.spec.unreduced == b.spec.unreduced or not same_dims(a.spec, b.spec) or a.loose or b.loose:
         return ""

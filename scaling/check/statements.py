@@ -6,7 +6,7 @@ from typing import Any
 
 from scaling.check.expressions import Expressions
 from scaling.check.rules import difference, said
-from scaling.check.values import Array, Each, Function, Many, Tree, element, merge
+from scaling.check.values import Each, Function, Many, Record, Shard, element, merge
 from scaling.spec import Spec, format_axes
 
 
@@ -64,7 +64,7 @@ class Statements(Expressions):
                     frame.returned.append(Each(self.value(node.value.value, frame)) if node.value.value else None)
                     return
                 found = self.value(node.value, frame)
-                if isinstance(found, Array) and found.pending:
+                if isinstance(found, Shard) and found.pending:
                     self.never_waited(node, ast.unparse(getattr(node.value, "func", node.value)), frame)
                 elif isinstance(node.value, ast.Call):
                     self.discarded(node.value, frame)
@@ -169,8 +169,8 @@ class Statements(Expressions):
 
     def unpack(self, targets, found, frame: Frame) -> None:
         star = next((i for i, part in enumerate(targets) if isinstance(part, ast.Starred)), None)
-        items = found.items if isinstance(found, (Many, Tree)) else None
-        if isinstance(found, Tree):
+        items = found.items if isinstance(found, (Many, Record)) else None
+        if isinstance(found, Record):
             items = tuple(item for _, item in found.items) if found.kind is not None else None
         if items is not None and star is None and len(items) == len(targets):
             for part, item in zip(targets, items, strict=True):
@@ -183,7 +183,7 @@ class Statements(Expressions):
         else:
             for part in targets:
                 starred = isinstance(part, ast.Starred)
-                sure = isinstance(found, Array) and found.sure
+                sure = isinstance(found, Shard) and found.sure
                 each = element(found) if isinstance(found, Each) or sure else None
                 self.bind(part.value if starred else part, Each(each) if starred else each, frame)
 
@@ -191,7 +191,7 @@ class Statements(Expressions):
         """`grads["W_in"] = dW` changes what is known of a dict."""
         name, key = getattr(target.value, "id", ""), target.slice
         held = frame.env.get(name)
-        if isinstance(held, Tree) and isinstance(key, ast.Constant) and isinstance(key.value, str):
+        if isinstance(held, Record) and isinstance(key, ast.Constant) and isinstance(key.value, str):
             frame.env[name] = held.put(key.value, found)
         elif isinstance(held, Many) and isinstance(key, ast.Constant) and isinstance(key.value, int):
             items = list(held.items)
@@ -236,7 +236,7 @@ class Statements(Expressions):
     def leftover(self, frame: Frame) -> None:
         """What was given a name and never used: a partial sum was never reduced, a call under way never waited for."""
         for place, (target, found) in frame.made.items():
-            if place in frame.used or not isinstance(found, Array) or not found.sure:
+            if place in frame.used or not isinstance(found, Shard) or not found.sure:
                 continue
             if found.pending:
                 self.never_waited(target, target.id, frame)
@@ -252,7 +252,7 @@ class Statements(Expressions):
 
     def returning(self, node: ast.Return, found, frame: Frame) -> None:
         """A function that is not known to be linear is no way to return partial sums."""
-        if isinstance(found, Array) and found.through and found.spec.unreduced:
+        if isinstance(found, Shard) and found.through and found.spec.unreduced:
             wrong = difference(replace(found, pending=False), found.spec)
             if wrong:
                 self.report(node, wrong[0], f"{ast.unparse(node)}: {wrong[1]}", frame)
@@ -266,7 +266,7 @@ class Statements(Expressions):
         ]
         base = next((n.id for n in ast.walk(target) if isinstance(n, ast.Name) and "grad" in n.id), None)
         for spec in (one_layer(self.specs[key]) for key in keys if base and key in self.specs):
-            if isinstance(found, Array) and (wrong := difference(found, spec)):
+            if isinstance(found, Shard) and (wrong := difference(found, spec)):
                 what = f"{found.spec} is stored in {ast.unparse(target)}, typed {spec}: {wrong[1]}"
                 self.report(node, "gradient" if wrong[0] == "unreduced" else wrong[0], what, frame)
 

@@ -19,7 +19,7 @@ from scaling.check.torch_names import (
     SUMS,
     ZEROS,
 )
-from scaling.check.values import ANY, Array, Each, Many, Number, Var, as_array, element
+from scaling.check.values import ANY, Each, Many, Number, Shard, Var, as_array, element
 
 
 class TorchFunctions(Part):
@@ -35,13 +35,13 @@ class TorchFunctions(Part):
             return None
         if name in ZEROS:
             return Number(0.0)
-        if name in CONSTANTS and not any(isinstance(value, Array) and value.spec.unreduced for value in args[1:]):
+        if name in CONSTANTS and not any(isinstance(value, Shard) and value.spec.unreduced for value in args[1:]):
             return Number(None)
-        if any(isinstance(value, Array) and value.pending for value in args):
+        if any(isinstance(value, Shard) and value.pending for value in args):
             self.report(node, "pending", f"{ast.unparse(node)}: {under_way()}", frame)
             return None
         if name in SIGNS and len(args) > 1:
-            if name in ("add", "sub", "subtract") and isinstance(keywords.get("alpha"), Array):
+            if name in ("add", "sub", "subtract") and isinstance(keywords.get("alpha"), Shard):
                 return None
             return self.combine(node, SIGNS[name], args[0], args[1], self.sides(node), frame)
         if name in JOINS:
@@ -91,17 +91,17 @@ class TorchFunctions(Part):
 
     def chosen(self, node, a, b, frame):
         """where(condition, a, b), whose condition is the same on every device, or the caller's own affair."""
-        partial = next((x for x in (a, b) if isinstance(x, Array) and x.spec.unreduced), None)
+        partial = next((x for x in (a, b) if isinstance(x, Shard) and x.spec.unreduced), None)
         other = b if partial is a else a
         if partial is not None and isinstance(other, Number) and not other.zero:
             self.nonlinear(node, ast.unparse(node), partial, frame)
-        if isinstance(a, Array) and isinstance(b, Array):
+        if isinstance(a, Shard) and isinstance(b, Shard):
             return self.combine(node, "+", a, b, [node, node], frame)
-        return replace(found, sure=False, key="") if (found := a if isinstance(a, Array) else as_array(b)) else None
+        return replace(found, sure=False, key="") if (found := a if isinstance(a, Shard) else as_array(b)) else None
 
     def bilinear(self, name: str, node, args, keywords, frame):
         """A product of two arrays, or of several; of F.linear also with its bias."""
-        arrays = [value for value in args if isinstance(value, Array)]
+        arrays = [value for value in args if isinstance(value, Shard)]
         if name in ("mm", "matmul") and len(args) == 2 and arrays:
             return self.matrix_product(node, args[0], args[1], frame)
         partial = [value for value in arrays if value.spec.unreduced]
@@ -109,7 +109,7 @@ class TorchFunctions(Part):
             return None
         bias = args[2] if len(args) > 2 else keywords.get("bias")
         if name == "linear" and partial[0] is args[0] and (len(node.args) > 2 or "bias" in keywords):
-            if not isinstance(bias, Array) or set(bias.spec.unreduced) != set(partial[0].spec.unreduced):
+            if not isinstance(bias, Shard) or set(bias.spec.unreduced) != set(partial[0].spec.unreduced):
                 self.partial_plus_whole(node, partial[0], "its bias", frame)
             return None
         if len(partial) > 1 and set(partial[0].spec.unreduced) & set(partial[1].spec.unreduced):
@@ -117,7 +117,7 @@ class TorchFunctions(Part):
             self.report(node, "product-of-sums", said(what, "product-of-sums", "reduce one of them first"), frame)
         return replace(partial[0], sure=False, loose=True, key="")
 
-    def reduced_over_dims(self, how: str, node: ast.Call, held: Array, args, keywords):
+    def reduced_over_dims(self, how: str, node: ast.Call, held: Shard, args, keywords):
         """sum, mean, amax, amin: over a dim that is split they leave parts, {U}, of the sum, the mean, the maximum."""
         if held.loose:
             return replace(held, key="", sure=False)
@@ -140,7 +140,7 @@ class TorchFunctions(Part):
         # lines need not mention every axis that splits a dim: it may be a sum over more
         return held.typed(left, unreduced, parts=parts, sure=held.sure and not summed)
 
-    def turned(self, name: str, node, held: Array) -> Array:
+    def turned(self, name: str, node, held: Shard) -> Shard:
         """Transposes and views: the dims as far as they can be told."""
         dims, numbers = held.spec.dims, [constant(a) for a in getattr(node, "args", ())]
         if held.loose:

@@ -14,7 +14,7 @@ ANY = "?"  # a dim whose name is not known
 
 
 @dataclass(frozen=True)
-class Array:
+class Shard:
     """A shard of a known type.
 
     `pending`: still under way, to be waited for. `loose`: its dims were not followed, only its {U} counts. `parts`: how
@@ -39,7 +39,7 @@ class Array:
     def matrix(self) -> bool:
         return not self.loose and len(self.spec.dims) == 2
 
-    def typed(self, dims=None, unreduced=None, **changes) -> "Array":
+    def typed(self, dims=None, unreduced=None, **changes) -> "Shard":
         """This array with other dims or {U}, which is no param any more."""
         dims = self.spec.dims if dims is None else tuple(dims)
         spec = Spec(self.spec.name, dims, self.spec.unreduced if unreduced is None else tuple(sorted(unreduced)))
@@ -87,7 +87,7 @@ class Each:
 
 
 @dataclass(frozen=True)
-class Tree:
+class Record:
     """A dict by constant keys, such as params and gradients. `names`: those of a NamedTuple's or dataclass's fields."""
 
     items: tuple[tuple[str, object], ...]
@@ -96,7 +96,7 @@ class Tree:
     def get(self, key):
         return dict(self.items).get(key)
 
-    def put(self, key: str, value) -> "Tree":
+    def put(self, key: str, value) -> "Record":
         return replace(self, items=tuple((dict(self.items) | {key: value}).items()))
 
 
@@ -157,10 +157,10 @@ def merge(a, b):
         return b if a is None else a
     if isinstance(a, (Number, Var)) or isinstance(b, (Number, Var)):
         known, other = (b, a) if isinstance(a, (Number, Var)) else (a, b)
-        return known if isinstance(known, Array) or isinstance(other, Number) else None
+        return known if isinstance(known, Shard) or isinstance(other, Number) else None
     if isinstance(a, Gone) or isinstance(b, Gone):
         return a if isinstance(a, Gone) else b
-    if isinstance(a, Array) and isinstance(b, Array):
+    if isinstance(a, Shard) and isinstance(b, Shard):
         if a.pending != b.pending or a.spec.unreduced != b.spec.unreduced:
             return None
         both = a if a.spec.same_sharding(b.spec) else replace(a, loose=True)
@@ -173,9 +173,9 @@ def merge(a, b):
         return Many(tuple(map(merge, a.items, b.items)))
     if isinstance(a, (Each, Many)) and isinstance(b, (Each, Many)):
         return Each(merge(element(a), element(b)))
-    if isinstance(a, Tree) and isinstance(b, Tree):
+    if isinstance(a, Record) and isinstance(b, Record):
         keys = dict.fromkeys([key for key, _ in a.items + b.items])
-        return Tree(tuple((key, merge(a.get(key), b.get(key))) for key in keys), a.kind)
+        return Record(tuple((key, merge(a.get(key), b.get(key))) for key in keys), a.kind)
     return None
 
 
@@ -190,23 +190,23 @@ def element(value):
                 return None
             held = merge(held, item)
         return held
-    if isinstance(value, Array) and not value.loose and value.spec.dims and not value.pending:
+    if isinstance(value, Shard) and not value.loose and value.spec.dims and not value.pending:
         return value.typed(value.spec.dims[1:]) if not value.spec.dims[0][1] else replace(value, loose=True)
-    return value if isinstance(value, Array) and not value.pending else None
+    return value if isinstance(value, Shard) and not value.pending else None
 
 
-def as_array(value) -> "Array | None":
+def as_array(value) -> "Shard | None":
     """A value as an operand: a stack of layers may stand for what its layers are."""
-    if isinstance(value, Each) and isinstance(value.item, Array):
+    if isinstance(value, Each) and isinstance(value.item, Shard):
         return replace(value.item, sure=False)
-    return value if isinstance(value, Array) else None
+    return value if isinstance(value, Shard) else None
 
 
-def arrays_in(value) -> "list[tuple[str, Array]]":
+def arrays_in(value) -> "list[tuple[str, Shard]]":
     """(where, array) of all arrays in a tree of values."""
-    if isinstance(value, Array):
+    if isinstance(value, Shard):
         return [("", value)]
-    if isinstance(value, Tree):
+    if isinstance(value, Record):
         return [(f"[{key!r}]{where}", found) for key, item in value.items for where, found in arrays_in(item)]
     if isinstance(value, Many):
         return [(f"[{i}]{where}", found) for i, item in enumerate(value.items) for where, found in arrays_in(item)]
@@ -215,13 +215,13 @@ def arrays_in(value) -> "list[tuple[str, Array]]":
 
 def settled(value) -> Any:
     """The value once all of it that is under way has been waited for."""
-    if isinstance(value, Array):
+    if isinstance(value, Shard):
         return replace(value, pending=False)
     if isinstance(value, Many):
         return Many(tuple(map(settled, value.items)))
     if isinstance(value, Each):
         return Each(settled(value.item))
-    if isinstance(value, Tree):
+    if isinstance(value, Record):
         return replace(value, items=tuple((key, settled(item)) for key, item in value.items))
     return value
 

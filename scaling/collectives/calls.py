@@ -24,7 +24,16 @@ from scaling.collectives.buffers import refuse
 from scaling.collectives.checked import agree_on
 from scaling.collectives.kinds import event, start
 from scaling.collectives.linear import apply, observed
-from scaling.collectives.lines import Step, check_result, constants, numbers, on, refuse_buffer, refuse_shape, resolve
+from scaling.collectives.lines import (
+    LineStep,
+    check_result,
+    constants,
+    numbers,
+    on,
+    refuse_buffer,
+    refuse_shape,
+    resolve,
+)
 from scaling.collectives.op import Op
 from scaling.spec import ShardingError, Spec, parse, parse_line
 
@@ -188,7 +197,7 @@ def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, asy
             rule = f"sources are distinct, targets are distinct, and all lie in 0..{group.size - 1}"
             refuse(line, f"ppermute over {axis} (size {group.size}) by {pairs}", rule)
     op = Op.over(group, "CollectivePermute", f"{before} -> {after}", pairs=pairs)
-    return _run(Step(op, group, len(before.dims), None, numbers(before, mesh), on=on(mesh)), x, mesh, async_op)
+    return _run(LineStep(op, group, len(before.dims), None, numbers(before, mesh), on=on(mesh)), x, mesh, async_op)
 
 
 def unshard(line: str, x: Tensor, mesh) -> Tensor:
@@ -219,7 +228,7 @@ def _call(kind, line, x: Any, mesh, async_op, out=None, root: int | None = None,
     return _run(steps[-1], x, mesh, async_op, out)
 
 
-def _run(step: Step, x: Tensor, mesh, async_op: bool, out: Tensor | None = None) -> Any:
+def _run(step: LineStep, x: Tensor, mesh, async_op: bool, out: Tensor | None = None) -> Any:
     step.check(x, mesh)
     op = step.op
     if observed(x):
@@ -238,7 +247,7 @@ def _run(step: Step, x: Tensor, mesh, async_op: bool, out: Tensor | None = None)
     return pending if async_op else pending.wait()
 
 
-def _finish(make: Callable[[], Tensor], step: Step, out: Tensor | None) -> Callable[[], Tensor]:
+def _finish(make: Callable[[], Tensor], step: LineStep, out: Tensor | None) -> Callable[[], Tensor]:
     """The result divided by the size, of a mean; and in the buffer given for it, if it was not made there."""
 
     def finish() -> Tensor:
@@ -253,7 +262,7 @@ def _finish(make: Callable[[], Tensor], step: Step, out: Tensor | None) -> Calla
 def _compiled(kind, line, x, mesh, async_op, out, root, by):
     for op, *of_operand, mean in mesh.constant(constants, kind, line, root, by):
         dims, splits, numbers = of_operand
-        step = Step(Op(*op), None, dims, splits, numbers, mean)
+        step = LineStep(Op(*op), None, dims, splits, numbers, mean)
         if not step.fits(x.shape):
             mesh.constant(refuse_shape, kind, line, root, by, tuple(x.shape))
         x = apply(x, step.op)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from scaling.collectives.torch_private import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
-from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Call, NotMet, meeting
+from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Intent, NotMet, meeting
 from scaling.mesh.page import DIGEST, LENGTH
 from scaling.spec import ShardingError
 
@@ -40,7 +40,7 @@ def agree_on(op, x: torch.Tensor, traced: bool = False) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Call:
+def _call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
     call = f"{op.kind} {op.line}"
     if op.kind == "CollectivePermute":
         call += f" by {op.pairs}"
@@ -52,13 +52,13 @@ def _call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Call:
 
 
 @lru_cache(maxsize=4096)
-def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Call:
+def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
     """What is compared is a digest of it all, and what is shown begins with how; of that only whether it is traced."""
     text = f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}"
-    return Call.of(blake2b(f"{bool(how)} {text}".encode(), digest_size=DIGEST).digest(), f"{how}\n{text}")
+    return Intent.of(blake2b(f"{bool(how)} {text}".encode(), digest_size=DIGEST).digest(), f"{how}\n{text}")
 
 
-def _compare(place: str, group: str, axes: Sequence[str], call: Call) -> None:
+def _compare(place: str, group: str, axes: Sequence[str], call: Intent) -> None:
     held = meeting(place)
     try:
         said = held.meet(call) if held is not None else _exchange(process_group(group), call)
@@ -99,7 +99,7 @@ def _by_call(ranks: Sequence[int], said: Sequence[str]) -> str:
     return f"{lines}  rule: {RULE}" + (", and differentiate it alike" if with_how else "")
 
 
-def _exchange(pg: dist.ProcessGroup, call: Call) -> list[str] | None:
+def _exchange(pg: dist.ProcessGroup, call: Intent) -> list[str] | None:
     """As `Meeting.meet`, by messages: None if all members make the same call, else what each said."""
     device = "cpu" if dist.get_backend(pg) == "gloo" else torch.device("cuda", torch.cuda.current_device())
     with without_modes():  # which would take this for the program's
@@ -110,4 +110,4 @@ def _exchange(pg: dist.ProcessGroup, call: Call) -> list[str] | None:
         dist.all_gather(list(calls), mine, group=pg)
         if bool((calls[:, :DIGEST] == mine[:DIGEST]).all()):
             return None
-        return [Call(each[:DIGEST], each[DIGEST:]).said for each in map(bytes, calls.tolist())]
+        return [Intent(each[:DIGEST], each[DIGEST:]).said for each in map(bytes, calls.tolist())]

@@ -41,7 +41,7 @@ def linear(x: Tensor, *op) -> Tensor:
 
 
 def extreme(x: Tensor, *op) -> Tensor:
-    return Extreme.apply(x, *op)
+    return ReduceExtreme.apply(x, *op)
 
 
 @lru_cache(maxsize=1)
@@ -91,7 +91,7 @@ class Linear(torch.autograd.Function):
         return linear(x.movedim(in_dims[0], 0), *Op(*op).batched()), 0
 
 
-class Extreme(torch.autograd.Function):
+class ReduceExtreme(torch.autograd.Function):
     """An AllReduce, ReduceScatter or Reduce by "max" or "min"."""
 
     @staticmethod

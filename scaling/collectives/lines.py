@@ -16,7 +16,7 @@ from scaling.spec import Line, ShardingError, Spec, mesh_sizes, parse_line
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 
-class Step(NamedTuple):
+class LineStep(NamedTuple):
     """A step of a line on a mesh: mostly there is one; several where several dims are gathered or split.
 
     Of the operand: the number of `dims`, the dim that must divide (`splits`), and (position, size) of the dims that are
@@ -78,7 +78,7 @@ class Step(NamedTuple):
         )
 
 
-def resolve(mesh, kind: str, line: str, root: int | None, by: str) -> list[Step]:
+def resolve(mesh, kind: str, line: str, root: int | None, by: str) -> list[LineStep]:
     """What a line does on this mesh."""
     if by not in REDUCTIONS:
         refuse(line, f"op={by!r}", f"parts are put together by one of {', '.join(REDUCTIONS)}")
@@ -93,7 +93,7 @@ def unsplit(line: str) -> CollectiveStep | None:
     return CollectiveStep(before, after, ()) if before.same_sharding(after) else None
 
 
-def _step(mesh, kind: str, step: CollectiveStep, root: int | None, by: str) -> Step:
+def _step(mesh, kind: str, step: CollectiveStep, root: int | None, by: str) -> LineStep:
     step.before.check_axes(mesh)
     step.after.check_axes(mesh)
     group = mesh.group(step.axes)
@@ -103,13 +103,13 @@ def _step(mesh, kind: str, step: CollectiveStep, root: int | None, by: str) -> S
         )
     line, by, mean = f"{step.before} -> {step.after}", "sum" if by == "mean" else by, by == "mean"
     op = Op.over(group, kind, line, dim=step.dim, to=step.to, root=root, by=by)
-    return Step(op, group, len(step.before.dims), step.splits, numbers(step.before, mesh), mean, on(mesh))
+    return LineStep(op, group, len(step.before.dims), step.splits, numbers(step.before, mesh), mean, on(mesh))
 
 
 def check_operand(kind: str, line: Line, group, x: Tensor, mesh) -> None:
     """ShardingError unless x has the dims of a line's operand, and lies on the mesh's device."""
     before = line.operands[0]
-    step = Step(Op.over(group, kind, str(line)), group, len(before.dims), None, numbers(before, mesh), on=on(mesh))
+    step = LineStep(Op.over(group, kind, str(line)), group, len(before.dims), None, numbers(before, mesh), on=on(mesh))
     step.check(x, mesh)
 
 
@@ -131,7 +131,7 @@ def constants(mesh, kind: str, line: str, root: int | None, by: str) -> tuple:
     return tuple((tuple(step.op), step.dims, step.splits, step.numbers, step.mean) for step in steps)
 
 
-def check_result(steps: list[Step], x: Tensor, out: Tensor) -> None:
+def check_result(steps: list[LineStep], x: Tensor, out: Tensor) -> None:
     """ShardingError unless `out` can take the result of a line's steps on x; it may be x, reduced in place."""
     if out is x:
         if not x.is_contiguous() or x.requires_grad or x.is_neg() or x.is_conj():
@@ -150,7 +150,7 @@ def check_result(steps: list[Step], x: Tensor, out: Tensor) -> None:
         refuse_overlap(_whole(steps))
 
 
-def _whole(steps: list[Step]) -> str:
+def _whole(steps: list[LineStep]) -> str:
     """The line that these steps do together."""
     return f"{steps[0].op.kind}: {steps[0].op.line.split(' -> ')[0]} -> {steps[-1].op.line.split(' -> ')[1]}"
 

@@ -23,7 +23,7 @@ from scaling.spec import ShardingError
 
 
 @dataclass
-class Links:
+class LinkBytes:
     """What was sent: `bytes` by directed link (source, target) along the axis, and `hops`, one after the other."""
 
     bytes: Counter = field(default_factory=Counter)
@@ -35,7 +35,7 @@ class Links:
         return max(self.bytes.values(), default=0)
 
 
-def send(x: torch.Tensor, mesh, axis: str, step: int, log: "Links | None") -> torch.Tensor:
+def send(x: torch.Tensor, mesh, axis: str, step: int, log: "LinkBytes | None") -> torch.Tensor:
     """One hop: every device passes x to its neighbour `step` (+1 or -1) along the axis, and gets the other one's."""
     n = mesh.size((axis,))
     pairs = [(i, (i + step) % n) for i in range(n)]
@@ -53,7 +53,7 @@ def directions(n: int, ways: int) -> list[tuple[int, int]]:
     return [(1, n - 1)] if ways == 1 else [(1, n // 2), (-1, (n - 1) // 2)]
 
 
-def all_gather(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "Links | None" = None) -> torch.Tensor:
+def all_gather(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes | None" = None) -> torch.Tensor:
     """A[I_X, ...] -> A[I, ...]: each device passes on what it received last, until every shard has been everywhere."""
     n, me = mesh.size((axis,)), mesh.coord[axis]
     blocks = {me: x}
@@ -66,7 +66,7 @@ def all_gather(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "Links | No
     return torch.cat([blocks[i] for i in range(n)])
 
 
-def reduce_scatter(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "Links | None" = None) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes | None" = None) -> torch.Tensor:
     """A[I, ...] {U_X} -> A[I_X, ...]: sums travel to where they belong, and every device adds its own on the way."""
     n, me = mesh.size((axis,)), mesh.coord[axis]
     blocks = _chunks(x, n, axis)
@@ -81,7 +81,7 @@ def reduce_scatter(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "Links 
     return total
 
 
-def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "Links | None" = None) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes | None" = None) -> torch.Tensor:
     """[n, ...] -> [n, ...], chunk j of device i to place i on device j: every chunk travels only as far as it must.
 
     With two ways and n even, the chunk for the device opposite goes half to the right and half to the left.
@@ -118,7 +118,7 @@ def _chunks(x: torch.Tensor, n: int, axis: str) -> list[torch.Tensor]:
     return list(x.chunk(n))
 
 
-def _count_hops(log: "Links | None", n: int, ways: int) -> None:
+def _count_hops(log: "LinkBytes | None", n: int, ways: int) -> None:
     if log is not None:
         log.hops += max(hops for _, hops in directions(n, ways))
 
@@ -135,7 +135,7 @@ def counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
             ("ReduceScatter", reduce_scatter, (n * items,)),
             ("AllToAll", all_to_all, (n, items // n)),
         ):
-            log = Links()
+            log = LinkBytes()
             run(torch.empty(shape, device="meta", dtype=torch.int8), mesh, "X", ways, log)
             rows.append((name, ways, log.hops, log.busiest))
     return rows

@@ -38,7 +38,7 @@ LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelType:
     """A model_type: its class, where its models are computed, and what that class takes where a file is silent."""
 
     architecture: str = ""
@@ -51,18 +51,18 @@ class Kind:
 
 
 KINDS = {
-    "llama": Kind("LlamaForCausalLM"),
-    "mistral": Kind("MistralForCausalLM", window=4096),
-    "qwen2": Kind("Qwen2ForCausalLM", fixed=(("attention_bias", True),)),
-    "qwen3": Kind("Qwen3ForCausalLM", fixed=(("qk_norm", True),)),
-    "mixtral": Kind("MixtralForCausalLM", eps=1e-5, theta=1e6),
-    "qwen3_moe": Kind("Qwen3MoeForCausalLM", fixed=(("qk_norm", True),)),
-    "gemma": Kind(activation="gelu_pytorch_tanh"),
-    "gemma2": Kind(activation="gelu_pytorch_tanh", window=4096, alternate=True),
+    "llama": ModelType("LlamaForCausalLM"),
+    "mistral": ModelType("MistralForCausalLM", window=4096),
+    "qwen2": ModelType("Qwen2ForCausalLM", fixed=(("attention_bias", True),)),
+    "qwen3": ModelType("Qwen3ForCausalLM", fixed=(("qk_norm", True),)),
+    "mixtral": ModelType("MixtralForCausalLM", eps=1e-5, theta=1e6),
+    "qwen3_moe": ModelType("Qwen3MoeForCausalLM", fixed=(("qk_norm", True),)),
+    "gemma": ModelType(activation="gelu_pytorch_tanh"),
+    "gemma2": ModelType(activation="gelu_pytorch_tanh", window=4096, alternate=True),
 }
 
 
-def _rotary(table: dict, kind: Kind) -> dict:
+def _rotary(table: dict, kind: ModelType) -> dict:
     """theta and rope_scaling, from either form."""
     given = table.get("rope_parameters") or table.get("rope_scaling") or {}
     nested = [each for each in given.values() if isinstance(each, dict)]
@@ -71,7 +71,7 @@ def _rotary(table: dict, kind: Kind) -> dict:
 
 
 def _window(table: dict, name: str, L: int) -> int | tuple | None:
-    kind = KINDS.get(name, Kind())
+    kind = KINDS.get(name, ModelType())
     width = table.get("sliding_window", kind.window)
     if width is None or (name.startswith("qwen") and not table.get("use_sliding_window", False)):
         return None
@@ -106,7 +106,7 @@ def read(table: dict) -> dict:
         if values := [table[key] for key in keys if table.get(key) is not None]:
             found[letter] = values[0]
     name = table.get("model_type", "llama")
-    kind = KINDS.get(name, Kind())
+    kind = KINDS.get(name, ModelType())
     if "H" not in found and {"D", "N"} <= found.keys():
         found["H"] = found["D"] // found["N"]
     if found.get("dense_layers"):

@@ -25,7 +25,7 @@ FORMS = ("heads", "heads_batch", "sequence", "2d")
 
 
 @dataclass(frozen=True)
-class Moved:
+class StepCollective:
     """One collective of a step: `times` of them, V bytes each, over these mesh axes ("YZ": both)."""
 
     op: str
@@ -63,7 +63,7 @@ def copies(config: Config, sizes: Mapping[str, int]) -> float:
     return max(1.0, sizes.get("Y", 1) / (1 if config.latent else config.K))
 
 
-def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int], dtype="bf16") -> list[Moved]:
+def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int], dtype="bf16") -> list[StepCollective]:
     """The collectives of a decode step of `batch` tokens on a mesh `sizes`, activations in `dtype`.
 
     They are those that `scaling.serve.decode` runs. Axes of size 1 move nothing. The stream x is reduced once more than
@@ -73,30 +73,30 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
     L, blocks, token = config.L, 2 * config.L + 1, dtype_bytes(dtype) * batch
     stream, queries, logits = token * config.D, token * config.N * config.H, token * config.V
-    found = [Moved("AllGather", "logits", "YZ", logits, 1)]
+    found = [StepCollective("AllGather", "logits", "YZ", logits, 1)]
     if form == "2d":
         own = token * config.H * max(1.0, config.K / Y)
         found += [
-            Moved("AllReduce", "logits", "X", logits / (Y * Z), 1),
-            Moved("AllReduce", "mean squares", "XYZ", token, blocks),
-            Moved("AllGather", "x", "YZ", stream / X, blocks),
-            Moved("ReduceScatter", "x", "YZ", stream / X, blocks),
-            Moved("ReduceScatter", "Q", "X", queries / (Y * Z), L),
-            Moved("ReduceScatter", "K and V", "X", own, 2 * L),
-            Moved("AllToAll", "Q and O", "Z", queries / (X * Y), 2 * L),
-            Moved("AllGather", "O", "X", queries / (Y * Z), L),
-            Moved("AllReduce", "Tmp", "X", token * config.F / (Y * Z), L * (config.matrices - 1)),
+            StepCollective("AllReduce", "logits", "X", logits / (Y * Z), 1),
+            StepCollective("AllReduce", "mean squares", "XYZ", token, blocks),
+            StepCollective("AllGather", "x", "YZ", stream / X, blocks),
+            StepCollective("ReduceScatter", "x", "YZ", stream / X, blocks),
+            StepCollective("ReduceScatter", "Q", "X", queries / (Y * Z), L),
+            StepCollective("ReduceScatter", "K and V", "X", own, 2 * L),
+            StepCollective("AllToAll", "Q and O", "Z", queries / (X * Y), 2 * L),
+            StepCollective("AllGather", "O", "X", queries / (Y * Z), L),
+            StepCollective("AllReduce", "Tmp", "X", token * config.F / (Y * Z), L * (config.matrices - 1)),
         ]
     else:
-        found.append(Moved("AllReduce", "x", "YZ", stream, blocks))
+        found.append(StepCollective("AllReduce", "x", "YZ", stream, blocks))
     if form == "heads_batch":
-        found.append(Moved("AllToAll", "Q and O", "Z", queries / Y, 2 * L))
+        found.append(StepCollective("AllToAll", "Q and O", "Z", queries / Y, 2 * L))
     if form == "sequence":
         found += [
-            Moved("AllGather", "Q", "Z", queries / Y, L),
-            Moved("AllReduce", "maxima", "Z", token * config.N / Y, L),
-            Moved("ReduceScatter", "sums", "Z", token * config.N / Y, L),
-            Moved("ReduceScatter", "O", "Z", queries / Y, L),
+            StepCollective("AllGather", "Q", "Z", queries / Y, L),
+            StepCollective("AllReduce", "maxima", "Z", token * config.N / Y, L),
+            StepCollective("ReduceScatter", "sums", "Z", token * config.N / Y, L),
+            StepCollective("ReduceScatter", "O", "Z", queries / Y, L),
         ]
     return [moved for moved in found if math.prod(sizes.get(axis, 1) for axis in moved.axes) > 1]
 
@@ -120,7 +120,7 @@ def place(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[int
     return placed
 
 
-def seconds(moved: Moved, chip: Chip, shape: Sequence[int], sizes: Mapping[str, int], wrap=None) -> float:
+def seconds(moved: StepCollective, chip: Chip, shape: Sequence[int], sizes: Mapping[str, int], wrap=None) -> float:
     """Seconds of all of them on a slice: a mesh axis that is part of a torus axis is a line, a whole one a ring if the
     slice closes it (`wrap`: as if all were). A GPU's collective takes its `launch` at least."""
     axes = [axis for axis in sizes if axis in moved.axes and sizes[axis] > 1]

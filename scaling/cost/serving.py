@@ -80,7 +80,7 @@ def load(config: Config, weights="bf16", kv="bf16") -> Load:
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodeStep:
     """Seconds of a decode step on each chip: reading caches, reading weights, their matmuls, collectives."""
 
     kv: float
@@ -108,7 +108,7 @@ class Step:
 def step(
     load: Load, batch: int, context: float, chip: Chip, chips: int = 1, compute: str = "bf16", copies: float = 1,
     comms: float = 0.0,
-) -> Step:  # fmt: skip
+) -> DecodeStep:  # fmt: skip
     """A decode step (Part 7, "Theoretical estimates for LLM latency and throughput").
 
     Everything is fully sharded over the chips but for the cache, which may be stored `copies` times. `compute`: the
@@ -120,10 +120,12 @@ def step(
     W, C = chips * chip.need("hbm_bw"), chips * chip.flops(compute)
     cached = batch * load.kv(context)
     attention = max(copies * cached / W, load.kv_flops * cached / C)
-    return Step(attention, load.read(batch) / W, 2 * batch * load.params / C, comms)
+    return DecodeStep(attention, load.read(batch) / W, 2 * batch * load.params / C, comms)
 
 
-def mixed(load: Load, works: Sequence[tuple[int, int]], chip: Chip, chips: int = 1, compute: str = "bf16") -> Step:
+def mixed(
+    load: Load, works: Sequence[tuple[int, int]], chip: Chip, chips: int = 1, compute: str = "bf16"
+) -> DecodeStep:
     """A pass over some new tokens of several sequences, (new, context with them) each: chunks of prompts are (T, S), a
     sequence that decodes is (1, S). Each cache is read once, and a token attends to those before it.
     """
@@ -133,7 +135,7 @@ def mixed(load: Load, works: Sequence[tuple[int, int]], chip: Chip, chips: int =
     read = sum(load.kv(context) for _, context in works)
     pairs = sum(load.kv(context) * (new - new * (new - 1) / (2 * context)) for new, context in works)
     attention = max(read / W, load.kv_flops * pairs / C)
-    return Step(attention, load.read(tokens) / W, 2 * tokens * load.params / C)
+    return DecodeStep(attention, load.read(tokens) / W, 2 * tokens * load.params / C)
 
 
 # --- What fits ---------------------------------------------------------------------------------------------------
@@ -182,7 +184,9 @@ def pareto(points: Iterable[Point], low: Callable[[Point], float], high: Callabl
     return kept
 
 
-def curve(load: Load, batches: Sequence[int], context: float, chip: Chip, chips: int, compute="bf16") -> list[Step]:
+def curve(
+    load: Load, batches: Sequence[int], context: float, chip: Chip, chips: int, compute="bf16"
+) -> list[DecodeStep]:
     """The step of each batch: latency against throughput (Part 8, "Visualizing the Latency Throughput Tradeoff")."""
     return [step(load, batch, context, chip, chips, compute) for batch in batches]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from scaling.algebra.layouts import Layout
+from scaling.algebra.layouts import DimAxes
 from scaling.collectives.plans import run as run_plan
 from scaling.explicit.cheapest import Choice, cheapest, plan, shape_sizes, spec_of
-from scaling.explicit.functions import Call, Local, letters, read
+from scaling.explicit.functions import LocalPlan, TypedCall, letters, read
 from scaling.explicit.ops import Illegal
 from scaling.spec import ShardingError, Spec, parse
 
@@ -27,7 +27,7 @@ from scaling.spec import ShardingError, Spec, parse
 class Array:
     """A whole array by its shard on this device: `.local`, `.type`, `.shape` and `.dtype` (the whole's), `.mesh`."""
 
-    def __init__(self, local: Tensor, layout: Layout, shape: Sequence[int], mesh):
+    def __init__(self, local: Tensor, layout: DimAxes, shape: Sequence[int], mesh):
         self.local, self.layout, self.shape, self.mesh = local, layout, torch.Size(shape), mesh
         if tuple(local.shape) != (wanted := spec_of(layout).local_shape(tuple(shape), mesh)):
             raise ShardingError(f"{self.type}: a shard of shape {wanted} on each device; got {tuple(local.shape)}")
@@ -61,7 +61,7 @@ class Array:
 
     def whole(self) -> Tensor:
         """The whole array, on every device: what it takes is sent."""
-        return reshard(self, Layout(((),) * self.ndim)).local
+        return reshard(self, DimAxes(((),) * self.ndim)).local
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -89,7 +89,7 @@ for _name in OPERATORS.split():
 Array.__hash__ = object.__hash__
 
 
-def type_text(at: Layout, shape: Sequence[int], dtype: torch.dtype) -> str:
+def type_text(at: DimAxes, shape: Sequence[int], dtype: torch.dtype) -> str:
     """`float32[8_X, 2_Y] {U_Z}`."""
     text = str(spec_of(at, str(dtype).removeprefix("torch.")))
     for letter, size in zip(letters(len(shape)), shape, strict=True):
@@ -97,12 +97,12 @@ def type_text(at: Layout, shape: Sequence[int], dtype: torch.dtype) -> str:
     return text
 
 
-def read_type(text: "str | Spec | Layout", shape: Sequence[int], mesh, dtype: torch.dtype | None = None) -> Layout:
+def read_type(text: "str | Spec | DimAxes", shape: Sequence[int], mesh, dtype: torch.dtype | None = None) -> DimAxes:
     """The layout that a type says: `[8_X, 2_Y]`, `float32[8_X, 2_Y]`, or with names of dims, `In[B_X, D_Y] {U_Z}`.
 
     ShardingError if it has other dims than the shape, another dtype, or dims that do not divide over their axes.
     """
-    if isinstance(text, Layout):
+    if isinstance(text, DimAxes):
         return text
     written, sizes = str(text), []
 
@@ -126,10 +126,10 @@ def read_type(text: "str | Spec | Layout", shape: Sequence[int], mesh, dtype: to
         spec.local_shape(tuple(shape), mesh)
     except ShardingError as error:
         raise ShardingError(re.sub(r"Size\d+x(\d+)", r"\1", str(error))) from None
-    return Layout(tuple(axes for _, axes in spec.dims), spec.unreduced)
+    return DimAxes(tuple(axes for _, axes in spec.dims), spec.unreduced)
 
 
-def array(x: Tensor, type: "str | Spec | Layout", mesh) -> Array:
+def array(x: Tensor, type: "str | Spec | DimAxes", mesh) -> Array:
     """The whole tensor x, which every device has, as an array of this type: each device keeps its part.
 
     Of an array `{U_X}` the first device along X holds x and the others zeros. On an AbstractMesh x may hold numbers:
@@ -137,10 +137,10 @@ def array(x: Tensor, type: "str | Spec | Layout", mesh) -> Array:
     """
     layout = read_type(type, x.shape, mesh, x.dtype)
     x = x.to("meta") if mesh.device.type == "meta" else x
-    return reshard(Array(x, Layout(((),) * x.dim()), x.shape, mesh), layout)
+    return reshard(Array(x, DimAxes(((),) * x.dim()), x.shape, mesh), layout)
 
 
-def reshard(x: Any, type: "str | Spec | Layout") -> Any:
+def reshard(x: Any, type: "str | Spec | DimAxes") -> Any:
     """The same array in another type: the cheapest collectives, planned. JAX's `reshard`, in the auto mode its
     `with_sharding_constraint`; a plain tensor, which is whole, stays as it is."""
     if not isinstance(x, Array):
@@ -171,24 +171,24 @@ def call(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None) -> Ar
         inferred = choice.inferred
     needed, result = inferred
     shards = [reshard(x, at).local for x, at in zip(operands, needed, strict=True)]
-    local = Local(needed, result, spec_of(result).local_shape(made.shape, mesh))
+    local = LocalPlan(needed, result, spec_of(result).local_shape(made.shape, mesh))
     computed = Array(made.run(made.op, shards, local), result, made.shape, mesh)
     return computed if wanted is None else reshard(computed, wanted)
 
 
-def _mesh(made: Call):
+def _mesh(made: TypedCall):
     mesh = made.operands[0].mesh
     if any(x.mesh is not mesh for x in made.operands):
         raise ShardingError(f"{made.op.name}: arrays of two meshes\n  fix: make all of them on one mesh")
     return mesh
 
 
-def _cheapest(made: Call, layouts, mesh, out: Layout | None) -> Choice:
+def _cheapest(made: TypedCall, layouts, mesh, out: DimAxes | None) -> Choice:
     shapes, items = [tuple(x.shape) for x in made.operands], [x.dtype.itemsize for x in made.operands]
     return cheapest(made.op, layouts, shapes, items, mesh, out, (made.shape, made.dtype.itemsize))
 
 
-def refusal(made: Call, layouts: Sequence[Layout], mesh, error: Illegal) -> str:
+def refusal(made: TypedCall, layouts: Sequence[DimAxes], mesh, error: Illegal) -> str:
     """The line, what is wrong with it, the rule, and the cheapest line that makes it legal."""
     types = [type_text(at, x.shape, x.dtype) for at, x in zip(layouts, made.operands, strict=True)]
     choice, fixes = _cheapest(made, layouts, mesh, None), []

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scaling.algebra.layouts import Layout, arrangements, divides, subsets
+from scaling.algebra.layouts import DimAxes, arrangements, divides, subsets
 from scaling.algebra.resharding import reshard
 from scaling.algebra.steps import Plan
 from scaling.explicit.functions import letters
@@ -17,20 +17,20 @@ class Choice(NamedTuple):
     """Layouts to bring operands into, what each device sends for it (and then for the result), and what is inferred."""
 
     nbytes: float
-    layouts: tuple[Layout, ...]
+    layouts: tuple[DimAxes, ...]
     inferred: Inferred
 
 
-def spec_of(at: Layout, name: str = "") -> Spec:
+def spec_of(at: DimAxes, name: str = "") -> Spec:
     """A layout as a type: its dims are named I, J, ..."""
     return Spec(name, tuple(zip(letters(len(at.dims)), at.dims, strict=True)), at.unreduced)
 
 
-def plan(src: Layout, dst: Layout, shape: Shape, mesh) -> Plan:
+def plan(src: DimAxes, dst: DimAxes, shape: Shape, mesh) -> Plan:
     return reshard(spec_of(src), spec_of(dst), shape, mesh)
 
 
-def sent(src: Layout, dst: Layout, shape: Shape, nbytes: float, mesh) -> float:
+def sent(src: DimAxes, dst: DimAxes, shape: Shape, nbytes: float, mesh) -> float:
     """Bytes that each device sends to bring an array of this shape from one layout to another."""
     return 0 if src == dst else plan(src, dst, shape, mesh).wire_bytes(shape_sizes(shape), mesh, nbytes)
 
@@ -39,21 +39,21 @@ def shape_sizes(shape: Shape) -> dict[str, int]:
     return dict(zip(letters(len(shape)), shape, strict=True))
 
 
-def layouts(shape: Shape, mesh, axes: Sequence[str], unreduced: Sequence[str] = ()) -> list[Layout]:
+def layouts(shape: Shape, mesh, axes: Sequence[str], unreduced: Sequence[str] = ()) -> list[DimAxes]:
     """Every layout of an array of this shape over some of the axes; unreduced over some of `unreduced`."""
     found = []
     for dims in arrangements(tuple(axes), len(shape)):
         used = set(itertools.chain(*dims))
         for over in subsets(tuple(sorted(set(unreduced) - used)), least=0):
-            at = Layout(dims, over)
+            at = DimAxes(dims, over)
             if divides(at, shape, mesh.sizes):
                 found.append(at)
     return found
 
 
 def cheapest(
-    op, operands: Sequence[Layout], shapes: Sequence[Shape], itemsizes: Sequence[float], mesh,
-    out: Layout | None = None, result: tuple[Shape, float] = ((), 1),
+    op, operands: Sequence[DimAxes], shapes: Sequence[Shape], itemsizes: Sequence[float], mesh,
+    out: DimAxes | None = None, result: tuple[Shape, float] = ((), 1),
 ) -> Choice:  # fmt: skip
     """The layouts that cost the least bytes to reach, and of those the fewest that change (with `out`: the least work).
 

@@ -11,14 +11,14 @@ from typing import Any
 import optree
 import torch
 
-from scaling.algebra.layouts import Layout
+from scaling.algebra.layouts import DimAxes
 from scaling.explicit.arrays import Array, array, reshard
 from scaling.spec import ShardingError
 
 
-def cotangent(at: Layout, mesh) -> Layout:
+def cotangent(at: DimAxes, mesh) -> DimAxes:
     """The layout of the cotangent of an array in this layout."""
-    return Layout(at.dims, tuple(sorted(axis for axis in mesh.sizes if axis not in at.used)))
+    return DimAxes(at.dims, tuple(sorted(axis for axis in mesh.sizes if axis not in at.used)))
 
 
 def vjp(f: Callable, *primals) -> tuple:

@@ -12,9 +12,9 @@ import optree
 import torch
 from torch import Tensor
 
-from scaling.algebra.layouts import Layout
+from scaling.algebra.layouts import DimAxes
 from scaling.collectives.multiply import einsum
-from scaling.explicit.ops import Op, Reshape, Shape
+from scaling.explicit.ops import LabelledOp, Reshape, Shape
 from scaling.spec import ShardingError, Spec
 
 LETTERS = string.ascii_uppercase
@@ -38,19 +38,19 @@ PERMUTING = _names("permute transpose swapaxes t T mT movedim")
 RESHAPING = _names("reshape view flatten unflatten squeeze unsqueeze view_as reshape_as")
 
 
-class Local(NamedTuple):
+class LocalPlan(NamedTuple):
     """What a device computes with: the operands' layouts, the result's layout and its shape on this device."""
 
-    needed: tuple[Layout, ...]
-    result: Layout
+    needed: tuple[DimAxes, ...]
+    result: DimAxes
     shape: Shape
 
 
-class Call(NamedTuple):
+class TypedCall(NamedTuple):
     """A function called on arrays: the operation, its operands, the whole result's shape and dtype, and
     `run(op, shards, local)`, which computes the result's shard. `flops`: of the whole product, 0 of what is none."""
 
-    op: "Op | Reshape"
+    op: "LabelledOp | Reshape"
     operands: list
     shape: Shape
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Call(NamedTuple):
     flops: int = 0
 
 
-def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool]) -> Call:
+def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool]) -> TypedCall:
     """The call of a torch function (or a method of Tensor) on arrays that have `.shape` and `.dtype`.
 
     Raises ShardingError for a function that this mode does not know, and torch's own error where the shapes do not fit.
@@ -92,10 +92,10 @@ def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bo
         refuse_unknown(name)
     shape = tuple(torch.broadcast_shapes(*shapes) if pointwise else whole.shape)
     op, run = _read(name, args, kwargs, shapes, shape)
-    if isinstance(op, Op) and op.linear and not _keeps_sums(whole.dtype, operands, kwargs):
+    if isinstance(op, LabelledOp) and op.linear and not _keeps_sums(whole.dtype, operands, kwargs):
         op = op._replace(linear="")
-    flops = _flops(op, shapes) if isinstance(op, Op) and run is product else 0
-    return Call(op, operands, shape, whole.dtype, run or (lambda op, shards, local: call(shards)), flops)
+    flops = _flops(op, shapes) if isinstance(op, LabelledOp) and run is product else 0
+    return TypedCall(op, operands, shape, whole.dtype, run or (lambda op, shards, local: call(shards)), flops)
 
 
 def _keeps_sums(dtype: torch.dtype, operands: list, kwargs: dict) -> bool:
@@ -104,7 +104,7 @@ def _keeps_sums(dtype: torch.dtype, operands: list, kwargs: dict) -> bool:
     return not rounds and dtype is not torch.bool and not kwargs.get("rounding_mode")
 
 
-def _flops(op: Op, shapes: Sequence[Shape]) -> int:
+def _flops(op: LabelledOp, shapes: Sequence[Shape]) -> int:
     """2 for each multiply-add, 1 where nothing is summed, 0 with one operand."""
     sizes = {d: n for labels, s in zip(op.inputs, shapes, strict=True) for d, n in zip(labels, s, strict=True)}
     return math.prod(sizes.values()) * (2 if len(sizes) > len(op.output) else 1) * (len(shapes) == 2)
@@ -124,7 +124,7 @@ def refuse_unknown(name: str) -> NoReturn:
     )
 
 
-def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["Op | Reshape", Callable | None]:
+def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["LabelledOp | Reshape", Callable | None]:
     """The operation, and how shards are computed with where that is not by the function itself."""
     if name in POINTWISE | LINEAR | SUMS | PRODUCTS | QUOTIENTS:
         return _pointwise(name, args, shapes, shape), None
@@ -139,21 +139,21 @@ def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["
         return _sum(name, args, kwargs, labels, shapes[0], shape)
     if name in EXTREME:
         dims = dims_of(_argument(args, kwargs, 1, "dim", None), len(labels), every=True)
-        return Op(name, (labels,), _kept(labels, dims, shape), "", tuple(labels[i] for i in dims)), None
+        return LabelledOp(name, (labels,), _kept(labels, dims, shape), "", tuple(labels[i] for i in dims)), None
     if name in ALONG:
         given = _argument(args, kwargs, 1, "dims" if name == "flip" else "dim", -1)
         dims = dims_of((-2, -1) if name in ("tril", "triu") else given, len(labels))
         linear = "" if "softmax" in name else "each"
-        return Op(name, (labels,), labels, linear, tuple(labels[i] for i in dims)), None
+        return LabelledOp(name, (labels,), labels, linear, tuple(labels[i] for i in dims)), None
     if name in PERMUTING:
-        return Op(name, (labels,), _permuted(name, args, kwargs, labels), "each"), None
+        return LabelledOp(name, (labels,), _permuted(name, args, kwargs, labels), "each"), None
     if name in RESHAPING:
         return Reshape(shape, name), lambda op, shards, local: shards[0].reshape(local.shape)
     if name == "getitem":
         return _index(args[1], labels, shapes[0]), None
     if name in ("cat", "concatenate"):
         along = labels[int(_argument(args, kwargs, 1, "dim", 0))]
-        return Op(name, (labels,) * len(shapes), labels, "all", (along,)), None
+        return LabelledOp(name, (labels,) * len(shapes), labels, "all", (along,)), None
     refuse_unknown(name)
 
 
@@ -172,7 +172,7 @@ def _argument(args, kwargs, position: int, name: str, default) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, kwargs.get("axis", default))
 
 
-def _pointwise(name: str, args, shapes: list[Shape], shape: Shape) -> Op:
+def _pointwise(name: str, args, shapes: list[Shape], shape: Shape) -> LabelledOp:
     out = letters(len(shape))
     inputs = []
     for s in shapes:
@@ -183,10 +183,10 @@ def _pointwise(name: str, args, shapes: list[Shape], shape: Shape) -> Op:
     linear = "each" if name in LINEAR | PRODUCTS else "first" if name in QUOTIENTS else ""
     if name in SUMS and (len(shapes) == 2 or any(type(x) in (int, float) and x == 0 for x in args)):
         linear = "all"
-    return Op(name, tuple(inputs), out, linear)
+    return LabelledOp(name, tuple(inputs), out, linear)
 
 
-def _einsum(equation: str) -> Op:
+def _einsum(equation: str) -> LabelledOp:
     """An equation as torch.einsum and jnp.einsum read it, with letters alone and one or two operands."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -195,10 +195,10 @@ def _einsum(equation: str) -> Op:
             f"einsum {equation}: not an equation of one or two operands with an arrow and no letter twice in a term\n"
             f"  fix: write products of more operands one by one"
         )
-    return Op(f"einsum {equation}", tuple(tuple(t.upper()) for t in terms), tuple(right.upper()), "each")
+    return LabelledOp(f"einsum {equation}", tuple(tuple(t.upper()) for t in terms), tuple(right.upper()), "each")
 
 
-def _matmul(a: Shape, b: Shape) -> Op:
+def _matmul(a: Shape, b: Shape) -> LabelledOp:
     """`a @ b`: vectors, matrices, and batches of matrices whose batch dims are equal or only one operand's."""
     batch = max(len(a), len(b)) - 2
     names = LETTERS[: max(0, batch)]
@@ -207,10 +207,10 @@ def _matmul(a: Shape, b: Shape) -> Op:
     left = ((names if len(a) > 2 else "") + "YJ")[-len(a) :] if len(a) > 1 else "J"
     right = (names if len(b) > 2 else "") + "JZ" if len(b) > 1 else "J"
     kept = (names if len(a) > 2 or len(b) > 2 else "") + ("Y" if len(a) > 1 else "") + ("Z" if len(b) > 1 else "")
-    return Op("matmul", (tuple(left), tuple(right)), tuple(kept), "each")
+    return LabelledOp("matmul", (tuple(left), tuple(right)), tuple(kept), "each")
 
 
-def product(op: Op, shards: Sequence[Tensor], local: Local) -> Tensor:
+def product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:
     """The typed product of shards, which a trace sees. It was inferred, so the line is legal."""
     specs = [
         Spec("", tuple(zip(map(str, d), at.dims, strict=True)), at.unreduced)
@@ -220,12 +220,12 @@ def product(op: Op, shards: Sequence[Tensor], local: Local) -> Tensor:
     return einsum(" * ".join(map(str, specs)) + f" -> {result}", *shards)
 
 
-def _sum(name: str, args, kwargs, labels, shape: Shape, after: Shape) -> tuple[Op, Callable | None]:
+def _sum(name: str, args, kwargs, labels, shape: Shape, after: Shape) -> tuple[LabelledOp, Callable | None]:
     given = _argument(args, kwargs, 1, "dim", None)
     if len(args) > 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in args[1:]):
         given = args[1:]
     dims = dims_of(given, len(labels), every=True)
-    op = Op(name, (labels,), _kept(labels, dims, after), "each")
+    op = LabelledOp(name, (labels,), _kept(labels, dims, after), "each")
     if name == "sum":
         return op, None
     count, keep = math.prod(shape[i] for i in dims), len(after) == len(shape) and bool(dims)
@@ -255,7 +255,7 @@ def _permuted(name: str, args, kwargs, labels) -> tuple[str, ...]:
     return tuple(labels[i] for i in order)
 
 
-def _index(index, labels, shape: Shape) -> Op:
+def _index(index, labels, shape: Shape) -> LabelledOp:
     """Whole numbers, slices, None and ...: a dim that is not taken whole must not be split."""
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
@@ -278,4 +278,4 @@ def _index(index, labels, shape: Shape) -> Op:
         if not (isinstance(i, slice) and i.indices(shape[dim]) == (0, shape[dim], 1)):
             whole.append(labels[dim])
         dim += 1
-    return Op("getitem", (labels,), tuple(output), "each", tuple(whole))
+    return LabelledOp("getitem", (labels,), tuple(output), "each", tuple(whole))

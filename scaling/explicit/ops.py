@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from scaling.algebra.layouts import Axes, Layout
+from scaling.algebra.layouts import Axes, DimAxes
 from scaling.spec import format_axes
 
 Shape = tuple[int, ...]
-Inferred = tuple[tuple[Layout, ...], Layout]  # what the kernel takes of each operand, and its result
+Inferred = tuple[tuple[DimAxes, ...], DimAxes]  # what the kernel takes of each operand, and its result
 
 
 class Illegal(Exception):
@@ -25,7 +25,7 @@ class Illegal(Exception):
         self.what, self.rule = what, rule
 
 
-class Op(NamedTuple):
+class LabelledOp(NamedTuple):
     """An operation by its labels; an operand's dim of size 1 that is broadcast has None.
 
     A label that the result lacks is summed over. `linear`: in what the kernel is, so that it may be given unreduced
@@ -39,7 +39,7 @@ class Op(NamedTuple):
     linear: str = ""
     whole: tuple[str, ...] = ()
 
-    def infer(self, operands: Sequence[Layout], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> Inferred:
+    def infer(self, operands: Sequence[DimAxes], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> Inferred:
         """(operands as the kernel takes them, result); raises Illegal."""
         split: dict[str, Axes] = {}
         for at, labels in zip(operands, self.inputs, strict=True):
@@ -62,10 +62,10 @@ class Op(NamedTuple):
         summed = [axis for label, axes in split.items() if label not in self.output for axis in axes]
         unreduced = self._unreduced(operands, used)
         needed = tuple(
-            Layout(tuple(split.get(label, ()) if label else () for label in labels), at.unreduced)
+            DimAxes(tuple(split.get(label, ()) if label else () for label in labels), at.unreduced)
             for at, labels in zip(operands, self.inputs, strict=True)
         )
-        result = Layout(tuple(split.get(label, ()) for label in self.output), tuple(sorted({*unreduced, *summed})))
+        result = DimAxes(tuple(split.get(label, ()) for label in self.output), tuple(sorted({*unreduced, *summed})))
         return needed, result
 
     def _check_whole(self, split: Mapping[str, Axes]) -> None:
@@ -76,7 +76,7 @@ class Op(NamedTuple):
                     f"{self.name} needs the whole dim on each device",
                 )
 
-    def _check_summed(self, split: Mapping[str, Axes], operands: Sequence[Layout]) -> None:
+    def _check_summed(self, split: Mapping[str, Axes], operands: Sequence[DimAxes]) -> None:
         for label in split:
             if label in self.output:
                 continue
@@ -87,7 +87,7 @@ class Op(NamedTuple):
                         "case 2: both operands of a product are split alike along a dim that is summed over",
                     )
 
-    def _unreduced(self, operands: Sequence[Layout], used: Sequence[str]) -> Axes:
+    def _unreduced(self, operands: Sequence[DimAxes], used: Sequence[str]) -> Axes:
         """The axes over which the result is a sum because operands are."""
         sums = [set(at.unreduced) for at in operands]
         every = sorted(set().union(*sums))
@@ -120,9 +120,9 @@ class Reshape(NamedTuple):
     name: str = "reshape"
     inputs: tuple = ((),)
 
-    def infer(self, operands: Sequence[Layout], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> Inferred:
+    def infer(self, operands: Sequence[DimAxes], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> Inferred:
         (at,), (shape,) = operands, shapes
-        return (at,), Layout(resplit(at.dims, shape, self.shape, sizes), at.unreduced)
+        return (at,), DimAxes(resplit(at.dims, shape, self.shape, sizes), at.unreduced)
 
 
 def resplit(dims: Sequence[Axes], shape: Shape, new: Shape, sizes: Mapping[str, int]) -> tuple[Axes, ...]:

@@ -14,7 +14,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Run:
+class SystolicRun:
     """What a matmul took: `out` [M, N], `cycles`, and the multiply-adds that were `useful`, M K N."""
 
     out: torch.Tensor
@@ -28,7 +28,7 @@ class Run:
         return self.useful / (self.cycles * self.n**2)
 
 
-def run(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | None = None) -> Run:
+def run(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | None = None) -> SystolicRun:
     """X[M, K] W[K, N] on an n x n array. `frames` collects two grids [n, n] for each cycle: which row of X is in which
     cell (-1 for none), and the partial sum that the cell passes down."""
     if X.ndim != 2 or W.ndim != 2 or X.shape[1] != W.shape[0] or 0 in X.shape + W.shape:
@@ -64,7 +64,7 @@ def run(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | None = None) ->
             frames.append((rows.clone(), sums.clone()))
         leaves = torch.nonzero(tags[-1] >= 0).flatten()
         out.index_put_((rows[-1, leaves], first_n[tags[-1, leaves]] + leaves), sums[-1, leaves], accumulate=True)
-    return Run(out[:, :N], n + last, M * K * N, n)
+    return SystolicRun(out[:, :N], n + last, M * K * N, n)
 
 
 def cycles(M: int, K: int, N: int, n: int) -> int:

@@ -128,7 +128,7 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankMeasured:
     """What one rank measured: FLOPs/s by dtype, bytes/s through memory, (V, seconds) by op."""
 
     flops: dict[str, float]
@@ -136,12 +136,12 @@ class Rank:
     times: dict[str, list[tuple[int, float]]]
 
 
-def measure_rank(mesh, dtypes: Sequence[str], repeats: int) -> Rank:
+def measure_rank(mesh, dtypes: Sequence[str], repeats: int) -> RankMeasured:
     rates = {dtype: matmul_rate(mesh, dtype, repeats) for dtype in dtypes}
-    return Rank(rates, memory_rate(mesh, repeats), times(mesh, repeats))
+    return RankMeasured(rates, memory_rate(mesh, repeats), times(mesh, repeats))
 
 
-def combine(ranks: Sequence[Rank], name: str) -> Chip:
+def combine(ranks: Sequence[RankMeasured], name: str) -> Chip:
     """One chip of all ranks' measurements: the slowest rank of each."""
     world = len(ranks)
     measured = []

@@ -12,22 +12,22 @@ from itertools import count
 from typing import NamedTuple
 
 from scaling.mesh.futex import Word
-from scaling.mesh.page import DIGEST, LENGTH, LINE, ROW, STATE, WORD, Page, Wait
+from scaling.mesh.page import DIGEST, LENGTH, LINE, ROW, STATE, WORD, SharedPage, Wait
 
 NAP, LOOK = 0.05, 0.25  # seconds between looks at who has come; and, after so long, at who waits for whom
 CIRCLE, ENDED, LATE = "wait for each other", "has ended", "has not come in time"
 
 
-class Call(NamedTuple):
+class Intent(NamedTuple):
     """What a rank is about to do."""
 
     digest: bytes
     text: bytes
 
     @staticmethod
-    def of(digest: bytes, text: str) -> "Call":
+    def of(digest: bytes, text: str) -> "Intent":
         said = text.encode()[: LENGTH - 2]
-        return Call(digest, len(said).to_bytes(2, "little") + said)
+        return Intent(digest, len(said).to_bytes(2, "little") + said)
 
     @property
     def said(self) -> str:
@@ -47,7 +47,7 @@ class Meeting:
     """Where the members of one group meet: group number `group` of those along the set of axes number `axes`, whose
     members are `ranks`, ascending."""
 
-    def __init__(self, page: Page, axes: int, group: int, ranks: Sequence[int], timeout: float):
+    def __init__(self, page: SharedPage, axes: int, group: int, ranks: Sequence[int], timeout: float):
         base, size = page.size * ROW + axes * page.set_nbytes(page.size), len(ranks)
         self.page, self.memory, self.ranks, self.size, self.timeout = page, page.memory, tuple(ranks), size, timeout
         self.number = 0
@@ -60,7 +60,7 @@ class Meeting:
         self.word = [first + me * WORD for first in self.first]
         self.text = [first + me * LENGTH for first in self.texts]
 
-    def meet(self, call: Call) -> list[str] | None:
+    def meet(self, call: Intent) -> list[str] | None:
         """Wait until all members have come. None if all are about to make the same call; else what each said.
 
         Raises NotMet; the next meeting is then the same one.
@@ -89,7 +89,7 @@ class Meeting:
             return None
         time.sleep(0.001)  # texts are written before words, but not all processors show them in that order
         places = [self.texts[half] + i * LENGTH for i in range(self.size)]
-        return [Call(b"", memory[at : at + LENGTH]).said for at in places]
+        return [Intent(b"", memory[at : at + LENGTH]).said for at in places]
 
     def _all_here(self, words: bytes, number: bytes) -> bool:
         return words[DIGEST::WORD] == number[:1] * self.size and words[DIGEST + 1 :: WORD] == number[1:] * self.size

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from scaling.mesh.meeting import Meeting, held
-from scaling.mesh.page import Page, share
+from scaling.mesh.page import SharedPage, share
 from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError, block_index
 
@@ -189,13 +189,13 @@ class Mesh(AbstractMesh):
         if self.size() < dist.get_world_size():
             everyone = self._new_group(self.ranks)
         if dist.get_backend() != "fake":  # torch's stand-in for a transport, of which this process is the only rank
-            said, memory = share(everyone, Page.nbytes(self.size(), len(sets)), self.checked, mine)
+            said, memory = share(everyone, SharedPage.nbytes(self.size(), len(sets)), self.checked, mine)
         if len(set(said)) > 1:
             lines = "".join(f"  rank {rank}: {each}\n" for rank, each in enumerate(said))
             raise ShardingError(
                 f"the ranks do not make the same mesh\n{lines}  rule: a mesh is made by all ranks alike"
             )
-        page = Page(memory, self.size(), self.rank) if memory is not None else None
+        page = SharedPage(memory, self.size(), self.rank) if memory is not None else None
         for number, some in enumerate(sets):
             members = [self.coord]  # in ascending order of rank: axes in the mesh's order
             for axis in some:

@@ -19,7 +19,7 @@ LINE, LENGTH = 64, 480  # bytes between words that groups wait for; of a call as
 WORD, DIGEST = 8, 6  # bytes of what a rank is about to do: a digest, and the last two bytes of the meeting's number
 
 
-class Page:
+class SharedPage:
     """The page of one mesh: `size` rows, then for each set of axes the meetings of its groups."""
 
     def __init__(self, memory: mmap.mmap, size: int, rank: int):
@@ -28,7 +28,7 @@ class Page:
 
     @staticmethod
     def nbytes(size: int, sets: int) -> int:
-        return size * ROW + sets * Page.set_nbytes(size)
+        return size * ROW + sets * SharedPage.set_nbytes(size)
 
     @staticmethod
     def set_nbytes(size: int) -> int:
@@ -112,7 +112,7 @@ class Wait(NamedTuple):
     number: bytes
     serial: int
 
-    def missing(self, page: Page) -> list[int]:
+    def missing(self, page: SharedPage) -> list[int]:
         """The ranks that have not come."""
         words = page.memory[self.first : self.first + WORD * len(self.ranks)]
         return [rank for i, rank in enumerate(self.ranks) if words[WORD * i + DIGEST :][:2] != self.number]

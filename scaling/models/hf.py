@@ -19,7 +19,7 @@ from scaling.configs import Config
 from scaling.configs import load as load_config
 from scaling.configs.hugging_face import write as table_of
 from scaling.mesh import AbstractMesh
-from scaling.models.hf_layout import Layout, layouts
+from scaling.models.hf_layout import FileLayout, layouts
 from scaling.models.params import places_of, specs_of
 from scaling.spec import Spec, parse
 
@@ -59,7 +59,7 @@ def load_sharded(
     files.check(places, config)
     device = torch.device(mesh.device if device is None else device)
 
-    def leaf(spec: Spec, layout: Layout) -> Tensor:
+    def leaf(spec: Spec, layout: FileLayout) -> Tensor:
         ranges = dict(zip(spec.dim_names, spec.slices(sizes, mesh, mesh.coord), strict=True))
         made: Any = None
         for at in layout.indices(ranges):
@@ -132,7 +132,7 @@ def _parts(
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """(0, the ends' tensors), then (l + 1, layer l's) of each layer that this rank holds a part of: gathered whole."""
 
-    def whole(leaf: Tensor, spec: Spec, layout: Layout, at: dict[str, int]) -> dict[str, Tensor]:
+    def whole(leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> dict[str, Tensor]:
         leaf = leaf.detach().contiguous()
         leaf = (unshard(str(spec), leaf, mesh) if spec.axes else leaf).cpu()
         rest = [dim for dim in layout.numbered if dim not in at]

@@ -54,7 +54,7 @@ EXPERTS = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The tensors of one param: `name` with a place for each dim that numbers them, and each one's dims, in groups."""
 
     name: str
@@ -97,8 +97,8 @@ def layouts(config: Config) -> dict:
     specs = specs_of(config)
     table = LAYOUTS | {"layers": LAYOUTS["layers"] | EXPERTS.get(kind_of(config), {})}
 
-    def layout(spec: str, place: tuple[str, str]) -> Layout:
-        return Layout(place[0], tuple(place[1].split(", ")), parse(spec).dim_names)
+    def layout(spec: str, place: tuple[str, str]) -> FileLayout:
+        return FileLayout(place[0], tuple(place[1].split(", ")), parse(spec).dim_names)
 
     ends = {name: layout(spec, table[name]) for name, spec in specs.items() if name != "layers"}
     return ends | {"layers": {name: layout(spec, table["layers"][name]) for name, spec in specs["layers"].items()}}

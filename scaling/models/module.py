@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 
-class Tree(nn.Module):
+class ParamModule(nn.Module):
     """Nested dicts of params as nested modules, on the meta device."""
 
     def __init__(self, params: dict):
         super().__init__()
         for name, leaf in params.items():
             if isinstance(leaf, dict):
-                self.add_module(name, Tree(leaf))
+                self.add_module(name, ParamModule(leaf))
             else:
                 self.register_parameter(name, nn.Parameter(torch.empty_like(leaf, device="meta")))
 
@@ -24,7 +24,7 @@ class Tree(nn.Module):
         return dict(self._parameters) | {name: module.params() for name, module in inner.items()}
 
 
-class Stateless(Tree):
+class Stateless(ParamModule):
     """`f(params, *args)` as a module whose parameters only have shapes: functional_call(module, flat(params), args)."""
 
     def __init__(self, f: Callable, params: dict):

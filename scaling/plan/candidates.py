@@ -215,7 +215,7 @@ class Found(Sequence):
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchResult:
     """What was found; how many layouts were evaluated; refusals by reason."""
 
     found: Found
@@ -223,7 +223,7 @@ class Search:
     refused: Counter
 
 
-def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Search:
+def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> SearchResult:
     """All layouts of so many chips, each mesh with its best recipe."""
     if isinstance(chips, bool) or not isinstance(chips, int) or chips < 1:
         raise ValueError(f"chips = {chips!r}: must be a whole number of at least 1")
@@ -244,7 +244,7 @@ def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Search:
             end += 1
         chosen += block(job, chip, [networks[i] for i in kept[start:end]], [options[i] for i in kept[start:end]])
         start, count = end, count + rows
-    return Search(Found(job, chosen), count, refused)
+    return SearchResult(Found(job, chosen), count, refused)
 
 
 def block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarray]) -> list[tuple]:

@@ -92,7 +92,7 @@ def bound(job: Job, c: Compute, entries: list[Entry], lanes: Lanes, microbatches
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """Seconds of a forecast step on the fullest stage: what each thing adds to it; they sum to the step."""
 
     matmuls: Number
@@ -113,7 +113,7 @@ class Parts:
         )  # fmt: skip
 
 
-def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], lanes: Lanes, own: Held) -> Parts:
+def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], lanes: Lanes, own: Held) -> StepParts:
     """The step as it is likely to be: never shorter than the bound."""
     rate, M = chip.efficiency, l.microbatches
     narrow = chip.flops(job.dtype) * rate.of_matmul(job.dtype)
@@ -152,7 +152,7 @@ def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], 
     matmuls = forward + backward
     work = M * (matmuls + 3 * (attention + memory) + again + sum(waits) + sum(taken) + exposed)
     update = 2 * own.optimizer + (2 * own.params + own.grads) * own.shares
-    return Parts(
+    return StepParts(
         M * matmuls, 3 * M * attention, 3 * M * memory, M * again, M * (sum(waits) + sum(taken)), M * exposed,
         (work + late) * (c.fill - 1), late, update / bandwidth,
     )  # fmt: skip
@@ -170,7 +170,7 @@ class Estimate:
     cost: Cost
     bound: float
     worst: float
-    parts: Parts
+    parts: StepParts
     useful: float
 
     @property

@@ -20,7 +20,7 @@ WEIGHED = ("data", "fsdp", "pod")  # axes whose bytes are those of weights, what
 
 
 @dataclass(frozen=True)
-class Choice:
+class ParetoPoint:
     """A layout that nothing beats in time, memory, chips and dollars at once."""
 
     found: Estimate
@@ -32,7 +32,7 @@ class Choice:
         return self.found.forecast, float(self.found.held.total), self.found.chips, self.dollars or 0.0
 
 
-def pareto(job: Job, chip: Chip, chips: int, budget: Budget, fixed: Fixed = ANY) -> list[Choice]:
+def pareto(job: Job, chip: Chip, chips: int, budget: Budget, fixed: Fixed = ANY) -> list[ParetoPoint]:
     """Of half, as many and twice the chips, with all, half or a quarter of the memory: what is not beaten."""
     choices = []
     for n in (2 * chips, chips, chips // 2):
@@ -43,9 +43,9 @@ def pareto(job: Job, chip: Chip, chips: int, budget: Budget, fixed: Fixed = ANY)
                 continue
             if found is not None and len(found) and found.fitting:
                 spent = run(job, chip, n, found[0].forecast, budget)
-                choices.append(Choice(found[0], spent["days"], spent["dollars"]))
+                choices.append(ParetoPoint(found[0], spent["days"], spent["dollars"]))
 
-    def beats(a: Choice, b: Choice) -> bool:
+    def beats(a: ParetoPoint, b: ParetoPoint) -> bool:
         return a.costs != b.costs and all(x <= y for x, y in zip(a.costs, b.costs, strict=True))
 
     kept = [one for one in choices if not any(beats(other, one) for other in choices)]

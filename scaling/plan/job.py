@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from scaling.configs import Config
-from scaling.plan.work import Stack, Work, work_of
+from scaling.plan.work import LayerWork, Stack, work_of
 from scaling.spec import DTYPE_BYTES, dtype_bytes
 
 OVERLAPS = ("max", "sum", "none")
@@ -52,7 +52,7 @@ class Job:
             raise ValueError(f"a sequence of {self.seq:,} tokens is longer than the batch of {self.batch:,}")
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> LayerWork:
         return work_of(self.config, self.seq)
 
     @property

@@ -17,7 +17,7 @@ from scaling.trace import trace
 
 
 @dataclass(frozen=True)
-class Move:
+class LayerCollective:
     """One collective of a layer: `nbytes` is V, the book's measure (`scaling.trace.Event`)."""
 
     op: str
@@ -31,7 +31,7 @@ class TracedLayer:
     """FLOPs on one chip, forward and backward, and the collectives; `weights`: bytes of the chip's own shard."""
 
     flops: float
-    moves: tuple[Move, ...]
+    moves: tuple[LayerCollective, ...]
     weights: float
 
 
@@ -78,6 +78,6 @@ def layer(B: int, D: int, F: int, X: int = 1, Y: int = 1, dtype: str = "bf16") -
             if mesh.size(event.axes) > 1:
                 (axis,) = event.axes
                 scale = weights if axis == "X" else tokens * D / sizes["D"]
-                moves.append(Move(event.op, axis, event.nbytes * scale, log is backward))
+                moves.append(LayerCollective(event.op, axis, event.nbytes * scale, log is backward))
     shard = sum(p.numel() * p.element_size() for p in params.values())
     return TracedLayer((forward.flops + backward.flops) * weights * tokens, tuple(moves), shard * weights)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from scaling.cost import gpu
 from scaling.hardware import Chip
 from scaling.plan.layout import AXES
-from scaling.plan.placement import Placement, Span, exchange, gather, placements, slice_shape
+from scaling.plan.placement import AxisSpan, Placement, exchange, gather, placements, slice_shape
 
 LANES = {  # lane: the mesh axes of its group, under ZeRO-3 and otherwise
     "tensor": (("tensor",), ("tensor",)),
@@ -165,7 +165,7 @@ def torus(chip: Chip, sizes: Mapping[str, int], zero: int, placed: Placement, co
 
 
 @lru_cache(maxsize=65536)
-def _torus_lane(chip: Chip, name: str, spans: tuple[Span, ...], size: int, copies: int) -> Lane:
+def _torus_lane(chip: Chip, name: str, spans: tuple[AxisSpan, ...], size: int, copies: int) -> Lane:
     links = on(*(span.torus for span in spans))
     where = " x ".join(str(span) for span in spans)
     if name == "pipe":
@@ -182,7 +182,7 @@ def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: in
     first, placed = 0, {}
     for axis, m in axes.items():
         length = math.ceil(sizes[axis] ** (1 / m))
-        placed[axis] = tuple(Span(first + i, length, 1, True, True) for i in range(m))
+        placed[axis] = tuple(AxisSpan(first + i, length, 1, True, True) for i in range(m))
         first += m
     return torus(chip, {axis: sizes.get(axis, 1) for axis in AXES}, zero, placed)
 

@@ -34,7 +34,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Op:
+class Operation:
     """One operation of a layer. `waits`: what follows needs it; `hidden`: its share that runs behind a matmul, the
     next one if it `feeds` that, or else the one before. What nothing waits for runs behind the layer; the next layer
     needs it if it is `ahead`."""
@@ -74,7 +74,7 @@ class Pass:
         return found
 
 
-def play(name: str, layer: list[Op]) -> Pass:
+def play(name: str, layer: list[Operation]) -> Pass:
     """The layer again and again, until it repeats; the last one as seen in a window of its own length."""
     bars, free, now, ready, fed, start = [], {}, 0.0, 0.0, 0.0, 0.0
     for _ in range(BEFORE):
@@ -128,28 +128,28 @@ class _Layer:
                 for way, count in enumerate((entry.forward, entry.backward)):
                     self.slower[way] += float(count) * busy
 
-    def passes(self) -> tuple[list[Op], list[Op]]:
+    def passes(self) -> tuple[list[Operation], list[Operation]]:
         """(forward, backward); collectives that overlap take cores, so computing is slower by as much."""
         found = list(self.forward()), list(self.backward())
         for i, ops in enumerate(found):
             computing = sum(op.seconds for op in ops if op.lane == "compute")
             factor = 1 + self.slower[i] / computing
-            ops[:] = [Op("compute", op.name, op.seconds * factor) if op.lane == "compute" else op for op in ops]
+            ops[:] = [Operation("compute", op.name, op.seconds * factor) if op.lane == "compute" else op for op in ops]
         return found
 
-    def wait(self, axis: str, name: str) -> Iterator[Op]:
+    def wait(self, axis: str, name: str) -> Iterator[Operation]:
         if axis in self.sent:
-            yield Op(axis, name, self.sent[axis], hidden=self.hidden[axis])
+            yield Operation(axis, name, self.sent[axis], hidden=self.hidden[axis])
 
-    def weights(self, what: str, ahead: bool) -> Iterator[Op]:
+    def weights(self, what: str, ahead: bool) -> Iterator[Operation]:
         for lane, mark in (("weights", "W"), ("experts", "W of experts")):
             if lane in self.sent:
-                yield Op("fsdp", what.format(mark), self.sent[lane], waits=False, ahead=ahead)
+                yield Operation("fsdp", what.format(mark), self.sent[lane], waits=False, ahead=ahead)
 
-    def compute(self, name: str, matmuls: float, passes: float) -> Iterator[Op]:
-        yield Op("compute", name, matmuls + passes * self.between)
+    def compute(self, name: str, matmuls: float, passes: float) -> Iterator[Operation]:
+        yield Operation("compute", name, matmuls + passes * self.between)
 
-    def forward(self, mark: str = "") -> Iterator[Op]:
+    def forward(self, mark: str = "") -> Iterator[Operation]:
         w, linear = self.work, self.linear[0]
         half = 0.5 if w.projections else 1.0  # of the passes through memory, an MLP's
         if not mark:
@@ -158,7 +158,7 @@ class _Layer:
             yield from self.wait("tensor", "AG In" + mark)
             yield from self.compute("QKV" + mark, linear * self.attention * self.into, 0.25)
             yield from self.wait("context", "AG K, V" + mark)
-            yield Op("compute", "scores" + mark, self.scores)
+            yield Operation("compute", "scores" + mark, self.scores)
             yield from self.compute("O" + mark, linear * self.attention * (1 - self.into), 0.25)
             yield from self.wait("tensor", "RS Out" + mark)
         mlp = linear * (1 - self.attention)
@@ -169,14 +169,14 @@ class _Layer:
         yield from self.mlp_waits("RS Out" + mark)
         yield from self.wait("expert", "combine" + mark)
 
-    def mlp_waits(self, name: str) -> Iterator[Op]:
+    def mlp_waits(self, name: str) -> Iterator[Operation]:
         """Experts' MLPs gather and scatter all copies of a token; blocks in parallel have only one pair."""
         w = self.work
         times = w.blocks - 1 if w.projections else 1
         for op in self.wait("tensor", name) if times else ():
-            yield Op(op.lane, op.name, times * op.seconds, hidden=op.hidden)
+            yield Operation(op.lane, op.name, times * op.seconds, hidden=op.hidden)
 
-    def backward(self) -> Iterator[Op]:
+    def backward(self) -> Iterator[Operation]:
         w, l, linear = self.work, self.layout, self.linear[1]
         half = 0.5 if w.projections else 1.0
         mlp, attention = linear * (1 - self.attention), linear * self.attention
@@ -196,7 +196,7 @@ class _Layer:
             yield from self.wait("tensor", "AG dOut")
             yield from self.compute("O", attention * (1 - self.into), 0.5)
             yield from self.wait("context", "AG K, V")
-            yield Op("compute", "scores", (3 if l.remat == "matmuls" else 2) * self.scores)
+            yield Operation("compute", "scores", (3 if l.remat == "matmuls" else 2) * self.scores)
             yield from self.wait("context", "RS dK, dV")
             yield from self.wait("tensor", "AG In") if regathers else ()
             yield from self.compute("QKV", attention * self.into, 0.5)

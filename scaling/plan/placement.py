@@ -15,7 +15,7 @@ from scaling.hardware import Chip
 
 
 @dataclass(frozen=True)
-class Span:
+class AxisSpan:
     """What a mesh axis takes of a torus axis: `size` chips, `stride` apart; `ring`, whether its ends are joined."""
 
     torus: int
@@ -38,7 +38,7 @@ class Span:
         return f"{shape} of {self.size}" + (f", every {self.stride}th" if self.stride > 1 else "")
 
 
-Placement = dict[str, tuple[Span, ...]]  # by mesh axis
+Placement = dict[str, tuple[AxisSpan, ...]]  # by mesh axis
 
 
 def slice_shape(chip: Chip, chips: int) -> tuple[int, ...]:
@@ -83,15 +83,18 @@ def placements(chip: Chip, shape: tuple[int, ...], axes: tuple[str, ...], most: 
     rings = chip.wraps(shape)
     limit = dict(zip(axes, most, strict=True))
 
-    def ways(i: int) -> Iterator[dict[str, Span]]:
+    def ways(i: int) -> Iterator[dict[str, AxisSpan]]:
         length, ring = shape[i], rings[i]
         for axis in axes:
             if length <= limit[axis]:
-                yield {axis: Span(i, length, 1, ring, True)}
+                yield {axis: AxisSpan(i, length, 1, ring, True)}
         for outer, inner in combinations(axes, 2):
             for size in range(2, length):
                 if length % size == 0 and size <= limit[inner] and length // size <= limit[outer]:
-                    yield {inner: Span(i, size, 1, False, False), outer: Span(i, length // size, size, ring, False)}
+                    yield {
+                        inner: AxisSpan(i, size, 1, False, False),
+                        outer: AxisSpan(i, length // size, size, ring, False),
+                    }
 
     found: list[Placement] = []
 
@@ -116,19 +119,19 @@ def placements(chip: Chip, shape: tuple[int, ...], axes: tuple[str, ...], most: 
     return found
 
 
-def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+def joined(spans: Sequence[AxisSpan]) -> tuple[AxisSpan, ...]:
     """The spans of several mesh axes as those of one: two parts of a torus axis are the whole of it."""
-    found: dict[int, Span] = {}
+    found: dict[int, AxisSpan] = {}
     for span in spans:
         if (other := found.get(span.torus)) is None:
             found[span.torus] = span
         else:
             ring = span.ring or other.ring
-            found[span.torus] = Span(span.torus, span.size * other.size, 1, ring, True)
+            found[span.torus] = AxisSpan(span.torus, span.size * other.size, 1, ring, True)
     return tuple(found.values())
 
 
-def gather(chip: Chip, spans: Sequence[Span]) -> tuple[float, float]:
+def gather(chip: Chip, spans: Sequence[AxisSpan]) -> tuple[float, float]:
     """(seconds a byte of V, latency) of an AllGather over these spans; a ReduceScatter is the same.
 
     Parts of torus axes first, the slowest before the others, while there is little to send; then all whole ones at
@@ -150,7 +153,7 @@ def gather(chip: Chip, spans: Sequence[Span]) -> tuple[float, float]:
     return seconds, sum(span.hops for span in spans) * chip.hop_latency
 
 
-def exchange(chip: Chip, spans: Sequence[Span]) -> tuple[float, float]:
+def exchange(chip: Chip, spans: Sequence[AxisSpan]) -> tuple[float, float]:
     """(seconds for each byte that a chip sends in all, latency) of an AllToAll over these spans."""
     spans = joined(spans)
     slowest = max((span.size / (4 * span.ports * chip.need("link_bw")) for span in spans), default=0.0)

@@ -27,7 +27,7 @@ BETTER = 0.15  # the planner's layout is explained if it is faster by so much
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A published run: the job, the chips, the mesh, tokens/s a chip as measured, and where that stands.
 
     `wanting`: what the forecast leaves out of it; `gave`: what it gave up against the planner's layout.
@@ -53,7 +53,7 @@ class Run:
 class Beside:
     """A run beside the planner: the estimate of its own mesh, and the planner's best."""
 
-    run: Run
+    run: PublishedRun
     own: Estimate
     best: Estimate
 
@@ -73,20 +73,20 @@ class Beside:
 
 
 @cache
-def runs() -> tuple[Run, ...]:
+def runs() -> tuple[PublishedRun, ...]:
     """All of published.toml."""
     data = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
     return tuple(read(row, data) for row in data["run"])
 
 
-def read(row: dict, data: dict) -> Run:
+def read(row: dict, data: dict) -> PublishedRun:
     """One row of published.toml."""
     name = row["model"]
     config = Config(name=name, **data["models"][name]) if name in data["models"] else get(name)
     job = Job(config, row["sequences"] * row["seq"], row["seq"], row.get("dtype", "bf16"), *row["bytes"])
     keys = ("microbatches", "schedule", "chunks", "remat", "zero")
     measured = row.get("tokens") or 1e12 * row["tflops"] / token_flops(job, row["count"])
-    return Run(
+    return PublishedRun(
         row["name"], job, chip(row["chip"], row.get("variant")), row["chips"], tuple(row["mesh"].items()),
         tuple((key, row[key]) for key in keys if key in row), measured, data["sources"][row["source"]],
         row.get("wanting", ""), row.get("gave", ""),
@@ -99,7 +99,7 @@ def token_flops(job: Job, count: str) -> float:
     return 6 * w.active + 3 * w.L * w.dots * (2 if count == "full" else 1)
 
 
-def own_mesh(run: Run) -> Estimate:
+def own_mesh(run: PublishedRun) -> Estimate:
     """The estimate of the published mesh; what the source leaves open is chosen."""
     sizes = dict.fromkeys(AXES, 1) | dict(run.mesh)
     own = search(
@@ -110,7 +110,7 @@ def own_mesh(run: Run) -> Estimate:
     return own[0]
 
 
-def beside(run: Run) -> Beside:
+def beside(run: PublishedRun) -> Beside:
     """The run's own mesh, and the best of all by the planner."""
     own, best = own_mesh(run), search(run.job, run.chip, run.chips).found[0]
     return Beside(run, own, best if best.forecast < own.forecast else own)

@@ -28,7 +28,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerWork:
     """Per layer, elements unless the name says more; a token's share of `experts` is `routed`.
 
     `dense`: matrices that every token uses, split over tensor, of which `projections` are attention's and of these
@@ -87,10 +87,10 @@ class Work:
 
 
 @lru_cache(maxsize=64)
-def work_of(model: Config | Stack, seq: int) -> Work:
+def work_of(model: Config | Stack, seq: int) -> LayerWork:
     """The work of a model on sequences of so many tokens."""
     if isinstance(model, Stack):
-        return Work(
+        return LayerWork(
             model.L, model.D, heads=model.F, kv_heads=model.F, dense=2 * model.D * model.F, projections=0, kv=0,
             small=0, experts=0, routed=0, dots=0, blocks=1, exchanged=0, copies=0, groups=1, experts_count=1,
             saved={"none": (2 * model.F, model.D), "gather": (model.D + 2 * model.F, 0)},
@@ -107,7 +107,7 @@ def work_of(model: Config | Stack, seq: int) -> Work:
     normed = widths["none"].get("norms", 0)  # the inputs of the matmuls, gathered over tensor
     kept = {policy: sum(row.values()) for policy, row in widths.items()}
     latent = config.latent
-    return Work(
+    return LayerWork(
         L=L, D=config.D, heads=config.N, kv_heads=config.N if latent else config.K, dense=dense,
         projections=active["attention"] / L,
         kv=0 if latent else 2 * config.D * config.K * config.H,

@@ -7,6 +7,6 @@ it; `advice` says what to change; `table` and `chrome` show it. `hlo` reads the 
 
 from scaling.profile.record import profile
 from scaling.profile.result import Profile, of
-from scaling.profile.timeline import Run, Timeline
+from scaling.profile.timeline import LineRun, RankTimeline
 
-__all__ = ["Profile", "Run", "Timeline", "of", "profile"]
+__all__ = ["LineRun", "Profile", "RankTimeline", "of", "profile"]

@@ -3,16 +3,17 @@
 A gain is seconds a step of the mean rank, from what was measured; it says what goes away if nothing else changes.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from scaling.hardware import Chip
 from scaling.profile import stragglers
 from scaling.profile.intervals import between, length, union, within
 from scaling.profile.split import Split
-from scaling.profile.timeline import Run, Timeline
+from scaling.profile.timeline import LineRun, RankTimeline
 
 LEAST = 0.01  # of a step: what gains less is not suggested
 SMALL = 2**18  # bytes V below which a collective's time is its latency
@@ -37,11 +38,11 @@ class Suggestion:
 class Evidence:
     """What rules look at: `steps` has, for each rank and step, its timeline and the (run, split) of the step."""
 
-    timelines: Sequence[Timeline]
+    timelines: Sequence[RankTimeline]
     splits: Sequence[Sequence[Split]]
     chip: Chip | None
 
-    def steps(self) -> Iterator[tuple[Timeline, int, list[tuple[Run, Split]]]]:
+    def steps(self) -> Iterator[tuple[RankTimeline, int, list[tuple[LineRun, Split]]]]:
         for timeline, found in zip(self.timelines, self.splits, strict=True):
             for number, (start, end) in enumerate(timeline.steps):
                 pairs = zip(timeline.runs, found, strict=True)
@@ -53,7 +54,7 @@ class Evidence:
         by_rank: dict = defaultdict(lambda: [0.0] * count)
         for (line, rank, step), each in seconds.items():
             by_rank[line, rank][step] += each
-        found: Counter = Counter()
+        found: defaultdict[Any, float] = defaultdict(float)
         for (line, _), each in by_rank.items():
             found[line] += median(each) / len(self.timelines)
         return found
@@ -79,9 +80,9 @@ def unbalanced(evidence: Evidence) -> Iterator[Suggestion]:
 
 def work(evidence: Evidence) -> tuple[float, str, float]:
     """(busiest rank's FLOPs over the mean, the line in which they differ most, the busiest rank's seconds in them)."""
-    flops: Counter = Counter()
-    by_line: Counter = Counter()
-    seconds: Counter = Counter()
+    flops: defaultdict[Any, float] = defaultdict(float)
+    by_line: defaultdict[Any, float] = defaultdict(float)
+    seconds: defaultdict[Any, float] = defaultdict(float)
     for timeline, _, runs in evidence.steps():
         for run, _ in runs:
             flops[timeline.rank] += run.flops
@@ -101,7 +102,7 @@ def work(evidence: Evidence) -> tuple[float, str, float]:
 
 def gathered_twice(evidence: Evidence) -> Iterator[Suggestion]:
     """A gather of an array that was gathered before, with no other one of the same line between."""
-    wasted: Counter = Counter()
+    wasted: defaultdict[Any, float] = defaultdict(float)
     for timeline, step, runs in evidence.steps():
         last: dict[str, tuple] = {}
         for run, split in runs:
@@ -116,7 +117,7 @@ def gathered_twice(evidence: Evidence) -> Iterator[Suggestion]:
 def no_prefetch(evidence: Evidence) -> Iterator[Suggestion]:
     """A gather on the critical path of an array that no line of the step made: it can start as soon as the one before
     it is through, and hide behind what is computed from there on."""
-    hideable: Counter = Counter()
+    hideable: defaultdict[Any, float] = defaultdict(float)
     for timeline, step, runs in evidence.steps():
         made, begin = {run.after for run, _ in runs}, None  # begin: of the first product since the last such gather
         standing = union(interval for run, _ in runs if run.communicates for interval in run.held)
@@ -135,8 +136,8 @@ def no_prefetch(evidence: Evidence) -> Iterator[Suggestion]:
 
 def wide_wire(evidence: Evidence) -> Iterator[Suggestion]:
     """Collectives in float32 where the products are in 16 bits."""
-    flops: Counter = Counter()
-    exposed: Counter = Counter()
+    flops: defaultdict[Any, float] = defaultdict(float)
+    exposed: defaultdict[Any, float] = defaultdict(float)
     for timeline, step, runs in evidence.steps():
         for run, split in runs:
             flops[run.dtype] += run.flops
@@ -149,8 +150,8 @@ def wide_wire(evidence: Evidence) -> Iterator[Suggestion]:
 
 def tiny_buckets(evidence: Evidence) -> Iterator[Suggestion]:
     """Many small collectives of one kind: joined they have the latency of one."""
-    seconds: Counter = Counter()
-    counts: Counter = Counter()
+    seconds: defaultdict[Any, float] = defaultdict(float)
+    counts: defaultdict[Any, float] = defaultdict(float)
     names = {}
     for timeline, step, runs in evidence.steps():
         for run, split in runs:
@@ -168,7 +169,7 @@ def tiny_buckets(evidence: Evidence) -> Iterator[Suggestion]:
 
 def blocking_send(evidence: Evidence) -> Iterator[Suggestion]:
     """A Send that the lane stands still for."""
-    seconds: Counter = Counter()
+    seconds: defaultdict[Any, float] = defaultdict(float)
     for timeline, step, runs in evidence.steps():
         for run, split in runs:
             if run.op == "Send" and not run.async_op:
@@ -179,7 +180,7 @@ def blocking_send(evidence: Evidence) -> Iterator[Suggestion]:
 
 def replicated_update(evidence: Evidence) -> Iterator[Suggestion]:
     """After the last gradients are reduced to every rank, all of them compute the same update."""
-    seconds: Counter = Counter()
+    seconds: defaultdict[Any, float] = defaultdict(float)
     ranks: dict[str, int] = {}
     for timeline, step, runs in evidence.steps():
         gradients = [run for run, _ in runs if run.op == "AllReduce" and run.communicates and run.after.startswith("d")]
@@ -198,7 +199,7 @@ RULES: tuple[Callable[[Evidence], Iterator[Suggestion]], ...] = (
 )  # fmt: skip
 
 
-def suggestions(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]], chip: Chip | None = None):
+def suggestions(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]], chip: Chip | None = None):
     """All that gain at least 1% of a step, the largest gain first."""
     evidence = Evidence(timelines, splits, chip)
     step = median(end - start for timeline in timelines for start, end in timeline.steps)

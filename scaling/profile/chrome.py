@@ -10,12 +10,12 @@ from pathlib import Path
 
 from scaling.profile import memory
 from scaling.profile.split import Split
-from scaling.profile.timeline import Timeline
+from scaling.profile.timeline import RankTimeline
 
 TRACKS = ("lines", "transfers", "operations")
 
 
-def events(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> list[dict]:
+def events(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> list[dict]:
     """The trace's events, in microseconds after the first mark of any rank."""
     zero = min(timeline.marks[0] for timeline in timelines)
     made: list[dict] = []
@@ -49,7 +49,7 @@ def events(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> 
     return made
 
 
-def write(path: Path, timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> Path:
+def write(path: Path, timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events(timelines, splits), "displayTimeUnit": "ms"}))
     return path

@@ -1,14 +1,15 @@
 """The lines of the algorithm with what they took: one row for all runs of a line in a step."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from scaling import cost
 from scaling.hardware import Chip
 from scaling.profile.intervals import length
 from scaling.profile.split import Split
-from scaling.profile.timeline import Run, Timeline
+from scaling.profile.timeline import LineRun, RankTimeline
 
 
 @dataclass
@@ -16,7 +17,7 @@ class LineTotal:
     """A line, by step: the mean over steps and ranks. `calls`; `seconds` in which it held the lane that computes, for a
     collective `waiting` + `exposed`; `hidden`; FLOPs, bytes (V of a collective); `behind`: the rank most waited for."""
 
-    run: Run
+    run: LineRun
     calls: float = 0.0
     seconds: float = 0.0
     waiting: float = 0.0
@@ -24,7 +25,7 @@ class LineTotal:
     hidden: float = 0.0
     flops: float = 0.0
     nbytes: float = 0.0
-    delays: Counter = field(default_factory=Counter)
+    delays: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def line(self) -> str:
@@ -35,7 +36,7 @@ class LineTotal:
         """The rank most waited for, None if nobody is."""
         return max(self.delays, key=self.delays.__getitem__) if self.delays else None
 
-    def add(self, run: Run, split: Split, share: float) -> None:
+    def add(self, run: LineRun, split: Split, share: float) -> None:
         """A run that counts as `share` of one: 1 / (steps x ranks)."""
         self.calls += share
         self.seconds += share * length(run.held)
@@ -64,7 +65,7 @@ class LineTotal:
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}  # torch's dtypes in chip files
 
 
-def by_line(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> list[LineTotal]:
+def by_line(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> list[LineTotal]:
     """The lines in the order in which they first run."""
     totals: dict[str, LineTotal] = {}
     share = 1 / sum(len(timeline.steps) for timeline in timelines)

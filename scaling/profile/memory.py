@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from scaling.profile.timeline import Timeline
+from scaling.profile.timeline import RankTimeline
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Moment:
     peak: int
 
 
-def live(timeline: Timeline) -> list[tuple[float, int]]:
+def live(timeline: RankTimeline) -> list[tuple[float, int]]:
     """(when, bytes then alive): of what was made after the profile began, less what was freed."""
     totals = accumulate(nbytes for _, nbytes in timeline.memory)
     return [(when, total) for (when, _), total in zip(timeline.memory, totals, strict=True)]
 
 
-def by_line(timeline: Timeline, step: int = 0) -> list[Moment]:
+def by_line(timeline: RankTimeline, step: int = 0) -> list[Moment]:
     """After each line of a step; the first row is the step's beginning."""
     curve = live(timeline)
     start, end = timeline.steps[step]

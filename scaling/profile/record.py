@@ -31,7 +31,7 @@ from scaling.profile.clock import offset_to_first
 from scaling.profile.cores import watched
 from scaling.profile.intervals import Interval, subtract, union
 from scaling.profile.result import Profile
-from scaling.profile.timeline import Run, Timeline, disjoint
+from scaling.profile.timeline import LineRun, RankTimeline, disjoint
 
 GLOO = {"AllReduce": "gloo:all_reduce", "ReduceScatter": "gloo:all_to_all", "AllToAll": "gloo:all_to_all"}
 
@@ -77,7 +77,7 @@ def _exported(below: torch_profile) -> dict:
         return json.loads(Path(path).read_text())
 
 
-def timeline(events: Sequence[trace.Event], marks: Sequence[float], seen: kineto.Seen, device: str) -> Timeline:
+def timeline(events: Sequence[trace.Event], marks: Sequence[float], seen: kineto.Seen, device: str) -> RankTimeline:
     """This rank's, on its own clock, of the events of a trace and of what torch.profiler saw."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups: dict[str, tuple[int, ...]] = {"": ()}
@@ -88,17 +88,17 @@ def timeline(events: Sequence[trace.Event], marks: Sequence[float], seen: kineto
     if device == "cuda":
         runs, ops = on_device(runs, seen.kernels)
         marks = [*marks[:-1], max([marks[-1], *(run.end for run in runs)])]
-    return Timeline(rank, tuple(marks), tuple(disjoint(runs)), seen.memory, ops, device)
+    return RankTimeline(rank, tuple(marks), tuple(disjoint(runs)), seen.memory, ops, device)
 
 
-def run_of(event: trace.Event, group: tuple[int, ...]) -> Run:
+def run_of(event: trace.Event, group: tuple[int, ...]) -> LineRun:
     """An event of a trace as a run that holds the calling thread: in the call, and where it is waited for."""
     end = max(event.end, event.left, event.called)
     held: tuple[Interval, ...] = ((event.called, end),)
     if event.async_op:
         held = ((event.called, event.left or event.start), (event.waited, end) if event.waited else (end, end))
     before = event.before if isinstance(event.before, tuple) else (event.before,)
-    return Run(
+    return LineRun(
         str(event), event.op, event.axes, event.called, end, held, " * ".join(map(str, before)), str(event.after),
         None, event.nbytes or event.memory, event.wire_bytes, event.flops,
         str(event.dtype or "").removeprefix("torch."), event.key, group,
@@ -106,7 +106,7 @@ def run_of(event: trace.Event, group: tuple[int, ...]) -> Run:
     )  # fmt: skip
 
 
-def with_transfers(runs: Sequence[Run], transfers: Sequence[tuple[str, float, float]]) -> list[Run]:
+def with_transfers(runs: Sequence[LineRun], transfers: Sequence[tuple[str, float, float]]) -> list[LineRun]:
     """The runs with gloo's spans, each the first one of its kind that began within the run and is no earlier run's."""
     waiting, found = {name: deque(t for t in transfers if t[0] == name) for name in GLOO.values()}, []
     for run in runs:
@@ -118,7 +118,7 @@ def with_transfers(runs: Sequence[Run], transfers: Sequence[tuple[str, float, fl
     return found
 
 
-def on_device(runs: Sequence[Run], kernels: Sequence[tuple[float, str, float, float]]):
+def on_device(runs: Sequence[LineRun], kernels: Sequence[tuple[float, str, float, float]]):
     """(runs, ops) on a GPU: lines hold it by the kernels that were launched in them, a collective by what of its
     transfer no other kernel covers; kernels that were launched between the lines are ops."""
     mine: list[list[tuple[float, str, float, float]]] = [[] for _ in runs]
@@ -148,7 +148,7 @@ def on_device(runs: Sequence[Run], kernels: Sequence[tuple[float, str, float, fl
     return placed, tuple(ops)
 
 
-def gathered(mine: Timeline) -> tuple[Timeline, ...]:
+def gathered(mine: RankTimeline) -> tuple[RankTimeline, ...]:
     """The timelines of all ranks, in their order, on rank 0's clock."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return (mine,)

@@ -11,7 +11,7 @@ from scaling.profile import chrome, memory, stragglers, table
 from scaling.profile.advice import Suggestion, suggestions
 from scaling.profile.lines import LineTotal, by_line
 from scaling.profile.split import Parts, Split, parts, splits
-from scaling.profile.timeline import Timeline
+from scaling.profile.timeline import RankTimeline
 from scaling.trace import now
 
 
@@ -20,7 +20,7 @@ class Profile:
     """What `profile()` gives. `step()` marks the end of a step; all else is there once the block has ended, the same on
     every rank. Times are seconds; a `chip` is what predictions are made with (`load_chip("machine.toml")`)."""
 
-    made: tuple[Timeline, ...] = ()
+    made: tuple[RankTimeline, ...] = ()
     marks: list[float] = field(default_factory=list)
     synchronize: Callable[[], None] | None = None
 
@@ -40,7 +40,7 @@ class Profile:
             self.step()
 
     @property
-    def timelines(self) -> tuple[Timeline, ...]:
+    def timelines(self) -> tuple[RankTimeline, ...]:
         """Of all ranks, in their order. ValueError before the block has ended."""
         if not self.made:
             raise ValueError("the profile is made at the end of its block\n  fix: ask after `with profile() as p:`")
@@ -93,6 +93,6 @@ class Profile:
         return [chrome.write(path / "trace.json", self.timelines, self.splits), path / "lines.txt"]
 
 
-def of(timelines: Sequence[Timeline]) -> Profile:
+def of(timelines: Sequence[RankTimeline]) -> Profile:
     """A profile of timelines that were made elsewhere: stored ones, synthetic ones."""
     return Profile(tuple(timelines))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaling.profile.intervals import Interval, between, intersect, length, subtract, union
-from scaling.profile.timeline import Run, Timeline
+from scaling.profile.timeline import LineRun, RankTimeline
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Split:
         return length(self.moving)
 
 
-def meetings(timelines: Sequence[Timeline]) -> dict[tuple[int, int], list[tuple[int, Run]]]:
+def meetings(timelines: Sequence[RankTimeline]) -> dict[tuple[int, int], list[tuple[int, LineRun]]]:
     """(rank, position of a run) -> the (rank, run) that take part in the same collective, this one included.
 
     Ranks of a group call the same collectives in the same order; a message is the one of its type, in order, from its
@@ -53,7 +53,7 @@ def meetings(timelines: Sequence[Timeline]) -> dict[tuple[int, int], list[tuple[
     return {place: met[name] for place, name in places.items()}
 
 
-def split(rank: int, run: Run, met: Sequence[tuple[int, Run]], standing: Sequence[Interval]) -> Split:
+def split(rank: int, run: LineRun, met: Sequence[tuple[int, LineRun]], standing: Sequence[Interval]) -> Split:
     """The split of one run, which met these; `standing`: when its rank stands still for any collective."""
     needed = [(r.called, who) for who, r in met if who != rank and (not run.peers or who in run.peers)]
     came, who = max(((t, who) for t, who in needed if t < run.end), default=(run.called, rank))
@@ -63,7 +63,7 @@ def split(rank: int, run: Run, met: Sequence[tuple[int, Run]], standing: Sequenc
     return Split(waiting, length(held) - waiting, who if waiting > 0 else None, tuple(moving))
 
 
-def transfer_of(run: Run, came: float) -> Interval:
+def transfer_of(run: LineRun, came: float) -> Interval:
     """When a run moved its data: as seen by the profiler, but not before all had come; else, from the call to the end
     of the wait if it stood still there, and at most until it was waited for if it did not."""
     begin = max(run.called, came)
@@ -72,7 +72,7 @@ def transfer_of(run: Run, came: float) -> Interval:
     return min(begin, run.end), run.end
 
 
-def splits(timelines: Sequence[Timeline]) -> list[list[Split]]:
+def splits(timelines: Sequence[RankTimeline]) -> list[list[Split]]:
     """The split of every run of every rank, in the order of the runs; of those that send nothing an empty one."""
     met, found = meetings(timelines), []
     for t in timelines:
@@ -101,7 +101,7 @@ class Parts:
         return self.products + self.exposed + self.waiting + self.between + self.python
 
 
-def parts(timeline: Timeline, found: Sequence[Split], step: Interval) -> Parts:
+def parts(timeline: RankTimeline, found: Sequence[Split], step: Interval) -> Parts:
     """The parts of one rank's step. A run that reaches over its border counts with what it holds within it."""
     products = exposed = waiting = 0.0
     taken: list[Interval] = []

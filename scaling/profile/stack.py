@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -88,9 +89,8 @@ def joint(fn: Callable, *args) -> tuple[torch.fx.Graph, torch.fx.Graph]:
         return compiler
 
     first, *rest = args
-    out = aot_function(fn, fw_compiler=keep("forward"), bw_compiler=keep("backward"))(
-        first.detach().clone().requires_grad_(), *rest
-    )
+    compilers: Any = {"fw_compiler": keep("forward"), "bw_compiler": keep("backward")}
+    out = aot_function(fn, **compilers)(first.detach().clone().requires_grad_(), *rest)
     out.sum().backward()
     return found["forward"], found["backward"]
 

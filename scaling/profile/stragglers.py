@@ -14,7 +14,7 @@ from statistics import median
 
 from scaling.profile import cores
 from scaling.profile.split import Split
-from scaling.profile.timeline import Timeline
+from scaling.profile.timeline import RankTimeline
 
 LEAST, SHARE = 0.005, 0.05  # seconds, and share of a step, from which a rank is slow; once: four times and twice that
 FEW = 3  # steps, below which there is no telling what is usual
@@ -57,7 +57,7 @@ class Own:
         self.begin, self.end = min(self.begin, begin), max(self.end, end)
 
 
-def pieces(timeline: Timeline, step: int) -> dict[Piece, Own]:
+def pieces(timeline: RankTimeline, step: int) -> dict[Piece, Own]:
     """What a rank does by itself in a step."""
     found: dict[Piece, Own] = defaultdict(Own)
     count: Counter = Counter()
@@ -76,7 +76,7 @@ def pieces(timeline: Timeline, step: int) -> dict[Piece, Own]:
     return found
 
 
-def waited_for(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> dict[int, list[float]]:
+def waited_for(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> dict[int, list[float]]:
     """Seconds that each other rank waits for a rank, their mean, by step."""
     steps = range(len(timelines[0].steps))
     found = {timeline.rank: [0.0 for _ in steps] for timeline in timelines}
@@ -88,7 +88,7 @@ def waited_for(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]])
     return found
 
 
-def find(timelines: Sequence[Timeline], splits: Sequence[Sequence[Split]]) -> list[Straggler]:
+def find(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> list[Straggler]:
     """The slow ranks, slowest first: in each step, or else once; none where nobody waits for them."""
     if len(timelines) < 2:
         return []

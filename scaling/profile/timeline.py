@@ -13,7 +13,7 @@ LOCAL = ("Einsum", "Slice")  # ops that no other rank takes part in
 
 
 @dataclass(frozen=True)
-class Run:
+class LineRun:
     """One run of one line on one rank.
 
     `line`: as the book writes it; `op`, `axes`, `before`, `after`: as in `scaling.trace.Event`. `called`, `end`: from
@@ -44,7 +44,7 @@ class Run:
     def communicates(self) -> bool:
         return self.op not in LOCAL and len(self.group) > 1
 
-    def moved(self, seconds: float) -> "Run":
+    def moved(self, seconds: float) -> "LineRun":
         """The same, so much later."""
 
         def later(interval: Interval) -> Interval:
@@ -53,13 +53,13 @@ class Run:
         return replace(self, called=self.called + seconds, end=self.end + seconds, held=tuple(map(later, self.held)),
                        transfer=self.transfer and later(self.transfer))  # fmt: skip
 
-    def within(self, step: Interval) -> "Run":
+    def within(self, step: Interval) -> "LineRun":
         """The same, of what it holds only what lies in a step."""
         return replace(self, held=tuple(intersect(union(self.held), [step])))
 
 
 @dataclass(frozen=True)
-class Timeline:
+class RankTimeline:
     """One rank's: `marks` are the steps' borders, ascending, the first one the beginning; `runs` in the order of their
     calls; `memory`: (when, bytes allocated or, negative, freed); `ops`: (name, start, end) of the operations as
     torch.profiler saw them, outermost only; `device`: cpu or cuda; `waited`: (when, seconds that the thread has waited
@@ -67,7 +67,7 @@ class Timeline:
 
     rank: int
     marks: tuple[float, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[LineRun, ...]
     memory: tuple[tuple[float, int], ...] = ()
     ops: tuple[tuple[str, float, float], ...] = ()
     device: str = "cpu"
@@ -77,7 +77,7 @@ class Timeline:
     def steps(self) -> list[Interval]:
         return list(zip(self.marks[:-1], self.marks[1:], strict=True))
 
-    def moved(self, seconds: float) -> "Timeline":
+    def moved(self, seconds: float) -> "RankTimeline":
         """The same on a clock that is so much ahead."""
         return replace(self, marks=tuple(t + seconds for t in self.marks),
                        runs=tuple(run.moved(seconds) for run in self.runs),
@@ -85,13 +85,13 @@ class Timeline:
                        ops=tuple((name, a + seconds, b + seconds) for name, a, b in self.ops),
                        waited=tuple((t + seconds, waited) for t, waited in self.waited))  # fmt: skip
 
-    def of_step(self, step: int) -> list[Run]:
+    def of_step(self, step: int) -> list[LineRun]:
         """The runs that were called in a step."""
         start, end = self.steps[step]
         return [run for run in self.runs if start <= run.called < end]
 
 
-def disjoint(runs: list[Run]) -> list[Run]:
+def disjoint(runs: list[LineRun]) -> list[LineRun]:
     """Runs of one rank so that no two hold the lane at once: of two, one inside the other, the inner one has it."""
     order = sorted(range(len(runs)), key=lambda i: runs[i].called)
     held = {}

@@ -20,16 +20,16 @@ from scaling.serve.engine import Draw, serve
 from scaling.serve.loading import DTYPES, available, check_fits, config_of, params_of
 from scaling.serve.policies import POLICIES
 from scaling.serve.sampling import SEEDS, Sampling, request_seeds
-from scaling.serve.simulate import Served, Times
+from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import Options, Request
-from scaling.serve.text import Stream, ends_of, tokenizer_of
+from scaling.serve.text import TextStream, ends_of, tokenizer_of
 from scaling.serve.types import specs
 from scaling.sizes import parse_mesh
 
 KNOWN = ("id", "prompt", "ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "arrival")
 
 
-class Line(NamedTuple):
+class RequestLine(NamedTuple):
     """A request of the file: `number` is its line, `name` its "id" or that number."""
 
     number: int
@@ -61,7 +61,7 @@ def arguments(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> Line:
+def read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> RequestLine:
     """The request of a line. ValueError that says what is wrong with it."""
     table = json.loads(text)
     if not isinstance(table, dict):
@@ -104,10 +104,10 @@ def read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], 
     if not 0 <= arrival < math.inf:
         raise ValueError(f"arrival={arrival!r} is no time from 0 on")
     request = Request(number, tuple(ids), whole("max_new_tokens", most, 1, 10**9), frozenset(ends))
-    return Line(number, table.get("id", number), float(arrival), request, Draw(how, seed), tuple(stops))
+    return RequestLine(number, table.get("id", number), float(arrival), request, Draw(how, seed), tuple(stops))
 
 
-def read(text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> tuple[list[Line], list[dict]]:
+def read(text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> tuple[list[RequestLine], list[dict]]:
     """(the requests, what is wrong with the other lines): lines are numbered from 1, empty ones are left out."""
     lines, bad = [], []
     for number, line in enumerate(text.splitlines(), 1):
@@ -119,10 +119,10 @@ def read(text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> tupl
     return lines, bad
 
 
-def run(mesh, args, config, tokenizer, lines: list[Line], options: Options) -> Served:
+def run(mesh, args, config, tokenizer, lines: list[RequestLine], options: Options) -> Simulated:
     """On every rank."""
     params = params_of(args.model, config, mesh, DTYPES[args.dtype])
-    streams = {line.number: Stream(tokenizer, line.stops) for line in lines if line.stops}
+    streams = {line.number: TextStream(tokenizer, line.stops) for line in lines if line.stops}
 
     def on_token(id: int, token: int) -> bool:
         if id not in streams:
@@ -137,11 +137,11 @@ def run(mesh, args, config, tokenizer, lines: list[Line], options: Options) -> S
     )  # fmt: skip
 
 
-def completion(line: Line, times: Times, tokenizer, ends: tuple[int, ...]) -> dict:
+def completion(line: RequestLine, times: RequestTimes, tokenizer, ends: tuple[int, ...]) -> dict:
     """A line of the output. Times are seconds from the request's arrival."""
     if times.reason.startswith("refused"):
         return {"line": line.number, "id": line.name, "error": times.reason}
-    ids, text = list(times.tokens), Stream(tokenizer, line.stops)
+    ids, text = list(times.tokens), TextStream(tokenizer, line.stops)
     told = "".join(text.push(id) for id in (ids[:-1] if ids and ids[-1] in ends else ids)) + text.rest()
     late = {"ttft": times.ttft, "tpot": times.tpot, "seconds": times.end - times.arrival}
     late = {name: None if math.isnan(value) else round(value, 6) for name, value in late.items()}
@@ -167,7 +167,7 @@ def main(argv=None) -> int:
         memory = args.memory or available(args.device, AbstractMesh(sizes).size())
         pools = 2 if args.policy == "disaggregated" else 1
         check_fits(config, sizes, 1, pools * pages * args.page, DTYPES[args.dtype], memory)
-        served: Any = Served((), {})
+        served: Any = Simulated((), {})
         if lines:
             work = run, sizes, args, config, tokenizer, lines, options
             torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
@@ -182,7 +182,9 @@ def main(argv=None) -> int:
     return 1
 
 
-def report(args, lines: list[Line], bad: list[dict], served: Served, tokenizer, ends: tuple[int, ...]) -> None:
+def report(
+    args, lines: list[RequestLine], bad: list[dict], served: Simulated, tokenizer, ends: tuple[int, ...]
+) -> None:
     rows = {line.number: completion(line, served.requests[line.number], tokenizer, ends) for line in lines}
     rows |= {row["line"]: row for row in bad}
     Path(args.output).write_text("".join(json.dumps(rows[n], ensure_ascii=False) + "\n" for n in sorted(rows)))

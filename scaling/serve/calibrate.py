@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from scaling.serve.simulate import Cost, Span
+from scaling.serve.simulate import Cost, WorkSpan
 from scaling.serve.states import Move, Run, Work
 
 PRICED = (
@@ -38,7 +38,7 @@ def _of(works: Sequence[Work]) -> list[float]:
     return [1.0, tokens, tokens * max(work.start + len(work.tokens) for work in works)]
 
 
-def fit(spans: Sequence[Span], page: int) -> dict[str, float]:
+def fit(spans: Sequence[WorkSpan], page: int) -> dict[str, float]:
     """Seconds for one of each of `PRICED`, from measured spans. ValueError without any."""
     if not spans:
         raise ValueError("no span to calibrate on\n  fix: serve a trace with the engine first")

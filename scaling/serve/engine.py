@@ -17,7 +17,7 @@ from scaling.configs import Config
 from scaling.serve import invariant, scheduler
 from scaling.serve.cache import init_cache
 from scaling.serve.sampling import Sampling, sample
-from scaling.serve.simulate import Served, drive
+from scaling.serve.simulate import Simulated, drive
 from scaling.serve.states import Move, Options, Request, Run, Work
 from scaling.serve.step import decode, prefill
 from scaling.spec import Spec
@@ -150,7 +150,7 @@ def serve(
     cancel: Iterable[tuple[float, int]] = (),
     on_token: Callable[[int, int], bool] | None = None,
     **engine,
-) -> Served:
+) -> Simulated:
     """Serve [(seconds, request)] by this model: tokens and times of each. Request i gives what it would give alone.
 
     The rest as in `simulate.drive` and `Engine`. ValueError for a prompt with ids outside the vocabulary.

@@ -23,7 +23,7 @@ CONTRACTED = {"W_O": ("N", "H"), "W_out": ("F", "S"), "E": ("D",)}  # of the oth
 
 def quantized(x: Tensor, dims: Sequence[int] = (-1,)) -> tuple[Tensor, Tensor]:
     """(q int8, scale float32) of x, one scale along `dims`, which it keeps with size 1."""
-    scale = x.abs().amax(dims, keepdim=True).to(torch.float32) / 127
+    scale = x.abs().amax(tuple(dims), keepdim=True).to(torch.float32) / 127
     return (x / torch.where(scale == 0, 1, scale)).round().clamp(-127, 127).to(torch.int8), scale
 
 

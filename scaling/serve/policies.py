@@ -14,7 +14,7 @@ from typing import NamedTuple
 PREFILL, DECODE, ENGINE = "prefill", "decode", "engine"
 
 
-class Progress(NamedTuple):
+class SlotProgress(NamedTuple):
     """A request in a slot: `todo` of its tokens are not in the cache yet. `started`: it has given a token."""
 
     id: int
@@ -26,7 +26,7 @@ class Progress(NamedTuple):
         return self.started and self.todo == 1
 
 
-Pick = Callable[[str, Sequence[Progress], int], list[tuple[int, int]]]
+Pick = Callable[[str, Sequence[SlotProgress], int], list[tuple[int, int]]]
 
 
 class Policy(NamedTuple):
@@ -46,16 +46,16 @@ def _when_free(running: int, slots: int) -> int:
     return slots - running
 
 
-def _all_prompts_first(worker: str, running: Sequence[Progress], budget: int) -> list[tuple[int, int]]:
+def _all_prompts_first(worker: str, running: Sequence[SlotProgress], budget: int) -> list[tuple[int, int]]:
     prompts = [(r.id, r.todo) for r in running if not r.decoding]
     return prompts or [(r.id, 1) for r in running]
 
 
-def _one_prompt_first(worker: str, running: Sequence[Progress], budget: int) -> list[tuple[int, int]]:
+def _one_prompt_first(worker: str, running: Sequence[SlotProgress], budget: int) -> list[tuple[int, int]]:
     return _all_prompts_first(worker, [r for r in running if not r.decoding][:1] or running, budget)
 
 
-def _decodes_and_chunks(worker: str, running: Sequence[Progress], budget: int) -> list[tuple[int, int]]:
+def _decodes_and_chunks(worker: str, running: Sequence[SlotProgress], budget: int) -> list[tuple[int, int]]:
     picked = [(r.id, 1) for r in running if r.decoding]
     left = max(budget - len(picked), 1)  # a prompt goes on however many decode
     for r in running:
@@ -65,7 +65,7 @@ def _decodes_and_chunks(worker: str, running: Sequence[Progress], budget: int) -
     return picked
 
 
-def _by_worker(worker: str, running: Sequence[Progress], budget: int) -> list[tuple[int, int]]:
+def _by_worker(worker: str, running: Sequence[SlotProgress], budget: int) -> list[tuple[int, int]]:
     some = running[:1] if worker == PREFILL else running
     return [(r.id, r.todo) for r in some]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from scaling.serve.pages import Pool
-from scaling.serve.policies import DECODE, POLICIES, PREFILL, Progress
+from scaling.serve.policies import DECODE, POLICIES, PREFILL, SlotProgress
 from scaling.serve.states import (
     Action,
     Admit,
@@ -188,7 +188,7 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
     mine = [id for id, live in state.live.items() if live.where == worker and live.target is None]
     if worker == PREFILL:  # those that are done wait to be moved
         mine = [id for id in mine if state.live[id].todo > 1 or not state.live[id].out]
-    running = [Progress(id, state.live[id].todo, bool(state.live[id].out)) for id in mine]
+    running = [SlotProgress(id, state.live[id].todo, bool(state.live[id].out)) for id in mine]
     picked = dict(state.policy.pick(worker, running, state.options.budget))
     arriving = worker == DECODE and any(live.target is not None for live in state.live.values())
     for id in list(picked):

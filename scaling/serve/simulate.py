@@ -31,7 +31,7 @@ from scaling.serve.states import (
 )
 
 
-class Span(NamedTuple):
+class WorkSpan(NamedTuple):
     """A Run or a Move and when it was under way, in seconds."""
 
     start: float
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Times:
+class RequestTimes:
     """One request's: when it came, and when each of its tokens was there."""
 
     arrival: float
@@ -63,11 +63,11 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Served:
+class Simulated:
     """What was run, in the order of its start, and each request's times."""
 
-    spans: tuple[Span, ...]
-    requests: Mapping[int, Times]
+    spans: tuple[WorkSpan, ...]
+    requests: Mapping[int, RequestTimes]
 
     @property
     def steps(self) -> list[Run | Move]:
@@ -101,7 +101,7 @@ def drive(
     cancel: Sequence[tuple[float, int]] = (),
     on_token: Callable[[int, int], bool] | None = None,
     watch: Callable[[State, list[Action]], Any] | None = None,
-) -> Served:
+) -> Simulated:
     """Serve [(seconds, request)] until all are finished. execute(Run or Move) -> (seconds, {id: token}).
 
     Events at the same time are one step's. `cancel`: [(seconds, id)]. on_token(id, token) -> True ends a request, with
@@ -110,7 +110,7 @@ def drive(
     number = itertools.count()
     queue: list[tuple[float, int, Event]] = [(t, next(number), Arrive(r)) for t, r in arrivals]
     queue += [(t, next(number), Cancel(id)) for t, id in cancel]
-    times = {event.request.id: Times(t) for t, _, event in queue if isinstance(event, Arrive)}
+    times = {event.request.id: RequestTimes(t) for t, _, event in queue if isinstance(event, Arrive)}
     heapq.heapify(queue)
     state, spans, stopped = scheduler.initial(options), [], set()
     while queue:
@@ -131,7 +131,7 @@ def drive(
         for action in actions:
             if isinstance(action, Run | Move):
                 seconds, tokens = execute(action)
-                spans.append(Span(now, now + seconds, action))
+                spans.append(WorkSpan(now, now + seconds, action))
                 event = Done(action.worker, tokens) if isinstance(action, Run) else Moved(action.id)
                 heapq.heappush(queue, (now + seconds, next(number), event))
             elif isinstance(action, Admit):
@@ -142,7 +142,7 @@ def drive(
                 done = times[action.id]
                 done.tokens, done.end = action.tokens, now
                 done.reason = "stop" if action.id in stopped else action.reason
-    return Served(tuple(spans), times)
+    return Simulated(tuple(spans), times)
 
 
 Cost = Callable[[Run | Move], float]
@@ -155,7 +155,7 @@ def simulate(
     *,
     cancel: Sequence[tuple[float, int]] = (),
     token: Callable[[int, int], int] | None = None,
-) -> Served:
+) -> Simulated:
     """The same steps as the engine's, with cost(action) seconds for each. Nothing is computed.
 
     token(id, position) says what a request gives at a place in its sequence, where that matters: for stop tokens, and

@@ -12,7 +12,7 @@ from typing import Any
 BROKEN = "\ufffd"  # what stands for bytes that are no whole character
 
 
-class Bytes:
+class ByteText:
     """Each byte of UTF-8 text is a token; ids from 256 on stand for nothing."""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -46,7 +46,7 @@ class Vocabulary:
         return None
 
 
-class Stream:
+class TextStream:
     """Ids in, text out as soon as it is certain: whole characters, and nothing that may be the start of a stop string.
 
     `push(id)` and, at the end, `rest()` give the text that has become certain. `stopped`: a stop string has come; the
@@ -99,7 +99,7 @@ class Stream:
 def tokenizer_of(folder: "str | Path") -> Any:
     """The tokenizer of a folder: its tokenizer.json, or bytes where there is none."""
     folder = Path(folder)
-    return Vocabulary(folder) if (folder / "tokenizer.json").is_file() else Bytes()
+    return Vocabulary(folder) if (folder / "tokenizer.json").is_file() else ByteText()
 
 
 def ends_of(folder: "str | Path") -> tuple[int, ...]:

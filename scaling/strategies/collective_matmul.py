@@ -25,14 +25,14 @@ from torch import Tensor
 
 from scaling.collectives import ppermute
 from scaling.collectives.calls import Pending
-from scaling.collectives.rings import Links, directions
+from scaling.collectives.rings import LinkBytes, directions
 from scaling.spec import ShardingError
 
 
-class Ring:
+class RingPlaces:
     """The devices along an axis, seen from one: `hops` {step: hops} of each way, +1 to the right, -1 to the left."""
 
-    def __init__(self, mesh, axis: str, ways: int, log: Links | None = None):
+    def __init__(self, mesh, axis: str, ways: int, log: LinkBytes | None = None):
         self.mesh, self.axis, self.log = mesh, axis, log
         self.n, self.me = mesh.sizes[axis], mesh.coord[axis]
         self.hops = dict(directions(self.n, ways))
@@ -55,9 +55,11 @@ class Ring:
         return list(x.chunk(self.n, dim))
 
 
-def gather_matmul(A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, log: Links | None = None) -> Tensor:
+def gather_matmul(
+    A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, log: LinkBytes | None = None
+) -> Tensor:
     """A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]: shards of A travel, and are multiplied where they come by."""
-    ring = Ring(mesh, axis, ways, log)
+    ring = RingPlaces(mesh, axis, ways, log)
     rows = ring.blocks(W, 0, "W's first dim")
     passing, Out = dict.fromkeys(ring.hops, A), cast(Tensor, 0)
     for hop in range(ring.longest + 1):
@@ -69,19 +71,21 @@ def gather_matmul(A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2,
     return Out
 
 
-def matmul_scatter(A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, log: Links | None = None) -> Tensor:
+def matmul_scatter(
+    A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, log: LinkBytes | None = None
+) -> Tensor:
     """A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]: sums travel to where they belong, and grow by each device's product."""
-    ring = Ring(mesh, axis, ways, log)
+    ring = RingPlaces(mesh, axis, ways, log)
     (Out,) = together(scattered(A, ring.blocks(W, 1, "W's last dim"), ring))
     _count(log, ring.longest)
     return Out
 
 
 def matmul_reduce(
-    A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, tiles: int = 2, log: Links | None = None
+    A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, tiles: int = 2, log: LinkBytes | None = None
 ) -> Tensor:
     """A[B, D_Y] * W[D_Y, F] -> Out[B, F]: by tiles of F: sums of one travel while the one before is gathered."""
-    ring, done, before = Ring(mesh, axis, ways, log), [], []
+    ring, done, before = RingPlaces(mesh, axis, ways, log), [], []
     for tile in W.chunk(tiles, 1):
         mine, *whole = together(scattered(A, ring.blocks(tile, 1, "a tile of W's last dim"), ring), *before)
         done, before = done + whole, [gathered(mine, ring)]
@@ -99,14 +103,14 @@ def mlp(
     *,
     activation: Callable[[Tensor], Tensor] = F.gelu,
     ways: int = 2,
-    log: Links | None = None,
+    log: LinkBytes | None = None,
 ) -> Tensor:
     """In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y], with an activation between the products."""
     Tmp = gather_matmul(In, W_in, mesh, axis, ways=ways, log=log)
     return matmul_scatter(activation(Tmp), W_out, mesh, axis, ways=ways, log=log)
 
 
-def scattered(A: Tensor, columns: list[Tensor], ring: Ring) -> Generator[None, None, Tensor]:
+def scattered(A: Tensor, columns: list[Tensor], ring: RingPlaces) -> Generator[None, None, Tensor]:
     """The sums over the ring of A @ columns[j], of which device j gets its own; stops while each hop is under way."""
     total = []
     passing = {step: A @ columns[(ring.me + step * hops) % ring.n] for step, hops in ring.hops.items() if hops}
@@ -123,7 +127,7 @@ def scattered(A: Tensor, columns: list[Tensor], ring: Ring) -> Generator[None, N
     return sum(total[1:], total[0]) if total else A @ columns[ring.me]
 
 
-def gathered(x: Tensor, ring: Ring) -> Generator[None, None, Tensor]:
+def gathered(x: Tensor, ring: RingPlaces) -> Generator[None, None, Tensor]:
     """x[B, F_Y] -> [B, F]; stops while each hop is under way."""
     blocks, passing = {ring.me: x}, dict.fromkeys(ring.hops, x)
     for hop in range(1, ring.longest + 1):
@@ -147,6 +151,6 @@ def together(*steps: Generator[None, None, Any]) -> list[Any]:
     return [results[i] for i in range(len(steps))]
 
 
-def _count(log: Links | None, hops: int) -> None:
+def _count(log: LinkBytes | None, hops: int) -> None:
     if log is not None:
         log.hops += hops

@@ -3,7 +3,7 @@
 import random
 from typing import NamedTuple
 
-from scaling.algebra.layouts import Layout as At
+from scaling.algebra.layouts import DimAxes as At
 from scaling.algebra.layouts import arrangements, divides
 
 MESH = {"X": 4, "Y": 2}

@@ -15,7 +15,7 @@ def run_rings(mesh, ways, axis):
     n, generator = mesh.size((axis,)), torch.Generator().manual_seed(mesh.rank)
     shard = torch.randn(ROWS, COLUMNS, dtype=torch.float64, generator=generator)
     whole = torch.randn(n * ROWS, COLUMNS, dtype=torch.float64, generator=generator)
-    logs = [rings.Links() for _ in range(3)]
+    logs = [rings.LinkBytes() for _ in range(3)]
     pairs = [
         (rings.all_gather(shard, mesh, axis, ways, logs[0]), c.all_gather(f"A[I_{axis}, J] -> A[I, J]", shard, mesh)),
         (
@@ -45,7 +45,7 @@ def test_equal_to_the_collectives(ranks, mesh, axis, ways):
 
 def counted(ways, n, items):
     """What links carry on an abstract ring, in bytes: AllGather and AllToAll of the same array of V bytes."""
-    mesh, logs = AbstractMesh({"X": n}), (rings.Links(), rings.Links())
+    mesh, logs = AbstractMesh({"X": n}), (rings.LinkBytes(), rings.LinkBytes())
     rings.all_gather(torch.empty(n, items, device="meta"), mesh, "X", ways, logs[0])
     rings.all_to_all(torch.empty(n, items, device="meta"), mesh, "X", ways, logs[1])
     return logs[0].busiest, logs[1].busiest, 4 * n * n * items

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from typings import splits
 
 from scaling import explicit
-from scaling.algebra.layouts import Layout
+from scaling.algebra.layouts import DimAxes
 from scaling.collectives import all_reduce
 from scaling.explicit import arrays
 from scaling.mesh import AbstractMesh, Mesh
@@ -170,9 +170,9 @@ def with_out(mesh):
     rng, generator, off = random.Random(2), torch.Generator().manual_seed(2), []
     for f, shapes, after in WITH_OUT * 3:
         whole = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-        types = [Layout(rng.choice(splits(s, mesh.sizes))) for s in shapes]
+        types = [DimAxes(rng.choice(splits(s, mesh.sizes))) for s in shapes]
         arrays = [explicit.array(x, at, mesh) for x, at in zip(whole, types, strict=True)]
-        wanted = Layout(rng.choice(splits(after, mesh.sizes)))
+        wanted = DimAxes(rng.choice(splits(after, mesh.sizes)))
         got = f(wanted, *arrays)
         assert got.layout == wanted
         off.append(float((got.whole() - f(None, *whole)).abs().max()))

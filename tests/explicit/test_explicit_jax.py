@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from typings import Case, cases, written
 
-from scaling.algebra.layouts import Layout
+from scaling.algebra.layouts import DimAxes
 from scaling.explicit import functions
 from scaling.explicit.cheapest import spec_of
 from scaling.explicit.ops import Illegal
@@ -33,7 +33,7 @@ RESPLIT = "JAX knows one split or merge at a time: here any that keeps the order
 
 
 @cache
-def called(kind, detail, shapes) -> functions.Call:
+def called(kind, detail, shapes) -> functions.TypedCall:
     func, args = CALLS[kind](detail, [torch.empty(s, device="meta") for s in shapes])
     return functions.read(func, args, {}, lambda x: isinstance(x, torch.Tensor))
 
@@ -42,7 +42,7 @@ def ours(case: Case) -> tuple[str, tuple[str, ...]]:
     """The result's dims, or a refusal; and what it is unreduced over."""
     try:
         call = called(case.kind, case.detail, case.shapes)
-        _, result = call.op.infer([Layout(dims) for dims in case.typing], case.shapes, case.mesh)
+        _, result = call.op.infer([DimAxes(dims) for dims in case.typing], case.shapes, case.mesh)
     except Illegal:
         return "!", ()
     return written(result.dims), result.unreduced
@@ -102,14 +102,14 @@ def test_shards_are_what_the_types_say():
     for case in cases()[::5]:
         call = called(case.kind, case.detail, case.shapes)
         try:
-            needed, result = call.op.infer([Layout(dims) for dims in case.typing], case.shapes, case.mesh)
+            needed, result = call.op.infer([DimAxes(dims) for dims in case.typing], case.shapes, case.mesh)
         except Illegal:
             continue
         xs = [torch.randn(s, generator=generator, dtype=torch.float64) for s in case.shapes]
         func, args = CALLS[case.kind](case.detail, xs)
         wanted, got = func(*args), torch.zeros(call.shape, dtype=torch.float64)
         spec, mesh = spec_of(result), AbstractMesh(case.mesh)
-        local = functions.Local(needed, result, spec.local_shape(call.shape, mesh))
+        local = functions.LocalPlan(needed, result, spec.local_shape(call.shape, mesh))
         copies = mesh.size() / mesh.size(result.used)
         for rank in range(mesh.size()):
             at = mesh.coord_of(rank)

@@ -7,7 +7,7 @@ from scaling.cost import gpu
 from scaling.hardware import chip
 from scaling.plan.layout import AXES
 from scaling.plan.network import Unplaced, book, torus, torus_meshes, tree
-from scaling.plan.placement import Span, gather, joined, placements, slice_shape
+from scaling.plan.placement import AxisSpan, gather, joined, placements, slice_shape
 
 V5P, H100 = chip("v5p"), chip("h100")
 
@@ -26,20 +26,20 @@ def test_slices():
 
 
 def test_whole_torus_axes_are_the_books_rings():
-    ring, both = Span(0, 16, 1, True, True), Span(1, 20, 1, True, True)
+    ring, both = AxisSpan(0, 16, 1, True, True), AxisSpan(1, 20, 1, True, True)
     assert gather(V5P, [ring])[0] == pytest.approx(cost.all_gather(1e12, V5P, 16) / 1e12)
     assert gather(V5P, [ring, both])[0] == pytest.approx(1 / V5P.bandwidth("ici", axes=2))
     assert gather(V5P, [ring, both])[1] == pytest.approx(18e-6)
-    line = Span(0, 4, 1, False, True)
+    line = AxisSpan(0, 4, 1, False, True)
     assert gather(chip("v5e"), [line])[0] == pytest.approx(cost.all_gather(1e12, chip("v5e"), 4) / 1e12)
 
 
 def test_half_of_a_ring_is_a_line_and_its_rest_is_slow():
-    inner, outer = Span(0, 8, 1, False, False), Span(0, 2, 8, True, False)
+    inner, outer = AxisSpan(0, 8, 1, False, False), AxisSpan(0, 2, 8, True, False)
     assert gather(V5P, [inner])[0] == pytest.approx(7 / 8 / 9e10)  # links one way
     assert gather(V5P, [outer])[0] == pytest.approx(8 / 1.8e11)  # eight groups share each link
-    assert joined([inner, outer]) == (Span(0, 16, 1, True, True),)
-    rest = Span(1, 20, 1, True, True)
+    assert joined([inner, outer]) == (AxisSpan(0, 16, 1, True, True),)
+    rest = AxisSpan(1, 20, 1, True, True)
     assert gather(V5P, [outer, rest])[0] == pytest.approx((2 / 40) * 8 / 1.8e11 + 1 / 1.8e11)  # little is sent slowly
 
 
@@ -72,8 +72,8 @@ def test_seven_chips_are_one_axis():
 
 def test_lanes_of_a_torus():
     placed = {
-        "fsdp": (Span(0, 16, 1, True, True), Span(1, 16, 1, True, True)),
-        "tensor": (Span(2, 4, 1, False, False),),
+        "fsdp": (AxisSpan(0, 16, 1, True, True), AxisSpan(1, 16, 1, True, True)),
+        "tensor": (AxisSpan(2, 4, 1, False, False),),
     }
     network = torus(V5P, sizes(fsdp=256, tensor=4), 3, placed)
     assert network.seconds("AllGather", 1e9, "weights") == pytest.approx(1e9 / 3.6e11)

@@ -8,7 +8,7 @@ import pytest
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan.__main__ import main
-from scaling.plan.serve import Served, Service, plans
+from scaling.plan.serve import Service, ServingPlan, plans
 from scaling.plan.serve.candidates import meshes
 
 V5E, L70 = chip("v5e"), get("llama3-70b")
@@ -68,7 +68,7 @@ def test_every_form_and_batch(objective, latency):
         for form, sizes in meshes(math.prod(shape)):
             step = {"heads_batch": dict(sizes).get("Z"), "2d": dict(sizes).get("X")}.get(form, 1)
             for batch in range(step, 80, step) if objective == "throughput" else [step]:
-                one = Served(service, V5E, shape, form, sizes, batch)
+                one = ServingPlan(service, V5E, shape, form, sizes, batch)
                 if one.fits and one.in_time:
                     every.append(one)
     found = plans(service, V5E, most=8, objective=objective)

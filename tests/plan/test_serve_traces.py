@@ -11,7 +11,7 @@ from scaling.plan.__main__ import main
 from scaling.plan.serve import Service, plans
 from scaling.plan.serve.traces import gantt, histogram, modelled, trace
 from scaling.serve.policies import POLICIES
-from scaling.serve.simulate import Served, Span, Times
+from scaling.serve.simulate import RequestTimes, Simulated, WorkSpan
 from scaling.serve.states import Move, Run, Work
 
 V5E = chip("v5e")
@@ -53,11 +53,11 @@ def work(id, tokens):
 def test_slots_as_drawn():
     """Two requests beside each other, the third where the first was; the second's cache is moved."""
     spans = (
-        Span(0.0, 2.0, Run("engine", (work(0, 5),))), Span(2.0, 4.0, Run("engine", (work(0, 1), work(1, 3)))),
-        Span(4.0, 5.0, Move(1, 3, (0,), (1,))), Span(6.0, 7.0, Run("engine", (work(1, 1), work(2, 2)))),
-        Span(7.0, 10.0, Run("engine", (work(2, 1),))),
+        WorkSpan(0.0, 2.0, Run("engine", (work(0, 5),))), WorkSpan(2.0, 4.0, Run("engine", (work(0, 1), work(1, 3)))),
+        WorkSpan(4.0, 5.0, Move(1, 3, (0,), (1,))), WorkSpan(6.0, 7.0, Run("engine", (work(1, 1), work(2, 2)))),
+        WorkSpan(7.0, 10.0, Run("engine", (work(2, 1),))),
     )  # fmt: skip
-    served = Served(spans, {id: Times(0.0) for id in range(3)})
+    served = Simulated(spans, {id: RequestTimes(0.0) for id in range(3)})
     assert gantt(served, 10) == "  0 |PPdd  Pddd|\n  1 |  PP>.d   |"
     assert gantt(served, 10, rows=1).endswith("and 1 more slots")
 

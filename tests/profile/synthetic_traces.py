@@ -7,7 +7,7 @@ once, ("start", line, seconds) and ("wait", line) of an asynchronous one. A tran
 import random
 from dataclasses import dataclass, field
 
-from scaling.profile import Run, Timeline
+from scaling.profile import LineRun, RankTimeline
 
 
 @dataclass
@@ -30,7 +30,7 @@ def play(items, ranks: int, steps: int = 1, **options):
             if kind == "work":
                 for r in everyone:
                     end = now[r] + rest[0][r]
-                    runs[r].append(Run(line, "Einsum", (), now[r], end, ((now[r], end),), flops=1))
+                    runs[r].append(LineRun(line, "Einsum", (), now[r], end, ((now[r], end),), flops=1))
                     now[r] = end
             elif kind == "gap":
                 now = [now[r] + line[r] for r in everyone]
@@ -44,7 +44,7 @@ def play(items, ranks: int, steps: int = 1, **options):
                     truth.waiting[n, r] = max(0.0, min(begin, end) - now[r])
                     truth.exposed[n, r] = still - truth.waiting[n, r]
                     held = ((called[r], called[r]), (now[r], end))
-                    runs[r][places[r]] = Run(line, "AllGather", ("X",), called[r], end, held, group=everyone,
+                    runs[r][places[r]] = LineRun(line, "AllGather", ("X",), called[r], end, held, group=everyone,
                                              transfer=(begin, begin + seconds), async_op=True, **options)  # fmt: skip
                     now[r] = end
             else:
@@ -60,13 +60,13 @@ def play(items, ranks: int, steps: int = 1, **options):
                     truth.begins[number], truth.ends[number] = begin, begin + rest[0]
                     held = ((now[r], begin + rest[0]),)
                     runs[r].append(
-                        Run(line, "AllReduce", ("X",), now[r], begin + rest[0], held, group=everyone, **options)
+                        LineRun(line, "AllReduce", ("X",), now[r], begin + rest[0], held, group=everyone, **options)
                     )
                     now[r] = begin + rest[0]
         for r in everyone:
             marks[r].append(now[r])
         truths.append(truth)
-    return [Timeline(r, tuple(marks[r]), tuple(runs[r])) for r in everyone], truths
+    return [RankTimeline(r, tuple(marks[r]), tuple(runs[r])) for r in everyone], truths
 
 
 def program(rng: random.Random, ranks: int, length: int = 12) -> list:

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from scaling.hardware import Chip, Measured
-from scaling.profile import Run, Timeline, of
+from scaling.profile import LineRun, RankTimeline, of
 
 MS = 1e-3
 
 
-def timelines(*rows, ranks: int = 2, steps: int = 3, tail: float = 0.0) -> list[Timeline]:
+def timelines(*rows, ranks: int = 2, steps: int = 3, tail: float = 0.0) -> list[RankTimeline]:
     """The same on every rank: (line, op, milliseconds, {fields of Run}) one after another; `tail`: ms after them."""
     runs, marks, now = [], [0.0], 0.0
     for _ in range(steps):
@@ -19,11 +19,11 @@ def timelines(*rows, ranks: int = 2, steps: int = 3, tail: float = 0.0) -> list[
             group = () if op == "Einsum" else tuple(range(ranks))
             before, after = fields.get("before", line), fields.get("after", line + "'")
             rest = {key: value for key, value in fields.items() if key not in ("before", "after")}
-            runs.append(Run(line, op, ("X",), now, end, ((now, end),), before, after, group=group, **rest))
+            runs.append(LineRun(line, op, ("X",), now, end, ((now, end),), before, after, group=group, **rest))
             now = end
         now += tail * MS
         marks.append(now)
-    return [Timeline(rank, tuple(marks), tuple(runs)) for rank in range(ranks)]
+    return [RankTimeline(rank, tuple(marks), tuple(runs)) for rank in range(ranks)]
 
 
 def product(line, ms, **fields):

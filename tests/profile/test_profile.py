@@ -12,7 +12,7 @@ from scaling.mesh import Mesh
 from scaling.profile import kineto, profile
 from scaling.profile.record import on_device, run_of, with_transfers
 from scaling.profile.steps import watched
-from scaling.profile.timeline import Run
+from scaling.profile.timeline import LineRun
 
 LINE = "A[I, J] * B[J, K] -> C[I, K]"
 DELAY, STEPS = 0.03, 5
@@ -119,8 +119,8 @@ def test_kernels_belong_to_the_line_that_launched_them():
         events += [span("cudaLaunchKernel", launched, 0.01, "cuda_runtime", correlation=number),
                    span(name, start, seconds, "kernel", tid=9, correlation=number)]  # fmt: skip
     seen = kineto.read({"traceEvents": events}, [0.0], "cuda")
-    product = Run("P", "Einsum", (), 0.0, 0.2, ((0.0, 0.2),))
-    reduce = Run("C", "AllReduce", ("X",), 0.2, 0.4, ((0.2, 0.4),), group=(0, 1))
+    product = LineRun("P", "Einsum", (), 0.0, 0.2, ((0.0, 0.2),))
+    reduce = LineRun("C", "AllReduce", ("X",), 0.2, 0.4, ((0.2, 0.4),), group=(0, 1))
     (product, reduce), ops = on_device([product, reduce], seen.kernels)
     assert product.held == ((2.0, 4.0),)
     assert ops == (("gelu", 4.5, 5.5),)

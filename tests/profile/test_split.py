@@ -5,7 +5,7 @@ import random
 import pytest
 from synthetic_traces import play, program
 
-from scaling.profile import Run, Timeline, intervals, of
+from scaling.profile import LineRun, RankTimeline, intervals, of
 from scaling.profile.clock import offset
 from scaling.profile.split import Split
 from scaling.profile.timeline import disjoint
@@ -42,9 +42,9 @@ def test_who_is_waited_for_is_who_came_last():
 
 def test_only_those_that_are_needed_are_waited_for():
     """In a ring rank 0 hears from 1 alone, and goes on before 2 has come."""
-    runs = [Run("C", "CollectivePermute", ("X",), t, end, ((t, end),), group=(0, 1, 2), peers=((rank + 1) % 3,))
+    runs = [LineRun("C", "CollectivePermute", ("X",), t, end, ((t, end),), group=(0, 1, 2), peers=((rank + 1) % 3,))
             for rank, (t, end) in enumerate([(0.0, 0.3), (0.2, 0.9), (0.8, 0.9)])]  # fmt: skip
-    zero, one, two = (s[0] for s in of([Timeline(r, (0.0, 1.0), (run,)) for r, run in enumerate(runs)]).splits)
+    zero, one, two = (s[0] for s in of([RankTimeline(r, (0.0, 1.0), (run,)) for r, run in enumerate(runs)]).splits)
     assert (zero.behind, zero.waiting, zero.exposed) == (1, pytest.approx(0.2), pytest.approx(0.1))
     assert (one.behind, one.waiting) == (2, pytest.approx(0.6))
     assert two.behind is None
@@ -54,10 +54,10 @@ def test_messages_meet_by_their_ends_and_order():
     """Two messages each way between ranks 0 and 1; the second Recv waits for a late Send."""
 
     def run(op, peer, called, end):
-        return Run(op, op, ("Z",), called, end, ((called, end),), after="A[B]", group=(0, 1), peers=(peer,))
+        return LineRun(op, op, ("Z",), called, end, ((called, end),), after="A[B]", group=(0, 1), peers=(peer,))
 
-    first = Timeline(0, (0.0, 9.0), (run("Send", 1, 0.0, 0.1), run("Recv", 1, 0.2, 3.5), run("Send", 1, 5.0, 5.5)))
-    second = Timeline(1, (0.0, 9.0), (run("Recv", 0, 0.5, 1.0), run("Send", 0, 3.0, 3.5), run("Recv", 0, 4.0, 5.5)))
+    first = RankTimeline(0, (0.0, 9.0), (run("Send", 1, 0.0, 0.1), run("Recv", 1, 0.2, 3.5), run("Send", 1, 5.0, 5.5)))
+    second = RankTimeline(1, (0.0, 9.0), (run("Recv", 0, 0.5, 1.0), run("Send", 0, 3.0, 3.5), run("Recv", 0, 4.0, 5.5)))
     zero, one = of([first, second]).splits
     assert [s.waiting for s in zero] == pytest.approx([0.0, 2.8, 0.0])
     assert [s.waiting for s in one] == pytest.approx([0.0, 0.0, 1.0])
@@ -65,15 +65,15 @@ def test_messages_meet_by_their_ends_and_order():
 
 
 def test_a_run_inside_another_has_its_own_time():
-    outer, inner = (Run(n, "Einsum", (), a, b, ((a, b),)) for n, a, b in (("A", 0.0, 10.0), ("B", 2.0, 5.0)))
+    outer, inner = (LineRun(n, "Einsum", (), a, b, ((a, b),)) for n, a, b in (("A", 0.0, 10.0), ("B", 2.0, 5.0)))
     kept = disjoint([outer, inner])
     assert kept[0].held == ((0.0, 2.0), (5.0, 10.0))
     assert kept[1].held == ((2.0, 5.0),)
 
 
 def test_one_rank_waits_for_nobody():
-    run = Run("C", "AllReduce", ("X",), 0.0, 1.0, ((0.0, 1.0),), group=(0,))
-    assert of([Timeline(0, (0.0, 1.0), (run,))]).splits == [[Split()]]
+    run = LineRun("C", "AllReduce", ("X",), 0.0, 1.0, ((0.0, 1.0),), group=(0,))
+    assert of([RankTimeline(0, (0.0, 1.0), (run,))]).splits == [[Split()]]
 
 
 @pytest.mark.parametrize("seed", range(20))

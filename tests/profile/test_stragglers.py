@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from synthetic_traces import play
 
-from scaling.profile import Timeline, of
+from scaling.profile import RankTimeline, of
 from scaling.profile.cores import within
 from scaling.profile.stragglers import END
 
@@ -62,7 +62,7 @@ def test_who_is_late_by_less_than_steps_differ_is_not_slow():
         for step in steps:
             runs += step[rank].moved(marks[-1]).runs
             marks.append(marks[-1] + max(each.marks[-1] for each in step))
-        timelines.append(Timeline(rank, tuple(marks), tuple(runs)))
+        timelines.append(RankTimeline(rank, tuple(marks), tuple(runs)))
     assert of(timelines).stragglers() == []
 
 
@@ -88,7 +88,7 @@ def test_a_delay_in_one_step_is_found_once():
         for step in steps:
             runs += step[rank].moved(marks[-1]).runs
             marks.append(marks[-1] + step[rank].marks[-1])
-        timelines.append(Timeline(rank, tuple(marks), tuple(runs)))
+        timelines.append(RankTimeline(rank, tuple(marks), tuple(runs)))
     (found,) = of(timelines).stragglers()
     assert (found.rank, found.line, found.inside, found.step) == (1, "P", True, 2)
     assert found.seconds == pytest.approx(0.05)

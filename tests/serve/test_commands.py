@@ -11,7 +11,7 @@ from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.serve import __main__ as batch
 from scaling.serve import loading
-from scaling.serve.text import Bytes, Stream, chat, ends_of, tokenizer_of
+from scaling.serve.text import ByteText, TextStream, chat, ends_of, tokenizer_of
 from scaling.train import checkpoint
 
 CONFIG = Config("tiny", L=1, D=16, F=24, N=4, K=2, H=4, V=256)
@@ -26,11 +26,11 @@ def folder(tmp_path_factory):
 
 
 def test_a_character_is_never_split():
-    text, stream = "aß€𝄞!", Stream(Bytes())
+    text, stream = "aß€𝄞!", TextStream(ByteText())
     pieces = [stream.push(byte) for byte in text.encode()]
     assert "".join(pieces) == text
     assert set("".join(pieces)) == {piece for piece in pieces if piece}
-    half = Stream(Bytes())
+    half = TextStream(ByteText())
     assert [half.push(byte) for byte in "€".encode()[:2]] == ["", ""]
     assert half.rest() == "\ufffd"
 
@@ -46,7 +46,7 @@ class Pairs:
 
 
 def test_a_tokenizer_that_looks_back():
-    stream = Stream(Pairs(), ["!?"])
+    stream = TextStream(Pairs(), ["!?"])
     assert [stream.push(b) for b in "é!a!?b".encode()] == ["", "é", "", "!a", "", "", ""]
     assert stream.stopped
     assert stream.rest() == ""
@@ -61,16 +61,16 @@ def test_a_folders_tokenizer(tmp_path):
     found = tokenizer_of(tmp_path)
     assert found.encode("a b") == [0, 1, 2]
     assert found.encode("a b", special=False) == [1, 2]
-    stream = Stream(found, ["b"])
+    stream = TextStream(found, ["b"])
     assert [stream.push(1), stream.push(2), stream.rest()] == ["a", " ", ""]
-    assert isinstance(tokenizer_of(tmp_path / "none"), Bytes)
+    assert isinstance(tokenizer_of(tmp_path / "none"), ByteText)
 
 
 def test_stop_strings_over_several_tokens():
-    stream = Stream(Bytes(), ["END", "xx"])
+    stream = TextStream(ByteText(), ["END", "xx"])
     assert "".join(stream.push(b) for b in b"aE xEN xENDb") == "aE xEN x"
     assert stream.stopped
-    open_ended = Stream(Bytes(), ["END"])
+    open_ended = TextStream(ByteText(), ["END"])
     assert "".join(open_ended.push(b) for b in b"abEN") == "ab"
     assert open_ended.rest() == "EN"
 

@@ -6,7 +6,7 @@ from torch.func import vjp
 
 from scaling import tree
 from scaling.collectives import all_reduce
-from scaling.collectives.rings import Links
+from scaling.collectives.rings import LinkBytes
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError
 from scaling.strategies import collective_matmul as cm
@@ -71,7 +71,7 @@ def test_hops_and_bytes_by_the_closed_form(n, ways):
         cm.matmul_reduce: ((meta(B, 3), meta(3, F)), 4 * B * F, 3 * hops, 2 * hops),
     }
     for form, (operands, V, want_hops, share) in cases.items():
-        log = Links()
+        log = LinkBytes()
         form(*operands, mesh, ways=ways, log=log)
         assert (log.hops, log.busiest) == (want_hops, V * share // n), form.__name__
 

@@ -152,8 +152,8 @@ def test_large_scores_do_not_overflow(ranks):
 
 def test_what_was_seen_of_nothing_merges():
     """A query that a block hides from everything adds nothing, in any order, and is no nan."""
-    seen = block.Seen(torch.randn(1, 2, 1, 4), torch.tensor([[[700.0], [-900.0]]]))
-    nothing = block.Seen(torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), -math.inf))
+    seen = block.Attended(torch.randn(1, 2, 1, 4), torch.tensor([[[700.0], [-900.0]]]))
+    nothing = block.Attended(torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), -math.inf))
     for merged in (block.merge(seen, nothing), block.merge(nothing, seen)):
         torch.testing.assert_close(merged, seen, rtol=0, atol=0)
     assert not block.merge(nothing, nothing).O.isnan().any()

@@ -1,5 +1,5 @@
 """The planner of serving: the slice, the sharding form and the batch of a decode step, and why (Parts 7 and 8)."""
 
-from scaling.plan.serve.candidates import Served, Service, plans
+from scaling.plan.serve.candidates import Service, ServingPlan, plans
 
-__all__ = ["Served", "Service", "plans"]
+__all__ = ["Service", "ServingPlan", "plans"]

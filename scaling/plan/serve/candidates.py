@@ -55,7 +55,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServingPlan:
     """One way to serve it: a slice, a form on a mesh of it, a batch. Bytes and seconds of a chip."""
 
     service: Service
@@ -92,7 +92,7 @@ class Served:
         return found
 
     @cached_property
-    def step(self) -> serving.Step:
+    def step(self) -> serving.DecodeStep:
         s = self.service
         comms = sum(self.comms.values())
         return serving.step(self.load, self.batch, s.context, self.chip, self.chips, s.compute, self.copies, comms)
@@ -127,7 +127,7 @@ class Served:
         s, peak = self.service, self.chip.flops(self.service.compute)
         compute = cost.seconds_at(tm.prefill_flops(s.config, s.prompt), self.chips, peak, s.mfu)
         width = dtype_bytes("bf16") * s.prompt * s.config.D
-        moved = decoding.Moved("AllReduce", "X", "Y", width, 2 * s.config.L)
+        moved = decoding.StepCollective("AllReduce", "X", "Y", width, 2 * s.config.L)
         reduced = decoding.seconds(moved, self.chip, self.shape, {"Y": self.chips}) if self.chips > 1 else 0.0
         return max(compute, reduced)
 
@@ -177,14 +177,14 @@ def parts(form: str, sizes: dict[str, int]) -> int:
     return {"heads_batch": sizes.get("Z", 1), "2d": sizes.get("X", 1)}.get(form, 1)
 
 
-def best_batch(one: Served) -> Served | None:
+def best_batch(one: ServingPlan) -> ServingPlan | None:
     """`one` with the batch that makes most tokens/s, None if not even its smallest batch fits and is in time.
 
     Where the cache's batch is split, whole multiples of its parts.
     """
     multiple = parts(one.form, dict(one.sizes))
 
-    def at(count: int) -> Served:
+    def at(count: int) -> ServingPlan:
         return replace(one, batch=count * multiple)
 
     def last(holds) -> int:
@@ -206,7 +206,7 @@ def best_batch(one: Served) -> Served | None:
     return at(1 + last(lambda count: at(count).tokens_per_second < enough))
 
 
-def key(served: Served, objective: str) -> tuple:
+def key(served: ServingPlan, objective: str) -> tuple:
     """What is better comes first."""
     if objective == "latency":
         return served.step.seconds, -served.per_chip, served.chips
@@ -216,7 +216,7 @@ def key(served: Served, objective: str) -> tuple:
 def plans(
     service: Service, chip: Chip, *, chips: int | None = None, most: int = 256, form: str | None = None,
     batch: int | None = None, objective: str = "throughput",
-) -> list[Served]:  # fmt: skip
+) -> list[ServingPlan]:  # fmt: skip
     """All that fit and are in time, best first, by `objective`: tokens/s a chip, or seconds a step.
 
     `chips`: of the slice, else any up to `most`. `batch`: fixed, else the best of each (the least for latency).
@@ -226,7 +226,7 @@ def plans(
         for name, sizes in meshes(math.prod(shape)):
             if form not in (None, name) or not allowed(service, chip, shape, name, sizes):
                 continue
-            one = Served(service, chip, shape, name, sizes, batch or parts(name, dict(sizes)))
+            one = ServingPlan(service, chip, shape, name, sizes, batch or parts(name, dict(sizes)))
             if batch or objective == "latency":
                 whole = one.batch % parts(name, dict(sizes)) == 0
                 found += [one] if whole and one.fits and one.in_time else []

@@ -24,7 +24,7 @@ from scaling.plan.report import folded
 
 
 @dataclass(frozen=True)
-class Measured:
+class PublishedStep:
     """A published decode step: `rate` tokens/s of each request, `batch` sequences of `context` over all replicas."""
 
     group: str
@@ -55,7 +55,7 @@ class Measured:
         return 1 / self.rate
 
     @property
-    def step(self) -> serving.Step:
+    def step(self) -> serving.DecodeStep:
         """What its own tensor parallelism asks for, each cache full and stored once."""
         sizes = {"Y": self.chips}
         load = serving.load(self.config, self.weights, self.kv)
@@ -89,16 +89,16 @@ def model(name: str) -> Config:
     return Config(name, **sizes) if sizes else get(name)
 
 
-def rows(group: dict) -> Iterator[Measured]:
+def rows(group: dict) -> Iterator[PublishedStep]:
     """The measured steps of one group of published.toml."""
     hardware, memory = chip(group["chip"]), group["memory"][0]
     for batch, context, rate in group.get("rows", ()):
-        yield Measured(
+        yield PublishedStep(
             group["name"], model(group["model"]), hardware, tuple(group["shape"]), group.get("replicas", 1),
             group["weights"], group["kv"], batch, context, rate, memory,
         )  # fmt: skip
     for name, gpus, rate in group.get("runs", ()):
-        yield Measured(
+        yield PublishedStep(
             group["name"], model(name), hardware, (gpus,), 1, group["weights"], group["kv"], 1, group["context"], rate,
             memory,
         )  # fmt: skip
@@ -136,7 +136,7 @@ def table(groups: list[dict]) -> str:
     return folded(lines)
 
 
-def as_dict(one: Measured) -> dict:
+def as_dict(one: PublishedStep) -> dict:
     """A row as data. Seconds."""
     return {
         "group": one.group, "model": one.config.name, "chip": one.chip.name, "chips": one.chips * one.replicas,

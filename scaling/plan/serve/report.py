@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from scaling.cost import serving
 from scaling.plan.report import folded, size
-from scaling.plan.serve.candidates import Served, Service, plans
+from scaling.plan.serve.candidates import Service, ServingPlan, plans
 
 CHANGE = 1.02  # what would change the answer: at least so much more, or less
 
@@ -24,11 +24,11 @@ def asked(service: Service, chip) -> str:
     )
 
 
-def mesh(served: Served) -> str:
+def mesh(served: ServingPlan) -> str:
     return ", ".join(f"{axis} = {n}" for axis, n in served.sizes)
 
 
-def notes(served: Served) -> list[str]:
+def notes(served: ServingPlan) -> list[str]:
     """What to know before comparing with another number."""
     said, s = [], served.service
     if served.chip.kind == "tpu" and served.chips > 1:
@@ -41,13 +41,13 @@ def notes(served: Served) -> list[str]:
     return said
 
 
-def compute_bound_from(served: Served) -> float:
+def compute_bound_from(served: ServingPlan) -> float:
     """The batch from which the FLOPs of the matmuls take longer than reading their weights."""
     one = served.step
     return served.batch * one.weights / one.math
 
 
-def changes(best: Served, objective: str, **fixed) -> list[tuple[str, Served]]:
+def changes(best: ServingPlan, objective: str, **fixed) -> list[tuple[str, ServingPlan]]:
     """Other requests whose best way differs: smaller dtypes, half the context, twice or half the chips."""
     s = best.service
     smaller = {"bf16": "int8", "fp8": "int4", "int8": "int4"}
@@ -71,7 +71,7 @@ def changes(best: Served, objective: str, **fixed) -> list[tuple[str, Served]]:
     return found
 
 
-def rows(found: Sequence[Served]) -> str:
+def rows(found: Sequence[ServingPlan]) -> str:
     head = ["slice", "form", "mesh", "batch", "ms a step", "tokens/s", "a chip", "binds"]
     body = [
         (name(f.shape), f.form, mesh(f), f"{f.batch:,}", f"{1e3 * f.step.seconds:.2f}", f"{f.tokens_per_second:,.0f}",
@@ -80,15 +80,15 @@ def rows(found: Sequence[Served]) -> str:
     return tabulate(body, head, "simple", disable_numparse=True, colalign=("left",) * 3 + ("right",) * 4 + ("left",))
 
 
-def distinct(found: Sequence[Served], most: int) -> list[Served]:
+def distinct(found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
     """The best of each slice and form, in order."""
-    kept: dict[tuple, Served] = {}
+    kept: dict[tuple, ServingPlan] = {}
     for one in found:
         kept.setdefault((one.shape, one.form), one)
     return list(kept.values())[:most]
 
 
-def text(found: Sequence[Served], objective: str, top: int, price: float | None, **fixed) -> str:
+def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | None, **fixed) -> str:
     best = found[0]
     s, step, hbm = best.service, best.step, best.chip.need("hbm_bytes")
     ms = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
@@ -124,13 +124,13 @@ def text(found: Sequence[Served], objective: str, top: int, price: float | None,
     return folded(lines)
 
 
-def front(found: Sequence[Served]) -> str:
+def front(found: Sequence[ServingPlan]) -> str:
     """The ways that no other one beats in both milliseconds and tokens/s a chip."""
     kept = serving.pareto(found, lambda one: one.step.seconds, lambda one: one.per_chip)
     return "Latency against throughput:\n" + rows(kept)
 
 
-def as_dict(one: Served) -> dict:
+def as_dict(one: ServingPlan) -> dict:
     """One way as data. Seconds, bytes of a chip, tokens/s."""
     step = one.step
     return {

@@ -1,6 +1,6 @@
 """A plan under load: requests that come at random, through the engine's own scheduler, in the cost model's time.
 
-    served = trace(best, rate=2.0, policy="chunked", count=64, seed=0)       a scaling.serve.simulate.Served
+    served = trace(best, rate=2.0, policy="chunked", count=64, seed=0)       a scaling.serve.simulate.Simulated
     print(gantt(served, 40), histogram(...))
 
 `scaling.serve.scheduler` decides the steps, as it does in the engine; only their times are modelled.
@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable, Sequence
 
 from scaling.cost import decoding, serving
-from scaling.plan.serve.candidates import Served as Plan
+from scaling.plan.serve.candidates import ServingPlan as Plan
 from scaling.serve.policies import PREFILL
-from scaling.serve.simulate import Served, simulate
+from scaling.serve.simulate import Simulated, simulate
 from scaling.serve.states import Move, Options, Request, Run
 
 PAGE = 64  # tokens
@@ -36,12 +36,12 @@ def modelled(plan: Plan) -> Callable[[Run | Move], float]:
         moved = decoding.collectives(plan.form, s.config, new, sizes)
         comms = sum(decoding.seconds(one, plan.chip, plan.shape, sizes) for one in moved)
         slower = step.math * ((prompts / s.mfu + new - prompts) / new)
-        return serving.Step(plan.copies * step.kv, step.weights, slower, comms).seconds
+        return serving.DecodeStep(plan.copies * step.kv, step.weights, slower, comms).seconds
 
     return seconds
 
 
-def trace(plan: Plan, *, rate: float, policy: str = "chunked", count: int = 64, seed: int = 0) -> Served:
+def trace(plan: Plan, *, rate: float, policy: str = "chunked", count: int = 64, seed: int = 0) -> Simulated:
     """`count` requests of the service's lengths, `rate` a second on average, on the plan's batch as slots."""
     draw, s, now, arrivals = random.Random(seed), plan.service, 0.0, []
     for id in range(count):
@@ -52,7 +52,7 @@ def trace(plan: Plan, *, rate: float, policy: str = "chunked", count: int = 64, 
     return simulate(arrivals, options, modelled(plan))
 
 
-def gantt(served: Served, width: int = 80, rows: int = 16) -> str:
+def gantt(served: Simulated, width: int = 80, rows: int = 16) -> str:
     """Slots in time: `P` a prompt runs, `d` a request decodes, `.` it waits in its slot, `>` its cache is moved.
 
     A request takes the first row that is free; of more than `rows` rows the first are drawn.
@@ -96,7 +96,7 @@ def histogram(values: Sequence[float], unit: float = 1e-3, bins: int = 8, width:
     )
 
 
-def text(plan: Plan, served: Served, rate: float, policy: str) -> str:
+def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
     """What is printed under the plan."""
     tpot, ttft = ([getattr(times, what) for times in served.requests.values()] for what in ("tpot", "ttft"))
     slices = "two slices, one that prefills" if policy == "disaggregated" else "one slice"
@@ -110,7 +110,7 @@ def text(plan: Plan, served: Served, rate: float, policy: str) -> str:
     ])  # fmt: skip
 
 
-def as_dict(served: Served, rate: float, policy: str) -> dict:
+def as_dict(served: Simulated, rate: float, policy: str) -> dict:
     """The same as data. Seconds, tokens/s."""
     return {
         "requests": len(served.requests), "rate": rate, "policy": policy, "seconds": served.seconds,

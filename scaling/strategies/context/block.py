@@ -17,25 +17,25 @@ from torch import Tensor
 from scaling import trace
 from scaling.spec import parse
 from scaling.strategies.context.kernels import fused, tangent, written
-from scaling.strategies.context.tiles import Block, Piece
+from scaling.strategies.context.tiles import Piece, Tile
 
 Sums = tuple[Any, Any]  # tensors that a block adds to two sums, or None and None
 
 
-class Seen(NamedTuple):
+class Attended(NamedTuple):
     """What queries have seen of some keys: O[B, T, N, H], and lse[B, T, N], the log of the softmax's denominator."""
 
     O: Tensor
     lse: Tensor
 
 
-def merge(a: Seen | None, b: Seen | None) -> Any:
+def merge(a: Attended | None, b: Attended | None) -> Any:
     """What is seen of the keys of both, in any order: each O by its share of the weight, which is a sigmoid of the
     difference in lse. So nothing overflows, and the shares add up to 1 however often they are merged."""
     if a is None or b is None or b.O.is_meta:
         return a if b is None else b
     ahead = torch.where(b.lse.isneginf(), -math.inf, b.lse - a.lse)  # -inf - -inf: neither has seen a key yet
-    return Seen(torch.lerp(a.O, b.O, ahead.sigmoid()[..., None]), torch.logaddexp(a.lse, b.lse))
+    return Attended(torch.lerp(a.O, b.O, ahead.sigmoid()[..., None]), torch.logaddexp(a.lse, b.lse))
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Any:
@@ -44,7 +44,7 @@ def add(a: Tensor | None, b: Tensor | None) -> Any:
 
 
 @contextmanager
-def traced(line: str, Q: Tensor, block: Block, matmuls: int):
+def traced(line: str, Q: Tensor, block: Tile, matmuls: int):
     """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
     if not trace.active():
         yield
@@ -57,25 +57,25 @@ def traced(line: str, Q: Tensor, block: Block, matmuls: int):
     trace.done(event)
 
 
-def forward(Q: Tensor, KV: Tensor, block: Block) -> Seen | None:
+def forward(Q: Tensor, KV: Tensor, block: Tile) -> Attended | None:
     """What the queries see of these keys; None if the mask hides them all."""
     if not block.pairs:
         return None
     with traced("O = Q * KV", Q, block, matmuls=2):
         if Q.is_meta:
             O = torch.empty_like(Q, dtype=_wide(Q.dtype))
-            return Seen(O, O.new_empty(O.shape[:-1]))
+            return Attended(O, O.new_empty(O.shape[:-1]))
         q, k, v = _heads_of_keys(KV, Q, *KV)
         (rows, _), seen = block.pieces(), {}
         for i, j, hidden in block.tiles(Q.device):
             tile = kernel(Q.device).forward(_at(i, q), _at(j, k), _at(j, v), hidden, block.scale)
-            seen[i.start] = merge(seen.get(i.start), Seen(*tile))
+            seen[i.start] = merge(seen.get(i.start), Attended(*tile))
         O = _joined({i: each.O for i, each in seen.items()}, q, rows)
         lse = _joined({i: each.lse for i, each in seen.items()}, q[..., 0], rows, empty=-math.inf)
-        return Seen(*_heads(O, lse))
+        return Attended(*_heads(O, lse))
 
 
-def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Block) -> Sums:
+def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Tile) -> Sums:
     """(dQ, dKV) through this block, or Nones. O and lse are those of all the keys, of this block and the others."""
     if not block.pairs:
         return None, None
@@ -96,7 +96,7 @@ def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: B
         return dQ, torch.stack([dK, dV])
 
 
-def jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Block) -> Sums:
+def jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Tile) -> Sums:
     """(A[B, T, N, H], m[B, T, N]) of this block, or Nones: summed over the blocks of all keys, tO = A - m O."""
     if not block.pairs:
         return None, None

@@ -15,7 +15,7 @@ from scaling.spec import format_axes
 from scaling.strategies.context import block
 from scaling.strategies.context.layout import chunks
 from scaling.strategies.context.ring import Ring
-from scaling.strategies.context.tiles import Block
+from scaling.strategies.context.tiles import Tile
 
 
 def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, at: Ring) -> tuple[Tensor, Tensor]:
@@ -50,11 +50,11 @@ def gathered(name: str, K: Tensor, V: Tensor, at: Ring) -> Tensor:
     return all_gather(f"{name}[2, B, S_{C}, K, H] -> {name}[2, B, S, K, H]", torch.stack([K, V]), at.mesh)
 
 
-def whole(segments: Tensor | None, at: Ring) -> Block:
+def whole(segments: Tensor | None, at: Ring) -> Tile:
     """This rank's queries meet all keys."""
     C, group = format_axes(at.axes), at.mesh.group(at.axes)
     held = [chunks("gather", at.t, group.size, c) for c in range(group.size)]
     both = None
     if segments is not None:
         both = segments, all_gather(f"segments[B, S_{C}] -> segments[B, S]", segments, at.mesh)
-    return Block(held[group.index], sum(held, ()), at.mask, at.scale, both, at.types[0], "[2, B, S, K, H]")
+    return Tile(held[group.index], sum(held, ()), at.mask, at.scale, both, at.types[0], "[2, B, S, K, H]")

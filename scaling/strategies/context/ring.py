@@ -21,7 +21,7 @@ from scaling.spec import format_axes
 from scaling.strategies.context import block
 from scaling.strategies.context.block import add, merge
 from scaling.strategies.context.layout import Mask, chunks
-from scaling.strategies.context.tiles import Block
+from scaling.strategies.context.tiles import Tile
 
 
 def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, ring: "Ring") -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ class Ring(NamedTuple):
         for hop in range(self.hops + 1):
             rows, columns = chunks(self.order, self.t, C, c), chunks(self.order, self.t, C, (c - hop) % C)
             both = None if segments is None else (segments, of_keys)
-            here = Block(rows, columns, self.mask, self.scale, both, queries, keys), *arrays.values()
+            here = Tile(rows, columns, self.mask, self.scale, both, queries, keys), *arrays.values()
             if hop < self.hops:
                 arrays = {name: self.send(name, x) for name, x in arrays.items()}
                 of_keys = self.send("segments", of_keys)

@@ -15,7 +15,7 @@ TILE = 1024  # queries, and keys, that are computed at a time: no more than TILE
 Piece = tuple[slice, Ranges]  # a part of a rank's tokens: its place among them, its positions
 
 
-class Block(NamedTuple):
+class Tile(NamedTuple):
     """Queries at the positions `rows` meet keys at `columns`. `segments`: None, or (of the queries [B, T], of the keys
     [B, S]): a query sees keys of its own segment alone. `queries`, `keys`: their types, for the trace."""
 

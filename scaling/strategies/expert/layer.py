@@ -15,7 +15,7 @@ from torch import Tensor
 from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
 from scaling.configs import Config
 from scaling.models.moe import balance_loss, by_expert, router_logits, weigh, z_loss
-from scaling.strategies.expert.layout import Layout, layout
+from scaling.strategies.expert.layout import ExpertLayout, layout
 from scaling.strategies.expert.routing import Routing, route
 
 
@@ -74,7 +74,7 @@ def moe(
     return y, {"balance": balance, "z": z_loss(logits, count) / copies, "load": routing.load}
 
 
-def mlp(W: dict, Row: Tensor, at: Layout) -> Tensor:
+def mlp(W: dict, Row: Tensor, at: ExpertLayout) -> Tensor:
     """Row[R, D] -> Out[R, D] {U_Y} through one expert: W_in[D, F_Y], W_out[F_Y, D], perhaps W_gate[D, F_Y]."""
     Tmp = einsum(f"Row[R, D] * W_in[D, F{at.Y}] -> Tmp[R, F{at.Y}]", Row, W["W_in"])
     if "W_gate" in W:

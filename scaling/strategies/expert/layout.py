@@ -31,7 +31,7 @@ def specs(config: Config, axis="X", tensor=None) -> dict:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """Which axes of the mesh split what, and how the types write it: the experts' X, F's Y, those of B and T.
 
     `sequence`: x comes and goes with T split over Y as well, `T_Y`. `ranks`: how many parts the tokens are split into.
@@ -70,7 +70,7 @@ class Layout:
         return f"B{on(self.batch)}, T{on(self.time + self.tensor)}"
 
 
-def layout(config: Config, mesh, axis, tensor=None, spec: str | None = None) -> Layout:
+def layout(config: Config, mesh, axis, tensor=None, spec: str | None = None) -> ExpertLayout:
     """What of these axes the mesh has. ShardingError if they do not go together, or E does not divide."""
 
     def there(axes) -> tuple[str, ...]:
@@ -93,4 +93,4 @@ def layout(config: Config, mesh, axis, tensor=None, spec: str | None = None) -> 
             f"W_in[E{on(experts)}, D, F]: {config.E} experts do not divide over {mesh.size(experts)} ranks\n"
             f"  fix: give {format_axes(experts)} a size that divides E"
         )
-    return Layout(experts, Y, batch, time, sequence, mesh.size(batch + time))
+    return ExpertLayout(experts, Y, batch, time, sequence, mesh.size(batch + time))

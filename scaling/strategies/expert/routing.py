@@ -16,7 +16,7 @@ from scaling.collectives import all_gather, all_reduce, all_to_all, shard
 from scaling.configs import Config
 from scaling.models.moe import Rows, capacity_of, choose, load_of, position, rows_of
 from scaling.spec import format_axes
-from scaling.strategies.expert.layout import Layout, layout
+from scaling.strategies.expert.layout import ExpertLayout, layout
 
 
 class Routing(NamedTuple):
@@ -72,14 +72,14 @@ def route(params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, s
     return Routing(experts, load, rows, tuple(sends), tuple(receives), tuple(counts), order, back)
 
 
-def _exchanged(counts: Tensor, at: Layout, mesh) -> Tensor:
+def _exchanged(counts: Tensor, at: ExpertLayout, mesh) -> Tensor:
     """n[G, E_X]: the rows that each rank sends to each expert held here; counts[E]: those that this rank sends."""
     if not at.experts:
         return counts[None]
     return all_to_all(f"n[G{at.X}, E] -> n[G, E{at.X}]", counts[None], mesh)
 
 
-def _places(experts: Tensor, segments: int, E: int, at: Layout, mesh) -> tuple[Tensor, Tensor]:
+def _places(experts: Tensor, segments: int, E: int, at: ExpertLayout, mesh) -> tuple[Tensor, Tensor]:
     """(load int64[E], places int64[n, k]): how many earlier tokens of the global batch chose the same expert."""
     segment = torch.arange(len(experts), device=experts.device) // (len(experts) // segments)
     key = experts + E * segment[:, None]
@@ -91,7 +91,7 @@ def _places(experts: Tensor, segments: int, E: int, at: Layout, mesh) -> tuple[T
     return whole.sum((0, 1)), earlier.flatten()[key] + position(key, segments * E)
 
 
-def _even(experts: Tensor, load: Tensor, capacity: int | None, config: Config, mesh, at: Layout) -> Routing:
+def _even(experts: Tensor, load: Tensor, capacity: int | None, config: Config, mesh, at: ExpertLayout) -> Routing:
     """The same without values: what every rank sends, receives and holds if the experts' loads are equal."""
     groups, total = mesh.size(at.experts), experts.numel()
     if capacity is not None:
