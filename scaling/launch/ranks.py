@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from scaling.collectives.checked import agree
 from scaling.launch.process import end_with_parent, keep_freed_memory, ready_to_fork
 from scaling.launch.watch import CLOSED, Rank, RankError, watch, watch_self
-from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, join_world
+from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
 from scaling.spec import ShardingError
 
 WAIT = 5.0  # seconds that torchrun gets for ending a rank which has nothing new to say
@@ -45,6 +45,7 @@ def run(
     threads of a rank.
     Raises RankError if a rank fails, ShardingError for sizes that make no mesh.
     """
+    check_device(device)
     world = AbstractMesh(sizes).size()
     if world == 1:
         return [fn(Mesh(sizes, device, checked, timeout), *args)]

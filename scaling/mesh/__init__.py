@@ -4,6 +4,6 @@
 they are about to do; `page` is the memory that they share for it, `futex` how they wait for each other in it.
 """
 
-from scaling.mesh.meshes import TIMEOUT, AbstractMesh, Group, Mesh, join_world
+from scaling.mesh.meshes import TIMEOUT, AbstractMesh, Group, Mesh, check_device, join_world
 
-__all__ = ["TIMEOUT", "AbstractMesh", "Group", "Mesh", "join_world"]
+__all__ = ["TIMEOUT", "AbstractMesh", "Group", "Mesh", "check_device", "join_world"]

@@ -123,6 +123,12 @@ class AbstractMesh:
         return Group(axes, self.size(axes), block_index(axes, self.coord, self.sizes), backend)
 
 
+def check_device(device) -> None:
+    """ShardingError for a device that this machine, or this torch, does not have."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ShardingError(f"device {device}: torch finds no GPU here\n  fix: leave it out, to run on the CPU")
+
+
 class Mesh(AbstractMesh):
     """The ranks of this run along named axes, e.g. `Mesh({"X": 4, "Y": 2})`: to be made by every rank alike.
 
@@ -144,6 +150,7 @@ class Mesh(AbstractMesh):
     ):
         super().__init__(sizes)
         self.device, self.checked, self.timeout = torch.device(device), checked, timeout
+        check_device(device)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
             join_world(self.device, timeout)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)

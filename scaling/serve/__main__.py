@@ -114,6 +114,8 @@ def read(text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> tupl
         if line.strip():
             try:
                 lines.append(read_line(number, line, tokenizer, V, ends, most))
+            except json.JSONDecodeError as error:
+                bad.append({"line": number, "error": f"is no JSON: {error}"})
             except (ValueError, TypeError, RecursionError) as error:
                 bad.append({"line": number, "error": str(error).splitlines()[0]})
     return lines, bad
@@ -173,7 +175,7 @@ def main(argv=None) -> int:
             torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
             served = launch.start(*work, device=args.device) if torchrun else launch.run(*work, device=args.device)[0]
         if int(os.environ.get("RANK", 0)) == 0:
-            report(args, lines, bad, served, tokenizer, ends)
+            return 0 if report(args, lines, bad, served, tokenizer, ends) else 1
         return 0
     except launch.RankError as error:
         print(f"RankError: {error}", file=sys.stderr)
@@ -182,18 +184,22 @@ def main(argv=None) -> int:
     return 1
 
 
-def report(
-    args, lines: list[RequestLine], bad: list[dict], served: Simulated, tokenizer, ends: tuple[int, ...]
-) -> None:
+def report(args, lines: list[RequestLine], bad: list[dict], served: Simulated, tokenizer, ends: tuple[int, ...]) -> int:
+    """Write the completions, say what is wrong with the other lines; how many were served."""
     rows = {line.number: completion(line, served.requests[line.number], tokenizer, ends) for line in lines}
     rows |= {row["line"]: row for row in bad}
     Path(args.output).write_text("".join(json.dumps(rows[n], ensure_ascii=False) + "\n" for n in sorted(rows)))
     for row in rows.values():
         if "error" in row:
             print(f"{args.input}: line {row['line']}: {row['error']}", file=sys.stderr)
-    ms = {name: 1e3 * served.percentile(name, 50) for name in ("ttft", "tpot")}
-    print(f"{sum('error' not in row for row in rows.values())} of {len(rows)} served in {served.seconds:.3f} s, "
-          f"{served.throughput:.4g} tokens/s; median TTFT {ms['ttft']:.4g} ms, TPOT {ms['tpot']:.4g} ms")  # fmt: skip
+    good = sum("error" not in row for row in rows.values())
+    text = f"{good} of {len(rows)} served"
+    if good:
+        ms = {name: 1e3 * served.percentile(name, 50) for name in ("ttft", "tpot")}
+        text += f" in {served.seconds:.3f} s, {served.throughput:.4g} tokens/s; "
+        text += f"median TTFT {ms['ttft']:.4g} ms, TPOT {ms['tpot']:.4g} ms"
+    print(text)
+    return good
 
 
 if __name__ == "__main__":

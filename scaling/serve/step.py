@@ -20,6 +20,7 @@ from scaling.serve.forms import At, context, heads, heads_batch, sequence, weigh
 from scaling.serve.int8 import floats
 from scaling.serve.slots import Slots
 from scaling.serve.types import ONE, check_mesh, specs
+from scaling.spec import ShardingError
 from scaling.strategies.axes import all_gather
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
@@ -139,7 +140,7 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
     if lengths.shape != (B,) or lengths.is_floating_point():
         raise ValueError(f"lengths{list(lengths.shape)} {lengths.dtype} must be whole numbers[{B}], one a row")
     if T > 1:  # a decode step comes after a prefill
-        tree.paired(params, specs(config, mesh, form=form, int8=isinstance(params.get("embed"), dict)))
+        check_shards(params, specs(config, mesh, form=form, int8=isinstance(params.get("embed"), dict)), config, mesh)
     if tokens.is_meta:
         return
     low, high = int(lengths.min()), int(lengths.max())
@@ -159,6 +160,18 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
         )
     if "pages" in cache:
         check_pages(cache, after)
+
+
+def check_shards(params: dict, types: dict, config: Config, mesh) -> None:
+    """ShardingError, naming the leaf, for params that are not this rank's shards of these types."""
+    sizes = config.sizes | {"L": config.L}
+    for where, leaf, spec in tree.paired(params, types):
+        if {*spec.dim_names} <= {*sizes, "1"} and tuple(leaf.shape) != (wanted := spec.local_shape(sizes, mesh)):
+            raise ShardingError(
+                f"{where}: {spec} of {config.name} is {tuple(wanted)} on each rank; got {tuple(leaf.shape)}\n"
+                "  rule: params are this rank's shards, typed as serve.specs(config, mesh, form=...)\n"
+                "  fix: tree.shard(params, serve.specs(config, mesh), mesh)"
+            )
 
 
 def check_pages(cache: dict, after: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from scaling import tree
 from scaling.collectives import reshard
 from scaling.models.remat import checkpoint_block
-from scaling.spec import Spec, parse
+from scaling.spec import ShardingError, Spec, parse
 
 
 def call(f: "nn.Module | Callable", stored: Any, used: Any, mesh, again: bool = False) -> Callable:
@@ -29,10 +29,15 @@ def call(f: "nn.Module | Callable", stored: Any, used: Any, mesh, again: bool = 
     the params; a leaf whose two types are equal is passed as it is. Any reshard may stand between them: an AllGather
     (FSDP: `W[F, D_X]` used as `W[F, D]`), or partial sums (`b[D]` used as `b[D] {U_Y}`: a bias after a sum over Y,
     which one rank along Y adds). `again`: the backward keeps the shards alone and gathers, and computes, once more;
-    the arguments are then floating-point tensors. ShardingError if the trees' leaves differ.
+    the arguments are then floating-point tensors. ShardingError if the trees' leaves differ, or a param of the
+    module has no type.
     """
     apply = (lambda params, *args: functional_call(f, params, args)) if isinstance(f, nn.Module) else f
     tree.paired(used, stored, "used")
+    untyped = [name for name, _ in f.named_parameters() if name not in stored] if isinstance(f, nn.Module) else []
+    if untyped:
+        what = f"{untyped[0]}: this param of the module has no type, and would not be trained"
+        raise ShardingError(f"{what}\n  fix: give one for each of {', '.join(untyped)}")
 
     def gathered(params, args):
         tree.paired(params, stored)

@@ -24,12 +24,13 @@ from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.train import compare, dry, elastic, export, tokenize
+from scaling.train import checkpoint, compare, dry, elastic, export, tokenize
 from scaling.train.export import config_at
 from scaling.train.loop import STOP, run
 from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings
 
+RUN = "run.toml"  # a run's options, in its folder
 OTHERS = {"tokenize": tokenize.main, "compare": compare.main, "export": export.main}  # commands beside training
 
 
@@ -62,7 +63,11 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--guard-every", type=integer(0), default=50, help="steps between comparisons of replicas; 0: none"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, if any")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on in --out, with its options under the flags given",
+    )
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
     parser.add_argument("--norms", action="store_true", help="write each leaf's gradient norm to norms.jsonl")
     parser.add_argument("--chip", default="", help="of whose FLOPs/s MFU is a share: h100, or what measure wrote")
@@ -70,14 +75,15 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
     known = {action.dest for action in parser._actions}
     given, _ = parser.parse_known_args(argv)
-    if given.config:
+    before = str(Path(given.out) / RUN) if given.resume and (Path(given.out) / RUN).is_file() else ""
+    for file in filter(None, (before, given.config)):
         try:
-            table = tomllib.loads(Path(given.config).read_text())
+            table = tomllib.loads(Path(file).read_text())
         except (OSError, tomllib.TOMLDecodeError) as error:
-            parser.error(f"--config {given.config}: {error}")
+            parser.error(f"{file}: {error}")
         table = {key.replace("-", "_"): value for key, value in table.items()}
         if unknown := sorted(set(table) - known):
-            parser.error(f"--config {given.config}: unknown option {unknown[0]!r}")
+            parser.error(f"{file}: unknown option {unknown[0]!r}")
         parser.set_defaults(**table)
     args = parser.parse_args(argv)
     if not args.data and not args.dry_run:
@@ -122,9 +128,10 @@ def trained(settings: Settings, sizes: dict[str, int], args) -> int:
         launch.start(run, sizes, settings, **options)
         return 0
     result = launch.run(run, sizes, settings, **options)[0]
-    done = "stopped" if result["step"] < settings.steps else "done"
-    print(f"{done} at step {result['step']}: loss {result['loss']:.4f}, valid {result['valid']:.4f}; "
-          f"{significant(result['step'] * settings.batch * settings.seq)} tokens seen")  # fmt: skip
+    stopped = result["step"] < settings.steps
+    print(f"{'stopped' if stopped else 'done'} at step {result['step']}: loss {result['loss']:.4f}, valid "
+          f"{result['valid']:.4f}; {significant(result['sequences'] * settings.seq)} tokens seen; saved in "
+          f"{settings.out}" + (", --resume goes on" if stopped else ""))  # fmt: skip
     return 0
 
 
@@ -159,9 +166,21 @@ def claim(out: Path, lock, settings: Settings, args) -> None:
     (out / STOP).unlink(missing_ok=True)
     if not settings.resume and any(out.glob("step-*")):
         raise ValueError(f"{out}: holds checkpoints already\n  fix: --resume to go on from them, or another --out")
+    if settings.resume:
+        check_resumed(out, settings)
     keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume")}
     keep |= {"model": args.model, "mesh": args.mesh}
-    (out / "run.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in sorted(keep.items())))
+    (out / RUN).write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in sorted(keep.items())))
+
+
+def check_resumed(out: Path, settings: Settings) -> None:
+    """ValueError if there is nothing left to do, or if the place in the data would mean another text."""
+    if not checkpoint.complete(out):
+        print(f"{out}: there is no checkpoint yet: starting at step 1", flush=True)
+    elif (step := checkpoint.latest(out)) >= settings.steps:
+        raise ValueError(f"{out}: is at step {step} of {settings.steps}\n  fix: --steps of more than {step}")
+    elif (seq := tomllib.loads((out / RUN).read_text())["seq"]) != settings.seq:
+        raise ValueError(f"{out}: was begun with --seq {seq}, not {settings.seq}\n  fix: the same, or another --out")
 
 
 if __name__ == "__main__":

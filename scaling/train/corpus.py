@@ -67,7 +67,9 @@ def load(path, by: Tokenizer = BYTES) -> Corpus:
     found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     ids = [p for p in found if p.suffix == ".npy"]
     files = ids or [p for p in found if p.suffix in (*TEXT, ".jsonl") or p == path]
-    if not path.exists() or not files:
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder")
+    if not files:
         raise ValueError(f"{path}: no text and no .npy of tokens to read")
     if ids:
         return joined([row(p) for p in ids], path)

@@ -43,6 +43,8 @@ def main(argv=None) -> int:
     parser.add_argument("--mesh", default="X=1", help="ranks that share the work (default X=1)")
     args = parser.parse_args(argv)
     try:
+        if not (args.run / "run.toml").is_file():
+            raise ValueError(f"{args.run}: is no run of scaling.train: it has no run.toml")
         options = tomllib.loads((args.run / "run.toml").read_text())
         config, _ = config_at(options["model"])
         step = checkpoint.latest(args.run) if args.step is None else args.step

@@ -3,7 +3,6 @@
 It writes metrics.jsonl and checkpoints; it stops, with a checkpoint, when it is asked to.
 """
 
-import math
 import time
 from pathlib import Path
 
@@ -30,14 +29,14 @@ STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 
 
 def run(mesh, settings: Settings) -> dict:
-    """Train on every rank of a mesh; returns {"step", "loss", "valid"}."""
+    """Train on every rank of a mesh; returns {"step", "sequences", "loss", "valid"}."""
     out, places = Path(settings.out), {"L": slots_of(settings.model, mesh, None)}
     train, valid = inputs(settings)
     optimizer, types = optimizer_of(settings), transformer.specs(settings.model, mesh)
     specs = state_specs(optimizer, types)
     held, start = begun(settings, mesh, optimizer, types)
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
-    step, result = make_step(settings, mesh, optimizer), {"step": start, "loss": math.nan, "valid": math.nan}
+    step, result = make_step(settings, mesh, optimizer), {"step": start, "sequences": seen}
     coming = ahead(train, seen, settings.batch)
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), Pace(), None
     for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank):
@@ -54,7 +53,7 @@ def run(mesh, settings: Settings) -> dict:
         seconds, stood = time.perf_counter() - began, still(log) if mesh.device.type == "cpu" else None
         pace.add(seconds, stood or 0.0)
         seen += settings.batch
-        result |= {"step": number, "loss": loss}
+        result |= {"step": number, "loss": loss, "sequences": seen}
         record = progress.record(number, loss, norm, seconds, stood)
         last, asked = number == settings.steps, stop_asked(out, mesh)
         if last or asked or (settings.eval_every and number % settings.eval_every == 0):

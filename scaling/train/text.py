@@ -33,6 +33,8 @@ class FromFile:
     """A tokenizer.json, by the library `tokenizers`."""
 
     def __init__(self, path):
+        if not Path(path).is_file():
+            raise ValueError(f"{path}: no such file")
         try:
             from tokenizers import Tokenizer as Loaded
         except ImportError:

@@ -160,8 +160,11 @@ def test_serve_a_file(folder, tmp_path, capsys):
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row["line"] for row in rows if "error" in row] == [1, 2, 3, *range(9, 19)]
     said = capsys.readouterr().err
-    for what in ("line 1: Expecting", "line 2: not a JSON object", "line 3: one of", "line 11: token 256", "top_p=0"):
+    for what in ("line 1: is no JSON", "line 2: not a JSON object", "line 3: one of", "line 11: token 256", "top_p=0"):
         assert what in said
+    source.write_text("{")
+    assert __main__.main(["serve", *options]) == 1
+    assert "0 of 1 served\n" in capsys.readouterr().out
     served = {row["id"]: row for row in rows if "error" not in row}
     assert list(served) == [5, "x", 7, 8]
     assert served[5]["ids"] == served[7]["ids"] == serve.generate(params, [list(b"hello")], CONFIG, 8)[0]

@@ -8,6 +8,7 @@ from scaling.algebra import derive
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
+from scaling.spec import ShardingError
 from scaling.trace import trace
 
 CONFIG = Config("plain", 1, 64, 256, 16, 16, 8, 32, gated=False)
@@ -80,3 +81,11 @@ def test_bytes_of_part_7():
     assert moved("sequence", "Q", "O") == [("AllGather", B * NH // 4), ("ReduceScatter", B * NH // 4)]
     question_7 = [("AllGather", B * D // 2), ("AllReduce", B * F // 4), ("ReduceScatter", B * D // 2)]
     assert moved("2d", "y", "Tmp", "Out")[1:4] == question_7
+
+
+def test_whole_params_on_a_mesh_are_refused():
+    mesh = AbstractMesh({"Y": 2})
+    params = model.init(CONFIG, device="meta")
+    cache = serve.init_cache(CONFIG, 1, 8, mesh=mesh)
+    with pytest.raises(ShardingError, match=r"fix: tree.shard\(params, serve.specs"):
+        serve.prefill(params, torch.zeros(1, 2, dtype=torch.int64, device="meta"), cache, CONFIG, mesh)

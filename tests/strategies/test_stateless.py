@@ -8,6 +8,7 @@ from torch.func import functional_call, grad_and_value
 
 from scaling import optim, tree
 from scaling.collectives import all_reduce, reduce_scatter
+from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError
 from scaling.strategies.stateless import call, parameters, reduce_grads
 from scaling.trace import trace
@@ -91,6 +92,13 @@ def test_equal_to_one_device(ranks, way):
         close(got[1], grads, torch.float64)
         close(got[2], params, torch.float64)
         assert got[3] == {"dp": 0, "fsdp": 4, "fsdp, gathered again": 8, "tp": 0, "fsdp + tp": 3}[way]
+
+
+def test_a_param_without_a_type_is_refused():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    types = {"0.weight": "W[F, D]", "0.bias": "b[F]"}
+    with pytest.raises(ShardingError, match=r"1.weight: this param of the module has no type"):
+        call(module, types, types, AbstractMesh({"X": 2}))
 
 
 def test_trees_that_differ_are_refused():

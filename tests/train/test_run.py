@@ -85,17 +85,32 @@ def test_stopped_it_saves_and_can_go_on(corpus, tmp_path):
         rest = process.stdout.read()
         assert process.wait(60) == 0, rest
     assert "stopped at step" in rest
+    assert "--resume goes on" in rest
     step = int((tmp_path / "run" / "latest").read_text())
     assert 3 <= step < 200
-    again = ["--mesh", "X=1", "--batch", "4", "--seq", "32", "--steps", str(step + 1), "--resume"]
-    assert main([*command[3:-1], *again]) == 0
+    out = ["--out", str(tmp_path / "run"), "--resume"]  # its other options are those of the run
+    assert main([*out, "--mesh", "X=1", "--steps", str(step + 1)]) == 0
     assert int((tmp_path / "run" / "latest").read_text()) == step + 1
+
+
+def test_resumed_with_what_does_not_fit(corpus, tmp_path, capsys):
+    """Another batch is fine, and counted rightly; another length of sequences, or nothing left to do, is refused."""
+    out = ["--out", str(tmp_path / "run")]
+    small = ["--batch", "4", "--seq", "32", "--steps", "2", "--eval-every", "0"]
+    assert main([*out, "--data", str(corpus), *small]) == 0
+    assert "256 tokens seen" in capsys.readouterr().out
+    assert main([*out, "--resume", "--batch", "8", "--steps", "3"]) == 0
+    assert "512 tokens seen" in capsys.readouterr().out
+    assert main([*out, "--resume"]) == 1
+    assert "fix: --steps of more than 3" in capsys.readouterr().err
+    assert main([*out, "--resume", "--steps", "9", "--seq", "16"]) == 1
+    assert "was begun with --seq 32" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--data", "nowhere.txt"], "nowhere.txt: no text"),
+        (["--data", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--mesh", "Q=2"], "splits nothing of a Transformer"),
         (["--mesh", "Y=3"], "do not divide into 3 blocks"),
         (["--seq", "19999", "--batch", "1"], "hold no sequence of 19999"),
