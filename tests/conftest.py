@@ -112,3 +112,11 @@ def ranks():
     yield run
     for each in workers.values():
         each.end()
+
+
+def pytest_collection_modifyitems(config, items):
+    """What is marked sweep runs only if its mark is asked for."""
+    if "sweep" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("sweep")]
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+        config.hook.pytest_deselected(items=left_out)

@@ -94,7 +94,7 @@ class Page:
         if not in_notebook():
             from scaling.launch import start_by_torchrun
 
-            if findings := check_file(sys.argv[0]):
+            if Path(sys.argv[0]).is_file() and (findings := check_file(sys.argv[0])):
                 sys.exit("\n".join(map(str, findings)))
             start_by_torchrun(args.mesh, device)
 

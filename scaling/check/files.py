@@ -14,7 +14,6 @@ to Strategy(SPECS, forward, backward, ...), or called forward and backward: thei
 """
 
 import argparse
-import ast
 import io
 import json
 import re
@@ -69,14 +68,16 @@ def check_source(text: str, filename: str = "<source>", modules: Modules | None 
 
 def read_source(text: str, filename: str = "<source>", modules: Modules | None = None) -> Report:
     """The same with what was checked and what could not be read. `modules`: those that were found before."""
-    path = Path(filename)
+    path, modules = Path(filename), modules or Modules()
     known = path.suffix == ".py" and path.exists()
-    tree = ast.parse(text, filename)
-    module = Module(name_of(path) if known else path.stem, path if known else None, tree)
+    held = modules.load(name_of(path), path) if known else None
+    module = held if held is not None and held.text == text else None
+    if module is None:
+        module = Module(name_of(path) if known else path.stem, path if known else None, text)
     report = Report(files=1)
     if "scaling" not in text:
         return report
-    reader = Reader(module, modules or Modules())
+    reader = Reader(module, modules)
     reader.read()
     report.notes = [f"{filename}: {note}" for note in reader.notes]
     comments = ignored(text)

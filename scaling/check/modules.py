@@ -21,14 +21,16 @@ INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 class Module:
     """A parsed module. `scope`: its names, each with the statements that bind it at the top level."""
 
-    def __init__(self, name: str, path: "Path | None", tree: ast.Module):
-        self.name, self.path, self.tree = name, path, tree
+    def __init__(self, name: str, path: "Path | None", text: str):
+        self.name, self.path, self.text, self.tree = name, path, text, ast.parse(text)
         self.scope: dict[str, list[tuple[Any, Any]]] = {}
-        self.collect(tree.body)
+        self.collect(self.tree.body)
 
     @cached_property
     def uses_lines(self) -> bool:
         """Whether the module imports typed calls."""
+        if not any(word in self.text for word in ("collectives", "axes", "scaling import")):
+            return False
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import) and any(a.name.startswith(TYPED_IN) for a in node.names):
                 return True
@@ -99,7 +101,7 @@ class Modules:
         key = "file", path
         if key not in self.found:
             try:
-                self.found[key] = Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+                self.found[key] = Module(name, path, path.read_text(encoding="utf-8"))
             except (OSError, SyntaxError, ValueError):
                 self.found[key] = None
         return self.found[key]

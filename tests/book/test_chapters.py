@@ -169,7 +169,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", running.ON_A_PAGE)
 def test_things_to_try(name, chapter, monkeypatch, tmp_path):
     """Each proposal stands in the chapter's last cell; the edit is made in its text, the flag given."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaling.check import check_file, check_source, files_of, main
+from scaling.check.modules import Modules
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")
@@ -99,7 +100,8 @@ def strategy(name: str) -> str:
 @pytest.mark.slow
 def test_the_projects_own_code_is_clean():
     paths = files_of([ROOT / "scaling", ROOT / "chapters"])
-    assert [str(finding) for path in paths for finding in check_file(path)] == []
+    modules = Modules()
+    assert [str(finding) for path in paths for finding in check_file(path, modules)] == []
     assert all(any(path.stem == name for path in paths) for name in STRATEGIES)
 
 

@@ -109,7 +109,9 @@ def whole_step(mesh, name):
     return [(step(params, state, In), compiled(params, state, In)) for In in batches]
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("dp", "fsdp_tp") else pytest.param(name, marks=pytest.mark.sweep) for name in STEPS]
+)
 def test_a_strategy_s_whole_step_in_one_graph(ranks, name):
     for results in ranks(whole_step, STEPS[name][1], name):
         for eager, compiled in results:

@@ -67,7 +67,7 @@ def dtypes(mesh, remat):
     rows = local(torch.ones(8, 32, dtype=torch.int64), mesh)
     with trace() as log:
         make_step(settings, mesh, optimizer)(params, optimizer.init(params), (rows, rows, None))
-    return {(event.op, str(event.after.name), event.dtype) for event in log.events}
+    return {(event.op, str(event.after.name), str(event.dtype).removeprefix("torch.")) for event in log.events}
 
 
 @pytest.mark.parametrize("remat", ["none", "block"])
