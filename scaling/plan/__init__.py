@@ -10,11 +10,12 @@ placement, network: where the axes lie and what a byte costs there; ledger: what
 memory; evaluate: bound and forecast; candidates: every layout, the best first; report: what is printed. No torch.
 """
 
-from scaling.plan.candidates import Fixed, fits, plans, search
+from scaling.plan.candidates import Fixed, plans, search
 from scaling.plan.evaluate import Estimate, evaluate
 from scaling.plan.job import Job
 from scaling.plan.layout import Layout
 from scaling.plan.network import tree
+from scaling.plan.ranking import fits
 from scaling.plan.work import Stack
 
 __all__ = ["Estimate", "Fixed", "Job", "Layout", "Stack", "evaluate", "fits", "plans", "search", "tree"]

@@ -12,9 +12,10 @@ from scaling.configs import MODELS, get
 from scaling.console import command, integer, number, output
 from scaling.hardware import chip, chips
 from scaling.plan import explain, one_layer
-from scaling.plan.candidates import Fixed, fits, plans
+from scaling.plan.candidates import Fixed, plans
 from scaling.plan.job import DTYPES, OVERLAPS, Job
 from scaling.plan.layout import AXES, POLICIES, SCHEDULES
+from scaling.plan.ranking import fits
 from scaling.plan.report import Budget, as_dict, text
 from scaling.sizes import shortened
 

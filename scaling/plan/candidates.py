@@ -21,11 +21,10 @@ from scaling.plan.layout import AXES, POLICIES, SCHEDULES, Layout, row
 from scaling.plan.ledger import compute, ledger
 from scaling.plan.network import Network, Unplaced, measured, torus, torus_meshes, tree
 from scaling.plan.placement import slice_shape
+from scaling.plan.ranking import room, simplest_first
 
 STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # of layers that a rank of an interleaved pipeline holds
-COMPLEXITY = {"pod": 0, "data": 1, "fsdp": 1, "tensor": 2, "expert": 2, "pipe": 3, "context": 3}
-TIE = 0.03  # forecasts so much longer than the shortest, by share, count as equal to it
 ROWS = 16_000  # of columns evaluated at once, so that they stay in the cache
 
 
@@ -278,36 +277,6 @@ def block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarra
     many, seconds, worst, total = priced(np.arange(len(networks)), chosen[firsts], ties=True)
     keys = np.stack([np.maximum(0.0, total - room(job, chip)), seconds, worst, total], 1)
     return [(tuple(keys[i].tolist()), networks[i], row(many, i)) for i in range(len(networks))]
-
-
-def complexity(layout: Layout) -> int:
-    """How much there is to a layout: replicas or shards are little, stages and parts of sequences the most."""
-    return sum(COMPLEXITY[axis] for axis, n in layout.sizes.items() if n > 1)
-
-
-def simplest_first(chosen: list[tuple]) -> list[tuple]:
-    """In order of rank, but for the first: of all as fast as the fastest, within TIE, the simplest, and of those the
-    shortest without overlap: TP in the node rather than beyond it, replicas rather than shards."""
-    order = sorted(chosen, key=lambda one: one[0])
-    if not order or order[0][0][0] > 0:
-        return order
-    as_fast = [one for one in order if one[0][0] == 0 and one[0][1] <= (1 + TIE) * order[0][0][1]]
-    first = min(as_fast, key=lambda one: (complexity(one[2]), one[0][2]))
-    return [first, *(one for one in order if one is not first)]
-
-
-def room(job: Job, chip: Chip) -> float:
-    return job.headroom * chip.need("hbm_bytes")
-
-
-def fits(job: Job, found: Estimate) -> bool:
-    return float(found.held.total) <= room(job, found.network.chip)
-
-
-def rank(job: Job, found: Estimate) -> tuple:
-    """What fits first; then the shortest forecast."""
-    misses = max(0.0, float(found.held.total) - room(job, found.network.chip))
-    return (misses, found.forecast, found.worst, float(found.held.total))
 
 
 def plans(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Found:

@@ -18,10 +18,11 @@ from scaling.configs import MODELS, get
 from scaling.console import integer, number
 from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
-from scaling.plan.candidates import Fixed, fits, room, search
+from scaling.plan.candidates import Fixed, search
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES
+from scaling.plan.ranking import fits, room
 from scaling.plan.report import folded, size
 from scaling.sizes import shortened
 

@@ -10,10 +10,11 @@ from tabulate import tabulate
 from scaling.cost.units import significant
 from scaling.hardware import Chip
 from scaling.plan import closed_form
-from scaling.plan.candidates import ANY, Fixed, Found, fits, room, search
+from scaling.plan.candidates import ANY, Fixed, Found, search
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES, Layout
+from scaling.plan.ranking import fits, room
 
 AXIS_WORDS = {
     "pod": "pods (data)", "pipe": "pipeline", "data": "data", "fsdp": "FSDP", "context": "context", "expert": "expert",

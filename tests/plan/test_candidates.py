@@ -6,9 +6,10 @@ import pytest
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan import Fixed, Job, Layout, Stack, evaluate, fits, plans, search, tree
-from scaling.plan.candidates import CHUNKS, TIE, rank
+from scaling.plan.candidates import CHUNKS
 from scaling.plan.layout import AXES, POLICIES
 from scaling.plan.network import Unplaced
+from scaling.plan.ranking import TIE, rank
 
 H100, V5P = chip("h100"), chip("v5p")
 SMALL = get("llama3-8b").with_(L=6, V=32000)
