@@ -1,4 +1,4 @@
-"""The loss of a Transformer and its gradients on any mesh without stages: layer by layer, each by its vjp (Part 5).
+"""The layers of a Transformer forward and backward, all of them or those of a stage: each by its vjp (Part 5).
 
 Forward: a layer's weights are gathered over X, the next layer's meanwhile; `vjp` keeps what its backward needs.
 Backward: the layers' vjps from the last to the first. A weight's gradient is unreduced over every axis that splits the
