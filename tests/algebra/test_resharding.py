@@ -43,6 +43,7 @@ def naive_bytes(src, dst, shape, mesh):
     return sent + total * (n - 1) / n
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "shape"), [({"X": 2, "Y": 4}, (8, 16)), ({"X": 2, "Y": 2, "Z": 2}, (8, 8)), ({"X": 1, "Y": 3}, (3, 6))]

@@ -97,6 +97,7 @@ def strategy(name: str) -> str:
     return (ROOT / "scaling" / "strategies" / f"{name}.py").read_text()
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_the_projects_own_code_is_clean():
     paths = files_of([ROOT / "scaling", ROOT / "chapters"])

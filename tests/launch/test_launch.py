@@ -258,6 +258,7 @@ def spins_for_ever(mesh):
         pass
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [hangs, spins_for_ever])
 def test_when_all_hang_they_are_shown_where_they_are(how, monkeypatch):

@@ -145,6 +145,7 @@ def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script):
     assert all_ended(pids_in(out))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"), [("early", "rank 1: the end of the run of"), ("leave", "rank 1: has ended\n")]
@@ -170,6 +171,7 @@ def test_ranks_of_torchrun_that_all_hang_say_where(script):
     assert all_ended(pids_in(out))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_a_mesh_that_does_not_fit_torchruns_ranks(script):
     process = script("run", "3", command=[*TORCHRUN, "--nproc-per-node", "2"])

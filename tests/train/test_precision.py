@@ -98,5 +98,6 @@ def curve(dtype, steps=200):
     return sum(losses[-10:]) / 10
 
 
+@pytest.mark.sweep
 def test_the_loss_is_float32_s_after_200_steps():
     assert curve("bf16") == pytest.approx(curve("fp32"), rel=0.01)
