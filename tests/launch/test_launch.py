@@ -279,6 +279,7 @@ def computes(mesh, seconds):
         torch.ones(100, 100) @ torch.ones(100, 100)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_ranks_that_compute_or_communicate_do_not_hang():
     run(computes, {"X": 2}, 2.5, timeout=0.5)

@@ -15,7 +15,7 @@ from scaling import launch
 
 SCRIPT = f"""
 import os, sys, time
-sys.path[:0] = {[str(Path(launch.__file__).parents[1])]!r}
+sys.path[:0] = {[str(Path(launch.__file__).parents[2])]!r}
 import torch
 from scaling.collectives import all_reduce
 from scaling.launch import parse_mesh, start
@@ -107,6 +107,7 @@ def test_a_script_that_is_ended_takes_its_ranks_with_it(script, how):
     assert all_ended(pids)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_bare_torchrun_starts_the_ranks_of_the_scripts_mesh(script):
     process = script("run", "3", command=TORCHRUN)
@@ -125,6 +126,7 @@ def test_killing_a_bare_torchrun_leaves_nothing_behind(script):
     assert all_ended(pids)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_torchruns_ranks_are_the_mesh(script):
     process = script("run", "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
@@ -161,6 +163,7 @@ def test_torchrun_is_told_once_of_a_rank_that_ends_early(script, how, said):
     assert all_ended(pids_in(out))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_ranks_of_torchrun_that_all_hang_say_where(script):
     process = script("hang", "2", "0.5", command=[*TORCHRUN, "--nproc-per-node", "2"])
