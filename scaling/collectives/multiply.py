@@ -19,6 +19,7 @@ from scaling.collectives.linear import differentiated
 from scaling.collectives.torch_private import constant
 from scaling.spec import Line, ShardingError
 
+DENSE = torch.strided
 _products: dict[str, Kernel] = {}  # by line
 
 
@@ -50,6 +51,9 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         _refuse_operands(product.line, a, b)
     if not fits(product.shapes, a.shape, b if b is None else b.shape):
         _refuse_operands(product.line, a, b)
+    if a.layout is not DENSE or (b is not None and b.layout is not DENSE):
+        what = "an operand is sparse, of which torch gives some products wrong"
+        refuse_product(product.line, what, "shards are dense tensors", "give them as .to_dense()")
     if defer:
         return Deferred(einsum, line, a, b)
     if out is not None or add:
@@ -145,8 +149,6 @@ def _refuse_kind(line: Line, a: Tensor, b: Tensor | None, out: Tensor | None, er
     rule = fix = ""
     if b is not None and (a.dtype != b.dtype or a.device != b.device):
         rule = f"the operands, {a.dtype} on {a.device} and {b.dtype} on {b.device}, have one dtype and one device"
-    elif any(x is not None and x.layout != torch.strided for x in (a, b)):
-        rule, fix = "shards are dense tensors", "give them as .to_dense()"
     elif out is not None and any(x is not None and differentiated(x) for x in (a, b, out)):
         rule, fix = "what is written to a buffer is not differentiated", "leave out= away"
     if rule:

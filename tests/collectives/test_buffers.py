@@ -297,6 +297,10 @@ REFUSED = {
         lambda: c.einsum("A[I, J] * B[K, J, I] -> C[I, J]", torch.ones(2, 2).to_sparse(), torch.ones(2, 2, 2)),
         "fix: give them as .to_dense()",
     ),
+    "a sparse product of a batch, which torch gets wrong": (
+        lambda: c.einsum("A[L, J] * B[J, K] -> C[J, K, L]", torch.ones(2, 5), torch.ones(5, 2).to_sparse()),
+        "fix: give them as .to_dense()",
+    ),
     "no operand": (lambda: c.einsum(PRODUCT, None, None), "the operands do not have the dims of their types"),
     "nor for a reshard": (lambda: c.reshard("A[I_X] -> A[I]", None, REAL), "builtins.NoneType"),
     "a derivative in a buffer": (
