@@ -91,9 +91,14 @@ class Page:
             parser.error(f"--text {args.text}: no such file; fix: leave it out for Python's standard library")
         if device not in ("cpu", "cuda"):
             parser.error(f"--device {device}: must be cpu, or cuda, where each rank takes a GPU of its own")
-        if not in_notebook():
-            from scaling.launch import start_by_torchrun
+        from scaling.launch import start_by_torchrun
+        from scaling.mesh import check_device
 
+        try:
+            check_device(device)
+        except ShardingError as error:
+            parser.error(f"--device {device}: {error}")
+        if not in_notebook():
             if Path(sys.argv[0]).is_file() and (findings := check_file(sys.argv[0])):
                 sys.exit("\n".join(map(str, findings)))
             start_by_torchrun(args.mesh, device)

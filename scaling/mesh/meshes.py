@@ -61,7 +61,7 @@ class AbstractMesh:
     def __init__(self, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None):
         check_sizes(sizes)
         self.sizes = dict(sizes)
-        self.ranks = tuple(range(self.size()))  # those of the run that are this mesh's, in its order
+        self.ranks: Sequence[int] = range(self.size())  # those of the run that are this mesh's, in its order
         self.coord = dict.fromkeys(self.sizes, 0) | dict(coord or {})
         if not all(0 <= at < self.sizes.get(axis, 0) for axis, at in self.coord.items()):
             raise ShardingError(f"the coordinate {self.coord} is not on the mesh {format_sizes(self.sizes)}")

@@ -113,7 +113,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Operation:
+class HloOperation:
     """One line of an XLA program: `%name = result op(operands), key=value`."""
 
     name: str
@@ -126,7 +126,7 @@ class Operation:
 TYPED = r"(?:\w+\[[\d,]*\](?:\{[^}]*\})?\s+)?"
 
 
-def operation(line: str) -> Operation:
+def operation(line: str) -> HloOperation:
     """Read a line such as `%fusion.3 = bf16[32,4096]{1,0} fusion(bf16[32,8192]{1,0} %fusion.32), kind=kCustom`."""
     match = re.fullmatch(
         rf"\s*(?:ROOT\s+)?%(\S+)\s*=\s*({TYPED})([\w-]+)\(((?:{TYPED}%?[^,()]*,?\s*)*)\)\s*,?\s*(.*?),?\s*", line
@@ -137,4 +137,4 @@ def operation(line: str) -> Operation:
     for typed, name in re.findall(rf"({TYPED})%?([\w.-]+)", match[4]):
         operands.append((name, parse(typed) if typed else None))
     attributes = re.findall(r"(\w+)=((?:\{.*?\}(?=,|$)|[^,{]+))", match[5])
-    return Operation(match[1], parse(match[2]), match[3], tuple(operands), tuple(attributes))
+    return HloOperation(match[1], parse(match[2]), match[3], tuple(operands), tuple(attributes))

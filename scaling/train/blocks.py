@@ -18,7 +18,7 @@ Places = Mapping[str, Sequence[int]]
 IN_ORDER: Places = {}
 
 
-class Run(NamedTuple):
+class IndexRun(NamedTuple):
     """Indices `start` to `stop` of the whole, which begin at `local` in the shard."""
 
     start: int
@@ -41,23 +41,23 @@ def described(leaf: Tensor, spec: Spec, mesh, places: Places = IN_ORDER) -> dict
     return {"dtype": str(leaf.dtype).removeprefix("torch."), "type": str(spec), "shape": shape, "blocks": blocks}
 
 
-def parts(spec: Spec, shape: Sequence[int], mesh, at: Mapping[str, int], places: Places) -> list[tuple[Run, ...]]:
+def parts(spec: Spec, shape: Sequence[int], mesh, at: Mapping[str, int], places: Places) -> list[tuple[IndexRun, ...]]:
     """What the rank at these coordinates holds of a whole array: a `Run` for each dim, part by part."""
     stored = [len(places.get(dim, range(n))) for n, dim in zip(shape, spec.dim_names, strict=True)]
     slices = spec.slices(stored, mesh, at)
     return [*product(*(runs(s, places.get(dim)) for s, dim in zip(slices, spec.dim_names, strict=True)))]
 
 
-def runs(held: slice, places: Sequence[int] | None) -> list[Run]:
+def runs(held: slice, places: Sequence[int] | None) -> list[IndexRun]:
     """The stretches of the whole, one after another, that the stored places `held` are."""
     if places is None:
-        return [Run(held.start, held.stop, 0)]
-    found: list[Run] = []
+        return [IndexRun(held.start, held.stop, 0)]
+    found: list[IndexRun] = []
     for local, index in enumerate(places[held]):
         if found and index == found[-1].stop and local - found[-1].local == index - found[-1].start:
             found[-1] = found[-1]._replace(stop=index + 1)
         elif index >= 0:
-            found.append(Run(index, index + 1, local))
+            found.append(IndexRun(index, index + 1, local))
     return found
 
 

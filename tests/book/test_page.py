@@ -1,6 +1,7 @@
 """The page that chapters write on: options, verdicts, the end."""
 
 import pytest
+import torch
 
 from scaling.book.answers import Answer
 from scaling.book.page import Page
@@ -72,3 +73,29 @@ def test_pictures(monkeypatch, tmp_path, capsys):
     two.end()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.svg", "two-a.png", "two-b.png"]
     assert f"wrote {tmp_path / 'two-a.png'}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_a_gpu_that_is_not_there_is_refused_before_any_rank(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        page(monkeypatch, "--device", "cuda", mesh="X=2", device=True)
+    assert "torch finds no GPU here" in capsys.readouterr().err
+
+
+def test_where_ranks_cannot_be_forked_the_script_starts_again_under_torchrun(monkeypatch):
+    begun = []
+    monkeypatch.setattr("scaling.launch.ranks.can_fork", lambda device: False)
+    monkeypatch.setattr("os.execve", lambda *call: begun.append(call))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    page(monkeypatch, "--small", mesh="X=2,Y=2")
+    ((_, command, environment),) = begun
+    assert command[1:] == [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "chapter.py",
+        "--small",
+    ]
+    assert "OMP_NUM_THREADS" in environment
