@@ -4,7 +4,7 @@
 
 1. Calls. Matrices of 8 x 8, so that the call is all there is. The raw side does the same by hand: it allocates the same
    buffers and calls torch.distributed. Collectives go to torch's "fake" process group, in which nothing is sent and
-   nobody waits, so what differs is this project's own Python. Exits with 1 if a typed call adds 5 microseconds or more.
+   nobody waits, so what differs is this project's own Python. Calls that add 5 microseconds or more are named.
 2. Steps on one rank and one thread: `data_parallel.forward` and `.backward` with `scaling.optim`, against an nn.Module
    with autograd and torch.optim (fused); and, each compiled by torch.compile as a whole, the explicit step and the
    module (whose update is not compiled). Medians of samples taken in turn.
@@ -13,7 +13,6 @@
 
 import argparse
 import json
-import sys
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from scaling.launch import keep_freed_memory
 from scaling.mesh import Mesh
 from scaling.strategies import data_parallel
 
-LIMIT = 5e-6  # seconds that a typed call may add
+LIMIT = 5e-6  # seconds that a typed call should add at most
 PAIRS = (("explicit", "module"), ("compiled", "compiled module"), ("compiled", "explicit"))
 
 
@@ -199,7 +198,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps({"calls": measured, "steps": found}, indent=1) + "\n")
     if slow := [name for name, raw, typed in measured if typed - raw >= LIMIT]:
-        sys.exit(f"These typed calls add {LIMIT * 1e6:.0f} microseconds or more: {', '.join(slow)}")
+        print(f"These typed calls add {LIMIT * 1e6:.0f} microseconds or more: {', '.join(slow)}")
 
 
 if __name__ == "__main__":
