@@ -58,6 +58,7 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.book.page", "scaling.profile.steps"): "chapters without ranks need no torch",
     ("scaling.book.page", "torch.distributed"): "chapters without ranks need no torch",
     ("scaling.collectives.buffers", "numpy"): "rarely needed",
+    ("scaling.train.board", "torch.utils.tensorboard"): "it needs tensorboard, an extra",
     ("scaling.profile.stack", "functorch.compile"): "it imports the compiler",
     ("scaling.profile.stack", "torch._inductor.utils"): "it is the compiler",
     ("scaling.plan.__main__", "scaling.plan.guide"): "a plan is made without the guide",

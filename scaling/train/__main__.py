@@ -24,7 +24,7 @@ from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.train import checkpoint, compare, dry, elastic, export, tokenize
+from scaling.train import board, checkpoint, compare, dry, elastic, export, sample, tokenize
 from scaling.train.export import config_at
 from scaling.train.loop import STOP, run
 from scaling.train.progress import describe
@@ -60,6 +60,8 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--keep", type=integer(1), default=3, help="checkpoints to keep (default 3)")
     parser.add_argument("--eval-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")
     parser.add_argument("--eval-batches", type=integer(0), default=8, help="held-out batches; 0: all (default 8)")
+    parser.add_argument("--sample", default="", metavar="PROMPT", help="show how each evaluation's model goes on")
+    parser.add_argument("--tensorboard", default="", metavar="DIR", help="also write the metrics for TensorBoard")
     parser.add_argument(
         "--guard-every", type=integer(0), default=50, help="steps between comparisons of replicas; 0: none"
     )
@@ -107,8 +109,11 @@ def main(argv=None) -> int:
         if args.dry_run:
             print(describe(settings, sizes) + "\n" + dry.table(dry.count(settings, sizes), sizes))
             return 0
+        board.check(settings)
         if int(os.environ.get("RANK", 0)) == 0:
-            dry.refuse_too_large(settings, sizes, dry.available(args.device, AbstractMesh(sizes).size()))
+            room = dry.available(args.device, AbstractMesh(sizes).size())
+            dry.refuse_too_large(settings, sizes, room)
+            sample.check(settings, sizes, room)
         with prepared(settings, args):
             return trained(settings, sizes, args)
     except launch.RankError as error:
@@ -170,7 +175,9 @@ def claim(out: Path, lock, settings: Settings, args) -> None:
         check_resumed(out, settings)
     keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume")}
     keep |= {"model": args.model, "mesh": args.mesh}
-    (out / RUN).write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in sorted(keep.items())))
+    (out / RUN).write_text(
+        "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(keep.items()))
+    )
 
 
 def check_resumed(out: Path, settings: Settings) -> None:

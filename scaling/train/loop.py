@@ -21,6 +21,7 @@ from scaling.train.evaluate import evaluate, local
 from scaling.train.inputs import inputs
 from scaling.train.pace import Pace, still
 from scaling.train.progress import Progress
+from scaling.train.sample import continuation
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.state import begun, state_specs
 from scaling.train.step import make_step
@@ -58,6 +59,7 @@ def run(mesh, settings: Settings) -> dict:
         last, asked = number == settings.steps, stop_asked(out, mesh)
         if last or asked or (settings.eval_every and number % settings.eval_every == 0):
             result["valid"] = record["valid"] = evaluate(params, valid, settings, mesh)
+            record |= {"sample": continuation(params, settings, mesh)} if settings.sample else {}
         progress.say(record)
         if settings.norms:
             progress.norms(number, tree.named_leaves(types), metrics["norms"].tolist())

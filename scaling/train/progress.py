@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,15 +17,21 @@ from scaling.cost import transformer as tm
 from scaling.cost.units import significant
 from scaling.hardware import chip, chips
 from scaling.sizes import format_sizes
+from scaling.train.board import Board
 from scaling.train.settings import Settings
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Writes metrics.jsonl in the run's folder, and lines on rank 0's output."""
+    """Writes metrics.jsonl in the run's folder, TensorBoard's files where they are asked for, and lines on rank 0's
+    output."""
 
     settings: Settings
     mesh: Any
+
+    @cached_property
+    def board(self) -> Board | None:
+        return Board(self.settings.tensorboard) if self.settings.tensorboard else None
 
     @cached_property
     def flops(self) -> dict[str, float]:
@@ -57,12 +64,18 @@ class Progress:
         return found | {"memory": memory(self.mesh.device)}
 
     def say(self, record: Mapping) -> None:
-        """Both, from rank 0."""
+        """All of them, from rank 0."""
         if self.mesh.rank:
             return
         with open(Path(self.settings.out) / "metrics.jsonl", "a") as log:
             log.write(json.dumps(record) + "\n")
+        if self.board:
+            self.board.write(record)
         print(line(record, self.settings.steps), flush=True)
+        if "sample" in record:
+            text = self.settings.sample + record["sample"]
+            text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)  # bytes may be any
+            print(textwrap.indent(text, "    "), flush=True)
 
     def norms(self, step: int, leaves: Iterable[str], norms: Iterable[float]) -> None:
         """The norm of each leaf's gradient, as a line of norms.jsonl."""

@@ -19,7 +19,7 @@ class Settings:
     """What a run is made of beside its mesh. `batch`: sequences of the global batch, of `seq` tokens each. `weights`:
     a Hugging Face folder to begin with, if any. `data`: a path, or several by weight, "A:3,B:1". `profile`: where a
     profile of a few steps is written, if anywhere. `chip`: of which MFU is a share. `norms`: write each leaf's gradient
-    norm to norms.jsonl."""
+    norm to norms.jsonl. `sample`: a prompt that each evaluation goes on from. `tensorboard`: a folder for its files."""
 
     model: Config
     data: str
@@ -47,6 +47,8 @@ class Settings:
     chip: str = ""
     norms: bool = False
     profile: str = ""
+    sample: str = ""
+    tensorboard: str = ""
 
 
 def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
