@@ -9,6 +9,7 @@ and AdamW. Nothing is changed in place unless the caller gives its buffers away 
 """
 
 from scaling.optim.clipping import chain, clip, clip_by_global_norm
+from scaling.optim.loss_scale import loss_scaled
 from scaling.optim.rules import Optimizer, adamw, sgd
 
-__all__ = ["Optimizer", "adamw", "chain", "clip", "clip_by_global_norm", "sgd"]
+__all__ = ["Optimizer", "adamw", "chain", "clip", "clip_by_global_norm", "loss_scaled", "sgd"]

@@ -54,7 +54,12 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=number(0, 10), default=0.1)
     parser.add_argument("--clip", type=number(1e-9), default=1.0, help="the gradients' largest norm (default 1)")
     parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
-    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="bf16 keeps float32 masters (default fp32)")
+    parser.add_argument(
+        "--dtype",
+        default="fp32",
+        choices=[*DTYPES],
+        help="bf16, fp16: float32 masters; fp16 scales the loss (default fp32)",
+    )
     parser.add_argument("--remat", default="none", choices=POLICIES, help="what is computed again, not kept")
     parser.add_argument("--save-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")
     parser.add_argument("--keep", type=integer(1), default=3, help="checkpoints to keep (default 3)")

@@ -24,6 +24,6 @@ class Board:
         for name, value in record.items():
             if isinstance(value, str):
                 self.writer.add_text(name, value, record["step"])
-            elif name != "step":
+            elif name != "step" and value is not None:
                 self.writer.add_scalar(name, value, record["step"])
         self.writer.flush()  # a run that is killed has written what it said

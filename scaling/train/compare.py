@@ -23,8 +23,9 @@ def metrics(folder: Path, name: str) -> dict[int, dict]:
     return {record["step"]: record for record in map(json.loads, lines)}
 
 
-def apart(a: float, b: float, tolerance: float) -> bool:
-    return not (a == b or abs(a - b) <= tolerance * max(abs(a), abs(b)))
+def apart(a: float | None, b: float | None, tolerance: float) -> bool:
+    """None: the norm of a step that was skipped."""
+    return a != b and (a is None or b is None or not abs(a - b) <= tolerance * max(abs(a), abs(b)))
 
 
 def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:

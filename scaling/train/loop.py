@@ -56,6 +56,7 @@ def run(mesh, settings: Settings) -> dict:
         seen += settings.batch
         result |= {"step": number, "loss": loss, "sequences": seen}
         record = progress.record(number, loss, norm, seconds, stood)
+        record |= {"loss_scale": metrics["scale"]} if "scale" in metrics else {}
         last, asked = number == settings.steps, stop_asked(out, mesh)
         if last or asked or (settings.eval_every and number % settings.eval_every == 0):
             result["valid"] = record["valid"] = evaluate(params, valid, settings, mesh)

@@ -1,6 +1,7 @@
 """What a run says of itself: a line and a JSON record a step."""
 
 import json
+import math
 import os
 import resource
 import sys
@@ -51,8 +52,10 @@ class Progress:
         return rate * self.mesh.size() if rate else None
 
     def record(self, step: int, loss: float, norm: float, seconds: float, stood: float | None) -> dict:
-        """The metrics of a step. `stood`: seconds of this rank in collectives; None where that is not seen."""
-        found = {"step": step, "loss": loss, "grad_norm": norm, "seconds": round(seconds, 5)}
+        """The metrics of a step. `norm`: not finite in a step that was skipped, and then None. `stood`: seconds of
+        this rank in collectives; None where that is not seen."""
+        found = {"step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None}
+        found["seconds"] = round(seconds, 5)
         found["tokens_per_second"] = round(self.settings.batch * self.settings.seq / seconds, 1)
         found["flops_per_second"] = self.flops["params"] / seconds
         found["flops_per_second_with_attention"] = self.flops["attention"] / seconds
@@ -94,7 +97,9 @@ def line(record: Mapping, steps: int) -> str:
     work = f"{significant(rate)} FLOPs/s ({significant(more)} with attention)"
     if "mfu" in record:
         work = f"MFU {record['mfu']:.1%} ({record['mfu_with_attention']:.1%} with attention)"
-    parts = [f"step {record['step']:>6}/{steps}", f"loss {record['loss']:.4f}", f"norm {record['grad_norm']:.2f}"]
+    parts = [f"step {record['step']:>6}/{steps}", f"loss {record['loss']:.4f}"]
+    parts.append("skipped" if record["grad_norm"] is None else f"norm {record['grad_norm']:.2f}")
+    parts += [f"scale {record['loss_scale']:g}"] if "loss_scale" in record else []
     parts += [f"{record['tokens_per_second']:,.0f} tokens/s", work, f"{record['memory'] / 1e9:.1f} GB"]
     parts += [f"comms {record['exposed']:.0%}"] if "exposed" in record else []
     parts += [f"valid {record['valid']:.4f}"] if "valid" in record else []

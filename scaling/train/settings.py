@@ -11,7 +11,7 @@ from torch import Tensor
 from scaling import optim, tree
 from scaling.configs import Config
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
 
 
 def optimizer_of(settings: Settings) -> optim.Optimizer:
-    """AdamW, float32 masters for bfloat16 params, no weight decay on norms, biases and embeddings."""
-    options: dict[str, Any] = {"betas": (0.9, 0.95), "master": settings.dtype == "bf16", "mask": decayed}
-    return optim.adamw(rate(settings), weight_decay=settings.weight_decay, **options)
+    """AdamW, float32 masters for params of 16 bits, loss scaling for float16, no weight decay on norms, biases and
+    embeddings."""
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "master": settings.dtype in ("bf16", "fp16"), "mask": decayed}
+    rule = optim.adamw(rate(settings), weight_decay=settings.weight_decay, **options)
+    return optim.loss_scaled(rule) if settings.dtype == "fp16" else rule
 
 
 def decayed(params) -> Any:

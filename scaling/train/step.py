@@ -1,5 +1,6 @@
 """One training step on a mesh: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,15 +12,16 @@ from scaling.train.settings import DTYPES, Settings
 
 
 def gradients(settings: Settings, mesh) -> Callable:
-    """f(params, (tokens, targets, segments)) -> (loss, gradients, the clipped ones, the norm that they had)."""
+    """f(params, (tokens, targets, segments), scale) -> (loss, gradients, the clipped ones, the norm that they had)."""
     config, types = settings.model, transformer.specs(settings.model, mesh)
     sums = torch.promote_types(DTYPES[settings.dtype], torch.float32)
 
-    def f(params, batch):
+    def f(params, batch, scale: float = 1.0):
         inputs, targets, segments = batch
         loss, grads = transformer.loss_and_grads(
             params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
             remat=settings.remat, seed=settings.seed, sums=sums,
+            scale=scale,
         )  # fmt: skip
         return loss, grads, *optim.clip_by_global_norm(grads, types, mesh, settings.clip)
 
@@ -29,17 +31,23 @@ def gradients(settings: Settings, mesh) -> Callable:
 def make_step(settings: Settings, mesh, optimizer: optim.Optimizer) -> Callable:
     """step(params, opt_state, (tokens, targets, segments), donate) -> (params, opt_state, {"loss", "grad_norm"}).
 
-    With `norms`, metrics also have the norm of each leaf's gradient. ArithmeticError if one is not finite.
+    With `norms`, metrics also have the norm of each leaf's gradient; with float16 the "scale" of the loss. There a step
+    whose gradients are not finite leaves the params alone and halves the scale. ArithmeticError if that cannot help:
+    without a scale, with one that is 1 already, or if the loss itself is not finite.
     """
     f, types = gradients(settings, mesh), transformer.specs(settings.model, mesh)
 
     def step(params, state, batch, donate: bool = False):
-        loss, grads, clipped, norm = f(params, batch)
-        guards.check_finite(loss, norm, grads, types, mesh, int(state["step"]) + 1)
+        scale, options = float(state.get("scale", 1.0)), {}
+        loss, grads, clipped, norm = f(params, batch, scale)
         metrics = {"loss": loss, "grad_norm": norm}
+        if "scale" in state:
+            metrics["scale"], options["finite"] = scale, math.isfinite(norm.item())
+        if scale <= 1 or not math.isfinite(loss.item()):
+            guards.check_finite(loss, norm, grads, types, mesh, int(state["step"]) + 1)
         if settings.norms:
             metrics["norms"] = guards.leaf_norms(grads, types, mesh)
-        params, state = optimizer.update(clipped, state, params, donate=donate)
+        params, state = optimizer.update(clipped, state, params, donate=donate, **options)
         return params, state, metrics
 
     return step

@@ -60,6 +60,7 @@ def loss_and_grads(
     seed: int | None = None,
     zero: int = 3,
     sums: torch.dtype | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, dict]:
     """(loss[], the same on every rank; grads typed as params) of tokens, targets int64[B_PXE, T_C] in plain order.
 
@@ -68,15 +69,18 @@ def loss_and_grads(
     `segments`: ids of packed documents. `label_smoothing` and `z_loss` as in `ends.Terms`. `context`: the form of
     attention over C. `remat`: what a layer keeps for its backward (`step.Layers`); the gradients are the same to the
     bit. `zero`: as given to `specs`. `sums`: the dtype in which gradients are added up over microbatches and ranks, and
-    returned; by default the params'. ShardingError or ValueError for what does not fit, before anything is sent.
+    returned; by default the params'. `scale`: what cotangents are multiplied by on their way, and gradients divided by
+    at the end: for float16, a power of two. ShardingError or ValueError for what does not fit, before anything is sent.
     """
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check(tokens, targets, config, mesh, microbatches, remat, context)
     terms = Terms(config.V, label_smoothing, z_loss)
     given = weights, segments, microbatches, ignore_index, context, sums
-    problem, batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
+    problem, (tokens, targets, w) = stated(params, tokens, targets, config, mesh, stored, terms, *given)
     run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
-    loss, grads = run(problem, params, *batch, remat, schedule)
+    loss, grads = run(problem._replace(scale=scale), params, tokens, targets, w * scale, remat, schedule)
+    if scale != 1:
+        loss, grads = loss / scale, tree.map(lambda g: g.mul_(1 / scale), grads)
     return loss, {name: grads[name] for name in params}
 
 
@@ -124,7 +128,7 @@ def stated(
 
 def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, _):
     """(loss, grads) where every rank has all layers."""
-    config, mesh, stored, used, contexts, terms, sums = problem
+    config, mesh, stored, used, contexts, terms, sums, scale = problem
     ends = end_weights(params, stored, used, mesh)
     layers = Layers(problem, params["layers"], remat)
     losses, dends, M = [], {}, len(contexts)
@@ -139,11 +143,11 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
 
         (loss, _), pull_head = vjp(loss_of, last, x)
         dend, dx = pull_head(torch.ones_like(loss))
-        (dE,) = pull_embed(layers.backward(dx, kept, 1 / M, last=m == M - 1))
+        (dE,) = pull_embed(layers.backward(dx, kept, scale / M, last=m == M - 1))
         dend = tree.map(lambda g: g.to(sums), dend)
         dend["embed"] = dend["embed"].add_(dE) if config.tied else dE.to(sums)
         dends = tree.map(Tensor.add_, dends, dend) if dends else dend
-        losses.append(loss + extra / M)
+        losses.append(loss + extra * scale / M)
     grads: dict[str, Any] = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
     return loss, grads | {"layers": layers.reduce()}

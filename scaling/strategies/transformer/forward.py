@@ -15,7 +15,7 @@ from scaling.strategies.transformer.step import Problem, end_weights, gathered, 
 
 def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, schedule=None) -> Tensor:
     """Loss[] of one microbatch, the same on every rank. Over Z one stage computes at a time."""
-    config, mesh, stored, used, (at,), terms, _ = problem
+    config, mesh, stored, used, (at,), terms, *_ = problem
     schedule, z = placed(schedule, mesh), mesh.coord.get("Z", 0)
     stages = layers_of(config, schedule)
     owners = [0] if schedule is None else [*schedule.placement]

@@ -118,7 +118,7 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
         return Out, kept
 
     def backward_input(chunk, dOut, saved, mesh):
-        return chunk.backward(dOut, saved, 1 / len(contexts)), None
+        return chunk.backward(dOut, saved, problem.scale / len(contexts)), None
 
     stream = str(present(ROWS, mesh))
     specs = {"In": stream, "Out": stream}
@@ -127,7 +127,7 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
 
 def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, schedule):
     """(loss, grads) by a pipeline's schedule over Z."""
-    config, mesh, stored, used, contexts, terms, sums = problem
+    config, mesh, stored, used, contexts, terms, sums, scale = problem
     schedule = cast(Schedule, resolved(schedule, mesh, len(contexts)))  # Z > 1 here
     stage, chunks = stage_of(problem, schedule, remat)
     ends = end_weights(params, stored, used, mesh)
@@ -149,4 +149,4 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
     extra: Any = sum(torch.as_tensor(chunk.extra, dtype=loss.dtype, device=loss.device) for chunk in chunks.values())
     extra = reduce_present("Loss[] {U_ZPXECY} -> Loss[]", extra, mesh)
     done = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
-    return loss + extra, done | {"layers": grads.params}
+    return loss + extra * scale, done | {"layers": grads.params}

@@ -30,7 +30,8 @@ ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every sta
 class Problem(NamedTuple):
     """What is given beside params and batch: the types of the params as stored and as used, a context a microbatch.
 
-    `sums`: the dtype in which gradients are added up over microbatches and ranks, and are returned.
+    `sums`: the dtype in which gradients are added up over microbatches and ranks, and are returned. `scale`: of the
+    loss, as it is differentiated.
     """
 
     config: Config
@@ -40,6 +41,7 @@ class Problem(NamedTuple):
     contexts: list[Context]
     terms: Terms
     sums: torch.dtype
+    scale: float = 1.0
 
 
 def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = False, remat: str = "none") -> Any:

@@ -1,0 +1,43 @@
+"""Dynamic loss scaling, for gradients that pass through float16 (Micikevicius et al. 2018, arXiv:1710.03740, 3.2).
+
+The loss is multiplied by a scale, so that small gradients stay in float16's range, and the gradients are divided by it
+before they are used. The scale follows what is found, as in torch.amp.GradScaler: halved when a gradient is not finite,
+in a step that is skipped, and doubled after so many good steps.
+"""
+
+import torch
+
+from scaling import tree
+from scaling.optim.rules import Optimizer
+
+
+def loss_scaled(
+    rule: Optimizer, first: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+) -> Optimizer:
+    """`rule` with the scale in its state: float32 "scale", and "good", how many steps it has been right for.
+
+    Its `update` takes gradients that the scale has been divided out of, and `finite`: whether those of all ranks are,
+    which must be the same on every rank. If not, params and the rule's state stay as they are.
+    """
+    if not (first > 0 and growth > 1 and 0 < backoff < 1 and interval > 0):
+        raise ValueError(f"first={first} > 0, growth={growth} > 1, 0 < backoff={backoff} < 1, interval={interval} > 0")
+
+    def init(params):
+        device = next(iter(tree.leaves(params)), torch.empty(0)).device
+        scale = torch.tensor(first, dtype=torch.float32, device=device)
+        return rule.init(params) | {"scale": scale, "good": torch.zeros((), dtype=torch.int64, device=device)}
+
+    def update(grads, state, params, *, finite: bool, **options):
+        scale, good = state["scale"], state["good"] + 1
+        if not finite:
+            return params, state | {"scale": scale * backoff, "good": torch.zeros_like(good)}
+        if int(good) == interval:
+            scale, good = scale * growth, torch.zeros_like(good)
+        inner = {name: part for name, part in state.items() if name not in ("scale", "good")}
+        params, inner = rule.update(grads, inner, params, **options)
+        return params, inner | {"scale": scale, "good": good}
+
+    def state_specs(specs):
+        return rule.state_specs(specs) | {"scale": "scale[]", "good": "good[]"}
+
+    return Optimizer(init, update, state_specs)
