@@ -247,8 +247,8 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
                 return None
             self.operands("", line.operands, list(zip(node.args[1:], values[1:], strict=False)), {}, frame)
             return Shard(line.result)
-        given, name = [*node.args, *(k.value for k in node.keywords)], ast.unparse(node.func).lower()
-        label = name.rpartition(".")[2]
+        given = [*node.args, *(k.value for k in node.keywords)]
+        label = getattr(node.func, "attr", getattr(node.func, "id", "")).lower()
         if any(isinstance(x, ast.Name) and any(w in x.id.lower() for w in COMMUNICATES) for x in given):
             return None
         arrays = [a for a in map(as_array, values) if a is not None and not a.pending and not a.loose]

@@ -39,13 +39,17 @@ class Expressions(Calls):
         return self.bound.get(value.number, value) if isinstance(value, Var) else value
 
     def _value(self, node: ast.expr, frame):
-        match node:
+        match node:  # the most frequent first
+            case ast.Name():
+                return self.name(node, frame)
             case ast.Constant(value=value):
                 if isinstance(value, str):
                     return Text(value)
                 return Number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-            case ast.Name():
-                return self.name(node, frame)
+            case ast.Attribute():
+                return self.attribute(node, frame)
+            case ast.Call():
+                return self.call(node, frame)
             case ast.Tuple() | ast.List():
                 return self.row(node.elts, frame)
             case ast.Dict():
@@ -66,8 +70,6 @@ class Expressions(Calls):
                 return Each(self.value(node.value, inner))
             case ast.Subscript():
                 return self.item(node, frame)
-            case ast.Call():
-                return self.call(node, frame)
             case ast.BinOp():
                 return self.binary(node, frame)
             case ast.UnaryOp():
@@ -75,8 +77,6 @@ class Expressions(Calls):
                 return Number(None) if isinstance(held, Number) and not held.zero else held
             case ast.Compare():
                 return self.comparison(node, frame)
-            case ast.Attribute():
-                return self.attribute(node, frame)
             case ast.Lambda():
                 return self.lambda_(node, frame)
             case ast.NamedExpr():

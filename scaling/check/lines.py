@@ -44,7 +44,7 @@ class Lines(Part):
             before, after = declared(name, text)
         except ShardingError as error:
             if "hole" in text:
-                self.seen.setdefault(node, (frame.module, f"{ast.unparse(node.args[0])} is only known when it runs"))
+                self.seen.setdefault(node, (frame.module, unreadable(node)))
                 return None
             self.seen[node] = frame.module, ""
             self.report(node, "illegal-line", str(error), frame)
@@ -66,7 +66,7 @@ class Lines(Part):
         """Hold the operands against the types that the line declares; from then on they are trusted."""
         found = []
         for spec, (argument, value) in zip(before, given, strict=False):
-            value, text = self.known(value), ast.unparse(argument)
+            value = self.known(value)
             held = as_array(value)
             found.append(held)
             if isinstance(value, Var):
@@ -74,11 +74,12 @@ class Lines(Part):
             # a ring: each block collects its sum on its way round
             collects = held is not None and name == "ppermute" and {*held.spec.unreduced} & {*spec.axes}
             if held is not None and not collects and (wrong := difference(held, spec)):
-                self.report(argument, wrong[0], f"{text} holds {held}, but the line says {spec}: {wrong[1]}", frame)
+                what = f"{ast.unparse(argument)} holds {held}, but the line says {spec}"
+                self.report(argument, wrong[0], f"{what}: {wrong[1]}", frame)
             elif wrong := self.misnamed(argument, held, spec, frame):
                 self.report(argument, "wrong-name", wrong, frame)
             elif (held is None or held.loose) and name == "all_gather" and (wrong := self.unlike_specs(spec)):
-                what = f"{text} is gathered as {spec}, but {wrong}"
+                what = f"{ast.unparse(argument)} is gathered as {spec}, but {wrong}"
                 fix = "gather over the axes that SPECS names"
                 self.report(argument, "split", said(what, "split", fix), frame)
             if held is not None and name in REDUCTIONS:
@@ -212,14 +213,18 @@ def key_of(node) -> str:
 
 def readable(line, node: ast.Call) -> tuple[str, str]:
     """(the text of a line, why it cannot be read). Axes that are only known when it runs get a name: hole0."""
-    shown = ast.unparse(node.args[0]) if node.args else "its line"
     if not isinstance(line, Text):
-        return "", f"{shown} is only known when it runs"
+        return "", unreadable(node)
     text = line.text
     for before, after in (("_⟨", "_{hole⟨"), ("(?<=[A-Za-z0-9'])⟨", "_{hole⟨")):
         text = re.sub(before + "(\\d+)⟩", lambda m, after=after: f"{after[:-1]}{m[1]}}}", text)
     text = re.sub("\\]⟨(\\d+)⟩", "] {U_{hole\\1}}", text)
-    return (text, "") if "⟨" not in text else ("", f"{shown} is only known when it runs")
+    return (text, "") if "⟨" not in text else ("", unreadable(node))
+
+
+def unreadable(node: ast.Call) -> str:
+    shown = ast.unparse(node.args[0]) if node.args else "its line"
+    return f"{shown} is only known when it runs"
 
 
 def declared(name: str, text: str) -> tuple[tuple[Spec, ...], Spec]:

@@ -27,7 +27,7 @@ class Listings(Statements):
 
     def read_listings(self) -> None:
         """The functions that the module gives to `Strategy(...)`, and its forward and backward if there is none."""
-        for node in ast.walk(self.module.tree):
+        for node in ast.walk(self.module.tree) if "Strategy" in self.module.text else ():
             if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "Strategy":
                 frame = self.frame_of(self.module)
                 given = dict(zip(FIELDS, node.args, strict=False)) | {k.arg: k.value for k in node.keywords}

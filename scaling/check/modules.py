@@ -5,6 +5,7 @@ installed only this project is read: of other packages' functions nothing is kno
 """
 
 import ast
+import re
 import sys
 import sysconfig
 from functools import cached_property, lru_cache
@@ -15,6 +16,7 @@ from typing import Any
 TYPED = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ragged_all_to_all", "broadcast", "reduce"}
 TYPED |= {"scatter", "gather", "einsum", "shard", "reshard", "unshard", "ppermute", "send", "recv"}
 TYPED_IN = ("scaling.collectives", "scaling.strategies.axes")  # modules whose typed calls the checker knows by itself
+IMPORTS = re.compile(r"^[ \t]*(?:from|import)\b.*(?:collectives|strategies|axes|scaling import)", re.MULTILINE)
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -29,7 +31,7 @@ class Module:
     @cached_property
     def uses_lines(self) -> bool:
         """Whether the module imports typed calls."""
-        if not any(word in self.text for word in ("collectives", "axes", "scaling import")):
+        if not IMPORTS.search(self.text):
             return False
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import) and any(a.name.startswith(TYPED_IN) for a in node.names):
@@ -98,7 +100,7 @@ class Modules:
         return self.found[key]
 
     def load(self, name: str, path: Path) -> "Module | None":
-        key = "file", path
+        key = "file", path.resolve()
         if key not in self.found:
             try:
                 self.found[key] = Module(name, path, path.read_text(encoding="utf-8"))
@@ -126,7 +128,12 @@ def source_file(name: str, roots: tuple[str, ...]) -> "Path | None":
 
 def root_of(path: Path) -> Path:
     """The directory that holds the outermost package around a file."""
-    folder = path.resolve().parent
+    return root_around(path.parent)
+
+
+@lru_cache(maxsize=4096)
+def root_around(folder: Path) -> Path:
+    folder = folder.resolve()
     while (folder / "__init__.py").exists() and folder.parent != folder:
         folder = folder.parent
     return folder

@@ -123,7 +123,7 @@ class Reader(Listings):
             return Known("special", HELPERS[source, name])
         if (source, name) == ("scaling", "collectives"):
             return Known("module", "scaling.collectives")
-        if source.startswith("scaling.collectives"):
+        if source.startswith(("scaling.collectives", "scaling.spec")):
             return None
         near = (importer or self.module).path
         found = self.modules.find(source, near)

@@ -1,6 +1,7 @@
 """Statements, read and not run (see scaling.check): what they bind, and what functions return."""
 
 import ast
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +35,9 @@ class Frame:
 
     def inside(self) -> "Frame":
         """The same place, with variables of its own: of a comprehension, a lambda, a branch."""
-        return replace(self, env=dict(self.env), bound=dict(self.bound))
+        inner = copy(self)
+        inner.env, inner.bound = dict(self.env), dict(self.bound)
+        return inner
 
     @property
     def module_keys(self) -> set[str]:
@@ -121,7 +124,8 @@ class Statements(Expressions):
         """Read each body from the same start; afterwards a variable is what the branches that end here agree on."""
         ends = []
         for body in bodies:
-            branch = replace(frame.inside(), straight=False)
+            branch = frame.inside()
+            branch.straight = False
             self.body(body, branch)
             if not (body and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))):
                 ends.append(branch)
@@ -134,10 +138,10 @@ class Statements(Expressions):
             frame.bound[name] = set().union(*(end.bound.get(name, set()) for end in ends))
 
     def loop(self, node, item, frame: Frame) -> None:
-        """A body is read twice: as it is entered, and with what its first round left behind."""
+        """A body is read as it is entered, and again with what its first round left behind."""
         straight, frame.straight = frame.straight, False
         for _ in range(2):
-            before = dict(frame.bound)
+            before, entered = dict(frame.bound), dict(frame.env)
             if isinstance(node, (ast.For, ast.AsyncFor)):
                 self.bind(node.target, item, frame)
             else:
@@ -145,6 +149,8 @@ class Statements(Expressions):
             self.body(node.body, frame)
             for name, places in before.items():
                 frame.bound[name] = frame.bound.get(name, set()) | places
+            if all(found is entered.get(name) for name, found in frame.env.items()):
+                break
         frame.straight = straight
         self.body(node.orelse, frame)
 

@@ -1,6 +1,7 @@
 """The static checker: silent on the project's own code, and each fault planted in copies of the strategies is found."""
 
 import ast
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from scaling.check import check_file, check_source, files_of, main
-from scaling.check.modules import Modules
+from scaling.check.files import read_files
+from scaling.check.modules import Module, Modules
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")
@@ -214,6 +216,20 @@ def test_a_result_that_specs_does_not_allow():
     assert [f.message.split(":")[0] for f in check_source(text)] == [
         "forward returns Out[B, F], but SPECS says Out[B_X, F]"
     ]
+
+
+def test_each_module_is_parsed_once(monkeypatch):
+    parsed = []
+    start = Module.__init__
+    monkeypatch.setattr(
+        Module, "__init__", lambda self, name, path, text: parsed.append(path) or start(self, name, path, text)
+    )
+    monkeypatch.chdir(ROOT)
+    report = read_files([Path("scaling/strategies/fsdp.py"), Path("scaling/strategies/data_parallel.py")])
+    assert (report.findings, report.files) == ([], 2)
+    resolved = [path.resolve() for path in parsed]
+    assert len(resolved) == len(set(resolved)) > 2
+    assert gc.isenabled()
 
 
 def test_command_line(tmp_path, capsys):
