@@ -61,6 +61,8 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.train.board", "torch.utils.tensorboard"): "it needs tensorboard, an extra",
     ("scaling.profile.stack", "functorch.compile"): "it imports the compiler",
     ("scaling.profile.stack", "torch._inductor.utils"): "it is the compiler",
+    ("scaling.train.dcp", "torch.distributed.checkpoint"): "it takes a second to import; rank 0 alone writes it",
+    ("scaling.train.dcp", "torch.distributed.checkpoint.filesystem"): "as above",
     ("scaling.plan.__main__", "scaling.plan.guide"): "a plan is made without the guide",
     ("scaling.plan.__main__", "scaling.plan.published"): "a plan is made without the published runs",
     ("scaling.plan.__main__", "scaling.plan.serve.command"): "a mesh to train on is planned without serving",

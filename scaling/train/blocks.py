@@ -1,7 +1,7 @@
 """Which blocks of a whole array a checkpoint's files hold, and a shard of any other type put together from them.
 
-A block is {"rank": whose file holds it, "at": its range in each dim of the whole, "from": where it begins in that
-rank's shard}. `places` gives, for a dim that is stored in another order or padded, the index of each place in the whole
+A block is {"file": its name, "at": its range in each dim of the whole}, and once it is written "from", "bytes": where
+in the file. `places` gives, for a dim that is stored in another order or padded, the index of each place in the whole
 and -1 for none: so blocks always lie in the whole's own order, without the padding.
 """
 
@@ -26,23 +26,45 @@ class IndexRun(NamedTuple):
     local: int
 
 
-def described(leaf: Tensor, spec: Spec, mesh, places: Places = IN_ORDER) -> dict:
-    """A leaf's entry in the index: dtype, type, whole shape and blocks. ShardingError if it is unreduced."""
+def described(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> dict:
+    """The entry of a state's leaf of this number in the index: dtype, type, whole shape and blocks.
+
+    ShardingError if it is unreduced.
+    """
     if spec.unreduced:
         raise ShardingError(f"{spec} is unreduced: a checkpoint holds whole values\n  fix: reduce it first")
-    stored = [n * mesh.size(axes) for n, (_, axes) in zip(leaf.shape, spec.dims, strict=True)]
-    shape = [1 + max(places[dim]) if dim in places else n for n, dim in zip(stored, spec.dim_names, strict=True)]
-    blocks = []
+    shape, blocks = whole_shape(leaf, spec, mesh, places), []
     for rank in range(mesh.size()):
         at = coordinates(rank, mesh)
         if first_replica(spec, at, mesh):
-            for part in parts(spec, shape, mesh, at, places):
-                blocks.append({"rank": rank, "at": [run[:2] for run in part], "from": [run.local for run in part]})
+            for k, part in enumerate(parts(spec, shape, mesh, at, places)):
+                blocks.append({"file": file_name(rank, number, k), "at": [run[:2] for run in part]})
     return {"dtype": str(leaf.dtype).removeprefix("torch."), "type": str(spec), "shape": shape, "blocks": blocks}
 
 
+def own_blocks(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> dict[str, Tensor]:
+    """{file name: block} that this rank is to write, as views; nothing where an earlier rank holds the same."""
+    if not first_replica(spec, mesh.coord, mesh):
+        return {}
+    found = parts(spec, whole_shape(leaf, spec, mesh, places), mesh, mesh.coord, places)
+    return {
+        file_name(mesh.rank, number, k): leaf[tuple(slice(r.local, r.local + r.stop - r.start) for r in part)]
+        for k, part in enumerate(found)
+    }
+
+
+def file_name(rank: int, number: int, k: int) -> str:
+    return f"__{rank}_{number}_{k}.distcp"
+
+
+def whole_shape(leaf: Tensor, spec: Spec, mesh, places: Places) -> list[int]:
+    """Of the array that this is a shard of, without padding."""
+    stored = [n * mesh.size(axes) for n, (_, axes) in zip(leaf.shape, spec.dims, strict=True)]
+    return [1 + max(places[dim]) if dim in places else n for n, dim in zip(stored, spec.dim_names, strict=True)]
+
+
 def parts(spec: Spec, shape: Sequence[int], mesh, at: Mapping[str, int], places: Places) -> list[tuple[IndexRun, ...]]:
-    """What the rank at these coordinates holds of a whole array: a `Run` for each dim, part by part."""
+    """What the rank at these coordinates holds of a whole array: an `IndexRun` for each dim, part by part."""
     stored = [len(places.get(dim, range(n))) for n, dim in zip(shape, spec.dim_names, strict=True)]
     slices = spec.slices(stored, mesh, at)
     return [*product(*(runs(s, places.get(dim)) for s, dim in zip(slices, spec.dim_names, strict=True)))]
@@ -62,9 +84,9 @@ def runs(held: slice, places: Sequence[int] | None) -> list[IndexRun]:
 
 
 def assembled(
-    where: str, saved: Mapping, spec: Spec, mesh, places: Places, data: Callable[[str, int], Tensor]
+    where: str, saved: Mapping, spec: Spec, mesh, places: Places, data: Callable[[str, Mapping, Mapping], Tensor]
 ) -> Tensor:
-    """This rank's shard of a leaf, from the saved blocks that overlap it; `data(where, rank)` is what a rank saved."""
+    """This rank's shard of a leaf, from the saved blocks that overlap it; `data(where, saved, block)` fetches one."""
     shape = saved["shape"]
     if len(shape) != len(spec.dims):
         raise ValueError(f"{where} was saved with shape {shape}, but its type is {spec}")
@@ -79,12 +101,12 @@ def assembled(
     for part in parts(spec, shape, mesh, mesh.coord, places):
         for block in saved["blocks"]:
             into, inside = [], []
-            for run, (start, stop), begin in zip(part, block["at"], block["from"], strict=True):
+            for run, (start, stop) in zip(part, block["at"], strict=True):
                 low, high = max(run.start, start), min(run.stop, stop)
                 into.append(slice(run.local + low - run.start, run.local + high - run.start))
-                inside.append(slice(begin + low - start, begin + high - start))
+                inside.append(slice(low - start, high - start))
             if all(s.start < s.stop for s in into):
-                shard[tuple(into)] = data(where, block["rank"])[tuple(inside)]
+                shard[tuple(into)] = data(where, saved, block)[tuple(inside)]
     return shard.to(mesh.device)
 
 

@@ -1,12 +1,13 @@
-"""Checkpoints: sharded, atomic, loaded on any mesh.
+"""Checkpoints: sharded, atomic, loaded on any mesh, and open to torch.distributed.checkpoint (see `dcp`).
 
-    folder/step-000100/     rank-0000.pt, ...    the blocks that this rank is the first to hold: no block twice
-                            index.json           each leaf's type, shape and blocks; ints and strings; written last
+    folder/step-000100/     __0_0_0.distcp, ...  the blocks that a rank is the first to hold: no block twice
+                            .metadata            what torch's own `dcp.load` reads; nothing here does
+                            index.json           each leaf's type, shape and blocks; ints and strings
     folder/latest           the newest complete step
 
-A step is written under another name and renamed when every rank's file is on disk, so that a run that is killed at any
-moment leaves the last good one. Loading reads, of the files mapped into memory, only what this rank's types say. Files
-are read with `weights_only`: nothing in them is run.
+A step is written under another name and renamed when every rank's blocks are on disk, so that a run that is killed at
+any moment leaves the last good one. Loading reads, of the files mapped into memory, only what this rank's types say.
+Files are read with `weights_only`: nothing in them is run.
 """
 
 import json
@@ -14,20 +15,18 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from scaling import tree
 from scaling.spec import Spec, parse
-from scaling.train.blocks import IN_ORDER, Places, assembled, described, first_replica
-
-WAIT = 600.0  # seconds that rank 0 waits for the other ranks' files
+from scaling.train.blocks import IN_ORDER, Places, assembled, described, own_blocks
+from scaling.train.dcp import Reader, keys
+from scaling.train.durable import INDEX, LATEST, complete, draft_of, name, write
 
 
 def save(
@@ -50,22 +49,29 @@ def save(
     """
     folder, named = Path(folder), typed(state, specs)
     own, leaves, values = {}, {}, {}
-    for where, (leaf, spec) in named.items():
+    for number, (where, (leaf, spec)) in enumerate(named.items()):
         if spec is None:
             values[where] = leaf
         else:
-            leaves[where] = described(leaf, spec, mesh, places)
-            if first_replica(spec, mesh.coord, mesh):
-                own[where] = leaf.detach().to("cpu", copy=async_op).contiguous()
+            leaves[where] = described(leaf, spec, mesh, places, number)
+            blocks = own_blocks(leaf, spec, mesh, places, number)
+            own |= {file: _on_cpu(block, copy=async_op) for file, block in blocks.items()}
     index = {"step": step, "mesh": dict(mesh.sizes), "leaves": leaves, "values": values}
     if mesh.rank == 0:  # what a run that was killed has left: its files are not this step's
-        shutil.rmtree(folder / f".{name(step)}", ignore_errors=True)
+        shutil.rmtree(draft_of(folder, step), ignore_errors=True)
     if (group := mesh.group(tuple(mesh.sizes))).pg is not None:
         dist.barrier(group.pg)
     if not async_op:
-        write(folder, own, index, mesh.rank, mesh.size(), step, keep)
+        write(folder, own, index, mesh.rank, step, keep)
         return None
-    return _writer(os.getpid()).submit(write, folder, own, index, mesh.rank, mesh.size(), step, keep)
+    return _writer(os.getpid()).submit(write, folder, own, index, mesh.rank, step, keep)
+
+
+def _on_cpu(block: Tensor, copy: bool) -> Tensor:
+    """A block with a storage of its own, or the very one if that is so already and no copy is asked for."""
+    found = block.detach().to("cpu").contiguous()
+    alike = found.untyped_storage().nbytes() == found.nbytes
+    return found if alike and not (copy and found.data_ptr() == block.data_ptr()) else found.clone()
 
 
 @cache
@@ -86,12 +92,12 @@ def load(
     """
     step = latest(folder) if step is None else step
     path, content = Path(folder) / name(step), index(folder, step)
-    saved, values, files = content["leaves"], content["values"], {}
+    saved, values, read = content["leaves"], content["values"], Reader(path)
     found = []
     for where, text in tree.named_leaves(specs, "state").items():
         if where not in saved:
             raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(saved)[:4])}, ...")
-        found.append(assembled(where, saved[where], parse(text), mesh, places, partial(block, path, files)))
+        found.append(assembled(where, saved[where], parse(text), mesh, places, read))
     if not among and (extra := sorted(set(saved) - set(tree.named_leaves(specs, "state")))):
         raise ValueError(f"{path}: holds {extra[0]}, which the state to be loaded does not have")
     leaves = iter(found)
@@ -101,9 +107,9 @@ def load(
 def index(folder, step: int) -> dict:
     """What a step's index.json says. FileNotFoundError if that step is not complete."""
     path = Path(folder) / name(step)
-    if not (path / "index.json").is_file():
+    if not (path / INDEX).is_file():
         raise FileNotFoundError(f"{path}: there is no complete checkpoint here")
-    return json.loads((path / "index.json").read_text())
+    return json.loads((path / INDEX).read_text())
 
 
 def leaf(folder, step: int, where: str, mesh, spec: Spec | None = None, places: Places = IN_ORDER) -> Tensor:
@@ -112,26 +118,16 @@ def leaf(folder, step: int, where: str, mesh, spec: Spec | None = None, places: 
     if where not in leaves:
         raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(leaves)[:4])}, ...")
     saved = leaves[where]
-    return assembled(where, saved, spec or parse(saved["type"]).whole(), mesh, places, partial(block, path, {}))
+    return assembled(where, saved, spec or parse(saved["type"]).whole(), mesh, places, Reader(path))
 
 
 def latest(folder) -> int:
     """The step that the file `latest` names, or if that is gone the newest complete one. FileNotFoundError if none."""
-    steps, named = complete(Path(folder)), Path(folder) / "latest"
+    steps, named = complete(Path(folder)), Path(folder) / LATEST
     if not steps:
         raise FileNotFoundError(f"{folder}: there is no complete checkpoint here")
     said = int(named.read_text()) if named.is_file() else -1
     return said if said in steps else steps[-1]
-
-
-def complete(folder: Path) -> list[int]:
-    """The complete steps, in order."""
-    there = [p for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / "index.json").is_file()]
-    return sorted(int(p.name[5:]) for p in there)
-
-
-def name(step: int) -> str:
-    return f"step-{step:06d}"
 
 
 def typed(state, specs) -> dict[str, tuple[Any, Spec | None]]:
@@ -152,81 +148,11 @@ def typed(state, specs) -> dict[str, tuple[Any, Spec | None]]:
     return named
 
 
-def write(folder: Path, own: Mapping, index: dict, rank: int, world: int, step: int, keep: int | None) -> None:
-    """One rank's file; by rank 0, when all are there, the index, the step's name, `latest`, and what is cleaned up."""
-    draft = folder / f".{name(step)}"
-    draft.mkdir(parents=True, exist_ok=True)
-    file = draft / f"rank-{rank:04d}.pt"
-    try:
-        with open(part := file.with_suffix(".part"), "wb") as out:
-            torch.save(dict(own), out)
-            out.flush()
-            os.fsync(out.fileno())
-    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
-        left = complete(folder)
-        raise OSError(
-            f"{part}: its {tree.nbytes(own):,} bytes could not be written: {error}\n"
-            f"  fix: make room there, or give another --out; the last good step there is {left[-1] if left else 'none'}"
-        ) from error
-    part.rename(file)
-    final, deadline = folder / name(step), monotonic() + WAIT
-    if rank:
-        while not (final / "index.json").is_file():  # so that no rank goes on, or ends, before the step is complete
-            if monotonic() > deadline:
-                raise TimeoutError(f"{final}: rank 0 has not completed it within {WAIT:.0f} s")
-            sleep(0.005)
-        return
-    wanted = [draft / f"rank-{r:04d}.pt" for r in range(world)]
-    while missing := [path for path in wanted if not path.is_file()]:
-        if monotonic() > deadline:
-            raise TimeoutError(f"{missing[0]}: not written within {WAIT:.0f} s")
-        sleep(0.005)
-    index["bytes"] = {path.name: path.stat().st_size for path in wanted}
-    replaced(draft / "index.json", json.dumps(index))
-    if final.exists():
-        shutil.rmtree(final)
-    draft.rename(final)
-    replaced(folder / "latest", str(step))
-    for old in complete(folder)[: -keep or None] if keep else ():
-        shutil.rmtree(folder / name(old))
-
-
-def replaced(path: Path, text: str) -> None:
-    """Write a small file so that it is there whole or not at all."""
-    with open(draft := path.with_name(path.name + ".part"), "w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    draft.rename(path)
-
-
-def block(path: Path, files: dict, where: str, rank: int) -> Tensor:
-    """What a rank's file holds of a leaf."""
-    file = path / f"rank-{rank:04d}.pt"
-    data = opened(file, files).get(where)
-    if data is None:
-        raise ValueError(f"{file}: does not hold {where} as the index says\n  fix: load an earlier step")
-    return data
-
-
-def opened(path: Path, files: dict) -> Mapping[str, Tensor]:
-    """A rank's file, mapped into memory. ValueError if it is missing, damaged, or holds more than tensors."""
-    if path not in files:
-        index = json.loads((path.parent / "index.json").read_text())
-        if not path.is_file() or path.stat().st_size != index["bytes"][path.name]:
-            raise ValueError(f"{path}: missing or cut short\n  fix: load an earlier step")
-        try:
-            files[path] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            raise ValueError(f"{path}: not a file of tensors alone: {str(error).splitlines()[0]}") from error
-    return files[path]
-
-
 def _with_values(state, values: Mapping[str, Any]):
     """The state with the ints and strings that have no type, at their places in nested dicts."""
     for where, value in values.items():
-        at, keys = state, [part.strip("\"'") for part in where.removeprefix("state[").removesuffix("]").split("][")]
-        for key in keys[:-1]:
+        at, (*path, last) = state, keys(where)
+        for key in path:
             at = at.setdefault(key, {})
-        at[keys[-1]] = value
+        at[last] = value
     return state

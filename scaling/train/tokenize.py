@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy
 
 from scaling.console import integer
-from scaling.train.checkpoint import replaced
 from scaling.train.corpus import INDEX, TEXT, documents
+from scaling.train.durable import replaced
 from scaling.train.text import Tokenizer, tokenizer
 
 

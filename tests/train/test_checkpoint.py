@@ -1,5 +1,6 @@
 """Checkpoints: bitwise back on the same mesh and on any other; complete or not there; nothing in them is run."""
 
+import io
 import os
 import pickle
 import resource
@@ -76,10 +77,11 @@ def test_layers_of_uneven_stages_are_saved_without_their_padding(ranks, tmp_path
 
 def test_no_block_is_written_twice(ranks, tmp_path):
     ranks(saves, {"P": 2, "X": 2}, tmp_path)
-    sizes = [path.stat().st_size for path in sorted((tmp_path / "step-000005").glob("rank-*"))]
-    whole = 2 * sum(W.numel() * 8 for W in tree.leaves(model.init(CONFIG, 0, torch.float64)))
-    assert whole <= sum(sizes) < 1.2 * whole + 20_000
-    assert sizes[2] < sizes[0] / 4  # of the second pod: nothing but an empty file
+    files = [*(tmp_path / "step-000005").glob("*.distcp")]
+    whole = 2 * sum(W.numel() * 8 for W in tree.leaves(model.init(CONFIG, 0, torch.float64))) + 8
+    assert sum(torch.load(file, mmap=True).nbytes for file in files) == whole
+    assert sum(file.stat().st_size for file in files) < whole + 2000 * len(files)
+    assert {file.name[2] for file in files} == {"0", "1"}  # of the second pod: nothing
 
 
 def alone(step, folder, keep=None, **options):
@@ -96,6 +98,29 @@ def test_the_newest_are_kept(tmp_path):
     assert (tmp_path / "latest").read_text() == "5"
     state, step = checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}), step=4)
     assert (state["W"].tolist(), step) == ([4.0] * 3, 4)
+
+
+def test_the_step_that_is_saved_is_never_cleaned_up(tmp_path):
+    for step in (7, 9, 3):  # the last one after going back
+        alone(step, tmp_path, keep=2)
+    assert (checkpoint.complete(tmp_path), checkpoint.latest(tmp_path)) == ([3, 9], 3)
+
+
+def test_a_step_saved_again_replaces_the_other_and_what_was_left_lying_is_removed(tmp_path):
+    (tmp_path / ".step-000001").mkdir()
+    (tmp_path / ".step-000009").mkdir()  # might be one that is being written
+    alone(2, tmp_path)
+    checkpoint.save(tmp_path, {"W": torch.zeros(3)}, {"W": "W[D]"}, Mesh({"X": 1}), 2)
+    assert checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))[0]["W"].tolist() == [0.0] * 3
+    assert {path.name for path in tmp_path.iterdir()} == {".step-000009", "step-000002", "latest"}
+
+
+def test_of_a_view_its_own_elements_are_written(tmp_path):
+    flat = torch.arange(1000.0)
+    checkpoint.save(tmp_path, {"W": flat[10:20].view(2, 5)}, {"W": "W[D, F]"}, Mesh({"X": 1}), 1)
+    assert (tmp_path / "step-000001" / "__0_0_0.distcp").stat().st_size < 2000
+    found = checkpoint.load(tmp_path, {"W": "W[D, F]"}, Mesh({"X": 1}))[0]["W"]
+    assert torch.equal(found, flat[10:20].view(2, 5))
 
 
 def test_asynchronous(tmp_path):
@@ -118,7 +143,7 @@ def leftovers(mesh, folder):
     """A run on this mesh, after one on another mesh that was killed when one rank had written its file."""
     if mesh.rank == 0:
         (folder / ".step-000001").mkdir()
-        torch.save({'state["W"]': torch.zeros(7)}, folder / ".step-000001" / "rank-0001.pt")
+        torch.save(torch.zeros(7), folder / ".step-000001" / "__1_0_0.distcp")
     mesh_sum = tree.unshard({"n": torch.ones(1)}, {"n": "n[D_X]"}, mesh)  # all ranks see the leftovers
     checkpoint.save(folder, {"W": torch.ones(4)}, {"W": "W[D_X]"}, mesh, 1)
     return checkpoint.load(folder, {"W": "W[D]"}, mesh)[0]["W"].sum().item() + len(mesh_sum["n"])
@@ -143,7 +168,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_says_how_much_was_to_be_writte
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(
-            OSError, match=r"rank-0000.part: its 400,000 bytes could not be written(.|\n)*good step.* 1"
+            OSError, match=r"__0_0_0.distcp: its 400,000 bytes, of the 400,000 (.|\n)*good step there is 1"
         ):
             checkpoint.save(tmp_path, {"W": torch.ones(100_000)}, {"W": "W[D]"}, Mesh({"X": 1}), 2)
     finally:
@@ -156,19 +181,30 @@ class Malicious:
         return os.system, ("touch /tmp/never",)
 
 
-def test_damaged_files_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (lambda good: good[:-10], "missing or cut short"),
+        (lambda good: pickle.dumps(Malicious()).ljust(len(good), b"\0"), "not a file of tensors alone"),
+        (lambda good: saved(Malicious(), len(good)), "not a file of tensors alone"),
+        (lambda good: saved(torch.ones(2), len(good)), r"does not hold state\[\"W\"\], float32\[3\]"),
+    ],
+)
+def test_damaged_and_malicious_files_are_refused(tmp_path, content, words):
     alone(1, tmp_path)
-    specs, mesh = {"W": "W[D]"}, Mesh({"X": 1})
-    file = tmp_path / "step-000001" / "rank-0000.pt"
-    good = file.read_bytes()
-    file.write_bytes(good[:-10])
-    with pytest.raises(ValueError, match=r"rank-0000.pt: missing or cut short"):
-        checkpoint.load(tmp_path, specs, mesh)
-    evil = pickle.dumps({'state["W"]': Malicious()})
-    file.write_bytes(evil.ljust(len(good), b"\0"))
-    with pytest.raises(ValueError, match="not a file of tensors alone"):
-        checkpoint.load(tmp_path, specs, mesh)
+    file = tmp_path / "step-000001" / "__0_0_0.distcp"
+    file.write_bytes(content(file.read_bytes()))
+    with pytest.raises(ValueError, match=f"__0_0_0.distcp: {words}"):
+        checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
     assert not Path("/tmp/never").exists()
+
+
+def saved(what, length: int) -> bytes:
+    """A file as torch writes it, with zip's comment made longer."""
+    torch.save(what, out := io.BytesIO())
+    data = bytearray(out.getvalue())
+    data[-2:] = (length - len(data)).to_bytes(2, "little")
+    return bytes(data).ljust(length, b"\0")
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,10 @@ def test_runs_that_are_alike_and_where_they_part(runs, capsys):
 
 def test_one_leaf_alone_is_found(runs, capsys):
     (a, _), (b, _) = runs
-    file = b / "step-000004" / "rank-0000.pt"
+    saved = checkpoint.index(b, 4)["leaves"]['state["params"]["layers"]["W_Q"]']
+    file = b / "step-000004" / saved["blocks"][0]["file"]
     held = torch.load(file, weights_only=True)
-    held['state["params"]["layers"]["W_Q"]'][0, 3, 1, 2] += 1
+    held[0, 3, 1, 2] += 1
     with file.open("wb") as out:
         torch.save(held, out)
     capsys.readouterr()

@@ -1,0 +1,114 @@
+"""Checkpoints of torch.distributed.checkpoint: its own load opens ours, we open its own, and nothing in them is run."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from scaling import tree
+from scaling.mesh import Mesh
+from scaling.train import checkpoint, dcp
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own: deprecations, and that a load is of one process
+SPECS = {"params": {"W": "W[L, D_X, F_Y]", "norm": "norm[D]"}, "moments": [{"W": "W[L, D_XY, F]"}], "n": "n[]"}
+PLACES = {"L": [0, 2, 1]}  # as on interleaved stages: no block of several layers is whole
+
+
+def whole() -> dict:
+    W = torch.arange(3 * 8 * 4.0, dtype=torch.float64).view(3, 8, 4)
+    return {
+        "params": {"W": W, "norm": torch.rand(8).bfloat16()},
+        "moments": [{"W": W.float() / 7}],
+        "n": torch.tensor(5),
+    }
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+def saves(mesh, folder, state):
+    given = tree.map(lambda W: W[[0, 2, 1]] if W.dim() == 3 else W, state)
+    values = {"data": {"seed": 1}}
+    checkpoint.save(folder, tree.shard(given, SPECS, mesh) | values, SPECS, mesh, 1, places=PLACES)
+
+
+def placed(mesh, W: torch.Tensor, *placements) -> DTensor:
+    there = DeviceMesh("cpu", torch.arange(mesh.size()).view(*mesh.sizes.values()))
+    shard = W
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            shard = shard.chunk(there.size(axis), placement.dim)[there.get_local_rank(axis)]
+    return DTensor.from_local(shard.contiguous(), there, placements, run_check=False)
+
+
+def loaded_by_torch(mesh, folder, state):
+    """By torch's own load, as DTensors of other shardings."""
+    zeros = tree.map(torch.zeros_like, state)
+    W = placed(mesh, zeros["params"]["W"], Shard(2), Shard(1))
+    given = {"params": {"W": W, "norm": zeros["params"]["norm"]}, "n": zeros["n"]}
+    torch_dcp.load(given, checkpoint_id=folder / "step-000001")
+    wanted = placed(mesh, state["params"]["W"], Shard(2), Shard(1)).to_local()
+    return equal({"W": W.to_local(), "norm": given["params"]["norm"]}, {"W": wanted, "norm": state["params"]["norm"]})
+
+
+def test_torch_opens_a_step(ranks, tmp_path):
+    state = whole()
+    ranks(saves, {"X": 2, "Y": 2}, tmp_path, state)
+    found = tree.map(torch.zeros_like, state)
+    torch_dcp.load(found, checkpoint_id=tmp_path / "step-000001")
+    assert equal(found, state)
+    assert all(ranks(loaded_by_torch, {"X": 2, "Y": 2}, tmp_path, state))
+    dcp_to_torch_save(tmp_path / "step-000001", tmp_path / "whole.pt")
+    assert equal(torch.load(tmp_path / "whole.pt"), state)
+
+
+def saved_by_torch(mesh, folder, state):
+    given = state | {"params": {"W": placed(mesh, state["params"]["W"], Shard(1), Replicate()), "other": "text"}}
+    given["params"]["norm"] = placed(mesh, state["params"]["norm"], Replicate(), Shard(0))
+    torch_dcp.save(given, checkpoint_id=folder)
+
+
+def loads_torch_s(mesh, folder, state):
+    given = tree.map(lambda W: W[[0, 2, 1]] if W.dim() == 3 else W, state)
+    return equal(dcp.load(folder, SPECS, mesh, places=PLACES), tree.shard(given, SPECS, mesh))
+
+
+def test_a_checkpoint_of_torch_is_opened(ranks, tmp_path):
+    state = whole()
+    ranks(saved_by_torch, {"X": 2, "Y": 2}, tmp_path, state)
+    assert all(ranks(loads_torch_s, {"X": 4, "Y": 1}, tmp_path, state))
+    assert all(ranks(loads_torch_s, {"X": 2, "Y": 2}, tmp_path, state))
+    with pytest.raises(ValueError, match=r"has no params.W_in; it has moments.0.W, "):
+        dcp.load(tmp_path, {"params": {"W_in": "W_in[D]"}}, Mesh({"X": 1}))
+    with pytest.raises(ValueError, match=r"has no params.other"):  # it is a pickle
+        dcp.load(tmp_path, {"params": {"other": "n[]"}}, Mesh({"X": 1}))
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/never",)
+
+
+def test_a_malicious_checkpoint_of_torch_is_refused(tmp_path):
+    state = {"W": torch.ones(4)}
+    torch_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    metadata, data = tmp_path / ".metadata", tmp_path / "__0_0.distcp"
+    good = metadata.read_bytes()
+    for evil in (Malicious(), {"planner_data": Malicious()}, eval, torch.load):
+        metadata.write_bytes(pickle.dumps(evil))
+        with pytest.raises(ValueError, match=r"not what torch\.distributed\.checkpoint writes"):
+            dcp.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
+    metadata.write_bytes(good)
+    data.write_bytes(pickle.dumps(Malicious()).ljust(data.stat().st_size, b"\0"))
+    with pytest.raises(ValueError, match="not a file of tensors alone"):
+        dcp.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        dcp.load(tmp_path / "elsewhere", {"W": "W[D]"}, Mesh({"X": 1}))
+    assert not Path("/tmp/never").exists()
