@@ -39,14 +39,14 @@ prompts = [torch.randint(0, config.V, (length,), generator=g).tolist() for lengt
 new, k = (24, 4) if page.small else (64, 4)
 
 
-def noisy(noise: float) -> tuple[dict, Config]:
+def noisy(noise: float) -> tuple[Config, dict]:
     """A draft: the target's params, each off by `noise` of its own spread."""
     g = torch.Generator().manual_seed(seed + 1)
 
     def off(x: torch.Tensor) -> torch.Tensor:
         return x + noise * x.std() * torch.randn(x.shape, generator=g, dtype=x.dtype) if x.dim() > 1 else x
 
-    return tree.map(off, params), config
+    return config, tree.map(off, params)
 
 
 def passes(draft) -> tuple[list[list[int]], int]:

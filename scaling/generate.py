@@ -66,7 +66,7 @@ def run(mesh, args, config, tokenizer, prompt: list[int], how: Sampling, ends: t
     draft = args.draft
     if draft not in (None, "ngram"):
         small = config_of(draft)
-        draft = params_of(args.draft, small, mesh, dtype, args.form), small
+        draft = small, params_of(args.draft, small, mesh, dtype, args.form)
     text, tokens = TextStream(tokenizer, args.stop), []
     for step in stream(
         params, [prompt], config, args.max_new_tokens, how,

@@ -48,9 +48,9 @@ def generate(
     """The new token ids of each prompt, at most max_new_tokens; a stop id ends a completion and is its last.
 
     Prompts are lists of ids, of any lengths. Params are this rank's, typed as `serve.specs`; the result is the same on
-    every rank. `seed`: one, from which each prompt gets its own, or one for each. `draft`: (params, config) of a
-    smaller model with the same vocabulary, or "ngram"; it proposes so many tokens a step, and changes the speed alone:
-    greedily the tokens are the same, and sampled ones have the same distribution. `page`: cache in pages of so many.
+    every rank. `seed`: one, from which each prompt gets its own, or one for each. `draft`: (config, params) of a
+    smaller model with the same vocabulary, as `hf.load` gives them, or "ngram"; it proposes so many tokens a step, and
+    changes the speed alone: greedily the tokens are the same, and sampled ones have the same distribution. `page`: cache in pages of so many.
     ValueError for an empty prompt, ids outside the vocabulary, and options that leave no token.
     """
     how = Sampling(temperature, top_k, top_p, min_p)
@@ -181,12 +181,8 @@ def _drafted(batch: _Batch, how: Sampling, seeds: list[int], left: dict, draft: 
 class _Model(_Batch):
     """A draft model: what it holds of each row may lag behind by a token or two."""
 
-    def __init__(self, target: _Batch, params: dict, config: Config, k: int):
-        if config.V != target.config.V:
-            raise ValueError(
-                f"the draft {config.name} has V={config.V}, {target.config.name} has V={target.config.V}\n"
-                "  fix: a draft with the same vocabulary"
-            )
+    def __init__(self, target: _Batch, config: Config, params: dict, k: int):
+        check_draft(config, target.config)
         mesh, form = target.options["mesh"], target.options["form"]
         super().__init__(params, target.rows, config, target.room, mesh, None, form)
         self.k = k
@@ -213,9 +209,23 @@ class _Model(_Batch):
 def _proposer(batch: _Batch, draft: Any, k: int) -> _Model | None:
     if draft == "ngram":
         return None
-    if not isinstance(draft, tuple) or len(draft) != 2:
-        raise ValueError(f'draft={draft!r:.40} is neither (params, config) nor "ngram"')
-    return _Model(batch, *draft, k)
+    return _Model(batch, *draft_model(draft), k)
+
+
+def draft_model(draft: Any) -> tuple[Config, dict]:
+    """(config, params) of a draft that is a model; the two may come in either order. ValueError for anything else."""
+    if isinstance(draft, tuple) and {type(part) for part in draft} == {Config, dict}:
+        return draft if isinstance(draft[0], Config) else draft[::-1]
+    raise ValueError(f'draft={draft!r:.40} is neither (config, params) nor "ngram"')
+
+
+def check_draft(config: Config, target: Config) -> None:
+    """ValueError for a draft of another vocabulary."""
+    if config.V != target.V:
+        raise ValueError(
+            f"the draft {config.name} has V={config.V}, {target.name} has V={target.V}\n"
+            "  fix: a draft with the same vocabulary"
+        )
 
 
 def _by_ngram(batch: _Batch, k: int) -> tuple[Tensor, Tensor]:

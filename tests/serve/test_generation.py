@@ -25,7 +25,7 @@ def uncached(prompt, count, how=None, seed=0):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("options", [{}, {"page": 3}, {"draft": "ngram"}, {"draft": (small, SMALL), "page": 4}],
+@pytest.mark.parametrize("options", [{}, {"page": 3}, {"draft": "ngram"}, {"draft": (SMALL, small), "page": 4}],
                          ids=["contiguous", "pages", "ngram", "draft"])  # fmt: skip
 def test_greedy_is_the_model_without_a_cache(options):
     wanted = [uncached(prompt, 9) for prompt in PROMPTS]
@@ -41,7 +41,7 @@ def test_sampled_is_the_model_without_a_cache():
     assert got[1] != got[3]  # the same prompt twice, drawn twice
 
 
-@pytest.mark.parametrize("draft", [None, "ngram", (small, SMALL)], ids=["plain", "ngram", "draft"])
+@pytest.mark.parametrize("draft", [None, "ngram", (SMALL, small)], ids=["plain", "ngram", "draft"])
 def test_a_request_gives_the_same_alone(draft):
     options = {"temperature": 1.2, "seed": 3, "draft": draft, "proposals": 3}
     together = serve.generate(params, PROMPTS, CONFIG, 7, **options)
@@ -50,14 +50,14 @@ def test_a_request_gives_the_same_alone(draft):
 
 def test_a_draft_that_is_the_model_is_always_kept():
     """Each step gives k + 1 tokens; the number of steps is what the draft saves."""
-    steps = list(serve.stream(params, PROMPTS[:2], CONFIG, 13, Sampling(0.8), draft=(params, CONFIG), proposals=3))
+    steps = list(serve.stream(params, PROMPTS[:2], CONFIG, 13, Sampling(0.8), draft=(CONFIG, params), proposals=3))
     assert [len(tokens) for tokens in steps] == [2, 8, 8, 8]
 
 
 def test_sampled_with_a_draft_has_the_models_distribution():
     """The second token of 2,000 copies of a prompt, given the first: chi-square against the model's own."""
     n = 2000
-    out = torch.tensor(serve.generate(params, [[5, 3]] * n, CONFIG, 2, temperature=1.0, top_k=4, draft=(small, SMALL)))
+    out = torch.tensor(serve.generate(params, [[5, 3]] * n, CONFIG, 2, temperature=1.0, top_k=4, draft=(SMALL, small)))
     first = int(out[:, 0].mode().values)
     drawn = out[out[:, 0] == first, 1]
     p = probabilities(
@@ -95,13 +95,18 @@ def test_logprobs_and_scores_are_the_models():
         ({"prompts": [[1], []]}, "prompt 1 is empty"), ({"prompts": [[32]]}, "prompt 0: token 32.*0..31"),
         ({"prompts": [[-1]]}, "token -1"), ({"max_new_tokens": -1}, "max_new_tokens"), ({"top_k": 0}, "top_k"),
         ({"draft": 3}, "draft=3"), ({"draft": "ngram", "proposals": 0}, "proposals"),
-        ({"draft": (small, SMALL.with_(V=33))}, "same vocabulary"),
+        ({"draft": (SMALL.with_(V=33), small)}, "same vocabulary"),
     ],
 )  # fmt: skip
 def test_bad_input(change, named):
     options = {"prompts": [[1]], "max_new_tokens": 2, "config": CONFIG} | change
     with pytest.raises(ValueError, match=f"(?s){named}"):
         serve.generate(params, **options)
+
+
+def test_a_draft_in_either_order():
+    one, other = (serve.generate(params, [[5, 3]], CONFIG, 6, draft=d) for d in ((SMALL, small), (small, SMALL)))
+    assert one == other == serve.generate(params, [[5, 3]], CONFIG, 6)
 
 
 def test_nothing_to_do():
@@ -112,7 +117,7 @@ def test_nothing_to_do():
 def on_a_mesh(mesh):
     mine = tree.shard(params, serve.specs(CONFIG, mesh), mesh)
     split = tree.shard(params, serve.specs(CONFIG, mesh, form="sequence"), mesh)
-    drafted = tree.shard(small, serve.specs(SMALL, mesh, form="sequence"), mesh), SMALL
+    drafted = SMALL, tree.shard(small, serve.specs(SMALL, mesh, form="sequence"), mesh)
     options = {"temperature": 0.9, "seed": 2, "draft": drafted, "proposals": 2}
     sampled = serve.generate(split, PROMPTS[:3], CONFIG, 3, mesh=mesh, form="sequence", **options)
     return serve.generate(mine, PROMPTS[:3], CONFIG, 3, mesh=mesh), sampled
@@ -121,6 +126,6 @@ def on_a_mesh(mesh):
 def test_on_a_mesh(ranks):
     """Heads over Y, a batch of three over Z = 2; with a draft, sampled, the caches' sequence over Z."""
     greedy = serve.generate(params, PROMPTS[:3], CONFIG, 3)
-    options = {"temperature": 0.9, "seed": 2, "draft": (small, SMALL), "proposals": 2}
+    options = {"temperature": 0.9, "seed": 2, "draft": (SMALL, small), "proposals": 2}
     sampled = serve.generate(params, PROMPTS[:3], CONFIG, 3, **options)
     assert ranks(on_a_mesh, {"Y": 2, "Z": 2}) == [(greedy, sampled)] * 4

@@ -13,7 +13,7 @@ def test_generate_is_hugging_faces(name):
     """Ragged batches in a contiguous cache, in pages with proposals of n-grams and of a draft, and by the engine."""
     config, params, prompts = greedy_table.CONFIGS[name], greedy_table.params_of(name), greedy_table.prompts_of(name)
     wanted, new = greedy_table.stored()[name], greedy_table.NEW
-    small = greedy_table.params_of("mqa"), greedy_table.CONFIGS["mqa"]
+    small = greedy_table.CONFIGS["mqa"], greedy_table.params_of("mqa")
     for options in ({}, {"draft": "ngram", "page": 5}, {"draft": small, "page": 16}):
         assert serve.generate(params, prompts, config, new, **options) == wanted
     arrivals = [(0.0, Request(i, tuple(prompt), new)) for i, prompt in enumerate(prompts)]
