@@ -13,7 +13,7 @@ from scaling import launch
 from scaling.console import SEEDS, command, integer, number
 from scaling.mesh import AbstractMesh
 from scaling.serve.generation import Token, score, stream
-from scaling.serve.loading import DTYPES, available, check_fits, config_of, params_of
+from scaling.serve.loading import DTYPES, available, check_fits, config_of, draft_config, draft_of, params_of
 from scaling.serve.sampling import Sampling
 from scaling.serve.text import TextStream, chat, ends_of, tokenizer_of
 from scaling.serve.types import FORMS, specs
@@ -63,10 +63,7 @@ def run(mesh, args, config, tokenizer, prompt: list[int], how: Sampling, ends: t
             scored = [Token(0, id, p) for id, p in zip(prompt[1:], logprobs, strict=True)]
             print("\n".join([*table(scored, tokenizer), summary(logprobs)]))
         return
-    draft = args.draft
-    if draft not in (None, "ngram"):
-        small = config_of(draft)
-        draft = small, params_of(args.draft, small, mesh, dtype, args.form)
+    draft = draft_of(args.draft, config, mesh, dtype, args.form)
     text, tokens = TextStream(tokenizer, args.stop), []
     for step in stream(
         params, [prompt], config, args.max_new_tokens, how,
@@ -123,7 +120,8 @@ def main(argv=None) -> int:
         prompt = prompt_of(args, tokenizer)
         memory = args.memory or available(args.device, AbstractMesh(sizes).size())
         length = len(prompt) + (0 if args.score else args.max_new_tokens)
-        check_fits(config, sizes, 1, length, DTYPES[args.dtype], memory, args.form)
+        draft = draft_config(args.draft, config, AbstractMesh(sizes), args.form)
+        check_fits(config, sizes, 1, length, DTYPES[args.dtype], memory, args.form, draft)
         ends = () if args.ignore_eos else ends_of(args.model)
         work = run, sizes, args, config, tokenizer, prompt, how, ends
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -10,6 +10,7 @@ imported without it.
     sampling, speculative, generation                      from logits to tokens; generate, stream, score
     states, policies, pages, scheduler                     the engine's state machine, without torch
     simulate, engine                                       a trace of requests in time: modelled, and computed
+    paged, drafts                                          of the engine: a model with its pages; what proposes tokens
     calibrate                                              the simulator's prices, from steps that were measured
     invariant                                              prefill and decode whose bits no batch changes
     text, loading                                          for the commands `generate` and `serve`

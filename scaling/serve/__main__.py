@@ -17,11 +17,11 @@ from scaling import launch
 from scaling.console import command, integer, output
 from scaling.mesh import AbstractMesh
 from scaling.serve.engine import Draw, serve
-from scaling.serve.loading import DTYPES, available, check_fits, config_of, params_of
+from scaling.serve.loading import DTYPES, available, check_fits, config_of, draft_config, draft_of, params_of
 from scaling.serve.policies import POLICIES
 from scaling.serve.sampling import SEEDS, Sampling, request_seeds
 from scaling.serve.simulate import RequestTimes, Simulated
-from scaling.serve.states import Options, Request
+from scaling.serve.states import Options, Request, Run
 from scaling.serve.text import TextStream, ends_of, tokenizer_of
 from scaling.serve.types import specs
 from scaling.sizes import parse_mesh
@@ -56,6 +56,8 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--pages", type=integer(1), help="of the cache (default: so that the longest requests fit)")
     parser.add_argument("--no-prefix", action="store_true", help="do not share the pages of equal prefixes")
     parser.add_argument("--batch-invariant", action="store_true", help="the same bits whatever runs beside a request")
+    parser.add_argument("--draft", metavar="FOLDER", help='a smaller model that proposes tokens, or "ngram"')
+    parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
     parser.add_argument("--max-new-tokens", type=integer(1), default=64, help="where a line says none (default 64)")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
     return parser.parse_args(argv)
@@ -124,6 +126,7 @@ def read(text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> tupl
 def run(mesh, args, config, tokenizer, lines: list[RequestLine], options: Options) -> Simulated:
     """On every rank."""
     params = params_of(args.model, config, mesh, DTYPES[args.dtype])
+    draft = draft_of(args.draft, config, mesh, DTYPES[args.dtype])
     streams = {line.number: TextStream(tokenizer, line.stops) for line in lines if line.stops}
 
     def on_token(id: int, token: int) -> bool:
@@ -135,7 +138,7 @@ def run(mesh, args, config, tokenizer, lines: list[RequestLine], options: Option
     return serve(
         params, config, [(line.arrival, line.request) for line in lines], options,
         {line.number: line.draw for line in lines}, on_token=on_token, batch_invariant=args.batch_invariant,
-        mesh=mesh if mesh.size() > 1 else None,
+        draft=draft, mesh=mesh if mesh.size() > 1 else None,
     )  # fmt: skip
 
 
@@ -165,10 +168,14 @@ def main(argv=None) -> int:
             raise ValueError(f"{args.input}: holds no request")
         longest = max((len(x.request.prompt) + x.request.max_new_tokens for x in lines), default=1)
         pages = args.pages or -(-longest // args.page) * min(args.slots, max(1, len(lines)))
-        options = Options(pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix)
+        draft = draft_config(args.draft, config, AbstractMesh(sizes))
+        proposals = args.proposals if args.draft else 0
+        options = Options(
+            pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals
+        )
         memory = args.memory or available(args.device, AbstractMesh(sizes).size())
         pools = 2 if args.policy == "disaggregated" else 1
-        check_fits(config, sizes, 1, pools * pages * args.page, DTYPES[args.dtype], memory)
+        check_fits(config, sizes, 1, pools * pages * args.page, DTYPES[args.dtype], memory, draft=draft)
         served: Any = Simulated((), {})
         if lines:
             work = run, sizes, args, config, tokenizer, lines, options
@@ -198,6 +205,9 @@ def report(args, lines: list[RequestLine], bad: list[dict], served: Simulated, t
         ms = {name: 1e3 * served.percentile(name, 50) for name in ("ttft", "tpot")}
         text += f" in {served.seconds:.3f} s, {served.throughput:.4g} tokens/s; "
         text += f"median TTFT {ms['ttft']:.4g} ms, TPOT {ms['tpot']:.4g} ms"
+        if args.draft:
+            passes = sum(work.sample for step in served.steps if isinstance(step, Run) for work in step.works)
+            text += f"; {sum(len(times.at) for times in served.requests.values()) / passes:.2f} tokens a pass"
     print(text)
     return good
 

@@ -34,8 +34,8 @@ def amounts(action: Run | Move, page: int) -> list[float]:
 def _of(works: Sequence[Work]) -> list[float]:
     if not works:
         return [0.0] * 3
-    tokens = len(works) * max(len(work.tokens) for work in works)
-    return [1.0, tokens, tokens * max(work.start + len(work.tokens) for work in works)]
+    tokens = len(works) * max(work.width for work in works)
+    return [1.0, tokens, tokens * max(work.start + work.width for work in works)]
 
 
 def fit(spans: Sequence[WorkSpan], page: int) -> dict[str, float]:

@@ -6,20 +6,20 @@ them, and two workers run beside each other in that clock though they share this
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaling.collectives import unshard
 from scaling.configs import Config
-from scaling.serve import invariant, scheduler
-from scaling.serve.cache import init_cache
+from scaling.serve.drafts import Draft, NGrams, SmallModel
+from scaling.serve.generation import check_draft, draft_model
+from scaling.serve.paged import PagedModel
 from scaling.serve.sampling import Sampling, sample
 from scaling.serve.simulate import Simulated, drive
 from scaling.serve.states import Move, Options, Request, Run, Work
-from scaling.serve.step import decode, prefill
 from scaling.spec import Spec
 
 
@@ -31,11 +31,13 @@ class Draw(NamedTuple):
 
 
 class Engine:
-    """execute(Run or Move) -> (seconds, {id: token}): holds the params and each worker's pages.
+    """execute(Run or Move) -> (seconds, {id: tokens}): holds the params and each worker's pages.
 
     `draws`: of the requests that are not greedy, by id. `batch_invariant`: a request's logits are the same bits
-    whatever runs beside it (`invariant`). `logits(id, place, logits[V])` is called for each token that is drawn.
-    `clock`: seconds, of the wall or of the processor.
+    whatever runs beside it (`invariant`). `draft`: (config, params) of a smaller model with the same vocabulary, or
+    "ngram": what makes the proposals that `options` asks for; no token depends on it (`drafts`).
+    `logits(id, place, logits[V])` is called for each token that is given. `clock`: seconds, of the wall or of the
+    processor.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Engine:
         mesh=None,
         dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
+        draft: Any = None,
         clock: Callable[[], float] = time.perf_counter,
         logits: Callable[[int, int, Tensor], object] | None = None,
     ):
@@ -55,20 +58,24 @@ class Engine:
             raise ValueError("an engine's pages are of one batch\n  fix: an engine for each replica, without Z")
         if batch_invariant and mesh is not None:
             raise ValueError("the batch-invariant mode is of one device\n  fix: mesh=None")
-        self.params, self.config, self.options, self.mesh = params, config, options, mesh
-        self.draws, self.logits, self.clock = draws or {}, logits, clock
-        self.sizes = invariant.agreeing(params) if batch_invariant else None
-        self.device = params["norm"].device
-        self.pools = {
-            worker: init_cache(config, 1, pool.total * pool.size, mesh=mesh, dtype=dtype, page=pool.size)
-            for worker, pool in scheduler.initial(options).pools.items()
-        }
+        if (draft is None) != (options.proposals == 0):
+            raise ValueError(
+                f"proposals={options.proposals} and draft={draft!r:.20}: one makes what the other asks for\n"
+                "  fix: give both, or neither"
+            )
+        self.mesh, self.draws, self.logits, self.clock = mesh, draws or {}, logits, clock
+        self.model = PagedModel(params, config, options, mesh, dtype, batch_invariant)
+        self.draft: Draft | None = None if draft is None else NGrams()
+        if draft not in (None, "ngram"):
+            small, theirs = draft_model(draft)
+            check_draft(small, config)
+            self.draft = SmallModel(PagedModel(theirs, small, options, mesh, dtype))
 
-    def __call__(self, action: Run | Move) -> tuple[float, dict[int, int]]:
+    def __call__(self, action: Run | Move) -> tuple[float, dict[int, tuple[int, ...]]]:
         start = self.clock()
         tokens = self._move(action) if isinstance(action, Move) else self._run(action)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
         return self._agreed(self.clock() - start), tokens
 
     def _agreed(self, seconds: float) -> float:
@@ -76,67 +83,59 @@ class Engine:
         if self.mesh is None or self.mesh.size() == 1:
             return seconds
         spec = Spec("t", (), tuple(sorted(self.mesh.sizes)))
-        total = unshard(str(spec), torch.tensor(seconds, dtype=torch.float64, device=self.device), self.mesh)
+        total = unshard(str(spec), torch.tensor(seconds, dtype=torch.float64, device=self.model.device), self.mesh)
         return float(total) / self.mesh.size()
 
-    def _move(self, move: Move) -> dict[int, int]:
-        """The pages of a prompt, from the pool of the worker that prefills to the other's."""
-        count = -(-move.tokens // self.options.page)
-        source, target = (torch.tensor(pages[:count], device=self.device) for pages in (move.source, move.target))
-        there, here = self.pools["prefill"], self.pools["decode"]
-        if 0 in here["KV"].stride():  # untouched so far: without memory and dtype
-            here["KV"] = torch.zeros(here["KV"].shape, dtype=there["KV"].dtype, device=self.device)
-        for name in ("KV", "scale"):
-            if name in there:
-                here[name][:, :, target] = there[name][:, :, source]
+    def _move(self, move: Move) -> dict[int, tuple[int, ...]]:
+        for model in (self.model, self.draft):
+            if model is not None:
+                model.move(move)
         return {}
 
-    def _run(self, run: Run) -> dict[int, int]:
-        if self.sizes is not None:
+    def _run(self, run: Run) -> dict[int, tuple[int, ...]]:
+        speculative = any(work.proposals for work in run.works)
+        if self.model.sizes is not None and not speculative:
             groups = [run.works]
         else:  # those of one token apart, so that they are not padded to a prompt's length
             groups = [[w for w in run.works if (len(w.tokens) == 1) == one] for one in (True, False)]
-        drawn: dict[int, int] = {}
+        given: dict[int, tuple[int, ...]] = {}
         for works in groups:
             if works:
-                drawn |= self._draw(works, self._logits(run.worker, works))
-        return drawn
+                given |= self._give(run.worker, list(works))
+        return given
 
-    def _logits(self, worker: str, works: Iterable[Work]) -> Tensor:
-        """Logits[B, V] after each work's last token; its keys and values are written to its pages."""
-        works = list(works)
-        lengths = torch.tensor([len(w.tokens) for w in works], device=self.device)
-        T, M = int(lengths.max()), max(len(w.pages) for w in works)
-        tokens = torch.tensor([[*w.tokens, *[0] * (T - len(w.tokens))] for w in works], device=self.device)
-        cache = self.pools[worker] | {
-            "pages": torch.tensor([[*w.pages, *[0] * (M - len(w.pages))] for w in works], device=self.device),
-            "lengths": torch.tensor([w.start for w in works], device=self.device),
-        }
-        given = {"lengths": lengths, "donate": True}
-        if self.sizes is not None:
-            logits, cache = invariant.prefill(self.params, tokens, cache, self.config, sizes=self.sizes, **given)
-        elif T > 1:
-            logits, cache = prefill(self.params, tokens, cache, self.config, self.mesh, **given)
-        else:
-            logits, cache = decode(self.params, tokens[:, 0], cache, self.config, self.mesh, donate=True)
-        self.pools[worker] = self.pools[worker] | {name: cache[name] for name in ("KV", "scale") if name in cache}
-        return logits
-
-    def _draw(self, works: Iterable[Work], logits: Tensor) -> dict[int, int]:
-        groups: dict[Sampling, list[tuple[int, Work, int]]] = {}
-        for row, work in enumerate(works):
-            if work.sample:
-                how, seed = self.draws.get(work.id, Draw())
-                groups.setdefault(how, []).append((row, work, seed))
-        drawn = {}
-        for how, some in groups.items():
-            places = [work.start + len(work.tokens) for _, work, _ in some]
-            chosen = logits[[row for row, _, _ in some]]
-            ids = sample(chosen, how, [seed for _, _, seed in some], places).tolist()
-            for (_, work, _), place, own, id in zip(some, places, chosen, ids, strict=True):
-                drawn[work.id] = id
+    def _give(self, worker: str, works: list[Work]) -> dict[int, tuple[int, ...]]:
+        """The tokens of each work that samples: those of its proposals that are right, and the one after them."""
+        proposed = self.draft.propose(worker, works, self._draw) if self.draft else {}
+        longer = [w._replace(tokens=(*w.tokens, *proposed.get(w.id, ()))) for w in works]
+        every = any(w.proposals for w in works)
+        logits = self.model.logits(worker, longer, every)
+        logits = logits if every else logits[:, None]
+        rows = [(b, n) for b, w in enumerate(works) if w.sample for n in range(1 + w.proposals)]
+        if not rows:
+            return {}
+        chosen = logits[[b for b, _ in rows], [len(works[b].tokens) - 1 + n if every else 0 for b, n in rows]]
+        places = [(works[b], works[b].start + len(works[b].tokens) + n) for b, n in rows]
+        given: dict[int, tuple[int, ...]] = {}
+        for (_, n), (work, place), id, own in zip(rows, places, self._draw(places, chosen), chosen, strict=True):
+            before = given.setdefault(work.id, ())
+            if before == tuple(proposed.get(work.id, ())[:n]):  # all proposals so far were right
+                given[work.id] = (*before, id)
                 if self.logits is not None:
                     self.logits(work.id, place, own)
+        return given
+
+    def _draw(self, places: Sequence[tuple[Work, int]], logits: Tensor) -> list[int]:
+        """A token for each place of a request, from logits[n, V]."""
+        groups: dict[Sampling, list[tuple[int, int, int]]] = {}
+        for i, (work, place) in enumerate(places):
+            how, seed = self.draws.get(work.id, Draw())
+            groups.setdefault(how, []).append((i, seed, place))
+        drawn = [0] * len(places)
+        for how, some in groups.items():
+            rows, seeds, at = (list(column) for column in zip(*some, strict=True))
+            for i, id in zip(rows, sample(logits[rows], how, seeds, at).tolist(), strict=True):
+                drawn[i] = id
         return drawn
 
 

@@ -50,7 +50,8 @@ def generate(
     Prompts are lists of ids, of any lengths. Params are this rank's, typed as `serve.specs`; the result is the same on
     every rank. `seed`: one, from which each prompt gets its own, or one for each. `draft`: (config, params) of a
     smaller model with the same vocabulary, as `hf.load` gives them, or "ngram"; it proposes so many tokens a step, and
-    changes the speed alone: greedily the tokens are the same, and sampled ones have the same distribution. `page`: cache in pages of so many.
+    changes the speed alone: greedily the tokens are the same, and sampled ones have the same distribution. `page`:
+    cache in pages of so many.
     ValueError for an empty prompt, ids outside the vocabulary, and options that leave no token.
     """
     how = Sampling(temperature, top_k, top_p, min_p)

@@ -64,7 +64,6 @@ def agreeing(params: dict) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-@torch.no_grad()
 def prefill(
     params: dict,
     tokens: Tensor,
@@ -79,6 +78,25 @@ def prefill(
 
     `sizes`: what `agreeing(params)` has found. ValueError for experts and int8 caches, which have no such mode.
     """
+    return _run(params, tokens, cache, config, lengths, donate, sizes, False)
+
+
+def extend(
+    params: dict,
+    tokens: Tensor,
+    cache: dict,
+    config: Config,
+    *,
+    lengths: Tensor | None = None,
+    donate: bool = False,
+    sizes: Sequence[int] = (LEAST,),
+) -> tuple[Tensor, dict]:
+    """(logits[B, T, V] at every token, cache), as `serve.extend`: what checks a draft. The rest as in `prefill`."""
+    return _run(params, tokens, cache, config, lengths, donate, sizes, True)
+
+
+@torch.no_grad()
+def _run(params, tokens, cache, config, lengths, donate, sizes, every) -> tuple[Tensor, dict]:
     if config.moe or "scale" in cache:
         raise ValueError("the batch-invariant mode is of dense models with caches of floating point")
     B, T = tokens.shape
@@ -94,11 +112,16 @@ def prefill(
         attend = functools.partial(at.attend, cache["KV"][:, l], config.windows[l])
         x = x + attention_block(W, x, attend, rope, config.eps, matmul)
         x = x + _mlp(W, x, ACTIVATIONS[config.nonlinearity], config.eps, matmul)
-    last = torch.cat([at.last, at.last[:1].expand(-B % LEAST)])
-    x = rms_norm(x[:, last], gain=params["norm"], eps=config.eps)
-    logits = matmul(x, params["unembed"] if "unembed" in params else params["embed"].T)[0, :B]
+    if not every:
+        x = x[:, torch.cat([at.last, at.last[:1].expand(-B % LEAST)])]
+    x = rms_norm(x, gain=params["norm"], eps=config.eps)
+    logits = matmul(x, params["unembed"] if "unembed" in params else params["embed"].T)[0]
     cache["lengths"] = cache["lengths"] + lengths
-    return logits, cache
+    if not every:
+        return logits[:B], cache
+    whole = logits.new_zeros(B, T, config.V)
+    whole[at.row, at.column] = logits  # rows that fill a tile up are copies of the first
+    return whole, cache
 
 
 def _matmul(x: Tensor, W: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,8 @@ from scaling.mesh import AbstractMesh
 from scaling.models import hf
 from scaling.models import transformer as model
 from scaling.serve.cache import init_cache
-from scaling.serve.types import specs
+from scaling.serve.generation import check_draft
+from scaling.serve.types import check_mesh, specs
 from scaling.train import checkpoint
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -37,6 +39,22 @@ def params_of(folder: "str | Path", config: Config, mesh, dtype: torch.dtype, fo
     return hf.load_sharded(folder, types, mesh, dtype)[1]
 
 
+def draft_config(draft: str | None, config: Config, mesh, form: str = "heads") -> Config | None:
+    """The sizes of the draft that --draft names, None of "ngram". ValueError for one that cannot serve `config`."""
+    if draft in (None, "ngram"):
+        return None
+    small = config_of(draft)
+    check_draft(small, config)
+    check_mesh(small, mesh, form)
+    return small
+
+
+def draft_of(draft: str | None, config: Config, mesh, dtype: torch.dtype, form: str = "heads") -> Any:
+    """What `generate` and the engine take as `draft`: (config, params), "ngram" or None."""
+    small = draft_config(draft, config, mesh, form)
+    return draft if small is None or draft is None else (small, params_of(draft, small, mesh, dtype, form))
+
+
 def needed(config: Config, sizes: dict[str, int], batch: int, length: int, dtype: torch.dtype, form: str) -> int:
     """Bytes that each rank holds: params, and a cache of `batch` rows of `length` tokens."""
     mesh = AbstractMesh(sizes)
@@ -60,12 +78,21 @@ def available(device: str, ranks: int = 1) -> int:
 
 
 def check_fits(
-    config: Config, sizes: dict[str, int], batch: int, length: int, dtype: torch.dtype, memory: int, form: str = "heads"
+    config: Config,
+    sizes: dict[str, int],
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    memory: int,
+    form: str = "heads",
+    draft: Config | None = None,
 ) -> None:
-    """ValueError unless params and cache fit into so many bytes a rank; it says the greatest length that does."""
+    """ValueError unless params and cache, a draft's too, fit into so many bytes a rank; it says the greatest length
+    that does."""
+    models = [config] if draft is None else [config, draft]
 
     def total(length: int) -> int:
-        return needed(config, sizes, batch, length, dtype, form)
+        return sum(needed(one, sizes, batch, length, dtype, form) for one in models)
 
     if (wanted := total(length)) <= memory:
         return

@@ -15,11 +15,15 @@ PREFILL, DECODE, ENGINE = "prefill", "decode", "engine"
 
 
 class SlotProgress(NamedTuple):
-    """A request in a slot: `todo` of its tokens are not in the cache yet. `started`: it has given a token."""
+    """A request in a slot: `todo` of its tokens are not in the cache yet. `started`: it has given a token.
+
+    `proposals`: the tokens of a draft that are computed beside the one of a decode step.
+    """
 
     id: int
     todo: int
     started: bool
+    proposals: int = 0
 
     @property
     def decoding(self) -> bool:
@@ -57,7 +61,7 @@ def _one_prompt_first(worker: str, running: Sequence[SlotProgress], budget: int)
 
 def _decodes_and_chunks(worker: str, running: Sequence[SlotProgress], budget: int) -> list[tuple[int, int]]:
     picked = [(r.id, 1) for r in running if r.decoding]
-    left = max(budget - len(picked), 1)  # a prompt goes on however many decode
+    left = max(budget - sum(1 + r.proposals for r in running if r.decoding), 1)  # a prompt goes on however many decode
     for r in running:
         if not r.decoding and left:
             picked.append((r.id, min(r.todo, left)))

@@ -7,8 +7,9 @@ differ. What happens to a request:
                  +------ no page is left: the youngest is preempted ------+
 A request has tokens (its prompt and what it has given), of which the first `computed` are in the cache. A step computes
 some of the others; the step that reaches the last one gives the next. So prefill, a chunk of it, decode, and prefill
-again after a preemption are one thing. Requests are served in the order in which they came: who is older never waits
-for a page that someone younger holds, and so none starves.
+again after a preemption are one thing. With a draft, a step of decode computes its proposals too; the pages of those
+that are not kept are given back when it is over. Requests are served in the order in which they came: who is older
+never waits for a page that someone younger holds, and so none starves.
 """
 
 from collections.abc import Sequence
@@ -122,16 +123,28 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
         raise ValueError(f"{event.worker} is idle, and cannot be done")
     for work in state.busy.pop(event.worker):
         live, pool = state.live[work.id], state.pools[event.worker]
-        computed = work.start + len(work.tokens)
-        pages = pool.share(list(work.pages), live.tokens[:computed], work.start // pool.size, state.tick)
-        out = (*live.out, event.tokens[work.id]) if work.sample and not live.cancelled else live.out
-        state.live[work.id] = live = replace(live, out=out, computed=computed, pages=tuple(pages))
+        given = until_stop(live.request, event.tokens[work.id]) if work.sample and not live.cancelled else ()
+        if len(given) > 1 + work.proposals:
+            raise ValueError(f"request {work.id} gives {len(given)} tokens, with {work.proposals} proposals")
+        kept = max(0, len(given) - 1)  # proposals, which are in the cache; the last that is given is not
+        computed, pages = work.start + len(work.tokens) + kept, pool.count(len(live.tokens) + kept)
+        pool.release(work.pages[pages:], state.tick)
+        out = live.out + given
+        tokens = (live.request.prompt + out)[:computed]
+        shared = pool.share(list(work.pages[:pages]), tokens, work.start // pool.size, state.tick)
+        state.live[work.id] = live = replace(live, out=out, computed=computed, pages=tuple(shared))
         if live.cancelled:
             _finish(state, work.id, "cancelled", actions)
         elif work.sample and out[-1] in live.request.stop:
             _finish(state, work.id, "stop", actions)
         elif len(out) == live.request.max_new_tokens:
             _finish(state, work.id, "length", actions)
+
+
+def until_stop(request: Request, tokens: Sequence[int]) -> tuple[int, ...]:
+    """The tokens up to the first that ends the request."""
+    end = next((i for i, token in enumerate(tokens, 1) if token in request.stop), len(tokens))
+    return tuple(tokens[:end])
 
 
 def _moved(state: State, id: int, actions: list[Action]) -> None:
@@ -188,7 +201,7 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
     mine = [id for id, live in state.live.items() if live.where == worker and live.target is None]
     if worker == PREFILL:  # those that are done wait to be moved
         mine = [id for id in mine if state.live[id].todo > 1 or not state.live[id].out]
-    running = [SlotProgress(id, state.live[id].todo, bool(state.live[id].out)) for id in mine]
+    running = [SlotProgress(id, state.live[id].todo, bool(state.live[id].out), _proposals(state, id)) for id in mine]
     picked = dict(state.policy.pick(worker, running, state.options.budget))
     arriving = worker == DECODE and any(live.target is not None for live in state.live.values())
     for id in list(picked):
@@ -201,11 +214,22 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
             _preempt(state, youngest, actions)
     works = []
     for id, count in picked.items():
+        wanted = _proposals(state, id)
+        while wanted and not _has_pages(state, id, count + wanted):  # for guesses nobody makes room
+            wanted -= 1
         live = state.live[id]
-        end = live.computed + count
-        tokens = live.tokens
-        works.append(Work(id, live.computed, tokens[live.computed : end], live.pages, end == len(tokens)))
+        tokens, end = live.tokens, live.computed + count
+        before = tokens[: live.computed] if wanted else ()
+        new = tokens[live.computed : end]
+        works.append(Work(id, live.computed, new, live.pages, end == len(tokens), wanted, before))
     return tuple(works)
+
+
+def _proposals(state: State, id: int) -> int:
+    """The tokens of a draft that a request's next step can use: none before it decodes, none beyond its last."""
+    live = state.live[id]
+    decoding = live.out and live.todo == 1
+    return min(state.options.proposals, live.request.max_new_tokens - len(live.out) - 1) if decoding else 0
 
 
 def _has_pages(state: State, id: int, count: int) -> bool:

@@ -28,6 +28,7 @@ from scaling.serve.states import (
     Request,
     Run,
     State,
+    Work,
 )
 
 
@@ -89,7 +90,7 @@ class Simulated:
         return values[max(0, math.ceil(len(values) * percent / 100) - 1)] if values else math.nan
 
 
-Execute = Callable[[Run | Move], tuple[float, dict[int, int]]]
+Execute = Callable[[Run | Move], tuple[float, dict[int, tuple[int, ...]]]]
 Arrival = tuple[float, Request]
 
 
@@ -102,7 +103,7 @@ def drive(
     on_token: Callable[[int, int], bool] | None = None,
     watch: Callable[[State, list[Action]], Any] | None = None,
 ) -> Simulated:
-    """Serve [(seconds, request)] until all are finished. execute(Run or Move) -> (seconds, {id: token}).
+    """Serve [(seconds, request)] until all are finished. execute(Run or Move) -> (seconds, {id: tokens}).
 
     Events at the same time are one step's. `cancel`: [(seconds, id)]. on_token(id, token) -> True ends a request, with
     the reason "stop": for what token ids cannot say, such as strings. `watch` sees every state and its actions.
@@ -118,13 +119,16 @@ def drive(
         while queue and queue[0][0] == now:
             events.append(heapq.heappop(queue)[2])
         for event in [event for event in events if isinstance(event, Done)]:
-            for id, token in event.tokens.items():
+            for id, tokens in event.tokens.items():
                 if state.live[id].cancelled or id in stopped:
                     continue
-                times[id].at.append(now)
-                if on_token is not None and on_token(id, token):
-                    stopped.add(id)
-                    events.append(Cancel(id))
+                for count, token in enumerate(scheduler.until_stop(state.live[id].request, tokens), 1):
+                    times[id].at.append(now)
+                    if on_token is not None and on_token(id, token):
+                        stopped.add(id)
+                        event.tokens[id] = tokens[:count]
+                        events.append(Cancel(id))
+                        break
         state, actions = scheduler.step(state, events)
         if watch is not None:
             watch(state, actions)
@@ -155,16 +159,24 @@ def simulate(
     *,
     cancel: Sequence[tuple[float, int]] = (),
     token: Callable[[int, int], int] | None = None,
+    kept: Callable[[int, int], bool] | None = None,
 ) -> Simulated:
     """The same steps as the engine's, with cost(action) seconds for each. Nothing is computed.
 
     token(id, position) says what a request gives at a place in its sequence, where that matters: for stop tokens, and
-    for prefix hits on completions. By default it is a number that no prompt has.
+    for prefix hits on completions. By default it is a number that no prompt has. kept(id, position) says whether what a
+    draft proposes for that place is right; by default it never is.
     """
     give = token or (lambda id, position: -1 - id)
 
-    def execute(action: Run | Move) -> tuple[float, dict[int, int]]:
+    def given(work: Work) -> tuple[int, ...]:
+        first = work.start + len(work.tokens)
+        places = range(first, first + work.proposals)
+        count = next((n for n, place in enumerate(places) if kept is None or not kept(work.id, place)), len(places))
+        return tuple(give(work.id, first + n) for n in range(count + 1))
+
+    def execute(action: Run | Move) -> tuple[float, dict[int, tuple[int, ...]]]:
         works = action.works if isinstance(action, Run) else ()
-        return cost(action), {w.id: give(w.id, w.start + len(w.tokens)) for w in works if w.sample}
+        return cost(action), {work.id: given(work) for work in works if work.sample}
 
     return drive(arrivals, options, execute, cancel=cancel)

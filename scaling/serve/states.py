@@ -11,7 +11,8 @@ from scaling.serve.policies import POLICIES, Policy
 class Options:
     """`pages` of `page` tokens a worker, `slots` requests at once, `budget` tokens a step (the policy "chunked").
 
-    `decode_pages`: those of the worker that decodes, under "disaggregated"; None: as many.
+    `decode_pages`: those of the worker that decodes, under "disaggregated"; None: as many. `proposals`: the tokens of a
+    draft that a decode step checks for each request, at most; those of all count in the budget.
     """
 
     pages: int
@@ -21,6 +22,7 @@ class Options:
     policy: str = "chunked"
     prefix: bool = True
     decode_pages: int | None = None
+    proposals: int = 0
 
     def __post_init__(self):
         if self.policy not in POLICIES:
@@ -28,6 +30,8 @@ class Options:
         for name in ("pages", "page", "slots", "budget"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.proposals < 0:
+            raise ValueError(f"proposals={self.proposals} must be at least 0")
 
     @property
     def length(self) -> int:
@@ -53,10 +57,10 @@ class Cancel(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A worker's step is over: the tokens of those whose Work said `sample`, by id."""
+    """A worker's step is over: the tokens of those whose Work said `sample`, by id; 1 to 1 + `proposals` of each."""
 
     worker: str
-    tokens: dict[int, int]
+    tokens: dict[int, tuple[int, ...]]
 
 
 class Moved(NamedTuple):
@@ -67,13 +71,24 @@ Event = Arrive | Cancel | Done | Moved
 
 
 class Work(NamedTuple):
-    """Compute `tokens`, which stand at `start` and after, into `pages`; `sample`: give the token that follows."""
+    """Compute `tokens`, which stand at `start` and after, into `pages`; `sample`: give the token that follows.
+
+    `proposals`: compute so many tokens of a draft after them, and give those that are right and the one that follows.
+    A draft may want to see all the tokens: those `before` are given then.
+    """
 
     id: int
     start: int
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
     sample: bool
+    proposals: int = 0
+    before: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """The tokens that are computed."""
+        return len(self.tokens) + self.proposals
 
 
 class Run(NamedTuple):

@@ -45,6 +45,7 @@ def trace(seed: int) -> Counter:
     options = Options(
         pages=-(-chance.randint(100, 260) // page), page=page, slots=chance.randint(1, 9), budget=chance.randint(1, 90),
         policy=chance.choice(["static", "interleaved", "chunked", "disaggregated"]), prefix=chance.random() < 0.7,
+        proposals=(proposals := chance.choice([0, 0, 3])),
     )  # fmt: skip
     stem = [chance.randrange(config.V) for _ in range(72)]
     arrivals = []
@@ -58,8 +59,10 @@ def trace(seed: int) -> Counter:
         counts["preempted"] += sum(isinstance(action, Preempt) for action in actions)
 
     keep = lambda id, place, logits: seen.update({(id, place): logits})  # noqa: E731
-    engine = Engine(params, config, options, batch_invariant=True, logits=keep)
+    draft = "ngram" if proposals else None
+    engine = Engine(params, config, options, batch_invariant=True, draft=draft, logits=keep)
     served = drive(arrivals, options, engine, watch=watch)
+    counts["drafted"] += bool(proposals)
     for _, request in arrivals:
         times = served.requests[request.id]
         counts["hits"] += times.cached > 0

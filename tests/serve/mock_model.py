@@ -5,6 +5,7 @@ page that was written by two, read after it was freed, or not moved shows as a w
 page knows which prefix of tokens it belongs to, and a read that finds another prefix raises.
 """
 
+import itertools
 import random
 from collections import Counter
 
@@ -71,11 +72,27 @@ class Audited:
         assert all(n == 1 for n in written.values()), "a page is written by two"
         for work in action.works:
             assert work.tokens
-            memory.write(work.pages, work.start, work.tokens)
+            memory.write(work.pages, work.start, (*work.tokens, *self.proposed(work)))
         for work in action.works:
             if work.sample:
-                tokens[work.id] = next_token(memory.read(work.pages, work.start + len(work.tokens)))
+                tokens[work.id] = self.verified(memory.read(work.pages, work.start + work.width), work.proposals)
         return seconds, tokens
+
+    def proposed(self, work) -> list[int]:
+        """A draft's tokens after those of the request, each right more often than not."""
+        text = [*work.before, *work.tokens]
+        for _ in range(work.proposals):
+            text.append(next_token(text) if self.chance.random() < 0.7 else self.chance.randrange(V))
+        return text[len(text) - work.proposals :]
+
+    def verified(self, found: tuple[int, ...], proposals: int) -> tuple[int, ...]:
+        """The proposals that are right, and the token after them; the others stay in the pages."""
+        first = len(found) - proposals
+        right = itertools.takewhile(lambda n: next_token(found[:n]) == found[n], range(first, len(found)))
+        kept = len(list(right))
+        self.counts["proposals kept"] += kept
+        self.counts["proposals dropped"] += proposals - kept
+        return (*found[first : first + kept], next_token(found[: first + kept]))
 
     def watch(self, state, actions):
         for worker, pool in state.pools.items():
@@ -85,6 +102,9 @@ class Audited:
             holders = Counter(p for live in state.live.values() if live.where == worker for p in live.pages)
             holders += Counter(p for live in state.live.values() if worker == "decode" for p in live.target or ())
             assert holders == Counter(pool.refs), "reference counts are not the holders"
+            for id, live in state.live.items():  # idle: no page for a guess that was dropped
+                spare = live.where == worker and not any(id in [w.id for w in ws] for ws in state.busy.values())
+                assert not spare or len(live.pages) <= pool.count(len(live.tokens))
             for page, (parent, tokens, _) in pool.edges.items():
                 assert pool.children[parent, tokens] == page
                 assert len(tokens) == pool.size
@@ -126,6 +146,7 @@ def trace(seed: int, policy: str | None = None):
         pages=chance.randint(4, 12), page=page, slots=chance.randint(1, 4), budget=chance.randint(1, 8),
         policy=policy or chance.choice(["static", "interleaved", "chunked", "disaggregated"]),
         prefix=chance.random() < 0.8, decode_pages=chance.choice([None, chance.randint(4, 12)]),
+        proposals=chance.choice([0, 0, 1, 2, 5]),
     )  # fmt: skip
     stems = [tuple(chance.randrange(V) for _ in range(chance.choice([page, 2 * page]))) for _ in range(2)]
     arrivals, cancel = [], []

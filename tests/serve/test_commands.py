@@ -174,10 +174,15 @@ def test_serve_a_file(folder, tmp_path, capsys):
     assert served[5]["ttft"] > 0
     stop = bytes(served[5]["ids"]).decode(errors="replace")[2]
     source.write_text(json.dumps({"prompt": "hello", "stop": stop}))
-    assert batch.main([*options, "--batch-invariant", "--policy", "static"]) == 0
-    row = json.loads(target.read_text())
-    assert row["reason"] == "stop"
-    assert stop not in row["text"]
+    for more in (["--batch-invariant", "--policy", "static"], ["--draft", "ngram"], ["--draft", str(folder)]):
+        assert batch.main([*options, *more]) == 0
+        row = json.loads(target.read_text())
+        assert row["reason"] == "stop"
+        assert stop not in row["text"]
+        assert row["ids"] == served[5]["ids"][: len(row["ids"])]
+    source.write_text("\n".join(map(json.dumps, good)))
+    assert batch.main([*options, "--draft", str(folder), "--proposals", "3"]) == 0
+    assert [json.loads(line)["ids"] for line in target.read_text().splitlines()] == [r["ids"] for r in served.values()]
 
 
 def test_requests_that_do_not_fit_the_pages_are_refused_alone(folder, tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import mock_model
 import pytest
 
+from scaling.serve import scheduler
 from scaling.serve.pages import ROOT, Pool
 from scaling.serve.scheduler import initial, step
 from scaling.serve.simulate import simulate
@@ -16,7 +17,8 @@ from scaling.serve.states import Admit, Arrive, Cancel, Done, Finish, Options, P
 def test_random_traces():
     """More by `engine_sweep.py`. Each thing must have happened."""
     total = sum((mock_model.run(seed) for seed in range(300)), mock_model.Counter())
-    for what in ("Preempt", "Move", "evictions", "hits", "full hits", "chunks", "cancelled", "stop", "refused"):
+    happens = ["Preempt", "Move", "evictions", "hits", "full hits", "chunks", "cancelled", "stop", "refused"]
+    for what in [*happens, "proposals kept", "proposals dropped"]:
         assert total[what] > 20, (what, total)
 
 
@@ -64,18 +66,22 @@ def _forgotten(self, pages, tick):
 
 
 MISTAKES = {
-    "nano-vllm#163: a page that is taken again is still found under its old tokens": ("_evict", _stale),
-    "nano-vllm#144: a prompt that is cached whole has nothing left to compute": ("match", _whole),
-    "a page is found by its own tokens, whatever stands before": ("match", _flat),
-    "sglang#35270: pages of the trie whose parents nobody holds": ("share", _unshared),
-    "nano-vllm#217: what one releases is free, though others hold it": ("release", _forgotten),
-}
+    "nano-vllm#163: a page that is taken again is still found under its old tokens": (Pool, "_evict", _stale),
+    "nano-vllm#144: a prompt that is cached whole has nothing left to compute": (Pool, "match", _whole),
+    "a page is found by its own tokens, whatever stands before": (Pool, "match", _flat),
+    "sglang#35270: pages of the trie whose parents nobody holds": (Pool, "share", _unshared),
+    "nano-vllm#217: what one releases is free, though others hold it": (Pool, "release", _forgotten),
+    "a draft's tokens after a stop token": (scheduler, "until_stop", lambda request, tokens: tuple(tokens)),
+    "more proposals than the request may still give": (
+        scheduler, "_proposals", lambda state, id: state.options.proposals * bool(state.live[id].out),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted_mistakes_are_found(name, monkeypatch):
     """Bugs of other engines, put into this one: the traces must fail."""
-    monkeypatch.setattr(Pool, *MISTAKES[name])
+    monkeypatch.setattr(*MISTAKES[name])
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
         sum((mock_model.run(seed) for seed in range(300)), mock_model.Counter())
 
@@ -86,7 +92,7 @@ def drained(state, events=()):
     while True:
         state, actions = step(state, todo)
         log += actions
-        todo = [Done(a.worker, {w.id: 9 for w in a.works if w.sample}) for a in actions if isinstance(a, Run)]
+        todo = [Done(a.worker, {w.id: (9,) for w in a.works if w.sample}) for a in actions if isinstance(a, Run)]
         if not todo:
             return state, log
 
@@ -164,7 +170,7 @@ def test_vllm_5543_a_shared_prefix_changes_no_completion():
 
 def test_step_changes_nothing_that_it_is_given():
     state, _ = step(initial(Options(pages=8, page=2)), [Arrive(Request(0, (1, 2, 3), 3))])
-    again = [step(state, [Done("engine", {0: 5}), Arrive(Request(1, (1, 2, 9), 2))]) for _ in range(2)]
+    again = [step(state, [Done("engine", {0: (5,)}), Arrive(Request(1, (1, 2, 9), 2))]) for _ in range(2)]
     assert again[0][1] == again[1][1]
     assert again[0][0].live == again[1][0].live
     assert state.live[0].out == () and list(state.busy) == ["engine"]  # noqa: PT018
@@ -181,7 +187,7 @@ def test_refused_cancelled_unknown():
         step(state, [Arrive(Request(3, (1,), 4))])
     state, actions = step(state, [Cancel(3), Cancel(77)])
     assert not actions  # it is in a step
-    state, actions = step(state, [Done("engine", {3: 1})])
+    state, actions = step(state, [Done("engine", {3: (1,)})])
     assert actions == [Finish(3, (), "cancelled")]
     with pytest.raises(ValueError, match="engine is idle"):
         step(state, [Done("engine", {})])
@@ -233,6 +239,6 @@ def test_admission_is_in_the_order_of_arrival():
     state, actions = step(initial(options), [Arrive(Request(0, (1, 1), 2)), Arrive(Request(1, (1, 1, 1), 1)),
                                              Arrive(Request(2, (1,), 1))])  # fmt: skip
     assert [a.id for a in actions if isinstance(a, Admit)] == [0]
-    _, log = drained(state, [Done("engine", {0: 9})])
+    _, log = drained(state, [Done("engine", {0: (9,)})])
     assert [a.id for a in log if isinstance(a, Finish)] == [0, 1, 2]
     assert not [a for a in log if isinstance(a, Preempt)]

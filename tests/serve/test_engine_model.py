@@ -1,6 +1,7 @@
 """The engine with a real model: each request's tokens are those it gives alone, and in the batch-invariant mode its
 logits are the same bits. `invariant_sweep.py` runs many more traces."""
 
+import functools
 import random
 
 import invariant_sweep
@@ -12,11 +13,18 @@ from scaling.configs import Config
 from scaling.models import transformer
 from scaling.serve import engine, invariant
 from scaling.serve.sampling import Sampling
-from scaling.serve.simulate import simulate
-from scaling.serve.states import Options, Request
+from scaling.serve.simulate import drive, simulate
+from scaling.serve.states import Options, Request, Run
 
 CONFIG = Config("tiny", L=2, D=16, F=24, N=4, K=2, H=4, V=30, window=(None, 7))
 params = transformer.init(CONFIG, 1, torch.float64)
+
+
+SMALL = Config("small", L=1, D=8, F=12, N=2, K=1, H=4, V=30)
+small = transformer.init(SMALL, 2, torch.float64)
+
+
+NEAR = transformer.tree.map(lambda p: p + 0.2 * p.std() * torch.sin(torch.arange(p.numel())).view(p.shape), params)
 
 
 def requests(seed: int, count: int = 6):
@@ -26,29 +34,67 @@ def requests(seed: int, count: int = 6):
     return [Request(i, tuple(p), chance.randint(1, 9)) for i, p in enumerate(prompts)]
 
 
+@functools.cache
+def alone(request, seed):
+    options = {} if seed is None else {"temperature": 0.9, "top_k": 12, "seed": [seed]}
+    return serve.generate(params, [request.prompt], CONFIG, request.max_new_tokens, **options)[0]
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", (SMALL, small)], ids=["plain", "ngram", "draft"])
 @pytest.mark.parametrize("policy", ["static", "interleaved", "chunked", "disaggregated"])
-def test_each_request_gives_what_it_gives_alone(policy):
+def test_each_request_gives_what_it_gives_alone(policy, draft):
+    """Greedy and sampled ones, without a draft and with one: what it proposes changes no token."""
     some = requests(3)
     how = Sampling(0.9, top_k=12)
     draws = {i: engine.Draw(how, 100 + i) for i in range(0, 6, 2)}
-    options = Options(pages=11, page=2, slots=3, budget=5, policy=policy)
+    options = Options(pages=11, page=2, slots=3, budget=5, policy=policy, proposals=3 if draft else 0)
     arrivals = [(0.001 * (r.id // 2), r) for r in some]
-    served = engine.serve(params, CONFIG, arrivals, options, draws)
+    served = engine.serve(params, CONFIG, arrivals, options, draws, draft=draft)
     for r in some:
-        options_of = {"temperature": 0.9, "top_k": 12, "seed": [100 + r.id]} if r.id in draws else {}
-        assert list(served.requests[r.id].tokens) == serve.generate(params, [r.prompt], CONFIG, r.max_new_tokens,
-                                                                   **options_of)[0]  # fmt: skip
+        assert list(served.requests[r.id].tokens) == alone(r, 100 + r.id if r.id in draws else None)
 
 
+@pytest.mark.parametrize("draft", [None, (CONFIG, NEAR)], ids=["plain", "draft"])
 @pytest.mark.parametrize("policy", ["static", "interleaved", "chunked"])
-def test_the_simulators_steps_are_the_engines(policy):
+def test_the_simulators_steps_are_the_engines(policy, draft):
     """On a trace whose events come in the same order: all requests are there at the start."""
-    some = requests(5, 8)
-    options = Options(pages=9, page=3, slots=3, budget=6, policy=policy)
-    served = engine.serve(params, CONFIG, [(0.0, r) for r in some], options)
-    tokens = {r.id: (*r.prompt, *served.requests[r.id].tokens) for r in some}
-    again = simulate([(0.0, r) for r in some], options, lambda action: 1.0, token=lambda id, n: tokens[id][n])
-    assert again.steps == served.steps
+    some, right = [(0.0, r) for r in requests(5, 8)], set()
+    options = Options(pages=9, page=3, slots=3, budget=6, policy=policy, proposals=2 if draft else 0)
+    run = engine.Engine(params, CONFIG, options, draft=draft)
+
+    def execute(action):
+        seconds, tokens = run(action)
+        for work in action.works:
+            first = work.start + len(work.tokens)
+            right.update((work.id, first + n) for n in range(len(tokens.get(work.id, "?")) - 1))
+        return seconds, tokens
+
+    served = drive(some, options, execute)
+    tokens = {r.id: (*r.prompt, *served.requests[r.id].tokens) for _, r in some}
+    told = {"token": lambda id, n: (*tokens[id], -1)[n], "kept": lambda id, n: (id, n) in right}
+    assert simulate(some, options, lambda action: 1.0, **told).steps == served.steps
+    assert bool(right) == bool(draft)
+
+
+def test_a_draft_that_is_the_model_is_always_right():
+    """Greedy and sampled: each step of decode gives 1 + k tokens, over prefix hits and a move to another worker."""
+    prompt = tuple(range(9))
+    arrivals = [(0.0, Request(0, prompt, 13)), (9.0, Request(1, prompt, 13))]
+    for policy, how in (("interleaved", Sampling()), ("disaggregated", Sampling(0.8))):
+        options = Options(pages=20, page=2, policy=policy, proposals=3)
+        draws = {id: engine.Draw(how, 7) for id in range(2)}
+        served = engine.serve(params, CONFIG, arrivals, options, draws, draft=(CONFIG, params))
+        assert served.requests[1].cached == 8
+        assert len([s for s in served.steps if isinstance(s, Run)]) == 2 * (1 + 3)  # 1 + 3 x 4 tokens
+        assert served.requests[0].tokens == served.requests[1].tokens
+
+
+def test_proposals_and_drafts_come_together():
+    for options, draft in ((Options(9, proposals=2), None), (Options(9), "ngram")):
+        with pytest.raises(ValueError, match="give both, or neither"):
+            engine.Engine(params, CONFIG, options, draft=draft)
+    with pytest.raises(ValueError, match="same vocabulary"):
+        engine.Engine(params, CONFIG, Options(9, proposals=2), draft=(SMALL.with_(V=31), small))
 
 
 def test_batch_invariant_bits():

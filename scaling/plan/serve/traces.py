@@ -29,10 +29,10 @@ def modelled(plan: Plan) -> Callable[[Run | Move], float]:
     def seconds(action: Run | Move) -> float:
         if isinstance(action, Move):
             return plan.load.kv(action.tokens) / (plan.chips * plan.chip.dcn_bw) if plan.chip.dcn_bw else 0.0
-        works = [(len(work.tokens), work.start + len(work.tokens)) for work in action.works]
+        works = [(work.width, work.start + work.width) for work in action.works]
         step = serving.mixed(plan.load, works, plan.chip, plan.chips, s.compute)
         new = sum(tokens for tokens, _ in works)
-        prompts = sum(tokens for tokens, _ in works if tokens > 1)
+        prompts = sum(len(work.tokens) for work in action.works if len(work.tokens) > 1)
         moved = decoding.collectives(plan.form, s.config, new, sizes)
         comms = sum(decoding.seconds(one, plan.chip, plan.shape, sizes) for one in moved)
         slower = step.math * ((prompts / s.mfu + new - prompts) / new)

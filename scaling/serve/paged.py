@@ -1,0 +1,60 @@
+"""A model with its pages, one pool a worker: the model that serves, and a draft beside it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from scaling.configs import Config
+from scaling.serve import invariant, scheduler
+from scaling.serve.cache import init_cache
+from scaling.serve.states import Move, Options, Work
+from scaling.serve.step import decode, extend, prefill
+
+
+class PagedModel:
+    """Holds the params, this rank's, and the pages. `batch_invariant`: logits by `invariant`."""
+
+    def __init__(
+        self, params: dict, config: Config, options: Options, mesh=None, dtype=None, batch_invariant: bool = False
+    ):
+        self.params, self.config, self.page, self.mesh = params, config, options.page, mesh
+        self.sizes = invariant.agreeing(params) if batch_invariant else None
+        self.device = params["norm"].device
+        self.pools = {
+            worker: init_cache(config, 1, pool.total * pool.size, mesh=mesh, dtype=dtype, page=pool.size)
+            for worker, pool in scheduler.initial(options).pools.items()
+        }
+
+    def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
+        """Logits[B, V] after each work's last token, or of `every` token, [B, T, V]; all are written to their pages."""
+        lengths = torch.tensor([len(w.tokens) for w in works], device=self.device)
+        T, M = int(lengths.max()), max(len(w.pages) for w in works)
+        tokens = torch.tensor([[*w.tokens, *[0] * (T - len(w.tokens))] for w in works], device=self.device)
+        cache = self.pools[worker] | {
+            "pages": torch.tensor([[*w.pages, *[0] * (M - len(w.pages))] for w in works], device=self.device),
+            "lengths": torch.tensor([w.start for w in works], device=self.device),
+        }
+        if self.sizes is not None:
+            call = invariant.extend if every else invariant.prefill
+            logits, cache = call(
+                self.params, tokens, cache, self.config, lengths=lengths, donate=True, sizes=self.sizes
+            )
+        elif every or T > 1:
+            call = extend if every else prefill
+            logits, cache = call(self.params, tokens, cache, self.config, self.mesh, lengths=lengths, donate=True)
+        else:
+            logits, cache = decode(self.params, tokens[:, 0], cache, self.config, self.mesh, donate=True)
+        self.pools[worker] = self.pools[worker] | {name: cache[name] for name in ("KV", "scale") if name in cache}
+        return logits
+
+    def move(self, move: Move) -> None:
+        """The pages of a prompt, from the pool of the worker that prefills to the other's."""
+        count = -(-move.tokens // self.page)
+        source, target = (torch.tensor(pages[:count], device=self.device) for pages in (move.source, move.target))
+        there, here = self.pools["prefill"], self.pools["decode"]
+        if 0 in here["KV"].stride():  # untouched so far: without memory and dtype
+            here["KV"] = torch.zeros(here["KV"].shape, dtype=there["KV"].dtype, device=self.device)
+        for name in ("KV", "scale"):
+            if name in there:
+                here[name][:, :, target] = there[name][:, :, source]
