@@ -98,7 +98,7 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
             made.append(torch.empty(local, dtype=dtype, device=device))
         else:
             ranges = spec.slices(sizes, mesh, mesh.coord)
-            made.append(_normal(spec.global_shape(sizes), ranges, how.std, _key(seed, where), dtype, device))
+            made.append(_normal(spec.global_shape(sizes), ranges, how.std, key(seed, where), dtype, device))
     return unflatten(specs, made)
 
 
@@ -174,20 +174,22 @@ FIELDS = 0x0000FFFF0000FFFF
 MEAN, SIGMA = 8 * 65535 / 2, math.sqrt(8 * (65536**2 - 1) / 12)
 
 
-def _key(seed: int, where: str) -> int:
+def key(seed: int, where: str) -> int:
+    """Where the counters of one array begin."""
     return int.from_bytes(hashlib.sha256(f"{seed} {where}".encode()).digest()[:8], "little", signed=True)
 
 
-def _hash(counter: Tensor) -> Tensor:
+def hashed(counter: Tensor) -> Tensor:
+    """int64 counters -> int64, all 64 bits of which look random."""
     x = (counter ^ ((counter >> 30) & ((1 << 34) - 1))) * MIX1  # the masks make the shifts logical
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * MIX2
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def _bell(index: Tensor, key: int) -> Tensor:
+def _bell(index: Tensor, start: int) -> Tensor:
     """Mean 0, variance 1, float64, from global linear indices."""
-    counter = index * _signed(2 * GOLDEN % (1 << 64)) + key
-    a, b = _hash(counter), _hash(counter + GOLDEN)
+    counter = index * _signed(2 * GOLDEN % (1 << 64)) + start
+    a, b = hashed(counter), hashed(counter + GOLDEN)
     pairs = (a & FIELDS) + ((a >> 16) & FIELDS) + (b & FIELDS) + ((b >> 16) & FIELDS)
     return ((pairs & 0xFFFFFFFF) + (pairs >> 32)).double().sub_(MEAN).div_(SIGMA)
 

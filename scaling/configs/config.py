@@ -66,9 +66,10 @@ class Config:
     Rotary positions have the base `theta`; `eps` is the norms'. `attention_bias` adds b_Q, b_K, b_V to the projections,
     `output_bias` b_O too; `qk_norm` is an RMSNorm over the H of every query and key. `window`: a query sees itself and
     the window - 1 tokens before it; one number, or one for each layer, None seeing all. `activation` is silu, gelu,
-    gelu_tanh or relu; None is silu with a gate and gelu without. `norms` counts the layer's norms, `dtype` the stored
-    parameters. `uncomputed` names what else the model has: such a one is counted, but no code here computes it.
-    `source` says where the numbers come from.
+    gelu_tanh or relu; None is silu with a gate and gelu without. `dropout`: of what a block adds to the residual
+    stream, the share of elements that training drops (GPT-2's resid_pdrop). `norms` counts the layer's norms,
+    `dtype` the stored parameters. `uncomputed` names what else the model has: such a one is counted, but no code here
+    computes it. `source` says where the numbers come from.
     """
 
     name: str

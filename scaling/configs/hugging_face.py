@@ -24,7 +24,6 @@ LETTERS = {
     "tied": ("tie_word_embeddings",),
     "eps": ("rms_norm_eps",),
     "attention_bias": ("attention_bias",),
-    "dropout": ("attention_dropout",),
     "routing": ("scoring_func",),
     "expert_groups": ("n_group",),
     "top_groups": ("topk_group",),
@@ -89,6 +88,7 @@ def _uncomputed(table: dict, name: str, act: str) -> list[str]:
     found = [] if known or table.get("kv_lora_rank") else [f"model_type {name!r}"]
     found += [] if act in ACTIVATIONS else [f"hidden_act {act!r}"]
     found += ["mlp_bias"] if table.get("mlp_bias") else []
+    found += [f"attention_dropout={rate}"] if (rate := table.get("attention_dropout")) else []
     if quantized := table.get("quantization_config"):
         found.append(f"quantization_config {quantized.get('quant_method', '')!r}")
     sparse = not table.get("mlp_only_layers") and table.get("decoder_sparse_step", 1) == 1
@@ -169,7 +169,6 @@ def write(config: Config) -> dict:
     letters = {"L": "num_hidden_layers", "D": "hidden_size", "F": "intermediate_size", "V": "vocab_size"}
     letters |= {"N": "num_attention_heads", "K": "num_key_value_heads", "H": "head_dim"}
     letters |= {"tied": "tie_word_embeddings", "theta": "rope_theta", "eps": "rms_norm_eps"}
-    letters |= {"dropout": "attention_dropout"}
     table = {"architectures": [KINDS[kind].architecture], "model_type": kind}
     table |= {name: getattr(config, letter) for letter, name in letters.items()}
     table["hidden_act"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.nonlinearity)

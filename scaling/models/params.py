@@ -57,7 +57,7 @@ def uncomputed(config: Config) -> list[str]:
         found.append(f"rope_scaling of type {config.rope_scaling.kind!r}")
     if config.moe and config.activation is not None:
         found.append(f"activation {config.activation!r} in experts")
-    return found + ([f"dropout={config.dropout}"] if config.dropout else [])
+    return found
 
 
 def runs(config: Config) -> bool:

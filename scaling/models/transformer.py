@@ -162,7 +162,8 @@ def loss(
 ) -> Tensor:
     """Mean cross-entropy, in nats, of each next token of tokens[B, T + 1], plus the experts' losses if there are any.
 
-    weights[B, T]: the mean is sum(w * ce) / sum(w), and 0 where they are all 0. segments[B, T], or [B, T + 1] beside
+    weights[B, T]: the mean is sum(w * ce) / sum(w), and 0 where they are all 0. Nothing is dropped: dropout belongs to
+    `scaling.strategies.transformer.loss_and_grads`. segments[B, T], or [B, T + 1] beside
     the tokens: the ids of packed documents. The rest as in `forward`.
     """
     if segments is not None:

@@ -48,6 +48,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--seq", type=integer(1), default=256, help="tokens a sequence (default 256)")
     parser.add_argument("--steps", type=integer(1), default=200, help="(default 200)")
     parser.add_argument("--microbatches", type=integer(1), default=1, help="(default 1)")
+    parser.add_argument("--dropout", type=number(0, 0.999), help="rate, of each block's result (default: the model's)")
     parser.add_argument("--lr", type=number(0, 10), default=1e-3, help="peak learning rate (default 1e-3)")
     parser.add_argument("--warmup", type=integer(0), default=20, help="steps (default 20)")
     parser.add_argument("--schedule", default="cosine", choices=("cosine", "wsd", "constant"))
@@ -106,6 +107,7 @@ def main(argv=None) -> int:
     try:
         sizes, (config, weights) = parse_mesh(args.mesh), config_at(args.model)
         own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
+        config = config if args.dropout is None else config.with_(dropout=args.dropout)
         settings = Settings(model=config, weights="" if args.from_scratch else weights, **own)
         if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
             on = elastic.fitted(sizes, world)
@@ -179,7 +181,7 @@ def claim(out: Path, lock, settings: Settings, args) -> None:
     if settings.resume:
         check_resumed(out, settings)
     keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume")}
-    keep |= {"model": args.model, "mesh": args.mesh}
+    keep |= {"model": args.model, "mesh": args.mesh, "dropout": settings.model.dropout}
     (out / RUN).write_text(
         "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(keep.items()))
     )

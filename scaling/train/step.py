@@ -6,21 +6,22 @@ from collections.abc import Callable
 import torch
 
 from scaling import optim
+from scaling.models.dropout import at_step
 from scaling.strategies import transformer
 from scaling.train import guards
 from scaling.train.settings import DTYPES, Settings
 
 
 def gradients(settings: Settings, mesh) -> Callable:
-    """f(params, (tokens, targets, segments), scale) -> (loss, gradients, the clipped ones, the norm that they had)."""
+    """f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, the clipped ones, the norm they had)."""
     config, types = settings.model, transformer.specs(settings.model, mesh)
     sums = torch.promote_types(DTYPES[settings.dtype], torch.float32)
 
-    def f(params, batch, scale: float = 1.0):
+    def f(params, batch, step: int = 0, scale: float = 1.0):
         inputs, targets, segments = batch
         loss, grads = transformer.loss_and_grads(
             params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
-            remat=settings.remat, seed=settings.seed, sums=sums,
+            remat=settings.remat, seed=at_step(settings.seed, step), sums=sums,
             scale=scale,
         )  # fmt: skip
         return loss, grads, *optim.clip_by_global_norm(grads, types, mesh, settings.clip)
@@ -38,13 +39,13 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer) -> Callable:
     f, types = gradients(settings, mesh), transformer.specs(settings.model, mesh)
 
     def step(params, state, batch, donate: bool = False):
-        scale, options = float(state.get("scale", 1.0)), {}
-        loss, grads, clipped, norm = f(params, batch, scale)
+        number, scale, options = int(state["step"]) + 1, float(state.get("scale", 1.0)), {}
+        loss, grads, clipped, norm = f(params, batch, number, scale)
         metrics = {"loss": loss, "grad_norm": norm}
         if "scale" in state:
             metrics["scale"], options["finite"] = scale, math.isfinite(norm.item())
         if scale <= 1 or not math.isfinite(loss.item()):
-            guards.check_finite(loss, norm, grads, types, mesh, int(state["step"]) + 1)
+            guards.check_finite(loss, norm, grads, types, mesh, number)
         if settings.norms:
             metrics["norms"] = guards.leaf_norms(grads, types, mesh)
         params, state = optimizer.update(clipped, state, params, donate=donate, **options)

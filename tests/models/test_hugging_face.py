@@ -217,7 +217,7 @@ LATENT = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_h
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq'"),
         ({"model_type": "llama", "hidden_act": "relu2"}, "hidden_act 'relu2'"),
-        ({"model_type": "llama", "attention_dropout": 0.1}, "dropout=0.1"),
+        ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout=0.1"),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
             "dense layers",

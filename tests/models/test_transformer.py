@@ -279,5 +279,5 @@ def test_a_config_that_is_not_these_params_or_not_computed_is_refused():
     params, tokens = transformer.init(SMALL), tokens_of(SMALL)
     with pytest.raises(ValueError, match="the params have 3 layers, the config 2"):
         transformer.loss(params, tokens, config=SMALL.with_(L=2))
-    with pytest.raises(ValueError, match=r"small: not computed here: rope_scaling of type 'yarn', dropout=0\.1"):
-        transformer.loss(params, tokens, config=SMALL.with_(rope_scaling=RopeScaling("yarn", 2.0), dropout=0.1))
+    with pytest.raises(ValueError, match=r"small: not computed here: rope_scaling of type 'yarn'"):
+        transformer.loss(params, tokens, config=SMALL.with_(rope_scaling=RopeScaling("yarn", 2.0)))

@@ -9,15 +9,12 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import einsum
 from scaling.configs import Config
-from scaling.models.attention import fused
-from scaling.models.rope import restarted, tables
 from scaling.spec import ShardingError, Spec
-from scaling.strategies import context as ring
-from scaling.strategies.axes import all_gather, all_reduce
+from scaling.strategies.axes import all_reduce
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms, embed, head
 from scaling.strategies.transformer.forward import forward_loss
-from scaling.strategies.transformer.layer import Context
+from scaling.strategies.transformer.placed import Placed
 from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
 from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced, vjp
 
@@ -70,13 +67,18 @@ def loss_and_grads(
     attention over C. `remat`: what a layer keeps for its backward (`step.Layers`); the gradients are the same to the
     bit. `zero`: as given to `specs`. `sums`: the dtype in which gradients are added up over microbatches and ranks, and
     returned; by default the params'. `scale`: what cotangents are multiplied by on their way, and gradients divided by
-    at the end: for float16, a power of two. ShardingError or ValueError for what does not fit, before anything is sent.
+    at the end: for float16, a power of two. `seed`: of dropout, another in each step, needed where Config has dropout:
+    the same elements are dropped on every mesh. ShardingError or ValueError for what does not fit, before anything is
+    sent.
     """
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check(tokens, targets, config, mesh, microbatches, remat, context)
     terms = Terms(config.V, label_smoothing, z_loss)
     given = weights, segments, microbatches, ignore_index, context, sums
-    problem, (tokens, targets, w) = stated(params, tokens, targets, config, mesh, stored, terms, *given)
+    if config.dropout and (seed is None or torch.compiler.is_compiling()):
+        fix = "seed=, another in each step" if seed is None else "run it uncompiled"
+        raise ValueError(f"{config.name}: dropout={config.dropout} draws masks\n  fix: {fix}")
+    problem, (tokens, targets, w) = stated(params, tokens, targets, config, mesh, stored, terms, *given, seed)
     run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
     loss, grads = run(problem._replace(scale=scale), params, tokens, targets, w * scale, remat, schedule)
     if scale != 1:
@@ -101,7 +103,8 @@ def loss(
     context: str = "zigzag",
     zero: int = 3,
 ) -> Tensor:
-    """The loss alone, as `loss_and_grads` gives it of one microbatch: nothing is kept for a backward pass."""
+    """The loss alone, as `loss_and_grads` gives it of one microbatch without dropout: nothing is kept for a backward
+    pass."""
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check(tokens, targets, config, mesh, 1, "none", context)
     terms = Terms(config.V, label_smoothing, z_loss)
@@ -111,7 +114,20 @@ def loss(
 
 
 def stated(
-    params, tokens, targets, config, mesh, stored, terms, weights, segments, microbatches, ignore_index, context, sums
+    params,
+    tokens,
+    targets,
+    config,
+    mesh,
+    stored,
+    terms,
+    weights,
+    segments,
+    microbatches,
+    ignore_index,
+    context,
+    sums,
+    seed=None,
 ) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
     """(the problem, (tokens, targets and weights in the order of the form of attention, the weights' sum 1))."""
     check_params(params, stored, config, mesh)
@@ -120,7 +136,7 @@ def stated(
     total = einsum("w[B_PXE, T_C] -> total[] {U_PXEC}", w)
     total = all_reduce("total[] {U_PXEC} -> total[]", total, mesh)
     w = w / torch.where(total == 0, 1, total)
-    at = Placed(config, mesh, context, segments, tokens.shape[1], params["embed"].dtype)
+    at = Placed(config, mesh, context, segments, tokens.shape, params["embed"].dtype, seed)
     used, sums = types.used(stored), sums or params["embed"].dtype
     problem = Problem(config, mesh, stored, used, at.contexts(microbatches), terms, sums)
     return problem, (at.placed(tokens), at.placed(targets), at.placed(w))
@@ -151,50 +167,6 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
     grads: dict[str, Any] = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
     return loss, grads | {"layers": layers.reduce()}
-
-
-class Placed:
-    """Where this rank's T_C tokens lie in the sequence, by the form of attention over C."""
-
-    def __init__(self, config: Config, mesh, form: str, segments: Tensor | None, t: int, dtype):
-        self.config, self.mesh, self.form, self.segments, self.t, self.dtype = config, mesh, form, segments, t, dtype
-        self.split = mesh.sizes.get("C", 1) > 1
-
-    def placed(self, x: Tensor) -> Tensor:
-        """x[B, T_C], in plain order, in the order that the form of attention wants."""
-        if self.split and self.form == "zigzag":
-            return ring.to_zigzag(x, 1, self.mesh, "C")
-        return x
-
-    def contexts(self, microbatches: int) -> list[Context]:
-        """One `Context` for each microbatch: rope, and attention over this rank's tokens."""
-        config = self.config
-        if self.segments is None:
-            positions, parts = self.positions(), [None] * microbatches
-        else:
-            whole = all_gather("s[B, T_C] -> s[B, T]", self.segments, self.mesh)
-            c = self.mesh.coord.get("C", 0) if self.split else 0
-            positions = self.placed(restarted(whole)[:, c * self.t : (c + 1) * self.t].contiguous())
-            parts = self.placed(self.segments).chunk(microbatches)
-        some = [positions] * microbatches if positions.dim() == 1 else positions.chunk(microbatches)
-        return [
-            Context(
-                config, self.mesh, tables(p, config.H, config.theta, config.rope_scaling, self.dtype), self.attend(s)
-            )
-            for p, s in zip(some, parts, strict=True)
-        ]
-
-    def positions(self) -> Tensor:
-        if not self.split:
-            return torch.arange(self.t, device=self.mesh.device)
-        return ring.positions(self.form, self.t, self.mesh, "C")
-
-    def attend(self, segments: Tensor | None):
-        if not self.split:
-            return lambda Q, K, V, window: fused(Q, K, V, window=window, segments=segments)
-        return lambda Q, K, V, window: ring.attention(
-            Q, K, V, self.mesh, axis="C", form=self.form, window=window, segments=segments
-        )
 
 
 def check_params(params: dict, stored: dict, config: Config, mesh) -> None:

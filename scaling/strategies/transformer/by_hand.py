@@ -39,17 +39,17 @@ def layer_vjp(W: dict, x: Tensor, at: Context, window: int | None, remat: str = 
     one already, whose result, None, nobody reads.
     """
     Attn, pull_attention = attention_vjp(W, x, at, window, remat)
-    x = x + Attn
+    x = x + at.drop(Attn, "attention")
     Out, pull_mlp = mlp_vjp(W, x, at, remat)
 
     def pull(W: dict, dx: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
-        dW_mlp, dMid = pull_mlp(W, dx, into, add)
+        dW_mlp, dMid = pull_mlp(W, at.drop(dx, "mlp"), into, add)
         dMid = dMid.add_(dx)
-        dW, dIn = pull_attention(W, dMid, into, add)
+        dW, dIn = pull_attention(W, at.drop(dMid, "attention"), into, add)
         dW = dW | dW_mlp
         return {name: dW[name] for name in W}, dIn.add_(dMid)
 
-    return None if Out is None else x + Out, pull
+    return None if Out is None else x + at.drop(Out, "mlp"), pull
 
 
 def normed(x: Tensor, gain: Tensor, at: Context) -> tuple[Tensor, Tensor]:

@@ -22,16 +22,23 @@ from scaling.strategies.expert.routing import route as moe_route
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
 
 
+def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
+    """No dropout."""
+    return x
+
+
 class Context(NamedTuple):
     """What all layers of one microbatch share: the model, the mesh, and where this rank's tokens lie.
 
     `rope`: (cos, sin) of the positions of this rank's T_C tokens. `attend(Q, K, V, window)` -> O[B, T_C, N_Y, H].
+    `drop(x, branch, layer=l)`: of x[B_PXE, T_CY, D], which a branch is about to add to the stream, some elements.
     """
 
     config: Config
     mesh: Any
     rope: tuple[Tensor, Tensor]
     attend: Callable
+    drop: Callable = all_kept
 
 
 def layer(W: dict, x: Tensor, at: Context, window: int | None, routing=None):
@@ -39,10 +46,10 @@ def layer(W: dict, x: Tensor, at: Context, window: int | None, routing=None):
 
     `routing`: where the tokens go, if it was decided before: a layer that is computed again never routes again.
     """
-    x = x + attention(W, x, at, window)
+    x = x + at.drop(attention(W, x, at, window), "attention")
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
     if not at.config.moe:
-        return (x + mlp(W, y, at), None), None
+        return (x + at.drop(mlp(W, y, at), "mlp"), None), None
     return experts(W, x, y, at, routing)
 
 
@@ -97,4 +104,4 @@ def experts(W: dict, x: Tensor, y: Tensor, at: Context, routing):
         with torch.no_grad():
             routing = moe_route(W, y.detach(), config, at.mesh, "E", **given)
     Out, aux = moe(W, y, config, at.mesh, "E", **given, routing=routing)
-    return (x + Out, config.aux_coef * aux["balance"] + config.z_coef * aux["z"]), routing
+    return (x + at.drop(Out, "mlp"), config.aux_coef * aux["balance"] + config.z_coef * aux["z"]), routing

@@ -49,7 +49,7 @@ def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = Fa
 
     pull(W, cotangents, into, add) -> (dW, dx), as in `by_hand.layer_vjp`, which also says what `remat` is.
     """
-    window = at.config.windows[l]
+    window, at = at.config.windows[l], at._replace(drop=partial(at.drop, layer=l))
     written = partial(layer, at=at, window=window, routing=routing)
     if (at.config.moe or torch.compiler.is_compiling()) and not pulled:
         return written(W, x)

@@ -1,0 +1,37 @@
+"""Dropout whose masks belong to the elements, not to the device: the same on every mesh, and computed again at will.
+
+Whether an element is kept follows from (seed, layer, branch, sample, position, channel) alone, by the counter-based
+numbers that params start from (`scaling.tree`). So nothing is stored for the backward pass, and a layer that is
+computed again, or by another stage, drops the same.
+"""
+
+import torch
+from torch import Tensor
+
+from scaling.tree import GOLDEN, hashed, key
+
+FIELDS = 4  # of 16 bits in each number: one for each of so many channels
+STEPS = 1 << 16  # a rate is a whole number of these
+
+
+def dropout(
+    x: Tensor, branch: str, layer: int = 0, *, rate: float, seed: int, samples: Tensor, positions: Tensor
+) -> Tensor:
+    """x[B, T, D] with each element 0 by probability `rate`, the others over 1 - rate: linear, and its own transpose.
+
+    samples int64[B], positions int64[T]: where these rows stand in the whole batch, and these columns in the sequence.
+    """
+    dropped = round(rate * STEPS)
+    if not dropped:
+        return x
+    D = x.shape[-1]
+    at = hashed(samples * GOLDEN + key(seed, f"dropout {layer} {branch}"))
+    at = hashed(at[:, None] + positions * GOLDEN)
+    channels = torch.arange(-(-D // FIELDS), device=x.device) * GOLDEN
+    fields = hashed(at[..., None] + channels).view(torch.int16)[..., :D]  # uniform in -2^15 .. 2^15 - 1
+    return torch.where(fields >= dropped - STEPS // 2, x * (STEPS / (STEPS - dropped)), 0)
+
+
+def at_step(seed: int, step: int) -> int:
+    """The seed of one step of a run."""
+    return key(seed, f"step {step}")
