@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from scaling.collectives.op import Op
-from scaling.collectives.torch_private import exchange_into, gather_into, scatter_sum_into
+from scaling.collectives.torch_private import Nowhere, exchange_into, gather_into, scatter_sum_into
 from scaling.collectives.traced import combine, ends, join, reorder, split, split_major
 from scaling.mesh import Group
 
+NOWHERE = Nowhere()
 TAG = 1 << 20  # of the messages of a collective, so that they never meet those of send and recv
 Started = tuple["object | None", Callable[[], Tensor]]
 
@@ -34,9 +35,14 @@ class Works:
         self.works = []
 
 
+def transport(group: Group) -> Any:
+    """The process group; on an AbstractMesh what stands for it."""
+    return group.pg or NOWHERE
+
+
 def all_reduce(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
     total = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    return group.pg.allreduce([total]), lambda: total
+    return transport(group).allreduce([total]), lambda: total
 
 
 def all_gather(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
@@ -61,7 +67,7 @@ def reduce_scatter(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Start
         mine = torch.empty_like(sent[0])
         return scatter_sum_into(mine, sent.flatten(0, 1), group.pg), lambda: mine.movedim(0, dim)
     received = torch.empty_like(sent)
-    work = exchange_into(received, sent, group.pg)
+    work = exchange_into(received, sent, transport(group))
     into = None if out is None else out.movedim(dim, 0) if dim else out
     if into is None or not into.is_contiguous():  # to add first and transpose after is the quicker way
         return work, lambda: combine(received, op.by).movedim(0, dim)
@@ -76,7 +82,7 @@ def reduce_scatter(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Start
 def all_to_all(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
     sent = reorder(split(x, op.size, op.to), op.order).contiguous()
     received = torch.empty_like(sent)
-    work = exchange_into(received, sent, group.pg)
+    work = exchange_into(received, sent, transport(group))
     return work, lambda: join(reorder(received, op.order, inverse=True), op.dim)
 
 
@@ -90,7 +96,7 @@ def permute(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
         return exchange_into(into, sent, group.pg, *splits), lambda: received
     if receives and receives == [group.member_of(op.index)]:
         return None, lambda: received.copy_(x)
-    sent, pg = x.contiguous(), group.pg
+    sent, pg = x.contiguous(), transport(group)
     works = [pg.recv([received], m, TAG) for m in receives] + [pg.send([sent], m, TAG) for m in sends]
     return Works(works), lambda: received
 
@@ -100,7 +106,7 @@ def _to_everyone(mine: Tensor, blocks: Tensor, group: Group) -> Works:
 
     Takes 0.75 of the CPU time of gloo's own, which receives into a buffer of its own and copies from there.
     """
-    n, me, pg = group.size, group.index, group.pg
+    n, me, pg = group.size, group.index, transport(group)
     members = [group.member_of((me + k) % n) for k in range(1, n)]
     works = [pg.recv([blocks[group.block_of(m)]], m, TAG) for m in reversed(members)]
     works += [pg.send([mine], m, TAG) for m in members]

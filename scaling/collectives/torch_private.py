@@ -31,12 +31,19 @@ for _op in (
     torch.fx.node.has_side_effect(_op.default)
 
 in_transform = torch._C._functorch.peek_interpreter_stack  # not None inside a transform of torch.func
-modes = torch._C._len_torch_dispatch_stack  # the number of tensor modes that are on: FakeTensorMode, FlopCounterMode
+_modes = torch._C._len_torch_dispatch_stack  # how many are on, at no cost
+_stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 without_modes = torch.utils._python_dispatch._disable_current_modes  # a context in which they are off
 
 
+def modes() -> int:
+    """The number of tensor modes that are on, FakeTensorMode or FlopCounterMode; those that say that
+    they `only_looks` do not count: what runs is what runs without them."""
+    return sum(not getattr(mode, "only_looks", False) for mode in _stack()) if _modes() else 0
+
+
 def mode_names() -> list[str]:
-    return [type(mode).__name__.lstrip("_") for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
+    return [type(mode).__name__.lstrip("_") for mode in _stack()]
 
 
 def constant(fn: Callable) -> Callable:
@@ -59,26 +66,52 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
+# Without a group's name, as on an AbstractMesh, the result alone is made.
+
+
 def sum_over(x: Tensor, group: str) -> Tensor:
+    if not group:
+        return x.clone()
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group))
 
 
 def gather_over(x: Tensor, size: int, group: str) -> Tensor:
     """x[m, ...] -> [n*m, ...]."""
+    if not group:
+        return x.new_empty((size * len(x), *x.shape[1:]))
     return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group))
 
 
 def scatter_sum_over(x: Tensor, size: int, group: str) -> Tensor:
     """x[n*m, ...] -> [m, ...]."""
+    if not group:
+        return x.new_empty((len(x) // size, *x.shape[1:]))
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
 
 
 def exchange_over(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
     """AllToAll of rows of x: `sent` and `received` say how many for each member."""
+    if not group:
+        return x.new_empty((sum(received), *x.shape[1:]))
     return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(received), list(sent), group))
 
 
 # The same on a process group itself, eagerly: each returns a Work, and fills its first argument.
+
+
+class Nowhere:
+    """Stands for a process group on an AbstractMesh: nothing is sent, and buffers live as long as if they were."""
+
+    def __init__(self, *buffers):
+        self.buffers = buffers
+
+    def send(self, *buffers) -> "Nowhere":
+        return Nowhere(*buffers)
+
+    recv = allreduce = alltoall_base = send
+
+    def wait(self) -> None:
+        self.buffers = ()
 
 
 def gather_into(whole: Tensor, mine: Tensor, pg: dist.ProcessGroup):

@@ -53,19 +53,20 @@ class Group:
 class AbstractMesh:
     """A mesh of sizes only, e.g. `AbstractMesh({"X": 1024, "Y": 8})`, seen from the device at `coord` (default: all 0).
 
-    Collectives on it take meta tensors and return meta tensors of the right local shape; nothing is moved.
+    Collectives on it take meta tensors and return meta tensors of the right local shape; nothing is moved. With
+    `backend="gloo"` they also make the buffers that those over gloo make on the way, so that memory is a CPU run's.
     """
 
     checked, member = False, True
 
-    def __init__(self, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None):
+    def __init__(self, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "abstract"):
         check_sizes(sizes)
         self.sizes = dict(sizes)
         self.ranks: Sequence[int] = range(self.size())  # those of the run that are this mesh's, in its order
         self.coord = dict.fromkeys(self.sizes, 0) | dict(coord or {})
         if not all(0 <= at < self.sizes.get(axis, 0) for axis, at in self.coord.items()):
             raise ShardingError(f"the coordinate {self.coord} is not on the mesh {format_sizes(self.sizes)}")
-        self.device = torch.device("meta")
+        self.device, self.backend = torch.device("meta"), backend
         self.lines: dict = {}  # lines resolved on this mesh, by scaling.collectives
         self.stack = ""  # the dim that every line has in front: see `stacked`
         self._groups: dict[tuple[str, ...], Group] = {}
@@ -119,7 +120,7 @@ class AbstractMesh:
         return self._groups[axes]
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
-        backend = "single" if self.size(axes) == 1 else "abstract"
+        backend = "single" if self.size(axes) == 1 else self.backend
         return Group(axes, self.size(axes), block_index(axes, self.coord, self.sizes), backend)
 
 

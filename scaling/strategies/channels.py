@@ -20,6 +20,7 @@ from scaling import trace
 from scaling.collectives.buffers import refuse
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.messages import announcement, data_tag, refuse_message
+from scaling.collectives.torch_private import Nowhere
 from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
 from scaling.schedules.schedule import Schedule
 from scaling.spec import parse
@@ -75,7 +76,9 @@ class Channels:
         self.check(step, x)
         if trace.active():
             self.record("Send", x, x.numel() * x.element_size(), step.peer)
-        if not self.abstract:
+        if self.abstract and self.group.backend == "gloo":
+            self.sends = [(Nowhere(), x)]  # which is through when the next one is sent
+        elif not self.abstract:
             self.read_note(step)
             x = as_carried(x)[0].contiguous()
             self.sends = [(work, kept) for work, kept in self.sends if not work.is_completed()]

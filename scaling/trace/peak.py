@@ -46,6 +46,8 @@ class PeakMemory:
 class _Watch(TorchDispatchMode):
     """Counts the storages of everything that operations take and return."""
 
+    only_looks = True  # so collectives run as they do unwatched
+
     def __init__(self, memory: PeakMemory, log: trace.Log):
         super().__init__()
         self.memory, self.log, self.seen = memory, log, {}

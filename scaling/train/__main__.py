@@ -114,7 +114,8 @@ def main(argv=None) -> int:
             settings, sizes = elastic.shared(settings, sizes, on), on
         transformer.specs(config, AbstractMesh(sizes))
         if args.dry_run:
-            print(describe(settings, sizes) + "\n" + dry.table(dry.count(settings, sizes), sizes))
+            backend = "gloo" if args.device == "cpu" else "abstract"
+            print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
             return 0
         board.check(settings)
         if int(os.environ.get("RANK", 0)) == 0:

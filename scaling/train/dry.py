@@ -40,23 +40,36 @@ class Counts:
         return self.params + self.state + self.step
 
 
-def count(settings: Settings, sizes: Mapping[str, int]) -> Counts:
-    """Of the first rank of a mesh of these sizes."""
-    mesh, config = AbstractMesh(sizes), settings.model
+def count(
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo"
+) -> Counts:
+    """Of the rank at `coord`, by default the first, of a mesh of these sizes; experts as if chosen evenly.
+
+    `backend`: "gloo" counts the buffers of its collectives too, "abstract" their results alone.
+    """
+    mesh, config = AbstractMesh(sizes, coord, backend), settings.model
     types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
     params = model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, slots=slots)
     state = optimizer_of(settings).init(params)
     shape = parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
-    batch = torch.empty(shape, dtype=torch.int64, device="meta")
+    batch = [torch.empty(shape, dtype=torch.int64, device="meta") for _ in ("tokens", "targets", "segments")]
     held = tree.nbytes(params)
     with peak_memory() as memory:
         tree.map(torch.Tensor.detach, params)  # so that they count from the beginning
-        gradients(settings, mesh)(params, (batch, batch, batch))
+        gradients(settings, mesh)(params, batch)
     log = [event for event, _, _ in memory.steps]
     return Counts(
         held, tree.nbytes(state), memory.peak - held, sum(event.wire_bytes for event in log),
         sum(event.flops for event in log), sum(event.op not in ("Einsum", "Slice") for event in log),
     )  # fmt: skip
+
+
+def fullest(settings: Settings, sizes: Mapping[str, int], backend: str = "gloo") -> Counts:
+    """Of the rank that needs most memory: one of the first stage, which holds the activations of most microbatches, or
+    of the last, which has the logits."""
+    stages = {0, sizes.get("Z", 1) - 1}
+    found = [count(settings, sizes, {"Z": z} if z else None, backend) for z in sorted(stages)]
+    return max(found, key=lambda counts: counts.memory)
 
 
 def table(counts: Counts, sizes: Mapping[str, int]) -> str:
@@ -70,19 +83,20 @@ def table(counts: Counts, sizes: Mapping[str, int]) -> str:
         ("its lines' products", f"{significant(counts.flops)} FLOPs"),
     ]
     width = max(len(what) for what, _ in rows)
-    lines = [f"each of {AbstractMesh(sizes).size()} ranks of {format_sizes(sizes)}:"]
+    which = "the fullest" if sizes.get("Z", 1) > 1 else "each"
+    lines = [f"{which} of {AbstractMesh(sizes).size()} ranks of {format_sizes(sizes)}:"]
     return "\n".join([*lines, *(f"  {what:<{width}}  {value}" for what, value in rows)])
 
 
 def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: float) -> None:
     """ValueError that says the largest batch that fits, if a rank would need more bytes than there are for it."""
-    if (needed := count(settings, sizes).memory) <= ROOM * available:
+    if (needed := fullest(settings, sizes).memory) <= ROOM * available:
         return
     least = settings.microbatches
     for axis in ("P", "X", "E"):
         least *= sizes.get(axis, 1)
     batch = settings.batch // 2 // least * least
-    while batch and count(replace(settings, batch=batch), sizes).memory > ROOM * available:
+    while batch and fullest(replace(settings, batch=batch), sizes).memory > ROOM * available:
         batch = batch // 2 // least * least
     fit = f"--batch {batch}" if batch else "more ranks along X, or a smaller model: no batch fits"
     raise ValueError(
