@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         broadcast,
         einsum,
         gather,
+        masked,
         ppermute,
         reduce,
         reduce_scatter,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh", "Mesh", "ShardingError", "Spec", "__version__", "algebra", "all_gather", "all_reduce", "all_to_all",
-    "broadcast", "chip", "cost", "data", "derive", "einsum", "gather", "matmul", "models", "optim", "parse",
+    "broadcast", "chip", "cost", "data", "derive", "einsum", "gather", "masked", "matmul", "models", "optim", "parse",
     "parse_line", "ppermute", "reduce", "reduce_scatter", "reshard", "run", "scatter", "schedules", "shard",
     "strategies", "trace", "train", "tree", "unshard", "wait",
 ]  # fmt: skip
@@ -44,7 +45,7 @@ __all__ = [
 _HOMES = {  # module -> what of it stands here
     "scaling.algebra": ("derive", "matmul"),
     "scaling.collectives": (
-        "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather", "ppermute", "reduce",
+        "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather", "masked", "ppermute", "reduce",
         "reduce_scatter", "reshard", "scatter", "shard", "unshard", "wait",
     ),
     "scaling.hardware": ("chip",),

@@ -132,7 +132,7 @@ class Lines(Part):
         if flags and not isinstance(flags[0], ast.Constant):
             return None
         parts = {x.parts for x in held if x is not None and x.spec.unreduced}
-        if name == "einsum" and set(after.unreduced) - {axis for spec in before for axis in spec.unreduced}:
+        if name in ("einsum", "masked") and {*after.unreduced} - {axis for spec in before for axis in spec.unreduced}:
             parts.add("sum")
         parts = parts.pop() if len(parts) == 1 and after.unreduced else ""
         parts = "root" if name in ("gather", "reduce") else parts  # what the root has: the other parts are zero
@@ -234,6 +234,13 @@ def declared(name: str, text: str) -> tuple[tuple[Spec, ...], Spec]:
         return line.operands, line.result
     if name in ("ppermute", "send", "recv") and "->" not in text:
         return (parse(text),), parse(text)
+    if name == "masked":
+        spec = parse(text)
+        if not spec.unreduced:
+            raise ShardingError(
+                f"masked: {spec}\n  rule: a mask makes partial sums\n  fix: give their type, {spec} {{U_X}}"
+            )
+        return (spec.with_unreduced(()),), spec
     if name == "unshard":
         spec = parse(text)
         return (spec,), spec.whole()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 TYPED = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ragged_all_to_all", "broadcast", "reduce"}
-TYPED |= {"scatter", "gather", "einsum", "shard", "reshard", "unshard", "ppermute", "send", "recv"}
+TYPED |= {"scatter", "gather", "einsum", "shard", "reshard", "unshard", "ppermute", "send", "recv", "masked"}
 TYPED_IN = ("scaling.collectives", "scaling.strategies.axes")  # modules whose typed calls the checker knows by itself
 IMPORTS = re.compile(r"^[ \t]*(?:from|import)\b.*(?:collectives|strategies|axes|scaling import)", re.MULTILINE)
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

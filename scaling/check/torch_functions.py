@@ -5,7 +5,7 @@ import ast
 from dataclasses import replace
 
 from scaling.check.part import Part
-from scaling.check.rules import said, under_way
+from scaling.check.rules import hidden, said, under_way
 from scaling.check.torch_names import (
     BILINEAR,
     CONSTANTS,
@@ -20,6 +20,7 @@ from scaling.check.torch_names import (
     ZEROS,
 )
 from scaling.check.values import ANY, Each, Many, Number, Shard, Var, as_array, element
+from scaling.spec import Spec
 
 
 class TorchFunctions(Part):
@@ -45,7 +46,9 @@ class TorchFunctions(Part):
                 return None
             return self.combine(node, SIGNS[name], args[0], args[1], self.sides(node), frame)
         if name in JOINS:
-            return self.joined(name, node, args, keywords)
+            return self.joined(name, node, args, keywords, frame)
+        if name == "embedding" and len(args) > 1:
+            return looked_up(as_array(args[0]), as_array(args[1]))
         if name == "where" and len(args) == 3:
             return self.chosen(node, args[1], args[2], frame)
         if name in BILINEAR:
@@ -76,9 +79,19 @@ class TorchFunctions(Part):
         operands: list[ast.AST] = [*(given if len(node.args) < 2 else node.args), *(k.value for k in node.keywords)]
         return operands[:2] if len(operands) > 1 else [node, node]
 
-    def joined(self, name: str, node: ast.Call, args, keywords):
+    def alike(self, node: ast.Call, items: Many, frame) -> None:
+        """Report partial sums beside whole arrays in one array."""
+        arrays = [x for x in map(as_array, items.items) if x is not None and not x.pending and not x.through]
+        whole = next((x for x in arrays if not x.spec.unreduced), None)
+        partial = next((x for x in arrays if x.spec.unreduced), None)
+        if whole is not None and partial is not None and not any(hidden(x.spec) for x in arrays):
+            self.partial_plus_whole(node, partial, str(whole), frame)
+
+    def joined(self, name: str, node: ast.Call, args, keywords, frame):
         """cat and stack of a list of arrays."""
         items = args[0] if args else keywords.get("tensors")
+        if isinstance(items, Many):
+            self.alike(node, items, frame)
         held = as_array(element(items))
         if held is None or held.loose or held.pending:
             return replace(held, key="") if held is not None else None
@@ -163,6 +176,18 @@ class TorchFunctions(Part):
                 at = numbers[0] % (len(dims) + 1)
                 return held.typed((*dims[:at], ("1", ()), *dims[at:]))
         return replace(held, loose=True, key="")
+
+
+def looked_up(ids: "Shard | None", table: "Shard | None") -> "Shard | None":
+    """Rows of a table by their numbers: also where its rows are split they are no partial sums, before a mask."""
+    if table is None or table.loose or table.pending:
+        return table
+    dims = (*ids.spec.dims, *table.spec.dims[1:]) if ids is not None and not ids.loose else table.spec.dims[1:]
+    free = [axis for _, axes in dims for axis in axes]
+    if len(free) != len(set(free)):
+        return None
+    known = ids is not None and not ids.loose
+    return Shard(Spec("", dims, table.spec.unreduced), sure=table.sure, loose=not known)
 
 
 def constant(node):

@@ -1,8 +1,9 @@
 """The typed collectives and products: `all_gather("W[D_X, F] -> W[D, F]", W, mesh)` (Part 3).
 
 `calls` has the collectives, `multiply` einsum, `plans` what runs a plan or a program of `scaling.algebra`, `rings` the
-same collectives hop by hop. Beneath: `op` a collective as data, `kinds` the table of them, `eager` and `traced` the two
-ways to run one, `linear` its derivatives, `checked` the comparison of ranks, `mkl` the product of two matrices.
+same collectives hop by hop, `masks` partial sums that come of a mask. Beneath: `op` a collective as data, `kinds` the
+table of them, `eager` and `traced` the two ways to run one, `linear` its derivatives, `checked` the comparison of
+ranks, `mkl` the product of two matrices.
 """
 
 from scaling.collectives.calls import (
@@ -21,6 +22,7 @@ from scaling.collectives.calls import (
     wait,
 )
 from scaling.collectives.deferred import Deferred, joined
+from scaling.collectives.masks import masked
 from scaling.collectives.messages import recv, send
 from scaling.collectives.multiply import einsum
 from scaling.collectives.plans import reshard, run, run_backward, run_forward, run_program
@@ -30,6 +32,7 @@ from scaling.collectives.transfer import Message, plan_transfer, transfer
 __all__ = ["Deferred", "Message", "Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather"]
 __all__ += [
     "joined",
+    "masked",
     "ppermute",
     "ragged_all_to_all",
     "recv",

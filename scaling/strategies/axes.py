@@ -9,6 +9,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from scaling import collectives
+from scaling.collectives.masks import zeroed
 from scaling.spec import Line, Spec, parse, parse_line
 
 
@@ -39,6 +40,12 @@ def _left(mesh, text: str) -> str:
     return _line(text, _real(mesh))
 
 
+def _summed(mesh, text: str) -> str:
+    """The type without the axes that are not real; "" if it is then no partial sum."""
+    spec = present(text, mesh)
+    return str(spec) if spec.unreduced else ""
+
+
 def _apply(collective, text: str, x: Tensor, mesh, **options):
     line = mesh.constant(_left, text)
     return collective(line, x, mesh, **options) if line else x
@@ -57,6 +64,12 @@ def all_reduce(line: str, x: Tensor, mesh, **options):
 def all_to_all(line: str, x: Tensor, mesh, **options):
     """`scaling.collectives.all_to_all` over those axes of the line that the mesh has."""
     return _apply(collectives.all_to_all, line, x, mesh, **options)
+
+
+def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
+    """`scaling.collectives.masked` over those axes of the type that the mesh has; without any the mask alone."""
+    line = mesh.constant(_summed, line)
+    return collectives.masked(line, x, mask, mesh) if line else zeroed(x, mask)
 
 
 def reduce_scatter(line: str, x: Tensor, mesh, **options):

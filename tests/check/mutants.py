@@ -43,7 +43,7 @@ def edits(call: ast.Call):
             yield "axes swapped in the whole line", again(swapped)
     for match in re.finditer(r" \{U_\w+\}", text):
         yield "{U} dropped", again(text[: match.start()] + text[match.end() :])
-    if "{U" not in text.split("->")[1]:
+    if "{U" not in text.split("->")[-1]:
         yield "{U} added", again(text + " {U_X}")
     if name == "einsum" and len(rest) == 2:
         yield "operands swapped", again(operands=rest[::-1])
@@ -65,9 +65,8 @@ def edits(call: ast.Call):
             yield "another weight", again(operands=[*rest[:i], other, *rest[i + 1 :]])
     if match := re.search(r"_([XY])(?=[,\]])", text):
         other = "Y" if match[1] == "X" else "X"
-        before, after = text[: match.start()], text[match.end() :]
-        formatted = f'f"{before}_{{{other!r}}}{after.replace("{", "{{").replace("}", "}}")}"'
-        call = ", ".join([formatted.replace("{U", "{{U") if "{U" in before else formatted, *rest, *options])
+        before, after = (part.replace("{", "{{").replace("}", "}}") for part in text.split(match[0], 1))
+        call = ", ".join([f'f"{before}_{{{other!r}}}{after}"', *rest, *options])
         yield "another axis, in an f-string", f"{name}({call})"
     if name == "all_gather" and not options:
         yield "no wait", again(options=["async_op=True"])

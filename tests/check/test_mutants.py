@@ -10,14 +10,13 @@ from outcomes import digest, stored
 from scaling.check import check_source
 from scaling.check.modules import Modules
 
-MASKED = "scaling/strategies/transformer/ends.py"  # its partial sums come of a mask, of which no type tells
 KNOWN = stored()
-SILENT = [case for case in mutants() if KNOWN.get(digest(case[1], *case[3:5])) == "wrong" and case[1] != MASKED]
+SILENT = [case for case in mutants() if KNOWN.get(digest(case[1], *case[3:5])) == "wrong"]
 
 
 def test_enough_were_run():
     assert len(KNOWN) > 1500
-    assert len(SILENT) > 350
+    assert len(SILENT) > 400
 
 
 @pytest.fixture(scope="module")

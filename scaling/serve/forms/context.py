@@ -21,7 +21,7 @@ from scaling.strategies.transformer.layer import own_heads
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
     """x[B_ZE, T_C, D] of tokens[B, T], whole on every rank."""
     tokens = shard("tokens[B_ZE, T] -> tokens[B_ZE, T_C]", tokens[at.slots.rows], at.mesh)
-    x = rows_of(E, tokens, at.mesh, "Y")
+    x = rows_of(E, tokens, at.mesh, "x[B_ZE, T_C, D] {U_Y}")
     return all_reduce("x[B_ZE, T_C, D] {U_Y} -> x[B_ZE, T_C, D]", x, at.mesh)
 
 

@@ -20,7 +20,7 @@ from scaling.strategies.transformer.layer import own_heads
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
     """x[B_ZE, T, D] of tokens[B, T], whole on every rank."""
-    x = rows_of(E, tokens[at.slots.rows], at.mesh, "Y")
+    x = rows_of(E, tokens[at.slots.rows], at.mesh, "x[B_ZE, T, D] {U_Y}")
     return all_reduce("x[B_ZE, T, D] {U_Y} -> x[B_ZE, T, D]", x, at.mesh)
 
 

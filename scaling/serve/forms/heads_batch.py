@@ -20,7 +20,7 @@ from scaling.strategies.transformer.layer import own_heads
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
     """x[B, T, D] of tokens[B, T], both whole on every rank."""
-    x = rows_of(E, tokens, at.mesh, "YZ")
+    x = rows_of(E, tokens, at.mesh, "x[B, T, D] {U_YZ}")
     return all_reduce("x[B, T, D] {U_YZ} -> x[B, T, D]", x, at.mesh)
 
 

@@ -7,16 +7,17 @@ from torch import Tensor
 from scaling.configs import Config
 from scaling.models.transformer import ACTIVATIONS
 from scaling.serve.forms import At
-from scaling.spec import block_index
+from scaling.spec import block_index, parse
+from scaling.strategies.axes import masked
 from scaling.strategies.transformer.layer import own_heads
 
 
-def rows_of(E: Tensor, tokens: Tensor, mesh, axes: str) -> Tensor:
-    """x[B, T, D] of tokens[B, T] by this rank's block E of E[V_axes, D]: zeros for the tokens of other ranks."""
-    first = block_index([axis for axis in axes if axis in mesh.sizes], mesh.coord, mesh) * len(E)
+def rows_of(E: Tensor, tokens: Tensor, mesh, spec: str) -> Tensor:
+    """`spec`, x[B, T, D] {U_Y}, of tokens[B, T] by this rank's block of E[V_Y, D]: zeros for the tokens of others."""
+    first = block_index([axis for axis in parse(spec).unreduced if axis in mesh.sizes], mesh.coord, mesh.sizes) * len(E)
     local = tokens - first
     here = (local >= 0) & (local < len(E))
-    return F.embedding(torch.where(here, local, 0), E) * here[..., None]
+    return masked(spec, F.embedding(torch.where(here, local, 0), E), here, mesh)
 
 
 def own_biases(W: dict, at: At) -> dict:

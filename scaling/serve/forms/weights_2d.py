@@ -19,7 +19,7 @@ from scaling.strategies.transformer.layer import own_heads
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
     """x[B, T, D_XYZ] of tokens[B, T], whole on every rank."""
-    x = rows_of(E, tokens, at.mesh, "YZ")
+    x = rows_of(E, tokens, at.mesh, "x[B, T, D_X] {U_YZ}")
     return reduce_scatter("x[B, T, D_X] {U_YZ} -> x[B, T, D_XYZ]", x, at.mesh)
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
-from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter, shard
+from scaling.strategies.axes import all_gather, all_reduce, masked, reduce_scatter, shard
 
 
 def embed(E: Tensor, tokens: Tensor, mesh) -> Tensor:
     """tokens[B_PXE, T_C], E[V_Y, D] -> x[B_PXE, T_CY, D]. Tokens of another rank's part of V add zeros here."""
     local, here = in_part(tokens, len(E), mesh)
-    x = torch.nn.functional.embedding(local, E) * here[..., None]
+    x = masked("x[B_PXE, T_C, D] {U_Y}", torch.nn.functional.embedding(local, E), here, mesh)
     return reduce_scatter("x[B_PXE, T_C, D] {U_Y} -> x[B_PXE, T_CY, D]", x, mesh)
 
 
@@ -56,7 +56,10 @@ class VocabLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(x, U, targets, weights, terms, tied, mesh):
-        """(loss; the logits' buffer, which now holds the softmax's part of dlogits, for the backward alone)."""
+        """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}
+
+        and the logits' buffer, which now holds the softmax's part of dlogits, for the backward alone.
+        """
         if tied:
             logits = einsum("x[B_PXE, T_C, D] * E[V_Y, D] -> logits[B_PXE, T_C, V_Y]", x, U)
         else:
@@ -64,7 +67,8 @@ class VocabLoss(torch.autograd.Function):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         local, here = in_part(targets, logits.shape[-1], mesh)
         top = all_reduce("m[B_PXE, T_C] {U_Y} -> m[B_PXE, T_C]", logits.amax(-1), mesh, op="max")
-        pick = (logits.gather(-1, local[..., None])[..., 0] - top) * here
+        pick = logits.gather(-1, local[..., None])[..., 0] - top
+        pick = masked("pick[B_PXE, T_C] {U_Y}", pick, here, mesh)
         every = (logits - top[..., None]).sum(-1) if terms.smoothing else torch.zeros_like(pick)
         exp = logits.sub_(top[..., None]).exp_()
         sums = torch.stack([exp.sum(-1), pick, every])

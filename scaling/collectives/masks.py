@@ -1,0 +1,65 @@
+"""Partial sums that come of a mask: `masked("x[B, T, D] {U_Y}", x, here, mesh)`, for a table that is split over Y.
+
+Each device looks its own rows up, and puts zeros where the row is another's: the sum over Y is what one device would
+look up (Part 5, an embedding whose vocabulary is split). No product tells so, and no collective: this line does.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scaling.collectives.buffers import refuse
+from scaling.collectives.checked import agree
+from scaling.collectives.lines import on
+from scaling.collectives.torch_private import modes
+from scaling.spec import ShardingError, parse
+
+RULE = "{U_X} is a sum with one term for each element: along X one device has it, the others have zeros"
+
+
+def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
+    """`A[I, J] {U_X}`: x where `mask` is true, and zeros elsewhere; nothing is sent. The mask is bool, of x's first
+    dims: an element is held by one device along X at most. Cotangent: dA[I, J], which is replicated, masked alike.
+
+    ShardingError if the line is no type with a {U}, or the operands do not fit it; and on a checked mesh of CPU devices
+    if several of them have an element (on a GPU each device would have to wait for that to be known).
+    """
+    if not mesh.member:
+        return x
+    dims = mesh.constant(_dims, line)
+    if x.dim() != dims:
+        refuse(f"masked: {line}", f"the operand has shape {tuple(x.shape)}", f"its type has {dims} dims")
+    if mask.dtype != torch.bool or mask.shape != x.shape[: mask.dim()]:
+        what = f"the mask is {mask.dtype} of shape {tuple(mask.shape)}, the operand has {tuple(x.shape)}"
+        refuse(f"masked: {line}", what, "a mask is bool, and has the operand's first dims")
+    if mesh.checked and not torch.compiler.is_compiling() and type(mask) is Tensor and not modes():
+        _held_once(line, mask, mesh)
+    return zeroed(x, mask)
+
+
+def zeroed(x: Tensor, mask: Tensor) -> Tensor:
+    """x[I, J], mask[I] -> x where the mask is true, zeros elsewhere, whatever stands there."""
+    return torch.where(mask[(..., *[None] * (x.dim() - mask.dim()))], x, 0)
+
+
+def _dims(mesh, line: str) -> int:
+    spec = None if "->" in line else parse(line)
+    if spec is None or not spec.unreduced:
+        raise ShardingError(f"masked: {line}\n  rule: a mask makes partial sums: give their type, A[I, J] {{U_X}}")
+    spec.check_axes(mesh)
+    return len(spec.dims) + bool(mesh.stack)
+
+
+def _held_once(line: str, mask: Tensor, mesh) -> None:
+    """ShardingError on every rank of the group if two of them have an element."""
+    spec = parse(line)
+    group = mesh.group(spec.unreduced)
+    if group.pg is None or not getattr(mask, on(mesh)) or mask.is_cuda:
+        return
+    agree(group, f"masked {line}", mask)
+    count = mask.to(torch.int32)
+    dist.all_reduce(count, group=group.pg)
+    if most := int((count > 1).sum()):
+        what = f"{most} of {count.numel()} elements are held by several devices along {', '.join(spec.unreduced)}"
+        fix = "let the masks of the devices exclude each other: local = ids - mesh.coord['X'] * len(table)"
+        refuse(f"masked: {line}", what, RULE, fix)
