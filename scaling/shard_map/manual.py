@@ -22,8 +22,9 @@ from scaling.interop import from_partition_spec
 from scaling.mesh import AbstractMesh
 from scaling.shard_map.law import Call, apply
 from scaling.shard_map.names import bound_here
+from scaling.shard_map.partial import PLAIN, marked, marks
 from scaling.shard_map.transport import Bound
-from scaling.shard_map.types import Checks, described, unreduced, vary, varying
+from scaling.shard_map.types import Checks, described, vary, varying
 from scaling.spec import ShardingError, Spec, format_axes, parse
 
 
@@ -133,20 +134,22 @@ def leaving(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
     """A result on its way out, if its type is what the out_spec says."""
     found, summed = varying(x, bound), {*spec.unreduced}
     fixes = {
+        "is reduced over {}, which no out_spec says of {}": marks(x).reduced,
         "varies over {}, and its out_spec says that all devices along {} hold the same": found - {*spec.axes} - summed,
-        "is unreduced over {}, and its out_spec does not say so of {}": unreduced(x) - summed,
+        "is unreduced over {}, and its out_spec does not say so of {}": marks(x).unreduced - summed,
         "is invariant over {}, and its out_spec says that the devices along {} hold terms of a sum": summed - found,
     }
     for what, axes in fixes.items():
         if axes:
-            over = format_axes([axis for axis in bound.mesh.sizes if axis in axes])
+            over = format_axes(bound.in_order(axes))
             raise ShardingError(
                 f"out_specs: {spec}: the result is {described(x, bound)}\n  it {what.format(over, over)}\n"
                 f"  rule: an axis that an out_spec does not name is one over which the result is invariant\n"
                 f"  fix: psum or pmean over {over} before it is returned (of what is gathered: all_gather with "
-                f'to="invarying"), or name {over} in the out_spec, as in A[I_{over}] or A[I] {{U_{over}}}'
+                f'to="invarying"; of what is reduced: pcast(x, ..., to="varying") first), or name {over} in the '
+                f"out_spec, as in A[I_{over}] or A[I] {{U_{over}}}"
             )
-    return vary(x, spec.axes, bound)
+    return vary(marked(x, PLAIN), spec.axes, bound)
 
 
 def left(x: Tensor, spec: Spec, bound: Bound) -> Tensor:

@@ -14,12 +14,18 @@ import torch
 from torch import Tensor
 
 from scaling.shard_map.law import Call, apply
+from scaling.shard_map.partial import marked, marks
 from scaling.shard_map.transport import Bound, index_of
-from scaling.shard_map.types import as_unreduced, described, unreduced, vary, varying
+from scaling.shard_map.types import described, vary, varying
 from scaling.sizes import format_sizes
 from scaling.spec import ShardingError
 
 Axes = str | Sequence[str]
+CASTS = {
+    "varying": ("invariant", "reduced"),
+    "reduced": ("invariant",),
+    "unreduced": ("varying",),
+}  # to each, from which
 bound_here: ContextVar[Bound] = ContextVar("the mesh of the shard_map under way")
 
 
@@ -29,8 +35,7 @@ def psum(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
 
     def of(leaf: Tensor) -> Tensor:
         leaf = leaf.to(torch.int32) if leaf.dtype == torch.bool else leaf
-        leaf, kept = reducible("psum", leaf, axes, bound)
-        return retyped(apply(leaf, bound, Call("psum", axes)), kept)
+        return collected(reducible("psum", leaf, axes, bound), bound, Call("psum", axes))
 
     return each(of, x) if axes else x
 
@@ -53,7 +58,12 @@ def pmin(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
 
 def extreme(kind: str, x: Any, axis_name: Axes, axis_index_groups) -> Any:
     bound, axes = here(kind, axis_name, axis_index_groups)
-    return each(lambda leaf: apply(entering(kind, leaf, axes, bound), bound, Call(kind, axes)), x) if axes else x
+
+    def of(leaf: Tensor) -> Tensor:
+        leaf = entering(kind, leaf, (*axes, *marks(leaf).unreduced), bound)
+        return collected(leaf, bound, Call(kind, axes))
+
+    return each(of, x) if axes else x
 
 
 def psum_scatter(
@@ -68,9 +78,8 @@ def psum_scatter(
     def of(leaf: Tensor) -> Tensor:
         dim = place("psum_scatter", scatter_dimension, leaf.dim())
         divides("psum_scatter", leaf, dim, axes, bound, tiled)
-        leaf, kept = reducible("psum_scatter", leaf, axes, bound)
-        y = apply(leaf, bound, Call("psum_scatter", axes, dim))
-        return retyped(y if tiled else y.squeeze(dim), kept)
+        y = collected(reducible("psum_scatter", leaf, axes, bound), bound, Call("psum_scatter", axes, dim))
+        return y if tiled else y.squeeze(dim)
 
     return each(of, x) if axes else x
 
@@ -81,17 +90,25 @@ def all_gather(
     """All devices' x, one after another in dim `axis` (`tiled`), or stacked in a new dim there.
 
     `to="varying"`: as in JAX the result is typed varying though all devices hold the same; transposes to psum_scatter.
-    `to="invarying"`: invariant; transposes to each device's slice.
+    `to="invarying"`: invariant; transposes to each device's slice. `to="reduced"`: reduced; transposes to the
+    psum_scatter of what is unreduced.
     """
     bound, axes = here("all_gather", axis_name, axis_index_groups)
-    if to not in ("varying", "invarying"):
-        raise ShardingError(f"all_gather(to={to!r})\n  rule: the result is typed varying or invarying")
-    kind = "all_gather" if to == "varying" else "gather"
+    if to not in ("varying", "invarying", "reduced"):
+        raise ShardingError(f"all_gather(to={to!r})\n  rule: the result is typed varying, invarying or reduced")
+    kind = "gather" if to == "invarying" else "all_gather"
 
     def of(leaf: Tensor) -> Tensor:
+        if to == "reduced" and not {*axes} <= varying(leaf, bound):
+            raise ShardingError(
+                f'all_gather over {", ".join(axes)} of {described(leaf, bound)}, to="reduced"\n'
+                "  rule: what is gathered as reduced varies over the axes\n"
+                '  fix: pcast(x, ..., to="reduced") of what is invariant'
+            )
         leaf = entering("all_gather", leaf, axes, bound)
         dim = place("all_gather", axis, leaf.dim() + (not tiled))
-        return apply(leaf if tiled else leaf.unsqueeze(dim), bound, Call(kind, axes, dim))
+        y = collected(leaf if tiled else leaf.unsqueeze(dim), bound, Call(kind, axes, dim))
+        return marked(y, marks(y)._replace(reduced=marks(y).reduced | {*axes})) if to == "reduced" else y
 
     return each(of, x) if axes else x
 
@@ -112,7 +129,7 @@ def all_to_all(
         leaf = entering("all_to_all", leaf, axes, bound)
         if not tiled:
             leaf, cut = leaf.movedim(cut, put), put
-        return apply(leaf, bound, Call("all_to_all", axes, put, cut))
+        return collected(leaf, bound, Call("all_to_all", axes, put, cut))
 
     return each(of, x)
 
@@ -130,9 +147,8 @@ def ppermute(x: Any, axis_name: Axes, perm: Sequence[tuple[int, int]]) -> Any:
             f"ppermute over {', '.join(axes)} of size {n}: {pairs}\n  rule: each device sends to one other at most, "
             f"and receives from one at most\n  fix: pairs (source, target) of different numbers in 0..{n - 1}"
         )
-    return each(
-        lambda leaf: apply(entering("ppermute", leaf, axes, bound), bound, Call("ppermute", axes, pairs=pairs)), x
-    )
+    call = Call("ppermute", axes, pairs=pairs)
+    return each(lambda leaf: collected(entering("ppermute", leaf, axes, bound), bound, call), x)
 
 
 def axis_index(axis_name: Axes) -> Tensor:
@@ -153,26 +169,34 @@ def pvary(x: Any, axis_name: Axes) -> Any:
 
 
 def pcast(x: Any, axis_name: Axes, *, to: str) -> Any:
-    """Another type for the same values: `to` "varying" (of what is invariant) or "unreduced" (of what varies)."""
+    """Another type for the same values: what is invariant becomes varying or reduced, what is reduced varying, what
+    varies unreduced. Nothing is sent. Transposes: psum; psum of what is unreduced; and the last two to each other."""
     bound, axes = here("pcast", axis_name, None)
 
     def of(leaf: Tensor) -> Tensor:
-        over = varying(leaf, bound) & {*axes}
-        if to == "varying" and not over:
-            return vary(leaf, axes, bound)
-        if to == "unreduced" and over == {*axes} and not unreduced(leaf) & over:
-            return as_unreduced(leaf, unreduced(leaf) | over)
-        raise ShardingError(
-            f"pcast(x, {axes}, to={to!r}): x is {described(leaf, bound)}\n"
-            "  rule: what is invariant over the axes becomes varying; what varies over them becomes unreduced"
-        )
+        found, kinds = marks(leaf), {kind_over(leaf, axis, bound) for axis in axes}
+        if len(kinds) > 1 or not kinds <= {*CASTS.get(to, ())}:
+            raise ShardingError(
+                f"pcast(x, {axes}, to={to!r}): x is {described(leaf, bound)}\n"
+                "  rule: over all the axes, what is invariant becomes varying or reduced, what is reduced varying, and "
+                "what varies unreduced"
+            )
+        after = found.without(axes)
+        after = after._replace(**{to: getattr(after, to) | {*axes}}) if to != "varying" else after
+        return marked(vary(leaf, axes, bound), after)
 
-    return each(of, x)
+    return each(of, x) if axes else x
+
+
+def kind_over(x: Tensor, axis: str, bound: Bound) -> str:
+    """invariant, varying, unreduced or reduced."""
+    kinds = {**marks(x)._asdict(), "varying": varying(x, bound)}
+    return next((kind for kind, axes in kinds.items() if axis in axes), "invariant")
 
 
 def vma(x: Tensor) -> frozenset[str]:
     """The mesh axes over which x varies: JAX's `typeof(x).vma`."""
-    return varying(x, here("vma", (), None)[0]) - unreduced(x)
+    return varying(x, here("vma", (), None)[0]) - marks(x).axes
 
 
 def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_size: int, axis: int = 0) -> Tensor:
@@ -208,28 +232,29 @@ def each(of, tree: Any) -> Any:
 
 def entering(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tensor:
     """x, varying over all the axes."""
-    if unreduced(x) & {*axes}:
+    if marks(x).axes & {*axes}:
         raise ShardingError(
-            f"{name} over {', '.join(axes)} of {described(x, bound)}\n  rule: partial sums are reduced first\n"
-            "  fix: psum or psum_scatter"
+            f"{name} over {', '.join(axes)} of {described(x, bound)}\n  rule: partial sums are reduced first, and what "
+            "is reduced becomes varying\n  fix: psum or psum_scatter; or pcast(x, ..., to='varying')"
         )
     return vary(x, axes, bound)
 
 
-def reducible(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> tuple[Tensor, frozenset[str]]:
-    """x, ready to be summed over the axes, and the axes over which it stays unreduced."""
-    over, summed = varying(x, bound) & {*axes}, unreduced(x)
-    if len({(axis in summed, axis in over) for axis in axes}) > 1:
+def reducible(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tensor:
+    """x, ready to be summed over the axes."""
+    kinds = {kind_over(x, axis, bound) for axis in axes}
+    if len(kinds) > 1 or "reduced" in kinds:
         raise ShardingError(
             f"{name} over {', '.join(axes)} of {described(x, bound)}\n"
             "  rule: what is summed is of one type over all the axes: varying, unreduced or invariant\n"
             f"  fix: name only the axes over which it varies, or make it varying first: pvary(x, ...)"
         )
-    return vary(x, axes, bound), summed - {*axes}
+    return vary(x, axes, bound)
 
 
-def retyped(x: Tensor, summed: frozenset[str]) -> Tensor:
-    return as_unreduced(x, summed) if summed else x
+def collected(x: Tensor, bound: Bound, call: Call) -> Tensor:
+    """The call on x; over other axes what is unreduced or reduced stays so."""
+    return marked(apply(x, bound, call), marks(x).without(call.axes))
 
 
 def place(name: str, dim: int, dims: int) -> int:

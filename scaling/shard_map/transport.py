@@ -32,6 +32,10 @@ class Bound:
         """The same within the levels of vmap that stand for the mesh's axes."""
         return Bound(self.mesh, self.in_process, places, levels)
 
+    def in_order(self, axes) -> list[str]:
+        """Axes in the mesh's order."""
+        return [axis for axis in self.mesh.sizes if axis in axes]
+
     def width(self, axis: str) -> int:
         """How many devices along an axis this process holds."""
         return self.mesh.sizes[axis] if self.in_process else 1

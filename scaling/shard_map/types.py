@@ -1,19 +1,21 @@
-"""The types of values inside `shard_map`, tracked and checked: varying, invariant, unreduced.
+"""The types of values inside `shard_map`, tracked and checked: varying, invariant, unreduced, reduced.
 
 A value varies over an axis if it is batched at the level of vmap that stands for the axis; so torch.func itself carries
 the types through its transforms. `Checks` looks at every call of torch's: where operands differ in their types, those
 that are invariant first become varying, as in JAX, so that their cotangents are summed.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import optree
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from scaling.collectives.torch_private import is_wrapped, level_of, unwrapped, without_functions
+from scaling.collectives.torch_private import is_wrapped, level_of, unwrapped
 from scaling.shard_map.law import Call, Collective, Extreme, apply
+from scaling.shard_map.partial import PLAIN, Marks, Mismatch, marked, marks, result_of
 from scaling.shard_map.transport import Bound
 from scaling.spec import ShardingError, format_axes
 
@@ -30,13 +32,11 @@ READS = {
     "__array__",
 }
 READS |= {"__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "bincount"}
-ASKS = {"__get__", "dim", "size", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__repr__"}
-MARK = "_unreduced_over"
-ADDS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
+ASKS = {"dim", "size", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__repr__", "requires_grad_"}
 
 
 def varying(x: Tensor, bound: Bound) -> frozenset[str]:
-    """The mesh axes over which x varies."""
+    """The mesh axes over which x is stacked: those over which it varies, or is unreduced or reduced."""
     found = set()
     while is_wrapped(x):
         if (level := level_of(x)) in bound.levels:
@@ -45,31 +45,16 @@ def varying(x: Tensor, bound: Bound) -> frozenset[str]:
     return frozenset(found)
 
 
-def unreduced(x: Tensor) -> frozenset[str]:
-    """The mesh axes over which x is a partial sum, as `pcast(x, axes, to="unreduced")` has declared."""
-    return getattr(x, MARK, frozenset())
-
-
-def as_unreduced(x: Tensor, axes: frozenset[str]) -> Tensor:
-    """A view of x that is typed unreduced over the axes."""
-    with without_functions():
-        y = x.view_as(x)
-    setattr(y, MARK, axes)
-    return y
-
-
 def vary(x: Tensor, axes, bound: Bound) -> Tensor:
-    """x, varying over `axes` too: nothing is sent; its cotangent is summed over the axes that are new."""
+    """x, stacked over `axes` too: nothing is sent; its cotangent is summed over the axes that are new."""
     new = tuple(axis for axis in bound.mesh.sizes if axis in set(axes) - varying(x, bound))
-    return apply(x, bound, Call("pvary", new)) if new else x
+    return marked(apply(x, bound, Call("pvary", new)), marks(x)) if new else x
 
 
 def described(x: Tensor, bound: Bound) -> str:
     """A value's type in words, for messages."""
-    summed = unreduced(x)
-    parts = [f"unreduced over {format_axes(sorted(summed))}"] if summed else []
-    over = [axis for axis in bound.mesh.sizes if axis in varying(x, bound) - summed]
-    parts += [f"varying over {format_axes(over)}"] if over else []
+    kinds = {**marks(x)._asdict(), "varying": varying(x, bound) - marks(x).axes}
+    parts = [f"{kind} over {format_axes(bound.in_order(axes))}" for kind, axes in kinds.items() if axes]
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} " + (" and ".join(parts) or "invariant")
 
 
@@ -83,15 +68,12 @@ class Checks(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func is torch.autograd.grad or name == "_make_dual":
-            self.derivatives(name, args, kwargs)
-            return func(*args, **kwargs)
+            return self.derivative(func, name, args, kwargs)
         if args and args[0] in (Collective, Extreme):
             return func(*args, **kwargs)
         operands: Any = (args, kwargs)
         tensors = [x for x in optree.tree_leaves(operands) if isinstance(x, Tensor)]
-        summed = frozenset().union(*map(unreduced, tensors))
-        if summed and name not in ASKS:
-            return self.partial_sums(func, name, tensors, summed, args, kwargs)
+        after = self.marks_after(name, tensors) if name not in ASKS and any(map(marks, tensors)) else PLAIN
         found = [varying(x, self.bound) for x in tensors]
         axes = frozenset().union(*found)
         if axes and name in READS:
@@ -101,17 +83,20 @@ class Checks(TorchFunctionMode):
                 "a value that differs by device decides nothing in Python: each device would go its own way",
                 "torch.where, or an index as a tensor: x[i], x.index_select(0, i)",
             )
-        if all(each == axes for each in found):
-            return self.call(func, name, tensors, args, kwargs)
-        if (changed := changed_by(name, args, kwargs)) is not None and varying(changed, self.bound) != axes:
+        changed = changed_by(name, args, kwargs)
+        if changed is not None and (varying(changed, self.bound) != axes or after):
             self.refuse(
                 name,
                 tensors,
                 "a value keeps its type: what is written to is not invariant afterwards",
                 "x = x + y in place of x += y; torch.where or torch.cat in place of x[i] = y; or pvary(x, ...)",
             )
-        args, kwargs = optree.tree_map(lambda x: vary(x, axes, self.bound) if isinstance(x, Tensor) else x, operands)
-        return self.call(func, name, tensors, args, kwargs)
+        if any(each != axes for each in found):
+            vary_all = lambda x: vary(x, axes, self.bound) if isinstance(x, Tensor) else x  # noqa: E731
+            args, kwargs = optree.tree_map(vary_all, operands)
+        result = self.call(func, name, tensors, args, kwargs)
+        mark = lambda x: marked(x, after) if isinstance(x, Tensor) else x  # noqa: E731
+        return optree.tree_map(mark, result) if after else result
 
     def call(self, func, name: str, tensors: list[Tensor], args, kwargs):
         """func(*args, **kwargs); what no level of vmap can do is refused in our words."""
@@ -126,27 +111,33 @@ class Checks(TorchFunctionMode):
                 self.refuse(name, tensors, rule, "torch.where(mask, x, 0), and count with mask.sum()")
             raise
 
-    def derivatives(self, name: str, args, kwargs) -> None:
-        """A tangent or cotangent varies over the axes over which its value does."""
-        given = args[1] if name == "_make_dual" else kwargs.get("grad_outputs", args[2] if len(args) > 2 else None)
+    def marks_after(self, name: str, tensors: list[Tensor]) -> Marks:
+        """What a function's result is unreduced and reduced over."""
+        found = [marks(x) for x in tensors]
+        try:
+            return result_of(name, found, [varying(x, self.bound) - marks(x).axes for x in tensors])
+        except Mismatch as mismatch:
+            self.refuse(name, tensors, *mismatch.args)
+
+    def derivative(self, func, name: str, args, kwargs):
+        """torch.autograd.grad and jvp's _make_dual: a tangent is of its value's type, a cotangent of the dual one."""
+        forward = name == "_make_dual"
+        given = args[1] if forward else kwargs.get("grad_outputs", args[2] if len(args) > 2 else None)
         values, given = (optree.tree_leaves(each) for each in (args[0], given))
         for value, tangent in zip(values, given, strict=False):
-            if varying(tangent, self.bound) != varying(value, self.bound):
-                what = "jvp" if name == "_make_dual" else "vjp"
-                rule = "a tangent or cotangent is of its value's type"
-                self.refuse(what, [value, tangent], rule, "make the one that is invariant varying: pvary(x, ...)")
+            wanted = marks(value) if forward else marks(value).dual
+            if varying(tangent, self.bound) != varying(value, self.bound) or marks(tangent) != wanted:
+                rule = "a tangent is of its value's type; a cotangent too, but that what is unreduced has a reduced one"
+                fix = "make the one that is invariant varying, pvary(x, ...), or reduced, pcast(x, ..., to='reduced')"
+                self.refuse("jvp" if forward else "vjp", [value, tangent], rule, fix)
+        result = func(*args, **kwargs)
+        if forward:
+            return marked(result, marks(args[0]))
+        of_inputs = optree.tree_map(lambda x: marks(x).dual, args[1])
+        is_marks = lambda x: x is None or isinstance(x, (Tensor, Marks))  # noqa: E731
+        return optree.tree_map(lambda x, as_: x if x is None else marked(x, as_), result, of_inputs, is_leaf=is_marks)
 
-    def partial_sums(self, func, name: str, tensors: list[Tensor], summed, args, kwargs):
-        if name not in ADDS or len(tensors) < 2 or any(unreduced(x) != summed for x in tensors):
-            self.refuse(
-                name,
-                tensors,
-                "partial sums are added to partial sums, and reduced; anything else wants the whole sum",
-                f"psum or psum_scatter over {format_axes(sorted(summed))} first",
-            )
-        return as_unreduced(func(*args, **kwargs), summed)
-
-    def refuse(self, name: str, tensors: list[Tensor], rule: str, fix: str) -> None:
+    def refuse(self, name: str, tensors: Sequence[Tensor], rule: str, fix: str) -> NoReturn:
         kinds = ", ".join(described(x, self.bound) for x in tensors)
         raise ShardingError(f"{name}({kinds}) inside shard_map\n  rule: {rule}\n  fix: {fix}")
 

@@ -27,7 +27,7 @@ class Lib:
     sin, tanh, matmul, sum, reshape, vmap = torch.sin, torch.tanh, torch.matmul, torch.sum, torch.reshape, torch.vmap
     psum, pmean, pmax, all_gather = manual.psum, manual.pmean, manual.pmax, manual.all_gather
     psum_scatter, all_to_all, ppermute = manual.psum_scatter, manual.all_to_all, manual.ppermute
-    axis_index, axis_size = manual.axis_index, manual.axis_size
+    axis_index, axis_size, pcast = manual.axis_index, manual.axis_size, manual.pcast
 
     @staticmethod
     def stop(x):
@@ -46,9 +46,14 @@ class Lib:
     def jvp(f, x, t):
         return torch.func.jvp(f, (x,), (t,))[1]
 
+    @staticmethod
+    def pull(f, x, cotangent):
+        return torch.func.vjp(f, x)[1](cotangent)[0]
 
-def text(spec) -> str:
-    return f"P({', '.join(repr(tuple(axes) or None) for axes in spec)})"
+
+def text(spec, unreduced=()) -> str:
+    entries = [repr(tuple(axes) or None) for axes in spec]
+    return f"P({', '.join(entries + ([f'unreduced={ {*unreduced} }'] if unreduced else []))})"
 
 
 def tensor(shape, seed: int) -> torch.Tensor:
@@ -60,7 +65,8 @@ def apart(row: dict, mesh, in_process: bool) -> float:
     inputs = [tensor(i["shape"], n) for n, i in enumerate(row["inputs"])]
     specs = tuple(text(i["spec"]) for i in row["inputs"])
     here = {"in_process": in_process}
-    program = shard_map(lambda *shards: evaluate(row, shards, Lib), mesh, specs, text(row["out_spec"]), **here)
+    out_spec = text(row["out_spec"], row.get("unreduced", ()))
+    program = shard_map(lambda *shards: evaluate(row, shards, Lib), mesh, specs, out_spec, **here)
     try:
         out, pull = torch.func.vjp(program, *inputs)
     except ShardingError:

@@ -1,7 +1,8 @@
 """Random programs for shard_map as data, and one reading of them for JAX and for torch.
 
-A program is {"mesh", "inputs": [{"shape", "spec"}], "steps": [[op, operand, ...]], "out_spec"}; each step makes a value
-of two dims from earlier ones; the last is the result. `evaluate` reads it with a library's own functions, `lib`.
+A program is {"mesh", "inputs": [{"shape", "spec"}], "steps": [[op, operand, ...]], "out_spec"}, and maybe "unreduced",
+the axes over which its result is; each step makes a value of two dims from earlier ones; the last is the result.
+`evaluate` reads it with a library's own functions, `lib`. TYPED has the steps that know of unreduced and reduced.
 """
 
 import math
@@ -11,7 +12,7 @@ def evaluate(program: dict, shards: list, lib) -> object:
     """The program on one device: its result."""
     values = list(shards)
     for op, *arguments in program["steps"]:
-        values.append(STEPS[op](lib, values, *arguments))
+        values.append(ALL[op](lib, values, *arguments))
     return values[-1]
 
 
@@ -64,6 +65,34 @@ STEPS = {
     "jvp": lambda lib, v, a, b, axes: lib.jvp(lambda w: lib.psum(w * lib.sin(w), tuple(axes)) / 4, v[a], v[b]),
     "vmap": lambda lib, v, a, axes: lib.vmap(lambda row: row * lib.sum(lib.psum(row, tuple(axes))))(v[a]),
 }
+
+
+def pulled_gather(lib, v, a, b, axes):
+    """The cotangent, inside the program, of what is gathered as reduced: an unreduced one goes in."""
+    gather = lambda w, to: lib.all_gather(w, axes, axis=0, tiled=True, to=to)  # noqa: E731
+    terms = lib.pcast(gather(v[b], "varying"), axes, to="unreduced")
+    return lib.pull(lambda w: gather(w, "reduced"), v[a], terms)
+
+
+TYPED = {
+    "unreduced": lambda lib, v, a, axes: lib.pcast(v[a], tuple(axes), to="unreduced"),
+    "reduced": lambda lib, v, a, axes: lib.pcast(v[a], tuple(axes), to="reduced"),
+    "varying": lambda lib, v, a, axes: lib.pcast(v[a], tuple(axes), to="varying"),
+    "gather_reduced": lambda lib, v, a, axes, dim: lib.all_gather(
+        v[a], tuple(axes), axis=dim, tiled=True, to="reduced"
+    ),
+    "times_reduced": lambda lib, v, a, b, axes: v[a] * lib.pcast(v[b], tuple(axes), to="reduced"),
+    "terms": lambda lib, v, a, axes: v[a] + lib.pcast(lib.tanh(v[a]), tuple(axes), to="varying"),
+    "sum_rows": lambda lib, v, a: lib.reshape(lib.sum(v[a], 0), (1, -1)),
+    "pull": lambda lib, v, a, b, axes: lib.pull(lambda w: lib.psum(w, tuple(axes)), v[a], v[b]),
+    "pull_gather": lambda lib, v, a, b, axes: pulled_gather(lib, v, a, b, tuple(axes)),
+    "grad_reduced": lambda lib, v, a, axes: lib.grad(
+        lambda w: lib.sum(lib.tanh(lib.pcast(w, tuple(axes), to="varying"))), v[a]
+    ),
+    "jvp_sum": lambda lib, v, a, b, axes: lib.jvp(lambda w: lib.psum(w + w, tuple(axes)), v[a], v[b]),
+    "vmap_terms": lambda lib, v, a: lib.vmap(lambda row: row + row)(v[a]),
+}
+ALL = STEPS | TYPED
 
 
 def filling(shape, seed: int) -> list:

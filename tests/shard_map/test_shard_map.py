@@ -11,9 +11,10 @@ from torch.func import grad, jvp, vjp, vmap
 from scaling import trace
 from scaling.mesh import AbstractMesh
 from scaling.shard_map import all_gather, axis_index, pcast, pmax, ppermute, psum, psum_scatter, pvary, shard_map, vma
+from scaling.shard_map.partial import Marks, marks
 from scaling.spec import ShardingError
 
-TABLE = json.loads((Path(__file__).parent / "programs.json").read_text())
+TABLE, TYPED = (json.loads((Path(__file__).parent / f"{name}.json").read_text()) for name in ("programs", "typed"))
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch's own, at the first jvp
 MESH = AbstractMesh({"X": 4, "Y": 2})
 
@@ -33,13 +34,14 @@ product = here(lambda A, W: psum(A @ W, "Y"), ("A[B_X, D_Y]", "W[D_Y, F]"), "Out
 
 
 def test_programs_are_jax_s_in_one_process():
-    found = {i: apart(row, AbstractMesh(row["mesh"]), True) for i, row in enumerate(TABLE)}
-    assert not {i: difference for i, difference in found.items() if not difference <= CLOSE}
-    assert 4 <= sum("refused" in row for row in TABLE) <= 12
+    for table in (TABLE, TYPED):  # the second with values that are unreduced and reduced
+        found = {i: apart(row, AbstractMesh(row["mesh"]), True) for i, row in enumerate(table)}
+        assert not {i: difference for i, difference in found.items() if not difference <= CLOSE}
+        assert 4 <= sum("refused" in row for row in table) <= 24
 
 
 def test_programs_are_jax_s_on_ranks(ranks):
-    rows = TABLE[::9]
+    rows = TABLE[::9] + TYPED[::15]
     for each in ranks(differences, {"X": 8}, rows):
         assert max(each) <= CLOSE, each
 
@@ -118,6 +120,29 @@ def test_types_are_what_jax_says():
     assert seen == {name: {axis for axis, names in over.items() if name in names} for name in seen}
 
 
+def test_a_cotangent_of_what_is_reduced_is_unreduced():
+    """And the other way round, also where a transform ends, and in a transform of a transform."""
+    seen = {}
+
+    def program(x, w):
+        same = pcast(w, "X", to="reduced")
+        loss = lambda w: pcast((x * w).sin().sum(), "X", to="unreduced")  # noqa: E731
+        terms = grad(loss)(same)
+        seen.update(terms=terms, rows=vmap(lambda row: row + row)(terms), back=grad(squares)(terms), view=terms.mT[:1])
+        seen.update(tangent=jvp(lambda w: w + w, (terms,), (terms,))[1], product=terms * same)
+        seen.update(twice=grad(lambda w: squares(grad(loss)(w)))(same))
+        seen.update({name: marks(value) for name, value in seen.items()})
+        return psum(terms, "X")
+
+    squares = lambda w: psum(w, "X").square().sum()  # noqa: E731
+    w = random(2, 6, seed=3)
+    gradient = here(program, ("x[B_X, D]", "w[I, D]"), "dw[I, D]")(A, w)
+    wanted = grad(lambda w: (A.view(4, 2, 6) * w).sin().sum())(w)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+    assert seen.pop("back") == Marks(reduced=frozenset("X"))
+    assert set(seen.values()) == {Marks(unreduced=frozenset("X"))}
+
+
 def written_to(x):
     total = torch.zeros(6, dtype=torch.float64)
     total += x.sum(0)
@@ -134,6 +159,22 @@ REFUSED = {
     "written to, and no longer invariant": (written_to, "x[D]", "x = x \\+ y in place of"),
     "invariant terms of a sum": (lambda x: x, "x[B_X, D] {U_Y}", "terms of a sum"),
     "a product of partial sums": (lambda x: pcast(x, "X", to="unreduced") * 2, "x[B, D] {U_X}", "partial sums"),
+    "partial sums and a value": (lambda x: pcast(x, "X", to="unreduced") + x, "x[B, D] {U_X}", "partial sums"),
+    "partial sums, transformed": (
+        lambda x: vmap(lambda row: row * row)(pcast(x, "X", to="unreduced")),
+        "x[B, D] {U_X}",
+        "partial sums",
+    ),
+    "reduced and invariant": (lambda x: pcast(x[:1], "Y", to="reduced") + x, "x[B_X, D]", "is reduced or varies"),
+    "reduced, on its way out": (lambda x: pcast(x, "Y", to="reduced"), "x[B_X, D]", "which no out_spec says"),
+    "a sum of what is reduced": (lambda x: psum(pcast(x, "Y", to="reduced"), "Y"), "x[B_X, D]", "one type over all"),
+    "the greatest of partial sums": (lambda x: pmax(pcast(x, "X", to="unreduced"), "Y"), "x[B]", "reduced first"),
+    "reduced, of what varies": (lambda x: pcast(x, "X", to="reduced"), "x[B_X, D]", "over all the axes"),
+    "an invariant cotangent of partial sums": (
+        lambda x: vjp(torch.neg, pcast(x, "X", to="unreduced"))[1](x)[0],
+        "x[B_X, D]",
+        "has a reduced one",
+    ),
     "a cotangent of another type": (lambda x: vjp(torch.sin, axis_index("Y") * 0.0)[1](x[0, 0]), "x[]", "value's type"),
     "two sources for one device": (lambda x: ppermute(x, "X", [(0, 1), (2, 1)]), "x[B_X, D]", "from one at most"),
     "a dim that is not cut evenly": (lambda x: psum_scatter(x, "X", tiled=True), "x[B_X, D]", "cut into 4 blocks"),
