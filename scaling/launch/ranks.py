@@ -124,6 +124,7 @@ def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked:
     except Exception as error:
         alike = isinstance(error, ShardingError) and os.environ["RANK"] != "0"  # mostly all ranks have this to say
         if alike or CLOSED in str(error):  # by another rank's end: torchrun is to see that one, and to end this one
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(WAIT)
         raise
     if dist.is_initialized():

@@ -109,16 +109,17 @@ def main(argv=None) -> int:
         own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
         config = config if args.dropout is None else config.with_(dropout=args.dropout)
         settings = Settings(model=config, weights="" if args.from_scratch else weights, **own)
+        declared = sizes
         if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
-            on = elastic.fitted(sizes, world)
-            settings, sizes = elastic.shared(settings, sizes, on), on
+            sizes = elastic.fitted(declared, world)
+            settings = elastic.shared(settings, declared, sizes)
         transformer.specs(config, AbstractMesh(sizes))
         if args.dry_run:
             backend = "gloo" if args.device == "cpu" else "abstract"
             print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
             return 0
         board.check(settings)
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int(os.environ.get("RANK", 0)) == 0 and not elastic.fits_as_before(declared, sizes):
             room = dry.available(args.device, AbstractMesh(sizes).size())
             dry.refuse_too_large(settings, sizes, room)
             sample.check(settings, sizes, room)

@@ -11,11 +11,11 @@ Files are read with `weights_only`: nothing in them is run.
 """
 
 import json
-import os
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from scaling.spec import Spec, parse
 from scaling.train.blocks import IN_ORDER, Places, assembled, described, own_blocks
 from scaling.train.dcp import Reader, keys
 from scaling.train.durable import INDEX, LATEST, complete, draft_of, name, write
+
+THREAD = "checkpoint"  # the name of those that write
 
 
 def save(
@@ -42,7 +44,8 @@ def save(
 ) -> Future | None:
     """Write `state`, a tree of this rank's shards typed by `specs` (None for ints and strings), as step `step`.
 
-    All ranks call it, on one file system. `async_op`: return a Future at once; the tensors are copied before that.
+    All ranks call it, on one file system. `async_op`: return a Future at once; the tensors are copied before that. Ask
+    for its result before the program ends, as a program that ends does not wait long for other ranks' files.
     `keep`: how many complete steps to keep. `places`: of a dim that is stored in another order or padded, such as the
     layers of uneven stages, {"L": the index of each place in the whole, -1 for none}; what is saved is the whole.
     ValueError for a state unlike its specs. OSError names the path and the bytes.
@@ -64,7 +67,7 @@ def save(
     if not async_op:
         write(folder, own, index, mesh.rank, step, keep)
         return None
-    return _writer(os.getpid()).submit(write, folder, own, index, mesh.rank, step, keep)
+    return in_turn(partial(write, folder, own, index, mesh.rank, step, keep))
 
 
 def _on_cpu(block: Tensor, copy: bool) -> Tensor:
@@ -74,10 +77,21 @@ def _on_cpu(block: Tensor, copy: bool) -> Tensor:
     return found if alike and not (copy and found.data_ptr() == block.data_ptr()) else found.clone()
 
 
-@cache
-def _writer(pid: int) -> ThreadPoolExecutor:
-    """Of this process, as a forked one has not its parent's threads: writes in the order that they were asked for."""
-    return ThreadPoolExecutor(1, "checkpoint")
+def in_turn(work: Callable[[], None]) -> Future:
+    """Do it in a thread, after what was given here before: steps are completed in the order they were asked for."""
+    before = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    future: Future = Future()
+
+    def run() -> None:
+        for thread in before:
+            thread.join()
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=THREAD).start()
+    return future
 
 
 def load(

@@ -7,6 +7,7 @@ index, gives the folder its name, moves `latest`, and only then removes older st
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from scaling import tree
 from scaling.train import dcp
 
 WAIT = 600.0  # seconds that ranks wait for each other's files
+AT_END = 2.0  # the same in a program that has ended otherwise, perhaps as those ranks are gone
 INDEX, LATEST = "index.json", "latest"
 
 
@@ -85,10 +87,12 @@ def finish(folder: Path, draft: Path, index: dict[str, Any], step: int, keep: in
 
 def until(done, complaint: str) -> None:
     """Wait for another rank. TimeoutError."""
-    deadline = monotonic() + WAIT
+    began, wait = monotonic(), WAIT
     while not done():
-        if monotonic() > deadline:
-            raise TimeoutError(f"{complaint} within {WAIT:.0f} s")
+        if wait == WAIT and not threading.main_thread().is_alive():
+            began, wait = monotonic(), AT_END
+        if monotonic() > began + wait:
+            raise TimeoutError(f"{complaint} within {wait:g} s")
         sleep(0.005)
 
 

@@ -5,6 +5,7 @@ are. Y, C, Z and E stay as they are: over them a model is split so that it fits.
 microbatches of the same size, so that memory stays as it was too.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -33,6 +34,13 @@ def fitted(sizes: Mapping[str, int], world: int) -> dict[str, int]:
             f"{format_sizes(found)}\n  fix: start as many ranks as the mesh has, or half, or a quarter of them"
         )
     return found
+
+
+def fits_as_before(sizes: Mapping[str, int], on: Mapping[str, int]) -> bool:
+    """Whether this is a restart by torchrun on a mesh `on` whose ranks need no more memory than those of `sizes`, on
+    which the run began: where P alone is shorter, each holds the same shards and the same rows of a microbatch."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return again and all(on[axis] == size for axis, size in sizes.items() if axis != "P")
 
 
 def shared(settings: Settings, sizes: Mapping[str, int], on: Mapping[str, int]) -> Settings:

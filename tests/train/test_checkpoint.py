@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
-from scaling.train import checkpoint
+from scaling.train import checkpoint, durable
 
 CONFIG = Config("c", 2, 16, 24, 4, 2, 8, 32, tied=True)
 MESHES = [{"X": 4}, {"X": 2, "Y": 2}, {"P": 2, "Y": 2}, {"Z": 2, "X": 2}, {"C": 2, "Y": 2}]
@@ -129,6 +130,24 @@ def test_asynchronous(tmp_path):
     W.zero_()  # what was handed over is what is written
     pending.result()
     assert checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))[0]["W"].sum() == 1000
+
+
+def test_steps_are_completed_in_the_order_in_which_they_were_asked_for(tmp_path):
+    large, small = {"W": torch.ones(1 << 20)}, {"W": torch.ones(2)}
+    for step, state in enumerate((large, small, small), 1):
+        last = checkpoint.save(tmp_path, state, {"W": "W[D]"}, Mesh({"X": 1}), step, async_op=True, keep=1)
+    last.result()
+    assert checkpoint.complete(tmp_path) == [3]
+
+
+def test_a_program_that_has_ended_does_not_wait_for_files_of_a_rank_that_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable, "AT_END", 0.05)
+    monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that does not run
+    mesh = AbstractMesh({"X": 2})
+    pending = checkpoint.save(tmp_path, {"W": torch.ones(2)}, {"W": "W[D_X]"}, mesh, 1, async_op=True)
+    with pytest.raises(TimeoutError, match=r"__1_0_0.distcp: not written within 0.05 s"):
+        pending.result(60)
+    assert checkpoint.complete(tmp_path) == []
 
 
 def dies_while_saving(mesh, folder, after):

@@ -3,7 +3,7 @@
 import pytest
 
 from scaling.configs import get
-from scaling.train.elastic import fitted, shared
+from scaling.train.elastic import fits_as_before, fitted, shared
 from scaling.train.settings import Settings
 
 
@@ -30,3 +30,12 @@ def test_what_gives(sizes, world, wanted):
 def test_what_does_not_fit_is_refused(sizes, world):
     with pytest.raises(ValueError, match=f"does not fit {world} ranks"):
         fitted(sizes, world)
+
+
+def test_memory_is_counted_again_unless_pods_alone_are_fewer(monkeypatch):
+    sizes = {"P": 2, "X": 2, "Y": 2}
+    assert not fits_as_before(sizes, sizes)  # the first start
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert fits_as_before(sizes, sizes)
+    assert fits_as_before(sizes, sizes | {"P": 1})
+    assert not fits_as_before(sizes, sizes | {"P": 1, "X": 1})
