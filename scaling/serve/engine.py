@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scaling.collectives import unshard
 from scaling.configs import Config
+from scaling.serve import invariant
 from scaling.serve.drafts import Draft, NGrams, SmallModel
 from scaling.serve.generation import check_draft, draft_model
 from scaling.serve.paged import PagedModel
@@ -57,7 +58,7 @@ class Engine:
         if mesh is not None and mesh.sizes.get("Z", 1) > 1:
             raise ValueError("an engine's pages are of one batch\n  fix: an engine for each replica, without Z")
         if batch_invariant and mesh is not None:
-            raise ValueError("the batch-invariant mode is of one device\n  fix: mesh=None")
+            invariant.check_axes(mesh)
         if (draft is None) != (options.proposals == 0):
             raise ValueError(
                 f"proposals={options.proposals} and draft={draft!r:.20}: one makes what the other asks for\n"

@@ -19,7 +19,7 @@ class PagedModel:
         self, params: dict, config: Config, options: Options, mesh=None, dtype=None, batch_invariant: bool = False
     ):
         self.params, self.config, self.page, self.mesh = params, config, options.page, mesh
-        self.sizes = invariant.agreeing(params) if batch_invariant else None
+        self.sizes = invariant.agreeing(params, config, mesh) if batch_invariant else None
         self.device = params["norm"].device
         self.pools = {
             worker: init_cache(config, 1, pool.total * pool.size, mesh=mesh, dtype=dtype, page=pool.size)
@@ -37,9 +37,8 @@ class PagedModel:
         }
         if self.sizes is not None:
             call = invariant.extend if every else invariant.prefill
-            logits, cache = call(
-                self.params, tokens, cache, self.config, lengths=lengths, donate=True, sizes=self.sizes
-            )
+            given = {"lengths": lengths, "donate": True, "sizes": self.sizes}
+            logits, cache = call(self.params, tokens, cache, self.config, self.mesh, **given)
         elif every or T > 1:
             call = extend if every else prefill
             logits, cache = call(self.params, tokens, cache, self.config, self.mesh, lengths=lengths, donate=True)

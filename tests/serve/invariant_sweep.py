@@ -13,23 +13,37 @@ import torch
 
 from scaling.configs import Config
 from scaling.models import transformer
-from scaling.serve import init_cache, invariant
+from scaling.serve import init_cache, invariant, quantize
 from scaling.serve.engine import Engine
 from scaling.serve.simulate import drive
 from scaling.serve.states import Options, Preempt, Request
 from scaling.serve.step import decode
 
-CONFIGS = [
-    Config("mha", L=2, D=24, F=40, N=3, K=3, H=8, V=53),
-    Config("gqa, window", L=2, D=32, F=48, N=4, K=2, H=8, V=47, window=(None, 9)),
-    Config("mqa, tied, gelu", L=1, D=37, F=53, N=10, K=1, H=4, V=31, tied=True, qk_norm=True, gated=False),
+DENSE = Config("gqa, window", L=2, D=32, F=48, N=4, K=2, H=8, V=47, window=(None, 9))
+MOE = Config("experts", L=2, D=24, F=20, N=4, K=2, H=8, V=43, E=5, k=2, shared=1)
+SIGMOID = Config("sigmoid", L=1, D=29, F=19, N=2, K=2, H=8, V=43, E=7, k=3, routing="sigmoid", norm_topk=True)
+
+
+def _model(config: Config, int8: bool = False, cache: torch.dtype | None = None):
+    params = transformer.init(config, 0, torch.float32)
+    return (quantize(params, config) if int8 else params), config, cache
+
+
+MODELS = [  # (params, config, the cache's dtype)
+    _model(Config("mha", L=2, D=24, F=40, N=3, K=3, H=8, V=53)),
+    _model(DENSE),
+    _model(Config("mqa, tied, gelu", L=1, D=37, F=53, N=10, K=1, H=4, V=31, tied=True, qk_norm=True, gated=False)),
+    _model(DENSE, int8=True),
+    _model(DENSE, cache=torch.int8),
+    _model(MOE),
+    _model(SIGMOID),
+    _model(MOE, int8=True, cache=torch.int8),
 ]
-PARAMS = [transformer.init(config, 0, torch.float32) for config in CONFIGS]
 
 
-def alone(params, config, tokens, first: int, chunk: int) -> list[torch.Tensor]:
+def alone(params, config, dtype, tokens, first: int, chunk: int) -> list[torch.Tensor]:
     """The logits from place `first` on, in a contiguous cache: the prompt in chunks, then each token by itself."""
-    cache, found = init_cache(config, 1, 200), []
+    cache, found = init_cache(config, 1, 200, dtype=dtype), []
     parts = [tokens[at : min(at + chunk, first)] for at in range(0, first, chunk)] + [(t,) for t in tokens[first:]]
     for part in parts:
         logits, cache = invariant.prefill(params, torch.tensor([part]), cache, config, donate=True)
@@ -39,8 +53,7 @@ def alone(params, config, tokens, first: int, chunk: int) -> list[torch.Tensor]:
 
 def trace(seed: int) -> Counter:
     chance = random.Random(seed)
-    which = seed % len(CONFIGS)
-    params, config = PARAMS[which], CONFIGS[which]
+    params, config, dtype = MODELS[seed % len(MODELS)]
     page = chance.choice([1, 4, 7, 16])
     options = Options(
         pages=-(-chance.randint(100, 260) // page), page=page, slots=chance.randint(1, 9), budget=chance.randint(1, 90),
@@ -60,15 +73,15 @@ def trace(seed: int) -> Counter:
 
     keep = lambda id, place, logits: seen.update({(id, place): logits})  # noqa: E731
     draft = "ngram" if proposals else None
-    engine = Engine(params, config, options, batch_invariant=True, draft=draft, logits=keep)
+    engine = Engine(params, config, options, dtype=dtype, batch_invariant=True, draft=draft, logits=keep)
     served = drive(arrivals, options, engine, watch=watch)
     counts["drafted"] += bool(proposals)
     for _, request in arrivals:
         times = served.requests[request.id]
         counts["hits"] += times.cached > 0
         if times.tokens:
-            first = len(request.prompt)
-            wanted = alone(params, config, (*request.prompt, *times.tokens[:-1]), first, chance.choice([1, 7, 99, 99]))
+            first, chunk = len(request.prompt), chance.choice([1, 7, 99, 99])
+            wanted = alone(params, config, dtype, (*request.prompt, *times.tokens[:-1]), first, chunk)
             for n, logits in enumerate(wanted):
                 assert torch.equal(seen[request.id, first + n], logits), (seed, request.id, n)
                 counts["compared"] += 1
@@ -79,7 +92,7 @@ def cost(B: int, S: int = 256) -> tuple[float, float]:
     """A core's milliseconds for a decode step of B rows with S tokens held: plain, batch-invariant; taken in turns."""
     config = Config("100M", L=12, D=768, F=2048, N=12, K=12, H=64, V=32000)
     params = transformer.init(config, 0, torch.float32)
-    sizes = invariant.agreeing(params)
+    sizes = invariant.agreeing(params, config)
     cache = init_cache(config, B, S + 8, dtype=torch.float32, page=16) | {"lengths": torch.full((B,), S)}
     tokens = torch.arange(B)[:, None] % config.V
     calls = {

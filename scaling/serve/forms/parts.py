@@ -1,12 +1,13 @@
 """What the forms share: each rank's own rows of the embedding, its KV heads' biases, and the activation."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.configs import Config
 from scaling.models.transformer import ACTIVATIONS
-from scaling.serve.forms import At
 from scaling.spec import block_index, parse
 from scaling.strategies.axes import masked
 from scaling.strategies.transformer.layer import own_heads
@@ -20,8 +21,8 @@ def rows_of(E: Tensor, tokens: Tensor, mesh, spec: str) -> Tensor:
     return masked(spec, F.embedding(torch.where(here, local, 0), E), here, mesh)
 
 
-def own_biases(W: dict, at: At) -> dict:
-    """The layer with b_K and b_V of the KV heads that this rank's query heads see."""
+def own_biases(W: dict, at: Any) -> dict:
+    """The layer with b_K and b_V of the KV heads that this rank's query heads see; `at` as in `own_heads`."""
     return W | {"b_K": own_heads(W["b_K"], at, 0), "b_V": own_heads(W["b_V"], at, 0)} if "b_K" in W else W
 
 
