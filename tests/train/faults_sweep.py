@@ -1,13 +1,16 @@
 """Faults planted in real runs, and kills while saving. Not part of the suite:
 
-    python tests/train/faults_sweep.py --count 20 --kills 50
+    python tests/train/faults_sweep.py --count 20 --kills 50 --out faults.jsonl
+    python tests/train/faults_sweep.py --count 0 --kills 0 --overhead 60
 
-Each run is a process of its own. A desynchronised element, a NaN and a slow rank (30 ms a step) must be found, each
+A desynchronised element, a NaN, a bad batch that makes the loss jump and a slow rank (30 ms a step) must be found, each
 at a random step, leaf and rank; runs in which nothing is planted must end in silence. A run that is killed at a random
-moment must leave a checkpoint that loads, no older than the last save that was said to be finished.
+moment must leave a checkpoint that loads, no older than the last save that was said to be finished. What is in --out
+already is not run again. `overhead`: of so many steps of 100 ms or more, the share that is spent inside the guards.
 """
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -22,17 +25,33 @@ import torch
 from scaling import launch, tree
 from scaling.configs import get
 from scaling.mesh import Mesh
-from scaling.train import checkpoint, loop
+from scaling.train import checkpoint, guards, loop
+from scaling.train.pace import Pace
 from scaling.train.settings import Settings
 
-WORDS = {"desync": "is replicated over", "nan": "not finite", "slow": "is slow", "clean": ""}
+WORDS = {
+    "desync": "is replicated over",
+    "nan": "not finite",
+    "spike": "the loss jumped",
+    "slow": "is slow",
+    "clean": "",
+}
 SIZES = {"X": 2, "Y": 1}
+SMALL = get("tiny").with_(L=2, D=32, F=64, N=2, K=2, H=16)
+GUARDS = [  # what is timed
+    (guards, "check_replicas"),
+    (guards, "check_finite"),
+    (guards.Losses, "jump"),
+    (Pace, "add"),
+    (Pace, "slow"),
+    (loop, "still"),
+]
 
 
-def planted(case: str, seed: int, settings: Settings, mesh) -> dict:
-    """A run in which something goes wrong on one rank, at a step after the first."""
+def planted(mesh, case: str, seed: int, settings: Settings) -> None:
+    """A run in which something goes wrong: on one rank, or for all of them with a batch, at a step after the first."""
     draw = random.Random(seed)
-    rank, at, real = draw.randrange(2), draw.randrange(3, 12), loop.make_step
+    rank, at, late, real = draw.randrange(2), draw.randrange(3, 12), draw.randrange(20, 28), loop.make_step
 
     def make_step(*given):
         step = real(*given)
@@ -45,26 +64,80 @@ def planted(case: str, seed: int, settings: Settings, mesh) -> dict:
                 flat[i] = torch.nextafter(flat[i], torch.tensor(9.0)) if case == "desync" else float("nan")
             if mesh.rank == rank and case == "slow":
                 time.sleep(0.03)
+            if case == "spike" and int(state["step"]) == late:
+                batch = (batch[0], torch.full_like(batch[1], 255), batch[2])
             return step(params, state, batch, donate)
 
         return wrong
 
     loop.make_step = make_step
-    return loop.run(mesh, settings)
+    loop.run(mesh, settings)
 
 
-def one(case: str, seed: int) -> int:
-    """The process of one run."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(3000)))
-        settings = Settings(
-            get("tiny"), folder, folder, 4, 64, steps=24, guard_every=10, eval_every=0, save_every=0, seed=seed
-        )
+def written(folder: str, **options) -> Settings:
+    """A run's settings, with a text to train on."""
+    (Path(folder) / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(3000)))
+    options = {
+        "steps": 32,
+        "lr": 5e-3,
+        "warmup": 5,
+        "guard_every": 10,
+        "eval_every": 0,
+        "eval_batches": 1,
+        "save_every": 0,
+    } | options
+    return Settings(options.pop("model", SMALL), folder, folder, batch=4, **options)
+
+
+def said(case: str, seed: int) -> str:
+    """What a run writes to its standard error, and the error that ends it."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as heard:
+        outside = [os.dup(1), os.dup(2)]
+        sys.stdout.flush()
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(heard.fileno(), 2)
         try:
-            launch.run(lambda mesh: planted(case, seed, settings, mesh), SIZES)
-        except launch.RankError as error:
-            print(error, file=sys.stderr)
-    return 0
+            launch.run(planted, SIZES, case, seed, written(folder, seq=64))
+            error = ""
+        except launch.RankError as raised:
+            error = str(raised)
+        finally:
+            for number, kept in enumerate(outside, 1):
+                os.dup2(kept, number)
+                os.close(kept)
+        heard.seek(0)
+        return heard.read().decode() + error
+
+
+def timed(mesh, settings: Settings) -> tuple[float, float]:
+    """(seconds inside the guards, seconds of all steps) of a run on this rank."""
+    inside = [0.0]
+
+    def clock(f):
+        def call(*given):
+            began = time.perf_counter()
+            try:
+                return f(*given)
+            finally:
+                inside[0] += time.perf_counter() - began
+
+        return call
+
+    for place, name in GUARDS:
+        setattr(place, name, clock(getattr(place, name)))
+    loop.run(mesh, settings)
+    lines = (Path(settings.out) / "metrics.jsonl").read_text().splitlines()
+    return inside[0], sum(json.loads(line)["seconds"] for line in lines)
+
+
+def overhead(steps: int) -> None:
+    """On one rank, where nobody waits: what the guards themselves take."""
+    big = get("tiny").with_(L=4, D=256, F=1024, N=4, K=4, H=64)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = written(folder, model=big, steps=steps, guard_every=50, seq=256)
+        inside, outside = launch.run(timed, {"X": 1}, settings)[0]
+    print(f"{steps} steps of {outside / steps * 1e3:.0f} ms: {inside / outside:.2%} of them inside the guards")
 
 
 def saving(mesh, folder: Path) -> None:
@@ -97,22 +170,29 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20, help="runs of each kind")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--only", choices=WORDS)
-    parser.add_argument("--one", nargs=2, metavar=("CASE", "SEED"), help=argparse.SUPPRESS)
+    parser.add_argument("--overhead", type=int, default=0, help="steps to time the guards in (default none)")
+    parser.add_argument("--out", type=Path, help="a file of JSON lines: what is there is not run again")
     parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        return one(args.one[0], int(args.one[1]))
     if args.save:
         launch.run(saving, {"X": 2}, args.save)
-    wrong = 0
-    for case, words in WORDS.items() if args.only is None else [(args.only, WORDS[args.only])]:
+    wrong, found = (
+        0,
+        [json.loads(line) for line in args.out.read_text().splitlines()] if args.out and args.out.is_file() else [],
+    )
+    for case in [args.only] if args.only else WORDS:
         right = 0
         for seed in range(args.count):
-            command = [sys.executable, __file__, "--one", case, str(seed)]
-            said = subprocess.run(command, capture_output=True, text=True).stderr.strip()
-            right += words in said if words else not said
-            if (words not in said) if words else said:
-                print(f"{case} {seed}: {said[-300:] or 'nothing was said'}", flush=True)
+            row = next((row for row in found if (row["case"], row["seed"]) == (case, seed)), None)
+            if row is None:
+                row = {"case": case, "seed": seed, "said": said(case, seed)}
+                if args.out:
+                    with open(args.out, "a") as file:
+                        file.write(json.dumps(row) + "\n")
+            good = WORDS[case] in row["said"] if WORDS[case] else not row["said"]
+            right += good
+            if not good:
+                print(f"{case} {seed}: {row['said'][-300:] or 'nothing was said'}", flush=True)
         print(f"{case}: {right} of {args.count}", flush=True)
         wrong += args.count - right
     draw, lost = random.Random(0), 0
@@ -120,6 +200,8 @@ def main() -> int:
         if what := killed(draw):
             lost += 1
             print(f"kill {i}: {what}", flush=True)
+    if args.overhead:
+        overhead(args.overhead)
     print(f"kills: {args.kills - lost} of {args.kills} left their last finished save")
     return 1 if wrong or lost else 0
 

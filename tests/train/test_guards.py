@@ -61,6 +61,32 @@ def test_a_digest_tells_values_and_places_apart():
         assert guards.digest(a) != guards.digest(b)
 
 
+@pytest.mark.parametrize("n", [3, 2 * guards.ROW, 5 * guards.ROW + 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_digest_of_many_tells_every_bit_and_place(n, dtype):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
+    said = guards.digest(x)
+    for i in {0, 1, n // 2, n - 1}:
+        y = x.clone()
+        y[i] = -y[i]  # the highest bit of a word
+        assert guards.digest(y) != said
+    for i, j in {(0, n - 1), (0, n // 2), (n // 2 - 1, n - 2)}:
+        y = x.clone()
+        y[i], y[j] = x[j], x[i]
+        assert (guards.digest(y) == said) == (x[i] == x[j])
+    assert guards.digest(torch.cat([x[:1], x])[1:]) == said  # wherever it lies in memory
+
+
+def test_what_is_finite():
+    assert guards.finite(torch.full((9,), 3e38))  # whose sum is not
+    assert guards.finite(torch.full((9,), 60000.0, dtype=torch.float16))
+    assert guards.finite(torch.tensor([1, 2]))
+    assert guards.finite(torch.zeros(0))
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        assert not guards.finite(torch.tensor([1.0, bad, 2.0]))
+    assert not guards.finite(torch.tensor([float("inf"), -float("inf")]))
+
+
 def test_two_that_have_come_apart_along_different_axes():
     mesh = AbstractMesh({"X": 2, "Y": 3})
     assert guards.apart([1, 1, 1, 1, 1, 2], "W[D]", mesh) == ([5], ["X"])
@@ -99,7 +125,11 @@ def test_a_jump_of_the_loss_is_told_from_noise():
     for step in range(400):
         smooth = 2 + 3 * 0.98**step
         assert losses.jump(smooth + 0.1 * torch.randn((), generator=g).item(), step) == ""
-    assert "step 400: the loss jumped to 4.0000; the median of the 64 before is 2" in losses.jump(4.0, 400)
+    assert "step 400: the loss jumped to 4.0000; the median of the 8 before is 2" in losses.jump(4.0, 400)
+    assert losses.jump(2.0, 401) == ""
+    falling = guards.Losses()
+    assert not any(falling.jump(6 * 0.95**step, step) for step in range(30))
+    assert "jumped to 6.0000" in falling.jump(6.0, 30)
 
 
 def test_one_rank_is_compared_with_nobody():
