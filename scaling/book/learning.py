@@ -16,7 +16,7 @@ from scaling.models import mlp
 from scaling.train.byte_lm import batch_axes, evaluate, param_specs
 
 OPTIONS = {  # of a chapter that trains
-    "steps": (100, "training steps", integer(1, 10**7)),
+    "steps": (60, "training steps", integer(1, 10**7)),
     "batch": (256, "rows of the global batch", integer(1)),
     "text": ("", "file to learn (default: the sources of Python's standard library)"),
 }

@@ -1,6 +1,7 @@
 """Ranks that are started here: their results, and every way for one to fail.
 
-A failure has to end everyone within 5 seconds, name the rank, show where it was, and leave no process behind.
+A failure has to end everyone soon (tests/sweeps/stress_deaths.py has how soon), name the rank, show where it was, and
+leave no process behind.
 """
 
 import ctypes
@@ -14,12 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from busy import SOON
 
 from scaling.collectives import all_gather, all_reduce
 from scaling.launch import RankError, fit, parse_mesh, run
 from scaling.spec import ShardingError
-
-LIMIT = 5.0 * max(1.0, os.getloadavg()[0] / os.cpu_count())  # seconds in which all have ended; other work slows it
 
 
 def total(mesh) -> float:
@@ -36,7 +36,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def all_ended(pids, limit=LIMIT) -> bool:
+def all_ended(pids, limit=SOON) -> bool:
     deadline = time.monotonic() + limit
     while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -180,7 +180,7 @@ def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path):
     began = time.monotonic()
     with pytest.raises(RankError) as error:
         run(f, {"X": 3})
-    assert time.monotonic() - began < LIMIT
+    assert time.monotonic() - began < SOON
     assert re.match(r"rank \d of 3 " if how == "returns early" else "rank 1 of 3 ", str(error.value))
     for words in FAILURES[how][1]:
         assert words in str(error.value)
@@ -197,7 +197,7 @@ def test_a_rank_that_ends_early_is_named_by_those_that_wait_in_other_groups():
     began = time.monotonic()
     with pytest.raises(RankError) as error:
         run(ends_early, {"X": 2, "Y": 2})
-    assert time.monotonic() - began < LIMIT
+    assert time.monotonic() - began < SOON
     assert "the ranks wait for each other, each in another call\n  rank 0: the end of the run of" in str(error.value)
     waits = r"\n  rank [12]: AllReduce A\[\] {U_[XY]} -> A\[\] of \(\) float32, waits for rank 0\n"
     assert re.search(waits, str(error.value)), error.value
@@ -212,7 +212,7 @@ def test_a_rank_that_hangs_is_shown_where_it_is(tmp_path):
     began = time.monotonic()
     with pytest.raises(RankError) as error:
         run(f, {"X": 2}, timeout=1.0)
-    assert time.monotonic() - began < 1.0 + LIMIT
+    assert time.monotonic() - began < 1.0 + SOON
     waited, shown = str(error.value).split("\nrank 1 was still running, here (most recent call first):\n")
     assert waited.startswith("rank 0 of 2 raised:")
     assert "Timed out" in waited
@@ -234,14 +234,14 @@ def test_a_death_is_noticed_while_the_others_compute():
         began = time.monotonic()
         with pytest.raises(RankError, match="rank 1 of 3 ended with exit code 3"):
             run(spins, {"X": 3})
-        assert time.monotonic() - began < LIMIT
+        assert time.monotonic() - began < SOON
 
 
 def leaves_a_child(mesh):
     if mesh.rank == 0:
         hangs(mesh)
     if os.fork() == 0:
-        time.sleep(LIMIT)  # it keeps the pipes of its parent open
+        time.sleep(SOON)  # it keeps the pipes of its parent open
         os._exit(0)
     os._exit(3)
 
@@ -250,7 +250,7 @@ def test_a_death_is_noticed_while_a_child_lives_on():
     began = time.monotonic()
     with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 3"):
         run(leaves_a_child, {"X": 2})
-    assert time.monotonic() - began < LIMIT
+    assert time.monotonic() - began < SOON
 
 
 def spins_for_ever(mesh):
@@ -266,7 +266,7 @@ def test_when_all_hang_they_are_shown_where_they_are(how, monkeypatch):
     began = time.monotonic()
     with pytest.raises(RankError) as error:
         run(how, {"X": 2}, timeout=1.0)
-    assert time.monotonic() - began < 2.0 + LIMIT
+    assert time.monotonic() - began < 2.0 + SOON
     said, *shown = re.split(r"\nrank \d was still running, here \(most recent call first\):\n", str(error.value))
     assert re.match(r"all 2 ranks hang: none has (computed|sent or received anything) for \d s\n  fix: ", said)
     assert len(shown) == 2
@@ -293,17 +293,13 @@ def test_ranks_that_compute_or_communicate_do_not_hang():
 
 
 def test_eight_ranks_are_soon_through_their_first_collective():
-    """0.15 to 0.35 s on two idle cores; the bound allows for other work on the machine."""
+    """0.05 s of a processor for each, which other programs on the machine hardly change; no rank imports anything."""
 
     def f(mesh):
         total(mesh)
-        return time.monotonic()
+        return time.process_time()
 
-    took = []
-    while not took or (min(took) > 0.5 and len(took) < 4):
-        began = time.monotonic()
-        took.append(max(run(f, {"X": 4, "Y": 2})) - began)
-    assert min(took) < 2.5
+    assert max(run(f, {"X": 4, "Y": 2})) < 0.5
 
 
 @pytest.mark.parametrize("text", ["X=4,Y=2", " X = 4 , Y=2 "])

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from busy import once
 
 from scaling import trace
 from scaling.collectives import all_reduce, einsum
@@ -19,18 +20,15 @@ DELAY, STEPS = 0.03, 5
 
 
 def test_one_process(tmp_path):
-    """Memory by line is what the tensors take; the parts are the step as a clock outside has it; files are written."""
+    """Memory by line is what the tensors take; the parts add up to the step; files are written."""
     a, b = torch.randn(256, 128), torch.randn(128, 512)
     einsum(LINE, a, b)
     with profile() as p:
-        began = time.perf_counter()
         c = einsum(LINE, a, b)
         torch.relu_(c)
         d = torch.ones(1000)
         p.step()
-        took = time.perf_counter() - began
     (part,) = p.parts()
-    assert part.step == pytest.approx(took, rel=0.02, abs=2e-4)
     assert part.total == pytest.approx(part.step, rel=1e-9)
     assert part.between > 0
     assert part.waiting == part.exposed == part.hidden == 0
@@ -45,6 +43,21 @@ def test_one_process(tmp_path):
     p.save(tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [e["name"] for e in events if e.get("tid") == 0 and e["ph"] == "X"] == [line.line]
+
+
+def test_a_step_takes_what_a_clock_outside_has():
+    a, b = torch.randn(256, 128), torch.randn(128, 512)
+
+    def alike():
+        with profile(memory=False) as p:
+            began = time.perf_counter()
+            for _ in range(20):
+                einsum(LINE, a, b)
+            p.step()
+            took = time.perf_counter() - began
+        assert p.parts()[0].step == pytest.approx(took, rel=0.02, abs=2e-4)
+
+    once(alike)
 
 
 def test_nothing_is_recorded_without_one():
@@ -78,13 +91,17 @@ def slow_rank(mesh):
 
 def test_a_slow_rank_is_named_with_its_line(ranks):
     """On a busy machine others may be late too, and longer: benchmarks/planted.py has how exactly it is found."""
-    for found, lines, off, suggested in ranks(slow_rank, {"X": 2}):
-        slow = next(each for each in found if each.step is None and each.rank == 1)
-        assert (slow.line, slow.inside) == ("z[B, D] = y[B, F] * W[F, D]", False)
-        assert slow.seconds == pytest.approx(DELAY, rel=0.5)
-        assert lines["z[B, D] = AllReduce_X(z[B, D] {U_X})"].waiting > DELAY / 8  # one of two ranks waits
-        assert off < 1e-9
-        assert "straggler" in [each.kind for each in suggested]
+
+    def named():
+        for found, lines, off, suggested in ranks(slow_rank, {"X": 2}):
+            slow = [each for each in found if each.step is None and each.rank == 1]
+            assert [(each.line, each.inside) for each in slow] == [("z[B, D] = y[B, F] * W[F, D]", False)]
+            assert slow[0].seconds == pytest.approx(DELAY, rel=0.5)
+            assert lines["z[B, D] = AllReduce_X(z[B, D] {U_X})"].waiting > DELAY / 8  # one of two ranks waits
+            assert off < 1e-9
+            assert "straggler" in [each.kind for each in suggested]
+
+    once(named)
 
 
 def span(name, start, seconds, cat="cpu_op", tid=1, **args):

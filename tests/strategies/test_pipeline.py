@@ -7,6 +7,7 @@ from time import perf_counter
 
 import pytest
 import torch
+from busy import SOON
 from torch.func import functional_call
 
 from scaling import launch, trace, tree
@@ -348,7 +349,7 @@ def test_a_rank_that_dies_ends_the_run(how, said):
     start = perf_counter()
     with pytest.raises(launch.RankError, match=f"(?s)rank 1 of 4.*{said}"):
         launch.run(dies, {"Z": 4}, how)
-    assert perf_counter() - start < 5
+    assert perf_counter() - start < SOON
 
 
 def unchecked(mesh, name):

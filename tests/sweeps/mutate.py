@@ -5,24 +5,29 @@
 
 A mutant turns a comparison around, swaps an operator, `and` with `or`, True with False or the two arguments of a call,
 adds 1 to a number, negates a condition, or drops a statement. It runs in a copy of the repository, under the tests that
-cover its room: the quick ones first, then the slow ones; what takes too long counts as noticed. Texts of errors and
-annotations are left as they are.
+cover its room: those named as its file first, the quick ones before the slow ones; what takes too long counts as
+noticed. Texts of errors and annotations are left as they are. Which mutants are drawn hangs on the seed and on their
+own text alone, so a change elsewhere leaves the draw as it is.
 """
 
 import argparse
 import ast
 import contextlib
+import importlib
 import json
+import multiprocessing
 import os
-import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 SECONDS, BYTES = 400, 16 * 2**30  # that the tests of a mutant may take
@@ -83,6 +88,8 @@ def edits(node: ast.AST) -> Iterator[str]:
             yield ast.unparse(ast.IfExp(node.test, node.orelse, node.body))
         case ast.Call(args=[a, b]) if ast.unparse(a) != ast.unparse(b):
             yield ast.unparse(ast.Call(node.func, [b, a], node.keywords))
+        case ast.AugAssign(target=ast.Name(id="__all__")):
+            return
         case ast.Expr(value=ast.Call()) | ast.AugAssign():
             yield "pass"
 
@@ -106,45 +113,59 @@ def replaced(text: str, node: ast.AST, edit: str) -> str:
 
 
 def tests_of(file: str) -> list[str]:
-    """The tests that cover a file of the library."""
+    """The tests that cover a file of the library, those named as it is first."""
     rooms = [room for room in TESTS if file.removeprefix("scaling/").startswith(room)]
-    return [f"tests/{name}" for name in TESTS[max(rooms, key=len)].split()]
+    tests = [f"tests/{name}" for name in TESTS[max(rooms, key=len)].split()]
+    named = (ROOT / "tests").rglob(f"test_*{Path(file).stem.removeprefix('_')}*.py")
+    first = [str(path.relative_to(ROOT)) for path in named]
+    return [path for path in first if path.startswith(tuple(tests))] + tests
 
 
 def mutants(seed: int) -> Iterator[tuple[str, ast.AST, str, str]]:
-    """(file, node, edit, the file's text with the edit), in a random order that depends on the seed alone."""
+    """(file, node, edit, the file's text with the edit), in a random order."""
     files = sorted(
         path for room in TESTS for path in ([*(ROOT / "scaling" / room).rglob("*.py")] or [ROOT / "scaling" / room])
     )
     found = []
     for path in dict.fromkeys(files):
-        text = path.read_text(encoding="utf-8")
-        found += [(str(path.relative_to(ROOT)), node, edit, text) for node, edit in sites(text)]
-    random.Random(seed).shuffle(found)
-    for file, node, edit, text in found:
+        text, file, seen = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)), Counter()
+        for node, edit in sites(text):
+            said = f"{seed} {file} {ast.unparse(node)} {edit}"
+            seen[said] += 1
+            found.append((blake2b(f"{said} {seen[said]}".encode()).digest(), file, node, edit, text))
+    for _, file, node, edit, text in sorted(found, key=lambda each: each[0]):
         yield file, node, edit, replaced(text, node, edit)
 
 
 def run(folder: Path, tests: list[str], marker: str) -> str:
-    """The first test that fails, "time", or "" if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marker, *tests]
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    limits = lambda: resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))  # noqa: E731
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, preexec_fn=limits,
-    ) as process:  # fmt: skip
-        try:
-            text, _ = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            return "time"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode in (0, 5):  # 5: no test has this marker
-        return ""
-    failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0] if failed else f"exit {process.returncode}"
+    """The first test that fails, "time", or "" if all pass. They run in a process forked from this one."""
+    log = folder / "log"
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(folder, tests, marker, log))
+    process.start()
+    process.join(SECONDS)
+    late = process.exitcode is None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+    if late or process.exitcode in (0, 5):  # 5: no test has this marker
+        return "time" if late else ""
+    failed = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else f"exit {process.exitcode}"
+
+
+def _run(folder: Path, tests: list[str], marker: str, log: Path) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a program in the background would ignore
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(folder)
+    sys.path[0] = str(folder)
+    sys.argv = ["pytest"]
+    code = pytest.main(["-x", "-q", "-m", marker, *tests])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def report(rows: list[dict]) -> None:
@@ -168,10 +189,17 @@ def main() -> None:
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     if not args.report:
+        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        for name in ("torch._dynamo", "numpy", "optree"):
+            importlib.import_module(name)  # once, for all that is forked
         done = {(row["file"], row["line"], row["before"], row["after"]) for row in rows}
         with tempfile.TemporaryDirectory() as name, args.out.open("a") as out:
             folder = Path(name) / "copy"
+            os.environ["PYTHONPATH"] = str(folder)
+            sys.dont_write_bytecode = True
             shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
+            if wrong := run(folder, ["tests/test_spec.py"], ""):
+                sys.exit(f"without any change: {wrong}\n{(folder / 'log').read_text()}")
             for file, node, edit, text in mutants(args.seed):
                 if len(rows) >= args.count:
                     break

@@ -73,11 +73,11 @@ def test_a_pod_in_seconds():
     sizes, L, mesh = {"B": 1 << 20, "D": 8192, "F": 28672}, 8, AbstractMesh({"X": 1024, "Y": 8})
     params = {name: meta(fsdp_tp.SPECS[name], sizes, mesh, L) for name in ("W_in", "W_out")}
     In = meta(fsdp_tp.SPECS["In"], sizes, mesh)
-    start = time.perf_counter()
+    start = time.process_time()
     with peak_memory() as memory:
         Out, saved = fsdp_tp.forward(params, In, mesh)
         fsdp_tp.backward(torch.empty_like(Out), saved, params, mesh)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 10
     B, D, F, X, Y = *sizes.values(), 1024, 8
     events = [event for event, _, _ in memory.steps]
     nbytes = sum(e.nbytes * (2 if e.op == "AllReduce" else 1) for e in events if e.op not in ("Einsum", "Slice"))
