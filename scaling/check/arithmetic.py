@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scaling.check.part import Part
 from scaling.check.rules import difference, hidden, said, same_dims, under_way
-from scaling.check.values import Many, Number, Shard, Text, Var, broadcast
+from scaling.check.values import Each, Many, Number, Shard, Text, Var, broadcast, together
 from scaling.spec import Spec, format_axes
 
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**"}
@@ -35,8 +35,8 @@ class Arithmetic(Part):
         a, b = self.known(a), self.known(b)
         if isinstance(a, Text) and isinstance(b, Text) and op == "+":
             return Text(a.text + b.text)
-        if isinstance(a, Many) and isinstance(b, Many) and op == "+":
-            return Many(a.items + b.items)
+        if isinstance(a, (Many, Each)) and isinstance(b, (Many, Each)) and op == "+":
+            return together(a, b)
         if isinstance(a, Number) and isinstance(b, Number):
             return Number(0.0 if op == "*" and (a.zero or b.zero) else None)
         arrays = [value for value in (a, b) if isinstance(value, Shard)]

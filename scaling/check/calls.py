@@ -10,6 +10,7 @@ from scaling.check.methods import Methods
 from scaling.check.torch_functions import TorchFunctions
 from scaling.check.torch_names import names
 from scaling.check.values import (
+    ANY,
     Class,
     Each,
     Function,
@@ -106,6 +107,11 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
         if name == "dict":
             given = {k.arg: self.value(k.value, frame) for k in node.keywords if k.arg}
             items = dict(args[0].items) if args and isinstance(args[0], Record) else {}
+            pairs = args[0].items if args and isinstance(args[0], Many) else [element(args[0])] if args else []
+            for pair in pairs:
+                if isinstance(pair, Many) and len(pair.items) == 2:
+                    key = pair.items[0].text if isinstance(pair.items[0], Text) else ANY
+                    items[key] = pair.items[1]
             return Record(tuple((items | given).items()))
         if name == "sum" and args:
             start = args[1] if len(args) > 1 else Number(0.0)
@@ -117,8 +123,8 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
             return next((replace(a, key="") for a in args if isinstance(a, Shard)), None)
         if name == "next" and args:
             return element(args[0])
-        if name == "map" and len(args) == 2 and isinstance(args[0], Function):
-            return Each(self.followed_call(args[0], node, [element(args[1])], {}, False, frame))
+        if name == "map" and len(args) > 1 and isinstance(args[0], Function):
+            return Each(self.followed_call(args[0], node, list(map(element, args[1:])), {}, False, frame))
         return None
 
     def spread(self, value):
@@ -133,6 +139,8 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
             return element(args[0]) if args else None
         if name == "tree.map" and args and isinstance(args[0], Function):
             return self.mapped(args[0], node, args[1:], frame)
+        if name == "leaves" and args:
+            return Many(tuple(held for _, held in arrays_in(args[0]))) if arrays_in(args[0]) else None
         if name == "clip_by_global_norm" and args:
             self.hold_gradients(node, args[0], None, frame)
             return Many((args[0], None))
@@ -158,6 +166,8 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
             if all(len(t.items) == len(first.items) for t in trees):
                 rows = zip(*(t.items for t in trees), strict=True)
                 return Many(tuple(self.mapped(fn, node, list(row), frame) for row in rows))
+        if isinstance(first, Each) and all(isinstance(t, Each) for t in trees):
+            return Each(self.mapped(fn, node, list(map(element, trees)), frame))
         return self.followed_call(fn, node, trees, {}, False, frame)
 
     def followed_call(self, fn: Function, node: ast.expr | ast.stmt, args, keywords, spread: bool, frame):
@@ -191,6 +201,7 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
         spec, env = fn.node.args, {}
         names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
         outside = self.frame_of(fn.module)
+        outside.env = dict(fn.around)
         for name, default in zip(names[::-1], spec.defaults[::-1], strict=False):
             env[name] = self.value(default, outside)
         for argument, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):

@@ -8,6 +8,7 @@ from scaling.check.calls import Calls
 from scaling.check.rules import partly_reduced, said
 from scaling.check.torch_functions import constant
 from scaling.check.values import (
+    ANY,
     Class,
     Each,
     Function,
@@ -59,7 +60,7 @@ class Expressions(Calls):
             case ast.IfExp():
                 self.value(node.test, frame)
                 one, other = self.value(node.body, frame.inside()), self.value(node.orelse, frame.inside())
-                if torn := partly_reduced(one, other):
+                if torn := partly_reduced(one, other, node.test):
                     self.report(node, "branches", f"{ast.unparse(node)}: {torn}", frame)
                 return merge(one, other)
             case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
@@ -74,6 +75,8 @@ class Expressions(Calls):
                 return self.binary(node, frame)
             case ast.UnaryOp():
                 held = self.value(node.operand, frame)
+                if isinstance(node.op, ast.Invert):
+                    self.bitwise(node, [held], frame)
                 return Number(None) if isinstance(held, Number) and not held.zero else held
             case ast.Compare():
                 return self.comparison(node, frame)
@@ -126,6 +129,8 @@ class Expressions(Calls):
             name = self.value(key, frame) if key is not None else None
             if isinstance(name, Text):
                 items[name.text] = found
+            elif key is not None:
+                items[ANY] = merge(items.get(ANY), found)
             elif key is None and isinstance(found, Record):
                 items |= dict(found.items)
         return Record(tuple(items.items()))
@@ -169,6 +174,8 @@ class Expressions(Calls):
             if isinstance(number, int) and -len(held.items) <= number < len(held.items):
                 return held.items[number]
             return Each(element(held)) if isinstance(index, ast.Slice) else element(held)
+        if isinstance(found, Shard) and found.spec.unreduced:
+            self.nonlinear(node, ast.unparse(node), found, frame)
         if isinstance(held, Shard):
             return self.indexed(held, index)
         if isinstance(index, ast.Slice):
@@ -222,16 +229,21 @@ class Expressions(Calls):
         if isinstance(node.op, ast.Mult) and isinstance(a, Many) and isinstance(b, Number):
             return Each(element(a))
         if type(node.op) not in OPERATORS:
+            self.bitwise(node, [a, b], frame)
             return None
         return self.combine(node, OPERATORS[type(node.op)], a, b, (node.left, node.right), frame)
 
     def comparison(self, node: ast.Compare, frame):
         values = [self.value(side, frame) for side in (node.left, *node.comparators)]
-        if any(isinstance(op, (ast.Lt, ast.Gt, ast.LtE, ast.GtE)) for op in node.ops):
-            for held in values:
-                if isinstance(held, Shard) and held.spec.unreduced and held.spec.dims and not held.pending:
-                    self.nonlinear(node, ast.unparse(node), held, frame)
+        if not any(isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in node.ops):
+            self.bitwise(node, [x for x in values if isinstance(x, Shard) and x.spec.dims], frame)
         return None
+
+    def bitwise(self, node: ast.expr, values: list, frame) -> None:
+        """An operator that no partial sum may go through."""
+        for held in values:
+            if isinstance(held, Shard) and held.spec.unreduced and not held.pending:
+                self.nonlinear(node, ast.unparse(node), held, frame)
 
     def attribute(self, node: ast.Attribute, frame):
         held = self.value(node.value, frame)

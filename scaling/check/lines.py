@@ -9,7 +9,7 @@ from scaling.algebra.contraction import check_product
 from scaling.algebra.resharding import reshard
 from scaling.check.part import Part
 from scaling.check.rules import difference, hidden, said
-from scaling.check.values import Each, Gone, Known, Record, Shard, Text, Var, as_array
+from scaling.check.values import Each, Gone, Known, Many, Record, Shard, Text, Var, as_array
 from scaling.spec import ShardingError, Spec, format_axes, parse, parse_line
 
 KINDS = {
@@ -32,35 +32,45 @@ class Lines(Part):
 
     def typed_call(self, name: str, node: ast.Call, frame):
         """Check the line by itself and its operands; what it returns."""
-        values = [self.value(argument, frame) for argument in node.args]
+        nodes, values = self.spread_operands(node, frame)
         keywords = {k.arg: self.value(k.value, frame) for k in node.keywords}
         line = values[0] if values else keywords.get("line")
         text, why = readable(line, node)
         if why:
             self.seen.setdefault(node, (frame.module, why))
             self.taken(node, values, None, frame)
-            return None
+            return carried(name, values)
         try:
             before, after = declared(name, text)
         except ShardingError as error:
             if "hole" in text:
                 self.seen.setdefault(node, (frame.module, unreadable(node)))
-                return None
+                return carried(name, values)
             self.seen[node] = frame.module, ""
             self.report(node, "illegal-line", str(error), frame)
             return None
         self.seen[node] = frame.module, ""
         named = {"x": 0, "a": 0, "b": 1}
-        given = list(zip(node.args[1:], values[1:], strict=False))
+        given = list(zip(nodes[1:], values[1:], strict=False))
         given += [(k.value, keywords[k.arg]) for k in node.keywords if k.arg in named]
-        if any(isinstance(argument, ast.Starred) for argument in node.args):
-            given = []
         if name == "einsum":  # it waits for operands that are under way
             given = [(argument, settle(value)) for argument, value in given]
         held = self.operands(name, before, given, keywords, frame)
         result = self.result(name, node, before, after, held, keywords, frame)
         self.taken(node, values, result, frame)
         return result
+
+    def spread_operands(self, node: ast.Call, frame) -> tuple[list, list]:
+        """(expressions, values) of the positional arguments; after a starred one of unknown length nothing is known."""
+        nodes, values = [], []
+        for argument in node.args:
+            found = self.value(argument, frame)
+            if isinstance(argument, ast.Starred) and not isinstance(found, Many):
+                break
+            each = found.items if isinstance(argument, ast.Starred) else (found,)
+            nodes += [argument] * len(each)
+            values += each
+        return nodes, values
 
     def operands(self, name: str, before, given, keywords, frame) -> "list[Shard | None]":
         """Hold the operands against the types that the line declares; from then on they are trusted."""
@@ -129,8 +139,6 @@ class Lines(Part):
 
     def result(self, name: str, node: ast.Call, before, after: Spec, held, keywords, frame):
         flags = [k.value for k in node.keywords if k.arg in ("async_op", "defer")]
-        if flags and not isinstance(flags[0], ast.Constant):
-            return None
         parts = {x.parts for x in held if x is not None and x.spec.unreduced}
         if name in ("einsum", "masked") and {*after.unreduced} - {axis for spec in before for axis in spec.unreduced}:
             parts.add("sum")
@@ -166,6 +174,13 @@ class Lines(Part):
             name = ast.unparse(call.func)
             what = f"what {name} returns is thrown away, and {x.id}, which it leaves as it is, is read afterwards"
             self.report(call, "discarded", said(what, "discarded", f"{x.id} = {name}(...)"), frame)
+
+
+def carried(name: str, values: list) -> "Shard | None":
+    """What a line that is not known makes of partial sums: all but a reduction leaves them unreduced."""
+    partial = next((x for x in map(as_array, values) if x is not None and x.spec.unreduced), None)
+    linear = partial is not None and name in ("einsum", "all_gather", "all_to_all", "ppermute", "shard")
+    return replace(partial, sure=False, loose=True, pending=False, key="") if partial is not None and linear else None
 
 
 def line_of(node: ast.AST) -> int:

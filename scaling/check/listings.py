@@ -9,7 +9,8 @@ what SPECS names, `In`, `W_in`, `dOut`.
 import ast
 
 from scaling.check.rules import difference
-from scaling.check.statements import Statements, one_layer
+from scaling.check.statements import Statements
+from scaling.check.stores import one_layer
 from scaling.check.values import Class, Each, Function, Many, Record, Shard, Text, settled
 from scaling.spec import ShardingError, Spec, parse
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from scaling.check.part import Part
 from scaling.check.torch_names import names
-from scaling.check.values import Each, Many, Record, Shard, Text, Var, element, merge
+from scaling.check.values import Each, Many, Number, Record, Shard, Text, Var, element, merge, together
 
 TEXT_METHODS = names("replace strip lower upper removeprefix removesuffix format split")
 
@@ -16,7 +16,7 @@ class Methods(Part):
     def method(self, fn: ast.Attribute, node: ast.Call, args: list, keywords: dict, frame):
         held = self.known(self.holders.get(id(fn)))
         match held:
-            case Shard():
+            case Shard() | Number():
                 return self.of_array(held, fn, node, args, keywords, frame)
             case Var():
                 return held if fn.attr == "wait" else self.of_torch(fn.attr, node, [held, *args], keywords, frame)
@@ -30,16 +30,16 @@ class Methods(Part):
             self.stored(node, fn.value, args[0], frame)
         return self.unfollowed(node, [*args, *keywords.values()], frame)
 
-    def of_array(self, held: Shard, fn: ast.Attribute, node: ast.Call, args, keywords, frame):
+    def of_array(self, held: "Shard | Number", fn: ast.Attribute, node: ast.Call, args, keywords, frame):
         name = fn.attr
-        if name == "wait":
+        if isinstance(held, Shard) and name == "wait":
             return replace(held, pending=False)
         if name == "copy_" and args:
             self.stored(node, fn.value, args[0], frame)
             if isinstance(fn.value, ast.Name):
                 frame.env[fn.value.id] = args[0]
             return args[0]
-        if name == "backward":
+        if isinstance(held, Shard) and name == "backward":
             self.differentiated(node, held, frame)
             return None
         found = self.of_torch(name, node, [held, *args], keywords, frame)
@@ -55,8 +55,10 @@ class Methods(Part):
         if name in ("get", "pop", "setdefault") and args and isinstance(args[0], Text):
             found = held.get(args[0].text)
             return found if found is not None or len(args) < 2 else args[1]
-        if name == "update" and args and isinstance(args[0], Record) and isinstance(fn.value, ast.Name):
-            frame.env[fn.value.id] = replace(held, items=tuple((dict(held.items) | dict(args[0].items)).items()))
+        if name == "update" and isinstance(fn.value, ast.Name):
+            given = [*args, Record(tuple((k.arg, self.value(k.value, frame)) for k in node.keywords if k.arg))]
+            added = {key: item for each in given if isinstance(each, Record) for key, item in each.items}
+            frame.env[fn.value.id] = replace(held, items=tuple((dict(held.items) | added).items()))
         if name == "_replace":
             changed = {k.arg: self.value(k.value, frame) for k in node.keywords if k.arg}
             return replace(held, items=tuple((dict(held.items) | changed).items()))
@@ -70,6 +72,9 @@ class Methods(Part):
             else:
                 before = element(held)
                 frame.env[fn.value.id] = Each(merge(before, args[-1]))
+            return None
+        if name == "extend" and args and isinstance(fn.value, ast.Name):
+            frame.env[fn.value.id] = together(held, args[0])
             return None
         if name == "pop":
             return element(held)

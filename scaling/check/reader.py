@@ -13,6 +13,11 @@ from scaling.spec import ShardingError, Spec
 
 SPECIAL = {"wait": "wait", "joined": "joined"}
 HELPERS = {("scaling.tree", "map"): "tree.map", ("scaling.optim", "clip_by_global_norm"): "clip_by_global_norm"}
+HELPERS |= {
+    ("optree", "tree_map"): "tree.map",
+    ("scaling.tree", "leaves"): "leaves",
+    ("optree", "tree_leaves"): "leaves",
+}
 HELPERS |= {("scaling.strategies.stateless", "call"): "stateless"}
 IN_OTHERS = ("illegal-line", "never-reduced", "never-waited", "specs")  # faults of another module's own
 
@@ -115,7 +120,7 @@ class Reader(Listings):
 
     def member(self, source: str, name: str, importer: "Module | None" = None):
         """What a module has under a name: a typed call, a function of torch, something of its source, a submodule."""
-        if source.split(".")[0] == "torch":
+        if source.split(".")[0] in ("torch", "operator"):
             return Known("torch", name)
         if source.startswith(TYPED_IN) and (name in TYPED or name in SPECIAL):
             return Known("typed", name) if name in TYPED else Known("special", name)

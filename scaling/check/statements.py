@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scaling.check.expressions import Expressions
-from scaling.check.rules import difference, said
+from scaling.check.rules import difference, partly_reduced, said
+from scaling.check.stores import Stores
 from scaling.check.values import Each, Function, Many, Record, Shard, element, merge
-from scaling.spec import Spec, format_axes
+from scaling.spec import format_axes
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Frame:
         return self.module.keys
 
 
-class Statements(Expressions):
+class Statements(Expressions, Stores):
     """The part of the reader that runs through statements."""
 
     def body(self, statements, frame: Frame) -> None:
@@ -77,7 +78,7 @@ class Statements(Expressions):
                 frame.returned.append(found)
             case ast.If():
                 self.value(node.test, frame)
-                self.branches([node.body, node.orelse], frame)
+                self.branches([node.body, node.orelse], frame, node)
             case ast.For() | ast.AsyncFor():
                 self.loop(node, element(self.value(node.iter, frame)), frame)
             case ast.While():
@@ -120,7 +121,7 @@ class Statements(Expressions):
             if isinstance(child, ast.expr):
                 self.value(child, frame)
 
-    def branches(self, bodies, frame: Frame) -> None:
+    def branches(self, bodies, frame: Frame, node: "ast.If | None" = None) -> None:
         """Read each body from the same start; afterwards a variable is what the branches that end here agree on."""
         ends = []
         for body in bodies:
@@ -132,6 +133,8 @@ class Statements(Expressions):
         for name in {name for end in ends for name in end.env}:
             found = ends[0].env.get(name)
             for end in ends[1:]:
+                if node is not None and (torn := partly_reduced(found, end.env.get(name), node.test)):
+                    self.report(node, "branches", f"{name} after `if {ast.unparse(node.test)}`: {torn}", frame)
                 found = merge(found, end.env.get(name))
             frame.env[name] = found
         for name in {name for end in ends for name in end.bound}:
@@ -168,8 +171,10 @@ class Statements(Expressions):
                 self.value(target.value, frame)
                 self.stored(target, target, found, frame)
                 self.put(target, found, frame)
-            case ast.Attribute():
-                self.value(target.value, frame)
+            case ast.Attribute(value=owner, attr=name):
+                held = self.value(owner, frame)
+                if isinstance(owner, ast.Name) and isinstance(held, Record):
+                    frame.env[owner.id] = held.put(name, found)
             case ast.Starred():
                 self.bind(target.value, found, frame)
 
@@ -192,20 +197,6 @@ class Statements(Expressions):
                 sure = isinstance(found, Shard) and found.sure
                 each = element(found) if isinstance(found, Each) or sure else None
                 self.bind(part.value if starred else part, Each(each) if starred else each, frame)
-
-    def put(self, target: ast.Subscript, found, frame: Frame) -> None:
-        """`grads["W_in"] = dW` changes what is known of a dict."""
-        name, key = getattr(target.value, "id", ""), target.slice
-        held = frame.env.get(name)
-        if isinstance(held, Record) and isinstance(key, ast.Constant) and isinstance(key.value, str):
-            frame.env[name] = held.put(key.value, found)
-        elif isinstance(held, Many) and isinstance(key, ast.Constant) and isinstance(key.value, int):
-            items = list(held.items)
-            if -len(items) <= key.value < len(items):
-                items[key.value] = found
-                frame.env[name] = Many(tuple(items))
-        elif isinstance(held, Each) and not isinstance(key, ast.Slice):
-            frame.env[name] = Each(merge(held.item, found))
 
     def function(self, fn: Function, env: dict, outer: Frame, site: ast.expr | ast.stmt | None = None):
         """Read a function's body; what it returns, if all its returns agree."""
@@ -262,24 +253,6 @@ class Statements(Expressions):
             wrong = difference(replace(found, pending=False), found.spec)
             if wrong:
                 self.report(node, wrong[0], f"{ast.unparse(node)}: {wrong[1]}", frame)
-
-    def stored(self, node: ast.AST, target: ast.expr, found, frame: Frame) -> None:
-        """Into `grads["W_in"][l]` goes what SPECS calls W_in."""
-        keys = [
-            n.slice.value
-            for n in ast.walk(target)
-            if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Constant)
-        ]
-        base = next((n.id for n in ast.walk(target) if isinstance(n, ast.Name) and "grad" in n.id), None)
-        for spec in (one_layer(self.specs[key]) for key in keys if base and key in self.specs):
-            if isinstance(found, Shard) and (wrong := difference(found, spec)):
-                what = f"{found.spec} is stored in {ast.unparse(target)}, typed {spec}: {wrong[1]}"
-                self.report(node, "gradient" if wrong[0] == "unreduced" else wrong[0], what, frame)
-
-
-def one_layer(spec: Spec) -> Spec:
-    """The type of one layer of params, whose leading dim L, if their type names it, counts the layers."""
-    return Spec(spec.name, spec.dims[1:], spec.unreduced) if spec.dim_names[:1] == ("L",) else spec
 
 
 def expects_an_error(node: ast.expr) -> bool:

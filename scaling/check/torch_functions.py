@@ -7,11 +7,14 @@ from dataclasses import replace
 from scaling.check.part import Part
 from scaling.check.rules import hidden, said, under_way
 from scaling.check.torch_names import (
+    ADDED,
     BILINEAR,
     CONSTANTS,
+    INTEGERS,
     JOINS,
     KEEP,
     LOOSE,
+    MULTIPLY_ADD,
     PARTS,
     PLAIN,
     POINTWISE,
@@ -41,6 +44,7 @@ class TorchFunctions(Part):
         if any(isinstance(value, Shard) and value.pending for value in args):
             self.report(node, "pending", f"{ast.unparse(node)}: {under_way()}", frame)
             return None
+        partial = next((x for x in map(as_array, args) if x is not None and x.spec.unreduced), None)
         if name in SIGNS and len(args) > 1:
             if name in ("add", "sub", "subtract") and isinstance(keywords.get("alpha"), Shard):
                 return None
@@ -48,17 +52,33 @@ class TorchFunctions(Part):
         if name in JOINS:
             return self.joined(name, node, args, keywords, frame)
         if name == "embedding" and len(args) > 1:
-            return looked_up(as_array(args[0]), as_array(args[1]))
+            if held is not None and held.spec.unreduced:
+                self.nonlinear(node, name, held, frame)
+            return looked_up(held, as_array(args[1]))
         if name == "where" and len(args) == 3:
-            return self.chosen(node, args[1], args[2], frame)
+            condition, a, b = args if len(node.args) == 3 else (args[1], args[0], args[2])
+            return self.chosen(node, condition, a, b, frame)
+        if name == "masked_fill" and len(args) > 1:
+            return self.chosen(node, args[1], args[0], args[2] if len(args) > 2 else keywords.get("value"), frame)
+        if name in ADDED and args:
+            return self.combine(node, "+", args[0], args[-1], [node, node], frame) if partial else args[0]
+        if name in MULTIPLY_ADD and len(args) > 2 and partial is not None:
+            product = self.bilinear(name, node, args[1:3], {}, frame) or (Shard(Spec("", ()), loose=True))
+            return self.combine(node, "+", args[0], product, [node, node], frame)
         if name in BILINEAR:
             return self.bilinear(name, node, args, keywords, frame)
         if name in ("lerp",) and len(args) > 1:
             return self.combine(node, "+", args[0], args[1], self.sides(node), frame)
         if isinstance(args[0] if args else None, Var):
             return args[0] if name in KEEP | POINTWISE else None
+        if isinstance(args[0] if args else None, Number):
+            return args[0] if name in KEEP | LOOSE else None
         if held is None:
             return None
+        if partial is not None and (partial is not held or (name in ("to", "type") and to_integers(node))):
+            self.nonlinear(node, name, partial, frame)
+        if name == "pad" and partial is held and pads_with_more(args, keywords):
+            self.nonlinear(node, ast.unparse(node), held, frame)
         if name in KEEP:
             return replace(held, key="")
         if name in SUMS and not (held.spec.unreduced and SUMS[name] in ("max", "min")):
@@ -67,9 +87,9 @@ class TorchFunctions(Part):
             return Each(replace(self.turned(name, node, held), key=""))
         if name in LOOSE:
             return self.turned(name, node, held)
-        partial = next((v for v in map(as_array, args) if v is not None and v.spec.unreduced), None)
         if partial is not None:
-            self.nonlinear(node, name, partial, frame)
+            if partial is held:
+                self.nonlinear(node, name, partial, frame)
             return replace(partial, sure=False, key="", loose=partial.loose or name not in POINTWISE)
         return replace(held, key="", summed=False) if name in POINTWISE else None
 
@@ -102,8 +122,10 @@ class TorchFunctions(Part):
             return held.typed(((ANY, ()), *held.spec.dims))
         return replace(held, loose=True, key="")
 
-    def chosen(self, node, a, b, frame):
+    def chosen(self, node, condition, a, b, frame):
         """where(condition, a, b), whose condition is the same on every device, or the caller's own affair."""
+        if isinstance(condition, Shard) and condition.spec.unreduced:
+            self.nonlinear(node, ast.unparse(node), condition, frame)
         partial = next((x for x in (a, b) if isinstance(x, Shard) and x.spec.unreduced), None)
         other = b if partial is a else a
         if partial is not None and isinstance(other, Number) and not other.zero:
@@ -188,6 +210,18 @@ def looked_up(ids: "Shard | None", table: "Shard | None") -> "Shard | None":
         return None
     known = ids is not None and not ids.loose
     return Shard(Spec("", dims, table.spec.unreduced), sure=table.sure, loose=not known)
+
+
+def to_integers(node: ast.Call) -> bool:
+    """Whether x.to(...) or x.type(...) is given a type of whole numbers."""
+    given = [*node.args, *(k.value for k in node.keywords)]
+    return any(getattr(each, "attr", getattr(each, "id", "")) in INTEGERS for each in given)
+
+
+def pads_with_more(args: list, keywords: dict) -> bool:
+    """Whether pad(x, width, mode, value) adds other numbers than zeros."""
+    value = args[3] if len(args) > 3 else keywords.get("value")
+    return isinstance(value, Number) and not value.zero
 
 
 def constant(node):

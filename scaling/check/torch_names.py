@@ -10,13 +10,17 @@ def names(text: str) -> frozenset[str]:
 
 # linear, of one array, whose type stays
 KEEP = names("""neg negative positive clone detach contiguous to type type_as float double half bfloat16 cpu cuda
-    requires_grad real conj pin_memory record_stream tril triu alias resolve_conj resolve_neg Parameter as_tensor""")
+    requires_grad real imag conj pin_memory record_stream tril triu alias resolve_conj resolve_neg Parameter
+    as_tensor""")
 
 # linear, but the dims change
 LOOSE = names("""view reshape flatten unflatten permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze
     expand expand_as view_as reshape_as repeat repeat_interleave tile narrow select index_select gather take_along_dim
     roll flip diagonal diag pad ravel broadcast_to unfold as_strided masked_select T mT H mH t rot90 cumsum trace diff
-    fft rfft take adjoint fold index_put scatter_add index_add""")
+    fft rfft take adjoint fold""")
+ADDED = names(
+    "index_put scatter_add index_add index_copy scatter slice_scatter select_scatter"
+)  # one array into another
 PARTS = names("chunk split tensor_split unbind hsplit vsplit")
 JOINS = names("cat concat concatenate stack hstack vstack dstack column_stack row_stack")
 SUMS = {"sum": "sum", "nansum": "sum", "mean": "mean", "nanmean": "mean", "amax": "max", "amin": "min"}
@@ -27,12 +31,16 @@ BILINEAR = names("""mm bmm mv dot inner outer matmul tensordot einsum kron linea
 
 # operators by name
 SIGNS = {"add": "+", "sub": "-", "subtract": "-", "mul": "*", "multiply": "*", "div": "/", "divide": "/", "pow": "**"}
-SIGNS |= {"true_divide": "/", "floor_divide": "//", "remainder": "%", "fmod": "%"}
+SIGNS |= {"true_divide": "/", "floor_divide": "//", "remainder": "%", "fmod": "%", "truediv": "/", "rsub": "-"}
+
+# input + a product of the two others
+MULTIPLY_ADD = names("addmm baddbmm addbmm addmv addr addcmul")
+INTEGERS = names("int8 int16 int32 int64 uint8 int long short bool")  # types that cut fractions off
 
 # arrays that are the same number everywhere
 ZEROS = names("zeros zeros_like new_zeros zero")
 CONSTANTS = names("""ones ones_like new_ones full full_like new_full tensor arange eye linspace new_tensor scalar_tensor
-    logspace""")
+    logspace empty empty_like new_empty""")
 
 # nonlinear; the type stays
 POINTWISE = names("""relu gelu silu sigmoid tanh exp log sqrt rsqrt square abs softplus leaky_relu elu clamp clip sign
@@ -41,7 +49,6 @@ POINTWISE = names("""relu gelu silu sigmoid tanh exp log sqrt rsqrt square abs s
 
 # what gives no array, or a new one, or only looks
 PLAIN = names("""size dim numel nelement stride storage_offset data_ptr element_size is_contiguous is_floating_point
-    is_complex ndimension get_device untyped_storage register_hook backward retain_grad new_empty empty empty_like
-    rand_like randn_like item tolist numpy isnan isinf isfinite isneginf equal allclose isclose eq ne is_same_size
-    is_tensor save promote_types result_type assert_close is_pinned is_shared logical_not share_memory grad is_set_to
-    register_post_accumulate_grad_hook""")
+    is_complex ndimension get_device untyped_storage register_hook backward retain_grad rand_like randn_like item tolist
+    numpy isnan isinf isfinite isneginf equal allclose isclose is_same_size is_tensor save promote_types result_type
+    assert_close is_pinned is_shared share_memory grad is_set_to register_post_accumulate_grad_hook""")

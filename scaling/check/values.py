@@ -94,7 +94,8 @@ class Record:
     kind: Any = None  # the Class that it is an instance of
 
     def get(self, key):
-        return dict(self.items).get(key)
+        items = dict(self.items)
+        return items.get(key, items.get(ANY))  # ANY: what stands under a key that is not known
 
     def put(self, key: str, value) -> "Record":
         return replace(self, items=tuple((dict(self.items) | {key: value}).items()))
@@ -193,6 +194,13 @@ def element(value):
     if isinstance(value, Shard) and not value.loose and value.spec.dims and not value.pending:
         return value.typed(value.spec.dims[1:]) if not value.spec.dims[0][1] else replace(value, loose=True)
     return value if isinstance(value, Shard) and not value.pending else None
+
+
+def together(a, b):
+    """Two lists, one after the other."""
+    if isinstance(a, Many) and isinstance(b, Many):
+        return Many(a.items + b.items)
+    return Each(merge(element(a), element(b)))
 
 
 def as_array(value) -> "Shard | None":
