@@ -4,6 +4,7 @@ Functions are pickled by name, so they stand at the top of their test module. A 
 ranks; the next test gets new ones. Collectives are checked: ranks that disagree raise instead of hanging.
 """
 
+import importlib
 import math
 import os
 import pickle
@@ -51,6 +52,7 @@ class Workers:
 
     def __init__(self, world: int):
         ready_to_fork()
+        importlib.import_module("torch._decomp.decompositions_for_jvp")  # which each rank would import by itself
         context = mp.get_context("fork")
         self.folder = tempfile.TemporaryDirectory(prefix="test-ranks-")
         self.pipes, self.processes = [], []

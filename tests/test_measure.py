@@ -109,6 +109,7 @@ def measured(mesh):
     return measure.measure_rank(mesh, ("fp32",), 1)
 
 
+@pytest.mark.slow
 def test_two_ranks_measure(ranks, monkeypatch):
     chip = measure.combine(ranks(measured, {"X": 2}), "here")
     assert {row.op for row in chip.measured} == {*OPS, "Activation", "Update"}

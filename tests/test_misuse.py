@@ -6,6 +6,7 @@ from fuzz_misuse import run
 CASES = 300
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's own tracers
 def test_no_number_is_wrong_without_an_error(ranks):
     for outcomes, failures in ranks(run, {"X": 2, "Y": 2}, CASES, 1):

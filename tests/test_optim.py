@@ -247,6 +247,8 @@ def test_clipping_refuses_partial_sums_and_unknown_axes():
         optim.clip_by_global_norm({"W": torch.ones(2)}, {"W": "W[D_Y]"}, mesh, 1.0)
 
 
+@pytest.mark.slow
+@pytest.mark.compile
 def test_clipping_under_torch_compile():
     mesh = Mesh({"X": 1, "Y": 1})
     grads = whole_grads(torch.float64)

@@ -24,7 +24,8 @@ MESHES = {
     "tensor_parallel": [{"Y": 2}, {"Y": 4}],
     "fsdp_tp": [{"X": 2, "Y": 2}],
 }
-CASES = [(name, mesh) for name, meshes in MESHES.items() for mesh in meshes]
+CASES = [(name, mesh, torch.float64) for name, meshes in MESHES.items() for mesh in meshes]
+CASES += [(name, meshes[0], torch.float32) for name, meshes in MESHES.items()]
 STEPS = 3
 
 
@@ -88,8 +89,9 @@ def both(mesh, name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize(("name", "mesh"), CASES, ids=lambda v: v if isinstance(v, str) else str(list(v.values())))
+@pytest.mark.parametrize(
+    ("name", "mesh", "dtype"), CASES, ids=lambda v: str([*v.values()] if isinstance(v, dict) else v)
+)
 def test_equal_to_torch(ranks, name, mesh, dtype):
     for leaves in ranks(both, mesh, name, dtype):
         assert len(leaves) == STEPS + 2 + 1 + 2

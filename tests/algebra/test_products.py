@@ -50,6 +50,7 @@ def naive(a, b, out, sizes, mesh):
     return sum(naive_bytes(s, None, shape, mesh) for s, shape in zip((a, b), shapes, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "count"), [({"X": 2, "Y": 2}, 343), ({"X": 4}, 27)])
 def test_every_combination(mesh, count):
     """All types with at most one axis a dim; by bytes at given sizes, and by the book's default without."""
@@ -259,6 +260,7 @@ def product_on_rank(mesh, lines, sizes):
     return max(errors)
 
 
+@pytest.mark.slow
 def test_on_real_ranks(ranks):
     mesh = {"X": 2, "Y": 2}
     lines = list(itertools.product(*(one_axis_each(mesh, n, d) for n, d in (("A", "IJ"), ("B", "JK"), ("C", "IK")))))

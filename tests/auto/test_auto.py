@@ -25,6 +25,7 @@ def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+@pytest.mark.slow
 def test_it_never_moves_more_than_xla():
     """50 programs; most move less: XLA gathers what a ReduceScatter or an AllToAll would do."""
     theirs = json.loads(TABLE.read_text())["bytes"]
@@ -159,6 +160,7 @@ def block_on(mesh):
     return {name: g.whole() for name, g in grads.items()}
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_one_devices(ranks):
     x, *weights = operands([(4, 3, 8), *SHAPES.values()], 1)
     grads = torch.func.grad(lambda params: block(x, params).square().sum())(dict(zip(SHAPES, weights, strict=True)))

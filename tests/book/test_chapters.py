@@ -24,6 +24,7 @@ def test_answers(name, chapter):
     assert len(set(questions)) == len(questions), "rows are named so that they stand alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", running.ON_A_PAGE)
 def test_prints(name, chapter):
     lines = chapter(name).text.splitlines()
@@ -188,6 +189,7 @@ def test_things_to_try(name, chapter, monkeypatch, tmp_path):
     assert flagged.code == 0
 
 
+@pytest.mark.slow
 def test_part_5_figures_cross_where_the_book_says(chapter):
     names = chapter("05_when_bound").names
     assert names["turns"] == {

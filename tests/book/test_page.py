@@ -62,6 +62,7 @@ def test_what_held(monkeypatch, capsys):
         bad.end()
 
 
+@pytest.mark.slow
 def test_pictures(monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     one = page(monkeypatch, "--plot", str(tmp_path / "one.svg"), plot=True)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import running
 
 from scaling.book import recap
@@ -10,6 +11,7 @@ from scaling.book.answers import VERDICTS
 CHAPTERS = Path(running.CHAPTERS)
 
 
+@pytest.mark.slow
 def test_the_numbers_are_the_chapters_own(chapter):
     ran = running.run("11_recap", "--parts", "2")
     assert ran.code == 0

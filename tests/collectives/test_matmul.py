@@ -16,6 +16,7 @@ def matrix(rows: int, columns: int, turned: bool, seed: int) -> torch.Tensor:
     return x.view(columns, rows).t() if turned else x.view(rows, columns)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(SIZES, SIZES, SIZES, st.tuples(*[st.booleans()] * 4))
 def test_parts_make_the_product(M, K, N, flags):

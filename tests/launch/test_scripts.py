@@ -25,7 +25,7 @@ def main(mesh, how):
     sys.stdout.write(f"pid {{os.getpid()}} rank {{mesh.rank}}\\n")
     sys.stdout.flush()
     if how == "wait":
-        time.sleep(60)
+        time.sleep(600)
     if how == "raise" and mesh.rank == mesh.size() - 1:
         raise ValueError("boom")
     if how == "hang":
@@ -42,28 +42,40 @@ if __name__ == "__main__":
         print("result", result)
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TOGETHER = {  # each takes seconds to import torch, so that they are started at the same time: (arguments, command)
+    "a rank fails": (["raise", "4"], [sys.executable]),
+    "SIGINT": (["wait", "3"], [sys.executable]),
+    "SIGTERM": (["wait", "3"], [sys.executable]),
+    "SIGKILL under torchrun": (["wait", "2"], TORCHRUN),
+    "a rank fails under torchrun": (["raise", "2"], [*TORCHRUN, "--nproc-per-node", "2"]),
+}
 
 
-@pytest.fixture
-def script(tmp_path):
-    """Start the script with some arguments: (process, a function that gives its exit code and output)."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    begun = []
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """Start the script with some arguments: its process."""
+    folder, begun = tmp_path_factory.mktemp("script"), []
+    (folder / "script.py").write_text(SCRIPT)
 
     def begin(*args, command=(sys.executable,)):
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        where = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+        where = {"cwd": folder, "env": environment, "start_new_session": True}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background would ignore it
-        process = subprocess.Popen([*command, str(tmp_path / "script.py"), *args], **where, **streams)
-        begun.append(process)
-        return process
+        begun.append(subprocess.Popen([*command, str(folder / "script.py"), *args], **where, **streams))
+        return begun[-1]
 
     yield begin
     for process in begun:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def together(script):
+    """The processes of TOGETHER, by name."""
+    return {name: script(*args, command=command) for name, (args, command) in TOGETHER.items()}
 
 
 def pids_in(text: str) -> list[int]:
@@ -81,9 +93,9 @@ def test_a_mesh_that_is_none_ends_a_script_with_one_line():
 
 
 @pytest.mark.slow
-def test_a_script_with_a_failing_rank_prints_its_traceback_alone(script):
-    process = script("raise", "4")
-    out, _ = process.communicate(timeout=60)
+def test_a_script_with_a_failing_rank_prints_its_traceback_alone(together):
+    process = together["a rank fails"]
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert out.count("Traceback") == 1
     assert "RankError: rank 3 of 4 raised:\nTraceback" in out
@@ -93,8 +105,8 @@ def test_a_script_with_a_failing_rank_prints_its_traceback_alone(script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_script_that_is_ended_takes_its_ranks_with_it(script, how):
-    process = script("wait", "3")
+def test_a_script_that_is_ended_takes_its_ranks_with_it(together, how):
+    process = together[how.name]
     pids = [int(process.stdout.readline().split()[1]) for _ in range(3)]
     assert all(map(running, pids))
     if how == signal.SIGINT:
@@ -120,8 +132,8 @@ def test_bare_torchrun_starts_the_ranks_of_the_scripts_mesh(script):
 
 
 @pytest.mark.slow
-def test_killing_a_bare_torchrun_leaves_nothing_behind(script):
-    process = script("wait", "2", command=TORCHRUN)
+def test_killing_a_bare_torchrun_leaves_nothing_behind(together):
+    process = together["SIGKILL under torchrun"]
     pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
     assert all(map(running, pids))
     process.kill()
@@ -139,8 +151,8 @@ def test_torchruns_ranks_are_the_mesh(script):
 
 
 @pytest.mark.slow
-def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script):
-    process = script("raise", "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
+def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(together):
+    process = together["a rank fails under torchrun"]
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     cause = out.partition("Root Cause")[2]

@@ -44,6 +44,7 @@ def test_params_of_real_models_equal_the_formula(name):
     assert sum(p.numel() for p in optree.tree_leaves(params)) == num_params(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [*VARIANTS, MODELS["llama3-8b"].with_(L=2)])
 def test_flops_equal_the_counter(config):
     B, T = 2, 12

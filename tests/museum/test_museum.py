@@ -18,6 +18,7 @@ MODULES = Modules()
 PAGE = museum.ROOT / "docs" / "museum.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.refused], ids=lambda bug: bug.name)
 def test_refused_before_it_runs(bug):
     assert museum.seen(bug, MODULES)

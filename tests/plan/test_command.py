@@ -37,6 +37,7 @@ def test_command(capsys):
     assert "Forecast:" in out.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

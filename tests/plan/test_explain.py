@@ -106,6 +106,7 @@ def test_break_evens_are_where_the_axis_takes_as_long_as_computing():
     assert sum(share for _, share in explain.bottlenecks(found)) == pytest.approx(1, abs=0.005)
 
 
+@pytest.mark.slow
 def test_the_command_explains(capsys, tmp_path):
     arguments = ["--model", "llama3-8b", "--chip", "h100", "--chips", "16", "--batch", "1M", "--explain"]
     assert main([*arguments, "--svg", str(tmp_path / "layer.svg")]) == 0

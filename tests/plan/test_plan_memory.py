@@ -74,6 +74,7 @@ STACKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(("B", "L"), [(8 * 1024, 16), (8 * 4096, 8), (64 * 4096, 8)])
 @pytest.mark.parametrize(
@@ -126,6 +127,7 @@ TRANSFORMERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(("mesh", "fields"), TRANSFORMERS)
 def test_a_transformer(mesh, fields, microbatches, monkeypatch):

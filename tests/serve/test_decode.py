@@ -132,6 +132,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "form", "name", "options"), MESHES)
 def test_every_form_on_a_mesh(ranks, sizes, form, name, options):
     config = CONFIGS[name]

@@ -8,6 +8,7 @@ from scaling.serve import engine
 from scaling.serve.states import Options, Request
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", greedy_table.CONFIGS)
 def test_generate_is_hugging_faces(name):
     """Ragged batches in a contiguous cache, in pages with proposals of n-grams and of a draft, and by the engine."""

@@ -40,6 +40,7 @@ def test_programs_are_jax_s_in_one_process():
         assert 4 <= sum("refused" in row for row in table) <= 24
 
 
+@pytest.mark.slow
 def test_programs_are_jax_s_on_ranks(ranks):
     rows = TABLE[::9] + TYPED[::15]
     for each in ranks(differences, {"X": 8}, rows):
@@ -64,6 +65,8 @@ def test_under_every_transform():
         torch.testing.assert_close(f(gradient), f(one), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.compile
 def test_under_compile():
     program = here(
         lambda p, x: (psum(x @ p["W"], "Y"), [all_gather(x, "Y", axis=1, tiled=True)]),
@@ -85,6 +88,8 @@ def on_ranks(mesh):
     return found, [event.op for event in log.events], torch.compile(step, backend="aot_eager", fullgraph=True)(W)
 
 
+@pytest.mark.slow
+@pytest.mark.compile
 def test_gradient_and_collectives_on_ranks(ranks):
     for found, ops, compiled in ranks(on_ranks, {"X": 2, "Y": 2}):
         torch.testing.assert_close(found, A.T @ R, rtol=1e-12, atol=1e-12)

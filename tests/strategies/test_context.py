@@ -104,6 +104,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("C", CASES)
 def test_equal_to_dense(ranks, C):
     """K < C, K that does not divide C, a window shorter than a block, documents, both kinds of heads and masks."""
@@ -131,6 +132,7 @@ def bf16_errors(mesh, forms):
     return [errors(mesh, form, "C", "G=2", PLAIN, torch.bfloat16, 128) for form in forms]
 
 
+@pytest.mark.slow
 def test_rounding_does_not_grow_with_the_ring(ranks):
     """bfloat16 on eight ranks is as near to the exact result as on one."""
     one = bf16_errors(Mesh({"C": 1}), ["ring"])[0]

@@ -173,6 +173,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "axis", "tensor", "spec"), MESHES)
 @pytest.mark.parametrize("config", [SIGMOID, SOFTMAX.with_(capacity=0.4)], ids=["sigmoid", "capacity"])
 def test_equals_dense_on_two_axes(ranks, sizes, axis, tensor, spec, config):

@@ -1,5 +1,6 @@
 """Four ways through a layer of experts, beside each token's own products, with gradients."""
 
+import pytest
 import torch
 from torch.func import vjp
 
@@ -51,6 +52,7 @@ def on_mesh(mesh):
             close((out, *pull(d_out)), want)
 
 
+@pytest.mark.slow
 def test_on_meshes(ranks):
     for X in (1, 2, 4):
         ranks(on_mesh, {"X": X})

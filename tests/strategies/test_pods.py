@@ -37,6 +37,7 @@ def train(mesh, dtype, layers_per_bucket):
     return torch.stack(losses), *first, tree.unshard(params, WEIGHTS, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers_per_bucket", [1, 2])
 def test_equal_to_one_device(ranks, layers_per_bucket):
     for dtype in (torch.float64, torch.float32):

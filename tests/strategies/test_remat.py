@@ -44,6 +44,7 @@ def compared(mesh, config, microbatches=1):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "config", "microbatches"),
     [({"X": 2, "Y": 2}, RICH, 2), ({"C": 2, "Y": 2}, SMALL, 1), ({"Z": 2, "X": 2}, SMALL, 2)],

@@ -99,6 +99,7 @@ def label(value):
     return ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh", "block"), CASES, ids=label)
 def test_equal_to_one_device(ranks, name, mesh, block):
     for dtype in (torch.float64, torch.float32):

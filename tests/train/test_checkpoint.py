@@ -43,6 +43,7 @@ def loads(mesh, folder):
     return all(same), step, values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", MESHES, ids=str)
 def test_from_each_mesh_to_each_other(ranks, tmp_path, source):
     ranks(saves, source, tmp_path)

@@ -26,6 +26,7 @@ def runs(tmp_path):
     return found
 
 
+@pytest.mark.slow
 def test_runs_that_are_alike_and_where_they_part(runs, capsys):
     (a, settings), (b, _) = runs
     capsys.readouterr()
@@ -45,6 +46,7 @@ def test_runs_that_are_alike_and_where_they_part(runs, capsys):
     assert main(["compare", str(a), str(b), "--tolerance", "10"]) == 0
 
 
+@pytest.mark.slow
 def test_one_leaf_alone_is_found(runs, capsys):
     (a, _), (b, _) = runs
     saved = checkpoint.index(b, 4)["leaves"]['state["params"]["layers"]["W_Q"]']

@@ -54,6 +54,7 @@ def step_of(mesh, settings):
     return *held, memory.peak, sent, log.flops, number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "sizes", "options"), CASES, ids=lambda x: "" if hasattr(x, "L") else str(x))
 def test_the_dry_run_is_the_run(ranks, config, sizes, options):
     settings = Settings(config, "", "", 8, 64, **options)
@@ -70,6 +71,7 @@ def test_the_dry_run_is_the_run(ranks, config, sizes, options):
     assert dry.fullest(settings, sizes).memory == pytest.approx(max(peaks), rel=0.05 if config.moe else 0.03)
 
 
+@pytest.mark.slow
 def test_too_large_a_batch_is_refused_with_the_largest_that_fits():
     settings, sizes = Settings(TINY, "", "", 64, 64), {"X": 2}
     limit = dry.count(Settings(TINY, "", "", 20, 64), sizes).memory / dry.ROOM

@@ -44,6 +44,7 @@ def gradients(mesh, config, dtype, microbatches):
     return transformer.unshard(grads, config, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "sizes", "microbatches"),
     [(TINY, {"X": 2, "Y": 2}, 2), (TINY, {"Z": 2, "X": 2}, 2), (EXPERTS, {"E": 2}, 1), (TINY, {"C": 2}, 1)],

@@ -94,6 +94,7 @@ BFLOAT16 = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), BFLOAT16)
 def test_bfloat16_with_float32_master_params(ranks, name, mesh):
     both = [ranks(run_bfloat16, sizes, name)[0] for sizes in (mesh, dict.fromkeys(mesh, 1))]
