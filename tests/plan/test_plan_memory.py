@@ -13,7 +13,7 @@ from scaling.schedules import make
 from scaling.spec import parse
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, pipeline, tensor_parallel, transformer, zero
 from scaling.strategies.stage import mlp, of_strategy
-from scaling.strategies.transformer import api
+from scaling.strategies.transformer import placed
 from scaling.trace.peak import peak_memory
 
 V5P = chip("v5p")
@@ -131,7 +131,7 @@ TRANSFORMERS = [
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(("mesh", "fields"), TRANSFORMERS)
 def test_a_transformer(mesh, fields, microbatches, monkeypatch):
-    monkeypatch.setattr(api, "fused", lambda Q, K, V, window=None, segments=None: Kernel.apply(Q, K, V))
+    monkeypatch.setattr(placed, "fused", lambda Q, K, V, window=None, segments=None: Kernel.apply(Q, K, V))
     config, T, abstract = get("llama3-8b").with_(L=8, V=32000), 4096, AbstractMesh(mesh)
     sequences = 32 * microbatches
     params = tree.map(

@@ -12,8 +12,8 @@ from scaling.cost import transformer as tm
 from scaling.mesh import Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
-from scaling.strategies.transformer.api import Placed
 from scaling.strategies.transformer.ends import Terms
+from scaling.strategies.transformer.placed import Placed
 from scaling.strategies.transformer.step import Layers, Problem, numbered
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
@@ -98,7 +98,7 @@ def kept_bytes(config, remat):
     """What the layers keep between forward and backward."""
     mesh, params = Mesh({"X": 1}), model.init(config, 0)
     types = transformer.specs(config, mesh)
-    contexts = Placed(config, mesh, "zigzag", None, 64, torch.float32).contexts(1)
+    contexts = Placed(config, mesh, "zigzag", None, (B, 64), torch.float32, None).contexts(1)
     problem = Problem(config, mesh, types, types, contexts, Terms(config.V, 0.0, 0.0), torch.float32)
     layers = Layers(problem, params["layers"], remat)
     with peak_memory() as memory:
