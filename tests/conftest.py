@@ -11,6 +11,7 @@ import pickle
 import sys
 import tempfile
 import traceback
+import warnings
 from multiprocessing import connection
 
 import pytest
@@ -52,7 +53,9 @@ class Workers:
 
     def __init__(self, world: int):
         ready_to_fork()
-        importlib.import_module("torch._decomp.decompositions_for_jvp")  # which each rank would import by itself
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own code
+            importlib.import_module("torch._decomp.decompositions_for_jvp")  # which each rank would import by itself
         context = mp.get_context("fork")
         self.folder = tempfile.TemporaryDirectory(prefix="test-ranks-")
         self.pipes, self.processes = [], []
