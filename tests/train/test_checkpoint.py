@@ -17,7 +17,7 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
-from scaling.train import checkpoint, durable
+from scaling.train import checkpoint, dcp, durable
 
 CONFIG = Config("c", 2, 16, 24, 4, 2, 8, 32, tied=True)
 MESHES = [{"X": 4}, {"X": 2, "Y": 2}, {"P": 2, "Y": 2}, {"Z": 2, "X": 2}, {"C": 2, "Y": 2}]
@@ -35,12 +35,28 @@ def saves(mesh, folder):
     checkpoint.save(folder, state | {"data": {"position": 1234, "seed": "s"}}, specs, mesh, 5)
 
 
+class Counted:
+    """A block of which every byte that is taken is counted."""
+
+    def __init__(self, block, taken):
+        self.block, self.taken = block, taken
+
+    def __getitem__(self, at):
+        self.taken.append(self.block[at].nbytes)
+        return self.block[at]
+
+
 def loads(mesh, folder):
     wanted, specs = state_of(mesh)
-    state, step = checkpoint.load(folder, specs, mesh)
+    taken, real = [], dcp.Reader.__call__
+    dcp.Reader.__call__ = lambda self, *block: Counted(real(self, *block), taken)
+    try:
+        state, step = checkpoint.load(folder, specs, mesh)
+    finally:
+        dcp.Reader.__call__ = real
     values = state.pop("data")
     same = [torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(wanted), strict=True)]
-    return all(same), step, values
+    return all(same), sum(taken) == tree.nbytes(wanted), step, values
 
 
 @pytest.mark.slow
@@ -49,7 +65,7 @@ def test_from_each_mesh_to_each_other(ranks, tmp_path, source):
     ranks(saves, source, tmp_path)
     for target in [*MESHES, {"X": 1}]:
         for result in ranks(loads, target, tmp_path):
-            assert result == (True, 5, {"position": 1234, "seed": "s"})
+            assert result == (True, True, 5, {"position": 1234, "seed": "s"})
 
 
 UNEVEN = CONFIG.with_(L=3)  # over two stages: two layers and one, and a place that stays empty

@@ -1,0 +1,102 @@
+"""Runs saved on each of five meshes and resumed on each of five. Not part of the suite:
+
+    python tests/train/reshard_sweep.py
+
+Params, moments, step, data position and seed that each rank begins with are compared, bit by bit, with what torch's
+own reader of checkpoints finds; the sequences of the next 50 steps with those of a run that was never stopped; and what
+each rank reads with what it holds. The layers do not divide evenly by the stages.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from scaling import launch, tree
+from scaling.configs import Config
+from scaling.strategies import transformer
+from scaling.strategies.transformer.stages import arranged_layers, slots_of
+from scaling.train import dcp
+from scaling.train.inputs import inputs
+from scaling.train.loop import run
+from scaling.train.settings import Settings, optimizer_of
+from scaling.train.state import begun, state_specs
+
+MODEL = Config("reshard", 3, 64, 128, 4, 2, 16, 256)
+MESHES = [{"X": 4}, {"X": 2, "Y": 2}, {"P": 2, "Y": 2}, {"Z": 2, "X": 2}, {"C": 2, "Y": 2}]
+STEPS, AHEAD = 3, 50
+
+
+class Counted:
+    """A block of which every element that is taken is counted."""
+
+    def __init__(self, block: torch.Tensor, taken: list[int]):
+        self.block, self.taken = block, taken
+
+    def __getitem__(self, at):
+        found = self.block[at]
+        self.taken.append(found.nbytes)
+        return found
+
+
+def read_calls() -> int:
+    """Bytes that this process has read from files by calls; what is mapped into memory is not among them."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def resumed(mesh, settings: Settings, whole: dict) -> tuple[list[str], tuple[int, int, int], list]:
+    """(what differs, bytes taken of blocks, read by calls, and held; the sequences to come)"""
+    taken, real = [], dcp.Reader.__call__
+    dcp.Reader.__call__ = lambda self, *block: Counted(real(self, *block), taken)
+    optimizer, types = optimizer_of(settings), transformer.specs(MODEL, mesh)
+    begun_with = read_calls()
+    try:
+        state, step = begun(settings, mesh, optimizer, types)
+    finally:
+        dcp.Reader.__call__ = real
+    calls = read_calls() - begun_with
+    slots, specs = slots_of(MODEL, mesh, None), state_specs(optimizer, types)
+    padded = [arranged_layers(W, slots) if "layers" in where else W for where, W in tree.named_leaves(whole).items()]
+    wanted = tree.shard(tree.unflatten(whole, padded), specs, mesh)
+    data = state.pop("data")
+    names, pairs = tree.named_leaves(wanted), zip(tree.leaves(state), tree.leaves(wanted), strict=True)
+    wrong = [where for where, (a, b) in zip(names, pairs, strict=True) if not torch.equal(a, b) or a.dtype != b.dtype]
+    wrong += [] if (step, data) == (STEPS, {"sequences": STEPS * settings.batch, "seed": 7}) else ["step, data"]
+    train, _ = inputs(settings)
+    coming = [train.chosen(data["sequences"] + i * settings.batch) for i in range(AHEAD)]
+    return wrong, (sum(taken), calls, tree.nbytes(state)), coming
+
+
+def main() -> int:
+    folder, bad, most = Path(tempfile.mkdtemp(prefix="reshard-")), 0, 0.0
+    (folder / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(20_000)))
+    for source in MESHES:
+        out = folder / "-".join(f"{axis}{size}" for axis, size in source.items())
+        given = {"batch": 8, "seq": 32, "steps": STEPS, "seed": 7, "eval_every": 0, "save_every": 0, "microbatches": 2}
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+            out.mkdir()
+            launch.run(run, source, Settings(MODEL, str(folder / "text.txt"), str(out), **given))
+        dcp_to_torch_save(out / f"step-{STEPS:06d}", folder / "whole.pt")
+        whole = torch.load(folder / "whole.pt")
+        settings = Settings(MODEL, str(folder / "text.txt"), str(out), resume=True, **given)
+        never_stopped = inputs(settings)[0]
+        order = [never_stopped.chosen(i * settings.batch) for i in range(STEPS + AHEAD)]
+        for target in MESHES:
+            results = launch.run(resumed, target, settings, whole)
+            ratio = max(taken / held for _, (taken, _, held), _ in results)
+            calls = max(calls for _, (_, calls, _), _ in results)
+            wrong = {where for differing, _, _ in results for where in differing}
+            wrong |= {"sequences"} if any(coming != order[STEPS:] for *_, coming in results) else set()
+            bad, most = bad + bool(wrong), max(most, ratio)
+            print(f"{source!s:>18} -> {target!s:<18} {'; '.join(sorted(wrong)) or 'bitwise'}; read {ratio:.3f} of its "
+                  f"shards' bytes, and {calls:,} of headers and the index", flush=True)  # fmt: skip
+    print(f"{len(MESHES) ** 2 - bad} of {len(MESHES) ** 2} bitwise; a rank reads at most {most:.3f} of its own bytes")
+    return 0 if not bad and most <= 1.05 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
