@@ -1,6 +1,7 @@
 """Algorithms derived from one-line types: the book's listings, their costs, and their numbers against one device."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import simulated
@@ -69,6 +70,13 @@ def test_printed_as_the_book_numbers_it():
     assert "  8. dW_in[D, F_Y] {U_X} = In[B_X, D] *_B dTmp[B_X, F_Y]" in text
     assert " 10. W_in[D, F_Y] = AllGather_X(W_in[D_X, F_Y])  (can be done ahead of time)" in text
     assert "to compute dW_out[F_Y, D_X], dW_in[D_X, F_Y], dIn[B_X, D_Y]" in text
+
+
+def test_a_note_is_printed_last_and_only_where_there_is_one():
+    program = derive("In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]")
+    assert program.note == ""
+    assert str(replace(program, note="so")) == f"{program}\n(so)"
+    assert "(" not in str(program).splitlines()[-1]
 
 
 def test_kept_gathers_are_not_repeated():

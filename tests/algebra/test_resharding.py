@@ -214,6 +214,20 @@ def test_one_step_over_many_axes_is_found_at_once(src, dst, op, known):
     assert plan.note == ""
 
 
+def without(axis: str, spec: Spec) -> Spec:
+    dims = tuple((dim, tuple(a for a in axes if a != axis)) for dim, axes in spec.dims)
+    return Spec(spec.name, dims, tuple(a for a in spec.unreduced if a != axis))
+
+
+def test_an_axis_of_size_1_costs_nothing():
+    """Wherever it stands in either type, as many bytes are sent as without it."""
+    shape = (4, 4)
+    for src, dst in itertools.product(types("XY"), repeat=2):
+        sent = reshard(src, dst, shape, {"X": 2, "Y": 1}).wire_bytes(shape, {"X": 2, "Y": 1}, 4)
+        alone = reshard(without("Y", src), without("Y", dst), shape, {"X": 2}).wire_bytes(shape, {"X": 2}, 4)
+        assert sent == alone, (src, dst)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("src", "dst"),

@@ -23,7 +23,7 @@ def whole(dtype):
 
 
 def every_pair(world):
-    """Of every pair of types whether this rank gets its block, and the bytes it sent and those of the plan."""
+    """Of every pair of types whether this rank gets its block, whether what it sent and got are the plan's bytes."""
     a, b = Mesh({"X": 2, "Y": 2}, ranks=range(4)), Mesh({"Y": 2, "X": 2}, ranks=[4, 5, 6, 7])
     found = []
     for i, (source, target) in enumerate(PAIRS):
@@ -35,7 +35,9 @@ def every_pair(world):
         plan = plan_transfer(line, SHAPE, a, b)
         sent = sum(m.numel for m in plan if m.source == world.rank) * x.element_size()
         right = torch.equal(got, x[parse(target).slices(SHAPE, b, b.coord)]) if b.member else got is None
-        found.append((right, log.wire_bytes == sent, sum(m.numel for m in plan if m.target == world.rank)))
+        moved = sum(m.numel for m in plan if world.rank in (m.source, m.target)) * x.element_size()
+        as_planned = (log.wire_bytes, [event.nbytes for event in log.events]) == (sent, [moved])
+        found.append((right, as_planned, sum(m.numel for m in plan if m.target == world.rank)))
     return found
 
 

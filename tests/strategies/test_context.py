@@ -236,7 +236,10 @@ def test_a_window_ends_the_ring():
     """Blocks that nobody sees are not passed on; in zig-zag order both neighbours of a chunk need it, all the way."""
     sizes = {"B": 1, "T": 64, "N": 1, "K": 1, "H": 1}
     for window, hops in ((1, 0), (2, 1), (9, 1), (10, 2), (57, 7), (None, 7)):
-        assert costs("ring", sizes, {"C": 8}, window=window).rounds == hops
+        ring = costs("ring", sizes, {"C": 8}, window=window, dtype="bf16")
+        assert ring.rounds == hops
+        assert ring.held == 2 * 64 // 8 * 2 * (2 if hops else 1)  # KV of its own block, and of the one that comes
+        assert costs("gather", sizes, {"C": 8}, window=window, dtype="bf16").held == 2 * 64 * 2
     assert costs("zigzag", sizes, {"C": 8}, window=2).rounds == 7
 
 

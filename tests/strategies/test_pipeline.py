@@ -271,11 +271,16 @@ def timed(mesh):
     whole, In, Target = problem()
     params = tree.shard(whole, WEIGHTS, mesh)
     schedule = make("1f1b", mesh.sizes["Z"], 8)
-    return pipeline.measure(params, In, Target, mesh, schedule, loss)[2]
+    lopsided = lambda Out, Target: loss(Out, Target) + (Out * Target.square()).sum()  # noqa: E731
+    *measured, timeline = pipeline.measure(params, In, Target, mesh, schedule, lopsided)
+    plain = pipeline.value_and_grad(params, In, Target, mesh, schedule, lopsided)
+    return timeline, [[torch.equal(a, b) for a, b in zip(*map(tree.leaves, both), strict=True)]
+                      for both in zip(measured, plain, strict=True)]  # fmt: skip
 
 
 def test_measured_timeline(ranks):
-    for timeline in ranks(timed, {"Z": 2}):
+    for timeline, same in ranks(timed, {"Z": 2}):
+        assert same == [[True], [True, True]]
         assert len(timeline.compute) == 2 * 2 * 8
         assert timeline.live == (2, 1)
         assert 0 < timeline.bubble < 1

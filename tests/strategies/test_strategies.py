@@ -294,3 +294,14 @@ def run_donated(mesh, name):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_donated_activations(ranks, name):
     assert all(ranks(run_donated, {"X": 2, "Y": 2}, name))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_an_unknown_activation_is_refused_before_any_layer_runs(strategy):
+    mesh = AbstractMesh({"X": 2, "Y": 2})
+    params = {name: torch.empty(0, 4, 4, device="meta") for name in ("W_in", "W_out")}
+    In = torch.empty(4, 4, device="meta")
+    with trace() as log, pytest.raises(ValueError, match="tanh"):
+        strategy.forward(params, In, mesh, activation="tanh")
+    assert not log.events
+    assert strategy.forward(params, In, mesh, activation="relu")[0] is In

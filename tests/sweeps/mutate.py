@@ -36,7 +36,7 @@ TESTS = {  # the longest prefix counts
     "sizes.py": "test_mesh.py test_spec.py algebra",
     "algebra": "algebra",
     "schedules": "schedules strategies/test_pipeline.py",
-    "mesh": "test_mesh.py launch collectives/test_checked.py collectives/test_collectives.py",
+    "mesh": "test_mesh.py test_interop.py launch collectives/test_checked.py collectives/test_collectives.py",
     "launch": "launch",
     "collectives": "collectives test_misuse.py algebra/test_execute.py",
     "collectives/kernel.py": "algebra/test_contraction.py collectives",
@@ -47,7 +47,7 @@ TESTS = {  # the longest prefix counts
     "data.py": "test_data.py",
     "strategies": "strategies train/test_train.py collectives/test_compile.py",
     "strategies/context": "strategies/test_context.py",
-    "strategies/expert": "strategies/test_expert.py",
+    "strategies/expert": "strategies/test_expert.py strategies/test_expert_ways.py",
     "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_by_hand.py strategies/test_remat.py "
     "strategies/test_flat.py",
 }
