@@ -14,8 +14,6 @@ from torch import Tensor
 from scaling.collectives import Deferred, joined, wait
 from scaling.spec import parse
 
-UNDER_WAY = 1  # buckets that are reduced while the next one is filled: more would hold more whole gradients
-
 
 class Gradients:
     """The gradients of L layers as they come in, from the last layer down.
@@ -105,14 +103,14 @@ class Gradients:
             some, mesh = [gradients[0] for gradients in some], self.mesh
         else:
             some, mesh = [torch.stack(g) if isinstance(g, list) else g for g in some], self.mesh.stacked("L")
-        self.late.append((first, last, self.strategy.reduce(*some, mesh) if self.strategy.reduce else some))
         if self.sums is None:
+            self.settle()  # one bucket is reduced while the next one is filled: more would hold more whole gradients
             self.buffers = None
-            self.settle(UNDER_WAY)
+        self.late.append((first, last, self.strategy.reduce(*some, mesh) if self.strategy.reduce else some))
 
-    def settle(self, leave: int = 0) -> None:
-        """Wait for all reductions but the newest few, and put their results in their places."""
-        while len(self.late) > leave:
+    def settle(self) -> None:
+        """Wait for the reductions under way, and put their results in their places."""
+        while self.late:
             first, last, pending = self.late.pop(0)
             done = [wait(x) for x in pending]
             if self.strategy.reduce_slow is None:

@@ -26,10 +26,10 @@ def reduce(dW_in, dW_out, mesh):
     return dW_in, dW_out
 
 
-def gather(W_in, W_out, mesh):
+def gather(W_in, W_out, mesh, out_in=None, out_out=None):
     """After the update: the params of one layer, or of several at once."""
-    W_in = all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh, async_op=True)
-    W_out = all_gather("W_out[F_X, D] -> W_out[F, D]", W_out, mesh, async_op=True)
+    W_in = all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh, async_op=True, out=out_in)
+    W_out = all_gather("W_out[F_X, D] -> W_out[F, D]", W_out, mesh, async_op=True, out=out_out)
     return W_in, W_out
 
 
@@ -76,12 +76,24 @@ def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
     """
     mine, state = optimizer.update(grads, state, shards(params, mesh), donate=donate)
     new, L = params if donate else tree.map(torch.empty_like, params), len(params["W_in"])
-    count, late = layers_of(bucket_bytes, params), []
+    count, under_way = layers_of(bucket_bytes, params), []
     for first in range(0, L, count):
-        some = slice(first, first + count)
-        W_in, W_out = (torch.stack(mine[name][some]) for name in STRATEGY.weights)
-        late.append((some, gather(W_in, W_out, mesh.stacked("L"))))
-    for some, pending in late:
-        for name, W in zip(STRATEGY.weights, pending, strict=True):
-            new[name][some].copy_(wait(W))
+        if count == 1:  # straight into their places
+            places = new["W_in"][first], new["W_out"][first]
+            pending = gather(mine["W_in"][first], mine["W_out"][first], mesh, places[0], places[1])
+        else:
+            some = slice(first, first + count)
+            places = new["W_in"][some], new["W_out"][some]
+            pending = gather(torch.stack(mine["W_in"][some]), torch.stack(mine["W_out"][some]), mesh.stacked("L"))
+        under_way.append((places, pending))
+        if len(under_way) > 1:
+            place(*under_way.pop(0))
+    place(*under_way.pop())
     return new, state
+
+
+def place(places, pending):
+    """Wait for the params of some layers, and put them where they belong, unless they are there."""
+    for into, W in zip(places, map(wait, pending), strict=True):
+        if W is not into:
+            into.copy_(W)

@@ -41,7 +41,7 @@ def ours(strategy, mesh, size: Size, optimizer: str, **options) -> Callable:
     rule = OPTIMIZERS[optimizer]
     init, update = rule.init, rule.update
     if strategy is zero:
-        init, update = partial(zero.init, rule, mesh=mesh), partial(zero.update, rule, mesh=mesh)
+        init, update = partial(zero.init, rule, mesh=mesh), partial(zero.update, rule, mesh=mesh, **options)
     state = init(params)
 
     def step():
@@ -97,7 +97,7 @@ def contests() -> dict[str, Contest]:
     data, tensor = (lambda n: {"X": n}), (lambda n: {"Y": n})
     made = [
         contest("dp", "DistributedDataParallel", data, data_parallel, over_x(2), bucket_bytes=BUCKET),
-        contest("zero", "ZeroRedundancyOptimizer", data, zero, over_x(2)),
+        contest("zero", "ZeroRedundancyOptimizer", data, zero, over_x(2), bucket_bytes=4 << 20),
         contest("fsdp", "fully_shard", data, fsdp, over_x(3)),
         contest("tp", "parallelize_module, In[B, D_Y]", tensor, tensor_parallel, over_y),
         contest("tp-rows", "parallelize_module, In[B_Y, D]", tensor, tensor_parallel, over_y, "B"),
