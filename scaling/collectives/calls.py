@@ -236,7 +236,7 @@ def _run(step: LineStep, x: Tensor, mesh, async_op: bool, out: Tensor | None = N
         result = result / op.size if step.mean else result
         result = result if out is None else out.copy_(result)
         return Pending(None, lambda: result) if async_op else result
-    seen = event(op, x, async_op) if trace.active() else None
+    seen = trace.reached(event(op, x, async_op)) if trace.active() else None
     agree_on(op, x)
     if seen is not None:
         trace.record(seen)

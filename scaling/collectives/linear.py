@@ -14,7 +14,7 @@ from scaling.collectives.checked import agree_on
 from scaling.collectives.kinds import dual, event, traceable
 from scaling.collectives.op import Op
 from scaling.collectives.torch_private import in_transform, modes
-from scaling.trace import active, done, record
+from scaling.trace import active, done, reached, record
 
 PLAIN = (Tensor, torch.nn.Parameter)  # other classes are a tracer's
 
@@ -57,7 +57,7 @@ def register() -> None:
 def run(x: Tensor, op: Op) -> Tensor:
     if type(x) not in PLAIN:
         return traceable(x, op)  # a tracer's: nothing runs
-    seen = event(op, x) if active() else None
+    seen = reached(event(op, x)) if active() else None
     agree_on(op, x, traced=True)
     if seen is not None:
         record(seen)

@@ -66,10 +66,11 @@ class Event:
 @dataclass
 class Log:
     """The events of one `trace()` block, in the order in which they were started. `look`, if given, is called as each
-    one starts and ends."""
+    one starts and ends, and `reach(event)` as the line of a collective is reached, before ranks agree on it."""
 
     events: list[Event] = field(default_factory=list)
     look: Callable[[], None] | None = None
+    reach: Callable[[Event], None] | None = None
 
     def collectives(self) -> list[Event]:
         """The events that move data between devices: all but Einsum and Slice."""
@@ -112,10 +113,10 @@ _open: list[Log] = []  # the logs being written, innermost last
 
 
 @contextmanager
-def trace(look: Callable[[], None] | None = None) -> Iterator[Log]:
+def trace(look: Callable[[], None] | None = None, reach: Callable[[Event], None] | None = None) -> Iterator[Log]:
     """Collect an Event for everything that runs in the block. Blocks nest: each sees its own events and inner ones'.
-    `look` is called as each starts and ends."""
-    log = Log(look=look)
+    `look` and `reach` as in `Log`."""
+    log = Log(look=look, reach=reach)
     _open.append(log)
     try:
         yield log
@@ -125,6 +126,14 @@ def trace(look: Callable[[], None] | None = None) -> Iterator[Log]:
 
 def active() -> bool:
     return bool(_open)
+
+
+def reached(event: Event) -> Event:
+    """The line of a collective has been reached, which may have to wait for other ranks before it is recorded."""
+    for log in _open:
+        if log.reach is not None:
+            log.reach(event)
+    return event
 
 
 def record(event: Event) -> Event:

@@ -24,14 +24,14 @@ from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.train import board, checkpoint, compare, dry, elastic, export, sample, tokenize
+from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize
 from scaling.train.export import config_at
 from scaling.train.loop import STOP, run
 from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings
 
 RUN = "run.toml"  # a run's options, in its folder
-OTHERS = {"tokenize": tokenize.main, "compare": compare.main, "export": export.main}  # commands beside training
+OTHERS = {"tokenize": tokenize.main, "compare": compare.main, "export": export.main, "flight": flight.main}
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -127,6 +127,8 @@ def main(argv=None) -> int:
             return trained(settings, sizes, args)
     except launch.RankError as error:
         print(f"RankError: {error}", file=sys.stderr)
+        if last := flight.told(args.out):
+            print(f"python -m scaling.train flight {args.out}: each rank's last collectives:\n{last}", file=sys.stderr)
     except (ValueError, ArithmeticError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     return 1
@@ -182,6 +184,7 @@ def claim(out: Path, lock, settings: Settings, args) -> None:
         raise ValueError(f"{out}: holds checkpoints already\n  fix: --resume to go on from them, or another --out")
     if settings.resume:
         check_resumed(out, settings)
+    flight.set_aside(out)
     keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume")}
     keep |= {"model": args.model, "mesh": args.mesh, "dropout": settings.model.dropout}
     (out / RUN).write_text(

@@ -14,10 +14,10 @@ from scaling.profile.steps import watched
 from scaling.spec import format_axes
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
-from scaling.trace import trace
 from scaling.train import checkpoint, guards
 from scaling.train.batches import Batch, ahead
 from scaling.train.evaluate import evaluate, local
+from scaling.train.flight import Flight
 from scaling.train.inputs import inputs
 from scaling.train.pace import Pace, still
 from scaling.train.progress import Progress
@@ -40,6 +40,7 @@ def run(mesh, settings: Settings) -> dict:
     step, result = make_step(settings, mesh, optimizer), {"step": start, "sequences": seen}
     coming = ahead(train, seen, settings.batch)
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), Pace(), None
+    flight = Flight(out, mesh.rank)
     for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank):
         began = time.perf_counter()
         whole = next(coming)
@@ -48,7 +49,7 @@ def run(mesh, settings: Settings) -> dict:
             guards.check_replicas(held, specs | {"batch": ["t[B, T]"] * 3}, mesh, number)
             progress.warn(pace.slow(mesh, number) if len(pace.steps) >= 8 else "")
             began = time.perf_counter()
-        with trace() as log:
+        with flight.step(number) as log:
             params, state, metrics = step(params, state, placed(whole, mesh), donate=True)
             loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
         seconds, stood = time.perf_counter() - began, still(log) if mesh.device.type == "cpu" else None

@@ -1,0 +1,104 @@
+"""A flight record: the last collectives of each rank, for when one has hung, timed out or died.
+
+Each rank writes them, fixed lines in a ring, into a file of the run's folder that is mapped into memory: what is there
+outlives the process, however that ends, and can be read while a run stands still: `python -m scaling.train flight RUN`.
+"""
+
+import argparse
+import mmap
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from scaling.trace import Event, Log, trace
+
+LAST, WIDTH = 64, 192  # lines, and bytes of each
+TOOK, TEXT = 32, WIDTH - 46  # where the time that it took begins; bytes of what it is
+LATE = ("Send", "Recv", "Transfer", "AllToAll")  # of these some are first heard of as they start
+NAME, ALL = "flight-{:04d}.txt", "flight-????.txt"
+
+
+class Flight:
+    """This rank's record, in `folder`."""
+
+    def __init__(self, folder, rank: int):
+        path = Path(folder) / NAME.format(rank)
+        path.write_bytes((b" " * (WIDTH - 1) + b"\n") * LAST)
+        with open(path, "r+b") as file:
+            self.memory = mmap.mmap(file.fileno(), LAST * WIDTH)
+        self.count = self.number = 0
+        self.open: list[tuple[int, Event]] = []  # those that have not ended, with their number
+        self.lines: dict[tuple, tuple[bytes, Event]] = {}  # how each is written
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[Log]:
+        """A trace of one step, whose collectives are written down as they are reached and as they end."""
+        self.number = number
+        with trace(lambda: self.look(log), self.reached) as log:
+            yield log
+
+    def reached(self, event: Event) -> None:
+        self.count += 1
+        key = id(event.before), id(event.after), event.op  # types are made once, with the lines of the program
+        if key not in self.lines:
+            self.lines[key] = str(event).encode()[:TEXT].ljust(TEXT), event  # which keeps the types, and so the ids
+        at = self.count % LAST * WIDTH
+        head = b"%9d %14.3f %6d %12s " % (self.count, time.time(), self.number, b"under way")
+        self.memory[at : at + WIDTH - 1] = head + self.lines[key][0]
+        self.open.append((self.count, event))
+
+    def look(self, log: Log) -> None:
+        """An event has started, which a message or a ragged AllToAll is first heard of by, or one has ended."""
+        newest = log.events[-1]
+        if newest.op in LATE and not newest.end and all(newest is not event for _, event in self.open):
+            self.reached(newest)
+        for each in self.open:
+            if each[1].end:
+                self.open.remove(each)
+                self.ended(*each)
+                break
+
+    def ended(self, count: int, event: Event) -> None:
+        if self.count - count < LAST:
+            at = count % LAST * WIDTH + TOOK
+            self.memory[at : at + 12] = b"%9.2f ms" % ((event.end - event.called) * 1e3)
+
+
+def records(folder) -> dict[int, list[str]]:
+    """{rank: its last collectives, the newest last}."""
+    found = {}
+    for path in sorted(Path(folder).glob(ALL)):
+        lines = sorted(text for text in path.read_text(errors="replace").splitlines() if text.strip())
+        found[int(path.stem[-4:])] = [shown(text) for text in lines]
+    return found
+
+
+def shown(text: str) -> str:
+    _, when, step, rest = text.split(None, 3)
+    clock = time.strftime("%H:%M:%S", time.localtime(float(when)))
+    return f"{clock}{when[-4:]} step {step} {rest.rstrip()}"
+
+
+def set_aside(folder) -> None:
+    """Before a run begins: what an earlier one has left is kept, under other names."""
+    for path in Path(folder).glob(ALL):
+        path.replace(path.with_suffix(".before"))
+
+
+def told(folder, last: int = 1) -> str:
+    """What each rank did last, in lines."""
+    return "\n".join(f"rank {rank}: {text}" for rank, lines in records(folder).items() for text in lines[-last:])
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scaling.train flight", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="the folder of a run, also of one that stands still")
+    parser.add_argument("--last", type=int, default=8, help=f"of each rank (default 8, at most {LAST})")
+    args = parser.parse_args(argv)
+    if not (text := told(args.run, args.last)):
+        print(f"{args.run}: no run is here", file=sys.stderr)
+        return 1
+    print(text)
+    return 0

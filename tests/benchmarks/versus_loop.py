@@ -1,0 +1,142 @@
+"""The loop of `python -m scaling.train` against a plain one in PyTorch: time from one step to the next, all included.
+
+    python tests/benchmarks/versus_loop.py                       # one rank, beside a loop as nanoGPT's
+    python tests/benchmarks/versus_loop.py --ranks 4             # fully_shard in the plain loop
+
+Ours is `scaling.train.loop.run` as the command runs it: data, step, clipping, guards, metrics.jsonl, progress. Theirs
+is an nn.Module (`native_transformer`), cross-entropy, clip_grad_norm_, fused AdamW in two groups, a rate by step,
+batches from an array of uint16, and a print of the loss. Both have the same initial values, batches and schedule, and
+their losses must agree at every step. Runs of both sides in turn; of each run the first two steps do not count.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import statistics
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from time import perf_counter
+
+import numpy
+import torch
+import torch.nn.functional as F
+from harness import machine
+from native_transformer import Model, fully_sharded
+from tabulate import tabulate
+
+from scaling import launch
+from scaling.collectives import all_reduce
+from scaling.configs import Config, get
+from scaling.models import transformer as model
+from scaling.train import loop
+from scaling.train.inputs import inputs
+from scaling.train.progress import Progress
+from scaling.train.settings import Settings
+
+SIZES = {
+    "tiny": (get("tiny"), 8, 256),
+    "small": (Config("small", 4, 256, 1024, 4, 4, 64, 256), 8, 256),
+}
+AGREE = 1e-3  # relative, of the losses
+SKIPPED = 2
+
+
+def ours(mesh, settings: Settings) -> list[tuple[float, float]]:
+    """(time, loss) of the end of each step."""
+    seen, say = [], Progress.say
+
+    def heard(self, record):
+        say(self, record)
+        seen.append((perf_counter(), record["loss"]))
+
+    Progress.say = heard
+    try:
+        loop.run(mesh, settings)
+    finally:
+        Progress.say = say
+    return seen
+
+
+def theirs(mesh, settings: Settings) -> list[tuple[float, float]]:
+    """The same of the plain loop."""
+    s, config, X = settings, settings.model, mesh.sizes["X"]
+    net = Model(model.init(config, s.seed), config, s.seq)
+    if X > 1:
+        warnings.simplefilter("ignore")  # of torch's own code
+        fully_sharded(net, mesh.device_mesh)
+    named = dict(net.named_parameters())
+    matrices = {name for name, W in named.items() if W.dim() > 1 and not name.startswith("embed")}
+    decayed, rest = ([W for name, W in named.items() if (name in matrices) is wanted] for wanted in (True, False))
+    groups = [{"params": decayed, "weight_decay": s.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    update = torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=True)
+    data = numpy.frombuffer(Path(s.data).read_bytes(), numpy.uint8).astype(numpy.uint16)
+    order, _ = inputs(s)
+    rows, seen = slice(mesh.rank * s.batch // X, (mesh.rank + 1) * s.batch // X), []
+    for step in range(s.steps):
+        starts = [number * s.seq for number in order.chosen(step * s.batch)[rows]]
+        x, y = (
+            torch.stack([torch.from_numpy(data[i + off : i + off + s.seq].astype(numpy.int64)) for i in starts])
+            for off in (0, 1)
+        )
+        gone = max(0, step - s.warmup) / max(1, s.steps - s.warmup)
+        rate = s.lr * min(1, (step + 1) / s.warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * gone)))
+        for group in update.param_groups:
+            group["lr"] = rate
+        loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), s.clip)
+        update.step()
+        update.zero_grad(set_to_none=True)
+        mean = loss.detach() / X
+        mean = (all_reduce("Loss[] {U_X} -> Loss[]", mean, mesh) if X > 1 else mean).item()
+        print(f"step {step + 1}: loss {mean:.4f}")
+        seen.append((perf_counter(), mean))
+    return seen
+
+
+def race(mesh, label: str, rounds: int, steps: int, folder: str) -> list[dict[str, float]]:
+    """Of each round, seconds from step to step of both sides: their medians."""
+    (config, batch, seq), found = SIZES[label], []
+    settings = {"batch": batch, "seq": seq, "steps": steps, "warmup": 2, "eval_every": 0, "eval_batches": 1}
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        for number in range(rounds):
+            seen = {}
+            for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
+                out = Path(folder) / f"{label}-{number}"
+                out.mkdir(exist_ok=True)
+                given = Settings(config, f"{folder}/text.txt", str(out), save_every=0, **settings)
+                seen[side.__name__] = side(mesh, given)
+            for (_, a), (_, b) in zip(*seen.values(), strict=True):
+                if abs(a - b) > AGREE * abs(b):
+                    raise ValueError(f"the losses of the two sides do not agree: {a} and {b}")
+            times = {side: [when for when, _ in each][SKIPPED - 1 :] for side, each in seen.items()}
+            found.append({side: statistics.median(numpy.diff(each).tolist()) for side, each in times.items()})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--sizes", default=",".join(SIZES), help="by commas: %(default)s")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each side (default 7)")
+    parser.add_argument("--steps", type=int, default=10, help="of a run (default 10)")
+    args, rows = parser.parse_args(), []
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        sources = sorted(Path(loop.__file__).parents[1].rglob("*.py"))
+        Path(folder, "text.txt").write_text("".join(path.read_text() for path in sources))
+        for label in args.sizes.split(","):
+            found = launch.run(race, {"X": args.ranks}, label, args.rounds, args.steps, folder)[0]
+            low, middle, high = statistics.quantiles([each["ours"] / each["theirs"] for each in found], n=4)
+            ms = [statistics.median(each[side] for each in found) * 1e3 for side in ("ours", "theirs")]
+            rows.append([label, args.ranks, *(f"{each:.1f}" for each in ms), f"{middle:.2f} [{low:.2f}, {high:.2f}]"])
+            print(label, f"{middle:.2f}", file=sys.stderr, flush=True)
+    print(f"{machine()}; {args.rounds} runs of {args.steps} steps of each side, 1 thread a rank.\n")
+    print(tabulate(rows, ["size", "ranks", "ms a step: ours", "theirs", "ratio"], "github", disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()
