@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling import tree
 from scaling.train import dcp
 
 WAIT = 600.0  # seconds that ranks wait for each other's files
@@ -44,16 +43,8 @@ def write(folder: Path, own: Mapping[str, Tensor], index: dict, mesh_rank: int, 
     draft = draft_of(folder, step)
     draft.mkdir(parents=True, exist_ok=True)
     for file, block in own.items():
-        try:
-            with whole_file(draft / file) as out:
-                torch.save(block, out)
-        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
-            left = complete(folder)
-            raise OSError(
-                f"{draft / file}: its {block.nbytes:,} bytes, of the {tree.nbytes(dict(own)):,} that this rank writes, "
-                f"could not be written: {error}\n  fix: make room there, or give another --out; the last good step "
-                f"there is {left[-1] if left else 'none'}"
-            ) from error
+        with whole_file(draft / file, block.nbytes) as out:
+            torch.save(block, out)
     if mesh_rank:
         until(lambda: not draft.exists(), f"{draft}: rank 0 has not completed it")
     else:
@@ -69,20 +60,27 @@ def finish(folder: Path, draft: Path, index: dict[str, Any], step: int, keep: in
             block |= {"from": 0, "bytes": file.stat().st_size}
     replaced(draft / dcp.METADATA, dcp.pickled(index))
     replaced(draft / INDEX, json.dumps(index))
-    final, before = folder / name(step), folder / f".{name(step)}-before"
-    shutil.rmtree(before, ignore_errors=True)
+    final = folder / name(step)
     if final.exists():  # a step that is saved again
-        final.rename(before)
+        set_aside(final)
     draft.rename(final)
     synced(folder)
     replaced(folder / LATEST, str(step))
     synced(folder)
     older = [each for each in complete(folder) if each != step]
     for each in older[: max(0, len(older) - keep + 1)] if keep else ():
-        shutil.rmtree(folder / name(each))
-    for left in folder.glob(".step-*"):  # of runs that were killed; a later step's may be one that is being written
-        if left == before or (left.name[6:].isdigit() and int(left.name[6:]) < step):
+        set_aside(folder / name(each))
+    for left in folder.glob(".step-*"):  # of this or killed runs; a later step's may be one that is being written
+        number, _, old = left.name[6:].partition("-")
+        if old or (number.isdigit() and int(number) < step):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def set_aside(path: Path) -> None:
+    """Take a step's name away at once: what is being removed is not complete any more."""
+    aside = path.with_name(f".{path.name}-old")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
 
 
 def until(done, complaint: str) -> None:
@@ -97,19 +95,27 @@ def until(done, complaint: str) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Any]:
-    """A file to write, which is at `path` whole and on the disk, or not at all."""
-    with open(part := path.with_name(path.name + ".part"), "wb") as out:
-        yield out
-        out.flush()
-        os.fsync(out.fileno())
-    part.rename(path)
+def whole_file(path: Path, nbytes: int) -> Iterator[Any]:
+    """A file to write, of about so many bytes, which is at `path` whole and on the disk, or not at all. OSError."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        part.rename(path)
+    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+        raise OSError(
+            f"{path}: its {nbytes:,} bytes could not be written: {error}\n"
+            f"  fix: make room there, or give another folder; what was complete before stays so"
+        ) from error
 
 
 def replaced(path: Path, content: str | bytes) -> None:
     """Write a small file so that it is there whole or not at all."""
-    with whole_file(path) as out:
-        out.write(content.encode() if isinstance(content, str) else content)
+    data = content.encode() if isinstance(content, str) else content
+    with whole_file(path, len(data)) as out:
+        out.write(data)
 
 
 def synced(folder: Path) -> None:

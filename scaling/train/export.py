@@ -1,9 +1,12 @@
 """`python -m scaling.train export RUN --out FOLDER`: a run's latest params as a Hugging Face folder.
 
-With --mesh several ranks each read and write their shards, so that none holds the whole model.
+With --mesh several ranks each read and write their shards, so that none holds the whole model. The tokenizer goes with
+it: the run's tokenizer.json, or one whose tokens are the 256 bytes.
 """
 
 import argparse
+import json
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -16,6 +19,8 @@ from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint
+
+TOKENIZER, BYTES = "tokenizer.json", 256
 
 
 def config_at(place: str) -> tuple[Config, str]:
@@ -35,6 +40,30 @@ def export(mesh, run: Path, step: int, config: Config, out: Path) -> None:
     hf.save_sharded(out, config, params, types, mesh, single=mesh.size() == 1, slots=slots)
 
 
+def add_tokenizer(out: Path, name: str, vocabulary: int) -> None:
+    """Write the tokenizer of a run that was given `--tokenizer NAME`. FileNotFoundError if its file is gone."""
+    if name != "bytes":
+        path = Path(name)
+        shutil.copy(path / TOKENIZER if path.is_dir() else path, out / TOKENIZER)
+    elif vocabulary == BYTES:  # with more tokens, ids may be another tokenizer's
+        (out / TOKENIZER).write_text(json.dumps(of_bytes()))
+        (out / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+
+
+def of_bytes() -> dict:
+    """The tokenizer.json in which byte b is token b.
+
+    Its names of bytes are those of Hugging Face's ByteLevel: a printable byte's own character, for others those from
+    256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, BYTES)]
+    rest = [b for b in range(BYTES) if b not in printable]
+    vocab = {chr(b): b for b in printable} | {chr(BYTES + i): b for i, b in enumerate(rest)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    return {"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level, "model": model}
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scaling.train export", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
@@ -49,6 +78,7 @@ def main(argv=None) -> int:
         config, _ = config_at(options["model"])
         step = checkpoint.latest(args.run) if args.step is None else args.step
         launch.run(export, parse_mesh(args.mesh), args.run, step, config, args.out)
+        add_tokenizer(args.out, options["tokenizer"], config.V)
     except launch.RankError as error:
         print(f"RankError: {error}", file=sys.stderr)
     except (ValueError, OSError) as error:

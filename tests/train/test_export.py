@@ -1,24 +1,27 @@
 """A run's params as a Hugging Face folder, by one process and by several, from a run on another mesh."""
 
+import json
+
 import pytest
 import torch
 
 from scaling import tree
 from scaling.models import hf
 from scaling.train.__main__ import main
+from scaling.train.export import add_tokenizer
 
 pytest.importorskip("safetensors")
 
 
-@pytest.fixture
-def run(tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(500)))
-    command = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), "--batch", "2", "--seq", "32"]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    (folder / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(500)))
+    command = ["--data", str(folder / "text.txt"), "--out", str(folder / "run"), "--batch", "2", "--seq", "32"]
     assert main([*command, "--steps", "2", "--mesh", "X=2"]) == 0
-    return tmp_path / "run"
+    return folder / "run"
 
 
-@pytest.mark.slow
 def test_it_is_opened_again_and_trained_on(run, tmp_path, capsys):
     for name, mesh in (("one", "X=1"), ("two", "Z=2")):
         assert main(["export", str(run), "--out", str(tmp_path / name), "--mesh", mesh]) == 0
@@ -27,7 +30,29 @@ def test_it_is_opened_again_and_trained_on(run, tmp_path, capsys):
     assert (config.L, config.V) == (4, 256)
     again = hf.load(tmp_path / "two")[1]
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(params), tree.leaves(again), strict=True))
-    more = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "more"), "--batch", "2", "--seq", "32"]
+    more = ["--data", str(run.parent / "text.txt"), "--out", str(tmp_path / "more"), "--batch", "2", "--seq", "32"]
     assert main([*more, "--steps", "1", "--model", str(tmp_path / "one")]) == 0
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "no")]) == 1
     assert "run.toml" in capsys.readouterr().err
+
+
+def test_its_tokenizer_goes_with_it(run, tmp_path):
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    vocab = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert sorted(vocab.values()) == list(range(256))
+    tokenizers = pytest.importorskip("tokenizers")
+    by, text = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")), " a\tb\n\nÄ€😀\x7f  "
+    assert by.encode(text).ids == list(text.encode())
+    assert by.decode(list(text.encode())) == text
+
+
+def test_a_tokenizer_file_is_copied(tmp_path):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "tokenizer.json").write_text("{}")
+    for name in ("given", "given/tokenizer.json"):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        add_tokenizer(tmp_path / "out", str(tmp_path / name), 1000)
+        assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+        (tmp_path / "out" / "tokenizer.json").unlink()
+    add_tokenizer(tmp_path / "out", "bytes", 1000)
+    assert not any((tmp_path / "out").iterdir())
