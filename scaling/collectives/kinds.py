@@ -1,6 +1,7 @@
 """The kinds of collectives in one table, and what follows from it: transposes, shapes, bytes, and how each is run."""
 
 from collections.abc import Callable
+from time import time_ns
 from typing import NamedTuple
 
 import torch
@@ -125,9 +126,11 @@ def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
 
 
 def key_of(x: Tensor) -> tuple[int, ...]:
-    """What tells x apart from other operands as long as it is neither freed nor changed; () of what has no memory."""
+    """What tells x apart from other operands as long as it is not changed; () of what has no memory. Addresses are used
+    again: so the memory keeps when it was first asked about."""
     try:
-        return (x.data_ptr(), x._version, int(x.storage_offset()))
+        first = x.untyped_storage().__dict__.setdefault("_first_seen", time_ns())
+        return (first, x.data_ptr(), x._version)
     except RuntimeError:
         return ()
 

@@ -1,6 +1,9 @@
 """What to change, and what it would gain: each rule looks for one waste in the timelines and prices it.
 
-A gain is seconds a step of the mean rank, from what was measured; it says what goes away if nothing else changes.
+A gain is seconds a step of the mean rank, from what was measured: what goes away if nothing else changes. Where the
+change has a price of its own, which no profile of the program as it is shows, the gain is a bound: a transfer that is
+hidden takes cores and memory from what it hides behind (where all cores compute, as much as it saves); a shorter dtype
+must be converted to, and the transport may sum it more slowly; work shared otherwise is other, smaller products.
 """
 
 from collections import defaultdict
@@ -23,15 +26,16 @@ UNEVEN = 1.1  # the busiest rank's FLOPs over the mean, from which work is unbal
 
 @dataclass(frozen=True)
 class Suggestion:
-    """`kind` names the rule; `line` is where to change `what`; `gain` in seconds a step."""
+    """`kind` names the rule; `line` is where to change `what`; `gain` in seconds a step, `bound`: at most that."""
 
     kind: str
     line: str
     what: str
     gain: float
+    bound: bool = False
 
     def __str__(self) -> str:
-        return f"{self.what} (gains {self.gain * 1e3:.1f} ms a step)"
+        return f"{self.what} (gains {'at most ' * self.bound}{self.gain * 1e3:.1f} ms a step)"
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def straggler(evidence: Evidence) -> Iterator[Suggestion]:
         return
     steps = len(evidence.timelines[0].steps)
     for slow in stragglers.find(evidence.timelines, evidence.splits)[:1]:
-        gain = slow.seconds if slow.step is None else slow.seconds / steps
+        gain = min(slow.seconds, slow.waited) / (1 if slow.step is None else steps)  # then the others are the slowest
         yield Suggestion("straggler", slow.line, f"look at why {slow}", gain)
 
 
@@ -75,7 +79,7 @@ def unbalanced(evidence: Evidence) -> Iterator[Suggestion]:
     if ratio > UNEVEN:
         what = f"share the work of {line} evenly: the busiest rank has {ratio:.2f} of the mean"
         what += "; of causal attention the zig-zag order does it"
-        yield Suggestion("unbalanced", line, what, seconds * (1 - 1 / ratio))
+        yield Suggestion("unbalanced", line, what, seconds * (1 - 1 / ratio), bound=True)
 
 
 def work(evidence: Evidence) -> tuple[float, str, float]:
@@ -131,7 +135,7 @@ def no_prefetch(evidence: Evidence) -> Iterator[Suggestion]:
                 begin = run.called
     for line, gain in evidence.per_step(hideable).items():
         what = f"start {line} ahead of time (async_op=True), while the lines before it compute"
-        yield Suggestion("prefetch", line, what, gain)
+        yield Suggestion("prefetch", line, what, gain, bound=True)
 
 
 def wide_wire(evidence: Evidence) -> Iterator[Suggestion]:
@@ -145,7 +149,8 @@ def wide_wire(evidence: Evidence) -> Iterator[Suggestion]:
                 exposed[run.line, timeline.rank, step] += split.exposed / 2
     if sum(flops[dtype] for dtype in SHORT_DTYPES) > sum(flops.values()) / 2:
         for line, gain in evidence.per_step(exposed).items():
-            yield Suggestion("wire", line, f"convert before {line}: float32 is sent, 16 bits are computed with", gain)
+            what = f"convert before {line}: float32 is sent, 16 bits are computed with"
+            yield Suggestion("wire", line, what, gain, bound=True)
 
 
 def tiny_buckets(evidence: Evidence) -> Iterator[Suggestion]:
@@ -160,7 +165,7 @@ def tiny_buckets(evidence: Evidence) -> Iterator[Suggestion]:
                 names.setdefault(kind, run.line)
                 seconds[kind, timeline.rank, step] += split.exposed
                 counts[kind, timeline.rank, step] += 1
-    most = {kind: max(n for (other, _, _), n in counts.items() if other == kind) for kind in names}
+    most = {kind: int(max(n for (other, _, _), n in counts.items() if other == kind)) for kind in names}
     for kind, gain in evidence.per_step(seconds).items():
         if (n := most[kind]) >= 4:
             what = f"join the {n} small collectives like {names[kind]} into one"

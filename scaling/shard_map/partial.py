@@ -77,14 +77,22 @@ def marked(x: Tensor, as_: Marks) -> Tensor:
 def result_of(name: str, found: Sequence[Marks], varying: Sequence[frozenset[str]]) -> Marks:
     """The marks of what a function of torch makes of operands with marks, at least one; `varying`: the axes over which
     each varies otherwise. Raises Mismatch."""
+    varies = frozenset().union(*varying)  # where one varies, what is reduced varies too
+    found = [each._replace(reduced=each.reduced - varies) for each in found]
     summed = frozenset().union(*(each.unreduced for each in found))
     if name == "ones_like":  # the cotangent that a loss begins with
         return Marks(reduced=frozenset().union(*(each.axes for each in found)))
     if name in PARTS:
         return found[0]
-    if not summed:
-        return _reduced(found, varying)
     alike = all(each == found[0] for each in found)
+    if not summed and not alike:
+        over = ", ".join(sorted(frozenset().union(*(each.reduced for each in found))))
+        raise Mismatch(
+            "what is reduced over an axis meets what is reduced or varies over it",
+            f"pcast(x, {over!r}, to='reduced') of the operand that is invariant",
+        )
+    if not summed:
+        return found[0]
     if alike and (name in LINEAR or (name in ADDS and len(found) == 2)):
         return found[0]
     if name in TIMES and len(found) == 2 and found[0] == found[1].dual:
@@ -94,15 +102,3 @@ def result_of(name: str, found: Sequence[Marks], varying: Sequence[frozenset[str
         "anything else wants the whole sum",
         f"psum or psum_scatter over {', '.join(sorted(summed))} first",
     )
-
-
-def _reduced(found: Sequence[Marks], varying: Sequence[frozenset[str]]) -> Marks:
-    varies = frozenset().union(*varying)
-    left = [each.reduced - varies for each in found]  # where another operand varies, what is reduced varies too
-    if any(each != left[0] for each in left):
-        over = ", ".join(sorted(frozenset().union(*left)))
-        raise Mismatch(
-            "what is reduced over an axis meets what is reduced or varies over it",
-            f"pcast(x, {over!r}, to='reduced') of the operand that is invariant",
-        )
-    return Marks(reduced=left[0])

@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from scaling.collectives.kinds import key_of
 from scaling.hardware import Chip, Measured
 from scaling.profile import LineRun, RankTimeline, of
 
@@ -40,6 +42,7 @@ def test_a_gather_of_a_stored_array_can_begin_earlier():
     found = of(timelines(rows[0], product("P", 7), rows[1], product("P", 3))).suggestions()
     assert [(s.kind, s.line) for s in found] == [("prefetch", "W = G(W_X)")]
     assert found[0].gain == pytest.approx(7 * MS)
+    assert str(found[0]).endswith("(gains at most 7.0 ms a step)"), "hidden, it still takes cores and memory"
 
 
 @pytest.mark.parametrize("change", [{"async_op": True}, {"before": "P'"}])
@@ -119,3 +122,13 @@ def test_predicted_beside_measured():
     table = of(timelines(*rows, reduce)).table(chip)
     assert "80%" in table
     assert "predicted" in table
+
+
+def test_an_operand_is_known_by_its_memory_and_not_by_its_address():
+    """Memory that is freed is given out again at the same address: it is another array."""
+    keys = {key_of(torch.ones(1024)) for _ in range(20)}
+    assert len(keys) == 20
+    x = torch.ones(4, 4)
+    assert key_of(x) == key_of(x.view(16)) != key_of(x[1])
+    before = key_of(x)
+    assert key_of(x.add_(1)) != before
