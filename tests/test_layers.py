@@ -38,7 +38,8 @@ ROOMS = [  # each imports only from those before it
     {"__main__"},
 ]
 NO_TORCH = {"spec", "sizes", "algebra", "schedules", "hardware", "console", "configs", "cost", "check", "show", "plan"}
-TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.plan.layer", "scaling.plan.predict", "scaling.show.params"}
+TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.plan.layer", "scaling.show.params"}
+TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "counted", "predict", "transformer_step")}
 OPTIONAL = {
     "matplotlib",
     "safetensors",
@@ -75,7 +76,9 @@ def name_of(path: Path) -> str:
 
 
 def room(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
+    """A program, which nobody imports, may use what builds on its own room."""
+    parts = module.split(".")
+    return parts[-1 if parts[-1] == "__main__" else 1] if len(parts) > 1 else module
 
 
 @cache

@@ -6,31 +6,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaling import cost, measure
+from scaling.configs import get
 from scaling.cost import LayerShape, layer_bytes, layer_flops
-from scaling.hardware import Chip, Measured, load_chip
+from scaling.hardware import Chip, Efficiency, Measured, load_chip
+from scaling.measure import rates
+from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
 from scaling.mesh import AbstractMesh
-from scaling.plan.predict import Size, predict, shards, step, traced
+from scaling.plan.counted import Prediction, pipelined
+from scaling.plan.predict import Size, counted, predict, shards, step, traced
+from scaling.plan.transformer_step import counted_transformer, predict_transformer
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
+from scaling.train.settings import Settings
 
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")
 CHIP = Chip(
     "ours", "cpu", "a test", (("fp32", 1e9), ("bf16", 4e9)), hbm_bytes=8e9, hbm_bw=1e10,
-    measured=tuple(Measured(op, 2, 1e-4, 1e9) for op in OPS),
+    measured=tuple(Measured(op, 2, 1e-4, 1e9) for op in OPS), efficiency=Efficiency(attention=0.25),
 )  # fmt: skip
+TINY = Settings(get("tiny").with_(L=2, D=64, F=128, H=16, N=4, K=2), "", "", 8, 64)
 
 
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e11))
 def test_fit_finds_the_line(latency, bandwidth):
-    got = measure.fit([(V, latency + V / bandwidth) for V in measure.VOLUMES])
+    got = rates.fit([(V, latency + V / bandwidth) for V in rates.VOLUMES])
     assert got[0] == pytest.approx(latency, rel=1e-3, abs=1e-9)
-    if measure.VOLUMES[-1] / bandwidth > 1e-3 * latency:
+    if rates.VOLUMES[-1] / bandwidth > 1e-3 * latency:
         assert got[1] == pytest.approx(bandwidth, rel=1e-2)
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.lists(st.floats(1e-9, 1e-3), min_size=3, max_size=3))
+def test_prices_of_three_things_are_found_together(prices):
+    rows = [(1.0, float(n), float(n * m)) for n in (1, 5, 90) for m in (1, 7, 300)]
+    seconds = [sum(p * x for p, x in zip(prices, row, strict=True)) for row in rows]
+    assert rates.parts(rows, seconds) == pytest.approx(prices, rel=1e-4)
 
 
 def test_fit_never_gives_what_no_chip_file_takes():
     for points in ([(1e3, 1e-3), (1e6, 1e-4)], [(1e3, 1e-6), (1e6, 1.0)], [(1e6, 1e-3)]):
-        latency, bandwidth = measure.fit(points)
+        latency, bandwidth = rates.fit(points)
         assert latency > 0
         assert 0 < bandwidth < float("inf")
 
@@ -43,16 +58,21 @@ def test_the_chip_file_is_read_back(tmp_path):
 
 
 def test_the_slowest_rank_counts():
-    times = {"AllReduce": [(V, 1e-3 + V / 1e9) for V in measure.VOLUMES]}
-    slow = {"AllReduce": [(V, 2e-3 + V / 5e8) for V in measure.VOLUMES]}
-    chip = measure.combine(
-        [measure.RankMeasured({"fp32": 2e9}, 4e9, times), measure.RankMeasured({"fp32": 1e9}, 5e9, slow)], "m"
+    times = {("AllReduce", 2): [(V, 1e-3 + V / 1e9) for V in rates.VOLUMES]}
+    slow = {("AllReduce", 2): [(V, 2e-3 + V / 5e8) for V in rates.VOLUMES]}
+    chip = rates.combine(
+        [
+            rates.RankMeasured({"fp32": 2e9}, 3e9, 1e9, 4e9, 1e-6, times),
+            rates.RankMeasured({"fp32": 1e9}, 0, 5e8, 5e9, 1e-6, slow),
+        ],
+        "m",
     )
-    assert (chip.flops("fp32"), chip.hbm_bw) == (1e9, 4e9)
-    (row,) = chip.measured
-    assert (row.op, row.ranks) == ("AllReduce", 2)
-    assert row.latency == pytest.approx(2e-3, rel=1e-3)
-    assert row.bandwidth == pytest.approx(5e8, rel=1e-3)
+    assert (chip.flops("fp32"), chip.hbm_bw, chip.efficiency.attention) == (1e9, 4e9, 0.5)
+    reduce, beside, alone = chip.measured
+    assert (reduce.op, reduce.ranks) == ("AllReduce", 2)
+    assert reduce.latency == pytest.approx(2e-3, rel=1e-3)
+    assert reduce.bandwidth == pytest.approx(5e8, rel=1e-3)
+    assert [(m.op, m.ranks, m.bandwidth) for m in (beside, alone)] == [("Matmul", 2, 1e9), ("Matmul", 1, 3e9)]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +87,7 @@ def test_the_slowest_rank_counts():
 )
 def test_a_prediction_is_the_price_of_the_trace(module, mesh, name, calls):
     size = Size(3, 16, 8, 32)
-    got = predict(module, size, mesh, CHIP)
+    got, did = predict(module, size, mesh, CHIP), counted(module, size, mesh)
     assert got.math == pytest.approx(layer_flops(LayerShape(16, 8, 32), 2) * 3 / 1e9)
     moved = 2 * sum(layer_bytes(name, LayerShape(16, 8, 32), mesh.get("X", 1), mesh.get("Y", 1)).values())  # fp32
     latencies = 3 * calls * 1e-4
@@ -75,14 +95,60 @@ def test_a_prediction_is_the_price_of_the_trace(module, mesh, name, calls):
         moved /= 2  # an AllReduce's own time was measured, not that of two gathers
     ((_, comms),) = got.comms
     assert comms == pytest.approx(latencies + 3 * moved / 1e9)
-    weights = 3 * 2 * 8 * 32 / (1 if name == "dp" else 2)
-    assert got.between == pytest.approx(4 * (5 * 3 * 16 * 32 / 2 + 3 * weights) / 1e10)
+    Tmp, weights = 4 * 16 * 32 // 2, 3 * 2 * 8 * 32 * 4 // (1 if name == "dp" else 2)
+    assert did.curved.amount == 3 * (2 + 3) * Tmp  # gelu reads and writes Tmp, its derivative reads two arrays
+    assert did.plain.amount >= 3 * weights  # SGD alone
+    assert got.between == pytest.approx((did.plain.amount + did.curved.amount) / 1e10)
     assert got.total == pytest.approx(got.math + got.between + comms)
     assert got.overlapped <= got.total
-    rows = (*CHIP.measured, Measured("Activation", 2, 1e-5, 1e8), Measured("Update", 2, 1e-6, 1e9))
+    rows = (*CHIP.measured, Measured("Activation", 2, 1e-5, 1e8), Measured("Product", 2, 1e-6, 1e9))
     timed = predict(module, size, mesh, replace(CHIP, measured=rows))
-    act = 3 * (1e-5 + 4 * 16 * 32 / 2 / 1e8)
-    assert timed.between == pytest.approx(act + 2 * 1e-6 + 4 * weights / 1e9)
+    assert timed.between - got.between == pytest.approx(3 * 2 * 1e-5 + did.curved.amount * (1 / 1e8 - 1 / 1e10))
+    assert timed.math - got.math == pytest.approx(3 * 6 * 1e-6 + did.reads.amount / 1e9)
+
+
+def test_a_transformer_is_counted_whole():
+    did = counted_transformer(TINY, {"X": 1})
+    config, tokens = TINY.model, 8 * 64
+    heads = 2 * config.D * config.N * config.H + 2 * config.D * config.K * config.H
+    matmuls = config.L * (heads + 3 * config.D * config.F) + config.D * config.V
+    assert did.products.amount == 6 * tokens * matmuls
+    assert did.attention.amount == config.L * 7 * tokens * config.N * config.H * 64
+    assert did.attention.number == 2 * config.L
+    on = counted_transformer(TINY, {"Y": 2})
+    assert on.products.amount == did.products.amount / 2
+    assert on.log.collectives()
+
+
+def test_stages_are_priced_each():
+    rows = (*CHIP.measured, Measured("Matmul", 2, 1e-9, 1e9), Measured("Matmul", 1, 1e-9, 2e9))
+    some = replace(TINY, microbatches=4)
+    apart, beside = (
+        predict_transformer(some, {"Z": 2}, CHIP),
+        predict_transformer(some, {"Z": 2}, replace(CHIP, measured=rows)),
+    )
+    first, last = apart.stages
+    assert first.math < last.math  # it has the unembedding
+    assert apart.fullest is last
+    assert apart.seconds == pytest.approx(last.total * (1 + 1 / 4))
+    assert beside.seconds == pytest.approx((first.total + last.total) / 2)  # cores that one leaves the other takes
+
+
+def test_a_pipeline_is_no_shorter_than_its_work():
+    one = Prediction(1.0, 0.5, (("X", 0.5),))
+    assert pipelined([one] * 4, 4) == pytest.approx(2 * (1 + 3 / 4))
+    assert pipelined([one] * 4, 4, spare=4.0) == pytest.approx(2)
+    assert pipelined([one], 1) == one.total
+
+
+def test_order_is_counted_in_pairs():
+    def checks(*pairs):
+        return [Check(StepLayout({"X": 2}, "DP"), *pair) for pair in pairs]
+
+    assert tau(checks((1, 2), (2, 3), (3, 4))) == 1
+    assert tau(checks((1, 4), (2, 3), (3, 2))) == -1
+    assert tau(checks((1, 2), (2, 4), (3, 3))) == pytest.approx(1 / 3)
+    assert median_error(checks((1, 2), (3, 3), (9, 4))) == 0.5
 
 
 def run_step(mesh, name):
@@ -106,26 +172,26 @@ def test_the_abstract_step_has_the_bytes_of_the_strategy():
 
 
 def measured(mesh):
-    return measure.measure_rank(mesh, ("fp32",), 1)
+    return rates.measure_rank(mesh, ("fp32",), 1, (2**10, 2**14), ((8, 16, 16), (16, 32, 64))), run_all(
+        mesh, STEPS, 1, "fp32"
+    )
+
+
+STEPS = [StepLayout({"X": 2}, "DP", Size(1, 8, 8, 16)), StepLayout({"Z": 2}, settings=replace(TINY, microbatches=2))]
 
 
 @pytest.mark.slow
-def test_two_ranks_measure(ranks, monkeypatch):
-    chip = measure.combine(ranks(measured, {"X": 2}), "here")
-    assert {row.op for row in chip.measured} == {*OPS, "Activation", "Update"}
+def test_two_ranks_measure(ranks):
+    found = ranks(measured, {"X": 2})
+    chip = rates.combine([rank for rank, _ in found], "here")
+    assert {row.op for row in chip.measured} == {*OPS, "Product", "Pointwise", "Activation", "Matmul"}
     assert chip.flops("fp32") > 1e6
     assert "AllToAll" in measure.chip_table(chip)
-    monkeypatch.setattr(measure.launch, "run", lambda fn, mesh, **_: ranks(seconds, mesh, mesh))
-    checks = measure.check(chip, 2, (Size(1, 8, 8, 16),), 1)
-    assert [c.name for c in checks] == ["DP", "FSDP", "TP", "FSDP+TP", "FSDP+TP"]
-    assert all(c.seconds > 0 < c.prediction.total for c in checks)
-    assert "predicted ms" in measure.checks_table(checks)
-    assert measure.median_error(checks) >= 0
-
-
-def seconds(mesh, sizes):
-    module = next(m for _, m, axes in measure.MESHES if {a: n or 2 for a, n in axes.items()} == sizes)
-    return [measure.step_seconds(mesh, module, Size(1, 8, 8, 16), 1)]
+    checks = checked(chip, STEPS, [times for _, times in found], "fp32")
+    assert all(c.seconds > 0 < c.predicted for c in checks)
+    assert "predicted ms" in table(checks)
+    assert measure.as_dict(chip, checks)["steps"][1]["mesh"] == {"Z": 2}
+    assert [len(layouts(n)) for n in (2, 4)] == [6, 10]
 
 
 def test_command_refuses_nonsense(capsys):

@@ -21,7 +21,9 @@ from scaling.configs import MODELS
 from scaling.console import command, integer, number
 from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
+from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
+from scaling.plan import choose
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize
@@ -42,6 +44,10 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--data", help="text, .jsonl, .npy ids or token shards: a file or folder, or A:3,B:1")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
     parser.add_argument("--mesh", default="X=1", help="axes of P, Z, X, C, Y, E and sizes (default X=1)")
+    parser.add_argument(
+        "--plan", type=integer(1, 10**6), nargs="?", const=0, metavar="RANKS",
+        help="choose the mesh for so many ranks (default: as many as --mesh has), by what --chip says",
+    )  # fmt: skip
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", default="run", help="folder of checkpoints and metrics.jsonl (default run)")
     parser.add_argument("--batch", type=integer(1), default=32, help="sequences a step (default 32)")
@@ -109,6 +115,8 @@ def main(argv=None) -> int:
         own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
         config = config if args.dropout is None else config.with_(dropout=args.dropout)
         settings = Settings(model=config, weights="" if args.from_scratch else weights, **own)
+        if args.plan is not None:
+            sizes = chosen(settings, args.plan or AbstractMesh(sizes).size(), args)
         declared = sizes
         if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
             sizes = elastic.fitted(declared, world)
@@ -132,6 +140,22 @@ def main(argv=None) -> int:
     except (ValueError, ArithmeticError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     return 1
+
+
+def chosen(settings: Settings, ranks: int, args) -> dict[str, int]:
+    """The mesh that the planner takes for so many ranks; rank 0 prints why. ValueError if there is none."""
+    if not args.chip:
+        raise ValueError(
+            "--plan needs to know the machine\n  fix: --chip with a name, or with the file that python -m "
+            f"scaling.measure --ranks {ranks} --out machine.toml writes"
+        )
+    found, refused = choose.choices(settings, ranks, chip(args.chip))
+    if not found:
+        raise ValueError("no mesh suits\n" + "\n".join(f"  {why}" for why in refused[:8]))
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(choose.table(found, refused) + "\n", flush=True)
+    args.mesh = ",".join(f"{axis}={size}" for axis, size in found[0].sizes.items())
+    return found[0].sizes
 
 
 def trained(settings: Settings, sizes: dict[str, int], args) -> int:

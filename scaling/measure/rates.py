@@ -1,0 +1,267 @@
+"""What each rank of this machine does in a second, while all others do the same: cores and memory are shared.
+
+Everything is measured as a training step does it: operands are not in the caches, since others were used meanwhile, and
+before a collective each rank has computed, so that they do not come to it together. Of repeated times the lower
+quartile counts (whatever else the machine does only adds to them), of ranks the slowest.
+"""
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy
+import torch
+import torch.nn.functional as F
+
+from scaling import collectives
+from scaling.configs import get
+from scaling.hardware import Chip, Efficiency, Measured
+from scaling.mesh import Mesh
+from scaling.models import pointwise
+from scaling.plan.counted import attention_flops
+from scaling.plan.layer import DTYPES
+from scaling.plan.transformer_step import counted_transformer, transformer_step
+from scaling.train.settings import Settings
+
+LINES = {
+    "AllGather": ("A[I_X, J] -> A[I, J]", collectives.all_gather),
+    "ReduceScatter": ("A[I, J] {U_X} -> A[I_X, J]", collectives.reduce_scatter),
+    "AllReduce": ("A[I, J] {U_X} -> A[I, J]", collectives.all_reduce),
+    "AllToAll": ("A[I_X, J] -> A[I, J_X]", collectives.all_to_all),
+}
+PRODUCTS = (  # of a layer, forward and backward; the dims of a rank's shards
+    ("In[B, D] * W[D, F] -> Tmp[B, F]", "BD", "DF"),
+    ("W[F, D] * Act[B, F] -> Out[B, D]", "FD", "BF"),
+    ("dOut[B, D] * W[F, D] -> dAct[B, F]", "BD", "FD"),
+    ("dOut[B, D] * Act[B, F] -> dW[F, D]", "BD", "BF"),
+    ("W[D, F] * dTmp[B, F] -> dIn[B, D]", "DF", "BF"),
+    ("In[B, D] * dTmp[B, F] -> dW[D, F]", "BD", "BF"),
+)
+SHAPES = (
+    (16, 32, 32),
+    (64, 128, 256),
+    (128, 256, 1024),
+    (256, 512, 512),
+    (256, 512, 2048),
+    (1024, 128, 512),
+)  # B, D, F
+VOLUMES = (2**10, 2**14, 2**17, 2**19, 2**21, 2**23)  # bytes V of what is measured: 1 kB to 8 MB
+POOL, MOST, ROUNDS = 2**26, 64, 4  # bytes of operands used in turn, the most of them; collectives in a row
+BUSY = 256, 512, 768  # B, D, F of the product before a collective
+ATTENTION = 2, 256, 8, 32  # B, T, N, H
+CALLS = ("Product", "Pointwise", "Activation")  # what costs at least a call
+SMALL = Settings(get("tiny").with_(L=2, D=16, F=32, N=2, K=2, H=8, V=32), "", "", batch=1, seq=8)
+Points = list[tuple[float, float]]  # (bytes, seconds)
+
+
+@dataclass(frozen=True)
+class RankMeasured:
+    """What one rank measured: FLOPs/s by dtype, of a rank alone, and of attention; bytes/s through memory; seconds of
+    an operation that does next to nothing (`call`); and (amount, seconds) by (operation, ranks)."""
+
+    flops: dict[str, float]
+    alone: float
+    attention: float
+    memory: float
+    call: float
+    times: dict[tuple[str, int], Points]
+
+
+def timed(f: Callable, mesh, repeats: int) -> float:
+    """Seconds of a call, the lower quartile of repeated ones; all ranks begin each together."""
+    seconds = []
+    for i in range(repeats + 2):
+        barrier(mesh)
+        start = perf_counter()
+        f()
+        seconds += [perf_counter() - start] if i >= 2 else []
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def barrier(mesh) -> None:
+    axes = "".join(axis for axis, size in mesh.sizes.items() if size > 1)
+    if axes:
+        collectives.all_reduce(f"N[] {{U_{axes}}} -> N[]", torch.zeros(()), mesh)
+
+
+def measure_rank(
+    mesh, dtypes: Sequence[str], repeats: int, volumes: Sequence[int] = VOLUMES, shapes: Sequence = SHAPES
+) -> RankMeasured:
+    """Measure everything, on all ranks at once: with arrays of these volumes in bytes, products of these B, D, F."""
+    n, found = mesh.size(), {}
+    rates, product = {}, []
+    for dtype in dtypes:
+        rates[dtype], points = matmuls(mesh, dtype, repeats, shapes)
+        product = points if dtype == dtypes[0] else product
+    found["Product", n] = product
+    for d in (d for d in range(2, n + 1) if n % d == 0):
+        found |= times(Mesh({"W": n // d, "X": d}), repeats, volumes)
+    found["Pointwise", n] = bytewise(mesh, repeats, plain, volumes)
+    found["Activation", n] = bytewise(mesh, repeats, curved, volumes)
+    single = alone(mesh, dtypes[0], repeats)
+    return RankMeasured(
+        rates, single, attention(mesh, dtypes[0], repeats), fit(found["Pointwise", n])[1], call(mesh, repeats), found
+    )
+
+
+def call(mesh, repeats: int) -> float:
+    """Seconds of an operation with the Python, the views and the tapes around it: of a Transformer's step so small that
+    it takes nothing else."""
+    own = [Mesh({"X": 1}, ranks=[rank]) for rank in range(mesh.size())][mesh.rank]
+    did = counted_transformer(SMALL, own.sizes)
+    calls = did.products.number + did.attention.number + did.plain.number + did.curved.number
+    return timed(transformer_step(SMALL, own), mesh, 3 * repeats) / calls
+
+
+def matmuls(mesh, dtype: str, repeats: int, shapes: Sequence) -> tuple[float, Points]:
+    """(FLOPs/s of a rank, (bytes, seconds beside those FLOPs) of a product) over the six products of a layer."""
+    rows = []
+    for B, D, F_ in shapes:
+        dims = {"B": B, "D": D, "F": F_}
+        cases = [(line, *(torch.randn(*(dims[d] for d in x)).to(DTYPES[dtype]) for x in ab)) for line, *ab in PRODUCTS]
+        nbytes = sum(a.nbytes + b.nbytes for _, a, b in cases) + 2 * (B * D + B * F_ + D * F_) * DTYPES[dtype].itemsize
+        seconds = timed(lambda cases=cases: [collectives.einsum(*case) for case in cases], mesh, repeats)
+        rows.append((2 * B * D * F_, nbytes / 6, seconds / 6))
+    call, rate, memory = parts([(1.0, flops, nbytes) for flops, nbytes, _ in rows], [t for *_, t in rows])
+    return 1 / rate, [(nbytes, call + memory * nbytes) for _, nbytes, _ in rows]
+
+
+def alone(mesh, dtype: str, repeats: int) -> float:
+    """FLOPs/s of one rank while the others wait for it."""
+    B, D, F_ = SHAPES[4]
+    a, b = torch.randn(B, D).to(DTYPES[dtype]), torch.randn(D, F_).to(DTYPES[dtype])
+    seconds = 0.0
+    if mesh.rank == 0:
+        found = []
+        for _ in range(repeats + 2):
+            start = perf_counter()
+            a @ b
+            found.append(perf_counter() - start)
+        seconds = sorted(found)[len(found) // 4]
+    barrier(mesh)
+    return 2 * B * D * F_ / seconds if seconds else 0.0
+
+
+def attention(mesh, dtype: str, repeats: int) -> float:
+    """FLOPs/s of a rank in causal attention, forward and backward."""
+    B, T, N, H = ATTENTION
+    Q, K, V = heads = [torch.randn(B, N, T, H).to(DTYPES[dtype]).requires_grad_() for _ in range(3)]
+    dO = torch.ones(B, N, T, H, dtype=DTYPES[dtype])
+
+    def once():
+        torch.autograd.grad(F.scaled_dot_product_attention(Q, K, V, is_causal=True), heads, dO)
+
+    return 3.5 * attention_flops("", heads[:2]) / timed(once, mesh, repeats)
+
+
+def bytewise(mesh, repeats: int, f: Callable, volumes: Sequence[int]) -> Points:
+    """(bytes read and written, seconds) of a call, by the size of the arrays."""
+    found = []
+    for V in (volumes[0], *volumes[len(volumes) // 2 :]):
+        pool = torch.randn(min(MOST, POOL // V), V // 4).unbind()
+        moved, calls = f(pool[0], None)
+
+        def once(pool=pool):
+            for x in pool:
+                f(x, pool[0])
+
+        found.append((moved / calls, timed(once, mesh, repeats) / calls / len(pool)))
+    return found
+
+
+def plain(x: torch.Tensor, y: torch.Tensor | None) -> tuple[int, int]:
+    """(bytes, calls) of operations between matmuls; they run if y is given."""
+    if y is not None:
+        x * y  # into memory that is newly allocated, as most of it is
+        torch.add(x, y)
+        y.add_(x)
+    return 9 * x.nbytes, 3
+
+
+def curved(x: torch.Tensor, y: torch.Tensor | None) -> tuple[int, int]:
+    if y is not None:
+        pointwise.act_vjp(x, pointwise.act(x, "gelu"), "gelu")
+    return (2 + 3) * x.nbytes, 2
+
+
+def times(mesh, repeats: int, volumes: Sequence[int]) -> dict[tuple[str, int], Points]:
+    """(V, seconds) of each collective over X; where the mesh has W too, all its groups at once."""
+    n, found = mesh.sizes["X"], {}
+    a, b = torch.randn(BUSY[0], BUSY[1]), torch.randn(BUSY[1], BUSY[2])
+    work = timed(lambda: [a @ b for _ in range(ROUNDS)], mesh, repeats)
+
+    def record(op: str, make: Callable, call: Callable) -> None:
+        found[op, n] = []
+        for V in volumes:
+            pool = [make(V) for _ in range(ROUNDS)]
+            seconds = timed(lambda pool=pool: [(a @ b, call(x)) for x in pool], mesh, repeats)
+            found[op, n].append((V, max(1e-6, seconds - work) / ROUNDS))
+
+    for op, (line, call) in LINES.items():
+        rows = 64 if op in ("ReduceScatter", "AllReduce") else 64 // n
+        record(op, lambda V, r=rows: torch.ones(r, max(n, V // 256)), lambda x, f=call, line=line: f(line, x, mesh))
+    ring = [(i, (i + 1) % n) for i in range(n)]
+    record(
+        "CollectivePermute", lambda V: torch.ones(V // 4), lambda x: collectives.ppermute("A[I]", x, mesh, "X", ring)
+    )
+    return found
+
+
+def parts(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Prices > 0 of what each row has, by least squares of the relative error; what would cost less is left out."""
+    A, t, least = numpy.array(rows, float), numpy.array(seconds, float), 1e-18
+    A = A / t[:, None]
+    used = list(range(A.shape[1]))
+    while True:
+        found = numpy.linalg.lstsq(A[:, used], numpy.ones(len(t)), rcond=None)[0]
+        if (found > 0).all() or len(used) == 1:
+            break
+        used.pop(int(found.argmin()))
+    prices = numpy.full(A.shape[1], least)
+    prices[used] = numpy.maximum(found, least)
+    return [float(price) for price in prices]
+
+
+def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(latency, bandwidth) with seconds = latency + V / bandwidth, both > 0."""
+    call, each = parts([(1.0, V) for V, _ in points], [t for _, t in points])
+    return max(call, 1e-9), min(1 / each, 1e18)
+
+
+def combine(ranks: Sequence[RankMeasured], name: str) -> Chip:
+    """One chip of all ranks' measurements: the slowest rank of each."""
+    world, first = len(ranks), ranks[0]
+    measured = []
+    for op, n in first.times:
+        points = [(V, max(r.times[op, n][i][1] for r in ranks)) for i, (V, _) in enumerate(first.times[op, n])]
+        latency, bandwidth = fit(points)
+        measured.append(Measured(op, n, max(r.call for r in ranks) if op in CALLS else latency, bandwidth))
+    flops = {dtype: min(r.flops[dtype] for r in ranks) for dtype in first.flops}
+    own = next(iter(flops.values()))
+    measured += [Measured("Matmul", world, 1e-9, own), Measured("Matmul", 1, 1e-9, max(r.alone for r in ranks))]
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Chip(
+        name=name,
+        kind="cpu",
+        source=f"scaling.measure: one of {world} ranks of {platform.machine()}, {os.cpu_count()} cores, torch "
+        f"{torch.__version__}",
+        peaks=tuple(flops.items()),
+        hbm_bytes=total / world,
+        hbm_bw=min(r.memory for r in ranks),
+        measured=tuple(measured),
+        efficiency=Efficiency(attention=min(1.0, min(r.attention for r in ranks) / own)),
+    )
+
+
+def toml(chip: Chip) -> str:
+    """The chip as a file that `scaling.hardware.load_chip` reads."""
+    lines = [f'name = "{chip.name}"', f'kind = "{chip.kind}"', f'source = "{chip.source}"']
+    lines += [f"hbm_bytes = {chip.hbm_bytes:.6g}", f"hbm_bw = {chip.hbm_bw:.6g}", "", "[flops]"]
+    lines += [f"{dtype} = {rate:.6g}" for dtype, rate in chip.peaks]
+    lines += ["", "[efficiency]", f"attention = {chip.efficiency.attention:.6g}"]
+    for m in chip.measured:
+        lines += ["", "[[measured]]", f'op = "{m.op}"', f"ranks = {m.ranks}"]
+        lines += [f"latency = {m.latency:.6g}", f"bandwidth = {m.bandwidth:.6g}"]
+    return "\n".join(lines) + "\n"

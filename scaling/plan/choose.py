@@ -1,0 +1,168 @@
+"""The mesh for a training run: `python -m scaling.train --plan`.
+
+On a machine whose chip file was measured (`scaling.measure`), the run's own step is counted on every mesh of so many
+ranks that the model and the batch allow, and priced; on a chip of the catalogue the planner of `scaling.plan` answers,
+which evaluates meshes by formula. What does not fit into memory is left out.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from tabulate import tabulate
+
+from scaling.hardware import Chip
+from scaling.mesh import AbstractMesh
+from scaling.models import transformer as model
+from scaling.plan.candidates import Fixed, divisors, plans
+from scaling.plan.evaluate import Estimate
+from scaling.plan.job import Job
+from scaling.plan.ranking import fits
+from scaling.plan.transformer_step import local_shape, predict_transformer
+from scaling.sizes import format_sizes
+from scaling.spec import ShardingError
+from scaling.strategies import transformer
+from scaling.strategies.transformer.stages import slots_of
+from scaling.train import dry
+from scaling.train.settings import DTYPES, Settings
+
+TRIED = 64  # the most ranks for which every mesh's own code is counted
+AXES = {"pod": "P", "data": "P", "pipe": "Z", "fsdp": "X", "context": "C", "tensor": "Y", "expert": "E"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mesh for a run: seconds of a step, bytes of its fullest rank, and of the step the seconds of products, of what
+    lies between them, and of its collectives by axes."""
+
+    sizes: dict[str, int]
+    seconds: float
+    memory: float
+    math: float
+    between: float
+    comms: tuple[tuple[str, float], ...]
+
+    @property
+    def name(self) -> str:
+        return format_sizes(self.sizes)
+
+
+def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
+    """Every mesh of so many ranks, axes of size 1 left out; E only for experts, Z no more than layers."""
+
+    def split(axes: str, left: int) -> Iterator[dict[str, int]]:
+        if not axes:
+            yield from [{}] if left == 1 else []
+            return
+        for size in divisors(left):
+            for rest in split(axes[1:], left // size):
+                yield ({axes[0]: size} if size > 1 else {}) | rest
+
+    axes = "PZXCYE" if settings.model.moe else "PZXCY"
+    yield from (sizes or {"X": 1} for sizes in split(axes, ranks))
+
+
+def choices(settings: Settings, ranks: int, chip: Chip) -> tuple[list[Choice], list[str]]:
+    """(the meshes that the run fits on, the fastest first; of the others the mesh and why not)."""
+    if not chip.measured:
+        return planned(settings, ranks, chip)
+    if ranks > TRIED:
+        raise ValueError(f"{ranks} ranks: meshes of up to {TRIED} are tried\n  fix: python -m scaling.plan")
+    found, refused = [], []
+    for sizes in meshes(settings, ranks):
+        try:
+            memory = dry.fullest(settings, sizes).memory
+            step = predict_transformer(settings, sizes, chip)
+        except (ShardingError, ValueError) as error:
+            refused.append(f"{format_sizes(sizes)}: {str(error).splitlines()[0]}")
+            continue
+        if memory > dry.ROOM * chip.need("hbm_bytes"):
+            refused.append(f"{format_sizes(sizes)}: a rank needs {memory / 1e9:.2f} GB")
+            continue
+        part = step.fullest
+        found.append(Choice(sizes, step.seconds, memory, part.math, part.between, part.comms))
+    return sorted(found, key=lambda choice: (choice.seconds, len(choice.sizes))), refused
+
+
+def planned(settings: Settings, ranks: int, chip: Chip) -> tuple[list[Choice], list[str]]:
+    """The same by the planner's formulas, for a chip of the catalogue, as a run does it: params sharded over X and
+    replicated over P, stages by 1F1B."""
+    wide = settings.dtype == "bf16"
+    job = Job(
+        settings.model, settings.batch * settings.seq, settings.seq, settings.dtype, 2 if wide else 4,
+        4, 12 if wide else 8,
+    )  # fmt: skip
+    remat = None if settings.remat == "attention" else settings.remat
+    found: dict[str, Choice] = {}
+    refused: list[str] = []
+    for one in evaluated(job, chip, ranks, Fixed((), remat, settings.microbatches, "1f1b")):
+        sizes: dict[str, int] = {}
+        for axis, size in one.layout.sizes.items():
+            if size > 1:
+                sizes[AXES[axis]] = sizes.get(AXES[axis], 1) * size
+        sizes = {axis: sizes[axis] for axis in "PZXCYE" if axis in sizes} or {"X": 1}
+        p = one.parts
+        comms = (("", float(p.critical + p.weights + p.once)),)
+        between = float(p.memory + p.update + p.bubble)
+        math = float(p.matmuls + p.attention + p.recomputed)
+        choice = Choice(sizes, float(one.forecast), float(one.held.total), math, between, comms)
+        if not fits(job, one):
+            refused.append(f"{choice.name}: a chip needs {choice.memory / 1e9:.2f} GB")
+        elif why := uneven(settings, sizes):
+            refused.append(f"{choice.name}: {why}")
+        else:
+            found.setdefault(choice.name, choice)
+    return sorted(found.values(), key=lambda choice: choice.seconds), refused
+
+
+def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
+    """Why the run's arrays do not divide over a mesh, or nothing: the planner's formulas round up."""
+    mesh, config = AbstractMesh(sizes), settings.model
+    try:
+        types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
+        model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, slots=slots)
+        rows, _ = local_shape(settings, mesh)
+    except (ShardingError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return f"{rows} rows do not make {settings.microbatches} microbatches" if rows % settings.microbatches else ""
+
+
+def evaluated(job: Job, chip: Chip, ranks: int, fixed: Fixed) -> Iterator[Estimate]:
+    """The meshes with params sharded over X, and those without X. ValueError if there are none of either kind."""
+    failures: list[ValueError] = []
+    for zero in (3, 0):
+        try:
+            yield from plans(job, chip, ranks, replace(fixed, zero=zero))
+        except ValueError as error:
+            failures.append(error)
+    if len(failures) == 2:
+        raise failures[0]
+
+
+def table(found: list[Choice], refused: list[str], top: int = 6) -> str:
+    """The meshes, the fastest first, and what is said of the choice."""
+    rows = []
+    for c in found[:top]:
+        comms = sum(seconds for _, seconds in c.comms)
+        numbers = [1e3 * t for t in (c.seconds, c.math, c.between, comms)]
+        rows.append((c.name, *(f"{n:,.1f}" for n in numbers), f"{c.memory / 1e9:.3f}"))
+    head = ["mesh", "ms a step", "products", "between", "collectives", "GB a rank"]
+    align = ("left", *["right"] * (len(head) - 1))
+    lines = [tabulate(rows, head, "simple", disable_numparse=True, colalign=align), reason(found)]
+    lines += [f"{len(found)} meshes were compared" + (f", {len(refused)} do not suit, such as" if refused else "")]
+    return "\n".join([*lines, *(f"  {why}" for why in refused[:3])])
+
+
+def reason(found: list[Choice]) -> str:
+    """Why the first one."""
+    best = found[0]
+    if len(found) == 1:
+        return f"{best.name}: the only mesh that suits"
+    other = found[1]
+    parts: Mapping[str, float] = {
+        "products": other.math - best.math, "what lies between": other.between - best.between,
+        "collectives": sum(s for _, s in other.comms) - sum(s for _, s in best.comms),
+    }  # fmt: skip
+    most = max(parts, key=lambda name: parts[name])
+    gain = other.seconds / best.seconds - 1
+    why = f"; it saves most in {most}, {1e3 * parts[most]:,.1f} ms" if parts[most] > 0 else ""
+    return f"{best.name}: forecast {gain:.1%} faster than {other.name}{why}"

@@ -1,0 +1,169 @@
+"""The time of a training step on a chip, from a run of its own code on an abstract mesh.
+
+What runs is counted (`count`): products, the operations between them, collectives. Each is then priced as a chip file
+says that this machine does it (`price`): a call and FLOPs or bytes. Where a chip has no such measurements: at its peak
+FLOPs/s, at its memory's bytes/s, and by its network. Seconds, of one chip.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scaling import cost
+from scaling.hardware import Chip, Measured
+from scaling.mesh import AbstractMesh
+from scaling.trace import Log, trace
+
+CURVED = ("gelu", "silu", "exp", "log", "erf", "tanh", "sigmoid", "softmax", "cos", "sin", "pow")  # in an op's name
+FREE = ("empty", "detach", "new_empty", "empty_like", "promote_types", "scalar_tensor")  # nothing is computed
+ATTENTION = "_scaled_dot_product"
+
+
+@dataclass
+class Calls:
+    """So many calls, and what they do in all: FLOPs or bytes."""
+
+    number: int = 0
+    amount: float = 0.0
+
+    def add(self, amount: float) -> None:
+        self.number, self.amount = self.number + 1, self.amount + amount
+
+
+@dataclass
+class Counted:
+    """What a step does on one device. `products` and `attention`: FLOPs; `reads`: bytes of the products' operands and
+    results; `plain` and `curved`: bytes that pointwise and other operations read and write, `curved` those with a
+    transcendental function; `log`: its lines, the collectives among them."""
+
+    products: Calls = field(default_factory=Calls)
+    reads: Calls = field(default_factory=Calls)
+    attention: Calls = field(default_factory=Calls)
+    plain: Calls = field(default_factory=Calls)
+    curved: Calls = field(default_factory=Calls)
+    log: Log = field(default_factory=Log)
+
+
+class _Count(TorchDispatchMode):
+    """Counts the operations that run outside the lines of a trace, which counts those."""
+
+    only_looks = True
+
+    def __init__(self, counted: Counted):
+        super().__init__()
+        self.counted = counted
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name.split("::")[1]
+        if name.startswith(ATTENTION):
+            self.counted.attention.add(attention_flops(name, args))
+        elif name not in FREE and not in_product(name):
+            given, made = tensors((args, kwargs)), tensors(result)
+            storages = {x.untyped_storage()._cdata for x in given}
+            fresh = [x for x in made if x.untyped_storage()._cdata not in storages]
+            if fresh or function._schema.is_mutable:
+                nbytes = sum(x.nbytes for x in given) + sum(x.nbytes for x in fresh or made)
+                where = self.counted.curved if name.strip("_").startswith(CURVED) else self.counted.plain
+                where.add(nbytes)
+        return result
+
+
+def in_product(name: str) -> bool:
+    """Whether it is the matmul inside a line."""
+    return name in ("mm", "addmm", "bmm", "baddbmm", "_unsafe_view")
+
+
+def tensors(values: Any) -> list[torch.Tensor]:
+    leaves: list = optree.tree_leaves(values)  # pyright: ignore[reportArgumentType]: a tree of anything
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def attention_flops(name: str, args: Sequence) -> float:
+    """Of a causal kernel: two products of T S / 2 scores a head forward, five backward."""
+    Q, K = [x for x in args if isinstance(x, torch.Tensor)][1 if "backward" in name else 0 :][:2]
+    return (5 if "backward" in name else 2) * Q.numel() * K.shape[2]
+
+
+def count(f: Callable[[], Any]) -> Counted:
+    """What f does, on an abstract mesh."""
+    found = Counted()
+    with trace() as found.log, _Count(found):
+        f()
+    for event in found.log.events:
+        if event.op == "Einsum" and event.memory:
+            found.products.add(event.flops)
+            found.reads.add(event.memory)
+        elif event.op == "Einsum":  # a block of attention
+            found.attention.add(event.flops)
+    return found
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of the products, of the work between them, and of the collectives by mesh axes."""
+
+    math: float
+    between: float
+    comms: tuple[tuple[str, float], ...]
+
+    @property
+    def own(self) -> float:
+        """What does not depend on other ranks."""
+        return self.math + self.between
+
+    @property
+    def total(self) -> float:
+        """Nothing overlaps: as on CPUs, where the core that computes also moves the bytes."""
+        return self.own + sum(seconds for _, seconds in self.comms)
+
+    @property
+    def overlapped(self) -> float:
+        """Communication hides behind the rest."""
+        return max(self.own, sum(seconds for _, seconds in self.comms))
+
+
+def price(counted: Counted, sizes: Mapping[str, int], chip: Chip, dtype: str = "fp32") -> Prediction:
+    """Seconds of what was counted on a mesh of these sizes. ValueError if the chip lacks what that takes."""
+    mesh = AbstractMesh(sizes)
+    comms: dict[str, float] = {}
+    for event in counted.log.collectives():
+        ranks = mesh.size(event.axes)
+        if ranks > 1 and event.op != "Send":  # its Recv is counted
+            op = "CollectivePermute" if event.op == "Recv" else event.op
+            axes = "".join(event.axes)
+            comms[axes] = comms.get(axes, 0.0) + cost.seconds(op, event.nbytes, chip, ranks)
+    memory, n = chip.need("hbm_bw"), mesh.size()
+    product = row(chip, "Product", n) or Measured("Product", n, 0.0, float("inf"))
+    plain = row(chip, "Pointwise", n) or Measured("Pointwise", n, 0.0, memory)
+    curved = row(chip, "Activation", n) or plain
+    flops = chip.flops(dtype)
+    math = counted.products.amount / flops + counted.attention.amount / (flops * chip.efficiency.attention)
+    math += seconds(product, counted.reads) + counted.attention.number * product.latency
+    between = seconds(plain, counted.plain) + seconds(curved, counted.curved)
+    return Prediction(math, between, tuple(comms.items()))
+
+
+def seconds(measured: Measured, calls: Calls) -> float:
+    return calls.number * measured.latency + calls.amount / measured.bandwidth
+
+
+def row(chip: Chip, op: str, ranks: int) -> Measured | None:
+    """What was measured of an operation while so many ranks ran it; the nearest number of ranks, if not this one."""
+    rows = [r for r in chip.measured if r.op == op]
+    return min(rows, key=lambda r: (abs(r.ranks - ranks), r.ranks)) if rows else None
+
+
+def pipelined(stages: Sequence[Prediction], microbatches: int, spare: float = 1.0) -> float:
+    """Seconds of a step whose stages follow each other: the fullest one, and while the pipeline fills and drains the
+    others; or, where ranks share cores, `spare` times as fast while others stand still, all the work there is.
+
+    `spare`: how much faster a rank computes alone than beside all others; 1 where each has its own processor.
+    """
+    Z, totals = len(stages), [stage.total for stage in stages]
+    alone = max(totals) * (1 + (Z - 1) / microbatches) / spare
+    return max(alone, sum(totals) / Z)

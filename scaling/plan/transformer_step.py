@@ -1,0 +1,79 @@
+"""A Transformer's training step: predicted on a chip, stage by stage, and run to compare."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scaling import tree
+from scaling.hardware import Chip
+from scaling.mesh import AbstractMesh
+from scaling.models import transformer as model
+from scaling.plan.counted import Counted, Prediction, count, pipelined, price, row
+from scaling.plan.layer import DTYPES
+from scaling.spec import parse
+from scaling.strategies import transformer
+from scaling.strategies.axes import present
+from scaling.strategies.transformer.stages import slots_of
+from scaling.train.settings import Settings, optimizer_of
+from scaling.train.step import gradients, make_step
+
+UPDATE = 7  # passes of AdamW over params: of them, their gradients and both moments three are written
+
+
+def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
+    """Of this rank's tokens."""
+    return parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
+
+
+def counted_transformer(settings: Settings, sizes: Mapping[str, int], z: int = 0) -> Counted:
+    """What a Transformer's training step does on each device of stage z."""
+    mesh, config = AbstractMesh(sizes, {"Z": z} if z else None), settings.model
+    types = transformer.specs(config, mesh)
+    slots = slots_of(config, mesh, None)
+    params = model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, slots=slots)
+    batch = [torch.empty(local_shape(settings, mesh), dtype=torch.int64, device="meta") for _ in range(2)]
+    f = gradients(settings, mesh)
+    found = count(lambda: f(params, (*batch, None)))
+    for W in tree.leaves(params):
+        found.plain.add(UPDATE * W.nbytes)
+    return found
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """A Transformer's step: what each stage is forecast to take, and the whole step."""
+
+    stages: tuple[Prediction, ...]
+    seconds: float
+
+    @property
+    def fullest(self) -> Prediction:
+        return max(self.stages, key=lambda stage: stage.total)
+
+
+def predict_transformer(settings: Settings, sizes: Mapping[str, int], chip: Chip) -> StepForecast:
+    """Price a Transformer's training step, stage by stage. ShardingError or ValueError for what does not fit."""
+    stages = tuple(
+        price(counted_transformer(settings, sizes, z), sizes, chip, settings.dtype) for z in range(sizes.get("Z", 1))
+    )
+    ranks = AbstractMesh(sizes).size()
+    alone, beside = row(chip, "Matmul", 1), row(chip, "Matmul", ranks)
+    spare = max(1.0, alone.bandwidth / beside.bandwidth) if alone and beside else 1.0
+    return StepForecast(stages, pipelined(stages, settings.microbatches, spare))
+
+
+def transformer_step(settings: Settings, mesh) -> Callable[[], Any]:
+    """A function that runs one training step on a mesh, again and again, each from where the last one ended."""
+    config, optimizer = settings.model, optimizer_of(settings)
+    types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
+    params = model.init(config, 0, DTYPES[settings.dtype], mesh=mesh, specs=types, slots=slots)
+    held, run = [params, optimizer.init(params)], make_step(settings, mesh, optimizer)
+    make = torch.Generator().manual_seed(0)
+    tokens, targets = (torch.randint(0, config.V, local_shape(settings, mesh), generator=make) for _ in range(2))
+
+    def once():
+        held[0], held[1], _ = run(*held, (tokens, targets, None), donate=True)
+
+    return once

@@ -1,0 +1,84 @@
+"""The mesh for a run: every mesh is tried, the fastest that fits is taken, and the command runs on it."""
+
+from dataclasses import replace
+
+import pytest
+
+from scaling.configs import get
+from scaling.hardware import Chip, Measured, chip
+from scaling.measure import rates
+from scaling.plan import choose
+from scaling.plan.transformer_step import counted_transformer, predict_transformer
+from scaling.train import __main__ as train
+from scaling.train import dry
+from scaling.train.settings import Settings
+
+SOME = Settings(get("tiny").with_(L=1, D=32, F=64, H=8, N=4, K=2), "", "", 4, 16)
+OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")
+
+
+def machine(latency=1e-4, bandwidth=1e9, memory=8e9):
+    rows = tuple(Measured(op, 2, latency, bandwidth) for op in OPS)
+    return Chip("ours", "cpu", "", (("fp32", 1e10),), hbm_bytes=memory, hbm_bw=1e10, measured=rows)
+
+
+def test_every_mesh_is_tried():
+    meshes = [*choose.meshes(SOME, 4)]
+    assert len(meshes) == 5 + 10  # one axis of 4, or two of 2
+    assert {"P": 2, "Y": 2} in meshes
+    assert [*choose.meshes(SOME, 1)] == [{"X": 1}]
+    assert len([*choose.meshes(replace(SOME, model=SOME.model.with_(E=4, k=2)), 4)]) == 6 + 15
+
+
+@pytest.mark.slow
+def test_the_fastest_is_taken_of_all_that_suit():
+    found, refused = choose.choices(SOME, 2, machine())
+    assert [c.seconds for c in found] == sorted(c.seconds for c in found)
+    assert {c.name for c in found} == {"P=2", "X=2", "C=2", "Y=2"}
+    assert refused == ["Z=2: tiny: L=1 layers cannot fill 2 stages: use fewer stages or chunks"]
+    for one in found:
+        assert one.seconds == predict_transformer(SOME, one.sizes, machine()).seconds
+        assert one.memory == dry.fullest(SOME, one.sizes).memory
+
+
+def test_what_is_sent_decides():
+    """Where a call is dear the mesh has few collectives."""
+    few, refused = choose.choices(SOME, 2, machine(latency=1.0))
+    calls = {c.name: counted_transformer(SOME, c.sizes).log.collectives() for c in few}
+    assert len(calls[few[0].name]) == min(map(len, calls.values())) < len(calls["Y=2"])
+    text = choose.table(few, refused)
+    assert text.splitlines()[2].startswith(few[0].name)
+    assert "it saves most in collectives" in text
+    assert "4 meshes were compared, 1 do not suit, such as\n  Z=2: " in text
+
+
+def test_what_does_not_fit_is_not_taken():
+    held = sorted(dry.fullest(SOME, {axis: 2}).memory for axis in "PXCY")
+    left, refused = choose.choices(SOME, 2, machine(memory=held[1] / dry.ROOM))
+    assert sorted(c.memory for c in left) == held[:2]
+    assert sum("a rank needs" in why for why in refused) == 2
+
+
+def test_a_chip_of_the_catalogue_is_planned_by_formula():
+    job = Settings(get("llama3-8b"), "", "", batch=64, seq=4096, dtype="bf16", remat="block")
+    found, refused = choose.choices(job, 8, chip("h100"))
+    assert found[0].sizes == {"X": 8}
+    assert all(c.memory < 0.9 * 80e9 for c in found)
+    assert any("a chip needs" in why for why in refused)
+    found, refused = choose.choices(replace(job, batch=63), 7, chip("h100"))
+    assert {tuple(c.sizes) for c in found} == {("P",)} or not found  # 7 divides no dim
+    assert any(why.startswith("X=7: ") for why in refused)
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "machine.toml"
+    file.write_text(rates.toml(machine()))
+    given = ["--model", "tiny", "--batch", "4", "--seq", "16", "--dry-run", "--chip", str(file)]
+    assert train.main([*given, "--plan", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "meshes were compared" in out
+    assert "of 2 ranks of" in out
+    assert train.main([*given, "--mesh", "X=5", "--plan"]) == 1
+    assert "no mesh suits\n  " in capsys.readouterr().err
+    assert train.main(["--model", "tiny", "--dry-run", "--plan", "2"]) == 1
+    assert "scaling.measure --ranks 2 --out machine.toml" in capsys.readouterr().err

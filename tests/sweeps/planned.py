@@ -1,0 +1,105 @@
+"""Is the planner's mesh among the fastest? Each job on every mesh of four ranks, forecast from machine.toml, then run.
+
+    python -m scaling.measure --ranks 4 --no-check --out machine.toml
+    python tests/sweeps/planned.py --chip machine.toml --out planned.jsonl
+
+The meshes of a job take turns, step by step, so that whatever else the machine does meets all alike; of a mesh's steps
+the lower quartile counts. A job that --out has is not run again. Times decide nothing: the exit status is 0.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scaling import launch
+from scaling.configs import get
+from scaling.hardware import load_chip
+from scaling.measure.layouts import Check, StepLayout, median_error, tau
+from scaling.measure.rates import barrier
+from scaling.mesh import Mesh
+from scaling.plan.choose import choices
+from scaling.sizes import format_sizes
+from scaling.train.settings import Settings
+
+TINY = get("tiny")
+
+
+def job(L, D, F, N, K, batch, seq, microbatches=1, remat="none", V=256):
+    config = TINY.with_(L=L, D=D, F=F, N=N, K=K, H=D // N, V=V)
+    return Settings(config, "", "", batch=batch, seq=seq, microbatches=microbatches, remat=remat)
+
+
+JOBS = {
+    "as calibrated": job(4, 256, 1024, 8, 4, 16, 128),
+    "wide": job(2, 512, 2048, 8, 8, 8, 64),
+    "wide, few tokens": job(2, 768, 3072, 8, 4, 4, 32),
+    "deep and narrow": job(8, 128, 512, 4, 4, 16, 128),
+    "long sequences": job(2, 256, 512, 8, 8, 4, 1024),
+    "many tokens": job(2, 256, 1024, 8, 8, 64, 128),
+    "microbatches": job(4, 256, 1024, 8, 4, 32, 64, microbatches=4),
+    "microbatches, wide": job(4, 384, 1536, 8, 8, 16, 32, microbatches=4),
+    "large vocabulary": job(2, 256, 512, 8, 4, 16, 64, V=8192),
+    "recomputed": job(4, 256, 1024, 8, 8, 16, 128, remat="block"),
+    "tiny": job(2, 64, 128, 4, 4, 8, 64),
+}
+
+
+def turns(mesh, steps: list[StepLayout], rounds: int) -> list[float]:
+    """Seconds of each step on this rank: the lower quartile of its turns."""
+    meshes = [Mesh(step.sizes) for step in steps]
+    ready = [step.prepared(on) for step, on in zip(steps, meshes, strict=True)]
+    found: list[list[float]] = [[] for _ in steps]
+    for turn in range(rounds + 1):
+        for once, seconds in zip(ready, found, strict=True):
+            barrier(mesh)
+            start = perf_counter()
+            once()
+            seconds += [perf_counter() - start] if turn else []
+    return [sorted(seconds)[len(seconds) // 4] for seconds in found]
+
+
+def one(name: str, settings: Settings, chip, ranks: int, rounds: int) -> dict:
+    found, _ = choices(settings, ranks, chip)
+    steps = [StepLayout(choice.sizes, settings=settings) for choice in found]
+    per_rank = launch.run(turns, {"X": ranks}, steps, rounds, checked=False)
+    measured = [max(times) for times in zip(*per_rank, strict=True)]
+    checks = [Check(s, c.seconds, t) for s, c, t in zip(steps, found, measured, strict=True)]
+    order = sorted(range(len(found)), key=measured.__getitem__)
+    return {
+        "job": name, "chosen": found[0].name, "place": 1 + order.index(0),
+        "slower": measured[0] / measured[order[0]] - 1, "fastest": found[order[0]].name,
+        "median_error": median_error(checks), "tau": tau(checks),
+        "meshes": {format_sizes(c.layout.sizes): [c.predicted, c.seconds] for c in checks},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--chip", required=True, help="the file that scaling.measure wrote")
+    parser.add_argument("--out", default="planned.jsonl")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="jobs whose name contains this")
+    parser.add_argument("--most", type=int, default=len(JOBS), help="jobs to run now")
+    args = parser.parse_args()
+    out, chip = Path(args.out), load_chip(args.chip)
+    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    todo = [name for name in JOBS if args.only in name and name not in {row["job"] for row in done}]
+    for name in todo[: args.most]:
+        done.append(one(name, JOBS[name], chip, args.ranks, args.rounds))
+        with out.open("a") as file:
+            file.write(json.dumps(done[-1]) + "\n")
+    for row in done:
+        print(
+            f"{row['job']:20} chose {row['chosen']:10} place {row['place']:2} of {len(row['meshes'])}, "
+            f"+{row['slower']:.0%} of {row['fastest']:10} error {row['median_error']:.0%}, tau {row['tau']:.2f}"
+        )
+    print(f"among the two fastest: {sum(row['place'] <= 2 for row in done)} of {len(done)}")
+
+
+if __name__ == "__main__":
+    main()
