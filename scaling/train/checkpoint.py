@@ -11,7 +11,6 @@ Files are read with `weights_only`: nothing in them is run.
 """
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -26,7 +25,7 @@ from scaling import tree
 from scaling.spec import Spec, parse
 from scaling.train.blocks import IN_ORDER, Places, assembled, described, own_blocks
 from scaling.train.dcp import Reader, keys
-from scaling.train.durable import INDEX, LATEST, complete, draft_of, name, write
+from scaling.train.durable import INDEX, LATEST, begin, complete, name, write
 
 THREAD = "checkpoint"  # the name of those that write
 
@@ -60,8 +59,8 @@ def save(
             blocks = own_blocks(leaf, spec, mesh, places, number)
             own |= {file: _on_cpu(block, copy=async_op) for file, block in blocks.items()}
     index = {"step": step, "mesh": dict(mesh.sizes), "leaves": leaves, "values": values}
-    if mesh.rank == 0:  # what a run that was killed has left: its files are not this step's
-        shutil.rmtree(draft_of(folder, step), ignore_errors=True)
+    if mesh.rank == 0:
+        begin(folder, step)
     if (group := mesh.group(tuple(mesh.sizes))).pg is not None:
         dist.barrier(group.pg)
     if not async_op:

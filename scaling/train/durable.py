@@ -32,6 +32,12 @@ def draft_of(folder: Path, step: int) -> Path:
     return folder / f".{name(step)}"
 
 
+def begin(folder: Path, step: int) -> None:
+    """Rank 0's part before all others': an empty folder to write into, whatever a killed run has left there."""
+    shutil.rmtree(draft_of(folder, step), ignore_errors=True)
+    draft_of(folder, step).mkdir(parents=True)
+
+
 def complete(folder: Path) -> list[int]:
     """The complete steps, in order."""
     there = [p for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / INDEX).is_file()]
@@ -41,7 +47,6 @@ def complete(folder: Path) -> list[int]:
 def write(folder: Path, own: Mapping[str, Tensor], index: dict, mesh_rank: int, step: int, keep: int | None) -> None:
     """One rank's blocks; by rank 0, when all are there, the rest. OSError names the path and the bytes."""
     draft = draft_of(folder, step)
-    draft.mkdir(parents=True, exist_ok=True)
     for file, block in own.items():
         with whole_file(draft / file, block.nbytes) as out:
             torch.save(block, out)

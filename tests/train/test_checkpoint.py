@@ -6,6 +6,7 @@ import pickle
 import resource
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,26 @@ def leftovers(mesh, folder):
 
 def test_files_of_a_killed_run_are_not_taken_for_this_one_s(ranks, tmp_path):
     assert ranks(leftovers, {"X": 2}, tmp_path) == [10.0, 10.0]
+
+
+def writes_late(mesh, folder):
+    """The rank that holds a replica alone comes when rank 0 has completed the step."""
+    real, wait = checkpoint.write, durable.WAIT
+
+    def write(*given):
+        time.sleep(0.3 * mesh.rank)
+        real(*given)
+
+    checkpoint.write, durable.WAIT = write, 5.0
+    try:
+        checkpoint.save(folder, {"W": torch.ones(2)}, {"W": "W[D]"}, mesh, 1)
+    finally:
+        checkpoint.write, durable.WAIT = real, wait
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_rank_with_nothing_to_write_may_be_late(ranks, tmp_path):
+    assert ranks(writes_late, {"P": 2}, tmp_path) == [["latest", "step-000001"]] * 2
 
 
 @pytest.mark.parametrize("after", [2, 5])
