@@ -12,10 +12,11 @@ TICK = os.sysconf("SC_CLK_TCK")
 class Pulse:
     """All ranks hang if for `timeout` seconds none has computed, or for 5 times as long none has read or written.
 
-    A rank that waits for a lock or sleeps takes no processor time. One that loops for ever does, but neither sends nor
-    receives; on GPUs (`sockets` False), where NCCL moves bytes that Linux does not count, that is not held against it.
-    What cannot be told from a hang is a long wait for something outside, and very long computing without a word: there
-    a longer timeout helps.
+    A rank that waits for a lock or sleeps takes no processor time. One that would compute, had it a processor, counts
+    as computing: on a machine that does much else it may get none for long. One that loops for ever computes, but
+    neither sends nor receives; on GPUs (`sockets` False), where NCCL moves bytes that Linux does not count, that is not
+    held against it. What cannot be told from a hang is a long wait for something outside, and very long computing
+    without a word: there a longer timeout helps.
     """
 
     def __init__(self, pids: list[int], timeout: float, sockets: bool = True):
@@ -23,15 +24,15 @@ class Pulse:
         self.idle = timeout + 1.0  # a collective that times out says more, and is to be first
         self.mute = PATIENCE * self.idle if sockets else float("inf")
         self.looked = self.computed = self.moved = time.monotonic()
-        self.used, self.bytes = _counts(pids)
+        self.used, self.bytes, _ = _counts(pids)
 
     def stopped(self) -> str:
         """What has stopped and for how long, in words; empty while there is hope."""
         now = time.monotonic()
         if now - self.looked < self.every or not os.path.exists("/proc/self/io"):
             return ""
-        used, moved = _counts(self.pids)
-        if used - self.used > IDLE * (now - self.computed):
+        used, moved, ready = _counts(self.pids)
+        if ready or used - self.used > IDLE * (now - self.computed):
             self.used, self.computed = used, now
         if moved != self.bytes:
             self.bytes, self.moved = moved, now
@@ -46,13 +47,16 @@ class Pulse:
         return f"{who} {what}\n  fix: look below where that is; if it is meant to take so long, pass a longer timeout\n"
 
 
-def _counts(pids: list[int]) -> tuple[float, int]:
-    """(processor seconds, bytes read and written), of the processes and their children together."""
-    used, moved = 0, 0
+def _counts(pids: list[int]) -> tuple[float, int, bool]:
+    """(processor seconds, bytes read and written), of the processes and their children together; and whether one of
+    them is ready to run, with a processor or waiting for one."""
+    used, moved, ready = 0, 0, False
     for pid in pids:
         try:
-            used += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             moved += sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])
         except OSError:  # it has ended meanwhile
             continue
-    return used / TICK, moved
+        used += sum(map(int, stat[11:15]))
+        ready |= stat[0] == "R"
+    return used / TICK, moved, ready

@@ -82,13 +82,21 @@ def pids_in(text: str) -> list[int]:
     return [int(pid) for pid in re.findall(r"pid (\d+) rank", text)]
 
 
-def test_a_mesh_that_is_none_ends_a_script_with_one_line():
+@pytest.fixture
+def as_script():
+    """As `start` finds it in a script; it handles SIGTERM."""
     handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as end:
-            launch.start(print, {"X": 0})
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_a_script_gets_the_result_of_rank_0(as_script):
+    assert launch.start(lambda mesh, a: (mesh.rank, a), {"X": 2}, "a") == (0, "a")
+
+
+def test_a_mesh_that_is_none_ends_a_script_with_one_line(as_script):
+    with pytest.raises(SystemExit) as end:
+        launch.start(print, {"X": 0})
     assert end.value.code == "ShardingError: mesh axis X has size 0: it must be an int of at least 1"
 
 

@@ -164,3 +164,14 @@ def test_bytes_are_part_5_s():
 def test_what_does_not_fit_is_refused(config, sizes, words):
     with pytest.raises(ShardingError, match=words):
         transformer.specs(config, AbstractMesh(sizes))
+
+
+def test_experts_with_a_capacity_take_tokens_in_plain_order():
+    """So zig-zag, which reorders them, is refused where a sequence is split, and there alone."""
+    moe = PLAIN.with_(E=4, k=2, capacity=1.5)
+    with pytest.raises(ValueError, match="zig-zag reorders them"):
+        traced(moe, {"X": 2, "C": 2})
+    assert traced(moe, {"X": 2, "C": 2}, context="ring").events
+    assert traced(moe, {"X": 2, "C": 1}).events
+    assert traced(moe, {"X": 2}).events
+    assert traced(moe.with_(capacity=None), {"X": 2, "C": 2}).events

@@ -1,0 +1,56 @@
+"""Which processes count as hanging: those that sleep, not those that get no processor."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from scaling.launch.pulse import Pulse
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what Linux counts of processes")
+
+
+def spins():
+    while True:
+        pass
+
+
+def starved():
+    """As on a machine that does much else: it runs when nobody else wants its processor."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    spins()
+
+
+def sleeps():
+    time.sleep(60)
+
+
+def forked(do) -> int:
+    """A process that does something, on the first of this one's processors."""
+    core = {min(os.sched_getaffinity(0))}
+    if pid := os.fork():
+        return pid
+    try:
+        os.sched_setaffinity(0, core)
+        do()
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize(("do", "hangs"), [(starved, False), (spins, False), (sleeps, True)])
+def test_who_hangs(do, hangs):
+    pids = [forked(do), forked(spins)]
+    try:
+        time.sleep(0.1)
+        pulse = Pulse(pids[:1], 0.2)
+        pulse.every, pulse.idle = 0.1, 0.4
+        said, deadline = "", time.monotonic() + (30 if hangs else 1.0)
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said = pulse.stopped()
+        assert ("has not computed" in said) is hangs, said
+    finally:
+        for pid in pids:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
