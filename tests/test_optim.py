@@ -276,3 +276,12 @@ def test_memory_order_does_not_matter(layout, donate):
         odd, odd_state = adamw.update({"W": odd_g(grad)}, odd_state, odd, donate=donate)
         torch.testing.assert_close(odd["W"], wanted["W"], rtol=1e-14, atol=0)
         torch.testing.assert_close(odd_state["v"], state["v"], rtol=1e-14, atol=0)
+
+
+def test_gradients_that_are_given_away_are_scaled_where_they_lie():
+    grads = {"W": torch.tensor([3.0, 4.0])}
+    kept, norm = optim.clip_by_global_norm(grads, {"W": "W[D]"}, AbstractMesh({}), 1.0)
+    assert grads["W"].tolist() == [3.0, 4.0]
+    given = optim.scaled_to(grads, norm, 1.0, donate=True)
+    assert given["W"] is grads["W"]
+    assert torch.equal(given["W"], kept["W"])

@@ -8,8 +8,18 @@ Elementwise, so they run on shards as they are: the specs of the state are the p
 and AdamW. Nothing is changed in place unless the caller gives its buffers away (`donate=True`).
 """
 
-from scaling.optim.clipping import chain, clip, clip_by_global_norm
+from scaling.optim.clipping import chain, clip, clip_by_global_norm, global_norm, scaled_to
 from scaling.optim.loss_scale import loss_scaled
 from scaling.optim.rules import Optimizer, adamw, sgd
 
-__all__ = ["Optimizer", "adamw", "chain", "clip", "clip_by_global_norm", "loss_scaled", "sgd"]
+__all__ = [
+    "Optimizer",
+    "adamw",
+    "chain",
+    "clip",
+    "clip_by_global_norm",
+    "global_norm",
+    "loss_scaled",
+    "scaled_to",
+    "sgd",
+]

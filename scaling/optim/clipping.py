@@ -40,11 +40,26 @@ def clip(max_norm: float, eps: float = 1e-6) -> Callable:
 
 
 def clip_by_global_norm(grads, specs, mesh, max_norm: float, eps: float = 1e-6):
-    """(grads, norm): scaled by min(1, max_norm / (norm + eps)), norm that of the whole gradient, on every device.
+    """(grads, norm): scaled by min(1, max_norm / (norm + eps)), norm that of the whole gradient: see `global_norm`.
+
+    A norm that is not finite makes every gradient so, as in torch.nn.utils.clip_grad_norm_.
+    """
+    norm = global_norm(grads, specs, mesh)
+    return scaled_to(grads, norm, max_norm, eps), norm
+
+
+def scaled_to(grads, norm: Tensor, max_norm: float, eps: float = 1e-6, donate: bool = False):
+    """Gradients of this norm times min(1, max_norm / (norm + eps)); with `donate` in their own buffers."""
+    scale = (max_norm / (norm + eps)).clamp(max=1.0)
+    return tree.map(lambda g: g.mul_(scale.to(g.dtype)) if donate else g * scale.to(g.dtype), grads)
+
+
+def global_norm(grads, specs, mesh) -> Tensor:
+    """The norm of the whole gradient, on every device.
 
     `specs` are the gradients' types: what is sharded is summed over its axes, replicas are counted once, and partial
-    sums (`{U_X}`) are refused. One AllReduce of a scalar per set of axes; float32 at least. A norm that is not finite
-    makes every gradient so, as in torch.nn.utils.clip_grad_norm_. Under torch.compile the specs must be strings.
+    sums (`{U_X}`) are refused. One AllReduce of a scalar per set of axes; float32 at least. Under torch.compile the
+    specs must be strings.
     """
     if not torch.compiler.is_compiling():
         tree.paired(grads, specs, "grads")
@@ -56,9 +71,7 @@ def clip_by_global_norm(grads, specs, mesh, max_norm: float, eps: float = 1e-6):
     for axes, part in parts.items():
         square = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in part]).square().sum()
         total = total + (all_reduce(f"Norm[] {{U_{axes}}} -> Norm[]", square, mesh) if axes else square)
-    norm = total.sqrt()
-    scale = (max_norm / (norm + eps)).clamp(max=1.0)
-    return tree.map(lambda g: g * scale.to(g.dtype), grads), norm
+    return total.sqrt()
 
 
 def _split_over(mesh, specs) -> tuple[str, ...]:

@@ -167,6 +167,7 @@ def trained(settings: Settings, sizes: dict[str, int], args) -> int:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         launch.start(run, sizes, settings, **options)
         return 0
+    launch.keep_freed_memory()
     result = launch.run(run, sizes, settings, **options)[0]
     stopped = result["step"] < settings.steps
     print(f"{'stopped' if stopped else 'done'} at step {result['step']}: loss {result['loss']:.4f}, valid "

@@ -13,7 +13,7 @@ from scaling.train.settings import DTYPES, Settings
 
 
 def gradients(settings: Settings, mesh) -> Callable:
-    """f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, the clipped ones, the norm they had)."""
+    """f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm)."""
     config, types = settings.model, transformer.specs(settings.model, mesh)
     sums = torch.promote_types(DTYPES[settings.dtype], torch.float32)
 
@@ -24,7 +24,7 @@ def gradients(settings: Settings, mesh) -> Callable:
             remat=settings.remat, seed=at_step(settings.seed, step), sums=sums,
             scale=scale,
         )  # fmt: skip
-        return loss, grads, *optim.clip_by_global_norm(grads, types, mesh, settings.clip)
+        return loss, grads, optim.global_norm(grads, types, mesh)
 
     return f
 
@@ -40,7 +40,7 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer) -> Callable:
 
     def step(params, state, batch, donate: bool = False):
         number, scale, options = int(state["step"]) + 1, float(state.get("scale", 1.0)), {}
-        loss, grads, clipped, norm = f(params, batch, number, scale)
+        loss, grads, norm = f(params, batch, number, scale)
         metrics = {"loss": loss, "grad_norm": norm}
         if "scale" in state:
             metrics["scale"], options["finite"] = scale, math.isfinite(norm.item())
@@ -48,6 +48,7 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer) -> Callable:
             guards.check_finite(loss, norm, grads, types, mesh, number)
         if settings.norms:
             metrics["norms"] = guards.leaf_norms(grads, types, mesh)
+        clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
         params, state = optimizer.update(clipped, state, params, donate=donate, **options)
         return params, state, metrics
 

@@ -93,7 +93,7 @@ def norms(mesh):
     settings, types = Settings(TINY, "", "", 4, 32), transformer.specs(TINY, mesh)
     params = model.init(TINY, 0, mesh=mesh, specs=types)
     rows = local(torch.arange(128).reshape(4, 32), mesh)
-    _, grads, _, total = gradients(settings, mesh)(params, (rows, rows, None))
+    _, grads, total = gradients(settings, mesh)(params, (rows, rows, None))
     assert re.match("params", next(iter(tree.named_leaves(types))))
     assert optim.clip_by_global_norm(grads, types, mesh, 1.0)[1] == total
     return guards.leaf_norms(grads, types, mesh), total, transformer.unshard(grads, TINY, mesh)
