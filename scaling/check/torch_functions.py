@@ -104,7 +104,9 @@ class TorchFunctions(Part):
         arrays = [x for x in map(as_array, items.items) if x is not None and not x.pending and not x.through]
         whole = next((x for x in arrays if not x.spec.unreduced), None)
         partial = next((x for x in arrays if x.spec.unreduced), None)
-        if whole is not None and partial is not None and not any(hidden(x.spec) for x in arrays):
+        if whole is None or partial is None or any(hidden(x.spec) for x in arrays):
+            return
+        if whole.sure or not {*whole.spec.axes} & {*partial.spec.unreduced}:
             self.partial_plus_whole(node, partial, str(whole), frame)
 
     def joined(self, name: str, node: ast.Call, args, keywords, frame):
@@ -154,8 +156,9 @@ class TorchFunctions(Part):
 
     def reduced_over_dims(self, how: str, node: ast.Call, held: Shard, args, keywords):
         """sum, mean, amax, amin: over a dim that is split they leave parts, {U}, of the sum, the mean, the maximum."""
-        if held.loose:
-            return replace(held, key="", sure=False)
+        if held.loose:  # of a whole array it may be parts of a sum over any axis that splits it
+            unknown = held.spec.axes and not held.spec.unreduced
+            return None if unknown else replace(held, key="", sure=False)
         given = node.args if isinstance(node.func, ast.Attribute) and len(args) == len(node.args) else node.args[1:]
         where = next((k.value for k in node.keywords if k.arg in ("dim", "axis")), given[0] if given else None)
         keep = next((k.value for k in node.keywords if k.arg == "keepdim"), given[1] if len(given) > 1 else None)

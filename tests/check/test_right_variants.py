@@ -1,0 +1,28 @@
+"""No false alarm: of a hundred right variants of strategies, chapters and the Transformer nothing is reported."""
+
+import ast
+
+import pytest
+from right_variants import variants
+
+from scaling.check import check_source
+from scaling.check.modules import Modules
+
+VARIANTS = list(variants(100, seed=0))
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return Modules()
+
+
+def test_they_differ_from_what_is_checked_anyway():
+    assert len({text for _, _, text in VARIANTS}) == 100
+    assert len({file for file, _, _ in VARIANTS}) > 10
+
+
+@pytest.mark.parametrize("number", range(0, 100, 5))
+def test_nothing_is_found(number, modules):
+    for file, done, text in VARIANTS[number : number + 5]:
+        ast.parse(text)
+        assert [str(found) for found in check_source(text, file, modules)] == [], done
