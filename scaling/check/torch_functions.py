@@ -85,6 +85,9 @@ class TorchFunctions(Part):
             return self.reduced_over_dims(SUMS[name], node, held, args[1:], keywords)
         if name in PARTS:
             return Each(replace(self.turned(name, node, held), key=""))
+        index = as_array(args[2]) if name in ("gather", "take_along_dim") and len(args) > 2 else None
+        if index is not None and not index.loose and not {*index.spec.axes} & {*held.spec.unreduced}:
+            return held.typed(index.spec.dims, loose=False, summed=False)
         if name in LOOSE:
             return self.turned(name, node, held)
         if partial is not None:
