@@ -142,7 +142,8 @@ def test_sglang_35270_pages_that_two_share_are_counted_once():
 
 
 def test_nano_vllm_73_decode_goes_on_beside_prompts():
-    """Chunked: no step without those that decode. Interleaved: a long prompt stops them for one step."""
+    """nano-vllm#73, PR#276, vllm#5042, who starves whom: chunked, no step is without those that decode; interleaved, a
+    long prompt stops them for one step."""
     arrivals = [(0.0, Request(0, (1,), 12)), (2.5, Request(1, tuple(range(40)), 2))]
 
     def gaps(policy):
@@ -156,7 +157,7 @@ def test_nano_vllm_73_decode_goes_on_beside_prompts():
 
 
 def test_vllm_5543_a_shared_prefix_changes_no_completion():
-    """Each trace's requests with the trie and without it give the same."""
+    """vllm#5543, #7845: each trace's requests with the trie and without it give the same."""
     for seed in range(40):
         options, arrivals, _ = mock_model.trace(seed)
         found = []

@@ -78,6 +78,8 @@ def every_pair(world):
 
 
 def test_every_pair_of_types(ranks):
+    """TensorRT-LLM#6507, sglang PR#15674, #19086, vllm#14952, prefill and decode under other degrees: pages whose dims
+    are read in another order, copies of a head counted twice, ranks that wait for ever."""
     results = ranks(every_pair, {"W": 8})
     assert all(right for found in results for right, _ in found)
     held = 2 * 2 * B * max(LENGTHS) * 2 * 8  # of the places below the longest row, one copy

@@ -1,5 +1,6 @@
 """Bugs that others published about caches, as tests by name. Those of scheduling are in test_engine.py, those of the
-batch in test_engine_model.py, those of speculative sampling in test_speculative.py."""
+batch in test_engine_model.py, those of speculative sampling in test_speculative.py, those of caches that move from one
+mesh to another in test_move.py."""
 
 import pytest
 import torch
@@ -25,6 +26,16 @@ def test_llm_compressor_2176_scales_are_not_one():
     broken = {name: leaf for name, leaf in cache.items() if name != "scale"}
     with pytest.raises(ValueError, match="without its scales"):
         serve.decode(params, tokens[:, 0], broken | {"lengths": torch.tensor([3, 3])}, CONFIG)
+
+
+def test_sglang_25790_prefill_and_decode_read_the_same_int8_cache():
+    """sglang#25790: logits of a prompt at once and token by token, 110 places: both see the numbers that are stored."""
+    text = torch.randint(0, 31, (1, 110), generator=torch.Generator().manual_seed(1))
+    whole, _ = serve.extend(params, text, serve.init_cache(CONFIG, 1, 110, dtype=torch.int8), CONFIG)
+    cache = serve.init_cache(CONFIG, 1, 110, dtype=torch.int8)
+    for n in range(110):
+        logits, cache = serve.decode(params, text[:, n], cache, CONFIG, donate=True)
+        assert (logits - whole[:, n]).abs().max() < 1e-12, n
 
 
 def test_nano_gpt_613_cached_is_uncached():
