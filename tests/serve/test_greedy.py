@@ -1,7 +1,9 @@
-"""Greedy completions of 200 random prompts equal Hugging Face's (`tests/oracles/hugging_face_generate.py`)."""
+"""Greedy completions of 200 random prompts equal Hugging Face's (`tests/oracles/hugging_face_generate.py`), and the
+engine's tokens and prefix hits those of vLLM's CPU build (`vllm_generate.py` beside it)."""
 
 import greedy_table
 import pytest
+import vllm_table
 
 from scaling import serve
 from scaling.serve import engine
@@ -20,6 +22,19 @@ def test_generate_is_hugging_faces(name):
     arrivals = [(0.0, Request(i, tuple(prompt), new)) for i, prompt in enumerate(prompts)]
     served = engine.serve(params, config, arrivals, Options(pages=60, page=5, slots=20, budget=48))
     assert [list(served.requests[i].tokens) for i in range(len(prompts))] == wanted
+
+
+@pytest.mark.parametrize("name", vllm_table.CONFIGS)
+def test_the_engines_tokens_and_hits_are_vllms(name):
+    """All prompts, and when they are done, all of them again: how much of each is found."""
+    prompts, wanted = vllm_table.prompts_of(name), vllm_table.stored()[name]
+    rounds = [(1e6 * (i >= len(prompts)), p) for i, p in enumerate(2 * prompts)]
+    arrivals = [(when, Request(i, tuple(p), vllm_table.NEW)) for i, (when, p) in enumerate(rounds)]
+    options = Options(pages=60, page=vllm_table.PAGE, slots=12, budget=256)
+    served = engine.serve(vllm_table.params_of(name), vllm_table.CONFIGS[name], arrivals, options)
+    both = [served.requests[i] for i in range(len(arrivals))]
+    assert [list(times.tokens) for times in both] == 2 * wanted["tokens"]
+    assert [times.cached for times in both[len(prompts) :]] == wanted["cached"]
 
 
 def test_they_are_many_and_differ():
