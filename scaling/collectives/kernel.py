@@ -152,6 +152,17 @@ def is_view(line: Line) -> bool:
     return len(line.operands) == 1 and set(line.result.dim_names) == set(line.operands[0].dim_names)
 
 
+def orders_of(line: Line) -> tuple[bool, bool, bool] | None:
+    """Of the product of two matrices: whether a is [I, J], b is [J, K] and the result [I, K]; else they are turned."""
+    if len(line.operands) == 1 or any(len(spec.dims) != 2 for spec in (*line.operands, line.result)):
+        return None
+    a, b, result = (tuple(spec.dim_names) for spec in (*line.operands, line.result))
+    shared = set(a) & set(b) - set(result)
+    if len(shared) != 1 or len({*a, *b}) != 3:
+        return None
+    return a[1] in shared, b[0] in shared, result[0] in a
+
+
 def equation_of(line: Line) -> str:
     """The line in torch.einsum's letters: `A[I, J] * B[J, K] -> C[I, K]` -> "ab,bc->ac"."""
     letters: dict[str, str] = {}

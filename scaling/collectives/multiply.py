@@ -14,7 +14,7 @@ from scaling.algebra.contraction import check_product, refuse_product
 from scaling.collectives.buffers import check_out, overlap, refuse_overlap
 from scaling.collectives.calls import wait
 from scaling.collectives.deferred import Deferred
-from scaling.collectives.kernel import Kernel, Shapes, compile_product, equation_of, evaluate, fits, is_view
+from scaling.collectives.kernel import Kernel, Shapes, compile_product, equation_of, evaluate, fits, is_view, orders_of
 from scaling.collectives.linear import differentiated
 from scaling.collectives.torch_private import constant
 from scaling.spec import Line, ShardingError
@@ -82,11 +82,16 @@ def _run(product: Kernel, a: Tensor, b: Tensor | None, out: Tensor | None, add: 
 
 def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
     """The same in a compiler's graph: by the equation, for which it finds the best kernel."""
-    equation, copies, shapes = _constants(line)
+    equation, orders, copies, shapes = _constants(line)
     operands = (a,) if b is None else (a, b)
     if not fits(Shapes(*shapes), a.shape, None if b is None else b.shape):
         _refuse_shapes(line, *(tuple(x.shape) for x in operands))
-    result = evaluate(equation, *operands)
+    if orders is None or b is None or not a.is_floating_point():
+        result = evaluate(equation, *operands)
+    else:  # torch.einsum's is a product of batches of one, which a compiler does not write straight to its place
+        plain_a, plain_b, ahead = orders
+        result = torch.mm(a if plain_a else a.t(), b if plain_b else b.t())
+        result = result if ahead else result.t()
     if out is None:
         return result.clone() if copies else result
     if out.shape != result.shape or out.dtype != result.dtype:
@@ -98,7 +103,7 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
 def _constants(line: str) -> tuple:
     """(equation, whether its result would be a view of the operand, shapes), the line checked."""
     product = compile_product(line)
-    return equation_of(product.line), is_view(product.line), tuple(product.shapes)
+    return equation_of(product.line), orders_of(product.line), is_view(product.line), tuple(product.shapes)
 
 
 @constant

@@ -75,14 +75,26 @@ def adamw(lr: Schedule, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, master=
             options = {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay, "lr": _for_kernel(rate, p)}
             fused_adamw_(p, g, m, v, count.float(), **options)
             return
-        t = count.double()
+        compiling = torch.compiler.is_compiling()
+        in_m, in_v = (_compiled_corrections if compiling else _corrections)(count, b1, b2).unbind()
         for i in range(len(p)):
             p[i].mul_(1 - rate * decay)
             m[i].lerp_(g[i], 1 - b1)
             v[i].mul_(b2).addcmul_(g[i], g[i], value=1 - b2)
-            p[i].sub_(m[i] * (rate / (1 - b1**t)) / (v[i].sqrt() / (1 - b2**t).sqrt() + eps))
+            p[i].sub_(m[i] * (rate / in_m) / (v[i].sqrt() / in_v.sqrt() + eps))
 
     return _optimizer(step, lr, weight_decay, ("m", "v"), master, mask)
+
+
+def _corrections(count: Tensor, b1: float, b2: float) -> Tensor:
+    """[1 - b1^t, 1 - b2^t], in float64."""
+    t = count.double()
+    return torch.stack([1 - b1**t, 1 - b2**t])
+
+
+# One op to a compiler, which would compute the powers again with each few elements of the params.
+_compiled_corrections = torch.library.custom_op("scaling::adamw_corrections", _corrections, mutates_args=())
+_compiled_corrections.register_fake(lambda count, b1, b2: count.new_empty(2, dtype=torch.float64))
 
 
 def _optimizer(step: Callable, lr: Schedule, weight_decay: float, moments: tuple[str, ...], master: bool, mask):

@@ -37,6 +37,7 @@ class Gradients:
         self.first = 0  # `buffers`: of the layers now being written, from `first` on
         self.buffers: Any = self.sums
         self.results: dict[str, Tensor] | None = out
+        self.pieces: list[dict[str, Tensor]] = []  # of `results`, while compiling
         self.late: list[tuple[int, int, Sequence]] = []  # (first, last, what `reduce` returned)
         self.later: list[tuple[int, int, Sequence]] = []  # the same over the slow axis
 
@@ -120,12 +121,12 @@ class Gradients:
                 self.later.append((first, last, self.strategy.reduce_slow(*done, mesh)))
 
     def place(self, first: int, last: int, done: Sequence[Tensor]) -> None:
+        if self.compiling:  # matrices below each other, which a compiler writes straight to their places
+            rows = done if last - first == 1 else [x.flatten(0, 1) for x in done]
+            self.pieces.insert(0, dict(zip(self.strategy.weights, rows, strict=True)))
+            return
         done = [x[None] for x in done] if last - first == 1 else done
         named = dict(zip(self.strategy.weights, done, strict=True))
-        if self.compiling:
-            above = self.results or {}
-            self.results = {name: torch.cat([x, above[name]]) if name in above else x for name, x in named.items()}
-            return
         results = self.results
         if results is None:
             whole = self.sums is not None and all(x.shape[1:] == self.sums[name].shape[1:] for name, x in named.items())
@@ -149,6 +150,9 @@ class Gradients:
         self.settle()
         for first, last, pending in self.later:
             self.place(first, last, [wait(x) for x in pending])
+        if self.pieces:
+            rows = {name: torch.cat([piece[name] for piece in self.pieces]) for name in self.params}
+            return {name: x.unflatten(0, (self.L, len(x) // self.L)) for name, x in rows.items()}
         results = self.results or {name: torch.empty_like(W) for name, W in self.params.items()}
         return {name: results[name] for name in self.params}
 
