@@ -82,14 +82,14 @@ class Profile:
         also what the lines take by its roofline: of a collective, `hidden` counts as time that it took."""
         return table.report(self, chip, dtype, columns)
 
-    def save(self, where: "str | Path") -> list[Path]:
+    def save(self, where: "str | Path", chip: Chip | None = None) -> list[Path]:
         """Write a trace of all ranks, which ui.perfetto.dev and chrome://tracing open: to FILE.json, or into a folder,
-        with the table beside it. On each rank; call it on one."""
+        with the table beside it, for a `chip` too. On each rank; call it on one."""
         path = Path(where)
         if path.suffix == ".json":
             return [chrome.write(path, self.timelines, self.splits)]
         path.mkdir(parents=True, exist_ok=True)
-        (path / "lines.txt").write_text(self.table() + "\n")
+        (path / "lines.txt").write_text(self.table(chip) + "\n")
         return [chrome.write(path / "trace.json", self.timelines, self.splits), path / "lines.txt"]
 
 

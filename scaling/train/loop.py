@@ -41,7 +41,7 @@ def run(mesh, settings: Settings) -> dict:
     coming = ahead(train, seen, settings.batch)
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), Pace(), None
     flight = Flight(out, mesh.rank)
-    for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank):
+    for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank, settings.chip):
         began = time.perf_counter()
         whole = next(coming)
         if settings.guard_every and (number - start) % settings.guard_every == 1:

@@ -9,6 +9,8 @@ from busy import once
 
 from scaling import trace
 from scaling.collectives import all_reduce, einsum
+from scaling.hardware import Chip, Measured
+from scaling.measure import toml
 from scaling.mesh import Mesh
 from scaling.profile import kineto, profile
 from scaling.profile.record import on_device, run_of, with_transfers
@@ -162,17 +164,24 @@ def test_a_mesh_of_one_device_communicates_nothing():
     assert [run.communicates for run in p.timelines[0].runs] == [False]
 
 
-def watch(mesh, place):
+def watch(mesh, place, predict=""):
     numbers = []
-    for number in watched(range(9), place, mesh.rank):
+    for number in watched(range(9), place, mesh.rank, predict):
         all_reduce("A[I] {U_X} -> A[I]", torch.ones(4), mesh)
         numbers.append(number)
     return numbers
 
 
 def test_some_steps_of_a_run_are_profiled(ranks, tmp_path):
-    assert ranks(watch, {"X": 2}, str(tmp_path / "p.json")) == [list(range(9))] * 2
-    events = json.loads((tmp_path / "p.json").read_text())["traceEvents"]
+    machine = tmp_path / "machine.toml"
+    reduce = Measured("AllReduce", 2, 0.25, 1e9)  # 250 ms, then a byte each nanosecond
+    one = Chip("m", "cpu", "here", peaks=(("fp32", 1e9),), hbm_bytes=1e9, hbm_bw=1e9, measured=(reduce,))
+    machine.write_text(toml(one))
+    assert ranks(watch, {"X": 2}, str(tmp_path / "p"), str(machine)) == [list(range(9))] * 2
+    said = (tmp_path / "p" / "lines.txt").read_text()
+    assert "  predicted  of roof" in said
+    assert "  250.00  " in said
+    events = json.loads((tmp_path / "p" / "trace.json").read_text())["traceEvents"]
     lines = [(e["pid"], e["name"]) for e in events if e["ph"] == "b"]
     assert sorted(lines) == [(rank, "A[I] = AllReduce_X(A[I] {U_X})") for rank in (0, 1) for _ in range(5)]
     assert ranks(watch, {"X": 2}, "") == [list(range(9))] * 2
