@@ -22,6 +22,7 @@ from scaling.shard_map import (
     axis_index,
     axis_size,
     dynamic_slice_in_dim,
+    pcast,
     pmean,
     ppermute,
     psum,
@@ -131,7 +132,9 @@ page.check("ranks and one process have the same collectives", sent == sent_here)
 # A value varies over an axis, or is invariant: `vma(x)` names the axes over which it varies. A cotangent has its
 # value's type. W below is the same on every device of X; its gradient comes out summed, though no psum is written:
 # where W meets x, which varies over X, it becomes varying first (`pvary`), and the transpose of that is a psum. In the
-# notation of the other chapters the sum would be a line, `all_reduce("dW[D] {U_X} -> dW[D]", ...)`.
+# notation of the other chapters the sum would be a line, `all_reduce("dW[D] {U_X} -> dW[D]", ...)`. JAX has a type for
+# their law as well: what is *reduced* is the same on all devices, and its gradient *unreduced*, `{U_X}`: the psum is
+# the caller's, and may be a psum_scatter.
 
 # %%
 FOUR, x, w = AbstractMesh({"X": 4, "Y": 2}), drawn(8, 6), drawn(6)
@@ -148,6 +151,12 @@ def gradient(w, x):
     return by_law
 
 
+@partial(shard_map, mesh=FOUR, in_specs=("W[D]", "x[B_X, D]"), out_specs="dW[D]", in_process=True)
+def by_hand(w, x):
+    terms = grad(lambda w: (x @ w).sin().sum())(pcast(w, "X", to="reduced"))  # {U_X}
+    return psum(terms, "X")
+
+
 one = grad(lambda w: (x @ w).sin().sum())
 found = gradient(w, x)
 page.title("Over which axes values vary, on a mesh X=4, Y=2")
@@ -155,6 +164,7 @@ page.table([(name, *(sorted(axes) or ["none: invariant"])) for name, axes in typ
 page.say()
 page.equal([
     ("the gradient, summed by its type", apart(found, one(w)), EXACT),
+    ("the same with its psum written out", apart(by_hand(w, x), one(w)), EXACT),
     ("the gradient of that, from outside", apart(grad(lambda w: gradient(w, x).square().sum())(w),
                                                  grad(lambda w: one(w).square().sum())(w)), EXACT),
     ("a batch of weights by vmap", apart(vmap(gradient, (0, None))(torch.stack([w, -w]), x)[1], one(-w)), EXACT),

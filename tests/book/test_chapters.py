@@ -145,7 +145,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         2 * 8192 * 2 + 3 * 2 * 8192 * 2,
         ["AllGather_X 3,072 4 4 4", "all hold"],
     ),
-    "10_shard_map": (["1 FAILED: refused: a sum over X, and over Y"], 2, ["22 checks: all hold"]),
+    "10_shard_map": (["1 FAILED: refused: a sum over X, and over Y"], 2, ["23 checks: all hold"]),
     "10_collective_matmul": (
         ["2 FAILED: AllReduce, 1 way, AllReduce, 2 ways"],
         4 * 1.97e14 / 4.5e10,
