@@ -27,6 +27,7 @@ from scaling.plan import choose
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize
+from scaling.train.durable import replaced
 from scaling.train.export import config_at
 from scaling.train.loop import STOP, run
 from scaling.train.progress import describe
@@ -120,7 +121,7 @@ def main(argv=None) -> int:
         declared = sizes
         if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
             sizes = elastic.fitted(declared, world)
-            settings = elastic.shared(settings, declared, sizes)
+        asked, settings = settings, elastic.shared(settings, declared, sizes)
         transformer.specs(config, AbstractMesh(sizes))
         if args.dry_run:
             backend = "gloo" if args.device == "cpu" else "abstract"
@@ -131,7 +132,7 @@ def main(argv=None) -> int:
             room = dry.available(args.device, AbstractMesh(sizes).size())
             dry.refuse_too_large(settings, sizes, room)
             sample.check(settings, sizes, room)
-        with prepared(settings, args):
+        with prepared(asked, args):
             return trained(settings, sizes, args)
     except launch.RankError as error:
         print(f"RankError: {error}", file=sys.stderr)
@@ -212,9 +213,8 @@ def claim(out: Path, lock, settings: Settings, args) -> None:
     flight.set_aside(out)
     keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume")}
     keep |= {"model": args.model, "mesh": args.mesh, "dropout": settings.model.dropout}
-    (out / RUN).write_text(
-        "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(keep.items()))
-    )
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(keep.items())]
+    replaced(out / RUN, "".join(lines))  # other ranks, which start later, may be reading it
 
 
 def check_resumed(out: Path, settings: Settings) -> None:

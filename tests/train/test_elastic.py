@@ -3,6 +3,7 @@
 import pytest
 
 from scaling.configs import get
+from scaling.train import __main__ as command
 from scaling.train.elastic import fits_as_before, fitted, shared
 from scaling.train.settings import Settings
 
@@ -39,3 +40,19 @@ def test_memory_is_counted_again_unless_pods_alone_are_fewer(monkeypatch):
     assert fits_as_before(sizes, sizes)
     assert fits_as_before(sizes, sizes | {"P": 1})
     assert not fits_as_before(sizes, sizes | {"P": 1, "X": 1})
+
+
+def test_restarts_on_fewer_ranks_keep_what_was_asked_for(monkeypatch, tmp_path):
+    """run.toml, which each start reads, has the options as they were given: else each would share the batch again."""
+    started = []
+    monkeypatch.setattr(
+        command, "trained", lambda settings, sizes, args: started.append((settings.microbatches, sizes))
+    )
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    given = ["--data", "text", "--out", str(tmp_path), "--resume"]
+    for _ in range(3):
+        command.main([*given, "--mesh", "P=2,X=2"])
+    command.main(["--out", str(tmp_path), "--resume"])
+    assert started == [(2, {"P": 1, "X": 2})] * 4
+    assert "microbatches = 1\n" in (tmp_path / "run.toml").read_text()
