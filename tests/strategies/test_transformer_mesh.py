@@ -12,6 +12,7 @@ from scaling.models import transformer as model
 from scaling.spec import ShardingError, parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
+from scaling.strategies.transformer import api
 from scaling.trace import trace
 
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
@@ -175,3 +176,30 @@ def test_experts_with_a_capacity_take_tokens_in_plain_order():
     assert traced(moe, {"X": 2, "C": 1}).events
     assert traced(moe, {"X": 2}).events
     assert traced(moe.with_(capacity=None), {"X": 2, "C": 2}).events
+
+
+@pytest.mark.parametrize(("token", "lies_in"), [(0, True), (PLAIN.V - 1, True), (PLAIN.V, False), (-1, False)])
+def test_tokens_lie_in_the_vocabulary(token, lies_in):
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    tokens[1, 2] = token
+    check = lambda: api.check(tokens, tokens, PLAIN, AbstractMesh({"X": 1}), 1, "none", "ring")  # noqa: E731
+    if lies_in:
+        return check()
+    with pytest.raises(ValueError, match=f"tokens must lie in 0..{PLAIN.V - 1}"):
+        check()
+
+
+def test_what_no_compiled_graph_can_is_refused_there_alone(monkeypatch):
+    tokens = torch.zeros(4, 4, dtype=torch.int64)
+    cases = [(PLAIN, {"X": 2}, ""), (PLAIN, {"Z": 1, "X": 2}, ""), (PLAIN, {"Z": 2}, "stages")]
+    cases += [(EXPERTS, {"X": 1}, "experts")]
+    for config, sizes, why in cases:
+        arguments = tokens, tokens, config, AbstractMesh(sizes), 1, "none", "ring"
+        api.check(*arguments)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.compiler, "is_compiling", lambda: True)
+            if why:
+                with pytest.raises(ValueError, match=f"{why}.* no compiled graph can"):
+                    api.check(*arguments)
+            else:
+                api.check(*arguments)

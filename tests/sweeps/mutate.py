@@ -41,7 +41,9 @@ TESTS = {  # the longest prefix counts
     "launch": "launch",
     "collectives": "collectives test_misuse.py algebra/test_execute.py",
     "collectives/kernel.py": "algebra/test_contraction.py collectives",
-    "collectives/multiply.py": "algebra/test_contraction.py algebra/test_rules.py collectives test_misuse.py",
+    "collectives/multiply.py": "algebra/test_contraction.py algebra/test_rules.py collectives "
+    "trace/test_trace.py test_misuse.py",
+    "collectives/plans.py": "algebra/test_execute.py algebra/test_derive.py collectives",
     "trace": "trace collectives/test_compile.py",
     "tree.py": "test_tree.py train/test_checkpoint.py",
     "optim": "test_optim.py test_optim_misuse.py",
@@ -54,6 +56,7 @@ TESTS = {  # the longest prefix counts
 }
 COMPILED = (
     "context/__init__.py",
+    "grads.py",
     "traced.py",
     "torch_private.py",
     "deferred.py",
