@@ -7,6 +7,7 @@ quartile counts (whatever else the machine does only adds to them), of ranks the
 
 import os
 import platform
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -80,6 +81,20 @@ def timed(f: Callable, mesh, repeats: int) -> float:
     return sorted(seconds)[len(seconds) // 4]
 
 
+def added(f: Callable, more: Callable, mesh, repeats: int) -> float:
+    """Seconds that `more` takes longer than f: the median of pairs of calls, one right after the other."""
+    found = []
+    for _ in range(repeats + 1):
+        seconds = []
+        for each in (f, more):
+            barrier(mesh)
+            start = perf_counter()
+            each()
+            seconds.append(perf_counter() - start)
+        found.append(seconds[1] - seconds[0])
+    return max(1e-6, statistics.median(found[1:]))
+
+
 def barrier(mesh) -> None:
     axes = "".join(axis for axis, size in mesh.sizes.items() if size > 1)
     if axes:
@@ -137,7 +152,7 @@ def alone(mesh, dtype: str, repeats: int) -> float:
         found = []
         for _ in range(repeats + 2):
             start = perf_counter()
-            a @ b
+            torch.mm(a, b)
             found.append(perf_counter() - start)
         seconds = sorted(found)[len(found) // 4]
     barrier(mesh)
@@ -190,14 +205,22 @@ def times(mesh, repeats: int, volumes: Sequence[int]) -> dict[tuple[str, int], P
     """(V, seconds) of each collective over X; where the mesh has W too, all its groups at once."""
     n, found = mesh.sizes["X"], {}
     a, b = torch.randn(BUSY[0], BUSY[1]), torch.randn(BUSY[1], BUSY[2])
-    work = timed(lambda: [a @ b for _ in range(ROUNDS)], mesh, repeats)
+
+    def work():
+        for _ in range(ROUNDS):
+            torch.mm(a, b)
 
     def record(op: str, make: Callable, call: Callable) -> None:
         found[op, n] = []
         for V in volumes:
             pool = [make(V) for _ in range(ROUNDS)]
-            seconds = timed(lambda pool=pool: [(a @ b, call(x)) for x in pool], mesh, repeats)
-            found[op, n].append((V, max(1e-6, seconds - work) / ROUNDS))
+
+            def both(pool=pool):
+                for x in pool:
+                    torch.mm(a, b)
+                    call(x)
+
+            found[op, n].append((V, added(work, both, mesh, repeats) / ROUNDS))
 
     for op, (line, call) in LINES.items():
         rows = 64 if op in ("ReduceScatter", "AllReduce") else 64 // n

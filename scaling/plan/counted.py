@@ -160,10 +160,11 @@ def row(chip: Chip, op: str, ranks: int) -> Measured | None:
 
 def pipelined(stages: Sequence[Prediction], microbatches: int, spare: float = 1.0) -> float:
     """Seconds of a step whose stages follow each other: the fullest one, and while the pipeline fills and drains the
-    others; or, where ranks share cores, `spare` times as fast while others stand still, all the work there is.
+    others. Where ranks share cores they compute faster while others stand still, though they send no faster; but all
+    the work there is has to be done.
 
     `spare`: how much faster a rank computes alone than beside all others; 1 where each has its own processor.
     """
     Z, totals = len(stages), [stage.total for stage in stages]
-    alone = max(totals) * (1 + (Z - 1) / microbatches) / spare
-    return max(alone, sum(totals) / Z)
+    fullest = max(total - (1 - 1 / spare) * stage.own for total, stage in zip(totals, stages, strict=True))
+    return max(fullest * (1 + (Z - 1) / microbatches), sum(totals) / Z)
