@@ -236,28 +236,36 @@ def test_buckets(ranks, layers, reduces):
     assert ranks(run_buckets, {"X": 2}, layers * 2 * 8 * D * F) == [(reduces, 2 * L * 2 * 8 * D * F)] * 2
 
 
-def run_zero(mesh, stage):
+def run_zero(mesh, stage, layers, donate):
     params, batches = whole(torch.float64)
+    bucket = {"bucket_bytes": layers * 2 * 8 * D * F}
     adamw, types = optim.adamw(0.01), zero.SPECS
     state = zero.init(adamw, params, mesh)
     for In, target in batches:
         In, target = tree.shard([In, target], [types["In"], types["Out"]], mesh)
         with trace() as log:
             Out, saved = zero.forward(params, In, mesh, *BLOCKS[0])
-            _, grads = zero.backward(2 / B * (Out - target), saved, params, mesh, stage=stage)
+            _, grads = zero.backward(2 / B * (Out - target), saved, params, mesh, stage=stage, **bucket)
             tree.check(grads, {name: [spec] * L for name, spec in zero.SHARDS.items()}, SIZES, mesh)
-            params, state = zero.update(adamw, grads, state, params, mesh)
+            given = tree.map(torch.clone, params)
+            new, state = zero.update(adamw, grads, state, params, mesh, donate=donate, **bucket)
+            if donate:
+                assert new["W_in"] is params["W_in"]
+            else:
+                assert all(map(torch.equal, tree.leaves(params), tree.leaves(given)))
+            params = new
     tree.check(state["m"], {name: [spec] * L for name, spec in zero.SHARDS.items()}, SIZES, mesh)
     return params, counts(log), log.book_bytes
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero(ranks, stage):
+@pytest.mark.parametrize(("stage", "layers", "donate"), [(1, 0, False), (2, 0, True), (2, 2, False), (2, 3, True)])
+def test_zero(ranks, stage, layers, donate):
     """Equal to one device; an AllReduce of DP is a ReduceScatter and an AllGather here: the same bytes."""
     wanted = one_device(torch.float64, BLOCKS[0])[3]
-    for params, seen, nbytes in ranks(run_zero, {"X": 4}, stage):
+    for params, seen, nbytes in ranks(run_zero, {"X": 4}, stage, layers, donate):
         close(params, wanted, torch.float64)
-        assert seen == {(RS, "X"): 2 * L, (AG, "X"): 2 * L}
+        calls = 2 * -(-L // max(1, layers))
+        assert seen == {(RS, "X"): calls, (AG, "X"): calls}
         assert nbytes == L * 4 * 8 * D * F
 
 
