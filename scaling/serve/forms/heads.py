@@ -19,13 +19,13 @@ from scaling.strategies.transformer.layer import own_heads
 
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
-    """x[B_ZE, T, D] of tokens[B, T], whole on every rank."""
+    """tokens[B, T], E[V_Y, D] -> x[B_ZE, T, D]. The tokens are whole on every rank."""
     x = rows_of(E, tokens[at.slots.rows], at.mesh, "x[B_ZE, T, D] {U_Y}")
     return all_reduce("x[B_ZE, T, D] {U_Y} -> x[B_ZE, T, D]", x, at.mesh)
 
 
 def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
-    """Attn[B_ZE, T, D], its keys and values written to the cache."""
+    """x[B_ZE, T, D] -> Attn[B_ZE, T, D]. Its keys and values are written to the cache."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = einsum("y[B_ZE, T, D] * W_Q[D, N_Y, H] -> Q[B_ZE, T, N_Y, H]", y, W["W_Q"])
     K = einsum("y[B_ZE, T, D] * W_K[D, K_Y, H] -> K[B_ZE, T, K_Y, H]", y, own_heads(W["W_K"], at, 1))
@@ -38,7 +38,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
 
 
 def mlp(W: dict, x: Tensor, at: At) -> Tensor:
-    """Out[B_ZE, T, D]; of experts, each its own rows."""
+    """x[B_ZE, T, D] -> Out[B_ZE, T, D]. Of experts, each its own rows."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
     if at.config.moe:
         axis = experts_axis(at.mesh, "heads")
@@ -51,7 +51,7 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
 
 
 def head(params: dict, x: Tensor, at: At) -> Tensor:
-    """logits[B, T, V], whole on every rank."""
+    """x[B_ZE, T, D] -> logits[B, T, V]. They are whole on every rank."""
     x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
     if "unembed" in params:
         logits = einsum("x[B_ZE, T, D] * U[D, V_Y] -> logits[B_ZE, T, V_Y]", x, params["unembed"])

@@ -19,13 +19,13 @@ from scaling.strategies.transformer.layer import own_heads
 
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
-    """x[B, T, D] of tokens[B, T], both whole on every rank."""
+    """tokens[B, T], E[V_YZ, D] -> x[B, T, D]. Both are whole on every rank."""
     x = rows_of(E, tokens, at.mesh, "x[B, T, D] {U_YZ}")
     return all_reduce("x[B, T, D] {U_YZ} -> x[B, T, D]", x, at.mesh)
 
 
 def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
-    """Attn[B, T, D], the keys and values of this rank's rows written to the cache."""
+    """x[B, T, D] -> Attn[B, T, D]. The keys and values of this rank's rows are written to the cache."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_to_all("Q[B, T, N_YZ, H] -> Q[B_Z, T, N_Y, H]", Q, at.mesh)  # on the critical path
@@ -41,7 +41,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
 
 
 def mlp(W: dict, x: Tensor, at: At) -> Tensor:
-    """Out[B, T, D]; of experts too, of each of which every rank has some features."""
+    """x[B, T, D] -> Out[B, T, D]. Of experts too, of each of which every rank has some features."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
     if at.config.moe:
         return moe(W, y, at.config, at.mesh, None, tensor="YZ", spec="y[B, T, D]")[0]
@@ -53,7 +53,7 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
 
 
 def head(params: dict, x: Tensor, at: At) -> Tensor:
-    """logits[B, T, V], whole on every rank."""
+    """x[B, T, D] -> logits[B, T, V]. They are whole on every rank."""
     x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
     if "unembed" in params:
         logits = einsum("x[B, T, D] * U[D, V_YZ] -> logits[B, T, V_YZ]", x, params["unembed"])
