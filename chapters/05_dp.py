@@ -116,7 +116,7 @@ page.say(f"Bound by compute from B/X = C/W = {least:,.0f} tokens on; along one a
 
 # %%
 LAYER = Strategy(SPECS, forward, backward)
-CONFIG, ADAMW = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
+CONFIG, ADAMW = mlp.MLPConfig(), optim.adamw(3e-3, betas=(0.9, 0.99))
 
 
 def train(layer, mesh, text, args):

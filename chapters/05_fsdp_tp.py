@@ -113,7 +113,7 @@ page.check("the best X of the table is the formula's", min((4, 8, 16, 32, 64), k
 
 # %%
 LAYER = Strategy(SPECS, forward, backward)
-CONFIG, ADAMW = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
+CONFIG, ADAMW = mlp.MLPConfig(), optim.adamw(3e-3, betas=(0.9, 0.99))
 
 
 def train(layer, mesh, text, args):

@@ -167,7 +167,7 @@ page.answers([
 # optimizer's state to new ones.
 
 # %%
-CONFIG, ADAMW = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
+CONFIG, ADAMW = mlp.MLPConfig(), optim.adamw(3e-3, betas=(0.9, 0.99))
 
 
 def train(layer, mesh, text, args):

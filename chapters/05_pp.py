@@ -128,7 +128,7 @@ def paced(stage, seconds: float, chunks: int):
 
 
 def problem(mesh, seed):
-    config = mlp.Config(L=8, D=32, F=64)
+    config = mlp.MLPConfig(L=8, D=32, F=64)
     rng = torch.Generator().manual_seed(seed)
     shapes = {"W_in": (config.L, config.D, config.F), "W_out": (config.L, config.F, config.D)}
     params = {name: torch.randn(s, generator=rng, dtype=torch.float64) / s[1] ** 0.5 for name, s in shapes.items()}
@@ -139,7 +139,7 @@ def problem(mesh, seed):
         return (Out - Target).square().sum() / len(In)
 
     def whole(params):
-        return loss(functional_call(mlp.Stack(config), params, (In,)), Target)
+        return loss(functional_call(mlp.MLPStack(config), params, (In,)), Target)
 
     return config, params, In, Target, loss, grad_and_value(whole)(params)
 
@@ -207,7 +207,7 @@ if page.first and page.args.trace:
 # %%
 def training(mesh, args, steps):
     """(rows of differences in the first step, the curve: (step, bits per byte, on one device))."""
-    config = mlp.Config(L=2 * Z)
+    config = mlp.MLPConfig(L=2 * Z)
     text, adamw = learning.load(args, mesh.device), optim.adamw(3e-3, betas=(0.9, 0.99))
     own = mlp.init(config, args.seed, device=mesh.device)
     specs = {"W_in": pipeline.SPECS["W_in"], "W_out": pipeline.SPECS["W_out"]}

@@ -125,7 +125,7 @@ page.say(f"Bound by compute up to Y = F W/C = {most:.1f} chips; with two axes of
 
 # %%
 LAYER = Strategy(SPECS, forward, backward)
-CONFIG, ADAMW = mlp.Config(), optim.adamw(3e-3, betas=(0.9, 0.99))
+CONFIG, ADAMW = mlp.MLPConfig(), optim.adamw(3e-3, betas=(0.9, 0.99))
 
 
 def train(layer, mesh, text, args):

@@ -45,7 +45,7 @@ class Learned:
     score: float
 
 
-def learn(mesh, strategy, train: Callable, config: mlp.Config, args) -> Learned:
+def learn(mesh, strategy, train: Callable, config: mlp.MLPConfig, args) -> Learned:
     """Run a chapter's loop, `train(strategy, mesh, text, args) -> Trained`, on a mesh."""
     learnt, valid = data.split(load(args, mesh.device))
     run, axes, specs = train(strategy, mesh, learnt, args), batch_axes(strategy), param_specs(strategy)
@@ -60,7 +60,7 @@ def load(args, device) -> torch.Tensor:
     return data.load_text(args.text or None, max_bytes=1_000_000).to(device)
 
 
-def memory(strategy, mesh, config: mlp.Config, run: Trained) -> list[tuple]:
+def memory(strategy, mesh, config: mlp.MLPConfig, run: Trained) -> list[tuple]:
     """Bytes on each rank of params, gradients and Adam's moments, beside what the types say."""
     ours = int(tree.local_nbytes(param_specs(strategy), config.sizes, mesh, torch.float32))
     n, m_and_v = config.num_params(), [run.state["m"], run.state["v"]]
@@ -71,7 +71,7 @@ def memory(strategy, mesh, config: mlp.Config, run: Trained) -> list[tuple]:
     ]
 
 
-def show(page: Page, strategy, train: Callable, config: mlp.Config, optimizer: optim.Optimizer) -> None:
+def show(page: Page, strategy, train: Callable, config: mlp.MLPConfig, optimizer: optim.Optimizer) -> None:
     """What a chapter's training loop did on its mesh, beside the same run on one device, and beside its text."""
     args = Namespace(**vars(page.args))
     args.steps = min(args.steps, 5) if page.small else args.steps
@@ -97,7 +97,7 @@ def show(page: Page, strategy, train: Callable, config: mlp.Config, optimizer: o
         page.check("validation is well under the order-0 entropy", found.score < entropy - 0.5)
 
 
-def one_device(config: mlp.Config, text, optimizer: optim.Optimizer, args, device) -> Trained:
+def one_device(config: mlp.MLPConfig, text, optimizer: optim.Optimizer, args, device) -> Trained:
     """The same training by autograd of the stateless module."""
     own = mlp.init(config, args.seed, device=device)
     state, losses, first, began = optimizer.init(own), [], None, clock(device)

@@ -158,7 +158,7 @@ def bound(math: float, comms: float) -> str:
 
 def stack_equality(mesh, strategy, seed: int, steps: int = 3) -> list:
     """The strategy on four layers with gelu, norm and residual, in float64: gradients, and params after AdamW steps."""
-    config = mlp.Config(L=4, D=32, F=64, K=4)
+    config = mlp.MLPConfig(L=4, D=32, F=64, K=4)
     text = data.load_text(max_bytes=50_000).to(mesh.device)
     specs, adamw = param_specs(strategy), optim.adamw(0.01)
     params = mlp.init(config, seed, torch.float64, mesh, specs)

@@ -1,7 +1,7 @@
 """The book's model (Part 5): L blocks In[B, D] *_D W_in[D, F] -> activation -> *_F W_out[F, D]; and a byte model.
 
-    Stack    In[B, D] -> Out[B, D], params {"W_in": W_in[L, D, F], "W_out": W_out[L, F, D]}
-    ByteLM   the last K bytes -> logits of the next: In[B, D] = sum over k of E[k, token_k, :], Stack, W_head[D, V]
+    MLPStack In[B, D] -> Out[B, D], params {"W_in": W_in[L, D, F], "W_out": W_out[L, F, D]}
+    ByteLM   the last K bytes -> logits of the next: In[B, D] = sum over k of E[k, token_k, :], MLPStack, W_head[D, V]
 
 Both are stateless: built on the meta device and called with `torch.func.functional_call`. They are the reference on one
 device that every strategy has to equal.
@@ -30,7 +30,7 @@ from scaling.models.pointwise import (
 )
 from scaling.spec import parse
 
-__all__ = ["ACTIVATIONS", "EPS", "SPECS", "STACK_SPECS", "Block", "ByteLM", "Config", "Stack", "act", "act_grad"]
+__all__ = ["ACTIVATIONS", "EPS", "SPECS", "STACK_SPECS", "MLPBlock", "ByteLM", "MLPConfig", "MLPStack", "act", "act_grad"]
 __all__ += ["act_vjp", "bits_per_byte", "block", "cross_entropy", "embed", "head", "init", "logits", "loss_fn"]
 __all__ += ["rms_norm", "rms_norm_vjp"]
 
@@ -39,7 +39,7 @@ SPECS = {"embed": "E[K, V, D]", "blocks": STACK_SPECS, "head": "W_head[D, V]"}  
 
 
 @dataclass(frozen=True)
-class Config:
+class MLPConfig:
     """Sizes as in the book (L layers, D model, F feed-forward, V vocabulary) and K, the bytes of context.
 
     `residual`: Out = In + block(In); `norm`: each block, and the head, sees rms_norm of its input.
@@ -58,7 +58,7 @@ class Config:
         check_activation(self.activation)
         for dim, size in self.sizes.items():
             if size < 1:
-                raise ValueError(f"Config: {dim} must be at least 1; got {size}")
+                raise ValueError(f"MLPConfig: {dim} must be at least 1; got {size}")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -86,7 +86,7 @@ def block(In: Tensor, W_in: Tensor, W_out: Tensor, activation: str = "gelu") -> 
     return act(In @ W_in, activation) @ W_out
 
 
-class Block(nn.Module):
+class MLPBlock(nn.Module):
     """`block` as a module with params W_in[D, F], W_out[F, D], on the meta device: for `functional_call`."""
 
     def __init__(self, D: int, F: int, activation: str = "gelu"):
@@ -99,10 +99,10 @@ class Block(nn.Module):
         return block(In, self.W_in, self.W_out, self.activation)
 
 
-class Stack(nn.Module):
+class MLPStack(nn.Module):
     """L blocks, params stacked over layers, on the meta device."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: MLPConfig):
         super().__init__()
         self.config = config
         self.W_in = nn.Parameter(torch.empty(config.L, config.D, config.F, device="meta"))
@@ -118,11 +118,11 @@ class Stack(nn.Module):
 class ByteLM(nn.Module):
     """tokens[B, K] -> logits[B, V], on the meta device."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: MLPConfig):
         super().__init__()
         self.config, shapes = config, config.shapes()
         self.embed = nn.Parameter(torch.empty(shapes["embed"], device="meta"))
-        self.blocks = Stack(config)
+        self.blocks = MLPStack(config)
         self.head = nn.Parameter(torch.empty(shapes["head"], device="meta"))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, batch: int | None = None) -> 
     return F.cross_entropy(logits, targets, reduction="sum") / (len(targets) if batch is None else batch)
 
 
-def init(config: Config, seed: int = 0, dtype=torch.float32, mesh=None, specs=None, device=None):
+def init(config: MLPConfig, seed: int = 0, dtype=torch.float32, mesh=None, specs=None, device=None):
     """Params of the byte model; with a mesh and specs (a tree like `SPECS`, but sharded) only this device's shards.
 
     On the mesh's device unless one is given; without a mesh, whole, on the CPU.
@@ -156,14 +156,14 @@ def init(config: Config, seed: int = 0, dtype=torch.float32, mesh=None, specs=No
     return tree.init(config.inits(), specs or SPECS, config.sizes, mesh, seed, dtype, device)
 
 
-def logits(params, tokens: Tensor, config: Config) -> Tensor:
+def logits(params, tokens: Tensor, config: MLPConfig) -> Tensor:
     """The byte model on one device: tokens[B, K] -> logits[B, V]."""
     flat = {"embed": params["embed"], "head": params["head"]}
     flat |= {f"blocks.{name}": W for name, W in params["blocks"].items()}
     return functional_call(ByteLM(config), flat, (tokens,))
 
 
-def loss_fn(params, tokens: Tensor, targets: Tensor, config: Config, batch: int | None = None) -> Tensor:
+def loss_fn(params, tokens: Tensor, targets: Tensor, config: MLPConfig, batch: int | None = None) -> Tensor:
     """Mean cross entropy of tokens[B, K] and targets[B], nats per byte; `batch` as in `cross_entropy`."""
     return cross_entropy(logits(params, tokens, config), targets, batch)
 

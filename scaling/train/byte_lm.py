@@ -11,7 +11,7 @@ import torch
 from torch.func import vjp
 
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, reshard, shard
-from scaling.models.mlp import Config, cross_entropy, embed
+from scaling.models.mlp import MLPConfig, cross_entropy, embed
 from scaling.models.pointwise import rms_norm
 from scaling.spec import Spec, parse
 
@@ -33,7 +33,7 @@ def batch_axes(strategy) -> tuple[str, ...]:
     return parse(strategy.SPECS["In"]).axes_of("B")
 
 
-def make_step(strategy, optimizer, config: Config, mesh, microbatches: int = 1) -> Callable:
+def make_step(strategy, optimizer, config: MLPConfig, mesh, microbatches: int = 1) -> Callable:
     """A training step on this mesh. `batch` is (tokens[B_X, K], targets[B_X]), this rank's rows of the global batch.
 
     metrics: {"loss": the mean over the global batch, in nats per byte, on every rank}. Gradients of the microbatches
@@ -53,7 +53,7 @@ def reduced(strategy, loss, mesh):
     return all_reduced(parse("Loss[]").with_unreduced(parse(strategy.SPECS["In"]).axes), loss, mesh)
 
 
-def evaluate(strategy, params, tokens, targets, config: Config, mesh) -> torch.Tensor:
+def evaluate(strategy, params, tokens, targets, config: MLPConfig, mesh) -> torch.Tensor:
     """The mean loss over all ranks' rows, in nats per byte, on every rank."""
     E, W_head = whole(params, strategy, mesh)
     Out, _ = run_blocks(strategy, params, embed(E, tokens), config, mesh)
@@ -62,7 +62,7 @@ def evaluate(strategy, params, tokens, targets, config: Config, mesh) -> torch.T
     )
 
 
-def loss_and_grads(strategy, params, tokens, targets, config: Config, mesh, microbatches: int = 1):
+def loss_and_grads(strategy, params, tokens, targets, config: MLPConfig, mesh, microbatches: int = 1):
     """(Loss[] {U_XY}: this rank's terms of the mean over the global batch, grads typed as the params)."""
     if len(tokens) % microbatches:
         raise ValueError(f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size")
@@ -121,7 +121,7 @@ def end_gradient(name: str, dW, strategy, mesh):
     return reshard(f"{used.with_unreduced(x)} -> {stored}", dW, mesh)
 
 
-def head_loss(strategy, W_head, Out, targets, config: Config, mesh, batch: int) -> torch.Tensor:
+def head_loss(strategy, W_head, Out, targets, config: MLPConfig, mesh, batch: int) -> torch.Tensor:
     """Loss[] {U_XY}: each rank's terms of the mean over `batch` rows, of Out[B_X, D_Y], W_head[D_Y, V], targets[B_X].
 
     Contracting D_Y leaves logits unreduced over Y; they are scattered over B, so that no term is counted twice.

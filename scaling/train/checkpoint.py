@@ -24,7 +24,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.spec import Spec, parse
 from scaling.train.blocks import IN_ORDER, Places, assembled, described, own_blocks
-from scaling.train.dcp import Reader, keys
+from scaling.train.dcp import ShardReader, keys
 from scaling.train.durable import INDEX, LATEST, begin, complete, name, write
 
 THREAD = "checkpoint"  # the name of those that write
@@ -105,7 +105,7 @@ def load(
     """
     step = latest(folder) if step is None else step
     path, content = Path(folder) / name(step), index(folder, step)
-    saved, values, read = content["leaves"], content["values"], Reader(path)
+    saved, values, read = content["leaves"], content["values"], ShardReader(path)
     found = []
     for where, text in tree.named_leaves(specs, "state").items():
         if where not in saved:
@@ -131,7 +131,7 @@ def leaf(folder, step: int, where: str, mesh, spec: Spec | None = None, places: 
     if where not in leaves:
         raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(leaves)[:4])}, ...")
     saved = leaves[where]
-    return assembled(where, saved, spec or parse(saved["type"]).whole(), mesh, places, Reader(path))
+    return assembled(where, saved, spec or parse(saved["type"]).whole(), mesh, places, ShardReader(path))
 
 
 def latest(folder) -> int:

@@ -44,7 +44,7 @@ def load(folder, specs, mesh, *, places: Places = IN_ORDER) -> Any:
     for where, text in tree.named_leaves(specs, "state").items():
         if (name := ".".join(map(str, keys(where)))) not in found:
             raise ValueError(f"{folder}: has no {name}; it has {', '.join(sorted(found)[:4])}, ...")
-        shards[where] = assembled(name, found[name], parse(text), mesh, places, Reader(Path(folder)))
+        shards[where] = assembled(name, found[name], parse(text), mesh, places, ShardReader(Path(folder)))
     return tree.unflatten(specs, list(shards.values()))
 
 
@@ -53,7 +53,7 @@ def keys(where: str) -> list:
     return json.loads("[" + where.removeprefix("state").strip("[]").replace("][", ", ") + "]")
 
 
-class Reader:
+class ShardReader:
     """`read(where, leaf, block)`: a block of a leaf as the index has them; files are mapped into memory if they can be.
 
     ValueError for a file that is missing, cut short, or no tensor of that shape.

@@ -29,7 +29,7 @@ def sizes(strategy: str, ranks: int) -> dict[str, int]:
 
 def run(mesh, name: str, samples: int, rows: int) -> dict[str, list[tuple[float, float]]]:
     """(seconds, processor seconds) of each sample on this rank: {"checked": [...], "unchecked": [...]}."""
-    strategy, config, adamw = importlib.import_module(f"scaling.strategies.{name}"), mlp.Config(), optim.adamw(3e-3)
+    strategy, config, adamw = importlib.import_module(f"scaling.strategies.{name}"), mlp.MLPConfig(), optim.adamw(3e-3)
     text, sides = data.load_text(max_bytes=200_000), {}
     for side, where in (("checked", mesh), ("unchecked", Mesh(mesh.sizes, mesh.device, False, mesh.timeout))):
         params = mlp.init(config, 0, mesh=where, specs=param_specs(strategy))

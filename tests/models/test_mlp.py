@@ -66,22 +66,22 @@ def test_rms_norm_of_zeros_is_zero_with_a_finite_derivative():
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 def test_the_stack_is_the_formula(residual, norm, activation):
-    config = mlp.Config(**SMALL, activation=activation, residual=residual, norm=norm)
+    config = mlp.MLPConfig(**SMALL, activation=activation, residual=residual, norm=norm)
     params = mlp.init(config, dtype=torch.float64)["blocks"]
     In = Out = rand(6, config.D)
     for layer in range(config.L):
         x = Out / (Out.square().mean(-1, keepdim=True) + 1e-6).sqrt() if norm else Out
         y = mlp.act(x @ params["W_in"][layer], activation) @ params["W_out"][layer]
         Out = Out + y if residual else y
-    stack = mlp.Stack(config)
+    stack = mlp.MLPStack(config)
     assert all(p.is_meta for p in stack.parameters())
     same(functional_call(stack, params, (In,)), Out)
 
 
 def test_a_block_on_shards_of_F_gives_partial_sums():
-    config = mlp.Config(**SMALL)
+    config = mlp.MLPConfig(**SMALL)
     W_in, W_out = (mlp.init(config, dtype=torch.float64)["blocks"][name][0] for name in ("W_in", "W_out"))
-    In, module = rand(6, config.D), mlp.Block(config.D, config.F)
+    In, module = rand(6, config.D), mlp.MLPBlock(config.D, config.F)
     whole = functional_call(module, {"W_in": W_in, "W_out": W_out}, (In,))
     parts = [
         functional_call(module, {"W_in": W_in[:, part], "W_out": W_out[part]}, (In,))
@@ -92,13 +92,13 @@ def test_a_block_on_shards_of_F_gives_partial_sums():
 
 
 def test_the_byte_model_is_the_formula():
-    config = mlp.Config(**SMALL)
+    config = mlp.MLPConfig(**SMALL)
     params = mlp.init(config, dtype=torch.float64)
     tokens = torch.randint(config.V, (6, config.K), generator=torch.Generator().manual_seed(0))
     targets = tokens[:, 0]
     In = torch.stack([sum(params["embed"][k, row[k]] for k in range(config.K)) for row in tokens])
     same(mlp.embed(params["embed"], tokens), In)
-    Out = functional_call(mlp.Stack(config), params["blocks"], (In,))
+    Out = functional_call(mlp.MLPStack(config), params["blocks"], (In,))
     logits = mlp.rms_norm(Out) @ params["head"]
     same(mlp.logits(params, tokens, config), logits)
     loss = -logits.log_softmax(-1)[range(6), targets].mean()
@@ -106,13 +106,13 @@ def test_the_byte_model_is_the_formula():
     same(mlp.bits_per_byte(loss), loss / math.log(2))
     halves = [mlp.loss_fn(params, tokens[p], targets[p], config, batch=6) for p in (slice(0, 2), slice(2, 6))]
     same(halves[0] + halves[1], loss)
-    plain = mlp.Config(**SMALL, norm=False, residual=False)
-    Out = functional_call(mlp.Stack(plain), params["blocks"], (In,))
+    plain = mlp.MLPConfig(**SMALL, norm=False, residual=False)
+    Out = functional_call(mlp.MLPStack(plain), params["blocks"], (In,))
     same(mlp.logits(params, tokens, plain), Out @ params["head"])
 
 
 def test_gradients_by_finite_differences():
-    config = mlp.Config(**SMALL)
+    config = mlp.MLPConfig(**SMALL)
     params = mlp.init(config, dtype=torch.float64)
     tokens = torch.randint(config.V, (6, config.K), generator=torch.Generator().manual_seed(0))
     loss = lambda p: mlp.loss_fn(p, tokens, tokens[:, 0], config)  # noqa: E731
@@ -124,7 +124,7 @@ def test_gradients_by_finite_differences():
 
 
 def test_shapes_specs_and_sharded_init():
-    config = mlp.Config()
+    config = mlp.MLPConfig()
     params = mlp.init(config)
     assert tree.map(lambda p: p.shape, params) == config.shapes()
     assert config.num_params() == tree.nbytes(params) // 4 == 8 * 256 * 128 + 4 * 2 * 128 * 512 + 128 * 256
@@ -139,22 +139,22 @@ def test_shapes_specs_and_sharded_init():
 
 @pytest.mark.parametrize("activation", mlp.ACTIVATIONS)
 def test_the_plain_stack_starts_at_unit_scale(activation):
-    config = mlp.Config(L=8, D=256, F=1024, activation=activation, residual=False, norm=False)
-    Out = functional_call(mlp.Stack(config), mlp.init(config)["blocks"], (rand(256, 256, dtype=torch.float32),))
+    config = mlp.MLPConfig(L=8, D=256, F=1024, activation=activation, residual=False, norm=False)
+    Out = functional_call(mlp.MLPStack(config), mlp.init(config)["blocks"], (rand(256, 256, dtype=torch.float32),))
     assert 0.5 < Out.square().mean() < 2
 
 
 def test_errors_of_the_config():
     with pytest.raises(ValueError, match=r"one of none, relu, gelu; got 'tanh'"):
-        mlp.Config(activation="tanh")
+        mlp.MLPConfig(activation="tanh")
     with pytest.raises(ValueError, match="F must be at least 1"):
-        mlp.Config(F=0)
+        mlp.MLPConfig(F=0)
 
 
 @pytest.mark.slow
 def test_it_learns_pythons_source():
     train, valid = data.split(data.load_text())
-    config = mlp.Config()
+    config = mlp.MLPConfig()
     params, optimizer = mlp.init(config), optim.adamw(3e-3, betas=(0.9, 0.99))
     state, step = optimizer.init(params), grad_and_value(mlp.loss_fn)
     for _, batch in zip(range(60), data.endless(train, config.K, 512), strict=False):

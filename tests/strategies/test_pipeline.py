@@ -13,7 +13,7 @@ from torch.func import functional_call
 from scaling import launch, trace, tree
 from scaling.collectives import all_reduce
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.models.mlp import Config, Stack
+from scaling.models.mlp import MLPConfig, MLPStack
 from scaling.optim import adamw
 from scaling.schedules import SCHEDULES, make, split_backward
 from scaling.strategies import fsdp_tp as fsdp_tp_listing
@@ -46,7 +46,7 @@ def loss(Out, Target):
 
 
 def reference(params, In, Target, options):
-    stack = Stack(Config(L=L, D=D, F=F, **options))
+    stack = MLPStack(MLPConfig(L=L, D=D, F=F, **options))
     return torch.func.grad_and_value(lambda p: loss(functional_call(stack, p, (In,)), Target))(params)
 
 
@@ -72,8 +72,8 @@ def train(mesh, name, microbatches, chunks, stage, options, collect=None, steps=
 
 def stack_of(options):
     def f(params, In):
-        config = Config(L=len(params["W_in"]), D=D, F=F, **options)
-        return functional_call(Stack(config), params, (In,))
+        config = MLPConfig(L=len(params["W_in"]), D=D, F=F, **options)
+        return functional_call(MLPStack(config), params, (In,))
 
     return f
 
@@ -194,7 +194,7 @@ def roll(mesh, microbatches):
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_rolled_by_ppermute_and_vjp(ranks, microbatches):
     params, In, Target = problem()
-    stack = Stack(Config(L=L, D=D, F=F, residual=False, norm=False))
+    stack = MLPStack(MLPConfig(L=L, D=D, F=F, residual=False, norm=False))
 
     def f(params, In):
         return loss(functional_call(stack, params, (In,)), Target)

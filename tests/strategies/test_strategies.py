@@ -9,7 +9,7 @@ from torch.func import vjp
 from scaling import optim, tree
 from scaling.collectives import all_reduce
 from scaling.mesh import AbstractMesh
-from scaling.models.mlp import Config, Stack
+from scaling.models.mlp import MLPConfig, MLPStack
 from scaling.spec import parse
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
 from scaling.trace import trace
@@ -49,7 +49,7 @@ def one_device(dtype, block):
     params, batches = whole(dtype)
     activation, residual, norm = block
     model = (
-        Stack(Config(L=L, D=D, F=F, activation=activation, residual=residual, norm=norm))
+        MLPStack(MLPConfig(L=L, D=D, F=F, activation=activation, residual=residual, norm=norm))
         .to_empty(device="cpu")
         .to(dtype)
     )

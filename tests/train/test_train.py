@@ -9,7 +9,7 @@ from scaling.models import mlp
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.train.byte_lm import batch_axes, evaluate, loss_and_grads, make_step, param_specs, reduced
 
-CONFIG = mlp.Config(L=2, D=16, F=32, K=4)
+CONFIG = mlp.MLPConfig(L=2, D=16, F=32, K=4)
 B, SEED = 32, 3
 STRATEGIES = {s.__name__.split(".")[-1]: s for s in (data_parallel, fsdp, tensor_parallel, fsdp_tp)}
 
