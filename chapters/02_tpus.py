@@ -15,7 +15,7 @@ from scaling import cost
 from scaling.book.answers import Answer
 from scaling.book.layout import number, width
 from scaling.book.page import Page
-from scaling.book.streaming import draw, stream
+from scaling.book.streaming import draw_stream, stream
 from scaling.hardware import Chip, chip, chips, systolic
 
 page = Page(__doc__, plot=True)
@@ -59,7 +59,7 @@ for B in (64, 512):
     load, store, first = (nbytes / V5E.hbm_bw for nbytes in (2 * D * F / panels, 2 * B * F / panels, 2 * B * D))
     for buffers in (1, 2):
         run = stream(panels, load, op.math / panels, store, buffers, first)
-        drawn.append(f"B = {B}, {buffers} buffer{'s' * (buffers > 1)}\n{draw(run, width() - 7, op.upper / 2)}")
+        drawn.append(f"B = {B}, {buffers} buffer{'s' * (buffers > 1)}\n{draw_stream(run, width() - 7, op.upper / 2)}")
         us = [f"{1e6 * t:,.1f}" for t in (op.lower, op.upper, run.seconds)]
         rows.append((B, buffers, op.bound, *us, *(f"{run.busy(unit) / run.seconds:.0%}" for unit in ("HBM", "core"))))
         once = first + load + op.math / panels + store

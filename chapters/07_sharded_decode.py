@@ -197,7 +197,7 @@ def question_4(batch: int, context: float) -> float:
 
 
 moved = decoding.collectives("heads_batch", toy, 32, {"Y": 8, "Z": 2})
-ici = sum(decoding.seconds(m, V5E, (4, 4), {"Y": 8, "Z": 2}) for m in moved)
+ici = sum(decoding.collective_seconds(m, V5E, (4, 4), {"Y": 8, "Z": 2}) for m in moved)
 page.answers([
     Answer("4.1 axes of a 4x4 that are rings", "", sum(V5E.wraps((4, 4))), "", "only an axis of 16 is one"),
     Answer("4.2 model parallelism is bound by ICI from Y =", "", bound, "ways",

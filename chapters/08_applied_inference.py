@@ -150,7 +150,7 @@ B, Y, beta = 64, 32, W / V5E.bandwidth("ici")
 ici, hbm = 2 * B * L70.D / V5E.bandwidth("ici"), 2 * L70.D * L70.F / (Y * W)
 whole = {
     chips: sum(
-        decoding.seconds(moved, V5E, shape, {"Y": chips})
+        decoding.collective_seconds(moved, V5E, shape, {"Y": chips})
         for moved in decoding.collectives("heads", L70, B, {"Y": chips})
     )
     for chips, shape in ((16, (4, 4)), (32, (4, 8)))

@@ -112,7 +112,7 @@ def agree(book: str, value: float, digits: float = 0.5) -> bool:
     return abs(units) <= digits + 1e-9 and abs(relative) <= CLOSE
 
 
-def table(answers: Sequence[Answer], columns: int | None = None) -> str:
+def answer_table(answers: Sequence[Answer], columns: int | None = None) -> str:
     """The answers as a table; the reason, where there is one, stands below its row. Long questions are continued."""
     columns = columns or layout.width()
     head = ("question", "book", "ours", "unit", "off by", "verdict")
@@ -146,6 +146,6 @@ def counts(answers: Sequence[Answer]) -> str:
 
 def report(answers: Sequence[Answer]) -> int:
     """Print the table and a count of verdicts; the exit status: 0, or 1 if an answer differs."""
-    print(table(answers))
+    print(answer_table(answers))
     print("\n" + counts(answers))
     return int(any(a.verdict == "DIFFERS" for a in answers))

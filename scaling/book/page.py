@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.book import layout
-from scaling.book.answers import Answer, counts, table
+from scaling.book.answers import Answer, answer_table, counts
 from scaling.check import check_file
 from scaling.console import PROFILE, SEEDS, integer
 from scaling.show import charts
@@ -180,7 +180,7 @@ class Page:
     def answers(self, answers: Sequence[Answer]) -> None:
         """The book's answers beside ours; those that differ fail the chapter."""
         self.given += answers
-        self.say("\n" + table(answers))
+        self.say("\n" + answer_table(answers))
 
     def on_ranks(self, fn: Callable, *args, checked: bool = True) -> Any:
         """`fn(mesh, *args)` on every rank of `--mesh`, started here or torchrun's: the result of rank 0."""

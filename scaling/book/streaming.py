@@ -65,7 +65,7 @@ def stream(chunks: int, load: float, compute: float, store: float, buffers: int 
     return Stream(tuple(works))
 
 
-def draw(run: Stream, columns: int = 64, seconds: float | None = None) -> str:
+def draw_stream(run: Stream, columns: int = 64, seconds: float | None = None) -> str:
     """The two units' time as text, `columns` for `seconds` (default: all of it): L, C and S with the chunk's number."""
     seconds = seconds or run.seconds
     lines = []

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from scaling import trace
+from scaling._torch import exchange_over, modes, process_group
 from scaling.algebra.rules import collective_steps
 from scaling.collectives.checked import agree_on
 from scaling.collectives.linear import differentiated
 from scaling.collectives.op import Op
-from scaling.collectives.torch_private import exchange_over, modes, process_group
 from scaling.spec import ShardingError, Spec, parse_line
 
 
@@ -40,7 +40,7 @@ def ragged_all_to_all(line: str, x: torch.Tensor, sends: Sequence[int], receives
             f"  rule: a count for each of the {group.size} ranks along {', '.join(step.axes)}; x has the rows sent"
         )
     op = Op.over(group, "AllToAll", f"{step.before} -> {step.after}")
-    return exchange(x, sends, receives, *op) if differentiated(x) else _move(x, sends, receives, op)
+    return exchange_blocks(x, sends, receives, *op) if differentiated(x) else _move(x, sends, receives, op)
 
 
 def _move(x: torch.Tensor, sends: tuple, receives: tuple, op: Op) -> torch.Tensor:
@@ -107,19 +107,19 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, cotangent):
-        back = exchange(cotangent, ctx.receives, ctx.sends, *ctx.op._replace(line=_back(ctx.op.line)))
+        back = exchange_blocks(cotangent, ctx.receives, ctx.sends, *ctx.op._replace(line=_back(ctx.op.line)))
         return back, *(None,) * (2 + len(ctx.op))
 
     @staticmethod
     def jvp(ctx, tangent, *_):
-        return exchange(tangent, ctx.sends, ctx.receives, *ctx.op)
+        return exchange_blocks(tangent, ctx.sends, ctx.receives, *ctx.op)
 
     @staticmethod
     def vmap(info, in_dims, x, *args):
-        return exchange(x.movedim(in_dims[0], -1), *args), x.dim() - 1
+        return exchange_blocks(x.movedim(in_dims[0], -1), *args), x.dim() - 1
 
 
-def exchange(x: torch.Tensor, *args) -> torch.Tensor:
+def exchange_blocks(x: torch.Tensor, *args) -> torch.Tensor:
     return _Exchange.apply(x, *args)
 
 

@@ -35,7 +35,7 @@ class LinkBytes:
         return max(self.bytes.values(), default=0)
 
 
-def send(x: torch.Tensor, mesh, axis: str, step: int, log: "LinkBytes | None") -> torch.Tensor:
+def one_hop(x: torch.Tensor, mesh, axis: str, step: int, log: "LinkBytes | None") -> torch.Tensor:
     """One hop: every device passes x to its neighbour `step` (+1 or -1) along the axis, and gets the other one's."""
     n = mesh.size((axis,))
     pairs = [(i, (i + step) % n) for i in range(n)]
@@ -60,7 +60,7 @@ def all_gather(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes 
     for step, hops in directions(n, ways):
         passing = x
         for hop in range(1, hops + 1):
-            passing = send(passing, mesh, axis, step, log)
+            passing = one_hop(passing, mesh, axis, step, log)
             blocks[(me - step * hop) % n] = passing
     _count_hops(log, n, ways)
     return torch.cat([blocks[i] for i in range(n)])
@@ -75,8 +75,8 @@ def reduce_scatter(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBy
         if hops:
             passing = blocks[(me + step * hops) % n]
             for hop in range(hops - 1, 0, -1):
-                passing = send(passing, mesh, axis, step, log) + blocks[(me + step * hop) % n]
-            total = total + send(passing, mesh, axis, step, log)
+                passing = one_hop(passing, mesh, axis, step, log) + blocks[(me + step * hop) % n]
+            total = total + one_hop(passing, mesh, axis, step, log)
     _count_hops(log, n, ways)
     return total
 
@@ -103,7 +103,7 @@ def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes 
         if middle:
             travelling[-1] = travelling[-1][part]
         for hop in range(1, hops + 1):
-            travelling = [send(chunk, mesh, axis, step, log) for chunk in travelling]
+            travelling = [one_hop(chunk, mesh, axis, step, log) for chunk in travelling]
             received.setdefault((me - step * hop) % n, []).append(travelling.pop(0))
     _count_hops(log, n, ways)
     return torch.stack([torch.cat(received[i]) for i in range(n)]).unflatten(1, shape or (1,)).view(x.shape)

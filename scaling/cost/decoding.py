@@ -120,7 +120,9 @@ def place(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[int
     return placed
 
 
-def seconds(moved: StepCollective, chip: Chip, shape: Sequence[int], sizes: Mapping[str, int], wrap=None) -> float:
+def collective_seconds(
+    moved: StepCollective, chip: Chip, shape: Sequence[int], sizes: Mapping[str, int], wrap=None
+) -> float:
     """Seconds of all of them on a slice: a mesh axis that is part of a torus axis is a line, a whole one a ring if the
     slice closes it (`wrap`: as if all were). A GPU's collective takes its `launch` at least."""
     axes = [axis for axis in sizes if axis in moved.axes and sizes[axis] > 1]

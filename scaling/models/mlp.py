@@ -30,7 +30,18 @@ from scaling.models.pointwise import (
 )
 from scaling.spec import parse
 
-__all__ = ["ACTIVATIONS", "EPS", "SPECS", "STACK_SPECS", "MLPBlock", "ByteLM", "MLPConfig", "MLPStack", "act", "act_grad"]
+__all__ = [
+    "ACTIVATIONS",
+    "EPS",
+    "SPECS",
+    "STACK_SPECS",
+    "ByteLM",
+    "MLPBlock",
+    "MLPConfig",
+    "MLPStack",
+    "act",
+    "act_grad",
+]
 __all__ += ["act_vjp", "bits_per_byte", "block", "cross_entropy", "embed", "head", "init", "logits", "loss_fn"]
 __all__ += ["rms_norm", "rms_norm_vjp"]
 

@@ -47,7 +47,7 @@ def run(job: Job, chip: Chip, chips: int, seconds: float, budget: Budget) -> dic
     return {"days": total / 86400, "dollars": price * chips * total / 3600 if price else None}
 
 
-def runs(job: Job, best: Estimate, budget: Budget) -> dict[str, dict]:
+def whole_runs(job: Job, best: Estimate, budget: Budget) -> dict[str, dict]:
     """The run at the bound, at the forecast and at the utilization to expect: of the same FLOPs, attention included."""
     chip, chips = best.network.chip, best.chips
     at = {"bound": best.bound, "forecast": best.forecast, "mfu": best.useful / budget.mfu}
@@ -186,7 +186,7 @@ def text(job: Job, chip: Chip, chips: int, found: Found, budget: Budget, top: in
     lines += ["", *closed_form.lines(closed_form.closed_form(job, chip, chips, best.size("pod")), job.config)]
     lines += ["", f"Training on {significant(budget.tokens)} tokens (FLOPs of matmuls and of causal attention):"]
     for name, words in (("bound", "at the bound"), ("forecast", "as forecast"), ("mfu", f"at {budget.mfu:.0%} MFU")):
-        spent = runs(job, best, budget)[name]
+        spent = whole_runs(job, best, budget)[name]
         dollars = f", ${spent['dollars']:,.0f}" if spent["dollars"] else ""
         lines.append(f"  {words}: {spent['days']:,.1f} days{dollars}")
     others = list(families(found, job))[1 : top + 1]
@@ -260,7 +260,7 @@ def as_dict(job: Job, chip: Chip, chips: int, found: Found, budget: Budget, top:
     }  # fmt: skip
     if not out["fits"]:
         return out | {"closest": plan_dict(job, best), "help": help_needed(job, chip, chips, found)}
-    spent = runs(job, best, budget)
+    spent = whole_runs(job, best, budget)
     out |= {"best": plan_dict(job, best), "at_bound": spent["bound"], "at_forecast": spent["forecast"]}
     out |= {"at_mfu": spent["mfu"] | {"mfu": budget.mfu, "tokens": budget.tokens}}
     return out | {"others": [plan_dict(job, other) for other in list(families(found, job))[1 : top + 1]]}

@@ -33,7 +33,7 @@ class Looks:
 
 
 @contextmanager
-def watched() -> Iterator[Looks]:
+def watched_cores() -> Iterator[Looks]:
     """Of the thread that opens it: look at the beginning, at the end, and when asked to."""
     looks = Looks(os.open(COUNTER, os.O_RDONLY) if os.path.exists(COUNTER) else None)
     looks.look()
@@ -45,7 +45,7 @@ def watched() -> Iterator[Looks]:
             os.close(looks.file)
 
 
-def within(waited: Sequence[tuple[float, float]], start: float, end: float) -> float:
+def waited_within(waited: Sequence[tuple[float, float]], start: float, end: float) -> float:
     """Seconds waited for a core from start to end, and from there to where it was looked at before and after."""
     if not waited:
         return 0.0

@@ -24,7 +24,7 @@ def live(timeline: RankTimeline) -> list[tuple[float, int]]:
     return [(when, total) for (when, _), total in zip(timeline.memory, totals, strict=True)]
 
 
-def by_line(timeline: RankTimeline, step: int = 0) -> list[Moment]:
+def memory_by_line(timeline: RankTimeline, step: int = 0) -> list[Moment]:
     """After each line of a step; the first row is the step's beginning."""
     curve = live(timeline)
     start, end = timeline.steps[step]

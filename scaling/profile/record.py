@@ -25,10 +25,10 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from scaling import trace
-from scaling.collectives.torch_private import process_group
+from scaling._torch import process_group
 from scaling.profile import kineto
 from scaling.profile.clock import offset_to_first
-from scaling.profile.cores import watched
+from scaling.profile.cores import watched_cores
 from scaling.profile.intervals import Interval, subtract, union
 from scaling.profile.result import Profile
 from scaling.profile.timeline import LineRun, RankTimeline, disjoint
@@ -51,7 +51,7 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
         below.start()
     try:
         _mark(marked)
-        with watched() as looks, trace.trace(looks.look) as log:
+        with watched_cores() as looks, trace.trace(looks.look) as log:
             found.begin(torch.cuda.synchronize if cuda else None)
             yield found
             found.finish()

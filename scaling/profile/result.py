@@ -75,7 +75,7 @@ class Profile:
 
     def memory(self, rank: int = 0) -> list[memory.Moment]:
         """The memory of live tensors after each line of the first step."""
-        return memory.by_line(self.timelines[rank])
+        return memory.memory_by_line(self.timelines[rank])
 
     def table(self, chip: Chip | None = None, dtype: str = "fp32", columns: int = table.COLUMNS) -> str:
         """The lines, the parts of a step, stragglers and suggestions, as text of so many columns at most. With a chip

@@ -108,7 +108,7 @@ def find(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -
         for step in steps:
             once = lateness([own[i][step]], [[each[step]] for each in others])
             for piece, (seconds, _) in once.items():
-                seconds -= cores.within(timeline.waited, own[i][step][piece].begin, own[i][step][piece].end)
+                seconds -= cores.waited_within(timeline.waited, own[i][step][piece].begin, own[i][step][piece].end)
                 enough = max(limit, NOISE * late[piece][1])
                 if piece not in known and seconds >= enough and waits[step] >= seconds / 2:
                     line, occurrence, inside = piece

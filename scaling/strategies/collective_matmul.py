@@ -88,7 +88,7 @@ def matmul_reduce(
     ring, done, before = RingPlaces(mesh, axis, ways, log), [], []
     for tile in W.chunk(tiles, 1):
         mine, *whole = together(scattered(A, ring.blocks(tile, 1, "a tile of W's last dim"), ring), *before)
-        done, before = done + whole, [gathered(mine, ring)]
+        done, before = done + whole, [gathered_by_hops(mine, ring)]
     done += together(*before)
     _count(log, (len(done) + 1) * ring.longest)
     return torch.cat(done, 1)
@@ -127,7 +127,7 @@ def scattered(A: Tensor, columns: list[Tensor], ring: RingPlaces) -> Generator[N
     return sum(total[1:], total[0]) if total else A @ columns[ring.me]
 
 
-def gathered(x: Tensor, ring: RingPlaces) -> Generator[None, None, Tensor]:
+def gathered_by_hops(x: Tensor, ring: RingPlaces) -> Generator[None, None, Tensor]:
     """x[B, F_Y] -> [B, F]; stops while each hop is under way."""
     blocks, passing = {ring.me: x}, dict.fromkeys(ring.hops, x)
     for hop in range(1, ring.longest + 1):

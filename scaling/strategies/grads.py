@@ -28,7 +28,7 @@ class Gradients:
     ):
         self.strategy, self.params, self.mesh, self.reduce = strategy, params, mesh, reduce
         self.L = len(next(iter(params.values())))
-        self.bucket = min(self.L, layers_of(bucket_bytes, params))
+        self.bucket = min(self.L, layers_a_bucket(bucket_bytes, params))
         self.compiling = torch.compiler.is_compiling()  # a compiler would copy a stack at each write to it: use lists
         if sums is not None and self.compiling:
             sums = {name: list(stack.unbind()) for name, stack in sums.items()}
@@ -157,7 +157,7 @@ class Gradients:
         return {name: results[name] for name in self.params}
 
 
-def layers_of(bucket_bytes: int, params: Mapping[str, Tensor]) -> int:
+def layers_a_bucket(bucket_bytes: int, params: Mapping[str, Tensor]) -> int:
     """How many layers of params, stacked over L, fit into a bucket: at least one."""
     L = max(1, len(next(iter(params.values()))))
     one_layer = sum(W.numel() * W.element_size() for W in params.values()) // L

@@ -12,7 +12,7 @@ import torch
 from scaling import tree
 from scaling.collectives import all_gather, reduce_scatter, wait
 from scaling.strategies import data_parallel
-from scaling.strategies.grads import layers_of
+from scaling.strategies.grads import layers_a_bucket
 from scaling.strategies.stack import Strategy
 
 SPECS = data_parallel.SPECS
@@ -76,7 +76,7 @@ def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
     """
     mine, state = optimizer.update(grads, state, shards(params, mesh), donate=donate)
     new, L = params if donate else tree.map(torch.empty_like, params), len(params["W_in"])
-    count, under_way = layers_of(bucket_bytes, params), []
+    count, under_way = layers_a_bucket(bucket_bytes, params), []
     for first in range(0, L, count):
         if count == 1:  # straight into their places
             places = new["W_in"][first], new["W_out"][first]

@@ -127,11 +127,11 @@ def main(argv=None) -> int:
             backend = "gloo" if args.device == "cpu" else "abstract"
             print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
             return 0
-        board.check(settings)
+        board.check_installed(settings)
         if int(os.environ.get("RANK", 0)) == 0 and not elastic.fits_as_before(declared, sizes):
             room = dry.available(args.device, AbstractMesh(sizes).size())
             dry.refuse_too_large(settings, sizes, room)
-            sample.check(settings, sizes, room)
+            sample.check_sample(settings, sizes, room)
         with prepared(asked, args):
             return trained(settings, sizes, args)
     except launch.RankError as error:

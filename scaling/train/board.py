@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from scaling.train.settings import Settings
 
 
-def check(settings: Settings) -> None:
+def check_installed(settings: Settings) -> None:
     """ValueError if TensorBoard's files are asked for, and what writes them is not installed."""
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError('--tensorboard: tensorboard is not installed\n  fix: pip install -e ".[tensorboard]"')

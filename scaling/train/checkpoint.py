@@ -25,7 +25,7 @@ from scaling import tree
 from scaling.spec import Spec, parse
 from scaling.train.blocks import IN_ORDER, Places, assembled, described, own_blocks
 from scaling.train.dcp import ShardReader, keys
-from scaling.train.durable import INDEX, LATEST, begin, complete, name, write
+from scaling.train.durable import INDEX, LATEST, begin, complete, name, write_step
 
 THREAD = "checkpoint"  # the name of those that write
 
@@ -64,9 +64,9 @@ def save(
     if (group := mesh.group(tuple(mesh.sizes))).pg is not None:
         dist.barrier(group.pg)
     if not async_op:
-        write(folder, own, index, mesh.rank, step, keep)
+        write_step(folder, own, index, mesh.rank, step, keep)
         return None
-    return in_turn(partial(write, folder, own, index, mesh.rank, step, keep))
+    return in_turn(partial(write_step, folder, own, index, mesh.rank, step, keep))
 
 
 def _on_cpu(block: Tensor, copy: bool) -> Tensor:

@@ -23,7 +23,7 @@ def metrics(folder: Path, name: str) -> dict[int, dict]:
     return {record["step"]: record for record in map(json.loads, lines)}
 
 
-def apart(a: float | None, b: float | None, tolerance: float) -> bool:
+def differ(a: float | None, b: float | None, tolerance: float) -> bool:
     """None: the norm of a step that was skipped."""
     return a != b and (a is None or b is None or not abs(a - b) <= tolerance * max(abs(a), abs(b)))
 
@@ -39,14 +39,14 @@ def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
             yield f"option: {text} in {a if text in ours else b} alone"
     both = metrics(a, "metrics.jsonl"), metrics(b, "metrics.jsonl")
     for step in sorted(both[0].keys() & both[1].keys()):
-        found = [key for key in ("loss", "grad_norm") if apart(both[0][step][key], both[1][step][key], tolerance)]
+        found = [key for key in ("loss", "grad_norm") if differ(both[0][step][key], both[1][step][key], tolerance)]
         if found:
             yield f"step {step}: {found[0]} {both[0][step][found[0]]!r} and {both[1][step][found[0]]!r}"
             break
     both = metrics(a, "norms.jsonl"), metrics(b, "norms.jsonl")
     for step in sorted(both[0].keys() & both[1].keys()):
         one, other = both[0][step]["norms"], both[1][step]["norms"]
-        if found := [leaf for leaf in one if leaf in other and apart(one[leaf], other[leaf], tolerance)]:
+        if found := [leaf for leaf in one if leaf in other and differ(one[leaf], other[leaf], tolerance)]:
             yield f"step {step}: the gradient of {found[0]}: norms {one[found[0]]!r} and {other[found[0]]!r}"
             break
     for step in sorted({*checkpoint.complete(a)} & {*checkpoint.complete(b)}):

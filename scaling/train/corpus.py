@@ -56,7 +56,7 @@ class Corpus:
         return pieces[0] if len(pieces) == 1 else numpy.concatenate(pieces)
 
 
-def load(path, by: Tokenizer = BYTES) -> Corpus:
+def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
     """The corpus of a file or of a folder of files, sorted by name.
 
     Ids and text do not go together. ValueError or OSError that names the file, and the line, for what cannot be read.

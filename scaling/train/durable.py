@@ -44,7 +44,9 @@ def complete(folder: Path) -> list[int]:
     return sorted(int(p.name[5:]) for p in there)
 
 
-def write(folder: Path, own: Mapping[str, Tensor], index: dict, mesh_rank: int, step: int, keep: int | None) -> None:
+def write_step(
+    folder: Path, own: Mapping[str, Tensor], index: dict, mesh_rank: int, step: int, keep: int | None
+) -> None:
     """One rank's blocks; by rank 0, when all are there, the rest. OSError names the path and the bytes."""
     draft = draft_of(folder, step)
     for file, block in own.items():

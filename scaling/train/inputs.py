@@ -11,8 +11,8 @@ from scaling.train.text import tokenizer
 def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
     """(what to train on, the held-out end of each corpus). ValueError for tokens outside the vocabulary."""
     by, parts, weights = tokenizer(settings.tokenizer), [], []
-    for path, weight in named(settings.data):
-        read = corpus.load(path, by)
+    for path, weight in weighted_paths(settings.data):
+        read = corpus.open_corpus(path, by)
         if read.top >= (V := settings.model.V):
             raise ValueError(
                 f"{path}: token {read.top} lies outside the vocabulary of {settings.model.name}, 0..{V - 1}\n"
@@ -24,7 +24,7 @@ def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
     return (train[0] if len(train) == 1 else Mixture(train, tuple(weights))), valid
 
 
-def named(data: str) -> list[tuple[str, float]]:
+def weighted_paths(data: str) -> list[tuple[str, float]]:
     """ "A:3,B" -> [("A", 3.0), ("B", 1.0)]: paths and their weights. ValueError for a weight that is no number."""
     if Path(data).exists() or ("," not in data and ":" not in data):
         return [(data, 1.0)]

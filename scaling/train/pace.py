@@ -38,10 +38,10 @@ class Pace:
         quickest = [min(seconds - stood for seconds, stood in self.steps), min(seconds for seconds, _ in self.steps)]
         self.steps.clear()
         pace = everyone(torch.tensor(quickest, dtype=torch.float64), mesh).tolist()
-        return "; ".join(found) if (found := named([work for work, _ in pace], pace[0][1], mesh, step)) else ""
+        return "; ".join(found) if (found := slow_ranks([work for work, _ in pace], pace[0][1], mesh, step)) else ""
 
 
-def named(work: list[float], step_seconds: float, mesh, step: int) -> list[str]:
+def slow_ranks(work: list[float], step_seconds: float, mesh, step: int) -> list[str]:
     """Of each rank's working seconds a step: those much longer than their peers', the ranks of the same stage."""
     at, found = [coordinates(rank, mesh) for rank in range(len(work))], []
     for rank, mine in enumerate(work):

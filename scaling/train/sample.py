@@ -13,7 +13,7 @@ from scaling.train.text import tokenizer
 LENGTH, TEMPERATURE = 64, 0.8  # of what is drawn: tokens
 
 
-def check(settings: Settings, sizes, available: float) -> None:
+def check_sample(settings: Settings, sizes, available: float) -> None:
     """ValueError for a prompt that is no tokens of the model, or if a rank has no room for the whole params."""
     if not settings.sample:
         return

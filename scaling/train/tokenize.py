@@ -19,7 +19,7 @@ from scaling.train.durable import replaced
 from scaling.train.text import Tokenizer, tokenizer
 
 
-def write(source, out, by: Tokenizer, shard_tokens: int) -> dict:
+def write_shards(source, out, by: Tokenizer, shard_tokens: int) -> dict:
     """Tokenise a file or a folder into shards; returns their index. ValueError or OSError names what is not readable,
     and a folder that holds shards already."""
     source, out = Path(source), Path(out)
@@ -80,7 +80,7 @@ def main(argv=None) -> int:
     parser.add_argument("--shard-tokens", type=integer(1), default=10**8, help="tokens a shard (default 1e8)")
     args = parser.parse_args(argv)
     try:
-        index = write(args.data, args.out, tokenizer(args.tokenizer), args.shard_tokens)
+        index = write_shards(args.data, args.out, tokenizer(args.tokenizer), args.shard_tokens)
     except (ValueError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 import pytest
 
 from scaling.book import layout
-from scaling.book.answers import Answer, notation, report, rounding, table
+from scaling.book.answers import Answer, answer_table, notation, report, rounding
 from scaling.cost.units import significant
 
 
@@ -85,7 +85,7 @@ def test_tables_fit(columns):
     ends = {line.index("e14") for line in lines if "e14" in line}
     assert len(ends) == 1, "numbers stand to the right"
     answers = [Answer(long, "1.0", 1.0, "tokens", note=long), Answer("q", "a word", "a word")]
-    assert max(map(len, table(answers, columns).splitlines())) <= columns
+    assert max(map(len, answer_table(answers, columns).splitlines())) <= columns
 
 
 def test_columns_are_respected(monkeypatch):

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from scaling.book.streaming import draw, stream
+from scaling.book.streaming import draw_stream, stream
 
 
 @pytest.mark.parametrize("times", [(3.0, 1.0, 0.5), (1.0, 3.0, 0.5), (1.0, 1.0, 1.0)])
@@ -37,4 +37,4 @@ def test_a_chunk_waits_for_its_place_and_each_unit_does_one_thing_at_a_time():
 
 def test_drawn():
     wanted = ["HBM  |L0--L1--....S0......S1|", "core |....C0------C1------..|"]
-    assert draw(stream(2, 2.0, 4.0, 1.0, buffers=2), 22).splitlines() == wanted
+    assert draw_stream(stream(2, 2.0, 4.0, 1.0, buffers=2), 22).splitlines() == wanted

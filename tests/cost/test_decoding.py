@@ -99,14 +99,14 @@ def test_places_fill_the_slice():
 def test_a_slice_without_wraparound_has_half_the_links():
     """An AllReduce of X on 4x4: two passes of 15/16 V over two lines; were they rings, of V over four links."""
     moved = d.StepCollective("AllReduce", "X", "Y", 1e9, 1)
-    assert d.seconds(moved, V5E, (4, 4), {"Y": 16}) == pytest.approx(2 * 1e9 * 15 / 16 / (2 * 4.5e10))
-    assert d.seconds(moved, V5E, (4, 4), {"Y": 16}, wrap=True) == pytest.approx(2 * 1e9 / (4 * 4.5e10))
-    assert d.seconds(moved, V5E, (16, 16), {"Y": 256}) == pytest.approx(2 * 1e9 / (4 * 4.5e10))
+    assert d.collective_seconds(moved, V5E, (4, 4), {"Y": 16}) == pytest.approx(2 * 1e9 * 15 / 16 / (2 * 4.5e10))
+    assert d.collective_seconds(moved, V5E, (4, 4), {"Y": 16}, wrap=True) == pytest.approx(2 * 1e9 / (4 * 4.5e10))
+    assert d.collective_seconds(moved, V5E, (16, 16), {"Y": 256}) == pytest.approx(2 * 1e9 / (4 * 4.5e10))
     tiny = d.StepCollective("AllGather", "X", "Z", 1, 10)
-    assert d.seconds(tiny, V5E, (4, 4), {"Y": 8, "Z": 2}) == pytest.approx(10 * 1e-6)  # one hop each
+    assert d.collective_seconds(tiny, V5E, (4, 4), {"Y": 8, "Z": 2}) == pytest.approx(10 * 1e-6)  # one hop each
     node = d.StepCollective("AllReduce", "X", "Y", 8e9, 3)
-    assert d.seconds(node, H100, (8,), {"Y": 8}) == pytest.approx(3 * 2 * 8e9 * 7 / 8 / 450e9)
-    assert d.seconds(tiny, H100, (16,), {"Y": 8, "Z": 2}) == pytest.approx(10 * 2e-5)
+    assert d.collective_seconds(node, H100, (8,), {"Y": 8}) == pytest.approx(3 * 2 * 8e9 * 7 / 8 / 450e9)
+    assert d.collective_seconds(tiny, H100, (16,), {"Y": 8, "Z": 2}) == pytest.approx(10 * 2e-5)
 
 
 @pytest.mark.parametrize(("F", "batch"), [(16384, 32), (28672, 64)])

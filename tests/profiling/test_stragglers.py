@@ -7,7 +7,7 @@ import pytest
 from synthetic_traces import play
 
 from scaling.profile import RankTimeline, of
-from scaling.profile.cores import within
+from scaling.profile.cores import waited_within
 from scaling.profile.stragglers import END
 
 
@@ -106,7 +106,7 @@ def test_one_step_alone():
 
 def test_waiting_for_a_core_is_counted_between_looks():
     waited = [(0.0, 0.0), (1.0, 0.5), (2.0, 0.5), (3.0, 0.9)]
-    assert within(waited, 0.2, 0.8) == pytest.approx(0.5)
-    assert within(waited, 1.0, 2.0) == pytest.approx(0.0)
-    assert within(waited, 1.5, 2.5) == pytest.approx(0.4)
-    assert within((), 0.0, 1.0) == 0.0
+    assert waited_within(waited, 0.2, 0.8) == pytest.approx(0.5)
+    assert waited_within(waited, 1.0, 2.0) == pytest.approx(0.0)
+    assert waited_within(waited, 1.5, 2.5) == pytest.approx(0.4)
+    assert waited_within((), 0.0, 1.0) == 0.0

@@ -19,7 +19,9 @@ def both_ways(mesh):
     W = drawn(SHAPES)
     sent = flat.sent_over_x(W, STORED)
     together = flat.gather(W, sent, mesh).wait()
-    alone = tree.map(lambda x: x if isinstance(x, torch.Tensor) else x.wait(), step.gathered(W, STORED, USED, mesh))
+    alone = tree.map(
+        lambda x: x if isinstance(x, torch.Tensor) else x.wait(), step.gathered_weights(W, STORED, USED, mesh)
+    )
     dW = tree.map(lambda x: torch.randn_like(x) + mesh.rank, together)
     scattered = flat.scatter(dW, sent, mesh).wait()
     reduced = tree.map(lambda g, s, u: step.reduced(g, s, u, mesh, ("X",)), dW, STORED, USED)

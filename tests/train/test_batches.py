@@ -9,7 +9,7 @@ import torch
 from scaling.configs import get
 from scaling.train.batches import IGNORED, Batches, Mixture, ahead, split
 from scaling.train.corpus import Corpus
-from scaling.train.inputs import inputs, named
+from scaling.train.inputs import inputs, weighted_paths
 from scaling.train.settings import Settings
 
 
@@ -62,12 +62,12 @@ def test_read_ahead_they_are_the_same():
 
 
 def test_paths_with_weights(tmp_path):
-    assert named("a:3,b") == [("a", 3.0), ("b", 1.0)]
+    assert weighted_paths("a:3,b") == [("a", 3.0), ("b", 1.0)]
     (tmp_path / "a,b:2").mkdir()
-    assert named(str(tmp_path / "a,b:2")) == [(str(tmp_path / "a,b:2"), 1.0)]
+    assert weighted_paths(str(tmp_path / "a,b:2")) == [(str(tmp_path / "a,b:2"), 1.0)]
     for wrong in ("a:x,b:1", "a:0,b:1", "a:nan"):
         with pytest.raises(ValueError, match="weight"):
-            named(wrong)
+            weighted_paths(wrong)
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path):

@@ -18,7 +18,7 @@ def test_text_files_are_documents_mapped_into_memory(tmp_path):
     texts = ["first ", "", "second, longer"]
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
-    read = corpus.load(tmp_path)
+    read = corpus.open_corpus(tmp_path)
     assert bytes(ids(read).astype(numpy.uint8)).decode() == "".join(texts)
     assert read.starts.tolist() == [0, 6]
     assert all(isinstance(part, numpy.memmap) for part in read.parts)
@@ -27,12 +27,12 @@ def test_text_files_are_documents_mapped_into_memory(tmp_path):
 
 def test_rows_of_ids_are_mapped(tmp_path):
     numpy.save(tmp_path / "a.npy", numpy.arange(1000, dtype=numpy.uint16))
-    read = corpus.load(tmp_path / "a.npy")
+    read = corpus.open_corpus(tmp_path / "a.npy")
     assert isinstance(read.parts[0], numpy.memmap)
     assert (len(read), read.top) == (1000, 999)
     numpy.save(tmp_path / "b.npy", numpy.ones((2, 2)))
     with pytest.raises(ValueError, match=r"b\.npy: not a row of token ids"):
-        corpus.load(tmp_path)
+        corpus.open_corpus(tmp_path)
 
 
 CHATS = [
@@ -48,7 +48,7 @@ def lines(folder):
 
 
 def test_prompts_do_not_count(tmp_path):
-    read = corpus.load(lines(tmp_path))
+    read = corpus.open_corpus(lines(tmp_path))
     found, counted = read.between(0, len(read))
     assert bytes(found.astype(numpy.uint8)).decode() == "user: 2+2?\n\nassistant: 4\n\nabcdplain"
     assert bytes(found[counted].astype(numpy.uint8)).decode() == "4\n\ncdplain"
@@ -58,8 +58,8 @@ def test_prompts_do_not_count(tmp_path):
 @pytest.mark.parametrize("shard_tokens", [7, 20, 10**8])
 def test_shards_are_the_text_again(tmp_path, shard_tokens):
     source = lines(tmp_path)
-    index = tokenize.write(source, tmp_path / "out", Bytes(), shard_tokens)
-    whole, again = corpus.load(source), corpus.load(tmp_path / "out")
+    index = tokenize.write_shards(source, tmp_path / "out", Bytes(), shard_tokens)
+    whole, again = corpus.open_corpus(source), corpus.open_corpus(tmp_path / "out")
     assert len(index["tokens"]) == {7: 2, 20: 1, 10**8: 1}[shard_tokens] + (shard_tokens == 20)
     for first, last in ((0, len(whole)), (20, 33), (25, 27)):
         for a, b in zip(whole.between(first, last), again.between(first, last), strict=True):
@@ -78,7 +78,7 @@ def test_shards_of_plain_text_carry_no_mask(tmp_path, capsys):
     file = tmp_path / "out" / "tokens-00000.npy"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"tokens-00000.npy: missing or cut short"):
-        corpus.load(tmp_path / "out")
+        corpus.open_corpus(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_shards_of_plain_text_carry_no_mask(tmp_path, capsys):
 def test_what_cannot_be_read_is_named(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=words):
-        corpus.load(tmp_path)
+        corpus.open_corpus(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
@@ -104,4 +104,4 @@ def test_a_file_without_permission_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "a.txt").chmod(0)
     with pytest.raises(PermissionError, match=r"a\.txt"):
-        corpus.load(tmp_path)
+        corpus.open_corpus(tmp_path)

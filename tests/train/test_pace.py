@@ -45,10 +45,10 @@ def test_a_slow_rank_is_named_by_all(ranks):
 
 def test_stages_have_their_own_pace():
     mesh = AbstractMesh({"Z": 2, "X": 2})
-    assert pace.named([1.0, 1.0, 1.5, 1.5], 1.6, mesh, 3) == []
-    (only,) = pace.named([1.0, 1.0, 1.5, 1.9], 2.0, mesh, 3)
+    assert pace.slow_ranks([1.0, 1.0, 1.5, 1.5], 1.6, mesh, 3) == []
+    (only,) = pace.slow_ranks([1.0, 1.0, 1.5, 1.9], 2.0, mesh, 3)
     assert only.startswith("step 3: rank 3 (Z=1, X=1) is slow: it works 1900 ms a step, its peers 1500 ms")
-    assert pace.named([1.0], 1.0, AbstractMesh({"X": 1}), 3) == []
+    assert pace.slow_ranks([1.0], 1.0, AbstractMesh({"X": 1}), 3) == []
 
 
 def test_flops_by_both_conventions_and_the_share_of_the_chip(tmp_path, capsys):

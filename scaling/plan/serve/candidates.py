@@ -87,7 +87,7 @@ class ServingPlan:
         """Seconds of a step's collectives by what they move."""
         found: dict[str, float] = {}
         for moved in decoding.collectives(self.form, self.service.config, self.batch, dict(self.sizes)):
-            seconds = decoding.seconds(moved, self.chip, self.shape, dict(self.sizes))
+            seconds = decoding.collective_seconds(moved, self.chip, self.shape, dict(self.sizes))
             found[moved.what] = found.get(moved.what, 0.0) + seconds
         return found
 
@@ -128,7 +128,9 @@ class ServingPlan:
         compute = cost.seconds_at(tm.prefill_flops(s.config, s.prompt), self.chips, peak, s.mfu)
         width = dtype_bytes("bf16") * s.prompt * s.config.D
         moved = decoding.StepCollective("AllReduce", "X", "Y", width, 2 * s.config.L)
-        reduced = decoding.seconds(moved, self.chip, self.shape, {"Y": self.chips}) if self.chips > 1 else 0.0
+        reduced = (
+            decoding.collective_seconds(moved, self.chip, self.shape, {"Y": self.chips}) if self.chips > 1 else 0.0
+        )
         return max(compute, reduced)
 
     @property

@@ -60,7 +60,7 @@ class PublishedStep:
         sizes = {"Y": self.chips}
         load = serving.load(self.config, self.weights, self.kv)
         moved = decoding.collectives("heads", self.config, self.own, sizes)
-        comms = sum(decoding.seconds(one, self.chip, self.shape, sizes) for one in moved)
+        comms = sum(decoding.collective_seconds(one, self.chip, self.shape, sizes) for one in moved)
         return serving.step(load, self.own, self.context, self.chip, self.chips, comms=comms)
 
     @property

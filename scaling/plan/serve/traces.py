@@ -34,7 +34,7 @@ def modelled(plan: Plan) -> Callable[[Run | Move], float]:
         new = sum(tokens for tokens, _ in works)
         prompts = sum(len(work.tokens) for work in action.works if len(work.tokens) > 1)
         moved = decoding.collectives(plan.form, s.config, new, sizes)
-        comms = sum(decoding.seconds(one, plan.chip, plan.shape, sizes) for one in moved)
+        comms = sum(decoding.collective_seconds(one, plan.chip, plan.shape, sizes) for one in moved)
         slower = step.math * ((prompts / s.mfu + new - prompts) / new)
         return serving.DecodeStep(plan.copies * step.kv, step.weights, slower, comms).seconds
 

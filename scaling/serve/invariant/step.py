@@ -57,7 +57,7 @@ def extend(
     return _run(params, tokens, cache, config, mesh, lengths, donate, sizes, True)
 
 
-class Pass(NamedTuple):
+class ForwardPass(NamedTuple):
     """What all layers share. x[1, R, D] are the tokens of all requests, R a multiple of `LEAST`."""
 
     config: Config
@@ -80,7 +80,7 @@ def _run(params, tokens, cache, config, mesh, lengths, donate, sizes, every) -> 
     cache, dtype = writable(cache, params["norm"], donate), params["norm"].dtype
     rows = TokenRows(cache, lengths, T, config.N // mesh.sizes.get("Y", 1) // cache["KV"].shape[4])
     rope = tables(rows.positions, config.H, config.theta, config.rope_scaling, dtype)
-    at = Pass(config, mesh, rows, rope, functools.partial(_matmul, sizes=sizes))
+    at = ForwardPass(config, mesh, rows, rope, functools.partial(_matmul, sizes=sizes))
     ends = {name: floats(leaf, dtype) for name, leaf in params.items() if name != "layers"}
     x = rows_of(ends["embed"], tokens[rows.row, rows.column][None], mesh, "x[B, T, D] {U_Y}")
     x = all_reduce("x[B, T, D] {U_Y} -> x[B, T, D]", x, mesh)  # zeros, but for one rank: any order
@@ -111,7 +111,7 @@ def check_axes(mesh) -> None:
         )
 
 
-def _attention(W: dict, x: Tensor, at: Pass, attend: Callable) -> Tensor:
+def _attention(W: dict, x: Tensor, at: ForwardPass, attend: Callable) -> Tensor:
     """Attn[1, R, D], its keys and values written to the cache."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q, K, V = (at.matmul(y, M) for M in (W["W_Q"], own_heads(W["W_K"], at, 1), own_heads(W["W_V"], at, 1)))
@@ -120,7 +120,7 @@ def _attention(W: dict, x: Tensor, at: Pass, attend: Callable) -> Tensor:
     return Attn + W["b_O"] if "b_O" in W else Attn
 
 
-def _mlp_block(W: dict, x: Tensor, at: Pass) -> Tensor:
+def _mlp_block(W: dict, x: Tensor, at: ForwardPass) -> Tensor:
     """Out[1, R, D]; of experts, each its own rows."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
     if not at.config.moe:
@@ -129,7 +129,7 @@ def _mlp_block(W: dict, x: Tensor, at: Pass) -> Tensor:
     return _summed(moe(W, y[0], at.config, lambda W, rows: _mlp(W, rows[None], at, act)[0])[None], at.mesh)
 
 
-def _mlp(W: dict, y: Tensor, at: Pass, act: str) -> Tensor:
+def _mlp(W: dict, y: Tensor, at: ForwardPass, act: str) -> Tensor:
     """Out[1, R, D] {U_Y}."""
     Tmp = at.matmul(y, W["W_in"])
     Tmp = ACTIVATIONS[act](at.matmul(y, W["W_gate"])) * Tmp if "W_gate" in W else ACTIVATIONS[act](Tmp)

@@ -20,7 +20,7 @@ from scaling.strategies.context.tiles import Tile
 
 def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, at: Ring) -> tuple[Tensor, Tensor]:
     """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, T_C] or None."""
-    seen: Any = block.forward(Q, gathered("KV", K, V, at), whole(segments, at))
+    seen: Any = block.forward(Q, gathered_keys("KV", K, V, at), whole(segments, at))
     return seen.O.to(Q.dtype), seen.lse
 
 
@@ -29,7 +29,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV); what is sent of the gradients is float32 or wider."""
     C = format_axes(at.axes)
-    dQ, dKV = block.backward(dO, O, lse, Q, gathered("KV", K, V, at), whole(segments, at))
+    dQ, dKV = block.backward(dO, O, lse, Q, gathered_keys("KV", K, V, at), whole(segments, at))
     line = f"dKV[2, B, S, K, H] {{U_{C}}} -> dKV[2, B, S_{C}, K, H]"
     dK, dV = reduce_scatter(line, dKV, at.mesh).to(K.dtype)
     return dQ.to(Q.dtype), dK, dV
@@ -39,12 +39,12 @@ def jvp(
     tQ: Tensor, tK: Tensor, tV: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments, at: Ring
 ) -> Tensor:
     """The tangent of O."""
-    KV, tKV = gathered("KV", K, V, at), gathered("tKV", tK, tV, at)
+    KV, tKV = gathered_keys("KV", K, V, at), gathered_keys("tKV", tK, tV, at)
     A, m = block.jvp(tQ, tKV, lse, Q, KV, whole(segments, at))
     return (A - m[..., None] * O).to(Q.dtype)
 
 
-def gathered(name: str, K: Tensor, V: Tensor, at: Ring) -> Tensor:
+def gathered_keys(name: str, K: Tensor, V: Tensor, at: Ring) -> Tensor:
     """KV[2, B, S, K, H] of K and V[B, S_C, K, H]."""
     C = format_axes(at.axes)
     return all_gather(f"{name}[2, B, S_{C}, K, H] -> {name}[2, B, S, K, H]", torch.stack([K, V]), at.mesh)

@@ -10,7 +10,7 @@ from scaling.strategies.axes import all_reduce, present
 from scaling.strategies.transformer.ends import embed, head
 from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.stages import layers_of, placed
-from scaling.strategies.transformer.step import Problem, end_weights, gathered, layer_types, numbered
+from scaling.strategies.transformer.step import Problem, end_weights, gathered_weights, layer_types, numbered
 
 
 def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, schedule=None) -> Tensor:
@@ -28,10 +28,10 @@ def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor
     for s, layers in enumerate(stages):
         if s in mine:
             own = stack[mine.index(s) * len(stack) // len(mine) :][: len(layers)]
-            coming = gathered(own[0], *kinds, mesh)
+            coming = gathered_weights(own[0], *kinds, mesh)
             for i, l in enumerate(layers):
                 W = tree.map(wait, coming)
-                coming = gathered(own[i + 1], *kinds, mesh) if i + 1 < len(own) else None
+                coming = gathered_weights(own[i + 1], *kinds, mesh) if i + 1 < len(own) else None
                 (x, more), _ = numbered(W, x, l, None, at)
                 extra = extra if more is None else extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:

@@ -87,7 +87,7 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
     return (tree.map(torch.Tensor.detach, out), rest), pull
 
 
-def gathered(W: Mapping, stored: Mapping, used: Mapping, mesh, async_op: bool = True):
+def gathered_weights(W: Mapping, stored: Mapping, used: Mapping, mesh, async_op: bool = True):
     """A tree of weights, each gathered from its stored to its used type: under way."""
 
     def one(x: Tensor, before: str, after: str):
@@ -178,7 +178,7 @@ class Layers:
             return None
         if self.together:
             return flat.gather(self.layers[l], self.together, self.mesh)
-        return gathered(self.layers[l], self.stored, self.used, self.mesh)
+        return gathered_weights(self.layers[l], self.stored, self.used, self.mesh)
 
     def waited(self, l: int, pending):
         """The same, there."""
@@ -261,4 +261,4 @@ class Layers:
 def end_weights(params: Mapping, stored: Mapping, used: Mapping, mesh) -> dict:
     """The params outside the layers, gathered."""
     names = [name for name in params if name != "layers"]
-    return {name: wait(gathered(params[name], stored[name], used[name], mesh)) for name in names}
+    return {name: wait(gathered_weights(params[name], stored[name], used[name], mesh)) for name in names}
