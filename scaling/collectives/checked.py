@@ -12,7 +12,7 @@ from hashlib import blake2b
 import torch
 import torch.distributed as dist
 
-from scaling.collectives.torch_private import mode_names, modes, process_group, without_modes
+from scaling._torch import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
 from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Intent, NotMet, meeting
 from scaling.mesh.page import DIGEST, LENGTH

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaling._torch import Nowhere, exchange_into, gather_into, scatter_sum_into
 from scaling.collectives.op import Op
-from scaling.collectives.torch_private import Nowhere, exchange_into, gather_into, scatter_sum_into
 from scaling.collectives.traced import combine, ends, join, reorder, split, split_major
 from scaling.mesh import Group
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scaling._torch import lazy_clone
 from scaling.algebra.contraction import check_product
 from scaling.collectives.mkl import matmul, matmul_into
-from scaling.collectives.torch_private import lazy_clone
 from scaling.spec import Line, Spec
 
 

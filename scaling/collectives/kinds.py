@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scaling._torch import lazy_clone
 from scaling.collectives import eager, traced
 from scaling.collectives.buffers import refuse
 from scaling.collectives.eager import Started
 from scaling.collectives.op import Op, dual_line
-from scaling.collectives.torch_private import lazy_clone
 from scaling.mesh import Group
 from scaling.spec import parse_line
 from scaling.trace import Event, now

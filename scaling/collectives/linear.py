@@ -10,10 +10,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from scaling._torch import in_transform, modes
 from scaling.collectives.checked import agree_on
 from scaling.collectives.kinds import dual, event, traceable
 from scaling.collectives.op import Op
-from scaling.collectives.torch_private import in_transform, modes
 from scaling.trace import active, done, reached, record
 
 PLAIN = (Tensor, torch.nn.Parameter)  # other classes are a tracer's

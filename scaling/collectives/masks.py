@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scaling._torch import modes
 from scaling.collectives.buffers import refuse
 from scaling.collectives.checked import agree
 from scaling.collectives.lines import on
-from scaling.collectives.torch_private import modes
 from scaling.spec import ShardingError, parse
 
 RULE = "{U_X} is a sum with one term for each element: along X one device has it, the others have zeros"

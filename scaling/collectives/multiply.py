@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from scaling import trace
+from scaling._torch import constant
 from scaling.algebra.contraction import check_product, refuse_product
 from scaling.collectives.buffers import check_out, overlap, refuse_overlap
 from scaling.collectives.calls import wait
 from scaling.collectives.deferred import Deferred
 from scaling.collectives.kernel import Kernel, Shapes, compile_product, equation_of, evaluate, fits, is_view, orders_of
 from scaling.collectives.linear import differentiated
-from scaling.collectives.torch_private import constant
 from scaling.spec import Line, ShardingError
 
 DENSE = torch.strided

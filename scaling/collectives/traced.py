@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
 
+from scaling._torch import exchange_over, gather_over, scatter_sum_over, sum_over
 from scaling.collectives.op import Op
-from scaling.collectives.torch_private import exchange_over, gather_over, scatter_sum_over, sum_over
 
 
 def split(x: Tensor, n: int, dim: int) -> Tensor:

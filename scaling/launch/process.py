@@ -2,11 +2,12 @@
 
 import contextlib
 import ctypes
-import importlib
 import os
 import signal
 import sys
 from pathlib import Path
+
+from scaling._torch import import_compiler
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # glibc: see keep_freed_memory
@@ -16,11 +17,11 @@ OMP_PAUSE_HARD = 2  # OpenMP 5.0
 def ready_to_fork() -> None:
     """What this process does once, so that the ranks forked from it need not, or do not hang.
 
-    The first gradient of torch.func imports torch._dynamo, 840 modules in all, which ranks that share the cores do more
+    The first gradient of torch.func imports the compiler, 840 modules in all, which ranks that share the cores do more
     slowly by as many times. And a forked process inherits OpenMP's record of its threads, but not the threads: it would
     wait for them for ever. So they are given back here, and started again by whoever computes next.
     """
-    importlib.import_module("torch._dynamo")
+    import_compiler()
     if sys.platform == "linux":
         loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
         for library in loaded:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scaling._torch import constant
 from scaling.mesh.meeting import Meeting, held
 from scaling.mesh.page import SharedPage, share
 from scaling.sizes import check_sizes, format_sizes
@@ -85,11 +86,10 @@ class AbstractMesh:
             other.stack, other.lines, other._stacked = dim, {}, {}
         return self._stacked[dim]
 
+    @constant
     def constant(self, fn: Callable, *args):
         """fn(self, *args). A compiler calls it once and keeps the result: torch 2.11 passes a mesh on only as self."""
         return fn(self, *args)
-
-    constant._dynamo_marked_constant = True
 
     @property
     def rank(self) -> int:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scaling._torch import flash_cpu
+
 
 def _grouped(Q: Tensor, kv_heads: int) -> Tensor:
     """Q[B, T, N, H] -> [B, K, G, T, H]."""
@@ -70,8 +72,7 @@ def fused(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None) -> Ten
         return sdpa(Q, K, V, window=window, segments=segments)
     mask = None if window is None and segments is None else _mask(Q, K, window, segments).to(Q.dtype)
     heads = (x.transpose(1, 2) for x in (Q, K, V))
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(*heads, 0.0, mask is None, attn_mask=mask)[0].transpose(1, 2)
+    return flash_cpu(*heads, 0.0, mask is None, attn_mask=mask)[0].transpose(1, 2)
 
 
 def dot_product_attention(Q, K, V, *, window=None, segments=None, scale: float | None = None) -> Tensor:

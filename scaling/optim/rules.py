@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling._torch import fused_adamw_
 from scaling.collectives.buffers import extent, overlaps_itself
-from scaling.collectives.torch_private import fused_adamw_
 from scaling.optim.checks import at_least_zero, check_apart, check_like, check_reduced
 
 Schedule = float | Callable[[Tensor], "Tensor | float"]  # of the number of updates made so far, a 0-dim float64 tensor

@@ -45,7 +45,7 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write when it starts and stops
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    inside = torch.autograd.profiler._is_profiler_enabled
+    inside = profiling()
     below = None if inside or not (ops or memory) else torch_profile(activities=activities, profile_memory=memory)
     if below is not None:
         below.start()

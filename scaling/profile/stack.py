@@ -10,11 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from scaling._torch import TorchDispatchMode, aot_graphs, inductor_code
 
 PRODUCTS = {"bmm", "mm", "addmm", "einsum"}
 LAYOUT = {"view", "permute", "unsqueeze", "squeeze", "transpose", "t", "expand", "reshape"}
@@ -77,29 +77,13 @@ def listing(graph: torch.fx.Graph) -> str:
 
 def joint(fn: Callable, *args) -> tuple[torch.fx.Graph, torch.fx.Graph]:
     """AOTAutograd's graphs of the forward and the backward pass; args[0] is differentiated."""
-    from functorch.compile import aot_function, make_boxed_func
-
-    found = {}
-
-    def keep(name: str):
-        def compiler(module: torch.fx.GraphModule, inputs):
-            found[name] = module.graph
-            return make_boxed_func(module.forward)
-
-        return compiler
-
     first, *rest = args
-    compilers: Any = {"fw_compiler": keep("forward"), "bw_compiler": keep("backward")}
-    out = aot_function(fn, **compilers)(first.detach().clone().requires_grad_(), *rest)
-    out.sum().backward()
-    return found["forward"], found["backward"]
+    return aot_graphs(fn, first.detach().clone().requires_grad_(), *rest)
 
 
 def generated(fn: Callable, *args) -> str:
     """The kernels and the calls that inductor writes, without what stands around them in every program."""
-    from torch._inductor.utils import run_and_get_code
-
-    _, (code, *_) = run_and_get_code(torch.compile(fn), *args)
+    code = inductor_code(fn, *args)
     kernels = re.findall(r"^(\w+) = async_compile.*?r?'''\n(.*?)^'''", code, re.MULTILINE | re.DOTALL)
     calls = re.search(r"^    def call\(self, args\):\n(.*?)^\s*return ", code, re.MULTILINE | re.DOTALL)
     text = "\n".join(f"# {name}\n{body}" for name, body in kernels)

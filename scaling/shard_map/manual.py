@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from scaling._torch import constant, level_of
 from scaling.collectives.buffers import refuse
-from scaling.collectives.torch_private import constant, level_of
 from scaling.interop import from_partition_spec
 from scaling.mesh import AbstractMesh
 from scaling.shard_map.law import Call, apply

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from scaling.collectives.torch_private import is_wrapped, unwrapped, without_functions
+from scaling._torch import is_wrapped, unwrapped, without_functions
 
 MARK = "_scaling_marks"
 ADDS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}

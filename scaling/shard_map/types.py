@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from scaling.collectives.torch_private import is_wrapped, level_of, unwrapped
+from scaling._torch import is_wrapped, level_of, unwrapped
 from scaling.shard_map.law import Call, Collective, Extreme, apply
 from scaling.shard_map.partial import PLAIN, Marks, Mismatch, marked, marks, result_of
 from scaling.shard_map.transport import Bound

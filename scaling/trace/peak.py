@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import optree
 import torch
 from tabulate import tabulate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaling import trace
+from scaling._torch import TorchDispatchMode, storage_key
 
 
 @dataclass
@@ -66,9 +66,9 @@ class _Watch(TorchDispatchMode):
     def watch(self, *values) -> None:
         leaves: list = optree.tree_leaves(values)  # pyright: ignore[reportArgumentType]: a tree of anything
         for x in leaves:
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.seen:
+            if isinstance(x, torch.Tensor) and storage_key(x.untyped_storage()) not in self.seen:
                 storage = x.untyped_storage()
-                key, nbytes = storage._cdata, storage.nbytes()
+                key, nbytes = storage_key(storage), storage.nbytes()
                 self.seen[key] = weakref.finalize(storage, self.forget, key, nbytes)
                 self.memory.add(nbytes)
 

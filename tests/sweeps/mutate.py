@@ -62,7 +62,7 @@ COMPILED = (
     "context/__init__.py",
     "grads.py",
     "traced.py",
-    "torch_private.py",
+    "_torch.py",
     "deferred.py",
 )  # files whose mutants torch.compile may notice alone
 SWAPS: dict[type, type] = {ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}

@@ -16,10 +16,9 @@ from types import SimpleNamespace
 
 import torch
 
-LATER = "later"
+from scaling._torch import flash_cpu, flash_cpu_backward
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+LATER = "later"
 
 
 def _scores(q, k, hidden, scale):
@@ -75,7 +74,7 @@ def _for_flash(q, k, v, hidden):
 
 def _fused_forward(q, k, v, hidden, scale):
     *operands, bias = _for_flash(q, k, v, hidden)
-    O, lse = _flash(*operands, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
+    O, lse = flash_cpu(*operands, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
     O, lse = (x.unflatten(0, q.shape[:2]) for x in (O, lse))
     if bias is not None:  # flash's lse of a query that sees nothing is 0
         blind = hidden.all(-1).expand(lse.shape)
@@ -86,7 +85,7 @@ def _fused_forward(q, k, v, hidden, scale):
 def _fused_backward(dO, q, k, v, O, lse, hidden, scale):
     *operands, bias = _for_flash(q, k, v, hidden)
     rows = (x.flatten(0, 1) for x in (O, lse))
-    grads = _flash_backward(dO.flatten(0, 1), *operands, *rows, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
+    grads = flash_cpu_backward(dO.flatten(0, 1), *operands, *rows, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
     dq, dk, dv = (x.unflatten(0, q.shape[:2]) for x in grads)
     return dq, dk.sum(2, keepdim=True), dv.sum(2, keepdim=True)
 

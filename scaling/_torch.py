@@ -1,15 +1,17 @@
-"""All that the collectives and products use of torch without a public name, in one place; a test tries each entry.
+"""All that this package uses of torch without a public name, in one place; a test tries each entry.
 
 torch 2.11 to 2.13 have them alike. A public twin, where there is one, costs more: the functions of
 `torch.distributed` take as long as a small collective; `torch.compiler` imports the compiler.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+import importlib
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def fused_adamw_(params, grads, m, v, count: Tensor, *, beta1, beta2, eps, weight_decay, lr) -> None:
@@ -132,3 +134,45 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 level_of = torch._C._functorch.maybe_get_level
 unwrapped = torch._C._functorch.get_unwrapped
 without_functions = torch._C.DisableTorchFunction  # a context in which no TorchFunctionMode is called
+
+# The CPU's flash attention, which holds no T x S scores and takes float64 and meta tensors too.
+flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The same for all tensors of one storage, of meta tensors too, which have no address."""
+    return storage._cdata
+
+
+def profiling() -> bool:
+    """Whether a torch.profiler is on in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def import_compiler() -> None:
+    """What the first gradient of torch.func and the first torch.compile import."""
+    importlib.import_module("torch._dynamo")
+
+
+def aot_graphs(fn: Callable, *args) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """AOTAutograd's graphs of the forward and the backward pass of fn(*args).sum()."""
+    compile_ = importlib.import_module("functorch.compile")  # it imports the compiler
+    found = {}
+
+    def keep(name: str):
+        def compiler(module: torch.fx.GraphModule, inputs):
+            found[name] = module.graph
+            return compile_.make_boxed_func(module.forward)
+
+        return compiler
+
+    compile_.aot_function(fn, fw_compiler=keep("forward"), bw_compiler=keep("backward"))(*args).sum().backward()
+    return found["forward"], found["backward"]
+
+
+def inductor_code(fn: Callable, *args) -> str:
+    """The program that torch.compile(fn) writes for these operands."""
+    utils = importlib.import_module("torch._inductor.utils")  # it is the compiler
+    _, (code, *_) = utils.run_and_get_code(torch.compile(fn), *args)
+    return code

@@ -1,6 +1,7 @@
 """Each thing of torch that has no public name: that it is there and does what the collectives rely on."""
 
 import re
+import sys
 import warnings
 from pathlib import Path
 
@@ -11,16 +12,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import scaling
-from scaling.collectives import torch_private as p
+from scaling import _torch as p
 
-FOLDERS = ("collectives", "optim")
-PRIVATE = re.compile(r"torch(\.\w+)*\._|torch\.ops|_dynamo|_functorch|c10d\._|pg\._|\b_foreach|\._lazy|\._fused")
+PRIVATE = re.compile(  # torch.__version__ is public
+    r"torch(\.\w+)*\._[a-z]|_dynamo|functorch\.|c10d\._|pg\._|\b_foreach|\._lazy|\._fused|_cdata|_inductor"
+)
 
 
 def test_it_all_stands_in_one_file():
     root = Path(scaling.__file__).parent
-    found = [file for folder in FOLDERS for file in (root / folder).glob("*.py") if PRIVATE.search(file.read_text())]
-    assert [file.name for file in found] == ["torch_private.py"]
+    found = [file for file in root.rglob("*.py") if PRIVATE.search(file.read_text(encoding="utf-8"))]
+    assert found == [root / "_torch.py"]
 
 
 def test_transforms_and_modes_are_seen():
@@ -187,3 +189,43 @@ def test_without_functions():
 
 def test_collectives_of_shards(ranks):
     ranks(traceable, {"X": 2})
+
+
+def test_a_storage_has_one_key():
+    for device in ("cpu", "meta"):
+        x, y = torch.ones(4, device=device), torch.ones(4, device=device)
+        keys = [p.storage_key(z.untyped_storage()) for z in (x, x.view(2, 2), x[1:], y)]
+        assert keys[:3] == [keys[0]] * 3 != keys[1:]
+
+
+def test_flash_attention_and_its_gradients_are_softmaxs():
+    g = torch.Generator().manual_seed(0)
+    q, k, v, dO = (torch.randn(2, 3, 5, 4, dtype=torch.float64, generator=g) for _ in range(4))
+    O, lse = p.flash_cpu(q, k, v, 0.0, True)
+    found = p.flash_cpu_backward(dO, q, k, v, O, lse, 0.0, True)
+
+    def plain(q, k, v):
+        scores = (q @ k.mT / 2).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+        return scores.softmax(-1) @ v
+
+    wanted, vjp = torch.func.vjp(plain, q, k, v)
+    torch.testing.assert_close((O, *found), (wanted, *vjp(dO)), rtol=1e-12, atol=1e-12)
+
+
+def test_a_profiler_is_noticed():
+    assert not p.profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert p.profiling()
+    assert not p.profiling()
+
+
+def test_the_compiler_is_imported():
+    p.import_compiler()
+    assert "torch._dynamo" in sys.modules
+
+
+def test_graphs_of_both_passes():
+    forward, backward = p.aot_graphs(lambda x: (x * x).sin(), torch.ones(2, requires_grad=True))
+    names = [{str(node.target).partition(".")[2] for node in graph.nodes} for graph in (forward, backward)]
+    assert "sin.default" in names[0]
+    assert "cos.default" in names[1]
