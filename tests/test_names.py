@@ -28,11 +28,12 @@ SAME = {  # what the functions of one name in one room have in common: their nam
     },
     "of training, and of serving": {
         "cost": {"step"},
-        "plan": {"changes", "mesh", "meshes", "notes", "plans", "rows"},
+        "plan": {"changes", "meshes", "notes", "plans", "rows"},
     },
     "a command, and how its results are written": {
-        "measure": {"main"},
-        "plan": {"as_dict", "main", "parser", "table", "text"},
+        "__main__": {"arguments", "main"},
+        "measure": {"as_dict", "main"},
+        "plan": {"as_dict", "main", "table", "text"},
         "show": {"draw", "figure", "main", "save"},
         "train": {"main"},
     },

@@ -62,7 +62,7 @@ def seconds(f, mesh, repeats: int) -> list[float]:
     return times
 
 
-def alone(mesh, folder: str) -> tuple[float, float]:
+def rank_alone(mesh, folder: str) -> tuple[float, float]:
     """Of this rank on its own: (bytes/s of memory, bytes/s to the disk): what tells a slow host or disk."""
     x, file = torch.ones(2**22, device=mesh.device), Path(folder) / f".measure-{mesh.rank}"
     began = time.perf_counter()
@@ -83,7 +83,7 @@ def alone(mesh, folder: str) -> tuple[float, float]:
 
 
 def measured(mesh, sizes, repeats: int, folder: str):
-    return rates(mesh, sizes, repeats), alone(mesh, folder)
+    return rates(mesh, sizes, repeats), rank_alone(mesh, folder)
 
 
 def slow(values: list[float], what: str) -> list[str]:

@@ -30,7 +30,7 @@ AXES = {"pod": "P", "data": "P", "pipe": "Z", "fsdp": "X", "context": "C", "tens
 
 
 @dataclass(frozen=True)
-class Choice:
+class MeshChoice:
     """A mesh for a run: seconds of a step, bytes of its fullest rank, and of the step the seconds of products, of what
     lies between them, and of its collectives by axes."""
 
@@ -61,7 +61,7 @@ def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
     yield from (sizes or {"X": 1} for sizes in split(axes, ranks))
 
 
-def choices(settings: Settings, ranks: int, chip: Chip) -> tuple[list[Choice], list[str]]:
+def choices(settings: Settings, ranks: int, chip: Chip) -> tuple[list[MeshChoice], list[str]]:
     """(the meshes that the run fits on, the fastest first; of the others the mesh and why not)."""
     if not chip.measured:
         return planned(settings, ranks, chip)
@@ -79,11 +79,11 @@ def choices(settings: Settings, ranks: int, chip: Chip) -> tuple[list[Choice], l
             refused.append(f"{format_sizes(sizes)}: a rank needs {memory / 1e9:.2f} GB")
             continue
         part = step.fullest
-        found.append(Choice(sizes, step.seconds, memory, part.math, part.between, part.comms))
+        found.append(MeshChoice(sizes, step.seconds, memory, part.math, part.between, part.comms))
     return sorted(found, key=lambda choice: (choice.seconds, len(choice.sizes))), refused
 
 
-def planned(settings: Settings, ranks: int, chip: Chip) -> tuple[list[Choice], list[str]]:
+def planned(settings: Settings, ranks: int, chip: Chip) -> tuple[list[MeshChoice], list[str]]:
     """The same by the planner's formulas, for a chip of the catalogue, as a run does it: params sharded over X and
     replicated over P, stages by 1F1B."""
     wide = settings.dtype == "bf16"
@@ -92,7 +92,7 @@ def planned(settings: Settings, ranks: int, chip: Chip) -> tuple[list[Choice], l
         4, 12 if wide else 8,
     )  # fmt: skip
     remat = None if settings.remat == "attention" else settings.remat
-    found: dict[str, Choice] = {}
+    found: dict[str, MeshChoice] = {}
     refused: list[str] = []
     for one in evaluated(job, chip, ranks, Fixed((), remat, settings.microbatches, "1f1b")):
         sizes: dict[str, int] = {}
@@ -104,7 +104,7 @@ def planned(settings: Settings, ranks: int, chip: Chip) -> tuple[list[Choice], l
         comms = (("", float(p.critical + p.weights + p.once)),)
         between = float(p.memory + p.update + p.bubble)
         math = float(p.matmuls + p.attention + p.recomputed)
-        choice = Choice(sizes, float(one.forecast), float(one.held.total), math, between, comms)
+        choice = MeshChoice(sizes, float(one.forecast), float(one.held.total), math, between, comms)
         if not fits(job, one):
             refused.append(f"{choice.name}: a chip needs {choice.memory / 1e9:.2f} GB")
         elif why := uneven(settings, sizes):
@@ -138,7 +138,7 @@ def evaluated(job: Job, chip: Chip, ranks: int, fixed: Fixed) -> Iterator[Estima
         raise failures[0]
 
 
-def table(found: list[Choice], refused: list[str], top: int = 6) -> str:
+def table(found: list[MeshChoice], refused: list[str], top: int = 6) -> str:
     """The meshes, the fastest first, and what is said of the choice."""
     rows = []
     for c in found[:top]:
@@ -152,7 +152,7 @@ def table(found: list[Choice], refused: list[str], top: int = 6) -> str:
     return "\n".join([*lines, *(f"  {why}" for why in refused[:3])])
 
 
-def reason(found: list[Choice]) -> str:
+def reason(found: list[MeshChoice]) -> str:
     """Why the first one."""
     best = found[0]
     if len(found) == 1:

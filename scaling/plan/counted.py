@@ -11,9 +11,9 @@ from typing import Any
 
 import optree
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaling import cost
+from scaling._torch import TorchDispatchMode, storage_key
 from scaling.hardware import Chip, Measured
 from scaling.mesh import AbstractMesh
 from scaling.trace import Log, trace
@@ -24,7 +24,7 @@ ATTENTION = "_scaled_dot_product"
 
 
 @dataclass
-class Calls:
+class CallTotals:
     """So many calls, and what they do in all: FLOPs or bytes."""
 
     number: int = 0
@@ -35,16 +35,16 @@ class Calls:
 
 
 @dataclass
-class Counted:
+class CountedStep:
     """What a step does on one device. `products` and `attention`: FLOPs; `reads`: bytes of the products' operands and
     results; `plain` and `curved`: bytes that pointwise and other operations read and write, `curved` those with a
     transcendental function; `log`: its lines, the collectives among them."""
 
-    products: Calls = field(default_factory=Calls)
-    reads: Calls = field(default_factory=Calls)
-    attention: Calls = field(default_factory=Calls)
-    plain: Calls = field(default_factory=Calls)
-    curved: Calls = field(default_factory=Calls)
+    products: CallTotals = field(default_factory=CallTotals)
+    reads: CallTotals = field(default_factory=CallTotals)
+    attention: CallTotals = field(default_factory=CallTotals)
+    plain: CallTotals = field(default_factory=CallTotals)
+    curved: CallTotals = field(default_factory=CallTotals)
     log: Log = field(default_factory=Log)
 
 
@@ -53,7 +53,7 @@ class _Count(TorchDispatchMode):
 
     only_looks = True
 
-    def __init__(self, counted: Counted):
+    def __init__(self, counted: CountedStep):
         super().__init__()
         self.counted = counted
 
@@ -64,8 +64,8 @@ class _Count(TorchDispatchMode):
             self.counted.attention.add(attention_flops(name, args))
         elif name not in FREE and not in_product(name):
             given, made = tensors((args, kwargs)), tensors(result)
-            storages = {x.untyped_storage()._cdata for x in given}
-            fresh = [x for x in made if x.untyped_storage()._cdata not in storages]
+            storages = {storage_key(x.untyped_storage()) for x in given}
+            fresh = [x for x in made if storage_key(x.untyped_storage()) not in storages]
             if fresh or function._schema.is_mutable:
                 nbytes = sum(x.nbytes for x in given) + sum(x.nbytes for x in fresh or made)
                 where = self.counted.curved if name.strip("_").startswith(CURVED) else self.counted.plain
@@ -89,9 +89,9 @@ def attention_flops(name: str, args: Sequence) -> float:
     return (5 if "backward" in name else 2) * Q.numel() * K.shape[2]
 
 
-def count(f: Callable[[], Any]) -> Counted:
+def count(f: Callable[[], Any]) -> CountedStep:
     """What f does, on an abstract mesh."""
-    found = Counted()
+    found = CountedStep()
     with trace() as found.log, _Count(found):
         f()
     for event in found.log.events:
@@ -127,7 +127,7 @@ class Prediction:
         return max(self.own, sum(seconds for _, seconds in self.comms))
 
 
-def price(counted: Counted, sizes: Mapping[str, int], chip: Chip, dtype: str = "fp32") -> Prediction:
+def price(counted: CountedStep, sizes: Mapping[str, int], chip: Chip, dtype: str = "fp32") -> Prediction:
     """Seconds of what was counted on a mesh of these sizes. ValueError if the chip lacks what that takes."""
     mesh = AbstractMesh(sizes)
     comms: dict[str, float] = {}
@@ -138,9 +138,9 @@ def price(counted: Counted, sizes: Mapping[str, int], chip: Chip, dtype: str = "
             axes = "".join(event.axes)
             comms[axes] = comms.get(axes, 0.0) + cost.seconds(op, event.nbytes, chip, ranks)
     memory, n = chip.need("hbm_bw"), mesh.size()
-    product = row(chip, "Product", n) or Measured("Product", n, 0.0, float("inf"))
-    plain = row(chip, "Pointwise", n) or Measured("Pointwise", n, 0.0, memory)
-    curved = row(chip, "Activation", n) or plain
+    product = measured_row(chip, "Product", n) or Measured("Product", n, 0.0, float("inf"))
+    plain = measured_row(chip, "Pointwise", n) or Measured("Pointwise", n, 0.0, memory)
+    curved = measured_row(chip, "Activation", n) or plain
     flops = chip.flops(dtype)
     math = counted.products.amount / flops + counted.attention.amount / (flops * chip.efficiency.attention)
     math += seconds(product, counted.reads) + counted.attention.number * product.latency
@@ -148,11 +148,11 @@ def price(counted: Counted, sizes: Mapping[str, int], chip: Chip, dtype: str = "
     return Prediction(math, between, tuple(comms.items()))
 
 
-def seconds(measured: Measured, calls: Calls) -> float:
+def seconds(measured: Measured, calls: CallTotals) -> float:
     return calls.number * measured.latency + calls.amount / measured.bandwidth
 
 
-def row(chip: Chip, op: str, ranks: int) -> Measured | None:
+def measured_row(chip: Chip, op: str, ranks: int) -> Measured | None:
     """What was measured of an operation while so many ranks ran it; the nearest number of ranks, if not this one."""
     rows = [r for r in chip.measured if r.op == op]
     return min(rows, key=lambda r: (abs(r.ranks - ranks), r.ranks)) if rows else None

@@ -8,7 +8,7 @@ import torch
 
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
-from scaling.plan.counted import Counted, Prediction, count, price
+from scaling.plan.counted import CountedStep, Prediction, count, price
 from scaling.plan.layer import DTYPES
 from scaling.spec import parse
 from scaling.trace import Log
@@ -47,7 +47,7 @@ def step(module: ModuleType, params: dict, In: torch.Tensor, mesh, rate: float =
     return Out
 
 
-def counted(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> Counted:
+def counted(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> CountedStep:
     """What the strategy's step does on each device of a mesh of these sizes."""
     mesh = AbstractMesh(sizes)
     params, In = shards(module, size, mesh, lambda shape: torch.empty(shape, dtype=DTYPES[dtype], device="meta"))

@@ -10,7 +10,7 @@ from scaling import tree
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.plan.counted import Counted, Prediction, count, pipelined, price, row
+from scaling.plan.counted import CountedStep, Prediction, count, measured_row, pipelined, price
 from scaling.plan.layer import DTYPES
 from scaling.spec import parse
 from scaling.strategies import transformer
@@ -27,7 +27,7 @@ def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
     return parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
 
 
-def counted_transformer(settings: Settings, sizes: Mapping[str, int], z: int = 0) -> Counted:
+def counted_transformer(settings: Settings, sizes: Mapping[str, int], z: int = 0) -> CountedStep:
     """What a Transformer's training step does on each device of stage z."""
     mesh, config = AbstractMesh(sizes, {"Z": z} if z else None), settings.model
     types = transformer.specs(config, mesh)
@@ -59,7 +59,7 @@ def predict_transformer(settings: Settings, sizes: Mapping[str, int], chip: Chip
         price(counted_transformer(settings, sizes, z), sizes, chip, settings.dtype) for z in range(sizes.get("Z", 1))
     )
     ranks = AbstractMesh(sizes).size()
-    alone, beside = row(chip, "Matmul", 1), row(chip, "Matmul", ranks)
+    alone, beside = measured_row(chip, "Matmul", 1), measured_row(chip, "Matmul", ranks)
     spare = max(1.0, alone.bandwidth / beside.bandwidth) if alone and beside else 1.0
     return StepForecast(stages, pipelined(stages, settings.microbatches, spare))
 

@@ -210,7 +210,7 @@ def claim(out: Path, lock, settings: Settings, args) -> None:
         raise ValueError(f"{out}: holds checkpoints already\n  fix: --resume to go on from them, or another --out")
     if settings.resume:
         check_resumed(out, settings)
-    flight.set_aside(out)
+    flight.keep_earlier(out)
     keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume")}
     keep |= {"model": args.model, "mesh": args.mesh, "dropout": settings.model.dropout}
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(keep.items())]

@@ -81,7 +81,7 @@ def shown(text: str) -> str:
     return f"{clock}{when[-4:]} step {step} {rest.rstrip()}"
 
 
-def set_aside(folder) -> None:
+def keep_earlier(folder) -> None:
     """Before a run begins: what an earlier one has left is kept, under other names."""
     for path in Path(folder).glob(ALL):
         path.replace(path.with_suffix(".before"))

@@ -58,6 +58,6 @@ def test_the_command(tmp_path, capsys):
         all_reduce("a[D] {U_X} -> a[D]", torch.ones(2), Mesh({"X": 1}))
     assert main(["flight", str(tmp_path), "--last", "1"]) == 0
     assert capsys.readouterr().out.startswith("rank 3: ")
-    flight.set_aside(tmp_path)
+    flight.keep_earlier(tmp_path)
     assert flight.records(tmp_path) == {}
     assert (tmp_path / "flight-0003.before").is_file()
