@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from scaling import trace
-from scaling._torch import process_group
+from scaling._torch import process_group, profiling
 from scaling.profile import kineto
 from scaling.profile.clock import offset_to_first
 from scaling.profile.cores import watched_cores
