@@ -50,14 +50,14 @@ def read_calls() -> int:
 
 def resumed(mesh, settings: Settings, whole: dict) -> tuple[list[str], tuple[int, int, int], list]:
     """(what differs, bytes taken of blocks, read by calls, and held; the sequences to come)"""
-    taken, real = [], dcp.Reader.__call__
-    dcp.Reader.__call__ = lambda self, *block: Counted(real(self, *block), taken)
+    taken, real = [], dcp.ShardReader.__call__
+    dcp.ShardReader.__call__ = lambda self, *block: Counted(real(self, *block), taken)
     optimizer, types = optimizer_of(settings), transformer.specs(MODEL, mesh)
     begun_with = read_calls()
     try:
         state, step = begun(settings, mesh, optimizer, types)
     finally:
-        dcp.Reader.__call__ = real
+        dcp.ShardReader.__call__ = real
     calls = read_calls() - begun_with
     slots, specs = slots_of(MODEL, mesh, None), state_specs(optimizer, types)
     padded = [arranged_layers(W, slots) if "layers" in where else W for where, W in tree.named_leaves(whole).items()]

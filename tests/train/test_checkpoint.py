@@ -49,12 +49,12 @@ class Counted:
 
 def loads(mesh, folder):
     wanted, specs = state_of(mesh)
-    taken, real = [], dcp.Reader.__call__
-    dcp.Reader.__call__ = lambda self, *block: Counted(real(self, *block), taken)
+    taken, real = [], dcp.ShardReader.__call__
+    dcp.ShardReader.__call__ = lambda self, *block: Counted(real(self, *block), taken)
     try:
         state, step = checkpoint.load(folder, specs, mesh)
     finally:
-        dcp.Reader.__call__ = real
+        dcp.ShardReader.__call__ = real
     values = state.pop("data")
     same = [torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(wanted), strict=True)]
     return all(same), sum(taken) == tree.nbytes(wanted), step, values
