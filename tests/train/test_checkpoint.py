@@ -193,17 +193,17 @@ def test_files_of_a_killed_run_are_not_taken_for_this_one_s(ranks, tmp_path):
 
 def writes_late(mesh, folder):
     """The rank that holds a replica alone comes when rank 0 has completed the step."""
-    real, wait = checkpoint.write, durable.WAIT
+    real, wait = checkpoint.write_step, durable.WAIT
 
     def write(*given):
         time.sleep(0.3 * mesh.rank)
         real(*given)
 
-    checkpoint.write, durable.WAIT = write, 5.0
+    checkpoint.write_step, durable.WAIT = write, 5.0
     try:
         checkpoint.save(folder, {"W": torch.ones(2)}, {"W": "W[D]"}, mesh, 1)
     finally:
-        checkpoint.write, durable.WAIT = real, wait
+        checkpoint.write_step, durable.WAIT = real, wait
     return sorted(path.name for path in folder.iterdir())
 
 
