@@ -14,12 +14,13 @@ import time
 
 import torch
 
-from scaling import cost, measure
+from scaling import cost
 from scaling.book.answers import Answer
 from scaling.book.layout import beside, width
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import Chip, Measured, chip, load_chip
+from scaling.measure import rates
 from scaling.models.pointwise import act
 from scaling.profile import hlo, profile, stack
 from scaling.sizes import format_sizes
@@ -168,9 +169,10 @@ def calibrated(mesh) -> Chip:
         points = []
         for V in (2**14, 2**19, 2**21):
             x = make(V)
-            points.append((V, measure.timed(lambda x=x, call=call: call(x), mesh, repeats)))
-        measured.append(Measured(op, Y, *measure.fit(points)))
-    rate, memory = measure.matmul_rate(mesh, "fp32", repeats), measure.memory_rate(mesh, repeats)
+            points.append((V, rates.timed(lambda x=x, call=call: call(x), mesh, repeats)))
+        measured.append(Measured(op, Y, *rates.fit(points)))
+    rate, _ = rates.matmuls(mesh, "fp32", repeats, rates.SHAPES)
+    _, memory = rates.fit(rates.bytewise(mesh, repeats, rates.plain, rates.VOLUMES))
     return Chip("here", "cpu", peaks=(("fp32", rate),), hbm_bw=memory, measured=tuple(measured))
 
 

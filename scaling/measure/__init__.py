@@ -2,7 +2,7 @@
 
     python -m scaling.measure --ranks 4 --out machine.toml
     python -m scaling.measure --ranks 4 --chip machine.toml       # the predictions of that file once more
-    python -m scaling.train --plan --ranks 4 --chip machine.toml  # the mesh to train on
+    python -m scaling.train --plan 4 --chip machine.toml          # the mesh to train on
 
 All ranks measure at once, as they will run: cores and memory are shared. Then training steps on several meshes are
 predicted from the file alone, run, and the errors printed.
