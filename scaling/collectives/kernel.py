@@ -78,6 +78,8 @@ def fits(wanted: Shapes, a: Sequence[int], b: Any) -> bool:
 
 def _matmul(a: Spec, b: Spec, result: Spec) -> tuple[Callable, ...] | None:
     """The product as one matrix product of the operands or their transposes, if their dims stand so; else None."""
+    if orders := orders_of(a, b, result):
+        return _matrices(*orders)
     summed = [dim for dim in a.dim_names if dim in b.dim_names and dim not in result.dim_names]
     left = [dim for dim in a.dim_names if dim not in summed]
     right = [dim for dim in b.dim_names if dim not in summed]
@@ -87,8 +89,6 @@ def _matmul(a: Spec, b: Spec, result: Spec) -> tuple[Callable, ...] | None:
     fits = (plain_a or turned_a) and (plain_b or turned_b) and (ahead or behind)
     if not summed or set(left) & set(right) or not fits:
         return None
-    if len(left) == len(summed) == len(right) == 1:
-        return _matrices(plain_a, plain_b, ahead)
     k = len(summed)
 
     def flat(x, y):
@@ -152,15 +152,16 @@ def is_view(line: Line) -> bool:
     return len(line.operands) == 1 and set(line.result.dim_names) == set(line.operands[0].dim_names)
 
 
-def orders_of(line: Line) -> tuple[bool, bool, bool] | None:
-    """Of the product of two matrices: whether a is [I, J], b is [J, K] and the result [I, K]; else they are turned."""
-    if len(line.operands) == 1 or any(len(spec.dims) != 2 for spec in (*line.operands, line.result)):
+def orders_of(*types: Spec) -> tuple[bool, bool, bool] | None:
+    """Of the product of two matrices a, b -> result: whether these are [I, J], [J, K] and [I, K], or else transposed.
+    None of any other product."""
+    if len(types) != 3 or any(len(spec.dims) != 2 for spec in types):
         return None
-    a, b, result = (tuple(spec.dim_names) for spec in (*line.operands, line.result))
-    shared = set(a) & set(b) - set(result)
-    if len(shared) != 1 or len({*a, *b}) != 3:
+    a, b, result = ([*spec.dim_names] for spec in types)
+    summed = {*a} & {*b} - {*result}
+    if len(summed) != 1 or len({*a, *b}) != 3:
         return None
-    return a[1] in shared, b[0] in shared, result[0] in a
+    return a[1] in summed, b[0] in summed, result[0] in a
 
 
 def equation_of(line: Line) -> str:

@@ -103,7 +103,8 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
 def _constants(line: str) -> tuple:
     """(equation, whether its result would be a view of the operand, shapes), the line checked."""
     product = compile_product(line)
-    return equation_of(product.line), orders_of(product.line), is_view(product.line), tuple(product.shapes)
+    found = product.line
+    return equation_of(found), orders_of(*found.operands, found.result), is_view(found), tuple(product.shapes)
 
 
 @constant
