@@ -62,7 +62,6 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.collectives.buffers", "numpy"): "rarely needed",
     ("scaling.train.board", "torch.utils.tensorboard"): "it needs tensorboard, an extra",
     ("scaling.train.dcp", "torch.distributed.checkpoint"): "it takes a second to import; rank 0 alone writes it",
-    ("scaling.train.dcp", "torch.distributed.checkpoint.filesystem"): "as above",
     ("scaling.plan.__main__", "scaling.plan.guide"): "a plan is made without the guide",
     ("scaling.plan.__main__", "scaling.plan.published"): "a plan is made without the published runs",
     ("scaling.plan.__main__", "scaling.plan.serve.command"): "a mesh to train on is planned without serving",

@@ -16,6 +16,7 @@ from scaling import _torch as p
 
 PRIVATE = re.compile(  # torch.__version__ is public
     r"torch(\.\w+)*\._[a-z]|_dynamo|functorch\.|c10d\._|pg\._|\b_foreach|\._lazy|\._fused|_cdata|_inductor"
+    r"|from torch[\w.]* import _"
 )
 
 
@@ -229,3 +230,8 @@ def test_graphs_of_both_passes():
     names = [{str(node.target).partition(".")[2] for node in graph.nodes} for graph in (forward, backward)]
     assert "sin.default" in names[0]
     assert "cos.default" in names[1]
+
+
+def test_a_place_in_a_checkpoint():
+    place = p.checkpoint_place("0.pt", 3, 5)
+    assert (place.relative_path, place.offset, place.length) == ("0.pt", 3, 5)

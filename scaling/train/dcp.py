@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling._torch import checkpoint_place
 from scaling.spec import parse
 from scaling.train.blocks import IN_ORDER, Places, assembled
 
@@ -130,7 +131,6 @@ def index(folder) -> dict[str, dict]:
 def pickled(index: Mapping) -> bytes:
     """The `.metadata` of a step whose index this is."""
     from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     tensors, storage, paths = {}, {}, {}
     for where, leaf in index["leaves"].items():
@@ -139,7 +139,7 @@ def pickled(index: Mapping) -> bytes:
         for block in leaf["blocks"]:
             offsets = torch.Size(start for start, _ in block["at"])
             chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(stop - start for start, stop in block["at"])))
-            storage[dcp.MetadataIndex(name, offsets)] = _StorageInfo(block["file"], block["from"], block["bytes"])
+            storage[dcp.MetadataIndex(name, offsets)] = checkpoint_place(block["file"], block["from"], block["bytes"])
         properties = dcp.TensorProperties(dtype=getattr(torch, leaf["dtype"]))
         tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(leaf["shape"]), chunks)
         paths[name] = tuple(path)
