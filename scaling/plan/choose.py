@@ -12,18 +12,15 @@ from tabulate import tabulate
 
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
-from scaling.models import transformer as model
 from scaling.plan.candidates import Fixed, divisors, plans
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job
 from scaling.plan.ranking import fits
-from scaling.plan.transformer_step import local_shape, predict_transformer
+from scaling.plan.transformer_step import predict_transformer
 from scaling.sizes import format_sizes
 from scaling.spec import ShardingError
-from scaling.strategies import transformer
-from scaling.strategies.transformer.stages import slots_of
 from scaling.train import dry
-from scaling.train.settings import DTYPES, Settings
+from scaling.train.settings import Settings
 
 TRIED = 64  # the most ranks for which every mesh's own code is counted
 AXES = {"pod": "P", "data": "P", "pipe": "Z", "fsdp": "X", "context": "C", "tensor": "Y", "expert": "E"}
@@ -116,13 +113,11 @@ def planned(settings: Settings, ranks: int, chip: Chip) -> tuple[list[MeshChoice
 
 def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
     """Why the run's arrays do not divide over a mesh, or nothing: the planner's formulas round up."""
-    mesh, config = AbstractMesh(sizes), settings.model
     try:
-        types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
-        model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, slots=slots)
-        rows, _ = local_shape(settings, mesh)
+        _, (tokens, *_) = dry.shapes(settings, AbstractMesh(sizes))
     except (ShardingError, ValueError) as error:
         return str(error).splitlines()[0]
+    rows = len(tokens)
     return f"{rows} rows do not make {settings.microbatches} microbatches" if rows % settings.microbatches else ""
 
 

@@ -12,30 +12,21 @@ from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.plan.counted import CountedStep, Prediction, count, measured_row, pipelined, price
 from scaling.plan.layer import DTYPES
-from scaling.spec import parse
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
 from scaling.strategies.transformer.stages import slots_of
+from scaling.train.dry import local_shape, shapes
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import gradients, make_step
 
 UPDATE = 7  # passes of AdamW over params: of them, their gradients and both moments three are written
 
 
-def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
-    """Of this rank's tokens."""
-    return parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
-
-
 def counted_transformer(settings: Settings, sizes: Mapping[str, int], z: int = 0) -> CountedStep:
     """What a Transformer's training step does on each device of stage z."""
-    mesh, config = AbstractMesh(sizes, {"Z": z} if z else None), settings.model
-    types = transformer.specs(config, mesh)
-    slots = slots_of(config, mesh, None)
-    params = model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, slots=slots)
-    batch = [torch.empty(local_shape(settings, mesh), dtype=torch.int64, device="meta") for _ in range(2)]
+    mesh = AbstractMesh(sizes, {"Z": z} if z else None)
+    params, (tokens, targets, _) = shapes(settings, mesh)
     f = gradients(settings, mesh)
-    found = count(lambda: f(params, (*batch, None)))
+    found = count(lambda: f(params, (tokens, targets, None)))
     for W in tree.leaves(params):
         found.plain.add(UPDATE * W.nbytes)
     return found

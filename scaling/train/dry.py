@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,12 +48,9 @@ def count(
 
     `backend`: "gloo" counts the buffers of its collectives too, "abstract" their results alone.
     """
-    mesh, config = AbstractMesh(sizes, coord, backend), settings.model
-    types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
-    params = model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, slots=slots)
+    mesh = AbstractMesh(sizes, coord, backend)
+    params, batch = shapes(settings, mesh)
     state = optimizer_of(settings).init(params)
-    shape = parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
-    batch = [torch.empty(shape, dtype=torch.int64, device="meta") for _ in ("tokens", "targets", "segments")]
     held = tree.nbytes(params)
     with peak_memory() as memory:
         tree.map(torch.Tensor.detach, params)  # so that they count from the beginning
@@ -62,6 +60,20 @@ def count(
         held, tree.nbytes(state), memory.peak - held, sum(event.wire_bytes for event in log),
         sum(event.flops for event in log), sum(event.op not in ("Einsum", "Slice") for event in log),
     )  # fmt: skip
+
+
+def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
+    """Of this rank's tokens."""
+    return parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
+
+
+def shapes(settings: Settings, mesh) -> tuple[Any, list[torch.Tensor]]:
+    """(params, [tokens, targets, segments]) of this rank, on the meta device. ShardingError if they do not divide."""
+    config = settings.model
+    types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
+    params = model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, slots=slots)
+    shape = local_shape(settings, mesh)
+    return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]
 
 
 def fullest(settings: Settings, sizes: Mapping[str, int], backend: str = "gloo") -> Counts:
