@@ -29,9 +29,8 @@ def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
     all of them are finite."""
     typed = tree.paired(state, specs, name)
     hashes = everyone(torch.stack([digest(leaf) for _, leaf, _ in typed]), mesh)
-    good = everyone(torch.stack([finite(leaf) for _, leaf, _ in typed]).to(torch.int64), mesh)
-    for i, (where, _, spec) in enumerate(typed):
-        if bad := (good[:, i] == 0).nonzero().flatten().tolist():
+    for i, ((where, _, spec), bad) in enumerate(zip(typed, not_finite(typed, mesh), strict=True)):
+        if bad:
             raise ArithmeticError(f"step {step}: {where}, {spec}, is not finite on ranks {bad}\n  fix: {AGAIN}")
         if odd := apart(hashes[:, i].tolist(), spec, mesh):
             ranks, axes = odd
@@ -51,9 +50,8 @@ def check_finite(loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> N
     if math.isfinite(loss.item()) and math.isfinite(norm.item()):
         return
     typed = tree.paired(grads, specs, "grads")
-    good = everyone(torch.stack([finite(leaf) for _, leaf, _ in typed]).to(torch.int64), mesh)
-    bad = [(where, (good[:, i] == 0).nonzero().flatten().tolist()) for i, (where, *_) in enumerate(typed)]
-    found = [f"{where} on ranks {ranks}" for where, ranks in bad if ranks]
+    bad = zip(typed, not_finite(typed, mesh), strict=True)
+    found = [f"{where} on ranks {ranks}" for (where, *_), ranks in bad if ranks]
     more = f" and {len(found) - 3} more leaves" if len(found) > 3 else ""
     raise ArithmeticError(
         f"step {step}: the loss is {loss.item()}, the gradients' norm {norm.item()}; not finite: "
@@ -122,6 +120,12 @@ def digest(x: Tensor) -> Tensor:
 def odd(n: int, step: int, device) -> Tensor:
     """1, 1 + step, 1 + 2 step, ...: int64[n]."""
     return torch.arange(n, device=device) * step + 1
+
+
+def not_finite(typed, mesh) -> list[list[int]]:
+    """Of each leaf of `tree.paired`, the ranks on which an element is not finite."""
+    good = everyone(torch.stack([finite(leaf) for _, leaf, _ in typed]).to(torch.int64), mesh)
+    return [(leaf == 0).nonzero().flatten().tolist() for leaf in good.unbind(1)]
 
 
 def finite(x: Tensor) -> Tensor:
