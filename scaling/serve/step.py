@@ -81,15 +81,8 @@ def extend(
 @torch.no_grad()
 def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tuple[Tensor, dict]:
     mesh = ONE if mesh is None else mesh
-    check_mesh(config, mesh, form)
-    if tokens.dim() != 2:
-        raise ValueError(f"tokens[B, T] are wanted; got {list(tokens.shape)}")
-    check_cache(cache, config, mesh, form, len(tokens))
-    B, T = tokens.shape
-    lengths = torch.full((B,), T, device=tokens.device) if lengths is None else lengths.to(tokens.device)
-    cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
-    check_tokens(params, tokens, lengths, cache, config, mesh, form, int(last))
-    cache, dtype = writable(cache, params["norm"], donate), params["norm"].dtype
+    lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, int(last))
+    dtype, T = params["norm"].dtype, tokens.shape[1]
     (listing, attention), own = LISTINGS[form], None
     if T > 1 and mesh.sizes.get("C", 1) > 1:
         listing, attention = context, context.attention
@@ -110,6 +103,20 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tu
     logits = listing.head(ends, x, at)
     cache["lengths"] = cache["lengths"] + lengths
     return logits[:, 0] if last else logits, cache
+
+
+def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) -> tuple[Tensor, dict]:
+    """(lengths, the cache to write to), where the tokens are; each row has `least` new tokens. ValueError for what the
+    mesh, the model or the cache cannot take, before any of it is changed."""
+    check_mesh(config, mesh, form)
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens[B, T] are wanted; got {list(tokens.shape)}")
+    check_cache(cache, config, mesh, form, len(tokens))
+    B, T = tokens.shape
+    lengths = torch.full((B,), T, device=tokens.device) if lengths is None else lengths.to(tokens.device)
+    cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
+    check_tokens(params, tokens, lengths, cache, config, mesh, form, least)
+    return lengths, writable(cache, params["norm"], donate)
 
 
 def split_over_C(tokens: Tensor, mesh) -> tuple[Tensor, slice]:

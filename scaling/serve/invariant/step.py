@@ -11,14 +11,13 @@ from scaling.configs import Config
 from scaling.models.pointwise import rms_norm
 from scaling.models.rope import tables
 from scaling.models.transformer import headed, unstacked
-from scaling.serve.cache import check_cache, writable
 from scaling.serve.forms.parts import own_biases, rows_of
 from scaling.serve.int8 import floats
 from scaling.serve.invariant.attention import TokenRows
 from scaling.serve.invariant.experts import moe
 from scaling.serve.invariant.tiles import ACTIVATIONS, LEAST, product
-from scaling.serve.step import check_tokens
-from scaling.serve.types import ONE, check_mesh
+from scaling.serve.step import accepted
+from scaling.serve.types import ONE
 from scaling.spec import ShardingError
 from scaling.strategies.axes import all_gather, all_reduce
 from scaling.strategies.transformer.layer import own_heads
@@ -71,13 +70,8 @@ class ForwardPass(NamedTuple):
 def _run(params, tokens, cache, config, mesh, lengths, donate, sizes, every) -> tuple[Tensor, dict]:
     mesh = ONE if mesh is None else mesh
     check_axes(mesh)
-    check_mesh(config, mesh, "heads")
-    check_cache(cache, config, mesh, "heads", len(tokens))
-    B, T = tokens.shape
-    if lengths is None:
-        lengths = torch.full((B,), T, device=tokens.device)
-    check_tokens(params, tokens, lengths, cache, config, mesh, "heads", 1)
-    cache, dtype = writable(cache, params["norm"], donate), params["norm"].dtype
+    lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, "heads", donate, 1)
+    (B, T), dtype = tokens.shape, params["norm"].dtype
     rows = TokenRows(cache, lengths, T, config.N // mesh.sizes.get("Y", 1) // cache["KV"].shape[4])
     rope = tables(rows.positions, config.H, config.theta, config.rope_scaling, dtype)
     at = ForwardPass(config, mesh, rows, rope, functools.partial(_matmul, sizes=sizes))
