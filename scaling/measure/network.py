@@ -16,31 +16,25 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from scaling import collectives, launch
+from scaling import launch
 from scaling.console import integer, number
+from scaling.measure.lines import LINES, barrier
 from scaling.sizes import format_sizes, parse_mesh
-from scaling.spec import format_axes
 
 SIZES = (2**16, 2**20, 2**24)  # bytes V of the gathered or unreduced array
-LINES = {
-    "AllGather": ("A[I_X, J] -> A[I, J]", collectives.all_gather, 1),
-    "ReduceScatter": ("A[I, J] {U_X} -> A[I_X, J]", collectives.reduce_scatter, 1),
-    "AllReduce": ("A[I, J] {U_X} -> A[I, J]", collectives.all_reduce, 2),
-    "AllToAll": ("A[I_X, J] -> A[I, J_X]", collectives.all_to_all, None),
-}
 
 
 def sent(op: str, V: int, n: int) -> float:
     """Bytes that a rank sends of V, by the quickest algorithm: V (n - 1)/n, twice that, or V (n - 1)/n^2."""
-    passes = LINES[op][2]
-    return V * (n - 1) / n**2 if passes is None else passes * V * (n - 1) / n
+    once = V * (n - 1) / n
+    return {"AllReduce": 2 * once, "AllToAll": once / n}.get(op, once)
 
 
 def rates(mesh, sizes, repeats: int) -> dict[tuple[str, str, int], float]:
     """{(axis, op, V): seconds of this rank, the median}."""
     found = {}
     for axis, n in mesh.sizes.items():
-        for op, (line, call, _) in LINES.items() if n > 1 else ():
+        for op, (line, call) in LINES.items() if n > 1 else ():
             text = line.replace("X", axis)
             for V in sizes:
                 rows = n if "{U" in line else 1
@@ -53,7 +47,7 @@ def rates(mesh, sizes, repeats: int) -> dict[tuple[str, str, int], float]:
 def seconds(f, mesh, repeats: int) -> list[float]:
     times = []
     for i in range(repeats + 1):
-        collectives.all_reduce(f"n[] {{U_{format_axes(mesh.sizes)}}} -> n[]", torch.zeros((), device=mesh.device), mesh)
+        barrier(mesh)
         began = time.perf_counter()
         f()
         if mesh.device.type == "cuda":

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from scaling import collectives
 from scaling.configs import get
 from scaling.hardware import Chip, Efficiency, Measured
+from scaling.measure.lines import LINES, barrier
 from scaling.mesh import Mesh
 from scaling.models import pointwise
 from scaling.plan.counted import attention_flops
@@ -26,12 +27,6 @@ from scaling.plan.layer import DTYPES
 from scaling.plan.transformer_step import counted_transformer, transformer_step
 from scaling.train.settings import Settings
 
-LINES = {
-    "AllGather": ("A[I_X, J] -> A[I, J]", collectives.all_gather),
-    "ReduceScatter": ("A[I, J] {U_X} -> A[I_X, J]", collectives.reduce_scatter),
-    "AllReduce": ("A[I, J] {U_X} -> A[I, J]", collectives.all_reduce),
-    "AllToAll": ("A[I_X, J] -> A[I, J_X]", collectives.all_to_all),
-}
 PRODUCTS = (  # of a layer, forward and backward; the dims of a rank's shards
     ("In[B, D] * W[D, F] -> Tmp[B, F]", "BD", "DF"),
     ("W[F, D] * Act[B, F] -> Out[B, D]", "FD", "BF"),
@@ -93,12 +88,6 @@ def added(f: Callable, more: Callable, mesh, repeats: int) -> float:
             seconds.append(perf_counter() - start)
         found.append(seconds[1] - seconds[0])
     return max(1e-6, statistics.median(found[1:]))
-
-
-def barrier(mesh) -> None:
-    axes = "".join(axis for axis, size in mesh.sizes.items() if size > 1)
-    if axes:
-        collectives.all_reduce(f"N[] {{U_{axes}}} -> N[]", torch.zeros(()), mesh)
 
 
 def measure_rank(
