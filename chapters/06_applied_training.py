@@ -1,146 +1,214 @@
-"""Part 6, Training LLaMA 3 on TPUs: https://jax-ml.github.io/scaling-book/applied-training
+# %% [markdown]
+"""Part 6, Training LLaMA 3 on TPUs: what LLaMA-3 70B takes in memory and days, and how to shard it over a v5p pod.
+https://jax-ml.github.io/scaling-book/applied-training
 
-LLaMA-3 70B by hand: its params, FLOPs, memory and days, how to shard it over a v5p pod, and the planner's mesh beside
-the book's. Then the worked problems (four pods; 405B on eight), to which the book gives no answers. The planner lays
-its meshes on the pod's torus of 16 x 20 x 28; "CP" is the book's sequence sharding, whose exchange of keys and values
-counts.
+By hand first, then by the planner, which lays its meshes on the pod's torus of 16 x 20 x 28; then the problems, four
+pods and LLaMA-3 405B on eight, to which the book gives no answers. "CP" is the book's sequence sharding: the planner
+also counts its exchange of keys and values. More plans: python -m scaling.plan --help.
 """
 
-import argparse
-import sys
-
-from tabulate import tabulate
-
+# %%
 from scaling import cost
-from scaling.book.answers import Answer, report
+from scaling.book.answers import Answer
+from scaling.book.page import Page
 from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.hardware import chip
 from scaling.plan import Estimate, Fixed, Job, Layout, evaluate, plans
 from scaling.plan.network import book as rings
-from scaling.plan.report import Budget, text
 
+page = Page(__doc__, plot=True)
 V5P = chip("v5p")
 C, POD = V5P.flops("bf16"), V5P.pod_chips
-L70, L405 = get("llama3-70b"), get("llama3-405b")
+L8, L70, L405 = (get(f"llama3-{size}") for size in ("8b", "70b", "405b"))
 DAY, YEAR = 86400, 365 * 86400
 B = 4 * 1024 * 1024  # tokens: 1,024 sequences of 4,096
+B405 = 16 * 1024 * 1024
 
 
 def ici(axes: int) -> float:
+    """Bytes/s of a chip's collectives over so many axes of the torus, both ways round."""
     return V5P.bandwidth("ici", axes=axes)
 
 
-# %% The models' hyperparameters
-def configs() -> str:
-    letters = ("L", "D", "F", "N", "K", "H", "V")
-    rows = [(name, *(getattr(get(name), x) for x in letters)) for name in ("llama3-8b", "llama3-70b", "llama3-405b")]
-    return tabulate(rows, ("", *letters), intfmt=",")
+def days(flops: float, chips: float) -> float:
+    """At 40% MFU."""
+    return cost.seconds_at(flops, chips, C, 0.4) / DAY
 
 
-# %% Memory: params, Adam's state and checkpoints of the whole batch, over all chips together (70e9 params, as the book)
+# %% [markdown]
+# ## What LLaMA 3 looks like
+
+# %%
+page.title("The hyperparameters")
+page.table([(c.name, c.L, c.D, c.F, c.N, c.K, c.H, c.V) for c in (L8, L70, L405)], ["", *"LDFNKHV"])
+
+# %% [markdown]
+# ## Counting params and FLOPs
+# The book goes on with 70e9 params. Look at the share of the MLP: four fifths.
+
+# %%
+count = tm.params(L70)
+token, flops = 6 * 70e9, 6 * 70e9 * 15e12
+page.say()
+page.answers([
+    Answer("MLP params", "56.3e9", count["mlp"], "params"),
+    Answer("vocabulary params", "2.1e9", count["vocab"], "params"),
+    Answer("attention params", "12e9", count["attention"], "params"),
+    Answer("LLaMA-3 70B", "70.4e9", tm.num_params(L70), "params",
+           rounded=(56.3e9 + 2.1e9 + 12e9, "the sum of the three as rounded")),
+    Answer("FLOPs of a token, training", "4.2e11", token, "FLOPs"),
+    Answer("a token on one v5p", "1", 1e3 * token / C, "ms"),
+    Answer("FLOPs of 15T tokens", "6.3e24", flops, "FLOPs"),
+    Answer("15T tokens on one v5p", "435", cost.seconds_at(flops, 1, C) / YEAR, "years"),
+    Answer("15T tokens on a pod at 40% MFU", "3.8e6", cost.seconds_at(flops, POD, C, 0.4), "s"),
+    Answer("15T tokens on a pod at 40% MFU, in days", "44", days(flops, POD), "days"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Memory
+# Params in bf16, Adam's state in float32, and checkpoints of the whole batch of 4M tokens, on all chips together. Look
+# at the checkpoints: they are 97% of it.
+
+
+# %%
 def memory(checkpoints: int) -> cost.Memory:
     saved = cost.checkpoint_bytes(4e6, [L70.D] * checkpoints, L70.L)
     return cost.training_memory(70e9, saved, grad_bytes=0)
 
 
-# %% What keeps a pod compute-bound
-def regime(config, batch: float, chips: int) -> str:
-    """FSDP if it can do it alone, else FSDP+TP at its best X, else none."""
-    if cost.data_threshold(C, ici(3)) < batch / chips:
+four, twelve = memory(4), memory(12)
+page.answers([
+    Answer("params in bf16", "140e9", four.params, "bytes"),
+    Answer("optimizer state", "560e9", four.optimizer, "bytes"),
+    Answer("4 checkpoints a layer", "20.9e12", four.activations, "bytes"),
+    Answer("params, optimizer state and checkpoints", "21.6e12", four.total, "bytes"),
+    Answer("fewest chips that hold them", "225", four.total / V5P.hbm_bytes, "v5p", "226 whole ones"),
+    Answer("days on 225 chips", "1752", days(flops, 225), "days", rounded=(44 * POD / 225, "44 days on a pod")),
+    Answer("1752 days in years ('nearly four')", "4", 1752 / 365, "years", erratum="4.8 years"),
+    Answer("memory of a chip on a pod", "2.4e9", four.total / POD, "bytes"),
+    Answer("memory of a chip with 12 checkpoints a layer", "8e9", twelve.total / POD, "bytes",
+           erratum="(0.7 + 62.9) TB / 8960"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## How to shard it
+# The longer of FSDP's and TP's collectives over the matmuls' time, on all 8,960 chips of each pod: two axes of the
+# torus for FSDP, one for TP. Where a curve is below 1 the pod is compute-bound. Its left part is FSDP's gathers, which
+# more TP makes shorter; its right part is TP's. Look at 70B on four pods: it touches 1 at 11 ways, which no pod has.
+
+# %%
+JOBS = {"70B, a pod": (L70, B), "70B, 4 pods": (L70, B / 4), "405B, 8 pods": (L405, B405 / 8)}  # tokens a pod
+
+
+def shares(name: str, ways: float) -> dict[str, float]:
+    """Seconds of the collectives of FSDP and of TP, `ways` ways, over those of the MLP's matmuls, forward."""
+    config, tokens = JOBS[name]
+    math = 4 * tokens * config.D * config.F / POD / C
+    fsdp, tp = 4 * config.D * config.F / ways / ici(2), 4 * tokens * config.D * ways / POD / ici(1)
+    return {"FSDP": fsdp / math, "TP": tp / math}
+
+
+def longer(name: str, ways: float) -> float:
+    return max(shares(name, ways).values())
+
+
+def regime(name: str) -> str:
+    """What keeps a pod compute-bound: FSDP if it can alone, else FSDP + TP at its best X, else nothing."""
+    config, tokens = JOBS[name]
+    if cost.data_threshold(C, ici(3)) < tokens / POD:
         return "FSDP"
-    return "FSDP+TP" if cost.mixed_threshold(config.F, C, ici(2), ici(1)) < batch / chips else "none"
+    return "FSDP+TP" if cost.mixed_threshold(config.F, C, ici(2), ici(1)) < tokens / POD else "neither"
 
 
-def answers() -> list[Answer]:
-    count, four, twelve = tm.params(L70), memory(4), memory(12)
-    flops = 6 * 70e9 * 15e12
-    chips = four.total / V5P.hbm_bytes
-    days = cost.seconds_at(flops, POD, C, 0.4) / DAY
-    alone = days * POD / 225
-    mixed = cost.mixed_threshold(L70.F, C, ici(2), ici(1))
-    sharded = Fixed(zero=3)  # FSDP, as the book
-    found = plans(Job(L70, B), V5P, POD, sharded)
-    best, fsdp = found[0], next(found[i] for i, layout in found.layouts() if layout.shards == POD)
-    layout = Layout(fsdp=1024, context=2, tensor=4, zero=3)  # each axis a ring, as the book assumes
-    book = evaluate(Job(L70, B), rings(V5P, layout.sizes, {"fsdp": 1, "context": 1, "tensor": 1}), layout)
-    four_pods = plans(Job(L70, B), V5P, 4 * POD, sharded)[0]
-    B405 = 16 * 2**20
-    eight = plans(Job(L405, B405), V5P, 8 * POD, sharded)[0]
-    many, mixed405 = tm.num_params(L405), cost.mixed_threshold(L405.F, C, ici(2), ici(1))
-    return [
-        Answer("FFW params", "56.3e9", count["mlp"]),
-        Answer("vocabulary", "2.1e9", count["vocab"]),
-        Answer("attention", "12e9", count["attention"]),
-        Answer("LLaMA-3 70B", "70.4e9", tm.num_params(L70), erratum="70.55e9: the book adds the rounded parts"),
-        Answer("FLOPs a token, training", "4.2e11", 6 * 70e9),
-        Answer("a token on one v5p", "1", 1e3 * 6 * 70e9 / C, "ms"),
-        Answer("FLOPs of 15T tokens", "6.3e24", flops),
-        Answer("on one v5p", "435", cost.seconds_at(flops, 1, C) / YEAR, "years"),
-        Answer("on a pod at 40% MFU", "3.8e6", cost.seconds_at(flops, POD, C, 0.4), "s"),
-        Answer("the same", "44", days, "days"),
-        Answer("batch 4M: params", "140e9", four.params, "bytes"),
-        Answer("optimizer", "560e9", four.optimizer, "bytes"),
-        Answer("4 checkpoints a layer", "20.9e12", four.activations, "bytes"),
-        Answer("in all", "21.6e12", four.total, "bytes"),
-        Answer("fewest chips", "225", chips, "v5p", note="226 whole ones"),
-        Answer("days on them, from 44", "1752", 44 * POD / 225, "days", note=f"unrounded {alone:,.0f}"),
-        Answer("the same", "4", alone / 365, "years", erratum="1752 days are 4.8 years"),
-        Answer("memory a chip on a pod", "2.4e9", four.total / POD, "bytes"),
-        Answer("with 12 checkpoints a layer", "8e9", twelve.total / POD, "bytes", erratum="(0.7 + 62.9) TB / 8960"),
-        Answer("FSDP without sequence sharding: ways", "1024", B / 4096, "sequences"),
-        Answer("so FSDP over 8,960", "no", "yes" if POD <= B / 4096 else "no"),
-        Answer("FSDP with it: tokens a chip", "468", B / POD, "tokens"),
-        Answer("what it needs", "850", cost.data_threshold(C, ici(3)), "tokens"),
-        Answer("bound by", "fsdp", fsdp.cost.bound,
-               note=f"planner, {fsdp.name}: {fsdp.bound / fsdp.cost.math:.2f} x compute"),
-        Answer("FSDP+TP: smallest batch per chip", "113", mixed, "tokens"),
-        Answer("compute-bound", "yes", "yes" if regime(L70, B, POD) == "FSDP+TP" else "no"),
-        Answer("X_opt", "1618", cost.mixed_optimum(4.19e6, L70.F, POD, 2, 1)),
-        Answer("2048 x 4: chips", "8960", 2048.0 * 4, "v5p", erratum="8,192, which is no slice of 16x20x28"),
-        Answer("DP 1024 x SP 2 x TP 4 bound by", "compute", book.cost.bound,
-               note=f"on rings, 8,192 chips: {shares(book)}"),
-        Answer("the planner's mesh of 8,960", "compute", best.cost.bound, note=f"{best.name}: {shares(best)}"),
-        Answer("1 four pods: tokens a chip", "", B / (4 * POD), "tokens",
-               note=f"FSDP+TP needs {mixed:.0f}: {regime(L70, B / 4, POD)}, by a hair; FSDP alone is far off"),
-        Answer("1 tokens a pod", "", B / 4, "tokens", note="DCN needs 73,440: data parallelism over pods is free"),
-        Answer("1 X_opt in a pod", "", cost.mixed_optimum(B / 4, L70.F, POD, 2, 1), note="about 810 x 11"),
-        Answer("1 scheme", "", four_pods.name, note=f"planner: {shares(four_pods)}"),
-        Answer("1 days at 40% MFU", "", days / 4, "days", note="44.3 / 4"),
-        Answer("2a LLaMA-3 405B", "", many, "params", note="3 LDF + 2LD(N+K)H + 2DV + norms"),
-        Answer("2a FLOPs a token", "", tm.rule_of_thumb(L405, 1), note="6 x params"),
-        Answer("2a FLOPs a step of 16M tokens", "", tm.rule_of_thumb(L405, B405), note="6 x params x 2^24"),
-        Answer("2a FLOPs of 15T tokens", "", tm.rule_of_thumb(L405, 15e12), note="6 x params x tokens"),
-        Answer("2b eight pods, 16M: tokens a chip", "", B405 / (8 * POD), "tokens",
-               note=f"FSDP+TP needs {mixed405:.0f}: {regime(L405, B405 / 8, POD)}"),
-        Answer("2b X_opt in a pod", "", cost.mixed_optimum(B405 / 8, L405.F, POD, 2, 1), note="about 840 x 10.7"),
-        Answer("2b scheme", "", eight.name, note=f"planner: {shares(eight)}"),
-        Answer("2b days at 40% MFU", "", cost.seconds_at(tm.rule_of_thumb(L405, 15e12), 8 * POD, C, 0.4) / DAY, "days",
-               note="compute-bound, so FLOPs / (chips C 0.4)"),
-    ]  # fmt: skip
+best_ways = {name: POD / cost.mixed_optimum(tokens, config.F, POD, 2, 1) for name, (config, tokens) in JOBS.items()}
+every = sorted({*(2 ** (i / 4) for i in range(21)), *best_ways.values()})
+page.chart(
+    "ways", {name: [(ways, longer(name, ways)) for ways in every] for name in JOBS}, "TP, ways",
+    "collectives / matmuls", "v5p pods: compute-bound below 1", height=14, marks=[("y", 1, "ratio 1")],
+)  # fmt: skip
+page.title("The longer of both over the matmuls, and whose it is")
+page.table(
+    [(ways, POD // ways, *(f"{longer(name, ways):.2f} {max(s := shares(name, ways), key=s.__getitem__)}"
+                           for name in JOBS)) for ways in (1, 2, 4, 8, 16)],
+    ["TP,\nways", "FSDP,\nways", *(name.replace(", ", ",\n") for name in JOBS)],
+)  # fmt: skip
+page.say()
+page.answers([
+    Answer("FSDP without sequence sharding: ways", "1024", B / 4096, "ways"),
+    Answer("FSDP without sequence sharding fills a pod", "no", "yes" if POD <= B / 4096 else "no"),
+    Answer("FSDP over batch and sequence: tokens a chip", "468", B / POD, "tokens"),
+    Answer("FSDP on three axes needs: tokens a chip", "850", cost.data_threshold(C, ici(3)), "tokens"),
+    Answer("FSDP+TP needs: tokens a chip", "113", cost.mixed_threshold(L70.F, C, ici(2), ici(1)), "tokens"),
+    Answer("70B on a pod is compute-bound by", "FSDP+TP", regime("70B, a pod")),
+    Answer("X_opt", "1618", cost.mixed_optimum(4.19e6, L70.F, POD, 2, 1), "ways"),
+    Answer("2048 x 4: chips", "8960", 2048 * 4, "v5p", erratum="no slice of 16x20x28; 2240 x 4 is all of it"),
+])  # fmt: skip
 
+# %% [markdown]
+# ## What the planner finds
+# It counts attention, the vocabulary and the exchange of keys and values too, and every mesh axis must be made of axes
+# of the torus. Look at the last column: on four pods no mesh is compute-bound, and at 40% MFU, 2.5 times the compute,
+# that does not matter.
 
-def shares(found: Estimate) -> str:
-    """The bound of a step, and how long each axis communicates in it, in % of computing."""
-    parts = {"forward": found.cost.parts[0], "backward": found.cost.parts[1]}
-    each = [
-        f"{way} " + ", ".join(f"{axis} {seconds / part.math:.0%}" for axis, seconds in part.axes)
-        for way, part in parts.items()
-    ]
-    return f"at least {found.bound:.3f} s a step; communication in % of compute: {'; '.join(each)}"
+# %%
+SHARDED = Fixed(zero=3)  # FSDP, as the book
+alone = plans(Job(L70, B), V5P, POD, SHARDED)
+layout = Layout(fsdp=1024, context=2, tensor=4, zero=3)
+found: dict[str, Estimate] = {
+    "70B, a pod, no TP": next(alone[i] for i, layout in alone.layouts() if layout.shards == POD),
+    "70B, the book's": evaluate(Job(L70, B), rings(V5P, layout.sizes, {"fsdp": 1, "context": 1, "tensor": 1}), layout),
+    "70B, a pod": alone[0],
+    "70B, 4 pods": plans(Job(L70, B), V5P, 4 * POD, SHARDED)[0],
+    "405B, 8 pods": plans(Job(L405, B405), V5P, 8 * POD, SHARDED)[0],
+}
+page.table(
+    [(name, plan.name, plan.cost.bound, plan.bound, plan.bound / plan.cost.math) for name, plan in found.items()],
+    ["", "mesh", "bound by", "s a step,\nat least", "over\ncompute"],
+)
+page.say()
+page.answers([
+    Answer("the planner: FSDP alone on a pod is bound by", "fsdp", found["70B, a pod, no TP"].cost.bound),
+    Answer("the planner: DP 1024 x SP 2 x TP 4, each a ring", "compute", found["70B, the book's"].cost.bound),
+    Answer("the planner: its own mesh of 8,960", "compute", found["70B, a pod"].cost.bound),
+])  # fmt: skip
 
+# %% [markdown]
+# ## The problems
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", action="store_true", help="also print the planner's report for 70B and 405B")
-    args = parser.parse_args()
-    print(configs() + "\n")
-    if args.plan:
-        for config, batch, pods in ((L70, B, 1), (L405, 4 * B, 8)):
-            job = Job(config, batch)
-            print(text(job, V5P, pods * POD, plans(job, V5P, pods * POD), Budget(), 4) + "\n")
-    return report(answers())
+# %%
+four_pods, eight = "70B, 4 pods", "405B, 8 pods"
+many = tm.num_params(L405)
+page.answers([
+    Answer("1 four pods: tokens a chip", "", B / (4 * POD), "tokens", "a quarter of 468"),
+    Answer("1 compute-bound by", "", regime(four_pods), "", "117 > 113, by a hair; FSDP alone needs 850"),
+    Answer("1 TP ways at the best X", "", best_ways[four_pods], "ways", "8960 / sqrt(2 x 2^20 x 8960 / 28672)"),
+    Answer("1 there: collectives over matmuls", "", longer(four_pods, best_ways[four_pods]), "times",
+           "sqrt(113.4 / 117.0)"),
+    Answer("1 on 1120 x 8, which a pod has", "", longer(four_pods, 8), "times", "bound by FSDP's gathers"),
+    Answer("1 tokens of a pod, against the DCN's need", "73,440", cost.pod_threshold(C, V5P.need("dcn_bw")), "tokens",
+           "a pod has 2^20: data parallelism over pods is free"),
+    Answer("1 days at 40% MFU", "", days(flops, 4 * POD), "days", "44.3 / 4"),
+    Answer("2a LLaMA-3 405B", "", many, "params", "3LDF + 2LD(N + K)H + 2DV, and the norms"),
+    Answer("2a FLOPs of a token", "", float(tm.rule_of_thumb(L405, 1)), "FLOPs", "6 x params"),
+    Answer("2a FLOPs of a step of 16M tokens", "", float(tm.rule_of_thumb(L405, B405)), "FLOPs", "6 x params x 2^24"),
+    Answer("2a FLOPs of 15T tokens", "", tm.rule_of_thumb(L405, 15e12), "FLOPs", "6 x params x tokens"),
+    Answer("2b eight pods, 16M tokens: tokens a chip", "", B405 / (8 * POD), "tokens", "2^24 / 71,680"),
+    Answer("2b FSDP+TP needs: tokens a chip", "", cost.mixed_threshold(L405.F, C, ici(2), ici(1)), "tokens",
+           "2550^2 / (2 x 53248)"),
+    Answer("2b compute-bound by", "", regime(eight), "", "FSDP alone needs 850"),
+    Answer("2b TP ways at the best X", "", best_ways[eight], "ways", "8960 / sqrt(2 x 2^21 x 8960 / 53248)"),
+    Answer("2b on 1120 x 8: collectives over matmuls", "", longer(eight, 8), "times", "FSDP's: hidden"),
+    Answer("2b days at 40% MFU", "", days(tm.rule_of_thumb(L405, 15e12), 8 * POD), "days",
+           "compute-bound, so FLOPs / (0.4 x chips x C)"),
+])  # fmt: skip
+page.end()
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `four, twelve = memory(4), memory(12)` by `four, twelve = memory(1), memory(12)`. With one checkpoint
+#    a layer, how many chips are enough?
+# 2. Question: how many tokens a chip does FSDP + TP need for LLaMA-3 8B? Evaluate
+#    `cost.mixed_threshold(L8.F, C, ici(2), ici(1))`. Why is it more than for 70B?
+# 3. Flag: run with `--plot ways.svg`. Where is the lowest point of each curve, and which two collectives are equal
+#    there?

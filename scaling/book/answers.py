@@ -142,10 +142,3 @@ def counts(answers: Sequence[Answer]) -> str:
     """How many of each verdict: "31 agrees, 2 erratum"."""
     verdicts = [a.verdict for a in answers]
     return ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
-
-
-def report(answers: Sequence[Answer]) -> int:
-    """Print the table and a count of verdicts; the exit status: 0, or 1 if an answer differs."""
-    print(answer_table(answers))
-    print("\n" + counts(answers))
-    return int(any(a.verdict == "DIFFERS" for a in answers))

@@ -55,19 +55,17 @@ def has_numbers(path: Path) -> bool:
 
 
 def run(path: Path, options: Sequence[str] = ("--small",)) -> Chapter:
-    """The chapter, run in this process; what it prints is dropped. It writes on a `page`, or has `answers()`."""
+    """The chapter, run in this process; what it prints is dropped, and its `page` read."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
-    text = path.read_text(encoding="utf-8")
     argv, handler, status = sys.argv, signal.getsignal(signal.SIGTERM), 0
-    sys.argv = [str(path), *(options if "Page(" in text else ())]
+    sys.argv = [str(path), *options]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(text, str(path), "exec"), names)
+            exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(bool(error.code))
     finally:
         sys.argv = argv
         signal.signal(signal.SIGTERM, handler)
-    page = names.get("page")
-    answers = page.given if page is not None else names["answers"]()
-    return Chapter(path, shows(path), tuple(answers), tuple(page.checks) if page is not None else (), status)
+    page = names["page"]
+    return Chapter(path, shows(path), tuple(page.given), tuple(page.checks), status)

@@ -8,6 +8,7 @@ V5E_4x4 = 2 * 2**14 * 2**14 / 4  # bytes that each axis of Part 3's Question 6 m
 P70 = 80 * (8192 * (3 * 28672 + 2 * 72 * 128) + 2 * 8192) + 8192 + 2 * 8192 * 128_256  # LLaMA-3 70B
 READ70 = P70 - 8192 * 128_256  # a step does not read the embedding
 READ405 = 126 * (16384 * (3 * 53248 + 2 * 136 * 128) + 2 * 16384) + 16384 + 16384 * 128_256
+P405 = READ405 + 16384 * 128_256
 EXPERTS = 16 * 64 * 3 * 4096 * 16384  # of the toy model of Part 7
 TOY = 64 * 4096 * (3 * 16384 + 512 * 40 + 2) + 4096 * 32129
 MOE = EXPERTS + 64 * 4096 * (16 + 512 * 40 + 2) + 4096 * 32129
@@ -115,6 +116,29 @@ PINNED = {
         "4 prefill with G = 8 is compute-bound from S =": 271,  # above 9/8 x 240.24
         "4 prefill: attention takes as long as the MLP at T =": 3 * 8192 * 28672 // 8192 - 1,
         "4 decoding 240: attention takes as long as the MLP at T =": 6 * 8192 * 28672 // (240 * 4 * 1024) + 1,
+    },
+    "06_applied_training": {
+        "LLaMA-3 70B": P70,
+        "days on 225 chips": 6 * 70e9 * 15e12 / (225 * 4.59e14 * 0.4) / 86400,
+        "1752 days in years ('nearly four')": 1752 / 365,
+        "memory of a chip with 12 checkpoints a layer": (10 * 70e9 + 2 * 8192 * 4e6 * 12 * 80) / 8960,
+        "2048 x 4: chips": 8192,
+        "1 four pods: tokens a chip": 2**22 / (4 * 8960),
+        "1 compute-bound by": "FSDP+TP",  # 113.4 < 117.03 < 850
+        "1 TP ways at the best X": 8960 / (2 * 2**20 * 8960 / 28672) ** 0.5,
+        "1 there: collectives over matmuls": (2550**2 / (2 * 28672) / (2**22 / (4 * 8960))) ** 0.5,
+        "1 on 1120 x 8, which a pod has": 2550 * 1120 / (2 * 2**20),
+        "1 days at 40% MFU": 6 * 70e9 * 15e12 / (4 * 8960 * 4.59e14 * 0.4) / 86400,
+        "2a LLaMA-3 405B": P405,
+        "2a FLOPs of a token": 6 * P405,
+        "2a FLOPs of a step of 16M tokens": 6 * P405 * 2**24,
+        "2a FLOPs of 15T tokens": 6 * P405 * 15e12,
+        "2b eight pods, 16M tokens: tokens a chip": 2**24 / (8 * 8960),
+        "2b FSDP+TP needs: tokens a chip": 2550**2 / (2 * 53248),
+        "2b compute-bound by": "FSDP+TP",  # 61 < 234 < 850
+        "2b TP ways at the best X": 8960 / (2 * 2**21 * 8960 / 53248) ** 0.5,
+        "2b on 1120 x 8: collectives over matmuls": 2550 * 1120 / (2 * 2**21),
+        "2b days at 40% MFU": 6 * P405 * 15e12 / (8 * 8960 * 4.59e14 * 0.4) / 86400,
     },
     "07_kv_cache": {},
     "07_bottlenecks": {

@@ -31,6 +31,7 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "05_context",
     "05_moe",
     "05_when_bound",
+    "06_applied_training",
     "07_kv_cache",
     "07_bottlenecks",
     "07_sharded_decode",

@@ -1,7 +1,7 @@
 import pytest
 
 from scaling.book import layout
-from scaling.book.answers import Answer, answer_table, notation, report, rounding
+from scaling.book.answers import Answer, answer_table, notation, rounding
 from scaling.cost.units import significant
 
 
@@ -48,10 +48,7 @@ def test_verdicts(answer, verdict):
     assert answer.verdict == verdict
 
 
-def test_report(capsys):
-    assert report([Answer("a", "1.0", 1.0), Answer("b", "", 1.0, note="n")]) == 0
-    assert "1 agrees, 1 ours" in capsys.readouterr().out
-    assert report([Answer("a", "1.0", 2.0)]) == 1
+def test_what_is_no_number_is_refused():
     with pytest.raises(ValueError, match="is no number"):
         rounding("about ten")
 

@@ -108,6 +108,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         2550**2 / (2 * 53248),
         ["wrote bound-ratio.svg", "wrote bound-time.svg"],
     ),
+    "06_applied_training": (
+        ["fewest chips that hold them 225 61.91 v5p -72.5% DIFFERS"],
+        2550**2 / (2 * 14336),
+        ["wrote ways.svg"],
+    ),
     "07_kv_cache": (["1 FAILED: tokens taken back"], 103_809_024 / 6_291_456, ["wrote cache.svg"]),
     "07_bottlenecks": (
         ["Quiz: a step of 4 2.5 1.393 ms -44.3% DIFFERS", "Quiz: a step of 256 21 20.86 ms -0.7% agrees"],
