@@ -25,6 +25,7 @@ from scaling.check.values import (
     merge,
 )
 
+GIVEN = (Shard, Many, Record, Each, Text, Number, Function)  # what is not None
 TRANSPOSED, SAME = ("T", "mT", "H", "mH"), ("data", "real")  # attributes of a tensor
 
 
@@ -60,6 +61,9 @@ class Expressions(Calls):
             case ast.IfExp():
                 self.value(node.test, frame)
                 one, other = self.value(node.body, frame.inside()), self.value(node.orelse, frame.inside())
+                holds = self.decided(node.test, frame)
+                if holds is not None:
+                    return one if holds else other
                 if torn := partly_reduced(one, other, node.test):
                     self.report(node, "branches", f"{ast.unparse(node)}: {torn}", frame)
                 return merge(one, other)
@@ -97,6 +101,20 @@ class Expressions(Calls):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.value(child, frame)
+        return None
+
+    def decided(self, test: ast.expr, frame) -> "bool | None":
+        """Whether `p is None` holds, of an argument p that is known to be given here; of other tests None."""
+        match test:
+            case ast.Compare(left=ast.Name(id=name), ops=[ast.Is() | ast.IsNot() as op]):
+                nothing = getattr(test.comparators[0], "value", ...) is None
+                if (
+                    nothing
+                    and frame.called
+                    and name not in frame.bound
+                    and isinstance(self.known(frame.env.get(name)), GIVEN)
+                ):
+                    return isinstance(op, ast.IsNot)
         return None
 
     def name(self, node: ast.Name, frame):

@@ -17,7 +17,8 @@ class Frame:
     """Where the reader is: in a function of a module, with its variables.
 
     `site`: the call in the checked module on whose behalf a function of another module is read. `made`: what was bound
-    to which name, by the place; `unread`: {name: the places whose value it has}. `straight`: not in a loop or a branch.
+    to which name, by the place; `unread`: {name: the places whose value it has}. `straight`: not in a loop or a branch;
+    `called`: with arguments that are known; `over`: it has returned with these.
     """
 
     module: Any
@@ -29,6 +30,8 @@ class Frame:
     bound: dict = field(default_factory=dict)
     used: set = field(default_factory=set)
     straight: bool = True
+    called: bool = False
+    over: bool = False
     nested: list = field(default_factory=list)
 
     def read(self, name: str) -> None:
@@ -50,7 +53,8 @@ class Statements(Expressions, Stores):
 
     def body(self, statements, frame: Frame) -> None:
         for statement in statements:
-            self.statement(statement, frame)
+            if not frame.over:
+                self.statement(statement, frame)
 
     def statement(self, node: ast.stmt, frame: Frame) -> None:
         match node:
@@ -122,14 +126,20 @@ class Statements(Expressions, Stores):
                 self.value(child, frame)
 
     def branches(self, bodies, frame: Frame, node: "ast.If | None" = None) -> None:
-        """Read each body from the same start; afterwards a variable is what the branches that end here agree on."""
-        ends = []
-        for body in bodies:
+        """Read each body from the same start; afterwards a variable is what the branches that end here agree on. One
+        that is not taken is read for its faults alone."""
+        ends, holds = [], None if node is None else self.decided(node.test, frame)
+        for number, body in enumerate(bodies):
             branch = frame.inside()
             branch.straight = False
+            taken = holds is None or holds == (number == 0)
+            if not taken:
+                branch.returned, branch.made = [], {}
             self.body(body, branch)
-            if not (body and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))):
+            if taken and not (body and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))):
                 ends.append(branch)
+            elif holds is not None and taken and isinstance(body[-1], (ast.Return, ast.Raise)):
+                frame.over = True
         for name in {name for end in ends for name in end.env}:
             found = ends[0].env.get(name)
             for end in ends[1:]:
@@ -207,6 +217,7 @@ class Statements(Expressions, Stores):
             self.active.pop()
             return found
         frame = Frame(fn.module, dict(fn.around) | env, site=outer.site or self.site_for(fn, site), name=fn.node.name)
+        frame.called = site is not None
         self.active.append(fn.node)
         self.body(fn.node.body, frame)
         self.read_nested(frame)
@@ -232,7 +243,7 @@ class Statements(Expressions, Stores):
 
     def leftover(self, frame: Frame) -> None:
         """What was given a name and never used: a partial sum was never reduced, a call under way never waited for."""
-        for place, (target, found) in frame.made.items():
+        for place, (target, found) in frame.made.items() if not frame.over else ():
             if place in frame.used or not isinstance(found, Shard) or not found.sure:
                 continue
             if found.pending:

@@ -181,6 +181,46 @@ def step(a, b, mesh, many):
     assert found(body.format("all_reduce(REDUCE, u, mesh)")) == ["reduced-twice"]
 
 
+SUM = 'einsum("A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}", a, b)'
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f"return {SUM} if p is None else p"],
+        [f"return p if p is not None else {SUM}"],
+        ["if p is None:", f"    p = {SUM}", "return p"],
+        ["if p is None:", f"    return {SUM}", "return p"],
+        ["if p is not None:", "    return p", f"return {SUM}"],
+        [f"u = {SUM}", "if p is not None:", "    return p", "return u"],
+    ],
+)
+def test_an_argument_that_is_given_is_not_made(lines):
+    """What a helper makes where it is given nothing is not what it returns where it is given something."""
+    helper = "\n    ".join(["def helper(a, b, p=None):", *lines]) + "\n"
+    head = helper + "def f(a, b, mesh):\n    w = all_reduce(REDUCE, " + SUM + ", mesh)\n    return "
+    assert found(head + "all_reduce(REDUCE, helper(a, b), mesh), helper(a, b, w)") == []
+    assert found(head + "all_reduce(REDUCE, helper(a, b, w), mesh), w") == ["reduced-twice"]
+    assert found(head + "torch.relu(helper(a, b)), w") == ["nonlinear"]
+
+
+@pytest.mark.parametrize(
+    ("says", "rules"),
+    [
+        ("C[I, K], whole.", []),
+        ("C[I, K] of a[I, J_X] and more.", []),
+        ("C[I, K] of a[I, J_X], b[J_X, K].", []),
+        ("C[I, K] {U_X} of a[I, J_X].", ["result"]),
+        ("C[I, K_X]: a block.", ["result"]),
+        ("C[I, K] of a[I_X, J].", ["split"]),
+        ("C[0] is the first.", []),
+    ],
+)
+def test_a_docstring_that_begins_with_what_is_returned(says, rules):
+    body = "def f(a, b, mesh):\n    'C'\n" + PARTIAL + WHOLE + "    return w\n"
+    assert found(body.replace("'C'", f"'{says}'")) == rules
+
+
 def test_a_comment_that_names_the_rule_silences_it():
     fault = "return torch.relu(u)"
     assert of_partial(f"{fault}  # scaling: ignore[nonlinear]") == []

@@ -136,6 +136,6 @@ def _matmul(x: Tensor, W: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _summed(part: Tensor, mesh) -> Tensor:
-    """x[1, R, D] of part[1, R, D] {U_Y}: the ranks' parts side by side, added in the order of the ranks."""
+    """x[1, R, D]: the ranks' parts {U_Y} side by side, added in the order of the ranks."""
     first, *others = all_gather("part[G_Y, R, D] -> part[G, R, D]", part, mesh)
     return sum(others, first)[None]
