@@ -129,6 +129,13 @@ def exchange_into(received: Tensor, sent: Tensor, pg: dist.ProcessGroup, receive
     return pg.alltoall_base(received, sent, list(receives), list(sends))
 
 
+def gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]):
+    """As torch.autograd.grad(results, leaves, cotangents, allow_unused=True), whose first call imports sympy in order
+    to compare shapes: half a second, which every rank of a run that is started again would spend."""
+    backward = torch.autograd.graph._engine_run_backward
+    return backward(tuple(results), tuple(cotangents), False, False, tuple(leaves), True, accumulate_grad=False)
+
+
 # What torch.func wraps a tensor in, level by level: of vmap those alone whose level it is batched at.
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 level_of = torch._C._functorch.maybe_get_level

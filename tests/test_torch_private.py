@@ -1,6 +1,7 @@
 """Each thing of torch that has no public name: that it is there and does what the collectives rely on."""
 
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -235,3 +236,27 @@ def test_graphs_of_both_passes():
 def test_a_place_in_a_checkpoint():
     place = p.checkpoint_place("0.pt", 3, 5)
     assert (place.relative_path, place.offset, place.length) == ("0.pt", 3, 5)
+
+
+def test_gradients_are_autograd_s_own():
+    W, x, unused = (torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    results, cotangents = [W @ x, (W * x).sum(0)], [torch.randn(3, 3).double(), torch.randn(3).double()]
+    wanted = torch.autograd.grad(results, [W, x, unused], cotangents, allow_unused=True, retain_graph=True)
+    found = p.gradients(results, [W, x, unused], cotangents)
+    assert found[2] is None is wanted[2]
+    assert all(torch.equal(a, b) for a, b in zip(found[:2], wanted[:2], strict=True))
+
+
+def test_a_first_step_imports_neither_compiler_nor_sympy():
+    """Which would cost each rank of a run that is started again a second and more."""
+    script = """
+import sys
+from scaling.configs import get
+from scaling.mesh import Mesh
+from scaling.plan.transformer_step import transformer_step
+from scaling.train.settings import Settings
+settings = Settings(get("tiny").with_(L=1, D=8, F=8, N=1, K=1, H=8, V=8), "", "", batch=1, seq=4)
+transformer_step(settings, Mesh({"X": 1}))()
+assert not sys.modules.keys() & {"sympy", "torch._dynamo"}
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

@@ -26,6 +26,7 @@ from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
 from scaling.spec import ShardingError
 
 WAIT = 5.0  # seconds that torchrun gets for ending a rank which has nothing new to say
+WAIT_OF_MANY = 2.0  # the same where the rank that has more to say may be another node's, which is waited for in vain
 
 
 def run(
@@ -125,7 +126,7 @@ def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked:
         alike = isinstance(error, ShardingError) and os.environ["RANK"] != "0"  # mostly all ranks have this to say
         if alike or CLOSED in str(error):  # by another rank's end: torchrun is to see that one, and to end this one
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(WAIT)
+            time.sleep(WAIT if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else WAIT_OF_MANY)
         raise
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -23,7 +23,6 @@ from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
-from scaling.plan import choose
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize
@@ -129,9 +128,9 @@ def main(argv=None) -> int:
             return 0
         board.check_installed(settings)
         if int(os.environ.get("RANK", 0)) == 0 and not elastic.fits_as_before(declared, sizes):
-            room = dry.available(args.device, AbstractMesh(sizes).size())
-            dry.refuse_too_large(settings, sizes, room)
-            sample.check_sample(settings, sizes, room)
+            room = dry.available(args.device, ranks := AbstractMesh(sizes).size())
+            counts = dry.refuse_too_large(settings, sizes, room)
+            sample.check_sample(settings, ranks, counts.params + counts.state, room)
         with prepared(asked, args):
             return trained(settings, sizes, args)
     except launch.RankError as error:
@@ -150,6 +149,8 @@ def chosen(settings: Settings, ranks: int, args) -> dict[str, int]:
             "--plan needs to know the machine\n  fix: --chip with a name, or with the file that python -m "
             f"scaling.measure --ranks {ranks} --out machine.toml writes"
         )
+    from scaling.plan import choose  # the planner, which a run that is started again need not import
+
     found, refused = choose.choices(settings, ranks, chip(args.chip))
     if not found:
         raise ValueError("no mesh suits\n" + "\n".join(f"  {why}" for why in refused[:8]))

@@ -100,10 +100,12 @@ def table(counts: Counts, sizes: Mapping[str, int]) -> str:
     return "\n".join([*lines, *(f"  {what:<{width}}  {value}" for what, value in rows)])
 
 
-def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: float) -> None:
-    """ValueError that says the largest batch that fits, if a rank would need more bytes than there are for it."""
-    if (needed := fullest(settings, sizes).memory) <= ROOM * available:
-        return
+def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: float) -> Counts:
+    """What the fullest rank takes. ValueError that says the largest batch that fits, if that is more bytes than there
+    are for it."""
+    counts = fullest(settings, sizes)
+    if (needed := counts.memory) <= ROOM * available:
+        return counts
     least = settings.microbatches
     for axis in ("P", "X", "E"):
         least *= sizes.get(axis, 1)

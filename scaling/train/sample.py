@@ -3,29 +3,27 @@
 import torch
 
 from scaling import tree
-from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
-from scaling.train import dry
 from scaling.train.settings import DTYPES, Settings
 from scaling.train.text import tokenizer
 
 LENGTH, TEMPERATURE = 64, 0.8  # of what is drawn: tokens
 
 
-def check_sample(settings: Settings, sizes, available: float) -> None:
-    """ValueError for a prompt that is no tokens of the model, or if a rank has no room for the whole params."""
+def check_sample(settings: Settings, ranks: int, held: int, available: float) -> None:
+    """ValueError for a prompt that is no tokens of the model, or if one of so many ranks has no room for the whole
+    params beside the bytes that it holds."""
     if not settings.sample:
         return
     ids, V = tokenizer(settings.tokenizer).encode(settings.sample), settings.model.V
     if not len(ids) or int(max(ids)) >= V:
         raise ValueError(f"--sample {settings.sample!r}: its tokens do not lie in 0..{V - 1}, {settings.model.name}'s")
     whole = tree.nbytes(model.init(settings.model, 0, DTYPES[settings.dtype], "meta"))
-    held = dry.count(settings, sizes)
-    if AbstractMesh(sizes).size() > 1 and held.params + held.state + whole > available:
+    if ranks > 1 and held + whole > available:
         raise ValueError(
             f"--sample gathers the whole params on each rank: {whole / 1e9:.2f} GB beside "
-            f"{(held.params + held.state) / 1e9:.2f}, and there are {available / 1e9:.2f} GB\n"
+            f"{held / 1e9:.2f}, and there are {available / 1e9:.2f} GB\n"
             f"  fix: leave it out, and run python -m scaling.generate --model {settings.out} --mesh Y=... beside it"
         )
 

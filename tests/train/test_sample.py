@@ -39,10 +39,10 @@ def test_cold_it_is_what_serving_gives(monkeypatch):
 
 def test_refused_before_the_run():
     with pytest.raises(ValueError, match=r"--sample gathers the whole params .*\n  fix: leave it out"):
-        sample.check_sample(SETTINGS, {"X": 2}, 1e5)
-    sample.check_sample(SETTINGS, {"X": 1}, 1e5)  # which has them already
+        sample.check_sample(SETTINGS, 2, 50_000, 1e5)
+    sample.check_sample(SETTINGS, 1, 50_000, 1e5)  # which has them already
     with pytest.raises(ValueError, match=r"do not lie in 0\.\.99"):
-        sample.check_sample(Settings(TINY.with_(V=100), "", "", sample="prompt"), {"X": 1}, 1e9)
+        sample.check_sample(Settings(TINY.with_(V=100), "", "", sample="prompt"), 1, 0, 1e9)
 
 
 def test_a_run_shows_and_records_its_sample(tmp_path, monkeypatch, capsys):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaling._torch import gradients
 from scaling.collectives import einsum, wait
 from scaling.models.pointwise import gained_norm, gained_norm_vjp
 from scaling.models.rope import rotate
@@ -198,4 +199,4 @@ def taped(f: Callable, *xs: Tensor) -> tuple[Tensor, Callable]:
     leaves = [x.detach().requires_grad_() for x in xs]
     with torch.enable_grad():
         y = f(*leaves)
-    return y.detach(), lambda dy: torch.autograd.grad(y, leaves, dy)
+    return y.detach(), lambda dy: gradients([y], leaves, [dy])

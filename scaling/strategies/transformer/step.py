@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling._torch import gradients
 from scaling.collectives import wait
 from scaling.configs import Config
 from scaling.models.transformer import unstacked
@@ -80,7 +81,7 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
 
     def pull(cotangents, **_):
         wanted = [x for x in tree.leaves(leaves) if x.requires_grad]
-        found = iter(torch.autograd.grad(results, wanted, tree.leaves(cotangents), allow_unused=True))
+        found = iter(gradients(results, wanted, tree.leaves(cotangents)))
         grads = tree.map(lambda x: next(found) if x.requires_grad else None, leaves)
         return tree.map(lambda x, g: torch.zeros_like(x) if g is None else g, leaves, grads)
 
