@@ -2,8 +2,9 @@
 
 MKL walks a matrix larger than a core's caches in an order that suits large products. A few rows (a microbatch, or a
 small batch) times a weight take as little as 0.55 of the time if some rows of the weight are multiplied after others,
-and the gradient of a weight from so few rows 0.6 if some rows of it are made after others (float32 and float64). All
-other products are torch's, whole. `tests/benchmarks/overhead.py` measures both.
+and the gradient of a weight from so few rows 0.6 if some rows of it are made after others (float32 and float64).
+Several threads wait for each other after each part of a sum, so that for them 8 rows in parts would take 1.8 of the
+time. All other products are torch's, whole. `tests/benchmarks/overhead.py` measures both, of one thread.
 """
 
 import torch
@@ -57,4 +58,5 @@ def in_parts(a: torch.Tensor, b: torch.Tensor) -> str:
         return ""
     if M > FEW:
         return "rows"
-    return "terms" if b.shape[1] >= WIDE and b.stride(1) == 1 else ""
+    alone = torch.get_num_threads() == 1
+    return "terms" if alone and b.shape[1] >= WIDE and b.stride(1) == 1 else ""

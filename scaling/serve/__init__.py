@@ -13,7 +13,7 @@ imported without it.
     paged, drafts                                          of the engine: a model with its pages; what proposes tokens
     calibrate                                              the simulator's prices, from steps that were measured
     invariant                                              prefill and decode whose bits no batch changes
-    text, loading                                          for the commands `generate` and `serve`
+    text, loading, requests                                for the commands `generate` and `serve`
 """
 
 import importlib

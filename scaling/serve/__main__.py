@@ -11,33 +11,29 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from scaling import launch
 from scaling.console import command, integer, output
 from scaling.mesh import AbstractMesh
-from scaling.serve.engine import Draw, serve
-from scaling.serve.loading import DTYPES, available, check_fits, config_of, draft_config, draft_of, params_of
+from scaling.serve.engine import serve
+from scaling.serve.loading import (
+    DTYPES,
+    available,
+    check_fits,
+    config_of,
+    draft_config,
+    draft_of,
+    length_that_fits,
+    params_of,
+)
 from scaling.serve.policies import POLICIES
-from scaling.serve.sampling import SEEDS, Sampling, request_seeds
+from scaling.serve.requests import RequestLine, read
 from scaling.serve.simulate import RequestTimes, Simulated
-from scaling.serve.states import Options, Request, Run
+from scaling.serve.states import Options, Run
 from scaling.serve.text import TextStream, ends_of, tokenizer_of
 from scaling.serve.types import specs
 from scaling.sizes import parse_mesh
-
-KNOWN = ("id", "prompt", "ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "arrival")
-
-
-class RequestLine(NamedTuple):
-    """A request of the file: `number` is its line, `name` its "id" or that number."""
-
-    number: int
-    name: Any
-    arrival: float
-    request: Request
-    draw: Draw
-    stops: tuple[str, ...]
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -53,7 +49,9 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--slots", type=integer(1), default=8, help="requests at once (default 8)")
     parser.add_argument("--budget", type=integer(1), default=64, help="tokens a step, chunked (default 64)")
     parser.add_argument("--page", type=integer(1), default=16, help="tokens a page of the cache (default 16)")
-    parser.add_argument("--pages", type=integer(1), help="of the cache (default: so that the longest requests fit)")
+    parser.add_argument(
+        "--pages", type=integer(1), help="of the cache (default: for the longest requests, as memory has room)"
+    )
     parser.add_argument("--no-prefix", action="store_true", help="do not share the pages of equal prefixes")
     parser.add_argument("--batch-invariant", action="store_true", help="the same bits whatever runs beside a request")
     parser.add_argument("--draft", metavar="FOLDER", help='a smaller model that proposes tokens, or "ngram"')
@@ -63,64 +61,21 @@ def arguments(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> RequestLine:
-    """The request of a line. ValueError that says what is wrong with it."""
-    table = json.loads(text)
-    if not isinstance(table, dict):
-        raise ValueError("not a JSON object")
-    if unknown := sorted(set(table) - set(KNOWN)):
-        raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(KNOWN)}")
-    if ("prompt" in table) == ("ids" in table):
-        raise ValueError('one of "prompt" and "ids" is needed')
+def pages_of(lines: list[RequestLine], page: int, slots: int, most: int) -> tuple[int, list[RequestLine], list[dict]]:
+    """(pages for a pool, of at most so many; the requests that it can serve; what is wrong with the others).
 
-    def whole(name: str, default: int, least: int, top: int) -> int:
-        value = table.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= top:
-            raise ValueError(f"{name}={value!r} is no whole number from {least} to {top}")
-        return value
-
-    def real(name: str, default: float | None) -> Any:
-        value = table.get(name, default)
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise ValueError(f"{name}={value!r} is no number")
-        return value
-
-    ids, stops = table.get("ids"), table.get("stop", [])
-    if ids is None:
-        if not isinstance(table["prompt"], str):
-            raise ValueError(f"prompt={table['prompt']!r:.40} is no text")
-        ids = tokenizer.encode(table["prompt"])
-    if not isinstance(ids, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
-        raise ValueError("ids is no list of whole numbers")
-    if not ids:
-        raise ValueError("an empty prompt")
-    if wrong := [t for t in ids if not 0 <= t < V]:
-        raise ValueError(f"token {wrong[0]} lies outside the vocabulary, 0..{V - 1}")
-    stops = [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError("stop is no list of texts")
-    top_k = whole("top_k", 0, 1, 1 << 40) if table.get("top_k") is not None else None
-    how = Sampling(real("temperature", 0.0), top_k, real("top_p", None), real("min_p", None))
-    seed = request_seeds([ids], whole("seed", 0, 0, SEEDS - 1))[0]
-    arrival = real("arrival", 0.0)
-    if not 0 <= arrival < math.inf:
-        raise ValueError(f"arrival={arrival!r} is no time from 0 on")
-    request = Request(number, tuple(ids), whole("max_new_tokens", most, 1, 10**9), frozenset(ends))
-    return RequestLine(number, table.get("id", number), float(arrival), request, Draw(how, seed), tuple(stops))
-
-
-def read(text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> tuple[list[RequestLine], list[dict]]:
-    """(the requests, what is wrong with the other lines): lines are numbered from 1, empty ones are left out."""
-    lines, bad = [], []
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                lines.append(read_line(number, line, tokenizer, V, ends, most))
-            except json.JSONDecodeError as error:
-                bad.append({"line": number, "error": f"is no JSON: {error}"})
-            except (ValueError, TypeError, RecursionError) as error:
-                bad.append({"line": number, "error": str(error).splitlines()[0]})
-    return lines, bad
+    There are pages for the longest requests that can be in the slots at once. Where memory has fewer, some wait.
+    """
+    served, refused, needs = [], [], []
+    for line in lines:
+        length = len(line.request.prompt) + line.request.max_new_tokens
+        if (need := -(-length // page)) <= most:
+            served.append(line)
+            needs.append(need)
+        else:
+            why = f"refused: {length} tokens with the completion, where memory has room for {most * page}"
+            refused.append({"line": line.number, "id": line.name, "error": why})
+    return max(1, min(sum(sorted(needs, reverse=True)[:slots]), most)), served, refused
 
 
 def run(mesh, args, config, tokenizer, lines: list[RequestLine], options: Options) -> Simulated:
@@ -166,23 +121,25 @@ def main(argv=None) -> int:
         lines, bad = read(text, tokenizer, config.V, ends, args.max_new_tokens)
         if not lines and not bad:
             raise ValueError(f"{args.input}: holds no request")
-        longest = max((len(x.request.prompt) + x.request.max_new_tokens for x in lines), default=1)
-        pages = args.pages or -(-longest // args.page) * min(args.slots, max(1, len(lines)))
         draft = draft_config(args.draft, config, AbstractMesh(sizes))
+        memory = args.memory or available(args.device, AbstractMesh(sizes).size())
+        fitting = config, sizes, 1, DTYPES[args.dtype], memory
+        pools = 2 if args.policy == "disaggregated" else 1
+        most = length_that_fits(*fitting, draft=draft) // (pools * args.page)
+        if (least := args.pages or 1) > most:
+            check_fits(*fitting[:3], pools * least * args.page, *fitting[3:], draft=draft)
+        pages, lines, refused = (args.pages, lines, []) if args.pages else pages_of(lines, args.page, args.slots, most)
         proposals = args.proposals if args.draft else 0
         options = Options(
             pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals
         )
-        memory = args.memory or available(args.device, AbstractMesh(sizes).size())
-        pools = 2 if args.policy == "disaggregated" else 1
-        check_fits(config, sizes, 1, pools * pages * args.page, DTYPES[args.dtype], memory, draft=draft)
         served: Any = Simulated((), {})
         if lines:
             work = run, sizes, args, config, tokenizer, lines, options
             torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
             served = launch.start(*work, device=args.device) if torchrun else launch.run(*work, device=args.device)[0]
         if int(os.environ.get("RANK", 0)) == 0:
-            return 0 if report(args, lines, bad, served, tokenizer, ends) else 1
+            return 0 if report(args, lines, bad + refused, served, tokenizer, ends) else 1
         return 0
     except launch.RankError as error:
         print(f"RankError: {error}", file=sys.stderr)

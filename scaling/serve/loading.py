@@ -13,7 +13,9 @@ from scaling.models import hf
 from scaling.models import transformer as model
 from scaling.serve.cache import init_cache
 from scaling.serve.generation import check_draft
-from scaling.serve.types import check_mesh, specs
+from scaling.serve.types import ROWS, check_mesh, specs
+from scaling.spec import parse
+from scaling.strategies.axes import present
 from scaling.train import checkpoint
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -59,9 +61,9 @@ def needed(config: Config, sizes: dict[str, int], batch: int, length: int, dtype
     """Bytes that each rank holds: params, and a cache of `batch` rows of `length` tokens."""
     mesh = AbstractMesh(sizes)
     whole = model.init(config, 0, dtype, "meta")
-    rows = -(-batch // mesh.size()) * mesh.size()
+    batch += -batch % mesh.size(parse(present(f"l[{ROWS[form]}]", mesh)).dims[0][1])
     length += -length % mesh.sizes.get("Z", 1)
-    cache = init_cache(config, rows, length, mesh=mesh, dtype=dtype, form=form)
+    cache = init_cache(config, batch, length, mesh=mesh, dtype=dtype, form=form)
     return tree.nbytes(tree.shard(whole, specs(config, mesh, form=form), mesh)) + cache["KV"].nbytes
 
 
@@ -77,6 +79,25 @@ def available(device: str, ranks: int = 1) -> int:
     return kib * 1024 * 9 // 10 // ranks
 
 
+def length_that_fits(
+    config: Config,
+    sizes: dict[str, int],
+    batch: int,
+    dtype: torch.dtype,
+    memory: int,
+    form: str = "heads",
+    draft: Config | None = None,
+) -> int:
+    """The greatest length of `batch` rows whose cache fits beside the params, a draft's too, into so many bytes a rank.
+
+    0 or less where none does. A cache's bytes are proportional to its length.
+    """
+    unit = sizes.get("Z", 1)
+    models = [config] if draft is None else [config, draft]
+    one, two = (sum(needed(each, sizes, batch, n * unit, dtype, form) for each in models) for n in (1, 2))
+    return (memory - one) // (two - one) * unit + unit
+
+
 def check_fits(
     config: Config,
     sizes: dict[str, int],
@@ -89,18 +110,11 @@ def check_fits(
 ) -> None:
     """ValueError unless params and cache, a draft's too, fit into so many bytes a rank; it says the greatest length
     that does."""
-    models = [config] if draft is None else [config, draft]
-
-    def total(length: int) -> int:
-        return sum(needed(one, sizes, batch, length, dtype, form) for one in models)
-
-    if (wanted := total(length)) <= memory:
+    most = length_that_fits(config, sizes, batch, dtype, memory, form, draft)
+    if length <= most:
         return
-    low, high = 0, length
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if total(middle) <= memory else (low, middle)
-    fix = f"at most {low:,} tokens with the completion fit" if low else "a larger mesh, or fewer requests at once"
+    wanted = sum(needed(one, sizes, batch, length, dtype, form) for one in (config, draft) if one is not None)
+    fix = f"at most {most:,} tokens with the completion fit" if most > 0 else "a larger mesh, or fewer requests at once"
     raise ValueError(
         f"{config.name}: {batch} x {length:,} tokens take {wanted:,} bytes a rank, of {memory:,} that there are\n"
         f"  fix: {fix}"

@@ -11,6 +11,9 @@ from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.serve import __main__ as batch
 from scaling.serve import loading
+from scaling.serve.engine import Draw
+from scaling.serve.requests import RequestLine
+from scaling.serve.states import Request
 from scaling.serve.text import ByteText, TextStream, chat, ends_of, tokenizer_of
 from scaling.train import checkpoint
 
@@ -193,3 +196,47 @@ def test_requests_that_do_not_fit_the_pages_are_refused_alone(folder, tmp_path):
     first, second = (json.loads(line) for line in target.read_text().splitlines())
     assert "15 tokens with the completion, where 8 fit" in first["error"]
     assert len(second["ids"]) == 3
+
+
+def test_an_absurd_length_is_refused_alone(folder, tmp_path, capsys):
+    """Without --pages the pool is as large as the requests need and memory allows; the others are served."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    table = [{"prompt": "ab"}, {"id": "x", "prompt": "a", "max_new_tokens": 10**9}, {"prompt": "abc"}]
+    source.write_text("\n".join(map(json.dumps, table)))
+    options = ["--model", str(folder), "--input", str(source), "--output", str(target), "--max-new-tokens", "3"]
+    assert batch.main(options) == 0
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["id"] for row in rows] == [1, "x", 3]
+    assert [row.get("ids") for row in rows] == [
+        serve.generate(params, [list(b"ab")], CONFIG, 3)[0], None, serve.generate(params, [list(b"abc")], CONFIG, 3)[0]
+    ]  # fmt: skip
+    said = capsys.readouterr()
+    assert "line 2: refused: 1000000001 tokens with the completion, where memory has room for" in said.err
+    assert said.out.startswith("2 of 3 served")
+    weights = sum(p.nbytes for p in transformer.tree.leaves(params))
+    page = 4 * 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4
+    small = ["--page", "4", "--memory", str(weights + 2 * page)]  # room for two pages: one request at a time
+    assert batch.main([*options, *small]) == 0
+    assert [json.loads(line).get("ids") for line in target.read_text().splitlines()] == [row.get("ids") for row in rows]
+    assert batch.main([*options, "--page", "4", "--memory", str(weights)]) == 1
+    assert "a larger mesh" in capsys.readouterr().err
+
+
+def test_pages_for_the_longest_requests_at_once():
+    lines = [RequestLine(n, n, 0.0, Request(n, (1,) * 3, n), Draw(), ()) for n in (1, 9, 5, 97)]
+    pages, served, refused = batch.pages_of(lines, 4, 2, 20)
+    assert (pages, [line.number for line in served], [row["line"] for row in refused]) == (3 + 2, [1, 9, 5], [97])
+    assert batch.pages_of(lines, 4, 8, 4)[0] == 4
+    assert batch.pages_of(lines[3:], 4, 8, 4)[:2] == (1, [])
+
+
+def test_rows_divide_only_over_the_axes_that_split_them():
+    """Bytes of a cache on a mesh: its heads over Y, its rows over Z."""
+    whole = loading.needed(CONFIG, {"Y": 1}, 1, 64, torch.float32, "heads")
+    params_alone = whole - 64 * (token := 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4)
+    assert params_alone == sum(p.nbytes for p in transformer.tree.leaves(params))
+    on_two = [loading.needed(CONFIG, {"Y": 2}, 1, n, torch.float32, "heads") for n in (64, 128)]
+    assert on_two[1] - on_two[0] == 64 * token // 2
+    fits = loading.length_that_fits(CONFIG, {"Y": 2}, 1, torch.float32, on_two[1])
+    assert fits == 128
+    assert loading.length_that_fits(CONFIG, {"Y": 2}, 1, torch.float32, on_two[1] - 1) == 127
