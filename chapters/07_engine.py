@@ -115,7 +115,9 @@ page.check("prompts beside decodes slow tokens down", tpots == sorted(tpots))
 # %% [markdown]
 # ## The engine takes the same steps
 # A small model in float64, all requests at once: every step that the engine runs is the simulator's, and each request's
-# tokens are those that it gets alone. Some pages too few: requests are preempted, and come again.
+# tokens are those that it gets alone. There are some pages too few: requests are preempted, and come again. Of the
+# three methods of the book's JetStream, prefill and generate are one pass over new tokens of prompts and of sequences;
+# insert costs nothing here, as a prompt's keys and values are written into pages that the later steps read.
 
 # %%
 config = Config("small", 2, 32, 64, 4, 2, 8, 64)

@@ -227,6 +227,8 @@ page.chart(
 )  # fmt: skip
 page.say()
 page.answers([
+    Answer("FSDP: gathering all weights on a 4x4 over reading a 16th", "", 16 * W / V5E.bandwidth("line", axes=2),
+           "times", "16 W_hbm over two lines: what the book calls impossible"),
     Answer("beta = W_hbm / W_ici of v5e ('around 8')", "8", W / ici_bw, "", erratum="8.2e11 / 9e10"),
     Answer("beta of v6e", "8", chip("v6e").hbm_bw / chip("v6e").bandwidth("ici"), "", erratum="1.6e12 / 1.8e11"),
     Answer("F = 16384, B = 32: up to Y =", "64", decoding.bandwidth_limit(16384, 32, W, ici_bw), "ways",

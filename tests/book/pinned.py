@@ -146,6 +146,8 @@ PINNED = {
         "v5e in bf16, D = 8192, F = 28672, activations counted": 8192 * 28672 / (
             8192 * 28672 * 8.2e11 / 1.97e14 - 8192 - 28672
         ),
+        "PaLM: throughput flattens around batch": 2.75e14 / 1.2e12,
+        "PaLM: least latency in bf16 over int8": (1080e9 + 2048 * 120_832) / (540e9 + 2048 * 120_832),
         "MHA, 13B: a layer's MLP params over a cache of 8192 tokens": 3 * 5120 * 13824 / (2 * 8192 * 5120),
         "Training, float32 optimizer state ('around 100GB')": 10 * 13_015_864_320 / 1e9,
         "A cache of the table, '6.7 GiB'": 6.7e9 / 2**30,
@@ -174,6 +176,7 @@ PINNED = {
         "4 collectives of a step of 32, if nothing hides them": 1e3 * (
             129 * 2 * 6e-6 + 128e-6 + 2 * 32 * 32128 * 15 / 16 / 9e10
         ),
+        "FSDP: gathering all weights on a 4x4 over reading a 16th": 16 * 8.2e11 / 9e10,
         "beta = W_hbm / W_ici of v5e ('around 8')": 8.2e11 / 9e10,
         "beta of v6e": 1.6e12 / 1.8e11,
         "F = 16384, B = 32: up to Y =": 16384 / 32 * 9e10 / 8.2e11,

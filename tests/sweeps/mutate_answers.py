@@ -3,10 +3,11 @@
     python tests/sweeps/mutate_answers.py 01_roofline 04_problems    the chapters' own cells; without names, all
     python tests/sweeps/mutate_answers.py scaling/cost/transformer.py    a module, under the chapters that call it
 
-A mutant doubles a number (0 becomes 1), swaps * with / or + with -, turns ** into *, turns a comparison around, or
-makes min of max. It runs in a fork of a process that is already at its cell. Printed: each mutant that left every
-verdict green and changed an answer, with `--text` also those that changed printed text alone; the others are counted.
-What comes after a chapter's last answers and checks is left as it is. Not part of the suite.
+A mutant doubles a number (0 becomes 1), swaps * with / or + with -, turns ** into *, turns a comparison around, makes
+min of max, or swaps the first two arguments of another call. It runs in a fork of a process that is already at its
+cell. Printed: each mutant that left every verdict green and changed an answer, with `--text` also those that changed
+printed text alone; the others are counted. What comes after a chapter's last answers and checks is left as it is. Not
+part of the suite.
 """
 
 import ast
@@ -47,7 +48,9 @@ def sites(tree: ast.AST) -> list[ast.AST]:
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name in (*SHOWN, "Page"):
                 return
-            found.extend([node] if name in ("min", "max") else [])
+            swappable = len(node.args) > 1 and name not in ("Answer", *JUDGED) and not starred(node)
+            named = isinstance(node.func, ast.Name) and name in ("min", "max")
+            found.extend([node] if named or swappable else [])
             args = node.args[2:3] if name == "Answer" else node.args
             for child in [node.func, *args, *(k.value for k in node.keywords if k.arg not in WORDS)]:
                 visit(child)
@@ -63,6 +66,10 @@ def sites(tree: ast.AST) -> list[ast.AST]:
     return found
 
 
+def starred(node: ast.Call) -> bool:
+    return any(isinstance(arg, ast.Starred) for arg in node.args[:2])
+
+
 def mutate(node: ast.AST) -> str:
     """Change the node in place; what was done, in words."""
     before = ast.unparse(node)
@@ -72,8 +79,10 @@ def mutate(node: ast.AST) -> str:
         node.op = SWAPS[type(node.op)]()
     elif isinstance(node, ast.Compare):
         node.ops[0] = SWAPS[type(node.ops[0])]()
+    elif isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
+        node.func = ast.Name({"min": "max", "max": "min"}[node.func.id], ast.Load())
     else:
-        node.func = ast.Name({"min": "max", "max": "min"}[before[:3]], ast.Load())
+        node.args[:2] = node.args[1::-1]
     return f"{before[:60]} -> {ast.unparse(ast.fix_missing_locations(node))[:60]}"
 
 
