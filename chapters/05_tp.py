@@ -140,9 +140,6 @@ def train(layer, mesh, text, args):
     return learning.Trained(losses, first, params, state, learning.clock(mesh.device) - began)
 
 
-page.title("Four layers of it with gelu, norm and residual, in float64")
-listing.show_stack(page, LAYER)
-page.title("Memory and training: a byte model on real text, in float32")
 learning.show(page, LAYER, train, CONFIG, ADAMW)
 page.end()
 

@@ -43,7 +43,7 @@ for number in parts:
 
 # %%
 page.title("What each chapter shows")
-page.table([(path.name, recap.shows(path)) for path in every], ["chapter", "shows"])
+page.table([(path.name, recap.minutes(path), recap.shows(path)) for path in every], ["chapter", "minutes", "shows"])
 
 # %% [markdown]
 # ## In all

@@ -1,4 +1,4 @@
-"""What a chapter's training loop learned: its losses and memory beside one device's, its score beside the text's."""
+"""A chapter's strategy on four layers, and what its training loop learned: beside one device, and beside the text."""
 
 import time
 from argparse import Namespace
@@ -9,14 +9,14 @@ import torch
 from torch.func import grad_and_value
 
 from scaling import data, optim, tree
-from scaling.book.listing import SINGLE, difference
+from scaling.book.listing import SINGLE, difference, stack_equality
 from scaling.book.page import Page
 from scaling.console import integer
 from scaling.models import mlp
 from scaling.train.byte_lm import batch_axes, evaluate, param_specs
 
 OPTIONS = {  # of a chapter that trains
-    "steps": (60, "training steps", integer(1, 10**7)),
+    "steps": (50, "training steps", integer(1, 10**7)),
     "batch": (256, "rows of the global batch", integer(1)),
     "text": ("", "file to learn (default: the sources of Python's standard library)"),
 }
@@ -71,11 +71,20 @@ def memory(strategy, mesh, config: mlp.MLPConfig, run: Trained) -> list[tuple]:
     ]
 
 
+def both(mesh, strategy, train: Callable, config: mlp.MLPConfig, args) -> tuple[list, Learned]:
+    """On ranks that are started once: four layers beside one device, and the chapter's loop."""
+    return stack_equality(mesh, strategy, args.seed), learn(mesh, strategy, train, config, args)
+
+
 def show(page: Page, strategy, train: Callable, config: mlp.MLPConfig, optimizer: optim.Optimizer) -> None:
-    """What a chapter's training loop did on its mesh, beside the same run on one device, and beside its text."""
+    """The strategy on four layers beside one device; then what the chapter's training loop did on its mesh, beside the
+    same run on one device, and beside its text."""
     args = Namespace(**vars(page.args))
     args.steps = min(args.steps, 5) if page.small else args.steps
-    found = page.on_ranks(learn, strategy, train, config, args)
+    layers, found = page.on_ranks(both, strategy, train, config, args)
+    page.title("Four layers of it with gelu, norm and residual, in float64")
+    page.equal(layers)
+    page.title("Memory and training: a byte model on real text, in float32")
     page.same(found.memory, ["bytes on each rank", "from the types", "formula", "held"])
     if not page.first:
         return

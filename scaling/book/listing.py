@@ -1,6 +1,6 @@
 """A chapter's one-layer listing beside one device: its lines as they ran, what it moves, and L layers of it with AdamW.
 
-What runs on ranks takes a mesh and returns plain values; `show_module`, `show_layer` and `show_stack` print them.
+What runs on ranks takes a mesh and returns plain values; `show_module` and `show_layer` print them.
 """
 
 from collections import OrderedDict
@@ -176,8 +176,3 @@ def stack_equality(mesh, strategy, seed: int, steps: int = 3) -> list:
         params, state, _ = step(params, state, batch)
         own, own_state = adamw.update(own_grads, own_state, own)
     return [*rows, (f"params after {steps} AdamW steps", difference(tree.unshard(params, specs, mesh), own), EXACT)]
-
-
-def show_stack(page: Page, strategy) -> None:
-    """Four layers of a strategy on the chapter's mesh, beside one device."""
-    page.equal(page.on_ranks(stack_equality, strategy, page.args.seed))

@@ -1,5 +1,6 @@
 """The recap: its numbers are the chapters' own, and one that differs fails it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,14 @@ def test_what_differs_fails(tmp_path):
     assert (chapter.part, chapter.shows, chapter.status) == (13, "a chapter", 1)
     assert dict(zip(VERDICTS, chapter.counts, strict=True)) == dict.fromkeys(VERDICTS, 0) | {"agrees": 1, "DIFFERS": 1}
     assert chapter.checks == (("it holds", False),)
+
+
+def test_the_readme_says_how_long_each_takes():
+    text = (CHAPTERS.parent / "README.md").read_text(encoding="utf-8")
+    said = {}
+    for row in re.findall(r"^\| .*`.*\|$", text.partition("## The book")[2].partition("\n## ")[0], re.M):
+        names, minutes = re.findall(r"`(\w+)\.py`", row), row.strip("| ").rpartition("|")[2].split(",")
+        said |= zip(names, map(int, minutes), strict=True)
+    found = {path.stem: recap.minutes(path) for path in CHAPTERS.glob("*.py")}
+    assert said.keys() == found.keys()
+    assert [name for name, minutes in said.items() if abs(minutes - found[name]) > 5] == []
