@@ -218,7 +218,7 @@ class Page:
             self.say(f"wrote {path}")
         parts = [counts(self.given)] if self.given else []
         parts += [f"{len(self.checks)} checks"] if self.checks else []
-        seconds = f"{time.perf_counter() - self.began:.1f} s"
+        seconds = f"{(took := time.perf_counter() - self.began):.{int(took < 100)}f} s"
         verdict = f"{len(self.failures)} FAILED: {', '.join(self.failures)}" if self.failures else "all hold"
         self.say(f"\nWhat held: {', '.join(parts)}: {verdict} ({seconds})")
         if "torch.distributed" in sys.modules:
