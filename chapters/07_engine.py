@@ -133,9 +133,9 @@ for policy in POLICIES:
     same = simulate(small, options, modelled, token=lambda id, place, t=given: t[id][place - len(prompts[id])])
     if policy != "disaggregated":  # with two workers, who is done first depends on the times
         page.check(f"{policy}: steps", same.steps == real.steps)
-    page.check(f"{policy}: tokens", [list(tokens) for tokens in given] == alone)
+    held = page.check(f"{policy}: tokens", [list(tokens) for tokens in given] == alone)
     again = sum(times.preempted for times in real.requests.values())
-    page.say(f"{policy}: {len(real.steps)} steps, {again} preempted; tokens as alone: {[*map(list, given)] == alone}")
+    page.say(f"{policy}: {len(real.steps)} steps, {again} requests preempted; the same tokens as alone: {held}")
 
 # %% [markdown]
 # ## Prefix caching

@@ -16,11 +16,11 @@ from scaling.models import mlp
 from scaling.train.byte_lm import batch_axes, evaluate, param_specs
 
 OPTIONS = {  # of a chapter that trains
-    "steps": (50, "training steps", integer(1, 10**7)),
+    "steps": (40, "training steps", integer(1, 10**7)),
     "batch": (256, "rows of the global batch", integer(1)),
     "text": ("", "file to learn (default: the sources of Python's standard library)"),
 }
-JUDGED = 50  # steps from which on the score must be well under the text's order-0 entropy
+JUDGED = 40  # steps from which on the score must be well under the text's order-0 entropy
 
 
 @dataclass
