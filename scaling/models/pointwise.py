@@ -77,23 +77,28 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple:
         x, gain, r = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again: r depends on x
-            r = torch.rsqrt(mean_square(x) + ctx.eps)
+        if torch.is_grad_enabled():  # to be differentiated again
+            _, pull = torch.func.vjp(lambda x, gain: rms_norm(x, gain=gain, eps=ctx.eps), x, gain)
+            return *pull(dy), None
         return *gained_norm_vjp(x, gain, r, dy), None
 
 
 def gained_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x r gain, r[..., 1]), r = 1 / sqrt(mean(x^2) + eps): what `gained_norm_vjp` needs of the forward pass."""
-    r = torch.rsqrt(mean_square(x) + eps)
-    return (x * r).to(x.dtype) * gain, r
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # x is read once, and no x^2 is written
+    r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    y = (x * r).to(x.dtype)
+    return y.mul_(gain) if gain.dtype == y.dtype else y * gain, r
 
 
 def gained_norm_vjp(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dgain): dx = r gain dy - r^3 x mean(x gain dy), dgain = sum over the rows of r x dy."""
     along = dy * x
     dgain = r.flatten().to(along.dtype) @ along.flatten(0, -2)
-    mean = (along @ gain)[..., None] / x.shape[-1]
-    return torch.addcmul((dy * gain) * r, x, r**3 * mean, value=-1).to(x.dtype), dgain
+    total = (along @ gain)[..., None]
+    dx = (dy * gain).to(r.dtype).mul_(r)
+    return dx.addcmul_(x, r**3 * total, value=-1 / x.shape[-1]).to(x.dtype), dgain
 
 
 def rms_norm_vjp(x: Tensor, dy: Tensor, mean_square_x: Tensor | None = None, mean_x_dy: Tensor | None = None) -> Tensor:

@@ -214,4 +214,12 @@ BUGS = (
         (('(all_reduce(f"Norm[] {{U_{axes}}} -> Norm[]", square, mesh) if axes else square)', "square"),),
         fails="tests/test_optim.py::test_clipping_counts_each_element_once",
     ),
+    Bug(
+        "experts chosen again where a layer is computed again",
+        "pytorch/torchtitan#3336 pytorch/torchtitan#1117",
+        "of scores that almost tie another one wins: the counts no longer fit, or gradients are of another routing",
+        "scaling/models/moe.py",
+        (("(treedef, leaves), decided[0])[0]", "(treedef, leaves), None)[0]"),),
+        fails="tests/strategies/test_expert.py::test_bytes_are_real_and_computing_again_routes_nothing",
+    ),
 )
