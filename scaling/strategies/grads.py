@@ -48,12 +48,13 @@ class Gradients:
         """
         last = self.L - (self.L - 1 - l) // self.bucket * self.bucket
         first = max(0, last - self.bucket)
-        products = [joined(some) if isinstance(some, list) else some for some in products]
         if self.buffers is None:
-            self.allocate(products, first, last)
+            self.allocate([some[0] if isinstance(some, list) else some for some in products], first, last)
         buffers: Any = self.buffers
-        for name, product in zip(self.strategy.weights, products, strict=True):
+        for name, some in zip(self.strategy.weights, products, strict=True):
+            product = joined(some) if isinstance(some, list) else some
             self.put(product, buffers[name], l - self.first, add=l in self.written)
+            del product  # of several microbatches a copy: one weight's at a time
         self.written.add(l)
         if self.reduce and l == first:
             self.start(first, last)

@@ -73,7 +73,8 @@ def of_strategy(
         return dOut, rest
 
     def backward_weight(weights, rests, grads, mesh):
-        for l, layer in enumerate(zip(*rests, strict=True)):
+        for l in range(len(weights)):
+            layer = [rest.pop(0) for rest in rests]  # freed as they are used
             grads.write(l, [list(products) for products in zip(*layer, strict=True)])
 
     def gradients(params, mesh, out):
