@@ -78,7 +78,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple:
         x, gain, r = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again
-            _, pull = torch.func.vjp(lambda x, gain: rms_norm(x, gain=gain, eps=ctx.eps), x, gain)
+            _, pull, *_ = torch.func.vjp(lambda x, gain: rms_norm(x, gain=gain, eps=ctx.eps), x, gain)
             return *pull(dy), None
         return *gained_norm_vjp(x, gain, r, dy), None
 
