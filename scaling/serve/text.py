@@ -1,6 +1,6 @@
 """Text to token ids and back: bytes, or a Hugging Face folder's tokenizer; streamed, stopped and put into a chat.
 
-Needs tokenizers for a tokenizer.json and jinja2 for a chat template, both of the extra `hf`.
+Needs tokenizers, of the extra `hf`, for a tokenizer.json, and for a chat template jinja2, which torch brings.
 """
 
 import codecs
@@ -33,7 +33,9 @@ class Vocabulary:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise ValueError(f"{folder}: its tokenizer.json needs tokenizers\n  fix: pip install tokenizers") from None
+            raise ValueError(
+                f'{folder}: its tokenizer.json needs the library tokenizers\n  fix: pip install -e ".[hf]"'
+            ) from None
         self.model = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def encode(self, text: str, special: bool = True) -> list[int]:

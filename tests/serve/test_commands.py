@@ -1,6 +1,7 @@
 """`python -m scaling.generate` and `python -m scaling.serve`, in this process; text as it is streamed."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -67,6 +68,13 @@ def test_a_folders_tokenizer(tmp_path):
     stream = TextStream(found, ["b"])
     assert [stream.push(1), stream.push(2), stream.rest()] == ["a", " ", ""]
     assert isinstance(tokenizer_of(tmp_path / "none"), ByteText)
+
+
+def test_a_folders_tokenizer_without_its_library(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r'fix: pip install -e "\.\[hf\]"'):
+        tokenizer_of(tmp_path)
 
 
 def test_stop_strings_over_several_tokens():
