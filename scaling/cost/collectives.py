@@ -117,7 +117,7 @@ def measured(op: str, nbytes: float, chip: Chip, ranks: int) -> float:
     if ranks == 1:
         return 0.0
     for row in chip.measured:
-        if (row.op, row.ranks) == (op, ranks):
+        if (row.op, row.ranks, row.alone) == (op, ranks, False):
             return row.latency + nbytes / row.bandwidth
     has = ", ".join(f"{row.op} over {row.ranks}" for row in chip.measured) or "none"
     raise ValueError(f"{chip.name}: {op} over {ranks} ranks was not measured (there is: {has})")

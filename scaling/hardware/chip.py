@@ -42,12 +42,14 @@ class Level:
 
 @dataclass(frozen=True)
 class Measured:
-    """A collective as measured over `ranks`: seconds = latency + V / bandwidth, V as in `scaling.cost.collectives`."""
+    """A collective as measured over `ranks`: seconds = latency + V / bandwidth, V as in `scaling.cost.collectives`.
+    `alone`: while all other ranks of the machine stood still, not while their groups did the same."""
 
     op: str
     ranks: int
     latency: float
     bandwidth: float
+    alone: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tabulate import tabulate
@@ -36,7 +37,8 @@ def chip_table(chip: Chip) -> str:
     rows = [(f"matmul {dtype}", f"{rate / 1e9:,.1f} GFLOPs/s a rank", "") for dtype, rate in chip.peaks]
     rows += [("causal attention", f"{chip.efficiency.attention:.0%} of that", "")]
     for m in chip.measured:
-        name = f"{m.op}, {m.ranks} ranks" if m.ranks > 1 else f"{m.op}, one rank alone"
+        name = f"{m.op}, {m.ranks} ranks" if m.ranks > 1 else f"{m.op}, one rank"
+        name += " alone" if m.alone or m.ranks == 1 else ""
         unit = "GFLOPs/s" if m.op == "Matmul" else "GB/s"
         rate = f"{m.bandwidth / 1e9:,.2f} {unit}" if m.bandwidth < 1e15 else ""
         rows.append((name, rate, f"{m.latency * 1e6:,.0f} us"))
@@ -84,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def as_dict(chip: Chip, checks: Sequence[Check]) -> dict:
     """What was measured, in FLOPs/s, bytes/s and seconds, as --json prints it."""
-    rows = [{"op": m.op, "ranks": m.ranks, "bandwidth": m.bandwidth, "latency": m.latency} for m in chip.measured]
+    rows = [asdict(m) for m in chip.measured]
     return {"chip": chip.name, "matmul": dict(chip.peaks), "memory": chip.hbm_bw, "measured": rows,
             "attention": chip.efficiency.attention, "steps": [check_dict(c) for c in checks],
             "median_error": median_error(checks) if checks else None,

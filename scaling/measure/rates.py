@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy
@@ -55,7 +55,8 @@ Points = list[tuple[float, float]]  # (bytes, seconds)
 @dataclass(frozen=True)
 class RankMeasured:
     """What one rank measured: FLOPs/s by dtype, of a rank alone, and of attention; bytes/s through memory; seconds of
-    an operation that does next to nothing (`call`); and (amount, seconds) by (operation, ranks)."""
+    an operation that does next to nothing (`call`); (amount, seconds) by (operation, ranks); and `idle`, the same of
+    collectives while the ranks that have no part in them stand still."""
 
     flops: dict[str, float]
     alone: float
@@ -63,6 +64,7 @@ class RankMeasured:
     memory: float
     call: float
     times: dict[tuple[str, int], Points]
+    idle: dict[tuple[str, int], Points] = field(default_factory=dict)
 
 
 def timed(f: Callable, mesh, repeats: int) -> float:
@@ -94,20 +96,23 @@ def measure_rank(
     mesh, dtypes: Sequence[str], repeats: int, volumes: Sequence[int] = VOLUMES, shapes: Sequence = SHAPES
 ) -> RankMeasured:
     """Measure everything, on all ranks at once: with arrays of these volumes in bytes, products of these B, D, F."""
-    n, found = mesh.size(), {}
+    n, found, idle = mesh.size(), {}, {}
     rates, product = {}, []
     for dtype in dtypes:
         rates[dtype], points = matmuls(mesh, dtype, repeats, shapes)
         product = points if dtype == dtypes[0] else product
     found["Product", n] = product
     for d in (d for d in range(2, n + 1) if n % d == 0):
-        found |= times(Mesh({"W": n // d, "X": d}), repeats, volumes)
+        groups = Mesh({"W": n // d, "X": d})
+        found |= times(groups, repeats, volumes)
+        idle |= times(groups, repeats, volumes, of_one=True) if d < n else {}
     found["Pointwise", n] = bytewise(mesh, repeats, plain, volumes)
     found["Activation", n] = bytewise(mesh, repeats, curved, volumes)
     single = alone(mesh, dtypes[0], repeats)
     return RankMeasured(
-        rates, single, attention(mesh, dtypes[0], repeats), fit(found["Pointwise", n])[1], call(mesh, repeats), found
-    )
+        rates, single, attention(mesh, dtypes[0], repeats), fit(found["Pointwise", n])[1], call(mesh, repeats), found,
+        idle,
+    )  # fmt: skip
 
 
 def call(mesh, repeats: int) -> float:
@@ -190,13 +195,14 @@ def curved(x: torch.Tensor, y: torch.Tensor | None) -> tuple[int, int]:
     return (2 + 3) * x.nbytes, 2
 
 
-def times(mesh, repeats: int, volumes: Sequence[int]) -> dict[tuple[str, int], Points]:
-    """(V, seconds) of each collective over X; where the mesh has W too, all its groups at once."""
+def times(mesh, repeats: int, volumes: Sequence[int], of_one: bool = False) -> dict[tuple[str, int], Points]:
+    """(V, seconds) of each collective over X; where the mesh has W too, all its groups at once, or the first alone."""
     n, found = mesh.sizes["X"], {}
+    idle = of_one and mesh.coord["W"] > 0
     a, b = torch.randn(BUSY[0], BUSY[1]), torch.randn(BUSY[1], BUSY[2])
 
     def work():
-        for _ in range(ROUNDS):
+        for _ in range(0 if idle else ROUNDS):
             torch.mm(a, b)
 
     def record(op: str, make: Callable, call: Callable) -> None:
@@ -205,7 +211,7 @@ def times(mesh, repeats: int, volumes: Sequence[int]) -> dict[tuple[str, int], P
             pool = [make(V) for _ in range(ROUNDS)]
 
             def both(pool=pool):
-                for x in pool:
+                for x in () if idle else pool:
                     torch.mm(a, b)
                     call(x)
 
@@ -246,10 +252,13 @@ def combine(ranks: Sequence[RankMeasured], name: str) -> Chip:
     """One chip of all ranks' measurements: the slowest rank of each."""
     world, first = len(ranks), ranks[0]
     measured = []
-    for op, n in first.times:
-        points = [(V, max(r.times[op, n][i][1] for r in ranks)) for i, (V, _) in enumerate(first.times[op, n])]
-        latency, bandwidth = fit(points)
-        measured.append(Measured(op, n, max(r.call for r in ranks) if op in CALLS else latency, bandwidth))
+    for alone in (False, True):
+        each = [r.idle if alone else r.times for r in ranks]
+        for op, n in each[0]:
+            points = [(V, max(rank[op, n][i][1] for rank in each)) for i, (V, _) in enumerate(each[0][op, n])]
+            latency, bandwidth = fit(points)
+            latency = max(r.call for r in ranks) if op in CALLS else latency
+            measured.append(Measured(op, n, latency, bandwidth, alone))
     flops = {dtype: min(r.flops[dtype] for r in ranks) for dtype in first.flops}
     own = next(iter(flops.values()))
     measured += [Measured("Matmul", world, 1e-9, own), Measured("Matmul", 1, 1e-9, max(r.alone for r in ranks))]
@@ -276,4 +285,5 @@ def toml(chip: Chip) -> str:
     for m in chip.measured:
         lines += ["", "[[measured]]", f'op = "{m.op}"', f"ranks = {m.ranks}"]
         lines += [f"latency = {m.latency:.6g}", f"bandwidth = {m.bandwidth:.6g}"]
+        lines += ["alone = true"] if m.alone else []
     return "\n".join(lines) + "\n"

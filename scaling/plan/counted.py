@@ -6,7 +6,7 @@ FLOPs/s, at its memory's bytes/s, and by its network. Seconds, of one chip.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -158,13 +158,27 @@ def measured_row(chip: Chip, op: str, ranks: int) -> Measured | None:
     return min(rows, key=lambda r: (abs(r.ranks - ranks), r.ranks)) if rows else None
 
 
-def pipelined(stages: Sequence[Prediction], microbatches: int, spare: float = 1.0) -> float:
-    """Seconds of a step whose stages follow each other: the fullest one, and while the pipeline fills and drains the
-    others. Where ranks share cores they compute faster while others stand still, though they send no faster; but all
-    the work there is has to be done.
+def others_idle(chip: Chip) -> Chip:
+    """The chip as its collectives are while the ranks that do not take part stand still, where that was measured."""
+    rows = tuple(replace(row, alone=False) for row in chip.measured if row.alone)
+    return replace(chip, measured=(*rows, *chip.measured))
 
-    `spare`: how much faster a rank computes alone than beside all others; 1 where each has its own processor.
+
+def pipelined(stages: Sequence[Prediction], microbatches: int, alone: Sequence[float] = ()) -> float:
+    """Seconds of a step whose stages follow each other: stage z works on microbatch k - z in slot k.
+
+    `alone`: seconds of each stage while all others stand still, as they do where the pipeline fills and drains; no
+    less than beside them where each rank has a processor of its own, which is taken for granted if none are given.
+    With some of the others at work it is taken to lie in proportion between the two.
     """
-    Z, totals = len(stages), [stage.total for stage in stages]
-    fullest = max(total - (1 - 1 / spare) * stage.own for total, stage in zip(totals, stages, strict=True))
-    return max(fullest * (1 + (Z - 1) / microbatches), sum(totals) / Z)
+    Z, M, totals = len(stages), microbatches, [stage.total for stage in stages]
+
+    def slot(active: Sequence[int]) -> float:
+        took = done = 0.0
+        for i, z in enumerate(sorted(active, key=totals.__getitem__)):
+            idle = (Z - (len(active) - i)) / max(1, Z - 1)  # of the other stages; those with less to do have ended
+            ratio = min(1.0, alone[z] / totals[z]) if alone else 1.0
+            took, done = took + (totals[z] - done) * (1 - (1 - ratio) * idle), totals[z]
+        return took
+
+    return sum(slot([z for z in range(Z) if 0 <= k - z < M]) for k in range(M + Z - 1)) / M

@@ -10,7 +10,7 @@ from scaling import tree
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.plan.counted import CountedStep, Prediction, count, measured_row, pipelined, price
+from scaling.plan.counted import CountedStep, Prediction, count, measured_row, others_idle, pipelined, price
 from scaling.plan.layer import DTYPES
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
@@ -46,13 +46,16 @@ class StepForecast:
 
 def predict_transformer(settings: Settings, sizes: Mapping[str, int], chip: Chip) -> StepForecast:
     """Price a Transformer's training step, stage by stage. ShardingError or ValueError for what does not fit."""
-    stages = tuple(
-        price(counted_transformer(settings, sizes, z), sizes, chip, settings.dtype) for z in range(sizes.get("Z", 1))
-    )
-    ranks = AbstractMesh(sizes).size()
-    alone, beside = measured_row(chip, "Matmul", 1), measured_row(chip, "Matmul", ranks)
-    spare = max(1.0, alone.bandwidth / beside.bandwidth) if alone and beside else 1.0
-    return StepForecast(stages, pipelined(stages, settings.microbatches, spare))
+    Z, ranks = sizes.get("Z", 1), AbstractMesh(sizes).size()
+    counts = [counted_transformer(settings, sizes, z) for z in range(Z)]
+    stages = tuple(price(did, sizes, chip, settings.dtype) for did in counts)
+    one, all_ = measured_row(chip, "Matmul", 1), measured_row(chip, "Matmul", ranks)
+    faster = max(1.0, min(Z, one.bandwidth / all_.bandwidth)) if one and all_ else 1.0
+    alone = []
+    for did, stage in zip(counts, stages, strict=True):
+        comms = sum(seconds for _, seconds in price(did, sizes, others_idle(chip), settings.dtype).comms)
+        alone.append(stage.own / faster + comms)
+    return StepForecast(stages, pipelined(stages, settings.microbatches, alone))
 
 
 def transformer_step(settings: Settings, mesh) -> Callable[[], Any]:
