@@ -13,9 +13,10 @@ class Pulse:
     """All ranks hang if for `timeout` seconds none has computed, or for 5 times as long none has read or written.
 
     A rank that waits for a lock or sleeps takes no processor time. One that would compute, had it a processor, counts
-    as computing: on a machine that does much else it may get none for long. One that loops for ever computes, but
-    neither sends nor receives; on GPUs (`sockets` False), where NCCL moves bytes that Linux does not count, that is not
-    held against it. What cannot be told from a hang is a long wait for something outside, and very long computing
+    as computing: on a machine that does much else it may get none for long. Nor do seconds count in which this process
+    itself could not look, for want of a processor or since the machine was suspended. One that loops for ever computes,
+    but neither sends nor receives; on GPUs (`sockets` False), where NCCL moves bytes that Linux does not count, that is
+    not held against it. What cannot be told from a hang is a long wait for something outside, and very long computing
     without a word: there a longer timeout helps.
     """
 
@@ -23,24 +24,26 @@ class Pulse:
         self.pids, self.every = pids, min(max(timeout / 20, 0.2), 5.0)
         self.idle = timeout + 1.0  # a collective that times out says more, and is to be first
         self.mute = PATIENCE * self.idle if sockets else float("inf")
-        self.looked = self.computed = self.moved = time.monotonic()
+        self.looked = time.monotonic()
+        self.still = self.silent = 0.0  # seconds for which none has computed; for which none has read or written
         self.used, self.bytes, _ = _counts(pids)
 
     def stopped(self) -> str:
         """What has stopped and for how long, in words; empty while there is hope."""
-        now = time.monotonic()
-        if now - self.looked < self.every or not os.path.exists("/proc/self/io"):
+        gap = time.monotonic() - self.looked
+        if gap < self.every or not os.path.exists("/proc/self/io"):
             return ""
         used, moved, ready = _counts(self.pids)
-        if ready or used - self.used > IDLE * (now - self.computed):
-            self.used, self.computed = used, now
+        self.looked += gap
+        self.still, self.silent = (since + min(gap, 2 * self.every) for since in (self.still, self.silent))
+        if ready or used - self.used > IDLE * self.still:
+            self.used, self.still = used, 0.0
         if moved != self.bytes:
-            self.bytes, self.moved = moved, now
-        self.looked = now
-        if now - self.computed > self.idle:
-            what = f"computed for {now - self.computed:.0f} s"
-        elif now - self.moved > self.mute:
-            what = f"sent or received anything for {now - self.moved:.0f} s"
+            self.bytes, self.silent = moved, 0.0
+        if self.still > self.idle:
+            what = f"computed for {self.still:.0f} s"
+        elif self.silent > self.mute:
+            what = f"sent or received anything for {self.silent:.0f} s"
         else:
             return ""
         who = f"all {len(self.pids)} ranks hang: none has" if len(self.pids) > 1 else "this rank hangs: it has not"
@@ -49,14 +52,19 @@ class Pulse:
 
 def _counts(pids: list[int]) -> tuple[float, int, bool]:
     """(processor seconds, bytes read and written), of the processes and their children together; and whether one of
-    them is ready to run, with a processor or waiting for one."""
+    their threads is ready to run, with a processor or waiting for one."""
     used, moved, ready = 0, 0, False
     for pid in pids:
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            stat = _stat(Path(f"/proc/{pid}"))
             moved += sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])
+            ready = ready or any(_stat(thread)[0] == "R" for thread in Path(f"/proc/{pid}/task").iterdir())
         except OSError:  # it has ended meanwhile
             continue
         used += sum(map(int, stat[11:15]))
-        ready |= stat[0] == "R"
     return used / TICK, moved, ready
+
+
+def _stat(place: Path) -> list[str]:
+    """What Linux says of a process or thread, from its state on."""
+    return (place / "stat").read_text().rpartition(")")[2].split()

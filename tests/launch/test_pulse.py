@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 
 import pytest
@@ -26,6 +27,12 @@ def sleeps():
     time.sleep(60)
 
 
+def thread_spins():
+    """As a rank that waits for what a thread of its own is to send."""
+    threading.Thread(target=starved).start()
+    sleeps()
+
+
 def forked(do) -> int:
     """A process that does something, on the first of this one's processors."""
     core = {min(os.sched_getaffinity(0))}
@@ -38,7 +45,7 @@ def forked(do) -> int:
         os._exit(0)
 
 
-@pytest.mark.parametrize(("do", "hangs"), [(starved, False), (spins, False), (sleeps, True)])
+@pytest.mark.parametrize(("do", "hangs"), [(starved, False), (spins, False), (thread_spins, False), (sleeps, True)])
 def test_who_hangs(do, hangs):
     pids = [forked(do), forked(spins)]
     try:
@@ -54,3 +61,16 @@ def test_who_hangs(do, hangs):
         for pid in pids:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
+
+
+def test_what_the_watcher_did_not_see_is_not_held_against_ranks(monkeypatch):
+    """It got no processor itself: a look after a minute tells as much as one look."""
+    now = [0.0]
+    monkeypatch.setattr("scaling.launch.pulse.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("scaling.launch.pulse._counts", lambda pids: (0.0, 0, False))
+    pulse = Pulse([os.getpid()], 2.0)
+    for _ in range(3):
+        now[0] += 60
+        assert pulse.stopped() == ""
+    said = [pulse.stopped() for now[0] in (180 + 0.25 * i for i in range(1, 20))]
+    assert "has not computed for 3 s" in next(filter(None, said))
