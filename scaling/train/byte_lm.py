@@ -2,18 +2,18 @@
 
 The blocks run by the strategy's own forward and backward. The ends, embedding, head and loss, are the same lines for
 all of them, typed by data: x and y are the axes over which In's B and D are split, such as X and Y in In[B_X, D_Y]. The
-derivative of the head is taken by torch.func.vjp through its collectives.
+derivative of the head is taken by autograd's tape, through its collectives.
 """
 
 from collections.abc import Callable
 
 import torch
-from torch.func import vjp
 
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, reshard, shard
 from scaling.models.mlp import MLPConfig, cross_entropy, embed
 from scaling.models.pointwise import rms_norm
 from scaling.spec import Spec, parse
+from scaling.strategies.tape import taped
 
 ENDS = {"embed": "E[K, V, D]", "head": "W_head[D, V]"}  # what comes before the layers, and after them
 
@@ -72,13 +72,13 @@ def loss_and_grads(strategy, params, tokens, targets, config: MLPConfig, mesh, m
     parts = list(zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True))
     for i, (some, wanted) in enumerate(parts):
         Out, saved = run_blocks(strategy, params, embed(E, some), config, mesh)
-        loss, pull, *_ = vjp(lambda W, Out, t=wanted: head_loss(strategy, W, Out, t, config, mesh, batch), W_head, Out)
+        loss, pull = taped(lambda W, Out, t=wanted: head_loss(strategy, W, Out, t, config, mesh, batch), W_head, Out)
         dW, dOut = pull(torch.ones_like(loss))
         dIn, partial = strategy.backward(dOut, saved, blocks, mesh, partial, i == microbatches - 1, donate=True)
         dW_head = dW_head + dW
         losses.append(loss)
         dIns.append(dIn)
-    (dE,) = vjp(lambda E: embed(E, tokens), E)[1](torch.cat(dIns))
+    (dE,) = taped(lambda E: embed(E, tokens), E)[1](torch.cat(dIns))
     ends = {"embed": dE, "head": dW_head}
     grads = {name: end_gradient(name, dW, strategy, mesh) for name, dW in ends.items()}
     return torch.stack(losses).sum(), grads | {"blocks": partial}

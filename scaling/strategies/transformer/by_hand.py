@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling._torch import gradients
 from scaling.collectives import einsum, wait
 from scaling.models.pointwise import gained_norm, gained_norm_vjp
 from scaling.models.rope import rotate
 from scaling.models.transformer import ACTIVATIONS
 from scaling.strategies.axes import all_gather, reduce_scatter
+from scaling.strategies.tape import taped
 from scaling.strategies.transformer.layer import Context, own_heads
 
 Heads = tuple[Tensor, Tensor, Tensor]  # Q[B_PXE, T_C, N_Y, H], K[B_PXE, T_C, K_Y, H], V
@@ -192,11 +192,3 @@ def in_place(part: Tensor, whole: Tensor, at: Context, dim: int) -> Tensor:
     padded = torch.zeros_like(whole)
     own_heads(padded, at, dim).copy_(part)
     return padded
-
-
-def taped(f: Callable, *xs: Tensor) -> tuple[Tensor, Callable]:
-    """(f(*xs), pull): pull(dy) -> a cotangent of each x, by autograd's tape of f alone."""
-    leaves = [x.detach().requires_grad_() for x in xs]
-    with torch.enable_grad():
-        y = f(*leaves)
-    return y.detach(), lambda dy: gradients([y], leaves, [dy])
