@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from scaling import tree
+from scaling.mesh import AbstractMesh
 from scaling.strategies.transformer import flat, step
+from scaling.trace import trace
 
 STORED = {"a": "a[D_X, F_Y]", "b": "b[N_Y, H, D_X]", "c": {"d": "d[E, F, D_X]"}, "g": "g[D]"}
 USED = {"a": "a[D, F_Y]", "b": "b[N_Y, H, D]", "c": {"d": "d[E, F, D]"}, "g": "g[D]"}
@@ -45,3 +47,15 @@ def test_large_layers_and_mixed_dtypes_go_one_by_one():
     assert flat.sent_over_x(large, types) == {}
     mixed = {"a": torch.zeros(1, 1), "b": torch.zeros(1, 1, dtype=torch.float64)}
     assert flat.sent_over_x(mixed, {"a": "a[D_X, F]", "b": "b[D_X, F]"}) == {}
+
+
+def test_they_are_under_way_until_they_are_needed():
+    mesh = AbstractMesh({"X": 2})
+    W = {"a": torch.empty(4, 6, device="meta"), "g": torch.empty(8, device="meta")}
+    dW = {"a": torch.empty(8, 6, device="meta"), "g": torch.empty(8, device="meta")}
+    sent = flat.sent_over_x(W, {"a": "a[D_X, F]", "g": "g[D]"})
+    with trace() as log:
+        waiting = flat.gather(W, sent, mesh), flat.scatter(dW, sent, mesh)
+        for pending in waiting:
+            pending.wait()
+    assert [(event.op, event.async_op) for event in log.collectives()] == [("AllGather", True), ("ReduceScatter", True)]

@@ -368,3 +368,13 @@ def test_unchecked(ranks, name):
     expected = one_device(OPTIONS)
     for actual in ranks(unchecked, {"Z": 2}, name):
         close(list(actual), list(expected))
+
+
+def test_rolled_moves_up_between_ticks_alone():
+    """M + Z - 1 ticks: nothing moves up after the last of them."""
+    mesh = AbstractMesh({"Z": 4})
+    params = {"W_in": torch.empty(2, D, F, device="meta"), "W_out": torch.empty(2, F, D, device="meta")}
+    with trace.trace() as log:
+        Out = pipeline.rolled(params, torch.empty(6, D, device="meta"), mesh, microbatches=3)
+    assert Out.shape == (6, D)
+    assert log.count("CollectivePermute", "Z") == 3 + 4 - 2

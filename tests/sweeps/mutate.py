@@ -10,8 +10,9 @@ noticed. Texts of errors and annotations are left as they are. Which mutants are
 own text alone, so a change elsewhere leaves the draw as it is.
 
 Some change no number, and no test can notice them: the default of a rank that is not read (join_world), workers
-waited for at the store or later (launch.ranks), strict=True for lists that were compared (einsum's refusal), and
-a ReduceScatter's sum copied into `out` or added up there (eager).
+waited for at the store or later (launch.ranks), strict=True for lists that were compared (einsum's refusal),
+a ReduceScatter's sum copied into `out` or added up there (eager), and an AllGather of one dim found once more among
+those of several (algebra.layouts).
 """
 
 import argparse
