@@ -50,11 +50,12 @@ def edits(call: ast.Call):
     if name == "reduce_scatter":
         yield "shard for reduce_scatter", again(re.sub(r" \{U_\w+\}", "", text), "shard", options=[])
     if name in ("reduce_scatter", "all_reduce"):
+        whole = f"({rest[0]})" if isinstance(call.args[1], ast.BinOp) else rest[0]
         yield "mean for sum", again(options=[*options, "op='mean'"])
         for f in NONLINEAR:
-            yield "nonlinear function of partial sums", again(operands=[f.format(rest[0]), *rest[1:]])
-        yield "bias on partial sums", again(operands=[f"{rest[0]} + params['bias']", *rest[1:]])
-        yield "product of partial sums", again(operands=[f"{rest[0]} * {rest[0]}", *rest[1:]])
+            yield "nonlinear function of partial sums", again(operands=[f.format(whole), *rest[1:]])
+        yield "bias on partial sums", again(operands=[f"{whole} + params['bias']", *rest[1:]])
+        yield "product of partial sums", again(operands=[f"{whole} * {whole}", *rest[1:]])
         twice = re.sub(r" -> (\w+)", r" -> \1", text)
         yield "reduced twice", again(operands=[again(twice, options=[]), *rest[1:]])
     if "donate=True" in options:
