@@ -64,6 +64,7 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.train.dcp", "torch.distributed.checkpoint"): "it takes a second to import; rank 0 alone writes it",
     ("scaling.plan.__main__", "scaling.plan.guide"): "a plan is made without the guide",
     ("scaling.plan.__main__", "scaling.plan.published"): "a plan is made without the published runs",
+    ("scaling.train.__main__", "scaling.plan.choose"): "a run that is started again plans nothing",
     ("scaling.plan.__main__", "scaling.plan.serve.command"): "a mesh to train on is planned without serving",
 }
 
