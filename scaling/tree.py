@@ -102,17 +102,20 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
     return unflatten(specs, made)
 
 
-def check(tree, specs, sizes, mesh, dtype=None, name: str = "params") -> None:
-    """ShardingError that names the leaf's place unless every leaf is a tensor of its spec's local shape (and dtype)."""
+def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str = "") -> None:
+    """ShardingError that names the leaf's place unless every leaf is a tensor of its spec's local shape (and dtype).
+
+    `fix`: the call that would have made the tree; by default `tree.shard`, for a leaf that is whole.
+    """
     for where, leaf, spec in paired(tree, specs, name):
         if not isinstance(leaf, Tensor):
             raise ShardingError(f"{where}: a tensor typed {spec} is wanted; found {type(leaf).__name__}")
         if tuple(leaf.shape) != (wanted := spec.local_shape(sizes, mesh)):
             whole = spec.global_shape(sizes)
-            fix = "shard it first: tree.shard(tree, specs, mesh)" if tuple(leaf.shape) == whole else "see the sizes"
+            shard = "tree.shard(tree, specs, mesh)" if tuple(leaf.shape) == whole else "give an array of that shape"
             raise ShardingError(
-                f"{where}: {spec} is of shape {wanted} on each device ({whole} in all); found {tuple(leaf.shape)}\n"
-                f"  fix: {fix}"
+                f"{where}: {spec} has the shape {wanted} on each device ({whole} in all); found {tuple(leaf.shape)}\n"
+                f"  fix: {fix or shard}"
             )
         if dtype is not None and leaf.dtype != dtype:
             raise ShardingError(f"{where}: {spec} is wanted as {dtype}; found {leaf.dtype}")

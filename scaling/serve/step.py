@@ -147,7 +147,9 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
     if lengths.shape != (B,) or lengths.is_floating_point():
         raise ValueError(f"lengths{list(lengths.shape)} {lengths.dtype} must be whole numbers[{B}], one a row")
     if T > 1:  # a decode step comes after a prefill
-        check_shards(params, specs(config, mesh, form=form, int8=isinstance(params.get("embed"), dict)), config, mesh)
+        types = specs(config, mesh, form=form, int8=isinstance(params.get("embed"), dict))
+        sizes = config.sizes | {"L": config.L, "I": 1, "J": 1}  # I, J: of the scales of int8
+        tree.check(params, types, sizes, mesh, fix="tree.shard(params, serve.specs(config, mesh, form=...), mesh)")
     if tokens.is_meta:
         return
     low, high = int(lengths.min()), int(lengths.max())
@@ -167,18 +169,6 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
         )
     if "pages" in cache:
         check_pages(cache, after)
-
-
-def check_shards(params: dict, types: dict, config: Config, mesh) -> None:
-    """ShardingError, naming the leaf, for params that are not this rank's shards of these types."""
-    sizes = config.sizes | {"L": config.L}
-    for where, leaf, spec in tree.paired(params, types):
-        if {*spec.dim_names} <= {*sizes, "1"} and tuple(leaf.shape) != (wanted := spec.local_shape(sizes, mesh)):
-            raise ShardingError(
-                f"{where}: {spec} of {config.name} is {tuple(wanted)} on each rank; got {tuple(leaf.shape)}\n"
-                "  rule: params are this rank's shards, typed as serve.specs(config, mesh, form=...)\n"
-                "  fix: tree.shard(params, serve.specs(config, mesh), mesh)"
-            )
 
 
 def check_pages(cache: dict, after: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import einsum
 from scaling.configs import Config
-from scaling.spec import ShardingError, Spec
+from scaling.spec import ShardingError
 from scaling.strategies.axes import all_reduce
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms, embed, head
@@ -74,7 +74,7 @@ def loss_and_grads(
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check(tokens, targets, config, mesh, microbatches, remat, context)
     terms = Terms(config.V, label_smoothing, z_loss)
-    given = weights, segments, microbatches, ignore_index, context, sums
+    given = weights, segments, microbatches, ignore_index, context, sums, schedule
     if config.dropout and (seed is None or torch.compiler.is_compiling()):
         fix = "seed=, another in each step" if seed is None else "run it uncompiled"
         raise ValueError(f"{config.name}: dropout={config.dropout} draws masks\n  fix: {fix}")
@@ -108,7 +108,7 @@ def loss(
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check(tokens, targets, config, mesh, 1, "none", context)
     terms = Terms(config.V, label_smoothing, z_loss)
-    given = weights, segments, 1, ignore_index, context, None
+    given = weights, segments, 1, ignore_index, context, None, schedule
     problem, batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
     return forward_loss(problem, params, *batch, schedule)
 
@@ -127,10 +127,14 @@ def stated(
     ignore_index,
     context,
     sums,
+    schedule=None,
     seed=None,
 ) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
     """(the problem, (tokens, targets and weights in the order of the form of attention, the weights' sum 1))."""
-    check_params(params, stored, config, mesh)
+    if not torch.compiler.is_compiling():
+        sizes = config.sizes | {"L": len(slots_of(config, mesh, schedule))}
+        fix = "transformer.shard(params, config, mesh, ...), with the same zero and schedule"
+        tree.check(params, stored, sizes, mesh, fix=fix)
     w = (targets != ignore_index).to(torch.float32) if weights is None else weights
     w = w.to(torch.promote_types(params["embed"].dtype, torch.float32)) * (targets != ignore_index)
     total = einsum("w[B_PXE, T_C] -> total[] {U_PXEC}", w)
@@ -167,21 +171,6 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
     grads: dict[str, Any] = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
     return loss, grads | {"layers": layers.reduce()}
-
-
-def check_params(params: dict, stored: dict, config: Config, mesh) -> None:
-    """ShardingError, naming the leaf, for params that are not this rank's shards of the types `stored`."""
-    if torch.compiler.is_compiling():
-        return
-    for where, W, spec in tree.paired(params, stored):
-        layers = spec.dim_names[:1] == ("L",)  # of a stage there may be fewer, or slots for more
-        wanted = Spec(spec.name, spec.dims[layers:]).local_shape(config.sizes, mesh)
-        if tuple(W.shape[layers:]) != tuple(wanted):
-            raise ShardingError(
-                f"{where}: {spec} of {config.name} is {tuple(wanted)} on each rank{', a layer' if layers else ''}; got "
-                f"{tuple(W.shape[layers:])}\n  rule: params are shards, typed as specs(config, mesh, zero=..., "
-                "schedule=...)\n  fix: transformer.shard(params, config, mesh, ...), with the same zero and schedule"
-            )
 
 
 def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: int, remat: str, context: str) -> None:
