@@ -26,7 +26,7 @@ def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:
         except ValueError:
             value = None
         if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no int from {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a whole number from {least} to {most}")
         return value
 
     return read
@@ -41,7 +41,7 @@ def number(least: float = 0.0, most: float = 1e30, kind: Callable = float) -> Ca
         except (ValueError, ZeroDivisionError, OverflowError):
             value = None
         if value is None:
-            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no number from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a number from {least:g} to {most:g}")
         return value
 
     return read

@@ -60,7 +60,10 @@ class Windows(Dataset):
 
     def __init__(self, tokens: Tensor, k: int):
         if k < 1 or len(tokens) <= k:
-            raise ValueError(f"a text of {len(tokens)} bytes has no context of k={k} bytes and a next byte: k or text")
+            raise ValueError(
+                f"a text of {len(tokens)} bytes has no context of k={k} bytes and a next byte\n"
+                "  fix: choose a smaller k or a longer text"
+            )
         self.windows = tokens.unfold(0, k + 1, 1)
 
     def __len__(self) -> int:

@@ -84,7 +84,7 @@ def from_partition_spec(text: str, dims: Sequence[str], name: str = "") -> Spec:
     entries, unreduced = _read_partition_spec(text)
     fix = "write P(...) with None, an axis or a tuple of axes for each dim, and maybe unreduced={'X'}"
     if entries is None or len(entries) > len(dims):
-        raise ShardingError(f"{shortened(repr(text))} is no PartitionSpec of {len(dims)} dims\n  fix: {fix}")
+        raise ShardingError(f"{shortened(repr(text))} is not a PartitionSpec of {len(dims)} dims\n  fix: {fix}")
     for axis in (*(axis for axes in entries for axis in axes), *unreduced):
         if isinstance(axis, str) and len(axis) > 1 and axis.isupper() and axis.isalpha():
             split = ", ".join(map(repr, axis))

@@ -109,7 +109,7 @@ def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str =
     """
     for where, leaf, spec in paired(tree, specs, name):
         if not isinstance(leaf, Tensor):
-            raise ShardingError(f"{where}: a tensor typed {spec} is wanted; found {type(leaf).__name__}")
+            raise ShardingError(f"{where}: must be a tensor typed {spec}; found {type(leaf).__name__}")
         if tuple(leaf.shape) != (wanted := spec.local_shape(sizes, mesh)):
             whole = spec.global_shape(sizes)
             shard = "tree.shard(tree, specs, mesh)" if tuple(leaf.shape) == whole else "give an array of that shape"
@@ -118,7 +118,7 @@ def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str =
                 f"  fix: {fix or shard}"
             )
         if dtype is not None and leaf.dtype != dtype:
-            raise ShardingError(f"{where}: {spec} is wanted as {dtype}; found {leaf.dtype}")
+            raise ShardingError(f"{where}: {spec} must have the dtype {dtype}; found {leaf.dtype}")
 
 
 def nbytes(tree) -> int:
@@ -139,7 +139,7 @@ def unflatten(like, new_leaves: list) -> Any:
 def _shard(where: str, whole: Tensor, spec: Spec, mesh) -> Tensor:
     _no_partial_sums(where, spec)
     if not isinstance(whole, Tensor):
-        raise ShardingError(f"{where}: a tensor typed {spec} is wanted; found {type(whole).__name__}")
+        raise ShardingError(f"{where}: must be a tensor typed {spec}; found {type(whole).__name__}")
     try:
         ranges = spec.slices(whole.shape, mesh, mesh.coord)
     except ShardingError as error:

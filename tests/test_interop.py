@@ -76,7 +76,7 @@ DEEP = ["(" * 300, "P(" + "(" * 300, "P(" + "-" * 100_000 + "1)"]
 
 @pytest.mark.parametrize("text", [*NO_SPECS.split("|"), *DEEP, 5, None, ("X", None)])
 def test_what_is_no_partition_spec(text):
-    with pytest.raises(ShardingError, match="is no PartitionSpec of 2 dims") as error:
+    with pytest.raises(ShardingError, match="is not a PartitionSpec of 2 dims") as error:
         from_partition_spec(text, ("I", "J"))
     assert max(map(len, str(error.value).splitlines())) < 120
 

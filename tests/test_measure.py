@@ -215,4 +215,4 @@ def test_command_refuses_nonsense(capsys):
     assert "unknown dtype int4" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         measure.main(["--ranks", "1"])
-    assert "'1' is no int from 2" in capsys.readouterr().err
+    assert "'1' is not a whole number from 2" in capsys.readouterr().err

@@ -155,7 +155,7 @@ def test_decay_by_leaf(rule, donate):
     for mine, _ in ours:
         for a, b in zip(tree.leaves(mine), tree.leaves(theirs), strict=True):
             torch.testing.assert_close(a, b.detach(), rtol=3e-7, atol=3e-7)
-    with pytest.raises(ValueError, match="mask: a bool for each of"):
+    with pytest.raises(ValueError, match="mask must be a bool for each of"):
         optim.adamw(0.1, mask={"W": True}).update(all_grads[0], optim.adamw(0.1).init(params), params)
 
 

@@ -158,7 +158,7 @@ def test_check_names_the_leaf():
     local = tree.shard(WHOLE, SPECS, at)
     with pytest.raises(ShardingError, match=r'grads\["blocks"\]\["W_in"\].*float64.*float32'):
         tree.check(local, SPECS, SIZES, at, torch.float64, name="grads")
-    with pytest.raises(ShardingError, match=r'params\["norms"\]\[1\]: a tensor typed s\[\] is wanted; found float'):
+    with pytest.raises(ShardingError, match=r'params\["norms"\]\[1\]: must be a tensor typed s\[\]; found float'):
         tree.check({**local, "norms": [local["norms"][0], 1.0]}, SPECS, SIZES, at)
     with pytest.raises(ShardingError, match=r'params\["blocks"\].*missing.*1 more'):
         tree.check({"norms": local["norms"]}, SPECS, SIZES, at)

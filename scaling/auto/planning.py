@@ -60,7 +60,9 @@ def plan(
         node = graph.nodes[number]
         ways = _ways(graph, node, constraints.get(number), axes, mesh)
         if not ways:
-            raise ShardingError(f"{node.call.op.name if node.call else 'reshard'}: legal in no layout on {mesh.sizes}")
+            raise ShardingError(
+                f"{node.call.op.name if node.call else 'reshard'}: no layout makes it legal on {mesh.sizes}"
+            )
         stages.append(PlannedOp(node.operands, number, ways))
     for number, at in zip(graph.outputs, outputs, strict=True):
         ends = layouts(graph.nodes[number].shape, mesh, axes) if at is None else [at]

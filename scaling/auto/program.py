@@ -57,7 +57,7 @@ class JittedProgram:
     def __call__(self, *args):
         lowered, flat = self.lower(*args), tree.leaves(args)
         if any(isinstance(x, Array) and x.mesh is not self.mesh for x in flat):
-            raise ShardingError(f"an array of another mesh than the program's\n  fix: make it on {self.mesh}")
+            raise ShardingError(f"an array is on another mesh than the program\n  fix: make it on {self.mesh}")
         arrays = [
             reshard(x, at) if isinstance(x, Array) else array(x, at, self.mesh)
             for x, (_, at) in zip(flat, lowered.inputs, strict=True)
@@ -73,7 +73,8 @@ def for_each(types, things, what: str) -> list:
     except ValueError as error:
         raise ShardingError(
             f"{what}: {types}\n  {str(error).splitlines()[0]}\n"
-            f"  rule: {what} are a tree as what they type, or one that stops earlier; None leaves a result open\n"
+            f"  rule: {what} are a tree of the same structure as what they type, or of its upper levels; "
+            "None leaves a result open\n"
             f"  fix: a tuple with a type for each argument; of one argument the type alone"
         ) from None
 

@@ -23,7 +23,7 @@ def rounding(text: str) -> tuple[float, float]:
     """
     match = re.fullmatch(r"(-?)([\d,]+)(?:\.(\d+))?(?:e([+-]?\d+))?", text.strip())
     if not match:
-        raise ValueError(f"{text!r} is no number\n  fix: write it as 4.2e11, 47,000 or 0.33")
+        raise ValueError(f"{text!r} is not a number\n  fix: write it as 4.2e11, 47,000 or 0.33")
     sign, whole, fraction, exponent = match.groups()
     digits = whole.replace(",", "") + (fraction or "")
     significant = digits if fraction else digits.rstrip("0") or "0"

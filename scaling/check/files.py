@@ -145,7 +145,7 @@ def files_of(paths: Sequence) -> list[Path]:
         if not inside or not path.exists():
             raise ValueError(f"{path}: " + ("no Python files in this directory" if path.is_dir() else "no such file"))
         if path.is_file() and not is_python(path):
-            raise ValueError(f"{path}: is no Python file: give .py files, or directories of them")
+            raise ValueError(f"{path}: is not a Python file: give .py files, or directories of them")
         found += inside
     return list(dict.fromkeys(found))
 

@@ -79,7 +79,9 @@ def wait(x) -> Any:
     if x is None or isinstance(x, Tensor):
         return x
     if not hasattr(x, "wait"):
-        raise ShardingError(f"a {type(x).__module__}.{type(x).__name__} is no torch.Tensor: torch.as_tensor makes one")
+        raise ShardingError(
+            f"a {type(x).__module__}.{type(x).__name__} is not a torch.Tensor\n  fix: torch.as_tensor(x) makes one"
+        )
     return x.wait()
 
 

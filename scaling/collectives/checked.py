@@ -67,7 +67,7 @@ def _compare(place: str, group: str, axes: Sequence[str], call: Intent) -> None:
         if error.why == LATE:
             raise TimeoutError(
                 f"Timed out: not all ranks have come within {held.timeout if held else 0:g} s\n{lines}\n"
-                f"  fix: look where the others are; where that is meant to take so long, pass a longer timeout"
+                f"  fix: find out what the other ranks are doing; if it may take so long, pass a longer timeout"
             ) from None
         what = "the ranks wait for each other, each in another call" if error.why == CIRCLE else "a rank has ended"
         raise ShardingError(f"{what}\n{lines}") from None

@@ -33,7 +33,7 @@ def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor
         return _pad(step, x, mesh)
     if step.op == "Mask":
         return x.clone() if mesh.group(step.axes).index == 0 else x.masked_fill(torch.tensor(True, device=x.device), 0)
-    raise ShardingError(f"{step}: {step.op} is no step that can be run")
+    raise ShardingError(f"{step}: {step.op} is not a step that can be run")
 
 
 _BY_LINE = {

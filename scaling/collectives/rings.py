@@ -113,7 +113,7 @@ def _chunks(x: torch.Tensor, n: int, axis: str) -> list[torch.Tensor]:
     if x.shape[0] % n:
         raise ShardingError(
             f"ReduceScatter over {axis}={n}: dim 0 of size {x.shape[0]} does not divide into {n} blocks\n"
-            f"  fix: make it a multiple of {n}"
+            f"  fix: make dim 0 a multiple of {n}"
         )
     return list(x.chunk(n))
 

@@ -146,7 +146,10 @@ def _announced(line: Line, x, before: Spec, source_mesh, target_mesh, me: int) -
     shape = tuple(n * source_mesh.size(axes) for n, (_, axes) in zip(x.shape, before.dims, strict=True))
     text = f"{line}|{str(x.dtype).removeprefix('torch.')} {' '.join(map(str, shape))}".encode()
     if len(text) > HEADER:
-        raise ShardingError(f"transfer: {line}: is too long to be announced\n  fix: shorter names")
+        raise ShardingError(
+            f"transfer: {line}: is too long to be announced to the other ranks\n"
+            "  fix: give the dims and axes shorter names"
+        )
     for rank in (rank for rank, teacher in teachers.items() if teacher == me):
         dist.send(torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8).to(x.device), rank, tag=TAG)
     return shape, x.dtype

@@ -40,19 +40,25 @@ def check(form: str, config: Config, sizes: Mapping[str, int]) -> None:
     one_of("form", form, FORMS)
     X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
     if (form == "heads" and X * Z > 1) or (form in ("heads_batch", "sequence") and X > 1):
-        raise ShardingError(f"form {form!r} on {dict(sizes)}: it has no axis {'X' if X > 1 else 'Z'}\n  fix: size 1")
+        raise ShardingError(
+            f"form {form!r} on {dict(sizes)}: the form does not use the axis {'X' if X > 1 else 'Z'}\n"
+            "  fix: give that axis size 1"
+        )
     if form == "2d" and config.moe:
-        raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: form="heads"')
+        raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: choose form="heads"')
     ways = Y * Z
     for letter, size in (("N", config.N), ("F", config.F)):
         if size % ways:
             raise ShardingError(
-                f"{letter}_YZ: {letter} = {size} does not divide over {ways} chips\n  fix: fewer, or other sizes"
+                f"{letter}_YZ: {letter} = {size} does not divide over {ways} chips\n"
+                "  fix: use fewer chips, or other sizes"
             )
     if config.D % (X * ways):
-        raise ShardingError(f"D_XYZ: D = {config.D} does not divide over {X * ways} chips\n  fix: fewer, or others")
+        raise ShardingError(f"D_XYZ: D = {config.D} does not divide over {X * ways} chips\n  fix: use fewer chips")
     if config.K % Y and Y % config.K and not config.latent:
-        raise ShardingError(f"K_Y: neither of K = {config.K} and Y = {Y} divides the other\n  fix: another size of Y")
+        raise ShardingError(
+            f"K_Y: neither of K = {config.K} and Y = {Y} divides the other\n  fix: choose another size of Y"
+        )
 
 
 def copies(config: Config, sizes: Mapping[str, int]) -> float:

@@ -179,7 +179,7 @@ def call(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None) -> Ar
 def _mesh(made: TypedCall):
     mesh = made.operands[0].mesh
     if any(x.mesh is not mesh for x in made.operands):
-        raise ShardingError(f"{made.op.name}: arrays of two meshes\n  fix: make all of them on one mesh")
+        raise ShardingError(f"{made.op.name}: the arrays are on two meshes\n  fix: make all of them on one mesh")
     return mesh
 
 

@@ -82,5 +82,5 @@ def cheapest(
         if best is None or key < best[0]:
             best = key, Choice(nbytes, to, inferred)
     if best is None:
-        raise ShardingError(f"{op.name}: legal in no layout of its operands over {', '.join(axes)}")
+        raise ShardingError(f"{op.name}: no layout of its operands makes it legal over {', '.join(axes)}")
     return best[1]

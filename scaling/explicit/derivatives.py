@@ -38,7 +38,9 @@ def vjp(f: Callable, *primals) -> tuple:
             filled[i] = Array(shard, flat[i].layout, flat[i].shape, flat[i].mesh)
         result = f(*optree.tree_unflatten(structure, filled))
         if not isinstance(result, Array):
-            raise ShardingError(f"a function whose result is a {type(result).__name__}\n  fix: return one Array")
+            raise ShardingError(
+                f"the function returns a {type(result).__name__}, not an Array\n  fix: return one Array"
+            )
         made[:] = [result]
         return result.local
 
@@ -73,7 +75,9 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0) -> Callable:
 
         loss, pull = vjp(of_these, *(args[i] for i in numbers))
         if loss.shape:
-            raise ShardingError(f"grad of {loss.type}\n  rule: a gradient is a scalar's\n  fix: sum it, or use vjp")
+            raise ShardingError(
+                f"grad of {loss.type}\n  rule: grad differentiates a scalar\n  fix: sum the result, or use vjp"
+            )
         one = torch.ones((), dtype=loss.dtype, device=loss.mesh.device)
         grads = pull(array(one, "[]", loss.mesh))
         return grads[0] if isinstance(argnums, int) else grads

@@ -47,7 +47,7 @@ class Pulse:
         else:
             return ""
         who = f"all {len(self.pids)} ranks hang: none has" if len(self.pids) > 1 else "this rank hangs: it has not"
-        return f"{who} {what}\n  fix: look below where that is; if it is meant to take so long, pass a longer timeout\n"
+        return f"{who} {what}\n  fix: the traceback below shows where; if it may take so long, pass a longer timeout\n"
 
 
 def _counts(pids: list[int]) -> tuple[float, int, bool]:

@@ -116,7 +116,9 @@ def main(argv=None) -> int:
     try:
         sizes = parse_mesh(args.mesh)
         if math.prod(sizes.values()) < 2:
-            raise ValueError(f"{format_sizes(sizes)}: has no network\n  fix: --mesh with two ranks or more")
+            raise ValueError(
+                f"a mesh of {format_sizes(sizes)} has no network\n  fix: give --mesh with two ranks or more"
+            )
         results = launch.run(measured, sizes, SIZES, args.repeats, args.folder, device=args.device, checked=False)
     except (ValueError, OSError, launch.RankError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -127,7 +127,7 @@ class AbstractMesh:
 def check_device(device) -> None:
     """ShardingError for a device that this machine, or this torch, does not have."""
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ShardingError(f"device {device}: torch finds no GPU here\n  fix: leave it out, to run on the CPU")
+        raise ShardingError(f"device {device}: torch finds no GPU here\n  fix: leave the device out, to run on the CPU")
 
 
 class Mesh(AbstractMesh):

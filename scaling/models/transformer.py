@@ -97,10 +97,10 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
     if remat not in REMAT:
         raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
     if config.moe and remat == "matmuls":
-        raise ValueError('remat="matmuls" does not go with experts\n  fix: remat="block", or "none"')
+        raise ValueError('remat="matmuls" cannot be used with experts\n  fix: choose remat="block" or "none"')
     check_computed(config)
     if (L := len(params["layers"]["W_Q"])) != config.L:
-        raise ValueError(f"{config.name}: the params have {L} layers, the config {config.L}")
+        raise ValueError(f"{config.name}: the params have {L} layers, but the config has {config.L}")
     try:
         x = F.embedding(tokens, params["embed"])
     except IndexError:

@@ -61,7 +61,9 @@ def _refuse_unlike(found, params, what: str) -> None:
     for where in wanted | found:
         g, p = (tuple(side[where].shape) if where in side else "nothing" for side in (found, wanted))
         if g != p:
-            raise ValueError(f"{where} has shape {g}, its param {p}\n  fix: give what belongs to these params")
+            raise ValueError(
+                f"{where} has shape {g}, its param {p}\n  fix: give gradients and a state made for these params"
+            )
 
 
 def check_apart(params, state, grads) -> None:

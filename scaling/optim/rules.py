@@ -147,7 +147,7 @@ def _decaying(mask, params) -> list[bool]:
         return [True] * len(tree.leaves(params))
     mask = mask(params) if callable(mask) else mask
     if list(tree.named_leaves(mask)) != list(tree.named_leaves(params)):
-        raise ValueError(f"mask: a bool for each of {list(tree.named_leaves(params))} is wanted; found {mask}")
+        raise ValueError(f"mask must be a bool for each of {list(tree.named_leaves(params))}; found {mask}")
     return [bool(decays) for decays in tree.leaves(mask)]
 
 

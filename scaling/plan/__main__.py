@@ -32,7 +32,7 @@ def count(text: str, units: dict = BINARY) -> float:
     except ValueError:
         value = math.inf
     if not 0 < value <= MOST:
-        about = f"is no number from 1 to {MOST:g}: write 4M, 4194304 or 4e6"
+        about = f"is not a number from 1 to {MOST:g}: write 4M, 4194304 or 4e6"
         raise argparse.ArgumentTypeError(f"{shortened(text)!r} {about}")
     return value
 

@@ -63,7 +63,10 @@ def choices(settings: Settings, ranks: int, chip: Chip) -> tuple[list[MeshChoice
     if not chip.measured:
         return planned(settings, ranks, chip)
     if ranks > TRIED:
-        raise ValueError(f"{ranks} ranks: meshes of up to {TRIED} are tried\n  fix: python -m scaling.plan")
+        raise ValueError(
+            f"{ranks} ranks: only meshes of up to {TRIED} ranks are tried\n"
+            "  fix: ask python -m scaling.plan for a larger one"
+        )
     found, refused = [], []
     for sizes in meshes(settings, ranks):
         try:

@@ -53,7 +53,7 @@ def slice_shape(chip: Chip, chips: int) -> tuple[int, ...]:
     ]  # fmt: skip
     if not shapes:
         whole, near = "x".join(map(str, pod)), _near(chip, chips)
-        raise ValueError(f"{chips:,} chips are no slice of a {whole} pod of {chip.name}; fix: take {near:,}")
+        raise ValueError(f"{chips:,} chips are not a slice of a {whole} pod of {chip.name}; fix: take {near:,}")
     return min(shapes, key=lambda shape: (not all(chip.wraps(shape)), max(shape) / min(shape)))
 
 

@@ -99,7 +99,7 @@ def parse(text: str) -> Shape:
     match = SHAPE.fullmatch(text.strip())
     rest = REST.fullmatch((match["rest"] or "") if match else "")
     if match is None or rest is None or match["dtype"] not in NAMES | WHOLE:
-        raise ValueError(f"{text!r} is no shape with a layout\n  fix: write it as f32[3,5]{{1,0:T(2,2)}}")
+        raise ValueError(f"{text!r} is not a shape with a layout\n  fix: write it as f32[3,5]{{1,0:T(2,2)}}")
     shape = _numbers(match["shape"])
     order = tuple(reversed(range(len(shape)))) if match["order"] is None else _numbers(match["order"])
     tiles = tuple(_numbers(tile) for tile in re.findall(r"\(([\d,]+)\)", rest["tiles"] or ""))
@@ -132,7 +132,9 @@ def operation(line: str) -> HloOperation:
         rf"\s*(?:ROOT\s+)?%(\S+)\s*=\s*({TYPED})([\w-]+)\(((?:{TYPED}%?[^,()]*,?\s*)*)\)\s*,?\s*(.*?),?\s*", line
     )
     if not match or not match[2]:
-        raise ValueError(f"{line.strip()!r} is no operation\n  fix: write it as %name = f32[2]{{0}} op(f32[2]{{0}} %x)")
+        raise ValueError(
+            f"{line.strip()!r} is not an operation\n  fix: write it as %name = f32[2]{{0}} op(f32[2]{{0}} %x)"
+        )
     operands = []
     for typed, name in re.findall(rf"({TYPED})%?([\w.-]+)", match[4]):
         operands.append((name, parse(typed) if typed else None))

@@ -13,7 +13,9 @@ from scaling.configs import Config
 from scaling.serve.types import ONE, cache_specs
 from scaling.spec import ShardingError, parse
 
-PAGED_SEQUENCE = 'form="sequence" splits S over Z, which pages do not\n  fix: page=None, or another form'
+PAGED_SEQUENCE = (
+    'form="sequence" splits S over Z, which a cache in pages cannot do\n  fix: give page=None, or choose another form'
+)
 
 
 def init_cache(
@@ -82,14 +84,16 @@ def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> Non
     if KV.dtype == torch.int8 and "scale" not in cache:
         raise ValueError("an int8 cache without its scales: the numbers are lost\n  fix: keep cache['scale'] beside KV")
     if KV.dim() != 6 or lengths.dim() != 1:
-        raise ValueError(f"KV{list(KV.shape)} and lengths{list(lengths.shape)} must be of 6 dims and of one")
+        raise ValueError(f"KV{list(KV.shape)} and lengths{list(lengths.shape)} must have 6 dims and one dim")
     if len(lengths) != batch:
         raise ValueError(
-            f"the cache has {len(lengths)} rows, the tokens {batch}\n  fix: init_cache(config, {batch}, ...)"
+            f"the cache has {len(lengths)} rows, the tokens {batch}\n  fix: make it by init_cache(config, {batch}, ...)"
         )
     if "scale" in cache and (KV.dtype != torch.int8 or cache["scale"].shape != KV.shape[:-1]):
         scale = list(cache["scale"].shape)
-        raise ValueError(f"scale{scale} beside {KV.dtype} KV{list(KV.shape)}: int8 has one a token and head")
+        raise ValueError(
+            f"scale{scale} beside {KV.dtype} KV{list(KV.shape)}: int8 needs one scale for each token and head"
+        )
     page = KV.shape[3] if "pages" in cache else None
     if page is not None and form == "sequence":
         raise ShardingError(PAGED_SEQUENCE)

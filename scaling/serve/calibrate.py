@@ -41,7 +41,7 @@ def _of(works: Sequence[Work]) -> list[float]:
 def fit(spans: Sequence[WorkSpan], page: int) -> dict[str, float]:
     """Seconds for one of each of `PRICED`, from measured spans. ValueError without any."""
     if not spans:
-        raise ValueError("no span to calibrate on\n  fix: serve a trace with the engine first")
+        raise ValueError("there are no measured steps to calibrate on\n  fix: serve a trace with the engine first")
     seconds = numpy.array([span.end - span.start for span in spans])
     A = numpy.array([amounts(span.action, page) for span in spans], dtype=float)
     expected, prices = seconds, numpy.zeros(len(PRICED))

@@ -56,7 +56,10 @@ class Engine:
         logits: Callable[[int, int, Tensor], object] | None = None,
     ):
         if mesh is not None and mesh.sizes.get("Z", 1) > 1:
-            raise ValueError("an engine's pages are of one batch\n  fix: an engine for each replica, without Z")
+            raise ValueError(
+                "all pages of an engine belong to one batch, so that Z cannot split them\n"
+                "  fix: run one engine for each replica, on a mesh without Z"
+            )
         if batch_invariant and mesh is not None:
             invariant.check_axes(mesh)
         if (draft is None) != (options.proposals == 0):

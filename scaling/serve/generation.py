@@ -225,7 +225,7 @@ def check_draft(config: Config, target: Config) -> None:
     if config.V != target.V:
         raise ValueError(
             f"the draft {config.name} has V={config.V}, {target.name} has V={target.V}\n"
-            "  fix: a draft with the same vocabulary"
+            "  fix: choose a draft with the same vocabulary"
         )
 
 

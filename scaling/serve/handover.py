@@ -55,7 +55,7 @@ def move(
     S = S if length is None else length
     S = S if page is None else -(-S // page) * page
     if (used := int(lengths.max())) > S:
-        raise ValueError(f"length={S} has no room for the {used} tokens of a row\n  fix: give a greater length")
+        raise ValueError(f"length={S} has no room for the longest row, of {used} tokens\n  fix: give a greater length")
     views = refined(source_mesh, config), refined(target_mesh, config)
     new = {} if moved is None else {"lengths": moved}
     for name in ("KV", "scale") if quantized else ("KV",):

@@ -114,8 +114,8 @@ def check_fits(
     if length <= most:
         return
     wanted = sum(needed(one, sizes, batch, length, dtype, form) for one in (config, draft) if one is not None)
-    fix = f"at most {most:,} tokens with the completion fit" if most > 0 else "a larger mesh, or fewer requests at once"
+    smaller = f"give at most {most:,} tokens, with the completion" if most > 0 else "serve fewer requests at once"
     raise ValueError(
-        f"{config.name}: {batch} x {length:,} tokens take {wanted:,} bytes a rank, of {memory:,} that there are\n"
-        f"  fix: {fix}"
+        f"{config.name}: {batch} x {length:,} tokens take {wanted:,} bytes on each rank, and there are {memory:,}\n"
+        f"  fix: {smaller}, or use a larger mesh"
     )

@@ -35,35 +35,35 @@ def read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], 
     def whole(name: str, default: int, least: int, top: int) -> int:
         value = table.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= top:
-            raise ValueError(f"{name}={value!r} is no whole number from {least} to {top}")
+            raise ValueError(f"{name}={value!r} is not a whole number from {least} to {top}")
         return value
 
     def real(name: str, default: float | None) -> Any:
         value = table.get(name, default)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise ValueError(f"{name}={value!r} is no number")
+            raise ValueError(f"{name}={value!r} is not a number")
         return value
 
     ids, stops = table.get("ids"), table.get("stop", [])
     if ids is None:
         if not isinstance(table["prompt"], str):
-            raise ValueError(f"prompt={table['prompt']!r:.40} is no text")
+            raise ValueError(f"prompt={table['prompt']!r:.40} is not a text")
         ids = tokenizer.encode(table["prompt"])
     if not isinstance(ids, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
-        raise ValueError("ids is no list of whole numbers")
+        raise ValueError("ids is not a list of whole numbers")
     if not ids:
         raise ValueError("an empty prompt")
     if wrong := [t for t in ids if not 0 <= t < V]:
         raise ValueError(f"token {wrong[0]} lies outside the vocabulary, 0..{V - 1}")
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError("stop is no list of texts")
+        raise ValueError("stop is not a list of texts")
     top_k = whole("top_k", 0, 1, 1 << 40) if table.get("top_k") is not None else None
     how = Sampling(real("temperature", 0.0), top_k, real("top_p", None), real("min_p", None))
     seed = request_seeds([ids], whole("seed", 0, 0, SEEDS - 1))[0]
     arrival = real("arrival", 0.0)
     if not 0 <= arrival < math.inf:
-        raise ValueError(f"arrival={arrival!r} is no time from 0 on")
+        raise ValueError(f"arrival={arrival!r} is not a time of 0 or later")
     request = Request(number, tuple(ids), whole("max_new_tokens", most, 1, 10**9), frozenset(ends))
     return RequestLine(number, table.get("id", number), float(arrival), request, Draw(how, seed), tuple(stops))
 
@@ -76,7 +76,7 @@ def read(text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> tupl
             try:
                 lines.append(read_line(number, line, tokenizer, V, ends, most))
             except json.JSONDecodeError as error:
-                bad.append({"line": number, "error": f"is no JSON: {error}"})
+                bad.append({"line": number, "error": f"is not JSON: {error}"})
             except (ValueError, TypeError, RecursionError) as error:
                 bad.append({"line": number, "error": str(error).splitlines()[0]})
     return lines, bad

@@ -38,7 +38,7 @@ class Sampling:
             raise ValueError(f"{name}={getattr(self, name)!r} leaves no token to draw\n  fix: {name} {rule}")
 
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature!r}\n  fix: a finite number of at least 0")
+            raise ValueError(f"temperature={self.temperature!r}\n  fix: give a finite number of at least 0")
         if self.top_k is not None and self.top_k < 1:
             refuse("top_k", "of at least 1, or None")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -127,7 +127,9 @@ def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" 
     """
     if not isinstance(seed, int):
         if len(seed) != len(prompts):
-            raise ValueError(f"{len(seed)} seeds for {len(prompts)} prompts\n  fix: one seed, or one for each prompt")
+            raise ValueError(
+                f"{len(seed)} seeds for {len(prompts)} prompts\n  fix: give one seed, or one for each prompt"
+            )
         return [int(s) % SEEDS for s in seed]
     seen: dict[tuple[int, ...], int] = {}
     found = []

@@ -83,13 +83,13 @@ def refusal(request: Request, options: Options) -> str | None:
     if request.max_new_tokens < 1:
         return f"max_new_tokens={request.max_new_tokens}, which must be at least 1"
     if (length := len(request.prompt) + request.max_new_tokens) > options.length:
-        return f"{length} tokens with the completion, where {options.length} fit"
+        return f"{length} tokens with the completion, but only {options.length} fit"
     return None
 
 
 def _arrive(state: State, request: Request, actions: list[Action]) -> None:
     if request.id in state.live:
-        raise ValueError(f"request {request.id} is there already")
+        raise ValueError(f"request {request.id} has been given already")
     if why := refusal(request, state.options):
         actions.append(Finish(request.id, (), f"refused: {why}"))
     else:
@@ -120,7 +120,7 @@ def _finish(state: State, id: int, reason: str, actions: list[Action]) -> None:
 
 def _done(state: State, event: Done, actions: list[Action]) -> None:
     if event.worker not in state.busy:
-        raise ValueError(f"{event.worker} is idle, and cannot be done")
+        raise ValueError(f"{event.worker} is idle: it has no work to complete")
     for work in state.busy.pop(event.worker):
         live, pool = state.live[work.id], state.pools[event.worker]
         given = until_stop(live.request, event.tokens[work.id]) if work.sample and not live.cancelled else ()

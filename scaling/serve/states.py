@@ -26,7 +26,7 @@ class Options:
 
     def __post_init__(self):
         if self.policy not in POLICIES:
-            raise ValueError(f"unknown policy {self.policy!r}\n  fix: one of {', '.join(POLICIES)}")
+            raise ValueError(f"unknown policy {self.policy!r}\n  fix: choose one of {', '.join(POLICIES)}")
         for name in ("pages", "page", "slots", "budget"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -20,7 +20,6 @@ from scaling.serve.forms import At, context, heads, heads_batch, sequence, weigh
 from scaling.serve.int8 import floats
 from scaling.serve.slots import Slots
 from scaling.serve.types import ONE, check_mesh, specs
-from scaling.spec import ShardingError
 from scaling.strategies.axes import all_gather
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
@@ -110,7 +109,7 @@ def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) 
     mesh, the model or the cache cannot take, before any of it is changed."""
     check_mesh(config, mesh, form)
     if tokens.dim() != 2:
-        raise ValueError(f"tokens[B, T] are wanted; got {list(tokens.shape)}")
+        raise ValueError(f"tokens must be of two dims, [B, T]; got {list(tokens.shape)}")
     check_cache(cache, config, mesh, form, len(tokens))
     B, T = tokens.shape
     lengths = torch.full((B,), T, device=tokens.device) if lengths is None else lengths.to(tokens.device)
@@ -136,16 +135,18 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
     check_computed(config)
     if config.moe and config.capacity is not None:
         raise ValueError(
-            f"{config.name}: experts with a capacity drop tokens by what else is in the batch\n"
+            f"{config.name}: experts with a capacity drop tokens depending on what else is in the batch\n"
             "  fix: serve config.with_(capacity=None)"
         )
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise ValueError(f"tokens are whole numbers, not {tokens.dtype}")
+        raise ValueError(f"tokens must be whole numbers; got {tokens.dtype}")
     B, T = tokens.shape
     if not B or not T:
-        raise ValueError(f"tokens[{B}, {T}]: there is no token\n  fix: a prompt has at least one")
+        raise ValueError(f"tokens[{B}, {T}]: there are no tokens\n  fix: give each row at least one token")
     if lengths.shape != (B,) or lengths.is_floating_point():
-        raise ValueError(f"lengths{list(lengths.shape)} {lengths.dtype} must be whole numbers[{B}], one a row")
+        raise ValueError(
+            f"lengths{list(lengths.shape)} {lengths.dtype} must be whole numbers of shape [{B}], one for each row"
+        )
     if T > 1:  # a decode step comes after a prefill
         types = specs(config, mesh, form=form, int8=isinstance(params.get("embed"), dict))
         sizes = config.sizes | {"L": config.L, "I": 1, "J": 1}  # I, J: of the scales of int8
@@ -156,7 +157,7 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
     if low < least:
         raise ValueError(f"row {int(lengths.argmin())} is empty: a prompt has at least one token")
     if low < 0 or high > T:
-        raise ValueError(f"lengths lie in {least}..{T}, the tokens given; got {low} to {high}")
+        raise ValueError(f"lengths must lie in {least}..{T}, where T = {T} tokens are given; got {low} to {high}")
     if int(tokens.min()) < 0 or int(tokens.max()) >= config.V:
         raise ValueError(f"tokens must lie in 0..{config.V - 1}: that is the vocabulary of {config.name}")
     shards = mesh.sizes.get("Z", 1) if form == "sequence" else 1
@@ -165,7 +166,7 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
         row = int(after.argmax())
         raise ValueError(
             f"row {row}: {int(cache['lengths'][row])} tokens are held and {int(lengths[row])} more come, but the cache "
-            f"has room for {room}\n  fix: init_cache with a greater length, or a shorter prompt"
+            f"has room for {room} in all\n  fix: call init_cache with a greater length, or give a shorter prompt"
         )
     if "pages" in cache:
         check_pages(cache, after)

@@ -114,7 +114,7 @@ def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | N
 def check_mesh(config: Config, mesh, form: str) -> None:
     """ShardingError unless the form is one of `FORMS` that uses the mesh's axes and divides the model over them."""
     if form not in FORMS:
-        raise ShardingError(f"unknown form {form!r} of decoding\n  fix: one of {', '.join(FORMS)}")
+        raise ShardingError(f"unknown form {form!r} of decoding\n  fix: choose one of {', '.join(FORMS)}")
     real = {axis: size for axis, size in mesh.sizes.items() if size > 1}
     if unknown := [axis for axis in real if axis not in AXES[form]]:
         raise ShardingError(
@@ -136,11 +136,13 @@ def check_mesh(config: Config, mesh, form: str) -> None:
     wanted += [("D", config.D, X * Y * Z, "model dims")] if form == "2d" else []
     if config.moe:
         if form == "2d":
-            raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: form="heads"')
+            raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: choose form="heads"')
         experts = experts_axis(mesh, form)
         wanted += [("E", config.E, mesh.size([a for a in experts if a in real]), "experts")]
     elif E > 1:
-        raise ShardingError(f"{config.name}: mesh axis E splits experts, of which there are none\n  fix: rename it Z")
+        raise ShardingError(
+            f"{config.name}: mesh axis E splits experts, but the model has none\n  fix: rename the axis Z"
+        )
     for dim, size, blocks, what in wanted:
         if size % blocks:
             raise ShardingError(

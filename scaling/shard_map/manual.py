@@ -179,7 +179,7 @@ def broadcast(specs: Any, tree: Any, what: str) -> list:
     except ValueError as error:
         raise ShardingError(
             f"{what}: {specs}\n  {str(error).splitlines()[0]}\n"
-            f"  rule: {what} are a tree as what they type, or one that stops earlier\n"
+            f"  rule: {what} are a tree of the same structure as what they type, or of its upper levels\n"
             "  fix: a tuple with a type for each argument; or one type for all of them"
         ) from None
 

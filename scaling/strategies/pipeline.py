@@ -258,7 +258,7 @@ def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:
     if mesh.sizes.get(axis) != schedule.stages:
         has = ", ".join(f"{name}={size}" for name, size in mesh.sizes.items())
         raise ValueError(
-            f"{schedule.name}: has {schedule.stages} stages, but the mesh ({has}) has not {axis}={schedule.stages}: "
+            f"{schedule.name}: has {schedule.stages} stages, but the mesh is {has}, without {axis}={schedule.stages}: "
             f"make the schedule with stages=mesh.sizes[{axis!r}]"
         )
     for name, x in (("In", In), ("Target", Target)):

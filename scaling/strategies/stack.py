@@ -58,7 +58,9 @@ class Strategy:
     def depth(self, params: Mapping[str, Tensor]) -> int:
         """L. ValueError if the params are not the strategy's weights, or not stacked alike."""
         if set(params) != set(self.weights):
-            raise ValueError(f"params has the leaves {sorted(params)}, but SPECS the weights {sorted(self.weights)}")
+            raise ValueError(
+                f"params has the leaves {sorted(params)}, but SPECS has the weights {sorted(self.weights)}"
+            )
         depths = {len(params[name]) for name in self.weights}
         if len(depths) > 1:
             raise ValueError(f"the params are stacked over different numbers of layers: {sorted(depths)}")
@@ -103,7 +105,7 @@ class Strategy:
         L = self.depth(params)
         if len(saved.layers) != L:
             raise ValueError(
-                f"saved has {len(saved.layers)} layers, the params {L}: a backward with donate=True uses saved up; "
+                f"saved has {len(saved.layers)} layers, the params have {L}: a backward with donate=True empties it; "
                 "run forward again"
             )
         grads = Gradients(self, params, mesh, partial, reduce, bucket_bytes)

@@ -146,7 +146,7 @@ def chosen(settings: Settings, ranks: int, args) -> dict[str, int]:
     """The mesh that the planner takes for so many ranks; rank 0 prints why. ValueError if there is none."""
     if not args.chip:
         raise ValueError(
-            "--plan needs to know the machine\n  fix: --chip with a name, or with the file that python -m "
+            "--plan needs to know the machine\n  fix: give --chip with a name, or with the file that python -m "
             f"scaling.measure --ranks {ranks} --out machine.toml writes"
         )
     from scaling.plan import choose  # the planner, which a run that is started again need not import
@@ -208,7 +208,7 @@ def claim(out: Path, lock, settings: Settings, args) -> None:
         raise ValueError(f"{out}: another run writes here\n  fix: give this one another --out") from None
     (out / STOP).unlink(missing_ok=True)
     if not settings.resume and any(out.glob("step-*")):
-        raise ValueError(f"{out}: holds checkpoints already\n  fix: --resume to go on from them, or another --out")
+        raise ValueError(f"{out}: holds checkpoints already\n  fix: give --resume to go on from them, or another --out")
     if settings.resume:
         check_resumed(out, settings)
     flight.keep_earlier(out)
@@ -223,9 +223,11 @@ def check_resumed(out: Path, settings: Settings) -> None:
     if not checkpoint.complete(out):
         print(f"{out}: there is no checkpoint yet: starting at step 1", flush=True)
     elif (step := checkpoint.latest(out)) >= settings.steps:
-        raise ValueError(f"{out}: is at step {step} of {settings.steps}\n  fix: --steps of more than {step}")
+        raise ValueError(f"{out}: is at step {step} of {settings.steps}\n  fix: give --steps above {step}")
     elif (seq := tomllib.loads((out / RUN).read_text())["seq"]) != settings.seq:
-        raise ValueError(f"{out}: was begun with --seq {seq}, not {settings.seq}\n  fix: the same, or another --out")
+        raise ValueError(
+            f"{out}: was begun with --seq {seq}, not {settings.seq}\n  fix: give the same, or another --out"
+        )
 
 
 if __name__ == "__main__":

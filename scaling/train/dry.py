@@ -115,7 +115,7 @@ def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: fl
     fit = f"--batch {batch}" if batch else "more ranks along X, or a smaller model: no batch fits"
     raise ValueError(
         f"a rank needs {needed / 1e9:.2f} GB, and there are {available / 1e9:.2f} GB for it\n"
-        f"  fix: {fit}; or more --microbatches, or --remat block"
+        f"  fix: {fit}; or give more --microbatches, or --remat block"
     )
 
 

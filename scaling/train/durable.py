@@ -114,7 +114,7 @@ def whole_file(path: Path, nbytes: int) -> Iterator[Any]:
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
         raise OSError(
             f"{path}: its {nbytes:,} bytes could not be written: {error}\n"
-            f"  fix: make room there, or give another folder; what was complete before stays so"
+            f"  fix: make room there, or give another folder; checkpoints that were complete stay complete"
         ) from error
 
 

@@ -38,7 +38,7 @@ def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
             raise ArithmeticError(
                 f"step {step}: {where}, {spec}, is replicated over {format_axes(axes)}, but {who} of {mesh.size()} "
                 f"{'have' if len(ranks) > 1 else 'has'} other values than the others\n"
-                f"  fix: {AGAIN}: seeds, data, a random number drawn on each rank, or memory that fails"
+                f"  fix: {AGAIN}: seeds, data, random numbers drawn on each rank, or faulty memory"
             )
 
 
@@ -55,8 +55,9 @@ def check_finite(loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> N
     more = f" and {len(found) - 3} more leaves" if len(found) > 3 else ""
     raise ArithmeticError(
         f"step {step}: the loss is {loss.item()}, the gradients' norm {norm.item()}; not finite: "
-        f"{'; '.join(found[:3]) or 'the loss alone'}{more}\n  fix: a lower --lr, a longer --warmup, or --dtype fp32; "
-        "params have not been updated with it"
+        f"{'; '.join(found[:3]) or 'the loss alone'}{more}\n"
+        "  fix: try a lower --lr, a longer --warmup, or --dtype fp32; "
+        "the params have not been updated with these gradients"
     )
 
 

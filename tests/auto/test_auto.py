@@ -107,8 +107,8 @@ def test_bad_input_is_refused():
     for fn, in_types, out, args, said in (
         (lambda x: x, ("x[B_X, D_Y]",), "y[B, D]", (meta(6, 16),), "does not divide into 4 blocks"),
         (lambda x: x, types, "y[B, D, E]", (x,), "3 dims"),
-        (lambda x: x, types * 2, "y[B, D]", (x,), "in_types are a tree as what they type"),
-        (lambda x: (x, x), types, ("y[B, D]",), (x,), "out_types are a tree as what they type"),
+        (lambda x: x, types * 2, "y[B, D]", (x,), "in_types are a tree of the same structure as what they type"),
+        (lambda x: (x, x), types, ("y[B, D]",), (x,), "out_types are a tree of the same structure as what they type"),
         (lambda x: x.reshape(-1, 5), types, None, (x,), "invalid"),
         (lambda x: torch.topk(x, 2)[0], types, None, (x,), "topk: not a function whose sharding is known"),
         (lambda x: x + torch.ones(8, 16), types, None, (x,), "fix: give it as an argument"),
@@ -125,7 +125,7 @@ def test_bad_input_is_refused():
 
 def test_arrays_of_another_mesh_are_refused():
     x = explicit.array(torch.ones(8, 16), "[8_X, 16]", AbstractMesh(MESH))
-    with pytest.raises(ShardingError, match="an array of another mesh"):
+    with pytest.raises(ShardingError, match="an array is on another mesh"):
         auto.jit(lambda x: x, ABSTRACT, ("x[B_X, D]",))(x)
     y = auto.jit(lambda x: x.sum(0), ABSTRACT, "x[B_X, D]")(explicit.array(torch.ones(8, 16), "[8_X, 16]", ABSTRACT))
     assert y.type in ("float32[16_X]", "float32[16_YX]")  # the least: a ReduceScatter, and maybe a slice

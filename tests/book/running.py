@@ -75,6 +75,7 @@ def run(name: str, *options: str, code: str | None = None) -> Ran:
     """The chapter, or an edited text of it, with these options and `--small`."""
     path = str(CHAPTERS / f"{name}.py")
     names = {"__name__": "__main__", "__file__": path}
+    options = ("--steps", "2", *options) if name in TRAIN else options
     columns, argv, handler = os.environ.get("COLUMNS"), sys.argv, signal.getsignal(signal.SIGTERM)
     os.environ["COLUMNS"], sys.argv, status = "80", [path, "--small", *options], 0
     try:

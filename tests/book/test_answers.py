@@ -49,7 +49,7 @@ def test_verdicts(answer, verdict):
 
 
 def test_what_is_no_number_is_refused():
-    with pytest.raises(ValueError, match="is no number"):
+    with pytest.raises(ValueError, match="is not a number"):
         rounding("about ten")
 
 

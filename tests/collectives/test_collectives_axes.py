@@ -73,6 +73,7 @@ LINES = {
 CASES = [(call.__name__, line) for call, lines in LINES.items() for line in lines]
 ASYNCHRONOUS = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+FEW = DTYPES[0], DTYPES[2], DTYPES[4]  # of each kind one: the others are a sweep
 
 
 def held(spec: Spec, coord, start: Spec | None = None) -> torch.Tensor:
@@ -118,7 +119,11 @@ def run_lines(mesh, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [dtype if dtype in FEW else pytest.param(dtype, marks=pytest.mark.sweep) for dtype in DTYPES],
+    ids=str,
+)
 def test_values_over_several_axes(ranks, dtype):
     ranks(run_lines, MESH, dtype)
 
@@ -162,7 +167,7 @@ def run_buffers(mesh, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.int32, marks=pytest.mark.sweep)], ids=str)
 def test_preallocated_outputs(ranks, dtype):
     ranks(run_buffers, MESH, dtype)
 

@@ -110,7 +110,7 @@ def whole_step(mesh, name):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "fsdp_tp" else pytest.param(name, marks=pytest.mark.sweep) for name in STEPS]
+    "name", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.sweep) for name in STEPS]
 )
 def test_a_strategy_s_whole_step_in_one_graph(ranks, name):
     for results in ranks(whole_step, STEPS[name][1], name):

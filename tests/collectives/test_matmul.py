@@ -17,7 +17,7 @@ def matrix(rows: int, columns: int, turned: bool, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(SIZES, SIZES, SIZES, st.tuples(*[st.booleans()] * 4))
 def test_parts_make_the_product(M, K, N, flags):
     a, b, out = (matrix(*s, turned, i) for i, (s, turned) in enumerate(zip([(M, K), (K, N), (M, N)], flags[:3])))  # noqa: B905

@@ -117,7 +117,7 @@ def test_bad_input_is_refused():
         a + torch.ones(8, 16)
     with pytest.raises(ShardingError, match="topk: not a function whose sharding is known"):
         torch.topk(a, 2)
-    with pytest.raises(ShardingError, match="arrays of two meshes"):
+    with pytest.raises(ShardingError, match="the arrays are on two meshes"):
         a + explicit.array(torch.ones(8, 16), "[8, 16]", AbstractMesh({"X": 4}))
     with pytest.raises(AttributeError):
         _ = a.nothing

@@ -46,7 +46,6 @@ TOGETHER = {  # each takes seconds to import torch, so that they are started at 
     "a rank fails": (["raise", "4"], [sys.executable]),
     "SIGINT": (["wait", "3"], [sys.executable]),
     "SIGTERM": (["wait", "3"], [sys.executable]),
-    "SIGKILL under torchrun": (["wait", "2"], TORCHRUN),
     "a rank fails under torchrun": (["raise", "2"], [*TORCHRUN, "--nproc-per-node", "2"]),
 }
 
@@ -139,9 +138,10 @@ def test_bare_torchrun_starts_the_ranks_of_the_scripts_mesh(script):
     assert (len(pids_in(out)), "Warning" in out) == (3, False)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
-def test_killing_a_bare_torchrun_leaves_nothing_behind(together):
-    process = together["SIGKILL under torchrun"]
+def test_killing_a_bare_torchrun_leaves_nothing_behind(script):
+    process = script("wait", "2", command=TORCHRUN)
     pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
     assert all(map(running, pids))
     process.kill()

@@ -174,7 +174,7 @@ def test_reasons_are_given():
     found = search(Job(get("llama3-8b"), 2**20), H100, 24)
     assert any("lie across nodes of 8" in reason for reason in found.refused)
     assert found.layouts > len(found.found)
-    with pytest.raises(ValueError, match="are no slice"):
+    with pytest.raises(ValueError, match="are not a slice"):
         plans(Job(get("llama3-8b"), 2**22), V5P, 8951)
 
 

@@ -21,7 +21,7 @@ def test_slices():
     assert slice_shape(V5P, 4096) == (16, 16, 16)
     assert slice_shape(V5P, 7) == (1, 1, 7)
     assert math.prod(slice_shape(chip("v5e"), 64)) == 64
-    with pytest.raises(ValueError, match="8,950 chips are no slice of a 16x20x28 pod of v5p; fix: take 8,"):
+    with pytest.raises(ValueError, match="8,950 chips are not a slice of a 16x20x28 pod of v5p; fix: take 8,"):
         slice_shape(V5P, 8950)
 
 

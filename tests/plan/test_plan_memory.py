@@ -76,7 +76,9 @@ STACKS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize(("B", "L"), [(8 * 1024, 16), (8 * 4096, 8), (64 * 4096, 8)])
+@pytest.mark.parametrize(
+    ("B", "L"), [(8 * 1024, 16), pytest.param(8 * 4096, 8, marks=pytest.mark.sweep), (64 * 4096, 8)]
+)
 @pytest.mark.parametrize(
     ("module", "mesh", "fields"), STACKS, ids=lambda x: x.__name__[19:] if hasattr(x, "SPECS") else ""
 )

@@ -123,10 +123,10 @@ def test_command(capsys):
     [
         (["--latency", "1"], 1, "nothing is fast enough: the fastest step is"),
         (["--chips", "4"], 1, "nothing fits: weights and caches are 71.9 GB, at least 5 chips"),
-        (["--chips", "3"], 1, "v5e has no slice of 3 chips\n  fix: one of 1, 4, 8, 16, 32, 64, 128, 256"),
+        (["--chips", "3"], 1, "v5e has no slice of 3 chips\n  fix: choose one of 1, 4, 8, 16, 32, 64, 128, 256"),
         (["--chip", "h100", "--chips", "3"], 1, "N_YZ: N = 64 does not divide over 3 chips"),
         (["--prompt", "100", "--output", "200"], 2, "is not --prompt 100 + --output 200"),
-        (["--output", "8192"], 2, "fix: a context of prompt and output"),
+        (["--output", "8192"], 2, "fix: give a context as long as prompt and output"),
         (["--compute", "fp4"], 2, "no FLOPs/s for fp4"),
     ],
 )

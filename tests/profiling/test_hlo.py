@@ -83,5 +83,5 @@ def test_an_index_outside_is_refused():
 
 
 def test_what_is_no_operation_is_refused():
-    with pytest.raises(ValueError, match="no operation"):
+    with pytest.raises(ValueError, match="is not an operation"):
         hlo.operation("fusion.3 is a fusion")

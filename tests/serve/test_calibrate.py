@@ -30,5 +30,5 @@ def test_prices_are_found_again():
 
 
 def test_without_measurements():
-    with pytest.raises(ValueError, match="no span to calibrate on"):
+    with pytest.raises(ValueError, match="there are no measured steps to calibrate on"):
         calibrate.fit([], 4)

@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused_beforehand(folder, capsys):
     room = weights + 100 * 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4
     options = ["--model", str(folder), "--prompt", "ab", "--memory", str(room), "--max-new-tokens"]
     assert generate.main([*options, "99"]) == 1
-    assert "at most 100 tokens with the completion fit" in capsys.readouterr().err
+    assert "give at most 100 tokens, with the completion" in capsys.readouterr().err
     assert generate.main([*options, "98"]) == 0
     with pytest.raises(ValueError, match="a larger mesh"):
         loading.check_fits(CONFIG, {"Y": 1}, 1, 10, torch.float32, weights)
@@ -171,7 +171,7 @@ def test_serve_a_file(folder, tmp_path, capsys):
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row["line"] for row in rows if "error" in row] == [1, 2, 3, *range(9, 19)]
     said = capsys.readouterr().err
-    for what in ("line 1: is no JSON", "line 2: not a JSON object", "line 3: one of", "line 11: token 256", "top_p=0"):
+    for what in ("line 1: is not JSON", "line 2: not a JSON object", "line 3: one of", "line 11: token 256", "top_p=0"):
         assert what in said
     source.write_text("{")
     assert __main__.main(["serve", *options]) == 1
@@ -202,7 +202,7 @@ def test_requests_that_do_not_fit_the_pages_are_refused_alone(folder, tmp_path):
     options = ["--model", str(folder), "--input", str(source), "--output", str(target), "--max-new-tokens", "3"]
     assert batch.main([*options, "--pages", "2", "--page", "4"]) == 0
     first, second = (json.loads(line) for line in target.read_text().splitlines())
-    assert "15 tokens with the completion, where 8 fit" in first["error"]
+    assert "15 tokens with the completion, but only 8 fit" in first["error"]
     assert len(second["ids"]) == 3
 
 

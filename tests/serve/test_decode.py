@@ -157,7 +157,11 @@ def test_bad_input_is_refused():
     refused("whole numbers", lambda: serve.prefill(params, prompt.double(), cache(), PLAIN))
     refused("has 4 rows", lambda: serve.prefill(params, prompt[:2], cache(), PLAIN))
     refused("one token a row", lambda: serve.decode(params, prompt, cache(), PLAIN))
-    for lengths, message in (([4, 0, 4, 4], "row 1 is empty"), ([5, 4, 4, 4], "lengths lie in"), ([1, 2], "one a row")):
+    for lengths, message in (
+        ([4, 0, 4, 4], "row 1 is empty"),
+        ([5, 4, 4, 4], "lengths must lie in"),
+        ([1, 2], "one for each row"),
+    ):
         refused(message, lambda n=lengths: serve.prefill(params, prompt, cache(), PLAIN, lengths=torch.tensor(n)))
     refused("room for 16", lambda: serve.prefill(params, tokens.repeat(1, 2), cache(), PLAIN))
     full = serve.prefill(params, tokens, cache(), PLAIN)[1]
@@ -204,12 +208,12 @@ def test_meshes_that_do_not_fit_are_refused():
         ({"Y": 3}, "heads", "K=2 KV heads over Y=3"),
         ({"Y": 8}, "heads", "N=4 query heads"),
         ({"X": 2}, "heads", "X splits nothing"),
-        ({"E": 2}, "heads", "there are none"),
+        ({"E": 2}, "heads", "the model has none"),
         ({"Y": 2}, "rows", "unknown form"),
     ):
         with pytest.raises(ShardingError, match=message):
             serve.specs(PLAIN, AbstractMesh(sizes), form=form)
-    with pytest.raises(ShardingError, match="which pages do not"):
+    with pytest.raises(ShardingError, match="which a cache in pages cannot do"):
         serve.init_cache(PLAIN, 2, S, mesh=AbstractMesh({"Z": 2}), form="sequence", page=4)
     with pytest.raises(ShardingError, match="does not divide"):
         serve.init_cache(PLAIN, 3, S, mesh=AbstractMesh({"Z": 2}))

@@ -184,7 +184,7 @@ def test_refused_cancelled_unknown():
     assert [type(a) for a in actions] == [Finish] * 3 and not state.live  # noqa: PT018
     assert ["empty" in actions[0].reason, "8 fit" in actions[1].reason, "at least 1" in actions[2].reason] == [True] * 3
     state, _ = step(state, [Arrive(Request(3, (1,), 4))])
-    with pytest.raises(ValueError, match="request 3 is there already"):
+    with pytest.raises(ValueError, match="request 3 has been given already"):
         step(state, [Arrive(Request(3, (1,), 4))])
     state, actions = step(state, [Cancel(3), Cancel(77)])
     assert not actions  # it is in a step
@@ -192,7 +192,7 @@ def test_refused_cancelled_unknown():
     assert actions == [Finish(3, (), "cancelled")]
     with pytest.raises(ValueError, match="engine is idle"):
         step(state, [Done("engine", {})])
-    with pytest.raises(ValueError, match=r"(?s)unknown policy 'best'.*fix: one of static"):
+    with pytest.raises(ValueError, match=r"(?s)unknown policy 'best'.*fix: choose one of static"):
         Options(pages=1, policy="best")
 
 

@@ -322,5 +322,5 @@ def test_refused(name):
 
 
 def test_unknown_form():
-    with pytest.raises(ValueError, match=r"no form 'rings'\n  fix: one of ring, zigzag"):
+    with pytest.raises(ValueError, match=r"no form 'rings'\n  fix: choose one of ring, zigzag"):
         context.work("rings", 8, 2)

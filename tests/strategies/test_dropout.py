@@ -92,7 +92,7 @@ def test_another_seed_drops_others_and_none_is_refused():
     params, mesh = model.init(DENSE, 0, torch.float64), Mesh({"X": 1})
     a, b = (transformer.loss_and_grads(params, tokens, targets, DENSE, mesh, seed=s)[0] for s in (1, 2))
     assert abs(a - b) > 1e-4
-    with pytest.raises(ValueError, match="draws masks\n  fix: seed="):
+    with pytest.raises(ValueError, match="draws random masks\n  fix: give seed="):
         transformer.loss_and_grads(params, tokens, targets, DENSE, mesh)
 
 

@@ -20,17 +20,22 @@ from scaling.train.step import gradients, make_step
 
 TINY = get("tiny").with_(L=2, D=64, F=128, H=16, N=4, K=2)
 CASES = [
-    (TINY, {"X": 1}, {}),
     (TINY, {"X": 1}, {"remat": "matmuls", "dtype": "bf16"}),
     (TINY.with_(L=3, tied=True), {"X": 1}, {"remat": "block", "microbatches": 2}),
     (TINY, {"X": 2, "Y": 2}, {"remat": "block"}),
-    (TINY, {"X": 4}, {"microbatches": 2}),
-    (TINY, {"P": 2, "Y": 2}, {"dtype": "bf16"}),
     (TINY, {"C": 2, "Y": 2}, {"remat": "attention"}),
     (TINY.with_(E=4, k=2, F=64), {"X": 2, "E": 2}, {}),
     (TINY, {"Z": 2, "X": 2}, {"microbatches": 2}),
     (TINY.with_(K=1), {"Y": 4}, {"remat": "gather"}),
-    (TINY.with_(L=5), {"Z": 4}, {"microbatches": 4}),
+]
+CASES += [  # of the same kinds as those above
+    pytest.param(*case, marks=pytest.mark.sweep)
+    for case in (
+        (TINY, {"X": 1}, {}),
+        (TINY, {"X": 4}, {"microbatches": 2}),
+        (TINY, {"P": 2, "Y": 2}, {"dtype": "bf16"}),
+        (TINY.with_(L=5), {"Z": 4}, {"microbatches": 4}),
+    )
 ]
 
 

@@ -102,7 +102,7 @@ def test_resumed_with_what_does_not_fit(corpus, tmp_path, capsys):
     assert main([*out, "--resume", "--batch", "8", "--steps", "3"]) == 0
     assert "512 tokens seen" in capsys.readouterr().out
     assert main([*out, "--resume"]) == 1
-    assert "fix: --steps of more than 3" in capsys.readouterr().err
+    assert "fix: give --steps above 3" in capsys.readouterr().err
     assert main([*out, "--resume", "--steps", "9", "--seq", "16"]) == 1
     assert "was begun with --seq 32" in capsys.readouterr().err
 

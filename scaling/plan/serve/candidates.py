@@ -42,7 +42,8 @@ class Service:
     def __post_init__(self):
         if not 1 <= self.generated < self.context:
             raise ValueError(
-                f"{self.generated} tokens of output in a context of {self.context}: fix: a context of prompt and output"
+                f"{self.generated} tokens of output do not fit a context of {self.context}\n"
+                "  fix: give a context as long as prompt and output"
             )
 
     @property

@@ -61,7 +61,7 @@ def service(args) -> Service:
     if args.context and total and args.context != total:
         raise ValueError(f"--context {args.context} is not --prompt {args.prompt} + --output {args.output}")
     if not (context := args.context or total):
-        raise ValueError("no length\n  fix: give --context, or --prompt and --output")
+        raise ValueError("the length of a sequence is not known\n  fix: give --context, or --prompt and --output")
     latency = args.latency / 1e3 if args.latency else None
     config = get(args.model)
     return Service(config, context, args.output, args.weights, args.kv, args.compute, latency, args.headroom, args.mfu)
@@ -71,7 +71,7 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
     """Why nothing is found: no such slice, a model that does not divide, too little memory, or too slow."""
     if not shapes(hardware, fixed["chips"], fixed["most"]):
         counts = ", ".join(str(math.prod(shape)) for shape in serving.slices(hardware))
-        return f"{hardware.name} has no slice of {fixed['chips']} chips\n  fix: one of {counts}"
+        return f"{hardware.name} has no slice of {fixed['chips']} chips\n  fix: choose one of {counts}"
     if fixed["chips"]:
         try:
             decoding.check(fixed["form"] or "heads", asked.config, {"Y": fixed["chips"]})
@@ -89,7 +89,7 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
     need = asked.load.weights + (fixed.get("batch") or 1) * asked.load.kv(asked.context)
     return (
         f"nothing fits: weights and caches are {need / 1e9:,.1f} GB, at least {-(-need // room):,.0f} chips of "
-        f"{room / 1e9:,.1f} GB\n  fix: more chips, smaller dtypes, a shorter context or a smaller batch"
+        f"{room / 1e9:,.1f} GB\n  fix: use more chips, smaller dtypes, a shorter context or a smaller batch"
     )
 
 

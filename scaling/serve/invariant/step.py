@@ -100,8 +100,8 @@ def check_axes(mesh) -> None:
     if other := [axis for axis, size in mesh.sizes.items() if size > 1 and axis != "Y"]:
         raise ShardingError(
             f"mesh axis {other[0]}: the batch-invariant mode splits heads and features over Y alone\n"
-            "  rule: over another axis, the batch says which rows a rank computes together\n"
-            "  fix: a mesh of Y, and an engine for each replica"
+            "  rule: over another axis, which rows a rank computes together would depend on the batch\n"
+            "  fix: give a mesh of Y alone, and run one engine for each replica"
         )
 
 

@@ -82,14 +82,14 @@ def work(form: str, T: int, C: int, *, causal: bool = True, window: int | None =
 def check_length(form: str, T: int, C: int, line: str = "Q[B, T_C, N, H]") -> None:
     """ShardingError unless T divides over C ranks, and for zig-zag into two chunks a rank."""
     if form not in FORMS:
-        raise ValueError(f"context parallelism has no form {form!r}\n  fix: one of {', '.join(FORMS)}")
+        raise ValueError(f"context parallelism has no form {form!r}\n  fix: choose one of {', '.join(FORMS)}")
     parts = 2 * C if form == "zigzag" else C
     if T % parts:
         refuse(
             line,
             form,
             f"T={T} does not divide into {parts} chunks on {C} ranks",
-            "every rank holds as many tokens as the others, of zig-zag in two chunks of one length",
+            "every rank holds as many tokens as the others; in the zig-zag order, in two chunks of one length",
             f"pad T to {-(-T // parts) * parts}, and give the padding a segment of its own and no weight in the loss",
         )
 

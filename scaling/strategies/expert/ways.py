@@ -47,7 +47,10 @@ def ragged(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str = "X", *, chun
     """Tokens go to the devices of their experts and back, `chunk` of each device's at a time: what a device holds of
     others' tokens is at most |X| chunk k rows, however many there are."""
     if chunk < 1:
-        raise ShardingError(f"ragged(chunk={chunk})\n  rule: a chunk has tokens\n  fix: chunk=128")
+        raise ShardingError(
+            f"ragged(chunk={chunk})\n  rule: a chunk has at least one token\n"
+            "  fix: give a chunk of 1 or more, such as 128"
+        )
     some = zip(A.split(chunk), experts.split(chunk), strict=True)
     return torch.cat([exchanged(tokens, W, chosen, mesh, axis) for tokens, chosen in some])
 

@@ -76,8 +76,8 @@ def loss_and_grads(
     terms = Terms(config.V, label_smoothing, z_loss)
     given = weights, segments, microbatches, ignore_index, context, sums, schedule
     if config.dropout and (seed is None or torch.compiler.is_compiling()):
-        fix = "seed=, another in each step" if seed is None else "run it uncompiled"
-        raise ValueError(f"{config.name}: dropout={config.dropout} draws masks\n  fix: {fix}")
+        fix = "give seed=, another in each step" if seed is None else "run it without torch.compile"
+        raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
     problem, (tokens, targets, w) = stated(params, tokens, targets, config, mesh, stored, terms, *given, seed)
     run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
     loss, grads = run(problem._replace(scale=scale), params, tokens, targets, w * scale, remat, schedule)
@@ -178,11 +178,11 @@ def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: i
     if remat not in REMAT:
         raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
     if config.moe and remat not in ("none", "block"):
-        raise ValueError(f'remat="{remat}" does not go with experts\n  fix: remat="block", or "none"')
+        raise ValueError(f'remat="{remat}" cannot be used with experts\n  fix: choose remat="block" or "none"')
     if config.moe and config.capacity is not None and context == "zigzag" and mesh.sizes.get("C", 1) > 1:
         raise ValueError(
             f"{config.name}: experts with a capacity keep the first tokens of the batch, but zig-zag reorders them\n"
-            '  fix: context="ring", or capacity=None'
+            '  fix: choose context="ring", or capacity=None'
         )
     if tokens.shape != targets.shape or tokens.dim() != 2:
         raise ValueError(f"tokens {tuple(tokens.shape)} and targets {tuple(targets.shape)} must both be [B, T]")
@@ -196,7 +196,9 @@ def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: i
     if torch.compiler.is_compiling():  # which looks at no values
         if config.moe or mesh.sizes.get("Z", 1) > 1:
             why = "experts get as many rows as choose them" if config.moe else "stages wait for each other's messages"
-            raise ValueError(f"{config.name}: {why}, which no compiled graph can\n  fix: run it uncompiled")
+            raise ValueError(
+                f"{config.name}: {why}, which a compiled graph cannot express\n  fix: run it without torch.compile"
+            )
         return
     if not tokens.is_meta and len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < config.V):
         raise ValueError(f"tokens must lie in 0..{config.V - 1}: that is the vocabulary of {config.name}")

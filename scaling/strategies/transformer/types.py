@@ -92,7 +92,8 @@ def check_mesh(config: Config, mesh) -> None:
     if unknown := [axis for axis in sizes if axis not in AXES]:
         raise ShardingError(
             f"{config.name}: mesh axis {unknown[0]} splits nothing of a Transformer\n"
-            f"  rule: the axes are {', '.join(AXES)}: pods, stages, data, context, tensor, experts\n  fix: rename it"
+            f"  rule: the axes are {', '.join(AXES)}: pods, stages, data, context, tensor, experts\n"
+            "  fix: rename the axis to one of these"
         )
     X, Y, Z, E = (sizes.get(axis, 1) for axis in "XYZE")
     if config.K < Y and Y % config.K:
