@@ -35,7 +35,7 @@ def weighted_paths(data: str) -> list[tuple[str, float]]:
             found.append((path if colon else part, float(weight) if colon else 1.0))
         except ValueError:
             raise ValueError(
-                f"{data}: {weight!r} is not a number\n  fix: write --data as PATH:WEIGHT,PATH:WEIGHT"
+                f"{data}: the weight {weight!r} is not a number\n  fix: write --data as PATH:WEIGHT,PATH:WEIGHT"
             ) from None
         if not 0 < found[-1][1] < float("inf"):
             raise ValueError(f"{data}: the weight {weight} is not above 0")
