@@ -84,7 +84,7 @@ def test_kept_gathers_are_not_repeated():
     assert [len(p.backward) for p in (default, kept, all_kept)] == [12, 11, 9]
     assert parse("In[B_X, D]") in kept.saved
     assert parse("In[B_X, D]") not in default.saved
-    with pytest.raises(ShardingError, match="no operand"):
+    with pytest.raises(ShardingError, match="not an operand"):
         derive(FSDP_TP, keep_gathered=["Wout"])
 
 
