@@ -129,7 +129,7 @@ def inner(config: Config) -> float:
     """Elements of a token whose cotangents a layer's backward pass holds at once: an MLP's or an attention's, and a
     norm's."""
     wide = config.F * (config.k + config.shared if config.moe else 1)
-    return max(config.matrices * wide, 3 * config.N * config.H + 3 * config.K * config.H) + 4 * config.D
+    return max(config.matrices * wide, 3 * config.N * config.H + 3 * config.K * config.H) + 3 * config.D
 
 
 def passes(config: Config) -> float:

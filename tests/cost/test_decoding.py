@@ -69,7 +69,7 @@ def test_one_chip_moves_nothing(form):
 
 @pytest.mark.parametrize(
     ("form", "sizes", "named"),
-    [("heads", {"Y": 2, "Z": 2}, "no axis Z"), ("sequence", {"X": 2}, "no axis X"), ("heads", {"Y": 128}, "N = 64"),
+    [("heads", {"Y": 2, "Z": 2}, "the axis Z"), ("sequence", {"X": 2}, "the axis X"), ("heads", {"Y": 128}, "N = 64"),
      ("heads", {"Y": 3}, "N = 64"), ("ring", {"Y": 2}, "form")],
 )  # fmt: skip
 def test_refused(form, sizes, named):
