@@ -85,9 +85,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def gained_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x r gain, r[..., 1]), r = 1 / sqrt(mean(x^2) + eps): what `gained_norm_vjp` needs of the forward pass."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # x is read once, and no x^2 is written
-    r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    r = mean_square(x).add_(eps).rsqrt_()  # a vector_norm reads x once, but rounds otherwise than Hugging Face does
     y = (x * r).to(x.dtype)
     return y.mul_(gain) if gain.dtype == y.dtype else y * gain, r
 
