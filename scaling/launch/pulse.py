@@ -1,6 +1,7 @@
 """Whether processes still do anything, by what Linux counts of them: processor time, and bytes read and written."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -53,12 +54,13 @@ class Pulse:
 def _counts(pids: list[int]) -> tuple[float, int, bool]:
     """(processor seconds, bytes read and written), of the processes and their children together; and whether one of
     their threads is ready to run, with a processor or waiting for one."""
-    used, moved, ready = 0, 0, False
+    used, moved, ready, me = 0, 0, False, str(threading.get_native_id())  # this thread runs, but only looks
     for pid in pids:
         try:
             stat = _stat(Path(f"/proc/{pid}"))
             moved += sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])
-            ready = ready or any(_stat(thread)[0] == "R" for thread in Path(f"/proc/{pid}/task").iterdir())
+            threads = [at for at in Path(f"/proc/{pid}/task").iterdir() if at.name != me]
+            ready = ready or any(_stat(thread)[0] == "R" for thread in threads)
         except OSError:  # it has ended meanwhile
             continue
         used += sum(map(int, stat[11:15]))

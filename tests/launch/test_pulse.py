@@ -1,6 +1,8 @@
 """Which processes count as hanging: those that sleep, not those that get no processor."""
 
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -74,3 +76,27 @@ def test_what_the_watcher_did_not_see_is_not_held_against_ranks(monkeypatch):
         assert pulse.stopped() == ""
     said = [pulse.stopped() for now[0] in (180 + 0.25 * i for i in range(1, 20))]
     assert "has not computed for 3 s" in next(filter(None, said))
+
+
+def test_a_process_that_watches_itself_is_not_taken_to_compute():
+    """As a rank of torchrun's does, by a thread."""
+    told, tells = os.pipe()
+
+    def looks():
+        pulse = Pulse([os.getpid()], 0.2)
+        pulse.every, pulse.idle = 0.1, 0.4
+        while not (said := pulse.stopped()):
+            time.sleep(0.05)
+        os.write(tells, said.encode())
+
+    def watches():
+        threading.Thread(target=looks).start()
+        sleeps()
+
+    pid = forked(watches)
+    try:
+        assert select.select([told], [], [], 30)[0]
+        assert os.read(told, 1000).startswith(b"this rank hangs: it has not computed")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
