@@ -1,6 +1,6 @@
 """The strategies of `scaling.strategies` against PyTorch's own: time of a step, bytes on the wire, peak memory.
 
-    python tests/benchmarks/versus_torch.py --ranks 4                        the README's table
+    python tests/benchmarks/versus_torch.py --ranks 4 --sizes default        the table of docs/speed.md
     python tests/benchmarks/versus_torch.py --ranks 2 --only dp,fsdp --sizes tiny,default --steps 40 --json out.json
 
 Both sides have the same model (L blocks In W_in, gelu, W_out, without residual), initial values, batch, dtype (float32)
@@ -148,8 +148,9 @@ def main() -> None:
     rivals, results = tuple(args.rivals.split(",")), []
     for label in args.sizes.split(","):
         for name in args.only.split(","):
-            if 1 in known[name].axes(args.ranks).values():  # two ranks make no mesh of two axes
-                continue
+            axes, chunks = known[name].axes(args.ranks), 2 if name == "interleaved" else 1
+            if 1 in axes.values() or SIZES[label].L % (axes.get("Z", 1) * chunks):
+                continue  # two ranks make no mesh of two axes; and layers are to divide over stages
             for optimizer in args.optimizers.split(","):
                 row = race(known[name], SIZES[label], optimizer, args.ranks, args.steps, args.threads, rivals)
                 results.append({"size": label} | row)
