@@ -218,7 +218,8 @@ class Page:
             self.say(f"wrote {path}")
         parts = [counts(self.given)] if self.given else []
         parts += [f"{len(self.checks)} checks"] if self.checks else []
-        seconds = f"{(took := time.perf_counter() - self.began):.{int(took < 100)}f} s"
+        took = time.perf_counter() - self.began
+        seconds = f"{took:.1f} s" if took < 100 else f"{took:.0f} s"
         verdict = f"{len(self.failures)} FAILED: {', '.join(self.failures)}" if self.failures else "all hold"
         self.say(f"\nWhat held: {', '.join(parts)}: {verdict} ({seconds})")
         if "torch.distributed" in sys.modules:

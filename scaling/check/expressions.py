@@ -107,13 +107,9 @@ class Expressions(Calls):
         """Whether `p is None` holds, of an argument p that is known to be given here; of other tests None."""
         match test:
             case ast.Compare(left=ast.Name(id=name), ops=[ast.Is() | ast.IsNot() as op]):
-                nothing = getattr(test.comparators[0], "value", ...) is None
-                if (
-                    nothing
-                    and frame.called
-                    and name not in frame.bound
-                    and isinstance(self.known(frame.env.get(name)), GIVEN)
-                ):
+                with_none = getattr(test.comparators[0], "value", ...) is None
+                argument = frame.called and name not in frame.bound
+                if with_none and argument and isinstance(self.known(frame.env.get(name)), GIVEN):
                     return isinstance(op, ast.IsNot)
         return None
 

@@ -2,19 +2,32 @@
 the compiler by its first call, for which every rank that torchrun starts would wait."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from scaling import tree
 from scaling._torch import gradients
 
 
-def taped(f: Callable, *xs: Tensor) -> tuple[Tensor, Callable]:
-    """(f(*xs), pull): pull(dy) -> a cotangent of each x. A compiler is given torch.func.vjp."""
+def vjp(f: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
+    """(f(*primals), pull), as torch.func.vjp, over trees of tensors: pull(cotangents) -> a cotangent of each primal.
+
+    With `has_aux`, f returns (result, aux), and this (result, pull, aux). A tensor on which the result does not depend,
+    or that holds whole numbers, has zeros as its cotangent. A compiler is given torch.func.vjp.
+    """
     if torch.compiler.is_compiling():
-        y, pull, *_ = torch.func.vjp(f, *xs)
-        return y, pull
-    leaves = [x.detach().requires_grad_() for x in xs]
+        return torch.func.vjp(f, *primals, has_aux=has_aux)
+    inputs = [tree.map(lambda x: x.detach().requires_grad_(x.is_floating_point()), p) for p in primals]
     with torch.enable_grad():
-        y = f(*leaves)
-    return y.detach(), lambda dy: gradients([y], leaves, [dy])
+        out, *aux = f(*inputs) if has_aux else (f(*inputs),)
+    results = tree.leaves(out)
+    wanted = [x for x in tree.leaves(inputs) if x.requires_grad]
+
+    def pull(cotangents) -> tuple:
+        found = iter(gradients(results, wanted, tree.leaves(cotangents)))
+        grads = tree.map(lambda x: next(found) if x.requires_grad else None, inputs)
+        return tuple(tree.map(lambda x, g: torch.zeros_like(x) if g is None else g, inputs, grads))
+
+    return tree.map(Tensor.detach, out), pull, *aux

@@ -13,7 +13,7 @@ from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, 
 from scaling.models.mlp import MLPConfig, cross_entropy, embed
 from scaling.models.pointwise import rms_norm
 from scaling.spec import Spec, parse
-from scaling.strategies.tape import taped
+from scaling.strategies.tape import vjp
 
 ENDS = {"embed": "E[K, V, D]", "head": "W_head[D, V]"}  # what comes before the layers, and after them
 
@@ -72,13 +72,13 @@ def loss_and_grads(strategy, params, tokens, targets, config: MLPConfig, mesh, m
     parts = list(zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True))
     for i, (some, wanted) in enumerate(parts):
         Out, saved = run_blocks(strategy, params, embed(E, some), config, mesh)
-        loss, pull = taped(lambda W, Out, t=wanted: head_loss(strategy, W, Out, t, config, mesh, batch), W_head, Out)
+        loss, pull = vjp(lambda W, Out, t=wanted: head_loss(strategy, W, Out, t, config, mesh, batch), W_head, Out)
         dW, dOut = pull(torch.ones_like(loss))
         dIn, partial = strategy.backward(dOut, saved, blocks, mesh, partial, i == microbatches - 1, donate=True)
         dW_head = dW_head + dW
         losses.append(loss)
         dIns.append(dIn)
-    (dE,) = taped(lambda E: embed(E, tokens), E)[1](torch.cat(dIns))
+    (dE,) = vjp(lambda E: embed(E, tokens), E)[1](torch.cat(dIns))
     ends = {"embed": dE, "head": dW_head}
     grads = {name: end_gradient(name, dW, strategy, mesh) for name, dW in ends.items()}
     return torch.stack(losses).sum(), grads | {"blocks": partial}

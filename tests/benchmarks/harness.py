@@ -63,7 +63,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Contest:
-    """`axes(ranks)`: the mesh; `wire_bytes(mesh_sizes, size)`: what a rank sends in a step, by the closed form.
+    """`axes(ranks)`: the mesh; `wire_bytes(mesh_sizes, size)`: what a rank sends in a step, by the closed form;
+    `chunks`: of a pipeline, the parts of the model that each rank has.
 
     `theirs` has PyTorch's defaults, or with `tuned=True` its fastest settings.
     """
@@ -74,6 +75,7 @@ class Contest:
     ours: Callable
     theirs: Callable
     wire_bytes: Callable[[dict[str, int], Size], float]
+    chunks: int = 1
 
     def side(self, name: str) -> Callable:
         """`build(mesh, size, optimizer)` of one of SIDES."""

@@ -148,8 +148,8 @@ def main() -> None:
     rivals, results = tuple(args.rivals.split(",")), []
     for label in args.sizes.split(","):
         for name in args.only.split(","):
-            axes, chunks = known[name].axes(args.ranks), 2 if name == "interleaved" else 1
-            if 1 in axes.values() or SIZES[label].L % (axes.get("Z", 1) * chunks):
+            axes = known[name].axes(args.ranks)
+            if 1 in axes.values() or SIZES[label].L % (axes.get("Z", 1) * known[name].chunks):
                 continue  # two ranks make no mesh of two axes; and layers are to divide over stages
             for optimizer in args.optimizers.split(","):
                 row = race(known[name], SIZES[label], optimizer, args.ranks, args.steps, args.threads, rivals)

@@ -85,5 +85,5 @@ def contests() -> list[Contest]:
     ):
         chunks = 2 if name == "interleaved" else 1
         sides = partial(ours, name), partial(theirs, name)
-        made.append(Contest(name, rival, lambda n: {"Z": n}, *sides, partial(wire_bytes, chunks=chunks)))
+        made.append(Contest(name, rival, lambda n: {"Z": n}, *sides, partial(wire_bytes, chunks=chunks), chunks))
     return made

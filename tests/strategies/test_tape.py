@@ -2,7 +2,7 @@
 
 import torch
 
-from scaling.strategies.tape import taped
+from scaling.strategies.tape import vjp
 
 
 def test_as_torch_func_vjp():
@@ -12,8 +12,23 @@ def test_as_torch_func_vjp():
     def f(A, B):
         return (A @ B).tanh() * B.sum(0)
 
-    (ours, pull), (theirs, wanted, *_) = taped(f, A, B), torch.func.vjp(f, A, B)
+    (ours, pull), (theirs, wanted, *_) = vjp(f, A, B), torch.func.vjp(f, A, B)
     assert torch.equal(ours, theirs)
     assert not ours.requires_grad
     assert not A.requires_grad
     assert all(map(torch.equal, pull(dy), wanted(dy)))
+
+
+def test_trees_what_is_not_used_and_aux():
+    W, ids = {"used": torch.tensor([2.0, 3.0]), "unused": torch.ones(3)}, torch.tensor([1, 0])
+
+    def f(W, ids):
+        return {"y": W["used"][ids] ** 2}, "aux"
+
+    out, pull, aux = vjp(f, W, ids, has_aux=True)
+    dW, dids = pull({"y": torch.tensor([10.0, 1.0])})
+    assert aux == "aux"
+    assert out["y"].tolist() == [9.0, 4.0]
+    assert dW["used"].tolist() == [4.0, 60.0]
+    assert dW["unused"].tolist() == [0.0] * 3
+    assert dids.tolist() == [0, 0]

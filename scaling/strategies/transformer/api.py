@@ -11,12 +11,13 @@ from scaling.collectives import einsum
 from scaling.configs import Config
 from scaling.spec import ShardingError
 from scaling.strategies.axes import all_reduce
+from scaling.strategies.tape import vjp
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms, embed, head
 from scaling.strategies.transformer.forward import forward_loss
 from scaling.strategies.transformer.placed import Placed
 from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
-from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced, vjp
+from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced
 
 REMAT = ("none", "gather", "attention", "matmuls", "block")  # the more to the right, the less is kept
 
@@ -155,13 +156,13 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
     last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
     for m, (at, some, wanted, share) in enumerate(batches):
-        (x, _), pull_embed = vjp(lambda E, some=some: (embed(E, some, mesh), None), ends["embed"])
+        x, pull_embed = vjp(lambda E, some=some: embed(E, some, mesh), ends["embed"])
         x, extra, kept = layers.forward(x, partial(numbered, at=at))
 
         def loss_of(ends, x, wanted=wanted, share=share):
-            return head(ends, x, wanted, share, terms, config.eps, mesh), None
+            return head(ends, x, wanted, share, terms, config.eps, mesh)
 
-        (loss, _), pull_head = vjp(loss_of, last, x)
+        loss, pull_head = vjp(loss_of, last, x)
         dend, dx = pull_head(torch.ones_like(loss))
         (dE,) = pull_embed(layers.backward(dx, kept, scale / M, last=m == M - 1))
         dend = tree.map(lambda g: g.to(sums), dend)

@@ -18,7 +18,7 @@ from scaling.models.pointwise import gained_norm, gained_norm_vjp
 from scaling.models.rope import rotate
 from scaling.models.transformer import ACTIVATIONS
 from scaling.strategies.axes import all_gather, reduce_scatter
-from scaling.strategies.tape import taped
+from scaling.strategies.tape import vjp
 from scaling.strategies.transformer.layer import Context, own_heads
 
 Heads = tuple[Tensor, Tensor, Tensor]  # Q[B_PXE, T_C, N_Y, H], K[B_PXE, T_C, K_Y, H], V
@@ -65,7 +65,7 @@ def attended(W: dict, plain: Heads, at: Context, window: int | None) -> tuple[Te
     if "norm_Q" in W:
         (Q, r_Q), (K, r_K) = (gained_norm(x, W[n], at.config.eps) for x, n in ((Q, "norm_Q"), (K, "norm_K")))
         scales = r_Q, r_K
-    return *taped(lambda *qkv: at.attend(*qkv, window), rotate(Q, cos, sin), rotate(K, cos, sin), V), scales
+    return *vjp(lambda *qkv: at.attend(*qkv, window), rotate(Q, cos, sin), rotate(K, cos, sin), V), scales
 
 
 def attention_vjp(W: dict, x: Tensor, at: Context, window: int | None, remat: str) -> tuple[Tensor, Callable]:

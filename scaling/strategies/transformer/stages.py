@@ -18,9 +18,10 @@ from scaling.strategies import pipeline
 from scaling.strategies.axes import all_reduce as reduce_present
 from scaling.strategies.axes import present
 from scaling.strategies.stage import Stage
+from scaling.strategies.tape import vjp
 from scaling.strategies.transformer.ends import embed, head
 from scaling.strategies.transformer.layer import ROWS
-from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced, vjp
+from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced
 
 
 def resolved(schedule: "Schedule | str | None", mesh, microbatches: int) -> Schedule | None:
@@ -133,7 +134,7 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
     ends = end_weights(params, stored, used, mesh)
     first = schedule.placement[0] == mesh.coord["Z"]
     if first:
-        (x, _), pull_embed = vjp(lambda E: (embed(E, tokens, mesh), None), ends["embed"])
+        x, pull_embed = vjp(lambda E: embed(E, tokens, mesh), ends["embed"])
     else:
         rows = (len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
         x = ends["embed"].new_empty(rows)

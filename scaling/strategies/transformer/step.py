@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling._torch import gradients
 from scaling.collectives import wait
 from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.spec import Spec, parse
 from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter
+from scaling.strategies.tape import vjp
 from scaling.strategies.transformer import flat
 from scaling.strategies.transformer.by_hand import layer_vjp
 from scaling.strategies.transformer.ends import Terms
@@ -55,37 +55,14 @@ def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = Fa
     if (at.config.moe or torch.compiler.is_compiling()) and not pulled:
         return written(W, x)
     if at.config.moe:
-        out, pull = vjp(written, W, x)
-        return out, lambda _, cotangents, **into: pull(cotangents, **into)
+        out, pull, routing = vjp(written, W, x, has_aux=True)
+        return (out, routing), lambda _, cotangents, **__: pull(cotangents)
     if torch.compiler.is_compiling():
-        (x, _), pull = vjp(lambda W, x: (written(W, x)[0][0], None), W, x)
+        x, pull = vjp(lambda W, x: written(W, x)[0][0], W, x)
         return ((x, None), None), lambda _, cotangents, **__: pull(cotangents[0])
     x, pull = layer_vjp(W, x, at, window, remat)
     out = (x, None), None
     return (out, lambda W, cotangents, **into: pull(W, cotangents[0], **into)) if pulled else out
-
-
-def vjp(f: Callable, *primals) -> tuple[Any, Callable]:
-    """(f(*primals), pull): as torch.func.vjp over trees of tensors; pull(cotangent) -> a cotangent of each primal.
-
-    `f` returns (result, anything else); pull takes a cotangent of each tensor of the result. By autograd's own tape,
-    which costs less per collective than a transform; a compiler is given torch.func.vjp, of one tensor alone.
-    """
-    if torch.compiler.is_compiling():
-        out, pull, *_ = torch.func.vjp(lambda *primals: f(*primals)[0], *primals)
-        return (out, None), pull
-    leaves = [tree.map(lambda x: x.detach().requires_grad_(x.is_floating_point()), p) for p in primals]
-    with torch.enable_grad():
-        out, rest = f(*leaves)
-    results = tree.leaves(out)
-
-    def pull(cotangents, **_):
-        wanted = [x for x in tree.leaves(leaves) if x.requires_grad]
-        found = iter(gradients(results, wanted, tree.leaves(cotangents)))
-        grads = tree.map(lambda x: next(found) if x.requires_grad else None, leaves)
-        return tree.map(lambda x, g: torch.zeros_like(x) if g is None else g, leaves, grads)
-
-    return (tree.map(torch.Tensor.detach, out), rest), pull
 
 
 def gathered_weights(W: Mapping, stored: Mapping, used: Mapping, mesh, async_op: bool = True):
