@@ -154,6 +154,7 @@ mixed = cost.mixed_threshold(30_000, C, v5p.bandwidth("ici", axes=2), v5p.bandwi
 page.answers([
     Answer("a host's share of the network for each chip", "6.25e9", dcn, "B/s"),
     Answer("smallest batch per slice, C / W_dcn", "73,440", turns, "tokens", "from the trace's bytes"),
+    Answer("the same in the Takeaways", "71,000", turns, "tokens", erratum="4.59e14 / 6.25e9, as in the text before"),
     Answer("LLaMA-3 70B at 2M tokens: FSDP up to", "2,400", 2e6 / fsdp, "chips"),
     Answer("FSDP+TP: smallest batch per chip", "108", mixed, "tokens"),
     Answer("FSDP+TP up to", "18,000", 2e6 / mixed, "chips"),

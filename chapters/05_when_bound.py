@@ -3,7 +3,7 @@
 https://jax-ml.github.io/scaling-book/training
 
 Compute and bytes of a layer beside what the strategies' own code moves, the thresholds of four chips, the best X, the
-book's two figures, scaling across pods, and the problems, for both overlap models: collectives of two axes overlap, so
+book's two figures, the recipe for a pod, and the problems, for both overlap models: collectives of two axes overlap, so
 that the longer counts (2026), or add up (2025). The strategies run in 05_dp.py, 05_fsdp.py, 05_tp.py and 05_fsdp_tp.py.
 """
 
@@ -45,17 +45,17 @@ def yes(value: bool) -> str:
 
 # %%
 B, D, F, X, Y = 16, 12, 40, 4, 2
-FORMULAS = {  # strategy: (its code, the cost model's name, X, Y, bytes forward, bytes backward)
-    "DP": (data_parallel, "dp", X, 1, ("0", 0), ("8DF", 8 * D * F)),
-    "FSDP": (fsdp, "fsdp", X, 1, ("4DF", 4 * D * F), ("8DF", 8 * D * F)),
-    "TP": (tensor_parallel, "tp", 1, Y, ("4BD", 4 * B * D), ("4BD", 4 * B * D)),
-    "FSDP+TP": (fsdp_tp, "fsdp_tp", X, Y, ("4BD/X + 4DF/Y", 4 * B * D // X + 4 * D * F // Y),
+FORMULAS = {  # strategy: (its code, the cost model's name, X, Y, its chips, bytes forward, bytes backward)
+    "DP": (data_parallel, "dp", X, 1, "X", ("0", 0), ("8DF", 8 * D * F)),
+    "FSDP": (fsdp, "fsdp", X, 1, "X", ("4DF", 4 * D * F), ("8DF", 8 * D * F)),
+    "TP": (tensor_parallel, "tp", 1, Y, "Y", ("4BD", 4 * B * D), ("4BD", 4 * B * D)),
+    "FSDP+TP": (fsdp_tp, "fsdp_tp", X, Y, "(XY)", ("4BD/X + 4DF/Y", 4 * B * D // X + 4 * D * F // Y),
                 ("4BD/X + 8DF/Y", 4 * B * D // X + 8 * D * F // Y)),
 }  # fmt: skip
 
 
-def moved(strategy, mesh) -> list[dict[str, int]]:
-    """Bytes over each axis, forward and backward, as the strategy's code moves them in bf16."""
+def moved(strategy, mesh) -> tuple[list[dict[str, int]], list[int]]:
+    """Bytes over each axis as the strategy's code moves them in bf16, and its FLOPs, forward and backward."""
     sizes, found = {"L": 1, "B": B, "D": D, "F": F}, []
     types = {name: strategy.SPECS[name].replace("[", "[L, ") for name in ("W_in", "W_out")} | {
         "In": strategy.SPECS["In"]
@@ -71,18 +71,25 @@ def moved(strategy, mesh) -> list[dict[str, int]]:
         found.append(dict.fromkeys("XY", 0))
         for event in log.collectives():
             found[-1][event.axes[0]] += event.nbytes * (2 if event.op == "AllReduce" else 1)
-    return found
+    return found, [forward.flops, backward.flops]
 
 
-rows, over = [], {}
-for name, (strategy, model, x, y, *passes) in FORMULAS.items():
-    over[name] = moved(strategy, AbstractMesh({"X": x, "Y": y}))
+rows, work, over = [], [], {}
+for name, (strategy, model, x, y, chips, *passes) in FORMULAS.items():
+    over[name], flops = moved(strategy, AbstractMesh({"X": x, "Y": y}))
+    work += [(f"{name} {direction}", f"{n}BDF/{chips}", n * B * D * F // (x * y), counted)
+             for direction, n, counted in zip(("forward", "backward"), (4, 8), flops, strict=True)]  # fmt: skip
     for direction, (formula, value), counted in zip(("forward", "backward"), passes, over[name], strict=True):
         modelled = cost.layer_bytes(model, cost.LayerShape(B, D, F), x, y, direction)
         page.check(f"{name} {direction}: the cost model's bytes", modelled == counted)
         rows.append((f"{name} {direction}", formula, value, sum(counted.values())))
-page.title(f"Bytes of one layer, B={B}, D={D}, F={F}, X={X}, Y={Y}")
-page.same(rows, ["strategy", "formula", "value", "traced"])
+lines = {name: [code.SPECS[array] for array in ("In", "W_in", "W_out", "Out")] for name, (code, *_) in FORMULAS.items()}
+page.title("The strategies")
+page.table([(name, "{} * {} * {} -> {}".format(*line)) for name, line in lines.items()], ["strategy", "formula"])
+page.title(f"FLOPs and bytes of one layer on a chip, B={B}, D={D}, F={F}, X={X}, Y={Y}")
+page.same(work, ["FLOPs", "formula", "value", "traced"])
+page.say()
+page.same(rows, ["bytes", "formula", "value", "traced"])
 
 # %% [markdown]
 # ## Thresholds
@@ -205,6 +212,7 @@ page.answers([
     Answer("X_opt, N = 64, B = 48,000, F = 32768", "13.9", cost.mixed_optimum(48e3, 32768, 64, 2, 1), "",
            rounded=(cost.mixed_optimum(48e3, 32000, 64, 2, 1), "F = 32,000 for 32,768")),
     Answer("FSDP+TP, F = 32768: smallest batch per chip", "99", cost.mixed_threshold(32768, C, W(2), W(1)), "tokens"),
+    Answer("FSDP alone needs so many times as many", "8", FIRST / cost.mixed_threshold(32768, C, W(2), W(1)), "times"),
     Answer("FSDP+TP in 2025, collectives adding up", "400",
            cost.mixed_threshold(32768, C, W(2), W(1), "sum"), "tokens"),
     Answer("FSDP+TP on 4x4x4, F = 30k (figure): above 1 from", "100", least, "tokens"),
@@ -215,15 +223,10 @@ page.answers([
            "N alpha / (Y M_X)"),
     Answer("the plotted 512 x 8 crosses the matmuls at (text: 4e5)", "4e5", turns["512 x 8"], "tokens",
            erratum="4e5 is the best X of any real value, 319; no plotted curve has it"),
+    Answer("256 x 16, 'the minimum', has the best X at batch", "", corners[2], "tokens",
+           "X^2 F M_Y / (M_X N), fewer than 4e5: there it is bound by communication as well"),
     Answer("256 x 16 with M_Y = 1 is compute-bound from", "", str(turns["256 x 16"]), "tokens",
            f"never: its TP takes {share(256, 16, 'Y') * WIDE / 32768:.2f} of the matmuls at any batch"),
-    Answer("Pods: smallest batch per slice over DCN", "73,440", cost.pod_threshold(C, V5P.dcn_bw), "tokens"),
-    Answer("Pods: smallest batch per slice, in the Takeaways", "71,000", cost.pod_threshold(C, V5P.dcn_bw), "tokens",
-           erratum="4.59e14 / 6.25e9, as in the text before it"),
-    Answer("LLaMA-3 70B, 2M tokens: chips with FSDP", "2,400", 2e6 / FIRST, "v5p"),
-    Answer("LLaMA-3 70B with FSDP+TP: batch per chip", "108", least, "tokens"),
-    Answer("LLaMA-3 70B with FSDP+TP, 2M tokens: chips", "18,000", 2e6 / least, "v5p"),
-    Answer("two pods of 1M tokens each: tokens per chip", "111", 1e6 / V5P.pod_chips, "tokens"),
     Answer("recipe of a pod: 1M tokens, X = 1024, Y = 8 is bound by", "compute", recipe.bound, "", erratum=
            f"FSDP takes {share(1024, 8, 'X'):.2f} and TP {share(1024, 8, 'Y'):.2f} of the matmuls' time"),
     Answer("recipe with 512 x 16: the longer of both over the matmuls", "", max(share(512, 16, a) for a in "XY"),

@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 6 run: a tiny LLaMA trained on real text on every axis, then the same code as LLaMA-3 70B on 8,960 chips.
+"""Part 6 run: a tiny LLaMA trained on real text on every axis, then the same code as LLaMA-3 70B on 8,192 chips.
 "Applied: Training LLaMA 3 on TPUs": https://jax-ml.github.io/scaling-book/applied-training
 
     step(params, opt_state, tokens[B_X, T_C], targets[B_X, T_C]) -> (params, opt_state, loss[])
@@ -12,12 +12,10 @@ each step beside one device's. On an abstract mesh the same function then counts
 import torch
 
 from scaling import data, optim, tree
-from scaling.book.answers import Answer
 from scaling.book.layout import number
 from scaling.book.page import Page
 from scaling.configs import Config, get
 from scaling.cost import transformer as tm
-from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.spec import parse
@@ -131,13 +129,6 @@ page.same([
 ], ["", "closed form", "FLOPs", "counted"])  # fmt: skip
 page.say("All matrices' products are lines, forward and backward: the book's 6 N T, without attention's scores.")
 page.say(f"Each chip holds {number(held)} bytes of params in bf16 and sends {number(log.wire_bytes)} bytes.")
-v5p = chip("v5p")
-whole = 6 * tm.num_params(llama)
-page.answers([
-    Answer("Part 6: FLOPs per token of LLaMA-3 70B", "4.2e11", whole, "FLOPs"),
-    Answer("Part 6: FLOPs for 15T tokens", "6.3e24", whole * 15e12, "FLOPs"),
-    Answer("Part 6: days on 8,960 v5p at 40%", "44", whole * 15e12 / (8960 * v5p.flops("bf16") * 0.4) / 86400, "days"),
-])  # fmt: skip
 page.end()
 
 # %% [markdown]

@@ -49,6 +49,18 @@ page.table(
 )
 
 # %% [markdown]
+# Look at GB200: the node is nine times as large and sends nine times as much, while a GPU sends as a B200 does.
+
+# %%
+page.title("Nodes by generation: NVLinks, and bytes/s that leave a GPU and its node")
+rows = []
+for hw in map(chip, ("a100", "h100", "b200", "gb200")):
+    level = hw.levels[0]
+    egress = map(number, (level.link_bw, level.child_bw, hw.bandwidth("scale-out")))
+    rows.append((hw.name, level.degree, level.switches, level.links, *egress))
+page.table(rows, ["", "GPUs", "switches", "NVLinks\na GPU", "a link", "a GPU", "the node"])
+
+# %% [markdown]
 # ## Collectives of 64 MB on H100s
 # In a node V (N - 1)/(N W), beyond it the slowest level. Look at the AllToAll from 8 to 16 GPUs: it cannot be done
 # level by level, and every byte for another node leaves over 50e9 bytes/s a GPU.
@@ -174,6 +186,8 @@ page.answers([
     Answer("3.1 cables of a node", "400", leaf["node_bw"] / GB, "GB/s"),
     Answer("3.1 leaf switches, half of their ports, for each node", "400",
            leaf["switch_bw"] / 2 / units[1] / GB, "GB/s"),
+    Answer("3.1 32 ports of a leaf switch, '32 * 400 / 8'", "12.8", LEAF.ports / 2 * cable / TB, "TB/s",
+           erratum="those of all eight switches of an SU; one has 1.6"),
     Answer("3.1 cables of an SU to the spine", "12.8", SPINE.child_bw / TB, "TB/s"),
     Answer("3.1 spine switches", "51.2", spine["switch_bw"] / TB, "TB/s", "400 GB/s for each of 128 nodes"),
     Answer("3.2 spine switches for 2048 GPUs", "32", enough(2048, ports)),

@@ -39,8 +39,10 @@ for hw in map(chip, GPUS):
     peaks = dict(hw.peaks)
     rates = [peaks.get(dtype) for dtype in ("bf16", "fp8", "fp4")]
     alpha = f"{peaks['bf16'] / hw.hbm_bw:.0f}" if "bf16" in peaks else "-"
-    rows.append((hw.name, hw.sms, *cells(hw.smem_bytes, hw.l2_bytes, hw.hbm_bytes, hw.hbm_bw, *rates), alpha))
-page.table(rows, ["GPU", "SMs", "SMEM\nan SM", "L2", "HBM", "HBM/s", "bf16", "fp8", "fp4", "C/W"])
+    clock = f"{hw.clock_base / 1e9:.2f}-{hw.clock / 1e9:.2f}" if hw.clock_base and hw.clock else "-"
+    sizes = cells(hw.smem_bytes / 1e3, hw.l2_bytes, hw.hbm_bytes, hw.hbm_bw)
+    rows.append((hw.name, clock, hw.sms, *sizes, *cells(*rates), alpha))
+page.table(rows, ["GPU", "GHz", "SMs", "SMEM\nkB", "L2", "HBM", "HBM/s", "bf16", "fp8", "fp4", "C/W"])
 
 # %% [markdown]
 # ## GPUs vs. TPUs at the chip level
@@ -130,6 +132,7 @@ page.answers([
     Answer("1.5 SMEM of an H100", "33", smem["h100"] / MB, "MB"),
     Answer("1.5 SMEM and registers of an H100", "66", (smem["h100"] + registers) / MB, "MB", rounded=(
         2 * 33, "33 for each")),
+    Answer("1.5 VMEM of a TPU", "120", V5P.sram_bytes / 2**20, "MiB", erratum="128, as in the comparison and Part 2"),
     Answer("1.6 clock of a B200 with 80 TFLOPs/s of FMA", "2.1", 80e12 / (2 * cores["b200"]) / 1e9, "GHz"),
     Answer("1.7 intensity of fp32 add", "0.083", add[1024].intensity, "FLOPs/B", "1/12"),
     Answer("1.7 intensity of the CUDA cores", "10", vector / memory, "FLOPs/B"),

@@ -59,7 +59,7 @@ PINNED = {
     "05_tp": {},
     "05_fsdp_tp": {},
     "05_pp": {},
-    "05_pods": {"two pods: batch per chip": 1e6 / 8960},
+    "05_pods": {"the same in the Takeaways": 4.59e14 / 6.25e9, "two pods: batch per chip": 1e6 / 8960},
     "05_context": {
         "v5p, one way along one axis, G = 16: from T/C =": 2 * 4.59e14 / 9e10 / 16,
         "H100 within a node, G = 16: from T/C =": 2 * 990e12 / 450e9 / 16,
@@ -89,7 +89,11 @@ PINNED = {
         "7 TP: reading its weights from HBM": 1e6 * 2 * 2 * 2**13 * 2**15 / 4 / 8.2e11,
         "7 TP: bound by": "HBM",
     },
-    "03_collectives": {},
+    "03_collectives": {
+        "10.3 AllToAll over AllGather, one way": 1 / 2,
+        "10.4 AllGather both ways over one way": 16 / 31,
+        "10.5 AllToAll both ways over one way": 1 / 8 / (31 / 64),
+    },
     "03_timings": {
         "Pop quiz 2: AllGather_Y([E_Y, F]), were it a ring": 1e6 * 2 * 2048 * 8192 / 9e10,
         "2.2 one axis after the other": 1e6 * (2 * 1024 * 4096 / 4 + 2 * 1024 * 4096) / 9e10,
@@ -109,6 +113,7 @@ PINNED = {
         "FLOPs of the vocabulary over BTDV": 6,
     },
     "04_problems": {
+        "Block remat: FLOPs over params x tokens": 6 + 2 * 33 / 35,  # all of a forward but the unembedding
         "Full activations by what autograd holds, F = 4D": 4e6 * 64 * (24 * 8192 + 64) * 2 / 1e12,
         "Big matmuls only, F = 4D": 4e6 * 64 * 13 * 8192 * 2 / 1e12,
         "1 params": 64 * (3 * 4096 * 16384 + 4 * 4096**2 + 2 * 4096) + 2 * 4096 * 32000 + 4096,
@@ -303,10 +308,12 @@ PINNED = {
         "HBM bandwidth of a B200, in the text": 8e12,
         "Comparison: SMEM of an H100": 132 * 256e3 / 1e6,
         "Comparison: vector registers of a v5p": 2 * 64 * 8 * 128 * 4 / 1024,
+        "1.5 VMEM of a TPU": 128,
         "1.5 SMEM and registers of an H100": (132 * 256e3 + 132 * 4 * 16384 * 4) / 1e6,
         "1.7 adding N = 1024": 1e9 * 12 * 1024 / 3.35e12,
     },
     "12_gpu_networks": {
+        "3.1 32 ports of a leaf switch, '32 * 400 / 8'": 32 * 400 / 8 / 1000,
         "AllToAll over 2 nodes against 1: more than": (1 / 4 / 400) / (7 / 64 / 450),
         "Collective bandwidth of a node: bisection x 2/N": 2 * 3600 / 8,
     },
@@ -332,7 +339,8 @@ PINNED = {
         "TP only on 4x4x4 (figure): constant ratio": 3 * 30_000 / (64 * 2550),
         "the plotted 512 x 8 crosses the matmuls at (text: 4e5)": 4096 * 2550 / (8 * 2),
         "256 x 16 with M_Y = 1 is compute-bound from": "inf",  # Y alpha / F = 1.25
-        "Pods: smallest batch per slice, in the Takeaways": 4.59e14 / 6.25e9,
+        "FSDP alone needs so many times as many": 850 * 2 * 32768 / 2550**2,
+        "256 x 16, 'the minimum', has the best X at batch": 256**2 * 32768 / (2 * 4096),
         "recipe of a pod: 1M tokens, X = 1024, Y = 8 is bound by": "X",  # 1024 x 2550 / (2 x 1e6) = 1.31
         "recipe with 512 x 16: the longer of both over the matmuls": 16 * 2550 / 30_000,
         "recipe at the best X of 8,192 chips": (2 * 1e6 * 8192 / 30_000) ** 0.5,
