@@ -8,13 +8,15 @@ anything with `.sizes`, `.coord` and `.device`; on an AbstractMesh, whose device
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import index
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from scaling.spec import ShardingError, Spec, dtype_bytes, parse
+from scaling.spec import ShardingError, Spec, dtype_bytes, mesh_sizes, parse
 
 CHUNK = 1 << 18  # elements generated at a time by `init`: what bounds its extra memory
 
@@ -86,6 +88,8 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
     to the bit whatever the mesh, and also on CPU and CUDA. `device` is the mesh's unless given.
     """
     device = torch.device(mesh.device if device is None else device)
+    if not dtype.is_floating_point:
+        raise ShardingError(f"init: {dtype} would cut the values off\n  fix: give a dtype of floats")
     made = []
     for where, how, spec in paired(inits, specs):
         _no_partial_sums(where, spec)
@@ -103,13 +107,20 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
 
 
 def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str = "") -> None:
-    """ShardingError that names the leaf's place unless every leaf is a tensor of its spec's local shape (and dtype).
+    """ShardingError that names the leaf's place unless every leaf is a tensor of its spec's local shape (and dtype),
+    and all are on one device.
 
     `fix`: the call that would have made the tree; by default `tree.shard`, for a leaf that is whole.
     """
+    found = leaves(tree)
+    wanted = _local_shapes(tuple(leaves(specs)), tuple(sizes.items()), tuple(mesh_sizes(mesh).items()))
+    device = found[0].device if found and isinstance(found[0], Tensor) else None
+    alike = (_is_like(leaf, shape, dtype, device) for leaf, shape in zip(found, wanted, strict=False))
+    if structure(tree) == structure(specs) and all(alike):
+        return
     for where, leaf, spec in paired(tree, specs, name):
         if not isinstance(leaf, Tensor):
-            raise ShardingError(f"{where}: must be a tensor typed {spec}; found {type(leaf).__name__}")
+            raise ShardingError(_no_tensor(where, leaf, spec))
         if tuple(leaf.shape) != (wanted := spec.local_shape(sizes, mesh)):
             whole = spec.global_shape(sizes)
             shard = "tree.shard(tree, specs, mesh)" if tuple(leaf.shape) == whole else "give an array of that shape"
@@ -118,7 +129,22 @@ def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str =
                 f"  fix: {fix or shard}"
             )
         if dtype is not None and leaf.dtype != dtype:
-            raise ShardingError(f"{where}: {spec} must have the dtype {dtype}; found {leaf.dtype}")
+            what = f"{where}: {spec} must have the dtype {dtype}; found {leaf.dtype}"
+            raise ShardingError(f"{what}\n  fix: convert it, .to({dtype})")
+        if leaf.device != device:
+            what = f"{where}: {spec} is on {leaf.device}, another leaf on {device}"
+            raise ShardingError(f"{what}\n  fix: move it, .to({str(device)!r})")
+
+
+@lru_cache(maxsize=1024)
+def _local_shapes(specs: tuple, sizes: tuple, mesh: tuple) -> list[tuple[int, ...]]:
+    """Worked out once: a step of training or decoding checks its params each time."""
+    return [parse(spec).local_shape(dict(sizes), dict(mesh)) for spec in specs]
+
+
+def _is_like(leaf: Any, shape: tuple[int, ...], dtype, device) -> bool:
+    like = isinstance(leaf, Tensor) and leaf.shape == shape and leaf.device == device
+    return like and (dtype is None or leaf.dtype == dtype)
 
 
 def nbytes(tree) -> int:
@@ -139,12 +165,16 @@ def unflatten(like, new_leaves: list) -> Any:
 def _shard(where: str, whole: Tensor, spec: Spec, mesh) -> Tensor:
     _no_partial_sums(where, spec)
     if not isinstance(whole, Tensor):
-        raise ShardingError(f"{where}: must be a tensor typed {spec}; found {type(whole).__name__}")
+        raise ShardingError(_no_tensor(where, whole, spec))
     try:
         ranges = spec.slices(whole.shape, mesh, mesh.coord)
     except ShardingError as error:
         raise ShardingError(f"{where}: {error}") from None
     return whole[ranges].clone(memory_format=torch.contiguous_format)
+
+
+def _no_tensor(where: str, leaf: Any, spec: Spec) -> str:
+    return f"{where}: must be a tensor typed {spec}; found {type(leaf).__name__}\n  fix: torch.as_tensor(...)"
 
 
 def _no_partial_sums(where: str, spec: Spec) -> None:
@@ -178,7 +208,11 @@ MEAN, SIGMA = 8 * 65535 / 2, math.sqrt(8 * (65536**2 - 1) / 12)
 
 
 def key(seed: int, where: str) -> int:
-    """Where the counters of one array begin."""
+    """Where the counters of one array begin. ValueError unless the seed is a whole number."""
+    try:
+        seed = index(seed)
+    except TypeError:
+        raise ValueError(f"seed = {seed!r}: must be a whole number\n  fix: give an int") from None
     return int.from_bytes(hashlib.sha256(f"{seed} {where}".encode()).digest()[:8], "little", signed=True)
 
 

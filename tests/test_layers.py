@@ -17,7 +17,7 @@ import scaling
 ROOT = Path(scaling.__file__).parent
 ROOMS = [  # each imports only from those before it
     {"spec"},
-    {"sizes"},
+    {"sizes", "arguments"},
     {"algebra", "schedules", "hardware", "console"},
     {"configs"},
     {"cost", "check"},
@@ -38,7 +38,20 @@ ROOMS = [  # each imports only from those before it
     {"book"},
     {"__main__"},
 ]
-NO_TORCH = {"spec", "sizes", "algebra", "schedules", "hardware", "console", "configs", "cost", "check", "show", "plan"}
+NO_TORCH = {
+    "spec",
+    "sizes",
+    "arguments",
+    "algebra",
+    "schedules",
+    "hardware",
+    "console",
+    "configs",
+    "cost",
+    "check",
+    "show",
+    "plan",
+}
 TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.plan.layer", "scaling.show.params"}
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "counted", "predict", "transformer_step")}
 OPTIONAL = {

@@ -12,7 +12,7 @@ Each chip has one link of `link_bw` bytes/s each way per neighbour: two per ring
 import math
 from collections.abc import Sequence
 
-from scaling.cost.checks import not_negative, one_of, whole
+from scaling.arguments import not_negative, one_of, whole
 from scaling.hardware import Chip, check_slice
 
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")

@@ -14,10 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scaling.arguments import one_of, positive
 from scaling.configs import Config
 from scaling.cost import collectives as torus
 from scaling.cost import gpu
-from scaling.cost.checks import one_of, positive
 from scaling.hardware import Chip
 from scaling.spec import ShardingError, dtype_bytes
 

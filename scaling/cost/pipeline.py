@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from scaling.cost.checks import one_of, positive, whole
+from scaling.arguments import one_of, positive, whole
 from scaling.cost.layers import Cost, LayerShape, Links, layer, layer_bytes
 from scaling.spec import dtype_bytes
 

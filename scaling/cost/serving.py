@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from scaling.arguments import not_negative, positive, whole
 from scaling.configs import Config
 from scaling.cost import transformer as tm
-from scaling.cost.checks import not_negative, positive, whole
 from scaling.hardware import Chip
 from scaling.spec import dtype_bytes
 

@@ -19,6 +19,7 @@ from scaling import tree
 from scaling.configs import Config
 from scaling.models import moe
 from scaling.models.attention import sdpa
+from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.models.module import Stateless
 from scaling.models.params import (
     EXPERTS,
@@ -95,16 +96,21 @@ def forward(
 def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, config: Config, segments: Tensor | None):
     """(logits, the experts' losses): `forward`, and the sum over layers of aux_coef * balance + z_coef * z."""
     if remat not in REMAT:
-        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+        raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(REMAT)}")
     if config.moe and remat == "matmuls":
         raise ValueError('remat="matmuls" cannot be used with experts\n  fix: choose remat="block" or "none"')
     check_computed(config)
-    if (L := len(params["layers"]["W_Q"])) != config.L:
-        raise ValueError(f"{config.name}: the params have {L} layers, but the config has {config.L}")
+    check_ids("tokens", tokens)
+    if segments is not None:
+        check_segments(segments, tokens.shape)
+    if not torch.compiler.is_compiling():
+        check_params(params, config)
     try:
         x = F.embedding(tokens, params["embed"])
     except IndexError:
-        raise ValueError(f"tokens must lie in 0..{len(params['embed']) - 1}: that is the vocabulary") from None
+        raise ValueError(
+            f"tokens must lie in 0..{len(params['embed']) - 1}: that is the vocabulary\n  fix: give other ids"
+        ) from None
     positions = torch.arange(tokens.shape[1], device=tokens.device) if segments is None else restarted(segments)
     rope = tables(positions, config.H, config.theta, config.rope_scaling, x.dtype)
     steps = {w: _step(config, remat, attention, w, segments, rope) for w in set(config.windows)}
@@ -166,11 +172,18 @@ def loss(
     `scaling.strategies.transformer.loss_and_grads`. segments[B, T], or [B, T + 1] beside
     the tokens: the ids of packed documents. The rest as in `forward`.
     """
-    if segments is not None:
-        segments = segments[:, : tokens.shape[1] - 1]
-    logits, extra = _forward(params, tokens[:, :-1], remat, attention, config or config_of(params), segments)
+    check_ids("tokens", tokens)
+    if tokens.shape[1] < 2:
+        raise ValueError(f"tokens {list(tokens.shape)} hold no next token\n  fix: give tokens[B, T + 1], T at least 1")
+    inside, wanted = tokens[:, :-1], tokens[:, 1:]
+    check_range("tokens", wanted, len(params["embed"]))
+    if weights is not None:
+        check_weights(weights, wanted.shape)
+    if isinstance(segments, Tensor) and segments.shape == tokens.shape:
+        segments = segments[:, :-1]
+    logits, extra = _forward(params, inside, remat, attention, config or config_of(params), segments)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    ce = -wide.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    ce = -wide.log_softmax(-1).gather(-1, wanted[..., None])[..., 0]
     if weights is None:
         return ce.mean() + extra
     w = weights.to(wide.dtype)

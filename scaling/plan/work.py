@@ -7,9 +7,9 @@ the strategies run. The planner knows a model by its `Work` alone.
 from dataclasses import dataclass
 from functools import lru_cache
 
+from scaling.arguments import whole
 from scaling.configs import Config
 from scaling.cost import transformer as tm
-from scaling.cost.checks import whole
 
 REMAT = ("none", "gather", "matmuls", "block")  # the more to the right, the less is saved and the more computed again
 

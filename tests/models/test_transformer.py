@@ -245,7 +245,7 @@ def test_tokens_outside_the_vocabulary_are_refused():
     for bad in (SMALL.V, -1):
         with pytest.raises(ValueError, match=r"tokens must lie in 0\.\.49"):
             transformer.forward(params, tokens.clone().index_fill_(1, torch.tensor([3]), bad))
-        with pytest.raises(RuntimeError, match="out of bounds"):
+        with pytest.raises(ValueError, match=r"tokens must lie in 0\.\.49"):
             transformer.loss(params, tokens.clone().index_fill_(1, torch.tensor([12]), bad))
     with pytest.raises(ValueError, match="give config="):
         transformer.forward(shaken(EXPERTS), tokens)
@@ -278,7 +278,7 @@ def test_the_norm_written_out_has_both_derivatives():
 
 def test_a_config_that_is_not_these_params_or_not_computed_is_refused():
     params, tokens = transformer.init(SMALL), tokens_of(SMALL)
-    with pytest.raises(ValueError, match="the params have 3 layers, but the config has 2"):
+    with pytest.raises(ValueError, match=r"has the shape \(2, .* found \(3, "):
         transformer.loss(params, tokens, config=SMALL.with_(L=2))
     with pytest.raises(ValueError, match=r"small: not computed here: rope_scaling of type 'yarn'"):
         transformer.loss(params, tokens, config=SMALL.with_(rope_scaling=RopeScaling("yarn", 2.0)))

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling.arguments import not_negative, one_of, positive, whole
 from scaling.collectives import einsum
 from scaling.configs import Config
+from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.spec import ShardingError
 from scaling.strategies.axes import all_reduce
+from scaling.strategies.context.layout import FORMS
 from scaling.strategies.tape import vjp
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms, embed, head
@@ -27,6 +30,7 @@ def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
 
     On stages, layers lie in the order of the `schedule`, padded with zeros to a whole number a virtual stage.
     """
+    check_params(params, config)
     slots = slots_of(config, mesh, schedule)
     arranged = params | {"layers": tree.map(lambda W: arranged_layers(W, slots), params["layers"])}
     return tree.shard(arranged, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
@@ -74,12 +78,18 @@ def loss_and_grads(
     """
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check(tokens, targets, config, mesh, microbatches, remat, context)
-    terms = Terms(config.V, label_smoothing, z_loss)
+    positive(scale=scale)
+    if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
+        raise ValueError(f"sums = {sums!r}: gradients are added up in floats\n  fix: give torch.float32, or None")
+    terms = stated_terms(config, label_smoothing, z_loss)
     given = weights, segments, microbatches, ignore_index, context, sums, schedule
     if config.dropout and (seed is None or torch.compiler.is_compiling()):
         fix = "give seed=, another in each step" if seed is None else "run it without torch.compile"
         raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
     problem, (tokens, targets, w) = stated(params, tokens, targets, config, mesh, stored, terms, *given, seed)
+    if schedule is not None and "Z" not in mesh.sizes:
+        raise ShardingError(f"schedule={schedule!r:.60} on {mesh}, which has no stages\n  fix: give the mesh an axis Z")
+    params = tree.map(Tensor.detach, params)
     run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
     loss, grads = run(problem._replace(scale=scale), params, tokens, targets, w * scale, remat, schedule)
     if scale != 1:
@@ -108,10 +118,18 @@ def loss(
     pass."""
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check(tokens, targets, config, mesh, 1, "none", context)
-    terms = Terms(config.V, label_smoothing, z_loss)
+    terms = stated_terms(config, label_smoothing, z_loss)
     given = weights, segments, 1, ignore_index, context, None, schedule
     problem, batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
     return forward_loss(problem, params, *batch, schedule)
+
+
+def stated_terms(config: Config, label_smoothing: float, z_loss: float) -> Terms:
+    """ValueError for a share of the loss outside 0..1, or a coefficient below 0."""
+    not_negative(label_smoothing=label_smoothing, z_loss=z_loss)
+    if label_smoothing > 1:
+        raise ValueError(f"label_smoothing = {label_smoothing!r}: is a share\n  fix: give a number from 0 to 1")
+    return Terms(config.V, label_smoothing, z_loss)
 
 
 def stated(
@@ -135,9 +153,17 @@ def stated(
     if not torch.compiler.is_compiling():
         sizes = config.sizes | {"L": len(slots_of(config, mesh, schedule))}
         fix = "transformer.shard(params, config, mesh, ...), with the same zero and schedule"
-        tree.check(params, stored, sizes, mesh, fix=fix)
+        dtype = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
+        tree.check(params, stored, sizes, mesh, dtype, fix=fix)
+        if not params["embed"].is_floating_point():
+            raise ValueError(f"the params are {dtype}: training is in floats\n  fix: convert them, .to(torch.float32)")
+    if weights is not None:
+        check_weights(weights, targets.shape)
+    if segments is not None:
+        check_segments(segments, targets.shape)
     w = (targets != ignore_index).to(torch.float32) if weights is None else weights
     w = w.to(torch.promote_types(params["embed"].dtype, torch.float32)) * (targets != ignore_index)
+    check_range("targets", targets, config.V, w)
     total = einsum("w[B_PXE, T_C] -> total[] {U_PXEC}", w)
     total = all_reduce("total[] {U_PXEC} -> total[]", total, mesh)
     w = w / torch.where(total == 0, 1, total)
@@ -176,8 +202,9 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
 
 def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: int, remat: str, context: str) -> None:
     """ValueError or ShardingError, before anything is sent, for a batch that does not fit the model or the mesh."""
-    if remat not in REMAT:
-        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+    one_of("remat", remat, REMAT)
+    one_of("context", context, FORMS)
+    whole(microbatches=microbatches)
     if config.moe and remat not in ("none", "block"):
         raise ValueError(f'remat="{remat}" cannot be used with experts\n  fix: choose remat="block" or "none"')
     if config.moe and config.capacity is not None and context == "zigzag" and mesh.sizes.get("C", 1) > 1:
@@ -185,10 +212,13 @@ def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: i
             f"{config.name}: experts with a capacity keep the first tokens of the batch, but zig-zag reorders them\n"
             '  fix: choose context="ring", or capacity=None'
         )
-    if tokens.shape != targets.shape or tokens.dim() != 2:
-        raise ValueError(f"tokens {tuple(tokens.shape)} and targets {tuple(targets.shape)} must both be [B, T]")
+    check_ids("tokens", tokens)
+    check_ids("targets", targets, tokens.shape)
     if len(tokens) % microbatches:
-        raise ValueError(f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size")
+        raise ValueError(
+            f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size\n"
+            f"  fix: give a number of rows that {microbatches} divides"
+        )
     if tokens.shape[1] % mesh.sizes.get("Y", 1):
         raise ShardingError(
             f"x[B, T_CY, D]: {tokens.shape[1]} tokens of each sequence on a rank do not divide over Y="
@@ -201,5 +231,4 @@ def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: i
                 f"{config.name}: {why}, which a compiled graph cannot express\n  fix: run it without torch.compile"
             )
         return
-    if not tokens.is_meta and len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < config.V):
-        raise ValueError(f"tokens must lie in 0..{config.V - 1}: that is the vocabulary of {config.name}")
+    check_range("tokens", tokens, config.V)

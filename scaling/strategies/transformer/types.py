@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from scaling import tree
+from scaling.arguments import one_of
 from scaling.configs import Config
 from scaling.models import transformer
 from scaling.spec import ShardingError, parse
@@ -53,6 +54,7 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     the KV heads that its query heads see. ShardingError for an axis that a Transformer cannot use, and where heads,
     features, vocabulary or experts do not divide.
     """
+    one_of("zero", zero, (0, 1, 2, 3))
     check_mesh(config, mesh)
     wanted = transformer.specs_of(config)
     table = STORED | {"layers": STORED["layers"] | (EXPERTS if config.moe else {})}

@@ -1,0 +1,80 @@
+"""What a Transformer is given, checked before it is used: the ids, weights and segments of a batch, and params.
+
+What torch would broadcast, cast or cut off is refused: each of these would be a loss of another batch or model.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling._torch import is_wrapped, modes
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.models.params import specs_of
+
+IDS = (torch.int64, torch.int32)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether x has values that may be looked at now: it is no tracer's, and not on the meta device."""
+    return not (torch.compiler.is_compiling() or x.is_meta or is_wrapped(x) or modes())
+
+
+def check_ids(name: str, ids: Any, shape: tuple[int, ...] | None = None) -> None:
+    """ValueError unless `ids` is a tensor [B, T] of int64 or int32, of this shape if one is given."""
+    if not isinstance(ids, Tensor) or ids.dtype not in IDS:
+        found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(
+            f"{name} must be a tensor of int64 or int32; got {found}\n  fix: give torch.as_tensor(...).long()"
+        )
+    if ids.dim() != 2:
+        raise ValueError(f"{name} must be [B, T]; got {list(ids.shape)}\n  fix: give a row for each sequence")
+    if shape is not None and ids.shape != shape:
+        raise ValueError(
+            f"{name} must be {list(shape)}, as the tokens; got {list(ids.shape)}\n  fix: one for each token"
+        )
+
+
+def check_range(name: str, ids: Tensor, V: int, counts: Tensor | None = None) -> None:
+    """ValueError unless the ids lie in the vocabulary, where values can be read; `counts`: those that matter."""
+    if not readable(ids) or not ids.numel():
+        return
+    low, high = torch.aminmax(ids)
+    if int(low) >= 0 and int(high) < V:
+        return
+    outside = (ids < 0) | (ids >= V)
+    if counts is not None and readable(counts):
+        outside = outside & (counts != 0)
+    if bool(outside.any()):
+        found = int(ids[outside][0])
+        raise ValueError(f"{name} must lie in 0..{V - 1}: that is the vocabulary; found {found}\n  fix: give other ids")
+
+
+def check_weights(weights: Any, shape: tuple[int, ...]) -> None:
+    """ValueError unless `weights` is a real tensor of this shape [B, T]: nothing is broadcast."""
+    what = f"{weights.dtype} {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+    if not isinstance(weights, Tensor) or weights.is_complex() or weights.shape != shape:
+        raise ValueError(f"weights must be real numbers of shape {list(shape)}; got {what}\n  fix: one for each target")
+
+
+def check_segments(segments: Any, shape: tuple[int, ...]) -> None:
+    """ValueError unless `segments` is a tensor of integers of this shape [B, T]."""
+    what = f"{segments.dtype} {list(segments.shape)}" if isinstance(segments, Tensor) else type(segments).__name__
+    real = not isinstance(segments, Tensor) or segments.is_floating_point() or segments.is_complex()
+    if real or segments.dtype == torch.bool or segments.shape != shape:
+        raise ValueError(
+            f"segments must be integers of shape {list(shape)}; got {what}\n"
+            "  fix: give the number of the document that each token belongs to"
+        )
+
+
+_types = lru_cache(maxsize=256)(specs_of)
+
+
+def check_params(params: Any, config: Config) -> None:
+    """ValueError, naming the leaf, unless these are the whole params of this model."""
+    fix = "give the config of these params, or params of this one: models.transformer.init(config)"
+    tree.check(params, _types(config), config.sizes, AbstractMesh({}), fix=fix)
