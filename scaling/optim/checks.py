@@ -1,6 +1,8 @@
 """What an update refuses: trees that do not belong together, partial sums, donated tensors that share memory."""
 
 from itertools import pairwise
+from math import inf
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -9,6 +11,8 @@ from scaling import tree
 from scaling._torch import constant
 from scaling.collectives.buffers import extent, overlap, overlaps_itself
 from scaling.spec import ShardingError, parse
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 
 
 def refuse_partial(where: str, spec) -> None:
@@ -28,7 +32,8 @@ def check_reduced(grads, specs, mesh) -> None:
         if mesh is not None:
             spec.check_axes(mesh)
         if grad.dim() != len(spec.dims):
-            raise ShardingError(f"{where}: {spec} has {len(spec.dims)} dims, but the gradient {tuple(grad.shape)}")
+            what = f"{where}: {spec} has {len(spec.dims)} dims, but the gradient {tuple(grad.shape)}"
+            raise ShardingError(f"{what}\n  fix: give each gradient its own type")
 
 
 @constant
@@ -40,12 +45,36 @@ def _check_constant_specs(specs, sizes) -> None:
 
 
 def check_like(params, **trees) -> None:
-    """ValueError that names the leaf at which one of these trees is not like `params`, in names and in shapes."""
+    """ValueError that names the leaf at which one of these trees is not like `params`, in names, shapes and device, or
+    that is not of floats: torch would cast it, and copy anything at all from the device meta."""
     places = _places if torch.compiler.is_compiling() else tree.structure
-    shapes, wanted = [p.shape for p in tree.leaves(params)], places(params)
+    (wanted, device), shape = _kinds(params, "params"), places(params)
     for what, found in trees.items():
-        if [g.shape for g in tree.leaves(found)] != shapes or places(found) != wanted:
+        if _kinds(found, what) != (wanted, device) or places(found) != shape:
             _refuse_unlike(found, params, what)
+
+
+def _kinds(part, what: str) -> tuple[list, list]:
+    """(the shapes, the devices) of a tree's leaves, all of them tensors of floats."""
+    leaves = tree.leaves(part)
+    if not all(map(_is_floats, leaves)):
+        check_floats(part, what)
+    return [leaf.shape for leaf in leaves], [leaf.device for leaf in leaves]
+
+
+def _is_floats(leaf) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype in FLOATS and leaf.layout is torch.strided
+
+
+def check_floats(part, what: str) -> None:
+    """ValueError that names the first leaf which is no dense tensor of floats."""
+    for where, leaf in tree.named_leaves(part, what).items():
+        if not _is_floats(leaf):
+            found = f"{leaf.layout} of {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise ValueError(
+                f"{where} is {found}: params, gradients and moments are dense tensors of floats\n"
+                "  fix: convert it, .to(torch.float32), or leave it out of the tree"
+            )
 
 
 def _places(part):
@@ -64,6 +93,9 @@ def _refuse_unlike(found, params, what: str) -> None:
             raise ValueError(
                 f"{where} has shape {g}, its param {p}\n  fix: give gradients and a state made for these params"
             )
+        at, wanted_at = found[where].device, wanted[where].device
+        if at != wanted_at:
+            raise ValueError(f"{where} is on {at}, its param on {wanted_at}\n  fix: move it, .to({str(wanted_at)!r})")
 
 
 def check_apart(params, state, grads) -> None:
@@ -97,7 +129,19 @@ def _refuse_shared(params, state, grads) -> None:
         begun.append((end, i))
 
 
+def check_state(state, kept, moments: tuple[str, ...]) -> None:
+    """ValueError unless the state counts its steps in one int64, and its moments have the dtypes of what they move."""
+    dtypes, step = [p.dtype for p in tree.leaves(kept)], state["step"]
+    for name in moments:
+        if [m.dtype for m in tree.leaves(state[name])] != dtypes:
+            raise ValueError(f'state["{name}"] has other dtypes than the params\n  fix: give a state made for these')
+    if not isinstance(step, Tensor) or step.dtype != torch.int64 or step.dim():
+        raise ValueError(f'state["step"] = {step!r:.60}: is an int64[]\n  fix: give the state that init or update made')
+
+
 def at_least_zero(**values: "float | Tensor") -> None:
+    """ValueError that names the first value which is not a finite number of at least 0."""
     for name, value in values.items():
-        if not value >= 0:  # nor NaN
-            raise ValueError(f"{name} must be at least 0; got {value}")
+        number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+        if not number or isinstance(value, bool) or not 0 <= value < inf:  # nor NaN
+            raise ValueError(f"{name} must be at least 0; got {value!r:.60}\n  fix: give a finite number")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_reduce
-from scaling.optim.checks import at_least_zero, refuse_partial
+from scaling.optim.checks import at_least_zero, check_floats, check_reduced, refuse_partial
 from scaling.optim.rules import Optimizer
 from scaling.spec import format_axes, mesh_sizes, parse
 
@@ -15,9 +15,10 @@ from scaling.spec import format_axes, mesh_sizes, parse
 def chain(*parts) -> Optimizer:
     """As optax.chain: gradients pass through each part, a function `(grads, specs, mesh) -> grads` such as `clip`, and
     then to the last one, an optimizer, whose state is the chain's."""
-    *before, last = parts
-    if not isinstance(last, Optimizer) or any(isinstance(part, Optimizer) for part in before):
-        raise ValueError("chain takes functions of gradients, and one optimizer, which comes last")
+    *before, last = parts or (None,)
+    if not isinstance(last, Optimizer) or any(isinstance(p, Optimizer) or not callable(p) for p in before):
+        given = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(f"chain({given}): takes functions of gradients\n  fix: and one optimizer, which comes last")
 
     def update(grads, state, params, *, donate=False, specs=None, mesh=None):
         for part in before:
@@ -50,6 +51,7 @@ def clip_by_global_norm(grads, specs, mesh, max_norm: float, eps: float = 1e-6):
 
 def scaled_to(grads, norm: Tensor, max_norm: float, eps: float = 1e-6, donate: bool = False):
     """Gradients of this norm times min(1, max_norm / (norm + eps)); with `donate` in their own buffers."""
+    at_least_zero(max_norm=max_norm, eps=eps)
     scale = (max_norm / (norm + eps)).clamp(max=1.0)
     return tree.map(lambda g: g.mul_(scale.to(g.dtype)) if donate else g * scale.to(g.dtype), grads)
 
@@ -62,7 +64,8 @@ def global_norm(grads, specs, mesh) -> Tensor:
     specs must be strings.
     """
     if not torch.compiler.is_compiling():
-        tree.paired(grads, specs, "grads")
+        check_reduced(grads, specs, mesh)
+        check_floats(grads, "grads")
     parts: dict[str, list[Tensor]] = {}
     for axes, grad in zip(mesh.constant(_split_over, specs), tree.leaves(grads), strict=True):
         parts.setdefault(axes, []).append(grad)

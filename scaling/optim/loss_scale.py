@@ -8,6 +8,7 @@ in a step that is skipped, and doubled after so many good steps.
 import torch
 
 from scaling import tree
+from scaling.arguments import flag, positive, whole
 from scaling.optim.rules import Optimizer
 
 
@@ -19,8 +20,14 @@ def loss_scaled(
     Its `update` takes gradients that the scale has been divided out of, and `finite`: whether those of all ranks are,
     which must be the same on every rank. If not, params and the rule's state stay as they are.
     """
-    if not (first > 0 and growth > 1 and 0 < backoff < 1 and interval > 0):
-        raise ValueError(f"first={first} > 0, growth={growth} > 1, 0 < backoff={backoff} < 1, interval={interval} > 0")
+    positive(first=first, growth=growth, backoff=backoff)
+    whole(interval=interval)
+    if not (growth > 1 and backoff < 1):
+        raise ValueError(
+            f"growth={growth}, backoff={backoff}: a scale grows and backs off\n  fix: growth > 1 > backoff"
+        )
+    if not isinstance(rule, Optimizer):
+        raise ValueError(f"loss_scaled({type(rule).__name__})\n  fix: give an optimizer, such as adamw(1e-3)")
 
     def init(params):
         device = next(iter(tree.leaves(params)), torch.empty(0)).device
@@ -28,6 +35,9 @@ def loss_scaled(
         return rule.init(params) | {"scale": scale, "good": torch.zeros((), dtype=torch.int64, device=device)}
 
     def update(grads, state, params, *, finite: bool, **options):
+        flag(finite=finite)
+        if not {"scale", "good"} <= set(state):
+            raise ValueError(f"the state holds {list(state)}, and no scale\n  fix: make it by this optimizer's init")
         scale, good = state["scale"], state["good"] + 1
         if not finite:
             return params, state | {"scale": scale * backoff, "good": torch.zeros_like(good)}

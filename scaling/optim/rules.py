@@ -8,8 +8,9 @@ from torch import Tensor
 
 from scaling import tree
 from scaling._torch import fused_adamw_
+from scaling.arguments import flag
 from scaling.collectives.buffers import extent, overlaps_itself
-from scaling.optim.checks import at_least_zero, check_apart, check_like, check_reduced
+from scaling.optim.checks import at_least_zero, check_apart, check_floats, check_like, check_reduced, check_state
 
 Schedule = float | Callable[[Tensor], "Tensor | float"]  # of the number of updates made so far, a 0-dim float64 tensor
 
@@ -38,8 +39,9 @@ def sgd(lr: Schedule, momentum=0.0, weight_decay=0.0, nesterov=False, master=Fal
     `mask`: which leaves decay, a tree of bools like params, or a function of params that gives one; by default all.
     """
     at_least_zero(momentum=momentum, weight_decay=weight_decay)
+    flag(nesterov=nesterov)
     if nesterov and not momentum:
-        raise ValueError("nesterov needs a momentum above 0")
+        raise ValueError("nesterov needs a momentum above 0\n  fix: give one, or nesterov=False")
 
     def step(p, g, *moment, count, rate, decay):  # no fused kernel: on CPU it is wrong in bfloat16 (pytorch#191763)
         for i in range(len(p)):
@@ -65,10 +67,13 @@ def adamw(lr: Schedule, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, master=
     are float32 too. That is 2 + 12 bytes a parameter; Part 5 counts 2 + 8, without the copies.
     `mask`: which leaves decay, a tree of bools like params, or a function of params that gives one; by default all.
     """
-    b1, b2 = betas
     at_least_zero(eps=eps, weight_decay=weight_decay)
-    if not (0 <= b1 < 1 and 0 <= b2 < 1):
-        raise ValueError(f"betas must lie in [0, 1); got {betas}")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers; got {betas!r}\n  fix: give (0.9, 0.999), say")
+    b1, b2 = betas
+    at_least_zero(b1=b1, b2=b2)
+    if not (b1 < 1 and b2 < 1):
+        raise ValueError(f"betas must lie in [0, 1); got {betas}\n  fix: give (0.9, 0.999), say")
 
     def step(p, g, m, v, *, count, rate, decay):
         if _fused(p, rate) and _laid_out_alike(p, m, v):
@@ -101,8 +106,10 @@ def _optimizer(step: Callable, lr: Schedule, weight_decay: float, moments: tuple
     """`step(p, g, *moments, count, rate, decay)` updates lists of tensors of one device and dtype in place."""
     if not callable(lr):
         at_least_zero(lr=lr)
+    flag(master=master)
 
     def init(params):
+        check_floats(params, "params")
         state = {"step": torch.zeros((), dtype=torch.int64, device=_device(params))}
         kept = tree.map(_precise_copy, params) if master else params
         state |= {name: tree.map(lambda p: torch.zeros_like(p, requires_grad=False), kept) for name in moments}
@@ -112,8 +119,11 @@ def _optimizer(step: Callable, lr: Schedule, weight_decay: float, moments: tuple
     def update(grads, state, params, *, donate=False, specs=None, mesh=None):
         names = (("master",) if master else ()) + moments
         if sorted(state) != sorted(("step", *names)):
-            raise ValueError(f"the state holds {list(state)}, not {['step', *names]}: make it by this optimizer's init")
+            found = f"the state holds {list(state)}, not {['step', *names]}"
+            raise ValueError(f"{found}\n  fix: make it by this optimizer's init")
+        flag(donate=donate)
         check_like(params, grads=grads, **{f'state["{name}"]': state[name] for name in names})
+        check_state(state, state["master"] if master else params, moments)
         if specs is not None:
             check_reduced(grads, specs, mesh)
         count = state["step"] + 1
@@ -146,9 +156,10 @@ def _decaying(mask, params) -> list[bool]:
     if mask is None:
         return [True] * len(tree.leaves(params))
     mask = mask(params) if callable(mask) else mask
-    if list(tree.named_leaves(mask)) != list(tree.named_leaves(params)):
-        raise ValueError(f"mask must be a bool for each of {list(tree.named_leaves(params))}; found {mask}")
-    return [bool(decays) for decays in tree.leaves(mask)]
+    decays, places = tree.leaves(mask), list(tree.named_leaves(params))
+    if list(tree.named_leaves(mask)) != places or not all(isinstance(each, bool) for each in decays):
+        raise ValueError(f"mask must be a bool for each of {places}; found {mask!r:.200}\n  fix: give True or False")
+    return decays
 
 
 def _by_kind(lists: list[list[Tensor]], decaying: list[bool]):

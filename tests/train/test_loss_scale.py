@@ -40,7 +40,7 @@ def test_the_scales_are_those_of_grad_scaler():
 
 
 def test_options_of_the_scale():
-    with pytest.raises(ValueError, match="interval=0"):
+    with pytest.raises(ValueError, match="interval = 0"):
         optim.loss_scaled(optim.sgd(1.0), interval=0)
 
 
