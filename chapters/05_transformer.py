@@ -191,7 +191,7 @@ def on_meshes(mesh):
     return rows
 
 
-page.title("Loss and the worst of all gradient leaves, 2 microbatches, K=2 KV heads, against one device")
+page.title("Loss and the worst gradient leaf beside one device: K=2, 2 microbatches")
 rows = page.on_ranks(on_meshes)
 page.table(
     [(at, f"{a:.0e}", f"{b:.0e}", number(sent), page.check(at, max(a, b) < LIMIT)) for at, a, b, sent in rows],
@@ -222,18 +222,20 @@ weights = (2 * llama.N * llama.H + 2 * llama.K * llama.H + 3 * llama.F) * D * ll
 ends = 2 * llama.V * D // 8 * 2
 stream = (4 * llama.L + 2) * tokens_x * D * 2
 page.title(f"{llama.name}, {llama.L} layers, {big.size():,} chips, 4M tokens: bytes by the book's measure, bf16")
+page.say("w = ((2NH + 2KH + 3F) L + 2V) D/Y weights; s = BTD/X elements of the stream, BT/X = 4,096 tokens\n")
 page.same([
-    ("gather weights over X", "(2 NH + 2 KH + 3F) D L / Y, and the ends", weights + ends, per["AllGather over X"]),
-    ("scatter gradients over X", "as much", weights + ends, per["ReduceScatter over X"]),
-    ("gather the stream over Y", "(4L + 2) B T D / X", stream, per["AllGather over Y"]),
-    ("scatter it over Y", "as much", stream, per["ReduceScatter over Y"]),
-], ["", "closed form", "bytes", "counted"])  # fmt: skip
+    ("weights, AllGather_X", "2w", weights + ends, per["AllGather over X"]),
+    ("gradients, ReduceScatter_X", "2w", weights + ends, per["ReduceScatter over X"]),
+    ("stream, AllGather_Y", "2(4L + 2)s", stream, per["AllGather over Y"]),
+    ("stream, ReduceScatter_Y", "2(4L + 2)s", stream, per["ReduceScatter over Y"]),
+], ["", "bytes", "value", "counted"])  # fmt: skip
 page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: leave out the `reduce_scatter` of `attention`: the sum over Y is then missing, and the line `x + attention`
-#    is refused, since one operand is `{U_Y}`.
-# 2. Question: how many KV heads does each rank compute for K=2 and Y=4? (One: heads are replicated over pairs of
-#    ranks, and their gradient is reduced over Y.)
-# 3. Flag: run with `--mesh X=1,Y=4` and look at the lines that remain.
+# 1. Edit: replace `Attn[B_X, T_Y, D]", Attn, mesh)` by `Attn[B_X, T_Y, D]", Attn, mesh, op="mean")`: a mean over the
+#    heads' ranks where their sum belongs. Leave the `reduce_scatter` out, and `x + attention` is refused: one is {U_Y}.
+# 2. Question: what is the type of W_K where Y = 4 does not divide the K = 2 heads? Evaluate
+#    `transformer.specs(config.with_(K=2), AbstractMesh({"X": 2, "Y": 4}))["layers"]["W_K"]`: whole over Y, so its
+#    gradient is reduced over Y.
+# 3. Flag: run with `--mesh X=1,Y=4`: which lines are left of those that gathered weights?

@@ -125,15 +125,17 @@ matrices = tm.num_params(short) - (2 * layers + 1) * short.D - 2 * short.V * sho
 lines = 6 * (matrices + short.V * short.D) * 2**22 // big.size()
 page.title(f"{llama.name}, {layers} layers, on {big.size():,} chips, one step of 4M tokens")
 page.same([
-    ("FLOPs of a chip's lines", "6 (N of the layers + VD) tokens / chips", lines, log.flops),
-], ["", "closed form", "FLOPs", "counted"])  # fmt: skip
-page.say("All matrices' products are lines, forward and backward: the book's 6 N T, without attention's scores.")
+    ("a chip's lines", "6 (N + VD) T/chips", lines, log.flops),
+], ["FLOPs", "closed form", "value", "counted"])  # fmt: skip
+page.say("N: params of the layers' matrices; T: tokens. All matrices' products are lines, forward and backward: "
+         "the book's 6NT, without attention's scores.")  # fmt: skip
 page.say(f"Each chip holds {number(held)} bytes of params in bf16 and sends {number(log.wire_bytes)} bytes.")
 page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: in `step`, clip by `torch.nn.utils.get_total_norm` of the local shards: each rank then scales by another
-#    number, and the curves part from the first clipped step.
-# 2. Question: which leaf's gradient is reduced over all of X, C and Y? (The norms': see `scaling.show params`.)
-# 3. Flag: `--mesh Z=2,X=2,Y=2`: stages take the place of the sequence's axis, and the curve stays.
+# 1. Edit: replace `grads, _ = optim.clip_by_global_norm(grads, transformer.specs(config, mesh), mesh, 1.0)` by `pass`.
+#    The first two losses stay, as AdamW's first step has the same length for any gradient; then the curves part.
+# 2. Question: what is the type of the gains of a norm, whose gradients are sums over C and Y as well? Evaluate
+#    `transformer.specs(config, AbstractMesh(mesh_sizes))["layers"]["norm_attn"]`.
+# 3. Flag: run with `--mesh Z=2,X=2,Y=2`: stages take the place of the sequence's axis, and the curve stays.

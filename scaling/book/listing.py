@@ -18,7 +18,7 @@ from scaling.models import mlp
 from scaling.spec import parse
 from scaling.strategies.block import Block
 from scaling.trace import Log, trace
-from scaling.train.byte_lm import batch_axes, loss_and_grads, make_step, param_specs, reduced
+from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 EXACT, SINGLE = 1e-12, 2e-5  # relative differences allowed in float64 and float32
 
@@ -163,16 +163,15 @@ def stack_equality(mesh, strategy, seed: int, steps: int = 3) -> list:
     specs, adamw = param_specs(strategy), optim.adamw(0.01)
     params = mlp.init(config, seed, torch.float64, mesh, specs)
     own = mlp.init(config, seed, torch.float64, device=mesh.device)
-    state, own_state, step = adamw.init(params), adamw.init(own), make_step(strategy, adamw, config, mesh)
-    size = 32
+    state, own_state, size = adamw.init(params), adamw.init(own), 32
     local = data.batches(text, config.K, size, mesh, batch_axes(strategy), seed)
     rows = []
     for i, batch, whole in zip(range(steps), local, data.batches(text, config.K, size, seed=seed), strict=False):
         own_grads, own_loss = grad_and_value(mlp.loss_fn)(own, whole[0], whole[1], config)
+        loss, grads = loss_and_grads(strategy, params, batch[0], batch[1], config, mesh)
         if i == 0:
-            loss, grads = loss_and_grads(strategy, params, batch[0], batch[1], config, mesh)
             rows += [("loss", difference(reduced(strategy, loss, mesh), own_loss), EXACT)]
             rows += [("every gradient", difference(tree.unshard(grads, specs, mesh), own_grads), EXACT)]
-        params, state, _ = step(params, state, batch)
+        params, state = adamw.update(grads, state, params)
         own, own_state = adamw.update(own_grads, own_state, own)
     return [*rows, (f"params after {steps} AdamW steps", difference(tree.unshard(params, specs, mesh), own), EXACT)]

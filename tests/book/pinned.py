@@ -64,6 +64,8 @@ PINNED = {
         "v5p, one way along one axis, G = 16: from T/C =": 2 * 4.59e14 / 9e10 / 16,
         "H100 within a node, G = 16: from T/C =": 2 * 990e12 / 450e9 / 16,
     },
+    "05_transformer": {},
+    "06_train_llama": {},
     "05_moe": {"DeepSeek-V3's experts over 64 H100: F >": 990e12 / 400e9 * (64 - 8) / 8},
     "03_sharding": {
         "Pop quiz 2D sharding: loaded from an H100's HBM in": 1e9 * 4 * 64 * 4096 / 3.4e12,

@@ -30,8 +30,10 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "05_pods",
     "05_context",
     "05_moe",
+    "05_transformer",
     "05_when_bound",
     "06_applied_training",
+    "06_train_llama",
     "07_kv_cache",
     "07_bottlenecks",
     "07_sharded_decode",
@@ -50,7 +52,11 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
 )
 
 
-TRAIN = ("05_dp", "05_fsdp", "05_tp", "05_fsdp_tp", "05_pods", "05_pp")  # those that train
+TRAIN = {  # those that train, and how the tests run them; .ci/run has all on their own meshes
+    **dict.fromkeys(("05_dp", "05_fsdp", "05_tp", "05_pods", "05_pp"), "--steps 2"),
+    "05_fsdp_tp": "--steps 2 --mesh X=2,Y=2",
+    "06_train_llama": "--steps 3",
+}
 NOTEBOOK = "01_roofline"  # the one that the tests run as a notebook
 
 
@@ -75,7 +81,7 @@ def run(name: str, *options: str, code: str | None = None) -> Ran:
     """The chapter, or an edited text of it, with these options and `--small`."""
     path = str(CHAPTERS / f"{name}.py")
     names = {"__name__": "__main__", "__file__": path}
-    options = ("--steps", "2", *options) if name in TRAIN else options
+    options = (*TRAIN.get(name, "").split(), *options)
     columns, argv, handler = os.environ.get("COLUMNS"), sys.argv, signal.getsignal(signal.SIGTERM)
     os.environ["COLUMNS"], sys.argv, status = "80", [path, "--small", *options], 0
     try:
