@@ -64,7 +64,8 @@ page.table(
 # %% [markdown]
 # ## Visualizing rooflines
 # The roof rises with the memory's bandwidth and is level from C/W on. VMEM, 22 times as fast as HBM, moves the corner
-# from 240 to 11 FLOPs per byte. The crosses are matmuls of growing batch: they climb the lower roof.
+# from 240 to 11 FLOPs per byte. The crosses are matmuls of growing batch: they climb the lower roof. The table has the
+# figure's three areas: bound by either bandwidth (red), by the lower one alone (yellow), by neither (green).
 
 
 # %%
@@ -80,6 +81,11 @@ page.chart(
     points={"matmul, D = F = 4096, B = 1, 4, 16, ..., 4096": [(op.intensity, op.attained) for op in matmuls]},
     marks=[("x", C / W, f"C/W of HBM = {C / W:.0f}"), ("x", C / vmem, f"of VMEM = {C / vmem:.0f}")],
 )  # fmt: skip
+rows = [
+    (B, f"{op.intensity:.1f}", *(cost.roofline(op.flops, op.nbytes, C, bw).bound for bw in (W, vmem)))
+    for B, op in zip(batches, matmuls, strict=True)
+]
+page.table(rows, ["B", "FLOPs/byte", "from HBM", "from VMEM"])
 mixed = ("bf16", "int8", "bf16")  # activations, weights, output: Questions 2 and 3
 knees = {side: cost.critical_batch(C, W, side, side, mixed) for side in (4096, 1024)}
 series = {

@@ -19,23 +19,25 @@ from scaling.hardware import chip
 from scaling.hardware.torus import Torus, slice_of
 
 page = Page(__doc__, bytes=(64e6, "bytes of the array in the table of slices"))
-V5E, V5P, V4P, V6E = (chip(name) for name in ("v5e", "v5p", "v4p", "v6e"))
+V5E, V5P, V4P = (chip(name) for name in ("v5e", "v5p", "v4p"))
 
 # %% [markdown]
 # ## The channels
-# VMEM, HBM, ICI, PCIe, DCN: each is slower than the one before. The second half of the table says what that asks of a
-# computation: so many FLOPs for each byte that goes over the channel, or the channel binds.
+# VMEM, HBM, ICI, PCIe, DCN: each is slower than the one before. ICI is 4.5e10 or so one way over a link; a ring has two
+# links at each chip, so twice that. The second table says what that asks of a computation: so many FLOPs for each byte
+# that goes over the channel, or the channel binds.
 
 # %%
-channels = {"VMEM": "sram_bw", "HBM": "hbm_bw", "ICI, one ring": "ici_bw", "ICI, one link": "link_bw",
-            "PCIe": "pcie_bw", "DCN": "dcn_bw"}  # fmt: skip
-page.title("The channels of a chip, and the bf16 FLOPs a byte that each asks for")
-rows, tpus = [], (V5E, V5P, V6E)
-for name, field in channels.items():
-    rates = [getattr(hw, field) for hw in tpus]
-    alphas = [f"{hw.flops() / rate:,.0f}" if rate else "-" for hw, rate in zip(tpus, rates, strict=True)]
-    rows.append((name, *(number(rate) if rate else "-" for rate in rates), *alphas))
-page.table(rows, ["channel", *(f"{hw.name}\nbytes/s" for hw in tpus), *(f"{hw.name}\nFLOPs/B" for hw in tpus)])
+CHANNELS = {"VMEM": "sram_bw", "HBM": "hbm_bw", "ICI, ring": "ici_bw", "ICI, link": "link_bw", "PCIe": "pcie_bw",
+            "DCN": "dcn_bw"}  # fmt: skip
+rates = {name: [getattr(chip(name), field) for field in CHANNELS.values()]
+         for name in ("v3", "v4p", "v5p", "v5e", "v6e", "7x")}  # fmt: skip
+page.title("The channels of a chip: bytes/s")
+page.table([(name, *(number(rate) if rate else "-" for rate in row)) for name, row in rates.items()],
+           ["TPU", *CHANNELS])  # fmt: skip
+page.title("The bf16 FLOPs that each byte over a channel asks for")
+page.table([(name, *(f"{chip(name).flops() / rate:,.0f}" if rate else "-" for rate in row))
+            for name, row in rates.items()], ["TPU", *CHANNELS])  # fmt: skip
 
 # %% [markdown]
 # ## The torus
@@ -105,6 +107,8 @@ page.answers([
     Answer("HBM/s over PCIe, v4p ('close to 100x')", "100", V4P.hbm_bw / V4P.pcie_bw, "times",
            erratum="1.2e12 / 1.6e10 by the tables"),
     Answer("HBM/s of a v5p", "2.8e12", V5P.hbm_bw, "bytes/s"),
+    Answer("ICI of a v5p 'per axis'", "9e10", V5P.ici_bw, "bytes/s", erratum=
+           "9e10 is a link, one way; an axis has two links at a chip, as the table of interconnects says"),
     Answer("DCN of a v5p: a host's 25e9 bytes/s for each of its chips", "6.25e9", 200e9 / 8 / V5P.host_chips, "bytes/s",
            "Part 5: 200 Gbit/s a host"),
     Answer("Hops between the farthest two of 16 in a ring", "8", Torus((16,), (True,)).diameter, "hops"),

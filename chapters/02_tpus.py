@@ -40,7 +40,7 @@ page.title("TPU specs, a chip: bytes, bytes/s, FLOPs/s")
 rows = [
     (hw.name, size(hw.pod), size(hw.host), *cells(hw.hbm_bytes, hw.hbm_bw, hw.flops(), hw.flops("int8")),
      f"{hw.intensity('hbm'):.0f}")
-    for hw in map(chip, chips()) if hw.kind == "tpu" and hw.hbm_bw
+    for hw in tpus
 ]  # fmt: skip
 page.table(rows, ["TPU", "pod", "host", "HBM", "HBM/s", "bf16", "int8", "C/W"])
 
@@ -73,6 +73,20 @@ by_panels = torch.cat([X @ panel for panel in weights.chunk(panels, 1)], 1)
 page.check("the panels' products are the product", torch.allclose(by_panels, X @ weights, rtol=1e-12))
 held = 2 * (64 * D + 2 * (D + 64) * F / panels)
 page.say(f"VMEM that two buffers take at B = 64: {held / 2**20:,.0f} of {V5E.sram_bytes / 2**20:.0f} MiB")
+
+# %% [markdown]
+# The book's animation has a pointwise product, which goes through the vector unit: HBM brings two numbers and takes one
+# for each multiplication. Look at the core: it waits for almost all of the time.
+
+# %%
+N, vpu = 2**26, V5P.cores * V5P.vector_alus * V5P.clock
+op = cost.roofline(N, 3 * 2 * N, vpu, V5P.hbm_bw)
+run = stream(panels, 4 * N / panels / V5P.hbm_bw, op.math / panels, 2 * N / panels / V5P.hbm_bw)
+page.title(f"bf16 x[N] * y[N] -> z[N] on a v5p, N = 2^26, {panels} chunks, 2 buffers")
+page.say(draw_stream(run, width() - 7, run.seconds / 2))
+busy = run.busy("core") / run.seconds
+page.say(f"{1e6 * run.seconds:.1f} us, of which HBM works {run.busy('HBM') / run.seconds:.0%} and the core {busy:.0%}")
+page.check("a pointwise product takes as long as HBM does", math.isclose(run.seconds, op.comms))
 
 # %% [markdown]
 # ## Appendix B: the systolic array

@@ -200,6 +200,9 @@ page.answers([
     Answer("10.5 AllToAll both ways over one way", "0.25", share["AllToAll", 2] / share["AllToAll", 1], "times",
            "1/8 over (1 - 1/D)/2"),
     Answer("10.6 AllGather over AllToAll, both ways", "4", share["AllGather", 2] / share["AllToAll", 2], "times"),
+    Answer("The footnote's AllToAll over V/(4W), all of the farthest chunk right", "1",
+           sum(range(1, D // 2 + 1)) / D**2 / share["AllToAll", 2], "times", erratum=
+           "1 + 2/D: more goes right than left; half of that chunk each way, as above, makes it V/(4W)"),
     Answer("Kronecker example: broadcast(7)", "7, 7", ", ".join(
         f"{v:g}" for v in matrices(1, 2)[0] @ torch.tensor([7.0], dtype=torch.float64))),
     Answer("Kronecker example: reduce(8, 9)", "17", float(matrices(1, 2)[1] @ torch.tensor([8.0, 9.0]).double())),

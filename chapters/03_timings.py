@@ -90,6 +90,7 @@ nbytes = {key: quiz.total_nbytes(sizes, {"Y": 4}, "bf16") for key, sizes in (("l
 local = parse("A[B_X, D_Y]").nbytes(SIZES, MESH, "bf16")
 ring = {(a, w): b for a, w, _, b in rings.counts(16, 32)}  # scalars over the busiest link, of 16 shards of 32
 one_way = V * ring["AllGather", 1] / (16 * 32) / V5E.link_bw
+hop = V * ring["ReduceScatter", 2] / (16 * 32) / V5E.link_bw / 8  # of the eight hops both ways
 routed = Torus((16,), (True,)).all_to_all_seconds(V, V5E.link_bw)
 page.answers([
     Answer("Latency-bound below, a link of a v5e", "45", V5E.link_bw * V5E.hop_latency / 1e3, "kB"),
@@ -141,6 +142,8 @@ page.answers([
     Answer("AllGather over two axes over that over one", "0.5", times["AllGather"][1] / gather, "times"),
     Answer("AllToAll over 16x16 over that over 16, if large", "", large_A2A[1] / large_A2A[0], "times",
            "V max(axes)/(4 N W): 16 times the chips"),
+    Answer("A hop of a ReduceScatter, over (V/Y) / W_ici", "1", hop / (V / 16 / V5E.ici_bw), "times",
+           erratum="V/Y goes each way and W_ici is both ways': 2V/(Y W_ici), as the book has it for an AllGather"),
     Answer("An AllGather one way over V / W_ici", "1", one_way / gather, "times",
            erratum="Takeaways: one way there is half of the bidirectional bandwidth, so 2 (X - 1)/X"),
 ])  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch.func import grad
 
 from scaling import cost, data, optim
+from scaling.algebra import derive
 from scaling.book import learning, listing
 from scaling.book.page import Page
 from scaling.collectives import all_reduce, einsum
@@ -24,6 +25,15 @@ from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduc
 
 page = Page(__doc__, mesh="X=4", device=True, seed=True, **learning.OPTIONS)
 X = page.args.mesh["X"]
+
+# %% [markdown]
+# ## Without parallelism
+# One layer on one device, derived from its types: both passes as the book numbers them. What each product needs once
+# its arrays are split is what the book's Appendix A asks; every chapter on a strategy is the answer, line by line.
+
+# %%
+page.title("Without parallelism")
+page.say(str(derive("In[B, D] * W_in[D, F] * W_out[F, D] -> Out[B, D]")))
 
 # %% [markdown]
 # ## First by types alone

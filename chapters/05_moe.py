@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import vjp
 
-from scaling import cost, tree
+from scaling import tree
 from scaling.book.answers import Answer
 from scaling.book.layout import number
 from scaling.book.page import Page
@@ -256,10 +256,10 @@ for factor in (1.0, 1.25, 2.0):
 page.table(rows, ["capacity", "tokens", "choices dropped before", "after"])
 
 # %% [markdown]
-# ## On thousands of chips, and what the book says it takes
+# ## On thousands of chips
 # The same function on an abstract mesh: DeepSeek-V3's layer with 30,720 tokens a GPU, its experts over 64 of them, all
 # with equally many rows. An MoE has E/k times the weights for its FLOPs, so each threshold of the batch rises by E/k;
-# and the AllToAlls want experts that are wide enough.
+# and the AllToAlls want experts that are wide enough (the book's numbers: 04_problems.py and 12_gpu_rooflines.py).
 
 # %%
 v3, big, length = get("deepseek-v3"), AbstractMesh({"P": 32, "X": 64}), 30_720
@@ -275,15 +275,9 @@ page.same([
     ("V of 64 chips", "4 k B T D elements", 4 * v3.k * 64 * length * v3.D * 2, sum(e.nbytes for e in moved)),
     ("sent by each", "4 k T D 63/64", 4 * v3.k * length * v3.D * 2 * 63 // 64, sum(e.wire_bytes for e in moved)),
 ], ["", "closed form", "bytes", "counted"])  # fmt: skip
-h100, knee = chip("h100"), chip("v5e").intensity("hbm") / 2
-alpha, layer_v3 = h100.intensity("scale-out"), gpu.expert_layer(1, v3.D, v3.F, 64, v3.k, h100)
+h100 = chip("h100")
+layer_v3 = gpu.expert_layer(1, v3.D, v3.F, 64, v3.k, h100)
 page.answers([
-    Answer("Part 4, 8: int8 weights on v5e, compute-bound from B = ... x E/k", "120", knee, "tokens"),
-    Answer("Part 4, 8 for DeepSeek-V3, E = 256 and k = 8", "3840", knee * cost.expert_inflation(v3.E, v3.k), "tokens"),
-    Answer("Part 12: data parallelism on H100, E = 128, k = 4, from B/X =", "79,200",
-           cost.expert_inflation(128, 4) * alpha, "tokens"),
-    Answer("Part 12: experts over many nodes, k small: F > alpha x", "8", gpu.expert_min_width(2**13, 1, h100) / alpha),
-    Answer("Part 12: experts over 2 nodes, k = 8: F >", "2475", gpu.expert_min_width(16, 8, h100)),
     Answer("DeepSeek-V3's experts over 64 H100: F >", "", gpu.expert_min_width(64, v3.k, h100), "",
            "alpha (64 - 8)/k, each token sent at most once to each node; with its F = 2048 the AllToAlls take "
            f"{number(layer_v3.comms / layer_v3.math, 2)} times as long as two matrices of the experts"),
@@ -295,5 +289,5 @@ page.end()
 # 1. Edit: replace `all_reduce("d[D, E] {U_X} -> d[D, E]", grads["router"], mesh)` by `grads["router"]`: each rank then
 #    has the gradient of its own tokens alone, which differs from one device's; the experts' gradients are whole.
 # 2. Question: from how many tokens on is DeepSeek-V3's layer compute-bound on one H100 in bf16? Evaluate
-#    `h100.intensity("hbm") * cost.expert_inflation(v3.E, v3.k)`.
+#    `h100.intensity("hbm") * v3.E / v3.k`.
 # 3. Flag: run with `--mesh X=2`: half as many experts, of which a token's two choices lie on one rank more often.

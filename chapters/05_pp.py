@@ -102,6 +102,8 @@ if not INSIDE:
     page.equal(page.on_ranks(book, page.args.seed))
     idle = float(bubbles.bubble("naive", Z, 1))
     page.say(f"\nOf {2 * Z} turns, forward and back, each rank computes in 2: it is idle for {idle:.1%} of the time.")
+    page.say("\nAs printed, the book's listing does not run: weights[i] = ... is refused for an array of JAX, where "
+             "weights.at[i].set(...) gives a new one; and f_vjp gives a vjp, not the jvp of its comment.")  # fmt: skip
 
 # %% [markdown]
 # ## Microbatches, and any schedule

@@ -42,6 +42,7 @@ PINNED = {
     },
     "02_networking": {
         "HBM/s over PCIe, v4p ('close to 100x')": 1.2e12 / 1.6e10,
+        "ICI of a v5p 'per axis'": 2 * 9e10,
         "5 bytes over bandwidth": 1e6 * 2 * 8 * 128 * 8192 / (2 * 4.5e10),
         "5 the whole transfer": 1e6 * 2 * 8 * 128 * 8192 / (2 * 4.5e10) + 6,
         "6 loading it over 16 PCIe links": 1e3 * 2**34 / 16 / 1.6e10,
@@ -95,12 +96,14 @@ PINNED = {
         "10.3 AllToAll over AllGather, one way": 1 / 2,
         "10.4 AllGather both ways over one way": 16 / 31,
         "10.5 AllToAll both ways over one way": 1 / 8 / (31 / 64),
+        "The footnote's AllToAll over V/(4W), all of the farthest chunk right": 1 + 2 / 32,
     },
     "03_timings": {
         "Pop quiz 2: AllGather_Y([E_Y, F]), were it a ring": 1e6 * 2 * 2048 * 8192 / 9e10,
         "2.2 one axis after the other": 1e6 * (2 * 1024 * 4096 / 4 + 2 * 1024 * 4096) / 9e10,
         "2 fun fact: 2.1 over X and the idle Z": 1e6 * 2 * 1024 * 4096 / 4 / 2 / 9e10,
         "AllToAll over 16x16 over that over 16, if large": 1 / 16,
+        "A hop of a ReduceScatter, over (V/Y) / W_ici": 9e10 / 4.5e10,
         "An AllGather one way over V / W_ici": 15 / 16 * 2,
     },
     "03_overlap": {
