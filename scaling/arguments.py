@@ -1,6 +1,7 @@
 """What functions ask of the numbers and names that they are given. A bool is no number here, nor is a text."""
 
 import math
+from operator import index
 
 
 def positive(**values) -> None:
@@ -25,6 +26,19 @@ def whole(least: int = 1, **values) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             what = f"{name} = {value!r}: must be a whole number, {least} or more"
             raise ValueError(f"{what}\n  fix: give an int of at least {least}")
+
+
+def whole_numbers(name: str, values) -> list[int]:
+    """The values, Python's, numpy's or a tensor's, as a list of ints. ValueError for floats, bools and texts, which
+    `int` would cut off or read."""
+    try:
+        given = list(values.tolist() if hasattr(values, "tolist") else values)
+        found = [index(value) for value in given]
+    except TypeError:
+        raise ValueError(f"{name} = {values!r:.60}: must be whole numbers\n  fix: give a list of ints") from None
+    if any(isinstance(value, bool) for value in given):
+        raise ValueError(f"{name} = {values!r:.60}: has bools among its numbers\n  fix: give a list of ints")
+    return found
 
 
 def flag(**values) -> None:

@@ -27,9 +27,8 @@ def check_ids(name: str, ids: Any, shape: tuple[int, ...] | None = None) -> None
     """ValueError unless `ids` is a tensor [B, T] of int64 or int32, of this shape if one is given."""
     if not isinstance(ids, Tensor) or ids.dtype not in IDS:
         found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(
-            f"{name} must be a tensor of int64 or int32; got {found}\n  fix: give torch.as_tensor(...).long()"
-        )
+        what = f"{name} must be whole numbers, a tensor of int64 or int32; got {found}"
+        raise ValueError(f"{what}\n  fix: give torch.as_tensor(...).long()")
     if ids.dim() != 2:
         raise ValueError(f"{name} must be [B, T]; got {list(ids.shape)}\n  fix: give a row for each sequence")
     if shape is not None and ids.shape != shape:

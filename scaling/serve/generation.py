@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scaling.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve.cache import init_cache
 from scaling.serve.sampling import DRAFT, DRAW, KEEP, Sampling, draw, probabilities, request_seeds, sample, uniforms
 from scaling.serve.speculative import ngram, verify
 from scaling.serve.step import decode, extend, prefill
-from scaling.serve.types import ONE, ROWS
+from scaling.serve.types import ONE, ROWS, check_mesh
 from scaling.spec import parse
 from scaling.strategies.axes import present
 
@@ -55,14 +56,14 @@ def generate(
     ValueError for an empty prompt, ids outside the vocabulary, and options that leave no token.
     """
     how = Sampling(temperature, top_k, top_p, min_p)
-    out: list[list[int]] = [[] for _ in prompts]
+    out: dict[int, list[int]] = {}
     for tokens in stream(
         params, prompts, config, max_new_tokens, how,
         seed=seed, stop=stop, mesh=mesh, draft=draft, proposals=proposals, page=page, form=form,
     ):  # fmt: skip
         for token in tokens:
-            out[token.row].append(token.id)
-    return out
+            out.setdefault(token.row, []).append(token.id)
+    return [out.get(row, []) for row in range(len(prompts))]
 
 
 def stream(
@@ -81,20 +82,13 @@ def stream(
     form: str = "heads",
 ) -> Iterator[list[Token]]:
     """What `generate` returns, step by step as it is known: each step's new tokens, in the order of the prompts."""
-    rows = [[int(t) for t in prompt] for prompt in prompts]
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 0")
-    if empty := [i for i, row in enumerate(rows) if not row]:
-        raise ValueError(f"prompt {empty[0]} is empty: a prompt has at least one token")
-    if wrong := [(i, t) for i, row in enumerate(rows) for t in row if not 0 <= t < config.V]:
-        i, t = wrong[0]
-        raise ValueError(f"prompt {i}: token {t} lies outside the vocabulary of {config.name}, 0..{config.V - 1}")
-    if proposals < 1:
-        raise ValueError(f"proposals={proposals} must be at least 1")
+    rows = _rows("prompt", prompts, config)
+    whole(0, max_new_tokens=max_new_tokens)
+    whole(proposals=proposals)
     seeds = request_seeds(rows, seed)
     if not rows or not max_new_tokens:
         return
-    stops = frozenset([stop] if isinstance(stop, int) else stop)
+    stops = frozenset(whole_numbers("stop", [stop] if isinstance(stop, int) else stop))
     batch = _Batch(params, rows, config, max_new_tokens + (proposals if draft is not None else 0), mesh, page, form)
     left = dict.fromkeys(range(len(rows)), max_new_tokens)
     source = _plain(batch, how, seeds) if draft is None else _drafted(batch, how, seeds, left, draft, proposals)
@@ -112,6 +106,20 @@ def stream(
             return
 
 
+def _rows(what: str, texts: Sequence[Any], config: Config) -> list[list[int]]:
+    """The texts as lists of ids of the vocabulary, none of them empty. ValueError that names the one that is not."""
+    if isinstance(texts, str) or not hasattr(texts, "__len__"):
+        raise ValueError(f"{what}s={texts!r:.40}: must be lists of ids\n  fix: encode each, tokenizer.encode(text)")
+    rows = [whole_numbers(f"{what} {i}", text) for i, text in enumerate(texts)]
+    for i, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"{what} {i} is empty: a {what} has at least one token\n  fix: leave it out")
+        if wrong := [t for t in row if not 0 <= t < config.V]:
+            lies = f"token {wrong[0]} lies outside the vocabulary of {config.name}, 0..{config.V - 1}"
+            raise ValueError(f"{what} {i}: {lies}\n  fix: encode it by this model's tokenizer")
+    return rows
+
+
 class _Batch:
     """The rows' tokens and their cache, with `room` for new ones; `more` rows of no prompt let the batch divide."""
 
@@ -119,6 +127,7 @@ class _Batch:
         self.params, self.config, self.rows = params, config, rows
         self.options: dict[str, Any] = {"mesh": mesh, "form": form, "donate": True}
         mesh = ONE if mesh is None else mesh
+        check_mesh(config, mesh, form)
         spec = parse(present(f"l[{ROWS[form]}]", mesh))
         self.more = -len(rows) % mesh.size(spec.dims[0][1])
         self.device, self.room = params["norm"].device, room
@@ -217,7 +226,7 @@ def draft_model(draft: Any) -> tuple[Config, dict]:
     """(config, params) of a draft that is a model; the two may come in either order. ValueError for anything else."""
     if isinstance(draft, tuple) and {type(part) for part in draft} == {Config, dict}:
         return draft if isinstance(draft[0], Config) else draft[::-1]
-    raise ValueError(f'draft={draft!r:.40} is neither (config, params) nor "ngram"')
+    raise ValueError(f'draft={draft!r:.40} is neither (config, params) nor "ngram"\n  fix: give one of these')
 
 
 def check_draft(config: Config, target: Config) -> None:
@@ -253,7 +262,9 @@ def _with_logprobs(ids: list[list[int]], logits: Tensor) -> list[Token]:
 
 def score(params: dict, texts: Sequence[Any], config: Config, *, mesh=None, form: str = "heads") -> list[list[float]]:
     """The log-probability, in nats, of each token of each text after its first, given those before it."""
-    rows = [[int(t) for t in text] for text in texts]
+    rows = _rows("text", texts, config)
+    if not rows:
+        return []
     batch = _Batch(params, rows, config, 0, mesh, None, form)
     logits = batch.run(extend, [*rows, *rows[:1] * batch.more])
     return [[token.logprob for token in _with_logprobs([row[1:]], logits[i : i + 1])] for i, row in enumerate(rows)]

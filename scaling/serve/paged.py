@@ -7,7 +7,7 @@ from torch import Tensor
 
 from scaling.configs import Config
 from scaling.serve import invariant, scheduler
-from scaling.serve.cache import init_cache
+from scaling.serve.cache import init_cache, untouched
 from scaling.serve.states import Move, Options, Work
 from scaling.serve.step import decode, extend, prefill
 
@@ -52,7 +52,7 @@ class PagedModel:
         count = -(-move.tokens // self.page)
         source, target = (torch.tensor(pages[:count], device=self.device) for pages in (move.source, move.target))
         there, here = self.pools["prefill"], self.pools["decode"]
-        if 0 in here["KV"].stride():  # untouched so far: without memory and dtype
+        if untouched(here):
             here["KV"] = torch.zeros(here["KV"].shape, dtype=there["KV"].dtype, device=self.device)
         for name in ("KV", "scale"):
             if name in there:

@@ -29,6 +29,7 @@ def read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], 
         raise ValueError("not a JSON object")
     if unknown := sorted(set(table) - set(KNOWN)):
         raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(KNOWN)}")
+    table = {name: value for name, value in table.items() if value is not None}
     if ("prompt" in table) == ("ids" in table):
         raise ValueError('one of "prompt" and "ids" is needed')
 

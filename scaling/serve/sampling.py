@@ -8,10 +8,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import numpy
 import torch
 from torch import Tensor
+
+from scaling.arguments import whole_numbers
 
 SEEDS = 2**63
 DRAW, KEEP, DRAFT = range(
@@ -37,6 +40,13 @@ class Sampling:
         def refuse(name: str, rule: str):
             raise ValueError(f"{name}={getattr(self, name)!r} leaves no token to draw\n  fix: {name} {rule}")
 
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            value = getattr(self, name)
+            kind = Integral if name == "top_k" else Real
+            given = value is not None or name == "temperature"
+            if given and (not isinstance(value, kind) or isinstance(value, bool)):
+                number = "whole number" if name == "top_k" else "number"
+                raise ValueError(f"{name}={value!r} is no {number}\n  fix: give one, or leave it out")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r}\n  fix: give a finite number of at least 0")
         if self.top_k is not None and self.top_k < 1:
@@ -54,8 +64,8 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
     """
     if how.temperature == 0:
         return torch.nn.functional.one_hot(likeliest(logits), logits.shape[-1]).to(torch.float64)
+    top = _greatest(logits)
     wide = logits.to(torch.float64)
-    top = _greatest(wide)
     p = ((wide - top) / how.temperature).softmax(-1)
     V = p.shape[-1]
     if how.top_k is not None and how.top_k < V:
@@ -77,10 +87,15 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def _greatest(logits: Tensor) -> Tensor:
-    """The greatest of each row, [..., 1]. ValueError unless all are finite."""
+    """The greatest of each row, [..., 1]. ValueError unless the logits are floats [..., V], and all these finite."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim() or not logits.shape[-1]:
+        found = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits must be floats [..., V]; got {found}\n  fix: give what the model gives")
     top = logits.amax(-1, keepdim=True)
     if not bool(top.isfinite().all()):
-        raise ValueError("logits without a finite maximum (NaN, inf or all -inf): no token can be drawn")
+        raise ValueError(
+            "logits without a finite maximum (NaN, inf or all -inf): no token can be drawn\n  fix: mend the params"
+        )
     return top
 
 
@@ -96,7 +111,11 @@ def _kept(p: Tensor, keep: Tensor) -> Tensor:
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
     """The token[...] whose part of the interval [0, 1), laid out by p[..., V], holds u[...]."""
+    if u.shape != p.shape[:-1]:
+        raise ValueError(f"u{list(u.shape)} and p{list(p.shape)}\n  fix: give one uniform number for each distribution")
     edges = p.cumsum(-1)
+    if not bool((edges[..., -1] > 0).all()):  # nor NaN
+        raise ValueError("p holds a distribution without a sum above 0\n  fix: give what probabilities(...) gives")
     found = torch.searchsorted(edges, (u.to(p) * edges[..., -1])[..., None], right=True)[..., 0]
     last = torch.where(p > 0, torch.arange(p.shape[-1], device=p.device), 0).amax(-1)
     return torch.minimum(found, last)  # where rounding leads beyond the last token that is possible
@@ -104,6 +123,10 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int], count: int = 1) -> Tensor:
     """u[B, count] in [0, 1), float64: row i by (seeds[i], positions[i]) alone, from numpy's counter-based Philox."""
+    seeds, positions = whole_numbers("seeds", seeds), whole_numbers("positions", positions)
+    if len(seeds) != len(positions) or min([*seeds, *positions], default=0) < 0 or max(seeds, default=0) >= SEEDS:
+        what = f"{len(seeds)} seeds and {len(positions)} positions, seeds in 0..2^63 - 1 and positions from 0 on"
+        raise ValueError(f"{what}: of each row one\n  fix: make the seeds by request_seeds(prompts, seed)")
     rows = [
         numpy.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(count)
         for seed, position in zip(seeds, positions, strict=True)
@@ -116,6 +139,8 @@ def sample(logits: Tensor, how: Sampling, seeds: Sequence[int], positions: Seque
     """Tokens[B] of logits[B, V]; positions[B] are the places in their sequences that the new tokens take."""
     if how.temperature == 0:
         return likeliest(logits)
+    if len(seeds) != len(logits):
+        raise ValueError(f"{len(seeds)} seeds for logits{list(logits.shape)}\n  fix: give one for each row")
     u = uniforms(seeds, positions)[:, DRAW].to(logits.device)
     return draw(probabilities(logits, how), u)
 
@@ -126,11 +151,12 @@ def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" 
     So a prompt draws the same alone and beside others, and the same prompt given n times draws n times.
     """
     if not isinstance(seed, int):
+        seed = whole_numbers("seed", seed)
         if len(seed) != len(prompts):
             raise ValueError(
                 f"{len(seed)} seeds for {len(prompts)} prompts\n  fix: give one seed, or one for each prompt"
             )
-        return [int(s) % SEEDS for s in seed]
+        return [s % SEEDS for s in seed]
     seen: dict[tuple[int, ...], int] = {}
     found = []
     for prompt in map(tuple, prompts):

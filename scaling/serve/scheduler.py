@@ -12,8 +12,9 @@ that are not kept are given back when it is over. Requests are served in the ord
 never waits for a page that someone younger holds, and so none starves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 
 from scaling.serve.pages import Pool
 from scaling.serve.policies import DECODE, POLICIES, PREFILL, SlotProgress
@@ -78,10 +79,14 @@ def step(state: State, events: Sequence[Event]) -> tuple[State, list[Action]]:
 
 def refusal(request: Request, options: Options) -> str | None:
     """Why a request can never be served, if it cannot."""
+    if not isinstance(request.prompt, tuple) or not all(isinstance(t, Integral) for t in request.prompt):
+        return f"prompt={request.prompt!r:.40}, which must be a tuple of whole numbers"
     if not request.prompt:
         return "an empty prompt"
-    if request.max_new_tokens < 1:
-        return f"max_new_tokens={request.max_new_tokens}, which must be at least 1"
+    if not isinstance(request.max_new_tokens, Integral) or request.max_new_tokens < 1:
+        return f"max_new_tokens={request.max_new_tokens!r}, which must be a whole number of at least 1"
+    if not isinstance(request.stop, frozenset) or not all(isinstance(t, Integral) for t in request.stop):
+        return f"stop={request.stop!r:.40}, which must be a frozenset of whole numbers"
     if (length := len(request.prompt) + request.max_new_tokens) > options.length:
         return f"{length} tokens with the completion, but only {options.length} fit"
     return None
@@ -123,9 +128,7 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
         raise ValueError(f"{event.worker} is idle: it has no work to complete")
     for work in state.busy.pop(event.worker):
         live, pool = state.live[work.id], state.pools[event.worker]
-        given = until_stop(live.request, event.tokens[work.id]) if work.sample and not live.cancelled else ()
-        if len(given) > 1 + work.proposals:
-            raise ValueError(f"request {work.id} gives {len(given)} tokens, with {work.proposals} proposals")
+        given = _given(work, live, event.tokens)
         kept = max(0, len(given) - 1)  # proposals, which are in the cache; the last that is given is not
         computed, pages = work.start + len(work.tokens) + kept, pool.count(len(live.tokens) + kept)
         pool.release(work.pages[pages:], state.tick)
@@ -139,6 +142,19 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
             _finish(state, work.id, "stop", actions)
         elif len(out) == live.request.max_new_tokens:
             _finish(state, work.id, "length", actions)
+
+
+def _given(work: Work, live: Live, tokens: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """The tokens of a work that samples: at least one, and no more than its proposals and the one after them."""
+    if not work.sample or live.cancelled:
+        return ()
+    given = until_stop(live.request, tokens.get(work.id, ()))
+    if not 1 <= len(given) <= 1 + work.proposals:
+        raise ValueError(
+            f"request {work.id} gives {len(given)} tokens, with {work.proposals} proposals\n"
+            "  fix: give Done the tokens of each work that samples, one and those of its proposals that are right"
+        )
+    return given
 
 
 def until_stop(request: Request, tokens: Sequence[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 from scaling.serve import scheduler
@@ -108,6 +109,8 @@ def drive(
     Events at the same time are one step's. `cancel`: [(seconds, id)]. on_token(id, token) -> True ends a request, with
     the reason "stop": for what token ids cannot say, such as strings. `watch` sees every state and its actions.
     """
+    for t, *_ in [*(arrivals := list(arrivals)), *cancel]:
+        finite("a time", t)
     number = itertools.count()
     queue: list[tuple[float, int, Event]] = [(t, next(number), Arrive(r)) for t, r in arrivals]
     queue += [(t, next(number), Cancel(id)) for t, id in cancel]
@@ -135,6 +138,7 @@ def drive(
         for action in actions:
             if isinstance(action, Run | Move):
                 seconds, tokens = execute(action)
+                finite("seconds of a step", seconds)
                 spans.append(WorkSpan(now, now + seconds, action))
                 event = Done(action.worker, tokens) if isinstance(action, Run) else Moved(action.id)
                 heapq.heappush(queue, (now + seconds, next(number), event))
@@ -147,6 +151,12 @@ def drive(
                 done.tokens, done.end = action.tokens, now
                 done.reason = "stop" if action.id in stopped else action.reason
     return Simulated(tuple(spans), times)
+
+
+def finite(what: str, seconds: Any) -> None:
+    """ValueError unless it is a time that others can be compared with: after NaN the events would never end."""
+    if not isinstance(seconds, Real) or not math.isfinite(seconds):
+        raise ValueError(f"{what} is {seconds!r}: must be a finite number\n  fix: give seconds")
 
 
 Cost = Callable[[Run | Move], float]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from scaling.arguments import flag, whole
 from scaling.serve.pages import Pool
 from scaling.serve.policies import POLICIES, Policy
 
@@ -27,11 +28,10 @@ class Options:
     def __post_init__(self):
         if self.policy not in POLICIES:
             raise ValueError(f"unknown policy {self.policy!r}\n  fix: choose one of {', '.join(POLICIES)}")
-        for name in ("pages", "page", "slots", "budget"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.proposals < 0:
-            raise ValueError(f"proposals={self.proposals} must be at least 0")
+        whole(pages=self.pages, page=self.page, slots=self.slots, budget=self.budget)
+        whole(0, proposals=self.proposals)
+        whole(decode_pages=1 if self.decode_pages is None else self.decode_pages)
+        flag(prefix=self.prefix)
 
     @property
     def length(self) -> int:

@@ -6,21 +6,26 @@ given, changed in place, which is what costs no copy; the caller must not use it
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling.arguments import flag
 from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.models.inputs import IDS, check_ids, check_range
 from scaling.models.rope import tables
 from scaling.models.transformer import check_computed, unstacked
 from scaling.serve.cache import capacity, check_cache, writable
 from scaling.serve.forms import At, context, heads, heads_batch, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.slots import Slots
-from scaling.serve.types import ONE, check_mesh, specs
-from scaling.strategies.axes import all_gather
+from scaling.serve.types import ONE, ROWS, check_mesh, specs
+from scaling.spec import parse
+from scaling.strategies.axes import all_gather, present
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
     "heads": (heads, heads.attention),
@@ -54,8 +59,9 @@ def decode(
     params: dict, tokens: Tensor, cache: dict, config: Config, mesh=None, *, form: str = "heads", donate: bool = False
 ) -> tuple[Tensor, dict]:
     """(logits[B, V], cache) of one more token of each row, tokens[B]. The rest as in `prefill`."""
-    if tokens.dim() != 1:
-        raise ValueError(f"decode takes one token a row, tokens[B]; got {list(tokens.shape)}")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1:
+        found = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"decode takes one token a row, tokens[B]; got {found}\n  fix: give an int64 for each row")
     return _run(params, tokens[:, None], cache, config, mesh, None, form, donate, True)
 
 
@@ -108,10 +114,13 @@ def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) 
     """(lengths, the cache to write to), where the tokens are; each row has `least` new tokens. ValueError for what the
     mesh, the model or the cache cannot take, before any of it is changed."""
     check_mesh(config, mesh, form)
-    if tokens.dim() != 2:
-        raise ValueError(f"tokens must be of two dims, [B, T]; got {list(tokens.shape)}")
+    flag(donate=donate)
+    check_ids("tokens", tokens)
     check_cache(cache, config, mesh, form, len(tokens))
     B, T = tokens.shape
+    if lengths is not None and (not isinstance(lengths, Tensor) or lengths.dtype not in IDS or lengths.shape != (B,)):
+        found = f"{lengths.dtype} {list(lengths.shape)}" if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise ValueError(f"lengths must be int64[{B}], one for each row; got {found}\n  fix: give torch.tensor([...])")
     lengths = torch.full((B,), T, device=tokens.device) if lengths is None else lengths.to(tokens.device)
     cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
     check_tokens(params, tokens, lengths, cache, config, mesh, form, least)
@@ -138,28 +147,26 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
             f"{config.name}: experts with a capacity drop tokens depending on what else is in the batch\n"
             "  fix: serve config.with_(capacity=None)"
         )
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise ValueError(f"tokens must be whole numbers; got {tokens.dtype}")
     B, T = tokens.shape
     if not B or not T:
         raise ValueError(f"tokens[{B}, {T}]: there are no tokens\n  fix: give each row at least one token")
-    if lengths.shape != (B,) or lengths.is_floating_point():
-        raise ValueError(
-            f"lengths{list(lengths.shape)} {lengths.dtype} must be whole numbers of shape [{B}], one for each row"
-        )
-    if T > 1:  # a decode step comes after a prefill
-        types = specs(config, mesh, form=form, int8=isinstance(params.get("embed"), dict))
-        sizes = config.sizes | {"L": config.L, "I": 1, "J": 1}  # I, J: of the scales of int8
-        tree.check(params, types, sizes, mesh, fix="tree.shard(params, serve.specs(config, mesh, form=...), mesh)")
+    int8 = isinstance(params, dict) and isinstance(params.get("embed"), dict)
+    types = _types(config, tuple(mesh.sizes.items()), form, int8)
+    sizes = config.sizes | {"I": 1, "J": 1}  # of the scales of int8
+    tree.check(params, types, sizes, mesh, fix="tree.shard(params, serve.specs(config, mesh, form=...), mesh)")
     if tokens.is_meta:
         return
     low, high = int(lengths.min()), int(lengths.max())
     if low < least:
-        raise ValueError(f"row {int(lengths.argmin())} is empty: a prompt has at least one token")
+        raise ValueError(f"row {int(lengths.argmin())} is empty: a prompt has at least one token\n  fix: leave it out")
     if low < 0 or high > T:
-        raise ValueError(f"lengths must lie in {least}..{T}, where T = {T} tokens are given; got {low} to {high}")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= config.V:
-        raise ValueError(f"tokens must lie in 0..{config.V - 1}: that is the vocabulary of {config.name}")
+        raise ValueError(
+            f"lengths must lie in {least}..{T}, where T = {T} tokens are given; got {low} to {high}\n"
+            "  fix: give the number of real tokens of each row"
+        )
+    check_range("tokens", tokens, config.V)
+    if int(cache["lengths"].min()) < 0:
+        raise ValueError(f"the cache's lengths are {cache['lengths'].tolist()}\n  fix: give 0 for an empty row")
     shards = mesh.sizes.get("Z", 1) if form == "sequence" else 1
     room, after = capacity(cache, shards), cache["lengths"] + lengths
     if int(after.max()) > room:
@@ -169,11 +176,19 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
             f"has room for {room} in all\n  fix: call init_cache with a greater length, or give a shorter prompt"
         )
     if "pages" in cache:
-        check_pages(cache, after)
+        groups = mesh.size(parse(present(f"l[{ROWS[form]}]", mesh)).dims[0][1])
+        check_pages(cache, after, groups)
 
 
-def check_pages(cache: dict, after: Tensor) -> None:
-    """ValueError unless each row has a page for every token that it is to hold."""
+@lru_cache(maxsize=256)
+def _types(config: Config, sizes: tuple, form: str, int8: bool) -> dict:
+    return specs(config, AbstractMesh(dict(sizes)), form=form, int8=int8)
+
+
+def check_pages(cache: dict, after: Tensor, groups: int) -> None:
+    """ValueError unless each row has a page for every token that it is to hold, and those that are written to are its
+    own: no other row's, and in no other place of its. `groups`: so many ranks hold rows, and count pages by
+    themselves."""
     pages, page, held = cache["pages"], cache["KV"].shape[3], cache["KV"].shape[2]
     m = torch.arange(pages.shape[1], device=pages.device)
     needed = m * page < after[:, None]
@@ -182,4 +197,15 @@ def check_pages(cache: dict, after: Tensor) -> None:
         raise ValueError(
             f"row {row}: no page for its tokens from {place * page} on: pages[{row}, {place}] is "
             f"{int(pages[row, place])}, of {held} pages\n  fix: give the row a page of the pool"
+        )
+    rank = torch.arange(len(pages), device=pages.device) * groups // len(pages)
+    page_of = (pages + held * rank[:, None])[needed]
+    writes = (needed & ((m + 1) * page > cache["lengths"][:, None]))[needed]
+    holders = torch.bincount(page_of, minlength=held * groups)
+    if bool((shared := writes & (holders[page_of] > 1)).any()):
+        found = int(page_of[shared][0]) % held
+        raise ValueError(
+            f"page {found} is written to, but stands in more than one place of pages\n"
+            "  rule: rows may share the pages of a prefix that is full; the others are each row's own\n"
+            "  fix: give each row pages of its own from its last full page on"
         )
