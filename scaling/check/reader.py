@@ -19,6 +19,7 @@ HELPERS |= {
     ("optree", "tree_leaves"): "leaves",
 }
 HELPERS |= {("scaling.strategies.stateless", "call"): "stateless"}
+AS_TORCH = (("scaling.strategies.tape", "vjp"),)  # functions of the project that are read as torch's of that name
 IN_OTHERS = ("illegal-line", "never-reduced", "never-waited", "specs")  # faults of another module's own
 
 
@@ -120,7 +121,7 @@ class Reader(Listings):
 
     def member(self, source: str, name: str, importer: "Module | None" = None):
         """What a module has under a name: a typed call, a function of torch, something of its source, a submodule."""
-        if source.split(".")[0] in ("torch", "operator"):
+        if source.split(".")[0] in ("torch", "operator") or (source, name) in AS_TORCH:
             return Known("torch", name)
         if source.startswith(TYPED_IN) and (name in TYPED or name in SPECIAL):
             return Known("typed", name) if name in TYPED else Known("special", name)

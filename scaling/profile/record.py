@@ -46,8 +46,9 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write when it starts and stops
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     inside = profiling()
-    below = None if inside or not (ops or memory) else torch_profile(activities=activities, profile_memory=memory)
-    if below is not None:
+    below = None
+    if not inside and (ops or memory):
+        below = torch_profile(activities=activities, profile_memory=memory, acc_events=True)
         below.start()
     try:
         _mark(marked)

@@ -35,7 +35,8 @@ def merge(a: Attended | None, b: Attended | None) -> Any:
     if a is None or b is None or b.O.is_meta:
         return a if b is None else b
     ahead = torch.where(b.lse.isneginf(), -math.inf, b.lse - a.lse)  # -inf - -inf: neither has seen a key yet
-    return Attended(torch.lerp(a.O, b.O, ahead.sigmoid()[..., None]), torch.logaddexp(a.lse, b.lse))
+    share = ahead.sigmoid()[..., None].to(a.O.dtype)  # torch 2.11's compiler takes every lse for a float32
+    return Attended(torch.lerp(a.O, b.O, share), torch.logaddexp(a.lse, b.lse))
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Any:
