@@ -1,0 +1,16 @@
+"""Runs the programs on a page, each in an interpreter of its own: `python tests/programs.py docs/your-own-code.md`."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+for page in sys.argv[1:]:
+    programs = re.findall(r"^```python\n(.*?)^```", Path(page).read_text(), re.MULTILINE | re.DOTALL)
+    for number, program in enumerate(programs, 1):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"program_{number}.py"
+            file.write_text(program)
+            subprocess.run([sys.executable, file], check=True)
+    print(f"{page}: {len(programs)} programs ran")
