@@ -9,6 +9,7 @@ With X and Y in the mesh (`--mesh Z=2,X=2,Y=2`), stages have FSDP and tensor par
 """
 
 # %%
+from argparse import Namespace
 from time import perf_counter, sleep
 
 import torch
@@ -207,20 +208,20 @@ if page.first and page.args.trace:
 
 
 # %%
-def training(mesh, args, steps):
-    """(rows of differences in the first step, the curve: (step, bits per byte, on one device))."""
+def training(mesh, args) -> tuple[dict, list[float]]:
+    """(the first step's gradients, whole; the loss of each step)."""
     config = mlp.MLPConfig(L=2 * Z)
-    text, adamw = learning.load(args, mesh.device), optim.adamw(3e-3, betas=(0.9, 0.99))
+    text, first, losses = learning.load(args, mesh.device), None, []
     own = mlp.init(config, args.seed, device=mesh.device)
     specs = {"W_in": pipeline.SPECS["W_in"], "W_out": pipeline.SPECS["W_out"]}
     params = own | {"blocks": tree.shard(own["blocks"], specs, mesh)}
-    state, own_state, curve, first = adamw.init(params), adamw.init(own), [], []
+    state = ADAMW.init(params)
     schedule, stage = make("1f1b", Z, M), stages.mlp(config.activation, config.residual, config.norm)
-    rows = args.batch // M * M
-    for step, (tokens, targets) in zip(range(steps), data.endless(text, config.K, rows, seed=args.seed), strict=False):
+    batches = data.endless(text, config.K, args.batch, seed=args.seed)
+    for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
 
         def terms(head, Out, targets):  # the loss is the sum over microbatches, the mean over rows
-            return mlp.cross_entropy(mlp.head(Out, head, config.norm), targets, rows)
+            return mlp.cross_entropy(mlp.head(Out, head, config.norm), targets, args.batch)
 
         In, embed_vjp = vjp(lambda E, tokens=tokens: mlp.embed(E, tokens), params["embed"])
         run = params["blocks"], params["head"], In, targets, mesh, schedule, terms, stage
@@ -228,24 +229,27 @@ def training(mesh, args, steps):
         dIn = all_reduce("dIn[B, D] {U_Z} -> dIn[B, D]", grads.dIn, mesh)
         head = all_reduce("dW_head[D, V] {U_Z} -> dW_head[D, V]", grads.head, mesh)
         grads = {"embed": embed_vjp(dIn)[0], "blocks": grads.params, "head": head}
-        own_grads, own_loss = grad_and_value(mlp.loss_fn)(own, tokens, targets, config)
-        if step == 0:
-            whole = grads | {"blocks": tree.unshard(grads["blocks"], specs, mesh)}
-            first = [("loss, float32", difference(loss, own_loss), SINGLE)]
-            first += [("gradients, float32", difference(whole, own_grads), SINGLE)]
-        params, state = adamw.update(grads, state, params)
-        own, own_state = adamw.update(own_grads, own_state, own)
-        curve.append((step + 1, *(f"{mlp.bits_per_byte(each).item():.5f}" for each in (loss, own_loss))))
-    return first, curve
+        first = first or grads | {"blocks": tree.unshard(grads["blocks"], specs, mesh)}
+        params, state = ADAMW.update(grads, state, params)
+        losses.append(loss.item())
+    return tree.map(torch.Tensor.cpu, first), losses
 
 
+ADAMW, args = optim.adamw(3e-3, betas=(0.9, 0.99)), Namespace(**vars(page.args))
+args.steps, args.batch = min(args.steps, 5) if page.small else args.steps, args.batch // M * M
 if not INSIDE:
-    steps = min(page.args.steps, 5) if page.small else page.args.steps
     page.title(f"Training a byte model of {2 * Z} layers by 1F1B, in float32")
-    first, curve = page.on_ranks(training, page.args, steps)
-    page.equal(first)
-    page.say()
-    page.table(curve[:: max(1, steps // 8)], ["step", "bits per byte on ranks", "on one device"])
+    first, losses = page.on_ranks(training, args)
+    if page.first:
+        text = learning.load(args, torch.device(args.device))
+        one = learning.one_device(mlp.MLPConfig(L=2 * Z), text, ADAMW, args, text.device)
+        pairs = (("loss", losses[0], one.losses[0]), ("gradients", first, one.first))
+        page.equal([(f"first {what}, float32", difference(got, want), SINGLE) for what, got, want in pairs])
+        page.say()
+        shown = range(0, args.steps, max(1, args.steps // 8))
+        ours, theirs = (mlp.bits_per_byte(torch.tensor(each)).tolist() for each in (losses, one.losses))
+        page.table([(i + 1, f"{ours[i]:.5f}", f"{theirs[i]:.5f}") for i in shown],
+                   ["step", "bits per byte on ranks", "on one device"])  # fmt: skip
 page.end()
 
 # %% [markdown]

@@ -121,7 +121,9 @@ PINNED = {
         "Block remat: FLOPs over params x tokens": 6 + 2 * 33 / 35,  # all of a forward but the unembedding
         "Full activations by what autograd holds, F = 4D": 4e6 * 64 * (24 * 8192 + 64) * 2 / 1e12,
         "Big matmuls only, F = 4D": 4e6 * 64 * 13 * 8192 * 2 / 1e12,
+        "6 FLOPs to rematerialize over BT^2NH": 4,
         "1 params": 64 * (3 * 4096 * 16384 + 4 * 4096**2 + 2 * 4096) + 2 * 4096 * 32000 + 4096,
+        "4 decoding: intensity for S = 2^20, G = 8 (-> G)": 8 * 2**20 / (2**20 + 8),
         "4 prefill is compute-bound from S =": 481,  # above 2 x 240.24
         "4 prefill with G = 8 is compute-bound from S =": 271,  # above 9/8 x 240.24
         "4 prefill: attention takes as long as the MLP at T =": 3 * 8192 * 28672 // 8192 - 1,

@@ -161,7 +161,7 @@ def mutate_chapter(name: str, tally: dict) -> None:
     blocks = [compile(ast.Module([node], []), path, "exec") for node in tree.body]
     base = forked(lambda: outcome(name, names, blocks, text))
     if not base or base["red"]:
-        raise SystemExit(f"{name}: red before any mutant: {base}")
+        raise SystemExit(f"{name}: red before any mutant: {base and base['red']}")
     last = max(i for i, node in enumerate(tree.body) if any(f"page.{word}(" in ast.unparse(node) for word in JUDGED))
     for i, node in enumerate(tree.body[: last + 1]):
         for n, site in enumerate(sites(node) if "page" in names else []):
