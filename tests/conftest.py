@@ -4,6 +4,7 @@ Functions are pickled by name, so they stand at the top of their test module. A 
 ranks; the next test gets new ones. Collectives are checked: ranks that disagree raise instead of hanging.
 """
 
+import gc
 import importlib
 import math
 import os
@@ -17,6 +18,7 @@ from multiprocessing import connection
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 import torch.multiprocessing as mp
 from failure import RankFailed
 
@@ -26,9 +28,23 @@ from scaling.mesh import Mesh, join_world
 torch.set_num_threads(1)
 
 
+def _share_gloo_s_thread() -> None:
+    """Make all process groups of this rank send by one device, as each device has a thread that wakes a hundred times
+    a second."""
+    device = c10d.ProcessGroupGloo.create_device(interface="lo")
+
+    class OnOneDevice(c10d.ProcessGroupGloo):
+        def __init__(self, store, rank, size, timeout):
+            options = c10d.ProcessGroupGloo._Options()
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OnOneDevice
+
+
 def _work(rank: int, world: int, folder: str, pipe) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    _share_gloo_s_thread()
     os.environ.pop("WORLD_SIZE", None)
     join_world("cpu", 60, dist.FileStore(f"{folder}/store", world), rank, world)
     meshes = {}
@@ -117,6 +133,10 @@ def ranks():
     yield run
     for each in workers.values():
         each.end()
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # what is imported stays to the end: the collector need not look through it again and again
 
 
 def pytest_collection_modifyitems(config, items):
