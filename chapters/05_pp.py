@@ -236,7 +236,7 @@ def training(mesh, args) -> tuple[dict, list[float]]:
 
 
 ADAMW, args = optim.adamw(3e-3, betas=(0.9, 0.99)), Namespace(**vars(page.args))
-args.steps, args.batch = min(args.steps, 5) if page.small else args.steps, args.batch // M * M
+args.steps, args.batch = min(args.steps, 3) if page.small else args.steps, args.batch // M * M
 if not INSIDE:
     page.title(f"Training a byte model of {2 * Z} layers by 1F1B, in float32")
     first, losses = page.on_ranks(training, args)

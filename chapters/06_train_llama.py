@@ -31,7 +31,7 @@ page = Page(
     steps=(40, "training steps"),
     text=("", "file to learn (default: the sources of Python's standard library)"),
 )
-STEPS = min(page.args.steps, 8) if page.small else page.args.steps
+STEPS = min(page.args.steps, 4) if page.small else page.args.steps
 mesh_sizes = page.args.mesh
 B, T = 8, 128
 config = Config("tiny-llama", L=2, D=64, F=128, N=4, K=2, H=16, V=256)

@@ -49,11 +49,12 @@ def learn(mesh, strategy, train: Callable, config: mlp.MLPConfig, args) -> Learn
     """Run a chapter's loop, `train(strategy, mesh, text, args) -> Trained`, on a mesh."""
     learnt, valid = data.split(load(args, mesh.device))
     run, axes, specs = train(strategy, mesh, learnt, args), batch_axes(strategy), param_specs(strategy)
-    held_out = next(iter(data.batches(valid, config.K, min(4096, len(valid) // 16 * 8), mesh, axes, args.seed)))
+    rows = min(512 if args.small else 4096, len(valid) // 16 * 8)
+    held_out = next(iter(data.batches(valid, config.K, rows, mesh, axes, args.seed)))
     score = mlp.bits_per_byte(evaluate(strategy, run.params, held_out[0], held_out[1], config, mesh)).item()
-    rows = memory(strategy, mesh, config, run)
     first, params = (tree.map(torch.Tensor.cpu, tree.unshard(x, specs, mesh)) for x in (run.first, run.params))
-    return Learned(Trained([float(x) for x in run.losses], first, params, {}, run.seconds), rows, score)
+    held = memory(strategy, mesh, config, run)
+    return Learned(Trained([float(x) for x in run.losses], first, params, {}, run.seconds), held, score)
 
 
 def load(args, device) -> torch.Tensor:
@@ -80,7 +81,7 @@ def show(page: Page, strategy, train: Callable, config: mlp.MLPConfig, optimizer
     """The strategy on four layers beside one device; then what the chapter's training loop did on its mesh, beside the
     same run on one device, and beside its text."""
     args = Namespace(**vars(page.args))
-    args.steps = min(args.steps, 5) if page.small else args.steps
+    args.steps = min(args.steps, 3) if page.small else args.steps
     layers, found = page.on_ranks(both, strategy, train, config, args)
     page.title("Four layers of it with gelu, norm and residual, in float64")
     page.equal(layers)
