@@ -64,7 +64,7 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     first, second = cotangents(job, c, l)
     weights = act * (dense + experts)
     gathered = np.where(sharded, 2 * weights, 0.0)  # this layer's and the next one's
-    flying = np.where(sharded & ~late, weights, 0.0)  # a layer's gradients, whole, on their way
+    flying = np.where(sharded & np.logical_not(late), weights, 0.0)  # a layer's gradients, whole, on their way
     loss = logits(job, c, l)
     working = np.maximum(gathered + np.maximum(first, second) + 2 * flying, loss)
     head = job.grad_bytes * w.ends[1] / l.tensor / np.where(sharded, ways[0], 1)
