@@ -14,6 +14,7 @@ torch.amax shares it, and takes one more AllReduce.
 
 import warnings
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, Literal, overload
 
 import torch
@@ -190,7 +191,7 @@ def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, asy
     permutation makes of it: `A[I_XY] -> A[I_YX]`. Cotangent: the pairs turned round.
     """
     typed = parse_line(line if "->" in line else f"{line} -> {line}")
-    (before,), after, pairs = typed.operands, typed.result, tuple((int(s), int(t)) for s, t in perm)
+    (before,), after, pairs = typed.operands, typed.result, _pairs(line, perm)
     before.check_axes(mesh)
     after.check_axes(mesh)
     group = mesh.group((axis,) if axis in mesh.sizes else tuple(axis))
@@ -200,6 +201,14 @@ def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, asy
             refuse(line, f"ppermute over {axis} (size {group.size}) by {pairs}", rule)
     op = Op.over(group, "CollectivePermute", f"{before} -> {after}", pairs=pairs)
     return _run(LineStep(op, group, len(before.dims), None, numbers(before, mesh), on=on(mesh)), x, mesh, async_op)
+
+
+def _pairs(line: str, perm: Any) -> tuple[tuple[int, int], ...]:
+    try:
+        return tuple((index(source), index(target)) for source, target in perm)
+    except (TypeError, ValueError):
+        what, rule = f"ppermute by {perm!r:.60}", "a permutation is pairs of whole numbers"
+        raise ShardingError(f"{line}\n  {what}\n  rule: {rule}\n  fix: give (source, target), ...") from None
 
 
 def unshard(line: str, x: Tensor, mesh) -> Tensor:

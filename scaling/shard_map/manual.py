@@ -22,9 +22,10 @@ from scaling.interop import from_partition_spec
 from scaling.mesh import AbstractMesh
 from scaling.shard_map.law import Call, apply
 from scaling.shard_map.names import bound_here
+from scaling.shard_map.operands import tensor_of
 from scaling.shard_map.partial import PLAIN, marked, marks
 from scaling.shard_map.transport import Bound
-from scaling.shard_map.types import Checks, described, vary, varying
+from scaling.shard_map.types import Checks, described, memory_of, vary, varying
 from scaling.spec import ShardingError, Spec, format_axes, parse
 
 
@@ -44,15 +45,19 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
     Raises ShardingError for specs that do not fit, and for what JAX's check_vma refuses.
     """
     if not callable(fn):
-        raise ShardingError(f"shard_map of a {type(fn).__name__}\n  rule: what is mapped is a function of shards")
+        what = f"shard_map of a {type(fn).__name__}"
+        raise ShardingError(f"{what}\n  rule: what is mapped is a function of shards\n  fix: shard_map(fn, mesh, ...)")
     mesh = AbstractMesh(mesh) if isinstance(mesh, Mapping) else mesh
+    if not hasattr(mesh, "sizes"):
+        raise ShardingError(f"shard_map on {mesh!r:.60}, which is no mesh\n  fix: give a Mesh, or the sizes of one")
     in_specs = in_specs if isinstance(in_specs, (tuple, str, Spec)) else (in_specs,)
 
     def traced(*args):
         outer, args = Bound(mesh, in_process), plain(args)
         specs = broadcast(in_specs, args, "in_specs")
         leaves, treedef = optree.tree_flatten(args)
-        leaves = [leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in leaves]
+        leaves = [tensor_of(leaf) for leaf in leaves]
+        given = frozenset(map(memory_of, leaves))
         for leaf in leaves if not in_process else ():
             check_device(leaf, mesh)
         typed = [read(spec, leaf, outer, "in_specs") for spec, leaf in zip(specs, leaves, strict=True)]
@@ -64,10 +69,10 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
             bound = outer.inside(places, levels)
             token = bound_here.set(bound)
             try:
-                with Checks(bound):
+                with Checks(bound, given):
                     result = fn(*optree.tree_unflatten(treedef, shards))
                     found, made["tree"] = optree.tree_flatten(result)
-                    found = [leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in found]
+                    found = [tensor_of(leaf) for leaf in found]
                     specs = zip(broadcast(out_specs, result, "out_specs"), found, strict=True)
                     made["specs"] = [read(spec, leaf, bound, "out_specs") for spec, leaf in specs]
                     return tuple(leaving(leaf, spec, bound) for leaf, spec in zip(found, made["specs"], strict=True))
@@ -76,6 +81,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
 
         found = levels_of_axes(program, outer, stacked, typed)
         results = [left(leaf, spec, outer) for leaf, spec in zip(found, made["specs"], strict=True)]
+        results = [x.clone() if memory_of(x) in given else x for x in results]
         return optree.tree_unflatten(made["tree"], results)
 
     @constant
@@ -191,7 +197,12 @@ def read(spec: Any, x: Tensor, bound: Bound, what: str) -> Spec:
     spec = parse(spec)
     spec.check_axes(bound.mesh)
     if x.dim() != len(spec.dims):
-        refuse(f"{what}: {spec}", f"it has {len(spec.dims)} dims, the array {list(x.shape)}", "a type names each dim")
+        refuse(
+            f"{what}: {spec}",
+            f"it has {len(spec.dims)} dims, the array {list(x.shape)}",
+            "a type names each dim",
+            "name as many",
+        )
     if what == "in_specs":
         if spec.unreduced:
             rule = "a whole array has no shards that are partial sums"
@@ -201,5 +212,10 @@ def read(spec: Any, x: Tensor, bound: Bound, what: str) -> Spec:
     for size, (dim, axes) in zip(x.shape, spec.dims, strict=True):
         if dim.isdigit() and int(dim) != size * bound.mesh.size(axes):
             what = f"{what}: {spec}"
-            refuse(what, f"dim {dim} of the result has size {size * bound.mesh.size(axes)}", "a number is a size")
+            refuse(
+                what,
+                f"dim {dim} of the result has size {size * bound.mesh.size(axes)}",
+                "a number is a size",
+                "give the size, or a name",
+            )
     return spec

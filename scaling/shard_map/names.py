@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from scaling.shard_map.law import Call, apply
+from scaling.shard_map.operands import check_order, divides, pairs_of, place, tensor_of
 from scaling.shard_map.partial import marked, marks
 from scaling.shard_map.transport import Bound, index_of
 from scaling.shard_map.types import described, vary, varying
@@ -26,6 +27,7 @@ CASTS = {
     "reduced": ("invariant",),
     "unreduced": ("varying",),
 }  # to each, from which
+NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16)  # whose sums may not fit
 bound_here: ContextVar[Bound] = ContextVar("the mesh of the shard_map under way")
 
 
@@ -34,7 +36,6 @@ def psum(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
     bound, axes = here("psum", axis_name, axis_index_groups)
 
     def of(leaf: Tensor) -> Tensor:
-        leaf = leaf.to(torch.int32) if leaf.dtype == torch.bool else leaf
         return collected(reducible("psum", leaf, axes, bound), bound, Call("psum", axes))
 
     return each(of, x) if axes else x
@@ -42,8 +43,9 @@ def psum(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
 
 def pmean(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
     """The mean over the devices along the axes: a psum, divided by their number."""
-    n = axis_size(axis_name)
-    return each(lambda leaf: leaf / n, psum(x, axis_name, axis_index_groups=axis_index_groups))
+    bound, axes = here("pmean", axis_name, axis_index_groups)
+    wide = each(lambda leaf: leaf.to(torch.int32) if leaf.dtype in NARROW else leaf, x)
+    return each(lambda leaf: leaf / bound.mesh.size(axes), psum(wide, axis_name))
 
 
 def pmax(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
@@ -60,6 +62,7 @@ def extreme(kind: str, x: Any, axis_name: Axes, axis_index_groups) -> Any:
     bound, axes = here(kind, axis_name, axis_index_groups)
 
     def of(leaf: Tensor) -> Tensor:
+        check_order(kind, leaf)
         leaf = entering(kind, leaf, (*axes, *marks(leaf).unreduced), bound)
         return collected(leaf, bound, Call(kind, axes))
 
@@ -95,7 +98,8 @@ def all_gather(
     """
     bound, axes = here("all_gather", axis_name, axis_index_groups)
     if to not in ("varying", "invarying", "reduced"):
-        raise ShardingError(f"all_gather(to={to!r})\n  rule: the result is typed varying, invarying or reduced")
+        rule = "the result is typed varying, invarying or reduced"
+        raise ShardingError(f"all_gather(to={to!r})\n  rule: {rule}\n  fix: give one of these")
     kind = "gather" if to == "invarying" else "all_gather"
 
     def of(leaf: Tensor) -> Tensor:
@@ -140,7 +144,7 @@ def ppermute(x: Any, axis_name: Axes, perm: Sequence[tuple[int, int]]) -> Any:
     order they are named."""
     bound, axes = here("ppermute", axis_name, None)
     axes = tuple(axis for axis in bound.mesh.sizes if axis in axes)
-    n, pairs = bound.mesh.size(axes), tuple((int(source), int(target)) for source, target in perm)
+    n, pairs = bound.mesh.size(axes), pairs_of("ppermute", perm)
     sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
     if len({*sources}) < len(pairs) or len({*targets}) < len(pairs) or not {*sources, *targets} <= {*range(n)}:
         raise ShardingError(
@@ -179,7 +183,7 @@ def pcast(x: Any, axis_name: Axes, *, to: str) -> Any:
             raise ShardingError(
                 f"pcast(x, {axes}, to={to!r}): x is {described(leaf, bound)}\n"
                 "  rule: over all the axes, what is invariant becomes varying or reduced, what is reduced varying, and "
-                "what varies unreduced"
+                "what varies unreduced\n  fix: name other axes, or give to= one of these"
             )
         after = found.without(axes)
         after = after._replace(**{to: getattr(after, to) | {*axes}}) if to != "varying" else after
@@ -202,8 +206,16 @@ def vma(x: Tensor) -> frozenset[str]:
 def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_size: int, axis: int = 0) -> Tensor:
     """`slice_size` elements of a dim from `start_index` on, which may differ by device. Like JAX's, a start beyond the
     last whole slice is moved to it."""
-    last = operand.shape[axis] - slice_size
-    start = torch.as_tensor(start_index, device=operand.device).clamp(0, last)
+    axis = place("dynamic_slice_in_dim", axis, operand.dim())
+    last = operand.shape[axis] - slice_size if type(slice_size) is int and slice_size >= 0 else -1
+    start = torch.as_tensor(start_index, device=operand.device) if isinstance(start_index, (int, Tensor)) else None
+    if last < 0 or start is None or start.dim() or start.is_floating_point() or start.dtype == torch.bool:
+        raise ShardingError(
+            f"dynamic_slice_in_dim(x, {start_index!r:.60}, {slice_size!r}) of a dim of size {operand.shape[axis]}\n"
+            "  rule: a slice of a fixed size, from a place that is a whole number on\n"
+            f"  fix: give an int64[] and a size of 0..{operand.shape[axis]}"
+        )
+    start = start.clamp(0, last)
     return operand.index_select(axis, start + torch.arange(slice_size, device=operand.device))
 
 
@@ -211,12 +223,14 @@ def here(name: str, axis_name: Axes, groups) -> tuple[Bound, tuple[str, ...]]:
     """The mesh bound for the call under way, and the axes that are meant."""
     bound = bound_here.get(None)
     if bound is None:
-        raise ShardingError(f"{name} outside of shard_map\n  rule: a mesh is bound inside shard_map(fn, ...) alone")
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        rule = "a mesh is bound inside shard_map(fn, ...) alone"
+        raise ShardingError(f"{name} outside of shard_map\n  rule: {rule}\n  fix: call it in a function that is mapped")
+    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if unknown := [axis for axis in axes if axis not in bound.mesh.sizes]:
-        raise ShardingError(f"{name}: unknown mesh axis {unknown[0]}: the mesh has {format_sizes(bound.mesh.sizes)}")
+        has = format_sizes(bound.mesh.sizes)
+        raise ShardingError(f"{name}: unknown mesh axis {unknown[0]}: the mesh has {has}\n  fix: name axes of the mesh")
     if len({*axes}) < len(axes):
-        raise ShardingError(f"{name} over {', '.join(axes)}\n  rule: an axis is named once")
+        raise ShardingError(f"{name} over {', '.join(axes)}\n  rule: an axis is named once\n  fix: leave one out")
     if groups is not None:
         raise ShardingError(
             f"{name}(axis_index_groups=...)\n  rule: a group is all devices along mesh axes; with checked types JAX "
@@ -227,7 +241,7 @@ def here(name: str, axis_name: Axes, groups) -> tuple[Bound, tuple[str, ...]]:
 
 def each(of, tree: Any) -> Any:
     """`of` at each tensor of a tree; numbers are tensors too."""
-    return optree.tree_map(lambda leaf: of(leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)), tree)
+    return optree.tree_map(lambda leaf: of(tensor_of(leaf)), tree)
 
 
 def entering(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tensor:
@@ -241,7 +255,10 @@ def entering(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tenso
 
 
 def reducible(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tensor:
-    """x, ready to be summed over the axes."""
+    """x, ready to be summed over the axes: bools as int32."""
+    if x.is_floating_point() and x.dtype.itemsize == 1:
+        raise ShardingError(f"{name} of {x.dtype}\n  rule: {x.dtype} is not added up\n  fix: convert it, .float()")
+    x = x.to(torch.int32) if x.dtype == torch.bool else x
     kinds = {kind_over(x, axis, bound) for axis in axes}
     if len(kinds) > 1 or "reduced" in kinds:
         raise ShardingError(
@@ -255,19 +272,3 @@ def reducible(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tens
 def collected(x: Tensor, bound: Bound, call: Call) -> Tensor:
     """The call on x; over other axes what is unreduced or reduced stays so."""
     return marked(apply(x, bound, call), marks(x).without(call.axes))
-
-
-def place(name: str, dim: int, dims: int) -> int:
-    if not -dims <= dim < dims:
-        raise ShardingError(f"{name}: there is no dim {dim} among {dims}")
-    return dim % dims
-
-
-def divides(name: str, x: Tensor, dim: int, axes: tuple[str, ...], bound: Bound, tiled: bool) -> None:
-    n = bound.mesh.size(axes)
-    if x.shape[dim] % n if tiled else x.shape[dim] != n:
-        wanted = f"a multiple of {n}" if tiled else f"{n}, or tiled=True"
-        raise ShardingError(
-            f"{name} over {', '.join(axes)}: dim {dim} has size {x.shape[dim]}\n"
-            f"  rule: it is cut into {n} blocks, one for each device\n  fix: make it {wanted}"
-        )

@@ -72,7 +72,7 @@ def one_process(x: Tensor, call: Call, mesh) -> Tensor:
     if active() and kind != "pvary":
         record(event(op_of(call, x.dim() - (kind not in ENTERS), mesh), x if kind in ENTERS else x[0]))
     if kind == "psum":
-        return x.sum(0)
+        return x.sum(0, dtype=x.dtype)  # in int8, as ranks add it up
     if kind in REDUCES:
         return x.amax(0) if kind == "pmax" else x.amin(0)
     if kind == "pvary":
@@ -85,7 +85,7 @@ def one_process(x: Tensor, call: Call, mesh) -> Tensor:
         whole = join(x, call.dim)
         return whole.expand(n, *whole.shape).clone()
     if kind == "psum_scatter":
-        return split(x.sum(0), n, call.dim)
+        return split(x.sum(0, dtype=x.dtype), n, call.dim)
     if kind == "all_to_all":
         parts = split(x, n, call.to + 1)  # [to, from, ...]
         return join(parts.movedim(1, 0), call.dim + 1)

@@ -45,6 +45,13 @@ def varying(x: Tensor, bound: Bound) -> frozenset[str]:
     return frozenset(found)
 
 
+def memory_of(x: Tensor) -> int:
+    """What tells the memory apart that x, or what it wraps, lies in."""
+    while is_wrapped(x):
+        x = unwrapped(x)
+    return x.untyped_storage()._cdata
+
+
 def vary(x: Tensor, axes, bound: Bound) -> Tensor:
     """x, stacked over `axes` too: nothing is sent; its cotangent is summed over the axes that are new."""
     new = tuple(axis for axis in bound.mesh.sizes if axis in set(axes) - varying(x, bound))
@@ -59,11 +66,12 @@ def described(x: Tensor, bound: Bound) -> str:
 
 
 class Checks(TorchFunctionMode):
-    """Every call of torch's inside the program: operands are brought to one type, or refused."""
+    """Every call of torch's inside the program: operands are brought to one type, or refused. `given`: the memory of
+    the arguments, which is not written to."""
 
-    def __init__(self, bound: Bound):
+    def __init__(self, bound: Bound, given: frozenset[int] = frozenset()):
         super().__init__()
-        self.bound = bound
+        self.bound, self.given = bound, given
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -91,6 +99,9 @@ class Checks(TorchFunctionMode):
                 "a value keeps its type: what is written to is not invariant afterwards",
                 "x = x + y in place of x += y; torch.where or torch.cat in place of x[i] = y; or pvary(x, ...)",
             )
+        if changed is not None and name not in ASKS and memory_of(changed) in self.given:
+            rule = "arguments are not changed: this would write to the caller's own array"
+            self.refuse(name, tensors, rule, "x = x + y in place of x += y; or write to x.clone()")
         if any(each != axes for each in found):
             vary_all = lambda x: vary(x, axes, self.bound) if isinstance(x, Tensor) else x  # noqa: E731
             args, kwargs = optree.tree_map(vary_all, operands)
