@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import optree
 import torch
+from torch import Tensor
 
 from scaling import tree
 from scaling.algebra.layouts import DimAxes
@@ -27,12 +29,21 @@ class JittedProgram:
     def lower(self, *args) -> Lowered:
         """The program for arguments of these shapes: `.listing`, `.steps`, `.wire_bytes`. Meta tensors do."""
         flat, structure = tree.leaves(args), tree.structure(args)
+        given: Any = args
+        for x in optree.tree_leaves(given, none_is_leaf=True):
+            if not isinstance(x, (Tensor, Array)):
+                raise ShardingError(
+                    f"an argument is a {type(x).__name__}\n  rule: a program in auto mode is of tensors\n"
+                    "  fix: torch.as_tensor(x); or a number in the function itself"
+                )
         key = tuple((tuple(x.shape), x.dtype) for x in flat), structure
         if key not in self._lowered:
             self._lowered[key] = self._lower(args, flat)
         return self._lowered[key]
 
     def _lower(self, args, flat) -> Lowered:
+        if not hasattr(self.mesh, "sizes"):
+            raise ShardingError(f"jit on {self.mesh!r:.40}, which is no mesh\n  fix: give a Mesh or an AbstractMesh")
         one_each = isinstance(self.in_types, (tuple, list)) and len(self.in_types) == len(args)
         types = for_each(tuple(self.in_types) if one_each else (self.in_types,), args, "in_types")
         given = list(zip(types, flat, strict=True))
@@ -92,7 +103,8 @@ def jit(fn: Callable, mesh, in_types, out_types=None) -> JittedProgram:
     """fn on whole arrays as a program with collectives, planned to send the least.
 
     `in_types`: a type for each argument, or a tree of them; None: every device has the whole. `out_types`: for the
-    result, or a tree; None leaves it to the planner. Types are `In[B_X, D_Y]` or `[8_X, 2_Y]`. Raises ShardingError
-    where types do not fit, or where a function is not known.
+    result, or a tree; None leaves it to the planner. Types are `In[B_X, D_Y]` or `[8_X, 2_Y]`. `fn` is
+    pure: it is looked at once for each shapes of its arguments. Raises ShardingError where types do not fit, or where a
+    function is not known.
     """
     return JittedProgram(fn, mesh, in_types, out_types)

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from scaling import tree
 from scaling.explicit.arrays import reshard
-from scaling.explicit.functions import TypedCall, name_of, read
+from scaling.explicit.functions import TypedCall, read
+from scaling.explicit.known import name_of
 from scaling.explicit.ops import Shape
 from scaling.spec import ShardingError
 
@@ -96,7 +97,8 @@ def trace(fn: Callable, args: tuple) -> Graph:
     with recording:
         result = fn(*metas)
     leaves, graph.structure = tree.leaves(result), tree.structure(result)
-    if not all(isinstance(x, Tensor) for x in leaves):
-        raise ShardingError("a program in auto mode returns tensors, or a tree of them")
+    if not leaves or not all(isinstance(x, Tensor) for x in leaves):
+        what = f"the program returns {', '.join(type(x).__name__ for x in leaves) or 'nothing'}"
+        raise ShardingError(f"{what}\n  rule: one in auto mode returns tensors\n  fix: return them, or a tree of them")
     graph.outputs = tuple(recording.number(x) for x in leaves)
     return graph

@@ -8,6 +8,7 @@ torch's functions, operators and methods take them; each knows what becomes of t
 no type is refused with the cheapest line that makes it legal, a `reshard`, or `out=` of the functions in `typed`.
 """
 
+import builtins
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -83,7 +84,8 @@ def _operator(name: str):
     return lambda self, *args: call(method, (self, *args), {})
 
 
-OPERATORS = "add radd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg getitem eq ne lt le gt ge and or invert"
+OPERATORS = "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul neg abs getitem eq ne lt le gt ge and "
+OPERATORS += "or invert bool float int index array"  # the last ones are refused
 for _name in OPERATORS.split():
     setattr(Array, f"__{_name}__", _operator(f"__{_name}__"))
 Array.__hash__ = object.__hash__
@@ -100,10 +102,16 @@ def type_text(at: DimAxes, shape: Sequence[int], dtype: torch.dtype) -> str:
 def read_type(text: "str | Spec | DimAxes", shape: Sequence[int], mesh, dtype: torch.dtype | None = None) -> DimAxes:
     """The layout that a type says: `[8_X, 2_Y]`, `float32[8_X, 2_Y]`, or with names of dims, `In[B_X, D_Y] {U_Z}`.
 
-    ShardingError if it has other dims than the shape, another dtype, or dims that do not divide over their axes.
+    ShardingError if it has other dims than the shape, another dtype, or dims that do not divide over their axes (where
+    there is a mesh).
     """
     if isinstance(text, DimAxes):
         return text
+    if not isinstance(text, (str, Spec)):
+        kind = type(text).__name__
+        raise ShardingError(
+            f"a type of an array is a text, [8_X, 2_Y]; got a {kind}\n  fix: name each dim's size and axes"
+        )
     written, sizes = str(text), []
 
     def named(match: re.Match) -> str:
@@ -112,18 +120,20 @@ def read_type(text: "str | Spec | DimAxes", shape: Sequence[int], mesh, dtype: t
 
     spec = parse(re.sub(r"(?<=[\[,\s])\d+(?=[_,\]\s])", named, written))
     if len(spec.dims) != len(shape):
-        raise ShardingError(f"{written}: {len(spec.dims)} dims, but the array has shape {tuple(shape)}")
+        what = f"{written}: {len(spec.dims)} dims, but the array has shape {tuple(shape)}"
+        raise ShardingError(f"{what}\n  fix: name each dim")
     for (dim, _), size in zip(spec.dims, shape, strict=True):
         if (match := re.fullmatch(r"Size\d+x(\d+)", dim)) and int(match[1]) != size:
             raise ShardingError(
                 f"{written}: says {match[1]} where the array, of shape {tuple(shape)}, has {size}\n"
-                f"  rule: a type has the whole array's sizes, not one device's"
+                f"  rule: a type has the whole array's sizes, not one device's\n  fix: write {size} there"
             )
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and spec.name != name and isinstance(getattr(torch, spec.name, None), torch.dtype):
         raise ShardingError(f"{written}: the array is {name}\n  fix: convert it, x.to(torch.{spec.name})")
     try:
-        spec.local_shape(tuple(shape), mesh)
+        if mesh is not None:
+            spec.local_shape(tuple(shape), mesh)
     except ShardingError as error:
         raise ShardingError(re.sub(r"Size\d+x(\d+)", r"\1", str(error))) from None
     return DimAxes(tuple(axes for _, axes in spec.dims), spec.unreduced)
@@ -135,20 +145,41 @@ def array(x: Tensor, type: "str | Spec | DimAxes", mesh) -> Array:
     Of an array `{U_X}` the first device along X holds x and the others zeros. On an AbstractMesh x may hold numbers:
     its shape is taken. Raises ShardingError as `read_type` does.
     """
+    if builtins.type(x) is Array or not isinstance(x, Tensor) or x.layout is not torch.strided:
+        what = f"array({x!r:.40}): a {builtins.type(x).__name__}"
+        fix = "reshard(x, type) changes an Array's type; torch.as_tensor(x) makes a tensor"
+        raise ShardingError(f"{what}\n  rule: what becomes an array is a dense tensor\n  fix: {fix}")
+    if not hasattr(mesh, "device"):
+        raise ShardingError(f"array(x, {type!r}, {mesh!r:.40}): on no mesh\n  fix: give a Mesh or an AbstractMesh")
     layout = read_type(type, x.shape, mesh, x.dtype)
+    if x.device.type != mesh.device.type and not (mesh.device.type == "meta"):
+        raise ShardingError(f"array: x is on {x.device}\n  rule: the mesh's is {mesh.device}\n  fix: x.to(mesh.device)")
     x = x.to("meta") if mesh.device.type == "meta" else x
-    return reshard(Array(x, DimAxes(((),) * x.dim()), x.shape, mesh), layout)
+    made = reshard(Array(x, DimAxes(((),) * x.dim()), x.shape, mesh), layout)
+    return Array(x.clone(), layout, x.shape, mesh) if made.local is x else made
 
 
 def reshard(x: Any, type: "str | Spec | DimAxes") -> Any:
     """The same array in another type: the cheapest collectives, planned. JAX's `reshard`, in the auto mode its
     `with_sharding_constraint`; a plain tensor, which is whole, stays as it is."""
     if not isinstance(x, Array):
-        return handle_torch_function(reshard, (x,), x, type) if has_torch_function((x,)) else x
+        if has_torch_function((x,)):
+            return handle_torch_function(reshard, (x,), x, type)
+        return plain(x, type)
     layout = read_type(type, x.shape, x.mesh, x.dtype)
     if layout == x.layout:
         return x
     return Array(run_plan(plan(x.layout, layout, x.shape, x.mesh), x.local, x.mesh), layout, x.shape, x.mesh)
+
+
+def plain(x: Any, type: "str | Spec | DimAxes") -> Tensor:
+    """A plain tensor, which is whole, if the type has its dims, sizes and dtype. Else a ShardingError."""
+    if not isinstance(x, Tensor):
+        what = f"reshard({x!r:.40}): a {builtins.type(x).__name__}"
+        raise ShardingError(f"{what}\n  rule: what has a type is an Array, or whole\n  fix: torch.as_tensor(x)")
+    if not isinstance(type, DimAxes):
+        read_type(type, x.shape, None, x.dtype)
+    return x
 
 
 def call(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None) -> Array:

@@ -12,6 +12,7 @@ import optree
 import torch
 
 from scaling.algebra.layouts import DimAxes
+from scaling.arguments import whole_numbers
 from scaling.explicit.arrays import Array, array, reshard
 from scaling.spec import ShardingError
 
@@ -44,10 +45,20 @@ def vjp(f: Callable, *primals) -> tuple:
         made[:] = [result]
         return result.local
 
+    for i in at:
+        if not flat[i].dtype.is_floating_point:
+            raise ShardingError(
+                f"vjp in {flat[i].type}\n  rule: derivatives are of floats\n  fix: convert it, x.float()"
+            )
     local, pull, *_ = torch.func.vjp(on_shards, *(flat[i].local for i in at))
     y = Array(local, made[0].layout, made[0].shape, made[0].mesh)
 
     def pulled(dy: Array):
+        like = isinstance(dy, Array) and dy.mesh is y.mesh and dy.shape == y.shape and dy.dtype == y.dtype
+        if not like:
+            given = f"{dy.type} on {dy.mesh}" if isinstance(dy, Array) else type(dy).__name__
+            fix = "array(dy, ..., y.mesh), of the result's shape and dtype"
+            raise ShardingError(f"the cotangent of {y.type} on {y.mesh} is an Array like it; got {given}\n  fix: {fix}")
         shards = pull(reshard(dy, cotangent(y.layout, y.mesh)).local)
         found: list = [None] * len(flat)
         for i, shard in zip(at, shards, strict=True):
@@ -64,9 +75,14 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0) -> Callable:
     The loss may still be unreduced, `[] {U_XY}`, each device's own terms: then nothing is sent for it. Where it is the
     same along an axis, it counts once.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = whole_numbers("argnums", [argnums] if isinstance(argnums, int) else argnums)
 
     def gradient(*args):
+        if any(not -len(args) <= i < len(args) for i in numbers):
+            raise ShardingError(
+                f"grad in argnums={argnums} of {len(args)} arguments\n  fix: name arguments that are given"
+            )
+
         def of_these(*xs):
             filled = list(args)
             for i, x in zip(numbers, xs, strict=True):

@@ -6,7 +6,7 @@ One table serves the explicit and the auto mode. A function is known by its name
 import math
 import string
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -14,28 +14,25 @@ from torch import Tensor
 
 from scaling.algebra.layouts import DimAxes
 from scaling.collectives.multiply import einsum
+from scaling.explicit.known import (
+    ALONG,
+    EXTREME,
+    LINEAR,
+    PERMUTING,
+    POINTWISE,
+    PRODUCTS,
+    QUOTIENTS,
+    RESHAPING,
+    SUMS,
+    VALUES,
+    name_of,
+    refuse_unknown,
+    refuse_values,
+)
 from scaling.explicit.ops import LabelledOp, Reshape, Shape
 from scaling.spec import ShardingError, Spec
 
 LETTERS = string.ascii_uppercase
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-POINTWISE = _names(
-    "exp log log1p expm1 relu gelu silu sigmoid tanh sqrt rsqrt square abs cos sin reciprocal erf clamp pow softplus "
-    "leaky_relu maximum minimum where masked_fill eq ne lt le gt ge logical_and logical_or logical_not "
-    "bitwise_and bitwise_or bitwise_not rsub rdiv rtruediv rpow remainder floor round sign isfinite isnan invert and or"
-)
-LINEAR = _names("neg positive clone contiguous detach float double half bfloat16 to type")
-SUMS, PRODUCTS = _names("add radd sub subtract"), _names("mul rmul multiply")
-QUOTIENTS = _names("div divide truediv true_divide")
-ALONG = _names("softmax log_softmax cumsum flip tril triu")
-EXTREME = _names("amax amin prod any all logsumexp")
-PERMUTING = _names("permute transpose swapaxes t T mT movedim")
-RESHAPING = _names("reshape view flatten unflatten squeeze unsqueeze view_as reshape_as")
 
 
 class LocalPlan(NamedTuple):
@@ -76,6 +73,9 @@ def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bo
                 f"  rule: arrays carry their type\n  fix: explicit.array(x, type, mesh)"
             )
 
+    if name in VALUES and written not in ("float", "int", "bool"):  # x.float() is a conversion
+        refuse_values(name)
+
     def call(values: Sequence[Tensor]) -> Any:
         filled = list(flat)
         for i, value in zip(at, values, strict=True):
@@ -84,12 +84,29 @@ def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bo
         return func(*given, **named)
 
     shapes = [tuple(x.shape) for x in operands]
+    try:
+        made = _typed(name, args, kwargs, call, operands, shapes)
+    except ShardingError:
+        raise
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        given = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in operands)
+        rule = "what torch would not take of one device has no type either"
+        raise ShardingError(
+            f"{name}({given})\n  {str(error).splitlines()[0]}\n  rule: {rule}\n  fix: mend the shapes or the arguments"
+        ) from None
+    return made
+
+
+def _typed(name: str, args, kwargs, call: Callable, operands: list, shapes: list[Shape]) -> TypedCall:
+    """As `read`, of a function that is called by `call`, on the operands alone."""
     if pointwise := name in POINTWISE | LINEAR | SUMS | PRODUCTS | QUOTIENTS:  # some have slow meta kernels
         whole = call([torch.ones((1,) * len(x.shape), dtype=x.dtype) for x in operands])
     else:
         whole = call([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in operands])
     if not isinstance(whole, Tensor):
         refuse_unknown(name)
+    if name in RESHAPING and whole.dtype != operands[0].dtype:
+        refuse_unknown(f"{name}({whole.dtype})")
     shape = tuple(torch.broadcast_shapes(*shapes) if pointwise else whole.shape)
     op, run = _read(name, args, kwargs, shapes, shape)
     if isinstance(op, LabelledOp) and op.linear and not _keeps_sums(whole.dtype, operands, kwargs):
@@ -108,20 +125,6 @@ def _flops(op: LabelledOp, shapes: Sequence[Shape]) -> int:
     """2 for each multiply-add, 1 where nothing is summed, 0 with one operand."""
     sizes = {d: n for labels, s in zip(op.inputs, shapes, strict=True) for d, n in zip(labels, s, strict=True)}
     return math.prod(sizes.values()) * (2 if len(sizes) > len(op.output) else 1) * (len(shapes) == 2)
-
-
-def name_of(func: Callable) -> str:
-    """A function's name, of `x.mT` the attribute's, without underscores."""
-    name = getattr(func, "__name__", str(func))
-    return (getattr(func.__self__, "__name__", name) if name == "__get__" else name).strip("_")
-
-
-def refuse_unknown(name: str) -> NoReturn:
-    raise ShardingError(
-        f"{name}: not a function whose sharding is known\n"
-        f"  rule: known are einsum, matmul, elementwise functions, reductions, softmax, reshape, transpose, indexing\n"
-        f"  fix: write it with these, or in manual mode"
-    )
 
 
 def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["LabelledOp | Reshape", Callable | None]:
@@ -229,7 +232,13 @@ def _sum(name: str, args, kwargs, labels, shape: Shape, after: Shape) -> tuple[L
     if name == "sum":
         return op, None
     count, keep = math.prod(shape[i] for i in dims), len(after) == len(shape) and bool(dims)
-    return op, lambda op, shards, local: shards[0].sum(dims, keepdim=keep) / count if dims else shards[0]
+    dtype = kwargs.get("dtype")
+
+    def mean(op, shards, local):
+        x = shards[0] if dtype is None else shards[0].to(dtype)
+        return x.sum(dims, keepdim=keep) / count if dims else x
+
+    return op, mean
 
 
 def _kept(labels, dims, shape: Shape) -> tuple[str, ...]:

@@ -47,4 +47,4 @@ def amax(x, dim=(), keepdim: bool = False, out: Type = None):
 
 def reshape(x, shape, out: Type = None):
     """Dims split and merged, where that cuts no block."""
-    return _typed(Tensor.reshape, (x, tuple(shape)), out)
+    return _typed(Tensor.reshape, (x, shape), out)

@@ -225,7 +225,7 @@ def here(name: str, axis_name: Axes, groups) -> tuple[Bound, tuple[str, ...]]:
     if bound is None:
         rule = "a mesh is bound inside shard_map(fn, ...) alone"
         raise ShardingError(f"{name} outside of shard_map\n  rule: {rule}\n  fix: call it in a function that is mapped")
-    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    axes: tuple[Any, ...] = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if unknown := [axis for axis in axes if axis not in bound.mesh.sizes]:
         has = format_sizes(bound.mesh.sizes)
         raise ShardingError(f"{name}: unknown mesh axis {unknown[0]}: the mesh has {has}\n  fix: name axes of the mesh")

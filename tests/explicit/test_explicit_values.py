@@ -1,0 +1,109 @@
+"""What an explicit array or a program in auto mode would take for something else: refused with its fix, or right."""
+
+import pytest
+import torch
+
+from scaling import auto, explicit
+from scaling.mesh import Mesh
+from scaling.spec import ShardingError
+
+MESH, OTHER = Mesh({"X": 1, "Y": 1}), Mesh({"Y": 1, "X": 1})
+WHOLE = torch.arange(32.0).view(8, 4) / 7
+X = explicit.array(WHOLE, "[8_X, 4_Y]", MESH)
+
+
+def test_an_array_has_memory_of_its_own():
+    given = WHOLE.clone()
+    explicit.array(given, "[8, 4]", MESH).local.add_(1)
+    auto.jit(lambda x: x, MESH, ("[8, 4]",))(given).add_(1)
+    assert torch.equal(given, WHOLE)
+
+
+def test_a_mean_has_the_dtype_that_is_asked_for():
+    for dims in (None, 0, (0, 1)):
+        found = X.mean(dims, dtype=torch.float64).whole()
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, WHOLE.double().mean(dims), rtol=1e-12, atol=0)
+
+
+VALUES = {
+    "bool": bool,
+    "if": lambda x: 1 if x.sum() > 0 else 2,
+    "float": lambda x: float(x.sum()),
+    "int": lambda x: int(x.sum()),
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "range": lambda x: range(x.sum()),
+}
+
+
+@pytest.mark.parametrize("use", VALUES.values(), ids=VALUES)
+def test_an_array_decides_nothing_in_python(use):
+    with pytest.raises(ShardingError, match="fix:"):
+        use(X)
+
+
+@pytest.mark.parametrize("name", ["if", "item", "tolist", "numpy"])
+def test_nor_does_a_traced_one(name):
+    with pytest.raises(ShardingError, match="fix:"):
+        auto.jit(lambda x: x * VALUES[name](x), MESH, ("[8_X, 4]",))(WHOLE)
+
+
+CALLS = {
+    "other bits": lambda: X.view(torch.int32),
+    "no such dim": lambda: X.sum(9),
+    "a dim twice": lambda: X.sum((0, 0)),
+    "sizes that do not meet": lambda: X @ X,
+    "an index beyond": lambda: X[9],
+    "two ellipses": lambda: X[..., ...],
+    "a shape of other elements": lambda: X.reshape(5, 5),
+    "an equation of other dims": lambda: torch.einsum("ijk->i", X),
+    "several dims moved": lambda: X.movedim((0, 1), (1, 0)),
+    "an array of an array": lambda: explicit.array(X, "[8, 4]", MESH),
+    "of numpy": lambda: explicit.array(WHOLE.numpy(), "[8, 4]", MESH),
+    "of a number": lambda: explicit.array(3.0, "[]", MESH),
+    "sparse": lambda: explicit.array(WHOLE.to_sparse(), "[8, 4]", MESH),
+    "of no numbers": lambda: explicit.array(WHOLE.to("meta"), "[8, 4]", MESH),
+    "on no mesh": lambda: explicit.array(WHOLE, "[8, 4]", {"X": 1}),
+    "a type that is none": lambda: explicit.reshard(X, None),
+    "a plain one of other sizes": lambda: explicit.reshard(WHOLE, "[9, 4]"),
+    "a plain product of other sizes": lambda: explicit.einsum("ij,kj->ik", WHOLE, WHOLE, out="[9, 9]"),
+    "a text": lambda: explicit.reshard("x", "[1]"),
+    "a gradient in ints": lambda: explicit.grad(lambda x: x.sum())(explicit.array(WHOLE.int(), "[8_X, 4]", MESH)),
+    "a gradient in what is not given": lambda: explicit.grad(lambda x: x.sum(), 5)(X),
+    "a gradient in a text": lambda: explicit.grad(lambda x: x.sum(), "0")(X),
+    "a number to jit": lambda: auto.jit(lambda x, y: x * y, MESH, ("[8, 4]", None))(WHOLE, 2.0),
+    "nothing to jit": lambda: auto.jit(lambda x, y: x, MESH, ("[8, 4]", None))(WHOLE, None),
+    "nothing from jit": lambda: auto.jit(lambda x: None, MESH, ("[8, 4]",))(WHOLE),
+    "jit on no mesh": lambda: auto.jit(lambda x: x, {"X": 1}, ("[8, 4]",))(WHOLE),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_calls_without_a_result_are_refused_by_name(call):
+    with pytest.raises(ValueError, match="fix:"):
+        call()
+
+
+@pytest.mark.parametrize(
+    "dy",
+    [
+        None,
+        WHOLE,
+        explicit.array(WHOLE.double(), "[8_X, 4]", MESH),
+        explicit.array(WHOLE[:1], "[1, 4]", MESH),
+        explicit.array(WHOLE, "[8_X, 4]", OTHER),
+    ],
+    ids=["none", "plain", "another dtype", "another shape", "another mesh"],
+)
+def test_a_cotangent_is_like_the_result(dy):
+    _, pull = explicit.vjp(lambda x: x * 2, X)
+    with pytest.raises(ShardingError, match="fix:"):
+        pull(dy)
+
+
+def test_a_plain_tensor_passes_where_its_type_fits():
+    square = torch.ones(4, 4)
+    assert explicit.reshard(square, "[4_X, 4]") is square
+    assert explicit.reshard(square, "float32[I_X, J]") is square
