@@ -23,9 +23,9 @@ V5E, V5P, V4P = (chip(name) for name in ("v5e", "v5p", "v4p"))
 
 # %% [markdown]
 # ## The channels
-# VMEM, HBM, ICI, PCIe, DCN: each is slower than the one before. ICI is 4.5e10 or so one way over a link; a ring has two
-# links at each chip, so twice that. The second table says what that asks of a computation: so many FLOPs for each byte
-# that goes over the channel, or the channel binds.
+# VMEM, HBM, ICI, PCIe, DCN: each is slower than the one before. A link of ICI counts one way; on a ring a chip sends
+# over two links, twice as much. The second table says what that asks of a computation: so many FLOPs for each byte that
+# goes over the channel, or the channel binds.
 
 # %%
 CHANNELS = {"VMEM": "sram_bw", "HBM": "hbm_bw", "ICI, ring": "ici_bw", "ICI, link": "link_bw", "PCIe": "pcie_bw",

@@ -148,7 +148,8 @@ learning.show(page, LAYER, train, CONFIG, ADAMW)
 # %% [markdown]
 # ## ZeRO-1, 2 and 3
 # What each keeps: ZeRO-1 a shard of Adam's moments, ZeRO-2 of the gradients too, ZeRO-3, which is FSDP, of all. The
-# FLOPs that it saves are the optimizer's, not the backward pass's as the book has it: each rank updates N/X params.
+# FLOPs that they save are the optimizer's, each rank updates 1/X of the params; not the backward pass's, as the book
+# has it.
 
 # %%
 STACKED = {"W_in": "W_in[L, D_X, F]", "W_out": "W_out[L, F, D_X]"}

@@ -6,7 +6,7 @@
     x[B_X, T, D], router[D, E], W_in[E_X, D, F], W_out[E_X, F, D] -> y[B_X, T, D]
 
 One layer line by line with its bytes, equal to the dense computation of one device; other meshes, tensor parallelism
-inside the experts and a capacity, all equal; the load by expert, evened out by a bias; what the book says it takes.
+inside the experts and a capacity, all equal; the load by expert, evened out by a bias; DeepSeek-V3's layer, counted.
 """
 
 # %%

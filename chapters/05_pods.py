@@ -125,7 +125,7 @@ page.same([(*row, moved[row[0]]) for row in closed_forms(big.sizes, book, 2)], H
 # ## When does the slow network bind?
 # Each chip has its share of the datacenter's network, W_dcn. A pod's batch must be large enough that the matmuls of the
 # backward take longer than the gradients take to cross: C / W_dcn tokens a pod, whatever D and F are. A pod with less
-# waits for the network, as the last row shows.
+# waits for the network, as the first two rows show.
 
 # %%
 v5p = chip("v5p")

@@ -175,7 +175,7 @@ page.chart(
 
 # %% [markdown]
 # ## The numbers of the text
-# Look at the recipe for two pods: by the book's own formula 1024 x 8 is bound by FSDP's gathers, and 512 x 16 by TP's;
+# Look at the recipe for a pod: by the book's own formula 1024 x 8 is bound by FSDP's gathers, and 512 x 16 by TP's;
 # at the best X, 739 x 11, both are hidden.
 
 # %%

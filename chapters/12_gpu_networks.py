@@ -118,6 +118,8 @@ def outer_gather(Y: int, exact: bool = False) -> float:
 page.title("AllGather_X(bf16[8192_X, 32768_Y]) over an SU: ms")
 rows = [(Y, *(f"{1e3 * outer_gather(Y, exact):.3f}" for exact in (False, True))) for Y in (1, 2, 4, 8, 16, 32, 64, 128)]
 page.table(rows, ["Y", "V / W", "exact"])
+page.say("exact: V times the greatest of (D - 1)/(D max(Y, S) W) over the levels, D children of S GPUs. W is a GPU's "
+         "share of a level's links; in the book's formula without Y it is a child's.")  # fmt: skip
 
 # %% [markdown]
 # ## Quiz 4: the bytes that switches move, message by message

@@ -353,6 +353,7 @@ PINNED = {
         "recipe at the best X of 8,192 chips": (2 * 1e6 * 8192 / 30_000) ** 0.5,
         "recipe at the best X: the longer of both over the matmuls": 8192 / 739 * 2550 / 30_000,
         "Table, FSDP+TP: backward bytes over Y / (BD/X)": 4,
+        "3.2 memory in all": 2 * 40 * 3e6 * (5120 + 2 * 13824) + 130e9,
         "3.2 memory per chip": (2 * 40 * 3e6 * (5120 + 2 * 13824) + 130e9) / 4096,
         "4 (2025 edition) 1M tokens on the same slice": "FSDP+TP",  # 2550^2 / (2 x 13824) = 235 < 244 < 850
         "4 (2025 edition) 10M tokens": "FSDP",
