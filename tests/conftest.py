@@ -140,7 +140,10 @@ def pytest_collection_finish(session):
 
 
 def pytest_collection_modifyitems(config, items):
-    """What is marked sweep runs only if its mark is asked for."""
+    """What runs on ranks is slow. What is marked sweep runs only if its mark is asked for."""
+    for item in items:
+        if "ranks" in item.fixturenames:
+            item.add_marker("slow")
     if "sweep" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("sweep")]
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]

@@ -60,6 +60,7 @@ def test_types_of_options():
     assert output("here.toml") == "here.toml"
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_a_command_quietly():
     for module, arguments in (("plan", [*PLAN, "--json"]), ("show", ["schedule", "all"])):
         command_line = [sys.executable, "-m", f"scaling.{module}", *arguments]

@@ -121,6 +121,7 @@ def test_a_transformer_is_counted_whole():
     assert on.log.collectives()
 
 
+@pytest.mark.slow
 def test_stages_are_priced_each():
     rows = (*CHIP.measured, Measured("Matmul", 2, 1e-9, 1e9), Measured("Matmul", 1, 1e-9, 2e9))
     some = replace(TINY, microbatches=4)
@@ -147,6 +148,7 @@ def test_a_pipeline_is_the_sum_of_its_slots():
     assert pipelined([even] * 3, 2, [1] * 3) == pytest.approx((1 + 1.5 + 1.5 + 1) / 2)  # of two others one at work
 
 
+@pytest.mark.slow
 def test_while_others_stand_still_collectives_are_quicker():
     rows = tuple(Measured(op, 2, 1e-5, 1e9, alone=True) for op in OPS)
     chip, one = replace(CHIP, measured=(*CHIP.measured, *rows)), replace(TINY, microbatches=1)

@@ -28,6 +28,7 @@ def test_each_axis_is_measured(monkeypatch, tmp_path, capsys):
     assert "has no network" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [["--mesh", "X=x"], ["--folder", "/nowhere/at/all"]])
 def test_what_cannot_be_measured(wrong, capsys):
     assert main(["network", "--repeats", "1", *wrong]) == 1

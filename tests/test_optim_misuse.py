@@ -107,6 +107,7 @@ def test_a_learning_rate_is_not_negative(make, lr):
     assert all(torch.equal(still[name], params[name]) for name in params)
 
 
+@pytest.mark.slow
 def test_gradients_of_unreduced_types_are_refused():
     params, grads, mesh, optimizer = two(), two(), Mesh({"X": 1}), RULES["adamw"]()
     state = optimizer.init(params)

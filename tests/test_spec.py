@@ -197,6 +197,7 @@ edited = st.tuples(st.sampled_from([*CANONICAL, *LINES]), st.integers(0, 40), st
 )
 
 
+@pytest.mark.slow
 @FAST
 @given(st.one_of(st.text(max_size=40), text_like_types, edited))
 def test_any_text_parses_and_round_trips_or_is_a_sharding_error(text):
@@ -224,6 +225,7 @@ def specs(draw, axes=tuple(MESH)):
     return Spec(name, tuple((d, placed[d]) for d in dims), tuple(sorted(placed["U"])))
 
 
+@pytest.mark.slow
 @FAST
 @given(specs())
 def test_every_type_prints_and_parses_back(spec):
@@ -232,6 +234,7 @@ def test_every_type_prints_and_parses_back(spec):
     assert {*spec.axes, *spec.unreduced, *spec.replicated(MESH)} == set(MESH)
 
 
+@pytest.mark.slow
 @FAST
 @given(specs(), st.lists(st.integers(1, 3), min_size=3, max_size=3))
 def test_the_devices_slices_tile_the_array_once_per_replica_group(spec, blocks):
@@ -249,6 +252,7 @@ def test_the_devices_slices_tile_the_array_once_per_replica_group(spec, blocks):
     assert all(one_copy == everything for one_copy in held.values())
 
 
+@pytest.mark.slow
 @FAST
 @given(specs(), st.sampled_from(["bf16", "fp32", "int8", "int4"]))
 def test_bytes_add_up(spec, dtype):

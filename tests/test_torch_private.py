@@ -247,6 +247,7 @@ def test_gradients_are_autograd_s_own():
     assert all(torch.equal(a, b) for a, b in zip(found[:2], wanted[:2], strict=True))
 
 
+@pytest.mark.slow
 def test_a_first_step_imports_neither_compiler_nor_sympy():
     """Which would cost each rank of a run that is started again a second and more."""
     script = """

@@ -27,6 +27,7 @@ def products(draw):
     return line, f"{''.join(a)},{''.join(b)}->{''.join(kept)}", x, y
 
 
+@pytest.mark.slow
 @FAST
 @given(products())
 def test_equal_to_torchs_einsum(case):
@@ -73,6 +74,7 @@ def test_a_buffer_that_is_a_transposed_view():
     torch.testing.assert_close(out, 2 * x @ y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch's own, in jvp
 @pytest.mark.parametrize("line", ["A[I, J] * B[J, K] -> C[I, K]", "A[I, J] * B[J, K] -> C[K, I]"])
 def test_derivatives(line):

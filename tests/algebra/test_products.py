@@ -230,6 +230,7 @@ def test_refusals():
     assert cases(parse("A[I_X, J]"), parse("B[J_X, K]"), ("I", "K")) == (2,)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(st.data())
 def test_unreduced_and_many_axes(data):

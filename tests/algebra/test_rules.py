@@ -169,6 +169,7 @@ def lines(draw):
     return kind, spec(1), spec(2)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400, derandomize=True)
 @given(lines())
 def test_a_line_is_refused_or_has_the_shape_of_its_type_and_a_legal_transpose(case):

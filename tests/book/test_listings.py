@@ -71,6 +71,7 @@ def test_a_chapter_without_one_of_its_lines_trains_otherwise(ranks):
         assert other_is_right
 
 
+@pytest.mark.slow
 def test_and_is_refused_before_a_rank_starts():
     text = (CHAPTERS / "05_dp.py").read_text()
     assert check_source(text) == []

@@ -37,6 +37,7 @@ def test_cells(name):
     assert 80 <= len(running.source(name).splitlines()) <= 300
 
 
+@pytest.mark.slow
 def test_runs_as_a_kernel_does(monkeypatch, capsys):
     """With arguments that are a kernel's, without `__file__`, cell by cell."""
     monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)

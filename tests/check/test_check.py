@@ -232,6 +232,7 @@ def test_each_module_is_parsed_once(monkeypatch):
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path, capsys):
     bad = tmp_path / "bad.py"
     bad.write_text(HEAD + 'def f(a, mesh):\n    return all_reduce("A[I] -> A[I]", a, mesh)\n')

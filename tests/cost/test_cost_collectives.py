@@ -33,6 +33,7 @@ def test_hops_are_the_diameter(torus):
     assert cost.all_gather(0, slow, torus.shape, torus.wrap) == pytest.approx(torus.diameter * 1e-6)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(tori())
 def test_torus_links_and_distances(torus):

@@ -43,6 +43,7 @@ def test_values_are_jaxs(ranks):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(wanted), rtol=1e-12, atol=1e-12 * wanted[2])
 
 
+@pytest.mark.slow
 def test_types_are_jaxs_with_the_reduction_left_to_the_caller():
     """Dims are split as JAX says; over the other axes JAX has reduced the gradient, and here it is still unreduced."""
     mesh = AbstractMesh(MESH)

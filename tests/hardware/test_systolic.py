@@ -8,6 +8,7 @@ from scaling.hardware import systolic
 side = st.integers(1, 9)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(side, side, side, st.integers(1, 5), st.integers(0, 100))
 def test_it_multiplies_in_the_cycles_it_says(M, K, N, n, seed):

@@ -47,6 +47,7 @@ def forked(do) -> int:
         os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("do", "hangs"), [(starved, False), (spins, False), (thread_spins, False), (sleeps, True)])
 def test_who_hangs(do, hangs):
     pids = [forked(do), forked(spins)]

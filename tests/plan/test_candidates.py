@@ -125,6 +125,7 @@ def test_experts_stay_in_the_node():
     assert found.network.lanes["expert"].where == "node"
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_stays_in_the_node():
     for chips, batch in ((256, 2**21), (1024, 2**22), (4096, 2**23)):
         assert best("llama3-70b", chips, batch, 8192).size("tensor") <= 8

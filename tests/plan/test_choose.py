@@ -41,6 +41,7 @@ def test_the_fastest_is_taken_of_all_that_suit():
         assert one.memory == dry.fullest(SOME, one.sizes).memory
 
 
+@pytest.mark.slow
 def test_what_is_sent_decides():
     """Where a call is dear the mesh has few collectives."""
     few, refused = choose.choices(SOME, 2, machine(latency=1.0))
@@ -52,6 +53,7 @@ def test_what_is_sent_decides():
     assert "4 meshes were compared, 1 do not suit, such as\n  Z=2: " in text
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_taken():
     held = sorted(dry.fullest(SOME, {axis: 2}).memory for axis in "PXCY")
     left, refused = choose.choices(SOME, 2, machine(memory=held[1] / dry.ROOM))
@@ -70,6 +72,7 @@ def test_a_chip_of_the_catalogue_is_planned_by_formula():
     assert any(why.startswith("X=7: ") for why in refused)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "machine.toml"
     file.write_text(rates.toml(machine()))

@@ -23,6 +23,7 @@ def rows():
     return found
 
 
+@pytest.mark.slow
 def test_the_published_mesh_is_among_the_candidates(rows):
     for row in rows:
         sizes = {axis: n for axis, n in row.own.layout.sizes.items() if n > 1}

@@ -103,6 +103,7 @@ def run(capsys, *arguments):
 ASK = ["--model", "llama3-70b", "--chip", "v5e", "--context", "8192"]
 
 
+@pytest.mark.slow
 def test_command(capsys):
     code, out = run(capsys, *ASK, "--pareto")
     assert code == 0

@@ -99,6 +99,7 @@ def test_proposals_and_drafts_come_together():
         engine.Engine(params, CONFIG, Options(9, proposals=2), draft=(SMALL.with_(V=31), small))
 
 
+@pytest.mark.slow
 def test_batch_invariant_bits():
     """vllm#11658, #7779, #48271, #51187, transformers#25921, batch_invariant_ops#6: no batch, page, chunk, hit, draft
     or preemption changes a bit of a logit."""

@@ -9,6 +9,7 @@ from scaling.serve.sampling import Sampling, probabilities
 from scaling.serve.speculative import expected_tokens, ngram, residual, verify
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [Sampling(0.7), Sampling(1.3, top_k=3)], ids=["temperature", "top-k"])
 def test_the_output_is_the_targets_distribution(how):
     """transformers#47932, DeepSpec#31: with filters, what q is drawn from must be the q of the ratio."""

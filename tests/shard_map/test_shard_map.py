@@ -33,6 +33,7 @@ def here(fn, in_specs, out_specs):
 product = here(lambda A, W: psum(A @ W, "Y"), ("A[B_X, D_Y]", "W[D_Y, F]"), "Out[B_X, F]")
 
 
+@pytest.mark.slow
 def test_programs_are_jax_s_in_one_process():
     for table in (TABLE, TYPED):  # the second with values that are unreduced and reduced
         found = {i: apart(row, AbstractMesh(row["mesh"]), True) for i, row in enumerate(table)}

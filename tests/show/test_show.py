@@ -84,6 +84,7 @@ def test_command_line(capsys, tmp_path):
     assert "<svg" in (tmp_path / "nine.svg").read_text()
 
 
+@pytest.mark.slow
 def test_only_flat_arrays_are_plotted(tmp_path):
     save(str(tmp_path / "one.svg"), ["A[I_X]"], MESH)
     with pytest.raises(ShardingError, match="1 or 2 dims are plotted"):

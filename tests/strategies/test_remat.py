@@ -87,6 +87,7 @@ def flops(config, remat):
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL, SMALL.with_(gated=False, K=4)], ids=["gated", "plain"])
 def test_what_is_computed_again_is_the_formula(config):
     once = flops(config, "none")

@@ -40,12 +40,12 @@ def whole(dtype):
         "W_in": torch.randn(L, D, F, generator=g, dtype=torch.float64) / D**0.5,
         "W_out": torch.randn(L, F, D, generator=g, dtype=torch.float64) / F**0.5,
     }
-    batches = torch.randn(5, 2, B, D, generator=g, dtype=torch.float64)  # inputs and targets of five steps
+    batches = torch.randn(3, 2, B, D, generator=g, dtype=torch.float64)  # inputs and targets of three steps
     return tree.map(lambda p: p.to(dtype), params), batches.to(dtype)
 
 
 def one_device(dtype, block):
-    """The reference, by nn.Module, autograd and torch.optim: losses, first gradients, params after 5 steps."""
+    """The reference, by nn.Module, autograd and torch.optim: losses, first gradients, params after 3 steps."""
     params, batches = whole(dtype)
     activation, residual, norm = block
     model = (

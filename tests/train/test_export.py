@@ -22,6 +22,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_it_is_opened_again_and_trained_on(run, tmp_path, capsys):
     for name, mesh in (("one", "X=1"), ("two", "Z=2")):
         assert main(["export", str(run), "--out", str(tmp_path / name), "--mesh", mesh]) == 0

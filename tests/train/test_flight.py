@@ -25,6 +25,7 @@ def flown(mesh, folder, killed):
             wait(all_gather("W[D_X] -> W[D]", torch.ones(2), mesh, async_op=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "late"])
 def test_what_ranks_did_last_outlives_them(tmp_path, killed):
     with pytest.raises(launch.RankError):

@@ -135,6 +135,7 @@ def test_where_no_scale_helps_the_run_ends():
         make_step(settings, mesh, optimizer)(params, state, (*batch(mesh), None))
 
 
+@pytest.mark.slow
 def test_the_scale_is_saved_and_resumed(tmp_path):
     (tmp_path / "text.txt").write_text("a text to learn " * 200)
     given = [TINY, str(tmp_path / "text.txt")]

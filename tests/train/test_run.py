@@ -93,6 +93,7 @@ def test_stopped_it_saves_and_can_go_on(corpus, tmp_path):
     assert int((tmp_path / "run" / "latest").read_text()) == step + 1
 
 
+@pytest.mark.slow
 def test_resumed_with_what_does_not_fit(corpus, tmp_path, capsys):
     """Another batch is fine, and counted rightly; another length of sequences, or nothing left to do, is refused."""
     out = ["--out", str(tmp_path / "run")]

@@ -45,6 +45,7 @@ def test_refused_before_the_run():
         sample.check_sample(Settings(TINY.with_(V=100), "", "", sample="prompt"), 1, 0, 1e9)
 
 
+@pytest.mark.slow
 def test_a_run_shows_and_records_its_sample(tmp_path, monkeypatch, capsys):
     said = []
 
