@@ -41,6 +41,7 @@ from scaling.schedules.timeline import Span, Timeline
 from scaling.spec import format_axes, parse
 from scaling.strategies.channels import Channels
 from scaling.strategies.stage import SPECS, Stage, mlp
+from scaling.strategies.tape import vjp
 from scaling.trace import now
 
 __all__ = ["SPECS", "EndsGradients", "arrange", "measure", "restore", "rolled", "value_and_grad", "with_ends"]
@@ -79,7 +80,10 @@ def with_ends(
     Loss = rank.execute()
     dIns = [rank.held.pop(("dIn", m), None) for m in range(schedule.microbatches)]
     dIn = torch.cat(dIns) if dIns[0] is not None else torch.zeros_like(In)
-    return Loss, EndsGradients(rank.results, dIn, rank.dhead)
+    dhead = rank.dhead
+    if dhead is None:  # another rank has the last stage
+        dhead = tree.map(lambda W: torch.zeros_like(W, dtype=dtype), head)
+    return Loss, EndsGradients(rank.results, dIn, dhead)
 
 
 def measure(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
@@ -142,7 +146,8 @@ class _Rank:
         self.rank, self.last = mesh.coord[axis], schedule.virtual_stages - 1
         self.In, self.Target = (x.unflatten(0, (schedule.microbatches, -1)) for x in (In, Target))
         self.results = tree.map(lambda W: torch.empty_like(W, dtype=dtype), params)
-        self.dhead = tree.map(lambda W: torch.zeros_like(W, dtype=dtype), head)
+        self.dhead: Any = None  # the sum of the microbatches' gradients of the head, where there are some
+        self.dtype = dtype
         self.weights, self.grads = {}, {}
         own = schedule.stages_of(self.rank)
         for c, s in enumerate(own):
@@ -223,15 +228,11 @@ class _Rank:
 
     def differentiate(self, Out, Target):
         """dOut of this microbatch's terms of the loss, which are added to the total; so are gradients of the head."""
-        with torch.enable_grad():
-            Out = Out.detach().requires_grad_()
-            head = tree.map(lambda W: W.detach().requires_grad_(), self.head)
-            terms = self.loss(head, Out, Target)
-        dOut, *grads = torch.autograd.grad(terms, [Out, *tree.leaves(head)], allow_unused=True)
-        self.total += terms.detach()
-        for total, grad in zip(tree.leaves(self.dhead), grads, strict=True):
-            if grad is not None:  # of what the loss uses
-                total += grad
+        terms, pull = vjp(lambda head, Out: self.loss(head, Out, Target), self.head, Out)
+        dhead, dOut = pull(torch.ones_like(terms))
+        self.total += terms
+        dhead = tree.map(lambda g: g.to(self.dtype or g.dtype), dhead)
+        self.dhead = dhead if self.dhead is None else tree.map(torch.add, self.dhead, dhead)
         return dOut
 
     def clock(self) -> float:

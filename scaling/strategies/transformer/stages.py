@@ -143,10 +143,11 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
     def loss_of(ends, x, some):
         return head(ends, x, targets[some], w[some], terms, config.eps, mesh)
 
-    loss, grads = pipeline.with_ends(params["layers"], ends, x, rows, mesh, schedule, loss_of, stage, dtype=sums)
+    last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
+    loss, grads = pipeline.with_ends(params["layers"], last, x, rows, mesh, schedule, loss_of, stage, dtype=sums)
+    (dE,) = pull_embed(grads.dIn) if first else (torch.zeros_like(ends["embed"]),)
     dends: Any = grads.head
-    if first:
-        dends["embed"] = dends["embed"] + pull_embed(grads.dIn)[0]
+    dends |= {"embed": dends["embed"] + dE if config.tied else dE.to(sums)}
     extra: Any = sum(torch.as_tensor(chunk.extra, dtype=loss.dtype, device=loss.device) for chunk in chunks.values())
     extra = reduce_present("Loss[] {U_ZPXECY} -> Loss[]", extra, mesh)
     done = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
