@@ -135,7 +135,7 @@ def leaf(folder, step: int, where: str, mesh, spec: Spec | None = None, places: 
 
 
 def latest(folder) -> int:
-    """The step that the file `latest` names, or if that is gone the newest complete one. FileNotFoundError if none."""
+    """The step that the file `latest` names, or if there is none such the newest complete one. FileNotFoundError."""
     steps, named = complete(Path(folder)), Path(folder) / LATEST
     if not steps:
         raise FileNotFoundError(f"{folder}: there is no complete checkpoint here")

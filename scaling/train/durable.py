@@ -1,7 +1,7 @@
 """Files of a step that are all there, on the disk, before the step has its name; and no step lost for it.
 
 A step is written into a folder of another name, `.step-000100`. When every rank's blocks lie there, rank 0 adds the
-index, gives the folder its name, moves `latest`, and only then removes older steps and what killed runs have left.
+index, moves `latest`, gives the folder its name, and only then removes older steps and what killed runs have left.
 """
 
 import json
@@ -70,9 +70,9 @@ def finish(folder: Path, draft: Path, index: dict[str, Any], step: int, keep: in
     final = folder / name(step)
     if final.exists():  # a step that is saved again
         set_aside(final)
-    draft.rename(final)
+    replaced(folder / LATEST, str(step))  # which counts from the moment at which there is such a step
     synced(folder)
-    replaced(folder / LATEST, str(step))
+    draft.rename(final)
     synced(folder)
     older = [each for each in complete(folder) if each != step]
     for each in older[: max(0, len(older) - keep + 1)] if keep else ():

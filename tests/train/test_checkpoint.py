@@ -220,6 +220,23 @@ def test_a_run_that_is_killed_leaves_the_last_good_one(tmp_path, after):
     assert state["W"].tolist() == [float(step)] * 2000
 
 
+def test_a_step_counts_from_the_moment_at_which_it_has_its_name(tmp_path, monkeypatch):
+    """Ranks other than 0 go on then, and may die, or be ended, before rank 0 does anything else."""
+    for step in (1, 2):
+        alone(step, tmp_path)
+    real, seen = Path.rename, []
+
+    def rename(self, to):
+        seen.append((to.name, checkpoint.latest(tmp_path)))
+        real(self, to)
+        seen.append((to.name, checkpoint.latest(tmp_path)))
+
+    monkeypatch.setattr(Path, "rename", rename)
+    alone(3, tmp_path)
+    assert [step for to, step in seen if to != "step-000003"] == [2] * (len(seen) - 2)
+    assert seen[-2:] == [("step-000003", 2), ("step-000003", 3)]
+
+
 def test_a_full_disk_leaves_the_last_good_one_and_says_how_much_was_to_be_written(tmp_path):
     alone(1, tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
