@@ -78,28 +78,30 @@ page.table(rows, ["GPUs", "AllGather", "AllReduce", "with SHARP", "AllToAll", "r
 # %% [markdown]
 # ## What is measured
 # AllReduce in a node of 8 H100s without SHARP, read off the book's figure: bus bandwidth is 2V (N - 1)/N over the time,
-# what each link carries. The model has 450e9 for any size; the chart shows how late a node gets near it, and that one
-# axis of a v5p 4x4x4 comes near its own at smaller sizes.
+# what each link carries; of an AllGather (Appendix B) V (N - 1)/N over the time. The model has 450e9 for any size; the
+# chart shows how late a node gets near it, and that one axis of a v5p 4x4x4 comes near its own at smaller sizes.
 
 # %%
 BUS = {4.2e6: 0.045e12, 17e6: 0.127e12, 134e6: 0.292e12, 268e6: 0.323e12, 1.07e9: 0.352e12, 8.6e9: 0.367e12}
+GATHER = {4.2e6: 0.025e12, 17e6: 0.081e12, 134e6: 0.234e12, 268e6: 0.28e12, 1.07e9: 0.331e12, 4.3e9: 0.35e12}
 V5P_BUS = {4.2e6: 0.0235e12, 17e6: 0.066e12, 134e6: 0.0765e12, 268e6: 0.079e12, 1.07e9: 0.0775e12, 8.6e9: 0.0815e12}
-page.title("AllReduce over 8 H100s")
+page.title("AllReduce over 8 H100s, and the bus of an AllGather")
 rows = []
 for nbytes, bus in BUS.items():
     seconds, model = 2 * nbytes * 7 / 8 / bus, gpu.all_reduce(nbytes, H100, 8)
-    rows.append(
-        (number(nbytes), f"{bus / GB:.0f}", f"{US * seconds:,.0f}", f"{US * model:,.0f}", f"{bus / NODE.child_bw:.0%}")
-    )
-page.table(rows, ["bytes", "bus GB/s", "measured us", "model us", "of 450 GB/s"])
+    times = (f"{US * seconds:,.0f}", f"{US * model:,.0f}", f"{bus / NODE.child_bw:.0%}")
+    gathered = f"{GATHER[nbytes] / GB:.0f}" if nbytes in GATHER else "-"
+    rows.append((number(nbytes), f"{bus / GB:.0f}", *times, gathered))
+page.table(rows, ["bytes", "bus GB/s", "measured us", "model us", "of 450 GB/s", "AllGather's"])
 ends = (min(BUS), max(BUS))
 page.chart(
     "bus", {
         "model, H100: 450e9": [(x, NODE.child_bw) for x in ends],
         "model, v5p: 9e10": [(x, V5P.link_bw) for x in ends],
     },
-    "bytes", "bus bytes/s", "AllReduce: what a link carries", height=12,
-    points={"measured, 8 H100s": list(BUS.items()), "measured, v5p ring of 4": list(V5P_BUS.items())},
+    "bytes", "bus bytes/s", "What a link carries, by model and as measured", height=12,
+    points={"AllReduce, 8 H100s": list(BUS.items()), "AllReduce, v5p ring of 4": list(V5P_BUS.items()),
+            "AllGather, 8 H100s": list(GATHER.items())},
     marks=[("x", 2 * 8192 * 3584, "MLP shard: 58 MB")],
 )  # fmt: skip
 
