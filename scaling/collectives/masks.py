@@ -11,7 +11,7 @@ from torch import Tensor
 from scaling._torch import modes
 from scaling.collectives.buffers import refuse
 from scaling.collectives.checked import agree
-from scaling.collectives.lines import on
+from scaling.collectives.lines import numbers, on
 from scaling.spec import ShardingError, parse
 
 RULE = "{U_X} is a sum with one term for each element: along X one device has it, the others have zeros"
@@ -26,12 +26,24 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
     """
     if not mesh.member:
         return x
-    dims = mesh.constant(_dims, line)
-    if x.dim() != dims:
-        refuse(f"masked: {line}", f"the operand has shape {tuple(x.shape)}", f"its type has {dims} dims")
-    if mask.dtype != torch.bool or mask.shape != x.shape[: mask.dim()]:
-        what = f"the mask is {mask.dtype} of shape {tuple(mask.shape)}, the operand has {tuple(x.shape)}"
-        refuse(f"masked: {line}", what, "a mask is bool, and has the operand's first dims")
+    dims, sizes = mesh.constant(_dims, line)
+    if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or x.layout is not torch.strided:
+        what = f"the operand is a {type(x).__name__}, the mask a {type(mask).__name__}"
+        refuse(f"masked: {line}", what, "both are dense tensors", "torch.as_tensor(...), or .to_dense()")
+    if x.dim() != dims or any(x.shape[i] != size for i, size in sizes):
+        what, rule = (
+            f"the operand has shape {tuple(x.shape)}",
+            f"its type has {dims} dims, and says those that are numbers",
+        )
+        refuse(f"masked: {line}", what, rule, "give the type of what is masked")
+    if mask.dtype != torch.bool or mask.shape != x.shape[: mask.dim()] or mask.device != x.device:
+        what = (
+            f"the mask is {mask.dtype} {list(mask.shape)} on {mask.device}, the operand {list(x.shape)} on {x.device}"
+        )
+        rule = "a mask is bool, and has the operand's first dims and its device"
+        refuse(f"masked: {line}", what, rule, "make it of the ids that the operand was looked up by")
+    if x.dtype == torch.bool:
+        refuse(f"masked: {line}", "the operand is of bools", "partial sums are of numbers", "x.int()")
     if mesh.checked and not torch.compiler.is_compiling() and type(mask) is Tensor and not modes():
         _held_once(line, mask, mesh)
     return zeroed(x, mask)
@@ -42,12 +54,16 @@ def zeroed(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask[(..., *[None] * (x.dim() - mask.dim()))], x, 0)
 
 
-def _dims(mesh, line: str) -> int:
-    spec = None if "->" in line else parse(line)
+def _dims(mesh, line: str) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """(how many dims the operand has, (position, size) of those that are numbers)."""
+    spec = None if "->" in str(line) else parse(line)
     if spec is None or not spec.unreduced:
-        raise ShardingError(f"masked: {line}\n  rule: a mask makes partial sums: give their type, A[I, J] {{U_X}}")
+        raise ShardingError(
+            f"masked: {line}\n  rule: a mask makes partial sums\n  fix: give their type, A[I, J] {{U_X}}"
+        )
     spec.check_axes(mesh)
-    return len(spec.dims) + bool(mesh.stack)
+    stacked = bool(mesh.stack)
+    return len(spec.dims) + stacked, tuple((i + stacked, size) for i, size in numbers(spec, mesh))
 
 
 def _held_once(line: str, mask: Tensor, mesh) -> None:

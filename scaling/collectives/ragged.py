@@ -16,6 +16,7 @@ import torch.distributed as dist
 from scaling import trace
 from scaling._torch import exchange_over, modes, process_group
 from scaling.algebra.rules import collective_steps
+from scaling.arguments import whole_numbers
 from scaling.collectives.checked import agree_on
 from scaling.collectives.linear import differentiated
 from scaling.collectives.op import Op
@@ -33,11 +34,20 @@ def ragged_all_to_all(line: str, x: torch.Tensor, sends: Sequence[int], receives
     (step,) = collective_steps("AllToAll", line)
     step.before.check_axes(mesh)
     step.after.check_axes(mesh)
-    group, sends, receives = mesh.group(step.axes), tuple(sends), tuple(receives)
-    if len(sends) != group.size or len(receives) != group.size or sum(sends) != len(x):
+    group = mesh.group(step.axes)
+    sends, receives = (tuple(whole_numbers(name, n)) for name, n in (("sends", sends), ("receives", receives)))
+    dims = len(step.before.dims) - 1 - max(step.dim, step.to)  # R, and what comes after it
+    if not isinstance(x, torch.Tensor) or x.dim() != dims:
+        found = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ShardingError(
+            f"{line}\n  the rows are {found}\n  rule: dims up to R are one: {dims} in all\n  fix: flatten"
+        )
+    wrong = len(sends) != group.size or len(receives) != group.size or sum(sends) != len(x)
+    if wrong or min(sends + receives) < 0 or sends[group.index] != receives[group.index]:
         raise ShardingError(
             f"{line}\n  {len(x)} rows cannot be sent as {sends} and received as {receives}\n"
-            f"  rule: a count for each of the {group.size} ranks along {', '.join(step.axes)}; x has the rows sent"
+            f"  rule: a count for each of the {group.size} ranks along {', '.join(step.axes)}; x has the rows "
+            "sent, and what a rank keeps it receives\n  fix: exchange the counts by an AllToAll first"
         )
     op = Op.over(group, "AllToAll", f"{step.before} -> {step.after}")
     return exchange_blocks(x, sends, receives, *op) if differentiated(x) else _move(x, sends, receives, op)

@@ -7,7 +7,7 @@ replica of that block from the one that has least to send so far. So every rank 
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,8 @@ def transfer(
     if gives is (x is None):
         who = "is one" if gives else "is none"
         rule = "the ranks of the source mesh give their shard, all others None"
-        refuse(f"transfer: {parsed}", f"rank {me} {who} of the source's ranks {list(source_mesh.ranks)}", rule)
+        what = f"rank {me} {who} of the source's ranks {list(source_mesh.ranks)}"
+        refuse(f"transfer: {parsed}", what, rule, "x if rank in source_mesh.ranks else None")
     if x is not None:
         check_operand("transfer", Line((before,), before), source_mesh.group(()), x, source_mesh)
         if differentiated(x):
@@ -94,7 +95,8 @@ def transfer(
     if not gives and not takes:
         return None
     shape, dtype = _announced(parsed, x, before, source_mesh, target_mesh, me)
-    into = tuple(into or shape)
+    into = tuple(shape if into is None else _wholes(parsed, "into", into, shape))
+    below = None if below is None else _wholes(parsed, "below", below, shape)
     messages = plan_transfer(parsed, shape, source_mesh, target_mesh, into=into, below=below)
     sent = sum(m.numel for m in messages if m.source == me != m.target) * dtype.itemsize
     came = sum(m.numel for m in messages if m.target == me != m.source) * dtype.itemsize
@@ -109,9 +111,19 @@ def transfer(
     return result
 
 
+def _wholes(line: Line, name: str, sizes: Any, shape: Sequence[int]) -> tuple[int, ...]:
+    """ShardingError unless `sizes` has a whole number for each dim."""
+    found = tuple(sizes) if isinstance(sizes, (tuple, list)) else ()
+    if len(found) != len(shape) or not all(isinstance(n, int) and n >= 0 for n in found):
+        rule = f"{name} has a size of at least 0 for each of the {len(shape)} dims"
+        refuse(f"transfer: {line}", f"{name}={sizes!r:.60}", rule, "give a tuple of ints, or leave it out")
+    return found
+
+
 def _types(line: Line, source_mesh, target_mesh) -> tuple[Spec, Spec]:
     if len(line.operands) != 1 or line.operands[0].dim_names != line.result.dim_names:
-        raise ShardingError(f"transfer: {line}\n  rule: one array, of the same dims in the same order on both meshes")
+        rule = "one array, of the same dims in the same order on both meshes"
+        raise ShardingError(f"transfer: {line}\n  rule: {rule}\n  fix: rename or permute it before or after")
     before, after = line.operands[0], line.result
     if before.unreduced or after.unreduced:
         raise ShardingError(f"transfer: {line}\n  rule: partial sums stay on their mesh\n  fix: all_reduce first")

@@ -21,6 +21,14 @@ def dropout(
 
     samples int64[B], positions int64[T]: where these rows stand in the whole batch, and these columns in the sequence.
     """
+    rows = (samples.dim(), positions.dim(), x.dim()) == (1, 1, 3) and x.shape[:2] == (len(samples), len(positions))
+    if not rows or not x.is_floating_point() or not isinstance(rate, float | int) or not 0 <= rate < 1:
+        raise ValueError(
+            f"dropout at rate {rate!r} of {x.dtype} {list(x.shape)}, samples {list(samples.shape)}, positions "
+            f"{list(positions.shape)}\n"
+            "  rule: floats x[B, T, D], a sample for each of B, a position for each of T, a rate in [0, 1)\n"
+            "  fix: give the places of these rows and columns"
+        )
     dropped = round(rate * STEPS)
     if not dropped:
         return x

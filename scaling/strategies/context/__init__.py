@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from scaling.algebra.rules import refuse
+from scaling.arguments import flag
 from scaling.spec import format_axes, parse
 from scaling.strategies.context import gather, ring, ulysses
 from scaling.strategies.context.function import Attention
@@ -48,15 +49,16 @@ def attention(
     Differentiable once, by autograd and torch.func, on a Mesh, on one rank and, with meta tensors, on an AbstractMesh.
     ShardingError, before anything is sent, for shapes that the form cannot take.
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = (axis,) if isinstance(axis, str) or not hasattr(axis, "__len__") else tuple(axis)
+    flag(causal=causal)
     if torch.compiler.is_compiling():
         return _in_graph(mesh.constant(_number, axes, form, causal, window, scale), Q, K, V, segments)
     return _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale)
 
 
 def _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale) -> torch.Tensor:
-    line = f"Q[B, T_{format_axes(axes)}, N, H]"
-    _check(line, Q, K, V, mesh, axes, form, window, segments)
+    line = f"Q[B, T_{format_axes(axes)}, N, H]" if all(isinstance(a, str) for a in axes) else "Q[B, T, N, H]"
+    _check(line, Q, K, V, mesh, axes, form, window, segments, scale)
     mask, scale = Mask(bool(causal), window), 1 / math.sqrt(Q.shape[-1]) if scale is None else float(scale)
     t, heads = Q.shape[1], mesh.size(axes[-1:])
     if form in ("ulysses", "usp"):
@@ -85,13 +87,23 @@ def _in_graph(number: int, Q, K, V, segments) -> torch.Tensor:
     return _attention(Q, K, V, segments, *_numbered[number])
 
 
-def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, segments) -> None:
+def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, segments, scale) -> None:
     """ShardingError or ValueError for what the form cannot take, before anything is sent."""
     wanted = 2 if form == "usp" else 1
     if form in FORMS and len(axes) != wanted:
         rule = "usp splits T over two axes, a ring and one that moves to the heads; the other forms over one"
         refuse(line, form, f"{len(axes)} axes", rule, "axis=('C', 'Y')" if wanted == 2 else "axis='C', or form='usp'")
+    if not all(isinstance(axis, str) for axis in axes):
+        refuse(line, form, f"axis={axes!r}", "an axis is named by a text", "axis='C'")
     parse(line).check_axes(mesh)
+    for x in (Q, K, V) if segments is None else (Q, K, V, segments):
+        if not isinstance(x, torch.Tensor) or x.device != Q.device:
+            what = (
+                f"an operand is on {x.device}" if isinstance(x, torch.Tensor) else f"an operand is a {type(x).__name__}"
+            )
+            refuse(line, form, what, "all are tensors on one device", "move it to where Q is")
+    if scale is not None and (isinstance(scale, (bool, str)) or not 0 < float(scale) < math.inf):
+        refuse(line, form, f"scale={scale!r}", "scores are multiplied by a number above 0", "scale=None, 1/sqrt(H)")
     shapes = f"Q, K, V of shapes {tuple(Q.shape)}, {tuple(K.shape)}, {tuple(V.shape)}"
     same = Q.dim() == 4 and K.shape == V.shape and K.dim() == 4 and all(Q.shape[i] == K.shape[i] for i in (0, 1, 3))
     if not same or 0 in (*Q.shape[1:], K.shape[2]) or Q.shape[2] % K.shape[2]:

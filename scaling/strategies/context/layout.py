@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from scaling.algebra.rules import refuse
+from scaling.arguments import flag, whole
 from scaling.collectives import all_gather, ppermute
-from scaling.spec import format_axes
+from scaling.spec import ShardingError, format_axes
 
 FORMS = ("ring", "zigzag", "gather", "ulysses", "usp")
 Ranges = tuple[range, ...]
@@ -62,6 +63,8 @@ def chunks(form: str, t: int, C: int, c: int) -> Ranges:
 def positions(form: str, t: int, mesh, axis: str | Sequence[str] = "C") -> torch.Tensor:
     """int64[T_C]: the positions of this rank's t tokens, for a rotary embedding. `axis` as in `attention`."""
     group = mesh.group((axis,) if axis in mesh.sizes else tuple(axis))
+    whole(t=t)
+    check_length(form, t * group.size, group.size)
     parts = [torch.arange(r.start, r.stop, device=mesh.device) for r in chunks(form, t, group.size, group.index)]
     return torch.cat(parts)
 
@@ -72,11 +75,13 @@ def work(form: str, T: int, C: int, *, causal: bool = True, window: int | None =
     Of ulysses, whose ranks have all T positions of N/C heads, the mean over the N heads. Of usp, C is the ring. What a
     mask by segments hides is computed nevertheless, and counted. ShardingError if T does not divide as the form asks.
     """
+    whole(T=T, C=C, window=1 if window is None else window)
+    flag(causal=causal)
     check_length(form, T, C)
-    mask, whole = Mask(causal, window), (range(T),)
+    mask, every = Mask(causal, window), (range(T),)
     if form == "ulysses":
-        return [mask.pairs(whole, whole) / C] * C
-    return [float(mask.pairs(chunks(form, T // C, C, c), whole)) for c in range(C)]
+        return [mask.pairs(every, every) / C] * C
+    return [float(mask.pairs(chunks(form, T // C, C, c), every)) for c in range(C)]
 
 
 def check_length(form: str, T: int, C: int, line: str = "Q[B, T_C, N, H]") -> None:
@@ -106,6 +111,9 @@ def from_zigzag(x: torch.Tensor, dim: int, mesh, axis: str = "C") -> torch.Tenso
 
 
 def _exchange(x: torch.Tensor, dim: int, mesh, axis: str, back: bool) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        dims = f"{x.dim()} dims" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+        raise ShardingError(f"zig-zag order of dim {dim!r} of {dims}\n  fix: name the dim of a tensor that is T")
     C, c, dim = mesh.group((axis,)).size, mesh.group((axis,)).index, dim % x.dim()
     letters = [f"T_{format_axes((axis,))}" if i == dim else chr(ord("A") + i) for i in range(x.dim())]
     line = f"x[{', '.join(letters)}]"

@@ -15,6 +15,7 @@ from torch import Tensor
 from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
 from scaling.configs import Config
 from scaling.models.moe import balance_loss, by_expert, router_logits, weigh, z_loss
+from scaling.spec import ShardingError
 from scaling.strategies.expert.layout import ExpertLayout, layout
 from scaling.strategies.expert.routing import Routing, route
 
@@ -45,6 +46,7 @@ def moe(
     and shared over all axes of x, and router's and x's over `tensor`.
     """
     at = layout(config, mesh, axis, tensor, spec)
+    check_shapes(params, x, config, mesh.size(at.experts))
     if routing is None:
         routing = route(params, x, config, mesh, axis, tensor=tensor, spec=spec)
     if at.sequence:
@@ -72,6 +74,25 @@ def moe(
     count, copies = len(tokens) * at.ranks, mesh.size(at.tensor)
     balance = balance_loss(logits, routing.load, config, count) / copies
     return y, {"balance": balance, "z": z_loss(logits, count) / copies, "load": routing.load}
+
+
+def check_shapes(params: dict, x: Tensor, config: Config, ranks: int) -> None:
+    """ShardingError, naming the leaf, unless these are the params of E experts over so many ranks, for x[B, T, D]."""
+    if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
+        found = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ShardingError(f"x[B, T, D]: a layer of experts is given {found}\n  fix: give floats of three dims")
+    E, n, D = config.E, config.E // ranks, x.shape[-1]
+    width = getattr(params.get("W_in"), "shape", (0,))[-1]
+    wanted = {"router": (D, E), "bias": (E,), "W_in": (n, D, width), "W_gate": (n, D, width), "W_out": (n, width, D)}
+    for name, shape in wanted.items():
+        leaf = params.get(name)
+        optional = name in ("bias", "W_gate") and leaf is None
+        if not optional and (not isinstance(leaf, Tensor) or leaf.shape != shape or not leaf.is_floating_point()):
+            found = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise ShardingError(
+                f"{name}: {E} experts of D={D} over {ranks} ranks have floats {list(shape)}; found {found}\n"
+                "  fix: give the params of this config, sharded as expert.specs says"
+            )
 
 
 def mlp(W: dict, Row: Tensor, at: ExpertLayout) -> Tensor:
