@@ -135,8 +135,13 @@ def ranks():
         each.end()
 
 
+gc.disable()  # what is imported and collected stays to the end: the collector need not look through it time and again
+
+
 def pytest_collection_finish(session):
-    gc.freeze()  # what is imported stays to the end: the collector need not look through it again and again
+    gc.freeze()
+    gc.set_threshold(20_000)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         notebook = execute(args.chapter)
     except ImportError as error:
-        sys.exit(f"{error}\n  fix: pip install 'scaling[notebook]'")
+        sys.exit(f"{error}\n  fix: pip install 'scaling-book-torch[notebook]'")
     if args.out:
         import nbformat
 

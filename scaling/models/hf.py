@@ -154,10 +154,19 @@ def _parts(
         yield l + 1, layer
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ValueError(
+            "the weights of a Hugging Face folder need the library safetensors\n"
+            "  fix: pip install 'scaling-book-torch[hf]'"
+        ) from None
+    return safetensors
 
-    save_file(tensors, path, metadata={"format": "pt"})
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    _safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _index(config: Config, names: list[str], itemsize: int) -> dict:
@@ -197,12 +206,10 @@ class _Files:
             raise ValueError(f"{folder}: {name} {here} {tensor}{_more(wrong)}")
 
     def _file(self, name: str):
-        from safetensors import safe_open
-
         if name not in self.open:
             if not (self.folder / name).exists():
                 raise ValueError(f"{self.folder}: has no {name}\n  fix: give a folder with safetensors files")
-            self.open[name] = safe_open(self.folder / name, framework="pt")
+            self.open[name] = _safetensors().safe_open(self.folder / name, framework="pt")
         return self.open[name]
 
     def __getitem__(self, tensor: str):

@@ -34,7 +34,7 @@ class Vocabulary:
             from tokenizers import Tokenizer
         except ImportError:
             raise ValueError(
-                f'{folder}: its tokenizer.json needs the library tokenizers\n  fix: pip install -e ".[hf]"'
+                f"{folder}: its tokenizer.json needs tokenizers\n  fix: pip install 'scaling-book-torch[hf]'"
             ) from None
         self.model = Tokenizer.from_file(str(folder / "tokenizer.json"))
 

@@ -149,7 +149,7 @@ def figure(
         from matplotlib.figure import Figure
         from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
     except ImportError as error:
-        raise RuntimeError("pictures need matplotlib\n  fix: pip install 'scaling[plot]'") from error
+        raise RuntimeError("pictures need matplotlib\n  fix: pip install 'scaling-book-torch[plot]'") from error
     picture = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(picture)
     axes = picture.subplots()

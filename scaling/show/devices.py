@@ -72,7 +72,7 @@ def figure(specs: Sequence["str | Spec"], mesh, columns: int = 3):
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError("pictures need matplotlib\n  fix: pip install 'scaling[plot]'") from error
+        raise RuntimeError("pictures need matplotlib\n  fix: pip install 'scaling-book-torch[plot]'") from error
     columns = min(columns, len(specs))
     height = -(-len(specs) // columns)
     picture = Figure(figsize=(3.2 * columns, 3.4 * height), layout="constrained")

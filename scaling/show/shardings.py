@@ -140,11 +140,11 @@ def _grid(cells, names, columns, dims, colours) -> list[str]:
 
 
 def save(path: str, specs, mesh) -> None:
-    """The types' pictures, three in a row, to a PNG or SVG file; needs matplotlib (`pip install scaling[plot]`)."""
+    """The types' pictures, three in a row, to a PNG or SVG file; needs matplotlib (the extra `plot`)."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'scaling[plot]'") from error
+        raise ImportError("pictures need matplotlib\n  fix: pip install 'scaling-book-torch[plot]'") from error
     specs = [parse(spec) for spec in specs]
     if wrong := [spec for spec in specs if not 1 <= len(spec.dims) <= 2]:
         raise ShardingError(

@@ -66,7 +66,7 @@ def save_schedule(file: str | Path, *timelines: Timeline, unit: str = "") -> Non
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError("drawing to a file needs matplotlib: pip install 'scaling[plot]'") from error
+        raise ImportError("pictures need matplotlib\n  fix: pip install 'scaling-book-torch[plot]'") from error
     figure = Figure(figsize=(12, sum(0.9 + 0.35 * t.ranks for t in timelines) + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(timelines), squeeze=False, height_ratios=[t.ranks for t in timelines])[:, 0]

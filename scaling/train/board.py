@@ -1,4 +1,4 @@
-"""A run's metrics as TensorBoard shows them (`pip install -e ".[tensorboard]"`)."""
+"""A run's metrics as TensorBoard shows them (`pip install 'scaling-book-torch[tensorboard]'`)."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -9,7 +9,9 @@ from scaling.train.settings import Settings
 def check_installed(settings: Settings) -> None:
     """ValueError if TensorBoard's files are asked for, and what writes them is not installed."""
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError('--tensorboard: tensorboard is not installed\n  fix: pip install -e ".[tensorboard]"')
+        raise ValueError(
+            "--tensorboard: tensorboard is not installed\n  fix: pip install 'scaling-book-torch[tensorboard]'"
+        )
 
 
 class Board:

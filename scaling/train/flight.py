@@ -98,7 +98,8 @@ def main(argv=None) -> int:
     parser.add_argument("--last", type=int, default=8, help=f"of each rank (default 8, at most {LAST})")
     args = parser.parse_args(argv)
     if not (text := told(args.run, args.last)):
-        print(f"{args.run}: no run is here", file=sys.stderr)
+        why = "its ranks have sent nothing" if (args.run / "run.toml").exists() else "no run is here"
+        print(f"{args.run}: {why}", file=sys.stderr)
         return 1
     print(text)
     return 0

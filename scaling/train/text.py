@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, built in, or a Hugging Face tokenizer.json (`pip install -e ".[hf]"`)."""
+"""Text to token ids and back: bytes, built in, or a Hugging Face tokenizer.json (the extra `hf`)."""
 
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -38,7 +38,9 @@ class FromFile:
         try:
             from tokenizers import Tokenizer as Loaded
         except ImportError:
-            raise ValueError(f'{path}: needs the library tokenizers\n  fix: pip install -e ".[hf]"') from None
+            raise ValueError(
+                f"{path}: needs the library tokenizers\n  fix: pip install 'scaling-book-torch[hf]'"
+            ) from None
         try:
             self.loaded = Loaded.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower

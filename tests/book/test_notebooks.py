@@ -15,7 +15,9 @@ ROOT = running.CHAPTERS.parent
 KERNEL = all(importlib.util.find_spec(name) for name in ("jupytext", "nbclient", "ipykernel"))
 
 
-@pytest.mark.skipif(not KERNEL, reason="needs jupytext, nbclient and ipykernel: pip install 'scaling[notebook]'")
+@pytest.mark.skipif(
+    not KERNEL, reason="needs jupytext, nbclient and ipykernel: pip install 'scaling-book-torch[notebook]'"
+)
 def test_runs_in_a_kernel(tmp_path):
     file = tmp_path / "chapter.ipynb"
     command = [sys.executable, "-m", "scaling.book.notebook", f"chapters/{running.NOTEBOOK}.py", "--out", file]

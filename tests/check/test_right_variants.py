@@ -21,6 +21,7 @@ def test_they_differ_from_what_is_checked_anyway():
     assert len({file for file, _, _ in VARIANTS}) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(0, 100, 5))
 def test_nothing_is_found(number, modules):
     for file, done, text in VARIANTS[number : number + 5]:

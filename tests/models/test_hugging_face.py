@@ -2,6 +2,7 @@
 written and read whole and by shards, and what is refused."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,12 @@ def edit(folder, change, file="model.safetensors"):
 def test_a_tensor_dropped_added_or_misshaped_is_named(folder, change, says):
     edit(folder, change)
     with pytest.raises(ValueError, match=says):
+        hf.load(folder)
+
+
+def test_without_safetensors_it_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ValueError, match=r"fix: pip install 'scaling-book-torch\[hf\]'"):
         hf.load(folder)
 
 

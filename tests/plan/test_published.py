@@ -32,6 +32,7 @@ def test_the_published_mesh_is_among_the_candidates(rows):
         assert row.best.forecast <= row.own.forecast
 
 
+@pytest.mark.slow
 def test_forecasts_are_near_what_was_measured(rows):
     errors = [abs(math.log1p(row.error)) for row in rows]
     assert statistics.median(errors) < math.log(1.08)

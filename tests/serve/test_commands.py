@@ -73,7 +73,7 @@ def test_a_folders_tokenizer(tmp_path):
 def test_a_folders_tokenizer_without_its_library(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r'fix: pip install -e "\.\[hf\]"'):
+    with pytest.raises(ValueError, match=r"fix: pip install 'scaling-book-torch\[hf\]'"):
         tokenizer_of(tmp_path)
 
 

@@ -53,6 +53,7 @@ def test_what_is_not_drawn_is_refused():
             devices.draw(spec, mesh)
 
 
+@pytest.mark.slow
 def test_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     picture = devices.figure(["A[I_X, J]", "A[I_YX, J]", "A[I] {U_X}"], MESH)

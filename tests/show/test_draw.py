@@ -48,6 +48,7 @@ def test_nothing_to_draw():
         schedule_chart(replace(simulate(make("1f1b", 2, 2)), spans=()))
 
 
+@pytest.mark.slow
 def test_files(tmp_path):
     timelines = [simulate(make(name, 2, 4)) for name in ("gpipe", "dualpipev")]
     for suffix, start in (("svg", b"<?xml"), ("png", b"\x89PNG")):

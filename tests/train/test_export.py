@@ -37,6 +37,7 @@ def test_it_is_opened_again_and_trained_on(run, tmp_path, capsys):
     assert "run.toml" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_its_tokenizer_goes_with_it(run, tmp_path):
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     vocab = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["vocab"]

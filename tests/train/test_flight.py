@@ -54,6 +54,9 @@ def test_a_ring_of_the_last(tmp_path):
 def test_the_command(tmp_path, capsys):
     assert main(["flight", str(tmp_path)]) == 1
     assert "no run is here" in capsys.readouterr().err
+    (tmp_path / "run.toml").touch()
+    assert main(["flight", str(tmp_path)]) == 1
+    assert "its ranks have sent nothing" in capsys.readouterr().err
     record = flight.Flight(tmp_path, 3)
     with record.step(7):
         all_reduce("a[D] {U_X} -> a[D]", torch.ones(2), Mesh({"X": 1}))

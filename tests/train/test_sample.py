@@ -78,4 +78,4 @@ def test_a_run_shows_and_records_its_sample(tmp_path, monkeypatch, capsys):
 def test_without_tensorboard(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("scaling.train.board.importlib.util.find_spec", lambda name: None)
     assert main(["--data", "x", "--out", str(tmp_path / "run"), "--tensorboard", "board"]) == 1
-    assert 'fix: pip install -e ".[tensorboard]"' in capsys.readouterr().err
+    assert "fix: pip install 'scaling-book-torch[tensorboard]'" in capsys.readouterr().err
