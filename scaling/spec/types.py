@@ -31,7 +31,12 @@ def dtype_bytes(dtype) -> float:
 
 def mesh_sizes(mesh) -> Mapping[str, int]:
     """The axis sizes of a mesh, which may be given as the mesh itself or as a plain dict `{"X": 4, "Y": 2}`."""
-    return mesh if isinstance(mesh, Mapping) else mesh.sizes
+    sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "sizes", None)
+    if sizes is None:
+        raise ShardingError(
+            f'{mesh!r:.60} is no mesh\n  fix: give a Mesh, an AbstractMesh, or sizes, {{"X": 4, "Y": 2}}'
+        )
+    return sizes
 
 
 def format_axes(axes: Sequence[str]) -> str:

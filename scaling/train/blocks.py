@@ -7,6 +7,7 @@ and -1 for none: so blocks always lie in the whole's own order, without the padd
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -59,8 +60,32 @@ def file_name(rank: int, number: int, k: int) -> str:
 
 def whole_shape(leaf: Tensor, spec: Spec, mesh, places: Places) -> list[int]:
     """Of the array that this is a shard of, without padding."""
+    spec.check_axes(mesh)
+    if leaf.dim() != len(spec.dims) or leaf.layout is not torch.strided or leaf.is_meta:
+        kind = f"{leaf.layout} {list(leaf.shape)} on {leaf.device}"
+        raise ShardingError(
+            f"{spec}: a leaf is {kind}\n  rule: leaves are dense, and have the dims of their types\n  fix: mend it"
+        )
     stored = [n * mesh.size(axes) for n, (_, axes) in zip(leaf.shape, spec.dims, strict=True)]
+    for dim, n in zip(spec.dim_names, stored, strict=True):
+        if dim in places:
+            check_places(dim, places[dim], n)
     return [1 + max(places[dim]) if dim in places else n for n, dim in zip(stored, spec.dim_names, strict=True)]
+
+
+def check_places(dim: str, places: Sequence[int], stored: int) -> None:
+    """ValueError unless `places` gives each stored place its own index of the whole, all of 0, 1, 2 ..., or -1."""
+    real = [index for index in places if index != -1]
+    if (
+        len(places) != stored
+        or not all(isinstance(index, int) for index in places)
+        or sorted(real) != list(range(len(real)))
+    ):
+        raise ValueError(
+            f"places of {dim}: {list(places)!r:.80} of {stored} stored places\n"
+            "  rule: each index of the whole stands once among them, and -1 for padding\n"
+            "  fix: give the places as the strategy that stored the leaf made them"
+        )
 
 
 def parts(spec: Spec, shape: Sequence[int], mesh, at: Mapping[str, int], places: Places) -> list[tuple[IndexRun, ...]]:
@@ -89,16 +114,23 @@ def assembled(
     """This rank's shard of a leaf, from the saved blocks that overlap it; `data(where, saved, block)` fetches one."""
     shape = saved["shape"]
     if len(shape) != len(spec.dims):
-        raise ValueError(f"{where} was saved with shape {shape}, but its type is {spec}")
+        raise ValueError(f"{where} was saved with shape {shape}, but its type is {spec}\n  fix: name as many dims")
+    if spec.unreduced:
+        raise ShardingError(f"{where}: {spec} is unreduced: each rank would get the whole\n  fix: leave {{U}} out")
+    spec.check_axes(mesh)
     if wrong := [
         dim for n, dim in zip(shape, spec.dim_names, strict=True) if dim in places and 1 + max(places[dim]) != n
     ]:
-        raise ValueError(f"{where} was saved with shape {shape}, but {wrong[0]} is {1 + max(places[wrong[0]])} here")
+        raise ValueError(
+            f"{where} was saved with shape {shape}, but {wrong[0]} is {1 + max(places[wrong[0]])} here\n"
+            "  fix: load it with the config that it was saved with"
+        )
     stored = [len(places.get(dim, range(n))) for n, dim in zip(shape, spec.dim_names, strict=True)]
     shard = torch.zeros(
         [s.stop - s.start for s in spec.slices(stored, mesh, mesh.coord)], dtype=getattr(torch, saved["dtype"])
     )
     for part in parts(spec, shape, mesh, mesh.coord, places):
+        missing = prod(run.stop - run.start for run in part)
         for block in saved["blocks"]:
             into, inside = [], []
             for run, (start, stop) in zip(part, block["at"], strict=True):
@@ -107,6 +139,11 @@ def assembled(
                 inside.append(slice(low - start, high - start))
             if all(s.start < s.stop for s in into):
                 shard[tuple(into)] = data(where, saved, block)[tuple(inside)]
+                missing -= prod(s.stop - s.start for s in into)
+        beyond = any(stop > n for block in saved["blocks"] for (_, stop), n in zip(block["at"], shape, strict=True))
+        if missing or beyond:
+            what = f"{where}: its blocks do not make up its shape {shape}: the index is damaged"
+            raise ValueError(f"{what}\n  fix: load another step")
     return shard.to(mesh.device)
 
 

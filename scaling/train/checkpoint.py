@@ -18,10 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from scaling import tree
+from scaling.arguments import flag, whole
 from scaling.spec import Spec, parse
 from scaling.train.blocks import IN_ORDER, Places, assembled, described, own_blocks
 from scaling.train.dcp import ShardReader, keys
@@ -49,6 +51,9 @@ def save(
     layers of uneven stages, {"L": the index of each place in the whole, -1 for none}; what is saved is the whole.
     ValueError for a state unlike its specs. OSError names the path and the bytes.
     """
+    whole(0, step=step)
+    whole(keep=1 if keep is None else keep)
+    flag(async_op=async_op)
     folder, named = Path(folder), typed(state, specs)
     own, leaves, values = {}, {}, {}
     for number, (where, (leaf, spec)) in enumerate(named.items()):
@@ -58,6 +63,7 @@ def save(
             leaves[where] = described(leaf, spec, mesh, places, number)
             blocks = own_blocks(leaf, spec, mesh, places, number)
             own |= {file: _on_cpu(block, copy=async_op) for file, block in blocks.items()}
+    check_kept(state, specs, values)
     index = {"step": step, "mesh": dict(mesh.sizes), "leaves": leaves, "values": values}
     if mesh.rank == 0:
         begin(folder, step)
@@ -67,6 +73,19 @@ def save(
         write_step(folder, own, index, mesh.rank, step, keep)
         return None
     return in_turn(partial(write_step, folder, own, index, mesh.rank, step, keep))
+
+
+def check_kept(state, specs, values: Mapping[str, Any]) -> None:
+    """ValueError unless loading would put every number and string back where it stands."""
+    try:
+        kept = _with_values(tree.map(lambda _: 0, specs), values)
+    except (ValueError, TypeError, AttributeError):  # a key that cannot be read back
+        kept = None
+    if tree.structure(kept) != tree.structure(state):
+        raise ValueError(
+            f"the state has numbers or strings at {', '.join(values)}\n"
+            "  rule: they stand in nested dicts, under names without quotes\n  fix: put them into a dict of the state"
+        )
 
 
 def _on_cpu(block: Tensor, copy: bool) -> Tensor:
@@ -104,15 +123,19 @@ def load(
     that names the leaf, or the file, that is missing, misshaped or damaged.
     """
     step = latest(folder) if step is None else step
+    whole(0, step=step)
     path, content = Path(folder) / name(step), index(folder, step)
     saved, values, read = content["leaves"], content["values"], ShardReader(path)
     found = []
     for where, text in tree.named_leaves(specs, "state").items():
         if where not in saved:
-            raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(saved)[:4])}, ...")
+            raise ValueError(
+                f"{path}: has no {where}; it has {', '.join(sorted(saved)[:4])}, ...\n"
+                "  fix: load it with the specs of the state that was saved"
+            )
         found.append(assembled(where, saved[where], parse(text), mesh, places, read))
     if not among and (extra := sorted(set(saved) - set(tree.named_leaves(specs, "state")))):
-        raise ValueError(f"{path}: holds {extra[0]}, which the state to be loaded does not have")
+        raise ValueError(f"{path}: holds {extra[0]}, which the state to be loaded does not have\n  fix: give it a type")
     leaves = iter(found)
     return _with_values(tree.map(lambda _: next(leaves), specs), values), content["step"]
 
@@ -121,8 +144,14 @@ def index(folder, step: int) -> dict:
     """What a step's index.json says. FileNotFoundError if that step is not complete."""
     path = Path(folder) / name(step)
     if not (path / INDEX).is_file():
-        raise FileNotFoundError(f"{path}: there is no complete checkpoint here")
-    return json.loads((path / INDEX).read_text())
+        raise FileNotFoundError(f"{path}: there is no complete checkpoint here\n  fix: name a step that is there")
+    try:
+        content = json.loads((path / INDEX).read_text())
+        for saved in content["leaves"].values():
+            getattr(torch, saved["dtype"]), saved["shape"], saved["blocks"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path / INDEX}: is damaged: {error}\n  fix: load another step") from None
+    return content
 
 
 def leaf(folder, step: int, where: str, mesh, spec: Spec | None = None, places: Places = IN_ORDER) -> Tensor:
@@ -138,8 +167,9 @@ def latest(folder) -> int:
     """The step that the file `latest` names, or if there is none such the newest complete one. FileNotFoundError."""
     steps, named = complete(Path(folder)), Path(folder) / LATEST
     if not steps:
-        raise FileNotFoundError(f"{folder}: there is no complete checkpoint here")
-    said = int(named.read_text()) if named.is_file() else -1
+        raise FileNotFoundError(f"{folder}: there is no complete checkpoint here\n  fix: name the folder of a run")
+    text = named.read_text() if named.is_file() else ""
+    said = int(text) if text.isdigit() else -1
     return said if said in steps else steps[-1]
 
 
@@ -150,14 +180,16 @@ def typed(state, specs) -> dict[str, tuple[Any, Spec | None]]:
     for where, leaf in leaves.items():
         if isinstance(leaf, Tensor):
             if where not in types:
-                raise ValueError(f"{where}: a tensor needs a type; the specs have none there")
+                raise ValueError(f"{where}: a tensor needs a type; the specs have none there\n  fix: give it one")
             named[where] = leaf, parse(types[where])
         elif isinstance(leaf, int | float | str):
             named[where] = leaf, None
         else:
-            raise ValueError(f"{where}: a checkpoint holds tensors, numbers and strings, not {type(leaf).__name__}")
+            what = f"{where}: a checkpoint holds tensors, numbers and strings, not {type(leaf).__name__}"
+            raise ValueError(f"{what}\n  fix: torch.as_tensor(...), with a type, or leave it out")
     if absent := sorted(set(types) - set(leaves)):
-        raise ValueError(f"{absent[0]}: the specs have a type there, but the state has no leaf")
+        what = f"{absent[0]}: the specs have a type there, but the state has no leaf"
+        raise ValueError(f"{what}\n  fix: give specs of this state")
     return named
 
 

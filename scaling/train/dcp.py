@@ -81,7 +81,8 @@ class ShardReader:
                     file.seek(start)
                     found = torch.load(io.BytesIO(file.read(nbytes)), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ValueError(f"{path}: not a file of tensors alone: {str(error).splitlines()[0]}") from error
+            what = f"{path}: not a file of tensors alone: {str(error).splitlines()[0]}"
+            raise ValueError(f"{what}\n  fix: load an earlier step") from error
         shape, dtype = [stop - start for start, stop in block["at"]], leaf["dtype"]
         if not isinstance(found, Tensor) or [*found.shape] != shape or str(found.dtype) != f"torch.{dtype}":
             raise ValueError(

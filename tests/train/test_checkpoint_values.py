@@ -1,0 +1,110 @@
+"""Checkpoints that would come back as something else: other structures, padding, damaged indices, types of others.
+
+Each is refused with its fix, when it is saved or when it is loaded, and gives no state.
+"""
+
+import json
+
+import pytest
+import torch
+
+from scaling.mesh import Mesh
+from scaling.train import checkpoint
+
+MESH = Mesh({"X": 1, "Y": 1})
+STATE = {"w": torch.arange(24.0).view(4, 6), "b": torch.arange(6.0)}
+SPECS = {"w": "w[D_X, F_Y]", "b": "b[F_Y]"}
+
+STATES = {
+    "a tuple of numbers": {"k": (1, 2)},
+    "a list of texts": {"k": ["a"]},
+    "a name with a quote": {'a"b': 1},
+    "bytes": {"k": b"a"},
+    "other dims": {"w": STATE["w"][0]},
+    "no numbers": {"w": STATE["w"].to("meta")},
+    "sparse": {"w": STATE["w"].to_sparse()},
+}
+
+
+@pytest.mark.parametrize("changed", STATES.values(), ids=STATES)
+def test_a_state_that_would_not_come_back_is_refused(tmp_path, changed):
+    with pytest.raises(ValueError, match="fix:"):
+        checkpoint.save(tmp_path, STATE | changed, SPECS, MESH, 1)
+    with pytest.raises(FileNotFoundError, match="fix:"):
+        checkpoint.load(tmp_path, SPECS, MESH)
+
+
+def test_numbers_come_back_where_they_stood(tmp_path):
+    state = STATE | {"data": {"position": 3, "seeds": {0: 7, "a.b": "c"}}}
+    checkpoint.save(tmp_path, state, SPECS, MESH, 1)
+    assert checkpoint.load(tmp_path, SPECS, MESH)[0]["data"] == state["data"]
+
+
+OPTIONS = [{"step": step} for step in (-1, 1.5, True, "3", None)] + [{"keep": keep} for keep in (0, -1, 1.5, True)]
+OPTIONS += [{"async_op": "no"}]
+OPTIONS += [
+    {"places": {"D": places}} for places in ([0], [0, 0, 1, 2], [0, 3, 5, 7], [-2, 0, 1, 2], [0.0, 1.0, 2.0, 3.0])
+]
+
+
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+def test_options_of_save_are_what_they_should_be(tmp_path, given):
+    with pytest.raises(ValueError, match="fix:"):
+        checkpoint.save(tmp_path, STATE, SPECS, MESH, **({"step": 1} | given))
+
+
+TYPES = [SPECS | {"w": w} for w in ("w[D_X, F] {U_Y}", "w[D_Q, F]", "w[D_X]")] + [
+    {"w": SPECS["w"]},
+    SPECS | {"z": "z[D]"},
+]
+
+
+@pytest.mark.parametrize("specs", TYPES, ids=str)
+def test_types_that_do_not_fit_are_refused(tmp_path, specs):
+    with pytest.raises(ValueError, match=r"fix:|unknown mesh axis Q"):
+        checkpoint.save(tmp_path / "new", STATE, specs, MESH, 1)
+    checkpoint.save(tmp_path, STATE, SPECS, MESH, 1)
+    with pytest.raises(ValueError, match=r"fix:|unknown mesh axis Q"):
+        checkpoint.load(tmp_path, specs, MESH)
+
+
+LEAF = 'state["w"]'
+DAMAGES = {
+    "no blocks": lambda index: index["leaves"][LEAF].update(blocks=[]),
+    "a block of fewer rows": lambda index: index["leaves"][LEAF]["blocks"][0].update(at=[[0, 2], [0, 6]]),
+    "a block twice": lambda index: index["leaves"][LEAF]["blocks"].append(index["leaves"][LEAF]["blocks"][0]),
+    "a larger shape": lambda index: index["leaves"][LEAF].update(shape=[8, 6]),
+    "a smaller shape": lambda index: index["leaves"][LEAF].update(shape=[2, 6]),
+    "another shape": lambda index: index["leaves"][LEAF].update(shape=[6, 4]),
+    "no such dtype": lambda index: index["leaves"][LEAF].update(dtype="float31"),
+    "another dtype": lambda index: index["leaves"][LEAF].update(dtype="float64"),
+    "no leaves": lambda index: index.pop("leaves"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_an_index_that_does_not_fit_its_files_is_damaged(tmp_path, damage):
+    checkpoint.save(tmp_path, STATE, SPECS, MESH, 1)
+    path = tmp_path / "step-000001" / "index.json"
+    index = json.loads(path.read_text())
+    damage(index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"(damaged|does not hold)(.|\n)*fix:"):
+        checkpoint.load(tmp_path, SPECS, MESH)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"leaves": 3}'])
+def test_an_index_that_is_none_is_named(tmp_path, text):
+    checkpoint.save(tmp_path, STATE, SPECS, MESH, 1)
+    (tmp_path / "step-000001" / "index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index\.json: is damaged(.|\n)*fix:"):
+        checkpoint.load(tmp_path, SPECS, MESH)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "-1", "99"])
+def test_a_file_latest_that_names_no_step_is_passed_over(tmp_path, text):
+    checkpoint.save(tmp_path, STATE, SPECS, MESH, 4)
+    (tmp_path / "latest").write_text(text)
+    state, step = checkpoint.load(tmp_path, SPECS, MESH)
+    assert step == 4
+    assert torch.equal(state["w"], STATE["w"])
