@@ -216,7 +216,7 @@ def test_flash_attention_and_its_gradients_are_softmaxs():
 
 def test_a_profiler_is_noticed():
     assert not p.profiling()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert p.profiling()
     assert not p.profiling()
 
