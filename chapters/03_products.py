@@ -217,13 +217,19 @@ page.answers([
 
 
 # %%
+def own_sums(own, device):
+    """O[N, K] {U_X}: the sum of a_ki b_ij over a rank's own i."""
+    o = torch.zeros(8, 32, dtype=torch.float64, device=device)
+    for i in own:
+        o += A[:, i, None].to(device) * B[None, i, :].to(device)
+    return o
+
+
 def question_9(mesh) -> tuple[list[int], list[float]]:
     """The i of this rank, and how far its sums are from A B after an AllReduce, and after the two ReduceScatters."""
     n, x = mesh.sizes["X"], mesh.coord["X"]
     own = list(range(x * 16 // n, (x + 1) * 16 // n))
-    o = torch.zeros(8, 32, dtype=torch.float64, device=mesh.device)
-    for i in own:
-        o += A[:, i, None].to(mesh.device) * B[None, i, :].to(mesh.device)
+    o = own_sums(own, mesh.device)
     whole = all_reduce("O[N, K] {U_X} -> O[N, K]", o, mesh)
     rows = unshard("O[N_X, K]", reduce_scatter("O[N, K] {U_X} -> O[N_X, K]", o, mesh), mesh)
     columns = unshard("O[N, K_X]", reduce_scatter("O[N, K] {U_X} -> O[N, K_X]", o, mesh), mesh)

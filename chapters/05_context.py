@@ -52,7 +52,7 @@ except ShardingError as error:
 
 # %%
 def forward(Q, KV, mesh, order):
-    """Q[B, T_C, K, G, H] (over sqrt(H)), KV[2, B, S_C, K, H] -> O[B, T_C, K, G, H], the log of L[B, T_C, K, G]."""
+    """Q[B, T_C, K, G, H], KV[2, B, S_C, K, H] -> O[B, T_C, K, G, H], logL[B, T_C, K, G]. Q is over sqrt(H)."""
     O, L, M = torch.zeros_like(Q), 0, torch.full_like(Q[..., 0], -torch.inf)
     for hop in range(C):
         later = None if hop == C - 1 else ppermute("KV[2, B, S_C, K, H]", KV, mesh, "C", AROUND, async_op=True)  # 1.

@@ -88,7 +88,7 @@ dense = one_device(config, (0.0, 0.0))
 
 # %%
 def layer(params, x, mesh):
-    """x[B_X, T, D] -> y[B_X, T, D], and what the tokens chose."""
+    """x[B_X, T, D] -> y[B_X, T, D], e[N_X, K]: the result, and what the N = BT tokens chose."""
     tokens = x.flatten(0, 1)
     weights, experts = moe.route(tokens, params["router"], config)  # 1. of each token, k
     rows = moe.rows_of(experts, E)  # the choices, sorted by expert
@@ -120,15 +120,17 @@ def one_layer(mesh) -> dict:
         grads, dx = pull(dy)
     grads["router"] = all_reduce("d[D, E] {U_X} -> d[D, E]", grads["router"], mesh)  # as of every replicated weight
     moved = forward.collectives()[1:] + backward.collectives()  # the rows: all but the counts
-    totals = torch.tensor([[sum(e.nbytes for e in moved) // n, sum(e.wire_bytes for e in moved)]])
+    totals = torch.tensor([[sum(e.nbytes for e in moved) // n, sum(e.wire_bytes for e in moved)]])  # totals[G_X, K]
+    totals = all_gather("b[G_X, K] -> b[G, K]", totals, mesh)  # totals[G, K]
+    experts = all_gather("e[N_X, K] -> e[N, K]", experts, mesh)  # experts[N, K]
     grads, (y, dx) = tree.unshard(grads, SPECS, mesh), tree.unshard([y, dx], ["x[B_X, T, D]"] * 2, mesh)
     same = {"y": (y, want), "dx": (dx, want_dx)} | {f"d{name}": (grads[name], want_grads[name]) for name in grads}
     return {
         "forward": [(str(e), e.nbytes or "", e.wire_bytes or "", e.flops or "") for e in forward.events],
         "backward": [(str(e), e.nbytes, e.wire_bytes, "") for e in backward.collectives()],
         "differences": [(what, difference(*pair), LIMIT) for what, pair in same.items()],
-        "bytes": all_gather("b[G_X, K] -> b[G, K]", totals, mesh).sum(0).tolist(),
-        "experts": all_gather("e[N_X, K] -> e[N, K]", experts, mesh),
+        "bytes": totals.sum(0).tolist(),
+        "experts": experts,
     }
 
 

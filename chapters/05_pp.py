@@ -55,7 +55,7 @@ def loss_fn(batch):
 
 
 def book_step(x, weight, mesh):
-    """x[B, D], weight[D, D] of this rank's layer -> (Loss[] {U_Z}, updated weight)."""
+    """x[B, D], weight[D, E] -> Loss[] {U_Z}, weight[D, E]: the loss, and the updated weight of this rank's layer."""
     z, last = mesh.coord["Z"], mesh.sizes["Z"] - 1
     if z > 0:
         x = recv("x[B, D]", x, mesh, "Z", z - 1)
@@ -93,7 +93,8 @@ def book(mesh, seed):
     x, weights = x.to(mesh.device), (weights / D**0.5).to(mesh.device)
     loss, weight = book_step(x, weights[mesh.coord["Z"]], mesh)
     loss = all_reduce("Loss[] {U_Z} -> Loss[]", loss, mesh)
-    updated = unshard("W[L_Z, D, E]", weight[None], mesh)
+    layer = weight[None]  # layer[L_Z, D, E]
+    updated = unshard("W[L_Z, D, E]", layer, mesh)  # updated[L, D, E]
     one, want = book_on_one_device(x, weights)
     return [("loss", difference(loss, one), EXACT), ("weights after the step", difference(updated, want), EXACT)]
 
@@ -208,6 +209,12 @@ if page.first and page.args.trace:
 
 
 # %%
+def ends_reduced(dIn, dW_head, mesh):
+    """dIn[B, D] {U_Z}, dW_head[D, V] {U_Z} -> dIn[B, D], dW_head[D, V]: of the first stage, and of the last."""
+    dIn = all_reduce("dIn[B, D] {U_Z} -> dIn[B, D]", dIn, mesh)
+    return dIn, all_reduce("dW_head[D, V] {U_Z} -> dW_head[D, V]", dW_head, mesh)
+
+
 def training(mesh, args) -> tuple[dict, list[float]]:
     """(the first step's gradients, whole; the loss of each step)."""
     config = mlp.MLPConfig(L=2 * Z)
@@ -226,9 +233,8 @@ def training(mesh, args) -> tuple[dict, list[float]]:
         In, embed_vjp = vjp(lambda E, tokens=tokens: mlp.embed(E, tokens), params["embed"])
         run = params["blocks"], params["head"], In, targets, mesh, schedule, terms, stage
         loss, grads = pipeline.with_ends(*run)
-        dIn = all_reduce("dIn[B, D] {U_Z} -> dIn[B, D]", grads.dIn, mesh)
-        head = all_reduce("dW_head[D, V] {U_Z} -> dW_head[D, V]", grads.head, mesh)
-        grads = {"embed": embed_vjp(dIn)[0], "blocks": grads.params, "head": head}
+        dIn, dW_head = ends_reduced(grads.dIn, grads.head, mesh)
+        grads = {"embed": embed_vjp(dIn)[0], "blocks": grads.params, "head": dW_head}
         first = first or grads | {"blocks": tree.unshard(grads["blocks"], specs, mesh)}
         params, state = ADAMW.update(grads, state, params)
         losses.append(loss.item())

@@ -142,7 +142,7 @@ b, t, d, f, n, h = 2, 128, 256, 1024, 8, 32  # on each rank
 
 
 def block(x, W, mesh):
-    """Attention's Q and the MLP, of the residual stream sharded along D."""
+    """x[B_X, T, D_Y] -> Q[B_X, T, N_Y, H], Out[B_X, T, D_Y]: attention's queries, and the MLP."""
     x = all_gather("x[B_X, T, D_Y] -> x[B_X, T, D]", x, mesh)
     Q = einsum("x[B_X, T, D] * W_Q[D, N_Y, H] -> Q[B_X, T, N_Y, H]", x, W["Q"])
     Tmp = einsum("x[B_X, T, D] * W_in[D, F_Y] -> Tmp[B_X, T, F_Y]", x, W["in"])

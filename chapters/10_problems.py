@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scaling import auto, tree
 from scaling.book.answers import Answer
 from scaling.book.page import Page
-from scaling.collectives import all_gather, reduce_scatter
+from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.shard_map import shard_map
@@ -193,9 +193,10 @@ X_in, W_in, W_out = drawn(8, 4 * n), drawn(4 * n, 8 * n), drawn(8 * n, 4 * n)
 
 
 def block(mesh, In, W_in, W_out):
-    """The block with its collectives one after the other."""
+    """In[B, D_Y], W_in[D, F_Y], W_out[F_Y, D] -> Out[B, D_Y]: the block with its collectives one after the other."""
     In = all_gather("In[B, D_Y] -> In[B, D]", In, mesh)
-    Out = F_.gelu(In @ W_in) @ W_out
+    Tmp = einsum("In[B, D] * W_in[D, F_Y] -> Tmp[B, F_Y]", In, W_in)
+    Out = einsum("Act[B, F_Y] * W_out[F_Y, D] -> Out[B, D] {U_Y}", F_.gelu(Tmp), W_out)
     return reduce_scatter("Out[B, D] {U_Y} -> Out[B, D_Y]", Out, mesh)
 
 

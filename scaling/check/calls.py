@@ -4,7 +4,9 @@ import ast
 from dataclasses import replace
 
 from scaling.check.arithmetic import Arithmetic
+from scaling.check.docstrings import documented
 from scaling.check.gradients import Derivatives
+from scaling.check.helpers import Helpers
 from scaling.check.lines import Lines, readable
 from scaling.check.methods import Methods
 from scaling.check.torch_functions import TorchFunctions
@@ -25,7 +27,6 @@ from scaling.check.values import (
     arrays_in,
     as_array,
     element,
-    settled,
 )
 from scaling.spec import ShardingError, Spec, parse_line
 
@@ -37,7 +38,7 @@ COMMUNICATES = ("mesh", "group", "comm", "pg")
 DEPTH = 8  # calls inside calls that are followed
 
 
-class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
+class Calls(Lines, Methods, Helpers, TorchFunctions, Arithmetic, Derivatives):
     """The part of the reader that reads calls."""
 
     def call(self, node: ast.Call, frame):
@@ -131,45 +132,6 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
         """The items of a tuple; those of a dict are its values."""
         return Many(tuple(item for _, item in value.items)) if isinstance(value, Record) else value
 
-    def special(self, name: str, node: ast.Call, args: list, keywords: dict, frame):
-        """The project's own functions that the checker knows."""
-        if name == "wait":
-            return settled(args[0]) if args else None
-        if name == "joined":
-            return element(args[0]) if args else None
-        if name == "tree.map" and args and isinstance(args[0], Function):
-            return self.mapped(args[0], node, args[1:], frame)
-        if name == "leaves" and args:
-            return Many(tuple(held for _, held in arrays_in(args[0]))) if arrays_in(args[0]) else None
-        if name == "clip_by_global_norm" and args:
-            self.hold_gradients(node, args[0], None, frame)
-            return Many((args[0], None))
-        if name == "stateless" and len(args) > 2:
-            return self.stateless(args[2])
-        return None
-
-    def stateless(self, used) -> "Known | None":
-        """A module called with params of these types: a bias that is a partial sum says that the result is one."""
-        try:
-            axes = {axis for spec in self.types_of(used).values() for axis in spec.unreduced}
-        except ShardingError:
-            return None
-        return Known("gives partial sums", " ".join(sorted(axes))) if axes else None
-
-    def mapped(self, fn: Function, node, trees: list, frame):
-        """tree.map: the function of the leaves."""
-        first = trees[0] if trees else None
-        if isinstance(first, (Record, Many)) and all(type(t) is type(first) for t in trees):
-            if isinstance(first, Record):
-                items = [(key, [t.get(key) for t in trees]) for key, _ in first.items]
-                return replace(first, items=tuple((k, self.mapped(fn, node, row, frame)) for k, row in items))
-            if all(len(t.items) == len(first.items) for t in trees):
-                rows = zip(*(t.items for t in trees), strict=True)
-                return Many(tuple(self.mapped(fn, node, list(row), frame) for row in rows))
-        if isinstance(first, Each) and all(isinstance(t, Each) for t in trees):
-            return Each(self.mapped(fn, node, list(map(element, trees)), frame))
-        return self.followed_call(fn, node, trees, {}, False, frame)
-
     def followed_call(self, fn: Function, node: ast.expr | ast.stmt, args, keywords, spread: bool, frame):
         """Read a function whose source is known with what it is called with; what it returns."""
         given = {k: v for k, v in keywords.items() if k}
@@ -191,7 +153,7 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
                 self.at_call(frame.site or node, rule, message)
             return remembered[0]
         before = len(self.elsewhere)
-        found = self.function(fn, env, frame, node)
+        found = believed(fn, self.function(fn, env, frame, node))
         if key is not None:
             self.memory[key] = found, tuple(self.elsewhere[before:])
         return found
@@ -238,6 +200,9 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
                     return self.followed_call(fn, node, [], {}, False, self.frame_of(cls.module))
                 bound = cls if "classmethod" in marks else None if "staticmethod" in marks else held
                 return Function(node, cls.module, {}, bound)
+            if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == name:
+                kind = self.annotated(node.annotation, cls.module)
+                return Record((), kind) if kind is not None else None
         if name == "apply" and any("Function" in ast.unparse(base) for base in cls.node.bases):
             forward = self.of_class(cls, "forward", None)
             takes_context = isinstance(forward, Function) and forward.node.args.args[:1] and (
@@ -275,3 +240,23 @@ class Calls(Lines, Methods, TorchFunctions, Arithmetic, Derivatives):
         if any(axis in first.axes for axis in unreduced) or (not alike and not unreduced):
             return None
         return Shard(Spec(first.name, first.dims, tuple(unreduced)), sure=False, loose=not alike, through=through)
+
+
+def believed(fn: Function, found):
+    """What a function returns: where its body does not tell, what its docstring says, if that names mesh axes."""
+    types, results = documented(fn.node)
+    if not any(spec.axes or spec.unreduced for spec in [*types.values(), *results]):
+        return found
+    said = [Shard(spec, sure=False, parts="sum" if spec.unreduced else "") for spec in results]
+    if isinstance(found, Many):
+        known = [said[i] if i < len(said) and untold(item, said[i]) else item for i, item in enumerate(found.items)]
+        return Many(tuple(known))
+    return (said[0] if len(said) == 1 else Many(tuple(said))) if untold(found, said[0]) else found
+
+
+def untold(value, said: Shard) -> bool:
+    """Whether the type of what may be an array is not known, or a guess that takes it for reduced, or for not."""
+    if not isinstance(value, Shard):
+        return value is None or isinstance(value, (Number, Var))
+    guess = not value.sure and {*value.spec.unreduced} != {*said.spec.unreduced}
+    return (value.loose or guess) and not value.pending

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from scaling.check.arithmetic import OPERATORS
 from scaling.check.calls import Calls
+from scaling.check.indexing import Indexing
 from scaling.check.rules import partly_reduced, said
-from scaling.check.torch_functions import constant
 from scaling.check.values import (
     ANY,
     Class,
@@ -20,7 +20,6 @@ from scaling.check.values import (
     Shard,
     Text,
     Var,
-    as_array,
     element,
     merge,
 )
@@ -29,7 +28,7 @@ GIVEN = (Shard, Many, Record, Each, Text, Number, Function)  # what is not None
 TRANSPOSED, SAME = ("T", "mT", "H", "mH"), ("data", "real")  # attributes of a tensor
 
 
-class Expressions(Calls):
+class Expressions(Calls, Indexing):
     """The part of the reader that gives expressions their values."""
 
     def value(self, node: ast.expr, frame):
@@ -68,7 +67,7 @@ class Expressions(Calls):
                     self.report(node, "branches", f"{ast.unparse(node)}: {torn}", frame)
                 return merge(one, other)
             case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
-                return Each(self.value(node.elt, self.comprehension(node, frame)))
+                return self.row_by_row(node, frame)
             case ast.DictComp():
                 inner = self.comprehension(node, frame)
                 self.value(node.key, inner)
@@ -104,8 +103,12 @@ class Expressions(Calls):
         return None
 
     def decided(self, test: ast.expr, frame) -> "bool | None":
-        """Whether `p is None` holds, of an argument p that is known to be given here; of other tests None."""
+        """Whether `p is None` holds, of an argument p that is known to be given here, alone or beside other tests; of
+        other tests None."""
         match test:
+            case ast.BoolOp(op=op, values=values):
+                settles = isinstance(op, ast.Or)
+                return settles if settles in [self.decided(each, frame) for each in values] else None
             case ast.Compare(left=ast.Name(id=name), ops=[ast.Is() | ast.IsNot() as op]):
                 with_none = getattr(test.comparators[0], "value", ...) is None
                 argument = frame.called and name not in frame.bound
@@ -167,6 +170,18 @@ class Expressions(Calls):
                 text += f"⟨{self.holes.setdefault(shown, len(self.holes))}⟩"
         return Text(text)
 
+    def row_by_row(self, node, frame):
+        """[f(x) for x in y]: of a tuple of arrays item by item, of other things one item for all."""
+        first = node.generators[0]
+        over = self.value(first.iter, frame.inside()) if len(node.generators) == 1 and not first.ifs else None
+        if not isinstance(over, Many) or not any(isinstance(item, Shard) for item in over.items):
+            return Each(self.value(node.elt, self.comprehension(node, frame)))
+        items, inner = [], frame.inside()
+        for item in over.items:
+            self.bind(first.target, item, inner)
+            items.append(self.value(node.elt, inner))
+        return Many(tuple(items))
+
     def comprehension(self, node, frame):
         inner = frame.inside()
         for part in node.generators:
@@ -174,58 +189,6 @@ class Expressions(Calls):
             for test in part.ifs:
                 self.value(test, inner)
         return inner
-
-    def item(self, node: ast.Subscript, frame):
-        held, index = self.value(node.value, frame), node.slice
-        found = self.value(index, frame) if not isinstance(index, (ast.Slice, ast.Tuple)) else None
-        for child in ast.walk(index) if isinstance(index, (ast.Slice, ast.Tuple)) else ():
-            if isinstance(child, ast.Name):
-                self.value(child, frame)
-        if isinstance(held, Record):
-            return held.get(found.text) if isinstance(found, Text) else element(Many(tuple(v for _, v in held.items)))
-        if isinstance(held, Many):
-            number = constant(index)
-            if isinstance(number, int) and -len(held.items) <= number < len(held.items):
-                return held.items[number]
-            return Each(element(held)) if isinstance(index, ast.Slice) else element(held)
-        if isinstance(found, Shard) and found.spec.unreduced:
-            self.nonlinear(node, ast.unparse(node), found, frame)
-        if isinstance(held, Shard):
-            return self.indexed(held, index)
-        if isinstance(index, ast.Slice):
-            return held if isinstance(held, Each) else None
-        return element(held)
-
-    def indexed(self, held: Shard, index: ast.expr) -> Shard:
-        """x[i], x[None], x[..., None], x[:n]: the dims as far as they can be told."""
-        if held.pending or held.loose:
-            return held
-        parts = list(index.elts) if isinstance(index, ast.Tuple) else [index]
-        dims, kept, at, loose = list(held.spec.dims), [], 0, False
-        for position, part in enumerate(parts):
-            value = constant(part) if isinstance(part, (ast.Constant, ast.UnaryOp)) else part
-            if isinstance(part, ast.Constant) and part.value is None:
-                kept.append(("1", ()))
-            elif value is ...:
-                rest = sum(1 for p in parts[position + 1 :] if not (isinstance(p, ast.Constant) and p.value is None))
-                while at < len(dims) - rest:
-                    kept.append(dims[at])
-                    at += 1
-            elif at >= len(dims):
-                return replace(held, loose=True, key="")
-            elif isinstance(part, ast.Slice):
-                kept.append(dims[at])
-                at += 1
-            elif isinstance(value, int) or isinstance(part, ast.Name):
-                if dims[at][1] or (isinstance(part, ast.Name) and len(parts) > 1):
-                    return replace(held, loose=True, sure=False, key="")
-                at += 1
-                loose = True
-            else:
-                return replace(held, loose=True, sure=False, key="")
-        key = held.key if len(parts) == 1 and len(kept) + len(dims[at:]) == len(dims) - 1 else ""
-        # an item is often taken for an array of its own: one block of keys, one layer
-        return replace(held.typed([*kept, *dims[at:]], sure=held.sure and not loose, loose=loose and not key), key=key)
 
     def binary(self, node: ast.BinOp, frame):
         """An operator; a long sum is read from its first term on."""
@@ -241,7 +204,7 @@ class Expressions(Calls):
         if isinstance(node.op, ast.BitOr) and isinstance(a, Record) and isinstance(b, Record):
             return replace(a, items=tuple((dict(a.items) | dict(b.items)).items()))
         if isinstance(node.op, ast.Mult) and isinstance(a, Many) and isinstance(b, Number):
-            return Each(element(a))
+            return Many(a.items * b.value) if isinstance(b.value, int) and b.value < 9 else Each(element(a))
         if type(node.op) not in OPERATORS:
             self.bitwise(node, [a, b], frame)
             return None
@@ -286,8 +249,3 @@ class Expressions(Calls):
             inner.env[argument.arg] = None if isinstance(found, Text) else found  # another line may be given
         self.value(node.body, inner)
         return Function(node, frame.module, frame.env)
-
-
-def stacked(value):
-    """Layers of params: what iterating over them gives."""
-    return as_array(value)

@@ -10,7 +10,8 @@ from there on.
 A strategy is SPECS, a dict of types, {"In": "In[B_X, D]", "W": "W[D, F]", "Out": "Out[B_X, F]"}, with functions given
 to Strategy(SPECS, forward, backward, ...), or called forward and backward: their arguments are known by their names
 (params, saved, In, W, dOut), and what they return is held against SPECS. A docstring that begins with types, x[B_X, D]
--> Out[B, D], says those of any function. docs/rules.md names every rule.
+-> Out[B, D], says those of any function; a comment that does, u = fetch(a)  # u[B, D] {U_X}, that of a variable.
+docs/rules.md names every rule.
 """
 
 import argparse

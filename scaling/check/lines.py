@@ -83,7 +83,7 @@ class Lines(Part):
                 self.bound.setdefault(value.number, Shard(spec, sure=False))
             # a ring: each block collects its sum on its way round
             collects = held is not None and name == "ppermute" and {*held.spec.unreduced} & {*spec.axes}
-            if held is not None and not collects and (wrong := difference(held, spec)):
+            if held is not None and not collects and (wrong := difference(side_by_side(held, spec), spec)):
                 what = f"{ast.unparse(argument)} holds {held}, but the line says {spec}"
                 self.report(argument, wrong[0], f"{what}: {wrong[1]}", frame)
             elif wrong := self.misnamed(argument, held, spec, frame):
@@ -181,6 +181,14 @@ def carried(name: str, values: list) -> "Shard | None":
     partial = next((x for x in map(as_array, values) if x is not None and x.spec.unreduced), None)
     linear = partial is not None and name in ("einsum", "all_gather", "all_to_all", "ppermute", "shard")
     return replace(partial, sure=False, loose=True, pending=False, key="") if partial is not None and linear else None
+
+
+def side_by_side(held: Shard, spec: Spec) -> Shard:
+    """Partial sums {U_Y} whose first dim is 1 as the parts that they are, in a dim split over Y: what is summed."""
+    dims = held.spec.dims[1:]
+    if held.loose or held.spec.dims[:1] != (("1", ()),) or spec.dims[0][1] != held.spec.unreduced != ():
+        return held
+    return held.typed((spec.dims[0], *dims), ())
 
 
 def line_of(node: ast.AST) -> int:

@@ -45,6 +45,10 @@ class Module:
         return False
 
     @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    @cached_property
     def keys(self) -> set[str]:
         """The constant keys of all the module's dicts, `params["W_in"]`."""
         items = (n.slice for n in ast.walk(self.tree) if isinstance(n, ast.Subscript))

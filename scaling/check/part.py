@@ -50,3 +50,5 @@ class Part:
     member: Callable[..., Any]
     imported: Callable[..., Any]
     class_body: Callable[..., None]
+    annotated: Callable[..., Any]
+    hold_gradients: Callable[..., None]

@@ -8,7 +8,7 @@ from scaling.check.docstrings import documented
 from scaling.check.listings import Listings
 from scaling.check.modules import TYPED, TYPED_IN, Module, Modules
 from scaling.check.statements import Frame
-from scaling.check.values import Class, Function, Known, Record, Shard, Var
+from scaling.check.values import Class, Function, Known, Many, Record, Shard, Var
 from scaling.spec import ShardingError, Spec
 
 SPECIAL = {"wait": "wait", "joined": "joined"}
@@ -19,6 +19,7 @@ HELPERS |= {
     ("optree", "tree_leaves"): "leaves",
 }
 HELPERS |= {("scaling.strategies.stateless", "call"): "stateless"}
+HELPERS |= {("scaling.tree", "shard"): "tree.shard", ("scaling.tree", "unshard"): "tree.unshard"}
 AS_TORCH = (("scaling.strategies.tape", "vjp"),)  # functions of the project that are read as torch's of that name
 IN_OTHERS = ("illegal-line", "never-reduced", "never-waited", "specs")  # faults of another module's own
 
@@ -167,19 +168,21 @@ class Reader(Listings):
 
     def alone(self, fn: Function, held=None) -> None:
         """Read a function by itself. What its lines tell of its arguments is known when it is read once more."""
-        types, result = documented(fn.node)
+        types, results = documented(fn.node)
         arguments = self.arguments(fn.node, held)
         for name, spec in types.items():
             if isinstance(arguments.get(name), Var):
                 arguments[name] = Shard(spec, parts="sum" if spec.unreduced else "")
         before = set(self.faults)
-        found = self.function(fn, dict(arguments), self.frame_of(self.module))
+        found = self.returns(fn, dict(arguments), self.frame_of(self.module))
         given = {k: self.known(v) for k, v in arguments.items()}
         learned = {k: v for k, v in given.items() if v is not arguments[k]}
         if learned:
             self.faults, self.memory = before, {}
-            found = self.function(fn, arguments | learned, self.frame_of(self.module))
-        self.hold(fn, "", found, result, late=False, by="its docstring")
+            found = self.returns(fn, arguments | learned, self.frame_of(self.module))
+        for each in found if results else ():
+            for item, result in zip(each.items if isinstance(each, Many) else (each,), results, strict=False):
+                self.hold(fn, "", item, result, late=False, by="its docstring")
 
     def arguments(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, held=None) -> dict:
         """What is known of a function's arguments: params by SPECS, objects of a class by their annotation."""
@@ -190,7 +193,7 @@ class Reader(Listings):
             elif position == 0 and held is not None:
                 env[argument.arg] = held
             else:
-                kind = self.annotated(argument.annotation)
+                kind = self.annotated(argument.annotation, self.module)
                 env[argument.arg] = Record((), kind) if kind is not None else self.unknown()
         defaults = dict(zip([a.arg for a in node.args.args][::-1], node.args.defaults[::-1], strict=False))
         for name, default in defaults.items():
@@ -198,9 +201,10 @@ class Reader(Listings):
                 env[name] = None
         return env
 
-    def annotated(self, annotation) -> "Class | None":
+    def annotated(self, annotation, module: Module) -> "Class | None":
+        """The class that an annotation in a module names."""
         name = annotation.value if isinstance(annotation, ast.Constant) else getattr(annotation, "id", "")
-        found = self.global_name(self.module, name) if isinstance(name, str) and name in self.module.scope else None
+        found = self.global_name(module, name) if isinstance(name, str) and name in module.scope else None
         return found if isinstance(found, Class) else None
 
     def class_body(self, node: ast.ClassDef, frame: Frame) -> None:

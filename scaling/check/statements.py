@@ -59,7 +59,7 @@ class Statements(Expressions, Stores):
     def statement(self, node: ast.stmt, frame: Frame) -> None:
         match node:
             case ast.Assign():
-                found = self.value(node.value, frame)
+                found = self.by_comment(node, self.value(node.value, frame), frame)
                 for target in node.targets:
                     self.bind(target, found, frame)
             case ast.AnnAssign() if node.value is not None:
@@ -133,6 +133,8 @@ class Statements(Expressions, Stores):
             branch = frame.inside()
             branch.straight = False
             taken = holds is None or holds == (number == 0)
+            if not taken and frame.module is not self.module:  # there it is read by itself
+                continue
             if not taken:
                 branch.returned, branch.made = [], {}
             self.body(body, branch)
@@ -210,12 +212,20 @@ class Statements(Expressions, Stores):
 
     def function(self, fn: Function, env: dict, outer: Frame, site: ast.expr | ast.stmt | None = None):
         """Read a function's body; what it returns, if all its returns agree."""
+        returned = self.returns(fn, env, outer, site)
+        found = returned[0] if returned else None
+        for other in returned[1:]:
+            found = merge(found, other)
+        return found
+
+    def returns(self, fn: Function, env: dict, outer: Frame, site: ast.expr | ast.stmt | None = None) -> list:
+        """Read a function's body; what each of its returns gives."""
         if isinstance(fn.node, ast.Lambda):
             frame = Frame(fn.module, dict(fn.around) | env, site=outer.site or self.site_for(fn, site), name="lambda")
             self.active.append(fn.node)
             found = self.value(fn.node.body, frame)
             self.active.pop()
-            return found
+            return [found]
         frame = Frame(fn.module, dict(fn.around) | env, site=outer.site or self.site_for(fn, site), name=fn.node.name)
         frame.called = site is not None
         self.active.append(fn.node)
@@ -223,10 +233,7 @@ class Statements(Expressions, Stores):
         self.read_nested(frame)
         self.active.pop()
         self.leftover(frame)
-        found = frame.returned[0] if frame.returned else None
-        for other in frame.returned[1:]:
-            found = merge(found, other)
-        return found
+        return frame.returned
 
     def read_nested(self, frame: Frame) -> None:
         """Functions inside: once with arguments that are not known, and with the variables around them at the end."""

@@ -3,6 +3,7 @@
 import ast
 from dataclasses import replace
 
+from scaling.check.docstrings import commented
 from scaling.check.part import Part
 from scaling.check.rules import difference
 from scaling.check.values import ANY, Each, Many, Number, Record, Shard, Text, Var, element, merge
@@ -31,6 +32,17 @@ class Stores(Part):
             frame.env[name] = Each(merge(element(held), found))
         elif isinstance(held, Each) and not isinstance(key, ast.Slice):
             frame.env[name] = Each(merge(held.item, found))
+
+    def by_comment(self, node: ast.Assign, found, frame):
+        """What is assigned; if nothing is known of it, what the comment beside it says. Else they are to agree."""
+        name = getattr(node.targets[0], "id", "")
+        spec = commented(frame.module.lines[(node.end_lineno or node.lineno) - 1], name) if name else None
+        if spec is None or isinstance(found, (Many, Record, Each)):
+            return found
+        if isinstance(found, Shard) and (wrong := difference(found, spec)):
+            self.report(node, wrong[0], f"{name} is {found}, but its comment says {spec}: {wrong[1]}", frame)
+        tells = isinstance(found, Shard) and found.sure and not found.loose
+        return found if tells else Shard(spec, parts="sum" if spec.unreduced else "")
 
     def written(self, target: ast.Subscript, held: "Shard | Number", found, frame) -> None:
         """`x[i] = y`: into partial sums go partial sums or zeros; an array of constants becomes what is put there."""

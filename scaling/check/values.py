@@ -164,6 +164,8 @@ def merge(a, b):
     if isinstance(a, Shard) and isinstance(b, Shard):
         if a.pending != b.pending or a.spec.unreduced != b.spec.unreduced:
             return None
+        if a.loose != b.loose:
+            return replace(b if a.loose else a, sure=False)
         both = a if a.spec.same_sharding(b.spec) else replace(a, loose=True)
         parts = a.parts if a.parts == b.parts or not b.parts else "" if a.parts else b.parts
         return replace(

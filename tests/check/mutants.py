@@ -16,9 +16,14 @@ from scaling.check.modules import TYPED, Modules
 
 ROOT = Path(__file__).parents[2]
 FILES = ["data_parallel", "fsdp", "tensor_parallel", "fsdp_tp", "pods", "zero", "transformer/layer", "transformer/ends"]
-FILES += ["transformer/by_hand"]
+FILES += ["transformer/by_hand", "one_device"]
 FILES = [f"scaling/strategies/{name}.py" for name in FILES]
-FILES += [f"chapters/{name}.py" for name in ("05_dp", "05_fsdp", "05_tp", "05_fsdp_tp", "05_pods")]
+FILES += [
+    f"chapters/05_{name}.py" for name in ("dp", "fsdp", "tp", "fsdp_tp", "pods", "pp", "moe", "transformer", "context")
+]
+FILES += [f"chapters/{name}.py" for name in ("03_products", "09_profiling", "10_problems")]
+FILES += [f"scaling/serve/forms/{name}.py" for name in ("heads", "heads_batch", "sequence", "context", "weights_2d")]
+FILES += ["scaling/serve/invariant/step.py"]
 NONLINEAR = ("torch.relu({})", "{} ** 2", "{} + 1.0", 'act({}, "gelu")', "rms_norm({})", "{}.norm()")
 
 
@@ -51,7 +56,8 @@ def edits(call: ast.Call):
         yield "shard for reduce_scatter", again(re.sub(r" \{U_\w+\}", "", text), "shard", options=[])
     if name in ("reduce_scatter", "all_reduce"):
         whole = f"({rest[0]})" if isinstance(call.args[1], ast.BinOp) else rest[0]
-        yield "mean for sum", again(options=[*options, "op='mean'"])
+        others = [option for option in options if not option.startswith("op=")]
+        yield "mean for sum", again(options=others if "op='mean'" in options else [*others, "op='mean'"])
         for f in NONLINEAR:
             yield "nonlinear function of partial sums", again(operands=[f.format(whole), *rest[1:]])
         yield "bias on partial sums", again(operands=[f"{whole} + params['bias']", *rest[1:]])

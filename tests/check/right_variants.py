@@ -13,7 +13,7 @@ from scaling.check.modules import TYPED
 from scaling.spec import parse_line
 
 HEAD = "import torch\nfrom scaling import tree\nfrom scaling.collectives import wait\n"
-HEAD += "from scaling.collectives import all_gather as gathered, reduce_scatter as scattered, shard as sharded\n\n\n"
+HEAD += "from scaling.strategies.axes import all_gather as gathered, reduce_scatter as scattered\n\n\n"
 HEAD += "def passed(x):\n    return x\n\n\ndef paired(x, y=None):\n    return x, y\n\n\n"
 SAME = (  # of an array, whatever it is
     "{}.clone()", "1.0 * {}", "{} / 1", "{} + 0", "-(-{})", "({}).contiguous()", "({},)[0]", "[{}][-1]",
@@ -99,11 +99,11 @@ EDITS = (same, same, text_elsewhere, swapped, renamed, in_two_steps, operand_sam
 
 
 def variants(count: int, seed: int):
-    """(file, what was edited, its text): `count` files, each with two to five edits."""
-    rng = random.Random(seed)
-    for _ in range(count):
+    """(file, what was edited, its text): `count` files, each with two to five edits, no two the same."""
+    rng, seen = random.Random(seed), set()
+    while len(seen) < count:
         file = rng.choice(FILES)
-        text = (ROOT / file).read_text(encoding="utf-8")
+        text = right = (ROOT / file).read_text(encoding="utf-8")
         done = []
         for _ in range(rng.randrange(2, 6)):
             tree = ast.parse(text)
@@ -115,6 +115,9 @@ def variants(count: int, seed: int):
             before, after = ast.get_source_segment(text, call), edit(call, rng)
             text = text.replace(before, after, 1)
             done.append(after)
+        if text in seen or text == right:
+            continue
+        seen.add(text)
         first = next(i for i, line in enumerate(text.splitlines()) if line.startswith(("import", "from")))
         lines = text.splitlines(keepends=True)
         yield file, done, "".join([*lines[:first], HEAD, *lines[first:]])

@@ -19,14 +19,14 @@ from scaling.strategies.transformer.layer import own_heads
 
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
-    """x[B_ZE, T_C, D] of tokens[B, T], whole on every rank."""
+    """tokens[B, T], E[V_Y, D] -> x[B_ZE, T_C, D]. The tokens are whole on every rank."""
     tokens = shard("tokens[B_ZE, T] -> tokens[B_ZE, T_C]", tokens[at.slots.rows], at.mesh)
     x = rows_of(E, tokens, at.mesh, "x[B_ZE, T_C, D] {U_Y}")
     return all_reduce("x[B_ZE, T_C, D] {U_Y} -> x[B_ZE, T_C, D]", x, at.mesh)
 
 
 def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
-    """Attn[B_ZE, T_C, D], the keys and values of all tokens written to the cache."""
+    """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D]. The keys and values of all tokens are written to the cache."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = einsum("y[B_ZE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_ZE, T_C, N_Y, H]", y, W["W_Q"])
     K = einsum("y[B_ZE, T_C, D] * W_K[D, K_Y, H] -> K[B_ZE, T_C, K_Y, H]", y, own_heads(W["W_K"], at, 1))
@@ -41,7 +41,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
 
 
 def mlp(W: dict, x: Tensor, at: At) -> Tensor:
-    """Out[B_ZE, T_C, D]."""
+    """x[B_ZE, T_C, D] -> Out[B_ZE, T_C, D]. Of experts, each its own rows."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
     if at.config.moe:
         axis = experts_axis(at.mesh, "heads")

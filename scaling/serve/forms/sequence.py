@@ -20,7 +20,7 @@ from scaling.strategies.transformer.layer import own_heads
 
 
 def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
-    """Attn[B, T, D]; keys and values are written by the rank that has their places."""
+    """x[B, T, D] -> Attn[B, T, D]. Keys and values are written by the rank that has their places."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_gather("Q[B, T, N_YZ, H] -> Q[B, T, N_Y, H]", Q, at.mesh)  # on the critical path

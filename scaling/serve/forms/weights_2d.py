@@ -18,21 +18,20 @@ from scaling.strategies.transformer.layer import own_heads
 
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
-    """x[B, T, D_XYZ] of tokens[B, T], whole on every rank."""
+    """tokens[B, T], E[V_YZ, D_X] -> x[B, T, D_XYZ]. The tokens are whole on every rank."""
     x = rows_of(E, tokens, at.mesh, "x[B, T, D_X] {U_YZ}")
     return reduce_scatter("x[B, T, D_X] {U_YZ} -> x[B, T, D_XYZ]", x, at.mesh)
 
 
 def normed(x: Tensor, gain: Tensor, at: At) -> Tensor:
-    """y[B, T, D_X]: the norm, by the mean square over the whole of D, gathered over Y and Z."""
-    parts = at.config.D // x.shape[-1]
-    square = all_reduce("s[B, T, I] {U_XYZ} -> s[B, T, I]", mean_square(x) / parts, at.mesh)
+    """x[B, T, D_XYZ] -> y[B, T, D_X]: the norm, by the mean square over the whole of D, gathered over Y and Z."""
+    square = all_reduce("s[B, T, 1] {U_XYZ} -> s[B, T, 1]", mean_square(x), at.mesh, op="mean")
     y = rms_norm(x, square, gain=gain, eps=at.config.eps)
     return all_gather("y[B, T, D_XYZ] -> y[B, T, D_X]", y, at.mesh)  # on the critical path
 
 
 def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
-    """Attn[B, T, D_XYZ], the keys and values of this rank's rows written to the cache."""
+    """x[B, T, D_XYZ] -> Attn[B, T, D_XYZ]. The keys and values of this rank's rows are written to the cache."""
     y = normed(x, W["norm_attn"], at)
     Q = einsum("y[B, T, D_X] * W_Q[D_X, N_YZ, H] -> Q[B, T, N_YZ, H] {U_X}", y, W["W_Q"])
     Q = reduce_scatter("Q[B, T, N_YZ, H] {U_X} -> Q[B_X, T, N_YZ, H]", Q, at.mesh)  # on the critical path
@@ -53,7 +52,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
 
 
 def mlp(W: dict, x: Tensor, at: At) -> Tensor:
-    """Out[B, T, D_XYZ]: the lines of Question 7."""
+    """x[B, T, D_XYZ] -> Out[B, T, D_XYZ]: the lines of Question 7."""
     In = normed(x, W["norm_mlp"], at)  # 1.
     Tmp = einsum("In[B, T, D_X] * W_in[D_X, F_YZ] -> Tmp[B, T, F_YZ] {U_X}", In, W["W_in"])  # 2.
     Tmp = all_reduce("Tmp[B, T, F_YZ] {U_X} -> Tmp[B, T, F_YZ]", Tmp, at.mesh)  # 3. on the critical path
@@ -67,7 +66,7 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
 
 
 def head(params: dict, x: Tensor, at: At) -> Tensor:
-    """logits[B, T, V], whole on every rank."""
+    """x[B, T, D_XYZ] -> logits[B, T, V]. They are whole on every rank."""
     x = normed(x, params["norm"], at)
     if "unembed" in params:
         logits = einsum("x[B, T, D_X] * U[D_X, V_YZ] -> logits[B, T, V_YZ] {U_X}", x, params["unembed"])

@@ -85,8 +85,8 @@ def _run(params, tokens, cache, config, mesh, lengths, donate, sizes, every) -> 
     if not every:
         x = x[:, torch.cat([rows.last, rows.last[:1].expand(-B % LEAST)])]
     x = rms_norm(x, gain=ends["norm"], eps=config.eps)
-    logits = at.matmul(x, ends["unembed"] if "unembed" in ends else ends["embed"].T)
-    logits = all_gather("logits[B, T, V_Y] -> logits[B, T, V]", logits, mesh)[0]
+    logits = at.matmul(x, ends["unembed"] if "unembed" in ends else ends["embed"].T)  # logits[1, R, V_Y]
+    logits = all_gather("logits[1, R, V_Y] -> logits[1, R, V]", logits, mesh)[0]  # logits[R, V]
     cache["lengths"] = cache["lengths"] + lengths
     if not every:
         return logits[:B], cache
@@ -136,6 +136,6 @@ def _matmul(x: Tensor, W: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _summed(part: Tensor, mesh) -> Tensor:
-    """x[1, R, D]: the ranks' parts {U_Y} side by side, added in the order of the ranks."""
+    """part[1, R, D] {U_Y} -> x[1, R, D]: the ranks' parts side by side, added in the order of the ranks."""
     first, *others = all_gather("part[G_Y, R, D] -> part[G, R, D]", part, mesh)
     return sum(others, first)[None]

@@ -1,0 +1,205 @@
+"""What each file of mutants.py computes on this rank: small programs that run its lines, for outcomes.py."""
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch.func import vjp
+
+from scaling import optim, serve, tree
+from scaling.configs import Config
+from scaling.models import transformer as model
+from scaling.serve import invariant
+from scaling.spec import parse
+from scaling.strategies import transformer
+from scaling.strategies.stack import Strategy
+
+SIZES = {"L": 2, "B": 8, "D": 8, "F": 16}
+MODEL = Config("tiny", 1, 8, 16, 4, 2, 4, 16).with_(window=(3,), attention_bias=True, output_bias=True)
+MESHES = {  # of a file by a part of its name; of others X=2, Y=2
+    "pods": {"P": 2, "X": 2, "Y": 1},
+    "forms/heads": {"Y": 2, "Z": 2},
+    "forms/sequence": {"Y": 2, "Z": 2},
+    "forms/context": {"Y": 2, "C": 2},
+    "forms/weights_2d": {"X": 2, "Y": 2, "Z": 2},
+    "invariant": {"Y": 4},
+    "05_moe": {"X": 4},
+    "05_context": {"C": 4},
+    "05_pp": {"Z": 4},
+    "10_problems": {"Y": 4},
+}
+
+
+def mesh_of(file: str) -> dict[str, int]:
+    return next((sizes for part, sizes in MESHES.items() if part in file), {"X": 2, "Y": 2})
+
+
+def listed(file: str, text: str, mesh) -> ModuleType:
+    """A strategy's file, or of a chapter what stands before it runs its first ranks: imports, values and functions."""
+    module, parsed = ModuleType("edited"), ast.parse(text)
+    if "page.end()" in text:
+        options = {"seed": 0, "steps": 1, "batch": 32, "text": "", "microbatches": 8, "tick": 0.0, "compile": 0}
+        module.page = SimpleNamespace(small=True, args=SimpleNamespace(mesh=dict(mesh.sizes), **options))
+        before = text[: text.index("page.on_ranks")].count("\n") if Path(file).stem in CHAPTERS else 0
+
+        def kept(node: ast.stmt) -> bool:
+            if not isinstance(node, ast.Assign):
+                return isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
+            alone = "page" not in ast.unparse(node).replace("page.args", "").replace("page.small", "")
+            return ast.unparse(node).startswith(("SPECS", "STORED", "USED")) or (alone and node.lineno <= before)
+
+        parsed.body = list(filter(kept, parsed.body))
+    exec(compile(parsed, "edited", "exec"), module.__dict__)
+    return module
+
+
+def random(types: dict, mesh) -> dict:
+    """Arrays of these types, drawn whole and sharded."""
+    g = torch.Generator().manual_seed(0)
+    whole = {
+        name: torch.randn(parse(t).global_shape(SIZES), generator=g, dtype=torch.float64) for name, t in types.items()
+    }
+    return {name: tree.shard(x, types[name], mesh) for name, x in whole.items()}
+
+
+def of_strategy(mesh, module: ModuleType):
+    """Two layers with gelu, norm and residual: the result, and all gradients; of ZeRO also the update."""
+    strategy = getattr(module, "STRATEGY", None) or Strategy(module.SPECS, module.forward, module.backward)
+    weights = {name: module.SPECS[name].replace("[", "[L, ") for name in ("W_in", "W_out")}
+    arrays = random(weights | {"In": module.SPECS["In"], "dOut": module.SPECS["Out"].replace("Out", "dOut")}, mesh)
+    In, dOut = arrays.pop("In"), arrays.pop("dOut")
+    Out, saved = strategy.forward(arrays, In, mesh, "gelu", True, True)
+    results = [Out, *strategy.backward(dOut, saved, arrays, mesh)]
+    if hasattr(module, "scatter_grads"):
+        adamw = optim.adamw(0.1)
+        grads = {name: list(dW.unbind()) for name, dW in results[2].items()}
+        results += [module.update(adamw, grads, module.init(adamw, arrays, mesh), arrays, mesh)[0]]
+    return results
+
+
+def of_module(mesh, module: ModuleType):
+    """A chapter's gradients of an nn.Module by the types of its params."""
+    torch.manual_seed(0)
+    own = torch.nn.Sequential()
+    for name, part in (("fc1", torch.nn.Linear(8, 16)), ("act", torch.nn.GELU()), ("fc2", torch.nn.Linear(16, 8))):
+        own.add_module(name, part)
+    whole = {name: W.detach().double() for name, W in own.named_parameters()}
+    x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rows = "x[B_X, D]" if "Y" not in str(module.STORED) else "x[B, D]"
+    return module.gradients(own.double(), tree.shard(whole, module.STORED, mesh), tree.shard(x, rows, mesh), mesh)
+
+
+def of_pods(mesh, module: ModuleType):
+    partial = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(mesh.rank))
+    return module.grads_of_layer(partial.clone(), mesh), module.grads_of_layer_flat(partial, mesh)
+
+
+def replace(module: ModuleType, text: str) -> None:
+    """Run another text in a module, and give what it defines to all that had imported it from there."""
+    before = {
+        id(value): key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+    }
+    kept = list(vars(module).values())  # so that no id is used again
+    exec(compile(text, str(module.__file__), "exec"), vars(module))
+    for other in [m for name, m in sys.modules.items() if name.startswith("scaling.")]:
+        for key, value in list(vars(other).items()):
+            if id(value) in before and kept:
+                setattr(other, key, vars(module)[before[id(value)]])
+
+
+def of_transformer(mesh, name: str, text: str):
+    """The loss and gradients of tiny Transformers: with biases, tied, with experts; a file of theirs edited."""
+    replace(importlib.import_module(f"scaling.strategies.transformer.{name}"), text)
+    found = []
+    for config in (MODEL, MODEL.with_(tied=True), MODEL.with_(E=2, k=1)):
+        params = transformer.shard(model.init(config, 0, torch.float64), config, mesh)
+        g = torch.Generator().manual_seed(0)
+        tokens, targets = (torch.randint(0, config.V, (4, 8), generator=g) for _ in range(2))
+        weights = torch.rand(4, 8, generator=g, dtype=torch.float64)
+        batch = tree.shard([tokens, targets, weights], ["t[B_X, T]"] * 3, mesh)
+        options = {"weights": batch[2], "label_smoothing": 0.1, "z_loss": 0.01}
+        found.append(transformer.loss_and_grads(params, *batch[:2], config, mesh, **options))
+    return found
+
+
+def of_serving(mesh, name: str, text: str):
+    """The logits of a prompt and of a token after it, by one form of serving or batch-invariant: its file edited."""
+    batched = name == "step"
+    replace(importlib.import_module("scaling.serve.invariant.step" if batched else f"scaling.serve.forms.{name}"), text)
+    form = {"weights_2d": "2d", "heads_batch": "heads_batch", "sequence": "sequence"}.get(name, "heads")
+    g, found = torch.Generator().manual_seed(0), []
+    tokens = torch.randint(0, MODEL.V, (4, 6), generator=g)
+    plain = MODEL.with_(window=None, attention_bias=False, gated=False, tied=True)
+    for config in (MODEL, plain):
+        params = model.init(config, 0, torch.float64)
+        params = tree.map(lambda p: p + 0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype), params)
+        params = tree.shard(params, serve.specs(config, mesh, form=form), mesh)
+        cache = serve.init_cache(config, 4, 8, mesh=mesh, form=form)
+        if batched:
+            found.append(invariant.prefill(params, tokens, cache, config, mesh)[0])
+            continue
+        logits, cache = serve.prefill(params, tokens, cache, config, mesh, form=form)
+        found += [logits, serve.decode(params, tokens[:, 0], cache, config, mesh, form=form)[0]]
+    return found
+
+
+def of_context(mesh, module: ModuleType):
+    """The ring, forward and backward, in both orders; Ulysses and its gradients."""
+    Q, key, V, dO, _ = problem = [x[:, : module.T] for x in module.problem()]
+    found = []
+    for order in ("plain", "zig-zag"):
+        Q, key, V, dO, _ = (x[:, module.places(order, mesh.coord["C"])] for x in problem)
+        Q, dO, KV = Q.unflatten(2, (module.K, -1)), dO.unflatten(2, (module.K, -1)), torch.stack([key, V])
+        O, logL = module.forward(Q, KV, mesh, order)
+        found += [O, logL, *module.backward(dO, O, logL, Q, KV, mesh, order)]
+    R = KV.repeat_interleave(module.C, 3)
+    O, pull = vjp(lambda Q, R: module.ulysses(Q, R, mesh, module.dense), Q.flatten(2, 3), R)
+    return [*found, O, *pull(dO.flatten(2, 3))]
+
+
+def of_stages(mesh, module: ModuleType):
+    """The book's listing beside one device, and the first step of a training run."""
+    module.ADAMW = optim.adamw(3e-3)
+    return [*(apart for _, apart, _ in module.book(mesh, 0)), module.training(mesh, module.page.args)]
+
+
+def of_matmuls(mesh, module: ModuleType):
+    g = torch.Generator().manual_seed(0)
+    whole = [torch.randn(s, generator=g, dtype=torch.float64) for s in ((8, 16), (16, 32), (32, 16))]
+    return module.block(mesh, *tree.shard(whole, ["In[B, D_Y]", "W[D, F_Y]", "W[F_Y, D]"], mesh))
+
+
+def of_layer(mesh, module: ModuleType):
+    """A chapter's layer beside one device: how far its results are apart; of experts also their choices and bytes."""
+    found = module.one_layer(mesh)
+    return [[apart for _, apart, _ in found["differences"]], found.get("experts", []), found.get("bytes", [])]
+
+
+CHAPTERS = {
+    "05_pods": of_pods,
+    "05_moe": of_layer,
+    "05_transformer": of_layer,
+    "05_context": of_context,
+    "05_pp": of_stages,
+    "10_problems": of_matmuls,
+    "03_products": lambda mesh, module: module.question_9(mesh)[1],
+    "09_profiling": lambda mesh, module: module.block(*module.arrays(mesh), mesh),
+}
+
+
+def program(mesh, file: str, text: str) -> torch.Tensor:
+    """What a file's program gives on this rank, as one flat vector."""
+    name = Path(file).stem
+    if "transformer/" in file:
+        results = of_transformer(mesh, name, text)
+    elif "serve/" in file:
+        results = of_serving(mesh, name, text)
+    elif name in CHAPTERS:
+        results = CHAPTERS[name](mesh, listed(file, text, mesh))
+    else:
+        module = listed(file, text, mesh)
+        results = [of_strategy(mesh, module), of_module(mesh, module) if hasattr(module, "gradients") else []]
+    return torch.cat([torch.as_tensor(x).flatten().double() for x in tree.leaves(results)])
