@@ -55,7 +55,7 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
 TRAIN = {  # those that train, and how the tests run them; .ci/run has all on their own meshes
     **dict.fromkeys(("05_dp", "05_fsdp", "05_tp", "05_pods", "05_pp"), "--steps 2"),
     "05_fsdp_tp": "--steps 2 --mesh X=2,Y=2",
-    "06_train_llama": "--steps 3",
+    "06_train_llama": "--steps 3 --mesh X=2,C=2",
 }
 NOTEBOOK = "01_roofline"  # the one that the tests run as a notebook
 
