@@ -136,6 +136,8 @@ page.answers([
     Answer("1.6 clock of a B200 with 80 TFLOPs/s of FMA", "2.1", 80e12 / (2 * cores["b200"]) / 1e9, "GHz"),
     Answer("1.7 intensity of fp32 add", "0.083", add[1024].intensity, "FLOPs/B", "1/12"),
     Answer("1.7 intensity of the CUDA cores", "10", vector / memory, "FLOPs/B"),
+    Answer("1.7 SMs that 1024 CUDA cores take, one for each sum", "8", 1024 / (SUBPARTITIONS * LANES)),
+    Answer("1.7 so their math takes longer than on all", "16", H100.sms / (1024 / (SUBPARTITIONS * LANES)), "times"),
     Answer("1.7 adding N = 1024", "", 1e9 * add[1024].lower, "ns",
            "asked but not answered: 12N over HBM/s; launching it takes longer"),
     Answer("1.7 adding N = 65,536", "0.23", 1e6 * add[65536].lower, "us", "1.5 measured in the book: latency"),
