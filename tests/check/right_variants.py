@@ -80,7 +80,7 @@ def in_two_steps(call: ast.Call, rng: random.Random) -> str:
     free = [dim for dim, axes in before.dims if not axes and dim in ("D", "F", "B")]
     if not free:
         return ast.unparse(call)
-    part = after.with_axes(free[0], [axis for axis in before.unreduced if axis not in after.unreduced])
+    part = after.with_axes(free[-1], [axis for axis in before.unreduced if axis not in after.unreduced])
     x, mesh = (ast.unparse(a) for a in call.args[1:3])
     inner = f"scattered({f'{before} -> {part}'!r}, {x}, {mesh})"
     return f"gathered({f'{part} -> {after}'!r}, {inner}, {mesh})"
