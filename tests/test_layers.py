@@ -229,3 +229,9 @@ def test_the_public_surface():
         _ = scaling.nothing
     for name in [name for name in told if told[name] != f"scaling.{name}"]:
         assert getattr(scaling, name).__doc__, name
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """They are imported by their base name alone."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
+    assert len(set(names)) == len(names), sorted({name for name in names if names.count(name) > 1})

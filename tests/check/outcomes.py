@@ -13,8 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 import torch
+from mutant_programs import mesh_of, program
 from mutants import ROOT, mutants
-from programs import mesh_of, program
 
 from scaling import launch
 from scaling.check import check_source

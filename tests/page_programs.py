@@ -1,4 +1,4 @@
-"""Runs the programs on a page, each in an interpreter of its own: `python tests/programs.py docs/your-own-code.md`."""
+"""Runs the programs on a page, each by itself: `python tests/page_programs.py docs/your-own-code.md`."""
 
 import re
 import subprocess
