@@ -131,6 +131,8 @@ def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str =
         if dtype is not None and leaf.dtype != dtype:
             what = f"{where}: {spec} must have the dtype {dtype}; found {leaf.dtype}"
             raise ShardingError(f"{what}\n  fix: convert it, .to({dtype})")
+        if leaf.layout is not torch.strided:
+            raise ShardingError(f"{where}: {spec} must be dense; found {leaf.layout}\n  fix: .to_dense()")
         if leaf.device != device:
             what = f"{where}: {spec} is on {leaf.device}, another leaf on {device}"
             raise ShardingError(f"{what}\n  fix: move it, .to({str(device)!r})")
@@ -144,6 +146,7 @@ def _local_shapes(specs: tuple, sizes: tuple, mesh: tuple) -> list[tuple[int, ..
 
 def _is_like(leaf: Any, shape: tuple[int, ...], dtype, device) -> bool:
     like = isinstance(leaf, Tensor) and leaf.shape == shape and leaf.device == device
+    like = like and leaf.layout is torch.strided
     return like and (dtype is None or leaf.dtype == dtype)
 
 

@@ -1,7 +1,8 @@
-"""Some hundred cases of the fuzz test of misuse: `python tests/sweeps/fuzz_misuse.py` runs ten thousand."""
+"""Some hundred cases of the fuzz tests of misuse: fuzz_misuse.py and fuzz_rooms.py of tests/sweeps run ten thousand."""
 
 import pytest
 from fuzz_misuse import run
+from fuzz_rooms import run as run_rooms
 
 CASES = 300
 
@@ -16,3 +17,12 @@ def test_no_number_is_wrong_without_an_error(ranks):
         refused = sum(count for outcome, count in outcomes.items() if "refused" in outcome)
         assert right > CASES / 4
         assert refused > CASES / 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of complex numbers cut off
+def test_nor_in_the_rooms_above_the_collectives():
+    outcomes, failures = run_rooms(120, 1)
+    assert not failures, "\n\n".join(failures)
+    assert sum(count for outcome, count in outcomes.items() if "right" in outcome) > 20
+    assert sum(count for outcome, count in outcomes.items() if "refused" in outcome) > 50

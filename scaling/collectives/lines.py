@@ -64,7 +64,8 @@ class LineStep(NamedTuple):
     def refuse_shape(self, shape: tuple[int, ...]) -> None:
         op, before = self.op, parse_line(self.op.line).operands[0]
         if len(shape) != self.dims:
-            raise ShardingError(f"{self}\n  the operand has shape {shape}, but its type has {self.dims} dims")
+            what = f"the operand has shape {shape}, but its type has {self.dims} dims"
+            raise ShardingError(f"{self}\n  {what}\n  fix: name each dim of it")
         for i, size in self.numbers:
             if shape[i] != size:
                 what = f"dim {before.dim_names[i]} of this shard has size {shape[i]}, not {size}"

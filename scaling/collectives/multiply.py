@@ -132,7 +132,7 @@ def _refuse_operands(line: Line, *operands: Tensor | None) -> NoReturn:
     if len({x.is_meta for x in given}) > 1:
         why.append("one of them is on the meta device, which holds shapes alone")
     what = "; ".join(why) or "the operands do not have the dims of their types"
-    rule = "shards of one dim, split alike, have one size"
+    rule = "shards of one dim, split alike, have one size\n  fix: give shards as their types say"
     refuse_product(line, f"shards of shapes {[tuple(x.shape) for x in given]}: {what}", rule)
 
 
@@ -155,6 +155,7 @@ def _refuse_kind(line: Line, a: Tensor, b: Tensor | None, out: Tensor | None, er
     rule = fix = ""
     if b is not None and (a.dtype != b.dtype or a.device != b.device):
         rule = f"the operands, {a.dtype} on {a.device} and {b.dtype} on {b.device}, have one dtype and one device"
+        fix = "convert or move one of them, .to(...)"
     elif out is not None and any(x is not None and differentiated(x) for x in (a, b, out)):
         rule, fix = "what is written to a buffer is not differentiated", "leave out= away"
     if rule:

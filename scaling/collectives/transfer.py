@@ -114,7 +114,7 @@ def transfer(
 def _wholes(line: Line, name: str, sizes: Any, shape: Sequence[int]) -> tuple[int, ...]:
     """ShardingError unless `sizes` has a whole number for each dim."""
     found = tuple(sizes) if isinstance(sizes, (tuple, list)) else ()
-    if len(found) != len(shape) or not all(isinstance(n, int) and n >= 0 for n in found):
+    if len(found) != len(shape) or not all(type(n) is int and n >= 0 for n in found):
         rule = f"{name} has a size of at least 0 for each of the {len(shape)} dims"
         refuse(f"transfer: {line}", f"{name}={sizes!r:.60}", rule, "give a tuple of ints, or leave it out")
     return found

@@ -52,20 +52,28 @@ def check_range(name: str, ids: Tensor, V: int, counts: Tensor | None = None) ->
         raise ValueError(f"{name} must lie in 0..{V - 1}: that is the vocabulary; found {found}\n  fix: give other ids")
 
 
-def check_weights(weights: Any, shape: tuple[int, ...]) -> None:
-    """ValueError unless `weights` is a real tensor of this shape [B, T]: nothing is broadcast."""
-    what = f"{weights.dtype} {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-    if not isinstance(weights, Tensor) or weights.is_complex() or weights.shape != shape:
-        raise ValueError(f"weights must be real numbers of shape {list(shape)}; got {what}\n  fix: one for each target")
+def check_weights(weights: Any, targets: Tensor) -> None:
+    """ValueError unless `weights` are real numbers of the shape [B, T] of the targets, and where these are: nothing is
+    broadcast."""
+    if not _beside(weights, targets) or weights.is_complex():
+        wanted = f"real numbers {list(targets.shape)} on {targets.device}"
+        raise ValueError(f"weights must be {wanted}; got {_found(weights)}\n  fix: one for each target")
 
 
-def check_segments(segments: Any, shape: tuple[int, ...]) -> None:
-    """ValueError unless `segments` is a tensor of integers of this shape [B, T]."""
-    what = f"{segments.dtype} {list(segments.shape)}" if isinstance(segments, Tensor) else type(segments).__name__
-    real = not isinstance(segments, Tensor) or segments.is_floating_point() or segments.is_complex()
-    if real or segments.dtype == torch.bool or segments.shape != shape:
+def _beside(x: Any, targets: Tensor) -> bool:
+    dense = isinstance(x, Tensor) and x.layout is torch.strided
+    return dense and x.shape == targets.shape and x.device == targets.device
+
+
+def _found(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def check_segments(segments: Any, tokens: Tensor) -> None:
+    """ValueError unless `segments` are integers of the shape [B, T] of the tokens, and where these are."""
+    if not _beside(segments, tokens) or segments.dtype == torch.bool or segments.dtype.is_floating_point:
         raise ValueError(
-            f"segments must be integers of shape {list(shape)}; got {what}\n"
+            f"segments must be integers {list(tokens.shape)} on {tokens.device}; got {_found(segments)}\n"
             "  fix: give the number of the document that each token belongs to"
         )
 
@@ -77,3 +85,13 @@ def check_params(params: Any, config: Config) -> None:
     """ValueError, naming the leaf, unless these are the whole params of this model."""
     fix = "give the config of these params, or params of this one: models.transformer.init(config)"
     tree.check(params, _types(config), config.sizes, AbstractMesh({}), fix=fix)
+    check_floats(params)
+
+
+def check_floats(params: Any) -> None:
+    """ValueError unless every leaf is of floats: whole numbers and complex ones would be multiplied all the same."""
+    if not all(leaf.is_floating_point() for leaf in tree.leaves(params)):
+        found = {str(leaf.dtype) for leaf in tree.leaves(params)}
+        raise ValueError(
+            f"params are floats; found {', '.join(sorted(found))}\n  fix: convert them, .to(torch.float32)"
+        )

@@ -102,7 +102,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
     check_computed(config)
     check_ids("tokens", tokens)
     if segments is not None:
-        check_segments(segments, tokens.shape)
+        check_segments(segments, tokens)
     if not torch.compiler.is_compiling():
         check_params(params, config)
     try:
@@ -176,12 +176,12 @@ def loss(
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens {list(tokens.shape)} hold no next token\n  fix: give tokens[B, T + 1], T at least 1")
     inside, wanted = tokens[:, :-1], tokens[:, 1:]
-    check_range("tokens", wanted, len(params["embed"]))
     if weights is not None:
-        check_weights(weights, wanted.shape)
+        check_weights(weights, wanted)
     if isinstance(segments, Tensor) and segments.shape == tokens.shape:
         segments = segments[:, :-1]
     logits, extra = _forward(params, inside, remat, attention, config or config_of(params), segments)
+    check_range("tokens", wanted, logits.shape[-1])
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ce = -wide.log_softmax(-1).gather(-1, wanted[..., None])[..., 0]
     if weights is None:

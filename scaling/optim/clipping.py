@@ -66,6 +66,8 @@ def global_norm(grads, specs, mesh) -> Tensor:
     if not torch.compiler.is_compiling():
         check_reduced(grads, specs, mesh)
         check_floats(grads, "grads")
+        if len(devices := {str(g.device) for g in tree.leaves(grads)}) > 1:
+            raise ValueError(f"grads are on {', '.join(sorted(devices))}\n  fix: move them to one device")
     parts: dict[str, list[Tensor]] = {}
     for axes, grad in zip(mesh.constant(_split_over, specs), tree.leaves(grads), strict=True):
         parts.setdefault(axes, []).append(grad)

@@ -97,11 +97,13 @@ def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, s
         refuse(line, form, f"axis={axes!r}", "an axis is named by a text", "axis='C'")
     parse(line).check_axes(mesh)
     for x in (Q, K, V) if segments is None else (Q, K, V, segments):
-        if not isinstance(x, torch.Tensor) or x.device != Q.device:
+        if not isinstance(x, torch.Tensor) or x.device != Q.device or x.layout is not torch.strided:
             what = (
-                f"an operand is on {x.device}" if isinstance(x, torch.Tensor) else f"an operand is a {type(x).__name__}"
+                f"an operand is {x.layout} on {x.device}"
+                if isinstance(x, torch.Tensor)
+                else f"an operand is a {type(x).__name__}"
             )
-            refuse(line, form, what, "all are tensors on one device", "move it to where Q is")
+            refuse(line, form, what, "all are dense tensors on one device", "move it to where Q is")
     if scale is not None and (isinstance(scale, (bool, str)) or not 0 < float(scale) < math.inf):
         refuse(line, form, f"scale={scale!r}", "scores are multiplied by a number above 0", "scale=None, 1/sqrt(H)")
     shapes = f"Q, K, V of shapes {tuple(Q.shape)}, {tuple(K.shape)}, {tuple(V.shape)}"

@@ -9,6 +9,7 @@ each for every expert; R is ragged, another number for each (g, e).
     6. y [B_X, T, D] {U_Y} -> y [B_X, T, D]       AllReduce, or ReduceScatter to T_Y; only if F is split over Y
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -78,20 +79,24 @@ def moe(
 
 def check_shapes(params: dict, x: Tensor, config: Config, ranks: int) -> None:
     """ShardingError, naming the leaf, unless these are the params of E experts over so many ranks, for x[B, T, D]."""
-    if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
+    if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point() or x.layout is not torch.strided:
         found = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ShardingError(f"x[B, T, D]: a layer of experts is given {found}\n  fix: give floats of three dims")
+    if not isinstance(params, dict):
+        raise ShardingError(f"a layer of experts of a {type(params).__name__}\n  fix: give a dict of its params")
     E, n, D = config.E, config.E // ranks, x.shape[-1]
     width = getattr(params.get("W_in"), "shape", (0,))[-1]
     wanted = {"router": (D, E), "bias": (E,), "W_in": (n, D, width), "W_gate": (n, D, width), "W_out": (n, width, D)}
     for name, shape in wanted.items():
         leaf = params.get(name)
         optional = name in ("bias", "W_gate") and leaf is None
-        if not optional and (not isinstance(leaf, Tensor) or leaf.shape != shape or not leaf.is_floating_point()):
-            found = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        where = shape, x.device, torch.strided
+        like = isinstance(leaf, Tensor) and (leaf.shape, leaf.device, leaf.layout) == where and leaf.is_floating_point()
+        if not optional and not like:
+            found = f"{leaf.dtype} {list(leaf.shape)} on {leaf.device}" if isinstance(leaf, Tensor) else type(leaf)
             raise ShardingError(
-                f"{name}: {E} experts of D={D} over {ranks} ranks have floats {list(shape)}; found {found}\n"
-                "  fix: give the params of this config, sharded as expert.specs says"
+                f"{name}: {E} experts of D={D} over {ranks} ranks have floats {list(shape)} on {x.device}; "
+                f"found {found}\n  fix: give the params of this config, sharded as expert.specs says"
             )
 
 

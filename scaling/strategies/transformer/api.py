@@ -158,9 +158,9 @@ def stated(
         if not params["embed"].is_floating_point():
             raise ValueError(f"the params are {dtype}: training is in floats\n  fix: convert them, .to(torch.float32)")
     if weights is not None:
-        check_weights(weights, targets.shape)
+        check_weights(weights, targets)
     if segments is not None:
-        check_segments(segments, targets.shape)
+        check_segments(segments, targets)
     w = (targets != ignore_index).to(torch.float32) if weights is None else weights
     w = w.to(torch.promote_types(params["embed"].dtype, torch.float32)) * (targets != ignore_index)
     check_range("targets", targets, config.V, w)
