@@ -26,6 +26,7 @@ from scaling.launch.process import ready_to_fork
 from scaling.mesh import Mesh, join_world
 
 torch.set_num_threads(1)
+torch.manual_seed(0)  # for what is drawn while tests are collected: two workers must collect the same ones
 
 
 def _share_gloo_s_thread() -> None:
