@@ -1,6 +1,6 @@
 """Right programs: the files of mutants.py with random edits that change no number. The checker finds nothing in them.
 
-python tests/check/right_variants.py        runs 100 of them on four ranks beside the right program
+python tests/check/right_variants.py        checks 100 of them, and runs them on ranks beside the right program
 """
 
 import ast
@@ -9,7 +9,8 @@ from collections import Counter
 
 from mutants import FILES, ROOT
 
-from scaling.check.modules import TYPED
+from scaling.check import check_source
+from scaling.check.modules import TYPED, Modules
 from scaling.spec import parse_line
 
 HEAD = "import torch\nfrom scaling import tree\nfrom scaling.collectives import wait\n"
@@ -126,9 +127,10 @@ def variants(count: int, seed: int):
 def main() -> None:
     from outcomes import on_ranks
 
-    by_file: dict[str, list] = {}
+    modules, by_file = Modules(), {}
     for file, done, text in variants(100, 0):
         by_file.setdefault(file, []).append((done, text))
+        print(*check_source(text, file, modules), sep="\n", end="")
     count = Counter()
     for file, some in by_file.items():
         found = on_ranks(file, [text for _, text in some])

@@ -1,4 +1,7 @@
-"""No false alarm: of a hundred right variants of strategies, chapters and the Transformer nothing is reported."""
+"""No false alarm: in right variants of strategies, chapters, serving and the Transformer nothing is found.
+
+Every second of a hundred is checked here, and all by right_variants.py.
+"""
 
 import ast
 
@@ -22,8 +25,8 @@ def test_they_differ_from_what_is_checked_anyway():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(0, 100, 5))
+@pytest.mark.parametrize("number", range(0, 100, 10))
 def test_nothing_is_found(number, modules):
-    for file, done, text in VARIANTS[number : number + 5]:
+    for file, done, text in VARIANTS[number : number + 10 : 2]:
         ast.parse(text)
         assert [str(found) for found in check_source(text, file, modules)] == [], done
