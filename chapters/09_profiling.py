@@ -89,15 +89,15 @@ page.say(f"{dict(fusion.attributes)['calls']}: of {source.shape[-1]} columns, su
 
 def picture(text: str) -> str:
     """The place of each element in memory, in elements."""
-    shape = hlo.parse(text)
+    shape = hlo.parse_shape(text)
     rows, columns = shape.shape
     grid = ["  ".join(f"{shape.offset(i, j) // shape.itemsize:2}" for j in range(columns)) for i in range(rows)]
     return "\n".join([text, *grid])
 
 
 page.say("\n" + beside([picture("f32[3,5]{1,0:T(2,2)}"), picture("bf16[4,8]{1,0:T(2,4)(2,1)}")], columns=width()))
-small, big = hlo.parse("f32[3,5]{1,0:T(2,2)}"), hlo.parse("bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)}")
-vector = hlo.parse("bf16[4096]{0:T(1024)(128)(2,1)}")
+small, big = hlo.parse_shape("f32[3,5]{1,0:T(2,2)}"), hlo.parse_shape("bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)}")
+vector = hlo.parse_shape("bf16[4096]{0:T(1024)(128)(2,1)}")
 page.answers([
     Answer("f32[3,5] in tiles of 2 x 2: rows in memory", "4", small.padded[0], "rows"),
     Answer("f32[3,5] in tiles of 2 x 2: columns in memory", "6", small.padded[1], "columns"),
@@ -116,7 +116,7 @@ page.answers([
 core = chip("v2").flops("bf16") / 2
 B, T, D, F, N, H = 32, 1024, 8192, 32768, 32, 256
 ffw = 2 * B * T * D * F / (core * 8)
-shard = hlo.parse("bf16[8,1024,8192]")
+shard = hlo.parse_shape("bf16[8,1024,8192]")
 page.title("The FFW block and attention on a TPU v2 4x2")
 page.answers([
     Answer("W_in: 2 x 32 x 1024 x 8192 x 32768 FLOPs on 8 cores", "95.6", ffw * 1e3, "ms"),
@@ -244,6 +244,6 @@ page.end()
 # 1. Edit: replace `if mesh.rank == mesh.size() - 1:` by `if mesh.rank == 0:`: the first rank is late then, and is
 #    named; the check wants the last.
 # 2. Question: how much memory does a float32 array of 3 x 129 take in tiles of 8 x 128? Evaluate
-#    `hlo.parse("f32[3,129]{1,0:T(8,128)}").padded_bytes`: 5.3 times its 1,548 bytes.
+#    `hlo.parse_shape("f32[3,129]{1,0:T(8,128)}").padded_bytes`: 5.3 times its 1,548 bytes.
 # 3. Flag: run with `--mesh Y=4`: products a half as long, collectives longer, and three ranks that wait for one. With
 #    `--profile DIR` every chapter on ranks writes DIR/trace.json, for ui.perfetto.dev.

@@ -12,7 +12,7 @@ from scaling import tree
 from scaling.algebra.layouts import DimAxes
 from scaling.auto.lowering import Lowered, lower
 from scaling.auto.planning import plan
-from scaling.auto.tracing import trace
+from scaling.auto.tracing import graph_of
 from scaling.explicit.arrays import Array, array, read_type, reshard
 from scaling.explicit.functions import letters
 from scaling.spec import ShardingError, Spec, parse
@@ -52,7 +52,7 @@ class JittedProgram:
         for number, (t, x) in enumerate(given, 1):
             names.append(named(t, letters(len(x.shape), first), f"x{number}"))
             first += len(x.shape)
-        graph = trace(self.fn, args)
+        graph = graph_of(self.fn, args)
         results = [graph.nodes[n] for n in graph.outputs]
         asked = for_each(self.out_types, optree.tree_unflatten(graph.structure, graph.outputs), "out_types")
         both = list(zip(asked, results, strict=True))

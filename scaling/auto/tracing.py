@@ -84,7 +84,7 @@ def _is_array(x) -> bool:
     return isinstance(x, Tensor) and (x.is_meta or x.dim() > 0)
 
 
-def trace(fn: Callable, args: tuple) -> Graph:
+def graph_of(fn: Callable, args: tuple) -> Graph:
     """The graph of fn on trees of arguments of these shapes and dtypes."""
     graph = Graph()
     recording = Recording(graph)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scaling.check.part import Part
 from scaling.check.rules import difference, hidden, said, same_dims, under_way
-from scaling.check.values import Each, Many, Number, Shard, Text, Var, broadcast, together
+from scaling.check.values import Each, Many, Number, Shard, Text, Var, aligned, together
 from scaling.spec import Spec, format_axes
 
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**"}
@@ -70,7 +70,7 @@ class Arithmetic(Part):
     def meet(self, node, op: str, a: Shard, b: Shard, frame):
         """Two arrays in one elementwise operation."""
         text = ast.unparse(node)
-        dims = None if a.loose or b.loose else broadcast(a.spec, b.spec)
+        dims = None if a.loose or b.loose else aligned(a.spec, b.spec)
         if op in "+-":
             if set(a.spec.unreduced) != set(b.spec.unreduced):
                 whole, partial = sorted((a, b), key=lambda x: len(x.spec.unreduced))

@@ -236,7 +236,7 @@ def settled(value) -> Any:
     return value
 
 
-def broadcast(a: Spec, b: Spec) -> "tuple | None":
+def aligned(a: Spec, b: Spec) -> "tuple | None":
     """The dims of an elementwise function of two arrays, aligned from the last; None if their names do not match."""
     dims, width = [], max(len(a.dims), len(b.dims))
     for i in range(1, width + 1):

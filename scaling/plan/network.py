@@ -12,7 +12,7 @@ from functools import lru_cache
 from scaling.cost import gpu
 from scaling.hardware import Chip
 from scaling.plan.layout import AXES
-from scaling.plan.placement import AxisSpan, Placement, exchange, gather, placements, slice_shape
+from scaling.plan.placement import AxisSpan, Placement, exchange, gather_price, placements, slice_shape
 
 LANES = {  # lane: the mesh axes of its group, under ZeRO-3 and otherwise
     "tensor": (("tensor",), ("tensor",)),
@@ -174,7 +174,7 @@ def _torus_lane(chip: Chip, name: str, spans: tuple[AxisSpan, ...], size: int, c
     if name == "expert":
         per_byte, latency = exchange(chip, spans)
         return Lane(per_byte * copies, latency, links, size, where)
-    return Lane(*gather(chip, spans), links, size, where)
+    return Lane(*gather_price(chip, spans), links, size, where)
 
 
 def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: int = 3) -> Network:
@@ -213,7 +213,7 @@ def torus_meshes(chip: Chip, chips: int, pods: int, axes: tuple[str, ...], most:
     kept: dict[tuple, dict[tuple, Placement]] = {}
     for placed in placements(chip, slice_shape(chip, chips // pods), axes, most):
         sizes = tuple(math.prod(span.size for span in placed.get(axis, ())) for axis in axes)
-        price = tuple(gather(chip, placed[axis])[0] if axis in placed else 0.0 for axis in axes)
+        price = tuple(gather_price(chip, placed[axis])[0] if axis in placed else 0.0 for axis in axes)
         kept.setdefault(sizes, {}).setdefault(price, placed)
     for sizes, found in kept.items():
         for price, placed in found.items():

@@ -131,7 +131,7 @@ def joined(spans: Sequence[AxisSpan]) -> tuple[AxisSpan, ...]:
     return tuple(found.values())
 
 
-def gather(chip: Chip, spans: Sequence[AxisSpan]) -> tuple[float, float]:
+def gather_price(chip: Chip, spans: Sequence[AxisSpan]) -> tuple[float, float]:
     """(seconds a byte of V, latency) of an AllGather over these spans; a ReduceScatter is the same.
 
     Parts of torus axes first, the slowest before the others, while there is little to send; then all whole ones at

@@ -94,7 +94,7 @@ def _tiled(at: list[int], sizes: list[int], tile: Sequence[int]) -> tuple[list[i
     return at[:front] + which + inside, sizes[:front] + counts + list(tile)
 
 
-def parse(text: str) -> Shape:
+def parse_shape(text: str) -> Shape:
     """Read a shape with its layout; without one it is row-major. ValueError for what is none."""
     match = SHAPE.fullmatch(text.strip())
     rest = REST.fullmatch((match["rest"] or "") if match else "")
@@ -137,6 +137,6 @@ def operation(line: str) -> HloOperation:
         )
     operands = []
     for typed, name in re.findall(rf"({TYPED})%?([\w.-]+)", match[4]):
-        operands.append((name, parse(typed) if typed else None))
+        operands.append((name, parse_shape(typed) if typed else None))
     attributes = re.findall(r"(\w+)=((?:\{.*?\}(?=,|$)|[^,{]+))", match[5])
-    return HloOperation(match[1], parse(match[2]), match[3], tuple(operands), tuple(attributes))
+    return HloOperation(match[1], parse_shape(match[2]), match[3], tuple(operands), tuple(attributes))

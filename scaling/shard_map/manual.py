@@ -54,7 +54,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
 
     def traced(*args):
         outer, args = Bound(mesh, in_process), plain(args)
-        specs = broadcast(in_specs, args, "in_specs")
+        specs = spec_of_each(in_specs, args, "in_specs")
         leaves, treedef = optree.tree_flatten(args)
         leaves = [tensor_of(leaf) for leaf in leaves]
         given = frozenset(map(memory_of, leaves))
@@ -73,7 +73,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
                     result = fn(*optree.tree_unflatten(treedef, shards))
                     found, made["tree"] = optree.tree_flatten(result)
                     found = [tensor_of(leaf) for leaf in found]
-                    specs = zip(broadcast(out_specs, result, "out_specs"), found, strict=True)
+                    specs = zip(spec_of_each(out_specs, result, "out_specs"), found, strict=True)
                     made["specs"] = [read(spec, leaf, bound, "out_specs") for spec, leaf in specs]
                     return tuple(leaving(leaf, spec, bound) for leaf, spec in zip(found, made["specs"], strict=True))
             finally:
@@ -178,7 +178,7 @@ def stacked_call(x: Tensor, bound: Bound, call: Call) -> Tensor:
     return apply(x, bound.inside((None,) * len(bound.mesh.sizes), {}), call)
 
 
-def broadcast(specs: Any, tree: Any, what: str) -> list:
+def spec_of_each(specs: Any, tree: Any, what: str) -> list:
     """A spec for each leaf of the tree: a leaf of the specs stands for all below it."""
     try:
         return optree.broadcast_prefix(specs, tree, is_leaf=lambda node: isinstance(node, Spec))

@@ -28,14 +28,14 @@ def name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def draft_of(folder: Path, step: int) -> Path:
+def unfinished(folder: Path, step: int) -> Path:
     return folder / f".{name(step)}"
 
 
 def begin(folder: Path, step: int) -> None:
     """Rank 0's part before all others': an empty folder to write into, whatever a killed run has left there."""
-    shutil.rmtree(draft_of(folder, step), ignore_errors=True)
-    draft_of(folder, step).mkdir(parents=True)
+    shutil.rmtree(unfinished(folder, step), ignore_errors=True)
+    unfinished(folder, step).mkdir(parents=True)
 
 
 def complete(folder: Path) -> list[int]:
@@ -48,7 +48,7 @@ def write_step(
     folder: Path, own: Mapping[str, Tensor], index: dict, mesh_rank: int, step: int, keep: int | None
 ) -> None:
     """One rank's blocks; by rank 0, when all are there, the rest. OSError names the path and the bytes."""
-    draft = draft_of(folder, step)
+    draft = unfinished(folder, step)
     for file, block in own.items():
         with whole_file(draft / file, block.nbytes) as out:
             torch.save(block, out)

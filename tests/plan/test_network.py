@@ -7,7 +7,7 @@ from scaling.cost import gpu
 from scaling.hardware import chip
 from scaling.plan.layout import AXES
 from scaling.plan.network import Unplaced, book, torus, torus_meshes, tree
-from scaling.plan.placement import AxisSpan, gather, joined, placements, slice_shape
+from scaling.plan.placement import AxisSpan, gather_price, joined, placements, slice_shape
 
 V5P, H100 = chip("v5p"), chip("h100")
 
@@ -27,20 +27,20 @@ def test_slices():
 
 def test_whole_torus_axes_are_the_books_rings():
     ring, both = AxisSpan(0, 16, 1, True, True), AxisSpan(1, 20, 1, True, True)
-    assert gather(V5P, [ring])[0] == pytest.approx(cost.all_gather(1e12, V5P, 16) / 1e12)
-    assert gather(V5P, [ring, both])[0] == pytest.approx(1 / V5P.bandwidth("ici", axes=2))
-    assert gather(V5P, [ring, both])[1] == pytest.approx(18e-6)
+    assert gather_price(V5P, [ring])[0] == pytest.approx(cost.all_gather(1e12, V5P, 16) / 1e12)
+    assert gather_price(V5P, [ring, both])[0] == pytest.approx(1 / V5P.bandwidth("ici", axes=2))
+    assert gather_price(V5P, [ring, both])[1] == pytest.approx(18e-6)
     line = AxisSpan(0, 4, 1, False, True)
-    assert gather(chip("v5e"), [line])[0] == pytest.approx(cost.all_gather(1e12, chip("v5e"), 4) / 1e12)
+    assert gather_price(chip("v5e"), [line])[0] == pytest.approx(cost.all_gather(1e12, chip("v5e"), 4) / 1e12)
 
 
 def test_half_of_a_ring_is_a_line_and_its_rest_is_slow():
     inner, outer = AxisSpan(0, 8, 1, False, False), AxisSpan(0, 2, 8, True, False)
-    assert gather(V5P, [inner])[0] == pytest.approx(7 / 8 / 9e10)  # links one way
-    assert gather(V5P, [outer])[0] == pytest.approx(8 / 1.8e11)  # eight groups share each link
+    assert gather_price(V5P, [inner])[0] == pytest.approx(7 / 8 / 9e10)  # links one way
+    assert gather_price(V5P, [outer])[0] == pytest.approx(8 / 1.8e11)  # eight groups share each link
     assert joined([inner, outer]) == (AxisSpan(0, 16, 1, True, True),)
     rest = AxisSpan(1, 20, 1, True, True)
-    assert gather(V5P, [outer, rest])[0] == pytest.approx((2 / 40) * 8 / 1.8e11 + 1 / 1.8e11)  # little is sent slowly
+    assert gather_price(V5P, [outer, rest])[0] == pytest.approx((2 / 40) * 8 / 1.8e11 + 1 / 1.8e11)  # the least
 
 
 def test_placements_lie_on_the_torus():

@@ -9,7 +9,7 @@ from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan.__main__ import main
 from scaling.plan.serve import Service, plans
-from scaling.plan.serve.traces import gantt, histogram, modelled, trace
+from scaling.plan.serve.traces import gantt, histogram, modelled, under_load
 from scaling.serve.policies import POLICIES
 from scaling.serve.simulate import RequestTimes, Simulated, WorkSpan
 from scaling.serve.states import Move, Run, Work
@@ -23,7 +23,7 @@ def test_a_lone_request_by_hand():
     """240 tokens of prompt at 40% MFU, and 15 steps of one token, each reading all weights and its own cache."""
     D, F, heads = 4096, 14336, 32 * 128 + 2 * 8 * 128
     params = 4 * (3 * D * F + D * heads + 32 * 128 * D + 2 * D) + D + D * 32000
-    served = trace(PLAN, rate=1e-3, count=3)
+    served = under_load(PLAN, rate=1e-3, count=3)
     for times in served.requests.values():
         pairs = 240 * 241 / 2 * 4 * 32 * 128 * 4  # FLOPs of causal attention: 4 NH a pair and layer
         read = 240 * 2 * 4 * 8 * 128  # int8
@@ -35,10 +35,10 @@ def test_a_lone_request_by_hand():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_are_served_under_load(policy):
-    served = trace(PLAN, rate=500.0, policy=policy, count=30, seed=1)
+    served = under_load(PLAN, rate=500.0, policy=policy, count=30, seed=1)
     assert [len(times.at) for times in served.requests.values()] == [16] * 30
     assert served.throughput == pytest.approx(30 * 16 / served.seconds)
-    again = trace(PLAN, rate=500.0, policy=policy, count=30, seed=1)
+    again = under_load(PLAN, rate=500.0, policy=policy, count=30, seed=1)
     assert again.steps == served.steps
 
 

@@ -48,23 +48,23 @@ def test_every_element_lies_where_it_does(seed):
     assert shape.padded_bytes == len(memory) * shape.itemsize
     for number, index in enumerate(np.ndindex(*shape.shape)):
         assert memory[shape.offset(*index) // shape.itemsize] == number
-    assert hlo.parse(str(shape)) == shape
+    assert hlo.parse_shape(str(shape)) == shape
 
 
 def test_the_books_pictures():
     """f32[3,5] in tiles of 2 x 2 is padded to 4 x 6; bf16[4,8]: pairs of rows, a column at a time."""
-    small = hlo.parse("f32[3,5]{1,0:T(2,2)}")
+    small = hlo.parse_shape("f32[3,5]{1,0:T(2,2)}")
     assert small.padded == (4, 6)
     assert small.padded_bytes / small.nbytes == 1.6
     assert [small.offset(*at) // 4 for at in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))] == [0, 1, 2, 3, 4, 12]
-    pairs = hlo.parse("bf16[4,8]{1,0:T(2,4)(2,1)}")
+    pairs = hlo.parse_shape("bf16[4,8]{1,0:T(2,4)(2,1)}")
     assert [pairs.offset(*at) // 2 for at in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 4), (2, 0))] == [0, 1, 2, 3, 8, 16]
 
 
 def test_lines_of_a_program_are_read():
     fusion = hlo.operation(FUSION)
     assert (fusion.name, fusion.op, fusion.result.space) == ("fusion.3", "fusion", 1)
-    assert fusion.operands == (("fusion.32", hlo.parse("bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)}")),)
+    assert fusion.operands == (("fusion.32", hlo.parse_shape("bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)}")),)
     assert dict(fusion.attributes) == {"kind": "kCustom", "calls": "%all-reduce-scatter.3"}
     dot = hlo.operation(DOT)
     assert [name for name, _ in dot.operands] == ["convert.3", "Arg_0.1"]
@@ -74,12 +74,12 @@ def test_lines_of_a_program_are_read():
 @pytest.mark.parametrize("text", ["f32(3,5)", "q7[3]", "f32[3,5]{1,1}", "f32[3,5]{0}", "f32[3]{0:T(0)}", "f32[3]{0:Q}"])
 def test_what_is_no_layout_is_refused(text):
     with pytest.raises(ValueError, match="layout"):
-        hlo.parse(text)
+        hlo.parse_shape(text)
 
 
 def test_an_index_outside_is_refused():
     with pytest.raises(IndexError):
-        hlo.parse("f32[3,5]{1,0:T(2,2)}").offset(3, 0)
+        hlo.parse_shape("f32[3,5]{1,0:T(2,2)}").offset(3, 0)
 
 
 def test_what_is_no_operation_is_refused():

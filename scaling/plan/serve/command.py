@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
         return 1
     served = None
     if args.rate:
-        served = traces.trace(found[0], rate=args.rate, policy=args.policy, count=args.requests, seed=args.seed)
+        served = traces.under_load(found[0], rate=args.rate, policy=args.policy, count=args.requests, seed=args.seed)
     spread = latencies(asked, hardware, fixed) if args.pareto else []
     if args.json:
         out = {"model": asked.config.name, "chip": hardware.name, "context": asked.context, "output": asked.generated}

@@ -1,6 +1,6 @@
 """A plan under load: requests that come at random, through the engine's own scheduler, in the cost model's time.
 
-    served = trace(best, rate=2.0, policy="chunked", count=64, seed=0)       a scaling.serve.simulate.Simulated
+    served = under_load(best, rate=2.0, policy="chunked", count=64, seed=0)       a scaling.serve.simulate.Simulated
     print(gantt(served, 40), histogram(...))
 
 `scaling.serve.scheduler` decides the steps, as it does in the engine; only their times are modelled.
@@ -41,7 +41,7 @@ def modelled(plan: Plan) -> Callable[[Run | Move], float]:
     return seconds
 
 
-def trace(plan: Plan, *, rate: float, policy: str = "chunked", count: int = 64, seed: int = 0) -> Simulated:
+def under_load(plan: Plan, *, rate: float, policy: str = "chunked", count: int = 64, seed: int = 0) -> Simulated:
     """`count` requests of the service's lengths, `rate` a second on average, on the plan's batch as slots."""
     draw, s, now, arrivals = random.Random(seed), plan.service, 0.0, []
     for id in range(count):
