@@ -54,6 +54,11 @@ def constant(fn: Callable) -> Callable:
     return fn
 
 
+def assert_later(condition: Tensor, message: str) -> None:
+    """On a GPU the assertion fails when the GPU comes to it, so that nobody waits for that; on a CPU at once."""
+    torch._assert_async(condition, message)
+
+
 def lazy_clone(x: Tensor) -> Tensor:
     """x.clone(), whose memory is x's until one of the two is written to (copy on write)."""
     if in_transform() is not None or modes() > 0:

@@ -221,6 +221,12 @@ def test_a_profiler_is_noticed():
     assert not p.profiling()
 
 
+def test_an_assertion_on_a_tensor():
+    p.assert_later(torch.tensor([1, 2]).gt(0).all(), "above 0")
+    with pytest.raises(RuntimeError, match="above 0"):
+        p.assert_later(torch.tensor([1, -2]).gt(0).all(), "above 0")
+
+
 def test_the_compiler_is_imported():
     p.import_compiler()
     assert "torch._dynamo" in sys.modules

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling._torch import is_wrapped, modes
+from scaling._torch import assert_later, is_wrapped, modes
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.params import specs_of
@@ -38,8 +38,13 @@ def check_ids(name: str, ids: Any, shape: tuple[int, ...] | None = None) -> None
 
 
 def check_range(name: str, ids: Tensor, V: int, counts: Tensor | None = None) -> None:
-    """ValueError unless the ids lie in the vocabulary, where values can be read; `counts`: those that matter."""
+    """ValueError unless the ids lie in the vocabulary, where values can be read; `counts`: those that matter. On a GPU
+    an assertion that fails there, as torch's own embedding has: to read a value would wait for all that is queued."""
     if not readable(ids) or not ids.numel():
+        return
+    if ids.is_cuda:
+        inside = (ids >= 0) & (ids < V)
+        assert_later((inside if counts is None else inside | (counts == 0)).all(), f"{name} must lie in 0..{V - 1}")
         return
     low, high = torch.aminmax(ids)
     if int(low) >= 0 and int(high) < V:
