@@ -18,6 +18,7 @@ from torch import Tensor
 
 from scaling.spec import ShardingError, Spec, dtype_bytes, mesh_sizes, parse
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 CHUNK = 1 << 18  # elements generated at a time by `init`: what bounds its extra memory
 
 
@@ -148,6 +149,22 @@ def _is_like(leaf: Any, shape: tuple[int, ...], dtype, device) -> bool:
     like = isinstance(leaf, Tensor) and leaf.shape == shape and leaf.device == device
     like = like and leaf.layout is torch.strided
     return like and (dtype is None or leaf.dtype == dtype)
+
+
+def check_floats(tree, name: str = "params") -> None:
+    """ValueError that names the first leaf which is no dense tensor of floats: whole numbers do not learn."""
+    if all(map(_is_floats, leaves(tree))):
+        return
+    where, leaf = next((at, leaf) for at, leaf in named_leaves(tree, name).items() if not _is_floats(leaf))
+    found = f"{leaf.layout} of {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
+    raise ValueError(
+        f"{where} is {found}: params, gradients and moments are dense tensors of floats\n"
+        "  fix: convert it, .to(torch.float32), or leave it out of the tree"
+    )
+
+
+def _is_floats(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype in FLOATS and leaf.layout is torch.strided
 
 
 def nbytes(tree) -> int:

@@ -191,7 +191,7 @@ def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, asy
     permutation makes of it: `A[I_XY] -> A[I_YX]`. Cotangent: the pairs turned round.
     """
     typed = parse_line(line if "->" in line else f"{line} -> {line}")
-    (before,), after, pairs = typed.operands, typed.result, _pairs(line, perm)
+    (before,), after, pairs = typed.operands, typed.result, pairs_of(line, perm)
     before.check_axes(mesh)
     after.check_axes(mesh)
     group = mesh.group((axis,) if axis in mesh.sizes else tuple(axis))
@@ -203,7 +203,8 @@ def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, asy
     return _run(LineStep(op, group, len(before.dims), None, numbers(before, mesh), on=on(mesh)), x, mesh, async_op)
 
 
-def _pairs(line: str, perm: Any) -> tuple[tuple[int, int], ...]:
+def pairs_of(line: str, perm: Any) -> tuple[tuple[int, int], ...]:
+    """The pairs (source, target) of a permutation, as ints; numpy's count. ShardingError for anything else."""
     try:
         return tuple((index(source), index(target)) for source, target in perm)
     except (TypeError, ValueError):

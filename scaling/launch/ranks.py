@@ -26,7 +26,7 @@ from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
 from scaling.spec import ShardingError
 
 WAIT = 5.0  # seconds that torchrun gets for ending a rank which has nothing new to say
-WAIT_OF_MANY = 2.0  # the same with several nodes: torchrun ends no rank of another node, so this wait may be in vain
+WAIT_OF_MANY = 2.0  # the same with several nodes: torchrun ends no rank of another node
 
 
 def run(

@@ -90,13 +90,4 @@ def check_params(params: Any, config: Config) -> None:
     """ValueError, naming the leaf, unless these are the whole params of this model."""
     fix = "give the config of these params, or params of this one: models.transformer.init(config)"
     tree.check(params, _types(config), config.sizes, AbstractMesh({}), fix=fix)
-    check_floats(params)
-
-
-def check_floats(params: Any) -> None:
-    """ValueError unless every leaf is of floats: whole numbers and complex ones would be multiplied all the same."""
-    if not all(leaf.is_floating_point() for leaf in tree.leaves(params)):
-        found = {str(leaf.dtype) for leaf in tree.leaves(params)}
-        raise ValueError(
-            f"params are floats; found {', '.join(sorted(found))}\n  fix: convert them, .to(torch.float32)"
-        )
+    tree.check_floats(params)

@@ -12,8 +12,6 @@ from scaling._torch import constant
 from scaling.collectives.buffers import extent, overlap, overlaps_itself
 from scaling.spec import ShardingError, parse
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
-
 
 def refuse_partial(where: str, spec) -> None:
     if parse(spec).unreduced:
@@ -56,25 +54,9 @@ def check_like(params, **trees) -> None:
 
 def _kinds(part, what: str) -> tuple[list, list]:
     """(the shapes, the devices) of a tree's leaves, all of them tensors of floats."""
+    tree.check_floats(part, what)
     leaves = tree.leaves(part)
-    if not all(map(_is_floats, leaves)):
-        check_floats(part, what)
     return [leaf.shape for leaf in leaves], [leaf.device for leaf in leaves]
-
-
-def _is_floats(leaf) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype in FLOATS and leaf.layout is torch.strided
-
-
-def check_floats(part, what: str) -> None:
-    """ValueError that names the first leaf which is no dense tensor of floats."""
-    for where, leaf in tree.named_leaves(part, what).items():
-        if not _is_floats(leaf):
-            found = f"{leaf.layout} of {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise ValueError(
-                f"{where} is {found}: params, gradients and moments are dense tensors of floats\n"
-                "  fix: convert it, .to(torch.float32), or leave it out of the tree"
-            )
 
 
 def _places(part):

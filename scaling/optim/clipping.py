@@ -7,7 +7,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_reduce
-from scaling.optim.checks import at_least_zero, check_floats, check_reduced, refuse_partial
+from scaling.optim.checks import at_least_zero, check_reduced, refuse_partial
 from scaling.optim.rules import Optimizer
 from scaling.spec import format_axes, mesh_sizes, parse
 
@@ -65,7 +65,7 @@ def global_norm(grads, specs, mesh) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         check_reduced(grads, specs, mesh)
-        check_floats(grads, "grads")
+        tree.check_floats(grads, "grads")
         if len(devices := {str(g.device) for g in tree.leaves(grads)}) > 1:
             raise ValueError(f"grads are on {', '.join(sorted(devices))}\n  fix: move them to one device")
     parts: dict[str, list[Tensor]] = {}

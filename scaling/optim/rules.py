@@ -10,7 +10,7 @@ from scaling import tree
 from scaling._torch import fused_adamw_
 from scaling.arguments import flag
 from scaling.collectives.buffers import extent, overlaps_itself
-from scaling.optim.checks import at_least_zero, check_apart, check_floats, check_like, check_reduced, check_state
+from scaling.optim.checks import at_least_zero, check_apart, check_like, check_reduced, check_state
 
 Schedule = float | Callable[[Tensor], "Tensor | float"]  # of the number of updates made so far, a 0-dim float64 tensor
 
@@ -109,7 +109,7 @@ def _optimizer(step: Callable, lr: Schedule, weight_decay: float, moments: tuple
     flag(master=master)
 
     def init(params):
-        check_floats(params, "params")
+        tree.check_floats(params, "params")
         state = {"step": torch.zeros((), dtype=torch.int64, device=_device(params))}
         kept = tree.map(_precise_copy, params) if master else params
         state |= {name: tree.map(lambda p: torch.zeros_like(p, requires_grad=False), kept) for name in moments}

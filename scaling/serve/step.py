@@ -16,7 +16,7 @@ from scaling import tree
 from scaling.arguments import flag
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.models.inputs import IDS, check_floats, check_ids, check_range
+from scaling.models.inputs import IDS, check_ids, check_range
 from scaling.models.rope import tables
 from scaling.models.transformer import check_computed, unstacked
 from scaling.serve.cache import capacity, check_cache, writable
@@ -155,7 +155,7 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
     sizes = config.sizes | {"I": 1, "J": 1}  # of the scales of int8
     tree.check(params, types, sizes, mesh, fix="tree.shard(params, serve.specs(config, mesh, form=...), mesh)")
     if not int8:
-        check_floats(params)
+        tree.check_floats(params)
     if tokens.is_meta:
         return
     low, high = int(lengths.min()), int(lengths.max())

@@ -13,8 +13,9 @@ import optree
 import torch
 from torch import Tensor
 
+from scaling.collectives.calls import pairs_of
 from scaling.shard_map.law import Call, apply
-from scaling.shard_map.operands import check_order, divides, pairs_of, place, tensor_of
+from scaling.shard_map.operands import check_order, divides, place, tensor_of
 from scaling.shard_map.partial import marked, marks
 from scaling.shard_map.transport import Bound, index_of
 from scaling.shard_map.types import described, vary, varying

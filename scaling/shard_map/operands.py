@@ -1,6 +1,5 @@
-"""What the collectives of `shard_map` ask of their operands: dense tensors, dims that are there and divide, pairs."""
+"""What the collectives of `shard_map` ask of their operands: dense tensors, dims that are there and divide."""
 
-from operator import index
 from typing import Any
 
 import torch
@@ -20,15 +19,6 @@ def tensor_of(leaf: Any) -> Tensor:
         kind = type(leaf).__name__ if x is None else x.layout
         raise ShardingError(f"shard_map: {leaf!r:.60}: a {kind}\n  rule: values are dense tensors\n  fix: convert it")
     return x
-
-
-def pairs_of(name: str, perm: Any) -> tuple[tuple[int, int], ...]:
-    """Pairs (source, target) of ints, Python's or numpy's."""
-    try:
-        return tuple((index(source), index(target)) for source, target in perm)
-    except (TypeError, ValueError):
-        fix = "give pairs (source, target) of ints"
-        raise ShardingError(f"{name}: {perm!r:.60} is no permutation\n  fix: {fix}") from None
 
 
 def check_order(name: str, x: Tensor) -> None:

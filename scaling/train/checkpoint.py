@@ -148,7 +148,7 @@ def index(folder, step: int) -> dict:
     try:
         content = json.loads((path / INDEX).read_text())
         for saved in content["leaves"].values():
-            getattr(torch, saved["dtype"]), saved["shape"], saved["blocks"]
+            _ = getattr(torch, saved["dtype"]), saved["shape"], saved["blocks"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path / INDEX}: is damaged: {error}\n  fix: load another step") from None
     return content

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from misuse.collectives import collective
 from misuse.draw import Draw
-from misuse.hold import Wrong
 from misuse.products import product
+from misuse.tried import report, tried
 from misuse.updates import trees, update
 
 CASES = [collective] * 12 + [product] * 5 + [update] * 2 + [trees]
@@ -32,15 +32,12 @@ CASES = [collective] * 12 + [product] * 5 + [update] * 2 + [trees]
 
 def run(mesh, cases: int, seed: int) -> tuple[Counter, list[str]]:
     """(how often each outcome came, what was wrong) of this rank's cases, which are the same on every rank."""
-    outcomes, failures = Counter(), []
-    for case in range(cases):
-        draw = Draw(f"{seed} {case}")
-        try:
-            make = draw.choice(CASES)
-            outcomes[f"{make.__name__}: {make(draw, mesh, case)}"] += 1
-        except Wrong as error:
-            failures.append(f"case {case}: {error}")
-    return outcomes, failures
+
+    def case(draw: Draw, number: int) -> str:
+        make = draw.choice(CASES)
+        return f"{make.__name__}: {make(draw, mesh, number)}"
+
+    return tried(case, cases, str(seed))
 
 
 def main() -> None:
@@ -54,12 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     results = launch.run(run, parse_sizes(args.mesh, "--mesh", "a mesh"), args.cases, args.seed)
     outcomes, failures = results[0][0], sorted({text for _, found in results for text in found})
-    for outcome, count in sorted(outcomes.items(), key=lambda item: -item[1]):
-        print(f"{count:8}  {outcome}")
-    for text in failures[:20]:
-        print("\n" + text)
-    print(f"\n{args.cases} cases on {args.mesh}: {len(failures)} wrong")
-    sys.exit(bool(failures))
+    report(outcomes, failures, f"{args.cases} cases on {args.mesh}")
 
 
 if __name__ == "__main__":

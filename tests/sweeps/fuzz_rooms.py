@@ -17,20 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from misuse.draw import Draw
-from misuse.hold import Wrong
 from misuse.rooms import room
+from misuse.tried import report, tried
 
 
 def run(cases: int, seed: int) -> tuple[Counter, list[str]]:
     """(how often each outcome came, what was wrong)."""
-    outcomes, failures = Counter(), []
-    for case in range(cases):
-        try:
-            outcomes[room(Draw(f"rooms {seed} {case}"))] += 1
-        except Wrong as error:
-            failures.append(f"case {case}: {error}")
-    return outcomes, failures
+    return tried(lambda draw, number: room(draw), cases, f"rooms {seed}")
 
 
 def main() -> None:
@@ -40,12 +33,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # torch's own, of complex numbers cut off
     outcomes, failures = run(args.cases, args.seed)
-    for outcome, count in sorted(outcomes.items()):
-        print(f"{count:8}  {outcome}")
-    for text in failures[:20]:
-        print("\n" + text)
-    print(f"\n{args.cases} cases: {len(failures)} wrong")
-    sys.exit(bool(failures))
+    report(outcomes, failures, f"{args.cases} cases")
 
 
 if __name__ == "__main__":

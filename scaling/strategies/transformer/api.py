@@ -155,8 +155,7 @@ def stated(
         fix = "transformer.shard(params, config, mesh, ...), with the same zero and schedule"
         dtype = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
         tree.check(params, stored, sizes, mesh, dtype, fix=fix)
-        if not params["embed"].is_floating_point():
-            raise ValueError(f"the params are {dtype}: training is in floats\n  fix: convert them, .to(torch.float32)")
+        tree.check_floats(params)
     if weights is not None:
         check_weights(weights, targets)
     if segments is not None:
