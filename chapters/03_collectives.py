@@ -17,6 +17,7 @@ from torch.func import jacrev, vjp
 from scaling import collectives as c
 from scaling.book import frames
 from scaling.book.answers import Answer
+from scaling.book.largest import largest
 from scaling.book.page import Page
 from scaling.collectives import rings
 from scaling.collectives.op import dual_line
@@ -106,7 +107,7 @@ differences = page.on_ranks(check_primitives)
 page.title(f"The primitives on X={n}, in float64: results and cotangents beside one device's")
 rows = []
 for name, (line, what, _) in PRIMITIVES.items():
-    equal = page.check(f"{name} and its cotangent", max(differences[name]) <= EXACT * n)
+    equal = page.check(f"{name} and its cotangent", largest(differences[name]) <= EXACT * n)
     rows.append((name, line, what, NAMED.get(name) or dual_line(line, ("X",)), equal))
 page.table(rows, ["collective", "type", "what it does", "cotangent", "equal"])
 

@@ -15,6 +15,7 @@ from torch.func import vjp
 
 from scaling.algebra.contraction import check_product
 from scaling.book.answers import Answer
+from scaling.book.largest import largest
 from scaling.book.page import Page
 from scaling.collectives import all_to_all, einsum, ppermute, unshard, wait
 from scaling.configs import get
@@ -27,7 +28,7 @@ from scaling.trace import trace
 
 page = Page(__doc__, mesh="C=4", device=True, seed=True)
 C = page.args.mesh["C"]
-B, T, N, K, H = 2, 16 * C, 2 * C, 2, 8  # G = C query heads share a KV head
+B, T, N, K, H, LIMIT = 2, 16 * C, 2 * C, 2, 8, 1e-11  # G = C query heads share a KV head
 
 # %% [markdown]
 # ## What does a token need of others?
@@ -149,9 +150,9 @@ def differences(made, spec, mesh, home=slice(None), **mask) -> list[float]:
     return [float((unshard(spec, x, mesh)[:, home].cpu() - w).abs().max() / w.abs().max()) for x, w in pairs]
 
 
-def show(results) -> None:
+def show(found) -> None:
     page.title("Differences from one device, in float64, relative to the largest element")
-    rows = [(what, *(f"{x:.0e}" for x in off), page.check(what, max(off) <= 1e-11)) for what, off in results.items()]
+    rows = [(what, *(f"{x:.0e}" for x in off), page.check(what, largest(off) <= LIMIT)) for what, off in found.items()]
     page.table(rows, ["", "O", "dQ", "dK", "dV", "equal"])
 
 

@@ -16,6 +16,7 @@ from torch.func import vjp
 
 from scaling import tree
 from scaling.book.answers import Answer
+from scaling.book.largest import largest
 from scaling.book.layout import number
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, ragged_all_to_all
@@ -73,7 +74,7 @@ def one_device(config, *of_losses):
 def difference(got, want) -> float:
     """The largest of all leaves, relative to the largest element of each."""
     pairs = zip(tree.leaves(got), tree.leaves(want), strict=True)
-    return max(float((a.cpu() - b).abs().max() / b.abs().max().clamp(min=1e-300)) for a, b in pairs)
+    return largest(float((a.cpu() - b).abs().max() / b.abs().max().clamp(min=1e-300)) for a, b in pairs)
 
 
 dense = one_device(config, (0.0, 0.0))
@@ -227,7 +228,7 @@ rows = []
 for (sizes, axis, tensor, spec, used), (off, same) in zip(LAYOUTS, page.on_ranks(all_layouts), strict=True):
     at = ", ".join(f"{name}={size}" for name, size in sizes.items())
     what = f"E over {axis}" + (f", F over {tensor}" if tensor else "") + (", capacity" if used.capacity else "")
-    held = page.check(f"{at}: {what}, {spec}", max(off) <= LIMIT and same)
+    held = page.check(f"{at}: {what}, {spec}", largest(off) <= LIMIT and same)
     rows.append((at, spec, what, *(f"{o:.0e}" for o in off), held))
 page.table(rows, ["mesh", "x", "layout", "y", "losses", "gradients", "equal"])
 

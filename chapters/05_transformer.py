@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.func import grad_and_value, vjp
 
 from scaling import tree
+from scaling.book.largest import largest
 from scaling.book.layout import number
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
@@ -186,7 +187,7 @@ def on_meshes(mesh):
             got, dparams = transformer.loss_and_grads(own, *local[:2], used, at, weights=local[2], microbatches=2)
         whole = transformer.unshard(dparams, used, at)
         pairs = zip(tree.leaves(whole), tree.leaves(grads), strict=True)
-        off = max(difference(a, b) for a, b in pairs)
+        off = largest(difference(a, b) for a, b in pairs)
         rows.append((", ".join(f"{a}={s}" for a, s in sizes.items()), abs(float(got - loss)), off, log.wire_bytes))
     return rows
 
@@ -194,7 +195,7 @@ def on_meshes(mesh):
 page.title("Loss and the worst gradient leaf beside one device: K=2, 2 microbatches")
 rows = page.on_ranks(on_meshes)
 page.table(
-    [(at, f"{a:.0e}", f"{b:.0e}", number(sent), page.check(at, max(a, b) < LIMIT)) for at, a, b, sent in rows],
+    [(at, f"{a:.0e}", f"{b:.0e}", number(sent), page.check(at, largest((a, b)) < LIMIT)) for at, a, b, sent in rows],
     ["mesh", "loss", "gradients", "bytes sent by rank 0", "equal"],
 )
 

@@ -12,6 +12,7 @@ each step beside one device's. On an abstract mesh the same function then counts
 import torch
 
 from scaling import data, optim, tree
+from scaling.book.largest import largest
 from scaling.book.layout import number
 from scaling.book.page import Page
 from scaling.configs import Config, get
@@ -100,7 +101,7 @@ page.title(f"Nats per byte, {B} sequences of {T} bytes a step, {number(tm.num_pa
 shown = sorted({0, 1, *range(0, STEPS, max(1, STEPS // 8)), STEPS - 1} & set(range(STEPS)))
 page.table([(i + 1, f"{ours[i]:.5f}", f"{theirs[i]:.5f}", f"{abs(ours[i] - theirs[i]):.0e}") for i in shown],
            ["step", at, "one device, by torch's own", "difference"])  # fmt: skip
-worst = max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
+worst = largest(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
 page.check("the loss of every step is one device's", worst < 2e-4)
 page.say(f"\nthe largest difference of {STEPS} steps is {worst:.0e} of the loss")
 if not page.small:

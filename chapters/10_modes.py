@@ -17,6 +17,7 @@ from torch.func import grad
 
 from scaling import auto, explicit
 from scaling.book.answers import Answer
+from scaling.book.largest import largest
 from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
 from scaling.shard_map import all_gather, pmean, psum, psum_scatter, shard_map
@@ -246,7 +247,7 @@ def three_modes(mesh, seed):
         rows = []
         for mode, run, text in modes:
             got, got_grads, *lists = run(text, types, out, whole, mesh)
-            off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got_grads, grads, strict=True))
+            off = largest(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got_grads, grads, strict=True))
             rows.append((mode, float((got - Out).abs().max() / Out.abs().max()), off, *lists))
         found[name] = rows, program.lower(*whole).listing
     return found

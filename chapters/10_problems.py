@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import auto, tree
 from scaling.book.answers import Answer
+from scaling.book.largest import largest
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import chip
@@ -128,7 +129,7 @@ for way in (masked_loop, grouped):
     worst = 0.0
     for experts in CASES.values():
         out, pull = vjp(lambda A, W, way=way, experts=experts: way(A, W, experts), A, W)
-        worst = max(worst, *(apart(a, b) for a, b in zip((out, *pull(dOut)), by_token(experts), strict=True)))
+        worst = largest((worst, *(apart(a, b) for a, b in zip((out, *pull(dOut)), by_token(experts), strict=True))))
     with FlopCounterMode(display=False) as counter:
         way(A, W, CASES["top 2"])
     flops[way.__name__] = counter.get_total_flops()
@@ -168,7 +169,7 @@ def on_mesh(mesh) -> dict:
             with trace() as log:
                 out, pull = vjp(lambda a, w, mine=mine, way=way: way(a, w, mine, mesh), a, w)
             got, want = (out, *pull(d_out)), tree.shard(list(by_token(experts)), types, mesh)
-            worst = max(apart(x, y) for x, y in zip(got, want, strict=True))
+            worst = largest(apart(x, y) for x, y in zip(got, want, strict=True))
             found[name, case] = worst, log.wire_bytes, ms(lambda mine=mine, way=way: way(a, w, mine, mesh))
     return found
 

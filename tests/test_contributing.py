@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from scaling import tree
+from scaling.book.largest import largest
 from scaling.check import check_source
 
 PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
@@ -36,7 +37,7 @@ def gradients(mesh, path):
         x = torch.nn.functional.gelu(x @ params["W_in"][l]) @ params["W_out"][l]
     wanted = torch.autograd.grad(x, leaves, dOut)
     got = [dIn, *(tree.unshard(grads, types, mesh)[name] for name in params)]
-    return max((a - b).abs().max().item() for a, b in zip([Out, *got], [x, *wanted], strict=True))
+    return largest((a - b).abs().max().item() for a, b in zip([Out, *got], [x, *wanted], strict=True))
 
 
 def test_the_strategy_of_the_page(ranks, tmp_path):
@@ -44,4 +45,4 @@ def test_the_strategy_of_the_page(ranks, tmp_path):
     path.write_text(listing(), encoding="utf-8")
     assert check_source(listing()) == []
     assert check_source(listing().replace("    Out = all_reduce(", "    all_reduce(")) != []
-    assert max(ranks(gradients, {"Y": 2}, str(path))) < 1e-12
+    assert largest(ranks(gradients, {"Y": 2}, str(path))) < 1e-12

@@ -6,6 +6,7 @@ from test_resharding import types
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from scaling.algebra import reshard
+from scaling.book.largest import largest
 from scaling.interop import (
     from_dtensor,
     from_partition_spec,
@@ -153,7 +154,7 @@ def redistribute_on_rank(mesh, pairs, shape):
         if theirs_sent is not None:
             sent = reshard(src, dst, shape, mesh).wire_bytes(shape, mesh, 8)
             cheaper, dearer = cheaper + (sent < theirs_sent - 1e-9), dearer + (sent > theirs_sent + 1e-9)
-    return max(errors), cheaper, dearer, theirs_sent is not None
+    return largest(errors), cheaper, dearer, theirs_sent is not None
 
 
 def test_redistribute_agrees_and_sends_no_less(ranks):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call, grad_and_value
 
 from scaling import data, optim, tree
+from scaling.book.largest import largest
 from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
 from scaling.models import mlp
@@ -27,7 +28,7 @@ def difference(a, b) -> float:
     """The largest difference of two trees, each leaf's relative to the largest element of b's."""
     pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
     both = ([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair] for pair in pairs)
-    return max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-300)) for x, y in both)
+    return largest(float((x - y).abs().max() / y.abs().max().clamp(min=1e-300)) for x, y in both)
 
 
 def lines(log: Log) -> list[tuple]:

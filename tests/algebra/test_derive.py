@@ -8,6 +8,7 @@ import simulated
 import torch
 
 from scaling.algebra import derive
+from scaling.book.largest import largest
 from scaling.collectives import run_program
 from scaling.spec import ShardingError, Spec, parse
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
@@ -138,7 +139,7 @@ def run_both(mesh, line, sizes, activation):
     errors += [(cotangents[name] - grads[name][0]).abs().max() for name in grads]
     same = collectives_of(by_hand.collectives()) == collectives_of(derived.collectives())
     bytes_equal = by_hand.book_bytes == derived.book_bytes == program.gather_bytes(sizes, mesh, torch.float64)
-    return max(errors).item(), same, bytes_equal, by_hand.flops == derived.flops
+    return largest(errors).item(), same, bytes_equal, by_hand.flops == derived.flops
 
 
 @pytest.mark.parametrize("line", BOOK)
@@ -234,7 +235,7 @@ def run_unreduced(mesh, line):
     given = shard(str(program.backward[0].after), dOut, mesh)
     _, grads = run_program(program, local, given, mesh)
     wanted = {"In": dOut @ whole["W"].t(), "W": whole["In"].t() @ dOut}
-    return max(
+    return largest(
         (grads[spec.name] - shard(f"{spec.with_unreduced(())}", wanted[spec.name], mesh)).abs().max().item()
         for spec in program.operands
     )
@@ -242,7 +243,7 @@ def run_unreduced(mesh, line):
 
 @pytest.mark.parametrize("line", [line for line in UNREDUCED if "W_in" not in line])
 def test_the_cotangent_of_a_partial_sum_on_ranks(ranks, line):
-    assert max(ranks(run_unreduced, {"X": 2, "Y": 2}, line)) < 1e-12
+    assert largest(ranks(run_unreduced, {"X": 2, "Y": 2}, line)) < 1e-12
 
 
 def test_weight_stationary_is_the_books():

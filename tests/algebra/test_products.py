@@ -12,6 +12,7 @@ from test_resharding import naive_bytes, types
 
 from scaling.algebra import cases, matmul, matmul_via, reshard
 from scaling.algebra.contraction import product_type
+from scaling.book.largest import largest
 from scaling.collectives import run
 from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
@@ -258,11 +259,11 @@ def product_on_rank(mesh, lines, sizes):
         local = [shard(str(spec), array, mesh) for spec, array in zip((a, b), arrays, strict=True)]
         result = run(matmul(a, b, out, sizes, mesh), *local, mesh)
         errors.append((unshard(str(out), result, mesh) - expected).abs().max().item())
-    return max(errors)
+    return largest(errors)
 
 
 @pytest.mark.slow
 def test_on_real_ranks(ranks):
     mesh = {"X": 2, "Y": 2}
     lines = list(itertools.product(*(one_axis_each(mesh, n, d) for n, d in (("A", "IJ"), ("B", "JK"), ("C", "IK")))))
-    assert max(ranks(product_on_rank, mesh, lines[::7], SIZES)) < 1e-12
+    assert largest(ranks(product_on_rank, mesh, lines[::7], SIZES)) < 1e-12

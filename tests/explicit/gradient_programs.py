@@ -7,6 +7,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 from random_programs import Program, programs, typed
 
+from scaling.book.largest import largest
+
 
 def typed_programs(count: int = 12) -> list[tuple[Program, list[str]]]:
     """(program, the type of each line's result)."""
@@ -46,4 +48,4 @@ def numbers(count: int, seed: int) -> list[float]:
 def digest(values: list[float]) -> list[float]:
     """Two projections of an array, and its largest size: what the table keeps of it."""
     by = [numbers(len(values), seed) for seed in (90, 91)]
-    return [*(sum(a * b for a, b in zip(values, row, strict=True)) for row in by), max(map(abs, values))]
+    return [*(sum(a * b for a, b in zip(values, row, strict=True)) for row in by), largest(map(abs, values))]

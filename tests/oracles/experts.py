@@ -16,6 +16,8 @@ from hugging_face import wide
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
+from scaling.book.largest import largest
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from experts_table import CONFIG, inputs, ours, probes
 
@@ -67,6 +69,6 @@ if __name__ == "__main__":
     found, mine = theirs(), ours()
     print("the same experts:", found["experts"] == mine["experts"])
     for name, want in found["probes"].items():
-        print(f"{name:30} {max(abs(a - b) for a, b in zip(want, mine['probes'][name], strict=True)):.1e}")
+        print(f"{name:30} {largest(abs(a - b) for a, b in zip(want, mine['probes'][name], strict=True)):.1e}")
     if args.write:
         TABLE.write_text(json.dumps(found) + "\n")

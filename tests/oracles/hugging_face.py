@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tabulate import tabulate
 
 from scaling import tree
+from scaling.book.largest import largest
 from scaling.configs import load
 from scaling.configs.hugging_face import write
 from scaling.models import hf, transformer
@@ -126,7 +127,7 @@ def compare(name: str, tokens) -> tuple:
         config, params = hf.load(first)
         got = ours(params, tokens, config)
         far = [apart(got[0], want[0]), apart(got[1], want[1])]
-        far.append(max(tree.leaves(tree.map(apart, got[2], want[2]))))
+        far.append(largest(tree.leaves(tree.map(apart, got[2], want[2]))))
         hf.save(again, config, params)
         kept = (
             same_files(first, again)
@@ -183,7 +184,7 @@ def main() -> int:
         table = {name: reference(name, tokens) for name in CASES}
         TABLE.write_text(json.dumps(table, indent=1) + "\n")
         print("wrote", TABLE)
-    return int(not all(max(row[1:4]) <= 1e-12 and row[4] <= 2e-6 and row[5] for row in rows))
+    return int(not all(largest(row[1:4]) <= 1e-12 and row[4] <= 2e-6 and row[5] for row in rows))
 
 
 if __name__ == "__main__":

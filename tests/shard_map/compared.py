@@ -13,6 +13,7 @@ import torch
 from programs import evaluate, filling, marks
 
 from scaling import shard_map as manual
+from scaling.book.largest import largest
 from scaling.launch import run
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.shard_map import shard_map
@@ -98,7 +99,7 @@ def main() -> None:
     rows = json.loads(Path(options.table).read_text())
     if options.ranks:
         each = run(differences, {"X": 8}, rows)
-        found = [max(at) for at in zip(*each, strict=True)]
+        found = [largest(at) for at in zip(*each, strict=True)]
     else:
         found = [apart(row, AbstractMesh(row["mesh"]), True) for row in rows]
     wrong = [i for i, difference in enumerate(found) if not difference <= CLOSE]

@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from scaling.book.largest import largest
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -112,7 +114,7 @@ def main() -> int:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     wanted = {each["step"]: each["loss"] for each in losses(folder / "one")}
-    worst = max(abs(each["loss"] - wanted[each["step"]]) / wanted[each["step"]] for each in losses(out))
+    worst = largest(abs(each["loss"] - wanted[each["step"]]) / wanted[each["step"]] for each in losses(out))
     last = losses(out)[-1]["step"]
     print(
         f"{len(losses(out))} steps run, the last is {last}; largest difference from one device {worst:.1e} of the loss"
