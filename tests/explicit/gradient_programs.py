@@ -10,7 +10,7 @@ from random_programs import Program, programs, typed
 from scaling.book.largest import largest
 
 
-def typed_programs(count: int = 12) -> list[tuple[Program, list[str]]]:
+def typed_programs(count: int = 50) -> list[tuple[Program, list[str]]]:
     """(program, the type of each line's result)."""
     found = []
     for seed, program in programs(count):
