@@ -2,7 +2,8 @@
 
 Two minutes on one core. The engine's clock is the time of its processor, which others on the machine disturb less. The
 calibrated simulator says how many requests a second are too many; the traces have 0.5 and 0.7 of them (nearer to it,
-how long a request waits says more of the noise than of the engine), and one has all at once.
+how long a request waits says more of the noise than of the engine), and one has all at once. The steps are compared on
+all of them: where each step takes in the simulator what it took in the engine, they must be the same ones.
 """
 
 import random
@@ -41,25 +42,33 @@ def main() -> int:
         options = Options(pages=80, page=16, slots=8, budget=64, policy=policy)
 
         def measured(seed: int, gap: float, count: int = 40, options=options):
-            engine = Engine(params, CONFIG, options, clock=time.process_time)
-            return drive(arrivals(seed, count, gap), options, engine)
+            engine, taken = Engine(params, CONFIG, options, clock=time.process_time), []
+
+            def execute(action):
+                seconds, tokens = engine(action)
+                taken.append(seconds)
+                return seconds, tokens
+
+            return drive(arrivals(seed, count, gap), options, execute), taken
 
         measured(0, 0.0)
-        prices = calibrate.fit([s for seed in (1, 2) for s in measured(seed, 0.05).spans], options.page)
+        prices = calibrate.fit([s for seed in (1, 2) for s in measured(seed, 0.05)[0].spans], options.page)
         ratios, same, cost = [], True, calibrate.cost(prices, options.page)
         least = simulate(arrivals(1, 40, 0.0), options, cost).seconds / 40  # seconds a request, all slots taken
         for seed, gap, count in ((11, least / 0.5, 80), (12, least / 0.7, 80), (13, 0.0, 40)):
-            real, trace = measured(seed, gap, count), arrivals(seed, count, gap)
+            (real, taken), trace = measured(seed, gap, count), arrivals(seed, count, gap)
             given = {id: (*times.tokens,) for id, times in real.requests.items()}
-            starts = {request.id: len(request.prompt) for _, request in trace}
+            times, starts = iter(taken), {request.id: len(request.prompt) for _, request in trace}
             token = lambda id, place, given=given, starts=starts: given[id][place - starts[id]]  # noqa: E731
             model = simulate(trace, options, cost, token=token)
             ratios.append(
                 [model.percentile(w, p) / real.percentile(w, p) for w in ("ttft", "tpot") for p in (50, 95)]
                 + [model.throughput / real.throughput]
             )
-            if not gap:  # all are there at the start: the order of events does not depend on the times
-                same = policy == "disaggregated" or model.steps == real.steps
+            replayed = simulate(trace, options, lambda action, times=times: next(times), token=token)
+            same &= replayed.steps == real.steps
+            if not gap and policy != "disaggregated":  # the order of events does not depend on the times
+                same &= model.steps == real.steps
         middle = [statistics.median(column) for column in zip(*ratios, strict=True)]
         good &= same and all(abs(r - 1) < 0.2 for r in middle[:4]) and abs(middle[4] - 1) < 0.1
         print(f"{policy:14}{len(real.spans):7}{same!s:>6}  " + ", ".join(f"{r:.2f}" for r in middle))

@@ -57,16 +57,17 @@ def test_each_request_gives_what_it_gives_alone(policy, draft):
 
 
 @pytest.mark.parametrize("draft", [None, (CONFIG, NEAR)], ids=["plain", "draft"])
-@pytest.mark.parametrize("policy", ["static", "interleaved", "chunked"])
+@pytest.mark.parametrize("policy", ["static", "interleaved", "chunked", "disaggregated"])
 def test_the_simulators_steps_are_the_engines(policy, draft):
-    """On a trace whose events come in the same order: all requests are there at the start."""
-    some, right = [(0.0, r) for r in requests(5, 8)], set()
+    """On a trace whose events come in the same order: each step takes what it took in the engine."""
+    some, right, taken = [(0.001 * (r.id // 2), r) for r in requests(5, 8)], set(), []
     options = Options(pages=9, page=3, slots=3, budget=6, policy=policy, proposals=2 if draft else 0)
     run = engine.Engine(params, CONFIG, options, draft=draft)
 
     def execute(action):
         seconds, tokens = run(action)
-        for work in action.works:
+        taken.append(seconds)
+        for work in action.works if isinstance(action, Run) else ():
             first = work.start + len(work.tokens)
             right.update((work.id, first + n) for n in range(len(tokens.get(work.id, "?")) - 1))
         return seconds, tokens
@@ -74,7 +75,8 @@ def test_the_simulators_steps_are_the_engines(policy, draft):
     served = drive(some, options, execute)
     tokens = {r.id: (*r.prompt, *served.requests[r.id].tokens) for _, r in some}
     told = {"token": lambda id, n: (*tokens[id], -1)[n], "kept": lambda id, n: (id, n) in right}
-    assert simulate(some, options, lambda action: 1.0, **told).steps == served.steps
+    times = iter(taken)
+    assert simulate(some, options, lambda action: next(times), **told).steps == served.steps
     assert bool(right) == bool(draft)
 
 
