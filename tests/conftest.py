@@ -18,34 +18,29 @@ from multiprocessing import connection
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 import torch.multiprocessing as mp
 from failure import RankFailed
 
-from scaling.launch.process import ready_to_fork
+from scaling._torch import share_gloo_device
+from scaling.launch.process import end_with_parent, ready_to_fork
 from scaling.mesh import Mesh, join_world
 
 torch.set_num_threads(1)
 torch.manual_seed(0)  # for what is drawn while tests are collected: two workers must collect the same ones
 
 
-def _share_gloo_s_thread() -> None:
-    """Make all process groups of this rank send by one device, as each device has a thread that wakes a hundred times
-    a second."""
-    device = c10d.ProcessGroupGloo.create_device(interface="lo")
-
-    class OnOneDevice(c10d.ProcessGroupGloo):
-        def __init__(self, store, rank, size, timeout):
-            options = c10d.ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = [device], 2, timeout
-            super().__init__(store, rank, size, options)
-
-    c10d.ProcessGroupGloo = OnOneDevice
+IMPORTED_BY_RANKS = (  # each rank would import them by itself: for the first jvp, torch.compile and torch's pipelines
+    "torch._decomp.decompositions_for_jvp",
+    "functorch.compile",
+    "torch._dynamo.backends.debugging",
+    "torch.distributed.pipelining",
+)
 
 
-def _work(rank: int, world: int, folder: str, pipe) -> None:
+def _work(rank: int, world: int, folder: str, pipe, parent: int) -> None:
+    end_with_parent(parent)
     torch.set_num_threads(1)
-    _share_gloo_s_thread()
+    share_gloo_device()
     os.environ.pop("WORLD_SIZE", None)
     join_world("cpu", 60, dist.FileStore(f"{folder}/store", world), rank, world)
     meshes = {}
@@ -72,13 +67,16 @@ class Workers:
         ready_to_fork()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own code
-            importlib.import_module("torch._decomp.decompositions_for_jvp")  # which each rank would import by itself
+            for module in IMPORTED_BY_RANKS:
+                importlib.import_module(module)
         context = mp.get_context("fork")
         self.folder = tempfile.TemporaryDirectory(prefix="test-ranks-")
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, world, self.folder.name, theirs), daemon=True)
+            process = context.Process(
+                target=_work, args=(rank, world, self.folder.name, theirs, os.getpid()), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)

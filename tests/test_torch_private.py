@@ -1,5 +1,6 @@
 """Each thing of torch that has no public name: that it is there and does what the collectives rely on."""
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import scaling
 from scaling import _torch as p
+from scaling import launch
 
 PRIVATE = re.compile(  # torch.__version__ is public
     r"torch(\.\w+)*\._[a-z]|_dynamo|functorch\.|c10d\._|pg\._|\b_foreach|\._lazy|\._fused|_cdata|_inductor"
@@ -191,6 +193,25 @@ def test_without_functions():
 
 def test_collectives_of_shards(ranks):
     ranks(traceable, {"X": 2})
+
+
+def threads_of_groups(mesh, shared: bool) -> tuple[int, float]:
+    """How many threads four more groups of both ranks bring, and a sum over the last of them."""
+    if shared:
+        p.share_gloo_device()
+    before = len(os.listdir("/proc/self/task"))
+    groups = [dist.new_group([0, 1]) for _ in range(4)]
+    x = torch.ones(1)
+    dist.all_reduce(x, group=groups[-1])
+    return len(os.listdir("/proc/self/task")) - before, x.item()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_gloo_groups_share_a_device():
+    each, one = (launch.run(threads_of_groups, {"X": 2}, shared) for shared in (False, True))
+    assert [total for _, total in each + one] == [2.0] * 4
+    assert [a - b for (a, _), (b, _) in zip(each, one, strict=True)] == [4, 4]
 
 
 def test_a_storage_has_one_key():
