@@ -53,7 +53,10 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
 
 
 TRAIN = {  # those that train, and how the tests run them; .ci/run has all on their own meshes
-    **dict.fromkeys(("05_dp", "05_fsdp", "05_tp", "05_pods", "05_pp"), "--steps 2"),
+    **dict.fromkeys(("05_dp", "05_fsdp"), "--steps 2 --mesh X=2"),
+    "05_tp": "--steps 2 --mesh Y=2",
+    "05_pods": "--steps 2 --mesh P=2,X=2",
+    "05_pp": "--steps 2",
     "05_fsdp_tp": "--steps 2 --mesh X=2,Y=2",
     "06_train_llama": "--steps 3 --mesh X=2,C=2",
 }

@@ -74,10 +74,19 @@ STACKS = [
 ]
 
 
+def in_sweep(*cases):
+    """Of the same kinds as those before them."""
+    return [pytest.param(*case, marks=pytest.mark.sweep) for case in cases]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
-    ("B", "L"), [(8 * 1024, 16), pytest.param(8 * 4096, 8, marks=pytest.mark.sweep), (64 * 4096, 8)]
+    ("B", "L", "microbatches"),
+    [
+        (8 * 1024, 16, 1),
+        (64 * 4096, 8, 4),
+        *in_sweep((8 * 1024, 16, 4), (8 * 4096, 8, 1), (8 * 4096, 8, 4), (64 * 4096, 8, 1)),
+    ],
 )
 @pytest.mark.parametrize(
     ("module", "mesh", "fields"), STACKS, ids=lambda x: x.__name__[19:] if hasattr(x, "SPECS") else ""
@@ -89,8 +98,16 @@ def test_a_stack_of_layers(module, mesh, fields, B, L, microbatches):
     assert float(ours.total) == pytest.approx(peak, rel=0.03)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("dualpipev", 2)])
-@pytest.mark.parametrize("Y", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "chunks", "Y"),
+    [
+        ("1f1b", 1, 4),
+        ("zb-h1", 1, 1),
+        ("interleaved", 2, 4),
+        ("dualpipev", 2, 1),
+        *in_sweep(("1f1b", 1, 1), ("zb-h1", 1, 4), ("interleaved", 2, 1), ("dualpipev", 2, 4)),
+    ],
+)
 def test_microbatches_in_flight(name, chunks, Y):
     L, D, F, Z, M, B = 16, 4096, 16384, 4, 8, 32768
     mesh = AbstractMesh({"Z": Z, "Y": Y} if Y > 1 else {"Z": Z})
@@ -121,17 +138,17 @@ class Kernel(torch.autograd.Function):
 
 
 TRANSFORMERS = [
-    ({"X": 8}, {"data": 8, "zero": 0}),
-    ({"Y": 8}, {"tensor": 8}),
-    ({"C": 4}, {"context": 4, "zero": 0}),
-    ({"P": 2, "C": 2, "Y": 2}, {"pod": 2, "context": 2, "tensor": 2, "zero": 0}),
-    ({"X": 2, "Y": 4}, {"data": 2, "tensor": 4, "zero": 0, "remat": "block"}),
+    ({"X": 8}, {"data": 8, "zero": 0}, 2),
+    ({"Y": 8}, {"tensor": 8}, 1),
+    ({"C": 4}, {"context": 4, "zero": 0}, 2),
+    ({"P": 2, "C": 2, "Y": 2}, {"pod": 2, "context": 2, "tensor": 2, "zero": 0}, 1),
+    ({"X": 2, "Y": 4}, {"data": 2, "tensor": 4, "zero": 0, "remat": "block"}, 2),
 ]
+TRANSFORMERS += in_sweep(*((mesh, fields, 3 - microbatches) for mesh, fields, microbatches in TRANSFORMERS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize(("mesh", "fields"), TRANSFORMERS)
+@pytest.mark.parametrize(("mesh", "fields", "microbatches"), TRANSFORMERS)
 def test_a_transformer(mesh, fields, microbatches, monkeypatch):
     monkeypatch.setattr(placed, "fused", lambda Q, K, V, window=None, segments=None: Kernel.apply(Q, K, V))
     config, T, abstract = get("llama3-8b").with_(L=8, V=32000), 4096, AbstractMesh(mesh)

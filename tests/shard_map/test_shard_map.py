@@ -36,8 +36,9 @@ product = here(lambda A, W: psum(A @ W, "Y"), ("A[B_X, D_Y]", "W[D_Y, F]"), "Out
 
 @pytest.mark.slow
 def test_programs_are_jax_s_in_one_process():
+    """Every second one; compared.py has all."""
     for table in (TABLE, TYPED):  # the second with values that are unreduced and reduced
-        found = {i: apart(row, AbstractMesh(row["mesh"]), True) for i, row in enumerate(table)}
+        found = {i: apart(row, AbstractMesh(row["mesh"]), True) for i, row in enumerate(table) if i % 2 == 0}
         assert not {i: difference for i, difference in found.items() if not difference <= CLOSE}
         assert 4 <= sum("refused" in row for row in table) <= 24
 
