@@ -3,7 +3,8 @@
 A gain is seconds a step of the mean rank, from what was measured: what goes away if nothing else changes. Where the
 change has a price of its own, which no profile of the program as it is shows, the gain is a bound: a transfer that is
 hidden takes cores and memory from what it hides behind (where all cores compute, as much as it saves); a shorter dtype
-must be converted to, and the transport may sum it more slowly; work shared otherwise is other, smaller products.
+must be converted to, and the transport may sum it more slowly; work shared otherwise is other, smaller products; of
+an update that is shared, the params are gathered.
 """
 
 from collections import defaultdict
@@ -21,6 +22,7 @@ from scaling.profile.timeline import LineRun, RankTimeline
 LEAST = 0.01  # of a step: what gains less is not suggested
 SMALL = 2**18  # bytes V below which a collective's time is its latency
 SHORT_DTYPES = ("bfloat16", "float16")
+CONVERT = "aten::to"  # an operation that changes a dtype, by its name in torch.profiler
 UNEVEN = 1.1  # the busiest rank's FLOPs over the mean, from which work is unbalanced
 
 
@@ -139,16 +141,20 @@ def no_prefetch(evidence: Evidence) -> Iterator[Suggestion]:
 
 
 def wide_wire(evidence: Evidence) -> Iterator[Suggestion]:
-    """Collectives in float32 where the products are in 16 bits."""
+    """Collectives in float32 where the products are in 16 bits: half the transfer, and what widened the operand."""
     flops: defaultdict[Any, float] = defaultdict(float)
-    exposed: defaultdict[Any, float] = defaultdict(float)
+    saved: defaultdict[Any, float] = defaultdict(float)
+    widened = {t.rank: union((start, end) for name, start, end in t.ops if name == CONVERT) for t in evidence.timelines}
     for timeline, step, runs in evidence.steps():
+        begin = timeline.steps[step][0]
         for run, split in runs:
             flops[run.dtype] += run.flops
             if run.communicates and run.dtype == "float32" and run.nbytes > SMALL:
-                exposed[run.line, timeline.rank, step] += split.exposed / 2
+                converting = length(within(widened[timeline.rank], begin, run.called))
+                saved[run.line, timeline.rank, step] += split.exposed / 2 + converting
+            begin = run.held[-1][1] if run.held else begin
     if sum(flops[dtype] for dtype in SHORT_DTYPES) > sum(flops.values()) / 2:
-        for line, gain in evidence.per_step(exposed).items():
+        for line, gain in evidence.per_step(saved).items():
             what = f"convert before {line}: float32 is sent, 16 bits are computed with"
             yield Suggestion("wire", line, what, gain, bound=True)
 
@@ -196,7 +202,7 @@ def replicated_update(evidence: Evidence) -> Iterator[Suggestion]:
             seconds[last.line, timeline.rank, step] += length(between(lane, (last.end, end)))
     for line, gain in evidence.per_step(seconds).items():
         what = f"update 1/{ranks[line]} of the params on each rank (ZeRO-1): ReduceScatter instead of {line}"
-        yield Suggestion("replicated", line, what, gain * (1 - 1 / ranks[line]))
+        yield Suggestion("replicated", line, what, gain * (1 - 1 / ranks[line]), bound=True)
 
 
 RULES: tuple[Callable[[Evidence], Iterator[Suggestion]], ...] = (

@@ -65,6 +65,18 @@ def test_float32_on_the_wire():
     assert kinds(of(timelines(product("P", 5), reduce))) == {}
 
 
+def test_what_widened_the_operand_is_saved_as_well():
+    """2 ms of conversion between the product and the collective; one within the product is no part of it."""
+    reduce = ("y = R(y)", "AllReduce", 8, {"dtype": "float32", "nbytes": 2**22})
+    made = timelines(product("P", 5, dtype="bfloat16"), ("y.float()", "Slice", 3, {}), reduce)
+    runs = [[run for run in t.runs if run.op != "Slice"] for t in made]
+    ops = [(name, now + start * MS, now + end * MS) for now in made[0].marks[:-1]
+           for name, start, end in (("aten::to", 1, 2), ("aten::to", 5.5, 7.5), ("aten::add", 7.5, 8))]  # fmt: skip
+    found = of([replace(t, runs=tuple(own), ops=tuple(ops)) for t, own in zip(made, runs, strict=True)]).suggestions()
+    assert [(s.kind, s.bound) for s in found] == [("wire", True)]
+    assert found[0].gain == pytest.approx((4 + 2) * MS)
+
+
 def test_many_small_collectives():
     rows = [("dW = R(dW)", "AllReduce", 1, {"nbytes": 4096})] * 10
     found = of(timelines(product("P", 5), *rows)).suggestions()
@@ -92,10 +104,11 @@ def test_a_send_that_is_waited_for():
 
 
 def test_an_update_that_every_rank_makes():
-    """12 ms after gradients are reduced, on four ranks: three quarters of it."""
+    """12 ms after gradients are reduced, on four ranks: three quarters of it, less what gathering the params takes."""
     reduce = ("dW = R(dW)", "AllReduce", 5, {"after": "dW[D]", "nbytes": 2**22})
     made = of(timelines(product("P", 5), reduce, ranks=4, tail=12))
     assert kinds(made) == {"replicated": pytest.approx(9 * MS)}
+    assert made.suggestions()[0].bound
     assert kinds(of(timelines(product("P", 5), reduce, ranks=4))) == {}
 
 
