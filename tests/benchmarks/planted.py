@@ -94,15 +94,17 @@ def advice(mesh, names) -> list[dict]:
         program = PROGRAMS[name]
         state = program.make(mesh)
         seconds: dict[bool, list[float]] = {False: [], True: []}
+        together = partial(all_reduce, "n[] {U_X} -> n[]", torch.zeros(()), mesh)  # as the steps of a training do
         for i in range(2 * STEPS + 2):
-            all_reduce("n[] {U_X} -> n[]", torch.zeros(()), mesh)  # begin together
+            together()
             began = perf_counter()
             program.step(mesh, state, bool(i % 2))
-            all_reduce("n[] {U_X} -> n[]", torch.zeros(()), mesh)
+            together()
             seconds[bool(i % 2)] += [perf_counter() - began] if i > 1 else []
         with profile() as p:
             for _ in range(STEPS):
                 program.step(mesh, state, False)
+                together()
                 p.step()
         said = [(each.kind, each.gain, each.bound, str(each)) for each in p.suggestions()]
         rows.append({"program": name, "wanted": program.kind, "said": said, "step": p.seconds,

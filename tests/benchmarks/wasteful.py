@@ -44,7 +44,7 @@ def twice(mesh, s, fixed) -> None:
     """An activation gathered for each of the two matrices that multiply it; once for both."""
     V = s["W"][:, :, :512]
     for l in range(L):
-        a = einsum("x[B, D] -> a[B, D]", s["x"])
+        a = einsum("x[B_X, D] -> a[B_X, D]", s["x"])
         whole = all_gather("a[B_X, D] -> a[B, D]", a, mesh)
         einsum("a[B, E] * V[E, F_X] -> y[B, F_X]", whole[:, : len(V[l])], V[l])
         again = whole if fixed else all_gather("a[B_X, D] -> a[B, D]", a, mesh)
