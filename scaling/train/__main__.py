@@ -25,7 +25,7 @@ from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize
+from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify
 from scaling.train.durable import replaced
 from scaling.train.export import config_at
 from scaling.train.loop import STOP, run
@@ -33,7 +33,13 @@ from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings
 
 RUN = "run.toml"  # a run's options, in its folder
-OTHERS = {"tokenize": tokenize.main, "compare": compare.main, "export": export.main, "flight": flight.main}
+OTHERS = {
+    "tokenize": tokenize.main,
+    "compare": compare.main,
+    "export": export.main,
+    "flight": flight.main,
+    "verify": verify.main,
+}
 
 
 def arguments(argv=None) -> argparse.Namespace:

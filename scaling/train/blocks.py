@@ -109,9 +109,10 @@ def runs(held: slice, places: Sequence[int] | None) -> list[IndexRun]:
 
 
 def assembled(
-    where: str, saved: Mapping, spec: Spec, mesh, places: Places, data: Callable[[str, Mapping, Mapping], Tensor]
+    where: str, saved: Mapping, spec: Spec, mesh, places: Places, data: Callable[[str, Mapping, Mapping, bool], Tensor]
 ) -> Tensor:
-    """This rank's shard of a leaf, from the saved blocks that overlap it; `data(where, saved, block)` fetches one."""
+    """This rank's shard of a leaf, from the saved blocks that overlap it; `data(where, saved, block, whole)` fetches
+    one, of which all elements are used, or a part."""
     shape = saved["shape"]
     if len(shape) != len(spec.dims):
         raise ValueError(f"{where} was saved with shape {shape}, but its type is {spec}\n  fix: name as many dims")
@@ -138,8 +139,10 @@ def assembled(
                 into.append(slice(run.local + low - run.start, run.local + high - run.start))
                 inside.append(slice(low - start, high - start))
             if all(s.start < s.stop for s in into):
-                shard[tuple(into)] = data(where, saved, block)[tuple(inside)]
-                missing -= prod(s.stop - s.start for s in into)
+                taken = prod(s.stop - s.start for s in into)
+                whole = taken == prod(stop - start for start, stop in block["at"])
+                shard[tuple(into)] = data(where, saved, block, whole)[tuple(inside)]
+                missing -= taken
         beyond = any(stop > n for block in saved["blocks"] for (_, stop), n in zip(block["at"], shape, strict=True))
         if missing or beyond:
             what = f"{where}: its blocks do not make up its shape {shape}: the index is damaged"

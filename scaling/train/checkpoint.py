@@ -6,7 +6,8 @@
     folder/latest           the newest complete step
 
 A step is written under another name and renamed when every rank's blocks are on disk, so that a run that is killed at
-any moment leaves the last good one. Loading reads, of the files mapped into memory, only what this rank's types say.
+any moment leaves the last good one. Loading reads, of the files mapped into memory, only what this rank's types say;
+a block that a rank uses whole is held against its checksum, and `verify` does so with all.
 Files are read with `weights_only`: nothing in them is run.
 """
 
@@ -125,7 +126,7 @@ def load(
     step = latest(folder) if step is None else step
     whole(0, step=step)
     path, content = Path(folder) / name(step), index(folder, step)
-    saved, values, read = content["leaves"], content["values"], ShardReader(path)
+    saved, values, read = content["leaves"], content["values"], ShardReader(path, verified=True)
     found = []
     for where, text in tree.named_leaves(specs, "state").items():
         if where not in saved:
@@ -160,7 +161,7 @@ def leaf(folder, step: int, where: str, mesh, spec: Spec | None = None, places: 
     if where not in leaves:
         raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(leaves)[:4])}, ...")
     saved = leaves[where]
-    return assembled(where, saved, spec or parse(saved["type"]).whole(), mesh, places, ShardReader(path))
+    return assembled(where, saved, spec or parse(saved["type"]).whole(), mesh, places, ShardReader(path, verified=True))
 
 
 def latest(folder) -> int:

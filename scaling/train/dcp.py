@@ -11,6 +11,8 @@ so that it loses all but the last of an interleaved pipeline's, and `dcp.save` n
 import io
 import json
 import pickle
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,18 +57,21 @@ def keys(where: str) -> list:
 
 
 class ShardReader:
-    """`read(where, leaf, block)`: a block of a leaf as the index has them; files are mapped into memory if they can be.
+    """`read(where, leaf, block, whole)`: a block of a leaf as the index has them; files are mapped into memory if they
+    can be. `verified`: a block of which the whole is used is held against its checksum.
 
-    ValueError for a file that is missing, cut short, or no tensor of that shape.
+    ValueError for a file that is missing, cut short, no tensor of that shape, or not what was written.
     """
 
-    def __init__(self, folder: Path):
-        self.folder, self.read = folder, {}
+    def __init__(self, folder: Path, verified: bool = False):
+        self.folder, self.verified, self.read = folder, verified, {}
 
-    def __call__(self, where: str, leaf: Mapping, block: Mapping) -> Tensor:
+    def __call__(self, where: str, leaf: Mapping, block: Mapping, whole: bool) -> Tensor:
         path = self.folder / Path(block["file"]).name
         if (key := (path, block["from"])) not in self.read:
             self.read[key] = self._read(path, where, leaf, block)
+        if whole and self.verified and not intact(path, self.read[key]):
+            raise ValueError(f"{path}: its bytes are not those that were written\n  fix: load an earlier step")
         return self.read[key]
 
     def _read(self, path: Path, where: str, leaf: Mapping, block: Mapping) -> Tensor:
@@ -89,6 +94,16 @@ class ShardReader:
                 f"{path}: does not hold {where}, {dtype}{shape}, as it should\n  fix: load an earlier step"
             )
         return found
+
+
+def intact(path: Path, block: Tensor) -> bool:
+    """Whether the one tensor in a file of torch.save has the checksum (CRC-32) that stands beside it."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            wanted = [entry.CRC for entry in file.infolist() if entry.filename.endswith("/data/0")]
+    except zipfile.BadZipFile:
+        return False
+    return wanted == [zlib.crc32(block.reshape(-1).view(torch.uint8).numpy().data)]
 
 
 class _Restricted(pickle.Unpickler):

@@ -50,12 +50,23 @@ def write_step(
     """One rank's blocks; by rank 0, when all are there, the rest. OSError names the path and the bytes."""
     draft = unfinished(folder, step)
     for file, block in own.items():
-        with whole_file(draft / file, block.nbytes) as out:
+        with whole_file(draft / file, block.nbytes) as out, checksums():
             torch.save(block, out)
     if mesh_rank:
         until(lambda: not draft.exists(), f"{draft}: rank 0 has not completed it")
     else:
         finish(folder, draft, index, step, keep)
+
+
+@contextmanager
+def checksums() -> Iterator[None]:
+    """torch.save writes checksums, also where the program has turned them off."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def finish(folder: Path, draft: Path, index: dict[str, Any], step: int, keep: int | None) -> None:

@@ -7,7 +7,7 @@ from torch.func import vjp
 from scaling import tree
 from scaling.collectives import all_reduce
 from scaling.configs import Config
-from scaling.mesh import AbstractMesh
+from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import moe as one_device
 from scaling.spec import ShardingError, format_axes, parse
 from scaling.strategies import expert
@@ -292,3 +292,21 @@ def test_refuses():
     ]:
         with pytest.raises(ShardingError, match=message):
             expert.moe(params, x, SOFTMAX, mesh, axis, **options)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [
+        ({"W_gate": None}, r'params\["W_gate"\]: missing'),
+        ({"shared": None}, r'params\["shared"\]\["W_gate"\]: missing'),
+        ({"W_in": torch.zeros(8, 6, 8, dtype=torch.int64)}, r'params\["W_in"\](.|\n)*fix'),
+        ({"W_out": torch.zeros(8, 9, 6)}, r'params\["W_out"\]: W_out\[E_X, F, D\] has the shape'),
+        ({"more": torch.zeros(4)}, r'params\["more"\]: has no spec'),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_params_of_another_layer_are_refused(spoiled, message):
+    params, x, _ = problem(SIGMOID, "drawn")
+    expert.moe(params, x, SIGMOID, Mesh({"X": 1}), "X")
+    with pytest.raises((ShardingError, ValueError), match=message):
+        expert.moe(params | spoiled, x, SIGMOID, Mesh({"X": 1}), "X")

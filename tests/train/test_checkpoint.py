@@ -18,7 +18,7 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
-from scaling.train import checkpoint, dcp, durable
+from scaling.train import checkpoint, dcp, durable, verify
 
 CONFIG = Config("c", 2, 16, 24, 4, 2, 8, 32, tied=True)
 MESHES = [{"X": 4}, {"X": 2, "Y": 2}, {"P": 2, "Y": 2}, {"Z": 2, "X": 2}, {"C": 2, "Y": 2}]
@@ -263,6 +263,7 @@ class Malicious:
         (lambda good: pickle.dumps(Malicious()).ljust(len(good), b"\0"), "not a file of tensors alone"),
         (lambda good: saved(Malicious(), len(good)), "not a file of tensors alone"),
         (lambda good: saved(torch.ones(2), len(good)), r"does not hold state\[\"W\"\], float32\[3\]"),
+        (lambda good: good.replace(b"\0\0\x80?", b"\0\0\x81?", 1), "its bytes are not those that were written"),
     ],
 )
 def test_damaged_and_malicious_files_are_refused(tmp_path, content, words):
@@ -272,6 +273,27 @@ def test_damaged_and_malicious_files_are_refused(tmp_path, content, words):
     with pytest.raises(ValueError, match=f"__0_0_0.distcp: {words}"):
         checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
     assert not Path("/tmp/never").exists()
+
+
+def test_a_bit_that_flipped_in_a_part_is_found_by_verify(ranks, tmp_path, capsys):
+    ranks(saves, {"X": 1}, tmp_path)
+    file = max((tmp_path / "step-000005").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    good = file.read_bytes()
+    assert verify.main([str(tmp_path)]) == 0
+    file.write_bytes(good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 16]) + good[len(good) // 2 + 1 :])
+    assert verify.main([str(tmp_path), "--step", "5"]) == 1
+    assert f"{file.name}: its bytes are not those that were written" in capsys.readouterr().out
+    (tmp_path / "step-000005" / "index.json").write_text("{}")
+    assert [verify.main([str(tmp_path)]), verify.main([str(tmp_path / "no run")])] == [1, 2]
+
+
+def test_a_checksum_is_written_whatever_torch_is_set_to(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        alone(1, tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))[1] == 1
 
 
 def saved(what, length: int) -> bytes:

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scaling import tree
 from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
 from scaling.configs import Config
 from scaling.models.moe import balance_loss, by_expert, router_logits, weigh, z_loss
 from scaling.spec import ShardingError
-from scaling.strategies.expert.layout import ExpertLayout, layout
+from scaling.strategies.expert.layout import ExpertLayout, layout, specs
 from scaling.strategies.expert.routing import Routing, route
 
 
@@ -47,7 +48,8 @@ def moe(
     and shared over all axes of x, and router's and x's over `tensor`.
     """
     at = layout(config, mesh, axis, tensor, spec)
-    check_shapes(params, x, config, mesh.size(at.experts))
+    if not torch.compiler.is_compiling():
+        check_layer(params, x, config, mesh, at)
     if routing is None:
         routing = route(params, x, config, mesh, axis, tensor=tensor, spec=spec)
     if at.sequence:
@@ -77,27 +79,22 @@ def moe(
     return y, {"balance": balance, "z": z_loss(logits, count) / copies, "load": routing.load}
 
 
-def check_shapes(params: dict, x: Tensor, config: Config, ranks: int) -> None:
-    """ShardingError, naming the leaf, unless these are the params of E experts over so many ranks, for x[B, T, D]."""
+def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout) -> None:
+    """ShardingError, naming the leaf, unless these are a layer's params of this config on this mesh, for x[B, T, D]."""
     if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point() or x.layout is not torch.strided:
         found = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ShardingError(f"x[B, T, D]: a layer of experts is given {found}\n  fix: give floats of three dims")
     if not isinstance(params, dict):
         raise ShardingError(f"a layer of experts of a {type(params).__name__}\n  fix: give a dict of its params")
-    E, n, D = config.E, config.E // ranks, x.shape[-1]
-    width = getattr(params.get("W_in"), "shape", (0,))[-1]
-    wanted = {"router": (D, E), "bias": (E,), "W_in": (n, D, width), "W_gate": (n, D, width), "W_out": (n, width, D)}
-    for name, shape in wanted.items():
-        leaf = params.get(name)
-        optional = name in ("bias", "W_gate") and leaf is None
-        where = shape, x.device, torch.strided
-        like = isinstance(leaf, Tensor) and (leaf.shape, leaf.device, leaf.layout) == where and leaf.is_floating_point()
-        if not optional and not like:
-            found = f"{leaf.dtype} {list(leaf.shape)} on {leaf.device}" if isinstance(leaf, Tensor) else type(leaf)
-            raise ShardingError(
-                f"{name}: {E} experts of D={D} over {ranks} ranks have floats {list(shape)} on {x.device}; "
-                f"found {found}\n  fix: give the params of this config, sharded as expert.specs says"
-            )
+    types, sizes = specs(config, at.experts, at.tensor), config.sizes | {"D": x.shape[-1]}
+    fix = "give the params of this config, sharded as expert.specs says"
+    routed = params
+    if shared := types.pop("shared", None):  # its F is another: that of all shared experts together
+        name, wide = 'params["shared"]', sizes | {"F": config.shared * config.F}
+        tree.check(params.get("shared"), shared, wide, mesh, name=name, fix=fix)
+        routed = {key: leaf for key, leaf in params.items() if key != "shared"}
+    tree.check(routed, types, sizes, mesh, fix=fix)
+    tree.check_floats(params)
 
 
 def mlp(W: dict, Row: Tensor, at: ExpertLayout) -> Tensor:

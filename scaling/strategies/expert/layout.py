@@ -1,14 +1,17 @@
 """The axes of a layer of experts: types of its params, and what of them a mesh has."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaling.configs import Config
 from scaling.spec import ShardingError, format_axes, parse
 
+Axes = str | Sequence[str] | None
 
-def axes_of(axis) -> tuple[str, ...]:
-    """("X",) of "X", ("X", "Y") of "XY" or ("X", "Y"), ("data",) of "data", () of None."""
-    if axis is None:
+
+def axes_of(axis: Axes) -> tuple[str, ...]:
+    """("X",) of "X", ("X", "Y") of "XY" or ("X", "Y"), ("data",) of "data", () of None and of ()."""
+    if not axis:
         return ()
     return parse(f"[I_{axis if isinstance(axis, str) else format_axes(axis)}]").axes
 
@@ -18,7 +21,7 @@ def on(axes: tuple[str, ...]) -> str:
     return "_" + format_axes(axes) if axes else ""
 
 
-def specs(config: Config, axis="X", tensor=None) -> dict:
+def specs(config: Config, axis: Axes = "X", tensor: Axes = None) -> dict:
     """The types of a layer's params: experts over `axis`, F over `tensor` if one is given."""
     X, Y = on(axes_of(axis)), on(axes_of(tensor))
     types = {"router": "router[D, E]", "W_in": f"W_in[E{X}, D, F{Y}]", "W_out": f"W_out[E{X}, F{Y}, D]"}

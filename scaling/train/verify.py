@@ -1,0 +1,49 @@
+"""`python -m scaling.train verify RUN`: each file of its checkpoints held against its checksum.
+
+Loading a step checks the blocks that a rank reads whole. On another mesh ranks read parts, which no sum covers; and a
+disk can lose what nobody reads for months.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from scaling.train import checkpoint
+from scaling.train.dcp import ShardReader
+from scaling.train.durable import complete, name
+
+
+def damaged(folder: Path, step: int) -> list[str]:
+    """What is wrong with the files of a step, a line each. FileNotFoundError if that step is not complete."""
+    try:
+        leaves = checkpoint.index(folder, step)["leaves"]
+    except ValueError as error:
+        return [str(error).splitlines()[0]]
+    found, read = [], ShardReader(folder / name(step), verified=True)
+    for where, leaf in leaves.items():
+        for block in leaf["blocks"]:
+            try:
+                read(where, leaf, block, True)
+            except ValueError as error:
+                found.append(str(error).splitlines()[0])
+            read.read.clear()
+    return found
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scaling.train verify", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("--step", type=int, help="this checkpoint alone (default: all that are complete)")
+    args = parser.parse_args(argv)
+    steps = complete(args.run) if args.step is None else [args.step]
+    try:
+        found = {step: damaged(args.run, step) for step in steps}
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not steps:
+        print(f"{args.run}: there is no complete checkpoint here", file=sys.stderr)
+        return 2
+    for step, lines in found.items():
+        print(f"step {step}: " + ("\n  ".join(["damaged", *lines]) if lines else "whole"))
+    return int(any(found.values()))
