@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -29,7 +30,7 @@ import running  # noqa: E402
 from pinned import PINNED  # noqa: E402
 
 OPTIONS = {word for word in sys.argv[1:] if word.startswith("--")}
-SECONDS = 120  # a mutant that takes longer counts as red
+SLOWER, AT_LEAST = 10, 60  # a mutant that takes so many times the chapter's seconds, and so many, counts as red
 SWAPS = {ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Pow: ast.Mult}
 SWAPS |= {ast.FloorDiv: ast.Mult, ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.GtE: ast.Lt}
 JUDGED = ("answers", "check", "same", "equal")  # methods of a page that hold
@@ -86,8 +87,8 @@ def mutate(node: ast.AST) -> str:
     return f"{before[:60]} -> {ast.unparse(ast.fix_missing_locations(node))[:60]}"
 
 
-def forked(fn) -> dict | None:
-    """What `fn()` gives in a child process, as JSON; None if it dies or takes too long."""
+def forked(fn, seconds: float = math.inf) -> dict | None:
+    """What `fn()` gives in a child process, as JSON; None if it dies or takes longer than so many seconds."""
     read, write = os.pipe()
     if not (pid := os.fork()):
         os.close(read)
@@ -99,7 +100,7 @@ def forked(fn) -> dict | None:
             finally:
                 os._exit(0)
     os.close(write)
-    data, end = b"", time.monotonic() + SECONDS
+    data, end = b"", time.monotonic() + seconds
     os.set_blocking(read, False)
     while time.monotonic() < end:
         try:
@@ -159,7 +160,9 @@ def mutate_chapter(name: str, tally: dict) -> None:
     tree = ast.parse(running.source(name), path)
     names, text = {"__name__": "__main__", "__file__": path}, io.StringIO()
     blocks = [compile(ast.Module([node], []), path, "exec") for node in tree.body]
+    began = time.monotonic()
     base = forked(lambda: outcome(name, names, blocks, text))
+    longest = AT_LEAST + SLOWER * (time.monotonic() - began)
     if not base or base["red"]:
         raise SystemExit(f"{name}: red before any mutant: {base and base['red']}")
     last = max(i for i, node in enumerate(tree.body) if any(f"page.{word}(" in ast.unparse(node) for word in JUDGED))
@@ -168,7 +171,7 @@ def mutate_chapter(name: str, tally: dict) -> None:
             changed = ast.parse(running.source(name), path).body[i]
             words = mutate(sites(changed)[n])
             block = compile(ast.Module([changed], []), path, "exec")
-            got = forked(lambda block=block, i=i: outcome(name, names, [block, *blocks[i + 1 :]], text))
+            got = forked(lambda block=block, i=i: outcome(name, names, [block, *blocks[i + 1 :]], text), longest)
             judge(name, site.lineno, words, got, base, tally)
         with contextlib.redirect_stdout(text):
             exec(blocks[i], names)
@@ -201,7 +204,7 @@ def mutate_library(file: str, tally: dict) -> None:
     os.environ["COLUMNS"] = "80"
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     path, text = module.__file__, Path(module.__file__).read_text(encoding="utf-8")
-    bases, callers = {}, {}
+    bases, callers, longest = {}, {}, {}
 
     def traced(name: str) -> dict:
         called = set()
@@ -212,7 +215,9 @@ def mutate_library(file: str, tally: dict) -> None:
             sys.setprofile(None)
 
     for name in running.ON_A_PAGE:
+        began = time.monotonic()
         bases[name] = forked(lambda name=name: traced(name))
+        longest[name] = AT_LEAST + SLOWER * (time.monotonic() - began)
         for function in bases[name]["called"]:
             callers.setdefault(function, []).append(name)
     for node, qualname in functions(ast.parse(text)):
@@ -237,7 +242,7 @@ def mutate_library(file: str, tally: dict) -> None:
 
             best = None
             for name in callers[qualname]:
-                got = forked(lambda name=name, run=run: run(name))
+                got = forked(lambda name=name, run=run: run(name), longest[name])
                 if got is None or got["red"]:
                     best = None
                     break
