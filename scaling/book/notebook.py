@@ -15,7 +15,8 @@ def execute(path: str | Path, timeout: int = 600):
     from nbclient import NotebookClient
 
     notebook = jupytext.read(path)
-    NotebookClient(notebook, timeout=timeout, kernel_name="python3").execute()
+    quiet = ["--log-level=ERROR"]  # it listens to this machine alone, and warns that it does so without encryption
+    NotebookClient(notebook, timeout=timeout, kernel_name="python3", extra_arguments=quiet).execute()
     return notebook
 
 
@@ -32,8 +33,10 @@ def main(argv: list[str] | None = None) -> int:
         import nbformat
 
         nbformat.write(notebook, args.out)
-    printed = [out for cell in notebook.cells for out in cell.get("outputs", ()) if out.output_type == "stream"]
-    print(printed[-1].text.splitlines()[-1] if printed else "nothing printed")
+    streams = [out for cell in notebook.cells for out in cell.get("outputs", ()) if out.output_type == "stream"]
+    sys.stderr.write("".join(out.text for out in streams if out.name == "stderr"))
+    printed = "".join(out.text for out in streams if out.name == "stdout").splitlines()
+    print(printed[-1] if printed else "nothing printed")
     return 0
 
 
