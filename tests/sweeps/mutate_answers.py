@@ -2,12 +2,13 @@
 
     python tests/sweeps/mutate_answers.py 01_roofline 04_problems    the chapters' own cells; without names, all
     python tests/sweeps/mutate_answers.py scaling/cost/transformer.py    a module, under the chapters that call it
+    python tests/sweeps/mutate_answers.py --part=1/4 05_pods    every fourth mutant of a chapter, from the second on
 
 A mutant doubles a number (0 becomes 1), swaps * with / or + with -, turns ** into *, turns a comparison around, makes
 min of max, or swaps the first two arguments of another call. It runs in a fork of a process that is already at its
 cell. Printed: each mutant that left every verdict green and changed an answer, with `--text` also those that changed
-printed text alone; the others are counted. What comes after a chapter's last answers and checks is left as it is. Not
-part of the suite.
+printed text alone; the others are counted. What comes after a chapter's last answers and checks is left as it is, and
+cells that train are left out: they hold ranks against one device, whatever the numbers. Not part of the suite.
 """
 
 import ast
@@ -30,6 +31,7 @@ import running  # noqa: E402
 from pinned import PINNED  # noqa: E402
 
 OPTIONS = {word for word in sys.argv[1:] if word.startswith("--")}
+PART, PARTS = map(int, next((o[7:] for o in OPTIONS if o.startswith("--part=")), "0/1").split("/"))
 SLOWER, AT_LEAST = 10, 60  # a mutant that takes so many times the chapter's seconds, and so many, counts as red
 SWAPS = {ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Pow: ast.Mult}
 SWAPS |= {ast.FloorDiv: ast.Mult, ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.GtE: ast.Lt}
@@ -157,7 +159,8 @@ def mutate_chapter(name: str, tally: dict) -> None:
     os.environ["COLUMNS"] = "80"
     path = str(running.CHAPTERS / f"{name}.py")
     sys.argv = [path, "--small"]
-    tree = ast.parse(running.source(name), path)
+    source = running.without_training(running.source(name))
+    tree = ast.parse(source, path)
     names, text = {"__name__": "__main__", "__file__": path}, io.StringIO()
     blocks = [compile(ast.Module([node], []), path, "exec") for node in tree.body]
     began = time.monotonic()
@@ -165,10 +168,13 @@ def mutate_chapter(name: str, tally: dict) -> None:
     longest = AT_LEAST + SLOWER * (time.monotonic() - began)
     if not base or base["red"]:
         raise SystemExit(f"{name}: red before any mutant: {base and base['red']}")
+    done = -1
     last = max(i for i, node in enumerate(tree.body) if any(f"page.{word}(" in ast.unparse(node) for word in JUDGED))
     for i, node in enumerate(tree.body[: last + 1]):
         for n, site in enumerate(sites(node) if "page" in names else []):
-            changed = ast.parse(running.source(name), path).body[i]
+            if (done := done + 1) % PARTS != PART:
+                continue
+            changed = ast.parse(source, path).body[i]
             words = mutate(sites(changed)[n])
             block = compile(ast.Module([changed], []), path, "exec")
             got = forked(lambda block=block, i=i: outcome(name, names, [block, *blocks[i + 1 :]], text), longest)
