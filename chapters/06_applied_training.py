@@ -38,10 +38,15 @@ def days(flops: float, chips: float) -> float:
 
 # %% [markdown]
 # ## What LLaMA 3 looks like
+# Each letter with its key in the model's config.json on Hugging Face; H has none there, and is D/N. Look at what
+# the three models share: V, K and H.
 
 # %%
+KEYS = {"L": "num_hidden_layers", "D": "hidden_size", "F": "intermediate_size", "N": "num_attention_heads",
+        "K": "num_key_value_heads", "H": "-", "V": "vocab_size"}  # fmt: skip
 page.title("The hyperparameters")
-page.table([(c.name, c.L, c.D, c.F, c.N, c.K, c.H, c.V) for c in (L8, L70, L405)], ["", *"LDFNKHV"])
+page.table([(letter, key, *(getattr(c, letter) for c in (L8, L70, L405))) for letter, key in KEYS.items()],
+           ["", "config.json", *(c.name for c in (L8, L70, L405))])  # fmt: skip
 
 # %% [markdown]
 # ## Counting params and FLOPs
@@ -50,7 +55,6 @@ page.table([(c.name, c.L, c.D, c.F, c.N, c.K, c.H, c.V) for c in (L8, L70, L405)
 # %%
 count = tm.params(L70)
 token, flops = 6 * 70e9, 6 * 70e9 * 15e12
-page.say()
 page.answers([
     Answer("MLP params", "56.3e9", count["mlp"], "params"),
     Answer("vocabulary params", "2.1e9", count["vocab"], "params"),
@@ -133,7 +137,6 @@ page.table(
                            for name in JOBS)) for ways in (1, 2, 4, 8, 16)],
     ["TP,\nways", "FSDP,\nways", *(name.replace(", ", ",\n") for name in JOBS)],
 )  # fmt: skip
-page.say()
 page.answers([
     Answer("FSDP without sequence sharding: ways", "1024", B / 4096, "ways"),
     Answer("FSDP without sequence sharding fills a pod", "no", "yes" if POD <= B / 4096 else "no"),
@@ -148,8 +151,9 @@ page.answers([
 # %% [markdown]
 # ## What the planner finds
 # It counts attention, the vocabulary and the exchange of keys and values too, and every mesh axis must be made of axes
-# of the torus. Look at the last column: on four pods no mesh is compute-bound, and at 40% MFU, 2.5 times the compute,
-# that does not matter.
+# of the torus. Each pass is bound on its own: on a pod the forward of its best mesh waits for collectives, the backward
+# does not. Look at the last column: on four pods no mesh is compute-bound, and at 40% MFU, 2.5 times the compute, that
+# does not matter.
 
 # %%
 SHARDED = Fixed(zero=3)  # FSDP, as the book
@@ -166,7 +170,6 @@ page.table(
     [(name, plan.name, plan.cost.bound, plan.bound, plan.bound / plan.cost.math) for name, plan in found.items()],
     ["", "mesh", "bound by", "s a step,\nat least", "over\ncompute"],
 )
-page.say()
 page.answers([
     Answer("the planner: FSDP alone on a pod is bound by", "fsdp", found["70B, a pod, no TP"].cost.bound),
     Answer("the planner: DP 1024 x SP 2 x TP 4, each a ring", "compute", found["70B, the book's"].cost.bound),

@@ -41,7 +41,6 @@ page.table(
     ["", *(hw.name for hw in hardware)],
 )
 exact = cost.critical_batch(C, W, 8192, 28672)
-page.say()
 page.answers([
     Answer("B_crit of v5e in bf16", "240", critical("bf16", "bf16"), "tokens"),
     Answer("B_crit of an H100", "280", critical("bf16", "bf16", H100), "tokens",
@@ -69,7 +68,6 @@ page.chart(
 prefill = next(T for T in range(1, 1000) if tm.attention_intensity(T, T) >= ALPHA)
 l13 = get("llama2-13b")
 S = 8192
-page.say()
 page.answers([
     Answer("Prefill: intensity over T", "0.5", tm.attention_intensity(S, S) / S),
     Answer("Prefill is compute-bound from T =", "480", prefill, "tokens"),
@@ -108,7 +106,6 @@ page.chart(
     "PaLM 540B on 64 v4p", height=12,
     points={"B = 256": [points[8] for points in cost_of.values()]},
 )  # fmt: skip
-page.say()
 page.answers([
     Answer("PaLM: throughput flattens around batch", "240", critical("bf16", "bf16", V4P), "tokens",
            rounded=(ALPHA, "C/W of a v5e; PaLM ran on v4")),
@@ -121,6 +118,9 @@ page.answers([
 # ## What about memory?
 
 # %%
+toy, moe = get("part7-toy"), get("part7-moe")
+page.title("The models of this part: LLaMA-2, and the problems' two")
+page.table([(c.name, *(getattr(c, letter) for letter in "LDFNKHVEk")) for c in (l13, toy, moe)], ["", *"LDFNKHVEk"])
 parts = tm.params(l13)
 weights, kv = serving.load(l13).weights, serving.load(l13).kv(S)
 page.answers([
@@ -184,7 +184,6 @@ page.chart(
     points={"fits in 128 GB": [column(load, serving.largest_batch(load, S, V5E, 8))[2:] for load in loads.values()]},
 )  # fmt: skip
 fit, fit5 = (serving.largest_batch(load, S, V5E, 8) for load in loads.values())
-page.say()
 page.answers([
     Answer("The largest batch that fits", "16", fit, "",
            erratum="133.2 GB are more than 8 x 16e9 bytes; with 16 GiB a chip 16 would fit"),
@@ -216,7 +215,6 @@ page.table(
         2 * held["as it is, bf16"] / held["GQA: 8 KV heads"])],
     ["", "held, GB", "read, GB", "times smaller"],
 )  # fmt: skip
-page.say()
 page.answers([
     Answer("All of them: times smaller ('over an order of magnitude')", "",
            held["as it is, bf16"] / held["... and int8"], "", "5 x 40/(7 + 33/32) x 2"),
@@ -228,7 +226,6 @@ page.answers([
 # weights (attention, vocabulary) is over Y alone, if the types are taken at their word.
 
 # %%
-toy, moe = get("part7-toy"), get("part7-moe")
 one, active = tm.num_params(toy), tm.num_params(moe, active=True)
 room, single = 16 * HBM, serving.load(toy.with_(K=1), "int8", "int8")
 small, big = serving.load(toy, "int8", "int8"), serving.load(moe, "int8", "int8")
@@ -268,7 +265,6 @@ page.title("Microseconds a layer")
 rows = [(b, roof[b], us, b / us, f"{roof[b] / us:.0%}", page.check(f"the bound at batch {b}", roof[b] <= us))
         for b, us in figure.items()]  # fmt: skip
 page.table(rows, ["batch", "bound", "measured", "tokens/us\nmeasured", "bound over\nmeasured", "not beaten"])
-page.say()
 page.answers([
     Answer("A params", "600e6", size, "params", erratum="2 x 8192 x 32768"),
     Answer("A least latency", "365", roof[16], "us", erratum="537e6 x 2 / (4 x 8.2e11); 365 is of 600e6"),

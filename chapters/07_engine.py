@@ -200,7 +200,6 @@ for r in (1, 2, 3, 4, 6):
 page.title(f"{count} prompts, r prefill servers for one that generates")
 page.table(rows, ["r", "tokens/s", "mean batch of a step", "prefill busy"])
 page.check("a third server helps, a sixth hardly", batches[3] > 1.3 * batches[2] and batches[6] < 1.1 * batches[3])
-page.say()
 page.answers([
     Answer("Prefill servers for each that generates", "3", serving.prefill_servers(0.91, 0.019, 32, 512), "", "2.99"),
 ])  # fmt: skip

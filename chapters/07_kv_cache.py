@@ -100,7 +100,6 @@ page.chart(
     "tokens", "FLOPs", "FLOPs of all tokens so far", height=14,
 )  # fmt: skip
 growth = {(way, which): total(way, which, n) / total(way, which, n // 2) for way, which in kinds}
-page.say()
 page.answers([
     Answer("Naive: twice the tokens, FFW FLOPs times", "4", growth["naive", 0], "", "n^2"),
     Answer("Naive: attention times", "8", growth["naive", 1], "", "n^3"),

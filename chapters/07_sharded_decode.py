@@ -55,6 +55,20 @@ derived = [step.op for step in derive(*LINES["heads_batch"][:1], sizes=SIZES, me
 page.check("two AllToAlls and an AllReduce", [op for op in derived if op.startswith("All")] == [
     "AllToAll", "AllToAll", "AllReduce"])  # fmt: skip
 
+
+def in_order(Y: int, Z: int, N: int = 64, K: int = 8) -> str:
+    """Whether the heads that a chip has as [K_Y, M_Z], N = KM, are those of its block of N_YZ."""
+    heads, blocks = torch.arange(N).view(K, -1).chunk(Y), torch.arange(N).chunk(Y * Z)
+    mine = [part.flatten() for rows in heads for part in rows.chunk(Z, 1)]
+    return "yes" if all(map(torch.equal, mine, blocks)) else "no"
+
+
+page.answers([
+    Answer("heads_batch: step 10's O[B, K_Y, M_Z, H] is O[B, N_YZ, H], Y = 8", "yes", in_order(8, 2)),
+    Answer("... and where a chip has two KV heads, Y = 4", "yes", in_order(4, 4), "",
+           erratum="heads of W_O's other blocks: the listing above goes back on N, not on M"),
+])  # fmt: skip
+
 # %% [markdown]
 # ## Run, beside one device
 # `scaling.serve` in float64: prefill of ragged prompts, then decode steps, each form's logits against one device's.
@@ -225,7 +239,6 @@ page.chart(
     }, "batch", "ways", "Model parallelism that HBM still binds, one ring of v5e", height=10,
     marks=[("y", cost.tensor_limit(28672, V5E.flops(), ici_bw), "compute-bound batch, F = 28,672: 13")],
 )  # fmt: skip
-page.say()
 page.answers([
     Answer("FSDP: gathering all weights on a 4x4 over reading a 16th", "", 16 * W / V5E.bandwidth("line", axes=2),
            "times", "16 W_hbm over two lines: what the book calls impossible"),
@@ -254,7 +267,6 @@ page.chart(
     "us a token", "Collectives of an MLP, D = 8192, F = 4D, rings of v5e's bandwidth", height=10,
     marks=[("x", decoding.threshold_2d(D, F), "N = 72")],
 )  # fmt: skip
-page.say()
 page.answers([
     Answer("7 2D pays from N >", "72", decoding.threshold_2d(D, F), "chips"),
     Answer("7 T_2D in BD / (sqrt(N) W)", "11.3", two[64] * 8 * ici_bw / D),

@@ -197,7 +197,6 @@ def least(k: int) -> float:
     return next(a / 1000 for a in range(1000) if chinchilla(a / 1000) >= k)
 
 
-page.say()
 page.answers([
     Answer("XSum, 70B with a 4B draft: 3 are best from a =", "", least(3), "", "tokens over 1 + 4k/70"),
     Answer("... and more than 4 from a =", "", least(5), "", "so XSum's 3 to 4 mean about half are kept"),

@@ -57,7 +57,7 @@ page.answers([
     Answer("with the weights: chips", "7", need / HBM, "chips"),
     Answer("4x2: chips of the smallest slice", "8", math.prod(serving.smallest_slice(need, V5E)), "chips",
            "113.5 of 128 GB"),
-    Answer("4x2: a step of 32", "17", ms(INT8, 32, 8192, 8), "ms"),
+    Answer("4x2: a step of 32", "17", ms(INT8, 32, 8192, 8), "ms", "HBM binds matmuls (32 < 120) and attention alike"),
     Answer("4x2: tokens/s", "1882", 1e3 * 32 / ms(INT8, 32, 8192, 8), "tokens/s",
            rounded=(32 / 0.017, "17 ms")),
     Answer("4x2: tokens/s a chip", "235", 1e3 * 4 / ms(INT8, 32, 8192, 8), "tokens/s", rounded=(1882 / 8, "1882")),
@@ -124,7 +124,6 @@ critical = {
     for w, c in (("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"))
 }
 doubled = 32 * HBM - loads["bf16"].weights
-page.say()
 page.answers([
     Answer("bf16 weights, bf16 FLOPs: compute-bound from B =", "240", critical["bf16", "bf16"], "tokens"),
     Answer("int8 weights, bf16 FLOPs", "120", critical["int8", "bf16"], "tokens"),
@@ -143,7 +142,8 @@ page.answers([
 
 # %% [markdown]
 # ## How to shard it
-# bf16 on 4x8: one matmul's time in ICI, HBM and FLOPs. Pure model parallelism stays bound by HBM, until it is not.
+# bf16 on 4x8: one matmul's time in ICI, HBM and FLOPs. A compute-bound batch is bound by ICI beyond 26 ways; one of 64
+# waits for HBM longer than for ICI up to twice as many.
 
 # %%
 B, Y, beta = 64, 32, W / V5E.bandwidth("ici")
@@ -156,7 +156,8 @@ whole = {
     for chips, shape in ((16, (4, 4)), (32, (4, 8)))
 }
 page.answers([
-    Answer("4x8 is compute-bound up to Y = 26, so: ways", "16", 2 ** int(math.log2(limit)), "ways"),
+    Answer("A compute-bound batch: a power of two up to 26", "16", 2 ** int(math.log2(limit)), "ways",
+           "so not 4x8 in bf16; 4x4 in int8 and 2x4 in int4"),
     Answer("B = 64: bound by HBM up to Y =", "56", decoding.bandwidth_limit(L70.F, B, W, V5E.bandwidth("ici")), "ways",
            erratum="beta = 8.2e11 / 9e10 is 9.1, not 8"),
     Answer("T_ici of a matmul", "11", 1e6 * ici, "us", "one ring, or two axes without wraparound"),
@@ -226,7 +227,6 @@ short = fronts[2048]
 double = max(rate for _, t, rate in short if t <= 2 * short[0][1])
 equal = 2 * INT8.params / C * W / INT8.kv(1)  # context at which reading a cache takes as long as the FLOPs
 code = [b for b in range(1, 1024, 4) if 2 ** math.ceil(math.log2((INT8.kv(8192 * b) + 70e9) / 16e9)) <= 16]
-page.say()
 page.answers([
     Answer("Latency at batch 1, 8k", "5.5", points(8192)[0][1], "ms",
            rounded=(ms(serving.Load(70e9, 70e9, 163_840), 1, 8192, 16), "70e9 params, embedding and all")),
@@ -266,7 +266,6 @@ for chips in (32, 64, 128, 256):
 fastest = plans(Service(L405, 8192, headroom=1.0), V5E, objective="latency")[0]
 page.title("Question 3: LLaMA-3 405B within 15 ms a step")
 page.table(within, ["chips", "one: ms,\nno ICI", "form", "batch", "tokens/s\na chip", "... without\ncollectives"])
-page.say()
 page.answers([
     Answer("1 FLOPs a token of 405B", "", 2 * big.params / 1e9, "GFLOPs", "2 a param, the embedding looked up"),
     Answer("1 a forward pass of a token, FLOPs-bound: at least, over N", "", 2e3 * big.params / C, "ms",
