@@ -15,10 +15,11 @@ from scaling import cost
 from scaling.book.answers import Answer
 from scaling.book.layout import number
 from scaling.book.page import Page
+from scaling.console import number as positive
 from scaling.hardware import chip
 from scaling.hardware.torus import Torus, slice_of
 
-page = Page(__doc__, bytes=(64e6, "bytes of the array in the table of slices"))
+page = Page(__doc__, bytes=(64e6, "bytes of the array in the table of slices", positive(1)))
 V5E, V5P, V4P = (chip(name) for name in ("v5e", "v5p", "v4p"))
 
 # %% [markdown]

@@ -165,6 +165,7 @@ page.title("Derived from its types")
 page.say(program)
 rng = torch.Generator().manual_seed(page.args.seed)
 types = [*program.operands, program.out.with_name("dOut")]
+page.fits(types, small)
 whole = {t.name: torch.randn(t.global_shape(small), dtype=torch.float64, generator=rng) for t in types}
 leaves = [whole[t.name].clone().requires_grad_() for t in program.operands]
 Out = leaves[0] @ leaves[1] @ leaves[2]

@@ -96,6 +96,7 @@ B, D, F = (8, 256, 1024) if page.small else (8, 2048, 8192)
 rng = torch.Generator().manual_seed(page.args.seed)
 A, W = (torch.randint(-4, 5, shape, generator=rng).float() for shape in ((B, D), (D, F)))  # whole: sums are exact
 TYPES = {"A": "A[B_X, D_Y]", "W": "W[D, F_Y]", "Out": "Out[B_X, F_Y]"}
+page.fits(TYPES.values(), {"B": B, "D": D, "F": F})
 plan = matmul(*TYPES.values())
 
 

@@ -19,6 +19,7 @@ from scaling.book.answers import Answer
 from scaling.book.layout import beside, width
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.console import integer
 from scaling.hardware import Chip, Measured, chip, load_chip
 from scaling.measure import rates
 from scaling.models.pointwise import act
@@ -31,9 +32,13 @@ page = Page(
     device=True,
     seed=True,
     chip=("", "a machine.toml of scaling.measure (default: measured here)"),
-    compile=(0, "1: compile the program again, and print what the compiler writes"),
+    compile=(0, "1: compile the program again, and print what the compiler writes", integer(0, 1)),
 )
 STEPS = 4 if page.small else 12
+try:
+    GIVEN = load_chip(page.args.chip) if page.args.chip else None
+except ValueError as error:
+    page.refuse(f"--chip {error}; fix: a file that python -m scaling.measure has written")
 
 # %% [markdown]
 # ## A program on its way to the machine
@@ -179,7 +184,7 @@ def calibrated(mesh) -> Chip:
 def run(mesh):
     """(the table, the parts of the steps, their seconds by a clock outside, FLOPs by line, the slow ranks found)."""
     x, W = arrays(mesh)
-    machine = load_chip(page.args.chip) if page.args.chip else calibrated(mesh)
+    machine = GIVEN or calibrated(mesh)
     block(x, W, mesh)
     outside = []
     with profile() as p:
@@ -229,9 +234,8 @@ page.table(memory, ["line", "bytes after", "most until the next"])
 # %%
 page.title("Who is late, and where")
 ranks = math.prod(page.args.mesh.values())
-for each in slow:
-    page.say(str(each))
-if ranks > 1:
+page.say("\n".join(map(str, slow)) or "No rank waits for another.")
+if Y > 1:  # collectives are over Y
     slowest = max(slow, key=lambda each: each.seconds, default=None)  # a busy machine makes others slow as well
     named = slowest is not None and (slowest.rank, slowest.inside) == (ranks - 1, False)
     page.check("the slow rank is named first, with its line", named)

@@ -21,7 +21,7 @@ from scaling.book.largest import largest
 from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
 from scaling.shard_map import all_gather, pmean, psum, psum_scatter, shard_map
-from scaling.spec import ShardingError
+from scaling.spec import ShardingError, parse
 from scaling.trace import trace
 
 page = Page(__doc__, mesh="X=2,Y=2", device=True, seed=True)
@@ -189,6 +189,9 @@ BLOCKS = {  # its texts, the types of what goes in and out, and shapes
         "Out[B_X, T, D_Y]", ((16, 4, 16), *((16, 4, 8),) * 3, (4, 8, 16)),
     ),
 }  # fmt: skip
+for _, types, _, shapes in BLOCKS.values():
+    for spec, shape in zip(map(parse, types), shapes, strict=True):
+        page.fits((spec,), dict(zip(spec.dim_names, shape, strict=True)))
 
 # %% [markdown]
 # Values and gradients are held against one device. The lists: what each mode sent in the forward pass and in both, from

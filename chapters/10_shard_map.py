@@ -76,6 +76,7 @@ page.check("slice_and_average", torch.equal(found, numbers.view(8, 64)[:, :4].me
 
 # %%
 SPECS = {"in_specs": ("A[B_X, D_Y]", "W[D, F_Y]"), "out_specs": "Out[B_X, F_Y]"}
+page.fits((*SPECS["in_specs"], SPECS["out_specs"]), {"B": 8, "D": 16, "F": 8})
 
 
 def collective_matmul(lhs, rhs):

@@ -14,10 +14,12 @@ from scaling.book.answers import VERDICTS
 from scaling.book.page import Page
 
 page = Page(__doc__, parts=("", "the parts to run, 1,2,12; all if none is given"))
-chosen = {int(n) for n in page.args.parts.split(",") if n} or ({1, 2} if page.small else set())
+chosen = {int(n) for n in page.args.parts.split(",") if n.isdecimal()} or ({1, 2} if page.small else set())
 folder = Path(__file__).parent if "__file__" in globals() else Path("chapters")
 every = [path for path in sorted(folder.glob("[0-9]*.py")) if recap.part(path) != 11]
 paths = [path for path in every if not chosen or recap.part(path) in chosen]
+if strange := [n for n in page.args.parts.split(",") if n and n not in {str(recap.part(path)) for path in every}]:
+    page.refuse(f"--parts {page.args.parts}: no chapter of a part {strange[0]}; fix: 1 to 10, or 12")
 parts = sorted({recap.part(path) for path in paths})
 
 # %% [markdown]
@@ -61,6 +63,6 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `else set())` by `else {12})`. What does Part 12 claim?
+# 1. Edit: replace `else set())` by `else {12})`: without options Part 12 alone runs. Which of its numbers are errata?
 # 2. Question: which part has the most errata? Evaluate `max(sums, key=lambda n: sums[n][VERDICTS.index("erratum")])`.
 # 3. Flag: run with `--parts 4`. How many numbers does Part 4 have?

@@ -17,7 +17,7 @@ from scaling.train.byte_lm import batch_axes, evaluate, param_specs
 
 OPTIONS = {  # of a chapter that trains
     "steps": (40, "training steps", integer(1, 10**7)),
-    "batch": (256, "rows of the global batch", integer(1)),
+    "batch": (256, "rows of the global batch", integer(1, 100_000)),
     "text": ("", "file to learn (default: the sources of Python's standard library)"),
 }
 JUDGED = 40  # steps from which on the score must be well under the text's order-0 entropy
@@ -80,6 +80,7 @@ def both(mesh, strategy, train: Callable, config: mlp.MLPConfig, args) -> tuple[
 def show(page: Page, strategy, train: Callable, config: mlp.MLPConfig, optimizer: optim.Optimizer) -> None:
     """The strategy on four layers beside one device; then what the chapter's training loop did on its mesh, beside the
     same run on one device, and beside its text."""
+    page.fits(tree.leaves(param_specs(strategy)), config.sizes)
     args = Namespace(**vars(page.args))
     args.steps = min(args.steps, 3) if page.small else args.steps
     layers, found = page.on_ranks(both, strategy, train, config, args)

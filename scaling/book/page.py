@@ -25,10 +25,25 @@ from typing import Any
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, counts
 from scaling.check import check_file
-from scaling.console import PROFILE, SEEDS, integer
+from scaling.console import PROFILE, SEEDS, integer, output
 from scaling.show import charts
-from scaling.sizes import parse_mesh
-from scaling.spec import ShardingError
+from scaling.sizes import format_sizes, parse_mesh
+from scaling.spec import ShardingError, parse
+
+LEAST = 10_000  # bytes of a text that a chapter can learn from
+
+
+class ChapterParser(argparse.ArgumentParser):
+    """The options of a chapter, of which rank 0 alone says what is wrong and what there are."""
+
+    def error(self, message: str):
+        if int(os.environ.get("RANK", 0)):
+            sys.exit(2)
+        super().error(message)
+
+    def print_help(self, file=None) -> None:
+        if not int(os.environ.get("RANK", 0)):
+            super().print_help(file)
 
 
 def in_notebook() -> bool:
@@ -39,21 +54,23 @@ def in_notebook() -> bool:
 class Page:
     """Prints, and keeps the verdicts: `answers` given so far, `checks` as (what, held)."""
 
-    def __init__(self, doc, *, mesh: str = "", device: bool = False, seed: bool = False, plot: bool = False, **options):
-        """`mesh`: the default one of the chapter's ranks; `options`: name=(default, help), as `page.args.name` then,
-        or (default, help, a type for argparse)."""
+    def __init__(
+        self, doc, *, mesh: str = "", axes="", device: bool = False, seed: bool = False, plot: bool = False, **options
+    ):
+        """`mesh`: the default one of the chapter's ranks; `axes`: others that it may name; `options`:
+        name=(default, help), as `page.args.name` then, or (default, help, a type for argparse)."""
         self.doc, self.began = doc or "", time.perf_counter()
         self.checks: list[tuple[str, bool]] = []
         self.given: list[Answer] = []
         self.pictures: list[tuple[str, Callable]] = []
         self.profiles = 0
         self.first = int(os.environ.get("RANK", 0)) == 0
-        self.args = self._parse(mesh, device, seed, plot, options)
+        self.args = self._parse(mesh, axes, device, seed, plot, options)
         if not in_notebook():
             self.say(self.doc.split("\n\n")[0].strip())
 
-    def _parse(self, mesh: str, device: bool, seed: bool, plot: bool, options) -> argparse.Namespace:
-        parser = argparse.ArgumentParser(
+    def _parse(self, mesh: str, axes: str, device: bool, seed: bool, plot: bool, options) -> argparse.Namespace:
+        parser = ChapterParser(
             description=self.doc.split("\n")[0], epilog=self.doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         parser.add_argument("--small", action="store_true", help="smaller sizes: a few seconds")
@@ -68,48 +85,66 @@ class Page:
                 "--seed", type=integer(0, SEEDS), default=0, help="seed of the random operands (default 0)"
             )
         if plot:
-            parser.add_argument("--plot", default="", metavar="FILE", help="write the pictures too, PNG or SVG")
+            parser.add_argument("--plot", type=output, metavar="FILE", help="write the pictures too, PNG or SVG")
         for name, (default, text, *checked) in options.items():
-            usual = "" if default == "" else f" (default {default})"
+            usual = "" if default in ("", None) else f" (default {default})"
             kind = checked[0] if checked else integer() if type(default) is int else type(default)
             parser.add_argument(f"--{name}", type=kind, default=default, help=text + usual)
         args = parser.parse_args(shlex.split(os.environ.get("CHAPTER", "")) if in_notebook() else None)
+        self.refuse, self.usual = parser.error, mesh
+        if device:
+            self._device(parser, args.device)
         if mesh:
-            args.mesh = self._mesh(parser, mesh, args.mesh)
+            args.mesh = self._mesh(parser, mesh, axes, args.mesh)
             self._ready(parser, args)
-        if getattr(args, "plot", "") and Path(args.plot).suffix not in (".png", ".svg"):
+        if getattr(args, "plot", None) and Path(args.plot).suffix not in (".png", ".svg"):
             parser.error(f"--plot {args.plot}: the file's name ends in .png or .svg")
         return args
 
-    def _ready(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    def _ready(self, parser: ChapterParser, args: argparse.Namespace) -> None:
         """Refuse what no rank could do, and lines of the script that break a rule, before any rank starts."""
-        devices, device = math.prod(args.mesh.values()), getattr(args, "device", "cpu")
+        devices = math.prod(args.mesh.values())
+        if (world := int(os.environ.get("WORLD_SIZE", 1))) not in (1, devices):
+            fix = f"fix: torchrun --nproc-per-node {devices}, or another --mesh"
+            parser.error(f"{format_sizes(args.mesh)} is a mesh of {devices}, and torchrun started {world} ranks; {fix}")
         if getattr(args, "batch", devices) % devices:
             fix = f"fix: --batch {32 * devices}"
             parser.error(f"--batch {args.batch}: does not divide over the {devices} devices of the mesh; {fix}")
-        if getattr(args, "text", "") and not Path(args.text).is_file():
-            parser.error(f"--text {args.text}: no such file; fix: leave it out for Python's standard library")
+        if text := getattr(args, "text", ""):
+            size, least = Path(text).is_file() and Path(text).stat().st_size, max(LEAST, 2 * getattr(args, "batch", 0))
+            if size < least:
+                why = f"{size:,} bytes, of {least:,} that it takes" if Path(text).is_file() else "no such file"
+                parser.error(f"--text {text}: {why}; fix: leave it out for Python's standard library")
+        if not in_notebook():
+            if Path(sys.argv[0]).is_file() and (findings := check_file(sys.argv[0])):
+                sys.exit("\n".join(map(str, findings)) if self.first else 1)
+            from scaling.launch import start_by_torchrun
+
+            start_by_torchrun(args.mesh, getattr(args, "device", "cpu"))
+
+    @staticmethod
+    def _device(parser: ChapterParser, device: str) -> None:
+        """Refuse a device that is none here."""
         if device not in ("cpu", "cuda"):
             parser.error(f"--device {device}: must be cpu, or cuda, where each rank takes a GPU of its own")
-        from scaling.launch import start_by_torchrun
         from scaling.mesh import check_device
 
         try:
             check_device(device)
         except ShardingError as error:
             parser.error(f"--device {device}: {error}")
-        if not in_notebook():
-            if Path(sys.argv[0]).is_file() and (findings := check_file(sys.argv[0])):
-                sys.exit("\n".join(map(str, findings)))
-            start_by_torchrun(args.mesh, device)
 
     @staticmethod
-    def _mesh(parser: argparse.ArgumentParser, usual: str, given: "str | None") -> dict[str, int]:
+    def _mesh(parser: ChapterParser, usual: str, axes: str, given: "str | None") -> dict[str, int]:
         """The mesh asked for, or the usual one fitted to torchrun's ranks; axes that are not named have size 1."""
         try:
             sizes = parse_mesh(usual)
             if given:
-                return {**dict.fromkeys(sizes, 1), **parse_mesh(given)}
+                asked, known = parse_mesh(given), [*sizes, *axes]
+                if strange := [axis for axis in asked if axis not in known]:
+                    fix = f"fix: name {', '.join(known)}"
+                    parser.error(f"--mesh {given}: {strange[0]} is no axis of this chapter; {fix}")
+                return {**dict.fromkeys(sizes, 1), **asked}
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
                 return sizes
             from scaling.launch import fit
@@ -117,6 +152,15 @@ class Page:
             return fit(sizes)
         except ShardingError as error:
             parser.error(str(error))
+
+    def fits(self, types: Iterable, sizes: dict[str, int]) -> None:
+        """End with one line if arrays of these types, with their dims' sizes, do not divide over `--mesh`."""
+        for spec in map(str, types):
+            try:
+                parse(spec).local_shape(sizes, self.args.mesh)
+            except ShardingError as error:
+                why = str(error).splitlines()[0]
+                self.refuse(f"--mesh {format_sizes(self.args.mesh)}: {why}; fix: --mesh {self.usual}")
 
     @property
     def small(self) -> bool:
@@ -214,7 +258,7 @@ class Page:
 
     def end(self) -> None:
         """Write the pictures asked for and say what held. What did not: ends a script with 1, raises in a notebook."""
-        for path in self._save() if self.first and getattr(self.args, "plot", "") else ():
+        for path in self._save() if self.first and getattr(self.args, "plot", None) else ():
             self.say(f"wrote {path}")
         parts = [counts(self.given)] if self.given else []
         parts += [f"{len(self.checks)} checks"] if self.checks else []

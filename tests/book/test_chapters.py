@@ -206,6 +206,16 @@ def test_things_to_try(name, chapter, monkeypatch, tmp_path):
     assert flagged.code == 0
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [name for name in running.ON_A_PAGE if "mesh=" in running.source(name)])
+def test_an_odd_mesh_is_run_or_refused(name, capfd):
+    axis = re.search(r'mesh="(\w)=', running.source(name))[1]
+    for mesh in (f"{axis}=1", f"{axis}=3"):
+        ran = running.run(name, "--mesh", mesh)
+        assert "Traceback" not in capfd.readouterr().err, mesh
+        assert ran.code in (0, 2), mesh
+
+
 @pytest.mark.slow
 def test_part_5_figures_cross_where_the_book_says(chapter):
     names = chapter("05_when_bound").names

@@ -17,16 +17,22 @@ def page(monkeypatch, *argv, **options) -> Page:
 def test_a_chapter_has_the_options_that_it_names(monkeypatch, capsys):
     assert vars(page(monkeypatch, "--small").args) == {"small": True}
     args = page(monkeypatch, "--mesh", "Y=2", "--largest", "7", mesh="X=2,Y=4", plot=True, largest=(3, "bytes")).args
-    assert (args.mesh, args.largest, args.plot) == ({"X": 1, "Y": 2}, 7, "")
+    assert (args.mesh, args.largest, args.plot) == ({"X": 1, "Y": 2}, 7, None)
     assert capsys.readouterr().out.startswith("Part 1, A Title")
     for argv, message in [
         (["--steps", "3"], "unrecognized arguments"),
         (["--mesh", "X"], "X"),
+        (["--mesh", "X=2,Q=2"], "--mesh X=2,Q=2: Q is no axis of this chapter; fix: name X, Y"),
         (["--plot", "a.doc"], "ends in .png or .svg"),
+        (["--plot", "nowhere/a.png"], "cannot write nowhere/a.png: there is no folder nowhere"),
     ]:
         with pytest.raises(SystemExit, match="2"):
             page(monkeypatch, *argv, mesh="X=2,Y=4", plot=True)
         assert message in capsys.readouterr().err
+
+
+def test_a_chapter_says_which_further_axes_it_takes(monkeypatch):
+    assert page(monkeypatch, "--mesh", "Z=2", mesh="X=2,Y=4", axes="PZ").args.mesh == {"X": 1, "Y": 1, "Z": 2}
 
 
 def test_the_mesh_fits_the_ranks_of_torchrun(monkeypatch):
@@ -34,10 +40,30 @@ def test_the_mesh_fits_the_ranks_of_torchrun(monkeypatch):
     assert page(monkeypatch, mesh="X=4,Y=2").args.mesh == {"X": 3, "Y": 2}
 
 
-def test_only_rank_0_prints(monkeypatch, capsys):
+def test_a_mesh_of_another_number_of_ranks_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit, match="2"):
+        page(monkeypatch, "--mesh", "X=8", mesh="X=4")
+    said = "X=8 is a mesh of 8, and torchrun started 4 ranks; fix: torchrun --nproc-per-node 8, or another --mesh"
+    assert said in capsys.readouterr().err
+
+
+def test_a_mesh_over_which_arrays_do_not_divide_is_refused(monkeypatch, capsys):
+    own = page(monkeypatch, "--mesh", "X=3", mesh="X=4,Y=2")
+    own.fits(("A[I_X, J]", "A[I, J_Y]"), {"I": 6, "J": 8})
+    with pytest.raises(SystemExit, match="2"):
+        own.fits(("A[I_Y, J]", "A[I, J_X]"), {"I": 6, "J": 8})
+    said = "--mesh X=3, Y=1: A[I, J_X]: dim J of size 8 does not divide into 3 blocks (X=3); fix: --mesh X=4,Y=2"
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--steps", "3"], ["--mesh", "Q=1"]])
+def test_only_rank_0_prints(monkeypatch, capsys, argv):
     monkeypatch.setenv("RANK", "1")
     page(monkeypatch).say("words")
-    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit):
+        page(monkeypatch, *argv, mesh="X=1")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_what_held(monkeypatch, capsys):
@@ -77,10 +103,22 @@ def test_pictures(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
-def test_a_gpu_that_is_not_there_is_refused_before_any_rank(monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        page(monkeypatch, "--device", "cuda", mesh="X=2", device=True)
-    assert "torch finds no GPU here" in capsys.readouterr().err
+def test_a_text_that_is_too_short_is_refused(monkeypatch, capsys, tmp_path):
+    options = {"mesh": "X=1", "batch": (256, "rows"), "text": ("", "file")}
+    (tmp_path / "text").write_bytes(bytes(50_000))
+    page(monkeypatch, "--text", str(tmp_path / "text"), **options)
+    for name, batch, why in (("none", 256, "no such file"), ("text", 30_000, "50,000 bytes, of 60,000 that it takes")):
+        with pytest.raises(SystemExit, match="2"):
+            page(monkeypatch, "--text", str(tmp_path / name), "--batch", str(batch), **options)
+        assert f"{name}: {why}; fix: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mesh", ["X=2", ""])
+def test_a_device_that_is_not_there_is_refused_before_any_rank(monkeypatch, capsys, mesh):
+    for device, why in (("cuda", "torch finds no GPU here"), ("tpu", "must be cpu, or cuda")):
+        with pytest.raises(SystemExit, match="2"):
+            page(monkeypatch, "--device", device, mesh=mesh, device=True)
+        assert why in capsys.readouterr().err
 
 
 def test_where_ranks_cannot_be_forked_the_script_starts_again_under_torchrun(monkeypatch):
