@@ -229,6 +229,7 @@ page.answers([
            f"never: its TP takes {share(256, 16, 'Y') * WIDE / 32768:.2f} of the matmuls at any batch"),
     Answer("recipe of a pod: 1M tokens, X = 1024, Y = 8 is bound by", "compute", recipe.bound, "", erratum=
            f"FSDP takes {share(1024, 8, 'X'):.2f} and TP {share(1024, 8, 'Y'):.2f} of the matmuls' time"),
+    Answer("recipe of a pod: FSDP's gathers over the matmuls", "", share(1024, 8, "X"), "times", "1024 C / (1e6 W_2)"),
     Answer("recipe with 512 x 16: the longer of both over the matmuls", "", max(share(512, 16, a) for a in "XY"),
            "times", "now TP binds"),
     Answer("recipe at the best X of 8,192 chips", "", cost.mixed_optimum(1e6, WIDE, 8192, 2, 1), "", "sqrt(2 B N / F)"),

@@ -350,6 +350,7 @@ PINNED = {
         "FSDP alone needs so many times as many": 850 * 2 * 32768 / 2550**2,
         "256 x 16, 'the minimum', has the best X at batch": 256**2 * 32768 / (2 * 4096),
         "recipe of a pod: 1M tokens, X = 1024, Y = 8 is bound by": "X",  # 1024 x 2550 / (2 x 1e6) = 1.31
+        "recipe of a pod: FSDP's gathers over the matmuls": 1024 * 2550 / (2 * 1e6),
         "recipe with 512 x 16: the longer of both over the matmuls": 16 * 2550 / 30_000,
         "recipe at the best X of 8,192 chips": (2 * 1e6 * 8192 / 30_000) ** 0.5,
         "recipe at the best X: the longer of both over the matmuls": 8192 / 739 * 2550 / 30_000,

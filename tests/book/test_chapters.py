@@ -217,6 +217,18 @@ def test_an_odd_mesh_is_run_or_refused(name, capfd):
 
 
 @pytest.mark.slow
+def test_part_5_thresholds_of_chips(chapter):
+    lines = [line.split() for line in chapter("05_when_bound").text.splitlines()]
+    links = {"v4p": (2.75e14, 9e10, 3, 6.25e9), "v5p": (4.59e14, 1.8e11, 3, 6.25e9),
+             "v5e": (1.97e14, 9e10, 2, 3.125e9), "v6e": (9.2e14, 1.8e11, 2, 1.25e10)}  # fmt: skip
+    for name, (flops, ici, axes, dcn) in links.items():
+        alpha = flops / ici
+        mixed = alpha**2 / ((axes - 1) * 28672)
+        row = (alpha, alpha / axes, 28672 / alpha, mixed, 4 * mixed, flops / dcn)
+        assert [name, str(axes), *(f"{x:,.0f}" for x in row)] in lines
+
+
+@pytest.mark.slow
 def test_part_5_figures_cross_where_the_book_says(chapter):
     names = chapter("05_when_bound").names
     assert names["turns"] == {
