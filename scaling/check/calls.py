@@ -80,7 +80,7 @@ class Calls(Lines, Methods, Helpers, TorchFunctions, Arithmetic, Derivatives):
                 return None
             if isinstance(held, Record) and held.kind is None and held.get(fn.attr) is None:
                 return None
-            return self.attribute(fn, frame)
+            return self.attribute_of(held, fn.attr)
         return self.value(fn, frame)
 
     def arguments_of(self, node: ast.Call, frame) -> tuple[list, bool]:
@@ -223,12 +223,14 @@ class Calls(Lines, Methods, Helpers, TorchFunctions, Arithmetic, Derivatives):
                 return None
             self.operands("", line.operands, list(zip(node.args[1:], values[1:], strict=False)), {}, frame)
             return Shard(line.result)
+        arrays = [a for a in map(as_array, values) if a is not None and not a.pending]
+        if not arrays and not any(isinstance(v, Var) for v in values):
+            return None
         given = [*node.args, *(k.value for k in node.keywords)]
         label = getattr(node.func, "attr", getattr(node.func, "id", "")).lower()
         if any(isinstance(x, ast.Name) and any(w in x.id.lower() for w in COMMUNICATES) for x in given):
             return None
-        arrays = [a for a in map(as_array, values) if a is not None and not a.pending and not a.loose]
-        loose = [a for a in map(as_array, values) if a is not None and not a.pending and a.loose]
+        loose, arrays = [a for a in arrays if a.loose], [a for a in arrays if not a.loose]
         if any(word in label for word in REDUCES) or not arrays + loose:
             return next((v for v in values if isinstance(v, Var)), None) if not arrays + loose else None
         unreduced = sorted({axis for a in arrays + loose for axis in a.spec.unreduced})

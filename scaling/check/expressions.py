@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import replace
+from functools import reduce
 
 from scaling.check.arithmetic import OPERATORS
 from scaling.check.calls import Calls
@@ -32,75 +33,52 @@ class Expressions(Calls, Indexing):
     """The part of the reader that gives expressions their values."""
 
     def value(self, node: ast.expr, frame):
-        found = self._value(node, frame)
-        return self.known(found)
+        """What an expression gives; of what is not read, nothing is known."""
+        found = READS.get(type(node), Expressions.unread)(self, node, frame)
+        return self.bound.get(found.number, found) if type(found) is Var else found
 
     def known(self, value):
         """An argument whose type has been learned meanwhile."""
         return self.bound.get(value.number, value) if isinstance(value, Var) else value
 
-    def _value(self, node: ast.expr, frame):
-        match node:  # the most frequent first
-            case ast.Name():
-                return self.name(node, frame)
-            case ast.Constant(value=value):
-                if isinstance(value, str):
-                    return Text(value)
-                return Number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-            case ast.Attribute():
-                return self.attribute(node, frame)
-            case ast.Call():
-                return self.call(node, frame)
-            case ast.Tuple() | ast.List():
-                return self.row(node.elts, frame)
-            case ast.Dict():
-                return self.dictionary(node, frame)
-            case ast.JoinedStr():
-                return self.formatted(node, frame)
-            case ast.IfExp():
-                self.value(node.test, frame)
-                one, other = self.value(node.body, frame.inside()), self.value(node.orelse, frame.inside())
-                holds = self.decided(node.test, frame)
-                if holds is not None:
-                    return one if holds else other
-                if torn := partly_reduced(one, other, node.test):
-                    self.report(node, "branches", f"{ast.unparse(node)}: {torn}", frame)
-                return merge(one, other)
-            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
-                return self.row_by_row(node, frame)
-            case ast.DictComp():
-                inner = self.comprehension(node, frame)
-                self.value(node.key, inner)
-                return Each(self.value(node.value, inner))
-            case ast.Subscript():
-                return self.item(node, frame)
-            case ast.BinOp():
-                return self.binary(node, frame)
-            case ast.UnaryOp():
-                held = self.value(node.operand, frame)
-                if isinstance(node.op, ast.Invert):
-                    self.bitwise(node, [held], frame)
-                return Number(None) if isinstance(held, Number) and not held.zero else held
-            case ast.Compare():
-                return self.comparison(node, frame)
-            case ast.Lambda():
-                return self.lambda_(node, frame)
-            case ast.NamedExpr():
-                found = self.value(node.value, frame)
-                self.bind(node.target, found, frame)
-                return found
-            case ast.Starred() | ast.Await():
-                return self.value(node.value, frame)
-            case ast.BoolOp():
-                values = [self.value(item, frame) for item in node.values]
-                found = values[0]
-                for other in values[1:]:
-                    found = merge(found, other)
-                return found
+    def unread(self, node: ast.expr, frame) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.value(child, frame)
-        return None
+
+    def constant(self, node: ast.Constant, frame) -> "Text | Number | None":
+        if isinstance(node.value, str):
+            return Text(node.value)
+        number = isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+        return Number(node.value) if number else None
+
+    def choice(self, node: ast.IfExp, frame):
+        self.value(node.test, frame)
+        one, other = self.value(node.body, frame.inside()), self.value(node.orelse, frame.inside())
+        holds = self.decided(node.test, frame)
+        if holds is not None:
+            return one if holds else other
+        if torn := partly_reduced(one, other, node.test):
+            self.report(node, "branches", f"{ast.unparse(node)}: {torn}", frame)
+        return merge(one, other)
+
+    def either(self, node: ast.BoolOp, frame):
+        """and, or: any of the values."""
+        return reduce(merge, [self.value(item, frame) for item in node.values])
+
+    def unary(self, node: ast.UnaryOp, frame):
+        held = self.value(node.operand, frame)
+        if isinstance(node.op, ast.Invert):
+            self.bitwise(node, [held], frame)
+        return Number(None) if isinstance(held, Number) and not held.zero else held
+
+    def named(self, node: ast.NamedExpr, frame):
+        found = self.value(node.value, frame)
+        self.bind(node.target, found, frame)
+        return found
+
+    def inner(self, node: "ast.Starred | ast.Await", frame):
+        return self.value(node.value, frame)
 
     def decided(self, test: ast.expr, frame) -> "bool | None":
         """Whether `p is None` holds, of an argument p that is known to be given here, alone or beside other tests; of
@@ -126,13 +104,13 @@ class Expressions(Calls, Indexing):
             return None
         return found
 
-    def row(self, elements, frame):
+    def row(self, node: "ast.Tuple | ast.List", frame):
         items = []
-        for item in elements:
+        for item in node.elts:
             found = self.value(item, frame)
             if isinstance(item, ast.Starred):
                 if not isinstance(found, Many):
-                    rest = [self.value(other, frame) for other in elements]
+                    rest = [self.value(other, frame) for other in node.elts]
                     return Each(None) if rest else None
                 items += found.items
             else:
@@ -166,9 +144,14 @@ class Expressions(Calls, Indexing):
             elif isinstance(found, Number) and isinstance(found.value, int) and plain:
                 text += str(found.value)
             else:
-                shown = ast.unparse(part.value)
-                text += f"⟨{self.holes.setdefault(shown, len(self.holes))}⟩"
+                text += f"⟨{self.hole(part.value)}⟩"
         return Text(text)
+
+    def hole(self, node: ast.expr) -> int:
+        """The number of what is not known in an f-string: one for all places with the same text."""
+        if node not in self.numbered:
+            self.numbered[node] = self.holes.setdefault(ast.unparse(node), len(self.holes))
+        return self.numbered[node]
 
     def row_by_row(self, node, frame):
         """[f(x) for x in y]: of a tuple of arrays item by item, of other things one item for all."""
@@ -181,6 +164,11 @@ class Expressions(Calls, Indexing):
             self.bind(first.target, item, inner)
             items.append(self.value(node.elt, inner))
         return Many(tuple(items))
+
+    def mapping(self, node: ast.DictComp, frame) -> Each:
+        inner = self.comprehension(node, frame)
+        self.value(node.key, inner)
+        return Each(self.value(node.value, inner))
 
     def comprehension(self, node, frame):
         inner = frame.inside()
@@ -223,20 +211,22 @@ class Expressions(Calls, Indexing):
                 self.nonlinear(node, ast.unparse(node), held, frame)
 
     def attribute(self, node: ast.Attribute, frame):
-        held = self.value(node.value, frame)
+        return self.attribute_of(self.value(node.value, frame), node.attr)
+
+    def attribute_of(self, held, name: str):
         if isinstance(held, Known) and held.kind == "module":
-            return self.member(held.name, node.attr)
+            return self.member(held.name, name)
         if isinstance(held, Known) and held.kind == "torch":
-            return Known("torch", node.attr)
+            return Known("torch", name)
         if isinstance(held, Shard):
-            if node.attr in TRANSPOSED:
+            if name in TRANSPOSED:
                 return held.typed(held.spec.dims[::-1]) if held.matrix else replace(held, loose=True, key="")
-            return held if node.attr in SAME else None
+            return held if name in SAME else None
         if isinstance(held, Record):
-            found = held.get(node.attr)
-            return found if found is not None or held.kind is None else self.of_class(held.kind, node.attr, held)
+            found = held.get(name)
+            return found if found is not None or held.kind is None else self.of_class(held.kind, name, held)
         if isinstance(held, Class):
-            return self.of_class(held, node.attr, None)
+            return self.of_class(held, name, None)
         return None
 
     def lambda_(self, node: ast.Lambda, frame) -> Function:
@@ -249,3 +239,29 @@ class Expressions(Calls, Indexing):
             inner.env[argument.arg] = None if isinstance(found, Text) else found  # another line may be given
         self.value(node.body, inner)
         return Function(node, frame.module, frame.env)
+
+
+READS = {
+    ast.Name: Expressions.name,
+    ast.Constant: Expressions.constant,
+    ast.Attribute: Expressions.attribute,
+    ast.Call: Expressions.call,
+    ast.Tuple: Expressions.row,
+    ast.List: Expressions.row,
+    ast.Dict: Expressions.dictionary,
+    ast.JoinedStr: Expressions.formatted,
+    ast.IfExp: Expressions.choice,
+    ast.ListComp: Expressions.row_by_row,
+    ast.GeneratorExp: Expressions.row_by_row,
+    ast.SetComp: Expressions.row_by_row,
+    ast.DictComp: Expressions.mapping,
+    ast.Subscript: Expressions.item,
+    ast.BinOp: Expressions.binary,
+    ast.UnaryOp: Expressions.unary,
+    ast.Compare: Expressions.comparison,
+    ast.Lambda: Expressions.lambda_,
+    ast.NamedExpr: Expressions.named,
+    ast.Starred: Expressions.inner,
+    ast.Await: Expressions.inner,
+    ast.BoolOp: Expressions.either,
+}

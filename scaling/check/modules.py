@@ -8,6 +8,7 @@ import ast
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -17,6 +18,7 @@ TYPED = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ragged_all
 TYPED |= {"scatter", "gather", "einsum", "shard", "reshard", "unshard", "ppermute", "send", "recv", "masked"}
 TYPED_IN = ("scaling.collectives", "scaling.strategies.axes")  # modules whose typed calls the checker knows by itself
 IMPORTS = re.compile(r"^[ \t]*(?:from|import)\b.*(?:collectives|strategies|axes|scaling import)", re.MULTILINE)
+INSIDE = ("body", "orelse", "handlers", "cases", "finalbody")  # where a statement holds others
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -33,7 +35,7 @@ class Module:
         """Whether the module imports typed calls."""
         if not IMPORTS.search(self.text):
             return False
-        for node in ast.walk(self.tree):
+        for node in imports_in(self.tree.body):
             if isinstance(node, ast.Import) and any(a.name.startswith(TYPED_IN) for a in node.names):
                 return True
             if isinstance(node, ast.ImportFrom):
@@ -84,6 +86,16 @@ class Module:
             return node.module or ""
         parts = self.package.split(".") if self.package else []
         return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+
+
+def imports_in(body: "list[Any]") -> "Iterator[ast.Import | ast.ImportFrom]":
+    """The imports among statements and inside them; an expression holds none."""
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif not isinstance(node, ast.Expr):
+            for inside in INSIDE:
+                yield from imports_in(getattr(node, inside, ()))
 
 
 class Modules:

@@ -10,9 +10,9 @@ from scaling.spec import Spec
 
 class Part:
     """`specs`: the module's SPECS; `seen`: {typed call: (its module, why it cannot be read, or "")}; `bound`: what was
-    learned of arguments, by number; `holes`: numbers of what stands in f-strings and is not known; `active`: the
-    functions that are being read; `memory`: what functions returned; `elsewhere`: faults in other modules' functions;
-    `quiet`: above 0 nothing is reported."""
+    learned of arguments, by number; `holes`: numbers of what stands in f-strings and is not known, by its text;
+    `numbered`: the same by the place; `active`: the functions that are being read; `memory`: what functions returned;
+    `elsewhere`: faults in other modules' functions; `quiet`: above 0 nothing is reported."""
 
     module: Module
     modules: Modules
@@ -20,6 +20,7 @@ class Part:
     seen: dict[ast.Call, tuple[Module, str]]
     bound: dict[int, Any]
     holes: dict[str, int]
+    numbered: dict[ast.expr, int]
     holders: dict[int, Any]
     active: list[ast.AST]
     followed: set[ast.AST]
@@ -44,7 +45,7 @@ class Part:
     nonlinear: Callable[..., None]
     partial_plus_whole: Callable[..., None]
     stored: Callable[..., None]
-    attribute: Callable[..., Any]
+    attribute_of: Callable[..., Any]
     global_name: Callable[..., Any]
     frame_of: Callable[..., Any]
     member: Callable[..., Any]

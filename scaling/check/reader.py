@@ -38,8 +38,9 @@ class Reader(Listings):
 
     def __init__(self, module: Module, modules: Modules):
         self.module, self.modules, self.faults, self.quiet = module, modules, set(), 0
-        self.active, self.followed, self.bound, self.holes, self.holders = [], set(), {}, {}, {}
+        self.active, self.followed, self.bound, self.holders = [], set(), {}, {}
         self.memory, self.names, self.seen, self.numbers = {}, {}, {}, 0
+        self.holes, self.numbered = {}, {}
         self.notes: list[str] = []
         self.elsewhere: list[tuple[str, str]] = []  # faults in functions of other modules, in the order of the reading
         self.specs = self.find_specs()

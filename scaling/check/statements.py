@@ -1,7 +1,6 @@
 """Statements, read and not run (see scaling.check): what they bind, and what functions return."""
 
 import ast
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,13 +34,12 @@ class Frame:
     nested: list = field(default_factory=list)
 
     def read(self, name: str) -> None:
-        self.used |= self.bound.get(name, set())
+        if name in self.bound:
+            self.used |= self.bound[name]
 
     def inside(self) -> "Frame":
         """The same place, with variables of its own: of a comprehension, a lambda, a branch."""
-        inner = copy(self)
-        inner.env, inner.bound = dict(self.env), dict(self.bound)
-        return inner
+        return Frame(**vars(self) | {"env": dict(self.env), "bound": dict(self.bound)})
 
     @property
     def module_keys(self) -> set[str]:
@@ -66,7 +64,7 @@ class Statements(Expressions, Stores):
                 self.bind(node.target, self.value(node.value, frame), frame)
             case ast.AugAssign():
                 both = ast.copy_location(ast.BinOp(_load(node.target), node.op, node.value), node)
-                self.bind(node.target, self.value(ast.fix_missing_locations(both), frame), frame)
+                self.bind(node.target, self.value(both, frame), frame)
             case ast.Expr():
                 if isinstance(node.value, (ast.Yield, ast.YieldFrom)):
                     frame.returned.append(Each(self.value(node.value.value, frame)) if node.value.value else None)
@@ -278,6 +276,7 @@ def expects_an_error(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("raises", "assertRaises", "warns")
 
 
-def _load(target: ast.expr) -> ast.expr:
+def _load(target: "ast.Name | ast.Attribute | ast.Subscript") -> ast.expr:
     """An assignment's target as an expression that reads it."""
-    return ast.parse(ast.unparse(target), mode="eval").body
+    read = type(target)(**dict(ast.iter_fields(target)) | {"ctx": ast.Load()})
+    return ast.copy_location(read, target)

@@ -55,6 +55,8 @@ class Stores(Part):
 
     def stored(self, node: ast.AST, target: ast.expr, found, frame) -> None:
         """Into `grads["W_in"][l]` goes what SPECS calls W_in."""
+        if not self.specs or not isinstance(found, Shard):
+            return
         keys = [
             n.slice.value
             for n in ast.walk(target)
@@ -62,7 +64,7 @@ class Stores(Part):
         ]
         base = next((n.id for n in ast.walk(target) if isinstance(n, ast.Name) and "grad" in n.id), None)
         for spec in (one_layer(self.specs[key]) for key in keys if base and key in self.specs):
-            if isinstance(found, Shard) and (wrong := difference(found, spec)):
+            if wrong := difference(found, spec):
                 what = f"{found.spec} is stored in {ast.unparse(target)}, typed {spec}: {wrong[1]}"
                 self.report(node, "gradient" if wrong[0] == "unreduced" else wrong[0], what, frame)
 
