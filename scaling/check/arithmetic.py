@@ -69,7 +69,6 @@ class Arithmetic(Part):
 
     def meet(self, node, op: str, a: Shard, b: Shard, frame):
         """Two arrays in one elementwise operation."""
-        text = ast.unparse(node)
         dims = None if a.loose or b.loose else aligned(a.spec, b.spec)
         if op in "+-":
             if set(a.spec.unreduced) != set(b.spec.unreduced):
@@ -82,11 +81,13 @@ class Arithmetic(Part):
             if both := set(a.spec.unreduced) & set(b.spec.unreduced):
                 axes = format_axes(sorted(both))
                 fix = f"reduce_scatter or all_reduce one of them over {axes} first"
-                self.report(node, "product-of-sums", said(f"{text}: {a} times {b}", "product-of-sums", fix), frame)
+                self.report(
+                    node, "product-of-sums", said(f"{ast.unparse(node)}: {a} times {b}", "product-of-sums", fix), frame
+                )
         elif (b if op == "/" else a if op == "**" and not b.spec.unreduced else b).spec.unreduced:
-            self.nonlinear(node, text, b if b.spec.unreduced else a, frame)
+            self.nonlinear(node, ast.unparse(node), b if b.spec.unreduced else a, frame)
         elif op in ("//", "%", "**") and a.spec.unreduced:
-            self.nonlinear(node, text, a, frame)
+            self.nonlinear(node, ast.unparse(node), a, frame)
         if dims is None:
             self.split_alike(node, a, b, frame)
             unreduced = {*a.spec.unreduced, *b.spec.unreduced}

@@ -24,9 +24,9 @@ from scaling.check.values import (
     Shard,
     Text,
     Var,
-    arrays_in,
     as_array,
     element,
+    has_arrays,
 )
 from scaling.spec import ShardingError, Spec, parse_line
 
@@ -51,6 +51,8 @@ class Calls(Lines, Methods, Helpers, TorchFunctions, Arithmetic, Derivatives):
         if isinstance(fn, ast.Attribute) and fn.attr == "update" and self.is_optimizer(node, args, keywords):
             return self.optimizer_update(node, args, keywords, frame)
         match callee:
+            case None:
+                pass
             case Known(kind="torch", name=name):
                 if name in self.TRANSFORMS:
                     return self.transform(name, node, args, keywords, frame)
@@ -135,7 +137,7 @@ class Calls(Lines, Methods, Helpers, TorchFunctions, Arithmetic, Derivatives):
     def followed_call(self, fn: Function, node: ast.expr | ast.stmt, args, keywords, spread: bool, frame):
         """Read a function whose source is known with what it is called with; what it returns."""
         given = {k: v for k, v in keywords.items() if k}
-        telling = any(arrays_in(v) or (isinstance(v, Text) and "[" in v.text) for v in [*args, *given.values()])
+        telling = any(has_arrays(v) or (isinstance(v, Text) and "[" in v.text) for v in [*args, *given.values()])
         if spread or len(self.active) > DEPTH or fn.node in self.active:
             return self.unfollowed(node, [*args, *given.values()], frame)
         if not telling and not fn.module.uses_lines:
@@ -144,7 +146,7 @@ class Calls(Lines, Methods, Helpers, TorchFunctions, Arithmetic, Derivatives):
             args = [fn.bound, *args]
         env = self.bind_arguments(fn, args, given)
         try:
-            key = fn.node, tuple(sorted(env.items(), key=lambda item: item[0])), id(fn.around) if fn.around else 0
+            key = fn.node, frozenset(env.items()), id(fn.around) if fn.around else 0
             remembered = self.memory.get(key)
         except TypeError:
             key, remembered = None, None
@@ -192,17 +194,17 @@ class Calls(Lines, Methods, Helpers, TorchFunctions, Arithmetic, Derivatives):
 
     def of_class(self, cls: Class, name: str, held):
         """A method of a class, bound to the object if there is one; a property's value."""
-        for node in cls.node.body:
-            if isinstance(node, ast.FunctionDef) and node.name == name:
-                marks = {getattr(d, "id", getattr(d, "attr", "")) for d in node.decorator_list}
-                if marks & {"property", "cached_property"}:
-                    fn = Function(node, cls.module, {}, held)
-                    return self.followed_call(fn, node, [], {}, False, self.frame_of(cls.module))
-                bound = cls if "classmethod" in marks else None if "staticmethod" in marks else held
-                return Function(node, cls.module, {}, bound)
-            if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == name:
-                kind = self.annotated(node.annotation, cls.module)
-                return Record((), kind) if kind is not None else None
+        node = cls.members.get(name)
+        if isinstance(node, ast.FunctionDef):
+            marks = {getattr(d, "id", getattr(d, "attr", "")) for d in node.decorator_list}
+            if marks & {"property", "cached_property"}:
+                fn = Function(node, cls.module, {}, held)
+                return self.followed_call(fn, node, [], {}, False, self.frame_of(cls.module))
+            bound = cls if "classmethod" in marks else None if "staticmethod" in marks else held
+            return Function(node, cls.module, {}, bound)
+        if node is not None:
+            kind = self.annotated(node.annotation, cls.module)
+            return Record((), kind) if kind is not None else None
         if name == "apply" and any("Function" in ast.unparse(base) for base in cls.node.bases):
             forward = self.of_class(cls, "forward", None)
             takes_context = isinstance(forward, Function) and forward.node.args.args[:1] and (

@@ -33,24 +33,18 @@ class Expressions(Calls, Indexing):
     """The part of the reader that gives expressions their values."""
 
     def value(self, node: ast.expr, frame):
-        """What an expression gives; of what is not read, nothing is known."""
-        found = READS.get(type(node), Expressions.unread)(self, node, frame)
+        """What an expression gives; reading it reports its faults."""
+        found = READS.get(type(node), unread)(self, node, frame)
         return self.bound.get(found.number, found) if type(found) is Var else found
 
     def known(self, value):
         """An argument whose type has been learned meanwhile."""
         return self.bound.get(value.number, value) if isinstance(value, Var) else value
 
-    def unread(self, node: ast.expr, frame) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr):
-                self.value(child, frame)
-
     def constant(self, node: ast.Constant, frame) -> "Text | Number | None":
         if isinstance(node.value, str):
             return Text(node.value)
-        number = isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
-        return Number(node.value) if number else None
+        return Number(node.value) if type(node.value) in (int, float) else None
 
     def choice(self, node: ast.IfExp, frame):
         self.value(node.test, frame)
@@ -214,6 +208,8 @@ class Expressions(Calls, Indexing):
         return self.attribute_of(self.value(node.value, frame), node.attr)
 
     def attribute_of(self, held, name: str):
+        if held is None:
+            return None
         if isinstance(held, Known) and held.kind == "module":
             return self.member(held.name, name)
         if isinstance(held, Known) and held.kind == "torch":
@@ -239,6 +235,13 @@ class Expressions(Calls, Indexing):
             inner.env[argument.arg] = None if isinstance(found, Text) else found  # another line may be given
         self.value(node.body, inner)
         return Function(node, frame.module, frame.env)
+
+
+def unread(self: Expressions, node: ast.expr, frame) -> None:
+    """Of any other kind of expression its parts are read, and nothing is known of what it gives."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            self.value(child, frame)
 
 
 READS = {

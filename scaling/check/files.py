@@ -18,12 +18,13 @@ import argparse
 import gc
 import io
 import json
+import multiprocessing
 import os
 import re
 import sys
 import tokenize
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def read_source(text: str, filename: str = "<source>", modules: Modules | None =
 
 def ignored(text: str) -> dict[int, list[str]]:
     """{line: the rules that a comment there silences}; [""] for a comment that names none."""
-    if "ignore" not in text:
+    if not IGNORE.search(text):
         return {}
     found: dict[int, list[str]] = {}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -128,32 +129,59 @@ def read_file(path: "str | Path", modules: Modules | None = None) -> Report:
 
 
 def read_files(paths: Sequence) -> Report:
-    """The same of many files, each module parsed once. Garbage is not collected meanwhile: a syntax tree is no garbage
-    before the end, and looking for some in those of hundreds of modules is half of the time."""
-    report = Report()
-    for each in _read_each(paths):
-        report.add(each)
-    return report
+    """The same of many files, each module parsed once."""
+    with _garbage_kept():
+        modules = Modules()
+        return together([read_file(path, modules) for path in paths])
 
 
 def read_in_processes(paths: Sequence) -> Report:
-    """The same on all cores, where there are so many files that starting processes is worth it."""
+    """The same on all cores, where there are so many files that starting processes is worth it. They are forked when
+    the files are parsed, and have the syntax trees from here; each reads the next file that none has taken."""
     workers = min(os.cpu_count() or 1, len(paths) // FILES)
-    if workers < 2:
+    if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
         return read_files(paths)
-    with ProcessPoolExecutor(workers) as pool:
-        parts = list(pool.map(_read_each, [paths[i::workers] for i in range(workers)]))
-    report = Report()
-    for i in range(len(paths)):
-        report.add(parts[i % workers][i // workers])
-    return report
+    fork, modules, found = multiprocessing.get_context("fork"), Modules(), {}
+    with _garbage_kept():
+        for path in map(Path, paths):
+            modules.load(name_of(path), path)
+        turn, ends = fork.SimpleQueue(), []
+        for _ in range(workers):
+            end, other = fork.Pipe(duplex=False)
+            fork.Process(target=_take_turns, args=(paths, modules, turn, other), daemon=True).start()
+            other.close()
+            ends.append(end)
+        turn.put(0)
+        for end in ends:
+            found |= end.recv()
+    return together([found[number] for number in range(len(paths))])
 
 
-def _read_each(paths: Sequence) -> list[Report]:
-    modules, collects = Modules(), gc.isenabled()
+def _take_turns(paths: Sequence, modules: Modules, turn, end) -> None:
+    """Read files until none is left. `turn` holds the number of the next one."""
+    found = {}
+    while (number := turn.get()) < len(paths):
+        turn.put(number + 1)
+        found[number] = read_file(paths[number], modules)
+    turn.put(number)
+    end.send(found)
+
+
+def together(reports: Sequence[Report]) -> Report:
+    whole = Report()
+    for each in reports:
+        whole.add(each)
+    return whole
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Garbage is not collected meanwhile: a syntax tree is none before the end, and looking for some in those of
+    hundreds of modules is half of the time."""
+    collects = gc.isenabled()
     gc.disable()
     try:
-        return [read_file(path, modules) for path in paths]
+        yield
     finally:
         if collects:
             gc.enable()

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +106,10 @@ class Modules:
 
     def find(self, name: str, near: "Path | None" = None) -> "Module | None":
         """The module of this name as a file at `near` would import it; None if there is no source that may be read."""
-        if name.split(".")[0] in sys.stdlib_module_names or name.split(".")[0] in ("torch", "numpy", "pytest"):
+        top = name.partition(".")[0]
+        if top in sys.stdlib_module_names or top in ("torch", "numpy", "pytest"):
             return None
-        roots = () if near is None else tuple(dict.fromkeys((str(near.parent), str(root_of(near)))))
+        roots = () if near is None else roots_of(near)
         key = name, roots
         if key not in self.found:
             path = source_file(name, roots)
@@ -125,21 +126,38 @@ class Modules:
         return self.found[key]
 
 
-@lru_cache(maxsize=4096)
 def source_file(name: str, roots: tuple[str, ...]) -> "Path | None":
     """The file of a module, of those that may be read; nothing is imported to find it."""
-    top, *rest = name.split(".")
-    found = PathFinder.find_spec(top, [*roots]) if roots else None
-    for finder in sys.meta_path if found is None else ():
-        found = found or finder.find_spec(top, None)
-    for part in rest:
-        if found is None or not found.submodule_search_locations:
-            return None
-        found = PathFinder.find_spec(f"{found.name}.{part}", list(found.submodule_search_locations))
+    found = located(name, roots)
     origin = found.origin or "" if found is not None else ""
-    if not origin.endswith(".py") or (top != "scaling" and origin.startswith(INSTALLED)):
+    if not origin.endswith(".py") or (name.partition(".")[0] != "scaling" and origin.startswith(INSTALLED)):
         return None
     return Path(origin)
+
+
+@lru_cache(maxsize=4096)
+def located(name: str, roots: tuple[str, ...]) -> "ModuleSpec | None":
+    """Where a module is: in a package that is there, or at the roots, or where any import would find it."""
+    package, _, part = name.rpartition(".")
+    if package:
+        around = located(package, roots)
+        folders = None if around is None else around.submodule_search_locations
+        return inside(f"{around.name}.{part}", tuple(folders)) if around is not None and folders else None
+    found = PathFinder.find_spec(name, [*roots]) if roots else None
+    for finder in sys.meta_path if found is None else ():
+        found = found or finder.find_spec(name, None)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def inside(name: str, folders: tuple[str, ...]) -> "ModuleSpec | None":
+    return PathFinder.find_spec(name, list(folders))
+
+
+@lru_cache(maxsize=4096)
+def roots_of(path: Path) -> tuple[str, ...]:
+    """Where a file's imports are looked for first: beside it, and beside the outermost package around it."""
+    return tuple(dict.fromkeys((str(path.parent), str(root_of(path)))))
 
 
 def root_of(path: Path) -> Path:

@@ -142,10 +142,12 @@ class Statements(Expressions, Stores):
                 frame.over = True
         for name in {name for end in ends for name in end.env}:
             found = ends[0].env.get(name)
-            for end in ends[1:]:
-                if node is not None and (torn := partly_reduced(found, end.env.get(name), node.test)):
+            for other in [end.env.get(name) for end in ends[1:]]:
+                if other is found:
+                    continue
+                if node is not None and (torn := partly_reduced(found, other, node.test)):
                     self.report(node, "branches", f"{name} after `if {ast.unparse(node.test)}`: {torn}", frame)
-                found = merge(found, end.env.get(name))
+                found = merge(found, other)
             frame.env[name] = found
         for name in {name for end in ends for name in end.bound}:
             frame.bound[name] = set().union(*(end.bound.get(name, set()) for end in ends))
@@ -170,11 +172,12 @@ class Statements(Expressions, Stores):
     def bind(self, target: ast.expr, found, frame: Frame) -> None:
         match target:
             case ast.Name(id=name):
+                place = id(target)
                 frame.env[name] = found
-                frame.bound[name] = {id(target)}
-                frame.made[id(target)] = (target, found)
+                frame.bound[name] = {place}
+                frame.made[place] = (target, found)
                 if frame.name == "" or name.startswith("_"):
-                    frame.used.add(id(target))
+                    frame.used.add(place)
             case ast.Tuple(elts=elts) | ast.List(elts=elts):
                 self.unpack(elts, found, frame)
             case ast.Subscript():

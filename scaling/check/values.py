@@ -6,6 +6,7 @@ function that is not followed most likely returned: it is held against a declare
 
 import ast
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from scaling.spec import Spec
@@ -122,6 +123,17 @@ class Class:
     node: ast.ClassDef
     module: Any
 
+    @cached_property
+    def members(self) -> "dict[str, ast.FunctionDef | ast.AnnAssign]":
+        """Its methods and annotated fields."""
+        found: dict = {}
+        for node in self.node.body:
+            if isinstance(node, ast.FunctionDef):
+                found.setdefault(node.name, node)
+            elif isinstance(node, ast.AnnAssign):
+                found.setdefault(getattr(node.target, "id", ""), node)
+        return found
+
 
 @dataclass(frozen=True)
 class Known:
@@ -154,7 +166,7 @@ class Pull:
 
 def merge(a, b):
     """What holds after either of two branches: the one that is known, or what both agree on."""
-    if a is None or b is None or a == b:
+    if a is b or a is None or b is None or a == b:
         return b if a is None else a
     if isinstance(a, (Number, Var)) or isinstance(b, (Number, Var)):
         known, other = (b, a) if isinstance(a, (Number, Var)) else (a, b)
@@ -184,6 +196,8 @@ def merge(a, b):
 
 def element(value):
     """What iterating over a value, or indexing it by a variable, gives."""
+    if value is None:
+        return None
     if isinstance(value, Each):
         return value.item
     if isinstance(value, Many):
@@ -221,6 +235,15 @@ def arrays_in(value) -> "list[tuple[str, Shard]]":
     if isinstance(value, Many):
         return [(f"[{i}]{where}", found) for i, item in enumerate(value.items) for where, found in arrays_in(item)]
     return [(f"[...]{where}", found) for where, found in arrays_in(value.item)] if isinstance(value, Each) else []
+
+
+def has_arrays(value) -> bool:
+    """Whether there is an array in a tree of values."""
+    if isinstance(value, Record):
+        return any(has_arrays(item) for _, item in value.items)
+    if isinstance(value, Many):
+        return any(map(has_arrays, value.items))
+    return has_arrays(value.item) if isinstance(value, Each) else isinstance(value, Shard)
 
 
 def settled(value) -> Any:
