@@ -59,7 +59,8 @@ listing.show_module(page, gradients, STORED)
 
 # %% [markdown]
 # ## The book's layer, line by line
-# What each rank does. Look for {U_X}: it appears where the batch is summed over, and an AllReduce takes it away.
+# What each rank does. Look for {U_X}: it appears where the batch is summed over, and an AllReduce takes it away. Act
+# is Tmp past the activation, which the book leaves out; `block` has it, and the norm.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D, F]", "W_out": "W_out[F, D]", "Out": "Out[B_X, D]"}

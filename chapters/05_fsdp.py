@@ -53,7 +53,7 @@ listing.show_module(page, gradients, STORED)
 # %% [markdown]
 # ## The book's layer, line by line
 # What each rank does. Each AllGather of a weight in the forward answers to a ReduceScatter of its gradient in the
-# backward: they are each other's transpose.
+# backward: they are each other's transpose. Act is Tmp past the activation, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}

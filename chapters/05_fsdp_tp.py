@@ -25,7 +25,8 @@ X, Y = (page.args.mesh[axis] for axis in "XY")
 
 # %% [markdown]
 # ## One layer, line by line
-# What each rank does. Gathers of weights are over X, those of activations over Y; no axis is met twice in a type.
+# What each rank does. Gathers of weights are over X, those of activations over Y; no axis is met twice in a type. Act
+# is Tmp past the activation, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B_X, D_Y]", "W_in": "W_in[D_X, F_Y]", "W_out": "W_out[F_Y, D_X]", "Out": "Out[B_X, D_Y]"}

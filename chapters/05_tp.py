@@ -52,7 +52,8 @@ listing.show_module(page, gradients, STORED)
 # %% [markdown]
 # ## The book's layer, line by line
 # What each rank does. Weights stay where they are; activations are gathered before the first product, and after the
-# second one, whose contracted dim F is split, partial sums {U_Y} are reduced.
+# second one, whose contracted dim F is split, partial sums {U_Y} are reduced. Act is Tmp past the activation, which
+# the book leaves out.
 
 # %%
 SPECS = {"In": "In[B, D_Y]", "W_in": "W_in[D, F_Y]", "W_out": "W_out[F_Y, D]", "Out": "Out[B, D_Y]"}
