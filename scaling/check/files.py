@@ -131,34 +131,45 @@ def read_file(path: "str | Path", modules: Modules | None = None) -> Report:
 def read_files(paths: Sequence) -> Report:
     """The same of many files, each module parsed once."""
     with _garbage_kept():
-        modules = Modules()
-        return together([read_file(path, modules) for path in paths])
+        return together(_read_each(paths))
 
 
 def read_in_processes(paths: Sequence) -> Report:
-    """The same on all cores, where there are so many files that starting processes is worth it. They are forked when
-    the files are parsed, and have the syntax trees from here; each reads the next file that none has taken."""
+    """The same on all cores, where there are so many files that starting processes is worth it."""
     workers = min(os.cpu_count() or 1, len(paths) // FILES)
     if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
         return read_files(paths)
-    fork, modules, found = multiprocessing.get_context("fork"), Modules(), {}
     with _garbage_kept():
-        for path in map(Path, paths):
-            modules.load(name_of(path), path)
-        turn, ends = fork.SimpleQueue(), []
-        for _ in range(workers):
-            end, other = fork.Pipe(duplex=False)
-            fork.Process(target=_take_turns, args=(paths, modules, turn, other), daemon=True).start()
-            other.close()
-            ends.append(end)
-        turn.put(0)
-        for end in ends:
-            found |= end.recv()
+        found = _read_by_turns(paths, workers)
     return together([found[number] for number in range(len(paths))])
 
 
+def _read_each(paths: Sequence) -> list[Report]:
+    modules = Modules()
+    return [read_file(path, modules) for path in paths]
+
+
+def _read_by_turns(paths: Sequence, workers: int) -> dict[int, Report]:
+    """{number of a file: its report}. The processes are forked when all files are parsed, and have the syntax trees
+    from here."""
+    fork, modules, found = multiprocessing.get_context("fork"), Modules(), {}
+    for path in map(Path, paths):
+        modules.load(name_of(path), path)
+    turn, ends = fork.SimpleQueue(), []
+    for _ in range(workers):
+        end, other = fork.Pipe(duplex=False)
+        fork.Process(target=_take_turns, args=(paths, modules, turn, other), daemon=True).start()
+        other.close()
+        ends.append(end)
+    turn.put(0)
+    del modules  # they read meanwhile
+    for end in ends:
+        found |= end.recv()
+    return found
+
+
 def _take_turns(paths: Sequence, modules: Modules, turn, end) -> None:
-    """Read files until none is left. `turn` holds the number of the next one."""
+    """Read the next file until none is left; `turn` holds its number."""
     found = {}
     while (number := turn.get()) < len(paths):
         turn.put(number + 1)
