@@ -57,7 +57,8 @@ def paired(tree, specs, name: str = "params") -> list[tuple[str, Any, Spec]]:
 
 def shard(tree, specs, mesh) -> Any:
     """This rank's shards of whole arrays: contiguous copies, so that the whole ones can be freed. No communication."""
-    return unflatten(specs, [_shard(where, leaf, spec, mesh) for where, leaf, spec in paired(tree, specs)])
+    name = "array" if isinstance(tree, Tensor) else "params"
+    return unflatten(specs, [_shard(where, leaf, spec, mesh) for where, leaf, spec in paired(tree, specs, name)])
 
 
 def unshard(tree, specs, mesh) -> Any:

@@ -187,3 +187,8 @@ def test_errors_of_shard_and_init():
         tree.init({"W": 0.1}, {"W": "W[D]"}, {"D": 8}, at)
     with pytest.raises(ShardingError, match="unknown dtype"):
         tree.local_nbytes({}, {}, at, "float31")
+
+
+def test_one_array_is_not_called_params():
+    with pytest.raises(ShardingError, match=r"^array: x\[B_X, D\]: dim B of size 3 does not divide"):
+        tree.shard(torch.zeros(3, 2), "x[B_X, D]", AbstractMesh({"X": 2}))

@@ -135,7 +135,8 @@ class Spec:
         """The shape of the whole array. `sizes`: {"D": 8, "F": 16}, or the shape itself as a sequence of ints."""
         if not isinstance(sizes, Mapping):
             if len(sizes) != len(self.dims):
-                raise ShardingError(f"{self}: has {len(self.dims)} dims, but the sizes given are {tuple(sizes)}")
+                what = f"{self}: has {len(self.dims)} dims, but the sizes given are {tuple(sizes)}"
+                raise ShardingError(f"{what}\n  fix: name each dim of the array once")
             sizes = dict(zip(self.dim_names, sizes, strict=True))
         shape = []
         for dim, _ in self.dims:

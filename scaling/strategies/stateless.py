@@ -21,6 +21,8 @@ from scaling.collectives import reshard
 from scaling.models.remat import checkpoint_block
 from scaling.spec import ShardingError, Spec, parse
 
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+
 
 def call(f: "nn.Module | Callable", stored: Any, used: Any, mesh, again: bool = False) -> Callable:
     """g(params, *args) = f of the params, each resharded from its `stored` to its `used` type.
@@ -29,15 +31,13 @@ def call(f: "nn.Module | Callable", stored: Any, used: Any, mesh, again: bool = 
     the params; a leaf whose two types are equal is passed as it is. Any reshard may stand between them: an AllGather
     (FSDP: `W[F, D_X]` used as `W[F, D]`), or partial sums (`b[D]` used as `b[D] {U_Y}`: a bias after a sum over Y,
     which one rank along Y adds). `again`: the backward keeps the shards alone and gathers, and computes, once more;
-    the arguments are then floating-point tensors. ShardingError if the trees' leaves differ, or a param of the
-    module has no type.
+    the arguments are then floating-point tensors. ShardingError if the trees' leaves differ, a param of the module
+    has no type, or a BatchNorm of it is in training.
     """
     apply = (lambda params, *args: functional_call(f, params, args)) if isinstance(f, nn.Module) else f
     tree.paired(used, stored, "used")
-    untyped = [name for name, _ in f.named_parameters() if name not in stored] if isinstance(f, nn.Module) else []
-    if untyped:
-        what = f"{untyped[0]}: this param of the module has no type, and would not be trained"
-        raise ShardingError(f"{what}\n  fix: give one for each of {', '.join(untyped)}")
+    if isinstance(f, nn.Module):
+        check_module(f, stored)
 
     def gathered(params, args):
         tree.paired(params, stored)
@@ -45,6 +45,17 @@ def call(f: "nn.Module | Callable", stored: Any, used: Any, mesh, again: bool = 
 
     run = checkpoint_block(gathered) if again else gathered
     return lambda params, *args: run(params, args)
+
+
+def check_module(module: nn.Module, stored: Any) -> None:
+    """ShardingError unless each param has a type, and the module is a function of its params and each row alone."""
+    if untyped := [name for name, _ in module.named_parameters() if name not in stored]:
+        what = f"{untyped[0]}: this param of the module has no type, and would not be trained"
+        raise ShardingError(f"{what}\n  fix: give one for each of {', '.join(untyped)}")
+    for name, part in module.named_modules():
+        if isinstance(part, BATCH_NORMS) and part.training:
+            what = f"{name}: {type(part).__name__} in training takes its statistics from this rank's rows alone"
+            raise ShardingError(f"{what}\n  fix: GroupNorm or LayerNorm, or module.eval(), which uses those it has")
 
 
 def resharded(x: Tensor, now: Spec, then: Spec, mesh) -> Tensor:

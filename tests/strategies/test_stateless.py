@@ -101,6 +101,14 @@ def test_a_param_without_a_type_is_refused():
         call(module, types, types, AbstractMesh({"X": 2}))
 
 
+def test_a_batch_norm_in_training_is_refused():
+    module = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    types = {"0.weight": "W[F, D]", "0.bias": "b[F]", "1.weight": "g[F]", "1.bias": "h[F]"}
+    with pytest.raises(ShardingError, match="1: BatchNorm1d in training takes its statistics from this rank's rows"):
+        call(module, types, types, AbstractMesh({"X": 2}))
+    assert call(module.eval(), types, types, AbstractMesh({"X": 2}))
+
+
 def test_trees_that_differ_are_refused():
     net, _ = problem()
     with pytest.raises(ShardingError, match="missing"):
