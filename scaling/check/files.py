@@ -131,7 +131,7 @@ def read_file(path: "str | Path", modules: Modules | None = None) -> Report:
 def read_files(paths: Sequence) -> Report:
     """The same of many files, each module parsed once."""
     with _garbage_kept():
-        return together(_read_each(paths))
+        return of_all(_read_each(paths))
 
 
 def read_in_processes(paths: Sequence) -> Report:
@@ -141,7 +141,7 @@ def read_in_processes(paths: Sequence) -> Report:
         return read_files(paths)
     with _garbage_kept():
         found = _read_by_turns(paths, workers)
-    return together([found[number] for number in range(len(paths))])
+    return of_all([found[number] for number in range(len(paths))])
 
 
 def _read_each(paths: Sequence) -> list[Report]:
@@ -178,7 +178,7 @@ def _take_turns(paths: Sequence, modules: Modules, turn, end) -> None:
     end.send(found)
 
 
-def together(reports: Sequence[Report]) -> Report:
+def of_all(reports: Sequence[Report]) -> Report:
     whole = Report()
     for each in reports:
         whole.add(each)
