@@ -93,7 +93,7 @@ class Arithmetic(Part):
             unreduced = {*a.spec.unreduced, *b.spec.unreduced}
             held = a if len(a.spec.dims) >= len(b.spec.dims) else b
             return held.typed(unreduced=unreduced, sure=False, loose=True, parts="", summed=False)
-        if a.sure and b.sure and op != "+" and op != "-":
+        if a.sure and b.sure:
             self.split_alike(node, a, b, frame)
         unreduced = {*a.spec.unreduced, *b.spec.unreduced}
         parts = {x.parts for x in (a, b) if x.spec.unreduced}

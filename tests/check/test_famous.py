@@ -1,0 +1,90 @@
+"""Faults of whole statements, which no edit of one typed call plants, in the listings of strategies and chapters.
+
+A loss that is reduced before it is differentiated; a residual of another type; a gradient that is returned unreduced,
+alone, in a tuple or in a dict; a wait for the wrong array. Without them the listings are clean.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scaling.check import check_source
+
+ROOT = Path(__file__).parents[2]
+SPLIT = ["scaling/strategies/tensor_parallel.py", "scaling/strategies/fsdp_tp.py"]
+SPLIT += ["chapters/05_tp.py", "chapters/05_fsdp_tp.py"]
+LISTED = ["chapters/05_dp.py", "chapters/05_fsdp.py", "chapters/05_fsdp_tp.py"]
+LATE = [f"scaling/strategies/{name}.py" for name in ("data_parallel", "fsdp", "fsdp_tp", "zero", "pods")]
+LOSSES = {"chapters/05_dp.py": "X", "chapters/05_fsdp.py": "X", "chapters/05_tp.py": "Y"}
+
+
+def text_of(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def rules(file: str, before: str, after: str) -> list[str]:
+    """The rules that are broken in a file with this edit."""
+    text = text_of(file)
+    assert before in text
+    return [found.rule for found in check_source(text.replace(before, after, 1), file)]
+
+
+@pytest.mark.parametrize("file", LOSSES)
+def test_a_loss_reduced_before_it_is_differentiated(file):
+    line = re.search(r"        return (.*\.square\(\)\.sum\(\))  # Loss\[\] \{U_", text_of(file))
+    assert line is not None
+    reduced = f'all_reduce("Loss[] {{U_{LOSSES[file]}}} -> Loss[]", {line[1]}, mesh)'
+    assert "loss" in rules(file, f"return {line[1]}", f"return {reduced}")
+
+
+@pytest.mark.parametrize("file", SPLIT)
+def test_a_residual_of_another_type(file):
+    line = re.search(r'Out = reduce_scatter\("Out\[.*", Out, mesh\)', text_of(file))
+    assert line is not None
+    assert rules(file, line[0], line[0].replace("Out, mesh", "Out + In, mesh")) == ["partial-plus-whole"]
+    assert rules(file, "return Out, (In", "return Out + In, (In") == ["split"]
+
+
+@pytest.mark.parametrize("weight", ["dW_in", "dW_out"])
+@pytest.mark.parametrize("file", LISTED + LATE)
+def test_a_gradient_returned_unreduced(file, weight):
+    line = re.search(rf"    {weight} = (all_reduce|reduce_scatter)\(.*\n", text_of(file))
+    assert line is not None
+    assert rules(file, line[0], "") == ["result"]
+
+
+@pytest.mark.parametrize("returned", ['{"W_in": dW_in, "W_out": dW_out}', "(dW_in, dW_out)"])
+@pytest.mark.parametrize("file", LISTED)
+def test_a_gradient_returned_unreduced_in_a_dict_or_a_tuple(file, returned):
+    text = text_of(file)
+    listing = text[: text.index("\n\n\n", text.index("def backward("))] + "\n"
+    listing = listing.replace("dIn), dW_in, dW_out", f"dIn), {returned}")
+    listing = listing.replace("return dIn, dW_in, dW_out", f"return dIn, {returned}")
+    assert returned in listing
+    assert check_source(listing, file) == []
+    faulty = re.sub(r"    dW_in = (all_reduce|reduce_scatter)\(.*\n", "", listing)
+    assert [found.rule for found in check_source(faulty, file)] == ["result"]
+
+
+WAITS = """
+import torch
+from scaling.collectives import all_gather, wait
+
+def f(A, B, mesh):
+    a = all_gather("A[I_X, J] -> A[I, J]", A, mesh, async_op=True)
+    b = all_gather("B[J, K_X] -> B[J, K]", B, mesh, async_op=True)
+    """
+
+
+@pytest.mark.parametrize(("lines", "rule"), [
+    ("wait(a)\n    return torch.relu(a), wait(b)", "pending"),
+    ("a = wait(a)\n    return a @ b", "pending"),
+    ("a = wait(b)\n    return torch.relu(a), torch.relu(b)", "pending"),
+    ("a = a.wait()\n    return a, torch.relu(b)", "pending"),
+    ("b = wait(a)\n    return b", "never-waited"),
+    ("a = wait(a)\n    return a", "never-waited"),
+])  # fmt: skip
+def test_a_wait_for_the_wrong_array(lines, rule):
+    assert rule in [found.rule for found in check_source(WAITS + lines)]
+    assert check_source(WAITS + "a, b = wait(a), wait(b)\n    return torch.relu(a), torch.relu(b)") == []
