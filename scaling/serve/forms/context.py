@@ -14,7 +14,7 @@ from scaling.serve.forms import At
 from scaling.serve.forms.parts import activated, own_biases, rows_of
 from scaling.serve.types import experts_axis
 from scaling.strategies.axes import all_gather, all_reduce, shard
-from scaling.strategies.expert import moe
+from scaling.strategies.expert import experts_of, moe
 from scaling.strategies.transformer.layer import own_heads
 
 
@@ -45,7 +45,7 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
     if at.config.moe:
         axis = experts_axis(at.mesh, "heads")
-        return moe(W, y, at.config, at.mesh, axis, tensor="Y", spec="y[B_ZE, T_C, D]")[0]
+        return moe(experts_of(W, at.config), y, at.config, at.mesh, axis, tensor="Y", spec="y[B_ZE, T_C, D]")[0]
     Tmp = einsum("y[B_ZE, T_C, D] * W_in[D, F_Y] -> Tmp[B_ZE, T_C, F_Y]", y, W["W_in"])
     Gate = einsum("y[B_ZE, T_C, D] * W_gate[D, F_Y] -> Gate[B_ZE, T_C, F_Y]", y, W["W_gate"]) if "W_gate" in W else None
     Tmp = activated(Tmp, Gate, at.config)

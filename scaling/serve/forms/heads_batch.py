@@ -14,7 +14,7 @@ from scaling.models.transformer import headed
 from scaling.serve.forms import At
 from scaling.serve.forms.parts import activated, own_biases, rows_of
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, shard
-from scaling.strategies.expert import moe
+from scaling.strategies.expert import experts_of, moe
 from scaling.strategies.transformer.layer import own_heads
 
 
@@ -44,7 +44,7 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
     """x[B, T, D] -> Out[B, T, D]. Of experts too, of each of which every rank has some features."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
     if at.config.moe:
-        return moe(W, y, at.config, at.mesh, None, tensor="YZ", spec="y[B, T, D]")[0]
+        return moe(experts_of(W, at.config), y, at.config, at.mesh, None, tensor="YZ", spec="y[B, T, D]")[0]
     Tmp = einsum("y[B, T, D] * W_in[D, F_YZ] -> Tmp[B, T, F_YZ]", y, W["W_in"])
     Gate = einsum("y[B, T, D] * W_gate[D, F_YZ] -> Gate[B, T, F_YZ]", y, W["W_gate"]) if "W_gate" in W else None
     Tmp = activated(Tmp, Gate, at.config)

@@ -8,7 +8,7 @@ token goes, which is separate, so that a layer that is computed again never deci
 """
 
 from scaling.strategies.expert.layer import moe
-from scaling.strategies.expert.layout import specs
+from scaling.strategies.expert.layout import experts_of, specs
 from scaling.strategies.expert.routing import Routing, route
 
-__all__ = ["Routing", "moe", "route", "specs"]
+__all__ = ["Routing", "experts_of", "moe", "route", "specs"]

@@ -33,6 +33,11 @@ def specs(config: Config, axis: Axes = "X", tensor: Axes = None) -> dict:
     return types | ({"shared": shared} if config.shared else {})
 
 
+def experts_of(W: dict, config: Config) -> dict:
+    """Of a Transformer layer's params those that its experts have, as `specs` names them."""
+    return {name: W[name] for name in specs(config) if name in W}
+
+
 @dataclass(frozen=True)
 class ExpertLayout:
     """Which axes of the mesh split what, and how the types write it: the experts' X, F's Y, those of B and T.

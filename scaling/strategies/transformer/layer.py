@@ -16,7 +16,7 @@ from scaling.configs import Config
 from scaling.models.pointwise import rms_norm
 from scaling.models.transformer import ACTIVATIONS, headed
 from scaling.strategies.axes import all_gather, reduce_scatter
-from scaling.strategies.expert import moe
+from scaling.strategies.expert import experts_of, moe
 from scaling.strategies.expert.routing import route as moe_route
 
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
@@ -99,7 +99,7 @@ def mlp(W: dict, y: Tensor, at: Context) -> Tensor:
 
 def experts(W: dict, x: Tensor, y: Tensor, at: Context, routing):
     """The same with a mixture of experts in place of the MLP: experts over E, each one's features over Y."""
-    config, given = at.config, {"tensor": "Y", "spec": ROWS}
+    config, given, W = at.config, {"tensor": "Y", "spec": ROWS}, experts_of(W, at.config)
     if routing is None:
         with torch.no_grad():
             routing = moe_route(W, y.detach(), config, at.mesh, "E", **given)
