@@ -108,7 +108,9 @@ class Gradients:
         if self.sums is None:
             self.settle()  # one bucket is reduced while the next one is filled: more would hold more whole gradients
             self.buffers = None
-        self.late.append((first, last, self.strategy.reduce(*some, mesh) if self.strategy.reduce else some))
+        if self.strategy.reduce:
+            some = returned("reduce", self.strategy.reduce(*some, mesh), self.strategy.weights)
+        self.late.append((first, last, some))
 
     def settle(self) -> None:
         """Wait for the reductions under way, and put their results in their places."""
@@ -119,7 +121,8 @@ class Gradients:
                 self.place(first, last, done)
             else:
                 mesh = self.mesh if last - first == 1 else self.mesh.stacked("L")
-                self.later.append((first, last, self.strategy.reduce_slow(*done, mesh)))
+                slow = returned("reduce_slow", self.strategy.reduce_slow(*done, mesh), self.strategy.weights)
+                self.later.append((first, last, slow))
 
     def place(self, first: int, last: int, done: Sequence[Tensor]) -> None:
         if self.compiling:  # matrices below each other, which a compiler writes straight to their places
@@ -173,3 +176,13 @@ def room(like: Tensor, shape: Sequence[int], dim: int, together: bool) -> Tensor
     rest = [i for i in range(len(shape)) if i not in (0, dim)]
     order = [dim, 0, *rest] if together else [0, dim, *rest]
     return like.new_empty([shape[i] for i in order]).permute(*(order.index(i) for i in range(len(shape))))
+
+
+def returned(which: str, found: Any, parts: Sequence[str]) -> Any:
+    """What a listing's function returned. ValueError unless it is a tuple of these parts: an array that stands alone
+    would be taken apart into its rows."""
+    if not isinstance(found, (tuple, list)) or len(found) != len(parts):
+        shown = f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, (tuple, list)) else "")
+        what = f"the listing's {which} returned {shown}"
+        raise ValueError(f"{what}\n  fix: return a tuple of {len(parts)}: {', '.join(parts)}")
+    return found

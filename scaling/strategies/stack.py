@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scaling.collectives import wait
 from scaling.strategies.block import Block
-from scaling.strategies.grads import Gradients
+from scaling.strategies.grads import Gradients, returned
 
 
 class Saved(NamedTuple):
@@ -53,7 +53,7 @@ class Strategy:
     def layer(self, params: Mapping[str, Tensor], l: int, mesh) -> tuple:
         """The weights of layer l as its listing takes them: gathered, pending, if it gathers ahead of time."""
         W = tuple(params[name][l] for name in self.weights)
-        return self.gather(*W, mesh) if self.gather else W
+        return tuple(returned("gather", self.gather(*W, mesh), self.weights)) if self.gather else W
 
     def depth(self, params: Mapping[str, Tensor]) -> int:
         """L. ValueError if the params are not the strategy's weights, or not stacked alike."""
@@ -79,7 +79,7 @@ class Strategy:
         for l in range(L):
             W = prefetched
             prefetched = self.layer(params, l + 1, mesh) if l + 1 < L else ()
-            Out, saved = self.layer_forward(*W, In, mesh, block)
+            Out, saved = returned("forward", self.layer_forward(*W, In, mesh, block), ("Out", "saved"))
             layers.append(saved)
             In = In + Out if residual else Out
         return In, Saved(layers, block, residual)
@@ -114,8 +114,9 @@ class Strategy:
             kept = saved.layers.pop() if donate else saved.layers[l]
             W = prefetched
             prefetched = self.layer(params, l - 1, mesh) if l else ()
-            dIn, *dW = self.layer_backward(*W, dOut, kept, mesh, saved.block)
+            found = self.layer_backward(*W, dOut, kept, mesh, saved.block)
+            dIn, *dW = returned("backward", found, ("dIn", *(f"d{name}" for name in self.weights)))
             grads.write(l, dW)  # while dIn may still be under way
-            del W, kept, dW
+            del W, kept, dW, found
             dOut = dOut + wait(dIn) if saved.residual else wait(dIn)
         return dOut, grads.result()
