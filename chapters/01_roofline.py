@@ -13,7 +13,7 @@ import torch
 
 from scaling import cost
 from scaling.book.answers import Answer
-from scaling.book.layout import number
+from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.hardware import chip
 
@@ -236,7 +236,7 @@ def measure(device: torch.device, budget: float) -> tuple[float, float, list]:
 
 
 reached, moved, found = measure(torch.device(page.args.device), 0.02 if page.small else 0.15)
-page.title(f"This machine, {page.args.device}: {number(reached)} FLOPs/s, {number(moved)} bytes/s")
+page.title(f"This machine, {page.args.device}: {format_number(reached)} FLOPs/s, {format_number(moved)} bytes/s")
 rows = []
 for B, op, seconds in found:
     us = [f"{1e6 * t:,.0f}" for t in (op.lower, op.upper, seconds)]

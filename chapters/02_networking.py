@@ -13,7 +13,7 @@ import torch
 
 from scaling import cost
 from scaling.book.answers import Answer
-from scaling.book.layout import number
+from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.console import number as positive
 from scaling.hardware import chip
@@ -34,7 +34,7 @@ CHANNELS = {"VMEM": "sram_bw", "HBM": "hbm_bw", "ICI, ring": "ici_bw", "ICI, lin
 rates = {name: [getattr(chip(name), field) for field in CHANNELS.values()]
          for name in ("v3", "v4p", "v5p", "v5e", "v6e", "7x")}  # fmt: skip
 page.title("The channels of a chip: bytes/s")
-page.table([(name, *(number(rate) if rate else "-" for rate in row)) for name, row in rates.items()],
+page.table([(name, *(format_number(rate) if rate else "-" for rate in row)) for name, row in rates.items()],
            ["TPU", *CHANNELS])  # fmt: skip
 page.title("The bf16 FLOPs that each byte over a channel asks for")
 page.table([(name, *(f"{chip(name).flops() / rate:,.0f}" if rate else "-" for rate in row))
@@ -69,7 +69,7 @@ def size(lengths) -> str:
 
 
 V = page.args.bytes
-page.title(f"Slices, and collectives of {number(V)} bytes over all their axes")
+page.title(f"Slices, and collectives of {format_number(V)} bytes over all their axes")
 rows = []
 slices = [(V5E, (16,)), (V5E, (8,)), (V5E, (4, 4)), (V4P, (4, 4, 4)), (V4P, (2, 2, 4))]
 for hw, lengths in slices if page.small else [*slices, (V5E, (8, 16)), (V4P, (4, 4, 8))]:
@@ -79,7 +79,7 @@ for hw, lengths in slices if page.small else [*slices, (V5E, (8, 16)), (V4P, (4,
     times = [f"{1e6 * t:.1f}" for t in (cost.all_gather(V, hw, lengths), routed, formula)]
     kinds = ["ring" if ring else "line" for ring in torus.wrap]
     joined = kinds[0] + "s" * (len(kinds) > 1) if len(set(kinds)) == 1 else ", ".join(kinds)
-    cut = number(2 * torus.bisection_links * hw.link_bw)
+    cut = format_number(2 * torus.bisection_links * hw.link_bw)
     rows.append((hw.name, size(lengths), joined, torus.diameter, f"{torus.mean_distance:.2f}", cut, *times))
 heads = [
     "chip",
@@ -165,7 +165,7 @@ page.answers([
     Answer("6 rejected: and all of it over one PCIe link", "", 1e3 * rejected["PCIe"], "ms",
            f"{rejected['PCIe'] / steps['PCIe']:.0f} times as long as over 16"),
     Answer("6 it fits the HBM of TPU{0,0}", "yes", yes(V5E.hbm_bytes >= A), "", erratum=
-           f"{number(A)} > {number(V5E.hbm_bytes)} bytes: it must be streamed through"),
+           f"{format_number(A)} > {format_number(V5E.hbm_bytes)} bytes: it must be streamed through"),
 ])  # fmt: skip
 page.end()
 

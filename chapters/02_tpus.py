@@ -13,9 +13,9 @@ import torch
 
 from scaling import cost
 from scaling.book.answers import Answer
-from scaling.book.layout import number, width
+from scaling.book.layout import format_number, width
 from scaling.book.page import Page
-from scaling.book.streaming import draw_stream, stream
+from scaling.book.streaming import draw_stream, stream_chunks
 from scaling.hardware import Chip, chip, chips, systolic
 
 page = Page(__doc__, plot=True)
@@ -28,7 +28,7 @@ V5E, V5P, V6E = chip("v5e"), chip("v5p"), chip("v6e")
 
 # %%
 def cells(*values) -> list[str]:
-    return [number(value) if value else "-" for value in values]
+    return [format_number(value) if value else "-" for value in values]
 
 
 def size(lengths) -> str:
@@ -58,7 +58,7 @@ for B in (64, 512):
     op = cost.matmul(B, D, F, V5E.flops(), V5E.hbm_bw)
     load, store, first = (nbytes / V5E.hbm_bw for nbytes in (2 * D * F / panels, 2 * B * F / panels, 2 * B * D))
     for buffers in (1, 2):
-        run = stream(panels, load, op.math / panels, store, buffers, first)
+        run = stream_chunks(panels, load, op.math / panels, store, buffers, first)
         drawn.append(f"B = {B}, {buffers} buffer{'s' * (buffers > 1)}\n{draw_stream(run, width() - 7, op.upper / 2)}")
         us = [f"{1e6 * t:,.1f}" for t in (op.lower, op.upper, run.seconds)]
         rows.append((B, buffers, op.bound, *us, *(f"{run.busy(unit) / run.seconds:.0%}" for unit in ("HBM", "core"))))
@@ -81,7 +81,7 @@ page.say(f"VMEM that two buffers take at B = 64: {held / 2**20:,.0f} of {V5E.sra
 # %%
 N, vpu = 2**26, V5P.cores * V5P.vector_alus * V5P.clock
 op = cost.roofline(N, 3 * 2 * N, vpu, V5P.hbm_bw)
-run = stream(panels, 4 * N / panels / V5P.hbm_bw, op.math / panels, 2 * N / panels / V5P.hbm_bw)
+run = stream_chunks(panels, 4 * N / panels / V5P.hbm_bw, op.math / panels, 2 * N / panels / V5P.hbm_bw)
 page.title(f"bf16 x[N] * y[N] -> z[N] on a v5p, N = 2^26, {panels} chunks, 2 buffers")
 page.say(draw_stream(run, width() - 7, run.seconds / 2))
 busy = run.busy("core") / run.seconds
@@ -95,7 +95,7 @@ page.check("a pointwise product takes as long as HBM does", math.isclose(run.sec
 
 # %%
 X, weights, frames = torch.arange(6.0).view(2, 3), torch.arange(9.0).view(3, 3), []
-result = systolic.run(X, weights, 3, frames)
+result = systolic.systolic_matmul(X, weights, 3, frames)
 page.title("The row of X in each cell, and the partial sum that leaves it")
 page.say(f"X = {X.int().tolist()}, W = {weights.int().tolist()}")
 for first in (0, 3):
@@ -116,7 +116,7 @@ page.title(f"2 x 2 tiles of weights on {n} x {n} cells: cycles by rows of X")
 rows, weights = [], torch.randint(-4, 5, (2 * n, 2 * n)).double()
 for M in (n // 4, n, 4 * n, 16 * n):
     X = torch.randint(-4, 5, (M, 2 * n)).double()
-    run, formula = systolic.run(X, weights, n), systolic.cycles(M, 2 * n, 2 * n, n)
+    run, formula = systolic.systolic_matmul(X, weights, n), systolic.cycles(M, 2 * n, 2 * n, n)
     right = page.check(f"{M} rows: product and cycles", torch.equal(run.out, X @ weights) and run.cycles == formula)
     rows.append((M, run.cycles, formula, f"{run.utilization:.1%}", right))
 page.table(rows, ["rows of X", "cycles", "formula", "utilization", "right"])
@@ -209,7 +209,7 @@ page.answers([
     Answer("3 a v6e over PCIe of 1.6e10 bytes/s is compute-bound from B =", "57,500",
            cost.critical_batch(q3.flops(), q3.pcie_bw), "tokens"),
     Answer("3 the same over v6e's own PCIe", "", cost.critical_batch(q3.flops(), pcie), "tokens",
-           f"the table has {number(pcie)} bytes/s"),
+           f"the table has {format_number(pcie)} bytes/s"),
     Answer("3 no batch is enough unless D = F/4 is at least", "", high, "",
            "exactly, B is not small against D: D > 5/4 C/W, so at D = 8192 PCIe always binds"),
 ])  # fmt: skip

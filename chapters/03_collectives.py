@@ -151,13 +151,13 @@ page.say(f"AllGather^T = ReduceScatter, n = 2, p = 3: {transposed}")
 
 # %%
 page.title("AllGather both ways on a ring of 8: the shards that a device has")
-page.say(frames.draw(frames.all_gather(8), lambda held: frames.shards(held, 8)))
+page.say(frames.draw(frames.all_gather(8), lambda held: frames.draw_shards(held, 8)))
 page.title("AllGather one way on a ring of 4")
-page.say(frames.draw(frames.all_gather(4, 1), lambda held: frames.shards(held, 4)))
+page.say(frames.draw(frames.all_gather(4, 1), lambda held: frames.draw_shards(held, 4)))
 page.title("ReduceScatter one way on a ring of 4: a device's block, and the terms of its sum")
 page.say(frames.draw(frames.reduce_scatter(4), frames.partial_sum))
 page.title("AllToAll one way: what a device keeps | passes on; b3 goes from b = 1 to 3")
-page.say(frames.draw(frames.all_to_all(4), frames.chunks))
+page.say(frames.draw(frames.all_to_all(4), frames.draw_chunks))
 
 
 def check_rings(mesh) -> dict[str, float]:
@@ -185,7 +185,7 @@ page.equal([(name, apart, EXACT) for name, apart in page.on_ranks(check_rings).i
 
 # %%
 D = 32
-loads = {(name, ways): busiest for name, ways, _, busiest in rings.counts(D, 2 * D)}  # a device holds 2 D scalars
+loads = {(name, ways): busiest for name, ways, _, busiest in rings.ring_counts(D, 2 * D)}  # a device holds 2 D scalars
 area = 2 * D * D  # N^2
 share = {key: busiest / area for key, busiest in loads.items()}
 page.title(f"Question 10, D = {D}: scalars over the busiest link, of N^2")
@@ -252,5 +252,5 @@ page.end()
 # 1. Edit: replace `"the sum, split", lambda s: parts(s.sum(0))` by `"the mean", lambda s: parts(s.mean(0))`. What does
 #    the ReduceScatter compute, and what does the table say of it?
 # 2. Question: what share of N^2 goes over the busiest link of an AllToAll both ways on an odd ring of 5? Evaluate
-#    `{(a, w): b for a, w, _, b in rings.counts(5, 10)}["AllToAll", 2] / 50`.
+#    `{(a, w): b for a, w, _, b in rings.ring_counts(5, 10)}["AllToAll", 2] / 50`.
 # 3. Flag: run with `--mesh X=2`. How many hops has a ring of two, and which two collectives then cost the same?

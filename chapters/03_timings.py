@@ -11,7 +11,7 @@ collectives do: 03_collectives.py.
 from scaling import cost
 from scaling.algebra import reshard
 from scaling.book.answers import Answer
-from scaling.book.layout import number
+from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.collectives import rings
 from scaling.cost.step_time import seconds_on
@@ -50,14 +50,14 @@ model = [(V, V / cost.all_gather(V, V5E, 16)) for V in (4e3, turn, 1e9)]
 page.chart(
     "bandwidth", {"model: V over max(latency, V/W)": model}, "bytes V", "bytes/s", "AllGather over a ring of 16 v5e",
     points={"measured (read off the book's figure)": list(MEASURED.items())}, height=14,
-    marks=[("x", turn, f"8 hops of 1 us: V = {number(turn)}"), ("y", V5E.ici_bw, "W_ici = 9e10")],
+    marks=[("x", turn, f"8 hops of 1 us: V = {format_number(turn)}"), ("y", V5E.ici_bw, "W_ici = 9e10")],
 )  # fmt: skip
 ends = (1e3, turn, 1e10)
 page.chart(
     "latency",
     {op: [(V, cost.seconds(op, V, V5E, 16)) for V in sorted({*ends, 4 * turn})] for op in OPS if op != "ReduceScatter"},
     "bytes V", "seconds", "Collectives over a ring of 16 v5e (ReduceScatter as AllGather)", height=14,
-    marks=[("x", turn, f"V = {number(turn)}")],
+    marks=[("x", turn, f"V = {format_number(turn)}")],
 )  # fmt: skip
 
 # %% [markdown]
@@ -88,7 +88,7 @@ quiz = parse("A[E_Y, F]")
 large, small = {"E": 2048, "F": 8192}, {"E": 256, "F": 256}
 nbytes = {key: quiz.total_nbytes(sizes, {"Y": 4}, "bf16") for key, sizes in (("large", large), ("small", small))}
 local = parse("A[B_X, D_Y]").nbytes(SIZES, MESH, "bf16")
-ring = {(a, w): b for a, w, _, b in rings.counts(16, 32)}  # scalars over the busiest link, of 16 shards of 32
+ring = {(a, w): b for a, w, _, b in rings.ring_counts(16, 32)}  # scalars over the busiest link, of 16 shards of 32
 one_way = V * ring["AllGather", 1] / (16 * 32) / V5E.link_bw
 hop = V * ring["ReduceScatter", 2] / (16 * 32) / V5E.link_bw / 8  # of the eight hops both ways
 routed = Torus((16,), (True,)).all_to_all_seconds(V, V5E.link_bw)

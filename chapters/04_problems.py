@@ -20,7 +20,7 @@ from scaling.cost import transformer as tm
 from scaling.hardware import chip
 from scaling.models import transformer
 from scaling.models.attention import dot_product_attention, flash_attention
-from scaling.models.remat import matmul
+from scaling.models.remat import matmul_weight
 from scaling.models.rope import tables
 from scaling.spec import parse_line
 from scaling.trace import trace
@@ -101,7 +101,7 @@ seen = []  # the products with weights of a layer, one by one
 
 def noted(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     seen.append(tuple(weight.shape))
-    return matmul(y, weight)
+    return matmul_weight(y, weight)
 
 
 layer, x = {name: leaf[0] for name, leaf in params["layers"].items()}, torch.zeros(1, 4, small.D, device="meta")

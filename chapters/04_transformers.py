@@ -105,7 +105,7 @@ page.title(f"Models, T = {T}")
 rows = []
 for name, config in MODELS.items():
     parts, flops, verdict = tm.params(config), tm.forward_flops(config, B, T), "-"
-    if transformer.runs(config):
+    if transformer.computes(config):
         leaves = optree.tree_leaves(transformer.init(config, device="meta"))
         verdict = page.check(f"{name}: params", sum(leaf.numel() for leaf in leaves) == sum(parts.values()))
         if not config.moe:  # which expert computes what depends on the tokens: no FLOPs on meta tensors

@@ -110,7 +110,7 @@ C, W = v5p.flops("bf16"), v5p.bandwidth("ici", axes=3)
 
 def times(tokens: int) -> tuple[float, float]:
     """(T_math, T_comms) of the backward in seconds, with so many tokens on each of 64 chips."""
-    _, log = listing.counted(forward, backward, SPECS, {"B": 64 * tokens, "D": 8192, "F": 32768}, {"X": 64})
+    _, log = listing.layer_counts(forward, backward, SPECS, {"B": 64 * tokens, "D": 8192, "F": 32768}, {"X": 64})
     return log.flops / C, log.book_bytes / W
 
 

@@ -110,7 +110,7 @@ C, W = v5p.flops("bf16"), v5p.bandwidth("ici", axes=3)
 def times(tokens: int) -> list[tuple[float, float]]:
     """(T_math, T_comms) of both passes in seconds, with so many tokens on each of 64 chips."""
     sizes = {"B": 64 * tokens, "D": 8192, "F": 32768}
-    logs = listing.counted(forward, backward, SPECS, sizes, {"X": 64})
+    logs = listing.layer_counts(forward, backward, SPECS, sizes, {"X": 64})
     return [(log.flops / C, log.book_bytes / W) for log in logs]
 
 

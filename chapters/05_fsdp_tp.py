@@ -95,7 +95,7 @@ W_X, W_Y = v5p.bandwidth("ici", axes=2), v5p.bandwidth("ici", axes=1)
 def times(x: int, tokens: int = 256) -> tuple[float, float]:
     """(T_math, T_comms) of the forward in seconds, on 64 chips of which x are for FSDP."""
     sizes = {"B": N * tokens, "D": 8192, "F": wide}
-    log, _ = listing.counted(forward, backward, SPECS, sizes, {"X": x, "Y": N // x})
+    log, _ = listing.layer_counts(forward, backward, SPECS, sizes, {"X": x, "Y": N // x})
     over = {axis: sum(event.nbytes for event in log.collectives() if event.axes == (axis,)) for axis in "XY"}
     return log.flops / C, max(over["X"] / W_X, over["Y"] / W_Y)
 

@@ -17,7 +17,7 @@ from torch.func import vjp
 from scaling import tree
 from scaling.book.answers import Answer
 from scaling.book.largest import largest
-from scaling.book.layout import number
+from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, ragged_all_to_all
 from scaling.configs import Config, get
@@ -92,7 +92,7 @@ def layer(params, x, mesh):
     """x[B_X, T, D] -> y[B_X, T, D], e[N_X, K]: the result, and what the N = BT tokens chose."""
     tokens = x.flatten(0, 1)
     weights, experts = moe.route(tokens, params["router"], config)  # 1. of each token, k
-    rows = moe.rows_of(experts, E)  # the choices, sorted by expert
+    rows = moe.expert_rows(experts, E)  # the choices, sorted by expert
     count = all_to_all("n[G_X, E] -> n[G, E_X]", rows.counts[None], mesh)  # 2.
     sends, receives = rows.counts.view(len(count), -1).sum(1).tolist(), count.sum(1).tolist()
     Row = rows.spread(tokens)
@@ -150,7 +150,7 @@ page.equal(result["differences"])
 
 # %%
 params, x, _ = problem(config)
-experts = moe.choose(x, params["router"], config)
+experts = moe.choose_experts(x, params["router"], config)
 chosen = page.check("the ranks choose as one device does", torch.equal(result["experts"], experts.flatten(0, 1)))
 home = torch.arange(B).view(-1, 1, 1) // (B // n)
 leaving, (whole, sent) = int((experts // (E // n) != home).sum()), result["bytes"]
@@ -196,7 +196,7 @@ def on_layout(mesh, axis, tensor, spec, config, reference):
     copies = 1 if tensor is None or tensor in parse(spec).axes else mesh.sizes[tensor]  # of y: each has a share of dy
 
     def once(params, x, routing):
-        routing = routing or expert.route(params, x, config, mesh, axis, tensor=tensor, spec=spec)
+        routing = routing or expert.route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec)
         y, aux = expert.moe(params, x, config, mesh, axis, tensor=tensor, spec=spec, routing=routing)
         return outputs(y, aux)[0], routing
 
@@ -240,10 +240,10 @@ page.table(rows, ["mesh", "x", "layout", "y", "losses", "gradients", "equal"])
 
 # %%
 sigmoid, tokens, bias = config.with_(routing="sigmoid"), x.flatten(0, 1), torch.zeros(E).double()
-before = load = moe.load_of(moe.choose(tokens, params["router"], sigmoid), E)
+before = load = moe.load_of(moe.choose_experts(tokens, params["router"], sigmoid), E)
 for _ in range(300):
     bias = moe.update_bias(bias, load, rate=0.003)
-    load = moe.load_of(moe.choose(tokens, params["router"], sigmoid, bias), E)
+    load = moe.load_of(moe.choose_experts(tokens, params["router"], sigmoid, bias), E)
 mean = B * T * k // E
 page.title(f"Tokens by expert, {mean} if even, and after 300 updates of the bias")
 both = zip(before.tolist(), load.tolist(), bias.tolist(), strict=True)
@@ -283,7 +283,7 @@ layer_v3 = gpu.expert_layer(1, v3.D, v3.F, 64, v3.k, h100)
 page.answers([
     Answer("DeepSeek-V3's experts over 64 H100: F >", "", gpu.expert_min_width(64, v3.k, h100), "",
            "alpha (64 - 8)/k, each token sent at most once to each node; with its F = 2048 the AllToAlls take "
-           f"{number(layer_v3.comms / layer_v3.math, 2)} times as long as two matrices of the experts"),
+           f"{format_number(layer_v3.comms / layer_v3.math, 2)} times as long as two matrices of the experts"),
 ])  # fmt: skip
 page.end()
 

@@ -223,7 +223,7 @@ def ends_reduced(dIn, dW_head, mesh):
 def training(mesh, args) -> tuple[dict, list[float]]:
     """(the first step's gradients, whole; the loss of each step)."""
     config = mlp.MLPConfig(L=2 * Z)
-    text, first, losses = learning.load(args, mesh.device), None, []
+    text, first, losses = learning.load_given_text(args, mesh.device), None, []
     own = mlp.init(config, args.seed, device=mesh.device)
     specs = {"W_in": pipeline.SPECS["W_in"], "W_out": pipeline.SPECS["W_out"]}
     params = own | {"blocks": tree.shard(own["blocks"], specs, mesh)}
@@ -252,7 +252,7 @@ if not INSIDE:
     page.title(f"Training a byte model of {2 * Z} layers by 1F1B, in float32")
     first, losses = page.on_ranks(training, args)
     if page.first:
-        text = learning.load(args, torch.device(args.device))
+        text = learning.load_given_text(args, torch.device(args.device))
         one = learning.one_device(mlp.MLPConfig(L=2 * Z), text, ADAMW, args, text.device)
         pairs = (("loss", losses[0], one.losses[0]), ("gradients", first, one.first))
         page.equal([(f"first {what}, float32", difference(got, want), SINGLE) for what, got, want in pairs])

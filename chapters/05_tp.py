@@ -109,7 +109,7 @@ C, W, wide = v5p.flops("bf16"), v5p.bandwidth("ici", axes=1), 32768
 
 def times(chips: int) -> tuple[float, float]:
     """(T_math, T_comms) of the forward in seconds, on so many chips."""
-    log, _ = listing.counted(forward, backward, SPECS, {"B": 4096, "D": 8192, "F": wide}, {"Y": chips})
+    log, _ = listing.layer_counts(forward, backward, SPECS, {"B": 4096, "D": 8192, "F": wide}, {"Y": chips})
     return log.flops / C, log.book_bytes / W
 
 

@@ -15,7 +15,7 @@ from torch.func import grad_and_value, vjp
 
 from scaling import tree
 from scaling.book.largest import largest
-from scaling.book.layout import number
+from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.configs import Config, get
@@ -195,7 +195,10 @@ def on_meshes(mesh):
 page.title("Loss and the worst gradient leaf beside one device: K=2, 2 microbatches")
 rows = page.on_ranks(on_meshes)
 page.table(
-    [(at, f"{a:.0e}", f"{b:.0e}", number(sent), page.check(at, largest((a, b)) < LIMIT)) for at, a, b, sent in rows],
+    [
+        (at, f"{a:.0e}", f"{b:.0e}", format_number(sent), page.check(at, largest((a, b)) < LIMIT))
+        for at, a, b, sent in rows
+    ],
     ["mesh", "loss", "gradients", "bytes sent by rank 0", "equal"],
 )
 

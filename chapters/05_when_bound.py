@@ -12,7 +12,7 @@ import torch
 
 from scaling import cost
 from scaling.book.answers import Answer
-from scaling.book.layout import number
+from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.configs import get
 from scaling.cost.transformer import num_params, params
@@ -170,7 +170,7 @@ series = {name: [(B, mesh_layer(B, *mesh).comms) for B in batches] for name, mes
 page.chart(
     "time", series | {"matmuls": [(B, mesh_layer(B, *MESHES["512 x 8"]).math) for B in batches]}, "batch in tokens",
     "seconds of a layer", "16x16x16 v5p, D = 8192, F = 32768: communication, and the matmuls", height=16,
-    marks=[("x", turns[name], f"{name}: {number(turns[name])}") for name in ("512 x 8", "4096 FSDP")],
+    marks=[("x", turns[name], f"{name}: {format_number(turns[name])}") for name in ("512 x 8", "4096 FSDP")],
 )  # fmt: skip
 
 # %% [markdown]

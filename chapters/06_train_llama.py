@@ -13,7 +13,7 @@ import torch
 
 from scaling import data, optim, tree
 from scaling.book.largest import largest
-from scaling.book.layout import number
+from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.configs import Config, get
 from scaling.console import integer
@@ -104,7 +104,7 @@ def one_device() -> list[float]:
 
 # %%
 ours, theirs = page.on_ranks(train), one_device()
-page.title(f"Nats per byte, {B} sequences of {T} bytes a step, {number(tm.num_params(config))} params")
+page.title(f"Nats per byte, {B} sequences of {T} bytes a step, {format_number(tm.num_params(config))} params")
 shown = sorted({0, 1, *range(0, STEPS, max(1, STEPS // 8)), STEPS - 1} & set(range(STEPS)))
 page.table([(i + 1, f"{ours[i]:.5f}", f"{theirs[i]:.5f}", f"{abs(ours[i] - theirs[i]):.0e}") for i in shown],
            ["step", format_sizes(mesh_sizes), "one device, by torch's own", "difference"])  # fmt: skip
@@ -137,7 +137,9 @@ page.same([
 ], ["FLOPs", "closed form", "value", "counted"])  # fmt: skip
 page.say("N: params of the layers' matrices; T: tokens. All matrices' products are lines, forward and backward: "
          "the book's 6NT, without attention's scores.")  # fmt: skip
-page.say(f"Each chip holds {number(held)} bytes of params in bf16 and sends {number(log.wire_bytes)} bytes.")
+page.say(
+    f"Each chip holds {format_number(held)} bytes of params in bf16 and sends {format_number(log.wire_bytes)} bytes."
+)
 page.end()
 
 # %% [markdown]

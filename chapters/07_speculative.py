@@ -20,7 +20,7 @@ from scaling.configs import Config, get
 from scaling.cost import serving
 from scaling.hardware import chip
 from scaling.models import transformer
-from scaling.serve.sampling import Sampling, draw
+from scaling.serve.sampling import Sampling, draw_token
 from scaling.serve.speculative import expected_tokens, residual, verify
 
 page = Page(__doc__, seed=True, plot=True)
@@ -103,12 +103,12 @@ def exact(p, q, x, keep, again) -> int:
 
 def from_p(p, q, x, keep, again) -> int:
     """Wrong: what is not kept is drawn from p itself."""
-    return x if keep * q[x] < p[x] else int(draw(p[None], torch.tensor([again], dtype=torch.float64)))
+    return x if keep * q[x] < p[x] else int(draw_token(p[None], torch.tensor([again], dtype=torch.float64)))
 
 
 def if_equal(p, q, x, keep, again) -> int:
     """Wrong: x is kept if it is the target's likeliest."""
-    return x if x == int(p.argmax()) else int(draw(p[None], torch.tensor([again], dtype=torch.float64)))
+    return x if x == int(p.argmax()) else int(draw_token(p[None], torch.tensor([again], dtype=torch.float64)))
 
 
 p, q = torch.randn(2, 6, generator=g, dtype=torch.float64).softmax(-1)
@@ -135,7 +135,7 @@ for a in (0.5, 0.8, 0.9):
     ps = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(n, 5, 2)  # always token 0
     qs = torch.tensor([a, 1 - a], dtype=torch.float64).expand(n, 4, 2)
     u = torch.rand(3, n, 5, generator=g, dtype=torch.float64)
-    _, count = verify(ps, qs, draw(qs, u[0, :, :4]), u[1, :, :4], u[2])
+    _, count = verify(ps, qs, draw_token(qs, u[0, :, :4]), u[1, :, :4], u[2])
     mean, wanted = float(count.double().mean()), expected_tokens(a, 4)
     rows.append((a, wanted, mean, page.check(f"tokens a step at a = {a}", abs(mean / wanted - 1) < 0.02)))
 page.title("Tokens a step, k = 4")

@@ -177,7 +177,7 @@ def calibrated(mesh) -> Chip:
             points.append((V, rates.timed(lambda x=x, call=call: call(x), mesh, repeats)))
         measured.append(Measured(op, Y, *rates.fit(points)))
     rate, _ = rates.matmuls(mesh, "fp32", repeats, rates.SHAPES)
-    _, memory = rates.fit(rates.bytewise(mesh, repeats, rates.plain, rates.VOLUMES))
+    _, memory = rates.fit(rates.bytewise(mesh, repeats, rates.between_matmuls, rates.VOLUMES))
     return Chip("here", "cpu", peaks=(("fp32", rate),), hbm_bw=memory, measured=tuple(measured))
 
 

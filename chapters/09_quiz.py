@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from scaling import cost
 from scaling.book.answers import Answer
-from scaling.book.layout import number
+from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
@@ -191,7 +191,9 @@ ms = {"W_in and W_out": 4 * B * T * D * F, "W_Q, W_K, W_V, W_O": 8 * B * T * D *
 ms = {name: flops / (core * X * Y) * 1e3 for name, flops in ms.items()}
 layer = sum(ms.values())
 page.title("Question 2: each part of the layer at the roofline, forward")
-page.table([(name, number(each), f"{each / layer:.0%}") for name, each in ms.items()], ["part", "ms", "of the layer"])
+page.table(
+    [(name, format_number(each), f"{each / layer:.0%}") for name, each in ms.items()], ["part", "ms", "of the layer"]
+)
 page.answers([
     Answer("2 batch size", "32", B, "sequences"),
     Answer("2 d_model", "8192", D),

@@ -32,7 +32,7 @@ ran = []
 for number in parts:
     page.title(f"Part {number}")
     for path in (path for path in paths if recap.part(path) == number and recap.has_numbers(path)):
-        chapter = recap.run(path)
+        chapter = recap.run_chapter(path)
         ran.append(chapter)
         page.say(f"\n{path.name}: {chapter.shows}")
         page.answers(chapter.answers)

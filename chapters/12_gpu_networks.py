@@ -8,7 +8,7 @@ the book measured beside the model, SHARP, and Quizzes 2 to 4.
 
 # %%
 from scaling.book.answers import Answer
-from scaling.book.layout import number
+from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.cost import gpu
 from scaling.hardware import chip
@@ -56,7 +56,7 @@ page.title("Nodes by generation: NVLinks, and bytes/s that leave a GPU and its n
 rows = []
 for hw in map(chip, ("a100", "h100", "b200", "gb200")):
     level = hw.levels[0]
-    egress = map(number, (level.link_bw, level.child_bw, hw.bandwidth("scale-out")))
+    egress = map(format_number, (level.link_bw, level.child_bw, hw.bandwidth("scale-out")))
     rows.append((hw.name, level.degree, level.switches, level.links, *egress))
 page.table(rows, ["", "GPUs", "switches", "NVLinks\na GPU", "a link", "a GPU", "the node"])
 
@@ -67,7 +67,7 @@ page.table(rows, ["", "GPUs", "switches", "NVLinks\na GPU", "a link", "a GPU", "
 
 # %%
 V = 64e6
-page.title(f"Collectives of {number(V)} bytes: us")
+page.title(f"Collectives of {format_number(V)} bytes: us")
 rows = []
 for n in (2, 8, 16, 64, 256, 1024):
     calls = (gpu.all_gather(V, H100, n), gpu.all_reduce(V, H100, n), gpu.all_reduce(V, H100, n, sharp=True))
@@ -91,7 +91,7 @@ for nbytes, bus in BUS.items():
     seconds, model = 2 * nbytes * 7 / 8 / bus, gpu.all_reduce(nbytes, H100, 8)
     times = (f"{US * seconds:,.0f}", f"{US * model:,.0f}", f"{bus / NODE.child_bw:.0%}")
     gathered = f"{GATHER[nbytes] / GB:.0f}" if nbytes in GATHER else "-"
-    rows.append((number(nbytes), f"{bus / GB:.0f}", *times, gathered))
+    rows.append((format_number(nbytes), f"{bus / GB:.0f}", *times, gathered))
 page.table(rows, ["bytes", "bus GB/s", "measured us", "model us", "of 450 GB/s", "AllGather's"])
 ends = (min(BUS), max(BUS))
 page.chart(

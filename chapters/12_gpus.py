@@ -13,7 +13,7 @@ import torch
 
 from scaling import cost
 from scaling.book.answers import Answer
-from scaling.book.layout import number
+from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.hardware import chip
 
@@ -30,7 +30,7 @@ KIB, MB = 1024, 1e6
 
 # %%
 def cells(*values) -> list[str]:
-    return [number(value) if value else "-" for value in values]
+    return [format_number(value) if value else "-" for value in values]
 
 
 page.title("GPU specs: bytes, bytes/s, FLOPs/s of a chip")

@@ -149,7 +149,7 @@ def exchange_into(received: Tensor, sent: Tensor, pg: dist.ProcessGroup, receive
     return pg.alltoall_base(received, sent, list(receives), list(sends))
 
 
-def gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]):
+def tape_gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]):
     """As torch.autograd.grad(results, leaves, cotangents, allow_unused=True), whose first call imports sympy in order
     to compare shapes: half a second, which every rank of a run that is started again would spend."""
     backward = torch.autograd.graph._engine_run_backward

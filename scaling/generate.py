@@ -13,9 +13,9 @@ from scaling import launch
 from scaling.console import SEEDS, command, integer, number
 from scaling.mesh import AbstractMesh
 from scaling.serve.generation import Token, score, stream
-from scaling.serve.loading import DTYPES, available, check_fits, config_of, draft_config, draft_of, params_of
+from scaling.serve.loading import DTYPES, check_fits, config_of_model, draft_config, draft_of, free_memory, params_of
 from scaling.serve.sampling import Sampling
-from scaling.serve.text import TextStream, chat, ends_of, tokenizer_of
+from scaling.serve.text import TextStream, chat_prompt, ends_of, tokenizer_of
 from scaling.serve.types import FORMS, specs
 from scaling.sizes import parse_mesh
 
@@ -61,7 +61,7 @@ def run(mesh, args, config, tokenizer, prompt: list[int], how: Sampling, ends: t
         logprobs = score(params, [prompt], config, mesh=mesh, form=args.form)[0]
         if first:
             scored = [Token(0, id, p) for id, p in zip(prompt[1:], logprobs, strict=True)]
-            print("\n".join([*table(scored, tokenizer), summary(logprobs)]))
+            print("\n".join([*_table(scored, tokenizer), _summary(logprobs)]))
         return
     draft = draft_of(args.draft, config, mesh, dtype, args.form)
     text, tokens = TextStream(tokenizer, args.stop), []
@@ -81,14 +81,14 @@ def run(mesh, args, config, tokenizer, prompt: list[int], how: Sampling, ends: t
     if first:
         print("" if args.prompt_ids else text.rest())
         if args.logprobs:
-            print("\n".join([*table(tokens, tokenizer), summary([token.logprob for token in tokens])]))
+            print("\n".join([*_table(tokens, tokenizer), _summary([token.logprob for token in tokens])]))
 
 
-def table(tokens: list[Token], tokenizer) -> list[str]:
+def _table(tokens: list[Token], tokenizer) -> list[str]:
     return [f"{token.logprob:10.4f}  {token.id:>7}  {tokenizer.decode([token.id])!r}" for token in tokens]
 
 
-def summary(logprobs: list[float]) -> str:
+def _summary(logprobs: list[float]) -> str:
     """The mean over the tokens, and e to minus it."""
     if not logprobs:
         return "no token to score"
@@ -104,7 +104,7 @@ def prompt_of(args, tokenizer) -> list[int]:
             raise ValueError(f"--prompt-ids {args.prompt_ids!r}: whole numbers, 5,17,3") from None
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.chat:
-        text = chat(args.model, [{"role": "user", "content": text}])
+        text = chat_prompt(args.model, [{"role": "user", "content": text}])
     ids = tokenizer.encode(text, special=not args.chat)
     if not ids:
         raise ValueError("the prompt is empty\n  fix: give at least one token")
@@ -114,11 +114,11 @@ def prompt_of(args, tokenizer) -> list[int]:
 def main(argv=None) -> int:
     args = arguments(argv)
     try:
-        sizes, config, tokenizer = parse_mesh(args.mesh), config_of(args.model), tokenizer_of(args.model)
+        sizes, config, tokenizer = parse_mesh(args.mesh), config_of_model(args.model), tokenizer_of(args.model)
         how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
         specs(config, AbstractMesh(sizes), form=args.form)
         prompt = prompt_of(args, tokenizer)
-        memory = args.memory or available(args.device, AbstractMesh(sizes).size())
+        memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
         length = len(prompt) + (0 if args.score else args.max_new_tokens)
         draft = draft_config(args.draft, config, AbstractMesh(sizes), args.form)
         check_fits(config, sizes, 1, length, DTYPES[args.dtype], memory, args.form, draft)

@@ -13,7 +13,7 @@ from scaling.measure import rates
 from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
 from scaling.mesh import AbstractMesh
 from scaling.plan.counted import Prediction, pipelined
-from scaling.plan.predict import Size, counted, predict, shards, step, traced
+from scaling.plan.predict import Size, make_shards, predict, sgd_step, step_counts, traced
 from scaling.plan.transformer_step import counted_transformer, predict_transformer
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.train.settings import Settings
@@ -40,7 +40,7 @@ def test_fit_finds_the_line(latency, bandwidth):
 def test_prices_of_three_things_are_found_together(prices):
     rows = [(1.0, float(n), float(n * m)) for n in (1, 5, 90) for m in (1, 7, 300)]
     seconds = [sum(p * x for p, x in zip(prices, row, strict=True)) for row in rows]
-    assert rates.parts(rows, seconds) == pytest.approx(prices, rel=1e-4)
+    assert rates.fit_prices(rows, seconds) == pytest.approx(prices, rel=1e-4)
 
 
 def test_fit_never_gives_what_no_chip_file_takes():
@@ -61,7 +61,7 @@ def test_the_chip_file_is_read_back(tmp_path):
 def test_the_slowest_rank_counts():
     times = {("AllReduce", 2): [(V, 1e-3 + V / 1e9) for V in rates.VOLUMES]}
     slow = {("AllReduce", 2): [(V, 2e-3 + V / 5e8) for V in rates.VOLUMES]}
-    chip = rates.combine(
+    chip = rates.combine_ranks(
         [
             rates.RankMeasured({"fp32": 2e9}, 3e9, 1e9, 4e9, 1e-6, times),
             rates.RankMeasured({"fp32": 1e9}, 0, 5e8, 5e9, 1e-6, slow),
@@ -88,7 +88,7 @@ def test_the_slowest_rank_counts():
 )
 def test_a_prediction_is_the_price_of_the_trace(module, mesh, name, calls):
     size = Size(3, 16, 8, 32)
-    got, did = predict(module, size, mesh, CHIP), counted(module, size, mesh)
+    got, did = predict(module, size, mesh, CHIP), step_counts(module, size, mesh)
     assert got.math == pytest.approx(layer_flops(LayerShape(16, 8, 32), 2) * 3 / 1e9)
     moved = 2 * sum(layer_bytes(name, LayerShape(16, 8, 32), mesh.get("X", 1), mesh.get("Y", 1)).values())  # fp32
     latencies = 3 * calls * 1e-4
@@ -171,9 +171,9 @@ def test_order_is_counted_in_pairs():
 
 def run_step(mesh, name):
     module, size = {"fsdp": fsdp, "tp": tensor_parallel}[name], Size(2, 8, 8, 16)
-    params, In = shards(module, size, mesh, torch.ones)
+    params, In = make_shards(module, size, mesh, torch.ones)
     before = params["W_in"].clone()
-    step(module, params, In, mesh, rate=1e-3)
+    sgd_step(module, params, In, mesh, rate=1e-3)
     return bool((params["W_in"] != before).all())
 
 
@@ -201,7 +201,7 @@ STEPS = [StepLayout({"X": 2}, "DP", Size(1, 8, 8, 16)), StepLayout({"Z": 2}, set
 @pytest.mark.slow
 def test_two_ranks_measure(ranks):
     found = ranks(measured, {"X": 2})
-    chip = rates.combine([rank for rank, _ in found], "here")
+    chip = rates.combine_ranks([rank for rank, _ in found], "here")
     assert {row.op for row in chip.measured} == {*OPS, "Product", "Pointwise", "Activation", "Matmul"}
     assert chip.flops("fp32") > 1e6
     assert "AllToAll" in measure.chip_table(chip)

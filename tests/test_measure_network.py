@@ -7,9 +7,9 @@ from scaling.measure.__main__ import main
 
 
 def test_what_a_rank_must_send():
-    assert network.sent("AllGather", 800, 4) == 600
-    assert network.sent("AllReduce", 800, 4) == 1200
-    assert network.sent("AllToAll", 800, 4) == 150
+    assert network.bytes_on_wire("AllGather", 800, 4) == 600
+    assert network.bytes_on_wire("AllReduce", 800, 4) == 1200
+    assert network.bytes_on_wire("AllToAll", 800, 4) == 150
 
 
 def test_slow_ranks_are_named():

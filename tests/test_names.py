@@ -1,47 +1,35 @@
-"""One name means one thing: public classes everywhere, public functions within a room, and what packages list.
+"""One name means one thing: public classes and functions everywhere, and what packages list.
 
-A function is called by its module's name from other rooms, `hf.save` and `checkpoint.save`; within a room two of one
-name are two ways to do the same, for one of the reasons below.
+Functions that share a name are ways to do the same, for one of the reasons below, and are called by their module's
+name from other rooms: `hf.save` and `checkpoint.save`.
 """
 
 import ast
 from collections import defaultdict
 
-from test_layers import modules, room
+from test_layers import modules
 
-SAME = {  # what the functions of one name in one room have in common: their names
-    "a collective: the call, how it is sent, as a ring, compiled; its time on TPUs and on GPUs": {
-        "collectives": {"all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "permute", "reduce"}
-        | {"reduce_scatter", "scatter"},
-        "cost": {"all_gather", "all_reduce", "all_to_all", "data_threshold", "reduce_scatter"},
+SAME = {  # what the public functions of one name have in common: their names
+    "a collective: the call, how it is sent, as a ring, compiled, drawn, by JAX's name; its time on TPUs and on GPUs": {
+        "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "permute", "ppermute", "reduce",
+        "reduce_scatter", "scatter", "masked", "data_threshold",
     },
-    "what a strategy has": {
-        "strategies": {"attention", "backward", "forward", "gather", "jvp", "layer_backward", "layer_forward", "mlp"}
-        | {"reduce", "shard", "specs"},
+    "one operation: planned, run, on arrays that carry their type, its time": {"einsum", "matmul", "reshard", "vjp"},
+    "what a strategy, a form of decoding and a model have": {
+        "attention", "backward", "embed", "extend", "forward", "head", "init", "jvp", "layer_backward", "layer_forward",
+        "loss", "loss_and_grads", "make_step", "mlp", "moe", "prefill", "specs",
     },
-    "what a form of decoding has, and decoding whose bits no batch changes": {
-        "serve": {"attention", "embed", "extend", "head", "mlp", "prefill"},
+    "whole arrays and shards: of one array, of a tree, of a Transformer's params": {"shard", "unshard"},
+    "training's, and serving's: the cost of a step, the scheduler's step, what is planned, what is simulated": {
+        "evaluate", "meshes", "plans", "simulate", "step",
     },
-    "of the byte model, and of a Transformer": {
-        "models": {"forward", "init"},
-        "train": {"evaluate", "make_step"},
+    "a closed form, and the sum that it stands for": {"bubble"},
+    "prices that fit what was measured": {"fit"},
+    "a command and its parts; it is run": {"arguments", "main", "run"},
+    "results, written: as JSON, text, a table, a picture, a file": {
+        "as_dict", "draw", "figure", "load", "save", "table", "text",
     },
-    "of training, and of serving": {
-        "cost": {"step"},
-        "plan": {"changes", "meshes", "notes", "plans", "rows"},
-    },
-    "a command, and how its results are written": {
-        "__main__": {"arguments", "main"},
-        "measure": {"as_dict", "main"},
-        "plan": {"as_dict", "main", "table", "text"},
-        "show": {"draw", "figure", "main", "save"},
-        "train": {"main"},
-    },
-    "a checkpoint: ours, and torch.distributed.checkpoint's": {
-        "train": {"index", "load"},
-    },
-    "an operation and a whole plan of them are run": {"collectives": {"run"}},
-}
+}  # fmt: skip
 LISTED = {  # names that several packages list: why
     "all_gather": "in shard_map as JAX spells it",
     "all_to_all": "in shard_map as JAX spells it",
@@ -68,15 +56,10 @@ def test_a_class_has_a_name_of_its_own():
     assert not {name: where for name, where in defined(ast.ClassDef).items() if len(where) > 1}
 
 
-def test_a_function_has_one_meaning_in_its_room():
-    twice = {
-        (place, name)
-        for name, where in defined(ast.FunctionDef).items()
-        for place in {room(module) for module in where}
-        if sum(room(module) == place for module in where) > 1
-    }
-    allowed = {(place, name) for rooms in SAME.values() for place, names in rooms.items() for name in names}
-    assert twice - allowed == set(), "give each a name of its own"
+def test_a_function_has_one_meaning():
+    twice = {name for name, where in defined(ast.FunctionDef).items() if len(where) > 1}
+    allowed = set().union(*SAME.values())
+    assert twice - allowed == set(), "give each a name of its own, or an underscore where no other module uses it"
     assert allowed - twice == set(), "no longer there twice"
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from scaling.algebra.steps import Step, moved, share, splitting
+from scaling.algebra.steps import Step, moved, sent_share, splitting
 from scaling.spec import Spec, mesh_sizes
 
 NOMINAL = 4  # devices along an axis whose size is not given
@@ -80,7 +80,7 @@ class Setting:
         """What one device sends in a move, in the same units."""
         if move.op == "CollectivePermute" and splitting(at.dims, self.sizes) == splitting(move.after.dims, self.sizes):
             return 0
-        sent, of = share(move.op, self.count(move.axes))
+        sent, of = sent_share(move.op, self.count(move.axes))
         return self.held(at) * sent // of
 
     def missing(self, at: DimAxes, target: DimAxes) -> int:

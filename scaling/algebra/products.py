@@ -58,11 +58,11 @@ def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
     sizes, mesh = (None if sizes is None else dict(sizes)), (None if mesh is None else dict(mesh))
     if out is None:
         return _without_result(a, b, sizes, mesh)
-    products, tail, note = chain((a, b), (whole(out),), out, sizes, mesh, cost)
+    products, tail, note = product_chain((a, b), (_whole(out),), out, sizes, mesh, cost)
     return Plan((a, b), out, products[0].steps + tail, cases(a, b, out.dim_names), note)
 
 
-def whole(spec: Spec) -> Spec:
+def _whole(spec: Spec) -> Spec:
     """The same array, on no mesh axis at all."""
     return Spec(spec.name, tuple((dim, ()) for dim in spec.dim_names))
 
@@ -175,7 +175,7 @@ def _without(spec: Spec, dim: str, axis: str, out: Spec | None) -> Spec:
     return spec.with_axes(dim, others if out and others == out.axes_of(dim) else axes[: axes.index(axis)])
 
 
-def chain(
+def product_chain(
     operands, results, out: Spec, sizes=None, mesh=None, cost=None
 ) -> tuple[tuple[Product, ...], tuple[Step, ...], str]:
     """The plan of `((A * B) * C) ... -> out`: its products, the steps after the last one, and the note of Plan.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from scaling.algebra.contraction import product_type
-from scaling.algebra.products import chain, known_sizes
+from scaling.algebra.products import known_sizes, product_chain
 from scaling.algebra.resharding import reshard
 from scaling.algebra.search import Product
 from scaling.algebra.steps import COLLECTIVES, Counted, Step
@@ -105,7 +105,7 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
     dims = _chain_dims(line)
     hidden = ["Tmp"] if len(operands) == 3 else [f"Tmp{n}" for n in range(1, len(operands) - 1)]
     results = [Spec(name, tuple((d, ()) for d in kept)) for name, kept in zip((*hidden, out.name), dims, strict=True)]
-    products, tail, note = chain(operands, results, out, sizes, mesh, cost)
+    products, tail, note = product_chain(operands, results, out, sizes, mesh, cost)
     keep = {operands[0].name} if keep is True else set(keep or ())
     if unknown := keep - {spec.name for spec in operands}:
         raise ShardingError(f"{line}: keep_gathered names {min(unknown)}, which is not an operand of the line")

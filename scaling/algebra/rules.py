@@ -29,7 +29,7 @@ class CollectiveStep:
         return replace(self, before=before, after=after, dim=self.dim + 1, to=self.to + 1, splits=splits)
 
 
-def refuse(line: str, kind: str, what: str, rule: str, fix: str = "") -> NoReturn:
+def refuse_rule(line: str, kind: str, what: str, rule: str, fix: str = "") -> NoReturn:
     raise ShardingError(f"{kind}: {line}\n  {what}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else ""))
 
 
@@ -38,10 +38,10 @@ def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
     """The steps of `line` as a collective of this kind, or a ShardingError that names the rule it breaks."""
     parsed = parse_line(line)
     if len(parsed.operands) != 1:
-        refuse(line, kind, f"{len(parsed.operands)} operands", "a collective has one operand; einsum multiplies")
+        refuse_rule(line, kind, f"{len(parsed.operands)} operands", "a collective has one operand; einsum multiplies")
     before, after = parsed.operands[0], parsed.result
     if before.dim_names != after.dim_names:
-        refuse(line, kind, "the dims differ", "a collective moves axes, it does not change or reorder the dims")
+        refuse_rule(line, kind, "the dims differ", "a collective moves axes, it does not change or reorder the dims")
     return _RULES[kind](line, kind, before, after)
 
 
@@ -49,7 +49,7 @@ def _all_gather(line, kind, before, after):
     removed = _moved(line, kind, before, after, grows=True)
     if before.unreduced != after.unreduced:
         rule = "an AllGather only concatenates: it neither adds up partial sums nor makes any"
-        refuse(line, kind, "{U} is not the same on both sides", rule, _changes_sums(before, after))
+        refuse_rule(line, kind, "{U} is not the same on both sides", rule, _changes_sums(before, after))
     return _one_by_one(before, removed, grows=True)
 
 
@@ -63,7 +63,7 @@ def _changes_sums(before, after) -> str:
 def _slice(line, kind, before, after):
     if before.unreduced != after.unreduced:
         rule = "a local slice neither adds up partial sums nor makes any"
-        refuse(line, kind, "{U} is not the same on both sides", rule, _changes_sums(before, after))
+        refuse_rule(line, kind, "{U} is not the same on both sides", rule, _changes_sums(before, after))
     return _one_by_one(before, _moved(line, kind, before, after, grows=False), grows=False)
 
 
@@ -74,7 +74,9 @@ def _reduce_scatter(line, kind, before, after):
     if sorted(summed) != sorted(scattered) or set(after.unreduced) - set(before.unreduced):
         what = f"it sums over {format_axes(summed) or 'nothing'} and splits over {format_axes(scattered)}"
         rule = f"{kind} turns {{U_X}} into a subscript X: the same axes leave {{U}} and enter one dim"
-        refuse(line, kind, what, rule, "write {U_" + format_axes(scattered) + "} on the operand if it is a partial sum")
+        refuse_rule(
+            line, kind, what, rule, "write {U_" + format_axes(scattered) + "} on the operand if it is a partial sum"
+        )
     steps = []
     for position, axes in added:
         dim = before.dim_names[position]
@@ -88,7 +90,7 @@ def _reduce_scatter(line, kind, before, after):
 def _all_reduce(line, kind, before, after):
     summed = tuple(axis for axis in before.unreduced if axis not in after.unreduced)
     if before.dims != after.dims:
-        refuse(
+        refuse_rule(
             line,
             kind,
             "the subscripts differ",
@@ -99,7 +101,7 @@ def _all_reduce(line, kind, before, after):
         what = f"nothing is reduced: {before} has no {{U}} that {after} lacks"
         gains = not summed and before.unreduced != after.unreduced
         fix = _changes_sums(before, after) if gains else "write {U_X} on the operand if it is a partial sum"
-        refuse(line, kind, what, "AllReduce turns A[I] {U_X} into A[I]", fix)
+        refuse_rule(line, kind, what, "AllReduce turns A[I] {U_X} into A[I]", fix)
     return (CollectiveStep(before, after, summed),)
 
 
@@ -107,13 +109,13 @@ def _all_to_all(line, kind, before, after):
     rule = "AllToAll takes the minor axes of one dim and makes them the minor axes of another: A[I_X, J] -> A[I, J_X]"
     changed = [i for i, (b, a) in enumerate(zip(before.dims, after.dims, strict=True)) if b != a]
     if before.unreduced != after.unreduced or len(changed) != 2:
-        refuse(line, kind, "not the move of axes from one dim to one other", rule, "use reshard")
+        refuse_rule(line, kind, "not the move of axes from one dim to one other", rule, "use reshard")
     for source, target in (changed, changed[::-1]):
         was, now = before.dims[source][1], after.dims[source][1]
         moved = was[len(now) :]
         if moved and was[: len(now)] == now and after.dims[target][1] == before.dims[target][1] + moved:
             return (CollectiveStep(before, after, moved, source, target, splits=target),)
-    refuse(line, kind, "the axes that move are not the minor ones of both dims", rule, "use reshard")
+    refuse_rule(line, kind, "the axes that move are not the minor ones of both dims", rule, "use reshard")
 
 
 def _rooted(line, kind, before, after):
@@ -124,7 +126,7 @@ def _rooted(line, kind, before, after):
         kind == "Broadcast" or before.unreduced == after.unreduced
     )
     if before.dims != after.dims or not axes or not legal:
-        refuse(
+        refuse_rule(
             line, kind, "the types do not fit", f"{kind} is {wanted}: only the root's part counts, the others are zeros"
         )
     return (CollectiveStep(before, after, axes),)
@@ -139,13 +141,13 @@ def _gather(line, kind, before, after):
         back = _reduce_scatter(line, kind, after, before)
     except ShardingError:
         rule = "Gather is A[I_X] -> A[I] {U_X}: the root gets the whole dim, and the others, who get zeros, add nothing"
-        refuse(line, kind, "the types do not fit", rule)
+        refuse_rule(line, kind, "the types do not fit", rule)
     return tuple(CollectiveStep(s.after, s.before, s.axes, s.dim) for s in _only_one(line, kind, back))
 
 
 def _only_one(line, kind, steps):
     if len(steps) > 1:
-        refuse(line, kind, "several dims change", f"{kind} has one root, and so changes one dim")
+        refuse_rule(line, kind, "several dims change", f"{kind} has one root, and so changes one dim")
     return steps
 
 
@@ -160,10 +162,12 @@ def _moved(line, kind, before, after, grows) -> list[tuple[int, tuple[str, ...]]
             rule = f"{kind} {verb} the minor (last) axes of a dim; otherwise the blocks would be interleaved"
             have, want = format_axes(was) or "no axes", format_axes(now) or "no axes"
             fix = "check the axes of the type; reshard does what takes more than one step"
-            refuse(line, kind, f"dim {dim} goes from {have} to {want}", rule, fix)
+            refuse_rule(line, kind, f"dim {dim} goes from {have} to {want}", rule, fix)
         moved.append((position, long[len(short) :]))
     if not moved:
-        refuse(line, kind, "no dim changes", f"{kind} {verb} axes of a dim, e.g. " + _EXAMPLE[kind], "drop the line")
+        refuse_rule(
+            line, kind, "no dim changes", f"{kind} {verb} axes of a dim, e.g. " + _EXAMPLE[kind], "drop the line"
+        )
     return moved
 
 

@@ -87,7 +87,7 @@ class Step:
         """Bytes that each device sends (in a permutation, that the busiest one sends)."""
         if self.op not in COLLECTIVES or (self.op == "CollectivePermute" and self.stays(mesh)):
             return 0
-        sent, of = share(self.op, self.group(mesh))
+        sent, of = sent_share(self.op, self.group(mesh))
         return self.operands[0].nbytes(sizes, mesh, dtype_bytes(dtype)) * sent / of
 
     def stays(self, mesh) -> bool:
@@ -107,7 +107,7 @@ class Step:
         return (2 if self.contracted else 1) * math.prod(local.values())
 
 
-def share(op: str, n: int) -> tuple[int, int]:
+def sent_share(op: str, n: int) -> tuple[int, int]:
     """What each of n devices sends, as a fraction of what it holds before: (n - 1, n) for a ReduceScatter."""
     shares = {"AllGather": (n - 1, 1), "ReduceScatter": (n - 1, n), "AllReduce": (2 * (n - 1), n)}
     return (shares | {"AllToAll": (n - 1, n), "CollectivePermute": (1, 1)}).get(op, (0, 1))

@@ -14,7 +14,7 @@ from scaling.algebra.steps import COLLECTIVES, Step
 from scaling.auto.tracing import Graph
 from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array
-from scaling.explicit.cheapest import sent
+from scaling.explicit.cheapest import bytes_to_change
 from scaling.explicit.functions import LETTERS, LocalPlan
 from scaling.explicit.ops import Inferred, LabelledOp
 from scaling.spec import Spec
@@ -108,7 +108,9 @@ class Writer:
         """The value in a layout, by collectives from the nearest one that it is held in."""
         node = self.graph.nodes[number]
         if to not in self.held[number]:
-            start = min(self.held[number], key=lambda at: sent(at, to, node.shape, node.dtype.itemsize, self.mesh))
+            start = min(
+                self.held[number], key=lambda at: bytes_to_change(at, to, node.shape, node.dtype.itemsize, self.mesh)
+            )
             now = (number, start)
             for step in reshard(self.typed(number, start), self.typed(number, to), node.shape, self.mesh).steps:
                 after = (number, DimAxes(tuple(axes for _, axes in step.after.dims), step.after.unreduced))

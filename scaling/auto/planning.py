@@ -18,7 +18,7 @@ from typing import NamedTuple
 from scaling.algebra.layouts import DimAxes, Setting, arrangements, divides
 from scaling.algebra.resharding import shortest
 from scaling.auto.tracing import Graph, Node
-from scaling.explicit.cheapest import layouts, spec_of
+from scaling.explicit.cheapest import all_layouts, spec_of
 from scaling.explicit.ops import Illegal, Inferred, LabelledOp, Shape
 from scaling.spec import ShardingError
 
@@ -65,7 +65,7 @@ def plan(
             )
         stages.append(PlannedOp(node.operands, number, ways))
     for number, at in zip(graph.outputs, outputs, strict=True):
-        ends = layouts(graph.nodes[number].shape, mesh, axes) if at is None else [at]
+        ends = all_layouts(graph.nodes[number].shape, mesh, axes) if at is None else [at]
         stages.append(PlannedOp((number,), None, [(((to,), to), 0.0) for to in ends]))
     return Planner(graph, inputs, stages, axes, mesh).plan()
 
@@ -80,7 +80,7 @@ class Planner:
         self.last = {n: i for i, stage in enumerate(stages) for n in stage.operands}
         self.later: dict[int, dict[DimAxes, float]] = {}
         for number in range(len(graph.nodes) - 1, len(inputs) - 1, -1):
-            every = layouts(graph.nodes[number].shape, mesh, axes, axes)
+            every = all_layouts(graph.nodes[number].shape, mesh, axes, axes)
             self.later[number] = dict.fromkeys(every, 0.0)
             for stage in stages:
                 if number in stage.operands:
@@ -199,7 +199,7 @@ def _sum(a: Cost, b: Cost) -> Cost:
 def _operands(op, shapes: Sequence[Shape], axes, mesh) -> Iterable[tuple[DimAxes, ...]]:
     """Layouts of the operands together, among which all legal ones are."""
     if not isinstance(op, LabelledOp):
-        yield from ((at,) for at in layouts(shapes[0], mesh, axes, axes))
+        yield from ((at,) for at in all_layouts(shapes[0], mesh, axes, axes))
         return
     labels = tuple(dict.fromkeys(d for labels in op.inputs for d in labels if d is not None and d not in op.whole))
     for split in arrangements(axes, len(labels)):

@@ -13,7 +13,7 @@ from scaling.algebra.layouts import DimAxes
 from scaling.auto.lowering import Lowered, lower
 from scaling.auto.planning import plan
 from scaling.auto.tracing import graph_of
-from scaling.explicit.arrays import Array, array, read_type, reshard
+from scaling.explicit.arrays import Array, array, read_array_type, reshard
 from scaling.explicit.functions import letters
 from scaling.spec import ShardingError, Spec, parse
 
@@ -63,7 +63,7 @@ class JittedProgram:
         return lower(graph, names, layouts, called, chosen, self.mesh)
 
     def _layout(self, type: "str | Spec | None", x) -> DimAxes | None:
-        return None if type is None else read_type(type, x.shape, self.mesh, x.dtype)
+        return None if type is None else read_array_type(type, x.shape, self.mesh, x.dtype)
 
     def __call__(self, *args):
         lowered, flat = self.lower(*args), tree.leaves(args)

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from scaling import tree
 from scaling.explicit.arrays import reshard
-from scaling.explicit.functions import TypedCall, read
-from scaling.explicit.known import name_of
+from scaling.explicit.functions import TypedCall, read_call
+from scaling.explicit.known import function_name
 from scaling.explicit.ops import Shape
 from scaling.spec import ShardingError
 
@@ -66,9 +66,9 @@ class Recording(TorchFunctionMode):
         if func is reshard:
             x, type = args
             return self.add(x.clone(), Node(tuple(x.shape), x.dtype, (self.number(x),), None, str(type)))
-        if name_of(func) in SHAPE_ONLY.split() or not any(_is_array(x) for x in tree.leaves((args, kwargs))):
+        if function_name(func) in SHAPE_ONLY.split() or not any(_is_array(x) for x in tree.leaves((args, kwargs))):
             return func(*args, **kwargs)
-        call = read(func, args, kwargs, _is_array)
+        call = read_call(func, args, kwargs, _is_array)
         operands = tuple(self.number(x) for x in call.operands)
         result = torch.empty(call.shape, dtype=call.dtype, device="meta")
         return self.add(result, Node(call.shape, call.dtype, operands, call))

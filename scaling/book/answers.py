@@ -42,8 +42,8 @@ def notation(value: float, book: str = "") -> str:
     mantissa, _, exponent = book.partition("e")
     digits = max(4, sum(character.isdigit() for character in mantissa))
     if exponent:
-        return layout.number(value / 10.0 ** int(exponent), digits) + f"e{int(exponent)}"
-    text = layout.exact(value) if isinstance(value, int) else layout.number(value, digits)
+        return layout.format_number(value / 10.0 ** int(exponent), digits) + f"e{int(exponent)}"
+    text = layout.exact(value) if isinstance(value, int) else layout.format_number(value, digits)
     return text if "," in book or not book else text.replace(",", "")
 
 
@@ -73,7 +73,7 @@ class Answer:
 
     @property
     def agrees(self) -> bool:
-        return self.book == self.ours if isinstance(self.ours, str) else agree(self.book, self.ours)
+        return self.book == self.ours if isinstance(self.ours, str) else _agree(self.book, self.ours)
 
     @property
     def verdict(self) -> str:
@@ -82,7 +82,7 @@ class Answer:
         if self.erratum or self.rounded:
             holds = not self.agrees and not (self.erratum and self.rounded)
             near = not isinstance(self.ours, str) and abs(off(self.book, self.ours)[0]) <= NEAR
-            follows = self.erratum or (near and agree(self.book, (self.rounded or (0.0,))[0], 1))
+            follows = self.erratum or (near and _agree(self.book, (self.rounded or (0.0,))[0], 1))
             return ("erratum" if self.erratum else "rounding") if holds and follows else "DIFFERS"
         if self.agrees:
             return "agrees"
@@ -106,7 +106,7 @@ class Answer:
         return self.question, self.book or "-", ours, self.unit, difference, self.verdict
 
 
-def agree(book: str, value: float, digits: float = 0.5) -> bool:
+def _agree(book: str, value: float, digits: float = 0.5) -> bool:
     """Whether a value is within so many units of the last digit that the book prints, and within 5%."""
     relative, units = off(book, value)
     return abs(units) <= digits + 1e-9 and abs(relative) <= CLOSE
@@ -138,7 +138,7 @@ def answer_table(answers: Sequence[Answer], columns: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def counts(answers: Sequence[Answer]) -> str:
+def verdict_counts(answers: Sequence[Answer]) -> str:
     """How many of each verdict: "31 agrees, 2 erratum"."""
     verdicts = [a.verdict for a in answers]
     return ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)

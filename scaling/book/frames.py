@@ -54,7 +54,7 @@ def draw(frames: Sequence[Sequence], cell: Callable[[object], str]) -> str:
     return table(rows, ["", "at first", *(f"hop {hop}" for hop in range(1, len(frames)))])
 
 
-def shards(held: set[int], n: int) -> str:
+def draw_shards(held: set[int], n: int) -> str:
     """{0, 2} of 4 -> "A.C."."""
     return "".join(chr(ord("A") + i) if i in held else "." for i in range(n))
 
@@ -64,7 +64,7 @@ def partial_sum(state: tuple[int, frozenset[int]]) -> str:
     return f"{chr(ord('A') + state[0])}: " + "+".join(map(str, sorted(state[1])))
 
 
-def chunks(state: tuple[tuple, tuple]) -> str:
+def draw_chunks(state: tuple[tuple, tuple]) -> str:
     """What is kept, a bar, what travels on: a chunk is its source's letter and its target's number."""
     kept, passing = (" ".join(f"{chr(ord('a') + i)}{j}" for i, j in part) for part in state)
     return f"{kept} | {passing}".rstrip(" |") if not passing else f"{kept} | {passing}"

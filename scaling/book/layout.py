@@ -19,7 +19,7 @@ def width() -> int:
     return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
 
 
-def number(value: float, digits: int = 4) -> str:
+def format_number(value: float, digits: int = 4) -> str:
     """A number as the book writes them, to four significant digits: 1.97e14, 57,500, 0.9151, 44.35."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
@@ -32,7 +32,7 @@ def number(value: float, digits: int = 4) -> str:
 
 def exact(value: float) -> str:
     """A count in full, with thousands separated; what is no whole number to six digits."""
-    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else number(value, 6)
+    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else format_number(value, 6)
 
 
 def _short(text: str) -> str:
@@ -77,7 +77,7 @@ def table(rows: Iterable[Sequence], headers: Sequence[str], columns: int | None 
     A header may have several lines; of a column of numbers only the header is wrapped.
     """
     columns = columns or width()
-    body = [[written(cell) for cell in row] for row in rows]
+    body = [[_written(cell) for cell in row] for row in rows]
     across = [[row[i] for row in body] for i in range(len(headers))]
     numeric = [bool(column) and all(NUMBER.fullmatch(cell) for cell in column) for column in across]
     widths = [max(map(len, [*column, *head.split("\n")])) for column, head in zip(across, headers, strict=True)]
@@ -102,9 +102,9 @@ def table(rows: Iterable[Sequence], headers: Sequence[str], columns: int | None 
     return "\n".join([*lines(headers), rule, *(line for row in body for line in lines(row))])
 
 
-def written(cell) -> str:
+def _written(cell) -> str:
     """A cell as text: counts in full, other numbers to four digits."""
-    return cell if isinstance(cell, str) else exact(cell) if isinstance(cell, int) else number(cell)
+    return cell if isinstance(cell, str) else exact(cell) if isinstance(cell, int) else format_number(cell)
 
 
 def _wrapped(text: str, columns: int) -> list[str]:

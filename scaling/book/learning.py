@@ -47,21 +47,21 @@ class Learned:
 
 def learn(mesh, strategy, train: Callable, config: mlp.MLPConfig, args) -> Learned:
     """Run a chapter's loop, `train(strategy, mesh, text, args) -> Trained`, on a mesh."""
-    learnt, valid = data.split(load(args, mesh.device))
+    learnt, valid = data.split(load_given_text(args, mesh.device))
     run, axes, specs = train(strategy, mesh, learnt, args), batch_axes(strategy), param_specs(strategy)
     rows = min(512 if args.small else 4096, len(valid) // 16 * 8)
     held_out = next(iter(data.batches(valid, config.K, rows, mesh, axes, args.seed)))
     score = mlp.bits_per_byte(evaluate(strategy, run.params, held_out[0], held_out[1], config, mesh)).item()
     first, params = (tree.map(torch.Tensor.cpu, tree.unshard(x, specs, mesh)) for x in (run.first, run.params))
-    held = memory(strategy, mesh, config, run)
+    held = _memory(strategy, mesh, config, run)
     return Learned(Trained([float(x) for x in run.losses], first, params, {}, run.seconds), held, score)
 
 
-def load(args, device) -> torch.Tensor:
+def load_given_text(args, device) -> torch.Tensor:
     return data.load_text(args.text or None, max_bytes=1_000_000).to(device)
 
 
-def memory(strategy, mesh, config: mlp.MLPConfig, run: Trained) -> list[tuple]:
+def _memory(strategy, mesh, config: mlp.MLPConfig, run: Trained) -> list[tuple]:
     """Bytes on each rank of params, gradients and Adam's moments, beside what the types say."""
     ours = int(tree.local_nbytes(param_specs(strategy), config.sizes, mesh, torch.float32))
     n, m_and_v = config.num_params(), [run.state["m"], run.state["v"]]
@@ -90,7 +90,7 @@ def show(page: Page, strategy, train: Callable, config: mlp.MLPConfig, optimizer
     page.same(found.memory, ["bytes on each rank", "from the types", "formula", "held"])
     if not page.first:
         return
-    text = load(args, torch.device(args.device))
+    text = load_given_text(args, torch.device(args.device))
     own, ours = one_device(config, data.split(text)[0], optimizer, args, text.device), found.run
     page.say(f"\n{config.num_params():,} params, {args.batch} rows a step, text of {len(text):,} bytes")
     shown = sorted({0, *range(0, args.steps, max(1, args.steps // 8)), args.steps - 1})

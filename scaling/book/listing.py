@@ -98,7 +98,7 @@ def layer_problem(sizes: dict, types: dict, mesh, seed: int) -> tuple[dict, dict
     return {name: tree.shard(array, types[name], mesh) for name, array in arrays.items()}, wanted
 
 
-def one_layer(mesh, forward: Callable, backward: Callable, types: dict, sizes: dict, seed: int) -> Ran:
+def _one_layer(mesh, forward: Callable, backward: Callable, types: dict, sizes: dict, seed: int) -> Ran:
     """Run a chapter's own layer in float64, and compare it with one device.
 
     `forward(W_in, W_out, In, mesh, block) -> (Out, saved)`; `backward(W_in, W_out, dOut, saved, mesh, block) -> (dIn,
@@ -120,7 +120,7 @@ def one_layer(mesh, forward: Callable, backward: Callable, types: dict, sizes: d
 
 def show_layer(page: Page, forward: Callable, backward: Callable, types: dict, sizes: dict) -> tuple[int, int]:
     """The chapter's layer on its mesh: the lines as they ran, its results beside one device; bytes of both passes."""
-    ran = page.on_ranks(one_layer, forward, backward, types, sizes, page.args.seed)
+    ran = page.on_ranks(_one_layer, forward, backward, types, sizes, page.args.seed)
     shown = " ".join(f"{dim}={size}" for dim, size in sizes.items())
     for rows, which in zip(ran.lines, ("forward", "backward"), strict=True):
         page.title(f"The {which} pass as it ran on rank 0: {shown}, float64")
@@ -130,7 +130,7 @@ def show_layer(page: Page, forward: Callable, backward: Callable, types: dict, s
     return ran.nbytes
 
 
-def counted(forward: Callable, backward: Callable, types: dict, sizes: dict, axes: dict) -> tuple[Log, Log]:
+def layer_counts(forward: Callable, backward: Callable, types: dict, sizes: dict, axes: dict) -> tuple[Log, Log]:
     """Both passes of a chapter's layer in bfloat16 on an abstract mesh of these axes: its FLOPs and bytes, no data."""
     mesh = AbstractMesh(axes)
     meta = {"dtype": torch.bfloat16, "device": mesh.device}
@@ -146,11 +146,11 @@ def counted(forward: Callable, backward: Callable, types: dict, sizes: dict, axe
 
 def show_times(page: Page, what: str, rows: list[tuple]) -> None:
     """Rows of (`what`, T_math, T_comms), in seconds: their ratio, and which of the two binds."""
-    words = [(n, 1e3 * math, 1e3 * comms, math / comms, bound(math, comms)) for n, math, comms in rows]
+    words = [(n, 1e3 * math, 1e3 * comms, math / comms, _bound(math, comms)) for n, math, comms in rows]
     page.table(words, [what, "T_math, ms", "T_comms, ms", "T_math / T_comms", "bound by"])
 
 
-def bound(math: float, comms: float) -> str:
+def _bound(math: float, comms: float) -> str:
     return "compute" if math >= comms else "communication"
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.book import layout
-from scaling.book.answers import Answer, answer_table, counts
+from scaling.book.answers import Answer, answer_table, verdict_counts
 from scaling.check import check_file
 from scaling.console import PROFILE, SEEDS, integer, output
 from scaling.show import charts
@@ -147,9 +147,9 @@ class Page:
                 return {**dict.fromkeys(sizes, 1), **asked}
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
                 return sizes
-            from scaling.launch import fit
+            from scaling.launch import fit_mesh
 
-            return fit(sizes)
+            return fit_mesh(sizes)
         except ShardingError as error:
             parser.error(str(error))
 
@@ -260,7 +260,7 @@ class Page:
         """Write the pictures asked for and say what held. What did not: ends a script with 1, raises in a notebook."""
         for path in self._save() if self.first and getattr(self.args, "plot", None) else ():
             self.say(f"wrote {path}")
-        parts = [counts(self.given)] if self.given else []
+        parts = [verdict_counts(self.given)] if self.given else []
         parts += [f"{len(self.checks)} checks"] if self.checks else []
         took = time.perf_counter() - self.began
         seconds = f"{took:.1f} s" if took < 100 else f"{took:.0f} s"

@@ -59,7 +59,7 @@ def has_numbers(path: Path) -> bool:
     return "Answer(" in path.read_text(encoding="utf-8")
 
 
-def run(path: Path, options: Sequence[str] = ("--small",)) -> Chapter:
+def run_chapter(path: Path, options: Sequence[str] = ("--small",)) -> Chapter:
     """The chapter, run in this process; what it prints is dropped, and its `page` read."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
     argv, handler, status = sys.argv, signal.getsignal(signal.SIGTERM), 0

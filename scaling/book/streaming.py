@@ -34,7 +34,9 @@ class Stream:
         return sum(work.end - work.start for work in self.works if work.unit == unit)
 
 
-def stream(chunks: int, load: float, compute: float, store: float, buffers: int = 2, first: float = 0.0) -> Stream:
+def stream_chunks(
+    chunks: int, load: float, compute: float, store: float, buffers: int = 2, first: float = 0.0
+) -> Stream:
     """`chunks` chunks that take `load`, `compute` and `store` seconds each; `first`: seconds of loading before them.
 
     HBM takes the loads that there is room for before the stores that wait. ValueError for less than one of a thing.

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 from scaling.check.part import Part
-from scaling.check.rules import difference, hidden, said, same_dims, under_way
+from scaling.check.rules import broken_rule, hidden, said, same_dims, under_way
 from scaling.check.values import Each, Many, Number, Shard, Text, Var, aligned, together
 from scaling.spec import Spec, format_axes
 
@@ -108,7 +108,7 @@ class Arithmetic(Part):
         """Report two arrays of the same dims that are split differently."""
         if a.loose or b.loose or not same_dims(a.spec, b.spec) or a.through or b.through:
             return
-        wrong = difference(a, Spec(b.spec.name, b.spec.dims, a.spec.unreduced))
+        wrong = broken_rule(a, Spec(b.spec.name, b.spec.dims, a.spec.unreduced))
         if wrong and "1" not in (*a.spec.dim_names, *b.spec.dim_names):
             what = f"{ast.unparse(node)}: one operand is {a.spec}, the other {b.spec}: {wrong[1]}"
             self.report(node, wrong[0], what, frame)

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from scaling.check.modules import Module, Modules, name_of
+from scaling.check.modules import Module, Modules, module_name
 from scaling.check.reader import Reader
 from scaling.check.rules import RULES, said
 
@@ -76,10 +76,10 @@ def read_source(text: str, filename: str = "<source>", modules: Modules | None =
     """The same with what was checked and what could not be read. `modules`: those that were found before."""
     path, modules = Path(filename), modules or Modules()
     known = path.suffix == ".py" and path.exists()
-    held = modules.load(name_of(path), path) if known else None
+    held = modules.load(module_name(path), path) if known else None
     module = held if held is not None and held.text == text else None
     if module is None:
-        module = Module(name_of(path) if known else path.stem, path if known else None, text)
+        module = Module(module_name(path) if known else path.stem, path if known else None, text)
     report = Report(files=1)
     if "scaling" not in text:
         return report
@@ -154,7 +154,7 @@ def _read_by_turns(paths: Sequence, workers: int) -> dict[int, Report]:
     from here."""
     fork, modules, found = multiprocessing.get_context("fork"), Modules(), {}
     for path in map(Path, paths):
-        modules.load(name_of(path), path)
+        modules.load(module_name(path), path)
     turn, ends = fork.SimpleQueue(), []
     for _ in range(workers):
         end, other = fork.Pipe(duplex=False)
@@ -220,16 +220,16 @@ def is_python(path: Path) -> bool:
     return not path.suffix and first.startswith(b"#!") and b"python" in first
 
 
-def counted(number: int, what: str) -> str:
+def _counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def summary(report: Report) -> str:
+def _summary(report: Report) -> str:
     """What was checked, in one line, and what could not be read, a line each."""
-    text = f"{counted(report.checked, 'call')} in {counted(report.files, 'file')} checked, "
+    text = f"{_counted(report.checked, 'call')} in {_counted(report.files, 'file')} checked, "
     text += f"{len(report.unreadable)} not readable" + (":" if report.unreadable else "")
     lines = [f"  {file}:{line}: {why}" for file, line, why in report.unreadable]
-    return "\n".join([text, *lines, *report.notes, counted(len(report.findings), "finding")])
+    return "\n".join([text, *lines, *report.notes, _counted(len(report.findings), "finding")])
 
 
 def main(argv: "list[str] | None" = None) -> int:
@@ -253,5 +253,5 @@ def main(argv: "list[str] | None" = None) -> int:
         print(json.dumps(found | {"files": report.files, "unreadable": unreadable, "notes": report.notes}, indent=1))
     for finding in () if args.json else report.findings:
         print(finding)
-    print(summary(report), file=sys.stderr)
+    print(_summary(report), file=sys.stderr)
     return 1 if report.findings else 0

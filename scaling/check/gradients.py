@@ -8,7 +8,7 @@ import ast
 from dataclasses import dataclass
 
 from scaling.check.part import Part
-from scaling.check.rules import difference, said, under_way
+from scaling.check.rules import broken_rule, said, under_way
 from scaling.check.values import Each, Function, Gone, Many, Pull, Record, Shard, arrays_in, settled
 from scaling.spec import format_axes
 
@@ -58,13 +58,13 @@ class Derivatives(Part):
             loss, rest = found.items[0], found.items[1:2]
         self.differentiated(node, loss, frame)
         at = gradient.at if isinstance(gradient.at, int) and gradient.at < len(args) else None
-        grads = None if at is None else cotangent(args[at], loss)
+        grads = None if at is None else _cotangent(args[at], loss)
         if gradient.value:
             return Many((grads, Many((loss, *rest)) if rest else loss))
         return Many((grads, *rest)) if rest else grads
 
     def cotangents(self, pull: Pull):
-        return Many(tuple(cotangent(primal, pull.result, guess=True) for primal in pull.primals))
+        return Many(tuple(_cotangent(primal, pull.result, guess=True) for primal in pull.primals))
 
     def differentiated(self, node: ast.AST, loss, frame) -> None:
         """Report a loss that was reduced before it is differentiated."""
@@ -98,18 +98,18 @@ class Derivatives(Part):
                 axes = format_axes(held.spec.unreduced)
                 fix = f"all_reduce or reduce_scatter it over {axes} first"
                 self.report(node, "gradient", said(f"{what}, a partial sum", "gradient", fix), frame)
-            elif where in wanted and held.sure and (wrong := difference(held, wanted[where])):
+            elif where in wanted and held.sure and (wrong := broken_rule(held, wanted[where])):
                 self.report(node, "gradient", f"{what}, its param {wanted[where]}: {wrong[1]}", frame)
 
 
-def cotangent(primal, loss, guess: bool = False):
+def _cotangent(primal, loss, guess: bool = False):
     """The type of the gradient of an argument: unreduced where it is replicated and the loss is a sum of terms."""
     if isinstance(primal, Record):
-        return Record(tuple((key, cotangent(item, loss, guess)) for key, item in primal.items))
+        return Record(tuple((key, _cotangent(item, loss, guess)) for key, item in primal.items))
     if isinstance(primal, Many):
-        return Many(tuple(cotangent(item, loss, guess) for item in primal.items))
+        return Many(tuple(_cotangent(item, loss, guess) for item in primal.items))
     if isinstance(primal, Each):
-        return Each(cotangent(primal.item, loss, guess))
+        return Each(_cotangent(primal.item, loss, guess))
     if not isinstance(primal, Shard) or not isinstance(loss, Shard) or primal.loose or primal.pending or loss.loose:
         return None
     over = {*loss.spec.unreduced} | ({*loss.spec.axes} if guess else set())

@@ -4,7 +4,7 @@ import ast
 from dataclasses import replace
 
 from scaling.check.part import Part
-from scaling.check.rules import difference
+from scaling.check.rules import broken_rule
 from scaling.check.values import Each, Function, Known, Many, Record, Shard, Text, arrays_in, as_array, element, settled
 from scaling.spec import ShardingError, parse
 
@@ -34,8 +34,8 @@ class Helpers(Part):
     def by_types(self, name: str, node: ast.Call, tree, types, frame):
         """tree.shard and tree.unshard, by types that are known: each leaf is of its type, and then whole."""
         if isinstance(types, (Record, Many)):
-            own = dict(rows(tree))
-            made = {key: self.by_types(name, node, own.get(key), each, frame) for key, each in rows(types)}
+            own = dict(_rows(tree))
+            made = {key: self.by_types(name, node, own.get(key), each, frame) for key, each in _rows(types)}
             return Record(tuple(made.items())) if isinstance(types, Record) else Many(tuple(made.values()))
         try:
             spec = parse(types.text) if isinstance(types, Text) else None
@@ -44,7 +44,7 @@ class Helpers(Part):
         if spec is None or name == "tree.shard":
             return spec and Shard(spec, sure=False)
         held = as_array(tree)
-        if held is not None and (wrong := difference(held, spec)):
+        if held is not None and (wrong := broken_rule(held, spec)):
             what = f"{ast.unparse(node)}: of what has the type {spec}, it is given {held}: {wrong[1]}"
             self.report(node, wrong[0], what, frame)
         return Shard(spec.whole(), sure=False)
@@ -72,6 +72,6 @@ class Helpers(Part):
         return self.followed_call(fn, node, trees, {}, False, frame)
 
 
-def rows(value) -> list:
+def _rows(value) -> list:
     """(key or number, item) of a dict's or a tuple's items."""
     return list(value.items) if isinstance(value, Record) else list(enumerate(getattr(value, "items", ())))

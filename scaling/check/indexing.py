@@ -4,7 +4,7 @@ import ast
 from dataclasses import replace
 
 from scaling.check.part import Part
-from scaling.check.torch_functions import constant
+from scaling.check.torch_functions import literal_value
 from scaling.check.values import Each, Many, Record, Shard, Text, element
 
 
@@ -20,7 +20,7 @@ class Indexing(Part):
         if isinstance(held, Record):
             return held.get(found.text) if isinstance(found, Text) else element(Many(tuple(v for _, v in held.items)))
         if isinstance(held, Many):
-            number = constant(index)
+            number = literal_value(index)
             if isinstance(number, int) and -len(held.items) <= number < len(held.items):
                 return held.items[number]
             return Each(element(held)) if isinstance(index, ast.Slice) else element(held)
@@ -39,7 +39,7 @@ class Indexing(Part):
         parts = list(index.elts) if isinstance(index, ast.Tuple) else [index]
         dims, kept, at, loose = list(held.spec.dims), [], 0, False
         for position, part in enumerate(parts):
-            value = constant(part) if isinstance(part, (ast.Constant, ast.UnaryOp)) else part
+            value = literal_value(part) if isinstance(part, (ast.Constant, ast.UnaryOp)) else part
             if isinstance(part, ast.Constant) and part.value is None:
                 kept.append(("1", ()))
             elif value is ...:

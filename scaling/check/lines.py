@@ -8,7 +8,7 @@ from scaling.algebra import rules
 from scaling.algebra.contraction import check_product
 from scaling.algebra.resharding import reshard
 from scaling.check.part import Part
-from scaling.check.rules import difference, hidden, said
+from scaling.check.rules import broken_rule, hidden, said
 from scaling.check.values import Each, Gone, Known, Many, Record, Shard, Text, Var, as_array
 from scaling.spec import ShardingError, Spec, format_axes, parse, parse_line
 
@@ -83,7 +83,7 @@ class Lines(Part):
                 self.bound.setdefault(value.number, Shard(spec, sure=False))
             # a ring: each block collects its sum on its way round
             collects = held is not None and name == "ppermute" and {*held.spec.unreduced} & {*spec.axes}
-            if held is not None and not collects and (wrong := difference(side_by_side(held, spec), spec)):
+            if held is not None and not collects and (wrong := broken_rule(side_by_side(held, spec), spec)):
                 what = f"{ast.unparse(argument)} holds {held}, but the line says {spec}"
                 self.report(argument, wrong[0], f"{what}: {wrong[1]}", frame)
             elif wrong := self.misnamed(argument, held, spec, frame):
@@ -117,9 +117,9 @@ class Lines(Part):
         """A param, or an item of a dict by its name, that goes into a line under another param's name."""
         key = held.key if held is not None else ""
         others = {name for name in self.specs if name not in ("In", "Out")}
-        inner = argument.value if isinstance(argument, ast.Subscript) and not key_of(argument) else argument
-        if not key and key_of(inner):
-            key, others = key_of(inner), frame.module_keys
+        inner = argument.value if isinstance(argument, ast.Subscript) and not _key_of(argument) else argument
+        if not key and _key_of(inner):
+            key, others = _key_of(inner), frame.module_keys
         if not key or not spec.name or key == spec.name or spec.name not in others or key not in others:
             return ""
         what = f"{ast.unparse(argument)} is {key}, but the line says {spec}"
@@ -195,19 +195,19 @@ def line_of(node: ast.AST) -> int:
     return getattr(node, "lineno", 0)
 
 
-def ends(node: ast.AST) -> int:
+def _ends(node: ast.AST) -> int:
     """The last line of a node."""
     return getattr(node, "end_lineno", None) or line_of(node)
 
 
 def read_after(name: str, call: ast.Call, tree: ast.Module) -> bool:
     """Whether a variable is read below a call in its function before it gets another value; not by the same call."""
-    around = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.lineno < call.lineno <= ends(n)]
+    around = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.lineno < call.lineno <= _ends(n)]
     if not around:
         return False
     forks = [n for n in ast.walk(around[-1]) if isinstance(n, ast.If) and n.body[0].lineno <= call.lineno]
-    other = {id(n) for f in forks if call.lineno <= ends(f.body[-1]) for s in f.orelse for n in ast.walk(s)}
-    below = [n for n in ast.walk(around[-1]) if getattr(n, "lineno", 0) > ends(call) and id(n) not in other]
+    other = {id(n) for f in forks if call.lineno <= _ends(f.body[-1]) for s in f.orelse for n in ast.walk(s)}
+    below = [n for n in ast.walk(around[-1]) if getattr(n, "lineno", 0) > _ends(call) and id(n) not in other]
     again = {id(n) for c in below if isinstance(c, ast.Call) and same_call(c, call) for n in ast.walk(c)}
     reads = [line_of(n) for n in below if is_name(n, name, ast.Load) and id(n) not in again]
     binds = [line_of(n) for n in below if is_name(n, name, ast.Store)]
@@ -228,7 +228,7 @@ def settle(value):
     return replace(value, pending=False) if isinstance(value, Shard) else value
 
 
-def key_of(node) -> str:
+def _key_of(node) -> str:
     """The constant name of an item, `params["W_in"]`; empty if the expression is something else."""
     name = getattr(node.slice, "value", None) if isinstance(node, ast.Subscript) else None
     return name if isinstance(name, str) else ""

@@ -8,7 +8,7 @@ what SPECS names, `In`, `W_in`, `dOut`.
 
 import ast
 
-from scaling.check.rules import difference
+from scaling.check.rules import broken_rule
 from scaling.check.statements import Statements
 from scaling.check.stores import one_layer
 from scaling.check.values import Class, Each, Function, Many, Record, Shard, Text, settled
@@ -114,7 +114,7 @@ class Listings(Statements):
         result = self.known(result)
         if not isinstance(result, Shard) or wanted is None or fn.module is not self.module:
             return
-        if wrong := difference(settled(result) if late else result, wanted):
+        if wrong := broken_rule(settled(result) if late else result, wanted):
             shown = f"{what} as {result}" if what else f"{result}"
             text = f"{fn.name} returns {shown}, but {by} says {wanted}: {wrong[1]}"
             body = fn.node.body

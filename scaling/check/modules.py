@@ -173,7 +173,7 @@ def root_around(folder: Path) -> Path:
     return folder
 
 
-def name_of(path: Path) -> str:
+def module_name(path: Path) -> str:
     """The dotted name of the module in a file."""
     inside = path.resolve().with_suffix("").relative_to(root_of(path)).parts
     return ".".join(inside[:-1] if inside[-1] == "__init__" else inside)

@@ -42,7 +42,7 @@ def same_dims(a: Spec, b: Spec) -> bool:
     return len(a.dims) == len(b.dims) and all(x == y or {x, y} & {ANY, "1"} for x, y in pairs)
 
 
-def difference(held: Shard, declared: Spec) -> "tuple[str, str] | None":
+def broken_rule(held: Shard, declared: Spec) -> "tuple[str, str] | None":
     """(rule, what is wrong and the fix) about using an array as the declared type; None if nothing is."""
     if held.pending:
         return "pending", under_way()

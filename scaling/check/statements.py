@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scaling.check.expressions import Expressions
-from scaling.check.rules import difference, partly_reduced, said
+from scaling.check.rules import broken_rule, partly_reduced, said
 from scaling.check.stores import Stores
 from scaling.check.values import Each, Function, Many, Record, Shard, element, merge
 from scaling.spec import format_axes
@@ -269,7 +269,7 @@ class Statements(Expressions, Stores):
     def returning(self, node: ast.Return, found, frame: Frame) -> None:
         """A function that is not known to be linear is no way to return partial sums."""
         if isinstance(found, Shard) and found.through and found.spec.unreduced:
-            wrong = difference(replace(found, pending=False), found.spec)
+            wrong = broken_rule(replace(found, pending=False), found.spec)
             if wrong:
                 self.report(node, wrong[0], f"{ast.unparse(node)}: {wrong[1]}", frame)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from scaling.check.docstrings import commented
 from scaling.check.part import Part
-from scaling.check.rules import difference
+from scaling.check.rules import broken_rule
 from scaling.check.values import ANY, Each, Many, Number, Record, Shard, Text, Var, element, merge
 from scaling.spec import Spec
 
@@ -39,7 +39,7 @@ class Stores(Part):
         spec = commented(frame.module.lines[(node.end_lineno or node.lineno) - 1], name) if name else None
         if spec is None or isinstance(found, (Many, Record, Each)):
             return found
-        if isinstance(found, Shard) and (wrong := difference(found, spec)):
+        if isinstance(found, Shard) and (wrong := broken_rule(found, spec)):
             self.report(node, wrong[0], f"{name} is {found}, but its comment says {spec}: {wrong[1]}", frame)
         tells = isinstance(found, Shard) and found.sure and not found.loose
         return found if tells else Shard(spec, parts="sum" if spec.unreduced else "")
@@ -64,7 +64,7 @@ class Stores(Part):
         ]
         base = next((n.id for n in ast.walk(target) if isinstance(n, ast.Name) and "grad" in n.id), None)
         for spec in (one_layer(self.specs[key]) for key in keys if base and key in self.specs):
-            if wrong := difference(found, spec):
+            if wrong := broken_rule(found, spec):
                 what = f"{found.spec} is stored in {ast.unparse(target)}, typed {spec}: {wrong[1]}"
                 self.report(node, "gradient" if wrong[0] == "unreduced" else wrong[0], what, frame)
 

@@ -122,7 +122,7 @@ class TorchFunctions(Part):
             return replace(held, key="") if held is not None else None
         if isinstance(items, Many) and None in items.items:
             held = replace(held, sure=False)
-        dim = constant(node.args[1] if len(node.args) > 1 else None)
+        dim = literal_value(node.args[1] if len(node.args) > 1 else None)
         if name == "stack" and (dim == 0 or (len(node.args) == 1 and not node.keywords)):
             return held.typed(((ANY, ()), *held.spec.dims))
         return replace(held, loose=True, key="")
@@ -166,13 +166,13 @@ class TorchFunctions(Part):
         where = next((k.value for k in node.keywords if k.arg in ("dim", "axis")), given[0] if given else None)
         keep = next((k.value for k in node.keywords if k.arg == "keepdim"), given[1] if len(given) > 1 else None)
         count, dims = len(held.spec.dims), held.spec.dims
-        over = constant(where) if where is not None else range(count)
+        over = literal_value(where) if where is not None else range(count)
         over = (over,) if isinstance(over, int) else over
         if over is None or not all(isinstance(i, int) and -count <= i < count for i in over):
             return replace(held, loose=True, sure=False, key="")
         gone = {i % count for i in over}
         summed = [axis for i in gone for axis in dims[i][1]]
-        kept = bool(constant(keep)) if keep is not None else False
+        kept = bool(literal_value(keep)) if keep is not None else False
         left = [("1", ()) if i in gone else dim for i, dim in enumerate(dims) if kept or i not in gone]
         unreduced = {*held.spec.unreduced, *summed}
         parts = how if summed else held.parts
@@ -183,7 +183,7 @@ class TorchFunctions(Part):
 
     def turned(self, name: str, node, held: Shard) -> Shard:
         """Transposes and views: the dims as far as they can be told."""
-        dims, numbers = held.spec.dims, [constant(a) for a in getattr(node, "args", ())]
+        dims, numbers = held.spec.dims, [literal_value(a) for a in getattr(node, "args", ())]
         if held.loose:
             return replace(held, key="")
         if name in ("T", "mT", "t", "H", "mH", "adjoint") and len(dims) == 2:
@@ -230,7 +230,7 @@ def pads_with_more(args: list, keywords: dict) -> bool:
     return isinstance(value, Number) and not value.zero
 
 
-def constant(node):
+def literal_value(node):
     """The value of an expression that is written out; None of any other."""
     try:
         return None if node is None else ast.literal_eval(node)

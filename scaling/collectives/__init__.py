@@ -21,7 +21,7 @@ from scaling.collectives.calls import (
     unshard,
     wait,
 )
-from scaling.collectives.deferred import Deferred, joined
+from scaling.collectives.deferred import Deferred, join_products
 from scaling.collectives.masks import masked
 from scaling.collectives.messages import recv, send
 from scaling.collectives.multiply import einsum
@@ -31,7 +31,7 @@ from scaling.collectives.transfer import Message, plan_transfer, transfer
 
 __all__ = ["Deferred", "Message", "Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather"]
 __all__ += [
-    "joined",
+    "join_products",
     "masked",
     "ppermute",
     "ragged_all_to_all",

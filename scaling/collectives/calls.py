@@ -23,7 +23,7 @@ from torch import Tensor
 from scaling import trace
 from scaling.collectives.buffers import refuse
 from scaling.collectives.checked import agree_on
-from scaling.collectives.kinds import event, start
+from scaling.collectives.kinds import event, start_op
 from scaling.collectives.linear import apply, observed
 from scaling.collectives.lines import (
     LineStep,
@@ -252,7 +252,7 @@ def _run(step: LineStep, x: Tensor, mesh, async_op: bool, out: Tensor | None = N
     agree_on(op, x)
     if seen is not None:
         trace.record(seen)
-    work, make = start(x, op, step.group, out)
+    work, make = start_op(x, op, step.group, out)
     if out is not None or step.mean:
         make = _finish(make, step, out)
     pending = Pending(work, make, seen, step)

@@ -40,7 +40,7 @@ class Deferred:
         return tuple(sizes[dim] for dim in self.type.dim_names)
 
 
-def joined(products: Sequence[Deferred]) -> Deferred:
+def join_products(products: Sequence[Deferred]) -> Deferred:
     """The sum of products of one line, such as those of several microbatches, as one product.
 
     Their operands are joined along the first dim that is summed over: a sum of few long rows is one matmul.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scaling._torch import Nowhere, exchange_into, gather_into, scatter_sum_into
 from scaling.collectives.op import Op
-from scaling.collectives.traced import combine, ends, join, reorder, split, split_major
+from scaling.collectives.traced import combine_parts, ends, join, reorder, split_dim, split_major
 from scaling.mesh import Group
 
 NOWHERE = Nowhere()
@@ -70,17 +70,17 @@ def reduce_scatter(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Start
     work = exchange_into(received, sent, transport(group))
     into = None if out is None else out.movedim(dim, 0) if dim else out
     if into is None or not into.is_contiguous():  # to add first and transpose after is the quicker way
-        return work, lambda: combine(received, op.by).movedim(0, dim)
+        return work, lambda: combine_parts(received, op.by).movedim(0, dim)
 
     def add() -> Any:
-        combine(received, op.by, into)
+        combine_parts(received, op.by, into)
         return out
 
     return work, add
 
 
 def all_to_all(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
-    sent = reorder(split(x, op.size, op.to), op.order).contiguous()
+    sent = reorder(split_dim(x, op.size, op.to), op.order).contiguous()
     received = torch.empty_like(sent)
     work = exchange_into(received, sent, transport(group))
     return work, lambda: join(reorder(received, op.order, inverse=True), op.dim)

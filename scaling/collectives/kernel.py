@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scaling._torch import lazy_clone
 from scaling.algebra.contraction import check_product
-from scaling.collectives.mkl import matmul, matmul_into
+from scaling.collectives.mkl import matmul_into, mkl_matmul
 from scaling.spec import Line, Spec
 
 
@@ -60,7 +60,7 @@ def compile_product(text: str) -> Kernel:
     return Kernel(line, shapes, result, *((b and _matmul(a, b, line.result)) or (_general(line),)))
 
 
-def fits(wanted: Shapes, a: Sequence[int], b: Any) -> bool:
+def shapes_fit(wanted: Shapes, a: Sequence[int], b: Any) -> bool:
     """Whether operands of these shapes have the dims of their types, and sizes that meet. A dim that is a number has
     that size, or where it is split, one that divides it."""
     if len(a) != wanted.a or (wanted.b is not None if b is None else len(b) != wanted.b):
@@ -99,7 +99,7 @@ def _matmul(a: Spec, b: Spec, result: Spec) -> tuple[Callable, ...] | None:
 
     def multiply(x, y):
         x, y, shape = flat(x, y)
-        product = matmul(x, y).view(shape)
+        product = mkl_matmul(x, y).view(shape)
         return product if ahead else product.permute(*range(len(left), product.dim()), *range(len(left)))
 
     def into(x, y, out, add):
@@ -118,7 +118,7 @@ def _matrices(plain_a: bool, plain_b: bool, ahead: bool) -> tuple[Callable, Call
     """Two matrices: (multiply, into). The product a b is computed even where its transpose is wanted."""
 
     def multiply(a, b):
-        product = matmul(a if plain_a else a.t(), b if plain_b else b.t())
+        product = mkl_matmul(a if plain_a else a.t(), b if plain_b else b.t())
         return product if ahead else product.t()
 
     def into(a, b, out, add):
@@ -133,13 +133,13 @@ def _matrices(plain_a: bool, plain_b: bool, ahead: bool) -> tuple[Callable, Call
 def _general(line: Line) -> Callable:
     equation = equation_of(line)
     if len(line.operands) == 2:
-        return lambda a, b: evaluate(equation, a, b)
+        return lambda a, b: einsum_kernel(equation, a, b)
     if is_view(line):
         return lambda a, _: lazy_clone(torch.einsum(equation, a))
-    return lambda a, _: evaluate(equation, a)
+    return lambda a, _: einsum_kernel(equation, a)
 
 
-def evaluate(equation: str, *operands: Tensor) -> Tensor:
+def einsum_kernel(equation: str, *operands: Tensor) -> Tensor:
     """torch.einsum, also of small whole numbers: torch makes some of their sums int64, and then refuses the product."""
     if operands[0].is_floating_point() or operands[-1].is_floating_point() or operands[0].is_complex():
         return torch.einsum(equation, *operands)

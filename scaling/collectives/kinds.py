@@ -34,11 +34,11 @@ def grows(op: Op, shape: list[int]) -> None:
     shape[op.dim] *= op.size
 
 
-def splits(op: Op, shape: list[int]) -> None:
+def _splits(op: Op, shape: list[int]) -> None:
     shape[op.dim] //= op.size
 
 
-def moves(op: Op, shape: list[int]) -> None:
+def _moves(op: Op, shape: list[int]) -> None:
     shape[op.dim], shape[op.to] = shape[op.dim] * op.size, shape[op.to] // op.size
 
 
@@ -58,7 +58,7 @@ def both_ways(op: Op, V: int) -> int:
     return 2 * (op.size - 1) * V // op.size
 
 
-def exchanged(op: Op, V: int) -> int:
+def _exchanged(op: Op, V: int) -> int:
     return (op.size - 1) * V // op.size**2
 
 
@@ -84,15 +84,15 @@ def part_to_root(op: Op, V: int) -> int:
 
 KINDS = {
     "AllGather": Kind("ReduceScatter", grows, others_share, False, traced.all_gather, eager.all_gather),
-    "ReduceScatter": Kind("AllGather", splits, others_share, True, traced.reduce_scatter, eager.reduce_scatter),
+    "ReduceScatter": Kind("AllGather", _splits, others_share, True, traced.reduce_scatter, eager.reduce_scatter),
     "AllReduce": Kind("AllReduce", stays, both_ways, True, traced.all_reduce, eager.all_reduce),
-    "AllToAll": Kind("AllToAll", moves, exchanged, False, traced.all_to_all, eager.all_to_all),
+    "AllToAll": Kind("AllToAll", _moves, _exchanged, False, traced.all_to_all, eager.all_to_all),
     "CollectivePermute": Kind("CollectivePermute", stays, permuted, False, traced.permute, eager.permute),
-    "Slice": Kind("Pad", splits, no_bytes, False, traced.slice_),
+    "Slice": Kind("Pad", _splits, no_bytes, False, traced.slice_),
     "Pad": Kind("Slice", grows, no_bytes, False, traced.pad),
     "Broadcast": Kind("Reduce", stays, from_root, True, traced.broadcast),
     "Reduce": Kind("Broadcast", stays, to_root, True, traced.reduce),
-    "Scatter": Kind("Gather", splits, parts_from_root, False, traced.scatter),
+    "Scatter": Kind("Gather", _splits, parts_from_root, False, traced.scatter),
     "Gather": Kind("Scatter", grows, part_to_root, False, traced.gather),
 }
 LOCAL = ("Slice", "Pad")  # nothing is sent
@@ -116,7 +116,7 @@ def output_shape(op: Op, shape) -> list[int]:
 def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
     """What a trace records of an op on x."""
     kind, (before,), after = KINDS[op.kind], parse_line(op.line).operands, parse_line(op.line).result
-    V = x.numel() * x.element_size() * (op.size if kind.resize in (grows, moves) and op.kind != "Pad" else 1)
+    V = x.numel() * x.element_size() * (op.size if kind.resize in (grows, _moves) and op.kind != "Pad" else 1)
     name = "Slice" if op.kind == "Pad" else op.kind
     sources = [source for source, target in op.pairs if target == op.index != source]
     sources += [] if op.root is None or op.root == op.index else [op.root]
@@ -135,7 +135,7 @@ def key_of(x: Tensor) -> tuple[int, ...]:
         return ()
 
 
-def start(x: Tensor, op: Op, group: Group, out: Tensor | None = None) -> Started:
+def start_op(x: Tensor, op: Op, group: Group, out: Tensor | None = None) -> Started:
     """Start an op that nothing differentiates: (work to wait for or None, a function that then makes the result).
 
     The result shares no memory with x, unless `out`, the preallocated output, is x itself.

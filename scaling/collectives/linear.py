@@ -33,14 +33,14 @@ def observed(x: Tensor) -> bool:
 
 def apply(x: Tensor, op: Op) -> Tensor:
     """The op on x, so that it can be differentiated."""
-    return (linear if op.by == "sum" else extreme)(x, *op)
+    return (linear if op.by == "sum" else _extreme)(x, *op)
 
 
 def linear(x: Tensor, *op) -> Tensor:
     return Linear.apply(x, *op)
 
 
-def extreme(x: Tensor, *op) -> Tensor:
+def _extreme(x: Tensor, *op) -> Tensor:
     return ReduceExtreme.apply(x, *op)
 
 
@@ -51,10 +51,10 @@ def register() -> None:
     Called while compiling, since it imports the compiler, which takes as long as torch itself.
     """
     torch.compiler.allow_in_graph(linear)
-    torch.compiler.allow_in_graph(extreme)
+    torch.compiler.allow_in_graph(_extreme)
 
 
-def run(x: Tensor, op: Op) -> Tensor:
+def run_op(x: Tensor, op: Op) -> Tensor:
     if type(x) not in PLAIN:
         return traceable(x, op)  # a tracer's: nothing runs
     seen = reached(event(op, x)) if active() else None
@@ -72,7 +72,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x, *op):
-        return run(x, Op(*op))
+        return run_op(x, Op(*op))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -96,7 +96,7 @@ class ReduceExtreme(torch.autograd.Function):
 
     @staticmethod
     def forward(x, *op):
-        return run(x, Op(*op))
+        return run_op(x, Op(*op))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -107,18 +107,18 @@ class ReduceExtreme(torch.autograd.Function):
     @staticmethod
     def backward(ctx, cotangent):
         op = ctx.op
-        return share(ctx.saved_tensors[0], ctx.saved_tensors[1], op) * linear(cotangent, *dual(op)), *(None,) * len(op)
+        return _share(ctx.saved_tensors[0], ctx.saved_tensors[1], op) * linear(cotangent, *dual(op)), *(None,) * len(op)
 
     @staticmethod
     def jvp(ctx, tangent, *_):
-        return linear(share(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.op) * tangent, *ctx.op._replace(by="sum"))
+        return linear(_share(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.op) * tangent, *ctx.op._replace(by="sum"))
 
     @staticmethod
     def vmap(info, in_dims, x, *op):
-        return extreme(x.movedim(in_dims[0], 0), *Op(*op).batched()), 0
+        return _extreme(x.movedim(in_dims[0], 0), *Op(*op).batched()), 0
 
 
-def share(x: Tensor, result: Tensor, op: Op) -> Tensor:
+def _share(x: Tensor, result: Tensor, op: Op) -> Tensor:
     """By which part each element of x decides the result: 1 / (how many attain it), or 0."""
 
     def where_x_is(y: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ SHORT = 40  # terms of a sum, at most, for which no product is made in parts
 WIDE = 1024  # columns, at least, of a weight of which some rows are multiplied after others
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def mkl_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a[M, K] b[K, N]."""
     if not in_parts(a, b) or observed(a) or observed(b) or torch.is_autocast_enabled("cpu"):
         return a @ b  # in parts it would have no derivative, and autocast no say in its dtype

@@ -15,7 +15,16 @@ from scaling.algebra.contraction import check_product, refuse_product
 from scaling.collectives.buffers import check_out, overlap, refuse_overlap
 from scaling.collectives.calls import wait
 from scaling.collectives.deferred import Deferred
-from scaling.collectives.kernel import Kernel, Shapes, compile_product, equation_of, evaluate, fits, is_view, orders_of
+from scaling.collectives.kernel import (
+    Kernel,
+    Shapes,
+    compile_product,
+    einsum_kernel,
+    equation_of,
+    is_view,
+    orders_of,
+    shapes_fit,
+)
 from scaling.collectives.linear import differentiated
 from scaling.spec import Line, ShardingError
 
@@ -49,7 +58,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         product = _products[line] = compile_product(line)
     if a is None or (b is not None and a.is_meta is not b.is_meta):
         _refuse_operands(product.line, a, b)
-    if not fits(product.shapes, a.shape, b if b is None else b.shape):
+    if not shapes_fit(product.shapes, a.shape, b if b is None else b.shape):
         _refuse_operands(product.line, a, b)
     if a.layout is not DENSE or (b is not None and b.layout is not DENSE):
         what = "an operand is sparse, of which torch gives some products wrong"
@@ -84,10 +93,10 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
     """The same in a compiler's graph: by the equation, for which it finds the best kernel."""
     equation, orders, copies, shapes = _constants(line)
     operands = (a,) if b is None else (a, b)
-    if not fits(Shapes(*shapes), a.shape, None if b is None else b.shape):
+    if not shapes_fit(Shapes(*shapes), a.shape, None if b is None else b.shape):
         _refuse_shapes(line, *(tuple(x.shape) for x in operands))
     if orders is None or b is None or not a.is_floating_point():
-        result = evaluate(equation, *operands)
+        result = einsum_kernel(equation, *operands)
     else:  # torch.einsum's is a product of batches of one, which a compiler does not write straight to its place
         plain_a, plain_b, ahead = orders
         result = torch.mm(a if plain_a else a.t(), b if plain_b else b.t())

@@ -123,7 +123,7 @@ def _count_hops(log: "LinkBytes | None", n: int, ways: int) -> None:
         log.hops += max(hops for _, hops in directions(n, ways))
 
 
-def counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
+def ring_counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
     """(algorithm, ways, hops, scalars over the busiest link) of arrays of n * items scalars on a ring of n devices.
 
     `items`: what a device holds, a multiple of 2n, so that every chunk can be halved.

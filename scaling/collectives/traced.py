@@ -12,7 +12,7 @@ from scaling._torch import exchange_over, gather_over, scatter_sum_over, sum_ove
 from scaling.collectives.op import Op
 
 
-def split(x: Tensor, n: int, dim: int) -> Tensor:
+def split_dim(x: Tensor, n: int, dim: int) -> Tensor:
     """[..., n*m, ...] -> [n, ..., m, ...]: the blocks of a dim, as a leading dim."""
     return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
 
@@ -36,21 +36,21 @@ def reorder(blocks: Tensor, order: tuple[int, ...], inverse: bool = False) -> Te
     return torch.stack([blocks[i] for i in index])
 
 
-def combine(parts: Tensor, by: str, out: Tensor | None = None) -> Tensor:
+def combine_parts(parts: Tensor, by: str, out: Tensor | None = None) -> Tensor:
     """[n, ...] -> [...]: the sum, or the greatest or least. A maximum with a NaN among its parts is NaN."""
     if by == "sum":
         return torch.sum(parts, 0, dtype=parts.dtype, out=out)
     return torch.amax(parts, 0, out=out) if by == "max" else torch.amin(parts, 0, out=out)
 
 
-def exchange(blocks: Tensor, op: Op) -> Tensor:
+def _exchange(blocks: Tensor, op: Op) -> Tensor:
     """Block i goes to member i: [n, ...] -> [n, ...], what each member sent."""
     ones = [1] * op.size
     return exchange_over(blocks, ones, ones, op.group)
 
 
 def slice_(x: Tensor, op: Op) -> Tensor:
-    return split(x, op.size, op.dim)[op.index].clone()
+    return split_dim(x, op.size, op.dim)[op.index].clone()
 
 
 def pad(x: Tensor, op: Op) -> Tensor:
@@ -64,7 +64,7 @@ def all_reduce(x: Tensor, op: Op) -> Tensor:
     if op.by == "sum":
         return sum_over(x, op.group)
     flat = padded(x.flatten(), (0, -x.numel() % op.size))
-    mine = combine(exchange(flat.view(op.size, len(flat) // op.size), op), op.by)
+    mine = combine_parts(_exchange(flat.view(op.size, len(flat) // op.size), op), op.by)
     whole = gather_over(mine, op.size, op.group)
     whole = (
         whole if len(whole) == x.numel() else whole[: x.numel()].clone()
@@ -80,12 +80,12 @@ def all_gather(x: Tensor, op: Op) -> Tensor:
 def reduce_scatter(x: Tensor, op: Op) -> Tensor:
     blocks = reorder(split_major(x, op), op.order)
     if op.backend == "gloo" or op.by != "sum":
-        return combine(exchange(blocks, op), op.by).movedim(0, op.dim)
+        return combine_parts(_exchange(blocks, op), op.by).movedim(0, op.dim)
     return scatter_sum_over(blocks.flatten(0, 1), op.size, op.group).movedim(0, op.dim)
 
 
 def all_to_all(x: Tensor, op: Op) -> Tensor:
-    blocks = exchange(reorder(split(x, op.size, op.to), op.order), op)
+    blocks = _exchange(reorder(split_dim(x, op.size, op.to), op.order), op)
     return join(reorder(blocks, op.order, inverse=True), op.dim)
 
 
@@ -125,7 +125,7 @@ def reduce(x: Tensor, op: Op) -> Tensor:
 
 def scatter(x: Tensor, op: Op) -> Tensor:
     sent, received = _between_root_and_all(op)
-    blocks = reorder(split(x, op.size, op.dim), op.order)
+    blocks = reorder(split_dim(x, op.size, op.dim), op.order)
     return exchange_over(blocks if at_root(op) else blocks[:0], received, sent, op.group)[0]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from scaling.configs.catalogue import MODELS
 from scaling.configs.config import Config, Latent
-from scaling.configs.hugging_face import read
+from scaling.configs.hugging_face import read_config
 
 
 def _letters(name: str) -> str:
@@ -34,7 +34,7 @@ def load(path: "str | Path") -> Config:
         raise ValueError(f"{path}: no such file")
     table: dict[str, Any] = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
     if "hidden_size" in table or "text_config" in table:
-        table = read(table)
+        table = read_config(table)
     if isinstance(table.get("latent"), dict):
         table["latent"] = Latent(**table["latent"])
     table = {"name": path.stem, "source": str(path)} | table

@@ -98,7 +98,7 @@ def _uncomputed(table: dict, name: str, act: str) -> list[str]:
     return found
 
 
-def read(table: dict) -> dict:
+def read_config(table: dict) -> dict:
     """Config's fields from a config.json: LLaMA's kind, Mixtral's, DeepSeek-V3's, Gemma's and others alike."""
     table = table.get("text_config", table)  # of a model that also sees
     found = {}
@@ -163,7 +163,7 @@ def _fits(config: Config, kind: str) -> dict[str, bool]:
     }
 
 
-def write(config: Config) -> dict:
+def write_config(config: Config) -> dict:
     """config.json in its published form, which every version of transformers reads."""
     kind = kind_of(config)
     letters = {"L": "num_hidden_layers", "D": "hidden_size", "F": "intermediate_size", "V": "vocab_size"}

@@ -18,7 +18,7 @@ from scaling.hardware import Chip, check_slice
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")
 
 
-def torus(chip: Chip, axes: int | Sequence[int], wrap) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+def _torus(chip: Chip, axes: int | Sequence[int], wrap) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     """The lengths of the axes, and which are rings; axes of length 1 drop out."""
     lengths = check_slice(chip, axes)
     rings = chip.wraps(lengths) if wrap is None else (wrap,) * len(lengths) if isinstance(wrap, bool) else tuple(wrap)
@@ -40,7 +40,7 @@ def all_gather(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
     (1 - 1/N); on lines alone it is always off, as in Part 3, Pop Quiz 2.
     """
     not_negative(nbytes=nbytes)
-    lengths, rings = torus(chip, axes, wrap)
+    lengths, rings = _torus(chip, axes, wrap)
     if not lengths:
         return 0.0
     ports = sum(2 if ring else 1 for ring in rings)
@@ -65,7 +65,7 @@ def all_to_all(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
     (1 - 1/X^2: the middle of an odd axis is a chip). scaling.hardware.torus routes every message and finds the same.
     """
     not_negative(nbytes=nbytes)
-    lengths, rings = torus(chip, axes, wrap)
+    lengths, rings = _torus(chip, axes, wrap)
     chips = math.prod(lengths)
     times = [hops(lengths, rings) * chip.hop_latency]
     for length, ring in zip(lengths, rings, strict=True):
@@ -93,7 +93,7 @@ def point_to_point(nbytes: float, chip: Chip, hops: int, ports: int = 1) -> floa
 
 def latency_bound_bytes(chip: Chip, axes: int | Sequence[int], wrap=None) -> float:
     """V below which an AllGather is bound by the latency of its hops (Part 3): X * 45 kB on a ring of X v5e."""
-    lengths, rings = torus(chip, axes, wrap)
+    lengths, rings = _torus(chip, axes, wrap)
     return hops(lengths, rings) * chip.hop_latency * sum(2 if r else 1 for r in rings) * chip.need("link_bw")
 
 
@@ -104,14 +104,14 @@ def seconds(op: str, nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=
     """
     one_of("op", op, OPS)
     if chip.measured:
-        return measured(op, nbytes, chip, math.prod((axes,) if isinstance(axes, int) else axes))
+        return _measured(op, nbytes, chip, math.prod((axes,) if isinstance(axes, int) else axes))
     if op == "CollectivePermute":
         return permute(nbytes, chip)
     time = {"AllGather": all_gather, "ReduceScatter": reduce_scatter, "AllReduce": all_reduce, "AllToAll": all_to_all}
     return time[op](nbytes, chip, axes, wrap, exact)
 
 
-def measured(op: str, nbytes: float, chip: Chip, ranks: int) -> float:
+def _measured(op: str, nbytes: float, chip: Chip, ranks: int) -> float:
     """Seconds of a collective over `ranks` from the chip file's measurements; ValueError if there is none for it."""
     not_negative(nbytes=nbytes)
     if ranks == 1:

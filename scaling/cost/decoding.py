@@ -35,7 +35,7 @@ class StepCollective:
     times: int
 
 
-def check(form: str, config: Config, sizes: Mapping[str, int]) -> None:
+def check_form(form: str, config: Config, sizes: Mapping[str, int]) -> None:
     """ShardingError where the model's heads, F or D do not divide over the mesh of the form."""
     one_of("form", form, FORMS)
     X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
@@ -75,7 +75,7 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     They are those that `scaling.serve.decode` runs. Axes of size 1 move nothing. The stream x is reduced once more than
     there are blocks, after the embedding; the last AllGather is that of the logits.
     """
-    check(form, config, sizes)
+    check_form(form, config, sizes)
     X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
     L, blocks, token = config.L, 2 * config.L + 1, dtype_bytes(dtype) * batch
     stream, queries, logits = token * config.D, token * config.N * config.H, token * config.V
@@ -107,7 +107,7 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     return [moved for moved in found if math.prod(sizes.get(axis, 1) for axis in moved.axes) > 1]
 
 
-def place(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def place_axes(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Each mesh axis as lengths along the axes of a slice, in the order given: Y = 8, Z = 2 on 4x4 are (4, 2), (1, 2).
 
     ValueError where the sizes do not fill the slice so.
@@ -142,7 +142,7 @@ def collective_seconds(
         return moved.times * max(once, chip.efficiency.launch)
     if chip.measured or chip.kind != "tpu":
         return moved.times * torus.seconds(moved.op, moved.nbytes, chip, math.prod(sizes[axis] for axis in axes))
-    placed = place(shape, sizes)
+    placed = place_axes(shape, sizes)
     lengths = [math.prod(placed[axis][i] for axis in axes) for i in range(len(shape))]
     rings = [(wrap or ring) and length == side for length, ring, side in
              zip(lengths, chip.wraps(tuple(shape)), shape, strict=True)]  # fmt: skip

@@ -19,8 +19,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from scaling.algebra.layouts import DimAxes
 from scaling.collectives.plans import run as run_plan
-from scaling.explicit.cheapest import Choice, cheapest, plan, shape_sizes, spec_of
-from scaling.explicit.functions import LocalPlan, TypedCall, letters, read
+from scaling.explicit.cheapest import Choice, cheapest_layouts, plan_change, shape_sizes, spec_of
+from scaling.explicit.functions import LocalPlan, TypedCall, letters, read_call
 from scaling.explicit.ops import Illegal
 from scaling.spec import ShardingError, Spec, parse
 
@@ -68,20 +68,20 @@ class Array:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is reshard:
             return reshard(*args, **(kwargs or {}))
-        return call(func, args, kwargs or {})
+        return call_typed(func, args, kwargs or {})
 
     def __getattr__(self, name: str):
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"an Array has no attribute {name!r}")
         method = getattr(Tensor, name)
         if not callable(method):  # x.T, x.mT
-            return call(method.__get__, (self,), {})
-        return lambda *args, **kwargs: call(method, (self, *args), kwargs)
+            return call_typed(method.__get__, (self,), {})
+        return lambda *args, **kwargs: call_typed(method, (self, *args), kwargs)
 
 
 def _operator(name: str):
     method = getattr(Tensor, name)
-    return lambda self, *args: call(method, (self, *args), {})
+    return lambda self, *args: call_typed(method, (self, *args), {})
 
 
 OPERATORS = "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul neg abs getitem eq ne lt le gt ge and "
@@ -99,7 +99,9 @@ def type_text(at: DimAxes, shape: Sequence[int], dtype: torch.dtype) -> str:
     return text
 
 
-def read_type(text: "str | Spec | DimAxes", shape: Sequence[int], mesh, dtype: torch.dtype | None = None) -> DimAxes:
+def read_array_type(
+    text: "str | Spec | DimAxes", shape: Sequence[int], mesh, dtype: torch.dtype | None = None
+) -> DimAxes:
     """The layout that a type says: `[8_X, 2_Y]`, `float32[8_X, 2_Y]`, or with names of dims, `In[B_X, D_Y] {U_Z}`.
 
     ShardingError if it has other dims than the shape, another dtype, or dims that do not divide over their axes (where
@@ -151,7 +153,7 @@ def array(x: Tensor, type: "str | Spec | DimAxes", mesh) -> Array:
         raise ShardingError(f"{what}\n  rule: what becomes an array is a dense tensor\n  fix: {fix}")
     if not hasattr(mesh, "device"):
         raise ShardingError(f"array(x, {type!r}, {mesh!r:.40}): on no mesh\n  fix: give a Mesh or an AbstractMesh")
-    layout = read_type(type, x.shape, mesh, x.dtype)
+    layout = read_array_type(type, x.shape, mesh, x.dtype)
     if x.device.type != mesh.device.type and not (mesh.device.type == "meta"):
         raise ShardingError(f"array: x is on {x.device}\n  rule: the mesh's is {mesh.device}\n  fix: x.to(mesh.device)")
     x = x.to("meta") if mesh.device.type == "meta" else x
@@ -165,36 +167,36 @@ def reshard(x: Any, type: "str | Spec | DimAxes") -> Any:
     if not isinstance(x, Array):
         if has_torch_function((x,)):
             return handle_torch_function(reshard, (x,), x, type)
-        return plain(x, type)
-    layout = read_type(type, x.shape, x.mesh, x.dtype)
+        return _plain(x, type)
+    layout = read_array_type(type, x.shape, x.mesh, x.dtype)
     if layout == x.layout:
         return x
-    return Array(run_plan(plan(x.layout, layout, x.shape, x.mesh), x.local, x.mesh), layout, x.shape, x.mesh)
+    return Array(run_plan(plan_change(x.layout, layout, x.shape, x.mesh), x.local, x.mesh), layout, x.shape, x.mesh)
 
 
-def plain(x: Any, type: "str | Spec | DimAxes") -> Tensor:
+def _plain(x: Any, type: "str | Spec | DimAxes") -> Tensor:
     """A plain tensor, which is whole, if the type has its dims, sizes and dtype. Else a ShardingError."""
     if not isinstance(x, Tensor):
         what = f"reshard({x!r:.40}): a {builtins.type(x).__name__}"
         raise ShardingError(f"{what}\n  rule: what has a type is an Array, or whole\n  fix: torch.as_tensor(x)")
     if not isinstance(type, DimAxes):
-        read_type(type, x.shape, None, x.dtype)
+        read_array_type(type, x.shape, None, x.dtype)
     return x
 
 
-def call(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None) -> Array:
+def call_typed(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None) -> Array:
     """A torch function on arrays. `out`: the result's type, for which operands and result are resharded.
 
     Raises ShardingError, which names the rule and the cheapest legal line, where the result has no type.
     """
-    made = read(func, args, kwargs, lambda x: isinstance(x, Array))
+    made = read_call(func, args, kwargs, lambda x: isinstance(x, Array))
     mesh, layouts = _mesh(made), [x.layout for x in made.operands]
     shapes = [tuple(x.shape) for x in made.operands]
     try:
-        wanted = None if out is None else read_type(out, made.shape, mesh, made.dtype)
+        wanted = None if out is None else read_array_type(out, made.shape, mesh, made.dtype)
         inferred = made.op.infer(layouts, shapes, mesh.sizes) if wanted is None else None
     except Illegal as error:
-        raise ShardingError(refusal(made, layouts, mesh, error)) from None
+        raise ShardingError(_refusal(made, layouts, mesh, error)) from None
     operands = made.operands
     if inferred is None:
         choice = _cheapest(made, layouts, mesh, wanted)
@@ -216,16 +218,16 @@ def _mesh(made: TypedCall):
 
 def _cheapest(made: TypedCall, layouts, mesh, out: DimAxes | None) -> Choice:
     shapes, items = [tuple(x.shape) for x in made.operands], [x.dtype.itemsize for x in made.operands]
-    return cheapest(made.op, layouts, shapes, items, mesh, out, (made.shape, made.dtype.itemsize))
+    return cheapest_layouts(made.op, layouts, shapes, items, mesh, out, (made.shape, made.dtype.itemsize))
 
 
-def refusal(made: TypedCall, layouts: Sequence[DimAxes], mesh, error: Illegal) -> str:
+def _refusal(made: TypedCall, layouts: Sequence[DimAxes], mesh, error: Illegal) -> str:
     """The line, what is wrong with it, the rule, and the cheapest line that makes it legal."""
     types = [type_text(at, x.shape, x.dtype) for at, x in zip(layouts, made.operands, strict=True)]
     choice, fixes = _cheapest(made, layouts, mesh, None), []
     for number, (x, was, now) in enumerate(zip(made.operands, layouts, choice.layouts, strict=True), 1):
         if was != now:
-            steps = plan(was, now, x.shape, mesh)
+            steps = plan_change(was, now, x.shape, mesh)
             ops = ", ".join(f"{step.op}_{''.join(step.axes)}" for step in steps.steps)
             nbytes = steps.wire_bytes(shape_sizes(tuple(x.shape)), mesh, x.dtype.itemsize)
             which = "it" if len(layouts) == 1 else f"operand {number}"

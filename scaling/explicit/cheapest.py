@@ -26,20 +26,20 @@ def spec_of(at: DimAxes, name: str = "") -> Spec:
     return Spec(name, tuple(zip(letters(len(at.dims)), at.dims, strict=True)), at.unreduced)
 
 
-def plan(src: DimAxes, dst: DimAxes, shape: Shape, mesh) -> Plan:
+def plan_change(src: DimAxes, dst: DimAxes, shape: Shape, mesh) -> Plan:
     return reshard(spec_of(src), spec_of(dst), shape, mesh)
 
 
-def sent(src: DimAxes, dst: DimAxes, shape: Shape, nbytes: float, mesh) -> float:
+def bytes_to_change(src: DimAxes, dst: DimAxes, shape: Shape, nbytes: float, mesh) -> float:
     """Bytes that each device sends to bring an array of this shape from one layout to another."""
-    return 0 if src == dst else plan(src, dst, shape, mesh).wire_bytes(shape_sizes(shape), mesh, nbytes)
+    return 0 if src == dst else plan_change(src, dst, shape, mesh).wire_bytes(shape_sizes(shape), mesh, nbytes)
 
 
 def shape_sizes(shape: Shape) -> dict[str, int]:
     return dict(zip(letters(len(shape)), shape, strict=True))
 
 
-def layouts(shape: Shape, mesh, axes: Sequence[str], unreduced: Sequence[str] = ()) -> list[DimAxes]:
+def all_layouts(shape: Shape, mesh, axes: Sequence[str], unreduced: Sequence[str] = ()) -> list[DimAxes]:
     """Every layout of an array of this shape over some of the axes; unreduced over some of `unreduced`."""
     found = []
     for dims in arrangements(tuple(axes), len(shape)):
@@ -51,7 +51,7 @@ def layouts(shape: Shape, mesh, axes: Sequence[str], unreduced: Sequence[str] = 
     return found
 
 
-def cheapest(
+def cheapest_layouts(
     op, operands: Sequence[DimAxes], shapes: Sequence[Shape], itemsizes: Sequence[float], mesh,
     out: DimAxes | None = None, result: tuple[Shape, float] = ((), 1),
 ) -> Choice:  # fmt: skip
@@ -63,7 +63,10 @@ def cheapest(
     axes = tuple(dict.fromkeys(a for at in (*operands, *((out,) if out else ())) for a in at.used))
     reachable = []
     for at, shape, nbytes in zip(operands, shapes, itemsizes, strict=True):
-        ways = [(sent(at, to, shape, nbytes, mesh), to != at, to) for to in layouts(shape, mesh, axes, at.unreduced)]
+        ways = [
+            (bytes_to_change(at, to, shape, nbytes, mesh), to != at, to)
+            for to in all_layouts(shape, mesh, axes, at.unreduced)
+        ]
         reachable.append(sorted(ways, key=lambda way: way[:2]))
     best: tuple[tuple, Choice] | None = None
     for ways in itertools.product(*reachable):
@@ -73,7 +76,7 @@ def cheapest(
         try:
             inferred = op.infer(to, shapes, mesh.sizes)
             if out is not None:
-                nbytes += sent(inferred[1], out, *result, mesh)
+                nbytes += bytes_to_change(inferred[1], out, *result, mesh)
         except (Illegal, ShardingError):
             continue
         changed = sum(way[1] for way in ways)

@@ -17,7 +17,7 @@ from scaling.explicit.arrays import Array, array, reshard
 from scaling.spec import ShardingError
 
 
-def cotangent(at: DimAxes, mesh) -> DimAxes:
+def _cotangent(at: DimAxes, mesh) -> DimAxes:
     """The layout of the cotangent of an array in this layout."""
     return DimAxes(at.dims, tuple(sorted(axis for axis in mesh.sizes if axis not in at.used)))
 
@@ -59,10 +59,10 @@ def vjp(f: Callable, *primals) -> tuple:
             given = f"{dy.type} on {dy.mesh}" if isinstance(dy, Array) else type(dy).__name__
             fix = "array(dy, ..., y.mesh), of the result's shape and dtype"
             raise ShardingError(f"the cotangent of {y.type} on {y.mesh} is an Array like it; got {given}\n  fix: {fix}")
-        shards = pull(reshard(dy, cotangent(y.layout, y.mesh)).local)
+        shards = pull(reshard(dy, _cotangent(y.layout, y.mesh)).local)
         found: list = [None] * len(flat)
         for i, shard in zip(at, shards, strict=True):
-            found[i] = Array(shard, cotangent(flat[i].layout, flat[i].mesh), flat[i].shape, flat[i].mesh)
+            found[i] = Array(shard, _cotangent(flat[i].layout, flat[i].mesh), flat[i].shape, flat[i].mesh)
         return optree.tree_unflatten(structure, found)
 
     return y, pulled

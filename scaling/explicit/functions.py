@@ -25,7 +25,7 @@ from scaling.explicit.known import (
     RESHAPING,
     SUMS,
     VALUES,
-    name_of,
+    function_name,
     refuse_unknown,
     refuse_values,
 )
@@ -55,7 +55,7 @@ class TypedCall(NamedTuple):
     flops: int = 0
 
 
-def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool]) -> TypedCall:
+def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool]) -> TypedCall:
     """The call of a torch function (or a method of Tensor) on arrays that have `.shape` and `.dtype`.
 
     Raises ShardingError for a function that this mode does not know, and torch's own error where the shapes do not fit.
@@ -63,7 +63,7 @@ def read(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bo
     everything: Any = (args, kwargs)
     flat, structure = optree.tree_flatten(everything, is_leaf=is_array, none_is_leaf=True)
     at = [i for i, x in enumerate(flat) if is_array(x)]
-    operands, name = [flat[i] for i in at], name_of(func)
+    operands, name = [flat[i] for i in at], function_name(func)
     if (written := getattr(func, "__name__", "")).endswith("_") and not written.endswith("__"):
         raise ShardingError(f"{written}: changes its argument\n  rule: arrays are not changed\n  fix: {name}")
     for x in flat:
@@ -111,7 +111,7 @@ def _typed(name: str, args, kwargs, call: Callable, operands: list, shapes: list
     op, run = _read(name, args, kwargs, shapes, shape)
     if isinstance(op, LabelledOp) and op.linear and not _keeps_sums(whole.dtype, operands, kwargs):
         op = op._replace(linear="")
-    flops = _flops(op, shapes) if isinstance(op, LabelledOp) and run is product else 0
+    flops = _flops(op, shapes) if isinstance(op, LabelledOp) and run is _product else 0
     return TypedCall(op, operands, shape, whole.dtype, run or (lambda op, shards, local: call(shards)), flops)
 
 
@@ -133,11 +133,11 @@ def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["
         return _pointwise(name, args, shapes, shape), None
     labels = letters(len(shapes[0]) if shapes else 0)
     if name == "einsum":
-        return _einsum(args[0]), product
+        return _einsum(args[0]), _product
     if name in ("matmul", "mm", "bmm"):
-        return _matmul(*shapes), product
+        return _matmul(*shapes), _product
     if name == "rmatmul":
-        return _matmul(*shapes[::-1]), product
+        return _matmul(*shapes[::-1]), _product
     if name in ("sum", "mean"):
         return _sum(name, args, kwargs, labels, shapes[0], shape)
     if name in EXTREME:
@@ -213,7 +213,7 @@ def _matmul(a: Shape, b: Shape) -> LabelledOp:
     return LabelledOp("matmul", (tuple(left), tuple(right)), tuple(kept), "each")
 
 
-def product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:
+def _product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:
     """The typed product of shards, which a trace sees. It was inferred, so the line is legal."""
     specs = [
         Spec("", tuple(zip(map(str, d), at.dims, strict=True)), at.unreduced)

@@ -25,7 +25,7 @@ VALUES = _names("item tolist numpy bool float int index complex array nonzero is
 RESHAPING = _names("reshape view flatten unflatten squeeze unsqueeze view_as reshape_as")
 
 
-def name_of(func: Callable) -> str:
+def function_name(func: Callable) -> str:
     """A function's name, of `x.mT` the attribute's, without underscores."""
     name = getattr(func, "__name__", str(func))
     return (getattr(func.__self__, "__name__", name) if name == "__get__" else name).strip("_")

@@ -7,7 +7,7 @@ the cheapest lines, also where the operation itself would be refused. They take 
 import torch
 from torch import Tensor
 
-from scaling.explicit.arrays import Array, call, reshard
+from scaling.explicit.arrays import Array, call_typed, reshard
 from scaling.spec import Spec
 
 Type = str | Spec | None
@@ -15,7 +15,7 @@ Type = str | Spec | None
 
 def _typed(func, args: tuple, out: Type, **kwargs):
     if any(isinstance(x, Array) for x in args):
-        return call(func, args, kwargs, out)
+        return call_typed(func, args, kwargs, out)
     result = func(*args, **kwargs)
     return result if out is None else reshard(result, out)
 

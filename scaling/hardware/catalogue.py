@@ -73,7 +73,7 @@ def registry() -> Mapping[str, dict]:
     return tomllib.loads(Path(__file__).with_name("chips.toml").read_text(encoding="utf-8"))
 
 
-def merge(below: Mapping, above: Mapping) -> dict:
+def _merge(below: Mapping, above: Mapping) -> dict:
     """`above` laid over `below`; the tables flops and efficiency are merged key by key."""
     both = dict(below) | dict(above)
     for table in ("flops", "efficiency"):
@@ -82,25 +82,25 @@ def merge(below: Mapping, above: Mapping) -> dict:
     return both
 
 
-def resolve(data: Mapping) -> dict:
+def _resolve(data: Mapping) -> dict:
     """A table laid over its base, and that over its own."""
     if (base := data.get("base")) is None:
         return dict(data)
     if base not in registry():
         raise ValueError(f"unknown base {base!r}: one of {', '.join(registry())}")
-    below = resolve(registry()[base])
-    return merge({key: value for key, value in below.items() if key not in ("variants", "source")}, data)
+    below = _resolve(registry()[base])
+    return _merge({key: value for key, value in below.items() if key not in ("variants", "source")}, data)
 
 
 def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
     """The Chip that a table of a TOML file describes; ValueError for a key or a value that it cannot have."""
-    data = resolve(data)
+    data = _resolve(data)
     if variant is not None:
         if variant not in data.get("variants", {}):
             raise ValueError(
                 f"{name} has no variant {variant!r}: it has {', '.join(data.get('variants', {})) or 'none'}"
             )
-        data = merge(data, data["variants"][variant])
+        data = _merge(data, data["variants"][variant])
     data = {key: value for key, value in data.items() if key not in ("base", "variants", "name")}
     peaks, rates = data.pop("flops", {}), dict(data.pop("efficiency", {}))
     allowed = {field.name for field in fields(Chip)} - {"name", "peaks", "efficiency"}
@@ -113,16 +113,16 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
     for key in ("pod", "host"):
         if key in data:
             data[key] = tuple(data[key])
-    data["levels"] = tuple(part(Level, "levels", level) for level in data.get("levels", ()))
-    data["measured"] = tuple(part(Measured, "measured", row) for row in data.get("measured", ()))
+    data["levels"] = tuple(_part(Level, "levels", level) for level in data.get("levels", ()))
+    data["measured"] = tuple(_part(Measured, "measured", row) for row in data.get("measured", ()))
     if "matmul" in rates:
         rates["matmul"] = (
             tuple(rates["matmul"].items()) if isinstance(rates["matmul"], dict) else (("bf16", rates["matmul"]),)
         )
-    return Chip(name=name, peaks=tuple(peaks.items()), efficiency=part(Efficiency, "efficiency", rates), **data)
+    return Chip(name=name, peaks=tuple(peaks.items()), efficiency=_part(Efficiency, "efficiency", rates), **data)
 
 
-def part(record: type, table: str, values: Mapping):
+def _part(record: type, table: str, values: Mapping):
     """A Level, a Measured or an Efficiency from its table; ValueError names an unknown or a missing key."""
     known = {field.name: field for field in fields(record)}
     if unknown := set(values) - set(known):

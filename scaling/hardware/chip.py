@@ -136,7 +136,7 @@ class Chip:
             raise ValueError(f"chip {self.name}: wrap is {self.wrap!r}, not one of 'full', 'cubes', 'all', 'none'")
         if isinstance(self.axes, bool) or not isinstance(self.axes, int) or self.axes < 0:
             raise ValueError(f"chip {self.name}: axes is {self.axes!r}: give the number of axes of its torus")
-        for name, value in numbers(self):
+        for name, value in _numbers(self):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"chip {self.name}: {name} is {value!r}: give a positive number, in SI units")
             if name.rpartition(".")[2] in COUNTS and not isinstance(value, int):
@@ -205,7 +205,7 @@ class Chip:
         "node": a GPU into its node; "scale-out": a *node* into the network, to which Part 12 holds C of one GPU.
         """
         if link in ("ici", "line"):
-            check_axes(self, axes)
+            _check_axes(self, axes)
             return axes * (self.ici_bw if link == "ici" else self.need("link_bw"))
         if link in ("hbm", "sram", "pcie", "dcn"):
             return self.need(f"{link}_bw")
@@ -233,7 +233,7 @@ class Chip:
         return (self.wrap == "all",) * len(lengths)
 
 
-def numbers(chip: Chip) -> Iterator[tuple[str, float]]:
+def _numbers(chip: Chip) -> Iterator[tuple[str, float]]:
     """Every number of a chip with its name, for checking."""
     for field in fields(chip):
         value = getattr(chip, field.name)
@@ -249,7 +249,7 @@ def numbers(chip: Chip) -> Iterator[tuple[str, float]]:
             yield field.name, value
 
 
-def check_axes(chip: Chip, axes: int) -> None:
+def _check_axes(chip: Chip, axes: int) -> None:
     """ValueError unless the chip has that many torus axes."""
     if not isinstance(axes, int) or not 1 <= axes <= chip.need("axes"):
         raise ValueError(f"{axes} axes: {chip.name} has {chip.axes} (its network is a {chip.axes}D torus)")
@@ -258,7 +258,7 @@ def check_axes(chip: Chip, axes: int) -> None:
 def check_slice(chip: Chip, shape: int | Sequence[int]) -> tuple[int, ...]:
     """The lengths of a slice's axes as a tuple; ValueError if the chip's pod has no such slice."""
     lengths = (shape,) if isinstance(shape, int) else tuple(shape)
-    check_axes(chip, len(lengths))
+    _check_axes(chip, len(lengths))
     if not all(isinstance(length, int) and length >= 1 for length in lengths):
         raise ValueError(f"slice {lengths}: the lengths of axes are positive whole numbers")
     pod = sorted(chip.pod or (), reverse=True)

@@ -28,7 +28,7 @@ class SystolicRun:
         return self.useful / (self.cycles * self.n**2)
 
 
-def run(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | None = None) -> SystolicRun:
+def systolic_matmul(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | None = None) -> SystolicRun:
     """X[M, K] W[K, N] on an n x n array. `frames` collects two grids [n, n] for each cycle: which row of X is in which
     cell (-1 for none), and the partial sum that the cell passes down."""
     if X.ndim != 2 or W.ndim != 2 or X.shape[1] != W.shape[0] or 0 in X.shape + W.shape:

@@ -1,14 +1,14 @@
 """Starting ranks, here or under torchrun, and watching them."""
 
 from scaling.launch.process import keep_freed_memory
-from scaling.launch.ranks import can_fork, fit, run, start, start_by_torchrun
+from scaling.launch.ranks import can_fork, fit_mesh, run, start, start_by_torchrun
 from scaling.launch.watch import RankError
 from scaling.sizes import parse_mesh
 
 __all__ = [
     "RankError",
     "can_fork",
-    "fit",
+    "fit_mesh",
     "keep_freed_memory",
     "parse_mesh",
     "run",

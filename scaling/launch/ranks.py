@@ -133,7 +133,7 @@ def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked:
     return result
 
 
-def fit(sizes: Mapping[str, int]) -> dict[str, int]:
+def fit_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
     """A script's default mesh, made to fit the number of ranks that torchrun started by changing its first axis."""
     world, first = int(os.environ.get("WORLD_SIZE", 1)), next(iter(sizes))
     rest = math.prod(size for axis, size in sizes.items() if axis != first)

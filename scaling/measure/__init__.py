@@ -24,11 +24,11 @@ from scaling.console import integer, output
 from scaling.hardware import Chip, load_chip
 from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
 from scaling.measure.layouts import as_dict as check_dict
-from scaling.measure.rates import combine, measure_rank, toml
+from scaling.measure.rates import combine_ranks, measure_rank, toml
 from scaling.plan.layer import DTYPES
 
 
-def check(chip: Chip, steps: Sequence[StepLayout], ranks: int, repeats: int = 7, dtype: str = "fp32") -> list[Check]:
+def _check(chip: Chip, steps: Sequence[StepLayout], ranks: int, repeats: int = 7, dtype: str = "fp32") -> list[Check]:
     """Predict and run each of these steps over so many ranks."""
     return checked(chip, steps, launch.run(run_all, {"X": ranks}, steps, repeats, dtype, checked=False), dtype)
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
             chip = load_chip(args.chip)
         else:
             found = launch.run(measure_rank, {"X": args.ranks}, dtypes, args.repeats, checked=False)
-            chip = combine(found, platform.node() or "machine")
+            chip = combine_ranks(found, platform.node() or "machine")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         Path(args.out).write_text(toml(chip))
     if not args.json:
         print(chip_table(chip) + (f"\nwrote {args.out}" if args.out else ""), flush=True)
-    checks = [] if args.no_check else check(chip, layouts(args.ranks), args.ranks, min(args.repeats, 9))
+    checks = [] if args.no_check else _check(chip, layouts(args.ranks), args.ranks, min(args.repeats, 9))
     if args.json:
         print(json.dumps(as_dict(chip, checks), indent=1))
     elif checks:

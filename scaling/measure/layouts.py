@@ -60,8 +60,8 @@ class StepLayout:
         def drawn(shape):
             return (torch.randn(shape, generator=make) * self.size.D**-0.5).to(DTYPES[dtype])
 
-        params, In = stack.shards(module, self.size, mesh, drawn)
-        return partial(stack.step, module, params, In, mesh)
+        params, In = stack.make_shards(module, self.size, mesh, drawn)
+        return partial(stack.sgd_step, module, params, In, mesh)
 
 
 def words(s: Settings) -> str:

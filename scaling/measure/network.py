@@ -24,7 +24,7 @@ from scaling.sizes import format_sizes, parse_mesh
 SIZES = (2**16, 2**20, 2**24)  # bytes V of the gathered or unreduced array
 
 
-def sent(op: str, V: int, n: int) -> float:
+def bytes_on_wire(op: str, V: int, n: int) -> float:
     """Bytes that a rank sends of V, by the quickest algorithm: V (n - 1)/n, twice that, or V (n - 1)/n^2."""
     once = V * (n - 1) / n
     return {"AllReduce": 2 * once, "AllToAll": once / n}.get(op, once)
@@ -40,11 +40,11 @@ def rates(mesh, sizes, repeats: int) -> dict[tuple[str, str, int], float]:
                 rows = n if "{U" in line else 1
                 columns = max(n, V // 4 // n // n * n)
                 x = torch.ones(rows, columns, device=mesh.device)
-                found[axis, op, V] = statistics.median(seconds(partial(call, text, x, mesh), mesh, repeats))
+                found[axis, op, V] = statistics.median(_seconds(partial(call, text, x, mesh), mesh, repeats))
     return found
 
 
-def seconds(f, mesh, repeats: int) -> list[float]:
+def _seconds(f, mesh, repeats: int) -> list[float]:
     times = []
     for i in range(repeats + 1):
         barrier(mesh)
@@ -76,7 +76,7 @@ def rank_alone(mesh, folder: str) -> tuple[float, float]:
         file.unlink(missing_ok=True)
 
 
-def measured(mesh, sizes, repeats: int, folder: str):
+def _measured(mesh, sizes, repeats: int, folder: str):
     return rates(mesh, sizes, repeats), rank_alone(mesh, folder)
 
 
@@ -87,12 +87,12 @@ def slow(values: list[float], what: str) -> list[str]:
             if v < usual / 2]  # fmt: skip
 
 
-def report(results: list, sizes: dict[str, int], link: float | None) -> str:
+def _report(results: list, sizes: dict[str, int], link: float | None) -> str:
     """The table, the slowest rank of each row; and the ranks that are slow on their own."""
     rows = []
     for axis, op, V in results[0][0]:
         took = max(times[axis, op, V] for times, _ in results)
-        rate = sent(op, V, sizes[axis]) / took
+        rate = bytes_on_wire(op, V, sizes[axis]) / took
         share = [f"{rate / link:.0%}"] if link else []
         rows.append([axis, op, f"{V:,}", f"{took * 1e6:,.0f}", f"{rate / 1e9:.2f}", *share])
     head = ["axis", "collective", "V bytes", "us", "bus GB/s", *(["of the link"] if link else [])]
@@ -119,9 +119,9 @@ def main(argv=None) -> int:
             raise ValueError(
                 f"a mesh of {format_sizes(sizes)} has no network\n  fix: give --mesh with two ranks or more"
             )
-        results = launch.run(measured, sizes, SIZES, args.repeats, args.folder, device=args.device, checked=False)
+        results = launch.run(_measured, sizes, SIZES, args.repeats, args.folder, device=args.device, checked=False)
     except (ValueError, OSError, launch.RankError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    print(report(results, sizes, args.link * 1e9 if args.link else None))
+    print(_report(results, sizes, args.link * 1e9 if args.link else None))
     return 0

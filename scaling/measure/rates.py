@@ -106,16 +106,16 @@ def measure_rank(
         groups = Mesh({"W": n // d, "X": d})
         found |= times(groups, repeats, volumes)
         idle |= times(groups, repeats, volumes, of_one=True) if d < n else {}
-    found["Pointwise", n] = bytewise(mesh, repeats, plain, volumes)
+    found["Pointwise", n] = bytewise(mesh, repeats, between_matmuls, volumes)
     found["Activation", n] = bytewise(mesh, repeats, curved, volumes)
     single = alone(mesh, dtypes[0], repeats)
     return RankMeasured(
-        rates, single, attention(mesh, dtypes[0], repeats), fit(found["Pointwise", n])[1], call(mesh, repeats), found,
+        rates, single, attention(mesh, dtypes[0], repeats), fit(found["Pointwise", n])[1], _call(mesh, repeats), found,
         idle,
     )  # fmt: skip
 
 
-def call(mesh, repeats: int) -> float:
+def _call(mesh, repeats: int) -> float:
     """Seconds of an operation with the Python, the views and the tapes around it: of a Transformer's step so small that
     it takes nothing else."""
     own = [Mesh({"X": 1}, ranks=[rank]) for rank in range(mesh.size())][mesh.rank]
@@ -133,7 +133,7 @@ def matmuls(mesh, dtype: str, repeats: int, shapes: Sequence) -> tuple[float, Po
         nbytes = sum(a.nbytes + b.nbytes for _, a, b in cases) + 2 * (B * D + B * F_ + D * F_) * DTYPES[dtype].itemsize
         seconds = timed(lambda cases=cases: [collectives.einsum(*case) for case in cases], mesh, repeats)
         rows.append((2 * B * D * F_, nbytes / 6, seconds / 6))
-    call, rate, memory = parts([(1.0, flops, nbytes) for flops, nbytes, _ in rows], [t for *_, t in rows])
+    call, rate, memory = fit_prices([(1.0, flops, nbytes) for flops, nbytes, _ in rows], [t for *_, t in rows])
     return 1 / rate, [(nbytes, call + memory * nbytes) for _, nbytes, _ in rows]
 
 
@@ -180,7 +180,7 @@ def bytewise(mesh, repeats: int, f: Callable, volumes: Sequence[int]) -> Points:
     return found
 
 
-def plain(x: torch.Tensor, y: torch.Tensor | None) -> tuple[int, int]:
+def between_matmuls(x: torch.Tensor, y: torch.Tensor | None) -> tuple[int, int]:
     """(bytes, calls) of operations between matmuls; they run if y is given."""
     if y is not None:
         x * y  # into memory that is newly allocated, as most of it is
@@ -227,7 +227,7 @@ def times(mesh, repeats: int, volumes: Sequence[int], of_one: bool = False) -> d
     return found
 
 
-def parts(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+def fit_prices(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Prices > 0 of what each row has, by least squares of the relative error; what would cost less is left out."""
     A, t, least = numpy.array(rows, float), numpy.array(seconds, float), 1e-18
     A = A / t[:, None]
@@ -244,11 +244,11 @@ def parts(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[flo
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(latency, bandwidth) with seconds = latency + V / bandwidth, both > 0."""
-    call, each = parts([(1.0, V) for V, _ in points], [t for _, t in points])
+    call, each = fit_prices([(1.0, V) for V, _ in points], [t for _, t in points])
     return max(call, 1e-9), min(1 / each, 1e18)
 
 
-def combine(ranks: Sequence[RankMeasured], name: str) -> Chip:
+def combine_ranks(ranks: Sequence[RankMeasured], name: str) -> Chip:
     """One chip of all ranks' measurements: the slowest rank of each."""
     world, first = len(ranks), ranks[0]
     measured = []

@@ -131,7 +131,7 @@ _meetings: dict[str, Meeting] = {}  # by name, as torch.distributed finds proces
 _names = count()
 
 
-def held(made: Meeting) -> str:
+def hold_meeting(made: Meeting) -> str:
     """A name for a meeting, by which `meeting` finds it."""
     name = f"page {next(_names)}"
     _meetings[name] = made

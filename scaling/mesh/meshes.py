@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from scaling._torch import constant
-from scaling.mesh.meeting import Meeting, held
-from scaling.mesh.page import SharedPage, share
+from scaling.mesh.meeting import Meeting, hold_meeting
+from scaling.mesh.page import SharedPage, share_page
 from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError, block_index
 
@@ -197,7 +197,7 @@ class Mesh(AbstractMesh):
         if self.size() < dist.get_world_size():
             everyone = self._new_group(self.ranks)
         if dist.get_backend() != "fake":  # torch's stand-in for a transport, of which this process is the only rank
-            said, memory = share(everyone, SharedPage.nbytes(self.size(), len(sets)), self.checked, mine)
+            said, memory = share_page(everyone, SharedPage.nbytes(self.size(), len(sets)), self.checked, mine)
         if len(set(said)) > 1:
             lines = "".join(f"  rank {rank}: {each}\n" for rank, each in enumerate(said))
             raise ShardingError(
@@ -214,7 +214,7 @@ class Mesh(AbstractMesh):
             if len(ranks) < self.size():
                 pg = self._new_group([self.ranks[rank] for rank in ranks])
             if page is not None:
-                checked = held(Meeting(page, number, self._group_number(some), ranks, self.timeout))
+                checked = hold_meeting(Meeting(page, number, self._group_number(some), ranks, self.timeout))
             self._process_groups[some] = ranks, pg, checked
 
     def _new_group(self, ranks: Sequence[int]) -> Any:

@@ -118,7 +118,7 @@ class Wait(NamedTuple):
         return [rank for i, rank in enumerate(self.ranks) if words[WORD * i + DIGEST :][:2] != self.number]
 
 
-def share(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap | None]:
+def share_page(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap | None]:
     """(what each rank of a process group `said`, memory of zeros that all of them map).
 
     The memory is None if it is not wanted, or where the ranks are not all on one machine.

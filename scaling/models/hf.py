@@ -17,9 +17,9 @@ from scaling import tree
 from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.configs import load as load_config
-from scaling.configs.hugging_face import write as table_of
+from scaling.configs.hugging_face import write_config as table_of
 from scaling.mesh import AbstractMesh
-from scaling.models.hf_layout import FileLayout, layouts
+from scaling.models.hf_layout import FileLayout, leaf_layouts
 from scaling.models.params import places_of, specs_of
 from scaling.spec import Spec, parse
 
@@ -52,7 +52,7 @@ def load_sharded(
     """
     folder = Path(folder)
     config = _config(folder)
-    places, whole = layouts(config), specs_of(config)
+    places, whole = leaf_layouts(config), specs_of(config)
     slots = range(config.L) if slots is None else slots
     sizes = config.sizes | {"L": len(slots)}
     files = _Files(folder)
@@ -109,7 +109,7 @@ def save_sharded(
     stages = types["layers"]["W_Q"].axes_of("L")
     leads = all(at == 0 for axis, at in mesh.coord.items() if axis not in stages)
     held = {}
-    for number, part in _parts(params, types, layouts(config), config, mesh, slots):
+    for number, part in _parts(params, types, leaf_layouts(config), config, mesh, slots):
         if not leads or (number == 0 and mesh.rank != 0):
             continue
         held |= part
@@ -172,7 +172,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 def _index(config: Config, names: list[str], itemsize: int) -> dict:
     """The index of a checkpoint in many files: which tensor stands in which."""
     where, size = {}, 0
-    for layout in tree.leaves(layouts(config)):
+    for layout in tree.leaves(leaf_layouts(config)):
         for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
             where[layout.name.format(**at)] = names[at["L"] + 1 if "L" in at else 0]
             size += itemsize * math.prod(layout.shape(config.sizes))

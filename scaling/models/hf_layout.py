@@ -92,7 +92,7 @@ class FileLayout:
         return whole.permute([here.index(dim) for dim in "".join(self.groups)]).reshape(self.shape(sizes)).contiguous()
 
 
-def layouts(config: Config) -> dict:
+def leaf_layouts(config: Config) -> dict:
     """A `Layout` for each param of this model. ValueError if no class of Hugging Face's has them."""
     specs = specs_of(config)
     table = LAYOUTS | {"layers": LAYOUTS["layers"] | EXPERTS.get(kind_of(config), {})}

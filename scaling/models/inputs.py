@@ -18,7 +18,7 @@ from scaling.models.params import specs_of
 IDS = (torch.int64, torch.int32)
 
 
-def readable(x: Tensor) -> bool:
+def _readable(x: Tensor) -> bool:
     """Whether x has values that may be looked at now: it is no tracer's, and not on the meta device."""
     return not (torch.compiler.is_compiling() or x.is_meta or is_wrapped(x) or modes())
 
@@ -40,7 +40,7 @@ def check_ids(name: str, ids: Any, shape: tuple[int, ...] | None = None) -> None
 def check_range(name: str, ids: Tensor, V: int, counts: Tensor | None = None) -> None:
     """ValueError unless the ids lie in the vocabulary, where values can be read; `counts`: those that matter. On a GPU
     an assertion that fails there, as torch's own embedding has: to read a value would wait for all that is queued."""
-    if not readable(ids) or not ids.numel():
+    if not _readable(ids) or not ids.numel():
         return
     if ids.is_cuda:
         inside = (ids >= 0) & (ids < V)
@@ -50,7 +50,7 @@ def check_range(name: str, ids: Tensor, V: int, counts: Tensor | None = None) ->
     if int(low) >= 0 and int(high) < V:
         return
     outside = (ids < 0) | (ids >= V)
-    if counts is not None and readable(counts):
+    if counts is not None and _readable(counts):
         outside = outside & (counts != 0)
     if bool(outside.any()):
         found = int(ids[outside][0])

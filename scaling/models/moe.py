@@ -37,7 +37,7 @@ BITS = 32  # to which scores are compared
 
 def route(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(weights[..., k], experts int64[..., k]) of x[..., D] by router[D, E]; the best expert first."""
-    experts = choose(x, router, config, bias)
+    experts = choose_experts(x, router, config, bias)
     return weigh(router_logits(x, router), experts, config), experts
 
 
@@ -52,7 +52,7 @@ def scores(logits: Tensor, config: Config) -> Tensor:
     return logits.softmax(-1) if config.routing == "softmax" else logits.sigmoid()
 
 
-def choose(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> Tensor:
+def choose_experts(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> Tensor:
     """experts int64[..., k] of x[..., D]: those of the highest score + bias[E], of equal ones the lower expert.
 
     The bias enters the choice alone, not the weights. With `config.expert_groups` only the experts of the best
@@ -156,7 +156,7 @@ class Rows(NamedTuple):
         return (picked * weights[..., None].to(Out.dtype)).sum(1)
 
 
-def rows_of(experts: Tensor, E: int, kept: Tensor | None = None) -> Rows:
+def expert_rows(experts: Tensor, E: int, kept: Tensor | None = None) -> Rows:
     """The rows of experts int64[n, k]; `kept` bool[n, k]: those of them that the experts have room for."""
     flat = experts.flatten()
     if kept is not None:
@@ -172,7 +172,7 @@ def rows_of(experts: Tensor, E: int, kept: Tensor | None = None) -> Rows:
 
 def position(experts: Tensor, E: int) -> Tensor:
     """int64[n, k]: how many earlier tokens of experts int64[n, k] chose the same expert."""
-    rows = rows_of(experts, E)
+    rows = expert_rows(experts, E)
     first = rows.counts.cumsum(0) - rows.counts
     return rows.place - first[experts]
 
@@ -199,10 +199,10 @@ def forward(params: dict, x: Tensor, config: Config, experts: Tensor | None = No
     int64[B, T, k]: chosen already. Of an expert over its capacity the last tokens of the batch are dropped.
     """
     if experts is None:
-        experts = choose(x, params["router"], config, params.get("bias"))
+        experts = choose_experts(x, params["router"], config, params.get("bias"))
     flat, chosen = x.flatten(0, -2), experts.flatten(0, -2)
     capacity = capacity_of(config, len(flat))
-    rows = rows_of(chosen, config.E, None if capacity is None else position(chosen, config.E) < capacity)
+    rows = expert_rows(chosen, config.E, None if capacity is None else position(chosen, config.E) < capacity)
     logits, load = router_logits(flat, params["router"]), load_of(chosen, config.E)
     y = rows.collect(by_expert(mlp, params, rows.spread(flat), rows.counts.tolist()), weigh(logits, chosen, config))
     if "shared" in params:
@@ -218,7 +218,7 @@ def dense(params: dict, x: Tensor, config: Config, experts: Tensor | None = None
     losses "balance" and "z" and "load" int64[E]. Over its capacity an expert leaves out the last tokens of the batch.
     """
     if experts is None:
-        experts = choose(x, params["router"], config, params.get("bias"))
+        experts = choose_experts(x, params["router"], config, params.get("bias"))
     logits, load, tokens = router_logits(x, params["router"]), load_of(experts, config.E), experts[..., 0].numel()
     weights = weigh(logits, experts, config)
     chosen = F.one_hot(experts, config.E).sum(-2)

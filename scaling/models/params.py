@@ -60,7 +60,7 @@ def uncomputed(config: Config) -> list[str]:
     return found
 
 
-def runs(config: Config) -> bool:
+def computes(config: Config) -> bool:
     """Whether `models.transformer` computes that model."""
     return not uncomputed(config)
 
@@ -144,7 +144,7 @@ def places_of(specs: dict, slots: Sequence[int], mesh) -> range:
     return range(mine.start, mine.stop)
 
 
-def config_of(params: dict, name: str = "params") -> Config:
+def config_of_params(params: dict, name: str = "params") -> Config:
     """The sizes of these params, with Config's defaults for what no shape tells."""
     layers = params["layers"]
     if "router" in layers:

@@ -13,7 +13,7 @@ import optree
 import torch
 
 
-def matmul(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+def matmul_weight(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
     """x[..., D] times W[D, ...]: contracts x's last dim with W's first."""
     return (x @ W.flatten(1)).unflatten(-1, W.shape[1:]) if W.ndim > 2 else x @ W
 

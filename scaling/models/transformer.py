@@ -25,19 +25,19 @@ from scaling.models.params import (
     EXPERTS,
     SPECS,
     check_computed,
-    config_of,
+    computes,
+    config_of_params,
     init,
     inits,
-    runs,
     specs_of,
     uncomputed,
 )
 from scaling.models.pointwise import rms_norm
-from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul
+from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_weight
 from scaling.models.rope import restarted, rotate, tables
 
-__all__ = ["ACTIVATIONS", "EXPERTS", "REMAT", "SPECS", "attention_block", "check_computed", "config_of", "forward"]
-__all__ += ["headed", "init", "inits", "loss", "loss_and_grads", "mlp_block", "module", "runs", "specs_of"]
+__all__ = ["ACTIVATIONS", "EXPERTS", "REMAT", "SPECS", "attention_block", "check_computed", "computes", "forward"]
+__all__ += ["config_of_params", "headed", "init", "inits", "loss", "loss_and_grads", "mlp_block", "module", "specs_of"]
 __all__ += ["uncomputed", "unstacked"]
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
@@ -56,7 +56,7 @@ def headed(layer: dict, Q: Tensor, K: Tensor, V: Tensor, rope: tuple, eps: float
     return rotate(Q, *rope), rotate(K, *rope), V
 
 
-def attention_block(layer: dict, x: Tensor, attend: Callable, rope: tuple, eps: float, matmul=matmul) -> Tensor:
+def attention_block(layer: dict, x: Tensor, attend: Callable, rope: tuple, eps: float, matmul=matmul_weight) -> Tensor:
     """Attn[B, T, D] of x[B, T, D], without the residual. attend(Q, K, V) -> heads[B, T, N, H]."""
     y = rms_norm(x, gain=layer["norm_attn"], eps=eps)
     Q, K, V = (matmul(y, layer[name]) for name in ("W_Q", "W_K", "W_V"))
@@ -65,7 +65,7 @@ def attention_block(layer: dict, x: Tensor, attend: Callable, rope: tuple, eps: 
     return Attn + layer["b_O"] if "b_O" in layer else Attn
 
 
-def mlp_block(layer: dict, x: Tensor, activation: str, eps: float, matmul=matmul) -> Tensor:
+def mlp_block(layer: dict, x: Tensor, activation: str, eps: float, matmul=matmul_weight) -> Tensor:
     """Out[B, T, D] of x[B, T, D], without the residual: gated if the layer has a W_gate."""
     y = rms_norm(x, gain=layer["norm_mlp"], eps=eps)
     Tmp = matmul(y, layer["W_in"])
@@ -90,7 +90,7 @@ def forward(
     the same. `attention(Q, K, V)` maps [B, T, N, H], [B, S, K, H], [B, S, K, H] to [B, T, N, H], and takes `window=`
     and `segments=` where the model or the call has them.
     """
-    return _forward(params, tokens, remat, attention, config or config_of(params), segments)[0]
+    return _forward(params, tokens, remat, attention, config or config_of_params(params), segments)[0]
 
 
 def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, config: Config, segments: Tensor | None):
@@ -119,7 +119,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
         x, more = steps[window](layer, x)
         extra = extra if more is None else extra + more
     x = rms_norm(x, gain=params["norm"], eps=config.eps)
-    return matmul(x, params["unembed"] if "unembed" in params else params["embed"].T), extra
+    return matmul_weight(x, params["unembed"] if "unembed" in params else params["embed"].T), extra
 
 
 def _step(config: Config, remat: str, attention: Callable, window: int | None, segments: Tensor | None, rope: tuple):
@@ -128,10 +128,10 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
     given |= {"segments": segments} if segments is not None else {}
     eps = config.eps
 
-    def attend(layer: dict, x: Tensor, matmul=matmul) -> Tensor:
+    def attend(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
         return x + attention_block(layer, x, lambda *qkv: attention(*qkv, **given), rope, eps, matmul)
 
-    def dense(layer: dict, x: Tensor, matmul=matmul) -> Tensor:
+    def dense(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
         x = attend(layer, x, matmul)
         return x + mlp_block(layer, x, config.nonlinearity, eps, matmul)
 
@@ -139,7 +139,7 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
         x = attend(layer, x)
         y = rms_norm(x, gain=layer["norm_mlp"], eps=eps)
         if experts is None:
-            experts = moe.choose(y, layer["router"], config, layer.get("bias"))
+            experts = moe.choose_experts(y, layer["router"], config, layer.get("bias"))
         Out, aux = moe.forward(layer, y, config, experts)
         return (x + Out, config.aux_coef * aux["balance"] + config.z_coef * aux["z"]), experts
 
@@ -180,7 +180,7 @@ def loss(
         check_weights(weights, wanted)
     if isinstance(segments, Tensor) and segments.shape == tokens.shape:
         segments = segments[:, :-1]
-    logits, extra = _forward(params, inside, remat, attention, config or config_of(params), segments)
+    logits, extra = _forward(params, inside, remat, attention, config or config_of_params(params), segments)
     check_range("tokens", wanted, logits.shape[-1])
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ce = -wide.log_softmax(-1).gather(-1, wanted[..., None])[..., 0]

@@ -24,7 +24,7 @@ MOST = 1e20  # of anything that is counted here
 DECIMAL = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
-def count(text: str, units: dict = BINARY) -> float:
+def parse_count(text: str, units: dict = BINARY) -> float:
     """ "4M" tokens of a batch are 4 * 2^20, as they come in sequences of 2^n; of a data set "15T" is 15e12."""
     match = re.fullmatch(rf"([\d.,]+(?:e\d+)?)([{''.join(units)}]?)", text, re.ASCII)
     try:
@@ -37,8 +37,8 @@ def count(text: str, units: dict = BINARY) -> float:
     return value
 
 
-def whole(text: str) -> int:
-    return int(count(text))
+def _whole(text: str) -> int:
+    return int(parse_count(text))
 
 
 def mesh(text: str) -> tuple[tuple[str, int], ...]:
@@ -54,7 +54,7 @@ def mesh(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scaling.plan", description="The mesh to train a model on, and why (Parts 5, 6 and 12)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -65,9 +65,9 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
     parser.add_argument("--chip", required=True, help=f"{', '.join(chips())}; or a .toml file")
-    parser.add_argument("--chips", required=True, type=whole)
-    parser.add_argument("--batch", required=True, type=whole, help="tokens a step; k and M are powers of two: 4M")
-    parser.add_argument("--seq", type=whole, default=4096, help="tokens a sequence (default 4096)")
+    parser.add_argument("--chips", required=True, type=_whole)
+    parser.add_argument("--batch", required=True, type=_whole, help="tokens a step; k and M are powers of two: 4M")
+    parser.add_argument("--seq", type=_whole, default=4096, help="tokens a sequence (default 4096)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the layers' matmuls (default bf16)")
     for name, default, what in (
         ("param", 2, "a parameter"),
@@ -91,7 +91,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--remat", choices=POLICIES, help="checkpointing (default: what is fastest and fits)")
     parser.add_argument("--microbatches", type=integer(1), help="(default: what is fastest)")
     parser.add_argument("--schedule", choices=SCHEDULES, help="of a pipeline (default: what is fastest)")
-    parser.add_argument("--tokens", type=lambda t: count(t, DECIMAL), default=15e12, help="to train on (default 15T)")
+    parser.add_argument(
+        "--tokens", type=lambda t: parse_count(t, DECIMAL), default=15e12, help="to train on (default 15T)"
+    )
     parser.add_argument("--mfu", type=number(1e-6, 1), default=0.4, help="utilization to compare with (default 0.4)")
     parser.add_argument("--price", type=number(), help="dollars per chip and hour (default: the book's, if it has one)")
     parser.add_argument(
@@ -119,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         from scaling.plan.serve import command as serve
 
         return serve.main(arguments[1:])
-    args = parser().parse_args(arguments)
+    args = _parser().parse_args(arguments)
     try:
         job = Job(
             get(args.model), args.batch, args.seq, args.dtype, args.param_bytes, args.grad_bytes, args.optimizer_bytes,

@@ -60,7 +60,7 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def refusal(job: Job, sizes: dict[str, int]) -> str | None:
+def _refusal(job: Job, sizes: dict[str, int]) -> str | None:
     """The rule of the model that a mesh breaks, or None."""
     w, C, E, Y = job.work, sizes["context"], sizes["expert"], sizes["tensor"]
     if w.heads % Y:
@@ -80,7 +80,7 @@ def refusal(job: Job, sizes: dict[str, int]) -> str | None:
     return None
 
 
-def meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) -> Iterator[Network]:
+def _meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) -> Iterator[Network]:
     """Every mesh of so many chips that the model and the network allow; the others are counted by reason."""
     w, wanted = job.work, dict(fixed.axes)
     most = {
@@ -91,7 +91,7 @@ def meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) -> 
         sizes = {axis: sizes.get(axis, 1) for axis in AXES}
         if any(sizes[axis] != size for axis, size in wanted.items()):
             continue
-        if reason := refusal(job, sizes):
+        if reason := _refusal(job, sizes):
             refused[reason] += 1
             continue
         shared = sizes["context"] * sizes["expert"]
@@ -229,7 +229,7 @@ def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> SearchResult
     for dtype in (job.dtype, job.wide):
         chip.flops(dtype)  # ValueError for a chip without it
     refused: Counter = Counter()
-    networks = list(meshes(job, chip, chips, fixed, refused))
+    networks = list(_meshes(job, chip, chips, fixed, refused))
     options = [recipes(job, network, fixed) for network in networks]
     for network, found in zip(networks, options, strict=True):
         if not len(found):
@@ -241,12 +241,12 @@ def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> SearchResult
         while end < len(kept) and (rows == 0 or rows + len(options[kept[end]]) <= ROWS):
             rows += len(options[kept[end]])
             end += 1
-        chosen += block(job, chip, [networks[i] for i in kept[start:end]], [options[i] for i in kept[start:end]])
+        chosen += _block(job, chip, [networks[i] for i in kept[start:end]], [options[i] for i in kept[start:end]])
         start, count = end, count + rows
     return SearchResult(Found(job, chosen), count, refused)
 
 
-def block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarray]) -> list[tuple]:
+def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarray]) -> list[tuple]:
     """The best recipe of each of some meshes, the fastest that fits or else the smallest: (rank, network, layout)."""
     lengths = [len(found) for found in options]
     index = np.repeat(np.arange(len(networks)), lengths)

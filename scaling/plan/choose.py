@@ -117,7 +117,7 @@ def planned(settings: Settings, ranks: int, chip: Chip) -> tuple[list[MeshChoice
 def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
     """Why the run's arrays do not divide over a mesh, or nothing: the planner's formulas round up."""
     try:
-        _, (tokens, *_) = dry.shapes(settings, AbstractMesh(sizes))
+        _, (tokens, *_) = dry.step_shapes(settings, AbstractMesh(sizes))
     except (ShardingError, ValueError) as error:
         return str(error).splitlines()[0]
     rows = len(tokens)

@@ -47,7 +47,7 @@ def _gpu(job: Job, chip: Chip, chips: int, sparse: float) -> dict:
     return found
 
 
-def lines(form: dict, config) -> list[str]:
+def form_lines(form: dict, config) -> list[str]:
     """The same in words."""
     if not form:
         return []

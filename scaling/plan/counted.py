@@ -89,7 +89,7 @@ def attention_flops(name: str, args: Sequence) -> float:
     return (5 if "backward" in name else 2) * Q.numel() * K.shape[2]
 
 
-def count(f: Callable[[], Any]) -> CountedStep:
+def count_call(f: Callable[[], Any]) -> CountedStep:
     """What f does, on an abstract mesh."""
     found = CountedStep()
     with trace() as found.log, _Count(found):
@@ -143,12 +143,12 @@ def price(counted: CountedStep, sizes: Mapping[str, int], chip: Chip, dtype: str
     curved = measured_row(chip, "Activation", n) or plain
     flops = chip.flops(dtype)
     math = counted.products.amount / flops + counted.attention.amount / (flops * chip.efficiency.attention)
-    math += seconds(product, counted.reads) + counted.attention.number * product.latency
-    between = seconds(plain, counted.plain) + seconds(curved, counted.curved)
+    math += _seconds(product, counted.reads) + counted.attention.number * product.latency
+    between = _seconds(plain, counted.plain) + _seconds(curved, counted.curved)
     return Prediction(math, between, tuple(comms.items()))
 
 
-def seconds(measured: Measured, calls: CallTotals) -> float:
+def _seconds(measured: Measured, calls: CallTotals) -> float:
     return calls.number * measured.latency + calls.amount / measured.bandwidth
 
 

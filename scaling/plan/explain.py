@@ -12,8 +12,8 @@ from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES
 from scaling.plan.one_layer import as_dict as pass_dict
-from scaling.plan.one_layer import chart, layer_passes
-from scaling.plan.report import AXIS_WORDS, LAYOUT, Budget, described, folded, run, size
+from scaling.plan.one_layer import layer_chart, layer_passes
+from scaling.plan.report import AXIS_WORDS, LAYOUT, Budget, cost_of_run, described_layout, folded, size
 
 SHARES = (1.0, 0.5, 0.25)  # of the memory that a layout may use, in the Pareto table
 WEIGHED = ("data", "fsdp", "pod")  # axes whose bytes are those of weights, whatever the batch
@@ -32,7 +32,7 @@ class ParetoPoint:
         return self.found.forecast, float(self.found.held.total), self.found.chips, self.dollars or 0.0
 
 
-def pareto(job: Job, chip: Chip, chips: int, budget: Budget, fixed: Fixed = ANY) -> list[ParetoPoint]:
+def pareto_of_chips(job: Job, chip: Chip, chips: int, budget: Budget, fixed: Fixed = ANY) -> list[ParetoPoint]:
     """Of half, as many and twice the chips, with all, half or a quarter of the memory: what is not beaten."""
     choices = []
     for n in (2 * chips, chips, chips // 2):
@@ -42,7 +42,7 @@ def pareto(job: Job, chip: Chip, chips: int, budget: Budget, fixed: Fixed = ANY)
             except ValueError:
                 continue
             if found is not None and len(found) and found.fitting:
-                spent = run(job, chip, n, found[0].forecast, budget)
+                spent = cost_of_run(job, chip, n, found[0].forecast, budget)
                 choices.append(ParetoPoint(found[0], spent["days"], spent["dollars"]))
 
     def beats(a: ParetoPoint, b: ParetoPoint) -> bool:
@@ -140,7 +140,7 @@ def text(job: Job, chip: Chip, chips: int, found: Estimate, budget: Budget, fixe
     """All of it, for people."""
     lines = [
         "One layer in time, as forecast (dots: the chip waits; ': computed again)",
-        chart(layer_passes(job, found)),
+        layer_chart(layer_passes(job, found)),
     ]
     first, *rest = bottlenecks(found)
     lines += ["", f"Where a step's time goes: {first[0]} {first[1]:.0%}"]
@@ -148,21 +148,21 @@ def text(job: Job, chip: Chip, chips: int, found: Estimate, budget: Budget, fixe
     if evens := break_evens(job, found):
         lines += ["At the peaks:", *(f"  {line}" for line in evens)]
     rows = []
-    for one in pareto(job, chip, chips, budget, fixed):
+    for one in pareto_of_chips(job, chip, chips, budget, fixed):
         each = one.found
         rows.append(
-            (f"{each.chips:,}", described(each), size(one.costs[1]), f"{each.forecast:.4g}", f"{one.days:,.3g}")
+            (f"{each.chips:,}", described_layout(each), size(one.costs[1]), f"{each.forecast:.4g}", f"{one.days:,.3g}")
         )
         rows[-1] += (f"{one.dollars / 1e6:,.3g}M",) if one.dollars else ()
     head = ["chips", "layout", "a chip holds", "step, s", "days", *(["dollars"] if rows[0][5:] else [])]
     lines += ["", "What else could be had: nothing beats these in time, memory, chips and dollars at once"]
     lines += [tabulate(rows, head, "simple", disable_numparse=True)]
-    rows = [("as asked", described(found), f"{found.mfu:.0%}", f"{job.batch / found.forecast / chips:,.0f}")]
+    rows = [("as asked", described_layout(found), f"{found.mfu:.0%}", f"{job.batch / found.forecast / chips:,.0f}")]
     for change in changes(job, chip, chips, fixed):
         if (new := change.found) is None:
             rows.append((change.what, "\n".join(wrap("none: " + change.why, LAYOUT)), "", ""))
             continue
-        name = described(new, "the same mesh" if new.layout.sizes == found.layout.sizes else new.name)
+        name = described_layout(new, "the same mesh" if new.layout.sizes == found.layout.sizes else new.name)
         rows.append((change.what, name, f"{new.mfu:.0%}", f"{change.per_chip:,.0f}"))
     lines += ["", "What would change the answer"]
     head = ["with", "the best layout", "MFU", "tokens/s a chip"]
@@ -178,7 +178,7 @@ def as_dict(job: Job, chip: Chip, chips: int, found: Estimate, budget: Budget, f
     out["pareto"] = [
         {"chips": one.found.chips, "name": one.found.name, "recipe": one.found.layout.recipe, "days": one.days,
          "bytes": one.costs[1], "seconds": one.costs[0], "dollars": one.dollars}
-        for one in pareto(job, chip, chips, budget, fixed)
+        for one in pareto_of_chips(job, chip, chips, budget, fixed)
     ]  # fmt: skip
     out["changes"] = [
         {"with": c.what, "name": c.found and c.found.name, "recipe": c.found and c.found.layout.recipe,

@@ -86,7 +86,7 @@ def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
     return steps
 
 
-def choose(steps: list[Climbed]) -> Climbed | None:
+def choose_rung(steps: list[Climbed]) -> Climbed | None:
     """The lowest rung that fits, uses all GPUs and is at most 10% slower than the fastest; None if nothing fits."""
     most = max(step.found.chips for step in steps)
     able = [step for step in steps if step.fits and step.found.chips == most]
@@ -122,7 +122,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
         ),
         "",
     ]  # fmt: skip
-    if chosen := choose(steps):
+    if chosen := choose_rung(steps):
         lines += [f"Take: {chosen.rung.name}", f"      {chosen.rung.how}"]
         if chosen.rung.sizes and steps[0].fits and not steps[0].rung.sizes:
             lines += ["The model fits one GPU: more of them make it faster, not possible."]
@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> int:
             optimizer_bytes=args.optimizer_bytes,
         )  # fmt: skip
         print(advice(job, gpu, args.gpus, timed=bool(args.gpu or args.flops)))
-        return int(choose(climb(job, gpu, args.gpus)) is None)
+        return int(choose_rung(climb(job, gpu, args.gpus)) is None)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -65,7 +65,7 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     weights = act * (dense + experts)
     gathered = np.where(sharded, 2 * weights, 0.0)  # this layer's and the next one's
     flying = np.where(sharded & np.logical_not(late), weights, 0.0)  # a layer's gradients, whole, on their way
-    loss = logits(job, c, l)
+    loss = _logits(job, c, l)
     working = np.maximum(gathered + np.maximum(first, second) + 2 * flying, loss)
     head = job.grad_bytes * w.ends[1] / l.tensor / np.where(sharded, ways[0], 1)
     at_once = grads if not w.ends[1] else head  # a stack's gradients are one array; others come one by one
@@ -101,7 +101,7 @@ def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Number, Number]:
     return first, first - token * w.late / l.tensor
 
 
-def logits(job: Job, c: Compute, l: Layout) -> Number:
+def _logits(job: Job, c: Compute, l: Layout) -> Number:
     """Bytes of the loss: logits as they come and in fp32, the normed activations and their cotangent."""
     if not job.work.ends[1]:
         return 0.0

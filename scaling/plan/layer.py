@@ -51,7 +51,7 @@ def up(size: int, parts: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def layer(B: int, D: int, F: int, X: int = 1, Y: int = 1, dtype: str = "bf16") -> TracedLayer:
+def layer_plan(B: int, D: int, F: int, X: int = 1, Y: int = 1, dtype: str = "bf16") -> TracedLayer:
     """One layer on B tokens over the mesh X (FSDP) by Y (tensor), per chip.
 
     Sizes that do not divide are padded to run, and the bytes and FLOPs scaled back in proportion, as if shards were cut

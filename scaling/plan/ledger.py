@@ -78,7 +78,7 @@ def compute(job: Job, chip: Chip, l: Layout) -> Compute:
     waits = (w.L + unit - fullest) / fullest * idle(l, linear / C, layer, backward / forward) / l.microbatches
     return Compute(
         tokens, layers, layers * linear, layers * dots, share / np.maximum(unit, 1e-30) * head, again, read,
-        forward, backward, 1 + waits, live(l),
+        forward, backward, 1 + waits, _live(l),
     )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def idle(l: Layout, weight: Number, forward: Number, ratio: Number) -> Number:
     return np.where(split, zero, np.where(is_one(l.schedule, SCHEDULES, "dualpipev"), dual, 1 / l.chunks))
 
 
-def live(l: Layout) -> Number:
+def _live(l: Layout) -> Number:
     """Microbatches of a whole stage whose activations the first stage holds (`closed_forms.live_activations`)."""
     Z, v = l.pipe, l.chunks
     many = np.where(is_one(l.schedule, SCHEDULES, "interleaved") & (v > 1), ((v - 1) * Z + 2 * (Z - 1) + 1) / v, Z)

@@ -65,21 +65,21 @@ class Unplaced(ValueError):
     """A mesh that the chips' network cannot hold, with the reason."""
 
 
-def on(*links: int) -> tuple[bool, ...]:
+def _on(*links: int) -> tuple[bool, ...]:
     return tuple(i in links for i in range(LINKS))
 
 
 def pod_lane(chip: Chip, pods: int) -> Lane:
     if pods == 1:
         return Lane()
-    return Lane(1 / chip.need("dcn_bw"), 0.0, on(LINKS - 1), pods, "datacenter network")
+    return Lane(1 / chip.need("dcn_bw"), 0.0, _on(LINKS - 1), pods, "datacenter network")
 
 
 # --- A tree of switches: the axes lie side by side, tensor innermost
 
 
 @lru_cache(maxsize=256)
-def filled(chip: Chip, chips: int) -> Chip:
+def _filled(chip: Chip, chips: int) -> Chip:
     """The chip in nodes that are filled alike: of 72 GPUs, 64 are used where the cluster is no multiple of 72."""
     node, *rest = chip.levels
     even = 2 ** (node.degree.bit_length() - 1)
@@ -93,7 +93,7 @@ def filled(chip: Chip, chips: int) -> Chip:
 def tree(chip: Chip, sizes: Mapping[str, int], zero: int, copies: int = 1, groups: int = 1) -> Network:
     """Lanes on a cluster of GPUs. Unplaced if the ranks of an axis would lie across nodes now and then."""
     cluster = math.prod(sizes.values())
-    chip = filled(chip, cluster)
+    chip = _filled(chip, cluster)
     node = chip.node_gpus
     lanes = {}
     for name, (sharded, plain) in LANES.items():
@@ -123,7 +123,7 @@ def _tree_lane(chip: Chip, size: int, inner: int) -> Lane:
         raise Unplaced(str(error)) from error
     across = any(below >= chip.node_gpus for below, *_ in spans)
     where = "network" if across else "node"
-    return Lane(gpu.all_gather(inner, chip, size, inner), 0.0, on(int(across)), size, where, near=not across)
+    return Lane(gpu.all_gather(inner, chip, size, inner), 0.0, _on(int(across)), size, where, near=not across)
 
 
 @lru_cache(maxsize=1024)
@@ -131,7 +131,7 @@ def _hop(chip: Chip, inner: int) -> Lane:
     """A hop between stages: a GPU's own links in a node, its share of the node's beyond."""
     across = inner >= chip.node_gpus
     rate = chip.bandwidth("scale-out") / chip.node_gpus if across else chip.bandwidth("node")
-    return Lane(1 / rate, 0.0, on(int(across)), 2, "network" if across else "node")
+    return Lane(1 / rate, 0.0, _on(int(across)), 2, "network" if across else "node")
 
 
 @lru_cache(maxsize=4096)
@@ -141,10 +141,10 @@ def _dispatch(chip: Chip, size: int, inner: int, copies: int, groups: int) -> La
     nodes = max(1, size * inner // node)
     inside = copies * (1 - 1 / size) / chip.need("levels")[0].group_bw(min(size * inner, node))
     if nodes == 1:
-        return Lane(inside, 0.0, on(0), size, "node")
+        return Lane(inside, 0.0, _on(0), size, "node")
     sent = min(copies, nodes, groups) * (1 - 1 / nodes)
     beyond = sent / (chip.bandwidth("scale-out") / node)
-    return Lane(max(inside, beyond), 0.0, on(1), size, "network", near=False)
+    return Lane(max(inside, beyond), 0.0, _on(1), size, "network", near=False)
 
 
 # --- A torus
@@ -166,7 +166,7 @@ def torus(chip: Chip, sizes: Mapping[str, int], zero: int, placed: Placement, co
 
 @lru_cache(maxsize=65536)
 def _torus_lane(chip: Chip, name: str, spans: tuple[AxisSpan, ...], size: int, copies: int) -> Lane:
-    links = on(*(span.torus for span in spans))
+    links = _on(*(span.torus for span in spans))
     where = " x ".join(str(span) for span in spans)
     if name == "pipe":
         stride = min(span.stride for span in spans)
@@ -198,7 +198,7 @@ def measured(chip: Chip, sizes: Mapping[str, int], zero: int) -> Network:
         if size == 1:
             lanes[name] = Lane()
         elif size in rows:
-            lanes[name] = Lane(1 / rows[size].bandwidth, rows[size].latency, on(0), size, "measured")
+            lanes[name] = Lane(1 / rows[size].bandwidth, rows[size].latency, _on(0), size, "measured")
         else:
             has = ", ".join(map(str, rows)) or "none"
             raise Unplaced(f"an AllGather over {size} ranks was not measured (of ranks: {has})")

@@ -204,7 +204,7 @@ class _Layer:
         yield from scattered
 
 
-def chart(passes: tuple[Pass, ...], width: int = 84) -> str:
+def layer_chart(passes: tuple[Pass, ...], width: int = 84) -> str:
     """The passes as text: a row for each lane, time to the right; dots where the chip waits."""
     lines = []
     for part in passes:

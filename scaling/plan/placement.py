@@ -119,7 +119,7 @@ def placements(chip: Chip, shape: tuple[int, ...], axes: tuple[str, ...], most: 
     return found
 
 
-def joined(spans: Sequence[AxisSpan]) -> tuple[AxisSpan, ...]:
+def join_spans(spans: Sequence[AxisSpan]) -> tuple[AxisSpan, ...]:
     """The spans of several mesh axes as those of one: two parts of a torus axis are the whole of it."""
     found: dict[int, AxisSpan] = {}
     for span in spans:
@@ -137,7 +137,7 @@ def gather_price(chip: Chip, spans: Sequence[AxisSpan]) -> tuple[float, float]:
     Parts of torus axes first, the slowest before the others, while there is little to send; then all whole ones at
     once.
     """
-    spans = joined(spans)
+    spans = join_spans(spans)
     link = chip.need("link_bw")
     size = math.prod(span.size for span in spans)
     parts = sorted((span for span in spans if not span.whole), key=lambda span: span.ports)
@@ -155,6 +155,6 @@ def gather_price(chip: Chip, spans: Sequence[AxisSpan]) -> tuple[float, float]:
 
 def exchange(chip: Chip, spans: Sequence[AxisSpan]) -> tuple[float, float]:
     """(seconds for each byte that a chip sends in all, latency) of an AllToAll over these spans."""
-    spans = joined(spans)
+    spans = join_spans(spans)
     slowest = max((span.size / (4 * span.ports * chip.need("link_bw")) for span in spans), default=0.0)
     return slowest, sum(span.hops for span in spans) * chip.hop_latency

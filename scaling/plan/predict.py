@@ -8,7 +8,7 @@ import torch
 
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
-from scaling.plan.counted import CountedStep, Prediction, count, price
+from scaling.plan.counted import CountedStep, Prediction, count_call, price
 from scaling.plan.layer import DTYPES
 from scaling.spec import parse
 from scaling.trace import Log
@@ -27,7 +27,7 @@ class Size:
         return f"L={self.L} B={self.B} D={self.D} F={self.F}"
 
 
-def shards(module: ModuleType, size: Size, mesh, make: Callable) -> tuple[dict, torch.Tensor]:
+def make_shards(module: ModuleType, size: Size, mesh, make: Callable) -> tuple[dict, torch.Tensor]:
     """This rank's params, stacked over layers, and its In: `make(shape)` is called for each."""
     dims = {"B": size.B, "D": size.D, "F": size.F}
 
@@ -38,7 +38,7 @@ def shards(module: ModuleType, size: Size, mesh, make: Callable) -> tuple[dict, 
     return {name: make((size.L, *local(name))) for name in ("W_in", "W_out")}, make(local("In"))
 
 
-def step(module: ModuleType, params: dict, In: torch.Tensor, mesh, rate: float = 1e-4) -> torch.Tensor:
+def sgd_step(module: ModuleType, params: dict, In: torch.Tensor, mesh, rate: float = 1e-4) -> torch.Tensor:
     """One training step, SGD on half the mean square of Out, the params updated in place; returns Out."""
     Out, saved = module.forward(params, In, mesh)
     _, grads = module.backward(Out / In.shape[0], saved, params, mesh)
@@ -47,18 +47,18 @@ def step(module: ModuleType, params: dict, In: torch.Tensor, mesh, rate: float =
     return Out
 
 
-def counted(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> CountedStep:
+def step_counts(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> CountedStep:
     """What the strategy's step does on each device of a mesh of these sizes."""
     mesh = AbstractMesh(sizes)
-    params, In = shards(module, size, mesh, lambda shape: torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
-    return count(lambda: step(module, params, In, mesh))
+    params, In = make_shards(module, size, mesh, lambda shape: torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
+    return count_call(lambda: sgd_step(module, params, In, mesh))
 
 
 def predict(module: ModuleType, size: Size, sizes: Mapping[str, int], chip: Chip, dtype: str = "fp32") -> Prediction:
     """Price a strategy's step. The chip needs FLOPs/s in `dtype`, hbm_bw, and a network or measured collectives."""
-    return price(counted(module, size, sizes, dtype), sizes, chip, dtype)
+    return price(step_counts(module, size, sizes, dtype), sizes, chip, dtype)
 
 
 def traced(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> Log:
     """The lines of the step: they have bytes and FLOPs, but took no time."""
-    return counted(module, size, sizes, dtype).log
+    return step_counts(module, size, sizes, dtype).log

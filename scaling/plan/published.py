@@ -73,13 +73,13 @@ class Beside:
 
 
 @cache
-def runs() -> tuple[PublishedRun, ...]:
+def published_runs() -> tuple[PublishedRun, ...]:
     """All of published.toml."""
     data = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
-    return tuple(read(row, data) for row in data["run"])
+    return tuple(_read(row, data) for row in data["run"])
 
 
-def read(row: dict, data: dict) -> PublishedRun:
+def _read(row: dict, data: dict) -> PublishedRun:
     """One row of published.toml."""
     name = row["model"]
     config = Config(name=name, **data["models"][name]) if name in data["models"] else get(name)
@@ -110,7 +110,7 @@ def own_mesh(run: PublishedRun) -> Estimate:
     return own[0]
 
 
-def beside(run: PublishedRun) -> Beside:
+def beside_planner(run: PublishedRun) -> Beside:
     """The run's own mesh, and the best of all by the planner."""
     own, best = own_mesh(run), search(run.job, run.chip, run.chips).found[0]
     return Beside(run, own, best if best.forecast < own.forecast else own)
@@ -161,12 +161,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="runs whose name contains this")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args(arguments)
-    wanted = [run for run in runs() if args.only.lower() in run.where.lower()]
+    wanted = [run for run in published_runs() if args.only.lower() in run.where.lower()]
     if not wanted:
-        names = ", ".join(sorted({run.name for run in runs()}))
+        names = ", ".join(sorted({run.name for run in published_runs()}))
         print(f"error: no run is called {args.only!r}: there are {names}", file=sys.stderr)
         return 2
-    rows = [beside(run) for run in wanted]
+    rows = [beside_planner(run) for run in wanted]
     print(json.dumps([as_dict(row) for row in rows], indent=1) if args.json else table(rows))
     unsaid = [row for row in rows if (row.gain > BETTER and not row.run.gave)]
     unsaid += [row for row in rows if abs(row.error) > BETTER and not row.run.wanting]

@@ -40,7 +40,7 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes / 1e3:.3g} kB"
 
 
-def run(job: Job, chip: Chip, chips: int, seconds: float, budget: Budget) -> dict:
+def cost_of_run(job: Job, chip: Chip, chips: int, seconds: float, budget: Budget) -> dict:
     """Days and dollars of the token budget at so many seconds a step."""
     total = budget.tokens / job.batch * seconds
     price = budget.price or chip.price
@@ -51,7 +51,7 @@ def whole_runs(job: Job, best: Estimate, budget: Budget) -> dict[str, dict]:
     """The run at the bound, at the forecast and at the utilization to expect: of the same FLOPs, attention included."""
     chip, chips = best.network.chip, best.chips
     at = {"bound": best.bound, "forecast": best.forecast, "mfu": best.useful / budget.mfu}
-    return {name: run(job, chip, chips, seconds, budget) | {"seconds": seconds} for name, seconds in at.items()}
+    return {name: cost_of_run(job, chip, chips, seconds, budget) | {"seconds": seconds} for name, seconds in at.items()}
 
 
 def families(found: Found, job: Job) -> Iterator[Estimate]:
@@ -72,7 +72,7 @@ def bound_by(found: Estimate) -> str:
     return "compute" if bound == "compute" else f"{AXIS_WORDS[bound]} collectives"
 
 
-def notes(job: Job, found: Estimate) -> list[str]:
+def _notes(job: Job, found: Estimate) -> list[str]:
     """What a reader should know of this layout."""
     l, w, said = found.layout, job.work, []
     if l.tensor > 1:
@@ -139,7 +139,7 @@ def forecast_line(found: Estimate) -> str:
     return ", ".join(f"{words[name]} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
-def described(found: Estimate, name: str = "") -> str:
+def described_layout(found: Estimate, name: str = "") -> str:
     """A layout and what else decides the step, on lines of their own."""
     lines = [*wrap(name or found.name, LAYOUT), *(f"  {line}" for line in wrap(found.layout.recipe, LAYOUT - 2))]
     return "\n".join(lines)
@@ -150,7 +150,7 @@ def comparison(found: list[Estimate]) -> str:
     for e in found:
         bound = "compute" if e.cost.bound == "compute" else AXIS_WORDS[e.cost.bound]
         times = f"{e.forecast:.4g}", f"{e.bound:.4g}", f"{e.mfu:.0%}"
-        rows.append((described(e), *times, bound, size(float(e.held.total))))
+        rows.append((described_layout(e), *times, bound, size(float(e.held.total))))
     head = ["layout", "forecast s", "bound s", "MFU", "bound by", "a chip holds"]
     return tabulate(rows, head, "simple", disable_numparse=True)
 
@@ -182,8 +182,8 @@ def text(job: Job, chip: Chip, chips: int, found: Found, budget: Budget, top: in
         f"          {forecast_line(best)}",
         memory_line(best) + f", of {size(room(job, chip))} ({job.headroom:.0%} of {size(chip.hbm_bytes)})",
     ]
-    lines += [f"Note: {note}." for note in notes(job, best)]
-    lines += ["", *closed_form.lines(closed_form.closed_form(job, chip, chips, best.size("pod")), job.config)]
+    lines += [f"Note: {note}." for note in _notes(job, best)]
+    lines += ["", *closed_form.form_lines(closed_form.closed_form(job, chip, chips, best.size("pod")), job.config)]
     lines += ["", f"Training on {significant(budget.tokens)} tokens (FLOPs of matmuls and of causal attention):"]
     for name, words in (("bound", "at the bound"), ("forecast", "as forecast"), ("mfu", f"at {budget.mfu:.0%} MFU")):
         spent = whole_runs(job, best, budget)[name]
@@ -286,5 +286,5 @@ def plan_dict(job: Job, found: Estimate) -> dict:
         },
         "memory": {name: float(getattr(found.held, name)) for name in
                    ("params", "grads", "optimizer", "activations", "working", "apart", "total")},
-        "notes": notes(job, found),
+        "notes": _notes(job, found),
     }  # fmt: skip

@@ -10,11 +10,11 @@ from scaling import tree
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.plan.counted import CountedStep, Prediction, count, measured_row, others_idle, pipelined, price
+from scaling.plan.counted import CountedStep, Prediction, count_call, measured_row, others_idle, pipelined, price
 from scaling.plan.layer import DTYPES
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
-from scaling.train.dry import local_shape, shapes
+from scaling.train.dry import local_shape, step_shapes
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import gradients, make_step
 
@@ -24,9 +24,9 @@ UPDATE = 7  # passes of AdamW over params: of them, their gradients and both mom
 def counted_transformer(settings: Settings, sizes: Mapping[str, int], z: int = 0) -> CountedStep:
     """What a Transformer's training step does on each device of stage z."""
     mesh = AbstractMesh(sizes, {"Z": z} if z else None)
-    params, (tokens, targets, _) = shapes(settings, mesh)
+    params, (tokens, targets, _) = step_shapes(settings, mesh)
     f = gradients(settings, mesh)
-    found = count(lambda: f(params, (tokens, targets, None)))
+    found = count_call(lambda: f(params, (tokens, targets, None)))
     for W in tree.leaves(params):
         found.plain.add(UPDATE * W.nbytes)
     return found

@@ -67,7 +67,7 @@ class Evidence:
 
 
 def straggler(evidence: Evidence) -> Iterator[Suggestion]:
-    if work(evidence)[0] > UNEVEN:
+    if _work(evidence)[0] > UNEVEN:
         return
     steps = len(evidence.timelines[0].steps)
     for slow in stragglers.find(evidence.timelines, evidence.splits)[:1]:
@@ -77,14 +77,14 @@ def straggler(evidence: Evidence) -> Iterator[Suggestion]:
 
 def unbalanced(evidence: Evidence) -> Iterator[Suggestion]:
     """Some ranks have more FLOPs in a line than others: what exceeds the mean would be waited for by nobody."""
-    ratio, line, seconds = work(evidence)
+    ratio, line, seconds = _work(evidence)
     if ratio > UNEVEN:
         what = f"share the work of {line} evenly: the busiest rank has {ratio:.2f} of the mean"
         what += "; of causal attention the zig-zag order does it"
         yield Suggestion("unbalanced", line, what, seconds * (1 - 1 / ratio), bound=True)
 
 
-def work(evidence: Evidence) -> tuple[float, str, float]:
+def _work(evidence: Evidence) -> tuple[float, str, float]:
     """(busiest rank's FLOPs over the mean, the line in which they differ most, the busiest rank's seconds in them)."""
     flops: defaultdict[Any, float] = defaultdict(float)
     by_line: defaultdict[Any, float] = defaultdict(float)

@@ -49,7 +49,7 @@ def events(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]])
     return made
 
 
-def write(path: Path, timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> Path:
+def write_trace(path: Path, timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events(timelines, splits), "displayTimeUnit": "ms"}))
     return path

@@ -24,7 +24,7 @@ class Seen:
     kernels: tuple[tuple[float, str, float, float], ...] = ()
 
 
-def read(trace: Mapping, marked: Sequence[float], device: str = "cpu") -> Seen:
+def read_trace(trace: Mapping, marked: Sequence[float], device: str = "cpu") -> Seen:
     """Of an exported trace; `marked`: when perf_counter was read within the spans named MARK, in their order."""
     events = [event for event in trace["traceEvents"] if "ts" in event]
     marks = sorted((e for e in events if e["name"] == MARK and "dur" in e), key=lambda e: e["ts"])

@@ -61,9 +61,9 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
         if below is not None:
             below.stop()
     device = "cuda" if cuda else "cpu"
-    seen = kineto.read(_exported(below), marked, device) if below is not None else kineto.Seen()
+    seen = kineto.read_trace(_exported(below), marked, device) if below is not None else kineto.Seen()
     mine = timeline(log.events, found.marks, seen, device)
-    found.made = gathered(replace(mine, waited=looks.waited))
+    found.made = _gathered(replace(mine, waited=looks.waited))
 
 
 def _mark(marked: list[float]) -> None:
@@ -149,7 +149,7 @@ def on_device(runs: Sequence[LineRun], kernels: Sequence[tuple[float, str, float
     return placed, tuple(ops)
 
 
-def gathered(mine: RankTimeline) -> tuple[RankTimeline, ...]:
+def _gathered(mine: RankTimeline) -> tuple[RankTimeline, ...]:
     """The timelines of all ranks, in their order, on rank 0's clock."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return (mine,)

@@ -10,7 +10,7 @@ from scaling.hardware import Chip
 from scaling.profile import chrome, memory, stragglers, table
 from scaling.profile.advice import Suggestion, suggestions
 from scaling.profile.lines import LineTotal, by_line
-from scaling.profile.split import Parts, Split, parts, splits
+from scaling.profile.split import Parts, Split, splits, step_parts
 from scaling.profile.timeline import RankTimeline
 from scaling.trace import now
 
@@ -54,7 +54,7 @@ class Profile:
     def parts(self, rank: int = 0) -> list[Parts]:
         """Where each step of a rank went."""
         found = self.timelines[rank]
-        return [parts(found, self.splits[rank], step) for step in found.steps]
+        return [step_parts(found, self.splits[rank], step) for step in found.steps]
 
     @property
     def seconds(self) -> float:
@@ -87,10 +87,10 @@ class Profile:
         with the table beside it, for a `chip` too. On each rank; call it on one."""
         path = Path(where)
         if path.suffix == ".json":
-            return [chrome.write(path, self.timelines, self.splits)]
+            return [chrome.write_trace(path, self.timelines, self.splits)]
         path.mkdir(parents=True, exist_ok=True)
         (path / "lines.txt").write_text(self.table(chip) + "\n")
-        return [chrome.write(path / "trace.json", self.timelines, self.splits), path / "lines.txt"]
+        return [chrome.write_trace(path / "trace.json", self.timelines, self.splits), path / "lines.txt"]
 
 
 def of(timelines: Sequence[RankTimeline]) -> Profile:

@@ -53,7 +53,7 @@ def meetings(timelines: Sequence[RankTimeline]) -> dict[tuple[int, int], list[tu
     return {place: met[name] for place, name in places.items()}
 
 
-def split(rank: int, run: LineRun, met: Sequence[tuple[int, LineRun]], standing: Sequence[Interval]) -> Split:
+def _split(rank: int, run: LineRun, met: Sequence[tuple[int, LineRun]], standing: Sequence[Interval]) -> Split:
     """The split of one run, which met these; `standing`: when its rank stands still for any collective."""
     needed = [(r.called, who) for who, r in met if who != rank and (not run.peers or who in run.peers)]
     came, who = max(((t, who) for t, who in needed if t < run.end), default=(run.called, rank))
@@ -78,7 +78,7 @@ def splits(timelines: Sequence[RankTimeline]) -> list[list[Split]]:
     for t in timelines:
         standing = union(interval for run in t.runs if run.communicates for interval in run.held)
         found.append(
-            [split(t.rank, r, met[t.rank, i], standing) if r.communicates else Split() for i, r in enumerate(t.runs)]
+            [_split(t.rank, r, met[t.rank, i], standing) if r.communicates else Split() for i, r in enumerate(t.runs)]
         )
     return found
 
@@ -101,7 +101,7 @@ class Parts:
         return self.products + self.exposed + self.waiting + self.between + self.python
 
 
-def parts(timeline: RankTimeline, found: Sequence[Split], step: Interval) -> Parts:
+def step_parts(timeline: RankTimeline, found: Sequence[Split], step: Interval) -> Parts:
     """The parts of one rank's step. A run that reaches over its border counts with what it holds within it."""
     products = exposed = waiting = 0.0
     taken: list[Interval] = []

@@ -44,7 +44,7 @@ def graph(fn: Callable, *args) -> torch.fx.Graph:
     return make_fx(fn, tracing_mode="fake")(*args).graph
 
 
-def name_of(node: torch.fx.Node) -> str:
+def _name_of(node: torch.fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target)).partition(".")[0]
 
 
@@ -52,7 +52,7 @@ def kinds(graph: torch.fx.Graph) -> Counter:
     """How many nodes are inputs, products, changes of layout, pointwise operations."""
     found: Counter = Counter()
     for node in graph.nodes:
-        name = name_of(node)
+        name = _name_of(node)
         if node.op == "placeholder":
             found["input"] += 1
         elif node.op == "call_function":
@@ -70,7 +70,7 @@ def listing(graph: torch.fx.Graph) -> str:
         value = node.meta.get("val")
         shape = "" if value is None else f"{DTYPES[value.dtype]}[{','.join(map(str, value.shape))}] "
         operands = ", ".join(f"%{a.name}" if isinstance(a, torch.fx.Node) else str(a) for a in node.args)
-        what = "parameter()" if node.op == "placeholder" else f"{name_of(node)}({operands})"
+        what = "parameter()" if node.op == "placeholder" else f"{_name_of(node)}({operands})"
         lines.append(f"%{node.name} = {shape}{what}")
     return "\n".join(lines)
 

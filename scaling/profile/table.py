@@ -16,19 +16,19 @@ COLUMNS, LEAST = 100, 30  # of the whole, and of a line's name beside its number
 def report(profile: Any, chip: Chip | None = None, dtype: str = "fp32", columns: int = COLUMNS) -> str:
     """All of a `Profile`."""
     parts = [profile.parts(rank) for rank in range(len(profile.timelines))]
-    text = [lines(profile.lines(), chip, dtype, columns), steps(parts)]
+    text = [_lines(profile.lines(), chip, dtype, columns), steps(parts)]
     if slow := profile.stragglers():
         text.append("\n".join(["slow ranks", *(f"  {each}" for each in slow)]))
     if advice := profile.suggestions(chip):
         text.append("\n".join(["to change", *(f"  {i}. {each}" for i, each in enumerate(advice, 1))]))
-    return "\n\n".join(folded(part, columns) for part in text)
+    return "\n\n".join(_folded(part, columns) for part in text)
 
 
-def lines(totals: Sequence[LineTotal], chip: Chip | None, dtype: str, columns: int = COLUMNS) -> str:
+def _lines(totals: Sequence[LineTotal], chip: Chip | None, dtype: str, columns: int = COLUMNS) -> str:
     """The lines by what they took in a step: milliseconds in which they held the rank, of a collective split."""
     heads = ["line", "calls", "ms", "exposed", "hidden", "waiting", "GFLOP", "MB"]
     heads += ["predicted", "of roof"] if chip else []
-    rows = [row(total, chip, dtype) for total in totals]
+    rows = [_row(total, chip, dtype) for total in totals]
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     room = columns - sum(widths[1:]) - 2 * len(widths[1:])
     if room >= LEAST:
@@ -37,10 +37,10 @@ def lines(totals: Sequence[LineTotal], chip: Chip | None, dtype: str, columns: i
     else:  # the name above its numbers
         widths[0] = 4
         rows = [each for name, *cells in rows for each in ([name], ["", *cells])]
-    return written(heads, rows, widths)
+    return _written(heads, rows, widths)
 
 
-def written(heads: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
+def _written(heads: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
     """A table: the first column to the left, the others to the right; cells of several lines begin at the top."""
 
     def lines(cells: Sequence[str]) -> Iterator[str]:
@@ -52,7 +52,7 @@ def written(heads: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequenc
     return "\n".join([*lines(heads), rule, *(line for row in rows for line in lines(row))])
 
 
-def row(total: LineTotal, chip: Chip | None, dtype: str) -> list[str]:
+def _row(total: LineTotal, chip: Chip | None, dtype: str) -> list[str]:
     moves = total.run.communicates
     waiting = f"{total.waiting * 1e3:.2f}" + (f" for {total.behind}" if total.behind is not None else "")
     calls = f"{total.calls:.0f}" if abs(total.calls - round(total.calls)) < 0.01 else f"{total.calls:.1f}"
@@ -83,10 +83,10 @@ def steps(parts: Sequence[Sequence[Parts]]) -> str:
         [name, *(f"{mean(getattr(each, part) for each in mine) * 1e3:.2f}" for mine in shown)] for name, part in PARTS
     ]
     heads = ["ms a step", *(f"rank {rank}" for rank in range(len(shown)))]
-    return written(heads, rows, [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))])
+    return _written(heads, rows, [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))])
 
 
-def folded(text: str, columns: int) -> str:
+def _folded(text: str, columns: int) -> str:
     """Long lines continued on the next ones."""
     found = []
     for line in text.split("\n"):

@@ -19,16 +19,16 @@ from scaling.mesh import AbstractMesh
 from scaling.serve.engine import serve
 from scaling.serve.loading import (
     DTYPES,
-    available,
     check_fits,
-    config_of,
+    config_of_model,
     draft_config,
     draft_of,
+    free_memory,
     length_that_fits,
     params_of,
 )
 from scaling.serve.policies import POLICIES
-from scaling.serve.requests import RequestLine, read
+from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import Options, Run
 from scaling.serve.text import TextStream, ends_of, tokenizer_of
@@ -114,15 +114,15 @@ def completion(line: RequestLine, times: RequestTimes, tokenizer, ends: tuple[in
 def main(argv=None) -> int:
     args = arguments(argv)
     try:
-        sizes, config, tokenizer = parse_mesh(args.mesh), config_of(args.model), tokenizer_of(args.model)
+        sizes, config, tokenizer = parse_mesh(args.mesh), config_of_model(args.model), tokenizer_of(args.model)
         specs(config, AbstractMesh(sizes))
         ends = () if args.ignore_eos else ends_of(args.model)
         text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
-        lines, bad = read(text, tokenizer, config.V, ends, args.max_new_tokens)
+        lines, bad = read_requests(text, tokenizer, config.V, ends, args.max_new_tokens)
         if not lines and not bad:
             raise ValueError(f"{args.input}: holds no request")
         draft = draft_config(args.draft, config, AbstractMesh(sizes))
-        memory = args.memory or available(args.device, AbstractMesh(sizes).size())
+        memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
         fitting = config, sizes, 1, DTYPES[args.dtype], memory
         pools = 2 if args.policy == "disaggregated" else 1
         most = length_that_fits(*fitting, draft=draft) // (pools * args.page)
@@ -139,7 +139,7 @@ def main(argv=None) -> int:
             torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
             served = launch.start(*work, device=args.device) if torchrun else launch.run(*work, device=args.device)[0]
         if int(os.environ.get("RANK", 0)) == 0:
-            return 0 if report(args, lines, bad + refused, served, tokenizer, ends) else 1
+            return 0 if _report(args, lines, bad + refused, served, tokenizer, ends) else 1
         return 0
     except launch.RankError as error:
         print(f"RankError: {error}", file=sys.stderr)
@@ -148,7 +148,9 @@ def main(argv=None) -> int:
     return 1
 
 
-def report(args, lines: list[RequestLine], bad: list[dict], served: Simulated, tokenizer, ends: tuple[int, ...]) -> int:
+def _report(
+    args, lines: list[RequestLine], bad: list[dict], served: Simulated, tokenizer, ends: tuple[int, ...]
+) -> int:
     """Write the completions, say what is wrong with the other lines; how many were served."""
     rows = {line.number: completion(line, served.requests[line.number], tokenizer, ends) for line in lines}
     rows |= {row["line"]: row for row in bad}

@@ -45,7 +45,7 @@ def init_cache(
     if page is not None and form == "sequence":
         raise ShardingError(PAGED_SEQUENCE)
     if dtype is not None:
-        check_dtype(dtype)
+        _check_dtype(dtype)
     int8, pages = dtype == torch.int8, 0 if page is None else -(-length // page)
     types = cache_specs(config, mesh, form=form, page=page, int8=int8)
     sizes = config.sizes | {"B": batch, "S": length, "P": batch * pages, "page": page or 0, "R": mesh.sizes.get("Y", 1)}
@@ -65,7 +65,7 @@ def init_cache(
     return cache | ({"scale": zeros("scale", torch.float32)} if int8 else {})
 
 
-def check_dtype(dtype: Any) -> None:
+def _check_dtype(dtype: Any) -> None:
     """ValueError unless keys and values can be held in it."""
     if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype == torch.int8):
         raise ValueError(f"a cache is of floating point or int8, not {dtype}\n  fix: give torch.bfloat16, say")
@@ -99,7 +99,7 @@ def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> Non
         if name in cache and (not isinstance(cache[name], Tensor) or cache[name].dtype not in IDS):
             raise ValueError(f"{made}; {name} is {_kind(cache[name])}\n  fix: give int64, .long()")
     KV, lengths = cache["KV"], cache["lengths"]
-    check_dtype(getattr(KV, "dtype", type(KV).__name__))
+    _check_dtype(getattr(KV, "dtype", type(KV).__name__))
     if KV.dtype == torch.int8 and "scale" not in cache:
         raise ValueError("an int8 cache without its scales: the numbers are lost\n  fix: keep cache['scale'] beside KV")
     if KV.dim() != 6 or lengths.dim() != 1:

@@ -12,7 +12,17 @@ from torch import Tensor
 from scaling.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve.cache import init_cache
-from scaling.serve.sampling import DRAFT, DRAW, KEEP, Sampling, draw, probabilities, request_seeds, sample, uniforms
+from scaling.serve.sampling import (
+    DRAFT,
+    DRAW,
+    KEEP,
+    Sampling,
+    draw_token,
+    probabilities,
+    request_seeds,
+    sample,
+    uniforms,
+)
 from scaling.serve.speculative import ngram, verify
 from scaling.serve.step import decode, extend, prefill
 from scaling.serve.types import ONE, ROWS, check_mesh
@@ -207,7 +217,7 @@ class _Model(_Batch):
         proposed, qs = [], []
         for j in range(self.k):
             q = probabilities(logits, how)
-            proposed.append(draw(q, u[:, j]))
+            proposed.append(draw_token(q, u[:, j]))
             qs.append(q)
             if j + 1 < self.k:
                 logits = self.decode(proposed[-1].tolist())

@@ -21,7 +21,7 @@ from scaling.train import checkpoint
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
-def config_of(folder: "str | Path") -> Config:
+def config_of_model(folder: "str | Path") -> Config:
     """The model's sizes. ValueError for a folder that is neither a model nor a run."""
     folder = Path(folder)
     if (folder / "run.toml").is_file():
@@ -45,7 +45,7 @@ def draft_config(draft: str | None, config: Config, mesh, form: str = "heads") -
     """The sizes of the draft that --draft names, None of "ngram". ValueError for one that cannot serve `config`."""
     if draft in (None, "ngram"):
         return None
-    small = config_of(draft)
+    small = config_of_model(draft)
     check_draft(small, config)
     check_mesh(small, mesh, form)
     return small
@@ -67,7 +67,7 @@ def needed(config: Config, sizes: dict[str, int], batch: int, length: int, dtype
     return tree.nbytes(tree.shard(whole, specs(config, mesh, form=form), mesh)) + cache["KV"].nbytes
 
 
-def available(device: str, ranks: int = 1) -> int:
+def free_memory(device: str, ranks: int = 1) -> int:
     """Bytes that each rank may take: nine tenths of what the machine, or the GPU, has left."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0] * 9 // 10

@@ -22,7 +22,7 @@ class RequestLine(NamedTuple):
     stops: tuple[str, ...]
 
 
-def read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> RequestLine:
+def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> RequestLine:
     """The request of a line. ValueError that says what is wrong with it."""
     table = json.loads(text)
     if not isinstance(table, dict):
@@ -69,13 +69,15 @@ def read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], 
     return RequestLine(number, table.get("id", number), float(arrival), request, Draw(how, seed), tuple(stops))
 
 
-def read(text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> tuple[list[RequestLine], list[dict]]:
+def read_requests(
+    text: str, tokenizer, V: int, ends: tuple[int, ...], most: int
+) -> tuple[list[RequestLine], list[dict]]:
     """(the requests, what is wrong with the other lines): lines are numbered from 1, empty ones are left out."""
     lines, bad = [], []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                lines.append(read_line(number, line, tokenizer, V, ends, most))
+                lines.append(_read_line(number, line, tokenizer, V, ends, most))
             except json.JSONDecodeError as error:
                 bad.append({"line": number, "error": f"is not JSON: {error}"})
             except (ValueError, TypeError, RecursionError) as error:

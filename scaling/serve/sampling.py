@@ -109,7 +109,7 @@ def _kept(p: Tensor, keep: Tensor) -> Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-def draw(p: Tensor, u: Tensor) -> Tensor:
+def draw_token(p: Tensor, u: Tensor) -> Tensor:
     """The token[...] whose part of the interval [0, 1), laid out by p[..., V], holds u[...]."""
     if u.shape != p.shape[:-1]:
         raise ValueError(f"u{list(u.shape)} and p{list(p.shape)}\n  fix: give one uniform number for each distribution")
@@ -142,7 +142,7 @@ def sample(logits: Tensor, how: Sampling, seeds: Sequence[int], positions: Seque
     if len(seeds) != len(logits):
         raise ValueError(f"{len(seeds)} seeds for logits{list(logits.shape)}\n  fix: give one for each row")
     u = uniforms(seeds, positions)[:, DRAW].to(logits.device)
-    return draw(probabilities(logits, how), u)
+    return draw_token(probabilities(logits, how), u)
 
 
 def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" = 0) -> list[int]:

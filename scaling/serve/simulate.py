@@ -110,7 +110,7 @@ def drive(
     the reason "stop": for what token ids cannot say, such as strings. `watch` sees every state and its actions.
     """
     for t, *_ in [*(arrivals := list(arrivals)), *cancel]:
-        finite("a time", t)
+        _finite("a time", t)
     number = itertools.count()
     queue: list[tuple[float, int, Event]] = [(t, next(number), Arrive(r)) for t, r in arrivals]
     queue += [(t, next(number), Cancel(id)) for t, id in cancel]
@@ -138,7 +138,7 @@ def drive(
         for action in actions:
             if isinstance(action, Run | Move):
                 seconds, tokens = execute(action)
-                finite("seconds of a step", seconds)
+                _finite("seconds of a step", seconds)
                 spans.append(WorkSpan(now, now + seconds, action))
                 event = Done(action.worker, tokens) if isinstance(action, Run) else Moved(action.id)
                 heapq.heappush(queue, (now + seconds, next(number), event))
@@ -153,7 +153,7 @@ def drive(
     return Simulated(tuple(spans), times)
 
 
-def finite(what: str, seconds: Any) -> None:
+def _finite(what: str, seconds: Any) -> None:
     """ValueError unless it is a time that others can be compared with: after NaN the events would never end."""
     if not isinstance(seconds, Real) or not math.isfinite(seconds):
         raise ValueError(f"{what} is {seconds!r}: must be a finite number\n  fix: give seconds")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scaling.serve.sampling import draw
+from scaling.serve.sampling import draw_token
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def verify(p: Tensor, q: Tensor, proposed: Tensor, keep: Tensor, again: Tensor) 
     kept = keep * q.gather(-1, at)[..., 0] < p[:, :k].gather(-1, at)[..., 0]
     count = kept.long().cumprod(-1).sum(-1)  # the length of the longest prefix that is kept
     last = torch.cat([residual(p[:, :k], q), p[:, k:]], 1)
-    drawn = draw(last, again)
+    drawn = draw_token(last, again)
     places = torch.arange(k + 1, device=p.device)
     tokens = torch.cat([proposed, proposed[:, :1]], 1)
     return torch.where(places < count[:, None], tokens, drawn), count + 1

@@ -114,7 +114,7 @@ def ends_of(folder: "str | Path") -> tuple[int, ...]:
     return ()
 
 
-def chat(folder: "str | Path", messages: Sequence[dict[str, str]]) -> str:
+def chat_prompt(folder: "str | Path", messages: Sequence[dict[str, str]]) -> str:
     """The messages [{"role": "user", "content": ...}] as the folder's chat template writes them, up to the answer."""
     folder = Path(folder)
     table = folder / "tokenizer_config.json"

@@ -55,7 +55,7 @@ class Call(NamedTuple):
         return tuple(axis for axis in order if axis in self.lead or axis in self.axes)
 
 
-def apply(x: Tensor, bound, call: Call) -> Tensor:
+def apply_typed(x: Tensor, bound, call: Call) -> Tensor:
     """The call on one device's x, differentiable by JAX's law. `bound`: what runs it, a `transport.Bound`."""
     return (Extreme if call.kind in ("pmax", "pmin") else Collective).apply(x, bound, call, *bound.places)
 
@@ -78,14 +78,14 @@ class Collective(torch.autograd.Function):
     def backward(ctx, cotangent):
         call, nothing = ctx.call.transposed(), (None,) * (2 + len(ctx.order))
         if not ctx.stacked:
-            return apply(cotangent, ctx.bound, call), *nothing
+            return apply_typed(cotangent, ctx.bound, call), *nothing
         call = call._replace(lead=ctx.call.lead_after(ctx.order))
         return Collective.apply(cotangent, ctx.bound, call, *(None for _ in ctx.order)), *nothing
 
     @staticmethod
     def jvp(ctx, tangent, *_):
         if not ctx.stacked:
-            return apply(tangent, ctx.bound, ctx.call)
+            return apply_typed(tangent, ctx.bound, ctx.call)
         return Collective.apply(tangent, ctx.bound, ctx.call, *(None for _ in ctx.order))
 
     @staticmethod

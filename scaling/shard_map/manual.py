@@ -20,12 +20,12 @@ from scaling._torch import constant, level_of
 from scaling.collectives.buffers import refuse
 from scaling.interop import from_partition_spec
 from scaling.mesh import AbstractMesh
-from scaling.shard_map.law import Call, apply
+from scaling.shard_map.law import Call, apply_typed
 from scaling.shard_map.names import bound_here
 from scaling.shard_map.operands import tensor_of
 from scaling.shard_map.partial import PLAIN, marked, marks
 from scaling.shard_map.transport import Bound
-from scaling.shard_map.types import Checks, described, memory_of, vary, varying
+from scaling.shard_map.types import Checks, described_type, memory_of, vary, varying
 from scaling.spec import ShardingError, Spec, format_axes, parse
 
 
@@ -53,14 +53,14 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
     in_specs = in_specs if isinstance(in_specs, (tuple, str, Spec)) else (in_specs,)
 
     def traced(*args):
-        outer, args = Bound(mesh, in_process), plain(args)
+        outer, args = Bound(mesh, in_process), _plain(args)
         specs = spec_of_each(in_specs, args, "in_specs")
         leaves, treedef = optree.tree_flatten(args)
         leaves = [tensor_of(leaf) for leaf in leaves]
         given = frozenset(map(memory_of, leaves))
         for leaf in leaves if not in_process else ():
-            check_device(leaf, mesh)
-        typed = [read(spec, leaf, outer, "in_specs") for spec, leaf in zip(specs, leaves, strict=True)]
+            _check_device(leaf, mesh)
+        typed = [_read(spec, leaf, outer, "in_specs") for spec, leaf in zip(specs, leaves, strict=True)]
         stacked = [entered(leaf, spec, outer) for leaf, spec in zip(leaves, typed, strict=True)]
         made = {}
 
@@ -74,7 +74,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
                     found, made["tree"] = optree.tree_flatten(result)
                     found = [tensor_of(leaf) for leaf in found]
                     specs = zip(spec_of_each(out_specs, result, "out_specs"), found, strict=True)
-                    made["specs"] = [read(spec, leaf, bound, "out_specs") for spec, leaf in specs]
+                    made["specs"] = [_read(spec, leaf, bound, "out_specs") for spec, leaf in specs]
                     return tuple(leaving(leaf, spec, bound) for leaf, spec in zip(found, made["specs"], strict=True))
             finally:
                 bound_here.reset(token)
@@ -96,7 +96,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
     return wraps(fn)(mapped) if hasattr(fn, "__name__") else mapped
 
 
-def check_device(x: Tensor, mesh) -> None:
+def _check_device(x: Tensor, mesh) -> None:
     """ShardingError unless the mesh's ranks can send x."""
     if x.device.type != mesh.device.type:
         fix = "shard_map(..., in_process=True)" if mesh.device.type == "meta" else f".to({str(mesh.device)!r}) first"
@@ -104,13 +104,13 @@ def check_device(x: Tensor, mesh) -> None:
         refuse(f"shard_map on {mesh}", what, "a mesh moves what is on its own device", fix)
 
 
-def plain(tree: Any) -> Any:
+def _plain(tree: Any) -> Any:
     """The same tree of plain dicts, lists and tuples: a compiler's graph has its own, which cannot be changed."""
     if isinstance(tree, immutable_dict):
-        return {key: plain(below) for key, below in tree.items()}
+        return {key: _plain(below) for key, below in tree.items()}
     if isinstance(tree, immutable_list):
-        return [plain(below) for below in tree]
-    return tuple(map(plain, tree)) if type(tree) is tuple else tree
+        return [_plain(below) for below in tree]
+    return tuple(map(_plain, tree)) if type(tree) is tuple else tree
 
 
 def levels_of_axes(program: Callable, bound: Bound, stacked: list[Tensor], specs: list[Spec]) -> tuple[Tensor, ...]:
@@ -149,7 +149,7 @@ def leaving(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
         if axes:
             over = format_axes(bound.in_order(axes))
             raise ShardingError(
-                f"out_specs: {spec}: the result is {described(x, bound)}\n  it {what.format(over, over)}\n"
+                f"out_specs: {spec}: the result is {described_type(x, bound)}\n  it {what.format(over, over)}\n"
                 f"  rule: an axis that an out_spec does not name is one over which the result is invariant\n"
                 f"  fix: psum or pmean over {over} before it is returned (of what is gathered: all_gather with "
                 f'to="invarying"; of what is reduced: pcast(x, ..., to="varying") first), or name {over} in the '
@@ -175,7 +175,7 @@ def left(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
 
 def stacked_call(x: Tensor, bound: Bound, call: Call) -> Tensor:
     """A call on what is stacked already."""
-    return apply(x, bound.inside((None,) * len(bound.mesh.sizes), {}), call)
+    return apply_typed(x, bound.inside((None,) * len(bound.mesh.sizes), {}), call)
 
 
 def spec_of_each(specs: Any, tree: Any, what: str) -> list:
@@ -190,7 +190,7 @@ def spec_of_each(specs: Any, tree: Any, what: str) -> list:
         ) from None
 
 
-def read(spec: Any, x: Tensor, bound: Bound, what: str) -> Spec:
+def _read(spec: Any, x: Tensor, bound: Bound, what: str) -> Spec:
     """The type that a spec gives to x: a whole array (in_specs), or one device's result (out_specs)."""
     if isinstance(spec, str) and spec.strip().removeprefix("jax.").startswith(("P(", "PartitionSpec(")):
         spec = from_partition_spec(spec, [f"D{i}" for i in range(x.dim())])

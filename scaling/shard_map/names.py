@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from scaling.collectives.calls import pairs_of
-from scaling.shard_map.law import Call, apply
-from scaling.shard_map.operands import check_order, divides, place, tensor_of
+from scaling.shard_map.law import Call, apply_typed
+from scaling.shard_map.operands import check_dim, check_divides, check_order, tensor_of
 from scaling.shard_map.partial import marked, marks
 from scaling.shard_map.transport import Bound, index_of
-from scaling.shard_map.types import described, vary, varying
+from scaling.shard_map.types import described_type, vary, varying
 from scaling.sizes import format_sizes
 from scaling.spec import ShardingError
 
@@ -51,15 +51,15 @@ def pmean(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
 
 def pmax(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
     """The greatest of the devices' elements: varying -> invariant. As in JAX it has no derivative."""
-    return extreme("pmax", x, axis_name, axis_index_groups)
+    return _extreme("pmax", x, axis_name, axis_index_groups)
 
 
 def pmin(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
     """The least of the devices' elements: varying -> invariant. As in JAX it has no derivative."""
-    return extreme("pmin", x, axis_name, axis_index_groups)
+    return _extreme("pmin", x, axis_name, axis_index_groups)
 
 
-def extreme(kind: str, x: Any, axis_name: Axes, axis_index_groups) -> Any:
+def _extreme(kind: str, x: Any, axis_name: Axes, axis_index_groups) -> Any:
     bound, axes = here(kind, axis_name, axis_index_groups)
 
     def of(leaf: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ def psum_scatter(
     bound, axes = here("psum_scatter", axis_name, axis_index_groups)
 
     def of(leaf: Tensor) -> Tensor:
-        dim = place("psum_scatter", scatter_dimension, leaf.dim())
-        divides("psum_scatter", leaf, dim, axes, bound, tiled)
+        dim = check_dim("psum_scatter", scatter_dimension, leaf.dim())
+        check_divides("psum_scatter", leaf, dim, axes, bound, tiled)
         y = collected(reducible("psum_scatter", leaf, axes, bound), bound, Call("psum_scatter", axes, dim))
         return y if tiled else y.squeeze(dim)
 
@@ -106,12 +106,12 @@ def all_gather(
     def of(leaf: Tensor) -> Tensor:
         if to == "reduced" and not {*axes} <= varying(leaf, bound):
             raise ShardingError(
-                f'all_gather over {", ".join(axes)} of {described(leaf, bound)}, to="reduced"\n'
+                f'all_gather over {", ".join(axes)} of {described_type(leaf, bound)}, to="reduced"\n'
                 "  rule: what is gathered as reduced varies over the axes\n"
                 '  fix: pcast(x, ..., to="reduced") of what is invariant'
             )
         leaf = entering("all_gather", leaf, axes, bound)
-        dim = place("all_gather", axis, leaf.dim() + (not tiled))
+        dim = check_dim("all_gather", axis, leaf.dim() + (not tiled))
         y = collected(leaf if tiled else leaf.unsqueeze(dim), bound, Call(kind, axes, dim))
         return marked(y, marks(y)._replace(reduced=marks(y).reduced | {*axes})) if to == "reduced" else y
 
@@ -129,8 +129,8 @@ def all_to_all(
     bound, axes = here("all_to_all", axis_name, axis_index_groups)
 
     def of(leaf: Tensor) -> Tensor:
-        cut, put = place("all_to_all", split_axis, leaf.dim()), place("all_to_all", concat_axis, leaf.dim())
-        divides("all_to_all", leaf, cut, axes, bound, tiled)
+        cut, put = check_dim("all_to_all", split_axis, leaf.dim()), check_dim("all_to_all", concat_axis, leaf.dim())
+        check_divides("all_to_all", leaf, cut, axes, bound, tiled)
         leaf = entering("all_to_all", leaf, axes, bound)
         if not tiled:
             leaf, cut = leaf.movedim(cut, put), put
@@ -182,7 +182,7 @@ def pcast(x: Any, axis_name: Axes, *, to: str) -> Any:
         found, kinds = marks(leaf), {kind_over(leaf, axis, bound) for axis in axes}
         if len(kinds) > 1 or not kinds <= {*CASTS.get(to, ())}:
             raise ShardingError(
-                f"pcast(x, {axes}, to={to!r}): x is {described(leaf, bound)}\n"
+                f"pcast(x, {axes}, to={to!r}): x is {described_type(leaf, bound)}\n"
                 "  rule: over all the axes, what is invariant becomes varying or reduced, what is reduced varying, and "
                 "what varies unreduced\n  fix: name other axes, or give to= one of these"
             )
@@ -207,7 +207,7 @@ def vma(x: Tensor) -> frozenset[str]:
 def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_size: int, axis: int = 0) -> Tensor:
     """`slice_size` elements of a dim from `start_index` on, which may differ by device. Like JAX's, a start beyond the
     last whole slice is moved to it."""
-    axis = place("dynamic_slice_in_dim", axis, operand.dim())
+    axis = check_dim("dynamic_slice_in_dim", axis, operand.dim())
     last = operand.shape[axis] - slice_size if type(slice_size) is int and slice_size >= 0 else -1
     start = torch.as_tensor(start_index, device=operand.device) if isinstance(start_index, (int, Tensor)) else None
     if last < 0 or start is None or start.dim() or start.is_floating_point() or start.dtype == torch.bool:
@@ -249,8 +249,8 @@ def entering(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tenso
     """x, varying over all the axes."""
     if marks(x).axes & {*axes}:
         raise ShardingError(
-            f"{name} over {', '.join(axes)} of {described(x, bound)}\n  rule: partial sums are reduced first, and what "
-            "is reduced becomes varying\n  fix: psum or psum_scatter; or pcast(x, ..., to='varying')"
+            f"{name} over {', '.join(axes)} of {described_type(x, bound)}\n  rule: partial sums are reduced first, and "
+            "what is reduced becomes varying\n  fix: psum or psum_scatter; or pcast(x, ..., to='varying')"
         )
     return vary(x, axes, bound)
 
@@ -263,7 +263,7 @@ def reducible(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tens
     kinds = {kind_over(x, axis, bound) for axis in axes}
     if len(kinds) > 1 or "reduced" in kinds:
         raise ShardingError(
-            f"{name} over {', '.join(axes)} of {described(x, bound)}\n"
+            f"{name} over {', '.join(axes)} of {described_type(x, bound)}\n"
             "  rule: what is summed is of one type over all the axes: varying, unreduced or invariant\n"
             f"  fix: name only the axes over which it varies, or make it varying first: pvary(x, ...)"
         )
@@ -272,4 +272,4 @@ def reducible(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tens
 
 def collected(x: Tensor, bound: Bound, call: Call) -> Tensor:
     """The call on x; over other axes what is unreduced or reduced stays so."""
-    return marked(apply(x, bound, call), marks(x).without(call.axes))
+    return marked(apply_typed(x, bound, call), marks(x).without(call.axes))

@@ -27,13 +27,13 @@ def check_order(name: str, x: Tensor) -> None:
         raise ShardingError(f"{name} of {x.dtype}\n  rule: {x.dtype} is not compared\n  fix: convert it to floats")
 
 
-def place(name: str, dim: int, dims: int) -> int:
+def check_dim(name: str, dim: int, dims: int) -> int:
     if not isinstance(dim, int) or not -dims <= dim < dims:
         raise ShardingError(f"{name}: there is no dim {dim!r} among {dims}\n  fix: give an int of {-dims}..{dims - 1}")
     return dim % dims
 
 
-def divides(name: str, x: Tensor, dim: int, axes: tuple[str, ...], bound: Bound, tiled: bool) -> None:
+def check_divides(name: str, x: Tensor, dim: int, axes: tuple[str, ...], bound: Bound, tiled: bool) -> None:
     n = bound.mesh.size(axes)
     if x.shape[dim] % n if tiled else x.shape[dim] != n:
         wanted = f"a multiple of {n}" if tiled else f"{n}, or tiled=True"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from scaling.collectives.kinds import event
-from scaling.collectives.linear import run as run_op
+from scaling.collectives.linear import run_op as run_op
 from scaling.collectives.op import Op
-from scaling.collectives.traced import join, split
+from scaling.collectives.traced import join, split_dim
 from scaling.shard_map.law import ENTERS, LEAVES, Call
 from scaling.trace import active, record
 
@@ -78,16 +78,16 @@ def one_process(x: Tensor, call: Call, mesh) -> Tensor:
     if kind == "pvary":
         return x.expand(n, *x.shape).clone()  # forward-mode AD wants each element in a place of its own
     if kind == "slice":
-        return split(x, n, call.dim)
+        return split_dim(x, n, call.dim)
     if kind == "gather":
         return join(x, call.dim)
     if kind == "all_gather":
         whole = join(x, call.dim)
         return whole.expand(n, *whole.shape).clone()
     if kind == "psum_scatter":
-        return split(x.sum(0, dtype=x.dtype), n, call.dim)
+        return split_dim(x.sum(0, dtype=x.dtype), n, call.dim)
     if kind == "all_to_all":
-        parts = split(x, n, call.to + 1)  # [to, from, ...]
+        parts = split_dim(x, n, call.to + 1)  # [to, from, ...]
         return join(parts.movedim(1, 0), call.dim + 1)
     source_of = {target: source for source, target in call.pairs}
     return torch.stack([x[source_of[i]] if i in source_of else torch.zeros_like(x[0]) for i in range(n)])
@@ -97,10 +97,10 @@ def op_of(call: Call, dims: int, mesh) -> Op:
     """The call as a collective of this project's, on an operand of so many dims."""
     kind, group = KIND[call.kind], mesh.group(call.axes)
     options = {"dim": call.dim, "to": call.to, "pairs": call.pairs, "by": REDUCES.get(call.kind, "sum")}
-    return Op.over(group, kind, line(kind, call, dims), **options)
+    return Op.over(group, kind, _line(kind, call, dims), **options)
 
 
-def line(kind: str, call: Call, dims: int) -> str:
+def _line(kind: str, call: Call, dims: int) -> str:
     """The call as a typed line, dims by number: "[D0_X, D1] -> [D0, D1]"."""
     axes = "{" + ",".join(call.axes) + "}"
     plain = [f"D{i}" for i in range(dims)]

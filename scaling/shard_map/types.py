@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from scaling._torch import is_wrapped, level_of, storage_key, unwrapped
-from scaling.shard_map.law import Call, Collective, Extreme, apply
+from scaling.shard_map.law import Call, Collective, Extreme, apply_typed
 from scaling.shard_map.partial import PLAIN, Marks, Mismatch, marked, marks, result_of
 from scaling.shard_map.transport import Bound
 from scaling.spec import ShardingError, format_axes
@@ -55,10 +55,10 @@ def memory_of(x: Tensor) -> int:
 def vary(x: Tensor, axes, bound: Bound) -> Tensor:
     """x, stacked over `axes` too: nothing is sent; its cotangent is summed over the axes that are new."""
     new = tuple(axis for axis in bound.mesh.sizes if axis in set(axes) - varying(x, bound))
-    return marked(apply(x, bound, Call("pvary", new)), marks(x)) if new else x
+    return marked(apply_typed(x, bound, Call("pvary", new)), marks(x)) if new else x
 
 
-def described(x: Tensor, bound: Bound) -> str:
+def described_type(x: Tensor, bound: Bound) -> str:
     """A value's type in words, for messages."""
     kinds = {**marks(x)._asdict(), "varying": varying(x, bound) - marks(x).axes}
     parts = [f"{kind} over {format_axes(bound.in_order(axes))}" for kind, axes in kinds.items() if axes]
@@ -149,7 +149,7 @@ class Checks(TorchFunctionMode):
         return optree.tree_map(lambda x, as_: x if x is None else marked(x, as_), result, of_inputs, is_leaf=is_marks)
 
     def refuse(self, name: str, tensors: Sequence[Tensor], rule: str, fix: str) -> NoReturn:
-        kinds = ", ".join(described(x, self.bound) for x in tensors)
+        kinds = ", ".join(described_type(x, self.bound) for x in tensors)
         raise ShardingError(f"{name}({kinds}) inside shard_map\n  rule: {rule}\n  fix: {fix}")
 
 

@@ -18,7 +18,7 @@ Marks = Sequence[tuple[str, float, str]]
 MARGIN = 10  # columns of a text chart before its first one
 
 
-def check(series: Series, log: tuple[bool, bool]) -> list[tuple[float, float]]:
+def _check(series: Series, log: tuple[bool, bool]) -> list[tuple[float, float]]:
     """All points of all series; ValueError if there are none, or if one cannot be drawn."""
     every = [point for points in series.values() for point in points]
     if not every:
@@ -78,7 +78,7 @@ def chart(
     if len(series) + len(points) > len(GLYPHS):
         raise ValueError(f"{len(series) + len(points)} series: a text chart tells {len(GLYPHS)} apart")
     sx, sy = (math.log10 if axis else float for axis in logs)
-    every = check({**series, **points}, logs)
+    every = _check({**series, **points}, logs)
     x0, x1 = bounds([sx(x) for x, _ in every])
     y0, y1 = bounds([sy(y) for _, y in every])
     rows = [[" "] * width for _ in range(height)]
@@ -143,7 +143,7 @@ def figure(
 ):  # fmt: skip
     """The chart as a matplotlib Figure; RuntimeError without matplotlib."""
     points, logs = points or {}, logarithmic(log)
-    every = check({**series, **points}, logs)
+    every = _check({**series, **points}, logs)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

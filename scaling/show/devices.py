@@ -16,7 +16,7 @@ from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 HELD, PARTIAL, ABSENT = "█", "▒", "·"  # a part of partial sums is drawn lighter
 
 
-def held(spec: "str | Spec", mesh, cells: int | None = None) -> dict[tuple[int, int], list[list[bool]]]:
+def held_cells(spec: "str | Spec", mesh, cells: int | None = None) -> dict[tuple[int, int], list[list[bool]]]:
     """{the device's place (row, column) in the mesh: which of cells x cells squares of the array it holds}.
 
     The mesh's first axis goes down, its second one across; `cells`: by default as many as there are devices. Raises
@@ -46,7 +46,7 @@ def held(spec: "str | Spec", mesh, cells: int | None = None) -> dict[tuple[int, 
 def draw(spec: "str | Spec", mesh, cells: int | None = None) -> str:
     """The mesh as a grid of devices in text, each with its part of the array."""
     spec, sizes = parse(spec), mesh_sizes(mesh)
-    found, full = held(spec, mesh, cells), PARTIAL if spec.unreduced else HELD
+    found, full = held_cells(spec, mesh, cells), PARTIAL if spec.unreduced else HELD
     (down, rows), (across, columns) = (*sizes.items(), ("", 1))[:2]
     width = len(next(iter(found.values()))[0])
     margin, gap = len(f"{down}={rows - 1}") + 1, " " * 2
@@ -90,7 +90,7 @@ def _draw_mesh(axes, spec: Spec, mesh) -> None:
     for i, groups in enumerate(blocks(spec, mesh).values()):
         colour_of |= {device: COLOURS[i % len(COLOURS)] for group in groups for device in group}
     step = 1.25  # from a device to the next, of size 1
-    for (row, column), cells in held(spec, mesh).items():
+    for (row, column), cells in held_cells(spec, mesh).items():
         left, bottom, colour = column * step, (rows - 1 - row) * step, colour_of[row * places + column]
         wide, high = 1 / len(cells[0]), 1 / len(cells)
         for i, line in enumerate(cells):

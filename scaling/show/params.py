@@ -16,7 +16,7 @@ from scaling.strategies.transformer import specs
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
-def rows(config, mesh, dtype: str, zero: int = 3) -> list[tuple[str, str, str, int]]:
+def leaf_rows(config, mesh, dtype: str, zero: int = 3) -> list[tuple[str, str, str, int]]:
     """(leaf, type, local shape, bytes on a rank) of each leaf of the model's params."""
     found = []
     for where, text in tree.named_leaves(specs(config, mesh, zero=zero), "").items():
@@ -41,7 +41,7 @@ def main(argv: "list[str] | None" = None) -> int:
     try:
         config = load(args.model) if args.model.endswith(".json") else get(args.model)
         mesh = AbstractMesh(parse_mesh(args.mesh))
-        listed = rows(config, mesh, args.dtype, args.zero)
+        listed = leaf_rows(config, mesh, args.dtype, args.zero)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

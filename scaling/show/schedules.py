@@ -14,7 +14,7 @@ from scaling.show.timelines import save_schedule, schedule_chart, summary
 MOST = 20_000  # forward passes of a schedule that is drawn: some seconds
 
 
-def parser(**options) -> argparse.ArgumentParser:
+def _parser(**options) -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").split(":", 1)[0], **options)
     arguments.add_argument("schedule", choices=[*SCHEDULES, "all"])
     arguments.add_argument("--stages", type=integer(1), default=4, help="ranks along the pipeline axis (default 4)")
@@ -36,7 +36,7 @@ def parser(**options) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Draw one schedule, or all that are defined for these sizes. Returns the exit code."""
-    options = parser(prog="scaling.show schedule")
+    options = _parser(prog="scaling.show schedule")
     arguments = options.parse_args(argv)
     if (forwards := arguments.stages * arguments.microbatches * (arguments.chunks or 1)) > MOST:
         options.error(f"{forwards:,} forward passes are not drawn, at most {MOST:,} are: fewer stages or microbatches")

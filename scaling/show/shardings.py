@@ -81,7 +81,7 @@ def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False, shard=None)
     return "\n".join(lines)
 
 
-def beside(pictures: list[str], gap: int = 4) -> str:
+def join_pictures(pictures: list[str], gap: int = 4) -> str:
     """Drawings side by side."""
     columns = [picture.splitlines() for picture in pictures]
     widths = [max(len(_plain(line)) for line in lines) + gap for lines in columns]

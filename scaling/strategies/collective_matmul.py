@@ -76,7 +76,7 @@ def matmul_scatter(
 ) -> Tensor:
     """A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]: sums travel to where they belong, and grow by each device's product."""
     ring = RingPlaces(mesh, axis, ways, log)
-    (Out,) = together(scattered(A, ring.blocks(W, 1, "W's last dim"), ring))
+    (Out,) = _together(scattered(A, ring.blocks(W, 1, "W's last dim"), ring))
     _count(log, ring.longest)
     return Out
 
@@ -87,9 +87,9 @@ def matmul_reduce(
     """A[B, D_Y] * W[D_Y, F] -> Out[B, F]: by tiles of F: sums of one travel while the one before is gathered."""
     ring, done, before = RingPlaces(mesh, axis, ways, log), [], []
     for tile in W.chunk(tiles, 1):
-        mine, *whole = together(scattered(A, ring.blocks(tile, 1, "a tile of W's last dim"), ring), *before)
+        mine, *whole = _together(scattered(A, ring.blocks(tile, 1, "a tile of W's last dim"), ring), *before)
         done, before = done + whole, [gathered_by_hops(mine, ring)]
-    done += together(*before)
+    done += _together(*before)
     _count(log, (len(done) + 1) * ring.longest)
     return torch.cat(done, 1)
 
@@ -138,7 +138,7 @@ def gathered_by_hops(x: Tensor, ring: RingPlaces) -> Generator[None, None, Tenso
     return torch.cat([blocks[i] for i in range(ring.n)], 1)
 
 
-def together(*steps: Generator[None, None, Any]) -> list[Any]:
+def _together(*steps: Generator[None, None, Any]) -> list[Any]:
     """The results of rings whose hops go at the same time."""
     results: dict[int, Any] = {}
     while len(results) < len(steps):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling.collectives import Deferred, joined, wait
+from scaling.collectives import Deferred, join_products, wait
 from scaling.spec import parse
 
 
@@ -52,7 +52,7 @@ class Gradients:
             self.allocate([some[0] if isinstance(some, list) else some for some in products], first, last)
         buffers: Any = self.buffers
         for name, some in zip(self.strategy.weights, products, strict=True):
-            product = joined(some) if isinstance(some, list) else some
+            product = join_products(some) if isinstance(some, list) else some
             self.put(product, buffers[name], l - self.first, add=l in self.written)
             del product  # of several microbatches a copy: one weight's at a time
         self.written.add(l)
@@ -83,7 +83,7 @@ class Gradients:
         else:
             together = self.reduce and count > 1
             self.buffers = {
-                name: room(self.params[name], (count, *product.shape), splits[name], together)
+                name: _room(self.params[name], (count, *product.shape), splits[name], together)
                 for name, product in named.items()
             }
         if in_place or not self.reduce:
@@ -168,7 +168,7 @@ def layers_a_bucket(bucket_bytes: int, params: Mapping[str, Tensor]) -> int:
     return max(1, bucket_bytes // max(1, one_layer))
 
 
-def room(like: Tensor, shape: Sequence[int], dim: int, together: bool) -> Tensor:
+def _room(like: Tensor, shape: Sequence[int], dim: int, together: bool) -> Tensor:
     """An empty tensor [L, ...] in which the dim that will be scattered is the outermost in memory: of all layers
     `together`, or of each layer. Its blocks then need no copy."""
     if dim == 0:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling._torch import gradients
+from scaling._torch import tape_gradients
 
 
 def vjp(f: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
@@ -26,7 +26,7 @@ def vjp(f: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     wanted = [x for x in tree.leaves(inputs) if x.requires_grad]
 
     def pull(cotangents) -> tuple:
-        found = iter(gradients(results, wanted, tree.leaves(cotangents)))
+        found = iter(tape_gradients(results, wanted, tree.leaves(cotangents)))
         grads = tree.map(lambda x: next(found) if x.requires_grad else None, inputs)
         return tuple(tree.map(lambda x, g: torch.zeros_like(x) if g is None else g, inputs, grads))
 

@@ -58,7 +58,7 @@ def scatter_grads(sums, mesh):
     return {name: [wait(pair[i]) for pair in late] for i, name in enumerate(STRATEGY.weights)}
 
 
-def shards(params, mesh):
+def _shards(params, mesh):
     """This rank's rows of each layer, as views: {"W_in": [W_in[D_X, F], ...], "W_out": [W_out[F_X, D], ...]}."""
     X, x = mesh.sizes["X"], mesh.coord["X"]
     return {name: [rows.unflatten(0, (X, -1))[x] for rows in W.unbind()] for name, W in params.items()}
@@ -66,7 +66,7 @@ def shards(params, mesh):
 
 def init(optimizer, params, mesh):
     """The optimizer's state for this rank's shards."""
-    return optimizer.init(shards(params, mesh))
+    return optimizer.init(_shards(params, mesh))
 
 
 def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
@@ -74,7 +74,7 @@ def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
 
     `donate`: params and state are overwritten.
     """
-    mine, state = optimizer.update(grads, state, shards(params, mesh), donate=donate)
+    mine, state = optimizer.update(grads, state, _shards(params, mesh), donate=donate)
     new, L = params if donate else tree.map(torch.empty_like, params), len(params["W_in"])
     count, under_way = layers_a_bucket(bucket_bytes, params), []
     for first in range(0, L, count):
@@ -87,12 +87,12 @@ def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
             pending = gather(torch.stack(mine["W_in"][some]), torch.stack(mine["W_out"][some]), mesh.stacked("L"))
         under_way.append((places, pending))
         if len(under_way) > 1:
-            place(*under_way.pop(0))
-    place(*under_way.pop())
+            _place(*under_way.pop(0))
+    _place(*under_way.pop())
     return new, state
 
 
-def place(places, pending):
+def _place(places, pending):
     """Wait for the params of some layers, and put them where they belong, unless they are there."""
     for into, W in zip(places, map(wait, pending), strict=True):
         if W is not into:

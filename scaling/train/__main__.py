@@ -134,7 +134,7 @@ def main(argv=None) -> int:
             return 0
         board.check_installed(settings)
         if int(os.environ.get("RANK", 0)) == 0 and not elastic.fits_as_before(declared, sizes):
-            room = dry.available(args.device, ranks := AbstractMesh(sizes).size())
+            room = dry.memory_of_rank(args.device, ranks := AbstractMesh(sizes).size())
             counts = dry.refuse_too_large(settings, sizes, room)
             sample.check_sample(settings, ranks, counts.params + counts.state, room)
         with prepared(asked, args):

@@ -122,7 +122,7 @@ def ahead(source: "Batches | Mixture", seen: int, batch: int) -> Iterator[Batch]
             yield here
 
 
-def split(corpus: Corpus, batch: int, length: int, seed: int, valid: float = 0.05) -> tuple[Batches, Batches]:
+def hold_out(corpus: Corpus, batch: int, length: int, seed: int, valid: float = 0.05) -> tuple[Batches, Batches]:
     """(training, validation): the end of the corpus is held out, with no token in both."""
     at = len(corpus) - max(length + 1, round(len(corpus) * valid))
     return (

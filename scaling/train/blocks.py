@@ -27,7 +27,7 @@ class IndexRun(NamedTuple):
     local: int
 
 
-def described(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> dict:
+def index_entry(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> dict:
     """The entry of a state's leaf of this number in the index: dtype, type, whole shape and blocks.
 
     ShardingError if it is unreduced.
@@ -38,7 +38,7 @@ def described(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> di
     for rank in range(mesh.size()):
         at = coordinates(rank, mesh)
         if first_replica(spec, at, mesh):
-            for k, part in enumerate(parts(spec, shape, mesh, at, places)):
+            for k, part in enumerate(_parts(spec, shape, mesh, at, places)):
                 blocks.append({"file": file_name(rank, number, k), "at": [run[:2] for run in part]})
     return {"dtype": str(leaf.dtype).removeprefix("torch."), "type": str(spec), "shape": shape, "blocks": blocks}
 
@@ -47,7 +47,7 @@ def own_blocks(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> d
     """{file name: block} that this rank is to write, as views; nothing where an earlier rank holds the same."""
     if not first_replica(spec, mesh.coord, mesh):
         return {}
-    found = parts(spec, whole_shape(leaf, spec, mesh, places), mesh, mesh.coord, places)
+    found = _parts(spec, whole_shape(leaf, spec, mesh, places), mesh, mesh.coord, places)
     return {
         file_name(mesh.rank, number, k): leaf[tuple(slice(r.local, r.local + r.stop - r.start) for r in part)]
         for k, part in enumerate(found)
@@ -88,14 +88,14 @@ def check_places(dim: str, places: Sequence[int], stored: int) -> None:
         )
 
 
-def parts(spec: Spec, shape: Sequence[int], mesh, at: Mapping[str, int], places: Places) -> list[tuple[IndexRun, ...]]:
+def _parts(spec: Spec, shape: Sequence[int], mesh, at: Mapping[str, int], places: Places) -> list[tuple[IndexRun, ...]]:
     """What the rank at these coordinates holds of a whole array: an `IndexRun` for each dim, part by part."""
     stored = [len(places.get(dim, range(n))) for n, dim in zip(shape, spec.dim_names, strict=True)]
     slices = spec.slices(stored, mesh, at)
-    return [*product(*(runs(s, places.get(dim)) for s, dim in zip(slices, spec.dim_names, strict=True)))]
+    return [*product(*(_runs(s, places.get(dim)) for s, dim in zip(slices, spec.dim_names, strict=True)))]
 
 
-def runs(held: slice, places: Sequence[int] | None) -> list[IndexRun]:
+def _runs(held: slice, places: Sequence[int] | None) -> list[IndexRun]:
     """The stretches of the whole, one after another, that the stored places `held` are."""
     if places is None:
         return [IndexRun(held.start, held.stop, 0)]
@@ -130,7 +130,7 @@ def assembled(
     shard = torch.zeros(
         [s.stop - s.start for s in spec.slices(stored, mesh, mesh.coord)], dtype=getattr(torch, saved["dtype"])
     )
-    for part in parts(spec, shape, mesh, mesh.coord, places):
+    for part in _parts(spec, shape, mesh, mesh.coord, places):
         missing = prod(run.stop - run.start for run in part)
         for block in saved["blocks"]:
             into, inside = [], []

@@ -55,10 +55,10 @@ def reduced(strategy, loss, mesh):
 
 def evaluate(strategy, params, tokens, targets, config: MLPConfig, mesh) -> torch.Tensor:
     """The mean loss over all ranks' rows, in nats per byte, on every rank."""
-    E, W_head = whole(params, strategy, mesh)
+    E, W_head = _whole(params, strategy, mesh)
     Out, _ = run_blocks(strategy, params, embed(E, tokens), config, mesh)
     return reduced(
-        strategy, head_loss(strategy, W_head, Out, targets, config, mesh, rows(strategy, targets, mesh)), mesh
+        strategy, head_loss(strategy, W_head, Out, targets, config, mesh, _rows(strategy, targets, mesh)), mesh
     )
 
 
@@ -66,8 +66,8 @@ def loss_and_grads(strategy, params, tokens, targets, config: MLPConfig, mesh, m
     """(Loss[] {U_XY}: this rank's terms of the mean over the global batch, grads typed as the params)."""
     if len(tokens) % microbatches:
         raise ValueError(f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size")
-    E, W_head = whole(params, strategy, mesh)
-    batch, losses, dIns = rows(strategy, targets, mesh), [], []
+    E, W_head = _whole(params, strategy, mesh)
+    batch, losses, dIns = _rows(strategy, targets, mesh), [], []
     partial, dW_head, blocks = None, torch.zeros_like(W_head), params["blocks"]
     parts = list(zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True))
     for i, (some, wanted) in enumerate(parts):
@@ -88,7 +88,7 @@ def run_blocks(strategy, params, In, config, mesh):
     return strategy.forward(params["blocks"], In, mesh, config.activation, config.residual, config.norm)
 
 
-def rows(strategy, targets, mesh) -> int:
+def _rows(strategy, targets, mesh) -> int:
     """B, the rows of the global batch."""
     return len(targets) * mesh.size(batch_axes(strategy))
 
@@ -103,7 +103,7 @@ def end_types(name: str, strategy):
     return used.with_axes("D", In.axes_of("D") + W_in.axes_of("D")), used
 
 
-def whole(params, strategy, mesh):
+def _whole(params, strategy, mesh):
     """E[K, V, D_Y] and W_head[D_Y, V], gathered over the axes that only shard them in memory."""
     gathered = []
     for name in ("embed", "head"):

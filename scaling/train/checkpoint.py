@@ -26,9 +26,9 @@ from torch import Tensor
 from scaling import tree
 from scaling.arguments import flag, whole
 from scaling.spec import Spec, parse
-from scaling.train.blocks import IN_ORDER, Places, assembled, described, own_blocks
+from scaling.train.blocks import IN_ORDER, Places, assembled, index_entry, own_blocks
 from scaling.train.dcp import ShardReader, keys
-from scaling.train.durable import INDEX, LATEST, begin, complete, name, write_step
+from scaling.train.durable import INDEX, LATEST, begin, complete, step_name, write_step
 
 THREAD = "checkpoint"  # the name of those that write
 
@@ -61,7 +61,7 @@ def save(
         if spec is None:
             values[where] = leaf
         else:
-            leaves[where] = described(leaf, spec, mesh, places, number)
+            leaves[where] = index_entry(leaf, spec, mesh, places, number)
             blocks = own_blocks(leaf, spec, mesh, places, number)
             own |= {file: _on_cpu(block, copy=async_op) for file, block in blocks.items()}
     check_kept(state, specs, values)
@@ -125,7 +125,7 @@ def load(
     """
     step = latest(folder) if step is None else step
     whole(0, step=step)
-    path, content = Path(folder) / name(step), index(folder, step)
+    path, content = Path(folder) / step_name(step), index(folder, step)
     saved, values, read = content["leaves"], content["values"], ShardReader(path, verified=True)
     found = []
     for where, text in tree.named_leaves(specs, "state").items():
@@ -143,7 +143,7 @@ def load(
 
 def index(folder, step: int) -> dict:
     """What a step's index.json says. FileNotFoundError if that step is not complete."""
-    path = Path(folder) / name(step)
+    path = Path(folder) / step_name(step)
     if not (path / INDEX).is_file():
         raise FileNotFoundError(f"{path}: there is no complete checkpoint here\n  fix: name a step that is there")
     try:
@@ -157,7 +157,7 @@ def index(folder, step: int) -> dict:
 
 def leaf(folder, step: int, where: str, mesh, spec: Spec | None = None, places: Places = IN_ORDER) -> Tensor:
     """One leaf of a step, by its place: whole, or this rank's shard by a type. ValueError if it is not there."""
-    path, leaves = Path(folder) / name(step), index(folder, step)["leaves"]
+    path, leaves = Path(folder) / step_name(step), index(folder, step)["leaves"]
     if where not in leaves:
         raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(leaves)[:4])}, ...")
     saved = leaves[where]

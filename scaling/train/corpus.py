@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy
 
-from scaling.train.text import Bytes, Document, Tokenizer, chat, plain
+from scaling.train.text import Bytes, Document, Tokenizer, chat_document, plain_document
 
 TEXT = (".txt", ".md", ".py", ".rst", ".json", ".csv", "")
 INDEX = "shards.json"  # of a folder of token shards
@@ -63,7 +63,7 @@ def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
     """
     path = Path(path)
     if (path / INDEX).is_file():
-        return shards(path)
+        return _shards(path)
     found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     ids = [p for p in found if p.suffix == ".npy"]
     files = ids or [p for p in found if p.suffix in (*TEXT, ".jsonl") or p == path]
@@ -72,15 +72,15 @@ def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
     if not files:
         raise ValueError(f"{path}: no text and no .npy of tokens to read")
     if ids:
-        return joined([row(p) for p in ids], path)
+        return _joined([_row(p) for p in ids], path)
     if by is BYTES and not any(p.suffix == ".jsonl" for p in files):
-        return joined([numpy.memmap(p, numpy.uint8, "r") for p in files if readable(p)], path)
+        return _joined([numpy.memmap(p, numpy.uint8, "r") for p in files if _readable(p)], path)
     read = [document for p in files for document in documents(p, by) if len(document.ids)]
     counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING
-    return joined([d.ids for d in read], path, counted)
+    return _joined([d.ids for d in read], path, counted)
 
 
-def joined(rows: list, path: Path, counted: tuple[numpy.ndarray, ...] = EVERYTHING) -> Corpus:
+def _joined(rows: list, path: Path, counted: tuple[numpy.ndarray, ...] = EVERYTHING) -> Corpus:
     """Rows of ids, each a document, as a corpus. ValueError if there is not one token."""
     if not sum(map(len, rows)):
         raise ValueError(f"{path}: holds no text")
@@ -88,13 +88,13 @@ def joined(rows: list, path: Path, counted: tuple[numpy.ndarray, ...] = EVERYTHI
     return Corpus(tuple(rows), starts, counted)
 
 
-def readable(path: Path) -> int:
+def _readable(path: Path) -> int:
     """Its bytes. OSError that names it if it cannot be opened."""
     with path.open("rb"):
         return path.stat().st_size
 
 
-def row(path: Path) -> numpy.ndarray:
+def _row(path: Path) -> numpy.ndarray:
     """A .npy of ids, mapped into memory."""
     try:
         ids = numpy.load(path, mmap_mode="r")
@@ -110,23 +110,23 @@ def documents(path: Path, by: Tokenizer) -> Iterator[Document]:
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             if path.suffix != ".jsonl":
-                yield plain(lines.read(), by)
+                yield plain_document(lines.read(), by)
                 return
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield record(path, number, line, by)
+                    yield _record(path, number, line, by)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8: {error}\n  fix: convert it, or leave it out") from None
 
 
-def record(path: Path, number: int, line: str, by: Tokenizer) -> Document:
+def _record(path: Path, number: int, line: str, by: Tokenizer) -> Document:
     try:
-        return chat(json.loads(line), by)
+        return chat_document(json.loads(line), by)
     except ValueError as error:
         raise ValueError(f"{path}, line {number}: {error}") from None
 
 
-def shards(folder: Path) -> Corpus:
+def _shards(folder: Path) -> Corpus:
     """The corpus of a folder of token shards. ValueError that names the shard that is missing or cut short."""
     index = json.loads((folder / INDEX).read_text())
     for name, nbytes in index["bytes"].items():
@@ -134,7 +134,7 @@ def shards(folder: Path) -> Corpus:
             raise ValueError(f"{folder / name}: missing or cut short\n  fix: write the shards again")
     counted = tuple(numpy.load(folder / name, mmap_mode="r") for name in index["counted"])
     corpus = Corpus(
-        tuple(row(folder / name) for name in index["tokens"]), numpy.load(folder / index["starts"]), counted
+        tuple(_row(folder / name) for name in index["tokens"]), numpy.load(folder / index["starts"]), counted
     )
     corpus.__dict__["top"] = index["top"]  # known: the shards need not be read for it
     return corpus

@@ -43,7 +43,7 @@ def load(folder, specs, mesh, *, places: Places = IN_ORDER) -> Any:
     A leaf is looked for under its keys joined by dots, as DCP names it. Of a block that shares a file with others the
     whole is read. ValueError that names the leaf or the file which is missing, misshaped, damaged or not of tensors.
     """
-    found, shards = index(folder), {}
+    found, shards = _index(folder), {}
     for where, text in tree.named_leaves(specs, "state").items():
         if (name := ".".join(map(str, keys(where)))) not in found:
             raise ValueError(f"{folder}: has no {name}; it has {', '.join(sorted(found)[:4])}, ...")
@@ -117,7 +117,7 @@ class _Restricted(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no tensor")
 
 
-def index(folder) -> dict[str, dict]:
+def _index(folder) -> dict[str, dict]:
     """{name: its dtype, whole shape and blocks} of each tensor of a DCP checkpoint. Values of other types are not read.
 
     FileNotFoundError; ValueError if `.metadata` holds anything that does not describe tensors.

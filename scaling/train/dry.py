@@ -49,7 +49,7 @@ def count(
     `backend`: "gloo" counts the buffers of its collectives too, "abstract" their results alone.
     """
     mesh = AbstractMesh(sizes, coord, backend)
-    params, batch = shapes(settings, mesh)
+    params, batch = step_shapes(settings, mesh)
     state = optimizer_of(settings).init(params)
     held = tree.nbytes(params)
     with peak_memory() as memory:
@@ -67,7 +67,7 @@ def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
     return parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
 
 
-def shapes(settings: Settings, mesh) -> tuple[Any, list[torch.Tensor]]:
+def step_shapes(settings: Settings, mesh) -> tuple[Any, list[torch.Tensor]]:
     """(params, [tokens, targets, segments]) of this rank, on the meta device. ShardingError if they do not divide."""
     config = settings.model
     types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
@@ -119,7 +119,7 @@ def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: fl
     )
 
 
-def available(device: str, ranks: int) -> float:
+def memory_of_rank(device: str, ranks: int) -> float:
     """Bytes for each of so many ranks of this machine."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory

@@ -24,12 +24,12 @@ AT_END = 2.0  # the same in a program that has ended otherwise, perhaps as those
 INDEX, LATEST = "index.json", "latest"
 
 
-def name(step: int) -> str:
+def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
 def unfinished(folder: Path, step: int) -> Path:
-    return folder / f".{name(step)}"
+    return folder / f".{step_name(step)}"
 
 
 def begin(folder: Path, step: int) -> None:
@@ -78,7 +78,7 @@ def finish(folder: Path, draft: Path, index: dict[str, Any], step: int, keep: in
             block |= {"from": 0, "bytes": file.stat().st_size}
     replaced(draft / dcp.METADATA, dcp.pickled(index))
     replaced(draft / INDEX, json.dumps(index))
-    final = folder / name(step)
+    final = folder / step_name(step)
     if final.exists():  # a step that is saved again
         set_aside(final)
     replaced(folder / LATEST, str(step))  # which counts from the moment at which there is such a step
@@ -87,7 +87,7 @@ def finish(folder: Path, draft: Path, index: dict[str, Any], step: int, keep: in
     synced(folder)
     older = [each for each in complete(folder) if each != step]
     for each in older[: max(0, len(older) - keep + 1)] if keep else ():
-        set_aside(folder / name(each))
+        set_aside(folder / step_name(each))
     for left in folder.glob(".step-*"):  # of this or killed runs; a later step's may be one that is being written
         number, _, old = left.name[6:].partition("-")
         if old or (number.isdigit() and int(number) < step):

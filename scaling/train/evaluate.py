@@ -27,7 +27,7 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
     for held in valid:
         last = min(held.sequences, settings.eval_batches * settings.batch or held.sequences)
         for first in range(0, last, rows):
-            some, targets, segments = (filled(x, rows) for x in held.rows(range(first, min(first + rows, last))))
+            some, targets, segments = (_filled(x, rows) for x in held.rows(range(first, min(first + rows, last))))
             targets[last - first :] = IGNORED
             if counted := int((targets != IGNORED).sum()):
                 some, targets, segments = (local(x, mesh) for x in (some, targets, segments))
@@ -36,6 +36,6 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
     return total / count if count else math.nan
 
 
-def filled(x: torch.Tensor, rows: int) -> torch.Tensor:
+def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
     """x[b, T] -> x[rows, T], with rows of zeros."""
     return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])

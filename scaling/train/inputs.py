@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from scaling.train import corpus
-from scaling.train.batches import Batches, Mixture, split
+from scaling.train.batches import Batches, Mixture, hold_out
 from scaling.train.settings import Settings
 from scaling.train.text import tokenizer
 
@@ -18,7 +18,7 @@ def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
                 f"{path}: token {read.top} lies outside the vocabulary of {settings.model.name}, 0..{V - 1}\n"
                 "  fix: a model with a greater vocabulary, or the tokenizer that belongs to this one (--tokenizer)"
             )
-        parts.append(split(read, settings.batch, settings.seq, settings.seed))
+        parts.append(hold_out(read, settings.batch, settings.seq, settings.seed))
         weights.append(weight)
     train, valid = zip(*parts, strict=True)
     return (train[0] if len(train) == 1 else Mixture(train, tuple(weights))), valid

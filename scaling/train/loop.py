@@ -50,7 +50,7 @@ def run(mesh, settings: Settings) -> dict:
             progress.warn(pace.slow(mesh, number) if len(pace.steps) >= 8 else "")
             began = time.perf_counter()
         with flight.step(number) as log:
-            params, state, metrics = step(params, state, placed(whole, mesh), donate=True)
+            params, state, metrics = step(params, state, _placed(whole, mesh), donate=True)
             loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
         seconds, stood = time.perf_counter() - began, still(log) if mesh.device.type == "cpu" else None
         pace.add(seconds, stood or 0.0)
@@ -78,7 +78,7 @@ def run(mesh, settings: Settings) -> dict:
     return result
 
 
-def placed(batch: Batch, mesh) -> tuple:
+def _placed(batch: Batch, mesh) -> tuple:
     """This rank's part of a batch; no segments if each row is of one document, since a mask of them costs T^2."""
     tokens, targets, segments = (local(x, mesh) for x in batch)
     return tokens, targets, segments if bool((batch[2] != batch[2][:, :1]).any()) else None

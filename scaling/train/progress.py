@@ -64,7 +64,7 @@ class Progress:
             found["mfu_with_attention"] = self.flops["attention"] / seconds / self.peak
         if stood is not None:
             found["exposed"] = round(stood / seconds, 4)
-        return found | {"memory": memory(self.mesh.device)}
+        return found | {"memory": _memory(self.mesh.device)}
 
     def say(self, record: Mapping) -> None:
         """All of them, from rank 0."""
@@ -74,7 +74,7 @@ class Progress:
             log.write(json.dumps(record) + "\n")
         if self.board:
             self.board.write(record)
-        print(line(record, self.settings.steps), flush=True)
+        print(_line(record, self.settings.steps), flush=True)
         if "sample" in record:
             text = self.settings.sample + record["sample"]
             text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)  # bytes may be any
@@ -91,7 +91,7 @@ class Progress:
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def line(record: Mapping, steps: int) -> str:
+def _line(record: Mapping, steps: int) -> str:
     """One line of progress."""
     rate, more = record["flops_per_second"], record["flops_per_second_with_attention"]
     work = f"{significant(rate)} FLOPs/s ({significant(more)} with attention)"
@@ -106,7 +106,7 @@ def line(record: Mapping, steps: int) -> str:
     return "  ".join(parts)
 
 
-def memory(device: torch.device) -> int:
+def _memory(device: torch.device) -> int:
     """The most bytes that this rank has held: on a GPU of tensors, on a CPU of its process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

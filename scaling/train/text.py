@@ -69,12 +69,12 @@ class Document(NamedTuple):
     counted: numpy.ndarray
 
 
-def plain(text: str, by: Tokenizer) -> Document:
+def plain_document(text: str, by: Tokenizer) -> Document:
     ids = by.encode(text)
     return Document(ids, numpy.ones(len(ids), bool))
 
 
-def chat(record, by: Tokenizer) -> Document:
+def chat_document(record, by: Tokenizer) -> Document:
     """A line of JSON: {"text"}, {"prompt", "completion"}, or {"messages": [{"role", "content"}, ...]}.
 
     Only a text, a completion and what the assistant says count in the loss. A message is "role: content" and an empty
@@ -82,7 +82,7 @@ def chat(record, by: Tokenizer) -> Document:
     """
     match record:
         case {"text": str(text)}:
-            return plain(text, by)
+            return plain_document(text, by)
         case {"prompt": str(prompt), "completion": str(completion)}:
             parts = [(prompt, False), (completion, True)]
         case {"messages": [_, *_] as messages}:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scaling.train import checkpoint
 from scaling.train.dcp import ShardReader
-from scaling.train.durable import complete, name
+from scaling.train.durable import complete, step_name
 
 
 def damaged(folder: Path, step: int) -> list[str]:
@@ -19,7 +19,7 @@ def damaged(folder: Path, step: int) -> list[str]:
         leaves = checkpoint.index(folder, step)["leaves"]
     except ValueError as error:
         return [str(error).splitlines()[0]]
-    found, read = [], ShardReader(folder / name(step), verified=True)
+    found, read = [], ShardReader(folder / step_name(step), verified=True)
     for where, leaf in leaves.items():
         for block in leaf["blocks"]:
             try:

@@ -25,8 +25,8 @@ from wasteful import PROGRAMS
 
 from scaling import launch
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
-from scaling.plan.predict import Size, shards
-from scaling.plan.predict import step as train
+from scaling.plan.predict import Size, make_shards
+from scaling.plan.predict import sgd_step as train
 from scaling.profile import profile
 from scaling.strategies import fsdp
 
@@ -114,7 +114,7 @@ def advice(mesh, names) -> list[dict]:
 
 def overhead(mesh, rounds: int) -> dict:
     """Steps in turn, some plain, some profiled; of each the first does not count, since others' work precedes it."""
-    params, In = shards(fsdp, SIZE, mesh, lambda shape: 0.02 * torch.randn(shape))
+    params, In = make_shards(fsdp, SIZE, mesh, lambda shape: 0.02 * torch.randn(shape))
     plain, with_it, off, steps = [], [], [], []
 
     def timed(into: list[float]) -> float:

@@ -28,7 +28,7 @@ def test_everything_arrives(n):
 
 @pytest.mark.parametrize("n", [4, 8])
 def test_as_much_travels_as_over_the_links(n):
-    loads = {(name, ways): busiest for name, ways, _, busiest in rings.counts(n, 2 * n)}  # shards of 2n scalars
+    loads = {(name, ways): busiest for name, ways, _, busiest in rings.ring_counts(n, 2 * n)}  # shards of 2n scalars
     arrived = {ways: sum(len(held) for held in frames.all_gather(n, ways)[-1]) - n for ways in (1, 2)}
     assert arrived[1] * 2 * n == n * loads["AllGather", 1]
     passed = sum(len(passing) for frame in frames.all_to_all(n)[:-1] for _, passing in frame)
@@ -38,8 +38,8 @@ def test_as_much_travels_as_over_the_links(n):
 
 
 def test_drawn():
-    text = frames.draw(frames.all_gather(4, 1), lambda held: frames.shards(held, 4))
+    text = frames.draw(frames.all_gather(4, 1), lambda held: frames.draw_shards(held, 4))
     assert text.splitlines()[2] == "device 0  A...      A..D   A.CD   ABCD"
     assert frames.partial_sum((2, frozenset({0, 3}))) == "C: 0+3"
-    assert frames.chunks((((0, 0), (3, 0)), ((3, 1),))) == "a0 d0 | d1"
-    assert frames.chunks((((0, 0),), ())) == "a0"
+    assert frames.draw_chunks((((0, 0), (3, 0)), ((3, 1),))) == "a0 d0 | d1"
+    assert frames.draw_chunks((((0, 0),), ())) == "a0"

@@ -34,7 +34,7 @@ def test_what_differs_fails(tmp_path):
         'page = Page(__doc__)\npage.answers([Answer("pi", "3.14", 2.0), Answer("e", "2.72", 2.718)])\n'
         'page.check("it holds", False)\npage.end()\n'
     )
-    chapter = recap.run(wrong)
+    chapter = recap.run_chapter(wrong)
     assert (chapter.part, chapter.shows, chapter.status) == (13, "a chapter", 1)
     assert dict(zip(VERDICTS, chapter.counts, strict=True)) == dict.fromkeys(VERDICTS, 0) | {"agrees": 1, "DIFFERS": 1}
     assert chapter.checks == (("it holds", False),)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scaling.collectives import einsum, joined
+from scaling.collectives import einsum, join_products
 from scaling.spec import ShardingError
 from scaling.trace import trace
 
@@ -38,7 +38,7 @@ def test_its_line_and_shapes_are_checked_at_once():
 def test_joined_products_are_their_sum():
     some = [einsum(LINE, *operands(rows, seed), defer=True) for seed, rows in enumerate((3, 1, 4))]
     wanted = sum(product.wait() for product in some)
-    assert torch.allclose(joined(some).wait(), wanted, rtol=1e-13)
+    assert torch.allclose(join_products(some).wait(), wanted, rtol=1e-13)
     other = einsum("A[B, F] * C[B, D] -> dW[F, D]", *operands(3), defer=True)
     with pytest.raises(ValueError, match="one line"):
-        joined([some[0], other])
+        join_products([some[0], other])

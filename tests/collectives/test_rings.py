@@ -80,6 +80,6 @@ def test_refusals():
 
 
 def test_counts():
-    loads = {(name, ways): busiest for name, ways, _, busiest in rings.counts(8, 16)}
+    loads = {(name, ways): busiest for name, ways, _, busiest in rings.ring_counts(8, 16)}
     assert loads["AllToAll", 1] * 2 == loads["AllGather", 1]
     assert loads["AllToAll", 2] * 4 == loads["AllGather", 2]

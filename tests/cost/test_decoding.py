@@ -74,7 +74,7 @@ def test_one_chip_moves_nothing(form):
 )  # fmt: skip
 def test_refused(form, sizes, named):
     with pytest.raises((ShardingError, ValueError), match=named):
-        d.check(form, L70, sizes)
+        d.check_form(form, L70, sizes)
 
 
 def test_copies():
@@ -87,13 +87,13 @@ def test_places_fill_the_slice():
     for shape in ((4, 4), (4, 8), (2, 4, 4)):
         chips = math.prod(shape)
         for y in (2**i for i in range(chips.bit_length())):
-            placed = d.place(shape, {"Y": y, "Z": chips // y})
+            placed = d.place_axes(shape, {"Y": y, "Z": chips // y})
             assert math.prod(placed["Y"]) == y
             assert tuple(a * b for a, b in zip(*placed.values(), strict=True)) == shape
     with pytest.raises(ValueError, match="idle"):
-        d.place((4, 4), {"Y": 8})
+        d.place_axes((4, 4), {"Y": 8})
     with pytest.raises(ValueError, match="Y = 3 does not fit"):
-        d.place((4, 4), {"Y": 3, "Z": 5})
+        d.place_axes((4, 4), {"Y": 3, "Z": 5})
 
 
 def test_a_slice_without_wraparound_has_half_the_links():

@@ -16,7 +16,7 @@ from scaling.explicit import arrays
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 
-plain = arrays.call
+plain = arrays.call_typed
 MESH = AbstractMesh({"X": 4, "Y": 2})
 
 
@@ -85,7 +85,7 @@ def test_what_has_no_type_is_refused_with_a_line_that_is_then_accepted(f, rule, 
     a, b = abstract((8, 16), "[8_X, 16_Y]"), abstract((16, 8), "[16_Y, 8]")
     u = torch.einsum("ij,jk->ik", a, abstract((16, 16), "[16_Y, 16]"))
     calls = []
-    monkeypatch.setattr(arrays, "call", lambda *call: calls.append(call) or plain(*call))
+    monkeypatch.setattr(arrays, "call_typed", lambda *call: calls.append(call) or plain(*call))
     with pytest.raises(ShardingError, match=re.escape(rule)) as refusal:
         f(a, b, u)
     text = str(refusal.value)

@@ -35,7 +35,7 @@ RESPLIT = "JAX knows one split or merge at a time: here any that keeps the order
 @cache
 def called(kind, detail, shapes) -> functions.TypedCall:
     func, args = CALLS[kind](detail, [torch.empty(s, device="meta") for s in shapes])
-    return functions.read(func, args, {}, lambda x: isinstance(x, torch.Tensor))
+    return functions.read_call(func, args, {}, lambda x: isinstance(x, torch.Tensor))
 
 
 def ours(case: Case) -> tuple[str, tuple[str, ...]]:

@@ -14,7 +14,7 @@ side = st.integers(1, 9)
 def test_it_multiplies_in_the_cycles_it_says(M, K, N, n, seed):
     g = torch.Generator().manual_seed(seed)
     X, W = (torch.randint(-9, 10, shape, generator=g).double() for shape in ((M, K), (K, N)))
-    run = systolic.run(X, W, n)
+    run = systolic.systolic_matmul(X, W, n)
     assert torch.equal(run.out, X @ W)
     assert run.cycles == systolic.cycles(M, K, N, n)
     assert run.utilization == M * K * N / (run.cycles * n * n) <= 1
@@ -33,7 +33,7 @@ def test_weights_loading_is_hidden_only_behind_n_rows():
 
 def test_rows_enter_diagonally():
     frames = []
-    systolic.run(torch.ones(2, 3), torch.full((3, 3), 5.0), 3, frames)
+    systolic.systolic_matmul(torch.ones(2, 3), torch.full((3, 3), 5.0), 3, frames)
     assert systolic.draw(frames[1]) == ["1 0 .", "0 . .", ". . ."]
     assert systolic.draw(frames[3]) == [". . 1", ". 1 0", "1 0 ."]
     assert systolic.draw(frames[2], values=True) == [" .  5  5", "10 10  .", "15  .  ."]
@@ -45,4 +45,4 @@ def test_rows_enter_diagonally():
 )
 def test_nonsense_is_refused(x, w, n):
     with pytest.raises(ValueError, match=r"give two matrices|whole number"):
-        systolic.run(torch.ones(x), torch.ones(w), n)
+        systolic.systolic_matmul(torch.ones(x), torch.ones(w), n)

@@ -18,7 +18,7 @@ import torch
 from busy import SOON
 
 from scaling.collectives import all_gather, all_reduce
-from scaling.launch import RankError, fit, parse_mesh, run
+from scaling.launch import RankError, fit_mesh, parse_mesh, run
 from scaling.spec import ShardingError
 
 
@@ -332,4 +332,4 @@ def test_bad_meshes_on_the_command_line(text):
 def test_a_default_mesh_is_fitted_to_torchruns_ranks(monkeypatch):
     for world, fitted in {"1": (4, 2), "4": (2, 2), "2": (1, 2), "16": (8, 2), "3": (4, 2)}.items():
         monkeypatch.setenv("WORLD_SIZE", world)
-        assert tuple(fit({"X": 4, "Y": 2}).values()) == fitted
+        assert tuple(fit_mesh({"X": 4, "Y": 2}).values()) == fitted

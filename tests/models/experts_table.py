@@ -30,5 +30,5 @@ def ours() -> dict:
     y, pull = vjp(lambda params, x: moe.forward(params, x, CONFIG)[0], params, x)
     grads, dx = pull(dy)
     grads.pop("bias")
-    chosen = moe.choose(x, params["router"], CONFIG, params["bias"]).sort(-1).values
+    chosen = moe.choose_experts(x, params["router"], CONFIG, params["bias"]).sort(-1).values
     return {"experts": chosen.flatten().tolist(), "probes": probes({"y": y, "x": dx, "params": grads})}

@@ -90,20 +90,20 @@ def test_ties_go_to_the_lower_expert():
     column = torch.randn(33, 4, generator=rng, dtype=torch.float64)
     router = column.repeat(1, 16)  # expert e is the twin of e + 4, e + 8, ...
     x = torch.randn(50, 33, generator=rng, dtype=torch.float64)
-    experts = moe.choose(x, router, config)
+    experts = moe.choose_experts(x, router, config)
     first = (x @ column).argmax(-1)
     assert torch.equal(experts, torch.stack([first, first + 4, first + 8], -1))
-    assert torch.equal(moe.choose(x.float(), router.float(), config), experts)
-    alone = torch.cat([moe.choose(row[None], router, config) for row in x])
+    assert torch.equal(moe.choose_experts(x.float(), router.float(), config), experts)
+    alone = torch.cat([moe.choose_experts(row[None], router, config) for row in x])
     assert torch.equal(alone, experts)  # a matmul of one row adds up in another order
     turned = torch.stack([column[:, 0].roll(e) for e in range(64)], 1)  # sums of the same numbers, in another order
     same = torch.arange(1, 6, dtype=torch.float64)[:, None].expand(5, 33)
     assert len((same @ turned).unique()) > 5
-    assert moe.choose(same, turned, config).tolist() == [[0, 1, 2]] * 5
-    zero = moe.choose(torch.zeros(2, 33), router, config, torch.zeros(64))
+    assert moe.choose_experts(same, turned, config).tolist() == [[0, 1, 2]] * 5
+    zero = moe.choose_experts(torch.zeros(2, 33), router, config, torch.zeros(64))
     assert zero.tolist() == [[0, 1, 2]] * 2
     bias = torch.zeros(64, dtype=torch.float64).index_fill(0, torch.tensor([7, 9]), 1e-3)
-    assert moe.choose(torch.zeros(1, 33), router, config, bias).tolist() == [[7, 9, 0]]
+    assert moe.choose_experts(torch.zeros(1, 33), router, config, bias).tolist() == [[7, 9, 0]]
 
 
 def test_bias_enters_the_choice_and_not_the_weights():
@@ -122,7 +122,7 @@ def test_bias_evens_out_the_load():
     x, router = torch.randn(400, 6, generator=rng) + 1, torch.randn(6, 8, generator=rng)
     bias, worst = torch.zeros(8), []
     for _ in range(300):
-        load = moe.load_of(moe.choose(x, router, config, bias), 8)
+        load = moe.load_of(moe.choose_experts(x, router, config, bias), 8)
         worst.append(load.max().item() / 100)
         bias = moe.update_bias(bias, load, 0.01)
     assert worst[0] > 2

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from scaling import tree
 from scaling.book.largest import largest
 from scaling.configs import load
-from scaling.configs.hugging_face import write
+from scaling.configs.hugging_face import write_config
 from scaling.models import hf, transformer
 
 TABLE = Path(__file__).parents[1] / "models" / "hugging_face.json"
@@ -165,7 +165,7 @@ def reference(name: str, tokens) -> dict:
                 folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
             )
             _, loss, grads = theirs(model, tokens)
-    return {"written": table, "published": write(config), "loss": loss.item(), "grads": probes(grads)}
+    return {"written": table, "published": write_config(config), "loss": loss.item(), "grads": probes(grads)}
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ import pytest
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan import Job, guide
-from scaling.plan.__main__ import count, main, mesh
+from scaling.plan.__main__ import main, mesh, parse_count
 
 
 def command(capsys, *arguments):
@@ -99,7 +99,7 @@ def test_command_errors(capsys):
         with pytest.raises(SystemExit) as error:
             main([*POD, *wrong])
         assert error.value.code == 2
-    assert count("4M") == 4 * 2**20
+    assert parse_count("4M") == 4 * 2**20
     assert mesh("tensor=8, pipe=16") == (("tensor", 8), ("pipe", 16))
 
 
@@ -110,7 +110,7 @@ def test_the_ladder_is_climbed_as_the_model_grows():
     h100, taken = chip("h100"), []
     for L in (2, 20, 32, 60):
         job = Job(get("llama3-8b").with_(L=L, V=32000), 32 * 2048, 2048)
-        taken.append(guide.choose(guide.climb(job, h100, 8)).rung.name)
+        taken.append(guide.choose_rung(guide.climb(job, h100, 8)).rung.name)
     assert taken[0] == "DDP"
     assert taken[1] in ("DDP", "FSDP")
     assert taken[2:] == ["FSDP", "FSDP"]
@@ -118,7 +118,7 @@ def test_the_ladder_is_climbed_as_the_model_grows():
     names = [step.rung.name for step in guide.climb(job, h100, 32) if step.fits]
     assert names[0].startswith("FSDP + checkpointing")
     one = Job(get("llama3-8b").with_(L=2, V=32000), 32 * 2048, 2048)
-    assert guide.choose(guide.climb(one, h100, 1)).rung.name == "one GPU"
+    assert guide.choose_rung(guide.climb(one, h100, 1)).rung.name == "one GPU"
 
 
 def test_guide_command(capsys):

@@ -10,7 +10,7 @@ from scaling.hardware import chip
 from scaling.plan import Job, Stack, explain, plans
 from scaling.plan.__main__ import main
 from scaling.plan.candidates import Fixed
-from scaling.plan.one_layer import chart, layer_passes, svg
+from scaling.plan.one_layer import layer_chart, layer_passes, svg
 from scaling.plan.report import Budget
 
 JOBS = [
@@ -57,7 +57,7 @@ def test_weights_run_behind_a_layer_and_bind_where_links_are_slow():
 def test_the_drawings():
     job = Job(get("llama3-70b"), 4 * 2**20)
     passes = layer_passes(job, plans(job, chip("v5p"), 1024, Fixed((("data", 256), ("tensor", 4))))[0])
-    drawn = chart(passes)
+    drawn = layer_chart(passes)
     assert max(len(line) for line in drawn.splitlines()) <= 100
     assert [line.split()[0] for line in drawn.splitlines()] == ["forward:", "compute", "tensor", "behind", "backward:",
                                                                  "compute", "tensor", "behind"]  # fmt: skip
@@ -67,7 +67,7 @@ def test_the_drawings():
 
 def test_nothing_in_the_table_is_beaten():
     job, h100 = Job(get("llama3-8b"), 2**20), chip("h100")
-    choices = explain.pareto(job, h100, 16, Budget(price=2.0))
+    choices = explain.pareto_of_chips(job, h100, 16, Budget(price=2.0))
     best = plans(job, h100, 16)[0]
     assert {one.found.chips for one in choices} <= {8, 16, 32}
     assert any(one.found.forecast <= 1.03 * best.forecast for one in choices if one.found.chips == 16)

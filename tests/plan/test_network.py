@@ -7,7 +7,7 @@ from scaling.cost import gpu
 from scaling.hardware import chip
 from scaling.plan.layout import AXES
 from scaling.plan.network import Unplaced, book, torus, torus_meshes, tree
-from scaling.plan.placement import AxisSpan, gather_price, joined, placements, slice_shape
+from scaling.plan.placement import AxisSpan, gather_price, join_spans, placements, slice_shape
 
 V5P, H100 = chip("v5p"), chip("h100")
 
@@ -38,7 +38,7 @@ def test_half_of_a_ring_is_a_line_and_its_rest_is_slow():
     inner, outer = AxisSpan(0, 8, 1, False, False), AxisSpan(0, 2, 8, True, False)
     assert gather_price(V5P, [inner])[0] == pytest.approx(7 / 8 / 9e10)  # links one way
     assert gather_price(V5P, [outer])[0] == pytest.approx(8 / 1.8e11)  # eight groups share each link
-    assert joined([inner, outer]) == (AxisSpan(0, 16, 1, True, True),)
+    assert join_spans([inner, outer]) == (AxisSpan(0, 16, 1, True, True),)
     rest = AxisSpan(1, 20, 1, True, True)
     assert gather_price(V5P, [outer, rest])[0] == pytest.approx((2 / 40) * 8 / 1.8e11 + 1 / 1.8e11)  # the least
 

@@ -6,7 +6,7 @@ import pytest
 
 from scaling.book.largest import largest
 from scaling.plan.__main__ import main
-from scaling.plan.published import BETTER, Beside, beside, own_mesh, runs, table, token_flops
+from scaling.plan.published import BETTER, Beside, beside_planner, own_mesh, published_runs, table, token_flops
 
 SMALL = 300  # chips, of the runs beside which the planner looks for its own layout here; the command does so for all
 
@@ -15,9 +15,9 @@ SMALL = 300  # chips, of the runs beside which the planner looks for its own lay
 def rows():
     """Each run beside the planner; of large ones only the run's own mesh."""
     found = []
-    for run in runs():
+    for run in published_runs():
         if run.chips <= SMALL:
-            found.append(beside(run))
+            found.append(beside_planner(run))
         else:
             own = own_mesh(run)
             found.append(Beside(run, own, own))
@@ -59,7 +59,7 @@ def test_each_has_a_source_and_the_table_is_narrow(rows):
 
 def test_tokens_from_tflops():
     """LLaMA-3 405B: 400 TFLOPs/s a GPU of 6 x 405e9 FLOPs a token and attention are 41% of 989."""
-    run = next(run for run in runs() if run.chips == 16_384 and run.job.seq == 8192)
+    run = next(run for run in published_runs() if run.chips == 16_384 and run.job.seq == 8192)
     assert run.measured * token_flops(run.job, "causal") == pytest.approx(400e12)
     assert 6 * 405e9 < token_flops(run.job, "causal") < 6.5 * 405e9
 

@@ -3,10 +3,10 @@ import json
 import pytest
 
 from scaling.plan.__main__ import main
-from scaling.plan.serve.published import data, rows, table
+from scaling.plan.serve.published import data, measured_steps, table
 
 GROUPS = data()["group"]
-STEPS = [one for group in GROUPS for one in rows(group)]
+STEPS = [one for group in GROUPS for one in measured_steps(group)]
 
 
 def test_no_bound_is_beaten():

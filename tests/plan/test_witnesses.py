@@ -10,7 +10,7 @@ from scaling import cost
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.plan import Job, Layout, Stack, evaluate
-from scaling.plan.layer import layer, strategy
+from scaling.plan.layer import layer_plan, strategy
 from scaling.plan.network import book
 from scaling.spec import parse
 from scaling.strategies import data_parallel
@@ -97,7 +97,7 @@ def test_data_parallelism_equals_its_trace():
 
 
 def test_sizes_that_do_not_divide_are_counted_in_proportion():
-    padded, even = layer(96, 30, 44, 4, 8), layer(96, 32, 48, 4, 8)
+    padded, even = layer_plan(96, 30, 44, 4, 8), layer_plan(96, 32, 48, 4, 8)
     for a, b in zip(padded.moves, even.moves, strict=True):
         share = 30 * 44 / (32 * 48) if a.axis == "X" else 30 / 32
         assert a.nbytes == pytest.approx(b.nbytes * share)
@@ -122,7 +122,7 @@ def run_for_real(mesh, B, D, F):
 
 @pytest.mark.parametrize("sizes", [{"X": 2, "Y": 1}, {"X": 1, "Y": 2}, {"X": 2, "Y": 2}])
 def test_a_layer_equals_the_trace_of_the_same_code_run_for_real(ranks, sizes):
-    want = layer(8, 16, 32, sizes["X"], sizes["Y"])
+    want = layer_plan(8, 16, 32, sizes["X"], sizes["Y"])
     for flops, moves in ranks(run_for_real, sizes, 8, 16, 32):
         assert flops == want.flops
         assert sorted(moves) == sorted((m.op, m.axis, m.nbytes) for m in want.moves)

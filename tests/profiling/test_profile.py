@@ -122,7 +122,7 @@ def test_what_the_profiler_exports_is_read():
         span("aten::other", 1003.0, 1.0, tid=2),
         span("gloo:all_reduce", 1004.0, 1.0, "user_annotation", tid=7),
     ]
-    seen = kineto.read({"traceEvents": [*events, *memory]}, [1.0])
+    seen = kineto.read_trace({"traceEvents": [*events, *memory]}, [1.0])
     assert seen.ops == (("aten::linear", 3.0, 5.0), ("aten::mm", 5.5, 6.5))
     assert seen.memory == ((1.0, 8), (2.0, -8))
     assert seen.transfers == (("gloo:all_reduce", 4.0, 5.0),)
@@ -137,7 +137,7 @@ def test_kernels_belong_to_the_line_that_launched_them():
     ):
         events += [span("cudaLaunchKernel", launched, 0.01, "cuda_runtime", correlation=number),
                    span(name, start, seconds, "kernel", tid=9, correlation=number)]  # fmt: skip
-    seen = kineto.read({"traceEvents": events}, [0.0], "cuda")
+    seen = kineto.read_trace({"traceEvents": events}, [0.0], "cuda")
     product = LineRun("P", "Einsum", (), 0.0, 0.2, ((0.0, 0.2),))
     reduce = LineRun("C", "AllReduce", ("X",), 0.2, 0.4, ((0.2, 0.4),), group=(0, 1))
     (product, reduce), ops = on_device([product, reduce], seen.kernels)

@@ -15,7 +15,7 @@ from scaling.serve import loading
 from scaling.serve.engine import Draw
 from scaling.serve.requests import RequestLine
 from scaling.serve.states import Request
-from scaling.serve.text import ByteText, TextStream, chat, ends_of, tokenizer_of
+from scaling.serve.text import ByteText, TextStream, chat_prompt, ends_of, tokenizer_of
 from scaling.train import checkpoint
 
 CONFIG = Config("tiny", L=1, D=16, F=24, N=4, K=2, H=4, V=256)
@@ -150,7 +150,7 @@ def test_ends_and_chat_templates(tmp_path):
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     table = {"chat_template": template, "bos_token": {"content": "<s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(table))
-    assert chat(tmp_path, [{"role": "user", "content": "hi"}]) == "<s>[user]hi[assistant]"
+    assert chat_prompt(tmp_path, [{"role": "user", "content": "hi"}]) == "<s>[user]hi[assistant]"
 
 
 def test_serve_a_file(folder, tmp_path, capsys):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from scaling.serve import Sampling
-from scaling.serve.sampling import draw, probabilities, request_seeds, sample, uniforms
+from scaling.serve.sampling import draw_token, probabilities, request_seeds, sample, uniforms
 
 logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -math.inf]], dtype=torch.float64)
 
@@ -51,9 +51,9 @@ def test_logits_without_a_maximum_are_refused(bad):
 def test_a_token_never_drawn_has_no_probability():
     p = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64)
     u = torch.tensor([0.0, 0.29999, 0.3, 0.99999999999999989], dtype=torch.float64)
-    assert draw(p.expand(4, 5), u).tolist() == [1, 1, 3, 3]
+    assert draw_token(p.expand(4, 5), u).tolist() == [1, 1, 3, 3]
     uneven = torch.full((7,), 1 / 7, dtype=torch.float64)
-    assert draw(uneven, torch.tensor(1 - 2.0**-53, dtype=torch.float64)).item() == 6
+    assert draw_token(uneven, torch.tensor(1 - 2.0**-53, dtype=torch.float64)).item() == 6
 
 
 def test_drawn_as_often_as_likely():

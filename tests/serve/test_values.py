@@ -124,9 +124,9 @@ DRAWS = {
     "logits of bools": lambda: sampling.probabilities(LOGITS > 0, Sampling(1.0)),
     "logits complex": lambda: sampling.likeliest(LOGITS.to(torch.complex64)),
     "logits none": lambda: sampling.likeliest(LOGITS[:, :0]),
-    "p of zeros": lambda: sampling.draw(torch.zeros(1, 4), torch.tensor([0.5])),
-    "p of NaN": lambda: sampling.draw(torch.full((1, 4), NAN), torch.tensor([0.5])),
-    "u of fewer rows": lambda: sampling.draw(LOGITS.softmax(-1), torch.tensor([0.5])),
+    "p of zeros": lambda: sampling.draw_token(torch.zeros(1, 4), torch.tensor([0.5])),
+    "p of NaN": lambda: sampling.draw_token(torch.full((1, 4), NAN), torch.tensor([0.5])),
+    "u of fewer rows": lambda: sampling.draw_token(LOGITS.softmax(-1), torch.tensor([0.5])),
 }
 
 
@@ -185,6 +185,6 @@ def test_a_step_gives_what_its_works_sample():
 
 def test_a_field_that_is_null_is_one_that_is_left_out():
     text = '{"ids": null}\n{"ids": [1], "arrival": null, "seed": null, "stop": null}\n{"prompt": null, "ids": [2]}'
-    lines, bad = requests.read(text, None, 16, (), 4)
+    lines, bad = requests.read_requests(text, None, 16, (), 4)
     assert [line.request.prompt for line in lines] == [(1,), (2,)]
     assert bad == [{"line": 1, "error": 'one of "prompt" and "ids" is needed'}]

@@ -29,7 +29,7 @@ def test_drawn():
 @pytest.mark.parametrize("spec", [*NINE, "A[I_YX, J]", "A[I, J_YX]", "A[I_Y] {U_X}"])
 def test_every_device_is_drawn_with_what_it_holds(spec):
     """Squares held, added over the devices of one replica, are the whole array once; their place is the block's."""
-    found, spec = devices.held(spec, MESH, 8), parse(spec)
+    found, spec = devices.held_cells(spec, MESH, 8), parse(spec)
     once = [
         (row, column)
         for row in range(2)

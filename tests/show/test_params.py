@@ -5,7 +5,7 @@ import pytest
 from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.mesh import AbstractMesh
-from scaling.show.params import main, rows
+from scaling.show.params import leaf_rows, main
 from scaling.spec import parse
 
 
@@ -16,7 +16,7 @@ from scaling.spec import parse
 def test_all_ranks_together_hold_the_model(name, sizes):
     config, mesh = get(name), AbstractMesh(sizes)
     on_all = 0
-    for _, text, _, nbytes in rows(config, mesh, "bf16"):
+    for _, text, _, nbytes in leaf_rows(config, mesh, "bf16"):
         on_all += nbytes * mesh.size(parse(text).axes)  # one copy of what the rest of the mesh replicates
     assert on_all == 2 * tm.num_params(config)
 

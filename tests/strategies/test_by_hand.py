@@ -12,7 +12,7 @@ from scaling.models.rope import tables
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.strategies.transformer.by_hand import layer_vjp
-from scaling.strategies.transformer.layer import Context, layer
+from scaling.strategies.transformer.layer import Context, run_layer
 from scaling.strategies.transformer.types import used
 from scaling.trace import trace
 
@@ -41,7 +41,7 @@ def both(mesh, config):
     rope = tables(torch.arange(8), config.H, config.theta, None, x.dtype)
     at = Context(config, mesh, rope, lambda Q, K, V, window: sdpa(Q, K, V, window=window))
     with trace() as derived:
-        out, pull = vjp(lambda W, x: layer(W, x, at, config.window)[0][0], W, x)
+        out, pull = vjp(lambda W, x: run_layer(W, x, at, config.window)[0][0], W, x)
         want = out, *reversed(pull(dx))
     before = [leaf.clone() for leaf in (x, dx, *W.values())]
     with trace() as written:

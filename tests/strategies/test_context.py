@@ -157,9 +157,9 @@ def test_what_was_seen_of_nothing_merges():
     """A query that a block hides from everything adds nothing, in any order, and is no nan."""
     seen = block.Attended(torch.randn(1, 2, 1, 4), torch.tensor([[[700.0], [-900.0]]]))
     nothing = block.Attended(torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), -math.inf))
-    for merged in (block.merge(seen, nothing), block.merge(nothing, seen)):
+    for merged in (block.merge_attended(seen, nothing), block.merge_attended(nothing, seen)):
         torch.testing.assert_close(merged, seen, rtol=0, atol=0)
-    assert not block.merge(nothing, nothing).O.isnan().any()
+    assert not block.merge_attended(nothing, nothing).O.isnan().any()
     q, k, v, hidden = torch.randn(1, 1, 2, 3, 4), *torch.randn(2, 1, 1, 1, 5, 4), torch.rand(3, 5) < 0.4
     hidden[1] = True
     for kernel in (kernels.fused, kernels.written):

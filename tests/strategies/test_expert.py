@@ -63,7 +63,7 @@ def dense(config, how):
     grads = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)]
     *grads, dx = grads
     names = list(tree.named_leaves(params))
-    experts = one_device.choose(x, params["router"], config, params.get("bias"))
+    experts = one_device.choose_experts(x, params["router"], config, params.get("bias"))
     return y.detach(), {k: v.detach() for k, v in aux.items()}, dict(zip(names, grads, strict=True)), dx, experts
 
 
@@ -86,7 +86,7 @@ def run(mesh, config, how, axis, tensor, spec, way):
 
     def layer(params, x, routing=None):
         if routing is None:
-            routing = expert.route(params, x, config, mesh, axis, **options)
+            routing = expert.route_tokens(params, x, config, mesh, axis, **options)
         y, aux = expert.moe(params, x, config, mesh, axis, **options, routing=routing)
         return (y, aux["balance"], aux["z"]), routing
 
@@ -116,7 +116,7 @@ def run(mesh, config, how, axis, tensor, spec, way):
     named = dict(zip(tree.named_leaves(params), grads, strict=True))
     kinds = tree.named_leaves(types)
     named = {name: whole(g, kinds[name], everywhere, mesh) for name, g in named.items()}
-    routing = expert.route(params, x.detach(), config, mesh, axis, **options)
+    routing = expert.route_tokens(params, x.detach(), config, mesh, axis, **options)
     experts = routing.experts.view(x.shape[0], -1, config.k)
     at = parse(spec).with_name("e")
     if tensor and tensor in at.axes_of("T"):
@@ -188,7 +188,7 @@ def moved_and_remade(mesh, config):
 
     def layer(params, x, routing):
         if routing is None:
-            routing = expert.route(params, x, config, mesh, "X")
+            routing = expert.route_tokens(params, x, config, mesh, "X")
         return (expert.moe(params, x, config, mesh, "X", routing=routing)[0],), routing
 
     with trace() as forward:
@@ -203,7 +203,7 @@ def moved_and_remade(mesh, config):
             pull((dy,))
     finally:
         routing_module.choose = whole
-    experts = expert.route(params, x, config, mesh, "X").experts
+    experts = expert.route_tokens(params, x, config, mesh, "X").experts
     return experts, [
         [(e.op, str(e.after), e.nbytes, e.wire_bytes) for e in t.collectives()] for t in (forward, backward)
     ]
@@ -235,7 +235,7 @@ def test_a_choice_made_twice_would_differ():
 
     def layer(params, x, experts):
         if experts is None:
-            experts = (one_device.choose(x, params["router"], SOFTMAX) + len(asked)) % SOFTMAX.E
+            experts = (one_device.choose_experts(x, params["router"], SOFTMAX) + len(asked)) % SOFTMAX.E
             asked.append(experts)
         y, aux = one_device.forward(params, x, SOFTMAX, experts)
         return (y, aux["z"]), experts

@@ -192,7 +192,7 @@ def test_experts_with_a_capacity_take_tokens_in_plain_order():
 def test_tokens_lie_in_the_vocabulary(token, lies_in):
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     tokens[1, 2] = token
-    check = lambda: api.check(tokens, tokens, PLAIN, AbstractMesh({"X": 1}), 1, "none", "ring")  # noqa: E731
+    check = lambda: api.check_batch(tokens, tokens, PLAIN, AbstractMesh({"X": 1}), 1, "none", "ring")  # noqa: E731
     if lies_in:
         return check()
     with pytest.raises(ValueError, match=f"tokens must lie in 0..{PLAIN.V - 1}"):
@@ -205,11 +205,11 @@ def test_what_no_compiled_graph_can_is_refused_there_alone(monkeypatch):
     cases += [(EXPERTS, {"X": 1}, "experts")]
     for config, sizes, why in cases:
         arguments = tokens, tokens, config, AbstractMesh(sizes), 1, "none", "ring"
-        api.check(*arguments)
+        api.check_batch(*arguments)
         with monkeypatch.context() as patched:
             patched.setattr(torch.compiler, "is_compiling", lambda: True)
             if why:
                 with pytest.raises(ValueError, match=f"{why}.* which a compiled graph cannot"):
-                    api.check(*arguments)
+                    api.check_batch(*arguments)
             else:
-                api.check(*arguments)
+                api.check_batch(*arguments)

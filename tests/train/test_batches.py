@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scaling.configs import get
-from scaling.train.batches import IGNORED, Batches, Mixture, ahead, split
+from scaling.train.batches import IGNORED, Batches, Mixture, ahead, hold_out
 from scaling.train.corpus import Corpus
 from scaling.train.inputs import inputs, weighted_paths
 from scaling.train.settings import Settings
@@ -18,11 +18,11 @@ def counting(n, first=0, starts=(0,), counted=()):
 
 
 def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
-    train, valid = split(counting(3000, starts=(0, 500, 1000)), 4, 32, seed=5)
+    train, valid = hold_out(counting(3000, starts=(0, 500, 1000)), 4, 32, seed=5)
     seen = [i for step in range(2 * train.sequences // 4) for i in train.chosen(4 * step)]
     assert sorted(seen[: train.sequences]) == list(range(train.sequences))
     assert seen[: train.sequences] != seen[train.sequences : 2 * train.sequences]
-    other, _ = split(counting(3000), 4, 32, seed=6)
+    other, _ = hold_out(counting(3000), 4, 32, seed=6)
     assert [i for step in range(3) for i in other.chosen(4 * step)] != seen[:12]
     inputs, targets, segments = train.at(12)
     assert torch.equal(inputs + 1, targets)

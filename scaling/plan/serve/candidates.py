@@ -157,7 +157,7 @@ def meshes(chips: int) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
                 )  # fmt: skip
 
 
-def shapes(chip: Chip, chips: int | None, most: int) -> list[tuple[int, ...]]:
+def slice_shapes(chip: Chip, chips: int | None, most: int) -> list[tuple[int, ...]]:
     """The slices of so many chips, of any number up to `most` where that is None; of GPUs any number."""
     if chips and chip.kind != "tpu":
         return [(chips,)]
@@ -167,15 +167,15 @@ def shapes(chip: Chip, chips: int | None, most: int) -> list[tuple[int, ...]]:
 def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, sizes) -> bool:
     """Whether the model divides over the mesh, and the mesh over the slice."""
     try:
-        decoding.check(form, service.config, dict(sizes))
+        decoding.check_form(form, service.config, dict(sizes))
         if chip.kind == "tpu":
-            decoding.place(shape, dict(sizes))
+            decoding.place_axes(shape, dict(sizes))
     except (ShardingError, ValueError):
         return False
     return True
 
 
-def parts(form: str, sizes: dict[str, int]) -> int:
+def _parts(form: str, sizes: dict[str, int]) -> int:
     """Into how many the cache's batch is split."""
     return {"heads_batch": sizes.get("Z", 1), "2d": sizes.get("X", 1)}.get(form, 1)
 
@@ -185,7 +185,7 @@ def best_batch(one: ServingPlan) -> ServingPlan | None:
 
     Where the cache's batch is split, whole multiples of its parts.
     """
-    multiple = parts(one.form, dict(one.sizes))
+    multiple = _parts(one.form, dict(one.sizes))
 
     def at(count: int) -> ServingPlan:
         return replace(one, batch=count * multiple)
@@ -209,7 +209,7 @@ def best_batch(one: ServingPlan) -> ServingPlan | None:
     return at(1 + last(lambda count: at(count).tokens_per_second < enough))
 
 
-def key(served: ServingPlan, objective: str) -> tuple:
+def _key(served: ServingPlan, objective: str) -> tuple:
     """What is better comes first."""
     if objective == "latency":
         return served.step.seconds, -served.per_chip, served.chips
@@ -225,14 +225,14 @@ def plans(
     `chips`: of the slice, else any up to `most`. `batch`: fixed, else the best of each (the least for latency).
     """
     found = []
-    for shape in shapes(chip, chips, most):
+    for shape in slice_shapes(chip, chips, most):
         for name, sizes in meshes(math.prod(shape)):
             if form not in (None, name) or not allowed(service, chip, shape, name, sizes):
                 continue
-            one = ServingPlan(service, chip, shape, name, sizes, batch or parts(name, dict(sizes)))
+            one = ServingPlan(service, chip, shape, name, sizes, batch or _parts(name, dict(sizes)))
             if batch or objective == "latency":
-                whole = one.batch % parts(name, dict(sizes)) == 0
+                whole = one.batch % _parts(name, dict(sizes)) == 0
                 found += [one] if whole and one.fits and one.in_time else []
             elif (suited := best_batch(one)) is not None:
                 found.append(suited)
-    return sorted(found, key=lambda served: key(served, objective))
+    return sorted(found, key=lambda served: _key(served, objective))

@@ -12,7 +12,7 @@ from scaling.cost import decoding, serving
 from scaling.hardware import chip, chips
 from scaling.plan.report import folded
 from scaling.plan.serve import published, report, traces
-from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, shapes
+from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, slice_shapes
 from scaling.serve.policies import POLICIES
 from scaling.spec import ShardingError
 
@@ -20,7 +20,7 @@ STORED = ("bf16", "int8", "fp8", "int4")
 TIMES = (1, 1.5, 2, 3, 5, 10)  # limits of the front, as multiples of the fastest step
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scaling.plan serve",
         description="The slice, sharding form and batch to serve a model with, and why (Parts 7 and 8)",
@@ -69,12 +69,12 @@ def service(args) -> Service:
 
 def nothing(asked: Service, hardware, fixed: dict) -> str:
     """Why nothing is found: no such slice, a model that does not divide, too little memory, or too slow."""
-    if not shapes(hardware, fixed["chips"], fixed["most"]):
+    if not slice_shapes(hardware, fixed["chips"], fixed["most"]):
         counts = ", ".join(str(math.prod(shape)) for shape in serving.slices(hardware))
         return f"{hardware.name} has no slice of {fixed['chips']} chips\n  fix: choose one of {counts}"
     if fixed["chips"]:
         try:
-            decoding.check(fixed["form"] or "heads", asked.config, {"Y": fixed["chips"]})
+            decoding.check_form(fixed["form"] or "heads", asked.config, {"Y": fixed["chips"]})
         except ShardingError as error:
             return str(error)
     patient = plans(replace(asked, latency=None), hardware, objective="latency", **fixed)
@@ -82,7 +82,7 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
         best = patient[0]
         return (
             f"nothing is fast enough: the fastest step is {1e3 * best.step.seconds:.3g} ms, on "
-            f"{report.name(best.shape)} by {best.form}, bound by {best.step.bound}\n  fix: give --latency "
+            f"{report.slice_name(best.shape)} by {best.form}, bound by {best.step.bound}\n  fix: give --latency "
             f"{1e3 * best.step.seconds * 1.01:.3g} or more, or smaller dtypes"
         )
     room = asked.headroom * hardware.need("hbm_bytes")
@@ -96,7 +96,7 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["published"]:
         return published.main(arguments[1:])
-    args = parser().parse_args(arguments)
+    args = _parser().parse_args(arguments)
     try:
         asked, hardware = service(args), chip(args.chip)
         hardware.flops(asked.compute)

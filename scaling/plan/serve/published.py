@@ -89,7 +89,7 @@ def model(name: str) -> Config:
     return Config(name, **sizes) if sizes else get(name)
 
 
-def rows(group: dict) -> Iterator[PublishedStep]:
+def measured_steps(group: dict) -> Iterator[PublishedStep]:
     """The measured steps of one group of published.toml."""
     hardware, memory = chip(group["chip"]), group["memory"][0]
     for batch, context, rate in group.get("rows", ()):
@@ -111,7 +111,7 @@ def table(groups: list[dict]) -> str:
     lines = ["ms a step as published, its bound, and what may have come on top", ""]
     shares = []
     for group in groups:
-        found = list(rows(group))
+        found = list(measured_steps(group))
         shares += [one.bound / one.seconds for one in found]
         lines.append(
             f"{group['name']} on {found[0].chip.name}: weights {group['weights']}, KV cache {group['kv']}, bf16 FLOPs "
@@ -158,7 +158,7 @@ def main(arguments: list[str]) -> int:
         names = "; ".join(group["name"] for group in data()["group"])
         print(f"error: no group is called {args.only!r}: there are {names}", file=sys.stderr)
         return 2
-    found = [one for group in groups for one in rows(group)]
+    found = [one for group in groups for one in measured_steps(group)]
     print(json.dumps([as_dict(one) for one in found], indent=1) if args.json else table(groups))
     beaten = [one for one in found if one.seconds < one.bound]
     for one in beaten:

@@ -12,7 +12,7 @@ from scaling.plan.serve.candidates import Service, ServingPlan, plans
 CHANGE = 1.02  # what would change the answer: at least so much more, or less
 
 
-def name(shape: Sequence[int]) -> str:
+def slice_name(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
@@ -24,17 +24,17 @@ def asked(service: Service, chip) -> str:
     )
 
 
-def mesh(served: ServingPlan) -> str:
+def _mesh(served: ServingPlan) -> str:
     return ", ".join(f"{axis} = {n}" for axis, n in served.sizes)
 
 
-def notes(served: ServingPlan) -> list[str]:
+def _notes(served: ServingPlan) -> list[str]:
     """What to know before comparing with another number."""
     said, s = [], served.service
     if served.chip.kind == "tpu" and served.chips > 1:
         rings = served.chip.wraps(served.shape)
         shown = "no wraparound" if not any(rings) else "wraparound" if all(rings) else "wraparound on one axis"
-        said.append(f"a {name(served.shape)} of {served.chip.name} has {shown}: its collectives are timed so")
+        said.append(f"a {slice_name(served.shape)} of {served.chip.name} has {shown}: its collectives are timed so")
     if served.copies > 1:
         said.append(f"the cache is stored {served.copies:g} times: K = {s.config.K} KV heads are fewer than the chips")
     said.append("every sequence is counted at its full context; a cache that is read as far as it is filled reads less")
@@ -47,7 +47,7 @@ def compute_bound_from(served: ServingPlan) -> float:
     return served.batch * one.weights / one.math
 
 
-def changes(best: ServingPlan, objective: str, **fixed) -> list[tuple[str, ServingPlan]]:
+def _changes(best: ServingPlan, objective: str, **fixed) -> list[tuple[str, ServingPlan]]:
     """Other requests whose best way differs: smaller dtypes, half the context, twice or half the chips."""
     s = best.service
     smaller = {"bf16": "int8", "fp8": "int4", "int8": "int4"}
@@ -71,11 +71,11 @@ def changes(best: ServingPlan, objective: str, **fixed) -> list[tuple[str, Servi
     return found
 
 
-def rows(found: Sequence[ServingPlan]) -> str:
+def _rows(found: Sequence[ServingPlan]) -> str:
     head = ["slice", "form", "mesh", "batch", "ms a step", "tokens/s", "a chip", "binds"]
     body = [
-        (name(f.shape), f.form, mesh(f), f"{f.batch:,}", f"{1e3 * f.step.seconds:.2f}", f"{f.tokens_per_second:,.0f}",
-         f"{f.per_chip:,.1f}", f.step.bound) for f in found
+        (slice_name(f.shape), f.form, _mesh(f), f"{f.batch:,}", f"{1e3 * f.step.seconds:.2f}",
+         f"{f.tokens_per_second:,.0f}", f"{f.per_chip:,.1f}", f.step.bound) for f in found
     ]  # fmt: skip
     return tabulate(body, head, "simple", disable_numparse=True, colalign=("left",) * 3 + ("right",) * 4 + ("left",))
 
@@ -97,7 +97,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     lines = [
         asked(s, best.chip),
         "",
-        f"Take:       {name(best.shape)}, {best.chips} chips, form {best.form}: {best.type} on {mesh(best)}; "
+        f"Take:       {slice_name(best.shape)}, {best.chips} chips, form {best.form}: {best.type} on {_mesh(best)}; "
         f"batch {best.batch:,}",
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
@@ -111,14 +111,14 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"{step.weights / step.seconds:.0%}",
         f"Prefill:    {best.prefill:.3g} s for {s.prompt:,} tokens at {s.mfu:.0%} MFU on as many chips: "
         f"{best.prefill_servers:.3g} prefill servers for each that generates {s.generated:,} tokens a request",
-        *(f"Note:       {note}." for note in notes(best)),
+        *(f"Note:       {note}." for note in _notes(best)),
     ]
     if others := distinct(found, top + 1)[1:]:
-        lines += ["", "Others:", rows(others)]
-    if changed := changes(best, objective, **fixed):
+        lines += ["", "Others:", _rows(others)]
+    if changed := _changes(best, objective, **fixed):
         lines += ["", "What would change it:"]
         lines += [
-            f"  {what}: {name(one.shape)}, {one.form}, batch {one.batch:,}, {1e3 * one.step.seconds:.3g} ms, "
+            f"  {what}: {slice_name(one.shape)}, {one.form}, batch {one.batch:,}, {1e3 * one.step.seconds:.3g} ms, "
             f"{one.per_chip:,.1f} tokens/s a chip ({one.per_chip / best.per_chip - 1:+.0%})" for what, one in changed
         ]  # fmt: skip
     return folded(lines)
@@ -127,18 +127,18 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
 def front(found: Sequence[ServingPlan]) -> str:
     """The ways that no other one beats in both milliseconds and tokens/s a chip."""
     kept = serving.pareto(found, lambda one: one.step.seconds, lambda one: one.per_chip)
-    return "Latency against throughput:\n" + rows(kept)
+    return "Latency against throughput:\n" + _rows(kept)
 
 
 def as_dict(one: ServingPlan) -> dict:
     """One way as data. Seconds, bytes of a chip, tokens/s."""
     step = one.step
     return {
-        "slice": name(one.shape), "chips": one.chips, "form": one.form, "type": one.type, "mesh": dict(one.sizes),
+        "slice": slice_name(one.shape), "chips": one.chips, "form": one.form, "type": one.type, "mesh": dict(one.sizes),
         "batch": one.batch, "step_seconds": step.seconds, "step_seconds_unhidden": step.apart,
         "parts": {"kv": step.kv, "weights": step.weights, "flops": step.math, "collectives": step.comms},
         "collectives": one.comms, "binds": step.bound, "tokens_per_second": one.tokens_per_second,
         "tokens_per_second_per_chip": one.per_chip, "weight_bytes": one.weight_bytes, "kv_bytes": one.kv_bytes,
         "kv_copies": one.copies, "compute_bound_from": compute_bound_from(one), "prefill_seconds": one.prefill,
-        "prefill_servers": one.prefill_servers, "notes": notes(one),
+        "prefill_servers": one.prefill_servers, "notes": _notes(one),
     }  # fmt: skip

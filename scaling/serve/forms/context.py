@@ -11,7 +11,7 @@ from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
 from scaling.models.transformer import headed
 from scaling.serve.forms import At
-from scaling.serve.forms.parts import activated, own_biases, rows_of
+from scaling.serve.forms.parts import activated, embedding_rows, own_biases
 from scaling.serve.types import experts_axis
 from scaling.strategies.axes import all_gather, all_reduce, shard
 from scaling.strategies.expert import experts_of, moe
@@ -21,7 +21,7 @@ from scaling.strategies.transformer.layer import own_heads
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
     """tokens[B, T], E[V_Y, D] -> x[B_ZE, T_C, D]. The tokens are whole on every rank."""
     tokens = shard("tokens[B_ZE, T] -> tokens[B_ZE, T_C]", tokens[at.slots.rows], at.mesh)
-    x = rows_of(E, tokens, at.mesh, "x[B_ZE, T_C, D] {U_Y}")
+    x = embedding_rows(E, tokens, at.mesh, "x[B_ZE, T_C, D] {U_Y}")
     return all_reduce("x[B_ZE, T_C, D] {U_Y} -> x[B_ZE, T_C, D]", x, at.mesh)
 
 

@@ -12,7 +12,7 @@ from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
 from scaling.models.transformer import headed
 from scaling.serve.forms import At
-from scaling.serve.forms.parts import activated, own_biases, rows_of
+from scaling.serve.forms.parts import activated, embedding_rows, own_biases
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, shard
 from scaling.strategies.expert import experts_of, moe
 from scaling.strategies.transformer.layer import own_heads
@@ -20,7 +20,7 @@ from scaling.strategies.transformer.layer import own_heads
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
     """tokens[B, T], E[V_YZ, D] -> x[B, T, D]. Both are whole on every rank."""
-    x = rows_of(E, tokens, at.mesh, "x[B, T, D] {U_YZ}")
+    x = embedding_rows(E, tokens, at.mesh, "x[B, T, D] {U_YZ}")
     return all_reduce("x[B, T, D] {U_YZ} -> x[B, T, D]", x, at.mesh)
 
 

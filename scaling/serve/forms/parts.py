@@ -13,7 +13,7 @@ from scaling.strategies.axes import masked
 from scaling.strategies.transformer.layer import own_heads
 
 
-def rows_of(E: Tensor, tokens: Tensor, mesh, spec: str) -> Tensor:
+def embedding_rows(E: Tensor, tokens: Tensor, mesh, spec: str) -> Tensor:
     """`spec`, x[B, T, D] {U_Y}, of tokens[B, T] by this rank's block of E[V_Y, D]: zeros for the tokens of others."""
     first = block_index([axis for axis in parse(spec).unreduced if axis in mesh.sizes], mesh.coord, mesh.sizes) * len(E)
     local = tokens - first

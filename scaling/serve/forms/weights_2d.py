@@ -12,18 +12,18 @@ from scaling.collectives import einsum
 from scaling.models.pointwise import mean_square, rms_norm
 from scaling.models.transformer import headed
 from scaling.serve.forms import At
-from scaling.serve.forms.parts import activated, own_biases, rows_of
+from scaling.serve.forms.parts import activated, embedding_rows, own_biases
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, reduce_scatter, shard
 from scaling.strategies.transformer.layer import own_heads
 
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
     """tokens[B, T], E[V_YZ, D_X] -> x[B, T, D_XYZ]. The tokens are whole on every rank."""
-    x = rows_of(E, tokens, at.mesh, "x[B, T, D_X] {U_YZ}")
+    x = embedding_rows(E, tokens, at.mesh, "x[B, T, D_X] {U_YZ}")
     return reduce_scatter("x[B, T, D_X] {U_YZ} -> x[B, T, D_XYZ]", x, at.mesh)
 
 
-def normed(x: Tensor, gain: Tensor, at: At) -> Tensor:
+def _normed(x: Tensor, gain: Tensor, at: At) -> Tensor:
     """x[B, T, D_XYZ] -> y[B, T, D_X]: the norm, by the mean square over the whole of D, gathered over Y and Z."""
     square = all_reduce("s[B, T, 1] {U_XYZ} -> s[B, T, 1]", mean_square(x), at.mesh, op="mean")
     y = rms_norm(x, square, gain=gain, eps=at.config.eps)
@@ -32,7 +32,7 @@ def normed(x: Tensor, gain: Tensor, at: At) -> Tensor:
 
 def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     """x[B, T, D_XYZ] -> Attn[B, T, D_XYZ]. The keys and values of this rank's rows are written to the cache."""
-    y = normed(x, W["norm_attn"], at)
+    y = _normed(x, W["norm_attn"], at)
     Q = einsum("y[B, T, D_X] * W_Q[D_X, N_YZ, H] -> Q[B, T, N_YZ, H] {U_X}", y, W["W_Q"])
     Q = reduce_scatter("Q[B, T, N_YZ, H] {U_X} -> Q[B_X, T, N_YZ, H]", Q, at.mesh)  # on the critical path
     Q = all_to_all("Q[B_X, T, N_YZ, H] -> Q[B_XZ, T, N_Y, H]", Q, at.mesh)  # on the critical path
@@ -53,7 +53,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
 
 def mlp(W: dict, x: Tensor, at: At) -> Tensor:
     """x[B, T, D_XYZ] -> Out[B, T, D_XYZ]: the lines of Question 7."""
-    In = normed(x, W["norm_mlp"], at)  # 1.
+    In = _normed(x, W["norm_mlp"], at)  # 1.
     Tmp = einsum("In[B, T, D_X] * W_in[D_X, F_YZ] -> Tmp[B, T, F_YZ] {U_X}", In, W["W_in"])  # 2.
     Tmp = all_reduce("Tmp[B, T, F_YZ] {U_X} -> Tmp[B, T, F_YZ]", Tmp, at.mesh)  # 3. on the critical path
     Gate = None
@@ -67,7 +67,7 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
 
 def head(params: dict, x: Tensor, at: At) -> Tensor:
     """x[B, T, D_XYZ] -> logits[B, T, V]. They are whole on every rank."""
-    x = normed(x, params["norm"], at)
+    x = _normed(x, params["norm"], at)
     if "unembed" in params:
         logits = einsum("x[B, T, D_X] * U[D_X, V_YZ] -> logits[B, T, V_YZ] {U_X}", x, params["unembed"])
     else:

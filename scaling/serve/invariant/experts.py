@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from scaling.configs import Config
-from scaling.models.moe import by_expert, route, rows_of
+from scaling.models.moe import by_expert, expert_rows, route
 from scaling.serve.invariant.tiles import LEAST
 
 
@@ -14,7 +14,7 @@ def moe(W: dict, y: Tensor, config: Config, mlp: Callable[[dict, Tensor], Tensor
     """Out[R, D] of y[R, D], as `models.moe.forward`; mlp(an expert's W, rows[n, D]), n a multiple of `LEAST`."""
     routed = [route(token[None].clone(), W["router"], config, W.get("bias")) for token in y]  # each token by itself
     weights, experts = (torch.cat(column) for column in zip(*routed, strict=True))
-    rows = rows_of(experts, config.E)
+    rows = expert_rows(experts, config.E)
     Out = by_expert(lambda W, Row: _filled(mlp, W, Row), W, rows.spread(y), rows.counts.tolist())
     total = mlp(W["shared"], y) if "shared" in W else torch.zeros_like(y)
     for j in range(config.k):  # in this order, the best first

@@ -11,7 +11,7 @@ from scaling.configs import Config
 from scaling.models.pointwise import rms_norm
 from scaling.models.rope import tables
 from scaling.models.transformer import headed, unstacked
-from scaling.serve.forms.parts import own_biases, rows_of
+from scaling.serve.forms.parts import embedding_rows, own_biases
 from scaling.serve.int8 import floats
 from scaling.serve.invariant.attention import TokenRows
 from scaling.serve.invariant.experts import moe
@@ -76,7 +76,7 @@ def _run(params, tokens, cache, config, mesh, lengths, donate, sizes, every) -> 
     rope = tables(rows.positions, config.H, config.theta, config.rope_scaling, dtype)
     at = ForwardPass(config, mesh, rows, rope, functools.partial(_matmul, sizes=sizes))
     ends = {name: floats(leaf, dtype) for name, leaf in params.items() if name != "layers"}
-    x = rows_of(ends["embed"], tokens[rows.row, rows.column][None], mesh, "x[B, T, D] {U_Y}")
+    x = embedding_rows(ends["embed"], tokens[rows.row, rows.column][None], mesh, "x[B, T, D] {U_Y}")
     x = all_reduce("x[B, T, D] {U_Y} -> x[B, T, D]", x, mesh)  # zeros, but for one rank: any order
     for l, W in enumerate(unstacked(params["layers"])):
         W = floats(W, dtype)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from scaling.algebra.rules import refuse
+from scaling.algebra.rules import refuse_rule
 from scaling.arguments import flag
 from scaling.spec import format_axes, parse
 from scaling.strategies.context import gather, ring, ulysses
@@ -92,9 +92,11 @@ def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, s
     wanted = 2 if form == "usp" else 1
     if form in FORMS and len(axes) != wanted:
         rule = "usp splits T over two axes, a ring and one that moves to the heads; the other forms over one"
-        refuse(line, form, f"{len(axes)} axes", rule, "axis=('C', 'Y')" if wanted == 2 else "axis='C', or form='usp'")
+        refuse_rule(
+            line, form, f"{len(axes)} axes", rule, "axis=('C', 'Y')" if wanted == 2 else "axis='C', or form='usp'"
+        )
     if not all(isinstance(axis, str) for axis in axes):
-        refuse(line, form, f"axis={axes!r}", "an axis is named by a text", "axis='C'")
+        refuse_rule(line, form, f"axis={axes!r}", "an axis is named by a text", "axis='C'")
     parse(line).check_axes(mesh)
     for x in (Q, K, V) if segments is None else (Q, K, V, segments):
         if not isinstance(x, torch.Tensor) or x.device != Q.device or x.layout is not torch.strided:
@@ -103,22 +105,26 @@ def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, s
                 if isinstance(x, torch.Tensor)
                 else f"an operand is a {type(x).__name__}"
             )
-            refuse(line, form, what, "all are dense tensors on one device", "move it to where Q is")
+            refuse_rule(line, form, what, "all are dense tensors on one device", "move it to where Q is")
     if scale is not None and (isinstance(scale, (bool, str)) or not 0 < float(scale) < math.inf):
-        refuse(line, form, f"scale={scale!r}", "scores are multiplied by a number above 0", "scale=None, 1/sqrt(H)")
+        refuse_rule(
+            line, form, f"scale={scale!r}", "scores are multiplied by a number above 0", "scale=None, 1/sqrt(H)"
+        )
     shapes = f"Q, K, V of shapes {tuple(Q.shape)}, {tuple(K.shape)}, {tuple(V.shape)}"
     same = Q.dim() == 4 and K.shape == V.shape and K.dim() == 4 and all(Q.shape[i] == K.shape[i] for i in (0, 1, 3))
     if not same or 0 in (*Q.shape[1:], K.shape[2]) or Q.shape[2] % K.shape[2]:
         rule = "Q[B, T_C, N, H], K and V[B, T_C, K, H] have one B, T and H (all but B at least 1), and K divides N"
-        refuse(line, form, shapes, rule, "as many keys as queries on each rank; K heads of keys that G = N/K share")
+        refuse_rule(
+            line, form, shapes, rule, "as many keys as queries on each rank; K heads of keys that G = N/K share"
+        )
     if not Q.dtype == K.dtype == V.dtype or not Q.is_floating_point():
         rule = "Q, K and V have one dtype of floats"
-        refuse(line, form, f"Q, K, V of {Q.dtype}, {K.dtype}, {V.dtype}", rule, "convert them, e.g. K.to(Q.dtype)")
+        refuse_rule(line, form, f"Q, K, V of {Q.dtype}, {K.dtype}, {V.dtype}", rule, "convert them, e.g. K.to(Q.dtype)")
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        refuse(
+        refuse_rule(
             line, form, f"window={window!r}", "a window is how many positions a query sees, itself among them", "None"
         )
     if segments is not None and (segments.shape != Q.shape[:2] or segments.dtype not in INTEGERS):
         what = f"segments of shape {tuple(segments.shape)} and {segments.dtype}"
-        refuse(line, form, what, "segments[B, T_C] are integers, of this rank's tokens", "shard them as Q")
+        refuse_rule(line, form, what, "segments[B, T_C] are integers, of this rank's tokens", "shard them as Q")
     check_length(form, Q.shape[1] * mesh.size(axes), mesh.size(axes), line)

@@ -29,7 +29,7 @@ class Attended(NamedTuple):
     lse: Tensor
 
 
-def merge(a: Attended | None, b: Attended | None) -> Any:
+def merge_attended(a: Attended | None, b: Attended | None) -> Any:
     """What is seen of the keys of both, in any order: each O by its share of the weight, which is a sigmoid of the
     difference in lse. So nothing overflows, and the shares add up to 1 however often they are merged."""
     if a is None or b is None or b.O.is_meta:
@@ -45,7 +45,7 @@ def add(a: Tensor | None, b: Tensor | None) -> Any:
 
 
 @contextmanager
-def traced(line: str, Q: Tensor, block: Tile, matmuls: int):
+def _traced(line: str, Q: Tensor, block: Tile, matmuls: int):
     """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
     if not trace.active():
         yield
@@ -62,7 +62,7 @@ def forward(Q: Tensor, KV: Tensor, block: Tile) -> Attended | None:
     """What the queries see of these keys; None if the mask hides them all."""
     if not block.pairs:
         return None
-    with traced("O = Q * KV", Q, block, matmuls=2):
+    with _traced("O = Q * KV", Q, block, matmuls=2):
         if Q.is_meta:
             O = torch.empty_like(Q, dtype=_wide(Q.dtype))
             return Attended(O, O.new_empty(O.shape[:-1]))
@@ -70,7 +70,7 @@ def forward(Q: Tensor, KV: Tensor, block: Tile) -> Attended | None:
         (rows, _), seen = block.pieces(), {}
         for i, j, hidden in block.tiles(Q.device):
             tile = kernel(Q.device).forward(_at(i, q), _at(j, k), _at(j, v), hidden, block.scale)
-            seen[i.start] = merge(seen.get(i.start), Attended(*tile))
+            seen[i.start] = merge_attended(seen.get(i.start), Attended(*tile))
         O = _joined({i: each.O for i, each in seen.items()}, q, rows)
         lse = _joined({i: each.lse for i, each in seen.items()}, q[..., 0], rows, empty=-math.inf)
         return Attended(*_heads(O, lse))
@@ -80,7 +80,7 @@ def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: T
     """(dQ, dKV) through this block, or Nones. O and lse are those of all the keys, of this block and the others."""
     if not block.pairs:
         return None, None
-    with traced("dQ = dO * KV", Q, block, matmuls=5):
+    with _traced("dQ = dO * KV", Q, block, matmuls=5):
         if Q.is_meta:
             return torch.empty_like(Q, dtype=_wide(Q.dtype)), torch.empty_like(KV, dtype=_wide(KV.dtype))
         dO, O, lse, q, k, v = _heads_of_keys(KV, dO, O, lse, Q, *KV)
@@ -101,7 +101,7 @@ def jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Tile
     """(A[B, T, N, H], m[B, T, N]) of this block, or Nones: summed over the blocks of all keys, tO = A - m O."""
     if not block.pairs:
         return None, None
-    with traced("tO = tQ * KV", Q, block, matmuls=5):
+    with _traced("tO = tQ * KV", Q, block, matmuls=5):
         if Q.is_meta:
             A = torch.empty_like(Q, dtype=_wide(Q.dtype))
             return A, A[..., 0]

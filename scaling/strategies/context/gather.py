@@ -20,7 +20,7 @@ from scaling.strategies.context.tiles import Tile
 
 def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, at: Ring) -> tuple[Tensor, Tensor]:
     """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, T_C] or None."""
-    seen: Any = block.forward(Q, gathered_keys("KV", K, V, at), whole(segments, at))
+    seen: Any = block.forward(Q, gathered_keys("KV", K, V, at), _whole(segments, at))
     return seen.O.to(Q.dtype), seen.lse
 
 
@@ -29,7 +29,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV); what is sent of the gradients is float32 or wider."""
     C = format_axes(at.axes)
-    dQ, dKV = block.backward(dO, O, lse, Q, gathered_keys("KV", K, V, at), whole(segments, at))
+    dQ, dKV = block.backward(dO, O, lse, Q, gathered_keys("KV", K, V, at), _whole(segments, at))
     line = f"dKV[2, B, S, K, H] {{U_{C}}} -> dKV[2, B, S_{C}, K, H]"
     dK, dV = reduce_scatter(line, dKV, at.mesh).to(K.dtype)
     return dQ.to(Q.dtype), dK, dV
@@ -40,7 +40,7 @@ def jvp(
 ) -> Tensor:
     """The tangent of O."""
     KV, tKV = gathered_keys("KV", K, V, at), gathered_keys("tKV", tK, tV, at)
-    A, m = block.jvp(tQ, tKV, lse, Q, KV, whole(segments, at))
+    A, m = block.jvp(tQ, tKV, lse, Q, KV, _whole(segments, at))
     return (A - m[..., None] * O).to(Q.dtype)
 
 
@@ -50,7 +50,7 @@ def gathered_keys(name: str, K: Tensor, V: Tensor, at: Ring) -> Tensor:
     return all_gather(f"{name}[2, B, S_{C}, K, H] -> {name}[2, B, S, K, H]", torch.stack([K, V]), at.mesh)
 
 
-def whole(segments: Tensor | None, at: Ring) -> Tile:
+def _whole(segments: Tensor | None, at: Ring) -> Tile:
     """This rank's queries meet all keys."""
     C, group = format_axes(at.axes), at.mesh.group(at.axes)
     held = [chunks("gather", at.t, group.size, c) for c in range(group.size)]

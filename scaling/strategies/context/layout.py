@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from scaling.algebra.rules import refuse
+from scaling.algebra.rules import refuse_rule
 from scaling.arguments import flag, whole
 from scaling.collectives import all_gather, ppermute
 from scaling.spec import ShardingError, format_axes
@@ -90,7 +90,7 @@ def check_length(form: str, T: int, C: int, line: str = "Q[B, T_C, N, H]") -> No
         raise ValueError(f"context parallelism has no form {form!r}\n  fix: choose one of {', '.join(FORMS)}")
     parts = 2 * C if form == "zigzag" else C
     if T % parts:
-        refuse(
+        refuse_rule(
             line,
             form,
             f"T={T} does not divide into {parts} chunks on {C} ranks",

@@ -19,7 +19,7 @@ from scaling.collectives import ppermute, wait
 from scaling.mesh import AbstractMesh
 from scaling.spec import format_axes
 from scaling.strategies.context import block
-from scaling.strategies.context.block import add, merge
+from scaling.strategies.context.block import add, merge_attended
 from scaling.strategies.context.layout import Mask, chunks
 from scaling.strategies.context.tiles import Tile
 
@@ -28,7 +28,7 @@ def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, ring: "Rin
     """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, S_C] or None."""
     seen: Any = None
     for here, KV in ring.around(segments, KV=torch.stack([K, V])):
-        seen = merge(seen, block.forward(Q, KV, here))
+        seen = merge_attended(seen, block.forward(Q, KV, here))
     return seen.O.to(Q.dtype), seen.lse
 
 

@@ -13,7 +13,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from scaling.algebra.rules import refuse
+from scaling.algebra.rules import refuse_rule
 from scaling.collectives import all_gather, all_to_all
 from scaling.spec import format_axes
 
@@ -47,5 +47,7 @@ def copied_heads(N: int, K: int, ranks: int) -> int:
     """
     if N % ranks:
         what, rule = f"N={N} query heads do not divide over {ranks} ranks", "Ulysses gives every rank as many heads"
-        refuse("Q[B, T_C, N, H] -> Q[B, T, N_C, H]", "ulysses", what, rule, "form='ring' or 'zigzag', or fewer ranks")
+        refuse_rule(
+            "Q[B, T_C, N, H] -> Q[B, T, N_C, H]", "ulysses", what, rule, "form='ring' or 'zigzag', or fewer ranks"
+        )
     return lcm(K, ranks)

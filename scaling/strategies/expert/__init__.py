@@ -9,6 +9,6 @@ token goes, which is separate, so that a layer that is computed again never deci
 
 from scaling.strategies.expert.layer import moe
 from scaling.strategies.expert.layout import experts_of, specs
-from scaling.strategies.expert.routing import Routing, route
+from scaling.strategies.expert.routing import Routing, route_tokens
 
-__all__ = ["Routing", "experts_of", "moe", "route", "specs"]
+__all__ = ["Routing", "experts_of", "moe", "route_tokens", "specs"]

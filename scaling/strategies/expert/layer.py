@@ -18,8 +18,8 @@ from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_al
 from scaling.configs import Config
 from scaling.models.moe import balance_loss, by_expert, router_logits, weigh, z_loss
 from scaling.spec import ShardingError
-from scaling.strategies.expert.layout import ExpertLayout, layout, specs
-from scaling.strategies.expert.routing import Routing, route
+from scaling.strategies.expert.layout import ExpertLayout, expert_layout, specs
+from scaling.strategies.expert.routing import Routing, route_tokens
 
 
 def moe(
@@ -47,11 +47,11 @@ def moe(
     (notation.md): W_in's, W_gate's and W_out's are unreduced over axes of x that are not the experts', those of router
     and shared over all axes of x, and router's and x's over `tensor`.
     """
-    at = layout(config, mesh, axis, tensor, spec)
+    at = expert_layout(config, mesh, axis, tensor, spec)
     if not torch.compiler.is_compiling():
         check_layer(params, x, config, mesh, at)
     if routing is None:
-        routing = route(params, x, config, mesh, axis, tensor=tensor, spec=spec)
+        routing = route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec)
     if at.sequence:
         x = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh)
     tokens = x.flatten(0, 1)

@@ -16,14 +16,14 @@ def axes_of(axis: Axes) -> tuple[str, ...]:
     return parse(f"[I_{axis if isinstance(axis, str) else format_axes(axis)}]").axes
 
 
-def on(axes: tuple[str, ...]) -> str:
+def _on(axes: tuple[str, ...]) -> str:
     """The axes as a subscript: "_XY", or "" if there are none."""
     return "_" + format_axes(axes) if axes else ""
 
 
 def specs(config: Config, axis: Axes = "X", tensor: Axes = None) -> dict:
     """The types of a layer's params: experts over `axis`, F over `tensor` if one is given."""
-    X, Y = on(axes_of(axis)), on(axes_of(tensor))
+    X, Y = _on(axes_of(axis)), _on(axes_of(tensor))
     types = {"router": "router[D, E]", "W_in": f"W_in[E{X}, D, F{Y}]", "W_out": f"W_out[E{X}, F{Y}, D]"}
     shared = {"W_in": f"W_in[D, F{Y}]", "W_out": f"W_out[F{Y}, D]"}
     if config.gated:
@@ -58,11 +58,11 @@ class ExpertLayout:
 
     @property
     def X(self) -> str:
-        return on(self.experts)
+        return _on(self.experts)
 
     @property
     def Y(self) -> str:
-        return on(self.tensor)
+        return _on(self.tensor)
 
     @property
     def U(self) -> str:
@@ -71,21 +71,21 @@ class ExpertLayout:
 
     @property
     def BT(self) -> str:
-        return f"B{on(self.batch)}, T{on(self.time)}"
+        return f"B{_on(self.batch)}, T{_on(self.time)}"
 
     @property
     def BT_Y(self) -> str:
-        return f"B{on(self.batch)}, T{on(self.time + self.tensor)}"
+        return f"B{_on(self.batch)}, T{_on(self.time + self.tensor)}"
 
 
-def layout(config: Config, mesh, axis, tensor=None, spec: str | None = None) -> ExpertLayout:
+def expert_layout(config: Config, mesh, axis, tensor=None, spec: str | None = None) -> ExpertLayout:
     """What of these axes the mesh has. ShardingError if they do not go together, or E does not divide."""
 
     def there(axes) -> tuple[str, ...]:
         return tuple(a for a in axes if a in mesh.sizes)
 
     experts, Y = there(axes_of(axis)), there(axes_of(tensor))
-    x = parse(spec or f"x[B{on(axes_of(axis))}, T, D]")
+    x = parse(spec or f"x[B{_on(axes_of(axis))}, T, D]")
     rule = f"{x}\n  rule: the tokens of a layer of experts are x[B_X, T, D], with D whole, T over the axes of F last"
     if len(x.dims) != 3 or x.unreduced or x.dims[2][1]:
         raise ShardingError(rule)
@@ -98,7 +98,7 @@ def layout(config: Config, mesh, axis, tensor=None, spec: str | None = None) -> 
         raise ShardingError(f"{rule}\n  fix: split B over the experts' axes {format_axes(experts)}, too")
     if config.E % mesh.size(experts):
         raise ShardingError(
-            f"W_in[E{on(experts)}, D, F]: {config.E} experts do not divide over {mesh.size(experts)} ranks\n"
+            f"W_in[E{_on(experts)}, D, F]: {config.E} experts do not divide over {mesh.size(experts)} ranks\n"
             f"  fix: give {format_axes(experts)} a size that divides E"
         )
     return ExpertLayout(experts, Y, batch, time, sequence, mesh.size(batch + time))

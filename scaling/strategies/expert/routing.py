@@ -14,9 +14,9 @@ from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, shard
 from scaling.configs import Config
-from scaling.models.moe import Rows, capacity_of, choose, load_of, position, rows_of
+from scaling.models.moe import Rows, capacity_of, choose_experts, expert_rows, load_of, position
 from scaling.spec import format_axes
-from scaling.strategies.expert.layout import ExpertLayout, layout
+from scaling.strategies.expert.layout import ExpertLayout, expert_layout
 
 
 class Routing(NamedTuple):
@@ -38,13 +38,15 @@ class Routing(NamedTuple):
     back: Tensor | None = None
 
 
-def route(params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, spec: str | None = None) -> Routing:
+def route_tokens(
+    params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, spec: str | None = None
+) -> Routing:
     """Decide where the tokens of x go; arguments as `moe`'s. All ranks call it together.
 
     On an AbstractMesh every expert gets equally many rows, or is full if there is a capacity.
     """
-    at = layout(config, mesh, axis, tensor, spec)
-    experts = choose(x, params["router"], config, params.get("bias"))
+    at = expert_layout(config, mesh, axis, tensor, spec)
+    experts = choose_experts(x, params["router"], config, params.get("bias"))
     if at.sequence:
         experts = all_gather(f"e[{at.BT_Y}, K] -> e[{at.BT}, K]", experts, mesh)
     segments = len(experts) if at.time else 1  # parts of this rank's tokens that are neighbours in the global batch
@@ -59,7 +61,7 @@ def route(params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, s
         kept = places < capacity
     if experts.is_meta:
         return _even(experts, load, capacity, config, mesh, at)
-    rows = rows_of(experts, config.E, kept)
+    rows = expert_rows(experts, config.E, kept)
     arriving = _exchanged(rows.counts, at, mesh)
     groups, local = arriving.shape
     sizes = torch.cat([rows.counts.view(groups, local).sum(1), arriving.sum(1), arriving.sum(0)]).tolist()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_to_all, ragged_all_to_all, reduce_scatter
-from scaling.models.moe import by_expert, rows_of
+from scaling.models.moe import by_expert, expert_rows
 from scaling.spec import ShardingError
 
 
@@ -25,8 +25,8 @@ def masked_loop(A: Tensor, W: Tensor, experts: Tensor) -> Tensor:
 
 def grouped(A: Tensor, W: Tensor, experts: Tensor) -> Tensor:
     """Each choice is a row; rows are sorted by expert, and each expert multiplies its own, which may be none."""
-    rows = rows_of(experts, len(W))
-    Out = by_expert(product, {"W_in": W}, rows.spread(A), rows.counts.tolist())
+    rows = expert_rows(experts, len(W))
+    Out = by_expert(_product, {"W_in": W}, rows.spread(A), rows.counts.tolist())
     return rows.collect(Out, torch.full_like(experts, 1, dtype=A.dtype) / experts.shape[1])
 
 
@@ -37,8 +37,8 @@ def gathered(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str = "X") -> Te
     first = mesh.coord[axis] * len(W)
     mine = torch.where((everyone >= first) & (everyone < first + len(W)), everyone - first, len(W))
     kept = mine < len(W)
-    rows = rows_of(mine.clamp(max=len(W) - 1), len(W), kept)  # 3. those of its own experts
-    Out = by_expert(product, {"W_in": W}, rows.spread(A), rows.counts.tolist())
+    rows = expert_rows(mine.clamp(max=len(W) - 1), len(W), kept)  # 3. those of its own experts
+    Out = by_expert(_product, {"W_in": W}, rows.spread(A), rows.counts.tolist())
     Out = rows.collect(Out, kept.to(A.dtype) / experts.shape[1])  # Out[S, F] {U_X}
     return reduce_scatter(f"Out[S, F] {{U_{axis}}} -> Out[S_{axis}, F]", Out, mesh)  # 4.
 
@@ -52,22 +52,22 @@ def ragged(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str = "X", *, chun
             "  fix: give a chunk of 1 or more, such as 128"
         )
     some = zip(A.split(chunk), experts.split(chunk), strict=True)
-    return torch.cat([exchanged(tokens, W, chosen, mesh, axis) for tokens, chosen in some])
+    return torch.cat([_exchanged(tokens, W, chosen, mesh, axis) for tokens, chosen in some])
 
 
-def exchanged(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str) -> Tensor:
+def _exchanged(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str) -> Tensor:
     """One chunk: A[S_X, D] -> Out[S_X, F], its rows by two ragged AllToAlls."""
     n, X = mesh.sizes[axis], f"_{axis}"
-    rows = rows_of(experts, n * len(W))  # 1. by expert, so by device
+    rows = expert_rows(experts, n * len(W))  # 1. by expert, so by device
     counts = all_to_all(f"n[G{X}, E] -> n[G, E{X}]", rows.counts[None], mesh)  # 2. who sends how many to whom
     sends, receives = rows.counts.view(n, -1).sum(1).tolist(), counts.sum(1).tolist()
     Row = ragged_all_to_all(f"Row[G{X}, E, R, D] -> Row[G, E{X}, R, D]", rows.spread(A), sends, receives, mesh)  # 3.
     order = torch.arange(len(W), device=A.device).repeat(n).repeat_interleave(counts.flatten()).argsort(stable=True)
-    Out = by_expert(product, {"W_in": W}, Row.index_select(0, order), counts.sum(0).tolist())  # 4. each its own
+    Out = by_expert(_product, {"W_in": W}, Row.index_select(0, order), counts.sum(0).tolist())  # 4. each its own
     Out = Out.index_select(0, order.argsort())
     Out = ragged_all_to_all(f"Out[G, E{X}, R, F] -> Out[G{X}, E, R, F]", Out, receives, sends, mesh)  # 5.
     return rows.collect(Out, torch.full_like(experts, 1, dtype=A.dtype) / experts.shape[1])  # 6. the mean of its k
 
 
-def product(W: dict, Row: Tensor) -> Tensor:
+def _product(W: dict, Row: Tensor) -> Tensor:
     return Row @ W["W_in"]

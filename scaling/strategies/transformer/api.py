@@ -20,7 +20,7 @@ from scaling.strategies.transformer.ends import Terms, embed, head
 from scaling.strategies.transformer.forward import forward_loss
 from scaling.strategies.transformer.placed import Placed
 from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
-from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced
+from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduce_gradient
 
 REMAT = ("none", "gather", "attention", "matmuls", "block")  # the more to the right, the less is kept
 
@@ -77,7 +77,7 @@ def loss_and_grads(
     sent.
     """
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
-    check(tokens, targets, config, mesh, microbatches, remat, context)
+    check_batch(tokens, targets, config, mesh, microbatches, remat, context)
     positive(scale=scale)
     if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
         raise ValueError(f"sums = {sums!r}: gradients are added up in floats\n  fix: give torch.float32, or None")
@@ -117,7 +117,7 @@ def loss(
     """The loss alone, as `loss_and_grads` gives it of one microbatch without dropout: nothing is kept for a backward
     pass."""
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
-    check(tokens, targets, config, mesh, 1, "none", context)
+    check_batch(tokens, targets, config, mesh, 1, "none", context)
     terms = stated_terms(config, label_smoothing, z_loss)
     given = weights, segments, 1, ignore_index, context, None, schedule
     problem, batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
@@ -194,12 +194,14 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
         dend["embed"] = dend["embed"].add_(dE) if config.tied else dE.to(sums)
         dends = tree.map(Tensor.add_, dends, dend) if dends else dend
         losses.append(loss + extra * scale / M)
-    grads: dict[str, Any] = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
+    grads: dict[str, Any] = {name: reduce_gradient(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
     return loss, grads | {"layers": layers.reduce()}
 
 
-def check(tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: int, remat: str, context: str) -> None:
+def check_batch(
+    tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: int, remat: str, context: str
+) -> None:
     """ValueError or ShardingError, before anything is sent, for a batch that does not fit the model or the mesh."""
     one_of("remat", remat, REMAT)
     one_of("context", context, FORMS)

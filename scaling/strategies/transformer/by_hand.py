@@ -53,7 +53,7 @@ def layer_vjp(W: dict, x: Tensor, at: Context, window: int | None, remat: str = 
     return None if Out is None else x + at.drop(Out, "mlp"), pull
 
 
-def normed(x: Tensor, gain: Tensor, at: Context) -> tuple[Tensor, Tensor]:
+def _normed(x: Tensor, gain: Tensor, at: Context) -> tuple[Tensor, Tensor]:
     """(y[B_PXE, T_C, D]: the stream x[B_PXE, T_CY, D] normed and gathered; 1 / its root mean square)."""
     y, r = gained_norm(x, gain, at.config.eps)
     return all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, at.mesh), r  # on the critical path
@@ -73,7 +73,7 @@ def attention_vjp(W: dict, x: Tensor, at: Context, window: int | None, remat: st
     mesh, (cos, sin) = at.mesh, at.rope
     y: Any  # this and the next: None, where pull computes it again
     r: Any
-    y, r = normed(x, W["norm_attn"], at)
+    y, r = _normed(x, W["norm_attn"], at)
     Q = einsum("y[B_PXE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXE, T_C, N_Y, H]", y, W["W_Q"])
     K = einsum("y[B_PXE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXE, T_C, K_Y, H]", y, own_heads(W["W_K"], at, 1))
     V = einsum("y[B_PXE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXE, T_C, K_Y, H]", y, own_heads(W["W_V"], at, 1))
@@ -98,7 +98,7 @@ def attention_vjp(W: dict, x: Tensor, at: Context, window: int | None, remat: st
     def pull(W: dict, dAttn: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
         nonlocal y, r, O, pull_attend, scales
         if y is None:
-            y, r = normed(x, W["norm_attn"], at)
+            y, r = _normed(x, W["norm_attn"], at)
         if again:
             O, pull_attend, scales = attended(W, plain, at, window)
         W_K, W_V = own_heads(W["W_K"], at, 1), own_heads(W["W_V"], at, 1)
@@ -139,7 +139,7 @@ def mlp_vjp(W: dict, x: Tensor, at: Context, remat: str) -> tuple[Any, Callable]
     mesh, act, act_vjp = at.mesh, ACTIVATIONS[at.config.nonlinearity], VJPS[at.config.nonlinearity]
     y: Any
     r: Any
-    y, r = normed(x, W["norm_mlp"], at)
+    y, r = _normed(x, W["norm_mlp"], at)
     Tmp = einsum("y[B_PXE, T_C, D] * W_in[D, F_Y] -> Tmp[B_PXE, T_C, F_Y]", y, W["W_in"])
     Gate = Open = None
     if "W_gate" in W:
@@ -163,7 +163,7 @@ def mlp_vjp(W: dict, x: Tensor, at: Context, remat: str) -> tuple[Any, Callable]
     def pull(W: dict, dOut: Tensor, into: Mapping[str, Tensor] = NOWHERE, add: bool = False) -> tuple[dict, Tensor]:
         nonlocal y, r, Act, Open
         if y is None:
-            (y, r), (Act, Open) = normed(x, W["norm_mlp"], at), activated(Tmp, Gate)
+            (y, r), (Act, Open) = _normed(x, W["norm_mlp"], at), activated(Tmp, Gate)
         dOut = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh)  # on the critical path
         dAct = einsum("dOut[B_PXE, T_C, D] * W_out[F_Y, D] -> dAct[B_PXE, T_C, F_Y]", dOut, W["W_out"])
         dTmp = dAct * Open if Open is not None else act_vjp(dAct, Tmp)

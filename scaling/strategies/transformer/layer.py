@@ -17,7 +17,7 @@ from scaling.models.pointwise import rms_norm
 from scaling.models.transformer import ACTIVATIONS, headed
 from scaling.strategies.axes import all_gather, reduce_scatter
 from scaling.strategies.expert import experts_of, moe
-from scaling.strategies.expert.routing import route as moe_route
+from scaling.strategies.expert.routing import route_tokens as moe_route
 
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
 
@@ -41,7 +41,7 @@ class Context(NamedTuple):
     drop: Callable = all_kept
 
 
-def layer(W: dict, x: Tensor, at: Context, window: int | None, routing=None):
+def run_layer(W: dict, x: Tensor, at: Context, window: int | None, routing=None):
     """x[B_PXE, T_CY, D] -> (x, the experts' auxiliary terms {U_PXECY}, or None), routing.
 
     `routing`: where the tokens go, if it was decided before: a layer that is computed again never routes again.

@@ -21,7 +21,7 @@ from scaling.strategies.stage import Stage
 from scaling.strategies.tape import vjp
 from scaling.strategies.transformer.ends import embed, head
 from scaling.strategies.transformer.layer import ROWS
-from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduced
+from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduce_gradient
 
 
 def resolved(schedule: "Schedule | str | None", mesh, microbatches: int) -> Schedule | None:
@@ -150,5 +150,5 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
     dends |= {"embed": dends["embed"] + dE if config.tied else dE.to(sums)}
     extra: Any = sum(torch.as_tensor(chunk.extra, dtype=loss.dtype, device=loss.device) for chunk in chunks.values())
     extra = reduce_present("Loss[] {U_ZPXECY} -> Loss[]", extra, mesh)
-    done = {name: reduced(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
+    done = {name: reduce_gradient(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
     return loss + extra * scale, done | {"layers": grads.params}

@@ -22,7 +22,7 @@ from scaling.strategies.tape import vjp
 from scaling.strategies.transformer import flat
 from scaling.strategies.transformer.by_hand import layer_vjp
 from scaling.strategies.transformer.ends import Terms
-from scaling.strategies.transformer.layer import Context, layer
+from scaling.strategies.transformer.layer import Context, run_layer
 
 TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
 ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every stage uses
@@ -51,7 +51,7 @@ def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = Fa
     pull(W, cotangents, into, add) -> (dW, dx), as in `by_hand.layer_vjp`, which also says what `remat` is.
     """
     window, at = at.config.windows[l], at._replace(drop=partial(at.drop, layer=l))
-    written = partial(layer, at=at, window=window, routing=routing)
+    written = partial(run_layer, at=at, window=window, routing=routing)
     if (at.config.moe or torch.compiler.is_compiling()) and not pulled:
         return written(W, x)
     if at.config.moe:
@@ -75,16 +75,16 @@ def gathered_weights(W: Mapping, stored: Mapping, used: Mapping, mesh, async_op:
     return tree.map(one, W, stored, used)
 
 
-def reduced(dW: Tensor, stored: str, used: str, mesh, axes: tuple[str, ...] = TOKENS) -> Tensor:
+def reduce_gradient(dW: Tensor, stored: str, used: str, mesh, axes: tuple[str, ...] = TOKENS) -> Tensor:
     """The gradient of a weight from partial sums {U} to its stored type: over X inside a pod first, then over the rest.
 
     dW is typed as used, unreduced over those of `axes` that do not split it: of a layer's weight those that split the
     tokens; of the ends, which some stages do not use, also Z.
     """
-    return finished(begun(dW, stored, used, mesh, axes), stored, used, mesh, axes)
+    return finished(_begun(dW, stored, used, mesh, axes), stored, used, mesh, axes)
 
 
-def begun(dW: Tensor, stored: str, used: str, mesh, axes: tuple[str, ...] = TOKENS):
+def _begun(dW: Tensor, stored: str, used: str, mesh, axes: tuple[str, ...] = TOKENS):
     """The first half of `reduced`, the ReduceScatter: under way."""
     return reduce_scatter(mesh.constant(_reduction, stored, used, axes)[0], dW, mesh, async_op=True)
 
@@ -216,7 +216,7 @@ class Layers:
         if self.together:
             self.grads[l] = flat.scatter(self.grads[l], self.together, self.mesh)
         else:
-            self.grads[l] = tree.map(lambda g, s, u: begun(g, s, u, self.mesh), self.grads[l], self.stored, self.used)
+            self.grads[l] = tree.map(lambda g, s, u: _begun(g, s, u, self.mesh), self.grads[l], self.stored, self.used)
         self.begun.add(l)
 
     def reduce(self) -> dict:

@@ -55,7 +55,7 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     features, vocabulary or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
-    check_mesh(config, mesh)
+    _check_mesh(config, mesh)
     wanted = transformer.specs_of(config)
     table = STORED | {"layers": STORED["layers"] | (EXPERTS if config.moe else {})}
     gone = () if zero == 3 else ("X",)
@@ -88,7 +88,7 @@ def without(text: str, gone: tuple[str, ...]) -> str:
     return str(spec)
 
 
-def check_mesh(config: Config, mesh) -> None:
+def _check_mesh(config: Config, mesh) -> None:
     """ShardingError unless the model's sizes divide over the mesh's axes, which are all known ones."""
     sizes = mesh.sizes
     if unknown := [axis for axis in sizes if axis not in AXES]:
