@@ -26,7 +26,7 @@ Piece = tuple[str, int, bool]  # a line, which of its runs in the step, and whet
 @dataclass(frozen=True)
 class Straggler:
     """`rank` takes `seconds` a step longer than the others `inside` or before its `line`, the `occurrence`-th run of it
-    in the step; the others wait for it for `waited` seconds, on average. `line` is "" if it is slower in all. `step`:
+    in the step; who waits for it does so for `waited` seconds, on average. `line` is "" if it is slower in all. `step`:
     the only one in which it is so, None if it is in each."""
 
     rank: int
@@ -77,15 +77,15 @@ def pieces(timeline: RankTimeline, step: int) -> dict[Piece, Own]:
 
 
 def waited_for(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> dict[int, list[float]]:
-    """Seconds that each other rank waits for a rank, their mean, by step."""
+    """Seconds that others wait for a rank, by step: the mean of those that do; ranks of other groups never do."""
     steps = range(len(timelines[0].steps))
-    found = {timeline.rank: [0.0 for _ in steps] for timeline in timelines}
+    found: dict = {timeline.rank: [defaultdict(float) for _ in steps] for timeline in timelines}
     for timeline, own in zip(timelines, splits, strict=True):
         for run, split in zip(timeline.runs, own, strict=True):
             number = sum(mark <= run.called for mark in timeline.marks) - 1 if split.behind is not None else -1
             if split.behind is not None and number in steps:
-                found[split.behind][number] += split.waiting / (len(timelines) - 1)
-    return found
+                found[split.behind][number][timeline.rank] += split.waiting
+    return {rank: [sum(step.values()) / max(1, len(step)) for step in each] for rank, each in found.items()}
 
 
 def find(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> list[Straggler]:

@@ -45,6 +45,19 @@ def test_a_planted_delay_is_found_exactly(seed):
     assert str(found).startswith(f"rank {rank} is 30.0 ms slow {'in' if inside else 'before'} {line}")
 
 
+def test_a_rank_is_slow_though_its_group_alone_waits():
+    """Ranks 2 and 3 meet each other only: 0 and 1 do not wait for 3, and 2 waits for all that it is late by."""
+    items = [("work", "P", [0.01, 0.01]), ("call", "C", 0.001)]
+    pairs = play(items, 2, steps=4)[0], play([slowed(items[0], 1, 0.03), items[1]], 2, steps=4)[0]
+    others = [
+        replace(own, rank=own.rank + 2, runs=tuple(replace(run, group=run.group and (2, 3)) for run in own.runs))
+        for own in pairs[1]
+    ]
+    (found,) = of([*pairs[0], *others]).stragglers()
+    assert (found.rank, found.line, found.inside) == (3, "P", True)
+    assert found.waited == pytest.approx(0.03)
+
+
 def test_a_delay_after_the_last_line_is_named_as_such():
     items = [("work", "P", [0.01, 0.01]), ("call", "C", 0.001), ("gap", [0.0, 0.02])]
     (found,) = of(play(items, 2, steps=4)[0]).stragglers()
