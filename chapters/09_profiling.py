@@ -201,7 +201,7 @@ def run(mesh):
             late.step()
     flops = {line.run.after.split("[")[0]: line.flops for line in p.lines() if line.flops}
     memory = [(moment.line, moment.live, moment.peak) for moment in p.memory() if moment.line]
-    return p.table(machine, columns=width()), p.parts(), outside, flops, late.stragglers(), memory
+    return p.table(machine, columns=width()), p.parts(mesh.rank), outside, flops, late.stragglers(), memory
 
 
 table, parts, outside, flops, slow, memory = page.on_ranks(run)

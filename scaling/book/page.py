@@ -274,7 +274,7 @@ class Page:
         if self.failures and in_notebook():
             raise AssertionError(verdict)
         if self.failures:
-            sys.exit(1)
+            sys.exit(1 if self.first else f"rank {os.environ['RANK']}: {verdict}")
 
     def _save(self) -> list[Path]:
         """The pictures as files: one under the name given, several with their own names added to it."""

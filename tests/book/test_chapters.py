@@ -1,6 +1,9 @@
 """Every chapter as a reader runs it: its answers, what it prints, its pictures, and what it proposes to try."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import running
@@ -214,6 +217,17 @@ def test_an_odd_mesh_is_run_or_refused(name, capfd):
         ran = running.run(name, "--mesh", mesh)
         assert "Traceback" not in capfd.readouterr().err, mesh
         assert ran.code in (0, 2), mesh
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["07_sharded_decode", "09_profiling"])
+def test_under_torchrun_every_rank_ends_well(name):
+    """What is checked is of rank 0, or holds on all."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command = [*torchrun, str(running.CHAPTERS / f"{name}.py"), "--small"]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.count("What held") == 1
 
 
 @pytest.mark.slow

@@ -83,6 +83,10 @@ def test_what_held(monkeypatch, capsys):
     assert bad.failures == ["a", "equal", "Out", "dIn", "bytes"]
     with pytest.raises(SystemExit, match="1"):
         bad.end()
+    bad.first = False
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit, match="rank 3: 5 FAILED: a, equal, Out, dIn, bytes"):
+        bad.end()
     monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
     with pytest.raises(AssertionError, match="5 FAILED"):
         bad.end()
