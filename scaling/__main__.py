@@ -7,6 +7,7 @@ from scaling import __version__
 from scaling.console import command
 
 TOOLS = {  # word -> (module, what it does)
+    "train": ("scaling.train.__main__", "train a Transformer on your text, on any mesh"),
     "generate": ("scaling.generate", "text from a model or a training run"),
     "serve": ("scaling.serve.__main__", "a file of requests, by continuous batching"),
     "show": ("scaling.show", "which device holds which block; pipeline schedules"),
@@ -17,7 +18,7 @@ TOOLS = {  # word -> (module, what it does)
 USAGE = "usage: scaling [--version] [--help] TOOL ...\n\n" + "\n".join(
     f"  {tool:9} {what}" for tool, (_, what) in TOOLS.items()
 )
-USAGE += "\n\nscaling TOOL --help says more of each."
+USAGE += "\n\n`scaling TOOL --help` explains each tool."
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,15 +6,31 @@ sys.exit(command(main))
 
 import argparse
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from scaling.sizes import shortened
 
 SEEDS = 2**63 - 1  # the greatest seed
 PROFILE = "profile what the ranks run, and write it: to FILE.json or into a folder"
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """For a parser's help: at most 100 columns. Paragraphs of its description and epilog are filled; indented lines,
+    which are examples, stay lines."""
+
+    def __init__(self, prog: str, **options: Any):
+        super().__init__(prog, **options | {"width": min(shutil.get_terminal_size().columns, 100) - 2})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = [p.splitlines() for p in text.strip("\n").split("\n\n")]
+        kept = [p if any(line.startswith("    ") for line in p) else [" ".join(map(str.strip, p))] for p in paragraphs]
+        return "\n\n".join("\n".join(textwrap.fill(line, width) for line in p) for p in kept)
 
 
 def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:

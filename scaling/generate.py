@@ -27,28 +27,44 @@ def arguments(argv=None) -> argparse.Namespace:
     what.add_argument("--prompt", help="the text to go on from; - reads it from the standard input")
     what.add_argument("--prompt-ids", metavar="IDS", help="the same as token ids, 5,17,3: ids are printed then")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, in the chat template")
-    parser.add_argument("--max-new-tokens", type=integer(0), default=64, help="(default 64)")
-    parser.add_argument("--temperature", type=number(0, 1e6), default=0.0, help="0 is greedy (default 0)")
-    parser.add_argument("--top-k", type=integer(1), help="draw from the k likeliest tokens")
-    parser.add_argument("--top-p", type=number(1e-9, 1), help="draw from the likeliest that have p together")
-    parser.add_argument("--min-p", type=number(0, 1), help="draw from those p times as likely as the likeliest")
-    parser.add_argument("--seed", type=integer(0, SEEDS), default=0)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument(
+        "--max-new-tokens", type=integer(0), default=64, help="the most tokens to generate (default 64)"
+    )
+    parser.add_argument(
+        "--temperature", type=number(0, 1e6), default=0.0, help="sampling temperature; 0 is greedy (default 0)"
+    )
+    parser.add_argument("--top-k", type=integer(1), help="sample from the k likeliest tokens")
+    parser.add_argument(
+        "--top-p", type=number(1e-9, 1), help="sample from the likeliest tokens whose probabilities sum to p"
+    )
+    parser.add_argument(
+        "--min-p", type=number(0, 1), help="sample from tokens at least p times as likely as the likeliest"
+    )
+    parser.add_argument("--seed", type=integer(0, SEEDS), default=0, help="seed of the sampling (default 0)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be given several times"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
     parser.add_argument("--draft", metavar="FOLDER", help='a smaller model that proposes tokens, or "ngram"')
     parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
-    parser.add_argument("--logprobs", action="store_true", help="then each new token's log-probability, in nats")
-    parser.add_argument("--score", action="store_true", help="no new text: the prompt's tokens' log-probabilities")
+    parser.add_argument(
+        "--logprobs", action="store_true", help="afterwards print each new token's log-probability, in nats"
+    )
+    parser.add_argument(
+        "--score", action="store_true", help="generate nothing: print the log-probabilities of the prompt's tokens"
+    )
     return parser.parse_args(argv)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The options that say what is served, and where."""
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or a training run's")
-    parser.add_argument("--mesh", default="Y=1", help="axes and sizes, Y=4 splits heads (default Y=1)")
-    parser.add_argument("--form", default="heads", choices=FORMS, help="how a mesh is used (default heads)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="of params and cache (default fp32)")
+    parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
+    parser.add_argument(
+        "--form", default="heads", choices=FORMS, help="how a decode step is sharded over the mesh (default heads)"
+    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
+    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="dtype of params and cache (default fp32)")
     parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
 
 

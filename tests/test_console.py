@@ -1,5 +1,6 @@
 """Commands at their edges: numbers without bound, files that cannot be written, readers that go away: one line each."""
 
+import argparse
 import subprocess
 import sys
 from fractions import Fraction
@@ -8,7 +9,7 @@ import pytest
 
 from scaling import measure
 from scaling.check import main as check
-from scaling.console import command, integer, number, output
+from scaling.console import HelpFormatter, command, integer, number, output
 from scaling.plan.__main__ import main as plan
 from scaling.plan.guide import main as guide
 from scaling.show import main as show
@@ -76,3 +77,21 @@ def test_ctrl_c_ends_a_command_quietly():
 
     assert command(main) == 130
     assert command(lambda: 3) == 3
+
+
+DOC = """A tool that does something, said in a paragraph of more than one line, which is filled again to as many columns
+as there are.
+
+    python -m tool --option VALUE  # stays a line
+    python -m tool --other VALUE
+"""
+
+
+@pytest.mark.parametrize("columns", [60, 100, 200])
+def test_help_is_at_most_100_columns_wide_and_keeps_examples(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    parser = argparse.ArgumentParser(description=DOC, formatter_class=HelpFormatter)
+    parser.add_argument("--long", help="words that go on " * 12)
+    lines = parser.format_help().splitlines()
+    assert min(columns, 100) - 20 < max(map(len, lines)) <= min(columns, 100)
+    assert [line for line in lines if line.startswith("    python")] == [DOC.splitlines()[3], DOC.splitlines()[4]]

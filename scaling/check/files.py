@@ -31,6 +31,7 @@ from pathlib import Path
 from scaling.check.modules import Module, Modules, module_name
 from scaling.check.reader import Reader
 from scaling.check.rules import RULES, said
+from scaling.console import HelpFormatter
 
 FILES = 50  # that a process of its own is worth
 IGNORE = re.compile(r"#\s*scaling:\s*ignore\b(?:\[([^\]]*)\])?")
@@ -237,7 +238,7 @@ def main(argv: "list[str] | None" = None) -> int:
     about, *more = (__doc__ or "").split("\n\n")
     parser = argparse.ArgumentParser(
         prog="python -m scaling.check", description=about, epilog="\n\n".join([*more, main.__doc__ or ""]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )  # fmt: skip
     parser.add_argument("files", nargs="+", help="Python files, or directories of them")
     parser.add_argument("--json", action="store_true", help="print findings and what was checked as JSON")

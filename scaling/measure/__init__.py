@@ -20,7 +20,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from scaling import launch
-from scaling.console import integer, output
+from scaling.console import HelpFormatter, integer, output
 from scaling.hardware import Chip, load_chip
 from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
 from scaling.measure.layouts import as_dict as check_dict
@@ -47,14 +47,22 @@ def chip_table(chip: Chip) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scaling.measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scaling.measure", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("--ranks", type=integer(2, 4096), default=2, help="how many, a thread each (default 2)")
-    parser.add_argument("--dtypes", default="fp32,bf16", help=f"of matmuls: {', '.join(DTYPES)} (default fp32,bf16)")
-    parser.add_argument("--repeats", type=integer(1, 10**6), default=15, help="per measurement (default 15)")
+    parser.add_argument(
+        "--ranks", type=integer(2, 4096), default=2, help="number of ranks, one thread each (default 2)"
+    )
+    parser.add_argument(
+        "--dtypes",
+        default="fp32,bf16",
+        help=f"dtypes of the matmuls, by commas: {', '.join(DTYPES)} (default fp32,bf16)",
+    )
+    parser.add_argument(
+        "--repeats", type=integer(1, 10**6), default=15, help="repetitions per measurement (default 15)"
+    )
     parser.add_argument("--out", type=output, metavar="FILE", help="write the chip file, such as machine.toml")
     parser.add_argument("--chip", metavar="FILE", help="measure nothing: check the predictions of this chip file")
-    parser.add_argument("--no-check", action="store_true", help="do not run the steps")
+    parser.add_argument("--no-check", action="store_true", help="do not run training steps to check the predictions")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     args = parser.parse_args(arguments)
     dtypes = args.dtypes.split(",")

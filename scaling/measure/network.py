@@ -107,11 +107,13 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scaling.measure network", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--mesh", default="X=2", help="axes and sizes (default X=2)")
+    parser.add_argument("--mesh", default="X=2", help="mesh axes and their sizes (default X=2)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repeats", type=integer(1, 10**6), default=9)
-    parser.add_argument("--link", type=number(1e-6), help="GB/s that a link is said to have, each way")
-    parser.add_argument("--folder", default=".", help="on the disk that is to be timed (default .)")
+    parser.add_argument(
+        "--link", type=number(1e-6), help="nominal bandwidth of a link in GB/s, each way, to compare with"
+    )
+    parser.add_argument("--folder", default=".", help="a folder on the disk that is to be timed (default .)")
     args = parser.parse_args(argv)
     try:
         sizes = parse_mesh(args.mesh)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.configs import MODELS, get
-from scaling.console import command, integer, number, output
+from scaling.console import HelpFormatter, command, integer, number, output
 from scaling.hardware import chip, chips
 from scaling.plan import explain, one_layer
 from scaling.plan.candidates import Fixed, plans
@@ -57,52 +57,64 @@ def mesh(text: str) -> tuple[tuple[str, int], ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scaling.plan", description="The mesh to train a model on, and why (Parts 5, 6 and 12)",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="For one machine, or no idea where to begin: python -m scaling.plan guide --help\n"
-        "Published runs beside the planner: python -m scaling.plan published\n"
-        "To serve a model: python -m scaling.plan serve --help\n"
+        formatter_class=HelpFormatter,
+        epilog="For one machine, or no idea where to begin: python -m scaling.plan guide --help\n\n"
+        "Published runs beside the planner: python -m scaling.plan published\n\n"
+        "To serve a model: python -m scaling.plan serve --help\n\n"
         "Exit status: 0, a plan was found; 1, nothing fits or no mesh suits; 2, an argument is wrong.",
     )  # fmt: skip
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
     parser.add_argument("--chip", required=True, help=f"{', '.join(chips())}; or a .toml file")
     parser.add_argument("--chips", required=True, type=_whole)
-    parser.add_argument("--batch", required=True, type=_whole, help="tokens a step; k and M are powers of two: 4M")
-    parser.add_argument("--seq", type=_whole, default=4096, help="tokens a sequence (default 4096)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the layers' matmuls (default bf16)")
+    parser.add_argument("--batch", required=True, type=_whole, help="tokens per step; k and M are powers of two: 4M")
+    parser.add_argument("--seq", type=_whole, default=4096, help="tokens per sequence (default 4096)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the layers' matmuls (default bf16)")
     for name, default, what in (
         ("param", 2, "a parameter"),
         ("grad", 2, "its gradient"),
         ("optimizer", 8, "its state"),
     ):
         parser.add_argument(
-            f"--{name}-bytes", type=number(0, 1000), default=default, help=f"of {what} (default {default})"
+            f"--{name}-bytes", type=number(0, 1000), default=default, help=f"bytes of {what} (default {default})"
         )
     parser.add_argument(
-        "--headroom", type=number(1e-6, 1), default=0.9, help="share of the memory to plan with (default 0.9)"
+        "--headroom", type=number(1e-6, 1), default=0.9, help="fraction of the memory to plan with (default 0.9)"
     )
     parser.add_argument(
-        "--overlap", choices=OVERLAPS, default="max", help="of the bound. max: everything; sum: not the axes; none"
+        "--overlap",
+        choices=OVERLAPS,
+        default="max",
+        help="what overlaps in the bound: max, everything; sum, not the axes with each other; none (default max)",
     )
     parser.add_argument("--mesh", type=mesh, default=(), help="fix axes, as in tensor=8,pipe=16; the others stay open")
     parser.add_argument(
-        "--pods", type=integer(1), help="of a TPU, joined by the datacenter's network (default: as needed)"
+        "--pods", type=integer(1), help="number of TPU pods, joined by the datacenter network (default: as needed)"
     )
-    parser.add_argument("--zero", type=int, choices=(1, 3), help="1: params whole; 3: sharded (default: either)")
-    parser.add_argument("--remat", choices=POLICIES, help="checkpointing (default: what is fastest and fits)")
-    parser.add_argument("--microbatches", type=integer(1), help="(default: what is fastest)")
-    parser.add_argument("--schedule", choices=SCHEDULES, help="of a pipeline (default: what is fastest)")
     parser.add_argument(
-        "--tokens", type=lambda t: parse_count(t, DECIMAL), default=15e12, help="to train on (default 15T)"
+        "--zero", type=int, choices=(1, 3), help="ZeRO stage: 1, params whole; 3, sharded (default: either)"
     )
-    parser.add_argument("--mfu", type=number(1e-6, 1), default=0.4, help="utilization to compare with (default 0.4)")
-    parser.add_argument("--price", type=number(), help="dollars per chip and hour (default: the book's, if it has one)")
+    parser.add_argument("--remat", choices=POLICIES, help="activation checkpointing (default: the fastest that fits)")
+    parser.add_argument("--microbatches", type=integer(1), help="number of microbatches (default: the fastest)")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="schedule of the pipeline (default: the fastest)")
+    parser.add_argument(
+        "--tokens",
+        type=lambda t: parse_count(t, DECIMAL),
+        default=15e12,
+        help="tokens to train on; k, M, G, T are powers of ten (default 15T)",
+    )
+    parser.add_argument(
+        "--mfu", type=number(1e-6, 1), default=0.4, help="model FLOPs utilization to compare with (default 0.4)"
+    )
+    parser.add_argument("--price", type=number(), help="dollars per chip-hour (default: the book's, if it has one)")
     parser.add_argument(
         "--top", type=integer(), default=4, help="how many other combinations of axes to show (default 4)"
     )
     parser.add_argument(
-        "--explain", action="store_true", help="one layer in time, what else could be had, what would change the answer"
+        "--explain",
+        action="store_true",
+        help="also show one layer on a time axis, the alternatives, and what would change the answer",
     )
-    parser.add_argument("--svg", type=output, metavar="FILE", help="draw one layer in time")
+    parser.add_argument("--svg", type=output, metavar="FILE", help="draw one layer on a time axis into this file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
 

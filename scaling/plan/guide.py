@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from scaling.configs import MODELS, get
-from scaling.console import integer, number
+from scaling.console import HelpFormatter, integer, number
 from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
 from scaling.plan.candidates import Fixed, search
@@ -154,22 +154,32 @@ def quantity(text: str) -> float:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scaling.plan guide", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scaling.plan guide", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
-    parser.add_argument("--gpus", type=integer(1), default=1, help="how many (default 1)")
-    parser.add_argument("--gpu", help="a100, h100, h200, b200, ...; or a .toml file; or else say its --memory")
-    parser.add_argument("--memory", type=quantity, help="of a GPU, such as 24GB")
-    parser.add_argument("--flops", type=quantity, help="of a GPU in bf16, such as 165T (for the times)")
-    parser.add_argument("--link", type=quantity, default=25e9, help="one-way, per GPU, in B/s (default 25G: PCIe 4)")
-    parser.add_argument("--sequences", type=integer(1), default=32, help="a step, over all GPUs (default 32)")
-    parser.add_argument("--seq", type=integer(1), default=2048, help="tokens a sequence (default 2048)")
+    parser.add_argument("--gpus", type=integer(1), default=1, help="number of GPUs (default 1)")
+    parser.add_argument("--gpu", help="a100, h100, h200, b200, ...; or a .toml file; or give its --memory instead")
+    parser.add_argument("--memory", type=quantity, help="memory of one GPU, such as 24GB")
+    parser.add_argument("--flops", type=quantity, help="FLOPs/s of one GPU in bf16, such as 165T (for the times)")
+    parser.add_argument(
+        "--link",
+        type=quantity,
+        default=25e9,
+        help="bandwidth of a GPU's link one way, in bytes/s (default 25G: PCIe 4)",
+    )
+    parser.add_argument(
+        "--sequences", type=integer(1), default=32, help="sequences per step, over all GPUs (default 32)"
+    )
+    parser.add_argument("--seq", type=integer(1), default=2048, help="tokens per sequence (default 2048)")
     parser.add_argument(
         "--precision", choices=("bf16", "mixed"), default="bf16",
         help="bf16: params and gradients in bf16, Adam in fp32, 12 bytes a parameter; mixed: all in fp32, 16 bytes",
     )  # fmt: skip
     parser.add_argument(
-        "--optimizer-bytes", type=number(), default=8, help="a parameter (default 8: Adam; 8-bit Adam 2)"
+        "--optimizer-bytes",
+        type=number(),
+        default=8,
+        help="bytes of optimizer state per parameter (default 8: Adam; 8-bit Adam has 2)",
     )
     args = parser.parse_args(arguments)
     try:

@@ -39,24 +39,36 @@ from scaling.sizes import parse_mesh
 def arguments(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scaling.serve", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or a training run's")
-    parser.add_argument("--input", required=True, metavar="FILE", help="requests, a JSON object a line; - reads stdin")
-    parser.add_argument("--output", required=True, metavar="FILE", type=output, help="completions, a line each")
-    parser.add_argument("--mesh", default="Y=1", help="axes and sizes, Y=4 splits heads (default Y=1)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="of params and cache (default fp32)")
-    parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
-    parser.add_argument("--policy", default="chunked", choices=[*POLICIES], help="(default chunked)")
-    parser.add_argument("--slots", type=integer(1), default=8, help="requests at once (default 8)")
-    parser.add_argument("--budget", type=integer(1), default=64, help="tokens a step, chunked (default 64)")
-    parser.add_argument("--page", type=integer(1), default=16, help="tokens a page of the cache (default 16)")
     parser.add_argument(
-        "--pages", type=integer(1), help="of the cache (default: for the longest requests, as memory has room)"
+        "--input", required=True, metavar="FILE", help="requests, one JSON object per line; - reads the standard input"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", type=output, help="completions, one line each")
+    parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
+    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="dtype of params and cache (default fp32)")
+    parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
+    parser.add_argument("--policy", default="chunked", choices=[*POLICIES], help="batching policy (default chunked)")
+    parser.add_argument("--slots", type=integer(1), default=8, help="requests at once (default 8)")
+    parser.add_argument(
+        "--budget", type=integer(1), default=64, help="tokens per step of the chunked policy (default 64)"
+    )
+    parser.add_argument("--page", type=integer(1), default=16, help="tokens per page of the cache (default 16)")
+    parser.add_argument(
+        "--pages",
+        type=integer(1),
+        help="pages of the cache (default: for the longest requests, as far as memory allows)",
     )
     parser.add_argument("--no-prefix", action="store_true", help="do not share the pages of equal prefixes")
-    parser.add_argument("--batch-invariant", action="store_true", help="the same bits whatever runs beside a request")
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="a request's logits have the same bits whatever else is in the batch",
+    )
     parser.add_argument("--draft", metavar="FOLDER", help='a smaller model that proposes tokens, or "ngram"')
     parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
-    parser.add_argument("--max-new-tokens", type=integer(1), default=64, help="where a line says none (default 64)")
+    parser.add_argument(
+        "--max-new-tokens", type=integer(1), default=64, help="for requests that do not say (default 64)"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
     return parser.parse_args(argv)
 

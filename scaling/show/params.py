@@ -35,8 +35,14 @@ def main(argv: "list[str] | None" = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scaling.show params", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--model", default="llama3-70b", help=f"a config.json, or one of {', '.join(MODELS)}")
     parser.add_argument("--mesh", default="X=64,Y=8", help="axes of P, Z, X, C, Y, E and sizes (default X=64,Y=8)")
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the params (default bf16)")
-    parser.add_argument("--zero", type=int, default=3, choices=(0, 1, 2, 3), help="3: shards over X (default)")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of the params (default bf16)")
+    parser.add_argument(
+        "--zero",
+        type=int,
+        default=3,
+        choices=(0, 1, 2, 3),
+        help="ZeRO stage: 0 replicates over X, 1 and 2 shard the state, 3 the params (default 3)",
+    )
     args = parser.parse_args(argv)
     try:
         config = load(args.model) if args.model.endswith(".json") else get(args.model)

@@ -18,15 +18,17 @@ def _parser(**options) -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").split(":", 1)[0], **options)
     arguments.add_argument("schedule", choices=[*SCHEDULES, "all"])
     arguments.add_argument("--stages", type=integer(1), default=4, help="ranks along the pipeline axis (default 4)")
-    arguments.add_argument("--microbatches", type=integer(1), default=8, help="default 8")
-    arguments.add_argument("--chunks", type=integer(1, 1000), help="chunks of layers a rank (interleaved: default 2)")
+    arguments.add_argument("--microbatches", type=integer(1), default=8, help="number of microbatches (default 8)")
+    arguments.add_argument("--chunks", type=integer(1, 1000), help="chunks of layers per rank (interleaved: default 2)")
     times = "time of a microbatch on a rank forward, and of its backward's input and weight half (default 1,1,1)"
     arguments.add_argument("--times", type=_times, default=Times(), metavar="F,B,W", help=times)
     arguments.add_argument(
         "--hop", type=number(kind=Fraction), default=Fraction(0), help="time of a transfer (default 0)"
     )
-    arguments.add_argument("--split", action="store_true", help="send dIn before dW is computed")
-    arguments.add_argument("--width", type=integer(1, 10_000), help="columns of the chart")
+    arguments.add_argument("--split", action="store_true", help="split the backward: send dIn before dW is computed")
+    arguments.add_argument(
+        "--width", type=integer(1, 10_000), help="width of the chart in columns (default: the terminal's)"
+    )
     colour = {"action": argparse.BooleanOptionalAction, "default": sys.stdout.isatty()}
     arguments.add_argument("--colour", "--color", **colour, help="default: on a terminal")
     arguments.add_argument("--plot", type=output, metavar="FILE", help="write a picture (.svg, .png; needs matplotlib)")

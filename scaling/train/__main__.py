@@ -32,6 +32,7 @@ from scaling.train.loop import STOP, run
 from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings
 
+RATES = "how the learning rate falls after the warmup (default cosine)"
 RUN = "run.toml"  # a run's options, in its folder
 OTHERS = {
     "tokenize": tokenize.main,
@@ -44,49 +45,72 @@ OTHERS = {
 
 def arguments(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scaling.train", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("--config", metavar="FILE", help="a TOML file of these options; flags go over it")
-    parser.add_argument("--model", default="tiny", help=f"a config.json, an HF folder, or one of {', '.join(MODELS)}")
-    parser.add_argument("--from-scratch", action="store_true", help="of an HF folder take the sizes, not the weights")
-    parser.add_argument("--data", help="text, .jsonl, .npy ids or token shards: a file or folder, or A:3,B:1")
+    parser.add_argument("--config", metavar="FILE", help="a TOML file of these options; flags override it")
+    parser.add_argument(
+        "--model", default="tiny", help=f"a config.json, a Hugging Face folder, or one of {', '.join(MODELS)}"
+    )
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="take only the sizes of a Hugging Face folder, not its weights"
+    )
+    parser.add_argument(
+        "--data", help="text, .jsonl, .npy ids or token shards: a file, a folder, or a mixture by weight, A:3,B:1"
+    )
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
     parser.add_argument("--mesh", default="X=1", help="axes of P, Z, X, C, Y, E and sizes (default X=1)")
     parser.add_argument(
         "--plan", type=integer(1, 10**6), nargs="?", const=0, metavar="RANKS",
         help="choose the mesh for so many ranks (default: as many as --mesh has), by what --chip says",
     )  # fmt: skip
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
     parser.add_argument("--out", default="run", help="folder of checkpoints and metrics.jsonl (default run)")
-    parser.add_argument("--batch", type=integer(1), default=32, help="sequences a step (default 32)")
-    parser.add_argument("--seq", type=integer(1), default=256, help="tokens a sequence (default 256)")
-    parser.add_argument("--steps", type=integer(1), default=200, help="(default 200)")
-    parser.add_argument("--microbatches", type=integer(1), default=1, help="(default 1)")
-    parser.add_argument("--dropout", type=number(0, 0.999), help="rate, of each block's result (default: the model's)")
+    parser.add_argument("--batch", type=integer(1), default=32, help="sequences per step (default 32)")
+    parser.add_argument("--seq", type=integer(1), default=256, help="tokens per sequence (default 256)")
+    parser.add_argument("--steps", type=integer(1), default=200, help="number of steps (default 200)")
+    parser.add_argument("--microbatches", type=integer(1), default=1, help="microbatches per step (default 1)")
+    parser.add_argument(
+        "--dropout", type=number(0, 0.999), help="dropout rate of each block's output (default: the model's)"
+    )
     parser.add_argument("--lr", type=number(0, 10), default=1e-3, help="peak learning rate (default 1e-3)")
-    parser.add_argument("--warmup", type=integer(0), default=20, help="steps (default 20)")
-    parser.add_argument("--schedule", default="cosine", choices=("cosine", "wsd", "constant"))
-    parser.add_argument("--weight-decay", type=number(0, 10), default=0.1)
-    parser.add_argument("--clip", type=number(1e-9), default=1.0, help="the gradients' largest norm (default 1)")
-    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
+    parser.add_argument("--warmup", type=integer(0), default=20, help="warmup steps of the learning rate (default 20)")
+    parser.add_argument("--schedule", default="cosine", choices=("cosine", "wsd", "constant"), help=RATES)
+    parser.add_argument("--weight-decay", type=number(0, 10), default=0.1, help="of AdamW, on matrices (default 0.1)")
+    parser.add_argument(
+        "--clip", type=number(1e-9), default=1.0, help="gradients are clipped to this global norm (default 1)"
+    )
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0, help="of params, data and dropout (default 0)")
     parser.add_argument(
         "--dtype",
         default="fp32",
         choices=[*DTYPES],
-        help="bf16, fp16: float32 masters; fp16 scales the loss (default fp32)",
+        help="dtype of the params; bf16 and fp16 keep float32 masters, fp16 scales the loss (default fp32)",
     )
-    parser.add_argument("--remat", default="none", choices=POLICIES, help="what is computed again, not kept")
-    parser.add_argument("--save-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")
+    parser.add_argument(
+        "--remat",
+        default="none",
+        choices=POLICIES,
+        help="activation checkpointing: what is recomputed in the backward (default none)",
+    )
+    parser.add_argument(
+        "--save-every", type=integer(0), default=100, help="steps between checkpoints; 0: only at the end (default 100)"
+    )
     parser.add_argument("--keep", type=integer(1), default=3, help="checkpoints to keep (default 3)")
-    parser.add_argument("--eval-every", type=integer(0), default=100, help="steps; 0: at the end alone (default 100)")
-    parser.add_argument("--eval-batches", type=integer(0), default=8, help="held-out batches; 0: all (default 8)")
-    parser.add_argument("--sample", default="", metavar="PROMPT", help="show how each evaluation's model goes on")
+    parser.add_argument(
+        "--eval-every", type=integer(0), default=100, help="steps between evaluations; 0: only at the end (default 100)"
+    )
+    parser.add_argument(
+        "--eval-batches", type=integer(0), default=8, help="held-out batches per evaluation; 0: all (default 8)"
+    )
+    parser.add_argument(
+        "--sample", default="", metavar="PROMPT", help="at each evaluation, show how the model continues this text"
+    )
     parser.add_argument("--tensorboard", default="", metavar="DIR", help="also write the metrics for TensorBoard")
     parser.add_argument(
-        "--guard-every", type=integer(0), default=50, help="steps between comparisons of replicas; 0: none"
+        "--guard-every", type=integer(0), default=50, help="steps between comparisons of replicas; 0: none (default 50)"
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on in --out, with its options under the flags given",
+        help="continue the run in --out with its options; flags override them",
     )
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
     parser.add_argument("--norms", action="store_true", help="write each leaf's gradient norm to norms.jsonl")

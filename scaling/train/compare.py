@@ -73,8 +73,8 @@ def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scaling.train compare", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("runs", nargs=2, type=Path, help="folders that runs have written")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="relative; default 0: to the bit")
+    parser.add_argument("runs", nargs=2, type=Path, help="the two runs' folders (their --out)")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="relative tolerance (default 0: equal to the bit)")
     args = parser.parse_args(argv)
     try:
         first, second = args.runs

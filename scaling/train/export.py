@@ -68,8 +68,8 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scaling.train export", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--step", type=int, help="(default: the latest)")
-    parser.add_argument("--mesh", default="X=1", help="ranks that share the work (default X=1)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the latest)")
+    parser.add_argument("--mesh", default="X=1", help="mesh of the ranks that share the work (default X=1)")
     args = parser.parse_args(argv)
     try:
         if not (args.run / "run.toml").is_file():

@@ -94,8 +94,10 @@ def told(folder, last: int = 1) -> str:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scaling.train flight", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("run", type=Path, help="the folder of a run, also of one that stands still")
-    parser.add_argument("--last", type=int, default=8, help=f"of each rank (default 8, at most {LAST})")
+    parser.add_argument("run", type=Path, help="the folder of a run, also of one that hangs")
+    parser.add_argument(
+        "--last", type=int, default=8, help=f"collectives shown of each rank (default 8, at most {LAST})"
+    )
     args = parser.parse_args(argv)
     if not (text := told(args.run, args.last)):
         why = "its ranks have sent nothing" if (args.run / "run.toml").exists() else "no run is here"

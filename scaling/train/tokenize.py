@@ -77,7 +77,7 @@ def main(argv=None) -> int:
     parser.add_argument("--data", required=True, help="a file or a folder: text, or .jsonl of texts or chats")
     parser.add_argument("--out", required=True, help="the folder of shards to write")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
-    parser.add_argument("--shard-tokens", type=integer(1), default=10**8, help="tokens a shard (default 1e8)")
+    parser.add_argument("--shard-tokens", type=integer(1), default=10**8, help="tokens per shard (default 1e8)")
     args = parser.parse_args(argv)
     try:
         index = write_shards(args.data, args.out, tokenizer(args.tokenizer), args.shard_tokens)

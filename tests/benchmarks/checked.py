@@ -15,6 +15,7 @@ from harness import machine, quartiles, together
 from tabulate import tabulate
 
 from scaling import data, launch, optim
+from scaling.console import HelpFormatter
 from scaling.mesh import Mesh
 from scaling.models import mlp
 from scaling.train.byte_lm import batch_axes, make_step, param_specs
@@ -59,7 +60,7 @@ def ratio(checked: list[float], unchecked: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--ranks", default="4,8")
     parser.add_argument("--strategies", default=",".join(MESHES))
     parser.add_argument("--samples", type=int, default=10, help=f"of {REPEAT} steps each (default 10)")

@@ -18,6 +18,7 @@ import transformers
 from tabulate import tabulate
 
 from scaling import serve, tree
+from scaling.console import HelpFormatter
 from scaling.models import hf
 
 SIZES = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
@@ -76,7 +77,7 @@ def share_of_bandwidth(config, params, T: int, steps: int, clock) -> tuple[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=64)

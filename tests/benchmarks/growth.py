@@ -23,6 +23,7 @@ from tabulate import tabulate
 from versus_torch import BUCKET, both_axes, ours, over_both, over_x, over_y
 
 from scaling import collectives, cost, launch, optim
+from scaling.console import HelpFormatter
 from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.trace import trace
@@ -123,7 +124,7 @@ def fit(points: list[tuple], seconds: list[float]) -> tuple[list[float], list[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--strategies", default=",".join(MODULES))
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each point")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

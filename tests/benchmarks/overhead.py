@@ -28,6 +28,7 @@ from versus_torch import ours
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
 from scaling.collectives.mkl import matmul_into, multiply
+from scaling.console import HelpFormatter
 from scaling.launch import keep_freed_memory
 from scaling.mesh import Mesh
 from scaling.strategies import data_parallel
@@ -164,7 +165,7 @@ def show(lines: list[list], headers: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--sizes", default="tiny,communication,default,compute")
     parser.add_argument("--optimizers", default="sgd,adamw")
     parser.add_argument("--steps", type=int, default=20, help="timed samples of each side")

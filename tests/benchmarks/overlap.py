@@ -22,6 +22,7 @@ from tabulate import tabulate
 from versus_torch import BUCKET, contests, ours
 
 from scaling import launch
+from scaling.console import HelpFormatter
 from scaling.strategies import data_parallel, fsdp, zero
 
 STRATEGIES = {  # the module, its options, and PyTorch's contest
@@ -52,7 +53,7 @@ def measure(mesh, name: str, size: Size, wires: list[float], steps: int) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--only", default=",".join(STRATEGIES), help="strategies, by commas: %(default)s")
     parser.add_argument("--wire", default="0,400,800", help="speeds in MB/s, by commas, 0 for loopback's: %(default)s")

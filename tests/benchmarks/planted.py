@@ -25,6 +25,7 @@ from wasteful import PROGRAMS
 
 from scaling import launch
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
+from scaling.console import HelpFormatter
 from scaling.plan.predict import Size, make_shards
 from scaling.plan.predict import sgd_step as train
 from scaling.profile import profile
@@ -146,7 +147,7 @@ def quartile(seconds: list[float]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--delays", type=int, default=20, help="random plants (default 20)")
     parser.add_argument("--clean", type=int, default=20, help="clean runs (default 20)")

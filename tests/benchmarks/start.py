@@ -17,6 +17,8 @@ from time import perf_counter
 
 from tabulate import tabulate
 
+from scaling.console import HelpFormatter
+
 OURS = """
 import torch
 from scaling.collectives import all_reduce
@@ -80,7 +82,7 @@ def start(way: str, ranks: int, folder: str) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--chapters", default="[0-9]*.py", help="which to time; none: ''. Default: %(default)s")

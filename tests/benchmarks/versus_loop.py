@@ -30,6 +30,7 @@ from tabulate import tabulate
 from scaling import launch
 from scaling.collectives import all_reduce
 from scaling.configs import Config, get
+from scaling.console import HelpFormatter
 from scaling.models import transformer as model
 from scaling.train import loop
 from scaling.train.inputs import inputs
@@ -120,7 +121,7 @@ def race(mesh, label: str, rounds: int, steps: int, folder: str) -> list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--sizes", default=",".join(SIZES), help="by commas: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="runs of each side (default 7)")

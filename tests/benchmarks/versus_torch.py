@@ -27,6 +27,7 @@ from native import Native
 from tabulate import tabulate
 
 from scaling import optim, tree
+from scaling.console import HelpFormatter
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
 
 OPTIMIZERS = {"sgd": optim.sgd(RATE), "adamw": optim.adamw(RATE)}
@@ -132,7 +133,7 @@ def table(results: list[dict], rivals: tuple[str, ...]) -> str:
 
 def main() -> None:
     known = contests()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=4)
     parser.add_argument("--only", default=",".join(known), help="contests, by commas: %(default)s")
     parser.add_argument("--sizes", default=",".join(SIZES), help="sizes, by commas: %(default)s")

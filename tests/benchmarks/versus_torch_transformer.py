@@ -22,6 +22,7 @@ from versus_torch import table
 
 from scaling import optim, tree
 from scaling.configs import Config
+from scaling.console import HelpFormatter
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
@@ -97,7 +98,7 @@ def contests(remat: str) -> dict[str, Contest]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--only", default=",".join(LAYOUTS), help="layouts, by commas: %(default)s")
     parser.add_argument("--sizes", default=",".join(SIZES), help="sizes, by commas: %(default)s")
     parser.add_argument("--rivals", default=",".join(SIDES[1:]), help="of PyTorch's, by commas: %(default)s")

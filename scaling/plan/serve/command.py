@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from scaling.configs import MODELS, get
-from scaling.console import SEEDS, integer, number
+from scaling.console import SEEDS, HelpFormatter, integer, number
 from scaling.cost import decoding, serving
 from scaling.hardware import chip, chips
 from scaling.plan.report import folded
@@ -24,33 +24,50 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scaling.plan serve",
         description="The slice, sharding form and batch to serve a model with, and why (Parts 7 and 8)",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Published serving figures beside these bounds: python -m scaling.plan serve published\n"
-        "Exit status: 0, there is a way; 1, nothing fits or is fast enough; 2, an argument is wrong.",
+        formatter_class=HelpFormatter,
+        epilog="Published serving figures beside these bounds: python -m scaling.plan serve published\n\n"
+        "Exit status: 0, a plan was found; 1, nothing fits or is fast enough; 2, an argument is wrong.",
     )
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
     parser.add_argument("--chip", required=True, help=f"{', '.join(chips())}; or a .toml file")
-    parser.add_argument("--chips", type=integer(1), help="of the slice (default: any)")
+    parser.add_argument("--chips", type=integer(1), help="number of chips of the slice (default: any)")
     parser.add_argument("--most", type=integer(1), default=256, help="chips of the largest slice tried (default 256)")
-    parser.add_argument("--context", type=integer(2), help="tokens a sequence, prompt and output (default: their sum)")
-    parser.add_argument("--prompt", type=integer(1), help="tokens of the prompt (default: context less output)")
-    parser.add_argument("--output", type=integer(1), default=512, help="tokens generated a request (default 512)")
+    parser.add_argument(
+        "--context", type=integer(2), help="tokens per sequence, prompt and output (default: their sum)"
+    )
+    parser.add_argument("--prompt", type=integer(1), help="tokens of the prompt (default: context minus output)")
+    parser.add_argument("--output", type=integer(1), default=512, help="tokens generated per request (default 512)")
     parser.add_argument("--weights", choices=STORED, default="int8", help="dtype of the weights (default int8)")
     parser.add_argument("--kv", choices=STORED, default="int8", help="dtype of the KV cache (default int8)")
     parser.add_argument("--compute", default="bf16", help="dtype of the matmuls (default bf16)")
     parser.add_argument("--batch", type=integer(1), help="sequences at once (default: the best)")
-    parser.add_argument("--latency", type=number(1e-6), help="ms a step, that is a token of a request, at most")
-    parser.add_argument("--form", choices=decoding.FORMS, help="of sharding (default: the best)")
-    parser.add_argument("--objective", choices=OBJECTIVES, default="throughput", help="a chip's tokens/s, or the step")
-    parser.add_argument("--headroom", type=number(1e-6, 1), default=0.9, help="share of the memory (default 0.9)")
-    parser.add_argument("--mfu", type=number(1e-6, 1), default=0.4, help="of prefill (default 0.4)")
-    parser.add_argument("--price", type=number(1e-6), help="dollars per chip and hour (default: the book's, if any)")
-    parser.add_argument("--top", type=integer(), default=5, help="how many others to show (default 5)")
-    parser.add_argument("--pareto", action="store_true", help="also the front of latency against throughput")
-    parser.add_argument("--rate", type=number(1e-6), help="also simulate requests that come so often a second")
-    parser.add_argument("--policy", choices=POLICIES, default="chunked", help="of batching (default chunked)")
-    parser.add_argument("--requests", type=integer(1, 10_000), default=64, help="to simulate (default 64)")
-    parser.add_argument("--seed", type=integer(0, SEEDS), default=0, help="of their arrivals (default 0)")
+    parser.add_argument("--latency", type=number(1e-6), help="the most ms per step, that is per token of a request")
+    parser.add_argument("--form", choices=decoding.FORMS, help="sharding form of the step (default: the best)")
+    parser.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="throughput",
+        help="what to optimize: tokens/s per chip, or the time of a step (default throughput)",
+    )
+    parser.add_argument(
+        "--headroom", type=number(1e-6, 1), default=0.9, help="fraction of the memory to plan with (default 0.9)"
+    )
+    parser.add_argument(
+        "--mfu", type=number(1e-6, 1), default=0.4, help="model FLOPs utilization of prefill (default 0.4)"
+    )
+    parser.add_argument("--price", type=number(1e-6), help="dollars per chip-hour (default: the book's, if it has one)")
+    parser.add_argument("--top", type=integer(), default=5, help="how many other plans to show (default 5)")
+    parser.add_argument(
+        "--pareto", action="store_true", help="also print the Pareto frontier of latency and throughput"
+    )
+    parser.add_argument("--rate", type=number(1e-6), help="also simulate requests that arrive at this rate, per second")
+    parser.add_argument(
+        "--policy", choices=POLICIES, default="chunked", help="batching policy of the simulation (default chunked)"
+    )
+    parser.add_argument(
+        "--requests", type=integer(1, 10_000), default=64, help="number of requests to simulate (default 64)"
+    )
+    parser.add_argument("--seed", type=integer(0, SEEDS), default=0, help="seed of the requests' arrivals (default 0)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
 
