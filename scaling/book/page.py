@@ -39,7 +39,8 @@ class ChapterParser(argparse.ArgumentParser):
     def error(self, message: str):
         if int(os.environ.get("RANK", 0)):
             sys.exit(2)
-        super().error(message)
+        self.print_usage(sys.stderr)
+        self.exit(2, layout.fold(f"{self.prog}: error: {message}") + "\n")
 
     def print_help(self, file=None) -> None:
         if not int(os.environ.get("RANK", 0)):

@@ -14,6 +14,13 @@ def page(monkeypatch, *argv, **options) -> Page:
     return Page(DOC, **options)
 
 
+def said_in(capsys) -> str:
+    """What was written to stderr, its lines, none too long, as one."""
+    lines = capsys.readouterr().err.splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    return " ".join(" ".join(lines).split())
+
+
 def test_a_chapter_has_the_options_that_it_names(monkeypatch, capsys):
     assert vars(page(monkeypatch, "--small").args) == {"small": True}
     args = page(monkeypatch, "--mesh", "Y=2", "--largest", "7", mesh="X=2,Y=4", plot=True, largest=(3, "bytes")).args
@@ -28,7 +35,7 @@ def test_a_chapter_has_the_options_that_it_names(monkeypatch, capsys):
     ]:
         with pytest.raises(SystemExit, match="2"):
             page(monkeypatch, *argv, mesh="X=2,Y=4", plot=True)
-        assert message in capsys.readouterr().err
+        assert message in said_in(capsys)
 
 
 def test_a_chapter_says_which_further_axes_it_takes(monkeypatch):
@@ -45,7 +52,7 @@ def test_a_mesh_of_another_number_of_ranks_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         page(monkeypatch, "--mesh", "X=8", mesh="X=4")
     said = "X=8 is a mesh of 8, and torchrun started 4 ranks; fix: torchrun --nproc-per-node 8, or another --mesh"
-    assert said in capsys.readouterr().err
+    assert said in said_in(capsys)
 
 
 def test_a_mesh_over_which_arrays_do_not_divide_is_refused(monkeypatch, capsys):
@@ -54,7 +61,7 @@ def test_a_mesh_over_which_arrays_do_not_divide_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         own.fits(("A[I_Y, J]", "A[I, J_X]"), {"I": 6, "J": 8})
     said = "--mesh X=3, Y=1: A[I, J_X]: dim J of size 8 does not divide into 3 blocks (X=3); fix: --mesh X=4,Y=2"
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert said in said_in(capsys)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--steps", "3"], ["--mesh", "Q=1"]])
@@ -114,7 +121,7 @@ def test_a_text_that_is_too_short_is_refused(monkeypatch, capsys, tmp_path):
     for name, batch, why in (("none", 256, "no such file"), ("text", 30_000, "50,000 bytes, of 60,000 that it takes")):
         with pytest.raises(SystemExit, match="2"):
             page(monkeypatch, "--text", str(tmp_path / name), "--batch", str(batch), **options)
-        assert f"{name}: {why}; fix: leave it out" in capsys.readouterr().err
+        assert f"{name}: {why}; fix: leave it out" in said_in(capsys)
 
 
 @pytest.mark.parametrize("mesh", ["X=2", ""])
@@ -122,7 +129,7 @@ def test_a_device_that_is_not_there_is_refused_before_any_rank(monkeypatch, caps
     for device, why in (("cuda", "torch finds no GPU here"), ("tpu", "must be cpu, or cuda")):
         with pytest.raises(SystemExit, match="2"):
             page(monkeypatch, "--device", device, mesh=mesh, device=True)
-        assert why in capsys.readouterr().err
+        assert why in said_in(capsys)
 
 
 def test_where_ranks_cannot_be_forked_the_script_starts_again_under_torchrun(monkeypatch):
