@@ -42,9 +42,10 @@ class Expressions(Calls, Indexing):
         return self.bound.get(value.number, value) if isinstance(value, Var) else value
 
     def constant(self, node: ast.Constant, frame) -> "Text | Number | None":
-        if isinstance(node.value, str):
-            return Text(node.value)
-        return Number(node.value) if type(node.value) in (int, float) else None
+        value = node.value
+        if isinstance(value, str):
+            return Text(value)
+        return Number(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def choice(self, node: ast.IfExp, frame):
         self.value(node.test, frame)

@@ -8,7 +8,7 @@ import ast
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -88,7 +88,7 @@ class Module:
         return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
 
 
-def imports_in(body: "list[Any]") -> "Iterator[ast.Import | ast.ImportFrom]":
+def imports_in(body: Iterable[Any]) -> Iterator[ast.Import | ast.ImportFrom]:
     """The imports among statements and inside them; an expression holds none."""
     for node in body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

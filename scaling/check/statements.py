@@ -39,7 +39,8 @@ class Frame:
 
     def inside(self) -> "Frame":
         """The same place, with variables of its own: of a comprehension, a lambda, a branch."""
-        return Frame(**vars(self) | {"env": dict(self.env), "bound": dict(self.bound)})
+        fields: dict[str, Any] = vars(self) | {"env": dict(self.env), "bound": dict(self.bound)}
+        return Frame(**fields)
 
     @property
     def module_keys(self) -> set[str]:
@@ -281,5 +282,5 @@ def expects_an_error(node: ast.expr) -> bool:
 
 def _load(target: "ast.Name | ast.Attribute | ast.Subscript") -> ast.expr:
     """An assignment's target as an expression that reads it."""
-    read = type(target)(**dict(ast.iter_fields(target)) | {"ctx": ast.Load()})
-    return ast.copy_location(read, target)
+    fields: dict[str, Any] = dict(ast.iter_fields(target)) | {"ctx": ast.Load()}
+    return ast.copy_location(type(target)(**fields), target)

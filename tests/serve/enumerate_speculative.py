@@ -79,7 +79,7 @@ def output_joint(p, q, V: int, k: int, verify=speculative.verify) -> torch.Tenso
 
 def wrong_rules() -> dict:
     """Rules that were published by mistake: each gives another distribution than the target's."""
-    draw, residual = speculative.draw, speculative.residual
+    draw, residual = speculative.draw_token, speculative.residual
 
     def rule(accept, last):
         def verify(p, q, proposed, keep, again):

@@ -197,12 +197,12 @@ def moved_and_remade(mesh, config):
     def once_more(*_, **__):
         raise AssertionError("experts are chosen again")
 
-    whole, routing_module.choose = routing_module.choose, once_more
+    whole, routing_module.choose_experts = routing_module.choose_experts, once_more
     try:
         with trace() as backward:
             pull((dy,))
     finally:
-        routing_module.choose = whole
+        routing_module.choose_experts = whole
     experts = expert.route_tokens(params, x, config, mesh, "X").experts
     return experts, [
         [(e.op, str(e.after), e.nbytes, e.wire_bytes) for e in t.collectives()] for t in (forward, backward)
