@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 
 import pytest
@@ -218,3 +219,11 @@ def test_command_refuses_nonsense(capsys):
     with pytest.raises(SystemExit, match="2"):
         measure.main(["--ranks", "1"])
     assert "'1' is not a whole number from 2" in capsys.readouterr().err
+
+
+def slowest_last(mesh) -> float:
+    return rates.timed(lambda: time.sleep(0.03 * mesh.rank), mesh, 2, times=2)
+
+
+def test_a_time_lasts_until_the_last_rank_is_done(ranks):
+    assert min(ranks(slowest_last, {"X": 2})) >= 0.03

@@ -46,6 +46,7 @@ SHAPES = (
 VOLUMES = (2**10, 2**14, 2**17, 2**19, 2**21, 2**23)  # bytes V of what is measured: 1 kB to 8 MB
 POOL, MOST, ROUNDS = 2**26, 64, 4  # bytes of operands used in turn, the most of them; collectives in a row
 BUSY = 256, 512, 768  # B, D, F of the product before a collective
+GUESS = 3e-5, 5e10  # seconds of a call, FLOPs/s: by them a timing of products lasts some 20 ms
 ATTENTION = 2, 256, 8, 32  # B, T, N, H
 CALLS = ("Product", "Pointwise", "Activation")  # what costs at least a call
 SMALL = Settings(get("tiny").with_(L=2, D=16, F=32, N=2, K=2, H=8, V=32), "", "", batch=1, seq=8)
@@ -67,19 +68,25 @@ class RankMeasured:
     idle: dict[tuple[str, int], Points] = field(default_factory=dict)
 
 
-def timed(f: Callable, mesh, repeats: int) -> float:
-    """Seconds of a call, the lower quartile of repeated ones; all ranks begin each together."""
+def timed(f: Callable, mesh, repeats: int, times: int = 1) -> float:
+    """Seconds of a call, of which each rank makes so many in a row: the lower quartile of repeated rows. All ranks
+    begin together, and a row lasts until all are done: where they share cores, those that run first end early.
+    """
     seconds = []
     for i in range(repeats + 2):
         barrier(mesh)
         start = perf_counter()
-        f()
+        for _ in range(times):
+            f()
+        barrier(mesh)
         seconds += [perf_counter() - start] if i >= 2 else []
-    return sorted(seconds)[len(seconds) // 4]
+    return sorted(seconds)[len(seconds) // 4] / times
 
 
 def added(f: Callable, more: Callable, mesh, repeats: int) -> float:
-    """Seconds that `more` takes longer than f: the median of pairs of calls, one right after the other."""
+    """Seconds that `more` takes longer than f: the median of pairs of calls, one right after the other. Each lasts
+    until all ranks are done, as in `timed`: else a collective, which all end together, would seem to cost that too.
+    """
     found = []
     for _ in range(repeats + 1):
         seconds = []
@@ -87,6 +94,7 @@ def added(f: Callable, more: Callable, mesh, repeats: int) -> float:
             barrier(mesh)
             start = perf_counter()
             each()
+            barrier(mesh)
             seconds.append(perf_counter() - start)
         found.append(seconds[1] - seconds[0])
     return max(1e-6, statistics.median(found[1:]))
@@ -121,7 +129,7 @@ def _call(mesh, repeats: int) -> float:
     own = [Mesh({"X": 1}, ranks=[rank]) for rank in range(mesh.size())][mesh.rank]
     did = counted_transformer(SMALL, own.sizes)
     calls = did.products.number + did.attention.number + did.plain.number + did.curved.number
-    return timed(transformer_step(SMALL, own), mesh, 3 * repeats) / calls
+    return timed(transformer_step(SMALL, own), mesh, 3 * repeats, 2) / calls
 
 
 def matmuls(mesh, dtype: str, repeats: int, shapes: Sequence) -> tuple[float, Points]:
@@ -131,7 +139,8 @@ def matmuls(mesh, dtype: str, repeats: int, shapes: Sequence) -> tuple[float, Po
         dims = {"B": B, "D": D, "F": F_}
         cases = [(line, *(torch.randn(*(dims[d] for d in x)).to(DTYPES[dtype]) for x in ab)) for line, *ab in PRODUCTS]
         nbytes = sum(a.nbytes + b.nbytes for _, a, b in cases) + 2 * (B * D + B * F_ + D * F_) * DTYPES[dtype].itemsize
-        seconds = timed(lambda cases=cases: [collectives.einsum(*case) for case in cases], mesh, repeats)
+        often = 1 + int(0.02 / (6 * (GUESS[0] + 2 * B * D * F_ / GUESS[1])))
+        seconds = timed(lambda cases=cases: [collectives.einsum(*case) for case in cases], mesh, repeats, often)
         rows.append((2 * B * D * F_, nbytes / 6, seconds / 6))
     call, rate, memory = fit_prices([(1.0, flops, nbytes) for flops, nbytes, _ in rows], [t for *_, t in rows])
     return 1 / rate, [(nbytes, call + memory * nbytes) for _, nbytes, _ in rows]
@@ -162,7 +171,7 @@ def attention(mesh, dtype: str, repeats: int) -> float:
     def once():
         torch.autograd.grad(F.scaled_dot_product_attention(Q, K, V, is_causal=True), heads, dO)
 
-    return 3.5 * attention_flops("", heads[:2]) / timed(once, mesh, repeats)
+    return 3.5 * attention_flops("", heads[:2]) / timed(once, mesh, repeats, 2)
 
 
 def bytewise(mesh, repeats: int, f: Callable, volumes: Sequence[int]) -> Points:
@@ -176,7 +185,7 @@ def bytewise(mesh, repeats: int, f: Callable, volumes: Sequence[int]) -> Points:
             for x in pool:
                 f(x, pool[0])
 
-        found.append((moved / calls, timed(once, mesh, repeats) / calls / len(pool)))
+        found.append((moved / calls, timed(once, mesh, repeats, 1 + 2**24 // (V * len(pool))) / calls / len(pool)))
     return found
 
 
