@@ -314,3 +314,16 @@ def test_params_of_another_layer_are_refused(spoiled, message):
     expert.moe(params, x, SIGMOID, Mesh({"X": 1}), "X")
     with pytest.raises((ShardingError, ValueError), match=message):
         expert.moe(params | spoiled, x, SIGMOID, Mesh({"X": 1}), "X")
+
+
+@pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=lambda config: config.name)
+@pytest.mark.parametrize("bias", ["none", "absent", "given"])
+def test_a_bias_of_the_choice_may_be_given_or_not(config, bias):
+    params, x, _ = problem(config, "drawn")
+    params = {name: leaf for name, leaf in params.items() if name != "bias"}
+    if bias != "absent":
+        params["bias"] = (
+            torch.randn(config.E, generator=torch.Generator().manual_seed(1)).double() if bias == "given" else None
+        )
+    y, _ = expert.moe(params, x, config, Mesh({"X": 1}), "X")
+    assert torch.allclose(y, one_device.dense(params, x, config)[0], rtol=1e-12, atol=1e-12)

@@ -35,7 +35,7 @@ def moe(
 ) -> tuple[Tensor, dict]:
     """x[B_axis, T, D] -> (y[B_axis, T, D], aux), equal to `scaling.models.moe.dense` on one device.
 
-    params, this rank's shards typed as `specs`: "router", "W_in", "W_gate" (then SwiGLU, else GELU), "W_out", and
+    params, this rank's shards typed as `specs`: "router", "W_in", "W_gate" if `config.gated`, "W_out", and
     perhaps "bias", which enters the choice alone, and "shared", the experts that every token passes. `axis`: the
     experts' axis, or several, "XY". `tensor`: the axis that F is split over. `spec`: x's type where more axes split
     it, `x[B_XE, T_C, D]`; with T split over `tensor` last, `x[B_X, T_Y, D]`, y comes back so. An axis that the mesh
@@ -88,7 +88,10 @@ def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout)
         raise ShardingError(f"a layer of experts of a {type(params).__name__}\n  fix: give a dict of its params")
     types, sizes = specs(config, at.experts, at.tensor), config.sizes | {"D": x.shape[-1]}
     fix = "give the params of this config, sharded as expert.specs says"
+    types.pop("bias", None)
     routed = params
+    if params.get("bias") is not None:  # it enters the choice of experts if it is given, whatever the routing
+        types["bias"] = "bias[E]"
     if shared := types.pop("shared", None):  # its F is another: that of all shared experts together
         name, wide = 'params["shared"]', sizes | {"F": config.shared * config.F}
         tree.check(params.get("shared"), shared, wide, mesh, name=name, fix=fix)
