@@ -19,14 +19,14 @@ def damaged(folder: Path, step: int) -> list[str]:
         leaves = checkpoint.index(folder, step)["leaves"]
     except ValueError as error:
         return [str(error).splitlines()[0]]
-    found, read = [], ShardReader(folder / step_name(step), verified=True)
+    found = []
     for where, leaf in leaves.items():
+        read = ShardReader(folder / step_name(step), verified=True)  # it keeps what it has read
         for block in leaf["blocks"]:
             try:
                 read(where, leaf, block, True)
             except ValueError as error:
                 found.append(str(error).splitlines()[0])
-            read.read.clear()
     return found
 
 
@@ -35,14 +35,12 @@ def main(argv=None) -> int:
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--step", type=int, help="this checkpoint alone (default: all that are complete)")
     args = parser.parse_args(argv)
-    steps = complete(args.run) if args.step is None else [args.step]
     try:
+        checkpoint.latest(args.run)  # raises if there is none
+        steps = complete(args.run) if args.step is None else [args.step]
         found = {step: damaged(args.run, step) for step in steps}
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
-        return 2
-    if not steps:
-        print(f"{args.run}: there is no complete checkpoint here", file=sys.stderr)
         return 2
     for step, lines in found.items():
         print(f"step {step}: " + ("\n  ".join(["damaged", *lines]) if lines else "whole"))
