@@ -5,9 +5,13 @@
 
 A mutant turns a comparison around, swaps an operator, `and` with `or`, True with False or the two arguments of a call,
 adds 1 to a number, negates a condition, or drops a statement. It runs in a copy of the repository, under the tests that
-cover its room: those named as its file first, the quick ones before the slow ones; what takes too long counts as
-noticed. Texts of errors and annotations are left as they are. Which mutants are drawn hangs on the seed and on their
-own text alone, so a change elsewhere leaves the draw as it is.
+cover its room: those named as its file first, the quick ones before the slow ones. Texts of errors and annotations are
+left as they are. Which mutants are drawn hangs on the seed and on their own text alone, so a change elsewhere leaves
+the draw as it is.
+
+A mutant is killed if a test fails. One test that takes PROCESSOR seconds of processor time ("loops"), or none for
+IDLE seconds ("hangs"), is stopped: the report counts such mutants apart and lists them, as no test failed. Neither
+limit hangs on what else the machine does.
 
 Some change no number, and no test can notice them: the default of a rank that is not read (join_world), workers
 waited for at the store or later (launch.ranks), strict=True for lists that were compared (einsum's refusal),
@@ -27,6 +31,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -35,7 +40,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECONDS, BYTES = 400, 16 * 2**30  # that the tests of a mutant may take
+PROCESSOR, IDLE = 150.0, 150.0  # seconds that one test may take, and that it may wait
+BYTES = 16 * 2**30  # of memory, for all tests of a mutant
 TESTS = {  # the longest prefix counts
     "spec": "test_spec.py algebra",
     "sizes.py": "test_mesh.py test_spec.py algebra",
@@ -153,18 +159,45 @@ def mutants(seed: int) -> Iterator[tuple[str, ast.AST, str, str]]:
         yield file, node, edit, replaced(text, node, edit)
 
 
+def spent(session: int) -> float:
+    """Seconds of processor time that the processes of a session took, with those that they waited for."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()  # from the state on, the third of proc(5)
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def stopped(process: multiprocessing.process.BaseProcess, log: Path) -> str:
+    """ "loops" or "hangs" if one test of a process took too long, "" once it ended."""
+    size, began = -1, 0.0  # of the log, which grows as each test ends
+    used, since = 0.0, time.monotonic()
+    while process.exitcode is None:
+        process.join(0.5)
+        now, grown = spent(process.pid or 0), log.stat().st_size if log.exists() else 0
+        if grown != size:
+            size, began = grown, now
+        if now > used + 1:
+            used, since = now, time.monotonic()
+        if now > began + PROCESSOR or time.monotonic() > since + IDLE:
+            return "loops" if now > began + PROCESSOR else "hangs"
+    return ""
+
+
 def run(folder: Path, tests: list[str], marker: str) -> str:
-    """The first test that fails, "time", or "" if all pass. They run in a process forked from this one."""
+    """The first test that fails, "loops", "hangs", or "" if all pass. They run in a process forked from this one."""
     log = folder / "log"
+    log.unlink(missing_ok=True)
     process = multiprocessing.get_context("fork").Process(target=_run, args=(folder, tests, marker, log))
     process.start()
-    process.join(SECONDS)
-    late = process.exitcode is None
+    late = stopped(process, log)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
     if late or process.exitcode in (0, 5):  # 5: no test has this marker
-        return "time" if late else ""
+        return late
     if process.exitcode == 3:  # pytest's own error says nothing of the mutant
         sys.exit(log.read_text())
     failed = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -187,11 +220,17 @@ def _run(folder: Path, tests: list[str], marker: str, log: Path) -> None:
 
 
 def report(rows: list[dict]) -> None:
-    survived = [row for row in rows if not row["noticed"]]
-    for row in survived:
-        print(f"{row['file']}:{row['line']}: {row['before']}  ->  {row['after']}")
+    apart = {"survived": "", "looped": "loops", "hung": "hangs"}
+    counts = Counter()
+    for word, noticed in apart.items():
+        for row in rows:
+            if row["noticed"] == noticed:
+                counts[word] += 1
+                print(f"{word}: {row['file']}:{row['line']}: {row['before']}  ->  {row['after']}")
+    killed = len(rows) - counts.total()
     print(
-        f"{len(rows) - len(survived)} of {len(rows)} mutants noticed, {len(rows) and 1 - len(survived) / len(rows):.1%}"
+        f"{killed} of {len(rows)} mutants killed by a failing test, {killed / max(len(rows), 1):.1%}; "
+        + ", ".join(f"{counts[word]} {word}" for word in apart)
     )
 
 
