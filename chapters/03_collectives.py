@@ -172,7 +172,7 @@ def check_rings(mesh) -> dict[str, float]:
         found[f"ring AllGather, {word}"] = rings.all_gather(shard, mesh, "X", ways) - gathered
         found[f"ring ReduceScatter, {word}"] = rings.reduce_scatter(term, mesh, "X", ways) - scattered
         found[f"ring AllToAll, {word}"] = rings.all_to_all(chunks, mesh, "X", ways).flatten(0, 1) - exchanged
-    return {name: float(apart.abs().max()) for name, apart in found.items()}
+    return {name: largest([float(apart.abs().max())], mesh) for name, apart in found.items()}
 
 
 page.say()

@@ -13,6 +13,7 @@ from torch.func import vjp
 from scaling import collectives as c
 from scaling.book.answers import Answer
 from scaling.book.layout import width
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.book.streaming import Stream, StreamWork
 from scaling.hardware import chip
@@ -85,8 +86,7 @@ def compare(mesh) -> tuple[dict[str, float], int, int]:
         sent.append(log.wire_bytes)
         got = {"Out": out, **dict(zip(("dA", "dW"), pull(cotangent), strict=True))}
         for key, x in got.items():
-            whole = c.unshard(types[key], x, mesh).cpu()
-            found[f"{name}: {key}"] = float((whole - wanted[key]).abs().max() / wanted[key].abs().max())
+            found[f"{name}: {key}"] = difference(c.unshard(types[key], x, mesh), wanted[key], mesh)
     return found, *sent
 
 

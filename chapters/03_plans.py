@@ -11,6 +11,7 @@ import torch
 
 from scaling.algebra import derive, matmul, matmul_via, reshard
 from scaling.book.answers import Answer
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import run_program, shard, unshard
 from scaling.cost.step_time import seconds_on
@@ -181,7 +182,7 @@ def derived(mesh) -> dict[str, float]:
     Out, grads = run_program(program, inputs, inputs.pop("dOut"), mesh)
     found = {"Out": unshard(str(program.out), Out, mesh)}
     found |= {f"d{t.name}": unshard(str(t), grads[t.name], mesh) for t in program.operands}
-    return {n: float((x.cpu() - wanted[n]).abs().max() / wanted[n].abs().max()) for n, x in found.items()}
+    return {name: difference(x, wanted[name], mesh) for name, x in found.items()}
 
 
 page.say()

@@ -12,6 +12,7 @@ import torch
 from scaling import cost
 from scaling.algebra import matmul, matmul_via, reshard
 from scaling.book.answers import Answer
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_reduce, einsum, reduce_scatter, run, shard, unshard
 from scaling.cost.step_time import seconds_on
@@ -26,12 +27,6 @@ rng = torch.Generator().manual_seed(page.args.seed)
 A, B = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((8, 16), (16, 32)))
 C = A @ B
 
-
-def off(got: torch.Tensor, wanted: torch.Tensor = C) -> float:
-    """The largest difference, relative to the largest element."""
-    return float((got.cpu() - wanted).abs().max() / wanted.abs().max())
-
-
 # %% [markdown]
 # ## Blocks, and outer products
 # Written by blocks, a product is made of products of blocks: C_00 = A_00 B_00 + A_01 B_10. Split along the contraction,
@@ -42,12 +37,13 @@ def off(got: torch.Tensor, wanted: torch.Tensor = C) -> float:
 blocks = {n: [half.chunk(2, 1) for half in x.chunk(2, 0)] for n, x in (("A", A), ("B", B))}
 by_blocks = [[sum(blocks["A"][i][j] @ blocks["B"][j][k] for j in range(2)) for k in range(2)] for i in range(2)]
 outer = [sum(torch.outer(A[:, j], B[j, :]) for j in own) for own in torch.arange(16).chunk(4)]  # of four devices
+whole = torch.cat([torch.cat(row, 1) for row in by_blocks])
 page.title("A[8, 16] B[16, 32] by blocks, and by outer products")
 page.equal([
-    ("C_ik = A_i0 B_0k + A_i1 B_1k, of 2 x 2 blocks", off(torch.cat([torch.cat(r, 1) for r in by_blocks])), EXACT),
-    ("the sum over four devices of their columns times their rows", off(sum(outer)), EXACT),
+    ("C_ik = A_i0 B_0k + A_i1 B_1k, of 2 x 2 blocks", difference(whole, C), EXACT),
+    ("the sum over four devices of their columns times their rows", difference(sum(outer), C), EXACT),
 ])  # fmt: skip
-page.say(f"one device's sum alone is off by {off(outer[0]):.1f}: it is C[I, K] {{U_X}}, a term of the result")
+page.say(f"one device's sum alone is off by {difference(outer[0], C):.1f}: it is C[I, K] {{U_X}}, a term of the result")
 
 # %% [markdown]
 # ## The four cases, planned and run
@@ -77,9 +73,10 @@ def products(mesh) -> list[float]:
     """How far each planned product, and each resharding, is from one device's."""
     found, (a, b) = [], (x.to(mesh.device) for x in (A, B))
     for (left, right, out), plan in zip(CASES, plans, strict=True):
-        found.append(off(unshard(out, run(plan, shard(left, a, mesh), shard(right, b, mesh), mesh), mesh)))
+        got = run(plan, shard(left, a, mesh), shard(right, b, mesh), mesh)
+        found.append(difference(unshard(out, got, mesh), C, mesh))
     for (before, after), plan in zip(RESHARDS, moves, strict=True):
-        found.append(off(unshard(after, run(plan, shard(before, a, mesh), mesh), mesh), A))
+        found.append(difference(unshard(after, run(plan, shard(before, a, mesh), mesh), mesh), A, mesh))
     return found
 
 
@@ -234,7 +231,7 @@ def question_9(mesh) -> tuple[list[int], list[float]]:
     whole = all_reduce("O[N, K] {U_X} -> O[N, K]", o, mesh)
     rows = unshard("O[N_X, K]", reduce_scatter("O[N, K] {U_X} -> O[N_X, K]", o, mesh), mesh)
     columns = unshard("O[N, K_X]", reduce_scatter("O[N, K] {U_X} -> O[N, K_X]", o, mesh), mesh)
-    return own, [off(found) for found in (whole, rows, columns)]
+    return own, [difference(found, C, mesh) for found in (whole, rows, columns)]
 
 
 own, differences = page.on_ranks(question_9)

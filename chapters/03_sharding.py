@@ -13,6 +13,7 @@ from scaling import show
 from scaling.algebra import matmul
 from scaling.book.answers import Answer
 from scaling.book.layout import beside
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_gather, run, shard, unshard
 from scaling.hardware import chip
@@ -101,12 +102,12 @@ plan = matmul(*TYPES.values())
 
 
 def snippet(mesh) -> tuple[dict, float, float]:
-    """The local shapes on this rank, and the largest difference of product and relu from one device's."""
+    """The local shapes on this rank, and the difference of product and relu from one device's."""
     local = {"A": shard(TYPES["A"], A.to(mesh.device), mesh), "W": shard(TYPES["W"], W.to(mesh.device), mesh)}
     local["Out"] = run(plan, local["A"], local["W"], mesh)
-    product = unshard(TYPES["Out"], local["Out"], mesh).cpu()
-    relu = unshard(TYPES["Out"], local["Out"].relu(), mesh).cpu()
-    off = [float((got - wanted).abs().max()) for got, wanted in ((product, A @ W), (relu, (A @ W).relu()))]
+    product = unshard(TYPES["Out"], local["Out"], mesh)
+    relu = unshard(TYPES["Out"], local["Out"].relu(), mesh)
+    off = [difference(got, wanted, mesh) for got, wanted in ((product, A @ W), (relu, (A @ W).relu()))]
     return {name: tuple(x.shape) for name, x in local.items()}, *off
 
 

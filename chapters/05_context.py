@@ -16,6 +16,7 @@ from torch.func import vjp
 from scaling.algebra.contraction import check_product
 from scaling.book.answers import Answer
 from scaling.book.largest import largest
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_to_all, einsum, ppermute, unshard, wait
 from scaling.configs import get
@@ -144,10 +145,10 @@ def dense(Q, key, V, window=T, segments=None):
 
 
 def differences(made, spec, mesh, home=slice(None), **mask) -> list[float]:
-    """Of O, dQ, dK and dV from one device's, relative to the largest element; `home` puts T in plain order."""
+    """Of O, dQ, dK and dV from one device's; `home` puts T in plain order."""
     O, pull = vjp(lambda *x: dense(*x, **mask), *problem()[:3])
     pairs = zip(made, (O, *pull(problem()[3])), strict=True)
-    return [float((unshard(spec, x, mesh)[:, home].cpu() - w).abs().max() / w.abs().max()) for x, w in pairs]
+    return [difference(unshard(spec, x, mesh)[:, home], w, mesh) for x, w in pairs]
 
 
 def show(found) -> None:

@@ -186,7 +186,7 @@ def stages(mesh, seed):
             formula = f"{size}N" + (f"/{parts}" if parts > 1 else "")
             rows.append((f"{f'ZeRO-{stage}' if stage else 'DP'}: {what}", formula, size * n // parts, found))
     against = [f"params after a step of ZeRO-{stage}, against DP" for stage in (1, 2, 3)]
-    off = [listing.difference(results[stage], results[0]) for stage in (1, 2, 3)]
+    off = [listing.difference(results[stage], results[0], mesh) for stage in (1, 2, 3)]
     return rows, [(what, far, listing.SINGLE) for what, far in zip(against, off, strict=True)]
 
 

@@ -18,6 +18,7 @@ from scaling import tree
 from scaling.book.answers import Answer
 from scaling.book.largest import largest
 from scaling.book.layout import format_number
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, ragged_all_to_all
 from scaling.configs import Config, get
@@ -69,12 +70,6 @@ def one_device(config, *of_losses):
     params, x, cotangents = problem(config, *of_losses)
     outs, pull, load = vjp(lambda params, x: outputs(*moe.dense(params, x, config)), params, x, has_aux=True)
     return outs, pull(cotangents), load
-
-
-def difference(got, want) -> float:
-    """The largest of all leaves, relative to the largest element of each."""
-    pairs = zip(tree.leaves(got), tree.leaves(want), strict=True)
-    return largest(float((a.cpu() - b).abs().max() / b.abs().max().clamp(min=1e-300)) for a, b in pairs)
 
 
 dense = one_device(config, (0.0, 0.0))
@@ -129,7 +124,7 @@ def one_layer(mesh) -> dict:
     return {
         "forward": [(str(e), e.nbytes or "", e.wire_bytes or "", e.flops or "") for e in forward.events],
         "backward": [(str(e), e.nbytes, e.wire_bytes, "") for e in backward.collectives()],
-        "differences": [(what, difference(*pair), LIMIT) for what, pair in same.items()],
+        "differences": [(what, difference(*pair, mesh), LIMIT) for what, pair in same.items()],
         "bytes": totals.sum(0).tolist(),
         "experts": experts,
     }
@@ -213,7 +208,7 @@ def on_layout(mesh, axis, tensor, spec, config, reference):
     grads = tree.map(whole, pull((dy / copies, *weights)), (types, spec))
     (want, *want_losses), want_grads, want_load = reference
     pairs = (tree.unshard(y, spec, mesh), want), (losses, want_losses), (grads, want_grads)
-    return [difference(*pair) for pair in pairs], torch.equal(load, want_load)
+    return [difference(*pair, mesh) for pair in pairs], difference(load, want_load, mesh) == 0
 
 
 def all_layouts(mesh):

@@ -63,7 +63,7 @@ def both_orders(mesh):
             order(partial, mesh)
         times.append((perf_counter() - began) / 10 * 1e3)
     crossed = [sum(2 * e.nbytes for e in log.events if e.axes == ("P",)) for log in logs]
-    return [listing.lines(log) for log in logs], crossed, listing.difference(*made), times
+    return [listing.lines(log) for log in logs], crossed, listing.difference(*made, mesh), times
 
 
 lines, crossed, off, times = page.on_ranks(both_orders)

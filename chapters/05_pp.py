@@ -101,7 +101,8 @@ def book(mesh, seed):
     layer = weight[None]  # layer[L_Z, D, E]
     updated = unshard("W[L_Z, D, E]", layer, mesh)  # updated[L, D, E]
     one, want = book_on_one_device(x, weights)
-    return [("loss", difference(loss, one), EXACT), ("weights after the step", difference(updated, want), EXACT)]
+    pairs = (("loss", loss, one), ("weights after the step", updated, want))
+    return [(what, difference(got, wanted, mesh), EXACT) for what, got, wanted in pairs]
 
 
 if not INSIDE:
@@ -169,7 +170,7 @@ def schedules(mesh, names, seed):
         Loss, grads, measured = pipeline.measure(params, In, Target, mesh, schedule, loss, stage)
         grads = pipeline.restore(tree.unshard(grads, specs, mesh), schedule)
         off = (("loss", Loss, want_loss), ("gradients", grads, want_grads))
-        found[name] = measured, [(f"{name}: {what}", difference(a, b), EXACT) for what, a, b in off]
+        found[name] = measured, [(f"{name}: {what}", difference(a, b, mesh), EXACT) for what, a, b in off]
     return found
 
 
@@ -220,8 +221,8 @@ def ends_reduced(dIn, dW_head, mesh):
     return dIn, all_reduce("dW_head[D, V] {U_Z} -> dW_head[D, V]", dW_head, mesh)
 
 
-def training(mesh, args) -> tuple[dict, list[float]]:
-    """(the first step's gradients, whole; the loss of each step)."""
+def training(mesh, args) -> tuple[dict, list[float], list]:
+    """(the first step's gradients, whole; the loss of each step; how far they differ between ranks)."""
     config = mlp.MLPConfig(L=2 * Z)
     text, first, losses = learning.load_given_text(args, mesh.device), None, []
     own = mlp.init(config, args.seed, device=mesh.device)
@@ -243,19 +244,20 @@ def training(mesh, args) -> tuple[dict, list[float]]:
         first = first or grads | {"blocks": tree.unshard(grads["blocks"], specs, mesh)}
         params, state = ADAMW.update(grads, state, params)
         losses.append(loss.item())
-    return tree.map(torch.Tensor.cpu, first), losses
+    first = tree.map(torch.Tensor.cpu, first)
+    return first, losses, learning.ranks_alike(losses, first, mesh)
 
 
 ADAMW, args = optim.adamw(3e-3, betas=(0.9, 0.99)), Namespace(**vars(page.args))
 args.steps, args.batch = min(args.steps, 3) if page.small else args.steps, args.batch // M * M
 if not INSIDE:
     page.title(f"Training a byte model of {2 * Z} layers by 1F1B, in float32")
-    first, losses = page.on_ranks(training, args)
+    first, losses, alike = page.on_ranks(training, args)
     if page.first:
         text = learning.load_given_text(args, torch.device(args.device))
         one = learning.one_device(mlp.MLPConfig(L=2 * Z), text, ADAMW, args, text.device)
         pairs = (("loss", losses[0], one.losses[0]), ("gradients", first, one.first))
-        page.equal([(f"first {what}, float32", difference(got, want), SINGLE) for what, got, want in pairs])
+        page.equal([*((f"first {what}, float32", difference(got, want), SINGLE) for what, got, want in pairs), *alike])
         page.say()
         shown = range(0, args.steps, max(1, args.steps // 8))
         ours, theirs = (mlp.bits_per_byte(torch.tensor(each)).tolist() for each in (losses, one.losses))

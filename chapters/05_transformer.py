@@ -16,6 +16,7 @@ from torch.func import grad_and_value, vjp
 from scaling import tree
 from scaling.book.largest import largest
 from scaling.book.layout import format_number
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.configs import Config, get
@@ -111,10 +112,6 @@ def whole_layer(W, x):
     return x + model.mlp_block(W | ones, x, "silu", config.eps)
 
 
-def difference(got, want) -> float:
-    return float((got - want).abs().max() / want.abs().max())
-
-
 def one_layer(mesh) -> dict:
     W, x, dx = problem()
     want, pull = vjp(whole_layer, W, x)
@@ -127,10 +124,11 @@ def one_layer(mesh) -> dict:
         dW, dIn = pull(dx)
     got = {"x": (Out, SPECS["x"], want), "dx": (dIn, SPECS["x"], want_x)}
     got |= {f"d{name}": (dW[name], types[name], want_W[name]) for name in W}
+    off = {name: difference(tree.unshard(made, type, mesh), wanted, mesh) for name, (made, type, wanted) in got.items()}
     return {
         "forward": [(str(e), e.nbytes or "", e.wire_bytes or "", e.flops or "") for e in forward.events],
         "backward": [(str(e), e.nbytes or "", e.wire_bytes or "", e.flops or "") for e in backward.events],
-        "differences": [(name, difference(tree.unshard(a, t, mesh), b), LIMIT) for name, (a, t, b) in got.items()],
+        "differences": [(name, apart, LIMIT) for name, apart in off.items()],
     }
 
 
@@ -186,9 +184,8 @@ def on_meshes(mesh):
         with trace() as log:
             got, dparams = transformer.loss_and_grads(own, *local[:2], used, at, weights=local[2], microbatches=2)
         whole = transformer.unshard(dparams, used, at)
-        pairs = zip(tree.leaves(whole), tree.leaves(grads), strict=True)
-        off = largest(difference(a, b) for a, b in pairs)
-        rows.append((", ".join(f"{a}={s}" for a, s in sizes.items()), abs(float(got - loss)), off, log.wire_bytes))
+        off = difference(got, loss, mesh), difference(whole, grads, mesh)
+        rows.append((", ".join(f"{a}={s}" for a, s in sizes.items()), *off, log.wire_bytes))
     return rows
 
 

@@ -16,6 +16,7 @@ import torch
 from scaling import cost, serve, tree
 from scaling.algebra import derive
 from scaling.book.answers import Answer
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import transfer
 from scaling.configs import Config, get
@@ -110,8 +111,7 @@ def all_forms(mesh):
         cache = serve.init_cache(config, B, S, mesh=own, form=form)
         with trace() as log:
             serve.decode(mine, tokens[:, 0], cache, config, own, form=form)
-        off = float((out - whole).abs().max() / whole.abs().max())
-        found[form] = off, [(event.op, event.nbytes) for event in log.collectives()]
+        found[form] = difference(out, whole, mesh), [(event.op, event.nbytes) for event in log.collectives()]
     return found
 
 
@@ -158,7 +158,7 @@ def handed_over(mesh):
         logits, _ = serve.decode(mine, next_tokens, cache, config, there, form="sequence")
     logits = transfer("logits[B, V] -> logits[B, V]", logits, there, here)
     whole = served(params, tokens, lengths)[0]
-    off = float((logits - whole).abs().max() / whole.abs().max()) if here.member else 0.0
+    off = difference(logits if here.member else whole, whole, mesh)
     return off, sum(event.wire_bytes for event in log.events if event.before.name == "KV")
 
 

@@ -18,7 +18,7 @@ from torch.func import vjp
 
 from scaling import tree
 from scaling.book.answers import Answer
-from scaling.book.largest import largest
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives.rings import LinkBytes
 from scaling.hardware import chip
@@ -63,7 +63,7 @@ for name, (_, types, _) in FORMS.items():
 
 
 def compare(mesh) -> dict[str, float]:
-    """The largest difference of each form, forward and gradients, from this rank's part of one device's."""
+    """The largest difference of each form, forward and gradients, from each rank's part of one device's."""
     found = {}
     for name, (form, types, result) in FORMS.items():
         operands, dOut, wanted = problems[name]
@@ -74,10 +74,8 @@ def compare(mesh) -> dict[str, float]:
         mine = tree.shard(list(wanted), [result, *types], mesh)
         for ways in (1, 2):
             out, pull = vjp(lambda *a, form=form, ways=ways: form(*a, mesh, ways=ways), *shards)
-            pairs = zip((out, *pull(cotangent)), mine, strict=True)
-            found[f"{name}, {ways} way{'s' * (ways - 1)}"] = largest(
-                float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs
-            )
+            off = difference([out, *pull(cotangent)], mine, mesh)
+            found[f"{name}, {ways} way{'s' * (ways - 1)}"] = off
     return found
 
 

@@ -17,7 +17,7 @@ from torch.func import grad
 
 from scaling import auto, explicit
 from scaling.book.answers import Answer
-from scaling.book.largest import largest
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
 from scaling.shard_map import all_gather, pmean, psum, psum_scatter, shard_map
@@ -239,7 +239,7 @@ def sum_of_all(*shards):
 
 
 def three_modes(mesh, seed):
-    """{block: rows of (mode, how far values and gradients are off, what was sent)}, of this rank."""
+    """{block: rows of (mode, how far values and gradients are off, what this rank sent)}."""
     found = {}
     for name, (texts, types, out, shapes) in BLOCKS.items():
         rng = torch.Generator().manual_seed(seed)
@@ -250,8 +250,7 @@ def three_modes(mesh, seed):
         rows = []
         for mode, run, text in modes:
             got, got_grads, *lists = run(text, types, out, whole, mesh)
-            off = largest(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got_grads, grads, strict=True))
-            rows.append((mode, float((got - Out).abs().max() / Out.abs().max()), off, *lists))
+            rows.append((mode, difference(got, Out, mesh), difference(got_grads, grads, mesh), *lists))
         found[name] = rows, program.lower(*whole).listing
     return found
 

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scaling import auto, tree
 from scaling.book.answers import Answer
 from scaling.book.largest import largest
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import chip
@@ -35,10 +36,6 @@ rng = torch.Generator().manual_seed(page.args.seed)
 
 def drawn(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=rng)
-
-
-def apart(got, want) -> float:
-    return float((got.cpu() - want).abs().max() / want.abs().max().clamp(min=1e-300))
 
 
 def ms(f) -> float:
@@ -88,9 +85,9 @@ parts = x.view(4, 128, 8)
 one_by_one = torch.stack([torch.stack([block.mean() for block in rows.chunk(2, 1)]) for rows in x.chunk(4)])
 page.say()
 page.equal([
-    ("1.1: shard_map, beside a loop over the shards", apart(in_manual(x), one_by_one), EXACT),
-    ("1.1: the reshapes", apart(averages(x), in_manual(x)), EXACT),
-    ("1.2: roll(x, 5) - x within each shard of X", apart(rolled(x), (parts.roll(5, 1) - parts).view_as(x)), EXACT),
+    ("1.1: shard_map, beside a loop over the shards", difference(in_manual(x), one_by_one), EXACT),
+    ("1.1: the reshapes", difference(averages(x), in_manual(x)), EXACT),
+    ("1.2: roll(x, 5) - x within each shard of X", difference(rolled(x), (parts.roll(5, 1) - parts).view_as(x)), EXACT),
 ])  # fmt: skip
 took = [ms(lambda: averages(x)), ms(lambda: in_manual(x))]
 page.say("\n1.1 in one process: reshapes {:.2f} ms, shard_map {:.2f} ms".format(*took))
@@ -129,7 +126,7 @@ for way in (masked_loop, grouped):
     worst = 0.0
     for experts in CASES.values():
         out, pull = vjp(lambda A, W, way=way, experts=experts: way(A, W, experts), A, W)
-        worst = largest((worst, *(apart(a, b) for a, b in zip((out, *pull(dOut)), by_token(experts), strict=True))))
+        worst = largest((worst, difference([out, *pull(dOut)], by_token(experts))))
     with FlopCounterMode(display=False) as counter:
         way(A, W, CASES["top 2"])
     flops[way.__name__] = counter.get_total_flops()
@@ -168,8 +165,7 @@ def on_mesh(mesh) -> dict:
             mine = tree.shard([experts], ["B[S_Y, K]"], mesh)[0].to(mesh.device)
             with trace() as log:
                 out, pull = vjp(lambda a, w, mine=mine, way=way: way(a, w, mine, mesh), a, w)
-            got, want = (out, *pull(d_out)), tree.shard(list(by_token(experts)), types, mesh)
-            worst = largest(apart(x, y) for x, y in zip(got, want, strict=True))
+            worst = difference([out, *pull(d_out)], tree.shard(list(by_token(experts)), types, mesh), mesh)
             found[name, case] = worst, log.wire_bytes, ms(lambda mine=mine, way=way: way(a, w, mine, mesh))
     return found
 
@@ -214,9 +210,9 @@ def matmuls(mesh) -> tuple[dict[str, float], dict[str, float]]:
     for ways, question in ((1, "3"), (2, "4")):
         at = {"ways": ways}
         found |= {
-            f"{question}: AllReduce form": apart(matmul_reduce(In, rows, mesh, **at), X_in @ W_in),
-            f"{question}: ReduceScatter form": apart(matmul_scatter(Tmp, second, mesh, **at), Out),
-            f"{question}: the block": apart(mlp(In, first, second, mesh, **at), Out),
+            f"{question}: AllReduce form": difference(matmul_reduce(In, rows, mesh, **at), X_in @ W_in, mesh),
+            f"{question}: ReduceScatter form": difference(matmul_scatter(Tmp, second, mesh, **at), Out, mesh),
+            f"{question}: the block": difference(mlp(In, first, second, mesh, **at), Out, mesh),
         }
         took["one way" if ways == 1 else "both ways"] = ms(lambda at=at: mlp(In, first, second, mesh, **at))
     return found, took

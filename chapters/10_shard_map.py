@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch.func import grad, vjp, vmap
 
+from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
 from scaling.shard_map import (
@@ -40,10 +41,6 @@ rng = torch.Generator().manual_seed(page.args.seed)
 
 def drawn(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=rng)
-
-
-def apart(got, want) -> float:
-    return float((got - want).abs().max() / want.abs().max())
 
 
 # %% [markdown]
@@ -106,14 +103,15 @@ def runs(mesh, in_process=False) -> tuple[dict[str, float], dict[str, list[str]]
         with trace() as log:
             out, pull = vjp(shard_map(program, mesh, **SPECS, in_process=in_process), A, W)
             got = {"Out": out, **dict(zip(("dA", "dW"), pull(dOut), strict=True))}
-        differences |= {f"{name}: {key}": apart(x, wanted[key]) for key, x in got.items()}
+        real_mesh = None if in_process else mesh
+        differences |= {f"{name}: {key}": difference(x, wanted[key], real_mesh) for key, x in got.items()}
         collectives[name] = [f"{event.op} over {''.join(event.axes)}" for event in log.events]
     return differences, collectives
 
 
 page.title(f"A[8, 16] W[16, 8] on the ranks of {page.args.mesh}")
 on_ranks, sent = page.on_ranks(runs)
-page.equal([(name, difference, EXACT) for name, difference in on_ranks.items()])
+page.equal([(name, off, EXACT) for name, off in on_ranks.items()])
 
 # %% [markdown]
 # ## The same in one process
@@ -124,7 +122,7 @@ page.equal([(name, difference, EXACT) for name, difference in on_ranks.items()])
 # %%
 here, sent_here = runs(AbstractMesh(page.args.mesh), in_process=True)
 page.title("All shards in one process")
-page.equal([(name, difference, EXACT) for name, difference in here.items()])
+page.equal([(name, off, EXACT) for name, off in here.items()])
 page.say(f"\ncollective matmul, all collectives: {', '.join(sent['collective matmul'])}")
 page.check("ranks and one process have the same collectives", sent == sent_here)
 
@@ -164,11 +162,11 @@ page.title("Over which axes values vary, on a mesh X=4, Y=2")
 page.table([(name, *(sorted(axes) or ["none: invariant"])) for name, axes in types.items()], ["value", "varies over"])
 page.say()
 page.equal([
-    ("the gradient, summed by its type", apart(found, one(w)), EXACT),
-    ("the same with its psum written out", apart(by_hand(w, x), one(w)), EXACT),
-    ("the gradient of that, from outside", apart(grad(lambda w: gradient(w, x).square().sum())(w),
+    ("the gradient, summed by its type", difference(found, one(w)), EXACT),
+    ("the same with its psum written out", difference(by_hand(w, x), one(w)), EXACT),
+    ("the gradient of that, from outside", difference(grad(lambda w: gradient(w, x).square().sum())(w),
                                                  grad(lambda w: one(w).square().sum())(w)), EXACT),
-    ("a batch of weights by vmap", apart(vmap(gradient, (0, None))(torch.stack([w, -w]), x)[1], one(-w)), EXACT),
+    ("a batch of weights by vmap", difference(vmap(gradient, (0, None))(torch.stack([w, -w]), x)[1], one(-w)), EXACT),
 ])  # fmt: skip
 page.check("the gradient is invariant", not types["dW"] and types["dW of pvary(w)"] == {"X"})
 

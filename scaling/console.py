@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = [p.splitlines() for p in text.strip("\n").split("\n\n")]
         kept = [p if any(line.startswith("    ") for line in p) else [" ".join(map(str.strip, p))] for p in paragraphs]
-        return "\n\n".join("\n".join(textwrap.fill(line, width) for line in p) for p in kept)
+        fill = partial(textwrap.fill, width=width, break_on_hyphens=False, break_long_words=False)
+        return "\n\n".join("\n".join(fill(line, subsequent_indent=_further_in(line)) for line in p) for p in kept)
+
+
+def _further_in(line: str) -> str:
+    """What an indented line is continued with: four columns more; a line that is not indented, at the left."""
+    indent = line[: len(line) - len(line.lstrip())]
+    return indent and indent + "    "
 
 
 def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:

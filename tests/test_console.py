@@ -84,6 +84,8 @@ as there are.
 
     python -m tool --option VALUE  # stays a line
     python -m tool --other VALUE
+
+    A[I_X, J_Y] * B[J_Y, K] -> C[I_X, K]: a line of 73 columns, continued as it is indented; https://example.org/an-address
 """
 
 
@@ -95,3 +97,5 @@ def test_help_is_at_most_100_columns_wide_and_keeps_examples(monkeypatch, column
     lines = parser.format_help().splitlines()
     assert min(columns, 100) - 20 < max(map(len, lines)) <= min(columns, 100)
     assert [line for line in lines if line.startswith("    python")] == [DOC.splitlines()[3], DOC.splitlines()[4]]
+    assert any(line.endswith("https://example.org/an-address") for line in lines)
+    assert [line for line in lines if "continued" in line or "indented" in line][-1].startswith("    ")

@@ -11,8 +11,10 @@ from torch.func import grad_and_value
 from scaling import data, optim, tree
 from scaling.book.listing import SINGLE, difference, stack_equality
 from scaling.book.page import Page
+from scaling.collectives import broadcast
 from scaling.console import integer
 from scaling.models import mlp
+from scaling.spec import format_axes
 from scaling.train.byte_lm import batch_axes, evaluate, param_specs
 
 OPTIONS = {  # of a chapter that trains
@@ -37,10 +39,11 @@ class Trained:
 
 @dataclass
 class Learned:
-    """A training run, its arrays whole: `memory` rows (what, formula, bytes from the types, bytes held), `score` in
-    bits per byte on the text's held-out part."""
+    """A training run, its arrays whole: `alike` rows (what, how far any rank's is from rank 0's, limit), `memory` rows
+    (what, formula, bytes from the types, bytes held), `score` in bits per byte on the text's held-out part."""
 
     run: Trained
+    alike: list
     memory: list
     score: float
 
@@ -53,8 +56,19 @@ def learn(mesh, strategy, train: Callable, config: mlp.MLPConfig, args) -> Learn
     held_out = next(iter(data.batches(valid, config.K, rows, mesh, axes, args.seed)))
     score = mlp.bits_per_byte(evaluate(strategy, run.params, held_out[0], held_out[1], config, mesh)).item()
     first, params = (tree.map(torch.Tensor.cpu, tree.unshard(x, specs, mesh)) for x in (run.first, run.params))
-    held = _memory(strategy, mesh, config, run)
-    return Learned(Trained([float(x) for x in run.losses], first, params, {}, run.seconds), held, score)
+    found = Trained([float(x) for x in run.losses], first, params, {}, run.seconds)
+    return Learned(found, ranks_alike(found.losses, first, mesh), _memory(strategy, mesh, config, run), score)
+
+
+def ranks_alike(losses: list[float], first: dict, mesh) -> list[tuple]:
+    """Rows (what, how far any rank's is from rank 0's, limit): one device is compared with what rank 0 returns."""
+
+    def of_rank_0(x):
+        whole = torch.as_tensor(x, dtype=torch.float64).to(mesh.device).flatten()
+        return broadcast(f"x[N] {{U_{format_axes(mesh.sizes)}}} -> x[N]", whole, mesh).cpu().view_as(torch.as_tensor(x))
+
+    pairs = (("losses of all ranks, beside rank 0's", losses), ("first gradients of all ranks, beside rank 0's", first))
+    return [(what, difference(x, tree.map(of_rank_0, x), mesh), SINGLE) for what, x in pairs]
 
 
 def load_given_text(args, device) -> torch.Tensor:
@@ -99,7 +113,7 @@ def show(page: Page, strategy, train: Callable, config: mlp.MLPConfig, optimizer
                ["step", "bits per byte on ranks", "on one device"])  # fmt: skip
     page.say(f"{ours.seconds:.1f} s on the ranks, {own.seconds:.1f} s on one device: so small a model on ranks that "
              "share the cores of one machine shows the algorithm, not its speed.\n")  # fmt: skip
-    page.equal([("first gradients, float32", difference(ours.first, own.first), SINGLE)])
+    page.equal([("first gradients, float32", difference(ours.first, own.first), SINGLE), *found.alike])
     drift, end = difference(ours.losses, own.losses), difference(ours.params, own.params)
     page.say(f"After {args.steps} steps in float32, rounding has grown to {drift:.0e} of a loss, {end:.0e} of a param.")
     entropy = data.order0_entropy(data.split(text)[1])

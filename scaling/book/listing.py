@@ -24,11 +24,12 @@ from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduc
 EXACT, SINGLE = 1e-12, 2e-5  # relative differences allowed in float64 and float32
 
 
-def difference(a, b) -> float:
-    """The largest difference of two trees, each leaf's relative to the largest element of b's."""
+def difference(a, b, mesh=None) -> float:
+    """The largest difference of two trees, each leaf's relative to the largest element of b's; on a mesh: of all ranks'
+    trees, which all ranks compare."""
     pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
     both = ([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair] for pair in pairs)
-    return largest(float((x - y).abs().max() / y.abs().max().clamp(min=1e-300)) for x, y in both)
+    return largest((float((x - y).abs().max() / y.abs().max().clamp(min=1e-300)) for x, y in both), mesh)
 
 
 def lines(log: Log) -> list[tuple]:
@@ -60,7 +61,8 @@ def module_equality(mesh, gradients: Callable, types: dict, seed: int) -> tuple[
     with trace() as log:
         got = gradients(module, tree.shard(whole, types, mesh), tree.shard(x, rows, mesh), mesh)
     moved = ", ".join(f"{log.count(op)} {op}" for op in dict.fromkeys(event.op for event in log.collectives()))
-    return moved, [(name, difference(W, wanted[name]), EXACT) for name, W in tree.unshard(got, types, mesh).items()]
+    whole = tree.unshard(got, types, mesh)
+    return moved, [(name, difference(W, wanted[name], mesh), EXACT) for name, W in whole.items()]
 
 
 def show_module(page: Page, gradients: Callable, types: dict) -> None:
@@ -114,7 +116,7 @@ def _one_layer(mesh, forward: Callable, backward: Callable, types: dict, sizes: 
     wanted_types = {name: types[name.removeprefix("d")] for name in results}
     tree.check(results, wanted_types, sizes, mesh, name="results")
     whole = tree.unshard(results, wanted_types, mesh)
-    rows = [(name, difference(whole[name], wanted[name]), EXACT) for name in results]
+    rows = [(name, difference(whole[name], wanted[name], mesh), EXACT) for name in results]
     return Ran((lines(there), lines(back)), (there.book_bytes, back.book_bytes), rows)
 
 
@@ -171,8 +173,9 @@ def stack_equality(mesh, strategy, seed: int, steps: int = 3) -> list:
         own_grads, own_loss = grad_and_value(mlp.loss_fn)(own, whole[0], whole[1], config)
         loss, grads = loss_and_grads(strategy, params, batch[0], batch[1], config, mesh)
         if i == 0:
-            rows += [("loss", difference(reduced(strategy, loss, mesh), own_loss), EXACT)]
-            rows += [("every gradient", difference(tree.unshard(grads, specs, mesh), own_grads), EXACT)]
+            rows += [("loss", difference(reduced(strategy, loss, mesh), own_loss, mesh), EXACT)]
+            rows += [("every gradient", difference(tree.unshard(grads, specs, mesh), own_grads, mesh), EXACT)]
         params, state = adamw.update(grads, state, params)
         own, own_state = adamw.update(own_grads, own_state, own)
-    return [*rows, (f"params after {steps} AdamW steps", difference(tree.unshard(params, specs, mesh), own), EXACT)]
+    whole = tree.unshard(params, specs, mesh)
+    return [*rows, (f"params after {steps} AdamW steps", difference(whole, own, mesh), EXACT)]

@@ -25,7 +25,7 @@ from typing import Any
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, verdict_counts
 from scaling.check import check_file
-from scaling.console import PROFILE, SEEDS, integer, output
+from scaling.console import PROFILE, SEEDS, HelpFormatter, integer, output
 from scaling.show import charts
 from scaling.sizes import format_sizes, parse_mesh
 from scaling.spec import ShardingError, parse
@@ -71,9 +71,8 @@ class Page:
             self.say(self.doc.split("\n\n")[0].strip())
 
     def _parse(self, mesh: str, axes: str, device: bool, seed: bool, plot: bool, options) -> argparse.Namespace:
-        parser = ChapterParser(
-            description=self.doc.split("\n")[0], epilog=self.doc, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        first, _, rest = self.doc.strip().partition("\n")
+        parser = ChapterParser(description=first, epilog=rest, formatter_class=HelpFormatter)
         parser.add_argument("--small", action="store_true", help="smaller sizes: a few seconds")
         if mesh:
             fitted = f"axes and sizes (default {mesh}, fitted to torchrun's ranks)"

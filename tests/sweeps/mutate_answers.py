@@ -3,6 +3,7 @@
     python tests/sweeps/mutate_answers.py 01_roofline 04_problems    the chapters' own cells; without names, all
     python tests/sweeps/mutate_answers.py scaling/cost/transformer.py    a module, under the chapters that call it
     python tests/sweeps/mutate_answers.py --part=1/4 05_pods    every fourth mutant of a chapter, from the second on
+    python tests/sweeps/mutate_answers.py --sample=60 05_pods    about so many, drawn at random, the same every time
 
 A mutant doubles a number (0 becomes 1), swaps * with / or + with -, turns ** into *, turns a comparison around, makes
 min of max, or swaps the first two arguments of another call. It runs in a fork of a process that is already at its
@@ -18,6 +19,7 @@ import io
 import json
 import math
 import os
+import random
 import signal
 import sys
 import time
@@ -31,6 +33,7 @@ import running  # noqa: E402
 from pinned import PINNED  # noqa: E402
 
 OPTIONS = {word for word in sys.argv[1:] if word.startswith("--")}
+SAMPLE = int(next((o[9:] for o in OPTIONS if o.startswith("--sample=")), "0"))
 PART, PARTS = map(int, next((o[7:] for o in OPTIONS if o.startswith("--part=")), "0/1").split("/"))
 SLOWER, AT_LEAST = 10, 60  # a mutant that takes so many times the chapter's seconds, and so many, counts as red
 SWAPS = {ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Pow: ast.Mult}
@@ -170,9 +173,11 @@ def mutate_chapter(name: str, tally: dict) -> None:
         raise SystemExit(f"{name}: red before any mutant: {base and base['red']}")
     done = -1
     last = max(i for i, node in enumerate(tree.body) if any(f"page.{word}(" in ast.unparse(node) for word in JUDGED))
+    total = sum(len(sites(node)) for node in tree.body[: last + 1])
+    drawn, chance = random.Random(0), SAMPLE / total if SAMPLE else 1.0
     for i, node in enumerate(tree.body[: last + 1]):
         for n, site in enumerate(sites(node) if "page" in names else []):
-            if (done := done + 1) % PARTS != PART:
+            if (done := done + 1) % PARTS != PART or drawn.random() >= chance:
                 continue
             changed = ast.parse(source, path).body[i]
             words = mutate(sites(changed)[n])
