@@ -48,10 +48,14 @@ def paired(tree, specs, name: str = "params") -> list[tuple[str, Any, Spec]]:
     found, wanted = named_leaves(tree, name), named_leaves(specs, name)
     if missing := [where for where in wanted if where not in found]:
         raise ShardingError(
-            f"{missing[0]}: missing: the specs have {wanted[missing[0]]} there" + _more(missing) + _fix(found)
+            f"{missing[0]}: missing: the specs have {wanted[missing[0]]} there{_more(missing)}\n"
+            f"  fix: add it, or leave its type out of the specs; there are {list(found)}"
         )
     if extra := [where for where in found if where not in wanted]:
-        raise ShardingError(f"{extra[0]}: has no spec" + _more(extra) + _fix(wanted))
+        raise ShardingError(
+            f"{extra[0]}: has no spec{_more(extra)}\n"
+            f"  fix: give each leaf its type in the specs, or leave it out; the specs have {list(wanted)}"
+        )
     return [(where, found[where], parse(spec)) for where, spec in wanted.items()]
 
 
@@ -208,10 +212,6 @@ def _no_partial_sums(where: str, spec: Spec) -> None:
 
 def _more(places: list) -> str:
     return f" (and {len(places) - 1} more)" if len(places) > 1 else ""
-
-
-def _fix(places: dict) -> str:
-    return f"\n  fix: give tree and specs the same structure; here both would be {list(places)}"
 
 
 # Random numbers by counter. An element's 64-bit counter is hashed twice (the finaliser of splitmix64: Steele, Lea and

@@ -162,7 +162,7 @@ def test_check_names_the_leaf():
         tree.check({**local, "norms": [local["norms"][0], 1.0]}, SPECS, SIZES, at)
     with pytest.raises(ShardingError, match=r'params\["blocks"\].*missing.*1 more'):
         tree.check({"norms": local["norms"]}, SPECS, SIZES, at)
-    with pytest.raises(ShardingError, match=r'params\["head"\]: has no spec'):
+    with pytest.raises(ShardingError, match=r'params\["head"\]: has no spec\n  fix: give each leaf its type'):
         tree.shard({**WHOLE, "head": torch.ones(1)}, SPECS, at)
 
 

@@ -151,7 +151,7 @@ def _chain_dims(line) -> tuple[tuple[str, ...], ...]:
         what = f"dim {missing[0]} of the result is in no operand" if missing else f"dim {min(alone)} meets no other"
         raise ShardingError(
             f"{line}: {what}\n  fix: check the dims: each is in the result or in both operands of a product; "
-            f"`*_D` says which one a product contracts"
+            f"`*_D` says which one a product contracts. A chain has no branches: write a gated MLP by its lines"
         )
     return (*results, out.dim_names)
 

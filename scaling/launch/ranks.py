@@ -44,12 +44,17 @@ def run(
     pickled. A mesh of one device runs in this process. `checked`: ranks compare every collective before it runs
     (`scaling.collectives.checked`). `timeout`: seconds that a collective waits for other ranks. `threads`: intra-op
     threads of a rank.
-    Raises RankError if a rank fails, ShardingError for sizes that make no mesh.
+    Raises RankError if a rank fails, ShardingError for sizes that make no mesh and in a process that is itself a rank.
     """
     check_device(device)
     world = AbstractMesh(sizes).size()
     if world == 1:
         return [fn(Mesh(sizes, device, checked, timeout), *args)]
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ShardingError(
+            f"launch.run cannot start {world} ranks in each of torchrun's {os.environ['WORLD_SIZE']}\n"
+            f"  fix: launch.start(fn, sizes, ...), for which torchrun's ranks are the mesh, or start the script by python"
+        )
     if dist.is_initialized():
         raise ShardingError(
             f"launch.run cannot start {world} ranks from a process that is a rank itself\n"

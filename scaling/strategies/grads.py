@@ -53,21 +53,20 @@ class Gradients:
         buffers: Any = self.buffers
         for name, some in zip(self.strategy.weights, products, strict=True):
             product = join_products(some) if isinstance(some, list) else some
-            self.put(product, buffers[name], l - self.first, add=l in self.written)
+            self.put(name, product, buffers[name], l - self.first, add=l in self.written)
             del product  # of several microbatches a copy: one weight's at a time
         self.written.add(l)
         if self.reduce and l == first:
             self.start(first, last)
 
-    def put(self, product, buffer, at: int, add: bool) -> None:
+    def put(self, name: str, product, buffer, at: int, add: bool) -> None:
         if isinstance(buffer, list):
             buffer[at] = buffer[at] + wait(product) if add else wait(product)
         elif isinstance(product, Deferred):
             product.wait(out=buffer[at], add=add)
-        elif add:
-            buffer[at].add_(wait(product))
         else:
-            buffer[at].copy_(wait(product))
+            product = fitting(name, wait(product), buffer[at])
+            (buffer[at].add_ if add else buffer[at].copy_)(product)
 
     def allocate(self, products: Sequence, first: int, last: int) -> None:
         """Buffers for the gradients of some layers, or of all."""
@@ -176,6 +175,15 @@ def _room(like: Tensor, shape: Sequence[int], dim: int, together: bool) -> Tenso
     rest = [i for i in range(len(shape)) if i not in (0, dim)]
     order = [dim, 0, *rest] if together else [0, dim, *rest]
     return like.new_empty([shape[i] for i in order]).permute(*(order.index(i) for i in range(len(shape))))
+
+
+def fitting(name: str, grad: Tensor, place: Tensor) -> Tensor:
+    """A listing's gradient of one layer. ValueError unless it has the shape of its place: torch would broadcast it."""
+    if grad.shape != place.shape:
+        what = f"the listing's backward returned d{name} of shape {tuple(grad.shape)}, where {tuple(place.shape)} is due"
+        order = "return the gradients in SPECS' order of the weights, each reduced to the type of its weight"
+        raise ValueError(f"{what}\n  fix: {order}; python -m scaling.check FILE shows the line")
+    return grad
 
 
 def returned(which: str, found: Any, parts: Sequence[str]) -> Any:

@@ -59,7 +59,8 @@ class Strategy:
         """L. ValueError if the params are not the strategy's weights, or not stacked alike."""
         if set(params) != set(self.weights):
             raise ValueError(
-                f"params has the leaves {sorted(params)}, but SPECS has the weights {sorted(self.weights)}"
+                f"params has the leaves {sorted(params)}, but SPECS has the weights {sorted(self.weights)}\n"
+                "  fix: give SPECS a type, and params a leaf stacked over the layers, for each weight"
             )
         depths = {len(params[name]) for name in self.weights}
         if len(depths) > 1:
@@ -102,11 +103,16 @@ class Strategy:
         and each layer's activations are freed once they have been used. `bucket_bytes`: gradients of as many layers as
         fit are reduced together; at 0 each layer's by itself. ValueError if `saved` is not of these layers.
         """
+        if not isinstance(saved, Saved):
+            raise ValueError(
+                f"saved is a {type(saved).__name__}, not what forward returned\n"
+                "  fix: Out, saved = forward(params, In, mesh), then backward(dOut, saved, params, mesh)"
+            )
         L = self.depth(params)
         if len(saved.layers) != L:
             raise ValueError(
-                f"saved has {len(saved.layers)} layers, the params have {L}: a backward with donate=True empties it; "
-                "run forward again"
+                f"saved has {len(saved.layers)} layers, the params have {L}: a backward with donate=True empties it\n"
+                "  fix: run forward again"
             )
         grads = Gradients(self, params, mesh, partial, reduce, bucket_bytes)
         prefetched = self.layer(params, L - 1, mesh) if L else ()

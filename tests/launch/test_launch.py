@@ -94,6 +94,13 @@ def test_a_rank_cannot_start_ranks():
     assert "ShardingError: launch.run cannot start 2 ranks from a process that is a rank itself\n" in str(error.value)
 
 
+def test_torchruns_ranks_start_none(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    with pytest.raises(ShardingError, match=r"2 ranks in each of torchrun's 4\n  fix: launch\.start"):
+        run(total, {"X": 2})
+
+
 def test_large_results_arrive():
     for rank, result in enumerate(run(lambda mesh: torch.full((3_000_000,), float(mesh.rank)), {"X": 2})):
         assert torch.equal(result, torch.full((3_000_000,), float(rank)))

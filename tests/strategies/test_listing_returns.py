@@ -44,6 +44,7 @@ def test_the_right_one():
     ({"layer_forward": lambda W, In, mesh, block: In @ W}, "forward returned a Tensor\n  fix: .* of 2: Out"),
     ({"layer_backward": lambda W, dOut, *rest: dOut}, "backward returned a Tensor\n  fix: .* of 2: dIn, dW"),
     ({"layer_backward": lambda W, dOut, *rest: (dOut,)}, "backward returned a tuple of 1\n"),
+    ({"layer_backward": lambda W, dOut, *rest: (dOut, dOut[0])}, r"dW of shape \(2,\), where \(2, 2\) is due\n  fix: "),
     ({"gather": lambda W, mesh: W}, "gather returned a Tensor\n  fix: return a tuple of 1: W"),
     ({"reduce": lambda dW, mesh: dW}, "reduce returned a Tensor\n  fix: return a tuple of 1: W"),
     ({"reduce_slow": lambda dW, mesh: None}, "reduce_slow returned a NoneType\n"),
@@ -51,3 +52,10 @@ def test_the_right_one():
 def test_one_that_is_refused(functions, message):
     with pytest.raises(ValueError, match=message):
         run(**functions)
+
+
+def test_saved_and_params_in_the_wrong_order():
+    strategy, params, rows = Strategy(SPECS, forward, backward), {"W": torch.eye(SIZE)[None]}, torch.ones(SIZE, SIZE)
+    _, saved = strategy.forward(params, rows, MESH)
+    with pytest.raises(ValueError, match=r"saved is a dict, not what forward returned\n  fix: Out, saved = forward"):
+        strategy.backward(rows, params, saved, MESH)
