@@ -53,7 +53,7 @@ def run(
     if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ShardingError(
             f"launch.run cannot start {world} ranks in each of torchrun's {os.environ['WORLD_SIZE']}\n"
-            f"  fix: launch.start(fn, sizes, ...), for which torchrun's ranks are the mesh, or start the script by python"
+            f"  fix: launch.start(fn, sizes, ...), for which torchrun's ranks are the mesh, or use python"
         )
     if dist.is_initialized():
         raise ShardingError(

@@ -180,7 +180,7 @@ def _room(like: Tensor, shape: Sequence[int], dim: int, together: bool) -> Tenso
 def fitting(name: str, grad: Tensor, place: Tensor) -> Tensor:
     """A listing's gradient of one layer. ValueError unless it has the shape of its place: torch would broadcast it."""
     if grad.shape != place.shape:
-        what = f"the listing's backward returned d{name} of shape {tuple(grad.shape)}, where {tuple(place.shape)} is due"
+        what = f"the listing's backward returned d{name} of shape {tuple(grad.shape)}, not {tuple(place.shape)}"
         order = "return the gradients in SPECS' order of the weights, each reduced to the type of its weight"
         raise ValueError(f"{what}\n  fix: {order}; python -m scaling.check FILE shows the line")
     return grad
