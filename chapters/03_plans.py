@@ -20,7 +20,9 @@ from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 from scaling.trace.peak import peak_memory
 
-page = Page(__doc__, mesh="X=2,Y=2", device=True, seed=True, plot=True)
+LINE = "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]"
+FITS = ("In[B_X, D_Y]", "W_in[D_X, F_Y]"), {"B": 16, "D": 16, "F": 32}
+page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, device=True, seed=True, plot=True)
 V4P, V5E = chip("v4p"), chip("v5e")
 
 
@@ -160,13 +162,11 @@ page.answers([
 # the law of cotangents (notation.md) which the backward pass. The listing is the book's of Part 5.
 
 # %%
-LINE = "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]"
-program, small = derive(LINE), {"B": 16, "D": 16, "F": 32}
+program, small = derive(LINE), FITS[1]
 page.title("Derived from its types")
 page.say(program)
 rng = torch.Generator().manual_seed(page.args.seed)
 types = [*program.operands, program.out.with_name("dOut")]
-page.fits(types, small)
 whole = {t.name: torch.randn(t.global_shape(small), dtype=torch.float64, generator=rng) for t in types}
 leaves = [whole[t.name].clone().requires_grad_() for t in program.operands]
 Out = leaves[0] @ leaves[1] @ leaves[2]

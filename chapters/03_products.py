@@ -19,10 +19,10 @@ from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
 from scaling.spec import ShardingError
 
-page = Page(__doc__, mesh="X=2,Y=2", device=True, seed=True, plot=True)
-EXACT, MESH = 1e-12, page.args.mesh
 SIZES = {"I": 8, "J": 16, "K": 32}
-page.fits(("A[I_XY, J]", "A[I, J_XY]", "B[J, K_XY]"), SIZES)
+FITS = ("A[I_XY, J]", "A[I, J_XY]", "B[J, K_XY]"), SIZES
+page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, device=True, seed=True, plot=True)
+EXACT, MESH = 1e-12, page.args.mesh
 rng = torch.Generator().manual_seed(page.args.seed)
 A, B = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((8, 16), (16, 32)))
 C = A @ B

@@ -23,7 +23,9 @@ from scaling.show import devices
 from scaling.sizes import format_sizes
 from scaling.spec import ShardingError, parse
 
-page = Page(__doc__, mesh="X=4,Y=2", device=True, seed=True, plot=True)
+TYPES = {"A": "A[B_X, D_Y]", "W": "W[D, F_Y]", "Out": "Out[B_X, F_Y]"}
+FITS = TYPES.values(), {"B": 8, "D": 256, "F": 1024}  # with --small; else D and F are 8 times as long
+page = Page(__doc__, mesh="X=4,Y=2", fits=FITS, device=True, seed=True, plot=True)
 SQUARE = {"X": 2, "Y": 2}
 
 # %% [markdown]
@@ -96,8 +98,6 @@ for what, attempt in REFUSED.items():
 B, D, F = (8, 256, 1024) if page.small else (8, 2048, 8192)
 rng = torch.Generator().manual_seed(page.args.seed)
 A, W = (torch.randint(-4, 5, shape, generator=rng).float() for shape in ((B, D), (D, F)))  # whole: sums are exact
-TYPES = {"A": "A[B_X, D_Y]", "W": "W[D, F_Y]", "Out": "Out[B_X, F_Y]"}
-page.fits(TYPES.values(), {"B": B, "D": D, "F": F})
 plan = matmul(*TYPES.values())
 
 

@@ -20,7 +20,7 @@ from scaling.book import learning
 from scaling.book.listing import EXACT, SINGLE, difference
 from scaling.book.page import Page
 from scaling.collectives import all_reduce, recv, send, unshard
-from scaling.console import integer, number, output
+from scaling.console import integer, number, output, picture
 from scaling.models import mlp
 from scaling.schedules import SCHEDULES, make
 from scaling.schedules import closed_forms as bubbles
@@ -30,16 +30,25 @@ from scaling.show.timelines import save_schedule, schedule_chart, summary
 from scaling.strategies import fsdp_tp, one_device, pipeline
 from scaling.strategies import stage as stages
 
+SIZES = {"B": 8, "D": 32, "F": 64}  # B rows a microbatch
+FITS = (fsdp_tp.SPECS["In"], fsdp_tp.SPECS["W_in"]), SIZES
 page = Page(
-    __doc__, mesh="Z=4", axes="XY", device=True, seed=True, **learning.OPTIONS,
+    __doc__, mesh="Z=4", axes="XY", fits=FITS, device=True, seed=True, **learning.OPTIONS,
     microbatches=(8, "microbatches of a batch", integer(1)),
     tick=(20.0, "milliseconds of a computation; 0: as fast as it goes", number(0, 1000)),
-    only=("", "schedules, by commas; all if empty"), draw=(None, "write the charts to this .svg or .png", output),
+    only=("", "schedules, by commas; all if empty"), draw=(None, "write the charts to this .svg or .png", picture),
     trace=(None, "write the measured runs as a Chrome trace", output),
 )  # fmt: skip
 Z, M = page.args.mesh["Z"], page.args.microbatches
 if page.args.batch < M:
     page.refuse(f"--batch {page.args.batch}: fewer rows than {M} microbatches; fix: --batch {32 * M}")
+names = []
+for name in page.args.only.split(",") if page.args.only else ("1f1b", "zb-h1") if page.small else SCHEDULES:
+    try:
+        names.append(make(name, Z, M) and name)
+    except ValueError as error:
+        why = str(error).replace("\n  fix:", "; fix:")
+        page.refuse(f"--only {page.args.only}: {why}") if page.args.only else page.say(why)
 INSIDE = not {"X", "Y"}.isdisjoint(page.args.mesh)
 page.args.mesh |= dict.fromkeys("XY" if INSIDE else (), 1) | page.args.mesh
 TICK = min(page.args.tick, 4.0) if page.small else page.args.tick
@@ -138,11 +147,11 @@ def paced(stage, seconds: float, chunks: int):
 
 
 def problem(mesh, seed):
-    config = mlp.MLPConfig(L=8, D=32, F=64)
+    config = mlp.MLPConfig(L=2 * Z, D=SIZES["D"], F=SIZES["F"])
     rng = torch.Generator().manual_seed(seed)
     shapes = {"W_in": (config.L, config.D, config.F), "W_out": (config.L, config.F, config.D)}
     params = {name: torch.randn(s, generator=rng, dtype=torch.float64) / s[1] ** 0.5 for name, s in shapes.items()}
-    In, Target = torch.randn((2, 8 * M, config.D), generator=rng, dtype=torch.float64)
+    In, Target = torch.randn((2, SIZES["B"] * M, config.D), generator=rng, dtype=torch.float64)
     params, In, Target = tree.map(lambda x: x.to(mesh.device), [params, In, Target])
 
     def loss(Out, Target):
@@ -174,12 +183,6 @@ def schedules(mesh, names, seed):
     return found
 
 
-names = []
-for name in page.args.only.split(",") if page.args.only else ("1f1b", "zb-h1") if page.small else SCHEDULES:
-    try:
-        names.append(make(name, Z, M) and name)
-    except ValueError as error:
-        (page.refuse if page.args.only else page.say)(str(error))
 runs = page.on_ranks(schedules, names, page.args.seed)
 
 page.title(

@@ -33,7 +33,7 @@ from scaling.trace import trace
 page = Page(__doc__, mesh="X=2,Y=2", seed=True)
 X, Y = page.args.mesh["X"], page.args.mesh["Y"]
 B, T, V = 2 * X, 8 * Y, 16 * X * Y
-config = Config("tiny", L=2, D=16 * X, F=24 * Y, N=4 * Y, K=2 * Y, H=8, V=V)
+config = Config("tiny", L=2, D=16 * X * Y, F=24 * Y, N=4 * Y, K=2 * Y, H=8, V=V)
 SPECS = {
     "x": "x[B_X, T_Y, D]",
     "W_Q": "W_Q[D_X, N_Y, H]",

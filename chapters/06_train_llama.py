@@ -27,10 +27,12 @@ from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.trace import trace
 
+B, T = 8, 128
 page = Page(
     __doc__,
     mesh="X=2,C=2,Y=2",
     axes="PZ",
+    fits=(["t[B_PX, T_C]"], {"B": B, "T": T // 2}),  # zig-zag: two pieces of the sequence on each rank
     device=True,
     seed=True,
     steps=(24, "training steps", integer(1)),
@@ -38,10 +40,8 @@ page = Page(
 )
 STEPS = min(page.args.steps, 4) if page.small else page.args.steps
 mesh_sizes = page.args.mesh
-B, T = 8, 128
 config = Config("tiny-llama", L=2, D=64, F=128, N=4, K=2, H=16, V=256)
 optimizer = optim.adamw(3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-page.fits(("t[B_X, T_C]",), {"B": B, "T": T // 2})  # zig-zag: two pieces of the sequence on each rank
 try:
     transformer.specs(config, AbstractMesh(mesh_sizes))
 except ShardingError as error:

@@ -76,8 +76,8 @@ page.answers([
 # heads has all ranks along Y, 2d has X where the others have Z.
 
 # %%
-config = Config("small", 1 if page.small else 2, 16 * Y * Z, 24 * Y * Z, 4 * Y * Z, 2 * Y, 8, 16 * Y * Z)
-B, S, STEPS = 2 * Z, 8 * Z, 2 if page.small else 6
+config = Config("small", 1 if page.small else 2, 16 * Y * Z, 24 * Y * Z, 4 * Y * Z, Y * Z, 8, 16 * Y * Z)
+B, S, STEPS = 2 * Z, 8 * Y * Z, 2 if page.small else 6
 OWN = {"heads": {"Y": Y * Z}, "heads_batch": {"Y": Y, "Z": Z}, "sequence": {"Y": Y, "Z": Z}, "2d": {"X": Z, "Y": Y}}
 
 

@@ -29,6 +29,7 @@ from scaling.sizes import format_sizes
 page = Page(
     __doc__,
     mesh="X=1,Y=2",
+    fits=(["x[D_Y]", "Q[N_Y]"], {"D": 256, "N": 8}),
     device=True,
     seed=True,
     chip=("", "a machine.toml of scaling.measure (default: measured here)"),

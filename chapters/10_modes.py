@@ -21,10 +21,11 @@ from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
 from scaling.shard_map import all_gather, pmean, psum, psum_scatter, shard_map
-from scaling.spec import ShardingError, parse
+from scaling.spec import ShardingError
 from scaling.trace import trace
 
-page = Page(__doc__, mesh="X=2,Y=2", device=True, seed=True)
+FITS = ("In[B_X, D_Y]", "W_in[D_X, F_Y]", "W_Q[D_X, N_Y, H]"), {"B": 16, "D": 16, "F": 64, "N": 4, "H": 8}
+page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, device=True, seed=True)
 mesh = AbstractMesh({"X": 4, "Y": 2})  # the book's
 page.table([
     ("auto", "the whole arrays", "no", "no", "scaling.auto.jit"),
@@ -189,9 +190,6 @@ BLOCKS = {  # its texts, the types of what goes in and out, and shapes
         "Out[B_X, T, D_Y]", ((16, 4, 16), *((16, 4, 8),) * 3, (4, 8, 16)),
     ),
 }  # fmt: skip
-for _, types, _, shapes in BLOCKS.values():
-    for spec, shape in zip(map(parse, types), shapes, strict=True):
-        page.fits((spec,), dict(zip(spec.dim_names, shape, strict=True)))
 
 # %% [markdown]
 # Values and gradients are held against one device. The lists: what each mode sent in the forward pass and in both, from

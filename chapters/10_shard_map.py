@@ -34,7 +34,9 @@ from scaling.shard_map import (
 from scaling.spec import ShardingError
 from scaling.trace import trace
 
-page = Page(__doc__, mesh="X=2,Y=2", seed=True)
+SPECS = {"in_specs": ("A[B_X, D_Y]", "W[D, F_Y]"), "out_specs": "Out[B_X, F_Y]"}
+FITS = (*SPECS["in_specs"], SPECS["out_specs"]), {"B": 8, "D": 16, "F": 8}
+page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, seed=True)
 EXACT = 1e-12
 rng = torch.Generator().manual_seed(page.args.seed)
 
@@ -71,11 +73,8 @@ page.check("slice_and_average", torch.equal(found, numbers.view(8, 64)[:, :4].me
 # the rows of W that belong to them, then gets the next columns from its right neighbour. `axis_index` differs by
 # device, so it decides nothing in Python; it is a tensor that a slice may start at.
 
+
 # %%
-SPECS = {"in_specs": ("A[B_X, D_Y]", "W[D, F_Y]"), "out_specs": "Out[B_X, F_Y]"}
-page.fits((*SPECS["in_specs"], SPECS["out_specs"]), {"B": 8, "D": 16, "F": 8})
-
-
 def collective_matmul(lhs, rhs):
     size, idx, chunk = axis_size("Y"), axis_index("Y"), lhs.shape[1]
     accum = 0

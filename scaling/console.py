@@ -82,6 +82,26 @@ def output(text: str) -> str:
     return text
 
 
+def picture(text: str) -> str:
+    """A type for argparse: as `output`, of a picture, whose name says which of two kinds it is."""
+    if Path(text).suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{shortened(text)}: the file's name ends in .png or .svg")
+    return output(text)
+
+
+def place(text: str) -> str:
+    """A type for argparse: FILE.json, or a folder, either of which need not be there yet; "" is none."""
+    path = Path(text).absolute()
+    nearest = next(each for each in (path, *path.parents) if each.exists())
+    if text and nearest.is_dir() == (nearest == path and path.suffix == ".json"):
+        raise argparse.ArgumentTypeError(
+            f"cannot write {shortened(text)}: it must be FILE.json or a folder, and {shortened(str(nearest))} is not"
+        )
+    if text and not os.access(nearest, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: no permission in {shortened(str(nearest))}")
+    return text
+
+
 def command(main: Callable[[], int]) -> int:
     """Run a command's main and return its exit code. A reader that goes away, as `| head` does, ends it quietly."""
     try:

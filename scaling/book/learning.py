@@ -9,7 +9,7 @@ import torch
 from torch.func import grad_and_value
 
 from scaling import data, optim, tree
-from scaling.book.listing import SINGLE, difference, stack_equality
+from scaling.book.listing import SINGLE, STACK, difference, stack_equality
 from scaling.book.page import Page
 from scaling.collectives import broadcast
 from scaling.console import integer
@@ -22,6 +22,11 @@ OPTIONS = {  # of a chapter that trains
     "batch": (256, "rows of the global batch", integer(1, 100_000)),
     "text": ("", "file to learn (default: the sources of Python's standard library)"),
 }
+SIZES = {
+    "D": STACK.D,
+    "F": STACK.F,
+    "V": STACK.V,
+}  # what must divide over a mesh: the model that trains has multiples of them
 JUDGED = 40  # steps from which on the score must be well under the text's order-0 entropy
 
 
@@ -52,7 +57,7 @@ def learn(mesh, strategy, train: Callable, config: mlp.MLPConfig, args) -> Learn
     """Run a chapter's loop, `train(strategy, mesh, text, args) -> Trained`, on a mesh."""
     learnt, valid = data.split(load_given_text(args, mesh.device))
     run, axes, specs = train(strategy, mesh, learnt, args), batch_axes(strategy), param_specs(strategy)
-    rows = min(512 if args.small else 4096, len(valid) // 16 * 8)
+    rows = min(512 if args.small else 4096, len(valid) // 2) // mesh.size() * mesh.size()
     held_out = next(iter(data.batches(valid, config.K, rows, mesh, axes, args.seed)))
     score = mlp.bits_per_byte(evaluate(strategy, run.params, held_out[0], held_out[1], config, mesh)).item()
     first, params = (tree.map(torch.Tensor.cpu, tree.unshard(x, specs, mesh)) for x in (run.first, run.params))
@@ -94,7 +99,6 @@ def both(mesh, strategy, train: Callable, config: mlp.MLPConfig, args) -> tuple[
 def show(page: Page, strategy, train: Callable, config: mlp.MLPConfig, optimizer: optim.Optimizer) -> None:
     """The strategy on four layers beside one device; then what the chapter's training loop did on its mesh, beside the
     same run on one device, and beside its text."""
-    page.fits(tree.leaves(param_specs(strategy)), config.sizes)
     args = Namespace(**vars(page.args))
     args.steps = min(args.steps, 3) if page.small else args.steps
     layers, found = page.on_ranks(both, strategy, train, config, args)

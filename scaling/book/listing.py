@@ -22,6 +22,7 @@ from scaling.trace import Log, trace
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 EXACT, SINGLE = 1e-12, 2e-5  # relative differences allowed in float64 and float32
+STACK = mlp.MLPConfig(L=4, D=32, F=64, K=4)  # the layers that are held beside one device
 
 
 def difference(a, b, mesh=None) -> float:
@@ -161,12 +162,12 @@ def _bound(math: float, comms: float) -> str:
 
 def stack_equality(mesh, strategy, seed: int, steps: int = 3) -> list:
     """The strategy on four layers with gelu, norm and residual, in float64: gradients, and params after AdamW steps."""
-    config = mlp.MLPConfig(L=4, D=32, F=64, K=4)
+    config = STACK
     text = data.load_text(max_bytes=50_000).to(mesh.device)
     specs, adamw = param_specs(strategy), optim.adamw(0.01)
     params = mlp.init(config, seed, torch.float64, mesh, specs)
     own = mlp.init(config, seed, torch.float64, device=mesh.device)
-    state, own_state, size = adamw.init(params), adamw.init(own), 32
+    state, own_state, size = adamw.init(params), adamw.init(own), 8 * mesh.size()
     local = data.batches(text, config.K, size, mesh, batch_axes(strategy), seed)
     rows = []
     for i, batch, whole in zip(range(steps), local, data.batches(text, config.K, size, seed=seed), strict=False):

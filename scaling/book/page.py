@@ -25,12 +25,16 @@ from typing import Any
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, verdict_counts
 from scaling.check import check_file
-from scaling.console import PROFILE, SEEDS, HelpFormatter, integer, output
+from scaling.console import PROFILE, SEEDS, HelpFormatter, integer, picture, place
 from scaling.show import charts
 from scaling.sizes import format_sizes, parse_mesh
 from scaling.spec import ShardingError, parse
 
 LEAST = 10_000  # bytes of a text that a chapter can learn from
+RANKS = 256  # the most that a chapter starts on one machine
+
+
+Fits = tuple[Iterable[str], dict[str, int]]
 
 
 class ChapterParser(argparse.ArgumentParser):
@@ -56,28 +60,30 @@ class Page:
     """Prints, and keeps the verdicts: `answers` given so far, `checks` as (what, held)."""
 
     def __init__(
-        self, doc, *, mesh: str = "", axes="", device: bool = False, seed: bool = False, plot: bool = False, **options
+        self, doc, *, mesh="", axes="", fits: Fits = ((), {}), device=False, seed=False, plot=False, **options
     ):
-        """`mesh`: the default one of the chapter's ranks; `axes`: others that it may name; `options`:
-        name=(default, help), as `page.args.name` then, or (default, help, a type for argparse)."""
+        """`mesh`: the default one of the chapter's ranks; `axes`: others that it may name; `fits`: (types, their dims'
+        sizes) that must divide over it, where B is --batch if it has no size; `options`: name=(default, help), as
+        `page.args.name` then, or (default, help, a type for argparse)."""
         self.doc, self.began = doc or "", time.perf_counter()
         self.checks: list[tuple[str, bool]] = []
         self.given: list[Answer] = []
         self.pictures: list[tuple[str, Callable]] = []
         self.profiles = 0
         self.first = int(os.environ.get("RANK", 0)) == 0
-        self.args = self._parse(mesh, axes, device, seed, plot, options)
+        self.args = self._parse(mesh, axes, fits, device, seed, plot, options)
         if not in_notebook():
             self.say(self.doc.split("\n\n")[0].strip())
 
-    def _parse(self, mesh: str, axes: str, device: bool, seed: bool, plot: bool, options) -> argparse.Namespace:
+    def _parse(self, mesh: str, axes: str, fits: Fits, device, seed, plot, options) -> argparse.Namespace:
         first, _, rest = self.doc.strip().partition("\n")
         parser = ChapterParser(description=first, epilog=rest, formatter_class=HelpFormatter)
         parser.add_argument("--small", action="store_true", help="smaller sizes: a few seconds")
         if mesh:
             fitted = f"axes and sizes (default {mesh}, fitted to torchrun's ranks)"
-            parser.add_argument("--mesh", default=None, metavar="X=2,Y=2", help=fitted)
-            parser.add_argument("--profile", default="", metavar="PLACE", help=PROFILE)
+            also = f"; further axes: {', '.join(axes)}" if axes else ""
+            parser.add_argument("--mesh", metavar=mesh, help=fitted + also)
+            parser.add_argument("--profile", type=place, default="", metavar="PLACE", help=PROFILE)
         if device:
             parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank (default cpu)")
         if seed:
@@ -85,31 +91,23 @@ class Page:
                 "--seed", type=integer(0, SEEDS), default=0, help="seed of the random operands (default 0)"
             )
         if plot:
-            parser.add_argument("--plot", type=output, metavar="FILE", help="write the pictures too, PNG or SVG")
+            parser.add_argument("--plot", type=picture, metavar="FILE", help="write the pictures too, PNG or SVG")
         for name, (default, text, *checked) in options.items():
             usual = "" if default in ("", None) else f" (default {default})"
             kind = checked[0] if checked else integer() if type(default) is int else type(default)
             parser.add_argument(f"--{name}", type=kind, default=default, help=text + usual)
         args = parser.parse_args(shlex.split(os.environ.get("CHAPTER", "")) if in_notebook() else None)
-        self.refuse, self.usual = parser.error, mesh
+        self.refuse = parser.error
         if device:
             self._device(parser, args.device)
         if mesh:
             args.mesh = self._mesh(parser, mesh, axes, args.mesh)
+            self._divides(parser, args, mesh, *fits)
             self._ready(parser, args)
-        if getattr(args, "plot", None) and Path(args.plot).suffix not in (".png", ".svg"):
-            parser.error(f"--plot {args.plot}: the file's name ends in .png or .svg")
         return args
 
     def _ready(self, parser: ChapterParser, args: argparse.Namespace) -> None:
         """Refuse what no rank could do, and lines of the script that break a rule, before any rank starts."""
-        devices = math.prod(args.mesh.values())
-        if (world := int(os.environ.get("WORLD_SIZE", 1))) not in (1, devices):
-            fix = f"fix: torchrun --nproc-per-node {devices}, or another --mesh"
-            parser.error(f"{format_sizes(args.mesh)} is a mesh of {devices}, and torchrun started {world} ranks; {fix}")
-        if getattr(args, "batch", devices) % devices:
-            fix = f"fix: --batch {32 * devices}"
-            parser.error(f"--batch {args.batch}: does not divide over the {devices} devices of the mesh; {fix}")
         if text := getattr(args, "text", ""):
             size, least = Path(text).is_file() and Path(text).stat().st_size, max(LEAST, 2 * getattr(args, "batch", 0))
             if size < least:
@@ -151,16 +149,32 @@ class Page:
 
             return fit_mesh(sizes)
         except ShardingError as error:
-            parser.error(str(error))
+            why = str(error).removeprefix(f"--mesh {given}").removeprefix("--mesh").removeprefix(": ")
+            parser.error(f"--mesh {given or usual}: {why}; fix: --mesh {usual}")
 
-    def fits(self, types: Iterable, sizes: dict[str, int]) -> None:
-        """End with one line if arrays of these types, with their dims' sizes, do not divide over `--mesh`."""
-        for spec in map(str, types):
+    @staticmethod
+    def _divides(parser: ChapterParser, args: argparse.Namespace, usual: str, types: Iterable, sizes: dict) -> None:
+        """Refuse a mesh, or a batch, over which arrays of these types do not divide, or of another number of ranks."""
+        devices, given = math.prod(args.mesh.values()), format_sizes(args.mesh).replace(" ", "")
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        fix = f"fix: --mesh {usual}"
+        if world > 1 and math.prod(parse_mesh(usual).values()) != world:
+            fix = f"fix: torchrun --nproc-per-node {math.prod(parse_mesh(usual).values())}"
+        if world == 1 and devices > RANKS:
+            parser.error(f"--mesh {given}: {devices} ranks, of at most {RANKS} on one machine; {fix}")
+        for spec in map(parse, types):
+            ours = {"B": getattr(args, "batch", 0), **sizes}
+            of_batch = "B" in spec.dim_names and "B" not in sizes
             try:
-                parse(spec).local_shape(sizes, self.args.mesh)
+                spec.local_shape(ours, {**dict.fromkeys(spec.axes, 1), **args.mesh})
             except ShardingError as error:
                 why = str(error).splitlines()[0]
-                self.refuse(f"--mesh {format_sizes(self.args.mesh)}: {why}; fix: --mesh {self.usual}")
+                if of_batch:
+                    parser.error(f"--batch {args.batch}: {why}; fix: --batch {32 * devices}")
+                parser.error(f"--mesh {given}: {why}; {fix}")
+        if world not in (1, devices):
+            fix = f"fix: torchrun --nproc-per-node {devices}, or another --mesh"
+            parser.error(f"{format_sizes(args.mesh)} is a mesh of {devices}, and torchrun started {world} ranks; {fix}")
 
     @property
     def small(self) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scaling import launch
 from scaling.configs import MODELS
-from scaling.console import command, integer, number
+from scaling.console import command, integer, number, place
 from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
 from scaling.hardware import chip
@@ -115,7 +115,9 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
     parser.add_argument("--norms", action="store_true", help="write each leaf's gradient norm to norms.jsonl")
     parser.add_argument("--chip", default="", help="for MFU and --profile's predictions: h100, or what measure wrote")
-    parser.add_argument("--profile", default="", metavar="PLACE", help="profile steps 3 to 7: FILE.json or a folder")
+    parser.add_argument(
+        "--profile", type=place, default="", metavar="PLACE", help="profile steps 3 to 7: FILE.json or a folder"
+    )
     parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
     known = {action.dest for action in parser._actions}
     given, _ = parser.parse_known_args(argv)

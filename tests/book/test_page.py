@@ -1,5 +1,7 @@
 """The page that chapters write on: options, verdicts, the end."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,13 +57,40 @@ def test_a_mesh_of_another_number_of_ranks_is_refused(monkeypatch, capsys):
     assert said in said_in(capsys)
 
 
-def test_a_mesh_over_which_arrays_do_not_divide_is_refused(monkeypatch, capsys):
-    own = page(monkeypatch, "--mesh", "X=3", mesh="X=4,Y=2")
-    own.fits(("A[I_X, J]", "A[I, J_Y]"), {"I": 6, "J": 8})
+FITS = ("W[D_X, F]", "Tokens[B_XY]"), {"D": 32, "F": 64}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--mesh X=3", "--mesh X=3,Y=1: W[D_X, F]: dim D of size 32 does not divide into 3 blocks (X=3); fix: MESH"),
+        ("--batch 7", "dim B of size 7 does not divide into 8 blocks (X=4 * Y=2); fix: --batch 256"),
+        ("--mesh X=99999999", "--mesh X=99999999,Y=1: 99999999 ranks, of at most 256 on one machine; fix: MESH"),
+        ("--mesh X=2,X=2", "error: --mesh X=2,X=2: axis X is given twice; fix: MESH"),
+        ("--mesh X=0", "error: --mesh X=0: mesh axis X has size 0: it must be an int of at least 1; fix: MESH"),
+        ("--mesh X", "error: --mesh X: cannot read 'X'; write axes and sizes as in X=4,Y=2; fix: MESH"),
+        ("--profile pyproject.toml", "it must be FILE.json or a folder, and "),
+        ("--profile pyproject.toml/deeper", "it must be FILE.json or a folder, and "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_with_the_right_fix_and_nothing_else(monkeypatch, capsys, argv, said):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    options = {"mesh": "X=4,Y=2", "fits": FITS, "batch": (256, "rows")}
+    page(monkeypatch, "--mesh", "X=2", "--batch", "6", "--profile", "docs", **options)
+    capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
-        own.fits(("A[I_Y, J]", "A[I, J_X]"), {"I": 6, "J": 8})
-    said = "--mesh X=3, Y=1: A[I, J_X]: dim J of size 8 does not divide into 3 blocks (X=3); fix: --mesh X=4,Y=2"
-    assert said in said_in(capsys)
+        page(monkeypatch, *argv.split(), **options)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said.replace("MESH", "--mesh X=4,Y=2") in " ".join(printed.err.split())
+    assert all(len(line) <= 100 for line in printed.err.splitlines())
+
+
+def test_under_torchrun_the_fix_is_another_number_of_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit, match="2"):
+        page(monkeypatch, mesh="X=4", fits=(["W[D_X]"], {"D": 32}))
+    assert "does not divide into 3 blocks (X=3); fix: torchrun --nproc-per-node 4" in said_in(capsys)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--steps", "3"], ["--mesh", "Q=1"]])
