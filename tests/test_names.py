@@ -1,4 +1,4 @@
-"""One name means one thing: public classes and functions everywhere, and what packages list.
+"""One name means one thing: public classes, type aliases and functions everywhere, and what packages list.
 
 Functions that share a name are ways to do the same, for one of the reasons below, and are called by their module's
 name from other rooms: `hf.save` and `checkpoint.save`.
@@ -52,8 +52,24 @@ def defined(kind) -> dict[str, list[str]]:
     return found
 
 
-def test_a_class_has_a_name_of_its_own():
-    assert not {name: where for name, where in defined(ast.ClassDef).items() if len(where) > 1}
+def aliases() -> dict[str, list[str]]:
+    """{name: modules} of public type aliases: `Axes = tuple[str, ...]`, named as a class is."""
+    found = defaultdict(list)
+    for module, tree in modules().items():
+        for node in tree.body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            name = getattr(target, "id", "_")
+            if name[0].isupper() and len(name) > 1 and not name.isupper() and "_" not in name:
+                found[name].append(module)
+    return found
+
+
+def test_a_type_has_a_name_of_its_own():
+    types = defined(ast.ClassDef)
+    for name, where in aliases().items():
+        types[name] += where
+    assert {"Axes", "Schedule", "Event"} <= types.keys(), "both kinds are found"
+    assert not {name: where for name, where in types.items() if len(where) > 1}
 
 
 def test_a_function_has_one_meaning():

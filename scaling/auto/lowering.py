@@ -19,15 +19,15 @@ from scaling.explicit.functions import LETTERS, LocalPlan
 from scaling.explicit.ops import Inferred, LabelledOp
 from scaling.spec import Spec
 
-Key = tuple[int, DimAxes]  # a value in one of the layouts that it is held in
+ValueLayout = tuple[int, DimAxes]  # a value in one of the layouts that it is held in
 
 
 class ListingLine(NamedTuple):
     """One line: a collective (`step`), or a computation, by its text. `run(shards)` gives the shard of `made`."""
 
     text: str
-    takes: tuple[Key, ...]
-    made: Key
+    takes: tuple[ValueLayout, ...]
+    made: ValueLayout
     run: Callable[[Sequence[Tensor]], Tensor]
     step: Step | None = None
     sizes: Mapping[str, int] = {}
@@ -40,8 +40,8 @@ class Lowered:
 
     lines: tuple[ListingLine, ...]
     graph: Graph
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
+    inputs: tuple[ValueLayout, ...]
+    outputs: tuple[ValueLayout, ...]
     mesh: Any
 
     @property
@@ -104,7 +104,7 @@ class Writer:
         spec = self.specs[number]
         return Spec(spec.name, tuple(zip(dims or spec.dim_names, at.dims, strict=True)), at.unreduced)
 
-    def bring(self, number: int, to: DimAxes) -> Key:
+    def bring(self, number: int, to: DimAxes) -> ValueLayout:
         """The value in a layout, by collectives from the nearest one that it is held in."""
         node = self.graph.nodes[number]
         if to not in self.held[number]:

@@ -19,13 +19,13 @@ from scaling.algebra.layouts import DimAxes, Setting, arrangements, divides
 from scaling.algebra.resharding import shortest
 from scaling.auto.tracing import Graph, Node
 from scaling.explicit.cheapest import all_layouts, spec_of
-from scaling.explicit.ops import Illegal, Inferred, LabelledOp, Shape
+from scaling.explicit.ops import Illegal, Inferred, LabelledOp, Sizes
 from scaling.spec import ShardingError
 
 BEAM = 200
 
-Held = frozenset  # layouts in which a value is held
-Cost = tuple[float, float, int]  # bytes sent by each device, work, collectives
+HeldLayouts = frozenset  # layouts in which a value is held
+ProgramCost = tuple[float, float, int]  # bytes sent by each device, work, collectives
 
 
 class PlannedOp(NamedTuple):
@@ -39,8 +39,8 @@ class PlannedOp(NamedTuple):
 class SearchState(NamedTuple):
     """What it took to come here, what is held, and the choice that led here from the state before."""
 
-    cost: Cost
-    held: tuple[tuple[int, Held], ...]
+    cost: ProgramCost
+    held: tuple[tuple[int, HeldLayouts], ...]
     before: "SearchState | None" = None
     chosen: Inferred | None = None
 
@@ -116,9 +116,8 @@ class Planner:
 
     def plan(self) -> list[Inferred]:
         """The choice of every stage in the cheapest plan found."""
-        states = [
-            SearchState((0.0, 0.0, 0), tuple((i, Held({at})) for i, at in enumerate(self.inputs) if i in self.last))
-        ]
+        held = tuple((i, HeldLayouts({at})) for i, at in enumerate(self.inputs) if i in self.last)
+        states = [SearchState((0.0, 0.0, 0), held)]
         for number, stage in enumerate(self.stages):
             states = sorted(self._after(states, number, stage), key=self._promise)[:BEAM]
         chosen, state = [], states[0]
@@ -127,7 +126,7 @@ class Planner:
             state = state.before
         return chosen[::-1]
 
-    def _promise(self, state: SearchState) -> tuple[float, Cost]:
+    def _promise(self, state: SearchState) -> tuple[float, ProgramCost]:
         """What a state has sent and will send at the least."""
         later = sum(min(self.later[n][at] for at in held) for n, held in state.held if n in self.later)
         return state.cost[0] + later, state.cost
@@ -148,7 +147,9 @@ class Planner:
                     best[key] = SearchState(reached, key, state, chosen)
         return best.values()
 
-    def _outcomes(self, own: dict[int, Held], number: int, stage: PlannedOp) -> list[tuple[Cost, tuple, Inferred]]:
+    def _outcomes(
+        self, own: dict[int, HeldLayouts], number: int, stage: PlannedOp
+    ) -> list[tuple[ProgramCost, tuple, Inferred]]:
         """(cost, what is held then, choice) of a stage's ways from operands held so: the best of those alike."""
         best: dict[tuple, tuple] = {}
         for chosen, work in stage.ways:
@@ -159,7 +160,7 @@ class Planner:
                     nbytes, steps = nbytes + sent, steps + 1
                     held[n] = held[n] | {to} if sent else held[n]
             if stage.result in self.last:
-                held[stage.result] = Held({chosen[1]})
+                held[stage.result] = HeldLayouts({chosen[1]})
             key = tuple((n, h) for n, h in held.items() if self.last[n] > number)
             cost = nbytes, work, steps
             if nbytes < math.inf and (key not in best or cost < best[key][0]):
@@ -168,7 +169,7 @@ class Planner:
 
 
 @lru_cache(maxsize=65536)
-def _distances(at: DimAxes, shape: Shape, axes: tuple[tuple[str, int], ...]) -> dict[DimAxes, float]:
+def _distances(at: DimAxes, shape: Sizes, axes: tuple[tuple[str, int], ...]) -> dict[DimAxes, float]:
     """The part of an array that each device sends from a layout to every other."""
     within = Setting(axes, True, tuple(axis for axis, _ in axes))
     found = shortest({at: (0, 0, 0)}, spec_of(at), shape, 1, within)
@@ -192,11 +193,11 @@ def _ways(graph: Graph, node: Node, constraint: DimAxes | None, axes, mesh) -> l
     return list(found.items())
 
 
-def _sum(a: Cost, b: Cost) -> Cost:
+def _sum(a: ProgramCost, b: ProgramCost) -> ProgramCost:
     return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
-def _operands(op, shapes: Sequence[Shape], axes, mesh) -> Iterable[tuple[DimAxes, ...]]:
+def _operands(op, shapes: Sequence[Sizes], axes, mesh) -> Iterable[tuple[DimAxes, ...]]:
     """Layouts of the operands together, among which all legal ones are."""
     if not isinstance(op, LabelledOp):
         yield from ((at,) for at in all_layouts(shapes[0], mesh, axes, axes))

@@ -16,7 +16,7 @@ from scaling import tree
 from scaling.explicit.arrays import reshard
 from scaling.explicit.functions import TypedCall, read_call
 from scaling.explicit.known import function_name
-from scaling.explicit.ops import Shape
+from scaling.explicit.ops import Sizes
 from scaling.spec import ShardingError
 
 
@@ -24,7 +24,7 @@ from scaling.spec import ShardingError
 class Node:
     """A value: an argument, the result of a `call`, or its operand in the type that a `constraint` says."""
 
-    shape: Shape
+    shape: Sizes
     dtype: torch.dtype
     operands: tuple[int, ...] = ()
     call: TypedCall | None = None

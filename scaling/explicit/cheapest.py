@@ -9,7 +9,7 @@ from scaling.algebra.layouts import DimAxes, arrangements, divides, subsets
 from scaling.algebra.resharding import reshard
 from scaling.algebra.steps import Plan
 from scaling.explicit.functions import letters
-from scaling.explicit.ops import Illegal, Inferred, Shape
+from scaling.explicit.ops import Illegal, Inferred, Sizes
 from scaling.spec import ShardingError, Spec
 
 
@@ -26,20 +26,20 @@ def spec_of(at: DimAxes, name: str = "") -> Spec:
     return Spec(name, tuple(zip(letters(len(at.dims)), at.dims, strict=True)), at.unreduced)
 
 
-def plan_change(src: DimAxes, dst: DimAxes, shape: Shape, mesh) -> Plan:
+def plan_change(src: DimAxes, dst: DimAxes, shape: Sizes, mesh) -> Plan:
     return reshard(spec_of(src), spec_of(dst), shape, mesh)
 
 
-def bytes_to_change(src: DimAxes, dst: DimAxes, shape: Shape, nbytes: float, mesh) -> float:
+def bytes_to_change(src: DimAxes, dst: DimAxes, shape: Sizes, nbytes: float, mesh) -> float:
     """Bytes that each device sends to bring an array of this shape from one layout to another."""
     return 0 if src == dst else plan_change(src, dst, shape, mesh).wire_bytes(shape_sizes(shape), mesh, nbytes)
 
 
-def shape_sizes(shape: Shape) -> dict[str, int]:
+def shape_sizes(shape: Sizes) -> dict[str, int]:
     return dict(zip(letters(len(shape)), shape, strict=True))
 
 
-def all_layouts(shape: Shape, mesh, axes: Sequence[str], unreduced: Sequence[str] = ()) -> list[DimAxes]:
+def all_layouts(shape: Sizes, mesh, axes: Sequence[str], unreduced: Sequence[str] = ()) -> list[DimAxes]:
     """Every layout of an array of this shape over some of the axes; unreduced over some of `unreduced`."""
     found = []
     for dims in arrangements(tuple(axes), len(shape)):
@@ -52,8 +52,8 @@ def all_layouts(shape: Shape, mesh, axes: Sequence[str], unreduced: Sequence[str
 
 
 def cheapest_layouts(
-    op, operands: Sequence[DimAxes], shapes: Sequence[Shape], itemsizes: Sequence[float], mesh,
-    out: DimAxes | None = None, result: tuple[Shape, float] = ((), 1),
+    op, operands: Sequence[DimAxes], shapes: Sequence[Sizes], itemsizes: Sequence[float], mesh,
+    out: DimAxes | None = None, result: tuple[Sizes, float] = ((), 1),
 ) -> Choice:  # fmt: skip
     """The layouts that cost the least bytes to reach, and of those the fewest that change (with `out`: the least work).
 

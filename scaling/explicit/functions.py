@@ -29,7 +29,7 @@ from scaling.explicit.known import (
     refuse_unknown,
     refuse_values,
 )
-from scaling.explicit.ops import LabelledOp, Reshape, Shape
+from scaling.explicit.ops import LabelledOp, Reshape, Sizes
 from scaling.spec import ShardingError, Spec
 
 LETTERS = string.ascii_uppercase
@@ -40,7 +40,7 @@ class LocalPlan(NamedTuple):
 
     needed: tuple[DimAxes, ...]
     result: DimAxes
-    shape: Shape
+    shape: Sizes
 
 
 class TypedCall(NamedTuple):
@@ -49,7 +49,7 @@ class TypedCall(NamedTuple):
 
     op: "LabelledOp | Reshape"
     operands: list
-    shape: Shape
+    shape: Sizes
     dtype: torch.dtype
     run: Callable[..., Tensor]
     flops: int = 0
@@ -97,7 +97,7 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
     return made
 
 
-def _typed(name: str, args, kwargs, call: Callable, operands: list, shapes: list[Shape]) -> TypedCall:
+def _typed(name: str, args, kwargs, call: Callable, operands: list, shapes: list[Sizes]) -> TypedCall:
     """As `read`, of a function that is called by `call`, on the operands alone."""
     if pointwise := name in POINTWISE | LINEAR | SUMS | PRODUCTS | QUOTIENTS:  # some have slow meta kernels
         whole = call([torch.ones((1,) * len(x.shape), dtype=x.dtype) for x in operands])
@@ -121,13 +121,13 @@ def _keeps_sums(dtype: torch.dtype, operands: list, kwargs: dict) -> bool:
     return not rounds and dtype is not torch.bool and not kwargs.get("rounding_mode")
 
 
-def _flops(op: LabelledOp, shapes: Sequence[Shape]) -> int:
+def _flops(op: LabelledOp, shapes: Sequence[Sizes]) -> int:
     """2 for each multiply-add, 1 where nothing is summed, 0 with one operand."""
     sizes = {d: n for labels, s in zip(op.inputs, shapes, strict=True) for d, n in zip(labels, s, strict=True)}
     return math.prod(sizes.values()) * (2 if len(sizes) > len(op.output) else 1) * (len(shapes) == 2)
 
 
-def _read(name: str, args, kwargs, shapes: list[Shape], shape: Shape) -> tuple["LabelledOp | Reshape", Callable | None]:
+def _read(name: str, args, kwargs, shapes: list[Sizes], shape: Sizes) -> tuple["LabelledOp | Reshape", Callable | None]:
     """The operation, and how shards are computed with where that is not by the function itself."""
     if name in POINTWISE | LINEAR | SUMS | PRODUCTS | QUOTIENTS:
         return _pointwise(name, args, shapes, shape), None
@@ -175,7 +175,7 @@ def _argument(args, kwargs, position: int, name: str, default) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, kwargs.get("axis", default))
 
 
-def _pointwise(name: str, args, shapes: list[Shape], shape: Shape) -> LabelledOp:
+def _pointwise(name: str, args, shapes: list[Sizes], shape: Sizes) -> LabelledOp:
     out = letters(len(shape))
     inputs = []
     for s in shapes:
@@ -201,7 +201,7 @@ def _einsum(equation: str) -> LabelledOp:
     return LabelledOp(f"einsum {equation}", tuple(tuple(t.upper()) for t in terms), tuple(right.upper()), "each")
 
 
-def _matmul(a: Shape, b: Shape) -> LabelledOp:
+def _matmul(a: Sizes, b: Sizes) -> LabelledOp:
     """`a @ b`: vectors, matrices, and batches of matrices whose batch dims are equal or only one operand's."""
     batch = max(len(a), len(b)) - 2
     names = LETTERS[: max(0, batch)]
@@ -223,7 +223,7 @@ def _product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tens
     return einsum(" * ".join(map(str, specs)) + f" -> {result}", *shards)
 
 
-def _sum(name: str, args, kwargs, labels, shape: Shape, after: Shape) -> tuple[LabelledOp, Callable | None]:
+def _sum(name: str, args, kwargs, labels, shape: Sizes, after: Sizes) -> tuple[LabelledOp, Callable | None]:
     given = _argument(args, kwargs, 1, "dim", None)
     if len(args) > 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in args[1:]):
         given = args[1:]
@@ -241,7 +241,7 @@ def _sum(name: str, args, kwargs, labels, shape: Shape, after: Shape) -> tuple[L
     return op, mean
 
 
-def _kept(labels, dims, shape: Shape) -> tuple[str, ...]:
+def _kept(labels, dims, shape: Sizes) -> tuple[str, ...]:
     """The result's labels of a reduction: where dims are kept with size 1, each has a label of its own."""
     if len(shape) == len(labels) and dims:
         return tuple(f"{d}1" if i in dims else d for i, d in enumerate(labels))
@@ -264,7 +264,7 @@ def _permuted(name: str, args, kwargs, labels) -> tuple[str, ...]:
     return tuple(labels[i] for i in order)
 
 
-def _index(index, labels, shape: Shape) -> LabelledOp:
+def _index(index, labels, shape: Sizes) -> LabelledOp:
     """Whole numbers, slices, None and ...: a dim that is not taken whole must not be split."""
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):

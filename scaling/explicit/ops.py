@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 from scaling.algebra.layouts import Axes, DimAxes
 from scaling.spec import format_axes
 
-Shape = tuple[int, ...]
+Sizes = tuple[int, ...]
 Inferred = tuple[tuple[DimAxes, ...], DimAxes]  # what the kernel takes of each operand, and its result
 
 
@@ -39,7 +39,7 @@ class LabelledOp(NamedTuple):
     linear: str = ""
     whole: tuple[str, ...] = ()
 
-    def infer(self, operands: Sequence[DimAxes], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> Inferred:
+    def infer(self, operands: Sequence[DimAxes], shapes: Sequence[Sizes], sizes: Mapping[str, int]) -> Inferred:
         """(operands as the kernel takes them, result); raises Illegal."""
         split: dict[str, Axes] = {}
         for at, labels in zip(operands, self.inputs, strict=True):
@@ -116,16 +116,16 @@ class LabelledOp(NamedTuple):
 class Reshape(NamedTuple):
     """Splitting and merging dims: row-major order stays."""
 
-    shape: Shape
+    shape: Sizes
     name: str = "reshape"
     inputs: tuple = ((),)
 
-    def infer(self, operands: Sequence[DimAxes], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> Inferred:
+    def infer(self, operands: Sequence[DimAxes], shapes: Sequence[Sizes], sizes: Mapping[str, int]) -> Inferred:
         (at,), (shape,) = operands, shapes
         return (at,), DimAxes(resplit(at.dims, shape, self.shape, sizes), at.unreduced)
 
 
-def resplit(dims: Sequence[Axes], shape: Shape, new: Shape, sizes: Mapping[str, int]) -> tuple[Axes, ...]:
+def resplit(dims: Sequence[Axes], shape: Sizes, new: Sizes, sizes: Mapping[str, int]) -> tuple[Axes, ...]:
     """The axes of each dim of the new shape, if each device keeps its elements in their order; raises Illegal.
 
     The index of an element is a number of mixed radix: for each dim the digits of its axes, then that of the place in

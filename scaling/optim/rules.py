@@ -12,7 +12,8 @@ from scaling.arguments import flag
 from scaling.collectives.buffers import extent, overlaps_itself
 from scaling.optim.checks import at_least_zero, check_apart, check_like, check_reduced, check_state
 
-Schedule = float | Callable[[Tensor], "Tensor | float"]  # of the number of updates made so far, a 0-dim float64 tensor
+# a number, or a function of the number of updates made so far, a 0-dim float64 tensor
+LearningRate = float | Callable[[Tensor], "Tensor | float"]
 
 
 class Optimizer(NamedTuple):
@@ -32,7 +33,7 @@ class Optimizer(NamedTuple):
     state_specs: Callable
 
 
-def sgd(lr: Schedule, momentum=0.0, weight_decay=0.0, nesterov=False, master=False, *, mask=None) -> Optimizer:
+def sgd(lr: LearningRate, momentum=0.0, weight_decay=0.0, nesterov=False, master=False, *, mask=None) -> Optimizer:
     """m = momentum m + (g + weight_decay p);  p = p - lr m  (nesterov: p - lr (g + weight_decay p + momentum m)).
 
     `master=True`: params may be bfloat16; float32 copies are kept in the state, updated, and returned rounded.
@@ -57,7 +58,7 @@ def sgd(lr: Schedule, momentum=0.0, weight_decay=0.0, nesterov=False, master=Fal
     return _optimizer(step, lr, weight_decay, ("m",) if momentum else (), master, mask)
 
 
-def adamw(lr: Schedule, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, master=False, *, mask=None) -> Optimizer:
+def adamw(lr: LearningRate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, master=False, *, mask=None) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2017), t the number of this update, from 1:
 
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
@@ -102,7 +103,7 @@ _compiled_corrections = torch.library.custom_op("scaling::adamw_corrections", _c
 _compiled_corrections.register_fake(lambda count, b1, b2: count.new_empty(2, dtype=torch.float64))
 
 
-def _optimizer(step: Callable, lr: Schedule, weight_decay: float, moments: tuple[str, ...], master: bool, mask):
+def _optimizer(step: Callable, lr: LearningRate, weight_decay: float, moments: tuple[str, ...], master: bool, mask):
     """`step(p, g, *moments, count, rate, decay)` updates lists of tensors of one device and dtype in place."""
     if not callable(lr):
         at_least_zero(lr=lr)

@@ -17,7 +17,7 @@ from scaling.hardware import Chip
 from scaling.plan.holds import Held, held
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES, SCHEDULES, Layout
-from scaling.plan.ledger import Compute, Entry, Number, compute, is_one, ledger
+from scaling.plan.ledger import Amount, Compute, Entry, compute, is_one, ledger
 from scaling.plan.network import LINKS, Lane, Network
 
 LOGITS = 16  # bytes of a logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
@@ -27,7 +27,7 @@ LOGITS = 16  # bytes of a logit that pass through memory in a third of the step:
 class Lanes:
     """The lanes of a network, or of many as columns: by name (seconds a byte, latency, ranks, near, links)."""
 
-    rows: Mapping[str, tuple[Number, Number, Number, Number, tuple[Number, ...]]]
+    rows: Mapping[str, tuple[Amount, Amount, Amount, Amount, tuple[Amount, ...]]]
 
     @staticmethod
     def of(networks: "Network | list[Network]") -> "Lanes":
@@ -47,22 +47,22 @@ class Lanes:
             rows[name] = (*(column[index] for column in numbers), tuple(link[index] for link in links))
         return Lanes(rows)
 
-    def seconds(self, entry: Entry) -> Number:
+    def seconds(self, entry: Entry) -> Amount:
         """Of one of an entry's collectives, at the peak."""
         per_byte, latency, *_ = self.rows[entry.lane]
         return np.maximum(latency, entry.nbytes * per_byte)
 
-    def forecast(self, entry: Entry, chip: Chip) -> Number:
+    def forecast(self, entry: Entry, chip: Chip) -> Amount:
         """The same as it is likely to be: starting it and its hops take time beside the bytes."""
         per_byte, latency, ranks, *_ = self.rows[entry.lane]
         rate = chip.efficiency
         waits = np.where(ranks > 1, rate.launch + np.maximum(latency, (ranks - 1) * rate.launch / 16), 0.0)
         return waits + entry.nbytes * per_byte / rate.links
 
-    def links(self, entry: Entry) -> tuple[Number, ...]:
+    def links(self, entry: Entry) -> tuple[Amount, ...]:
         return self.rows[entry.lane][4]
 
-    def hides(self, entry: Entry, chip: Chip, l: Layout) -> Number:
+    def hides(self, entry: Entry, chip: Chip, l: Layout) -> Amount:
         """The share of a layer's collectives that runs behind its own matmuls, or behind another microbatch's."""
         near = self.rows[entry.lane][3] * chip.efficiency.hidden
         return np.where(is_one(l.schedule, SCHEDULES, "dualpipev"), 1.0, near) if entry.axis == "expert" else near
@@ -72,7 +72,7 @@ def _plain(lane: Lane) -> tuple:
     return lane.per_byte, lane.latency, lane.ranks, float(lane.near), tuple(float(link) for link in lane.links)
 
 
-def bound(job: Job, c: Compute, entries: list[Entry], lanes: Lanes, microbatches: Number) -> tuple[Number, Number]:
+def bound(job: Job, c: Compute, entries: list[Entry], lanes: Lanes, microbatches: Amount) -> tuple[Amount, Amount]:
     """(seconds of a step at least, seconds if nothing overlapped), with the bubble."""
     links, everything = [[0.0] * LINKS, [0.0] * LINKS], [0.0, 0.0]  # forward, backward
     for entry in entries:
@@ -95,18 +95,18 @@ def bound(job: Job, c: Compute, entries: list[Entry], lanes: Lanes, microbatches
 class StepParts:
     """Seconds of a forecast step on the fullest stage: what each thing adds to it; they sum to the step."""
 
-    matmuls: Number
-    attention: Number
-    memory: Number
-    recomputed: Number
-    critical: Number
-    weights: Number
-    bubble: Number
-    once: Number
-    update: Number
+    matmuls: Amount
+    attention: Amount
+    memory: Amount
+    recomputed: Amount
+    critical: Amount
+    weights: Amount
+    bubble: Amount
+    once: Amount
+    update: Amount
 
     @property
-    def total(self) -> Number:
+    def total(self) -> Amount:
         return (
             self.matmuls + self.attention + self.memory + self.recomputed + self.critical + self.weights + self.bubble
             + self.once + self.update

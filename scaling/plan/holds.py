@@ -11,7 +11,7 @@ import numpy as np
 
 from scaling.plan.job import Job
 from scaling.plan.layout import POLICIES, Layout
-from scaling.plan.ledger import Compute, Number, is_one, weight_elements
+from scaling.plan.ledger import Amount, Compute, is_one, weight_elements
 from scaling.spec import dtype_bytes
 
 
@@ -23,16 +23,16 @@ class Held:
     microbatch. `shares`: of the params held, the share whose optimizer state is here, which this chip updates.
     """
 
-    params: Number
-    grads: Number
-    optimizer: Number
-    activations: Number
-    working: Number
-    apart: Number = 0.0
-    shares: Number = 1.0
+    params: Amount
+    grads: Amount
+    optimizer: Amount
+    activations: Amount
+    working: Amount
+    apart: Amount = 0.0
+    shares: Amount = 1.0
 
     @property
-    def total(self) -> Number:
+    def total(self) -> Amount:
         """At the fullest moment."""
         return self.params + self.grads + self.optimizer + self.activations + self.working - self.apart
 
@@ -88,7 +88,7 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     )  # fmt: skip
 
 
-def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Number, Number]:
+def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     """Bytes of one layer's backward pass, what is computed again included: at its fullest, and once the gradients that
     were put off are due."""
     w, token = job.work, job.act_bytes * c.tokens
@@ -101,14 +101,14 @@ def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Number, Number]:
     return first, first - token * w.late / l.tensor
 
 
-def _logits(job: Job, c: Compute, l: Layout) -> Number:
+def _logits(job: Job, c: Compute, l: Layout) -> Amount:
     """Bytes of the loss: logits as they come and in fp32, the normed activations and their cotangent."""
     if not job.work.ends[1]:
         return 0.0
     return c.tokens * (job.work.ends[1] / job.work.D / l.tensor * (job.act_bytes + 4) + 2 * job.work.D * job.act_bytes)
 
 
-def saved(job: Job, l: Layout) -> tuple[Number, Number]:
+def saved(job: Job, l: Layout) -> tuple[Amount, Amount]:
     """Elements that a layer saves of a token: (split over tensor, not split)."""
     found = job.work.saved
     if isinstance(l.remat, str):

@@ -13,7 +13,7 @@ from scaling.hardware import Chip
 from scaling.plan.job import Job
 from scaling.plan.layout import POLICIES, SCHEDULES, Layout
 
-Number = Any  # a float, or an array of them: the arithmetic is the same
+Amount = Any  # a float, or an array of them: the arithmetic is the same
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class Compute:
     activations the first stage holds.
     """
 
-    tokens: Number
-    layers: Number
-    linear: Number
-    dots: Number
-    head: Number
-    again: tuple[Number, Number]
-    read: Number
-    forward: Number
-    backward: Number
-    fill: Number
-    live: Number
+    tokens: Amount
+    layers: Amount
+    linear: Amount
+    dots: Amount
+    head: Amount
+    again: tuple[Amount, Amount]
+    read: Amount
+    forward: Amount
+    backward: Amount
+    fill: Amount
+    live: Amount
 
 
 def is_one(codes, words: tuple[str, ...], *wanted: str):
@@ -82,19 +82,19 @@ def compute(job: Job, chip: Chip, l: Layout) -> Compute:
     )  # fmt: skip
 
 
-def copied(w, l: Layout) -> Number:
+def copied(w, l: Layout) -> Amount:
     """How often keys' and values' weights and heads exist, over what one would be split over: 1 unless K < |Y|."""
     return np.maximum(1.0, l.tensor / w.kv_heads)
 
 
-def heaviest(L: int, unit: Number, stages: Number) -> Number:
+def heaviest(L: int, unit: Amount, stages: Amount) -> Amount:
     """Layers of the fullest stage, in units of layers: the last one also has the unembedding, so may have fewer of
     them."""
     few = np.floor((L + unit) / stages)
     return np.minimum(*(np.maximum(n, unit + np.maximum(0, L - (stages - 1) * n)) for n in (few, few + 1)))
 
 
-def idle(l: Layout, weight: Number, forward: Number, ratio: Number) -> Number:
+def idle(l: Layout, weight: Amount, forward: Amount, ratio: Amount) -> Amount:
     """A pipeline's idle time, in units of what the other stages take for a microbatch (`schedules.closed_forms`).
 
     1 for 1F1B, 1/v interleaved in v chunks; with the weight half W of the backward pass put off, (F + B - W)/(F + B +
@@ -107,7 +107,7 @@ def idle(l: Layout, weight: Number, forward: Number, ratio: Number) -> Number:
     return np.where(split, zero, np.where(is_one(l.schedule, SCHEDULES, "dualpipev"), dual, 1 / l.chunks))
 
 
-def _live(l: Layout) -> Number:
+def _live(l: Layout) -> Amount:
     """Microbatches of a whole stage whose activations the first stage holds (`closed_forms.live_activations`)."""
     Z, v = l.pipe, l.chunks
     many = np.where(is_one(l.schedule, SCHEDULES, "interleaved") & (v > 1), ((v - 1) * Z + 2 * (Z - 1) + 1) / v, Z)
@@ -127,16 +127,16 @@ class Entry:
     axis: str
     lane: str
     kind: str
-    forward: Number
-    backward: Number
-    nbytes: Number
+    forward: Amount
+    backward: Amount
+    nbytes: Amount
 
     @property
-    def moved(self) -> Number:
+    def moved(self) -> Amount:
         return (self.forward + self.backward) * self.nbytes
 
 
-def weight_elements(job: Job, l: Layout) -> tuple[Number, Number]:
+def weight_elements(job: Job, l: Layout) -> tuple[Amount, Amount]:
     """Of one layer on one tensor rank: (dense, experts), whole along what ZeRO-3 shards."""
     w = job.work
     return (w.dense + w.kv * (copied(w, l) - 1)) / l.tensor, w.experts / (l.expert * l.tensor)

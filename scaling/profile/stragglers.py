@@ -20,7 +20,7 @@ LEAST, SHARE = 0.005, 0.05  # seconds, and share of a step, from which a rank is
 FEW = 3  # steps, below which there is no telling what is usual
 NOISE = 4  # how often the usual difference between its steps a rank is late by
 END = "the end of the step"
-Piece = tuple[str, int, bool]  # a line, which of its runs in the step, and whether in it (else before it)
+LineInStep = tuple[str, int, bool]  # a line, which of its runs in the step, and whether in it (else before it)
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Own:
         self.begin, self.end = min(self.begin, begin), max(self.end, end)
 
 
-def pieces(timeline: RankTimeline, step: int) -> dict[Piece, Own]:
+def pieces(timeline: RankTimeline, step: int) -> dict[LineInStep, Own]:
     """What a rank does by itself in a step."""
-    found: dict[Piece, Own] = defaultdict(Own)
+    found: dict[LineInStep, Own] = defaultdict(Own)
     count: Counter = Counter()
     intervals = []
     for run in timeline.of_step(step):
@@ -116,7 +116,7 @@ def find(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -
     return sorted(found, key=lambda straggler: -straggler.seconds)
 
 
-def usual(rank: int, late: dict[Piece, tuple[float, float]], waits: float, least: float) -> list[Straggler]:
+def usual(rank: int, late: dict[LineInStep, tuple[float, float]], waits: float, least: float) -> list[Straggler]:
     """What a rank is slow at in its median step; or that it is slower in all its lines, by too little in each."""
     found = []
     for (line, occurrence, inside), (seconds, noise) in late.items():
@@ -128,7 +128,7 @@ def usual(rank: int, late: dict[Piece, tuple[float, float]], waits: float, least
     return found
 
 
-def lateness(mine: Sequence[dict[Piece, Own]], others: Sequence[Sequence[dict[Piece, Own]]]):
+def lateness(mine: Sequence[dict[LineInStep, Own]], others: Sequence[Sequence[dict[LineInStep, Own]]]):
     """{piece: (seconds by which a rank is late at it, by which its steps or the others' usually differ)}."""
     found = {}
     for piece in set().union(*mine):
@@ -139,7 +139,7 @@ def lateness(mine: Sequence[dict[Piece, Own]], others: Sequence[Sequence[dict[Pi
     return found
 
 
-def spread(steps: Sequence[dict[Piece, Own]], piece: Piece) -> tuple[float, float]:
+def spread(steps: Sequence[dict[LineInStep, Own]], piece: LineInStep) -> tuple[float, float]:
     """The median of a piece's seconds over the steps, and the median distance from it."""
     seconds = [step[piece].seconds if piece in step else 0.0 for step in steps]
     middle = median(seconds)

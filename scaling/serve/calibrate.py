@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from scaling.serve.simulate import Cost, WorkSpan
+from scaling.serve.simulate import ActionTime, WorkSpan
 from scaling.serve.states import Move, Run, Work
 
 PRICED = (
@@ -66,7 +66,7 @@ def _nonnegative(A: numpy.ndarray, y: numpy.ndarray) -> numpy.ndarray:
     return numpy.zeros(A.shape[1])
 
 
-def cost(prices: dict[str, float], page: int) -> Cost:
+def cost(prices: dict[str, float], page: int) -> ActionTime:
     """cost(action) -> seconds at these prices, for `simulate`."""
     row = numpy.array([prices[name] for name in PRICED])
     return lambda action: float(row @ amounts(action, page))

@@ -24,7 +24,6 @@ from scaling.serve.states import (
     Arrive,
     Cancel,
     Done,
-    Event,
     Finish,
     Live,
     Move,
@@ -32,6 +31,7 @@ from scaling.serve.states import (
     Preempt,
     Request,
     Run,
+    SchedulerEvent,
     State,
     Work,
 )
@@ -46,7 +46,7 @@ def initial(options: Options) -> State:
     return State(options, pools=pools)
 
 
-def step(state: State, events: Sequence[Event]) -> tuple[State, list[Action]]:
+def step(state: State, events: Sequence[SchedulerEvent]) -> tuple[State, list[Action]]:
     """What has happened, and what is to be done now: a Run for each worker that is idle and has something to do.
 
     ValueError for an id that is there already, and for a Done or Moved that nothing waits for.

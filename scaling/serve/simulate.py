@@ -20,7 +20,6 @@ from scaling.serve.states import (
     Arrive,
     Cancel,
     Done,
-    Event,
     Finish,
     Move,
     Moved,
@@ -28,6 +27,7 @@ from scaling.serve.states import (
     Preempt,
     Request,
     Run,
+    SchedulerEvent,
     State,
     Work,
 )
@@ -92,11 +92,11 @@ class Simulated:
 
 
 Execute = Callable[[Run | Move], tuple[float, dict[int, tuple[int, ...]]]]
-Arrival = tuple[float, Request]
+TimedRequest = tuple[float, Request]
 
 
 def drive(
-    arrivals: Iterable[Arrival],
+    arrivals: Iterable[TimedRequest],
     options: Options,
     execute: Execute,
     *,
@@ -112,7 +112,7 @@ def drive(
     for t, *_ in [*(arrivals := list(arrivals)), *cancel]:
         _finite("a time", t)
     number = itertools.count()
-    queue: list[tuple[float, int, Event]] = [(t, next(number), Arrive(r)) for t, r in arrivals]
+    queue: list[tuple[float, int, SchedulerEvent]] = [(t, next(number), Arrive(r)) for t, r in arrivals]
     queue += [(t, next(number), Cancel(id)) for t, id in cancel]
     times = {event.request.id: RequestTimes(t) for t, _, event in queue if isinstance(event, Arrive)}
     heapq.heapify(queue)
@@ -159,13 +159,13 @@ def _finite(what: str, seconds: Any) -> None:
         raise ValueError(f"{what} is {seconds!r}: must be a finite number\n  fix: give seconds")
 
 
-Cost = Callable[[Run | Move], float]
+ActionTime = Callable[[Run | Move], float]
 
 
 def simulate(
-    arrivals: Iterable[Arrival],
+    arrivals: Iterable[TimedRequest],
     options: Options,
-    cost: Cost,
+    cost: ActionTime,
     *,
     cancel: Sequence[tuple[float, int]] = (),
     token: Callable[[int, int], int] | None = None,

@@ -67,7 +67,7 @@ class Moved(NamedTuple):
     id: int
 
 
-Event = Arrive | Cancel | Done | Moved
+SchedulerEvent = Arrive | Cancel | Done | Moved
 
 
 class Work(NamedTuple):

@@ -22,7 +22,7 @@ from scaling.shard_map.types import described_type, vary, varying
 from scaling.sizes import format_sizes
 from scaling.spec import ShardingError
 
-Axes = str | Sequence[str]
+AxisNames = str | Sequence[str]
 CASTS = {
     "varying": ("invariant", "reduced"),
     "reduced": ("invariant",),
@@ -32,7 +32,7 @@ NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16)  # whose sums may no
 bound_here: ContextVar[Bound] = ContextVar("the mesh of the shard_map under way")
 
 
-def psum(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
+def psum(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
     """The sum over the devices along the axes: varying or unreduced -> invariant. Transposes to pvary."""
     bound, axes = here("psum", axis_name, axis_index_groups)
 
@@ -42,24 +42,24 @@ def psum(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
     return each(of, x) if axes else x
 
 
-def pmean(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
+def pmean(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
     """The mean over the devices along the axes: a psum, divided by their number."""
     bound, axes = here("pmean", axis_name, axis_index_groups)
     wide = each(lambda leaf: leaf.to(torch.int32) if leaf.dtype in NARROW else leaf, x)
     return each(lambda leaf: leaf / bound.mesh.size(axes), psum(wide, axis_name))
 
 
-def pmax(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
+def pmax(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
     """The greatest of the devices' elements: varying -> invariant. As in JAX it has no derivative."""
     return _extreme("pmax", x, axis_name, axis_index_groups)
 
 
-def pmin(x: Any, axis_name: Axes, *, axis_index_groups=None) -> Any:
+def pmin(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
     """The least of the devices' elements: varying -> invariant. As in JAX it has no derivative."""
     return _extreme("pmin", x, axis_name, axis_index_groups)
 
 
-def _extreme(kind: str, x: Any, axis_name: Axes, axis_index_groups) -> Any:
+def _extreme(kind: str, x: Any, axis_name: AxisNames, axis_index_groups) -> Any:
     bound, axes = here(kind, axis_name, axis_index_groups)
 
     def of(leaf: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _extreme(kind: str, x: Any, axis_name: Axes, axis_index_groups) -> Any:
 
 
 def psum_scatter(
-    x: Any, axis_name: Axes, *, scatter_dimension: int = 0, axis_index_groups=None, tiled: bool = False
+    x: Any, axis_name: AxisNames, *, scatter_dimension: int = 0, axis_index_groups=None, tiled: bool = False
 ) -> Any:
     """The sum, of which each device keeps its block of `scatter_dimension`: varying or unreduced -> varying.
 
@@ -89,7 +89,7 @@ def psum_scatter(
 
 
 def all_gather(
-    x: Any, axis_name: Axes, *, axis_index_groups=None, axis: int = 0, tiled: bool = False, to: str = "varying"
+    x: Any, axis_name: AxisNames, *, axis_index_groups=None, axis: int = 0, tiled: bool = False, to: str = "varying"
 ) -> Any:
     """All devices' x, one after another in dim `axis` (`tiled`), or stacked in a new dim there.
 
@@ -119,7 +119,7 @@ def all_gather(
 
 
 def all_to_all(
-    x: Any, axis_name: Axes, split_axis: int, concat_axis: int, *, axis_index_groups=None, tiled: bool = False
+    x: Any, axis_name: AxisNames, split_axis: int, concat_axis: int, *, axis_index_groups=None, tiled: bool = False
 ) -> Any:
     """Block j of dim `split_axis` goes to device j; what comes is put together in dim `concat_axis`.
 
@@ -139,7 +139,7 @@ def all_to_all(
     return each(of, x)
 
 
-def ppermute(x: Any, axis_name: Axes, perm: Sequence[tuple[int, int]]) -> Any:
+def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> Any:
     """x goes from source to target for each (source, target); a device that nobody sends to has zeros. varying ->
     varying. Transposes to the way back. Of several axes, as in JAX, the mesh's first is the major one, in whatever
     order they are named."""
@@ -156,24 +156,24 @@ def ppermute(x: Any, axis_name: Axes, perm: Sequence[tuple[int, int]]) -> Any:
     return each(lambda leaf: collected(entering("ppermute", leaf, axes, bound), bound, call), x)
 
 
-def axis_index(axis_name: Axes) -> Tensor:
+def axis_index(axis_name: AxisNames) -> Tensor:
     """This device's place along the axes, from 0, the first axis the major one: int64[], varying over them."""
     bound, axes = here("axis_index", axis_name, None)
     return index_of([bound.places[list(bound.mesh.sizes).index(a)] for a in axes], [bound.mesh.sizes[a] for a in axes])
 
 
-def axis_size(axis_name: Axes) -> int:
+def axis_size(axis_name: AxisNames) -> int:
     """The number of devices along the axes."""
     bound, axes = here("axis_size", axis_name, None)
     return math.prod(bound.mesh.sizes[axis] for axis in axes)
 
 
-def pvary(x: Any, axis_name: Axes) -> Any:
+def pvary(x: Any, axis_name: AxisNames) -> Any:
     """invariant -> varying: nothing is sent, and the cotangent is summed (psum)."""
     return pcast(x, axis_name, to="varying")
 
 
-def pcast(x: Any, axis_name: Axes, *, to: str) -> Any:
+def pcast(x: Any, axis_name: AxisNames, *, to: str) -> Any:
     """Another type for the same values: what is invariant becomes varying or reduced, what is reduced varying, what
     varies unreduced. Nothing is sent. Transposes: psum; psum of what is unreduced; and the last two to each other."""
     bound, axes = here("pcast", axis_name, None)
@@ -220,7 +220,7 @@ def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_siz
     return operand.index_select(axis, start + torch.arange(slice_size, device=operand.device))
 
 
-def here(name: str, axis_name: Axes, groups) -> tuple[Bound, tuple[str, ...]]:
+def here(name: str, axis_name: AxisNames, groups) -> tuple[Bound, tuple[str, ...]]:
     """The mesh bound for the call under way, and the axes that are meant."""
     bound = bound_here.get(None)
     if bound is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 GLYPHS = "*o+x#@%&=~"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555", "#8b5a2b")  # Okabe, Ito
 Series = Mapping[str, Sequence[tuple[float, float]]]
-Marks = Sequence[tuple[str, float, str]]
+PointLabels = Sequence[tuple[str, float, str]]
 MARGIN = 10  # columns of a text chart before its first one
 
 
@@ -68,7 +68,7 @@ def tick_label(value: float) -> str:
 
 def chart(
     series: Series, xlabel: str = "", ylabel: str = "", title: str = "", width: int = 72, height: int = 18,
-    log: bool | str = True, points: Series | None = None, marks: Marks = (),
+    log: bool | str = True, points: Series | None = None, marks: PointLabels = (),
 ) -> str:  # fmt: skip
     """The chart as text, of `width` columns and 11 for its margin. `series` are joined by lines, `points` stand alone.
 
@@ -139,7 +139,7 @@ def flowed(entries: Sequence[str], indent: str, columns: int) -> list[str]:
 
 def figure(
     series: Series, xlabel: str = "", ylabel: str = "", title: str = "", log: bool | str = True,
-    points: Series | None = None, marks: Marks = (),
+    points: Series | None = None, marks: PointLabels = (),
 ):  # fmt: skip
     """The chart as a matplotlib Figure; RuntimeError without matplotlib."""
     points, logs = points or {}, logarithmic(log)

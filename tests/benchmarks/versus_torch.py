@@ -13,7 +13,6 @@ step, as the kernel counts them; and the peak of a step beyond what the rank had
 """
 
 import argparse
-import importlib
 import json
 import sys
 import warnings
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pipelines
 import torch
 from harness import RATE, SIDES, SIZES, Contest, Size, initial, machine, race, rows
 from native import Native
@@ -105,9 +105,7 @@ def contests() -> dict[str, Contest]:
         contest("tp-whole", "parallelize_module, In[B, D]", tensor, tensor_parallel, over_y, "whole"),
         contest("fsdp_tp", "fully_shard + parallelize_module", both_axes, fsdp_tp, over_both),
     ]
-    if Path(__file__).with_name("versus_torch_pipeline.py").exists():
-        made += importlib.import_module("versus_torch_pipeline").contests()
-    return {each.name: each for each in made}
+    return {each.name: each for each in (*made, *pipelines.contests())}
 
 
 def table(results: list[dict], rivals: tuple[str, ...]) -> str:

@@ -5,14 +5,15 @@
 Whether an edit changes numbers is not run here: some of those that pass change nothing.
 """
 
+import argparse
 import ast
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
 from scaling.check import check_source
 from scaling.check.modules import TYPED, Modules
+from scaling.console import HelpFormatter
 
 ROOT = Path(__file__).parents[2]
 FILES = ["data_parallel", "fsdp", "tensor_parallel", "fsdp_tp", "pods", "zero", "transformer/layer", "transformer/ends"]
@@ -98,12 +99,15 @@ def mutants():
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--missed", action="store_true", help="print each edit that is not refused")
+    missed = parser.parse_args().missed
     modules, planted, caught = Modules(), Counter(), Counter()
     for kind, file, line, _, edit, text in mutants():
         found = bool(check_source(text, file, modules))
         planted[kind] += 1
         caught[kind] += found
-        if not found and "--missed" in sys.argv:
+        if not found and missed:
             print(f"{kind}: {file}:{line}: {edit}")
     for kind in planted:
         print(f"{kind:36} {caught[kind]:5} of {planted[kind]:5}  {caught[kind] / planted[kind]:6.1%}")

@@ -7,7 +7,7 @@ An edit's outcome is "same" (no number changes), "wrong" (numbers change and not
 holds a line an edit: its digest and outcome.
 """
 
-import sys
+import argparse
 from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
@@ -19,6 +19,7 @@ from mutants import ROOT, mutants
 from scaling import launch
 from scaling.check import check_source
 from scaling.check.modules import Modules
+from scaling.console import HelpFormatter
 
 STORED = Path(__file__).parent / "outcomes.txt"
 TOGETHER, SECONDS = 24, 20  # edits that share their ranks; how long these wait for one another
@@ -69,9 +70,12 @@ def stored() -> dict[str, str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    only_report = parser.parse_args().report
     known, todo = stored(), {}
     every = [(kind, file, before, edit, text) for kind, file, _, before, edit, text in mutants()]
-    if "--report" not in sys.argv:
+    if not only_report:
         for kind, file, before, edit, text in every:
             if digest(file, before, edit) not in known:
                 todo.setdefault(file, {})[digest(file, before, edit)] = (kind, text)

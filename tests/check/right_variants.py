@@ -3,6 +3,7 @@
 python tests/check/right_variants.py        checks 100 of them, and runs them on ranks beside the right program
 """
 
+import argparse
 import ast
 import random
 from collections import Counter
@@ -11,6 +12,7 @@ from mutants import FILES, ROOT
 
 from scaling.check import check_source
 from scaling.check.modules import TYPED, Modules
+from scaling.console import HelpFormatter
 from scaling.spec import parse_line
 
 HEAD = "import torch\nfrom scaling import tree\nfrom scaling.collectives import wait\n"
@@ -142,4 +144,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter).parse_args()
     main()

@@ -1,10 +1,11 @@
 """Calls on an AbstractMesh, where nothing is sent: `python tests/museum/calls.py NAME` prints what one is answered."""
 
-import sys
+import argparse
 
 import torch
 
 from scaling.configs import Config
+from scaling.console import HelpFormatter
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.strategies.transformer import api
@@ -31,4 +32,6 @@ def answer(name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(answer(sys.argv[1]), end="")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("name", choices=CALLS)
+    print(answer(parser.parse_args().name), end="")

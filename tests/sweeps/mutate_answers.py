@@ -279,4 +279,6 @@ def main(targets: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if "--help" in OPTIONS:
+        sys.exit(print(__doc__))
     sys.exit(main([word for word in sys.argv[1:] if word not in OPTIONS]))

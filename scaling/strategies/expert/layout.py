@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from scaling.configs import Config
 from scaling.spec import ShardingError, format_axes, parse
 
-Axes = str | Sequence[str] | None
+ExpertAxes = str | Sequence[str] | None
 
 
-def axes_of(axis: Axes) -> tuple[str, ...]:
+def axes_of(axis: ExpertAxes) -> tuple[str, ...]:
     """("X",) of "X", ("X", "Y") of "XY" or ("X", "Y"), ("data",) of "data", () of None and of ()."""
     if not axis:
         return ()
@@ -21,7 +21,7 @@ def _on(axes: tuple[str, ...]) -> str:
     return "_" + format_axes(axes) if axes else ""
 
 
-def specs(config: Config, axis: Axes = "X", tensor: Axes = None) -> dict:
+def specs(config: Config, axis: ExpertAxes = "X", tensor: ExpertAxes = None) -> dict:
     """The types of a layer's params: experts over `axis`, F over `tensor` if one is given."""
     X, Y = _on(axes_of(axis)), _on(axes_of(tensor))
     types = {"router": "router[D, E]", "W_in": f"W_in[E{X}, D, F{Y}]", "W_out": f"W_out[E{X}, F{Y}, D]"}

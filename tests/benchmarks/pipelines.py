@@ -1,4 +1,4 @@
-"""The pipeline part of versus_torch.py: our schedules against torch.distributed.pipelining's, 8 microbatches.
+"""The pipelines of versus_torch.py: our schedules against torch.distributed.pipelining's, 8 microbatches.
 
 Both sides send what a stage computed to the next as soon as it is there; ours computes dIn, sends it, and then dW
 (`split_backward`), of which it collects several microbatches in one matmul; in 1F1B that keeps three more activations.
