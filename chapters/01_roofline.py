@@ -79,7 +79,7 @@ matmuls = [cost.matmul(B, 4096, 4096, C, W) for B in batches]
 page.chart(
     "roofline", {"from HBM": roof(W), "from VMEM": roof(vmem)}, "FLOPs/byte", "FLOPs/s", "Rooflines of a v5e, bf16",
     points={"matmul, D = F = 4096, B = 1, 4, 16, ..., 4096": [(op.intensity, op.attained) for op in matmuls]},
-    marks=[("x", C / W, f"C/W of HBM = {C / W:.0f}"), ("x", C / vmem, f"of VMEM = {C / vmem:.0f}")],
+    marks=[("x", C / W, f"C/W of HBM = {C / W:.0f}"), ("x", C / vmem, f"C/W of VMEM = {C / vmem:.0f}")],
 )  # fmt: skip
 rows = [
     (B, f"{op.intensity:.1f}", *(cost.roofline(op.flops, op.nbytes, C, bw).bound for bw in (W, vmem)))

@@ -242,7 +242,7 @@ def time_collectives(mesh, largest: int) -> list[tuple]:
 timed = page.on_ranks(time_collectives, 1 << 18 if page.small else page.args.largest, checked=False)
 names = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll")
 page.chart("question-8", {name: [(row[0], row[i]) for row in timed] for i, name in enumerate(names, 1)},
-           "bytes V", "seconds", f"Question 8: {n} ranks of this machine", height=12)  # fmt: skip
+           "bytes V", "seconds", f"Question 8: collectives on {n} ranks of this machine", height=12)  # fmt: skip
 page.table([(row[0], *(f"{1e6 * t:,.0f}" for t in row[1:]), f"{row[0] / row[1] / 1e9:.2f}") for row in timed],
            ["V bytes", *(f"{name} us" for name in names), "AllGather GB/s"])  # fmt: skip
 page.end()

@@ -21,6 +21,7 @@ from scaling.spec import parse
 from scaling.trace.peak import peak_memory
 
 LINE = "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]"
+# What must divide over --mesh.
 FITS = ("In[B_X, D_Y]", "W_in[D_X, F_Y]"), {"B": 16, "D": 16, "F": 32}
 page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, device=True, seed=True, plot=True)
 V4P, V5E = chip("v4p"), chip("v5e")
@@ -75,7 +76,7 @@ by_n = {n: question_5(n) for n in ns}
 curves = {name: [(n, found[name]) for n, found in by_n.items()] for name in list(OPTIONS)[1:4]}
 page.chart(
     "question-5", curves, "n = I = J = K", "seconds", "Question 5 on v4p 4x4x4; (1) is as (2)",
-    marks=[("x", least, f"(1) is faster than (4) from n = {least}")], height=14,
+    marks=[("x", least, f"n = {least:,}")], height=14,
 )  # fmt: skip
 small_n, large = (question_5(n, (1, 2, 3, 4, 5)) for n in (256, 8192))
 page.table([(name, f"{1e6 * small_n[name]:.1f}", f"{1e6 * t:,.1f}") for name, t in large.items()],

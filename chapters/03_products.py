@@ -19,7 +19,7 @@ from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
 from scaling.spec import ShardingError
 
-SIZES = {"I": 8, "J": 16, "K": 32}
+SIZES = {"I": 8, "J": 16, "K": 32}  # they must divide over --mesh
 FITS = ("A[I_XY, J]", "A[I, J_XY]", "B[J, K_XY]"), SIZES
 page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, device=True, seed=True, plot=True)
 EXACT, MESH = 1e-12, page.args.mesh

@@ -24,7 +24,10 @@ from scaling.sizes import format_sizes
 from scaling.spec import ShardingError, parse
 
 TYPES = {"A": "A[B_X, D_Y]", "W": "W[D, F_Y]", "Out": "Out[B_X, F_Y]"}
-FITS = TYPES.values(), {"B": 8, "D": 256, "F": 1024}  # with --small; else D and F are 8 times as long
+FITS = (
+    TYPES.values(),
+    {"B": 8, "D": 256, "F": 1024},
+)  # with --small, to divide over --mesh; else D and F are 8 times as long
 page = Page(__doc__, mesh="X=4,Y=2", fits=FITS, device=True, seed=True, plot=True)
 SQUARE = {"X": 2, "Y": 2}
 

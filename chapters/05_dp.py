@@ -23,6 +23,7 @@ from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
+# What must divide over --mesh: each rank has a part of the batch.
 FITS = ("Tokens[B_X]",), learning.SIZES
 page = Page(__doc__, mesh="X=4", fits=FITS, device=True, seed=True, **learning.OPTIONS)
 X = page.args.mesh["X"]

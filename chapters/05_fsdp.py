@@ -24,6 +24,7 @@ from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
+# What must divide over --mesh: each rank holds a part of D, and of the batch.
 FITS = ("W_in[D_X, F]", "Tokens[B_X]"), learning.SIZES
 page = Page(__doc__, mesh="X=4", fits=FITS, device=True, seed=True, **learning.OPTIONS)
 X = page.args.mesh["X"]
@@ -53,7 +54,7 @@ listing.show_module(page, gradients, STORED)
 
 # %% [markdown]
 # ## The book's layer, line by line
-# What each rank does. Each AllGather of a weight in the forward answers to a ReduceScatter of its gradient in the
+# What each rank does. For each AllGather of a weight in the forward there is a ReduceScatter of its gradient in the
 # backward: they are each other's transpose. Act is Tmp past the activation, which the book leaves out.
 
 # %%
@@ -149,8 +150,8 @@ learning.show(page, LAYER, train, CONFIG, ADAMW)
 # %% [markdown]
 # ## ZeRO-1, 2 and 3
 # What each keeps: ZeRO-1 a shard of Adam's moments, ZeRO-2 of the gradients too, ZeRO-3, which is FSDP, of all. The
-# FLOPs that they save are the optimizer's, each rank updates 1/X of the params; not the backward pass's, as the book
-# has it.
+# book says that this saves FLOPs of the backward pass. It does not: the FLOPs saved are the optimizer's, since each
+# rank updates 1/X of the params.
 
 # %%
 STACKED = {"W_in": "W_in[L, D_X, F]", "W_out": "W_out[L, F, D_X]"}

@@ -20,6 +20,7 @@ from scaling.models import mlp
 from scaling.strategies.stack import Strategy
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
+# What must divide over --mesh; the loss is of a part of the batch on each rank.
 FITS = ("W_in[D_X, F_Y]", "W_head[D_Y, V]", "Tokens[B_XY]"), learning.SIZES
 page = Page(__doc__, mesh="X=4,Y=2", fits=FITS, device=True, seed=True, **learning.OPTIONS)
 X, Y = (page.args.mesh[axis] for axis in "XY")

@@ -27,6 +27,7 @@ from scaling.strategies.pods import SPECS
 from scaling.trace import trace
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
+# What must divide over --mesh; the loss is of a part of the batch on each rank.
 FITS = ("W_in[D_X, F_Y]", "W_head[D_Y, V]", "Tokens[B_PXY]"), learning.SIZES
 page = Page(__doc__, mesh="P=2,X=2,Y=2", fits=FITS, device=True, seed=True, **learning.OPTIONS)
 P, X, Y = (page.args.mesh[axis] for axis in "PXY")

@@ -30,7 +30,7 @@ from scaling.show.timelines import save_schedule, schedule_chart, summary
 from scaling.strategies import fsdp_tp, one_device, pipeline
 from scaling.strategies import stage as stages
 
-SIZES = {"B": 8, "D": 32, "F": 64}  # B rows a microbatch
+SIZES = {"B": 8, "D": 32, "F": 64}  # B rows a microbatch; they must divide over --mesh
 FITS = (fsdp_tp.SPECS["In"], fsdp_tp.SPECS["W_in"]), SIZES
 page = Page(
     __doc__, mesh="Z=4", axes="XY", fits=FITS, device=True, seed=True, **learning.OPTIONS,

@@ -22,6 +22,7 @@ from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
+# What must divide over --mesh: each rank holds a part of D and of F; the loss is of a part of the batch.
 FITS = ("W_in[D, F_Y]", "W_head[D_Y, V]", "Tokens[B_Y]"), learning.SIZES
 page = Page(__doc__, mesh="Y=4", fits=FITS, device=True, seed=True, **learning.OPTIONS)
 Y = page.args.mesh["Y"]

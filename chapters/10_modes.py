@@ -24,6 +24,7 @@ from scaling.shard_map import all_gather, pmean, psum, psum_scatter, shard_map
 from scaling.spec import ShardingError
 from scaling.trace import trace
 
+# What must divide over --mesh.
 FITS = ("In[B_X, D_Y]", "W_in[D_X, F_Y]", "W_Q[D_X, N_Y, H]"), {"B": 16, "D": 16, "F": 64, "N": 4, "H": 8}
 page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, device=True, seed=True)
 mesh = AbstractMesh({"X": 4, "Y": 2})  # the book's

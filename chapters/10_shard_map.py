@@ -35,6 +35,7 @@ from scaling.spec import ShardingError
 from scaling.trace import trace
 
 SPECS = {"in_specs": ("A[B_X, D_Y]", "W[D, F_Y]"), "out_specs": "Out[B_X, F_Y]"}
+# What must divide over --mesh.
 FITS = (*SPECS["in_specs"], SPECS["out_specs"]), {"B": 8, "D": 16, "F": 8}
 page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, seed=True)
 EXACT = 1e-12

@@ -173,17 +173,18 @@ def figure(
         (axes.axvline if axis == "x" else axes.axhline)(value, color="#777777", linestyle="--", linewidth=1, zorder=0)
         for axis, value, _ in marks
     ]
+    longest = max(map(len, [*series, *points]))
+    picture.legend(loc="outside lower left", ncols=max(1, 96 // (longest + 8)), frameon=False, fontsize=9)
     picture.draw_without_rendering()
     for rule, mark in zip(rules, marks, strict=True):
         name_mark(axes, rule, *mark)
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
     return picture
 
 
 def name_mark(axes, rule, axis: str, value: float, text: str) -> None:
-    """Write a mark's name along its line, at the first place where no curve, point or other name is."""
+    """Write a mark's name along its line, at the first place in the picture where no curve, point or other name is."""
     lines = [line.get_transform().transform_path(line.get_path()) for line in axes.lines if line is not rule]
     taken = [line.interpolated(99).vertices for line in lines]
     names = [other.get_window_extent() for other in axes.texts]
@@ -199,7 +200,8 @@ def name_mark(axes, rule, axis: str, value: float, text: str) -> None:
             text, place, aside, color="#555555", fontsize=9, xycoords=across, textcoords="offset points", **turn, **side
         )
         extent = label.get_window_extent()
-        if not extent.count_overlaps(names) and not any(extent.count_contains(points) for points in taken):
+        inside = axis == "y" or extent.y1 <= axes.get_window_extent().y1
+        if inside and not extent.count_overlaps(names) and not any(extent.count_contains(points) for points in taken):
             return
         label.remove()
     axes.add_artist(label)  # nowhere is free: at the first place

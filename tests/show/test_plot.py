@@ -109,6 +109,18 @@ def test_a_picture_shows_what_the_chart_is_given():
     assert list(axes.xaxis.get_major_locator()()) == [1, 10, 100, 1000, 1e4]
 
 
+def test_a_picture_s_legend_and_names_of_marks_cover_nothing_and_are_not_cut_off():
+    pytest.importorskip("matplotlib")
+    flat = {"a series of a long name that takes a row": [(1, 1), (1e4, 1)], "low": [(1, 1e-4), (99, 2e-4)]}
+    marks = [("x", 10, "a name so long that higher up it is cut off"), ("x", 100, "C/W")]
+    picture = figure({**flat, "high": [(5, 2e-4), (9.9, 0.9)]}, "x", "y", marks=marks)
+    picture.draw_without_rendering()
+    field, (legend,) = picture.axes[0].get_window_extent(), picture.legends
+    assert not legend.get_window_extent().overlaps(field)
+    assert 0 <= legend.get_window_extent().x0 <= legend.get_window_extent().x1 <= picture.bbox.x1
+    assert all(name.get_window_extent().y1 <= field.y1 for name in picture.axes[0].texts)
+
+
 def test_without_matplotlib(monkeypatch, tmp_path):
     real = builtins.__import__
 
