@@ -170,8 +170,8 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `cotangent = cotangent / Y` by `cotangent = cotangent * 1`. Which gradients are wrong, by how much,
-#    and which row of the law of cotangents (notation.md) says so?
+# 1. Edit: replace `cotangent = cotangent / Y` by `cotangent = cotangent * 1`. Which form fails, why by Y - 1 times its
+#    gradients, and which row of the law of cotangents (notation.md) says so?
 # 2. Question: from which F on are all hops of the AllGather form hidden, one way? Evaluate
 #    `n * V5E.flops() / V5E.need("link_bw")`; `tests/benchmarks/collective_matmul.py` times all forms on a paced wire.
 # 3. Flag: run with `--mesh Y=3`. Both ways at once there is one hop: what does it hide?
