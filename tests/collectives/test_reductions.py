@@ -104,25 +104,27 @@ def test_a_softmax_over_a_sharded_dim(ranks):
 
 def compiled(mesh):
     x = parts(torch.float64)[mesh.rank, 0, 0]
-    results = []
-    for by in BY:
-        torch._dynamo.reset()  # torch 2.11 would take the graph of another `by`
 
-        def f(x, by=by):
-            y = c.all_reduce("A[I] {U_X} -> A[I]", x, mesh, op=by)
-            return (y * torch.arange(4.0)).sum() + c.reduce_scatter("A[I] {U_X} -> A[I_X]", x, mesh, op=by).sum()
+    def f(x):
+        wholes = [c.all_reduce("A[I] {U_X} -> A[I]", x, mesh, op=by) for by in BY]
+        shards = [c.reduce_scatter("A[I] {U_X} -> A[I_X]", x, mesh, op=by) for by in BY]
+        each = zip((1, 2, 3), wholes, shards, strict=True)  # by its weight each gradient is known
+        weighted = [n * (y * torch.arange(4.0)).sum() + 10 * n * z.sum() for n, y, z in each]
+        return sum(weighted), (wholes, shards)
 
-        g = torch.func.grad_and_value(f)
-        results.append((g(x), torch.compile(g, backend="aot_eager", fullgraph=True)(x)))
-    return results
+    g = torch.func.grad_and_value(f, has_aux=True)
+    return g(x), torch.compile(g, backend="aot_eager", fullgraph=True)(x)
 
 
 @pytest.mark.compile
 @pytest.mark.slow
 def test_compiled(ranks):
-    for results in ranks(compiled, {"X": 2}):
-        for eager, graph in results:
-            torch.testing.assert_close(graph, eager, rtol=1e-12, atol=0)
+    wanted = [BY[by](parts(torch.float64)[:, 0, 0], 0) for by in BY]
+    for rank, (eager, graph) in enumerate(ranks(compiled, {"X": 2})):
+        torch.testing.assert_close(graph, eager, rtol=1e-12, atol=0)
+        _, (_, (wholes, shards)) = graph
+        assert all(map(torch.equal, wholes, wanted))
+        assert all(map(torch.equal, shards, [whole.view(2, -1)[rank] for whole in wanted]))
 
 
 def traced(mesh):

@@ -1,7 +1,9 @@
 """Scripts that `launch.start` runs, under python and torchrun: what they print, how they end, what ends with them."""
 
+import contextlib
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from busy import SOON
+from forked import Forked
 from test_launch import all_ended, running
 
 from scaling import launch
@@ -42,21 +45,23 @@ if __name__ == "__main__":
         print("result", result)
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-TOGETHER = {  # each takes seconds to import torch, so that they are started at the same time: (arguments, command)
-    "a rank fails": (["raise", "4"], [sys.executable]),
-    "SIGINT": (["wait", "3"], [sys.executable]),
-    "SIGTERM": (["wait", "3"], [sys.executable]),
-    "a rank fails under torchrun": (["raise", "2"], [*TORCHRUN, "--nproc-per-node", "2"]),
-}
+
+
+def as_main(path: Path, args) -> None:
+    sys.argv = [str(path), *args]
+    runpy.run_path(str(path), run_name="__main__")
 
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """Start the script with some arguments: its process."""
+    """Start the script with some arguments: its process, forked from this one where there is no command."""
     folder, begun = tmp_path_factory.mktemp("script"), []
     (folder / "script.py").write_text(SCRIPT)
 
-    def begin(*args, command=(sys.executable,)):
+    def begin(*args, command=()):
+        if not command:
+            begun.append(Forked(lambda: as_main(folder / "script.py", args)))
+            return begun[-1]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         where = {"cwd": folder, "env": environment, "start_new_session": True}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -66,15 +71,9 @@ def script(tmp_path_factory):
 
     yield begin
     for process in begun:
-        if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-@pytest.fixture(scope="module")
-def together(script):
-    """The processes of TOGETHER, by name."""
-    return {name: script(*args, command=command) for name, (args, command) in TOGETHER.items()}
+        process.stdout.close()
 
 
 def pids_in(text: str) -> list[int]:
@@ -100,8 +99,8 @@ def test_a_mesh_that_is_none_ends_a_script_with_one_line(as_script):
 
 
 @pytest.mark.slow
-def test_a_script_with_a_failing_rank_prints_its_traceback_alone(together):
-    process = together["a rank fails"]
+def test_a_script_with_a_failing_rank_prints_its_traceback_alone(script):
+    process = script("raise", "4")
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert out.count("Traceback") == 1
@@ -112,14 +111,14 @@ def test_a_script_with_a_failing_rank_prints_its_traceback_alone(together):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_script_that_is_ended_takes_its_ranks_with_it(together, how):
-    process = together[how.name]
+def test_a_script_that_is_ended_takes_its_ranks_with_it(script, how):
+    process = script("wait", "3")
     pids = [int(process.stdout.readline().split()[1]) for _ in range(3)]
     assert all(map(running, pids))
     if how == signal.SIGINT:
         os.killpg(process.pid, how)  # a terminal's Ctrl-C goes to all
     else:
-        process.send_signal(how)
+        os.kill(process.pid, how)
     began = time.monotonic()
     out, _ = process.communicate(timeout=30)
     assert time.monotonic() - began < SOON
@@ -159,8 +158,8 @@ def test_torchruns_ranks_are_the_mesh(script):
 
 
 @pytest.mark.slow
-def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(together):
-    process = together["a rank fails under torchrun"]
+def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script):
+    process = script("raise", "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     cause = out.partition("Root Cause")[2]

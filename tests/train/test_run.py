@@ -2,13 +2,14 @@
 
 import fcntl
 import json
+import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import Forked
 
 from scaling.configs import get
 from scaling.mesh import Mesh
@@ -74,16 +75,15 @@ def test_only_matrices_decay():
 @pytest.mark.slow
 def test_stopped_it_saves_and_can_go_on(corpus, tmp_path):
     """As a user: Ctrl-C on the command, then --resume."""
-    command = [sys.executable, "-m", "scaling.train", "--data", str(corpus), "--out", str(tmp_path / "run"), "--mesh"]
-    options = ["X=2", "--batch", "4", "--seq", "32", "--steps", "2000", "--eval-every", "0"]
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*command, *options], **piped) as process:
-        for line in process.stdout:
-            if line.startswith("step") and "3/" in line:
-                process.send_signal(signal.SIGINT)
-                break
-        rest = process.stdout.read()
-        assert process.wait(60) == 0, rest
+    where = ["--data", str(corpus), "--out", str(tmp_path / "run"), "--mesh", "X=2"]
+    options = ["--batch", "4", "--seq", "32", "--steps", "2000", "--eval-every", "0"]
+    process = Forked(lambda: sys.exit(main([*where, *options])))
+    for line in process.stdout:
+        if line.startswith("step") and "3/" in line:
+            os.kill(process.pid, signal.SIGINT)
+            break
+    rest, _ = process.communicate(60)
+    assert process.returncode == 0, rest
     assert "stopped at step" in rest
     assert "--resume goes on" in rest
     step = int((tmp_path / "run" / "latest").read_text())
