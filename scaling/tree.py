@@ -96,6 +96,10 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
     device = torch.device(mesh.device if device is None else device)
     if not dtype.is_floating_point:
         raise ShardingError(f"init: {dtype} would cut the values off\n  fix: give a dtype of floats")
+    if getattr(mesh, "checked", False):
+        from scaling.collectives.alike import alike  # here, so that plain trees need no torch.distributed
+
+        alike(mesh, "init", seed=seed, dtype=dtype, sizes=sizes, specs=specs)
     made = []
     for where, how, spec in paired(inits, specs):
         _no_partial_sums(where, spec)

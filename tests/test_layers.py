@@ -66,6 +66,7 @@ OPTIONAL = {
 }  # extras of pyproject.toml
 INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",
+    ("scaling.tree", "scaling.collectives.alike"): "plain trees need no torch.distributed",
     ("scaling.show.shardings", "scaling.show.schedules"): "a sharding is drawn without the simulator",
     ("scaling.show.shardings", "scaling.show.params"): "a sharding is drawn without torch",
     ("scaling.book.page", "scaling.launch"): "chapters without ranks need no torch",

@@ -21,10 +21,12 @@ from scaling.spec import ShardingError
 RULE = "all ranks of a group run the same lines in the same order, on shards of one shape and dtype"
 
 
-def agree(group: Group, call: str, x: torch.Tensor) -> None:
-    """ShardingError on every rank of the group unless all make the same call on the same local shape and dtype."""
+def agree(group: Group, call: str, x: torch.Tensor | None = None) -> None:
+    """ShardingError on every rank of the group unless all make the same call, if on x then on the same local shape and
+    dtype."""
     if group.pg is not None and not torch.compiler.is_compiling():
-        _compare(group.checked, group.name, group.axes, _call(call, x.shape, x.dtype, ""))
+        said = _call(call, x.shape, x.dtype, "") if x is not None else _said(call, "")
+        _compare(group.checked, group.name, group.axes, said)
 
 
 def agree_on(op, x: torch.Tensor, traced: bool = False) -> None:
@@ -54,7 +56,10 @@ def _call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
 @lru_cache(maxsize=4096)
 def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
     """What is compared is a digest of it all, and what is shown begins with how; of that only whether it is traced."""
-    text = f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+    return _said(f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}", how)
+
+
+def _said(text: str, how: str) -> Intent:
     return Intent.of(blake2b(f"{bool(how)} {text}".encode(), digest_size=DIGEST).digest(), f"{how}\n{text}")
 
 

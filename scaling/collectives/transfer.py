@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling import trace
+from scaling.collectives.alike import alike
 from scaling.collectives.buffers import refuse
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.linear import differentiated
@@ -92,6 +93,7 @@ def transfer(
         check_operand("transfer", Line((before,), before), source_mesh.group(()), x, source_mesh)
         if differentiated(x):
             raise ShardingError(f"transfer: {parsed} is not differentiable\n  fix: give x.detach()")
+        alike(source_mesh, f"transfer {parsed}", to=target_mesh, x=x, into=into, below=below)
     if not gives and not takes:
         return None
     shape, dtype = _announced(parsed, x, before, source_mesh, target_mesh, me)

@@ -189,4 +189,4 @@ def _work(
 def end_alike(mesh: Mesh) -> None:
     """A rank that is through, while others still call collectives, disagrees with them as well."""
     if mesh.checked and mesh.size() > 1:
-        agree(mesh.group(tuple(mesh.sizes)), "the end of the run", torch.empty(0))
+        agree(mesh.group(tuple(mesh.sizes)), "the end of the run")

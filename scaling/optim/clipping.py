@@ -7,6 +7,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_reduce
+from scaling.collectives.alike import alike
 from scaling.optim.checks import at_least_zero, check_reduced, refuse_partial
 from scaling.optim.rules import Optimizer
 from scaling.spec import format_axes, mesh_sizes, parse
@@ -35,6 +36,7 @@ def clip(max_norm: float, eps: float = 1e-6) -> Callable:
     def clipped(grads, specs, mesh):
         if specs is None or mesh is None:
             raise ValueError("clip sums over the axes that split a gradient\n  fix: update(..., specs=..., mesh=mesh)")
+        alike(mesh, "clip", max_norm=max_norm, eps=eps)
         return clip_by_global_norm(grads, specs, mesh, max_norm, eps)[0]
 
     return clipped

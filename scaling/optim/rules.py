@@ -9,6 +9,7 @@ from torch import Tensor
 from scaling import tree
 from scaling._torch import fused_adamw_
 from scaling.arguments import flag
+from scaling.collectives.alike import alike
 from scaling.collectives.buffers import extent, overlaps_itself
 from scaling.optim.checks import at_least_zero, check_apart, check_like, check_reduced, check_state
 
@@ -55,7 +56,8 @@ def sgd(lr: LearningRate, momentum=0.0, weight_decay=0.0, nesterov=False, master
             else:
                 p[i].sub_(change, alpha=rate)
 
-    return _optimizer(step, lr, weight_decay, ("m",) if momentum else (), master, mask)
+    given = {"momentum": momentum, "nesterov": nesterov}
+    return _optimizer(step, lr, weight_decay, ("m",) if momentum else (), master, mask, given)
 
 
 def adamw(lr: LearningRate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, master=False, *, mask=None) -> Optimizer:
@@ -89,7 +91,7 @@ def adamw(lr: LearningRate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, mas
             v[i].mul_(b2).addcmul_(g[i], g[i], value=1 - b2)
             p[i].sub_(m[i] * (rate / in_m) / (v[i].sqrt() / in_v.sqrt() + eps))
 
-    return _optimizer(step, lr, weight_decay, ("m", "v"), master, mask)
+    return _optimizer(step, lr, weight_decay, ("m", "v"), master, mask, {"betas": betas, "eps": eps})
 
 
 def _corrections(count: Tensor, b1: float, b2: float) -> Tensor:
@@ -103,7 +105,9 @@ _compiled_corrections = torch.library.custom_op("scaling::adamw_corrections", _c
 _compiled_corrections.register_fake(lambda count, b1, b2: count.new_empty(2, dtype=torch.float64))
 
 
-def _optimizer(step: Callable, lr: LearningRate, weight_decay: float, moments: tuple[str, ...], master: bool, mask):
+def _optimizer(
+    step: Callable, lr: LearningRate, weight_decay: float, moments: tuple[str, ...], master: bool, mask, given: dict
+):
     """`step(p, g, *moments, count, rate, decay)` updates lists of tensors of one device and dtype in place."""
     if not callable(lr):
         at_least_zero(lr=lr)
@@ -127,6 +131,8 @@ def _optimizer(step: Callable, lr: LearningRate, weight_decay: float, moments: t
         check_state(state, state["master"] if master else params, moments)
         if specs is not None:
             check_reduced(grads, specs, mesh)
+        if mesh is not None:
+            alike(mesh, "an optimizer's update", lr=lr, weight_decay=weight_decay, master=master, **given)
         count = state["step"] + 1
         rate = lr(state["step"].double()) if callable(lr) else lr
         if not (isinstance(rate, Tensor) and (rate.device.type != "cpu" or torch.compiler.is_compiling())):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from scaling import tree
 from scaling.collectives import all_reduce, ppermute, wait
-from scaling.collectives.checked import agree
+from scaling.collectives.alike import alike
 from scaling.models.mlp import block
 from scaling.schedules import (
     Backward,
@@ -271,6 +271,5 @@ def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:
     for where, W in tree.named_leaves(params).items():
         if len(W) % schedule.chunks:
             raise ValueError(f"{schedule.name}: {where} has {len(W)} layers here, not a multiple of {schedule.chunks}")
-    if mesh.checked:
-        call = f"pipeline {schedule.name}, {schedule.microbatches} microbatches, {schedule.chunks} chunks"
-        agree(mesh.group((axis,)), call, In)
+    call = f"pipeline {schedule.name}, {schedule.microbatches} microbatches, {schedule.chunks} chunks"
+    alike(mesh, call, axis=axis, In=In, Target=Target, params=params)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from scaling.collectives import wait
+from scaling.collectives.alike import alike
 from scaling.strategies.block import Block
 from scaling.strategies.grads import Gradients, returned
 
@@ -76,6 +77,7 @@ class Strategy:
         RMS-normed (the book's layer has none of these). `keep`: see `Block`.
         """
         block, layers, L = Block(activation, norm, keep).validated(), [], self.depth(params)
+        alike(mesh, f"a forward of {L} layers", activation=activation, residual=residual, norm=norm, keep=keep)
         prefetched = self.layer(params, 0, mesh) if L else ()
         for l in range(L):
             W = prefetched

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.arguments import flag, whole
+from scaling.collectives.alike import alike
 from scaling.spec import Spec, parse
 from scaling.train.blocks import IN_ORDER, Places, assembled, index_entry, own_blocks
 from scaling.train.dcp import ShardReader, keys
@@ -66,6 +67,7 @@ def save(
             own |= {file: _on_cpu(block, copy=async_op) for file, block in blocks.items()}
     check_kept(state, specs, values)
     index = {"step": step, "mesh": dict(mesh.sizes), "leaves": leaves, "values": values}
+    alike(mesh, f"checkpoint.save of step {step}", folder=str(folder), keep=keep, state=named)
     if mesh.rank == 0:
         begin(folder, step)
     if (group := mesh.group(tuple(mesh.sizes))).pg is not None:

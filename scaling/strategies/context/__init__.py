@@ -16,6 +16,7 @@ import torch
 
 from scaling.algebra.rules import refuse_rule
 from scaling.arguments import flag
+from scaling.collectives.alike import alike
 from scaling.spec import format_axes, parse
 from scaling.strategies.context import gather, ring, ulysses
 from scaling.strategies.context.function import Attention
@@ -53,6 +54,8 @@ def attention(
     flag(causal=causal)
     if torch.compiler.is_compiling():
         return _in_graph(mesh.constant(_number, axes, form, causal, window, scale), Q, K, V, segments)
+    options = {"causal": causal, "window": window, "scale": scale, "segments": segments}
+    alike(mesh, f"attention over {axis}", axes, form=form, **options)
     return _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
+from scaling.collectives.alike import alike
 from scaling.configs import Config
 from scaling.models.moe import balance_loss, by_expert, router_logits, weigh, z_loss
 from scaling.spec import ShardingError
@@ -50,6 +51,7 @@ def moe(
     at = expert_layout(config, mesh, axis, tensor, spec)
     if not torch.compiler.is_compiling():
         check_layer(params, x, config, mesh, at)
+        alike(mesh, "moe", (*at.experts, *at.tensor), config=config, axis=axis, tensor=tensor, spec=spec)
     if routing is None:
         routing = route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec)
     if at.sequence:

@@ -9,6 +9,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.arguments import not_negative, one_of, positive, whole
 from scaling.collectives import einsum
+from scaling.collectives.alike import alike
 from scaling.configs import Config
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.spec import ShardingError
@@ -86,6 +87,8 @@ def loss_and_grads(
     if config.dropout and (seed is None or torch.compiler.is_compiling()):
         fix = "give seed=, another in each step" if seed is None else "run it without torch.compile"
         raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
+    told = {"label_smoothing": label_smoothing, "z_loss": z_loss, "scale": scale, "zero": zero, "seed": seed}
+    alike(mesh, "loss_and_grads", config=config, remat=remat, **told, **_told(params, tokens, *given))
     problem, (tokens, targets, w) = stated(params, tokens, targets, config, mesh, stored, terms, *given, seed)
     if schedule is not None and "Z" not in mesh.sizes:
         raise ShardingError(f"schedule={schedule!r:.60} on {mesh}, which has no stages\n  fix: give the mesh an axis Z")
@@ -120,8 +123,17 @@ def loss(
     check_batch(tokens, targets, config, mesh, 1, "none", context)
     terms = stated_terms(config, label_smoothing, z_loss)
     given = weights, segments, 1, ignore_index, context, None, schedule
+    told = {"label_smoothing": label_smoothing, "z_loss": z_loss, "zero": zero}
+    alike(mesh, "loss", config=config, **told, **_told(params, tokens, *given))
     problem, batch = stated(params, tokens, targets, config, mesh, stored, terms, *given)
     return forward_loss(problem, params, *batch, schedule)
+
+
+def _told(params, tokens, weights, segments, microbatches, ignore_index, context, sums, schedule) -> dict[str, Any]:
+    """What ranks compare, beside what decides the terms of the loss."""
+    schedule = getattr(schedule, "name", schedule)
+    told = {"tokens": tokens, "weights": weights, "segments": segments, "microbatches": microbatches, "sums": sums}
+    return told | {"ignore_index": ignore_index, "context": context, "schedule": schedule, "params": params}
 
 
 def stated_terms(config: Config, label_smoothing: float, z_loss: float) -> Terms:
