@@ -188,6 +188,19 @@ def test_a_chain_clips_by_the_whole_gradient(ranks, sizes):
             torch.testing.assert_close(params[name], p.detach(), rtol=1e-12, atol=0)
 
 
+def test_a_norm_is_of_gradients_of_their_types():
+    mesh = Mesh({"X": 1})
+    for grads, why in [
+        ({"w": torch.ones(2)}, "has 2 dims, but the gradient"),
+        ({"w": torch.ones(2, 2, dtype=torch.int64)}, "float"),
+        ({"v": torch.ones(2, 2)}, "missing"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            optim.global_norm(grads, {"w": "w[I, J]"}, mesh)
+    with pytest.raises(ValueError, match="grads are on cpu, meta"):
+        optim.global_norm({"v": torch.ones(2), "w": torch.ones(2, device="meta")}, {"v": "v[I]", "w": "w[J]"}, mesh)
+
+
 def test_a_chain_is_given_types_and_ends_in_an_optimizer():
     optimizer, params = optim.chain(optim.clip(1.0), optim.adamw(0.1)), two()
     state = optimizer.init(params)

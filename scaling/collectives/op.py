@@ -46,12 +46,12 @@ class Op(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def dual_line(line: str, axes: tuple[str, ...]) -> str:
-    """The types of the transpose: cotangents, which are unreduced over `axes` where the array was replicated."""
+    """The types of the transpose: cotangents, which are unreduced over `axes` where the array was replicated, and
+    replicated where it was unreduced."""
     before, after = parse_line(line).operands[0], parse_line(line).result
 
     def cotangent(spec: Spec) -> Spec:
         replicated = [a for a in axes if a not in spec.axes + spec.unreduced]
-        kept = [a for a in spec.unreduced if a not in axes]
-        return spec.with_name("d" + spec.name).with_unreduced(kept + replicated)
+        return spec.with_name("d" + spec.name).with_unreduced(replicated)
 
     return f"{cotangent(after)} -> {cotangent(before)}"

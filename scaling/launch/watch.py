@@ -77,7 +77,7 @@ class Rank:
         )
 
     def end(self) -> None:
-        self.process.kill()
+        """Free what belongs to it, once it has been ended."""
         self.process.join()
         self.pipe.close()
         self.stack.close()

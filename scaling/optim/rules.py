@@ -117,7 +117,7 @@ def _optimizer(
         tree.check_floats(params, "params")
         state = {"step": torch.zeros((), dtype=torch.int64, device=_device(params))}
         kept = tree.map(_precise_copy, params) if master else params
-        state |= {name: tree.map(lambda p: torch.zeros_like(p, requires_grad=False), kept) for name in moments}
+        state |= {name: tree.map(torch.zeros_like, kept) for name in moments}
         return state | ({"master": kept} if master else {})
 
     @torch.no_grad()

@@ -189,6 +189,18 @@ def test_a_line_is_refused_or_has_the_shape_of_its_type_and_a_legal_transpose(ca
         assert back.axes == step.axes
 
 
+@pytest.mark.parametrize(
+    ("line", "transposed"),
+    [
+        ("A[I_X] {U_Y} -> A[I] {U_Y}", "dA[I] {U_X} -> dA[I_X]"),
+        ("A[I] {U_XY} -> A[I] {U_Y}", "dA[I] {U_X} -> dA[I]"),
+        ("A[I] {U_XY} -> A[I_X] {U_Y}", "dA[I_X] -> dA[I]"),
+    ],
+)
+def test_partial_sums_that_stay_have_replicated_cotangents(line, transposed):
+    assert dual_line(line, ("X",)) == transposed
+
+
 NO_PRODUCTS = {
     "A[I, J_X] * B[J, K] -> C[I, K]": ["case 2", "dim J is split over X in one operand and not at all in the other"],
     "A[I, J] * B[J_X, K] -> C[I, K]": ["case 2", "dim J is split not at all in one operand and over X in the other"],

@@ -52,6 +52,15 @@ def test_rows_of_a_split_table(ranks):
     assert sum(float(x[3].nan_to_num(9).sum()) for x in found) == 18
 
 
+def along_one(mesh):
+    """The mask of a device is no other's, if it is alone along the axis: whatever masks lie beside it."""
+    return masked("x[B] {U_X}", torch.ones(2), torch.ones(2, dtype=torch.bool), mesh).tolist()
+
+
+def test_masks_along_an_axis_of_one_device(ranks):
+    assert ranks(along_one, {"X": 1, "Y": 2}) == [[1.0, 1.0]] * 2
+
+
 @pytest.mark.parametrize("line", ["x[B, T, D]", "x[B, T, D] -> x[B, T, D] {U_X}", "x[B, T] {U_X}", "x[B, T, D] {U_Y}"])
 def test_a_line_that_is_no_partial_sum(line):
     mesh = AbstractMesh({"X": 4})

@@ -110,5 +110,11 @@ def test_one_device():
     x = torch.arange(4)
     got = transfer("A[I_X] -> A[I]", x, mesh, Mesh({}))
     assert torch.equal(got, x)
+    assert torch.equal(
+        transfer("A[I_X] -> A[I]", x, mesh, mesh, into=(6,), below=(2,)), torch.tensor([0, 1, 0, 0, 0, 0])
+    )
+    assert torch.equal(transfer("A[I_X] -> A[I]", x, mesh, mesh, below=(0,)), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ShardingError, match="below has a size of at least 0 for each of the 1 dims"):
+        transfer("A[I_X] -> A[I]", x, mesh, mesh, below=(-1,))
     with pytest.raises(ShardingError, match="give their shard"):
         transfer("A[I_X] -> A[I]", None, mesh, mesh)

@@ -6,6 +6,7 @@ leave no process behind.
 
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from busy import SOON
 
 from scaling.collectives import all_gather, all_reduce
 from scaling.launch import RankError, fit_mesh, parse_mesh, run
+from scaling.launch.process import end_with_parent
 from scaling.spec import ShardingError
 
 
@@ -340,3 +342,35 @@ def test_a_default_mesh_is_fitted_to_torchruns_ranks(monkeypatch):
     for world, fitted in {"1": (4, 2), "4": (2, 2), "2": (1, 2), "16": (8, 2), "3": (4, 2)}.items():
         monkeypatch.setenv("WORLD_SIZE", world)
         assert tuple(fit_mesh({"X": 4, "Y": 2}).values()) == fitted
+
+
+def lives_with(parent: int, say) -> None:
+    end_with_parent(parent)
+    say.send(os.getpid())
+    time.sleep(60)
+
+
+def has_a_child(say) -> None:
+    multiprocessing.get_context("fork").Process(target=lives_with, args=(os.getpid(), say)).start()
+    time.sleep(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a killed parent leaves its ranks")
+def test_a_rank_dies_with_its_parent_however_that_ends():
+    ours, theirs = multiprocessing.Pipe()
+    parent = multiprocessing.get_context("fork").Process(target=has_a_child, args=(theirs,))
+    parent.start()
+    child = ours.recv()
+    parent.kill()
+    parent.join()
+    began = time.monotonic()
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2]:
+        assert time.monotonic() < began + SOON, "it lives on"
+        time.sleep(0.01)
+
+
+def test_a_rank_that_begins_after_its_parent_has_died_ends_at_once():
+    process = multiprocessing.get_context("fork").Process(target=end_with_parent, args=(os.getppid(),))
+    process.start()
+    process.join()
+    assert process.exitcode == 1

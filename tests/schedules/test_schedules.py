@@ -159,6 +159,10 @@ def test_wrong_arguments():
     for bad in ((0, 4), (2, 0), (2, True), (2, 1.5)):
         with pytest.raises(ValueError, match="at least 1"):
             schedules.gpipe(*bad)
+    for name in ("naive", "1f1b", "interleaved", "zb-h1", "dualpipev"):
+        for bad in ((0, 4), (2, 0)):
+            with pytest.raises(ValueError, match="at least 1"):
+                make(name, *bad)
     with pytest.raises(ValueError, match="use interleaved for several"):
         schedules.one_f_one_b(2, 4, 2)
     with pytest.raises(ValueError, match="2 chunks"):

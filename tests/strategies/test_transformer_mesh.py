@@ -10,10 +10,12 @@ from scaling.book.largest import largest
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
+from scaling.schedules import make
 from scaling.spec import ShardingError, parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.strategies.transformer import api
+from scaling.strategies.transformer.stages import resolved
 from scaling.trace import trace
 
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
@@ -213,3 +215,11 @@ def test_what_no_compiled_graph_can_is_refused_there_alone(monkeypatch):
                     api.check_batch(*arguments)
             else:
                 api.check_batch(*arguments)
+
+
+def test_stages_run_1f1b_unless_they_are_given_a_schedule():
+    flat, staged = AbstractMesh({"X": 2}), AbstractMesh({"X": 2, "Z": 2})
+    assert resolved(None, flat, 4) is None
+    assert resolved("gpipe", flat, 4) == make("gpipe", 1, 4)
+    assert resolved(None, staged, 4) == make("1f1b", 2, 4)
+    assert resolved(made := make("zb-h1", 2, 4), staged, 4) is made
