@@ -5,6 +5,8 @@ compares it with what it expects. On gloo the tag of the data is made from the d
 message never lands in the buffer; over NCCL, which has no tags, data is received after its header has been read.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -34,8 +36,8 @@ def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = Fal
     if group.pg is not None:
         header, data = announcement(parse(line), x, mesh.device), as_carried(x)[0].contiguous()
         peer = {"group": group.pg, "group_dst": group.member_of(to)}
-        work = Works([dist.isend(header, tag=TAG, **peer), dist.isend(data, tag=data_tag(header), **peer)])
-        work.kept = header, data  # until they are through
+        works = Works([dist.isend(header, tag=TAG, **peer), dist.isend(data, tag=data_tag(header), **peer)])
+        work = Sent(works, f"Send {parse(line)} to rank {to} along {axis}", (header, data))
     pending = Pending(work, lambda: x, event, f"Send: {parse(line)}")
     return pending if async_op else pending.wait()
 
@@ -50,11 +52,35 @@ def recv(line: str, like: Tensor, mesh, axis: str, source: int, *, async_op: boo
     return pending if async_op else pending.wait()
 
 
+class Sent:
+    """A message under way; `kept`: what must not be freed until it is through."""
+
+    def __init__(self, works: Works, call: str, kept: tuple[Tensor, ...]):
+        self.works, self.call, self.kept = works, call, kept
+
+    def wait(self) -> None:
+        with named(self.call):
+            self.works.wait()
+
+
+@contextmanager
+def named(call: str) -> Iterator[None]:
+    """TimeoutError that names the call, if the other rank does not make its part of it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Timed out" not in str(error):
+            raise
+        rule = "to each send belongs a recv on the other rank, and to each recv a send, of the same type"
+        fix = "find out what the other rank does instead; if it may take so long, pass a longer timeout"
+        raise TimeoutError(f"Timed out: {call}\n  rule: {rule}\n  fix: {fix}") from error
+
+
 class Arrival:
     """The message that is to fill a buffer."""
 
     def __init__(self, spec, buffer: Tensor, group: Group, source: int):
-        self.buffer, self.source, self.spec = buffer, source, spec
+        self.buffer, self.source, self.spec, self.axis = buffer, source, spec, *group.axes
         self.peer = {"group": group.pg, "group_src": group.member_of(source)}
         self.wanted, self.header = (announcement(spec, buffer, buffer.device) for _ in range(2))
         self.announced: Any = dist.irecv(self.header, tag=TAG, **self.peer)
@@ -64,7 +90,8 @@ class Arrival:
         return dist.irecv(as_carried(self.buffer)[0], tag=data_tag(self.wanted), **self.peer)
 
     def wait(self) -> None:
-        self.announced.wait()
+        with named(f"Recv {self.spec} from rank {self.source} along {self.axis}"):
+            self.announced.wait()
         if not torch.equal(self.header, self.wanted):
             refuse_message(self.spec, self.header, self.wanted, f"rank {self.source} sends", "this rank expects")
         (self.data or self.receive()).wait()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from busy import SOON
 
-from scaling.collectives import all_gather, all_reduce
+from scaling.collectives import all_gather, all_reduce, recv, send
 from scaling.launch import RankError, fit_mesh, parse_mesh, run
 from scaling.launch.process import end_with_parent
 from scaling.spec import ShardingError
@@ -208,7 +208,9 @@ def test_a_rank_that_ends_early_is_named_by_those_that_wait_in_other_groups():
     with pytest.raises(RankError) as error:
         run(ends_early, {"X": 2, "Y": 2})
     assert time.monotonic() - began < SOON
-    assert "the ranks wait for each other, each in another call\n  rank 0: the end of the run of" in str(error.value)
+    assert "the ranks wait for each other, each in another call\n  rank 0: the end of the run, waits for" in str(
+        error.value
+    )
     waits = r"\n  rank [12]: AllReduce A\[\] {U_[XY]} -> A\[\] of \(\) float32, waits for rank 0\n"
     assert re.search(waits, str(error.value)), error.value
 
@@ -342,6 +344,20 @@ def test_a_default_mesh_is_fitted_to_torchruns_ranks(monkeypatch):
     for world, fitted in {"1": (4, 2), "4": (2, 2), "2": (1, 2), "16": (8, 2), "3": (4, 2)}.items():
         monkeypatch.setenv("WORLD_SIZE", world)
         assert tuple(fit_mesh({"X": 4, "Y": 2}).values()) == fitted
+
+
+def waits_for_a_message(mesh, receive):
+    call = recv if receive else send
+    return call("A[I]", torch.ones(2), mesh, "X", 0) if mesh.rank else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("receive", "said"), [(True, "Recv A[I] from rank 0"), (False, "Send A[I] to rank 0")])
+def test_who_waits_for_a_message_that_has_no_other_end_is_named_with_its_line(receive, said):
+    with pytest.raises(RankError) as error:
+        run(waits_for_a_message, {"X": 2}, receive, timeout=1.5)
+    assert str(error.value).startswith("rank 1 of 2 raised")
+    assert f"TimeoutError: Timed out: {said} along X\n  rule: to each send belongs a recv" in str(error.value)
 
 
 def lives_with(parent: int, say) -> None:

@@ -55,7 +55,7 @@ def attention(
     if torch.compiler.is_compiling():
         return _in_graph(mesh.constant(_number, axes, form, causal, window, scale), Q, K, V, segments)
     options = {"causal": causal, "window": window, "scale": scale, "segments": segments}
-    alike(mesh, f"attention over {axis}", axes, form=form, **options)
+    alike(mesh, f"attention over {axis}", [str(each) for each in axes], form=form, **options)
     return _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale)
 
 
