@@ -1,0 +1,226 @@
+"""Programs in which one rank does another thing than the others: an error on every rank, or the right numbers.
+
+    python tests/sweeps/fuzz_ranks.py [--cases 3000] [--seed 0] [--mesh X=2,Y=2] [--alone 0.05]
+
+Each case draws a program of some calls: collectives, reshards, a ring, messages, ragged rows, strategies, a pipeline, a
+Transformer's step, an update, a checkpoint, a mesh. One rank differs from the others in one thing: shape, dtype, line,
+axis, `out=`, async or not, a Pending dropped, an option, a config, a seed, values that are to be replicas, two calls
+exchanged, a call left out or made twice, an early end, an error. The case ends well if
+
+- all ranks get an error within seconds, which names a rank, what it calls, and the rule or the fix; or
+- no rank does, and the numbers are those of one device.
+
+A hang, an error of the transport, and a wrong number are findings; the sweep then exits with 1. Ranks are kept from
+case to case, as in a notebook; a part of the cases, `--alone`, is a run by itself. Meshes are checked.
+"""
+
+import argparse
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from misuse import acts, acts_above
+from misuse.draw import Draw
+from misuse.tried import report
+
+from scaling.launch import RankError, run
+from scaling.launch.ranks import end_alike
+from scaling.mesh.meeting import meeting
+from scaling.sizes import parse_sizes
+
+ACTS = acts.ACTS | acts_above.ACTS
+TIMEOUT, SOON = 20.0, 12.0  # of a collective; seconds after which an error comes late
+DEAD = (1 << 22) + 1  # no process has this number: Linux stops at 1 << 22
+ORDERS = ["exchanged", "left out", "twice", "ends early", "raises", "exits"]
+
+
+class Case(NamedTuple):
+    """`program`: the acts' names and seeds; rank `odd` does `twist` to act `at`."""
+
+    program: list[tuple[str, int]]
+    odd: int
+    at: int
+    twist: str
+
+    @staticmethod
+    def drawn(draw: Draw, world: int, sizes, alone: bool) -> "Case":
+        names = [name for name, act in ACTS.items() if set(act.axes) <= set(sizes)]
+        names = [name for name in names if alone or not ACTS[name].messages]
+        program = [(draw.choice(names), draw.randrange(1 << 30)) for _ in range(draw.randrange(1, 4))]
+        at = draw.randrange(len(program))
+        twists = [*ACTS[program[at][0]].twists] * 2 + ["nothing"] + ORDERS[: 6 if alone else 5]
+        return Case(program, draw.randrange(world), at, draw.choice(twists))
+
+    def __str__(self) -> str:
+        return f"{[name for name, _ in self.program]}, rank {self.odd} has call {self.at}: {self.twist}"
+
+    def own(self, rank: int) -> list[tuple[str, int, str]]:
+        """(act, seed, twist) of this rank's program."""
+        calls = [(name, seed, "") for name, seed in self.program]
+        if rank != self.odd or self.twist == "nothing":
+            return calls
+        here, rest = calls[self.at], calls[self.at + 1 :]
+        changed = {
+            "exchanged": [*rest[:1], here, *rest[1:]],
+            "left out": rest,
+            "twice": [here, here, *rest],
+            "ends early": [],
+            "raises": [("raises", 0, "")],
+            "exits": [("exits", 0, "")],
+        }
+        return calls[: self.at] + changed.get(self.twist, [(*here[:2], self.twist), *rest])
+
+
+def raises(*_) -> None:
+    raise KeyError("boom")
+
+
+def exits(*_) -> None:
+    sys.exit(3)
+
+
+def made(mesh, case: Case, folder: str) -> None:
+    """This rank's part of the case; Wrong for a wrong number."""
+    for number, (name, seed, twist) in enumerate(case.own(mesh.rank)):
+        if name in ("raises", "exits"):
+            (raises if name == "raises" else exits)()
+        ACTS[name].call(Draw(seed), mesh, twist, f"{folder}/{number}")
+    end_alike(mesh)
+
+
+def page_of(mesh):
+    held = meeting(mesh.group(tuple(mesh.sizes)).checked)
+    assert held is not None
+    return held.page
+
+
+def tell(mesh, case: Case, folder: str) -> tuple[str, str, float]:
+    """(the error's type or "", its text, seconds)."""
+    began, error = time.monotonic(), None
+    try:
+        made(mesh, case, folder)
+    except Exception as told:
+        error = told
+        page_of(mesh).set_pid(DEAD)  # for the others this rank has ended, until the next case
+    kind = "" if error is None else type(error).__name__
+    return kind, str(error or ""), time.monotonic() - began
+
+
+def finding(case: Case, told: list[tuple[str, str, float]]) -> str:
+    """What is wrong with how a case ended on all ranks."""
+    lines = "\n".join(f"  rank {r} after {s:.1f} s: {kind}: {text}" for r, (kind, text, s) in enumerate(told))
+    errors = [kind for kind, *_ in told]
+    if "Wrong" in errors:
+        return f"a wrong number\n{lines}"
+    if any(errors) and not all(errors):
+        return f"some ranks have no error\n{lines}"
+    for r, (kind, text, seconds) in enumerate(told):
+        if not kind or (case.twist == "raises" and r == case.odd):
+            continue
+        if kind not in ("ShardingError", "ValueError", "ArithmeticError"):
+            return f"an error of another kind\n{lines}"
+        if seconds > SOON:
+            return f"told late\n{lines}"
+        if not re.search(r"fix:|rule:|a rank has ended|wait for each other", text):
+            return f"neither rule nor fix\n{lines}"
+        alike = len({text for _, text, _ in told}) == 1  # what all refuse needs no rank
+        if r != case.odd and not alike and not re.search(r"\branks? \[?\d|the ranks send", text):
+            return f"names no rank\n{lines}"
+    return ""
+
+
+def many(mesh, seed: str, first: int, last: int, reached: Path) -> tuple[int, Counter, list[str]]:
+    """(the next case, outcomes, findings): as many as leave the ranks good for another one."""
+    outcomes, findings = Counter(), []
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    control: Any = dist.new_group(backend="gloo")  # of the sweep's own
+    for number in range(first, last):
+        if mesh.rank == 0:
+            reached.write_text(str(number))
+        with tempfile.TemporaryDirectory() as mine:
+            case = Case.drawn(Draw(f"{seed} {number}"), mesh.size(), mesh.sizes, False)
+            shared, told = [mine], [None] * mesh.size()
+            dist.broadcast_object_list(shared, 0, group=control)
+            dist.all_gather_object(told, tell(mesh, case, shared[0]), group=control)
+            page_of(mesh).set_pid(os.getpid())
+            dist.barrier(control)
+        wrong = finding(case, told)  # type: ignore[arg-type]
+        kinds = {kind for kind, *_ in told}  # type: ignore[misc]
+        outcomes[f"{'/'.join(sorted(kinds)) or 'right'}"] += 1
+        if wrong:
+            findings.append(f"case {number}, {case}: {wrong}")
+            return number + 1, outcomes, findings
+    return last, outcomes, findings
+
+
+def alone(seed: str, number: int, sizes) -> tuple[str, str]:
+    """(the outcome, the finding) of a case that is a run by itself."""
+    case, began = (
+        Case.drawn(Draw(f"{seed} {number}"), math.prod(sizes.values()), sizes, True),
+        time.monotonic(),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run(made, sizes, case, folder, timeout=TIMEOUT)
+        except RankError as error:
+            text, seconds = str(error), time.monotonic() - began
+            named = {"raises": f"rank {case.odd} of", "exits": f"rank {case.odd} of"}.get(case.twist, "rank ")
+            good = named in text and re.search(r"fix:|rule:|boom|exit code|SystemExit|has ended|wait for each", text)
+            late = seconds > SOON + 5 or "Timed out" in text or "Wrong" in text
+            return "RankError", f"case {number}, {case}, {seconds:.1f} s: {text}" if late or not good else ""
+    return "right", ""
+
+
+def sweep(sizes, cases: int, seed: int, share: float) -> tuple[Counter, list[str]]:
+    """(how often each outcome came, the findings)."""
+    outcomes, findings, number = Counter(), [], 0
+    while number < cases:
+        if share and Draw(f"alone {seed} {number}").maybe(share):
+            outcome, wrong = alone(str(seed), number, sizes)
+            outcomes[f"alone: {outcome}"] += 1
+            findings += [wrong] if wrong else []
+            number += 1
+            continue
+        last = number + 1
+        while last < cases and not Draw(f"alone {seed} {last}").maybe(share):
+            last += 1
+        reached = Path(tempfile.gettempdir()) / f"fuzz-ranks-{os.getpid()}"
+        try:
+            number, more, found = run(many, sizes, str(seed), number, last, reached, timeout=TIMEOUT)[0]
+        except RankError as error:
+            at = int(reached.read_text())
+            case = Case.drawn(Draw(f"{seed} {at}"), math.prod(sizes.values()), sizes, False)
+            number, more, found = at + 1, Counter(), [f"case {at}, {case}: {error}"]
+        outcomes += more
+        findings += found
+        for text in found:
+            print(text, flush=True)
+    return outcomes, findings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mesh", default="X=2,Y=2")
+    parser.add_argument("--alone", type=float, default=0.05)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    outcomes, findings = sweep(parse_sizes(args.mesh, "--mesh", "a mesh"), args.cases, args.seed, args.alone)
+    report(outcomes, findings, f"{args.cases} cases on {args.mesh}")
+
+
+if __name__ == "__main__":
+    main()
