@@ -59,12 +59,12 @@ class Sent:
         self.works, self.call, self.kept = works, call, kept
 
     def wait(self) -> None:
-        with named(self.call):
+        with _naming(self.call):
             self.works.wait()
 
 
 @contextmanager
-def named(call: str) -> Iterator[None]:
+def _naming(call: str) -> Iterator[None]:
     """TimeoutError that names the call, if the other rank does not make its part of it."""
     try:
         yield
@@ -90,7 +90,7 @@ class Arrival:
         return dist.irecv(as_carried(self.buffer)[0], tag=data_tag(self.wanted), **self.peer)
 
     def wait(self) -> None:
-        with named(f"Recv {self.spec} from rank {self.source} along {self.axis}"):
+        with _naming(f"Recv {self.spec} from rank {self.source} along {self.axis}"):
             self.announced.wait()
         if not torch.equal(self.header, self.wanted):
             refuse_message(self.spec, self.header, self.wanted, f"rank {self.source} sends", "this rank expects")
