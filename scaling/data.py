@@ -37,7 +37,9 @@ def load_text(path: "str | os.PathLike | None" = None, max_bytes: int = MAX_BYTE
         if len(text) >= max_bytes:
             break
     if not text:
-        raise ValueError(f"{str(path) if path else 'the standard library'!r} holds no text")
+        raise ValueError(
+            f"{str(path) if path else 'the standard library'!r} holds no text\n  fix: give a file that holds some"
+        )
     return torch.frombuffer(text, dtype=torch.uint8)
 
 

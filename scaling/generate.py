@@ -117,7 +117,9 @@ def prompt_of(args, tokenizer) -> list[int]:
         try:
             return [int(part) for part in args.prompt_ids.split(",")]
         except ValueError:
-            raise ValueError(f"--prompt-ids {args.prompt_ids!r}: whole numbers, 5,17,3") from None
+            raise ValueError(
+                f"--prompt-ids {args.prompt_ids!r}: whole numbers, 5,17,3\n  fix: write them with commas between"
+            ) from None
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.chat:
         text = chat_prompt(args.model, [{"role": "user", "content": text}])

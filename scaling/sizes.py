@@ -20,7 +20,10 @@ def check_axis(axis) -> None:
 def check_sizes(sizes: Mapping[str, int]) -> None:
     """ShardingError unless every axis has a name that types can hold and a size of at least 1."""
     if not isinstance(sizes, Mapping):
-        raise ShardingError(f'a mesh is given by the sizes of its axes, such as {{"X": 4, "Y": 2}}; got {sizes!r}')
+        raise ShardingError(
+            f'a mesh is given by the sizes of its axes, such as {{"X": 4, "Y": 2}}; got {sizes!r}'
+            "\n  fix: give a dict of names and sizes"
+        )
     for axis, size in sizes.items():
         check_axis(axis)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -42,7 +45,9 @@ def parse_sizes(text: str, option: str, what: str) -> dict[str, int]:
         if not (match := re.fullmatch(r"\s*([A-Za-z][A-Za-z0-9']*)\s*=\s*([0-9]{1,15})\s*", part, re.ASCII)):
             raise ShardingError(f"{option}: cannot read {shortened(part)!r}; write axes and sizes as in X=4,Y=2")
         if match[1] in sizes:
-            raise ShardingError(f"{option} {shortened(text)}: {what} {match[1]} is given twice")
+            raise ShardingError(
+                f"{option} {shortened(text)}: {what} {match[1]} is given twice\n  fix: give each name once"
+            )
         sizes[match[1]] = int(match[2])
     return sizes
 

@@ -107,7 +107,9 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
         if isinstance(how, Constant):
             made.append(torch.full(local, how.value, dtype=dtype, device=device))
         elif not isinstance(how, Normal):
-            raise ShardingError(f"{where}: an init is Normal(std) or Constant(value); got {how!r}")
+            raise ShardingError(
+                f"{where}: an init is Normal(std) or Constant(value); got {how!r}\n  fix: give one of the two"
+            )
         elif device.type == "meta":
             made.append(torch.empty(local, dtype=dtype, device=device))
         else:

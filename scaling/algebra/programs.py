@@ -108,7 +108,10 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
     products, tail, note = product_chain(operands, results, out, sizes, mesh, cost)
     keep = {operands[0].name} if keep is True else set(keep or ())
     if unknown := keep - {spec.name for spec in operands}:
-        raise ShardingError(f"{line}: keep_gathered names {min(unknown)}, which is not an operand of the line")
+        raise ShardingError(
+            f"{line}: keep_gathered names {min(unknown)}, which is not an operand of the line"
+            "\n  fix: name operands of the line, as it spells them"
+        )
     backward = _Backward(operands[0], out, products, keep, sizes, mesh, cost)
     carried = set(operands[0].dim_names)  # dims of the first operand that no product contracts: the tokens
     for product in products:

@@ -62,6 +62,7 @@ def plan(
         if not ways:
             raise ShardingError(
                 f"{node.call.op.name if node.call else 'reshard'}: no layout makes it legal on {mesh.sizes}"
+                "\n  fix: change an operand's type, or reduce or gather it before"
             )
         stages.append(PlannedOp(node.operands, number, ways))
     for number, at in zip(graph.outputs, outputs, strict=True):

@@ -205,7 +205,11 @@ def files_of(paths: Sequence) -> list[Path]:
     for path in map(Path, paths):
         inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         if not inside or not path.exists():
-            raise ValueError(f"{path}: " + ("no Python files in this directory" if path.is_dir() else "no such file"))
+            raise ValueError(
+                f"{path}: "
+                + ("no Python files in this directory" if path.is_dir() else "no such file")
+                + "\n  fix: give .py files, or directories that hold some"
+            )
         if path.is_file() and not is_python(path):
             raise ValueError(f"{path}: is not a Python file: give .py files, or directories of them")
         found += inside

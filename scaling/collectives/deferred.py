@@ -49,7 +49,10 @@ def join_products(products: Sequence[Deferred]) -> Deferred:
     if len(products) == 1:
         return first
     if any(product.line != first.line for product in products):
-        raise ValueError(f"only products of one line are joined, not {first.line} and others")
+        raise ValueError(
+            f"only products of one line are joined, not {first.line} and others"
+            "\n  fix: join products of one line at a time"
+        )
     (a, b), result = parse_line(first.line).operands, parse_line(first.line).result
     dim = next(dim for dim in a.dim_names if dim in b.dim_names and dim not in result.dim_names)
     return Deferred(

@@ -101,6 +101,7 @@ def _step(mesh, kind: str, step: CollectiveStep, root: int | None, by: str) -> L
     if root is not None and not 0 <= root < group.size:
         raise ShardingError(
             f"{step.before} -> {step.after}\n  root {root} is not in 0..{group.size - 1}, the ranks along {step.axes}"
+            "\n  fix: give the place of a rank along the axes"
         )
     line, by, mean = f"{step.before} -> {step.after}", "sum" if by == "mean" else by, by == "mean"
     op = Op.over(group, kind, line, dim=step.dim, to=step.to, root=root, by=by)

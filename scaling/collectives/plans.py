@@ -33,7 +33,9 @@ def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor
         return _pad(step, x, mesh)
     if step.op == "Mask":
         return x.clone() if mesh.group(step.axes).index == 0 else x.masked_fill(torch.tensor(True, device=x.device), 0)
-    raise ShardingError(f"{step}: {step.op} is not a step that can be run")
+    raise ShardingError(
+        f"{step}: {step.op} is not a step that can be run\n  fix: give steps of a Plan or a Program of scaling.algebra"
+    )
 
 
 _BY_LINE = {
@@ -91,7 +93,10 @@ def run(plan: Plan, *shards_and_mesh) -> torch.Tensor:
     """`run(plan, a, b, mesh)`: the result's shard on this rank, from the shards of `plan.operands`, in order."""
     *shards, mesh = shards_and_mesh
     if len(shards) != len(plan.operands):
-        raise ShardingError(f"{len(shards)} shards for {len(plan.operands)} operands, {plan.operands}")
+        raise ShardingError(
+            f"{len(shards)} shards for {len(plan.operands)} operands, {plan.operands}"
+            "\n  fix: give one shard for each operand, in their order"
+        )
     if not plan.steps:
         return shards[0].clone()
     result = plan.steps[-1].after
@@ -102,7 +107,7 @@ def reshard(line: str, x: torch.Tensor, mesh) -> torch.Tensor:
     """Any type to any other of the same array, `A[I_XY] -> A[I_Y]`: the cheapest plan on this mesh that divides."""
     parsed = parse_line(line)
     if len(parsed.operands) != 1:
-        raise ShardingError(f"{parsed}: a resharding has one operand; einsum multiplies")
+        raise ShardingError(f"{parsed}: a resharding has one operand\n  fix: use einsum for a product")
     (before,), after = parsed.operands, parsed.result
     before.check_axes(mesh)
     check_operand("reshard", parsed, mesh.group(()), x, mesh)
@@ -122,7 +127,10 @@ def run_forward(program, inputs: Mapping[str, torch.Tensor], mesh, activation=No
     `activation`: an elementwise function of a tensor that acts on each hidden array.
     """
     if missing := [spec.name for spec in program.operands if spec.name not in inputs]:
-        raise ShardingError(f"no shard of {missing[0]} among the inputs {list(inputs)}")
+        raise ShardingError(
+            f"no shard of {missing[0]} among the inputs {list(inputs)}"
+            "\n  fix: give the program its operands under their names"
+        )
     before = {}  # the hidden arrays as they were before the activation
 
     def made(spec: Spec, shard: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class RopeScaling:
         if kind == "default":
             return None
         if kind in ("linear", "llama3") and table.get("factor") is None:
-            raise ValueError(f"rope_scaling of type {kind!r} lacks its factor")
+            raise ValueError(f"rope_scaling of type {kind!r} lacks its factor\n  fix: add it")
         names = {"low_freq_factor": "low", "high_freq_factor": "high", "original_max_position_embeddings": "original"}
         given = {names.get(key, key): value for key, value in table.items() if value is not None}
         return RopeScaling(kind, **{key: given[key] for key in ("factor", "low", "high", "original") if key in given})
@@ -118,7 +118,9 @@ class Config:
         if self.N % self.K:
             raise ValueError(f"{self.name}: K={self.K} KV heads must divide N={self.N} query heads")
         if self.k > self.E:
-            raise ValueError(f"{self.name}: {self.k} experts cannot be active of E={self.E}")
+            raise ValueError(
+                f"{self.name}: {self.k} experts cannot be active of E={self.E}\n  fix: choose k from 1 to E"
+            )
         if not 0 <= self.dense_layers <= self.L or (self.dense_layers and self.F_dense < 1):
             raise ValueError(f"{self.name}: dense_layers must lie in 0..L={self.L}, and they need an F_dense")
         dtype_bytes(self.dtype)
@@ -127,14 +129,19 @@ class Config:
 
     def _check_routing(self) -> None:
         if self.routing not in ("softmax", "sigmoid"):
-            raise ValueError(f"{self.name}: unknown routing {self.routing!r}: softmax or sigmoid")
+            raise ValueError(
+                f"{self.name}: unknown routing {self.routing!r}: softmax or sigmoid\n  fix: choose one of the two"
+            )
         if self.expert_groups < 1 or self.E % self.expert_groups or not 1 <= self.top_groups <= self.expert_groups:
             raise ValueError(
                 f"{self.name}: expert_groups={self.expert_groups} must divide E={self.E}, and top_groups="
                 f"{self.top_groups} lie in 1..{self.expert_groups}"
             )
         if self.k > self.top_groups * (self.E // self.expert_groups):
-            raise ValueError(f"{self.name}: k={self.k} experts cannot come from {self.top_groups} groups")
+            raise ValueError(
+                f"{self.name}: k={self.k} experts cannot come from {self.top_groups} groups"
+                "\n  fix: choose a smaller k, or more groups"
+            )
         if self.capacity is not None and not 0 < self.capacity < float("inf"):
             raise ValueError(f"{self.name}: capacity must be a factor above 0, or None to drop none: {self.capacity!r}")
         for field in ("aux_coef", "z_coef"):
@@ -155,7 +162,10 @@ class Config:
         if isinstance(self.window, list):
             object.__setattr__(self, "window", tuple(self.window))
         if isinstance(self.window, tuple) and len(self.window) != self.L:
-            raise ValueError(f"{self.name}: window has {len(self.window)} entries for L={self.L} layers")
+            raise ValueError(
+                f"{self.name}: window has {len(self.window)} entries for L={self.L} layers"
+                "\n  fix: give one window, or one for each layer"
+            )
         if any(w is not None and (not isinstance(w, int) or w < 1) for w in self.windows):
             raise ValueError(f"{self.name}: a window is a whole number of tokens of at least 1, got {self.window!r}")
 

@@ -31,7 +31,7 @@ def load(path: "str | Path") -> Config:
     """A model from a file: a table in the book's letters (TOML or JSON), or a Hugging Face config.json."""
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path}: no such file\n  fix: give a config.json, or a .toml file")
     table: dict[str, Any] = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
     if "hidden_size" in table or "text_config" in table:
         table = read_config(table)
@@ -43,5 +43,6 @@ def load(path: "str | Path") -> Config:
     if missing or unknown:
         raise ValueError(
             f"{path}: lacks {', '.join(missing) or 'nothing'}; does not know {', '.join(unknown) or 'none'}"
+            "\n  fix: add what it lacks, and leave out what is not known"
         )
     return Config(**table)

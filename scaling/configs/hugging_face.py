@@ -144,7 +144,10 @@ def kind_of(config: Config) -> str:
         kind = "llama" if config.window is None else "mistral"
     unsaid = [name for name, fine in _fits(config, kind).items() if not fine]
     if unsaid:
-        raise ValueError(f"{config.name}: no class of Hugging Face's has its {', '.join(unsaid)} (nearest: {kind})")
+        raise ValueError(
+            f"{config.name}: no class of Hugging Face's has its {', '.join(unsaid)} (nearest: {kind})"
+            "\n  fix: save it in this project's own form (scaling.train), or change the config"
+        )
     return kind
 
 
@@ -181,7 +184,10 @@ def write_config(config: Config) -> dict:
             table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
     widths = {window for window in config.windows if window is not None}
     if len(widths) > 1:
-        raise ValueError(f"{config.name}: windows of {len(widths)} widths; a config.json has one")
+        raise ValueError(
+            f"{config.name}: windows of {len(widths)} widths; a config.json has one"
+            "\n  fix: give all layers with a window the same one"
+        )
     table["sliding_window"] = next(iter(widths), None)
     if kind.startswith("qwen"):
         table["use_sliding_window"] = bool(widths)

@@ -23,7 +23,10 @@ def _torus(chip: Chip, axes: int | Sequence[int], wrap) -> tuple[tuple[int, ...]
     lengths = check_slice(chip, axes)
     rings = chip.wraps(lengths) if wrap is None else (wrap,) * len(lengths) if isinstance(wrap, bool) else tuple(wrap)
     if len(rings) != len(lengths):
-        raise ValueError(f"wrap = {wrap!r}: one value, or one for each of the {len(lengths)} axes")
+        raise ValueError(
+            f"wrap = {wrap!r}: one value, or one for each of the {len(lengths)} axes"
+            "\n  fix: give a bool, or a tuple of them"
+        )
     kept = [(length, ring) for length, ring in zip(lengths, rings, strict=True) if length > 1]
     return tuple(length for length, _ in kept), tuple(ring for _, ring in kept)
 
@@ -87,7 +90,9 @@ def point_to_point(nbytes: float, chip: Chip, hops: int, ports: int = 1) -> floa
     not_negative(nbytes=nbytes)
     whole(hops=hops, ports=ports)
     if ports > 2 * chip.need("axes"):
-        raise ValueError(f"ports = {ports}: {chip.name} has {2 * chip.axes} links")
+        raise ValueError(
+            f"ports = {ports}: {chip.name} has {2 * chip.axes} links\n  fix: give a number of ports that the chip has"
+        )
     return nbytes / (ports * chip.need("link_bw")) + hops * chip.hop_latency
 
 
@@ -120,4 +125,7 @@ def _measured(op: str, nbytes: float, chip: Chip, ranks: int) -> float:
         if (row.op, row.ranks, row.alone) == (op, ranks, False):
             return row.latency + nbytes / row.bandwidth
     has = ", ".join(f"{row.op} over {row.ranks}" for row in chip.measured) or "none"
-    raise ValueError(f"{chip.name}: {op} over {ranks} ranks was not measured (there is: {has})")
+    raise ValueError(
+        f"{chip.name}: {op} over {ranks} ranks was not measured (there is: {has})"
+        "\n  fix: measure it (python -m scaling.measure), or choose what is there"
+    )

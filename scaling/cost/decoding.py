@@ -119,10 +119,16 @@ def place_axes(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tupl
             own[i] = math.gcd(room, rest)
             left[i], rest = room // own[i], rest // own[i]
         if rest > 1:
-            raise ValueError(f"{dict(sizes)} on a slice of {'x'.join(map(str, shape))}: {axis} = {size} does not fit")
+            raise ValueError(
+                f"{dict(sizes)} on a slice of {'x'.join(map(str, shape))}: {axis} = {size} does not fit"
+                "\n  fix: choose sizes of which the product is the slice's number of chips"
+            )
         placed[axis] = tuple(own)
     if math.prod(left) > 1:
-        raise ValueError(f"{dict(sizes)} leave chips of a slice of {'x'.join(map(str, shape))} idle")
+        raise ValueError(
+            f"{dict(sizes)} leave chips of a slice of {'x'.join(map(str, shape))} idle"
+            "\n  fix: choose sizes that fill the slice"
+        )
     return placed
 
 

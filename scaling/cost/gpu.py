@@ -26,6 +26,7 @@ def spans(chip: Chip, gpus: int, inner: int = 1) -> list[tuple[int, int, float, 
         if inner % below and below % inner:
             raise ValueError(
                 f"{gpus} x {inner} GPUs of {chip.name} do not fill whole units ({level.name}: children of {below} GPUs)"
+                "\n  fix: choose numbers of GPUs that fill nodes"
             )
         own, unit = max(1, below // inner), below * level.degree
         ranks = min(gpus, max(1, unit // inner))  # of the group, in one unit; `own` of them in one child

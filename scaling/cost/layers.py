@@ -210,5 +210,5 @@ def expert_inflation(experts: int, active: int) -> float:
     """Factor E/k by which an MoE raises the data threshold: E times the weights, k times the FLOPs (Part 12)."""
     whole(experts=experts, active=active)
     if active > experts:
-        raise ValueError(f"active = {active} of {experts} experts")
+        raise ValueError(f"active = {active} of {experts} experts\n  fix: choose from 1 to all of them")
     return experts / active

@@ -72,7 +72,9 @@ def step(
     pods, Z, X, Y = (sizes.get(axis, 1) for axis in "PZXY")
     whole(L=L, Z=Z, pods=pods, microbatches=microbatches)
     if L % Z:
-        raise ValueError(f"{L} layers do not divide into {Z} stages")
+        raise ValueError(
+            f"{L} layers do not divide into {Z} stages\n  fix: choose a number of stages that divides the layers"
+        )
     one = replace(shape, B=shape.B / pods)
     passes = []
     for direction in ("forward", "backward"):

@@ -78,7 +78,10 @@ def operand_bytes(dtypes) -> tuple[float, float, float]:
     """Bytes per element of activations, weights and output: one dtype for all three, or one for each."""
     three = tuple(dtypes) if isinstance(dtypes, (tuple, list)) else (dtypes,) * 3
     if len(three) != 3:
-        raise ValueError(f"dtypes = {dtypes!r}: one dtype, or three (activations, weights, output)")
+        raise ValueError(
+            f"dtypes = {dtypes!r}: one dtype, or three (activations, weights, output)"
+            "\n  fix: give a string, or a tuple of three"
+        )
     a, w, o = (dtype_bytes(dtype) for dtype in three)
     return a, w, o
 

@@ -163,7 +163,10 @@ def smallest_slice(nbytes: float, chip: Chip, headroom: float = 1.0) -> tuple[in
     for shape in shapes:
         if math.prod(shape) * chip.need("hbm_bytes") * headroom >= nbytes:
             return shape
-    raise ValueError(f"{nbytes:.3g} bytes fit no slice of {chip.name}: the largest is {'x'.join(map(str, shapes[-1]))}")
+    raise ValueError(
+        f"{nbytes:.3g} bytes fit no slice of {chip.name}: the largest is {'x'.join(map(str, shapes[-1]))}"
+        "\n  fix: choose a larger chip, fewer bytes a param, or a smaller batch"
+    )
 
 
 def largest_batch(load: Load, context: float, chip: Chip, chips: int, headroom: float = 1.0, copies: float = 1) -> int:

@@ -31,12 +31,21 @@ def einsum_flops(equation: str, *shapes: tuple[int, ...]) -> int:
     sizes: dict[str, int] = {}
     for letters, shape in zip(operands, shapes, strict=True):
         if len(letters) != len(shape):
-            raise ValueError(f"{equation!r}: {letters} has {len(letters)} dims, but the shape is {shape}")
+            raise ValueError(
+                f"{equation!r}: {letters} has {len(letters)} dims, but the shape is {shape}"
+                "\n  fix: give a size for each dim"
+            )
         for letter, size in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
-                raise ValueError(f"{equation!r}: {letter} is both {sizes[letter]} and {size}")
+                raise ValueError(
+                    f"{equation!r}: {letter} is both {sizes[letter]} and {size}"
+                    "\n  fix: give the dim one size in all operands"
+                )
     if unknown := set(output) - sizes.keys():
-        raise ValueError(f"{equation!r}: the result has {', '.join(sorted(unknown))}, which no operand has")
+        raise ValueError(
+            f"{equation!r}: the result has {', '.join(sorted(unknown))}, which no operand has"
+            "\n  fix: write a result of the operands' dims"
+        )
     return math.prod(sizes.values()) * (1 if set(output) == sizes.keys() else 2)
 
 

@@ -31,7 +31,10 @@ class Array:
     def __init__(self, local: Tensor, layout: DimAxes, shape: Sequence[int], mesh):
         self.local, self.layout, self.shape, self.mesh = local, layout, torch.Size(shape), mesh
         if tuple(local.shape) != (wanted := spec_of(layout).local_shape(tuple(shape), mesh)):
-            raise ShardingError(f"{self.type}: a shard of shape {wanted} on each device; got {tuple(local.shape)}")
+            raise ShardingError(
+                f"{self.type}: a shard of shape {wanted} on each device; got {tuple(local.shape)}"
+                "\n  fix: give this device's shard, of that shape"
+            )
 
     @property
     def type(self) -> str:

@@ -85,5 +85,8 @@ def cheapest_layouts(
         if best is None or key < best[0]:
             best = key, Choice(nbytes, to, inferred)
     if best is None:
-        raise ShardingError(f"{op.name}: no layout of its operands makes it legal over {', '.join(axes)}")
+        raise ShardingError(
+            f"{op.name}: no layout of its operands makes it legal over {', '.join(axes)}"
+            "\n  fix: change an operand's type, or reduce it before"
+        )
     return best[1]

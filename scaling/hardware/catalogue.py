@@ -52,9 +52,9 @@ def load_chip(path: str | Path, variant: str | None = None) -> Chip:
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: not a TOML file: {error}") from error
+        raise ValueError(f"{path}: not a TOML file: {error}\n  fix: write it as chips.toml is written") from error
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ValueError(f"{path}: cannot be read: {error.strerror}\n  fix: give a file that can be read") from error
     try:
         built = build(data.get("name", Path(path).stem), data, variant)
     except (TypeError, ValueError) as error:
@@ -99,6 +99,7 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
         if variant not in data.get("variants", {}):
             raise ValueError(
                 f"{name} has no variant {variant!r}: it has {', '.join(data.get('variants', {})) or 'none'}"
+                "\n  fix: choose one of them, or leave it out"
             )
         data = _merge(data, data["variants"][variant])
     data = {key: value for key, value in data.items() if key not in ("base", "variants", "name")}
@@ -107,6 +108,7 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
     if unknown := set(data) - allowed | set(peaks) - set(DTYPE_BYTES):
         raise ValueError(
             f"unknown field {sorted(unknown)}: fields are those of scaling.hardware.Chip, and flops.<dtype>"
+            "\n  fix: rename the field, or leave it out"
         )
     if "kind" not in data:
         raise ValueError(f"kind is missing: one of {KINDS}")
@@ -126,7 +128,10 @@ def _part(record: type, table: str, values: Mapping):
     """A Level, a Measured or an Efficiency from its table; ValueError names an unknown or a missing key."""
     known = {field.name: field for field in fields(record)}
     if unknown := set(values) - set(known):
-        raise ValueError(f"unknown field {sorted(unknown)} in {table}: its fields are {', '.join(known)}")
+        raise ValueError(
+            f"unknown field {sorted(unknown)} in {table}: its fields are {', '.join(known)}"
+            "\n  fix: rename the field, or leave it out"
+        )
     if lacking := [name for name, field in known.items() if name not in values and field.default is MISSING]:
-        raise ValueError(f"{table} lacks {', '.join(lacking)}")
+        raise ValueError(f"{table} lacks {', '.join(lacking)}\n  fix: add them to the table")
     return record(**values)

@@ -143,16 +143,22 @@ class Chip:
                 raise ValueError(f"chip {self.name}: {name} is {value!r}: give a whole number")
             least = next((low for suffix, low in LEAST.items() if name.rpartition(".")[2].endswith(suffix)), 0)
             if value < (LEAST["flops"] if name.startswith("flops.") else least):
-                raise ValueError(f"chip {self.name}: {name} is {value!r}: too little in SI units: 80 GB is 80e9")
+                raise ValueError(
+                    f"chip {self.name}: {name} is {value!r}: too little in SI units: 80 GB is 80e9"
+                    "\n  fix: write bytes, bytes/s and FLOPs/s without prefixes"
+                )
         if self.pod and len(self.pod) != self.axes:
-            raise ValueError(f"chip {self.name}: pod {self.pod} has {len(self.pod)} axes, but axes = {self.axes}")
+            raise ValueError(
+                f"chip {self.name}: pod {self.pod} has {len(self.pod)} axes, but axes = {self.axes}"
+                "\n  fix: give the pod a length for each axis"
+            )
 
     def flops(self, dtype: str = "bf16") -> float:
         """Peak matmul FLOPs/s in `dtype`; ValueError if the chip has no such units (or the book no such number)."""
         dtype = ALIASES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
         if dtype not in dict(self.peaks):
             has = ", ".join(name for name, _ in self.peaks) or "no dtype at all"
-            raise ValueError(f"{self.name} has no FLOPs/s for {dtype}: its table has {has}")
+            raise ValueError(f"{self.name} has no FLOPs/s for {dtype}: its table has {has}\n  fix: choose one of them")
         return dict(self.peaks)[dtype]
 
     def need(self, field: str):
@@ -212,7 +218,10 @@ class Chip:
         if link in ("node", "scale-out"):
             depth = ("node", "scale-out").index(link)
             if len(self.need("levels")) <= depth:
-                raise ValueError(f"{self.name}: nothing is known of its network beyond the node")
+                raise ValueError(
+                    f"{self.name}: nothing is known of its network beyond the node"
+                    "\n  fix: choose a chip with a network, or add it to a chip file of your own"
+                )
             return self.levels[depth].child_bw
         raise ValueError(f"unknown link {link!r}: one of ici, line, hbm, sram, pcie, dcn, node, scale-out")
 
@@ -252,7 +261,10 @@ def _numbers(chip: Chip) -> Iterator[tuple[str, float]]:
 def _check_axes(chip: Chip, axes: int) -> None:
     """ValueError unless the chip has that many torus axes."""
     if not isinstance(axes, int) or not 1 <= axes <= chip.need("axes"):
-        raise ValueError(f"{axes} axes: {chip.name} has {chip.axes} (its network is a {chip.axes}D torus)")
+        raise ValueError(
+            f"{axes} axes: {chip.name} has {chip.axes} (its network is a {chip.axes}D torus)"
+            "\n  fix: choose at least 1 axis and no more than the torus has"
+        )
 
 
 def check_slice(chip: Chip, shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -260,10 +272,11 @@ def check_slice(chip: Chip, shape: int | Sequence[int]) -> tuple[int, ...]:
     lengths = (shape,) if isinstance(shape, int) else tuple(shape)
     _check_axes(chip, len(lengths))
     if not all(isinstance(length, int) and length >= 1 for length in lengths):
-        raise ValueError(f"slice {lengths}: the lengths of axes are positive whole numbers")
+        raise ValueError(f"slice {lengths}: the lengths of axes are positive whole numbers\n  fix: give 4x4x4, say")
     pod = sorted(chip.pod or (), reverse=True)
     if any(length > most for length, most in zip(sorted(lengths, reverse=True), pod, strict=False)):
         raise ValueError(
             f"slice {'x'.join(map(str, lengths))}: a pod of {chip.name} is {'x'.join(map(str, chip.pod or ()))}"
+            "\n  fix: choose a slice that lies inside the pod"
         )
     return lengths

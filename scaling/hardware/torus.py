@@ -25,9 +25,14 @@ class Torus:
 
     def __post_init__(self):
         if len(self.wrap) != len(self.shape) or not self.shape:
-            raise ValueError(f"shape {self.shape} and wrap {self.wrap}: one length and one bool for each axis")
+            raise ValueError(
+                f"shape {self.shape} and wrap {self.wrap}: one length and one bool for each axis"
+                "\n  fix: give as many of the one as of the other"
+            )
         if any(not isinstance(length, int) or length < 1 for length in self.shape):
-            raise ValueError(f"shape {self.shape}: lengths are whole numbers, 1 or more")
+            raise ValueError(
+                f"shape {self.shape}: lengths are whole numbers, 1 or more\n  fix: give positive whole numbers"
+            )
 
     @property
     def size(self) -> int:
@@ -38,7 +43,7 @@ class Torus:
 
     def check(self, chip: Coord) -> None:
         if len(chip) != len(self.shape) or not all(0 <= c < n for c, n in zip(chip, self.shape, strict=True)):
-            raise ValueError(f"no chip {chip} in a torus of {self.shape}")
+            raise ValueError(f"no chip {chip} in a torus of {self.shape}\n  fix: give a coordinate inside the torus")
 
     def neighbour(self, chip: Coord, axis: int, step: int) -> Coord | None:
         """The chip one step along an axis, or None beyond the end of a line."""
@@ -96,7 +101,9 @@ class Torus:
             self.size // n * (2 if ring else 1) for n, ring in zip(self.shape, self.wrap, strict=True) if n % 2 == 0
         ]
         if not cuts:
-            raise ValueError(f"{self.shape}: no axis of even length, so no even cut")
+            raise ValueError(
+                f"{self.shape}: no axis of even length, so no even cut\n  fix: choose a shape with an even length"
+            )
         return min(cuts)
 
     def route(self, a: Coord, b: Coord) -> Iterator[tuple[Link, float]]:
@@ -124,7 +131,10 @@ class Torus:
     def all_to_all_seconds(self, nbytes: float, link_bw: float) -> float:
         """Seconds of an AllToAll of `nbytes` over all chips, chunks of V/N^2, by the fullest link."""
         if nbytes < 0 or link_bw <= 0:
-            raise ValueError(f"nbytes = {nbytes}, link_bw = {link_bw}: bytes are not negative, bandwidth is positive")
+            raise ValueError(
+                f"nbytes = {nbytes}, link_bw = {link_bw}: bytes are not negative, bandwidth is positive"
+                "\n  fix: give at least 0 bytes, and bytes/s above 0"
+            )
         return max(self.all_to_all_loads().values(), default=0) * nbytes / self.size**2 / link_bw
 
 

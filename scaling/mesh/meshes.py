@@ -66,7 +66,10 @@ class AbstractMesh:
         self.ranks: Sequence[int] = range(self.size())  # those of the run that are this mesh's, in its order
         self.coord = dict.fromkeys(self.sizes, 0) | dict(coord or {})
         if not all(0 <= at < self.sizes.get(axis, 0) for axis, at in self.coord.items()):
-            raise ShardingError(f"the coordinate {self.coord} is not on the mesh {format_sizes(self.sizes)}")
+            raise ShardingError(
+                f"the coordinate {self.coord} is not on the mesh {format_sizes(self.sizes)}"
+                "\n  fix: give each axis a place from 0 to its size - 1"
+            )
         self.device, self.backend = torch.device("meta"), backend
         self.lines: dict = {}  # lines resolved on this mesh, by scaling.collectives
         self.stack = ""  # the dim that every line has in front: see `stacked`
@@ -115,7 +118,10 @@ class AbstractMesh:
         axes = tuple(axes)
         if axes not in self._groups:
             for axis in set(axes) - set(self.sizes):
-                raise ShardingError(f"unknown mesh axis {axis}: the mesh has {format_sizes(self.sizes)}")
+                raise ShardingError(
+                    f"unknown mesh axis {axis}: the mesh has {format_sizes(self.sizes)}"
+                    "\n  fix: use an axis of the mesh, or make the mesh with this one"
+                )
             self._groups[axes] = self._make_group(axes)
         return self._groups[axes]
 
@@ -181,6 +187,7 @@ class Mesh(AbstractMesh):
             raise ShardingError(
                 f"the mesh {format_sizes(self.sizes)} over the ranks {list(self.ranks)} of {world}\n"
                 f"  rule: its ranks are {self.size()} different ones of the run, ascending"
+                "\n  fix: give as many ranks of the run as the mesh has devices, in ascending order"
             )
 
     def _sets(self) -> list[tuple[str, ...]]:

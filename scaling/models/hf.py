@@ -182,7 +182,9 @@ def _index(config: Config, names: list[str], itemsize: int) -> dict:
 def _config(folder: Path) -> Config:
     """The config of a folder, named after it."""
     if not (folder / "config.json").exists():
-        raise ValueError(f"{folder}: has no config.json")
+        raise ValueError(
+            f"{folder}: has no config.json\n  fix: give a folder that holds a config.json and .safetensors"
+        )
     return load_config(folder / "config.json").with_(name=folder.name)
 
 
@@ -203,7 +205,10 @@ class _Files:
         found = {(tensor, name) for name in names for tensor in self.open[name].keys()}  # noqa: SIM118
         if wrong := sorted(listed ^ found):
             (tensor, name), here = wrong[0], "does not have" if wrong[0] in listed else "has, beside its index,"
-            raise ValueError(f"{folder}: {name} {here} {tensor}{_more(wrong)}")
+            raise ValueError(
+                f"{folder}: {name} {here} {tensor}{_more(wrong)}"
+                "\n  fix: download the model's files again, all of one version"
+            )
 
     def _file(self, name: str):
         if name not in self.open:
@@ -225,9 +230,15 @@ class _Files:
         if config.tied and {TABLE, HEAD} <= found and torch.equal(self[TABLE][:], self[HEAD][:]):
             found.remove(HEAD)  # some files hold the shared table twice
         if missing := sorted(wanted.keys() - found):
-            raise ValueError(f"{self.folder}: {missing[0]} is missing{_more(missing)}, a tensor of {config.name}")
+            raise ValueError(
+                f"{self.folder}: {missing[0]} is missing{_more(missing)}, a tensor of {config.name}"
+                "\n  fix: download the model's files again, all of one version"
+            )
         if extra := sorted(found - wanted.keys()):
-            raise ValueError(f"{self.folder}: {extra[0]} is left over{_more(extra)}: {config.name} has no such tensor")
+            raise ValueError(
+                f"{self.folder}: {extra[0]} is left over{_more(extra)}: {config.name} has no such tensor"
+                "\n  fix: download the model's files again, all of one version"
+            )
         for tensor, shape in wanted.items():
             if (there := tuple(self[tensor].get_shape())) != shape:
                 raise ValueError(f"{self.folder}: {tensor} is of shape {there}; the sizes in config.json give {shape}")

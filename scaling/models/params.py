@@ -68,7 +68,10 @@ def computes(config: Config) -> bool:
 def check_computed(config: Config) -> None:
     """ValueError that names what is not computed, if anything is not."""
     if found := uncomputed(config):
-        raise ValueError(f"{config.name}: not computed here: {', '.join(found)}")
+        raise ValueError(
+            f"{config.name}: not computed here: {', '.join(found)}"
+            "\n  fix: choose a model that is, or take what is not computed out of the config"
+        )
 
 
 def specs_of(config: Config) -> dict:

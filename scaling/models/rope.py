@@ -23,7 +23,10 @@ def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device
     if scaling.kind == "llama3":  # turns within the original context: kept above `high`, slowed below `low`
         kept = ((scaling.original * f / (2 * math.pi) - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
         return f * (kept + (1 - kept) / scaling.factor)
-    raise ValueError(f"rope_scaling of type {scaling.kind!r} is not computed here; {', '.join(SCALINGS)} are")
+    raise ValueError(
+        f"rope_scaling of type {scaling.kind!r} is not computed here; {', '.join(SCALINGS)} are"
+        "\n  fix: choose one of these, or none"
+    )
 
 
 def tables(positions: Tensor, H: int, theta: float, scaling: RopeScaling | None = None, dtype=None):

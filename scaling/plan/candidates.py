@@ -287,5 +287,8 @@ def plans(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Found:
     found = search(job, chip, chips, fixed)
     if not found.found:
         why = "; ".join(f"{reason} ({count:,} meshes)" for reason, count in found.refused.most_common(4))
-        raise ValueError(f"no mesh of {chips:,} {chip.name} suits {job.config.name}: {why or 'none has these sizes'}")
+        raise ValueError(
+            f"no mesh of {chips:,} {chip.name} suits {job.config.name}: {why or 'none has these sizes'}"
+            "\n  fix: choose other sizes, another number of chips, or a larger batch"
+        )
     return found.found

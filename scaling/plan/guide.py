@@ -184,7 +184,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     try:
         if bool(args.gpu) == bool(args.memory):
-            raise ValueError("say either --gpu or --memory")
+            raise ValueError("say either --gpu or --memory\n  fix: leave one of the two out")
         if args.gpu:
             gpu = chip(args.gpu)
             if gpu.kind != "gpu":

@@ -47,9 +47,15 @@ class Job:
         if self.overlap not in OVERLAPS:
             raise ValueError(f"overlap = {self.overlap!r}: one of {', '.join(OVERLAPS)}")
         if not isinstance(self.headroom, (int, float)) or not 0 < self.headroom <= 1:
-            raise ValueError(f"headroom = {self.headroom!r}: the share of memory to plan with, above 0 and at most 1")
+            raise ValueError(
+                f"headroom = {self.headroom!r}: the share of memory to plan with, above 0 and at most 1"
+                "\n  fix: give 0.9, say"
+            )
         if self.seq > self.batch:
-            raise ValueError(f"a sequence of {self.seq:,} tokens is longer than the batch of {self.batch:,}")
+            raise ValueError(
+                f"a sequence of {self.seq:,} tokens is longer than the batch of {self.batch:,}"
+                "\n  fix: give a larger batch, or a shorter sequence"
+            )
 
     @cached_property
     def work(self) -> LayerWork:

@@ -59,7 +59,7 @@ class Layout:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: one of {', '.join(allowed)}")
         if self.zero not in (0, 1, 3):
-            raise ValueError(f"zero = {self.zero!r}: 0, 1 or 3")
+            raise ValueError(f"zero = {self.zero!r}: 0, 1 or 3\n  fix: choose one of the three")
         if self.fsdp > 1 and self.zero != 3:
             raise ValueError(f"fsdp = {self.fsdp} shards the params: give zero=3, or put the chips on data")
 

@@ -106,7 +106,10 @@ def own_mesh(run: PublishedRun) -> Estimate:
         run.job, run.chip, run.chips, Fixed(tuple(sizes.items()), **cast(dict[str, Any], dict(run.recipe)))
     ).found
     if not own:
-        raise ValueError(f"{run.where}: the planner does not know the published mesh {dict(run.mesh)}")
+        raise ValueError(
+            f"{run.where}: the planner does not know the published mesh {dict(run.mesh)}"
+            "\n  fix: write the mesh with the axes of scaling.plan.layout"
+        )
     return own[0]
 
 

@@ -104,7 +104,10 @@ def parse_shape(text: str) -> Shape:
     order = tuple(reversed(range(len(shape)))) if match["order"] is None else _numbers(match["order"])
     tiles = tuple(_numbers(tile) for tile in re.findall(r"\(([\d,]+)\)", rest["tiles"] or ""))
     if sorted(order) != list(range(len(shape))) or any(0 in tile for tile in tiles):
-        raise ValueError(f"{text!r}: the layout names each of the {len(shape)} dims once, and no tile is empty")
+        raise ValueError(
+            f"{text!r}: the layout names each of the {len(shape)} dims once, and no tile is empty"
+            "\n  fix: write a layout of XLA's"
+        )
     return Shape(match["dtype"], shape, order, tiles, int(rest["space"] or 0))
 
 

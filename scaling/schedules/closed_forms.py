@@ -27,17 +27,26 @@ def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, time
     f, b, w = (Fraction(time) for time in (times.forward, times.backward_input, times.backward_weight))
     others = stages - 1
     if times.hop:
-        raise ValueError("the published bubbles count no time for transfers: simulate with hop > 0 instead")
+        raise ValueError(
+            "the published bubbles count no time for transfers: simulate with hop > 0 instead"
+            "\n  fix: use scaling.schedules.simulate"
+        )
     if name == "naive":
         return others * microbatches * (f + b + w)
     if name in ("gpipe", "1f1b", "interleaved"):
         return others * (f + b + w) / chunks
     if name == "zb-h1":
         if w > min(f, b):
-            raise ValueError(f"zb-h1: the published bubble holds for W <= F and W <= B, not F={f}, B={b}, W={w}")
+            raise ValueError(
+                f"zb-h1: the published bubble holds for W <= F and W <= B, not F={f}, B={b}, W={w}"
+                "\n  fix: use scaling.schedules.simulate for these times"
+            )
         return others * (f + b) - min(others, microbatches - 1) * w
     if f != b or w > b:
-        raise ValueError(f"dualpipev: the published bubble is met where F = B >= W, not with F={f}, B={b}, W={w}")
+        raise ValueError(
+            f"dualpipev: the published bubble is met where F = B >= W, not with F={f}, B={b}, W={w}"
+            "\n  fix: use scaling.schedules.simulate for these times"
+        )
     both = f + b + w if times.overlapped is None else Fraction(times.overlapped)
     return others * (both + (b + w) - 3 * w) / chunks
 
@@ -46,7 +55,10 @@ def bubble(name: str, stages: int, microbatches: int, chunks: int = 1, times: Ti
     """The fraction of the makespan for which ranks are idle: (P-1)/(M+P-1) for gpipe and 1f1b, (P-1)/(vM+P-1)
     interleaved. Only for a ForwardBackward that saves no time: `times.overlapped` None."""
     if times.overlapped is not None:
-        raise ValueError("the idle fraction of overlapped pairs differs from rank to rank: simulate instead")
+        raise ValueError(
+            "the idle fraction of overlapped pairs differs from rank to rank: simulate instead"
+            "\n  fix: use scaling.schedules.simulate"
+        )
     idle = bubble_time(name, stages, microbatches, chunks, times)
     return idle / (idle + microbatches * sum(Fraction(time) for time in _work(times)))
 

@@ -80,7 +80,7 @@ def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     """
     _check("dualpipev", stages, microbatches, chunks)
     if chunks != 2:
-        raise ValueError(f"dualpipev: a V has 2 chunks a rank, not {chunks}")
+        raise ValueError(f"dualpipev: a V has 2 chunks a rank, not {chunks}\n  fix: leave chunks out, or give 2")
     if microbatches < 2 * stages:
         raise ValueError(
             f"dualpipev: {microbatches} microbatches are fewer than 2 * {stages} stages: use at least {2 * stages}, "

@@ -124,7 +124,10 @@ def split_backward(schedule: Schedule, collect: int = 1) -> Schedule:
             if isinstance(step, ReduceGrads):
                 continue
             if isinstance(step, ForwardBackward):
-                raise ValueError(f"{schedule.name}: a ForwardBackward overlaps a whole Backward, which is not split")
+                raise ValueError(
+                    f"{schedule.name}: a ForwardBackward overlaps a whole Backward, which is not split"
+                    "\n  fix: put the Backward in one piece"
+                )
             if len(weights) >= collect and not isinstance(step, SendGrad):
                 split, weights = split + sorted(weights, key=chunk), []
             if isinstance(step, Backward):

@@ -101,10 +101,13 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
             if missing := [array for array in needs(part, schedule.virtual_stages - 1) if (rank, *array) not in have]:
                 raise ValueError(
                     f"{schedule.name}: rank {rank} runs {part} without {missing[0]} (array, stage, microbatch)"
+                    "\n  fix: put the step that makes it before"
                 )
             made = {(rank, *array) for array in makes(part)}
             if made & have:
-                raise ValueError(f"{schedule.name}: rank {rank} runs {part}, whose result it has already")
+                raise ValueError(
+                    f"{schedule.name}: rank {rank} runs {part}, whose result it has already\n  fix: run each step once"
+                )
             have.update(made)
         whole, total = clock[rank] - start, sum(cost.get(type(part), 0) for part in parts(step))
         for part in parts(step):  # the parts of a ForwardBackward share its time in proportion
@@ -123,7 +126,10 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
         raise Deadlock(f"{schedule.name}: deadlock after {len(spans)} instructions; the ranks wait at\n{waiting}")
     left = [step for queue in channels.values() for step, _ in queue]
     if left:
-        raise ValueError(f"{schedule.name}: sent, but never received: {', '.join(map(str, left))}")
+        raise ValueError(
+            f"{schedule.name}: sent, but never received: {', '.join(map(str, left))}"
+            "\n  fix: add the step that receives it, or leave out the one that sends"
+        )
     return Timeline(schedule.name, schedule.stages, tuple(spans), schedule.chunks)
 
 

@@ -132,7 +132,7 @@ def main(argv=None) -> int:
         text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
         lines, bad = read_requests(text, tokenizer, config.V, ends, args.max_new_tokens)
         if not lines and not bad:
-            raise ValueError(f"{args.input}: holds no request")
+            raise ValueError(f"{args.input}: holds no request\n  fix: give a file with a request in each line")
         draft = draft_config(args.draft, config, AbstractMesh(sizes))
         memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
         fitting = config, sizes, 1, DTYPES[args.dtype], memory

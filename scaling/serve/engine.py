@@ -161,6 +161,9 @@ def serve(
     arrivals = list(arrivals)
     for _, request in arrivals:
         if wrong := [t for t in request.prompt if not 0 <= t < config.V]:
-            raise ValueError(f"request {request.id}: token {wrong[0]} lies outside the vocabulary, 0..{config.V - 1}")
+            raise ValueError(
+                f"request {request.id}: token {wrong[0]} lies outside the vocabulary, 0..{config.V - 1}"
+                "\n  fix: encode the prompt by this model's tokenizer"
+            )
     execute = Engine(params, config, options, draws, **engine)
     return drive(arrivals, options, execute, cancel=list(cancel), on_token=on_token)

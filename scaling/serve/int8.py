@@ -39,7 +39,7 @@ def quantize(params: dict, config: Config) -> dict:
         if not dims:
             return W
         if not W.is_meta and not bool(torch.isfinite(W).all()):
-            raise ValueError(f"{spec}: what is not finite has no int8 form")
+            raise ValueError(f"{spec}: what is not finite has no int8 form\n  fix: look for NaN and inf in it")
         return dict(zip(("q", "scale"), quantized(W, dims), strict=True))
 
     return tree.map(leaf, transformer.specs_of(config), params)

@@ -94,7 +94,7 @@ def refusal(request: Request, options: Options) -> str | None:
 
 def _arrive(state: State, request: Request, actions: list[Action]) -> None:
     if request.id in state.live:
-        raise ValueError(f"request {request.id} has been given already")
+        raise ValueError(f"request {request.id} has been given already\n  fix: give each request an id of its own")
     if why := refusal(request, state.options):
         actions.append(Finish(request.id, (), f"refused: {why}"))
     else:
@@ -125,7 +125,10 @@ def _finish(state: State, id: int, reason: str, actions: list[Action]) -> None:
 
 def _done(state: State, event: Done, actions: list[Action]) -> None:
     if event.worker not in state.busy:
-        raise ValueError(f"{event.worker} is idle: it has no work to complete")
+        raise ValueError(
+            f"{event.worker} is idle: it has no work to complete"
+            "\n  fix: call work() first, and complete what it returns"
+        )
     for work in state.busy.pop(event.worker):
         live, pool = state.live[work.id], state.pools[event.worker]
         given = _given(work, live, event.tokens)
@@ -166,7 +169,7 @@ def until_stop(request: Request, tokens: Sequence[int]) -> tuple[int, ...]:
 def _moved(state: State, id: int, actions: list[Action]) -> None:
     live = state.live.get(id)
     if live is None or live.target is None:
-        raise ValueError(f"request {id} is not being moved")
+        raise ValueError(f"request {id} is not being moved\n  fix: give the id of a request whose cache is on its way")
     _release(state, live)
     state.live[id] = replace(live, where=DECODE, pages=live.target, target=None)
     if live.cancelled:

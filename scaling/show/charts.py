@@ -25,7 +25,10 @@ def _check(series: Series, log: tuple[bool, bool]) -> list[tuple[float, float]]:
         raise ValueError("nothing to draw\n  fix: give at least one point")
     for x, y in every:
         if not (math.isfinite(x) and math.isfinite(y)) or (log[0] and x <= 0) or (log[1] and y <= 0):
-            raise ValueError(f"the point ({x}, {y}) cannot be drawn{' on logarithmic axes' if any(log) else ''}")
+            raise ValueError(
+                f"the point ({x}, {y}) cannot be drawn{' on logarithmic axes' if any(log) else ''}"
+                "\n  fix: draw finite numbers, above 0 on a logarithmic axis"
+            )
     return every
 
 
@@ -76,7 +79,10 @@ def chart(
     """
     points, logs = points or {}, logarithmic(log)
     if len(series) + len(points) > len(GLYPHS):
-        raise ValueError(f"{len(series) + len(points)} series: a text chart tells {len(GLYPHS)} apart")
+        raise ValueError(
+            f"{len(series) + len(points)} series: a text chart tells {len(GLYPHS)} apart"
+            "\n  fix: draw fewer at a time, or use --plot"
+        )
     sx, sy = (math.log10 if axis else float for axis in logs)
     every = _check({**series, **points}, logs)
     x0, x1 = bounds([sx(x) for x, _ in every])

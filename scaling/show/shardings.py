@@ -97,7 +97,10 @@ def _plain(line: str) -> str:
 def global_shape(spec: Spec, shard, axes) -> tuple[int, ...]:
     """The shape of the whole array of which this tensor is one shard."""
     if len(shard.shape) != len(spec.dims):
-        raise ShardingError(f"{spec}: the shard has shape {tuple(shard.shape)}, not {len(spec.dims)} dims")
+        raise ShardingError(
+            f"{spec}: the shard has shape {tuple(shard.shape)}, not {len(spec.dims)} dims"
+            "\n  fix: give the type of this array"
+        )
     shape = []
     for n, (_, over) in zip(shard.shape, spec.dims, strict=True):
         for axis in over:

@@ -26,7 +26,10 @@ def schedule_chart(timeline: Timeline, width: int | None = None, colour: bool = 
     the shortest computation room for its name, but at most 120 (a name that finds no room is cut). `colour`: ANSI.
     """
     if not timeline.compute:
-        raise ValueError(f"{timeline.name}: nothing to draw: the timeline holds no computation")
+        raise ValueError(
+            f"{timeline.name}: nothing to draw: the timeline holds no computation"
+            "\n  fix: draw the timeline of a whole run"
+        )
     start, span = min(s.start for s in timeline.compute), timeline.makespan
     chunk = _chunks(timeline)
     shortest = min(s.end - s.start for s in timeline.compute if s.end > s.start)

@@ -144,7 +144,9 @@ class Spec:
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
                 raise ShardingError(f"{self}: dim {dim} needs a size, an int >= 0; got {size!r} in {dict(sizes)}")
             if dim.isdigit() and size != int(dim):
-                raise ShardingError(f"{self}: dim {dim} says its own size, but the array has {size} there")
+                raise ShardingError(
+                    f"{self}: dim {dim} says its own size, but the array has {size} there\n  fix: give it a name"
+                )
             shape.append(size)
         return tuple(shape)
 
@@ -225,7 +227,7 @@ def parse_line(text: "str | Line") -> Line:
 
 def _text(text) -> str:
     if not isinstance(text, str):  # before any cache sees it: it may not be hashable
-        raise ShardingError(f"a type is written as a string such as 'W[D, F_X]'; got {text!r}")
+        raise ShardingError(f"a type is written as a string such as 'W[D, F_X]'; got {text!r}\n  fix: give a string")
     return text
 
 

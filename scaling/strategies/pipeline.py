@@ -270,6 +270,9 @@ def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:
             )
     for where, W in tree.named_leaves(params).items():
         if len(W) % schedule.chunks:
-            raise ValueError(f"{schedule.name}: {where} has {len(W)} layers here, not a multiple of {schedule.chunks}")
+            raise ValueError(
+                f"{schedule.name}: {where} has {len(W)} layers here, not a multiple of {schedule.chunks}"
+                "\n  fix: use as many layers on each rank as a multiple of the chunks"
+            )
     call = f"pipeline {schedule.name}, {schedule.microbatches} microbatches, {schedule.chunks} chunks"
     alike(mesh, call, axis=axis, In=In, Target=Target, params=params)

@@ -65,7 +65,10 @@ class Strategy:
             )
         depths = {len(params[name]) for name in self.weights}
         if len(depths) > 1:
-            raise ValueError(f"the params are stacked over different numbers of layers: {sorted(depths)}")
+            raise ValueError(
+                f"the params are stacked over different numbers of layers: {sorted(depths)}"
+                "\n  fix: stack all of them over the same layers"
+            )
         return depths.pop()
 
     def forward(

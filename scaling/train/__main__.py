@@ -185,7 +185,8 @@ def chosen(settings: Settings, ranks: int, args) -> dict[str, int]:
 
     found, refused = choose.choices(settings, ranks, chip(args.chip))
     if not found:
-        raise ValueError("no mesh suits\n" + "\n".join(f"  {why}" for why in refused[:8]))
+        said = "".join(f"  {why}\n" for why in refused[:8])
+        raise ValueError(f"no mesh suits\n{said}  fix: use another number of ranks, or give --mesh")
     if int(os.environ.get("RANK", 0)) == 0:
         print(choose.table(found, refused) + "\n", flush=True)
     args.mesh = ",".join(f"{axis}={size}" for axis, size in found[0].sizes.items())

@@ -161,7 +161,9 @@ def leaf(folder, step: int, where: str, mesh, spec: Spec | None = None, places: 
     """One leaf of a step, by its place: whole, or this rank's shard by a type. ValueError if it is not there."""
     path, leaves = Path(folder) / step_name(step), index(folder, step)["leaves"]
     if where not in leaves:
-        raise ValueError(f"{path}: has no {where}; it has {', '.join(sorted(leaves)[:4])}, ...")
+        raise ValueError(
+            f"{path}: has no {where}; it has {', '.join(sorted(leaves)[:4])}, ...\n  fix: name one of them"
+        )
     saved = leaves[where]
     return assembled(where, saved, spec or parse(saved["type"]).whole(), mesh, places, ShardReader(path, verified=True))
 

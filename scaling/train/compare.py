@@ -32,7 +32,10 @@ def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
     """What differs first, by each thing compared. ValueError if one is no run's folder."""
     for folder in (a, b):
         if not (folder / "run.toml").is_file():
-            raise ValueError(f"{folder}: no run is here: run.toml is missing")
+            raise ValueError(
+                f"{folder}: no run is here: run.toml is missing"
+                "\n  fix: give the folder that a run of scaling.train wrote"
+            )
     ours, theirs = (set((folder / "run.toml").read_text().splitlines()) for folder in (a, b))
     for text in sorted(ours ^ theirs):
         if not text.startswith("out ="):

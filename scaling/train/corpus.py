@@ -68,9 +68,9 @@ def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
     ids = [p for p in found if p.suffix == ".npy"]
     files = ids or [p for p in found if p.suffix in (*TEXT, ".jsonl") or p == path]
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
+        raise ValueError(f"{path}: no such file or folder\n  fix: give the path of one")
     if not files:
-        raise ValueError(f"{path}: no text and no .npy of tokens to read")
+        raise ValueError(f"{path}: no text and no .npy of tokens to read\n  fix: give a folder that holds some")
     if ids:
         return _joined([_row(p) for p in ids], path)
     if by is BYTES and not any(p.suffix == ".jsonl" for p in files):
@@ -83,7 +83,7 @@ def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
 def _joined(rows: list, path: Path, counted: tuple[numpy.ndarray, ...] = EVERYTHING) -> Corpus:
     """Rows of ids, each a document, as a corpus. ValueError if there is not one token."""
     if not sum(map(len, rows)):
-        raise ValueError(f"{path}: holds no text")
+        raise ValueError(f"{path}: holds no text\n  fix: give a file that holds some")
     starts = numpy.cumsum([0, *(len(part) for part in rows[:-1])])
     return Corpus(tuple(rows), starts, counted)
 
@@ -99,9 +99,9 @@ def _row(path: Path) -> numpy.ndarray:
     try:
         ids = numpy.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+        raise ValueError(f"{path}: cannot be read: {error}\n  fix: give a file that can be read") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"{path}: not a row of token ids")
+        raise ValueError(f"{path}: not a row of token ids\n  fix: give a one-dimensional .npy of whole numbers")
     return ids
 
 

@@ -46,7 +46,10 @@ def load(folder, specs, mesh, *, places: Places = IN_ORDER) -> Any:
     found, shards = _index(folder), {}
     for where, text in tree.named_leaves(specs, "state").items():
         if (name := ".".join(map(str, keys(where)))) not in found:
-            raise ValueError(f"{folder}: has no {name}; it has {', '.join(sorted(found)[:4])}, ...")
+            raise ValueError(
+                f"{folder}: has no {name}; it has {', '.join(sorted(found)[:4])}, ..."
+                "\n  fix: choose one of those that it has"
+            )
         shards[where] = assembled(name, found[name], parse(text), mesh, places, ShardReader(Path(folder)))
     return tree.unflatten(specs, list(shards.values()))
 
@@ -134,13 +137,19 @@ def _index(folder) -> dict[str, dict]:
         for at, info in said.storage_data.items():
             if at.fqn in found:
                 if getattr(info, "transform_descriptors", None):
-                    raise ValueError(f"{at.fqn} was written through {info.transform_descriptors}")
+                    raise ValueError(
+                        f"{at.fqn} was written through {info.transform_descriptors}"
+                        "\n  fix: load it by torch.distributed.checkpoint, and save it again without its planner"
+                    )
                 sizes = {chunk.offsets: chunk.sizes for chunk in leaves[at.fqn].chunks}[at.offset]
                 block = {"at": [(start, start + n) for start, n in zip(at.offset, sizes, strict=True)]}
                 block |= {"file": info.relative_path, "from": info.offset, "bytes": info.length}
                 found[at.fqn]["blocks"].append(block)
     except Exception as error:
-        raise ValueError(f"{path}: not what torch.distributed.checkpoint writes of tensors: {error}") from error
+        raise ValueError(
+            f"{path}: not what torch.distributed.checkpoint writes of tensors: {error}"
+            "\n  fix: give a folder that it wrote of a tree of tensors"
+        ) from error
     return found
 
 

@@ -73,7 +73,10 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     try:
         if not (args.run / "run.toml").is_file():
-            raise ValueError(f"{args.run}: is not a run of scaling.train: it has no run.toml")
+            raise ValueError(
+                f"{args.run}: is not a run of scaling.train: it has no run.toml"
+                "\n  fix: give the folder that a run of scaling.train wrote"
+            )
         options = tomllib.loads((args.run / "run.toml").read_text())
         config, _ = config_at(options["model"])
         step = checkpoint.latest(args.run) if args.step is None else args.step

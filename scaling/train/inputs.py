@@ -38,5 +38,7 @@ def weighted_paths(data: str) -> list[tuple[str, float]]:
                 f"{data}: the weight {weight!r} is not a number\n  fix: write --data as PATH:WEIGHT,PATH:WEIGHT"
             ) from None
         if not 0 < found[-1][1] < float("inf"):
-            raise ValueError(f"{data}: the weight {weight} is not above 0")
+            raise ValueError(
+                f"{data}: the weight {weight} is not above 0\n  fix: give a positive number, or leave the file out"
+            )
     return found

@@ -18,7 +18,10 @@ def check_sample(settings: Settings, ranks: int, held: int, available: float) ->
         return
     ids, V = tokenizer(settings.tokenizer).encode(settings.sample), settings.model.V
     if not len(ids) or int(max(ids)) >= V:
-        raise ValueError(f"--sample {settings.sample!r}: its tokens do not lie in 0..{V - 1}, {settings.model.name}'s")
+        raise ValueError(
+            f"--sample {settings.sample!r}: its tokens do not lie in 0..{V - 1}, {settings.model.name}'s"
+            "\n  fix: give token ids of this vocabulary"
+        )
     whole = tree.nbytes(model.init(settings.model, 0, DTYPES[settings.dtype], "meta"))
     if ranks > 1 and held + whole > available:
         raise ValueError(

@@ -34,7 +34,7 @@ class FromFile:
 
     def __init__(self, path):
         if not Path(path).is_file():
-            raise ValueError(f"{path}: no such file")
+            raise ValueError(f"{path}: no such file\n  fix: give the path of a tokenizer.json")
         try:
             from tokenizers import Tokenizer as Loaded
         except ImportError:
@@ -44,7 +44,9 @@ class FromFile:
         try:
             self.loaded = Loaded.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path}: not a tokenizer.json: {error}") from error
+            raise ValueError(
+                f"{path}: not a tokenizer.json: {error}\n  fix: give a file that the tokenizers library wrote"
+            ) from error
         self.name, self.vocabulary = str(path), self.loaded.get_vocab_size()
 
     def encode(self, text: str) -> numpy.ndarray:
@@ -92,9 +94,14 @@ def chat_document(record, by: Tokenizer) -> Document:
                     case {"role": str(role), "content": str(content)}:
                         parts += [(f"{role}: ", False), (f"{content}\n\n", role == "assistant")]
                     case _:
-                        raise ValueError('a message is {"role": ..., "content": ...}, both text')
+                        raise ValueError(
+                            'a message is {"role": ..., "content": ...}, both text\n  fix: write each message so'
+                        )
         case _:
-            raise ValueError('a line is {"text"}, {"prompt", "completion"} or {"messages": [...]}')
+            raise ValueError(
+                'a line is {"text"}, {"prompt", "completion"} or {"messages": [...]}'
+                "\n  fix: write each line in one of these ways"
+            )
     pieces = [(by.encode(text), counts) for text, counts in parts]
     return Document(
         numpy.concatenate([ids for ids, _ in pieces]),

@@ -28,7 +28,7 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int) -> dict:
     files = sorted(p for p in source.rglob("*") if p.suffix in (*TEXT, ".jsonl")) if source.is_dir() else [source]
     files = [p for p in files if p.is_file()]
     if not files:
-        raise ValueError(f"{source}: no text to read")
+        raise ValueError(f"{source}: no text to read\n  fix: give a file, or a folder that holds some")
     out.mkdir(parents=True, exist_ok=True)
     dtype = numpy.uint16 if by.vocabulary <= 1 << 16 else numpy.uint32
     index = {"tokenizer": by.name, "tokens": [], "counted": [], "starts": "starts.npy", "top": 0, "bytes": {}}
@@ -59,7 +59,7 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int) -> dict:
     if held:
         flush()
     if not total:
-        raise ValueError(f"{source}: holds no text")
+        raise ValueError(f"{source}: holds no text\n  fix: give a file that holds some")
     save("starts.npy", numpy.array(starts, numpy.int64))
     if all_count:
         for name in index["counted"]:

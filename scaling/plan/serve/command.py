@@ -76,7 +76,10 @@ def service(args) -> Service:
     """The request; ValueError where lengths contradict each other."""
     total = args.prompt + args.output if args.prompt else None
     if args.context and total and args.context != total:
-        raise ValueError(f"--context {args.context} is not --prompt {args.prompt} + --output {args.output}")
+        raise ValueError(
+            f"--context {args.context} is not --prompt {args.prompt} + --output {args.output}"
+            "\n  fix: leave one of the three out"
+        )
     if not (context := args.context or total):
         raise ValueError("the length of a sequence is not known\n  fix: give --context, or --prompt and --output")
     latency = args.latency / 1e3 if args.latency else None

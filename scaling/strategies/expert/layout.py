@@ -87,8 +87,9 @@ def expert_layout(config: Config, mesh, axis, tensor=None, spec: str | None = No
     experts, Y = there(axes_of(axis)), there(axes_of(tensor))
     x = parse(spec or f"x[B{_on(axes_of(axis))}, T, D]")
     rule = f"{x}\n  rule: the tokens of a layer of experts are x[B_X, T, D], with D whole, T over the axes of F last"
+    fix = "gather or reduce x to such a type"
     if len(x.dims) != 3 or x.unreduced or x.dims[2][1]:
-        raise ShardingError(rule)
+        raise ShardingError(f"{rule}\n  fix: {fix}")
     batch, time = there(x.dims[0][1]), there(x.dims[1][1])
     sequence = bool(Y) and time[-len(Y) :] == Y
     time = time[: -len(Y)] if sequence else time

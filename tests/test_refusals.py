@@ -1,0 +1,92 @@
+"""What a user can do wrong is refused with what to do instead: a "fix:", or an order in the sentence itself."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import scaling
+
+ROOT = Path(scaling.__file__).parent
+KINDS = ("ShardingError", "ValueError", "TypeError")
+SAYS_WHAT_TO_DO = re.compile(
+    r"fix:|\b(must|give|use|choose|write|pass|make|take|call|start|simulate|pad|add|needs?|one of|at least|run|see)\b",
+    re.I,
+)
+NO_FIX = {  # where a sentence alone is enough: why
+    "collectives/checked.py": "who makes which call is the fix: it names the ranks and their calls",
+    "schedules/simulator.py": "a schedule that cannot run is quoted by rank and step",
+    "serve/requests.py": "the reason, in one line, in the answer to a client's request",
+}
+
+
+def texts(node: ast.AST | None, names: dict[str, str]) -> str:
+    """The constant parts of a message, with those of names that were given a text in the same function."""
+    match node:
+        case ast.Constant(value=str(value)):
+            return value
+        case ast.JoinedStr(values=parts):
+            return "".join(texts(part, names) for part in parts)
+        case ast.FormattedValue(value=value):
+            return texts(value, names) or "{}"
+        case ast.BinOp(left=left, right=right):
+            return texts(left, names) + texts(right, names)
+        case ast.IfExp(body=body, orelse=orelse):
+            return texts(body, names) + texts(orelse, names)
+        case ast.Name(id=name):
+            return names.get(name, "")
+        case ast.Call(func=ast.Name(id="_fix")):
+            return "fix:"
+    return ""
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, message) of each refusal of a module whose message, or a part of it, stands there."""
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        names: dict[str, str] = {}
+        for node in ast.walk(function):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = zip(target.elts, node.value.elts, strict=True)
+                for name, value in pairs:
+                    if isinstance(name, ast.Name):
+                        names[name.id] = names.get(name.id, "") + texts(value, names)
+        for node in ast.walk(function):
+            match node:
+                case ast.Raise(exc=ast.Call(func=ast.Name(id=kind), args=[message, *_])) if kind in KINDS:
+                    said = texts(message, names).replace("{}", "").strip()
+                    if len(re.findall("[a-z]", said)) > 5:  # else it is written elsewhere
+                        yield node.lineno, said
+
+
+def test_every_refusal_says_what_to_do():
+    silent, spared = [], set()
+    for path in sorted(ROOT.rglob("*.py")):
+        file = str(path.relative_to(ROOT))
+        for line, said in messages(path):
+            if not SAYS_WHAT_TO_DO.search(said):
+                spared.add(file) if file in NO_FIX else silent.append(f"{file}:{line}: {said}")
+    assert not silent, "\n".join(silent)
+    assert spared == set(NO_FIX), "an exception is needed no longer"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(x):\n    raise ValueError(f'{x} is wrong')", ["is wrong"]),
+        (
+            "def f(x):\n    why = f'{x} is wrong'\n    raise ValueError(f'{why}\\n  fix: give 1')",
+            ["is wrong\n  fix: give 1"],
+        ),
+        ("def f(x):\n    raise ValueError(refusal(x))", []),
+        ("def f(x):\n    raise RuntimeError('ours')", []),
+    ],
+)
+def test_the_messages_that_are_looked_at(tmp_path, source, found):
+    (tmp_path / "module.py").write_text(source)
+    assert [said for _, said in messages(tmp_path / "module.py")] == found
