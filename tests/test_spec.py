@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -322,6 +323,23 @@ def test_refusals_say_what_is_wrong_with_which_type(what):
 def test_dtypes_by_name_by_torch_and_by_bytes():
     given = ("bf16", "int4", "fp32", torch.float64, torch.bfloat16, 2, 0.5)
     assert [dtype_bytes(d) for d in given] == [2, 0.5, 4, 8, 2, 2, 0.5]
+    for name in (
+        "bf16",
+        "fp16",
+        "f16",
+        "fp32",
+        "f32",
+        "fp64",
+        "f64",
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+    ):
+        full = re.sub(r"^f(p?)(?=\d)", "float", name).replace("bf16", "bfloat16")
+        assert dtype_bytes(name) == dtype_bytes(full) == getattr(torch, full).itemsize
     assert parse("W[D]").nbytes((3,), {}, "int4") == 1.5
     assert isinstance(parse("W[D]").nbytes((4,), {}, "int4"), int)
     for bad in (0, -1, None, ""):

@@ -13,6 +13,7 @@ from scaling.spec import ShardingError
 from scaling.strategies import context
 from scaling.strategies.context import block, kernels, tiles
 from scaling.strategies.context.compare import costs, table
+from scaling.strategies.context.layout import _from_whole
 from scaling.trace import trace
 
 T, H, B = 48, 8, 2
@@ -325,3 +326,16 @@ def test_refused(name):
 def test_unknown_form():
     with pytest.raises(ValueError, match=r"no form 'rings'\n  fix: choose one of ring, zigzag"):
         context.work("rings", 8, 2)
+
+
+def test_zigzag_order_of_what_a_compiled_graph_has_gathered():
+    x = torch.arange(12)
+    wanted = [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    zigzag = [_from_whole(x, 0, 3, c, back=False) for c in range(3)]
+    assert [each.tolist() for each in zigzag] == wanted
+    assert torch.equal(torch.cat([_from_whole(torch.cat(zigzag), 0, 3, c, back=True) for c in range(3)]), x)
+
+
+def test_zigzag_order_is_of_two_chunks_a_rank():
+    with pytest.raises(ShardingError, match="fix:"):
+        context.to_zigzag(torch.empty(3, device="meta"), 0, AbstractMesh({"C": 2}))

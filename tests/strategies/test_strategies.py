@@ -8,7 +8,7 @@ from torch.func import vjp
 
 from scaling import optim, tree
 from scaling.collectives import all_reduce
-from scaling.mesh import AbstractMesh
+from scaling.mesh import AbstractMesh, Mesh
 from scaling.models.mlp import MLPConfig, MLPStack
 from scaling.spec import parse
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
@@ -313,3 +313,9 @@ def test_an_unknown_activation_is_refused_before_any_layer_runs(strategy):
         strategy.forward(params, In, mesh, activation="tanh")
     assert not log.events
     assert strategy.forward(params, In, mesh, activation="relu")[0] is In
+
+
+def test_a_layer_is_the_books_unless_asked_otherwise():
+    In, W_in, W_out = (torch.randn(4, 4, dtype=torch.float64) for _ in range(3))
+    Out, _ = fsdp.forward({"W_in": W_in[None], "W_out": W_out[None]}, In, Mesh({"X": 1}))
+    torch.testing.assert_close(Out, torch.nn.functional.gelu(In @ W_in) @ W_out)
