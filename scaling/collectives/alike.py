@@ -21,8 +21,10 @@ def alike(mesh, call: str, along: Sequence[str] | None = None, **arguments: Any)
     Of a tensor, shape and dtype are compared, of a tree those of each leaf, of a config what is not its default, and of
     a function nothing but that it is one: what a rank would have to send is compared nowhere.
     """
+    if torch.compiler.is_compiling() or not mesh.checked:
+        return
     axes = tuple(axis for axis in mesh.sizes if along is None or axis in along)
-    if mesh.checked and mesh.size(axes) > 1 and not torch.compiler.is_compiling():
+    if mesh.size(axes) > 1:
         said = ", ".join(f"{name}={_shown(value)}" for name, value in arguments.items())
         agree(mesh.group(axes), f"{call} with {said}")
 

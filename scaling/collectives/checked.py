@@ -5,16 +5,17 @@ one machine they meet in shared memory (`scaling.mesh.meeting`), which takes a f
 last of them; across machines each sends its call to the others, which can take as long as a small collective.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from scaling._torch import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
-from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Intent, NotMet, meeting
+from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Differ, Intent, Left, Meeting, NotMet, meeting
 from scaling.mesh.page import DIGEST, LENGTH
 from scaling.spec import ShardingError
 
@@ -35,10 +36,26 @@ def agree_on(op, x: torch.Tensor, traced: bool = False) -> None:
     `traced`: it runs as torch.func, autograd and tensor modes see through it, which can send other messages than the op
     does alone: so all ranks run it in one of these ways.
     """
-    if not op.checked or op.size == 1 or op.kind in ("Slice", "Pad") or torch.compiler.is_compiling():
-        return
-    how = f"under {', '.join(mode_names())}" if modes() else "differentiated" if traced else ""
-    _compare(op.checked, op.group, op.axes, _call_of(op, x.shape, x.dtype, how))
+    if _compared(op):
+        how = f"under {', '.join(mode_names())}" if modes() else "differentiated" if traced else ""
+        _compare(op.checked, op.group, op.axes, _call_of(op, x.shape, x.dtype, how))
+
+
+def agree_early(op, x: torch.Tensor, start: Callable[[torch.Tensor], Any]) -> Callable[[], None] | None:
+    """As `agree_on`, but if all have made this call after the one before, they compare it when what is returned is
+    called, which the caller does before it uses the result. `start(x)` begins the op without waiting for its end."""
+    if not op.checked or op.size == 1:
+        return None
+    call, held = _call_of(op, x.shape, x.dtype, ""), meeting(op.checked)
+    if held is None:
+        return _compare(op.checked, op.group, op.axes, call)
+    shape, dtype, device = x.shape, x.dtype, x.device
+    number = _told(held, held.begin, call, lambda: start(torch.zeros(shape, dtype=dtype, device=device)))
+    return partial(_told, held, held.settle, number)
+
+
+def _compared(op) -> bool:
+    return op.checked and op.size > 1 and op.kind not in ("Slice", "Pad") and not torch.compiler.is_compiling()
 
 
 @lru_cache(maxsize=4096)
@@ -65,20 +82,37 @@ def _said(text: str, how: str) -> Intent:
 
 def _compare(place: str, group: str, axes: Sequence[str], call: Intent) -> None:
     held = meeting(place)
+    if held is not None:
+        return _told(held, held.meet, call)
+    pg = process_group(group)
+    said = _exchange(pg, call)
+    if said is not None:
+        raise _different(axes, dist.get_process_group_ranks(pg), said)
+
+
+def _told(held: Meeting, do: Callable, *args) -> Any:
+    """do(*args), whose errors name the ranks, their calls and the rule."""
     try:
-        said = held.meet(call) if held is not None else _exchange(process_group(group), call)
+        return do(*args)
+    except Differ as error:
+        raise _different(error.meeting.axes, error.meeting.ranks, error.said) from None
+    except Left as error:
+        raise ShardingError(
+            f"another rank has given up waiting for this call\n  {_shown(error.said[0], False)}\n  rule: {RULE}"
+        ) from None
     except NotMet as error:
         lines = "".join(f"  {_waits(*each, error.why)}\n" for each in error.waits) + f"  rule: {RULE}"
         if error.why == LATE:
             raise TimeoutError(
-                f"Timed out: not all ranks have come within {held.timeout if held else 0:g} s\n{lines}\n"
+                f"Timed out: not all ranks have come within {held.timeout:g} s\n{lines}\n"
                 f"  fix: find out what the other ranks are doing; if it may take so long, pass a longer timeout"
             ) from None
         what = "the ranks wait for each other, each in another call" if error.why == CIRCLE else "a rank has ended"
         raise ShardingError(f"{what}\n{lines}") from None
-    if said is not None:
-        ranks = held.ranks if held is not None else dist.get_process_group_ranks(process_group(group))
-        raise ShardingError(f"the ranks along {', '.join(axes)} do not make the same call\n{_by_call(ranks, said)}")
+
+
+def _different(axes: Sequence[str], ranks: Sequence[int], said: Sequence[str]) -> ShardingError:
+    return ShardingError(f"the ranks along {', '.join(axes)} do not make the same call\n{_by_call(ranks, said)}")
 
 
 def _waits(rank: int, call: str | None, missing: Sequence[int], why: str) -> str:

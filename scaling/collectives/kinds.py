@@ -135,6 +135,11 @@ def key_of(x: Tensor) -> tuple[int, ...]:
         return ()
 
 
+def runs_behind(op: Op, group: Group) -> bool:
+    """Whether an op that is started runs while this rank goes on."""
+    return KINDS[op.kind].eager is not None and (group.pg is not None or op.backend == "gloo") and op.by == "sum"
+
+
 def start_op(x: Tensor, op: Op, group: Group, out: Tensor | None = None) -> Started:
     """Start an op that nothing differentiates: (work to wait for or None, a function that then makes the result).
 
@@ -143,7 +148,7 @@ def start_op(x: Tensor, op: Op, group: Group, out: Tensor | None = None) -> Star
     if op.size == 1 and op.kind != "CollectivePermute":
         return None, lambda: lazy_clone(x) if out is None else x
     run = KINDS[op.kind].eager
-    if run is None or (group.pg is None and op.backend != "gloo") or op.by != "sum":
+    if run is None or not runs_behind(op, group):
         result = out if out is not None and op.backend == "abstract" else traceable(x, op)
         return None, lambda: result
     if x.dtype in CARRIED and not x.is_neg():

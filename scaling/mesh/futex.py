@@ -17,6 +17,10 @@ if sys.platform == "linux" and _number is not None:
     _call.restype = ctypes.c_long
 
 
+def has_futex() -> bool:
+    return _call is not None
+
+
 class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 

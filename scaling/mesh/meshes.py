@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from scaling._torch import constant
-from scaling.mesh.meeting import Meeting, hold_meeting
+from scaling.mesh.meeting import Meeting, hold_meeting, meet_on
 from scaling.mesh.page import SharedPage, share_page
 from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError, block_index
@@ -210,6 +210,9 @@ class Mesh(AbstractMesh):
             raise ShardingError(
                 f"the ranks do not make the same mesh\n{lines}  rule: a mesh is made by all ranks alike"
             )
+        if self.checked and meet_on(everyone.group_name):
+            # what ranks have begun on another mesh, and not all come to, would be in the way of this one's calls
+            everyone = self._new_group(self.ranks)
         page = SharedPage(memory, self.size(), self.rank) if memory is not None else None
         for number, some in enumerate(sets):
             members = [self.coord]  # in ascending order of rank: axes in the mesh's order
@@ -221,7 +224,9 @@ class Mesh(AbstractMesh):
             if len(ranks) < self.size():
                 pg = self._new_group([self.ranks[rank] for rank in ranks])
             if page is not None:
-                checked = hold_meeting(Meeting(page, number, self._group_number(some), ranks, self.timeout))
+                checked = hold_meeting(
+                    Meeting(page, number, some, self._group_number(some), ranks, self.timeout), pg.group_name
+                )
             self._process_groups[some] = ranks, pg, checked
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
