@@ -156,6 +156,16 @@ def test_tiles_that_do_not_agree_are_not_used(monkeypatch):
     assert tiles.LEAST in found
 
 
+@pytest.mark.parametrize(("D", "F"), [(6, 4), (16, 6), (8, 5), (3, 8)])
+def test_a_row_has_the_same_bits_at_each_place_of_a_tile(D, F):
+    x, W = torch.randn(64, D), torch.randn(F, D).T
+    for matrix in (W, W.contiguous()):
+        for size in tiles.SIZES:
+            still = tiles.product(x, matrix, (size,))
+            for by in (1, 2, 5):
+                assert torch.equal(tiles.product(x.roll(by, 0), matrix, (size,)), still.roll(by, 0))
+
+
 def test_stop_strings_and_ids_outside_the_vocabulary():
     options = Options(pages=8, page=4)
     served = engine.serve(params, CONFIG, [(0.0, Request(0, (1, 2), 9))], options, on_token=lambda id, token: True)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as padded
 
 from scaling.configs import Config
 from scaling.models.transformer import unstacked
@@ -15,6 +16,7 @@ from scaling.strategies.transformer.layer import own_heads
 
 LEAST = 8  # rows of the smallest tile
 SIZES = (64, 32, 16, LEAST)
+WIDTH = 8  # what rows and columns of a matrix are filled up to a multiple of
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # torch's silu and gelu round the end of an array differently
     "silu": lambda x: x / (1 + (-x).exp()),
     "gelu": lambda x: 0.5 * x * (1 + (x * 0.5**0.5).erf()),
@@ -24,8 +26,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # torch's silu and gelu 
 
 
 def product(x: Tensor, W: Tensor, sizes: Sequence[int] = SIZES) -> Tensor:
-    """x[R, D] times W[D, ...], R a multiple of `LEAST`, in tiles of these sizes, the largest first."""
+    """x[R, D] times W[D, ...], R a multiple of `LEAST`, in tiles of these sizes, the largest first.
+
+    Where D or the columns of W are no multiple of 8, zeros fill them up: on some processors a product of 6 columns, or
+    over 6, gives a row other bits by its place in the tile.
+    """
     W = W.flatten(1)
+    D, F = W.shape
+    if D % WIDTH or F % WIDTH:
+        W = padded(W, (0, -F % WIDTH, 0, -D % WIDTH))
+        return product(padded(x, (0, -D % WIDTH)), W, sizes)[:, :F].contiguous()
     parts, at = [], 0
     for size in sizes:
         while len(x) - at >= size:
@@ -35,14 +45,25 @@ def product(x: Tensor, W: Tensor, sizes: Sequence[int] = SIZES) -> Tensor:
 
 
 def agreeing(params: dict, config: Config, mesh=None) -> tuple[int, ...]:
-    """The sizes of tiles in which a row has the same bits, `LEAST` among them: tried with each shape of matrix."""
+    """The sizes of tiles in which a row has the same bits at each place, `LEAST` among them: tried with each shape of
+    matrix. ValueError if there are none on this machine."""
     sizes = list(SIZES)
     for W in {(W.shape, W.stride()): W for W in _matrices(params, config, ONE if mesh is None else mesh)}.values():
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(SIZES[0], len(W), generator=generator).to(W)
         small = product(x, W, (LEAST,))
-        sizes = [size for size in sizes if product(x, W, (size,)).equal(small)]
+        sizes = [size for size in sizes if _same_rows(x, W, size, small)]
+        if LEAST not in sizes:
+            raise ValueError(
+                f"batch-invariant: here a product with {tuple(W.shape)} gives a row other bits by its place in a tile\n"
+                f"  fix: leave the batch-invariant mode out, or use another dtype than {W.dtype}"
+            )
     return tuple(sizes)
+
+
+def _same_rows(x: Tensor, W: Tensor, size: int, rows: Tensor) -> bool:
+    """Whether x W in tiles of this size has these rows, also where x's are moved on by 1 and by 3 places."""
+    return all(product(x.roll(by, 0), W, (size,)).equal(rows.roll(by, 0)) for by in (0, 1, 3))
 
 
 def _matrices(params: dict, config: Config, mesh) -> list[Tensor]:
