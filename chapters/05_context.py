@@ -147,8 +147,8 @@ def dense(Q, key, V, window=T, segments=None):
 def differences(made, spec, mesh, home=slice(None), **mask) -> list[float]:
     """Of O, dQ, dK and dV from one device's; `home` puts T in plain order."""
     O, pull = vjp(lambda *x: dense(*x, **mask), *problem()[:3])
-    pairs = zip(made, (O, *pull(problem()[3])), strict=True)
-    return [difference(unshard(spec, x, mesh)[:, home], w, mesh) for x, w in pairs]
+    wanted = O, *pull(problem()[3])
+    return [difference(unshard(spec, x, mesh)[:, home], w, mesh) for x, w in zip(made, wanted, strict=True)]
 
 
 def show(found) -> None:
@@ -228,9 +228,7 @@ def one_form(mesh, form, axis, **mask):
     *operands, dO, documents = mine
     options = mask | ({"segments": documents} if mask else {})
     O, pull = vjp(lambda *x: context.attention(*x, mesh, axis=axis, form=form, **options), *operands)
-    made = O, *pull(dO)
-    if form == "zigzag":
-        made = [context.from_zigzag(x, 1, mesh, axis) for x in made]
+    made = [context.from_zigzag(x, 1, mesh, axis) if form == "zigzag" else x for x in (O, *pull(dO))]
     return differences(made, f"x[B, T_{''.join(axis)}, N, H]", mesh, **mask)
 
 

@@ -14,6 +14,7 @@ torch.amax shares it, and takes one more AllReduce.
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from typing import Any, Literal, overload
 
@@ -260,11 +261,8 @@ def _run(step: LineStep, x: Tensor, mesh, async_op: bool, out: Tensor | None = N
         result = result if out is None else out.copy_(result)
         return Pending(None, lambda: result) if async_op else result
     seen = trace.reached(event(op, x, async_op)) if trace.active() else None
-    settle = None
-    if runs_behind(op, step.group):
-        settle = agree_early(op, x, lambda x: start_op(x, op, step.group))
-    else:
-        agree_on(op, x)
+    early = runs_behind(op, step.group)
+    settle = agree_early(op, x, partial(start_op, op=op, group=step.group)) if early else agree_on(op, x)
     if seen is not None:
         trace.record(seen)
     work, make = start_op(x, op, step.group, out)

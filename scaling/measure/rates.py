@@ -192,7 +192,7 @@ def bytewise(mesh, repeats: int, f: Callable, volumes: Sequence[int]) -> Points:
 def between_matmuls(x: torch.Tensor, y: torch.Tensor | None) -> tuple[int, int]:
     """(bytes, calls) of operations between matmuls; they run if y is given."""
     if y is not None:
-        x * y  # into memory that is newly allocated, as most of it is
+        torch.mul(x, y)  # into memory that is newly allocated, as most of it is
         torch.add(x, y)
         y.add_(x)
     return 9 * x.nbytes, 3
