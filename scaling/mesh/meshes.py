@@ -140,11 +140,11 @@ class Mesh(AbstractMesh):
     """The ranks of this run along named axes, e.g. `Mesh({"X": 4, "Y": 2})`: to be made by every rank alike.
 
     Ranks come from `scaling.launch` or from torchrun; a mesh of one device needs no process group. `checked`: before
-    each collective the ranks of its group compare what they are about to do, and differing ranks raise instead of
-    hanging. `timeout`: seconds that a collective waits. `ranks`: those of the run that are the mesh's, ascending, for
-    instance range(0, 4); all by default. All ranks of the run make it alike; on a rank outside it `member` is False,
-    there is no `coord`, and a collective takes and gives None. ShardingError if the sizes do not multiply to the number
-    of ranks.
+    each collective, or before its result is used, the ranks of its group compare what they do, and differing ranks
+    raise instead of hanging. `timeout`: seconds that a collective waits. `ranks`: those of the run that are the mesh's,
+    ascending, for instance range(0, 4); all by default. All ranks of the run make it alike; on a rank outside it
+    `member` is False, there is no `coord`, and a collective takes and gives None. ShardingError if the sizes do not
+    multiply to the number of ranks.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Mesh(AbstractMesh):
         if self.size() < dist.get_world_size():
             everyone = self._new_group(self.ranks)
         if dist.get_backend() != "fake":  # torch's stand-in for a transport, of which this process is the only rank
-            said, memory = share_page(everyone, SharedPage.nbytes(self.size(), len(sets)), self.checked, mine)
+            said, memory = self._share_page(everyone, len(sets), mine)
         if len(set(said)) > 1:
             lines = "".join(f"  rank {rank}: {each}\n" for rank, each in enumerate(said))
             raise ShardingError(
@@ -228,6 +228,18 @@ class Mesh(AbstractMesh):
                     Meeting(page, number, some, self._group_number(some), ranks, self.timeout), pg.group_name
                 )
             self._process_groups[some] = ranks, pg, checked
+
+    def _share_page(self, everyone, sets: int, mine: str) -> tuple[list, Any]:
+        try:
+            return share_page(everyone, SharedPage.nbytes(self.size(), sets), self.checked, mine)
+        except RuntimeError as error:
+            if "imed out" not in str(error):
+                raise
+            raise TimeoutError(
+                f"Timed out: {mine}: rank {self.rank} makes this mesh, and not all others do\n"
+                f"  rule: a mesh is made by all ranks alike\n"
+                f"  fix: make it outside of what some ranks run alone; ranks=... gives a mesh of some of them"
+            ) from error
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
         """A process group, made by its members alone. It does not inherit the timeout of the world."""

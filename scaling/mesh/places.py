@@ -113,13 +113,13 @@ class MeetingPlaces:
             if ASKS + low not in states[: self.me]:
                 break
             time.sleep(1e-3)
-        here = [state in (ASKS + low, STANDS + low) for state in states]
-        come = [word[DIGEST:] == low or also for word, also in zip(words, here, strict=True)]
-        if all(come):
+        asked = [state in (ASKS + low, STANDS + low) for state in states]
+        stays = all(each[DIGEST:] == low or asks for each, asks in zip(words, asked, strict=True))
+        if stays:
             self.memory[place.word : place.word + WORD] = word
-        self.set_state(number, STANDS if all(come) else GONE)
+        self.set_state(number, STANDS if stays else GONE)
         self.wake()
-        return not all(come)
+        return not stays
 
     def wake(self) -> None:
         """Let those who wait look again."""

@@ -21,6 +21,7 @@ from busy import SOON
 from scaling.collectives import all_gather, all_reduce, recv, send
 from scaling.launch import RankError, fit_mesh, parse_mesh, run
 from scaling.launch.process import end_with_parent
+from scaling.mesh import Mesh
 from scaling.spec import ShardingError
 
 
@@ -390,3 +391,17 @@ def test_a_rank_that_begins_after_its_parent_has_died_ends_at_once():
     process.start()
     process.join()
     assert process.exitcode == 1
+
+
+def makes_a_mesh_alone(mesh):
+    if mesh.rank == 0:
+        Mesh(mesh.sizes)
+    time.sleep(30)
+
+
+def test_a_mesh_that_one_rank_makes_alone_is_named():
+    with pytest.raises(RankError) as error:
+        run(makes_a_mesh_alone, {"X": 2}, timeout=1.0)
+    message = str(error.value)
+    assert "Timed out: Mesh(X=2), unchecked, on cpu: rank 0 makes this mesh, and not all others do\n" in message
+    assert "fix: make it outside of what some ranks run alone" in message
