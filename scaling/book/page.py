@@ -149,7 +149,7 @@ class Page:
 
             return fit_mesh(sizes)
         except ShardingError as error:
-            why = str(error).removeprefix(f"--mesh {given}").removeprefix("--mesh").removeprefix(": ")
+            why = str(error).splitlines()[0].removeprefix(f"--mesh {given}").removeprefix("--mesh").removeprefix(": ")
             parser.error(f"--mesh {given or usual}: {why}; fix: --mesh {usual}")
 
     @staticmethod
