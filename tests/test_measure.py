@@ -226,4 +226,4 @@ def slowest_last(mesh) -> float:
 
 
 def test_a_time_lasts_until_the_last_rank_is_done(ranks):
-    assert min(ranks(slowest_last, {"X": 2})) >= 0.03
+    assert min(ranks(slowest_last, {"X": 2})) >= 0.029  # of 0.03, by another clock

@@ -76,21 +76,22 @@ def step_of(mesh, i: float, other=None) -> list:
 
 
 def differs_later(mesh, what):
+    fresh = Mesh(mesh.sizes, checked=True)
     for i in range(WARM):
-        for each in step_of(mesh, float(i)):
+        for each in step_of(fresh, float(i)):
             wait(each)
     if mesh.rank == 2:
         time.sleep(0.3)  # the others have begun all four by then
     errors, pending = [], []
     try:
-        pending = step_of(mesh, 100.0, OTHER_CALLS[what] if mesh.rank == 2 else None)
+        pending = step_of(fresh, 100.0, OTHER_CALLS[what] if mesh.rank == 2 else None)
     except ShardingError as error:
         errors.append(str(error))
     for each in pending[1:]:
         with pytest.raises(ShardingError) as error:
             wait(each)
         errors.append(str(error.value))
-    after = [wait(each).flatten().tolist() for each in step_of(mesh, 200.0)]
+    after = [wait(each).flatten().tolist() for each in step_of(fresh, 200.0)]
     return errors, after
 
 
@@ -166,15 +167,16 @@ def test_ranks_that_wait_for_each_other_in_what_they_have_begun_are_told_so(rank
 
 def elsewhere(mesh):
     """Rank 0 waits along Y for a rank that wants to tell it, along X, of another call."""
+    fresh = Mesh(mesh.sizes, checked=True)
     for _ in range(WARM):
-        pending = gather(mesh, 1.0, async_op=True)
-        c.all_reduce("A[] {U_Y} -> A[]", torch.ones(()), mesh)
+        pending = gather(fresh, 1.0, async_op=True)
+        c.all_reduce("A[] {U_Y} -> A[]", torch.ones(()), fresh)
         pending.wait()
     message = ""
     try:
-        pending = gather(mesh, 1.0, 2 + mesh.coord["X"], async_op=True)
+        pending = gather(fresh, 1.0, 2 + mesh.coord["X"], async_op=True)
         if mesh.rank != 1:
-            c.all_reduce("A[] {U_Y} -> A[]", torch.ones(()), mesh)
+            c.all_reduce("A[] {U_Y} -> A[]", torch.ones(()), fresh)
         pending.wait()
     except ShardingError as error:
         message = str(error)
@@ -250,7 +252,7 @@ def at_random(mesh, seed, rounds):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_ranks_do_what_is_returned_is_right(ranks, seed):
-    for said, told, wrong in ranks(at_random, {"X": 3}, seed, 24):
+    for said, told, wrong in ranks(at_random, {"X": 3}, seed, 14):
         assert not wrong
         assert said > 5
         assert told > 2
