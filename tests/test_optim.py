@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from scaling import optim, tree
 from scaling.mesh import AbstractMesh, Mesh
@@ -276,6 +277,38 @@ def test_memory_order_does_not_matter(layout, donate):
         odd, odd_state = adamw.update({"W": odd_g(grad)}, odd_state, odd, donate=donate)
         torch.testing.assert_close(odd["W"], wanted["W"], rtol=1e-14, atol=0)
         torch.testing.assert_close(odd_state["v"], state["v"], rtol=1e-14, atol=0)
+
+
+def test_what_lies_between_the_elements_is_left_alone():
+    """Params and moments that are every second element of a buffer: the fused kernel would walk through all of it."""
+    buffers = torch.randn(4, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).abs()
+    every = [row[::2] for row in buffers]  # p, g, m, v
+    adamw, others, step = optim.adamw(0.1), buffers[:, 1::2].clone(), torch.tensor(3)
+
+    def updated(p, g, m, v):
+        state = {"step": step, "m": {"W": m}, "v": {"W": v}}
+        new, state = adamw.update({"W": g}, state, {"W": p}, donate=True)
+        return torch.stack([new["W"], state["m"]["W"], state["v"]["W"]])
+
+    torch.testing.assert_close(updated(*[x.clone() for x in every]), updated(*every), rtol=1e-14, atol=0)
+    assert torch.equal(buffers[:, 1::2], others)
+
+
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_on_a_gpu_the_kernel_is_not_given_a_rate_less_precise_than_the_params(dtype, scheduled, monkeypatch):
+    """It takes a rate that is a tensor as float32."""
+    rates = []
+    monkeypatch.setattr(optim.rules, "fused_adamw_", lambda *args, lr, **options: rates.append(lr))
+    adamw = optim.adamw((lambda step: 0.1 + step) if scheduled else 0.1)
+    with FakeTensorMode():
+        params = {"W": torch.empty(3, dtype=dtype, device="cuda")}
+        adamw.update(params, adamw.init(params), params)
+    if dtype == torch.float64 and scheduled:
+        assert rates == []
+    else:
+        (rate,) = rates
+        assert rate.dtype == torch.float32 if scheduled else rate == 0.1
 
 
 def test_gradients_that_are_given_away_are_scaled_where_they_lie():

@@ -20,12 +20,11 @@ from scaling.trace import Event, now
 class Kind(NamedTuple):
     """`dual`: the kind of the transpose. `resize(op, shape)`: makes the result's shape of the operand's. `sent(op, V)`:
     bytes that one rank sends, by the algorithm that is optimal in bytes, of the book's V (the gathered or unreduced
-    array). `adds`: whether it adds up elements of several ranks. `traced`, `eager`: how it runs."""
+    array). `traced`, `eager`: how it runs."""
 
     dual: str
     resize: Callable[[Op, list[int]], None]
     sent: Callable[[Op, int], int]
-    adds: bool
     traced: Callable[[Tensor, Op], Tensor]
     eager: Callable[[Tensor, Op, Group, "Tensor | None"], Started] | None = None
 
@@ -83,19 +82,20 @@ def part_to_root(op: Op, V: int) -> int:
 
 
 KINDS = {
-    "AllGather": Kind("ReduceScatter", grows, others_share, False, traced.all_gather, eager.all_gather),
-    "ReduceScatter": Kind("AllGather", _splits, others_share, True, traced.reduce_scatter, eager.reduce_scatter),
-    "AllReduce": Kind("AllReduce", stays, both_ways, True, traced.all_reduce, eager.all_reduce),
-    "AllToAll": Kind("AllToAll", _moves, _exchanged, False, traced.all_to_all, eager.all_to_all),
-    "CollectivePermute": Kind("CollectivePermute", stays, permuted, False, traced.permute, eager.permute),
-    "Slice": Kind("Pad", _splits, no_bytes, False, traced.slice_),
-    "Pad": Kind("Slice", grows, no_bytes, False, traced.pad),
-    "Broadcast": Kind("Reduce", stays, from_root, True, traced.broadcast),
-    "Reduce": Kind("Broadcast", stays, to_root, True, traced.reduce),
-    "Scatter": Kind("Gather", _splits, parts_from_root, False, traced.scatter),
-    "Gather": Kind("Scatter", grows, part_to_root, False, traced.gather),
+    "AllGather": Kind("ReduceScatter", grows, others_share, traced.all_gather, eager.all_gather),
+    "ReduceScatter": Kind("AllGather", _splits, others_share, traced.reduce_scatter, eager.reduce_scatter),
+    "AllReduce": Kind("AllReduce", stays, both_ways, traced.all_reduce, eager.all_reduce),
+    "AllToAll": Kind("AllToAll", _moves, _exchanged, traced.all_to_all, eager.all_to_all),
+    "CollectivePermute": Kind("CollectivePermute", stays, permuted, traced.permute, eager.permute),
+    "Slice": Kind("Pad", _splits, no_bytes, traced.slice_),
+    "Pad": Kind("Slice", grows, no_bytes, traced.pad),
+    "Broadcast": Kind("Reduce", stays, from_root, traced.broadcast),
+    "Reduce": Kind("Broadcast", stays, to_root, traced.reduce),
+    "Scatter": Kind("Gather", _splits, parts_from_root, traced.scatter),
+    "Gather": Kind("Scatter", grows, part_to_root, traced.gather),
 }
 LOCAL = ("Slice", "Pad")  # nothing is sent
+ADDS = ("ReduceScatter", "AllReduce", "Broadcast", "Reduce")  # put elements of several ranks together (of zeros too)
 
 
 def dual(op: Op) -> Op:
@@ -179,7 +179,7 @@ TWIN = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # wh
 def check_dtype(op: Op, dtype: torch.dtype, mean: bool = False) -> None:
     """ShardingError if an op cannot put elements of this dtype together."""
     by = "mean" if mean else op.by
-    if op.kind in KINDS and KINDS[op.kind].adds and dtype not in CARRIED and not (dtype.is_complex and op.by == "sum"):
+    if op.kind in ADDS and dtype not in CARRIED and not (dtype.is_complex and op.by == "sum"):
         rule = "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones are added"
         refuse(f"{op.kind}: {op.line}", f"the {by} of {dtype}", rule, "convert it, e.g. .to(torch.float32)")
     if mean and not (dtype.is_floating_point or dtype.is_complex):

@@ -59,7 +59,8 @@ def plan_transfer(line: "str | Line", shape, source_mesh, target_mesh, *, into=N
                 continue
             source = target if target in ranks else min(ranks, key=lambda rank: (load[rank], rank))
             messages.append(Message(source, target, piece))
-            load[source] += messages[-1].numel if source != target else 0
+            if source != target:
+                load[source] += messages[-1].numel
     return messages
 
 

@@ -21,7 +21,7 @@ class Pulse:
     without a word: there a longer timeout helps.
     """
 
-    def __init__(self, pids: list[int], timeout: float, sockets: bool = True):
+    def __init__(self, pids: list[int], timeout: float, sockets: bool):
         self.pids, self.every = pids, min(max(timeout / 20, 0.2), 5.0)
         self.idle = timeout + 1.0  # a collective that times out says more, and is to be first
         self.mute = PATIENCE * self.idle if sockets else float("inf")

@@ -116,7 +116,7 @@ def _told(error: BaseException) -> bytes:
     return pickle.dumps(("error", (time.monotonic(), text)))
 
 
-def watch(ranks: list[Rank], timeout: float, sockets: bool = True) -> list[bytes]:
+def watch(ranks: list[Rank], timeout: float, sockets: bool) -> list[bytes]:
     """The ranks' results, once all have ended well. RankError as soon as one does not, about the one that failed first,
     or when all hang (see `Pulse`)."""
     pulse = Pulse([rank.process.pid for rank in ranks], timeout, sockets)

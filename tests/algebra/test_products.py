@@ -117,6 +117,11 @@ def test_the_books_cases(a, b, out, number, ops, result):
     assert str(plan.result) == result
 
 
+def test_a_plan_is_printed_by_numbered_lines():
+    plan = matmul("A[I, J_X]", "B[J, K]", "C[I, K]")
+    assert str(plan) == "1. A[I, J] = AllGather_X(A[I, J_X])\n2. C[I, K] = A[I, J] *_J B[J, K]"
+
+
 def test_case_4_gathers_the_smaller_operand():
     for sizes, gathered in (({"I": 64, "J": 8, "K": 8}, "B"), ({"I": 8, "J": 8, "K": 64}, "A")):
         for out in (None, "C[I, K]"):
@@ -210,6 +215,22 @@ def test_beyond_the_bound_the_rules_decide(a, b, out):
     assert plan.note
     assert plan == matmul(a, b, out, mesh=mesh)
     check(plan, parse(a), parse(b), parse(out), sizes, mesh)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "sizes"),
+    [  # each has a plan that sends less, were it not that a dim does not divide
+        ("A[I, J]", "B[J, K] {U_X}", "C[I, K]", {"I": 2, "J": 2, "K": 3}),
+        ("A[I_X, J]", "B[J_Y, K] {U_X}", "C[I_X, K]", {"I": 2, "J": 2, "K": 2}),
+        ("A[I_Y, J] {U_X}", "B[J, K]", "C[I_X, K]", {"I": 6, "J": 3, "K": 3}),
+    ],
+)
+def test_every_array_on_the_way_divides(a, b, out, sizes):
+    mesh = {"X": 2, "Y": 2}
+    plan = matmul(a, b, out, sizes, mesh)
+    check(plan, parse(a), parse(b), parse(out), sizes, mesh)
+    for spec in (spec for step in plan.steps for spec in (*step.operands, step.after)):
+        spec.local_shape({dim: sizes[dim] for dim in spec.dim_names}, mesh)
 
 
 def test_refusals():

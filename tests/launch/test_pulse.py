@@ -53,7 +53,7 @@ def test_who_hangs(do, hangs):
     pids = [forked(do), forked(spins)]
     try:
         time.sleep(0.1)
-        pulse = Pulse(pids[:1], 0.2)
+        pulse = Pulse(pids[:1], 0.2, sockets=True)
         pulse.every, pulse.idle = 0.1, 0.4
         said, deadline = "", time.monotonic() + (30 if hangs else 1.0)
         while not said and time.monotonic() < deadline:
@@ -71,7 +71,7 @@ def test_what_the_watcher_did_not_see_is_not_held_against_ranks(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("scaling.launch.pulse.time.monotonic", lambda: now[0])
     monkeypatch.setattr("scaling.launch.pulse._counts", lambda pids: (0.0, 0, False))
-    pulse = Pulse([os.getpid()], 2.0)
+    pulse = Pulse([os.getpid()], 2.0, sockets=True)
     for _ in range(3):
         now[0] += 60
         assert pulse.stopped() == ""
@@ -79,12 +79,34 @@ def test_what_the_watcher_did_not_see_is_not_held_against_ranks(monkeypatch):
     assert "has not computed for 3 s" in next(filter(None, said))
 
 
+@pytest.mark.parametrize(
+    ("computes", "moves", "sockets", "said"),
+    [  # processor seconds and bytes a second; a timeout of 2 s, one more, and 5 times as long; looks each 0.25 s
+        (0.0, 0, True, (3.25, "computed for 3 s")),
+        (0.015, 1, True, (3.25, "computed for 3 s")),
+        (0.025, 0, True, (15.25, "sent or received anything for 15 s")),
+        (0.025, 0, False, None),
+        (0.025, 1, True, None),
+    ],
+)
+def test_after_how_long_ranks_hang(computes, moves, sockets, said, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("scaling.launch.pulse.time.monotonic", lambda: now[0])
+    counts = lambda pids: (7 + computes * now[0], 7 + moves * int(4 * now[0]), False)  # noqa: E731
+    monkeypatch.setattr("scaling.launch.pulse._counts", counts)
+    pulse = Pulse([1, 2], 2.0, sockets)
+    found = ((now[0], pulse.stopped()) for now[0] in (0.25 * i for i in range(1, 200)))
+    first = next(((when, text) for when, text in found if text), None)
+    assert (first and first[0]) == (said and said[0])
+    assert said is None or f"all 2 ranks hang: none has {said[1]}" in first[1]
+
+
 def test_a_process_that_watches_itself_is_not_taken_to_compute():
     """As a rank of torchrun's does, by a thread."""
     told, tells = os.pipe()
 
     def looks():
-        pulse = Pulse([os.getpid()], 0.2)
+        pulse = Pulse([os.getpid()], 0.2, sockets=False)
         pulse.every, pulse.idle = 0.1, 0.4
         while not (said := pulse.stopped()):
             time.sleep(0.05)

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -91,6 +92,11 @@ def test_every_microbatch_passes_every_stage_once(name, stages, microbatches, ch
             assert done[BackwardInput, stage, m] == done[BackwardWeight, stage, m]
     for rank, program in enumerate(schedule):
         assert not any(isinstance(s, (*SENDS, RecvActivation)) and s.peer == rank for s in program)
+        assert not any(isinstance(s, ReduceGrads) and isinstance(then, SENDS) for s, then in pairwise(program))
+
+
+def test_interleaved_with_one_chunk_is_1f1b():
+    assert make("interleaved", 4, 8, 1).programs == make("1f1b", 4, 8).programs
 
 
 def test_a_schedule_is_plain_data():
