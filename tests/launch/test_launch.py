@@ -68,6 +68,11 @@ def test_one_rank_runs_here():
         run(lambda mesh: {}["mine"], {"X": 1})
 
 
+def test_ctrl_c_is_the_parents_to_handle():
+    """A terminal sends it to the ranks too."""
+    assert run(lambda mesh: (os.kill(os.getpid(), signal.SIGINT), mesh.rank)[1], {"X": 2}) == [0, 1]
+
+
 def test_what_makes_no_mesh_starts_no_rank():
     with pytest.raises(ShardingError, match="axis X has size 0"):
         run(total, {"X": 0, "Y": 2})

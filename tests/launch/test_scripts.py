@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from busy import SOON
@@ -16,6 +17,8 @@ from forked import Forked
 from test_launch import all_ended, running
 
 from scaling import launch
+from scaling.launch.ranks import WAIT, WAIT_OF_MANY
+from scaling.spec import ShardingError
 
 SCRIPT = f"""
 import os, sys, time
@@ -96,6 +99,36 @@ def test_a_mesh_that_is_none_ends_a_script_with_one_line(as_script):
     with pytest.raises(SystemExit) as end:
         launch.start(print, {"X": 0})
     assert end.value.code == "ShardingError: mesh axis X has size 0: it must be an int of at least 1"
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "waits"),
+    [
+        ("1", ValueError("boom"), False),
+        ("0", ShardingError("a line that is none"), False),
+        ("1", ShardingError("a line that is none"), True),  # rank 0 says the same
+        ("0", RuntimeError("Connection closed by peer"), True),  # the peer's end is the cause
+    ],
+)
+def test_a_rank_of_torchrun_with_nothing_new_to_say_lets_the_others_end_first(
+    rank, error, waits, as_script, monkeypatch
+):
+    """And is then ended itself, by SIGTERM."""
+    slept = []
+
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr("scaling.launch.ranks.Mesh", fail)
+    monkeypatch.setattr("scaling.launch.ranks.time", SimpleNamespace(sleep=slept.append))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for here in ("2", "1"):  # ranks on this node
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(type(error)):
+            launch.start(print, {"X": 2})
+    assert slept == ([WAIT, WAIT_OF_MANY] if waits else [])
+    assert signal.getsignal(signal.SIGTERM) == (signal.SIG_DFL if waits else signal.SIG_IGN)
 
 
 @pytest.mark.slow

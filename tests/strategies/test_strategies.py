@@ -7,11 +7,12 @@ import torch
 from torch.func import vjp
 
 from scaling import optim, tree
-from scaling.collectives import all_reduce
+from scaling.collectives import Deferred, Pending, all_reduce
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models.mlp import MLPConfig, MLPStack
 from scaling.spec import parse
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
+from scaling.strategies.block import Block
 from scaling.trace import trace
 
 STRATEGIES = {s.__name__.split(".")[-1]: s for s in (data_parallel, fsdp, tensor_parallel, fsdp_tp)}
@@ -319,3 +320,23 @@ def test_a_layer_is_the_books_unless_asked_otherwise():
     In, W_in, W_out = (torch.randn(4, 4, dtype=torch.float64) for _ in range(3))
     Out, _ = fsdp.forward({"W_in": W_in[None], "W_out": W_out[None]}, In, Mesh({"X": 1}))
     torch.testing.assert_close(Out, torch.nn.functional.gelu(In @ W_in) @ W_out)
+    block = Block()
+    assert block.norm(In) is block.act(In) is In
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_nothing_in_a_layer_waits_that_need_not(strategy):
+    """Gathers and reductions are under way when their lines return, and weights' gradients are not even begun."""
+    mesh, listing = AbstractMesh({"X": 2, "Y": 2}), strategy.STRATEGY
+    types = {key: parse(text) for key, text in strategy.SPECS.items()}
+    In, W_in, W_out, Out = (torch.empty(spec.local_shape(SIZES, mesh), device="meta") for spec in types.values())
+    weights = [W_in, W_out]
+    if listing.gather:
+        pending = listing.gather(*weights, mesh)
+        assert all(isinstance(W, Pending) for W in pending)
+        weights = [W.wait() for W in pending]
+    _, saved = listing.layer_forward(*weights, In, mesh, Block())
+    _, *products = listing.layer_backward(*weights, Out, saved, mesh, Block())
+    assert all(isinstance(product, Deferred) for product in products)
+    if listing.reduce:
+        assert all(isinstance(dW, Pending) for dW in listing.reduce(*(product.wait() for product in products), mesh))
