@@ -189,7 +189,7 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_told_so(ranks):
 
 
 def late(mesh):
-    hasty = Mesh(mesh.sizes, checked=True, timeout=1.0)
+    hasty = Mesh(mesh.sizes, checked=True, timeout=0.5)
     message = ""
     if mesh.rank == 0:
         with pytest.raises(TimeoutError) as error:
@@ -202,7 +202,7 @@ def late(mesh):
 
 def test_who_does_not_come_in_time_is_named(ranks):
     message, _ = ranks(late, {"X": 2})
-    assert message.startswith("Timed out: not all ranks have come within 1 s\n")
+    assert message.startswith("Timed out: not all ranks have come within 0.5 s\n")
     assert f"\n  rank 0: AllGather {GATHER} of (4, 2) float32, waits for rank 1\n" in message
     assert "\n  rank 1: has not come, and waits in no other call\n" in message
 
@@ -230,7 +230,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks):
 
 
 def waits_elsewhere(mesh, told):
-    hasty, message = Mesh(mesh.sizes, checked=True, timeout=1.0), ""
+    hasty, message = Mesh(mesh.sizes, checked=True, timeout=0.5), ""
     meeting(hasty.group(("Y",)).checked).timeout = 60.0
     if mesh.rank == 0:
         with pytest.raises(TimeoutError) as error:

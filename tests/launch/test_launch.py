@@ -68,11 +68,6 @@ def test_one_rank_runs_here():
         run(lambda mesh: {}["mine"], {"X": 1})
 
 
-def test_ctrl_c_is_the_parents_to_handle():
-    """A terminal sends it to the ranks too."""
-    assert run(lambda mesh: (os.kill(os.getpid(), signal.SIGINT), mesh.rank)[1], {"X": 2}) == [0, 1]
-
-
 def test_what_makes_no_mesh_starts_no_rank():
     with pytest.raises(ShardingError, match="axis X has size 0"):
         run(total, {"X": 0, "Y": 2})
@@ -203,6 +198,38 @@ def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path):
     assert all_ended([int(path.name) for path in tmp_path.iterdir()], 0)
 
 
+def test_a_failing_rank_ends_those_that_do_not_wait_for_it(tmp_path):
+    def f(mesh):
+        if mesh.rank == 1:
+            raises(mesh)
+        time.sleep(10)  # only if nobody ends it
+        (tmp_path / "lives on").touch()
+
+    with pytest.raises(RankError, match="boom"):
+        run(f, {"X": 2})
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_ctrl_c_is_left_to_the_parent():
+    """A terminal sends it to all processes; a rank that raised would be taken for the failing one."""
+
+    def f(mesh):
+        os.kill(os.getpid(), signal.SIGINT)
+        return total(mesh)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background would ignore it
+    try:
+        assert run(f, {"X": 2}) == [2.0, 2.0]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture
+def little_grace(monkeypatch):
+    """Where no other rank is to blame, it is not long looked for."""
+    monkeypatch.setattr("scaling.launch.watch.GRACE", 0.1)
+
+
 def ends_early(mesh):
     if mesh.rank:
         all_reduce("A[] {U_Y} -> A[]", torch.ones(()), mesh)
@@ -222,15 +249,15 @@ def test_a_rank_that_ends_early_is_named_by_those_that_wait_in_other_groups():
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_shown_where_it_is(tmp_path):
+def test_a_rank_that_hangs_is_shown_where_it_is(tmp_path, little_grace):
     def f(mesh):
         (tmp_path / str(os.getpid())).touch()
         return hangs(mesh) if mesh.rank == 1 else total(mesh)
 
     began = time.monotonic()
     with pytest.raises(RankError) as error:
-        run(f, {"X": 2}, timeout=1.0)
-    assert time.monotonic() - began < 1.0 + SOON
+        run(f, {"X": 2}, timeout=0.5)
+    assert time.monotonic() - began < SOON
     waited, shown = str(error.value).split("\nrank 1 was still running, here (most recent call first):\n")
     assert waited.startswith("rank 0 of 2 raised:")
     assert "Timed out" in waited
@@ -249,7 +276,7 @@ def spins(mesh):
 @pytest.mark.slow
 def test_a_death_is_noticed_while_the_others_compute():
     """A dead process cannot always be waited for at once."""
-    for _ in range(4):
+    for _ in range(2):
         began = time.monotonic()
         with pytest.raises(RankError, match="rank 1 of 3 ended with exit code 3"):
             run(spins, {"X": 3})
@@ -359,9 +386,9 @@ def waits_for_a_message(mesh, receive):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("receive", "said"), [(True, "Recv A[I] from rank 0"), (False, "Send A[I] to rank 0")])
-def test_who_waits_for_a_message_that_has_no_other_end_is_named_with_its_line(receive, said):
+def test_who_waits_for_a_message_that_has_no_other_end_is_named_with_its_line(receive, said, little_grace):
     with pytest.raises(RankError) as error:
-        run(waits_for_a_message, {"X": 2}, receive, timeout=1.5)
+        run(waits_for_a_message, {"X": 2}, receive, timeout=0.5)
     assert str(error.value).startswith("rank 1 of 2 raised")
     assert f"TimeoutError: Timed out: {said} along X\n  rule: to each send belongs a recv" in str(error.value)
 
@@ -404,9 +431,9 @@ def makes_a_mesh_alone(mesh):
     time.sleep(30)
 
 
-def test_a_mesh_that_one_rank_makes_alone_is_named():
+def test_a_mesh_that_one_rank_makes_alone_is_named(little_grace):
     with pytest.raises(RankError) as error:
-        run(makes_a_mesh_alone, {"X": 2}, timeout=1.0)
+        run(makes_a_mesh_alone, {"X": 2}, timeout=0.5)
     message = str(error.value)
     assert "Timed out: Mesh(X=2), unchecked, on cpu: rank 0 makes this mesh, and not all others do\n" in message
     assert "fix: make it outside of what some ranks run alone" in message

@@ -48,21 +48,24 @@ def forked(do) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("do", "hangs"), [(starved, False), (spins, False), (thread_spins, False), (sleeps, True)])
-def test_who_hangs(do, hangs):
-    pids = [forked(do), forked(spins)]
+def test_who_hangs():
+    doing = [starved, spins, thread_spins, sleeps]
+    pids = [forked(do) for do in (*doing, spins)]
     try:
         time.sleep(0.1)
-        pulse = Pulse(pids[:1], 0.2, sockets=True)
-        pulse.every, pulse.idle = 0.1, 0.4
-        said, deadline = "", time.monotonic() + (30 if hangs else 1.0)
-        while not said and time.monotonic() < deadline:
+        pulses = {do.__name__: Pulse([pid], 0.2, sockets=True) for do, pid in zip(doing, pids, strict=False)}
+        for pulse in pulses.values():
+            pulse.every, pulse.idle = 0.1, 0.4
+        said, began = {}, time.monotonic()
+        while (waited := time.monotonic() - began) < 1.0 or (not said and waited < 30):
             time.sleep(0.05)
-            said = pulse.stopped()
-        assert ("has not computed" in said) is hangs, said
+            said |= {name: words for name, pulse in pulses.items() if (words := pulse.stopped())}
+        assert [*said] == ["sleeps"], said
+        assert "has not computed" in said["sleeps"]
     finally:
-        for pid in reversed(pids):  # the busy one first: a starved process also dies only when it gets the processor
+        for pid in pids:  # all before one is waited for: a starved process also dies only when it gets the processor
             os.kill(pid, 9)
+        for pid in pids:
             os.waitpid(pid, 0)
 
 

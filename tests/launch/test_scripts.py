@@ -15,6 +15,7 @@ import pytest
 from busy import SOON
 from forked import Forked
 from test_launch import all_ended, running
+from torch.distributed import run as torchrun
 
 from scaling import launch
 from scaling.launch.ranks import WAIT, WAIT_OF_MANY
@@ -191,8 +192,9 @@ def test_torchruns_ranks_are_the_mesh(script):
 
 
 @pytest.mark.slow
-def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script):
-    process = script("raise", "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
+def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    process = Forked(lambda: torchrun.main(["--nproc-per-node", "2", str(tmp_path / "script.py"), "raise", "2"]))
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     cause = out.partition("Root Cause")[2]

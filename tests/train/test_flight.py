@@ -27,9 +27,10 @@ def flown(mesh, folder, killed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "late"])
-def test_what_ranks_did_last_outlives_them(tmp_path, killed):
+def test_what_ranks_did_last_outlives_them(tmp_path, killed, monkeypatch):
+    monkeypatch.setattr("scaling.launch.watch.GRACE", 0.1)
     with pytest.raises(launch.RankError):
-        launch.run(flown, {"X": 2}, tmp_path, killed, timeout=1.0)
+        launch.run(flown, {"X": 2}, tmp_path, killed, timeout=0.5)
     first, second = flight.records(tmp_path).values()
     assert [text.split("step ")[1].split()[0] for text in second] == ["1", "1", "2", "2", "3"]
     assert second[-1].endswith(" ms n[] = AllReduce_X(n[] {U_X})")
