@@ -24,22 +24,22 @@ CHUNK = 1 << 18  # elements generated at a time by `init`: what bounds its extra
 
 def map(f, tree, *trees) -> Any:
     """`f(leaf, *leaves)` for every leaf of `tree` and the leaves at the same place in `trees`, as a tree."""
-    return optree.tree_map(f, tree, *trees, none_is_leaf=False)
+    return optree.tree_map(f, tree, *trees)
 
 
 def leaves(tree) -> list:
     """The leaves in optree's order: dict keys sorted, so that the order is the same on every rank."""
-    return optree.tree_leaves(tree, none_is_leaf=False)
+    return optree.tree_leaves(tree)
 
 
 def structure(tree) -> Any:
     """What a tree is without its leaves, equal for trees that have theirs at the same places."""
-    return optree.tree_structure(tree, none_is_leaf=False)
+    return optree.tree_structure(tree)
 
 
 def named_leaves(tree, name: str = "params") -> dict[str, Any]:
     """{'params["blocks"]["W_in"]': leaf}: each leaf under the expression that would fetch it."""
-    accessors, found, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=False)
+    accessors, found, _ = optree.tree_flatten_with_accessor(tree)
     return {a.codify(name).replace("'", '"'): leaf for a, leaf in zip(accessors, found, strict=True)}
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaling.mesh import AbstractMesh
+from scaling.sizes import shortened
 from scaling.spec import Line, ShardingError, Spec, dtype_bytes, parse, parse_line
 
 FAST = settings(deadline=None, max_examples=200, derandomize=True)
@@ -347,3 +348,9 @@ def test_dtypes_by_name_by_torch_and_by_bytes():
     for bad in (0, -1, None, ""):
         with pytest.raises(ShardingError, match="unknown dtype"):
             dtype_bytes(bad)
+
+
+def test_an_error_quotes_the_beginning_of_a_long_text():
+    for length in (0, 60, 61, 12345):
+        said = shortened("x" * length)
+        assert said == ("x" * length if length <= 60 else "x" * 40 + f"... ({length:,} characters)")

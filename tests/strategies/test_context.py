@@ -130,6 +130,17 @@ def test_tiles_and_kernels(monkeypatch):
     assert largest(errors(mesh, "ring", "C", "G=2", PACKED)) < 1e-11
 
 
+def test_pieces_are_as_long_as_a_tile_allows(monkeypatch):
+    monkeypatch.setattr(tiles, "TILE", 10)
+    ranges = range(4), range(6, 11), range(40, 65), range(70, 72)
+    early = tiles.cut(ranges, lambda part: part[0].start < 50)
+    assert [(place.start, place.stop) for place, _ in early] == [(0, 9), (9, 19), (19, 29), (29, 36)]
+    assert [parts for _, parts in early] == [
+        (range(4), range(6, 11)), (range(40, 50),), (range(50, 60),), (range(60, 65), range(70, 72)),
+    ]  # fmt: skip
+    assert len(tiles.cut(ranges, lambda part: None)) == 6
+
+
 def bf16_errors(mesh, forms):
     return [errors(mesh, form, "C", "G=2", PLAIN, torch.bfloat16, 128) for form in forms]
 

@@ -15,7 +15,7 @@ from scaling.spec import ShardingError, parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.strategies.transformer import api
-from scaling.strategies.transformer.stages import resolved
+from scaling.strategies.transformer.stages import resolved, slots_of
 from scaling.trace import trace
 
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
@@ -92,7 +92,8 @@ CASES = [
     (RICH, {"Z": 2}, {"microbatches": 4}, True, 0.1, 0.01),
     (RICH.with_(L=3, window=(None, 5, 3)), {"Z": 2, "Y": 2}, {"microbatches": 2, "remat": "block"}, False, 0.0, 0.01),
     (PLAIN.with_(L=5), {"Z": 2, "X": 2}, {"microbatches": 4, "schedule": "interleaved"}, True, 0.0, 0.0),
-    (EXPERTS, {"Z": 2, "E": 2}, {"microbatches": 1, "schedule": "zb-h1"}, False, 0.0, 0.0),
+    # with microbatches the z terms alone are those of the whole batch: a mean
+    (EXPERTS.with_(aux_coef=0.0), {"Z": 2, "E": 2}, {"microbatches": 2, "schedule": "zb-h1"}, False, 0.0, 0.0),
     (EXPERTS, {"E": 2, "Y": 2}, {}, False, 0.0, 0.0),
 ]
 CASES += [  # of the same kinds as those above
@@ -223,3 +224,4 @@ def test_stages_run_1f1b_unless_they_are_given_a_schedule():
     assert resolved("gpipe", flat, 4) == make("gpipe", 1, 4)
     assert resolved(None, staged, 4) == make("1f1b", 2, 4)
     assert resolved(made := make("zb-h1", 2, 4), staged, 4) is made
+    assert slots_of(PLAIN.with_(L=3), staged, None) == [0, 1, 2, -1]
