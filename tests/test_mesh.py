@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from scaling import collectives as c
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.mesh.futex import Word, has_futex
+from scaling.mesh.meeting import Intent
+from scaling.mesh.page import LENGTH
 from scaling.spec import ShardingError, parse
 
 MESH = {"X": 2, "Y": 2}
@@ -244,3 +246,10 @@ def test_who_waits_for_a_word_sleeps_until_it_is_set():
     threading.Timer(0.02, word.set, (2,)).start()
     assert 0.01 < seconds(0, 10.0) < 5
     assert word.value == 2
+
+
+def test_of_a_long_call_the_ranks_are_told_the_beginning():
+    for length in (0, LENGTH - 3, LENGTH - 2, LENGTH - 1, 2 * LENGTH):
+        call = Intent.of(b"digest", "x" * length)
+        assert call.said == "x" * min(length, LENGTH - 2)
+        assert len(call.text) <= LENGTH  # its place on the page

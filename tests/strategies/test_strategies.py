@@ -13,6 +13,7 @@ from scaling.models.mlp import MLPConfig, MLPStack
 from scaling.spec import parse
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
 from scaling.strategies.block import Block
+from scaling.strategies.grads import layers_a_bucket
 from scaling.trace import trace
 
 STRATEGIES = {s.__name__.split(".")[-1]: s for s in (data_parallel, fsdp, tensor_parallel, fsdp_tp)}
@@ -219,6 +220,14 @@ def run_microbatches(mesh, name, count):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_microbatches_synchronise_once(ranks, name):
     assert all(ranks(run_microbatches, {"X": 2, "Y": 2}, name, 4))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.int8, 1), (torch.int8, 3), (torch.float64, 2)])
+def test_as_many_layers_as_fit_in_a_bucket(dtype, width):
+    params = {name: torch.empty(5, width, dtype=dtype)[:, some] for name, some in (("a", slice(1)), ("b", slice(1, 9)))}
+    for nbytes in range(64):
+        fitting = [layers for layers in range(1, 65) if layers * width * dtype.itemsize <= nbytes]
+        assert layers_a_bucket(nbytes, params) == max(fitting, default=1)
 
 
 def run_buckets(mesh, bucket_bytes):

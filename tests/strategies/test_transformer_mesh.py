@@ -1,5 +1,7 @@
 """The Transformer under every axis: loss and every gradient leaf equal one device; params after AdamW steps too."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from scaling.spec import ShardingError, parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.strategies.transformer import api
+from scaling.strategies.transformer.layer import own_heads
 from scaling.strategies.transformer.stages import resolved, slots_of
 from scaling.trace import trace
 
@@ -225,3 +228,12 @@ def test_stages_run_1f1b_unless_they_are_given_a_schedule():
     assert resolved(None, staged, 4) == make("1f1b", 2, 4)
     assert resolved(made := make("zb-h1", 2, 4), staged, 4) is made
     assert slots_of(PLAIN.with_(L=3), staged, None) == [0, 1, 2, -1]
+
+
+@pytest.mark.parametrize(("N", "K", "Y"), [(4, 2, 4), (8, 2, 4), (8, 1, 2), (12, 2, 4), (16, 2, 8), (8, 4, 2)])
+def test_replicated_kv_heads_are_those_of_a_ranks_query_heads(N, K, Y):
+    for y in range(Y):
+        at = SimpleNamespace(config=PLAIN.with_(N=N, K=K), mesh=AbstractMesh({"Y": Y}, {"Y": y}))
+        seen = sorted({head * K // N for head in range(y * N // Y, (y + 1) * N // Y)})
+        held = torch.arange(K) if K % Y else torch.arange(K).chunk(Y)[y]
+        assert own_heads(held, at, 0).tolist() == seen

@@ -5,18 +5,16 @@
 
 A mutant turns a comparison around, swaps an operator, `and` with `or`, True with False or the two arguments of a call,
 adds 1 to a number, negates a condition, or drops a statement. It runs in a copy of the repository, under the tests that
-cover its room: those named as its file first, the quick ones before the slow ones. Texts of errors and annotations are
-left as they are. Which mutants are drawn hangs on the seed and on their own text alone, so a change elsewhere leaves
-the draw as it is.
+cover its room: those named as its file first, the quick ones before the slow ones. Texts of errors, annotations and
+zip's `strict` are left as they are. Which mutants are drawn hangs on the seed and on their own text alone, so a change
+elsewhere leaves the draw as it is.
 
 A mutant is killed if a test fails. One test that takes PROCESSOR seconds of processor time ("loops"), or none for
 IDLE seconds ("hangs"), is stopped: the report counts such mutants apart and lists them, as no test failed. Neither
 limit hangs on what else the machine does.
 
-Some change no number, and no test can notice them: the default of a rank that is not read (join_world), workers
-waited for at the store or later (launch.ranks), strict=True for lists that were compared (einsum's refusal),
-a ReduceScatter's sum copied into `out` or added up there (eager), and an AllGather of one dim found once more among
-those of several (algebra.layouts).
+Some change no number, and no test can notice them, as they only take longer, say. `equivalent.toml` beside this file
+has those that were found, each with its reason; the report leaves them out.
 """
 
 import argparse
@@ -32,6 +30,7 @@ import signal
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -40,6 +39,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+ALIKE = ("max", "min", "add", "promote_types")  # take their two arguments alike
 PROCESSOR, IDLE = 150.0, 150.0  # seconds that one test may take, and that it may wait
 BYTES = 16 * 2**30  # of memory, for all tests of a mutant
 TESTS = {  # the longest prefix counts
@@ -47,8 +48,8 @@ TESTS = {  # the longest prefix counts
     "sizes.py": "test_mesh.py test_spec.py algebra",
     "algebra": "algebra",
     "schedules": "schedules strategies/test_pipeline.py",
-    "mesh": "test_mesh.py test_interop.py launch collectives/test_checked.py collectives/test_collectives.py "
-    "collectives/test_transfer.py",
+    "mesh": "test_mesh.py test_interop.py launch collectives/test_checked.py collectives/test_early.py "
+    "collectives/test_collectives.py collectives/test_transfer.py",
     "launch": "launch",
     "collectives": "collectives test_misuse.py algebra/test_execute.py algebra/test_rules.py",
     "collectives/kernel.py": "algebra/test_contraction.py collectives",
@@ -57,13 +58,13 @@ TESTS = {  # the longest prefix counts
     "collectives/plans.py": "algebra/test_execute.py algebra/test_derive.py collectives",
     "trace": "trace collectives/test_compile.py",
     "tree.py": "test_tree.py train/test_checkpoint.py",
-    "optim": "test_optim.py test_optim_misuse.py",
+    "optim": "test_optim.py test_optim_misuse.py test_optim_values.py",
     "data.py": "test_data.py",
     "strategies": "strategies train/test_train.py collectives/test_compile.py",
     "strategies/context": "strategies/test_context.py",
     "strategies/expert": "strategies/test_expert.py strategies/test_expert_ways.py",
     "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_by_hand.py strategies/test_remat.py "
-    "strategies/test_flat.py",
+    "strategies/test_flat.py strategies/test_dropout.py",
 }
 SWAPS: dict[type, type] = {ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}
 SWAPS |= {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
@@ -78,7 +79,8 @@ def parts(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list", "msg") or isinstance(child, (ast.Raise, ast.JoinedStr)):
             continue
         for each in child if isinstance(child, list) else [child]:
-            if isinstance(each, ast.AST) and not isinstance(each, (ast.Raise, ast.JoinedStr)):
+            strict = isinstance(each, ast.keyword) and each.arg == "strict"
+            if isinstance(each, ast.AST) and not isinstance(each, (ast.Raise, ast.JoinedStr)) and not strict:
                 yield from parts(each)
 
 
@@ -99,7 +101,7 @@ def edits(node: ast.AST) -> Iterator[str]:
             yield ast.unparse(node.operand)
         case ast.IfExp():
             yield ast.unparse(ast.IfExp(node.test, node.orelse, node.body))
-        case ast.Call(func=ast.Name(id="max" | "min")):
+        case ast.Call(func=func) if ast.unparse(func).rpartition(".")[2] in ALIKE:
             return
         case ast.Call(args=[a, b]) if ast.unparse(a) != ast.unparse(b):
             yield ast.unparse(ast.Call(node.func, [b, a], node.keywords))
@@ -125,6 +127,14 @@ def replaced(text: str, node: ast.AST, edit: str) -> str:
     start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
     end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
     return (text.encode()[:start] + edit.encode() + text.encode()[end:]).decode()
+
+
+def shown(text: str, node: ast.AST, edit: str) -> dict[str, str]:
+    """The lines that a mutant changes, as they were and as they are, without line breaks."""
+    lines, changed = text.splitlines(), replaced(text, node, edit).splitlines()
+    after = node.end_lineno + len(changed) - len(lines)
+    parts = {"before": lines[node.lineno - 1 : node.end_lineno], "after": changed[node.lineno - 1 : after]}
+    return {name: " ".join(" ".join(some).split()) for name, some in parts.items()}
 
 
 def tests_of(file: str) -> list[str]:
@@ -213,7 +223,10 @@ def _run(folder: Path, tests: list[str], marker: str, log: Path) -> None:
 
 
 def report(rows: list[dict]) -> None:
-    apart = {"survived": "", "looped": "loops", "hung": "hangs"}
+    known = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))["mutant"]
+    known = {(each["file"], each["before"], each["after"]) for each in known}
+    every, apart = len(rows), {"survived": "", "looped": "loops", "hung": "hangs"}
+    rows = [row for row in rows if row["noticed"] or (row["file"], row["before"], row["after"]) not in known]
     counts = Counter()
     for word, noticed in apart.items():
         for row in rows:
@@ -222,8 +235,8 @@ def report(rows: list[dict]) -> None:
                 print(f"{word}: {row['file']}:{row['line']}: {row['before']}  ->  {row['after']}")
     killed = len(rows) - counts.total()
     print(
-        f"{killed} of {len(rows)} mutants killed by a failing test, {killed / max(len(rows), 1):.1%}; "
-        + ", ".join(f"{counts[word]} {word}" for word in apart)
+        f"{killed} of {len(rows)} mutants killed by a failing test, {killed / max(len(rows), 1):.1%} "
+        f"({every - len(rows)} more are equivalent); " + ", ".join(f"{counts[word]} {word}" for word in apart)
     )
 
 
@@ -253,10 +266,10 @@ def main() -> None:
             for file, node, edit, text in mutants(args.seed):
                 if len(rows) >= args.count:
                     break
-                row = {"file": file, "line": node.lineno, "before": ast.unparse(node), "after": edit}
+                original = (folder / file).read_text(encoding="utf-8")
+                row = {"file": file, "line": node.lineno} | shown(original, node, edit)
                 if tuple(row.values()) in done:
                     continue
-                original = (folder / file).read_text(encoding="utf-8")
                 (folder / file).write_text(text, encoding="utf-8")
                 tests = tests_of(file)
                 slow = "slow" if "compil" in original else "slow and not compile"
