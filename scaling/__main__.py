@@ -25,8 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one of the tools on the rest of the arguments; returns its exit code."""
     tool, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if tool in TOOLS:
-        run = importlib.import_module(TOOLS[tool][0]).main
-        return command(lambda: run(rest))
+        return command(lambda: importlib.import_module(TOOLS[tool][0]).main(rest))  # importing torch takes a while
     if tool in ("--version", "--help", "-h"):
         print(f"scaling {__version__}" if tool == "--version" else USAGE)
         return 0

@@ -1,7 +1,16 @@
-"""What functions ask of the numbers and names that they are given. A bool is no number here, nor is a text."""
+"""What functions ask of the numbers, names and files that they are given. A bool is no number here, nor is a text."""
 
+import json
 import math
+import tomllib
+from dataclasses import fields
 from operator import index
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a table"}
+WORDS |= {list: "a list", tuple: "a list", NoneType: "nothing"}
 
 
 def positive(**values) -> None:
@@ -53,3 +62,32 @@ def one_of(name: str, value, choices) -> None:
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"{name} = {value!r}: one of {listed}\n  fix: choose one of these")
+
+
+def of_type(name: str, value, *kinds: type) -> None:
+    """ValueError that names a value of none of these types. A whole number serves as a float, a bool as neither."""
+    fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
+    if not fits or (isinstance(value, bool) and bool not in kinds):
+        expected = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds if kind is not NoneType)
+        raise ValueError(f"{name} is {value!r:.60}: must be {expected}\n  fix: give it as {expected}")
+
+
+def check_fields(record, name: str = "") -> None:
+    """ValueError that names the first field of a dataclass whose value is not of the field's type."""
+    for field in fields(record):
+        kinds: tuple[Any, ...] = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+        of_type(f"{name}{field.name}", getattr(record, field.name), *(get_origin(kind) or kind for kind in kinds))
+
+
+def read_table(path: "str | Path") -> dict[str, Any]:
+    """The table that a file holds: TOML by its name, else JSON. ValueError that says why it holds none."""
+    path = Path(path)
+    form, read = ("TOML", tomllib.loads) if path.suffix == ".toml" else ("JSON", json.loads)
+    try:
+        table = read(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}\n  fix: give a file that can be read") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not a {form} file: {error}\n  fix: write it as {form}") from error
+    of_type(str(path), table, dict)
+    return table

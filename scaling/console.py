@@ -1,23 +1,29 @@
-"""What the commands share: numbers within bounds, and one clear line at a bad end.
+"""What the commands share: numbers within bounds, text that fits, and one clear error at a bad end.
 
+parser = Parser(prog="python -m scaling.tool", description="...")
 parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
+complain(error)                     on the error stream, in at most 100 columns
 sys.exit(command(main))
 """
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from scaling.sizes import shortened
 
 SEEDS = 2**63 - 1  # the greatest seed
+WIDEST, NARROWEST = 100, 60  # columns
+WORD = 150  # characters of the longest word that an error quotes whole, as a path is
 PROFILE = "profile what the ranks run, and write it: to FILE.json or into a folder"
 
 
@@ -26,7 +32,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     which are examples, stay lines."""
 
     def __init__(self, prog: str, **options: Any):
-        super().__init__(prog, **options | {"width": min(shutil.get_terminal_size().columns, 100) - 2})
+        super().__init__(prog, **options | {"width": min(shutil.get_terminal_size().columns, WIDEST) - 2})
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = [p.splitlines() for p in text.strip("\n").split("\n\n")]
@@ -39,6 +45,43 @@ def _further_in(line: str) -> str:
     """What an indented line is continued with: four columns more; a line that is not indented, at the left."""
     indent = line[: len(line) - len(line.lstrip())]
     return indent and indent + "    "
+
+
+def width() -> int:
+    """The columns that may be used: the terminal's, between 60 and 100; 100 where there is no terminal."""
+    return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
+
+
+def fold(text: str, columns: int | None = None) -> str:
+    """Every line that is too long continued on the next one, four columns further in than it began."""
+    columns, lines = columns or width(), []
+    for line in text.split("\n"):
+        if len(line) <= columns:
+            lines.append(line)
+            continue
+        further = line[: len(line) - len(line.lstrip())] + "    "
+        lines += textwrap.wrap(line, columns, subsequent_indent=further, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(lines)
+
+
+def complain(error: object) -> None:
+    """Print an error on the error stream, its lines folded and its longest words cut."""
+    print(_told(error), file=sys.stderr)
+
+
+def _told(error: object) -> str:
+    return fold(re.sub(rf"\S{{{WORD},}}", lambda word: shortened(word[0]), str(error)))
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help and errors fit the terminal."""
+
+    def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any):
+        super().__init__(formatter_class=formatter_class, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, _told(f"{self.prog}: error: {message}") + "\n")
 
 
 def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:
@@ -74,32 +117,46 @@ def number(least: float = 0.0, most: float = 1e30, kind: Callable = float) -> Ca
 def output(text: str) -> str:
     """A type for argparse: a file to be written, in a folder that there is; said before any work is done."""
     path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
-        why = "is a folder" if path.is_dir() else f"there is no folder {shortened(str(path.parent))}"
-        raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: {why}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: no permission")
+    with _writing(text):
+        if not path.parent.is_dir() or path.is_dir():
+            why = "is a folder" if path.is_dir() else f"there is no folder {shortened(str(path.parent))}"
+            raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: {why}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: no permission")
     return text
 
 
 def picture(text: str) -> str:
     """A type for argparse: as `output`, of a picture, whose name says which of two kinds it is."""
     if Path(text).suffix not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"{shortened(text)}: the file's name ends in .png or .svg")
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r}: the file's name ends in .png or .svg")
     return output(text)
 
 
 def place(text: str) -> str:
     """A type for argparse: FILE.json, or a folder, either of which need not be there yet; "" is none."""
     path = Path(text).absolute()
-    nearest = next(each for each in (path, *path.parents) if each.exists())
-    if text and nearest.is_dir() == (nearest == path and path.suffix == ".json"):
-        raise argparse.ArgumentTypeError(
-            f"cannot write {shortened(text)}: it must be FILE.json or a folder, and {shortened(str(nearest))} is not"
-        )
-    if text and not os.access(nearest, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: no permission in {shortened(str(nearest))}")
+    with _writing(text):
+        nearest = next(each for each in (path, *path.parents) if each.exists())
+        if text and nearest.is_dir() == (nearest == path and path.suffix == ".json"):
+            raise argparse.ArgumentTypeError(
+                f"cannot write {shortened(text)}: it must be FILE.json or a folder, and {shortened(str(nearest))} "
+                "is not"
+            )
+        if text and not os.access(nearest, os.W_OK):
+            raise argparse.ArgumentTypeError(
+                f"cannot write {shortened(text)}: no permission in {shortened(str(nearest))}"
+            )
     return text
+
+
+@contextmanager
+def _writing(text: str) -> Iterator[None]:
+    """What the system says of a name, such as that it is too long, is said of the option."""
+    try:
+        yield
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: {error.strerror}") from None
 
 
 def command(main: Callable[[], int]) -> int:
@@ -112,4 +169,5 @@ def command(main: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write goes nowhere
         return 141  # as a program that SIGPIPE ends
     except KeyboardInterrupt:
+        complain("interrupted")
         return 130

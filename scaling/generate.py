@@ -10,7 +10,7 @@ import os
 import sys
 
 from scaling import launch
-from scaling.console import SEEDS, command, integer, number
+from scaling.console import SEEDS, Parser, command, complain, integer, number
 from scaling.mesh import AbstractMesh
 from scaling.serve.generation import Token, score, stream
 from scaling.serve.loading import DTYPES, check_fits, config_of_model, draft_config, draft_of, free_memory, params_of
@@ -21,7 +21,7 @@ from scaling.sizes import parse_mesh
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scaling.generate", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(prog="python -m scaling.generate", description=(__doc__ or "").partition(": ")[2])
     add_model(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="the text to go on from; - reads it from the standard input")
@@ -56,7 +56,7 @@ def arguments(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: Parser) -> None:
     """The options that say what is served, and where."""
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or a training run's")
     parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
@@ -148,9 +148,9 @@ def main(argv=None) -> int:
             launch.run(*work, device=args.device)
         return 0
     except launch.RankError as error:
-        print(f"RankError: {error}", file=sys.stderr)
+        complain(f"RankError: {error}")
     except (ValueError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        complain(f"{type(error).__name__}: {error}")
     return 1
 
 

@@ -1,22 +1,16 @@
 """Text that fits: at most 100 columns, or fewer where the terminal (or COLUMNS) has fewer.
 
 table([("v5e", 1.97e14), ("v5p", 4.59e14)], ["chip", "FLOPs/s"])      numbers to the right, words wrapped
-fold("a long line ...")                                               continued below itself, indented
 """
 
 import re
-import shutil
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from textwrap import wrap
 
-WIDEST, NARROWEST = 100, 60
+from scaling.console import width
+
 NUMBER = re.compile(r"[-+<>~]?[\d.,]+(e[-+]?\d+)?(%|x| us| ms| s| ns)?|-|inf|")  # what stands to the right in a table
-
-
-def width() -> int:
-    """The columns that may be used: the terminal's, between 60 and 100; 100 where there is no terminal."""
-    return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
 
 
 def format_number(value: float, digits: int = 4) -> str:
@@ -37,18 +31,6 @@ def exact(value: float) -> str:
 
 def _short(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def fold(text: str, columns: int | None = None) -> str:
-    """Every line that is too long continued on the next one, four columns further in than it began."""
-    columns, lines = columns or width(), []
-    for line in text.split("\n"):
-        if len(line) <= columns:
-            lines.append(line)
-            continue
-        indent = line[: len(line) - len(line.lstrip())]
-        lines += wrap(line, columns, subsequent_indent=indent + "    ", break_on_hyphens=False, break_long_words=False)
-    return "\n".join(lines)
 
 
 def beside(pictures: Iterable[str], gap: int = 4, columns: int | None = None) -> str:

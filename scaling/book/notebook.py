@@ -4,9 +4,10 @@ python -m scaling.book.notebook chapters/01_roofline.py --out 01_roofline.ipynb
 CHAPTER="--small" python -m scaling.book.notebook chapters/03_collectives.py
 """
 
-import argparse
 import sys
 from pathlib import Path
+
+from scaling.console import Parser
 
 
 def execute(path: str | Path, timeout: int = 600):
@@ -21,7 +22,7 @@ def execute(path: str | Path, timeout: int = 600):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("chapter", help="a script in percent cells")
     parser.add_argument("--out", default="", metavar="FILE.ipynb", help="write the notebook with its output")
     args = parser.parse_args(argv)

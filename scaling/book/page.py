@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, verdict_counts
 from scaling.check import check_file
-from scaling.console import PROFILE, SEEDS, HelpFormatter, integer, picture, place
+from scaling.console import PROFILE, SEEDS, Parser, fold, integer, picture, place
 from scaling.show import charts
 from scaling.sizes import format_sizes, parse_mesh
 from scaling.spec import ShardingError, parse
@@ -37,14 +37,13 @@ RANKS = 256  # the most that a chapter starts on one machine
 Fits = tuple[Iterable[str], dict[str, int]]
 
 
-class ChapterParser(argparse.ArgumentParser):
+class ChapterParser(Parser):
     """The options of a chapter, of which rank 0 alone says what is wrong and what there are."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         if int(os.environ.get("RANK", 0)):
             sys.exit(2)
-        self.print_usage(sys.stderr)
-        self.exit(2, layout.fold(f"{self.prog}: error: {message}") + "\n")
+        super().error(message)
 
     def print_help(self, file=None) -> None:
         if not int(os.environ.get("RANK", 0)):
@@ -72,12 +71,11 @@ class Page:
         self.profiles = 0
         self.first = int(os.environ.get("RANK", 0)) == 0
         self.args = self._parse(mesh, axes, fits, device, seed, plot, options)
-        if not in_notebook():
-            self.say(self.doc.split("\n\n")[0].strip())
+        self.opening = "" if in_notebook() else self.doc.split("\n\n")[0].strip()
 
     def _parse(self, mesh: str, axes: str, fits: Fits, device, seed, plot, options) -> argparse.Namespace:
         first, _, rest = self.doc.strip().partition("\n")
-        parser = ChapterParser(description=first, epilog=rest, formatter_class=HelpFormatter)
+        parser = ChapterParser(description=first, epilog=rest)
         parser.add_argument("--small", action="store_true", help="smaller sizes: a few seconds")
         if mesh:
             fitted = f"axes and sizes (default {mesh}, fitted to torchrun's ranks)"
@@ -187,8 +185,15 @@ class Page:
 
     def say(self, text: str = "") -> None:
         """Print text, its long lines continued on the next ones; from rank 0 alone."""
+        self.open()
         if self.first:
-            print(layout.fold(str(text)), flush=True)
+            print(fold(str(text)), flush=True)
+
+    def open(self) -> None:
+        """Print the first paragraph, once: before anything else, and after what the chapter may refuse."""
+        opening, self.opening = self.opening, ""
+        if opening:
+            self.say(opening)
 
     def title(self, text: str) -> None:
         self.say(f"\n{text}\n{'-' * min(len(text), layout.width())}")
@@ -245,6 +250,7 @@ class Page:
         from scaling import launch
 
         sizes, device = self.args.mesh, getattr(self.args, "device", "cpu")
+        self.open()  # the ranks may print, too
         sys.stdout.flush()
         if self.args.profile:
             from scaling.profile.steps import profiled

@@ -14,7 +14,6 @@ to Strategy(SPECS, forward, backward, ...), or called forward and backward: thei
 docs/rules.md names every rule.
 """
 
-import argparse
 import gc
 import io
 import json
@@ -31,7 +30,7 @@ from pathlib import Path
 from scaling.check.modules import Module, Modules, module_name
 from scaling.check.reader import Reader
 from scaling.check.rules import RULES, said
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 
 FILES = 50  # that a process of its own is worth
 IGNORE = re.compile(r"#\s*scaling:\s*ignore\b(?:\[([^\]]*)\])?")
@@ -240,9 +239,8 @@ def _summary(report: Report) -> str:
 def main(argv: "list[str] | None" = None) -> int:
     """0 if nothing was found, 1 if something was, 2 if what was named cannot be checked."""
     about, *more = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m scaling.check", description=about, epilog="\n\n".join([*more, main.__doc__ or ""]),
-        formatter_class=HelpFormatter,
+    parser = Parser(
+        prog="python -m scaling.check", description=about, epilog="\n\n".join([*more, main.__doc__ or ""])
     )  # fmt: skip
     parser.add_argument("files", nargs="+", help="Python files, or directories of them")
     parser.add_argument("--json", action="store_true", help="print findings and what was checked as JSON")

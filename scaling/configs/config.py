@@ -3,8 +3,9 @@
 L layers, D d_model, F d_ff, N query heads, K KV heads, H head dim, V vocabulary, E experts of which k are active.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from scaling.arguments import check_fields, positive, whole
 from scaling.spec import dtype_bytes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -23,6 +24,17 @@ class Latent:
     nope: int
     rope: int
     value: int
+
+    def __post_init__(self):
+        for field in fields(self):
+            whole(**{f"latent {field.name}": getattr(self, field.name)})
+
+    @staticmethod
+    def of(table: dict) -> "Latent":
+        """From a table with these names."""
+        if table.keys() != (names := {field.name for field in fields(Latent)}):
+            raise ValueError(f"latent has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")
+        return Latent(**table)
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,11 @@ class RopeScaling:
         names = {"low_freq_factor": "low", "high_freq_factor": "high", "original_max_position_embeddings": "original"}
         given = {names.get(key, key): value for key, value in table.items() if value is not None}
         return RopeScaling(kind, **{key: given[key] for key in ("factor", "low", "high", "original") if key in given})
+
+    def __post_init__(self):
+        check_fields(self, "rope_scaling ")
+        for name in ("factor", "low", "high", "original"):
+            positive(**{f"rope_scaling {name}": getattr(self, name)})
 
 
 @dataclass(frozen=True)
@@ -111,10 +128,16 @@ class Config:
     source: str = ""
 
     def __post_init__(self):
+        if isinstance(self.rope_scaling, dict):  # as a file has it; so are lists
+            object.__setattr__(self, "rope_scaling", RopeScaling.of(self.rope_scaling))
+        for name in ("window", "uncomputed"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
         for letter in "LDFNKHVEk":
             value = getattr(self, letter)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{self.name}: {letter} must be a whole number of at least 1, got {value!r}")
+        check_fields(self, f"{self.name}: ")
         if self.N % self.K:
             raise ValueError(f"{self.name}: K={self.K} KV heads must divide N={self.N} query heads")
         if self.k > self.E:
@@ -157,16 +180,12 @@ class Config:
             raise ValueError(f"{self.name}: dropout must lie in [0, 1), got {self.dropout!r}")
         if self.activation not in (None, *ACTIVATIONS):
             raise ValueError(f"{self.name}: activation must be one of {', '.join(ACTIVATIONS)}: {self.activation!r}")
-        if isinstance(self.rope_scaling, dict):
-            object.__setattr__(self, "rope_scaling", RopeScaling.of(self.rope_scaling))
-        if isinstance(self.window, list):
-            object.__setattr__(self, "window", tuple(self.window))
         if isinstance(self.window, tuple) and len(self.window) != self.L:
             raise ValueError(
                 f"{self.name}: window has {len(self.window)} entries for L={self.L} layers"
                 "\n  fix: give one window, or one for each layer"
             )
-        if any(w is not None and (not isinstance(w, int) or w < 1) for w in self.windows):
+        if any(w is not None and (isinstance(w, bool) or not isinstance(w, int) or w < 1) for w in self.windows):
             raise ValueError(f"{self.name}: a window is a whole number of tokens of at least 1, got {self.window!r}")
 
     @property

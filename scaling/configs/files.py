@@ -1,11 +1,10 @@
 """Models from names and from files: `get`, `load`."""
 
-import json
-import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from scaling.arguments import read_table
 from scaling.configs.catalogue import MODELS
 from scaling.configs.config import Config, Latent
 from scaling.configs.hugging_face import read_config
@@ -32,17 +31,20 @@ def load(path: "str | Path") -> Config:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file\n  fix: give a config.json, or a .toml file")
-    table: dict[str, Any] = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
-    if "hidden_size" in table or "text_config" in table:
-        table = read_config(table)
-    if isinstance(table.get("latent"), dict):
-        table["latent"] = Latent(**table["latent"])
-    table = {"name": path.stem, "source": str(path)} | table
+    table = read_table(path)
+    try:
+        if "hidden_size" in table or "text_config" in table:
+            table = read_config(table)
+        if isinstance(latent := table.get("latent"), dict):
+            table["latent"] = Latent.of(latent)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    given: dict[str, Any] = {"name": path.stem, "source": str(path)} | table
     names = {field.name for field in fields(Config)}
-    missing, unknown = [letter for letter in "LDFNKHV" if letter not in table], sorted(table.keys() - names)
+    missing, unknown = [letter for letter in "LDFNKHV" if letter not in given], sorted(given.keys() - names)
     if missing or unknown:
         raise ValueError(
             f"{path}: lacks {', '.join(missing) or 'nothing'}; does not know {', '.join(unknown) or 'none'}"
             "\n  fix: add what it lacks, and leave out what is not known"
         )
-    return Config(**table)
+    return Config(**given)

@@ -5,8 +5,10 @@ is its class's default there. A model of another kind is counted; what no code h
 Coefficients of auxiliary losses are left out: theirs is another loss, over the routers of all layers together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+from scaling.arguments import of_type
 from scaling.configs.config import Config, Latent, RopeScaling
 
 LETTERS = {
@@ -33,6 +35,9 @@ LETTERS = {
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
 ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 UNGATED = ("bloom", "falcon", "gpt_neox", "mpt", "opt", "phi", "starcoder2")
+TABLES = ("text_config", "rope_parameters", "rope_scaling", "quantization_config")
+NAMES = ("model_type", "hidden_act", "hidden_activation")
+COUNTS = ("sliding_window", "max_window_layers", "intermediate_size")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -98,9 +103,26 @@ def _uncomputed(table: dict, name: str, act: str) -> list[str]:
     return found
 
 
+def check_types(table: dict) -> None:
+    """ValueError that names a key of which the value is of another type than it has in every config.json."""
+    of_type("text_config", table, dict)
+    kinds: dict[str, Any] = {field.name: field.type for field in fields(Config)}
+    types = {key: kinds[letter] for letter, keys in LETTERS.items() for key in keys}
+    types |= dict.fromkeys(TABLES, dict) | dict.fromkeys(NAMES, str) | dict.fromkeys((*COUNTS, *LATENT), int)
+    types |= {"rope_theta": float, "layer_types": list}
+    for key, kind in types.items():
+        if table.get(key) is not None:
+            of_type(key, table[key], kind)
+            if kind is int and table[key] < 0:
+                raise ValueError(f"{key} is {table[key]}: must not be negative\n  fix: give 0 or more")
+    if theta := (table.get("rope_parameters") or table.get("rope_scaling") or {}).get("rope_theta"):
+        of_type("rope_theta", theta, float)
+
+
 def read_config(table: dict) -> dict:
     """Config's fields from a config.json: LLaMA's kind, Mixtral's, DeepSeek-V3's, Gemma's and others alike."""
     table = table.get("text_config", table)  # of a model that also sees
+    check_types(table)
     found = {}
     for letter, keys in LETTERS.items():
         if values := [table[key] for key in keys if table.get(key) is not None]:
@@ -108,7 +130,7 @@ def read_config(table: dict) -> dict:
     name = table.get("model_type", "llama")
     kind = KINDS.get(name, ModelType())
     if "H" not in found and {"D", "N"} <= found.keys():
-        found["H"] = found["D"] // found["N"]
+        found["H"] = found["D"] // max(1, found["N"])
     if found.get("dense_layers"):
         found["F_dense"] = table["intermediate_size"]
     if table.get("kv_lora_rank"):

@@ -9,9 +9,12 @@ from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 
+from scaling.arguments import of_type, read_table
 from scaling.hardware.chip import KINDS, Chip, Efficiency, Level, Measured
 from scaling.spec import DTYPE_BYTES
 
+STRUCTURE = {"base": str, "variants": dict, "flops": dict, "efficiency": dict, "levels": list, "measured": list}
+STRUCTURE |= {"name": str, "pod": list, "host": list}
 NEEDED = {"tpu": ("axes", "link_bw", "wrap"), "gpu": ("levels",), "cpu": ()}  # beside hbm_bytes and flops, to plan with
 
 
@@ -49,15 +52,10 @@ def load_chip(path: str | Path, variant: str | None = None) -> Chip:
         [flops]
         bf16 = 8.0e14
     """
-    try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: not a TOML file: {error}\n  fix: write it as chips.toml is written") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}\n  fix: give a file that can be read") from error
+    data = read_table(path)
     try:
         built = build(data.get("name", Path(path).stem), data, variant)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     missing = [key for key in ("hbm_bytes", *NEEDED[built.kind]) if getattr(built, key) in (None, (), 0)]
     missing += [] if built.peaks else ["flops"]
@@ -84,6 +82,8 @@ def _merge(below: Mapping, above: Mapping) -> dict:
 
 def _resolve(data: Mapping) -> dict:
     """A table laid over its base, and that over its own."""
+    for key, kind in STRUCTURE.items():
+        of_type(key, data.get(key, kind()), kind)
     if (base := data.get("base")) is None:
         return dict(data)
     if base not in registry():
@@ -126,6 +126,7 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
 
 def _part(record: type, table: str, values: Mapping):
     """A Level, a Measured or an Efficiency from its table; ValueError names an unknown or a missing key."""
+    of_type(table, values, dict)
     known = {field.name: field for field in fields(record)}
     if unknown := set(values) - set(known):
         raise ValueError(

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+from scaling.arguments import check_fields
+
 KINDS = ("tpu", "gpu", "cpu")
 COUNTS = ("pod", "host", "degree", "links", "switches", "ports", "ranks", "cores", "mxus", "mxu", "vector_alus", "sms")
 LEAST = {"flops": 1e6, "_bytes": 1e3, "_bw": 1e5, "bandwidth": 1e3, "clock": 1e6, "clock_base": 1e6}  # of any chip
@@ -147,6 +149,8 @@ class Chip:
                     f"chip {self.name}: {name} is {value!r}: too little in SI units: 80 GB is 80e9"
                     "\n  fix: write bytes, bytes/s and FLOPs/s without prefixes"
                 )
+        for record in (self, *self.levels, *self.measured):
+            check_fields(record, f"chip {self.name}: ")
         if self.pod and len(self.pod) != self.axes:
             raise ValueError(
                 f"chip {self.name}: pod {self.pod} has {len(self.pod)} axes, but axes = {self.axes}"

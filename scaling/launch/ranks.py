@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from scaling.collectives.checked import agree
+from scaling.console import complain
 from scaling.launch.process import end_with_parent, keep_freed_memory, ready_to_fork
 from scaling.launch.watch import CLOSED, Rank, RankError, watch, watch_self
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
@@ -114,6 +115,7 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
         except RankError as error:
             sys.exit(f"RankError: {error}")
         except KeyboardInterrupt:
+            complain("interrupted")
             sys.exit(130)
     keep_freed_memory()
     torch.set_num_threads(options.pop("threads", 1))

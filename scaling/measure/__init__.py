@@ -8,7 +8,6 @@ All ranks measure at once, as they will run: cores and memory are shared. Then t
 predicted from the file alone, run, and the errors printed.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -20,7 +19,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from scaling import launch
-from scaling.console import HelpFormatter, integer, output
+from scaling.console import Parser, complain, integer, output
 from scaling.hardware import Chip, load_chip
 from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
 from scaling.measure.layouts import as_dict as check_dict
@@ -46,9 +45,7 @@ def chip_table(chip: Chip) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scaling.measure", description=__doc__, formatter_class=HelpFormatter
-    )
+    parser = Parser(prog="python -m scaling.measure", description=__doc__)
     parser.add_argument(
         "--ranks", type=integer(2, 4096), default=2, help="number of ranks, one thread each (default 2)"
     )
@@ -78,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
             found = launch.run(measure_rank, {"X": args.ranks}, dtypes, args.repeats, checked=False)
             chip = combine_ranks(found, platform.node() or "machine")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return 2
     if args.out:
         Path(args.out).write_text(toml(chip))

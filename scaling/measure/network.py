@@ -4,11 +4,9 @@ Bus bandwidth: the bytes that a rank must send, over the time, so that collectiv
 each other and with a link's figure. All ranks of all groups along an axis run at once, as they do in training.
 """
 
-import argparse
 import math
 import os
 import statistics
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 from tabulate import tabulate
 
 from scaling import launch
-from scaling.console import integer, number
+from scaling.console import Parser, complain, integer, number
 from scaling.measure.lines import LINES, barrier
 from scaling.sizes import format_sizes, parse_mesh
 
@@ -104,9 +102,7 @@ def _report(results: list, sizes: dict[str, int], link: float | None) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scaling.measure network", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser(prog="python -m scaling.measure network", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mesh", default="X=2", help="mesh axes and their sizes (default X=2)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repeats", type=integer(1, 10**6), default=9)
@@ -123,7 +119,7 @@ def main(argv=None) -> int:
             )
         results = launch.run(_measured, sizes, SIZES, args.repeats, args.folder, device=args.device, checked=False)
     except (ValueError, OSError, launch.RankError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        complain(f"{type(error).__name__}: {error}")
         return 1
     print(_report(results, sizes, args.link * 1e9 if args.link else None))
     return 0

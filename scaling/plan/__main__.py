@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.configs import MODELS, get
-from scaling.console import HelpFormatter, command, integer, number, output
+from scaling.console import Parser, command, complain, integer, number, output
 from scaling.hardware import chip, chips
 from scaling.plan import explain, one_layer
 from scaling.plan.candidates import Fixed, plans
@@ -54,10 +54,9 @@ def mesh(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m scaling.plan", description="The mesh to train a model on, and why (Parts 5, 6 and 12)",
-        formatter_class=HelpFormatter,
         epilog="For one machine, or no idea where to begin: python -m scaling.plan guide --help\n\n"
         "Published runs beside the planner: python -m scaling.plan published\n\n"
         "To serve a model: python -m scaling.plan serve --help\n\n"
@@ -143,12 +142,12 @@ def main(arguments: list[str] | None = None) -> int:
         hardware = chip(args.chip)
         hardware.flops(job.dtype)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return 2
     try:
         found = plans(job, hardware, args.chips, fixed)
     except ValueError as error:
-        print(json.dumps({"error": str(error)}) if args.json else f"no plan: {error}", file=sys.stderr)
+        print(json.dumps({"error": str(error)}), file=sys.stderr) if args.json else complain(f"no plan: {error}")
         return 1
     best, done = found[0], fits(job, found[0])
     budget = Budget(args.tokens, args.mfu, args.price)

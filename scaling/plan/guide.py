@@ -8,14 +8,13 @@ The ladder is climbed until the model fits: each rung splits more, and communica
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from scaling.configs import MODELS, get
-from scaling.console import HelpFormatter, integer, number
+from scaling.console import Parser, complain, integer, number
 from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
 from scaling.plan.candidates import Fixed, search
@@ -153,9 +152,7 @@ def quantity(text: str) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scaling.plan guide", description=__doc__, formatter_class=HelpFormatter
-    )
+    parser = Parser(prog="python -m scaling.plan guide", description=__doc__)
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
     parser.add_argument("--gpus", type=integer(1), default=1, help="number of GPUs (default 1)")
     parser.add_argument("--gpu", help="a100, h100, h200, b200, ...; or a .toml file; or give its --memory instead")
@@ -200,5 +197,5 @@ def main(arguments: list[str]) -> int:
         print(advice(job, gpu, args.gpus, timed=bool(args.gpu or args.flops)))
         return int(choose_rung(climb(job, gpu, args.gpus)) is None)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return 2

@@ -4,11 +4,9 @@ For each run what its mesh is forecast to do, beside what was measured, and what
 efficiencies are the chip files', the same for every run; what a source leaves open the planner chooses.
 """
 
-import argparse
 import json
 import math
 import statistics
-import sys
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from scaling.configs import Config, get
+from scaling.console import Parser, complain
 from scaling.hardware import Chip, chip
 from scaling.plan.candidates import Fixed, search
 from scaling.plan.evaluate import Estimate
@@ -158,21 +157,19 @@ def as_dict(row: Beside) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scaling.plan published", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = Parser(prog="python -m scaling.plan published", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="runs whose name contains this")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args(arguments)
     wanted = [run for run in published_runs() if args.only.lower() in run.where.lower()]
     if not wanted:
         names = ", ".join(sorted({run.name for run in published_runs()}))
-        print(f"error: no run is called {args.only!r}: there are {names}", file=sys.stderr)
+        complain(f"error: no run is called {args.only!r}: there are {names}")
         return 2
     rows = [beside_planner(run) for run in wanted]
     print(json.dumps([as_dict(row) for row in rows], indent=1) if args.json else table(rows))
     unsaid = [row for row in rows if (row.gain > BETTER and not row.run.gave)]
     unsaid += [row for row in rows if abs(row.error) > BETTER and not row.run.wanting]
     for row in unsaid:
-        print(f"{row.run.where}: published.toml does not say why", file=sys.stderr)
+        complain(f"{row.run.where}: published.toml does not say why")
     return int(bool(unsaid))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling import launch
-from scaling.console import command, integer, output
+from scaling.console import Parser, command, complain, integer, output
 from scaling.mesh import AbstractMesh
 from scaling.serve.engine import serve
 from scaling.serve.loading import (
@@ -37,7 +37,7 @@ from scaling.sizes import parse_mesh
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scaling.serve", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(prog="python -m scaling.serve", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or a training run's")
     parser.add_argument(
         "--input", required=True, metavar="FILE", help="requests, one JSON object per line; - reads the standard input"
@@ -154,9 +154,9 @@ def main(argv=None) -> int:
             return 0 if _report(args, lines, bad + refused, served, tokenizer, ends) else 1
         return 0
     except launch.RankError as error:
-        print(f"RankError: {error}", file=sys.stderr)
+        complain(f"RankError: {error}")
     except (ValueError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        complain(f"{type(error).__name__}: {error}")
     return 1
 
 
@@ -169,7 +169,7 @@ def _report(
     Path(args.output).write_text("".join(json.dumps(rows[n], ensure_ascii=False) + "\n" for n in sorted(rows)))
     for row in rows.values():
         if "error" in row:
-            print(f"{args.input}: line {row['line']}: {row['error']}", file=sys.stderr)
+            complain(f"{args.input}: line {row['line']}: {row['error']}")
     good = sum("error" not in row for row in rows.values())
     text = f"{good} of {len(rows)} served"
     if good:

@@ -1,6 +1,5 @@
 """What is served, a Hugging Face folder or a run of `scaling.train`; and whether it fits, before it is loaded."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from scaling.serve.types import ROWS, check_mesh, specs
 from scaling.spec import parse
 from scaling.strategies.axes import present
 from scaling.train import checkpoint
+from scaling.train.export import options_of
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
@@ -25,7 +25,7 @@ def config_of_model(folder: "str | Path") -> Config:
     """The model's sizes. ValueError for a folder that is neither a model nor a run."""
     folder = Path(folder)
     if (folder / "run.toml").is_file():
-        named = tomllib.loads((folder / "run.toml").read_text())["model"]
+        named = options_of(folder, model=str)["model"]
         return load(Path(named) / "config.json") if Path(named).is_dir() else get(named)
     if (folder / "config.json").is_file():
         return load(folder / "config.json").with_(name=folder.name)

@@ -4,10 +4,11 @@ Needs tokenizers, of the extra `hf`, for a tokenizer.json, and for a chat templa
 """
 
 import codecs
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from scaling.arguments import read_table, whole_numbers
 
 BROKEN = "\ufffd"  # what stands for bytes that are no whole character
 
@@ -36,7 +37,13 @@ class Vocabulary:
             raise ValueError(
                 f"{folder}: its tokenizer.json needs tokenizers\n  fix: pip install 'scaling-book-torch[hf]'"
             ) from None
-        self.model = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            self.model = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"{folder}: its tokenizer.json cannot be read: {error}"
+                "\n  fix: give one that the tokenizers library wrote"
+            ) from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return self.model.encode(text, add_special_tokens=special).ids
@@ -108,9 +115,9 @@ def ends_of(folder: "str | Path") -> tuple[int, ...]:
     """The ids that end a text (eos), by generation_config.json or config.json; none if they name none."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        found = read_table(path).get("eos_token_id") if path.is_file() else None
         if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+            return tuple(whole_numbers(f"{path}: eos_token_id", found if isinstance(found, list) else [found]))
     return ()
 
 
@@ -118,7 +125,7 @@ def chat_prompt(folder: "str | Path", messages: Sequence[dict[str, str]]) -> str
     """The messages [{"role": "user", "content": ...}] as the folder's chat template writes them, up to the answer."""
     folder = Path(folder)
     table = folder / "tokenizer_config.json"
-    options = json.loads(table.read_text()) if table.is_file() else {}
+    options = read_table(table) if table.is_file() else {}
     file = folder / "chat_template.jinja"
     template = file.read_text() if file.is_file() else options.get("chat_template")
     if not isinstance(template, str):

@@ -1,12 +1,10 @@
 """Every leaf of a Transformer on a mesh, its type and its bytes on a rank: `python -m scaling.show params --help`."""
 
-import argparse
-import sys
-
 from tabulate import tabulate
 
 from scaling import tree
 from scaling.configs import MODELS, get, load
+from scaling.console import Parser, complain
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
 from scaling.sizes import parse_mesh
@@ -32,7 +30,7 @@ def leaf_rows(config, mesh, dtype: str, zero: int = 3) -> list[tuple[str, str, s
 
 
 def main(argv: "list[str] | None" = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scaling.show params", description=(__doc__ or "").split(":")[0])
+    parser = Parser(prog="python -m scaling.show params", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--model", default="llama3-70b", help=f"a config.json, or one of {', '.join(MODELS)}")
     parser.add_argument("--mesh", default="X=64,Y=8", help="axes of P, Z, X, C, Y, E and sizes (default X=64,Y=8)")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of the params (default bf16)")
@@ -49,7 +47,7 @@ def main(argv: "list[str] | None" = None) -> int:
         mesh = AbstractMesh(parse_mesh(args.mesh))
         listed = leaf_rows(config, mesh, args.dtype, args.zero)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 1
     table = [(leaf, text, shape, f"{nbytes:,.0f}") for leaf, text, shape, nbytes in listed]
     head = ["leaf", "type", "on a rank", "bytes"]

@@ -4,7 +4,7 @@ import argparse
 import sys
 from fractions import Fraction
 
-from scaling.console import integer, number, output
+from scaling.console import Parser, complain, integer, number, output, picture
 from scaling.schedules import SCHEDULES, make, split_backward
 from scaling.schedules.closed_forms import bubble_time
 from scaling.schedules.simulator import Times, simulate
@@ -14,8 +14,8 @@ from scaling.show.timelines import save_schedule, schedule_chart, summary
 MOST = 20_000  # forward passes of a schedule that is drawn: some seconds
 
 
-def _parser(**options) -> argparse.ArgumentParser:
-    arguments = argparse.ArgumentParser(description=(__doc__ or "").split(":", 1)[0], **options)
+def _parser(**options) -> Parser:
+    arguments = Parser(description=(__doc__ or "").split(":", 1)[0], **options)
     arguments.add_argument("schedule", choices=[*SCHEDULES, "all"])
     arguments.add_argument("--stages", type=integer(1), default=4, help="ranks along the pipeline axis (default 4)")
     arguments.add_argument("--microbatches", type=integer(1), default=8, help="number of microbatches (default 8)")
@@ -31,7 +31,7 @@ def _parser(**options) -> argparse.ArgumentParser:
     )
     colour = {"action": argparse.BooleanOptionalAction, "default": sys.stdout.isatty()}
     arguments.add_argument("--colour", "--color", **colour, help="default: on a terminal")
-    arguments.add_argument("--plot", type=output, metavar="FILE", help="write a picture (.svg, .png; needs matplotlib)")
+    arguments.add_argument("--plot", type=picture, metavar="FILE", help="write a PNG or SVG (needs matplotlib)")
     arguments.add_argument("--trace", type=output, metavar="FILE", help="write a Chrome trace")
     return arguments
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
                 schedule = split_backward(schedule)
             timelines.append(timeline := simulate(schedule, times))
         except ValueError as error:
-            print(f"{error}\n", file=sys.stderr)
+            complain(f"{error}\n")
             continue
         print(summary(timeline))
         print(schedule_chart(timeline, arguments.width, arguments.colour))

@@ -16,7 +16,7 @@ import math
 import re
 import sys
 
-from scaling.console import output
+from scaling.console import Parser, complain, picture
 from scaling.sizes import parse_mesh, parse_sizes
 from scaling.spec import ShardingError, Spec, block_index, mesh_sizes, parse
 
@@ -186,12 +186,12 @@ def main(argv: "list[str] | None" = None) -> int:
         from scaling.show.params import main as show_params
 
         return show_params(argv[1:])
-    parser = argparse.ArgumentParser(prog="python -m scaling.show", description=(__doc__ or "").split("\n\n")[0])
+    parser = Parser(prog="python -m scaling.show", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("types", nargs="*", metavar="TYPE", help="such as 'A[I_X, J_Y]'; by default the book's nine")
     parser.add_argument("--mesh", default="X=2,Y=2", help="mesh axes and their sizes (default X=2,Y=2)")
     parser.add_argument("--sizes", default="", help="sizes of the dims, such as I=4,J=8: then index ranges are shown")
     parser.add_argument("--colour", "--color", action=argparse.BooleanOptionalAction, default=sys.stdout.isatty())
-    parser.add_argument("--plot", type=output, metavar="FILE", help="write a PNG or SVG instead")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="write a PNG or SVG instead")
     args = parser.parse_args(argv)
     try:
         mesh, types = parse_mesh(args.mesh), args.types or NINE
@@ -203,6 +203,6 @@ def main(argv: "list[str] | None" = None) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, ImportError, OSError) as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 1
     return 0

@@ -10,15 +10,15 @@ import json
 import os
 import signal
 import sys
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from scaling import launch
+from scaling.arguments import of_type, read_table
 from scaling.configs import MODELS
-from scaling.console import command, integer, number, place
+from scaling.console import Parser, command, complain, integer, number, place
 from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
 from scaling.hardware import chip
@@ -27,13 +27,12 @@ from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify
 from scaling.train.durable import replaced
-from scaling.train.export import config_at
+from scaling.train.export import RUN, config_at, options_of
 from scaling.train.loop import STOP, run
 from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings
 
 RATES = "how the learning rate falls after the warmup (default cosine)"
-RUN = "run.toml"  # a run's options, in its folder
 OTHERS = {
     "tokenize": tokenize.main,
     "compare": compare.main,
@@ -44,7 +43,7 @@ OTHERS = {
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scaling.train", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(prog="python -m scaling.train", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--config", metavar="FILE", help="a TOML file of these options; flags override it")
     parser.add_argument(
         "--model", default="tiny", help=f"a config.json, a Hugging Face folder, or one of {', '.join(MODELS)}"
@@ -119,22 +118,30 @@ def arguments(argv=None) -> argparse.Namespace:
         "--profile", type=place, default="", metavar="PLACE", help="profile steps 3 to 7: FILE.json or a folder"
     )
     parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
-    known = {action.dest for action in parser._actions}
+    options, flags = {action.dest: action for action in parser._actions}, []
     given, _ = parser.parse_known_args(argv)
     before = str(Path(given.out) / RUN) if given.resume and (Path(given.out) / RUN).is_file() else ""
     for file in filter(None, (before, given.config)):
         try:
-            table = tomllib.loads(Path(file).read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            parser.error(f"{file}: {error}")
-        table = {key.replace("-", "_"): value for key, value in table.items()}
-        if unknown := sorted(set(table) - known):
-            parser.error(f"{file}: unknown option {unknown[0]!r}")
-        parser.set_defaults(**table)
-    args = parser.parse_args(argv)
+            flags += flags_of(file, options)
+        except ValueError as error:
+            parser.error(str(error))
+    args = parser.parse_args([*flags, *(sys.argv[1:] if argv is None else argv)])
     if not args.data and not args.dry_run:
         parser.error("--data is needed: a text file, or a folder of them")
     return args
+
+
+def flags_of(file: str, options: dict[str, argparse.Action]) -> list[str]:
+    """A TOML file of options as the flags that they stand for, so that both are checked alike. ValueError."""
+    found = []
+    for key, value in read_table(file).items():
+        if (option := options.get(key.replace("-", "_"))) is None:
+            raise ValueError(f"{file}: unknown option {key!r}\n  fix: leave it out; --help lists the options")
+        of_type(f"{file}: {key}", value, *([bool] if option.nargs == 0 else [str, int, float]))
+        if option.nargs != 0 or value:
+            found.append(option.option_strings[0] + ("" if option.nargs == 0 else f"={value}"))
+    return found
 
 
 def main(argv=None) -> int:
@@ -150,6 +157,8 @@ def main(argv=None) -> int:
         if args.plan is not None:
             sizes = chosen(settings, args.plan or AbstractMesh(sizes).size(), args)
         declared = sizes
+        if args.chip:
+            chip(args.chip)
         if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
             sizes = elastic.fitted(declared, world)
         asked, settings = settings, elastic.shared(settings, declared, sizes)
@@ -166,11 +175,11 @@ def main(argv=None) -> int:
         with prepared(asked, args):
             return trained(settings, sizes, args)
     except launch.RankError as error:
-        print(f"RankError: {error}", file=sys.stderr)
+        complain(f"RankError: {error}")
         if last := flight.told(args.out):
-            print(f"python -m scaling.train flight {args.out}: each rank's last collectives:\n{last}", file=sys.stderr)
+            complain(f"python -m scaling.train flight {args.out}: each rank's last collectives:\n{last}")
     except (ValueError, ArithmeticError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        complain(f"{type(error).__name__}: {error}")
     return 1
 
 
@@ -257,7 +266,7 @@ def check_resumed(out: Path, settings: Settings) -> None:
         print(f"{out}: there is no checkpoint yet: starting at step 1", flush=True)
     elif (step := checkpoint.latest(out)) >= settings.steps:
         raise ValueError(f"{out}: is at step {step} of {settings.steps}\n  fix: give --steps above {step}")
-    elif (seq := tomllib.loads((out / RUN).read_text())["seq"]) != settings.seq:
+    elif (seq := options_of(out, seq=int)["seq"]) != settings.seq:
         raise ValueError(
             f"{out}: was begun with --seq {seq}, not {settings.seq}\n  fix: give the same, or another --out"
         )

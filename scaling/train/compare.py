@@ -4,16 +4,16 @@ What is compared: the options; the losses and gradient norms of each step; with 
 leaves of checkpoints that both have.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from scaling.console import Parser, complain
 from scaling.mesh import Mesh
 from scaling.train import checkpoint
+from scaling.train.export import options_of
 
 
 def metrics(folder: Path, name: str) -> dict[int, dict]:
@@ -31,11 +31,7 @@ def differ(a: float | None, b: float | None, tolerance: float) -> bool:
 def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
     """What differs first, by each thing compared. ValueError if one is no run's folder."""
     for folder in (a, b):
-        if not (folder / "run.toml").is_file():
-            raise ValueError(
-                f"{folder}: no run is here: run.toml is missing"
-                "\n  fix: give the folder that a run of scaling.train wrote"
-            )
+        options_of(folder)
     ours, theirs = (set((folder / "run.toml").read_text().splitlines()) for folder in (a, b))
     for text in sorted(ours ^ theirs):
         if not text.startswith("out ="):
@@ -75,7 +71,7 @@ def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scaling.train compare", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="python -m scaling.train compare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("runs", nargs=2, type=Path, help="the two runs' folders (their --out)")
     parser.add_argument("--tolerance", type=float, default=0.0, help="relative tolerance (default 0: equal to the bit)")
     args = parser.parse_args(argv)
@@ -83,7 +79,7 @@ def main(argv=None) -> int:
         first, second = args.runs
         found = [*differences(first, second, args.tolerance)]
     except (ValueError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        complain(f"{type(error).__name__}: {error}")
         return 2
     print("\n".join(found) or "no difference")
     return 1 if any(not text.startswith("option") for text in found) else 0

@@ -4,15 +4,15 @@ With --mesh several ranks each read and write their shards, so that none holds t
 it: the run's tokenizer.json, or one whose tokens are the 256 bytes.
 """
 
-import argparse
 import json
 import shutil
-import sys
-import tomllib
 from pathlib import Path
+from typing import Any
 
 from scaling import launch, tree
+from scaling.arguments import of_type, read_table
 from scaling.configs import Config, get, load
+from scaling.console import Parser, complain
 from scaling.models import hf
 from scaling.sizes import parse_mesh
 from scaling.spec import parse
@@ -20,7 +20,21 @@ from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint
 
+RUN = "run.toml"  # a run's options, in its folder
 TOKENIZER, BYTES = "tokenizer.json", 256
+
+
+def options_of(run: Path, **kinds: type) -> dict[str, Any]:
+    """The options of the run in a folder, of which those named are of these types. ValueError if it has none."""
+    if not (run / RUN).is_file():
+        raise ValueError(
+            f"{run}: is not a run of scaling.train: it has no {RUN}"
+            "\n  fix: give the folder that a run of scaling.train wrote"
+        )
+    options = read_table(run / RUN)
+    for name, kind in kinds.items():
+        of_type(f"{run / RUN}: {name}", options.get(name), kind)
+    return options
 
 
 def config_at(place: str) -> tuple[Config, str]:
@@ -65,27 +79,22 @@ def of_bytes() -> dict:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scaling.train export", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="python -m scaling.train export", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the latest)")
     parser.add_argument("--mesh", default="X=1", help="mesh of the ranks that share the work (default X=1)")
     args = parser.parse_args(argv)
     try:
-        if not (args.run / "run.toml").is_file():
-            raise ValueError(
-                f"{args.run}: is not a run of scaling.train: it has no run.toml"
-                "\n  fix: give the folder that a run of scaling.train wrote"
-            )
-        options = tomllib.loads((args.run / "run.toml").read_text())
+        options = options_of(args.run, model=str, tokenizer=str)
         config, _ = config_at(options["model"])
         step = checkpoint.latest(args.run) if args.step is None else args.step
         launch.run(export, parse_mesh(args.mesh), args.run, step, config, args.out)
         add_tokenizer(args.out, options["tokenizer"], config.V)
     except launch.RankError as error:
-        print(f"RankError: {error}", file=sys.stderr)
+        complain(f"RankError: {error}")
     except (ValueError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        complain(f"{type(error).__name__}: {error}")
     else:
         print(f"step {step}: {args.out}")
         return 0

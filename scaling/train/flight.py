@@ -4,14 +4,13 @@ Each rank writes them, fixed lines in a ring, into a file of the run's folder th
 outlives the process, however that ends, and can be read while a run stands still: `python -m scaling.train flight RUN`.
 """
 
-import argparse
 import mmap
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from scaling.console import Parser, complain
 from scaling.trace import Event, Log, trace
 
 LAST, WIDTH = 64, 192  # lines, and bytes of each
@@ -93,7 +92,7 @@ def told(folder, last: int = 1) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scaling.train flight", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="python -m scaling.train flight", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run, also of one that hangs")
     parser.add_argument(
         "--last", type=int, default=8, help=f"collectives shown of each rank (default 8, at most {LAST})"
@@ -101,7 +100,7 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     if not (text := told(args.run, args.last)):
         why = "its ranks have sent nothing" if (args.run / "run.toml").exists() else "no run is here"
-        print(f"{args.run}: {why}", file=sys.stderr)
+        complain(f"{args.run}: {why}")
         return 1
     print(text)
     return 0

@@ -93,8 +93,8 @@ class Progress:
 
 def _line(record: Mapping, steps: int) -> str:
     """One line of progress."""
-    rate, more = record["flops_per_second"], record["flops_per_second_with_attention"]
-    work = f"{significant(rate)} FLOPs/s ({significant(more)} with attention)"
+    rate = record["flops_per_second"]
+    work = f"{significant(rate)} FLOPs/s"
     if "mfu" in record:
         work = f"MFU {record['mfu']:.1%} ({record['mfu_with_attention']:.1%} with attention)"
     parts = [f"step {record['step']:>6}/{steps}", f"loss {record['loss']:.4f}"]

@@ -6,14 +6,13 @@ SHARDS/tokens-00000.npy, ...     ids, of 16 bits where the vocabulary allows it
        shards.json               the files with their bytes; written last
 """
 
-import argparse
 import json
-import sys
+import shutil
 from pathlib import Path
 
 import numpy
 
-from scaling.console import integer
+from scaling.console import Parser, complain, integer
 from scaling.train.corpus import INDEX, TEXT, documents
 from scaling.train.durable import replaced
 from scaling.train.text import Tokenizer, tokenizer
@@ -30,6 +29,15 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int) -> dict:
     if not files:
         raise ValueError(f"{source}: no text to read\n  fix: give a file, or a folder that holds some")
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        return _written(source, files, out, by, shard_tokens)
+    except BaseException:
+        shutil.rmtree(out)  # no shards without their index
+        raise
+
+
+def _written(source: Path, files: list[Path], out: Path, by: Tokenizer, shard_tokens: int) -> dict:
+    """The files as shards in the folder; their index."""
     dtype = numpy.uint16 if by.vocabulary <= 1 << 16 else numpy.uint32
     index = {"tokenizer": by.name, "tokens": [], "counted": [], "starts": "starts.npy", "top": 0, "bytes": {}}
     starts, held, size, total, all_count = [], [], 0, 0, True
@@ -71,9 +79,7 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int) -> dict:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scaling.train tokenize", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser(prog="python -m scaling.train tokenize", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", required=True, help="a file or a folder: text, or .jsonl of texts or chats")
     parser.add_argument("--out", required=True, help="the folder of shards to write")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
@@ -82,7 +88,7 @@ def main(argv=None) -> int:
     try:
         index = write_shards(args.data, args.out, tokenizer(args.tokenizer), args.shard_tokens)
     except (ValueError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        complain(f"{type(error).__name__}: {error}")
         return 1
     tokens = sum(len(numpy.load(Path(args.out) / name, mmap_mode="r")) for name in index["tokens"])
     print(f"{tokens:,} tokens in {len(index['tokens'])} shards, the greatest id {index['top']}: {args.out}")

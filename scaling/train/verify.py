@@ -4,10 +4,9 @@ Loading a step checks the blocks that a rank reads whole. On another mesh ranks 
 disk can lose what nobody reads for months.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
+from scaling.console import Parser, complain
 from scaling.train import checkpoint
 from scaling.train.dcp import ShardReader
 from scaling.train.durable import complete, step_name
@@ -31,7 +30,7 @@ def damaged(folder: Path, step: int) -> list[str]:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scaling.train verify", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="python -m scaling.train verify", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--step", type=int, help="this checkpoint alone (default: all that are complete)")
     args = parser.parse_args(argv)
@@ -39,8 +38,8 @@ def main(argv=None) -> int:
         checkpoint.latest(args.run)  # raises if there is none
         steps = complete(args.run) if args.step is None else [args.step]
         found = {step: damaged(args.run, step) for step in steps}
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
+    except OSError as error:
+        complain(error)
         return 2
     for step, lines in found.items():
         print(f"step {step}: " + ("\n  ".join(["damaged", *lines]) if lines else "whole"))

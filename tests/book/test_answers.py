@@ -1,5 +1,6 @@
 import pytest
 
+from scaling import console
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, notation, rounding
 from scaling.cost.units import significant
@@ -88,9 +89,9 @@ def test_tables_fit(columns):
 def test_columns_are_respected(monkeypatch):
     monkeypatch.setenv("COLUMNS", "72")
     assert layout.width() == 72
-    assert [len(line) <= 72 for line in layout.fold("word " * 40).splitlines()] == [True] * 3
+    assert [len(line) <= 72 for line in console.fold("word " * 40).splitlines()] == [True] * 3
     monkeypatch.setenv("COLUMNS", "300")
     assert layout.width() == 100
     monkeypatch.setenv("COLUMNS", "10")
     assert layout.width() == 60
-    assert layout.fold("    indented " + "x " * 40).splitlines()[1].startswith("        x")
+    assert console.fold("    indented " + "x " * 40).splitlines()[1].startswith("        x")

@@ -27,6 +27,9 @@ def test_a_chapter_has_the_options_that_it_names(monkeypatch, capsys):
     assert vars(page(monkeypatch, "--small").args) == {"small": True}
     args = page(monkeypatch, "--mesh", "Y=2", "--largest", "7", mesh="X=2,Y=4", plot=True, largest=(3, "bytes")).args
     assert (args.mesh, args.largest, args.plot) == ({"X": 1, "Y": 2}, 7, None)
+    lazy = page(monkeypatch)
+    assert capsys.readouterr().out == ""  # what the chapter refuses comes first
+    lazy.say("words")
     assert capsys.readouterr().out.startswith("Part 1, A Title")
     for argv, message in [
         (["--steps", "3"], "unrecognized arguments"),

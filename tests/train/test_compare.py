@@ -61,4 +61,4 @@ def test_one_leaf_alone_is_found(runs, capsys):
     assert capsys.readouterr().out == wanted
     assert checkpoint.complete(b) == [2, 4]
     assert main(["compare", str(a), str(a.parent)]) == 2
-    assert "no run is here" in capsys.readouterr().err
+    assert "is not a run of scaling.train" in " ".join(capsys.readouterr().err.split())

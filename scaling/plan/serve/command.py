@@ -1,16 +1,14 @@
 """`python -m scaling.plan serve --model llama3-70b --chip v5e --context 8192`: how to serve a model, and why."""
 
-import argparse
 import json
 import math
 import sys
 from dataclasses import replace
 
 from scaling.configs import MODELS, get
-from scaling.console import SEEDS, HelpFormatter, integer, number
+from scaling.console import SEEDS, Parser, complain, integer, number
 from scaling.cost import decoding, serving
 from scaling.hardware import chip, chips
-from scaling.plan.report import folded
 from scaling.plan.serve import published, report, traces
 from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, slice_shapes
 from scaling.serve.policies import POLICIES
@@ -20,11 +18,10 @@ STORED = ("bf16", "int8", "fp8", "int4")
 TIMES = (1, 1.5, 2, 3, 5, 10)  # limits of the front, as multiples of the fastest step
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m scaling.plan serve",
         description="The slice, sharding form and batch to serve a model with, and why (Parts 7 and 8)",
-        formatter_class=HelpFormatter,
         epilog="Published serving figures beside these bounds: python -m scaling.plan serve published\n\n"
         "Exit status: 0, a plan was found; 1, nothing fits or is fast enough; 2, an argument is wrong.",
     )
@@ -123,11 +120,11 @@ def main(arguments: list[str]) -> int:
         fixed = {"chips": args.chips, "most": max(args.most, args.chips or 1), "form": args.form, "batch": args.batch}
         found = plans(asked, hardware, objective=args.objective, **fixed)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return 2
     if not found:
         why = nothing(asked, hardware, fixed)
-        print(json.dumps({"error": why}) if args.json else folded([f"no plan: {why}"]), file=sys.stderr)
+        print(json.dumps({"error": why}), file=sys.stderr) if args.json else complain(f"no plan: {why}")
         return 1
     served = None
     if args.rate:

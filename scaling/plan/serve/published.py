@@ -5,10 +5,8 @@ takes more is laid to three causes, none fitted to a row: memory that is read at
 source), the collectives if nothing hides them, and a rest, which is negative where collectives are hidden.
 """
 
-import argparse
 import json
 import statistics
-import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from scaling.configs import Config, get
+from scaling.console import Parser, complain
 from scaling.cost import decoding, serving
 from scaling.hardware import Chip, chip
 from scaling.plan.report import folded
@@ -147,20 +146,18 @@ def as_dict(one: PublishedStep) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scaling.plan serve published", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = Parser(prog="python -m scaling.plan serve published", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="groups whose name contains this")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args(arguments)
     groups = [group for group in data()["group"] if args.only.lower() in group["name"].lower()]
     if not groups:
         names = "; ".join(group["name"] for group in data()["group"])
-        print(f"error: no group is called {args.only!r}: there are {names}", file=sys.stderr)
+        complain(f"error: no group is called {args.only!r}: there are {names}")
         return 2
     found = [one for group in groups for one in measured_steps(group)]
     print(json.dumps([as_dict(one) for one in found], indent=1) if args.json else table(groups))
     beaten = [one for one in found if one.seconds < one.bound]
     for one in beaten:
-        print(f"{one.group}: {one.config.name}, batch {one.batch}: beats its bound", file=sys.stderr)
+        complain(f"{one.group}: {one.config.name}, batch {one.batch}: beats its bound")
     return int(bool(beaten))

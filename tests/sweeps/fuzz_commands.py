@@ -1,0 +1,201 @@
+"""Bad values at the command line, of every option of every command and chapter: one clear error, or the right result.
+
+    python tests/sweeps/fuzz_commands.py [--cases 2500] [--seed 0] [--only train,show] [--show]
+
+The options come from the parsers themselves. A case gives one or two of them values that are wrong in many ways, or
+gives a command a file (of a model, a chip, a run, requests) of which one key is wrong. It ends well if the command
+
+- ends by itself within its time, with exit status 0, 1 or 2, by no exception of Python's;
+- when it refuses, says why on the error stream, in few lines, with the choices or a fix, and writes no file;
+- prints nothing wider than 100 columns.
+
+Every case is a fork of this process, in a folder of its own. `--show` prints what was said, to be read. Exits with 1 if
+a case does not end well.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from misuse.commands import COMMANDS, DOCUMENTS, GIVEN, RIGHT, TRAIN, drawn, spoiled, written
+
+from scaling.console import HelpFormatter, integer
+
+CHAPTERS = Path(__file__).parents[2] / "chapters"
+SECONDS, LINES = 60.0, 12  # of a case; of an error
+
+
+def prepare(folder: Path) -> None:
+    """Put into the folder what is right, to be spoiled, and files that are wrong."""
+    os.chdir(folder)
+    Path("text.txt").write_text("".join(f"line {i} of a small text, said again and again\n" for i in range(300)))
+    for name, document in RIGHT.items():
+        Path(name).write_text(written(name, document))
+    Path("program.py").write_text("import torch\n")
+    for name in ("folder", "folder.json"):
+        Path(name).mkdir()
+    for name in ("empty", "binary", "binary.json", "binary.toml"):
+        Path(name).write_bytes(b"" if name == "empty" else bytes(range(256)) * 9)
+    for name, text in (("broken.json", "{"), ("broken.toml", "a ="), ("list.json", "[1]")):
+        Path(name).write_text(text)
+    Path("link").symlink_to("gone")
+    for name, arguments in (("train", [*TRAIN, "--out", "run"]), ("train export", ["run", "--out", "hf"])):
+        if (ended := forked(lambda name=name, arguments=arguments: start(name, arguments)))[0]:
+            raise ValueError(f"{name} {' '.join(arguments)}: {ended}")
+
+
+def start(name: str, arguments: list[str]) -> int:
+    """Run a command or a chapter with these arguments in this process; its exit status."""
+    if name in COMMANDS:
+        return importlib.import_module(COMMANDS[name][0]).main(arguments)
+    sys.argv = [str(CHAPTERS / f"{name}.py"), "--small", *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser that a command or a chapter makes, caught where it is to read the arguments."""
+
+    class Found(BaseException):
+        pass
+
+    def caught(parser, *_, **__):
+        raise Found(parser)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", caught):
+        try:
+            raise ValueError(f"{name} made no parser: {start(name, [])}")
+        except Found as found:
+            return found.args[0]
+
+
+def forked(run: Callable[[], int], seconds: float = SECONDS) -> tuple[int | None, str, str]:
+    """(exit status or None if it took too long, what was said on the output, and on the error stream) of a child."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        sys.stdout.flush()
+        if not (pid := os.fork()):
+            os.setpgid(0, 0)
+            for file, number in ((out, 1), (err, 2)):
+                os.dup2(file.fileno(), number)
+            code = 99
+            try:
+                code = run()
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+                if isinstance(end.code, str):
+                    print(end.code, file=sys.stderr)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code or 0)
+        end = time.monotonic() + seconds
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
+            time.sleep(0.005)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(ended[1]) if ended[0] else os.waitpid(pid, 0) and None
+        for file in (out, err):
+            file.seek(0)
+        return status, *(file.read().decode(errors="replace") for file in (out, err))
+
+
+def judged(status: int | None, out: str, err: str, new: list[str]) -> str:
+    """What is wrong with the end of a case; "" if nothing."""
+    said = re.sub(r"(?s)^usage:.*?\n(?=\S)", "", err).strip().splitlines()
+    shown = re.sub(r"\x1b\[[\d;]*m", "", err + ("" if out.startswith(("{", "[")) else out)).splitlines()
+    if status is None:
+        return f"no end in {SECONDS:.0f} s: {(out + err)[-200:]}"
+    if "Traceback" in err or status not in (0, 1, 2):
+        return f"exit status {status}: {said[-1][:200] if said else ''}"
+    if wide := next((line for line in shown if len(line) > 100 and line[0] != "{"), ""):
+        return f"{len(wide)} columns: {wide[:150]}"
+    if status and not said and not out:
+        return f"exit status {status}, and no word"
+    if status and len(said) > LINES:
+        return f"an error of {len(said)} lines: {' / '.join(said)[:200]}"
+    new = [path for path in new if not path.endswith(".before")]  # a flight record that was kept
+    if status and new:
+        return f"refused, and wrote {', '.join(new)[:80]}: {said[-1][:200] if said else ''}"
+    return ""
+
+
+def case(
+    name: str, options: list[argparse.Action], base: Path, draw: random.Random
+) -> tuple[str, int | None, str, str]:
+    """(what was given, the exit status, what is wrong with it, what was said) of one draw, in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="case-") as folder:
+        shutil.copytree(base, folder, symlinks=True, dirs_exist_ok=True)
+        os.chdir(folder)
+        read = [file for file, readers in DOCUMENTS.items() if name in readers]
+        if read and draw.random() < 0.5:
+            document = draw.choice(read)
+            text = Path(document).read_text()
+            table, words = spoiled(tomllib.loads(text) if document.endswith("toml") else json.loads(text), draw)
+            Path(document).write_text(written(document, table))
+            arguments, words = [*COMMANDS[name][1], *GIVEN.get(document, [])], f"{name}: {document}{words}"
+        else:
+            arguments = drawn(name, options, draw)
+            words = f"{name} {' '.join(arguments)}"
+        before = {*Path().rglob("*")}
+        status, out, err = forked(lambda: start(name, arguments))
+        new = sorted(str(path) for path in {*Path().rglob("*")} - before)
+        os.chdir(base)
+        return words, status, judged(status, out, err, new), (err or out).strip()
+
+
+def run(cases: int, seed: int, only: list[str], show: bool = False) -> tuple[Counter, list[str]]:
+    """(how often each exit status came, what was wrong)."""
+    names = [*COMMANDS, *(path.stem for path in sorted(CHAPTERS.glob("[0-9]*.py")))]
+    names = [name for name in names if not only or any(name.startswith(word) for word in only)]
+    here, tally, wrong, draw = Path.cwd(), Counter(), [], random.Random(seed)
+    os.environ["COLUMNS"] = "100"
+    with tempfile.TemporaryDirectory(prefix="commands-") as base:
+        prepare(Path(base))
+        for name in names:
+            options = [action for action in parser_of(name)._actions if action.dest != "help"]
+            weight = 4 if name in COMMANDS else 1
+            for _ in range(max(1, cases * weight // (4 * len(COMMANDS) + 39))):
+                words, status, why, said = case(name, options, Path(base), draw)
+                tally[status] += 1
+                if why:
+                    wrong.append(f"{words[:150]}\n    {why}")
+                    print(wrong[-1], flush=True)
+                if show and not why:
+                    print(f"{status} {words}\n    {said[-300:]}", flush=True)
+        os.chdir(here)
+    return tally, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--cases", type=integer(1), default=2500, help="about how many (default 2500)")
+    parser.add_argument("--seed", type=integer(), default=0, help="of what is drawn (default 0)")
+    parser.add_argument("--only", default="", help="commands and chapters that begin with one of these, by commas")
+    parser.add_argument("--show", action="store_true", help="print each case and what was said, to be read")
+    args = parser.parse_args()
+    tally, wrong = run(args.cases, args.seed, args.only.split(",") if args.only else [], args.show)
+    print(f"{tally.total()} cases; by exit status {dict(tally)}; {len(wrong)} wrong")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
