@@ -9,6 +9,7 @@ import importlib
 import math
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
@@ -104,6 +105,10 @@ class Workers:
             raise RankFailed(f"rank {rank} of {sizes}:\n{text}")
         return [results[rank] for rank in range(len(self.pipes))]
 
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            os.kill(process.pid, number)
+
     def end(self) -> None:
         for process in self.processes:
             process.kill()
@@ -114,15 +119,24 @@ class Workers:
 
 @pytest.fixture(scope="session")
 def ranks():
+    """Those of one number of ranks run at a time; gloo's threads wake a hundred times a second, also of ranks that wait
+    for work, so the others stand still."""
     workers: dict[int, Workers] = {}
+    awake = 0
 
     def run(fn, sizes, *args):
+        nonlocal awake
         world = math.prod(sizes.values())
         if world == 1:
             return [fn(Mesh(sizes), *args)]
         if world not in workers:
             sys.stdout.flush()
             workers[world] = Workers(world)
+        elif awake != world:
+            workers[world].signal(signal.SIGCONT)
+        if awake != world and awake in workers:
+            workers[awake].signal(signal.SIGSTOP)
+        awake = world
         try:
             return workers[world].run(fn, sizes, args)
         except BaseException:
