@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import parsed
 
 import scaling
 
@@ -96,7 +97,7 @@ def room(module: str) -> str:
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+    return {name_of(path): parsed(path) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -115,6 +116,7 @@ def at_top(tree: ast.Module) -> set[str]:
     return {name for node in tree.body for name in imported(node)}
 
 
+@cache
 def inside(tree: ast.Module) -> set[str]:
     functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
     return {name for function in functions for node in ast.walk(function) for name in imported(node)}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sources import parsed
 
 import scaling
 
@@ -44,11 +45,13 @@ def texts(node: ast.AST | None, names: dict[str, str]) -> str:
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """(line, message) of each refusal of a module whose message, or a part of it, stands there."""
-    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for function in ast.walk(parsed(path)):
         if not isinstance(function, ast.FunctionDef):
             continue
-        names: dict[str, str] = {}
-        for node in ast.walk(function):
+        nodes, names = [*ast.walk(function)], {}
+        if not any(isinstance(node, ast.Raise) for node in nodes):
+            continue
+        for node in nodes:
             for target in node.targets if isinstance(node, ast.Assign) else ():
                 pairs = [(target, node.value)]
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
@@ -56,7 +59,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
                 for name, value in pairs:
                     if isinstance(name, ast.Name):
                         names[name.id] = names.get(name.id, "") + texts(value, names)
-        for node in ast.walk(function):
+        for node in nodes:
             match node:
                 case ast.Raise(exc=ast.Call(func=ast.Name(id=kind), args=[message, *_])) if kind in KINDS:
                     said = texts(message, names).replace("{}", "").strip()

