@@ -34,7 +34,7 @@ SIZES = {"B": 8, "D": 32, "F": 64}  # B rows a microbatch; they must divide over
 FITS = (fsdp_tp.SPECS["In"], fsdp_tp.SPECS["W_in"]), SIZES
 page = Page(
     __doc__, mesh="Z=4", axes="XY", fits=FITS, device=True, seed=True, **learning.OPTIONS,
-    microbatches=(8, "microbatches of a batch", integer(1)),
+    microbatches=(8, "microbatches of a batch", integer(1, 128)),
     tick=(20.0, "milliseconds of a computation; 0: as fast as it goes", number(0, 1000)),
     only=("", "schedules, by commas; all if empty"), draw=(None, "write the charts to this .svg or .png", picture),
     trace=(None, "write the measured runs as a Chrome trace", output),
@@ -183,6 +183,9 @@ def schedules(mesh, names, seed):
     return found
 
 
+seconds = 3 * (M + Z) * TICK / 1e3 * len(names)
+if seconds > 20:
+    page.say(f"\n{len(names)} schedules, of {M} microbatches and {TICK:g} ms a computation: about {seconds:.0f} s.")
 runs = page.on_ranks(schedules, names, page.args.seed)
 
 page.title(

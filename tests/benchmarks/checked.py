@@ -7,7 +7,6 @@ on a mesh of its own. Ratios are of two samples one after the other, in the medi
 time, and of the processor time of all ranks, which other programs on the machine disturb less.
 """
 
-import argparse
 import importlib
 from time import perf_counter, process_time
 
@@ -15,7 +14,7 @@ from harness import machine, quartiles, together
 from tabulate import tabulate
 
 from scaling import data, launch, optim
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.mesh import Mesh
 from scaling.models import mlp
 from scaling.train.byte_lm import batch_axes, make_step, param_specs
@@ -60,7 +59,7 @@ def ratio(checked: list[float], unchecked: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", default="4,8")
     parser.add_argument("--strategies", default=",".join(MESHES))
     parser.add_argument("--samples", type=int, default=10, help=f"of {REPEAT} steps each (default 10)")

@@ -7,7 +7,6 @@ size, in turn on the same ranks: the product alone, the hops alone, the two call
 collective matmul; `derived` is what that should take, by the first two. Linux only.
 """
 
-import argparse
 import sys
 
 import torch
@@ -17,7 +16,7 @@ from tabulate import tabulate
 from scaling import collectives as c
 from scaling import launch
 from scaling.collectives import rings
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.strategies import collective_matmul as cm
 
 SIZES = {"large": (256, 1024, 4096), "small": (16, 64, 256)}  # B, D, F
@@ -78,7 +77,7 @@ def measure(mesh, wires: list[float], steps: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--wire", default="0,100", help="speeds in MB/s, by commas, 0 for loopback's: %(default)s")
     parser.add_argument("--steps", type=int, default=10, help="timed samples of each part")

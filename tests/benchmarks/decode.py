@@ -8,7 +8,6 @@ over its time, as a share of the bandwidth at which the same threads read memory
 thread, where others use the machine too.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -18,7 +17,7 @@ import transformers
 from tabulate import tabulate
 
 from scaling import serve, tree
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.models import hf
 
 SIZES = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
@@ -77,7 +76,7 @@ def share_of_bandwidth(config, params, T: int, steps: int, clock) -> tuple[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=64)

@@ -10,7 +10,6 @@ of L layers; C, W and the seconds t of a layer are fitted to all points of a str
 errors. Ranks share the cores of this machine, so FLOPs and bytes are those of all ranks, divided by the cores in use.
 """
 
-import argparse
 import json
 import os
 from dataclasses import replace
@@ -23,7 +22,7 @@ from tabulate import tabulate
 from versus_torch import BUCKET, both_axes, ours, over_both, over_x, over_y
 
 from scaling import collectives, cost, launch, optim
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.trace import trace
@@ -124,7 +123,7 @@ def fit(points: list[tuple], seconds: list[float]) -> tuple[list[float], list[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--strategies", default=",".join(MODULES))
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each point")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

@@ -11,7 +11,6 @@
 3. Products of a few rows (`scaling.collectives.mkl`): torch's product and ours, of matrices that are in no cache.
 """
 
-import argparse
 import json
 import warnings
 from dataclasses import replace
@@ -28,7 +27,7 @@ from versus_torch import ours
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
 from scaling.collectives.mkl import matmul_into, multiply
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.launch import keep_freed_memory
 from scaling.mesh import Mesh
 from scaling.strategies import data_parallel
@@ -165,7 +164,7 @@ def show(lines: list[list], headers: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--sizes", default="tiny,communication,default,compute")
     parser.add_argument("--optimizers", default="sgd,adamw")
     parser.add_argument("--steps", type=int, default=20, help="timed samples of each side")

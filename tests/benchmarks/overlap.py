@@ -10,7 +10,6 @@ reduces each gradient by itself, as the book has it; `dp-buckets` 25 MB of them 
 `hidden` = (computing + communicating - step) / the smaller of the two: 100% is perfect overlap, 0% none. Linux only.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from tabulate import tabulate
 from versus_torch import BUCKET, contests, ours
 
 from scaling import launch
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.strategies import data_parallel, fsdp, zero
 
 STRATEGIES = {  # the module, its options, and PyTorch's contest
@@ -53,7 +52,7 @@ def measure(mesh, name: str, size: Size, wires: list[float], steps: int) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--only", default=",".join(STRATEGIES), help="strategies, by commas: %(default)s")
     parser.add_argument("--wire", default="0,400,800", help="speeds in MB/s, by commas, 0 for loopback's: %(default)s")

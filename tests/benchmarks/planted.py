@@ -10,7 +10,6 @@ first suggestion the right one, and does the change gain what it predicts, or at
 of both kinds in turn; and the parts' sum over the step.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -25,7 +24,7 @@ from wasteful import PROGRAMS
 
 from scaling import launch
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.plan.predict import Size, make_shards
 from scaling.plan.predict import sgd_step as train
 from scaling.profile import profile
@@ -147,7 +146,7 @@ def quartile(seconds: list[float]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--delays", type=int, default=20, help="random plants (default 20)")
     parser.add_argument("--clean", type=int, default=20, help="clean runs (default 20)")

@@ -6,7 +6,6 @@ Each start is a whole process: Python, `import torch`, the ranks, one AllReduce,
 `scaling.launch` forks its ranks; torchrun and torch.multiprocessing.spawn start a Python each.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,7 +16,7 @@ from time import perf_counter
 
 from tabulate import tabulate
 
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 
 OURS = """
 import torch
@@ -82,7 +81,7 @@ def start(way: str, ranks: int, folder: str) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--chapters", default="[0-9]*.py", help="which to time; none: ''. Default: %(default)s")

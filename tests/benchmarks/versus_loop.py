@@ -9,7 +9,6 @@ batches from an array of uint16, and a print of the loss. Both have the same ini
 their losses must agree at every step. Runs of both sides in turn; of each run the first two steps do not count.
 """
 
-import argparse
 import contextlib
 import math
 import os
@@ -30,7 +29,7 @@ from tabulate import tabulate
 from scaling import launch
 from scaling.collectives import all_reduce
 from scaling.configs import Config, get
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.models import transformer as model
 from scaling.train import loop
 from scaling.train.inputs import inputs
@@ -121,7 +120,7 @@ def race(mesh, label: str, rounds: int, steps: int, folder: str) -> list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--sizes", default=",".join(SIZES), help="by commas: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="runs of each side (default 7)")

@@ -12,7 +12,6 @@ times of each pair of samples: its median, and its quartiles in brackets. MB are
 step, as the kernel counts them; and the peak of a step beyond what the rank had before there was a model.
 """
 
-import argparse
 import json
 import sys
 import warnings
@@ -27,7 +26,7 @@ from native import Native
 from tabulate import tabulate
 
 from scaling import optim, tree
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
 
 OPTIMIZERS = {"sgd": optim.sgd(RATE), "adamw": optim.adamw(RATE)}
@@ -131,7 +130,7 @@ def table(results: list[dict], rivals: tuple[str, ...]) -> str:
 
 def main() -> None:
     known = contests()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=4)
     parser.add_argument("--only", default=",".join(known), help="contests, by commas: %(default)s")
     parser.add_argument("--sizes", default=",".join(SIZES), help="sizes, by commas: %(default)s")

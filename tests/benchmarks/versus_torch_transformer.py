@@ -8,7 +8,6 @@ AdamW, and run in turn on the same four ranks, one thread a rank; a step is forw
 PyTorch's is `native_transformer`, with its default optimizer and tuned with a fused one. Figures as in versus_torch.py.
 """
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from versus_torch import table
 
 from scaling import optim, tree
 from scaling.configs import Config
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
@@ -98,7 +97,7 @@ def contests(remat: str) -> dict[str, Contest]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--only", default=",".join(LAYOUTS), help="layouts, by commas: %(default)s")
     parser.add_argument("--sizes", default=",".join(SIZES), help="sizes, by commas: %(default)s")
     parser.add_argument("--rivals", default=",".join(SIDES[1:]), help="of PyTorch's, by commas: %(default)s")

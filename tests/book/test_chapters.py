@@ -267,3 +267,18 @@ def test_part_5_figures_cross_where_the_book_says(chapter):
     assert names["ratios"](850)["FSDP"] == pytest.approx(1)
     assert names["ratios"](2550**2 / 60_000)["FSDP+TP"] == pytest.approx(1)
     assert names["ratios"](100)["TP only"] == names["ratios"](1000)["TP only"]
+
+
+REFUSED = {
+    ("05_pp", "--only=x"): "choose one of naive",
+    ("05_pp", "--microbatches=1000"): "not a whole number from 1 to 128",
+    ("06_train_llama", "--mesh=Y=3"): "fix: ",
+    ("11_recap", "--parts=13"): "fix: ",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids="".join)
+def test_what_a_chapter_refuses_comes_before_its_first_line(case, capsys):
+    ran = running.run(*case)
+    assert (ran.code, ran.text) == (2, "")
+    assert REFUSED[case] in " ".join(capsys.readouterr().err.split())

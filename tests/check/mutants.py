@@ -5,7 +5,6 @@
 Whether an edit changes numbers is not run here: some of those that pass change nothing.
 """
 
-import argparse
 import ast
 import re
 from collections import Counter
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from scaling.check import check_source
 from scaling.check.modules import TYPED, Modules
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 
 ROOT = Path(__file__).parents[2]
 FILES = ["data_parallel", "fsdp", "tensor_parallel", "fsdp_tp", "pods", "zero", "transformer/layer", "transformer/ends"]
@@ -99,7 +98,7 @@ def mutants():
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--missed", action="store_true", help="print each edit that is not refused")
     missed = parser.parse_args().missed
     modules, planted, caught = Modules(), Counter(), Counter()

@@ -7,7 +7,6 @@ An edit's outcome is "same" (no number changes), "wrong" (numbers change and not
 holds a line an edit: its digest and outcome.
 """
 
-import argparse
 from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
@@ -19,7 +18,7 @@ from mutants import ROOT, mutants
 from scaling import launch
 from scaling.check import check_source
 from scaling.check.modules import Modules
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 
 STORED = Path(__file__).parent / "outcomes.txt"
 TOGETHER, SECONDS = 24, 20  # edits that share their ranks; how long these wait for one another
@@ -70,7 +69,7 @@ def stored() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--report", action="store_true", help="run nothing")
     only_report = parser.parse_args().report
     known, todo = stored(), {}

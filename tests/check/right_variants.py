@@ -3,7 +3,6 @@
 python tests/check/right_variants.py        checks 100 of them, and runs them on ranks beside the right program
 """
 
-import argparse
 import ast
 import random
 from collections import Counter
@@ -12,7 +11,7 @@ from mutants import FILES, ROOT
 
 from scaling.check import check_source
 from scaling.check.modules import TYPED, Modules
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.spec import parse_line
 
 HEAD = "import torch\nfrom scaling import tree\nfrom scaling.collectives import wait\n"
@@ -144,5 +143,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter).parse_args()
+    Parser(description=__doc__).parse_args()
     main()

@@ -1,11 +1,9 @@
 """Calls on an AbstractMesh, where nothing is sent: `python tests/museum/calls.py NAME` prints what one is answered."""
 
-import argparse
-
 import torch
 
 from scaling.configs import Config
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.strategies.transformer import api
@@ -32,6 +30,6 @@ def answer(name: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("name", choices=CALLS)
     print(answer(parser.parse_args().name), end="")

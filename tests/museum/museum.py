@@ -1,7 +1,6 @@
 """A museum of silent bugs: `python tests/museum/museum.py` plants each of `bugs` in a copy of the source, sees what
 comes of it here, and prints the table that docs/museum.md shows. It ends with 1 if a bug goes unseen."""
 
-import argparse
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from tabulate import tabulate
 from scaling.check import check_source
 from scaling.check.modules import Modules
 from scaling.check.rules import RULES
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 
 ROOT = Path(__file__).parents[2]
 CALLS = "tests/museum/calls.py"
@@ -106,5 +105,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter).parse_args()
+    Parser(description=__doc__).parse_args()
     sys.exit(main())

@@ -7,7 +7,6 @@ The program is compiled for eight CPU devices with the same types for what goes 
 are read; each counts the bytes that a device sends by the algorithm that is optimal in bytes, as ours do.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -21,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 from random_programs import MESH, Program, function, programs
 
+from scaling.console import Parser
 from scaling.spec import parse
 
 TABLE = Path(__file__).parents[1] / "auto" / "xla_bytes.json"
@@ -72,7 +72,7 @@ def compiled(program: Program, mesh) -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"store {TABLE.name}")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)

@@ -1,6 +1,5 @@
 """What the oracles of greedy completions share: save a model, ask the other library, compare with ours, store."""
 
-import argparse
 import importlib
 import json
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from scaling import serve
+from scaling.console import Parser
 from scaling.models import hf
 
 
@@ -25,7 +25,7 @@ def compare(doc: str, table: ModuleType, theirs: Callable, completions: Callable
     `theirs(folder, prompts)` asks the other library about the model saved in the
     folder; `completions(answer)` are the tokens of its answer. `options`: of `serve.generate`, by their names.
     """
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser = Parser(description=doc.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="store what it gives")
     args = parser.parse_args()
     answers, wrong = {}, 0

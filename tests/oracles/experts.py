@@ -6,7 +6,6 @@
 Sigmoid scores, a bias in the choice, groups, shared experts; in float64, their casts to float32 lifted.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from scaling.book.largest import largest
+from scaling.console import Parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from experts_table import CONFIG, inputs, ours, probes
@@ -63,7 +63,7 @@ def theirs() -> dict:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"store the table in {TABLE.name}")
     args = parser.parse_args()
     found, mine = theirs(), ours()

@@ -5,7 +5,6 @@ their values by two projections; the table that the suite compares with.
     PYTHONPATH=. python tests/oracles/explicit_gradients_jax.py            # prints the types; --write stores the table
 """
 
-import argparse
 import json
 import sys
 from math import prod
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "explicit"))
 from gradient_programs import digest, function, numbers, typed_programs
 from random_programs import MESH, SIZES
 
+from scaling.console import Parser
 from scaling.spec import parse
 
 TABLE = Path(__file__).parents[1] / "explicit" / "jax_gradients.json"
@@ -41,7 +41,7 @@ def axes_of(x) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"store {TABLE.name}")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)

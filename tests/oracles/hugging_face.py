@@ -7,7 +7,6 @@ Each model is born there, saved by save_pretrained, read by `hf.load`, and writt
 casts to float32 (norms, rotary tables, softmax, loss) are lifted; in float32 they are as users have them.
 """
 
-import argparse
 import contextlib
 import json
 import sys
@@ -23,6 +22,7 @@ from scaling import tree
 from scaling.book.largest import largest
 from scaling.configs import load
 from scaling.configs.hugging_face import write_config
+from scaling.console import Parser
 from scaling.models import hf, transformer
 
 TABLE = Path(__file__).parents[1] / "models" / "hugging_face.json"
@@ -169,7 +169,7 @@ def reference(name: str, tokens) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"store {TABLE.name} for the suite")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -8,7 +8,6 @@ strategies.transformer.loss_and_grads on a mesh of one rank. `--cpu`: the thread
 use the machine too.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -18,6 +17,7 @@ import torch
 import transformers
 from tabulate import tabulate
 
+from scaling.console import Parser
 from scaling.mesh import Mesh
 from scaling.models import hf, transformer
 from scaling.strategies import transformer as strategy
@@ -52,7 +52,7 @@ def steps_of(sizes: dict, B: int, T: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--cpu", action="store_true")

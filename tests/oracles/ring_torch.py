@@ -8,7 +8,6 @@ Prints the largest differences of O, dQ, dK and dV over their maximum, for a cot
 above 3e-6. Where torch has no such function, or another signature, it says so and passes.
 """
 
-import argparse
 import sys
 
 import torch
@@ -16,6 +15,7 @@ from tabulate import tabulate
 
 from scaling import launch
 from scaling.book.largest import largest
+from scaling.console import Parser
 from scaling.strategies import context
 
 LIMIT = 3e-6
@@ -58,7 +58,7 @@ def compared(mesh, form: str, rotation: str):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     ranks, rows = parser.parse_args().ranks, []
     for form in ("ring", "zigzag"):

@@ -5,7 +5,6 @@ turns, each of which must give what `generate` gives it alone. Prints how often 
 or preempts nothing proves nothing.
 """
 
-import argparse
 import itertools
 import random
 import sys
@@ -21,6 +20,7 @@ import mock_model
 
 from scaling import serve
 from scaling.configs import Config
+from scaling.console import Parser
 from scaling.models import transformer
 from scaling.serve import scheduler
 from scaling.serve.engine import Draw, Engine
@@ -74,7 +74,7 @@ def sweep(what: str, run: Callable[[int], Counter[str]], count: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("traces", type=int, nargs="?", default=10_000, help="with the model of whole numbers")
     parser.add_argument("--model", type=int, default=300, help="with the real one (default 300)")
     args = parser.parse_args()

@@ -5,7 +5,6 @@ a token at a time; the logits of all tokens must be the same bits. A trace is a 
 --traces 100` goes on after the first 300, and 0 traces leave the cost alone.
 """
 
-import argparse
 import random
 import time
 from collections import Counter
@@ -13,6 +12,7 @@ from collections import Counter
 import torch
 
 from scaling.configs import Config
+from scaling.console import Parser
 from scaling.models import transformer
 from scaling.serve import init_cache, invariant, quantize
 from scaling.serve.engine import Engine
@@ -110,7 +110,7 @@ def cost(B: int, S: int = 256) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="the first trace's seed")
     parser.add_argument("--traces", type=int, default=1000)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="rows of the steps that are timed")

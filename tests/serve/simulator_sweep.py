@@ -6,7 +6,6 @@ how long a request waits says more of the noise than of the engine), and one has
 all of them: where each step takes in the simulator what it took in the engine, they must be the same ones.
 """
 
-import argparse
 import random
 import statistics
 import sys
@@ -15,7 +14,7 @@ import time
 import torch
 
 from scaling.configs import Config
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.models import transformer
 from scaling.serve import calibrate
 from scaling.serve.engine import Engine
@@ -78,5 +77,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter).parse_args()
+    Parser(description=__doc__).parse_args()
     sys.exit(main())

@@ -3,7 +3,6 @@
 The exact enumeration over many tables; chi-square on V=16 with n=20,000, of the rule and of wrong ones; tokens a step.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from enumerate_speculative import contexts, output_joint, target_joint, wrong_rules
 
 from scaling.book.largest import largest
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.serve import speculative
 from scaling.serve.sampling import Sampling, draw_token, uniforms
 
@@ -76,5 +75,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter).parse_args()
+    Parser(description=__doc__).parse_args()
     sys.exit(main())

@@ -4,7 +4,6 @@ python tests/shard_map/compared.py TABLE              # all shards in this proce
 python tests/shard_map/compared.py TABLE --ranks      # on 8 ranks
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from programs import evaluate, filling, marks
 
 from scaling import shard_map as manual
 from scaling.book.largest import largest
+from scaling.console import Parser
 from scaling.launch import run
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.shard_map import shard_map
@@ -92,7 +92,7 @@ def differences(mesh, rows: list) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("table")
     parser.add_argument("--ranks", action="store_true")
     options = parser.parse_args()

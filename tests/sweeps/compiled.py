@@ -5,7 +5,6 @@
 On one rank and on several, in float64. Exit status 1 if one differs by 1e-12.
 """
 
-import argparse
 import sys
 import time
 
@@ -14,6 +13,7 @@ import torch
 
 from scaling import launch, optim, tree
 from scaling.book.largest import largest
+from scaling.console import Parser
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 
@@ -49,7 +49,7 @@ def differences(mesh, options: dict, backend: str) -> tuple[float, float, float]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--backend", default="aot_eager")
     parser.add_argument("--only", default="", help="meshes that have this axis")
     args = parser.parse_args()

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from misuse.commands import COMMANDS, DOCUMENTS, GIVEN, RIGHT, TRAIN, drawn, spoiled, written
 
-from scaling.console import HelpFormatter, integer
+from scaling.console import Parser, integer
 
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 SECONDS, LINES = 60.0, 12  # of a case; of an error
@@ -186,7 +186,7 @@ def run(cases: int, seed: int, only: list[str], show: bool = False) -> tuple[Cou
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--cases", type=integer(1), default=2500, help="about how many (default 2500)")
     parser.add_argument("--seed", type=integer(), default=0, help="of what is drawn (default 0)")
     parser.add_argument("--only", default="", help="commands and chapters that begin with one of these, by commas")

@@ -14,7 +14,6 @@ What a transform raises is loud as well, and counted by itself. Exits with 1 if 
 right was refused. A test of the suite runs some hundred cases.
 """
 
-import argparse
 import sys
 from collections import Counter
 from pathlib import Path
@@ -26,6 +25,8 @@ from misuse.draw import Draw
 from misuse.products import product
 from misuse.tried import report, tried
 from misuse.updates import trees, update
+
+from scaling.console import Parser
 
 CASES = [collective] * 12 + [product] * 5 + [update] * 2 + [trees]
 
@@ -44,7 +45,7 @@ def main() -> None:
     from scaling import launch
     from scaling.sizes import parse_sizes
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mesh", default="X=2,Y=2")

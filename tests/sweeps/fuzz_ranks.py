@@ -14,7 +14,6 @@ A hang, an error of the transport, and a wrong number are findings; the sweep th
 case to case, as in a notebook; a part of the cases, `--alone`, is a run by itself. Meshes are checked.
 """
 
-import argparse
 import math
 import os
 import re
@@ -34,6 +33,7 @@ from misuse import acts, acts_above
 from misuse.draw import Draw
 from misuse.tried import report
 
+from scaling.console import Parser
 from scaling.launch import RankError, run
 from scaling.launch.ranks import end_alike
 from scaling.mesh.meeting import meeting
@@ -211,7 +211,7 @@ def sweep(sizes, cases: int, seed: int, share: float) -> tuple[Counter, list[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--cases", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mesh", default="X=2,Y=2")

@@ -9,7 +9,6 @@ the numbers are those of a reference written out in float64, or if the call rais
 exits with 1 otherwise. All is done in one process. A test of the suite runs some hundred cases.
 """
 
-import argparse
 import sys
 import warnings
 from collections import Counter
@@ -20,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from misuse.rooms import room
 from misuse.tried import report, tried
 
+from scaling.console import Parser
+
 
 def run(cases: int, seed: int) -> tuple[Counter, list[str]]:
     """(how often each outcome came, what was wrong)."""
@@ -27,7 +28,7 @@ def run(cases: int, seed: int) -> tuple[Counter, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

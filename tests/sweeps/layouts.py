@@ -9,7 +9,6 @@ A line of JSON for each case is added to FILE; started again with it, the sweep 
 failed: loss or norm off by 1e-11, a gradient by 1e-11 of its leaf's maximum, params by 1e-9 of theirs.
 """
 
-import argparse
 import json
 import math
 import random
@@ -25,6 +24,7 @@ from torch.func import grad_and_value
 
 from scaling import launch, optim, tree
 from scaling.configs import Config
+from scaling.console import Parser
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
@@ -204,7 +204,7 @@ def worst(some):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each case; those there are not run")
     parser.add_argument("--drawn", type=int, default=40, help="random cases after the matrix")
     parser.add_argument("--seed", type=int, default=0)

@@ -17,7 +17,6 @@ Some change no number, and no test can notice them, as they only take longer, sa
 has those that were found, each with its reason; the report leaves them out.
 """
 
-import argparse
 import ast
 import contextlib
 import importlib
@@ -37,6 +36,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 import pytest
+
+from scaling.console import Parser
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
@@ -242,9 +243,7 @@ def report(rows: list[dict]) -> None:
 
 def main() -> None:
     about, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=about, epilog=more)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, one a mutant")

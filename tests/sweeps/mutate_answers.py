@@ -32,6 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "book")]
 import running  # noqa: E402
 from pinned import PINNED  # noqa: E402
 
+from scaling.console import Parser  # noqa: E402
+
 OPTIONS = {word for word in sys.argv[1:] if word.startswith("--")}
 SAMPLE = int(next((o[9:] for o in OPTIONS if o.startswith("--sample=")), "0"))
 PART, PARTS = map(int, next((o[7:] for o in OPTIONS if o.startswith("--part=")), "0/1").split("/"))
@@ -280,5 +282,5 @@ def main(targets: list[str]) -> int:
 
 if __name__ == "__main__":
     if "--help" in OPTIONS:
-        sys.exit(print(__doc__))
+        sys.exit(Parser(description=__doc__).print_help())
     sys.exit(main([word for word in sys.argv[1:] if word not in OPTIONS]))

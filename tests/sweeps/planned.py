@@ -7,7 +7,6 @@ The meshes of a job take turns, step by step, so that whatever else the machine 
 the lower quartile counts. A job that --out has is not run again. Times decide nothing: the exit status is 0.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scaling import launch
 from scaling.configs import get
+from scaling.console import Parser
 from scaling.hardware import load_chip
 from scaling.measure.layouts import Check, StepLayout, median_error, tau
 from scaling.measure.rates import barrier
@@ -78,7 +78,7 @@ def one(name: str, settings: Settings, chip, ranks: int, rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chip", required=True, help="the file that scaling.measure wrote")
     parser.add_argument("--out", default="planned.jsonl")
     parser.add_argument("--ranks", type=int, default=4)

@@ -10,7 +10,6 @@ a busy machine who dies, who notices and who is ended all wait for their turn. T
 suite.
 """
 
-import argparse
 import ctypes
 import faulthandler
 import mmap
@@ -29,6 +28,7 @@ from pathlib import Path
 import torch
 
 from scaling import collectives as c
+from scaling.console import Parser
 from scaling.launch import RankError, run
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGXCPU]
@@ -173,7 +173,7 @@ def fault(rng: random.Random) -> tuple[str, float, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--deaths", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

@@ -5,7 +5,6 @@
 Prints the seconds from the kill to the next step, and how far the losses lie from those of one device.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 
 from scaling.book.largest import largest
+from scaling.console import Parser
 
 
 def free_port() -> int:
@@ -78,7 +78,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4, help="of a node")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kill", default="node", choices=("node", "rank"))

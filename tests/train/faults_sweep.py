@@ -24,6 +24,7 @@ import torch
 
 from scaling import launch, tree
 from scaling.configs import get
+from scaling.console import Parser
 from scaling.mesh import Mesh
 from scaling.train import checkpoint, guards, loop
 from scaling.train.pace import Pace
@@ -166,7 +167,7 @@ def killed(draw: random.Random) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--count", type=int, default=20, help="runs of each kind")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--only", choices=WORDS)

@@ -7,7 +7,6 @@ last step that was complete before the kill, and every loss must be bitwise that
 are added to --out, line by line: the same command goes on after an interruption.
 """
 
-import argparse
 import json
 import os
 import random
@@ -18,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from scaling.console import Parser
 from scaling.train import checkpoint
 
 
@@ -63,7 +63,7 @@ def killed(folder: Path, draw: random.Random) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--out", type=Path, default=Path("kills.jsonl"))
     args = parser.parse_args()

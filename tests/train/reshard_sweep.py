@@ -7,7 +7,6 @@ own reader of checkpoints finds; the sequences of the next 50 steps with those o
 each rank reads with what it holds. The layers do not divide evenly by the stages.
 """
 
-import argparse
 import contextlib
 import os
 import sys
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from scaling import launch, tree
 from scaling.configs import Config
-from scaling.console import HelpFormatter
+from scaling.console import Parser
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import arranged_layers, slots_of
 from scaling.train import dcp
@@ -101,5 +100,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter).parse_args()
+    Parser(description=__doc__).parse_args()
     sys.exit(main())
