@@ -166,7 +166,8 @@ def arrays(mesh):
 
 def calibrated(mesh) -> Chip:
     """A chip of what this machine does: all ranks at once, the collectives over Y at two sizes."""
-    repeats, Y, measured = (5 if page.small else 15), mesh.sizes["Y"], []
+    repeats, Y, measured = (3 if page.small else 15), mesh.sizes["Y"], []
+    shapes, volumes = (rates.SHAPES[:3], rates.VOLUMES[:5]) if page.small else (rates.SHAPES, rates.VOLUMES)
     calls = {
         "AllGather": (lambda V: torch.ones(V // (4 * Y)), lambda x: all_gather("x[D_Y] -> x[D]", x, mesh)),
         "ReduceScatter": (lambda V: torch.ones(V // 4), lambda x: reduce_scatter("x[D] {U_Y} -> x[D_Y]", x, mesh)),
@@ -177,8 +178,8 @@ def calibrated(mesh) -> Chip:
             x = make(V)
             points.append((V, rates.timed(lambda x=x, call=call: call(x), mesh, repeats)))
         measured.append(Measured(op, Y, *rates.fit(points)))
-    rate, _ = rates.matmuls(mesh, "fp32", repeats, rates.SHAPES)
-    _, memory = rates.fit(rates.bytewise(mesh, repeats, rates.between_matmuls, rates.VOLUMES))
+    rate, _ = rates.matmuls(mesh, "fp32", repeats, shapes)
+    _, memory = rates.fit(rates.bytewise(mesh, repeats, rates.between_matmuls, volumes))
     return Chip("here", "cpu", peaks=(("fp32", rate),), hbm_bw=memory, measured=tuple(measured))
 
 

@@ -1,5 +1,6 @@
 """Random programs on whole arrays, with types for what goes in and out: for torch and for JAX (tests/oracles)."""
 
+import itertools
 import random
 from typing import NamedTuple
 
@@ -96,5 +97,6 @@ def function(program: Program, einsum, tanh):
 
 def programs(count: int = 50) -> list[tuple[int, Program]]:
     """The first `count` seeds with at least one product."""
-    drawn = ((seed, draw(seed)) for seed in range(10 * count))
-    return [(s, p) for s, p in drawn if sum(len(step[1]) == 2 for step in p.steps) > 1][:count]
+    drawn = ((seed, draw(seed)) for seed in itertools.count())
+    of_products = ((s, p) for s, p in drawn if sum(len(step[1]) == 2 for step in p.steps) > 1)
+    return [*itertools.islice(of_products, count)]

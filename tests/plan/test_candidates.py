@@ -61,7 +61,14 @@ def every_layout(job: Job, chips: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "chips", "sequences"), [(SMALL, 8, 6), (SMALL, 12, 6), (SMALL, 16, 3), (EXPERTS, 8, 4), (SMALL, 4, 1)]
+    ("config", "chips", "sequences"),
+    [
+        pytest.param(SMALL, 8, 6, marks=pytest.mark.sweep),
+        (SMALL, 12, 6),
+        (SMALL, 16, 3),
+        (EXPERTS, 8, 4),
+        (SMALL, 4, 1),
+    ],
 )
 def test_the_best_of_every_layout_is_the_planners(config, chips, sequences):
     job = Job(config, sequences * 2048, 2048)
