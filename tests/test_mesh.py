@@ -5,6 +5,7 @@ import mmap
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from scaling import collectives as c
+from scaling.launch import run
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.mesh.futex import Word, has_futex
 from scaling.mesh.meeting import Intent
@@ -175,11 +177,28 @@ def different_meshes(mesh):
     return str(error.value)
 
 
-def test_ranks_that_make_different_meshes(ranks):
-    for message in ranks(different_meshes, MESH):
-        assert "the ranks do not make the same mesh\n  rank 0: Mesh(X=2, Y=2), checked, on cpu\n" in message
-        assert "\n  rank 1: Mesh(X=2, Y=2), unchecked, on cpu\n" in message
-        assert "\n  rank 3: Mesh(X=4), checked, on cpu\n" in message
+@pytest.mark.parametrize("checked", [True, False])  # of the mesh that the ranks have already
+def test_ranks_that_make_different_meshes(ranks, checked):
+    run_on = ranks if checked else partial(run, checked=False)
+    over, two = (", over the ranks [0, 1, 2, 3]", "ranks [0, 2]") if checked else ("", "rank 0")
+    for message in run_on(different_meshes, MESH):
+        assert f"  {two}: Mesh(X=2, Y=2), checked, on cpu{over}\n" in message
+        assert f"  rank 1: Mesh(X=2, Y=2), unchecked, on cpu{over}\n" in message
+        assert f"  rank 3: Mesh(X=4), checked, on cpu{over}\n" in message
+
+
+def other_meshes(mesh):
+    x = torch.ones(4)
+    with pytest.raises(ShardingError) as error:
+        Mesh({"X": 4}) if mesh.rank == 0 else c.all_gather("A[I_X] -> A[I]", x, mesh)
+    assert c.all_gather("A[I_X] -> A[I]", x, mesh).tolist() == [1.0] * 16
+    return str(error.value)
+
+
+def test_a_mesh_made_by_one_rank_alone_is_told_at_once_and_the_group_can_still_be_used():
+    for message in run(other_meshes, {"X": 4}):
+        assert "rank 0: Mesh(X=4), unchecked, on cpu, over the ranks [0, 1, 2, 3]\n" in message
+        assert "ranks [1, 2, 3]: AllGather A[I_X] -> A[I] of (4,) float32\n" in message
 
 
 def files_while_meshes_are_made(mesh):

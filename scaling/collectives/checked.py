@@ -7,7 +7,6 @@ last of them; across machines each sends its call to the others, which can take 
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,18 +14,16 @@ import torch.distributed as dist
 
 from scaling._torch import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
-from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Differ, Intent, Left, Meeting, NotMet, meeting
+from scaling.mesh.meeting import Intent, meeting
 from scaling.mesh.page import DIGEST, LENGTH
-from scaling.spec import ShardingError
-
-RULE = "all ranks of a group run the same lines in the same order, on shards of one shape and dtype"
+from scaling.mesh.told import different, told
 
 
 def agree(group: Group, call: str, x: torch.Tensor | None = None) -> None:
     """ShardingError on every rank of the group unless all make the same call, if on x then on the same local shape and
     dtype."""
     if group.pg is not None and not torch.compiler.is_compiling():
-        said = _call(call, x.shape, x.dtype, "") if x is not None else _said(call, "")
+        said = _call(call, x.shape, x.dtype, "") if x is not None else Intent.of(call)
         _compare(group.checked, group.name, group.axes, said)
 
 
@@ -50,8 +47,8 @@ def agree_early(op, x: torch.Tensor, start: Callable[[torch.Tensor], Any]) -> Ca
     if held is None:
         return _compare(op.checked, op.group, op.axes, call)
     shape, dtype, device = x.shape, x.dtype, x.device
-    number = _told(held, held.begin, call, lambda: start(torch.zeros(shape, dtype=dtype, device=device)))
-    return partial(_told, held, held.settle, number)
+    number = told(held, held.begin, call, lambda: start(torch.zeros(shape, dtype=dtype, device=device)))
+    return partial(told, held, held.settle, number)
 
 
 def _compared(op) -> bool:
@@ -72,70 +69,17 @@ def _call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
 
 @lru_cache(maxsize=4096)
 def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
-    """What is compared is a digest of it all, and what is shown begins with how; of that only whether it is traced."""
-    return _said(f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}", how)
-
-
-def _said(text: str, how: str) -> Intent:
-    return Intent.of(blake2b(f"{bool(how)} {text}".encode(), digest_size=DIGEST).digest(), f"{how}\n{text}")
+    return Intent.of(f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}", how)
 
 
 def _compare(place: str, group: str, axes: Sequence[str], call: Intent) -> None:
     held = meeting(place)
     if held is not None:
-        return _told(held, held.meet, call)
+        return told(held, held.meet, call)
     pg = process_group(group)
     said = _exchange(pg, call)
     if said is not None:
-        raise _different(axes, dist.get_process_group_ranks(pg), said)
-
-
-def _told(held: Meeting, do: Callable, *args) -> Any:
-    """do(*args), whose errors name the ranks, their calls and the rule."""
-    try:
-        return do(*args)
-    except Differ as error:
-        raise _different(error.meeting.axes, error.meeting.ranks, error.said) from None
-    except Left as error:
-        raise ShardingError(
-            f"another rank has given up waiting for this call\n  {_shown(error.said[0], False)}\n  rule: {RULE}"
-        ) from None
-    except NotMet as error:
-        lines = "".join(f"  {_waits(*each, error.why)}\n" for each in error.waits) + f"  rule: {RULE}"
-        if error.why == LATE:
-            raise TimeoutError(
-                f"Timed out: not all ranks have come within {held.timeout:g} s\n{lines}\n"
-                f"  fix: find out what the other ranks are doing; if it may take so long, pass a longer timeout"
-            ) from None
-        what = "the ranks wait for each other, each in another call" if error.why == CIRCLE else "a rank has ended"
-        raise ShardingError(f"{what}\n{lines}") from None
-
-
-def _different(axes: Sequence[str], ranks: Sequence[int], said: Sequence[str]) -> ShardingError:
-    return ShardingError(f"the ranks along {', '.join(axes)} do not make the same call\n{_by_call(ranks, said)}")
-
-
-def _waits(rank: int, call: str | None, missing: Sequence[int], why: str) -> str:
-    if call is None:
-        return f"rank {rank}: {'has ended' if why == ENDED else 'has not come, and waits in no other call'}"
-    who = f"ranks {[*missing]}" if len(missing) > 1 else f"rank {missing[0]}" if missing else "nobody any more"
-    return f"rank {rank}: {_shown(call, False)}, waits for {who}"
-
-
-def _shown(said: str, with_how: bool) -> str:
-    how, _, text = said.partition("\n")
-    return f"{text}, {how}" if how and with_how else text
-
-
-def _by_call(ranks: Sequence[int], said: Sequence[str]) -> str:
-    """Who makes which call; and how, where that is what they differ in."""
-    with_how, callers = len({_shown(each, False) for each in said}) == 1, {}
-    for rank, each in zip(ranks, said, strict=True):
-        callers.setdefault(_shown(each, with_how), []).append(rank)
-    lines = ""
-    for call, who in callers.items():
-        lines += f"  {f'ranks {who}' if len(who) > 1 else f'rank {who[0]}'}: {call}\n"
-    return f"{lines}  rule: {RULE}" + (", and differentiate it alike" if with_how else "")
+        raise different(axes, dist.get_process_group_ranks(pg), said)
 
 
 def _exchange(pg: dist.ProcessGroup, call: Intent) -> list[str] | None:

@@ -11,8 +11,10 @@ all, it sends zeros for what the others have begun, whose result nobody gets: th
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from itertools import count
 from typing import Any, NamedTuple
+from weakref import ref
 
 from scaling.mesh.futex import has_futex
 from scaling.mesh.page import DIGEST, LENGTH, PLACES, ROW, STATE, SharedPage, Wait
@@ -41,8 +43,10 @@ class Intent(NamedTuple):
     text: bytes
 
     @staticmethod
-    def of(digest: bytes, text: str) -> "Intent":
-        said = text.encode()[: LENGTH - 2]
+    def of(call: str, how: str = "") -> "Intent":
+        """What is compared is a digest of the call, and whether it has a `how`, which is shown before it."""
+        said = f"{how}\n{call}".encode()[: LENGTH - 2]
+        digest = blake2b(f"{bool(how)} {call}".encode(), digest_size=DIGEST).digest()
         return Intent(digest, len(said).to_bytes(2, "little") + said)
 
     @property
@@ -275,21 +279,21 @@ class Meeting:
             raise NotMet(LATE, [(page.rank, wait.call, missing), *others])
 
 
-_meetings: dict[str, Meeting] = {}  # by name, as torch.distributed finds process groups: ops hold constants alone
+_meetings: dict[str, tuple[Meeting, ref]] = {}  # by name, as torch.distributed finds process groups: ops hold constants
 _names = count()
 
 
-def hold_meeting(made: Meeting, group: str) -> str:
-    """A name for a meeting, about calls on the process group of a name; by it `meeting` finds it."""
-    name = f"page {next(_names)} of group {group}"
-    _meetings[name] = made
+def hold_meeting(made: Meeting, pg) -> str:
+    """A name for a meeting, about calls on a process group; by it `meeting` finds it."""
+    name = f"page {next(_names)} of group {pg.group_name}"
+    _meetings[name] = made, ref(pg)
     return name
 
 
 def meeting(name: str) -> Meeting | None:
-    return _meetings.get(name)
+    return _meetings[name][0] if name in _meetings else None
 
 
-def meet_on(group: str) -> bool:
-    """Whether there are meetings about calls on a process group."""
-    return any(name.endswith(f" of group {group}") for name in _meetings)
+def meeting_on(pg) -> Meeting | None:
+    """A meeting about calls on a process group, of whichever mesh."""
+    return next((held for held, on in _meetings.values() if on() is pg), None)

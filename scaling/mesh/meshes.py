@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from scaling._torch import constant
-from scaling.mesh.meeting import Meeting, hold_meeting, meet_on
+from scaling.mesh.meeting import Meeting, hold_meeting, meeting_on
 from scaling.mesh.page import SharedPage, share_page
+from scaling.mesh.told import MESHES, alone, compare
 from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError, block_index
 
@@ -174,9 +175,11 @@ class Mesh(AbstractMesh):
         self._process_groups: dict[tuple[str, ...], tuple[tuple[int, ...], dist.ProcessGroup, str]] = {}
         self.member = rank in self.ranks
         self.coord = self.coord_of(self.ranks.index(rank)) if self.member else {}
-        sets = self._sets()
+        sets, mine = self._sets(), f"{self}, {'checked' if checked else 'unchecked'}, on {self.device.type}"
+        if self.size() > 1 and (held := meeting_on(dist.group.WORLD)):
+            compare(held, f"{mine}, over the ranks {[*self.ranks]}")
         if self.member and self.size() > 1:
-            self._meet(sets)
+            self._meet(sets, mine)
         elif self.size() > 1:  # torch names a group by how many its ranks have made: all ranks make as many
             for _ in range(1 + sum(self.size(some) < self.size() for some in sets)):
                 self._new_group([rank])
@@ -195,10 +198,9 @@ class Mesh(AbstractMesh):
         axes = [axis for axis, size in self.sizes.items() if size > 1]
         return [some for n in range(1, len(axes) + 1) for some in combinations(axes, n)]
 
-    def _meet(self, sets: Sequence[tuple[str, ...]]) -> None:
+    def _meet(self, sets: Sequence[tuple[str, ...]], mine: str) -> None:
         """Make the process groups along all sets of axes, on all ranks alike: at their first use it might be that each
         rank waits for others in another group. Of a checked mesh, also where the groups' members meet."""
-        mine = f"{self}, {'checked' if self.checked else 'unchecked'}, on {self.device.type}"
         said, memory = [mine], None
         everyone: Any = dist.group.WORLD
         if self.size() < dist.get_world_size():
@@ -207,10 +209,8 @@ class Mesh(AbstractMesh):
             said, memory = self._share_page(everyone, len(sets), mine)
         if len(set(said)) > 1:
             lines = "".join(f"  rank {rank}: {each}\n" for rank, each in enumerate(said))
-            raise ShardingError(
-                f"the ranks do not make the same mesh\n{lines}  rule: a mesh is made by all ranks alike"
-            )
-        if self.checked and meet_on(everyone.group_name):
+            raise ShardingError(f"the ranks do not make the same mesh\n{lines}  rule: {MESHES}")
+        if self.checked and meeting_on(everyone):
             # what ranks have begun on another mesh, and not all come to, would be in the way of this one's calls
             everyone = self._new_group(self.ranks)
         page = SharedPage(memory, self.size(), self.rank) if memory is not None else None
@@ -224,9 +224,7 @@ class Mesh(AbstractMesh):
             if len(ranks) < self.size():
                 pg = self._new_group([self.ranks[rank] for rank in ranks])
             if page is not None:
-                checked = hold_meeting(
-                    Meeting(page, number, some, self._group_number(some), ranks, self.timeout), pg.group_name
-                )
+                checked = hold_meeting(Meeting(page, number, some, self._group_number(some), ranks, self.timeout), pg)
             self._process_groups[some] = ranks, pg, checked
 
     def _share_page(self, everyone, sets: int, mine: str) -> tuple[list, Any]:
@@ -235,11 +233,7 @@ class Mesh(AbstractMesh):
         except RuntimeError as error:
             if "imed out" not in str(error):
                 raise
-            raise TimeoutError(
-                f"Timed out: {mine}: rank {self.rank} makes this mesh, and not all others do\n"
-                f"  rule: a mesh is made by all ranks alike\n"
-                f"  fix: make it outside of what some ranks run alone; ranks=... gives a mesh of some of them"
-            ) from error
+            raise alone(self.rank, mine) from error
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
         """A process group, made by its members alone. It does not inherit the timeout of the world."""

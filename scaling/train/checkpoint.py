@@ -30,6 +30,7 @@ from scaling.spec import Spec, parse
 from scaling.train.blocks import IN_ORDER, Places, assembled, index_entry, own_blocks
 from scaling.train.dcp import ShardReader, keys
 from scaling.train.durable import INDEX, LATEST, begin, complete, step_name, write_step
+from scaling.train.guards import check_same
 
 THREAD = "checkpoint"  # the name of those that write
 
@@ -51,7 +52,8 @@ def save(
     for its result before the program ends, as a program that ends does not wait long for other ranks' files.
     `keep`: how many complete steps to keep. `places`: of a dim that is stored in another order or padded, such as the
     layers of uneven stages, {"L": the index of each place in the whole, -1 for none}; what is saved is the whole.
-    ValueError for a state unlike its specs. OSError names the path and the bytes.
+    ValueError for a state unlike its specs; ArithmeticError, on a checked mesh, for replicas that differ. OSError names
+    the path and the bytes.
     """
     whole(0, step=step)
     whole(keep=1 if keep is None else keep)
@@ -68,6 +70,8 @@ def save(
     check_kept(state, specs, values)
     index = {"step": step, "mesh": dict(mesh.sizes), "leaves": leaves, "values": values}
     alike(mesh, f"checkpoint.save of step {step}", folder=str(folder), keep=keep, state=named)
+    if mesh.checked and leaves:  # of replicas one is written
+        check_same([(where, leaf, spec) for where, (leaf, spec) in named.items() if spec is not None], mesh, step)
     if mesh.rank == 0:
         begin(folder, step)
     if (group := mesh.group(tuple(mesh.sizes))).pg is not None:

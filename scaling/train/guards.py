@@ -7,7 +7,7 @@ axis, ranks and step it is about.
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -21,17 +21,23 @@ from scaling.train.blocks import coordinates, first_replica
 
 ROW, ROWS = 1 << 13, 1 << 7  # words of 8 bytes that are hashed together, and such rows at a time
 AGAIN = "go on from the last checkpoint (--resume); if it comes back, look for what differs by rank"
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; of more, int64
 
 
 def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
     """ArithmeticError that names leaf, axis and ranks, unless ranks that hold the same block hold the same bits, and
     all of them are finite."""
     typed = tree.paired(state, specs, name)
-    hashes = everyone(torch.stack([digest(leaf) for _, leaf, _ in typed]), mesh)
-    for i, ((where, _, spec), bad) in enumerate(zip(typed, not_finite(typed, mesh), strict=True)):
+    for (where, _, spec), bad in zip(typed, not_finite(typed, mesh), strict=True):
         if bad:
             raise ArithmeticError(f"step {step}: {where}, {spec}, is not finite on ranks {bad}\n  fix: {AGAIN}")
+    check_same(typed, mesh, step)
+
+
+def check_same(typed: Sequence[tuple[str, Tensor, Spec]], mesh, step: int) -> None:
+    """The same of (name, leaf, type), but for elements that are not finite."""
+    hashes = everyone(torch.stack([digest(leaf) for _, leaf, _ in typed]), mesh)
+    for i, (where, _, spec) in enumerate(typed):
         if odd := apart(hashes[:, i].tolist(), spec, mesh):
             ranks, axes = odd
             who = f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}"
@@ -108,7 +114,7 @@ def digest(x: Tensor) -> Tensor:
     """
     flat = x.detach().contiguous().view(-1)
     cut = flat.nbytes // (8 * ROW) * (8 * ROW) // flat.element_size()
-    rest = flat[cut:].view(BITS[flat.element_size()]).to(torch.int64)
+    rest = flat[cut:].view(BITS.get(flat.element_size(), torch.int64)).to(torch.int64)
     total = (rest * odd(len(rest), 2, x.device)).sum()
     words = (flat if flat.data_ptr() % 8 == 0 else flat.clone())[:cut].view(torch.int64).view(-1, ROW)
     across, down = odd(ROW, 2, x.device), odd(len(words), 2 * ROW, x.device)

@@ -204,7 +204,7 @@ def test_who_does_not_come_in_time_is_named(ranks):
     message, _ = ranks(late, {"X": 2})
     assert message.startswith("Timed out: not all ranks have come within 0.5 s\n")
     assert f"\n  rank 0: AllGather {GATHER} of (4, 2) float32, waits for rank 1\n" in message
-    assert "\n  rank 1: has not come, and waits in no other call\n" in message
+    assert "\n  rank 1: has not come, and waits in no other call on this mesh\n" in message
 
 
 def gone(mesh):

@@ -110,6 +110,8 @@ def training(draw: Draw, mesh, twist: str, folder: str) -> None:
         options["weights"] = torch.ones(targets.shape, dtype=f64)
     if twist == "segments":
         options["segments"] = torch.zeros_like(targets)
+    if twist == "a replica":  # as training does every so many steps
+        guards.check_replicas(mine, transformer.specs(config, mesh), mesh, 1)
     found, grads = transformer.loss_and_grads(mine, ids, targets, config, mesh, **options)
     params = model.init(CONFIG, seed, f64)
     leaf = tree.map(lambda W: W.clone().requires_grad_(), params)

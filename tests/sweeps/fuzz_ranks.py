@@ -92,10 +92,10 @@ def exits(*_) -> None:
 
 def made(mesh, case: Case, folder: str) -> None:
     """This rank's part of the case; Wrong for a wrong number."""
-    for number, (name, seed, twist) in enumerate(case.own(mesh.rank)):
+    for name, seed, twist in case.own(mesh.rank):
         if name in ("raises", "exits"):
             (raises if name == "raises" else exits)()
-        ACTS[name].call(Draw(seed), mesh, twist, f"{folder}/{number}")
+        ACTS[name].call(Draw(seed), mesh, twist, f"{folder}/{seed}")
     end_alike(mesh)
 
 

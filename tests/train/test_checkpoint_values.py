@@ -108,3 +108,20 @@ def test_a_file_latest_that_names_no_step_is_passed_over(tmp_path, text):
     state, step = checkpoint.load(tmp_path, SPECS, MESH)
     assert step == 4
     assert torch.equal(state["w"], STATE["w"])
+
+
+def saves_replicas_that_differ(mesh, folder):
+    state = {
+        "W": torch.ones(2, 3),
+        "b": torch.full((3,), float(mesh.rank == 1)),
+        "ids": torch.ones(2, dtype=torch.complex128),
+    }
+    with pytest.raises(ArithmeticError) as error:
+        checkpoint.save(folder, state, {"W": "W[D_X, F]", "b": "b[F]", "ids": "ids[I]"}, mesh, 5)
+    return str(error.value)
+
+
+def test_replicas_that_differ_are_named_as_one_of_them_would_be_lost(ranks, tmp_path):
+    for message in ranks(saves_replicas_that_differ, {"X": 4}, tmp_path):
+        assert 'step 5: state["b"], b[F], is replicated over X, but rank 1 of 4 has other values' in message
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,71 @@
+"""What ranks are told whose meeting failed: who calls what, who waits for whom, the rule and the fix."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Differ, Intent, Left, Meeting, NotMet
+from scaling.spec import ShardingError
+
+RULE = "all ranks of a group run the same lines in the same order, on shards of one shape and dtype"
+MESHES = "a mesh is made by all ranks alike"
+
+
+def compare(held: Meeting, mesh: str) -> None:
+    """ShardingError on every rank unless all make this mesh, as they know from one that they have already."""
+    told(held, held.meet, Intent.of(mesh))
+
+
+def alone(rank: int, mesh: str) -> TimeoutError:
+    return TimeoutError(
+        f"Timed out: {mesh}: rank {rank} makes this mesh, and not all others do\n  rule: {MESHES}\n"
+        f"  fix: make it outside of what some ranks run alone; ranks=... gives a mesh of some of them"
+    )
+
+
+def told(held: Meeting, do: Callable, *args) -> Any:
+    """do(*args), whose errors name the ranks, their calls and the rule."""
+    try:
+        return do(*args)
+    except Differ as error:
+        raise different(error.meeting.axes, error.meeting.ranks, error.said) from None
+    except Left as error:
+        raise ShardingError(
+            f"another rank has given up waiting for this call\n  {_shown(error.said[0], False)}\n  rule: {RULE}"
+        ) from None
+    except NotMet as error:
+        lines = "".join(f"  {_waits(*each, error.why)}\n" for each in error.waits) + f"  rule: {RULE}"
+        if error.why == LATE:
+            raise TimeoutError(
+                f"Timed out: not all ranks have come within {held.timeout:g} s\n{lines}\n"
+                f"  fix: find out what the other ranks are doing; if it may take so long, pass a longer timeout"
+            ) from None
+        what = "the ranks wait for each other, each in another call" if error.why == CIRCLE else "a rank has ended"
+        raise ShardingError(f"{what}\n{lines}") from None
+
+
+def different(axes: Sequence[str], ranks: Sequence[int], said: Sequence[str]) -> ShardingError:
+    return ShardingError(f"the ranks along {', '.join(axes)} do not make the same call\n{_by_call(ranks, said)}")
+
+
+def _waits(rank: int, call: str | None, missing: Sequence[int], why: str) -> str:
+    if call is None:
+        absent = "has ended" if why == ENDED else "has not come, and waits in no other call on this mesh"
+        return f"rank {rank}: {absent}"
+    who = f"ranks {[*missing]}" if len(missing) > 1 else f"rank {missing[0]}" if missing else "nobody any more"
+    return f"rank {rank}: {_shown(call, False)}, waits for {who}"
+
+
+def _shown(said: str, with_how: bool) -> str:
+    how, _, text = said.partition("\n")
+    return f"{text}, {how}" if how and with_how else text
+
+
+def _by_call(ranks: Sequence[int], said: Sequence[str]) -> str:
+    """Who makes which call; and how, where that is what they differ in."""
+    with_how, callers = len({_shown(each, False) for each in said}) == 1, {}
+    for rank, each in zip(ranks, said, strict=True):
+        callers.setdefault(_shown(each, with_how), []).append(rank)
+    lines = ""
+    for call, who in callers.items():
+        lines += f"  {f'ranks {who}' if len(who) > 1 else f'rank {who[0]}'}: {call}\n"
+    return f"{lines}  rule: {RULE}" + (", and differentiate it alike" if with_how else "")
