@@ -16,7 +16,7 @@ from scaling._torch import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
 from scaling.mesh.meeting import Intent, meeting
 from scaling.mesh.page import DIGEST, LENGTH
-from scaling.mesh.told import different, told
+from scaling.mesh.words import different, explained
 
 
 def agree(group: Group, call: str, x: torch.Tensor | None = None) -> None:
@@ -47,8 +47,8 @@ def agree_early(op, x: torch.Tensor, start: Callable[[torch.Tensor], Any]) -> Ca
     if held is None:
         return _compare(op.checked, op.group, op.axes, call)
     shape, dtype, device = x.shape, x.dtype, x.device
-    number = told(held, held.begin, call, lambda: start(torch.zeros(shape, dtype=dtype, device=device)))
-    return partial(told, held, held.settle, number)
+    number = explained(held, held.begin, call, lambda: start(torch.zeros(shape, dtype=dtype, device=device)))
+    return partial(explained, held, held.settle, number)
 
 
 def _compared(op) -> bool:
@@ -75,7 +75,7 @@ def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
 def _compare(place: str, group: str, axes: Sequence[str], call: Intent) -> None:
     held = meeting(place)
     if held is not None:
-        return told(held, held.meet, call)
+        return explained(held, held.meet, call)
     pg = process_group(group)
     said = _exchange(pg, call)
     if said is not None:

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from scaling._torch import constant
 from scaling.mesh.meeting import Meeting, hold_meeting, meeting_on
 from scaling.mesh.page import SharedPage, share_page
-from scaling.mesh.told import MESHES, alone, compare
+from scaling.mesh.words import MESHES, compare_meshes, made_alone
 from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError, block_index
 
 TIMEOUT = 120.0  # seconds that a collective waits for the other ranks before it raises
+LONGER = 5  # as long as ranks wait for each other before a call that has begun fails, after which its group is lost
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class Mesh(AbstractMesh):
         self.coord = self.coord_of(self.ranks.index(rank)) if self.member else {}
         sets, mine = self._sets(), f"{self}, {'checked' if checked else 'unchecked'}, on {self.device.type}"
         if self.size() > 1 and (held := meeting_on(dist.group.WORLD)):
-            compare(held, f"{mine}, over the ranks {[*self.ranks]}")
+            compare_meshes(held, f"{mine}, over the ranks {[*self.ranks]}")
         if self.member and self.size() > 1:
             self._meet(sets, mine)
         elif self.size() > 1:  # torch names a group by how many its ranks have made: all ranks make as many
@@ -224,6 +225,7 @@ class Mesh(AbstractMesh):
             if len(ranks) < self.size():
                 pg = self._new_group([self.ranks[rank] for rank in ranks])
             if page is not None:
+                pg.set_timeout(timedelta(seconds=LONGER * self.timeout))
                 checked = hold_meeting(Meeting(page, number, some, self._group_number(some), ranks, self.timeout), pg)
             self._process_groups[some] = ranks, pg, checked
 
@@ -233,7 +235,7 @@ class Mesh(AbstractMesh):
         except RuntimeError as error:
             if "imed out" not in str(error):
                 raise
-            raise alone(self.rank, mine) from error
+            raise made_alone(self.rank, mine) from error
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
         """A process group, made by its members alone. It does not inherit the timeout of the world."""

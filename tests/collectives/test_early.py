@@ -118,8 +118,10 @@ def be_impatient(mesh, seconds: float) -> None:
 
 
 def gives_up(mesh):
-    """Rank 2 comes after the others' wait has timed out; it makes on zeros what they have begun."""
-    hasty, ready = Mesh(mesh.sizes, checked=True), Mesh(mesh.sizes)
+    """Rank 2 comes after the others' wait has timed out; it makes on zeros what they have begun. It comes later than the
+    mesh's timeout, after which gloo would close the connections if it did not wait longer."""
+    hasty, ready = Mesh(mesh.sizes, checked=True, timeout=1.0), Mesh(mesh.sizes)
+    be_impatient(hasty, 60.0)
     for i in range(WARM):
         for each in step_of(hasty, float(i)):
             wait(each)
@@ -132,6 +134,7 @@ def gives_up(mesh):
             told.append(str(error.value))
     c.all_reduce(SUM, torch.ones(1), ready)
     be_impatient(hasty, 60.0)
+    time.sleep(1.0)
     return told, [wait(each).flatten().tolist() for each in step_of(hasty, 200.0)][1]
 
 

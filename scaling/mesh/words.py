@@ -10,19 +10,19 @@ RULE = "all ranks of a group run the same lines in the same order, on shards of 
 MESHES = "a mesh is made by all ranks alike"
 
 
-def compare(held: Meeting, mesh: str) -> None:
+def compare_meshes(held: Meeting, mesh: str) -> None:
     """ShardingError on every rank unless all make this mesh, as they know from one that they have already."""
-    told(held, held.meet, Intent.of(mesh))
+    explained(held, held.meet, Intent.of(mesh))
 
 
-def alone(rank: int, mesh: str) -> TimeoutError:
+def made_alone(rank: int, mesh: str) -> TimeoutError:
     return TimeoutError(
         f"Timed out: {mesh}: rank {rank} makes this mesh, and not all others do\n  rule: {MESHES}\n"
         f"  fix: make it outside of what some ranks run alone; ranks=... gives a mesh of some of them"
     )
 
 
-def told(held: Meeting, do: Callable, *args) -> Any:
+def explained(held: Meeting, do: Callable, *args) -> Any:
     """do(*args), whose errors name the ranks, their calls and the rule."""
     try:
         return do(*args)
