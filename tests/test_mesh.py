@@ -18,6 +18,7 @@ from scaling.launch import run
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.mesh.futex import Word, has_futex
 from scaling.mesh.meeting import Intent
+from scaling.mesh.meshes import LONGER
 from scaling.mesh.page import LENGTH
 from scaling.spec import ShardingError, parse
 
@@ -217,13 +218,13 @@ def test_shared_memory_leaves_no_file(ranks):
 
 
 def timeouts(mesh):
-    groups = [mesh.group(axes).pg for axes in [("X",), ("Y",), ("X", "Y")]]
+    groups = [each.group(axes).pg for each in (mesh, Mesh(mesh.sizes, timeout=7)) for axes in (("X",), ("Y",))]
     return [pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in groups]
 
 
-def test_every_group_has_the_runs_timeout(ranks):
+def test_every_group_has_its_mesh_s_timeout_and_a_longer_one_where_ranks_wait_before_a_call(ranks):
     for seconds in ranks(timeouts, MESH):
-        assert seconds == [60.0, 60.0, 60.0]
+        assert seconds == [LONGER * 60.0, LONGER * 60.0, 7.0, 7.0]
 
 
 def wrong_sizes(mesh):
@@ -268,7 +269,7 @@ def test_who_waits_for_a_word_sleeps_until_it_is_set():
 
 
 def test_of_a_long_call_the_ranks_are_told_the_beginning():
-    for length in (0, LENGTH - 3, LENGTH - 2, LENGTH - 1, 2 * LENGTH):
-        call = Intent.of(b"digest", "x" * length)
-        assert call.said == "x" * min(length, LENGTH - 2)
+    for length in (0, LENGTH - 4, LENGTH - 3, LENGTH - 2, 2 * LENGTH):
+        call = Intent.of("x" * length)
+        assert call.said == "\n" + "x" * min(length, LENGTH - 3)
         assert len(call.text) <= LENGTH  # its place on the page

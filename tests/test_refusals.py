@@ -17,7 +17,7 @@ SAYS_WHAT_TO_DO = re.compile(
     re.I,
 )
 NO_FIX = {  # where a sentence alone is enough: why
-    "collectives/checked.py": "who makes which call is the fix: it names the ranks and their calls",
+    "mesh/words.py": "who makes which call is the fix: it names the ranks and their calls",
     "schedules/simulator.py": "a schedule that cannot run is quoted by rank and step",
     "serve/requests.py": "the reason, in one line, in the answer to a client's request",
 }

@@ -118,8 +118,8 @@ def be_impatient(mesh, seconds: float) -> None:
 
 
 def gives_up(mesh):
-    """Rank 2 comes after the others' wait has timed out; it makes on zeros what they have begun. It comes later than the
-    mesh's timeout, after which gloo would close the connections if it did not wait longer."""
+    """Rank 2 comes after the others' wait has timed out; it makes on zeros what they have begun. It comes later than
+    the mesh's timeout, after which gloo would close the connections if it did not wait longer."""
     hasty, ready = Mesh(mesh.sizes, checked=True, timeout=1.0), Mesh(mesh.sizes)
     be_impatient(hasty, 60.0)
     for i in range(WARM):

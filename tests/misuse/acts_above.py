@@ -95,8 +95,8 @@ def training(draw: Draw, mesh, twist: str, folder: str) -> None:
             return training(draw, mesh, "", folder)
     B = 4 * mesh.size()
     tokens = torch.randint(0, 16, (B, 9), generator=torch.Generator().manual_seed(seed))
-    params = model.init(config, seed + (twist == "seed"), f64)
-    mine = transformer.shard(params, config, mesh, zero=options.get("zero", 3))
+    types = transformer.specs(config, mesh, zero=options.get("zero", 3))
+    mine = model.init(config, seed + (twist == "seed"), f64, mesh=mesh, specs=types)
     if twist == "dtype":
         mine = tree.map(torch.Tensor.float, mine)
     if twist == "a replica":
@@ -111,7 +111,7 @@ def training(draw: Draw, mesh, twist: str, folder: str) -> None:
     if twist == "segments":
         options["segments"] = torch.zeros_like(targets)
     if twist == "a replica":  # as training does every so many steps
-        guards.check_replicas(mine, transformer.specs(config, mesh), mesh, 1)
+        guards.check_replicas(mine, types, mesh, 1)
     found, grads = transformer.loss_and_grads(mine, ids, targets, config, mesh, **options)
     params = model.init(CONFIG, seed, f64)
     leaf = tree.map(lambda W: W.clone().requires_grad_(), params)

@@ -2,12 +2,14 @@
 
     python tests/sweeps/fuzz_ranks.py [--cases 3000] [--seed 0] [--mesh X=2,Y=2] [--alone 0.05]
 
-Each case draws a program of some calls: collectives, reshards, a ring, messages, ragged rows, strategies, a pipeline, a
-Transformer's step, an update, a checkpoint, a mesh. One rank differs from the others in one thing: shape, dtype, line,
-axis, `out=`, async or not, a Pending dropped, an option, a config, a seed, values that are to be replicas, two calls
-exchanged, a call left out or made twice, an early end, an error. The case ends well if
+Each case draws a program of some different calls: collectives, reshards, a ring, messages, ragged rows, strategies, a
+pipeline, a Transformer's step, an update, a checkpoint, a mesh. One rank differs from the others in one thing: shape,
+dtype, line, axis, `out=`, async or not, a Pending dropped, an option, a config, a seed, values that are to be replicas,
+two calls exchanged, a call left out or made twice, an early end, an error. Nobody can tell two calls apart that send
+the same types: so a program has no two of one kind, and params are drawn alike on all ranks. The case ends well if
 
-- all ranks get an error within seconds, which names a rank, what it calls, and the rule or the fix; or
+- all ranks get an error within seconds, which names a rank, what it calls, and the rule or the fix; of a message whose
+  other end is missing when it times out; or
 - no rank does, and the numbers are those of one device.
 
 A hang, an error of the transport, and a wrong number are findings; the sweep then exits with 1. Ranks are kept from
@@ -57,7 +59,7 @@ class Case(NamedTuple):
     def drawn(draw: Draw, world: int, sizes, alone: bool) -> "Case":
         names = [name for name, act in ACTS.items() if set(act.axes) <= set(sizes)]
         names = [name for name in names if alone or not ACTS[name].messages]
-        program = [(draw.choice(names), draw.randrange(1 << 30)) for _ in range(draw.randrange(1, 4))]
+        program = [(name, draw.randrange(1 << 30)) for name in draw.sample(names, draw.randrange(1, 4))]
         at = draw.randrange(len(program))
         twists = [*ACTS[program[at][0]].twists] * 2 + ["nothing"] + ORDERS[: 6 if alone else 5]
         return Case(program, draw.randrange(world), at, draw.choice(twists))
@@ -177,8 +179,11 @@ def alone(seed: str, number: int, sizes) -> tuple[str, str]:
         except RankError as error:
             text, seconds = str(error), time.monotonic() - began
             named = {"raises": f"rank {case.odd} of", "exits": f"rank {case.odd} of"}.get(case.twist, "rank ")
-            good = named in text and re.search(r"fix:|rule:|boom|exit code|SystemExit|has ended|wait for each", text)
-            late = seconds > SOON + 5 or "Timed out" in text or "Wrong" in text
+            good = named in text and re.search(
+                r"fix:|rule:|: use |: make |boom|exit code|SystemExit|has ended|wait for each", text
+            )
+            in_time = seconds < SOON + 5 and "Timed out" not in text
+            late = "Wrong" in text or not (in_time or re.search("Timed out: (Send|Recv)", text))
             return "RankError", f"case {number}, {case}, {seconds:.1f} s: {text}" if late or not good else ""
     return "right", ""
 
