@@ -120,10 +120,11 @@ MESHES = [
     ({"C": 4}, "heads", "window", {"page": 3}),
     ({"Y": 2, "Z": 2}, "heads_batch", "rich", {"page": 3}),
     ({"Z": 2, "Y": 2}, "heads_batch", "mqa", {"chunks": (3, 7)}),  # K < Y
+    ({"Y": 2, "Z": 2}, "heads_batch", "experts", {"donate": True}),
     ({"Y": 2, "Z": 2}, "sequence", "rich", {"chunks": (3, 7)}),
     ({"Y": 2, "Z": 2}, "sequence", "mqa", {}),
     ({"Z": 4}, "sequence", "window", {"donate": True}),
-    ({"X": 2, "Y": 2}, "2d", "rich", {}),
+    ({"X": 2, "Y": 2}, "2d", "rich", {"chunks": (3, 7)}),
     ({"X": 2, "Y": 2}, "2d", "mqa", {"page": 4}),
 ]
 MESHES += [  # of the same kinds as those above
@@ -131,7 +132,6 @@ MESHES += [  # of the same kinds as those above
     for case in (
         ({"Z": 2, "Y": 2}, "heads", "experts", {}),
         ({"C": 2, "E": 2}, "heads", "experts", {}),
-        ({"Y": 2, "Z": 2}, "heads_batch", "experts", {"donate": True}),
         ({"X": 2, "Z": 2}, "2d", "mha", {"chunks": (3, 7)}),
     )
 ]
