@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scaling import collectives as c
 from scaling.mesh import Mesh, page
 from scaling.mesh.meeting import meeting
-from scaling.mesh.page import LENGTH
+from scaling.mesh.page import LENGTH, PLACES
 from scaling.spec import ShardingError
 
 MESH = {"X": 2, "Y": 2}
@@ -221,6 +221,18 @@ def gone(mesh):
         message = str(error.value)
     c.all_reduce("A[] {U_X} -> A[]", torch.ones(()), mesh)
     return message
+
+
+def late_in_turn(mesh):
+    for late in range(2):
+        time.sleep(0.4 if mesh.rank == late else 0)  # the other one looks who waits for whom
+        for _ in range(PLACES + 1):  # until the places of that meeting are another's
+            gather(mesh, (1 + late, 1))
+    return True
+
+
+def test_who_has_waited_long_does_not_wait_any_more(ranks):
+    assert all(ranks(late_in_turn, {"X": 2}))
 
 
 def test_a_rank_that_is_gone_is_not_waited_for(ranks):
