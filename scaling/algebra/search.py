@@ -33,7 +33,7 @@ class Product:
 
 
 class LocalProduct(NamedTuple):
-    """A product of shards: layouts of the operands and of the result, and into how many parts its FLOPs are divided."""
+    """A product of shards: layouts of the operands and of the result, and into how many parts its work is divided."""
 
     a: DimAxes
     b: DimAxes
@@ -92,8 +92,8 @@ class ChainSearch:
     def multiply(self, a: ChainArray, b: ChainArray, result: Spec, whole: bool) -> ChainProduct:
         """The product of two arrays in every way; `whole`: `a` may not be unreduced."""
         every = {*a.spec.dim_names, *b.spec.dim_names}
-        scale = math.prod(self.within.sizes.values())  # so that FLOPs divide into any number of parts
-        flops = self.elements(every) * scale * (2 if every - set(result.dim_names) else 1)
+        scale = math.prod(self.within.sizes.values())  # so that multiplications divide into any number of parts
+        flops = self.elements(every) * scale
         ways: dict[DimAxes, Way] = {}
         for local in local_products(a.spec, b.spec, result.dim_names, self.within, whole):
             if local.a not in a.found or local.b not in b.found:

@@ -73,6 +73,14 @@ def test_printed_as_the_book_numbers_it():
     assert "to compute dW_out[F_Y, D_X], dW_in[D_X, F_Y], dIn[B_X, D_Y]" in text
 
 
+def test_a_line_may_say_what_each_product_contracts():
+    steps = derive("Q[B, T, H] *_H K[B, S, H] *_S V[B, S, H] -> O[B, T, H]").forward
+    assert [str(step) for step in steps[:2]] == [
+        "Tmp[B, T, S] = Q[B, T, H] *_H K[B, S, H]",
+        "O[B, T, H] = Tmp[B, T, S] *_S V[B, S, H]",
+    ]
+
+
 def test_a_note_is_printed_last_and_only_where_there_is_one():
     program = derive("In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]")
     assert program.note == ""

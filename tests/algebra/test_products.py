@@ -12,6 +12,8 @@ from test_resharding import naive_bytes, types
 
 from scaling.algebra import cases, matmul, matmul_via, reshard
 from scaling.algebra.contraction import product_type
+from scaling.algebra.layouts import arrangements
+from scaling.algebra.search import WAYS, ChainSearch
 from scaling.book.largest import largest
 from scaling.collectives import run
 from scaling.cost.step_time import seconds_on
@@ -215,6 +217,16 @@ def test_beyond_the_bound_the_rules_decide(a, b, out):
     assert plan.note
     assert plan == matmul(a, b, out, mesh=mesh)
     check(plan, parse(a), parse(b), parse(out), sizes, mesh)
+
+
+@pytest.mark.parametrize("axes", range(6))
+@pytest.mark.parametrize(("a", "b"), [("A[I, J]", "B[J]"), ("A[I, J]", "B[J, K]"), ("A[I, J, K]", "B[K, L, M]")])
+def test_the_bound_is_of_all_ways_to_split_a_product(a, b, axes):
+    a, b, mesh = parse(a), parse(b), dict.fromkeys("PQRST"[:axes], 2)
+    used = a.with_axes("I", tuple(mesh))
+    ways = arrangements(tuple(mesh), len({*a.dim_names, *b.dim_names}))
+    few = len(list(itertools.islice(ways, WAYS + 1))) <= WAYS
+    assert ChainSearch((used, b), parse("C[I]"), None, mesh, None).fits(used, b) is few
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,13 @@ LEGAL = {
 def test_legal_collectives(kind, line):
     steps = collective_steps(kind, line)
     assert [f"{format_axes(s.axes)}: {s.after}" for s in steps] == LEGAL[kind, line]
+
+    def said(step):
+        dims = {"AllToAll": (step.dim, step.to), "AllReduce": (), "Broadcast": (), "Reduce": ()}.get(kind, step.dim)
+        return step.before, step.after, step.axes, step.splits, dims
+
+    stacked = line.replace("[]", "[L]").replace("[I", "[L, I").replace("[D", "[L, D")
+    assert [said(step.stacked("L")) for step in steps] == [said(step) for step in collective_steps(kind, stacked)]
     assert steps[0].before.same_sharding(parse_line(line).operands[0])
     assert steps[-1].after.same_sharding(parse_line(line).result)
     assert all(a.after == b.before for a, b in itertools.pairwise(steps))

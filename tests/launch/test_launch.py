@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from busy import SOON
 from scaling.collectives import all_gather, all_reduce, recv, send
 from scaling.launch import RankError, fit_mesh, parse_mesh, run
 from scaling.launch.process import end_with_parent
+from scaling.launch.watch import Rank
 from scaling.mesh import Mesh
 from scaling.spec import ShardingError
 
@@ -234,6 +236,24 @@ def ends_early(mesh):
     if mesh.rank:
         all_reduce("A[] {U_Y} -> A[]", torch.ones(()), mesh)
         all_reduce("A[] {U_X} -> A[]", torch.ones(()), mesh)
+
+
+def test_the_cause_is_blamed_before_what_follows_from_it():
+    def failed(number: int, text: str, code: int | None) -> Rank:
+        context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=lambda **given: process)
+        process = SimpleNamespace(start=lambda: None, exitcode=code)
+        rank = Rank(number, context, print)
+        rank.error = (float(number), text) if text else None
+        return rank
+
+    ended = [
+        failed(4, "", -signal.SIGKILL),
+        failed(3, "ValueError: boom", 1),
+        failed(2, "RuntimeError: Timed out waiting 1000ms", 1),
+        failed(1, "RuntimeError: Connection closed by peer", 1),
+        failed(5, "ShardingError: a rank has ended", 1),
+    ]
+    assert [rank.number for rank in sorted(ended, key=Rank.failure)] == [4, 3, 2, 1, 5]
 
 
 def test_a_rank_that_ends_early_is_named_by_those_that_wait_in_other_groups():

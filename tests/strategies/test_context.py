@@ -254,6 +254,8 @@ def test_a_window_ends_the_ring():
         assert ring.held == 2 * 64 // 8 * 2 * (2 if hops else 1)  # KV of its own block, and of the one that comes
         assert costs("gather", sizes, {"C": 8}, window=window, dtype="bf16").held == 2 * 64 * 2
     assert costs("zigzag", sizes, {"C": 8}, window=2).rounds == 7
+    for Y, rounds in ((1, 7), (4, 7 + 2)):  # heads that are split are exchanged, there and back
+        assert costs("usp", sizes | {"N": 4}, {"C": 8, "Y": Y}, axis=("C", "Y")).rounds == rounds
 
 
 def orders(mesh):

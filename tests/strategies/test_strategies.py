@@ -11,7 +11,7 @@ from scaling.collectives import Deferred, Pending, all_reduce
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models.mlp import MLPConfig, MLPStack
 from scaling.spec import parse
-from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
+from scaling.strategies import data_parallel, fsdp, fsdp_tp, pods, tensor_parallel, zero
 from scaling.strategies.block import Block
 from scaling.strategies.grads import layers_a_bucket
 from scaling.trace import trace
@@ -335,10 +335,10 @@ def test_a_layer_is_the_books_unless_asked_otherwise():
     assert block.norm(In) is block.act(In) is In
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES.values(), pods], ids=[*STRATEGIES, "pods"])
 def test_nothing_in_a_layer_waits_that_need_not(strategy):
     """Gathers and reductions are under way when their lines return, and weights' gradients are not even begun."""
-    mesh, listing = AbstractMesh({"X": 2, "Y": 2}), strategy.STRATEGY
+    mesh, listing = AbstractMesh({"P": 2, "X": 2, "Y": 2}), strategy.STRATEGY
     types = {key: parse(text) for key, text in strategy.SPECS.items()}
     In, W_in, W_out, Out = (torch.empty(spec.local_shape(SIZES, mesh), device="meta") for spec in types.values())
     weights = [W_in, W_out]
@@ -349,5 +349,8 @@ def test_nothing_in_a_layer_waits_that_need_not(strategy):
     _, saved = listing.layer_forward(*weights, In, mesh, Block())
     _, *products = listing.layer_backward(*weights, Out, saved, mesh, Block())
     assert all(isinstance(product, Deferred) for product in products)
-    if listing.reduce:
-        assert all(isinstance(dW, Pending) for dW in listing.reduce(*(product.wait() for product in products), mesh))
+    grads = [product.wait() for product in products]
+    for reduce in filter(None, (listing.reduce, listing.reduce_slow)):
+        pending = reduce(*grads, mesh)
+        assert all(isinstance(dW, Pending) for dW in pending)
+        grads = [dW.wait() for dW in pending]

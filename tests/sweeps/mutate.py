@@ -59,7 +59,7 @@ TESTS = {  # the longest prefix counts
     "collectives/plans.py": "algebra/test_execute.py algebra/test_derive.py collectives",
     "trace": "trace collectives/test_compile.py",
     "tree.py": "test_tree.py train/test_checkpoint.py",
-    "optim": "test_optim.py test_optim_misuse.py test_optim_values.py",
+    "optim": "test_optim.py test_optim_misuse.py test_optim_values.py train/test_loss_scale.py",
     "data.py": "test_data.py",
     "strategies": "strategies train/test_train.py collectives/test_compile.py",
     "strategies/context": "strategies/test_context.py",
