@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scaling.mesh import AbstractMesh
 from scaling.sizes import shortened
-from scaling.spec import Line, ShardingError, Spec, dtype_bytes, parse, parse_line
+from scaling.spec import Line, ShardingError, Spec, dtype_bytes, format_axes, parse, parse_line
 
 FAST = settings(deadline=None, max_examples=200, derandomize=True)
 MESH = {"X": 4, "Y": 2, "data": 2}
@@ -354,3 +354,10 @@ def test_an_error_quotes_the_beginning_of_a_long_text():
     for length in (0, 60, 61, 12345):
         said = shortened("x" * length)
         assert said == ("x" * length if length <= 60 else "x" * 40 + f"... ({length:,} characters)")
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"), [(("X", "Y"), "XY"), (("x",), "{x}"), (("XY",), "{XY}"), (("X", "b"), "{X,b}")]
+)
+def test_capital_letters_alone_are_written_without_braces(axes, said):
+    assert format_axes(axes) == said

@@ -186,6 +186,8 @@ def test_on_an_abstract_mesh():
     for z in (0, 3, 15):
         log = moved_abstract(AbstractMesh({"Z": 16, "X": 8, "Y": 4}, {"Z": z, "X": 0, "Y": 0}))
         assert log.count("Send") == log.count("Recv") == 4 * ((z > 0) + (z < 15))
+        assert {event.async_op for event in log.events if event.op == "Send"} == {True}  # nobody waits for it
+        assert {event.async_op for event in log.events if event.op == "Recv"} == {False}
         assert log.count("AllGather", "X") == 2
 
 
