@@ -1,15 +1,14 @@
 """The command `scaling`: one word for each tool, `scaling show "A[I_X, J_Y]"`. `python -m scaling` is the same."""
 
-import importlib
 import sys
 
 from scaling import __version__
-from scaling.console import command
+from scaling.console import command_of
 
 TOOLS = {  # word -> (module, what it does)
-    "train": ("scaling.train.__main__", "train a Transformer on your text, on any mesh"),
+    "train": ("scaling.train.command", "train a Transformer on your text, on any mesh"),
     "generate": ("scaling.generate", "text from a model or a training run"),
-    "serve": ("scaling.serve.__main__", "a file of requests, by continuous batching"),
+    "serve": ("scaling.serve.command", "a file of requests, by continuous batching"),
     "show": ("scaling.show", "which device holds which block; pipeline schedules"),
     "check": ("scaling.check", "the types of every line of Python files, without running them"),
     "plan": ("scaling.plan.__main__", "the mesh to train a model on, and why; `plan guide` for a few GPUs"),
@@ -25,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one of the tools on the rest of the arguments; returns its exit code."""
     tool, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if tool in TOOLS:
-        return command(lambda: importlib.import_module(TOOLS[tool][0]).main(rest))  # importing torch takes a while
+        return command_of(TOOLS[tool][0], rest)
     if tool in ("--version", "--help", "-h"):
         print(f"scaling {__version__}" if tool == "--version" else USAGE)
         return 0

@@ -7,6 +7,7 @@ sys.exit(command(main))
 """
 
 import argparse
+import importlib
 import os
 import re
 import shutil
@@ -157,6 +158,12 @@ def _writing(text: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: {error.strerror}") from None
+
+
+def command_of(module: str, arguments: list[str] | None = None) -> int:
+    """Run the main of a module, and return its exit code. It is imported here: torch takes seconds, and Ctrl-C ends
+    those as it ends the rest."""
+    return command(lambda: importlib.import_module(module).main(arguments))
 
 
 def command(main: Callable[[], int]) -> int:

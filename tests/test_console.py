@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from scaling import measure
 from scaling.arguments import check_fields, read_table
 from scaling.check import main as check
 from scaling.configs import load
-from scaling.console import HelpFormatter, Parser, command, complain, integer, number, output
+from scaling.console import HelpFormatter, Parser, command, command_of, complain, integer, number, output
 from scaling.plan.__main__ import main as plan
 from scaling.plan.guide import main as guide
 from scaling.show import main as show
-from scaling.train.__main__ import main as train
+from scaling.train.command import main as train
 
 NINES = "9" * 5000
 PLAN = ["--model", "llama3-70b", "--chip", "v5p", "--chips", "8960", "--batch", "4M"]
@@ -80,11 +81,18 @@ def test_a_reader_that_goes_away_ends_a_command_quietly():
         assert process.wait() == 141
 
 
-def test_ctrl_c_ends_a_command_quietly():
+def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch, tmp_path):
     def main():
         raise KeyboardInterrupt
 
     assert command(main) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    (tmp_path / "stopped_while_imported.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert command_of("stopped_while_imported") == 130
+    for tool in ("train", "serve"):  # nothing but the console is imported before that
+        text = (Path(scaling.__file__).parent / tool / "__main__.py").read_text(encoding="utf-8")
+        assert re.findall("^(?:from|import) (\\S+)", text, flags=re.M) == ["sys", "scaling.console"]
     assert command(lambda: 3) == 3
 
 

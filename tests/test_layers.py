@@ -79,7 +79,7 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.train.dcp", "torch.distributed.checkpoint"): "it takes a second to import; rank 0 alone writes it",
     ("scaling.plan.__main__", "scaling.plan.guide"): "a plan is made without the guide",
     ("scaling.plan.__main__", "scaling.plan.published"): "a plan is made without the published runs",
-    ("scaling.train.__main__", "scaling.plan.choose"): "a run that is started again plans nothing",
+    ("scaling.train.command", "scaling.plan.choose"): "a run that is started again plans nothing",
     ("scaling.plan.__main__", "scaling.plan.serve.command"): "a mesh to train on is planned without serving",
 }
 
@@ -90,9 +90,10 @@ def name_of(path: Path) -> str:
 
 
 def room(module: str) -> str:
-    """A program, which nobody imports, may use what builds on its own room."""
+    """A program, which nobody imports, may use what builds on its own room: train/command.py, say, or __main__.py."""
     parts = module.split(".")
-    return parts[-1 if parts[-1] == "__main__" else 1] if len(parts) > 1 else module
+    program = parts[-1] == "__main__" or (len(parts) == 3 and parts[-1] == "command")
+    return "__main__" if program else parts[1] if len(parts) > 1 else module
 
 
 @cache

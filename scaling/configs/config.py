@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from scaling.arguments import check_fields, positive, whole
 from scaling.spec import dtype_bytes
 
+MOST = 10**9  # of each size
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
@@ -135,8 +136,9 @@ class Config:
                 object.__setattr__(self, name, tuple(value))
         for letter in "LDFNKHVEk":
             value = getattr(self, letter)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{self.name}: {letter} must be a whole number of at least 1, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+                least = f"{self.name}: {letter} must be a whole number of at least 1"
+                raise ValueError(f"{least} and at most {MOST:,}, got {value!r:.40}")
         check_fields(self, f"{self.name}: ")
         if self.N % self.K:
             raise ValueError(f"{self.name}: K={self.K} KV heads must divide N={self.N} query heads")

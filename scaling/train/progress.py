@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from scaling.console import fold
 from scaling.cost import transformer as tm
 from scaling.cost.units import significant
 from scaling.hardware import chip, chips
@@ -74,7 +75,7 @@ class Progress:
             log.write(json.dumps(record) + "\n")
         if self.board:
             self.board.write(record)
-        print(_line(record, self.settings.steps), flush=True)
+        print(fold(_line(record, self.settings.steps)), flush=True)
         if "sample" in record:
             text = self.settings.sample + record["sample"]
             text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)  # bytes may be any

@@ -12,16 +12,16 @@ GIVE = ["--model", "hf", "--max-new-tokens", "2"]
 PLAN = ["--model", "llama3-8b", "--chip", "v5e", "--chips", "16", "--batch", "1M"]
 PLAN_SERVE = ["--model", "llama3-8b", "--chip", "v5e", "--context", "2048", "--most", "4"]
 COMMANDS = {  # name: (module, arguments that are right and soon done)
-    "train": ("scaling.train.__main__", TRAIN),
-    "train dry": ("scaling.train.__main__", ["--dry-run", *TRAIN]),
-    "train resume": ("scaling.train.__main__", ["--resume", "--out", "run", "--steps", "3"]),
+    "train": ("scaling.train.command", TRAIN),
+    "train dry": ("scaling.train.command", ["--dry-run", *TRAIN]),
+    "train resume": ("scaling.train.command", ["--resume", "--out", "run", "--steps", "3"]),
     "train tokenize": ("scaling.train.tokenize", ["--data", "text.txt", "--out", "tokens"]),
     "train compare": ("scaling.train.compare", ["run", "run"]),
     "train export": ("scaling.train.export", ["run", "--out", "exported"]),
     "train flight": ("scaling.train.flight", ["run"]),
     "train verify": ("scaling.train.verify", ["run"]),
     "generate": ("scaling.generate", [*GIVE, "--prompt", "ab"]),
-    "serve": ("scaling.serve.__main__", [*GIVE, "--input", "request.json", "--output", "completions.jsonl"]),
+    "serve": ("scaling.serve.command", [*GIVE, "--input", "request.json", "--output", "completions.jsonl"]),
     "show": ("scaling.show", ["A[I_X, J_Y]"]),
     "show schedule": ("scaling.show.schedules", ["1f1b"]),
     "show params": ("scaling.show.params", ["--model", "tiny.json", "--mesh", "X=2"]),

@@ -9,7 +9,7 @@ from scaling.hardware import Chip, Measured, chip
 from scaling.measure import rates
 from scaling.plan import choose
 from scaling.plan.transformer_step import counted_transformer, predict_transformer
-from scaling.train import __main__ as train
+from scaling.train import command as train
 from scaling.train import dry
 from scaling.train.settings import Settings
 

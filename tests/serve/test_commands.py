@@ -10,7 +10,7 @@ from scaling import __main__, generate, serve
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
-from scaling.serve import __main__ as batch
+from scaling.serve import command as batch
 from scaling.serve import loading
 from scaling.serve.engine import Draw
 from scaling.serve.requests import RequestLine

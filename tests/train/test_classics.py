@@ -9,7 +9,7 @@ import torch
 import scaling
 from scaling.collectives import all_reduce
 from scaling.mesh import Mesh
-from scaling.train.__main__ import arguments
+from scaling.train.command import arguments
 
 PAGE = (Path(scaling.__file__).parent.parent / "docs" / "from-laptop-to-cluster.md").read_text()
 

@@ -8,7 +8,7 @@ import torch
 from scaling.configs import get
 from scaling.mesh import Mesh
 from scaling.train import checkpoint
-from scaling.train.__main__ import main
+from scaling.train.command import main
 from scaling.train.loop import run
 from scaling.train.settings import Settings
 

@@ -3,7 +3,7 @@
 import pytest
 
 from scaling.configs import get
-from scaling.train import __main__ as command
+from scaling.train import command as command
 from scaling.train.elastic import fits_as_before, fitted, shared
 from scaling.train.settings import Settings
 

@@ -7,7 +7,7 @@ import torch
 
 from scaling import tree
 from scaling.models import hf
-from scaling.train.__main__ import main
+from scaling.train.command import main
 from scaling.train.export import add_tokenizer
 
 pytest.importorskip("safetensors")

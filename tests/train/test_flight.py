@@ -11,7 +11,7 @@ from scaling import launch
 from scaling.collectives import all_gather, all_reduce, wait
 from scaling.mesh import Mesh
 from scaling.train import flight
-from scaling.train.__main__ import main
+from scaling.train.command import main
 
 
 def flown(mesh, folder, killed):

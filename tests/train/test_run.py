@@ -13,7 +13,7 @@ from forked import Forked
 
 from scaling.configs import get
 from scaling.mesh import Mesh
-from scaling.train.__main__ import main
+from scaling.train.command import main
 from scaling.train.loop import run
 from scaling.train.settings import Settings, optimizer_of, rate
 

@@ -12,7 +12,7 @@ from scaling.mesh import Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.train import sample
-from scaling.train.__main__ import main
+from scaling.train.command import main
 from scaling.train.settings import Settings
 
 TINY = get("tiny").with_(L=3, D=32, F=64, H=8, N=4, K=2)

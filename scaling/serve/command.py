@@ -1,0 +1,183 @@
+"""`python -m scaling.serve --model FOLDER --input REQUESTS --output COMPLETIONS`: serve a file of requests.
+
+Each line of the input is a JSON object: "prompt" (text) or "ids", and as wanted "id", "max_new_tokens", "temperature",
+"top_k", "top_p", "min_p", "seed", "stop" (texts) and "arrival" (seconds). Each line of the output is one request's
+completion with its times; a line that cannot be served is named there, and the rest is served.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from scaling import launch
+from scaling.console import Parser, complain, integer, output
+from scaling.mesh import AbstractMesh
+from scaling.serve.engine import serve
+from scaling.serve.loading import (
+    DTYPES,
+    check_fits,
+    config_of_model,
+    draft_config,
+    draft_of,
+    free_memory,
+    length_that_fits,
+    params_of,
+)
+from scaling.serve.policies import POLICIES
+from scaling.serve.requests import RequestLine, read_requests
+from scaling.serve.simulate import RequestTimes, Simulated
+from scaling.serve.states import Options, Run
+from scaling.serve.text import TextStream, ends_of, tokenizer_of
+from scaling.serve.types import specs
+from scaling.sizes import parse_mesh
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = Parser(prog="python -m scaling.serve", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or a training run's")
+    parser.add_argument(
+        "--input", required=True, metavar="FILE", help="requests, one JSON object per line; - reads the standard input"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", type=output, help="completions, one line each")
+    parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
+    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="dtype of params and cache (default fp32)")
+    parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
+    parser.add_argument("--policy", default="chunked", choices=[*POLICIES], help="batching policy (default chunked)")
+    parser.add_argument("--slots", type=integer(1), default=8, help="requests at once (default 8)")
+    parser.add_argument(
+        "--budget", type=integer(1), default=64, help="tokens per step of the chunked policy (default 64)"
+    )
+    parser.add_argument("--page", type=integer(1), default=16, help="tokens per page of the cache (default 16)")
+    parser.add_argument(
+        "--pages",
+        type=integer(1),
+        help="pages of the cache (default: for the longest requests, as far as memory allows)",
+    )
+    parser.add_argument("--no-prefix", action="store_true", help="do not share the pages of equal prefixes")
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="a request's logits have the same bits whatever else is in the batch",
+    )
+    parser.add_argument("--draft", metavar="FOLDER", help='a smaller model that proposes tokens, or "ngram"')
+    parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
+    parser.add_argument(
+        "--max-new-tokens", type=integer(1), default=64, help="for requests that do not say (default 64)"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
+    return parser.parse_args(argv)
+
+
+def pages_of(lines: list[RequestLine], page: int, slots: int, most: int) -> tuple[int, list[RequestLine], list[dict]]:
+    """(pages for a pool, of at most so many; the requests that it can serve; what is wrong with the others).
+
+    There are pages for the longest requests that can be in the slots at once. Where memory has fewer, some wait.
+    """
+    served, refused, needs = [], [], []
+    for line in lines:
+        length = len(line.request.prompt) + line.request.max_new_tokens
+        if (need := -(-length // page)) <= most:
+            served.append(line)
+            needs.append(need)
+        else:
+            why = f"refused: {length} tokens with the completion, where memory has room for {most * page}"
+            refused.append({"line": line.number, "id": line.name, "error": why})
+    return max(1, min(sum(sorted(needs, reverse=True)[:slots]), most)), served, refused
+
+
+def run(mesh, args, config, tokenizer, lines: list[RequestLine], options: Options) -> Simulated:
+    """On every rank."""
+    params = params_of(args.model, config, mesh, DTYPES[args.dtype])
+    draft = draft_of(args.draft, config, mesh, DTYPES[args.dtype])
+    streams = {line.number: TextStream(tokenizer, line.stops) for line in lines if line.stops}
+
+    def on_token(id: int, token: int) -> bool:
+        if id not in streams:
+            return False
+        streams[id].push(token)
+        return streams[id].stopped
+
+    return serve(
+        params, config, [(line.arrival, line.request) for line in lines], options,
+        {line.number: line.draw for line in lines}, on_token=on_token, batch_invariant=args.batch_invariant,
+        draft=draft, mesh=mesh if mesh.size() > 1 else None,
+    )  # fmt: skip
+
+
+def completion(line: RequestLine, times: RequestTimes, tokenizer, ends: tuple[int, ...]) -> dict:
+    """A line of the output. Times are seconds from the request's arrival."""
+    if times.reason.startswith("refused"):
+        return {"line": line.number, "id": line.name, "error": times.reason}
+    ids, text = list(times.tokens), TextStream(tokenizer, line.stops)
+    told = "".join(text.push(id) for id in (ids[:-1] if ids and ids[-1] in ends else ids)) + text.rest()
+    late = {"ttft": times.ttft, "tpot": times.tpot, "seconds": times.end - times.arrival}
+    late = {name: None if math.isnan(value) else round(value, 6) for name, value in late.items()}
+    return {
+        "id": line.name, "text": told, "ids": ids, "reason": times.reason, "prompt_tokens": len(line.request.prompt),
+        "cached_tokens": times.cached, "preempted": times.preempted, "arrival": line.arrival, **late,
+    }  # fmt: skip
+
+
+def main(argv=None) -> int:
+    args = arguments(argv)
+    try:
+        sizes, config, tokenizer = parse_mesh(args.mesh), config_of_model(args.model), tokenizer_of(args.model)
+        specs(config, AbstractMesh(sizes))
+        ends = () if args.ignore_eos else ends_of(args.model)
+        text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
+        lines, bad = read_requests(text, tokenizer, config.V, ends, args.max_new_tokens)
+        if not lines and not bad:
+            raise ValueError(f"{args.input}: holds no request\n  fix: give a file with a request in each line")
+        draft = draft_config(args.draft, config, AbstractMesh(sizes))
+        memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
+        fitting = config, sizes, 1, DTYPES[args.dtype], memory
+        pools = 2 if args.policy == "disaggregated" else 1
+        most = length_that_fits(*fitting, draft=draft) // (pools * args.page)
+        if (least := args.pages or 1) > most:
+            check_fits(*fitting[:3], pools * least * args.page, *fitting[3:], draft=draft)
+        pages, lines, refused = (args.pages, lines, []) if args.pages else pages_of(lines, args.page, args.slots, most)
+        proposals = args.proposals if args.draft else 0
+        options = Options(
+            pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals
+        )
+        served: Any = Simulated((), {})
+        if lines:
+            work = run, sizes, args, config, tokenizer, lines, options
+            torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
+            served = launch.start(*work, device=args.device) if torchrun else launch.run(*work, device=args.device)[0]
+        if int(os.environ.get("RANK", 0)) == 0:
+            return 0 if _report(args, lines, bad + refused, served, tokenizer, ends) else 1
+        return 0
+    except launch.RankError as error:
+        complain(f"RankError: {error}")
+    except (ValueError, OSError) as error:
+        complain(f"{type(error).__name__}: {error}")
+    return 1
+
+
+def _report(
+    args, lines: list[RequestLine], bad: list[dict], served: Simulated, tokenizer, ends: tuple[int, ...]
+) -> int:
+    """Write the completions, say what is wrong with the other lines; how many were served."""
+    rows = {line.number: completion(line, served.requests[line.number], tokenizer, ends) for line in lines}
+    rows |= {row["line"]: row for row in bad}
+    Path(args.output).write_text("".join(json.dumps(rows[n], ensure_ascii=False) + "\n" for n in sorted(rows)))
+    for row in rows.values():
+        if "error" in row:
+            complain(f"{args.input}: line {row['line']}: {row['error']}")
+    good = sum("error" not in row for row in rows.values())
+    text = f"{good} of {len(rows)} served"
+    if good:
+        ms = {name: 1e3 * served.percentile(name, 50) for name in ("ttft", "tpot")}
+        text += f" in {served.seconds:.3f} s, {served.throughput:.4g} tokens/s; "
+        text += f"median TTFT {ms['ttft']:.4g} ms, TPOT {ms['tpot']:.4g} ms"
+        if args.draft:
+            passes = sum(work.sample for step in served.steps if isinstance(step, Run) for work in step.works)
+            text += f"; {sum(len(times.at) for times in served.requests.values()) / passes:.2f} tokens a pass"
+    print(text)
+    return good

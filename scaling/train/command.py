@@ -1,0 +1,272 @@
+"""`python -m scaling.train --model tiny --data FOLDER --out RUN --mesh X=2,Y=2`: train a Transformer on your text.
+
+Stop it with Ctrl-C: it saves, then ends; --resume goes on, on this mesh or another. Under torchrun with several ranks
+each process is one of them; otherwise the ranks of the mesh are started here.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from scaling import launch
+from scaling.arguments import of_type, read_table
+from scaling.configs import MODELS
+from scaling.console import Parser, complain, integer, number, place
+from scaling.cost.transformer import POLICIES
+from scaling.cost.units import significant
+from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
+from scaling.sizes import parse_mesh
+from scaling.strategies import transformer
+from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify
+from scaling.train.durable import replaced
+from scaling.train.export import RUN, config_at, options_of
+from scaling.train.loop import STOP, run
+from scaling.train.progress import describe
+from scaling.train.settings import DTYPES, Settings
+
+RATES = "how the learning rate falls after the warmup (default cosine)"
+OTHERS = {
+    "tokenize": tokenize.main,
+    "compare": compare.main,
+    "export": export.main,
+    "flight": flight.main,
+    "verify": verify.main,
+}
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = Parser(prog="python -m scaling.train", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument("--config", metavar="FILE", help="a TOML file of these options; flags override it")
+    parser.add_argument(
+        "--model", default="tiny", help=f"a config.json, a Hugging Face folder, or one of {', '.join(MODELS)}"
+    )
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="take only the sizes of a Hugging Face folder, not its weights"
+    )
+    parser.add_argument(
+        "--data", help="text, .jsonl, .npy ids or token shards: a file, a folder, or a mixture by weight, A:3,B:1"
+    )
+    parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
+    parser.add_argument("--mesh", default="X=1", help="axes of P, Z, X, C, Y, E and sizes (default X=1)")
+    parser.add_argument(
+        "--plan", type=integer(1, 10**6), nargs="?", const=0, metavar="RANKS",
+        help="choose the mesh for so many ranks (default: as many as --mesh has), by what --chip says",
+    )  # fmt: skip
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
+    parser.add_argument("--out", default="run", help="folder of checkpoints and metrics.jsonl (default run)")
+    parser.add_argument("--batch", type=integer(1), default=32, help="sequences per step (default 32)")
+    parser.add_argument("--seq", type=integer(1), default=256, help="tokens per sequence (default 256)")
+    parser.add_argument("--steps", type=integer(1), default=200, help="number of steps (default 200)")
+    parser.add_argument("--microbatches", type=integer(1), default=1, help="microbatches per step (default 1)")
+    parser.add_argument(
+        "--dropout", type=number(0, 0.999), help="dropout rate of each block's output (default: the model's)"
+    )
+    parser.add_argument("--lr", type=number(0, 10), default=1e-3, help="peak learning rate (default 1e-3)")
+    parser.add_argument("--warmup", type=integer(0), default=20, help="warmup steps of the learning rate (default 20)")
+    parser.add_argument("--schedule", default="cosine", choices=("cosine", "wsd", "constant"), help=RATES)
+    parser.add_argument("--weight-decay", type=number(0, 10), default=0.1, help="of AdamW, on matrices (default 0.1)")
+    parser.add_argument(
+        "--clip", type=number(1e-9), default=1.0, help="gradients are clipped to this global norm (default 1)"
+    )
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0, help="of params, data and dropout (default 0)")
+    parser.add_argument(
+        "--dtype",
+        default="fp32",
+        choices=[*DTYPES],
+        help="dtype of the params; bf16 and fp16 keep float32 masters, fp16 scales the loss (default fp32)",
+    )
+    parser.add_argument(
+        "--remat",
+        default="none",
+        choices=POLICIES,
+        help="activation checkpointing: what is recomputed in the backward (default none)",
+    )
+    parser.add_argument(
+        "--save-every", type=integer(0), default=100, help="steps between checkpoints; 0: only at the end (default 100)"
+    )
+    parser.add_argument("--keep", type=integer(1), default=3, help="checkpoints to keep (default 3)")
+    parser.add_argument(
+        "--eval-every", type=integer(0), default=100, help="steps between evaluations; 0: only at the end (default 100)"
+    )
+    parser.add_argument(
+        "--eval-batches", type=integer(0), default=8, help="held-out batches per evaluation; 0: all (default 8)"
+    )
+    parser.add_argument(
+        "--sample", default="", metavar="PROMPT", help="at each evaluation, show how the model continues this text"
+    )
+    parser.add_argument("--tensorboard", default="", metavar="DIR", help="also write the metrics for TensorBoard")
+    parser.add_argument(
+        "--guard-every", type=integer(0), default=50, help="steps between comparisons of replicas; 0: none (default 50)"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out with its options; flags override them",
+    )
+    parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
+    parser.add_argument("--norms", action="store_true", help="write each leaf's gradient norm to norms.jsonl")
+    parser.add_argument("--chip", default="", help="for MFU and --profile's predictions: h100, or what measure wrote")
+    parser.add_argument(
+        "--profile", type=place, default="", metavar="PLACE", help="profile steps 3 to 7: FILE.json or a folder"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
+    options, flags = {action.dest: action for action in parser._actions}, []
+    given, _ = parser.parse_known_args(argv)
+    before = str(Path(given.out) / RUN) if given.resume and (Path(given.out) / RUN).is_file() else ""
+    for file in filter(None, (before, given.config)):
+        try:
+            flags += flags_of(file, options)
+        except ValueError as error:
+            parser.error(str(error))
+    args = parser.parse_args([*flags, *(sys.argv[1:] if argv is None else argv)])
+    if not args.data and not args.dry_run:
+        parser.error("--data is needed: a text file, or a folder of them")
+    return args
+
+
+def flags_of(file: str, options: dict[str, argparse.Action]) -> list[str]:
+    """A TOML file of options as the flags that they stand for, so that both are checked alike. ValueError."""
+    found = []
+    for key, value in read_table(file).items():
+        if (option := options.get(key.replace("-", "_"))) is None:
+            raise ValueError(f"{file}: unknown option {key!r}\n  fix: leave it out; --help lists the options")
+        of_type(f"{file}: {key}", value, *([bool] if option.nargs == 0 else [str, int, float]))
+        if option.nargs != 0 or value:
+            found.append(option.option_strings[0] + ("" if option.nargs == 0 else f"={value}"))
+    return found
+
+
+def main(argv=None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] and given[0] in OTHERS:
+        return OTHERS[given[0]](given[1:])
+    args = arguments(argv)
+    try:
+        sizes, (config, weights) = parse_mesh(args.mesh), config_at(args.model)
+        own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
+        config = config if args.dropout is None else config.with_(dropout=args.dropout)
+        settings = Settings(model=config, weights="" if args.from_scratch else weights, **own)
+        if args.plan is not None:
+            sizes = chosen(settings, args.plan or AbstractMesh(sizes).size(), args)
+        declared = sizes
+        if args.chip:
+            chip(args.chip)
+        if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+            sizes = elastic.fitted(declared, world)
+        asked, settings = settings, elastic.shared(settings, declared, sizes)
+        transformer.specs(config, AbstractMesh(sizes))
+        if args.dry_run:
+            backend = "gloo" if args.device == "cpu" else "abstract"
+            print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
+            return 0
+        board.check_installed(settings)
+        if int(os.environ.get("RANK", 0)) == 0 and not elastic.fits_as_before(declared, sizes):
+            room = dry.memory_of_rank(args.device, ranks := AbstractMesh(sizes).size())
+            counts = dry.refuse_too_large(settings, sizes, room)
+            sample.check_sample(settings, ranks, counts.params + counts.state, room)
+        with prepared(asked, args):
+            return trained(settings, sizes, args)
+    except launch.RankError as error:
+        complain(f"RankError: {error}")
+        if last := flight.told(args.out):
+            complain(f"python -m scaling.train flight {args.out}: each rank's last collectives:\n{last}")
+    except (ValueError, ArithmeticError, OSError) as error:
+        complain(f"{type(error).__name__}: {error}")
+    return 1
+
+
+def chosen(settings: Settings, ranks: int, args) -> dict[str, int]:
+    """The mesh that the planner takes for so many ranks; rank 0 prints why. ValueError if there is none."""
+    if not args.chip:
+        raise ValueError(
+            "--plan needs to know the machine\n  fix: give --chip with a name, or with the file that python -m "
+            f"scaling.measure --ranks {ranks} --out machine.toml writes"
+        )
+    from scaling.plan import choose  # the planner, which a run that is started again need not import
+
+    found, refused = choose.choices(settings, ranks, chip(args.chip))
+    if not found:
+        said = "".join(f"  {why}\n" for why in refused[:8])
+        raise ValueError(f"no mesh suits\n{said}  fix: use another number of ranks, or give --mesh")
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(choose.table(found, refused) + "\n", flush=True)
+    args.mesh = ",".join(f"{axis}={size}" for axis, size in found[0].sizes.items())
+    return found[0].sizes
+
+
+def trained(settings: Settings, sizes: dict[str, int], args) -> int:
+    """Run it, on torchrun's ranks or on ranks started here."""
+    first = int(os.environ.get("RANK", 0)) == 0
+    if first:
+        print(describe(settings, sizes), flush=True)
+    options = {"device": args.device, "checked": not args.unchecked}
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        launch.start(run, sizes, settings, **options)
+        return 0
+    launch.keep_freed_memory()
+    result = launch.run(run, sizes, settings, **options)[0]
+    stopped = result["step"] < settings.steps
+    print(f"{'stopped' if stopped else 'done'} at step {result['step']}: loss {result['loss']:.4f}, valid "
+          f"{result['valid']:.4f}; {significant(result['sequences'] * settings.seq)} tokens seen; saved in "
+          f"{settings.out}" + (", --resume goes on" if stopped else ""))  # fmt: skip
+    return 0
+
+
+@contextmanager
+def prepared(settings: Settings, args) -> Iterator[None]:
+    """The run's folder, which one run writes at a time, with its options written back; Ctrl-C and SIGTERM ask the run
+    to save and end, a second Ctrl-C ends it at once. ValueError if the folder is in use."""
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def ask(signum, frame):
+        if (out / STOP).exists() and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        (out / STOP).touch()
+
+    before = [(which, signal.signal(which, ask)) for which in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        with open(out / "lock", "w") as lock:
+            if int(os.environ.get("RANK", 0)) == 0:
+                claim(out, lock, settings, args)
+            yield
+    finally:
+        for which, handler in before:
+            signal.signal(which, handler)
+
+
+def claim(out: Path, lock, settings: Settings, args) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(f"{out}: another run writes here\n  fix: give this one another --out") from None
+    (out / STOP).unlink(missing_ok=True)
+    if not settings.resume and any(out.glob("step-*")):
+        raise ValueError(f"{out}: holds checkpoints already\n  fix: give --resume to go on from them, or another --out")
+    if settings.resume:
+        check_resumed(out, settings)
+    flight.keep_earlier(out)
+    keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume")}
+    keep |= {"model": args.model, "mesh": args.mesh, "dropout": settings.model.dropout}
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(keep.items())]
+    replaced(out / RUN, "".join(lines))  # other ranks, which start later, may be reading it
+
+
+def check_resumed(out: Path, settings: Settings) -> None:
+    """ValueError if there is nothing left to do, or if the place in the data would mean another text."""
+    if not checkpoint.complete(out):
+        print(f"{out}: there is no checkpoint yet: starting at step 1", flush=True)
+    elif (step := checkpoint.latest(out)) >= settings.steps:
+        raise ValueError(f"{out}: is at step {step} of {settings.steps}\n  fix: give --steps above {step}")
+    elif (seq := options_of(out, seq=int)["seq"]) != settings.seq:
+        raise ValueError(
+            f"{out}: was begun with --seq {seq}, not {settings.seq}\n  fix: give the same, or another --out"
+        )
