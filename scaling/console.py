@@ -127,6 +127,13 @@ def output(text: str) -> str:
     return text
 
 
+def folder(text: str) -> str:
+    """A type for argparse: a folder that there is, to write into."""
+    if not os.path.isdir(text) or not os.access(text, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r}: there is no such folder that can be written to")
+    return text
+
+
 def picture(text: str) -> str:
     """A type for argparse: as `output`, of a picture, whose name says which of two kinds it is."""
     if Path(text).suffix not in (".png", ".svg"):

@@ -18,10 +18,12 @@ from scaling.arguments import check_fields, read_table
 from scaling.check import main as check
 from scaling.configs import load
 from scaling.console import HelpFormatter, Parser, command, command_of, complain, integer, number, output
+from scaling.measure.network import main as network
 from scaling.plan.__main__ import main as plan
 from scaling.plan.guide import main as guide
 from scaling.show import main as show
 from scaling.train.command import main as train
+from scaling.train.flight import main as flight
 
 NINES = "9" * 5000
 PLAN = ["--model", "llama3-70b", "--chip", "v5p", "--chips", "8960", "--batch", "4M"]
@@ -45,6 +47,9 @@ BAD = {  # (command, arguments): words of the last line
     (measure.main, "--ranks", "1"): "'1' is not a whole number from 2",
     (measure.main, "--chip", "/nonexistent/x.toml"): "/nonexistent/x.toml: cannot be read",
     (check, "/nonexistent.py"): "no such file",
+    (network, "--folder", "/nonexistent"): "there is no such folder",
+    (measure.main, "--chip", ""): "cannot be read",
+    (flight, "x" * 300): "no run is here",
     (show, "A[I]", "--plot", "x" * 300 + ".png"): "(304 characters): File name too long",
     (show, "A[I]", "--plot", "x.json"): "ends in .png or .svg",
 }

@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         if (load := os.getloadavg()[0]) > (os.cpu_count() or 1) + 1:
             busy = f"This machine is busy (load {load:.1f} on {os.cpu_count()} cores): expect the times to be off.\n"
             print(busy, file=sys.stderr)
-        if args.chip:
+        if args.chip is not None:
             chip = load_chip(args.chip)
         else:
             found = launch.run(measure_rank, {"X": args.ranks}, dtypes, args.repeats, checked=False)

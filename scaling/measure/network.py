@@ -15,7 +15,7 @@ import torch
 from tabulate import tabulate
 
 from scaling import launch
-from scaling.console import Parser, complain, integer, number
+from scaling.console import Parser, complain, folder, integer, number
 from scaling.measure.lines import LINES, barrier
 from scaling.sizes import format_sizes, parse_mesh
 
@@ -109,7 +109,7 @@ def main(argv=None) -> int:
     parser.add_argument(
         "--link", type=number(1e-6), help="nominal bandwidth of a link in GB/s, each way, to compare with"
     )
-    parser.add_argument("--folder", default=".", help="a folder on the disk that is to be timed (default .)")
+    parser.add_argument("--folder", type=folder, default=".", help="a folder on the disk to be timed (default .)")
     args = parser.parse_args(argv)
     try:
         sizes = parse_mesh(args.mesh)

@@ -13,6 +13,7 @@ from scaling import launch, tree
 from scaling.arguments import of_type, read_table
 from scaling.configs import Config, get, load
 from scaling.console import Parser, complain
+from scaling.mesh import AbstractMesh
 from scaling.models import hf
 from scaling.sizes import parse_mesh
 from scaling.spec import parse
@@ -89,7 +90,11 @@ def main(argv=None) -> int:
         options = options_of(args.run, model=str, tokenizer=str)
         config, _ = config_at(options["model"])
         step = checkpoint.latest(args.run) if args.step is None else args.step
-        launch.run(export, parse_mesh(args.mesh), args.run, step, config, args.out)
+        sizes = parse_mesh(args.mesh)
+        for spec in map(parse, tree.leaves(transformer.specs(config, AbstractMesh(sizes)))):
+            if "L" not in spec.dim_names:  # layers that do not divide are padded
+                spec.local_shape(config.sizes, sizes)
+        launch.run(export, sizes, args.run, step, config, args.out)
         add_tokenizer(args.out, options["tokenizer"], config.V)
     except launch.RankError as error:
         complain(f"RankError: {error}")

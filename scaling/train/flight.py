@@ -5,6 +5,7 @@ outlives the process, however that ends, and can be read while a run stands stil
 """
 
 import mmap
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,8 +99,8 @@ def main(argv=None) -> int:
         "--last", type=int, default=8, help=f"collectives shown of each rank (default 8, at most {LAST})"
     )
     args = parser.parse_args(argv)
-    if not (text := told(args.run, args.last)):
-        why = "its ranks have sent nothing" if (args.run / "run.toml").exists() else "no run is here"
+    if not os.path.isdir(args.run) or not (text := told(args.run, args.last)):
+        why = "its ranks have sent nothing" if os.path.exists(args.run / "run.toml") else "no run is here"
         complain(f"{args.run}: {why}")
         return 1
     print(text)
