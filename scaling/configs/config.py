@@ -50,7 +50,7 @@ class RopeScaling:
     factor: float = 1.0
     low: float = 1.0
     high: float = 4.0
-    original: int = 8192
+    original: float = 8192
 
     @staticmethod
     def of(table: dict) -> "RopeScaling | None":
