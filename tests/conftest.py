@@ -26,6 +26,7 @@ from scaling._torch import share_gloo_device
 from scaling.launch.process import end_with_parent, ready_to_fork
 from scaling.mesh import Mesh, join_world
 
+os.environ["COLUMNS"] = "100"  # what commands print is folded there
 torch.set_num_threads(1)
 torch.manual_seed(0)  # for what is drawn while tests are collected: two workers must collect the same ones
 
@@ -149,6 +150,18 @@ def ranks():
 
 
 gc.disable()  # what is imported and collected stays to the end: the collector need not look through it time and again
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """All tests run in two processes, where pytest-xdist is installed and nothing else is asked for (-n 0, --pdb, -s,
+    -k, files)."""
+    asked = config.option
+    everything = config.args_source is config.ArgsSource.TESTPATHS and not asked.keyword and asked.markexpr != "sweep"
+    silent = not asked.usepdb and asked.capture != "no" and not hasattr(config, "workerinput")
+    if everything and silent and getattr(asked, "numprocesses", 0) is None:
+        os.environ["PYTHONHASHSEED"] = "0"  # both must collect the same tests
+        asked.numprocesses, asked.dist = 2, "loadfile"
 
 
 def pytest_collection_finish(session):

@@ -142,7 +142,7 @@ def test_pictures(monkeypatch, tmp_path, capsys):
         two.chart(name, {"line": [(1, 1), (2, 2)]}, log=False)
     two.end()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.svg", "two-a.png", "two-b.png"]
-    assert f"wrote {tmp_path / 'two-a.png'}" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("wrote ") == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
