@@ -22,11 +22,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from failure import RankFailed
 
+from scaling import console
 from scaling._torch import share_gloo_device
 from scaling.launch.process import end_with_parent, ready_to_fork
 from scaling.mesh import Mesh, join_world
 
-os.environ["COLUMNS"] = "100"  # what commands print is folded there
+os.environ["COLUMNS"] = "100"  # what is printed is folded there
 torch.set_num_threads(1)
 torch.manual_seed(0)  # for what is drawn while tests are collected: two workers must collect the same ones
 
@@ -150,6 +151,13 @@ def ranks():
 
 
 gc.disable()  # what is imported and collected stays to the end: the collector need not look through it time and again
+
+
+@pytest.fixture(autouse=True)
+def errors_unfolded(request, monkeypatch):
+    """Where an error is folded hangs on how long the paths are that it names. Two modules test that it is."""
+    if request.path.name not in ("test_console.py", "test_page.py"):
+        monkeypatch.setattr(console, "_told", str)
 
 
 @pytest.hookimpl(tryfirst=True)
