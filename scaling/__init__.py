@@ -6,8 +6,9 @@ Whatever stands here is loaded when it is first used, so that `import scaling` t
 rooms of the package are to be had as they are, too: `scaling.optim`, `scaling.strategies`, `scaling.trace` ...
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from scaling.lazy import lazy
 
 if TYPE_CHECKING:
     from scaling import algebra, cost, data, models, optim, schedules, strategies, trace, train, tree
@@ -53,16 +54,6 @@ _HOMES = {  # module -> what of it stands here
     "scaling.mesh": ("AbstractMesh", "Mesh"),
     "scaling.spec": ("ShardingError", "Spec", "parse", "parse_line"),
 }  # fmt: skip
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_ROOMS = ("algebra", "cost", "data", "models", "optim", "schedules", "strategies", "trace", "train", "tree")
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        return getattr(importlib.import_module(_HOME_OF[name]), name)
-    if name in __all__:
-        return importlib.import_module(f"scaling.{name}")
-    raise AttributeError(f"module 'scaling' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy("scaling", _HOMES, _ROOMS)

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -165,6 +165,26 @@ def _writing(text: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: {error.strerror}") from None
+
+
+def complaining(*errors: type[Exception], code: int = 1) -> Callable:
+    """A decorator of a command's main: one of these errors, which what the user gave has caused, is said without its
+    traceback, and `code` is the exit code."""
+
+    def around(main: Callable[..., int]) -> Callable[..., int]:
+        @wraps(main)
+        def run(argv: list[str] | None = None) -> int:
+            try:
+                return main(argv)
+            except BrokenPipeError:  # which `command` ends
+                raise
+            except errors as error:
+                complain(f"{type(error).__name__}: {error}")
+                return code
+
+        return run
+
+    return around
 
 
 def command_of(module: str, arguments: list[str] | None = None) -> int:

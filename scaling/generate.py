@@ -10,7 +10,7 @@ import os
 import sys
 
 from scaling import launch
-from scaling.console import SEEDS, Parser, command, complain, integer, number
+from scaling.console import SEEDS, Parser, command, complaining, integer, number
 from scaling.mesh import AbstractMesh
 from scaling.serve.generation import Token, score, stream
 from scaling.serve.loading import DTYPES, check_fits, config_of_model, draft_config, draft_of, free_memory, params_of
@@ -129,29 +129,24 @@ def prompt_of(args, tokenizer) -> list[int]:
     return ids
 
 
+@complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
     args = arguments(argv)
-    try:
-        sizes, config, tokenizer = parse_mesh(args.mesh), config_of_model(args.model), tokenizer_of(args.model)
-        how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-        specs(config, AbstractMesh(sizes), form=args.form)
-        prompt = prompt_of(args, tokenizer)
-        memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
-        length = len(prompt) + (0 if args.score else args.max_new_tokens)
-        draft = draft_config(args.draft, config, AbstractMesh(sizes), args.form)
-        check_fits(config, sizes, 1, length, DTYPES[args.dtype], memory, args.form, draft)
-        ends = () if args.ignore_eos else ends_of(args.model)
-        work = run, sizes, args, config, tokenizer, prompt, how, ends
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            launch.start(*work, device=args.device)
-        else:
-            launch.run(*work, device=args.device)
-        return 0
-    except launch.RankError as error:
-        complain(f"RankError: {error}")
-    except (ValueError, OSError) as error:
-        complain(f"{type(error).__name__}: {error}")
-    return 1
+    sizes, config, tokenizer = parse_mesh(args.mesh), config_of_model(args.model), tokenizer_of(args.model)
+    how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    specs(config, AbstractMesh(sizes), form=args.form)
+    prompt = prompt_of(args, tokenizer)
+    memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
+    length = len(prompt) + (0 if args.score else args.max_new_tokens)
+    draft = draft_config(args.draft, config, AbstractMesh(sizes), args.form)
+    check_fits(config, sizes, 1, length, DTYPES[args.dtype], memory, args.form, draft)
+    ends = () if args.ignore_eos else ends_of(args.model)
+    work = run, sizes, args, config, tokenizer, prompt, how, ends
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        launch.start(*work, device=args.device)
+    else:
+        launch.run(*work, device=args.device)
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from scaling import launch
-from scaling.console import Parser, complain, integer, output
+from scaling.console import Parser, complaining, integer, output
 from scaling.hardware import Chip, load_chip
 from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
 from scaling.measure.layouts import as_dict as check_dict
@@ -44,6 +44,7 @@ def chip_table(chip: Chip) -> str:
     return tabulate(rows, ["", "rate", "latency"], "simple", disable_numparse=True)
 
 
+@complaining(ValueError, OSError, launch.RankError, code=2)
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m scaling.measure", description=__doc__)
     parser.add_argument(
@@ -63,20 +64,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     args = parser.parse_args(arguments)
     dtypes = args.dtypes.split(",")
-    try:
-        if unknown := set(dtypes) - DTYPES.keys():
-            raise ValueError(f"unknown dtype {', '.join(sorted(unknown))}: one of {', '.join(DTYPES)}")
-        if (load := os.getloadavg()[0]) > (os.cpu_count() or 1) + 1:
-            busy = f"This machine is busy (load {load:.1f} on {os.cpu_count()} cores): expect the times to be off.\n"
-            print(busy, file=sys.stderr)
-        if args.chip is not None:
-            chip = load_chip(args.chip)
-        else:
-            found = launch.run(measure_rank, {"X": args.ranks}, dtypes, args.repeats, checked=False)
-            chip = combine_ranks(found, platform.node() or "machine")
-    except (ValueError, OSError) as error:
-        complain(f"error: {error}")
-        return 2
+    if unknown := set(dtypes) - DTYPES.keys():
+        raise ValueError(f"unknown dtype {', '.join(sorted(unknown))}: one of {', '.join(DTYPES)}")
+    if (load := os.getloadavg()[0]) > (os.cpu_count() or 1) + 1:
+        busy = f"This machine is busy (load {load:.1f} on {os.cpu_count()} cores): expect the times to be off.\n"
+        print(busy, file=sys.stderr)
+    if args.chip is not None:
+        chip = load_chip(args.chip)
+    else:
+        found = launch.run(measure_rank, {"X": args.ranks}, dtypes, args.repeats, checked=False)
+        chip = combine_ranks(found, platform.node() or "machine")
     if args.out:
         Path(args.out).write_text(toml(chip))
     if not args.json:

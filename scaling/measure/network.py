@@ -15,7 +15,7 @@ import torch
 from tabulate import tabulate
 
 from scaling import launch
-from scaling.console import Parser, complain, folder, integer, number
+from scaling.console import Parser, complaining, folder, integer, number
 from scaling.measure.lines import LINES, barrier
 from scaling.sizes import format_sizes, parse_mesh
 
@@ -101,6 +101,7 @@ def _report(results: list, sizes: dict[str, int], link: float | None) -> str:
     return "\n".join([text, *(named or ["no rank's memory or disk is slow beside the others'"])])
 
 
+@complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
     parser = Parser(prog="python -m scaling.measure network", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mesh", default="X=2", help="mesh axes and their sizes (default X=2)")
@@ -111,15 +112,9 @@ def main(argv=None) -> int:
     )
     parser.add_argument("--folder", type=folder, default=".", help="a folder on the disk to be timed (default .)")
     args = parser.parse_args(argv)
-    try:
-        sizes = parse_mesh(args.mesh)
-        if math.prod(sizes.values()) < 2:
-            raise ValueError(
-                f"a mesh of {format_sizes(sizes)} has no network\n  fix: give --mesh with two ranks or more"
-            )
-        results = launch.run(_measured, sizes, SIZES, args.repeats, args.folder, device=args.device, checked=False)
-    except (ValueError, OSError, launch.RankError) as error:
-        complain(f"{type(error).__name__}: {error}")
-        return 1
+    sizes = parse_mesh(args.mesh)
+    if math.prod(sizes.values()) < 2:
+        raise ValueError(f"a mesh of {format_sizes(sizes)} has no network\n  fix: give --mesh with two ranks or more")
+    results = launch.run(_measured, sizes, SIZES, args.repeats, args.folder, device=args.device, checked=False)
     print(_report(results, sizes, args.link * 1e9 if args.link else None))
     return 0

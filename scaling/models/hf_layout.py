@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scaling.configs import Config
 from scaling.configs.hugging_face import kind_of
-from scaling.models.params import specs_of
+from scaling.models.types import specs_of
 from scaling.spec import parse
 
 ATTENTION, MLP = "model.layers.{L}.self_attn.", "model.layers.{L}.mlp."

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from scaling.configs import RopeScaling
-
-SCALINGS = ("linear", "llama3")
+from scaling.models.types import SCALINGS
 
 
 def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device=None) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.configs import MODELS, get
-from scaling.console import Parser, command, complain, integer, number, output
+from scaling.console import Parser, command, complain, complaining, integer, number, output
 from scaling.hardware import chip, chips
 from scaling.plan import explain, one_layer
 from scaling.plan.candidates import Fixed, plans
@@ -118,6 +118,7 @@ def _parser() -> Parser:
     return parser
 
 
+@complaining(ValueError, OSError, code=2)
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["guide"]:
@@ -133,17 +134,13 @@ def main(arguments: list[str] | None = None) -> int:
 
         return serve.main(arguments[1:])
     args = _parser().parse_args(arguments)
-    try:
-        job = Job(
-            get(args.model), args.batch, args.seq, args.dtype, args.param_bytes, args.grad_bytes, args.optimizer_bytes,
-            args.overlap, args.headroom,
-        )  # fmt: skip
-        fixed = Fixed(args.mesh, args.remat, args.microbatches, args.schedule, zero=args.zero, pods=args.pods)
-        hardware = chip(args.chip)
-        hardware.flops(job.dtype)
-    except (ValueError, OSError) as error:
-        complain(f"error: {error}")
-        return 2
+    job = Job(
+        get(args.model), args.batch, args.seq, args.dtype, args.param_bytes, args.grad_bytes, args.optimizer_bytes,
+        args.overlap, args.headroom,
+    )  # fmt: skip
+    fixed = Fixed(args.mesh, args.remat, args.microbatches, args.schedule, zero=args.zero, pods=args.pods)
+    hardware = chip(args.chip)
+    hardware.flops(job.dtype)
     try:
         found = plans(job, hardware, args.chips, fixed)
     except ValueError as error:

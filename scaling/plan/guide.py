@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from scaling.configs import MODELS, get
-from scaling.console import Parser, complain, integer, number
+from scaling.console import Parser, complaining, integer, number
 from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
 from scaling.plan.candidates import Fixed, search
@@ -151,6 +151,7 @@ def quantity(text: str) -> float:
     return value
 
 
+@complaining(ValueError, code=2)
 def main(arguments: list[str]) -> int:
     parser = Parser(prog="python -m scaling.plan guide", description=__doc__)
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
@@ -179,23 +180,19 @@ def main(arguments: list[str]) -> int:
         help="bytes of optimizer state per parameter (default 8: Adam; 8-bit Adam has 2)",
     )
     args = parser.parse_args(arguments)
-    try:
-        if bool(args.gpu) == bool(args.memory):
-            raise ValueError("say either --gpu or --memory\n  fix: leave one of the two out")
-        if args.gpu:
-            gpu = chip(args.gpu)
-            if gpu.kind != "gpu":
-                raise ValueError(f"{gpu.name} is a {gpu.kind}: for TPUs see python -m scaling.plan --help")
-        else:
-            levels = (Level("node", max(args.gpus, 2), args.link),)
-            gpu = Chip("GPU", "gpu", peaks=(("bf16", args.flops or 1e14),), hbm_bytes=args.memory, levels=levels)
-        each = 2 if args.precision == "bf16" else 4
-        job = Job(
-            get(args.model), args.sequences * args.seq, args.seq, param_bytes=each, grad_bytes=each,
-            optimizer_bytes=args.optimizer_bytes,
-        )  # fmt: skip
-        print(advice(job, gpu, args.gpus, timed=bool(args.gpu or args.flops)))
-        return int(choose_rung(climb(job, gpu, args.gpus)) is None)
-    except ValueError as error:
-        complain(f"error: {error}")
-        return 2
+    if bool(args.gpu) == bool(args.memory):
+        raise ValueError("say either --gpu or --memory\n  fix: leave one of the two out")
+    if args.gpu:
+        gpu = chip(args.gpu)
+        if gpu.kind != "gpu":
+            raise ValueError(f"{gpu.name} is a {gpu.kind}: for TPUs see python -m scaling.plan --help")
+    else:
+        levels = (Level("node", max(args.gpus, 2), args.link),)
+        gpu = Chip("GPU", "gpu", peaks=(("bf16", args.flops or 1e14),), hbm_bytes=args.memory, levels=levels)
+    each = 2 if args.precision == "bf16" else 4
+    job = Job(
+        get(args.model), args.sequences * args.seq, args.seq, param_bytes=each, grad_bytes=each,
+        optimizer_bytes=args.optimizer_bytes,
+    )  # fmt: skip
+    print(advice(job, gpu, args.gpus, timed=bool(args.gpu or args.flops)))
+    return int(choose_rung(climb(job, gpu, args.gpus)) is None)

@@ -16,8 +16,9 @@ imported without it.
     text, loading, requests                                for the commands `generate` and `serve`
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from scaling.lazy import lazy
 
 if TYPE_CHECKING:
     from scaling.serve.cache import init_cache
@@ -52,14 +53,5 @@ _HOMES = {  # module -> what of it stands here
     "scaling.serve.step": ("decode", "extend", "prefill"),
     "scaling.serve.types": ("cache_specs", "specs"),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        return getattr(importlib.import_module(_HOME_OF[name]), name)
-    raise AttributeError(f"module 'scaling.serve' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy("scaling.serve", _HOMES)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling import launch
-from scaling.console import Parser, complain, integer, output
+from scaling.console import Parser, complain, complaining, integer, output
 from scaling.mesh import AbstractMesh
 from scaling.serve.engine import serve
 from scaling.serve.loading import (
@@ -123,41 +123,34 @@ def completion(line: RequestLine, times: RequestTimes, tokenizer, ends: tuple[in
     }  # fmt: skip
 
 
+@complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
     args = arguments(argv)
-    try:
-        sizes, config, tokenizer = parse_mesh(args.mesh), config_of_model(args.model), tokenizer_of(args.model)
-        specs(config, AbstractMesh(sizes))
-        ends = () if args.ignore_eos else ends_of(args.model)
-        text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
-        lines, bad = read_requests(text, tokenizer, config.V, ends, args.max_new_tokens)
-        if not lines and not bad:
-            raise ValueError(f"{args.input}: holds no request\n  fix: give a file with a request in each line")
-        draft = draft_config(args.draft, config, AbstractMesh(sizes))
-        memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
-        fitting = config, sizes, 1, DTYPES[args.dtype], memory
-        pools = 2 if args.policy == "disaggregated" else 1
-        most = length_that_fits(*fitting, draft=draft) // (pools * args.page)
-        if (least := args.pages or 1) > most:
-            check_fits(*fitting[:3], pools * least * args.page, *fitting[3:], draft=draft)
-        pages, lines, refused = (args.pages, lines, []) if args.pages else pages_of(lines, args.page, args.slots, most)
-        proposals = args.proposals if args.draft else 0
-        options = Options(
-            pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals
-        )
-        served: Any = Simulated((), {})
-        if lines:
-            work = run, sizes, args, config, tokenizer, lines, options
-            torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
-            served = launch.start(*work, device=args.device) if torchrun else launch.run(*work, device=args.device)[0]
-        if int(os.environ.get("RANK", 0)) == 0:
-            return 0 if _report(args, lines, bad + refused, served, tokenizer, ends) else 1
-        return 0
-    except launch.RankError as error:
-        complain(f"RankError: {error}")
-    except (ValueError, OSError) as error:
-        complain(f"{type(error).__name__}: {error}")
-    return 1
+    sizes, config, tokenizer = parse_mesh(args.mesh), config_of_model(args.model), tokenizer_of(args.model)
+    specs(config, AbstractMesh(sizes))
+    ends = () if args.ignore_eos else ends_of(args.model)
+    text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
+    lines, bad = read_requests(text, tokenizer, config.V, ends, args.max_new_tokens)
+    if not lines and not bad:
+        raise ValueError(f"{args.input}: holds no request\n  fix: give a file with a request in each line")
+    draft = draft_config(args.draft, config, AbstractMesh(sizes))
+    memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
+    fitting = config, sizes, 1, DTYPES[args.dtype], memory
+    pools = 2 if args.policy == "disaggregated" else 1
+    most = length_that_fits(*fitting, draft=draft) // (pools * args.page)
+    if (least := args.pages or 1) > most:
+        check_fits(*fitting[:3], pools * least * args.page, *fitting[3:], draft=draft)
+    pages, lines, refused = (args.pages, lines, []) if args.pages else pages_of(lines, args.page, args.slots, most)
+    proposals = args.proposals if args.draft else 0
+    options = Options(pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals)
+    served: Any = Simulated((), {})
+    if lines:
+        work = run, sizes, args, config, tokenizer, lines, options
+        torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        served = launch.start(*work, device=args.device) if torchrun else launch.run(*work, device=args.device)[0]
+    if int(os.environ.get("RANK", 0)) == 0:
+        return 0 if _report(args, lines, bad + refused, served, tokenizer, ends) else 1
+    return 0
 
 
 def _report(

@@ -16,7 +16,7 @@ import math
 import re
 import sys
 
-from scaling.console import Parser, complain, picture
+from scaling.console import Parser, complaining, picture
 from scaling.sizes import parse_mesh, parse_sizes
 from scaling.spec import ShardingError, Spec, block_index, mesh_sizes, parse
 
@@ -176,6 +176,7 @@ def _rectangle(at, width, height, paint):
     return Rectangle(at, width, height, **paint)
 
 
+@complaining(ValueError, ImportError, OSError)
 def main(argv: "list[str] | None" = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["schedule"]:
@@ -193,16 +194,10 @@ def main(argv: "list[str] | None" = None) -> int:
     parser.add_argument("--colour", "--color", action=argparse.BooleanOptionalAction, default=sys.stdout.isatty())
     parser.add_argument("--plot", type=picture, metavar="FILE", help="write a PNG or SVG instead")
     args = parser.parse_args(argv)
-    try:
-        mesh, types = parse_mesh(args.mesh), args.types or NINE
-        sizes = parse_sizes(args.sizes, "--sizes", "dim") if args.sizes else None
-        if args.plot:
-            save(args.plot, types, mesh)
-        else:
-            print("\n\n".join(draw(spec, mesh, sizes, args.colour) for spec in types))
-    except BrokenPipeError:
-        raise
-    except (ValueError, ImportError, OSError) as error:
-        complain(error)
-        return 1
+    mesh, types = parse_mesh(args.mesh), args.types or NINE
+    sizes = parse_sizes(args.sizes, "--sizes", "dim") if args.sizes else None
+    if args.plot:
+        save(args.plot, types, mesh)
+    else:
+        print("\n\n".join(draw(spec, mesh, sizes, args.colour) for spec in types))
     return 0

@@ -18,7 +18,7 @@ from pathlib import Path
 from scaling import launch
 from scaling.arguments import of_type, read_table
 from scaling.configs import MODELS
-from scaling.console import Parser, complain, integer, number, place
+from scaling.console import Parser, complaining, integer, number, place
 from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
 from scaling.hardware import chip
@@ -144,43 +144,41 @@ def flags_of(file: str, options: dict[str, argparse.Action]) -> list[str]:
     return found
 
 
+@complaining(ValueError, ArithmeticError, OSError, launch.RankError)
 def main(argv=None) -> int:
     given = sys.argv[1:] if argv is None else argv
     if given[:1] and given[0] in OTHERS:
         return OTHERS[given[0]](given[1:])
     args = arguments(argv)
+    sizes, (config, weights) = parse_mesh(args.mesh), config_at(args.model)
+    own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
+    config = config if args.dropout is None else config.with_(dropout=args.dropout)
+    settings = Settings(model=config, weights="" if args.from_scratch else weights, **own)
+    if args.plan is not None:
+        sizes = chosen(settings, args.plan or AbstractMesh(sizes).size(), args)
+    declared = sizes
+    if args.chip:
+        chip(args.chip)
+    if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        sizes = elastic.fitted(declared, world)
+    asked, settings = settings, elastic.shared(settings, declared, sizes)
+    transformer.specs(config, AbstractMesh(sizes))
+    if args.dry_run:
+        backend = "gloo" if args.device == "cpu" else "abstract"
+        print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
+        return 0
+    board.check_installed(settings)
+    if int(os.environ.get("RANK", 0)) == 0 and not elastic.fits_as_before(declared, sizes):
+        room = dry.memory_of_rank(args.device, ranks := AbstractMesh(sizes).size())
+        counts = dry.refuse_too_large(settings, sizes, room)
+        sample.check_sample(settings, ranks, counts.params + counts.state, room)
     try:
-        sizes, (config, weights) = parse_mesh(args.mesh), config_at(args.model)
-        own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
-        config = config if args.dropout is None else config.with_(dropout=args.dropout)
-        settings = Settings(model=config, weights="" if args.from_scratch else weights, **own)
-        if args.plan is not None:
-            sizes = chosen(settings, args.plan or AbstractMesh(sizes).size(), args)
-        declared = sizes
-        if args.chip:
-            chip(args.chip)
-        if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
-            sizes = elastic.fitted(declared, world)
-        asked, settings = settings, elastic.shared(settings, declared, sizes)
-        transformer.specs(config, AbstractMesh(sizes))
-        if args.dry_run:
-            backend = "gloo" if args.device == "cpu" else "abstract"
-            print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
-            return 0
-        board.check_installed(settings)
-        if int(os.environ.get("RANK", 0)) == 0 and not elastic.fits_as_before(declared, sizes):
-            room = dry.memory_of_rank(args.device, ranks := AbstractMesh(sizes).size())
-            counts = dry.refuse_too_large(settings, sizes, room)
-            sample.check_sample(settings, ranks, counts.params + counts.state, room)
         with prepared(asked, args):
             return trained(settings, sizes, args)
     except launch.RankError as error:
-        complain(f"RankError: {error}")
-        if last := flight.told(args.out):
-            complain(f"python -m scaling.train flight {args.out}: each rank's last collectives:\n{last}")
-    except (ValueError, ArithmeticError, OSError) as error:
-        complain(f"{type(error).__name__}: {error}")
-    return 1
+        last = flight.told(args.out)
+        told = f"\npython -m scaling.train flight {args.out}: each rank's last collectives:\n{last}"
+        raise launch.RankError(f"{error}{told if last else ''}") from None
 
 
 def chosen(settings: Settings, ranks: int, args) -> dict[str, int]:

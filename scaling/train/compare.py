@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from scaling.console import Parser, complain
+from scaling.console import Parser, complaining
 from scaling.mesh import Mesh
 from scaling.train import checkpoint
 from scaling.train.export import options_of
@@ -70,16 +70,13 @@ def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
     return ""
 
 
+@complaining(ValueError, OSError, code=2)
 def main(argv=None) -> int:
     parser = Parser(prog="python -m scaling.train compare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("runs", nargs=2, type=Path, help="the two runs' folders (their --out)")
     parser.add_argument("--tolerance", type=float, default=0.0, help="relative tolerance (default 0: equal to the bit)")
     args = parser.parse_args(argv)
-    try:
-        first, second = args.runs
-        found = [*differences(first, second, args.tolerance)]
-    except (ValueError, OSError) as error:
-        complain(f"{type(error).__name__}: {error}")
-        return 2
+    first, second = args.runs
+    found = [*differences(first, second, args.tolerance)]
     print("\n".join(found) or "no difference")
     return 1 if any(not text.startswith("option") for text in found) else 0

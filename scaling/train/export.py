@@ -12,7 +12,7 @@ from typing import Any
 from scaling import launch, tree
 from scaling.arguments import of_type, read_table
 from scaling.configs import Config, get, load
-from scaling.console import Parser, complain
+from scaling.console import Parser, complaining
 from scaling.mesh import AbstractMesh
 from scaling.models import hf
 from scaling.sizes import parse_mesh
@@ -79,6 +79,7 @@ def of_bytes() -> dict:
     return {"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level, "model": model}
 
 
+@complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
     parser = Parser(prog="python -m scaling.train export", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
@@ -86,21 +87,14 @@ def main(argv=None) -> int:
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the latest)")
     parser.add_argument("--mesh", default="X=1", help="mesh of the ranks that share the work (default X=1)")
     args = parser.parse_args(argv)
-    try:
-        options = options_of(args.run, model=str, tokenizer=str)
-        config, _ = config_at(options["model"])
-        step = checkpoint.latest(args.run) if args.step is None else args.step
-        sizes = parse_mesh(args.mesh)
-        for spec in map(parse, tree.leaves(transformer.specs(config, AbstractMesh(sizes)))):
-            if "L" not in spec.dim_names:  # layers that do not divide are padded
-                spec.local_shape(config.sizes, sizes)
-        launch.run(export, sizes, args.run, step, config, args.out)
-        add_tokenizer(args.out, options["tokenizer"], config.V)
-    except launch.RankError as error:
-        complain(f"RankError: {error}")
-    except (ValueError, OSError) as error:
-        complain(f"{type(error).__name__}: {error}")
-    else:
-        print(f"step {step}: {args.out}")
-        return 0
-    return 1
+    options = options_of(args.run, model=str, tokenizer=str)
+    config, _ = config_at(options["model"])
+    step = checkpoint.latest(args.run) if args.step is None else args.step
+    sizes = parse_mesh(args.mesh)
+    for spec in map(parse, tree.leaves(transformer.specs(config, AbstractMesh(sizes)))):
+        if "L" not in spec.dim_names:  # layers that do not divide are padded
+            spec.local_shape(config.sizes, sizes)
+    launch.run(export, sizes, args.run, step, config, args.out)
+    add_tokenizer(args.out, options["tokenizer"], config.V)
+    print(f"step {step}: {args.out}")
+    return 0

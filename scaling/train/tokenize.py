@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy
 
-from scaling.console import Parser, complain, integer
+from scaling.console import Parser, complaining, integer
 from scaling.train.corpus import INDEX, TEXT, documents
 from scaling.train.durable import replaced
 from scaling.train.text import Tokenizer, tokenizer
@@ -78,6 +78,7 @@ def _written(source: Path, files: list[Path], out: Path, by: Tokenizer, shard_to
     return index
 
 
+@complaining(ValueError, OSError)
 def main(argv=None) -> int:
     parser = Parser(prog="python -m scaling.train tokenize", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", required=True, help="a file or a folder: text, or .jsonl of texts or chats")
@@ -85,11 +86,7 @@ def main(argv=None) -> int:
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
     parser.add_argument("--shard-tokens", type=integer(1), default=10**8, help="tokens per shard (default 1e8)")
     args = parser.parse_args(argv)
-    try:
-        index = write_shards(args.data, args.out, tokenizer(args.tokenizer), args.shard_tokens)
-    except (ValueError, OSError) as error:
-        complain(f"{type(error).__name__}: {error}")
-        return 1
+    index = write_shards(args.data, args.out, tokenizer(args.tokenizer), args.shard_tokens)
     tokens = sum(len(numpy.load(Path(args.out) / name, mmap_mode="r")) for name in index["tokens"])
     print(f"{tokens:,} tokens in {len(index['tokens'])} shards, the greatest id {index['top']}: {args.out}")
     return 0

@@ -6,7 +6,7 @@ disk can lose what nobody reads for months.
 
 from pathlib import Path
 
-from scaling.console import Parser, complain
+from scaling.console import Parser, complaining
 from scaling.train import checkpoint
 from scaling.train.dcp import ShardReader
 from scaling.train.durable import complete, step_name
@@ -29,18 +29,15 @@ def damaged(folder: Path, step: int) -> list[str]:
     return found
 
 
+@complaining(OSError, code=2)
 def main(argv=None) -> int:
     parser = Parser(prog="python -m scaling.train verify", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--step", type=int, help="this checkpoint alone (default: all that are complete)")
     args = parser.parse_args(argv)
-    try:
-        checkpoint.latest(args.run)  # raises if there is none
-        steps = complete(args.run) if args.step is None else [args.step]
-        found = {step: damaged(args.run, step) for step in steps}
-    except OSError as error:
-        complain(error)
-        return 2
+    checkpoint.latest(args.run)  # raises if there is none
+    steps = complete(args.run) if args.step is None else [args.step]
+    found = {step: damaged(args.run, step) for step in steps}
     for step, lines in found.items():
         print(f"step {step}: " + ("\n  ".join(["damaged", *lines]) if lines else "whole"))
     return int(any(found.values()))

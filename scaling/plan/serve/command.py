@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from scaling.configs import MODELS, get
-from scaling.console import SEEDS, Parser, complain, integer, number
+from scaling.console import SEEDS, Parser, complain, complaining, integer, number
 from scaling.cost import decoding, serving
 from scaling.hardware import chip, chips
 from scaling.plan.serve import published, report, traces
@@ -110,18 +110,15 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
     )
 
 
+@complaining(ValueError, OSError, code=2)
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["published"]:
         return published.main(arguments[1:])
     args = _parser().parse_args(arguments)
-    try:
-        asked, hardware = service(args), chip(args.chip)
-        hardware.flops(asked.compute)
-        fixed = {"chips": args.chips, "most": max(args.most, args.chips or 1), "form": args.form, "batch": args.batch}
-        found = plans(asked, hardware, objective=args.objective, **fixed)
-    except (ValueError, OSError) as error:
-        complain(f"error: {error}")
-        return 2
+    asked, hardware = service(args), chip(args.chip)
+    hardware.flops(asked.compute)
+    fixed = {"chips": args.chips, "most": max(args.most, args.chips or 1), "form": args.form, "batch": args.batch}
+    found = plans(asked, hardware, objective=args.objective, **fixed)
     if not found:
         why = nothing(asked, hardware, fixed)
         print(json.dumps({"error": why}), file=sys.stderr) if args.json else complain(f"no plan: {why}")

@@ -7,7 +7,18 @@
 One text serves every mesh: an axis that the mesh lacks, or that has size 1, drops out.
 """
 
-from scaling.strategies.transformer.api import loss, loss_and_grads, shard, unshard
-from scaling.strategies.transformer.types import specs
+from typing import TYPE_CHECKING
+
+from scaling.lazy import lazy
+
+if TYPE_CHECKING:
+    from scaling.strategies.transformer.api import loss, loss_and_grads, shard, unshard
+    from scaling.strategies.transformer.types import specs
 
 __all__ = ["loss", "loss_and_grads", "shard", "specs", "unshard"]
+
+_HOMES = {  # module -> what of it stands here: the types need no torch
+    "scaling.strategies.transformer.api": ("loss", "loss_and_grads", "shard", "unshard"),
+    "scaling.strategies.transformer.types": ("specs",),
+}
+__getattr__, __dir__ = lazy("scaling.strategies.transformer", _HOMES)

@@ -6,12 +6,14 @@ the mesh lacks, or has with size 1, drop out. Over P and C, and over E but for t
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
-from scaling import tree
+import optree
+
 from scaling.arguments import one_of
 from scaling.configs import Config
-from scaling.models import transformer
-from scaling.spec import ShardingError, parse
+from scaling.models.types import specs_of
+from scaling.spec import ShardingError, mesh_sizes, parse
 
 STORED = {
     "embed": "E[V_YZ, D_X]",
@@ -55,11 +57,12 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     features, vocabulary or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
-    _check_mesh(config, mesh)
-    wanted = transformer.specs_of(config)
+    sizes = mesh_sizes(mesh)
+    _check_mesh(config, sizes)
+    wanted = specs_of(config)
     table = STORED | {"layers": STORED["layers"] | (EXPERTS if config.moe else {})}
     gone = () if zero == 3 else ("X",)
-    whole_heads = config.K % mesh.sizes.get("Y", 1) != 0
+    whole_heads = config.K % sizes.get("Y", 1) != 0
 
     def chosen(types: Mapping, like: Mapping) -> dict:
         return {
@@ -69,14 +72,14 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
 
     def one(name: str, text: str) -> str:
         drop = gone + (("Y",) if whole_heads and name in ("W_K", "W_V", "b_K", "b_V") else ())
-        return without(text, drop + tuple(axis for axis in AXES if mesh.sizes.get(axis, 1) == 1))
+        return without(text, drop + tuple(axis for axis in AXES if sizes.get(axis, 1) == 1))
 
     return chosen(table, wanted)
 
 
-def used(stored) -> dict:
+def used(stored) -> Any:
     """The types that the params have while they are used: gathered over X, of the ends also over Z."""
-    return tree.map(lambda text: without(text, ("X", "Z")), stored)
+    return optree.tree_map(lambda text: without(text, ("X", "Z")), stored)
 
 
 @lru_cache(maxsize=4096)
@@ -88,9 +91,8 @@ def without(text: str, gone: tuple[str, ...]) -> str:
     return str(spec)
 
 
-def _check_mesh(config: Config, mesh) -> None:
+def _check_mesh(config: Config, sizes: Mapping[str, int]) -> None:
     """ShardingError unless the model's sizes divide over the mesh's axes, which are all known ones."""
-    sizes = mesh.sizes
     if unknown := [axis for axis in sizes if axis not in AXES]:
         raise ShardingError(
             f"{config.name}: mesh axis {unknown[0]} splits nothing of a Transformer\n"
