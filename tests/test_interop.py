@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_resharding import types
+from array_types import types
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from scaling.algebra import reshard

@@ -73,6 +73,8 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.tree", "scaling.collectives.alike"): "plain trees need no torch.distributed",
     ("scaling.show.shardings", "scaling.show.schedules"): "a sharding is drawn without the simulator",
     ("scaling.show.shardings", "scaling.show.params"): "a sharding is drawn without the models",
+    ("scaling.book.options", "scaling.launch"): "chapters without ranks need no torch",
+    ("scaling.book.options", "scaling.mesh"): "chapters without ranks need no torch",
     ("scaling.book.page", "scaling.launch"): "chapters without ranks need no torch",
     ("scaling.book.page", "scaling.mesh"): "chapters without ranks need no torch",
     ("scaling.book.page", "scaling.profile.steps"): "chapters without ranks need no torch",
@@ -236,6 +238,14 @@ def test_the_public_surface():
         _ = scaling.nothing
     for name in [name for name in told if told[name] != f"scaling.{name}"]:
         assert getattr(scaling, name).__doc__, name
+
+
+def test_no_file_is_longer_than_300_lines():
+    """A longer one has more than one concept in it."""
+    root = ROOT.parent
+    files = [path for room in ("scaling", "chapters", "tests") for path in (root / room).rglob("*.py")]
+    assert {path.parent.name for path in files} >= {"scaling", "chapters", "tests"}
+    assert {str(path.relative_to(root)) for path in files if path.read_bytes().count(b"\n") > 300} == set()
 
 
 def test_files_of_tests_have_names_of_their_own():

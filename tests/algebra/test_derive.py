@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import simulated
 import torch
+from lines import DP, FSDP_TP, LINES, SIZES
 
 from scaling.algebra import derive
 from scaling.book.largest import largest
@@ -13,10 +14,8 @@ from scaling.collectives import run_program
 from scaling.spec import ShardingError, Spec, parse
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 
-DP = "In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]"
 FSDP = "In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]"
 TP = "In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]"
-FSDP_TP = "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]"
 STRATEGIES = {DP: data_parallel, FSDP: fsdp, TP: tensor_parallel, FSDP_TP: fsdp_tp}
 
 # Part 5, the algorithm of each section: op and result of every numbered line
@@ -161,34 +160,6 @@ def test_equal_to_the_strategy_written_by_hand(ranks, line):
         assert flops_equal
 
 
-UNREDUCED = [  # the result, or an argument, is a partial sum: its cotangent is replicated
-    "In[B, D_X] * W[D_X, F] -> Out[B, F] {U_X}",
-    "In[B, D] * W[D, F_Y] -> Out[B, F_Y] {U_X}",
-    "In[B_X, D_Y] * W_in[D_Y, F] * W_out[F_Y, D] -> Out[B_X, D] {U_Y}",
-    "In[B, D] {U_X} * W[D, F_Y] -> Out[B, F_Y] {U_X}",
-    "In[B, D_Y] {U_X} * W[D_Y, F] -> Out[B_X, F]",
-]
-LINES = [  # (line, mesh): what nobody wrote by hand
-    (DP, {"X": 2}),
-    (FSDP_TP, {"X": 2, "Y": 2}),
-    ("In[B, D_XYZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B, D_XYZ]", {"X": 2, "Y": 2, "Z": 2}),
-    ("In[B_XZ, D_Y] * W_in[D_XZ, F_Y] * W_out[F_Y, D_XZ] -> Out[B_XZ, D_Y]", {"X": 2, "Y": 2, "Z": 2}),
-    ("In[B_X, D_YZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B_X, D_YZ]", {"X": 2, "Y": 2, "Z": 2}),
-    ("In[B_X, D] * W_in[D_XZ, F_Y] * W_out[F_Y, D_XZ] -> Out[B_X, D]", {"X": 2, "Y": 2, "Z": 2}),
-    ("In[B, D] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D]", {"Y": 4}),
-    ("In[B, D_X] * W_in[D_X, F] * W_out[F_X, D] -> Out[B, D]", {"X": 4}),
-    ("In[B_X, D] * W_1[D, F_Y] * W_2[F_Y, G] * W_3[G_Y, D] -> Out[B_X, D]", {"X": 2, "Y": 2}),
-    ("In[B_X, T, D] * W_Q[D, N_Y, H] -> Q[B_X, T, N_Y, H]", {"X": 2, "Y": 2}),
-    ("Q[B_X, T, N_Y, H] * K[B_X, S, N_Y, H] -> Att[B_X, N_Y, T, S]", {"X": 2, "Y": 2}),
-    ("Att[B_X, N_Y, T, S] * V[B_X, S, N_Y, H] -> O[B_X, T, N_Y, H]", {"X": 2, "Y": 2}),
-    ("O[B_X, T, N_Y, H] * W_O[N_Y, H, D] -> Out[B_X, T, D_Y]", {"X": 2, "Y": 2}),
-    ("Q[B, T_X, N, H] * K[B, S_X, N, H] -> Att[B, N, T_X, S]", {"X": 4}),
-    ("Q[B_X, T, H] *_H K[B_X, S, H] *_S V[B_X, S, H] -> O[B_X, T, H]", {"X": 2}),
-    *((line, {"X": 2, "Y": 2}) for line in UNREDUCED),
-]
-SIZES = {"B": 8, "D": 16, "F": 8, "G": 4, "T": 4, "S": 8, "N": 4, "H": 2}
-
-
 @pytest.mark.parametrize(("line", "mesh"), LINES)
 @pytest.mark.parametrize("chosen", ["by rule", "by bytes"])
 def test_derived_algorithms_compute_the_product_and_its_gradients(line, mesh, chosen):
@@ -217,41 +188,6 @@ def test_derived_algorithms_compute_the_product_and_its_gradients(line, mesh, ch
     for spec, array in whole.items():
         grad = Spec("d" + spec.name, spec.dims)
         assert (simulated.gather(grad, held[grad], array.shape, mesh) - array.grad).abs().max() < 1e-10, str(program)
-
-
-@pytest.mark.parametrize("line", UNREDUCED)
-def test_the_cotangent_of_a_partial_sum_is_replicated(line):
-    """The law of cotangents: each term of a sum has the gradient of the sum, so nothing is reduced over its axis."""
-    program = derive(line)
-    assert program.backward[0].after == Spec("dOut", parse(line.split(" -> ")[1]).dims)
-    assert program.backward[-1].after == Spec("dIn", program.operands[0].dims)
-    assert "dOut[B, F] {U" not in str(program)
-
-
-def run_unreduced(mesh, line):
-    """Gradients on ranks, beside one device's: the largest differences."""
-    from scaling.collectives import shard
-
-    program, rng = derive(line), torch.Generator().manual_seed(0)
-    whole = {s.name: torch.randn(s.global_shape(SIZES), generator=rng, dtype=torch.float64) for s in program.operands}
-    local = {}
-    for spec in program.operands:  # the first rank of an axis holds the whole sum, the others zeros
-        first = all(mesh.coord[axis] == 0 for axis in spec.unreduced)
-        local[spec.name] = shard(str(spec.with_unreduced(())), whole[spec.name], mesh) * first
-    shape = program.out.global_shape(SIZES)
-    dOut = torch.randn(shape, generator=rng, dtype=torch.float64)
-    given = shard(str(program.backward[0].after), dOut, mesh)
-    _, grads = run_program(program, local, given, mesh)
-    wanted = {"In": dOut @ whole["W"].t(), "W": whole["In"].t() @ dOut}
-    return largest(
-        (grads[spec.name] - shard(f"{spec.with_unreduced(())}", wanted[spec.name], mesh)).abs().max().item()
-        for spec in program.operands
-    )
-
-
-@pytest.mark.parametrize("line", [line for line in UNREDUCED if "W_in" not in line])
-def test_the_cotangent_of_a_partial_sum_on_ranks(ranks, line):
-    assert largest(ranks(run_unreduced, {"X": 2, "Y": 2}, line)) < 1e-12
 
 
 def test_weight_stationary_is_the_books():
@@ -294,16 +230,6 @@ def test_several_axes_on_a_dim(line, ops):
     """Part 3, Question 7, and Part 5 with FSDP or tensor parallelism over two axes."""
     found = [text for text in listing(derive(line).forward) if text.split("_")[0] in ("AllGather", "ReduceScatter")]
     assert [text.rsplit(" ", 1)[0] for text in found] == ops
-
-
-def test_an_unreduced_hidden_array_is_scattered_where_the_next_weight_is_split():
-    program = derive(LINES[7][0])
-    assert [(step.op, str(step.after)) for step in program.forward[:4]] == [
-        ("Einsum", "Tmp[B, F] {U_X}"),
-        ("ReduceScatter", "Tmp[B, F_X]"),
-        ("Einsum", "Out[B, D] {U_X}"),
-        ("AllReduce", "Out[B, D]"),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import simulated
 import torch
-from test_resharding import types
+from array_types import types
 
 from scaling.algebra import matmul, reshard
 from scaling.collectives import all_gather, run

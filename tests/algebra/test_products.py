@@ -1,26 +1,21 @@
 """Products of sharded matrices: every combination planned, done by simulated devices, compared with the dense one."""
 
 import itertools
-import time
 
 import pytest
-import simulated
 import torch
+from array_types import naive_bytes, types
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_resharding import naive_bytes, types
+from matrices import SIZES, check, dense
 
 from scaling.algebra import cases, matmul, matmul_via, reshard
 from scaling.algebra.contraction import product_type
-from scaling.algebra.layouts import arrangements
-from scaling.algebra.search import WAYS, ChainSearch
 from scaling.book.largest import largest
 from scaling.collectives import run
 from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
 from scaling.spec import ShardingError, parse
-
-SIZES = {"I": 4, "J": 8, "K": 12}
 
 
 def matrices(axes, name, dims):
@@ -30,21 +25,6 @@ def matrices(axes, name, dims):
 def one_axis_each(axes, name, dims):
     """The types with at most one axis on a dim."""
     return [spec for spec in matrices(axes, name, dims) if all(len(over) < 2 for _, over in spec.dims)]
-
-
-def dense(a, b, out, sizes):
-    letters = {dim: chr(97 + i) for i, dim in enumerate(dict.fromkeys(a.dim_names + b.dim_names))}
-    sides = ["".join(letters[dim] for dim in spec.dim_names) for spec in (a, b, out)]
-    arrays = [torch.randn([sizes[d] for d in s.dim_names], dtype=torch.float64) for s in (a, b)]
-    return arrays, torch.einsum(f"{sides[0]},{sides[1]}->{sides[2]}", *arrays)
-
-
-def check(plan, a, b, out, sizes, mesh):
-    arrays, expected = dense(a, b, out, sizes)
-    held = {spec: simulated.scatter(spec, array, mesh) for spec, array in zip((a, b), arrays, strict=True)}
-    held = simulated.execute(plan.steps, held, mesh)
-    got = simulated.gather(out, held[out], [sizes[d] for d in out.dim_names], mesh)
-    assert (got - expected).abs().max() < 1e-11, f"{a} * {b} -> {out}\n{plan}"
 
 
 def naive(a, b, out, sizes, mesh):
@@ -186,47 +166,6 @@ def test_attention_has_batch_dims():
             check(plan, a, b, out, sizes, mesh)
     plan = matmul("Q[B_X, T, N_Y, H]", "K[B, S, N_Y, H]", "S[B_X, N_Y, T, S]")
     assert [step.op for step in plan.steps] == ["Slice", "Einsum"]
-
-
-def test_planning_is_quick():
-    a, b, out = parse("A[I_X, J_Y]"), parse("B[J_Y, K_X]"), parse("C[I, K]")
-    matmul(a, b, out, SIZES, {"X": 2, "Y": 2})
-    times = []
-    for _ in range(100):
-        start = time.perf_counter()
-        matmul(a, b, out, SIZES, {"X": 2, "Y": 2})
-        times.append(time.perf_counter() - start)
-    assert min(times) < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "out"),
-    [
-        ("A[I_ABC, J]", "B[J, K_DEF]", "C[I_ABC, K_DEF]"),
-        ("A[I, J_ABCDEF]", "B[J_ABCDEF, K]", "C[I, K]"),
-        ("A[I_AB, J_C]", "B[J_CD, K_EF]", "C[I_F, K_AB]"),
-    ],
-)
-def test_beyond_the_bound_the_rules_decide(a, b, out):
-    """Six axes are too many ways: a plan by the four cases, at once, right on 64 devices, which says so."""
-    mesh, sizes = dict.fromkeys("ABCDEF", 2), dict.fromkeys("IJK", 64)
-    began = time.process_time()
-    plan = matmul(a, b, out, sizes, mesh)
-    assert time.process_time() - began < 1
-    assert plan.note in str(plan).splitlines()[-1]
-    assert plan.note
-    assert plan == matmul(a, b, out, mesh=mesh)
-    check(plan, parse(a), parse(b), parse(out), sizes, mesh)
-
-
-@pytest.mark.parametrize("axes", range(6))
-@pytest.mark.parametrize(("a", "b"), [("A[I, J]", "B[J]"), ("A[I, J]", "B[J, K]"), ("A[I, J, K]", "B[K, L, M]")])
-def test_the_bound_is_of_all_ways_to_split_a_product(a, b, axes):
-    a, b, mesh = parse(a), parse(b), dict.fromkeys("PQRST"[:axes], 2)
-    used = a.with_axes("I", tuple(mesh))
-    ways = arrangements(tuple(mesh), len({*a.dim_names, *b.dim_names}))
-    few = len(list(itertools.islice(ways, WAYS + 1))) <= WAYS
-    assert ChainSearch((used, b), parse("C[I]"), None, mesh, None).fits(used, b) is few
 
 
 @pytest.mark.parametrize(

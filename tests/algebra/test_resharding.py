@@ -1,47 +1,20 @@
-"""Every resharding between any two types of a matrix, done by simulated devices; and none dearer than it need be."""
+"""Every resharding between any two types of a matrix, done by simulated devices and on ranks, and what it costs."""
 
 import functools
 import itertools
-import time
 
 import pytest
 import simulated
 import torch
-from hypothesis import given, settings
+from array_types import SETTINGS, naive_bytes, types
+from hypothesis import given
 from hypothesis import strategies as st
 
-from scaling.algebra import layouts, permutation, reshard
-from scaling.algebra.layouts import arrangements
-from scaling.algebra.resharding import shortest
+from scaling.algebra import reshard
 from scaling.book.largest import largest
 from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
-from scaling.spec import ShardingError, Spec, parse
-
-SETTINGS = settings(deadline=None, derandomize=True, max_examples=40)
-
-
-def types(axes: str, dims=("I", "J"), unreduced=True):
-    """Every type of an array of these dims over these axes."""
-    for split in arrangements(tuple(axes), len(dims)):
-        idle = [axis for axis in axes if all(axis not in over for over in split)]
-        for n in range(len(idle) + 1 if unreduced else 1):
-            for partial in itertools.combinations(idle, n):
-                yield Spec("A", tuple(zip(dims, split, strict=True)), partial)
-
-
-def naive_bytes(src, dst, shape, mesh):
-    """Reduce everything, gather everything; then slicing is free."""
-    whole = src.with_unreduced(())
-    sent = 0.0
-    if src.unreduced:
-        n = functools.reduce(lambda x, y: x * y, (mesh[a] for a in src.unreduced))
-        sent += 2 * src.nbytes(shape, mesh, 1) * (n - 1) / n
-    n = 1
-    for axis in whole.axes:
-        n *= mesh[axis]
-    total = whole.nbytes(shape, mesh, 1) * n
-    return sent + total * (n - 1) / n
+from scaling.spec import ShardingError, parse
 
 
 @pytest.mark.sweep
@@ -126,14 +99,6 @@ def test_steps_must_divide():
         reshard("A[I, J]", "A[I, J_X]", sizes, mesh)
 
 
-def test_equal_sizes_allow_a_permutation_between_axes():
-    plan = reshard("A[I_X, J_Y]", "A[I_Y, J_X]", mesh={"X": 4, "Y": 4})
-    assert [step.op for step in plan.steps] == ["CollectivePermute"]
-    pairs = permutation(plan.steps[0], {"X": 4, "Y": 4})
-    assert sorted(s for s, _ in pairs) == sorted(t for _, t in pairs) == list(range(16))
-    assert (0, 0) in pairs  # a device on the diagonal keeps its block
-
-
 def test_a_cost_function_finds_the_idle_links():
     """Part 3, Question 2: with Z idle, slicing over it first and gathering over X and Z takes half the time."""
     mesh, sizes = {"X": 4, "Y": 4, "Z": 4}, {"B": 1024, "D": 4096}
@@ -188,92 +153,6 @@ def unshard_sum(of, typed, cotangent, mesh):
 
 def test_one_allgather_over_several_dims_on_real_ranks(ranks):
     assert largest(ranks(gather_on_rank, {"X": 2, "Y": 2}, (4, 8, 6))) < 1e-12
-
-
-TWELVE = "ABCDEFGHIJKL"
-MANY = [  # (from, to, ops): over 12 axes, one step
-    (f"W[M_{TWELVE}]", "W[M]", "AllGather"),
-    ("W[M]", f"W[M_{TWELVE}]", "Slice"),
-    (f"W[M_{TWELVE}, N]", f"W[M, N_{TWELVE}]", "AllToAll"),
-    (f"W[M] {{U_{TWELVE}}}", "W[M]", "AllReduce"),
-    (f"W[M] {{U_{TWELVE}}}", f"W[M_{TWELVE}]", "ReduceScatter"),
-    (f"W[M_{TWELVE[:6]}, N] {{U_{TWELVE[6:]}}}", f"W[M_{TWELVE[:6]}, N_{TWELVE[6:]}]", "ReduceScatter"),
-    (f"W[M_{TWELVE}]", f"W[M_{TWELVE[::-1]}]", "CollectivePermute"),
-    ("W[M, N]", f"W[M, N] {{U_{TWELVE}}}", "Mask"),
-    (f"W[M_{TWELVE}, N]", f"W[M, N] {{U_{TWELVE}}}", "Pad"),
-    ("W[M_ABCDEF, N, K]", "W[M, N, K]", "AllGather"),
-]
-
-
-@pytest.mark.parametrize(("src", "dst", "op"), MANY)
-@pytest.mark.parametrize("known", [False, True])
-def test_one_step_over_many_axes_is_found_at_once(src, dst, op, known):
-    began = time.process_time()
-    plan = reshard(src, dst, mesh=dict.fromkeys(TWELVE, 2) if known else None)
-    assert time.process_time() - began < 0.1
-    assert [step.op for step in plan.steps] == [op]
-    assert plan.note == ""
-
-
-def without(axis: str, spec: Spec) -> Spec:
-    dims = tuple((dim, tuple(a for a in axes if a != axis)) for dim, axes in spec.dims)
-    return Spec(spec.name, dims, tuple(a for a in spec.unreduced if a != axis))
-
-
-def test_an_axis_of_size_1_costs_nothing():
-    """Wherever it stands in either type, as many bytes are sent as without it."""
-    shape = (4, 4)
-    for src, dst in itertools.product(types("XY"), repeat=2):
-        sent = reshard(src, dst, shape, {"X": 2, "Y": 1}).wire_bytes(shape, {"X": 2, "Y": 1}, 4)
-        alone = reshard(without("Y", src), without("Y", dst), shape, {"X": 2}).wire_bytes(shape, {"X": 2}, 4)
-        assert sent == alone, (src, dst)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("src", "dst"),
-    [
-        ("W[M_AB, N_CD, K_EF]", "W[M, N, K]"),
-        ("W[M_AB, N_CD, K_EF]", "W[M_E, N_FA, K_BD]"),
-        pytest.param("W[M_ABC, N_DEF, K]", "W[M_F, N_BA, K_CDE]", marks=pytest.mark.sweep),
-        pytest.param("W[M_AB, N, K_C] {U_DEF}", "W[M_DA, N_EC, K]", marks=pytest.mark.sweep),
-        ("W[M_BA, N, K_C]", "W[M_DA, N, K_EC] {U_BF}"),
-        (f"W[M_{TWELVE[:4]}, N_{TWELVE[4:8]}, K_{TWELVE[8:]}]", f"W[M_{TWELVE[7:3:-1]}, N_{TWELVE[:3]}, K]"),
-    ],
-)
-def test_the_search_ends_at_its_bound_and_says_so(src, dst):
-    """Of three dims over six axes and more: within seconds a plan that is right, done here by up to 64 devices."""
-    src, dst = parse(src), parse(dst)
-    mesh = dict.fromkeys(dict.fromkeys(src.axes + src.unreduced + dst.axes + dst.unreduced), 2)
-    began = time.process_time()
-    plan = reshard(src, dst, mesh=mesh)
-    assert time.process_time() - began < 3
-    assert plan.note in ("", "more axes than can be searched: a cheaper plan may exist")
-    assert str(plan).endswith(f"({plan.note})") == bool(plan.note)
-    for before, step in zip((src, *(step.after for step in plan.steps)), plan.steps, strict=False):
-        assert step.before == before
-    assert plan.steps[-1].after == dst
-    if len(mesh) < 7:
-        whole = torch.randn((8, 8, 8), dtype=torch.float64)
-        done = simulated.execute(plan.steps, {src: simulated.scatter(src, whole, mesh)}, mesh)
-        assert (simulated.gather(dst, done[dst], whole.shape, mesh) - whole).abs().max() < 1e-12
-
-
-@SETTINGS
-@given(st.data())
-def test_no_plan_is_beaten_by_the_unguided_search(data):
-    """Dijkstra's algorithm from the source to every layout, without bound or guess, finds nothing cheaper."""
-    axes = data.draw(st.sampled_from(["XY", "XYZ"]))
-    mesh = {axis: data.draw(st.sampled_from([1, 2, 3]), axis) for axis in axes} if data.draw(st.booleans()) else None
-    dims = "IJK"[: data.draw(st.integers(1, 3 if len(axes) == 2 else 2))]
-    src, dst = (data.draw(st.sampled_from(list(types(axes, dims)))) for _ in range(2))
-    within = layouts.setting((src, dst), mesh, [axis for axis in dst.unreduced if axis not in src.unreduced])
-    found = shortest({layouts.layout(src): (0, 0, 0)}, src, None, 1, within)
-    cost, _, steps = found[layouts.layout(dst)].key
-    plan = reshard(src, dst, mesh=mesh)
-    sizes = dict.fromkeys(dims, within.whole)
-    sent = plan.wire_bytes(sizes, within.sizes, 1) * within.whole / within.whole ** len(dims)
-    assert (sent, len(plan.steps)) == (pytest.approx(cost), steps)
 
 
 def test_errors_name_the_rule():

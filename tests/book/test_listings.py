@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from test_strategies import STRATEGIES, close, specs, whole
+from mlp_problem import STRATEGIES, close, specs, whole
 
 from scaling import tree
 from scaling.check import check_source

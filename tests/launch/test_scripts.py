@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from busy import SOON
 from forked import Forked
-from test_launch import all_ended, running
+from processes import all_ended, running
 from torch.distributed import run as torchrun
 
 from scaling import launch

@@ -212,7 +212,7 @@ BUGS = (
         "the norm is that of each stage's params: stages are clipped by different factors",
         "scaling/optim/clipping.py",
         (('(all_reduce(f"Norm[] {{U_{axes}}} -> Norm[]", square, mesh) if axes else square)', "square"),),
-        fails="tests/test_optim.py::test_clipping_counts_each_element_once",
+        fails="tests/test_clipping.py::test_clipping_counts_each_element_once",
     ),
     Bug(
         "experts chosen again where a layer is computed again",

@@ -2,50 +2,20 @@
 
 import pytest
 import torch
+from expert_problem import SIGMOID, SOFTMAX, problem
 from torch.func import vjp
 
 from scaling import tree
 from scaling.collectives import all_reduce
 from scaling.configs import Config
-from scaling.mesh import AbstractMesh, Mesh
+from scaling.mesh import AbstractMesh
 from scaling.models import moe as one_device
-from scaling.spec import ShardingError, format_axes, parse
+from scaling.spec import format_axes, parse
 from scaling.strategies import expert
 from scaling.strategies.expert import routing as routing_module
 from scaling.trace import trace
 
-SIZES = {"L": 1, "D": 6, "F": 8, "N": 2, "K": 1, "H": 4, "V": 7}
-SOFTMAX = Config("softmax", **SIZES, E=8, k=2)
-SIGMOID = Config(
-    "sigmoid", **SIZES, E=8, k=3, shared=2, routing="sigmoid", expert_groups=4, top_groups=2, routed_scale=2.5
-)
 COEF = {"balance": 0.3, "z": 0.07}  # of the auxiliary losses, in the loss that is differentiated
-
-
-def problem(config: Config, how: str):
-    """Params, x[4, 6, D] and the cotangent dy, whole: normal numbers, in which no two tokens or experts are alike."""
-    rng = torch.Generator().manual_seed(len(how))
-    sizes = {"D": config.D, "E": config.E, "F": config.F}
-    wide = {"D": config.D, "F": config.F * config.shared}
-
-    def draw(types, sizes):
-        return {
-            name: draw(text, wide)
-            if isinstance(text, dict)
-            else torch.randn(parse(text).global_shape(sizes), generator=rng, dtype=torch.float64) / 2
-            for name, text in types.items()
-        }
-
-    params = draw(expert.specs(config, None), sizes)
-    x, dy = (torch.randn(4, 6, config.D, generator=rng, dtype=torch.float64) for _ in range(2))
-    if how == "one":  # all tokens choose expert 5 first; most others are empty
-        x[..., 0] = x[..., 0].abs() + 1
-        params["router"] *= 0.1
-        params["router"][0] = torch.tensor([0, 0, 0, 0, 0, 9.0, 0, 0])
-    if how == "ties":
-        params["router"][:, 4:] = params["router"][:, :4]
-        x[1] = 0
-    return params, x, dy
 
 
 def dense(config, how):
@@ -282,48 +252,3 @@ def test_bytes_on_thousands_of_chips(capacity):
     assert sum(e.nbytes for e in big) == 4 * 64 * rows * D * 2
     assert sum(e.wire_bytes for e in big) == 4 * rows * D * 2 * 63 / 64
     assert sum(e.flops for e in forward.events) == 2 * 3 * (rows + T) * D * F / 2
-
-
-def test_refuses():
-    params, x, _ = problem(SOFTMAX, "plain")
-    mesh = AbstractMesh({"X": 3, "Y": 2})
-    for message, axis, options in [
-        ("8 experts do not divide over 3 ranks", "X", {}),
-        ("fix: split B over the experts' axes Y, too", "Y", {"spec": "x[B_X, T, D]"}),
-        ("fix: split F over axes that split neither tokens nor experts, not Y", "Y", {"tensor": "Y"}),
-        ("rule: the tokens of a layer of experts are", "Y", {"spec": "x[B_Y, D]"}),
-        ("rule: the tokens of a layer of experts are", "Y", {"spec": "x[B_Y, T, D_X]"}),
-    ]:
-        with pytest.raises(ShardingError, match=message):
-            expert.moe(params, x, SOFTMAX, mesh, axis, **options)
-
-
-@pytest.mark.parametrize(
-    ("spoiled", "message"),
-    [
-        ({"W_gate": None}, r'params\["W_gate"\]: missing'),
-        ({"shared": None}, r'params\["shared"\]\["W_gate"\]: missing'),
-        ({"W_in": torch.zeros(8, 6, 8, dtype=torch.int64)}, r'params\["W_in"\](.|\n)*fix'),
-        ({"W_out": torch.zeros(8, 9, 6)}, r'params\["W_out"\]: W_out\[E_X, F, D\] has the shape'),
-        ({"more": torch.zeros(4)}, r'params\["more"\]: has no spec'),
-    ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
-)
-def test_params_of_another_layer_are_refused(spoiled, message):
-    params, x, _ = problem(SIGMOID, "drawn")
-    expert.moe(params, x, SIGMOID, Mesh({"X": 1}), "X")
-    with pytest.raises((ShardingError, ValueError), match=message):
-        expert.moe(params | spoiled, x, SIGMOID, Mesh({"X": 1}), "X")
-
-
-@pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=lambda config: config.name)
-@pytest.mark.parametrize("bias", ["none", "absent", "given"])
-def test_a_bias_of_the_choice_may_be_given_or_not(config, bias):
-    params, x, _ = problem(config, "drawn")
-    params = {name: leaf for name, leaf in params.items() if name != "bias"}
-    if bias != "absent":
-        params["bias"] = (
-            torch.randn(config.E, generator=torch.Generator().manual_seed(1)).double() if bias == "given" else None
-        )
-    y, _ = expert.moe(params, x, config, Mesh({"X": 1}), "X")
-    assert torch.allclose(y, one_device.dense(params, x, config)[0], rtol=1e-12, atol=1e-12)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_strategies import SIZES, B, L, close, one_device, whole
+from mlp_problem import SIZES, B, L, close, one_device, whole
 
 from scaling import optim, tree
 from scaling.collectives import all_reduce, reduce_scatter

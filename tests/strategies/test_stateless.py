@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_strategies import close
+from mlp_problem import close
 from torch import nn
 from torch.func import functional_call, grad_and_value
 

@@ -45,25 +45,27 @@ ALIKE = ("max", "min", "add", "promote_types")  # take their two arguments alike
 PROCESSOR, IDLE = 150.0, 150.0  # seconds that one test may take, and that it may wait
 BYTES = 16 * 2**30  # of memory, for all tests of a mutant
 TESTS = {  # the longest prefix counts
-    "spec": "test_spec.py algebra",
-    "sizes.py": "test_mesh.py test_spec.py algebra launch/test_launch.py",
+    "spec": "test_spec.py test_spec_sizes.py algebra",
+    "sizes.py": "test_mesh.py test_spec.py test_spec_sizes.py algebra launch/test_launch.py",
     "algebra": "algebra",
-    "schedules": "schedules strategies/test_pipeline.py",
-    "mesh": "test_mesh.py test_interop.py launch collectives/test_checked.py collectives/test_early.py "
-    "collectives/test_collectives.py collectives/test_transfer.py",
+    "schedules": "schedules strategies/test_pipeline.py strategies/test_pipeline_moves.py",
+    "mesh": "test_mesh.py test_interop.py launch collectives/test_checked.py "
+    "collectives/test_checked_waiting.py collectives/test_early.py collectives/test_collectives.py "
+    "collectives/test_transfer.py",
     "launch": "launch",
     "collectives": "collectives test_misuse.py algebra/test_execute.py algebra/test_rules.py",
     "collectives/kernel.py": "algebra/test_contraction.py collectives",
     "collectives/multiply.py": "algebra/test_contraction.py algebra/test_rules.py collectives "
     "trace/test_trace.py test_misuse.py",
-    "collectives/plans.py": "algebra/test_execute.py algebra/test_derive.py collectives",
+    "collectives/plans.py": "algebra/test_execute.py algebra/test_derive.py algebra/test_derive_unreduced.py "
+    "collectives",
     "trace": "trace collectives/test_compile.py",
-    "tree.py": "test_tree.py train/test_checkpoint.py",
-    "optim": "test_optim.py test_optim_misuse.py test_optim_values.py train/test_loss_scale.py",
+    "tree.py": "test_tree.py train/test_checkpoint.py train/test_checkpoint_failures.py",
+    "optim": "test_optim.py test_clipping.py test_optim_misuse.py test_optim_values.py train/test_loss_scale.py",
     "data.py": "test_data.py",
     "strategies": "strategies train/test_train.py collectives/test_compile.py",
-    "strategies/context": "strategies/test_context.py",
-    "strategies/expert": "strategies/test_expert.py strategies/test_expert_ways.py",
+    "strategies/context": "strategies/test_context.py strategies/test_context_work.py strategies/test_zigzag.py",
+    "strategies/expert": "strategies/test_expert.py strategies/test_expert_refusals.py strategies/test_expert_ways.py",
     "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_by_hand.py strategies/test_remat.py "
     "strategies/test_flat.py strategies/test_dropout.py",
 }

@@ -1,0 +1,158 @@
+"""The options of a chapter, and what is refused of them before any rank starts.
+
+In a notebook the kernel's own arguments are left alone; options come from the environment: CHAPTER="--small".
+"""
+
+import argparse
+import builtins
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from scaling.check import check_file
+from scaling.console import PROFILE, SEEDS, Parser, integer, picture, place
+from scaling.sizes import format_sizes, parse_mesh
+from scaling.spec import ShardingError, parse
+
+LEAST = 10_000  # bytes of a text that a chapter can learn from
+RANKS = 256  # the most that a chapter starts on one machine
+
+Fits = tuple[Iterable[str], dict[str, int]]
+
+
+def in_notebook() -> bool:
+    """Whether this is IPython's kernel or prompt rather than a script."""
+    return hasattr(builtins, "__IPYTHON__")
+
+
+class ChapterParser(Parser):
+    """A parser of which rank 0 alone says what is wrong and what options there are."""
+
+    def error(self, message: str) -> NoReturn:
+        if int(os.environ.get("RANK", 0)):
+            sys.exit(2)
+        super().error(message)
+
+    def print_help(self, file=None) -> None:
+        if not int(os.environ.get("RANK", 0)):
+            super().print_help(file)
+
+
+def chapter_parser(doc: str, mesh="", axes="", *, device=False, seed=False, plot=False, **options) -> ChapterParser:
+    """The parser of a chapter with this docstring, which has the options that `Page` names."""
+    first, _, rest = doc.strip().partition("\n")
+    parser = ChapterParser(description=first, epilog=rest)
+    parser.add_argument("--small", action="store_true", help="smaller sizes: a few seconds")
+    if mesh:
+        fitted = f"axes and sizes (default {mesh}, fitted to torchrun's ranks)"
+        also = f"; further axes: {', '.join(axes)}" if axes else ""
+        parser.add_argument("--mesh", metavar=mesh, help=fitted + also)
+        parser.add_argument("--profile", type=place, default="", metavar="PLACE", help=PROFILE)
+    if device:
+        parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank (default cpu)")
+    if seed:
+        parser.add_argument("--seed", type=integer(0, SEEDS), default=0, help="seed of the random operands (default 0)")
+    if plot:
+        parser.add_argument("--plot", type=picture, metavar="FILE", help="write the pictures too, PNG or SVG")
+    for name, (default, text, *checked) in options.items():
+        usual = "" if default in ("", None) else f" (default {default})"
+        kind = checked[0] if checked else integer() if type(default) is int else type(default)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text + usual)
+    return parser
+
+
+def read_options(parser: ChapterParser, mesh: str, axes: str, fits: Fits) -> argparse.Namespace:
+    """The options given, `mesh` as sizes. What no rank could do is refused, and a script whose lines break a rule.
+
+    Where ranks cannot be forked, the script is then started again as torchrun's ranks.
+    """
+    args = parser.parse_args(shlex.split(os.environ.get("CHAPTER", "")) if in_notebook() else None)
+    if hasattr(args, "device"):
+        _check_device(parser, args.device)
+    if mesh:
+        args.mesh = _mesh(parser, mesh, axes, args.mesh)
+        _check_sizes(parser, args, mesh, *fits)
+        _check_text(parser, args)
+        if not in_notebook():
+            _check_script()
+            from scaling.launch import start_by_torchrun
+
+            start_by_torchrun(args.mesh, getattr(args, "device", "cpu"))
+    return args
+
+
+def _check_text(parser: ChapterParser, args: argparse.Namespace) -> None:
+    """Refuse a text that is not there or too short."""
+    if text := getattr(args, "text", ""):
+        size, least = Path(text).is_file() and Path(text).stat().st_size, max(LEAST, 2 * getattr(args, "batch", 0))
+        if size < least:
+            why = f"{size:,} bytes, of {least:,} that it takes" if Path(text).is_file() else "no such file"
+            parser.error(f"--text {text}: {why}; fix: leave it out for Python's standard library")
+
+
+def _check_script() -> None:
+    """End with what the static checker finds in the chapter itself."""
+    if Path(sys.argv[0]).is_file() and (findings := check_file(sys.argv[0])):
+        sys.exit(1 if int(os.environ.get("RANK", 0)) else "\n".join(map(str, findings)))
+
+
+def _check_device(parser: ChapterParser, device: str) -> None:
+    """Refuse a device that is none here."""
+    if device not in ("cpu", "cuda"):
+        parser.error(
+            f"--device {device}: must be cpu, or cuda, where each rank takes a GPU of its own; fix: --device cpu"
+        )
+    from scaling.mesh import check_device
+
+    try:
+        check_device(device)
+    except ShardingError as error:
+        parser.error(f"--device {device}: {error}")
+
+
+def _mesh(parser: ChapterParser, usual: str, axes: str, given: str | None) -> dict[str, int]:
+    """The mesh asked for, or the usual one fitted to torchrun's ranks; axes that are not named have size 1."""
+    try:
+        sizes = parse_mesh(usual)
+        if given:
+            asked, known = parse_mesh(given), [*sizes, *axes]
+            if strange := [axis for axis in asked if axis not in known]:
+                fix = f"fix: name {', '.join(known)}"
+                parser.error(f"--mesh {given}: {strange[0]} is no axis of this chapter; {fix}")
+            return {**dict.fromkeys(sizes, 1), **asked}
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            return sizes
+        from scaling.launch import fit_mesh
+
+        return fit_mesh(sizes)
+    except ShardingError as error:
+        why = str(error).splitlines()[0].removeprefix(f"--mesh {given}").removeprefix("--mesh").removeprefix(": ")
+        parser.error(f"--mesh {given or usual}: {why}; fix: --mesh {usual}")
+
+
+def _check_sizes(parser: ChapterParser, args: argparse.Namespace, usual: str, types: Iterable, sizes: dict) -> None:
+    """Refuse a mesh, or a batch, over which arrays of these types do not divide, or of another number of ranks."""
+    devices, given = math.prod(args.mesh.values()), format_sizes(args.mesh).replace(" ", "")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    fix = f"fix: --mesh {usual}"
+    if world > 1 and math.prod(parse_mesh(usual).values()) != world:
+        fix = f"fix: torchrun --nproc-per-node {math.prod(parse_mesh(usual).values())}"
+    if world == 1 and devices > RANKS:
+        parser.error(f"--mesh {given}: {devices} ranks, of at most {RANKS} on one machine; {fix}")
+    for spec in map(parse, types):
+        ours = {"B": getattr(args, "batch", 0), **sizes}
+        of_batch = "B" in spec.dim_names and "B" not in sizes
+        try:
+            spec.local_shape(ours, {**dict.fromkeys(spec.axes, 1), **args.mesh})
+        except ShardingError as error:
+            why = str(error).splitlines()[0]
+            if of_batch:
+                parser.error(f"--batch {args.batch}: {why}; fix: --batch {32 * devices}")
+            parser.error(f"--mesh {given}: {why}; {fix}")
+    if world not in (1, devices):
+        fix = f"fix: torchrun --nproc-per-node {devices}, or another --mesh"
+        parser.error(f"{format_sizes(args.mesh)} is a mesh of {devices}, and torchrun started {world} ranks; {fix}")

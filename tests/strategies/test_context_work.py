@@ -1,0 +1,94 @@
+"""What each form of attention over a context axis computes and sends, by closed form."""
+
+import pytest
+import torch
+from context_problem import FORMS
+from torch.func import vjp
+
+from scaling.mesh import AbstractMesh
+from scaling.strategies import context
+from scaling.strategies.context.compare import costs, table
+from scaling.trace import trace
+
+
+def test_work():
+    balance = lambda form, T, C: max(context.work(form, T, C)) / sum(context.work(form, T, C)) * C  # noqa: E731
+    assert balance("zigzag", 256, 4) == 1
+    assert balance("ring", 256, 8) == pytest.approx(1.872, abs=5e-4)  # 53.4% of ideal, as is measured
+    assert [balance("gather", 1 << 20, C) for C in (2, 4, 8)] == pytest.approx([2 - 1 / C for C in (2, 4, 8)], abs=1e-4)
+    assert balance("ulysses", 256, 8) == 1
+    for causal in (True, False):
+        for window in (None, 1, 5, 40, 100):
+            ahead = torch.arange(24) - torch.arange(24)[:, None]
+            seen = ((ahead <= 0) | (not causal)) & (ahead.abs() < (window or 99))
+            want = {"ring": seen.view(4, -1).sum(1).tolist()}
+            want["zigzag"] = [seen.view(8, -1).sum(1)[[c, 7 - c]].sum().item() for c in range(4)]
+            for form, each in want.items():
+                assert context.work(form, 24, 4, causal=causal, window=window) == each
+
+
+def traced(mesh, form, axis, sizes, dtype, window=None):
+    """Bytes that this rank sends, by axis, forward and backward; and the FLOPs of both."""
+    t = sizes["T"] // mesh.size(tuple(axis))
+    shapes = [(sizes["B"], t, sizes[heads], sizes["H"]) for heads in "NKK"]
+    operands = [torch.ones(shape, dtype=dtype, device=mesh.device) for shape in shapes]
+    logs, options = [], {"axis": tuple(axis) if form == "usp" else axis, "form": form, "window": window}
+    with trace() as log:
+        O, pull = vjp(lambda *x: context.attention(*x, mesh, **options), *operands)
+    logs.append(log)
+    with trace() as log:
+        pull(O)
+    logs.append(log)
+    sent = {a: tuple(sum(e.wire_bytes for e in log.events if e.axes == (a,)) for log in logs) for a in axis}
+    return sent, sum(log.flops for log in logs)
+
+
+BYTES = [
+    ("ring", "C", {"C": 4}, {"B": 2, "T": 24, "N": 4, "K": 1, "H": 8}, "float64", None),
+    ("gather", "C", {"C": 4}, {"B": 2, "T": 24, "N": 4, "K": 2, "H": 8}, "bfloat16", 7),
+    ("ring", "C", {"C": 4}, {"B": 2, "T": 24, "N": 4, "K": 2, "H": 8}, "bfloat16", 7),
+    ("ulysses", "C", {"C": 4}, {"B": 2, "T": 24, "N": 12, "K": 6, "H": 8}, "bfloat16", None),
+    ("usp", "CY", {"C": 2, "Y": 2}, {"B": 2, "T": 24, "N": 4, "K": 4, "H": 8}, "float32", None),
+]
+
+
+@pytest.mark.parametrize(("form", "axis", "mesh", "sizes", "dtype", "window"), BYTES)
+def test_bytes_and_flops(ranks, form, axis, mesh, sizes, dtype, window):
+    """What ranks send and compute is what the types say, exactly."""
+    wanted = costs(form, sizes, mesh, axis=tuple(axis), dtype=dtype, window=window)
+    scores = context.work(form, sizes["T"], mesh["C"], window=window)
+    each = 14 * sizes["B"] * sizes["N"] * sizes["H"]  # of a score: two matmuls forward, five backward
+    arguments = form, axis, sizes, getattr(torch, dtype), window
+    for rank, (sent, flops) in enumerate(ranks(traced, mesh, *arguments)):
+        assert sent == wanted.sent
+        assert flops == each * scores[rank // mesh.get("Y", 1)] / mesh.get("Y", 1)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "usp"])
+def test_bytes_on_thousands_of_chips(form):
+    """32-way data and 16-way context parallelism, 8 heads each: 4,096 chips, at LLaMA-3 405B's sizes."""
+    mesh, axis = AbstractMesh({"X": 32, "C": 16, "Y": 8}), "CY" if form == "usp" else "C"
+    sizes = {"B": 1, "T": 1 << 17, "N": 128, "K": 8, "H": 128}
+    sent, flops = traced(mesh, form, axis, sizes, torch.bfloat16)
+    assert sent == costs(form, sizes, mesh, axis=tuple(axis)).sent
+    work = context.work(form, sizes["T"], 16)[0] / (8 if form == "usp" else 1)
+    assert flops == 14 * sizes["N"] * sizes["H"] * work
+
+
+def test_a_window_ends_the_ring():
+    """Blocks that nobody sees are not passed on; in zig-zag order both neighbours of a chunk need it, all the way."""
+    sizes = {"B": 1, "T": 64, "N": 1, "K": 1, "H": 1}
+    for window, hops in ((1, 0), (2, 1), (9, 1), (10, 2), (57, 7), (None, 7)):
+        ring = costs("ring", sizes, {"C": 8}, window=window, dtype="bf16")
+        assert ring.rounds == hops
+        assert ring.held == 2 * 64 // 8 * 2 * (2 if hops else 1)  # KV of its own block, and of the one that comes
+        assert costs("gather", sizes, {"C": 8}, window=window, dtype="bf16").held == 2 * 64 * 2
+    assert costs("zigzag", sizes, {"C": 8}, window=2).rounds == 7
+    for Y, rounds in ((1, 7), (4, 7 + 2)):  # heads that are split are exchanged, there and back
+        assert costs("usp", sizes | {"N": 4}, {"C": 8, "Y": Y}, axis=("C", "Y")).rounds == rounds
+
+
+def test_table():
+    shown = table({"B": 1, "T": 48, "N": 6, "K": 2, "H": 64}, ranks=4).splitlines()
+    assert "N=6 query heads do not divide over 4 ranks" in shown[5]
+    assert shown[3].split()[-3:] == ["2C", "|", "T"]

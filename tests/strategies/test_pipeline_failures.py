@@ -1,0 +1,66 @@
+"""Pipelines that do not fit are refused, and a stage whose rank dies ends the run."""
+
+import os
+import signal
+from time import perf_counter
+
+import pytest
+from busy import SOON
+from pipeline_problem import OPTIONS, WEIGHTS, close, loss, one_device, problem, train
+
+from scaling import launch, tree
+from scaling.mesh import Mesh
+from scaling.schedules import make
+from scaling.strategies import pipeline
+from scaling.strategies.stage import mlp
+
+
+def wrong(mesh, what):
+    params, In, Target = problem()
+    params = tree.shard(params, WEIGHTS, mesh)
+    stages, microbatches = (4, 4) if what == "stages" else (2, 5) if what == "rows" else (2, 4)
+    name = "gpipe" if what == "schedule" and mesh.rank else "1f1b"
+    with pytest.raises(ValueError, match={"stages": "without Z=4", "rows": "5 microbatches"}.get(what, "same call")):
+        pipeline.value_and_grad(params, In, Target, mesh, make(name, stages, microbatches), loss)
+
+
+@pytest.mark.parametrize("what", ["stages", "rows", "schedule"])
+def test_what_does_not_fit_is_refused(ranks, what):
+    ranks(wrong, {"Z": 2}, what)
+
+
+def dies(mesh, how):
+    params, In, Target = problem()
+    params = tree.shard(params, WEIGHTS, mesh)
+    stage, calls = mlp(), []
+
+    def fails(weights, dOut, saved, mesh):
+        calls.append(1)
+        if mesh.rank == 1 and len(calls) == 3:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("mid-schedule")
+        return stage.backward_input(weights, dOut, saved, mesh)
+
+    pipeline.value_and_grad(params, In, Target, mesh, make("1f1b", 4, 8), loss, stage._replace(backward_input=fails))
+
+
+@pytest.mark.parametrize(("how", "said"), [("raises", "ArithmeticError: mid-schedule"), ("killed", "SIGKILL")])
+def test_a_rank_that_dies_ends_the_run(how, said):
+    start = perf_counter()
+    with pytest.raises(launch.RankError, match=f"(?s)rank 1 of 4.*{said}"):
+        launch.run(dies, {"Z": 4}, how)
+    assert perf_counter() - start < SOON
+
+
+def unchecked(mesh, name):
+    """As `train`, on a mesh that compares nothing: the loss is then reduced while the backward goes on."""
+    free = Mesh(mesh.sizes, checked=False)
+    return train(free, name, 8, None, "mlp", OPTIONS, None)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipev"])
+def test_unchecked(ranks, name):
+    expected = one_device(OPTIONS)
+    for actual in ranks(unchecked, {"Z": 2}, name):
+        close(list(actual), list(expected))

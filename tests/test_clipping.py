@@ -1,0 +1,90 @@
+"""Clipping by the norm of all gradients: each element counts once, whatever the mesh."""
+
+import pytest
+import torch
+
+from scaling import optim, tree
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError
+from scaling.trace import trace
+
+SPECS = {"a": "a[D_X, F_Y]", "b": "b[D, F_XY]", "c": ["c[D]", "d[F_Y, D]"], "e": "e[]", "f": "f[D_Y, F_X]"}
+SIZES = {"D": 8, "F": 16}
+
+
+def whole_grads(dtype):
+    inits = tree.map(lambda _: tree.Normal(1.0), SPECS)
+    return tree.init(inits, SPECS, SIZES, AbstractMesh(dict.fromkeys("XY", 1)), dtype=dtype, device="cpu")
+
+
+def clip_on_rank(mesh, dtype, max_norm):
+    return optim.clip_by_global_norm(tree.shard(whole_grads(dtype), SPECS, mesh), SPECS, mesh, max_norm)
+
+
+@pytest.mark.parametrize("sizes", [{"X": 1, "Y": 1}, {"X": 2, "Y": 1}, {"X": 2, "Y": 2}])
+def test_clipping_counts_each_element_once(ranks, sizes):
+    for dtype, max_norm in ((torch.float64, 3.0), (torch.float32, 3.0), (torch.float64, 1e3)):
+        whole = whole_grads(dtype)
+        params = [torch.nn.Parameter(torch.zeros_like(g)) for g in tree.leaves(whole)]
+        for p, g in zip(params, tree.leaves(whole), strict=True):
+            p.grad = g.clone()
+        norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+        clipped_of = {id(g): p.grad for g, p in zip(tree.leaves(whole), params, strict=True)}
+        theirs = tree.map(lambda g, of=clipped_of: of[id(g)], whole)
+        results = ranks(clip_on_rank, sizes, dtype, max_norm)
+        for rank, (clipped, ours) in enumerate(results):
+            at = AbstractMesh(sizes, dict(zip("XY", divmod(rank, sizes["Y"]), strict=True)))
+            wanted = tree.shard(theirs, SPECS, at)
+            assert torch.equal(ours, results[0][1])
+            tolerance = {"rtol": 1e-14, "atol": 0} if dtype == torch.float64 else {"rtol": 1e-6, "atol": 0}
+            torch.testing.assert_close(ours, norm, **tolerance)
+            tree.map(lambda a, b, kw=tolerance: torch.testing.assert_close(a, b, **kw), clipped, wanted)
+            assert tree.nbytes(clipped) == tree.local_nbytes(SPECS, SIZES, at, dtype)
+
+
+def test_clipping_sends_one_scalar_for_each_set_of_axes():
+    mesh = AbstractMesh({"X": 4, "Y": 2})
+    grads = tree.init(tree.map(lambda _: tree.Normal(1.0), SPECS), SPECS, SIZES, mesh, dtype=torch.bfloat16)
+    with trace() as log:
+        clipped, norm = optim.clip_by_global_norm(grads, SPECS, mesh, 1.0)
+    assert sorted((event.op, event.axes, event.nbytes) for event in log.events) == [
+        ("AllReduce", ("X", "Y"), 4),
+        ("AllReduce", ("Y",), 4),
+    ]
+    assert norm.dtype == torch.float32
+    assert clipped["a"].dtype == torch.bfloat16
+    named, meta = AbstractMesh({"data": 2, "model": 2}), torch.empty(4, device="meta")
+    with trace() as log:
+        optim.clip_by_global_norm([meta, meta], ["a[D_{model,data}]", "b[D_data]"], named, 1.0)
+    assert [event.axes for event in log.events] == [("data", "model"), ("data",)]
+
+
+def test_clipping_refuses_partial_sums_and_unknown_axes():
+    mesh = Mesh({"X": 1})
+    with pytest.raises(ShardingError, match=r'grads\["W"\]: W\[D\] \{U_X\} is unreduced'):
+        optim.clip_by_global_norm({"W": torch.ones(2)}, {"W": "W[D] {U_X}"}, mesh, 1.0)
+    with pytest.raises(ShardingError, match="unknown mesh axis Y"):
+        optim.clip_by_global_norm({"W": torch.ones(2)}, {"W": "W[D_Y]"}, mesh, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+def test_clipping_under_torch_compile():
+    mesh = Mesh({"X": 1, "Y": 1})
+    grads = whole_grads(torch.float64)
+    wanted, wanted_norm = optim.clip_by_global_norm(grads, SPECS, mesh, 3.0)
+    compiled = torch.compile(
+        lambda g: optim.clip_by_global_norm(g, SPECS, mesh, 3.0), backend="aot_eager", fullgraph=True
+    )
+    clipped, norm = compiled(grads)
+    torch.testing.assert_close(norm, wanted_norm, rtol=1e-14, atol=0)
+    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-14, atol=0), clipped, wanted)
+
+
+def test_gradients_that_are_given_away_are_scaled_where_they_lie():
+    grads = {"W": torch.tensor([3.0, 4.0])}
+    kept, norm = optim.clip_by_global_norm(grads, {"W": "W[D]"}, AbstractMesh({}), 1.0)
+    assert grads["W"].tolist() == [3.0, 4.0]
+    given = optim.scaled_to(grads, norm, 1.0, donate=True)
+    assert given["W"] is grads["W"]
+    assert torch.equal(given["W"], kept["W"])
