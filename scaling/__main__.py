@@ -7,12 +7,12 @@ from scaling.console import command_of
 
 TOOLS = {  # word -> (module, what it does)
     "train": ("scaling.train.command", "train a Transformer on your text, on any mesh"),
-    "generate": ("scaling.generate", "text from a model or a training run"),
+    "generate": ("scaling.generate.command", "text from a model or a training run"),
     "serve": ("scaling.serve.command", "a file of requests, by continuous batching"),
     "show": ("scaling.show", "which device holds which block; pipeline schedules"),
     "check": ("scaling.check", "the types of every line of Python files, without running them"),
     "plan": ("scaling.plan.__main__", "the mesh to train a model on, and why; `plan guide` for a few GPUs"),
-    "measure": ("scaling.measure.__main__", "this machine's rates, as a chip file for the cost model"),
+    "measure": ("scaling.measure.command", "this machine's rates, as a chip file for the cost model"),
 }
 USAGE = "usage: scaling [--version] [--help] TOOL ...\n\n" + "\n".join(
     f"  {tool:9} {what}" for tool, (_, what) in TOOLS.items()

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import scaling
-from scaling import measure
 from scaling.arguments import check_fields, read_table
 from scaling.check import main as check
 from scaling.configs import load
 from scaling.console import HelpFormatter, Parser, command, command_of, complain, integer, number, output
+from scaling.measure import command as measure
 from scaling.measure.network import main as network
 from scaling.plan.__main__ import main as plan
 from scaling.plan.guide import main as guide
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch, tmp_path):
     (tmp_path / "stopped_while_imported.py").write_text("raise KeyboardInterrupt")
     monkeypatch.syspath_prepend(tmp_path)
     assert command_of("stopped_while_imported") == 130
-    for tool in ("train", "serve"):  # nothing but the console is imported before that
+    for tool in ("train", "generate", "serve", "measure"):  # nothing but the console is imported before that
         text = (Path(scaling.__file__).parent / tool / "__main__.py").read_text(encoding="utf-8")
         assert re.findall("^(?:from|import) (\\S+)", text, flags=re.M) == ["sys", "scaling.console"]
     assert command(lambda: 3) == 3

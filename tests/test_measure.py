@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaling import cost, measure
+from scaling import cost
 from scaling.configs import get
 from scaling.cost import LayerShape, layer_bytes, layer_flops
 from scaling.hardware import Chip, Efficiency, Measured, load_chip
-from scaling.measure import rates
+from scaling.measure import command, rates
 from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
 from scaling.mesh import AbstractMesh
 from scaling.plan.counted import Prediction, pipelined
@@ -54,7 +54,7 @@ def test_fit_never_gives_what_no_chip_file_takes():
 def test_the_chip_file_is_read_back(tmp_path):
     path = tmp_path / "machine.toml"
     both = replace(CHIP, measured=(*CHIP.measured, Measured("AllReduce", 2, 1e-5, 2e9, alone=True)))
-    path.write_text(measure.toml(both))
+    path.write_text(rates.toml(both))
     assert load_chip(path) == both
     assert cost.seconds("AllReduce", 1e6, load_chip(path), 2) == pytest.approx(1e-4 + 1e-3)
 
@@ -206,19 +206,19 @@ def test_two_ranks_measure(ranks):
     chip = rates.combine_ranks([rank for rank, _ in found], "here")
     assert {row.op for row in chip.measured} == {*OPS, "Product", "Pointwise", "Activation", "Matmul"}
     assert chip.flops("fp32") > 1e6
-    assert "AllToAll" in measure.chip_table(chip)
+    assert "AllToAll" in command.chip_table(chip)
     checks = checked(chip, STEPS, [times for _, times in found], "fp32")
     assert all(c.seconds > 0 < c.predicted for c in checks)
     assert "predicted ms" in table(checks)
-    assert measure.as_dict(chip, checks)["steps"][1]["mesh"] == {"Z": 2}
+    assert command.as_dict(chip, checks)["steps"][1]["mesh"] == {"Z": 2}
     assert [len(layouts(n)) for n in (2, 4)] == [6, 10]
 
 
 def test_command_refuses_nonsense(capsys):
-    assert measure.main(["--dtypes", "int4"]) == 2
+    assert command.main(["--dtypes", "int4"]) == 2
     assert "unknown dtype int4" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        measure.main(["--ranks", "1"])
+        command.main(["--ranks", "1"])
     assert "'1' is not a whole number from 2" in capsys.readouterr().err
 
 

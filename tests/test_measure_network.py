@@ -3,7 +3,7 @@
 import pytest
 
 from scaling.measure import network
-from scaling.measure.__main__ import main
+from scaling.measure.command import main
 
 
 def test_what_a_rank_must_send():

@@ -20,7 +20,7 @@ COMMANDS = {  # name: (module, arguments that are right and soon done)
     "train export": ("scaling.train.export", ["run", "--out", "exported"]),
     "train flight": ("scaling.train.flight", ["run"]),
     "train verify": ("scaling.train.verify", ["run"]),
-    "generate": ("scaling.generate", [*GIVE, "--prompt", "ab"]),
+    "generate": ("scaling.generate.command", [*GIVE, "--prompt", "ab"]),
     "serve": ("scaling.serve.command", [*GIVE, "--input", "request.json", "--output", "completions.jsonl"]),
     "show": ("scaling.show", ["A[I_X, J_Y]"]),
     "show schedule": ("scaling.show.schedules", ["1f1b"]),
@@ -31,7 +31,7 @@ COMMANDS = {  # name: (module, arguments that are right and soon done)
     "plan published": ("scaling.plan.published", ["--only", "llama"]),
     "plan serve": ("scaling.plan.serve.command", PLAN_SERVE),
     "plan serve published": ("scaling.plan.serve.published", ["--only", "v5e"]),
-    "measure": ("scaling.measure", ["--chip", "machine.toml", "--no-check"]),
+    "measure": ("scaling.measure.command", ["--chip", "machine.toml", "--no-check"]),
     "measure network": ("scaling.measure.network", ["--repeats", "1"]),
     "notebook": ("scaling.book.notebook", ["program.py"]),
 }

@@ -10,7 +10,7 @@ from busy import once
 from scaling import trace
 from scaling.collectives import all_reduce, einsum
 from scaling.hardware import Chip, Measured
-from scaling.measure import toml
+from scaling.measure.rates import toml
 from scaling.mesh import Mesh
 from scaling.profile import kineto, profile
 from scaling.profile.record import on_device, run_of, with_transfers

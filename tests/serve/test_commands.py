@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
-from scaling import __main__, generate, serve
+from scaling import __main__, serve
 from scaling.configs import Config
+from scaling.generate import command as generate
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.serve import command as batch

@@ -8,8 +8,9 @@
 A mutant doubles a number (0 becomes 1), swaps * with / or + with -, turns ** into *, turns a comparison around, makes
 min of max, or swaps the first two arguments of another call. It runs in a fork of a process that is already at its
 cell. Printed: each mutant that left every verdict green and changed an answer, with `--text` also those that changed
-printed text alone; the others are counted. What comes after a chapter's last answers and checks is left as it is, and
-cells that train are left out: they hold ranks against one device, whatever the numbers. Not part of the suite.
+printed text alone, with the first line that changed; the others are counted. What comes after a chapter's last answers
+and checks is left as it is, and cells that train are left out: they hold ranks against one device, whatever the
+numbers. Not part of the suite.
 """
 
 import ast
@@ -23,6 +24,7 @@ import random
 import signal
 import sys
 import time
+from itertools import zip_longest
 from pathlib import Path
 from types import CodeType
 
@@ -136,7 +138,7 @@ def outcome(chapter: str, names: dict, blocks: list[CodeType], text: io.StringIO
     except BaseException as error:
         red = f"{type(error).__name__}: {error}"
     page = names["page"]
-    pinned, given = PINNED[chapter], {a.question: a.ours for a in page.given}
+    pinned, given = PINNED.get(chapter, {}), {a.question: a.ours for a in page.given}
     for question, want in pinned.items():
         got = given.get(question)
         near = got == want if isinstance(want, str) else isinstance(got, int | float) and close(got, want)
@@ -157,6 +159,9 @@ def judge(name: str, line: int, words: str, got: dict | None, base: dict, tally:
     tally[kind] += 1
     if kind == "answer" or (kind == "text" and "--text" in OPTIONS):
         print(f"  {kind:<6} {name}:{line}: {words}" + (f"  [{changed[0]}]" if changed else ""), flush=True)
+    if kind == "text" and "--text" in OPTIONS:
+        pairs = zip_longest(base["text"].splitlines(), got["text"].splitlines())
+        print(next(f"      was {was}\n      now {now}" for was, now in pairs if was != now), flush=True)
 
 
 def mutate_chapter(name: str, tally: dict) -> None:

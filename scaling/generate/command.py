@@ -10,7 +10,7 @@ import os
 import sys
 
 from scaling import launch
-from scaling.console import SEEDS, Parser, command, complaining, integer, number
+from scaling.console import SEEDS, Parser, complaining, integer, number
 from scaling.mesh import AbstractMesh
 from scaling.serve.generation import Token, score, stream
 from scaling.serve.loading import DTYPES, check_fits, config_of_model, draft_config, draft_of, free_memory, params_of
@@ -147,7 +147,3 @@ def main(argv=None) -> int:
     else:
         launch.run(*work, device=args.device)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(command(main))

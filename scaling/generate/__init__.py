@@ -1,0 +1,1 @@
+"""The command `generate`: text from a model."""

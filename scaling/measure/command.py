@@ -1,0 +1,99 @@
+"""Calibration: what this machine does, as a chip file that the cost model reads; and how well that predicts.
+
+    python -m scaling.measure --ranks 4 --out machine.toml
+    python -m scaling.measure --ranks 4 --chip machine.toml       # the predictions of that file once more
+    python -m scaling.train --plan 4 --chip machine.toml          # the mesh to train on
+
+All ranks measure at once, as they will run: cores and memory are shared. Then training steps on several meshes are
+predicted from the file alone, run, and the errors printed.
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tabulate import tabulate
+
+from scaling import launch
+from scaling.console import Parser, complaining, integer, output
+from scaling.hardware import Chip, load_chip
+from scaling.measure import network
+from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
+from scaling.measure.layouts import as_dict as check_dict
+from scaling.measure.rates import combine_ranks, measure_rank, toml
+from scaling.plan.layer import DTYPES
+
+
+def _check(chip: Chip, steps: Sequence[StepLayout], ranks: int, repeats: int = 7, dtype: str = "fp32") -> list[Check]:
+    """Predict and run each of these steps over so many ranks."""
+    return checked(chip, steps, launch.run(run_all, {"X": ranks}, steps, repeats, dtype, checked=False), dtype)
+
+
+def chip_table(chip: Chip) -> str:
+    rows = [(f"matmul {dtype}", f"{rate / 1e9:,.1f} GFLOPs/s a rank", "") for dtype, rate in chip.peaks]
+    rows += [("causal attention", f"{chip.efficiency.attention:.0%} of that", "")]
+    for m in chip.measured:
+        name = f"{m.op}, {m.ranks} ranks" if m.ranks > 1 else f"{m.op}, one rank"
+        name += " alone" if m.alone or m.ranks == 1 else ""
+        unit = "GFLOPs/s" if m.op == "Matmul" else "GB/s"
+        rate = f"{m.bandwidth / 1e9:,.2f} {unit}" if m.bandwidth < 1e15 else ""
+        rows.append((name, rate, f"{m.latency * 1e6:,.0f} us"))
+    return tabulate(rows, ["", "rate", "latency"], "simple", disable_numparse=True)
+
+
+@complaining(ValueError, OSError, launch.RankError, code=2)
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["network"]:
+        return network.main(given[1:])
+    parser = Parser(prog="python -m scaling.measure", description=__doc__)
+    parser.add_argument(
+        "--ranks", type=integer(2, 4096), default=2, help="number of ranks, one thread each (default 2)"
+    )
+    parser.add_argument(
+        "--dtypes",
+        default="fp32,bf16",
+        help=f"dtypes of the matmuls, by commas: {', '.join(DTYPES)} (default fp32,bf16)",
+    )
+    parser.add_argument(
+        "--repeats", type=integer(1, 10**6), default=15, help="repetitions per measurement (default 15)"
+    )
+    parser.add_argument("--out", type=output, metavar="FILE", help="write the chip file, such as machine.toml")
+    parser.add_argument("--chip", metavar="FILE", help="measure nothing: check the predictions of this chip file")
+    parser.add_argument("--no-check", action="store_true", help="do not run training steps to check the predictions")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    args = parser.parse_args(given)
+    dtypes = args.dtypes.split(",")
+    if unknown := set(dtypes) - DTYPES.keys():
+        raise ValueError(f"unknown dtype {', '.join(sorted(unknown))}: one of {', '.join(DTYPES)}")
+    if (load := os.getloadavg()[0]) > (os.cpu_count() or 1) + 1:
+        busy = f"This machine is busy (load {load:.1f} on {os.cpu_count()} cores): expect the times to be off.\n"
+        print(busy, file=sys.stderr)
+    if args.chip is not None:
+        chip = load_chip(args.chip)
+    else:
+        found = launch.run(measure_rank, {"X": args.ranks}, dtypes, args.repeats, checked=False)
+        chip = combine_ranks(found, platform.node() or "machine")
+    if args.out:
+        Path(args.out).write_text(toml(chip))
+    if not args.json:
+        print(chip_table(chip) + (f"\nwrote {args.out}" if args.out else ""), flush=True)
+    checks = [] if args.no_check else _check(chip, layouts(args.ranks), args.ranks, min(args.repeats, 9))
+    if args.json:
+        print(json.dumps(as_dict(chip, checks), indent=1))
+    elif checks:
+        print("\nTraining steps, predicted from these numbers and run\n" + table(checks))
+    return 0
+
+
+def as_dict(chip: Chip, checks: Sequence[Check]) -> dict:
+    """What was measured, in FLOPs/s, bytes/s and seconds, as --json prints it."""
+    rows = [asdict(m) for m in chip.measured]
+    return {"chip": chip.name, "matmul": dict(chip.peaks), "memory": chip.hbm_bw, "measured": rows,
+            "attention": chip.efficiency.attention, "steps": [check_dict(c) for c in checks],
+            "median_error": median_error(checks) if checks else None,
+            "tau": tau(checks) if checks else None}  # fmt: skip
