@@ -87,7 +87,7 @@ heads = [
     "axes",
     "most\nhops",
     "mean",
-    "bisection\nbytes/s",
+    "bisection\nbytes/s,\nboth ways",
     "AllGather\nus",
     "AllToAll\nrouted",
     "formula\nus",

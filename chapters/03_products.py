@@ -42,7 +42,7 @@ page.title("A[8, 16] B[16, 32] by blocks, and by outer products")
 page.equal([
     ("C_ik = A_i0 B_0k + A_i1 B_1k, of 2 x 2 blocks", difference(whole, C), EXACT),
     ("the sum over four devices of their columns times their rows", difference(sum(outer), C), EXACT),
-])  # fmt: skip
+], "the product at once")  # fmt: skip
 page.say(f"one device's sum alone is off by {difference(outer[0], C):.1f}: it is C[I, K] {{U_X}}, a term of the result")
 
 # %% [markdown]

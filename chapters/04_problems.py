@@ -39,8 +39,8 @@ def counted(f, *args) -> int:
 # %% [markdown]
 # ## Gradient checkpointing
 # What is saved for the backward pass, and what is computed again, by formula and on a small transformer: FLOPs of a
-# step counted, saved tensors measured (of two layers, less those of one). Look at 6 -> 7.9: the unembedding is not
-# repeated.
+# step counted, where those without remat are the 6 of 6 x params x tokens, saved tensors measured (of two layers, less
+# those of one). Look at 6 -> 7.9: the unembedding is not repeated.
 
 # %%
 small = get("part4-q1").with_(name="small", L=4, D=64, F=256, N=8, K=8, H=8, V=256)
@@ -80,7 +80,7 @@ for remat in tm.REMAT:
     times = f"{6 * steps[remat] / steps['none']:.2f}"
     rows.append((remat, formula, steps[remat], times, f"{width / small.D:.2f}", f"{held / small.D:.2f}", verdict))
 page.table(
-    rows, ["remat", "FLOPs,\nformula", "counted", "x params\nx tokens", "saved / D,\nformula", "measured", "equal"]
+    rows, ["remat", "FLOPs,\nformula", "counted", "where none\nis 6", "saved / D,\nformula", "measured", "equal"]
 )
 
 # %% [markdown]
@@ -116,7 +116,7 @@ page.answers([
     Answer("Full activations by what autograd holds, F = 4D", "", tm.saved_bytes(big, million, "none") / 1e12, "TB",
            f"{sum(tm.saved_widths(big, 'none').values()) / big.D:.1f} D a token and layer"),
     Answer("Block remat, 1 array a layer", "4.2", tm.saved_bytes(big, million, "block") / 1e12, "TB"),
-    Answer("Block remat: FLOPs over params x tokens", "8", 6 * steps["block"] / steps["none"], "", "counted above"),
+    Answer("Block remat: FLOPs, where none is 6", "8", 6 * steps["block"] / steps["none"], "", "counted above"),
     Answer("Big matmuls only: products with weights a layer", "7", len(seen), "", "counted as a layer runs"),
     Answer("Big matmuls only, F = 4D", "", tm.saved_bytes(big, million, "matmuls") / 1e12, "TB",
            f"{sum(tm.saved_widths(big, 'matmuls').values()) / big.D:.0f} D a token and layer: two are F wide"),
@@ -231,9 +231,10 @@ page.answers([
     Answer("7 FLOPs that 2.79M H800 hours offer", "1.52e25", hours * 3600 * peak, "FLOPs"),
     Answer("7 FLOPs that 14.8T tokens need", "3.3e24", needed, "FLOPs"),
     Answer("7 DeepSeek-V3's utilization", "21.7", 100 * cost.mfu(needed, hours * 3600, 1, peak), "%"),
-    Answer("7 its active params, by the config", "37e9", tm.num_params(v3, active=True), "params"),
-    Answer("8 a dense model, int8 weights, bf16 FLOPs: from B =", "120", batch, "tokens"),
-    Answer("8 DeepSeek, E = 256, k = 8: from B =", "3840", batch * cost.expert_inflation(v3.E, v3.k), "tokens"),
+    Answer("7 DeepSeek-V3's active params, by its config", "37e9", tm.num_params(v3, active=True), "params"),
+    Answer("8 int8 weights, bf16 FLOPs: compute-bound from B =", "120", batch, "tokens"),
+    Answer("8 DeepSeek, E = 256, k = 8: compute-bound from B =", "3840", batch * cost.expert_inflation(v3.E, v3.k),
+           "tokens"),
 ])  # fmt: skip
 
 # %% [markdown]
@@ -250,7 +251,7 @@ page.title("Blockwise attention beside the einsums, float64")
 page.equal([
     (name, float((a - b).abs().max() / a.abs().max()), 1e-12)
     for name, a, b in zip(("O", "dQ", "dK", "dV"), *results, strict=True)
-])  # fmt: skip
+], "the einsums")  # fmt: skip
 page.end()
 
 # %% [markdown]

@@ -151,9 +151,8 @@ page.answers([
 # %% [markdown]
 # ## What the planner finds
 # It counts attention, the vocabulary and the exchange of keys and values too, and every mesh axis must be made of axes
-# of the torus. Each pass is bound on its own: on a pod the forward of its best mesh waits for collectives, the backward
-# does not. Look at the last column: on four pods no mesh is compute-bound, and at 40% MFU, 2.5 times the compute, that
-# does not matter.
+# of the torus. Look at the last column: on four pods no mesh is compute-bound, and at 40% MFU, 2.5 times the compute,
+# that does not matter.
 
 # %%
 SHARDED = Fixed(zero=3)  # FSDP, as the book
@@ -166,13 +165,16 @@ found: dict[str, Estimate] = {
     "70B, 4 pods": plans(Job(L70, B), V5P, 4 * POD, SHARDED)[0],
     "405B, 8 pods": plans(Job(L405, B405), V5P, 8 * POD, SHARDED)[0],
 }
+page.title("The fastest meshes of the planner, with FSDP, and the book's")
 page.table(
     [(name, plan.name, plan.cost.bound, plan.bound, plan.bound / plan.cost.math) for name, plan in found.items()],
     ["", "mesh", "bound by", "s a step,\nat least", "over\ncompute"],
 )
+page.say("\nForward and backward are bound each on its own: where compute binds and the last column is above 1, one of "
+         "the two waits. The book's 8,192 chips are no slice of a pod: each axis counts as a ring.")  # fmt: skip
 page.answers([
     Answer("the planner: FSDP alone on a pod is bound by", "fsdp", found["70B, a pod, no TP"].cost.bound),
-    Answer("the planner: DP 1024 x SP 2 x TP 4, each a ring", "compute", found["70B, the book's"].cost.bound),
+    Answer("the planner: the book's DP 1024 x SP 2 x TP 4", "compute", found["70B, the book's"].cost.bound),
     Answer("the planner: its own mesh of 8,960", "compute", found["70B, a pod"].cost.bound),
 ])  # fmt: skip
 
@@ -184,25 +186,28 @@ four_pods, eight = "70B, 4 pods", "405B, 8 pods"
 many = tm.num_params(L405)
 page.answers([
     Answer("1 four pods: tokens a chip", "", B / (4 * POD), "tokens", "a quarter of 468"),
-    Answer("1 compute-bound by", "", regime(four_pods), "", "117 > 113, by a hair; FSDP alone needs 850"),
-    Answer("1 TP ways at the best X", "", best_ways[four_pods], "ways", "8960 / sqrt(2 x 2^20 x 8960 / 28672)"),
-    Answer("1 there: collectives over matmuls", "", longer(four_pods, best_ways[four_pods]), "times",
+    Answer("1 four pods are compute-bound by", "", regime(four_pods), "", "117 > 113, by a hair; FSDP alone needs 850"),
+    Answer("1 four pods: TP at the best X", "", best_ways[four_pods], "ways", "8960 / sqrt(2 x 2^20 x 8960 / 28672)"),
+    Answer("1 four pods, at the best X: collectives over matmuls", "", longer(four_pods, best_ways[four_pods]), "times",
            "sqrt(113.4 / 117.0)"),
-    Answer("1 on 1120 x 8, which a pod has", "", longer(four_pods, 8), "times", "bound by FSDP's gathers"),
-    Answer("1 tokens of a pod, against the DCN's need", "73,440", cost.pod_threshold(C, V5P.need("dcn_bw")), "tokens",
+    Answer("1 four pods of 1120 x 8: collectives over matmuls", "", longer(four_pods, 8), "times",
+           "bound by FSDP's gathers; a pod has this mesh"),
+    Answer("1 tokens that a pod needs for the DCN", "73,440", cost.pod_threshold(C, V5P.need("dcn_bw")), "tokens",
            "a pod has 2^20: data parallelism over pods is free"),
-    Answer("1 days at 40% MFU", "", days(flops, 4 * POD), "days", "44.3 / 4"),
+    Answer("1 four pods: days at 40% MFU", "", days(flops, 4 * POD), "days", "44.3 / 4"),
     Answer("2a LLaMA-3 405B", "", many, "params", "3LDF + 2LD(N + K)H + 2DV, and the norms"),
-    Answer("2a FLOPs of a token", "", float(tm.rule_of_thumb(L405, 1)), "FLOPs", "6 x params"),
-    Answer("2a FLOPs of a step of 16M tokens", "", float(tm.rule_of_thumb(L405, B405)), "FLOPs", "6 x params x 2^24"),
-    Answer("2a FLOPs of 15T tokens", "", tm.rule_of_thumb(L405, 15e12), "FLOPs", "6 x params x tokens"),
+    Answer("2a 405B: FLOPs of a token", "", float(tm.rule_of_thumb(L405, 1)), "FLOPs", "6 x params"),
+    Answer("2a 405B: FLOPs of a step of 16M tokens", "", float(tm.rule_of_thumb(L405, B405)), "FLOPs",
+           "6 x params x 2^24"),
+    Answer("2a 405B: FLOPs of 15T tokens", "", tm.rule_of_thumb(L405, 15e12), "FLOPs", "6 x params x tokens"),
     Answer("2b eight pods, 16M tokens: tokens a chip", "", B405 / (8 * POD), "tokens", "2^24 / 71,680"),
-    Answer("2b FSDP+TP needs: tokens a chip", "", cost.mixed_threshold(L405.F, C, ici(2), ici(1)), "tokens",
+    Answer("2b 405B: tokens a chip that FSDP+TP needs", "", cost.mixed_threshold(L405.F, C, ici(2), ici(1)), "tokens",
            "2550^2 / (2 x 53248)"),
-    Answer("2b compute-bound by", "", regime(eight), "", "FSDP alone needs 850"),
-    Answer("2b TP ways at the best X", "", best_ways[eight], "ways", "8960 / sqrt(2 x 2^21 x 8960 / 53248)"),
-    Answer("2b on 1120 x 8: collectives over matmuls", "", longer(eight, 8), "times", "FSDP's: hidden"),
-    Answer("2b days at 40% MFU", "", days(tm.rule_of_thumb(L405, 15e12), 8 * POD), "days",
+    Answer("2b eight pods are compute-bound by", "", regime(eight), "", "FSDP alone needs 850"),
+    Answer("2b eight pods: TP at the best X", "", best_ways[eight], "ways", "8960 / sqrt(2 x 2^21 x 8960 / 53248)"),
+    Answer("2b eight pods of 1120 x 8: collectives over matmuls", "", longer(eight, 8), "times",
+           "FSDP's, which the matmuls hide"),
+    Answer("2b eight pods: days at 40% MFU", "", days(tm.rule_of_thumb(L405, 15e12), 8 * POD), "days",
            "compute-bound, so FLOPs / (0.4 x chips x C)"),
 ])  # fmt: skip
 page.end()

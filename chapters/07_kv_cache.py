@@ -186,7 +186,9 @@ ways = {
     "tokens taken back": back(fresh),
 }  # fmt: skip
 page.title("Beside each row alone, without a cache")
-page.equal([(name, float((follow(*way) - alone).abs().max() / alone.abs().max()), 1e-12) for name, way in ways.items()])
+page.equal([
+    (name, float((follow(*way) - alone).abs().max() / alone.abs().max()), 1e-12) for name, way in ways.items()
+], "each row alone")  # fmt: skip
 
 # %% [markdown]
 # ## int8, with its scales

@@ -63,6 +63,6 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `else set())` by `else {12})`: without options Part 12 alone runs. Which of its numbers are errata?
+# 1. Edit: replace `({1, 2} if` by `({12} if`: with `--small` Part 12 alone runs. How many of its numbers are errata?
 # 2. Question: which part has the most errata? Evaluate `max(sums, key=lambda n: sums[n][VERDICTS.index("erratum")])`.
 # 3. Flag: run with `--parts 4`. How many numbers does Part 4 have?

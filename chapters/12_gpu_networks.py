@@ -85,7 +85,7 @@ page.table(rows, ["GPUs", "AllGather", "AllReduce", "with SHARP", "AllToAll", "r
 BUS = {4.2e6: 0.045e12, 17e6: 0.127e12, 134e6: 0.292e12, 268e6: 0.323e12, 1.07e9: 0.352e12, 8.6e9: 0.367e12}
 GATHER = {4.2e6: 0.025e12, 17e6: 0.081e12, 134e6: 0.234e12, 268e6: 0.28e12, 1.07e9: 0.331e12, 4.3e9: 0.35e12}
 V5P_BUS = {4.2e6: 0.0235e12, 17e6: 0.066e12, 134e6: 0.0765e12, 268e6: 0.079e12, 1.07e9: 0.0775e12, 8.6e9: 0.0815e12}
-page.title("AllReduce over 8 H100s, and the bus of an AllGather")
+page.title("AllReduce over 8 H100s, and the bus of an AllGather, as the book measured them")
 rows = []
 for nbytes, bus in BUS.items():
     seconds, model = 2 * nbytes * 7 / 8 / bus, gpu.all_reduce(nbytes, H100, 8)
@@ -152,14 +152,14 @@ def sharp_ledger(gpus: int) -> tuple[float, float]:
     return into, out
 
 
-page.title("Bytes of an AllGather of B bytes, M nodes of N GPUs")
+page.title("Quizzes 4.1 and 4.2: bytes that switches move, M nodes of N GPUs, B = 1")
 rows = []
 for M, N in ((4, 8), (2, 8), (3, 5)):
     formulas = {"node in": ("B", 1), "node out": ("BN", N), "top in": ("B", 1), "top out": ("B(M - 1)", M - 1)}
     rows += [(f"{M} x {N}: {key}", *formulas[key], found) for key, found in gather_ledger(M, N).items()]
 into, out = sharp_ledger(8)
 rows += [("SHARP AllReduce, 8: in", "BN", 8, into), ("SHARP AllReduce, 8: out", "BN", 8, out)]
-page.same(rows, ["switch", "formula", "value", "counted"])
+page.same(rows, ["AllGather, M x N", "formula", "value", "counted"])
 
 # %% [markdown]
 # ## Quizzes 2 and 3: nodes, and beyond
@@ -181,7 +181,8 @@ page.answers([
     Answer("2.1 so a node's GPUs get", "3.6", min(node["unit_bw"], node["switch_bw"]) / TB, "TB/s"),
     Answer("2.2 bisection of a node", "3.6", gpu.bisection_bw(H100, 8) / TB, "TB/s", "both directions"),
     Answer("2.3 AllGather of bf16[4096, 65536] in a node", "1.04", 1e3 * gpu.all_gather(gathered, H100, 8), "ms"),
-    Answer("2.3 approximately", "1.19", 1e3 * gpu.all_gather(gathered, H100, 8, exact=False), "ms"),
+    Answer("2.3 AllGather of bf16[4096, 65536], approximately", "1.19",
+           1e3 * gpu.all_gather(gathered, H100, 8, exact=False), "ms"),
     Answer("Switches of a SuperPod of 1024", "560", switches),
     Answer("Egress of a v5p, all axes", "540", V5P.bandwidth("ici", 3) / GB, "GB/s"),
     Answer("Egress of a GB200 node", "3.6", GB200.bandwidth("scale-out") / TB, "TB/s"),
@@ -195,9 +196,9 @@ page.answers([
     Answer("3.1 cables of an SU to the spine", "12.8", SPINE.child_bw / TB, "TB/s"),
     Answer("3.1 spine switches", "51.2", spine["switch_bw"] / TB, "TB/s", "400 GB/s for each of 128 nodes"),
     Answer("3.2 spine switches for 2048 GPUs", "32", enough(2048, ports)),
-    Answer("3.2 cables of each leaf switch to each of them", "1", ports / 2 / enough(2048, ports)),
+    Answer("3.2 cables of a leaf switch to each of the 32", "1", ports / 2 / enough(2048, ports)),
     Answer("3.2 spine switches for 4096 GPUs, half of their ports up", "128", enough(4096, ports / 2)),
-    Answer("3.2 core switches above them", "64", enough(4096, ports)),
+    Answer("3.2 core switches for 4096 GPUs", "64", enough(4096, ports)),
 ])  # fmt: skip
 
 # %% [markdown]
@@ -212,7 +213,7 @@ spine_only = gpu.all_gather(1, H100, 4, inner=256)  # four SUs, every GPU of eac
 mlp = 2 * 8192 * 28672 / 8
 page.answers([
     Answer("Pop quiz 1: AllGather of bf16[1024, 16384]", "75", US * gpu.all_gather(pop, H100, 8, exact=False), "us"),
-    Answer("Pop quiz 1: precisely", "65", US * gpu.all_gather(pop, H100, 8), "us"),
+    Answer("Pop quiz 1: the same AllGather, precisely", "65", US * gpu.all_gather(pop, H100, 8), "us"),
     Answer("AllToAll in a node: TPU's B/4W over it", "2", 0.25 / W / gpu.all_to_all(1, H100, 8, exact=False), "times"),
     Answer("Pop quiz 2: AllToAll with 4 of 8 entries", "0.5", gpu.all_to_all(1, H100, 8, k=4) / one, "times"),
     Answer("LLaMA-3 70B's MLP, 8-way: a shard", "58", mlp / 1e6, "MB", "an AllReduce of it reaches 150 of 450 GB/s"),
@@ -220,7 +221,7 @@ page.answers([
     Answer("SHARP's gain in a node, in theory", "75", 100 * (slow / fast - 1), "%"),
     Answer("SHARP's gain as measured, 2.1e11 to 2.71e11 bytes/s", "30", 100 * (2.71 / 2.1 - 1), "%",
            "read off the figure"),
-    Answer("SHARP: 370 GB/s and as much more", "480", max(BUS.values()) / GB * 2.71 / 2.1, "GB/s"),
+    Answer("SHARP: the bus of 8.6 GB with this gain", "480", max(BUS.values()) / GB * 2.71 / 2.1, "GB/s"),
     Answer("AllGather bandwidth of a node", "514", gpu.collective_bw(H100, 8) / GB, "GB/s"),
     Answer("AllGather bandwidth of an SU", "413", gpu.collective_bw(H100, 256) / GB, "GB/s"),
     Answer("AllGather bandwidth of the spine's own ring", "17.1", 1 / spine_only / TB, "TB/s"),
@@ -228,7 +229,7 @@ page.answers([
     Answer("AllToAll over 2 nodes against 1: more than", "4", two / one, "times",
            erratum="of the approximations 1/2 and 1/8; exactly 1/4 / 400e9 over 7/64 / 450e9"),
     Answer("Collective bandwidth of a node: bisection x 2/N", "450", 2 * gpu.bisection_bw(H100, 8) / 8 / GB, "GB/s",
-           erratum="3.6e12 counts both directions already: bisection/N"),
+           erratum="what the formula gives; 3.6e12 counts both directions already, and bisection/N is 450"),
     Answer("Pop quiz 3: Y <= 8", "1.34", 1e3 * outer_gather(8), "ms", f"precisely {1e3 * outer_gather(8, True):.2f}"),
     Answer("Pop quiz 3: Y = 16", "0.67", 1e3 * outer_gather(16), "ms"),
     Answer("Pop quiz 3: Y = 128", "0.084", 1e3 * outer_gather(128), "ms"),

@@ -97,10 +97,10 @@ class Page:
         self.checks.append((what, bool(held)))
         return "yes" if held else "NO"
 
-    def equal(self, rows) -> None:
-        """A table of (what, difference, limit): the difference from one device's result, relative to its largest."""
+    def equal(self, rows, other: str = "one device") -> None:
+        """A table of (what, difference, limit): the difference from another result, relative to its largest."""
         words = [(what, f"{off:.1e}", f"{limit:.0e}", self.check(what, off <= limit)) for what, off, limit in rows]
-        self.table(words, ["compared with one device", "difference", "limit", "equal"])
+        self.table(words, [f"compared with {other}", "difference", "limit", "equal"])
 
     def same(self, rows, headers: Sequence[str]) -> None:
         """A table of (what, the book's formula, its value, what was counted): the two numbers must be one."""

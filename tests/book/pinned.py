@@ -93,7 +93,7 @@ PINNED = INFERENCE | {
         "An AllGather one way over V / W_ici": 15 / 16 * 2,
     },
     "04_problems": {
-        "Block remat: FLOPs over params x tokens": 6 + 2 * 33 / 35,  # all of a forward but the unembedding
+        "Block remat: FLOPs, where none is 6": 6 + 2 * 33 / 35,  # all of a forward but the unembedding
         "Full activations by what autograd holds, F = 4D": 4e6 * 64 * (24 * 8192 + 64) * 2 / 1e12,
         "Big matmuls only, F = 4D": 4e6 * 64 * 13 * 8192 * 2 / 1e12,
         "6 FLOPs to rematerialize over BT^2NH": 4,
@@ -138,8 +138,8 @@ PINNED = INFERENCE | {
         "Table, FSDP+TP: backward bytes over Y / (BD/X)": 4,
         "3.2 memory in all": 2 * 40 * 3e6 * (5120 + 2 * 13824) + 130e9,
         "3.2 memory per chip": (2 * 40 * 3e6 * (5120 + 2 * 13824) + 130e9) / 4096,
-        "4 (2025 edition) 1M tokens on the same slice": "FSDP+TP",  # 2550^2 / (2 x 13824) = 235 < 244 < 850
-        "4 (2025 edition) 10M tokens": "FSDP",
+        "4 (2025 edition) 1M tokens are compute-bound by": "FSDP+TP",  # 2550^2 / (2 x 13824) = 235 < 244 < 850
+        "4 (2025 edition) 10M tokens are compute-bound by": "FSDP",
     },
     "06_applied_training": {
         "LLaMA-3 70B": P70,
@@ -148,21 +148,21 @@ PINNED = INFERENCE | {
         "memory of a chip with 12 checkpoints a layer": (10 * 70e9 + 2 * 8192 * 4e6 * 12 * 80) / 8960,
         "2048 x 4: chips": 8192,
         "1 four pods: tokens a chip": 2**22 / (4 * 8960),
-        "1 compute-bound by": "FSDP+TP",  # 113.4 < 117.03 < 850
-        "1 TP ways at the best X": 8960 / (2 * 2**20 * 8960 / 28672) ** 0.5,
-        "1 there: collectives over matmuls": (2550**2 / (2 * 28672) / (2**22 / (4 * 8960))) ** 0.5,
-        "1 on 1120 x 8, which a pod has": 2550 * 1120 / (2 * 2**20),
-        "1 days at 40% MFU": 6 * 70e9 * 15e12 / (4 * 8960 * 4.59e14 * 0.4) / 86400,
+        "1 four pods are compute-bound by": "FSDP+TP",  # 113.4 < 117.03 < 850
+        "1 four pods: TP at the best X": 8960 / (2 * 2**20 * 8960 / 28672) ** 0.5,
+        "1 four pods, at the best X: collectives over matmuls": (2550**2 / (2 * 28672) / (2**22 / (4 * 8960))) ** 0.5,
+        "1 four pods of 1120 x 8: collectives over matmuls": 2550 * 1120 / (2 * 2**20),
+        "1 four pods: days at 40% MFU": 6 * 70e9 * 15e12 / (4 * 8960 * 4.59e14 * 0.4) / 86400,
         "2a LLaMA-3 405B": P405,
-        "2a FLOPs of a token": 6 * P405,
-        "2a FLOPs of a step of 16M tokens": 6 * P405 * 2**24,
-        "2a FLOPs of 15T tokens": 6 * P405 * 15e12,
+        "2a 405B: FLOPs of a token": 6 * P405,
+        "2a 405B: FLOPs of a step of 16M tokens": 6 * P405 * 2**24,
+        "2a 405B: FLOPs of 15T tokens": 6 * P405 * 15e12,
         "2b eight pods, 16M tokens: tokens a chip": 2**24 / (8 * 8960),
-        "2b FSDP+TP needs: tokens a chip": 2550**2 / (2 * 53248),
-        "2b compute-bound by": "FSDP+TP",  # 61 < 234 < 850
-        "2b TP ways at the best X": 8960 / (2 * 2**21 * 8960 / 53248) ** 0.5,
-        "2b on 1120 x 8: collectives over matmuls": 2550 * 1120 / (2 * 2**21),
-        "2b days at 40% MFU": 6 * P405 * 15e12 / (8 * 8960 * 4.59e14 * 0.4) / 86400,
+        "2b 405B: tokens a chip that FSDP+TP needs": 2550**2 / (2 * 53248),
+        "2b eight pods are compute-bound by": "FSDP+TP",  # 61 < 234 < 850
+        "2b eight pods: TP at the best X": 8960 / (2 * 2**21 * 8960 / 53248) ** 0.5,
+        "2b eight pods of 1120 x 8: collectives over matmuls": 2550 * 1120 / (2 * 2**21),
+        "2b eight pods: days at 40% MFU": 6 * P405 * 15e12 / (8 * 8960 * 4.59e14 * 0.4) / 86400,
     },
     "06_train_llama": {},
 }  # fmt: skip

@@ -178,7 +178,8 @@ INFERENCE = {
     "12_gpu_rooflines": {
         "PP: the hops' time over 2BD/W": 3 / 2 - 1 / 64,
         "EP over many nodes, Z >> k: F above alpha times": 8 - 8 * 8 / 2**13,
-        "DeepSeek-V3's batch ('they used 4M')": 15_360 * 4096,
+        "DeepSeek-V3's own batch ('they used 4M')": 15_360 * 4096,
+        "DP over the 16 GPUs of 2 nodes": 7 / 8 * 990e12 / 450e9,
         "DP on an H100 or B200 ('about 2500')": 2250e12 / 400e9,
         "DeepSeek-V3: DP is compute-bound from": 256 / 8 * (990e12 / 400e9) / 128 / 2,
         "LLaMA-3: DP is compute-bound from": 990e12 / 400e9 / 16,

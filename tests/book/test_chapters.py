@@ -172,6 +172,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         ["3 devices, result and gradients", "all hold"],
     ),
     "10_problems": (["1 FAILED: 1.2: roll(x, 5) - x"], 4 * 8 * 2, ["Question 2.3 and 2.4 on 2 devices", "all hold"]),
+    "11_recap": (["Part 12 133 102 11 13 7 0"], 2, ["Part 4 35 24 3 2 6 0"]),
     "12_gpus": (
         ["1.4 of 512 rows 15 34.71 us +131.4% DIFFERS"],
         281.25 / (1 - 281.25 * (1 / 4096 + 1 / 8192)),
@@ -183,15 +184,21 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         ["wrote bus.svg"],
     ),
     "12_gpu_rooflines": (
-        ["H800: tokens per GPU 3300 4950 tokens +50.0% DIFFERS"],
+        ["DP in a node of H800s: tokens per 3300 4950 tokens +50.0% DIFFERS"],
         2475 * (32 - 8) / 8,
         ["wrote dp.svg"],
     ),
 }  # fmt: skip
 
 
+def test_every_chapter_proposes_things_to_try():
+    chapters = {path.stem for path in running.CHAPTERS.glob("*.py")}
+    assert chapters == TRIED.keys() == {*running.ON_A_PAGE, "11_recap"}
+    assert [name for name in chapters if not running.things_to_try(name)] == []
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", running.ON_A_PAGE)
+@pytest.mark.parametrize("name", TRIED)
 def test_things_to_try(name, chapter, monkeypatch, tmp_path):
     """Each proposal stands in the chapter's last cell; the edit is made in its text, the flag given."""
     after_edit, value, with_flag = TRIED[name]
