@@ -1,6 +1,5 @@
 """Meshes: coordinates, groups along one axis and several, what cannot be a mesh, and torch's own view of one."""
 
-import ctypes
 import itertools
 import mmap
 import os
@@ -20,8 +19,7 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.mesh.futex import Word, has_futex
 from scaling.mesh.meeting import Intent
 from scaling.mesh.meshes import LONGER
-from scaling.mesh.page import LENGTH, ROW, WORD, SharedPage
-from scaling.mesh.places import MeetingPlaces
+from scaling.mesh.page import LENGTH
 from scaling.spec import ShardingError, parse
 
 MESH = {"X": 2, "Y": 2}
@@ -275,23 +273,3 @@ def test_of_a_long_call_the_ranks_are_told_the_beginning():
         call = Intent.of("x" * length)
         assert call.said == "\n" + "x" * min(length, LENGTH - 3)
         assert len(call.text) <= LENGTH  # its place on the page
-
-
-def test_on_the_page_each_rank_has_places_of_its_own():
-    sets, size = [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1, 2, 3)]], 4
-    nbytes = SharedPage.nbytes(size, len(sets))
-    memory = mmap.mmap(-1, nbytes)
-    start = ctypes.addressof(ctypes.c_uint32.from_buffer(memory))
-    taken = [(rank * ROW, ROW) for rank in range(size)]
-    for i, groups in enumerate(sets):
-        for number, ranks in enumerate(groups):
-            each = [MeetingPlaces(SharedPage(memory, size, rank), i, number, ranks) for rank in ranks]
-            assert len({places.flag.address for places in each}) == 1  # who comes wakes the others
-            taken.append((each[0].flag.address - start, 4))
-            for turn in zip(*(places.places for places in each), strict=True):
-                mine = [(at.word, at.state, at.text) for at in turn]
-                assert {(at.words, at.states, at.texts) for at in turn} == {mine[0]}
-                assert {(at.end, at.states_end) for at in turn} == {(mine[-1][0] + WORD, mine[-1][1] + WORD)}
-                taken += [(at, n) for three in mine for at, n in zip(three, (WORD, WORD, LENGTH), strict=True)]
-    taken.sort()
-    assert all(at + n <= after for (at, n), (after, _) in itertools.pairwise([*taken, (nbytes, 0)]))

@@ -28,6 +28,7 @@ FEW = 3  # axes: the steps between so few are kept from plan to plan
 NOTE = "more axes than can be searched: a cheaper plan may exist"
 
 Key = tuple[float, int, int]  # cost, FLOPs, steps
+START: Key = (0, 0, 0)  # of what is there from the first
 
 
 class Reached(NamedTuple):
@@ -154,7 +155,7 @@ def _reshard(src: Spec, dst: Spec, shape, axes, cost) -> Plan:
 def _steps(src: Spec, dst: Spec, shape, within: Setting) -> tuple[tuple[Step, ...], str]:
     """The steps of the cheapest plan, all under the name of `src`, and the note."""
     source, target = layout(src), layout(dst)
-    start = {source: (0, 0, 0)}
+    start = {source: START}
     plain = shortest(start, src, shape, 1, within, target, plain=True)
     key = plain[target].key
     if key[2] <= 1 and (within.cost is None or not key[0]):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scaling.algebra.layouts import DimAxes, Setting, arrangements, divides, layout, retyped, setting, subsets
-from scaling.algebra.resharding import Key, Reached, path, shortest
+from scaling.algebra.resharding import START, Key, Reached, path, shortest
 from scaling.algebra.steps import Step
 from scaling.spec import Spec
 
@@ -117,9 +117,9 @@ def cheapest(operands, results, out: Spec, sizes, mesh, cost) -> "tuple[tuple[Pr
     search = ChainSearch(operands, out, sizes, mesh, cost)
     if not all(map(search.fits, (operands[0], *results), operands[1:])):
         return None
-    current, stages = search.reach(operands[0], {layout(operands[0]): (0, 0, 0)}), []
+    current, stages = search.reach(operands[0], {layout(operands[0]): START}), []
     for b, result in zip(operands[1:], results, strict=True):
-        stage = search.multiply(current, search.reach(b, {layout(b): (0, 0, 0)}), result, whole=bool(stages))
+        stage = search.multiply(current, search.reach(b, {layout(b): START}), result, whole=bool(stages))
         stages.append(stage)
         sources = {at: way.key for at, way in stage.ways.items()}
         current = search.reach(result, sources, layout(out) if len(stages) == len(results) else None)

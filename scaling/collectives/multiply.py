@@ -95,7 +95,7 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
     operands = (a,) if b is None else (a, b)
     if not shapes_fit(Shapes(*shapes), a.shape, None if b is None else b.shape):
         _refuse_shapes(line, *(tuple(x.shape) for x in operands))
-    if orders is None or b is None or not a.is_floating_point():
+    if orders is None or b is None:
         result = einsum_kernel(equation, *operands)
     else:  # torch.einsum's is a product of batches of one, which a compiler does not write straight to its place
         plain_a, plain_b, ahead = orders

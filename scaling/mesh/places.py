@@ -3,7 +3,6 @@
 Each meeting has a place, with a word, a state and a text of every member; `PLACES` meetings in turn have one each.
 """
 
-import time
 from collections.abc import Sequence
 from threading import Lock
 from typing import NamedTuple
@@ -12,9 +11,9 @@ from scaling.mesh.futex import Word
 from scaling.mesh.page import DIGEST, LENGTH, LINE, PLACES, ROW, WORD, SharedPage
 
 # What a member does about its call: it decides whether to begin it early; has; first waits for all; has begun it and
-# given up; sends zeros for what others began and gave up; asks whether it may give up; has, without having begun it.
-DECIDES, BEGUN, STANDS, LEFT, FILLED, ASKS, GONE = (
-    name.ljust(DIGEST) for name in (b"decide", b"begun", b"stands", b"left", b"filled", b"asks", b"gone")
+# given up; sends zeros for what others began and gave up; has given up without having begun it.
+DECIDES, BEGUN, STANDS, LEFT, FILLED, GONE = (
+    name.ljust(DIGEST) for name in (b"decide", b"begun", b"stands", b"left", b"filled", b"gone")
 )
 EARLY = (DECIDES, BEGUN)
 UNSET = bytes(2)  # in place of a meeting's number
@@ -42,17 +41,15 @@ class MeetingPlaces:
     """Those of group number `group` of the groups along set number `of_set` of axes, whose members are `ranks`."""
 
     def __init__(self, page: SharedPage, of_set: int, group: int, ranks: Sequence[int]):
-        base, turn = page.size * ROW + of_set * page.set_nbytes(page.size), page.size * WORD
+        base = page.size * ROW + of_set * page.set_nbytes(page.size)
         self.memory, self.size, self.me = page.memory, len(ranks), ranks.index(page.rank)
         self.flag = Word(page.memory, base + group * LINE)
         self.fence = Lock()
-        self.fence.acquire()
-        words = base + page.size * LINE + group * self.size * WORD
-        texts = base + page.size * (LINE + 2 * PLACES * WORD) + group * self.size * LENGTH
-        self.places = [
-            self._place(words + i * 2 * turn, words + (i * 2 + 1) * turn, texts + i * page.size * LENGTH)
-            for i in range(PLACES)
-        ]
+        words = base + page.size * LINE
+        states = words + PLACES * page.size * WORD
+        texts = states + PLACES * page.size * WORD
+        at = [turn * page.size + group * self.size for turn in range(PLACES)]  # this group's first member
+        self.places = [self._place(words + i * WORD, states + i * WORD, texts + i * LENGTH) for i in at]
 
     def _place(self, words: int, states: int, texts: int) -> Place:
         mine, nbytes = self.me * WORD, self.size * WORD
@@ -91,8 +88,8 @@ class MeetingPlaces:
     def _order(self) -> None:
         """What is read after this is not older than what was written before: of two ranks that write, then read, at
         least one sees what the other wrote."""
-        self.fence.release()
-        self.fence.acquire()
+        with self.fence:
+            pass
 
     def set_state(self, number: int, state: bytes) -> None:
         place = self.places[number % PLACES]
@@ -101,29 +98,25 @@ class MeetingPlaces:
     def take_back(self, number: int) -> bool:
         """Take this rank's word back, unless all others have come: one of them may have seen it, and gone on.
 
-        Of several ranks that ask at one time the lower ones are answered first.
+        Of several ranks that ask at one time each counts as here for the others until it has gone: if one that came
+        has seen them all, they all stay.
         """
         place, low = self.at(number), low_bytes(number)
         word = self.memory[place.word : place.word + WORD]
-        self.set_state(number, ASKS)
-        self.memory[place.word : place.word + WORD] = bytes(DIGEST) + UNSET
+        self.memory[place.word : place.word + WORD] = bytes(WORD)
         self._order()
-        for _ in range(1000):  # milliseconds, in which all answer that have not ended
-            words, states = each_word(self.words(number)), each_word(self.states(number))
-            if ASKS + low not in states[: self.me]:
-                break
-            time.sleep(1e-3)
-        asked = [state in (ASKS + low, STANDS + low) for state in states]
-        stays = all(each[DIGEST:] == low or asks for each, asks in zip(words, asked, strict=True))
+        all_said = zip(each_word(self.words(number)), each_word(self.states(number)), strict=True)
+        stays = all(said[DIGEST:] == low or state == STANDS + low for said, state in all_said)
         if stays:
             self.memory[place.word : place.word + WORD] = word
-        self.set_state(number, STANDS if stays else GONE)
+        else:
+            self.set_state(number, GONE)
         self.wake()
         return not stays
 
     def wake(self) -> None:
         """Let those who wait look again."""
-        self.flag.set((self.flag.value + 1 + self.me) & 0xFFFFFFFF)
+        self.flag.set(self.flag.value + 1 + self.me)
 
 
 def low_bytes(number: int) -> bytes:
@@ -138,10 +131,8 @@ def all_here(words: bytes, low: bytes) -> bool:
 
 
 def only(words: bytes, word: bytes) -> bool:
-    """Whether all words in a row that have this one's number are this one."""
-    if words.count(word) == words[DIGEST::WORD].count(word[DIGEST : DIGEST + 1]):  # mostly so, and quickly seen
-        return True
-    return all(each[DIGEST:] != word[DIGEST:] or each == word for each in each_word(words))
+    """Whether all words in a row that have this one's number are this one, which is among them."""
+    return {each for each in each_word(words) if each[DIGEST:] == word[DIGEST:]} == {word}
 
 
 def each_word(words: bytes) -> list[bytes]:

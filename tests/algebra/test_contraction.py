@@ -1,5 +1,7 @@
 """einsum against torch.einsum: whatever the order of dims, with and without a buffer, and its derivatives."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
 from scaling.collectives import einsum
+from scaling.collectives.kernel import compile_product
 from scaling.spec import ShardingError
 
 SIZES = {"A": 2, "B": 3, "C": 4, "D": 5, "E": 0}
@@ -56,6 +59,31 @@ def test_products_of_several_dims(a, b, c):
     out = torch.full_like(wanted, torch.nan, memory_format=torch.contiguous_format)
     torch.testing.assert_close(einsum(line, x, y, out=out), wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(einsum(line, x, y, out=out, add=True), 2 * wanted, rtol=1e-12, atol=1e-12)
+
+
+def is_one_matrix_product(a: str, b: str, c: str) -> bool:
+    """Whether the dims can be grouped so that both operands and the result are matrices or transposes of such."""
+    summed = {*a} & {*b} - {*c}
+    groups = [({*a} - summed, a), (summed, a), ({*b} - summed, b)]
+    rows, terms, columns = (
+        [of[i:j] for i in range(4) for j in range(i, 5) if {*of[i:j]} == dims] for dims, of in groups
+    )
+    stand = [
+        a in (m + k, k + m) and b in (k + n, n + k) for m in rows for k in terms for n in columns if c in (m + n, n + m)
+    ]
+    return bool(summed) and any(stand)
+
+
+def test_a_product_is_one_of_matrices_where_its_dims_allow():
+    found = []
+    for a, b in itertools.product(["IJ", "JI", "IJK", "KIJ", "J"], ["JK", "KJL", "LKJ", "IJL", "L"]):
+        for n in range(4):
+            for c in itertools.permutations(dict.fromkeys(a + b), n):
+                types = [f"{name}[{', '.join(dims)}]" for name, dims in zip("ABC", (a, b, c), strict=True)]
+                kernel = compile_product("{} * {} -> {}".format(*types))
+                assert (kernel.into is not None) is is_one_matrix_product(a, b, "".join(c)), types
+                found.append(kernel.into is not None)
+    assert 0 < sum(found) < len(found)
 
 
 @pytest.mark.parametrize("line", ["A[I, J] -> C[J, I]", "A[I, J] -> C[I]", "A[I, J] -> C[]"])

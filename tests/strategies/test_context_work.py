@@ -39,6 +39,10 @@ def traced(mesh, form, axis, sizes, dtype, window=None):
     with trace() as log:
         pull(O)
     logs.append(log)
+    if form in ("ring", "zigzag", "gather"):  # no heads are exchanged, so every product is of this rank's own queries
+        names = {"T": sizes["T"], "S": sizes["T"]} | {key: sizes[key] for key in "BNKH"}
+        queries = [e.before[0] for log in logs for e in log.events if e.op == "Einsum"]
+        assert {each.local_shape({d: names[d] for d in each.dim_names}, mesh) for each in queries} == {shapes[0]}
     sent = {a: tuple(sum(e.wire_bytes for e in log.events if e.axes == (a,)) for log in logs) for a in axis}
     return sent, sum(log.flops for log in logs)
 
@@ -81,6 +85,9 @@ def test_a_window_ends_the_ring():
     for window, hops in ((1, 0), (2, 1), (9, 1), (10, 2), (57, 7), (None, 7)):
         ring = costs("ring", sizes, {"C": 8}, window=window, dtype="bf16")
         assert ring.rounds == hops
+        if window is not None:
+            arguments = "ring", "C", sizes, torch.bfloat16, window
+            assert traced(AbstractMesh({"C": 8}), *arguments)[0] == ring.sent
         assert ring.held == 2 * 64 // 8 * 2 * (2 if hops else 1)  # KV of its own block, and of the one that comes
         assert costs("gather", sizes, {"C": 8}, window=window, dtype="bf16").held == 2 * 64 * 2
     assert costs("zigzag", sizes, {"C": 8}, window=2).rounds == 7

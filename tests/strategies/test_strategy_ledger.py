@@ -131,7 +131,9 @@ def test_nothing_in_a_layer_waits_that_need_not(strategy):
         assert all(isinstance(W, Pending) for W in pending)
         weights = [W.wait() for W in pending]
     _, saved = listing.layer_forward(*weights, In, mesh, Block())
-    _, *products = listing.layer_backward(*weights, Out, saved, mesh, Block())
+    with trace() as log:
+        dIn, *products = listing.layer_backward(*weights, Out, saved, mesh, Block())
+    assert [e.async_op for e in log.events if e.op == "ReduceScatter"] == [True] * isinstance(dIn, Pending)
     assert all(isinstance(product, Deferred) for product in products)
     grads = [product.wait() for product in products]
     for reduce in filter(None, (listing.reduce, listing.reduce_slow)):

@@ -49,7 +49,7 @@ TESTS = {  # the longest prefix counts
     "sizes.py": "test_mesh.py test_spec.py test_spec_sizes.py algebra launch/test_launch.py",
     "algebra": "algebra",
     "schedules": "schedules strategies/test_pipeline.py strategies/test_pipeline_moves.py",
-    "mesh": "test_mesh.py test_interop.py launch collectives/test_checked.py "
+    "mesh": "test_mesh.py test_places.py test_interop.py launch collectives/test_checked.py "
     "collectives/test_checked_waiting.py collectives/test_early.py collectives/test_collectives.py "
     "collectives/test_transfer.py",
     "launch": "launch",
@@ -219,10 +219,21 @@ def _run(folder: Path, tests: list[str], marker: str, log: Path) -> None:
     os.dup2(out, 2)
     os.chdir(folder)
     sys.path[0] = str(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "scaling"]:
+        del sys.modules[name]  # imported for this script, from another folder
     sys.argv = ["pytest"]
     code = pytest.main(["-x", "-q", "-m", marker, *tests])
     sys.stdout.flush()
     os._exit(code)
+
+
+def tried(folder: Path, file: str, text: str, tests: list[str], *markers: str) -> str:
+    """The first test that fails, as `run`, while a file holds this text."""
+    original = (folder / file).read_text(encoding="utf-8")
+    (folder / file).write_text(text, encoding="utf-8")
+    found = next(filter(None, (run(folder, tests, marker) for marker in markers)), "")
+    (folder / file).write_text(original, encoding="utf-8")
+    return found
 
 
 def report(rows: list[dict]) -> None:
@@ -248,6 +259,7 @@ def main() -> None:
     parser = Parser(description=about, epilog=more)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="FILE", help="or folder, as in scaling/mesh")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, one a mutant")
     parser.add_argument("--report", action="store_true", help="run nothing")
     args = parser.parse_args()
@@ -264,19 +276,18 @@ def main() -> None:
             shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
             if wrong := run(folder, ["tests/test_spec.py"], ""):
                 sys.exit(f"without any change: {wrong}\n{(folder / 'log').read_text()}")
+            if not tried(folder, "scaling/spec/types.py", "", ["tests/test_spec.py"], ""):
+                sys.exit("an empty module goes unnoticed: it is not the copy that is tested")
             for file, node, edit, text in mutants(args.seed):
                 if len(rows) >= args.count:
                     break
                 original = (folder / file).read_text(encoding="utf-8")
                 row = {"file": file, "line": node.lineno} | shown(original, node, edit)
-                if tuple(row.values()) in done:
+                if tuple(row.values()) in done or not file.startswith(tuple(args.only)):
                     continue
-                (folder / file).write_text(text, encoding="utf-8")
-                tests = tests_of(file)
                 slow = "slow" if "compil" in original else "slow and not compile"
                 markers = "not slow", slow, slow.replace("slow", "sweep")
-                row["noticed"] = next(filter(None, (run(folder, tests, marker) for marker in markers)), "")
-                (folder / file).write_text(original, encoding="utf-8")
+                row["noticed"] = tried(folder, file, text, tests_of(file), *markers)
                 rows.append(row)
                 print(json.dumps(row), file=out, flush=True)
     report(rows)
