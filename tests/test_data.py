@@ -122,6 +122,9 @@ def test_errors(tmp_path):
         data.split(TEXT, 1.0)
     with pytest.raises(ValueError, match=r"text of 3 bytes .* k=3"):
         data.batches(TEXT[:3], K, 1)
+    with pytest.raises(ValueError, match=r"text of 9 bytes .* k=0"):
+        data.Windows(TEXT[:9], 0)
+    assert len(data.Windows(TEXT[:2], 1)) == 1
     with pytest.raises(ValueError, match="a batch of 98 rows cannot be drawn from 97"):
         data.batches(TEXT, K, 98)
     with pytest.raises(ShardingError, match=r"B of size 8 does not divide into 3 blocks"):

@@ -150,6 +150,15 @@ def test_a_group_is_there_for_a_rank_alone(ranks, checked):
     ranks(alone, MESH, checked)
 
 
+def own_mesh(mesh):
+    """One device each: nobody else has to do with it."""
+    return Mesh({"X": 1}, ranks=[mesh.rank]).group(("X",)).backend if mesh.rank else ""
+
+
+def test_a_rank_makes_a_mesh_of_itself_alone(ranks):
+    assert ranks(own_mesh, {"X": 2}) == ["", "single"]
+
+
 def in_another_order(mesh):
     """Rank 0 uses X first, 1 uses Y first, and so on: a circle of ranks that would wait for each other."""
     fresh, one = Mesh(mesh.sizes, timeout=60), torch.ones(())

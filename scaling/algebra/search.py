@@ -103,7 +103,8 @@ class ChainSearch:
             a_key, b_key, spent = a.found[local.a].key, b.found[local.b].key, 0
             if self.within.cost:
                 spent = self.within.cost(_einsum(a.spec, b.spec, result, local))
-            key = (a_key[0] + b_key[0] + spent, a_key[1] + b_key[1] + flops // local.parts, a_key[2] + b_key[2] + 1)
+            # of an operand of the chain nothing is multiplied yet; all plans have as many products
+            key = (a_key[0] + b_key[0] + spent, a_key[1] + flops // local.parts, a_key[2] + b_key[2])
             if local.result not in ways or key < ways[local.result].key:
                 ways[local.result] = Way(key, local)
         return ChainProduct(a, b, result, ways)

@@ -169,5 +169,5 @@ def _stacks(ranks: list[Rank]) -> str:
     deadline = time.monotonic() + 2.0
     for rank in running:
         rank.stack.poll(max(0.0, deadline - time.monotonic()))
-    time.sleep(0.05 if running else 0)  # from a stack's first line to its last
+    time.sleep(0.05)  # from a stack's first line to its last
     return "".join(rank.where() for rank in running)

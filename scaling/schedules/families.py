@@ -13,7 +13,7 @@ from collections.abc import Callable
 from scaling.schedules.schedule import Schedule, from_orders
 
 
-def naive(stages: int, microbatches: int = 1, chunks: int = 1) -> Schedule:
+def naive(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """One microbatch passes forward through all stages and back before the next one starts."""
     _check("naive", stages, microbatches, chunks, only_chunks=1)
     order = [step for m in range(microbatches) for step in (("F", 0, m), ("B", 0, m))]

@@ -141,13 +141,14 @@ def gathered_by_hops(x: Tensor, ring: RingPlaces) -> Generator[None, None, Tenso
 def _together(*steps: Generator[None, None, Any]) -> list[Any]:
     """The results of rings whose hops go at the same time."""
     results: dict[int, Any] = {}
-    while len(results) < len(steps):
-        for i, each in enumerate(steps):
+    going = dict(enumerate(steps))
+    while going:
+        for i, each in [*going.items()]:
             try:
-                if i not in results:
-                    next(each)
+                next(each)
             except StopIteration as end:
                 results[i] = end.value
+                del going[i]
     return [results[i] for i in range(len(steps))]
 
 

@@ -29,6 +29,8 @@ def test_planning_is_quick():
         ("A[I_ABC, J]", "B[J, K_DEF]", "C[I_ABC, K_DEF]"),
         ("A[I, J_ABCDEF]", "B[J_ABCDEF, K]", "C[I, K]"),
         ("A[I_AB, J_C]", "B[J_CD, K_EF]", "C[I_F, K_AB]"),
+        ("A[I_ABC, J]", "B[J_DEF]", "C[I_ABC]"),
+        ("A[I_ABC, J]", "B[J_DE]", "C[I_ABC]"),
     ],
 )
 def test_beyond_the_bound_the_rules_decide(a, b, out):

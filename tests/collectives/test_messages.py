@@ -5,7 +5,9 @@ import torch
 from failure import RankFailed
 
 from scaling import collectives as c
+from scaling.collectives.eager import TAG as EAGER
 from scaling.collectives.messages import TAG, announcement, data_tag
+from scaling.collectives.transfer import TAG as TRANSFER
 from scaling.spec import parse
 
 A = torch.arange(6.0).view(2, 3)
@@ -71,6 +73,10 @@ def both_ways(mesh):
 
 def test_messages_of_every_kind_both_ways_at_once(ranks):
     ranks(both_ways, {"X": 2})
+
+
+def test_messages_of_every_sender_have_tags_of_their_own():
+    assert len({EAGER, TAG, TRANSFER, TRANSFER + 1}) == 4
 
 
 def test_an_announcement_tells_all_that_matters_apart():

@@ -47,7 +47,7 @@ def on_mesh(mesh):
     for experts in CASES.values():
         want = tree.shard(list(wanted(experts)), types, mesh)
         mine = tree.shard([experts], ["B[S_X, k]"], mesh)[0] if mesh.sizes["X"] > 1 else experts
-        for way, options in ((ways.gathered, {}), (ways.ragged, {"chunk": 2}), (ways.ragged, {})):
+        for way, options in ((ways.gathered, {}), (ways.ragged, {"chunk": 1}), (ways.ragged, {})):
             out, pull = vjp(lambda a, w, way=way, mine=mine, o=options: way(a, w, mine, mesh, **o), a, w)
             close((out, *pull(d_out)), want)
 

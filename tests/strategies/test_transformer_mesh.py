@@ -10,7 +10,7 @@ from torch.func import grad_and_value
 from scaling import optim, tree
 from scaling.book.largest import largest
 from scaling.configs import Config
-from scaling.mesh import AbstractMesh
+from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
 from scaling.schedules import make
 from scaling.spec import ShardingError, parse
@@ -228,6 +228,7 @@ def test_stages_run_1f1b_unless_they_are_given_a_schedule():
     assert resolved(None, staged, 4) == make("1f1b", 2, 4)
     assert resolved(made := make("zb-h1", 2, 4), staged, 4) is made
     assert slots_of(PLAIN.with_(L=3), staged, None) == [0, 1, 2, -1]
+    assert slots_of(PLAIN.with_(L=4), staged, "dualpipev") == [0, 3, 1, 2]
 
 
 @pytest.mark.parametrize(("N", "K", "Y"), [(4, 2, 4), (8, 2, 4), (8, 1, 2), (12, 2, 4), (16, 2, 8), (8, 4, 2)])
@@ -237,3 +238,10 @@ def test_replicated_kv_heads_are_those_of_a_ranks_query_heads(N, K, Y):
         seen = sorted({head * K // N for head in range(y * N // Y, (y + 1) * N // Y)})
         held = torch.arange(K) if K % Y else torch.arange(K).chunk(Y)[y]
         assert own_heads(held, at, 0).tolist() == seen
+
+
+def test_the_loss_alone_takes_a_single_sequence():
+    mesh, params = Mesh({"X": 1}), model.init(PLAIN, 0, torch.float64)
+    tokens, targets, *_ = (x[:1] for x in batch(PLAIN))
+    loss, _ = transformer.loss_and_grads(params, tokens, targets, PLAIN, mesh)
+    assert torch.equal(transformer.loss(params, tokens, targets, PLAIN, mesh), loss)

@@ -6,7 +6,7 @@ from mlp_problem import AG, AR, BLOCKS, RS, SIZES, B, D, F, L, close, counts, on
 
 from scaling import optim, tree
 from scaling.strategies import data_parallel, zero
-from scaling.strategies.grads import layers_a_bucket
+from scaling.strategies.grads import _room, layers_a_bucket
 from scaling.trace import trace
 
 
@@ -65,3 +65,12 @@ def test_zero(ranks, stage, layers, donate):
         calls = 2 * -(-L // max(1, layers))
         assert seen == {(RS, "X"): calls, (AG, "X"): calls}
         assert nbytes == L * 4 * 8 * D * F
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("dim", range(4))
+def test_the_blocks_that_a_reduction_scatters_lie_in_one_piece(dim, together):
+    """Those of all layers, or of each layer alone."""
+    room = _room(torch.empty(0), (2, 3, 4, 5), dim, together)
+    assert room.shape == (2, 3, 4, 5)
+    assert (room.movedim(dim, 0 if together else 1) if dim else room).is_contiguous()

@@ -53,8 +53,8 @@ TESTS = {  # the longest prefix counts
     "collectives/test_checked_waiting.py collectives/test_early.py collectives/test_collectives.py "
     "collectives/test_transfer.py",
     "launch": "launch",
-    "collectives": "collectives test_misuse.py algebra/test_execute.py algebra/test_rules.py",
-    "collectives/kernel.py": "algebra/test_contraction.py collectives",
+    "collectives": "collectives test_misuse.py algebra/test_execute.py algebra/test_rules.py trace",
+    "collectives/kernel.py": "algebra/test_contraction.py trace/test_trace.py collectives",
     "collectives/multiply.py": "algebra/test_contraction.py algebra/test_rules.py collectives "
     "trace/test_trace.py test_misuse.py",
     "collectives/plans.py": "algebra/test_execute.py algebra/test_derive.py algebra/test_derive_unreduced.py "

@@ -80,7 +80,7 @@ class _Chunk(Layers):
     """The layers of one virtual stage: `Layers` with the accumulator that a pipeline asks for. Unless a policy
     drops them, weights are gathered once a step: a stage has few layers, and every microbatch uses them."""
 
-    first = 0
+    first: int
     extra: "Tensor | float" = 0.0
     out: dict
 
