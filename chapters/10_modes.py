@@ -193,9 +193,9 @@ BLOCKS = {  # its texts, the types of what goes in and out, and shapes
 }  # fmt: skip
 
 # %% [markdown]
-# Values and gradients are held against one device. The lists: what each mode sent in the forward pass and in both, from
-# the shards of its arguments to those of its gradients. `shard_map` hands out whole arrays; what that takes, counted
-# by programs that do nothing else, is taken off its list. Numbers alone, the loss, are not counted.
+# Values and gradients are compared with one device's. The lists: what each mode sent in the forward pass and in both,
+# from the shards of its arguments to those of its gradients. `shard_map` returns whole arrays; what that takes, counted
+# by programs that do nothing else, is subtracted from its list. Single numbers, such as the loss, are not counted.
 
 
 # %%

@@ -28,7 +28,7 @@ def load_text(path: "str | os.PathLike | None" = None, max_bytes: int = MAX_BYTE
     ValueError if there is no such file, or nothing in it.
     """
     if path is not None and not Path(path).is_file():
-        raise ValueError(f"no text at {str(path)!r}: give the path of a file, or none for Python's standard library")
+        raise ValueError(f"no text at {str(path)!r}\n  fix: give a file, or None for Python's standard library")
     files = [Path(path)] if path is not None else sorted(Path(os.__file__).parent.glob("*.py"))
     text = bytearray()
     for file in files:
@@ -46,7 +46,7 @@ def load_text(path: "str | os.PathLike | None" = None, max_bytes: int = MAX_BYTE
 def split(tokens: Tensor, valid_fraction: float = 0.1) -> tuple[Tensor, Tensor]:
     """(train, valid): valid is the end of the text, so that no window of one overlaps the other."""
     if not 0 < valid_fraction < 1:
-        raise ValueError(f"valid_fraction must lie between 0 and 1; got {valid_fraction}")
+        raise ValueError(f"valid_fraction must lie between 0 and 1; got {valid_fraction}\n  fix: 0.1 is the default")
     at = len(tokens) - round(len(tokens) * valid_fraction)
     return tokens[:at], tokens[at:]
 
@@ -83,7 +83,9 @@ class BatchRows(Sampler):
 
     def __init__(self, rows: int, batch: int, part: slice, seed: int = 0, epoch: int = 0):
         if not 1 <= batch <= rows:
-            raise ValueError(f"a batch of {batch} rows cannot be drawn from {rows}: use another batch or a longer text")
+            raise ValueError(
+                f"a batch of {batch} rows cannot be drawn from {rows}\n  fix: give a smaller batch or a longer text"
+            )
         self.rows, self.batch, self.part, self.seed, self.epoch = rows, batch, part, seed, epoch
 
     def set_epoch(self, epoch: int) -> None:

@@ -14,7 +14,7 @@ def format_sizes(sizes: Mapping[str, int]) -> str:
 def check_axis(axis) -> None:
     """ShardingError unless types can hold an axis of this name: `XY` would be read as X and Y."""
     if not (isinstance(axis, str) and re.fullmatch("[A-Z]|(?![A-Z]+$)[A-Za-z][A-Za-z0-9]*", axis, re.ASCII)):
-        raise ShardingError(f"{axis!r} cannot name a mesh axis: use one capital letter, or a word such as data")
+        raise ShardingError(f"{axis!r} cannot name a mesh axis\n  fix: use one capital letter, or a word such as data")
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
@@ -27,7 +27,7 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
     for axis, size in sizes.items():
         check_axis(axis)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ShardingError(f"mesh axis {axis} has size {size!r}: it must be an int of at least 1")
+            raise ShardingError(f"mesh axis {axis} has size {size!r}\n  fix: give an int of at least 1")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -43,7 +43,7 @@ def parse_sizes(text: str, option: str, what: str) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         if not (match := re.fullmatch(r"\s*([A-Za-z][A-Za-z0-9']*)\s*=\s*([0-9]{1,15})\s*", part, re.ASCII)):
-            raise ShardingError(f"{option}: cannot read {shortened(part)!r}; write axes and sizes as in X=4,Y=2")
+            raise ShardingError(f"{option}: cannot read {shortened(part)!r}\n  fix: write axes and sizes as in X=4,Y=2")
         if match[1] in sizes:
             raise ShardingError(
                 f"{option} {shortened(text)}: {what} {match[1]} is given twice\n  fix: give each name once"

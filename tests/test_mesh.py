@@ -55,9 +55,12 @@ def test_thousands_of_devices_are_only_numbers():
 
 
 NO_MESH = {
-    "size 0": ({"X": 0}, "axis X has size 0: it must be an int of at least 1"),
-    "a float": ({"X": 2.0}, "axis X has size 2.0: it must be an int"),
-    "several capitals": ({"XY": 2}, "'XY' cannot name a mesh axis: use one capital letter, or a word such as data"),
+    "size 0": ({"X": 0}, "axis X has size 0\n  fix: give an int of at least 1"),
+    "a float": ({"X": 2.0}, "axis X has size 2.0\n  fix: give an int"),
+    "several capitals": (
+        {"XY": 2},
+        "'XY' cannot name a mesh axis\n  fix: use one capital letter, or a word such as data",
+    ),
     "a capital twice": ({"XX": 2}, "'XX' cannot name a mesh axis"),
     "a comma": ({"X,Y": 2}, "'X,Y' cannot name a mesh axis"),
     "an underscore": ({"d_x": 2}, "'d_x' cannot name a mesh axis"),

@@ -38,7 +38,8 @@ def result_type(line: str | Line) -> Spec:
                     f"all_reduce or reduce_scatter it over {axis} first")  # fmt: skip
     for dim in result.dim_names:
         if dim not in axes_of:
-            refuse_product(line, f"dim {dim} is in no operand", "every dim of the result comes from an operand")
+            rule = "every dim of the result comes from an operand"
+            refuse_product(line, f"dim {dim} is in no operand", rule, "leave it out, or name it in an operand")
     dims = tuple((dim, axes_of[dim]) for dim in result.dim_names)
     used = [axis for _, axes in dims for axis in axes] + summed
     for axis in used:
@@ -58,13 +59,14 @@ def check_product(line: "str | Line") -> Line:
     """The line, or a ShardingError unless it is a product that sends nothing."""
     line = parse_line(line)
     if len(line.operands) > 2:
-        raise ShardingError(f"{line}\n  einsum multiplies two operands at a time: write one line for each product")
+        raise ShardingError(
+            f"{line}\n  einsum multiplies two operands at a time\n  fix: write one line for each product"
+        )
     dims = [set(spec.dim_names) for spec in line.operands]
     for dim in line.contract:
         if not all(dim in names for names in dims) or dim in line.result.dim_names:
-            refuse_product(
-                line, f"*_{dim} says that {dim} is contracted", "both operands have it and the result does not"
-            )
+            what, rule = f"*_{dim} says that {dim} is contracted", "both operands have it and the result does not"
+            refuse_product(line, what, rule, "name such a dim after *_, or none")
     natural = result_type(line)
     if natural.same_sharding(line.result):
         return line
@@ -79,5 +81,5 @@ def check_product(line: "str | Line") -> Line:
     refuse_product(line, f"the product of these operands is {natural}", rule, "reshard the operands or the result")
 
 
-def refuse_product(line, what: str, rule: str, fix: str = "") -> NoReturn:
-    raise ShardingError(f"einsum: {line}\n  {what}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else ""))
+def refuse_product(line, what: str, rule: str, fix: str) -> NoReturn:
+    raise ShardingError(f"einsum: {line}\n  {what}\n  rule: {rule}\n  fix: {fix}")

@@ -101,7 +101,10 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
         raise ShardingError(f"{line}: a chain of products has two operands or more\n  fix: use reshard for one array")
     names = [spec.name for spec in (*operands, out)]
     if "" in names or len(set(names)) < len(names):
-        raise ShardingError(f"{line}: every array needs a name of its own, to be followed through the algorithm")
+        raise ShardingError(
+            f"{line}: every array needs a name of its own, to be followed through the algorithm"
+            "\n  fix: name each, as In and W"
+        )
     dims = _chain_dims(line)
     hidden = ["Tmp"] if len(operands) == 3 else [f"Tmp{n}" for n in range(1, len(operands) - 1)]
     results = [Spec(name, tuple((d, ()) for d in kept)) for name, kept in zip((*hidden, out.name), dims, strict=True)]

@@ -29,8 +29,8 @@ class CollectiveStep:
         return replace(self, before=before, after=after, dim=self.dim + 1, to=self.to + 1, splits=splits)
 
 
-def refuse_rule(line: str, kind: str, what: str, rule: str, fix: str = "") -> NoReturn:
-    raise ShardingError(f"{kind}: {line}\n  {what}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else ""))
+def refuse_rule(line: str, kind: str, what: str, rule: str, fix: str) -> NoReturn:
+    raise ShardingError(f"{kind}: {line}\n  {what}\n  rule: {rule}\n  fix: {fix}")
 
 
 @lru_cache(maxsize=4096)
@@ -38,10 +38,12 @@ def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
     """The steps of `line` as a collective of this kind, or a ShardingError that names the rule it breaks."""
     parsed = parse_line(line)
     if len(parsed.operands) != 1:
-        refuse_rule(line, kind, f"{len(parsed.operands)} operands", "a collective has one operand; einsum multiplies")
+        rule = "a collective has one operand; einsum multiplies"
+        refuse_rule(line, kind, f"{len(parsed.operands)} operands", rule, "write a line for each, or use einsum")
     before, after = parsed.operands[0], parsed.result
     if before.dim_names != after.dim_names:
-        refuse_rule(line, kind, "the dims differ", "a collective moves axes, it does not change or reorder the dims")
+        rule = "a collective moves axes, it does not change or reorder the dims"
+        refuse_rule(line, kind, "the dims differ", rule, "write the same dims on both sides, in the same order")
     return _RULES[kind](line, kind, before, after)
 
 
@@ -126,9 +128,8 @@ def _rooted(line, kind, before, after):
         kind == "Broadcast" or before.unreduced == after.unreduced
     )
     if before.dims != after.dims or not axes or not legal:
-        refuse_rule(
-            line, kind, "the types do not fit", f"{kind} is {wanted}: only the root's part counts, the others are zeros"
-        )
+        rule = f"{kind} is {wanted}: only the root's part counts, the others are zeros"
+        refuse_rule(line, kind, "the types do not fit", rule, "write them so; the other dims stay as they are")
     return (CollectiveStep(before, after, axes),)
 
 
@@ -141,13 +142,14 @@ def _gather(line, kind, before, after):
         back = _reduce_scatter(line, kind, after, before)
     except ShardingError:
         rule = "Gather is A[I_X] -> A[I] {U_X}: the root gets the whole dim, and the others, who get zeros, add nothing"
-        refuse_rule(line, kind, "the types do not fit", rule)
+        refuse_rule(line, kind, "the types do not fit", rule, "write them so; the other dims stay as they are")
     return tuple(CollectiveStep(s.after, s.before, s.axes, s.dim) for s in _only_one(line, kind, back))
 
 
 def _only_one(line, kind, steps):
     if len(steps) > 1:
-        refuse_rule(line, kind, "several dims change", f"{kind} has one root, and so changes one dim")
+        rule = f"{kind} has one root, and so changes one dim"
+        refuse_rule(line, kind, "several dims change", rule, "write a line for each dim")
     return steps
 
 

@@ -9,7 +9,7 @@ from there on.
 
 A strategy is SPECS, a dict of types, {"In": "In[B_X, D]", "W": "W[D, F]", "Out": "Out[B_X, F]"}, with functions given
 to Strategy(SPECS, forward, backward, ...), or called forward and backward: their arguments are known by their names
-(params, saved, In, W, dOut), and what they return is held against SPECS. A docstring that begins with types, x[B_X, D]
+(params, saved, In, W, dOut), and what they return is compared with SPECS. A docstring that begins with types, x[B_X, D]
 -> Out[B, D], says those of any function; a comment that does, u = fetch(a)  # u[B, D] {U_X}, that of a variable.
 docs/rules.md names every rule.
 """
@@ -210,7 +210,7 @@ def files_of(paths: Sequence) -> list[Path]:
                 + "\n  fix: give .py files, or directories that hold some"
             )
         if path.is_file() and not is_python(path):
-            raise ValueError(f"{path}: is not a Python file: give .py files, or directories of them")
+            raise ValueError(f"{path}: is not a Python file\n  fix: give .py files, or directories that hold some")
         found += inside
     return list(dict.fromkeys(found))
 
@@ -237,11 +237,9 @@ def _summary(report: Report) -> str:
 
 
 def main(argv: "list[str] | None" = None) -> int:
-    """0 if nothing was found, 1 if something was, 2 if what was named cannot be checked."""
-    about, *more = (__doc__ or "").split("\n\n")
-    parser = Parser(
-        prog="python -m scaling.check", description=about, epilog="\n\n".join([*more, main.__doc__ or ""])
-    )  # fmt: skip
+    about, *more = (__doc__ or "").strip().split("\n\n")
+    status = "Exit status: 0, nothing was found; 1, something was; 2, an argument cannot be checked."
+    parser = Parser(prog="python -m scaling.check", description=about, epilog="\n\n".join([*more, status]))
     parser.add_argument("files", nargs="+", help="Python files, or directories of them")
     parser.add_argument("--json", action="store_true", help="print findings and what was checked as JSON")
     args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """What a variable can hold while code is read and not run: the values of the static type checker, and how they meet.
 
 A value that nothing is known about is None. What is known of an array is its type; a guess (`sure` False) is what a
-function that is not followed most likely returned: it is held against a declared type only if the dims are the same.
+function that is not followed most likely returned: it is compared with a declared type only if the dims are the same.
 """
 
 import ast

@@ -1,5 +1,7 @@
 """Preallocated outputs, `out=` and `donate=True`: what they may be, so that nothing else is written over."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,12 @@ from scaling.spec import ShardingError
 def check_out(line, out: Tensor, shape: tuple[int, ...], dtype, device) -> None:
     """ShardingError unless `out` can hold a result of this shape, dtype and device."""
     if not isinstance(out, Tensor):
-        refuse(line, f"out is a {type(out).__name__}", "out is a preallocated tensor, overwritten and returned")
+        rule = "out is a preallocated tensor, overwritten and returned"
+        refuse(line, f"out is a {type(out).__name__}", rule, "give a tensor, or leave out= away")
     if out.shape != shape:
         rule = "out has the shape of the result: what is written beyond it would be another tensor's"
-        refuse(line, f"the result has shape {tuple(shape)}, out {tuple(out.shape)}", rule)
+        what = f"the result has shape {tuple(shape)}, out {tuple(out.shape)}"
+        refuse(line, what, rule, "give a buffer of that shape, or leave out= away")
     if out.dtype != dtype or out.device != device:
         what = f"the result is {dtype} on {device}, out {out.dtype} on {out.device}"
         refuse(line, what, "out has the dtype and the device of the result: nothing is converted", "leave out= away")
@@ -93,5 +97,5 @@ def _as_numpy(x: Tensor):
     return numpy.asarray(Where())
 
 
-def refuse(line, what: str, rule: str, fix: str = "") -> None:
-    raise ShardingError(f"{line}\n  {what}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else ""))
+def refuse(line, what: str, rule: str, fix: str) -> NoReturn:
+    raise ShardingError(f"{line}\n  {what}\n  rule: {rule}\n  fix: {fix}")

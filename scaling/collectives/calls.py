@@ -210,7 +210,7 @@ def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, asy
     for ends in zip(*pairs, strict=True):
         if len(set(ends)) < len(ends) or not all(0 <= i < group.size for i in ends):
             rule = f"sources are distinct, targets are distinct, and all lie in 0..{group.size - 1}"
-            refuse(line, f"ppermute over {axis} (size {group.size}) by {pairs}", rule)
+            refuse(line, f"ppermute over {axis} (size {group.size}) by {pairs}", rule, "give such pairs")
     op = Op.over(group, "CollectivePermute", f"{before} -> {after}", pairs=pairs)
     return _run(LineStep(op, group, len(before.dims), None, numbers(before, mesh), on=on(mesh)), x, mesh, async_op)
 

@@ -55,8 +55,8 @@ class LineStep(NamedTuple):
 
     def refuse_device(self, x: Tensor, mesh) -> None:
         if self.op.backend == "abstract" or mesh.device.type == "meta":
-            what = f"an AbstractMesh moves no data: give it tensors on the meta device, not {x.device}"
-            raise ShardingError(f"{self}\n  {what}")
+            what = f"an AbstractMesh moves no data, and the operand is on {x.device}"
+            raise ShardingError(f"{self}\n  {what}\n  fix: give it tensors on the meta device")
         rule = f"a mesh moves what is on its own device, {mesh.device}"
         fix = "plan with shapes alone on an AbstractMesh" if x.is_meta else f".to({str(mesh.device)!r}) first"
         refuse(self, f"the operand is on {x.device}", rule, fix)
@@ -82,7 +82,7 @@ class LineStep(NamedTuple):
 def resolve(mesh, kind: str, line: str, root: int | None, by: str) -> list[LineStep]:
     """What a line does on this mesh."""
     if by not in REDUCTIONS:
-        refuse(line, f"op={by!r}", f"parts are put together by one of {', '.join(REDUCTIONS)}")
+        refuse(line, f"op={by!r}", f"parts are put together by one of {', '.join(REDUCTIONS)}", "choose one of these")
     same = kind == "Slice" and unsplit(line)
     steps = [same] if same else collective_steps(kind, line)
     return [_step(mesh, kind, step.stacked(mesh.stack) if mesh.stack else step, root, by) for step in steps]
@@ -174,7 +174,8 @@ def refuse_shape(mesh, kind: str, line: str, root: int | None, by: str, shape: t
 
 def refuse_buffer(mesh, line: str, shape, given, dtype, found) -> None:
     """While compiling: a buffer that does not fit."""
-    refuse(line, f"the result is {dtype}{list(shape)}, out {found}{list(given)}", "out has the shape and the dtype")
+    what, rule = f"the result is {dtype}{list(shape)}, out {found}{list(given)}", "out has the result's shape and dtype"
+    refuse(line, what, rule, "give such a buffer, or leave out= away")
 
 
 def _a(kind: type) -> str:

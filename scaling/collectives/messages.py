@@ -127,10 +127,13 @@ def _ready(kind: str, line: str, x: Tensor, mesh, axis: str, other: int, async_o
     check_operand(kind, Line((spec,), spec), group, x, mesh)
     if differentiated(x):
         raise ShardingError(
-            f"{kind} {spec}: not differentiable, since its transpose lies on another rank: use ppermute"
+            f"{kind} {spec}: not differentiable, since its transpose lies on another rank\n  fix: use ppermute"
         )
     if not 0 <= other < group.size or other == group.index:
-        raise ShardingError(f"{kind} {spec}: rank {other} along {axis} must be another one of 0..{group.size - 1}")
+        raise ShardingError(
+            f"{kind} {spec}: rank {other} along {axis} must be another one of 0..{group.size - 1}"
+            f"\n  fix: give the place of another rank along {axis}"
+        )
     if not trace.active():
         return group, None
     nbytes = x.numel() * x.element_size()

@@ -124,7 +124,7 @@ def _refuse_shapes(line: str, *shapes: tuple[int, ...]) -> None:
 @constant
 def _refuse_buffer(line: str, shape, dtype, given, found) -> None:
     what, rule = f"the result is {dtype}{list(shape)}, out {found}{list(given)}", "out has the result's shape and dtype"
-    refuse_product(check_product(line), what, rule)
+    refuse_product(check_product(line), what, rule, "give such a buffer, or leave out= away")
 
 
 def _refuse_operands(line: Line, *operands: Tensor | None) -> NoReturn:
@@ -141,8 +141,9 @@ def _refuse_operands(line: Line, *operands: Tensor | None) -> NoReturn:
     if len({x.is_meta for x in given}) > 1:
         why.append("one of them is on the meta device, which holds shapes alone")
     what = "; ".join(why) or "the operands do not have the dims of their types"
-    rule = "shards of one dim, split alike, have one size\n  fix: give shards as their types say"
-    refuse_product(line, f"shards of shapes {[tuple(x.shape) for x in given]}: {what}", rule)
+    what = f"shards of shapes {[tuple(x.shape) for x in given]}: {what}"
+    rule = "shards of one dim, split alike, have one size"
+    refuse_product(line, what, rule, "give shards as their types say")
 
 
 def _check_out(product: Kernel, a: Tensor, b: Tensor | None, out: Tensor | None) -> None:
@@ -168,6 +169,4 @@ def _refuse_kind(line: Line, a: Tensor, b: Tensor | None, out: Tensor | None, er
     elif out is not None and any(x is not None and differentiated(x) for x in (a, b, out)):
         rule, fix = "what is written to a buffer is not differentiated", "leave out= away"
     if rule:
-        raise ShardingError(
-            f"einsum: {line}\n  {error}\n  rule: {rule}" + (f"\n  fix: {fix}" if fix else "")
-        ) from error
+        raise ShardingError(f"einsum: {line}\n  {error}\n  rule: {rule}\n  fix: {fix}") from error

@@ -49,7 +49,7 @@ def one_hop(x: torch.Tensor, mesh, axis: str, step: int, log: "LinkBytes | None"
 def directions(n: int, ways: int) -> list[tuple[int, int]]:
     """(step, hops) of each way: one way goes all n - 1 hops, two ways share them, floor(n/2) to the right."""
     if ways not in (1, 2):
-        raise ValueError(f"ways must be 1 or 2, got {ways}")
+        raise ValueError(f"ways must be 1 or 2, got {ways}\n  fix: 1 sends one way round the ring, 2 both ways")
     return [(1, n - 1)] if ways == 1 else [(1, n // 2), (-1, (n - 1) // 2)]
 
 

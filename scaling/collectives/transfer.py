@@ -155,7 +155,12 @@ def _announced(line: Line, x, before: Spec, source_mesh, target_mesh, me: int) -
         said, _, rest = bytes(header.tolist()).rstrip(b"\0").decode().partition("|")
         if said != str(line):
             rule = "the ranks of both meshes make the same call"
-            refuse(f"transfer: {line}", f"rank {teachers[me]} calls transfer: {said}", rule)
+            refuse(
+                f"transfer: {line}",
+                f"rank {teachers[me]} calls transfer: {said}",
+                rule,
+                "write one line for all of them",
+            )
         dtype, *shape = rest.split()
         return tuple(map(int, shape)), getattr(torch, dtype)
     shape = tuple(n * source_mesh.size(axes) for n, (_, axes) in zip(x.shape, before.dims, strict=True))

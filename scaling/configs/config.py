@@ -138,16 +138,21 @@ class Config:
             value = getattr(self, letter)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
                 least = f"{self.name}: {letter} must be a whole number of at least 1"
-                raise ValueError(f"{least} and at most {MOST:,}, got {value!r:.40}")
+                raise ValueError(f"{least} and at most {MOST:,}, got {value!r:.40}\n  fix: give an int in that range")
         check_fields(self, f"{self.name}: ")
         if self.N % self.K:
-            raise ValueError(f"{self.name}: K={self.K} KV heads must divide N={self.N} query heads")
+            raise ValueError(
+                f"{self.name}: K={self.K} KV heads must divide N={self.N} query heads\n  fix: give K a divisor of N"
+            )
         if self.k > self.E:
             raise ValueError(
                 f"{self.name}: {self.k} experts cannot be active of E={self.E}\n  fix: choose k from 1 to E"
             )
         if not 0 <= self.dense_layers <= self.L or (self.dense_layers and self.F_dense < 1):
-            raise ValueError(f"{self.name}: dense_layers must lie in 0..L={self.L}, and they need an F_dense")
+            raise ValueError(
+                f"{self.name}: dense_layers must lie in 0..L={self.L}, and they need an F_dense"
+                "\n  fix: give both, or neither"
+            )
         dtype_bytes(self.dtype)
         self._check_routing()
         self._check_attention()
@@ -160,7 +165,7 @@ class Config:
         if self.expert_groups < 1 or self.E % self.expert_groups or not 1 <= self.top_groups <= self.expert_groups:
             raise ValueError(
                 f"{self.name}: expert_groups={self.expert_groups} must divide E={self.E}, and top_groups="
-                f"{self.top_groups} lie in 1..{self.expert_groups}"
+                f"{self.top_groups} lie in 1..{self.expert_groups}\n  fix: leave both out, or choose such numbers"
             )
         if self.k > self.top_groups * (self.E // self.expert_groups):
             raise ValueError(
@@ -168,27 +173,34 @@ class Config:
                 "\n  fix: choose a smaller k, or more groups"
             )
         if self.capacity is not None and not 0 < self.capacity < float("inf"):
-            raise ValueError(f"{self.name}: capacity must be a factor above 0, or None to drop none: {self.capacity!r}")
+            what = f"{self.name}: capacity must be a factor above 0, or None to drop none: {self.capacity!r}"
+            raise ValueError(f"{what}\n  fix: give None, or a factor such as 1.25")
         for field in ("aux_coef", "z_coef"):
             if not 0 <= getattr(self, field) < float("inf"):
-                raise ValueError(f"{self.name}: {field} must be at least 0, got {getattr(self, field)!r}")
+                what = f"{self.name}: {field} must be at least 0, got {getattr(self, field)!r}"
+                raise ValueError(f"{what}\n  fix: 0.0 leaves its term out")
         if not 0 < self.routed_scale < float("inf"):
-            raise ValueError(f"{self.name}: routed_scale must be above 0, got {self.routed_scale!r}")
+            raise ValueError(
+                f"{self.name}: routed_scale must be above 0, got {self.routed_scale!r}\n  fix: 1.0 is the default"
+            )
 
     def _check_attention(self) -> None:
         if not 0 < self.theta < float("inf") or not 0 < self.eps < float("inf"):
-            raise ValueError(f"{self.name}: theta and eps must be above 0, got {self.theta!r} and {self.eps!r}")
+            what = f"{self.name}: theta and eps must be above 0, got {self.theta!r} and {self.eps!r}"
+            raise ValueError(f"{what}\n  fix: leave them out, or give positive numbers")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"{self.name}: dropout must lie in [0, 1), got {self.dropout!r}")
+            raise ValueError(f"{self.name}: dropout must lie in [0, 1), got {self.dropout!r}\n  fix: 0.0 drops nothing")
         if self.activation not in (None, *ACTIVATIONS):
-            raise ValueError(f"{self.name}: activation must be one of {', '.join(ACTIVATIONS)}: {self.activation!r}")
+            what = f"{self.name}: activation must be one of {', '.join(ACTIVATIONS)}: {self.activation!r}"
+            raise ValueError(f"{what}\n  fix: choose one of them, or leave it out")
         if isinstance(self.window, tuple) and len(self.window) != self.L:
             raise ValueError(
                 f"{self.name}: window has {len(self.window)} entries for L={self.L} layers"
                 "\n  fix: give one window, or one for each layer"
             )
         if any(w is not None and (isinstance(w, bool) or not isinstance(w, int) or w < 1) for w in self.windows):
-            raise ValueError(f"{self.name}: a window is a whole number of tokens of at least 1, got {self.window!r}")
+            what = f"{self.name}: a window is a whole number of tokens of at least 1, got {self.window!r}"
+            raise ValueError(f"{what}\n  fix: give such a number, or None for layers without a window")
 
     @property
     def windows(self) -> tuple[int | None, ...]:

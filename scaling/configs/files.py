@@ -23,7 +23,7 @@ def get(model: "str | Config") -> Config:
             return config
     if Path(model).suffix in (".json", ".toml"):
         return load(model)
-    raise ValueError(f"unknown model {model!r}: give a .json or .toml file, or one of {', '.join(MODELS)}")
+    raise ValueError(f"unknown model {model!r}\n  fix: give a .json or .toml file, or one of {', '.join(MODELS)}")
 
 
 def load(path: "str | Path") -> Config:

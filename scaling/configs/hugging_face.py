@@ -135,7 +135,7 @@ def read_config(table: dict) -> dict:
         found["F_dense"] = table["intermediate_size"]
     if table.get("kv_lora_rank"):
         if absent := [key for key in LATENT if table.get(key) is None]:
-            raise ValueError(f"latent attention needs {', '.join(absent)}")
+            raise ValueError(f"latent attention needs {', '.join(absent)}\n  fix: add them, or leave kv_lora_rank out")
         found["latent"] = Latent(*(table[key] for key in LATENT))
     if name == "deepseek_v3":
         found.setdefault("routing", "sigmoid")

@@ -161,7 +161,9 @@ def expert_layer(B: float, D: float, F: float, Z: int, k: int, chip: Chip, dtype
     node = chip.node_gpus
     across = node < Z
     if across and Z % node:
-        raise ValueError(f"Z = {Z}: experts over several nodes take whole ones, of {node} GPUs")
+        raise ValueError(
+            f"Z = {Z}: experts over several nodes take whole ones, of {node} GPUs\n  fix: give Z a multiple of {node}"
+        )
     units = Z // node if across else Z
     sent = 4 * B * D / units * (units - 1) * nonzero_share(units, k)
     return Cost(math_time, (("Z", sent / chip.bandwidth("scale-out" if across else "node")),))

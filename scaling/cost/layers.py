@@ -63,7 +63,7 @@ class Links:
     def rate(self, axis: str, user: str) -> float:
         """Bytes/s over an axis; ValueError if it was not given."""
         if (rate := self.rates()[axis]) is None:
-            raise ValueError(f"{user} moves bytes over {axis}: give Links({axis}=...), in bytes/s")
+            raise ValueError(f"{user} moves bytes over {axis}\n  fix: give Links({axis}=...), in bytes/s")
         return rate
 
 
@@ -131,7 +131,9 @@ def layer_bytes(
     one_of("direction", direction, DIRECTIONS)
     whole(X=X, Y=Y)
     if (strategy in ("dp", "fsdp") and Y > 1) or (strategy == "tp" and X > 1):
-        raise ValueError(f"{strategy} has no axis {'X' if strategy == 'tp' else 'Y'}: use fsdp_tp for X={X}, Y={Y}")
+        raise ValueError(
+            f"{strategy} has no axis {'X' if strategy == 'tp' else 'Y'}\n  fix: use fsdp_tp for X={X}, Y={Y}"
+        )
     size = dtype_bytes(shape.dtype)
     weights = size * shape.params / Y if X > 1 else 0  # gathered over X, each chip's share of F
     activations = size * shape.B * shape.D / X if Y > 1 else 0  # gathered over Y, each chip's share of B

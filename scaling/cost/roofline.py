@@ -120,7 +120,7 @@ def tiled_matmul(m: int, k: int, n: int, tiles: tuple[int, int, int], C: float, 
     bm, bk, bn = tiles
     positive(m=m, k=k, n=n, bm=bm, bk=bk, bn=bn)
     if m % bm or k % bk or n % bn:
-        raise ValueError(f"tiles {tiles} do not divide {(m, k, n)}: pad the matrix, or take other tiles")
+        raise ValueError(f"tiles {tiles} do not divide {(m, k, n)}\n  fix: pad the matrix, or take other tiles")
     tm, tk, tn = m // bm, k // bk, n // bn
     size = dtype_bytes(dtype)
     return Roofline(2 * m * k * n, size * tm * tn * (tk * (bm * bk + bk * bn) + bm * bn), C, W)
@@ -133,7 +133,7 @@ def split_contraction(B: float, D: float, F: float, C: float, W: float, chips: i
     """
     positive(B=B, D=D, F=F)
     if chips != 2:
-        raise ValueError(f"chips = {chips}: two swap their sums; more take an AllReduce (scaling.cost.all_reduce)")
+        raise ValueError(f"chips = {chips}: only two swap their sums\n  fix: for more use scaling.cost.all_reduce")
     return Roofline(2 * B * D * F / chips, dtype_bytes(dtype) * B * F, C, W)
 
 

@@ -27,7 +27,8 @@ def einsum_flops(equation: str, *shapes: tuple[int, ...]) -> int:
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     operands = inputs.split(",")
     if not arrow or len(operands) != len(shapes) or not 1 <= len(operands) <= 2:
-        raise ValueError(f"{equation!r} needs an arrow and a shape for each of its one or two operands, got {shapes}")
+        what = f"{equation!r} needs an arrow and a shape for each of its one or two operands, got {shapes}"
+        raise ValueError(f'{what}\n  fix: write it as "bd,df->bf", with as many shapes')
     sizes: dict[str, int] = {}
     for letters, shape in zip(operands, shapes, strict=True):
         if len(letters) != len(shape):
@@ -103,7 +104,7 @@ def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: 
     S = _whole("S", T if S is None else S)
     tokens, counts = _whole("B", B) * _whole("T", T), params(config, active=True)
     if causal and S < T:
-        raise ValueError(f"causal attention of T={T} tokens needs at least as many keys, got S={S}")
+        raise ValueError(f"causal attention of T={T} tokens needs at least as many keys, got S={S}\n  fix: give S >= T")
     pairs = sum(visible_pairs(T, S, window) if causal else T * S for window in config.windows)
     head = config.latent.nope + config.latent.rope + config.latent.value if config.latent else 2 * config.H
     return {
@@ -123,7 +124,7 @@ def remat_flops(config: Config, B: int, T: int, remat: str, causal: bool = False
     "block", whether each layer's last product runs again as well, whose result nobody reads; on a mesh it does not.
     """
     if remat not in POLICIES:
-        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(POLICIES)}")
+        raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(POLICIES)}")
     forward = forward_flops(config, B, T, causal=causal)
     if remat in ("none", "gather"):
         return 0
@@ -142,7 +143,7 @@ def train_flops(config: Config, B: int, T: int, causal: bool = False, remat: str
 def rule_of_thumb(config: Config, tokens: float, remat: str = "none") -> float:
     """6 * params * tokens for a training step; 8 with block remat (Part 4). For a mixture of experts, active params."""
     if remat not in REMAT:
-        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(REMAT)}")
+        raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(REMAT)}")
     return (8 if remat == "block" else 6) * num_params(config, active=True) * tokens
 
 
@@ -179,7 +180,9 @@ def utilization(
     with T < S of tokens that attend to a cache too. With `remat` what is computed again counts as well: hardware FLOPs.
     """
     if training and S not in (None, T):
-        raise ValueError(f"a training step attends to its own T={T} tokens, got S={S}: pass training=False")
+        raise ValueError(
+            f"a training step attends to its own T={T} tokens, got S={S}\n  fix: leave S out, or give training=False"
+        )
     if training:
         flops = sum(train_flops(config, B, T, causal, remat).values())
     else:
@@ -206,7 +209,7 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     of that but what this kernel keeps.
     """
     if remat not in POLICIES:
-        raise ValueError(f"unknown remat {remat!r}: one of {', '.join(POLICIES)}")
+        raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(POLICIES)}")
     D, Q, KV = config.D, config.N * config.H, config.K * config.H
     F = config.F * (config.k + config.shared)
     block = {"In": D}
@@ -248,5 +251,5 @@ def attention_crossover(config: Config) -> float:
 
 def _whole(letter: str, value: int) -> int:
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{letter} must be a whole number of at least 1, got {value!r}")
+        raise ValueError(f"{letter} must be a whole number of at least 1, got {value!r}\n  fix: give an int")
     return value

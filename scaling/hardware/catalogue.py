@@ -27,7 +27,9 @@ def chip(name: str, variant: str | None = None) -> Chip:
         return load_chip(name, variant)
     key = name.lower().removeprefix("tpu").strip(" -_")
     if key not in registry():
-        raise ValueError(f"unknown chip {name!r}: one of {', '.join(registry())}, or the path of a .toml file")
+        raise ValueError(
+            f"unknown chip {name!r}\n  fix: give one of {', '.join(registry())}, or the path of a .toml file"
+        )
     return build(key, registry()[key], variant)
 
 
@@ -87,7 +89,7 @@ def _resolve(data: Mapping) -> dict:
     if (base := data.get("base")) is None:
         return dict(data)
     if base not in registry():
-        raise ValueError(f"unknown base {base!r}: one of {', '.join(registry())}")
+        raise ValueError(f"unknown base {base!r}\n  fix: give one of {', '.join(registry())}")
     below = _resolve(registry()[base])
     return _merge({key: value for key, value in below.items() if key not in ("variants", "source")}, data)
 
@@ -111,7 +113,7 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
             "\n  fix: rename the field, or leave it out"
         )
     if "kind" not in data:
-        raise ValueError(f"kind is missing: one of {KINDS}")
+        raise ValueError(f"kind is missing\n  fix: give one of {KINDS}")
     for key in ("pod", "host"):
         if key in data:
             data[key] = tuple(data[key])

@@ -77,12 +77,14 @@ class Efficiency:
         shares |= {f"matmul.{dtype}": share for dtype, share in self.matmul}
         for name, share in shares.items():
             if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-                raise ValueError(f"efficiency.{name} is {share!r}: give a share of the peak, above 0 and at most 1")
+                raise ValueError(
+                    f"efficiency.{name} is {share!r}\n  fix: give a share of the peak, above 0 and at most 1"
+                )
         for name in ("hidden", "cores"):
             if not isinstance(share := getattr(self, name), (int, float)) or not 0 <= share <= 1:
-                raise ValueError(f"efficiency.{name} is {share!r}: give a share, from 0 to 1")
+                raise ValueError(f"efficiency.{name} is {share!r}\n  fix: give a share, from 0 to 1")
         if not isinstance(self.launch, (int, float)) or not 0 <= self.launch < 1:
-            raise ValueError(f"efficiency.launch is {self.launch!r}: give seconds, below 1")
+            raise ValueError(f"efficiency.launch is {self.launch!r}\n  fix: give seconds, below 1")
 
     def of_matmul(self, dtype: str) -> float:
         """The share of the peak in `dtype` that matmuls reach."""
@@ -133,16 +135,18 @@ class Chip:
 
     def __post_init__(self):
         if self.kind not in KINDS:
-            raise ValueError(f"chip {self.name}: kind is {self.kind!r}, not one of {KINDS}")
+            raise ValueError(f"chip {self.name}: kind is {self.kind!r}\n  fix: give one of {KINDS}")
         if self.wrap not in (None, "full", "cubes", "all", "none"):
-            raise ValueError(f"chip {self.name}: wrap is {self.wrap!r}, not one of 'full', 'cubes', 'all', 'none'")
+            raise ValueError(
+                f"chip {self.name}: wrap is {self.wrap!r}\n  fix: give one of 'full', 'cubes', 'all', 'none'"
+            )
         if isinstance(self.axes, bool) or not isinstance(self.axes, int) or self.axes < 0:
-            raise ValueError(f"chip {self.name}: axes is {self.axes!r}: give the number of axes of its torus")
+            raise ValueError(f"chip {self.name}: axes is {self.axes!r}\n  fix: give the number of axes of its torus")
         for name, value in _numbers(self):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"chip {self.name}: {name} is {value!r}: give a positive number, in SI units")
+                raise ValueError(f"chip {self.name}: {name} is {value!r}\n  fix: give a positive number, in SI units")
             if name.rpartition(".")[2] in COUNTS and not isinstance(value, int):
-                raise ValueError(f"chip {self.name}: {name} is {value!r}: give a whole number")
+                raise ValueError(f"chip {self.name}: {name} is {value!r}\n  fix: give a whole number")
             least = next((low for suffix, low in LEAST.items() if name.rpartition(".")[2].endswith(suffix)), 0)
             if value < (LEAST["flops"] if name.startswith("flops.") else least):
                 raise ValueError(
@@ -170,7 +174,7 @@ class Chip:
         value = getattr(self, field)
         if value in (None, (), 0):
             raise ValueError(
-                f"{self.name} ({self.kind}) has no {field}: give a chip that has, or a chip file of your own"
+                f"{self.name} ({self.kind}) has no {field}\n  fix: give a chip that has, or a chip file of your own"
             )
         return value
 
@@ -227,7 +231,7 @@ class Chip:
                     "\n  fix: choose a chip with a network, or add it to a chip file of your own"
                 )
             return self.levels[depth].child_bw
-        raise ValueError(f"unknown link {link!r}: one of ici, line, hbm, sram, pcie, dcn, node, scale-out")
+        raise ValueError(f"unknown link {link!r}\n  fix: give one of ici, line, hbm, sram, pcie, dcn, node, scale-out")
 
     def intensity(self, link: str = "hbm", dtype: str = "bf16", axes: int = 1) -> float:
         """FLOPs per byte at which computing takes as long as the link: the book's alpha = C / W."""

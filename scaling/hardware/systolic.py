@@ -32,7 +32,9 @@ def systolic_matmul(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | Non
     """X[M, K] W[K, N] on an n x n array. `frames` collects two grids [n, n] for each cycle: which row of X is in which
     cell (-1 for none), and the partial sum that the cell passes down."""
     if X.ndim != 2 or W.ndim != 2 or X.shape[1] != W.shape[0] or 0 in X.shape + W.shape:
-        raise ValueError(f"X{list(X.shape)} W{list(W.shape)}: give two matrices that multiply, [M, K] and [K, N]")
+        raise ValueError(
+            f"X{list(X.shape)} W{list(W.shape)}\n  fix: give two matrices that multiply, [M, K] and [K, N]"
+        )
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"n = {n!r}: the side of the array is a whole number, 1 or more\n  fix: give 128, say")
     (M, K), N = X.shape, W.shape[1]

@@ -1,4 +1,4 @@
-"""Calibration: what this machine does, as a chip file that the cost model reads; and how well that predicts.
+"""Calibration: measures this machine, writes a chip file for the cost model, and checks how well that file predicts.
 
     python -m scaling.measure --ranks 4 --out machine.toml
     python -m scaling.measure --ranks 4 --chip machine.toml       # the predictions of that file once more
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(given)
     dtypes = args.dtypes.split(",")
     if unknown := set(dtypes) - DTYPES.keys():
-        raise ValueError(f"unknown dtype {', '.join(sorted(unknown))}: one of {', '.join(DTYPES)}")
+        raise ValueError(f"unknown dtype {', '.join(sorted(unknown))}\n  fix: give some of {', '.join(DTYPES)}")
     if (load := os.getloadavg()[0]) > (os.cpu_count() or 1) + 1:
         busy = f"This machine is busy (load {load:.1f} on {os.cpu_count()} cores): expect the times to be off.\n"
         print(busy, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`python -m scaling.measure network --mesh X=2,Y=2`: what each collective moves, by axis and size; slow ranks named.
+"""`python -m scaling.measure network --mesh X=2,Y=2`: each collective's bandwidth by axis and size, and slow ranks.
 
 Bus bandwidth: the bytes that a rank must send, over the time, so that collectives and numbers of ranks compare with
 each other and with a link's figure. All ranks of all groups along an axis run at once, as they do in training.
@@ -105,8 +105,8 @@ def _report(results: list, sizes: dict[str, int], link: float | None) -> str:
 def main(argv=None) -> int:
     parser = Parser(prog="python -m scaling.measure network", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mesh", default="X=2", help="mesh axes and their sizes (default X=2)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--repeats", type=integer(1, 10**6), default=9)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
+    parser.add_argument("--repeats", type=integer(1, 10**6), default=9, help="repetitions per size (default 9)")
     parser.add_argument(
         "--link", type=number(1e-6), help="nominal bandwidth of a link in GB/s, each way, to compare with"
     )

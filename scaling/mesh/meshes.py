@@ -210,7 +210,9 @@ class Mesh(AbstractMesh):
             said, memory = self._share_page(everyone, len(sets), mine)
         if len(set(said)) > 1:
             lines = "".join(f"  rank {rank}: {each}\n" for rank, each in enumerate(said))
-            raise ShardingError(f"the ranks do not make the same mesh\n{lines}  rule: {MESHES}")
+            raise ShardingError(
+                f"the ranks do not make the same mesh\n{lines}  rule: {MESHES}\n  fix: give all the same sizes"
+            )
         if self.checked and meeting_on(everyone):
             # what ranks have begun on another mesh, and not all come to, would be in the way of this one's calls
             everyone = self._new_group(self.ranks)
@@ -264,7 +266,9 @@ class Mesh(AbstractMesh):
     def device_mesh(self):
         """The same mesh as a torch DeviceMesh, on the same process groups: for DTensor and torch's own strategies."""
         if not dist.is_initialized():
-            raise ShardingError("a DeviceMesh needs a process group, which one rank does not have: start 2 or more")
+            raise ShardingError(
+                "a DeviceMesh needs a process group, which one rank does not have\n  fix: start 2 or more"
+            )
         alone = {"timeout": timedelta(seconds=self.timeout), "use_local_synchronization": True}
         groups: list[Any] = [
             self.group((axis,)).pg or dist.new_group([dist.get_rank()], **alone) for axis in self.sizes
@@ -286,7 +290,9 @@ def join_world(device, timeout: float = TIMEOUT, store=None, rank: int = -1, wor
         local = rank if store is not None else int(os.environ.get("LOCAL_RANK", 0))
         if local >= torch.cuda.device_count():
             have = torch.cuda.device_count()
-            raise ValueError(f"rank {local} needs its own GPU, but there are {have}: use fewer ranks, or the cpu")
+            raise ValueError(
+                f"rank {local} needs its own GPU, but there are {have}\n  fix: use fewer ranks, or the cpu"
+            )
         torch.cuda.set_device(local)
         backend = "nccl"
     where = {"store": store, "rank": rank, "world_size": world} if store is not None else {}

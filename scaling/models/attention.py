@@ -18,7 +18,7 @@ from scaling._torch import flash_cpu
 def _grouped(Q: Tensor, kv_heads: int) -> Tensor:
     """Q[B, T, N, H] -> [B, K, G, T, H]."""
     if Q.shape[2] % kv_heads:
-        raise ValueError(f"K={kv_heads} KV heads must divide N={Q.shape[2]} query heads")
+        raise ValueError(f"K={kv_heads} KV heads must divide N={Q.shape[2]} query heads\n  fix: give K a divisor of N")
     return Q.unflatten(2, (kv_heads, -1)).movedim(1, 3)
 
 

@@ -242,7 +242,8 @@ class _Files:
             )
         for tensor, shape in wanted.items():
             if (there := tuple(self[tensor].get_shape())) != shape:
-                raise ValueError(f"{self.folder}: {tensor} is of shape {there}; the sizes in config.json give {shape}")
+                what = f"{self.folder}: {tensor} is of shape {there}; the sizes in config.json give {shape}"
+                raise ValueError(f"{what}\n  fix: take both files from one version of the model")
 
 
 def _more(names: list) -> str:

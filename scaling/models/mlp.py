@@ -69,7 +69,7 @@ class MLPConfig:
         check_activation(self.activation)
         for dim, size in self.sizes.items():
             if size < 1:
-                raise ValueError(f"MLPConfig: {dim} must be at least 1; got {size}")
+                raise ValueError(f"MLPConfig: {dim} must be at least 1; got {size}\n  fix: give a positive int")
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -73,7 +73,7 @@ def config_of_params(params: dict, name: str = "params") -> Config:
     """The sizes of these params, with Config's defaults for what no shape tells."""
     layers = params["layers"]
     if "router" in layers:
-        raise ValueError("params with experts do not say how many are active, and how: give config=")
+        raise ValueError("params with experts do not say how many are active, and how\n  fix: give config=")
     (V, D), (L, _, N, H) = params["embed"].shape, layers["W_Q"].shape
     K, F = layers["W_K"].shape[2], layers["W_in"].shape[-1]
     has: dict[str, Any] = {"gated": "W_gate" in layers, "tied": "unembed" not in params}

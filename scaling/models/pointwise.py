@@ -17,7 +17,7 @@ EPS = 1e-6  # added to the mean square in RMSNorm
 
 def check_activation(activation: str) -> None:
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+        raise ValueError(f"unknown activation {activation!r}\n  fix: choose one of {', '.join(ACTIVATIONS)}")
 
 
 def act(x: Tensor, activation: str) -> Tensor:

@@ -32,7 +32,7 @@ def parse_count(text: str, units: dict = BINARY) -> float:
     except ValueError:
         value = math.inf
     if not 0 < value <= MOST:
-        about = f"is not a number from 1 to {MOST:g}: write 4M, 4194304 or 4e6"
+        about = f"is not a number from 1 to {MOST:g}; fix: write 4M, 4194304 or 4e6"
         raise argparse.ArgumentTypeError(f"{shortened(text)!r} {about}")
     return value
 
@@ -48,7 +48,7 @@ def mesh(text: str) -> tuple[tuple[str, int], ...]:
         axis, _, n = part.partition("=")
         if axis.strip() not in AXES or not n.strip().isdigit():
             raise argparse.ArgumentTypeError(
-                f"{part!r}: write an axis and its size, as in tensor=8; axes: {', '.join(AXES)}"
+                f"{part!r} is no axis with its size; fix: write tensor=8, say; the axes are {', '.join(AXES)}"
             )
         found.append((axis.strip(), int(n)))
     return tuple(found)
@@ -64,7 +64,7 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
     parser.add_argument("--chip", required=True, help=f"{', '.join(chips())}; or a .toml file")
-    parser.add_argument("--chips", required=True, type=_whole)
+    parser.add_argument("--chips", required=True, type=_whole, help="number of chips")
     parser.add_argument("--batch", required=True, type=_whole, help="tokens per step; k and M are powers of two: 4M")
     parser.add_argument("--seq", type=_whole, default=4096, help="tokens per sequence (default 4096)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the layers' matmuls (default bf16)")
@@ -83,7 +83,8 @@ def _parser() -> Parser:
         "--overlap",
         choices=OVERLAPS,
         default="max",
-        help="what overlaps in the bound: max, everything; sum, not the axes with each other; none (default max)",
+        help="what may overlap in the bound: max, everything; sum, all but communication over different axes; "
+        "none, nothing (default max)",
     )
     parser.add_argument("--mesh", type=mesh, default=(), help="fix axes, as in tensor=8,pipe=16; the others stay open")
     parser.add_argument(

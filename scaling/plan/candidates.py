@@ -43,13 +43,13 @@ class Fixed:
     def __post_init__(self):
         for axis, size in self.axes:
             if axis not in AXES:
-                raise ValueError(f"unknown mesh axis {axis!r}: one of {', '.join(AXES)}")
+                raise ValueError(f"unknown mesh axis {axis!r}\n  fix: choose one of {', '.join(AXES)}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{axis} = {size!r}: must be a whole number, 1 or more")
+                raise ValueError(f"{axis} = {size!r}: must be a whole number, 1 or more\n  fix: give an int")
         for name, allowed in (("remat", POLICIES), ("schedule", SCHEDULES), ("zero", (0, 1, 3))):
             value = getattr(self, name)
             if value is not None and value not in allowed:
-                raise ValueError(f"unknown {name} {value!r}: one of {', '.join(map(str, allowed))}")
+                raise ValueError(f"unknown {name} {value!r}\n  fix: choose one of {', '.join(map(str, allowed))}")
 
 
 ANY = Fixed()
@@ -225,7 +225,7 @@ class SearchResult:
 def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> SearchResult:
     """All layouts of so many chips, each mesh with its best recipe."""
     if isinstance(chips, bool) or not isinstance(chips, int) or chips < 1:
-        raise ValueError(f"chips = {chips!r}: must be a whole number of at least 1")
+        raise ValueError(f"chips = {chips!r}: must be a whole number of at least 1\n  fix: give an int")
     for dtype in (job.dtype, job.wide):
         chip.flops(dtype)  # ValueError for a chip without it
     refused: Counter = Counter()

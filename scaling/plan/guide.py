@@ -1,4 +1,4 @@
-"""Where to begin with the GPUs one has: one GPU, DDP, FSDP, FSDP + checkpointing, + tensor parallelism (Part 5).
+"""Which strategy to begin with on a few GPUs: one GPU, DDP, FSDP, with checkpointing, with tensor parallelism (Part 5).
 
     python -m scaling.plan guide --model llama3-8b --gpu h100 --gpus 8
     python -m scaling.plan guide --model my_config.json --memory 24GB --gpus 2
@@ -71,7 +71,7 @@ class Climbed:
 def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
     """Every rung, each with the microbatches that make it fastest, or smallest if it does not fit."""
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise ValueError(f"gpus = {gpus!r}: must be a whole number of at least 1")
+        raise ValueError(f"gpus = {gpus!r}: must be a whole number of at least 1\n  fix: give an int")
     steps = []
     for rung in ladder(gpus, gpu.node_gpus, job.work.heads):
         sizes = dict.fromkeys(AXES, 1) | dict(rung.sizes)
@@ -147,7 +147,7 @@ def quantity(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e30:
-        raise argparse.ArgumentTypeError(f"{shortened(text)!r}: write a number with a unit, such as 24GB or 165T")
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no number with a unit; fix: write it as 24GB or 165T")
     return value
 
 
@@ -185,7 +185,7 @@ def main(arguments: list[str]) -> int:
     if args.gpu:
         gpu = chip(args.gpu)
         if gpu.kind != "gpu":
-            raise ValueError(f"{gpu.name} is a {gpu.kind}: for TPUs see python -m scaling.plan --help")
+            raise ValueError(f"{gpu.name} is a {gpu.kind}\n  fix: for TPUs use python -m scaling.plan --help")
     else:
         levels = (Level("node", max(args.gpus, 2), args.link),)
         gpu = Chip("GPU", "gpu", peaks=(("bf16", args.flops or 1e14),), hbm_bytes=args.memory, levels=levels)

@@ -37,15 +37,17 @@ class Job:
         for name in ("batch", "seq"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r}: must be a whole number of at least 1")
+                raise ValueError(f"{name} = {value!r}: must be a whole number of at least 1\n  fix: give an int")
         for name in ("param_bytes", "grad_bytes", "optimizer_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1000:
-                raise ValueError(f"{name} = {value!r}: must be a number of bytes, zero or more")
+                raise ValueError(
+                    f"{name} = {value!r}: must be a number of bytes, zero or more\n  fix: give one below 1,000"
+                )
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype = {self.dtype!r}: one of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype = {self.dtype!r} is not known\n  fix: choose one of {', '.join(DTYPES)}")
         if self.overlap not in OVERLAPS:
-            raise ValueError(f"overlap = {self.overlap!r}: one of {', '.join(OVERLAPS)}")
+            raise ValueError(f"overlap = {self.overlap!r} is not known\n  fix: choose one of {', '.join(OVERLAPS)}")
         if not isinstance(self.headroom, (int, float)) or not 0 < self.headroom <= 1:
             raise ValueError(
                 f"headroom = {self.headroom!r}: the share of memory to plan with, above 0 and at most 1"

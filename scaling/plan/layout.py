@@ -54,14 +54,16 @@ class Layout:
         for name in (*AXES, "microbatches", "chunks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r}: must be a whole number, 1 or more")
+                raise ValueError(f"{name} = {value!r}: must be a whole number, 1 or more\n  fix: give an int")
         for name, allowed in (("schedule", SCHEDULES), ("remat", POLICIES), ("reduce", ("each", "once"))):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} is not known\n  fix: choose one of {', '.join(allowed)}"
+                )
         if self.zero not in (0, 1, 3):
             raise ValueError(f"zero = {self.zero!r}: 0, 1 or 3\n  fix: choose one of the three")
         if self.fsdp > 1 and self.zero != 3:
-            raise ValueError(f"fsdp = {self.fsdp} shards the params: give zero=3, or put the chips on data")
+            raise ValueError(f"fsdp = {self.fsdp} shards the params\n  fix: give zero=3, or put the chips on data")
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -120,7 +120,7 @@ def _tree_lane(chip: Chip, size: int, inner: int) -> Lane:
     try:
         spans = gpu.spans(chip, size, inner)
     except ValueError as error:
-        raise Unplaced(str(error)) from error
+        raise Unplaced(str(error).splitlines()[0]) from error
     across = any(below >= chip.node_gpus for below, *_ in spans)
     where = "network" if across else "node"
     return Lane(gpu.all_gather(inner, chip, size, inner), 0.0, _on(int(across)), size, where, near=not across)

@@ -44,7 +44,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     if microbatches % stages:
         raise ValueError(
             f"interleaved: {microbatches} microbatches are not a multiple of {stages} stages: each round takes one "
-            f"microbatch a stage; use a multiple of {stages}, or one_f_one_b"
+            f"microbatch a stage\n  fix: use a multiple of {stages}, or one_f_one_b"
         )
     rounds = range(0, microbatches, stages)
     forwards = [(c, m) for first in rounds for c in range(chunks) for m in range(first, first + stages)]
@@ -83,7 +83,8 @@ def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
         raise ValueError(f"dualpipev: a V has 2 chunks a rank, not {chunks}\n  fix: leave chunks out, or give 2")
     if microbatches < 2 * stages:
         raise ValueError(
-            f"dualpipev: {microbatches} microbatches are fewer than 2 * {stages} stages: use at least {2 * stages}, "
+            f"dualpipev: {microbatches} microbatches are fewer than 2 * {stages} stages"
+            f"\n  fix: use at least {2 * stages}, "
             "or zb-h1"
         )
     placement = tuple(range(stages)) + tuple(reversed(range(stages)))
@@ -157,16 +158,16 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 def make(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The schedule called `name`, a key of SCHEDULES. `chunks`: by default 2 where a rank holds several, else 1."""
     if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown schedule {name!r}\n  fix: choose one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name](stages, microbatches, **({} if chunks is None else {"chunks": chunks}))
 
 
 def _check(name: str, stages: int, microbatches: int, chunks: int, only_chunks: int | None = None) -> None:
     for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name}: {what} is {number!r}: it must be an int of at least 1")
+            raise ValueError(f"{name}: {what} is {number!r}\n  fix: give an int of at least 1")
     if only_chunks not in (None, chunks):
-        raise ValueError(f"{name}: each rank holds one chunk, not {chunks}: use interleaved for several")
+        raise ValueError(f"{name}: each rank holds one chunk, not {chunks}\n  fix: use interleaved for several")
 
 
 def _line(stages: int) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class Schedule(Sequence):
         if layers % self.virtual_stages:
             raise ValueError(
                 f"{self.name}: {layers} layers do not divide into {self.virtual_stages} virtual stages "
-                f"({self.stages} stages * {self.chunks} chunks): use a multiple of {self.virtual_stages} layers"
+                f"({self.stages} stages * {self.chunks} chunks)\n  fix: use a multiple of {self.virtual_stages} layers"
             )
         depth = layers // self.virtual_stages
         stages = [stage for rank in range(self.stages) for stage in self.stages_of(rank)]
@@ -116,7 +116,7 @@ def split_backward(schedule: Schedule, collect: int = 1) -> Schedule:
     more activations (in GPipe, none more than its M).
     """
     if not isinstance(collect, int) or collect < 1:
-        raise ValueError(f"{schedule.name}: collect is {collect!r}: it must be an int of at least 1")
+        raise ValueError(f"{schedule.name}: collect is {collect!r}\n  fix: give an int of at least 1")
     chunk, programs = attrgetter("stage"), []
     for program in schedule:
         split, weights = [], []

@@ -29,7 +29,10 @@ def config_of_model(folder: "str | Path") -> Config:
         return load(Path(named) / "config.json") if Path(named).is_dir() else get(named)
     if (folder / "config.json").is_file():
         return load(folder / "config.json").with_(name=folder.name)
-    raise ValueError(f"{folder}: neither a Hugging Face folder (config.json) nor a run of scaling.train (run.toml)")
+    raise ValueError(
+        f"{folder}: neither a Hugging Face folder (config.json) nor a run of scaling.train (run.toml)"
+        "\n  fix: give one of the two"
+    )
 
 
 def params_of(folder: "str | Path", config: Config, mesh, dtype: torch.dtype, form: str = "heads") -> dict:

@@ -16,11 +16,11 @@ MOST = 20_000  # forward passes of a schedule that is drawn: some seconds
 
 def _parser(**options) -> Parser:
     arguments = Parser(description=(__doc__ or "").split(":", 1)[0], **options)
-    arguments.add_argument("schedule", choices=[*SCHEDULES, "all"])
+    arguments.add_argument("schedule", choices=[*SCHEDULES, "all"], help="the schedule, or all of them")
     arguments.add_argument("--stages", type=integer(1), default=4, help="ranks along the pipeline axis (default 4)")
     arguments.add_argument("--microbatches", type=integer(1), default=8, help="number of microbatches (default 8)")
     arguments.add_argument("--chunks", type=integer(1, 1000), help="chunks of layers per rank (interleaved: default 2)")
-    times = "time of a microbatch on a rank forward, and of its backward's input and weight half (default 1,1,1)"
+    times = "a rank's times for a microbatch: forward, and the backward's input and weight half (default 1,1,1)"
     arguments.add_argument("--times", type=_times, default=Times(), metavar="F,B,W", help=times)
     arguments.add_argument(
         "--hop", type=number(kind=Fraction), default=Fraction(0), help="time of a transfer (default 0)"
@@ -30,7 +30,7 @@ def _parser(**options) -> Parser:
         "--width", type=integer(1, 10_000), help="width of the chart in columns (default: the terminal's)"
     )
     colour = {"action": argparse.BooleanOptionalAction, "default": sys.stdout.isatty()}
-    arguments.add_argument("--colour", "--color", **colour, help="default: on a terminal")
+    arguments.add_argument("--colour", "--color", **colour, help="colour the chart (default: on a terminal)")
     arguments.add_argument("--plot", type=picture, metavar="FILE", help="write a PNG or SVG (needs matplotlib)")
     arguments.add_argument("--trace", type=output, metavar="FILE", help="write a Chrome trace")
     return arguments
@@ -38,10 +38,12 @@ def _parser(**options) -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Draw one schedule, or all that are defined for these sizes. Returns the exit code."""
-    options = _parser(prog="scaling.show schedule")
+    options = _parser(prog="python -m scaling.show schedule")
     arguments = options.parse_args(argv)
     if (forwards := arguments.stages * arguments.microbatches * (arguments.chunks or 1)) > MOST:
-        options.error(f"{forwards:,} forward passes are not drawn, at most {MOST:,} are: fewer stages or microbatches")
+        options.error(
+            f"{forwards:,} forward passes are not drawn, at most {MOST:,} are; fix: give fewer stages or microbatches"
+        )
     names = list(SCHEDULES) if arguments.schedule == "all" else [arguments.schedule]
     times = Times(*_three(arguments.times), hop=arguments.hop)
     timelines = []
@@ -81,7 +83,7 @@ def _published(schedule, times: Times, timeline, split: bool) -> str:
 def _times(text: str) -> Times:
     parts = text.split(",")
     if len(parts) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r}: give three times, as in 1,1,1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not three times; fix: write them as 1,1,1")
     return Times(*map(number(kind=Fraction), parts))
 
 

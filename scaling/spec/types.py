@@ -26,7 +26,9 @@ def dtype_bytes(dtype) -> float:
         return DTYPE_BYTES[dtype]
     if isinstance(size := getattr(dtype, "itemsize", None), int):
         return size
-    raise ShardingError(f"unknown dtype {dtype!r}: use a torch dtype, a number of bytes, or one of {[*DTYPE_BYTES]}")
+    raise ShardingError(
+        f"unknown dtype {dtype!r}\n  fix: use a torch dtype, a number of bytes, or one of {[*DTYPE_BYTES]}"
+    )
 
 
 def mesh_sizes(mesh) -> Mapping[str, int]:
@@ -142,7 +144,8 @@ class Spec:
         for dim, _ in self.dims:
             size = sizes[dim] if dim in sizes else int(dim) if dim.isdigit() else None
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise ShardingError(f"{self}: dim {dim} needs a size, an int >= 0; got {size!r} in {dict(sizes)}")
+                what = f"{self}: dim {dim} needs a size, an int >= 0; got {size!r} in {dict(sizes)}"
+                raise ShardingError(f"{what}\n  fix: give each dim its size")
             if dim.isdigit() and size != int(dim):
                 raise ShardingError(
                     f"{self}: dim {dim} says its own size, but the array has {size} there\n  fix: give it a name"
@@ -171,7 +174,8 @@ class Spec:
         local, axis_sizes = self.local_shape(sizes, mesh), mesh_sizes(mesh)
         for axis in self.axes:
             if not 0 <= coord.get(axis, -1) < axis_sizes[axis]:
-                raise ShardingError(f"{self}: coordinate {dict(coord)} needs {axis} in 0..{axis_sizes[axis] - 1}")
+                what = f"{self}: coordinate {dict(coord)} needs {axis} in 0..{axis_sizes[axis] - 1}"
+                raise ShardingError(f"{what}\n  fix: give mesh.coord, or a place on each axis of the type")
         blocks = [block_index(axes, coord, axis_sizes) for _, axes in self.dims]
         return tuple(slice(block * size, (block + 1) * size) for block, size in zip(blocks, local, strict=True))
 

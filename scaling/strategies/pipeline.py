@@ -259,14 +259,14 @@ def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:
     if mesh.sizes.get(axis) != schedule.stages:
         has = ", ".join(f"{name}={size}" for name, size in mesh.sizes.items())
         raise ValueError(
-            f"{schedule.name}: has {schedule.stages} stages, but the mesh is {has}, without {axis}={schedule.stages}: "
-            f"make the schedule with stages=mesh.sizes[{axis!r}]"
+            f"{schedule.name}: has {schedule.stages} stages, but the mesh is {has}, without {axis}={schedule.stages}\n"
+            f"  fix: make the schedule with stages=mesh.sizes[{axis!r}]"
         )
     for name, x in (("In", In), ("Target", Target)):
         if len(x) % schedule.microbatches:
             raise ValueError(
                 f"{schedule.name}: {name} has {len(x)} rows, which do not divide into {schedule.microbatches} "
-                f"microbatches: use a multiple of {schedule.microbatches}"
+                f"microbatches\n  fix: use a multiple of {schedule.microbatches}"
             )
     for where, W in tree.named_leaves(params).items():
         if len(W) % schedule.chunks:

@@ -44,7 +44,7 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False,
     1: all of them at the end. The other options are those of `Strategy.backward`.
     """
     if stage not in (1, 2):
-        raise ValueError(f"stage must be 1 or 2, got {stage}: stage 3 is scaling.strategies.fsdp")
+        raise ValueError(f"stage must be 1 or 2, got {stage}\n  fix: for stage 3 use scaling.strategies.fsdp")
     if stage == 2 or not reduce:
         dIn, grads = STRATEGY.backward(dOut, saved, params, mesh, partial, reduce, donate, bucket_bytes)
         return dIn, {name: list(dW.unbind()) for name, dW in grads.items()} if reduce else grads

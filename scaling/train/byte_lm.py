@@ -65,7 +65,10 @@ def evaluate(strategy, params, tokens, targets, config: MLPConfig, mesh) -> torc
 def loss_and_grads(strategy, params, tokens, targets, config: MLPConfig, mesh, microbatches: int = 1):
     """(Loss[] {U_XY}: this rank's terms of the mean over the global batch, grads typed as the params)."""
     if len(tokens) % microbatches:
-        raise ValueError(f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size")
+        raise ValueError(
+            f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size"
+            "\n  fix: give a number of rows that it divides"
+        )
     E, W_head = _whole(params, strategy, mesh)
     batch, losses, dIns = _rows(strategy, targets, mesh), [], []
     partial, dW_head, blocks = None, torch.zeros_like(W_head), params["blocks"]

@@ -7,7 +7,7 @@
 
 A step is written under another name and renamed when every rank's blocks are on disk, so that a run that is killed at
 any moment leaves the last good one. Loading reads, of the files mapped into memory, only what this rank's types say;
-a block that a rank uses whole is held against its checksum, and `verify` does so with all.
+a block that a rank uses whole is compared with its checksum, and `verify` does so with all.
 Files are read with `weights_only`: nothing in them is run.
 """
 

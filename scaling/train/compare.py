@@ -1,4 +1,4 @@
-"""`python -m scaling.train compare A B`: the first step, and the first leaf, at which two runs differ.
+"""`python -m scaling.train compare A B`: finds the first step, and the first leaf, at which two runs differ.
 
 What is compared: the options; the losses and gradient norms of each step; with --norms also those of each leaf; and the
 leaves of checkpoints that both have.
@@ -73,7 +73,7 @@ def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
 @complaining(ValueError, OSError, code=2)
 def main(argv=None) -> int:
     parser = Parser(prog="python -m scaling.train compare", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("runs", nargs=2, type=Path, help="the two runs' folders (their --out)")
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="the two runs' folders (their --out)")
     parser.add_argument("--tolerance", type=float, default=0.0, help="relative tolerance (default 0: equal to the bit)")
     args = parser.parse_args(argv)
     first, second = args.runs

@@ -61,7 +61,7 @@ def keys(where: str) -> list:
 
 class ShardReader:
     """`read(where, leaf, block, whole)`: a block of a leaf as the index has them; files are mapped into memory if they
-    can be. `verified`: a block of which the whole is used is held against its checksum.
+    can be. `verified`: a block that is used whole is compared with its checksum.
 
     ValueError for a file that is missing, cut short, no tensor of that shape, or not what was written.
     """
@@ -126,7 +126,8 @@ def _index(folder) -> dict[str, dict]:
     FileNotFoundError; ValueError if `.metadata` holds anything that does not describe tensors.
     """
     if not (path := Path(folder) / METADATA).is_file():
-        raise FileNotFoundError(f"{path}: there is no checkpoint of torch.distributed.checkpoint here")
+        what = f"{path}: there is no checkpoint of torch.distributed.checkpoint here"
+        raise FileNotFoundError(f"{what}\n  fix: name the folder that dcp.save wrote")
     try:
         said = _Restricted(io.BytesIO(path.read_bytes())).load()
         leaves = {name: leaf for name, leaf in said.state_dict_metadata.items() if hasattr(leaf, "chunks")}

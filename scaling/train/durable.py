@@ -108,7 +108,7 @@ def until(done, complaint: str) -> None:
         if wait == WAIT and not threading.main_thread().is_alive():
             began, wait = monotonic(), AT_END
         if monotonic() > began + wait:
-            raise TimeoutError(f"{complaint} within {wait:g} s")
+            raise TimeoutError(f"{complaint} within {wait:g} s\n  fix: see what became of that rank, then --resume")
         sleep(0.005)
 
 

@@ -1,4 +1,4 @@
-"""`python -m scaling.train export RUN --out FOLDER`: a run's latest params as a Hugging Face folder.
+"""`python -m scaling.train export RUN --out FOLDER`: writes a run's latest params as a Hugging Face folder.
 
 With --mesh several ranks each read and write their shards, so that none holds the whole model. The tokenizer goes with
 it: the run's tokenizer.json, or one whose tokens are the 256 bytes.

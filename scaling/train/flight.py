@@ -1,4 +1,4 @@
-"""A flight record: the last collectives of each rank, for when one has hung, timed out or died.
+"""The flight record of a run: the last collectives of each rank, also after a rank has hung, timed out or died.
 
 Each rank writes them, fixed lines in a ring, into a file of the run's folder that is mapped into memory: what is there
 outlives the process, however that ends, and can be read while a run stands still: `python -m scaling.train flight RUN`.

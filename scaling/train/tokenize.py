@@ -1,4 +1,4 @@
-"""`python -m scaling.train tokenize --data FOLDER --out SHARDS`: text to token shards, which training maps into memory.
+"""`python -m scaling.train tokenize --data FOLDER --out SHARDS`: text to shards of ids, which training reads from disk.
 
 SHARDS/tokens-00000.npy, ...     ids, of 16 bits where the vocabulary allows it
        counted-00000.npy, ...    which of them count in the loss, where prompts do not

@@ -1,4 +1,4 @@
-"""`python -m scaling.train verify RUN`: each file of its checkpoints held against its checksum.
+"""`python -m scaling.train verify RUN`: compares each file of a run's checkpoints with its checksum.
 
 Loading a step checks the blocks that a rank reads whole. On another mesh ranks read parts, which no sum covers; and a
 disk can lose what nobody reads for months.

@@ -266,7 +266,7 @@ MISUSED = {
     "nor for a shard": (lambda: c.shard("A[I_X]", meta(6), MESH), "does not divide into 4 blocks"),
     "data on an AbstractMesh": (
         lambda: c.all_gather("A[I_X] -> A[I]", torch.ones(2), MESH),
-        "give it tensors on the meta device, not cpu",
+        "the operand is on cpu\n  fix: give it tensors on the meta device",
     ),
     "no arrow": (lambda: c.all_gather("A[I_X]", meta(2), MESH), "expected '->'"),
     "the operand first": (lambda: c.all_gather(meta(2), "A[I_X] -> A[I]", MESH), "written as a string"),

@@ -156,7 +156,7 @@ def test_nonsense_is_refused():
         L70.with_(K=7)
     with pytest.raises(ValueError, match="D must be a whole number"):
         L70.with_(D=-1)
-    with pytest.raises(ValueError, match=r"unknown model 'llama9': .*llama3-70b"):
+    with pytest.raises(ValueError, match=r"unknown model 'llama9'\n  fix: .*llama3-70b"):
         get("llama9")
 
 

@@ -122,7 +122,7 @@ def test_meshes_are_read_from_the_command_line(text):
 BAD_MESHES = {
     "": "cannot read ''",
     "X=4,": "cannot read ''",
-    "X:4": "cannot read 'X:4'; write axes and sizes as in X=4,Y=2",
+    "X:4": "cannot read 'X:4'\n  fix: write axes and sizes as in X=4,Y=2",
     "X=-1": "cannot read 'X=-1'",
     "X=4,X=2": "axis X is given twice",
     "X=0": "axis X has size 0",

@@ -183,7 +183,7 @@ def test_columns_are_the_rows():
 def test_layouts_and_jobs_are_checked():
     for fields, message in (
         ({"pipe": 0}, "pipe = 0"), ({"data": 2.0}, "data = 2.0"), ({"remat": "some"}, "remat = 'some'"),
-        ({"zero": 2}, "zero = 2"), ({"fsdp": 8}, "fsdp = 8 shards the params: give zero=3"),
+        ({"zero": 2}, "zero = 2"), ({"fsdp": 8}, "fsdp = 8 shards the params\n  fix: give zero=3"),
         ({"schedule": "gpipe"}, "schedule = 'gpipe'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

@@ -125,7 +125,11 @@ def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, s
         refuse_rule(line, form, f"Q, K, V of {Q.dtype}, {K.dtype}, {V.dtype}", rule, "convert them, e.g. K.to(Q.dtype)")
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         refuse_rule(
-            line, form, f"window={window!r}", "a window is how many positions a query sees, itself among them", "None"
+            line,
+            form,
+            f"window={window!r}",
+            "a window is how many positions a query sees, itself among them",
+            "give an int of at least 1, or None",
         )
     if segments is not None and (segments.shape != Q.shape[:2] or segments.dtype not in INTEGERS):
         what = f"segments of shape {tuple(segments.shape)} and {segments.dtype}"

@@ -93,7 +93,10 @@ class VocabLoss(torch.autograd.Function):
     def backward(ctx, dLoss, _):
         """dlogits = softmax w - (1 - smoothing) w [target] - smoothing / V w, in the logits' own buffer."""
         if ctx.buffer is None:
-            raise RuntimeError("the loss's backward runs once: the logits' buffer holds their gradient afterwards")
+            raise RuntimeError(
+                "the loss's backward runs once: the logits' buffer holds their gradient afterwards"
+                "\n  fix: call the loss again"
+            )
         x, U, targets, weights = ctx.saved_tensors
         dlogits, ctx.buffer = ctx.buffer, None
         w = weights.to(dlogits.dtype)

@@ -34,7 +34,7 @@ def resolved(schedule: "Schedule | str | None", mesh, microbatches: int) -> Sche
     if schedule.stages != Z or schedule.microbatches != microbatches:
         raise ValueError(
             f"{schedule.name}: is of {schedule.stages} stages and {schedule.microbatches} microbatches, but the mesh "
-            f"has Z={Z} and microbatches={microbatches}: make it with these"
+            f"has Z={Z} and microbatches={microbatches}\n  fix: make it with these"
         )
     return schedule
 
@@ -50,7 +50,9 @@ def layers_of(config: Config, schedule: Schedule | None) -> list[range]:
     """The layers of each virtual stage. ValueError if there are more stages than layers."""
     V = 1 if schedule is None else schedule.virtual_stages
     if V > config.L:
-        raise ValueError(f"{config.name}: L={config.L} layers cannot fill {V} stages: use fewer stages or chunks")
+        raise ValueError(
+            f"{config.name}: L={config.L} layers cannot fill {V} stages\n  fix: use fewer stages or chunks"
+        )
     bounds = [s * (config.L // V) + min(s, config.L % V) for s in range(V + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
 
