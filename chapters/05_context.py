@@ -1,12 +1,11 @@
 # %% [markdown]
-"""Part 5, context parallelism: a sequence that is split over devices.
+"""Part 5, context parallelism: attention over a sequence that is split, in five forms beside one device, and its bytes.
 "Data Parallelism", its aside: https://jax-ml.github.io/scaling-book/training
 "Appendix A: How does Flash Attention work?": https://jax-ml.github.io/scaling-book/transformers
 
     Q[B, T_C, N, H], K[B, S_C, K, H], V[B, S_C, K, H] -> O[B, T_C, N, H]
 
-Why attention needs more than data parallelism over tokens; ring attention line by line, both passes; who waits for
-whom, and the zig-zag order against it; five forms, equal to one device, and what each costs.
+Why data parallelism over tokens is not enough; ring attention line by line; the zig-zag order against waiting.
 """
 
 # %%
@@ -16,6 +15,7 @@ from torch.func import vjp
 from scaling.algebra.contraction import check_product
 from scaling.book.answers import Answer
 from scaling.book.largest import largest
+from scaling.book.layout import bar
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_to_all, einsum, ppermute, unshard, wait
@@ -177,8 +177,11 @@ def by_hand(mesh):
 
 
 results, (there, back) = page.on_ranks(by_hand)
+first = [lines[: -(-len(lines) // C)] for lines in (there, back)]  # of C hops, of which the last sends no KV on
 page.title(f"The first hop of both passes on rank 0: B={B} T={T} N={N} K={K}, float64")
-page.table(there[:3] + back[:7], ["line", "sent", "FLOPs"])
+page.table(first[0] + first[1], ["line", "sent", "FLOPs"])
+flops = [[sum(line[2] or 0 for line in lines) for lines in passes] for passes in (first, (there, back))]
+page.check("a hop has 1/C of the FLOPs of each pass", [C * one for one in flops[0]] == flops[1])
 show(results)
 
 # %% [markdown]
@@ -186,31 +189,29 @@ show(results)
 # Under a causal mask late queries see more than early ones. In plain order the last rank has C - 1/2 blocks of scores
 # to compute, the mean is C/2, and at every hop all wait for the busiest: at best 1/(2 - 1/C) of the time is used. In
 # zig-zag order rank c has chunk c and chunk 2C-1-c, and all have the same, at every hop. Below, a digit is the rank
-# that computes this block of scores (on the diagonal, half of it). A published figure is this formula: on 8 H800 the
-# ring of zhuzilin/ring-flash-attention reaches 52.1% of the ideal forward and 53.9% with the backward, in zig-zag order
-# 85.2% and 90.2% (its README).
+# that computes this block of scores (on the diagonal, half of it). On 8 H800 zhuzilin/ring-flash-attention (README)
+# reaches 52.1% of the ideal forward and 53.9% with the backward, in zig-zag order 85.2% and 90.2%.
 
 # %%
 page.title("Blocks of scores, queries downwards, keys to the right")
-page.say("plain".ljust(4 * C + 3) + "zig-zag")
-for i in range(2 * C):
-    drawn = [" ".join([f"{c}"] * (i + 1) + ["."] * (2 * C - 1 - i)) for c in (i // 2, min(i, 2 * C - 1 - i))]
-    page.say("    ".join(drawn))
-page.say()
-plain, zigzag = context.work("ring", 64 * C, C), context.work("zigzag", 64 * C, C)
+homes = (lambda i: i // 2), (lambda i: min(i, 2 * C - 1 - i))  # the rank of a block's queries
+drawn = [[[str(home(i))] * (i + 1) + ["."] * (2 * C - 1 - i) for i in range(2 * C)] for home in homes]
+lines = ["plain".ljust(4 * C + 3) + "zig-zag", *("    ".join(map(" ".join, each)) for each in zip(*drawn, strict=True))]
+page.say("\n".join(lines) + "\n")
+plain, zigzag = (list(map(int, context.work(form, 64 * C, C))) for form in ("ring", "zigzag"))
 mean = sum(plain) / C
-bars = [[(int(n), "#" * round(12 * n / mean)) for n in each] for each in (plain, zigzag)]
-rows = [(c, *p, *z) for c, (p, z) in enumerate(zip(*bars, strict=True))]
+rows = [(c, p, bar(p, mean), z, bar(z, mean)) for c, p, z in zip(range(C), plain, zigzag, strict=True)]
 page.table(rows, ["rank", f"scores of T={64 * C}", "", "zig-zag", ""])
-page.check("zig-zag is even, of as many scores", max(zigzag) <= 1.01 * mean and sum(zigzag) == sum(plain))
+found = [[1024 * sum(line.count(str(c)) for line in lines) - 32 * 31 for c in range(C)] for lines in drawn]
+page.check("the scores are the blocks drawn, and even in zig-zag", found == [plain, zigzag] and {*zigzag} == {mean})
 page.title("The busiest rank's scores over the mean, and the time used at best")
 rows = []
 for ranks in (2, 4, 8):
     busy = {form: context.work(form, 256, ranks) for form in ("ring", "zigzag")}
     over = {form: max(scores) * ranks / sum(scores) for form, scores in busy.items()}
-    rows.append((ranks, f"{over['ring']:.3f}", f"{1 / over['ring']:.1%}", f"{over['zigzag']:.3f}"))
-page.table(rows, ["C", "plain, T=256", "used", "zig-zag"])
-page.check("1/1.872 = 53.4%", rows[-1][1:3] == ("1.872", "53.4%"))
+    held = page.check(f"C={ranks}: the busiest rank", over == {"ring": (513 - 256 / ranks) / 257, "zigzag": 1})
+    rows.append((ranks, f"{over['ring']:.3f}", f"{1 / over['ring']:.1%}", f"{over['zigzag']:.3f}", held))
+page.table(rows, ["C", "plain, T=256", "used", "zig-zag", "(2T + 1 - T/C) / (T + 1), 1"])
 
 # %% [markdown]
 # ## All forms are one device
@@ -265,9 +266,9 @@ for form, axis in WAYS.items():
         O, pull = vjp(lambda *x, big=big, a=axis, f=form: context.attention(*x, big, axis=a, form=f), Q, KV, KV)
         pull(O)
     counts.append((form, formulas.get(form, "both, over Y and C"), sum(map(sum, cost.sent.values())), log.wire_bytes))
-page.title("MB that a rank sends, by axis, and what else it takes")
+page.title(f"{model.name}, a layer, {sizes['T']:,} tokens on 16 ranks, bf16: MB that a rank sends, by axis")
 page.table(rows, ["form", "forward", "backward", "rounds", "busiest\n/ mean", "MB of\nKV held", "must divide"])
-page.title("Bytes that a rank sends in both passes")
+page.title("The same: bytes that a rank sends in both passes")
 page.same(counts, ["form", "of a rank's shards", "bytes", "counted"])
 
 # %% [markdown]

@@ -1,5 +1,6 @@
 # %% [markdown]
-"""Part 5, "Data Parallelism": https://jax-ml.github.io/scaling-book/training
+"""Part 5, "Data Parallelism": the listing line by line, beside one device, and when it is compute-bound.
+https://jax-ml.github.io/scaling-book/training
 
     In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]
 

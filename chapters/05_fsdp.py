@@ -1,5 +1,6 @@
 # %% [markdown]
-"""Part 5, "Fully-Sharded Data Parallelism (FSDP)": https://jax-ml.github.io/scaling-book/training
+"""Part 5, "Fully-Sharded Data Parallelism (FSDP)": the listing line by line, beside one device, and ZeRO-1 to 3.
+https://jax-ml.github.io/scaling-book/training
 
     In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]
 

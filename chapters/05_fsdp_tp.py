@@ -1,5 +1,6 @@
 # %% [markdown]
-"""Part 5, "Combining FSDP and Tensor Parallelism": https://jax-ml.github.io/scaling-book/training
+"""Part 5, "Combining FSDP and Tensor Parallelism": the listing line by line, beside one device, and the best X.
+https://jax-ml.github.io/scaling-book/training
 
     In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]
 

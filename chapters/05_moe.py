@@ -10,6 +10,10 @@ inside the experts and a capacity, all equal; the load by expert, evened out by 
 """
 
 # %%
+import math
+from itertools import product
+from statistics import fmean
+
 import torch
 import torch.nn.functional as F
 from torch.func import vjp
@@ -17,7 +21,7 @@ from torch.func import vjp
 from scaling import tree
 from scaling.book.answers import Answer
 from scaling.book.largest import largest
-from scaling.book.layout import format_number
+from scaling.book.layout import bar, format_number
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, ragged_all_to_all
@@ -34,12 +38,8 @@ page = Page(__doc__, mesh="X=4", seed=True)
 n, LIMIT = page.args.mesh["X"], 1e-11
 B, T, D, E, k = 4 * n, 4 * n, 32, 2 * n, 2
 config = Config("layer", L=1, D=D, F=16 * n, N=1, K=1, H=1, V=1, E=E, k=k)
-SPECS = {
-    "router": "router[D, E]",
-    "W_in": "W_in[E_X, D, F]",
-    "W_gate": "W_gate[E_X, D, F]",
-    "W_out": "W_out[E_X, F, D]",
-}
+SPECS = {"router": "router[D, E]", "W_in": "W_in[E_X, D, F]", "W_gate": "W_gate[E_X, D, F]",
+         "W_out": "W_out[E_X, F, D]"}  # fmt: skip
 
 # %% [markdown]
 # ## The dense layer, on one device
@@ -156,10 +156,12 @@ page.same([
 ], ["", "closed form", "bytes", "counted"])  # fmt: skip
 once = F.one_hot(experts // (E // n), n).amax(-2).sum(-1).double().mean().item()
 drawn = n * gpu.nonzero_share(n, k, random=True)
-page.say(
-    f"\nThe ranks choose as one device does: {chosen}. A token's {k} choices lie on {once:.2f} ranks ({drawn:.2f} if"
-)
-page.say(f"drawn at random). The book's formula sends it once to each (there, a node): {once / k:.0%} of these bytes.")
+pairs = (experts // (E // n)).flatten(0, 1).tolist(), product(range(n), repeat=k)  # the ranks chosen, and all equally
+one_by_one = [fmean(len({*ranks}) for ranks in each) for each in pairs]
+held = page.check("ranks of a token's choices", all(map(math.isclose, (once, drawn), one_by_one)))
+page.say(f"\nThe ranks choose as one device does: {chosen}. A token's {k} choices lie on {once:.2f} ranks "
+         f"({drawn:.2f} if drawn at random; counted one by one: {held}). The book's formula sends it once to "
+         f"each (there, a node): {once / k:.0%} of these bytes.")  # fmt: skip
 
 # %% [markdown]
 # ## Every layout is one device
@@ -242,15 +244,19 @@ for _ in range(300):
 mean = B * T * k // E
 page.title(f"Tokens by expert, {mean} if even, and after 300 updates of the bias")
 both = zip(before.tolist(), load.tolist(), bias.tolist(), strict=True)
-rows = [(e, u, "#" * (12 * u // mean), v, "#" * (12 * v // mean), f"{up:+.2f}") for e, (u, v, up) in enumerate(both)]
+rows = [(e, u, bar(u, mean), v, bar(v, mean), f"{up:+.2f}") for e, (u, v, up) in enumerate(both)]
 page.table(rows, ["expert", "before", "", "after", "", "bias"])
-busiest = [counts.max().item() / mean for counts in (before, load)]
+busiest = [max(row[column] for row in rows) / mean for column in (1, 3)]
 held = page.check("the bias evens out the load", busiest[1] <= min(1.25, busiest[0]))
 page.say(f"the busiest expert has {busiest[0]:.2f} and then {busiest[1]:.2f} of the mean; evened out: {held}\n")
 rows = []
 for factor in (1.0, 1.25, 2.0):
     most = moe.capacity_of(sigmoid.with_(capacity=factor), B * T)
-    rows.append((factor, most, *(f"{int((c - most).clamp(min=0).sum()) / (B * T * k):.1%}" for c in (before, load))))
+    split = [
+        (int((c - most).clamp(min=0).sum()), int(c.clamp(max=most).sum())) for c in (before, load)
+    ]  # dropped, kept
+    page.check(f"capacity {factor}", most == factor * mean and {*map(sum, split)} == {B * T * k})
+    rows.append((factor, most, *(f"{lost / (lost + kept):.1%}" for lost, kept in split)))
 page.table(rows, ["capacity", "tokens", "choices dropped before", "after"])
 
 # %% [markdown]
@@ -274,11 +280,11 @@ page.same([
     ("sent by each", "4 k T D 63/64", 4 * v3.k * length * v3.D * 2 * 63 // 64, sum(e.wire_bytes for e in moved)),
 ], ["", "closed form", "bytes", "counted"])  # fmt: skip
 h100 = chip("h100")
-layer_v3 = gpu.expert_layer(1, v3.D, v3.F, 64, v3.k, h100)
+width = gpu.expert_min_width(64, v3.k, h100)
 page.answers([
-    Answer("DeepSeek-V3's experts over 64 H100: F >", "", gpu.expert_min_width(64, v3.k, h100), "",
-           "alpha (64 - 8)/k, each token sent at most once to each node; with its F = 2048 the AllToAlls take "
-           f"{format_number(layer_v3.comms / layer_v3.math, 2)} times as long as two matrices of the experts"),
+    Answer("DeepSeek-V3's experts over 64 H100: F >", "", width, "",
+           f"alpha (64 - 8)/k, each token sent at most once to each node; with its F = {v3.F} the AllToAlls take "
+           f"{format_number(width / v3.F, 2)} times as long as two matrices of the experts"),
 ])  # fmt: skip
 page.end()
 

@@ -1,5 +1,6 @@
 # %% [markdown]
-"""Part 5, "Scaling Across Pods": https://jax-ml.github.io/scaling-book/training
+"""Part 5, "Scaling Across Pods": data parallelism over a slow axis, reduced level by level, and its bytes on each axis.
+https://jax-ml.github.io/scaling-book/training
 
     In[B_PX, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_PX, D_Y]
 
@@ -122,7 +123,8 @@ page.same([(*row, moved[row[0]]) for row in closed_forms(page.args.mesh, sizes, 
 
 book = {"L": 1, "B": 2**21, "D": 8192, "F": 32768}
 big = AbstractMesh({"P": 2, "X": 1024, "Y": 8})
-page.title(f"On {big}: one layer D=8192, F=32768 in bfloat16, 1M tokens a pod")
+tokens = f"{book['B'] // big.sizes['P'] / 2**20:g}M tokens a pod"
+page.title(f"On {big}: one layer D={book['D']}, F={book['F']} in bfloat16, {tokens}")
 moved = step_bytes(big, book, torch.bfloat16)
 page.same([(*row, moved[row[0]]) for row in closed_forms(big.sizes, book, 2)], HEADERS)
 

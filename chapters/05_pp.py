@@ -1,5 +1,6 @@
 # %% [markdown]
-"""Part 5, "Pipelining": https://jax-ml.github.io/scaling-book/training
+"""Part 5, "Pipelining": the book's listing on ranks, and schedules that fill its bubble: drawn, simulated and run.
+https://jax-ml.github.io/scaling-book/training
 
     In[L_Z, B, D][i] * W_in[L_Z, D, F][i] * W_out[L_Z, F, D][i] -> Out[L_Z, B, D][i]
 
@@ -10,6 +11,7 @@ With X and Y in the mesh (`--mesh Z=2,X=2,Y=2`), stages have FSDP and tensor par
 
 # %%
 from argparse import Namespace
+from fractions import Fraction
 from time import perf_counter, sleep
 
 import torch
@@ -30,6 +32,7 @@ from scaling.show.timelines import save_schedule, schedule_chart, summary
 from scaling.strategies import fsdp_tp, one_device, pipeline
 from scaling.strategies import stage as stages
 
+ROWS, WIDTH = 32, 128  # batch_size and d_model of the book's listing
 SIZES = {"B": 8, "D": 32, "F": 64}  # B rows a microbatch; they must divide over --mesh
 FITS = (fsdp_tp.SPECS["In"], fsdp_tp.SPECS["W_in"]), SIZES
 page = Page(
@@ -101,10 +104,9 @@ def book_on_one_device(x, weights):
 
 def book(mesh, seed):
     """Rows (what, difference from one device, limit)."""
-    B, D = 32, 128
     rng = torch.Generator().manual_seed(seed)
-    x, weights = (torch.randn(s, generator=rng, dtype=torch.float64) for s in ((B, D), (Z, D, D)))
-    x, weights = x.to(mesh.device), (weights / D**0.5).to(mesh.device)
+    x, weights = (torch.randn(s, generator=rng, dtype=torch.float64) for s in ((ROWS, WIDTH), (Z, WIDTH, WIDTH)))
+    x, weights = x.to(mesh.device), (weights / WIDTH**0.5).to(mesh.device)
     loss, weight = book_step(x, weights[mesh.coord["Z"]], mesh)
     loss = all_reduce("Loss[] {U_Z} -> Loss[]", loss, mesh)
     layer = weight[None]  # layer[L_Z, D, E]
@@ -115,10 +117,13 @@ def book(mesh, seed):
 
 
 if not INSIDE:
-    page.title("The book's listing: B=32, D=128, one matmul a layer, in float64")
+    page.title(f"The book's listing: B={ROWS}, D={WIDTH}, one matmul a layer, in float64")
     page.equal(page.on_ranks(book, page.args.seed))
-    idle = float(bubbles.bubble("naive", Z, 1))
-    page.say(f"\nOf {2 * Z} turns, forward and back, each rank computes in 2: it is idle for {idle:.1%} of the time.")
+    idle = bubbles.bubble("naive", Z, 1)
+    page.check("the listing's bubble", idle == simulate(make("naive", Z, 1)).bubble == 1 - Fraction(2, 2 * Z))
+    page.say(
+        f"\nOf {2 * Z} turns, forward and back, each rank computes in 2: it is idle for {float(idle):.1%} of the time."
+    )
     page.say("\nAs printed, the book's listing does not run: weights[i] = ... is refused for an array of JAX, where "
              "weights.at[i].set(...) gives a new one; and f_vjp gives a vjp, not the jvp of its comment.")  # fmt: skip
 

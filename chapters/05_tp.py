@@ -1,5 +1,6 @@
 # %% [markdown]
-"""Part 5, "Tensor Parallelism": https://jax-ml.github.io/scaling-book/training
+"""Part 5, "Tensor Parallelism": the listing line by line, beside one device, and how many ways are compute-bound.
+https://jax-ml.github.io/scaling-book/training
 
     In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]
 

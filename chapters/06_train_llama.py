@@ -132,8 +132,10 @@ shards = tree.map(lambda t: torch.empty(parse(t).local_shape(short.sizes, big), 
 tokens = torch.empty((1, 2048), dtype=torch.int64, device="meta")
 with trace() as log:
     transformer.loss_and_grads(shards, tokens, tokens, short, big, remat="none")
-held = sum(W.numel() * 2 for W in tree.leaves(shards))
-matrices = tm.num_params(short) - (2 * layers + 1) * short.D - 2 * short.V * short.D  # of the layers
+held = sum(W.nbytes for W in tree.leaves(shards))
+gains = (2 * layers + 1) * short.D  # of the norms: whole on each chip
+matrices = tm.num_params(short) - gains - 2 * short.V * short.D  # of the layers
+page.check("a chip's bytes of params", held == 2 * ((tm.num_params(short) - gains) / big.size() + gains))
 lines = 6 * (matrices + short.V * short.D) * 2**22 // big.size()
 page.title(f"{llama.name}, {layers} layers, on {big.size():,} chips, one step of 4M tokens")
 page.same([

@@ -58,6 +58,8 @@ sums = {
 }  # fmt: skip
 rows = [(f"Part {number}", sum(counts), *counts) for number, counts in sums.items()]
 total = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+given = [answer.verdict for answer in page.given]
+page.check("the numbers in all", total == [len(given), *map(given.count, VERDICTS)])
 page.table([*rows, ("all", *total)], ["part", "numbers", *VERDICTS])
 page.end()
 

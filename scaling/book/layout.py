@@ -24,6 +24,11 @@ def format_number(value: float, digits: int = 4) -> str:
     return _short(f"{float(f'{mantissa}e{power}'):,.{max(0, digits - 1 - power)}f}")
 
 
+def bar(value: float, whole: float, columns: int = 12) -> str:
+    """A bar as text, so many columns long where the value is the whole."""
+    return "#" * round(columns * value / whole)
+
+
 def exact(value: float) -> str:
     """A count in full, with thousands separated; what is no whole number to six digits."""
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else format_number(value, 6)

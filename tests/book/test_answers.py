@@ -66,6 +66,7 @@ def test_numbers_stand_as_the_book_writes_them():
         (1 / 3, ""): "0.3333",
     }
     assert {pair: notation(*pair) for pair in beside} == beside
+    assert [layout.bar(n, 64) for n in (0, 32, 80)] == ["", "#" * 6, "#" * 15]
     assert [layout.format_number(x) for x in (1.97e14, 57500, 999_999.9, 1.2e-4, 0, float("inf"))] == [
         "1.97e14", "57,500", "1e6", "1.2e-4", "0", "inf",
     ]  # fmt: skip
