@@ -65,8 +65,8 @@ for B in (64, 512):
         once = first + load + op.math / panels + store
         held = math.isclose(run.seconds, op.upper) if buffers == 1 else op.lower <= run.seconds <= op.lower + once
         page.check(f"B = {B}, {buffers} buffers: streamed in the time that the roofline says", held)
-page.title(f"bf16[B, {D}] x bf16[{D}, {F}] on a v5e, {panels} panels: Load, Compute, Store")
-page.say("\n".join(drawn))
+page.title(f"bf16[B, {D}] x bf16[{D}, {F}] on a v5e, {panels} panels: half of the time")
+page.say("\n".join([*drawn, "L load, C compute, S store"]))
 page.table(rows, ["B", "buffers", "bound by", "lower us", "upper us", "streamed us", "HBM busy", "core busy"])
 X, weights = torch.randn(16, 64, dtype=torch.float64), torch.randn(64, 32, dtype=torch.float64)
 by_panels = torch.cat([X @ panel for panel in weights.chunk(panels, 1)], 1)
@@ -85,7 +85,8 @@ run = stream_chunks(panels, 4 * N / panels / V5P.hbm_bw, op.math / panels, 2 * N
 page.title(f"bf16 x[N] * y[N] -> z[N] on a v5p, N = 2^26, {panels} chunks, 2 buffers")
 page.say(draw_stream(run, width() - 7, run.seconds / 2))
 busy = run.busy("core") / run.seconds
-page.say(f"{1e6 * run.seconds:.1f} us, of which HBM works {run.busy('HBM') / run.seconds:.0%} and the core {busy:.0%}")
+share = f"HBM works {run.busy('HBM') / run.seconds:.0%} and the core {busy:.0%}"
+page.say(f"{1e6 * run.seconds:.1f} us, of which half is drawn; {share} of it")
 page.check("a pointwise product takes as long as HBM does", math.isclose(run.seconds, op.comms))
 
 # %% [markdown]

@@ -94,7 +94,7 @@ hop = V * ring["ReduceScatter", 2] / (16 * 32) / V5E.link_bw / 8  # of the eight
 routed = Torus((16,), (True,)).all_to_all_seconds(V, V5E.link_bw)
 page.answers([
     Answer("Latency-bound below, a link of a v5e", "45", V5E.link_bw * V5E.hop_latency / 1e3, "kB"),
-    Answer("10 MB over 16 chips, where the measured bandwidth peaks: each", "625", 10e6 / 16 / 1e3, "kB"),
+    Answer("10 MB, where the measured bandwidth peaks: a chip's 16th", "625", 10e6 / 16 / 1e3, "kB"),
     Answer("Pop quiz 2: each device holds", "8.4", quiz.nbytes(large, {"Y": 4}, "bf16") / 1e6, "MB"),
     Answer("Pop quiz 2: AllGather_Y([E_Y, F]), were it a ring", "377",
            US * cost.all_gather(nbytes["large"], V5E, 4, wrap=True), "us",
