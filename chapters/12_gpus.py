@@ -25,7 +25,7 @@ KIB, MB = 1024, 1e6
 
 # %% [markdown]
 # ## Summary of GPU specs
-# Look at C/W in bf16: about 300 for every generation since Hopper, near a v5e's 240.
+# Look at C/W in bf16: about 300 of an H100 and a B200, near a v5e's 240; an H200's faster HBM makes it 206.
 
 
 # %%
@@ -43,6 +43,8 @@ for hw in map(chip, GPUS):
     sizes = cells(hw.smem_bytes / 1e3, hw.l2_bytes, hw.hbm_bytes, hw.hbm_bw)
     rows.append((hw.name, clock, hw.sms, *sizes, *cells(*rates), alpha))
 page.table(rows, ["GPU", "GHz", "SMs", "SMEM\nkB", "L2", "HBM", "HBM/s", "bf16", "fp8", "fp4", "C/W"])
+page.say(f"The book's text and quizzes, and all below, take {format_number(H100.hbm_bw)} bytes/s for an H100's HBM and "
+         f"{format_number(B200.flops())} bf16 FLOPs/s for a B200.")  # fmt: skip
 
 # %% [markdown]
 # ## GPUs vs. TPUs at the chip level
@@ -127,8 +129,8 @@ page.answers([
     Answer("1.3 intensity of an H100, fp8", "590", H100.intensity("hbm", "fp8"), "FLOPs/B"),
     Answer("1.3 intensity of a B200, fp8", "562", B200.intensity("hbm", "fp8"), "FLOPs/B"),
     Answer("1.4 fp16[64, 4096] x fp16[4096, 8192] on a B200: bytes", "69e6", small.nbytes, "bytes"),
-    Answer("1.4 of 64 rows", "8.6", 1e6 * small.lower, "us", f"bound by {small.bound}"),
-    Answer("1.4 of 512 rows", "15", 1e6 * large.lower, "us", f"bound by {large.bound}"),
+    Answer("1.4 the time of this product", "8.6", 1e6 * small.lower, "us", f"bound by {small.bound}"),
+    Answer("1.4 the time with 512 rows", "15", 1e6 * large.lower, "us", f"bound by {large.bound}"),
     Answer("1.5 SMEM of an H100", "33", smem["h100"] / MB, "MB"),
     Answer("1.5 SMEM and registers of an H100", "66", (smem["h100"] + registers) / MB, "MB", rounded=(
         2 * 33, "33 for each")),
@@ -137,7 +139,7 @@ page.answers([
     Answer("1.7 intensity of fp32 add", "0.083", add[1024].intensity, "FLOPs/B", "1/12"),
     Answer("1.7 intensity of the CUDA cores", "10", vector / memory, "FLOPs/B"),
     Answer("1.7 SMs that 1024 CUDA cores take, one for each sum", "8", 1024 / (SUBPARTITIONS * LANES)),
-    Answer("1.7 so their math takes longer than on all", "16", H100.sms / (1024 / (SUBPARTITIONS * LANES)), "times"),
+    Answer("1.7 math of N = 1024: longer than on all SMs", "16", H100.sms / (1024 / (SUBPARTITIONS * LANES)), "times"),
     Answer("1.7 adding N = 1024", "", 1e9 * add[1024].lower, "ns",
            "asked but not answered: 12N over HBM/s; launching it takes longer"),
     Answer("1.7 adding N = 65,536", "0.23", 1e6 * add[65536].lower, "us", "1.5 measured in the book: latency"),

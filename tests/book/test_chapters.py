@@ -174,7 +174,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
     "10_problems": (["1 FAILED: 1.2: roll(x, 5) - x"], 4 * 8 * 2, ["Question 2.3 and 2.4 on 2 devices", "all hold"]),
     "11_recap": (["Part 12 133 102 11 13 7 0"], 2, ["Part 4 35 24 3 2 6 0"]),
     "12_gpus": (
-        ["1.4 of 512 rows 15 34.71 us +131.4% DIFFERS"],
+        ["1.4 the time with 512 rows 15 34.71 us +131.4% DIFFERS"],
         281.25 / (1 - 281.25 * (1 / 4096 + 1 / 8192)),
         ["wrote roofs.svg"],
     ),

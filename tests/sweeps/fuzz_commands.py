@@ -1,6 +1,6 @@
 """Bad values at the command line, of every option of every command and chapter: one clear error, or the right result.
 
-    python tests/sweeps/fuzz_commands.py [--cases 2500] [--seed 0] [--only train,show] [--show]
+    python tests/sweeps/fuzz_commands.py [--cases 2500] [--seed 0] [--only train,show] [--each] [--show]
 
 The options come from the parsers themselves. A case gives one or two of them values that are wrong in many ways, or
 gives a command a file (of a model, a chip, a run, requests) of which one key is wrong. It ends well if the command
@@ -9,8 +9,9 @@ gives a command a file (of a model, a chip, a run, requests) of which one key is
 - when it refuses, says why on the error stream, in few lines, with the choices or a fix, and writes no file;
 - prints nothing wider than 100 columns.
 
-Every case is a fork of this process, in a folder of its own. `--show` prints what was said, to be read. Exits with 1 if
-a case does not end well.
+With `--each` there is one case for each option alone, in turn: `--only 0,1 --each` does so with the chapters. Every
+case is a fork of this process, in a folder of its own. `--show` prints what was said, to be read. Exits with 1 if a
+case does not end well.
 """
 
 import argparse
@@ -162,7 +163,7 @@ def case(
         return words, status, judged(status, out, err, new), (err or out).strip()
 
 
-def run(cases: int, seed: int, only: list[str], show: bool = False) -> tuple[Counter, list[str]]:
+def run(cases: int, seed: int, only: list[str], each: bool, show: bool) -> tuple[Counter, list[str]]:
     """(how often each exit status came, what was wrong)."""
     names = [*COMMANDS, *(path.stem for path in sorted(CHAPTERS.glob("[0-9]*.py")))]
     names = [name for name in names if not only or any(name.startswith(word) for word in only)]
@@ -173,8 +174,9 @@ def run(cases: int, seed: int, only: list[str], show: bool = False) -> tuple[Cou
         for name in names:
             options = [action for action in parser_of(name)._actions if action.dest != "help"]
             weight = 4 if name in COMMANDS else 1
-            for _ in range(max(1, cases * weight // (4 * len(COMMANDS) + 39))):
-                words, status, why, said = case(name, options, Path(base), draw)
+            draws = [options] * max(1, cases * weight // (4 * len(COMMANDS) + 39))
+            for chosen in [[option] for option in options] if each else draws:
+                words, status, why, said = case(name, chosen, Path(base), draw)
                 tally[status] += 1
                 if why:
                     wrong.append(f"{words[:150]}\n    {why}")
@@ -190,9 +192,10 @@ def main() -> int:
     parser.add_argument("--cases", type=integer(1), default=2500, help="about how many (default 2500)")
     parser.add_argument("--seed", type=integer(), default=0, help="of what is drawn (default 0)")
     parser.add_argument("--only", default="", help="commands and chapters that begin with one of these, by commas")
+    parser.add_argument("--each", action="store_true", help="one case for each option alone, instead of draws")
     parser.add_argument("--show", action="store_true", help="print each case and what was said, to be read")
     args = parser.parse_args()
-    tally, wrong = run(args.cases, args.seed, args.only.split(",") if args.only else [], args.show)
+    tally, wrong = run(args.cases, args.seed, args.only.split(",") if args.only else [], args.each, args.show)
     print(f"{tally.total()} cases; by exit status {dict(tally)}; {len(wrong)} wrong")
     return int(bool(wrong))
 
