@@ -143,7 +143,7 @@ page.answers([
            rounded=(1e9 * 1e6 / H100.hbm_bw, "1e6 bytes for 1 MiB")),
     Answer("Pop quiz: int8[128, 2048], A[I_XY, J] on 2 x 8 x 2: each device", "16,384",
            quiz.nbytes(sizes2, mesh2, "int8"), "bytes"),
-    Answer("Pop quiz: all devices", "512", quiz.total_nbytes(sizes2, mesh2, "int8") / 2**10, "KiB"),
+    Answer("Pop quiz: int8[128, 2048], all devices", "512", quiz.total_nbytes(sizes2, mesh2, "int8") / 2**10, "KiB"),
     Answer("The snippet's A on 4 x 2: local", "[2, 1024]", str(list(book["A"]))),
     Answer("The snippet's B: local", "[2048, 4096]", str(list(book["W"]))),
     Answer("The snippet's product, out_shardings P('X', 'Y'): local", "", str(list(book["Out"])),

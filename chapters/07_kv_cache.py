@@ -102,9 +102,9 @@ page.chart(
 growth = {(way, which): total(way, which, n) / total(way, which, n // 2) for way, which in kinds}
 page.answers([
     Answer("Naive: twice the tokens, FFW FLOPs times", "4", growth["naive", 0], "", "n^2"),
-    Answer("Naive: attention times", "8", growth["naive", 1], "", "n^3"),
-    Answer("Cached: FFW times", "2", growth["cached", 0], "", "n"),
-    Answer("Cached: attention times", "4", growth["cached", 1], "", "n^2"),
+    Answer("Naive: twice the tokens, attention FLOPs times", "8", growth["naive", 1], "", "n^3"),
+    Answer("Cached: twice the tokens, FFW FLOPs times", "2", growth["cached", 0], "", "n"),
+    Answer("Cached: twice the tokens, attention FLOPs times", "4", growth["cached", 1], "", "n^2"),
 ])  # fmt: skip
 
 # %% [markdown]
