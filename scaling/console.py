@@ -145,7 +145,7 @@ def place(text: str) -> str:
     """A type for argparse: FILE.json, or a folder, either of which need not be there yet; "" is none."""
     path = Path(text).absolute()
     with _writing(text):
-        nearest = next(each for each in (path, *path.parents) if each.exists())
+        nearest = next(each for each in (path, *path.parents) if each.exists() or each.is_symlink())
         if text and nearest.is_dir() == (nearest == path and path.suffix == ".json"):
             raise argparse.ArgumentTypeError(
                 f"cannot write {shortened(text)}: it must be FILE.json or a folder, and {shortened(str(nearest))} "

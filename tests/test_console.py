@@ -16,7 +16,7 @@ import scaling
 from scaling.arguments import check_fields, read_table
 from scaling.check import main as check
 from scaling.configs import load
-from scaling.console import HelpFormatter, Parser, command, command_of, complain, integer, number, output
+from scaling.console import HelpFormatter, Parser, command, command_of, complain, integer, number, output, place
 from scaling.measure import command as measure
 from scaling.measure.network import main as network
 from scaling.plan.__main__ import main as plan
@@ -77,6 +77,13 @@ def test_types_of_options():
 
 
 @pytest.mark.slow
+def test_a_link_to_nothing_is_no_place(tmp_path):
+    (tmp_path / "link").symlink_to("gone")
+    for path in (tmp_path / "link", tmp_path / "link" / "deeper"):
+        with pytest.raises(argparse.ArgumentTypeError, match="it must be FILE"):
+            place(str(path))
+
+
 def test_a_reader_that_goes_away_ends_a_command_quietly():
     for module, arguments in (("plan", [*PLAN, "--json"]), ("show", ["schedule", "all"])):
         command_line = [sys.executable, "-m", f"scaling.{module}", *arguments]
