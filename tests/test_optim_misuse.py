@@ -219,3 +219,9 @@ def test_a_chain_is_given_types_and_ends_in_an_optimizer():
     new, _ = twice.update(params, twice.init(params), params)
     for name in params:
         torch.testing.assert_close(new[name], 0.8 * params[name])
+
+
+@pytest.mark.parametrize("rule", [optim.sgd, optim.adamw])
+def test_a_state_of_whole_numbers_is_not_made(rule):
+    with pytest.raises(ValueError, match="dense tensors of floats"):
+        rule(0.1).init({"W": torch.ones(2, dtype=torch.int64)})

@@ -31,6 +31,7 @@ def test_on_the_page_each_rank_has_places_of_its_own():
         for number, ranks in enumerate(groups):
             each = [MeetingPlaces(SharedPage(memory, size, rank), i, number, ranks) for rank in ranks]
             assert len({places.flag.address for places in each}) == 1  # who comes wakes the others
+            assert each[0].flag.address % 64 == 0
             taken.append((each[0].flag.address - start, LINE))  # in a line of the processor's cache by itself
             for turn in zip(*(places.places for places in each), strict=True):
                 mine = [(at.word, at.state, at.text) for at in turn]

@@ -230,3 +230,13 @@ def test_an_error_quotes_the_beginning_of_a_long_text():
 )
 def test_capital_letters_alone_are_written_without_braces(axes, said):
     assert format_axes(axes) == said
+
+
+@pytest.mark.parametrize("n", [1, 30, 60, 300])
+def test_an_error_shows_its_place_in_a_long_text(n):
+    dims = ", ".join(f"I{i}" for i in range(n))
+    with pytest.raises(ShardingError) as error:
+        parse(f"A[{dims}, ?, {dims}]")
+    _, quoted, caret, *_ = str(error.value).splitlines()
+    assert quoted[caret.index("^")] == "?"
+    assert len(quoted) <= 202

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scaling.algebra.layouts import DimAxes, Setting, arrangements, divides, layout, retyped, setting, subsets
+from scaling.algebra.layouts import DimAxes, Setting, arrangements, layout, retyped, setting, subsets
 from scaling.algebra.resharding import START, Key, Reached, path, shortest
 from scaling.algebra.steps import Step
 from scaling.spec import Spec
@@ -97,9 +97,7 @@ class ChainSearch:
         ways: dict[DimAxes, Way] = {}
         for local in local_products(a.spec, b.spec, result.dim_names, self.within, whole):
             if local.a not in a.found or local.b not in b.found:
-                continue
-            if not divides(local.result, self.shape(result), self.within.sizes):
-                continue
+                continue  # a dim does not divide; every dim of the result is one of theirs
             a_key, b_key, spent = a.found[local.a].key, b.found[local.b].key, 0
             if self.within.cost:
                 spent = self.within.cost(_einsum(a.spec, b.spec, result, local))

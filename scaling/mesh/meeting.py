@@ -59,7 +59,6 @@ class NotMet(Exception):
     call or None, the ranks that it waits for)."""
 
     def __init__(self, why: str, waits: Sequence[tuple[int, str | None, list[int]]]):
-        super().__init__(why, waits)
         self.why, self.waits = why, list(waits)
 
 
@@ -67,7 +66,6 @@ class Refused(Exception):
     """All have come to a meeting, the next one is another; but the call cannot be made."""
 
     def __init__(self, meeting: "Meeting", said: Sequence[str]):
-        super().__init__(meeting, said)
         self.meeting, self.said = meeting, said
 
 

@@ -6,7 +6,8 @@ import torch
 from array_types import types
 
 from scaling.algebra import matmul, reshard
-from scaling.collectives import all_gather, run
+from scaling.algebra.steps import Plan, Step
+from scaling.collectives import all_gather, run, shard
 from scaling.collectives import reshard as run_reshard
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, Spec, parse
@@ -86,3 +87,16 @@ def test_refusals():
         run_reshard("A[I] * B[I] -> A[I]", x, mesh)
     with pytest.raises(ShardingError, match="interleaved"):
         all_gather("A[I_XY] -> A[I_Y]", x[0], AbstractMesh({"X": 2, "Y": 2}))
+
+
+def gathered_at_once(mesh, src, dst):
+    shape = (4, 3, 8)[: len(parse(src).dims)]
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    step = Step("AllGather", parse(src).axes, parse(src), parse(dst))
+    done = run(Plan((step.before,), step.after, (step,)), shard(src, whole, mesh), mesh)
+    return torch.equal(done, shard(dst, whole, mesh))
+
+
+@pytest.mark.parametrize("src", ["A[I_X, K, J_Y]", "A[I_Y, K, J_X]", "A[I, K, J_XY]", "A[I, K, J_YX]"])
+def test_axes_of_several_dims_are_gathered_by_one_call(ranks, src):
+    assert all(ranks(gathered_at_once, {"X": 2, "Y": 2}, src, "A[I, K, J]"))

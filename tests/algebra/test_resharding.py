@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaling.algebra import reshard
+from scaling.algebra.layouts import DimAxes, _gathers_of_several, arrangements
 from scaling.book.largest import largest
 from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
@@ -201,3 +202,16 @@ def test_on_real_ranks(ranks):
     every = list(types("XY"))
     pairs = list(itertools.product(every, every))
     assert largest(ranks(reshard_on_rank, {"X": 2, "Y": 2}, pairs[::9], (4, 8))) < 1e-12
+
+
+def test_gathers_over_several_dims_are_all_that_there_are():
+    """To every layout whose dims keep the major ones of their axes, of which two or more lose some."""
+    for split in arrangements(("X", "Y", "Z"), 3):
+        found = [edge.after.dims for edge in _gathers_of_several(DimAxes(split, ()), None)]
+        every = [
+            kept
+            for kept in arrangements(("X", "Y", "Z"), 3)
+            if all(before[: len(after)] == after for before, after in zip(split, kept, strict=True))
+            and sum(before != after for before, after in zip(split, kept, strict=True)) > 1
+        ]
+        assert sorted(found) == sorted(every)

@@ -118,3 +118,10 @@ def test_one_device():
         transfer("A[I_X] -> A[I]", x, mesh, mesh, below=(-1,))
     with pytest.raises(ShardingError, match="give their shard"):
         transfer("A[I_X] -> A[I]", None, mesh, mesh)
+
+
+def test_types_name_axes_of_their_own_meshes():
+    source, target = AbstractMesh({"X": 2}), AbstractMesh({"Y": 2})
+    for line, axis in (("A[I_Y] -> A[I]", "Y"), ("A[I] -> A[I_X]", "X")):
+        with pytest.raises(ShardingError, match=f"unknown mesh axis {axis}"):
+            plan_transfer(line, (4,), source, target)

@@ -8,8 +8,10 @@ from pipeline_problem import WEIGHTS, B, D, F, L, fsdp_tp, loss, problem
 from scaling import trace, tree
 from scaling.mesh import AbstractMesh
 from scaling.schedules import make
+from scaling.schedules.instructions import Backward, Forward, ForwardBackward
 from scaling.strategies import fsdp_tp as fsdp_tp_listing
 from scaling.strategies import pipeline
+from scaling.strategies.pipeline import _spans
 from scaling.strategies.stage import of_strategy
 
 FSDP_TP_SPECS = of_strategy(fsdp_tp_listing.STRATEGY).specs
@@ -102,3 +104,9 @@ def test_rolled_moves_up_between_ticks_alone():
         Out = pipeline.rolled(params, torch.empty(6, D, device="meta"), mesh, microbatches=3)
     assert Out.shape == (6, D)
     assert log.count("CollectivePermute", "Z") == 3 + 4 - 2
+
+
+def test_steps_that_ran_as_one_share_its_time():
+    step = ForwardBackward(Forward(0, 1), Backward(2, 0))
+    first, second = _spans(3, [step], 5.0, 9.0)
+    assert (first.start, first.end, second.start, second.end) == (5.0, 7.0, 7.0, 9.0)

@@ -106,8 +106,7 @@ def _check_mesh(config: Config, sizes: Mapping[str, int]) -> None:
             f"each rank's query heads share whole KV heads\n  fix: choose Y among divisors or multiples of {config.K}"
         )
     wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features"), ("D", config.D, X, "model dims")]
-    wanted += [("V", config.V, Y * Z, "vocabulary entries")]
-    wanted += [("E", config.E, E, "experts")] if config.moe or E > 1 else []
+    wanted += [("V", config.V, Y * Z, "vocabulary entries"), ("E", config.E, E, "experts")]
     for dim, size, parts, what in wanted:
         if size % parts:
             raise ShardingError(
