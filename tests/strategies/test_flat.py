@@ -26,7 +26,7 @@ def both_ways(mesh):
     )
     dW = tree.map(lambda x: torch.randn_like(x) + mesh.rank, together)
     scattered = flat.scatter(dW, sent, mesh).wait()
-    reduced = tree.map(lambda g, s, u: step.reduce_gradient(g, s, u, mesh, ("X",)), dW, STORED, USED)
+    reduced = step.reduce_gradients(dW, STORED, USED, mesh, ("X",))
     reduced["g"] = scattered["g"]  # what X does not split is not sent here
     return len(sent), [(together, alone), (scattered, reduced)]
 

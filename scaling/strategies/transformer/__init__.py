@@ -3,6 +3,7 @@
     types   the params' types, as stored and as used          layer   one layer's typed lines
     by_hand the same layer with its backward written out      flat    a small layer's weights in one message
     ends    embedding and loss, the vocabulary over Y         step    the layers run, forward and back, by their vjps
+    stages  the layers over Z, under any schedule             stage_ends   each end at the stage that uses it
 
 One text serves every mesh: an axis that the mesh lacks, or that has size 1, drops out.
 """

@@ -21,7 +21,7 @@ from scaling.strategies.transformer.ends import Terms, embed, head
 from scaling.strategies.transformer.forward import forward_loss
 from scaling.strategies.transformer.placed import Placed
 from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
-from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduce_gradient
+from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduce_gradients
 
 REMAT = ("none", "gather", "attention", "matmuls", "block")  # the more to the right, the less is kept
 
@@ -206,7 +206,7 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
         dend["embed"] = dend["embed"].add_(dE) if config.tied else dE.to(sums)
         dends = tree.map(Tensor.add_, dends, dend) if dends else dend
         losses.append(loss + extra * scale / M)
-    grads: dict[str, Any] = {name: reduce_gradient(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
+    grads = reduce_gradients(dends, stored, used, mesh, ENDS)
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
     return loss, grads | {"layers": layers.reduce()}
 

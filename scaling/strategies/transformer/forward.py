@@ -9,8 +9,9 @@ from scaling.models.transformer import unstacked
 from scaling.strategies.axes import all_reduce, present
 from scaling.strategies.transformer.ends import embed, head
 from scaling.strategies.transformer.layer import ROWS
+from scaling.strategies.transformer.stage_ends import homes_of, stage_ends
 from scaling.strategies.transformer.stages import layers_of, placed
-from scaling.strategies.transformer.step import Problem, end_weights, gathered_weights, layer_types, numbered
+from scaling.strategies.transformer.step import Problem, gathered_weights, layer_types, numbered
 
 
 def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, schedule=None) -> Tensor:
@@ -22,8 +23,11 @@ def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor
     mine = [s for s, owner in enumerate(owners) if owner == z]
     stack = unstacked(params["layers"])
     kinds = layer_types(stored["layers"]), layer_types(used["layers"])
-    ends = end_weights(params, stored, used, mesh)
-    x = embed(ends["embed"], tokens, mesh)
+    ends = stage_ends(params, problem, homes_of(config, mesh, schedule))
+    if "embed" in ends:
+        x = embed(ends["embed"], tokens, mesh)
+    else:  # it comes from another stage
+        x = params["embed"].new_empty(len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     for s, layers in enumerate(stages):
         if s in mine:

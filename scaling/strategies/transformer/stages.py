@@ -1,8 +1,7 @@
 """A Transformer's layers over pipeline stages (Part 5, Pipelining), under any schedule of `scaling.schedules`.
 
 Virtual stages get L layers as evenly as they divide, the first ones one more; in store each has the same number of
-slots, the empty ones zeros, which are never run. The ends' vocabulary is split over Z too, and gathered once a step:
-the first stage embeds, the last has the head, and a tied table has one gradient from both.
+slots, the empty ones zeros, which are never run. The first stage embeds, the last has the head (`stage_ends`).
 """
 
 from itertools import pairwise
@@ -21,7 +20,8 @@ from scaling.strategies.stage import Stage
 from scaling.strategies.tape import vjp
 from scaling.strategies.transformer.ends import embed, head
 from scaling.strategies.transformer.layer import ROWS
-from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduce_gradient
+from scaling.strategies.transformer.stage_ends import ends_gradients, homes_of, stage_ends
+from scaling.strategies.transformer.step import Layers, Problem, numbered
 
 
 def resolved(schedule: "Schedule | str | None", mesh, microbatches: int) -> Schedule | None:
@@ -87,10 +87,10 @@ class _Chunk(Layers):
     out: dict
 
     def reduce_all(self) -> None:
-        done = self.reduce()
-        tree.map(lambda into, g: into[: len(g)].copy_(g), self.out, done)
+        self.begin_all()
 
     def result(self) -> dict:
+        tree.map(lambda into, g: into[: len(g)].copy_(g), self.out, self.reduce())
         return self.out
 
 
@@ -130,16 +130,16 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
 
 def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, schedule):
     """(loss, grads) by a pipeline's schedule over Z."""
-    config, mesh, stored, used, contexts, terms, sums, scale = problem
+    config, mesh, contexts, terms, sums = problem.config, problem.mesh, problem.contexts, problem.terms, problem.sums
     schedule = cast(Schedule, resolved(schedule, mesh, len(contexts)))  # Z > 1 here
     stage, chunks = stage_of(problem, schedule, remat)
-    ends = end_weights(params, stored, used, mesh)
-    first = schedule.placement[0] == mesh.coord["Z"]
+    homes = homes_of(config, mesh, schedule)
+    ends, first = stage_ends(params, problem, homes), schedule.placement[0] == mesh.coord["Z"]
     if first:
         x, pull_embed = vjp(lambda E: embed(E, tokens, mesh), ends["embed"])
     else:
         rows = (len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
-        x = ends["embed"].new_empty(rows)
+        x = params["embed"].new_empty(rows)
     rows = torch.arange(len(tokens), device=tokens.device)
 
     def loss_of(ends, x, some):
@@ -147,10 +147,13 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
 
     last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
     loss, grads = pipeline.with_ends(params["layers"], last, x, rows, mesh, schedule, loss_of, stage, dtype=sums)
-    (dE,) = pull_embed(grads.dIn) if first else (torch.zeros_like(ends["embed"]),)
-    dends: Any = grads.head
-    dends |= {"embed": dends["embed"] + dE if config.tied else dE.to(sums)}
-    extra: Any = sum(torch.as_tensor(chunk.extra, dtype=loss.dtype, device=loss.device) for chunk in chunks.values())
-    extra = reduce_present("Loss[] {U_ZPXECY} -> Loss[]", extra, mesh)
-    done = {name: reduce_gradient(dends[name], stored[name], used[name], mesh, ENDS) for name in dends}
-    return loss + extra * scale, done | {"layers": grads.params}
+    dends: dict[str, Any] = {**cast(dict, grads.head)}
+    if first:
+        (dE,) = pull_embed(grads.dIn)
+        dends["embed"] = dends["embed"] + dE if config.tied else dE.to(sums)
+    extra: Any = 0.0
+    if config.moe:
+        extra = torch.stack([torch.as_tensor(c.extra, dtype=loss.dtype, device=loss.device) for c in chunks.values()])
+        extra = reduce_present("Loss[] {U_ZPXECY} -> Loss[]", extra.sum(), mesh)
+    done = ends_gradients(dends, params, problem, homes)
+    return loss + extra * problem.scale, {"layers": grads.params} | done

@@ -75,23 +75,31 @@ def gathered_weights(W: Mapping, stored: Mapping, used: Mapping, mesh, async_op:
     return tree.map(one, W, stored, used)
 
 
-def reduce_gradient(dW: Tensor, stored: str, used: str, mesh, axes: tuple[str, ...] = TOKENS) -> Tensor:
-    """The gradient of a weight from partial sums {U} to its stored type: over X inside a pod first, then over the rest.
+def reduce_gradients(
+    dW: Mapping, stored: Mapping, used: Mapping, mesh, axes: tuple[str, ...] = TOKENS
+) -> dict[str, Any]:
+    """Gradients by name from partial sums {U} to their stored types: over X inside a pod first, then over the rest.
 
     dW is typed as used, unreduced over those of `axes` that do not split it: of a layer's weight those that split the
-    tokens; of the ends, which some stages do not use, also Z.
+    tokens; of the ends, which some stages do not use, also Z. The types may be of more leaves than there are.
     """
-    return finished(_begun(dW, stored, used, mesh, axes), stored, used, mesh, axes)
+    stored, used = ({name: types[name] for name in dW} for types in (stored, used))
+    begun = tree.map(lambda g, s, u: _begun(g, s, u, mesh, axes), dW, stored, used)
+    return _finished(begun, stored, used, mesh, axes)
 
 
 def _begun(dW: Tensor, stored: str, used: str, mesh, axes: tuple[str, ...] = TOKENS):
-    """The first half of `reduced`, the ReduceScatter: under way."""
+    """The first half, the ReduceScatter: under way."""
     return reduce_scatter(mesh.constant(_reduction, stored, used, axes)[0], dW, mesh, async_op=True)
 
 
-def finished(pending, stored: str, used: str, mesh, axes: tuple[str, ...] = TOKENS) -> Tensor:
-    """The second half: over the axes that split neither."""
-    return all_reduce(mesh.constant(_reduction, stored, used, axes)[1], wait(pending), mesh)
+def _finished(begun, stored, used, mesh, axes: tuple[str, ...] = TOKENS):
+    """The second half, over the axes that split neither: of all leaves at once."""
+
+    def one(pending, s: str, u: str):
+        return all_reduce(mesh.constant(_reduction, s, u, axes)[1], wait(pending), mesh, async_op=True)
+
+    return tree.map(wait, tree.map(one, begun, stored, used))
 
 
 def _reduction(mesh, stored: str, used: str, axes: tuple[str, ...]) -> tuple[str, str]:
@@ -219,14 +227,17 @@ class Layers:
             self.grads[l] = tree.map(lambda g, s, u: _begun(g, s, u, self.mesh), self.grads[l], self.stored, self.used)
         self.begun.add(l)
 
-    def reduce(self) -> dict:
-        """The gradients of all layers, stacked and typed as the stored params."""
+    def begin_all(self) -> None:
+        """Start to reduce the gradients of all layers."""
         for l in reversed(range(len(self.layers))):
             if l not in self.begun:
                 self.begin(l)
+
+    def reduce(self) -> dict:
+        """The gradients of all layers, stacked and typed as the stored params."""
+        self.begin_all()
         self.grads = [tree.map(wait, grads) for grads in self.grads]
-        stacked = self.stacked()
-        return tree.map(lambda g, s, u: finished(g, s, u, self.mesh), stacked, *self.types)
+        return _finished(self.stacked(), *self.types, self.mesh)
 
     def stacked(self) -> dict:
         """The layers' gradients in their stacks; those that were written there are there."""
