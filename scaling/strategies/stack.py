@@ -8,6 +8,7 @@ activations can be freed as they are used. A chapter's own listing runs here as 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -46,7 +47,7 @@ class Strategy:
     reduce_slow: Callable | None = None
     GRADS: Mapping[str, str] | None = None
 
-    @property
+    @cached_property
     def weights(self) -> tuple[str, ...]:
         """The names of the weights: those of SPECS that are neither In nor Out."""
         return tuple(name for name in self.SPECS if name not in ("In", "Out"))
