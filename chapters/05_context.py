@@ -179,7 +179,7 @@ def by_hand(mesh):
 results, (there, back) = page.on_ranks(by_hand)
 first = [lines[: -(-len(lines) // C)] for lines in (there, back)]  # of C hops, of which the last sends no KV on
 page.title(f"The first hop of both passes on rank 0: B={B} T={T} N={N} K={K}, float64")
-page.table(first[0] + first[1], ["line", "sent", "FLOPs"])
+page.table([line for lines in first for line in lines], ["line", "sent", "FLOPs"])
 flops = [[sum(line[2] or 0 for line in lines) for lines in passes] for passes in (first, (there, back))]
 page.check("a hop has 1/C of the FLOPs of each pass", [C * one for one in flops[0]] == flops[1])
 show(results)

@@ -14,6 +14,7 @@ import torch
 from scaling import data, optim, tree
 from scaling.book.largest import largest
 from scaling.book.layout import format_number
+from scaling.book.listing import SINGLE
 from scaling.book.page import Page
 from scaling.collectives import unshard
 from scaling.configs import Config, get
@@ -112,8 +113,9 @@ page.title(f"Nats per byte, {B} sequences of {T} bytes a step, {format_number(tm
 shown = sorted({0, 1, *range(0, STEPS, max(1, STEPS // 8)), STEPS - 1} & set(range(STEPS)))
 page.table([(i + 1, f"{ours[i]:.5f}", f"{theirs[i]:.5f}", f"{abs(ours[i] - theirs[i]):.0e}") for i in shown],
            ["step", format_sizes(mesh_sizes), "one device, by torch's own", "difference"])  # fmt: skip
-worst = largest(abs(a - b) / b for each in of_ranks for a, b in zip(each, theirs, strict=True))
-page.check("the loss of every step is one device's", worst < 2e-4)
+apart = [largest(abs(each[i] - loss) / loss for each in of_ranks) for i, loss in enumerate(theirs)]
+worst = largest(apart)  # rounding grows with the steps
+page.check("the loss of every step is one device's", worst < 2e-4 and largest(apart[:24]) < SINGLE)
 page.say(f"\nthe largest difference of {STEPS} steps is {worst:.0e} of the loss")
 if STEPS >= 20:
     page.check("it learns", ours[-1] < ours[0] - 1.5)
