@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -155,6 +156,8 @@ def place(text: str) -> str:
             raise argparse.ArgumentTypeError(
                 f"cannot write {shortened(text)}: no permission in {shortened(str(nearest))}"
             )
+        if nearest.is_dir():  # even where root may write, as in /proc, there may be no making files
+            tempfile.TemporaryFile(dir=nearest).close()
     return text
 
 

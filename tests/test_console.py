@@ -84,6 +84,12 @@ def test_a_link_to_nothing_is_no_place(tmp_path):
             place(str(path))
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="of Linux")
+def test_a_folder_that_takes_no_files_is_no_place():
+    with pytest.raises(argparse.ArgumentTypeError, match="cannot write /proc/nothing/x: "):
+        place("/proc/nothing/x")
+
+
 def test_a_reader_that_goes_away_ends_a_command_quietly():
     for module, arguments in (("plan", [*PLAN, "--json"]), ("show", ["schedule", "all"])):
         command_line = [sys.executable, "-m", f"scaling.{module}", *arguments]
