@@ -156,7 +156,7 @@ def place(text: str) -> str:
             raise argparse.ArgumentTypeError(
                 f"cannot write {shortened(text)}: no permission in {shortened(str(nearest))}"
             )
-        if nearest.is_dir():  # even where root may write, as in /proc, there may be no making files
+        if text and nearest.is_dir():  # root may write into all, such as /proc, and yet not make a file
             tempfile.TemporaryFile(dir=nearest).close()
     return text
 
