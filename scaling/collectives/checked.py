@@ -20,9 +20,9 @@ from scaling.mesh.words import different, explained
 
 
 def agree(group: Group, call: str, x: torch.Tensor | None = None) -> None:
-    """ShardingError on every rank of the group unless all make the same call, if on x then on the same local shape and
-    dtype."""
-    if group.pg is not None and not torch.compiler.is_compiling():
+    """ShardingError on every rank of the group, of two or more, unless all make the same call, if on x then on the same
+    local shape and dtype."""
+    if not torch.compiler.is_compiling():
         said = _call(call, x.shape, x.dtype, "") if x is not None else Intent.of(call)
         _compare(group.checked, group.name, group.axes, said)
 

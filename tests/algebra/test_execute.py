@@ -9,6 +9,7 @@ from scaling.algebra import matmul, reshard
 from scaling.algebra.steps import Plan, Step
 from scaling.collectives import all_gather, run, shard
 from scaling.collectives import reshard as run_reshard
+from scaling.collectives.plans import run_steps
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, Spec, parse
 from scaling.trace import trace
@@ -100,3 +101,11 @@ def gathered_at_once(mesh, src, dst):
 @pytest.mark.parametrize("src", ["A[I_X, K, J_Y]", "A[I_Y, K, J_X]", "A[I, K, J_XY]", "A[I, K, J_YX]"])
 def test_axes_of_several_dims_are_gathered_by_one_call(ranks, src):
     assert all(ranks(gathered_at_once, {"X": 2, "Y": 2}, src, "A[I, K, J]"))
+
+
+@pytest.mark.parametrize("keep", [(), ("A[I_X, J]",)])
+def test_an_array_goes_after_its_last_use(keep):
+    mesh, source = AbstractMesh({"X": 2}), parse("A[I_X, J]")
+    steps, keep = reshard(source, "A[I, J_X]").steps, tuple(map(parse, keep))
+    held = run_steps(steps, {source: torch.empty(2, 8, device="meta")}, mesh, keep)
+    assert set(held) == {*keep, steps[-1].after}

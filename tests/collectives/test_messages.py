@@ -8,7 +8,8 @@ from scaling import collectives as c
 from scaling.collectives.eager import TAG as EAGER
 from scaling.collectives.messages import TAG, announcement, data_tag
 from scaling.collectives.transfer import TAG as TRANSFER
-from scaling.spec import parse
+from scaling.mesh import AbstractMesh
+from scaling.spec import ShardingError, parse
 
 A = torch.arange(6.0).view(2, 3)
 MISFITS = {
@@ -88,3 +89,9 @@ def test_an_announcement_tells_all_that_matters_apart():
     assert all(TAG < tag < 1 << 31 for tag in tags)
     long = [announcement(parse(f"{'A' * 300}[{dim}]"), A[0], "cpu") for dim in "IJ"]
     assert not torch.equal(*long)
+
+
+@pytest.mark.parametrize("act", [c.send, c.recv])
+def test_the_type_of_a_message_names_axes_of_its_mesh(act):
+    with pytest.raises(ShardingError, match="unknown mesh axis Z"):
+        act("A[I_Z]", torch.empty(4, device="meta"), AbstractMesh({"X": 2}), "X", 1)

@@ -218,3 +218,11 @@ def test_on_one_device_collectives_move_nothing():
         c.all_gather("A[I_X] -> A[I]", torch.ones(4), mesh)
         c.all_reduce("A[I] {U_X} -> A[I]", torch.ones(4), mesh)
     assert [(e.op, e.wire_bytes) for e in log.events] == [("AllGather", 0), ("AllReduce", 0)]
+
+
+def test_a_line_that_is_reached_is_told_before_it_is_recorded():
+    told = []
+    with trace() as log, trace(reach=lambda event: told.append((event.op, len(log.events)))):
+        for _ in range(2):
+            c.all_gather("A[I_X] -> A[I]", torch.empty(2, device="meta"), AbstractMesh({"X": 2}))
+    assert told == [("AllGather", 0), ("AllGather", 1)]
