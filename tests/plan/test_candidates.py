@@ -9,7 +9,7 @@ from scaling.plan import Fixed, Job, Layout, Stack, evaluate, fits, plans, searc
 from scaling.plan.candidates import CHUNKS
 from scaling.plan.layout import AXES, POLICIES
 from scaling.plan.network import Unplaced
-from scaling.plan.ranking import TIE, rank
+from scaling.plan.ranking import TIE, rank, simplest_first
 
 H100, V5P = chip("h100"), chip("v5p")
 SMALL = get("llama3-8b").with_(L=6, V=32000)
@@ -101,6 +101,12 @@ def test_the_order_of_what_is_found():
     assert all(one.chips == 64 for one in found)
     assert sum(fits(job, one) for one in found) == found.fitting
     assert len({(tuple(layout.sizes.values()), layout.zero) for _, layout in found.layouts()}) == len(found)
+
+
+def test_of_layouts_as_fast_and_as_simple_the_one_comes_first_that_needs_overlap_least():
+    keys = [(0.0, 1.00, 5.0, 1.0), (0.0, 1.01, 4.0, 1.0), (0.0, 2.0, 3.0, 1.0), (1.0, 0.5, 1.0, 9.0)]
+    chosen = [(key, None, Layout(data=8)) for key in keys]
+    assert [key for key, *_ in simplest_first(chosen)] == [keys[1], keys[0], *keys[2:]]
 
 
 # --- Jobs that people know

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 
@@ -7,9 +8,10 @@ from scaling.cost import gpu
 from scaling.hardware import chip
 from scaling.plan.layout import AXES
 from scaling.plan.network import Unplaced, book, torus, torus_meshes, tree
-from scaling.plan.placement import AxisSpan, gather_price, join_spans, placements, slice_shape
+from scaling.plan.placement import AxisSpan, exchange, gather_price, join_spans, placements, slice_shape
 
 V5P, H100 = chip("v5p"), chip("h100")
+approx = partial(pytest.approx, rel=1e-9, abs=0)  # seconds a byte are below the usual absolute tolerance
 
 
 def sizes(**given):
@@ -27,20 +29,24 @@ def test_slices():
 
 def test_whole_torus_axes_are_the_books_rings():
     ring, both = AxisSpan(0, 16, 1, True, True), AxisSpan(1, 20, 1, True, True)
-    assert gather_price(V5P, [ring])[0] == pytest.approx(cost.all_gather(1e12, V5P, 16) / 1e12)
-    assert gather_price(V5P, [ring, both])[0] == pytest.approx(1 / V5P.bandwidth("ici", axes=2))
-    assert gather_price(V5P, [ring, both])[1] == pytest.approx(18e-6)
+    assert gather_price(V5P, [ring])[0] == approx(cost.all_gather(1e12, V5P, 16) / 1e12)
+    assert gather_price(V5P, [ring, both])[0] == approx(1 / V5P.bandwidth("ici", axes=2))
+    assert gather_price(V5P, [ring, both])[1] == approx(18e-6)
     line = AxisSpan(0, 4, 1, False, True)
-    assert gather_price(chip("v5e"), [line])[0] == pytest.approx(cost.all_gather(1e12, chip("v5e"), 4) / 1e12)
+    v5e = chip("v5e")
+    assert gather_price(v5e, [line])[0] == approx(cost.all_gather(1e12, v5e, 4) / 1e12)
+    mixed = [AxisSpan(0, 16, 1, True, True), AxisSpan(1, 4, 1, False, True)]  # nothing is saved at the line's ends
+    assert gather_price(v5e, mixed)[0] == approx(cost.all_gather(1e12, v5e, (16, 4)) / 1e12)
+    assert exchange(v5e, mixed)[0] == approx(16 / 4 / (2 * v5e.link_bw))  # the ring's hops take the longest
 
 
 def test_half_of_a_ring_is_a_line_and_its_rest_is_slow():
     inner, outer = AxisSpan(0, 8, 1, False, False), AxisSpan(0, 2, 8, True, False)
-    assert gather_price(V5P, [inner])[0] == pytest.approx(7 / 8 / 9e10)  # links one way
-    assert gather_price(V5P, [outer])[0] == pytest.approx(8 / 1.8e11)  # eight groups share each link
+    assert gather_price(V5P, [inner])[0] == approx(7 / 8 / 9e10)  # links one way
+    assert gather_price(V5P, [outer])[0] == approx(8 / 1.8e11)  # eight groups share each link
     assert join_spans([inner, outer]) == (AxisSpan(0, 16, 1, True, True),)
     rest = AxisSpan(1, 20, 1, True, True)
-    assert gather_price(V5P, [outer, rest])[0] == pytest.approx((2 / 40) * 8 / 1.8e11 + 1 / 1.8e11)  # the least
+    assert gather_price(V5P, [outer, rest])[0] == approx((2 / 40) * 8 / 1.8e11 + 1 / 1.8e11)  # the least
 
 
 def test_placements_lie_on_the_torus():
@@ -76,21 +82,21 @@ def test_lanes_of_a_torus():
         "tensor": (AxisSpan(2, 4, 1, False, False),),
     }
     network = torus(V5P, sizes(fsdp=256, tensor=4), 3, placed)
-    assert network.seconds("AllGather", 1e9, "weights") == pytest.approx(1e9 / 3.6e11)
-    assert network.seconds("AllReduce", 1e9, "tensor") == pytest.approx(2e9 * 3 / 4 / 9e10)
-    assert network.seconds("AllGather", 1.0, "weights") == pytest.approx(16e-6)  # hops
+    assert network.seconds("AllGather", 1e9, "weights") == approx(1e9 / 3.6e11)
+    assert network.seconds("AllReduce", 1e9, "tensor") == approx(2e9 * 3 / 4 / 9e10)
+    assert network.seconds("AllGather", 1.0, "weights") == approx(16e-6)  # hops
     assert network.lanes["weights"].links == (True, True, False, False)
     pods = torus(V5P, sizes(pod=2, fsdp=256, tensor=4), 3, placed)
-    assert pods.seconds("AllReduce", 1e9, "pod") == pytest.approx(2e9 / 6.25e9)
+    assert pods.seconds("AllReduce", 1e9, "pod") == approx(2e9 / 6.25e9)
     ideal = book(V5P, sizes(fsdp=256, tensor=4), {"fsdp": 2, "tensor": 1})
-    assert ideal.seconds("AllGather", 1e9, "tensor") == pytest.approx(1e9 / 1.8e11)
+    assert ideal.seconds("AllGather", 1e9, "tensor") == approx(1e9 / 1.8e11)
 
 
 def test_lanes_of_a_tree():
     network = tree(H100, sizes(pipe=2, fsdp=4, tensor=8), 3)
-    assert network.seconds("AllGather", 1e9, "tensor") == pytest.approx(1e9 * 7 / 8 / 450e9)
-    assert network.seconds("ReduceScatter", 1e9, "weights") == pytest.approx(8e9 * 3 / 4 / 400e9)  # 8 groups, one node
-    assert network.seconds("CollectivePermute", 1e9, "pipe") == pytest.approx(1e9 / 50e9)
+    assert network.seconds("AllGather", 1e9, "tensor") == approx(1e9 * 7 / 8 / 450e9)
+    assert network.seconds("ReduceScatter", 1e9, "weights") == approx(8e9 * 3 / 4 / 400e9)  # 8 groups, one node
+    assert network.seconds("CollectivePermute", 1e9, "pipe") == approx(1e9 / 50e9)
     assert network.lanes["tensor"].links[0]
     assert network.lanes["weights"].links[1]
     with pytest.raises(Unplaced, match="groups of 6 GPUs lie across nodes of 8"):
@@ -101,9 +107,9 @@ def test_lanes_of_a_tree():
 def test_experts_over_nodes_send_a_token_once_to_each():
     tokens, D, copies = 4096, 7168, 8
     inside = tree(H100, sizes(expert=8), 1, copies=8).lanes["expert"]
-    assert inside.seconds(2 * tokens * D) == pytest.approx(2 * tokens * D * 8 * 7 / 8 / 450e9)
+    assert inside.seconds(2 * tokens * D) == approx(2 * tokens * D * 8 * 7 / 8 / 450e9)
     across = tree(H100, sizes(expert=64), 1, copies, groups=64).lanes["expert"]
     layer = gpu.expert_layer(64 * tokens, D, 2048, 64, copies, H100)
-    assert 2 * across.seconds(2 * tokens * D) == pytest.approx(layer.comms)
+    assert 2 * across.seconds(2 * tokens * D) == approx(layer.comms)
     limited = tree(H100, sizes(expert=64), 1, copies, groups=4).lanes["expert"]
-    assert limited.per_byte == pytest.approx(across.per_byte / 2)
+    assert limited.per_byte == approx(across.per_byte / 2)

@@ -29,6 +29,8 @@ def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
     assert torch.equal(segments, 1 + (inputs >= 500).long() + (inputs >= 1000).long())
     assert valid.first == train.last
     assert min(valid.rows(range(valid.sequences))[0].flatten().tolist()) == train.last
+    train, valid = hold_out(counting(100), 4, 32, seed=5)  # of a short text at least one sequence is held out
+    assert (train.sequences, valid.sequences) == (2, 1)
 
 
 def test_other_batch_sizes_see_the_same_order():
