@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
     wanted = [run for run in published_runs() if args.only.lower() in run.where.lower()]
     if not wanted:
         names = ", ".join(sorted({run.name for run in published_runs()}))
-        complain(f"error: no run is called {args.only!r}: there are {names}")
+        complain(f"error: no run is called {args.only!r}\n  fix: choose among {names}")
         return 2
     rows = [beside_planner(run) for run in wanted]
     print(json.dumps([as_dict(row) for row in rows], indent=1) if args.json else table(rows))

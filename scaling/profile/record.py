@@ -48,8 +48,10 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
     inside = profiling()
     below = None
     if not inside and (ops or memory):
-        below = torch_profile(activities=activities, profile_memory=memory, acc_events=True)
+        below, blocks = torch_profile(activities=activities, profile_memory=memory, acc_events=True), [torch.empty(1)]
         below.start()
+        if memory:
+            _free_in_silence(blocks)
     try:
         _mark(marked)
         with watched_cores() as looks, trace.trace(looks.look) as log:
@@ -64,6 +66,19 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
     seen = kineto.read_trace(_exported(below), marked, device) if below is not None else kineto.Seen()
     mine = timeline(log.events, found.marks, seen, device)
     found.made = _gathered(replace(mine, waited=looks.waited))
+
+
+def _free_in_silence(blocks: list[torch.Tensor]) -> None:
+    """Free blocks that were allocated before a profile, with the standard error closed meanwhile.
+
+    torch warns there at the first such block of a process. A profile counts only what is allocated within it.
+    """
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    blocks.clear()
+    os.dup2(kept, 2)
+    os.close(kept)
+    os.close(nowhere)
 
 
 def _mark(marked: list[float]) -> None:

@@ -1,6 +1,7 @@
 """A profile of real steps: one of a rank alone, and of two ranks of which one is slow."""
 
 import json
+import os
 import time
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 from busy import once
 
 from scaling import trace
+from scaling._torch import profiling
 from scaling.collectives import all_reduce, einsum
 from scaling.hardware import Chip, Measured
 from scaling.measure.rates import toml
 from scaling.mesh import Mesh
-from scaling.profile import kineto, profile
+from scaling.profile import kineto, profile, record
 from scaling.profile.record import on_device, run_of, with_transfers
 from scaling.profile.steps import watched
 from scaling.profile.timeline import LineRun
@@ -45,6 +47,24 @@ def test_one_process(tmp_path):
     p.save(tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [e["name"] for e in events if e.get("tid") == 0 and e["ph"] == "X"] == [line.line]
+
+
+class Block:
+    def __del__(self):
+        os.write(2, b"was allocated before the profiling started")
+
+
+def test_torch_s_warning_of_a_block_that_was_allocated_before_is_not_shown(capfd, monkeypatch):
+    """torch warns of the first one of a process that is freed: it is one of ours."""
+    record._free_in_silence([Block()])
+    os.write(2, b"what comes after is")
+    assert capfd.readouterr().err == "what comes after is"
+    freed = []
+    monkeypatch.setattr(record, "_free_in_silence", lambda blocks: freed.append((len(blocks), profiling())))
+    for memory in (True, False):
+        with profile(memory=memory):
+            pass
+    assert freed == [(1, True)]
 
 
 def test_a_step_takes_what_a_clock_outside_has():

@@ -84,11 +84,11 @@ def test_the_dry_run_is_the_run(ranks, config, sizes, options):
 
 @pytest.mark.slow
 def test_too_large_a_batch_is_refused_with_the_largest_that_fits():
-    settings, sizes = Settings(TINY, "", "", 64, 64), {"X": 2}
-    limit = dry.count(Settings(TINY, "", "", 20, 64), sizes).memory / dry.ROOM
-    with pytest.raises(ValueError, match=r"a rank needs 0.0\d GB.*\n  fix: --batch 16;"):
+    settings, sizes = Settings(TINY, "", "", 40, 64), {"P": 2, "X": 2}  # half of 20 does not divide over both axes
+    limit = dry.count(Settings(TINY, "", "", 12, 64), sizes).memory / dry.ROOM
+    with pytest.raises(ValueError, match=r"a rank needs 0.0\d GB.*\n  fix: --batch 8;"):
         dry.refuse_too_large(settings, sizes, limit)
-    dry.refuse_too_large(Settings(TINY, "", "", 16, 64), sizes, limit)
+    dry.refuse_too_large(Settings(TINY, "", "", 8, 64), sizes, limit)
     with pytest.raises(ValueError, match="no batch fits"):
         dry.refuse_too_large(settings, sizes, 1000)
 

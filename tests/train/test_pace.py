@@ -49,6 +49,7 @@ def test_stages_have_their_own_pace():
     (only,) = pace.slow_ranks([1.0, 1.0, 1.5, 1.9], 2.0, mesh, 3)
     assert only.startswith("step 3: rank 3 (Z=1, X=1) is slow: it works 1900 ms a step, its peers 1500 ms")
     assert pace.slow_ranks([1.0], 1.0, AbstractMesh({"X": 1}), 3) == []
+    assert pace.slow_ranks([0.002, 0.002, 0.006], 0.006, AbstractMesh({"X": 3}), 3) == []  # a few ms are noise
 
 
 def test_flops_by_both_conventions_and_the_share_of_the_chip(tmp_path, capsys):

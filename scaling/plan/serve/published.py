@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> int:
     groups = [group for group in data()["group"] if args.only.lower() in group["name"].lower()]
     if not groups:
         names = "; ".join(group["name"] for group in data()["group"])
-        complain(f"error: no group is called {args.only!r}: there are {names}")
+        complain(f"error: no group is called {args.only!r}\n  fix: choose among {names}")
         return 2
     found = [one for group in groups for one in measured_steps(group)]
     print(json.dumps([as_dict(one) for one in found], indent=1) if args.json else table(groups))
