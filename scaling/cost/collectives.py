@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from scaling.arguments import not_negative, one_of, whole
 from scaling.hardware import Chip, check_slice
 
-OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")
+OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute", "Gather", "Scatter")
+ROOTED = ("Gather", "Scatter")  # whose root receives, or sends, what every device does in an AllGather
 
 
 def _torus(chip: Chip, axes: int | Sequence[int], wrap) -> tuple[tuple[int, ...], tuple[bool, ...]]:
@@ -105,9 +106,11 @@ def latency_bound_bytes(chip: Chip, axes: int | Sequence[int], wrap=None) -> flo
 def seconds(op: str, nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
     """Seconds of a collective by the name that `scaling.trace` and `scaling.algebra` give it.
 
-    On a chip whose file has measurements of collectives, those are used: latency + V / bandwidth.
+    On a chip whose file has measurements of collectives, those are used: latency + V / bandwidth. A Gather and a Scatter
+    take as long as an AllGather: the root has the same bytes on its links.
     """
     one_of("op", op, OPS)
+    op = "AllGather" if op in ROOTED else op
     if chip.measured:
         return _measured(op, nbytes, chip, math.prod((axes,) if isinstance(axes, int) else axes))
     if op == "CollectivePermute":
