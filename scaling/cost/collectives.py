@@ -106,8 +106,8 @@ def latency_bound_bytes(chip: Chip, axes: int | Sequence[int], wrap=None) -> flo
 def seconds(op: str, nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
     """Seconds of a collective by the name that `scaling.trace` and `scaling.algebra` give it.
 
-    On a chip whose file has measurements of collectives, those are used: latency + V / bandwidth. A Gather and a Scatter
-    take as long as an AllGather: the root has the same bytes on its links.
+    On a chip whose file has measurements of collectives, those are used: latency + V / bandwidth. A Gather and a
+    Scatter take as long as an AllGather: the root has the same bytes on its links.
     """
     one_of("op", op, OPS)
     op = "AllGather" if op in ROOTED else op

@@ -109,7 +109,7 @@ def test_by_name():
     for op, f in (("AllGather", cost.all_gather), ("AllReduce", cost.all_reduce), ("AllToAll", cost.all_to_all)):
         assert cost.seconds(op, 1e8, V5P, (4, 4)) == f(1e8, V5P, (4, 4))
     assert cost.seconds("CollectivePermute", 1e8, V5P, 4) == cost.permute(1e8, V5P)
-    for op in ("Gather", "Scatter"):  # the root's links carry all blocks but its own, in both directions of the ring
+    for op in ("Gather", "Scatter"):  # the root has all blocks but its own on the two links of its ring
         assert 0.75e8 / (2 * V5P.need("link_bw")) <= cost.seconds(op, 1e8, V5P, 4) <= 1e8 / (2 * V5P.need("link_bw"))
     with pytest.raises(ValueError, match="op = 'Gossip': one of 'AllGather'"):
         cost.seconds("Gossip", 1e8, V5P, 4)
