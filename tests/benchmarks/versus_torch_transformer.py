@@ -25,6 +25,7 @@ from scaling.console import Parser
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
+from scaling.strategies.transformer.api import REMAT
 
 MICROBATCHES = 4
 
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES), help="sizes, by commas: %(default)s")
     parser.add_argument("--rivals", default=",".join(SIDES[1:]), help="of PyTorch's, by commas: %(default)s")
     parser.add_argument("--steps", type=int, default=20, help="timed samples of each side")
-    parser.add_argument("--remat", default="none", choices=transformer.api.REMAT, help="of ours: %(default)s")
+    parser.add_argument("--remat", default="none", choices=REMAT, help="of ours: %(default)s")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
