@@ -126,7 +126,9 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
 @record  # so that torchrun's report holds the traceback
 def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked: bool, **options):
     try:
-        result = _on_mesh(lambda mesh: fn(mesh, *args), sizes, device, checked, **options)
+        mesh = Mesh(sizes, device, checked, **options)
+        result = fn(mesh, *args)
+        end_alike(mesh)
     except Exception as error:
         alike = isinstance(error, ShardingError) and os.environ["RANK"] != "0"  # mostly all ranks have this to say
         if alike or CLOSED in str(error):  # by another rank's end: torchrun is to see that one, and to end this one
@@ -178,16 +180,12 @@ def _work(
         "127.0.0.1", port, world, rank == 0, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=fd
     )
     join_world(device, timeout, store, rank, world)
-    voice.result(_on_mesh(lambda mesh: pickle.dumps(fn(mesh, *args)), sizes, device, checked, timeout=timeout))
+    mesh = Mesh(sizes, device, checked, timeout)
+    result = pickle.dumps(fn(mesh, *args))
+    end_alike(mesh)
+    voice.result(result)
     dist.barrier()  # nobody leaves while another one may still need it
     dist.destroy_process_group()
-
-
-def _on_mesh(fn: Callable, sizes: Mapping[str, int], device: str, checked: bool, **options):
-    mesh = Mesh(sizes, device, checked, **options)
-    result = fn(mesh)
-    end_alike(mesh)
-    return result
 
 
 def end_alike(mesh: Mesh) -> None:

@@ -23,6 +23,7 @@ POLL = 0.05  # seconds after which a death is noticed at the latest
 GRACE = 1.0  # seconds in which the rank that caused another one's error is looked for
 CLOSED = "by peer"  # in the error of a rank when another one is gone
 GONE = "a rank has ended"  # the same, of a rank that would have met it
+SOURCE = r'(?m)^  File ".*\n(?:    .*\n)*'  # of a traceback: a place and its lines, which may hold any word
 LATE = ("Timed out", "timed out", "timeout")  # in the error of a rank whose wait timed out
 
 
@@ -62,7 +63,8 @@ class Rank:
         self.listen()
         if self.error is not None:
             when, text = self.error
-            blame = 3 if CLOSED in text or GONE in text else 2 if any(word in text for word in LATE) else 1
+            said = re.sub(SOURCE, "", text)
+            blame = 3 if CLOSED in said or GONE in said else 2 if any(word in said for word in LATE) else 1
             return blame, when, self.number, f"raised:\n{text}"
         if code is None or (code == 0 and self.result is not None):
             return None

@@ -187,3 +187,19 @@ def test_a_rank_that_begins_after_its_parent_has_died_ends_at_once():
     process.start()
     process.join()
     assert process.exitcode == 1
+
+
+def fails_beside_words_of_waiting(mesh):
+    raise ValueError("boom")  # not timeout, "timed out" or "Timed out"
+
+
+def test_a_failure_is_told_at_once_and_from_the_function_on(monkeypatch):
+    """Lines of source that speak of a timeout make no rank one that waited in vain, whose cause is looked for first."""
+    monkeypatch.setattr("scaling.launch.watch.GRACE", 60.0)
+    before = time.monotonic()
+    with pytest.raises(RankError, match="boom") as caught:
+        run(fails_beside_words_of_waiting, {"X": 2})
+    assert time.monotonic() - before < 30
+    places = [line for line in str(caught.value).splitlines() if line.startswith('  File "')]
+    assert len(places) == 1
+    assert places[0].endswith("in fails_beside_words_of_waiting")
