@@ -54,6 +54,5 @@ _HOMES = {  # module -> what of it stands here
     "scaling.mesh": ("AbstractMesh", "Mesh"),
     "scaling.spec": ("ShardingError", "Spec", "parse", "parse_line"),
 }  # fmt: skip
-_ROOMS = ("algebra", "cost", "data", "models", "optim", "schedules", "strategies", "trace", "train", "tree")
 
-__getattr__, __dir__ = lazy("scaling", _HOMES, _ROOMS)
+__getattr__, __dir__ = lazy("scaling", _HOMES, __all__)

@@ -7,8 +7,8 @@ from typing import Any
 
 
 def lazy(package: str, homes: Mapping[str, Iterable[str]], rooms: Iterable[str] = ()) -> tuple[Callable, Callable]:
-    """The `__getattr__` and `__dir__` of a package. `homes`: module -> what of it stands in the package; `rooms`: its
-    own modules that are to be had without being imported."""
+    """The `__getattr__` and `__dir__` of a package. `homes`: module -> what of it stands in the package; `rooms`: names
+    which, where no module has them, are the package's own modules."""
     home_of = {name: module for module, names in homes.items() for name in names}
 
     def get(name: str) -> Any:

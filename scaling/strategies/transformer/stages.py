@@ -86,9 +86,6 @@ class _Chunk(Layers):
     extra: "Tensor | float" = 0.0
     out: dict
 
-    def reduce_all(self) -> None:
-        self.begin_all()
-
     def result(self) -> dict:
         tree.map(lambda into, g: into[: len(g)].copy_(g), self.out, self.reduce())
         return self.out

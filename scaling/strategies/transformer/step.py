@@ -227,7 +227,7 @@ class Layers:
             self.grads[l] = tree.map(lambda g, s, u: _begun(g, s, u, self.mesh), self.grads[l], self.stored, self.used)
         self.begun.add(l)
 
-    def begin_all(self) -> None:
+    def reduce_all(self) -> None:
         """Start to reduce the gradients of all layers."""
         for l in reversed(range(len(self.layers))):
             if l not in self.begun:
@@ -235,7 +235,7 @@ class Layers:
 
     def reduce(self) -> dict:
         """The gradients of all layers, stacked and typed as the stored params."""
-        self.begin_all()
+        self.reduce_all()
         self.grads = [tree.map(wait, grads) for grads in self.grads]
         return _finished(self.stacked(), *self.types, self.mesh)
 
