@@ -8,7 +8,7 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
-from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line
+from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line, refuse
 
 
 def result_type(line: str | Line) -> Spec:
@@ -82,4 +82,4 @@ def check_product(line: "str | Line") -> Line:
 
 
 def refuse_product(line, what: str, rule: str, fix: str) -> NoReturn:
-    raise ShardingError(f"einsum: {line}\n  {what}\n  rule: {rule}\n  fix: {fix}")
+    refuse(f"einsum: {line}", what, rule, fix)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NoReturn
 
-from scaling.spec import ShardingError, Spec, format_axes, parse_line
+from scaling.spec import ShardingError, Spec, format_axes, parse_line, refuse
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CollectiveStep:
 
 
 def refuse_rule(line: str, kind: str, what: str, rule: str, fix: str) -> NoReturn:
-    raise ShardingError(f"{kind}: {line}\n  {what}\n  rule: {rule}\n  fix: {fix}")
+    refuse(f"{kind}: {line}", what, rule, fix)
 
 
 @lru_cache(maxsize=4096)

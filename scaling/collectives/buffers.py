@@ -1,11 +1,9 @@
 """Preallocated outputs, `out=` and `donate=True`: what they may be, so that nothing else is written over."""
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
-from scaling.spec import ShardingError
+from scaling.spec import refuse
 
 
 def check_out(line, out: Tensor, shape: tuple[int, ...], dtype, device) -> None:
@@ -95,7 +93,3 @@ def _as_numpy(x: Tensor):
         __array_interface__ = where
 
     return numpy.asarray(Where())
-
-
-def refuse(line, what: str, rule: str, fix: str) -> NoReturn:
-    raise ShardingError(f"{line}\n  {what}\n  rule: {rule}\n  fix: {fix}")

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from scaling import trace
-from scaling.collectives.buffers import refuse
 from scaling.collectives.checked import agree_early, agree_on
 from scaling.collectives.kinds import event, runs_behind, start_op
 from scaling.collectives.linear import apply, observed
@@ -37,7 +36,7 @@ from scaling.collectives.lines import (
     resolve,
 )
 from scaling.collectives.op import Op
-from scaling.spec import ShardingError, Spec, parse, parse_line
+from scaling.spec import ShardingError, Spec, parse, parse_line, refuse
 
 
 class Pending:

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from scaling._torch import lazy_clone
 from scaling.collectives import eager, traced
-from scaling.collectives.buffers import refuse
 from scaling.collectives.eager import Started
 from scaling.collectives.op import Op, dual_line
 from scaling.mesh import Group
-from scaling.spec import parse_line
+from scaling.spec import parse_line, refuse
 from scaling.trace import Event, now
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from scaling.algebra.rules import CollectiveStep, collective_steps
-from scaling.collectives.buffers import check_out, check_writable, overlap, refuse, refuse_overlap
+from scaling.collectives.buffers import check_out, check_writable, overlap, refuse_overlap
 from scaling.collectives.kinds import CARRIED, check_dtype, output_shape
 from scaling.collectives.linear import PLAIN, register
 from scaling.collectives.op import Op
-from scaling.spec import Line, ShardingError, Spec, mesh_sizes, parse_line
+from scaling.spec import Line, ShardingError, Spec, mesh_sizes, parse_line, refuse
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 

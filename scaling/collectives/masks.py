@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling._torch import modes
-from scaling.collectives.buffers import refuse
 from scaling.collectives.checked import agree
 from scaling.collectives.lines import numbers, on
-from scaling.spec import ShardingError, parse
+from scaling.spec import ShardingError, parse, refuse
 
 RULE = "{U_X} is a sum with one term for each element: along X one device has it, the others have zeros"
 

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling import trace
-from scaling.collectives.buffers import refuse
 from scaling.collectives.calls import Pending
 from scaling.collectives.eager import Works
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.linear import differentiated
 from scaling.collectives.lines import check_operand
 from scaling.mesh import Group
-from scaling.spec import Line, ShardingError, parse
+from scaling.spec import Line, ShardingError, parse, refuse
 
 DIGEST, LENGTH = 16, 112  # bytes of a header: a digest of the whole announcement, and its beginning
 TAG = 1 << 21  # of headers; the tags of data are larger

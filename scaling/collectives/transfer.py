@@ -15,11 +15,10 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.collectives.alike import alike
-from scaling.collectives.buffers import refuse
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.linear import differentiated
 from scaling.collectives.lines import check_operand
-from scaling.spec import Line, ShardingError, Spec, parse_line
+from scaling.spec import Line, ShardingError, Spec, parse_line, refuse
 
 TAG = 1 << 22  # of these messages
 HEADER = 512  # bytes of the announcement: the line, the whole shape, the dtype

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from scaling._torch import constant, level_of
-from scaling.collectives.buffers import refuse
 from scaling.interop import from_partition_spec
 from scaling.mesh import AbstractMesh
 from scaling.shard_map.law import Call, apply_typed
@@ -26,7 +25,7 @@ from scaling.shard_map.operands import tensor_of
 from scaling.shard_map.partial import PLAIN, marked, marks
 from scaling.shard_map.transport import Bound
 from scaling.shard_map.types import Checks, described_type, memory_of, vary, varying
-from scaling.spec import ShardingError, Spec, format_axes, parse
+from scaling.spec import ShardingError, Spec, format_axes, parse, refuse
 
 
 def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: bool = False) -> Callable:

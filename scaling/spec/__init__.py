@@ -1,6 +1,6 @@
 """The notation: types such as `W[D_X, F] {U_Y}` and lines between them, read (`reader`) and as data (`types`)."""
 
-from scaling.spec.reader import ShardingError
+from scaling.spec.reader import ShardingError, refuse
 from scaling.spec.types import (
     DTYPE_BYTES,
     Line,
@@ -14,4 +14,4 @@ from scaling.spec.types import (
 )
 
 __all__ = ["DTYPE_BYTES", "Line", "ShardingError", "Spec", "block_index", "dtype_bytes", "format_axes", "mesh_sizes"]
-__all__ += ["parse", "parse_line"]
+__all__ += ["parse", "parse_line", "refuse"]

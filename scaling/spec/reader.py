@@ -15,6 +15,11 @@ class ShardingError(ValueError):
     """A type or a line that breaks a rule of the notation: the message quotes it, names the rule and the fix."""
 
 
+def refuse(line, what: str, rule: str, fix: str) -> NoReturn:
+    """ShardingError that says of a line what is wrong, by which rule, and what to do instead."""
+    raise ShardingError(f"{line}\n  {what}\n  rule: {rule}\n  fix: {fix}")
+
+
 class ReadType(NamedTuple):
     """The parts of a type, as `scaling.spec.Spec` holds them."""
 

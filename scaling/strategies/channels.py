@@ -18,12 +18,11 @@ import torch.distributed as dist
 
 from scaling import trace
 from scaling._torch import Nowhere
-from scaling.collectives.buffers import refuse
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.messages import announcement, data_tag, refuse_message
 from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
 from scaling.schedules.schedule import Schedule
-from scaling.spec import parse
+from scaling.spec import parse, refuse
 
 AHEAD = 8  # receives posted on each channel before they are waited for: a sender then need not wait to be asked
 
