@@ -4,7 +4,9 @@ MKL walks a matrix larger than a core's caches in an order that suits large prod
 small batch) times a weight take as little as 0.55 of the time if some rows of the weight are multiplied after others,
 and the gradient of a weight from so few rows 0.6 if some rows of it are made after others (float32 and float64).
 Several threads wait for each other after each part of a sum, so that for them 8 rows in parts would take 1.8 of the
-time. All other products are torch's, whole. `tests/benchmarks/overhead.py` measures both, of one thread.
+time; and of a few rows in float32 MKL leaves most of the work to one of them. A batch of products, each of some columns
+of the weight, divides it evenly: 1 to 8 rows take 0.5 to 0.8 of the time. All other products are torch's, whole.
+`tests/benchmarks/overhead.py` measures both, of one thread and of two.
 """
 
 import torch
@@ -15,13 +17,28 @@ MKL = torch.backends.mkl.is_available()
 FEW = 128  # rows of a batch, at most, for which a product is made in parts
 SHORT = 40  # terms of a sum, at most, for which no product is made in parts
 WIDE = 1024  # columns, at least, of a weight of which some rows are multiplied after others
+NARROW = 128  # columns, at least, that a part has of a weight
+LARGE = 1 << 17  # numbers, at least, of a weight whose columns are divided among the threads
 
 
 def mkl_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a[M, K] b[K, N]."""
-    if not in_parts(a, b) or observed(a) or observed(b) or torch.is_autocast_enabled("cpu"):
+    if b.shape[1] == 1 < len(a):
+        return mkl_matmul(b.t(), a.t()).t()
+    parts = in_parts(a, b)
+    if not parts or observed(a) or observed(b) or torch.is_autocast_enabled("cpu"):
         return a @ b  # in parts it would have no derivative, and autocast no say in its dtype
+    if parts == "columns":
+        return by_columns(a, b).reshape(len(a), b.shape[1])
     return matmul_into(a, b, a.new_empty(len(a), b.shape[1]), False)
+
+
+def by_columns(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a[M, K] b[K, N] as a view [M, P, N / P]: P products, as many for each thread, of columns that fit its cache."""
+    M, N, count = len(a), b.shape[1], torch.get_num_threads()
+    while M > 1 and N % (2 * count) == 0 and 2 * count * NARROW <= N:
+        count *= 2
+    return torch.bmm(a.expand(count, *a.shape), b.unflatten(1, (count, -1)).transpose(0, 1)).transpose(0, 1)
 
 
 def matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> torch.Tensor:
@@ -40,6 +57,10 @@ def matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) 
         for x, y in zip(a.split(count, 1), b.split(count), strict=True):
             multiply(x, y, out, add)
             add = True
+    elif parts == "columns":
+        product = by_columns(a, b)
+        whole = out.unflatten(1, product.shape[1:])
+        whole.add_(product) if add else whole.copy_(product)
     else:
         multiply(a, b, out, add)
     return out
@@ -50,13 +71,13 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> 
 
 
 def in_parts(a: torch.Tensor, b: torch.Tensor) -> str:
-    """How to make a[M, K] b[K, N]: by "rows" of the result, by "terms" of its sums, or "" for at once."""
-    M, K = a.shape
-    if not MKL or K <= SHORT or M < 4 or (M <= FEW) is not (K > FEW):
-        return ""
-    if not a.is_cpu or a.dtype not in (torch.float32, torch.float64):
+    """How to make a[M, K] b[K, N]: by "rows" or "columns" of the result, "terms" of its sums, or "" for at once."""
+    (M, K), N = a.shape, b.shape[1]
+    if not MKL or not a.is_cpu or a.dtype not in (torch.float32, torch.float64):
         return ""
     if M > FEW:
-        return "rows"
-    alone = torch.get_num_threads() == 1
-    return "terms" if alone and b.shape[1] >= WIDE and b.stride(1) == 1 else ""
+        return "rows" if SHORT < K <= FEW else ""
+    if (threads := torch.get_num_threads()) > 1:
+        even = N % threads == 0 and threads * NARROW <= N and 1 in b.stride()
+        return "columns" if even and K * N >= LARGE and a.dtype is torch.float32 else ""
+    return "terms" if M >= 4 and K > FEW and N >= WIDE and b.stride(1) == 1 else ""

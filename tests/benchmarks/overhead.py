@@ -8,7 +8,8 @@
 2. Steps on one rank and one thread: `data_parallel.forward` and `.backward` with `scaling.optim`, against an nn.Module
    with autograd and torch.optim (fused); and, each compiled by torch.compile as a whole, the explicit step and the
    module (whose update is not compiled). Medians of samples taken in turn.
-3. Products of a few rows (`scaling.collectives.mkl`): torch's product and ours, of matrices that are in no cache.
+3. Products of a few rows (`scaling.collectives.mkl`): torch's product and ours, of matrices that are in no cache, by
+   one thread and by two.
 """
 
 import json
@@ -138,10 +139,11 @@ def steps(size: Size, optimizer: str, count: int, compiled: bool) -> dict[str, l
     return in_turn(sides, count, size.repeat)
 
 
-def products(L: int = 24, D: int = 512, F: int = 2048) -> list[list]:
-    """[product, rows, ms by torch, ms in parts]: a weight's product and its gradient, L weights one after the other."""
+def products(threads: int, L: int = 24, D: int = 512, F: int = 2048) -> list[list]:
+    """[threads, product, rows, ms by torch, in parts, ratio]: a product and the gradient of W, L weights in turn."""
     W, dW, lines = torch.randn(L, D, F), torch.empty(L, D, F), []
-    for B in (16, 32, 64, 128, 256):
+    torch.set_num_threads(threads)
+    for B in (16, 32, 64, 128, 256) if threads == 1 else (1, 2, 8, 16, 64):
         In, dTmp, Tmp = torch.randn(B, D), torch.randn(B, F), torch.empty(B, F)
 
         def forward(product, In=In, Tmp=Tmp):
@@ -152,9 +154,12 @@ def products(L: int = 24, D: int = 512, F: int = 2048) -> list[list]:
             for l in range(L):
                 product(In.t(), dTmp, dW[l], False)
 
-        for name, run in ((f"In[B, {D}] W[{D}, {F}]", forward), (f"In[B, {D}] dTmp[B, {F}]", gradient)):
+        names = f"In[B, {D}] W[{D}, {F}]", f"In[B, {D}] dTmp[B, {F}]"
+        for name, run in zip(names, (forward, gradient) if threads == 1 else (forward,), strict=False):
             times = in_turn({"torch": partial(run, multiply), "parts": partial(run, matmul_into)}, 9)
-            lines.append([name, B, *(quartiles(seconds)[1] / L * 1e3 for seconds in times.values())])
+            whole, parts = (quartiles(seconds)[1] / L * 1e3 for seconds in times.values())
+            lines.append([threads, name, B, f"{whole:.2f}", f"{parts:.2f}", f"{parts / whole:.2f}"])
+    torch.set_num_threads(1)
     return lines
 
 
@@ -180,8 +185,8 @@ def main() -> None:
         [name, *(f"{seconds * 1e6:.2f}" for seconds in (raw, typed, typed - raw))] for name, raw, typed in measured
     ]
     show(lines, ["call", "raw, us", "typed, us", "added, us"])
-    lines = [[name, B, f"{whole:.2f}", f"{parts:.2f}", f"{parts / whole:.2f}"] for name, B, whole, parts in products()]
-    show(lines, ["product", "B", "torch's, ms", "in parts, ms", "ratio"])
+    lines = products(1) + products(2)
+    show(lines, ["threads", "product", "B", "torch's, ms", "in parts, ms", "ratio"])
     lines, found = [], []
     for label in args.sizes.split(","):
         for optimizer in args.optimizers.split(","):

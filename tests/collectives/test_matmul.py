@@ -11,8 +11,8 @@ from scaling.collectives import mkl as m
 SIZES = st.sampled_from([1, 3, 16, 33, 48, 49, 128, 129, 160, 300, 520])
 
 
-def matrix(rows: int, columns: int, turned: bool, seed: int) -> torch.Tensor:
-    x = torch.randn(rows * columns, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def matrix(rows: int, columns: int, turned: bool, seed: int, dtype=torch.float64) -> torch.Tensor:
+    x = torch.randn(rows * columns, dtype=dtype, generator=torch.Generator().manual_seed(seed))
     return x.view(columns, rows).t() if turned else x.view(rows, columns)
 
 
@@ -31,30 +31,64 @@ def test_parts_make_the_product(M, K, N, flags):
 
 
 @pytest.mark.skipif(not m.MKL, reason="MKL's products only")
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("M", "N", "parts"), [(1, 768, 3), (2, 768, 6), (7, 1536, 12), (128, 516, 3), (2, 3072, 24)])
+def test_columns_make_the_product(M, N, parts, turned, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    a, b, out = (
+        matrix(*s, i, j, torch.float32) for j, (s, i) in enumerate([((M, 400), 0), ((400, N), turned), ((M, N), 0)])
+    )
+    product = a @ b
+    assert m.in_parts(a, b) == "columns"
+    assert m.by_columns(a, b).shape == (M, parts, N // parts)
+    for got in (m.mkl_matmul(a, b), m.matmul_into(a, b, torch.empty(M, N), False)):
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, product, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(m.matmul_into(a, b, out.clone(), True), product + out, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(
+        m.matmul_into(b.t(), a.t(), torch.empty(M, N).t(), False), product.t(), rtol=1e-5, atol=1e-3
+    )
+
+
+def test_one_column_is_one_row():
+    a, b = matrix(3000, 200, False, 0, torch.float32), matrix(200, 1, False, 1, torch.float32)
+    torch.testing.assert_close(m.mkl_matmul(a, b), a @ b, rtol=1e-5, atol=1e-3)
+    assert m.mkl_matmul(a, b).is_contiguous()
+
+
+@pytest.mark.skipif(not m.MKL, reason="MKL's products only")
 @pytest.mark.parametrize(
-    ("M", "K", "N", "how"),
+    ("M", "K", "N", "one", "two"),
     [
-        (512, 64, 2048, "rows"),
-        (512, 40, 2048, ""),
-        (512, 129, 2048, ""),
-        (128, 64, 512, ""),
-        (64, 512, 2048, "terms"),
-        (64, 2048, 512, ""),
-        (129, 512, 2048, ""),
-        (3, 512, 2048, ""),
-        (64, 128, 2048, ""),
+        (512, 64, 2048, "rows", "rows"),
+        (512, 40, 2048, "", ""),
+        (512, 129, 2048, "", ""),
+        (128, 64, 512, "", ""),
+        (64, 512, 2048, "terms", "columns"),
+        (64, 2048, 512, "", "columns"),
+        (64, 512, 255, "", ""),
+        (64, 512, 257, "", ""),
+        (64, 511, 256, "", ""),
+        (64, 512, 256, "", "columns"),
+        (64, 4096, 254, "", ""),
+        (129, 512, 2048, "", ""),
+        (3, 512, 2048, "", "columns"),
+        (1, 512, 2048, "", "columns"),
+        (64, 128, 2048, "", "columns"),
     ],
 )
-def test_which_products_are_made_in_parts(M, K, N, how, monkeypatch):
+def test_which_products_are_made_in_parts(M, K, N, one, two, monkeypatch):
     a, b = torch.empty(M, K), torch.empty(K, N)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert m.in_parts(a, b) == how.replace("terms", ""), "threads wait for each other after each part of a sum"
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert m.in_parts(a, b) == how
-    assert not m.in_parts(a.bfloat16(), b.bfloat16())
-    assert not m.in_parts(a.to("meta"), b.to("meta"))
-    if how == "terms":
-        assert not m.in_parts(a, torch.empty(N, K).t()), "rows of the weight must lie together"
+    for threads, how in ((1, one), (2, two)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert m.in_parts(a, b) == how
+        assert m.in_parts(a.double(), b.double()) == how.replace("columns", "")
+        assert not m.in_parts(a.bfloat16(), b.bfloat16())
+        assert not m.in_parts(a.to("meta"), b.to("meta"))
+        if how == "terms":
+            assert not m.in_parts(a, torch.empty(N, K).t()), "rows of the weight must lie together"
+        if how == "columns":
+            assert not m.in_parts(a, torch.empty(K, 2 * N)[:, ::2]), "a product of such a weight is one of its copy"
 
 
 def test_a_product_that_is_differentiated_is_torch_s():

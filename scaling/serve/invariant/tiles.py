@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
 
+from scaling.collectives.mkl import mkl_matmul
 from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.serve.int8 import floats
@@ -39,7 +40,7 @@ def product(x: Tensor, W: Tensor, sizes: Sequence[int] = SIZES) -> Tensor:
     parts, at = [], 0
     for size in sizes:
         while len(x) - at >= size:
-            parts.append(x[at : at + size] @ W)
+            parts.append(mkl_matmul(x[at : at + size], W))
             at += size
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
