@@ -85,7 +85,9 @@ class Slots:
             return whole[:, low:high]
         page = whole.shape[1]
         start = low // page
-        return whole[self.table[:, start : -(-high // page)]].flatten(1, 2)[:, low - start * page : high - start * page]
+        pages = self.table[:, start : -(-high // page)]
+        found = whole.index_select(0, pages.flatten()).view(len(pages), -1, *whole.shape[2:])
+        return found[:, low - start * page : high - start * page]
 
     def attend(self, l: int, Q: Tensor, K: Tensor, V: Tensor, window: int | None) -> Tensor:
         """O[B_Z, T, N_Y, H] over what is held and the new K, V[B_Z, T, K_Y, H], which are written."""

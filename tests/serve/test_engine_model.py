@@ -153,7 +153,25 @@ def test_tiles_that_do_not_agree_are_not_used(monkeypatch):
     monkeypatch.setattr(tiles, "product", off)
     found = tiles.agreeing(params, CONFIG)
     assert 16 not in found
-    assert tiles.LEAST in found
+    assert tiles.TILE in found
+    monkeypatch.setattr(tiles, "_same_attention", lambda *_: False)
+    assert min(tiles.agreeing(params, CONFIG)) == tiles.TILE
+
+
+@pytest.mark.parametrize("G", [1, 2, 3, 4])
+def test_smaller_tiles_give_the_same_bits_where_they_agree(G):
+    config = CONFIG.with_(N=2 * G, K=2)
+    params = transformer.init(config, 0, torch.float32)
+    sizes = tiles.agreeing(params, config)
+    tokens = torch.randint(0, 29, (3, 5), generator=torch.Generator().manual_seed(G))
+    found = []
+    for own in ((tiles.TILE,), sizes):
+        cache = serve.init_cache(config, 3, 80, dtype=torch.float32, page=8)
+        _, cache = invariant.prefill(params, tokens.repeat(1, 14), cache, config, sizes=own)
+        logits = invariant.prefill(params, tokens[:, :1], cache, config, sizes=own)[0]
+        found.append((logits, invariant.prefill(params, tokens[:, 1:3], cache, config, sizes=own)[0]))
+    for mine, wanted in zip(*found, strict=True):
+        assert mine.equal(wanted)
 
 
 @pytest.mark.parametrize(("D", "F"), [(6, 4), (16, 6), (8, 5), (3, 8)])

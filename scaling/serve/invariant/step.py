@@ -15,7 +15,7 @@ from scaling.serve.forms.parts import embedding_rows, own_biases
 from scaling.serve.int8 import floats
 from scaling.serve.invariant.attention import TokenRows
 from scaling.serve.invariant.experts import moe
-from scaling.serve.invariant.tiles import ACTIVATIONS, LEAST, product
+from scaling.serve.invariant.tiles import ACTIVATIONS, TILE, product
 from scaling.serve.step import accepted
 from scaling.serve.types import ONE
 from scaling.spec import ShardingError
@@ -32,7 +32,7 @@ def prefill(
     *,
     lengths: Tensor | None = None,
     donate: bool = False,
-    sizes: Sequence[int] = (LEAST,),
+    sizes: Sequence[int] = (TILE,),
 ) -> tuple[Tensor, dict]:
     """(logits[B, V] at each row's last token, cache), as `serve.prefill`; decode is the same with one token a row.
 
@@ -50,20 +50,24 @@ def extend(
     *,
     lengths: Tensor | None = None,
     donate: bool = False,
-    sizes: Sequence[int] = (LEAST,),
+    sizes: Sequence[int] = (TILE,),
 ) -> tuple[Tensor, dict]:
     """(logits[B, T, V] at every token, cache), as `serve.extend`: what checks a draft. The rest as in `prefill`."""
     return _run(params, tokens, cache, config, mesh, lengths, donate, sizes, True)
 
 
 class ForwardPass(NamedTuple):
-    """What all layers share. x[1, R, D] are the tokens of all requests, R a multiple of `LEAST`."""
+    """What all layers share. x[1, R, D] are the tokens of all requests, R a multiple of the least of `sizes`."""
 
     config: Config
     mesh: Any
     rows: TokenRows
     rope: tuple[Tensor, Tensor]
-    matmul: Callable[[Tensor, Tensor], Tensor]
+    sizes: Sequence[int]
+
+    def matmul(self, x: Tensor, W: Tensor) -> Tensor:
+        """x[1, R, D] times W[D, ...]."""
+        return product(x[0], W, self.sizes).unflatten(-1, W.shape[1:])[None]
 
 
 @torch.no_grad()
@@ -72,9 +76,9 @@ def _run(params, tokens, cache, config, mesh, lengths, donate, sizes, every) -> 
     check_axes(mesh)
     lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, "heads", donate, 1)
     (B, T), dtype = tokens.shape, params["norm"].dtype
-    rows = TokenRows(cache, lengths, T, config.N // mesh.sizes.get("Y", 1) // cache["KV"].shape[4])
+    rows = TokenRows(cache, lengths, T, config.N // mesh.sizes.get("Y", 1) // cache["KV"].shape[4], min(sizes))
     rope = tables(rows.positions, config.H, config.theta, config.rope_scaling, dtype)
-    at = ForwardPass(config, mesh, rows, rope, functools.partial(_matmul, sizes=sizes))
+    at = ForwardPass(config, mesh, rows, rope, sizes)
     ends = {name: floats(leaf, dtype) for name, leaf in params.items() if name != "layers"}
     x = embedding_rows(ends["embed"], tokens[rows.row, rows.column][None], mesh, "x[B, T, D] {U_Y}")
     x = all_reduce("x[B, T, D] {U_Y} -> x[B, T, D]", x, mesh)  # zeros, but for one rank: any order
@@ -83,7 +87,7 @@ def _run(params, tokens, cache, config, mesh, lengths, donate, sizes, every) -> 
         x = x + _attention(W, x, at, functools.partial(rows.attend, cache, l, config.windows[l]))
         x = x + _mlp_block(W, x, at)
     if not every:
-        x = x[:, torch.cat([rows.last, rows.last[:1].expand(-B % LEAST)])]
+        x = x[:, torch.cat([rows.last, rows.last[:1].expand(-B % min(sizes))])]
     x = rms_norm(x, gain=ends["norm"], eps=config.eps)
     logits = at.matmul(x, ends["unembed"] if "unembed" in ends else ends["embed"].T)  # logits[1, R, V_Y]
     logits = all_gather("logits[1, R, V_Y] -> logits[1, R, V]", logits, mesh)[0]  # logits[R, V]
@@ -120,7 +124,9 @@ def _mlp_block(W: dict, x: Tensor, at: ForwardPass) -> Tensor:
     if not at.config.moe:
         return _summed(_mlp(W, y, at, at.config.nonlinearity), at.mesh)
     act = "silu" if "W_gate" in W else "gelu"
-    return _summed(moe(W, y[0], at.config, lambda W, rows: _mlp(W, rows[None], at, act)[0])[None], at.mesh)
+    return _summed(
+        moe(W, y[0], at.config, min(at.sizes), lambda W, rows: _mlp(W, rows[None], at, act)[0])[None], at.mesh
+    )
 
 
 def _mlp(W: dict, y: Tensor, at: ForwardPass, act: str) -> Tensor:
@@ -128,11 +134,6 @@ def _mlp(W: dict, y: Tensor, at: ForwardPass, act: str) -> Tensor:
     Tmp = at.matmul(y, W["W_in"])
     Tmp = ACTIVATIONS[act](at.matmul(y, W["W_gate"])) * Tmp if "W_gate" in W else ACTIVATIONS[act](Tmp)
     return at.matmul(Tmp, W["W_out"])
-
-
-def _matmul(x: Tensor, W: Tensor, sizes: Sequence[int]) -> Tensor:
-    """x[1, R, D] times W[D, ...]."""
-    return product(x[0], W, sizes).unflatten(-1, W.shape[1:])[None] if W.dim() > 2 else product(x[0], W, sizes)[None]
 
 
 def _summed(part: Tensor, mesh) -> Tensor:
