@@ -1,19 +1,33 @@
 """The product of two matrices, in parts where that is faster on a CPU.
 
-MKL walks a matrix larger than a core's caches in an order that suits large products. A few rows (a microbatch, or a
-small batch) times a weight take as little as 0.55 of the time if some rows of the weight are multiplied after others,
-and the gradient of a weight from so few rows 0.6 if some rows of it are made after others (float32 and float64).
-Several threads wait for each other after each part of a sum, so that for them 8 rows in parts would take 1.8 of the
-time; and of a few rows in float32 MKL leaves most of the work to one of them. A batch of products, each of some columns
-of the weight, divides it evenly: 1 to 8 rows take 0.5 to 0.8 of the time. All other products are torch's, whole.
-`tests/benchmarks/overhead.py` measures both, of one thread and of two.
+On Intel's processors, MKL walks a matrix larger than a core's caches in an order that suits large products. A few rows
+(a microbatch, or a small batch) times a weight take as little as 0.55 of the time if some rows of the weight are
+multiplied after others, and the gradient of a weight from so few rows 0.6 if some rows of it are made after others
+(float32 and float64). Several threads wait for each other after each part of a sum, so that for them 8 rows in parts
+would take 1.8 of the time.
+
+On AMD's these parts gain nothing, but in a product of a few rows in float32 MKL leaves most of the work to one thread.
+A batch of products, each of some columns of the weight, divides it evenly: 1 to 8 rows take 0.5 to 0.8 of the time of
+two threads. All other products are torch's, whole. `tests/benchmarks/overhead.py` measures both.
 """
+
+import contextlib
+import platform
 
 import torch
 
 from scaling.collectives.linear import observed
 
+
+def processor() -> str:
+    """What the system says of the processor, its maker among it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        return file.read(256)
+    return platform.processor()
+
+
 MKL = torch.backends.mkl.is_available()
+AMD = "AuthenticAMD" in processor()
 FEW = 128  # rows of a batch, at most, for which a product is made in parts
 SHORT = 40  # terms of a sum, at most, for which no product is made in parts
 WIDE = 1024  # columns, at least, of a weight of which some rows are multiplied after others
@@ -75,9 +89,11 @@ def in_parts(a: torch.Tensor, b: torch.Tensor) -> str:
     (M, K), N = a.shape, b.shape[1]
     if not MKL or not a.is_cpu or a.dtype not in (torch.float32, torch.float64):
         return ""
+    threads = torch.get_num_threads()
+    if AMD:
+        even = N % threads == 0 and threads * NARROW <= N and 1 in b.stride()
+        large = K * N >= LARGE and a.dtype is torch.float32
+        return "columns" if threads > 1 and M <= FEW and even and large else ""
     if M > FEW:
         return "rows" if SHORT < K <= FEW else ""
-    if (threads := torch.get_num_threads()) > 1:
-        even = N % threads == 0 and threads * NARROW <= N and 1 in b.stride()
-        return "columns" if even and K * N >= LARGE and a.dtype is torch.float32 else ""
-    return "terms" if M >= 4 and K > FEW and N >= WIDE and b.stride(1) == 1 else ""
+    return "terms" if threads == 1 and M >= 4 and K > FEW and N >= WIDE and b.stride(1) == 1 else ""

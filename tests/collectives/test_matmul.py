@@ -1,5 +1,7 @@
 """Products in parts: the same numbers as torch's product, whatever the sizes, layouts and buffers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,14 @@ from scaling.collectives import einsum
 from scaling.collectives import mkl as m
 
 SIZES = st.sampled_from([1, 3, 16, 33, 48, 49, 128, 129, 160, 300, 520])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_intel():
+    """Whatever the processor is: products in parts are right on each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(m, "AMD", False)
+        yield
 
 
 def matrix(rows: int, columns: int, turned: bool, seed: int, dtype=torch.float64) -> torch.Tensor:
@@ -35,6 +45,7 @@ def test_parts_make_the_product(M, K, N, flags):
 @pytest.mark.parametrize(("M", "N", "parts"), [(1, 768, 3), (2, 768, 6), (7, 1536, 12), (128, 516, 3), (2, 3072, 24)])
 def test_columns_make_the_product(M, N, parts, turned, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(m, "AMD", True)
     a, b, out = (
         matrix(*s, i, j, torch.float32) for j, (s, i) in enumerate([((M, 400), 0), ((400, N), turned), ((M, N), 0)])
     )
@@ -58,9 +69,9 @@ def test_one_column_is_one_row():
 
 @pytest.mark.skipif(not m.MKL, reason="MKL's products only")
 @pytest.mark.parametrize(
-    ("M", "K", "N", "one", "two"),
+    ("M", "K", "N", "intel", "amd"),
     [
-        (512, 64, 2048, "rows", "rows"),
+        (512, 64, 2048, "rows", ""),
         (512, 40, 2048, "", ""),
         (512, 129, 2048, "", ""),
         (128, 64, 512, "", ""),
@@ -77,10 +88,16 @@ def test_one_column_is_one_row():
         (64, 128, 2048, "", "columns"),
     ],
 )
-def test_which_products_are_made_in_parts(M, K, N, one, two, monkeypatch):
+def test_which_products_are_made_in_parts(M, K, N, intel, amd, monkeypatch):
     a, b = torch.empty(M, K), torch.empty(K, N)
-    for threads, how in ((1, one), (2, two)):
+    for maker, threads, how in (
+        ("Intel", 1, intel),
+        ("Intel", 2, intel.replace("terms", "")),
+        ("AMD", 1, ""),
+        ("AMD", 2, amd),
+    ):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(m, "AMD", maker == "AMD")
         assert m.in_parts(a, b) == how
         assert m.in_parts(a.double(), b.double()) == how.replace("columns", "")
         assert not m.in_parts(a.bfloat16(), b.bfloat16())
@@ -89,6 +106,11 @@ def test_which_products_are_made_in_parts(M, K, N, one, two, monkeypatch):
             assert not m.in_parts(a, torch.empty(N, K).t()), "rows of the weight must lie together"
         if how == "columns":
             assert not m.in_parts(a, torch.empty(K, 2 * N)[:, ::2]), "a product of such a weight is one of its copy"
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux says so there")
+def test_the_processor_s_maker_is_known():
+    assert "vendor_id" in m.processor() or "implementer" in Path("/proc/cpuinfo").read_text()
 
 
 def test_a_product_that_is_differentiated_is_torch_s():
