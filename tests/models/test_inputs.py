@@ -82,6 +82,13 @@ def test_a_target_outside_the_vocabulary_counts_only_with_weight_0(params):
     torch.testing.assert_close(on_mesh(), one(), rtol=1e-12, atol=0)
 
 
+def test_targets_that_do_not_stand_beside_the_tokens_are_refused(params):
+    for targets in (TOKENS, TOKENS[:1, 1:], TOKENS[:, 1:].double()):
+        _, on_mesh = both(params, targets=targets)
+        with pytest.raises(ValueError, match="targets"):
+            on_mesh()
+
+
 OPTIONS = {
     **{f"microbatches={m}": {"microbatches": m} for m in (0, -1, 2.0, "2", True)},
     **{f"label_smoothing={s}": {"label_smoothing": s} for s in (-0.1, 2.0, NAN, "0")},

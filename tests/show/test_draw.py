@@ -1,6 +1,5 @@
 """Pictures and traces of schedules."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -9,7 +8,6 @@ import pytest
 from scaling import show
 from scaling.schedules import SCHEDULES, make
 from scaling.schedules.simulator import Times, simulate
-from scaling.schedules.timeline import write_chrome
 from scaling.show import schedules as show_schedule
 from scaling.show.timelines import save_schedule, schedule_chart, summary
 
@@ -54,17 +52,6 @@ def test_files(tmp_path):
     for suffix, start in (("svg", b"<?xml"), ("png", b"\x89PNG")):
         save_schedule(tmp_path / f"chart.{suffix}", *timelines)
         assert (tmp_path / f"chart.{suffix}").read_bytes().startswith(start)
-
-
-def test_chrome_trace(tmp_path):
-    timeline = simulate(make("gpipe", 2, 3), Times(hop=1))
-    write_chrome(tmp_path / "trace.json", timeline, timeline)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["gpipe", "rank 0", "rank 1"] * 2
-    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
-    assert len(spans) == len(timeline.spans)
-    forward = next(e for e in spans if e["name"] == "Forward 2" and e["tid"] == 1)
-    assert (forward["ts"], forward["dur"], forward["args"]) == (4e6, 1e6, {"stage": 1, "microbatch": 2})
 
 
 def test_show(capsys, tmp_path):
