@@ -168,5 +168,7 @@ def _refuse_kind(line: Line, a: Tensor, b: Tensor | None, out: Tensor | None, er
         fix = "convert or move one of them, .to(...)"
     elif out is not None and any(x is not None and differentiated(x) for x in (a, b, out)):
         rule, fix = "what is written to a buffer is not differentiated", "leave out= away"
+    elif isinstance(error, NotImplementedError):
+        rule, fix = f"torch has a kernel for it; of {a.dtype} it has none", "convert the operands, .float() or .long()"
     if rule:
         raise ShardingError(f"einsum: {line}\n  {error}\n  rule: {rule}\n  fix: {fix}") from error

@@ -24,7 +24,7 @@ class Gradients:
     """
 
     def __init__(
-        self, strategy, params: Mapping[str, Tensor], mesh, sums=None, reduce=True, bucket_bytes: int = 0, out=None
+        self, strategy, params: Mapping[str, Tensor], mesh, sums=None, *, reduce: bool, bucket_bytes: int = 0, out=None
     ):
         self.strategy, self.params, self.mesh, self.reduce = strategy, params, mesh, reduce
         self.L = len(next(iter(params.values())))

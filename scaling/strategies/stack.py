@@ -120,7 +120,7 @@ class Strategy:
                 f"saved has {len(saved.layers)} layers, the params have {L}: a backward with donate=True empties it\n"
                 "  fix: run forward again"
             )
-        grads = Gradients(self, params, mesh, partial, reduce, bucket_bytes)
+        grads = Gradients(self, params, mesh, partial, reduce=reduce, bucket_bytes=bucket_bytes)
         prefetched = self.layer(params, L - 1, mesh) if L else ()
         for l in reversed(range(L)):
             kept = saved.layers.pop() if donate else saved.layers[l]

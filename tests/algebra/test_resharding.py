@@ -72,6 +72,15 @@ def test_plans_known_by_hand(src, dst, ops):
         assert [str(step.after) for step in plan.steps][-1:] == ([dst] if ops else [])
 
 
+def test_the_last_step_has_the_name_of_the_target():
+    same, other = (
+        reshard("A[I_XY, J]", f"{name}[I_Z, J_X] {{U_W}}", (8, 8), dict.fromkeys("WXYZ", 2)) for name in "AB"
+    )
+    assert len(other.steps) > 2
+    assert other.steps[:-1] == same.steps[:-1]
+    assert (str(same.steps[-1].after), str(other.steps[-1].after)) == ("A[I_Z, J_X] {U_W}", "B[I_Z, J_X] {U_W}")
+
+
 def test_only_minor_axes_are_gathered():
     step = reshard("A[I_XY]", "A[I_Y]", mesh={"X": 2, "Y": 4}).steps[1]
     assert (str(step), step.axes) == ("A[I_Y] = AllGather_X(A[I_YX])", ("X",))

@@ -51,6 +51,14 @@ REFUSED = {
         lambda: c.einsum(PRODUCT, torch.ones(2, 2), torch.ones(2, 2).double()),
         "the operands, torch.float32 on cpu and torch.float64 on cpu, have one dtype",
     ),
+    "a dtype that torch does not multiply": (
+        lambda: c.einsum(PRODUCT, torch.ones(2, 2).bool(), torch.ones(2, 2).bool()),
+        "of torch.bool it has none",
+    ),
+    "a dtype that torch does not add": (
+        lambda: c.einsum("A[I, J] -> C[I]", torch.ones(2, 2).to(torch.float8_e4m3fn)),
+        "of torch.float8_e4m3fn it has none",
+    ),
     "added to nothing": (lambda: c.einsum(PRODUCT, torch.ones(2, 2), torch.ones(2, 2), add=True), "fix: give out="),
     "sparse": (lambda: c.all_gather(GATHER, torch.ones(2, 2).to_sparse(), REAL), "fix: give it as .to_dense()"),
     "a sparse product": (
