@@ -124,3 +124,14 @@ def test_a_product_that_is_differentiated_is_torch_s():
     torch.testing.assert_close(dx, W.sum(1).expand(64, 512))
     many = torch.func.vmap(lambda x: einsum(line, x, W))(x.detach()[None])
     torch.testing.assert_close(many[0], Out.detach())
+
+
+@pytest.mark.parametrize("line", ["A[I, J, K] * B[K, L] -> C[I, J, L]", "A[I, J, K] * B[K, L] -> C[L, I, J]"])
+def test_products_of_more_dims_in_a_buffer(line):
+    a, b = torch.randn(2, 3, 5, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    wanted = torch.einsum("ijk,kl->ijl", a, b)
+    wanted = wanted if line.endswith("L]") else wanted.movedim(2, 0)
+    out = torch.empty(wanted.shape, dtype=torch.float64)
+    assert einsum(line, a, b, out=out) is out
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(einsum(line, a, b, out=out, add=True), 2 * wanted)
