@@ -252,3 +252,13 @@ def test_bytes_on_thousands_of_chips(capacity):
     assert sum(e.nbytes for e in big) == 4 * 64 * rows * D * 2
     assert sum(e.wire_bytes for e in big) == 4 * rows * D * 2 * 63 / 64
     assert sum(e.flops for e in forward.events) == 2 * 3 * (rows + T) * D * F / 2
+
+
+@pytest.mark.parametrize(("sizes", "reordered"), [({"X": 1}, False), ({"X": 2}, True), ({"X": SOFTMAX.E}, False)])
+def test_rows_are_put_in_order_only_if_several_ranks_send_to_several_experts(sizes, reordered):
+    mesh, types = AbstractMesh(sizes), expert.specs(SOFTMAX, "X")
+    dims = {"D": SOFTMAX.D, "E": SOFTMAX.E, "F": SOFTMAX.F}
+    params = tree.map(lambda text: torch.empty(parse(text).local_shape(dims, mesh), device="meta"), types)
+    x = torch.empty(2, 4, SOFTMAX.D, device="meta")
+    routing = routing_module.route_tokens(params, x, SOFTMAX, mesh, "X")
+    assert (routing.order is not None) == reordered

@@ -54,6 +54,7 @@ TESTS = {  # the longest prefix counts
     "collectives/test_transfer.py",
     "launch": "launch",
     "collectives": "collectives test_misuse.py algebra/test_execute.py algebra/test_rules.py trace",
+    "collectives/messages.py": "collectives launch/test_waiting.py trace",
     "collectives/kernel.py": "algebra/test_contraction.py trace/test_trace.py collectives",
     "collectives/multiply.py": "algebra/test_contraction.py algebra/test_rules.py collectives "
     "trace/test_trace.py test_misuse.py",
