@@ -1,7 +1,7 @@
 """`python -m scaling.train compare A B`: finds the first step, and the first leaf, at which two runs differ.
 
-What is compared: the options; the losses and gradient norms of each step; with --norms also those of each leaf; and the
-leaves of checkpoints that both have.
+What is compared: the options that bear on a step; the losses and gradient norms of each step; with --norms also those
+of each leaf; and the leaves of checkpoints that both have.
 """
 
 import json
@@ -14,6 +14,9 @@ from scaling.console import Parser, complaining
 from scaling.mesh import Mesh
 from scaling.train import checkpoint
 from scaling.train.export import options_of
+
+BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_every", "resume", "chip")  # change no step
+BESIDE += ("norms", "profile", "sample", "tensorboard")
 
 
 def metrics(folder: Path, name: str) -> dict[int, dict]:
@@ -30,12 +33,10 @@ def differ(a: float | None, b: float | None, tolerance: float) -> bool:
 
 def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
     """What differs first, by each thing compared. ValueError if one is no run's folder."""
-    for folder in (a, b):
-        options_of(folder)
-    ours, theirs = (set((folder / "run.toml").read_text().splitlines()) for folder in (a, b))
-    for text in sorted(ours ^ theirs):
-        if not text.startswith("out ="):
-            yield f"option: {text} in {a if text in ours else b} alone"
+    ours, theirs = options_of(a), options_of(b)
+    for name in sorted({*ours} | {*theirs}):
+        if name not in BESIDE and ours.get(name) != theirs.get(name):
+            yield f"option {name}: {ours.get(name, 'none')} and {theirs.get(name, 'none')}"
     both = metrics(a, "metrics.jsonl"), metrics(b, "metrics.jsonl")
     for step in sorted(both[0].keys() & both[1].keys()):
         found = [key for key in ("loss", "grad_norm") if differ(both[0][step][key], both[1][step][key], tolerance)]

@@ -35,11 +35,12 @@ def test_runs_that_are_alike_and_where_they_part(runs, capsys):
     (b / "metrics.jsonl").unlink()
     (b / "norms.jsonl").unlink()
     run(Mesh({"X": 1}), replace(settings, out=str(b), lr=settings.lr * 2))
-    (b / "run.toml").write_text("lr = 2\n")
+    (a / "run.toml").write_text('lr = 1\nseq = 16\nprofile = ""\nsave_every = 5\n[mesh]\nX = 2\n')
+    (b / "run.toml").write_text('lr = 2\nseq = 16\nprofile = "p"\n[mesh]\nX = 2\n')
     capsys.readouterr()
     assert main(["compare", str(a), str(b)]) == 1
     option, losses, norms, saved = capsys.readouterr().out.splitlines()
-    assert option.startswith("option: lr = 2 in")
+    assert option == "option lr: 1 and 2"
     assert losses.startswith("step 2: loss ")
     assert norms.startswith('step 2: the gradient of params["embed"]: norms')
     assert saved.startswith('checkpoint of step 2: state["params"]["embed"]: ')
