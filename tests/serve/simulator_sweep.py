@@ -1,9 +1,10 @@
 """The simulator beside the engine on traces that it was not calibrated on: `python tests/serve/simulator_sweep.py`.
 
-Two minutes on one core. The engine's clock is the time of its processor, which others on the machine disturb less. The
-calibrated simulator says how many requests a second are too many; the traces have 0.5 and 0.7 of them (nearer to it,
-how long a request waits says more of the noise than of the engine), and one has all at once. The steps are compared on
-all of them: where each step takes in the simulator what it took in the engine, they must be the same ones.
+Two minutes on one core. The engine's clock is the time of its processor, which others on the machine disturb less; it
+is calibrated just before and just after each trace, since a machine's speed drifts from minute to minute. The simulator
+says how many requests a second are too many; the traces have 0.5 and 0.7 of them (nearer to it, how long a request
+waits says more of the noise than of the engine), and one has all at once. The steps are compared on all of them: where
+each step takes in the simulator what it took in the engine, they must be the same ones.
 """
 
 import random
@@ -52,12 +53,19 @@ def main() -> int:
 
             return drive(arrivals(seed, count, gap), options, execute), taken
 
+        def spans(seed: int) -> list:
+            return measured(seed, 0.05)[0].spans
+
+        def priced(spans: list, options=options):
+            return calibrate.cost(calibrate.fit(spans, options.page), options.page)
+
         measured(0, 0.0)
-        prices = calibrate.fit([s for seed in (1, 2) for s in measured(seed, 0.05)[0].spans], options.page)
-        ratios, same, cost = [], True, calibrate.cost(prices, options.page)
-        least = simulate(arrivals(1, 40, 0.0), options, cost).seconds / 40  # seconds a request, all slots taken
+        ratios, same, before = [], True, spans(1)
+        least = simulate(arrivals(1, 40, 0.0), options, priced(before)).seconds / 40  # a request's, all slots taken
         for seed, gap, count in ((11, least / 0.5, 80), (12, least / 0.7, 80), (13, 0.0, 40)):
             (real, taken), trace = measured(seed, gap, count), arrivals(seed, count, gap)
+            after = spans(seed - 9)
+            cost, before = priced(before + after), after
             given = {id: (*times.tokens,) for id, times in real.requests.items()}
             times, starts = iter(taken), {request.id: len(request.prompt) for _, request in trace}
             token = lambda id, place, given=given, starts=starts: given[id][place - starts[id]]  # noqa: E731
