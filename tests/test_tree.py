@@ -160,6 +160,9 @@ def test_check_names_the_leaf():
         tree.check(local, SPECS, SIZES, at, torch.float64, name="grads")
     with pytest.raises(ShardingError, match=r'params\["norms"\]\[1\]: must be a tensor typed s\[\]; found float'):
         tree.check({**local, "norms": [local["norms"][0], 1.0]}, SPECS, SIZES, at)
+    with pytest.raises(ShardingError, match=r'params\["W"\]: must be a tensor typed W\[D_X, F_Y\]; found float'):
+        tree.check({"W": 1.0}, {"W": "W[D_X, F_Y]"}, SIZES, at)
+    tree.check({}, {}, SIZES, at)
     with pytest.raises(ShardingError, match=r'params\["blocks"\].*missing.*1 more'):
         tree.check({"norms": local["norms"]}, SPECS, SIZES, at)
     with pytest.raises(ShardingError, match=r'params\["head"\]: has no spec\n  fix: give each leaf its type'):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SIZES, check, dense
 
-from scaling.algebra import cases, matmul, matmul_via, reshard
+from scaling.algebra import cases, derive, matmul, matmul_via, reshard
 from scaling.algebra.contraction import product_type
 from scaling.book.largest import largest
 from scaling.collectives import run
@@ -243,3 +243,14 @@ def test_on_real_ranks(ranks):
     mesh = {"X": 2, "Y": 2}
     lines = list(itertools.product(*(one_axis_each(mesh, n, d) for n, d in (("A", "IJ"), ("B", "JK"), ("C", "IK")))))
     assert largest(ranks(product_on_rank, mesh, lines[::7], SIZES)) < 1e-12
+
+
+def test_a_product_that_sums_nothing_has_one_flop_an_element():
+    sizes = {"I": 4, "J": 6, "K": 5}
+    for line, flops in (
+        ("A[I, J] * B[I, J] -> C[I, J]", 24),
+        ("A[I] * B[J] -> C[I, J]", 24),
+        ("A[I, K] * B[K] -> C[I]", 40),
+    ):
+        (step,) = (step for step in derive(line, sizes=sizes, mesh={"X": 2}).forward if step.op == "Einsum")
+        assert step.flops(sizes, {"X": 2}) == flops

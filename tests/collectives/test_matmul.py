@@ -135,3 +135,6 @@ def test_products_of_more_dims_in_a_buffer(line):
     assert einsum(line, a, b, out=out) is out
     torch.testing.assert_close(out, wanted)
     torch.testing.assert_close(einsum(line, a, b, out=out, add=True), 2 * wanted)
+    strided = torch.empty(wanted.shape[::-1], dtype=torch.float64).permute(2, 1, 0)
+    torch.testing.assert_close(einsum(line, a, b, out=strided).clone(), wanted)
+    torch.testing.assert_close(einsum(line, a, b, out=strided, add=True), 2 * wanted)

@@ -8,7 +8,7 @@ from torch.func import vjp
 from scaling import tree
 from scaling.collectives import all_reduce
 from scaling.configs import Config
-from scaling.mesh import AbstractMesh
+from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import moe as one_device
 from scaling.spec import format_axes, parse
 from scaling.strategies import expert
@@ -252,6 +252,19 @@ def test_bytes_on_thousands_of_chips(capacity):
     assert sum(e.nbytes for e in big) == 4 * 64 * rows * D * 2
     assert sum(e.wire_bytes for e in big) == 4 * rows * D * 2 * 63 / 64
     assert sum(e.flops for e in forward.events) == 2 * 3 * (rows + T) * D * F / 2
+
+
+def test_a_capacity_keeps_the_first_tokens_of_an_odd_batch():
+    config = SOFTMAX.with_(capacity=0.6)
+    params, *_ = problem(config, "plain")
+    x = torch.randn(3, 5, config.D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    routing = routing_module.route_tokens(params, x, config, Mesh({"X": 1}), "X")
+    room, kept = routing_module.capacity_of(config, 15), dict.fromkeys(range(config.E), 0)
+    for token in one_device.choose_experts(x, params["router"], config, params.get("bias")).flatten(0, 1).tolist():
+        for expert_of_token in token:
+            kept[expert_of_token] += kept[expert_of_token] < room
+    assert list(routing.counts) == list(kept.values())
+    assert sum(kept.values()) < 15 * config.k
 
 
 @pytest.mark.parametrize(("sizes", "reordered"), [({"X": 1}, False), ({"X": 2}, True), ({"X": SOFTMAX.E}, False)])

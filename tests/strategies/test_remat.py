@@ -55,6 +55,23 @@ def test_gradients_are_the_same_to_the_bit(ranks, sizes, config, microbatches):
         assert [remat for remat, (same, _) in found.items() if not same] == []
 
 
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore")  # of torch's own code
+def test_compiled_as_one_graph():
+    """A policy that computes layers again; `tests/sweeps/compiled.py` has the others."""
+    mesh, config = Mesh({"X": 1}), SMALL.with_(L=1, D=16, F=16, V=16)
+    (loss, grads), _ = gradients(mesh, config, "block")
+    params = transformer.shard(model.init(config, 0), config, mesh)
+    rows = torch.randint(0, config.V, (B, T + 1), generator=torch.Generator().manual_seed(1))
+    batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    step = partial(transformer.loss_and_grads, config=config, mesh=mesh, remat="block")
+    compiled, again = torch.compile(step, fullgraph=True, backend="aot_eager")(params, *batch)
+    torch.testing.assert_close(compiled, loss)
+    for mine, wanted in zip(tree.leaves(again), tree.leaves(grads), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
 def test_no_collective_is_repeated_whose_result_nobody_reads(ranks):
     """Of a layer with X and Y: its weights, together, over X, the two streams y over Y; not the ReduceScatters."""
     counts = {remat: ops for remat, (_, ops) in ranks(compared, {"X": 2, "Y": 2}, SMALL)[0].items()}
