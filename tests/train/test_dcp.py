@@ -1,12 +1,15 @@
 """Checkpoints of torch.distributed.checkpoint: its own load opens ours, we open its own, and nothing in them is run."""
 
+import io
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -94,6 +97,27 @@ def test_a_checkpoint_of_torch_is_opened(ranks, tmp_path):
 class Malicious:
     def __reduce__(self):
         return os.system, ("touch /tmp/never",)
+
+
+class Attribute:
+    """Pickled as a getattr, as Python before 3.11.5 pickles the member of an enum."""
+
+    def __init__(self, of, name: str):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+def test_an_attribute_is_the_member_of_an_enum_or_refused():
+    def loaded(what) -> Any:
+        return dcp._Restricted(io.BytesIO(pickle.dumps(what))).load()
+
+    formats = torch_metadata._MEM_FORMAT_ENCODING
+    assert [loaded(Attribute(formats, each.name)) for each in formats] == [*formats]
+    for of, name in ((torch.Size, "__class__"), (formats, "__class__"), (torch.float32, "__reduce__"), (4, "real")):
+        with pytest.raises((pickle.UnpicklingError, KeyError), match=name):
+            loaded(Attribute(of, name))
 
 
 def test_a_malicious_checkpoint_of_torch_is_refused(tmp_path):
