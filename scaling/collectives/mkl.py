@@ -7,8 +7,8 @@ multiplied after others, and the gradient of a weight from so few rows 0.6 if so
 would take 1.8 of the time.
 
 On AMD's these parts gain nothing, but in a product of a few rows in float32 MKL leaves most of the work to one thread.
-A batch of products, each of some columns of the weight, divides it evenly: 1 to 8 rows take 0.5 to 0.8 of the time of
-two threads. All other products are torch's, whole. `tests/benchmarks/overhead.py` measures both.
+A batch of products, each of some columns of the weight, divides it evenly: two threads take 0.6 to 0.86 of the time.
+All other products are torch's, whole. `tests/benchmarks/overhead.py` measures both.
 """
 
 import contextlib

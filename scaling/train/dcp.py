@@ -111,6 +111,7 @@ def intact(path: Path, block: Tensor) -> bool:
 
 
 def _member(kind: Any, name: str) -> Enum:
+    """What stands for getattr in a pickle: a member of an enum by its name, and nothing else."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise pickle.UnpicklingError(f"it asks for {name} of {kind!r:.60}, which describes no tensor")
     return kind[name]

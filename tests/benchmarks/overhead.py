@@ -14,6 +14,7 @@
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -139,11 +140,11 @@ def steps(size: Size, optimizer: str, count: int, compiled: bool) -> dict[str, l
     return in_turn(sides, count, size.repeat)
 
 
-def products(threads: int, L: int = 24, D: int = 512, F: int = 2048) -> list[list]:
+def products(threads: int, batches: Sequence[int], L: int = 24, D: int = 512, F: int = 2048) -> list[list]:
     """[threads, product, rows, ms by torch, in parts, ratio]: a product and the gradient of W, L weights in turn."""
     W, dW, lines = torch.randn(L, D, F), torch.empty(L, D, F), []
     torch.set_num_threads(threads)
-    for B in (16, 32, 64, 128, 256) if threads == 1 else (1, 2, 8, 16, 64):
+    for B in batches:
         In, dTmp, Tmp = torch.randn(B, D), torch.randn(B, F), torch.empty(B, F)
 
         def forward(product, In=In, Tmp=Tmp):
@@ -154,8 +155,7 @@ def products(threads: int, L: int = 24, D: int = 512, F: int = 2048) -> list[lis
             for l in range(L):
                 product(In.t(), dTmp, dW[l], False)
 
-        names = f"In[B, {D}] W[{D}, {F}]", f"In[B, {D}] dTmp[B, {F}]"
-        for name, run in zip(names, (forward, gradient) if threads == 1 else (forward,), strict=False):
+        for name, run in ((f"In[B, {D}] W[{D}, {F}]", forward), (f"In[B, {D}] dTmp[B, {F}]", gradient)):
             times = in_turn({"torch": partial(run, multiply), "parts": partial(run, matmul_into)}, 9)
             whole, parts = (quartiles(seconds)[1] / L * 1e3 for seconds in times.values())
             lines.append([threads, name, B, f"{whole:.2f}", f"{parts:.2f}", f"{parts / whole:.2f}"])
@@ -185,7 +185,7 @@ def main() -> None:
         [name, *(f"{seconds * 1e6:.2f}" for seconds in (raw, typed, typed - raw))] for name, raw, typed in measured
     ]
     show(lines, ["call", "raw, us", "typed, us", "added, us"])
-    lines = products(1) + products(2)
+    lines = products(1, (16, 32, 64, 128, 256)) + products(2, (1, 2, 8, 16, 64))
     show(lines, ["threads", "product", "B", "torch's, ms", "in parts, ms", "ratio"])
     lines, found = [], []
     for label in args.sizes.split(","):

@@ -21,7 +21,7 @@ REFUSED = {
     "in a permutation": (lambda: c.ppermute("A[2, I]", torch.ones(3, 1), REAL, "X", []), "has size 3, not 2"),
     "an axis that a permuted type alone has": (
         lambda: c.ppermute("A[I_Q] -> A[I]", torch.ones(3), REAL, "X", []),
-        "Q",
+        "unknown mesh axis Q",
     ),
     "in a message": (lambda: c.send("A[2]", torch.ones(3, device="meta"), ABSTRACT, "X", 1), "has size 3, not 2"),
     "in a shard of a whole": (lambda: c.shard("A[2, I]", torch.ones(3, 1), REAL), "has size 3, not 2"),

@@ -24,12 +24,17 @@ RICH = SMALL.with_(name="rich", attention_bias=True, output_bias=True, qk_norm=T
 B, T = 4, 16
 
 
-def gradients(mesh, config, remat, microbatches=1):
+def given(mesh, config):
+    """(params, tokens, targets), this rank's."""
     params = transformer.shard(model.init(config, 0), config, mesh)
     rows = torch.randint(0, config.V, (B, T + 1), generator=torch.Generator().manual_seed(1))
-    batch = [local(x, mesh) for x in (rows[:, :-1], rows[:, 1:])]
+    return params, *(local(x, mesh) for x in (rows[:, :-1], rows[:, 1:]))
+
+
+def gradients(mesh, config, remat, microbatches=1):
+    arguments = *given(mesh, config), config, mesh
     with trace() as log:
-        found = transformer.loss_and_grads(params, *batch, config, mesh, remat=remat, microbatches=microbatches)
+        found = transformer.loss_and_grads(*arguments, remat=remat, microbatches=microbatches)
     return found, [event.op for event in log.collectives()]
 
 
@@ -62,11 +67,8 @@ def test_compiled_as_one_graph():
     """A policy that computes layers again; `tests/sweeps/compiled.py` has the others."""
     mesh, config = Mesh({"X": 1}), SMALL.with_(L=1, D=16, F=16, V=16)
     (loss, grads), _ = gradients(mesh, config, "block")
-    params = transformer.shard(model.init(config, 0), config, mesh)
-    rows = torch.randint(0, config.V, (B, T + 1), generator=torch.Generator().manual_seed(1))
-    batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
     step = partial(transformer.loss_and_grads, config=config, mesh=mesh, remat="block")
-    compiled, again = torch.compile(step, fullgraph=True, backend="aot_eager")(params, *batch)
+    compiled, again = torch.compile(step, fullgraph=True, backend="aot_eager")(*given(mesh, config))
     torch.testing.assert_close(compiled, loss)
     for mine, wanted in zip(tree.leaves(again), tree.leaves(grads), strict=True):
         torch.testing.assert_close(mine, wanted)

@@ -77,24 +77,22 @@ def test_an_event_per_collective(op):
     assert (log.count(op), log.count(op, axes), log.count(op, "Z"), log.count("Einsum")) == (1, 1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("op", "peers"),
-    [("CollectivePermute", (0,)), ("Broadcast", (3,)), ("Scatter", (3,)), ("Send", (1,)), ("AllGather", ())],
-)
-def test_an_event_names_those_whom_this_rank_waits_for(op, peers):
-    mesh = AbstractMesh({"X": 4, "Y": 2}, {"X": 1, "Y": 0})
-    calls = {
-        "CollectivePermute": lambda x: c.ppermute("A[I_X, J]", x, mesh, "X", [(0, 1), (1, 2), (3, 3)]),
-        "Broadcast": lambda x: c.broadcast("A[I, J] {U_X} -> A[I, J]", x, mesh, root=3),
-        "Scatter": lambda x: c.scatter("A[I, J] {U_X} -> A[I_X, J]", x, mesh, root=3),
-        "Send": lambda x: c.send("A[I, J]", x, mesh, "Y", 1),
-        "AllGather": lambda x: c.all_gather("A[I_X, J] -> A[I, J]", x, mesh),
-    }
+SECOND = AbstractMesh({"X": 4, "Y": 2}, {"X": 1, "Y": 0})
+PEERS = {  # call on SECOND -> the ranks along the axis
+    "a permutation": (lambda x: c.ppermute("A[I_X, J]", x, SECOND, "X", [(0, 1), (1, 2), (3, 3)]), (0,)),
+    "another's Broadcast": (lambda x: c.broadcast("A[I, J] {U_X} -> A[I, J]", x, SECOND, root=3), (3,)),
+    "its own Broadcast": (lambda x: c.broadcast("A[I, J] {U_X} -> A[I, J]", x, SECOND, root=1), ()),
+    "a Scatter": (lambda x: c.scatter("A[I, J] {U_X} -> A[I_X, J]", x, SECOND, root=3), (3,)),
+    "a Send": (lambda x: c.send("A[I, J]", x, SECOND, "Y", 1), (1,)),
+    "an AllGather": (lambda x: c.all_gather("A[I_X, J] -> A[I, J]", x, SECOND), ()),
+}
+
+
+@pytest.mark.parametrize(("call", "peers"), PEERS.values(), ids=PEERS)
+def test_an_event_names_single_ranks_that_this_one_waits_for(call, peers):
     with trace() as log:
-        calls[op](meta(I, J))
-        if op == "Broadcast":
-            c.broadcast("A[I, J] {U_X} -> A[I, J]", meta(I, J), mesh, root=1)
-    assert [event.peers for event in log.events] == [peers, ()][: len(log.events)]
+        call(meta(I, J))
+    assert [event.peers for event in log.events] == [peers]
 
 
 def test_one_event_for_each_dim_of_a_line():
