@@ -156,6 +156,11 @@ def tape_gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], cotangen
     return backward(tuple(results), tuple(cotangents), False, False, tuple(leaves), True, accumulate_grad=False)
 
 
+def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a[M, K] b[K, N], of float32 on a CPU, by oneDNN, where torch itself would multiply by MKL. No K of 0."""
+    return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
+
+
 # What torch.func wraps a tensor in, level by level: of vmap those alone whose level it is batched at.
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 level_of = torch._C._functorch.maybe_get_level

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scaling._torch import lazy_clone
 from scaling.algebra.contraction import check_product
-from scaling.collectives.mkl import matmul_into, mkl_matmul
+from scaling.collectives.matrices import matmul, matmul_into
 from scaling.spec import Line, Spec
 
 
@@ -99,7 +99,7 @@ def _matmul(a: Spec, b: Spec, result: Spec) -> tuple[Callable, ...] | None:
 
     def multiply(x, y):
         x, y, shape = flat(x, y)
-        product = mkl_matmul(x, y).view(shape)
+        product = matmul(x, y).view(shape)
         return product if ahead else product.permute(*range(len(left), product.dim()), *range(len(left)))
 
     def into(x, y, out, add):
@@ -118,7 +118,7 @@ def _matrices(plain_a: bool, plain_b: bool, ahead: bool) -> tuple[Callable, Call
     """Two matrices: (multiply, into). The product a b is computed even where its transpose is wanted."""
 
     def multiply(a, b):
-        product = mkl_matmul(a if plain_a else a.t(), b if plain_b else b.t())
+        product = matmul(a if plain_a else a.t(), b if plain_b else b.t())
         return product if ahead else product.t()
 
     def into(a, b, out, add):

@@ -8,8 +8,7 @@
 2. Steps on one rank and one thread: `data_parallel.forward` and `.backward` with `scaling.optim`, against an nn.Module
    with autograd and torch.optim (fused); and, each compiled by torch.compile as a whole, the explicit step and the
    module (whose update is not compiled). Medians of samples taken in turn.
-3. Products of a few rows (`scaling.collectives.mkl`): torch's product and ours, of matrices that are in no cache, by
-   one thread and by two.
+3. Products (`scaling.collectives.matrices`): torch's and ours, of matrices that are in no cache, by one thread and two.
 """
 
 import json
@@ -28,7 +27,7 @@ from versus_torch import OPTIMIZERS as RULES
 from versus_torch import ours
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
-from scaling.collectives.mkl import matmul_into, multiply
+from scaling.collectives.matrices import matmul_into, multiply
 from scaling.console import Parser
 from scaling.launch import keep_freed_memory
 from scaling.mesh import Mesh
@@ -141,7 +140,7 @@ def steps(size: Size, optimizer: str, count: int, compiled: bool) -> dict[str, l
 
 
 def products(threads: int, batches: Sequence[int], L: int = 24, D: int = 512, F: int = 2048) -> list[list]:
-    """[threads, product, rows, ms by torch, in parts, ratio]: a product and the gradient of W, L weights in turn."""
+    """[threads, product, rows, ms by torch, ours, ratio]: a product and the gradient of W, L weights in turn."""
     W, dW, lines = torch.randn(L, D, F), torch.empty(L, D, F), []
     torch.set_num_threads(threads)
     for B in batches:
@@ -156,9 +155,9 @@ def products(threads: int, batches: Sequence[int], L: int = 24, D: int = 512, F:
                 product(In.t(), dTmp, dW[l], False)
 
         for name, run in ((f"In[B, {D}] W[{D}, {F}]", forward), (f"In[B, {D}] dTmp[B, {F}]", gradient)):
-            times = in_turn({"torch": partial(run, multiply), "parts": partial(run, matmul_into)}, 9)
-            whole, parts = (quartiles(seconds)[1] / L * 1e3 for seconds in times.values())
-            lines.append([threads, name, B, f"{whole:.2f}", f"{parts:.2f}", f"{parts / whole:.2f}"])
+            times = in_turn({"torch": partial(run, multiply), "ours": partial(run, matmul_into)}, 9)
+            whole, mine = (quartiles(seconds)[1] / L * 1e3 for seconds in times.values())
+            lines.append([threads, name, B, f"{whole:.2f}", f"{mine:.2f}", f"{mine / whole:.2f}"])
     torch.set_num_threads(1)
     return lines
 
@@ -186,7 +185,7 @@ def main() -> None:
     ]
     show(lines, ["call", "raw, us", "typed, us", "added, us"])
     lines = products(1, (16, 32, 64, 128, 256)) + products(2, (1, 2, 8, 16, 64))
-    show(lines, ["threads", "product", "B", "torch's, ms", "in parts, ms", "ratio"])
+    show(lines, ["threads", "product", "B", "torch's, ms", "ours, ms", "ratio"])
     lines, found = [], []
     for label in args.sizes.split(","):
         for optimizer in args.optimizers.split(","):

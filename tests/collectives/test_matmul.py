@@ -1,4 +1,4 @@
-"""Products in parts: the same numbers as torch's product, whatever the sizes, layouts and buffers."""
+"""Products in parts or by oneDNN: the same numbers as torch's, whatever the sizes, layouts and buffers."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaling.collectives import einsum
-from scaling.collectives import mkl as m
+from scaling.collectives import matrices as m
 
 SIZES = st.sampled_from([1, 3, 16, 33, 48, 49, 128, 129, 160, 300, 520])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_intel():
-    """Whatever the processor is: products in parts are right on each."""
+    """Whatever the processor is: products are right on each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(m, "AMD", False)
         yield
@@ -37,75 +37,107 @@ def test_parts_make_the_product(M, K, N, flags):
     got = m.matmul_into(a, b, into, add=flags[3])
     assert (got.data_ptr(), got.shape) == (into.data_ptr(), (M, N))
     torch.testing.assert_close(into, wanted, rtol=1e-12, atol=1e-11)
-    torch.testing.assert_close(m.mkl_matmul(a, b), product, rtol=1e-12, atol=1e-11)
+    torch.testing.assert_close(m.matmul(a, b), product, rtol=1e-12, atol=1e-11)
+
+
+FLOATS = {"rtol": 1e-5, "atol": 1e-3}
 
 
 @pytest.mark.skipif(not m.MKL, reason="MKL's products only")
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("M", "N", "parts"), [(1, 768, 3), (2, 768, 6), (7, 1536, 12), (128, 516, 3), (2, 3072, 24)])
-def test_columns_make_the_product(M, N, parts, turned, monkeypatch):
+@pytest.mark.parametrize("N", [768, 1536, 1002])
+def test_columns_make_the_product(N, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(m, "AMD", True)
-    a, b, out = (
-        matrix(*s, i, j, torch.float32) for j, (s, i) in enumerate([((M, 400), 0), ((400, N), turned), ((M, N), 0)])
-    )
-    product = a @ b
-    assert m.in_parts(a, b) == "columns"
-    assert m.by_columns(a, b).shape == (M, parts, N // parts)
-    for got in (m.mkl_matmul(a, b), m.matmul_into(a, b, torch.empty(M, N), False)):
+    monkeypatch.setattr(m, "ONEDNN", True)
+    a, b, out = matrix(1, 400, False, 0, torch.float32), matrix(400, N, False, 1, torch.float32), torch.ones(1, N)
+    assert m.way(a, b) == "columns"
+    for got in (m.matmul(a, b), m.matmul_into(a, b, torch.empty(1, N), False)):
         assert got.is_contiguous()
-        torch.testing.assert_close(got, product, rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(m.matmul_into(a, b, out.clone(), True), product + out, rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(
-        m.matmul_into(b.t(), a.t(), torch.empty(M, N).t(), False), product.t(), rtol=1e-5, atol=1e-3
-    )
+        torch.testing.assert_close(got, a @ b, **FLOATS)
+    torch.testing.assert_close(m.matmul_into(a, b, out.clone(), True), a @ b + out, **FLOATS)
+
+
+def strided(rows: int, columns: int, layout: str, seed: int) -> torch.Tensor:
+    """A matrix of random numbers, in another order or with gaps in memory."""
+    g = torch.Generator().manual_seed(seed)
+    if layout == "turned":
+        return torch.randn(columns, rows, generator=g).t()
+    if layout == "alike":
+        return torch.randn(1, columns, generator=g).expand(rows, columns)
+    if layout == "gaps":
+        return torch.randn(2 * rows, columns + 3, generator=g)[::2, 1 : columns + 1]
+    return torch.randn(rows, columns, generator=g)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN's products only")
+@settings(deadline=None, max_examples=60)
+@given(
+    st.tuples(*[st.sampled_from([1, 2, 3, 8, 17, 33, 64])] * 3),
+    st.tuples(*[st.sampled_from(["plain", "turned", "alike", "gaps"])] * 2),
+    st.booleans(),
+    st.booleans(),
+)
+def test_onednn_makes_the_product(sizes, layouts, turned, add):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(m, "way", lambda a, b: "oneDNN")
+        M, K, N = sizes
+        a, b = strided(M, K, layouts[0], 0), strided(K, N, layouts[1], 1)
+        out = strided(M, N, "turned" if turned else "plain", 2).clone()
+        wanted = (a.double() @ b.double()).float()
+        torch.testing.assert_close(m.matmul(a, b), wanted, rtol=1e-4, atol=1e-4)
+        total = wanted + out if add else wanted
+        assert m.matmul_into(a, b, out, add).data_ptr() == out.data_ptr()
+        torch.testing.assert_close(out, total, rtol=1e-4, atol=1e-4)
+        a = a.clone()
+        a[0, K - 1] = torch.nan
+        assert m.matmul(a, b)[0].isnan().all()
+        assert not m.matmul(a, b)[1:].isnan().any()
 
 
 def test_one_column_is_one_row():
     a, b = matrix(3000, 200, False, 0, torch.float32), matrix(200, 1, False, 1, torch.float32)
-    torch.testing.assert_close(m.mkl_matmul(a, b), a @ b, rtol=1e-5, atol=1e-3)
-    assert m.mkl_matmul(a, b).is_contiguous()
+    torch.testing.assert_close(m.matmul(a, b), a @ b, rtol=1e-5, atol=1e-3)
+    assert m.matmul(a, b).is_contiguous()
 
 
 @pytest.mark.skipif(not m.MKL, reason="MKL's products only")
 @pytest.mark.parametrize(
-    ("M", "K", "N", "intel", "amd"),
+    ("M", "K", "N", "intel", "one", "two", "turned"),  # AMD's on one thread, on two, and of a weight stored by columns
     [
-        (512, 64, 2048, "rows", ""),
-        (512, 40, 2048, "", ""),
-        (512, 129, 2048, "", ""),
-        (128, 64, 512, "", ""),
-        (64, 512, 2048, "terms", "columns"),
-        (64, 2048, 512, "", "columns"),
-        (64, 512, 255, "", ""),
-        (64, 512, 257, "", ""),
-        (64, 511, 256, "", ""),
-        (64, 512, 256, "", "columns"),
-        (64, 4096, 254, "", ""),
-        (129, 512, 2048, "", ""),
-        (3, 512, 2048, "", "columns"),
-        (1, 512, 2048, "", "columns"),
-        (64, 128, 2048, "", "columns"),
+        (512, 64, 2048, "rows", *["oneDNN"] * 3),
+        (512, 40, 2048, "", *["oneDNN"] * 3),
+        (512, 129, 2048, "", *["oneDNN"] * 3),
+        (512, 64, 64, "rows", *["oneDNN"] * 3),
+        (511, 64, 64, "rows", "", "", ""),
+        (64, 512, 2048, "terms", *["oneDNN"] * 3),
+        (64, 2048, 512, "", *["oneDNN"] * 3),
+        (2, 512, 255, "", "", "", ""),
+        (2, 512, 256, "", *["oneDNN"] * 3),
+        (1, 512, 2048, "", "", "columns", "oneDNN"),
+        (1, 512, 256, "", "", "columns", "oneDNN"),
+        (1, 1024, 255, "", "", "", "oneDNN"),
+        (1, 1024, 254, "", "", "", "oneDNN"),
+        (1, 511, 256, "", "", "", ""),
+        (0, 512, 2048, "", "", "", ""),
+        (64, 0, 2048, "", "", "", ""),
     ],
 )
-def test_which_products_are_made_in_parts(M, K, N, intel, amd, monkeypatch):
-    a, b = torch.empty(M, K), torch.empty(K, N)
-    for maker, threads, how in (
-        ("Intel", 1, intel),
-        ("Intel", 2, intel.replace("terms", "")),
-        ("AMD", 1, ""),
-        ("AMD", 2, amd),
+def test_how_a_product_is_made(M, K, N, intel, one, two, turned, monkeypatch):
+    a, b, columns = torch.empty(M, K), torch.empty(K, N), torch.empty(N, K).t()
+    for maker, threads, how, by_columns in (
+        ("Intel", 1, intel, intel.replace("terms", "")),
+        ("Intel", 2, intel.replace("terms", ""), intel.replace("terms", "")),
+        ("AMD", 1, one, turned),
+        ("AMD", 2, two, turned),
+        ("AMD without AVX-512", 2, "", ""),
     ):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        monkeypatch.setattr(m, "AMD", maker == "AMD")
-        assert m.in_parts(a, b) == how
-        assert m.in_parts(a.double(), b.double()) == how.replace("columns", "")
-        assert not m.in_parts(a.bfloat16(), b.bfloat16())
-        assert not m.in_parts(a.to("meta"), b.to("meta"))
-        if how == "terms":
-            assert not m.in_parts(a, torch.empty(N, K).t()), "rows of the weight must lie together"
-        if how == "columns":
-            assert not m.in_parts(a, torch.empty(K, 2 * N)[:, ::2]), "a product of such a weight is one of its copy"
+        monkeypatch.setattr(m, "AMD", maker != "Intel")
+        monkeypatch.setattr(m, "ONEDNN", maker == "AMD")
+        assert (m.way(a, b), m.way(a, columns)) == (how, by_columns)
+        assert m.way(a.double(), b.double()) == ("" if maker == "AMD" else how)
+        assert not m.way(a.bfloat16(), b.bfloat16())
+        assert not m.way(a.to("meta"), b.to("meta"))
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux says so there")
@@ -118,7 +150,7 @@ def test_a_product_that_is_differentiated_is_torch_s():
     W = torch.randn(512, 1024, dtype=torch.float64)
     line = "In[B, D] * W[D, F] -> Out[B, F]"
     Out = einsum(line, x, W)
-    assert m.in_parts(x, W) == ("terms" if m.MKL else "")
+    assert m.way(x, W) == ("terms" if m.MKL else "")
     assert Out.grad_fn is not None
     dx = torch.func.grad(lambda x: einsum(line, x, W).sum())(x.detach())
     torch.testing.assert_close(dx, W.sum(1).expand(64, 512))

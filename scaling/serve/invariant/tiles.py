@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
 
-from scaling.collectives.mkl import in_parts, mkl_matmul
+from scaling.collectives.matrices import matmul, way
 from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.serve.int8 import floats
@@ -48,7 +48,7 @@ def product(x: Tensor, W: Tensor, sizes: Sequence[int] = SIZES) -> Tensor:
 
 def _matmul(x: Tensor, W: Tensor) -> Tensor:
     """x W. Into which parts its sums are cut would depend on the number of rows: they are left whole."""
-    return x @ W if in_parts(x, W) == "terms" else mkl_matmul(x, W)
+    return x @ W if way(x, W) == "terms" else matmul(x, W)
 
 
 def agreeing(params: dict, config: Config, mesh=None) -> tuple[int, ...]:
