@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling._torch import lazy_clone
+from scaling._torch import constant, in_transform, lazy_clone
 from scaling.algebra.contraction import check_product
-from scaling.collectives.matrices import matmul, matmul_into
+from scaling.collectives.matrices import fits_onednn, matmul, matmul_into, onednn_in_graph
 from scaling.spec import Line, Spec
 
 
@@ -57,7 +57,9 @@ def compile_product(text: str) -> Kernel:
     )
     result = tuple((0, a.index(d)) if d in a.dim_names else (1, b.index(d)) for d in line.result.dim_names)
     shapes = Shapes(len(a.dims), None if b is None else len(b.dims), shared, numbers)
-    return Kernel(line, shapes, result, *((b and _matmul(a, b, line.result)) or (_general(line),)))
+    if order := order_of(*line.operands, line.result):
+        return Kernel(line, shapes, result, *(_matrices if order.of_two(len(result)) else _matmul)(order))
+    return Kernel(line, shapes, result, _general(line))
 
 
 def shapes_fit(wanted: Shapes, a: Sequence[int], b: Any) -> bool:
@@ -76,46 +78,72 @@ def shapes_fit(wanted: Shapes, a: Sequence[int], b: Any) -> bool:
     return True
 
 
-def _matmul(a: Spec, b: Spec, result: Spec) -> tuple[Callable, ...] | None:
-    """The product as one matrix product of the operands or their transposes, if their dims stand so; else None."""
-    if orders := orders_of(a, b, result):
-        return _matrices(*orders)
-    summed = [dim for dim in a.dim_names if dim in b.dim_names and dim not in result.dim_names]
-    left = [dim for dim in a.dim_names if dim not in summed]
-    right = [dim for dim in b.dim_names if dim not in summed]
-    plain_a, turned_a = [*a.dim_names] == left + summed, [*a.dim_names] == summed + left
-    plain_b, turned_b = [*b.dim_names] == summed + right, [*b.dim_names] == right + summed
-    ahead, behind = [*result.dim_names] == left + right, [*result.dim_names] == right + left
-    fits = (plain_a or turned_a) and (plain_b or turned_b) and (ahead or behind)
+class Order(NamedTuple):
+    """How a product is one of two matrices, each a group of dims side by side: so many dims of a are `rows` of the
+    result, and so many of both are `summed` over. a[rows, summed], or transposed unless `plain_a`; b[summed, columns],
+    or transposed unless `plain_b`; the result is [rows, columns] if `ahead`, or else transposed."""
+
+    rows: int
+    summed: int
+    plain_a: bool
+    plain_b: bool
+    ahead: bool
+
+    def of_two(self, dims: int) -> bool:
+        """Whether the operands are matrices themselves: `dims` of the result, of which each brings one."""
+        return self.rows == self.summed == dims - 1 == 1
+
+    def matrices(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """(a[M, K], b[K, N], the sizes of the result's dims, a's first), a copy where dims do not lie together."""
+        k = self.summed
+        rows, inner = (a.shape[:-k], a.shape[-k:]) if self.plain_a else (a.shape[k:], a.shape[:k])
+        columns = b.shape[k:] if self.plain_b else b.shape[:-k]
+        m, n, inner = prod(rows), prod(columns), prod(inner)
+        a = a.reshape(m, inner) if self.plain_a else a.reshape(inner, m).t()
+        return a, b.reshape(inner, n) if self.plain_b else b.reshape(n, inner).t(), (*rows, *columns)
+
+    def result(self, product: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The product[M, N] in its dims."""
+        product = product.view(shape)
+        return product if self.ahead else product.permute(*range(self.rows, len(shape)), *range(self.rows))
+
+
+def order_of(*types: Spec) -> Order | None:
+    """Of a product a, b -> result: how it is one of matrices, or None if its dims do not stand so."""
+    if len(types) != 3:
+        return None
+    a, b, result = ([*spec.dim_names] for spec in types)
+    summed = [dim for dim in a if dim in b and dim not in result]
+    left, right = [dim for dim in a if dim not in summed], [dim for dim in b if dim not in summed]
+    plain_a, plain_b, ahead = a == left + summed, b == summed + right, result == left + right
+    fits = (plain_a or a == summed + left) and (plain_b or b == right + summed) and (ahead or result == right + left)
     if not summed or set(left) & set(right) or not fits:
         return None
-    k = len(summed)
+    return Order(len(left), len(summed), plain_a, plain_b, ahead)
 
-    def flat(x, y):
-        free_x, free_y = (x.shape[:-k] if plain_a else x.shape[k:]), (y.shape[k:] if plain_b else y.shape[:-k])
-        m, n, inner = prod(free_x), prod(free_y), prod(x.shape[-k:] if plain_a else x.shape[:k])
-        x = x.reshape(m, inner) if plain_a else x.reshape(inner, m).t()
-        return x, y.reshape(inner, n) if plain_b else y.reshape(n, inner).t(), (*free_x, *free_y)
 
-    def multiply(x, y):
-        x, y, shape = flat(x, y)
-        product = matmul(x, y).view(shape)
-        return product if ahead else product.permute(*range(len(left), product.dim()), *range(len(left)))
+def _matmul(order: Order) -> tuple[Callable, Callable]:
+    """(multiply, into) of a product of matrices of several dims."""
 
-    def into(x, y, out, add):
+    def multiply(a, b):
+        a, b, shape = order.matrices(a, b)
+        return order.result(matmul(a, b), shape)
+
+    def into(a, b, out, add):
         if not out.is_contiguous():
-            return out.add_(multiply(x, y)) if add else out.copy_(multiply(x, y))
-        x, y, _ = flat(x, y)
-        if not ahead:
-            x, y = y.t(), x.t()
-        matmul_into(x, y, out.view(len(x), y.shape[1]), add)
+            return out.add_(multiply(a, b)) if add else out.copy_(multiply(a, b))
+        a, b, _ = order.matrices(a, b)
+        if not order.ahead:
+            a, b = b.t(), a.t()
+        matmul_into(a, b, out.view(len(a), b.shape[1]), add)
         return out
 
     return multiply, into
 
 
-def _matrices(plain_a: bool, plain_b: bool, ahead: bool) -> tuple[Callable, Callable]:
-    """Two matrices: (multiply, into). The product a b is computed even where its transpose is wanted."""
+def _matrices(order: Order) -> tuple[Callable, Callable]:
+    """(multiply, into) of two matrices. The product a b is computed even where its transpose is wanted."""
+    _, _, plain_a, plain_b, ahead = order
 
     def multiply(a, b):
         product = matmul(a if plain_a else a.t(), b if plain_b else b.t())
@@ -128,6 +156,22 @@ def _matrices(plain_a: bool, plain_b: bool, ahead: bool) -> tuple[Callable, Call
         return matmul_into(a, b, out, add)
 
     return multiply, into
+
+
+@constant
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return in_transform() is not None
+
+
+def compiled_matmul(order: Order, a: Tensor, b: Tensor) -> Tensor | None:
+    """The product in a compiler's graph, or None where torch.einsum's is as good."""
+    x, y, shape = order.matrices(a, b)
+    if fits_onednn(x, y) and not (a.requires_grad or b.requires_grad or transformed()):
+        return order.result(onednn_in_graph(x, y), shape)
+    if order.of_two(len(shape)):  # torch.einsum's is a product of batches of one, not written straight to its place
+        return order.result(torch.mm(x, y), shape)
+    return None
 
 
 def _general(line: Line) -> Callable:
@@ -150,18 +194,6 @@ def einsum_kernel(equation: str, *operands: Tensor) -> Tensor:
 def is_view(line: Line) -> bool:
     """Whether torch.einsum gives a view of the operand: the result of a line shares no memory with it."""
     return len(line.operands) == 1 and set(line.result.dim_names) == set(line.operands[0].dim_names)
-
-
-def orders_of(*types: Spec) -> tuple[bool, bool, bool] | None:
-    """Of the product of two matrices a, b -> result: whether these are [I, J], [J, K] and [I, K], or else transposed.
-    None of any other product."""
-    if len(types) != 3 or any(len(spec.dims) != 2 for spec in types):
-        return None
-    a, b, result = ([*spec.dim_names] for spec in types)
-    summed = {*a} & {*b} - {*result}
-    if len(summed) != 1 or len({*a, *b}) != 3:
-        return None
-    return a[1] in summed, b[0] in summed, result[0] in a
 
 
 def equation_of(line: Line) -> str:

@@ -51,6 +51,17 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return matmul_into(a, b, a.new_empty(len(a), b.shape[1]), False)
 
 
+@torch.library.custom_op("scaling::onednn_matmul", mutates_args=())
+def onednn_in_graph(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a[M, K] b[K, N] by oneDNN for torch.compile, whose own products of float32 are MKL's. It has no derivative."""
+    return onednn_matmul(a, b)
+
+
+@onednn_in_graph.register_fake
+def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
 def by_columns(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a[1, K] b[K, N]: for each thread as many columns."""
     count = torch.get_num_threads()
@@ -73,10 +84,10 @@ def matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) 
         for x, y in zip(a.split(count, 1), b.split(count), strict=True):
             multiply(x, y, out, add)
             add = True
-    elif how:
+    elif how and not (observed(a) or observed(b)):
         product = WHOLE[how](a, b)
         out.add_(product) if add else out.copy_(product)
-    else:
+    else:  # which torch refuses if it is differentiated
         multiply(a, b, out, add)
     return out
 
@@ -93,12 +104,18 @@ def way(a: torch.Tensor, b: torch.Tensor) -> str:
         return ""
     threads = torch.get_num_threads()
     if AMD:
-        large = M and (K * N >= LARGE or M * K * N >= WORK)
-        if not ONEDNN or a.dtype is not torch.float32 or not large:
-            return ""
-        if M > 1 or b.stride(1) != 1:
+        if fits_onednn(a, b):
             return "oneDNN"
-        return "columns" if threads > 1 and N % threads == 0 and threads * NARROW <= N else ""
+        even = threads > 1 and N % threads == 0 and threads * NARROW <= N
+        return "columns" if ONEDNN and M == 1 and even and K * N >= LARGE and a.dtype is torch.float32 else ""
     if M > FEW:
         return "rows" if SHORT < K <= FEW else ""
     return "terms" if threads == 1 and M >= 4 and K > FEW and N >= WIDE and b.stride(1) == 1 else ""
+
+
+def fits_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether oneDNN's product a[M, K] b[K, N] is faster than MKL's."""
+    if not ONEDNN or not a.is_cpu or a.dtype is not torch.float32 or b.dtype is not torch.float32:
+        return False
+    (M, K), N = a.shape, b.shape[1]
+    return (M > 1 or (M == 1 and b.stride(1) != 1)) and (K * N >= LARGE or M * K * N >= WORK)

@@ -17,12 +17,14 @@ from scaling.collectives.calls import wait
 from scaling.collectives.deferred import Deferred
 from scaling.collectives.kernel import (
     Kernel,
+    Order,
     Shapes,
     compile_product,
+    compiled_matmul,
     einsum_kernel,
     equation_of,
     is_view,
-    orders_of,
+    order_of,
     shapes_fit,
 )
 from scaling.collectives.linear import differentiated
@@ -91,16 +93,13 @@ def _run(product: Kernel, a: Tensor, b: Tensor | None, out: Tensor | None, add: 
 
 def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
     """The same in a compiler's graph: by the equation, for which it finds the best kernel."""
-    equation, orders, copies, shapes = _constants(line)
+    equation, order, copies, shapes = _constants(line)
     operands = (a,) if b is None else (a, b)
     if not shapes_fit(Shapes(*shapes), a.shape, None if b is None else b.shape):
         _refuse_shapes(line, *(tuple(x.shape) for x in operands))
-    if orders is None or b is None:
+    result = None if order is None or b is None else compiled_matmul(Order(*order), a, b)
+    if result is None:
         result = einsum_kernel(equation, *operands)
-    else:  # torch.einsum's is a product of batches of one, which a compiler does not write straight to its place
-        plain_a, plain_b, ahead = orders
-        result = torch.mm(a if plain_a else a.t(), b if plain_b else b.t())
-        result = result if ahead else result.t()
     if out is None:
         return result.clone() if copies else result
     if out.shape != result.shape or out.dtype != result.dtype:
@@ -110,10 +109,11 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
 
 @constant
 def _constants(line: str) -> tuple:
-    """(equation, whether its result would be a view of the operand, shapes), the line checked."""
+    """(equation, order, whether its result would be a view of the operand, shapes), the line checked."""
     product = compile_product(line)
     found = product.line
-    return equation_of(found), orders_of(*found.operands, found.result), is_view(found), tuple(product.shapes)
+    order = order_of(*found.operands, found.result)
+    return equation_of(found), order and tuple(order), is_view(found), tuple(product.shapes)
 
 
 @constant

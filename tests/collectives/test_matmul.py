@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from scaling.collectives import einsum
 from scaling.collectives import matrices as m
+from scaling.spec import ShardingError
 
 SIZES = st.sampled_from([1, 3, 16, 33, 48, 49, 128, 129, 160, 300, 520])
 
@@ -55,6 +56,20 @@ def test_columns_make_the_product(N, monkeypatch):
         assert got.is_contiguous()
         torch.testing.assert_close(got, a @ b, **FLOATS)
     torch.testing.assert_close(m.matmul_into(a, b, out.clone(), True), a @ b + out, **FLOATS)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_nothing_differentiated_is_written_to_a_buffer(rows, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(m, "AMD", True)
+    monkeypatch.setattr(m, "ONEDNN", True)
+    a, b, out = torch.randn(rows, 512), torch.randn(512, 512), torch.zeros(rows, 512)
+    assert m.way(a, b) == ("columns" if rows == 1 else "oneDNN")
+    for x, y in ((a.clone().requires_grad_(), b), (a, b.clone().requires_grad_())):
+        with pytest.raises(ShardingError, match="not differentiated"):
+            einsum("A[I, J] * B[J, K] -> C[I, K]", x, y, out=out)
+    assert not out.requires_grad
+    assert not out.any()
 
 
 def strided(rows: int, columns: int, layout: str, seed: int) -> torch.Tensor:
