@@ -74,3 +74,13 @@ def test_on_a_mesh_without_the_axis_the_mask_alone_is_left():
     here = IDS < V
     x = axes.masked("x[B, T, D] {U_X}", F.embedding(IDS.clamp(max=V - 1), TABLE), here, mesh)
     assert torch.equal(x, WHOLE)
+
+
+def test_of_several_layers_at_once():
+    mesh = Mesh({"X": 1})
+    x, mask = torch.ones(5, 2, 3), torch.tensor([[True, False]] * 5)
+    wanted = torch.where(mask[..., None], x, 0)
+    assert torch.equal(masked("x[B, 3] {U_X}", x, mask, mesh.stacked("L")), wanted)
+    for line, stacked in (("x[B, 3] {U_X}", mesh), ("x[B, 2] {U_X}", mesh.stacked("L"))):
+        with pytest.raises(ShardingError, match="fix:"):
+            masked(line, x, mask, stacked)

@@ -91,6 +91,23 @@ def test_donated_activations(ranks, name):
     assert all(ranks(run_donated, {"X": 2, "Y": 2}, name))
 
 
+def run_microbatches(mesh, name):
+    strategy, (params, batches) = STRATEGIES[name], whole(torch.float64)
+    params = tree.shard(params, specs(strategy), mesh)
+    In, dOut = tree.shard(list(batches[0]), [strategy.SPECS["In"], strategy.SPECS["Out"]], mesh)
+    _, saved = strategy.forward(params, In, mesh)
+    _, once = strategy.backward(dOut, saved, params, mesh)
+    _, sums = strategy.backward(dOut, saved, params, mesh, reduce=False)
+    _, twice = strategy.backward(dOut, saved, params, mesh, partial=sums)
+    close(twice, tree.map(lambda g: 2 * g, once), torch.float64)
+    return all(twice[name].data_ptr() == sums[name].data_ptr() for name in sums)
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("data_parallel", {"X": 2}), ("tensor_parallel", {"Y": 2})])
+def test_gradients_that_are_whole_take_the_place_of_their_partial_sums(ranks, name, mesh):
+    assert all(ranks(run_microbatches, mesh, name))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_an_unknown_activation_is_refused_before_any_layer_runs(strategy):
     mesh = AbstractMesh({"X": 2, "Y": 2})
