@@ -17,7 +17,7 @@ import platform
 
 import torch
 
-from scaling._torch import onednn_matmul
+from scaling._torch import is_lazy, onednn_matmul
 from scaling.collectives.linear import observed
 
 
@@ -31,7 +31,7 @@ def processor() -> str:
 MKL = torch.backends.mkl.is_available()
 AMD = "AuthenticAMD" in processor()
 ONEDNN = AMD and torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-FEW = 128  # rows of a batch, at most, for which a product is made in parts
+FEW = 128  # rows of a batch, at most, for which a product is made in parts, or a weight is not copied
 SHORT = 40  # terms of a sum, at most, for which no product is made in parts
 WIDE = 1024  # columns, at least, of a weight of which some rows are multiplied after others
 NARROW = 128  # columns, at least, that a thread has of a weight
@@ -104,7 +104,7 @@ def way(a: torch.Tensor, b: torch.Tensor) -> str:
         return ""
     threads = torch.get_num_threads()
     if AMD:
-        if fits_onednn(a, b):
+        if fits_onednn(a, b) and (M > FEW or not is_lazy(b)):
             return "oneDNN"
         even = threads > 1 and N % threads == 0 and threads * NARROW <= N
         return "columns" if ONEDNN and M == 1 and even and K * N >= LARGE and a.dtype is torch.float32 else ""

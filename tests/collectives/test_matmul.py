@@ -72,6 +72,14 @@ def test_nothing_differentiated_is_written_to_a_buffer(rows, monkeypatch):
     assert not out.any()
 
 
+def test_a_lazy_weight_is_copied_for_many_rows_only(monkeypatch):
+    monkeypatch.setattr(m, "AMD", True)
+    monkeypatch.setattr(m, "ONEDNN", True)
+    W = einsum("W[D, F] -> W[D, F]", torch.randn(512, 512))
+    assert [m.way(torch.ones(rows, 512), W) for rows in (8, 128, 129)] == ["", "", "oneDNN"]
+    assert m.way(torch.ones(8, 512), W.clone()) == "oneDNN"
+
+
 def strided(rows: int, columns: int, layout: str, seed: int) -> torch.Tensor:
     """A matrix of random numbers, in another order or with gaps in memory."""
     g = torch.Generator().manual_seed(seed)
