@@ -36,6 +36,7 @@ SHORT = 40  # terms of a sum, at most, for which no product is made in parts
 WIDE = 1024  # columns, at least, of a weight of which some rows are multiplied after others
 NARROW = 128  # columns, at least, that a thread has of a weight
 LARGE = 1 << 17  # numbers, at least, of a weight for which a call of oneDNN, 12 us, is soon won back
+BLOCK = 1 << 22  # bytes of a product that is made beside its place
 WORK = 1 << 21  # multiplications, at least, of a product with another one for which it is
 
 
@@ -85,8 +86,10 @@ def matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) 
             multiply(x, y, out, add)
             add = True
     elif how and not (observed(a) or observed(b)):
-        product = WHOLE[how](a, b)
-        out.add_(product) if add else out.copy_(product)
+        rows = max(1, BLOCK // max(1, out.shape[1] * out.element_size()))  # no second array as large as out
+        for some, place in zip(a.split(rows), out.split(rows), strict=True):
+            product = WHOLE[how](some, b)
+            place.add_(product) if add else place.copy_(product)
     else:  # which torch refuses if it is differentiated
         multiply(a, b, out, add)
     return out
