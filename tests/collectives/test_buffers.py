@@ -169,6 +169,7 @@ LAZY = {
     "int16": lambda x: x.to(torch.int16) - 300,
     "uint16": lambda x: x.to(torch.uint16),
     "uint32": lambda x: x.to(torch.uint32),
+    "uint64": lambda x: x.to(torch.uint64),
     "float8": lambda x: x.to(torch.float8_e4m3fn),
     "bool": lambda x: x > 7,
 }

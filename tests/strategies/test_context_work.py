@@ -27,6 +27,16 @@ def test_work():
                 assert context.work(form, 24, 4, causal=causal, window=window) == each
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"T": 24.0}, {"T": "24"}, {"T": -24}, {"C": True}, {"C": 0}, {"window": "2"}, {"window": 2.0}, {"window": 0}],
+)
+def test_sizes_are_whole_numbers(given):
+    sizes = {"T": 24, "C": 4} | given
+    with pytest.raises(ValueError, match="fix:"):
+        context.work("ring", sizes["T"], sizes["C"], window=sizes.get("window"))
+
+
 def traced(mesh, form, axis, sizes, dtype, window=None):
     """Bytes that this rank sends, by axis, forward and backward; and the FLOPs of both."""
     t = sizes["T"] // mesh.size(tuple(axis))

@@ -113,3 +113,7 @@ def test_trees_that_differ_are_refused():
     net, _ = problem()
     with pytest.raises(ShardingError, match="missing"):
         call(net, DP, {"fc1.weight": "W[F, D]"}, None)
+    given, x = parameters(net), torch.ones(B, D, dtype=torch.float64)
+    for wrong in ({name: W for name, W in given.items() if name != "fc1.bias"}, given | {"more": x}):
+        with pytest.raises(ShardingError, match="fix:"):
+            call(net, DP, DP, AbstractMesh({"X": 2}))(wrong, x)

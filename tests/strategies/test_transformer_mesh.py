@@ -134,6 +134,13 @@ def without_targets(mesh):
     return loss.item(), largest(g.abs().max().item() for g in tree.leaves(grads))
 
 
+def test_what_is_stored_over_x_follows_zero():
+    mesh = AbstractMesh({"X": 2, "Y": 2})
+    *replicated, stored = [tree.leaves(transformer.specs(PLAIN, mesh, zero=zero)) for zero in (0, 1, 2, 3)]
+    assert all(types == [text.replace("D_X", "D") for text in stored] for types in replicated)
+    assert sum("D_X" in text for text in stored) >= 9
+
+
 def traced(config, sizes, **options):
     mesh = AbstractMesh(sizes)
     types = transformer.specs(config, mesh)

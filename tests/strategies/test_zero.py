@@ -5,7 +5,9 @@ import torch
 from mlp_problem import AG, AR, BLOCKS, RS, SIZES, B, D, F, L, close, counts, one_device, whole
 
 from scaling import optim, tree
-from scaling.strategies import data_parallel, zero
+from scaling.mesh import AbstractMesh
+from scaling.strategies import data_parallel, fsdp, zero
+from scaling.strategies import grads as grads_module
 from scaling.strategies.grads import _room, layers_a_bucket
 from scaling.trace import trace
 
@@ -32,6 +34,19 @@ def run_buckets(mesh, bucket_bytes):
 @pytest.mark.parametrize(("layers", "reduces"), [(1, 6), (2, 4), (3, 2), (99, 2)])
 def test_buckets(ranks, layers, reduces):
     assert ranks(run_buckets, {"X": 2}, layers * 2 * 8 * D * F) == [(reduces, 2 * L * 2 * 8 * D * F)] * 2
+
+
+@pytest.mark.parametrize(("layers", "made"), [(1, [1, 1, 1]), (2, [2, 1]), (3, [3]), (99, [3])])
+def test_a_buffer_holds_the_layers_of_one_bucket(layers, made, monkeypatch):
+    mesh, counted = AbstractMesh({"X": 2}), []
+    monkeypatch.setattr(
+        grads_module, "_room", lambda like, shape, *how: counted.append(shape) or _room(like, shape, *how)
+    )
+    params = {"W_in": torch.empty(L, D // 2, F, device="meta"), "W_out": torch.empty(L, F, D // 2, device="meta")}
+    In = torch.empty(B // 2, D, device="meta")
+    Out, saved = fsdp.forward(params, In, mesh)
+    fsdp.backward(Out, saved, params, mesh, bucket_bytes=layers * 2 * 4 * D // 2 * F)
+    assert counted == [(count, *shape) for count in made for shape in ((D, F), (F, D))]
 
 
 def run_zero(mesh, stage, layers, donate):
