@@ -159,15 +159,15 @@ def _matrices(order: Order) -> tuple[Callable, Callable]:
 
 
 @constant
-def transformed() -> bool:
-    """Whether a transform of torch.func is at work."""
-    return in_transform() is not None
+def altered() -> bool:
+    """Whether a transform of torch.func or autocast is at work."""
+    return in_transform() is not None or torch.is_autocast_enabled("cpu")
 
 
 def compiled_matmul(order: Order, a: Tensor, b: Tensor) -> Tensor | None:
     """The product in a compiler's graph, or None where torch.einsum's is as good."""
     x, y, shape = order.matrices(a, b)
-    if fits_onednn(x, y) and not (a.requires_grad or b.requires_grad or transformed()):
+    if fits_onednn(x, y) and not (a.requires_grad or b.requires_grad or altered()):
         return order.result(onednn_in_graph(x, y), shape)
     if order.of_two(len(shape)):  # torch.einsum's is a product of batches of one, not written straight to its place
         return order.result(torch.mm(x, y), shape)

@@ -167,6 +167,8 @@ def test_products_by_onednn(line, a, b, monkeypatch):
     close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-3)
     close(compile_(f)(a, b).double(), wanted)
     assert len(calls) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compile_(f)(a, b).dtype == f(a, b).dtype == torch.bfloat16
     total = lambda a, b: f(a, b).sum()  # noqa: E731
     gradients = grad(total, (0, 1))(a.double(), b.double())
     for got, right in zip(compile_(grad(total, (0, 1)))(a, b), gradients, strict=True):

@@ -83,3 +83,7 @@ def test_counts():
     loads = {(name, ways): busiest for name, ways, _, busiest in rings.ring_counts(8, 16)}
     assert loads["AllToAll", 1] * 2 == loads["AllGather", 1]
     assert loads["AllToAll", 2] * 4 == loads["AllGather", 2]
+
+
+def test_a_ring_of_one_sends_nothing():
+    assert counted(1, 1, 3)[:2] == counted(2, 1, 3)[:2] == (0, 0)
