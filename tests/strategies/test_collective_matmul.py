@@ -75,6 +75,9 @@ def test_hops_and_bytes_by_the_closed_form(n, ways):
         log = LinkBytes()
         form(*operands, mesh, ways=ways, log=log)
         assert (log.hops, log.busiest) == (want_hops, V * share // n), form.__name__
+        if ways == 2:
+            form(*operands, mesh, log=(unsaid := LinkBytes()))
+            assert unsaid == log, f"{form.__name__} sends both ways unless told otherwise"
 
 
 def test_parts_that_do_not_divide():

@@ -152,6 +152,15 @@ def traced(config, sizes, **options):
     return log
 
 
+def test_a_layer_s_gradients_are_under_way_while_the_one_below_is_differentiated():
+    """So no more than two layers' whole gradients are held."""
+    L = 4
+    ops = [event.op for event in traced(PLAIN.with_(L=L), {"X": 2}).events]
+    starts = [i for i, op in enumerate(ops) if op == "ReduceScatter"]  # a layer's, all in one, and those of the ends
+    assert len(starts) == L + 2
+    assert all(ops[a:b].count("Einsum") >= 14 for a, b in zip(starts, starts[1:L], strict=False))
+
+
 def test_bytes_are_part_5_s():
     """Over X each weight gathered once and its gradient scattered once; over Y the residual stream four times a layer.
 
