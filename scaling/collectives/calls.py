@@ -256,7 +256,7 @@ def _run(step: LineStep, x: Tensor, mesh, async_op: bool, out: Tensor | None = N
     op = step.op
     if observed(x):
         result = apply(x, op)
-        result = result / op.size if step.mean else result
+        result = result / op.size if op.mean else result
         result = result if out is None else out.copy_(result)
         return Pending(None, lambda: result) if async_op else result
     seen = trace.reached(event(op, x, async_op)) if trace.active() else None
@@ -265,7 +265,7 @@ def _run(step: LineStep, x: Tensor, mesh, async_op: bool, out: Tensor | None = N
     if seen is not None:
         trace.record(seen)
     work, make = start_op(x, op, step.group, out)
-    if out is not None or step.mean:
+    if out is not None or op.mean:
         make = _finish(make, step, out)
     pending = Pending(work, make, seen, step, settle)
     return pending if async_op else pending.wait()
@@ -276,7 +276,7 @@ def _finish(make: Callable[[], Tensor], step: LineStep, out: Tensor | None) -> C
 
     def finish() -> Tensor:
         result = make()
-        if step.mean and step.op.size > 1:
+        if step.op.mean and step.op.size > 1:
             result.div_(step.op.size)
         return result if out is None or result is out else out.copy_(result)
 
@@ -284,13 +284,12 @@ def _finish(make: Callable[[], Tensor], step: LineStep, out: Tensor | None) -> C
 
 
 def _compiled(kind, line, x, mesh, async_op, out, root, by):
-    for op, *of_operand, mean in mesh.constant(constants, kind, line, root, by):
-        dims, splits, numbers = of_operand
-        step = LineStep(Op(*op), None, dims, splits, numbers, mean)
+    for op, *of_operand in mesh.constant(constants, kind, line, root, by):
+        step = LineStep(Op(*op), None, *of_operand)
         if not step.fits(x.shape):
             mesh.constant(refuse_shape, kind, line, root, by, tuple(x.shape))
         x = apply(x, step.op)
-        x = x / step.op.size if mean else x
+        x = x / step.op.size if step.op.mean else x
     if out is not None:
         if out.shape != x.shape or out.dtype != x.dtype:
             mesh.constant(refuse_buffer, line, tuple(x.shape), tuple(out.shape), x.dtype, out.dtype)

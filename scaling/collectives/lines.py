@@ -20,7 +20,7 @@ class LineStep(NamedTuple):
     """A step of a line on a mesh: mostly there is one; several where several dims are gathered or split.
 
     Of the operand: the number of `dims`, the dim that must divide (`splits`), and (position, size) of the dims that are
-    `numbers`. `mean`: the sum is divided by the number of ranks.
+    `numbers`.
     """
 
     op: Op
@@ -28,7 +28,6 @@ class LineStep(NamedTuple):
     dims: int
     splits: int | None = None
     numbers: tuple[tuple[int, int], ...] = ()
-    mean: bool = False
     on: str = "is_cpu"  # the attribute that a tensor on the mesh's device has
 
     def __str__(self) -> str:
@@ -50,8 +49,8 @@ class LineStep(NamedTuple):
             self.refuse_device(x, mesh)
         if x.layout is not torch.strided:
             refuse(self, f"the operand is {x.layout}", "shards are dense tensors", "give it as .to_dense()")
-        if self.mean or x.dtype not in CARRIED or self.op.by != "sum":
-            check_dtype(self.op, x.dtype, self.mean)
+        if x.dtype not in CARRIED or self.op.mean or self.op.by != "sum":
+            check_dtype(self.op, x.dtype)
 
     def refuse_device(self, x: Tensor, mesh) -> None:
         if self.op.backend == "abstract" or mesh.device.type == "meta":
@@ -103,9 +102,9 @@ def _step(mesh, kind: str, step: CollectiveStep, root: int | None, by: str) -> L
             f"{step.before} -> {step.after}\n  root {root} is not in 0..{group.size - 1}, the ranks along {step.axes}"
             "\n  fix: give the place of a rank along the axes"
         )
-    line, by, mean = f"{step.before} -> {step.after}", "sum" if by == "mean" else by, by == "mean"
-    op = Op.over(group, kind, line, dim=step.dim, to=step.to, root=root, by=by)
-    return LineStep(op, group, len(step.before.dims), step.splits, numbers(step.before, mesh), mean, on(mesh))
+    line, mean = f"{step.before} -> {step.after}", by == "mean"
+    op = Op.over(group, kind, line, dim=step.dim, to=step.to, root=root, by="sum" if mean else by, mean=mean)
+    return LineStep(op, group, len(step.before.dims), step.splits, numbers(step.before, mesh), on(mesh))
 
 
 def check_operand(kind: str, line: Line, group, x: Tensor, mesh) -> None:
@@ -130,7 +129,7 @@ def constants(mesh, kind: str, line: str, root: int | None, by: str) -> tuple:
     """The steps of a line as plain tuples, worked out while compiling: a graph holds constants."""
     register()
     steps = resolve(mesh, kind, line, root, by)
-    return tuple((tuple(step.op), step.dims, step.splits, step.numbers, step.mean) for step in steps)
+    return tuple((tuple(step.op), step.dims, step.splits, step.numbers) for step in steps)
 
 
 def check_result(steps: list[LineStep], x: Tensor, out: Tensor) -> None:

@@ -12,8 +12,9 @@ class Op(NamedTuple):
 
     `dim`: the dim that grows (AllGather, Pad, Gather, AllToAll) or is split (ReduceScatter, Slice, Scatter); `to`: the
     dim that an AllToAll splits; `pairs`: of a CollectivePermute, its (source, target) blocks; `root`: of an op that has
-    one, the root's block; `by`: how partial values are put together, "sum", "max" or "min"; `line`: the types before
-    and after; `checked`: where ranks compare calls first.
+    one, the root's block; `by`: how partial values are put together, "sum", "max" or "min"; `mean`: whoever calls it
+    divides the sum by the number of ranks; `line`: the types before and after; `checked`: where ranks compare calls
+    first.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Op(NamedTuple):
     pairs: tuple[tuple[int, int], ...] = ()
     root: int | None = None
     by: str = "sum"
+    mean: bool = False
     axes: tuple[str, ...] = ()
     line: str = ""
     checked: str = ""

@@ -50,6 +50,28 @@ def test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_lines(ran
         assert after == [1.0, 2.0]
 
 
+def reduced_otherwise(mesh, name, ops):
+    with pytest.raises(ShardingError, match="do not make the same call") as error:
+        REDUCED[name](torch.ones(4, 2), mesh, ops[mesh.coord["X"]])
+    return str(error.value)
+
+
+REDUCED = {
+    "all_reduce": lambda x, m, op: c.all_reduce("A[I, J] {U_X} -> A[I, J]", x, m, op=op),
+    "reduce_scatter": lambda x, m, op: c.reduce_scatter(SCATTER, x, m, op=op),
+    "reduce": lambda x, m, op: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m, op=op),
+    "a gradient's": lambda x, m, op: c.all_reduce("A[I, J] {U_X} -> A[I, J]", x.requires_grad_(), m, op=op),
+}
+
+
+@pytest.mark.parametrize("ops", [("sum", "mean"), ("mean", "max"), ("max", "min"), ("sum", "min")], ids="-".join)
+@pytest.mark.parametrize("name", REDUCED)
+def test_ranks_that_put_their_parts_together_in_different_ways(ranks, name, ops):
+    for message in ranks(reduced_otherwise, {"X": 2}, name, ops):
+        for op in ops:
+            assert op == "sum" or f" by {op} of (4, 2) float32" in message
+
+
 def one_of_four(mesh):
     axes = "YX" if mesh.rank == 2 else "XY"
     with pytest.raises(ShardingError) as error:
