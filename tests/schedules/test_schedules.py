@@ -42,6 +42,9 @@ def test_closed_forms_are_met_exactly(name, stages, microbatches):
 def test_undefined_schedules_are_refused(name, stages, microbatches):
     with pytest.raises(ValueError, match=f"{name}: {microbatches} microbatches are"):
         make(name, stages, microbatches)
+    for what in (bubbles.bubble_time, bubbles.bubble, bubbles.live_activations):
+        with pytest.raises(ValueError, match=f"{name}: {microbatches} microbatches are"):
+            what(name, stages, microbatches, 2)
 
 
 def test_the_textbook_fractions():

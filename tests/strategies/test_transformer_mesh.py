@@ -1,5 +1,6 @@
 """The Transformer under every axis: loss and every gradient leaf equal one device; params after AdamW steps too."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -158,7 +159,15 @@ def test_a_layer_s_gradients_are_under_way_while_the_one_below_is_differentiated
     ops = [event.op for event in traced(PLAIN.with_(L=L), {"X": 2}).events]
     starts = [i for i, op in enumerate(ops) if op == "ReduceScatter"]  # a layer's, all in one, and those of the ends
     assert len(starts) == L + 2
-    assert all(ops[a:b].count("Einsum") >= 14 for a, b in zip(starts, starts[1:L], strict=False))
+    assert all(ops[a:b].count("Einsum") >= 14 for a, b in itertools.pairwise(starts[:L]))
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_tokens_are_routed_once(remat):
+    """What was decided forward is kept: a layer that is computed again asks no rank again."""
+    log = traced(EXPERTS, {"E": 2}, remat=remat)
+    counts = [event for event in log.events if event.op == "AllToAll" and str(event.before).startswith("n[")]
+    assert len(counts) == EXPERTS.L
 
 
 def test_bytes_are_part_5_s():

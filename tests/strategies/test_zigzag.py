@@ -23,12 +23,13 @@ def test_zigzag_order(ranks, C):
     assert ranks(orders, {"C": C}) == [chunks[c] + chunks[2 * C - 1 - c] for c in range(C)]
 
 
-def test_zigzag_order_of_what_a_compiled_graph_has_gathered():
-    x = torch.arange(12)
-    wanted = [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
-    zigzag = [_from_whole(x, 0, 3, c, back=False) for c in range(3)]
-    assert [each.tolist() for each in zigzag] == wanted
-    assert torch.equal(torch.cat([_from_whole(torch.cat(zigzag), 0, 3, c, back=True) for c in range(3)]), x)
+@pytest.mark.parametrize("C", [1, 2, 3, 4])
+def test_zigzag_order_of_what_a_compiled_graph_has_gathered(C):
+    x = torch.arange(4 * C)
+    chunks = x.view(2 * C, 2).tolist()
+    zigzag = [_from_whole(x, 0, C, c, back=False) for c in range(C)]
+    assert [each.tolist() for each in zigzag] == [chunks[c] + chunks[2 * C - 1 - c] for c in range(C)]
+    assert torch.equal(torch.cat([_from_whole(torch.cat(zigzag), 0, C, c, back=True) for c in range(C)]), x)
 
 
 def test_zigzag_order_is_of_two_chunks_a_rank():
