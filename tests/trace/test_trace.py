@@ -244,3 +244,11 @@ def test_a_line_that_is_reached_is_told_before_it_is_recorded():
         for _ in range(2):
             c.all_gather("A[I_X] -> A[I]", torch.empty(2, device="meta"), AbstractMesh({"X": 2}))
     assert told == [("AllGather", 0), ("AllGather", 1)]
+
+
+def test_what_a_product_reads_and_writes():
+    a, b = torch.ones(3, 5, dtype=torch.float64), torch.ones(5, 7, dtype=torch.float64)
+    with trace() as log:
+        c.einsum("A[I, J] * B[J, K] -> C[I, K]", a, b)
+        c.einsum("A[I, J] -> C[I]", a)
+    assert [event.memory for event in log.events] == [8 * (15 + 35 + 21), 8 * (15 + 3)]
