@@ -58,6 +58,7 @@ def test_columns_make_the_product(N, monkeypatch):
     torch.testing.assert_close(m.matmul_into(a, b, out.clone(), True), a @ b + out, **FLOATS)
 
 
+@pytest.mark.skipif(not m.MKL, reason="MKL's products only")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_nothing_differentiated_is_written_to_a_buffer(rows, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -72,6 +73,7 @@ def test_nothing_differentiated_is_written_to_a_buffer(rows, monkeypatch):
     assert not out.any()
 
 
+@pytest.mark.skipif(not m.MKL, reason="MKL's products only")
 def test_a_lazy_weight_is_copied_for_many_rows_only(monkeypatch):
     monkeypatch.setattr(m, "AMD", True)
     monkeypatch.setattr(m, "ONEDNN", True)
