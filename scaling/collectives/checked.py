@@ -62,8 +62,8 @@ def _call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
         call += f" by {op.pairs}"
     if op.root is not None:
         call += f" with root {op.root}"
-    if op.mean or op.by != "sum":
-        call += f" by {'mean' if op.mean else op.by}"
+    if op.reduction != "sum":
+        call += f" by {op.reduction}"
     return _call(call, shape, dtype, how)
 
 

@@ -24,14 +24,15 @@ class Shapes(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A line made ready to run: `multiply(a, b)`, and `into(a, b, out, add)` where there is a kernel for it. `result`
-    holds (operand, position) of the result's dims."""
+    """A line made ready to run: `multiply(a, b)`, and `into(a, b, out, add)` where there is a kernel for it: where
+    it is a product of two matrices in some `order`. `result` holds (operand, position) of the result's dims."""
 
     line: Line
     shapes: Shapes
     result: tuple[tuple[int, int], ...]
     multiply: Callable
     into: Callable | None = None
+    order: "Order | None" = None
 
     def flops(self, a: Tensor, b: Tensor | None) -> int:
         """2 x the product of all sizes if a dim is contracted, else 1 x (Part 4, Counting Dots), 0 for one operand."""
@@ -58,7 +59,7 @@ def compile_product(text: str) -> Kernel:
     result = tuple((0, a.index(d)) if d in a.dim_names else (1, b.index(d)) for d in line.result.dim_names)
     shapes = Shapes(len(a.dims), None if b is None else len(b.dims), shared, numbers)
     if order := order_of(*line.operands, line.result):
-        return Kernel(line, shapes, result, *(_matrices if order.of_two(len(result)) else _matmul)(order))
+        return Kernel(line, shapes, result, *(_matrices if order.of_two(len(result)) else _matmul)(order), order)
     return Kernel(line, shapes, result, _general(line))
 
 

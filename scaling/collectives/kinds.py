@@ -177,10 +177,9 @@ TWIN = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # wh
 
 def check_dtype(op: Op, dtype: torch.dtype) -> None:
     """ShardingError if an op cannot put elements of this dtype together."""
-    by = "mean" if op.mean else op.by
     if op.kind in ADDS and dtype not in CARRIED and not (dtype.is_complex and op.by == "sum"):
         rule = "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones are added"
-        refuse(f"{op.kind}: {op.line}", f"the {by} of {dtype}", rule, "convert it, e.g. .to(torch.float32)")
+        refuse(f"{op.kind}: {op.line}", f"the {op.reduction} of {dtype}", rule, "convert it, e.g. .to(torch.float32)")
     if op.mean and not (dtype.is_floating_point or dtype.is_complex):
         refuse(f"{op.kind}: {op.line}", f"the mean of {dtype}", "a mean has fractions", "convert it, or use op='sum'")
 

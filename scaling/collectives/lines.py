@@ -49,7 +49,7 @@ class LineStep(NamedTuple):
             self.refuse_device(x, mesh)
         if x.layout is not torch.strided:
             refuse(self, f"the operand is {x.layout}", "shards are dense tensors", "give it as .to_dense()")
-        if x.dtype not in CARRIED or self.op.mean or self.op.by != "sum":
+        if x.dtype not in CARRIED or self.op.reduction != "sum":
             check_dtype(self.op, x.dtype)
 
     def refuse_device(self, x: Tensor, mesh) -> None:

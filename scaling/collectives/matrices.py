@@ -7,7 +7,7 @@ rows 0.6 if some rows of it are made after others. Several threads wait for each
 for them 8 rows in parts would take 1.8 of the time.
 
 On AMD's processors, MKL leaves half of each core idle: it has no AVX-512 for them. oneDNN, which torch has as well,
-takes 0.3 to 0.5 of the time for float32 products that are not small. One row times a weight stored by rows is bound by
+takes 0.5 to 0.9 of the time for float32 products that are not small. One row times a weight stored by rows is bound by
 memory, and there MKL leaves most of the work to one thread: a batch of products, each of some columns of the weight,
 divides it evenly. `tests/benchmarks/overhead.py` measures all of this.
 """
@@ -31,11 +31,14 @@ def processor() -> str:
 MKL = torch.backends.mkl.is_available()
 AMD = "AuthenticAMD" in processor()
 ONEDNN = AMD and torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-FEW = 128  # rows of a batch, at most, for which a product is made in parts, or a weight is not copied
+FEW = 128  # rows of a batch, at most, for which a product is made in parts
+MANY = 128  # rows, more than which are worth the copy that oneDNN makes of a lazy weight
 SHORT = 40  # terms of a sum, at most, for which no product is made in parts
 WIDE = 1024  # columns, at least, of a weight of which some rows are multiplied after others
 NARROW = 128  # columns, at least, that a thread has of a weight
-LARGE = 1 << 17  # numbers, at least, of a weight for which a call of oneDNN, 12 us, is soon won back
+LARGE = (
+    1 << 17
+)  # numbers, at least, of a weight for which a call of oneDNN, which takes longer to begin, is soon won back
 BLOCK = 1 << 22  # bytes of a product that is made beside its place
 WORK = 1 << 21  # multiplications, at least, of a product with another one for which it is
 
@@ -107,7 +110,7 @@ def way(a: torch.Tensor, b: torch.Tensor) -> str:
         return ""
     threads = torch.get_num_threads()
     if AMD:
-        if fits_onednn(a, b) and (M > FEW or not is_lazy(b)):
+        if fits_onednn(a, b) and (M > MANY or not is_lazy(b)):
             return "oneDNN"
         even = threads > 1 and N % threads == 0 and threads * NARROW <= N
         return "columns" if ONEDNN and M == 1 and even and K * N >= LARGE and a.dtype is torch.float32 else ""

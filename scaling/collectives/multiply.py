@@ -24,7 +24,6 @@ from scaling.collectives.kernel import (
     einsum_kernel,
     equation_of,
     is_view,
-    order_of,
     shapes_fit,
 )
 from scaling.collectives.linear import differentiated
@@ -111,8 +110,7 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
 def _constants(line: str) -> tuple:
     """(equation, order, whether its result would be a view of the operand, shapes), the line checked."""
     product = compile_product(line)
-    found = product.line
-    order = order_of(*found.operands, found.result)
+    found, order = product.line, product.order
     return equation_of(found), order and tuple(order), is_view(found), tuple(product.shapes)
 
 

@@ -33,6 +33,11 @@ class Op(NamedTuple):
     line: str = ""
     checked: str = ""
 
+    @property
+    def reduction(self) -> str:
+        """What the caller gets of partial values: their "sum", "mean", "max" or "min"."""
+        return "mean" if self.mean else self.by
+
     @staticmethod
     def over(group: Group, kind: str, line: str, **options) -> "Op":
         """The op over a group, its other fields given by name."""
