@@ -223,10 +223,11 @@ weights = (2 * llama.N * llama.H + 2 * llama.K * llama.H + 3 * llama.F) * D * ll
 ends = 2 * llama.V * D // 8 * 2
 stream = (4 * llama.L + 2) * tokens_x * D * 2
 page.title(f"{llama.name}, {llama.L} layers, {big.size():,} chips, 4M tokens: bytes by the book's measure, bf16")
-page.say("w = ((2NH + 2KH + 3F) L + 2V) D/Y weights; s = BTD/X elements of the stream, BT/X = 4,096 tokens\n")
+page.say("w = (2NH + 2KH + 3F) LD/Y weights of the layers, gathered in both passes; e = 2VD/Y of the ends, gathered")
+page.say("once; s = BTD/X elements of the stream, BT/X = 4,096 tokens\n")
 page.same([
-    ("weights, AllGather_X", "2w", weights + ends, per["AllGather over X"]),
-    ("gradients, ReduceScatter_X", "2w", weights + ends, per["ReduceScatter over X"]),
+    ("weights, AllGather_X", "2(2w + e)", 2 * weights + ends, per["AllGather over X"]),
+    ("gradients, ReduceScatter_X", "2(w + e)", weights + ends, per["ReduceScatter over X"]),
     ("stream, AllGather_Y", "2(4L + 2)s", stream, per["AllGather over Y"]),
     ("stream, ReduceScatter_Y", "2(4L + 2)s", stream, per["ReduceScatter over Y"]),
 ], ["", "bytes", "value", "counted"])  # fmt: skip

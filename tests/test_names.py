@@ -14,7 +14,9 @@ SAME = {  # what the public functions of one name have in common: their names
         "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "permute", "ppermute", "reduce",
         "reduce_scatter", "scatter", "masked", "data_threshold",
     },
-    "one operation: planned, run, on arrays that carry their type, its time": {"einsum", "matmul", "reshard", "vjp"},
+    "one operation: planned, run, on arrays that carry their type, its time": {
+        "einsum", "layer", "matmul", "reshard", "vjp",
+    },
     "what a strategy, a form of decoding and a model have": {
         "attention", "backward", "embed", "extend", "forward", "head", "init", "jvp", "layer_backward", "layer_forward",
         "loss", "loss_and_grads", "make_step", "mlp", "moe", "prefill", "specs",

@@ -13,7 +13,7 @@ from scaling.cost.roofline import mfu
 from scaling.spec import dtype_bytes
 
 REMAT = ("none", "matmuls", "block")
-POLICIES = ("none", "gather", "attention", "matmuls", "block")  # those of a mesh: gather saves all but gathered weights
+POLICIES = ("none", "attention", "matmuls", "block")  # those of a mesh
 
 
 # --- Counting dots -----------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def remat_flops(config: Config, B: int, T: int, remat: str, causal: bool = False
     if remat not in POLICIES:
         raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(POLICIES)}")
     forward = forward_flops(config, B, T, causal=causal)
-    if remat in ("none", "gather"):
+    if remat == "none":
         return 0
     if remat in ("attention", "matmuls"):
         return forward["attention"]

@@ -90,6 +90,11 @@ def arguments(argv=None) -> argparse.Namespace:
         help="activation checkpointing: what is recomputed in the backward (default none)",
     )
     parser.add_argument(
+        "--keep-weights",
+        action="store_true",
+        help="keep gathered weights to the end of a step; else they are thrown away and gathered again",
+    )
+    parser.add_argument(
         "--save-every", type=integer(0), default=100, help="steps between checkpoints; 0: only at the end (default 100)"
     )
     parser.add_argument("--keep", type=integer(1), default=3, help="checkpoints to keep (default 3)")

@@ -15,7 +15,8 @@ from scaling.mesh import Mesh
 from scaling.train import checkpoint
 from scaling.train.export import options_of
 
-BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_every", "resume", "chip")  # change no step
+# What changes no step:
+BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_every", "resume", "chip", "keep_weights")
 BESIDE += ("norms", "profile", "sample", "tensorboard")
 
 

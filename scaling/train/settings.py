@@ -36,6 +36,7 @@ class Settings:
     seed: int = 0
     dtype: str = "fp32"
     remat: str = "none"
+    keep_weights: bool = False
     save_every: int = 100
     keep: int = 3
     eval_every: int = 100

@@ -21,7 +21,7 @@ def gradients(settings: Settings, mesh) -> Callable:
         inputs, targets, segments = batch
         loss, grads = transformer.loss_and_grads(
             params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
-            remat=settings.remat, seed=at_step(settings.seed, step), sums=sums,
+            remat=settings.remat, keep_weights=settings.keep_weights, seed=at_step(settings.seed, step), sums=sums,
             scale=scale,
         )  # fmt: skip
         return loss, grads, optim.global_norm(grads, types, mesh)

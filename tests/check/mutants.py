@@ -16,7 +16,7 @@ from scaling.console import Parser
 
 ROOT = Path(__file__).parents[2]
 FILES = ["data_parallel", "fsdp", "tensor_parallel", "fsdp_tp", "pods", "zero", "transformer/layer", "transformer/ends"]
-FILES += ["transformer/by_hand", "one_device"]
+FILES += ["one_device"]
 FILES = [f"scaling/strategies/{name}.py" for name in FILES]
 FILES += [
     f"chapters/05_{name}.py" for name in ("dp", "fsdp", "tp", "fsdp_tp", "pods", "pp", "moe", "transformer", "context")

@@ -109,7 +109,7 @@ BUGS = (
                 "    Attn = reduce_scatter(",
                 '    Attn = Attn + W["b_O"] if "b_O" in W else Attn\n    Attn = reduce_scatter(',
             ),
-            ('    return Attn + W["b_O"] if "b_O" in W else Attn\n', "    return Attn\n"),
+            ('    return Attn + W["b_O"] if "b_O" in W else Attn, s\n', "    return Attn, s\n"),
         ),
         refused="partial-plus-whole",
     ),
@@ -128,8 +128,8 @@ BUGS = (
         TRANSFORMER + "layer.py",
         (
             (
-                '    return reduce_scatter("Out[B_PXE, T_C, D] {U_Y}',
-                '    torch.distributed.all_reduce(Out, group=at.mesh.group("Y"))\n    return shard("Out[B_PXE, T_C, D]',
+                '    Out = reduce_scatter("Out[B_PXE, T_C, D] {U_Y}',
+                '    torch.distributed.all_reduce(Out, group=at.mesh.group("Y"))\n    Out = shard("Out[B_PXE, T_C, D]',
             ),
         ),
         refused="nonlinear",

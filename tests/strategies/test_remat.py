@@ -14,7 +14,7 @@ from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.placed import Placed
-from scaling.strategies.transformer.step import Layers, Problem, numbered
+from scaling.strategies.transformer.step import Layers, Problem
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 from scaling.train.evaluate import local
@@ -31,10 +31,12 @@ def given(mesh, config):
     return params, *(local(x, mesh) for x in (rows[:, :-1], rows[:, 1:]))
 
 
-def gradients(mesh, config, remat, microbatches=1):
+def gradients(mesh, config, remat, microbatches=1, keep_weights=False):
     arguments = *given(mesh, config), config, mesh
     with trace() as log:
-        found = transformer.loss_and_grads(*arguments, remat=remat, microbatches=microbatches)
+        found = transformer.loss_and_grads(
+            *arguments, remat=remat, microbatches=microbatches, keep_weights=keep_weights
+        )
     return found, [event.op for event in log.collectives()]
 
 
@@ -74,23 +76,32 @@ def test_compiled_as_one_graph():
         torch.testing.assert_close(mine, wanted)
 
 
+def kept(mesh, config, microbatches):
+    """Whether kept weights change no bit, and the AllGathers over X without and with them."""
+    (_, grads), once = gradients(mesh, config, "none", microbatches)
+    (_, again), ops = gradients(mesh, config, "none", microbatches, keep_weights=True)
+    same = [torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(grads), strict=True)]
+    return all(same), once.count("AllGather"), ops.count("AllGather")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "microbatches"), [({"X": 4}, 1), ({"X": 2}, 2), ({"Z": 2, "X": 2}, 2)])
+def test_kept_weights_are_gathered_once_a_step(ranks, sizes, microbatches):
+    """Else a layer's, which travel together, are gathered in both passes of each microbatch."""
+    layers = SMALL.L // sizes.get("Z", 1)
+    for same, thrown_away, once in ranks(kept, sizes, SMALL, microbatches):
+        assert same
+        assert thrown_away - once == layers * (2 * microbatches - 1)
+
+
 def test_no_collective_is_repeated_whose_result_nobody_reads(ranks):
-    """Of a layer with X and Y: its weights, together, over X, the two streams y over Y; not the ReduceScatters."""
+    """Of a layer with X and Y the two streams y over Y; not the ReduceScatters."""
     counts = {remat: ops for remat, (_, ops) in ranks(compared, {"X": 2, "Y": 2}, SMALL)[0].items()}
-    none, weights = counts["none"], SMALL.L
+    none, streams = counts["none"], 2 * SMALL.L
     more = {remat: ops["AllGather"] - none["AllGather"] for remat, ops in counts.items()}
-    streams = 2 * SMALL.L
-    assert more == {
-        "none": 0, "gather": weights, "attention": weights, "matmuls": weights + streams, "block": weights + streams
-    }  # fmt: skip
+    assert more == {"none": 0, "attention": 0, "matmuls": streams, "block": streams}
     attention = {remat: ops["ReduceScatter"] - none["ReduceScatter"] for remat, ops in counts.items()}
-    assert attention == {
-        "none": 0,
-        "gather": 0,
-        "attention": 0,
-        "matmuls": 0,
-        "block": SMALL.L,
-    }  # attention's, for the MLP
+    assert attention == {"none": 0, "attention": 0, "matmuls": 0, "block": SMALL.L}  # attention's, for the MLP
 
 
 def attention_flops(Q, K, V, *_, **__):
@@ -124,7 +135,7 @@ def kept_bytes(config, remat):
     with peak_memory() as memory:
         tree.map(torch.sum, (params, contexts[0].rope))  # so that they count already
         before, x = memory.now, torch.zeros(B, 64, config.D)
-        x, _, kept = layers.forward(x, partial(numbered, at=contexts[0]))
+        x, _, kept = layers.forward(x, contexts[0])
         return memory.now - before - x.nbytes, len(kept)
 
 

@@ -18,7 +18,7 @@ from scaling.spec import ShardingError, parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.strategies.transformer import api
-from scaling.strategies.transformer.layer import own_heads
+from scaling.strategies.transformer.heads import own_heads
 from scaling.strategies.transformer.stages import resolved, slots_of
 from scaling.trace import trace
 
@@ -170,19 +170,22 @@ def test_tokens_are_routed_once(remat):
     assert len(counts) == EXPERTS.L
 
 
-def test_bytes_are_part_5_s():
-    """Over X each weight gathered once and its gradient scattered once; over Y the residual stream four times a layer.
+@pytest.mark.parametrize("keep", [False, True])
+def test_bytes_are_part_5_s(keep):
+    """Over X a layer's weights are gathered in both passes, or once if they are kept, those of the ends once, and each
+    gradient is scattered once; over Y the residual stream goes four times a layer.
 
     Every other collective moves one number a token, or a gain.
     """
     X, Y, c = 2, 2, PLAIN
     moved = {}
-    for event in traced(c, {"X": X, "Y": Y}).collectives():
+    for event in traced(c, {"X": X, "Y": Y}, keep_weights=keep).collectives():
         key = event.op, "".join(event.axes)
         moved[key] = moved.get(key, 0) + event.nbytes
     layer = (2 * c.N * c.H + 2 * c.K * c.H + 3 * c.F) * c.D
     weights, tokens = (c.L * layer + 2 * c.V * c.D) // Y * 4, B // X * T * 4
-    assert moved.pop(("AllGather", "X")) == moved.pop(("ReduceScatter", "X")) == weights
+    assert moved.pop(("ReduceScatter", "X")) == weights
+    assert moved.pop(("AllGather", "X")) == weights + (0 if keep else c.L * layer // Y * 4)
     stream = (4 * c.L + 2) * tokens * c.D  # and once each for embedding and head, forward and backward together
     assert moved.pop(("AllGather", "Y")) == stream + tokens  # the slope of each token's loss
     assert moved.pop(("ReduceScatter", "Y")) == stream + 3 * tokens  # three sums over V of each token

@@ -69,7 +69,7 @@ TESTS = {  # the longest prefix counts
     "strategies/channels.py": "strategies/test_pipeline.py strategies/test_pipeline_moves.py train/test_dry.py",
     "strategies/context": "strategies/test_context.py strategies/test_context_work.py strategies/test_zigzag.py",
     "strategies/expert": "strategies/test_expert.py strategies/test_expert_refusals.py strategies/test_expert_ways.py",
-    "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_by_hand.py strategies/test_remat.py "
+    "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_layer.py strategies/test_remat.py "
     "strategies/test_flat.py strategies/test_dropout.py models/test_inputs.py collectives/test_alike.py",
 }
 SWAPS: dict[type, type] = {ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}

@@ -15,7 +15,7 @@ from scaling.serve.forms import At
 from scaling.serve.forms.parts import activated, embedding_rows, own_biases
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, shard
 from scaling.strategies.expert import experts_of, moe
-from scaling.strategies.transformer.layer import own_heads
+from scaling.strategies.transformer.heads import own_heads
 
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:

@@ -10,7 +10,7 @@ from scaling.configs import Config
 from scaling.models.transformer import ACTIVATIONS
 from scaling.spec import block_index, parse
 from scaling.strategies.axes import masked
-from scaling.strategies.transformer.layer import own_heads
+from scaling.strategies.transformer.heads import own_heads
 
 
 def embedding_rows(E: Tensor, tokens: Tensor, mesh, spec: str) -> Tensor:

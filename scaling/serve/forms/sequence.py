@@ -16,7 +16,7 @@ from scaling.models.transformer import headed
 from scaling.serve.forms import At
 from scaling.serve.forms.parts import own_biases
 from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter
-from scaling.strategies.transformer.layer import own_heads
+from scaling.strategies.transformer.heads import own_heads
 
 
 def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:

@@ -14,7 +14,7 @@ from scaling.models.transformer import headed
 from scaling.serve.forms import At
 from scaling.serve.forms.parts import activated, embedding_rows, own_biases
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, reduce_scatter, shard
-from scaling.strategies.transformer.layer import own_heads
+from scaling.strategies.transformer.heads import own_heads
 
 
 def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:

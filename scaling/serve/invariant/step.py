@@ -20,7 +20,7 @@ from scaling.serve.step import accepted
 from scaling.serve.types import ONE
 from scaling.spec import ShardingError
 from scaling.strategies.axes import all_gather, all_reduce
-from scaling.strategies.transformer.layer import own_heads
+from scaling.strategies.transformer.heads import own_heads
 
 
 def prefill(

@@ -13,7 +13,7 @@ from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.serve.int8 import floats
 from scaling.serve.types import ONE
-from scaling.strategies.transformer.layer import own_heads
+from scaling.strategies.transformer.heads import own_heads
 
 TILE = 8  # rows of the tile with which the others are compared
 SIZES = (64, 32, 16, TILE, 4)

@@ -1,6 +1,5 @@
 """The loss of a Transformer and its gradients on a mesh; whole params to shards and back."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +18,10 @@ from scaling.strategies.tape import vjp
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms, embed, head
 from scaling.strategies.transformer.forward import forward_loss
+from scaling.strategies.transformer.layer import REMAT
 from scaling.strategies.transformer.placed import Placed
 from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
-from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, numbered, reduce_gradients
-
-REMAT = ("none", "gather", "attention", "matmuls", "block")  # the more to the right, the less is kept
+from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, reduce_gradients
 
 
 def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
@@ -56,6 +54,7 @@ def loss_and_grads(
     microbatches: int = 1,
     schedule=None,
     remat: str = "none",
+    keep_weights: bool = False,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -70,12 +69,13 @@ def loss_and_grads(
     loss = sum(w ce) / sum(w) over the global batch, 0 where sum(w) is 0, plus the experts' auxiliary terms of Config
     (their mean over microbatches). `weights`[B_PXE, T_C]: w, by default 1, and 0 where the target is `ignore_index`.
     `segments`: ids of packed documents. `label_smoothing` and `z_loss` as in `ends.Terms`. `context`: the form of
-    attention over C. `remat`: what a layer keeps for its backward (`step.Layers`); the gradients are the same to the
-    bit. `zero`: as given to `specs`. `sums`: the dtype in which gradients are added up over microbatches and ranks, and
-    returned; by default the params'. `scale`: what cotangents are multiplied by on their way, and gradients divided by
-    at the end: for float16, a power of two. `seed`: of dropout, another in each step, needed where Config has dropout:
-    the same elements are dropped on every mesh. ShardingError or ValueError for what does not fit, before anything is
-    sent.
+    attention over C. `remat`: which activations a layer keeps for its backward (`layer.REMAT`). `keep_weights`: weights
+    stay gathered to the end of the step; else they are thrown away after each use and gathered again. Neither changes
+    a bit of the gradients. `zero`: as given to `specs`. `sums`: the dtype in which gradients are added up over
+    microbatches and ranks, and returned; by default the params'. `scale`: what cotangents are multiplied by on their
+    way, and gradients divided by at the end: for float16, a power of two. `seed`: of dropout, another in each step,
+    needed where Config has dropout: the same elements are dropped on every mesh. ShardingError or ValueError for what
+    does not fit, before anything is sent.
     """
     stored = types.specs(config, mesh, zero=zero, schedule=schedule)
     check_batch(tokens, targets, config, mesh, microbatches, remat, context)
@@ -88,13 +88,14 @@ def loss_and_grads(
         fix = "give seed=, another in each step" if seed is None else "run it without torch.compile"
         raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
     told = {"label_smoothing": label_smoothing, "z_loss": z_loss, "scale": scale, "zero": zero, "seed": seed}
+    told |= {"keep_weights": keep_weights}
     alike(mesh, "loss_and_grads", config=config, remat=remat, **told, **_told(params, tokens, *given))
     problem, (tokens, targets, w) = stated(params, tokens, targets, config, mesh, stored, terms, *given, seed)
     if schedule is not None and "Z" not in mesh.sizes:
         raise ShardingError(f"schedule={schedule!r:.60} on {mesh}, which has no stages\n  fix: give the mesh an axis Z")
     params = tree.map(Tensor.detach, params)
     run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
-    loss, grads = run(problem._replace(scale=scale), params, tokens, targets, w * scale, remat, schedule)
+    loss, grads = run(problem._replace(scale=scale), params, tokens, targets, w * scale, remat, keep_weights, schedule)
     if scale != 1:
         loss, grads = loss / scale, tree.map(lambda g: g.mul_(1 / scale), grads)
     return loss, {name: grads[name] for name in params}
@@ -184,24 +185,24 @@ def stated(
     return problem, (at.placed(tokens), at.placed(targets), at.placed(w))
 
 
-def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, _):
+def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, keep: bool, _):
     """(loss, grads) where every rank has all layers."""
     config, mesh, stored, used, contexts, terms, sums, scale = problem
     ends = end_weights(params, stored, used, mesh)
-    layers = Layers(problem, params["layers"], remat)
+    layers = Layers(problem, params["layers"], remat, keep_weights=keep)
     losses, dends, M = [], {}, len(contexts)
     last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
     for m, (at, some, wanted, share) in enumerate(batches):
         x, pull_embed = vjp(lambda E, some=some: embed(E, some, mesh), ends["embed"])
-        x, extra, kept = layers.forward(x, partial(numbered, at=at))
+        x, extra, kept = layers.forward(x, at)
 
         def loss_of(ends, x, wanted=wanted, share=share):
             return head(ends, x, wanted, share, terms, config.eps, mesh)
 
         loss, pull_head = vjp(loss_of, last, x)
         dend, dx = pull_head(torch.ones_like(loss))
-        (dE,) = pull_embed(layers.backward(dx, kept, scale / M, last=m == M - 1))
+        (dE,) = pull_embed(layers.backward(dx, kept, at, scale / M, last=m == M - 1))
         dend = tree.map(lambda g: g.to(sums), dend)
         dend["embed"] = dend["embed"].add_(dE) if config.tied else dE.to(sums)
         dends = tree.map(Tensor.add_, dends, dend) if dends else dend
@@ -215,7 +216,7 @@ def check_batch(
     tokens: Tensor, targets: Tensor, config: Config, mesh, microbatches: int, remat: str, context: str
 ) -> None:
     """ValueError or ShardingError, before anything is sent, for a batch that does not fit the model or the mesh."""
-    one_of("remat", remat, REMAT)
+    one_of("remat", remat, tuple(REMAT))
     one_of("context", context, FORMS)
     whole(microbatches=microbatches)
     if config.moe and remat not in ("none", "block"):

@@ -4,25 +4,23 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives import ppermute, wait
-from scaling.models.transformer import unstacked
+from scaling.collectives import ppermute
 from scaling.strategies.axes import all_reduce, present
 from scaling.strategies.transformer.ends import embed, head
 from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.stage_ends import homes_of, stage_ends
 from scaling.strategies.transformer.stages import layers_of, placed
-from scaling.strategies.transformer.step import Problem, gathered_weights, layer_types, numbered
+from scaling.strategies.transformer.step import Layers, Problem
 
 
 def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, schedule=None) -> Tensor:
     """Loss[] of one microbatch, the same on every rank. Over Z one stage computes at a time."""
-    config, mesh, stored, used, (at,), terms, *_ = problem
+    config, mesh, terms, (at,) = problem.config, problem.mesh, problem.terms, problem.contexts
     schedule, z = placed(schedule, mesh), mesh.coord.get("Z", 0)
     stages = layers_of(config, schedule)
     owners = [0] if schedule is None else [*schedule.placement]
     mine = [s for s, owner in enumerate(owners) if owner == z]
-    stack = unstacked(params["layers"])
-    kinds = layer_types(stored["layers"]), layer_types(used["layers"])
+    own = {s: tree.map(lambda W, c=c: W.unflatten(0, (len(mine), -1))[c], params["layers"]) for c, s in enumerate(mine)}
     ends = stage_ends(params, problem, homes_of(config, mesh, schedule))
     if "embed" in ends:
         x = embed(ends["embed"], tokens, mesh)
@@ -31,13 +29,8 @@ def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     for s, layers in enumerate(stages):
         if s in mine:
-            own = stack[mine.index(s) * len(stack) // len(mine) :][: len(layers)]
-            coming = gathered_weights(own[0], *kinds, mesh)
-            for i, l in enumerate(layers):
-                W = tree.map(wait, coming)
-                coming = gathered_weights(own[i + 1], *kinds, mesh) if i + 1 < len(own) else None
-                (x, more), _ = numbered(W, x, l, None, at)
-                extra = extra if more is None else extra + more
+            x, more, _ = Layers(problem, own[s], layers=layers).forward(x, at)
+            extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:
             x = ppermute(str(present(ROWS, mesh)), x, mesh, "Z", [(owners[s], owners[s + 1])])
     loss = head(ends, x, targets, w, terms, config.eps, mesh) if z == owners[-1] else torch.zeros_like(extra)

@@ -1,25 +1,53 @@
-"""One layer of a Transformer, line by line (Parts 4 and 5): attention and MLP, tensor and sequence parallel over Y.
+"""One layer of a Transformer, line by line, forward and backward (Parts 4 and 5): tensor and sequence parallel over Y.
 
 Between the blocks the residual stream x[B_PXE, T_CY, D] is split along the sequence over Y as well: norms and
 residuals are computed once, not |Y| times (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). Weights
-come gathered over X. Axes that the mesh lacks drop out. The backward is the vjp of these lines.
+come gathered over X. Axes that the mesh lacks drop out.
+
+Backward: every line is the transpose of one of the forward, from the last to the first, by the law of cotangents. A
+product Out = A W has two: dA = dOut W^T, on the critical path, and dW = A^T dOut, which can wait: here dW is computed
+while the ReduceScatter of dy is under way. Weight gradients are left unreduced over the tokens' axes.
+
+What the backward needs is `saved`, two dicts of named values, of attention and of the MLP. Rematerialization
+(Part 4, "Gradient checkpointing") is a set of names that are not kept: the same lines then compute them again.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from scaling.collectives import einsum
+from scaling.collectives import einsum, wait
 from scaling.configs import Config
-from scaling.models.pointwise import rms_norm
-from scaling.models.transformer import ACTIVATIONS, headed
+from scaling.models.pointwise import gained_norm, gained_norm_vjp
+from scaling.models.rope import rotate
+from scaling.models.transformer import ACTIVATIONS
 from scaling.strategies.axes import all_gather, reduce_scatter
-from scaling.strategies.expert import experts_of, moe
-from scaling.strategies.expert.routing import route_tokens as moe_route
+from scaling.strategies.tape import vjp
+from scaling.strategies.transformer import heads
+from scaling.strategies.transformer.experts import experts, experts_backward
+from scaling.strategies.transformer.heads import own_heads
+
+Values = dict[str, Any]
+Halves = tuple[Values, Values]  # what is saved of attention, and of the MLP
 
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
+ATTENDED = frozenset({"O", "pull", "r_Q", "r_K"})  # dot-product attention
+BETWEEN = ATTENDED | {"y", "r", "Act", "Open"}  # and all else that lies between the matmuls
+REMAT = {  # what is not kept for the backward, by policy: the further down, the less is kept
+    "none": frozenset(),
+    "attention": ATTENDED,
+    "matmuls": BETWEEN,
+    "block": BETWEEN | {"Q", "K", "V", "mid", "Tmp", "Gate"},  # all but the layer's input
+}
+VJPS = {  # (dy, x) -> dx of each activation, in one kernel
+    "silu": torch.ops.aten.silu_backward,
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "relu": lambda dy, x: dy * (x > 0),
+}
 
 
 def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
@@ -27,8 +55,13 @@ def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
     return x
 
 
+def anywhere(name: str) -> dict:
+    """No place is given for a weight's gradient."""
+    return {}
+
+
 class Context(NamedTuple):
-    """What all layers of one microbatch share: the model, the mesh, and where this rank's tokens lie.
+    """What the layers of one microbatch share: the model, the mesh, and where this rank's tokens lie.
 
     `rope`: (cos, sin) of the positions of this rank's T_C tokens. `attend(Q, K, V, window)` -> O[B, T_C, N_Y, H].
     `drop(x, branch, layer=l)`: of x[B_PXE, T_CY, D], which a branch is about to add to the stream, some elements.
@@ -40,68 +73,150 @@ class Context(NamedTuple):
     attend: Callable
     drop: Callable = all_kept
 
+    def of_layer(self, l: int) -> "Context":
+        """The same for layer l: with its window, attend(Q, K, V), and its own dropout, drop(x, branch)."""
+        attend = partial(self.attend, window=self.config.windows[l])
+        return self._replace(attend=attend, drop=partial(self.drop, layer=l))
 
-def run_layer(W: dict, x: Tensor, at: Context, window: int | None, routing=None):
-    """x[B_PXE, T_CY, D] -> (x, the experts' auxiliary terms {U_PXECY}, or None), routing.
 
-    `routing`: where the tokens go, if it was decided before: a layer that is computed again never routes again.
+def dropped(remat: str, config: Config) -> frozenset[str]:
+    """The names of `saved` that this policy does not keep."""
+    names = REMAT[remat]
+    on_tape = {"Q", "K", "V"} if "pull" not in names and not config.qk_norm else set()  # as attention's own operands
+    return names | on_tape
+
+
+def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
+    """x[B_PXE, T_CY, D] -> (x, the experts' terms Loss[] {U_PXECY} or None, saved without the names in `gone`)."""
+    Attn, a = attention(W, {"x": x}, at)
+    mid = x + at.drop(Attn, "attention")
+    Out, extra, m = experts(W, {"mid": mid}, at) if at.config.moe else mlp(W, {"mid": mid}, at)
+    a, m = ({name: value for name, value in values.items() if name not in gone} for values in (a, m))
+    return mid + at.drop(Out, "mlp"), extra, (a, m)
+
+
+def layer_backward(
+    W: dict, dx: Tensor, saved: Halves, at: Context, into: Callable = anywhere, scale: float = 1.0
+) -> tuple[Tensor, dict]:
+    """dx[B_PXE, T_CY, D] -> (dx, dW typed as W and unreduced over the tokens' axes).
+
+    `into(name)`: the arguments `out` and `add` of the product that makes the gradient of this matrix: where it is
+    written, or added. `scale`: the cotangent of the experts' terms.
     """
-    x = x + at.drop(attention(W, x, at, window), "attention")
-    y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
-    if not at.config.moe:
-        return (x + at.drop(mlp(W, y, at), "mlp"), None), None
-    return experts(W, x, y, at, routing)
+    a, m = saved
+    if "mid" not in m:
+        Attn, a = attention(W, a, at)
+        m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
+    dOut = at.drop(dx, "mlp")
+    dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if at.config.moe else mlp_backward(W, dOut, m, at, into)
+    dMid = dMid.add_(dx)
+    dIn, dW = attention_backward(W, at.drop(dMid, "attention"), a, at, into)
+    dW = dW | dW_mlp
+    return dIn.add_(dMid), {name: dW[name] for name in W}
 
 
-def attention(W: dict, x: Tensor, at: Context, window: int | None) -> Tensor:
-    """Attn[B_PXE, T_CY, D] of the residual stream; heads over Y."""
-    mesh = at.mesh
-    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
-    y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)  # on the critical path
-    Q = einsum("y[B_PXE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXE, T_C, N_Y, H]", y, W["W_Q"])
-    K = einsum("y[B_PXE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXE, T_C, K_Y, H]", y, own_heads(W["W_K"], at, 1))
-    V = einsum("y[B_PXE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXE, T_C, K_Y, H]", y, own_heads(W["W_V"], at, 1))
-    if "b_K" in W:
-        W = W | {"b_K": own_heads(W["b_K"], at, 0), "b_V": own_heads(W["b_V"], at, 0)}
-    Q, K, V = headed(W, Q, K, V, at.rope, at.config.eps)
-    O = at.attend(Q, K, V, window)
-    Attn = einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", O, W["W_O"])
-    Attn = reduce_scatter("Attn[B_PXE, T_C, D] {U_Y} -> Attn[B_PXE, T_CY, D]", Attn, mesh)  # on the critical path
-    return Attn + W["b_O"] if "b_O" in W else Attn
-
-
-def own_heads(W: Tensor, at: Any, dim: int) -> Tensor:
-    """Of KV heads that are replicated over Y, those that this rank's query heads see; W[.., K_Y, H] as it is.
-
-    `at`: what has the model as `config`, and the `mesh`.
-    """
-    config, Y = at.config, at.mesh.sizes.get("Y", 1)
-    if config.K % Y == 0:
-        return W
-    N = config.N // Y
-    first = at.mesh.coord["Y"] * N // config.G
-    return W.narrow(dim, first, max(1, N // config.G))
-
-
-def mlp(W: dict, y: Tensor, at: Context) -> Tensor:
-    """Out[B_PXE, T_CY, D] of the normed stream; features over Y."""
+def normed_stream(x: Tensor, gain: Tensor, at: Context) -> Values:
+    """y[B_PXE, T_C, D]: the stream x[B_PXE, T_CY, D] normed and gathered; r[..., 1]: 1 / its root mean square."""
+    y, r = gained_norm(x, gain, at.config.eps)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, at.mesh)  # on the critical path
-    Tmp = einsum("y[B_PXE, T_C, D] * W_in[D, F_Y] -> Tmp[B_PXE, T_C, F_Y]", y, W["W_in"])
+    return {"y": y, "r": r}
+
+
+def attended_heads(W: dict, s: Values, at: Context) -> Values:
+    """What attention_backward needs, from x[B_PXE, T_CY, D]: what is in `s` already is not computed again."""
+    s = s if "y" in s else s | normed_stream(s["x"], W["norm_attn"], at)
+    if "O" in s:
+        return s
+    if "Q" not in s:
+        W_K, W_V = own_heads(W["W_K"], at, 1), own_heads(W["W_V"], at, 1)
+        Q = einsum("y[B_PXE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXE, T_C, N_Y, H]", s["y"], W["W_Q"])
+        K = einsum("y[B_PXE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXE, T_C, K_Y, H]", s["y"], W_K)
+        V = einsum("y[B_PXE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXE, T_C, K_Y, H]", s["y"], W_V)
+        Q, K, V = heads.biased_heads(W, Q, K, V, at)
+        s = s | {"Q": Q, "K": K, "V": V}
+    Q, K, scales = heads.normed_heads(W, s["Q"], s["K"], at)
+    O, pull = vjp(at.attend, rotate(Q, *at.rope), rotate(K, *at.rope), s["V"])  # each head by itself: nothing is sent
+    return s | scales | {"O": O, "pull": pull}
+
+
+def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
+    """(Attn[B_PXE, T_CY, D], s) of the residual stream s["x"]; heads over Y."""
+    s = attended_heads(W, s, at)
+    Attn = einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", s["O"], W["W_O"])
+    Attn = reduce_scatter("Attn[B_PXE, T_C, D] {U_Y} -> Attn[B_PXE, T_CY, D]", Attn, at.mesh)  # on the critical path
+    return Attn + W["b_O"] if "b_O" in W else Attn, s
+
+
+def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context, into: Callable) -> tuple[Tensor, dict]:
+    """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
+    mesh, (cos, sin) = at.mesh, at.rope
+    s, dW = attended_heads(W, s, at), {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
+    dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
+    dO = einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
+    dQ, dK, dV = s["pull"](dO)
+    dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
+    dQ, dK, dgains = heads.normed_heads_backward(W, dQ, dK, s)
+    dW |= dgains | heads.biased_heads_backward(W, dQ, dK, dV, at)
+    dy = einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
+    for dHead, name in ((dK, "W_K"), (dV, "W_V")):
+        line = "dK[B_PXE, T_C, K_Y, H] * W_K[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
+        dy = einsum(line, dHead, own_heads(W[name], at, 1), out=dy, add=True)
+    dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
+    line = "O[B_PXE, T_C, N_Y, H] * dAttn[B_PXE, T_C, D] -> dW_O[N_Y, H, D] {U_PXEC}"
+    dW["W_O"] = einsum(line, s["O"], dAttn, **into("W_O"))
+    line = "y[B_PXE, T_C, D] * dQ[B_PXE, T_C, N_Y, H] -> dW_Q[D, N_Y, H] {U_PXEC}"
+    dW["W_Q"] = einsum(line, s["y"], dQ, **into("W_Q"))
+    for dHead, name in ((dK, "W_K"), (dV, "W_V")):
+        line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
+        some = heads.are_some(W[name], at, 1)  # of heads that are whole on each rank: the others' gradients are 0
+        dW[name] = einsum(line, s["y"], dHead, **({} if some else into(name)))
+        dW[name] = heads.in_place(dW[name], W[name], at, 1)
+    dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], wait(dy))
+    return dx, dW
+
+
+def activated_features(W: dict, s: Values, at: Context) -> Values:
+    """What mlp_backward needs, from mid[B_PXE, T_CY, D]: what is in `s` already is not computed again."""
     act = ACTIVATIONS[at.config.nonlinearity]
+    s = s if "y" in s else s | normed_stream(s["mid"], W["norm_mlp"], at)
+    if "Tmp" not in s:
+        s = s | {"Tmp": einsum("y[B_PXE, T_C, D] * W_in[D, F_Y] -> Tmp[B_PXE, T_C, F_Y]", s["y"], W["W_in"])}
+        if "W_gate" in W:
+            s["Gate"] = einsum("y[B_PXE, T_C, D] * W_gate[D, F_Y] -> Gate[B_PXE, T_C, F_Y]", s["y"], W["W_gate"])
+    if "Act" in s:
+        return s
+    if "W_gate" not in W:
+        return s | {"Act": act(s["Tmp"])}
+    Open = act(s["Gate"])  # how far the gate is open
+    return s | {"Open": Open, "Act": Open * s["Tmp"]}
+
+
+def mlp(W: dict, s: Values, at: Context) -> tuple[Tensor, None, Values]:
+    """(Out[B_PXE, T_CY, D], None, s) of the residual stream s["mid"]; features over Y."""
+    s = activated_features(W, s, at)
+    Out = einsum("Act[B_PXE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_PXE, T_C, D] {U_Y}", s["Act"], W["W_out"])
+    Out = reduce_scatter("Out[B_PXE, T_C, D] {U_Y} -> Out[B_PXE, T_CY, D]", Out, at.mesh)  # on the critical path
+    return Out, None, s
+
+
+def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context, into: Callable) -> tuple[Tensor, dict]:
+    """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW)."""
+    mesh, act_vjp = at.mesh, VJPS[at.config.nonlinearity]
+    s, dW = activated_features(W, s, at), {}
+    dOut = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh)  # on the critical path
+    dAct = einsum("dOut[B_PXE, T_C, D] * W_out[F_Y, D] -> dAct[B_PXE, T_C, F_Y]", dOut, W["W_out"])
+    dTmp = dAct * s["Open"] if "W_gate" in W else act_vjp(dAct, s["Tmp"])
+    dy = einsum("dTmp[B_PXE, T_C, F_Y] * W_in[D, F_Y] -> dy[B_PXE, T_C, D] {U_Y}", dTmp, W["W_in"])
     if "W_gate" in W:
-        Gate = einsum("y[B_PXE, T_C, D] * W_gate[D, F_Y] -> Gate[B_PXE, T_C, F_Y]", y, W["W_gate"])
-        Tmp = act(Gate) * Tmp
-    else:
-        Tmp = act(Tmp)
-    Out = einsum("Tmp[B_PXE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_PXE, T_C, D] {U_Y}", Tmp, W["W_out"])
-    return reduce_scatter("Out[B_PXE, T_C, D] {U_Y} -> Out[B_PXE, T_CY, D]", Out, at.mesh)  # on the critical path
-
-
-def experts(W: dict, x: Tensor, y: Tensor, at: Context, routing):
-    """The same with a mixture of experts in place of the MLP: experts over E, each one's features over Y."""
-    config, given, W = at.config, {"tensor": "Y", "spec": ROWS}, experts_of(W, at.config)
-    if routing is None:
-        with torch.no_grad():
-            routing = moe_route(W, y.detach(), config, at.mesh, "E", **given)
-    Out, aux = moe(W, y, config, at.mesh, "E", **given, routing=routing)
-    return (x + at.drop(Out, "mlp"), config.aux_coef * aux["balance"] + config.z_coef * aux["z"]), routing
+        dGate = act_vjp(dAct.mul_(s["Tmp"]), s["Gate"])
+        line = "dGate[B_PXE, T_C, F_Y] * W_gate[D, F_Y] -> dy[B_PXE, T_C, D] {U_Y}"
+        dy = einsum(line, dGate, W["W_gate"], out=dy, add=True)
+    dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
+    line = "y[B_PXE, T_C, D] * dTmp[B_PXE, T_C, F_Y] -> dW[D, F_Y] {U_PXEC}"
+    dW["W_in"] = einsum(line, s["y"], dTmp, **into("W_in"))
+    if "W_gate" in W:
+        dW["W_gate"] = einsum(line, s["y"], dGate, **into("W_gate"))
+    line = "Act[B_PXE, T_C, F_Y] * dOut[B_PXE, T_C, D] -> dW_out[F_Y, D] {U_PXEC}"
+    dW["W_out"] = einsum(line, s["Act"], dOut, **into("W_out"))
+    dMid, dW["norm_mlp"] = gained_norm_vjp(s["mid"], W["norm_mlp"], s["r"], wait(dy))
+    return dMid, dW

@@ -21,7 +21,7 @@ from scaling.strategies.tape import vjp
 from scaling.strategies.transformer.ends import embed, head
 from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.stage_ends import ends_gradients, homes_of, stage_ends
-from scaling.strategies.transformer.step import Layers, Problem, numbered
+from scaling.strategies.transformer.step import Layers, Problem
 
 
 def resolved(schedule: "Schedule | str | None", mesh, microbatches: int) -> Schedule | None:
@@ -79,10 +79,8 @@ def arranged_layers(W: Tensor, slots: list[int]) -> Tensor:
 
 
 class _Chunk(Layers):
-    """The layers of one virtual stage: `Layers` with the accumulator that a pipeline asks for. Unless a policy
-    drops them, weights are gathered once a step: a stage has few layers, and every microbatch uses them."""
+    """The layers of one virtual stage: `Layers` with the accumulator that a pipeline asks for."""
 
-    first: int
     extra: "Tensor | float" = 0.0
     out: dict
 
@@ -91,7 +89,7 @@ class _Chunk(Layers):
         return self.out
 
 
-def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, dict[int, _Chunk]]:
+def stage_of(problem: Problem, schedule: Schedule, remat: str, keep: bool) -> tuple[Stage, dict[int, _Chunk]]:
     """(the stage for `scaling.strategies.pipeline`, its chunks by virtual stage, once they are prepared).
 
     The vjp of a layer gives dx and dW at once, so that the weight half of a backward has nothing left to do.
@@ -100,8 +98,7 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
     ranges, chunks = layers_of(config, schedule), {}
 
     def prepare(params, mesh, s):
-        chunks[s] = _Chunk(problem, params, remat, len(ranges[s]))
-        chunks[s].first, chunks[s].held = ranges[s].start, {} if remat == "none" else None
+        chunks[s] = _Chunk(problem, params, remat, ranges[s], keep)
         return chunks[s]
 
     def gradients(params, mesh, out):
@@ -110,26 +107,25 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str) -> tuple[Stage, d
         return chunk
 
     def forward(chunk, In, mesh, m):
-        def f(W, x, l, routing, **options):
-            return numbered(W, x, chunk.first + l, routing, contexts[m], **options)
-
-        Out, extra, kept = chunk.forward(In, f)
+        Out, extra, kept = chunk.forward(In, contexts[m])
         chunk.extra = chunk.extra + extra / len(contexts)
-        return Out, kept
+        return Out, (kept, contexts[m])
 
     def backward_input(chunk, dOut, saved, mesh):
-        return chunk.backward(dOut, saved, problem.scale / len(contexts)), None
+        return chunk.backward(dOut, *saved, problem.scale / len(contexts)), None
 
     stream = str(present(ROWS, mesh))
     specs = {"In": stream, "Out": stream}
     return Stage(specs, forward, backward_input, lambda *_: None, prepare, gradients), chunks
 
 
-def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, schedule):
+def staged(
+    problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, keep: bool, schedule
+):
     """(loss, grads) by a pipeline's schedule over Z."""
     config, mesh, contexts, terms, sums = problem.config, problem.mesh, problem.contexts, problem.terms, problem.sums
     schedule = cast(Schedule, resolved(schedule, mesh, len(contexts)))  # Z > 1 here
-    stage, chunks = stage_of(problem, schedule, remat)
+    stage, chunks = stage_of(problem, schedule, remat, keep)
     homes = homes_of(config, mesh, schedule)
     ends, first = stage_ends(params, problem, homes), schedule.placement[0] == mesh.coord["Z"]
     if first:

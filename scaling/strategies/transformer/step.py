@@ -1,11 +1,11 @@
-"""The layers of a Transformer forward and backward, all of them or those of a stage: each by its vjp (Part 5).
+"""The layers of a Transformer forward and backward, all of them or those of a stage (Part 5).
 
-Forward: a layer's weights are gathered over X, the next layer's meanwhile; `vjp` keeps what its backward needs.
-Backward: the layers' vjps from the last to the first. A weight's gradient is unreduced over every axis that splits the
+Forward: a layer's weights are gathered over X, the next layer's meanwhile, and thrown away after use. Backward: the
+same from the last layer to the first. A weight's gradient is unreduced over every axis that splits the
 tokens and not the weight, by the law of cotangents; it is summed over microbatches, then reduced to the stored type.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -18,11 +18,9 @@ from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.spec import Spec, parse
 from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter
-from scaling.strategies.tape import vjp
 from scaling.strategies.transformer import flat
-from scaling.strategies.transformer.by_hand import layer_vjp
 from scaling.strategies.transformer.ends import Terms
-from scaling.strategies.transformer.layer import Context, run_layer
+from scaling.strategies.transformer.layer import Context, dropped, layer, layer_backward
 
 TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
 ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every stage uses
@@ -43,26 +41,6 @@ class Problem(NamedTuple):
     terms: Terms
     sums: torch.dtype
     scale: float = 1.0
-
-
-def numbered(W: dict, x: Tensor, l: int, routing, at: Context, pulled: bool = False, remat: str = "none") -> Any:
-    """Layer l of the model, as `layer`; `pulled`: (that, its pull), written out where there are no experts.
-
-    pull(W, cotangents, into, add) -> (dW, dx), as in `by_hand.layer_vjp`, which also says what `remat` is.
-    """
-    window, at = at.config.windows[l], at._replace(drop=partial(at.drop, layer=l))
-    written = partial(run_layer, at=at, window=window, routing=routing)
-    if (at.config.moe or torch.compiler.is_compiling()) and not pulled:
-        return written(W, x)
-    if at.config.moe:
-        out, pull, routing = vjp(written, W, x, has_aux=True)
-        return (out, routing), lambda _, cotangents, **__: pull(cotangents)
-    if torch.compiler.is_compiling():
-        x, pull = vjp(lambda W, x: written(W, x)[0][0], W, x)
-        return ((x, None), None), lambda _, cotangents, **__: pull(cotangents[0])
-    x, pull = layer_vjp(W, x, at, window, remat)
-    out = (x, None), None
-    return (out, lambda W, cotangents, **into: pull(W, cotangents[0], **into)) if pulled else out
 
 
 def gathered_weights(W: Mapping, stored: Mapping, used: Mapping, mesh, async_op: bool = True):
@@ -128,26 +106,36 @@ def _layer_type(text: str) -> str:
 
 
 class Layers:
-    """The first layers of stacked params: gathered ahead of use, run, run back, and their gradients.
+    """The layers of stacked params, those of the model from `first` on: gathered ahead of use, run, run back.
 
-    `remat`: "none" keeps what each layer's vjp needs; "gather" all of it but the weights, which are gathered again;
-    "attention" and "matmuls" less (`by_hand.layer_vjp`); "block" the input alone: the layer is computed again.
+    `remat`: what a layer keeps for its backward, a policy of `layer.REMAT`; None: nothing is run back. Gathered weights
+    are thrown away after use and gathered again for the backward; with `keep_weights` they are gathered once and kept.
     """
 
-    held: "dict[int, Any] | None" = None  # used weights, where they stay from one microbatch to the next
-
-    def __init__(self, problem: Problem, params: Mapping, remat: str, count: int | None = None):
-        self.layers, self.mesh, self.remat = unstacked(params)[:count], problem.mesh, remat
+    def __init__(
+        self,
+        problem: Problem,
+        params: Mapping,
+        remat: str | None = None,
+        layers: range | None = None,
+        keep_weights: bool = False,
+    ):
+        self.run, self.run_back = layer, layer_backward
+        config, self.mesh, self.sums = problem.config, problem.mesh, problem.sums
+        self.remat, self.gone = remat, dropped(remat or "block", config)
+        self.first, count = (0, None) if layers is None else (layers.start, len(layers))
+        self.layers = unstacked(params)[:count]
         self.types = problem.stored["layers"], problem.used["layers"]
         self.stored, self.used = map(layer_types, self.types)
-        self.sums = problem.sums
         self.together = flat.sent_over_x(self.layers[0], self.stored)
+        on_tape = config.moe and remat == "none"  # experts' backward holds their weights
+        self.held: dict[int, Any] | None = {} if keep_weights or on_tape else None
         self.grads: list[Any] = [None] * len(self.layers)
         self.begun: set[int] = set()
         self.stacks = {  # of gradients that need no reduction: written where they stay
             name: torch.empty_like(W[: len(self.layers)])
             for name, W in params.items()
-            if isinstance(W, Tensor) and W.dim() > 2 and W.dtype == self.sums and self.stays(name)
+            if remat and isinstance(W, Tensor) and W.dim() > 2 and W.dtype == self.sums and self.stays(name)
         }
         self.slots = [{name: stack[l] for name, stack in self.stacks.items()} for l in range(len(self.layers))]
 
@@ -173,43 +161,33 @@ class Layers:
             self.held[l] = W
         return W
 
-    def forward(self, x: Tensor, f: Callable) -> tuple[Tensor, Tensor, list]:
-        """(x, the sum of the layers' extra terms, what `backward` needs).
-
-        `f(W, x, l, routing)` -> ((x, extra or None), routing) is layer l of used weights; with `pulled`, its vjp too.
-        """
+    def forward(self, x: Tensor, at: Context) -> tuple[Tensor, Tensor, list]:
+        """(x, the sum of the layers' extra terms, what `backward` needs: each layer's `saved`)."""
         kept, extra = [], x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        prefetched = self.weights(0)
+        coming = self.weights(0)
         for l in range(len(self.layers)):
-            W, given, pull = self.waited(l, prefetched), x, None
-            prefetched = self.weights(l + 1)
-            again = partial(f, l=l)
-            if self.remat == "block":
-                with torch.no_grad():
-                    (x, more), routing = again(W, x, routing=None)
-            else:
-                ((x, more), routing), pull = again(W, x, routing=None, pulled=True, remat=self.remat)
-            held = W if self.remat == "none" else None
-            kept.append((l, held, given, more is not None, pull, partial(again, routing=routing)))
+            W = self.waited(l, coming)
+            coming = self.weights(l + 1)
+            x, more, saved = self.run(W, x, at.of_layer(self.first + l), self.gone)
             extra = extra if more is None else extra + more
+            if self.remat:
+                kept.append(saved)
         return x, extra, kept
 
-    def backward(self, dx: Tensor, kept: list, scale: float = 1.0, last: bool = False) -> Tensor:
-        """dx of the last layer's result -> dx of the first one's input. `scale`: the cotangent of the extra terms.
+    def backward(self, dx: Tensor, kept: list, at: Context, scale: float = 1.0, last: bool = False) -> Tensor:
+        """dx of the last layer's result -> dx of the first one's input; `kept` is used up.
 
-        `last`: no microbatch follows, so that each layer's gradients are reduced as soon as they are there.
+        `scale`: the cotangent of the extra terms. `last`: no microbatch follows, so that each layer's gradients are
+        reduced as soon as they are there.
         """
-        prefetched = None
-        while kept:
-            l, W, x, has_extra, pull, again = kept.pop()
-            if W is None:
-                W = self.waited(l, self.weights(l) if prefetched is None else prefetched)
-                prefetched = self.weights(l - 1) if kept else None
-            if pull is None:
-                _, pull = again(W, x, pulled=True, remat="block")
-            before, cotangents = self.grads[l], (dx, dx.new_full((), scale)) if has_extra else (dx, None)
-            into = self.slots[l] if before is None else before if dx.dtype == self.sums else {}
-            dW, dx = pull(W, cotangents, into=into, add=bool(into) and before is not None)
+        coming = self.weights(len(kept) - 1)
+        for l in reversed(range(len(kept))):
+            W = self.waited(l, coming)
+            coming = self.weights(l - 1)
+            before, of_layer = self.grads[l], at.of_layer(self.first + l)
+            places = self.slots[l] if before is None else before if dx.dtype == self.sums else {}
+            into = partial(_place, places, before is not None)
+            dx, dW = self.run_back(W, dx, kept.pop(), of_layer, into, scale)
             dW = tree.map(lambda g: g.to(self.sums), dW)
             self.grads[l] = dW if before is None else tree.map(lambda a, b: a if a is b else a.add_(b), before, dW)
             if last:
@@ -245,6 +223,11 @@ class Layers:
         return tree.map(
             lambda *leaves: placed[id(leaves[0])] if id(leaves[0]) in placed else torch.stack(leaves), *self.grads
         )
+
+
+def _place(places: Mapping[str, Tensor], add: bool, name: str) -> dict[str, Any]:
+    """The arguments of the product that makes the gradient of this matrix."""
+    return {"out": places[name], "add": add} if name in places else {}
 
 
 def end_weights(params: Mapping, stored: Mapping, used: Mapping, mesh) -> dict:
