@@ -8,49 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from scaling import tree
 from scaling.configs import Config
 from scaling.configs.hugging_face import kind_of
+from scaling.models.leaves import Leaf, leaves_of
 from scaling.models.types import specs_of
 from scaling.spec import parse
-
-ATTENTION, MLP = "model.layers.{L}.self_attn.", "model.layers.{L}.mlp."
-LAYOUTS = {  # "NH, D": the tensor has two dims, of which the first is N and H together
-    "embed": ("model.embed_tokens.weight", "V, D"),
-    "layers": {
-        "norm_attn": ("model.layers.{L}.input_layernorm.weight", "D"),
-        "W_Q": (ATTENTION + "q_proj.weight", "NH, D"),
-        "W_K": (ATTENTION + "k_proj.weight", "KH, D"),
-        "W_V": (ATTENTION + "v_proj.weight", "KH, D"),
-        "b_Q": (ATTENTION + "q_proj.bias", "NH"),
-        "b_K": (ATTENTION + "k_proj.bias", "KH"),
-        "b_V": (ATTENTION + "v_proj.bias", "KH"),
-        "norm_Q": (ATTENTION + "q_norm.weight", "H"),
-        "norm_K": (ATTENTION + "k_norm.weight", "H"),
-        "W_O": (ATTENTION + "o_proj.weight", "D, NH"),
-        "b_O": (ATTENTION + "o_proj.bias", "D"),
-        "norm_mlp": ("model.layers.{L}.post_attention_layernorm.weight", "D"),
-        "W_in": (MLP + "up_proj.weight", "F, D"),
-        "W_gate": (MLP + "gate_proj.weight", "F, D"),
-        "W_out": (MLP + "down_proj.weight", "D, F"),
-    },
-    "norm": ("model.norm.weight", "D"),
-    "unembed": ("lm_head.weight", "V, D"),
-}
-MIXTRAL = "model.layers.{L}.block_sparse_moe."
-EXPERTS = {
-    "mixtral": {
-        "router": (MIXTRAL + "gate.weight", "E, D"),
-        "W_in": (MIXTRAL + "experts.{E}.w3.weight", "F, D"),
-        "W_gate": (MIXTRAL + "experts.{E}.w1.weight", "F, D"),
-        "W_out": (MIXTRAL + "experts.{E}.w2.weight", "D, F"),
-    },
-    "qwen3_moe": {
-        "router": (MLP + "gate.weight", "E, D"),
-        "W_in": (MLP + "experts.{E}.up_proj.weight", "F, D"),
-        "W_gate": (MLP + "experts.{E}.gate_proj.weight", "F, D"),
-        "W_out": (MLP + "experts.{E}.down_proj.weight", "D, F"),
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -94,11 +57,10 @@ class FileLayout:
 
 def leaf_layouts(config: Config) -> dict:
     """A `Layout` for each param of this model. ValueError if no class of Hugging Face's has them."""
-    specs = specs_of(config)
-    table = LAYOUTS | {"layers": LAYOUTS["layers"] | EXPERTS.get(kind_of(config), {})}
+    specs, kind = specs_of(config), kind_of(config)
 
-    def layout(spec: str, place: tuple[str, str]) -> FileLayout:
-        return FileLayout(place[0], tuple(place[1].split(", ")), parse(spec).dim_names)
+    def layout(leaf: Leaf, spec: str) -> FileLayout:
+        name, dims = leaf.hf[kind] if isinstance(leaf.hf, Mapping) else leaf.hf
+        return FileLayout(name, tuple(dims.split(", ")), parse(spec).dim_names)
 
-    ends = {name: layout(spec, table[name]) for name, spec in specs.items() if name != "layers"}
-    return ends | {"layers": {name: layout(spec, table["layers"][name]) for name, spec in specs["layers"].items()}}
+    return tree.map(layout, leaves_of(config), specs)

@@ -1,4 +1,4 @@
-"""The params of a decoder-only transformer: how they start, by the types of `models.types`."""
+"""The params of a decoder-only transformer: how they start, by the table `models.leaves`."""
 
 import math
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ import torch
 from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.models.types import specs_of
+from scaling.models.leaves import Leaf, leaves_of
+from scaling.models.types import check_computed, specs_of
 from scaling.spec import Spec, parse
 
 
 def inits(config: Config) -> dict:
     """How each param starts: normal with variance 1/(elements contracted), norms 1, biases 0."""
 
-    def leaf(spec: str) -> tree.Normal | tree.Constant:
-        name, dims = parse(spec).name, parse(spec).dim_names
-        if name in ("g", "bias") or name.startswith("b_"):
-            return tree.Constant(float(name == "g"))
-        contracted = {"E": (), "W_O": ("N", "H"), "W_out": dims[-2:-1]}.get(name, ("D",))
-        return tree.Normal(math.prod(config.sizes[dim] for dim in contracted) ** -0.5)
+    def start(leaf: Leaf) -> tree.Normal | tree.Constant:
+        if isinstance(leaf.start, str):
+            return tree.Normal(math.prod(config.sizes[dim] for dim in leaf.start) ** -0.5)
+        return tree.Constant(leaf.start)
 
-    return tree.map(leaf, specs_of(config))
+    check_computed(config)
+    return tree.map(start, leaves_of(config))
 
 
 def init(

@@ -25,9 +25,9 @@ from scaling.models.params import config_of_params, init, inits
 from scaling.models.pointwise import rms_norm
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_weight
 from scaling.models.rope import restarted, rotate, tables
-from scaling.models.types import EXPERTS, SPECS, check_computed, computes, specs_of, uncomputed
+from scaling.models.types import check_computed, computes, specs_of, uncomputed
 
-__all__ = ["ACTIVATIONS", "EXPERTS", "REMAT", "SPECS", "attention_block", "check_computed", "computes", "forward"]
+__all__ = ["ACTIVATIONS", "REMAT", "attention_block", "check_computed", "computes", "forward"]
 __all__ += ["config_of_params", "headed", "init", "inits", "loss", "loss_and_grads", "mlp_block", "module", "specs_of"]
 __all__ += ["uncomputed", "unstacked"]
 

@@ -1,41 +1,15 @@
-"""The types of a decoder-only transformer's params, without mesh axes, and which models are computed.
+"""The types of a decoder-only transformer's params, and which models are computed. No torch is needed."""
 
-`SPECS` are the types of all that a layer may have; `specs_of(config)` those that a model has. No torch is needed.
-"""
+from collections.abc import Callable
+from functools import lru_cache
 
 from scaling.configs import Config
+from scaling.models.leaves import Leaf, leaves_of
+from scaling.spec import parse
+
+AXES = ("P", "Z", "X", "C", "Y", "E")  # of a training mesh
 
 SCALINGS = ("linear", "llama3")  # of rotary frequencies: `models.rope`
-SPECS = {
-    "embed": "E[V, D]",
-    "layers": {
-        "norm_attn": "g[L, D]",
-        "W_Q": "W_Q[L, D, N, H]",
-        "W_K": "W_K[L, D, K, H]",
-        "W_V": "W_V[L, D, K, H]",
-        "b_Q": "b_Q[L, N, H]",
-        "b_K": "b_K[L, K, H]",
-        "b_V": "b_V[L, K, H]",
-        "norm_Q": "g[L, H]",
-        "norm_K": "g[L, H]",
-        "W_O": "W_O[L, N, H, D]",
-        "b_O": "b_O[L, D]",
-        "norm_mlp": "g[L, D]",
-        "W_in": "W_in[L, D, F]",
-        "W_gate": "W_gate[L, D, F]",
-        "W_out": "W_out[L, F, D]",
-    },
-    "norm": "g[D]",
-    "unembed": "U[D, V]",
-}
-EXPERTS = {  # in place of the MLP's; S is the width of the shared experts together
-    "router": "router[L, D, E]",
-    "bias": "bias[L, E]",
-    "W_in": "W_in[L, E, D, F]",
-    "W_gate": "W_gate[L, E, D, F]",
-    "W_out": "W_out[L, E, F, D]",
-    "shared": {"W_in": "W_in[L, D, S]", "W_gate": "W_gate[L, D, S]", "W_out": "W_out[L, S, D]"},
-}
 
 
 def uncomputed(config: Config) -> list[str]:
@@ -66,17 +40,24 @@ def check_computed(config: Config) -> None:
 
 
 def specs_of(config: Config) -> dict:
-    """The types of this model's params, whole, a part of `SPECS`. ValueError for a model that is not computed."""
+    """The types of this model's params, whole. ValueError for a model that is not computed."""
     check_computed(config)
-    absent = set() if config.gated else {"W_gate"}
-    absent |= set() if config.attention_bias else {"b_Q", "b_K", "b_V"}
-    absent |= set() if config.output_bias else {"b_O"}
-    absent |= set() if config.qk_norm else {"norm_Q", "norm_K"}
-    absent |= {"unembed"} if config.tied else set()
-    absent |= set() if config.routing == "sigmoid" else {"bias"}
-    absent |= set() if config.shared else {"shared"}
+    return types_of(config, lambda name, leaf: without(leaf.trained, AXES))
 
-    def present(specs: dict) -> dict:
-        return {n: present(s) if isinstance(s, dict) else s for n, s in specs.items() if n not in absent}
 
-    return present(SPECS | {"layers": SPECS["layers"] | (EXPERTS if config.moe else {})})
+def types_of(config: Config, type_of: Callable[[str, Leaf], str]) -> dict:
+    """The tree of this model's types, each made of a leaf's name and its line in the table."""
+
+    def each(leaves: dict) -> dict:
+        return {name: each(leaf) if isinstance(leaf, dict) else type_of(name, leaf) for name, leaf in leaves.items()}
+
+    return each(leaves_of(config))
+
+
+@lru_cache(maxsize=4096)
+def without(text: str, gone: tuple[str, ...]) -> str:
+    """The type with none of its dims split over these axes."""
+    spec = parse(text)
+    for dim, axes in spec.dims:
+        spec = spec.with_axes(dim, [axis for axis in axes if axis not in gone])
+    return str(spec)

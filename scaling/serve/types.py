@@ -1,51 +1,19 @@
 """The types of params and caches while a Transformer is served (Part 7, "Distributing Inference").
 
 In serving Y splits heads and features, Z the cache's batch (or its sequence), X the model dim; there is no pipeline,
-and weights stay where they are: activations are what moves. The table has every leaf as it is split the most, which is
-the form "2d"; the other forms leave axes out.
+and weights stay where they are: activations are what moves. The table `scaling.models.leaves` has every leaf as it is
+split the most, which is the form "2d"; the other forms leave axes out.
 """
-
-from collections.abc import Mapping
 
 from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.models import transformer
+from scaling.models.leaves import Leaf
+from scaling.models.types import check_computed, types_of, without
 from scaling.serve.int8 import quantized_spec
 from scaling.spec import ShardingError, parse
 from scaling.strategies.axes import present
-from scaling.strategies.transformer.types import without
 
-STORED = {
-    "embed": "E[V_YZ, D_X]",
-    "layers": {
-        "norm_attn": "g[L, D_XYZ]",
-        "W_Q": "W_Q[L, D_X, N_YZ, H]",
-        "W_K": "W_K[L, D_X, K_Y, H]",
-        "W_V": "W_V[L, D_X, K_Y, H]",
-        "b_Q": "b_Q[L, N_Y, H]",
-        "b_K": "b_K[L, K_Y, H]",
-        "b_V": "b_V[L, K_Y, H]",
-        "norm_Q": "g[L, H]",
-        "norm_K": "g[L, H]",
-        "W_O": "W_O[L, N_YZ, H, D_X]",
-        "b_O": "b_O[L, D_XYZ]",
-        "norm_mlp": "g[L, D_XYZ]",
-        "W_in": "W_in[L, D_X, F_YZ]",
-        "W_gate": "W_gate[L, D_X, F_YZ]",
-        "W_out": "W_out[L, F_YZ, D_X]",
-    },
-    "norm": "g[D_XYZ]",
-    "unembed": "U[D_X, V_YZ]",
-}
-EXPERTS = {
-    "router": "router[L, D, E]",
-    "bias": "bias[L, E]",
-    "W_in": "W_in[L, E_E, D, F_YZ]",
-    "W_gate": "W_gate[L, E_E, D, F_YZ]",
-    "W_out": "W_out[L, E_E, F_YZ, D]",
-    "shared": {"W_in": "W_in[L, D, S_YZ]", "W_gate": "W_gate[L, D, S_YZ]", "W_out": "W_out[L, S_YZ, D]"},
-}
 ALONG_D = ("norm_attn", "norm_mlp", "norm", "b_O")
 AXES = {"heads": "YZEC", "heads_batch": "YZ", "sequence": "YZ", "2d": "XYZ"}  # what a form can use
 DROPPED = {"heads": "XZ", "heads_batch": "X", "sequence": "X", "2d": ""}  # what its matrices are not split over
@@ -65,23 +33,16 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
     """
     mesh = ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
-    wanted = transformer.specs_of(config)
-    table = STORED | {"layers": STORED["layers"] | (EXPERTS if config.moe else {})}
+    check_computed(config)
     heads_whole = ("W_K", "W_V", "b_K", "b_V") if config.K % mesh.sizes.get("Y", 1) else ()
 
-    def chosen(types: Mapping, like: Mapping) -> dict:
-        return {
-            name: chosen(types[name], spec) if isinstance(spec, dict) else one(name, types[name])
-            for name, spec in like.items()
-        }
-
-    def one(name: str, text: str) -> str:
+    def one(name: str, leaf: Leaf) -> str:
         gone = tuple("XYZ" if form != "2d" and name in ALONG_D else DROPPED[form])
-        text = without(text, (*gone, "Y") if name in heads_whole else gone)
+        text = without(leaf.served, (*gone, "Y") if name in heads_whole else gone)
         spec = parse(text)
         return str(present(spec.with_axes("E", experts_axis(mesh, form)) if spec.axes_of("E") else spec, mesh))
 
-    types = chosen(table, wanted)
+    types = types_of(config, one)
     return tree.map(quantized_spec, types) if int8 else types
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import gather, scatter, wait
 from scaling.configs import Config
+from scaling.models.types import without
 from scaling.schedules import Schedule
 from scaling.spec import parse
 from scaling.strategies.transformer.step import ENDS, Problem, end_weights, reduce_gradients
-from scaling.strategies.transformer.types import without
 
 
 def homes_of(config: Config, mesh, schedule: Schedule | None) -> dict[str, int]:

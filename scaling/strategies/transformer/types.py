@@ -1,51 +1,19 @@
 """The types of a Transformer's params on a mesh: P pods, Z stages, X data, C context, Y tensor, E experts (Part 5).
 
-Each leaf has two types: as it is stored, and as a layer uses it, gathered over X (and, of the ends, over Z). Axes that
-the mesh lacks, or has with size 1, drop out. Over P and C, and over E but for the experts, params are replicated.
+Each leaf of `scaling.models.leaves` has two types: as it is stored, and as a layer uses it, gathered over X (and, of
+the ends, over Z). Axes that the mesh lacks, or has with size 1, drop out. Over P and C, and over E but for the
+experts, params are replicated.
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import optree
 
 from scaling.arguments import one_of
 from scaling.configs import Config
-from scaling.models.types import specs_of
-from scaling.spec import ShardingError, mesh_sizes, parse
-
-STORED = {
-    "embed": "E[V_YZ, D_X]",
-    "layers": {
-        "norm_attn": "g[L_Z, D]",
-        "W_Q": "W_Q[L_Z, D_X, N_Y, H]",
-        "W_K": "W_K[L_Z, D_X, K_Y, H]",
-        "W_V": "W_V[L_Z, D_X, K_Y, H]",
-        "b_Q": "b_Q[L_Z, N_Y, H]",
-        "b_K": "b_K[L_Z, K_Y, H]",
-        "b_V": "b_V[L_Z, K_Y, H]",
-        "norm_Q": "g[L_Z, H]",
-        "norm_K": "g[L_Z, H]",
-        "W_O": "W_O[L_Z, N_Y, H, D_X]",
-        "b_O": "b_O[L_Z, D]",
-        "norm_mlp": "g[L_Z, D]",
-        "W_in": "W_in[L_Z, D_X, F_Y]",
-        "W_gate": "W_gate[L_Z, D_X, F_Y]",
-        "W_out": "W_out[L_Z, F_Y, D_X]",
-    },
-    "norm": "g[D]",
-    "unembed": "U[D_X, V_YZ]",
-}
-EXPERTS = {
-    "router": "router[L_Z, D, E]",
-    "bias": "bias[L_Z, E]",
-    "W_in": "W_in[L_Z, E_E, D_X, F_Y]",
-    "W_gate": "W_gate[L_Z, E_E, D_X, F_Y]",
-    "W_out": "W_out[L_Z, E_E, F_Y, D_X]",
-    "shared": {"W_in": "W_in[L_Z, D_X, S_Y]", "W_gate": "W_gate[L_Z, D_X, S_Y]", "W_out": "W_out[L_Z, S_Y, D_X]"},
-}
-AXES = ("P", "Z", "X", "C", "Y", "E")
+from scaling.models.types import AXES, check_computed, types_of, without
+from scaling.spec import ShardingError, mesh_sizes
 
 
 def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
@@ -59,36 +27,15 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     one_of("zero", zero, (0, 1, 2, 3))
     sizes = mesh_sizes(mesh)
     _check_mesh(config, sizes)
-    wanted = specs_of(config)
-    table = STORED | {"layers": STORED["layers"] | (EXPERTS if config.moe else {})}
-    gone = () if zero == 3 else ("X",)
-    whole_heads = config.K % sizes.get("Y", 1) != 0
-
-    def chosen(types: Mapping, like: Mapping) -> dict:
-        return {
-            name: chosen(types[name], spec) if isinstance(spec, dict) else one(name, types[name])
-            for name, spec in like.items()
-        }
-
-    def one(name: str, text: str) -> str:
-        drop = gone + (("Y",) if whole_heads and name in ("W_K", "W_V", "b_K", "b_V") else ())
-        return without(text, drop + tuple(axis for axis in AXES if sizes.get(axis, 1) == 1))
-
-    return chosen(table, wanted)
+    check_computed(config)
+    gone = tuple(axis for axis in AXES if sizes.get(axis, 1) == 1) + (() if zero == 3 else ("X",))
+    whole_heads = ("W_K", "W_V", "b_K", "b_V") if config.K % sizes.get("Y", 1) else ()
+    return types_of(config, lambda name, leaf: without(leaf.trained, (*gone, "Y") if name in whole_heads else gone))
 
 
 def used(stored) -> Any:
     """The types that the params have while they are used: gathered over X, of the ends also over Z."""
     return optree.tree_map(lambda text: without(text, ("X", "Z")), stored)
-
-
-@lru_cache(maxsize=4096)
-def without(text: str, gone: tuple[str, ...]) -> str:
-    """The type with none of its dims split over these axes."""
-    spec = parse(text)
-    for dim, axes in spec.dims:
-        spec = spec.with_axes(dim, [axis for axis in axes if axis not in gone])
-    return str(spec)
 
 
 def _check_mesh(config: Config, sizes: Mapping[str, int]) -> None:

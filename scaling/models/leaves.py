@@ -1,0 +1,101 @@
+"""The params of a decoder-only transformer, a leaf a line: the one table that says what each is.
+
+Init, sharding, checkpoints, Hugging Face files, memory, the planner, serving and pictures read it. While a layer is
+computed a leaf has its `trained` type without X and Z, gathered; its gradient is then unreduced over every axis that
+splits the tokens and not the leaf (the law of cotangents, notation.md). No torch is needed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scaling.configs import Config
+
+Named = tuple[str, str]  # a tensor of Hugging Face's, and its dims: "NH, D" has two, of which the first is N and H
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """`trained`: its type where it is stored on a training mesh (P, Z, X, C, Y, E). `served`: the same while it is
+    served (X, Y, Z, E), split the most, as the form "2d" has it. `start`: a constant, or the dims that it is contracted
+    over: normal with variance 1/(their sizes). `hf`: its tensors, of experts by the kind of model. `only`: the models
+    that have it."""
+
+    trained: str
+    served: str
+    start: str | float
+    hf: Named | Mapping[str, Named]
+    only: Callable[[Config], Any] = lambda config: True
+
+
+def _attention(name: str, dims: str) -> Named:
+    return f"model.layers.{{L}}.self_attn.{name}", dims
+
+
+def _mlp(name: str, dims: str) -> Named:
+    return f"model.layers.{{L}}.mlp.{name}", dims
+
+
+def _experts(mixtral: str, qwen: str, dims: str) -> dict[str, Named]:
+    return {"mixtral": (f"model.layers.{{L}}.block_sparse_moe.{mixtral}", dims), "qwen3_moe": _mlp(qwen, dims)}
+
+
+def _gated(config: Config) -> bool:
+    return config.gated
+
+
+ENDS = {
+    "embed": Leaf("E[V_YZ, D_X]", "E[V_YZ, D_X]", "", ("model.embed_tokens.weight", "V, D")),
+    "norm": Leaf("g[D]", "g[D_XYZ]", 1.0, ("model.norm.weight", "D")),
+    "unembed": Leaf("U[D_X, V_YZ]", "U[D_X, V_YZ]", "D", ("lm_head.weight", "V, D"), lambda c: not c.tied),
+}
+LAYER = {
+    "norm_attn": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, ("model.layers.{L}.input_layernorm.weight", "D")),
+    "W_Q": Leaf("W_Q[L_Z, D_X, N_Y, H]", "W_Q[L, D_X, N_YZ, H]", "D", _attention("q_proj.weight", "NH, D")),
+    "W_K": Leaf("W_K[L_Z, D_X, K_Y, H]", "W_K[L, D_X, K_Y, H]", "D", _attention("k_proj.weight", "KH, D")),
+    "W_V": Leaf("W_V[L_Z, D_X, K_Y, H]", "W_V[L, D_X, K_Y, H]", "D", _attention("v_proj.weight", "KH, D")),
+    "b_Q": Leaf("b_Q[L_Z, N_Y, H]", "b_Q[L, N_Y, H]", 0.0, _attention("q_proj.bias", "NH"), lambda c: c.attention_bias),
+    "b_K": Leaf("b_K[L_Z, K_Y, H]", "b_K[L, K_Y, H]", 0.0, _attention("k_proj.bias", "KH"), lambda c: c.attention_bias),
+    "b_V": Leaf("b_V[L_Z, K_Y, H]", "b_V[L, K_Y, H]", 0.0, _attention("v_proj.bias", "KH"), lambda c: c.attention_bias),
+    "norm_Q": Leaf("g[L_Z, H]", "g[L, H]", 1.0, _attention("q_norm.weight", "H"), lambda c: c.qk_norm),
+    "norm_K": Leaf("g[L_Z, H]", "g[L, H]", 1.0, _attention("k_norm.weight", "H"), lambda c: c.qk_norm),
+    "W_O": Leaf("W_O[L_Z, N_Y, H, D_X]", "W_O[L, N_YZ, H, D_X]", "NH", _attention("o_proj.weight", "D, NH")),
+    "b_O": Leaf("b_O[L_Z, D]", "b_O[L, D_XYZ]", 0.0, _attention("o_proj.bias", "D"), lambda c: c.output_bias),
+    "norm_mlp": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, ("model.layers.{L}.post_attention_layernorm.weight", "D")),
+    "W_in": Leaf("W_in[L_Z, D_X, F_Y]", "W_in[L, D_X, F_YZ]", "D", _mlp("up_proj.weight", "F, D")),
+    "W_gate": Leaf("W_gate[L_Z, D_X, F_Y]", "W_gate[L, D_X, F_YZ]", "D", _mlp("gate_proj.weight", "F, D"), _gated),
+    "W_out": Leaf("W_out[L_Z, F_Y, D_X]", "W_out[L, F_YZ, D_X]", "F", _mlp("down_proj.weight", "D, F")),
+}
+EXPERTS = {  # of a model with experts, in place of the MLP's matrices
+    "router": Leaf("router[L_Z, D, E]", "router[L, D, E]", "D", _experts("gate.weight", "gate.weight", "E, D")),
+    "bias": Leaf("bias[L_Z, E]", "bias[L, E]", 0.0, {}, lambda c: c.routing == "sigmoid"),
+    "W_in": Leaf(
+        "W_in[L_Z, E_E, D_X, F_Y]", "W_in[L, E_E, D, F_YZ]", "D",
+        _experts("experts.{E}.w3.weight", "experts.{E}.up_proj.weight", "F, D"),
+    ),
+    "W_gate": Leaf(
+        "W_gate[L_Z, E_E, D_X, F_Y]", "W_gate[L, E_E, D, F_YZ]", "D",
+        _experts("experts.{E}.w1.weight", "experts.{E}.gate_proj.weight", "F, D"), _gated,
+    ),
+    "W_out": Leaf(
+        "W_out[L_Z, E_E, F_Y, D_X]", "W_out[L, E_E, F_YZ, D]", "F",
+        _experts("experts.{E}.w2.weight", "experts.{E}.down_proj.weight", "D, F"),
+    ),
+}  # fmt: skip
+SHARED = {  # the experts that every token passes; S is their width together
+    "W_in": Leaf("W_in[L_Z, D_X, S_Y]", "W_in[L, D, S_YZ]", "D", {}),
+    "W_gate": Leaf("W_gate[L_Z, D_X, S_Y]", "W_gate[L, D, S_YZ]", "D", {}, _gated),
+    "W_out": Leaf("W_out[L_Z, S_Y, D_X]", "W_out[L, S_YZ, D]", "S", {}),
+}
+
+
+def leaves_of(config: Config) -> dict:
+    """The tree of leaves that this model has: {"embed", "layers": {...}, "norm", "unembed"}."""
+
+    def here(table: Mapping[str, Leaf]) -> dict[str, Any]:
+        return {name: leaf for name, leaf in table.items() if leaf.only(config)}
+
+    layers = here(LAYER | (EXPERTS if config.moe else {}))
+    layers |= {"shared": here(SHARED)} if config.moe and config.shared else {}
+    ends = here(ENDS)
+    return {"embed": ends.pop("embed"), "layers": layers} | ends
