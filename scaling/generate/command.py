@@ -12,10 +12,11 @@ import sys
 from scaling import launch
 from scaling.console import SEEDS, Parser, complaining, integer, number
 from scaling.mesh import AbstractMesh
+from scaling.models.text import tokenizer_of
 from scaling.serve.generation import Token, score, stream
 from scaling.serve.loading import DTYPES, check_fits, config_of_model, draft_config, draft_of, free_memory, params_of
 from scaling.serve.sampling import Sampling
-from scaling.serve.text import TextStream, chat_prompt, ends_of, tokenizer_of
+from scaling.serve.text import TextStream, chat_prompt, ends_of
 from scaling.serve.types import FORMS, specs
 from scaling.sizes import parse_mesh
 
@@ -132,7 +133,8 @@ def prompt_of(args, tokenizer) -> list[int]:
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
     args = arguments(argv)
-    sizes, config, tokenizer = parse_mesh(args.mesh), config_of_model(args.model), tokenizer_of(args.model)
+    sizes, config = parse_mesh(args.mesh), config_of_model(args.model)
+    tokenizer = tokenizer_of(args.model, config.V)
     how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     specs(config, AbstractMesh(sizes), form=args.form)
     prompt = prompt_of(args, tokenizer)

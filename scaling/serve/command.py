@@ -16,6 +16,7 @@ from typing import Any
 from scaling import launch
 from scaling.console import Parser, complain, complaining, integer, output
 from scaling.mesh import AbstractMesh
+from scaling.models.text import tokenizer_of
 from scaling.serve.engine import serve
 from scaling.serve.loading import (
     DTYPES,
@@ -31,7 +32,7 @@ from scaling.serve.policies import POLICIES
 from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import Options, Run
-from scaling.serve.text import TextStream, ends_of, tokenizer_of
+from scaling.serve.text import TextStream, ends_of
 from scaling.serve.types import specs
 from scaling.sizes import parse_mesh
 
@@ -126,7 +127,8 @@ def completion(line: RequestLine, times: RequestTimes, tokenizer, ends: tuple[in
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
     args = arguments(argv)
-    sizes, config, tokenizer = parse_mesh(args.mesh), config_of_model(args.model), tokenizer_of(args.model)
+    sizes, config = parse_mesh(args.mesh), config_of_model(args.model)
+    tokenizer = tokenizer_of(args.model, config.V)
     specs(config, AbstractMesh(sizes))
     ends = () if args.ignore_eos else ends_of(args.model)
     text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")

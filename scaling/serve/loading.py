@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from scaling import tree
-from scaling.configs import Config, get, load
+from scaling.configs import Config, load
 from scaling.mesh import AbstractMesh
 from scaling.models import hf
 from scaling.models import transformer as model
@@ -16,7 +16,7 @@ from scaling.serve.types import ROWS, check_mesh, specs
 from scaling.spec import parse
 from scaling.strategies.axes import present
 from scaling.train import checkpoint
-from scaling.train.export import options_of
+from scaling.train.origin import config_of_run
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
@@ -25,8 +25,7 @@ def config_of_model(folder: "str | Path") -> Config:
     """The model's sizes. ValueError for a folder that is neither a model nor a run."""
     folder = Path(folder)
     if (folder / "run.toml").is_file():
-        named = options_of(folder, model=str)["model"]
-        return load(Path(named) / "config.json") if Path(named).is_dir() else get(named)
+        return config_of_run(folder)
     if (folder / "config.json").is_file():
         return load(folder / "config.json").with_(name=folder.name)
     raise ValueError(

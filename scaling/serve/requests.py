@@ -49,7 +49,7 @@ def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...],
     if ids is None:
         if not isinstance(table["prompt"], str):
             raise ValueError(f"prompt={table['prompt']!r:.40} is not a text")
-        ids = tokenizer.encode(table["prompt"])
+        ids = tokenizer.encode(table["prompt"], special=True)
     if not isinstance(ids, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
         raise ValueError("ids is not a list of whole numbers")
     if not ids:

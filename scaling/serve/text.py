@@ -1,58 +1,13 @@
-"""Text to token ids and back: bytes, or a Hugging Face folder's tokenizer; streamed, stopped and put into a chat.
+"""Text as it is generated: streamed, stopped and put into a chat. A chat template needs jinja2, which torch brings."""
 
-Needs tokenizers, of the extra `hf`, for a tokenizer.json, and for a chat template jinja2, which torch brings.
-"""
-
-import codecs
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from scaling.arguments import read_table, whole_numbers
+from scaling.models.text import home_of
 
 BROKEN = "\ufffd"  # what stands for bytes that are no whole character
-
-
-class ByteText:
-    """Each byte of UTF-8 text is a token; ids from 256 on stand for nothing."""
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(id for id in ids if id < 256).decode(errors="replace")
-
-    def reader(self) -> "codecs.IncrementalDecoder | None":
-        """What decodes ids one by one, where that can be done without looking back."""
-        return codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-
-class Vocabulary:
-    """The tokenizer.json of a folder. `special`: with the tokens that it puts around a text; a chat has its own."""
-
-    def __init__(self, folder: Path):
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise ValueError(
-                f"{folder}: its tokenizer.json needs tokenizers\n  fix: pip install 'scaling-book-torch[hf]'"
-            ) from None
-        try:
-            self.model = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(
-                f"{folder}: its tokenizer.json cannot be read: {error}"
-                "\n  fix: give one that the tokenizers library wrote"
-            ) from error
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        return self.model.encode(text, add_special_tokens=special).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.model.decode(list(ids))
-
-    def reader(self) -> None:
-        return None
 
 
 class TextStream:
@@ -105,16 +60,12 @@ class TextStream:
         return given
 
 
-def tokenizer_of(folder: "str | Path") -> Any:
-    """The tokenizer of a folder: its tokenizer.json, or bytes where there is none."""
-    folder = Path(folder)
-    return Vocabulary(folder) if (folder / "tokenizer.json").is_file() else ByteText()
-
-
 def ends_of(folder: "str | Path") -> tuple[int, ...]:
-    """The ids that end a text (eos), by generation_config.json or config.json; none if they name none."""
+    """The ids that end a text (eos), by the folder's, or a run's, generation_config.json or config.json; none if they
+    name none."""
+    folder = home_of(folder)
     for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
+        path = folder / name
         found = read_table(path).get("eos_token_id") if path.is_file() else None
         if found is not None:
             return tuple(whole_numbers(f"{path}: eos_token_id", found if isinstance(found, list) else [found]))
@@ -122,8 +73,9 @@ def ends_of(folder: "str | Path") -> tuple[int, ...]:
 
 
 def chat_prompt(folder: "str | Path", messages: Sequence[dict[str, str]]) -> str:
-    """The messages [{"role": "user", "content": ...}] as the folder's chat template writes them, up to the answer."""
-    folder = Path(folder)
+    """The messages [{"role": "user", "content": ...}] as the folder's, or a run's, chat template writes them, up to the
+    answer."""
+    folder = home_of(folder)
     table = folder / "tokenizer_config.json"
     options = read_table(table) if table.is_file() else {}
     file = folder / "chat_template.jinja"

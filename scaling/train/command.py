@@ -23,12 +23,13 @@ from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
+from scaling.models.text import MODEL, RUN
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify
 from scaling.train.durable import replaced
-from scaling.train.export import RUN, config_at, options_of
 from scaling.train.loop import STOP, run
+from scaling.train.origin import config_at, keep_origin, options_of, tokenizer_for
 from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings
 
@@ -54,7 +55,10 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--data", help="text, .jsonl, .npy ids or token shards: a file, a folder, or a mixture by weight, A:3,B:1"
     )
-    parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
+    parser.add_argument("--weights", help=argparse.SUPPRESS)  # of a run that is resumed before its first checkpoint
+    parser.add_argument(
+        "--tokenizer", help="bytes, a tokenizer.json, or a folder with one (default: the model folder's own, or bytes)"
+    )
     parser.add_argument("--mesh", default="X=1", help="axes of P, Z, X, C, Y, E and sizes (default X=1)")
     parser.add_argument(
         "--plan", type=integer(1, 10**6), nargs="?", const=0, metavar="RANKS",
@@ -141,6 +145,10 @@ def flags_of(file: str, options: dict[str, argparse.Action]) -> list[str]:
     """A TOML file of options as the flags that they stand for, so that both are checked alike. ValueError."""
     found = []
     for key, value in read_table(file).items():
+        if key == "identity":  # of the tokenizer
+            continue
+        if key in ("model", "tokenizer") and value == MODEL:
+            value = str(Path(file).parent / MODEL)
         if (option := options.get(key.replace("-", "_"))) is None:
             raise ValueError(f"{file}: unknown option {key!r}\n  fix: leave it out; --help lists the options")
         of_type(f"{file}: {key}", value, *([bool] if option.nargs == 0 else [str, int, float]))
@@ -158,7 +166,12 @@ def main(argv=None) -> int:
     sizes, (config, weights) = parse_mesh(args.mesh), config_at(args.model)
     own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
     config = config if args.dropout is None else config.with_(dropout=args.dropout)
-    settings = Settings(model=config, weights="" if args.from_scratch else weights, **own)
+    weights = "" if args.from_scratch else weights if args.weights is None else args.weights
+    if not args.dry_run:
+        resumed = Path(args.out) if args.resume and (Path(args.out) / RUN).is_file() else None
+        own["tokenizer"] = tokenizer_for(config, args.model, weights, args.tokenizer, args.data, resumed)
+    own["tokenizer"] = "bytes" if own["tokenizer"] is None else own["tokenizer"]
+    settings = Settings(model=config, weights=weights, **own)
     if args.plan is not None:
         sizes = chosen(settings, args.plan or AbstractMesh(sizes).size(), args)
     declared = sizes
@@ -258,7 +271,7 @@ def claim(out: Path, lock, settings: Settings, args) -> None:
         check_resumed(out, settings)
     flight.keep_earlier(out)
     keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume")}
-    keep |= {"model": args.model, "mesh": args.mesh, "dropout": settings.model.dropout}
+    keep |= {"mesh": args.mesh, "dropout": settings.model.dropout} | keep_origin(out, args.model, settings)
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(keep.items())]
     replaced(out / RUN, "".join(lines))  # other ranks, which start later, may be reading it
 

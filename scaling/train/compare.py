@@ -12,8 +12,9 @@ import torch
 
 from scaling.console import Parser, complaining
 from scaling.mesh import Mesh
+from scaling.models.text import MODEL
 from scaling.train import checkpoint
-from scaling.train.export import options_of
+from scaling.train.origin import config_of_run, options_of
 
 # What changes no step:
 BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_every", "resume", "chip", "keep_weights")
@@ -32,9 +33,17 @@ def differ(a: float | None, b: float | None, tolerance: float) -> bool:
     return a != b and (a is None or b is None or not abs(a - b) <= tolerance * max(abs(a), abs(b)))
 
 
+def _told(run: Path) -> dict:
+    """The options of a run; of a model that it keeps, its sizes."""
+    options = options_of(run)
+    if options.get("model") == MODEL:
+        options["model"] = str(config_of_run(run).with_(name="", source=""))
+    return options
+
+
 def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
     """What differs first, by each thing compared. ValueError if one is no run's folder."""
-    ours, theirs = options_of(a), options_of(b)
+    ours, theirs = _told(a), _told(b)
     for name in sorted({*ours} | {*theirs}):
         if name not in BESIDE and ours.get(name) != theirs.get(name):
             yield f"option {name}: {ours.get(name, 'none')} and {theirs.get(name, 'none')}"

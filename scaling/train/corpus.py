@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy
 
-from scaling.train.text import Bytes, Document, Tokenizer, chat_document, plain_document
+from scaling.models.text import FILE, ByteText, Tokenizer, tokenizer
+from scaling.train.documents import Document, chat_document, plain_document
 
 TEXT = (".txt", ".md", ".py", ".rst", ".json", ".csv", "")
 INDEX = "shards.json"  # of a folder of token shards
 EVERYTHING: tuple[numpy.ndarray, ...] = ()
-BYTES = Bytes()
+BYTES = ByteText()
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
     """
     path = Path(path)
     if (path / INDEX).is_file():
-        return _shards(path)
+        return _shards(path, by)
     found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     ids = [p for p in found if p.suffix == ".npy"]
     files = ids or [p for p in found if p.suffix in (*TEXT, ".jsonl") or p == path]
@@ -73,7 +74,7 @@ def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
         raise ValueError(f"{path}: no text and no .npy of tokens to read\n  fix: give a folder that holds some")
     if ids:
         return _joined([_row(p) for p in ids], path)
-    if by is BYTES and not any(p.suffix == ".jsonl" for p in files):
+    if isinstance(by, ByteText) and not any(p.suffix == ".jsonl" for p in files):
         return _joined([numpy.memmap(p, numpy.uint8, "r") for p in files if _readable(p)], path)
     read = [document for p in files for document in documents(p, by) if len(document.ids)]
     counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING
@@ -126,8 +127,34 @@ def _record(path: Path, number: int, line: str, by: Tokenizer) -> Document:
         raise ValueError(f"{path}, line {number}: {error}") from None
 
 
-def _shards(folder: Path) -> Corpus:
-    """The corpus of a folder of token shards. ValueError that names the shard that is missing or cut short."""
+def identity_of(folder: Path) -> str:
+    """Which tokenizer made the ids of a folder of shards. ValueError if nothing says so."""
+    index = json.loads((folder / INDEX).read_text())
+    if "identity" in index:
+        return index["identity"]
+    if (name := index["tokenizer"]) != "bytes" and not Path(name).exists():  # written before they said so
+        raise ValueError(
+            f"{folder}: was made with {name}, which is not there: nothing says which tokenizer that was"
+            "\n  fix: tokenize the text again"
+        )
+    return tokenizer(name).identity
+
+
+def check_identity(folder: Path, by: Tokenizer) -> None:
+    """ValueError unless this tokenizer made the ids of a folder of shards."""
+    if identity_of(folder) != by.identity:
+        name = json.loads((folder / INDEX).read_text())["tokenizer"]
+        whose = f"those of {by.name}" if by.identity else f"known to be those of {by.name}, which has no {FILE}"
+        raise ValueError(
+            f"{folder}: its ids are those of {name}, not {whose}"
+            "\n  fix: tokenize the text by the tokenizer of the model, or give its own with --tokenizer"
+        )
+
+
+def _shards(folder: Path, by: Tokenizer) -> Corpus:
+    """The corpus of a folder of token shards. ValueError that names the shard that is missing or cut short, or if they
+    are of another tokenizer."""
+    check_identity(folder, by)
     index = json.loads((folder / INDEX).read_text())
     for name, nbytes in index["bytes"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != nbytes:

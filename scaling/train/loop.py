@@ -40,6 +40,7 @@ def run(mesh, settings: Settings) -> dict:
     step, result = make_step(settings, mesh, optimizer), {"step": start, "sequences": seen}
     coming = ahead(train, seen, settings.batch)
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), Pace(), None
+    progress.cut(start)
     flight = Flight(out, mesh.rank)
     for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank, settings.chip):
         began = time.perf_counter()

@@ -20,6 +20,7 @@ from scaling.cost.units import significant
 from scaling.hardware import chip, chips
 from scaling.sizes import format_sizes
 from scaling.train.board import Board
+from scaling.train.durable import replaced
 from scaling.train.settings import Settings
 
 
@@ -51,6 +52,18 @@ class Progress:
         name = self.settings.chip or known(self.mesh.device)
         rate = dict(chip(name).peaks).get(self.settings.dtype) if name else None
         return rate * self.mesh.size() if rate else None
+
+    def cut(self, step: int) -> None:
+        """Take the records of steps after this one, which will be done again, out of metrics.jsonl and norms.jsonl; and
+        what a run that was killed wrote in part."""
+        if self.mesh.rank:
+            return
+        for path in (Path(self.settings.out) / name for name in ("metrics.jsonl", "norms.jsonl")):
+            if path.is_file():
+                lines = path.read_text().splitlines(keepends=True)
+                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+                if kept != lines:
+                    replaced(path, "".join(kept))
 
     def record(self, step: int, loss: float, norm: float, seconds: float, stood: float | None) -> dict:
         """The metrics of a step. `norm`: not finite in a step that was skipped, and then None. `stood`: seconds of

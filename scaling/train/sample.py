@@ -5,8 +5,8 @@ import torch
 from scaling import tree
 from scaling.models import transformer as model
 from scaling.strategies import transformer
+from scaling.train.origin import tokenizer_in
 from scaling.train.settings import DTYPES, Settings
-from scaling.train.text import tokenizer
 
 LENGTH, TEMPERATURE = 64, 0.8  # of what is drawn: tokens
 
@@ -16,7 +16,7 @@ def check_sample(settings: Settings, ranks: int, held: int, available: float) ->
     params beside the bytes that it holds."""
     if not settings.sample:
         return
-    ids, V = tokenizer(settings.tokenizer).encode(settings.sample), settings.model.V
+    ids, V = tokenizer_in(settings).encode(settings.sample), settings.model.V
     if not len(ids) or int(max(ids)) >= V:
         raise ValueError(
             f"--sample {settings.sample!r}: its tokens do not lie in 0..{V - 1}, {settings.model.name}'s"
@@ -37,11 +37,11 @@ def continuation(params, settings: Settings, mesh) -> str:
 
     The params are gathered on every rank, whatever the mesh; then rank 0 runs them as on one device.
     """
-    whole, by = transformer.unshard(params, settings.model, mesh), tokenizer(settings.tokenizer)
+    whole, by = transformer.unshard(params, settings.model, mesh), tokenizer_in(settings)
     if mesh.rank:
         return ""
     generator = torch.Generator().manual_seed(settings.seed)
-    prompt = ids = torch.tensor(by.encode(settings.sample).astype("int64"), device=mesh.device)
+    prompt = ids = torch.tensor(by.encode(settings.sample), device=mesh.device)
     for _ in range(LENGTH):  # without a cache: together as much work as one small batch
         logits = model.forward(whole, ids[None], config=settings.model)[0, -1, : by.vocabulary]
         drawn = torch.multinomial((logits.double() / TEMPERATURE).softmax(-1).cpu(), 1, generator=generator)

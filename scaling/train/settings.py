@@ -17,9 +17,10 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 @dataclass(frozen=True)
 class Settings:
     """What a run is made of beside its mesh. `batch`: sequences of the global batch, of `seq` tokens each. `weights`:
-    a Hugging Face folder to begin with, if any. `data`: a path, or several by weight, "A:3,B:1". `profile`: where a
-    profile of a few steps is written, if anywhere. `chip`: of which MFU is a share. `norms`: write each leaf's gradient
-    norm to norms.jsonl. `sample`: a prompt that each evaluation goes on from. `tensorboard`: a folder for its files."""
+    a Hugging Face folder to begin with, if any. `tokenizer`: "bytes", a file or a folder, "" where none is known.
+    `data`: a path, or several by weight, "A:3,B:1". `profile`: where a profile of a few steps is written, if anywhere.
+    `chip`: of which MFU is a share. `norms`: write each leaf's gradient norm to norms.jsonl. `sample`: a prompt that
+    each evaluation goes on from. `tensorboard`: a folder for its files."""
 
     model: Config
     data: str

@@ -3,7 +3,8 @@
 SHARDS/tokens-00000.npy, ...     ids, of 16 bits where the vocabulary allows it
        counted-00000.npy, ...    which of them count in the loss, where prompts do not
        starts.npy                where each document begins
-       shards.json               the files with their bytes; written last
+       tokenizer.json            what made them, unless they are bytes
+       shards.json               the files with their bytes, and which tokenizer made them; written last
 """
 
 import json
@@ -13,9 +14,9 @@ from pathlib import Path
 import numpy
 
 from scaling.console import Parser, complaining, integer
+from scaling.models.text import Tokenizer, copy_companions, tokenizer
 from scaling.train.corpus import INDEX, TEXT, documents
 from scaling.train.durable import replaced
-from scaling.train.text import Tokenizer, tokenizer
 
 
 def write_shards(source, out, by: Tokenizer, shard_tokens: int) -> dict:
@@ -39,7 +40,15 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int) -> dict:
 def _written(source: Path, files: list[Path], out: Path, by: Tokenizer, shard_tokens: int) -> dict:
     """The files as shards in the folder; their index."""
     dtype = numpy.uint16 if by.vocabulary <= 1 << 16 else numpy.uint32
-    index = {"tokenizer": by.name, "tokens": [], "counted": [], "starts": "starts.npy", "top": 0, "bytes": {}}
+    index = {
+        "tokenizer": by.name,
+        "identity": by.identity,
+        "tokens": [],
+        "counted": [],
+        "starts": "starts.npy",
+        "top": 0,
+        "bytes": {},
+    }
     starts, held, size, total, all_count = [], [], 0, 0, True
 
     def save(name: str, x: numpy.ndarray) -> str:
@@ -74,6 +83,8 @@ def _written(source: Path, files: list[Path], out: Path, by: Tokenizer, shard_to
             (out / name).unlink()
             del index["bytes"][name]
         index["counted"] = []
+    if by.identity != "bytes":
+        copy_companions(Path(by.name), out)
     replaced(out / INDEX, json.dumps(index))
     return index
 

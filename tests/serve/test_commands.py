@@ -11,12 +11,13 @@ from scaling.configs import Config
 from scaling.generate import command as generate
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
+from scaling.models.text import ByteText, Unknown, tokenizer_of
 from scaling.serve import command as batch
 from scaling.serve import loading
 from scaling.serve.engine import Draw
 from scaling.serve.requests import RequestLine
 from scaling.serve.states import Request
-from scaling.serve.text import ByteText, TextStream, chat_prompt, ends_of, tokenizer_of
+from scaling.serve.text import TextStream, chat_prompt, ends_of
 from scaling.train import checkpoint
 
 CONFIG = Config("tiny", L=1, D=16, F=24, N=4, K=2, H=4, V=256)
@@ -63,19 +64,25 @@ def test_a_folders_tokenizer(tmp_path):
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     model.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     model.save(str(tmp_path / "tokenizer.json"))
-    found = tokenizer_of(tmp_path)
-    assert found.encode("a b") == [0, 1, 2]
-    assert found.encode("a b", special=False) == [1, 2]
+    found = tokenizer_of(tmp_path, 3)
+    assert found.encode("a b", special=True) == [0, 1, 2]
+    assert found.encode("a b") == [1, 2]
     stream = TextStream(found, ["b"])
     assert [stream.push(1), stream.push(2), stream.rest()] == ["a", " ", ""]
-    assert isinstance(tokenizer_of(tmp_path / "none"), ByteText)
+    with pytest.raises(ValueError, match=r"has the ids 0\.\.2, but .* has 2"):
+        tokenizer_of(tmp_path, 2)
+    assert isinstance(tokenizer_of(tmp_path / "none", 256), ByteText)
+    unknown = tokenizer_of(tmp_path / "none", 512)
+    assert isinstance(unknown, Unknown)
+    with pytest.raises(ValueError, match="fix: put the model's tokenizer"):
+        unknown.encode("a")
 
 
 def test_a_folders_tokenizer_without_its_library(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"fix: pip install 'scaling-book-torch\[hf\]'"):
-        tokenizer_of(tmp_path)
+        tokenizer_of(tmp_path, 9)
 
 
 def test_stop_strings_over_several_tokens():

@@ -6,8 +6,8 @@ import os
 import numpy
 import pytest
 
+from scaling.models.text import ByteText
 from scaling.train import corpus, tokenize
-from scaling.train.text import Bytes
 
 
 def ids(read):
@@ -58,7 +58,7 @@ def test_prompts_do_not_count(tmp_path):
 @pytest.mark.parametrize("shard_tokens", [7, 20, 10**8])
 def test_shards_are_the_text_again(tmp_path, shard_tokens):
     source = lines(tmp_path)
-    index = tokenize.write_shards(source, tmp_path / "out", Bytes(), shard_tokens)
+    index = tokenize.write_shards(source, tmp_path / "out", ByteText(), shard_tokens)
     whole, again = corpus.open_corpus(source), corpus.open_corpus(tmp_path / "out")
     assert len(index["tokens"]) == {7: 2, 20: 1, 10**8: 1}[shard_tokens] + (shard_tokens == 20)
     for first, last in ((0, len(whole)), (20, 33), (25, 27)):

@@ -8,7 +8,6 @@ import torch
 from scaling import tree
 from scaling.models import hf
 from scaling.train.command import main
-from scaling.train.export import add_tokenizer
 
 pytest.importorskip("safetensors")
 
@@ -46,15 +45,3 @@ def test_its_tokenizer_goes_with_it(run, tmp_path):
     by, text = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")), " a\tb\n\nÄ€😀\x7f  "
     assert by.encode(text).ids == list(text.encode())
     assert by.decode(list(text.encode())) == text
-
-
-def test_a_tokenizer_file_is_copied(tmp_path):
-    (tmp_path / "given").mkdir()
-    (tmp_path / "given" / "tokenizer.json").write_text("{}")
-    for name in ("given", "given/tokenizer.json"):
-        (tmp_path / "out").mkdir(exist_ok=True)
-        add_tokenizer(tmp_path / "out", str(tmp_path / name), 1000)
-        assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-        (tmp_path / "out" / "tokenizer.json").unlink()
-    add_tokenizer(tmp_path / "out", "bytes", 1000)
-    assert not any((tmp_path / "out").iterdir())

@@ -1,0 +1,192 @@
+"""Text to token ids and back, and which tokenizer the ids of a model, a run or a corpus belong to.
+
+Bytes are built in; a tokenizer.json needs the library `tokenizers`, of the extra `hf`. Ids mean nothing without their
+tokenizer, so that its `identity` stands beside them: in the shards of a corpus, in runs and in exports.
+"""
+
+import codecs
+import json
+import shutil
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+from scaling.arguments import read_table
+
+FILE = "tokenizer.json"
+COMPANIONS = (  # what comes with a model's weights, beside config.json: files that are copied as they are
+    FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+    "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json: ids that belong to the tokenizer
+RUN, MODEL = "run.toml", "model"  # of a run's folder: its options; what came with its model
+BYTES = 256
+
+
+class Tokenizer(Protocol):
+    """`name`: where it comes from. `identity`: equal for tokenizers that are the same. Ids lie in 0..vocabulary - 1."""
+
+    name: str
+    identity: str
+    vocabulary: int
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Ids; `special`: with the tokens that the tokenizer puts around a text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def reader(self) -> "codecs.IncrementalDecoder | None":
+        """What decodes ids one by one, where that can be done without looking back."""
+        ...
+
+
+class ByteText:
+    """Each byte of UTF-8 text is a token; ids from 256 on stand for nothing."""
+
+    name, identity, vocabulary = "bytes", "bytes", BYTES
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(int(id) for id in ids if id < BYTES).decode(errors="replace")
+
+    def reader(self) -> "codecs.IncrementalDecoder | None":
+        return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
+class FromFile:
+    """A tokenizer.json. ValueError if it cannot be read, or the library is not there."""
+
+    def __init__(self, path: "str | Path"):
+        if not Path(path).is_file():
+            raise ValueError(f"{path}: no such file\n  fix: give the path of a tokenizer.json")
+        try:
+            from tokenizers import Tokenizer as Loaded
+        except ImportError:
+            raise ValueError(
+                f"{path}: needs the library tokenizers\n  fix: pip install 'scaling-book-torch[hf]'"
+            ) from None
+        try:
+            self.loaded = Loaded.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"{path}: not a tokenizer.json: {error}\n  fix: give a file that the tokenizers library wrote"
+            ) from error
+        self.name, self.identity = str(path), sha256(Path(path).read_bytes()).hexdigest()
+        self.vocabulary = max(self.loaded.get_vocab().values(), default=-1) + 1
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return self.loaded.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.loaded.decode([int(i) for i in ids])
+
+    def reader(self) -> None:
+        return None
+
+
+class Unknown:
+    """The tokenizer of a model that came without one: its ids can be given and are printed, text is refused."""
+
+    identity, vocabulary = "", 0
+
+    def __init__(self, place: "str | Path"):
+        self.name = str(place)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        raise ValueError(
+            f"{self.name}: has no {FILE}: nothing says which ids of its model a text is"
+            f"\n  fix: put the model's {FILE} there, or give ids in place of text"
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def reader(self) -> None:
+        return None
+
+
+def tokenizer(name: str) -> Tokenizer:
+    """ "bytes", a tokenizer.json, or a folder that has one."""
+    if name == "bytes":
+        return ByteText()
+    path = Path(name)
+    return _read(path / FILE if path.is_dir() else path)
+
+
+def _read(path: Path) -> Tokenizer:
+    """A tokenizer.json; bytes, if that is what it says, which takes no library."""
+    if path.is_file() and path.read_text(errors="replace") == json.dumps(of_bytes()):
+        return ByteText()
+    return FromFile(path)
+
+
+def tokenizer_of(folder: "str | Path", vocabulary: int) -> Tokenizer:
+    """The tokenizer of a model's folder, or of a run's, whose model has so many ids.
+
+    A folder's own file; bytes where there are 256 ids, or where a run says so; else `Unknown`. ValueError if the file
+    has more ids than the model.
+    """
+    folder = Path(folder)
+    home = home_of(folder)
+    if (home / FILE).is_file():
+        return checked_tokenizer(_read(home / FILE), vocabulary, str(folder))
+    if (folder / RUN).is_file():
+        options = read_table(folder / RUN)
+        name = options.get("tokenizer", "bytes")
+        if name != "bytes":
+            return checked_tokenizer(tokenizer(name), vocabulary, str(folder)) if name else Unknown(folder)
+        known = options.get("identity") == "bytes"  # runs of old say "bytes" where nobody was asked
+        return ByteText() if known or vocabulary == BYTES else Unknown(folder)
+    return ByteText() if vocabulary == BYTES else Unknown(folder)
+
+
+def checked_tokenizer(by: Tokenizer, vocabulary: int, model: str) -> Tokenizer:
+    """The tokenizer. ValueError if it has ids that the model has not; of bytes, those that occur are what counts."""
+    if by.identity != "bytes" and by.vocabulary > vocabulary:
+        raise ValueError(
+            f"{by.name}: has the ids 0..{by.vocabulary - 1}, but {model} has {vocabulary}"
+            "\n  fix: give the tokenizer that belongs to this model, or a model with a greater vocabulary"
+        )
+    return by
+
+
+def home_of(folder: "str | Path") -> Path:
+    """Where the files lie that came with the model of a folder: of a run, those that it keeps of it."""
+    folder = Path(folder)
+    return folder / MODEL if (folder / RUN).is_file() else folder
+
+
+def copy_companions(source: "str | Path", out: Path) -> None:
+    """Copy what came with the weights or the tokenizer of a folder; of a file, its tokenizer alone."""
+    source = Path(source)
+    out.mkdir(parents=True, exist_ok=True)
+    if source.is_file():
+        shutil.copyfile(source, out / FILE)
+        return
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+
+
+def write_bytes(out: Path) -> None:
+    """The tokenizer of bytes as files of Hugging Face's."""
+    (out / FILE).write_text(json.dumps(of_bytes()))
+    (out / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+
+
+def of_bytes() -> dict[str, Any]:
+    """The tokenizer.json in which byte b is token b.
+
+    Its names of bytes are those of Hugging Face's ByteLevel: a printable byte's own character, for others those from
+    256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, BYTES)]
+    rest = [b for b in range(BYTES) if b not in printable]
+    vocab = {chr(b): b for b in printable} | {chr(BYTES + i): b for i, b in enumerate(rest)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    return {"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level, "model": model}

@@ -1,0 +1,167 @@
+"""What a run began with: its model, and the tokenizer to which its ids belong. A run's folder keeps both.
+
+RUN/run.toml      the options; model = "model" and tokenizer = "model" stand for the folder below
+RUN/model/        what came with the model and its tokenizer: config.json, tokenizer.json, chat template, ...
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from scaling.arguments import of_type, read_table
+from scaling.configs import Config, get, load
+from scaling.models.text import (
+    BYTES,
+    ENDS,
+    FILE,
+    MODEL,
+    RUN,
+    Tokenizer,
+    Unknown,
+    checked_tokenizer,
+    copy_companions,
+    tokenizer,
+    tokenizer_of,
+)
+from scaling.train.corpus import INDEX, check_identity
+from scaling.train.settings import Settings
+
+CONFIGS = ("config.json", "config.toml")
+
+
+def options_of(run: Path, **kinds: type) -> dict[str, Any]:
+    """The options of the run in a folder, of which those named are of these types. ValueError if it has none."""
+    if not (run / RUN).is_file():
+        raise ValueError(
+            f"{run}: is not a run of scaling.train: it has no {RUN}"
+            "\n  fix: give the folder that a run of scaling.train wrote"
+        )
+    options = read_table(run / RUN)
+    for name, kind in kinds.items():
+        of_type(f"{run / RUN}: {name}", options.get(name), kind)
+    return options
+
+
+def config_at(place: str) -> tuple[Config, str]:
+    """The sizes of a model by name, of a config.json or of an HF folder, which may have weights: (config, folder)."""
+    path = Path(place)
+    if path.is_dir():
+        file = next((path / name for name in CONFIGS if (path / name).is_file()), path / CONFIGS[0])
+        return load(file), str(path)
+    return load(path) if path.suffix == ".json" else get(place), ""
+
+
+def config_of_run(run: Path) -> Config:
+    """The sizes of the model of a run. ValueError if what its options name is gone."""
+    named = options_of(run, model=str)["model"]
+    if named != MODEL:  # a name; of runs that kept no model, perhaps a path
+        return config_at(named)[0]
+    return config_at(str(run / MODEL))[0].with_(name=run.resolve().name)
+
+
+def tokenizer_for(config: Config, model: str, weights: str, given: "str | None", data: str, out: "Path | None") -> str:
+    """The tokenizer of a run, as `Settings.tokenizer` has it: "bytes", a file or a folder, or "" where none is known.
+
+    `given`: --tokenizer. By default the model folder's own; of a model that is made here that of the shards of `data`,
+    or bytes. `out`: the folder of a run that is resumed. ValueError if it is not the one that the model's weights, the
+    run or shards of `data` have learned or were made by.
+    """
+    places = [Path(path) for path, _ in weighted_paths(data)]
+    if out is not None and options_of(out).get("identity") is not None:
+        by = _of_run(out, config.V, given)
+    elif given:
+        by = _given(config, model, weights, given)
+    elif Path(model).is_dir():
+        by = tokenizer_of(model, config.V)
+    else:
+        by = _of_data(config, places)
+    for path in places:
+        if (path / INDEX).is_file():
+            check_identity(path, by)
+    return by.name if by.identity else ""
+
+
+def _of_run(out: Path, V: int, given: "str | None") -> Tokenizer:
+    by = tokenizer_of(out, V)
+    if given and given != str(out / MODEL) and tokenizer(given).identity != by.identity:
+        raise ValueError(
+            f"--tokenizer {given}: {out} was begun with another, {by.name}"
+            "\n  fix: leave --tokenizer out, or begin another run"
+        )
+    return by
+
+
+def _given(config: Config, model: str, weights: str, given: str) -> Tokenizer:
+    by = checked_tokenizer(tokenizer(given), config.V, config.name)
+    own = tokenizer_of(model, config.V) if weights and Path(model).is_dir() else by
+    if own.identity not in ("", by.identity):
+        raise ValueError(
+            f"--tokenizer {given}: the weights of {weights} have learned the ids of {own.name}"
+            "\n  fix: leave --tokenizer out, or give --from-scratch"
+        )
+    return by
+
+
+def _of_data(config: Config, places: list[Path]) -> Tokenizer:
+    """Of a model that is made here: what made the shards that it reads; rows of ids do not say what made them."""
+    for path in places:
+        if (path / INDEX).is_file() and (path / FILE).is_file():
+            return checked_tokenizer(tokenizer(str(path)), config.V, config.name)
+    rows = places and all(path.suffix == ".npy" for path in places)
+    return Unknown(config.name) if rows and config.V != BYTES else tokenizer("bytes")
+
+
+def tokenizer_in(settings: Settings) -> Tokenizer:
+    """The tokenizer of a run's settings."""
+    return tokenizer(settings.tokenizer) if settings.tokenizer else Unknown(settings.weights or settings.model.name)
+
+
+def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
+    """Copy the model's files and the tokenizer's into the run's folder, unless they are there; what run.toml says."""
+    by, home = tokenizer_in(settings), out / MODEL
+    path, place = Path(model), Path(settings.tokenizer)
+    said = {"model": model, "tokenizer": settings.tokenizer, "identity": by.identity}
+    said["weights"] = str(Path(settings.weights).resolve()) if settings.weights else ""
+    if path.exists() and path.resolve() != home.resolve():
+        home.mkdir(parents=True, exist_ok=True)
+        file = next((path / name for name in CONFIGS if (path / name).is_file()), path)
+        shutil.copyfile(file, home / f"config{file.suffix}")
+        if path.is_dir() and tokenizer_of(path, settings.model.V).identity == by.identity:
+            copy_companions(path, home)
+        else:
+            without_ends(home / f"config{file.suffix}")
+    if path.exists():
+        said["model"] = MODEL
+    if by.identity not in ("", "bytes"):
+        if place.resolve() not in (home.resolve(), (home / FILE).resolve()) and not (home / FILE).is_file():
+            copy_companions(place, home)
+        said["tokenizer"] = MODEL
+    return said
+
+
+def without_ends(path: Path) -> None:
+    """Take the ids of begin and end, which are another tokenizer's, out of a Hugging Face config.json."""
+    if path.suffix == ".json":
+        table = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in table.items() if key not in ENDS}, indent=2) + "\n")
+
+
+def weighted_paths(data: str) -> list[tuple[str, float]]:
+    """ "A:3,B" -> [("A", 3.0), ("B", 1.0)]: paths and their weights. ValueError for a weight that is no number."""
+    if Path(data).exists() or ("," not in data and ":" not in data):
+        return [(data, 1.0)]
+    found = []
+    for part in data.split(","):
+        path, colon, weight = part.rpartition(":")
+        try:
+            found.append((path if colon else part, float(weight) if colon else 1.0))
+        except ValueError:
+            raise ValueError(
+                f"{data}: the weight {weight!r} is not a number\n  fix: write --data as PATH:WEIGHT,PATH:WEIGHT"
+            ) from None
+        if not 0 < found[-1][1] < float("inf"):
+            raise ValueError(
+                f"{data}: the weight {weight} is not above 0\n  fix: give a positive number, or leave the file out"
+            )
+    return found
