@@ -160,7 +160,7 @@ BUGS = (
         "sgl-project/sglang#20967 deepspeedai/DeepSpeed#8316 pytorch/torchtitan#2577",
         "a head is cut in two, or a rank gets none: garbled text, a crash or a hang",
         TRANSFORMER + "types.py",
-        (('(("Y",) if whole_heads and', '(("Y",) if not whole_heads and'),),
+        (('(*gone, "Y") if name in whole_heads', '(*gone, "Y") if name not in whole_heads'),),
         raises=("one_kv_head", "dim K of size 1 does not divide into 2 blocks"),
     ),
     Bug(
@@ -213,6 +213,14 @@ BUGS = (
         "scaling/optim/clipping.py",
         (('(all_reduce(f"Norm[] {{U_{axes}}} -> Norm[]", square, mesh) if axes else square)', "square"),),
         fails="tests/test_clipping.py::test_clipping_counts_each_element_once",
+    ),
+    Bug(
+        "squares of millions of elements added up one by one in float32",
+        "pytorch/pytorch#68326 pytorch/pytorch#151761",
+        "the norm is 0.1% too small, by another share on every mesh, and so is what gradients are clipped by",
+        "scaling/optim/clipping.py",
+        (("ROW = 1024", "ROW = 1 << 40"),),
+        fails="tests/test_clipping.py::test_the_norm_of_a_large_leaf_is_the_same_however_it_is_split",
     ),
     Bug(
         "experts chosen again where a layer is computed again",
