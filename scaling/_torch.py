@@ -79,7 +79,7 @@ def share_gloo_device() -> None:
     device = c10d.ProcessGroupGloo.create_device(interface="lo")
 
     class OnOneDevice(c10d.ProcessGroupGloo):
-        def __init__(self, store, rank, size, timeout):
+        def __init__(self, store, rank, size, timeout, **_):  # torch 2.15 gives enable_reconfigure as well
             options = c10d.ProcessGroupGloo._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)

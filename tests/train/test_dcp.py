@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,12 @@ def test_an_attribute_is_the_member_of_an_enum_or_refused():
     for of, name in ((torch.Size, "__class__"), (formats, "__class__"), (torch.float32, "__reduce__"), (4, "real")):
         with pytest.raises((pickle.UnpicklingError, KeyError), match=name):
             loaded(Attribute(of, name))
+
+
+def test_a_path_of_python_3_13_is_read():
+    written = pickle.dumps(Path("a/b"), protocol=0).replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert b"_local" in written or sys.version_info >= (3, 13)
+    assert dcp._Restricted(io.BytesIO(written)).load() == Path("a/b")
 
 
 def test_a_malicious_checkpoint_of_torch_is_refused(tmp_path):
