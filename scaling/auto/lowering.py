@@ -9,12 +9,12 @@ import optree
 from torch import Tensor
 
 from scaling.algebra.layouts import DimAxes
-from scaling.algebra.resharding import reshard
+from scaling.algebra.resharding import path
 from scaling.algebra.steps import COLLECTIVES, Step
+from scaling.auto.planning import Chosen, ways_from
 from scaling.auto.tracing import Graph
 from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array
-from scaling.explicit.cheapest import bytes_to_change
 from scaling.explicit.functions import LETTERS, LocalPlan
 from scaling.explicit.ops import Inferred, LabelledOp
 from scaling.spec import Spec
@@ -36,13 +36,15 @@ class ListingLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program with its collectives put in. `listing` is its text, `lines` its lines, `steps` its collectives."""
+    """A program with its collectives put in. `listing` is its text, `lines` its lines, `steps` its collectives;
+    `planned` the bytes that the plan says each device sends."""
 
     lines: tuple[ListingLine, ...]
     graph: Graph
     inputs: tuple[ValueLayout, ...]
     outputs: tuple[ValueLayout, ...]
     mesh: Any
+    planned: float
 
     @property
     def listing(self) -> str:
@@ -71,31 +73,29 @@ class Lowered:
         return optree.tree_unflatten(self.graph.structure, results)
 
 
-def lower(
-    graph: Graph, names: Sequence[Spec], types: Sequence[DimAxes], outputs, chosen: Sequence[Inferred], mesh
-) -> Lowered:
+def lower(graph: Graph, names: Sequence[Spec], types: Sequence[DimAxes], outputs, chosen: Chosen, mesh) -> Lowered:
     """The lines of a plan. `names`: the arguments' names and dims; `types`: their layouts; `outputs`: Specs or None of
     the results; `chosen`: what `plan` found."""
-    writer = Writer(graph, mesh)
+    writer, stages = Writer(graph, mesh, chosen.axes), chosen.stages
     for number, (spec, at) in enumerate(zip(names, types, strict=True)):
         writer.specs[number] = spec
         writer.held[number] = [at]
     asked = {n: spec for n, spec in zip(graph.outputs, outputs, strict=True) if spec is not None and spec.name}
     for number in range(len(names), len(graph.nodes)):
-        writer.compute(number, chosen[number - len(names)], asked.get(number))
+        writer.compute(number, stages[number - len(names)], asked.get(number))
     ends = [
         writer.bring(number, needed)
-        for number, ((needed,), _) in zip(graph.outputs, chosen[len(graph.nodes) - len(names) :], strict=True)
+        for number, ((needed,), _) in zip(graph.outputs, stages[len(graph.nodes) - len(names) :], strict=True)
     ]
     inputs = tuple((number, at) for number, at in enumerate(types))
-    return Lowered(tuple(writer.lines), graph, inputs, tuple(ends), mesh)
+    return Lowered(tuple(writer.lines), graph, inputs, tuple(ends), mesh, chosen.nbytes)
 
 
 class Writer:
     """Writes lines one by one: `specs` has each value's name and dims, `held` the layouts that it is held in."""
 
-    def __init__(self, graph: Graph, mesh):
-        self.graph, self.mesh = graph, mesh
+    def __init__(self, graph: Graph, mesh, axes: tuple[tuple[str, int], ...]):
+        self.graph, self.mesh, self.axes = graph, mesh, axes
         self.lines: list[ListingLine] = []
         self.specs: dict[int, Spec] = {}
         self.held: dict[int, list[DimAxes]] = {}
@@ -108,11 +108,10 @@ class Writer:
         """The value in a layout, by collectives from the nearest one that it is held in."""
         node = self.graph.nodes[number]
         if to not in self.held[number]:
-            start = min(
-                self.held[number], key=lambda at: bytes_to_change(at, to, node.shape, node.dtype.itemsize, self.mesh)
-            )
+            ways = {at: ways_from(at, node.shape, self.axes, self.mesh) for at in self.held[number]}
+            start = min(ways, key=lambda at: ways[at][to].key)
             now = (number, start)
-            for step in reshard(self.typed(number, start), self.typed(number, to), node.shape, self.mesh).steps:
+            for step in path(ways[start], self.typed(number, start), to)[0]:
                 after = (number, DimAxes(tuple(axes for _, axes in step.after.dims), step.after.unreduced))
                 named = dict(zip(step.after.dim_names, node.shape, strict=True))
                 run = partial(run_step, step, mesh=self.mesh)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scaling.algebra.layouts import DimAxes, Setting, arrangements, divides
-from scaling.algebra.resharding import shortest
+from scaling.algebra.resharding import START, Reached, shortest
 from scaling.auto.tracing import Graph, Node
 from scaling.explicit.cheapest import all_layouts, spec_of
 from scaling.explicit.ops import Illegal, Inferred, LabelledOp, Sizes
@@ -45,10 +45,17 @@ class SearchState(NamedTuple):
     chosen: Inferred | None = None
 
 
-def plan(
-    graph: Graph, inputs: Sequence[DimAxes], outputs: Sequence[DimAxes | None], constraints, mesh
-) -> list[Inferred]:
+class Chosen(NamedTuple):
     """For each node after the arguments what its operands are resharded to and its result; then for each output.
+    `nbytes`: what each device sends in all; `axes`: those over which arrays are resharded, with their sizes."""
+
+    stages: list[Inferred]
+    nbytes: float
+    axes: tuple[tuple[str, int], ...]
+
+
+def plan(graph: Graph, inputs: Sequence[DimAxes], outputs: Sequence[DimAxes | None], constraints, mesh) -> Chosen:
+    """The plan that sends the least.
 
     `inputs`, `outputs`: their layouts; None is whichever sends the least, but not unreduced. `constraints`: {node:
     layout}. Raises ShardingError if some operation is legal in no layout.
@@ -109,23 +116,24 @@ class Planner:
     def sent(self, number: int, at: DimAxes, to: DimAxes) -> float:
         """Bytes that each device sends to bring a value from a layout into another; inf where it cannot be."""
         if (number, at) not in self.tables:
-            node, whole = self.graph.nodes[number], self.mesh.size()
+            node, whole = self.graph.nodes[number], self.mesh.size() ** 2
             nbytes = math.prod(node.shape) * node.dtype.itemsize
-            found = _distances(at, tuple(math.gcd(n, whole) for n in node.shape), self.axes)
-            self.tables[number, at] = {to: part * nbytes for to, part in found.items()}
+            found = ways_from(at, node.shape, self.axes, self.mesh)
+            self.tables[number, at] = {to: reached.key[0] * nbytes / whole for to, reached in found.items()}
         return self.tables[number, at].get(to, math.inf)
 
-    def plan(self) -> list[Inferred]:
-        """The choice of every stage in the cheapest plan found."""
+    def plan(self) -> Chosen:
+        """The cheapest plan found."""
         held = tuple((i, HeldLayouts({at})) for i, at in enumerate(self.inputs) if i in self.last)
         states = [SearchState((0.0, 0.0, 0), held)]
         for number, stage in enumerate(self.stages):
             states = sorted(self._after(states, number, stage), key=self._promise)[:BEAM]
         chosen, state = [], states[0]
+        nbytes = state.cost[0]
         while state.before is not None:
             chosen.append(state.chosen)
             state = state.before
-        return chosen[::-1]
+        return Chosen(chosen[::-1], nbytes, self.axes)
 
     def _promise(self, state: SearchState) -> tuple[float, ProgramCost]:
         """What a state has sent and will send at the least."""
@@ -169,12 +177,17 @@ class Planner:
         return list(best.values())
 
 
+def ways_from(at: DimAxes, shape: Sizes, axes: tuple[tuple[str, int], ...], mesh) -> dict[DimAxes, Reached]:
+    """How an array is brought from a layout into every other: the steps that send the least, over all of `axes`.
+
+    What it costs is in parts of the array, of which the mesh has the square of its size.
+    """
+    return _ways_from(at, tuple(math.gcd(n, mesh.size()) for n in shape), axes)
+
+
 @lru_cache(maxsize=65536)
-def _distances(at: DimAxes, shape: Sizes, axes: tuple[tuple[str, int], ...]) -> dict[DimAxes, float]:
-    """The part of an array that each device sends from a layout to every other."""
-    within = Setting(axes, True, tuple(axis for axis, _ in axes))
-    found = shortest({at: (0, 0, 0)}, spec_of(at), shape, 1, within)
-    return {layout: reached.key[0] / within.whole for layout, reached in found.items()}
+def _ways_from(at: DimAxes, shape: Sizes, axes: tuple[tuple[str, int], ...]) -> dict[DimAxes, Reached]:
+    return shortest({at: START}, spec_of(at), shape, 1, Setting(axes, True, tuple(axis for axis, _ in axes)))
 
 
 def _ways(graph: Graph, node: Node, constraint: DimAxes | None, axes, mesh) -> list[tuple[Inferred, float]]:

@@ -1,0 +1,55 @@
+"""What a plan is priced at is what it sends: every pair of types on two meshes; products beside algebra.matmul."""
+
+import itertools
+
+import pytest
+import torch
+
+from scaling import auto
+from scaling.algebra import matmul
+from scaling.explicit.cheapest import all_layouts, plan_change, shape_sizes, spec_of
+from scaling.mesh import AbstractMesh
+
+MESHES = [{"X": 2, "Y": 4}, {"X": 2, "Y": 2, "Z": 2}]
+SHAPE = (64, 128)
+
+
+def text(at) -> str:
+    return str(spec_of(at, "A"))
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_price_is_what_is_sent(sizes):
+    """Of every pair of layouts; and never more than `reshard` sends, which leaves idle axes alone."""
+    mesh, x = AbstractMesh(sizes), torch.empty(SHAPE, device="meta")
+    every, less = all_layouts(SHAPE, mesh, tuple(sizes), tuple(sizes)), 0
+    for src, dst in itertools.product(every, every):
+        if set(dst.unreduced) - set(src.unreduced):
+            continue  # only a product makes partial sums
+        lowered = auto.jit(lambda x: x, mesh, text(src), text(dst)).lower(x)
+        assert lowered.wire_bytes == pytest.approx(lowered.planned), (src, dst)
+        plain = plan_change(src, dst, SHAPE, mesh).wire_bytes(shape_sizes(SHAPE), mesh, 4)
+        assert lowered.wire_bytes <= plain, (src, dst)
+        less += lowered.wire_bytes < plain
+    assert less > 0
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_a_product_never_sends_more_than_matmul_plans(sizes):
+    mesh, (I, J, K) = AbstractMesh(sizes), (64, 128, 32)
+    arguments = torch.empty(I, J, device="meta"), torch.empty(J, K, device="meta")
+    of_a, of_b, of_out = (all_layouts(shape, mesh, tuple(sizes)) for shape in ((I, J), (J, K), (I, K)))
+    drawn = [*itertools.product(of_a, of_b, of_out)][:: 37 if len(sizes) == 2 else 997]
+    for a, b, out in drawn:
+        types = [str(spec_of(at, name)) for at, name in ((a, "A"), (b, "B"), (out, "C"))]
+        lowered = auto.jit(torch.matmul, mesh, (types[0], types[1]), types[2]).lower(*arguments)
+        assert lowered.wire_bytes == pytest.approx(lowered.planned), types
+        lines = types[0], types[1].replace("J", "K").replace("I", "J"), types[2].replace("J", "K")
+        planned = matmul(*lines, sizes={"I": I, "J": J, "K": K}, mesh=sizes)
+        assert lowered.wire_bytes <= planned.wire_bytes({"I": I, "J": J, "K": K}, mesh, 4), types
+
+
+def test_the_product_that_sent_more():
+    mesh = AbstractMesh(MESHES[0])
+    run = auto.jit(torch.matmul, mesh, ("A[I, J_X]", "B[J, K_X]"), "C[I_Y, K]")
+    assert run.lower(torch.empty(64, 128, device="meta"), torch.empty(128, 32, device="meta")).wire_bytes <= 5120
