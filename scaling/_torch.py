@@ -69,9 +69,6 @@ def lazy_clone(x: Tensor) -> Tensor:
         return x.clone()
 
 
-is_lazy = torch._C._is_cow_tensor  # whether x is a lazy clone, or has one: who may write to it copies it first
-
-
 def share_gloo_device() -> None:
     """Let all gloo groups that this process makes from now on send by one device of the loopback interface: each device
     has a thread that wakes a hundred times a second. For many ranks on few cores, as tests have them."""
@@ -157,12 +154,6 @@ def tape_gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], cotangen
     to compare shapes: half a second, which every rank of a run that is started again would spend."""
     backward = torch.autograd.graph._engine_run_backward
     return backward(tuple(results), tuple(cotangents), False, False, tuple(leaves), True, accumulate_grad=False)
-
-
-def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a[M, K] b[K, N], of float32 on a CPU, by oneDNN, where torch itself would multiply by MKL. No K of 0. An operand
-    that is lazy is copied first."""
-    return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
 
 
 # What torch.func wraps a tensor in, level by level: of vmap those alone whose level it is batched at.

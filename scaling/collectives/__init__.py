@@ -3,7 +3,7 @@
 `calls` has the collectives, `multiply` einsum, `plans` what runs a plan or a program of `scaling.algebra`, `rings` the
 same collectives hop by hop, `masks` partial sums that come of a mask. Beneath: `op` a collective as data, `kinds` the
 table of them, `eager` and `traced` the two ways to run one, `linear` its derivatives, `checked` the comparison of
-ranks, `matrices` the product of two.
+ranks.
 """
 
 from scaling.collectives.calls import (

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling._torch import constant, in_transform, lazy_clone
+from scaling._torch import lazy_clone
 from scaling.algebra.contraction import check_product
-from scaling.collectives.matrices import fits_onednn, matmul, matmul_into, onednn_in_graph
 from scaling.spec import Line, Spec
 
 
@@ -128,7 +127,7 @@ def _matmul(order: Order) -> tuple[Callable, Callable]:
 
     def multiply(a, b):
         a, b, shape = order.matrices(a, b)
-        return order.result(matmul(a, b), shape)
+        return order.result(a @ b, shape)
 
     def into(a, b, out, add):
         if not out.is_contiguous():
@@ -147,7 +146,7 @@ def _matrices(order: Order) -> tuple[Callable, Callable]:
     _, _, plain_a, plain_b, ahead = order
 
     def multiply(a, b):
-        product = matmul(a if plain_a else a.t(), b if plain_b else b.t())
+        product = (a if plain_a else a.t()) @ (b if plain_b else b.t())
         return product if ahead else product.t()
 
     def into(a, b, out, add):
@@ -159,20 +158,19 @@ def _matrices(order: Order) -> tuple[Callable, Callable]:
     return multiply, into
 
 
-@constant
-def altered() -> bool:
-    """Whether a transform of torch.func or autocast is at work."""
-    return in_transform() is not None or torch.is_autocast_enabled("cpu")
+def matmul_into(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
+    """out = a b, or with `add` out += a b, in place."""
+    return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
 
 
 def compiled_matmul(order: Order, a: Tensor, b: Tensor) -> Tensor | None:
     """The product in a compiler's graph, or None where torch.einsum's is as good."""
-    x, y, shape = order.matrices(a, b)
-    if fits_onednn(x, y) and not (a.requires_grad or b.requires_grad or altered()):
-        return order.result(onednn_in_graph(x, y), shape)
-    if order.of_two(len(shape)):  # torch.einsum's is a product of batches of one, not written straight to its place
-        return order.result(torch.mm(x, y), shape)
-    return None
+    if not order.of_two(len(a.shape) + len(b.shape) - 2 * order.summed):
+        return None
+    x, y, shape = order.matrices(
+        a, b
+    )  # torch.einsum's is a product of batches of one, not written straight to its place
+    return order.result(torch.mm(x, y), shape)
 
 
 def _general(line: Line) -> Callable:

@@ -8,12 +8,10 @@
 2. Steps on one rank and one thread: `data_parallel.forward` and `.backward` with `scaling.optim`, against an nn.Module
    with autograd and torch.optim (fused); and, each compiled by torch.compile as a whole, the explicit step and the
    module (whose update is not compiled). Medians of samples taken in turn.
-3. Products (`scaling.collectives.matrices`): torch's and ours, of matrices that are in no cache, by one thread and two.
 """
 
 import json
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,6 @@ from versus_torch import OPTIMIZERS as RULES
 from versus_torch import ours
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
-from scaling.collectives.matrices import matmul_into, multiply
 from scaling.console import Parser
 from scaling.launch import keep_freed_memory
 from scaling.mesh import Mesh
@@ -139,29 +136,6 @@ def steps(size: Size, optimizer: str, count: int, compiled: bool) -> dict[str, l
     return in_turn(sides, count, size.repeat)
 
 
-def products(threads: int, batches: Sequence[int], L: int = 24, D: int = 512, F: int = 2048) -> list[list]:
-    """[threads, product, rows, ms by torch, ours, ratio]: a product and the gradient of W, L weights in turn."""
-    W, dW, lines = torch.randn(L, D, F), torch.empty(L, D, F), []
-    torch.set_num_threads(threads)
-    for B in batches:
-        In, dTmp, Tmp = torch.randn(B, D), torch.randn(B, F), torch.empty(B, F)
-
-        def forward(product, In=In, Tmp=Tmp):
-            for l in range(L):
-                product(In, W[l], Tmp, False)
-
-        def gradient(product, In=In, dTmp=dTmp):
-            for l in range(L):
-                product(In.t(), dTmp, dW[l], False)
-
-        for name, run in ((f"In[B, {D}] W[{D}, {F}]", forward), (f"In[B, {D}] dTmp[B, {F}]", gradient)):
-            times = in_turn({"torch": partial(run, multiply), "ours": partial(run, matmul_into)}, 9)
-            whole, mine = (quartiles(seconds)[1] / L * 1e3 for seconds in times.values())
-            lines.append([threads, name, B, f"{whole:.2f}", f"{mine:.2f}", f"{mine / whole:.2f}"])
-    torch.set_num_threads(1)
-    return lines
-
-
 def show(lines: list[list], headers: list[str]) -> None:
     aligned = ("left", *("right",) * (len(headers) - 1))
     print(tabulate(lines, headers, "github", disable_numparse=True, colalign=aligned), end="\n\n", flush=True)
@@ -184,8 +158,6 @@ def main() -> None:
         [name, *(f"{seconds * 1e6:.2f}" for seconds in (raw, typed, typed - raw))] for name, raw, typed in measured
     ]
     show(lines, ["call", "raw, us", "typed, us", "added, us"])
-    lines = products(1, (16, 32, 64, 128, 256)) + products(2, (1, 2, 8, 16, 64))
-    show(lines, ["threads", "product", "B", "torch's, ms", "ours, ms", "ratio"])
     lines, found = [], []
     for label in args.sizes.split(","):
         for optimizer in args.optimizers.split(","):

@@ -7,7 +7,7 @@ import torch
 from torch.func import grad, grad_and_value
 
 from scaling import optim, tree
-from scaling.collectives import all_gather, all_reduce, einsum, matrices, reduce_scatter
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
 from scaling.schedules import make
 from scaling.spec import ShardingError
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, pipeline, pods, tensor_parallel, zero
@@ -142,38 +142,3 @@ def pipelined(mesh, kind):
 def test_a_pipeline_s_stages_compiled(ranks, kind, mesh):
     for eager, compiled in ranks(pipelined, mesh, kind):
         torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN's products only")
-@pytest.mark.parametrize(
-    ("line", "a", "b"),
-    [
-        ("A[I, J] * B[J, K] -> C[I, K]", (3, 512), (512, 260)),
-        ("A[J, I] * B[K, J] -> C[K, I]", (512, 130), (260, 512)),
-        ("A[I, L, J] * B[J, K, M] -> C[I, L, K, M]", (2, 3, 512), (512, 4, 65)),
-        ("A[I, L, J] * B[I, L, K] -> C[K, J]", (5, 26, 512), (5, 26, 260)),
-    ],
-)
-def test_products_by_onednn(line, a, b, monkeypatch):
-    monkeypatch.setattr(matrices, "ONEDNN", True)
-    calls, original = [], matrices.onednn_matmul
-    monkeypatch.setattr(matrices, "onednn_matmul", lambda a, b: calls.append(a.shape) or original(a, b))
-    torch._dynamo.reset()
-    compile_ = partial(torch.compile, backend="aot_eager", fullgraph=True)
-    g = torch.Generator().manual_seed(0)
-    a, b = torch.randn(a, generator=g), torch.randn(b, generator=g)
-    f = lambda a, b: einsum(line, a, b).sin()  # noqa: E731
-    wanted = f(a.double(), b.double())
-    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-3)
-    close(compile_(f)(a, b).double(), wanted)
-    assert len(calls) == 1
-    with torch.autocast("cpu", torch.bfloat16):
-        assert compile_(f)(a, b).dtype == f(a, b).dtype == torch.bfloat16
-    total = lambda a, b: f(a, b).sum()  # noqa: E731
-    gradients = grad(total, (0, 1))(a.double(), b.double())
-    for got, right in zip(compile_(grad(total, (0, 1)))(a, b), gradients, strict=True):
-        close(got.double(), right)
-    a.requires_grad_()
-    compile_(total)(a, b).backward()
-    close(a.grad.double(), gradients[0])
-    assert len(calls) == 1, "a product that is differentiated is torch's"

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
 
-from scaling.collectives.matrices import matmul, way
 from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.serve.int8 import floats
@@ -41,14 +40,9 @@ def product(x: Tensor, W: Tensor, sizes: Sequence[int] = SIZES) -> Tensor:
     parts, at = [], 0
     for size in sizes:
         while len(x) - at >= size:
-            parts.append(_matmul(x[at : at + size], W))
+            parts.append(x[at : at + size] @ W)
             at += size
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _matmul(x: Tensor, W: Tensor) -> Tensor:
-    """x W. Into which parts its sums are cut would depend on the number of rows: they are left whole."""
-    return x @ W if way(x, W) == "terms" else matmul(x, W)
 
 
 def agreeing(params: dict, config: Config, mesh=None) -> tuple[int, ...]:
