@@ -20,6 +20,7 @@ COMPANIONS = (  # what comes with a model's weights, beside config.json: files t
     "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json: ids that belong to the tokenizer
+IDENTITY = "tokenizer_identity"  # of an export's config.json
 RUN, MODEL = "run.toml", "model"  # of a run's folder: its options; what came with its model
 BYTES = 256
 
@@ -128,12 +129,18 @@ def tokenizer_of(folder: "str | Path", vocabulary: int) -> Tokenizer:
     """The tokenizer of a model's folder, or of a run's, whose model has so many ids.
 
     A folder's own file; bytes where there are 256 ids, or where a run says so; else `Unknown`. ValueError if the file
-    has more ids than the model.
+    has more ids than the model, or is not the one that the run or the export was written with.
     """
     folder = Path(folder)
     home = home_of(folder)
     if (home / FILE).is_file():
-        return checked_tokenizer(_read(home / FILE), vocabulary, str(folder))
+        by = _read(home / FILE)
+        if written_with(folder) not in (None, "", by.identity):
+            raise ValueError(
+                f"{home / FILE}: is not the tokenizer that {folder} was written with\n  fix: copy that one there; or, "
+                f"if both make the same ids, take {' out of '.join(_record_of(folder))}"
+            )
+        return checked_tokenizer(by, vocabulary, str(folder))
     if (folder / RUN).is_file():
         options = read_table(folder / RUN)
         name = options.get("tokenizer", "bytes")
@@ -142,6 +149,18 @@ def tokenizer_of(folder: "str | Path", vocabulary: int) -> Tokenizer:
         known = options.get("identity") == "bytes"  # runs of old say "bytes" where nobody was asked
         return ByteText() if known or vocabulary == BYTES else Unknown(folder)
     return ByteText() if vocabulary == BYTES else Unknown(folder)
+
+
+def written_with(folder: Path) -> str | None:
+    """The identity of the tokenizer that a run or an export was written with. None where nothing says so."""
+    key, file = _record_of(folder)
+    table = read_table(folder / file) if (folder / file).is_file() else {}
+    return table.get(key)
+
+
+def _record_of(folder: Path) -> tuple[str, str]:
+    """(the key, the file that says it)."""
+    return ("identity", RUN) if (folder / RUN).is_file() else (IDENTITY, "config.json")
 
 
 def checked_tokenizer(by: Tokenizer, vocabulary: int, model: str) -> Tokenizer:

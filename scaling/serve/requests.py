@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
+from scaling.models.text import Unknown
 from scaling.serve.engine import Draw
 from scaling.serve.sampling import SEEDS, Sampling, request_seeds
 from scaling.serve.states import Request
@@ -59,6 +60,8 @@ def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...],
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise ValueError("stop is not a list of texts")
+    if stops and isinstance(tokenizer, Unknown):
+        raise ValueError("a stop text needs the model's tokenizer, which is not known")
     top_k = whole("top_k", 0, 1, 1 << 40) if table.get("top_k") is not None else None
     how = Sampling(real("temperature", 0.0), top_k, real("top_p", None), real("min_p", None))
     seed = request_seeds([ids], whole("seed", 0, 0, SEEDS - 1))[0]

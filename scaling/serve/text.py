@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.arguments import read_table, whole_numbers
-from scaling.models.text import home_of
+from scaling.models.text import Unknown, home_of
 
 BROKEN = "\ufffd"  # what stands for bytes that are no whole character
 
@@ -18,6 +18,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
+        if stops and isinstance(tokenizer, Unknown):
+            raise ValueError(f"{tokenizer.name}: a stop text needs its tokenizer\n  fix: put its tokenizer.json there")
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
         self.reader, self.ids = tokenizer.reader(), []
         self.read = self.held = ""  # text of the ids so far; what of it is not given yet

@@ -241,6 +241,8 @@ def prepared(settings: Settings, args) -> Iterator[None]:
     """The run's folder, which one run writes at a time, with its options written back; Ctrl-C and SIGTERM ask the run
     to save and end, a second Ctrl-C ends it at once. ValueError if the folder is in use."""
     out = Path(settings.out)
+    if (out / "config.json").is_file():
+        raise ValueError(f"{out}: is a model's folder: it has a config.json\n  fix: give another --out")
     out.mkdir(parents=True, exist_ok=True)
 
     def ask(signum, frame):
@@ -270,7 +272,7 @@ def claim(out: Path, lock, settings: Settings, args) -> None:
     if settings.resume:
         check_resumed(out, settings)
     flight.keep_earlier(out)
-    keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume")}
+    keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume", "out")}
     keep |= {"mesh": args.mesh, "dropout": settings.model.dropout} | keep_origin(out, args.model, settings)
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(keep.items())]
     replaced(out / RUN, "".join(lines))  # other ranks, which start later, may be reading it

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy
 
-from scaling.models.text import FILE, ByteText, Tokenizer, tokenizer
+from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, tokenizer
 from scaling.train.documents import Document, chat_document, plain_document
 
 TEXT = (".txt", ".md", ".py", ".rst", ".json", ".csv", "")
@@ -62,9 +62,40 @@ def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
 
     Ids and text do not go together. ValueError or OSError that names the file, and the line, for what cannot be read.
     """
-    path = Path(path)
-    if (path / INDEX).is_file():
+    check_data(path := Path(path), by)
+    kind, files = _files(path)
+    if kind == "shards":
         return _shards(path, by)
+    if kind == "ids":
+        return _joined([_row(p) for p in files], path)
+    if isinstance(by, ByteText) and not any(p.suffix == ".jsonl" for p in files):
+        return _joined([numpy.memmap(p, numpy.uint8, "r") for p in files if _readable(p)], path)
+    read = [document for p in files for document in documents(p, by) if len(document.ids)]
+    counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING
+    return _joined([d.ids for d in read], path, counted)
+
+
+def kind_of_data(path) -> str:
+    """ "shards", "ids" (rows of them) or "text", of a file or of a folder. ValueError if there is none of them."""
+    return _files(Path(path))[0]
+
+
+def check_data(path: Path, by: Tokenizer) -> None:
+    """ValueError unless a file or a folder holds what this tokenizer reads; of shards only the index is opened."""
+    kind, files = _files(path)
+    if kind == "shards":
+        check_identity(path, by)
+    if kind == "text" and isinstance(by, Unknown):
+        raise ValueError(
+            f"{files[0]}: is text, and {by.name} has no {FILE}"
+            "\n  fix: give --tokenizer with the model's, or rows of ids"
+        )
+
+
+def _files(path: Path) -> tuple[str, list[Path]]:
+    """(which kind, its files)."""
+    if (path / INDEX).is_file():
+        return "shards", []
     found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     ids = [p for p in found if p.suffix == ".npy"]
     files = ids or [p for p in found if p.suffix in (*TEXT, ".jsonl") or p == path]
@@ -72,13 +103,9 @@ def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
         raise ValueError(f"{path}: no such file or folder\n  fix: give the path of one")
     if not files:
         raise ValueError(f"{path}: no text and no .npy of tokens to read\n  fix: give a folder that holds some")
-    if ids:
-        return _joined([_row(p) for p in ids], path)
-    if isinstance(by, ByteText) and not any(p.suffix == ".jsonl" for p in files):
-        return _joined([numpy.memmap(p, numpy.uint8, "r") for p in files if _readable(p)], path)
-    read = [document for p in files for document in documents(p, by) if len(document.ids)]
-    counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING
-    return _joined([d.ids for d in read], path, counted)
+    if parts := [p for p in ids if (p.parent / INDEX).is_file()]:
+        raise ValueError(f"{parts[0]}: is a part of shards\n  fix: give their folder, {parts[0].parent}")
+    return "ids" if ids else "text", files
 
 
 def _joined(rows: list, path: Path, counted: tuple[numpy.ndarray, ...] = EVERYTHING) -> Corpus:

@@ -13,13 +13,15 @@ from scaling.configs import Config
 from scaling.console import Parser, complaining
 from scaling.mesh import AbstractMesh
 from scaling.models import hf
-from scaling.models.text import ENDS, FILE, copy_companions, home_of, tokenizer_of, write_bytes
+from scaling.models.text import ENDS, FILE, IDENTITY, copy_companions, home_of, tokenizer_of, write_bytes
 from scaling.sizes import parse_mesh
 from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint
 from scaling.train.origin import config_of_run
+
+KEPT = (*ENDS, "max_position_embeddings")  # of the config.json that came with the model: what no size says
 
 
 def export(mesh, run: Path, step: int, config: Config, out: Path) -> None:
@@ -36,12 +38,13 @@ def add_companions(run: Path, out: Path, config: Config) -> None:
     by, home = tokenizer_of(run, config.V), home_of(run)
     if by.identity == "bytes":
         write_bytes(out)
-    elif by.identity:
-        copy_companions(home if (home / FILE).is_file() else Path(by.name), out)
-    if (home / "config.json").is_file():
-        there, table = read_table(home / "config.json"), json.loads((out / "config.json").read_text())
-        table |= {key: there[key] for key in ENDS if key in there}
-        (out / "config.json").write_text(json.dumps(table, indent=2) + "\n")
+    elif by.identity and not (home / FILE).is_file():
+        copy_companions(Path(by.name), out)
+    copy_companions(home, out)
+    there = read_table(home / "config.json") if (home / "config.json").is_file() else {}
+    table = read_table(out / "config.json") | {key: there[key] for key in KEPT if key in there}
+    table |= {"tokenizer": "bytes" if by.identity == "bytes" else FILE, IDENTITY: by.identity} if by.identity else {}
+    (out / "config.json").write_text(json.dumps(table, indent=2) + "\n")
 
 
 @complaining(ValueError, OSError, launch.RankError)

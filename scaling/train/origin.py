@@ -24,9 +24,10 @@ from scaling.models.text import (
     tokenizer,
     tokenizer_of,
 )
-from scaling.train.corpus import INDEX, check_identity
+from scaling.train.corpus import INDEX, check_data, kind_of_data
 from scaling.train.settings import Settings
 
+PLACES = ("weights", "profile", "tensorboard")  # paths among the settings
 CONFIGS = ("config.json", "config.toml")
 
 
@@ -65,21 +66,32 @@ def tokenizer_for(config: Config, model: str, weights: str, given: "str | None",
 
     `given`: --tokenizer. By default the model folder's own; of a model that is made here that of the shards of `data`,
     or bytes. `out`: the folder of a run that is resumed. ValueError if it is not the one that the model's weights, the
-    run or shards of `data` have learned or were made by.
+    run or shards of `data` have learned or were made by, if text has none, and for another model than the run's.
     """
     places = [Path(path) for path, _ in weighted_paths(data)]
     if out is not None and options_of(out).get("identity") is not None:
+        check_model(out, config)
         by = _of_run(out, config.V, given)
+        if weights and Path(model).resolve() != (out / MODEL).resolve():
+            _given(config, model, weights, by.name if by.identity else None)
     elif given:
         by = _given(config, model, weights, given)
-    elif Path(model).is_dir():
+    elif Path(model).is_dir() and (weights or (Path(model) / FILE).is_file()):
         by = tokenizer_of(model, config.V)
     else:
         by = _of_data(config, places)
     for path in places:
-        if (path / INDEX).is_file():
-            check_identity(path, by)
+        check_data(path, by)
     return by.name if by.identity else ""
+
+
+def check_model(out: Path, config: Config) -> None:
+    """ValueError if the run in a folder was begun with a model of other sizes: what it keeps would be written over."""
+    kept, asked = (each.with_(name="", source="", dropout=0.0) for each in (config_of_run(out), config))
+    if kept != asked:
+        raise ValueError(
+            f"{out}: was begun with another model than {config.name}\n  fix: leave --model out, or begin another run"
+        )
 
 
 def _of_run(out: Path, V: int, given: "str | None") -> Tokenizer:
@@ -92,8 +104,8 @@ def _of_run(out: Path, V: int, given: "str | None") -> Tokenizer:
     return by
 
 
-def _given(config: Config, model: str, weights: str, given: str) -> Tokenizer:
-    by = checked_tokenizer(tokenizer(given), config.V, config.name)
+def _given(config: Config, model: str, weights: str, given: "str | None") -> Tokenizer:
+    by = checked_tokenizer(tokenizer(given), config.V, config.name) if given else Unknown(model)
     own = tokenizer_of(model, config.V) if weights and Path(model).is_dir() else by
     if own.identity not in ("", by.identity):
         raise ValueError(
@@ -106,10 +118,16 @@ def _given(config: Config, model: str, weights: str, given: str) -> Tokenizer:
 def _of_data(config: Config, places: list[Path]) -> Tokenizer:
     """Of a model that is made here: what made the shards that it reads; rows of ids do not say what made them."""
     for path in places:
-        if (path / INDEX).is_file() and (path / FILE).is_file():
-            return checked_tokenizer(tokenizer(str(path)), config.V, config.name)
-    rows = places and all(path.suffix == ".npy" for path in places)
-    return Unknown(config.name) if rows and config.V != BYTES else tokenizer("bytes")
+        if (path / INDEX).is_file():
+            made = path if (path / FILE).is_file() else "bytes"
+            return checked_tokenizer(tokenizer(str(made)), config.V, config.name)
+    kinds = {kind_of_data(path) for path in places} if config.V != BYTES else {"text"}
+    if kinds == {"ids", "text"}:
+        raise ValueError(
+            "--data: nothing says which tokenizer made the rows of ids, and so none can read the text beside them"
+            "\n  fix: give --tokenizer with the one that made them"
+        )
+    return Unknown(config.name) if kinds == {"ids"} else tokenizer("bytes")
 
 
 def tokenizer_in(settings: Settings) -> Tokenizer:
@@ -122,12 +140,18 @@ def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
     by, home = tokenizer_in(settings), out / MODEL
     path, place = Path(model), Path(settings.tokenizer)
     said = {"model": model, "tokenizer": settings.tokenizer, "identity": by.identity}
-    said["weights"] = str(Path(settings.weights).resolve()) if settings.weights else ""
+    said |= {key: str(at and Path(at).resolve()) for key in PLACES if (at := getattr(settings, key)) is not None}
+    said["chip"] = str(Path(settings.chip).resolve()) if Path(settings.chip).is_file() else settings.chip
+    said["data"] = absolute_data(settings.data)
     if path.exists() and path.resolve() != home.resolve():
         home.mkdir(parents=True, exist_ok=True)
         file = next((path / name for name in CONFIGS if (path / name).is_file()), path)
         shutil.copyfile(file, home / f"config{file.suffix}")
-        if path.is_dir() and tokenizer_of(path, settings.model.V).identity == by.identity:
+        own = tokenizer(str(path)).identity if (path / FILE).is_file() else None
+        belongs = path.is_dir() and (bool(settings.weights) if own is None else own == by.identity)
+        if by.identity not in ("", "bytes", own):
+            copy_companions(place, home)
+        if belongs:
             copy_companions(path, home)
         else:
             without_ends(home / f"config{file.suffix}")
@@ -145,6 +169,14 @@ def without_ends(path: Path) -> None:
     if path.suffix == ".json":
         table = json.loads(path.read_text())
         path.write_text(json.dumps({key: value for key, value in table.items() if key not in ENDS}, indent=2) + "\n")
+
+
+def absolute_data(data: str) -> str:
+    """The same --data from wherever the run goes on."""
+    parts = weighted_paths(data)
+    if parts == [(data, 1.0)]:
+        return str(Path(data).resolve())
+    return ",".join(f"{Path(path).resolve()}:{weight!r}" for path, weight in parts)
 
 
 def weighted_paths(data: str) -> list[tuple[str, float]]:

@@ -136,5 +136,5 @@ def known(device: torch.device) -> str:
 def describe(settings: Settings, sizes: Mapping[str, int]) -> str:
     """What is about to run, in a line."""
     s = settings
-    where = f"{s.batch} x {s.seq} tokens a step, {os.path.abspath(s.out)}"
+    where = f"{s.batch} x {s.seq} tokens a step, tokenizer {s.tokenizer or 'not known'}, {os.path.abspath(s.out)}"
     return f"{s.model.name}: {tm.num_params(s.model):,} params on {format_sizes(sizes)}, {where}"

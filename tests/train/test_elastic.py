@@ -50,7 +50,8 @@ def test_restarts_on_fewer_ranks_keep_what_was_asked_for(monkeypatch, tmp_path):
     )
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
-    given = ["--data", "text", "--out", str(tmp_path), "--resume"]
+    (tmp_path / "text").write_text("text")
+    given = ["--data", str(tmp_path / "text"), "--out", str(tmp_path), "--resume"]
     for _ in range(3):
         command.main([*given, "--mesh", "P=2,X=2"])
     command.main(["--out", str(tmp_path), "--resume"])

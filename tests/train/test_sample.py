@@ -77,5 +77,7 @@ def test_a_run_shows_and_records_its_sample(tmp_path, monkeypatch, capsys):
 
 def test_without_tensorboard(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("scaling.train.board.importlib.util.find_spec", lambda name: None)
-    assert main(["--data", "x", "--out", str(tmp_path / "run"), "--tensorboard", "board"]) == 1
+    (tmp_path / "x").write_text("x")
+    given = ["--data", str(tmp_path / "x"), "--out", str(tmp_path / "run")]
+    assert main([*given, "--tensorboard", "board"]) == 1
     assert "fix: pip install 'scaling-book-torch[tensorboard]'" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""Which tokenizer belongs to which ids: each (model, tokenizer, data, run) is right or refused, none is silent."""
+
+import itertools
+import shutil
+
+import pytest
+
+pytest.importorskip("tokenizers", reason="tables of tokenizers need the library: pip install tokenizers")
+pytest.importorskip("safetensors")
+
+from tokenized import WORDS, make, model
+
+from scaling.models import hf, transformer
+from scaling.models.text import ByteText, home_of, tokenizer, tokenizer_of, write_bytes
+from scaling.serve.text import ends_of
+from scaling.train import command
+from scaling.train.command import main
+from scaling.train.origin import options_of, tokenizer_in
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    make(here := tmp_path_factory.mktemp("place"))
+    return here
+
+
+MODEL = {  # name: (its vocabulary, its own tokenizer, whether it has weights)
+    "hf": (32, "own", True), "bare": (32, None, True), "hf256": (256, "own", True), "bare256": (256, None, True),
+    "less": (16, "own", True), "sizes.json": (32, None, False), "hf/config.json": (32, "own", False),
+    "tiny": (256, None, False),
+}  # fmt: skip
+IDS = {"bytes": 256, "own": len(WORDS), "other": len(WORDS), "long": len(WORDS) + 400, "ids": 0}
+GIVEN = (None, "bytes", "own", "other", "long")
+DATA = ("text.txt", "rows.npy", "shards-bytes", "shards-own", "shards-other", "rows.npy,text.txt")
+DATA += ("shards-own:2,text.txt:1", "shards-own,shards-other", "rows.npy,shards-own")
+
+
+def expected(name, scratch, given, data):
+    """The tokenizer that is right for the four, or None where they are to be refused."""
+    V, own, weights = MODEL[name]
+    parts = [part.partition(":")[0] for part in data.split(",")]
+    makers = [part.removeprefix("shards-") for part in parts if part.startswith("shards-")]
+    made_here = scratch or not weights
+    own = None if name.endswith(".json") else own
+    by = given or own or (None if made_here or V != 256 else "bytes")
+    if by is None and made_here:
+        mixed = "rows.npy" in parts and len(parts) > 1 and V != 256  # whose those rows are is not known
+        by = makers[0] if makers else None if mixed else "ids" if "rows.npy" in parts and V != 256 else "bytes"
+    elif by is None:
+        by = "ids" if parts == ["rows.npy"] else None
+    if by is None or (by != "bytes" and IDS[by] > V) or {*makers} - {by} or ("text.txt" in parts and by == "ids"):
+        return None
+    own = own or ("bytes" if V == 256 else None)  # weights of 256 ids have learned bytes
+    return by if own in (None, by) or made_here else None
+
+
+@pytest.fixture
+def begun(place, tmp_path, monkeypatch, capsys):
+    """Calls the command up to where its ranks would start; what it made of its arguments, or its refusal."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(command, "trained", lambda settings, sizes, args: ran.append(settings) or 0)
+    monkeypatch.setattr(command.dry, "refuse_too_large", lambda *given: None)
+    monkeypatch.setattr(command.sample, "check_sample", lambda *given: None)
+    monkeypatch.setattr(command.elastic, "fits_as_before", lambda *given: True)
+    ran = []
+
+    def begin(*options):
+        code = main([*options, "--seq", "8", "--batch", "2"])
+        return (ran.pop(), "") if code == 0 else (None, capsys.readouterr().err)
+
+    return begin
+
+
+def identity(place, by):
+    return {"bytes": "bytes", "ids": ""}.get(by) if by in ("bytes", "ids") else tokenizer(str(place / by)).identity
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODEL)
+def test_every_pair_is_right_or_refused(place, tmp_path, begun, name):
+    wrong, right = [], 0
+    for i, (scratch, given, data) in enumerate(itertools.product((False, True), GIVEN, DATA)):
+        by, out = expected(name, scratch, given, data), tmp_path / str(i)
+        options = ["--model", name, "--data", data, "--out", str(out), *(["--from-scratch"] if scratch else [])]
+        at = given if given in (None, "bytes") else str(place / given)
+        settings, error = begun(*options, *(["--tokenizer", at] if at else []))
+        what = f"{scratch=} {given=} {data}: {by}, not"
+        if settings is None:
+            wrong += [f"{what} refused: {error}"] if by is not None else []
+            wrong += [f"{what} without a fix or with a folder: {error}"] if "fix:" not in error or out.exists() else []
+            continue
+        right += 1
+        found = {tokenizer_in(settings).identity, tokenizer_of(out, MODEL[name][0]).identity}
+        found |= {options_of(out)["identity"]}
+        if by is None or found != {identity(place, by)}:
+            wrong.append(f"{what} {settings.tokenizer or 'ids'} {found}")
+        if (ends_of(out) == (1, 5)) != (by == "own" and name in ("hf", "hf256")):
+            wrong.append(f"{what}: ends of text are {ends_of(out)}")
+    assert not wrong, "\n".join(wrong)
+    assert right >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["own", "bytes", "ids"])
+def test_a_resumed_run_keeps_its_tokenizer(place, tmp_path, begun, first):
+    start = {"own": ("hf", "text.txt"), "bytes": ("sizes.json", "shards-bytes"), "ids": ("sizes.json", "rows.npy")}
+    name, data = start[first]
+    out = tmp_path / "run"
+    flags = ["--tokenizer", "bytes"] if first == "bytes" and MODEL[name][0] < 256 else []
+    name = "tiny" if first == "bytes" else name
+    assert begun("--model", name, "--data", data, "--out", str(out), *flags)[0]
+    (out / "step-000001").mkdir()
+    (out / "step-000001" / "index.json").write_text("{}")
+    out = out.rename(tmp_path / "moved")
+    accepted, wrong = 0, []
+    for given, other, data in itertools.product(GIVEN, (None, name, "hf256", "swapped"), (None, *DATA)):
+        options = ["--tokenizer", given if given == "bytes" else str(place / given)] if given else []
+        options += ["--model", other] if other else []
+        options += ["--data", data] if data else []
+        parts = [part.partition(":")[0].removeprefix("shards-") for part in (data or start[first][1]).split(",")]
+        same = (None, name, "swapped") if first == "ids" else (None, name)  # made here: a folder gives sizes alone
+        fine = given in (None, first) and other in same and not {*parts} - {first, "rows.npy", "text.txt"}
+        fine = fine and not (first == "ids" and "text.txt" in parts)
+        before = (out / "run.toml").read_text()
+        settings, error = begun("--out", str(out), "--resume", *options)
+        what = f"{given=} {other=} {data=} {fine=}: {error}"
+        if (settings is not None) != fine:
+            wrong.append(what)
+        if settings is None and ("fix:" not in error or (out / "run.toml").read_text() != before):
+            wrong.append(f"no fix, or written: {what}")
+        if settings is not None and fine:
+            accepted += 1
+            if {tokenizer_in(settings).identity, tokenizer_of(out, 32).identity} != {identity(place, first)}:
+                wrong.append(f"another tokenizer: {what}")
+        (out / "run.toml").write_text(before)
+    assert not wrong, "\n".join(wrong)
+    assert accepted > 3
+
+
+@pytest.mark.parametrize("V", [256, 300])
+def test_exports_of_bytes_are_bytes_again(place, tmp_path, begun, V):
+    """Also of a vocabulary with room: the tokenizer.json that an export writes is known by its content."""
+    hf.save(tmp_path / "hf", model(V), transformer.init(model(V), 1))
+    write_bytes(tmp_path / "hf")
+    assert isinstance(tokenizer_of(tmp_path / "hf", V), ByteText)
+    settings, error = begun("--model", str(tmp_path / "hf"), "--data", "shards-bytes", "--out", str(tmp_path / "run"))
+    assert settings, error
+    assert tokenizer_in(settings).identity == tokenizer_of(tmp_path / "run", V).identity == "bytes"
+
+
+def test_files_that_were_changed_are_refused(place, tmp_path, begun):
+    run = tmp_path / "run"
+    assert begun("--model", "hf", "--data", "text.txt", "--out", str(run))[0]
+    shutil.copy(place / "other" / "tokenizer.json", home_of(run))
+    with pytest.raises(ValueError, match=r"is not the tokenizer that .*run was written with\n  fix: copy that one"):
+        tokenizer_of(run, 32)
+    with pytest.raises(ValueError, match=r"has the ids 0\.\.16, but .* has 16\n  fix: give the tokenizer"):
+        tokenizer_of(place / "less", 16)
+
+
+def test_data_and_folders_that_mean_something_else(tmp_path, begun):
+    for data in ("shards-own/tokens-00000.npy", "."):
+        assert "part of shards" in begun("--model", "hf", "--data", data, "--out", str(tmp_path / "no"))[1]
+    assert "is a model's folder" in begun("--model", "hf", "--data", "text.txt", "--out", "hf")[1]
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("name", ["bare", "own"])
+def test_weights_keep_their_ends_of_text_beside_a_tokenizer_that_was_given(place, tmp_path, begun, name):
+    """Of a folder that has ends of text and no tokenizer.json; the tokenizer's own folder has others."""
+    shutil.copytree(place / name, tmp_path / "own", dirs_exist_ok=True)
+    shutil.copytree(place / "bare", tmp_path / "bare")
+    (tmp_path / "bare" / "generation_config.json").write_text('{"eos_token_id": 3}')
+    (tmp_path / "own" / "generation_config.json").write_text('{"eos_token_id": 9}')
+    given = ["--tokenizer", str(tmp_path / "own")] if name == "own" else []
+    data = "text.txt" if given else "rows.npy"
+    assert begun("--model", str(tmp_path / "bare"), "--data", data, "--out", str(tmp_path / "run"), *given)[0]
+    assert ends_of(tmp_path / "run") == (3,)

@@ -1,0 +1,110 @@
+"""A run's folder is whole by itself, and so is what is exported of it: moved, asked, served, resumed, trained on."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("tokenizers", reason="a run with a tokenizer.json needs the library: pip install tokenizers")
+pytest.importorskip("safetensors")
+
+from tokenized import WORDS, make
+
+from scaling.generate import command as generate
+from scaling.models.text import tokenizer
+from scaling.serve import command as serve
+from scaling.serve.text import chat_prompt, ends_of
+from scaling.train.command import main
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    make(here := tmp_path_factory.mktemp("place"))
+    return here
+
+
+@pytest.mark.slow
+def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
+    """Trained by relative paths, moved, its model gone: resumed, asked, served and exported from elsewhere."""
+    shutil.copytree(place / "hf", tmp_path / "work" / "hf")
+    shutil.copy(place / "text.txt", tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    options = ["--seq", "8", "--batch", "2", "--eval-batches", "1", "--steps", "2", "--sample", "the dog"]
+    assert main(["--model", "hf", "--data", "text.txt", "--out", "run", *options]) == 0
+    shutil.rmtree("hf")
+    shutil.move("run", tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")
+    run, out = str(tmp_path / "moved"), str(tmp_path / "out")
+    assert main(["--out", run, "--resume", "--steps", "3"]) == 0
+    assert main(["export", run, "--out", out]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (place / "hf" / name).read_bytes()
+    table = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (table["bos_token_id"], table["eos_token_id"], table["max_position_embeddings"]) == (0, 1, 64)
+    assert table["tokenizer_identity"] == tokenizer(str(place / "hf")).identity
+    shutil.copytree(tmp_path / "out", tmp_path / "changed")
+    shutil.copy(place / "other" / "tokenizer.json", tmp_path / "changed")
+    assert generate.main(["--model", str(tmp_path / "changed"), "--prompt", "the"]) == 1
+    asked = [{"role": "user", "content": "dog"}]
+    for folder in (run, out):
+        assert ends_of(folder) == ends_of(place / "hf") == (1, 5)
+        assert chat_prompt(folder, asked) == chat_prompt(place / "hf", asked) == "<s>the dog a"
+    said = []
+    for folder in (run, out):
+        capsys.readouterr()
+        for more in (["--chat"], ["--score"], ["--ignore-eos"]):
+            assert generate.main(["--model", folder, "--prompt", "the dog", "--max-new-tokens", "8", *more]) == 0
+        requests = tmp_path / "requests.jsonl"
+        requests.write_text('{"prompt": "the dog ran"}\n{"ids": [2, 3], "stop": "cat"}\n')
+        answers = tmp_path / "answers.jsonl"
+        assert serve.main(["--model", folder, "--input", str(requests), "--output", str(answers)]) == 0
+        rows = [json.loads(line) for line in answers.read_text().splitlines()]
+        said.append((capsys.readouterr().out.split("2 of 2")[0], [(row["text"], row["ids"]) for row in rows]))
+    assert said[0] == said[1]
+    assert {*said[0][1][0][0].split()} <= {*WORDS}  # words, not bytes
+
+
+def test_ids_without_a_tokenizer(place, tmp_path, capsys):
+    """Can be gone on from as numbers; text is refused."""
+    options = ["--model", str(place / "bare"), "--max-new-tokens", "3"]
+    assert generate.main([*options, "--prompt-ids", "2,3"]) == 0
+    assert len(capsys.readouterr().out.split()) == 3
+    assert generate.main([*options, "--prompt", "the"]) == 1
+    assert "fix: put the model's tokenizer.json there" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "in").write_text('{"prompt": "the"}\n{"ids": [2, 3], "max_new_tokens": 2}\n{"ids": [2], "stop": "a"}\n')
+    command = ["--model", str(place / "bare"), "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    assert serve.main(command) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert ["error" in row for row in rows] == [True, False, True]
+    assert (rows[1]["text"], len(rows[1]["ids"])) == ("", 2)
+
+
+@pytest.mark.slow
+def test_a_step_that_is_done_again_stands_once(place, tmp_path):
+    options = ["--data", str(place / "text.txt"), "--out", str(tmp_path), "--seq", "8", "--batch", "2", "--norms"]
+    assert main([*options, "--steps", "4", "--save-every", "2", "--eval-batches", "1", "--mesh", "X=2"]) == 0
+    shutil.rmtree(tmp_path / "step-000004")  # as if it had been killed before
+    assert main(["--out", str(tmp_path), "--resume", "--steps", "5", "--mesh", "X=1"]) == 0
+    for name in ("metrics.jsonl", "norms.jsonl"):
+        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_transformers_pipeline_behaves_as_before(place, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="compares with transformers: pip install transformers")
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    options = ["--seq", "8", "--batch", "2", "--steps", "1", "--lr", "0", "--eval-batches", "1"]
+    assert main(["--model", str(place / "hf"), "--data", str(place / "text.txt"), "--out", run, *options]) == 0
+    assert main(["export", run, "--out", out]) == 0
+    said = []
+    for folder in (str(place / "hf"), out):
+        pipe = transformers.pipeline("text-generation", model=folder, dtype=torch.float32)
+        chat = pipe([{"role": "user", "content": "dog"}], max_new_tokens=12, do_sample=False)[0]["generated_text"]
+        plain = pipe("the dog", max_new_tokens=12, do_sample=False, return_full_text=False)[0]["generated_text"]
+        ends = pipe.model.generation_config.eos_token_id, pipe.model.config.eos_token_id, pipe.model.config.bos_token_id
+        said.append((chat, plain, ends, pipe.tokenizer.eos_token, pipe.tokenizer.chat_template))
+    assert said[0] == said[1]

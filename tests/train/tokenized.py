@@ -1,0 +1,61 @@
+"""A folder of models, tokenizers and data of every kind, for tests of which belongs to which."""
+
+import json
+import shutil
+
+import numpy
+import tokenizers
+
+from scaling.configs import Config
+from scaling.models import hf, transformer
+from scaling.train import tokenize
+
+LINE = "the cat sat on a mat and the dog ran to us in time for tea "
+ENDS = {"bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 64}
+TEXT = LINE * 40
+WORDS = ["<s>", "</s>", *dict.fromkeys(LINE.split())]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}the {{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %} a{% endif %}"
+
+
+def model(V):
+    return Config("small", L=1, D=16, F=24, N=4, K=2, H=4, V=V)
+
+
+def words(path, some):
+    """A tokenizer.json of whole words."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(some)}, unk_token=some[-1]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(path / "tokenizer.json"))
+
+
+def make(here):
+    """Write them into a folder."""
+    for name, some in {
+        "own": WORDS,
+        "other": WORDS[:2] + WORDS[:1:-1],
+        "long": [*WORDS, *map(str, range(400))],
+    }.items():
+        (here / name).mkdir()
+        words(here / name, some)
+    for name, V in {"hf": 32, "bare": 32, "hf256": 256, "bare256": 256, "less": 16}.items():
+        hf.save(here / name, model(V), transformer.init(model(V), 1))
+        if not name.startswith("bare"):
+            shutil.copy(here / "own" / "tokenizer.json", here / name)
+            said = json.loads((here / name / "config.json").read_text()) | ENDS
+            (here / name / "config.json").write_text(json.dumps(said))
+            (here / name / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": [1, 5]}')
+            special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "tea"}
+            (here / name / "special_tokens_map.json").write_text(json.dumps(special))
+            table = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE} | special
+            (here / name / "tokenizer_config.json").write_text(json.dumps(table))
+    shutil.copytree(here / "hf", here / "swapped")
+    shutil.copy(here / "other" / "tokenizer.json", here / "swapped")
+    (here / "sizes.json").write_text(json.dumps({x: getattr(model(32), x) for x in "LDFNKHV"}))
+    (here / "text.txt").write_text(TEXT)
+    numpy.save(here / "rows.npy", numpy.arange(2000) % 16)
+    for name in ("bytes", "own", "other"):
+        by = name if name == "bytes" else str(here / name)
+        options = ["--data", str(here / "text.txt"), "--out", str(here / f"shards-{name}"), "--tokenizer", by]
+        assert tokenize.main(options) == 0
