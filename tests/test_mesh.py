@@ -1,10 +1,7 @@
 """Meshes: coordinates, groups along one axis and several, what cannot be a mesh, and torch's own view of one."""
 
 import itertools
-import mmap
 import os
-import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from scaling import collectives as c
 from scaling.launch import run
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.mesh.futex import Word, has_futex
 from scaling.mesh.meeting import Intent
 from scaling.mesh.meshes import LONGER
 from scaling.mesh.page import LENGTH
@@ -262,22 +258,6 @@ def as_torch_sees_it(mesh):
 def test_the_same_mesh_for_torchs_own_strategies(ranks, sizes):
     for whole in ranks(as_torch_sees_it, sizes):
         assert torch.equal(whole, torch.arange(16.0).view(4, 4))
-
-
-@pytest.mark.skipif(not has_futex(), reason="elsewhere it naps")
-def test_who_waits_for_a_word_sleeps_until_it_is_set():
-    word = Word(mmap.mmap(-1, 64), 8)
-
-    def seconds(seen: int, limit: float) -> float:
-        began = time.monotonic()
-        word.wait(seen, limit)
-        return time.monotonic() - began
-
-    assert seconds(0, 0.05) > 0.04
-    assert seconds(1, 10.0) < 5  # it is another already
-    threading.Timer(0.02, word.set, (2,)).start()
-    assert seconds(0, 10.0) < 5
-    assert word.value == 2
 
 
 def test_of_a_long_call_the_ranks_are_told_the_beginning():

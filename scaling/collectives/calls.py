@@ -14,7 +14,6 @@ torch.amax shares it, and takes one more AllReduce.
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import index
 from typing import Any, Literal, overload
 
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 
 from scaling import trace
-from scaling.collectives.checked import agree_early, agree_on
-from scaling.collectives.kinds import event, runs_behind, start_op
+from scaling.collectives.checked import agree_on
+from scaling.collectives.kinds import event, start_op
 from scaling.collectives.linear import apply, observed
 from scaling.collectives.lines import (
     LineStep,
@@ -45,11 +44,10 @@ class Pending:
     One that is dropped without `wait()` is named in a warning; `call` is what it is called by.
     """
 
-    __slots__ = ("call", "event", "finish", "result", "settle", "work")
+    __slots__ = ("call", "event", "finish", "result", "work")
 
-    def __init__(self, work, finish, event=None, call=None, settle=None):
+    def __init__(self, work, finish, event=None, call=None):
         self.work, self.finish, self.event, self.call, self.result = work, finish, event, call, None
-        self.settle = settle  # ranks that have begun it compare their calls
         if event is not None:
             event.left = trace.now()
 
@@ -65,22 +63,12 @@ class Pending:
         if self.finish is not None:
             if self.event is not None:
                 self.event.waited = trace.now()
-            if self.settle is not None:
-                self._meet(self.settle)
             if self.work is not None:
                 self.work.wait()
             self.result, self.finish, self.work = self.finish(), None, None
             if self.event is not None:
                 trace.done(self.event)
         return self.result
-
-    def _meet(self, settle: Callable[[], None]) -> None:
-        try:
-            settle()
-        except BaseException:
-            _dropped.append((self.work, self.finish))
-            self.call = None  # which is told already
-            raise
 
 
 _dropped: list = []  # the other ranks wait for what is under way: its buffers must not be freed
@@ -260,14 +248,13 @@ def _run(step: LineStep, x: Tensor, mesh, async_op: bool, out: Tensor | None = N
         result = result if out is None else out.copy_(result)
         return Pending(None, lambda: result) if async_op else result
     seen = trace.reached(event(op, x, async_op)) if trace.active() else None
-    early = runs_behind(op, step.group)
-    settle = agree_early(op, x, partial(start_op, op=op, group=step.group)) if early else agree_on(op, x)
+    agree_on(op, x)
     if seen is not None:
         trace.record(seen)
     work, make = start_op(x, op, step.group, out)
     if out is not None or op.mean:
         make = _finish(make, step, out)
-    pending = Pending(work, make, seen, step, settle)
+    pending = Pending(work, make, seen, step)
     return pending if async_op else pending.wait()
 
 

@@ -1,13 +1,12 @@
 """The checked mode: the ranks of a group compare what they are about to do before they do it.
 
 Ranks that call different collectives hang, abort, or get wrong numbers without an error, depending on the backend. On
-one machine they meet in shared memory (`scaling.mesh.meeting`), which takes a few microseconds beyond waiting for the
-last of them; across machines each sends its call to the others, which can take as long as a small collective.
+one machine they meet in shared memory (`scaling.mesh.meeting`), which takes little more than waiting for the last of
+them; across machines each sends its call to the others, which can take as long as a small collective.
 """
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from scaling._torch import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
 from scaling.mesh.meeting import Intent, meeting
 from scaling.mesh.page import DIGEST, LENGTH
-from scaling.mesh.words import different, explained
+from scaling.mesh.words import different, meet
 
 
 def agree(group: Group, call: str, x: torch.Tensor | None = None) -> None:
@@ -36,19 +35,6 @@ def agree_on(op, x: torch.Tensor, traced: bool = False) -> None:
     if _compared(op):
         how = f"under {', '.join(mode_names())}" if modes() else "differentiated" if traced else ""
         _compare(op.checked, op.group, op.axes, _call_of(op, x.shape, x.dtype, how))
-
-
-def agree_early(op, x: torch.Tensor, start: Callable[[torch.Tensor], Any]) -> Callable[[], None] | None:
-    """As `agree_on`, but if all have made this call after the one before, they compare it when what is returned is
-    called, which the caller does before it uses the result. `start(x)` begins the op without waiting for its end."""
-    if not op.checked or op.size == 1:
-        return None
-    call, held = _call_of(op, x.shape, x.dtype, ""), meeting(op.checked)
-    if held is None:
-        return _compare(op.checked, op.group, op.axes, call)
-    shape, dtype, device = x.shape, x.dtype, x.device
-    number = explained(held, held.begin, call, lambda: start(torch.zeros(shape, dtype=dtype, device=device)))
-    return partial(explained, held, held.settle, number)
 
 
 def _compared(op) -> bool:
@@ -75,7 +61,7 @@ def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
 def _compare(place: str, group: str, axes: Sequence[str], call: Intent) -> None:
     held = meeting(place)
     if held is not None:
-        return explained(held, held.meet, call)
+        return meet(held, call)
     pg = process_group(group)
     said = _exchange(pg, call)
     if said is not None:

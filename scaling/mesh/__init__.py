@@ -1,7 +1,7 @@
 """Meshes: devices arranged along named axes (Part 3, "A unified notation for sharding").
 
 `meshes` has the two kinds, one that runs and one of sizes only. In `meeting` the ranks of a group tell each other what
-they are about to do; `page` is the memory that they share for it, `futex` how they wait for each other in it.
+they are about to do; `page` is the memory that they share for it.
 """
 
 from scaling.mesh.meshes import TIMEOUT, AbstractMesh, Group, Mesh, check_device, join_world

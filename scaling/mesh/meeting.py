@@ -1,38 +1,21 @@
-"""Meetings: the ranks of a group tell each other what they are about to do.
+"""Meetings: the ranks of a group tell each other what they are about to do, and wait until all have.
 
-Each writes it into the page that they share, as a word of eight bytes and as text; once all have, they go on, or all
-know who said what. That takes no message: who comes wakes the others. Meetings of a group are numbered.
-
-A call that all have made before, after the same call, is begun before all have come: they meet when its result is
-waited for. So no rank waits for another that would not do so without meetings. Should one come with another call after
-all, it sends zeros for what the others have begun, whose result nobody gets: the group can still be used.
+Each writes the meeting's number and a digest of its call into the page that they share, and the call as text. Where all
+words are alike, all make the same call, and go on. Else all know who said what. It takes no message.
 """
 
+import os
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import count
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import NamedTuple
 from weakref import ref
 
-from scaling.mesh.futex import has_futex
-from scaling.mesh.page import DIGEST, LENGTH, PLACES, ROW, STATE, SharedPage, Wait
-from scaling.mesh.places import (
-    BEGUN,
-    DECIDES,
-    FILLED,
-    LEFT,
-    STANDS,
-    MeetingPlaces,
-    all_here,
-    each_word,
-    low_bytes,
-    only,
-)
+from scaling.mesh.page import DIGEST, LENGTH, PLACES, ROW, STATE, WORD, SharedPage, Wait
 
-NAP, LOOK = 0.05, 0.25  # seconds between looks at who has come; and, after so long, at who waits for whom
-PAIRS = 1 << 14  # of calls made one after the other, that a group remembers at most
+SPINS, NAP, LOOK = 20, 5e-5, 0.25  # looks before naps; seconds of a nap, and between looks at who waits for whom
 CIRCLE, ENDED, LATE = "wait for each other", "has ended", "has not come in time"
 
 
@@ -62,219 +45,122 @@ class NotMet(Exception):
         self.why, self.waits = why, list(waits)
 
 
-class Refused(Exception):
-    """All have come to a meeting, the next one is another; but the call cannot be made."""
+class Differ(Exception):
+    """The members have come with different calls: `said`, in order. The next meeting is another."""
 
     def __init__(self, meeting: "Meeting", said: Sequence[str]):
         self.meeting, self.said = meeting, said
 
 
-class Differ(Refused):
-    """The members are about to make different calls: `said`, in order."""
-
-
-class Left(Refused):
-    """Some have begun the call and given up waiting for others, or send zeros for it: `said`."""
-
-
-class Posted(NamedTuple):
-    """A call that this rank has told the others; whether it has begun it; and the digest of the one before."""
-
-    number: int
-    call: Intent
-    begun: bool
-    before: bytes
-
-
 class Meeting:
     """Where the members of one group meet: group number `group` of those along `axes`, which are set number `of_set` of
-    axes; its members are `ranks`, ascending."""
+    axes; its members are `ranks`, ascending.
+
+    Nobody writes to a meeting's place again before all have read it: to do so they have come to the one after it.
+    """
 
     def __init__(
         self, page: SharedPage, of_set: int, axes: Sequence[str], group: int, ranks: Sequence[int], timeout: float
     ):
         self.page, self.axes, self.ranks, self.timeout = page, tuple(axes), tuple(ranks), timeout
-        self.places, self.size = MeetingPlaces(page, of_set, group, ranks), len(ranks)
-        self.number, self.before = 0, b""  # of the last call that was posted, and its digest
-        self.open: deque[Posted] = deque()  # not settled yet, ascending; all but the last one have begun
-        self.lost: dict[int, BaseException] = {}  # begun, and not settled: why
-        self.pairs: set[tuple[bytes, bytes]] = set()  # calls that all made, one after the other
-        self.fill: dict[bytes, Callable[[], Any]] = {}  # by digest: makes the call on zeros
-        self.filled: list = []  # what was begun so, whose buffers must not be freed
-        page.meetings.append(self)
+        self.size, self.me, self.number, self.fence = len(ranks), ranks.index(page.rank), 0, Lock()
+        base = page.size * ROW + of_set * page.set_nbytes(page.size)
+        firsts = [turn * page.size + group * self.size for turn in range(PLACES)]  # this group's first members
+        self.words = [base + first * WORD for first in firsts]
+        self.texts = [base + PLACES * page.size * WORD + first * LENGTH for first in firsts]
 
     def meet(self, call: Intent) -> None:
         """Wait until all members have come; return if all are about to make the same call.
 
-        Raises Differ or Left if they are not; and NotMet, after which the next meeting is the same one.
+        Raises Differ if they are not; and NotMet, after which the next meeting is the same one.
         """
-        self.settle(self.begin(call))
-
-    def begin(self, call: Intent, fill: Callable[[], Any] | None = None) -> int:
-        """Tell the others; and wait for them, unless all have made this call after the one before, so that the caller
-        may begin it. Before it uses the result it calls `settle` with the number that this returns.
-
-        `fill()` begins the call on zeros; without it this waits always. Raises as `meet`.
-        """
-        places = self.places
-        if LEFT in places.states(self.number + 1):
-            self._fill_what_others_left()
-        while len(self.open) >= PLACES // 2:  # so every member has read what is now written over
-            self.settle(self.open[0].number)
         self.number = number = self.number + 1
-        early = (self.before, call.digest) in self.pairs and fill is not None and has_futex()
-        if fill is not None:
-            self.fill.setdefault(call.digest, fill)
-        words = places.post(number, *call, DECIDES if early else STANDS)
-        if early:  # of two ranks that decide about different calls at least one sees the other's word
-            early = only(words, call.digest + low_bytes(number))
-            places.set_state(number, BEGUN if early else STANDS)
-        self.open.append(Posted(number, call, early, self.before))
-        self.before = call.digest
-        if not early:
-            self.settle(number)
-        return number
+        words, memory = self.words[number % PLACES], self.page.memory
+        text, word = self.texts[number % PLACES] + self.me * LENGTH, call.digest + low_bytes(number)
+        memory[text : text + len(call.text)] = call.text
+        self._write(words, word)
+        end, everyone = words + self.size * WORD, word * self.size
+        if memory[words:end] != everyone:
+            self._wait(call, word)
+            if memory[words:end] != everyone:
+                raise Differ(self, self._said(number))
 
-    def settle(self, number: int) -> None:
-        """Wait until all members have come to all meetings up to this one. Raises as `meet`."""
-        if number in self.lost:
-            raise self.lost[number]
-        while self.open and self.open[0].number <= number:
-            posted = self.open[0]
-            try:
-                self._settle(posted)
-            except BaseException as error:
-                if isinstance(error, Refused) and error.meeting is self:
-                    self.open.popleft()
-                    self.lost[posted.number] = error
-                elif isinstance(error, NotMet | Refused) and not self._may_leave():
-                    continue
-                self._leave(error)
-                raise
-            self.open.popleft()
+    def _write(self, words: int, word: bytes) -> None:
+        at = words + self.me * WORD
+        self.page.memory[at : at + WORD] = word
+        with self.fence:  # what is read after this is not older than what was written
+            pass
 
-    def _settle(self, posted: Posted) -> None:
-        number, call, places = posted.number, posted.call, self.places
-        everyone = (call.digest + low_bytes(number)) * self.size
-        if places.words(number) != everyone:
-            self._wait(call, number)
-            if places.words(number) != everyone:
-                self._differ(posted)
-        if FILLED in places.states(number):
-            if not posted.begun:
-                self._fill(number, (LEFT,))
-            raise Left(self, [call.said])
-        if not posted.begun and len(self.pairs) < PAIRS:
-            self.pairs.add((posted.before, call.digest))
-
-    def _differ(self, posted: Posted) -> None:
-        """All have come, with different calls. What some have begun the others complete; once nobody begins any more,
-        all are told."""
-        number, places, error = posted.number, self.places, Differ(self, [])
-        while DECIDES in places.states(number):
-            time.sleep(NAP / 100)
-        if posted.begun:
-            self._leave(error, all_but=1)
-            places.set_state(number, LEFT)
-        else:
-            self._fill(number, (BEGUN, LEFT))
-        places.wake()
-        began, low = time.monotonic(), low_bytes(number)
-        while not all_here(places.states(number), low) and time.monotonic() - began < self.timeout:
-            if any(self.page.has_ended(rank) for rank in self.ranks):
-                break
-            places.flag.wait(places.flag.value, NAP / 10)
+    def _said(self, number: int) -> list[str]:
+        """All members' calls."""
         time.sleep(0.001)  # texts are written before words, but not all processors show them in that order
-        error.said = [Intent(b"", text).said for text in places.said(number)]
-        raise error
+        first = self.texts[number % PLACES]
+        places = range(first, first + self.size * LENGTH, LENGTH)
+        return [Intent(b"", self.page.memory[at : at + LENGTH]).said for at in places]
 
-    def settle_different(self) -> None:
-        """Raise Differ where all have come, with different calls, to a meeting that this rank has not settled."""
-        for posted in self.open:
-            words = self.places.words(posted.number)
-            if all_here(words, low_bytes(posted.number)) and len(set(each_word(words))) > 1:
-                self.settle(posted.number)
+    def missing(self, number: int) -> list[int]:
+        """The ranks that have not come."""
+        words, low = self.words[number % PLACES], low_bytes(number)
+        return Wait("", self.ranks, words, low, 0).missing(self.page)
 
-    # Giving up
+    def _wait(self, call: Intent, word: bytes) -> None:
+        """Until all members have come."""
+        number, began = self.number, time.monotonic()
+        for _ in range(SPINS):
+            if not self.missing(number):
+                return
+            os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
+        while time.monotonic() - began < LOOK:
+            time.sleep(NAP)
+            if not self.missing(number):
+                return
+        wait = Wait(call.said, self.ranks, self.words[number % PLACES], word[DIGEST:], self.page.serial)
+        self.page.write(self.page.rank * ROW + STATE, wait[:])
+        try:
+            self._wait_long(wait, word)
+        finally:
+            self.page.write(self.page.rank * ROW + STATE, None)
 
-    def _may_leave(self) -> bool:
-        """Take back the call that is not begun; not if all others have come to it, as then they make it."""
-        if self.open[-1].begun:
-            return True
-        if not self.places.take_back(self.open[-1].number):
+    def _wait_long(self, wait: Wait, word: bytes) -> None:
+        """Wait on, and look now and then who waits for whom."""
+        began = looked = time.monotonic()
+        while wait.missing(self.page):
+            if (now := time.monotonic()) - looked > LOOK:
+                looked = now
+                error = self._look(wait, now - began > self.timeout)
+                if error is not None and self._take_back(word):
+                    raise error
+            time.sleep(20 * NAP)
+
+    def _take_back(self, word: bytes) -> bool:
+        """Take this rank's word back, unless all others have come: one of them may have seen it, and gone on."""
+        words = self.words[self.number % PLACES]
+        self._write(words, bytes(WORD))
+        if self.missing(self.number) == [self.page.rank]:
+            self._write(words, word)
             return False
-        self.open.pop()
         self.number -= 1
         return True
 
-    def _leave(self, error: BaseException, all_but: int = 0) -> None:
-        """This rank does not wait for the open calls: what it has begun others complete."""
-        if len(self.open) > all_but:
-            self._may_leave()
-        while len(self.open) > all_but:
-            number = self.open.pop().number
-            self.lost[number] = error
-            self.places.set_state(number, LEFT)
-        self.before = b""
-        self.places.wake()
-
-    def _fill_what_others_left(self) -> None:
-        while word := self._fill(self.number + 1, (LEFT,)):
-            self.number += 1
-            self.places.post(self.number, word[:DIGEST], bytes(2), FILLED)
-            self.before = b""
-
-    def _fill(self, number: int, states: Sequence[bytes]) -> bytes | None:
-        """Make on zeros the call that a member in one of these states has begun; its word, or None if there is none."""
-        places, low = self.places, low_bytes(number)
-        for word, state in zip(each_word(places.words(number)), each_word(places.states(number)), strict=True):
-            if word[DIGEST:] == low and state[:DIGEST] in states:
-                self.filled.append(self.fill[word[:DIGEST]]())
-                return word
-        return None
-
-    # Waiting
-
-    def _wait(self, call: Intent, number: int) -> None:
-        """Until all members have come."""
-        low, places = low_bytes(number), self.places
-        for _ in range(round(LOOK / NAP)):
-            seen = places.flag.value  # before the words: who completes them changes it after
-            if all_here(places.words(number), low):
-                return
-            places.flag.wait(seen, NAP)
-        self._wait_long(Wait(call.said, self.ranks, places.at(number).words, low, self.page.serial))
-
-    def _wait_long(self, wait: Wait) -> None:
-        """Wait on, and look now and then who waits for whom."""
-        page, flag, began = self.page, self.places.flag, time.monotonic()
-        page.write(page.rank * ROW + STATE, wait[:])
-        try:
-            while True:
-                seen = flag.value
-                if not wait.missing(page):
-                    return
-                self._look(wait, time.monotonic() - began > self.timeout)
-                flag.wait(seen, LOOK)
-        finally:
-            page.write(page.rank * ROW + STATE, None)
-
-    def _look(self, wait: Wait, late: bool) -> None:
-        """Raise NotMet if this rank's wait times out; Differ if others wait to tell it so."""
+    def _look(self, wait: Wait, late: bool) -> NotMet | None:
+        """Why this wait is in vain, if it is."""
         page = self.page
-        for other in page.meetings:
-            if other is not self:
-                other.settle_different()
         found = page.told(page.rank, wait) or page.tell(page.stuck())
         if page.rank in {rank for rank, _, _ in found}:
-            raise NotMet(CIRCLE, found)
+            return NotMet(CIRCLE, found)
         waits, missing = page.waits(), wait.missing(page)
         if ended := [(rank, None, []) for rank in missing if page.has_ended(rank)]:
-            raise NotMet(ENDED, [(page.rank, wait.call, missing), *ended])
+            return NotMet(ENDED, [(page.rank, wait.call, missing), *ended])
         if late:
             others = [(rank, waits[rank].call, waits[rank].missing(page)) for rank in missing if rank in waits]
             others += [(rank, None, []) for rank in missing if rank not in waits]
-            raise NotMet(LATE, [(page.rank, wait.call, missing), *others])
+            return NotMet(LATE, [(page.rank, wait.call, missing), *others])
+        return None
+
+
+def low_bytes(number: int) -> bytes:
+    """The last two bytes of a meeting's words; never those of memory that nobody has written to."""
+    return (number % 0xFFFF + 1).to_bytes(2, "little")
 
 
 _meetings: dict[str, tuple[Meeting, ref]] = {}  # by name, as torch.distributed finds process groups: ops hold constants

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 ROW, STATE, HALF = 4096, 64, 2048  # bytes of a rank's row, and where in it its two parts begin
-LINE, LENGTH = 64, 480  # bytes between words that groups wait for; of a call as text, with its length in the first two
-PLACES = 64  # of meetings of a group in turn, each with a word, a state and a text of every member
+LENGTH = 480  # bytes of a call as text, with its length in the first two
+PLACES = 2  # of meetings of a group in turn, each with a word and a text of every member
 WORD, DIGEST = 8, 6  # bytes of what a rank is about to do: a digest, and the last two bytes of the meeting's number
 
 
@@ -25,7 +25,6 @@ class SharedPage:
 
     def __init__(self, memory: mmap.mmap, size: int, rank: int):
         self.memory, self.size, self.rank, self.serial = memory, size, rank, 0
-        self.meetings: list = []  # this rank's
         self.set_pid(os.getpid())
 
     @staticmethod
@@ -34,7 +33,7 @@ class SharedPage:
 
     @staticmethod
     def set_nbytes(size: int) -> int:
-        return size * (LINE + PLACES * (2 * WORD + LENGTH))
+        return size * PLACES * (WORD + LENGTH)
 
     # Rows: a process number, from STATE on where it waits, from HALF on what others have found out for it
 

@@ -1,9 +1,8 @@
 """What ranks are told whose meeting failed: who calls what, who waits for whom, the rule and the fix."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Differ, Intent, Left, Meeting, NotMet
+from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Differ, Intent, Meeting, NotMet
 from scaling.spec import ShardingError
 
 RULE = "all ranks of a group run the same lines in the same order, on shards of one shape and dtype"
@@ -12,7 +11,7 @@ MESHES = "a mesh is made by all ranks alike"
 
 def compare_meshes(held: Meeting, mesh: str) -> None:
     """ShardingError on every rank unless all make this mesh, as they know from one that they have already."""
-    explained(held, held.meet, Intent.of(mesh))
+    meet(held, Intent.of(mesh))
 
 
 def made_alone(rank: int, mesh: str) -> TimeoutError:
@@ -22,16 +21,12 @@ def made_alone(rank: int, mesh: str) -> TimeoutError:
     )
 
 
-def explained(held: Meeting, do: Callable, *args) -> Any:
-    """do(*args), whose errors name the ranks, their calls and the rule."""
+def meet(held: Meeting, call: Intent) -> None:
+    """The members meet about a call. Errors name the ranks, their calls and the rule."""
     try:
-        return do(*args)
+        held.meet(call)
     except Differ as error:
         raise different(error.meeting.axes, error.meeting.ranks, error.said) from None
-    except Left as error:
-        raise ShardingError(
-            f"another rank has given up waiting for this call\n  {_shown(error.said[0], False)}\n  rule: {RULE}"
-        ) from None
     except NotMet as error:
         lines = "".join(f"  {_waits(*each, error.why)}\n" for each in error.waits) + f"  rule: {RULE}"
         if error.why == LATE:

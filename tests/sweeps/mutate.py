@@ -49,8 +49,8 @@ TESTS = {  # the longest prefix counts
     "sizes.py": "test_mesh.py test_spec.py test_spec_sizes.py algebra launch/test_launch.py",
     "algebra": "algebra",
     "schedules": "schedules strategies/test_pipeline.py strategies/test_pipeline_moves.py",
-    "mesh": "test_mesh.py test_places.py test_interop.py launch collectives/test_checked.py "
-    "collectives/test_checked_waiting.py collectives/test_early.py collectives/test_collectives.py "
+    "mesh": "test_mesh.py test_shared_page.py test_interop.py launch collectives/test_checked.py "
+    "collectives/test_checked_waiting.py collectives/test_collectives.py "
     "collectives/test_transfer.py",
     "launch": "launch",
     "collectives": "collectives test_misuse.py algebra/test_execute.py algebra/test_rules.py trace",
