@@ -13,7 +13,17 @@ from scaling.configs import Config
 from scaling.console import Parser, complaining
 from scaling.mesh import AbstractMesh
 from scaling.models import hf
-from scaling.models.text import ENDS, FILE, IDENTITY, copy_companions, home_of, tokenizer_of, write_bytes
+from scaling.models.text import (
+    COMPANIONS,
+    ENDS,
+    FILE,
+    IDENTITY,
+    Tokenizer,
+    copy_companions,
+    home_of,
+    tokenizer_of,
+    write_bytes,
+)
 from scaling.sizes import parse_mesh
 from scaling.spec import parse
 from scaling.strategies import transformer
@@ -31,6 +41,14 @@ def export(mesh, run: Path, step: int, config: Config, out: Path) -> None:
     leaves = [checkpoint.leaf(run, step, where, mesh, parse(spec), {"L": slots}) for where, spec in named.items()]
     params = tree.unflatten(types, leaves)
     hf.save_sharded(out, config, params, types, mesh, single=mesh.size() == 1, slots=slots)
+
+
+def check_folder(run: Path, out: Path, by: Tokenizer) -> None:
+    """ValueError if a folder holds files of another model that none of this run's would replace."""
+    ours = {name for name in COMPANIONS if (home_of(run) / name).is_file()}
+    ours |= {FILE, "tokenizer_config.json"} if by.identity == "bytes" else set()
+    if left := [name for name in COMPANIONS if (out / name).exists() and name not in ours]:
+        raise ValueError(f"{out / left[0]}: is another model's\n  fix: remove it, or give another --out")
 
 
 def add_companions(run: Path, out: Path, config: Config) -> None:
@@ -56,6 +74,7 @@ def main(argv=None) -> int:
     parser.add_argument("--mesh", default="X=1", help="mesh of the ranks that share the work (default X=1)")
     args = parser.parse_args(argv)
     config = config_of_run(args.run)
+    check_folder(args.run, args.out, tokenizer_of(args.run, config.V))
     step = checkpoint.latest(args.run) if args.step is None else args.step
     sizes = parse_mesh(args.mesh)
     for spec in map(parse, tree.leaves(transformer.specs(config, AbstractMesh(sizes)))):

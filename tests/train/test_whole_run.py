@@ -45,7 +45,12 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
     table = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (table["bos_token_id"], table["eos_token_id"], table["max_position_embeddings"]) == (0, 1, 64)
     assert table["tokenizer_identity"] == tokenizer(str(place / "hf")).identity
+    assert main(["export", run, "--out", out]) == 0  # again
     shutil.copytree(tmp_path / "out", tmp_path / "changed")
+    (tmp_path / "changed" / "chat_template.jinja").write_text("another model's")
+    assert main(["export", run, "--out", str(tmp_path / "changed")]) == 1
+    assert "chat_template.jinja: is another model's" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "changed" / "chat_template.jinja").unlink()
     shutil.copy(place / "other" / "tokenizer.json", tmp_path / "changed")
     assert generate.main(["--model", str(tmp_path / "changed"), "--prompt", "the"]) == 1
     asked = [{"role": "user", "content": "dog"}]
