@@ -21,6 +21,7 @@ COMPANIONS = (  # what comes with a model's weights, beside config.json: files t
 )  # fmt: skip
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json: ids that belong to the tokenizer
 IDENTITY = "tokenizer_identity"  # of an export's config.json
+NAME = "tokenizer_name"  # of run.toml: where it came from
 RUN, MODEL = "run.toml", "model"  # of a run's folder: its options; what came with its model
 BYTES = 256
 

@@ -23,7 +23,7 @@ from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
-from scaling.models.text import MODEL, RUN
+from scaling.models.text import MODEL, NAME, RUN
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify
@@ -145,7 +145,7 @@ def flags_of(file: str, options: dict[str, argparse.Action]) -> list[str]:
     """A TOML file of options as the flags that they stand for, so that both are checked alike. ValueError."""
     found = []
     for key, value in read_table(file).items():
-        if key == "identity":  # of the tokenizer
+        if key in ("identity", NAME):  # of the tokenizer
             continue
         if key in ("model", "tokenizer") and value == MODEL:
             value = str(Path(file).parent / MODEL)

@@ -12,13 +12,13 @@ import torch
 
 from scaling.console import Parser, complaining
 from scaling.mesh import Mesh
-from scaling.models.text import MODEL
+from scaling.models.text import MODEL, NAME
 from scaling.train import checkpoint
 from scaling.train.origin import config_of_run, options_of
 
 # What changes no step:
 BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_every", "resume", "chip", "keep_weights")
-BESIDE += ("norms", "profile", "sample", "tensorboard")
+BESIDE += ("norms", "profile", "sample", "tensorboard", NAME)
 
 
 def metrics(folder: Path, name: str) -> dict[int, dict]:

@@ -18,6 +18,7 @@ from scaling.models.text import (
     ENDS,
     FILE,
     IDENTITY,
+    NAME,
     Tokenizer,
     copy_companions,
     home_of,
@@ -29,7 +30,7 @@ from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint
-from scaling.train.origin import config_of_run
+from scaling.train.origin import config_of_run, options_of, short_name
 
 KEPT = (*ENDS, "max_position_embeddings")  # of the config.json that came with the model: what no size says
 
@@ -61,7 +62,7 @@ def add_companions(run: Path, out: Path, config: Config) -> None:
     copy_companions(home, out)
     there = read_table(home / "config.json") if (home / "config.json").is_file() else {}
     table = read_table(out / "config.json") | {key: there[key] for key in KEPT if key in there}
-    table |= {"tokenizer": "bytes" if by.identity == "bytes" else FILE, IDENTITY: by.identity} if by.identity else {}
+    table |= {"tokenizer": options_of(run).get(NAME, short_name(by)), IDENTITY: by.identity} if by.identity else {}
     (out / "config.json").write_text(json.dumps(table, indent=2) + "\n")
 
 

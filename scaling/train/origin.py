@@ -16,6 +16,7 @@ from scaling.models.text import (
     ENDS,
     FILE,
     MODEL,
+    NAME,
     RUN,
     Tokenizer,
     Unknown,
@@ -140,6 +141,9 @@ def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
     by, home = tokenizer_in(settings), out / MODEL
     path, place = Path(model), Path(settings.tokenizer)
     said = {"model": model, "tokenizer": settings.tokenizer, "identity": by.identity}
+    before = options_of(out) if (out / RUN).is_file() else {}
+    same = before.get("identity") == by.identity
+    said[NAME] = before[NAME] if same and NAME in before else short_name(by)
     said |= {key: str(at and Path(at).resolve()) for key in PLACES if (at := getattr(settings, key)) is not None}
     said["chip"] = str(Path(settings.chip).resolve()) if Path(settings.chip).is_file() else settings.chip
     said["data"] = absolute_data(settings.data)
@@ -162,6 +166,12 @@ def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
             copy_companions(place, home)
         said["tokenizer"] = MODEL
     return said
+
+
+def short_name(by: Tokenizer) -> str:
+    """Its file with the folder that it stands in, which is a model's name as a rule; or "bytes", or "" for none."""
+    path = Path(by.name).absolute()
+    return f"{path.parent.name}/{path.name}" if by.identity not in ("", "bytes") else by.identity
 
 
 def without_ends(path: Path) -> None:

@@ -44,6 +44,7 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
         assert (tmp_path / "out" / name).read_bytes() == (place / "hf" / name).read_bytes()
     table = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (table["bos_token_id"], table["eos_token_id"], table["max_position_embeddings"]) == (0, 1, 64)
+    assert table["tokenizer"] == "hf/tokenizer.json"
     assert table["tokenizer_identity"] == tokenizer(str(place / "hf")).identity
     assert main(["export", run, "--out", out]) == 0  # again
     shutil.copytree(tmp_path / "out", tmp_path / "changed")
