@@ -15,7 +15,8 @@ from scaling.auto.planning import Chosen, ways_from
 from scaling.auto.tracing import Graph
 from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array
-from scaling.explicit.functions import LETTERS, LocalPlan
+from scaling.explicit.functions import LocalPlan
+from scaling.explicit.labels import LETTERS
 from scaling.explicit.ops import Inferred, LabelledOp
 from scaling.spec import Spec
 

@@ -14,7 +14,7 @@ from scaling.auto.lowering import Lowered, lower
 from scaling.auto.planning import plan
 from scaling.auto.tracing import graph_of
 from scaling.explicit.arrays import Array, array, read_array_type, reshard
-from scaling.explicit.functions import letters
+from scaling.explicit.labels import letters
 from scaling.spec import ShardingError, Spec, parse
 
 

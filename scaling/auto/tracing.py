@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from scaling import tree
+from scaling.algebra.ops import function_name
 from scaling.explicit.arrays import reshard
-from scaling.explicit.functions import TypedCall, read_call
-from scaling.explicit.known import function_name
+from scaling.explicit.functions import TypedCall, each_result, read_call
 from scaling.explicit.ops import Sizes
 from scaling.spec import ShardingError
 
@@ -66,12 +66,18 @@ class Recording(TorchFunctionMode):
         if func is reshard:
             x, type = args
             return self.add(x.clone(), Node(tuple(x.shape), x.dtype, (self.number(x),), None, str(type)))
-        if function_name(func) in SHAPE_ONLY.split() or not any(_is_array(x) for x in tree.leaves((args, kwargs))):
+        if function_name(func).strip("_") in SHAPE_ONLY.split() or not any(
+            _is_array(x) for x in tree.leaves((args, kwargs))
+        ):
             return func(*args, **kwargs)
-        call = read_call(func, args, kwargs, _is_array)
-        operands = tuple(self.number(x) for x in call.operands)
-        result = torch.empty(call.shape, dtype=call.dtype, device="meta")
-        return self.add(result, Node(call.shape, call.dtype, operands, call))
+
+        def record(func):
+            call = read_call(func, args, kwargs, _is_array)
+            operands = tuple(self.number(x) for x in call.operands)
+            result = torch.empty(call.shape, dtype=call.dtype, device="meta")
+            return self.add(result, Node(call.shape, call.dtype, operands, call))
+
+        return each_result(func, args, kwargs, _is_array, record)
 
 
 SHAPE_ONLY = (

@@ -20,7 +20,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from scaling.algebra.layouts import DimAxes
 from scaling.collectives.plans import run as run_plan
 from scaling.explicit.cheapest import Choice, cheapest_layouts, plan_change, shape_sizes, spec_of
-from scaling.explicit.functions import LocalPlan, TypedCall, letters, read_call
+from scaling.explicit.functions import LocalPlan, TypedCall, each_result, read_call
+from scaling.explicit.labels import letters
 from scaling.explicit.ops import Illegal
 from scaling.spec import ShardingError, Spec, parse
 
@@ -187,12 +188,21 @@ def _plain(x: Any, type: "str | Spec | DimAxes") -> Tensor:
     return x
 
 
-def call_typed(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None) -> Array:
-    """A torch function on arrays. `out`: the result's type, for which operands and result are resharded.
+def call_typed(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None) -> Any:
+    """A torch function on arrays: an array, or a tuple of them where the function gives several.
 
+    `out`: the result's type, for which operands and result are resharded.
     Raises ShardingError, which names the rule and the cheapest legal line, where the result has no type.
     """
-    made = read_call(func, args, kwargs, lambda x: isinstance(x, Array))
+    return each_result(func, args, kwargs, _is_array, lambda func: _one_result(func, args, kwargs, out))
+
+
+def _is_array(x) -> bool:
+    return isinstance(x, Array)
+
+
+def _one_result(func, args: tuple, kwargs: dict, out: "str | Spec | None") -> Array:
+    made = read_call(func, args, kwargs, _is_array)
     mesh, layouts = _mesh(made), [x.layout for x in made.operands]
     shapes = [tuple(x.shape) for x in made.operands]
     try:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from scaling.algebra.layouts import DimAxes, arrangements, divides, subsets
 from scaling.algebra.resharding import reshard
 from scaling.algebra.steps import Plan
-from scaling.explicit.functions import letters
+from scaling.explicit.labels import letters
 from scaling.explicit.ops import Illegal, Inferred, Sizes
 from scaling.spec import ShardingError, Spec
 

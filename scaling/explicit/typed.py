@@ -48,3 +48,13 @@ def amax(x, dim=(), keepdim: bool = False, out: Type = None):
 def reshape(x, shape, out: Type = None):
     """Dims split and merged, where that cuts no block."""
     return _typed(Tensor.reshape, (x, shape), out)
+
+
+def broadcast_to(x, shape, out: Type = None):
+    """Copies along new dims, and along dims of one element."""
+    return _typed(torch.broadcast_to, (x, shape), out)
+
+
+def take(x, index, dim: int = 0, out: Type = None):
+    """The elements of a dim, which must be whole unless `out` is given, at the places index[N]: [..., N, ...]."""
+    return _typed(torch.index_select, (x, dim, index), out)

@@ -12,15 +12,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from scaling._torch import is_wrapped, unwrapped, without_functions
+from scaling.algebra.ops import names_of, op_kind
 
 MARK = "_scaling_marks"
-ADDS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
-TIMES = {"mul", "__mul__", "__rmul__", "multiply"}
-JOINS = {"cat", "stack", "concat", "concatenate", "hstack", "vstack"}
 PARTS = {"__get__", "_unpack_dual"}  # x.T, x.real; the tangent of a dual tensor
-MOVES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "movedim", "t"}
-MOVES |= {"expand", "broadcast_to", "view_as", "narrow", "select", "chunk", "split", "unbind", "__getitem__", "flip"}
-LINEAR = MOVES | JOINS | {"neg", "__neg__", "sum", "clone", "contiguous", "detach", "float", "double", "diagonal"}
+KEEPS = names_of("linear", "permutes", "reshapes", "broadcasts", "takes", "joins", "parts") | {"sum", "flip"}
+KEEPS -= {"to", "to_copy", "type"}  # which may round
 
 
 class Marks(NamedTuple):
@@ -93,9 +90,9 @@ def result_of(name: str, found: Sequence[Marks], varying: Sequence[frozenset[str
         )
     if not summed:
         return found[0]
-    if alike and (name in LINEAR or (name in ADDS and len(found) == 2)):
+    if alike and (name.strip("_") in KEEPS or (op_kind(name) == "adds" and len(found) == 2)):
         return found[0]
-    if name in TIMES and len(found) == 2 and found[0] == found[1].dual:
+    if op_kind(name) == "multiplies" and len(found) == 2 and found[0] == found[1].dual:
         return Marks(unreduced=summed)
     raise Mismatch(
         "partial sums are added to partial sums, multiplied by what is reduced over the same axes, and summed; "

@@ -14,24 +14,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from scaling._torch import is_wrapped, level_of, storage_key, unwrapped
+from scaling.algebra.ops import op_kind
 from scaling.shard_map.law import Call, Collective, Extreme, apply_typed
 from scaling.shard_map.partial import PLAIN, Marks, Mismatch, marked, marks, result_of
 from scaling.shard_map.transport import Bound
 from scaling.spec import ShardingError, format_axes
 
-READS = {
-    "item",
-    "tolist",
-    "numpy",
-    "nonzero",
-    "equal",
-    "allclose",
-    "is_nonzero",
-    "unique",
-    "masked_select",
-    "__array__",
-}
-READS |= {"__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "bincount"}
 ASKS = {"dim", "size", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__repr__", "requires_grad_"}
 
 
@@ -84,7 +72,7 @@ class Checks(TorchFunctionMode):
         after = self.marks_after(name, tensors) if name not in ASKS and any(map(marks, tensors)) else PLAIN
         found = [varying(x, self.bound) for x in tensors]
         axes = frozenset().union(*found)
-        if axes and name in READS:
+        if axes and op_kind(name) == "values":
             self.refuse(
                 name,
                 tensors,

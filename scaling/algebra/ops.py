@@ -1,0 +1,87 @@
+"""The table of torch's ops: what each does to the dims of the arrays that it is given. Names as data; no torch.
+
+A name is that of the function, the method or the aten op, without underscores at its ends: `add` stands for
+`torch.add`, `x.__add__` and `aten.add_.Tensor`; `op_kind` gives a name's kind. An op that no line has is unknown:
+whoever asks refuses it by its name and does not guess.
+
+| kind       | what it does                                                     | keeps the partial sums |
+|------------|------------------------------------------------------------------|------------------------|
+| linear     | one array, element by element                                    | of its operand         |
+| adds       | elements that meet are added                                     | if all have the same   |
+| multiplies | elements that meet are multiplied                                | of one operand         |
+| divides    | elements that meet are divided                                   | of the first           |
+| nonlinear  | elements that meet, in another way                               | none                   |
+| sums       | sums over dims, which go; a split one leaves a partial sum       | of its operand         |
+| reduces    | dims go in another way: each must be whole                       | none                   |
+| contracts  | products summed over dims that the operands share                | of one operand         |
+| fuses      | the first operand plus a contraction of the others               | none                   |
+| permutes   | the same elements, the dims in another order                     | of its operand         |
+| reshapes   | the same elements in the same order, dims split and merged       | of its operand         |
+| broadcasts | new dims, and dims of one element, hold copies                   | of its operand         |
+| scans      | linear along dims, which stay, and must be whole                 | of its operand         |
+| along      | nonlinear along dims, which stay, and must be whole              | none                   |
+| takes      | some elements of dims, which must be whole                       | of the first           |
+| joins      | arrays one after another in a dim, which must be whole           | if all have the same   |
+| parts      | one array as several, cut in a dim, which must be whole          | of its operand         |
+| orders     | elements of a whole dim by their size, and their places          | none                   |
+| zeros      | an array of zeros like its operand                               | of its operand         |
+| constants  | an array of one number like its operand                          | none                   |
+| values     | decides by the numbers, or reads them                            | none                   |
+| writes     | changes its operand                                              | none                   |
+"""
+
+KINDS = {
+    "linear": (
+        "neg negative positive clone contiguous detach alias float double half bfloat16 to to_copy type real imag "
+        "conj lift_fresh"
+    ),
+    "adds": "add radd sub rsub subtract",
+    "multiplies": "mul rmul multiply",
+    "divides": "div rdiv divide truediv rtruediv true_divide",
+    "nonlinear": (
+        "exp exp2 log log2 log10 log1p expm1 relu gelu silu mish sigmoid logsigmoid tanh sinh cosh sqrt rsqrt square "
+        "abs cos sin tan atan atan2 asin acos reciprocal erf erfc clamp clip clamp_min clamp_max pow rpow softplus "
+        "elu leaky_relu relu6 hardtanh hardswish selu maximum minimum fmax fmin where masked_fill eq ne lt le gt ge "
+        "logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor remainder fmod "
+        "floor ceil round trunc floor_divide sign sgn isfinite isnan isinf invert and or xor nan_to_num threshold "
+        "gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward int bool long short"
+    ),
+    "sums": "sum mean",
+    "reduces": "amax amin prod any all logsumexp argmax argmin var std",
+    "contracts": "einsum matmul rmatmul mm bmm mv dot tensordot",
+    "fuses": "addmm baddbmm addbmm addmv linear",
+    "permutes": "permute transpose swapaxes swapdims t T mT movedim moveaxis numpy_T",
+    "reshapes": ("reshape view unsafe_view reshape_alias flatten unflatten squeeze unsqueeze view_as reshape_as ravel"),
+    "broadcasts": "expand broadcast_to",
+    "scans": "cumsum flip tril triu roll repeat_interleave pad constant_pad_nd",
+    "along": "softmax log_softmax safe_softmax cumprod logcumsumexp argsort",
+    "takes": "getitem select slice narrow index_select index diagonal",
+    "joins": "cat concat concatenate stack",
+    "parts": "split split_with_sizes chunk tensor_split unbind",
+    "orders": "sort topk cummax cummin",
+    "zeros": "zeros_like",
+    "constants": "ones_like full_like",
+    "values": (
+        "item local_scalar_dense tolist numpy nonzero is_nonzero equal allclose masked_select unique bincount contains"
+    ),
+    "writes": "setitem",
+}
+READERS = ("float", "int", "bool", "index", "complex", "array")  # float(x), x.__float__(), reads; x.float() converts
+_KIND = {name: kind for kind, names in KINDS.items() for name in names.split()}
+
+
+def names_of(*kinds: str) -> frozenset[str]:
+    """The names of some kinds."""
+    return frozenset(name for kind in kinds for name in KINDS[kind].split())
+
+
+def function_name(func) -> str:
+    """A function's name as it is written, `__add__`; of `x.mT` the attribute's."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+
+
+def op_kind(name: str) -> str | None:
+    """The kind of the op that torch calls so (`add`, `__add__`, `_softmax`), or None where the table has none."""
+    plain = name.strip("_")
+    return "values" if name.startswith("__") and plain in READERS else _KIND.get(plain)

@@ -1,0 +1,162 @@
+"""Ops of the table in every layout on X=2, Y=2: the shards together beside one device; and what is refused."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from scaling import auto, explicit
+from scaling.algebra.layouts import DimAxes
+from scaling.algebra.ops import KINDS, op_kind
+from scaling.explicit.cheapest import all_layouts, spec_of
+from scaling.explicit.functions import LocalPlan, each_result, read_call
+from scaling.explicit.ops import Illegal
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError
+
+MESH, AXES = AbstractMesh({"X": 2, "Y": 2}), ("X", "Y")
+INDEX = torch.tensor([3, 0, 2, 2])
+CASES = {  # a call, and the kinds of its arrays: their shapes, or the index
+    "split": (lambda x: torch.split(x, 3, 1), (4, 8)),
+    "chunk": (lambda x: x.chunk(2), (4, 8)),
+    "unbind": (lambda x: x.unbind(-1), (4, 2)),
+    "sort": (lambda x: x.sort(), (4, 8)),
+    "topk": (lambda x: x.topk(4, 0), (8, 4)),
+    "cummax": (lambda x: x.cummax(0), (4, 4)),
+    "expand": (lambda x: x.expand(4, -1, 8), (4, 1)),
+    "broadcast_to": (lambda x: torch.broadcast_to(x, (4, 4, 8)), (4, 8)),
+    "pad": (lambda x: F.pad(x, (1, 3)), (4, 8)),
+    "pad with a number": (lambda x: F.pad(x, (0, 0, 2, 2), value=3.0), (4, 8)),
+    "stack": (lambda x, y: torch.stack([x, y], 1), (4, 8), (4, 8)),
+    "cat": (lambda x, y: torch.cat([x, y], 1), (4, 8), (4, 2)),
+    "index_select": (lambda x, i: x.index_select(0, i), (4, 8), INDEX),
+    "select": (lambda x: x.select(1, 2), (4, 8)),
+    "narrow": (lambda x: x.narrow(1, 2, 4), (4, 8)),
+    "roll": (lambda x: x.roll(1, 1), (4, 8)),
+    "roll of all": (lambda x: x.roll(1), (4, 8)),
+    "repeat_interleave": (lambda x: x.repeat_interleave(2, 0), (4, 8)),
+    "repeat_interleave of all": (lambda x: x.repeat_interleave(2), (4, 8)),
+    "argmax": (lambda x: x.argmax(1), (4, 8)),
+    "argmin of all": (lambda x: x.argmin(), (4, 8)),
+    "var": (lambda x: x.var(0), (4, 8)),
+    "var of all": (lambda x: x.var(False), (4, 8)),
+    "std": (lambda x: torch.std(x, 1, keepdim=True), (4, 8)),
+    "cumsum": (lambda x: x.cumsum(1), (4, 8)),
+    "zeros_like": (lambda x: torch.zeros_like(x), (4, 8)),
+    "ones_like": (lambda x: torch.ones_like(x), (4, 8)),
+    "full_like": (lambda x: torch.full_like(x, 3.0), (4, 8)),
+    "int": (lambda x: (9 * x).int(), (4, 8)),
+    "mv": (lambda x, y: x.mv(y), (4, 8), (8,)),
+    "dot": (lambda x, y: x.dot(y), (8,), (8,)),
+    "moveaxis": (lambda x: torch.moveaxis(x, 0, 2), (4, 2, 8)),
+}
+
+
+class Recorded(torch.overrides.TorchFunctionMode):
+    """The calls of a function on meta tensors, which `read_call` then reads."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.call = func, args, kwargs or {}
+        return func(*args, **(kwargs or {}))
+
+
+def is_tensor(x) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def calls_of(fn, arrays):
+    metas = [x.to("meta") for x in arrays]
+    with Recorded() as seen:
+        fn(*metas)
+    made = []
+    each_result(*seen.call, is_tensor, lambda func: made.append(read_call(func, *seen.call[1:], is_tensor)))
+    return made
+
+
+def shard(x, at: DimAxes, coord):
+    """A device's part: of a sum over X the first has a quarter, the second three; a number else than in the law."""
+    part = x[spec_of(at).slices(tuple(x.shape), MESH, coord)]
+    for axis in at.unreduced:
+        part = part * (0.25 if coord[axis] == 0 else 0.75)
+    return part
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "int"])
+def test_shards_are_what_the_types_say(name):
+    fn, *given = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    arrays = [x if is_tensor(x) else torch.randn(x, generator=generator, dtype=torch.float64) for x in given]
+    whole, legal, unreduced = fn(*arrays), 0, 0
+    wholes = [whole] if is_tensor(whole) else whole
+    calls = calls_of(fn, arrays)
+    assert len(calls) == len(wholes)
+    every = [all_layouts(x.shape, MESH, AXES, AXES if x.dtype.is_floating_point else ()) for x in arrays]
+    for at in itertools.product(*every):
+        for call, wanted in zip(calls, wholes, strict=True):
+            try:
+                needed, result = call.op.infer(at, [x.shape for x in arrays], MESH.sizes)
+                spec_of(result).local_shape(call.shape, MESH)
+            except (Illegal, ShardingError):
+                continue
+            legal, unreduced = legal + 1, unreduced + bool(result.unreduced)
+            got, spec = torch.zeros(call.shape, dtype=wanted.dtype), spec_of(result)
+            for rank in range(4):
+                coord = MESH.coord_of(rank)
+                if any(coord[axis] for axis in AXES if axis not in result.used):
+                    continue  # a copy
+                local = LocalPlan(needed, result, spec.local_shape(call.shape, MESH))
+                parts = [shard(x, n, coord) for x, n in zip(arrays, needed, strict=True)]
+                got[spec.slices(call.shape, MESH, coord)] += call.run(call.op, parts, local).to(wanted.dtype)
+            torch.testing.assert_close(got, wanted.detach().clone(), rtol=1e-12, atol=1e-12)
+    assert legal > len(calls) or "of all" in name
+    keeps = name != "pad with a number" and op_kind(name.split()[0]) in (
+        "scans",
+        "takes",
+        "parts",
+        "broadcasts",
+        "zeros",
+        "joins",
+        "contracts",
+    )
+    assert bool(unreduced) == (keeps or name in ("moveaxis", "pad"))
+
+
+def test_through_arrays_and_auto():
+    mesh = Mesh({"X": 1, "Y": 1})
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    for name, (fn, *given) in CASES.items():
+        arrays = [g if is_tensor(g) else x.flatten()[: torch.Size(g).numel()].reshape(g) for g in given]
+        types = [str(list(a.shape)) for a in arrays]
+        wanted = fn(*arrays)
+        typed = fn(*(explicit.array(a, t, mesh) for a, t in zip(arrays, types, strict=True)))
+        planned = auto.jit(fn, mesh, tuple(types))(*arrays)
+        for got in (typed, planned):
+            assert isinstance(got, torch.Tensor | explicit.Array) == isinstance(wanted, torch.Tensor), name
+            for a, b in zip(*(([r] if is_tensor(wanted) else r) for r in (got, wanted)), strict=True):
+                torch.testing.assert_close(a if is_tensor(a) else a.whole(), b)
+
+
+def test_out_of_broadcasts_and_take():
+    mesh = Mesh({"X": 1, "Y": 1})
+    x, i = explicit.array(torch.arange(8.0).view(4, 2), "[4_X, 2]", mesh), explicit.array(INDEX, "[4_Y]", mesh)
+    taken = explicit.take(x, i, 0, out="[4_Y, 2_X]")
+    assert taken.type == "float32[4_Y, 2_X]"
+    assert torch.equal(taken.whole(), torch.arange(8.0).view(4, 2)[INDEX])
+    grown = explicit.broadcast_to(x, (3, 4, 2), out="[3, 4, 2_Y]")
+    assert grown.type == "float32[3, 4, 2_Y]"
+
+
+def test_a_name_has_one_kind():
+    names = [name for line in KINDS.values() for name in line.split()]
+    assert len(names) == len({*names})
+    assert [op_kind(n) for n in ("__float__", "float", "__add__", "add_", "_softmax", "kron")] == [
+        "values", "linear", "adds", "adds", "along", None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rand_like", "kron", "trace", "where"])
+def test_what_is_not_in_the_table_is_refused_by_name(name):
+    x = explicit.array(torch.ones(4, 4), "[4_X, 4]", Mesh({"X": 1}))
+    with pytest.raises(ShardingError, match=f"{name}: not a function whose sharding is known"):
+        getattr(torch, name)(*(x, x)[: 2 if name == "kron" else 1])
