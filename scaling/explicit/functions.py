@@ -25,6 +25,7 @@ from scaling.explicit.labels import (
     kept,
     letters,
     matmul_op,
+    permuted_labels,
     refuse_unknown,
 )
 from scaling.explicit.ops import LabelledOp, Reshape, Sizes
