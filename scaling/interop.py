@@ -1,14 +1,15 @@
 """Types to and from what others write: DTensor placements and JAX's PartitionSpec (Part 3: in code).
 
 DTensor lists, for each mesh axis, what it does: `[Shard(0), Replicate()]`. Axes that split one dim do so in the mesh's
-order, so that `I_XY` on a mesh (X, Y) can be said and `I_YX` cannot. JAX lists, for each dim, its axes, in any order.
+order, `I_XY` on a mesh (X, Y); of `I_YX` `Spec.placements` makes a strided shard. JAX lists, for each dim, its axes, in
+any order.
 """
 
 import ast
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from scaling.sizes import check_axis, shortened
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
@@ -17,7 +18,7 @@ from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 def to_placements(spec: "str | Spec", mesh) -> tuple[Placement, ...]:
     """DTensor's placements of a type, one for each axis of the mesh: "A[I_X, J] {U_Y}" -> (Shard(0), Partial()).
 
-    Raises ShardingError where the order of a dim's axes is not the mesh's: DTensor has no word for it.
+    Raises ShardingError where the order of a dim's axes is not the mesh's: `Spec.placements` then has strided shards.
     """
     spec = parse(spec)
     spec.check_axes(mesh)
@@ -28,31 +29,12 @@ def to_placements(spec: "str | Spec", mesh) -> tuple[Placement, ...]:
                 f"{spec}: DTensor splits a dim over mesh axes in the mesh's order, which is {', '.join(order)}; "
                 f"{dim} has {', '.join(axes)}\n  fix: reshard {dim} first, or give the mesh its axes in that order"
             )
-    dim_of = {axis: position for position, (_, axes) in enumerate(spec.dims) for axis in axes}
-    return tuple(
-        Shard(dim_of[axis]) if axis in dim_of else Partial() if axis in spec.unreduced else Replicate()
-        for axis in order
-    )
+    return spec.placements(mesh)
 
 
 def from_placements(placements: Sequence[Placement], mesh, dims: Sequence[str], name: str = "") -> Spec:
-    """The type that DTensor's placements mean; `mesh` gives the axes' names, `dims` the dims'.
-
-    Raises ShardingError for what the notation does not have: sums other than plain ones, strided shards.
-    """
-    axes_of: dict[str, tuple[str, ...]] = dict.fromkeys(tuple(dims), ())
-    unreduced: list[str] = []
-    for axis, placement in zip(mesh_sizes(mesh), placements, strict=True):
-        if type(placement) is Shard and -len(dims) <= placement.dim < len(dims):
-            axes_of[list(dims)[placement.dim]] += (axis,)
-        elif isinstance(placement, Partial) and placement.reduce_op == "sum":
-            unreduced.append(axis)
-        elif not isinstance(placement, Replicate):
-            raise ShardingError(
-                f"{placement} over {axis}: only Shard of one of the {len(dims)} dims, Replicate and Partial('sum') "
-                f"are types of this notation\n  fix: redistribute the DTensor to such a placement first"
-            )
-    return parse(Spec(name, tuple(axes_of.items()), tuple(sorted(unreduced))).validated())
+    """The type that DTensor's placements mean, as `Spec.from_placements`."""
+    return Spec.from_placements(placements, mesh, dims, name)
 
 
 def to_dtensor(spec: "str | Spec", shard: torch.Tensor, mesh) -> DTensor:

@@ -1,11 +1,15 @@
 """DTensor's placements and JAX's PartitionSpec, and DTensor's redistribute as an oracle of our reshardings."""
 
+import itertools
+
 import pytest
 import torch
 from array_types import types
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as dtensors_block
 
 from scaling.algebra import reshard
+from scaling.algebra.layouts import arrangements, subsets
 from scaling.book.largest import largest
 from scaling.interop import (
     from_dtensor,
@@ -16,7 +20,7 @@ from scaling.interop import (
     to_placements,
 )
 from scaling.mesh import AbstractMesh
-from scaling.spec import ShardingError, parse
+from scaling.spec import ShardingError, Spec, parse
 
 MESH = {"X": 2, "Y": 2}
 
@@ -46,6 +50,27 @@ def test_what_dtensor_cannot_say():
     for placement in (Partial("max"), Shard(5)):
         with pytest.raises(ShardingError, match=r"only Shard of one of the 2 dims"):
             from_placements((placement, Replicate()), MESH, ("I", "J"))
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"X": 2}, {"X": 2, "Y": 3}, {"X": 2, "Y": 3, "Z": 2}, {"X": 2, "Y": 2, "Z": 2}], ids=str
+)
+def test_placements_of_every_type(sizes):
+    """There and back; and each device's block is where DTensor has it, by its own arithmetic."""
+    mesh = dict(zip("XYZ", sizes, strict=False))
+    shape, seen = (48, 72), set()
+    for dims in arrangements(tuple(mesh), 2):
+        idle = tuple(axis for axis in mesh if axis not in {*dims[0], *dims[1]})
+        for unreduced in subsets(idle, least=0):
+            spec = Spec("A", (("I", dims[0]), ("J", dims[1])), unreduced)
+            placements = spec.placements(mesh)
+            seen.add(placements)
+            assert Spec.from_placements(placements, mesh, ("I", "J"), "A") == spec
+            for at in itertools.product(*map(range, mesh.values())):
+                found = dtensors_block(shape, (*mesh.values(),), at, placements)
+                ours = spec.slices(shape, mesh, dict(zip(mesh, at, strict=True)))
+                assert found == (tuple(s.stop - s.start for s in ours), tuple(s.start for s in ours)), (spec, at)
+    assert len(seen) == {1: 4, 2: 18, 3: 92}[len(mesh)]
 
 
 @pytest.mark.parametrize(

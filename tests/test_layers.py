@@ -69,6 +69,8 @@ OPTIONAL = {
     "jinja2",
 }  # extras of pyproject.toml
 INSIDE = {  # (module, what it imports inside a function): why
+    ("scaling.spec.placements", "torch.distributed.tensor"): "types need no torch",
+    ("scaling.spec.placements", "torch.distributed.tensor.placement_types"): "types need no torch",
     ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",
     ("scaling.tree", "scaling.collectives.alike"): "plain trees need no torch.distributed",
     ("scaling.show.shardings", "scaling.show.schedules"): "a sharding is drawn without the simulator",

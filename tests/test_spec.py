@@ -240,3 +240,17 @@ def test_an_error_shows_its_place_in_a_long_text(n):
     _, quoted, caret, *_ = str(error.value).splitlines()
     assert quoted[caret.index("^")] == "?"
     assert len(quoted) <= 202
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "cotangent"),
+    [
+        ("W[D_X, F]", {"X": 2, "Y": 2}, "dW[D_X, F] {U_Y}"),
+        ("W[D_X, F] {U_Y}", {"X": 2, "Y": 2}, "dW[D_X, F]"),
+        ("W[D, F]", ("Y", "X"), "dW[D, F] {U_XY}"),
+        ("W[D, F] {U_X}", (), "dW[D, F]"),
+        ("W[D, F]", (), "dW[D, F]"),
+    ],
+)
+def test_the_law_of_cotangents(text, mesh, cotangent):
+    assert str(parse(text).cotangent(mesh)) == cotangent

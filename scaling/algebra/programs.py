@@ -40,7 +40,7 @@ class Program(Counted):
 
     def __str__(self) -> str:
         loss = next(step.after for step in self.forward if step.op == "Loss")
-        grads = [cotangent(spec) for spec in (*self.operands[:0:-1], self.operands[0])]
+        grads = [spec.cotangent() for spec in (*self.operands[:0:-1], self.operands[0])]
         lines = [" * ".join(map(str, self.operands)) + f" -> {self.out}", "", f"Forward: to compute {loss}"]
         lines += _numbered(self.forward)
         lines += ["", "Backward: to compute " + ", ".join(map(str, grads)), *_numbered(self.backward)]
@@ -62,15 +62,6 @@ def _numbered(steps) -> list[str]:
         remark = REMARKS.get(step.when, "") if step.op in COLLECTIVES else ""
         lines.append(f"{number:3}. {step}" + (f"  ({remark})" if remark else ""))
     return lines
-
-
-def cotangent(spec: Spec) -> Spec:
-    """The type of an array's cotangent in a program: typed as the array, and reduced.
-
-    By the law of cotangents (notation.md) that of an array unreduced over X is replicated over X: each term of a sum
-    has the gradient of the sum. That of an array replicated over X is found unreduced, and the program reduces it.
-    """
-    return spec.with_name("d" + spec.name).with_unreduced(())
 
 
 def derive(line, keep_gathered: "bool | Collection[str]" = False, sizes=None, mesh=None, cost=None) -> Program:
@@ -122,13 +113,13 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
     loss = Spec("Loss", tuple((dim, axes) for dim, axes in out.dims if dim in carried))
     forward = [step for product in products for step in product.steps]
     forward += [*tail, Step("Loss", (), out, loss)]
-    given = Step("Cotangent", (), loss, cotangent(out))
+    given = Step("Cotangent", (), loss, out.cotangent())
     wholes = tuple(product.einsum.operands[0] for product in products[1:])
     return Program(
         operands,
         out,
         scheduled(forward, operands[0], out),
-        scheduled([given, *backward.steps], cotangent(out), cotangent(operands[0])),
+        scheduled([given, *backward.steps], out.cotangent(), operands[0].cotangent()),
         tuple(dict.fromkeys((*operands, *wholes, *backward.kept))),
         wholes,
         note,
@@ -169,10 +160,10 @@ class _Backward:
         self.sizes, self.mesh, self.cost, self.keep = sizes, mesh, cost, keep
         self.steps: list[Step] = []
         self.kept: list[Spec] = []
-        held = cotangent(out)
+        held = out.cotangent()
         for product in reversed(products):
             a, b = product.einsum.operands
-            needed = cotangent(product.einsum.after)
+            needed = product.einsum.after.cotangent()
             self.reshard(held, needed)
             if product is products[0]:
                 self.again(product.a_steps, a)
@@ -195,8 +186,8 @@ class _Backward:
         """The cotangent of `of` as the product of the two others, and its way to the type `typed`."""
         product = product_type(a, b, of.dim_names, "d" + of.name)
         self.steps.append(Step("Einsum", (), (a, b), product))
-        self.reshard(product, cotangent(typed))
-        return cotangent(typed)
+        self.reshard(product, typed.cotangent())
+        return typed.cotangent()
 
 
 def scheduled(steps, enters: Spec, leaves: Spec) -> tuple[Step, ...]:

@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scaling.mesh import Group
-from scaling.spec import Spec, parse_line
+from scaling.spec import parse_line
 
 
 class Op(NamedTuple):
@@ -56,9 +56,4 @@ def dual_line(line: str, axes: tuple[str, ...]) -> str:
     """The types of the transpose: cotangents, which are unreduced over `axes` where the array was replicated, and
     replicated where it was unreduced."""
     before, after = parse_line(line).operands[0], parse_line(line).result
-
-    def cotangent(spec: Spec) -> Spec:
-        replicated = [a for a in axes if a not in spec.axes + spec.unreduced]
-        return spec.with_name("d" + spec.name).with_unreduced(replicated)
-
-    return f"{cotangent(after)} -> {cotangent(before)}"
+    return f"{after.cotangent(axes)} -> {before.cotangent(axes)}"

@@ -9,7 +9,6 @@ from typing import cast
 
 import torch
 
-from scaling.algebra.programs import cotangent
 from scaling.algebra.resharding import reshard as plan_reshard
 from scaling.algebra.steps import Plan, Step, permutation
 from scaling.collectives import calls as c
@@ -151,11 +150,11 @@ def run_backward(program, dOut: torch.Tensor, saved: Mapping[Spec, torch.Tensor]
     held, transposed = {**saved, first.after: dOut}, {}
     for spec in program.hidden if activation is not None else ():
         held[spec], back, *_ = torch.func.vjp(cast(Callable, activation), saved[spec])
-        transposed[cotangent(spec)] = back
+        transposed[spec.cotangent()] = back
 
     def made(spec: Spec, shard: torch.Tensor) -> torch.Tensor:
         return transposed[spec](shard)[0] if spec in transposed else shard
 
-    wanted = {spec.name: cotangent(spec) for spec in program.operands}
+    wanted = {spec.name: spec.cotangent() for spec in program.operands}
     held = run_steps(steps, held, mesh, wanted.values(), made)
     return {name: held[spec] for name, spec in wanted.items()}

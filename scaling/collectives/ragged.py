@@ -20,7 +20,7 @@ from scaling.arguments import whole_numbers
 from scaling.collectives.checked import agree_on
 from scaling.collectives.linear import differentiated
 from scaling.collectives.op import Op
-from scaling.spec import ShardingError, Spec, parse_line
+from scaling.spec import ShardingError, parse_line
 
 
 def ragged_all_to_all(line: str, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], mesh) -> torch.Tensor:
@@ -137,8 +137,4 @@ def exchange_blocks(x: torch.Tensor, *args) -> torch.Tensor:
 def _back(line: str) -> str:
     """The types of the transpose; the cotangent of an unreduced array is replicated."""
     parsed = parse_line(line)
-
-    def cotangent(spec: Spec) -> Spec:
-        return Spec("d" + spec.name, spec.dims)
-
-    return f"{cotangent(parsed.result)} -> {cotangent(parsed.operands[0])}"
+    return f"{parsed.result.cotangent()} -> {parsed.operands[0].cotangent()}"

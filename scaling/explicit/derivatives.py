@@ -11,15 +11,11 @@ from typing import Any
 import optree
 import torch
 
-from scaling.algebra.layouts import DimAxes
+from scaling.algebra.layouts import layout
 from scaling.arguments import whole_numbers
 from scaling.explicit.arrays import Array, array, reshard
+from scaling.explicit.cheapest import spec_of
 from scaling.spec import ShardingError
-
-
-def _cotangent(at: DimAxes, mesh) -> DimAxes:
-    """The layout of the cotangent of an array in this layout."""
-    return DimAxes(at.dims, tuple(sorted(axis for axis in mesh.sizes if axis not in at.used)))
 
 
 def vjp(f: Callable, *primals) -> tuple:
@@ -59,10 +55,11 @@ def vjp(f: Callable, *primals) -> tuple:
             given = f"{dy.type} on {dy.mesh}" if isinstance(dy, Array) else type(dy).__name__
             fix = "array(dy, ..., y.mesh), of the result's shape and dtype"
             raise ShardingError(f"the cotangent of {y.type} on {y.mesh} is an Array like it; got {given}\n  fix: {fix}")
-        shards = pull(reshard(dy, _cotangent(y.layout, y.mesh)).local)
+        shards = pull(reshard(dy, layout(spec_of(y.layout).cotangent(y.mesh))).local)
         found: list = [None] * len(flat)
         for i, shard in zip(at, shards, strict=True):
-            found[i] = Array(shard, _cotangent(flat[i].layout, flat[i].mesh), flat[i].shape, flat[i].mesh)
+            x = flat[i]
+            found[i] = Array(shard, layout(spec_of(x.layout).cotangent(x.mesh)), x.shape, x.mesh)
         return optree.tree_unflatten(structure, found)
 
     return y, pulled

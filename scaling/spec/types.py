@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from scaling.spec.placements import placements_of, type_of
 from scaling.spec.reader import ShardingError, read_line, read_type
 
 DTYPE_BYTES = {"int4": 0.5, "fp4": 0.5, "int8": 1, "uint8": 1, "fp8": 1, "bool": 1, "bf16": 2, "bfloat16": 2}
@@ -121,6 +122,29 @@ class Spec:
         """The axes of the mesh that this type does not mention: along them every device holds the same."""
         self.check_axes(mesh)
         return tuple(axis for axis in mesh_sizes(mesh) if axis not in self.axes + self.unreduced)
+
+    def cotangent(self, mesh=()) -> "Spec":
+        """The type of an array's cotangent, `dW` of `W`: split where the array is split, replicated where it is
+        unreduced, and over the axes of `mesh` (or those named) unreduced where it is replicated; of none: reduced."""
+        axes = mesh if isinstance(mesh, (tuple, list)) else mesh_sizes(mesh)
+        return replace(self, name="d" + self.name, unreduced=tuple(sorted({*axes} - {*self.axes, *self.unreduced})))
+
+    def placements(self, mesh) -> tuple:
+        """DTensor's placements, one for each axis of the mesh: "A[I_X, J] {U_Y}" -> (Shard(0), Partial()).
+
+        Where a dim's axes stand in another order than the mesh's, `I_YX`, the placement is a strided shard.
+        """
+        self.check_axes(mesh)
+        return placements_of(self.dims, self.unreduced, mesh_sizes(mesh))
+
+    @staticmethod
+    def from_placements(placements: Sequence, mesh, dims: Sequence[str], name: str = "") -> "Spec":
+        """The type that DTensor's placements mean; `mesh` gives the axes' names and sizes, `dims` the dims' names.
+
+        Raises ShardingError for what the notation does not have: sums other than plain ones, strides that no order of
+        a dim's axes makes.
+        """
+        return Spec(name, *type_of(placements, mesh_sizes(mesh), dims)).validated()
 
     def check_axes(self, mesh) -> None:
         """ShardingError if the type names an axis that the mesh lacks."""
