@@ -52,9 +52,7 @@ def test_what_dtensor_cannot_say():
             from_placements((placement, Replicate()), MESH, ("I", "J"))
 
 
-@pytest.mark.parametrize(
-    "mesh", [{"X": 2}, {"X": 2, "Y": 3}, {"X": 2, "Y": 3, "Z": 2}, {"X": 2, "Y": 2, "Z": 2}], ids=str
-)
+@pytest.mark.parametrize("sizes", [(2,), (2, 3), (2, 3, 2), (2, 2, 2)], ids=str)
 def test_placements_of_every_type(sizes):
     """There and back; and each device's block is where DTensor has it, by its own arithmetic."""
     mesh = dict(zip("XYZ", sizes, strict=False))
