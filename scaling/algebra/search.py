@@ -7,11 +7,12 @@ weighed.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scaling.algebra.layouts import DimAxes, Setting, arrangements, layout, retyped, setting, subsets
+from scaling.algebra.law import LabelledOp
+from scaling.algebra.layouts import DimAxes, layout, retyped, setting
 from scaling.algebra.resharding import START, Key, Reached, path, shortest
 from scaling.algebra.steps import Step
 from scaling.spec import Spec
@@ -32,20 +33,12 @@ class Product:
         return (*self.a_steps, *self.b_steps, self.einsum)
 
 
-class LocalProduct(NamedTuple):
-    """A product of shards: layouts of the operands and of the result, and into how many parts its work is divided."""
-
-    a: DimAxes
-    b: DimAxes
-    result: DimAxes
-    parts: int
-
-
 class Way(NamedTuple):
-    """The cheapest way found to a layout of a product."""
+    """The cheapest way found to a layout of a product, from layouts of its operands."""
 
     key: Key
-    local: LocalProduct
+    a: DimAxes
+    b: DimAxes
 
 
 class ChainArray(NamedTuple):
@@ -91,20 +84,22 @@ class ChainSearch:
 
     def multiply(self, a: ChainArray, b: ChainArray, result: Spec, whole: bool) -> ChainProduct:
         """The product of two arrays in every way; `whole`: `a` may not be unreduced."""
-        every = {*a.spec.dim_names, *b.spec.dim_names}
         scale = math.prod(self.within.sizes.values())  # so that multiplications divide into any number of parts
-        flops = self.elements(every) * scale
+        flops = self.elements({*a.spec.dim_names, *b.spec.dim_names}) * scale
+        op = LabelledOp("", (a.spec.dim_names, b.spec.dim_names), result.dim_names, "each")
+        may = [() if whole else self.within.partial + a.spec.unreduced, self.within.partial + b.spec.unreduced]
         ways: dict[DimAxes, Way] = {}
-        for local in local_products(a.spec, b.spec, result.dim_names, self.within, whole):
-            if local.a not in a.found or local.b not in b.found:
+        for (at_a, at_b), after in op.legal(tuple(self.within.sizes), may):
+            if at_a not in a.found or at_b not in b.found:
                 continue  # a dim does not divide; every dim of the result is one of theirs
-            a_key, b_key, spent = a.found[local.a].key, b.found[local.b].key, 0
+            a_key, b_key, spent = a.found[at_a].key, b.found[at_b].key, 0
             if self.within.cost:
-                spent = self.within.cost(_einsum(a.spec, b.spec, result, local))
+                spent = self.within.cost(_einsum(a.spec, at_a, b.spec, at_b, result, after))
             # of an operand of the chain nothing is multiplied yet; all plans have as many products
-            key = (a_key[0] + b_key[0] + spent, a_key[1] + flops // local.parts, a_key[2] + b_key[2])
-            if local.result not in ways or key < ways[local.result].key:
-                ways[local.result] = Way(key, local)
+            parts = self.within.count({axis for axes in (*at_a.dims, *at_b.dims) for axis in axes})
+            key = (a_key[0] + b_key[0] + spent, a_key[1] + flops // parts, a_key[2] + b_key[2])
+            if after not in ways or key < ways[after].key:
+                ways[after] = Way(key, at_a, at_b)
         return ChainProduct(a, b, result, ways)
 
 
@@ -125,34 +120,13 @@ def cheapest(operands, results, out: Spec, sizes, mesh, cost) -> "tuple[tuple[Pr
     tail, at = path(current.found, current.spec, layout(out))
     products: list[Product] = []
     for stage in reversed(stages):
-        local = stage.ways[at].local
-        a_steps, at = path(stage.a.found, stage.a.spec, local.a)
-        b_steps, _ = path(stage.b.found, stage.b.spec, local.b)
-        products.insert(0, Product(a_steps, b_steps, _einsum(stage.a.spec, stage.b.spec, stage.result, local)))
+        way, after = stage.ways[at], at
+        a_steps, at = path(stage.a.found, stage.a.spec, way.a)
+        b_steps, _ = path(stage.b.found, stage.b.spec, way.b)
+        einsum = _einsum(stage.a.spec, way.a, stage.b.spec, way.b, stage.result, after)
+        products.insert(0, Product(a_steps, b_steps, einsum))
     return tuple(products), tail
 
 
-def _einsum(a: Spec, b: Spec, result: Spec, local: LocalProduct) -> Step:
-    return Step("Einsum", (), (retyped(a, local.a), retyped(b, local.b)), retyped(result, local.result))
-
-
-def local_products(a: Spec, b: Spec, kept: Sequence[str], within: Setting, whole: bool) -> Iterator[LocalProduct]:
-    """Every legal product of shards over the axes in play. `whole`: `a` may not be unreduced, as a nonlinearity has
-    acted on it."""
-    axes = tuple(within.sizes)
-    every = tuple(dict.fromkeys(a.dim_names + b.dim_names))
-    for split in arrangements(axes, len(every)):
-        over = dict(zip(every, split, strict=True))
-        used = {axis for some in split for axis in some}
-        summed = tuple(axis for dim in every if dim not in kept for axis in over[dim])
-        idle = sorted(axis for axis in axes if axis not in used)
-        may_a = tuple(axis for axis in idle if not whole and axis in within.partial + a.unreduced)
-        may_b = tuple(axis for axis in idle if axis in within.partial + b.unreduced)
-        for left_a in subsets(may_a, least=0):
-            for left_b in subsets(tuple(axis for axis in may_b if axis not in left_a), least=0):
-                yield LocalProduct(
-                    DimAxes(tuple(over[dim] for dim in a.dim_names), left_a),
-                    DimAxes(tuple(over[dim] for dim in b.dim_names), left_b),
-                    DimAxes(tuple(over[dim] for dim in kept), tuple(sorted(summed + left_a + left_b))),
-                    within.count(used),
-                )
+def _einsum(a: Spec, at_a: DimAxes, b: Spec, at_b: DimAxes, result: Spec, after: DimAxes) -> Step:
+    return Step("Einsum", (), (retyped(a, at_a), retyped(b, at_b)), retyped(result, after))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
+from scaling.algebra.law import Inferred, LabelledOp
 from scaling.algebra.layouts import DimAxes
 from scaling.algebra.resharding import path
 from scaling.algebra.steps import COLLECTIVES, Step
@@ -17,7 +18,6 @@ from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array
 from scaling.explicit.functions import LocalPlan
 from scaling.explicit.labels import LETTERS
-from scaling.explicit.ops import Inferred, LabelledOp
 from scaling.spec import Spec
 
 ValueLayout = tuple[int, DimAxes]  # a value in one of the layouts that it is held in

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from scaling.algebra.layouts import DimAxes, Setting, arrangements, divides
+from scaling.algebra.law import Inferred, Sizes
+from scaling.algebra.layouts import DimAxes, Setting, divides
 from scaling.algebra.resharding import START, Reached, shortest
 from scaling.auto.tracing import Graph, Node
-from scaling.explicit.cheapest import all_layouts, spec_of
-from scaling.explicit.ops import Illegal, Inferred, LabelledOp, Sizes
+from scaling.explicit.cheapest import all_layouts, legal_ways, spec_of
 from scaling.spec import ShardingError
 
 BEAM = 200
@@ -194,14 +194,9 @@ def _ways(graph: Graph, node: Node, constraint: DimAxes | None, axes, mesh) -> l
     """Every way in which a node may be computed, with each device's work."""
     if node.call is None:
         return [(((constraint,), constraint), 0.0)] if constraint else []
-    shapes, op = [graph.nodes[n].shape for n in node.operands], node.call.op
-    found = {}
-    for operands in _operands(op, shapes, axes, mesh):
-        try:
-            needed, result = op.infer(operands, shapes, mesh.sizes)
-        except Illegal:
-            continue
-        if needed == tuple(operands) and divides(result, node.shape, mesh.sizes):
+    shapes, op, found = [graph.nodes[n].shape for n in node.operands], node.call.op, {}
+    for needed, result in legal_ways(op, shapes, axes, [axes] * len(shapes), mesh):
+        if divides(result, node.shape, mesh.sizes):
             used = {axis for at in needed for axis in itertools.chain(*at.dims)}
             found[needed, result] = (node.call.flops or math.prod(node.shape)) / mesh.size(used)
     return list(found.items())
@@ -209,25 +204,3 @@ def _ways(graph: Graph, node: Node, constraint: DimAxes | None, axes, mesh) -> l
 
 def _sum(a: ProgramCost, b: ProgramCost) -> ProgramCost:
     return a[0] + b[0], a[1] + b[1], a[2] + b[2]
-
-
-def _operands(op, shapes: Sequence[Sizes], axes, mesh) -> Iterable[tuple[DimAxes, ...]]:
-    """Layouts of the operands together, among which all legal ones are."""
-    if not isinstance(op, LabelledOp):
-        yield from ((at,) for at in all_layouts(shapes[0], mesh, axes, axes))
-        return
-    labels = tuple(dict.fromkeys(d for labels in op.inputs for d in labels if d is not None and d not in op.whole))
-    for split in arrangements(axes, len(labels)):
-        of, idle = dict(zip(labels, split, strict=True)), [a for a in axes if a not in itertools.chain(*split)]
-        dims = [tuple(of.get(d, ()) if d else () for d in own) for own in op.inputs]
-        if not all(divides(DimAxes(d), s, mesh.sizes) for d, s in zip(dims, shapes, strict=True)):
-            continue
-        for sums in itertools.product(*([None, *_carriers(op)] for _ in idle)):
-            partial = [tuple(a for a, c in zip(idle, sums, strict=True) if c and i in c) for i in range(len(dims))]
-            yield tuple(DimAxes(d, u) for d, u in zip(dims, map(tuple, map(sorted, partial)), strict=True))
-
-
-def _carriers(op: LabelledOp) -> list[tuple[int, ...]]:
-    """Which operands may be unreduced together over an axis."""
-    every = tuple(range(len(op.inputs)))
-    return {"each": [(i,) for i in every], "all": [every], "first": [(0,)], "": []}[op.linear]

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from scaling import tree
+from scaling.algebra.law import Sizes
 from scaling.algebra.ops import function_name
 from scaling.explicit.arrays import reshard
 from scaling.explicit.functions import TypedCall, each_result, read_call
-from scaling.explicit.ops import Sizes
 from scaling.spec import ShardingError
 
 

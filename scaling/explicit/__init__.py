@@ -2,8 +2,8 @@
 
 `array` makes one, `reshard` changes its type, `grad` and `vjp` differentiate, typed by the law of cotangents. `einsum`,
 `matmul`, `sum`, `amax`, `reshape`, `broadcast_to` and `take` are torch's with an argument `out`, the result's type.
-`ops` has the rules, `functions` reads torch's functions (their table is `algebra.ops`), `cheapest` is the search behind
-an error's fix.
+The rules are `algebra.law`, the table of torch's functions `algebra.ops`; `functions` and `labels` read a call,
+`cheapest` is the search behind an error's fix.
 """
 
 from scaling.explicit.arrays import Array, array, reshard

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes
 from scaling.collectives.plans import run as run_plan
 from scaling.explicit.cheapest import Choice, cheapest_layouts, plan_change, shape_sizes, spec_of
 from scaling.explicit.functions import LocalPlan, TypedCall, each_result, read_call
 from scaling.explicit.labels import letters
-from scaling.explicit.ops import Illegal
 from scaling.spec import ShardingError, Spec, parse
 
 

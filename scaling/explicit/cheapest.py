@@ -1,15 +1,16 @@
 """The cheapest layouts in which an operation is legal: what an error proposes, and what an out type leads to."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from scaling.algebra.layouts import DimAxes, arrangements, divides, subsets
+from scaling.algebra.law import Illegal, Inferred, LabelledOp, Sizes
+from scaling.algebra.layouts import Axes, DimAxes, arrangements, divides, subsets
 from scaling.algebra.resharding import reshard
 from scaling.algebra.steps import Plan
 from scaling.explicit.labels import letters
-from scaling.explicit.ops import Illegal, Inferred, Sizes
 from scaling.spec import ShardingError, Spec
 
 
@@ -51,6 +52,21 @@ def all_layouts(shape: Sizes, mesh, axes: Sequence[str], unreduced: Sequence[str
     return found
 
 
+def legal_ways(op, shapes: Sequence[Sizes], axes: Axes, may: Sequence[Axes], mesh) -> Iterator[Inferred]:
+    """Every (operands as the kernel takes them, result) of an operation, whose operands divide over the mesh.
+
+    Operand i may be unreduced over the axes `may[i]`.
+    """
+    if isinstance(op, LabelledOp):
+        for needed, result in op.legal(axes, may):
+            if all(divides(at, shape, mesh.sizes) for at, shape in zip(needed, shapes, strict=True)):
+                yield needed, result
+        return
+    for at in all_layouts(shapes[0], mesh, axes, may[0]):
+        with contextlib.suppress(Illegal):
+            yield op.infer((at,), shapes, mesh.sizes)
+
+
 def cheapest_layouts(
     op, operands: Sequence[DimAxes], shapes: Sequence[Sizes], itemsizes: Sequence[float], mesh,
     out: DimAxes | None = None, result: tuple[Sizes, float] = ((), 1),
@@ -61,32 +77,36 @@ def cheapest_layouts(
     ShardingError if there are none.
     """
     axes = tuple(dict.fromkeys(a for at in (*operands, *((out,) if out else ())) for a in at.used))
-    reachable = []
-    for at, shape, nbytes in zip(operands, shapes, itemsizes, strict=True):
-        ways = [
-            (bytes_to_change(at, to, shape, nbytes, mesh), to != at, to)
-            for to in all_layouts(shape, mesh, axes, at.unreduced)
-        ]
-        reachable.append(sorted(ways, key=lambda way: way[:2]))
     best: tuple[tuple, Choice] | None = None
-    for ways in itertools.product(*reachable):
-        nbytes, to = sum(way[0] for way in ways), tuple(way[2] for way in ways)
+    for inferred in legal_ways(op, shapes, axes, [at.unreduced for at in operands], mesh):
+        needed, after = inferred
+        nbytes = sum(bytes_to_change(*change, mesh) for change in zip(operands, needed, shapes, itemsizes, strict=True))
         if best is not None and nbytes > best[0][0]:
             continue
         try:
-            inferred = op.infer(to, shapes, mesh.sizes)
-            if out is not None:
-                nbytes += bytes_to_change(inferred[1], out, *result, mesh)
-        except (Illegal, ShardingError):
+            nbytes += 0 if out is None else bytes_to_change(after, out, *result, mesh)
+        except ShardingError:
             continue
-        changed = sum(way[1] for way in ways)
-        work = math.prod(1 / mesh.size(at.used) for at in inferred[0])
+        layouts = _as_they_are(op, operands, inferred, shapes, mesh)
+        changed = sum(at != to for at, to in zip(operands, layouts, strict=True))
+        work = math.prod(1 / mesh.size(at.used) for at in needed)
         key = (nbytes, changed, work) if out is None else (nbytes, work, changed)
         if best is None or key < best[0]:
-            best = key, Choice(nbytes, to, inferred)
+            best = key, Choice(nbytes, layouts, inferred)
     if best is None:
         raise ShardingError(
             f"{op.name}: no layout of its operands makes it legal over {', '.join(axes)}"
             "\n  fix: change an operand's type, or reduce it before"
         )
     return best[1]
+
+
+def _as_they_are(op, operands: Sequence[DimAxes], inferred: Inferred, shapes, mesh) -> tuple[DimAxes, ...]:
+    """The layouts that the kernel takes, but of an operand that it only slices the one that it has."""
+    layouts = list(inferred[0])
+    for i, at in enumerate(operands):
+        with contextlib.suppress(Illegal):
+            tried = (*layouts[:i], at, *layouts[i + 1 :])
+            if op.infer(tried, shapes, mesh.sizes) == inferred:
+                layouts[i] = at
+    return tuple(layouts)

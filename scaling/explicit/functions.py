@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
+from scaling.algebra.law import LabelledOp, Reshape, Sizes
 from scaling.algebra.layouts import DimAxes
 from scaling.algebra.ops import function_name, op_kind
 from scaling.collectives.multiply import einsum
@@ -28,7 +29,6 @@ from scaling.explicit.labels import (
     permuted_labels,
     refuse_unknown,
 )
-from scaling.explicit.ops import LabelledOp, Reshape, Sizes
 from scaling.spec import ShardingError, Spec
 
 ELEMENTWISE = ("linear", "adds", "multiplies", "divides", "nonlinear")

@@ -3,7 +3,7 @@
 import string
 from typing import Any, NoReturn
 
-from scaling.explicit.ops import LabelledOp, Sizes
+from scaling.algebra.law import LabelledOp, Sizes
 from scaling.spec import ShardingError
 
 LETTERS = string.ascii_uppercase

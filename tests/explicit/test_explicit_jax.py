@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from typings import Case, cases, written
 
+from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes
 from scaling.explicit import functions
 from scaling.explicit.cheapest import spec_of
-from scaling.explicit.ops import Illegal
 from scaling.mesh import AbstractMesh
 
 TABLE = Path(__file__).with_name("jax_types.txt")

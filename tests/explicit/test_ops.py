@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from scaling import auto, explicit
+from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes
 from scaling.algebra.ops import KINDS, op_kind
 from scaling.explicit.cheapest import all_layouts, spec_of
 from scaling.explicit.functions import LocalPlan, each_result, read_call
-from scaling.explicit.ops import Illegal
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 

@@ -1,4 +1,4 @@
-"""What an operation on whole arrays does to their sharding (Part 10, explicit mode).
+"""The law: what an operation on whole arrays does to their types, read forwards (`infer`) and as a list (`legal`).
 
 An operation is a list of labels, as an einsum's letters: one for each dim of each operand and of the result. From the
 layouts of its operands follow those that its kernel takes on each device and that of its result, or that there are
@@ -6,11 +6,12 @@ none. Nothing is sent: a replicated operand is sliced where another one is split
 unreduced. Plain Python.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from scaling.algebra.layouts import Axes, DimAxes
+from scaling.algebra.layouts import Axes, DimAxes, arrangements, subsets
 from scaling.spec import format_axes
 
 Sizes = tuple[int, ...]
@@ -68,6 +69,23 @@ class LabelledOp(NamedTuple):
         result = DimAxes(tuple(split.get(label, ()) for label in self.output), tuple(sorted({*unreduced, *summed})))
         return needed, result
 
+    def legal(self, axes: Axes, may: Sequence[Axes]) -> Iterator[Inferred]:
+        """Every (operands as the kernel takes them, result) over the axes; operand i may be unreduced over `may[i]`."""
+        labels = tuple(dict.fromkeys(d for own in self.inputs for d in own if d is not None and d not in self.whole))
+        every = tuple(range(len(self.inputs)))
+        carriers = {"each": [(i,) for i in every], "all": [every], "first": [(0,)], "": []}[self.linear]
+        for split in arrangements(axes, len(labels)):
+            over = dict(zip(labels, split, strict=True))
+            idle = sorted(set(axes).difference(*split))
+            summed = [axis for label, own in over.items() if label not in self.output for axis in own]
+            result = tuple(over.get(label, ()) for label in self.output)
+            dims = [tuple(over.get(label, ()) for label in own) for own in self.inputs]
+            for sums in _carried(carriers, idle, may):
+                partial = [tuple(sorted(itertools.chain(*(a for who, a in sums if i in who)))) for i in every]
+                carried = itertools.chain(*(own for _, own in sums))
+                needed = tuple(DimAxes(d, u) for d, u in zip(dims, partial, strict=True))
+                yield needed, DimAxes(result, tuple(sorted([*summed, *carried])))
+
     def _check_whole(self, split: Mapping[str, Axes]) -> None:
         for label in self.whole:
             if axes := split.get(label):
@@ -111,6 +129,18 @@ class LabelledOp(NamedTuple):
                 "a partial sum over an axis may only meet what is replicated over it",
             )
         return tuple(every)
+
+
+def _carried(carriers: Sequence[tuple[int, ...]], idle: Sequence[str], may: Sequence[Axes]) -> Iterator[tuple]:
+    """Ways to give idle axes to operands that are unreduced over them: ((who together, the axes), ...)."""
+    if not carriers:
+        yield ()
+        return
+    who, *rest = carriers
+    pool = tuple(axis for axis in idle if all(axis in may[i] for i in who))
+    for axes in subsets(pool, least=0):
+        for others in _carried(rest, [axis for axis in idle if axis not in axes], may):
+            yield ((who, axes), *others)
 
 
 class Reshape(NamedTuple):
