@@ -37,13 +37,9 @@ BUGS = (
         TRANSFORMER + "ends.py",
         (
             ("torch.stack([exp.sum(-1), pick, every])", "torch.stack([exp.sum(-1), pick])"),
-            ("total, pick, every = reduce_scatter(", "total, pick = reduce_scatter("),
-            (
-                "        w = shard(",
-                '        every = shard("s[B_PXE, T_C] -> s[B_PXE, T_CY]", every, mesh)\n        w = shard(',
-            ),
+            ("total, pick, every = all_reduce(", "total, pick = all_reduce("),
         ),
-        refused="unreduced",
+        refused="partial-plus-whole",
     ),
     Bug(
         "gathered logits in a vocabulary-parallel loss",
@@ -52,9 +48,9 @@ BUGS = (
         TRANSFORMER + "ends.py",
         (
             (
-                "        logits = logits.to(",
-                '        line = "logits[B_PXE, T_C, V_Y] -> logits[B_PXE, T_C, V]"\n'
-                "        logits = all_gather(line, logits, mesh)\n        logits = logits.to(",
+                "    logits = logits.to(",
+                '    line = "logits[R_PXEC, V_Y] -> logits[R_PXEC, V]"\n'
+                "    logits = all_gather(line, logits, mesh)\n    logits = logits.to(",
             ),
         ),
         refused="reduced-twice",
@@ -72,9 +68,8 @@ BUGS = (
         "NVIDIA/Megatron-LM#673 pytorch/torchtune#1875",
         "each rank's mean is summed over ranks: gradients are off by their number, which users then put in by hand",
         TRANSFORMER + "ends.py",
-        (("terms.z_loss * lse.square())).sum()", "terms.z_loss * lse.square())).mean()"),),
+        (("w.sum(), mesh)", "w.mean(), mesh)"),),
         refused="how-reduced",
-        read=(TRANSFORMER + "api.py",),
     ),
     Bug(
         "gradients averaged that are to be added",
@@ -91,10 +86,10 @@ BUGS = (
         TRANSFORMER + "ends.py",
         (
             (
-                "    return VocabLoss.apply(x, W[",
-                '    line = "Loss[] {U_PXECY} -> Loss[]"\n    return all_reduce(line, VocabLoss.apply(x, W[',
+                "    return _of_chunks(x, W[",
+                '    line = "Loss[] {U_PXECY} -> Loss[]"\n    return all_reduce(line, _of_chunks(x, W[',
             ),
-            ("terms, tied, mesh)[0]", "terms, tied, mesh)[0], mesh)"),
+            ("terms, tied, mesh, CHUNK)", "terms, tied, mesh, CHUNK), mesh)"),
         ),
         refused="loss",
         read=(TRANSFORMER + "api.py",),

@@ -1,10 +1,12 @@
 """The ends of a Transformer, its vocabulary split over Y (Part 5): embedding, and the loss with its backward by hand.
 
     x      [B, T_CY, D]  = rows of E[V_Y, D] for this rank's tokens, reduce-scattered over Y
-    logits [B, T_C, V_Y] = x[B, T_C, D] * U[D, V_Y]        the only array of this size, overwritten as it is used
+    logits [R, V_Y]      = x[R, D] * U[D, V_Y]             of some rows R of the B T_C tokens at a time
 
-The softmax over V needs three sums over Y of each token: of exp(logit - max), of the target's logit, which one rank
-has, and, for label smoothing, of all logits. They are scattered along T: each token's loss is computed by one rank.
+The logits of all tokens would be the largest array of a step. So their loss is computed in chunks: once a chunk's
+softmax is known, so is its dlogits, and what that adds to dx and dU, before the next chunk's logits take its place. No
+logit is computed twice. The softmax over V needs of each token the largest logit over Y, and three sums over Y: of
+exp(logit - max), of the target's logit, which one rank has, and, for label smoothing, of all logits.
 """
 
 from typing import NamedTuple
@@ -12,9 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scaling._torch import in_transform
+from scaling.arguments import not_negative, positive
 from scaling.collectives import einsum
+from scaling.models.inputs import check_range, check_weights
 from scaling.models.pointwise import rms_norm
-from scaling.strategies.axes import all_gather, all_reduce, masked, reduce_scatter, shard
+from scaling.spec import ShardingError
+from scaling.strategies.axes import all_gather, all_reduce, masked, reduce_scatter
+
+CHUNK = 1 << 28  # bytes of logits, in float32, that are there at a time
 
 
 def embed(E: Tensor, tokens: Tensor, mesh) -> Tensor:
@@ -32,7 +40,9 @@ def in_part(tokens: Tensor, size: int, mesh) -> tuple[Tensor, Tensor]:
 
 
 class Terms(NamedTuple):
-    """What a token's loss is made of: (1 - smoothing) ce + smoothing (mean over V of ce) + z_loss lse^2."""
+    """What a token's loss is made of: (1 - smoothing) ce + smoothing (mean over V of ce) + z_loss lse^2.
+
+    `V`: entries of the vocabulary. The parts of the ranks may hold more: what lies beyond is padding, no logit."""
 
     V: int
     smoothing: float
@@ -48,64 +58,157 @@ def head(W: dict, x: Tensor, targets: Tensor, weights: Tensor, terms: Terms, eps
     x = rms_norm(x, gain=W["norm"], eps=eps)
     x = all_gather("x[B_PXE, T_CY, D] -> x[B_PXE, T_C, D]", x, mesh)  # on the critical path
     tied = "unembed" not in W
-    return VocabLoss.apply(x, W["embed" if tied else "unembed"], targets, weights, terms, tied, mesh)[0]
+    return _of_chunks(x, W["embed" if tied else "unembed"], targets, weights, terms, tied, mesh, CHUNK)
+
+
+def loss(
+    hidden: Tensor,
+    unembed: Tensor,
+    targets: Tensor,
+    mesh,
+    *,
+    weights: Tensor | None = None,
+    tied: bool = False,
+    V: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_bytes: int = CHUNK,
+) -> Tensor:
+    """hidden[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}
+
+    with unembed U[D, V_Y], or `tied` E[V_Y, D]. The terms of all ranks add up to sum(w ce) / sum(w) over the global
+    batch, in nats, 0 where sum(w) is 0: on one device it is the loss. Differentiate the term, and reduce its value
+    afterwards; the cotangent of hidden is {U_Y}, that of unembed {U_PXEC}. `weights`: w, by default 1, and 0 where the
+    target is `ignore_index`. `V`: entries of the vocabulary, if the last ranks' parts are padded; by default none are.
+    Of the logits no more than `chunk_bytes`, in float32, are there at a time (one token's at least). Differentiable
+    once, by autograd and torch.func. ShardingError or ValueError for what does not fit, before anything is sent.
+    """
+    not_negative(label_smoothing=label_smoothing, z_loss=z_loss)
+    positive(chunk_bytes=chunk_bytes)
+    D, part = unembed.shape if not tied else unembed.shape[::-1]
+    if hidden.shape != (*targets.shape, D) or targets.dim() != 2:
+        raise ShardingError(
+            f"hidden {list(hidden.shape)}, targets {list(targets.shape)}, unembed {list(unembed.shape)}\n"
+            "  rule: hidden[B, T, D], targets[B, T], unembed[D, V], or with tied=True [V, D]\n"
+            "  fix: give this rank's shards of these"
+        )
+    if weights is not None:
+        check_weights(weights, targets)
+    parts = mesh.sizes.get("Y", 1)
+    V = part * parts if V is None else V
+    if not 0 < V <= part * parts:
+        raise ShardingError(
+            f"V={V} entries in {parts} parts of {part}\n  rule: the parts hold all entries, and perhaps padding\n"
+            f"  fix: give V from 1 to {part * parts}"
+        )
+    w = torch.ones_like(targets) if weights is None else weights
+    w = torch.where(targets == ignore_index, 0, w).to(torch.promote_types(hidden.dtype, torch.float32))
+    check_range("targets", targets, V, w)
+    total = all_reduce("total[] {U_PXEC} -> total[]", w.sum(), mesh)
+    w = w / torch.where(total == 0, 1, total)
+    terms = Terms(V, label_smoothing, z_loss)
+    return _of_chunks(hidden, unembed, targets, w, terms, tied, mesh, chunk_bytes)
+
+
+def _of_chunks(x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_bytes: int) -> Tensor:
+    """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}: with a tape if there is one."""
+    differentiated = torch.is_grad_enabled() and (
+        x.requires_grad or U.requires_grad or torch.compiler.is_compiling() or in_transform() is not None
+    )
+    setting = terms, tied, mesh, chunk_bytes
+    if not differentiated:
+        return chunked_loss(x, U, targets, weights, *setting, gradients=False)[0]
+    return VocabLoss.apply(x, U, targets, weights, setting)[0]
+
+
+def chunked_loss(x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_bytes: int, gradients: bool):
+    """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}
+
+    and, with `gradients`, dx[B_PXE, T_C, D] {U_Y} and dU[D, V_Y] {U_PXEC} (tied: dE[V_Y, D]); else None.
+    """
+    rows, start, dU = x.flatten(0, 1), 0, None
+    loss = rows.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+    dx = torch.empty_like(rows) if gradients else None
+    count = max(1, -(-4 * len(rows) * U.shape[0 if tied else 1] // chunk_bytes))
+    size = max(1, -(-len(rows) // count))
+    for some, ids, w in zip(*(each.split(size) for each in (rows, targets.flatten(), weights.flatten())), strict=True):
+        term, dlogits = chunk_loss(some, U, ids, w, terms, tied, mesh, gradients)
+        loss = loss + term
+        if dx is not None:
+            dU = chunk_gradients(some, U, dlogits, tied, dx[start : start + len(some)], dU)
+            start += len(some)
+        del dlogits  # before the next chunk's are made
+    return loss, None if dx is None else dx.view_as(x), dU
+
+
+def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool):
+    """x[R_PXEC, D], targets[R_PXEC], w[R_PXEC] -> Loss[] {U_PXECY}
+
+    and dlogits[R_PXEC, V_Y] = softmax w - (1 - smoothing) w [target] - smoothing / V w, in the logits' own buffer.
+    """
+    if tied:
+        logits = einsum("x[R_PXEC, D] * E[V_Y, D] -> logits[R_PXEC, V_Y]", x, U)
+    else:
+        logits = einsum("x[R_PXEC, D] * U[D, V_Y] -> logits[R_PXEC, V_Y]", x, U)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    w, V_Y = w.to(logits.dtype), logits.shape[-1]
+    real = min(max(terms.V - mesh.coord.get("Y", 0) * V_Y, 0), V_Y)  # entries of this part that are no padding
+    if real < V_Y:
+        logits[:, real:] = -torch.inf
+    local, here = in_part(targets, V_Y, mesh)
+    top = all_reduce("m[R_PXEC] {U_Y} -> m[R_PXEC]", logits.amax(-1), mesh, op="max")
+    pick = logits.gather(-1, local[:, None])[:, 0] - top
+    pick = masked("pick[R_PXEC] {U_Y}", pick, here, mesh)
+    every = (logits[:, :real] - top[:, None]).sum(-1) if terms.smoothing else torch.zeros_like(pick)
+    exp = logits.sub_(top[:, None]).exp_()
+    sums = torch.stack([exp.sum(-1), pick, every])
+    total, pick, every = all_reduce("s[K, R_PXEC] {U_Y} -> s[K, R_PXEC]", sums, mesh)
+    lse = total.log() + top
+    ce = total.log() - (1 - terms.smoothing) * pick - terms.smoothing / terms.V * every
+    loss = torch.where(w == 0, 0, w * (ce + terms.z_loss * lse.square()))
+    loss = masked("loss[R_PXEC] {U_Y}", loss, here, mesh).sum()  # the rank that has the target counts the token
+    if not gradients:
+        return loss, None
+    slope = torch.where(w == 0, 0, w * (1 + 2 * terms.z_loss * lse) / total)
+    dlogits = exp.mul_(slope[:, None])
+    dlogits.scatter_add_(-1, local[:, None], (-(1 - terms.smoothing) * w * here)[:, None])
+    if terms.smoothing:
+        dlogits[:, :real].sub_((terms.smoothing / terms.V * w)[:, None])
+    return loss, dlogits.to(x.dtype)
+
+
+def chunk_gradients(x, U, dlogits, tied: bool, dx, dU):
+    """x[R_PXEC, D], dlogits[R_PXEC, V_Y] -> dU[D, V_Y] {U_PXEC}, added to the one before; dx[R_PXEC, D] {U_Y} is
+    written to its place."""
+    V, dV = ("E[V_Y, D]", "dE[V_Y, D]") if tied else ("U[D, V_Y]", "dU[D, V_Y]")
+    einsum(f"dlogits[R_PXEC, V_Y] * {V} -> dx[R_PXEC, D] {{U_Y}}", dlogits, U, out=dx)
+    return einsum(f"x[R_PXEC, D] * dlogits[R_PXEC, V_Y] -> {dV} {{U_PXEC}}", x, dlogits, out=dU, add=dU is not None)
 
 
 class VocabLoss(torch.autograd.Function):
-    """x[B, T_C, D], U[D, V_Y] (tied: E[V_Y, D]) -> Loss[] {U_PXECY}, with its backward written out."""
+    """`chunked_loss` differentiated: its gradients are there when the loss is."""
 
     @staticmethod
-    def forward(x, U, targets, weights, terms, tied, mesh):
+    def forward(x, U, targets, weights, setting):
         """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}
 
-        and the logits' buffer, which now holds the softmax's part of dlogits, for the backward alone.
+        and its gradients, for the backward alone.
         """
-        if tied:
-            logits = einsum("x[B_PXE, T_C, D] * E[V_Y, D] -> logits[B_PXE, T_C, V_Y]", x, U)
-        else:
-            logits = einsum("x[B_PXE, T_C, D] * U[D, V_Y] -> logits[B_PXE, T_C, V_Y]", x, U)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        local, here = in_part(targets, logits.shape[-1], mesh)
-        top = all_reduce("m[B_PXE, T_C] {U_Y} -> m[B_PXE, T_C]", logits.amax(-1), mesh, op="max")
-        pick = logits.gather(-1, local[..., None])[..., 0] - top
-        pick = masked("pick[B_PXE, T_C] {U_Y}", pick, here, mesh)
-        every = (logits - top[..., None]).sum(-1) if terms.smoothing else torch.zeros_like(pick)
-        exp = logits.sub_(top[..., None]).exp_()
-        sums = torch.stack([exp.sum(-1), pick, every])
-        total, pick, every = reduce_scatter("s[K, B_PXE, T_C] {U_Y} -> s[K, B_PXE, T_CY]", sums, mesh)
-        w = shard("w[B_PXE, T_C] -> w[B_PXE, T_CY]", weights.to(exp.dtype), mesh)
-        lse = total.log() + shard("m[B_PXE, T_C] -> m[B_PXE, T_CY]", top, mesh)
-        ce = total.log() - (1 - terms.smoothing) * pick - terms.smoothing / terms.V * every
-        loss = torch.where(w == 0, 0, w * (ce + terms.z_loss * lse.square())).sum()
-        slope = torch.where(w == 0, 0, w * (1 + 2 * terms.z_loss * lse) / total)
-        slope = all_gather("k[B_PXE, T_CY] -> k[B_PXE, T_C]", slope, mesh)
-        return loss, exp.mul_(slope[..., None])
+        return chunked_loss(x, U, targets, weights, *setting, gradients=True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, U, targets, weights, ctx.terms, ctx.tied, ctx.mesh = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # or autograd makes zeros of the buffer's size
-        ctx.save_for_backward(x, U, targets, weights)
-        ctx.buffer = output[1]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # or autograd makes zeros of the gradients' sizes
+        ctx.gradients = output[1:]
 
     @staticmethod
-    def backward(ctx, dLoss, _):
-        """dlogits = softmax w - (1 - smoothing) w [target] - smoothing / V w, in the logits' own buffer."""
-        if ctx.buffer is None:
+    def backward(ctx, dLoss, *_):
+        if ctx.gradients is None:
             raise RuntimeError(
-                "the loss's backward runs once: the logits' buffer holds their gradient afterwards"
+                "the loss's backward runs once: its gradients were made with it, and are multiplied in place"
                 "\n  fix: call the loss again"
             )
-        x, U, targets, weights = ctx.saved_tensors
-        dlogits, ctx.buffer = ctx.buffer, None
-        w = weights.to(dlogits.dtype)
-        local, here = in_part(targets, dlogits.shape[-1], ctx.mesh)
-        dlogits.scatter_add_(-1, local[..., None], (-(1 - ctx.terms.smoothing) * w * here)[..., None])
-        if ctx.terms.smoothing:
-            dlogits.sub_((ctx.terms.smoothing / ctx.terms.V * w)[..., None])
-        dlogits = dlogits.mul_(dLoss).to(x.dtype)
-        V, dV = ("E[V_Y, D]", "dE[V_Y, D]") if ctx.tied else ("U[D, V_Y]", "dU[D, V_Y]")
-        dx = einsum(f"dlogits[B_PXE, T_C, V_Y] * {V} -> dx[B_PXE, T_C, D] {{U_Y}}", dlogits, U)
-        dU = einsum(f"x[B_PXE, T_C, D] * dlogits[B_PXE, T_C, V_Y] -> {dV} {{U_PXEC}}", x, dlogits)
-        return dx, dU, None, None, None, None, None
+        (dx, dU), ctx.gradients = ctx.gradients, None
+        return dx.mul_(dLoss), dU.mul_(dLoss), None, None, None
