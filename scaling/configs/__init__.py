@@ -5,6 +5,7 @@ Plain Python: no torch.
 
 from scaling.configs.catalogue import MODELS
 from scaling.configs.config import Config, Latent, RopeScaling
-from scaling.configs.files import get, load
+from scaling.configs.files import load
+from scaling.configs.sources import Source, get, source_of, with_weights
 
-__all__ = ["MODELS", "Config", "Latent", "RopeScaling", "get", "load"]
+__all__ = ["MODELS", "Config", "Latent", "RopeScaling", "Source", "get", "load", "source_of", "with_weights"]

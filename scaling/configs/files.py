@@ -1,29 +1,12 @@
-"""Models from names and from files: `get`, `load`."""
+"""Models from files: `load`."""
 
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from scaling.arguments import read_table
-from scaling.configs.catalogue import MODELS
 from scaling.configs.config import Config, Latent
 from scaling.configs.hugging_face import read_config
-
-
-def _letters(name: str) -> str:
-    return "".join(c for c in str(name).lower() if c.isalnum())
-
-
-def get(model: "str | Config") -> Config:
-    """The model of this name ("llama3-70b", "LLaMA-3 70B") or of this file (.json, .toml); or a ValueError."""
-    if isinstance(model, Config):
-        return model
-    for name, config in MODELS.items():
-        if _letters(name) == _letters(model):
-            return config
-    if Path(model).suffix in (".json", ".toml"):
-        return load(model)
-    raise ValueError(f"unknown model {model!r}\n  fix: give a .json or .toml file, or one of {', '.join(MODELS)}")
 
 
 def load(path: "str | Path") -> Config:
@@ -31,7 +14,11 @@ def load(path: "str | Path") -> Config:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file\n  fix: give a config.json, or a .toml file")
-    table = read_table(path)
+    return table_config(read_table(path), path)
+
+
+def table_config(table: dict[str, Any], path: Path) -> Config:
+    """The model of such a table, which `path` holds."""
     try:
         if "hidden_size" in table or "text_config" in table:
             table = read_config(table)

@@ -1,7 +1,7 @@
-"""`python -m scaling.generate --model FOLDER --prompt TEXT --max-new-tokens 64`: text from a model.
+"""`python -m scaling.generate --model MODEL --prompt TEXT --max-new-tokens 64`: text from a model.
 
-FOLDER is a Hugging Face model or the --out of `scaling.train`. The text is written as it comes, whole characters only.
-With --mesh Y=4 the ranks of the mesh are started here, or are torchrun's.
+MODEL is a Hugging Face folder, org/name on the hub, FILE.gguf, or the --out of `scaling.train`. The text is written as
+it comes, whole characters only. With --mesh Y=4 the ranks of the mesh are started here, or are torchrun's.
 """
 
 import argparse
@@ -10,11 +10,12 @@ import os
 import sys
 
 from scaling import launch
+from scaling.configs.sources import WAYS
 from scaling.console import SEEDS, Parser, complaining, integer, number
 from scaling.mesh import AbstractMesh
 from scaling.models.text import tokenizer_of
 from scaling.serve.generation import Token, score, stream
-from scaling.serve.loading import DTYPES, check_fits, config_of_model, draft_config, draft_of, free_memory, params_of
+from scaling.serve.loading import DTYPES, check_fits, draft_config, draft_of, free_memory, params_of, with_folders
 from scaling.serve.sampling import Sampling
 from scaling.serve.text import TextStream, chat_prompt, ends_of
 from scaling.serve.types import FORMS, specs
@@ -46,7 +47,7 @@ def arguments(argv=None) -> argparse.Namespace:
         "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be given several times"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
-    parser.add_argument("--draft", metavar="FOLDER", help='a smaller model that proposes tokens, or "ngram"')
+    parser.add_argument("--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"')
     parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
     parser.add_argument(
         "--logprobs", action="store_true", help="afterwards print each new token's log-probability, in nats"
@@ -59,7 +60,7 @@ def arguments(argv=None) -> argparse.Namespace:
 
 def add_model(parser: Parser) -> None:
     """The options that say what is served, and where."""
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or a training run's")
+    parser.add_argument("--model", required=True, help=WAYS)
     parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
     parser.add_argument(
         "--form", default="heads", choices=FORMS, help="how a decode step is sharded over the mesh (default heads)"
@@ -132,9 +133,8 @@ def prompt_of(args, tokenizer) -> list[int]:
 
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
-    args = arguments(argv)
-    sizes, config = parse_mesh(args.mesh), config_of_model(args.model)
-    tokenizer = tokenizer_of(args.model, config.V)
+    config, args = with_folders(arguments(argv))
+    sizes, tokenizer = parse_mesh(args.mesh), tokenizer_of(args.model, config.V)
     how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     specs(config, AbstractMesh(sizes), form=args.form)
     prompt = prompt_of(args, tokenizer)

@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scaling.arguments import read_table
+from scaling.configs.hub import COMPANIONS
+from scaling.configs.sources import MODEL, RUN
 
 FILE = "tokenizer.json"
-COMPANIONS = (  # what comes with a model's weights, beside config.json: files that are copied as they are
-    FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
-    "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
-)  # fmt: skip
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json: ids that belong to the tokenizer
 IDENTITY = "tokenizer_identity"  # of an export's config.json
 NAME = "tokenizer_name"  # of run.toml: where it came from
-RUN, MODEL = "run.toml", "model"  # of a run's folder: its options; what came with its model
 BYTES = 256
 
 

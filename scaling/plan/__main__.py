@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scaling.configs import MODELS, get
+from scaling.configs import get
+from scaling.configs.sources import HELP
 from scaling.console import Parser, command, complain, complaining, integer, number, output
 from scaling.hardware import chip, chips
 from scaling.plan import explain, one_layer
@@ -62,7 +63,7 @@ def _parser() -> Parser:
         "To serve a model: python -m scaling.plan serve --help\n\n"
         "Exit status: 0, a plan was found; 1, nothing fits or no mesh suits; 2, an argument is wrong.",
     )  # fmt: skip
-    parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
+    parser.add_argument("--model", required=True, help=HELP)
     parser.add_argument("--chip", required=True, help=f"{', '.join(chips())}; or a .toml file")
     parser.add_argument("--chips", required=True, type=_whole, help="number of chips")
     parser.add_argument("--batch", required=True, type=_whole, help="tokens per step; k and M are powers of two: 4M")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from scaling.configs import MODELS, get
+from scaling.configs import get
+from scaling.configs.sources import HELP
 from scaling.console import Parser, complaining, integer, number
 from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
@@ -154,7 +155,7 @@ def quantity(text: str) -> float:
 @complaining(ValueError, code=2)
 def main(arguments: list[str]) -> int:
     parser = Parser(prog="python -m scaling.plan guide", description=__doc__)
-    parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
+    parser.add_argument("--model", required=True, help=HELP)
     parser.add_argument("--gpus", type=integer(1), default=1, help="number of GPUs (default 1)")
     parser.add_argument("--gpu", help="a100, h100, h200, b200, ...; or a .toml file; or give its --memory instead")
     parser.add_argument("--memory", type=quantity, help="memory of one GPU, such as 24GB")

@@ -1,4 +1,4 @@
-"""`python -m scaling.serve --model FOLDER --input REQUESTS --output COMPLETIONS`: serve a file of requests.
+"""`python -m scaling.serve --model MODEL --input REQUESTS --output COMPLETIONS`: serve a file of requests.
 
 Each line of the input is a JSON object: "prompt" (text) or "ids", and as wanted "id", "max_new_tokens", "temperature",
 "top_k", "top_p", "min_p", "seed", "stop" (texts) and "arrival" (seconds). Each line of the output is one request's
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling import launch
+from scaling.configs.sources import WAYS
 from scaling.console import Parser, complain, complaining, integer, output
 from scaling.mesh import AbstractMesh
 from scaling.models.text import tokenizer_of
@@ -21,12 +22,12 @@ from scaling.serve.engine import serve
 from scaling.serve.loading import (
     DTYPES,
     check_fits,
-    config_of_model,
     draft_config,
     draft_of,
     free_memory,
     length_that_fits,
     params_of,
+    with_folders,
 )
 from scaling.serve.policies import POLICIES
 from scaling.serve.requests import RequestLine, read_requests
@@ -39,7 +40,7 @@ from scaling.sizes import parse_mesh
 
 def arguments(argv=None) -> argparse.Namespace:
     parser = Parser(prog="python -m scaling.serve", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or a training run's")
+    parser.add_argument("--model", required=True, help=WAYS)
     parser.add_argument(
         "--input", required=True, metavar="FILE", help="requests, one JSON object per line; - reads the standard input"
     )
@@ -65,7 +66,7 @@ def arguments(argv=None) -> argparse.Namespace:
         action="store_true",
         help="a request's logits have the same bits whatever else is in the batch",
     )
-    parser.add_argument("--draft", metavar="FOLDER", help='a smaller model that proposes tokens, or "ngram"')
+    parser.add_argument("--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"')
     parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
     parser.add_argument(
         "--max-new-tokens", type=integer(1), default=64, help="for requests that do not say (default 64)"
@@ -126,9 +127,8 @@ def completion(line: RequestLine, times: RequestTimes, tokenizer, ends: tuple[in
 
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
-    args = arguments(argv)
-    sizes, config = parse_mesh(args.mesh), config_of_model(args.model)
-    tokenizer = tokenizer_of(args.model, config.V)
+    config, args = with_folders(arguments(argv))
+    sizes, tokenizer = parse_mesh(args.mesh), tokenizer_of(args.model, config.V)
     specs(config, AbstractMesh(sizes))
     ends = () if args.ignore_eos else ends_of(args.model)
     text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")

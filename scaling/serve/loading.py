@@ -1,12 +1,14 @@
 """What is served, a Hugging Face folder or a run of `scaling.train`; and whether it fits, before it is loaded."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from scaling import tree
-from scaling.configs import Config, load
+from scaling.configs import Config, with_weights
+from scaling.configs.sources import RUN
 from scaling.mesh import AbstractMesh
 from scaling.models import hf
 from scaling.models import transformer as model
@@ -16,28 +18,22 @@ from scaling.serve.types import ROWS, check_mesh, specs
 from scaling.spec import parse
 from scaling.strategies.axes import present
 from scaling.train import checkpoint
-from scaling.train.origin import config_of_run
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
-def config_of_model(folder: "str | Path") -> Config:
-    """The model's sizes. ValueError for a folder that is neither a model nor a run."""
-    folder = Path(folder)
-    if (folder / "run.toml").is_file():
-        return config_of_run(folder)
-    if (folder / "config.json").is_file():
-        return load(folder / "config.json").with_(name=folder.name)
-    raise ValueError(
-        f"{folder}: neither a Hugging Face folder (config.json) nor a run of scaling.train (run.toml)"
-        "\n  fix: give one of the two"
-    )
+def with_folders(args: argparse.Namespace) -> tuple[Config, argparse.Namespace]:
+    """(the model's sizes, the options with the folders of --model and --draft in the place of what names them).
+    ValueError for what names no weights."""
+    source, draft = with_weights(args.model), args.draft
+    folder = draft if draft in (None, "ngram") else with_weights(draft).folder
+    return source.config, argparse.Namespace(**vars(args) | {"model": source.folder, "draft": folder})
 
 
 def params_of(folder: "str | Path", config: Config, mesh, dtype: torch.dtype, form: str = "heads") -> dict:
     """This rank's params, typed as `serve.specs`; of the files only what they need is read."""
     folder, types = Path(folder), specs(config, mesh, form=form)
-    if (folder / "run.toml").is_file():
+    if (folder / RUN).is_file():
         state, _ = checkpoint.load(folder, {"params": types}, mesh, among=True)
         return tree.map(lambda p: p.to(dtype), state["params"])
     return hf.load_sharded(folder, types, mesh, dtype)[1]
@@ -47,7 +43,7 @@ def draft_config(draft: str | None, config: Config, mesh, form: str = "heads") -
     """The sizes of the draft that --draft names, None of "ngram". ValueError for one that cannot serve `config`."""
     if draft in (None, "ngram"):
         return None
-    small = config_of_model(draft)
+    small = with_weights(draft).config
     check_draft(small, config)
     check_mesh(small, mesh, form)
     return small

@@ -7,7 +7,8 @@ from typing import Any, cast
 import optree
 from tabulate import tabulate
 
-from scaling.configs import MODELS, Config, get, load
+from scaling.configs import Config, get
+from scaling.configs.sources import HELP
 from scaling.console import Parser, complaining
 from scaling.cost.units import significant
 from scaling.sizes import parse_mesh
@@ -33,7 +34,7 @@ def leaf_rows(config: Config, mesh: Mapping[str, int], dtype: str, zero: int = 3
 @complaining(ValueError, OSError)
 def main(argv: "list[str] | None" = None) -> int:
     parser = Parser(prog="python -m scaling.show params", description=(__doc__ or "").split(":")[0])
-    parser.add_argument("--model", default="llama3-70b", help=f"a config.json, or one of {', '.join(MODELS)}")
+    parser.add_argument("--model", default="llama3-70b", help=f"{HELP} (default llama3-70b)")
     parser.add_argument("--mesh", default="X=64,Y=8", help="axes of P, Z, X, C, Y, E and sizes (default X=64,Y=8)")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of the params (default bf16)")
     parser.add_argument(
@@ -44,7 +45,7 @@ def main(argv: "list[str] | None" = None) -> int:
         help="ZeRO stage: 0 replicates over X, 1 and 2 shard the state, 3 the params (default 3)",
     )
     args = parser.parse_args(argv)
-    config = load(args.model) if args.model.endswith(".json") else get(args.model)
+    config = get(args.model)
     mesh = parse_mesh(args.mesh)
     listed = leaf_rows(config, mesh, args.dtype, args.zero)
     table = [(leaf, text, shape, f"{nbytes:,.0f}") for leaf, text, shape, nbytes in listed]

@@ -17,19 +17,19 @@ from pathlib import Path
 
 from scaling import launch
 from scaling.arguments import of_type, read_table
-from scaling.configs import MODELS
+from scaling.configs.sources import HELP, MODEL, RUN
 from scaling.console import Parser, complaining, integer, number, place
 from scaling.cost.transformer import POLICIES
 from scaling.cost.units import significant
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
-from scaling.models.text import MODEL, NAME, RUN
+from scaling.models.text import NAME
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify
 from scaling.train.durable import replaced
 from scaling.train.loop import STOP, run
-from scaling.train.origin import config_at, keep_origin, options_of, tokenizer_for
+from scaling.train.origin import begun_from, keep_origin, options_of, tokenizer_for
 from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings
 
@@ -46,9 +46,7 @@ OTHERS = {
 def arguments(argv=None) -> argparse.Namespace:
     parser = Parser(prog="python -m scaling.train", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--config", metavar="FILE", help="a TOML file of these options; flags override it")
-    parser.add_argument(
-        "--model", default="tiny", help=f"a config.json, a Hugging Face folder, or one of {', '.join(MODELS)}"
-    )
+    parser.add_argument("--model", default="tiny", help=HELP)
     parser.add_argument(
         "--from-scratch", action="store_true", help="take only the sizes of a Hugging Face folder, not its weights"
     )
@@ -163,7 +161,8 @@ def main(argv=None) -> int:
     if given[:1] and given[0] in OTHERS:
         return OTHERS[given[0]](given[1:])
     args = arguments(argv)
-    sizes, (config, weights) = parse_mesh(args.mesh), config_at(args.model)
+    sizes, (config, weights) = parse_mesh(args.mesh), begun_from(args.model, args.dry_run)
+    args.model = weights or args.model  # of what the hub or a GGUF file holds, the folder
     own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
     config = config if args.dropout is None else config.with_(dropout=args.dropout)
     weights = "" if args.from_scratch else weights if args.weights is None else args.weights

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from scaling.configs.sources import MODEL
 from scaling.console import Parser, complaining
 from scaling.mesh import Mesh
-from scaling.models.text import MODEL, NAME
+from scaling.models.text import NAME
 from scaling.train import checkpoint
 from scaling.train.origin import config_of_run, options_of
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from scaling.arguments import of_type, read_table
-from scaling.configs import Config, get, load
+from scaling.configs import Config, get, source_of
+from scaling.configs.sources import CONFIGS, MODEL, RUN
 from scaling.models.text import (
     BYTES,
     ENDS,
     FILE,
-    MODEL,
     NAME,
-    RUN,
     Tokenizer,
     Unknown,
     checked_tokenizer,
@@ -29,7 +28,6 @@ from scaling.train.corpus import INDEX, check_data, kind_of_data
 from scaling.train.settings import Settings
 
 PLACES = ("weights", "profile", "tensorboard")  # paths among the settings
-CONFIGS = ("config.json", "config.toml")
 
 
 def options_of(run: Path, **kinds: type) -> dict[str, Any]:
@@ -45,21 +43,22 @@ def options_of(run: Path, **kinds: type) -> dict[str, Any]:
     return options
 
 
-def config_at(place: str) -> tuple[Config, str]:
-    """The sizes of a model by name, of a config.json or of an HF folder, which may have weights: (config, folder)."""
-    path = Path(place)
-    if path.is_dir():
-        file = next((path / name for name in CONFIGS if (path / name).is_file()), path / CONFIGS[0])
-        return load(file), str(path)
-    return load(path) if path.suffix == ".json" else get(place), ""
+def begun_from(model: str, sizes_only: bool = False) -> tuple[Config, str]:
+    """The sizes of a model, and the folder of the weights to begin with, "" if none. ValueError for a run, whose
+    weights are checkpoints."""
+    source = source_of(model, sizes_only=sizes_only)
+    if source.is_run:
+        raise ValueError(
+            f"{model}: is a run\n  fix: go on with it by --out {model} --resume; or begin a new one with the folder "
+            f"that python -m scaling.train export {model} --out FOLDER writes"
+        )
+    return source.config, source.folder
 
 
 def config_of_run(run: Path) -> Config:
     """The sizes of the model of a run. ValueError if what its options name is gone."""
-    named = options_of(run, model=str)["model"]
-    if named != MODEL:  # a name; of runs that kept no model, perhaps a path
-        return config_at(named)[0]
-    return config_at(str(run / MODEL))[0].with_(name=run.resolve().name)
+    options_of(run, model=str)
+    return get(run)
 
 
 def tokenizer_for(config: Config, model: str, weights: str, given: "str | None", data: str, out: "Path | None") -> str:

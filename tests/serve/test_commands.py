@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_beforehand(folder, capsys):
     [
         (["--prompt", ""], "the prompt is empty"), (["--prompt-ids", "1,x"], "whole numbers"),
         (["--prompt-ids", "256"], "token 256"), (["--prompt", "a", "--chat"], "no chat template"),
-        (["--prompt", "a", "--mesh", "X=2"], "mesh axis X"), (["--prompt", "a", "--draft", "nowhere"], "neither"),
+        (["--prompt", "a", "--mesh", "X=2"], "mesh axis X"), (["--prompt", "a", "--draft", "nowhere"], "unknown model"),
     ],
 )  # fmt: skip
 def test_generate_refuses(folder, options, named, capsys):

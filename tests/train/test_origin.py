@@ -6,14 +6,14 @@ import shutil
 import numpy
 import pytest
 
-from scaling.configs import Config
+from scaling.configs import Config, get
 from scaling.generate import command as generate
 from scaling.models import hf
 from scaling.models import transformer as model
 from scaling.models.text import tokenizer, tokenizer_of
 from scaling.serve.text import chat_prompt, ends_of
 from scaling.train.command import main
-from scaling.train.origin import config_at, options_of, tokenizer_for
+from scaling.train.origin import options_of, tokenizer_for
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
@@ -105,7 +105,7 @@ def test_each_pair_is_right_or_refused(place, tmp_path, capsys, pair):
         return
     identity = tokenizer(word if word in ("bytes",) else str(place / word)).identity if word else ""
     assert options_of(tmp_path / "run")["identity"] == identity
-    config = config_at("tiny" if which == "tiny" else str(place / which))[0]
+    config = get("tiny" if which == "tiny" else place / which)
     assert tokenizer_of(tmp_path / "run", config.V).identity == identity
 
 
@@ -164,5 +164,5 @@ def test_a_run_that_says_nothing_of_its_tokenizer(tmp_path):
 
 def test_a_mixture_of_rows_of_ids_says_no_tokenizer(place):
     data = f"{place / 'ids.npy'}:1,{place / 'ids.npy'}:2"
-    config = config_at(str(place / "sizes.json"))[0]
+    config = get(place / "sizes.json")
     assert tokenizer_for(config, str(place / "sizes.json"), "", None, data, None) == ""

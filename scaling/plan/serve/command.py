@@ -5,7 +5,8 @@ import math
 import sys
 from dataclasses import replace
 
-from scaling.configs import MODELS, get
+from scaling.configs import get
+from scaling.configs.sources import HELP
 from scaling.console import SEEDS, Parser, complain, complaining, integer, number
 from scaling.cost import decoding, serving
 from scaling.hardware import chip, chips
@@ -25,7 +26,7 @@ def _parser() -> Parser:
         epilog="Published serving figures beside these bounds: python -m scaling.plan serve published\n\n"
         "Exit status: 0, a plan was found; 1, nothing fits or is fast enough; 2, an argument is wrong.",
     )
-    parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}; or a .toml or config.json file")
+    parser.add_argument("--model", required=True, help=HELP)
     parser.add_argument("--chip", required=True, help=f"{', '.join(chips())}; or a .toml file")
     parser.add_argument("--chips", type=integer(1), help="number of chips of the slice (default: any)")
     parser.add_argument("--most", type=integer(1), default=256, help="chips of the largest slice tried (default 256)")

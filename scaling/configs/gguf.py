@@ -1,0 +1,251 @@
+"""FILE.gguf, llama.cpp's form of a model, as a Hugging Face folder: `config_of`, `as_folder`.
+
+Read by the library gguf, its own reader and dequantization; the weights become float32. llama.cpp reorders the rows of
+Llama's queries and keys, so that its rotary embedding takes neighbours as pairs: here they are put back.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from scaling.configs.config import Config
+from scaling.configs.files import table_config
+from scaling.configs.gguf_tokenizer import tokenizer_files
+from scaling.configs.hugging_face import KINDS
+
+ARCHITECTURES = ("llama", "qwen2")  # names of llama.cpp's, and of Hugging Face's model_type
+SIZES = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+ENDS = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+HEAD = {"output.weight": "lm_head.weight"}
+LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
+FREQUENCIES = "rope_freqs.weight"  # what Llama 3.1's scaling divides each rotary frequency by
+SCALINGS = [(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]  # of Llama 3.1 and 3.2
+
+
+def config_of(path: Path) -> Config:
+    """The sizes of the model in a file. ValueError for a file that cannot be read or a model not computed here."""
+    return table_config(_table(path, _read(path)), path)
+
+
+def _folder(path: Path) -> Path:
+    """Where a file's folder lies in the cache, by what tells the file from others and from its own later versions."""
+    stat = path.stat()
+    key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "scaling" / "gguf" / key / path.stem
+
+
+def as_folder(path: Path) -> Path:
+    """The Hugging Face folder of a file, with its tokenizer, written once, into $XDG_CACHE_HOME/scaling.
+
+    ValueError, and nothing is written, for a file that cannot be read, and a model, quantization or tokenizer that is
+    not known here.
+    """
+    if (folder := _folder(path)).is_dir():
+        return folder
+    reader = _read(path)
+    table = _table(path, reader)
+    table_config(table, path)  # refuses sizes that no model has
+    tables = {"config.json": table} | tokenizer_files(path, lambda key: _field(reader, key))
+    names = _names(path, reader, table)
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent.parent))
+    try:
+        (made / folder.name).mkdir()
+        _write_tensors(made / folder.name, path, _tensors(path, reader, names, table))
+        for name, content in tables.items():
+            (made / folder.name / name).write_text(json.dumps(content, ensure_ascii=False) + "\n")
+        made.rename(folder.parent)
+    except OSError:
+        if not folder.is_dir():  # else another process was first
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _read(path: Path) -> Any:
+    """A reader of the file, which maps it into memory."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ValueError(f"{path}: needs the library gguf\n  fix: pip install 'scaling-book-torch[gguf]'") from None
+    try:
+        return GGUFReader(path)
+    except Exception as error:  # the library has none of its own: what numpy and enum raise at such bytes
+        raise ValueError(
+            f"{path}: is truncated, or no GGUF file that the library gguf knows: {error}"
+            "\n  fix: download it again; for a new quantization, pip install -U gguf"
+        ) from None
+
+
+def _field(reader: Any, key: str) -> Any:
+    """The value of a key; None where the file has none. Its floats are of 32 bits: 1e-5 is 1e-5 again."""
+    value = None if (field := reader.get_field(key)) is None else field.contents()
+    return float(str(numpy.float32(value))) if isinstance(value, float) else value
+
+
+def _table(path: Path, reader: Any) -> dict[str, Any]:
+    """The config.json of a file. ValueError for a model of another architecture, or one that lacks a size."""
+    kind = _field(reader, "general.architecture")
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f"{path}: is of llama.cpp's architecture {kind!r}; read are {' and '.join(ARCHITECTURES)}"
+            "\n  fix: give the model's Hugging Face folder, or its name on the hub"
+        )
+    table: dict[str, Any] = {"architectures": [KINDS[kind].architecture], "model_type": kind, "hidden_act": "silu"}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for name, key in SIZES.items():
+        table[name] = _field(reader, f"{kind}.{key}")
+    table["num_key_value_heads"] = table["num_key_value_heads"] or table["num_attention_heads"]
+    if missing := [f"{kind}.{key}" for name, key in SIZES.items() if table[name] is None]:
+        raise ValueError(f"{path}: lacks {', '.join(missing)}\n  fix: download the file again")
+    heads = max(1, table["num_attention_heads"])
+    table["head_dim"] = _field(reader, f"{kind}.attention.key_length") or table["hidden_size"] // heads
+    if "token_embd.weight" not in tensors:
+        raise ValueError(f"{path}: lacks the tensor token_embd.weight\n  fix: give a file of a whole model")
+    table["vocab_size"] = int(tensors["token_embd.weight"].shape[1])
+    table["tie_word_embeddings"] = "output.weight" not in tensors
+    table["rope_theta"] = _field(reader, f"{kind}.rope.freq_base") or 1e4
+    table["max_position_embeddings"] = _field(reader, f"{kind}.context_length") or 2048
+    if kind == "llama":
+        table["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    for name in ("bos", "eos"):
+        if (id := _field(reader, f"tokenizer.ggml.{name}_token_id")) is not None:
+            table[f"{name}_token_id"] = id
+    if scaling := _scaling(path, reader, kind, tensors, table):
+        table["rope_scaling"] = scaling
+    unknown = {f"{_field(reader, f'{kind}.expert_count')} experts": _field(reader, f"{kind}.expert_count")}
+    rotated = _field(reader, f"{kind}.rope.dimension_count")
+    unknown[f"{rotated} rotary dims of {table['head_dim']}"] = rotated not in (None, table["head_dim"])
+    if found := [what for what, there in unknown.items() if there]:
+        raise ValueError(
+            f"{path}: has {' and '.join(found)}, which is not read from GGUF"
+            "\n  fix: give the model's Hugging Face folder, or its name on the hub"
+        )
+    return table | {"torch_dtype": "float32"}
+
+
+def _scaling(path: Path, reader: Any, kind: str, tensors: dict, table: dict) -> dict | None:
+    """The rope_scaling of config.json. Llama 3.1's stands in the file as the factor of each frequency."""
+    said = _field(reader, f"{kind}.rope.scaling.type")
+    if said == "linear":
+        return {"rope_type": "linear", "factor": _field(reader, f"{kind}.rope.scaling.factor")}
+    if said not in (None, "none"):
+        return {"rope_type": said}  # which the config names as not computed
+    if FREQUENCIES not in tensors:
+        return None
+    given = _floats(path, tensors[FREQUENCIES])
+    for factor, low, high, original in SCALINGS:
+        if numpy.allclose(given, llama3_factors(table["head_dim"], table["rope_theta"], factor, low, high, original)):
+            names = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
+            return {"rope_type": "llama3", "factor": factor} | names
+    raise ValueError(
+        f"{path}: {FREQUENCIES} is of no scaling known here (Llama 3.1, Llama 3.2)"
+        "\n  fix: give the model's Hugging Face folder, or its name on the hub"
+    )
+
+
+def llama3_factors(dim: int, theta: float, factor: float, low: float, high: float, original: float) -> numpy.ndarray:
+    """[dim / 2]: what Llama 3.1 divides the rotary frequencies by: 1 for short waves, `factor` for long ones."""
+    waves = 2 * math.pi * theta ** (numpy.arange(0, dim, 2) / dim)
+    mix = numpy.clip((original / waves - low) / (high - low), 0, 1)
+    return 1 / ((1 - mix) / factor + mix)
+
+
+def _names(path: Path, reader: Any, table: dict) -> dict[str, str]:
+    """Hugging Face's name of each tensor. ValueError for one that is missing or left over."""
+    biased = table["model_type"] == "qwen2" or table["attention_bias"]
+    names = ENDS | ({} if table["tie_word_embeddings"] else HEAD)
+    for i in range(table["num_hidden_layers"]):
+        layer = LAYER | (BIASES if biased else {})
+        names |= {f"blk.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in layer.items()}
+    there = {tensor.name for tensor in reader.tensors} - {FREQUENCIES}
+    for what, left in (("lacks", names.keys() - there), ("has, and its architecture has not,", there - names.keys())):
+        if left:
+            raise ValueError(
+                f"{path}: {what} the tensor {min(left)}" + (f" (and {len(left) - 1} more)" if len(left) > 1 else "")
+                + "\n  fix: give the model's Hugging Face folder, or its name on the hub"
+            )  # fmt: skip
+    return names
+
+
+def _floats(path: Path, tensor: Any) -> numpy.ndarray:
+    """A tensor's values, dequantized. ValueError for a quantization that the library cannot read."""
+    from gguf import dequantize
+
+    try:
+        return dequantize(tensor.data, tensor.tensor_type).astype(numpy.float32, copy=False)
+    except NotImplementedError:
+        raise ValueError(
+            f"{path}: {tensor.name} is quantized as {tensor.tensor_type.name}, which the library gguf cannot read"
+            "\n  fix: pip install -U gguf, or give a file of another quantization, Q8_0 say"
+        ) from None
+
+
+def _tensors(path: Path, reader: Any, names: dict[str, str], table: dict) -> Iterator[tuple[str, numpy.ndarray]]:
+    heads = {"q_proj": table["num_attention_heads"], "k_proj": table["num_key_value_heads"]}
+    for tensor in sorted(reader.tensors, key=lambda tensor: tensor.name):
+        if tensor.name not in names:
+            continue
+        name, values = names[tensor.name], _floats(path, tensor)
+        if table["model_type"] == "llama":
+            for projection, n in heads.items():
+                if f".{projection}." in name:
+                    values = unpermuted(values, n)
+        yield name, numpy.ascontiguousarray(values)
+
+
+def unpermuted(rows: numpy.ndarray, heads: int) -> numpy.ndarray:
+    """Rows of queries or keys in Hugging Face's order: llama.cpp has row i of the first half of a head's beside row i
+    of its second."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _write_tensors(folder: Path, path: Path, tensors: Iterator[tuple[str, numpy.ndarray]]) -> None:
+    """A file a layer, one for the ends, and their index."""
+    try:
+        from safetensors.numpy import save_file
+    except ImportError:
+        raise ValueError(f"{path}: needs safetensors\n  fix: pip install 'scaling-book-torch[gguf]'") from None
+    where, size, held, last = {}, 0, {}, ""
+
+    def write() -> None:
+        if held:
+            save_file(held, folder / last, metadata={"format": "pt"})
+
+    for name, values in tensors:
+        part = name.split(".")[2] if name.startswith("model.layers.") else "ends"
+        if (file := f"model-{part}.safetensors") != last:
+            write()
+            held, last = {}, file
+        held[name], where[name], size = values, file, size + values.nbytes
+    write()
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")

@@ -1,0 +1,185 @@
+"""FILE.gguf, written by the library gguf from known params in llama.cpp's order, is read back; what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from probes import shaken
+
+from scaling import tree
+from scaling.configs import Config, RopeScaling, source_of
+from scaling.models import hf
+from scaling.models.text import tokenizer_of
+from scaling.serve.text import chat_prompt, ends_of
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("tokenizers")
+from safetensors.torch import load_file  # noqa: E402
+
+LLAMA = Config("small", L=2, D=32, F=64, N=4, K=2, H=8, V=270, theta=1e4)
+QWEN2 = LLAMA.with_(attention_bias=True, tied=True)
+TOKENS = [chr(c) for c in range(33, 127)] + [chr(c) for c in range(161, 173)] + [chr(c) for c in range(174, 324)]
+TOKENS += ["th", "Ġth", *(f"<x{i}>" for i in range(12))]  # 256 bytes, two merges, twelve specials
+MERGES, TYPES = ["t h", "Ġ th"], [1] * 258 + [3] * 11 + [4]
+
+
+def permuted(rows, heads):
+    """As llama.cpp's convert_hf_to_gguf.py writes Llama's queries and keys."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def written(path, config, arch="llama", kind="F32", pre="gpt-2", leave=(), more=(), fields=()):
+    """The config's shaken params as a file, their names by the library's own table."""
+    hf.save(path.parent / "folder", config, tree.map(lambda p: p.float(), shaken(config)))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.L)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.L)
+    writer.add_embedding_length(config.D)
+    writer.add_feed_forward_length(config.F)
+    writer.add_head_count(config.N)
+    writer.add_head_count_kv(config.K)
+    writer.add_rope_freq_base(config.theta)
+    writer.add_layer_norm_rms_eps(config.eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(MERGES)
+    writer.add_token_types(TYPES)
+    writer.add_bos_token_id(258)
+    writer.add_eos_token_id(259)
+    writer.add_chat_template("{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}")
+    for key, value in fields:
+        writer.add_uint32(key, value)
+    tensors = load_file(path.parent / "folder" / "model.safetensors")
+    for name, tensor in tensors.items():
+        base, _, last = name.rpartition(".")
+        theirs, values = f"{names.get_name(base)}.{last}", tensor.numpy()
+        if arch == "llama" and ".q_proj." in name:
+            values = permuted(values, config.N)
+        if arch == "llama" and ".k_proj." in name:
+            values = permuted(values, config.K)
+        if theirs in leave:
+            continue
+        kept = kind if values.ndim > 1 else "F32"
+        quantization = gguf.GGMLQuantizationType[kept]
+        writer.add_tensor(theirs, gguf.quantize(values, quantization), raw_dtype=quantization)
+    for name, values in more:
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(("arch", "config"), [("llama", LLAMA), ("llama", LLAMA.with_(tied=True)), ("qwen2", QWEN2)])
+@pytest.mark.parametrize(("kind", "off"), [("F32", 0.0), ("F16", 2e-3), ("Q8_0", 2e-2), ("Q4_1", 0.3)])
+def test_a_file_is_the_model_that_was_written(arch, config, kind, off, tmp_path):
+    source = source_of(written(tmp_path / "m.gguf", config, arch, kind))
+    kept, params = hf.load(source.folder)
+    assert source.config == kept == config.with_(name="m", source=kept.source)
+    assert source_of(tmp_path / "m.gguf", sizes_only=True).config == kept.with_(source=str(tmp_path / "m.gguf"))
+    wanted = hf.load(tmp_path / "folder")[1]
+    for name, leaf in tree.named_leaves(wanted).items():
+        got = tree.named_leaves(params)[name]
+        assert (got - leaf).abs().max() <= off * leaf.abs().max(), name
+        assert torch.equal(got, leaf) or kind != "F32"
+
+
+def test_tokenizer_ends_and_template(tmp_path):
+    folder = source_of(written(tmp_path / "m.gguf", LLAMA)).folder
+    tokenizer = tokenizer_of(folder, LLAMA.V)
+    ids = tokenizer.encode("<x1>the <x11> th€")
+    assert ids == [259, 256, TOKENS.index("e"), TOKENS.index("Ġ"), 269, 257, *(TOKENS.index(c) for c in "âĤ¬")]
+    assert tokenizer.decode(ids) == "the <x11> th€"  # <x1> is special, and left out
+    assert ends_of(folder) == (259,)
+    assert chat_prompt(folder, [{"role": "user", "content": "hi"}]) == "<x0>hi<x1>"
+    begun = source_of(written(tmp_path / "b.gguf", LLAMA, pre="llama-bpe")).folder
+    assert tokenizer_of(begun, LLAMA.V).encode("th", special=True) == [258, 256]
+
+
+PIECES = {  # of "I'LL pay 1234 €  now\n\n ok", by hand from the patterns that llama.cpp has under these names
+    "gpt-2": "I|'|LL|Ġpay|Ġ1234|ĠâĤ¬|Ġ|Ġnow|ĊĊ|Ġok",
+    "smollm": "I|'|LL|Ġpay|Ġ|1|2|3|4|ĠâĤ¬|Ġ|Ġnow|ĊĊ|Ġok",
+    "qwen2": "I|'LL|Ġpay|Ġ|1|2|3|4|ĠâĤ¬|Ġ|Ġnow|ĊĊ|Ġok",
+    "llama-bpe": "I|'LL|Ġpay|Ġ|123|4|ĠâĤ¬|Ġ|Ġnow|ĊĊ|Ġok",
+}
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_how_text_is_cut(pre, tmp_path):
+    cut = tokenizer_of(source_of(written(tmp_path / "m.gguf", LLAMA, pre=pre)).folder, LLAMA.V).loaded.pre_tokenizer
+    assert "|".join(piece for piece, _ in cut.pre_tokenize_str("I'LL pay 1234 €  now\n\n ok")) == PIECES[pre]
+
+
+def test_llama_3_1s_frequencies(tmp_path):
+    """The factors that transformers divides by (modeling_rope_utils, llama3), one by one."""
+    factors = []
+    for i in range(0, LLAMA.H, 2):
+        wave = 2 * numpy.pi * LLAMA.theta ** (i / LLAMA.H)
+        smooth = (8192 / wave - 1) / 3
+        factors.append(1.0 if wave < 2048 else 32.0 if wave > 8192 else 1 / ((1 - smooth) / 32 + smooth))
+    assert factors[0] == 1.0
+    assert 1 < factors[-1] < 32
+    file = written(tmp_path / "m.gguf", LLAMA, more=[("rope_freqs.weight", numpy.array(factors, numpy.float32))])
+    assert source_of(file).config.rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
+    other = [("rope_freqs.weight", numpy.array([1, 2, 3, 4], numpy.float32))]
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight is of no scaling known here.*\n  fix: "):
+        source_of(written(tmp_path / "other.gguf", LLAMA, more=other))
+
+
+WIDE = {"leave": ["output_norm.weight"], "more": [("output_norm.weight", numpy.ones(32))]}  # float64
+EXTRA = [("blk.0.attn_q_norm.weight", numpy.ones(8, numpy.float32))]
+REFUSED = {
+    "architecture": ({"arch": "gemma"}, r"llama\.cpp's architecture 'gemma'"),
+    "quantization": (WIDE, r"output_norm\.weight is quantized as F64, which the library gguf cannot read"),
+    "pre-tokenizer": ({"pre": "falcon"}, r"pre-tokenizer 'falcon'"),
+    "missing": ({"leave": ["blk.1.ffn_up.weight"]}, r"lacks the tensor blk\.1\.ffn_up\.weight"),
+    "left over": ({"more": EXTRA}, r"has, and its architecture has not, the tensor blk\.0\.attn_q_norm\.weight"),
+    "experts": ({"fields": [("llama.expert_count", 4)]}, r"4 experts, which is not read"),
+    "rotary": ({"fields": [("llama.rope.dimension_count", 4)]}, r"4 rotary dims of 8"),
+    "ends": ({"fields": [("tokenizer.ggml.eot_token_id", 300)]}, r"eot_token_id is not one of its 270 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_and_nothing_written(case, tmp_path, cache):
+    how, said = REFUSED[case]
+    with pytest.raises(ValueError, match=rf"{said}(.|\n)*\n  fix: "):
+        source_of(written(tmp_path / "m.gguf", LLAMA, **how))
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
+
+
+def test_a_truncated_file_is_refused(tmp_path, cache):
+    whole = written(tmp_path / "m.gguf", LLAMA).read_bytes()
+    for share in (0, 0.001, 0.02, 0.1, 0.5, 0.9, 0.9999):
+        (tmp_path / "cut.gguf").write_bytes(whole[: int(len(whole) * share)])
+        with pytest.raises(ValueError, match=r"cut\.gguf: is truncated, or no GGUF file(.|\n)*\n  fix: "):
+            source_of(tmp_path / "cut.gguf")
+    at = whole.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8  # its dims; then the type
+    (tmp_path / "new.gguf").write_bytes(whole[:at] + (99).to_bytes(4, "little") + whole[at + 4 :])
+    with pytest.raises(ValueError, match=r"new\.gguf: .*99(.|\n)*fix: .*pip install -U gguf"):
+        source_of(tmp_path / "new.gguf")
+    with pytest.raises(ValueError, match=r"none\.gguf: no such file\n  fix: "):
+        source_of(tmp_path / "none.gguf")
+    assert not cache.exists() or list(cache.rglob("*.safetensors")) == []
+
+
+def test_it_is_written_once(tmp_path):
+    file = written(tmp_path / "m.gguf", LLAMA)
+    first = Path(source_of(file).folder)
+    before = (first / "config.json").stat().st_mtime_ns
+    assert Path(source_of(file).folder) == first
+    assert (first / "config.json").stat().st_mtime_ns == before
+    assert json.loads((first / "config.json").read_text())["rms_norm_eps"] == 1e-5
+    file.unlink()
+    (tmp_path / "folder" / "model.safetensors").unlink()
+    assert Path(source_of(written(file, LLAMA.with_(theta=5e5))).folder) != first
