@@ -8,46 +8,52 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
+from scaling.algebra.law import Illegal, LabelledOp
+from scaling.algebra.layouts import layout, retyped
 from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line, refuse
+
+BROKEN = {  # by the law: what, the rule, the fix, in the words of a product's line; X is the axis
+    "two sums": (
+        "both operands are unreduced over one axis",
+        "a product of sums is not the sum of the products",
+        "all_reduce or reduce_scatter one of them first",
+    ),
+    "meets": (
+        "one operand is unreduced over {X}, over which the other is split",
+        "a partial sum over {X} may only meet what is replicated over {X}",
+        "all_reduce or reduce_scatter it over {X} first",
+    ),
+    "case 4": (
+        "two dims of the operands are split over {X}, and not the same one",
+        "case 4: each device along {X} would hold only the diagonal blocks of the product",
+        "all_gather one operand over {X} first",
+    ),
+}
 
 
 def result_type(line: str | Line) -> Spec:
     """The type that the operands' product has, with the dims of the result; ShardingError if there is none."""
     line = parse_line(line)
-    operands, result = line.operands, line.result
-    axes_of, unreduced = {}, []
-    for spec in operands:
-        unreduced += spec.unreduced
-        for dim, axes in spec.dims:
-            if axes_of.setdefault(dim, axes) != axes:
-                a, b = (f"over {format_axes(x)}" if x else "not at all" for x in (axes_of[dim], axes))
-                refuse_product(
-                    line,
-                    f"dim {dim} is split {a} in one operand and {b} in the other",
-                    "case 2: both operands of a product are split alike along a dim that they share",
-                    f"all_gather one of them over {format_axes(axes_of[dim] or axes)}, or shard the other",
-                )
-    if len(set(unreduced)) < len(unreduced):
-        what, rule = "both operands are unreduced over one axis", "a product of sums is not the sum of the products"
-        refuse_product(line, what, rule, "all_reduce or reduce_scatter one of them first")
-    summed = [axis for dim, axes in axes_of.items() if dim not in result.dim_names for axis in axes]
-    for axis in unreduced:
-        if any(axis in spec.axes for spec in operands):
-            refuse_product(line, f"one operand is unreduced over {axis}, over which the other is split",
-                    f"a partial sum over {axis} may only meet what is replicated over {axis}",
-                    f"all_reduce or reduce_scatter it over {axis} first")  # fmt: skip
-    for dim in result.dim_names:
+    axes_of: dict[str, tuple[str, ...]] = {}
+    for dim, axes in (pair for spec in line.operands for pair in spec.dims):
+        if axes_of.setdefault(dim, axes) != axes:
+            a, b = (f"over {format_axes(x)}" if x else "not at all" for x in (axes_of[dim], axes))
+            refuse_product(
+                line,
+                f"dim {dim} is split {a} in one operand and {b} in the other",
+                "case 2: both operands of a product are split alike along a dim that they share",
+                f"all_gather one of them over {format_axes(axes_of[dim] or axes)}, or shard the other",
+            )
+    names = line.result.dim_names
+    for dim in names:
         if dim not in axes_of:
             rule = "every dim of the result comes from an operand"
             refuse_product(line, f"dim {dim} is in no operand", rule, "leave it out, or name it in an operand")
-    dims = tuple((dim, axes_of[dim]) for dim in result.dim_names)
-    used = [axis for _, axes in dims for axis in axes] + summed
-    for axis in used:
-        if used.count(axis) > 1:
-            refuse_product(line, f"two dims of the operands are split over {axis}, and not the same one",
-                    f"case 4: each device along {axis} would hold only the diagonal blocks of the product",
-                    f"all_gather one operand over {axis} first")  # fmt: skip
-    return Spec(result.name, dims, tuple(sorted({*unreduced, *summed})))
+    product = LabelledOp("einsum", tuple(spec.dim_names for spec in line.operands), names, "each")
+    try:
+        return retyped(line.result, product.infer([layout(spec) for spec in line.operands])[1])
+    except Illegal as illegal:
+        refuse_product(line, *(words.format(X=illegal.axis) for words in BROKEN[illegal.broken]))
 
 
 def product_type(a: Spec, b: Spec, kept: Sequence[str], name: str = "") -> Spec:

@@ -15,15 +15,19 @@ from scaling.algebra.layouts import Axes, DimAxes, arrangements, subsets
 from scaling.spec import format_axes
 
 Sizes = tuple[int, ...]
+EMPTY: Mapping[str, int] = {}
 Inferred = tuple[tuple[DimAxes, ...], DimAxes]  # what the kernel takes of each operand, and its result
 
 
 class Illegal(Exception):
-    """No device could compute its part of the result from its parts of the operands: `what`, against which `rule`."""
+    """No device could compute its part of the result from its parts of the operands: `what`, against which `rule`.
 
-    def __init__(self, what: str, rule: str):
+    `broken`: the law by its name, over which `axis`, for those who have words of their own.
+    """
+
+    def __init__(self, what: str, rule: str, broken: str = "", axis: str = ""):
         super().__init__(what, rule)
-        self.what, self.rule = what, rule
+        self.what, self.rule, self.broken, self.axis = what, rule, broken, axis
 
 
 class LabelledOp(NamedTuple):
@@ -40,8 +44,10 @@ class LabelledOp(NamedTuple):
     linear: str = ""
     whole: tuple[str, ...] = ()
 
-    def infer(self, operands: Sequence[DimAxes], shapes: Sequence[Sizes], sizes: Mapping[str, int]) -> Inferred:
-        """(operands as the kernel takes them, result); raises Illegal."""
+    def infer(
+        self, operands: Sequence[DimAxes], shapes: Sequence[Sizes] = (), sizes: Mapping | None = None
+    ) -> Inferred:
+        """(operands as the kernel takes them, result); raises Illegal. Sizes count in a Reshape alone."""
         split: dict[str, Axes] = {}
         for at, labels in zip(operands, self.inputs, strict=True):
             for label, axes in zip(labels, at.dims, strict=True):
@@ -54,14 +60,16 @@ class LabelledOp(NamedTuple):
         self._check_whole(split)
         self._check_summed(split, operands)
         used = [axis for axes in split.values() for axis in axes]
+        unreduced = self._unreduced(operands, used)
         for axis in used:
             if used.count(axis) > 1:
                 raise Illegal(
                     f"two dims are split over {axis}, and not the same one",
                     f"case 4: each device along {axis} would hold only the diagonal blocks of the result",
+                    "case 4",
+                    axis,
                 )
         summed = [axis for label, axes in split.items() if label not in self.output for axis in axes]
-        unreduced = self._unreduced(operands, used)
         needed = tuple(
             DimAxes(tuple(split.get(label, ()) if label else () for label in labels), at.unreduced)
             for at, labels in zip(operands, self.inputs, strict=True)
@@ -120,13 +128,16 @@ class LabelledOp(NamedTuple):
                 f"added to each device's term, the other one would count once for each device along {over}",
             )
         if self.linear == "each" and sum(map(len, sums)) > len(every):
-            raise Illegal(f"two operands are unreduced over {over}", "a product of sums is not the sum of the products")
+            rule = "a product of sums is not the sum of the products"
+            raise Illegal(f"two operands are unreduced over {over}", rule, "two sums")
         if self.linear == "first" and any(sums[1:]):
             raise Illegal(f"the second operand is unreduced over {over}", f"{self.name} is linear in its first operand")
-        if any(axis in used for axis in every):
+        if meets := [axis for axis in every if axis in used]:
             raise Illegal(
                 f"one operand is unreduced over {over}, over which another one is split",
                 "a partial sum over an axis may only meet what is replicated over it",
+                "meets",
+                meets[0],
             )
         return tuple(every)
 
