@@ -54,7 +54,7 @@ def gradients(module, params, x, mesh):
     def loss(params):
         return f(params, x).square().sum()  # Loss[] {U_X}: each rank's own rows
 
-    return reduce_grads(grad(loss)(params), STORED, mesh, over="X")  # the AllReduce of data parallelism
+    return reduce_grads(grad(loss)(params), STORED, mesh, over="X", loss="sum")  # the AllReduce of data parallelism
 
 
 page.title("By types alone: the gradients of an nn.Module, in float64")

@@ -47,7 +47,7 @@ def gradients(module, params, x, mesh):
     def loss(params):
         return f(params, x).square().sum()  # Loss[] {U_X}: each rank's own rows
 
-    return reduce_grads(grad(loss)(params), STORED, mesh, over="X")  # nothing: a gather's transpose reduces
+    return reduce_grads(grad(loss)(params), STORED, mesh, over="X", loss="sum")  # nothing: a gather's transpose reduces
 
 
 page.title("By types alone: the gradients of an nn.Module, in float64")

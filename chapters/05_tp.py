@@ -46,7 +46,7 @@ def gradients(module, params, x, mesh):
         Out = reduce_scatter("Out[B, D] {U_Y} -> Out[B, D_Y]", f(params, x), mesh)
         return Out.square().sum()  # Loss[] {U_Y}: each rank's own columns
 
-    return reduce_grads(grad(loss)(params), STORED, mesh, over="Y")  # of the bias, which is replicated
+    return reduce_grads(grad(loss)(params), STORED, mesh, over="Y", loss="sum")  # of the bias, which is replicated
 
 
 page.title("By types alone: the gradients of an nn.Module, in float64")

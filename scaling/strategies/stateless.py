@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from scaling import tree
+from scaling.arguments import one_of
 from scaling.collectives import reshard
 from scaling.models.remat import checkpoint_block
 from scaling.spec import ShardingError, Spec, parse
@@ -63,17 +64,23 @@ def resharded(x: Tensor, now: Spec, then: Spec, mesh) -> Tensor:
     return x if now.same_sharding(then) else reshard(f"{now} -> {then}", x, mesh)
 
 
-def reduce_grads(grads: Any, stored: Any, mesh, over: Sequence[str]) -> Any:
-    """Gradients of a loss that is unreduced over the axes `over`, `Loss[] {U_XY}`, reduced to the types of the params.
+def reduce_grads(grads: Any, stored: Any, mesh, over: Sequence[str], *, loss: str) -> Any:
+    """Gradients of each rank's own loss, unreduced over the axes `over`, `Loss[] {U_XY}`, reduced to the params' types.
 
     A leaf that is replicated over X has a gradient that is unreduced `{U_X}`, each rank's own terms: one AllReduce over
-    those axes of `over` that its type does not mention. What is sharded over X was reduced on the way back.
+    those axes of `over` that its type does not mention. What is sharded over X was reduced on the way back. `loss` says
+    what the ranks' losses make together, which no gradient shows: "sum", the loss is their sum (`.sum()` of own rows,
+    or a share of the global mean), or "mean", it is their mean (PyTorch's habit, `.mean()` of own rows, as many on each
+    rank): then the gradients are divided by the number of ranks along `over`. ValueError for any other.
     """
+    one_of("loss", loss, ("sum", "mean"))
+    ranks = mesh.size(tuple(over)) if loss == "mean" else 1
 
     def one(grad: Tensor, spec: str) -> Tensor:
         wanted = parse(spec)
         partial = wanted.with_unreduced([axis for axis in over if axis not in wanted.axes])
-        return resharded(grad, partial, wanted, mesh)
+        total = resharded(grad, partial, wanted, mesh)
+        return total if ranks == 1 else total / ranks
 
     return tree.map(one, grads, stored)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from mlp_problem import close
 from torch import nn
-from torch.func import functional_call, grad_and_value
+from torch.func import functional_call, grad, grad_and_value
 
 from scaling import optim, tree
 from scaling.collectives import all_reduce, reduce_scatter
@@ -76,7 +76,7 @@ def train(mesh, way, steps=2):
     for _ in range(steps):
         with trace() as log:
             grads, value = grad_and_value(loss)(params)
-            grads = reduce_grads(grads, stored, mesh, over)
+            grads = reduce_grads(grads, stored, mesh, over, loss="sum")
         first = tree.unshard(grads, specs, mesh) if first is None else first
         params, state = adamw.update(grads, state, params)
         losses.append(all_reduce(f"Loss[] {{U_{''.join(over)}}} -> Loss[]", value, mesh))
@@ -92,6 +92,32 @@ def test_equal_to_one_device(ranks, way):
         close(got[1], grads, torch.float64)
         close(got[2], params, torch.float64)
         assert got[3] == {"dp": 0, "fsdp": 4, "fsdp, gathered again": 8, "tp": 0, "fsdp + tp": 3}[way]
+
+
+def of_mean(mesh, way):
+    """The gradients of a mean over each rank's own rows, and those of the mean over all rows."""
+    stored, used = WAYS[way]
+    net, (x, Target) = problem()
+    specs = {name: stored[name] for name in parameters(net)}
+    g, params = call(net, stored, used, mesh), tree.shard(parameters(net), specs, mesh)
+    own, wanted = (tree.shard(each, "x[B_X, D]", mesh) for each in (x, Target))
+    grads = grad(lambda p: (g(p, own) - wanted).square().mean())(params)
+    grads = tree.unshard(reduce_grads(grads, stored, mesh, ("X",), loss="mean"), specs, mesh)
+    return grads, grad(lambda p: (functional_call(net, p, (x,)) - Target).square().mean())(parameters(net))
+
+
+@pytest.mark.parametrize("way", ["dp", "fsdp"])
+def test_a_mean_over_own_rows_gives_the_mean_s_gradients(ranks, way):
+    for got, wanted in ranks(of_mean, {"X": 4}, way):
+        close(got, wanted, torch.float64)
+
+
+def test_who_shards_a_module_says_of_which_kind_its_loss_is():
+    grads, types = {"b": torch.ones(2)}, {"b": "b[F]"}
+    with pytest.raises(TypeError, match="loss"):
+        reduce_grads(grads, types, AbstractMesh({"X": 2}), "X")
+    with pytest.raises(ValueError, match="one of 'sum', 'mean'"):
+        reduce_grads(grads, types, AbstractMesh({"X": 2}), "X", loss="average")
 
 
 def test_a_param_without_a_type_is_refused():
