@@ -36,7 +36,6 @@ __all__ = [
     "SPECS",
     "STACK_SPECS",
     "ByteLM",
-    "MLPBlock",
     "MLPConfig",
     "MLPStack",
     "act",
@@ -95,19 +94,6 @@ class MLPConfig:
 def block(In: Tensor, W_in: Tensor, W_out: Tensor, activation: str = "gelu") -> Tensor:
     """In[B, D] *_D W_in[D, F] -> activation -> *_F W_out[F, D]: the same on shards of F, where Out is `{U_Y}`."""
     return act(In @ W_in, activation) @ W_out
-
-
-class MLPBlock(nn.Module):
-    """`block` as a module with params W_in[D, F], W_out[F, D], on the meta device: for `functional_call`."""
-
-    def __init__(self, D: int, F: int, activation: str = "gelu"):
-        super().__init__()
-        self.activation = activation
-        self.W_in = nn.Parameter(torch.empty(D, F, device="meta"))
-        self.W_out = nn.Parameter(torch.empty(F, D, device="meta"))
-
-    def forward(self, In: Tensor) -> Tensor:
-        return block(In, self.W_in, self.W_out, self.activation)
 
 
 class MLPStack(nn.Module):

@@ -6,10 +6,9 @@ whose dOut move back. Who does what when is a schedule (`scaling.schedules`), wh
     schedule = one_f_one_b(stages=4, microbatches=8)
     Loss, grads = value_and_grad(params, In, Target, mesh, schedule, loss)
 
-`rolled` is the same in one differentiable function, as JAX would write it: GPipe by ppermute. With FSDP and tensor
-parallelism inside each stage, W_in[L_Z, D_X, F_Y], give `stage=of_strategy(fsdp_tp.STRATEGY)`. torch.compile takes a
-stage's functions, `stage._replace(forward=torch.compile(stage.forward))`: between them lies Python that waits for other
-ranks.
+With FSDP and tensor parallelism inside each stage, W_in[L_Z, D_X, F_Y], give `stage=of_strategy(fsdp_tp.STRATEGY)`.
+torch.compile takes a stage's functions, `stage._replace(forward=torch.compile(stage.forward))`: between them lies
+Python that waits for other ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from scaling import tree
-from scaling.collectives import all_reduce, ppermute, wait
+from scaling.collectives import all_reduce, wait
 from scaling.collectives.alike import alike
-from scaling.models.mlp import block
 from scaling.schedules import (
     Backward,
     BackwardInput,
@@ -44,7 +42,7 @@ from scaling.strategies.stage import SPECS, Stage, mlp
 from scaling.strategies.tape import vjp
 from scaling.trace import now
 
-__all__ = ["SPECS", "EndsGradients", "arrange", "measure", "restore", "rolled", "value_and_grad", "with_ends"]
+__all__ = ["SPECS", "EndsGradients", "arrange", "measure", "restore", "value_and_grad", "with_ends"]
 
 
 def value_and_grad(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
@@ -109,30 +107,6 @@ def arrange(params, schedule: Schedule):
 def restore(params, schedule: Schedule):
     """The inverse of `arrange`."""
     return tree.map(lambda W: W[torch.tensor(schedule.layer_order(len(W)), device=W.device).argsort()], params)
-
-
-def rolled(params, In, mesh, microbatches: int = 1, activation: str = "gelu", axis: str = "Z"):
-    """In[B, D] -> Out[B, D] {U_Z}: what the last stage computed, zeros elsewhere. Differentiable: the transpose of each
-    ppermute carries dOut one stage back, so torch.func.vjp of this is GPipe.
-
-    At each of M + Z - 1 ticks every rank runs its layers and the results move up by one: In[L_Z, B, D]. Ranks that have
-    no microbatch yet, or none left, compute on zeros.
-    """
-    z, Z = mesh.coord[axis], mesh.sizes[axis]
-    up = [(i, i + 1) for i in range(Z - 1)]
-    batches = In.unflatten(0, (microbatches, -1))
-    first, last = (torch.tensor(z == stage, device=In.device) for stage in (0, Z - 1))
-    x, Outs = torch.zeros_like(batches[0]), []
-    for tick in range(microbatches + Z - 1):
-        fed = batches[tick] if tick < microbatches else torch.zeros_like(x)
-        x = torch.where(first, fed, x)  # on tensors, not `if`: every rank's backward then has the same ppermutes
-        for W_in, W_out in zip(params["W_in"], params["W_out"], strict=True):
-            x = block(x, W_in, W_out, activation)
-        if tick >= Z - 1:
-            Outs.append(torch.where(last, x, torch.zeros_like(x)))
-        if tick < microbatches + Z - 2:
-            x = ppermute("In[L_Z, B, D]".replace("Z", format_axes((axis,))), x[None], mesh, axis, up)[0]
-    return torch.cat(Outs)
 
 
 class _Rank:

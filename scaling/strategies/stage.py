@@ -2,15 +2,12 @@
 
 A `Stage` is a bundle of pure functions over the params of one chunk, {"W_in": W_in[l, D, F], ...}, stacked over its l
 layers. Any strategy's listing makes one (`of_strategy`): its weights are gathered once a step, its gradients summed
-over all microbatches before they are reduced. `from_function` makes one of any function by its vjp.
+over all microbatches before they are reduced.
 """
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import torch
-
-from scaling import tree
 from scaling.collectives import wait
 from scaling.spec import parse
 from scaling.strategies import one_device
@@ -90,42 +87,3 @@ def mlp(activation: str = "gelu", residual: bool = False, norm: bool = False) ->
 
 
 SPECS = mlp().specs
-
-
-def from_function(f: Callable, specs: Mapping[str, str] = SPECS) -> Stage:
-    """A stage of any pure function f(params, In) -> Out, differentiated by torch.func.vjp.
-
-    Collectives of `scaling.collectives` may stand in it. The two halves are two vjps: that for the params runs when the
-    weight half is due, and computes the forward again.
-    """
-
-    def forward(weights, In, mesh, m):
-        Out, vjp_fn, *_ = torch.func.vjp(lambda x: f(weights, x), In)
-        return Out.detach(), (In, vjp_fn)
-
-    def backward_input(weights, dOut, saved, mesh):
-        In, vjp_fn = saved
-        return vjp_fn(dOut)[0], (In, dOut)
-
-    def backward_weight(weights, rests, grads, mesh):
-        for In, dOut in rests:
-            _, vjp_fn, *_ = torch.func.vjp(lambda w, In=In: f(w, In), weights)
-            grads.add(vjp_fn(dOut)[0])
-
-    return Stage(specs, forward, backward_input, backward_weight, lambda params, mesh, s: params, _Sums)
-
-
-class _Sums:
-    """Gradients that are typed as params, summed over microbatches in `out`."""
-
-    def __init__(self, params, mesh, out):
-        self.out = tree.map(lambda total: total.zero_(), out)
-
-    def add(self, grads) -> None:
-        tree.map(lambda total, dW: total.add_(dW), self.out, grads)
-
-    def reduce_all(self) -> None:
-        pass
-
-    def result(self):
-        return self.out

@@ -9,7 +9,7 @@ from scaling.optim import adamw
 from scaling.schedules import make, split_backward
 from scaling.strategies import fsdp_tp as fsdp_tp_listing
 from scaling.strategies import pipeline
-from scaling.strategies.stage import from_function, mlp, of_strategy
+from scaling.strategies.stage import mlp, of_strategy
 
 L, D, F, B = 8, 6, 10, 32
 WEIGHTS = {"W_in": "W_in[L_Z, D, F]", "W_out": "W_out[L_Z, F, D]"}
@@ -44,7 +44,7 @@ def train(mesh, name, microbatches, chunks, stage, options, collect=None, steps=
     """Losses, the first gradients and the params after AdamW steps, whole and in the model's order of layers."""
     schedule = make(name, mesh.sizes["Z"], microbatches, chunks)
     schedule = split_backward(schedule, collect) if collect is not None else schedule
-    kinds = {"mlp": mlp, "vjp": lambda **o: from_function(stack_of(o)), "fsdp_tp": fsdp_tp}
+    kinds = {"mlp": mlp, "fsdp_tp": fsdp_tp}
     specs = {name: spec for name, spec in kinds[stage](**options).specs.items() if name.startswith("W")}
     whole, In, Target = problem()
     if stage == "fsdp_tp":

@@ -96,16 +96,6 @@ def test_measured_timeline(ranks):
             assert all(a.end <= b.start + 1e-9 for a, b in pairwise(own))
 
 
-def test_rolled_moves_up_between_ticks_alone():
-    """M + Z - 1 ticks: nothing moves up after the last of them."""
-    mesh = AbstractMesh({"Z": 4})
-    params = {"W_in": torch.empty(2, D, F, device="meta"), "W_out": torch.empty(2, F, D, device="meta")}
-    with trace.trace() as log:
-        Out = pipeline.rolled(params, torch.empty(6, D, device="meta"), mesh, microbatches=3)
-    assert Out.shape == (6, D)
-    assert log.count("CollectivePermute", "Z") == 3 + 4 - 2
-
-
 def test_steps_that_ran_as_one_share_its_time():
     step = ForwardBackward(Forward(0, 1), Backward(2, 0))
     first, second = _spans(3, [step], 5.0, 9.0)
