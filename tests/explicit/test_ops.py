@@ -137,6 +137,67 @@ def test_through_arrays_and_auto():
                 torch.testing.assert_close(a if is_tensor(a) else a.whole(), b)
 
 
+def weighted(results):
+    """A loss in which every element has a weight of its own."""
+    loss = None
+    for y in results if isinstance(results, tuple | list) else [results]:
+        if y.dtype.is_floating_point:
+            weights = torch.arange(1.0, 1 + y.numel(), dtype=torch.float64).reshape(tuple(y.shape)).sin()
+            if isinstance(y, explicit.Array):
+                weights = explicit.array(weights, DimAxes(y.layout.dims), y.mesh)
+            term = (y * weights).sum()
+            loss = term if loss is None else loss + term
+    return loss
+
+
+def gradients_on_ranks(mesh) -> tuple[int, list[str]]:
+    """How many gradients were compared with one device's, and those that differ."""
+    compared, wrong = 0, []
+    for name, (fn, *given) in CASES.items():
+        if name in ("int", "argmax", "argmin of all"):
+            continue
+        generator = torch.Generator().manual_seed(2)
+        arrays = [x if is_tensor(x) else torch.randn(x, generator=generator, dtype=torch.float64) for x in given]
+        wanted = torch.func.grad(lambda *xs, fn=fn: weighted(fn(*xs)))(*arrays)
+        for at in all_layouts(arrays[0].shape, mesh, AXES):
+            rest = [DimAxes(at.dims) if x.shape == arrays[0].shape else DimAxes(((),) * x.dim()) for x in arrays[1:]]
+            typed = [explicit.array(x, t, mesh) for x, t in zip(arrays, [at, *rest], strict=True)]
+            try:
+                found = explicit.grad(lambda *xs, fn=fn: weighted(fn(*xs)))(*typed)
+            except ShardingError:
+                continue  # it must be whole along a dim
+            compared += 1
+            if not torch.allclose(found.whole(), wanted, rtol=1e-10, atol=1e-10):
+                wrong.append(f"{name} {at}")
+    return compared, wrong
+
+
+@pytest.mark.slow
+def test_gradients_are_one_devices(ranks):
+    for compared, wrong in ranks(gradients_on_ranks, {"X": 2, "Y": 2}):
+        assert wrong == []
+        assert compared > 100
+
+
+def planned_on_ranks(mesh) -> list[str]:
+    """Programs of auto mode whose values are not one device's; the first argument is split over X, or over X and Y."""
+    wrong = []
+    for name, (fn, *given) in CASES.items():
+        arrays = [g if is_tensor(g) else torch.arange(64.0).cos()[: torch.Size(g).numel()].reshape(g) for g in given]
+        types = ["[" + ", ".join(map(str, x.shape)) + "]" for x in arrays]
+        axes = ["_X", "_Y", ""]
+        first = ", ".join(f"{n}{axis if n > 1 else ''}" for n, axis in zip(arrays[0].shape, axes, strict=False))
+        got, wanted = auto.jit(fn, mesh, (f"[{first}]", *types[1:]))(*arrays), fn(*arrays)
+        for a, b in zip(*(([r] if is_tensor(r) else r) for r in (got, wanted)), strict=True):
+            wrong += [] if torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6) else [name]
+    return wrong
+
+
+@pytest.mark.slow
+def test_planned_programs_are_one_devices(ranks):
+    assert ranks(planned_on_ranks, {"X": 2, "Y": 2}) == [[]] * 4
+
+
 def test_out_of_broadcasts_and_take():
     mesh = Mesh({"X": 1, "Y": 1})
     x, i = explicit.array(torch.arange(8.0).view(4, 2), "[4_X, 2]", mesh), explicit.array(INDEX, "[4_Y]", mesh)
