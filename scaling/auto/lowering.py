@@ -12,10 +12,11 @@ from scaling.algebra.law import Inferred, LabelledOp
 from scaling.algebra.layouts import DimAxes
 from scaling.algebra.resharding import path
 from scaling.algebra.steps import COLLECTIVES, Step
-from scaling.auto.planning import Chosen, ways_from
+from scaling.auto.planning import Chosen
 from scaling.auto.tracing import Graph
 from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array
+from scaling.explicit.cheapest import ways_from
 from scaling.explicit.functions import LocalPlan
 from scaling.explicit.labels import LETTERS
 from scaling.spec import Spec

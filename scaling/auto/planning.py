@@ -12,14 +12,12 @@ value still costs at the least, on its own (`Planner.later`, found backwards fir
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-from scaling.algebra.law import Inferred, Sizes
-from scaling.algebra.layouts import DimAxes, Setting, divides
-from scaling.algebra.resharding import START, Reached, shortest
+from scaling.algebra.law import Inferred
+from scaling.algebra.layouts import DimAxes, divides
 from scaling.auto.tracing import Graph, Node
-from scaling.explicit.cheapest import all_layouts, legal_ways, spec_of
+from scaling.explicit.cheapest import all_layouts, legal_ways, ways_from
 from scaling.spec import ShardingError
 
 BEAM = 200
@@ -175,19 +173,6 @@ class Planner:
             if nbytes < math.inf and (key not in best or cost < best[key][0]):
                 best[key] = cost, key, chosen
         return list(best.values())
-
-
-def ways_from(at: DimAxes, shape: Sizes, axes: tuple[tuple[str, int], ...], mesh) -> dict[DimAxes, Reached]:
-    """How an array is brought from a layout into every other: the steps that send the least, over all of `axes`.
-
-    What it costs is in parts of the array, of which the mesh has the square of its size.
-    """
-    return _ways_from(at, tuple(math.gcd(n, mesh.size()) for n in shape), axes)
-
-
-@lru_cache(maxsize=65536)
-def _ways_from(at: DimAxes, shape: Sizes, axes: tuple[tuple[str, int], ...]) -> dict[DimAxes, Reached]:
-    return shortest({at: START}, spec_of(at), shape, 1, Setting(axes, True, tuple(axis for axis, _ in axes)))
 
 
 def _ways(graph: Graph, node: Node, constraint: DimAxes | None, axes, mesh) -> list[tuple[Inferred, float]]:

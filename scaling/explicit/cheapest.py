@@ -4,11 +4,12 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from scaling.algebra.law import Illegal, Inferred, LabelledOp, Sizes
-from scaling.algebra.layouts import Axes, DimAxes, arrangements, divides, subsets
-from scaling.algebra.resharding import reshard
+from scaling.algebra.layouts import Axes, DimAxes, Setting, arrangements, divides, subsets
+from scaling.algebra.resharding import FEW, START, Reached, path, reshard, shortest
 from scaling.algebra.steps import Plan
 from scaling.explicit.labels import letters
 from scaling.spec import ShardingError, Spec
@@ -28,7 +29,28 @@ def spec_of(at: DimAxes, name: str = "") -> Spec:
 
 
 def plan_change(src: DimAxes, dst: DimAxes, shape: Sizes, mesh) -> Plan:
-    return reshard(spec_of(src), spec_of(dst), shape, mesh)
+    """The plan that sends the least between two layouts, over idle axes too; of more than FEW axes as `reshard`."""
+    before, after = spec_of(src), spec_of(dst)
+    before.local_shape(shape, mesh)
+    after.local_shape(shape, mesh)
+    named = {*src.used, *dst.used}
+    axes = tuple((axis, size) for axis, size in mesh.sizes.items() if size > 1 or axis in named)
+    if len(axes) > FEW:
+        return reshard(before, after, shape, mesh)
+    return Plan((before,), after, path(ways_from(src, shape, axes, mesh), before, dst)[0])
+
+
+def ways_from(at: DimAxes, shape: Sizes, axes: tuple[tuple[str, int], ...], mesh) -> dict[DimAxes, Reached]:
+    """How an array is brought from a layout into every other: the steps that send the least, over all of `axes`.
+
+    What it costs is in parts of the array, of which the mesh has the square of its size.
+    """
+    return _ways_from(at, tuple(math.gcd(n, mesh.size()) for n in shape), axes)
+
+
+@lru_cache(maxsize=65536)
+def _ways_from(at: DimAxes, shape: Sizes, axes: tuple[tuple[str, int], ...]) -> dict[DimAxes, Reached]:
+    return shortest({at: START}, spec_of(at), shape, 1, Setting(axes, True, tuple(axis for axis, _ in axes)))
 
 
 def bytes_to_change(src: DimAxes, dst: DimAxes, shape: Sizes, nbytes: float, mesh) -> float:

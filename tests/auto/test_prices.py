@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scaling import auto
-from scaling.algebra import matmul
+from scaling.algebra import matmul, reshard
 from scaling.explicit.cheapest import all_layouts, plan_change, shape_sizes, spec_of
 from scaling.mesh import AbstractMesh
 
@@ -20,7 +20,8 @@ def text(at) -> str:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_price_is_what_is_sent(sizes):
-    """Of every pair of layouts; and never more than `reshard` sends, which leaves idle axes alone."""
+    """Of every pair of layouts; and never more than `reshard` sends, which leaves idle axes alone; explicit mode
+    sends the same."""
     mesh, x = AbstractMesh(sizes), torch.empty(SHAPE, device="meta")
     every, less = all_layouts(SHAPE, mesh, tuple(sizes), tuple(sizes)), 0
     for src, dst in itertools.product(every, every):
@@ -28,7 +29,9 @@ def test_price_is_what_is_sent(sizes):
             continue  # only a product makes partial sums
         lowered = auto.jit(lambda x: x, mesh, text(src), text(dst)).lower(x)
         assert lowered.wire_bytes == pytest.approx(lowered.planned), (src, dst)
-        plain = plan_change(src, dst, SHAPE, mesh).wire_bytes(shape_sizes(SHAPE), mesh, 4)
+        explicit = plan_change(src, dst, SHAPE, mesh).wire_bytes(shape_sizes(SHAPE), mesh, 4)
+        assert explicit == pytest.approx(lowered.wire_bytes), (src, dst)
+        plain = reshard(spec_of(src), spec_of(dst), SHAPE, mesh).wire_bytes(SHAPE, mesh, 4)
         assert lowered.wire_bytes <= plain, (src, dst)
         less += lowered.wire_bytes < plain
     assert less > 0
