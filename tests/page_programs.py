@@ -1,15 +1,48 @@
-"""Runs the programs on a page, each by itself: `python tests/page_programs.py docs/your-own-code.md`."""
+"""Runs the programs on a page: `python tests/page_programs.py docs/your-own-code.md`, each by itself.
+
+With --in-turn those of bash too, one after the other in one folder, which has a text.txt, and with --short a quarter of
+the steps of each training.
+"""
 
 import argparse
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+INDEX = "pip download"  # a program that needs the package index: where that cannot be reached, the page is left out
+
+
+def run_in_turn(page: str, short: bool) -> str:
+    """Run the programs of bash and Python; what happened."""
+    programs = re.findall(r"^```(bash|python)\n(.*?)^```", Path(page).read_text(), re.MULTILINE | re.DOTALL)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(ROOT / "README.md", Path(folder) / "text.txt")
+        places = os.environ | {"XDG_CACHE_HOME": folder, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        for language, program in programs:
+            if short:
+                program = re.sub(r"--steps (\d+)", lambda steps: f"--steps {int(steps[1]) // 4}", program)
+            command = ["bash", "-euo", "pipefail", "-c"] if language == "bash" else [sys.executable, "-c"]
+            if subprocess.run([*command, program], cwd=folder, env=places).returncode:
+                if INDEX in program:
+                    return f"{page}: left out: the package index cannot be reached"
+                sys.exit(f"{page}: failed:\n{program}")
+    return f"{page}: {len(programs)} programs ran"
+
+
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("pages", nargs="+", help="pages of Markdown")
-for page in parser.parse_args().pages:
+parser.add_argument("--in-turn", action="store_true", help="in one folder, with those of bash")
+parser.add_argument("--short", action="store_true", help="of each --steps a quarter")
+args = parser.parse_args()
+for page in args.pages:
+    if args.in_turn:
+        print(run_in_turn(page, args.short))
+        continue
     programs = re.findall(r"^```python\n(.*?)^```", Path(page).read_text(), re.MULTILINE | re.DOTALL)
     for number, program in enumerate(programs, 1):
         with tempfile.TemporaryDirectory() as folder:

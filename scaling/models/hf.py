@@ -215,7 +215,14 @@ class _Files:
         if name not in self.open:
             if not (self.folder / name).exists():
                 raise ValueError(f"{self.folder}: has no {name}\n  fix: give a folder with safetensors files")
-            self.open[name] = _safetensors().safe_open(self.folder / name, framework="pt")
+            library = _safetensors()
+            try:
+                self.open[name] = library.safe_open(self.folder / name, framework="pt")
+            except library.SafetensorError as error:
+                raise ValueError(
+                    f"{self.folder}: {name} cannot be read, it is perhaps truncated: {error}"
+                    "\n  fix: download the model's files again, all of one version"
+                ) from None
         return self.open[name]
 
     def __getitem__(self, tensor: str):
