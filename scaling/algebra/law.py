@@ -83,7 +83,7 @@ class LabelledOp(NamedTuple):
         every = tuple(range(len(self.inputs)))
         carriers = {"each": [(i,) for i in every], "all": [every], "first": [(0,)], "": []}[self.linear]
         for split in arrangements(axes, len(labels)):
-            over = dict(zip(labels, split, strict=True))
+            over: dict[str | None, Axes] = dict(zip(labels, split, strict=True))
             idle = sorted(set(axes).difference(*split))
             summed = [axis for label, own in over.items() if label not in self.output for axis in own]
             result = tuple(over.get(label, ()) for label in self.output)

@@ -5,7 +5,7 @@ One table serves the explicit and the auto mode. A function is known by its name
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import optree
 import torch
@@ -162,7 +162,7 @@ def each_result(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[A
         return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") if is_array(x) else x
 
     everything: Any = (args, kwargs)
-    given, named = optree.tree_map(meta, everything, is_leaf=is_array, none_is_leaf=True)
+    given, named = cast(Any, optree.tree_map(meta, everything, is_leaf=is_array, none_is_leaf=True))
     try:
         whole = func(*given, **named)
     except (RuntimeError, IndexError, TypeError, ValueError):
