@@ -16,7 +16,7 @@ from scaling.strategies.axes import all_reduce
 from scaling.strategies.context.layout import FORMS
 from scaling.strategies.tape import vjp
 from scaling.strategies.transformer import types
-from scaling.strategies.transformer.ends import Terms, embed, head
+from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head
 from scaling.strategies.transformer.forward import forward_loss
 from scaling.strategies.transformer.layer import REMAT
 from scaling.strategies.transformer.placed import Placed
@@ -190,26 +190,39 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
     config, mesh, stored, used, contexts, terms, sums, scale = problem
     ends = end_weights(params, stored, used, mesh)
     layers = Layers(problem, params["layers"], remat, keep_weights=keep)
-    losses, dends, M = [], {}, len(contexts)
-    last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
+    losses, dends, grads, M, size = [], {}, {}, len(contexts), len(ends["embed"])
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
     for m, (at, some, wanted, share) in enumerate(batches):
-        x, pull_embed = vjp(lambda E, some=some: embed(E, some, mesh), ends["embed"])
+        x, last = embed(ends["embed"], some, mesh), m == M - 1
+        if last and not config.tied:
+            del ends["embed"]  # a table of the vocabulary is not held longer than it is used
         x, extra, kept = layers.forward(x, at)
 
         def loss_of(ends, x, wanted=wanted, share=share):
             return head(ends, x, wanted, share, terms, config.eps, mesh)
 
-        loss, pull_head = vjp(loss_of, last, x)
+        loss, pull_head = vjp(loss_of, {n: W for n, W in ends.items() if n != "embed" or config.tied}, x)
         dend, dx = pull_head(torch.ones_like(loss))
-        (dE,) = pull_embed(layers.backward(dx, kept, at, scale / M, last=m == M - 1))
-        dend = tree.map(lambda g: g.to(sums), dend)
-        dend["embed"] = dend["embed"].add_(dE) if config.tied else dE.to(sums)
-        dends = tree.map(Tensor.add_, dends, dend) if dends else dend
+        del pull_head
+        _add(dends, dend, sums)
+        del dend
+        if last:
+            ends.clear()
+            tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
+            grads = reduce_gradients(tables, stored, used, mesh, ENDS)
+            del tables
+        dx = layers.backward(dx, kept, at, scale / M, last=last)
+        _add(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
         losses.append(loss + extra * scale / M)
-    grads = reduce_gradients(dends, stored, used, mesh, ENDS)
+    grads |= reduce_gradients(dends, stored, used, mesh, ENDS)
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
     return loss, grads | {"layers": layers.reduce()}
+
+
+def _add(sums_of: dict, dW: dict, dtype: torch.dtype) -> None:
+    """Add gradients by name, in this dtype."""
+    for name, g in dW.items():
+        sums_of[name] = sums_of[name].add_(g) if name in sums_of else g.to(dtype)
 
 
 def check_batch(

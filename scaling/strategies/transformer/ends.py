@@ -17,6 +17,7 @@ from torch import Tensor
 from scaling._torch import in_transform
 from scaling.arguments import not_negative, positive
 from scaling.collectives import einsum
+from scaling.collectives.masks import zeroed
 from scaling.models.inputs import check_range, check_weights
 from scaling.models.pointwise import rms_norm
 from scaling.spec import ShardingError
@@ -30,6 +31,13 @@ def embed(E: Tensor, tokens: Tensor, mesh) -> Tensor:
     local, here = in_part(tokens, len(E), mesh)
     x = masked("x[B_PXE, T_C, D] {U_Y}", torch.nn.functional.embedding(local, E), here, mesh)
     return reduce_scatter("x[B_PXE, T_C, D] {U_Y} -> x[B_PXE, T_CY, D]", x, mesh)
+
+
+def embed_backward(dx: Tensor, tokens: Tensor, size: int, mesh) -> Tensor:
+    """dx[B_PXE, T_CY, D], tokens[B_PXE, T_C] -> dE[V_Y, D] {U_PXEC}, of `size` rows V_Y: E itself is not needed."""
+    dx = all_gather("dx[B_PXE, T_CY, D] -> dx[B_PXE, T_C, D]", dx, mesh)
+    local, here = in_part(tokens, size, mesh)
+    return torch.ops.aten.embedding_dense_backward(zeroed(dx, here), local, size, -1, False)
 
 
 def in_part(tokens: Tensor, size: int, mesh) -> tuple[Tensor, Tensor]:

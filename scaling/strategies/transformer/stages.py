@@ -17,8 +17,7 @@ from scaling.strategies import pipeline
 from scaling.strategies.axes import all_reduce as reduce_present
 from scaling.strategies.axes import present
 from scaling.strategies.stage import Stage
-from scaling.strategies.tape import vjp
-from scaling.strategies.transformer.ends import embed, head
+from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.stage_ends import ends_gradients, homes_of, stage_ends
 from scaling.strategies.transformer.step import Layers, Problem
@@ -129,7 +128,7 @@ def staged(
     homes = homes_of(config, mesh, schedule)
     ends, first = stage_ends(params, problem, homes), schedule.placement[0] == mesh.coord["Z"]
     if first:
-        x, pull_embed = vjp(lambda E: embed(E, tokens, mesh), ends["embed"])
+        x = embed(ends["embed"], tokens, mesh)
     else:
         rows = (len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
         x = params["embed"].new_empty(rows)
@@ -142,7 +141,7 @@ def staged(
     loss, grads = pipeline.with_ends(params["layers"], last, x, rows, mesh, schedule, loss_of, stage, dtype=sums)
     dends: dict[str, Any] = {**cast(dict, grads.head)}
     if first:
-        (dE,) = pull_embed(grads.dIn)
+        dE = embed_backward(grads.dIn, tokens, len(ends["embed"]), mesh)
         dends["embed"] = dends["embed"] + dE if config.tied else dE.to(sums)
     extra: Any = 0.0
     if config.moe:
