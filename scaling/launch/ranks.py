@@ -181,11 +181,21 @@ def _work(
     )
     join_world(device, timeout, store, rank, world)
     mesh = Mesh(sizes, device, checked, timeout)
-    result = pickle.dumps(fn(mesh, *args))
+    result = _pickled(fn(mesh, *args))
     end_alike(mesh)
     voice.result(result)
     dist.barrier()  # nobody leaves while another one may still need it
     dist.destroy_process_group()
+
+
+def _pickled(result: object) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"what the function returned, a {type(result).__name__}, cannot be pickled: {error}"
+            "\n  fix: return tensors, numbers, texts, or lists and dicts of them"
+        ) from None
 
 
 def end_alike(mesh: Mesh) -> None:

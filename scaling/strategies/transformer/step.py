@@ -219,6 +219,8 @@ class Layers:
 
     def stacked(self) -> dict:
         """The layers' gradients in their stacks; those that were written there are there."""
+        if not self.stacks:
+            return tree.map(lambda *leaves: torch.stack(leaves), *self.grads)
         placed = {id(slot): self.stacks[name] for name, slot in self.slots[0].items()}
         return tree.map(
             lambda *leaves: placed[id(leaves[0])] if id(leaves[0]) in placed else torch.stack(leaves), *self.grads
