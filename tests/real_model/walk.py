@@ -39,7 +39,7 @@ PROMPTS = [
     "The opposite of hot is", "My favourite book", "Dear Sir or Madam,", "import numpy as", "The sun rises in the",
     "Gravity pulls", "A haiku about rain:", "The largest ocean", "She opened the door and", "HTTP status 404 means",
 ]  # fmt: skip
-LOGITS = 2e-5  # of the largest, in float32: the two add up in different orders
+LOGITS = 1e-5  # of the largest, in float32: the two add up in different orders
 LOSSES = 2e-5  # relative, in float32, between meshes
 
 
@@ -146,7 +146,7 @@ def exported(walk: Walk, run: Path, folder: str, work: Path, ids: list[int]) -> 
     config, params = hf.load(out)
     with torch.no_grad():
         wanted = theirs(torch.tensor([ids])).logits[0]
-        found = transformer.forward(params, torch.tensor([ids]), config)[0]
+        found = transformer.forward(params, torch.tensor([ids]), config=config)[0]
     off = ((found - wanted).abs().max() / wanted.abs().max()).item()
     assert off <= LOGITS, off
     by = transformers.AutoTokenizer.from_pretrained(out)
