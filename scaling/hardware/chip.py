@@ -243,6 +243,11 @@ class Chip:
         v5e, v6e: axes as long as the pod's (16). v4p, v5p, 7x: all of a slice made of whole 4x4x4 cubes, else none.
         """
         lengths = check_slice(self, shape)
+        if self.wrap == "full" and not self.pod:
+            raise ValueError(
+                f"{self.name} ({self.kind}) has no pod, whose length says which axes are rings"
+                "\n  fix: give wrap=True or wrap=False"
+            )
         if self.wrap == "full":
             return tuple(length in self.need("pod") for length in lengths)
         if self.wrap == "cubes":

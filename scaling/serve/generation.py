@@ -60,9 +60,9 @@ def generate(
 
     Prompts are lists of ids, of any lengths. Params are this rank's, typed as `serve.specs`; the result is the same on
     every rank. `seed`: one, from which each prompt gets its own, or one for each. `draft`: (config, params) of a
-    smaller model with the same vocabulary, as `hf.load` gives them, or "ngram"; it proposes so many tokens a step, and
-    changes the speed alone: greedily the tokens are the same, and sampled ones have the same distribution. `page`:
-    cache in pages of so many.
+    smaller model with the same vocabulary, its params typed as `serve.specs` of its own config, as this model's are, or
+    "ngram"; it proposes so many tokens a step, and changes the speed alone: greedily the tokens are the same, and
+    sampled ones have the same distribution. `page`: cache in pages of so many.
     ValueError for an empty prompt, ids outside the vocabulary, and options that leave no token.
     """
     how = Sampling(temperature, top_k, top_p, min_p)
@@ -204,7 +204,10 @@ class _Model(_Batch):
     def __init__(self, target: _Batch, config: Config, params: dict, k: int):
         check_draft(config, target.config)
         mesh, form = target.options["mesh"], target.options["form"]
-        super().__init__(params, target.rows, config, target.room, mesh, None, form)
+        try:
+            super().__init__(params, target.rows, config, target.room, mesh, None, form)
+        except ValueError as error:
+            raise type(error)(f"the draft {config.name}: {error}") from None
         self.k = k
 
     def propose(self, how: Sampling, u: Tensor, live: list[bool]) -> tuple[Tensor, Tensor]:

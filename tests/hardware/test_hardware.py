@@ -3,6 +3,7 @@ import pickle
 
 import pytest
 
+from scaling import cost
 from scaling.hardware import Chip, Level, Measured, chip, chips, load_chip, variants
 
 
@@ -232,3 +233,10 @@ def test_a_chip_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         chip("v5p").hbm_bw = 1.0
     assert Chip("own", "tpu", peaks=(("bf16", 1e12),)).flops() == 1e12
+
+
+def test_a_chip_without_a_pod_is_told_what_says_which_axes_are_rings():
+    podless = dataclasses.replace(chip("v5e"), pod=None)
+    with pytest.raises(ValueError, match="fix: give wrap=True or wrap=False"):
+        cost.reduce_scatter(1e9, podless, 8)
+    assert cost.reduce_scatter(1e9, podless, 8, wrap=True) == cost.reduce_scatter(1e9, chip("v5e"), 8, wrap=True)

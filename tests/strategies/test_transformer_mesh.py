@@ -273,3 +273,11 @@ def test_the_loss_alone_takes_a_single_sequence():
     tokens, targets, *_ = (x[:1] for x in batch(PLAIN))
     loss, _ = transformer.loss_and_grads(params, tokens, targets, PLAIN, mesh)
     assert torch.equal(transformer.loss(params, tokens, targets, PLAIN, mesh), loss)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_model_dims_divide_only_where_params_are_split_over_x(zero):
+    config = PLAIN.with_(D=PLAIN.D // 2 * 2 + 2)
+    assert "X" not in str(transformer.specs(config, {"X": 4}, zero=zero))
+    with pytest.raises(ShardingError, match="model dims do not divide into 4 blocks"):
+        transformer.specs(config, {"X": 4})

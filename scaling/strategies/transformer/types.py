@@ -26,7 +26,7 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     """
     one_of("zero", zero, (0, 1, 2, 3))
     sizes = mesh_sizes(mesh)
-    _check_mesh(config, sizes)
+    _check_mesh(config, sizes, zero)
     check_computed(config)
     gone = tuple(axis for axis in AXES if sizes.get(axis, 1) == 1) + (() if zero == 3 else ("X",))
     whole_heads = ("W_K", "W_V", "b_K", "b_V") if config.K % sizes.get("Y", 1) else ()
@@ -38,7 +38,7 @@ def used(stored) -> Any:
     return optree.tree_map(lambda text: without(text, ("X", "Z")), stored)
 
 
-def _check_mesh(config: Config, sizes: Mapping[str, int]) -> None:
+def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
     """ShardingError unless the model's sizes divide over the mesh's axes, which are all known ones."""
     if unknown := [axis for axis in sizes if axis not in AXES]:
         raise ShardingError(
@@ -52,7 +52,8 @@ def _check_mesh(config: Config, sizes: Mapping[str, int]) -> None:
             f"{config.name}: K={config.K} KV heads over Y={Y}\n  rule: Y divides K, or is a multiple of it, so that "
             f"each rank's query heads share whole KV heads\n  fix: choose Y among divisors or multiples of {config.K}"
         )
-    wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features"), ("D", config.D, X, "model dims")]
+    wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features")]
+    wanted += [("D", config.D, X, "model dims")] if zero == 3 else []  # else no param is split over X
     wanted += [("V", config.V, Y * Z, "vocabulary entries"), ("E", config.E, E, "experts")]
     for dim, size, parts, what in wanted:
         if size % parts:
