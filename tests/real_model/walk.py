@@ -94,7 +94,7 @@ def greedy(walk: Walk, folder: str, model, prompts: list[list[int]], new: int, f
         )  # fmt: skip
         wanted.append(out[0, len(ids) :].tolist())
     walk.done(f"transformers' {len(prompts)} x {new} tokens")
-    for sizes in [{"Y": 1}, {"Y": 3}, {"X": 2, "Y": 3}] if full else [{"Y": 3}]:
+    for sizes in [{"Y": 1}, {"Y": 3}, {"Z": 2, "Y": 3}] if full else [{"Y": 3}]:
         found = launch.run(on_mesh, sizes, folder, prompts, new)[0]
         assert found == wanted, f"{sizes}: {sum(a != b for a, b in zip(found, wanted, strict=True))} prompts differ"
         walk.done(f"ours on {sizes}: the same tokens, all {len(prompts) * new}")
@@ -119,9 +119,9 @@ def served(walk: Walk, file: Path, folder: str, model, work: Path, count: int) -
 def trained(walk: Walk, file: Path, work: Path, steps: int, full: bool) -> Path:
     """Fine-tuning on several meshes with the same losses, and a run that goes on elsewhere."""
     text = Path(__file__).parents[2] / "README.md"
-    words = ["--data", str(text), "--batch", "2", "--seq", "48", "--lr", "1e-4", "--warmup", "2", "--eval-every", "0"]
+    words = ["--data", str(text), "--batch", "4", "--seq", "48", "--lr", "1e-4", "--warmup", "2", "--eval-every", "0"]
     words += ["--eval-batches", "1", "--schedule", "constant", "--clip", "1"]
-    meshes = ["X=1", "X=2", "Y=3", "Z=2,X=2"] if full else ["X=1", "Y=3"]
+    meshes = ["X=1", "X=2", "Y=3", "X=2,Y=3", "Z=2,X=2"] if full else ["X=1", "Y=3"]
     for mesh in meshes:
         said(train, "--model", str(file), *words, "--out", str(work / mesh), "--mesh", mesh, "--steps", str(steps))
         found, wanted = losses(work / mesh), losses(work / meshes[0])
