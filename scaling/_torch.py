@@ -32,6 +32,7 @@ for _op in (
     # torch.func.linearize computes constants ahead: it would do so with a collective, and not with the wait after it.
     torch.fx.node.has_side_effect(_op.default)
 
+no_torch_function = torch._C.DisableTorchFunction  # a context in which no __torch_function__ is called
 in_transform = torch._C._functorch.peek_interpreter_stack  # not None inside a transform of torch.func
 _modes = torch._C._len_torch_dispatch_stack  # how many are on, at no cost
 _stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
@@ -46,6 +47,11 @@ def modes() -> int:
 
 def mode_names() -> list[str]:
     return [type(mode).__name__.lstrip("_") for mode in _stack()]
+
+
+def storage_of(x: Tensor) -> int:
+    """Which memory x lies in: a meta tensor's data_ptr is 0."""
+    return x.untyped_storage()._cdata
 
 
 def constant(fn: Callable) -> Callable:

@@ -23,13 +23,14 @@ ROOMS = [  # each imports only from those before it
     {"sizes", "arguments"},
     {"algebra", "schedules", "hardware", "console"},
     {"configs"},
-    {"cost", "check"},
+    {"cost"},
     {"_torch"},
     {"mesh"},
     {"trace"},
     {"collectives"},
     {"launch", "tree", "interop"},
     {"shard_map", "explicit"},
+    {"check"},
     {"optim", "data"},
     {"models"},
     {"strategies", "auto", "profile"},
@@ -56,7 +57,7 @@ NO_TORCH = {
     "show",
     "plan",
 }
-TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.plan.layer"}
+TORCH_BY_NAME = {"scaling.check.judge", "scaling.hardware.systolic", "scaling.plan.layer"}
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "counted", "predict", "transformer_step")}
 OPTIONAL = {
     "matplotlib",

@@ -35,6 +35,7 @@ from scaling.collectives.lines import (
     resolve,
 )
 from scaling.collectives.op import Op
+from scaling.collectives.watch import watcher
 from scaling.spec import ShardingError, Spec, parse, parse_line, refuse
 
 
@@ -226,6 +227,8 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
 def _call(kind, line, x: Any, mesh, async_op, out=None, root: int | None = None, by: str = "sum") -> Any:
     if torch.compiler.is_compiling():
         return _compiled(kind, line, x, mesh, async_op, out, root, by)
+    if (watch := watcher.get()) is not None:
+        return watch(_call, kind, line, x, mesh, async_op, out, root, by)
     if not mesh.member:
         return None
     steps = mesh.lines.get((kind, line, root, by))

@@ -1,0 +1,151 @@
+"""The judge runs a program on an abstract mesh: clean listings have no finding, faulty edits of them have one."""
+
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import scaling.strategies
+from scaling import _torch as p
+from scaling.check.judge import judge, judged
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard
+from scaling.mesh import AbstractMesh
+from scaling.spec import parse
+
+MESH = AbstractMesh({"X": 2, "Y": 3})
+STRATEGIES = ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")
+FOLDER = Path(scaling.strategies.__file__).parent
+
+
+def report_of(text: str, **options):
+    """A listing's forward and backward, judged against its own SPECS."""
+    s = types.ModuleType("listing")
+    exec(compile(text, "listing.py", "exec"), s.__dict__)
+    params = {k: str(parse(v).stacked("L")) for k, v in s.SPECS.items() if k not in ("In", "Out")}
+
+    def both(params, In, dOut):
+        Out, saved = s.forward(params, In, MESH, **options)
+        return Out, *s.backward(dOut, saved, params, MESH)
+
+    In, Out = s.SPECS["In"], s.SPECS["Out"]
+    return judge(both, params, In, Out, mesh=MESH, returns=(Out, In, params))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_listing_is_clean_and_wholly_judged(name, keep):
+    report = report_of((FOLDER / f"{name}.py").read_text(), keep=keep)
+    assert not report.findings, str(report)
+    assert not report.unjudged, str(report)
+    assert report.judged > 20
+
+
+EDITS = [
+    ("tensor_parallel", 'Out = reduce_scatter("Out[B, D] {U_Y} -> Out[B, D_Y]", Out, mesh)', "", "unreduced"),
+    ("tensor_parallel", ", Out, mesh)  # 4", ', Out, mesh, op="mean")  # 4', "how-reduced"),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "after", "rule"), EDITS)
+def test_faulty_edit_is_found(name, before, after, rule):
+    text = (FOLDER / f"{name}.py").read_text()
+    assert text.count(before) == 1
+    report = report_of(text.replace(before, after))
+    assert rule in [found.rule for found in report.findings], str(report)
+
+
+U = "C[I, K] {U_X}"
+A, B = "A[I, J_X]", "B[J_X, K]"
+
+
+def product(a, b):
+    return einsum(f"{A} * {B} -> {U}", a, b)
+
+
+def reduced(x):
+    return all_reduce(f"{U} -> C[I, K]", x, MESH)
+
+
+RULES = [
+    ("unreduced", lambda a, b: shard("C[I, K] -> C[I_X, K]", product(a, b), MESH)),
+    ("reduced-twice", lambda a, b: reduced(reduced(product(a, b)))),
+    ("nonlinear", lambda a, b: reduced(torch.relu(product(a, b)))),
+    ("product-of-sums", lambda a, b: reduced(product(a, b) * product(a, b))),
+    ("partial-plus-whole", lambda a, b: reduced(product(a, b) + reduced(product(a, b)))),
+    ("how-reduced", lambda a, b: all_reduce(f"{U} -> C[I, K]", product(a, b), MESH, op="mean")),
+    ("never-waited", lambda a, b: [all_reduce(f"{U} -> C[I, K]", product(a, b), MESH, async_op=True), a][1]),
+    ("split", lambda a, b: einsum("A[I_X, J] * B[J, K] -> C[I_X, K]", a, all_gather("B[J_X, K] -> B[J, K]", b, MESH))),
+]
+
+
+@pytest.mark.parametrize(("rule", "fn"), RULES, ids=[rule for rule, _ in RULES])
+def test_each_rule(rule, fn):
+    report = judge(fn, A, B, mesh=MESH)
+    assert report.findings[0].rule == rule, str(report)
+    assert __file__ in report.findings[0].place
+
+
+def test_right_program_has_no_finding():
+    def fn(a, b):
+        return torch.relu(reduce_scatter(f"{U} -> C[I_X, K]", product(a, b) * 2.0, MESH)) + 1.0
+
+    report = judge(fn, A, B, mesh=MESH, returns="C[I_X, K]")
+    assert not report.findings, str(report)
+    assert not report.unjudged, str(report)
+
+
+def test_result_is_compared_with_its_promise():
+    assert [found.rule for found in judge(product, A, B, mesh=MESH, returns="C[I, K]").findings] == ["unreduced"]
+    short = judge(lambda a: (a,), A, mesh=MESH, returns=(A, A))
+    assert [found.rule for found in short.findings] == ["result"]
+
+
+def test_what_has_no_type_is_named():
+    def fn(a):
+        return all_gather("A[I, J_X] -> A[I, J]", torch.zeros(tuple(a.shape), device="meta"), MESH)
+
+    report = judge(fn, A, mesh=MESH)
+    assert not report.findings
+    assert len(report.unjudged) == 1
+    assert "without a type" in report.unjudged[0][1]
+
+
+def test_derivative_of_torch_func_is_named():
+    def fn(a, b):
+        return torch.func.grad(lambda a: reduced(product(a, b)).sum())(a)
+
+    report = judge(fn, A, B, mesh=MESH, returns=A)
+    assert not report.findings
+    assert len(report.unjudged) >= 2
+
+
+def test_code_as_it_is_written():
+    a, b = torch.empty(4, 6, device="meta"), torch.empty(6, 5, device="meta")
+    with judged({A: a, B: b}) as report:
+        reduced(torch.relu(product(a, b)))
+    assert [found.rule for found in report.findings] == ["nonlinear"]
+    reduced(product(a, b))
+    assert len(report.findings) == 1
+
+
+def test_a_meta_tensor_has_a_storage_which_its_views_share():
+    x, y = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    assert p.storage_of(x) == p.storage_of(x[1:])
+    assert p.storage_of(x) != p.storage_of(y)
+
+
+def test_without_torch_functions_no_mode_sees_a_call():
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        with p.no_torch_function():
+            torch.zeros(1).exp()
+        assert not seen
+        torch.zeros(1).exp()
+    assert seen
