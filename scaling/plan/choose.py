@@ -2,7 +2,8 @@
 
 On a machine whose chip file was measured (`scaling.measure`), the run's own step is counted on every mesh of so many
 ranks that the model and the batch allow, and priced; on a chip of the catalogue the planner of `scaling.plan` answers,
-which evaluates meshes by formula. What does not fit into memory is left out.
+which evaluates meshes by formula, and the best of them are counted as well. What does not fit into memory is left out:
+each mesh that is offered has been counted by the run's own step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from scaling.spec import ShardingError
 from scaling.train import dry
 from scaling.train.settings import Settings
 
+OFFERED = 6  # meshes that are shown
 TRIED = 64  # the most ranks for which every mesh's own code is counted
 AXES = {"pod": "P", "data": "P", "pipe": "Z", "fsdp": "X", "context": "C", "tensor": "Y", "expert": "E"}
 
@@ -58,10 +60,11 @@ def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
     yield from (sizes or {"X": 1} for sizes in split(axes, ranks))
 
 
-def choices(settings: Settings, ranks: int, chip: Chip) -> tuple[list[MeshChoice], list[str]]:
-    """(the meshes that the run fits on, the fastest first; of the others the mesh and why not)."""
+def choices(settings: Settings, ranks: int, chip: Chip, backend: str = "gloo") -> tuple[list[MeshChoice], list[str]]:
+    """(the meshes that the run fits on, the fastest first; of the others the mesh and why not). `backend`: whose
+    buffers are counted, as `dry.count` has it."""
     if not chip.measured:
-        return planned(settings, ranks, chip)
+        return counted_choices(settings, *planned(settings, ranks, chip), chip, backend)
     if ranks > TRIED:
         raise ValueError(
             f"{ranks} ranks: only meshes of up to {TRIED} ranks are tried\n"
@@ -70,7 +73,7 @@ def choices(settings: Settings, ranks: int, chip: Chip) -> tuple[list[MeshChoice
     found, refused = [], []
     for sizes in meshes(settings, ranks):
         try:
-            memory = dry.fullest(settings, sizes).memory
+            memory = dry.fullest_memory(settings, sizes, backend)
             step = predict_transformer(settings, sizes, chip)
         except (ShardingError, ValueError) as error:
             refused.append(f"{format_sizes(sizes)}: {str(error).splitlines()[0]}")
@@ -81,6 +84,23 @@ def choices(settings: Settings, ranks: int, chip: Chip) -> tuple[list[MeshChoice
         part = step.fullest
         found.append(MeshChoice(sizes, step.seconds, memory, part.math, part.between, part.comms))
     return sorted(found, key=lambda choice: (choice.seconds, len(choice.sizes))), refused
+
+
+def counted_choices(
+    settings: Settings, found: list[MeshChoice], refused: list[str], chip: Chip, backend: str
+) -> tuple[list[MeshChoice], list[str]]:
+    """The first `OFFERED` of these meshes on which the run fits by its own count, which then is their memory."""
+    offered: list[MeshChoice] = []
+    refused, room = list(refused), dry.ROOM * chip.need("hbm_bytes")
+    for choice in found:
+        if len(offered) == OFFERED:
+            break
+        memory = dry.fullest_memory(settings, choice.sizes, backend)
+        if memory > room:
+            refused.append(f"{choice.name}: a rank needs {memory / 1e9:.2f} GB")
+        else:
+            offered.append(replace(choice, memory=memory))
+    return offered, refused
 
 
 def planned(settings: Settings, ranks: int, chip: Chip) -> tuple[list[MeshChoice], list[str]]:
@@ -136,7 +156,7 @@ def evaluated(job: Job, chip: Chip, ranks: int, fixed: Fixed) -> Iterator[Estima
         raise failures[0]
 
 
-def table(found: list[MeshChoice], refused: list[str], top: int = 6) -> str:
+def table(found: list[MeshChoice], refused: list[str], top: int = OFFERED) -> str:
     """The meshes, the fastest first, and what is said of the choice."""
     rows = []
     for c in found[:top]:

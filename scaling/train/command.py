@@ -207,7 +207,7 @@ def chosen(settings: Settings, ranks: int, args) -> dict[str, int]:
         )
     from scaling.plan import choose  # the planner, which a run that is started again need not import
 
-    found, refused = choose.choices(settings, ranks, chip(args.chip))
+    found, refused = choose.choices(settings, ranks, chip(args.chip), "gloo" if args.device == "cpu" else "abstract")
     if not found:
         said = "".join(f"  {why}\n" for why in refused[:8])
         raise ValueError(f"no mesh suits\n{said}  fix: use another number of ranks, or give --mesh")

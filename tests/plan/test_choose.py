@@ -85,3 +85,18 @@ def test_the_command(tmp_path, capsys):
     assert "no mesh suits\n  " in capsys.readouterr().err
     assert train.main(["--model", "tiny", "--dry-run", "--plan", "2"]) == 1
     assert "scaling.measure --ranks 2 --out machine.toml" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "batch", "remat"), [(32, 64, "none"), (16, 32, "block")])
+def test_no_mesh_is_offered_on_which_the_run_does_not_fit(ranks, batch, remat):
+    """By the count of the run's own step, all layers of it; the formulas alone offered fifty, of which 23 fit."""
+    settings = Settings(get("llama3-8b").with_(L=8), "", "", batch, 4096, dtype="bf16", microbatches=2, remat=remat)
+    small = replace(chip("h100"), hbm_bytes=20e9)
+    found, refused = choose.choices(settings, ranks, small)
+    assert 0 < len(found) <= choose.OFFERED
+    assert any("a rank needs" in why for why in refused)
+    for one in found:
+        counted = dry.fullest(settings, one.sizes).memory
+        assert one.memory == pytest.approx(counted, rel=1e-9)
+        assert counted <= dry.ROOM * small.need("hbm_bytes")

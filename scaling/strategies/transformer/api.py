@@ -21,7 +21,7 @@ from scaling.strategies.transformer.forward import forward_loss
 from scaling.strategies.transformer.layer import REMAT
 from scaling.strategies.transformer.placed import Placed
 from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
-from scaling.strategies.transformer.step import ENDS, Layers, Problem, end_weights, reduce_gradients
+from scaling.strategies.transformer.step import ENDS, Layers, Problem, add_by_name, end_weights, reduce_gradients
 
 
 def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
@@ -204,7 +204,7 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
         loss, pull_head = vjp(loss_of, {n: W for n, W in ends.items() if n != "embed" or config.tied}, x)
         dend, dx = pull_head(torch.ones_like(loss))
         del pull_head
-        _add(dends, dend, sums)
+        add_by_name(dends, dend, sums)
         del dend
         if last:
             ends.clear()
@@ -212,17 +212,11 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
             grads = reduce_gradients(tables, stored, used, mesh, ENDS)
             del tables
         dx = layers.backward(dx, kept, at, scale / M, last=last)
-        _add(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
+        add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
         losses.append(loss + extra * scale / M)
     grads |= reduce_gradients(dends, stored, used, mesh, ENDS)
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
     return loss, grads | {"layers": layers.reduce()}
-
-
-def _add(sums_of: dict, dW: dict, dtype: torch.dtype) -> None:
-    """Add gradients by name, in this dtype."""
-    for name, g in dW.items():
-        sums_of[name] = sums_of[name].add_(g) if name in sums_of else g.to(dtype)
 
 
 def check_batch(

@@ -20,7 +20,7 @@ from scaling.strategies.stage import Stage
 from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.stage_ends import ends_gradients, homes_of, stage_ends
-from scaling.strategies.transformer.step import Layers, Problem
+from scaling.strategies.transformer.step import Layers, Problem, add_by_name
 
 
 def resolved(schedule: "Schedule | str | None", mesh, microbatches: int) -> Schedule | None:
@@ -141,8 +141,8 @@ def staged(
     loss, grads = pipeline.with_ends(params["layers"], last, x, rows, mesh, schedule, loss_of, stage, dtype=sums)
     dends: dict[str, Any] = {**cast(dict, grads.head)}
     if first:
-        dE = embed_backward(grads.dIn, tokens, len(ends["embed"]), mesh)
-        dends["embed"] = dends["embed"] + dE if config.tied else dE.to(sums)
+        dE = {"embed": embed_backward(grads.dIn, tokens, len(ends["embed"]), mesh)}
+        add_by_name(dends, dE, sums)
     extra: Any = 0.0
     if config.moe:
         extra = torch.stack([torch.as_tensor(c.extra, dtype=loss.dtype, device=loss.device) for c in chunks.values()])

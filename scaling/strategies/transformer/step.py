@@ -53,6 +53,12 @@ def gathered_weights(W: Mapping, stored: Mapping, used: Mapping, mesh, async_op:
     return tree.map(one, W, stored, used)
 
 
+def add_by_name(sums_of: dict, dW: dict, dtype: torch.dtype) -> None:
+    """Add gradients by name, in this dtype."""
+    for name, g in dW.items():
+        sums_of[name] = sums_of[name].add_(g) if name in sums_of else g.to(dtype)
+
+
 def reduce_gradients(
     dW: Mapping, stored: Mapping, used: Mapping, mesh, axes: tuple[str, ...] = TOKENS
 ) -> dict[str, Any]:
