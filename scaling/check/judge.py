@@ -25,7 +25,7 @@ from scaling._torch import in_transform, no_torch_function, storage_of
 from scaling.algebra.law import Illegal, LabelledOp
 from scaling.algebra.layouts import DimAxes
 from scaling.algebra.ops import function_name, op_kind
-from scaling.check.judgement import Found, Judgement
+from scaling.check.judgement import JudgedFault, Judgement
 from scaling.check.rules import broken_rule, said
 from scaling.check.values import ANY, Shard
 from scaling.collectives.calls import Pending
@@ -84,7 +84,7 @@ class _Judge(TorchFunctionMode):
     def find(self, place: str, rule: str, text: str, x: Any = None) -> None:
         with no_torch_function():
             known = self.entry(x)
-        found = Found(place, rule, text, known[2] if known is not None else "")
+        found = JudgedFault(place, rule, text, known[2] if known is not None else "")
         if found not in self.report.findings:
             self.report.findings.append(found)
 

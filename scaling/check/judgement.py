@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Found:
+class JudgedFault:
     """What breaks `rule`: `place`, "file:line" of the call; `made`, of the call that made the value."""
 
     place: str
@@ -23,7 +23,7 @@ class Judgement:
     """`findings`; `unjudged`, (place, why) of each value that was not judged; `judged`, how many calls were;
     `result`, the types of what the function returned, None where there is none."""
 
-    findings: list[Found] = field(default_factory=list)
+    findings: list[JudgedFault] = field(default_factory=list)
     unjudged: list[tuple[str, str]] = field(default_factory=list)
     judged: int = 0
     result: Any = None

@@ -154,30 +154,41 @@ def loss(
     attention: Callable = sdpa,
     *,
     config: Config | None = None,
+    targets: Tensor | None = None,
     weights: Tensor | None = None,
     segments: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Mean cross-entropy, in nats, of each next token of tokens[B, T + 1], plus the experts' losses if there are any.
 
-    weights[B, T]: the mean is sum(w * ce) / sum(w), and 0 where they are all 0. Nothing is dropped: dropout belongs to
-    `scaling.strategies.transformer.loss_and_grads`. segments[B, T], or [B, T + 1] beside
-    the tokens: the ids of packed documents. The rest as in `forward`.
+    `targets`[B, T] beside tokens[B, T]: what follows each; of `ignore_index` nothing counts. weights[B, T]: the mean is
+    sum(w * ce) / sum(w), and 0 where they are all 0. `label_smoothing` and `z_loss`: a token's loss is
+    (1 - smoothing) ce + smoothing (mean over V of ce) + z_loss lse^2. Nothing is dropped: dropout belongs to
+    `scaling.strategies.transformer.loss_and_grads`. segments[B, T], or [B, T + 1] beside the tokens: the ids of packed
+    documents. The rest as in `forward`.
     """
     check_ids("tokens", tokens)
-    if tokens.shape[1] < 2:
+    if targets is None and tokens.shape[1] < 2:
         raise ValueError(f"tokens {list(tokens.shape)} hold no next token\n  fix: give tokens[B, T + 1], T at least 1")
-    inside, wanted = tokens[:, :-1], tokens[:, 1:]
+    inside, wanted = (tokens[:, :-1], tokens[:, 1:]) if targets is None else (tokens, targets)
+    check_ids("targets", wanted, inside.shape)
     if weights is not None:
         check_weights(weights, wanted)
-    if isinstance(segments, Tensor) and segments.shape == tokens.shape:
+    if isinstance(segments, Tensor) and targets is None and segments.shape == tokens.shape:
         segments = segments[:, :-1]
     logits, extra = _forward(params, inside, remat, attention, config or config_of_params(params), segments)
-    check_range("tokens", wanted, logits.shape[-1])
+    counts = (wanted != ignore_index) if weights is None else weights * (wanted != ignore_index)
+    check_range("tokens" if targets is None else "targets", wanted, logits.shape[-1], counts)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    ce = -wide.log_softmax(-1).gather(-1, wanted[..., None])[..., 0]
-    if weights is None:
-        return ce.mean() + extra
-    w = weights.to(wide.dtype)
+    logprobs, inside_V = wide.log_softmax(-1), torch.where(counts == 0, 0, wanted)
+    ce = -logprobs.gather(-1, inside_V[..., None])[..., 0]
+    if label_smoothing:
+        ce = (1 - label_smoothing) * ce - label_smoothing * logprobs.mean(-1)
+    if z_loss:
+        ce = ce + z_loss * wide.logsumexp(-1).square()
+    w = counts.to(wide.dtype)
     total = w.sum()
     return (w * ce).sum() / torch.where(total == 0, 1, total) + extra
 

@@ -207,7 +207,8 @@ class _Model(_Batch):
         try:
             super().__init__(params, target.rows, config, target.room, mesh, None, form)
         except ValueError as error:
-            raise type(error)(f"the draft {config.name}: {error}") from None
+            what, _, fix = str(error).partition("fix: ")
+            raise type(error)(f"the draft {config.name}: {what}fix: {fix}") from None
         self.k = k
 
     def propose(self, how: Sampling, u: Tensor, live: list[bool]) -> tuple[Tensor, Tensor]:

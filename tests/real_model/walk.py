@@ -22,6 +22,7 @@ import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from scaling import launch
+from scaling.book.largest import largest
 from scaling.configs import with_weights
 from scaling.console import Parser
 from scaling.generate.command import main as generate
@@ -125,14 +126,14 @@ def trained(walk: Walk, file: Path, work: Path, steps: int, full: bool) -> Path:
     for mesh in meshes:
         said(train, "--model", str(file), *words, "--out", str(work / mesh), "--mesh", mesh, "--steps", str(steps))
         found, wanted = losses(work / mesh), losses(work / meshes[0])
-        off = max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+        off = largest(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
         assert len(found) == steps, found
         assert off <= LOSSES, (mesh, found, wanted)
         walk.done(f"trained on {mesh}: {found[0]:.4f} to {found[-1]:.4f} in {steps} steps; off by {off:.1e} at most")
     half = ["--out", str(work / "half")]
     said(train, "--model", str(file), *words, *half, "--mesh", "X=1", "--steps", str(steps // 2))
     said(train, *half, "--mesh", meshes[-1], "--steps", str(steps), "--resume")
-    off = max(abs(a / b - 1) for a, b in zip(losses(work / "half"), losses(work / meshes[0]), strict=True))
+    off = largest(abs(a / b - 1) for a, b in zip(losses(work / "half"), losses(work / meshes[0]), strict=True))
     assert off <= LOSSES, losses(work / "half")
     walk.done(f"resumed after {steps // 2} steps on {meshes[-1]}: losses as of the undisturbed run, off by {off:.1e}")
     return work / "half"

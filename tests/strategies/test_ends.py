@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from scaling.book.largest import largest
 from scaling.launch import run
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
@@ -50,7 +51,7 @@ def largest_error(mesh, V, chunk_bytes, tied, smoothing, z):
     value_here = all_reduce("Loss[] {U_Y} -> Loss[]", term.detach(), mesh)
     dh = all_reduce("dx[B, T, D] {U_Y} -> dx[B, T, D]", dh, mesh)
     found = (value_here, value), (again, term), (dh, 3 * dx), (dU.T if tied else dU, 3 * whole)
-    return max(float((a - b).detach().abs().max()) for a, b in found)
+    return float(largest((a - b).detach().abs().max() for a, b in found))
 
 
 @pytest.mark.parametrize("tied", [False, True])
