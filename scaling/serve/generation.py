@@ -207,8 +207,9 @@ class _Model(_Batch):
         try:
             super().__init__(params, target.rows, config, target.room, mesh, None, form)
         except ValueError as error:
-            what, _, fix = str(error).partition("fix: ")
-            raise type(error)(f"the draft {config.name}: {what}fix: {fix}") from None
+            what, _, fix = str(error).partition("\n  fix: ")
+            fix = fix or "give params of the draft's own config, sharded by serve.specs(config, mesh)"
+            raise type(error)(f"the draft {config.name}: {what}\n  fix: {fix}") from None
         self.k = k
 
     def propose(self, how: Sampling, u: Tensor, live: list[bool]) -> tuple[Tensor, Tensor]:
