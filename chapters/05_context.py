@@ -29,7 +29,7 @@ from scaling.trace import trace
 
 page = Page(__doc__, mesh="C=4", device=True, seed=True)
 C = page.args.mesh["C"]
-B, T, N, K, H, LIMIT = 2, 16 * C, 2 * C, 2, 8, 1e-11  # G = C query heads share a KV head
+B, T, N, K, H, LIMIT = 2, 16 * C, 2 * C, 2, 8, 1e-11  # so G = N / K is C
 
 # %% [markdown]
 # ## What does a token need of others?
@@ -50,6 +50,10 @@ except ShardingError as error:
 # is passed on to the next rank, while the block at hand is used. So no rank holds more than two blocks, and the
 # transfer hides behind the matmuls. What is seen of each block is joined by Appendix A's running maximum M, denominator
 # L and output O.
+#
+# Two things to read the lines: there are fewer KV heads than query heads, so that G query heads share each of the K KV
+# heads, and Q[B, T, N, H] is written Q[B, T, K, G, H] with N = KG. And `S` without an axis is the keys of one block:
+# a block that a rank has at a hop is an array of its own, whole on that rank. Only to pass it on is it a piece of S_C.
 
 
 # %%
@@ -58,7 +62,7 @@ def forward(Q, KV, mesh, order):
     O, L, M = torch.zeros_like(Q), 0, torch.full_like(Q[..., 0], -torch.inf)
     for hop in range(C):
         later = None if hop == C - 1 else ppermute("KV[2, B, S_C, K, H]", KV, mesh, "C", AROUND, async_op=True)  # 1.
-        A = einsum("Q[B, T_C, K, G, H] * K[B, S, K, H] -> A[B, T_C, K, G, S]", Q, KV[0])  # 2. S: keys of one block
+        A = einsum("Q[B, T_C, K, G, H] * K[B, S, K, H] -> A[B, T_C, K, G, S]", Q, KV[0])  # 2.
         A = A.masked_fill(hidden(mesh, order, hop), -torch.inf)
         below, M = M, torch.maximum(M, A.amax(-1))
         P, w = (A - M[..., None]).exp(), (below - M).exp()  # 3. the shares of what was seen before shrink by w
