@@ -49,11 +49,7 @@ except ShardingError as error:
 # One way out is to gather the keys and values, as case 4 says. The ring takes that AllGather apart: C - 1 times a block
 # is passed on to the next rank, while the block at hand is used. So no rank holds more than two blocks, and the
 # transfer hides behind the matmuls. What is seen of each block is joined by Appendix A's running maximum M, denominator
-# L and output O.
-#
-# Two things to read the lines: there are fewer KV heads than query heads, so that G query heads share each of the K KV
-# heads, and Q[B, T, N, H] is written Q[B, T, K, G, H] with N = KG. And `S` without an axis is the keys of one block:
-# a block that a rank has at a hop is an array of its own, whole on that rank. Only to pass it on is it a piece of S_C.
+# L and output O. G query heads share each KV head: N = KG. `S` without an axis is the keys of the block at hand.
 
 
 # %%

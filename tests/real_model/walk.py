@@ -111,7 +111,7 @@ def served(walk: Walk, file: Path, folder: str, model, work: Path, count: int) -
     for prompt, row in zip(asked, rows, strict=True):
         ids = torch.tensor([by.encode(prompt, special=True)])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=2
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=2, pad_token_id=2
         )
         assert out[0, ids.shape[1] :].tolist() == row["ids"], prompt
     walk.done(f"served: {count} of {count} requests equal transformers'")
