@@ -57,7 +57,7 @@ NO_TORCH = {
     "show",
     "plan",
 }
-TORCH_BY_NAME = {"scaling.check.judge", "scaling.hardware.systolic", "scaling.plan.layer"}
+TORCH_BY_NAME = {"scaling.check.judge", "scaling.hardware.systolic"}
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "counted", "predict", "transformer_step")}
 OPTIONAL = {
     "matplotlib",

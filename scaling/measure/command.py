@@ -25,7 +25,7 @@ from scaling.measure import network
 from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
 from scaling.measure.layouts import as_dict as check_dict
 from scaling.measure.rates import combine_ranks, measure_rank, toml
-from scaling.plan.layer import DTYPES
+from scaling.train.settings import DTYPES
 
 
 def _check(chip: Chip, steps: Sequence[StepLayout], ranks: int, repeats: int = 7, dtype: str = "fp32") -> list[Check]:

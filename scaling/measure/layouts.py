@@ -19,12 +19,11 @@ from scaling.hardware import Chip
 from scaling.measure.rates import timed
 from scaling.mesh import Mesh
 from scaling.plan import predict as stack
-from scaling.plan.layer import DTYPES
 from scaling.plan.predict import Size
 from scaling.plan.transformer_step import predict_transformer, transformer_step
 from scaling.sizes import format_sizes
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
-from scaling.train.settings import Settings
+from scaling.train.settings import DTYPES, Settings
 
 SIZE = Size(4, 512, 512, 2048)
 MODEL = get("tiny").with_(L=4, D=256, F=1024, N=8, K=4, H=32)

@@ -23,9 +23,8 @@ from scaling.measure.lines import LINES, barrier
 from scaling.mesh import Mesh
 from scaling.models import pointwise
 from scaling.plan.counted import attention_flops
-from scaling.plan.layer import DTYPES
 from scaling.plan.transformer_step import counted_transformer, transformer_step
-from scaling.train.settings import Settings
+from scaling.train.settings import DTYPES, Settings
 
 PRODUCTS = (  # of a layer, forward and backward; the dims of a rank's shards
     ("In[B, D] * W[D, F] -> Tmp[B, F]", "BD", "DF"),

@@ -9,9 +9,9 @@ import torch
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.plan.counted import CountedStep, Prediction, count_call, price
-from scaling.plan.layer import DTYPES
 from scaling.spec import parse
 from scaling.trace import Log
+from scaling.train.settings import DTYPES
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.plan.counted import CountedStep, Prediction, count_call, measured_row, others_idle, pipelined, price
-from scaling.plan.layer import DTYPES
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.train.dry import local_shape, step_shapes
-from scaling.train.settings import Settings, optimizer_of
+from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import gradients, make_step
 
 UPDATE = 7  # passes of AdamW over params: of them, their gradients and both moments three are written
