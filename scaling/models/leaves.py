@@ -89,6 +89,23 @@ SHARED = {  # the experts that every token passes; S is their width together
 }
 
 
+def matrices_of(config: Config) -> dict:
+    """Of each leaf of a layer that is a matrix its inputs and outputs, "D -> N H", of the others and the ends ""."""
+
+    def named(leaf: Leaf) -> str:
+        if not isinstance(leaf.start, str):
+            return ""
+        dims = [part.split("_")[0].strip() for part in leaf.trained.split("[")[1].rstrip("]").split(",")]
+        outputs = [dim for dim in dims if dim not in "LE" and dim not in leaf.start]
+        return f"{' '.join(leaf.start)} -> {' '.join(outputs or ['E'])}"  # the router's outputs are the experts
+
+    def each(table: dict) -> dict:
+        return {name: each(leaf) if isinstance(leaf, dict) else named(leaf) for name, leaf in table.items()}
+
+    found = leaves_of(config)
+    return dict.fromkeys(found, "") | {"layers": each(found["layers"])}
+
+
 def leaves_of(config: Config) -> dict:
     """The tree of leaves that this model has: {"embed", "layers": {...}, "norm", "unembed"}."""
 

@@ -4,12 +4,14 @@
     state = optimizer.init(params)
     params, state = optimizer.update(grads, state, params, specs=SPECS, mesh=mesh)
 
-Elementwise, so they run on shards as they are: the specs of the state are the params' own. Equal to torch.optim's SGD
-and AdamW. Nothing is changed in place unless the caller gives its buffers away (`donate=True`).
+SGD and AdamW are elementwise, so they run on shards as they are; Muon moves what it needs. The specs of the state are
+the params' own. Equal to torch.optim's SGD, AdamW and Muon. Nothing is changed in place unless the caller gives its
+buffers away (`donate=True`).
 """
 
 from scaling.optim.clipping import chain, clip, clip_by_global_norm, global_norm, scaled_to
 from scaling.optim.loss_scale import loss_scaled
+from scaling.optim.matrices import muon
 from scaling.optim.rules import Optimizer, adamw, sgd
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "clip_by_global_norm",
     "global_norm",
     "loss_scaled",
+    "muon",
     "scaled_to",
     "sgd",
 ]

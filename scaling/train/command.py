@@ -33,6 +33,7 @@ from scaling.train.origin import begun_from, keep_origin, options_of, tokenizer_
 from scaling.train.progress import describe
 from scaling.train.settings import DTYPES, Settings
 
+OPTIMIZERS = "adamw, or muon for the layers' matrices and adamw for the rest (default adamw)"
 RATES = "how the learning rate falls after the warmup (default cosine)"
 OTHERS = {
     "tokenize": tokenize.main,
@@ -71,10 +72,11 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--dropout", type=number(0, 0.999), help="dropout rate of each block's output (default: the model's)"
     )
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"), help=OPTIMIZERS)
     parser.add_argument("--lr", type=number(0, 10), default=1e-3, help="peak learning rate (default 1e-3)")
     parser.add_argument("--warmup", type=integer(0), default=20, help="warmup steps of the learning rate (default 20)")
     parser.add_argument("--schedule", default="cosine", choices=("cosine", "wsd", "constant"), help=RATES)
-    parser.add_argument("--weight-decay", type=number(0, 10), default=0.1, help="of AdamW, on matrices (default 0.1)")
+    parser.add_argument("--weight-decay", type=number(0, 10), default=0.1, help="on matrices (default 0.1)")
     parser.add_argument(
         "--clip", type=number(1e-9), default=1.0, help="gradients are clipped to this global norm (default 1)"
     )

@@ -50,11 +50,16 @@ def count(
     """
     mesh = AbstractMesh(sizes, coord, backend)
     params, batch = step_shapes(settings, mesh)
-    state = optimizer_of(settings).init(params)
+    optimizer = optimizer_of(settings)
+    state = optimizer.init(params)
     held = tree.nbytes(params)
     with peak_memory() as memory:
         tree.map(torch.Tensor.detach, params)  # so that they count from the beginning
-        gradients(settings, mesh)(params, batch)
+        _, grads, _ = gradients(settings, mesh)(params, batch)
+        if settings.optimizer == "muon":  # whose update sends, too
+            optimizer.update(
+                grads, state, params, donate=True, specs=transformer.specs(settings.model, mesh), mesh=mesh
+            )
     log = [event for event, _, _ in memory.steps]
     return Counts(
         held, tree.nbytes(state), memory.peak - held, sum(event.wire_bytes for event in log),

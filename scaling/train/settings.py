@@ -10,6 +10,7 @@ from torch import Tensor
 
 from scaling import optim, tree
 from scaling.configs import Config
+from scaling.models.leaves import matrices_of
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -18,9 +19,9 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 class Settings:
     """What a run is made of beside its mesh. `batch`: sequences of the global batch, of `seq` tokens each. `weights`:
     a Hugging Face folder to begin with, if any. `tokenizer`: "bytes", a file or a folder, "" where none is known.
-    `data`: a path, or several by weight, "A:3,B:1". `profile`: where a profile of a few steps is written, if anywhere.
-    `chip`: of which MFU is a share. `norms`: write each leaf's gradient norm to norms.jsonl. `sample`: a prompt that
-    each evaluation goes on from. `tensorboard`: a folder for its files."""
+    `data`: a path, or several by weight, "A:3,B:1". `optimizer`: adamw or muon. `profile`: where a profile of a few
+    steps is written, if anywhere. `chip`: of which MFU is a share. `norms`: write each leaf's gradient norm to
+    norms.jsonl. `sample`: a prompt that each evaluation goes on from. `tensorboard`: a folder for its files."""
 
     model: Config
     data: str
@@ -29,6 +30,7 @@ class Settings:
     seq: int = 256
     steps: int = 200
     microbatches: int = 1
+    optimizer: str = "adamw"
     lr: float = 1e-3
     warmup: int = 20
     schedule: str = "cosine"
@@ -71,10 +73,13 @@ def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
 
 
 def optimizer_of(settings: Settings) -> optim.Optimizer:
-    """AdamW, float32 masters for params of 16 bits, loss scaling for float16, no weight decay on norms, biases and
-    embeddings."""
-    options: dict[str, Any] = {"betas": (0.9, 0.95), "master": settings.dtype in ("bf16", "fp16"), "mask": decayed}
-    rule = optim.adamw(rate(settings), weight_decay=settings.weight_decay, **options)
+    """AdamW, or Muon for the layers' matrices with AdamW for the rest, at one learning rate; float32 masters for params
+    of 16 bits, loss scaling for float16, no weight decay on norms, biases and embeddings."""
+    options: dict[str, Any] = {"weight_decay": settings.weight_decay, "master": settings.dtype in ("bf16", "fp16")}
+    rule = optim.adamw(rate(settings), (0.9, 0.95), mask=decayed, **options)
+    if settings.optimizer == "muon":
+        matrices = matrices_of(settings.model)
+        rule = optim.muon(rate(settings), matrices, scale="match_rms_adamw", rest=rule, **options)
     return optim.loss_scaled(rule) if settings.dtype == "fp16" else rule
 
 

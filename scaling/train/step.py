@@ -37,9 +37,10 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer) -> Callable:
     without a scale, with one that is 1 already, or if the loss itself is not finite.
     """
     f, types = gradients(settings, mesh), transformer.specs(settings.model, mesh)
+    moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # what is not elementwise
 
     def step(params, state, batch, donate: bool = False):
-        number, scale, options = int(state["step"]) + 1, float(state.get("scale", 1.0)), {}
+        number, scale, options = int(state["step"]) + 1, float(state.get("scale", 1.0)), dict(moved)
         loss, grads, norm = f(params, batch, number, scale)
         metrics = {"loss": loss, "grad_norm": norm}
         if "scale" in state:

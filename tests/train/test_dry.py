@@ -28,6 +28,7 @@ CASES = [
     (TINY.with_(E=4, k=2, F=64), {"X": 2, "E": 2}, {}),
     (TINY, {"Z": 2, "X": 2}, {"microbatches": 2}),
     (TINY.with_(K=1), {"X": 2, "Y": 2}, {"keep_weights": True}),
+    (TINY.with_(L=3), {"X": 2, "Y": 2}, {"optimizer": "muon"}),
 ]
 CASES += [  # of the same kinds as those above
     pytest.param(*case, marks=pytest.mark.sweep)
@@ -52,7 +53,9 @@ def step_of(mesh, settings):
     state, step = optimizer.init(params), make_step(settings, mesh, optimizer)
     held = tree.nbytes(params), tree.nbytes(state)
     with trace() as log:
-        gradients(settings, mesh)(params, batch)
+        _, grads, _ = gradients(settings, mesh)(params, batch)
+        if settings.optimizer == "muon":
+            optimizer.update(grads, state, params, specs=types, mesh=mesh)
     peaks = []
     for _ in range(2):  # a message's buffer may live a little longer while the machine is busy
         with peak_memory() as memory:

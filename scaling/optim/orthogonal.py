@@ -1,0 +1,172 @@
+"""Orthogonal matrices for Muon by Newton-Schulz: of whole matrices, and in three ways of matrices that lie in shards.
+
+    M[S_Z, O_Y, I_X]    this rank's shards of S matrices, from I inputs to O outputs
+
+`by_gathering`: each rank gathers every matrix and computes all of them. `by_owners`: each matrix goes whole to one
+rank, which computes it and sends it back. `on_shards`: the iteration itself on shards, whose Gram matrices are partial
+sums.
+
+                FLOPs of a matrix, n x m, n <= m        bytes over the R ranks that have shards of it, AllGather's V
+    gathered    5 (4 n^2 m + 2 n^3)                     AllGather of nm
+    owned       a share 1/R of these                    two AllToAlls of nm
+    on_shards   5 (4 n^2 m / R + 2 n^3)                 two AllToAlls of nm, five AllReduces of n^2, in float32
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaling.collectives import all_reduce, reshard
+from scaling.spec import Spec, block_index, dtype_bytes, format_axes
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that is steep at 0 (Jordan 2024, kellerjordan.github.io)
+STEPS, EPS = 5, 1e-7
+FORMS = ("gathered", "owned", "on_shards")
+
+
+def newton_schulz(M: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """M[O, I] -> O[O, I] in `dtype`, near U V^T for M = U S V^T: the singular values come to lie around 1.
+
+    Each step is X <- a X + b (X X^T) X + c (X X^T)^2 X, on the shorter side.
+    """
+    a, b, c = COEFFICIENTS
+    tall = M.shape[0] > M.shape[1]
+    X = M.to(dtype).mT if tall else M.to(dtype)
+    X = X / X.norm().clamp(min=EPS)
+    for _ in range(STEPS):
+        A = X @ X.mT
+        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.mT if tall else X
+
+
+@dataclass(frozen=True)
+class MatrixStack:
+    """Matrices of one shape and type, M[S, O, I]: `here` their type, `mesh` where they lie (None: whole on one device).
+
+    `others`: the axes of the mesh that split no matrix from another, over which ranks can share the work.
+    """
+
+    here: Spec
+    mesh: Any
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return () if self.mesh is None else tuple(a for a in self.mesh.sizes if a not in self.here.axes_of("S"))
+
+    def typed(self, S: Sequence[str] = (), O: Sequence[str] = (), I: Sequence[str] = ()) -> Spec:
+        """The type with these axes; those that split the stack stay."""
+        stack = (*self.here.axes_of("S"), *S)
+        return Spec("M", (("S", stack), ("O", tuple(O)), ("I", tuple(I))))
+
+
+def newton_schulz_each(M: Tensor, dtype: torch.dtype) -> Tensor:
+    """Newton-Schulz of every matrix of a stack M[S, O, I]."""
+    return torch.stack([newton_schulz(m, dtype) for m in M]) if len(M) else M.to(dtype)
+
+
+def by_gathering(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
+    """M[S, O_Y, I_X] -> M[S, O, I], orthogonal -> M[S, O_Y, I_X]."""
+    whole = stack.typed()
+    X = reshard(f"{stack.here} -> {whole}", M.to(dtype), stack.mesh)
+    return reshard(f"{whole} -> {stack.here}", newton_schulz_each(X, dtype), stack.mesh)
+
+
+def by_owners(M: Tensor, stack: MatrixStack, dtype: torch.dtype, loads: list[float]) -> Tensor:
+    """M[S, O_Y, I_X] -> M[S_XY, O, I], orthogonal -> M[S, O_Y, I_X]. `loads`: FLOPs of each rank so far, added to.
+
+    Where the ranks do not divide S, each gets as many places as the fullest, and the least loaded of them fill theirs.
+    """
+    mesh, R = stack.mesh, len(loads)
+    places, mine = assigned(len(M), loads, _flops(M.shape, stack))
+    padded = M.new_zeros((-(-len(M) // R) * R, *M.shape[1:]), dtype=dtype)
+    padded[places] = M.to(dtype)
+    own = stack.typed(S=stack.others)
+    X = reshard(f"{stack.here} -> {own}", padded, mesh)
+    count = mine[block_index(stack.others, mesh.coord, mesh)]
+    X = torch.cat([newton_schulz_each(X[:count], dtype), X[count:]])
+    return reshard(f"{own} -> {stack.here}", X, mesh)[places]
+
+
+def assigned(S: int, loads: list[float], flops: float) -> tuple[list[int], list[int]]:
+    """(the places of S matrices in equal shares of the ranks, how many each rank has): the least loaded have most."""
+    R = len(loads)
+    share = -(-S // R)
+    full = S - R * (share - 1)  # ranks that have a whole share
+    order = sorted(range(R), key=lambda rank: (loads[rank], rank))
+    counts = [share - 1] * R
+    for rank in order[:full]:
+        counts[rank] = share
+    for rank in range(R):
+        loads[rank] += counts[rank] * flops
+    return [rank * share + i for rank in range(R) for i in range(counts[rank])], counts
+
+
+def on_shards(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
+    """The longer side is split over all ranks, M[S, O, I_XY], and A[S, O, P] {U_XY} = M M^T is reduced in each step.
+
+    In float32 at least: partial sums rounded to bfloat16 would show the mesh.
+    """
+    (a, b, c), mesh = COEFFICIENTS, stack.mesh
+    shape, axes = _whole(M.shape, stack), (*stack.here.axes_of("O"), *stack.here.axes_of("I"))
+    tall = shape[1] > shape[2]
+    split = stack.typed(O=axes) if tall else stack.typed(I=axes)
+    X = reshard(f"{stack.here} -> {split}", M.to(torch.promote_types(dtype, torch.float32)), mesh)
+    X = X.mT if tall else X
+    over, some = format_axes(axes), format_axes(stack.here.axes_of("S"))
+    some = f"S_{some}" if some else "S"
+    squares = all_reduce(f"n[{some}] {{U_{over}}} -> n[{some}]", X.square().sum((1, 2)), mesh)
+    X = X / squares.sqrt().clamp(min=EPS)[:, None, None]
+    for _ in range(STEPS):
+        A = all_reduce(f"A[{some}, O, P] {{U_{over}}} -> A[{some}, O, P]", X @ X.mT, mesh)
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    X = X.mT.contiguous() if tall else X
+    return reshard(f"{split} -> {stack.here}", X, mesh)
+
+
+def form_costs(
+    shape: Sequence[int], stack: MatrixStack, intensity: float, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, float]:
+    """What each form takes of a rank for a stack of this local shape [S, O, I]: its FLOPs, and the bytes that it moves
+    as FLOPs of the same time, `intensity` of them each (Part 3: an AllReduce takes two AllGathers, an AllToAll a
+    quarter). A form that cannot be had, because the longer side does not divide, is left out."""
+    mesh, (S, O, I) = stack.mesh, _whole(shape, stack)
+    n, m, size = min(O, I), max(O, I), dtype_bytes(dtype)
+    shards, ranks = mesh.size((*stack.here.axes_of("O"), *stack.here.axes_of("I"))), mesh.size(stack.others)
+    one, moved, share = n * m * size, shards > 1, -(-S // ranks)  # bytes of a matrix; matrices of the fullest rank
+    found = {"gathered": S * matrix_flops(n, m) + intensity * S * one * moved}
+    places = share * ranks * one  # AllToAll there and back; AllGather to the ranks that hold the same shards
+    found["owned"] = share * matrix_flops(n, m) + intensity * places * (2 * moved / 4 + (ranks > shards))
+    if moved and m % shards == 0:
+        sent = 2 * S * n * m * 4 / 4 + 2 * STEPS * S * n * n * 4
+        found["on_shards"] = S * STEPS * (4 * n * n * m / shards + 2 * n**3) + intensity * sent
+    return found
+
+
+def orthogonal(M: Tensor, stack: MatrixStack, dtype: torch.dtype, form: str, loads: dict[tuple, list[float]]) -> Tensor:
+    """This rank's shards of the orthogonal matrices of M[S, O, I], by a form; `loads` of the ranks by axes."""
+    if stack.mesh is None or stack.mesh.size(stack.others) == 1:
+        return newton_schulz_each(M, dtype)
+    if form == "owned":
+        return by_owners(M, stack, dtype, loads.setdefault(stack.others, [0.0] * stack.mesh.size(stack.others)))
+    split = any(stack.here.axes_of(dim) for dim in "OI")
+    run: Callable[..., Tensor] = on_shards if form == "on_shards" and split else by_gathering
+    return run(M, stack, dtype)
+
+
+def _whole(shape: Sequence[int], stack: MatrixStack) -> tuple[int, int, int]:
+    """(S, O, I): of this rank's stack, the matrices whole."""
+    size = [1 if stack.mesh is None else stack.mesh.size(stack.here.axes_of(dim)) for dim in "OI"]
+    return shape[0], shape[1] * size[0], shape[2] * size[1]
+
+
+def matrix_flops(n: int, m: int) -> float:
+    """FLOPs of Newton-Schulz of one matrix whose shorter side is n."""
+    return STEPS * (4 * n * n * m + 2 * n**3)
+
+
+def _flops(shape: Sequence[int], stack: MatrixStack) -> float:
+    _, O, I = _whole(shape, stack)
+    return matrix_flops(min(O, I), max(O, I))

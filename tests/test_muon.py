@@ -1,0 +1,230 @@
+"""Muon beside torch.optim.Muon on one device; on meshes each form beside one device, with its bytes."""
+
+import pytest
+import torch
+
+from scaling import optim, tree
+from scaling.configs import get
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import transformer as model
+from scaling.optim import orthogonal
+from scaling.optim.matrices import cheapest_form
+from scaling.optim.orthogonal import MatrixStack, assigned
+from scaling.spec import ShardingError, parse
+from scaling.strategies import transformer
+from scaling.trace import trace
+from scaling.train.evaluate import local
+from scaling.train.settings import Settings, optimizer_of
+from scaling.train.step import make_step
+
+MATRICES = {
+    "W_in": "D -> F",
+    "W_gate": "D -> F",
+    "W_out": "F -> D",
+    "W_Q": "D -> N H",
+    "E": {"W_in": "D -> F"},
+    "g": "",
+}
+SPECS = {"W_in": "W[L_Z, D_X, F_Y]", "W_gate": "W[L_Z, D_X, F_Y]", "W_out": "W[L_Z, F_Y, D_X]",
+         "W_Q": "W[L_Z, D_X, N_Y, H]", "E": {"W_in": "W[L_Z, E_E, D_X, F_Y]"}, "g": "g[L_Z, D]"}  # fmt: skip
+SIZES = {"L": 6, "E": 4, "D": 16, "F": 24, "N": 4, "H": 3}
+ONE = Mesh({"X": 1})
+
+
+def types(mesh):
+    """SPECS without the axes that the mesh lacks."""
+
+    def here(text):
+        spec = parse(text)
+        for dim in spec.dim_names:
+            spec = spec.with_axes(dim, [axis for axis in spec.axes_of(dim) if axis in mesh.sizes])
+        return spec
+
+    return tree.map(here, SPECS)
+
+
+def arrays(seed, dtype):
+    inits = tree.map(lambda _: tree.Normal(1.0), SPECS)
+    return tree.init(inits, types(ONE), SIZES, ONE, seed=seed, dtype=dtype, device="cpu")
+
+
+def steps(mesh, options, dtype, donate):
+    """Params after three steps, whole."""
+    specs = types(mesh)
+    optimizer = optim.muon(0.02, MATRICES, **options)
+    params = tree.shard(arrays(0, dtype), specs, mesh)
+    state = optimizer.init(params)
+    for step in range(3):
+        grads = tree.shard(arrays(step + 1, dtype), specs, mesh)
+        params, state = optimizer.update(grads, state, params, specs=specs, mesh=mesh, donate=donate)
+    assert tree.structure(state) == tree.structure(optimizer.state_specs(specs))
+    return tree.unshard(params, specs, mesh)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"weight_decay": 0.0}, {"scale": "match_rms_adamw"}])
+def test_equal_to_torch(options, dtype):
+    """torch has W[out, in], one matrix a parameter; its Newton-Schulz is in bfloat16, as ours by default."""
+    rng = torch.Generator().manual_seed(0)
+    shapes = {"tall": (24, 16), "wide": (16, 24), "square": (16, 16), "g": (5,)}
+    params = {name: torch.randn(shape, generator=rng, dtype=dtype) for name, shape in shapes.items()}
+    specs = {name: "W[D, F]" if len(shape) == 2 else "g[D]" for name, shape in shapes.items()}
+    theirs = {name: torch.nn.Parameter(x.t().contiguous().clone()) for name, x in params.items()}
+    given = {name: value for name, value in options.items() if name != "scale"}
+    given |= {"lr": 0.02, "adjust_lr_fn": options.get("scale")}
+    reference = [
+        torch.optim.Muon([theirs[name] for name in shapes if name != "g"], **given),
+        torch.optim.AdamW([theirs["g"]], lr=0.02, weight_decay=options.get("weight_decay", 0.1)),
+    ]
+    optimizer = optim.muon(0.02, {name: "D -> F" if name != "g" else "" for name in shapes}, **options)
+    state = optimizer.init(params)
+    for _ in range(4):
+        grads = {name: torch.randn(shape, generator=rng, dtype=dtype) for name, shape in shapes.items()}
+        params, state = optimizer.update(grads, state, params, specs=specs)
+        for name, p in theirs.items():
+            p.grad = grads[name].t().contiguous().clone()
+        for one in reference:
+            one.step()
+    limit = 1e-12 if dtype == torch.float64 else 2e-7
+    for name, p in theirs.items():
+        torch.testing.assert_close(params[name], p.detach().t(), rtol=0, atol=limit)
+
+
+def on_rank(mesh, cases, donate):
+    return [steps(mesh, options, dtype, donate) for options, dtype in cases]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [{"X": 2}, {"Y": 2}, {"Z": 2}, {"E": 2}, {"P": 2, "X": 2}, {"X": 2, "Y": 2}, {"Z": 2, "Y": 2}, {"E": 2, "X": 2}],
+    ids=str,
+)
+def test_every_form_on_a_mesh_equals_one_device(ranks, sizes):
+    """Of six layers on four ranks `owned` leaves two without a matrix of some leaves."""
+    cases = [({"form": form, "dtype": torch.float64}, torch.float64) for form in orthogonal.FORMS]
+    cases += [({"form": form, "dtype": torch.float32}, torch.float32) for form in orthogonal.FORMS]
+    cases += [({}, torch.float32), ({"dtype": torch.float32}, torch.float32), ({"master": True}, torch.bfloat16)]
+    wanted = on_rank(ONE, cases, False)
+    for found in ranks(on_rank, sizes, cases, True):
+        for (options, dtype), ours, one in zip(cases, found, wanted, strict=True):
+            limit = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0}[dtype]
+            for (where, a), b in zip(tree.named_leaves(ours).items(), tree.leaves(one), strict=True):
+                assert (a - b).abs().max() <= limit, (where, options)
+
+
+@pytest.mark.parametrize("form", orthogonal.FORMS)
+def test_bytes_are_those_of_the_closed_form(form):
+    """M[6, 24, 16] in bfloat16 over X=2,Y=2; on_shards in float32, whose Gram matrices are 16 x 16."""
+    mesh = AbstractMesh({"X": 2, "Y": 2})
+    specs = {"W_in": "W[L, D_X, F_Y]"}
+    optimizer = optim.muon(0.02, {"W_in": "D -> F"}, form=form)
+    params = {"W_in": torch.empty(6, 8, 12, device="meta")}
+    with trace() as log:
+        optimizer.update(params, optimizer.init(params), params, specs=specs, mesh=mesh)
+    V, gram = 6 * 24 * 16, 6 * 16 * 16
+    sent = {op: sum(e.nbytes for e in log.collectives() if e.op == op) for op in ("AllGather", "AllToAll", "AllReduce")}
+    padded = V * 8 // 6  # six matrices in the places of eight; over one axis, half of them is sent
+    wanted = {
+        "gathered": {"AllGather": 2 * (V // 2 + V), "AllToAll": 0, "AllReduce": 0},
+        "owned": {"AllGather": 0, "AllToAll": 2 * 2 * 2 * padded // 2, "AllReduce": 0},
+        "on_shards": {"AllGather": 0, "AllToAll": 2 * 4 * V // 2, "AllReduce": 5 * 4 * gram + 4 * 6},
+    }[form]
+    assert sent == wanted, sent
+
+
+@pytest.mark.parametrize(("S", "R"), [(S, R) for S in (1, 3, 4, 6, 9) for R in (2, 3, 4)])
+def test_each_matrix_has_one_owner_and_the_least_loaded_have_most(S, R):
+    loads = [float(r) for r in range(R)]
+    before = list(loads)
+    places, counts = assigned(S, loads, 10.0)
+    share = -(-S // R)
+    assert len(set(places)) == S == sum(counts)
+    assert max(places) < share * R
+    assert [sum(place // share == rank for place in places) for rank in range(R)] == counts == sorted(counts)[::-1]
+    assert loads == [b + 10 * c for b, c in zip(before, counts, strict=True)]
+    assigned(1, loads, 1000.0)
+    assert max(loads) - 1000 == min(b + 10 * c for b, c in zip(before, counts, strict=True))
+
+
+def test_cheapest_by_bytes_and_flops():
+    """Few large matrices over many ranks: each rank cannot own one, and their Gram matrices are small beside them."""
+    stack = MatrixStack(parse("M[S, O_Y, I_X]"), AbstractMesh({"X": 8, "Y": 8}))
+    for shape, dtype, wanted in [
+        ((64, 512, 512), torch.bfloat16, "owned"),
+        ((1, 2048, 128), torch.float32, "on_shards"),
+        ((1, 2048, 128), torch.bfloat16, "gathered"),
+    ]:
+        assert cheapest_form(shape, stack, 2550.0, dtype) == wanted
+
+
+TINY = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
+
+
+def trained(mesh, config):
+    """(the losses of three steps, the params then, whole)."""
+    settings = Settings(config, "", "", 8, 32, optimizer="muon", lr=0.01, warmup=0, dtype="fp64")
+    specs, optimizer = transformer.specs(config, mesh), optimizer_of(settings)
+    params, step, losses = (
+        model.init(config, 0, torch.float64, mesh=mesh, specs=specs),
+        make_step(settings, mesh, optimizer),
+        [],
+    )
+    state = optimizer.init(params)
+    for seed in range(3):
+        rows = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(seed))
+        batch = [local(x, mesh) for x in (rows[:, :-1], rows[:, 1:], torch.zeros_like(rows[:, 1:]))]
+        params, state, metrics = step(params, state, batch, donate=True)
+        losses.append(metrics["loss"].item())
+    return losses, tree.unshard(params, specs, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"C": 2}, {"E": 2}], ids=str)
+def test_a_transformer_trains_alike_on_any_mesh(ranks, sizes):
+    config = TINY.with_(E=4, k=2) if "E" in sizes else TINY
+    losses, wanted = trained(ONE, config)
+    assert losses[-1] < losses[0]
+    for theirs, params in ranks(trained, sizes, config):
+        assert theirs == pytest.approx(losses, rel=1e-12)
+        for (where, a), b in zip(tree.named_leaves(params).items(), tree.leaves(wanted), strict=True):
+            assert (a - b).abs().max() < 1e-10, where
+
+
+W, G = {"W": torch.ones(4, 4)}, {"g": torch.ones(4)}
+REFUSED = {
+    "no types": (lambda: updated(W, {"W": "D -> F"}, None), "muon needs the types"),
+    "no matrix": (lambda: optim.muon(0.1, {"g": "D -> F"}).init(G), r'params\["g"\]: Muon updates matrices'),
+    "another tree": (lambda: optim.muon(0.1, {"V": "D -> F"}).init(W), "matrices is not a tree like params"),
+    "one side": (lambda: optim.muon(0.1, {"W": "D"}).init(W), "names no matrix"),
+    "another dim": (lambda: updated(W, {"W": "D -> N"}, {"W": "W[D, F]"}), "has no dim N"),
+    "partial": (lambda: updated(W, {"W": "D -> F"}, {"W": "W[D, F] {U_X}"}), "is unreduced"),
+    "form": (lambda: optim.muon(0.1, {"W": "D -> F"}, form="all"), "form"),
+    "scale": (lambda: optim.muon(0.1, {"W": "D -> F"}, scale="rms"), "scale"),
+    "decay": (lambda: optim.muon(0.1, {"W": "D -> F"}, weight_decay=-1), "weight_decay"),
+}
+
+
+def updated(params, matrices, specs):
+    optimizer = optim.muon(0.1, matrices)
+    return optimizer.update(params, optimizer.init(params), params, specs=specs)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    call, words = REFUSED[case]
+    with pytest.raises((ValueError, ShardingError), match=words) as refused:
+        call()
+    assert "fix:" in str(refused.value)
+
+
+def test_nothing_is_changed_unless_donated():
+    params, grads = arrays(0, torch.float32), arrays(1, torch.float32)
+    optimizer = optim.muon(0.02, MATRICES)
+    state = optimizer.init(params)
+    kept = tree.map(torch.clone, (params, grads, state))
+    new, _ = optimizer.update(grads, state, params, specs=types(ONE))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves((params, grads, state)), tree.leaves(kept), strict=True))
+    donated, _ = optimizer.update(grads, state, params, specs=types(ONE), donate=True)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(new), tree.leaves(donated), strict=True))
+    assert all(a is b for a, b in zip(tree.leaves(donated), tree.leaves(params), strict=True))
