@@ -76,7 +76,12 @@ PRIMITIVES = {  # name: (type, what it does, the same on the stack)
 }  # fmt: skip
 NAMED = {"broadcast": "reduce", "reduce": "broadcast", "scatter": "gather", "gather": "scatter", "ppermute": "inverse"}
 
+# %% [markdown]
+# On ranks each of them is one call. Results and cotangents are compared with one device's, in float64; only
+# rounding may differ.
 
+
+# %%
 def call(name: str, x: torch.Tensor, mesh) -> torch.Tensor:
     line = PRIMITIVES[name][0]
     return c.ppermute(line, x, mesh, "X", RING) if name == "ppermute" else getattr(c, name)(line, x, mesh)

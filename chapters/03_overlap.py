@@ -142,6 +142,10 @@ def drawn(run: Stream, seconds: float) -> str:
     return "\n".join(lines)
 
 
+# %% [markdown]
+# Two widths as time lines, then both algorithms by width: from F = Y C/W on, sending costs nothing.
+
+# %%
 rows = []
 for F in (8192, 32768):
     page.title(f"bf16 A[{TOKENS}, {WIDTH}_Y] W[{WIDTH}, {F}_Y] on a ring of {N} v5p, one way")

@@ -70,6 +70,10 @@ def spread_pays_from() -> int:
     return 64 * high
 
 
+# %% [markdown]
+# The curves by n, all five options for small and for large matrices, and the book's answers.
+
+# %%
 least = spread_pays_from()
 ns = sorted({least, 896, 960, *(64 * 2**i for i in range(9))})
 by_n = {n: question_5(n) for n in ns}

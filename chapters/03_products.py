@@ -86,6 +86,10 @@ def said(plan) -> str:
     return ", then ".join(sent) or "nothing"
 
 
+# %% [markdown]
+# Each row is planned, run on ranks and compared with one device. The bytes are what the plan sends.
+
+# %%
 differences = page.on_ranks(products)
 page.title("The four cases on float64 A[8, 16], B[16, 32]: bytes that each device sends")
 rows = []
@@ -188,6 +192,11 @@ page.chart(
     "batch in tokens", "seconds", "Question 4: X[B, 8192] Y[8192_X, 32768] on four v5p",
     marks=[("x", turn, f"strategy 1 is compute-bound from B = {turn}")], height=14,
 )  # fmt: skip
+
+# %% [markdown]
+# Both strategies by the book's formulas at B = 128, and the sizes at which they change places.
+
+# %%
 one, two = strategies(128)
 page.say()
 page.same([

@@ -187,6 +187,10 @@ def as_much(which: int) -> int:
     return high
 
 
+# %% [markdown]
+# Both ratios by context, the two intensities by formula, and the answers.
+
+# %%
 contexts = [2**i for i in range(8, 20)]
 page.chart(
     "question-4", {name: [(T, relative_cost(T)[i]) for T in contexts] for i, name in

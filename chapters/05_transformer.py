@@ -94,6 +94,12 @@ def layer(W, x, mesh):
     return x + mlp(W, x, mesh)
 
 
+# %% [markdown]
+# It must equal the library's own layer on one device: the result, dx and every leaf's gradient. `trace` keeps what
+# was sent and computed, forward and backward.
+
+
+# %%
 def problem():
     """One layer's weights, x and dx, whole, in float64."""
     rng = torch.Generator().manual_seed(page.args.seed)

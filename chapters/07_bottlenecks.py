@@ -169,6 +169,10 @@ def column(load: serving.Load, batch: int) -> list[float]:
     return [cached / 1e9, (cached + load.weights) / 1e9, 1e3 * seconds, batch / seconds]
 
 
+# %% [markdown]
+# Each number of both tables, and tokens a second against the time of a step.
+
+# %%
 for name, rows in book.items():
     page.answers([
         Answer(f"{name}{what}, batch {batch}", row[i], column(loads[name], batch)[j])

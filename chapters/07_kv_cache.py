@@ -74,7 +74,11 @@ page.title(f"{n} tokens, one after the other")
 page.check("the same tokens", slow == fast)
 page.say(f"the same tokens: {'yes' if slow == fast else 'NO'} ({slow[:12]} ...)")
 
+# %% [markdown]
+# The FLOPs of all tokens so far, as counted and by Part 4's formulas: a cache takes one power of n away.
 
+
+# %%
 def total(way: str, which: int, tokens: int) -> int:
     """FLOPs of the first tokens: which = 0, with weights; 1, of attention."""
     return sum(flops[which] for flops in each[way][:tokens])
@@ -176,6 +180,10 @@ def anywhere():
     return cache | {"pages": order[cache["pages"]]}
 
 
+# %% [markdown]
+# Each way beside each prompt alone, through the model without a cache.
+
+# %%
 alone = torch.stack([
     transformer.forward(params, tokens[b : b + 1, : int(length) + more], config=config)[0, int(length) - 1 :]
     for b, length in enumerate(lengths)

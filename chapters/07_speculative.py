@@ -186,7 +186,11 @@ page.chart(
     "proposals k", "tokens/s over those without", "70B with 8B as its draft, batch 1", height=12, log=False,
 )  # fmt: skip
 
+# %% [markdown]
+# The book's example, a model of 70B with a draft of 4B, both bound by reading their weights.
 
+
+# %%
 def chinchilla(a: float) -> int:
     """Best k of a 70B model with a 4B draft, both bound by reading their weights."""
     return max(range(30), key=lambda k: expected_tokens(a, k) / (1 + k * 4 / 70))

@@ -95,14 +95,18 @@ page.table(
     ["dtype", "params,\nGB", "KV a token,\nkB", "chips,\nat least", "slice,\nchips", "left,\nGB", "caches",
      "QPS\na chip", "on twice\nthe chips"],
 )  # fmt: skip
+
+# %% [markdown]
+# The book's table of the same, with the terms that it has rounded; then the numbers of its text.
+
+# %%
 tables = []
 for name, params, kv, chips, actual, left, count, rate, more in (
     ("bf16", "140", "324", "8.75", "16", "116", "43", "0.27", "0.44"),
     ("int8", "70", "162", "4.38", "8", "58", "43", "0.55", "0.90"),
     ("int4", "35", "81", "2.81", "4", "29", "43", "1.11", "1.80"),
 ):
-    load, size, slice_ = loads[name], BYTES[name], SLICES[name]
-    exact = load.weights / HBM
+    load, size, slice_, exact = loads[name], BYTES[name], SLICES[name], loads[name].weights / HBM
     few = {"erratum": "35e9 / 16e9 = 2.19"} if name == "int4" else {"rounded": (70e9 * size / HBM, "70e9 params")}
     tables += [
         Answer(f"{name}: params", params, load.weights / 1e9, "GB"),
@@ -119,11 +123,8 @@ for name, params, kv, chips, actual, left, count, rate, more in (
                rounded=(140 / (0.019 * 512 * 2 * slice_), "140 caches, 19 ms")),
     ]  # fmt: skip
 page.answers(tables)
-critical = {
-    (w, c): cost.critical_batch(V5E.flops(c), W, dtypes=(c, w, c))
-    for w, c in (("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"))
-}
-doubled = 32 * HBM - loads["bf16"].weights
+kinds = (("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"))  # of weights, of FLOPs
+critical = {(w, c): cost.critical_batch(V5E.flops(c), W, dtypes=(c, w, c)) for w, c in kinds}
 page.answers([
     Answer("bf16 weights, bf16 FLOPs: compute-bound from B =", "240", critical["bf16", "bf16"], "tokens"),
     Answer("int8 weights, bf16 FLOPs", "120", critical["int8", "bf16"], "tokens"),
@@ -133,7 +134,7 @@ page.answers([
     Answer("int4, reading params alone", "10", 1e3 * loads["int4"].read(1) / (4 * W), "ms"),
     Answer("Queries/s of the slice: 4.42", "4.42", qps(fits["bf16"], 1), "/s",
            rounded=(43 / (0.019 * 512), "43 caches, 19 ms")),
-    Answer("bf16 on 4x8: HBM left for caches", "372", doubled / 1e9, "GB",
+    Answer("bf16 on 4x8: HBM left for caches", "372", (32 * HBM - loads["bf16"].weights) / 1e9, "GB",
            rounded=((32 * HBM - 140e9) / 1e9, "70e9 params")),
     Answer("bf16 on 4x8: caches", "140", twice["bf16"], "", "whole ones"),
     Answer("bf16 on 4x8: queries/s of the slice", "14.39", qps(twice["bf16"], 1), "/s",
@@ -217,10 +218,8 @@ breakdown = []
 for context in (2048, 8192):
     for batch in [*(b for b in shown if b < len(points(context))), len(points(context))]:
         s = serving.step(INT8, batch, context, V5E, 16)
-        rate = batch / (16e3 * s.seconds)
-        breakdown.append(
-            (f"{context:,}", batch, *(1e3 * t for t in (s.weights, s.kv, s.math, s.seconds)), rate, s.bound)
-        )
+        times = [1e3 * t for t in (s.weights, s.kv, s.math, s.seconds)]
+        breakdown.append((f"{context:,}", batch, *times, batch / (16e3 * s.seconds), s.bound))
 page.table(breakdown, ["context", "batch", "weights,\nms", "KV,\nms", "FLOPs,\nms", "step,\nms", "tokens/ms\na chip",
                        "binds"])  # fmt: skip
 short = fronts[2048]

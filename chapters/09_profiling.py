@@ -164,6 +164,11 @@ def arrays(mesh):
     return made.pop("x"), made
 
 
+# %% [markdown]
+# What this machine does, measured on the same ranks: products, what lies between them, collectives at three sizes.
+
+
+# %%
 def calibrated(mesh) -> Chip:
     """A chip of what this machine does: all ranks at once, the collectives over Y at two sizes."""
     repeats, Y, measured = (3 if page.small else 15), mesh.sizes["Y"], []
@@ -183,6 +188,11 @@ def calibrated(mesh) -> Chip:
     return Chip("here", "cpu", peaks=(("fp32", rate),), hbm_bw=memory, measured=tuple(measured))
 
 
+# %% [markdown]
+# The steps are profiled; then five more, in which the last rank comes 30 ms late, and the profile has to name it.
+
+
+# %%
 def run(mesh):
     """(the table, the parts of the steps, their seconds by a clock outside, FLOPs by line, the slow ranks found)."""
     x, W = arrays(mesh)

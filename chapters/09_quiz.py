@@ -75,6 +75,11 @@ def groups(mesh: AbstractMesh, axes) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(members) for members in found.values())
 
 
+# %% [markdown]
+# An operation is shown as a profile has it: local shapes, the ranks of a group, microseconds.
+
+
+# %%
 def trace_of(quiz: Quiz) -> list[Seen]:
     mesh, dims = AbstractMesh(quiz.mesh), {"B": quiz.size.B, "D": quiz.size.D, "F": quiz.size.F}
     seen = []

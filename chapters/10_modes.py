@@ -232,6 +232,11 @@ def sum_of_all(*shards):
     return psum(sum(x.sum() for x in shards), ("X", "Y"))
 
 
+# %% [markdown]
+# Each block in all three modes, from the same arrays.
+
+
+# %%
 def three_modes(mesh, seed):
     """{block: rows of (mode, how far values and gradients are off, what this rank sent)}."""
     found = {}

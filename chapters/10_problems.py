@@ -224,7 +224,11 @@ page.equal([(name, off, EXACT) for name, off in differences.items()])
 page.say("\nthe block here, ms: " + ", ".join(f"{name} {t:.2f}" for name, t in took.items())
          + "\n(a tiny one, on ranks that share cores: hops are all latency, and the simple way wins)")  # fmt: skip
 
+# %% [markdown]
+# The same block by the cost model, on a ring of v5e: one after the other, one way, both ways.
 
+
+# %%
 def block_on(name: str, B: int, D: int, F: int, n: int, ways: int) -> tuple[float, float]:
     """Seconds of the block in bf16 on a ring of n chips: (one after the other, both collectives hidden)."""
     c = chip(name)

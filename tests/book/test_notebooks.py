@@ -15,6 +15,7 @@ import running
 from scaling.book import notebook
 
 ROOT = running.CHAPTERS.parent
+TO_BE_SPLIT = {"05_context", "05_moe", "05_pp"}  # a cell of theirs shows more than one thing
 KERNEL = all(importlib.util.find_spec(name) for name in ("jupytext", "nbclient", "ipykernel"))
 
 
@@ -47,7 +48,8 @@ def test_cells(name):
     assert "https://jax-ml.github.io/scaling-book/" in cells[0][1]
     assert cells[-1][0] == "markdown"
     assert sum(kind == "markdown" for kind, _ in cells) >= 4
-    assert max(len(text.splitlines()) for kind, text in cells if kind == "code") <= 90
+    lines = [sum(bool(line.strip()) for line in text.splitlines()) for kind, text in cells if kind == "code"]
+    assert max(lines) <= 40 or name in TO_BE_SPLIT
     assert 80 <= len(running.source(name).splitlines()) <= 300
 
 
