@@ -7,10 +7,9 @@
 Plans and programs are data: print them, count their bytes and FLOPs, or run them on a mesh.
 """
 
-from scaling.algebra.products import cases, matmul, matmul_via
+from scaling.algebra.products import Product, cases, matmul, matmul_via
 from scaling.algebra.programs import Program, derive
 from scaling.algebra.resharding import reshard
-from scaling.algebra.search import Product
 from scaling.algebra.steps import COLLECTIVES, Plan, Step, permutation, total
 
 __all__ = ["COLLECTIVES", "Plan", "Product", "Program", "Step", "cases", "derive", "matmul", "matmul_via"]

@@ -15,6 +15,7 @@ from scaling.algebra.steps import Step, moved, sent_share, splitting
 from scaling.spec import Spec, mesh_sizes
 
 NOMINAL = 4  # devices along an axis whose size is not given
+FEW = 3  # axes: what is found between so few is kept from plan to plan
 
 Axes = tuple[str, ...]
 
@@ -52,12 +53,14 @@ class Setting:
 
     `axes`: those in play, with their sizes, and whether these are `known`. `partial`: the axes that may become
     unreduced on the way: those over which only the target is. `cost`: the length of a step, if not the bytes sent.
+    `wide`: too many axes to look at every layout: arrays go from one to another as `reshard` says.
     """
 
     axes: tuple[tuple[str, int], ...]
     known: bool
     partial: Axes = ()
     cost: "Callable[[Step], float] | None" = None
+    wide: bool = False
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -2,18 +2,38 @@
 
 Each device multiplies its own shards, which is legal under the rules of `contraction`. A plan reshards the operands to
 such types, multiplies, and reshards the result. Which types, the rules of the four cases say (`by_rule`); or, where the
-sizes are known, a search for the cheapest (`search`).
+sizes are known, the planner: gathering before or after, reducing partial products, or moving an axis by AllToAll are
+then all weighed, over the chain as a whole (Questions 4 and 9).
 """
 
 import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from scaling.algebra.contraction import product_type
-from scaling.algebra.layouts import NOMINAL, common_prefix
-from scaling.algebra.resharding import NOTE, reshard
-from scaling.algebra.search import Product, cheapest
+from scaling.algebra.law import LabelledOp
+from scaling.algebra.layouts import NOMINAL, Setting, common_prefix, layout, retyped, setting
+from scaling.algebra.planner import PlannedOp, Way, cheapest, legal_ways
+from scaling.algebra.resharding import NOTE, START, PlannedArray, path, reshard, shortest
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
+
+WAYS = 1500  # to split the dims of a product over the axes in play: of more, the rules of the four cases decide
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of a chain: the steps that bring its two operands into shape, and the Einsum."""
+
+    a_steps: tuple[Step, ...]
+    b_steps: tuple[Step, ...]
+    einsum: Step
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return (*self.a_steps, *self.b_steps, self.einsum)
 
 
 def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
@@ -189,7 +209,7 @@ def product_chain(
         if sizes is not None:
             spec.local_shape({dim: sizes[dim] for dim in spec.dim_names}, mesh)
     searched = sizes is not None or cost is not None
-    if searched and (found := cheapest(operands, results, out, sizes, mesh, cost)):
+    if searched and (found := searched_chain(operands, results, out, sizes, mesh, cost)):
         return *found, ""
     current, products = operands[0], []
     for number, (b, result) in enumerate(zip(operands[1:], results, strict=True), 1):
@@ -201,6 +221,66 @@ def product_chain(
         products.append(Product(a_steps, b_steps, Step("Einsum", (), (at_a, at_b), product)))
         current = product
     return tuple(products), _steps(current, out, sizes, mesh), NOTE if searched else ""
+
+
+def searched_chain(
+    operands: Sequence[Spec], results: Sequence[Spec], out: Spec, sizes, mesh, cost
+) -> "tuple[tuple[Product, ...], tuple[Step, ...]] | None":
+    """The products of the cheapest plan, and the steps after the last one; None if there are too many to look at."""
+    partial = (axis for axis in out.unreduced if all(axis not in spec.unreduced for spec in operands))
+    within, n = setting((*operands, out), mesh, partial, cost), len(operands)
+    pairs = [((0 if i == 1 else n + i - 2), i, n + i - 1) for i in range(1, n)]  # (a, b, result) by number
+    specs = (*operands, *results)
+    if not all(few_ways(specs[a], specs[b], len(within.axes)) for a, b, _ in pairs):
+        return None
+    values = [PlannedArray(spec, *_measured(spec, sizes, mesh)) for spec in specs]
+    stages = [PlannedOp((a, b), c, _ways(values[a], values[b], values[c], a >= n, sizes, within)) for a, b, c in pairs]
+    stages.append(PlannedOp((2 * n - 2,), None, [Way((layout(out),), layout(out))]))
+    _, choices = cheapest(values, dict(enumerate(map(layout, operands))), stages, within)
+
+    def steps(number: int, i: int) -> tuple[Step, ...]:
+        value, start, to = values[stages[number].operands[i]], choices[number].starts[i], choices[number].way.needed[i]
+        return path(shortest({start: START}, value, within, to), value.spec, to)
+
+    products = []
+    for number, (a, b, c) in enumerate(pairs):
+        einsum = _einsum(specs[a], specs[b], specs[c], choices[number].way)
+        products.append(Product(steps(number, 0), steps(number, 1), einsum))
+    return tuple(products), steps(-1, 0)
+
+
+def few_ways(a: Spec, b: Spec, axes: int) -> bool:
+    """Whether there are few enough ways to split the dims of a product over so many axes to look at all of them."""
+    dims = len({*a.dim_names, *b.dim_names})
+    return sum(math.perm(axes, n) * math.comb(n + dims - 1, n) for n in range(axes + 1)) <= WAYS
+
+
+def _measured(spec: Spec, sizes, mesh) -> tuple[tuple[int, ...] | None, int]:
+    """The shape of an array, where blocks are to divide, and its elements."""
+    shape = None if sizes is None else tuple(sizes[dim] for dim in spec.dim_names)
+    return (shape if mesh else None), math.prod(shape or ())
+
+
+def _ways(a: PlannedArray, b: PlannedArray, result: PlannedArray, whole: bool, sizes, within: Setting) -> list[Way]:
+    """The product of two arrays in every way; `whole`: `a` may not be unreduced. Of an operand of the chain nothing is
+    multiplied yet; all plans have as many products."""
+    names, axes = (a.spec.dim_names, b.spec.dim_names), tuple(within.sizes)
+    op = LabelledOp("", names, result.spec.dim_names, "each")
+    may = [() if whole else within.partial + a.spec.unreduced, within.partial + b.spec.unreduced]
+    flops = math.prod([1 if sizes is None else sizes[dim] for dim in {*names[0], *names[1]}])
+    flops *= within.count(axes)  # so that it divides into any number of parts
+    ways = []
+    for needed, after in legal_ways(op, [a.shape, b.shape], axes, may, within.sizes):
+        parts = within.count({axis for at in needed for own in at.dims for axis in own})
+        way = Way(needed, after, (0, flops // parts, 0))
+        spent = within.cost(_einsum(a.spec, b.spec, result.spec, way)) if within.cost else 0
+        ways.append(way._replace(key=(spent, flops // parts, 0)))
+    return ways
+
+
+def _einsum(a: Spec, b: Spec, result: Spec, way: Way) -> Step:
+    before = tuple(retyped(spec, at) for spec, at in zip((a, b), way.needed, strict=True))
+    return Step("Einsum", (), before, retyped(result, way.result))
 
 
 def reduced_for(spec: Spec, b: Spec, kept: tuple[str, ...]) -> Spec:

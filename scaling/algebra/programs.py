@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from scaling.algebra.contraction import product_type
-from scaling.algebra.products import known_sizes, product_chain
+from scaling.algebra.products import Product, known_sizes, product_chain
 from scaling.algebra.resharding import reshard
-from scaling.algebra.search import Product
 from scaling.algebra.steps import COLLECTIVES, Counted, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
 

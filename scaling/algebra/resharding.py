@@ -1,15 +1,15 @@
-"""The shortest plan between two types of one array (Part 3).
+"""The cheapest plan between two types of one array (Part 3).
 
 Layouts are the nodes of a graph and steps its edges (`layouts`); the length of an edge is the bytes that a device
-sends, exactly. Dijkstra's algorithm, led by what a device still lacks (as A* is), finds a plan that no other sequence
-of these steps beats.
+sends, exactly, or what `cost` says of the step. Dijkstra's algorithm, led by what a device still lacks (as A* is),
+finds a plan that no other sequence of these steps beats.
 
 The graph grows faster than exponentially with the number of axes. So a plain plan is made first, from the few steps
 that lead straight to the target. If it is one step, no plan sends less. If not, a better one is searched for, but the
 search stops after a number of steps looked at: then the plan carries a note that says so.
 
-Costs are integers: an array of one element counts as the square of the product of the axis sizes, which every local
-size and every (n-1)/n of it divides. They are compared as (cost, FLOPs, steps), least first.
+Bytes are counted as integers: an array of one element counts as the square of the product of the axis sizes, which
+every local size and every (n-1)/n of it divides. Plans are compared as (cost, FLOPs, steps), least first.
 """
 
 import heapq
@@ -19,15 +19,14 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from scaling.algebra.layouts import DimAxes, Edge, Setting, divides, layout, moves, retyped, setting
+from scaling.algebra.layouts import FEW, DimAxes, Edge, Setting, divides, layout, moves, retyped, setting
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
 BOUND = 30_000  # steps looked at in the search for a plan that beats the plain one: about a second
-FEW = 3  # axes: the steps between so few are kept from plan to plan
 NOTE = "more axes than can be searched: a cheaper plan may exist"
 
-Key = tuple[float, int, int]  # cost, FLOPs, steps
+Key = tuple[float, float, int]  # cost, FLOPs, steps
 START: Key = (0, 0, 0)  # of what is there from the first
 
 
@@ -39,11 +38,20 @@ class Reached(NamedTuple):
     move: Edge | None = None
 
 
+Reach = Mapping[DimAxes, Reached]
+
+
+class PlannedArray(NamedTuple):
+    """An array: its name and dims, its shape (None: not known), and its bytes, or elements where those do."""
+
+    spec: Spec
+    shape: tuple[int, ...] | None
+    weight: int = 1
+
+
 def shortest(
     sources: Mapping[DimAxes, Key],
-    spec: Spec,
-    shape,
-    weight: int,
+    array: PlannedArray,
     within: Setting,
     target: DimAxes | None = None,
     most: Key | None = None,
@@ -52,8 +60,8 @@ def shortest(
 ) -> dict[DimAxes, Reached]:
     """Dijkstra from several layouts of the array, each with what it has cost, to every other (or until `target`).
 
-    `weight`: elements times bytes of one. `most`: plans that cost as much are not looked for. `bound`: after so many
-    steps looked at the search ends, with nothing. `plain`: only the steps of plain plans.
+    `most`: plans that cost as much are not looked for. `bound`: after so many steps looked at the search ends, with
+    nothing. `plain`: only the steps of plain plans.
     """
     done: dict[DimAxes, Reached] = {}
     best: dict[DimAxes, Reached] = {}
@@ -63,11 +71,11 @@ def shortest(
 
     def offer(at: DimAxes, reached: Reached) -> None:
         key = reached.key
-        if at in done or (at in best and key >= best[at].key) or not divides(at, shape, within.sizes):
+        if at in done or (at in best and key >= best[at].key) or not divides(at, array.shape, within.sizes):
             return
         if target is not None and within.cost is None:  # at the least, what is missing is still to be sent
             if at not in missing:
-                missing[at] = within.missing(at, target) * weight
+                missing[at] = within.missing(at, target) * array.weight
             key = (key[0] + missing[at], key[1], key[2] + (at != target))
         if most is None or key < most:
             best[at] = reached
@@ -82,18 +90,22 @@ def shortest(
         done[at] = best[at]
         if at == target:
             break
-        cost, flops, steps = done[at].key
         for move, sent in _edges(at, within, target if plain else None):
             looked += 1
             if looked > bound:
                 return {}
-            if move.after in done:
-                continue
-            length = sent * weight
-            if within.cost is not None:
-                length = within.cost(Step(move.op, move.axes, retyped(spec, at), retyped(spec, move.after)))
-            offer(move.after, Reached((cost + length, flops, steps + 1), at, move))
+            if move.after not in done:
+                length = sent * array.weight if within.cost is None else within.cost(_step(array.spec, at, move))
+                offer(move.after, Reached(key_sum(done[at].key, (length, 0, 1)), at, move))
     return done
+
+
+def _step(spec: Spec, at: DimAxes, move: Edge) -> Step:
+    return Step(move.op, move.axes, retyped(spec, at), retyped(spec, move.after))
+
+
+def key_sum(a: Key, b: Key) -> Key:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def _edges(at: DimAxes, within: Setting, goal: DimAxes | None) -> Iterable[tuple[Edge, int]]:
@@ -108,25 +120,43 @@ def _kept_edges(at: DimAxes, within: Setting) -> tuple[tuple[Edge, int], ...]:
     return tuple((move, within.sent(at, move)) for move in moves(at, within))
 
 
-def path(found: Mapping[DimAxes, Reached], spec: Spec, to: DimAxes) -> tuple[tuple[Step, ...], DimAxes]:
-    """The steps that lead to a layout in what `shortest` found, and the source they start from."""
-    steps: list[Step] = []
-    while (previous := found[to].previous) is not None and (move := found[to].move) is not None:
-        steps.append(Step(move.op, move.axes, retyped(spec, previous), retyped(spec, to)))
+@lru_cache(maxsize=65536)
+def _kept_ways(at: DimAxes, shape: tuple[int, ...] | None, within: Setting) -> Reach:
+    return shortest({at: START}, PlannedArray(Spec("", ()), shape), within)
+
+
+def ways_from(at: DimAxes, array: PlannedArray, within: Setting) -> Reach:
+    """How an array is brought from a layout into every other; in bytes, the costs are of an array of weight 1."""
+    if within.cost is None and len(within.axes) <= FEW:
+        devices = math.prod(within.sizes.values())
+        shape = None if array.shape is None else tuple(math.gcd(size, devices) for size in array.shape)
+        return _kept_ways(at, shape, within)
+    return shortest({at: START}, array._replace(weight=1), within)
+
+
+def begins_at(found: Reach, to: DimAxes) -> DimAxes:
+    """The layout from which `shortest` reaches another."""
+    while (previous := found[to].previous) is not None:
         to = previous
-    return tuple(reversed(steps)), to
+    return to
 
 
-def reshard(src, dst, sizes=None, mesh=None, cost=None) -> Plan:
+def path(found: Reach, spec: Spec, to: DimAxes) -> tuple[Step, ...]:
+    """The steps that lead to a layout in what `shortest` found."""
+    _, previous, move = found[to]
+    return () if previous is None or move is None else (*path(found, spec, previous), _step(spec, previous, move))
+
+
+def reshard(src, dst, sizes=None, mesh=None, cost=None, idle: bool = False) -> Plan:
     """The cheapest plan from one type of an array to another of the same array (and the same dims).
 
     `src`, `dst`: types, as text or Specs; the result keeps `dst`'s name, the steps before it `src`'s. `sizes` (dims)
     rules out steps whose blocks would not divide; `mesh` gives the sizes of the axes. Without a mesh each axis counts
     as 4 devices, and only the names of axes say which shards are alike. `cost` is a function of a Step to be minimised
     in sum in place of the bytes sent; then idle axes of the mesh are used too (Part 3, Question 2, the fun fact), and
-    one AllGather over axes of several dims is weighed. Beyond a number of axes the plan may not be the cheapest: its
-    `note` says so. Cached: a plan made once costs microseconds. Raises ShardingError if the dims differ or do not
-    divide.
+    one AllGather over axes of several dims is weighed. `idle`: they are used to send fewer bytes, too, on a mesh of up
+    to three axes. Beyond a number of axes the plan may not be the cheapest: its `note` says so. Cached: a plan made
+    once costs microseconds. Raises ShardingError if the dims differ or do not divide.
     """
     src, dst = parse(src), parse(dst)
     if src.dim_names != dst.dim_names:
@@ -135,32 +165,50 @@ def reshard(src, dst, sizes=None, mesh=None, cost=None) -> Plan:
             f"  fix: name the same dims in {dst.name or 'the target'}, or use an einsum to sum or transpose dims"
         )
     shape = None if sizes is None else src.global_shape(sizes)
-    axes = None if mesh is None else tuple(mesh_sizes(mesh).items())
-    return _reshard(src, dst, shape, axes, cost)
+    return _reshard(src, dst, shape, None if mesh is None else tuple(mesh_sizes(mesh).items()), cost, idle)
 
 
 @lru_cache(maxsize=16384)
-def _reshard(src: Spec, dst: Spec, shape, axes, cost) -> Plan:
+def _reshard(src: Spec, dst: Spec, shape, axes, cost, idle: bool) -> Plan:
     mesh = None if axes is None else dict(axes)
     if shape is not None and mesh is not None:
         src.local_shape(shape, mesh)
         dst.local_shape(shape, mesh)
-    within = setting((src, dst), mesh, (axis for axis in dst.unreduced if axis not in src.unreduced), cost)
-    steps, note = _steps(src, dst, shape if mesh else None, within)
+    within, note = setting((src, dst), mesh, (axis for axis in dst.unreduced if axis not in src.unreduced), cost), ""
+    array, every = PlannedArray(src, shape if mesh else None), every_axis((layout(src), layout(dst)), mesh or {})
+    if idle and cost is None and not every.wide:
+        steps = path(ways_from(layout(src), array, every), src, layout(dst))
+    else:
+        steps, note = steps_between(array, layout(src), layout(dst), within)
     if steps and steps[-1].after != dst:
         steps = (*steps[:-1], Step(steps[-1].op, steps[-1].axes, steps[-1].before, dst))
     return Plan((src,), dst, steps, note=note)
 
 
-def _steps(src: Spec, dst: Spec, shape, within: Setting) -> tuple[tuple[Step, ...], str]:
-    """The steps of the cheapest plan, all under the name of `src`, and the note."""
-    source, target = layout(src), layout(dst)
-    start = {source: START}
-    plain = shortest(start, src, shape, 1, within, target, plain=True)
+def every_axis(named: Iterable[DimAxes], mesh: Mapping[str, int]) -> Setting:
+    """The setting in which all axes of a mesh are in play, and any may become unreduced on the way."""
+    used = {axis for at in named for axis in at.used}
+    axes = tuple((axis, size) for axis, size in mesh.items() if size > 1 or axis in used)
+    return Setting(axes, True, tuple(axis for axis, _ in axes), wide=len(axes) > FEW)
+
+
+def key_between(at: DimAxes, to: DimAxes, array: PlannedArray, within: Setting) -> Key:
+    """What `reshard` sends between two layouts, of an array of weight 1."""
+    plan = _reshard(retyped(array.spec, at), retyped(array.spec, to), array.shape, within.axes, None, False)
+    moved = ((layout(step.operands[0]), Edge(step.op, step.axes, layout(step.after))) for step in plan.steps)
+    return sum(within.sent(*move) for move in moved), 0, len(plan.steps)
+
+
+def steps_between(
+    array: PlannedArray, source: DimAxes, target: DimAxes, within: Setting, bound: float = BOUND
+) -> tuple[tuple[Step, ...], str]:
+    """The steps of the cheapest plan between two layouts, under the name of the array, and the note."""
+    start, array = {source: START}, array._replace(weight=1)
+    plain = shortest(start, array, within, target, plain=True)
     key = plain[target].key
     if key[2] <= 1 and (within.cost is None or not key[0]):
-        return path(plain, src, target)[0], ""
+        return path(plain, array.spec, target), ""
     least = within.cost is None and key[0] == within.missing(source, target)  # only fewer steps may be found
-    bound = BOUND // 5 if least or within.cost else BOUND
-    better = shortest(start, src, shape, 1, within, target, most=key, bound=bound)
-    return path(better if target in better else plain, src, target)[0], "" if least or better else NOTE
+    better = shortest(start, array, within, target, key, bound // 5 if least or within.cost else bound)
+    note = "" if least or better else NOTE
+    return path(better if target in better else plain, array.spec, target), note

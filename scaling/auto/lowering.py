@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
-from scaling.algebra.law import Inferred, LabelledOp
-from scaling.algebra.layouts import DimAxes
-from scaling.algebra.resharding import path
+from scaling.algebra.law import LabelledOp
+from scaling.algebra.layouts import DimAxes, layout
+from scaling.algebra.planner import ChosenWay
+from scaling.algebra.resharding import reshard
 from scaling.algebra.steps import COLLECTIVES, Step
 from scaling.auto.planning import Chosen
 from scaling.auto.tracing import Graph
 from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array
-from scaling.explicit.cheapest import ways_from
 from scaling.explicit.functions import LocalPlan
 from scaling.explicit.labels import LETTERS
 from scaling.spec import Spec
@@ -78,16 +78,16 @@ class Lowered:
 def lower(graph: Graph, names: Sequence[Spec], types: Sequence[DimAxes], outputs, chosen: Chosen, mesh) -> Lowered:
     """The lines of a plan. `names`: the arguments' names and dims; `types`: their layouts; `outputs`: Specs or None of
     the results; `chosen`: what `plan` found."""
-    writer, stages = Writer(graph, mesh, chosen.axes), chosen.stages
+    writer, choices = Writer(graph, mesh), chosen.choices
     for number, (spec, at) in enumerate(zip(names, types, strict=True)):
         writer.specs[number] = spec
         writer.held[number] = [at]
     asked = {n: spec for n, spec in zip(graph.outputs, outputs, strict=True) if spec is not None and spec.name}
     for number in range(len(names), len(graph.nodes)):
-        writer.compute(number, stages[number - len(names)], asked.get(number))
+        writer.compute(number, choices[number - len(names)], asked.get(number))
     ends = [
-        writer.bring(number, needed)
-        for number, ((needed,), _) in zip(graph.outputs, stages[len(graph.nodes) - len(names) :], strict=True)
+        writer.bring(number, start, way.result)
+        for number, ((start,), way) in zip(graph.outputs, choices[len(graph.nodes) - len(names) :], strict=True)
     ]
     inputs = tuple((number, at) for number, at in enumerate(types))
     return Lowered(tuple(writer.lines), graph, inputs, tuple(ends), mesh, chosen.nbytes)
@@ -96,8 +96,8 @@ def lower(graph: Graph, names: Sequence[Spec], types: Sequence[DimAxes], outputs
 class Writer:
     """Writes lines one by one: `specs` has each value's name and dims, `held` the layouts that it is held in."""
 
-    def __init__(self, graph: Graph, mesh, axes: tuple[tuple[str, int], ...]):
-        self.graph, self.mesh, self.axes = graph, mesh, axes
+    def __init__(self, graph: Graph, mesh):
+        self.graph, self.mesh = graph, mesh
         self.lines: list[ListingLine] = []
         self.specs: dict[int, Spec] = {}
         self.held: dict[int, list[DimAxes]] = {}
@@ -106,27 +106,24 @@ class Writer:
         spec = self.specs[number]
         return Spec(spec.name, tuple(zip(dims or spec.dim_names, at.dims, strict=True)), at.unreduced)
 
-    def bring(self, number: int, to: DimAxes) -> ValueLayout:
-        """The value in a layout, by collectives from the nearest one that it is held in."""
+    def bring(self, number: int, start: DimAxes, to: DimAxes) -> ValueLayout:
+        """The value in a layout, by collectives from one that it is held in."""
         node = self.graph.nodes[number]
         if to not in self.held[number]:
-            ways = {at: ways_from(at, node.shape, self.axes, self.mesh) for at in self.held[number]}
-            start = min(ways, key=lambda at: ways[at][to].key)
-            now = (number, start)
-            for step in path(ways[start], self.typed(number, start), to)[0]:
-                after = (number, DimAxes(tuple(axes for _, axes in step.after.dims), step.after.unreduced))
-                named = dict(zip(step.after.dim_names, node.shape, strict=True))
+            now, before, after = (number, start), self.typed(number, start), self.typed(number, to)
+            for step in reshard(before, after, node.shape, self.mesh, idle=True).steps:
+                made, named = (number, layout(step.after)), dict(zip(step.after.dim_names, node.shape, strict=True))
                 run = partial(run_step, step, mesh=self.mesh)
-                self.lines.append(ListingLine(str(step), (now,), after, run, step, named, node.dtype.itemsize))
-                now = after
-                if after[1] not in self.held[number]:
-                    self.held[number].append(after[1])
+                self.lines.append(ListingLine(str(step), (now,), made, run, step, named, node.dtype.itemsize))
+                now = made
+                if made[1] not in self.held[number]:
+                    self.held[number].append(made[1])
         return number, to
 
-    def compute(self, number: int, chosen: Inferred, asked: Spec | None) -> None:
+    def compute(self, number: int, chosen: ChosenWay, asked: Spec | None) -> None:
         """A node: its operands are brought into their layouts first. `asked`: the name and dims that it is to have."""
-        node, (needed, result) = self.graph.nodes[number], chosen
-        takes = tuple(self.bring(n, at) for n, at in zip(node.operands, needed, strict=True))
+        node, (needed, result, _) = self.graph.nodes[number], chosen.way
+        takes = tuple(map(self.bring, node.operands, chosen.starts, needed))
         if node.call is None:  # a type asked for: the same value
             self.specs[number] = self.specs[node.operands[0]]
             self.held[number] = [result]

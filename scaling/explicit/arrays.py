@@ -19,8 +19,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes
+from scaling.algebra.resharding import reshard as plan_reshard
+from scaling.algebra.steps import Plan
 from scaling.collectives.plans import run as run_plan
-from scaling.explicit.cheapest import Choice, cheapest_layouts, plan_change, shape_sizes, spec_of
+from scaling.explicit.cheapest import Choice, cheapest_layouts, spec_of
 from scaling.explicit.functions import LocalPlan, TypedCall, each_result, read_call
 from scaling.explicit.labels import letters
 from scaling.spec import ShardingError, Spec, parse
@@ -175,7 +177,12 @@ def reshard(x: Any, type: "str | Spec | DimAxes") -> Any:
     layout = read_array_type(type, x.shape, x.mesh, x.dtype)
     if layout == x.layout:
         return x
-    return Array(run_plan(plan_change(x.layout, layout, x.shape, x.mesh), x.local, x.mesh), layout, x.shape, x.mesh)
+    return Array(run_plan(plan_change(x, layout), x.local, x.mesh), layout, x.shape, x.mesh)
+
+
+def plan_change(x: Array, to: DimAxes) -> Plan:
+    """The collectives that bring an array into a layout."""
+    return plan_reshard(spec_of(x.layout), spec_of(to), tuple(x.shape), x.mesh, idle=True)
 
 
 def _plain(x: Any, type: "str | Spec | DimAxes") -> Tensor:
@@ -240,9 +247,9 @@ def _refusal(made: TypedCall, layouts: Sequence[DimAxes], mesh, error: Illegal) 
     choice, fixes = _cheapest(made, layouts, mesh, None), []
     for number, (x, was, now) in enumerate(zip(made.operands, layouts, choice.layouts, strict=True), 1):
         if was != now:
-            steps = plan_change(was, now, x.shape, mesh)
-            ops = ", ".join(f"{step.op}_{''.join(step.axes)}" for step in steps.steps)
-            nbytes = steps.wire_bytes(shape_sizes(tuple(x.shape)), mesh, x.dtype.itemsize)
+            plan = plan_change(x, now)
+            ops = ", ".join(f"{step.op}_{''.join(step.axes)}" for step in plan.steps)
+            nbytes = plan.wire_bytes(tuple(x.shape), mesh, x.dtype.itemsize)
             which = "it" if len(layouts) == 1 else f"operand {number}"
             fixes.append(f'reshard({which}, "{type_text(now, x.shape, x.dtype)}"), {ops}: {nbytes:,.0f} bytes sent')
     gives = type_text(choice.inferred[1], made.shape, made.dtype)

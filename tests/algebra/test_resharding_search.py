@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaling.algebra import layouts, permutation, reshard
-from scaling.algebra.resharding import shortest
+from scaling.algebra.resharding import PlannedArray, shortest
 from scaling.spec import Spec, parse
 
 
@@ -108,7 +108,7 @@ def test_no_plan_is_beaten_by_the_unguided_search(data):
     dims = "IJK"[: data.draw(st.integers(1, 3 if len(axes) == 2 else 2))]
     src, dst = (data.draw(st.sampled_from(list(types(axes, dims)))) for _ in range(2))
     within = layouts.setting((src, dst), mesh, [axis for axis in dst.unreduced if axis not in src.unreduced])
-    found = shortest({layouts.layout(src): (0, 0, 0)}, src, None, 1, within)
+    found = shortest({layouts.layout(src): (0, 0, 0)}, PlannedArray(src, None), within)
     cost, _, steps = found[layouts.layout(dst)].key
     plan = reshard(src, dst, mesh=mesh)
     sizes = dict.fromkeys(dims, within.whole)

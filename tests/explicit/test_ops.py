@@ -10,7 +10,8 @@ from scaling import auto, explicit
 from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes
 from scaling.algebra.ops import KINDS, op_kind
-from scaling.explicit.cheapest import all_layouts, spec_of
+from scaling.algebra.planner import all_layouts
+from scaling.explicit.cheapest import spec_of
 from scaling.explicit.functions import LocalPlan, each_result, read_call
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
@@ -91,7 +92,7 @@ def test_shards_are_what_the_types_say(name):
     wholes = [whole] if is_tensor(whole) else whole
     calls = calls_of(fn, arrays)
     assert len(calls) == len(wholes)
-    every = [all_layouts(x.shape, MESH, AXES, AXES if x.dtype.is_floating_point else ()) for x in arrays]
+    every = [all_layouts(x.shape, MESH.sizes, AXES, AXES if x.dtype.is_floating_point else ()) for x in arrays]
     for at in itertools.product(*every):
         for call, wanted in zip(calls, wholes, strict=True):
             try:
@@ -159,7 +160,7 @@ def gradients_on_ranks(mesh) -> tuple[int, list[str]]:
         generator = torch.Generator().manual_seed(2)
         arrays = [x if is_tensor(x) else torch.randn(x, generator=generator, dtype=torch.float64) for x in given]
         wanted = torch.func.grad(lambda *xs, fn=fn: weighted(fn(*xs)))(*arrays)
-        for at in all_layouts(arrays[0].shape, mesh, AXES):
+        for at in all_layouts(arrays[0].shape, mesh.sizes, AXES):
             rest = [DimAxes(at.dims) if x.shape == arrays[0].shape else DimAxes(((),) * x.dim()) for x in arrays[1:]]
             typed = [explicit.array(x, t, mesh) for x, t in zip(arrays, [at, *rest], strict=True)]
             try:
