@@ -53,14 +53,12 @@ class Setting:
 
     `axes`: those in play, with their sizes, and whether these are `known`. `partial`: the axes that may become
     unreduced on the way: those over which only the target is. `cost`: the length of a step, if not the bytes sent.
-    `wide`: too many axes to look at every layout: arrays go from one to another as `reshard` says.
     """
 
     axes: tuple[tuple[str, int], ...]
     known: bool
     partial: Axes = ()
     cost: "Callable[[Step], float] | None" = None
-    wide: bool = False
 
     @cached_property
     def sizes(self) -> dict[str, int]:

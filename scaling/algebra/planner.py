@@ -26,7 +26,6 @@ from scaling.algebra.resharding import (
     Reach,
     Reached,
     begins_at,
-    key_between,
     key_sum,
     shortest,
     ways_from,
@@ -115,14 +114,11 @@ class _Search:
     def sent(self, n: int, at: DimAxes, to: DimAxes) -> Key:
         """What it costs to bring an array from a layout into another; infinite where it cannot be."""
         array = self.arrays[n]
-        if self.within.wide:
-            cost, flops, steps = key_between(at, to, array, self.within)
-        else:
-            if (n, at) not in self.found:
-                self.found[n, at] = ways_from(at, array, self.within)
-            if to not in self.found[n, at]:
-                return (math.inf, 0, 0)
-            cost, flops, steps = self.found[n, at][to].key
+        if (n, at) not in self.found:
+            self.found[n, at] = ways_from(at, array, self.within)
+        if to not in self.found[n, at]:
+            return (math.inf, 0, 0)
+        cost, flops, steps = self.found[n, at][to].key
         return (cost if self.within.cost else cost * array.weight), flops, steps
 
     def after(self, states: Sequence[SearchState], number: int, stage: PlannedOp) -> list[SearchState]:
@@ -151,8 +147,6 @@ class _Search:
 
     def lead(self, states: Sequence[SearchState], number: int, stage: PlannedOp) -> int | None:
         """The array that this stage uses last and that is held in the most layouts, if in several."""
-        if self.within.wide:
-            return None
         held = {
             n: {at for state in states for at in state.held[n]}
             for n in stage.operands
@@ -199,8 +193,6 @@ class _Search:
 
     def promise(self, state: SearchState) -> tuple[float, Key]:
         """What a state has cost and will cost at the least."""
-        if self.within.wide:
-            return state.key[0], state.key
         for n in sorted(self.made - self.needs.keys(), reverse=True):  # once; from the last one that is made
             self.needs[n] = [self.rest(n, stage) for stage in self.stages if n in stage.operands]
         made = ((n, held) for n, held in state.held.items() if n in self.made)

@@ -16,7 +16,7 @@ from scaling.algebra.contraction import product_type
 from scaling.algebra.law import LabelledOp
 from scaling.algebra.layouts import NOMINAL, Setting, common_prefix, layout, retyped, setting
 from scaling.algebra.planner import PlannedOp, Way, cheapest, legal_ways
-from scaling.algebra.resharding import NOTE, START, PlannedArray, path, reshard, shortest
+from scaling.algebra.resharding import NOTE, PlannedArray, exact_steps, reshard
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
@@ -78,13 +78,8 @@ def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
     sizes, mesh = (None if sizes is None else dict(sizes)), (None if mesh is None else dict(mesh))
     if out is None:
         return _without_result(a, b, sizes, mesh)
-    products, tail, note = product_chain((a, b), (_whole(out),), out, sizes, mesh, cost)
+    products, tail, note = product_chain((a, b), (out.whole(),), out, sizes, mesh, cost)
     return Plan((a, b), out, products[0].steps + tail, cases(a, b, out.dim_names), note)
-
-
-def _whole(spec: Spec) -> Spec:
-    """The same array, on no mesh axis at all."""
-    return Spec(spec.name, tuple((dim, ()) for dim in spec.dim_names))
 
 
 def _without_result(a: Spec, b: Spec, sizes, mesh) -> Plan:
@@ -239,8 +234,8 @@ def searched_chain(
     _, choices = cheapest(values, dict(enumerate(map(layout, operands))), stages, within)
 
     def steps(number: int, i: int) -> tuple[Step, ...]:
-        value, start, to = values[stages[number].operands[i]], choices[number].starts[i], choices[number].way.needed[i]
-        return path(shortest({start: START}, value, within, to), value.spec, to)
+        (starts, way), n = choices[number], stages[number].operands[i]
+        return exact_steps(values[n], starts[i], way.needed[i], within)
 
     products = []
     for number, (a, b, c) in enumerate(pairs):

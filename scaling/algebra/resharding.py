@@ -15,7 +15,7 @@ every local size and every (n-1)/n of it divides. Plans are compared as (cost, F
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -155,7 +155,7 @@ def reshard(src, dst, sizes=None, mesh=None, cost=None, idle: bool = False) -> P
     as 4 devices, and only the names of axes say which shards are alike. `cost` is a function of a Step to be minimised
     in sum in place of the bytes sent; then idle axes of the mesh are used too (Part 3, Question 2, the fun fact), and
     one AllGather over axes of several dims is weighed. `idle`: they are used to send fewer bytes, too, on a mesh of up
-    to three axes. Beyond a number of axes the plan may not be the cheapest: its `note` says so. Cached: a plan made
+    to four axes. Beyond a number of axes the plan may not be the cheapest: its `note` says so. Cached: a plan made
     once costs microseconds. Raises ShardingError if the dims differ or do not divide.
     """
     src, dst = parse(src), parse(dst)
@@ -176,8 +176,8 @@ def _reshard(src: Spec, dst: Spec, shape, axes, cost, idle: bool) -> Plan:
         dst.local_shape(shape, mesh)
     within, note = setting((src, dst), mesh, (axis for axis in dst.unreduced if axis not in src.unreduced), cost), ""
     array, every = PlannedArray(src, shape if mesh else None), every_axis((layout(src), layout(dst)), mesh or {})
-    if idle and cost is None and not every.wide:
-        steps = path(ways_from(layout(src), array, every), src, layout(dst))
+    if idle and cost is None and len(every.axes) <= FEW + 1:
+        steps = exact_steps(array, layout(src), layout(dst), every)
     else:
         steps, note = steps_between(array, layout(src), layout(dst), within)
     if steps and steps[-1].after != dst:
@@ -185,18 +185,21 @@ def _reshard(src: Spec, dst: Spec, shape, axes, cost, idle: bool) -> Plan:
     return Plan((src,), dst, steps, note=note)
 
 
-def every_axis(named: Iterable[DimAxes], mesh: Mapping[str, int]) -> Setting:
-    """The setting in which all axes of a mesh are in play, and any may become unreduced on the way."""
-    used = {axis for at in named for axis in at.used}
+def every_axis(named: Sequence[DimAxes], mesh: Mapping[str, int]) -> Setting:
+    """The setting in which idle axes of a mesh are in play too, and any may become unreduced on the way. Of four axes
+    only those that a layout says so may; of more only those that a layout names are in play."""
+    used, summed = {axis for at in named for axis in at.used}, {axis for at in named for axis in at.unreduced}
     axes = tuple((axis, size) for axis, size in mesh.items() if size > 1 or axis in used)
-    return Setting(axes, True, tuple(axis for axis, _ in axes), wide=len(axes) > FEW)
+    few = len(axes) <= FEW
+    axes = axes if len(axes) <= FEW + 1 else tuple((axis, size) for axis, size in axes if axis in used)
+    return Setting(axes, True, tuple(axis for axis, _ in axes if few or axis in summed))
 
 
-def key_between(at: DimAxes, to: DimAxes, array: PlannedArray, within: Setting) -> Key:
-    """What `reshard` sends between two layouts, of an array of weight 1."""
-    plan = _reshard(retyped(array.spec, at), retyped(array.spec, to), array.shape, within.axes, None, False)
-    moved = ((layout(step.operands[0]), Edge(step.op, step.axes, layout(step.after))) for step in plan.steps)
-    return sum(within.sent(*move) for move in moved), 0, len(plan.steps)
+def exact_steps(array: PlannedArray, start: DimAxes, to: DimAxes, within: Setting) -> tuple[Step, ...]:
+    """The steps of the cheapest plan of all between two layouts, under the name of the array."""
+    if within.cost is None and len(within.axes) <= FEW:
+        return path(ways_from(start, array, within), array.spec, to)
+    return path(shortest({start: START}, array._replace(weight=1), within, to), array.spec, to)
 
 
 def steps_between(

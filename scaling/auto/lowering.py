@@ -9,9 +9,9 @@ import optree
 from torch import Tensor
 
 from scaling.algebra.law import LabelledOp
-from scaling.algebra.layouts import DimAxes, layout
+from scaling.algebra.layouts import DimAxes, Setting, layout
 from scaling.algebra.planner import ChosenWay
-from scaling.algebra.resharding import reshard
+from scaling.algebra.resharding import PlannedArray, exact_steps
 from scaling.algebra.steps import COLLECTIVES, Step
 from scaling.auto.planning import Chosen
 from scaling.auto.tracing import Graph
@@ -78,7 +78,7 @@ class Lowered:
 def lower(graph: Graph, names: Sequence[Spec], types: Sequence[DimAxes], outputs, chosen: Chosen, mesh) -> Lowered:
     """The lines of a plan. `names`: the arguments' names and dims; `types`: their layouts; `outputs`: Specs or None of
     the results; `chosen`: what `plan` found."""
-    writer, choices = Writer(graph, mesh), chosen.choices
+    writer, choices = Writer(graph, mesh, chosen.within), chosen.choices
     for number, (spec, at) in enumerate(zip(names, types, strict=True)):
         writer.specs[number] = spec
         writer.held[number] = [at]
@@ -96,8 +96,8 @@ def lower(graph: Graph, names: Sequence[Spec], types: Sequence[DimAxes], outputs
 class Writer:
     """Writes lines one by one: `specs` has each value's name and dims, `held` the layouts that it is held in."""
 
-    def __init__(self, graph: Graph, mesh):
-        self.graph, self.mesh = graph, mesh
+    def __init__(self, graph: Graph, mesh, within: Setting):
+        self.graph, self.mesh, self.within = graph, mesh, within
         self.lines: list[ListingLine] = []
         self.specs: dict[int, Spec] = {}
         self.held: dict[int, list[DimAxes]] = {}
@@ -110,8 +110,8 @@ class Writer:
         """The value in a layout, by collectives from one that it is held in."""
         node = self.graph.nodes[number]
         if to not in self.held[number]:
-            now, before, after = (number, start), self.typed(number, start), self.typed(number, to)
-            for step in reshard(before, after, node.shape, self.mesh, idle=True).steps:
+            now, array = (number, start), PlannedArray(self.specs[number], node.shape)
+            for step in exact_steps(array, start, to, self.within):
                 made, named = (number, layout(step.after)), dict(zip(step.after.dim_names, node.shape, strict=True))
                 run = partial(run_step, step, mesh=self.mesh)
                 self.lines.append(ListingLine(str(step), (now,), made, run, step, named, node.dtype.itemsize))

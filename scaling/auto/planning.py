@@ -16,10 +16,12 @@ BEAM = 200  # states that are kept where many values are alive
 
 
 class Chosen(NamedTuple):
-    """How each node after the arguments is computed, then each output; `nbytes`: what each device sends in all."""
+    """How each node after the arguments is computed, then each output; `nbytes`: what each device sends in all; `within`: the
+    axes in play."""
 
     choices: list[ChosenWay]
     nbytes: float
+    within: Setting
 
 
 def plan(graph: Graph, inputs: Sequence[DimAxes], outputs: Sequence[DimAxes | None], constraints, mesh) -> Chosen:
@@ -44,7 +46,7 @@ def plan(graph: Graph, inputs: Sequence[DimAxes], outputs: Sequence[DimAxes | No
         ends = all_layouts(graph.nodes[number].shape, within.sizes, tuple(within.sizes)) if at is None else [at]
         stages.append(PlannedOp((number,), None, [Way((to,), to) for to in ends]))
     (sent, *_), choices = cheapest(values, dict(enumerate(inputs)), stages, within, BEAM)
-    return Chosen(choices, sent / within.whole)
+    return Chosen(choices, sent / within.whole, within)
 
 
 def _ways(graph: Graph, node: Node, constraint: DimAxes | None, within: Setting) -> list[Way]:
