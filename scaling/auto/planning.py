@@ -16,8 +16,8 @@ BEAM = 200  # states that are kept where many values are alive
 
 
 class Chosen(NamedTuple):
-    """How each node after the arguments is computed, then each output; `nbytes`: what each device sends in all; `within`: the
-    axes in play."""
+    """How each node after the arguments is computed, then each output; `nbytes`: what each device sends in all;
+    `within`: the axes in play."""
 
     choices: list[ChosenWay]
     nbytes: float
