@@ -14,11 +14,11 @@ from scaling.algebra.planner import ChosenWay
 from scaling.algebra.resharding import PlannedArray, exact_steps
 from scaling.algebra.steps import COLLECTIVES, Step
 from scaling.auto.planning import Chosen
-from scaling.auto.tracing import Graph
 from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array
 from scaling.explicit.functions import LocalPlan
 from scaling.explicit.labels import LETTERS
+from scaling.explicit.tracing import Graph
 from scaling.spec import Spec
 
 ValueLayout = tuple[int, DimAxes]  # a value in one of the layouts that it is held in

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from scaling.algebra.layouts import DimAxes, Setting, divides
 from scaling.algebra.planner import ChosenWay, PlannedOp, Way, all_layouts, cheapest, legal_ways
 from scaling.algebra.resharding import every_axis
-from scaling.auto.tracing import Graph, Node
 from scaling.explicit.cheapest import value
+from scaling.explicit.tracing import Graph, Node
 from scaling.spec import ShardingError
 
 BEAM = 200  # states that are kept where many values are alive

@@ -12,9 +12,9 @@ from scaling import tree
 from scaling.algebra.layouts import DimAxes
 from scaling.auto.lowering import Lowered, lower
 from scaling.auto.planning import plan
-from scaling.auto.tracing import graph_of
 from scaling.explicit.arrays import Array, array, read_array_type, reshard
 from scaling.explicit.labels import letters
+from scaling.explicit.tracing import graph_of
 from scaling.spec import ShardingError, Spec, parse
 
 

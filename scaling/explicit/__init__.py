@@ -3,12 +3,26 @@
 `array` makes one, `reshard` changes its type, `grad` and `vjp` differentiate, typed by the law of cotangents. `einsum`,
 `matmul`, `sum`, `amax`, `reshape`, `broadcast_to` and `take` are torch's with an argument `out`, the result's type.
 The rules are `algebra.law`, the table of torch's functions `algebra.ops`; `functions` and `labels` read a call,
-`cheapest` is the search behind an error's fix.
+`cheapest` is what an error's fix asks the planner. `beside_jax` prints a program's lines beside JAX's.
 """
 
 from scaling.explicit.arrays import Array, array, reshard
+from scaling.explicit.beside import beside_jax
 from scaling.explicit.derivatives import grad, vjp
 from scaling.explicit.typed import amax, broadcast_to, einsum, matmul, mean, reshape, sum, take
 
-__all__ = ["Array", "amax", "array", "broadcast_to", "einsum", "grad", "matmul", "mean", "reshape", "reshard", "sum"]
+__all__ = [
+    "Array",
+    "amax",
+    "array",
+    "beside_jax",
+    "broadcast_to",
+    "einsum",
+    "grad",
+    "matmul",
+    "mean",
+    "reshape",
+    "reshard",
+    "sum",
+]
 __all__ += ["take", "vjp"]

@@ -219,7 +219,7 @@ def _one_result(func, args: tuple, kwargs: dict, out: "str | Spec | None") -> Ar
         raise ShardingError(_refusal(made, layouts, mesh, error)) from None
     operands = made.operands
     if inferred is None:
-        choice = _cheapest(made, layouts, mesh, wanted)
+        choice = cheapest_of(made, layouts, mesh, wanted)
         operands = [reshard(x, at) for x, at in zip(operands, choice.layouts, strict=True)]
         inferred = choice.inferred
     needed, result = inferred
@@ -236,7 +236,8 @@ def _mesh(made: TypedCall):
     return mesh
 
 
-def _cheapest(made: TypedCall, layouts, mesh, out: DimAxes | None) -> Choice:
+def cheapest_of(made: TypedCall, layouts, mesh, out: DimAxes | None = None) -> Choice:
+    """The layouts that make a call legal, or lead to `out`, at the least cost."""
     shapes, items = [tuple(x.shape) for x in made.operands], [x.dtype.itemsize for x in made.operands]
     return cheapest_layouts(made.op, layouts, shapes, items, mesh, out, (made.shape, made.dtype.itemsize))
 
@@ -244,7 +245,7 @@ def _cheapest(made: TypedCall, layouts, mesh, out: DimAxes | None) -> Choice:
 def _refusal(made: TypedCall, layouts: Sequence[DimAxes], mesh, error: Illegal) -> str:
     """The line, what is wrong with it, the rule, and the cheapest line that makes it legal."""
     types = [type_text(at, x.shape, x.dtype) for at, x in zip(layouts, made.operands, strict=True)]
-    choice, fixes = _cheapest(made, layouts, mesh, None), []
+    choice, fixes = cheapest_of(made, layouts, mesh), []
     for number, (x, was, now) in enumerate(zip(made.operands, layouts, choice.layouts, strict=True), 1):
         if was != now:
             plan = plan_change(x, now)

@@ -1,17 +1,23 @@
 """The rules beside what JAX's explicit mode says of 3,045 cases (tests/oracles/explicit_jax.py): types alone."""
 
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
 from typings import Case, cases, written
 
+from scaling import explicit
 from scaling.algebra.law import Illegal
-from scaling.algebra.layouts import DimAxes
+from scaling.algebra.layouts import DimAxes, layout
 from scaling.explicit import functions
+from scaling.explicit.beside import jax_layout, spmd_names
 from scaling.explicit.cheapest import spec_of
 from scaling.mesh import AbstractMesh
+from scaling.spec import ShardingError, parse
 
 TABLE = Path(__file__).with_name("jax_types.txt")
 CALLS = {
@@ -93,6 +99,53 @@ def test_equal_or_different_for_a_reason():
     found = Counter(reason(case, theirs) for case, theirs in zip(cases(), answers, strict=True))
     assert found == COUNTS
     assert found.total() == 3045
+
+
+def test_jaxs_answer_is_known_beforehand():
+    """What `beside_jax` says of JAX is what JAX said, of every case."""
+    answers = [a for line in TABLE.read_text().splitlines() if line[0] != "#" for a in line.split(" ")]
+    for case, theirs in zip(cases(), answers, strict=True):
+        op, at = called(case.kind, case.detail, case.shapes).op, [DimAxes(dims) for dims in case.typing]
+        found = jax_layout(op, at, case.shapes, case.mesh)
+        assert ("!" if isinstance(found, str) else written(found)) == theirs, case
+
+
+def test_a_program_beside_jaxs():
+    mesh = AbstractMesh({"X": 4, "Y": 2})
+    types = "In[8_X, 32_Y]", "W[32_Y, 64]", "V[64_Y, 16]"
+    arrays = [explicit.array(torch.empty([int(n) for n in re.findall(r"\d+", t)]), t, mesh) for t in types]
+
+    def program(In, W, V):
+        T = explicit.reshard(torch.einsum("bd,df->bf", In, W), "[8_X, 64]")
+        return torch.cat([T, explicit.reshard(T, "[8, 64]")], 1) @ torch.cat([V, V], 0)
+
+    lines = explicit.beside_jax(program, *arrays).splitlines()
+    assert lines[:6] == [
+        "1. float32[8_X, 64] {U_Y} = einsum bd,df->bf(float32[8_X, 32_Y], float32[32_Y, 64])",
+        "     here: X: S(0), Y: P",
+        "     JAX:  refused: ambiguous, asks for out_sharding",
+        "2. float32[8_X, 64] = reshard(float32[8_X, 64] {U_Y})",
+        "     here: X: S(0), Y: R",
+        "     JAX:  the same",
+    ]
+    text = "\n".join(lines)
+    assert "cat(float32[8_X, 64], float32[8, 64])\n     here: X: S(0), Y: R\n     JAX:  refused: what is joined" in text
+    assert "here: refused, cat runs along a dim that is split over Y; so with operands resharded" in text
+    with pytest.raises(ShardingError, match="arguments are Arrays"):
+        explicit.beside_jax(program, torch.ones(2))
+
+
+def test_the_names_of_spmd_types_in_the_notation():
+    """Its table of cotangents: the type's placement has the name that stands beside it, and so has its cotangent's."""
+    lines = (Path(__file__).parents[2] / "notation.md").read_text().split("`spmd_types` |")[1].splitlines()[2:5]
+    placed = {Shard(0): "S(0)", Replicate(): "R", Partial(): "P"}
+    for line in lines:
+        text, name, cotangent, dual = re.findall(r"`([^`]*)`", line)
+        spec, mesh = parse(text), {"X": 4}
+        assert spec.cotangent(mesh) == parse(cotangent)
+        for each, of in ((spec, name), (spec.cotangent(mesh), dual)):
+            assert placed[each.placements(mesh)[0]] == of
+            assert spmd_names(layout(each), mesh) == f"X: {of}"
 
 
 def test_shards_are_what_the_types_say():

@@ -1,0 +1,129 @@
+"""A program's lines here and in JAX's explicit mode, side by side: what JAX 0.10 would refuse, and what it would send.
+
+JAX's rules are those of its answers to 3,045 lines (`tests/explicit/test_explicit_jax.py`): what they say of functions
+that were not asked there, or of partial sums, is said to be unknown.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import optree
+
+from scaling.algebra.law import Illegal, LabelledOp, Sizes
+from scaling.algebra.layouts import Axes, DimAxes
+from scaling.algebra.ops import op_kind
+from scaling.explicit.arrays import Array, cheapest_of, read_array_type, type_text
+from scaling.explicit.functions import ELEMENTWISE
+from scaling.explicit.tracing import graph_of
+from scaling.spec import ShardingError
+
+JaxAnswer = tuple[Axes, ...] | str  # the axes of each dim, or why there is no type
+ASKED = (*ELEMENTWISE, "contracts", "sums", "reduces", "permutes", "joins")
+
+
+def beside_jax(fn: Callable, *arrays) -> str:
+    """The lines of `fn(*arrays)` with their types here, in PyTorch's `spmd_types` names over each axis of the mesh, and
+    what JAX's explicit mode says of the same line. Nothing is computed: Arrays on an AbstractMesh do.
+
+    A line that is refused here is given with the reshards that its fix names.
+    """
+    given: list = optree.tree_leaves(arrays)  # type: ignore[arg-type]
+    if not given or not all(isinstance(x, Array) for x in given):
+        raise ShardingError("beside_jax: arguments are Arrays\n  fix: explicit.array(x, type, mesh)")
+    mesh, graph = given[0].mesh, graph_of(fn, arrays)
+    at, lines = [x.layout for x in given], []
+    for number, node in enumerate(graph.nodes[len(given) :], 1):
+        before, operands = [at[n] for n in node.operands], [graph.nodes[n] for n in node.operands]
+        name, fixed, theirs = "reshard", "", "the same"
+        if node.call is None:
+            after = read_array_type(node.constraint, node.shape, mesh, node.dtype)
+        else:
+            name, shapes = node.call.op.name, [x.shape for x in operands]
+            asked = jax_layout(node.call.op, before, shapes, mesh.sizes)
+            try:
+                after = node.call.op.infer(before, shapes, mesh.sizes)[1]
+            except Illegal as error:
+                choice = cheapest_of(node.call, before, mesh)
+                before, after = choice.layouts, choice.inferred[1]
+                fixed = f"     here: refused, {error.what}; so with operands resharded\n"
+            if isinstance(asked, tuple):
+                text = type_text(DimAxes(asked), node.shape, node.dtype).replace("_", "@")
+                theirs = "the same" if DimAxes(asked) == after and not fixed else f"{text}; what that takes is sent"
+            else:
+                theirs = asked
+        types = [type_text(to, x.shape, x.dtype) for to, x in zip(before, operands, strict=True)]
+        lines.append(f"{number}. {type_text(after, node.shape, node.dtype)} = {name}({', '.join(types)})\n{fixed}")
+        lines.append(f"     here: {spmd_names(after, mesh.sizes)}\n     JAX:  {theirs}\n")
+        at.append(after)
+    return "".join(lines)
+
+
+def spmd_names(at: DimAxes, sizes: Mapping[str, int]) -> str:
+    """A layout in the names of PyTorch's `spmd_types`, axis by axis: `X: S(0), Y: P, Z: R`."""
+    of = {axis: f"S({dim})" for dim, axes in enumerate(at.dims) for axis in axes} | dict.fromkeys(at.unreduced, "P")
+    return ", ".join(f"{axis}: {of.get(axis, 'R')}" for axis in sizes)
+
+
+def jax_layout(op, at: Sequence[DimAxes], shapes: Sequence[Sizes], sizes: Mapping[str, int]) -> JaxAnswer:
+    """The axes of each dim of what JAX's explicit mode makes of operands in these layouts, or why it does not."""
+    kind = op_kind(op.name.split()[0])
+    summed = {x.unreduced for x in at} - {()}
+    if summed and not (kind == "adds" and len({x.unreduced for x in at}) == 1):
+        return "refused, or not known: an operand is unreduced"
+    if not isinstance(op, LabelledOp):
+        return _reshaped(at[0].dims, shapes[0], op.shape, sizes)
+    if kind not in ASKED:
+        return "not known: not compared"
+    if kind == "joins" and len(set(at)) > 1:
+        return "refused: what is joined has one sharding"
+    split: dict[str, Axes] = {}
+    for labels, x in zip(op.inputs, at, strict=True):
+        for label, axes in zip(labels, x.dims, strict=True):
+            if label is None:
+                continue
+            first = split.get(label, ())
+            if first and axes and (label not in op.output or first != axes):
+                return "refused: ambiguous, asks for out_sharding" if first == axes else "refused: split differently"
+            split[label] = first or (() if kind == "contracts" and label in split and label in op.output else axes)
+    dims = tuple(split.get(label, ()) for label in op.output)
+    used = [axis for axes in dims for axis in axes]
+    return dims if len(used) == len({*used}) else "refused: two dims over one axis"
+
+
+def _reshaped(dims: Sequence[Axes], shape: Sizes, new: Sizes, sizes: Mapping[str, int]) -> JaxAnswer:
+    """JAX splits one dim, or merges neighbours, at a time."""
+    refused, after = "refused: asks for out_sharding", [()] * len(new)
+    if not any(dims):
+        return tuple(after)
+    if [n for n in shape if n > 1] == [n for n in new if n > 1]:
+        own = iter(axes for n, axes in zip(shape, dims, strict=True) if n > 1)
+        return tuple(next(own) if n > 1 else () for n in new)
+    several = 0
+    for ours, theirs in _groups(shape, new):
+        several += len(ours) > 1 or len(theirs) > 1
+        if several > 1 or (len(ours) > 1 and len(theirs) > 1):
+            return refused
+        axes = [dims[i] for i in ours]
+        rest = list(itertools.chain(*axes))
+        if any(late and not early for early, late in itertools.pairwise(axes)):
+            return refused
+        for j in theirs:
+            left, own = new[j], []
+            while rest and (len(ours) > 1 or left % sizes[rest[0]] == 0):
+                left //= sizes[rest[0]]
+                own.append(rest.pop(0))
+            after[j] = tuple(own)
+            if left > 1:
+                break
+        if rest:
+            return refused
+    return tuple(after)
+
+
+def _groups(shape: Sizes, new: Sizes) -> Iterator[tuple[range, range]]:
+    """The fewest dims of both shapes, in order, that have as many elements."""
+    ends = [{math.prod(dims[:n]): n for n in range(len(dims), 0, -1)} for dims in (shape, new)]
+    i = j = 0
+    for elements in sorted(ends[0].keys() & ends[1].keys()):
+        yield range(i, i := ends[0][elements]), range(j, j := ends[1][elements])
