@@ -7,6 +7,7 @@ contraction, every problem with the book's answer beside ours, and what this mac
 """
 
 # %%
+import math
 import time
 
 import torch
@@ -16,6 +17,7 @@ from scaling.book.answers import Answer
 from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.hardware import chip
+from scaling.spec import parse
 
 page = Page(__doc__, device=True, plot=True)
 V5E, H100 = chip("v5e"), chip("h100", "part1")  # the H100 of this part's text: 9.89e14 FLOPs/s, 3.35e12 bytes/s
@@ -159,7 +161,8 @@ page.answers([
            "a core's 7.2e12 FLOPs/s over half of 2.8e12 bytes/s; 3 is one core's over the whole chip's bandwidth"),
     Answer("A bf16 matmul on a v5e is compute-bound from B =", "240", cost.critical_batch(C, W), "tokens"),
     Answer("A bf16 matmul on an H100 ('closer to 300')", "300", cost.critical_batch(h100_flops, H100.hbm_bw), "tokens"),
-    Answer("512 sequences of 4096 tokens on 2048 GPUs", "1e3", 512 * 4096 / 2048, "tokens"),
+    Answer("512 sequences of 4096 tokens on 2048 GPUs", "1e3",
+           math.prod(parse("t[B_X, T_C]").local_shape({"B": 512, "T": 4096}, {"X": 512, "C": 4})), "tokens"),
     Answer("FLOPs/B of a matmul by tiles of 128 x 512 and 512 x 256", "", tiled.intensity, "FLOPs/B",
            "tends to bm bn/(bm + bn) = 85.33 as k grows; here k = 2^20"),
     Answer("Two chips: C/W of a v5e's link", "4377", C / link, "FLOPs/B"),

@@ -106,7 +106,7 @@ def yes(value: bool) -> str:
 opened, closed = (cost.all_gather(1e9, V5E, (16, 16), wrap=wrap) for wrap in (False, True))
 page.answers([
     Answer("HBM/s over PCIe, v4p ('close to 100x')", "100", V4P.hbm_bw / V4P.pcie_bw, "times",
-           erratum="1.2e12 / 1.6e10 by the tables"),
+           "1.2e12 / 1.6e10 by the tables", hedged="close to 100x"),
     Answer("HBM/s of a v5p", "2.8e12", V5P.hbm_bw, "bytes/s"),
     Answer("ICI of a v5p 'per axis'", "9e10", V5P.ici_bw, "bytes/s", erratum=
            "9e10 is a link, one way; an axis has two links at a chip, as the table of interconnects says"),

@@ -174,8 +174,8 @@ page.answers([
     Answer("FLOPs/s of a core of v5p", "2.5e14", V5P.flops() / V5P.cores, "FLOPs/s", rounded=
            (5e14 / V5P.cores, "5e14 for the chip's 4.59e14")),
     Answer("FLOPs/s of a pod of v5p ('4 exaFLOPs/s')", "4e18", V5P.pod_chips * V5P.flops(), "FLOPs/s"),
-    Answer("Multiply-adds/s of a TPU's systolic arrays", "200e12", V5E.flops() / 2, "per s",
-           erratum="200e12 are a v5e's FLOPs/s; a multiply-add is two"),
+    Answer("Multiply-adds/s of a TPU's systolic arrays", "200e12", V5P.flops() / 2, "per s", "of a v5p, two FLOPs each",
+           hedged="around 200 trillion"),
     Answer("Intensity that VMEM asks for (10 to 20)", "11", V5E.flops() / vmem_bw, "FLOPs/B", "22 times HBM's speed"),
     Answer("Vector FLOPs/s of a v5p core (pop quiz)", "7e12", vpu, "FLOPs/s", "8 x 128 x 4 at 1.75 GHz"),
     Answer("MXU over VPU, v5p core", "30", V5P.flops() / V5P.cores / vpu, "times"),

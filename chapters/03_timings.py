@@ -94,7 +94,8 @@ hop = V * ring["ReduceScatter", 2] / (16 * 32) / V5E.link_bw / 8  # of the eight
 routed = Torus((16,), (True,)).all_to_all_seconds(V, V5E.link_bw)
 page.answers([
     Answer("Latency-bound below, a link of a v5e", "45", V5E.link_bw * V5E.hop_latency / 1e3, "kB"),
-    Answer("10 MB, where the measured bandwidth peaks: a chip's 16th", "625", 10e6 / 16 / 1e3, "kB"),
+    Answer("10 MB, where the measured bandwidth peaks: a chip's 16th", "625",
+           parse("A[I_X]").nbytes({"I": 10**7}, {"X": 16}, "int8") / 1e3, "kB"),
     Answer("Pop quiz 2: each device holds", "8.4", quiz.nbytes(large, {"Y": 4}, "bf16") / 1e6, "MB"),
     Answer("Pop quiz 2: AllGather_Y([E_Y, F]), were it a ring", "377",
            US * cost.all_gather(nbytes["large"], V5E, 4, wrap=True), "us",
@@ -113,7 +114,8 @@ page.answers([
     Answer("2 fun fact: 2.1 over X and the idle Z", "11.5", took["2.1 with idle Z"], "us",
            rounded=(23 / 2, "23 for 23.3")),
     Answer("2 fun fact: 2.2 over all three axes", "31", took["by time, Z as well"], "us"),
-    Answer("3 AllGather_X([B_X]), B = 128: each device holds", "64", 2 * 128 / 4, "bytes"),
+    Answer("3 AllGather_X([B_X]), B = 128: each device holds", "64",
+           parse("A[B_X]").nbytes({"B": 128}, {"X": 4}, "bf16"), "bytes"),
     Answer("3 AllGather_X([B_X]) takes", "2", US * cost.all_gather(2 * 128, V4P, 4), "us", "two hops, both ways"),
 ])  # fmt: skip
 

@@ -29,7 +29,8 @@ page = Page(__doc__, plot=True)
 # ## FLOPs and bytes of a layer
 # The book's Takeaways for two matrices in bf16, beside what a strategy's own forward and backward do on an abstract
 # mesh, where arrays have a shape and no data. An AllReduce is an AllGather and a ReduceScatter, so it counts twice.
-# Every row must agree. The book's own 8BD/X for the backward of FSDP + TP is an erratum.
+# Every row must agree. Two errata: the book's 8BD/X for the backward of FSDP + TP; and FSDP "saves on backward pass
+# FLOPs": its rows are those of DP, what it saves is memory.
 
 # %%
 SIZES = {"B": 16, "D": 12, "F": 40, "X": 4, "Y": 2}
@@ -256,7 +257,7 @@ m13 = get("llama2-13b")
 p13, widths = params(m13), [m13.D, m13.F, m13.F]
 state = cost.training_memory(13e9, grad_bytes=0)
 kept = {tokens: cost.checkpoint_bytes(tokens, widths, m13.L) for tokens in (16e6, 3e6)}
-slice_, yes = 16**3, {True: "yes", False: "no"}
+slice_, length, yes = 16**3, 2**15, {True: "yes", False: "no"}
 limits = {"FSDP": ALONE, "FSDP+TP": cost.mixed_threshold(m13.F, *TORUS)}  # tokens per chip
 chosen = {tokens: next(name for name, limit in limits.items() if tokens / slice_ > limit) for tokens in (1e6, 3e6, 1e7)}
 page.answers([
@@ -267,7 +268,7 @@ page.answers([
     Answer("2 params and Adam's state", "130e9", state.total, "bytes"),
     Answer("2 activations, 3 checkpoints a layer, 16M tokens", "42e12", kept[16e6], "bytes"),
     Answer("3 HBM of 16x16x16", "393e12", slice_ * V5P.hbm_bytes, "bytes"),
-    Answer("3 sequences of 32k in 3M tokens", "96", 3 * 2**20 / 2**15, "sequences"),
+    Answer("3 sequences of 32k in 3M tokens", "96", 3 * 2**20 / length, "sequences"),
     Answer("3.1 pure DP fits", "no", yes[state.fits(V5P.hbm_bytes)], "", "130 GB on each chip of 96 GB"),
     Answer("3.2 checkpoints of 3M tokens", "7.86e12", kept[3e6], "bytes"),
     Answer("3.2 memory in all", "8e12", kept[3e6] + state.total, "bytes"),

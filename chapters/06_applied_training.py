@@ -14,6 +14,7 @@ from scaling.book.page import Page
 from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
 from scaling.plan import Estimate, Fixed, Job, Layout, evaluate, plans
 from scaling.plan.network import book as rings
 
@@ -89,7 +90,7 @@ page.answers([
     Answer("params, optimizer state and checkpoints", "21.6e12", four.total, "bytes"),
     Answer("fewest chips that hold them", "225", four.total / V5P.hbm_bytes, "v5p", "226 whole ones"),
     Answer("days on 225 chips", "1752", days(flops, 225), "days", rounded=(44 * POD / 225, "44 days on a pod")),
-    Answer("1752 days in years ('nearly four')", "4", 1752 / 365, "years", erratum="4.8 years"),
+    Answer("1752 days in years ('nearly four')", "4", days(flops, 225) / 365, "years", erratum="4.8 years"),
     Answer("memory of a chip on a pod", "2.4e9", four.total / POD, "bytes"),
     Answer("memory of a chip with 12 checkpoints a layer", "8e9", twelve.total / POD, "bytes",
            erratum="(0.7 + 62.9) TB / 8960"),
@@ -145,7 +146,8 @@ page.answers([
     Answer("FSDP+TP needs: tokens a chip", "113", cost.mixed_threshold(L70.F, C, ici(2), ici(1)), "tokens"),
     Answer("70B on a pod is compute-bound by", "FSDP+TP", regime("70B, a pod")),
     Answer("X_opt", "1618", cost.mixed_optimum(4.19e6, L70.F, POD, 2, 1), "ways"),
-    Answer("2048 x 4: chips", "8960", 2048 * 4, "v5p", erratum="no slice of 16x20x28; 2240 x 4 is all of it"),
+    Answer("2048 x 4: chips", "8960", AbstractMesh({"X": 2048, "Y": 4}).size(), "v5p",
+           erratum="no slice of 16x20x28; 2240 x 4 is all of it"),
 ])  # fmt: skip
 
 # %% [markdown]
@@ -173,9 +175,9 @@ page.table(
 page.say("\nForward and backward are bound each on its own: where compute binds and the last column is above 1, one of "
          "the two waits. The book's 8,192 chips are no slice of a pod: each axis counts as a ring.")  # fmt: skip
 page.answers([
-    Answer("the planner: FSDP alone on a pod is bound by", "fsdp", found["70B, a pod, no TP"].cost.bound),
-    Answer("the planner: the book's DP 1024 x SP 2 x TP 4", "compute", found["70B, the book's"].cost.bound),
-    Answer("the planner: its own mesh of 8,960", "compute", found["70B, a pod"].cost.bound),
+    Answer("the planner: FSDP alone on a pod is bound by", "", found["70B, a pod, no TP"].cost.bound, "", "468 < 850"),
+    Answer("the planner: the book's DP 1024 x SP 2 x TP 4", "", found["70B, the book's"].cost.bound, "", "113 < 468"),
+    Answer("the planner: its own mesh of 8,960", "", found["70B, a pod"].cost.bound, "", "by its lower bound"),
 ])  # fmt: skip
 
 # %% [markdown]

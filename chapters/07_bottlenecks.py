@@ -131,7 +131,7 @@ page.answers([
     Answer("In bf16", "26", weights / 1e9, "GB"),
     Answer("Training, float32 optimizer state ('around 100GB')", "100",
            cost.training_memory(tm.num_params(l13), grad_bytes=0).total / 1e9, "GB",
-           erratum="10 bytes a param, as in Part 5"),
+           "10 bytes a param, as in Part 5", hedged="around 100GB"),
     Answer("An activation of 8k tokens", "80", 8192 * l13.D * 2 / 2**20, "MiB"),
     Answer("A cache of 8192 tokens, bf16", "6.7", kv / 1e9, "GB"),
     Answer("Caches that exceed the params", "4", next(n for n in range(1, 9) if n * kv > weights), ""),
@@ -192,7 +192,7 @@ page.answers([
     Answer("The largest batch that fits", "16", fit, "",
            erratum="133.2 GB are more than 8 x 16e9 bytes; with 16 GiB a chip 16 would fit"),
     Answer("5x smaller: a batch of 64 fits", "yes", "yes" if fit5 >= 64 else "no", "", f"up to {fit5}"),
-    Answer("A cache of the table, '6.7 GiB'", "6.7", 6.7e9 / 2**30, "GiB", erratum="6.7e9 bytes: the units are GB"),
+    Answer("A cache of the table, '6.7 GiB'", "6.7", loads[""].kv(S) / 2**30, "GiB", erratum="the units are GB"),
     Answer("HBM of 8 v5e", "128", 8 * HBM / 1e9, "GB"),
     Answer("Their bandwidth ('6.5TiB/s')", "6.5", 8 * W / 1e12, "TB/s"),
     Answer("Their FLOPs ('1600TF/s')", "1600", 8 * C / 1e12, "TFLOPs/s"),
@@ -279,15 +279,15 @@ page.answers([
 # An AllGather takes a microsecond a hop at least: X/2 hops on a ring of X. Its bytes take less if V < X times 45 kB.
 
 # %%
-ring = cost.latency_bound_bytes(V5E, 8, wrap=True)
+ring, wide = cost.latency_bound_bytes(V5E, 8, wrap=True), get("llama3-70b").D  # 8192
 page.answers([
     Answer("C 8 ways, a ring: latency-bound below", "360", ring / 1e3, "kB"),
-    Answer("C activations of 16 tokens, D = 8192, int8", "131", 16 * 8192 / 1e3, "kB"),
+    Answer("C activations of 16 tokens, D = 8192, int8", "131", 16 * wide / 1e3, "kB"),
     Answer("C latency-bound below ('total bytes < W_ICI x 1e-6')", "90", ring / 1e3, "kB",
            erratum="bytes per shard, one way: 45 kB for each of the 8"),
-    Answer("C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =", "", 16 * 8192 / 45e3, "ways", "one way"),
+    Answer("C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =", "", 16 * wide * 8 / ring, "", "ways"),
     Answer("C 8 ways on a line, as 8 of a v5e without wraparound", "",
-           cost.latency_bound_bytes(V5E, 8, wrap=False) / 1e3, "kB", "7 hops over one link"),
+           cost.latency_bound_bytes(V5E, 8, wrap=False) / 1e3, "kB", "7 hops, and 7/8 of the bytes, over one link"),
 ])  # fmt: skip
 page.end()
 

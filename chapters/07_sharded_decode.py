@@ -243,11 +243,13 @@ page.chart(
 page.answers([
     Answer("FSDP: gathering all weights on a 4x4 over reading a 16th", "", 16 * W / V5E.bandwidth("line", axes=2),
            "times", "16 W_hbm over two lines: what the book calls impossible"),
-    Answer("beta = W_hbm / W_ici of v5e ('around 8')", "8", W / ici_bw, "", erratum="8.2e11 / 9e10"),
-    Answer("beta of v6e", "8", chip("v6e").hbm_bw / chip("v6e").bandwidth("ici"), "", erratum="1.6e12 / 1.8e11"),
+    Answer("beta = W_hbm / W_ici of v5e ('around 8')", "8", W / ici_bw, "", "8.2e11 / 9e10", hedged="around 8"),
+    Answer("beta of v6e", "8", chip("v6e").hbm_bw / chip("v6e").bandwidth("ici"), "", "1.6e12 / 1.8e11",
+           hedged="around 8"),
     Answer("F = 16384, B = 32: up to Y =", "64", decoding.bandwidth_limit(16384, 32, W, ici_bw), "ways",
            erratum="16384 / (32 x 9.1)"),
-    Answer("Prefill: F = 16384 on one axis up to Y =", "7.4", cost.tensor_limit(16384, V5E.flops(), ici_bw), "ways"),
+    Answer("Prefill: F = 16384 on one axis up to Y =", "", cost.tensor_limit(16384, V5E.flops(), ici_bw), "ways",
+           "F W_ici / C"),
     Answer("B = 32, F = 16384 on a line, without wraparound", "",
            decoding.bandwidth_limit(16384, 32, W, V5E.bandwidth("line")), "ways", "half of it"),
 ])  # fmt: skip

@@ -70,7 +70,8 @@ page.title("4. Code (inductor): the conversion is a fused loop, the layouts are 
 code = stack.generated(multiply, *operands) if page.args.compile else stack.STORED.read_text()
 page.say("\n".join(line for line in code.splitlines() if any(w in line for w in ("# ", "for(", "auto tmp", "bmm("))))
 page.answers([
-    Answer("FLOPs of the program: 2 x 128 x 256 x 16", "", 2 * 128 * 256 * 16 / 1e6, "MFLOP", "one product"),
+    Answer("FLOPs of the program: 2 x 128 x 256 x 16", "",
+           2 * operands[0].numel() * operands[1].shape[1] / 1e6, "MFLOP", "one product"),
     Answer("Its HLO has a convert, a dot, 2 parameters; ours: products", "1", found["product"], "", "counted"),
 ])  # fmt: skip
 
@@ -119,7 +120,7 @@ page.answers([
 # profile shows is one device's share: batch 8 of 32, 16,384 features of 32,768.
 
 # %%
-core = chip("v2").flops("bf16") / 2
+core, link = chip("v2").flops("bf16") / 2, chip("v2").bandwidth("ici", axes=1)
 B, T, D, F, N, H = 32, 1024, 8192, 32768, 32, 256
 ffw = 2 * B * T * D * F / (core * 8)
 shard = hlo.parse_shape("bf16[8,1024,8192]")
@@ -127,10 +128,10 @@ page.title("The FFW block and attention on a TPU v2 4x2")
 page.answers([
     Answer("W_in: 2 x 32 x 1024 x 8192 x 32768 FLOPs on 8 cores", "95.6", ffw * 1e3, "ms"),
     Answer("and as the book measured: share of the roofline", "", ffw / 96e-3, "", "96 ms in the profile"),
-    Answer("tokens of each data-parallel shard", "8192", 8 * 1024, "tokens"),
+    Answer("tokens of each data-parallel shard", "8192", shard.shape[0] * shard.shape[1], "tokens"),
     Answer("ReduceScatter's array on each device", "128", shard.nbytes / 2**20, "MiB"),
-    Answer("ReduceScatter over one link both ways", "1.1", shard.nbytes / 1.2e11 * 1e3, "ms"),
-    Answer("and as measured: share of the roofline", "", shard.nbytes / 1.2e11 / 1.13e-3, "", "1.13 ms in the profile"),
+    Answer("ReduceScatter over one link both ways", "1.1", shard.nbytes / link * 1e3, "ms"),
+    Answer("and as measured: share of the roofline", "", shard.nbytes / link / 1.13e-3, "", "1.13 ms in the profile"),
     Answer("Exercise: W_Q[8192, 32, 256], heads over Y", "", 2 * B * T * D * N * H / (core * 8) * 1e3, "ms",
            "a quarter of W_in, since NH = D = F/4"),
     Answer("Exercise: scores and their sum, if no mask is used", "", 4 * B * T * T * N * H / (core * 8) * 1e3, "ms",

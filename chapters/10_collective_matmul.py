@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F_
 from torch.func import vjp
 
-from scaling import tree
+from scaling import cost, tree
 from scaling.book.answers import Answer
 from scaling.book.listing import difference
 from scaling.book.page import Page
@@ -118,18 +118,24 @@ page.answers([
 # %% [markdown]
 # ## What it should hide
 # The book's example, A[1024, 2048] W[2048, 8192] on a mesh X=2, Y=4, with a ring along Y: bf16 on a v5e. A device's
-# blocks are multiplied one by one; one product of a ring is beside no hop: of shards the last, of sums the first. So a
-# form takes T/n + max(hops, T (n-1)/n), where T is its product's time; an AllReduce also shows the rounds
-# at its two ends. Each hop costs a microsecond at least. Look at how the last column turns: short of some size the
-# latency of many hops is more than what is hidden.
+# blocks are multiplied one by one, each by its FLOPs or by the bytes that HBM reads and writes; one product of a ring
+# is beside no hop: of shards the last, of sums the first. So a form takes T/n + max(hops, T (n-1)/n), where T is its
+# product's time; an AllReduce also shows the rounds at its two ends. Each hop costs a microsecond at least. Look at how
+# the last column turns: short of some size the latency of many hops is more than what is hidden.
 
 # %%
 V5E, n = chip("v5e"), 4
 
 
+def product_seconds(B: int, D: int, F: int, form: str) -> float:
+    """Of one device's products, by FLOPs or by what they read and write: W's columns, or its rows and those of A."""
+    rows, columns = (D, F // n) if form == "AllGather" else (D // n, F)
+    return cost.matmul(B, rows, columns, V5E.flops(), V5E.hbm_bw).lower
+
+
 def seconds(B: int, D: int, F: int, form: str, ways: int) -> tuple[float, float, float]:
     """(the product, one after the other, the collective matmul) on n v5e in a ring, of A[B, D] W[D, F] in bf16."""
-    product = 2 * B * D * F / n / V5E.flops()
+    product = product_seconds(B, D, F, form)
     V, link = 2 * B * (D if form == "AllGather" else F), V5E.need("link_bw")
     hops = n - 1 if ways == 1 else n // 2
 
@@ -159,9 +165,6 @@ product, serial, _ = seconds(*book, "AllGather", 2)
 page.answers([
     Answer("The example's product on a device, v5e, bf16", "", 1e6 * product, "us",
            "2 * 512 * 2048 * 2048 FLOPs; the book's 224 us are of older chips, whatever its comment says"),
-    Answer("The book's collective matmul over its jit", "0.78", 244 / 311, "times", "its own times, in us"),
-    Answer("Hidden of the AllGather there, of what could be", "", 100 * (311 - 244) / (311 - 224), "%",
-           "its own times: jit 311 us, collective matmul 244, the product alone 224"),
     Answer("Ours over one after the other, AllGather, v5e", "", ratios[book, "AllGather"], "times", "the table"),
     Answer("Q3.1: the AllReduce form, v5e", "", ratios[book, "AllReduce"], "times",
            "the sums of the first tile and the gather of the last stay visible"),

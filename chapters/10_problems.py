@@ -16,7 +16,7 @@ import torch.nn.functional as F_
 from torch.func import vjp
 from torch.utils.flop_counter import FlopCounterMode
 
-from scaling import auto, tree
+from scaling import auto, cost, tree
 from scaling.book.answers import Answer
 from scaling.book.largest import largest
 from scaling.book.listing import difference
@@ -25,6 +25,7 @@ from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.shard_map import shard_map
+from scaling.spec import parse
 from scaling.strategies.collective_matmul import matmul_reduce, matmul_scatter, mlp
 from scaling.strategies.expert.ways import gathered, grouped, masked_loop, ragged
 from scaling.trace import trace
@@ -232,7 +233,8 @@ page.say("\nthe block here, ms: " + ", ".join(f"{name} {t:.2f}" for name, t in t
 def block_on(name: str, B: int, D: int, F: int, n: int, ways: int) -> tuple[float, float]:
     """Seconds of the block in bf16 on a ring of n chips: (one after the other, both collectives hidden)."""
     c = chip(name)
-    product, V, link = 2 * B * D * F / n / c.flops(), 2 * B * D, c.need("link_bw")
+    product, V = cost.matmul(B, D, F // n, c.flops(), c.hbm_bw).lower, 2 * B * D
+    link = c.need("link_bw")
     hops = (n - 1 if ways == 1 else n // 2) * max(V / n / link, c.hop_latency)
     serial = 2 * (product + max(V * (n - 1) / n / (2 * link), n // 2 * c.hop_latency))
     return serial, 2 * (product / n + max(hops, product * (n - 1) / n))
@@ -245,7 +247,8 @@ page.answers([
     Answer("4: one after the other over overlapped, both ways, v5e", "", serial / both, "times",
            "2 hops in place of 3, still longer than their products"),
     Answer("4: both ways over one way, the block", "", one / both, "times", "2 hops in place of 3"),
-    Answer("3.1: Out[B_X, F] is, over Y", "not replicated", "replicated",
+    Answer("3.1: Out[B_X, F] is, over Y", "not replicated",
+           "replicated" if "Y" in parse("Out[B_X, F]").replicated({"X": 2, "Y": 2}) else "not replicated",
            erratum="an AllReduce over Y leaves the same on every device of Y, as the type says"),
 ])  # fmt: skip
 page.end()

@@ -210,7 +210,7 @@ slow, fast = (gpu.all_reduce(1, H100, 8, sharp=sharp) for sharp in (False, True)
 two, one = (gpu.all_to_all(1, H100, n) for n in (16, 8))
 shares = {z: [gpu.nonzero_share(z, 4, random) * (z - 1) / z for random in (True, False)] for z in (4, 16, 64)}
 spine_only = gpu.all_gather(1, H100, 4, inner=256)  # four SUs, every GPU of each with a part of its own
-mlp = 2 * 8192 * 28672 / 8
+mlp, sharp = 2 * 8192 * 28672 / 8, 2.71e11 / 2.1e11  # the latter as measured in the figure
 page.answers([
     Answer("Pop quiz 1: AllGather of bf16[1024, 16384]", "75", US * gpu.all_gather(pop, H100, 8, exact=False), "us"),
     Answer("Pop quiz 1: the same AllGather, precisely", "65", US * gpu.all_gather(pop, H100, 8), "us"),
@@ -218,10 +218,22 @@ page.answers([
     Answer("Pop quiz 2: AllToAll with 4 of 8 entries", "0.5", gpu.all_to_all(1, H100, 8, k=4) / one, "times"),
     Answer("LLaMA-3 70B's MLP, 8-way: a shard", "58", mlp / 1e6, "MB", "an AllReduce of it reaches 150 of 450 GB/s"),
     Answer("Bus bandwidth at 8.6 GB of 450 GB/s ('close to 370')", "370", max(BUS.values()) / GB, "GB/s", "measured"),
+    Answer("'T_AR or RS', the general rule: an AllReduce over a ReduceScatter", "1",
+           gpu.all_reduce(1, H100, 1024) / gpu.reduce_scatter(1, H100, 1024), "times", erratum=
+           "it is the time of an AllGather or a ReduceScatter"),
+    Answer("App. B: 'min(K / Z)' of K = 8 experts on Z = 4 devices", "2", gpu.nonzero_share(4, 8), "", erratum=
+           "min(K/Z, 1): no more than all of them"),
+])  # fmt: skip
+
+# %% [markdown]
+# What SHARP gains, and the bandwidth of each level.
+
+# %%
+page.answers([
     Answer("SHARP's gain in a node, in theory", "75", 100 * (slow / fast - 1), "%"),
-    Answer("SHARP's gain as measured, 2.1e11 to 2.71e11 bytes/s", "30", 100 * (2.71 / 2.1 - 1), "%",
+    Answer("SHARP's gain as measured, 2.1e11 to 2.71e11 bytes/s", "30", 100 * (sharp - 1), "%",
            "read off the figure"),
-    Answer("SHARP: the bus of 8.6 GB with this gain", "480", max(BUS.values()) / GB * 2.71 / 2.1, "GB/s"),
+    Answer("SHARP: the bus of 8.6 GB with this gain", "480", max(BUS.values()) / GB * sharp, "GB/s"),
     Answer("AllGather bandwidth of a node", "514", gpu.collective_bw(H100, 8) / GB, "GB/s"),
     Answer("AllGather bandwidth of an SU", "413", gpu.collective_bw(H100, 256) / GB, "GB/s"),
     Answer("AllGather bandwidth of the spine's own ring", "17.1", 1 / spine_only / TB, "TB/s"),

@@ -7,6 +7,8 @@ and Appendix A. The collectives behind it: 12_gpu_networks.py.
 """
 
 # %%
+import math
+
 from scaling import cost
 from scaling.book.answers import Answer
 from scaling.book.page import Page
@@ -43,7 +45,7 @@ for hw in (H100, B200, GB200):
         f"{gpu.expert_min_width(2 * node, 8, hw):,.0f}", f"{gpu.expert_min_width(64 * node, 8, hw):,.0f}",
     ]  # fmt: skip
 names = ["GPUs of a node", "DP, ZeRO in a node: tokens a GPU", "... between nodes", "... both at once: the larger",
-         "... between 2 nodes", "... each replica on 8 nodes", "TP in a node: ways", "TP over two nodes: ways",
+         "... over 2 nodes", "... each replica on 8 nodes", "TP in a node: ways", "TP over two nodes: ways",
          "EP on 2 nodes: F above", "EP on 64 nodes: F above"]  # fmt: skip
 page.table(list(zip(names, *columns.values(), strict=True)), ["", *columns])
 per_gpu = (100, 10_000)
@@ -62,7 +64,7 @@ page.chart(
 # %%
 stages = 64
 hops = cost.pipeline_comms(1, 1, 2, stages, 2 * stages)  # in units of 2BD/W, twice as many microbatches as stages
-v3 = get("deepseek-v3")
+v3, deepseek_batch = get("deepseek-v3"), 15_360 * 4096  # sequences of 4096 tokens
 page.answers([
     Answer("DP in a node of H100s: tokens per GPU", "2200", INSIDE, "tokens"),
     Answer("DP beyond the node", "2475", gpu.data_threshold(H100), "tokens"),
@@ -70,11 +72,11 @@ page.answers([
     Answer("DP of LLaMA-3's 16,000 H100s: batch", "40e6", 16000 * ACROSS, "tokens"),
     Answer("DP in a node of H800s: tokens per GPU", "3300", H800.intensity("node"), "tokens"),
     Answer("DP of DeepSeek-V3's 2048 H800s: batch", "6.7e6", 2048 * H800.intensity("node"), "tokens"),
-    Answer("DeepSeek-V3's own batch ('they used 4M')", "4e6", 4096 * 15360, "tokens",
+    Answer("DeepSeek-V3's own batch ('they used 4M')", "4e6", deepseek_batch, "tokens",
            erratum="15,360 sequences of 4096, as the Examples say"),
     Answer("MoE, E = 128, k = 4: DP across nodes", "79,200", cost.expert_inflation(128, 4) * ACROSS, "tokens"),
-    Answer("DP over the 16 GPUs of 2 nodes", "1237", C * gpu.all_gather(1, H100, 16), "tokens",
-           erratum=f"{gpu.data_threshold(H100, 2):.0f} is the network's; the 8 GPUs of a node need 7/8 of 2200 (Quiz "
+    Answer("DP over the 16 GPUs of 2 nodes", "1237", gpu.data_threshold(H100, 2), "tokens",
+           erratum=f"{ACROSS / 2:.0f} is the network's; the 8 GPUs of a node need 7/8 of 2200 (Quiz "
            "4.5 finds the node slower, too), unless TP or EP fills it"),
     Answer("DP on an H100 or B200 ('about 2500')", "2500", gpu.data_threshold(B200), "tokens",
            erratum="on a B200 it is 5625 (Quiz 5)"),
@@ -97,13 +99,12 @@ chips = 8 * 16 * 128
 v3_threshold = cost.expert_inflation(v3.E, v3.k) * gpu.data_threshold(H800, 2, model_nodes=64 * 16 // 8)
 llama_threshold = gpu.data_threshold(H100, model_nodes=8 * 16 // 8)
 page.answers([
-    Answer("DeepSeek-V3: tokens per GPU ('30k')", "30e3", 4096 * 15360 / 2048, "tokens"),
-    Answer("DeepSeek-V3: batch", "62,914,560", 4096 * 15360, "tokens"),
+    Answer("DeepSeek-V3: tokens per GPU ('30k')", "30e3", deepseek_batch / math.prod(deepseek.values()), "tokens"),
     Answer("DeepSeek-V3: GPUs of EP x PP x DP", "2048", deepseek["EP"] * deepseek["PP"] * deepseek["DP"], "GPUs"),
     Answer("DeepSeek-V3: nodes that 64 experts' shards span", "8", deepseek["EP"] / H800.node_gpus, "nodes"),
     Answer("DeepSeek-V3: model parallelism in all", "1024", deepseek["EP"] * deepseek["PP"], "ways"),
     Answer("DeepSeek-V3: bandwidth of DP 2 over that of many", "2",
-           gpu.data_threshold(H800) / gpu.data_threshold(H800, 2), "times", "X/(X - 1)"),
+           gpu.data_threshold(H800, model_nodes=128) / gpu.data_threshold(H800, 2, 128), "times", "X/(X - 1)"),
     Answer("DeepSeek-V3: DP is compute-bound from", "", v3_threshold, "tokens",
            f"E/k = {v3.E // v3.k} times 2475/128/2, far below 30,720"),
     Answer("LLaMA-3: tokens per GPU ('about 1k')", "1e3", 16e6 / chips, "tokens"),
@@ -136,7 +137,7 @@ page.answers([
     Answer("5.2.2 seconds on 4096 at 45% MFU", "3.5e6", seconds, "s"),
     Answer("5.2.2 days", "40", seconds / DAY, "days"),
     Answer("5.2.3 most TP in a node", "14.372", cost.tensor_limit(F70, C, W_node), "ways",
-           rounded=(F70 / 1995, "1995 for 990e12/450e9 = 2200")),
+           erratum="28672 / 1995; 990e12/450e9 is 2200"),
     Answer("5.2.3 8-way TP and DP: a GPU holds", "87.5", held.total / 1e9, "GB"),
     Answer("5.2.3 8-way TP and DP fits", "no", yes(held.fits(H100.hbm_bytes))),
     Answer("5.2.3 tokens per GPU", "976", own, "tokens"),
@@ -172,9 +173,9 @@ page.answers([
     Answer("5.3 70B: tokens per GPU", "2048", found["70B"][0], "tokens"),
     Answer("5.3 314B: tokens per GPU", "2048", found["314B"][0], "tokens"),
     Answer("5.3 16B: compute-bound from", "2,472", found["16B"][1], "tokens",
-           erratum="990e12/400e9 is 2475, as above"),
+           rounded=(found["16B"][1] * 989 / 990, "the 989e12 FLOPs/s of Part 1's H100")),
     Answer("5.3 70B: compute-bound from ('roughly 1k')", "1e3", found["70B"][1], "tokens",
-           erratum="two nodes a replica: 2475/2, so a quarter more"),
+           "two nodes a replica: 2475/2", hedged="roughly 1k"),
     Answer("5.3 314B: compute-bound from", "300", found["314B"][1], "tokens", "eight nodes a replica: 2475/8"),
     Answer("5.3 all three are compute-bound", "yes", yes(all(b > least for b, least, _ in found.values()))),
     Answer("5.3 a better layout of 314B: nodes a replica", "", found["314B"][2], "nodes",

@@ -14,6 +14,7 @@ from scaling.book import layout
 VERDICTS = ("agrees", "rounding", "erratum", "ours", "DIFFERS")
 WORDS = 16  # columns of an answer in words, beyond which it is continued on the next line
 CLOSE, NEAR = 0.05, 0.10  # relative differences that "agrees" and "rounding" allow at most, however coarse the digits
+HEDGED = 1 / 3  # and where the book says "around", "close to"
 
 
 def rounding(text: str) -> tuple[float, float]:
@@ -53,7 +54,8 @@ class Answer:
 
     Verdicts: "agrees", it rounds to what the book prints (and is within 5%); "rounding", the book has cut off or
     rounded on the way: within 10%, and either one unit of its last digit, or its number follows from `rounded`: (the
-    value by the book's rounded terms, which terms); "erratum", neither, with the reason in `erratum`; "ours", the book
+    value by the book's rounded terms, which terms), or within a third if `hedged` has the book's words, "around 100GB";
+    "erratum", neither, with the reason in `erratum`; "ours", the book
     has no answer and `note` says how ours follows; "DIFFERS", which fails the chapter, also when an erratum or a
     rounding is claimed that is none.
     """
@@ -65,6 +67,7 @@ class Answer:
     note: str = ""
     erratum: str = ""
     rounded: "tuple[float, str] | None" = None
+    hedged: str = ""
 
     @property
     def difference(self) -> "float | None":
@@ -88,13 +91,16 @@ class Answer:
             return "agrees"
         if isinstance(self.ours, str):
             return "DIFFERS"
+        if self.hedged:
+            return "rounding" if abs(off(self.book, self.ours)[0]) <= HEDGED else "DIFFERS"
         relative, units = off(self.book, self.ours)
         return "rounding" if abs(units) <= 1 + 1e-9 and abs(relative) <= NEAR else "DIFFERS"
 
     @property
     def why(self) -> str:
         rounded = f"the book takes {self.rounded[1]}" if self.rounded else ""
-        return "; ".join(part for part in (rounded, self.erratum, self.note) if part)
+        hedged = f'the book says "{self.hedged}"' if self.hedged else ""
+        return "; ".join(part for part in (rounded, hedged, self.erratum, self.note) if part)
 
     @property
     def row(self) -> tuple[str, ...]:

@@ -47,9 +47,13 @@ def all_gather(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
     lengths, rings = _torus(chip, axes, wrap)
     if not lengths:
         return 0.0
-    ports = sum(2 if ring else 1 for ring in rings)
+    return max(hops(lengths, rings) * chip.hop_latency, nbytes / _gather_rate(chip, lengths, rings, exact))
+
+
+def _gather_rate(chip: Chip, lengths: Sequence[int], rings: Sequence[bool], exact: bool) -> float:
+    """Bytes/s of V in an AllGather, its latency aside."""
     missing = 1 - 1 / math.prod(lengths) if exact or not any(rings) else 1
-    return max(hops(lengths, rings) * chip.hop_latency, nbytes * missing / (ports * chip.need("link_bw")))
+    return sum(2 if ring else 1 for ring in rings) * chip.need("link_bw") / missing
 
 
 def reduce_scatter(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
@@ -97,10 +101,10 @@ def point_to_point(nbytes: float, chip: Chip, hops: int, ports: int = 1) -> floa
     return nbytes / (ports * chip.need("link_bw")) + hops * chip.hop_latency
 
 
-def latency_bound_bytes(chip: Chip, axes: int | Sequence[int], wrap=None) -> float:
+def latency_bound_bytes(chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
     """V below which an AllGather is bound by the latency of its hops (Part 3): X * 45 kB on a ring of X v5e."""
     lengths, rings = _torus(chip, axes, wrap)
-    return hops(lengths, rings) * chip.hop_latency * sum(2 if r else 1 for r in rings) * chip.need("link_bw")
+    return hops(lengths, rings) * chip.hop_latency * _gather_rate(chip, lengths, rings, exact) if lengths else 0.0
 
 
 def seconds(op: str, nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:

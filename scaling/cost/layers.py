@@ -183,15 +183,15 @@ def tensor_limit(F: float, C: float, W: float) -> float:
     return F * W / C
 
 
-def mixed_threshold(F: float, C: float, W_X: float, W_Y: float, overlap: str = "max") -> float:
-    """Tokens per chip above which FSDP+TP at its best X is compute-bound: c C^2 / (W_X W_Y F).
+def mixed_threshold(F: float, C: float, W_X: float, W_Y: float, overlap: str = "max", matrices: float = 2) -> float:
+    """Tokens per chip above which FSDP+TP at its best X is compute-bound: c C^2 / (W_X W_Y F), for two matrices.
 
     c = 1 if the collectives of X and Y overlap, 4 if they follow each other: at X_opt both take the same time t, so
-    max is t, sum is 2t, and t^2 is proportional to N/B.
+    max is t, sum is 2t, and t^2 is proportional to N/B. A gated layer has a third matrix, and needs 2/3 as many.
     """
-    positive(F=F, C=C, W_X=W_X, W_Y=W_Y)
+    positive(F=F, C=C, W_X=W_X, W_Y=W_Y, matrices=matrices)
     one_of("overlap", overlap, OVERLAPS)
-    return (1 if overlap == "max" else 4) * C**2 / (W_X * W_Y * F)
+    return (1 if overlap == "max" else 4) * 2 / matrices * C**2 / (W_X * W_Y * F)
 
 
 def mixed_optimum(B: float, F: float, N: float, m_x: float = 1, m_y: float = 1, matrices: float = 2) -> float:

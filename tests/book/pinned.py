@@ -41,7 +41,7 @@ PINNED = INFERENCE | {
     "02_tpus": {
         "1 reading 200B params in bf16 from 32 v4p": 1e3 * 2 * 200e9 / 32 / 1.23e12,
         "FLOPs/s of a core of v5p": 4.59e14 / 2,
-        "Multiply-adds/s of a TPU's systolic arrays": 1.97e14 / 2,
+        "Multiply-adds/s of a TPU's systolic arrays": 4.59e14 / 2,
         "2 FLOPs/s of a v5e pod": 256 * 1.97e14,
         "3 the same over v6e's own PCIe": 9.2e14 / 3.2e10,
         "3 no batch is enough unless D = F/4 is at least": 71_876,  # above 5/4 of 57,500
@@ -144,7 +144,10 @@ PINNED = INFERENCE | {
     "06_applied_training": {
         "LLaMA-3 70B": P70,
         "days on 225 chips": 6 * 70e9 * 15e12 / (225 * 4.59e14 * 0.4) / 86400,
-        "1752 days in years ('nearly four')": 1752 / 365,
+        "1752 days in years ('nearly four')": 6 * 70e9 * 15e12 / (225 * 4.59e14 * 0.4) / 86400 / 365,
+        "the planner: FSDP alone on a pod is bound by": "fsdp",
+        "the planner: the book's DP 1024 x SP 2 x TP 4": "compute",
+        "the planner: its own mesh of 8,960": "compute",
         "memory of a chip with 12 checkpoints a layer": (10 * 70e9 + 2 * 8192 * 4e6 * 12 * 80) / 8960,
         "2048 x 4: chips": 8192,
         "1 four pods: tokens a chip": 2**22 / (4 * 8960),

@@ -33,7 +33,7 @@ INFERENCE = {
         "A least latency": 1e6 * 2**30 / 4 / 8.2e11,
         "C latency-bound below ('total bytes < W_ICI x 1e-6')": 8 * 45,
         "C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =": 16 * 8192 / 45e3,
-        "C 8 ways on a line, as 8 of a v5e without wraparound": 7 * 45,
+        "C 8 ways on a line, as 8 of a v5e without wraparound": 7 * 45 / (7 / 8),
     },
     "07_engine": {
         "Host DRAM of 8 v5e for prefixes: caches of 8k tokens": 360,  # 450 x 2^30 / (8192 x 163,840)
@@ -54,6 +54,7 @@ INFERENCE = {
         "beta = W_hbm / W_ici of v5e ('around 8')": 8.2e11 / 9e10,
         "beta of v6e": 1.6e12 / 1.8e11,
         "F = 16384, B = 32: up to Y =": 16384 / 32 * 9e10 / 8.2e11,
+        "Prefill: F = 16384 on one axis up to Y =": 16384 * 9e10 / 1.97e14,
         "B = 32, F = 16384 on a line, without wraparound": 16384 / 32 * 4.5e10 / 8.2e11,
         "7 with a gate, F = 4D: the first N": 145,  # above 64 x 4 x (3/4)^2 = 144
     },
@@ -101,10 +102,11 @@ INFERENCE = {
         "Latency at batch 1, 8k": 1e3 * (READ70 + 8192 * 163_840) / (16 * 8.2e11),
         "Latency at the largest batch, 8k": 1e3 * 138 * (8192 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14) / 16,
         "Throughput plateaus at 2k context at ('around')": 1e-3 / (2048 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14),
-        "Doubling the latency lowers the cost by": (READ70 + 2048 * 163_840) / 8.2e11 / (
-            2048 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14
+        "Doubling the latency lowers the cost by": (READ70 + 1024 * 163_840) / 8.2e11 / (
+            1024 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14
         ),
         "Reading caches takes longer than FLOPs beyond": 2 * READ70 / 1.97e14 * 8.2e11 / 163_840,
+        "Its code's flops_time over 2 params B / C, in bf16": 2,
         "Its code at 8k: the largest batch": 138,  # (256e9 - 70.55e9) / 1.342e9 = 138.2
         "1 FLOPs a token of 405B": 2 * READ405 / 1e9,
         "1 a forward pass of a token, FLOPs-bound: at least, over N": 1e3 * 2 * READ405 / 1.97e14,
@@ -148,14 +150,11 @@ INFERENCE = {
         "2 a layer at the roofline, by the example's sizes": (
             32 * 1024 * 8192 * (4 * 32768 + 8 * 8192 + 4 * 1024) / (23e12 * 8) * 1e3
         ),
-        "2 the naive layer's speed over the optimized one's": 67 / 184,
-        "2 what the newer compiler's two runs differ by: 10 of 90": 1 / 9,
     },
     "10_collective_matmul": {
         "Q4: one way over both ways, bytes of a link, 5 devices": 4 / 2,
         "Q4: one way over both ways, bytes of a link, 8 devices": 7 / 4,
         "The example's product on a device, v5e, bf16": 1e6 * 2 * 512 * 2048 * 2048 / 1.97e14,
-        "Hidden of the AllGather there, of what could be": 100 * 67 / 87,
         "Ours over one after the other, AllGather, v5e": (MM / 4 + 2 * HOP) / (MM + 1.5 * HOP),
         "Q3.1: the AllReduce form, v5e": (MM / 4 + 16 * HOP) / (MM + 12 * HOP),
     },
@@ -172,6 +171,8 @@ INFERENCE = {
     "10_shard_map": {},
     "12_gpu_networks": {
         "3.1 32 ports of a leaf switch, '32 * 400 / 8'": 32 * 400 / 8 / 1000,
+        "'T_AR or RS', the general rule: an AllReduce over a ReduceScatter": 2,
+        "App. B: 'min(K / Z)' of K = 8 experts on Z = 4 devices": 1,
         "AllToAll over 2 nodes against 1: more than": (1 / 4 / 400) / (7 / 64 / 450),
         "Collective bandwidth of a node: bisection x 2/N": 2 * 3600 / 8,
     },

@@ -1,3 +1,6 @@
+import ast
+from pathlib import Path
+
 import pytest
 
 from scaling import console
@@ -96,3 +99,25 @@ def test_columns_are_respected(monkeypatch):
     monkeypatch.setenv("COLUMNS", "10")
     assert layout.width() == 60
     assert console.fold("    indented " + "x " * 40).splitlines()[1].startswith("        x")
+
+
+def test_no_answer_of_ours_is_a_literal():
+    """Each is computed by the library, or from what the chapter has computed: at least a name stands in it."""
+    found = []
+    for path in sorted((Path(__file__).parents[2] / "chapters").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Answer":
+                own = [k.value for k in node.keywords if k.arg == "ours"] or node.args[2:3]
+                found.append((path.stem, node.lineno, any(isinstance(n, ast.Name) for n in ast.walk(own[0]))))
+    assert len(found) > 550
+    assert [place for *place, computed in found if not computed] == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"),
+    [(100.2, "agrees"), (75.0, "rounding"), (133.0, "rounding"), (66.0, "DIFFERS"), (134.0, "DIFFERS")],
+)
+def test_a_hedged_number(ours, verdict):
+    answer = Answer("q", "100", ours, hedged="close to 100x")
+    assert answer.verdict == verdict
+    assert "close to 100x" in answer.why

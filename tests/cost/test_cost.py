@@ -222,7 +222,7 @@ def test_without_switches_few_gpus_are_slow():
 
 def test_gpu_thresholds():
     assert gpu.data_threshold(H100) == 2475
-    assert gpu.data_threshold(H100, nodes=2) == 1237.5
+    assert gpu.data_threshold(H100, nodes=2, model_nodes=2) == 1237.5 / 2
     assert gpu.data_threshold(H100, model_nodes=8) == 309.375
     assert gpu.replicas_fit(70e9, H100) == 9
 
