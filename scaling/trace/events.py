@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from tabulate import tabulate
-
 from scaling.spec import Spec, format_axes
 
 
@@ -106,6 +104,8 @@ class Log:
             for event in self.events
         ]
         headers, align = ["line", "V bytes", "sent", "FLOPs", "ms"], ("left", "right", "right", "right", "left")
+        from tabulate import tabulate  # here: only to print needs it
+
         return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
 
 

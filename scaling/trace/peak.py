@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import optree
 import torch
-from tabulate import tabulate
 
 from scaling import trace
 from scaling._torch import TorchDispatchMode, storage_key
@@ -40,6 +39,8 @@ class PeakMemory:
         """The lines as they ran, each with the bytes alive after it, and the most between it and the next line."""
         rows = [(str(event), f"{now:,}", f"{peak:,}") for event, now, peak in self.steps]
         align = ("left", "right", "right")
+        from tabulate import tabulate  # here: only to print needs it
+
         return tabulate(rows, ["line", "bytes after", "peak"], "simple", colalign=align, disable_numparse=True)
 
 

@@ -39,6 +39,7 @@ class Size:
     F: int
     rows: int
     repeat: int = 1
+    dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         return f"L={self.L} D={self.D} F={self.F} rows={self.rows}"
@@ -66,7 +67,8 @@ class Contest:
     """`axes(ranks)`: the mesh; `wire_bytes(mesh_sizes, size)`: what a rank sends in a step, by the closed form;
     `chunks`: of a pipeline, the parts of the model that each rank has.
 
-    `theirs` has PyTorch's defaults, or with `tuned=True` its fastest settings.
+    `theirs` has PyTorch's defaults, or with `tuned=True` its fastest settings. But for pipelines both take
+    `compiled=True`: by torch.compile.
     """
 
     name: str
@@ -79,21 +81,24 @@ class Contest:
 
     def side(self, name: str) -> Callable:
         """`build(mesh, size, optimizer)` of one of SIDES."""
-        return {"ours": self.ours, "theirs": self.theirs, "tuned": partial(self.theirs, tuned=True)}[name]
+        fast, together = partial(self.theirs, tuned=True), partial(self.ours, compiled=True)
+        sides = {"ours": self.ours, "theirs": self.theirs, "tuned": fast, "ours compiled": together}
+        return (sides | {"tuned compiled": partial(fast, compiled=True)})[name]
 
 
-def initial(size: Size) -> dict[str, torch.Tensor]:
-    """The whole params, float32, the same on every rank: unit scale through the stack of gelus."""
-    g = torch.Generator().manual_seed(0)
+def initial(size: Size, device="cpu") -> dict[str, torch.Tensor]:
+    """The whole params, the same on every rank: unit scale through the stack of gelus."""
+    to = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": size.dtype}
     return {
-        "W_in": torch.randn(size.L, size.D, size.F, generator=g) / size.D**0.5,
-        "W_out": torch.randn(size.L, size.F, size.D, generator=g) / (0.65 * size.F**0.5),
+        "W_in": torch.randn(size.L, size.D, size.F, **to) / size.D**0.5,
+        "W_out": torch.randn(size.L, size.F, size.D, **to) / (0.65 * size.F**0.5),
     }
 
 
-def rows(size: Size) -> torch.Tensor:
+def rows(size: Size, device="cpu") -> torch.Tensor:
     """The whole batch In[B, D]."""
-    return torch.randn(size.rows, size.D, generator=torch.Generator().manual_seed(1))
+    g = torch.Generator(device).manual_seed(1)
+    return torch.randn(size.rows, size.D, generator=g, device=device, dtype=size.dtype)
 
 
 # Timing
@@ -111,14 +116,23 @@ def in_turn(steps: dict[str, Callable], count: int, repeat: int = 1, warmup: int
             start = perf_counter()
             for _ in range(repeat):
                 steps[name]()
+            settle()
             if sample >= 0:
                 seconds[name].append((perf_counter() - start) / repeat)
     return seconds
 
 
 def together() -> None:
+    settle()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+        settle()
+
+
+def settle() -> None:
+    """Wait for what runs on the GPU, where there is one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def slowest(per_rank: list[list[float]]) -> list[float]:
@@ -202,7 +216,9 @@ def sent_by(step: Callable, count: int = 2) -> float | None:
 
 
 def resident(peak: bool = False) -> int:
-    """Bytes of this process in memory, now or at most since `reset_peak`."""
+    """Bytes of this process in memory, now or at most since `reset_peak`; on a GPU of its tensors there."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     if not peak:
         trim()
     name = "VmHWM:" if peak else "VmRSS:"
@@ -211,6 +227,8 @@ def resident(peak: bool = False) -> int:
 
 
 def reset_peak() -> None:
+    if torch.cuda.is_initialized():
+        return torch.cuda.reset_peak_memory_stats()
     trim()
     Path("/proc/self/clear_refs").write_text("5")
 

@@ -42,10 +42,12 @@ class Native:
     """A wrapped model and its optimizer. `step(In, target)` makes one training step in place and returns this rank's
     share of the loss, whose gradients are those of the whole batch's sum of squares / rows; `layout` is that of
     activations between layers over Y: "D" as the book has it, "B" (sequence parallelism), or "whole" (an AllReduce).
-    `tuned`: the fastest settings instead of the default ones.
+    `tuned`: the fastest settings instead of the default ones; `compiled`: forward and backward by torch.compile.
     """
 
-    def __init__(self, strategy: str, params: dict, mesh, optimizer="adamw", lr=1e-3, layout="D", tuned=False):
+    def __init__(
+        self, strategy, params: dict, mesh, optimizer="adamw", lr=1e-3, layout="D", tuned=False, compiled=False
+    ):
         self.strategy, sizes = strategy, mesh.sizes
         self.model = nn.Sequential(*map(Block, params["W_in"], params["W_out"])).to(mesh.device)
         self.replicas = sizes.get("X", 1)
@@ -61,6 +63,7 @@ class Native:
         if strategy in ("data_parallel", "zero"):
             group = mesh.group(("X",)).pg
             self.model = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=tuned)
+        self.call = torch.compile(self.model) if compiled else self.model
         rule, weights = OPTIMIZERS[optimizer], list(self.model.parameters())
         # Of a DTensor there is no fused SGD: foreach is then the best there is.
         fast = "foreach" if optimizer == "sgd" and isinstance(weights[0], DTensor) else "fused"
@@ -73,7 +76,7 @@ class Native:
     def backward(self, In: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
         """Gradients of loss(Out), this rank's share, into `.grad`; those over X are averaged, hence the factor."""
         self.optimizer.zero_grad()
-        share = loss(self.model(In))
+        share = loss(self.call(In))
         (share * self.replicas).backward()
         return share.detach()
 

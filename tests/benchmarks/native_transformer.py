@@ -67,7 +67,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(W, config) for W in layers)
         self.norm = nn.RMSNorm(config.D, eps=config.eps) if last == config.L else None
         self.unembed = linear(params["unembed"]) if last == config.L else None
-        both = tables(torch.arange(T), config.H, config.theta, None, torch.float32)
+        like = params["embed"]
+        both = tables(torch.arange(T, device=like.device), config.H, config.theta, None, like.dtype)
         for name, table in zip(("cos", "sin"), both, strict=True):
             self.register_buffer(name, table, persistent=False)
 
@@ -103,22 +104,24 @@ def fully_sharded(model: Model, devices, keep: bool = False) -> None:
     fully_shard(model, **options)
 
 
-def step_of(params: dict, config: Config, mesh, tokens: Tensor, targets: Tensor, rate: float, tuned: bool):
+def step_of(params: dict, config: Config, mesh, tokens, targets, rate: float, tuned: bool, compiled: bool = False):
     """step() -> this rank's share of the mean loss, on tokens and targets [B_X, T] of this rank."""
     warnings.simplefilter("ignore")  # of torch's own code
-    model, devices, sizes = Model(params, config, tokens.shape[1]), mesh.device_mesh, mesh.sizes
+    model, sizes = Model(params, config, tokens.shape[1]), mesh.sizes
     X, Y = sizes.get("X", 1), sizes.get("Y", 1)
+    devices = mesh.device_mesh if X * Y > 1 else None
     if Y > 1:
         split_over_y(model, devices["Y"] if X > 1 else devices)
     if X > 1:
         fully_sharded(model, devices["X"] if Y > 1 else devices)
     update = torch.optim.AdamW(model.parameters(), lr=rate, **({"fused": True} if tuned else {}))
     count = targets.numel() * X
+    call = torch.compile(model) if compiled else model
 
     def step():
         update.zero_grad()
         with loss_parallel() if Y > 1 else nullcontext():
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / count
+            loss = F.cross_entropy(call(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / count
             (loss * X).backward()
         update.step()
         loss = loss.detach()
@@ -138,7 +141,7 @@ def staged_step_of(params: dict, config: Config, mesh, tokens, targets, rate: fl
         modules.append(Model(params, config, tokens.shape[1], s * depth, (s + 1) * depth))
         if X > 1:
             fully_sharded(modules[-1], mesh.device_mesh["X"], keep=True)
-        stages.append(pipelining.PipelineStage(modules[-1], s, 2 * Z, torch.device("cpu"), group=group))
+        stages.append(pipelining.PipelineStage(modules[-1], s, 2 * Z, mesh.device, group=group))
     count = targets.numel() * X
 
     def loss_of(logits, wanted):
@@ -154,6 +157,6 @@ def staged_step_of(params: dict, config: Config, mesh, tokens, targets, rate: fl
         given = {"target": targets, "losses": losses} if z == Z - 1 else {}
         run.step(*([tokens] if z == 0 else []), **given)
         update.step()
-        return sum(losses).detach() / X if losses else torch.zeros(())
+        return sum(losses).detach() / X if losses else torch.zeros((), device=mesh.device)
 
     return step

@@ -13,7 +13,6 @@
 import json
 import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from harness import RATE, SIZES, Size, in_turn, initial, machine, per_call, quartiles, rows
 from native import OPTIMIZERS, Block
 from tabulate import tabulate
-from versus_torch import OPTIMIZERS as RULES
 from versus_torch import ours
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
@@ -106,32 +104,12 @@ def module_step(size: Size, optimizer: str, compiled: bool):
     return step
 
 
-def compiled_step(size: Size, optimizer: str):
-    """The explicit step as one graph: a pure function of params, state and In, donated as in `versus_torch.ours`."""
-    mesh, rule = Mesh({"X": 1}), RULES[optimizer]
-    params, In = initial(size), rows(size)
-    state = rule.init(params)
-
-    @partial(torch.compile, fullgraph=True, dynamic=False)
-    def pure(params, state, In):
-        Out, saved = data_parallel.forward(params, In, mesh)
-        _, grads = data_parallel.backward(Out * (2 / size.rows), saved, params, mesh, donate=True)
-        return Out.square().sum() / size.rows, *rule.update(grads, state, params, donate=True)
-
-    def step():
-        nonlocal params, state
-        loss, params, state = pure(params, state, In)
-        return loss
-
-    return step
-
-
 def steps(size: Size, optimizer: str, count: int, compiled: bool) -> dict[str, list[float]]:
     sides = {"explicit": ours(data_parallel, Mesh({"X": 1}), size, optimizer)}
     sides["module"] = module_step(size, optimizer, compiled=False)
     if compiled:
         torch._dynamo.reset()
-        sides["compiled"] = compiled_step(size, optimizer)
+        sides["compiled"] = ours(data_parallel, Mesh({"X": 1}), size, optimizer, compiled=True)
         sides["compiled module"] = module_step(size, optimizer, compiled=True)
     return in_turn(sides, count, size.repeat)
 

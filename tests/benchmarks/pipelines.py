@@ -23,7 +23,10 @@ SPECS = {name: pipeline.SPECS[name] for name in ("W_in", "W_out")}
 
 def ours(name: str, mesh, size: Size, optimizer: str) -> Callable:
     schedule = split_backward(make(name, mesh.sizes["Z"], MICROBATCHES), COLLECT)
-    params, In = tree.shard(pipeline.arrange(initial(size), schedule), SPECS, mesh), rows(size)
+    params, In = (
+        tree.shard(pipeline.arrange(initial(size, mesh.device), schedule), SPECS, mesh),
+        rows(size, mesh.device),
+    )
     rule = RULES[optimizer]
     state = rule.init(params)
 
@@ -45,12 +48,12 @@ def theirs(name: str, mesh, size: Size, optimizer: str, tuned: bool = False) -> 
     kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
     kind = kinds.get(name, pipelining.ScheduleInterleaved1F1B)
     schedule, group = make(name, mesh.sizes["Z"], MICROBATCHES), mesh.group(("Z",)).pg
-    params, In, depth = initial(size), rows(size), size.L // schedule.virtual_stages
+    params, In, depth = initial(size, mesh.device), rows(size, mesh.device), size.L // schedule.virtual_stages
     own, modules, stages = schedule.stages_of(mesh.coord["Z"]), [], []
     for stage in own:
         layers = slice(stage * depth, (stage + 1) * depth)
         modules.append(torch.nn.Sequential(*map(Block, params["W_in"][layers], params["W_out"][layers])))
-        stages.append(pipelining.PipelineStage(modules[-1], stage, schedule.virtual_stages, "cpu", group=group))
+        stages.append(pipelining.PipelineStage(modules[-1], stage, schedule.virtual_stages, mesh.device, group=group))
 
     def loss(Out, Target):
         return Out.square().sum() / size.rows
@@ -66,7 +69,7 @@ def theirs(name: str, mesh, size: Size, optimizer: str, tuned: bool = False) -> 
         losses = []
         run.step(*([In] if first else []), **({"target": In, "losses": losses} if last else {}))
         update.step()
-        return sum(losses) if last else torch.zeros(())
+        return sum(losses) if last else torch.zeros((), device=mesh.device)
 
     return step
 

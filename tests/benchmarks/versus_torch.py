@@ -23,7 +23,6 @@ import pipelines
 import torch
 from harness import RATE, SIDES, SIZES, Contest, Size, initial, machine, race, rows
 from native import Native
-from tabulate import tabulate
 
 from scaling import optim, tree
 from scaling.console import Parser
@@ -34,33 +33,41 @@ BUCKET = 25 << 20  # bytes of gradients in one bucket: DistributedDataParallel's
 FLOAT32 = 4
 
 
-def ours(strategy, mesh, size: Size, optimizer: str, **options) -> Callable:
+def ours(strategy, mesh, size: Size, optimizer: str, compiled: bool = False, **options) -> Callable:
     types = strategy.SPECS
     specs = {name: types[name].replace("[", "[L, ") for name in ("W_in", "W_out")}
-    params, In = tree.shard(initial(size), specs, mesh), tree.shard(rows(size), types["In"], mesh)
+    params = tree.shard(initial(size, mesh.device), specs, mesh)
+    In = tree.shard(rows(size, mesh.device), types["In"], mesh)
     rule = OPTIMIZERS[optimizer]
     init, update = rule.init, rule.update
     if strategy is zero:
         init, update = partial(zero.init, rule, mesh=mesh), partial(zero.update, rule, mesh=mesh, **options)
     state = init(params)
 
-    def step():
-        nonlocal params, state
+    def pure(params, state, In):
         Out, saved = strategy.forward(params, In, mesh)
         _, grads = strategy.backward(Out * (2 / size.rows), saved, params, mesh, donate=True, **options)
-        params, state = update(grads, state, params, donate=True)
-        return Out.square().sum() / size.rows
+        return Out.square().sum() / size.rows, *update(grads, state, params, donate=True)
+
+    run = torch.compile(pure, fullgraph=True, dynamic=False) if compiled else pure
+
+    def step():
+        nonlocal params, state
+        loss, params, state = run(params, state, In)
+        return loss
 
     return step
 
 
-def theirs(name: str, mesh, size: Size, optimizer: str, tuned: bool = False, layout: str = "D") -> Callable:
+def theirs(
+    name: str, mesh, size: Size, optimizer: str, tuned: bool = False, layout: str = "D", compiled: bool = False
+) -> Callable:
     warnings.simplefilter("ignore")  # of torch's own code
-    native = Native(name, initial(size), mesh, optimizer, RATE, layout, tuned)
+    native = Native(name, initial(size, mesh.device), mesh, optimizer, RATE, layout, tuned, compiled)
     types = {"D": "In[B_X, D_Y]", "B": "In[B_XY, D]", "whole": "In[B_X, D]"}[layout]
     for axis in {"X", "Y"} - set(mesh.sizes):
         types = types.replace(axis, "").replace("_]", "]").replace("_,", ",")
-    In = tree.shard(rows(size), types, mesh).requires_grad_()
+    In = tree.shard(rows(size, mesh.device), types, mesh).requires_grad_()
     copies = mesh.sizes["Y"] if layout == "whole" else 1  # of each row, on which every rank computes the whole loss
 
     def step():
@@ -108,6 +115,8 @@ def contests() -> dict[str, Contest]:
 
 
 def table(results: list[dict], rivals: tuple[str, ...]) -> str:
+    from tabulate import tabulate  # here: gpu.py runs without it
+
     def mb(n):
         return "" if n is None else f"{n / 1e6:.1f}"
 

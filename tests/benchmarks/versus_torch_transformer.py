@@ -38,6 +38,7 @@ class Size:
     B: int
     T: int
     repeat: int = 1
+    dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         c = self.config
@@ -61,32 +62,37 @@ LAYOUTS = {
 def given(mesh, size: Size):
     """(whole params, this rank's tokens and targets)."""
     g = torch.Generator().manual_seed(1)
-    both = (torch.randint(size.config.V, (size.B, size.T), generator=g) for _ in range(2))
+    both = (torch.randint(size.config.V, (size.B, size.T), generator=g).to(mesh.device) for _ in range(2))
     local = (tree.shard(x, str(present("t[B_X, T]", mesh)), mesh) for x in both)
-    return model.init(size.config, 0, torch.float32), *local
+    return model.init(size.config, 0, size.dtype, mesh.device), *local
 
 
-def ours(mesh, size: Size, _optimizer: str, remat: str = "none"):
+def ours(mesh, size: Size, _optimizer: str, remat: str = "none", compiled: bool = False):
     config, (params, tokens, targets) = size.config, given(mesh, size)
     layout = {"schedule": "interleaved"} if "Z" in mesh.sizes else {}
     options = layout | ({"microbatches": MICROBATCHES} if layout else {})
     params, rule = transformer.shard(params, config, mesh, **layout), optim.adamw(RATE)
     state = rule.init(params)
 
+    def pure(params, state, tokens, targets):
+        loss, grads = transformer.loss_and_grads(params, tokens, targets, config, mesh, remat=remat, **options)
+        return loss, *rule.update(grads, state, params, donate=True)
+
+    run = torch.compile(pure, fullgraph=True, dynamic=False) if compiled else pure
+
     def step():
         nonlocal params, state
-        loss, grads = transformer.loss_and_grads(params, tokens, targets, config, mesh, remat=remat, **options)
-        params, state = rule.update(grads, state, params, donate=True)
+        loss, params, state = run(params, state, tokens, targets)
         return loss / mesh.size()
 
     return step
 
 
-def theirs(mesh, size: Size, _optimizer: str, tuned: bool = False):
+def theirs(mesh, size: Size, _optimizer: str, tuned: bool = False, compiled: bool = False):
     params, tokens, targets = given(mesh, size)
     if "Z" in mesh.sizes:
         return staged_step_of(params, size.config, mesh, tokens, targets, RATE, tuned, MICROBATCHES)
-    return step_of(params, size.config, mesh, tokens, targets, RATE, tuned)
+    return step_of(params, size.config, mesh, tokens, targets, RATE, tuned, compiled)
 
 
 def contests(remat: str) -> dict[str, Contest]:

@@ -1,0 +1,115 @@
+"""tests/benchmarks/gpu.py without a GPU: a part goes on past what fails, and names it; equalities can fail."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import gpu  # noqa: E402
+import gpu_equal  # noqa: E402
+import gpu_table  # noqa: E402
+
+from scaling import collectives  # noqa: E402
+
+FAILING = """
+import os, time, torch.distributed as dist
+def cases_rates(device, tiny):
+    def fails(): raise ValueError("of its own accord")
+    return {"first": lambda: [{"what": "a", "rate": 1.0}], "raises": fails, "dies": lambda: os._exit(3),
+            "hangs": lambda: time.sleep(600), "last": lambda: [{"what": "b", "rate": 2.0}]}
+def cases_equal(device, tiny):
+    dist.init_process_group("gloo")
+    def alone():
+        if dist.get_rank() == 1: raise ValueError("one rank alone")
+        time.sleep(600)
+    return {"alone": alone, "last": lambda: [{"kind": "k", "line": "l", "off by": 0.0}]}
+"""
+
+
+def cases_of(name: str, ranks: int, folder: Path, monkeypatch) -> dict[str, dict]:
+    (folder / "failing.py").write_text(FAILING)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setitem(gpu.PARTS, name, gpu.Part("failing", ranks, 90))
+    return {case["case"]: case for case in gpu.start_part(name, "cpu", True, ranks, 90, folder, each=3)}
+
+
+@pytest.mark.slow
+def test_a_part_goes_on_past_what_raises_dies_and_hangs(tmp_path, monkeypatch):
+    cases = cases_of("rates", 1, tmp_path, monkeypatch)
+    assert list(cases) == ["first", "raises", "dies", "hangs", "last"]
+    assert [name for name, case in cases.items() if "failed" in case] == ["raises", "dies", "hangs"]
+    assert cases["raises"]["failed"][-1] == "ValueError: of its own accord"
+    assert "exit code 3" in cases["dies"]["failed"][0]
+    assert "failing.py" in " ".join(cases["hangs"]["failed"])  # where it hung
+    parts = {"rates": {"ranks": 1, "cases": list(cases.values())}}
+    text = gpu_table.markdown({"parts": parts, "about": {"devices": []}, "device": "cpu", "tiny": True, "ranks": 1})
+    assert all(row in text for row in ("| rates | hangs |", "| b | 2 |"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_alone_is_named(tmp_path, monkeypatch):
+    cases = cases_of("equal", 2, tmp_path, monkeypatch)
+    assert cases["alone"]["failed"][-1] == "ValueError: one rank alone"
+    assert cases["last"]["rows"]
+
+
+def wrong_transpose(mesh):
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            total = x.clone()
+            dist.all_reduce(total)
+            return total
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy  # what torch's own all_reduce gives under torch.func
+
+    x = gpu_equal.whole_numbers(mesh.rank, (4, 3), "cpu")
+    with pytest.raises(ValueError, match="by vjp is not"):
+        gpu_equal.derivatives(Sum.apply, x, Sum.apply(x), mesh.rank, "wrong")
+
+    def twice(line, x, mesh, **options):
+        return collectives.all_reduce(line, 2 * x, mesh, **options)
+
+    with pytest.raises(ValueError, match="off by"):
+        gpu_equal.one_line(twice, "A[I, J] {U_X} -> A[I, J]", mesh)
+
+
+@pytest.mark.slow
+def test_equalities_find_a_wrong_transpose_and_a_wrong_value(ranks):
+    ranks(wrong_transpose, {"X": 2})
+
+
+def test_the_tables_of_a_gpu():
+    """Of figures as a GPU gives them: the shares are of the book's table, and a case that failed is in none of them."""
+    rows = {
+        "train": {"model": "m", "compiled": False, "remat": "none", "tokens": 10, "flops": 0.99e12,
+                  "ms": {"ours": [1, 2, 3]}, "MB": {"ours": 1}, "ratio": {}, "failed": {"tuned": "out of memory"}},
+        "decode": {"B": 1, "T": 2, "side": "ours", "prefill": 1.0, "decode": 1.0, "bytes": 3.4e11, "flops": 1.0},
+    }  # fmt: skip
+    parts = {name: {"ranks": 1, "cases": [{"case": "c", "seconds": 1, "rows": [row]}]} for name, row in rows.items()}
+    about = {"devices": [{"name": "NVIDIA H100 80GB HBM3", "GB": 80}], "torch": "2", "cuda": "13", "nccl": "2"}
+    text = gpu_table.markdown({"parts": parts, "about": about, "device": "cuda", "tiny": False, "ranks": 1})
+    shares = "50.0%", "10.0%"  # 0.99e12 FLOPs in 2 ms of 9.9e14 a second; 3.4e11 bytes/s of 3.4e12
+    assert all(part in text for part in (*shares, "1 x NVIDIA H100 80GB HBM3", "| train | c: tuned | out of memory |"))
+
+
+@pytest.mark.slow
+def test_it_needs_torch_numpy_and_optree_alone():
+    """Every part's module can be imported where tabulate and the extras cannot."""
+    absent = "tabulate", "matplotlib", "transformers", "safetensors", "tokenizers", "huggingface_hub", "hypothesis"
+    modules = sorted({part.module for part in gpu.PARTS.values()} | {"gpu_table"})
+    program = f"import sys; sys.modules.update(dict.fromkeys({absent!r})); sys.path.append({str(BENCHMARKS)!r})\n"
+    program += "\n".join(f"import {module}" for module in ("gpu", *modules))
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
