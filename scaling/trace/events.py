@@ -104,7 +104,7 @@ class Log:
             for event in self.events
         ]
         headers, align = ["line", "V bytes", "sent", "FLOPs", "ms"], ("left", "right", "right", "right", "left")
-        from tabulate import tabulate  # here: only to print needs it
+        from tabulate import tabulate  # what only runs needs no tables
 
         return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
 

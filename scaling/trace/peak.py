@@ -39,7 +39,7 @@ class PeakMemory:
         """The lines as they ran, each with the bytes alive after it, and the most between it and the next line."""
         rows = [(str(event), f"{now:,}", f"{peak:,}") for event, now, peak in self.steps]
         align = ("left", "right", "right")
-        from tabulate import tabulate  # here: only to print needs it
+        from tabulate import tabulate  # what only runs needs no tables
 
         return tabulate(rows, ["line", "bytes after", "peak"], "simple", colalign=align, disable_numparse=True)
 

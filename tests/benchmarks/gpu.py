@@ -7,7 +7,7 @@
 All GPUs take part, for about ten minutes; on a CPU every part runs at a tiny size, over gloo. It runs from a checkout
 and needs torch, numpy and optree. Each part runs in a process of its own, those of several ranks under torchrun, and
 has a limit of time. A case that raises, crashes or hangs is named with the end of what it said, and the part goes on
-after it. Written are gpu.json (every figure), gpu.md (the tables of docs/speed.md) and trace.json (for ui.perfetto.dev).
+after it. Written are gpu.json (every figure), gpu.md (tables for docs/speed.md) and trace.json (for ui.perfetto.dev).
 Exit code 1: there were failures.
 
     rates      products and copies of the device: what shares are taken of
