@@ -10,7 +10,8 @@ collective matmul; `derived` is what that should take, by the first two. Linux o
 import sys
 
 import torch
-from harness import in_turn, machine, quartiles, slow_wire, slowest
+from harness import in_turn, machine, quartiles, slowest
+from sockets import slow_wire
 from tabulate import tabulate
 
 from scaling import collectives as c

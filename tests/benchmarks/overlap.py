@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 from growth import communicating, computing
-from harness import SIZES, Size, in_turn, machine, quartiles, slow_wire, slowest
+from harness import SIZES, Size, in_turn, machine, quartiles, slowest
+from sockets import slow_wire
 from tabulate import tabulate
 from versus_torch import BUCKET, contests, ours
 

@@ -1,0 +1,46 @@
+"""This process's TCP sockets, as the kernel sees them: what was sent, and how fast it may be."""
+
+import os
+import platform
+import socket
+import struct
+from collections.abc import Iterator
+
+TCP_INFO, BYTES_SENT = 11, 200  # of linux/tcp.h: a struct tcp_info, and its member tcpi_bytes_sent (Linux 4.19)
+MAX_PACING_RATE = 47  # of asm-generic/socket.h: SO_MAX_PACING_RATE
+
+
+def tcp_sockets() -> Iterator[tuple[socket.socket, bytes]]:
+    """This process's TCP sockets, each with its struct tcp_info; Linux only."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(fd))) as s:
+                yield s, s.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 256)
+        except OSError:  # closed since, or not TCP
+            continue
+
+
+def bytes_sent() -> int | None:
+    """Payload bytes that this process has sent over its TCP sockets so far; None where the kernel does not tell.
+
+    Each socket's own counter, not the interface's: other processes on this machine do not count.
+    """
+    if platform.system() != "Linux":
+        return None
+    total = 0
+    for _, info in tcp_sockets():
+        if len(info) < BYTES_SENT + 8:
+            return None
+        total += struct.unpack_from("Q", info, BYTES_SENT)[0]
+    return total
+
+
+def slow_wire(bytes_per_second: float) -> None:
+    """Let the kernel send on each of this process's TCP connections no faster than so; Linux only.
+
+    Loopback is as fast as the cores copy: to send takes their time. On a slowed wire it takes time, but not theirs.
+    """
+    for s, _ in tcp_sockets():
+        s.setsockopt(socket.SOL_SOCKET, MAX_PACING_RATE, struct.pack("Q", int(bytes_per_second)))
