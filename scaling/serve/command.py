@@ -1,11 +1,13 @@
-"""`python -m scaling.serve --model MODEL --input REQUESTS --output COMPLETIONS`: serve a file of requests.
+"""`python -m scaling.serve --model MODEL --port 8000`: serve OpenAI's clients over HTTP, or a file of requests.
 
-Each line of the input is a JSON object: "prompt" (text) or "ids", and as wanted "id", "max_new_tokens", "temperature",
-"top_k", "top_p", "min_p", "seed", "stop" (texts) and "arrival" (seconds). Each line of the output is one request's
-completion with its times; a line that cannot be served is named there, and the rest is served.
+With --port it answers /v1/completions and /v1/chat/completions until Ctrl-C, and shows a page to chat with at /. With
+--input and --output each line of the input is a JSON object: "prompt" (text) or "ids", and as wanted "id", "stop"
+(texts), "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed" and "arrival" (seconds). Each line of the
+output is one request's completion with its times; a line that cannot be served is named there, and the rest is served.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling import launch
+from scaling.configs import Config
 from scaling.configs.sources import WAYS
 from scaling.console import Parser, complain, complaining, integer, output
 from scaling.mesh import AbstractMesh
@@ -33,18 +36,27 @@ from scaling.serve.policies import POLICIES
 from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import Options, Run
-from scaling.serve.text import TextStream, ends_of
+from scaling.serve.text import TextStream, chat_template, ends_of
 from scaling.serve.types import specs
 from scaling.sizes import parse_mesh
+
+CONTEXT = 2048  # tokens of the cache for each slot, over HTTP
+FOR_EVER = 1e8  # seconds for which ranks may wait for a client
 
 
 def arguments(argv=None) -> argparse.Namespace:
     parser = Parser(prog="python -m scaling.serve", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--model", required=True, help=WAYS)
     parser.add_argument(
-        "--input", required=True, metavar="FILE", help="requests, one JSON object per line; - reads the standard input"
+        "--input", metavar="FILE", help="requests, one JSON object per line; - reads the standard input"
     )
-    parser.add_argument("--output", required=True, metavar="FILE", type=output, help="completions, one line each")
+    parser.add_argument("--output", metavar="FILE", type=output, help="completions, one line each")
+    parser.add_argument("--port", type=integer(0, 65535), help="serve HTTP at this port; 0 is any that is free")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine)")
+    parser.add_argument("--key", help="what clients must send as their API key (default: none is needed)")
+    parser.add_argument(
+        "--queue", type=integer(0), default=64, help="HTTP requests that may wait for a slot (default 64)"
+    )
     parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
     parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="dtype of params and cache (default fp32)")
@@ -69,10 +81,15 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"')
     parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
     parser.add_argument(
-        "--max-new-tokens", type=integer(1), default=64, help="for requests that do not say (default 64)"
+        "--max-new-tokens",
+        type=integer(1),
+        help="for requests that do not say (default 64; over HTTP 16, and in a chat all that fit)",
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if (args.port is None) != (bool(args.input) and bool(args.output)):
+        parser.error("give --port, or both --input and --output")
+    return args
 
 
 def pages_of(lines: list[RequestLine], page: int, slots: int, most: int) -> tuple[int, list[RequestLine], list[dict]]:
@@ -131,10 +148,24 @@ def main(argv=None) -> int:
     sizes, tokenizer = parse_mesh(args.mesh), tokenizer_of(args.model, config.V)
     specs(config, AbstractMesh(sizes))
     ends = () if args.ignore_eos else ends_of(args.model)
+    if args.port is not None:
+        return _over_http(args, config, sizes, tokenizer, ends)
     text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
-    lines, bad = read_requests(text, tokenizer, config.V, ends, args.max_new_tokens)
+    lines, bad = read_requests(text, tokenizer, config.V, ends, args.max_new_tokens or 64)
     if not lines and not bad:
         raise ValueError(f"{args.input}: holds no request\n  fix: give a file with a request in each line")
+    most = _most_pages(args, config, sizes)
+    pages, lines, refused = (args.pages, lines, []) if args.pages else pages_of(lines, args.page, args.slots, most)
+    served: Any = Simulated((), {})
+    if lines:
+        served = _started(args, run, sizes, args, config, tokenizer, lines, _options(args, pages))
+    if int(os.environ.get("RANK", 0)) == 0:
+        return 0 if _report(args, lines, bad + refused, served, tokenizer, ends) else 1
+    return 0
+
+
+def _most_pages(args, config: Config, sizes: dict[str, int]) -> int:
+    """The pages that memory has room for, a worker. ValueError where those that are wanted are more."""
     draft = draft_config(args.draft, config, AbstractMesh(sizes))
     memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
     fitting = config, sizes, 1, DTYPES[args.dtype], memory
@@ -142,17 +173,53 @@ def main(argv=None) -> int:
     most = length_that_fits(*fitting, draft=draft) // (pools * args.page)
     if (least := args.pages or 1) > most:
         check_fits(*fitting[:3], pools * least * args.page, *fitting[3:], draft=draft)
-    pages, lines, refused = (args.pages, lines, []) if args.pages else pages_of(lines, args.page, args.slots, most)
+    return most
+
+
+def _options(args, pages: int) -> Options:
     proposals = args.proposals if args.draft else 0
-    options = Options(pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals)
-    served: Any = Simulated((), {})
-    if lines:
-        work = run, sizes, args, config, tokenizer, lines, options
-        torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
-        served = launch.start(*work, device=args.device) if torchrun else launch.run(*work, device=args.device)[0]
-    if int(os.environ.get("RANK", 0)) == 0:
-        return 0 if _report(args, lines, bad + refused, served, tokenizer, ends) else 1
+    return Options(pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals)
+
+
+def _started(args, *work, **options) -> Any:
+    """What rank 0 returns."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return launch.start(*work, device=args.device, **options)
+    return launch.run(*work, device=args.device, **options)[0]
+
+
+def _over_http(args, config: Config, sizes: dict[str, int], tokenizer, ends: tuple[int, ...]) -> int:
+    """Serve HTTP until Ctrl-C. There are pages for CONTEXT tokens of each slot, or as far as memory has room."""
+    try:
+        from scaling.serve.web import server
+        from scaling.serve.web.words import Model
+    except ImportError as error:
+        raise ValueError(f"--port needs {error.name}\n  fix: pip install 'scaling-book-torch[serve]'") from None
+    most = _most_pages(args, config, sizes)
+    options = _options(args, args.pages or min(most, args.slots * -(-CONTEXT // args.page)))
+    model = Model(config.name, tokenizer, config.V, ends, None, options, args.max_new_tokens)
+    listener = server.listen(args.host, args.port) if int(os.environ.get("RANK", 0)) == 0 else None
+    with server.passed_on():
+        _started(args, _serve_http, sizes, args, config, model, listener, timeout=FOR_EVER)
     return 0
+
+
+def _serve_http(mesh, args, config: Config, model, listener) -> None:
+    """On every rank."""
+    from scaling.serve.web import server
+
+    with contextlib.suppress(ValueError):  # a model without a chat template serves plain prompts
+        model = model._replace(chat=chat_template(args.model))
+    params = params_of(args.model, config, mesh, DTYPES[args.dtype])
+
+    def ready(address: str, stop: Any) -> None:
+        pages, page = model.options.pages, model.options.page
+        print(f"{model.name}: {address} ({args.mesh}, {pages:,} pages of {page} tokens); Ctrl-C ends it", flush=True)
+
+    server.serve(
+        params, model, config, listener, mesh=mesh if mesh.size() > 1 else None, queue=args.queue, key=args.key,
+        ready=ready, batch_invariant=args.batch_invariant, draft=draft_of(args.draft, config, mesh, DTYPES[args.dtype]),
+    )  # fmt: skip
 
 
 def _report(

@@ -67,7 +67,8 @@ class Engine:
                 f"proposals={options.proposals} and draft={draft!r:.20}: one makes what the other asks for\n"
                 "  fix: give both, or neither"
             )
-        self.mesh, self.draws, self.logits, self.clock = mesh, draws or {}, logits, clock
+        self.mesh, self.logits, self.clock = mesh, logits, clock
+        self.draws = {} if draws is None else draws
         self.model = PagedModel(params, config, options, mesh, dtype, batch_invariant)
         self.draft: Draft | None = None if draft is None else NGrams()
         if draft not in (None, "ngram"):

@@ -1,6 +1,6 @@
 """Text as it is generated: streamed, stopped and put into a chat. A chat template needs jinja2, which torch brings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,14 @@ def ends_of(folder: "str | Path") -> tuple[int, ...]:
     return ()
 
 
-def chat_prompt(folder: "str | Path", messages: Sequence[dict[str, str]]) -> str:
+def chat_prompt(folder: "str | Path", messages: Sequence[Mapping[str, str]]) -> str:
     """The messages [{"role": "user", "content": ...}] as the folder's, or a run's, chat template writes them, up to the
     answer."""
+    return chat_template(folder)(messages)
+
+
+def chat_template(folder: "str | Path") -> Callable[[Sequence[Mapping[str, str]]], str]:
+    """What `chat_prompt` writes by. ValueError where the folder has none, or jinja2 is not there."""
     folder = home_of(folder)
     table = folder / "tokenizer_config.json"
     options = read_table(table) if table.is_file() else {}
@@ -91,4 +96,15 @@ def chat_prompt(folder: "str | Path", messages: Sequence[dict[str, str]]) -> str
     text = {name: options[name] for name in ("bos_token", "eos_token") if name in options}
     text = {name: token["content"] if isinstance(token, dict) else token for name, token in text.items()}
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(template).render(messages=list(messages), add_generation_prompt=True, **text)
+    environment.globals["raise_exception"] = _refuse
+    compiled = environment.from_string(template)
+
+    def write(messages: Sequence[Mapping[str, str]]) -> str:
+        return compiled.render(messages=list(messages), add_generation_prompt=True, **text)
+
+    return write
+
+
+def _refuse(why: str) -> None:
+    """What a template calls where the messages are not such as its model knows."""
+    raise ValueError(f"the chat template: {why}\n  fix: give messages as this model knows them")

@@ -1,0 +1,141 @@
+"""The socket, the threads and the end: the engine's loop in the main thread of every rank, on rank 0 HTTP beside it."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from scaling.serve.web.app import application
+from scaling.serve.web.desk import Desk, loop
+from scaling.serve.web.words import Model
+
+CONNECTIONS = 1024  # at once; others are answered 503
+PATIENCE = 30.0  # seconds in which a call's head has to come
+END = (signal.SIGINT, signal.SIGTERM)
+
+
+class Punctual(H11Protocol):
+    """A connection that is closed where the head of a call is begun and does not come to its end."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self.loop.call_later(PATIENCE, self._look, self.cycle)
+
+    def _look(self, before: Any) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is before and self.conn.their_state is h11.IDLE:
+            self.transport.close()
+        else:
+            self.loop.call_later(PATIENCE, self._look, self.cycle)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that clients can reach at once, though the model is not loaded yet; port 0 is any that is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen at {host}:{port}: {error}\n  fix: give another --port or --host") from None
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    params: dict,
+    model: Model,
+    config: Any,
+    listener: socket.socket,
+    *,
+    mesh=None,
+    queue: int = 64,
+    key: str | None = None,
+    ready: Callable[[str, Callable[[int], None]], Any],
+    **engine,
+) -> None:
+    """On every rank: serve at this socket until SIGINT or SIGTERM, which let what is under way be finished; a second
+    SIGINT does not. ready(address, stop) is called once clients are answered; stop(SIGTERM) does what that signal does,
+    also where this is not a main thread. The rest as `application` and `desk.loop`.
+    """
+    if mesh is not None and mesh.rank:
+        listener.close()
+        with _signals(lambda number: None):
+            loop(params, config, model.options, mesh, **engine)
+        return
+    desk = Desk(model.options, model.tokenizer)
+    app = application(desk, model, queue=queue, key=key)
+    settings = uvicorn.Config(
+        app,
+        http=Punctual,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        limit_concurrency=CONNECTIONS,
+        server_header=False,
+    )
+    server = uvicorn.Server(settings)
+
+    def talk() -> None:
+        try:
+            server.run([listener])
+        finally:
+            desk.close()
+
+    def stop(number: int) -> None:
+        server.force_exit = server.should_exit and number == signal.SIGINT
+        server.should_exit = True
+
+    thread = threading.Thread(target=talk, name="http", daemon=True)
+    with _signals(stop):
+        thread.start()
+        ready(address(listener), stop)
+        try:
+            loop(params, config, model.options, mesh, desk, **engine)
+        except BaseException as error:
+            desk.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            server.should_exit = True
+            thread.join(timeout=10)
+
+
+@contextlib.contextmanager
+def _signals(act: Callable[[int], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call this, in the main thread of a process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [signal.signal(number, lambda number, _: act(number)) for number in END]
+    try:
+        yield
+    finally:
+        for number, handler in zip(END, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def passed_on() -> Iterator[None]:
+    """In the process that has started the ranks: SIGINT and SIGTERM are for them to act on; it waits for their end.
+
+    A Ctrl-C reaches them by itself too, so that they are sent SIGTERM, which may come twice.
+    """
+
+    def send(number: int) -> None:
+        for child in multiprocessing.active_children():
+            child.terminate()
+
+    with _signals(send):
+        yield

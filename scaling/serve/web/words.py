@@ -1,0 +1,240 @@
+"""The JSON of OpenAI's completions and chat completions: what a client sends, and what it gets.
+
+After OpenAI's public API reference (platform.openai.com/docs/api-reference, completions and chat). `top_k` and `min_p`
+are served beside its own fields. A field that would change the answer and is not served is refused.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from scaling.serve import scheduler
+from scaling.serve.requests import Fields, Wish, read_ids, read_wish
+from scaling.serve.states import Options, Request
+from scaling.serve.web.desk import Piece, TokenNote
+
+COMMON = (
+    "model",
+    "stream",
+    "stream_options",
+    "stop",
+    "seed",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "logprobs",
+)
+PLAIN = (*COMMON, "prompt", "max_tokens", "echo", "best_of", "suffix")
+CHAT = (*COMMON, "messages", "max_tokens", "max_completion_tokens", "top_logprobs", "tools", "response_format")
+NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # on any token
+NEUTRAL = {  # not served, but for the value that changes nothing
+    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,), "best_of": (1,),
+    "suffix": ("",), "tools": ([],), "response_format": ({"type": "text"},),
+}  # fmt: skip
+MOST = 16  # tokens of a completion that says none, as OpenAI's
+CHOICES = 64  # answers of one call
+TOP_PLAIN, TOP_CHAT = 5, 20  # the likeliest tokens beside each, at most
+
+
+class NotServed(ValueError):
+    """A model of another name: status 404."""
+
+
+class Model(NamedTuple):
+    """What is served: its name for clients, and what turns their texts into ids and back."""
+
+    name: str
+    tokenizer: Any
+    V: int
+    ends: tuple[int, ...]
+    chat: Callable[[Sequence[Mapping[str, str]]], str] | None
+    options: Options
+    most: int | None = None  # tokens of an answer, where a client says none
+
+
+class Call(NamedTuple):
+    """A call that can be served: a request for each of its answers."""
+
+    chat: bool
+    prompts: list[list[int]]  # of each answer
+    asked: int  # tokens of the prompts, each once
+    wish: Wish
+    top: int  # the likeliest tokens that are wanted beside each; -1: no log-probabilities
+    stream: bool
+    usage: bool  # whether a stream ends with it
+    ends: tuple[int, ...]
+
+    def requests(self, ids: Iterable[int]) -> list[Request]:
+        """With these ids."""
+        ends = frozenset(self.ends)
+        return [Request(id, tuple(prompt), self.wish.most, ends) for id, prompt in zip(ids, self.prompts, strict=False)]
+
+
+def read_call(body: bytes, model: Model, chat: bool) -> Call:
+    """What a body asks for. ValueError with the reason, NotServed for another model."""
+    fields = Fields(body)
+    fields.only((*(CHAT if chat else PLAIN), *NEUTRAL, *NO_EFFECT))
+    if (name := fields.given.get("model", model.name)) != model.name:
+        raise NotServed(f"model {name!r:.80} is not served here\n  fix: give {model.name!r}")
+    for field, neutral in NEUTRAL.items():
+        if field in fields.given and fields.given[field] not in neutral:
+            raise ValueError(f"{field} is not served\n  fix: leave it out")
+    if chat:
+        prompts, top, word = [_chat_ids(fields, model)], _top_of_chat(fields), "max_completion_tokens"
+        word = word if word in fields.given else "max_tokens"
+    else:
+        prompts, word = _prompts(fields, model), "max_tokens"
+        top = fields.whole("logprobs", -1, 0, TOP_PLAIN) if "logprobs" in fields.given else -1
+    room = model.options.length - max(map(len, prompts))
+    most = model.most or (max(1, room) if chat else MOST)
+    seed = secrets.randbits(62)
+    wish = read_wish(fields, model.tokenizer, most, word=word, temperature=1.0, seed=seed)
+    n = fields.whole("n", 1, 1, CHOICES)
+    asked, prompts = sum(map(len, prompts)), [prompt for prompt in prompts for _ in range(n)]
+    if len(prompts) > CHOICES:
+        raise ValueError(f"{len(prompts)} answers in one call\n  fix: ask for at most {CHOICES}")
+    options = fields.given.get("stream_options", {})
+    if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
+        raise ValueError('stream_options is not an object such as {"include_usage": true}\n  fix: give that')
+    usage = options.get("include_usage", False)
+    call = Call(chat, prompts, asked, wish, top, fields.flag("stream"), usage, model.ends)
+    for request in call.requests(range(len(prompts))):
+        if why := scheduler.refusal(request, model.options):
+            raise ValueError(f"{why}\n  fix: give a shorter prompt, or a smaller {word}")
+    return call
+
+
+def _top_of_chat(fields: Fields) -> int:
+    if fields.flag("logprobs"):
+        return fields.whole("top_logprobs", 0, 0, TOP_CHAT)
+    if fields.given.get("top_logprobs"):
+        raise ValueError("top_logprobs without logprobs\n  fix: give logprobs: true with it")
+    return -1
+
+
+def _prompts(fields: Fields, model: Model) -> list[list[int]]:
+    """Of a text, a list of texts, a list of ids, or a list of such lists."""
+    if "prompt" not in fields.given:
+        raise ValueError("there is no prompt\n  fix: give a text, ids, or a list of these")
+    prompt = fields.given["prompt"]
+    many = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
+    if many and len(prompt) > CHOICES:
+        raise ValueError(f"{len(prompt)} prompts in one call\n  fix: give at most {CHOICES}")
+    if not many and not isinstance(prompt, str | list):
+        raise ValueError("prompt is neither a text nor a list\n  fix: give a text, ids, or a list of these")
+    return [read_ids(one, model.tokenizer, model.V) for one in (prompt if many else [prompt])]
+
+
+def _chat_ids(fields: Fields, model: Model) -> list[int]:
+    if model.chat is None:
+        raise ValueError(f"{model.name} has no chat template\n  fix: call /v1/completions with a plain prompt")
+    messages = fields.given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages is not a list of messages\n  fix: give at least one")
+    told = [_message(i, message) for i, message in enumerate(messages)]
+    try:
+        text = model.chat(told)
+    except Exception as error:  # a template is a program, and what it was given is the client's
+        raise ValueError(f"the chat template does not take these messages: {error}") from None
+    return read_ids(model.tokenizer.encode(text), model.tokenizer, model.V)
+
+
+def _message(i: int, message: Any) -> dict[str, str]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"messages[{i}] has no role\n  fix: give an object with a role and a content")
+    if unknown := sorted(set(message) - {"role", "content", "name"}):
+        raise ValueError(f"messages[{i}]: {unknown[0]!r:.80} is not served\n  fix: leave it out")
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        texts = [part.get("text") for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    if not isinstance(content, str):
+        raise ValueError(f"messages[{i}]: its content is not text\n  fix: give a text, or a list of parts of text")
+    return {"role": message["role"], "content": content}
+
+
+class Writer:
+    """The JSON of one call's answers."""
+
+    def __init__(self, call: Call, model: Model):
+        self.call, self.model = call, model
+        self.id = f"{'chatcmpl' if call.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.lengths = [0] * len(call.prompts)  # of the texts so far, in characters
+        self.tokens = self.cached = 0
+
+    def _around(self, kind: str, choices: list, **more: Any) -> dict:
+        own = {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
+        return own | {"choices": choices} | more
+
+    def first(self) -> list[dict]:
+        """What a stream of chat begins with."""
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk(i, delta, None, None) for i in range(len(self.call.prompts))] if self.call.chat else []
+
+    def piece(self, index: int, piece: Piece) -> dict:
+        """A part of a stream."""
+        self._count(piece)
+        logprobs = self._logprobs(index, piece.notes)
+        if not self.call.chat:
+            text = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.reason}
+            return self._around("text_completion", [text])
+        return self._chunk(index, {"content": piece.text} if piece.text else {}, logprobs, piece.reason)
+
+    def _chunk(self, index: int, delta: dict, logprobs: Any, reason: str | None) -> dict:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._around("chat.completion.chunk", [choice])
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict:
+        """All of it, of the pieces of each answer."""
+        choices = []
+        for index, some in enumerate(pieces):
+            text, notes = "".join(piece.text for piece in some), tuple(n for piece in some for n in piece.notes)
+            for piece in some:
+                self._count(piece)
+            said = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
+            reason = {"logprobs": self._logprobs(index, notes), "finish_reason": some[-1].reason}
+            choices.append({"index": index} | said | reason)
+        return self._around("chat.completion" if self.call.chat else "text_completion", choices, usage=self.usage())
+
+    def last(self) -> dict:
+        """What a stream ends with, where the client wants the usage."""
+        kind = "chat.completion.chunk" if self.call.chat else "text_completion"
+        return self._around(kind, [], usage=self.usage())
+
+    def _count(self, piece: Piece) -> None:
+        self.tokens += piece.tokens
+        self.cached += piece.cached
+
+    def usage(self) -> dict:
+        asked = self.call.asked
+        counts = {"prompt_tokens": asked, "completion_tokens": self.tokens, "total_tokens": asked + self.tokens}
+        return counts | {"prompt_tokens_details": {"cached_tokens": self.cached}}
+
+    def _logprobs(self, index: int, notes: Sequence[TokenNote]) -> dict | None:
+        if self.call.top < 0:
+            return None
+        if self.call.chat:
+            return {
+                "content": [self._of(n.id, n.logprob) | {"top_logprobs": [self._of(*t) for t in n.top]} for n in notes]
+            }
+        texts = [self._text(note.id) for note in notes]
+        offsets = []
+        for text in texts:
+            offsets.append(self.lengths[index])
+            self.lengths[index] += len(text)
+        top = [{self._text(id): logprob for id, logprob in reversed(note.top)} for note in notes]
+        return {
+            "tokens": texts, "token_logprobs": [note.logprob for note in notes],
+            "top_logprobs": top if self.call.top else None, "text_offset": offsets,
+        }  # fmt: skip
+
+    def _of(self, id: int, logprob: float) -> dict:
+        text = self._text(id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _text(self, id: int) -> str:
+        return self.model.tokenizer.decode([id])

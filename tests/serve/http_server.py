@@ -1,0 +1,133 @@
+"""A server of a tiny model in threads of this process, and requests that no server should fall over."""
+
+import json
+import random
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import httpx
+
+from scaling.configs import Config
+from scaling.models import transformer
+from scaling.models.text import ByteText
+from scaling.serve.states import Options
+from scaling.serve.web import server
+from scaling.serve.web.words import Model
+
+CONFIG = Config("tiny", L=2, D=24, F=48, N=6, K=3, H=4, V=256)
+PARAMS = transformer.init(CONFIG, 3)
+
+
+def chat(messages):
+    if messages[0]["role"] not in ("system", "user"):
+        raise ValueError("the first message is the user's")
+    return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
+
+
+class Running(NamedTuple):
+    client: httpx.Client
+    port: int
+    stop: object
+    errors: list  # what ended the loop
+
+    def figures(self) -> dict:
+        return self.client.get("/figures").json()
+
+    def until(self, wanted, seconds: float = 20.0) -> dict:
+        """The figures, once they are as wanted."""
+        end = time.monotonic() + seconds
+        while not wanted(now := self.figures()):
+            assert time.monotonic() < end, now
+            time.sleep(0.01)
+        return now
+
+
+@contextmanager
+def running(*, pages=64, page=4, slots=4, queue=100, key=None, params=PARAMS, template=chat, ends=(), **engine):
+    options = Options(pages, page, slots, budget=16, proposals=3 if "draft" in engine else 0)
+    model = Model("tiny", ByteText(), CONFIG.V, ends, template, options)
+    listener, found, up, errors = server.listen("127.0.0.1", 0), [], threading.Event(), []
+    port = listener.getsockname()[1]
+
+    def ready(address, stop):
+        assert address == f"http://127.0.0.1:{port}"
+        found.append(stop)
+        up.set()
+
+    def serve():
+        try:
+            server.serve(params, model, CONFIG, listener, queue=queue, key=key, ready=ready, **engine)
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert up.wait(30)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers=headers) as client:
+        yield Running(client, port, found[0], errors)
+    found[0](signal.SIGTERM)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def raw(port: int, data: bytes, seconds: float = 20.0) -> bytes:
+    """What comes back for these bytes, up to where the server closes or the client has had enough."""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as s:
+        try:
+            s.sendall(data)
+            s.shutdown(socket.SHUT_WR)
+            return s.recv(1 << 16)
+        except OSError:
+            return b""
+
+
+def post(body: bytes, path: str = "/v1/completions", head: str = "") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+BOMBS = [
+    b"[" * 100_000, b'{"a":' * 50_000, b'{"prompt": ' + b"9" * 100_000 + b"}", b'{"max_tokens": 1e999, "prompt": "a"}',
+    b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "seed": -1}', b"\xff\xfe{}", b"", b"null", b"[]", b'"a"',
+    b'{"prompt": "\\ud800"}', b'{"prompt": [[]]}', b'{"prompt": [' + b"[1]," * 5_000 + b"[1]]}",
+    b'{"prompt": [1, "a"]}',
+    b'{"prompt": "a", "stop": ["\\ud800"]}', b'{"prompt": "a", "n": 1000000000}', b'{"prompt": {"a": {}}}',
+    b'{"prompt": "' + b"a" * 200_000 + b'"}', b'{"messages": [{"role": "user"}]}', b'{"messages": "\\u0000"}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', b'{"prompt": [99999999999999999999]}',
+]  # fmt: skip
+
+
+def malformed(count: int, seed: int):
+    """(bytes of a call) that is wrong in its body, its head or its ways; some may be right by chance."""
+    random_ = random.Random(seed)
+    good = {"prompt": "ab", "max_tokens": 2, "temperature": 0, "stop": ["x"], "n": 1, "seed": 1, "stream": False}
+    values = [None, -1, 0, 1 << 70, 1e308, "", "\x00", [], {}, True, ["a", 1], {"a": None}, "é" * 50, [[1], "a"]]
+    for i in range(count):
+        body = json.dumps({**good, random_.choice([*good, "zz"]): random_.choice(values)}).encode()
+        path = random_.choice(["/v1/completions", "/v1/chat/completions", "/v1/nothing", "/" + "a" * 5000])
+        match i % 8:
+            case 0:
+                yield post(random_.choice(BOMBS), path)
+            case 1:
+                yield post(random_.randbytes(random_.randrange(2000)), path)
+            case 2:  # cut anywhere, in its head or its body
+                whole = post(body, path)
+                yield whole[: random_.randrange(len(whole))]
+            case 3:
+                yield random_.randbytes(random_.randrange(1, 3000))
+            case 4:  # a length that is not the body's
+                length = f"Content-Length: {random_.choice([-1, 3, 10**9])}"
+                yield f"POST {path} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode() + body
+            case 5:
+                head = random_.choice(
+                    ["X: " + "a" * 100_000, "Transfer-Encoding: chunked", "Expect: nothing", "Host: y", ":"]
+                )
+                yield post(body, path, head + "\r\n")
+            case 6:
+                yield post(bytes(b ^ (random_.random() < 0.02) for b in body), path)
+            case _:
+                yield post(body, path)
