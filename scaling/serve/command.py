@@ -216,7 +216,7 @@ def _serve_http(mesh, args, config: Config, model, listener) -> None:
         pages, page = model.options.pages, model.options.page
         print(f"{model.name}: {address} ({args.mesh}, {pages:,} pages of {page} tokens); Ctrl-C ends it", flush=True)
 
-    server.serve(
+    server.serve_http(
         params, model, config, listener, mesh=mesh if mesh.size() > 1 else None, queue=args.queue, key=args.key,
         ready=ready, batch_invariant=args.batch_invariant, draft=draft_of(args.draft, config, mesh, DTYPES[args.dtype]),
     )  # fmt: skip

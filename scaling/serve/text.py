@@ -107,4 +107,4 @@ def chat_template(folder: "str | Path") -> Callable[[Sequence[Mapping[str, str]]
 
 def _refuse(why: str) -> None:
     """What a template calls where the messages are not such as its model knows."""
-    raise ValueError(f"the chat template: {why}\n  fix: give messages as this model knows them")
+    raise ValueError(f"{why}\n  fix: give messages as this model knows them")

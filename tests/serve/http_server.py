@@ -60,7 +60,7 @@ def running(*, pages=64, page=4, slots=4, queue=100, key=None, params=PARAMS, te
 
     def serve():
         try:
-            server.serve(params, model, CONFIG, listener, queue=queue, key=key, ready=ready, **engine)
+            server.serve_http(params, model, CONFIG, listener, queue=queue, key=key, ready=ready, **engine)
         except ValueError as error:
             errors.append(error)
 
@@ -68,10 +68,12 @@ def running(*, pages=64, page=4, slots=4, queue=100, key=None, params=PARAMS, te
     thread.start()
     assert up.wait(30)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers=headers) as client:
-        yield Running(client, port, found[0], errors)
-    found[0](signal.SIGTERM)
-    thread.join(30)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers=headers) as client:
+            yield Running(client, port, found[0], errors)
+    finally:
+        found[0](signal.SIGTERM)
+        thread.join(30)
     assert not thread.is_alive()
 
 

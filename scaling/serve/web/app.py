@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from scaling.serve.web.desk import Ask, Desk, Piece
-from scaling.serve.web.words import Call, Model, NotServed, Writer, read_call
+from scaling.serve.web.desk import AnswerPiece, Ask, Desk
+from scaling.serve.web.words import AnswerWriter, Asked, Model, NotServed, read_body
 
 BODY = 4 << 20  # bytes of a body, at most
 PATIENCE = 30.0  # seconds in which a body has to come
@@ -35,7 +35,7 @@ class Refused(Exception):
         self.status, self.reason = status, reason
 
 
-class Gone(Exception):
+class Vanished(Exception):
     """The client has gone away."""
 
 
@@ -69,7 +69,7 @@ def _answered(endpoint: Callable, desk: Desk, key: str | None) -> Callable[[Requ
             return await endpoint(request)
         except Refused as error:
             return _error(desk, error.status, error.reason)
-        except (Gone, ClientDisconnect):
+        except (Vanished, ClientDisconnect):
             return Response(status_code=499)  # which nobody reads
 
     return answer
@@ -125,7 +125,7 @@ class _Calls:
     async def complete(self, request: Request, chat: bool) -> Response:
         body = await _body(request)
         try:
-            call = await asyncio.to_thread(read_call, body, self.model, chat)
+            call = await asyncio.to_thread(read_body, body, self.model, chat)
         except NotServed as error:
             raise Refused(404, str(error)) from None
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
@@ -136,11 +136,11 @@ class _Calls:
             text = f"{len(self.open)} requests are under way, of at most {self.most}"
             raise Refused(429, f"{text}\n  fix: try again later, or ask for fewer answers at once")
         answers = _Answers(self, call)
-        writer = Writer(call, self.model)
+        writer = AnswerWriter(call, self.model)
         if call.stream:
             return _Stream(answers, writer)
         try:
-            pieces: list[list[Piece]] = [[] for _ in call.prompts]
+            pieces: list[list[AnswerPiece]] = [[] for _ in call.prompts]
             async for index, piece in answers.pieces(request.receive):
                 pieces[index].append(piece)
         finally:
@@ -168,9 +168,9 @@ async def _body(request: Request) -> bytes:
 class _Answers:
     """The requests of a call: asked at once, ended by `close` where they are not through."""
 
-    def __init__(self, calls: _Calls, call: Call):
+    def __init__(self, calls: _Calls, call: Asked):
         self.calls, self.left = calls, set()
-        self.pieced: asyncio.Queue[tuple[int, Piece | None]] = asyncio.Queue()
+        self.pieced: asyncio.Queue[tuple[int, AnswerPiece | None]] = asyncio.Queue()
         self.requests = call.requests(calls.ids)
         self.loop = asyncio.get_running_loop()
         draws = call.wish.draws(call.prompts)
@@ -180,19 +180,19 @@ class _Answers:
             calls.open.add(request.id)
             calls.desk.ask(Ask(request, draw), call.wish.stops, call.top, partial(self.sent, index))
 
-    def sent(self, index: int, piece: Piece) -> None:
+    def sent(self, index: int, piece: AnswerPiece) -> None:
         """Called by the engine's thread."""
         with contextlib.suppress(RuntimeError):  # where the server has been ended by force
             self.loop.call_soon_threadsafe(self.take, index, piece)
 
-    def take(self, index: int, piece: Piece) -> None:
+    def take(self, index: int, piece: AnswerPiece) -> None:
         if piece.reason is not None:
             self.left.discard(self.requests[index].id)
             self.calls.open.discard(self.requests[index].id)
         self.pieced.put_nowait((index, piece))
 
-    async def pieces(self, receive: Callable) -> AsyncIterator[tuple[int, Piece]]:
-        """(which answer, what of it), as it comes. Gone where the client goes away, Refused where the engine ends."""
+    async def pieces(self, receive: Callable) -> AsyncIterator[tuple[int, AnswerPiece]]:
+        """(which answer, what of it), as it comes. Vanished if the client is, Refused where the engine ends."""
         watch = asyncio.ensure_future(_until_gone(receive))
         watch.add_done_callback(lambda _: self.pieced.put_nowait((0, None)))
         try:
@@ -200,7 +200,7 @@ class _Answers:
                 while True:
                     index, piece = await self.pieced.get()
                     if piece is None:
-                        raise Gone
+                        raise Vanished
                     if piece.reason not in (None, "stop", "length"):
                         raise Refused(503, f"the engine has ended: {piece.reason}")
                     yield index, piece
@@ -223,7 +223,7 @@ async def _until_gone(receive: Callable) -> None:
 class _Stream(Response):
     """Server-sent events, each a JSON object; the last is [DONE]."""
 
-    def __init__(self, answers: _Answers, writer: Writer):
+    def __init__(self, answers: _Answers, writer: AnswerWriter):
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self.answers, self.writer = answers, writer
@@ -244,7 +244,7 @@ class _Stream(Response):
             await say("[DONE]", more=False)
         except Refused as error:
             await say(json.dumps({"error": {"message": error.reason, "type": "server_error"}}), more=False)
-        except (Gone, OSError):
+        except (Vanished, OSError):
             pass
         finally:
             self.answers.close()

@@ -51,7 +51,7 @@ class TokenNote(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """What has become certain of an answer; the last has the reason, the number of all tokens, and how many of the
     prompt's were there by a prefix hit."""
 
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     cached: int = 0
 
 
-Sink = Callable[[Piece], Any]
+Sink = Callable[[AnswerPiece], Any]
 
 
 class News(NamedTuple):
@@ -154,7 +154,7 @@ class Desk:
                     text = answer.stream.push(token)
                     notes = (_note(token, logits[count - 1], answer.top),) if answer.top >= 0 else ()
                     if text or notes:
-                        answer.sink(Piece(text, notes))
+                        answer.sink(AnswerPiece(text, notes))
                 if answer.stream.stopped:
                     self._cut[id] = count
                     self._end(answer, "stop")
@@ -181,7 +181,7 @@ class Desk:
     def _end(self, answer: _Answer, reason: str) -> None:
         del self._answers[answer.ask.request.id]
         self.figures.ended(reason.partition(":")[0])
-        answer.sink(Piece(answer.stream.rest(), (), reason, answer.count, answer.cached))
+        answer.sink(AnswerPiece(answer.stream.rest(), (), reason, answer.count, answer.cached))
 
     def fail(self, why: str) -> None:
         """The engine has ended: so do all that wait, and who comes later is told the same."""

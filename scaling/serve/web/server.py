@@ -42,9 +42,11 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that clients can reach at once, though the model is not loaded yet; port 0 is any that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ValueError(f"cannot listen at {host}:{port}: {error}\n  fix: give another --port or --host") from None
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited: no answer waits 40 ms for its own end
+    return listener
 
 
 def address(listener: socket.socket) -> str:
@@ -52,7 +54,7 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(
+def serve_http(
     params: dict,
     model: Model,
     config: Any,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from scaling.serve import scheduler
 from scaling.serve.requests import Fields, Wish, read_ids, read_wish
 from scaling.serve.states import Options, Request
-from scaling.serve.web.desk import Piece, TokenNote
+from scaling.serve.web.desk import AnswerPiece, TokenNote
 
 COMMON = (
     "model",
@@ -39,6 +39,9 @@ CHOICES = 64  # answers of one call
 TOP_PLAIN, TOP_CHAT = 5, 20  # the likeliest tokens beside each, at most
 
 
+FIX = "\n  fix: "
+
+
 class NotServed(ValueError):
     """A model of another name: status 404."""
 
@@ -55,7 +58,7 @@ class Model(NamedTuple):
     most: int | None = None  # tokens of an answer, where a client says none
 
 
-class Call(NamedTuple):
+class Asked(NamedTuple):
     """A call that can be served: a request for each of its answers."""
 
     chat: bool
@@ -73,7 +76,7 @@ class Call(NamedTuple):
         return [Request(id, tuple(prompt), self.wish.most, ends) for id, prompt in zip(ids, self.prompts, strict=False)]
 
 
-def read_call(body: bytes, model: Model, chat: bool) -> Call:
+def read_body(body: bytes, model: Model, chat: bool) -> Asked:
     """What a body asks for. ValueError with the reason, NotServed for another model."""
     fields = Fields(body)
     fields.only((*(CHAT if chat else PLAIN), *NEUTRAL, *NO_EFFECT))
@@ -100,7 +103,7 @@ def read_call(body: bytes, model: Model, chat: bool) -> Call:
     if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
         raise ValueError('stream_options is not an object such as {"include_usage": true}\n  fix: give that')
     usage = options.get("include_usage", False)
-    call = Call(chat, prompts, asked, wish, top, fields.flag("stream"), usage, model.ends)
+    call = Asked(chat, prompts, asked, wish, top, fields.flag("stream"), usage, model.ends)
     for request in call.requests(range(len(prompts))):
         if why := scheduler.refusal(request, model.options):
             raise ValueError(f"{why}\n  fix: give a shorter prompt, or a smaller {word}")
@@ -138,7 +141,8 @@ def _chat_ids(fields: Fields, model: Model) -> list[int]:
     try:
         text = model.chat(told)
     except Exception as error:  # a template is a program, and what it was given is the client's
-        raise ValueError(f"the chat template does not take these messages: {error}") from None
+        why = f"the chat template does not take these messages: {str(error).partition(FIX)[0]}"
+        raise ValueError(f"{why}\n  fix: give messages as this model knows them") from None
     return read_ids(model.tokenizer.encode(text), model.tokenizer, model.V)
 
 
@@ -156,10 +160,10 @@ def _message(i: int, message: Any) -> dict[str, str]:
     return {"role": message["role"], "content": content}
 
 
-class Writer:
+class AnswerWriter:
     """The JSON of one call's answers."""
 
-    def __init__(self, call: Call, model: Model):
+    def __init__(self, call: Asked, model: Model):
         self.call, self.model = call, model
         self.id = f"{'chatcmpl' if call.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
@@ -175,7 +179,7 @@ class Writer:
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(i, delta, None, None) for i in range(len(self.call.prompts))] if self.call.chat else []
 
-    def piece(self, index: int, piece: Piece) -> dict:
+    def piece(self, index: int, piece: AnswerPiece) -> dict:
         """A part of a stream."""
         self._count(piece)
         logprobs = self._logprobs(index, piece.notes)
@@ -188,7 +192,7 @@ class Writer:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._around("chat.completion.chunk", [choice])
 
-    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict:
+    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict:
         """All of it, of the pieces of each answer."""
         choices = []
         for index, some in enumerate(pieces):
@@ -205,7 +209,7 @@ class Writer:
         kind = "chat.completion.chunk" if self.call.chat else "text_completion"
         return self._around(kind, [], usage=self.usage())
 
-    def _count(self, piece: Piece) -> None:
+    def _count(self, piece: AnswerPiece) -> None:
         self.tokens += piece.tokens
         self.cached += piece.cached
 
