@@ -58,10 +58,10 @@ PARTS = {
     "nccl": Part("gpu_equal", ALONE, 60),
     "shared": Part("gpu_equal", 4, 120),
     "equal": Part("gpu_equal", ALL, 120),
-    "train": Part("gpu_one", ALONE, 240),
+    "train": Part("gpu_one", ALONE, 300),
     "decode": Part("gpu_one", ALONE, 120),
     "attention": Part("gpu_one", ALONE, 60),
-    "beside": Part("gpu_many", ALL, 240),
+    "beside": Part("gpu_many", ALL, 300),
     "trace": Part("gpu_many", ALL, 60),
 }
 SAID = 12  # lines of what a process said last that are kept of a failure
@@ -84,6 +84,9 @@ def run_part(name: str, module: str, device: str, tiny: bool, report: Path, left
     end_with_parent(os.getppid())
     torch.set_num_threads(1)
     rank, several = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if device == "cuda":  # now, so that every count of memory is the GPU's
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.init()
 
     def note(**what) -> None:
         with report.open("a") as file:

@@ -45,11 +45,13 @@ def cases_beside(device: str, tiny: bool) -> dict[str, Callable]:
         about = {"model": str(size), "ours": name, "theirs": contest.rival, "mesh": mesh.sizes}
         return [race(built, samples, size.dtype, size.flops, PAIRS, **about)]
 
-    def transformer(name: str, axes: str) -> list[dict]:
+    def transformer(name: str, axes: str, compiled: bool = False) -> list[dict]:
         given, (first, *rest) = large(tiny), axes
         mesh = mesh_of({first: 2 if rest else ranks} | dict.fromkeys(rest, ranks // 2))
-        built = {"ours": partial(whole.ours, mesh, given, "adamw")}
-        built["tuned"] = partial(whole.theirs, mesh, given, "adamw", tuned=True)
+        ours, tuned = SIDES[2:] if compiled else SIDES[:2]
+        how = {"compiled": True} if compiled else {}
+        built = {ours: partial(whole.ours, mesh, given, "adamw", **how)}
+        built[tuned] = partial(whole.theirs, mesh, given, "adamw", tuned=True, **how)
         rival = whole.LAYOUTS[name][0]
         about = {"model": str(given), "ours": f"Transformer, {name}", "theirs": rival, "mesh": mesh.sizes}
         flops = sum(train_flops(given.config, given.B, given.T, causal=True).values())
@@ -61,6 +63,8 @@ def cases_beside(device: str, tiny: bool) -> dict[str, Callable]:
     for name, axes in TRANSFORMERS.items():
         if ranks > 2 or len(axes) == 1:
             cases[f"Transformer, {name}"] = partial(transformer, name, axes)
+    if not tiny:
+        cases["Transformer, fsdp, compiled"] = partial(transformer, "fsdp", "X", compiled=True)
     return cases
 
 

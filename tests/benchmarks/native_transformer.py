@@ -121,7 +121,7 @@ def step_of(params: dict, config: Config, mesh, tokens, targets, rate: float, tu
     def step():
         update.zero_grad()
         with loss_parallel() if Y > 1 else nullcontext():
-            loss = F.cross_entropy(call(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / count
+            loss = F.cross_entropy(call(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum") / count
             (loss * X).backward()
         update.step()
         loss = loss.detach()
@@ -145,7 +145,7 @@ def staged_step_of(params: dict, config: Config, mesh, tokens, targets, rate: fl
     count = targets.numel() * X
 
     def loss_of(logits, wanted):
-        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum") / count * X
+        return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum") / count * X
 
     run = pipelining.ScheduleInterleaved1F1B(stages, microbatches, loss_fn=loss_of, scale_grads=False)
     weights = [W for module in modules for W in module.parameters()]
