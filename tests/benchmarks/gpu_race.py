@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from harness import in_turn, quartiles, reset_peak, resident, settle, slowest
 
+from scaling.book.largest import largest
+
 AGREE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # how far losses may lie apart, relative
 
 
@@ -45,7 +47,8 @@ def race(sides: dict[str, Callable], samples: int, dtype: torch.dtype, flops: fl
             row["ratio"][name] = quartiles([a / b for a, b in zip(times[mine], times[other], strict=True)])
     totals = {name: sum(rank["losses"][name] for rank in ranks) for name in made}
     row["losses"] = totals
-    if totals and not max(totals.values()) - min(totals.values()) <= AGREE[dtype] * max(map(abs, totals.values())):
+    first = next(iter(totals.values()), 0.0)
+    if totals and not largest(abs(total - first) for total in totals.values()) <= AGREE[dtype] * abs(first):
         failed["losses"] = f"the sides differ in their loss: {totals}"
     return row
 

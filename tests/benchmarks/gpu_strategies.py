@@ -4,6 +4,7 @@ import torch
 from native import Block
 
 from scaling import tree
+from scaling.book.largest import largest
 from scaling.configs import Config
 from scaling.mesh import Mesh
 from scaling.models import transformer as model
@@ -24,9 +25,9 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def close(name: str, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> list[dict]:
     off = {what: apart(*each) for what, each in pairs.items()}
-    if not max(off.values()) <= CLOSE:
+    if not largest(off.values()) <= CLOSE:
         raise ValueError(f"{name}: relative differences {off}, of which none may exceed {CLOSE:g}")
-    return [{"kind": "strategy", "line": name, "off by": max(off.values())}]
+    return [{"kind": "strategy", "line": name, "off by": largest(off.values())}]
 
 
 def one_device(device) -> tuple[dict, torch.Tensor, torch.Tensor, dict]:

@@ -113,10 +113,12 @@ def of_rates(parts, flops, bandwidth) -> str:
 
 def of_equal(name: str):
     def write(parts, flops, bandwidth) -> str:
+        from scaling.book.largest import largest
+
         kinds: dict[str, list] = {}
         for row in rows_of(parts, name):
             kinds.setdefault(row["kind"], []).append(row["off by"])
-        lines = [[kind, len(off), f"{max(off):.1g}" if max(off) else "0"] for kind, off in kinds.items()]
+        lines = [[kind, len(off), f"{largest(off):.1g}"] for kind, off in kinds.items()]
         return table(["what", "cases that are equal", "largest relative difference"], lines)
 
     return write
