@@ -66,12 +66,12 @@ def alone(request: dict) -> tuple[str, list[float]]:
     return text_of([token.id for token in tokens]), [token.logprob for token in tokens]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"pages": 18}, {"draft": "ngram", "pages": 18}], ids=["", "preempted", "drafts"]
+    "count", [pytest.param(60, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.sweep)]
 )
-def test_each_of_many_at_once_gets_what_it_gets_alone(options):
-    requests = drawn(60, 1)
+@pytest.mark.parametrize("options", [{}, {"pages": 18}, {"draft": "ngram", "pages": 18}])
+def test_each_of_many_at_once_gets_what_it_gets_alone(options, count):
+    requests = drawn(count, count)
     with running(**options) as found, ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda r: plain(found, **r)["choices"][0], requests))
         assert found.until(lambda now: not now["running"])["pages_held"] == 0

@@ -1,23 +1,26 @@
-"""`python -m scaling.serve --port`: the openai package as its client, and ranks of a mesh behind it."""
+"""`python -m scaling.serve --port`: the openai package and a browser as clients, a mesh's ranks behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from scaling import serve
 from scaling.models import hf, transformer
+from scaling.models.text import ByteText
 
 for extra in ("starlette", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(extra, reason="the extras serve and test have it")
 
 import httpx  # noqa: E402
-from http_server import CONFIG, running  # noqa: E402
+from http_server import CONFIG, PARAMS, chat, running  # noqa: E402
 
 GREEDY = {"temperature": 0}
 
@@ -84,3 +87,51 @@ def test_the_command_on_a_mesh_finishes_what_runs_at_ctrl_c(tmp_path):
         assert long.json()["usage"]["completion_tokens"] == 200
         assert time.monotonic() - began > 0.2
         assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [chat, None], ids=["chat", "plain"])
+def test_the_page_in_a_browser(template):
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
+    browser = shutil.which("chromium") or pytest.skip("no chromium")
+    with running(template=template) as found, playwright.sync_playwright() as play:
+        page = play.chromium.launch(executable_path=browser, args=["--no-sandbox"]).new_page()
+        wrong, reached, expect = [], set(), playwright.expect
+        page.on("pageerror", lambda error: wrong.append(error))
+        page.on("request", lambda request: reached.add(request.url.split("/")[2]))
+        page.goto(f"http://127.0.0.1:{found.port}/")
+        expect(page.locator("#name")).to_have_text("tiny")
+        expect(page.locator("#pages")).to_have_text("64")
+        page.fill("#temperature", "0")
+        page.fill("#most", "5")
+        page.fill("#text", "hi <b>")
+        page.press("#text", "Enter")
+        expect(page.locator("#send")).to_have_text("Send")
+        said = chat([{"role": "user", "content": "hi <b>"}]) if template else "hi <b>"
+        wanted = ByteText().decode(serve.generate(PARAMS, [list(said.encode())], CONFIG, 5)[0])
+        until = time.monotonic() + 10
+        while page.locator(".assistant").text_content() != wanted:
+            assert time.monotonic() < until, page.locator(".assistant").text_content()
+        page.fill("#text", "a" * 300)
+        page.click("#send")
+        expect(page.locator(".error")).to_contain_text("only 256 fit")
+        assert reached == {f"127.0.0.1:{found.port}"}
+        assert not wrong
+
+
+@pytest.mark.sweep
+def test_ten_thousand_requests_take_no_memory(served):
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def one(i: int) -> None:
+        body = {"prompt": [i % 256, 1, 2], "max_tokens": 1 + i % 5, "stream": bool(i % 2)}
+        assert served.client.post("/v1/completions", json=body).status_code == 200
+
+    with ThreadPoolExecutor(8) as pool:
+        sizes = []
+        for start in range(0, 10_000, 1000):
+            list(pool.map(one, range(start, start + 1000)))
+            sizes.append(resident())
+    print([size >> 10 for size in sizes])
+    assert sizes[-1] - sizes[2] < 8 << 20

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from scaling.serve.states import State
 
-WINDOW = 5.0  # seconds over which tokens a second are counted
+WINDOW = 2.0  # seconds over which tokens a second are counted
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # bounds of the histograms, seconds
 LATER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
