@@ -30,6 +30,8 @@ from scaling.mesh import Mesh, join_world
 os.environ["COLUMNS"] = "100"  # what is printed is folded there
 torch.set_num_threads(1)
 torch.manual_seed(0)  # for what is drawn while tests are collected: two workers must collect the same ones
+if not torch.cuda.is_available():  # at the first gradient autograd counts GPUs, for threads; later there are fake ones
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 IMPORTED_BY_RANKS = (  # each rank would import them by itself: for the first jvp, torch.compile and torch's pipelines

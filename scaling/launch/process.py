@@ -30,6 +30,13 @@ def ready_to_fork() -> None:
                     ctypes.CDLL(library).omp_pause_resource_all(OMP_PAUSE_HARD)
 
 
+def autograd_has_threads() -> bool:
+    """Whether autograd has begun a thread here for each GPU, as it does at a process's first gradient where there are
+    GPUs: a forked process would not have them, and torch refuses gradients in it."""
+    tasks = Path("/proc/self/task")
+    return tasks.exists() and any((task / "comm").read_text().startswith("pt_autograd") for task in tasks.iterdir())
+
+
 def keep_freed_memory() -> None:
     """Let this process keep what it frees, for its next tensors, as torch does on a GPU.
 

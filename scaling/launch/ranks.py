@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from scaling.collectives.checked import agree
 from scaling.console import complain
-from scaling.launch.process import end_with_parent, keep_freed_memory, ready_to_fork
+from scaling.launch.process import autograd_has_threads, end_with_parent, keep_freed_memory, ready_to_fork
 from scaling.launch.watch import CLOSED, Rank, RankError, watch, watch_self
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
 from scaling.spec import ShardingError
@@ -41,10 +41,10 @@ def run(
 ) -> list:
     """Call `fn(mesh, *args)` on every rank of a mesh of these sizes; return the results in rank order.
 
-    Ranks are forked on Linux (closures are fine), spawned for CUDA and elsewhere (fn must be importable); results are
-    pickled. A mesh of one device runs in this process. `checked`: ranks compare every collective before it runs
-    (`scaling.collectives.checked`). `timeout`: seconds that a collective waits for other ranks. `threads`: intra-op
-    threads of a rank.
+    Ranks are forked on Linux (closures are fine), spawned elsewhere, for CUDA, and where this process has computed a
+    gradient beside GPUs (fn must be importable); results are pickled. A mesh of one device runs in this process.
+    `checked`: ranks compare every collective before it runs (`scaling.collectives.checked`). `timeout`: seconds that a
+    collective waits for other ranks. `threads`: intra-op threads of a rank.
     Raises RankError if a rank fails, ShardingError for sizes that make no mesh and in a process that is itself a rank.
     """
     check_device(device)
@@ -64,6 +64,8 @@ def run(
     context = mp.get_context("fork" if can_fork(device) else "spawn")
     if context.get_start_method() == "fork":
         ready_to_fork()
+    else:
+        _check_importable(fn, args)
     ranks = []
     with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
         work = (os.getpid(), listener.getsockname()[1], world, fn, dict(sizes), args, device, checked, timeout, threads)
@@ -80,16 +82,29 @@ def run(
 
 def can_fork(device: str) -> bool:
     """Whether ranks are forked from this process and run any of its functions; else they import its main module."""
-    return sys.platform == "linux" and torch.device(device).type == "cpu"
+    return sys.platform == "linux" and torch.device(device).type == "cpu" and not autograd_has_threads()
+
+
+def _check_importable(fn: Callable, args: tuple) -> None:
+    """ValueError unless a process that is not forked from this one can be given a function and its arguments."""
+    try:
+        pickle.dumps((fn, args))
+    except Exception as error:
+        why = "for CUDA, outside Linux, and after a gradient in a process that sees GPUs, ranks cannot be forked"
+        raise ValueError(
+            f"{getattr(fn, '__qualname__', fn)} cannot be given to ranks: {error}\n  rule: {why}\n"
+            "  fix: define it at the top of a module, or start ranks before the first gradient, or by torchrun"
+        ) from error
 
 
 def start_by_torchrun(sizes: Mapping[str, int], device: str) -> None:
     """Where ranks cannot be forked, start this script again as torchrun's ranks; it ends with their exit code.
 
-    For a script whose own statements start ranks: spawned ranks could not import it. Else it does nothing.
+    For a script whose own statements start ranks: spawned ranks could not import it. Nor can ranks be forked beside
+    GPUs once the script has computed a gradient. Else it does nothing.
     """
     world = AbstractMesh(sizes).size()
-    if world == 1 or can_fork(device) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if world == 1 or (can_fork(device) and not torch.cuda.is_available()) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "RANK"))}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]

@@ -1,7 +1,9 @@
 """Ranks that are started here: their meshes, their results, and what does not start any."""
 
+import ctypes
 import os
 import sys
+import threading
 import time
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from processes import total
 
 from scaling.collectives import all_gather
-from scaling.launch import RankError, fit_mesh, parse_mesh, run
+from scaling.launch import RankError, can_fork, fit_mesh, parse_mesh, run
 from scaling.spec import ShardingError
 
 
@@ -141,3 +143,33 @@ def test_a_default_mesh_is_fitted_to_torchruns_ranks(monkeypatch):
     for world, fitted in {"1": (4, 2), "4": (2, 2), "2": (1, 2), "16": (8, 2), "3": (4, 2)}.items():
         monkeypatch.setenv("WORLD_SIZE", world)
         assert tuple(fit_mesh({"X": 4, "Y": 2}).values()) == fitted
+
+
+def pulled(mesh):
+    x = torch.ones(3, requires_grad=True)
+    (mesh.rank + x).square().sum().backward()
+    return x.grad.sum().item()
+
+
+@pytest.mark.slow
+def test_after_a_gradient_beside_gpus_ranks_are_spawned():
+    """autograd's threads are named so; torch refuses gradients in a process forked from one that has them."""
+    done, begun = threading.Event(), threading.Event()
+
+    def named():
+        ctypes.CDLL(None).prctl(15, b"pt_autograd_0")  # PR_SET_NAME
+        begun.set()
+        done.wait()
+
+    thread = threading.Thread(target=named)
+    thread.start()
+    begun.wait()
+    try:
+        assert not can_fork("cpu")
+        assert run(pulled, {"X": 2}) == [6.0, 12.0]
+        with pytest.raises(ValueError, match=r"cannot be given to ranks: (?s:.*)fix: define it at the top"):
+            run(lambda mesh: done, {"X": 2})
+    finally:
+        done.set()
+        thread.join()
+    assert can_fork("cpu")
