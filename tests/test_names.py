@@ -18,8 +18,8 @@ SAME = {  # what the public functions of one name have in common: their names
         "einsum", "layer", "matmul", "reshard", "vjp",
     },
     "what a strategy, a form of decoding and a model have": {
-        "attention", "backward", "embed", "extend", "forward", "head", "init", "jvp", "layer_backward", "layer_forward",
-        "loss", "loss_and_grads", "make_step", "mlp", "moe", "prefill", "specs",
+        "attention", "backward", "embed", "forward", "head", "init", "jvp", "layer_backward", "layer_forward",
+        "loss", "loss_and_grads", "make_step", "mlp", "specs",
     },
     "whole arrays and shards: of one array, of a tree, of a Transformer's params": {"shard", "unshard"},
     "training's, and serving's: the cost of a step, the scheduler's step, what is planned, what is simulated": {
@@ -38,8 +38,6 @@ LISTED = {  # names that several packages list: why
     "einsum": "of tensors with a line, and of arrays that carry their type",
     "matmul": "planned, and run on arrays that carry their type",
     "specs": "the types of params: of a strategy's, of an engine's",
-    "extend": "the same whose bits no batch changes",
-    "prefill": "the same whose bits no batch changes",
     "plans": "for training, and for serving",
     "main": "a command",
 }

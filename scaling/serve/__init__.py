@@ -12,7 +12,6 @@ imported without it.
     simulate, engine                                       a trace of requests in time: modelled, and computed
     paged, drafts                                          of the engine: a model with its pages; what proposes tokens
     calibrate                                              the simulator's prices, from steps that were measured
-    invariant                                              prefill and decode whose bits no batch changes
     text, loading, requests                                for the commands `generate` and `serve`
 """
 

@@ -73,11 +73,6 @@ def arguments(argv=None) -> argparse.Namespace:
         help="pages of the cache (default: for the longest requests, as far as memory allows)",
     )
     parser.add_argument("--no-prefix", action="store_true", help="do not share the pages of equal prefixes")
-    parser.add_argument(
-        "--batch-invariant",
-        action="store_true",
-        help="a request's logits have the same bits whatever else is in the batch",
-    )
     parser.add_argument("--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"')
     parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
     parser.add_argument(
@@ -123,7 +118,7 @@ def run(mesh, args, config, tokenizer, lines: list[RequestLine], options: Option
 
     return serve(
         params, config, [(line.arrival, line.request) for line in lines], options,
-        {line.number: line.draw for line in lines}, on_token=on_token, batch_invariant=args.batch_invariant,
+        {line.number: line.draw for line in lines}, on_token=on_token,
         draft=draft, mesh=mesh if mesh.size() > 1 else None,
     )  # fmt: skip
 
@@ -218,7 +213,7 @@ def _serve_http(mesh, args, config: Config, model, listener) -> None:
 
     server.serve_http(
         params, model, config, listener, mesh=mesh if mesh.size() > 1 else None, queue=args.queue, key=args.key,
-        ready=ready, batch_invariant=args.batch_invariant, draft=draft_of(args.draft, config, mesh, DTYPES[args.dtype]),
+        ready=ready, draft=draft_of(args.draft, config, mesh, DTYPES[args.dtype]),
     )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from scaling.collectives import unshard
 from scaling.configs import Config
-from scaling.serve import invariant
 from scaling.serve.drafts import Draft, NGrams, SmallModel
 from scaling.serve.generation import check_draft, draft_model
 from scaling.serve.paged import PagedModel
@@ -34,9 +33,8 @@ class Draw(NamedTuple):
 class Engine:
     """execute(Run or Move) -> (seconds, {id: tokens}): holds the params and each worker's pages.
 
-    `draws`: of the requests that are not greedy, by id. `batch_invariant`: a request's logits are the same bits
-    whatever runs beside it (`invariant`). `draft`: (config, params) of a smaller model with the same vocabulary, or
-    "ngram": what makes the proposals that `options` asks for; no token depends on it (`drafts`).
+    `draws`: of the requests that are not greedy, by id. `draft`: (config, params) of a smaller model with the same
+    vocabulary, or "ngram": what makes the proposals that `options` asks for; no token depends on it (`drafts`).
     `logits(id, place, logits[V])` is called for each token that is given. `clock`: seconds, of the wall or of the
     processor.
     """
@@ -50,7 +48,6 @@ class Engine:
         *,
         mesh=None,
         dtype: torch.dtype | None = None,
-        batch_invariant: bool = False,
         draft: Any = None,
         clock: Callable[[], float] = time.perf_counter,
         logits: Callable[[int, int, Tensor], object] | None = None,
@@ -60,8 +57,6 @@ class Engine:
                 "all pages of an engine belong to one batch, so that Z cannot split them\n"
                 "  fix: run one engine for each replica, on a mesh without Z"
             )
-        if batch_invariant and mesh is not None:
-            invariant.check_axes(mesh)
         if (draft is None) != (options.proposals == 0):
             raise ValueError(
                 f"proposals={options.proposals} and draft={draft!r:.20}: one makes what the other asks for\n"
@@ -69,7 +64,7 @@ class Engine:
             )
         self.mesh, self.logits, self.clock = mesh, logits, clock
         self.draws = {} if draws is None else draws
-        self.model = PagedModel(params, config, options, mesh, dtype, batch_invariant)
+        self.model = PagedModel(params, config, options, mesh, dtype)
         self.draft: Draft | None = None if draft is None else NGrams()
         if draft not in (None, "ngram"):
             small, theirs = draft_model(draft)
@@ -98,15 +93,10 @@ class Engine:
         return {}
 
     def _run(self, run: Run) -> dict[int, tuple[int, ...]]:
-        speculative = any(work.proposals for work in run.works)
-        if self.model.sizes is not None and not speculative:
-            groups = [run.works]
-        else:  # those of one token apart, so that they are not padded to a prompt's length
-            groups = [[w for w in run.works if (len(w.tokens) == 1) == one] for one in (True, False)]
         given: dict[int, tuple[int, ...]] = {}
-        for works in groups:
-            if works:
-                given |= self._give(run.worker, list(works))
+        for one in (True, False):  # those of one token apart, so that they are not padded to a prompt's length
+            if works := [w for w in run.works if (len(w.tokens) == 1) == one]:
+                given |= self._give(run.worker, works)
         return given
 
     def _give(self, worker: str, works: list[Work]) -> dict[int, tuple[int, ...]]:

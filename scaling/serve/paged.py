@@ -6,20 +6,17 @@ import torch
 from torch import Tensor
 
 from scaling.configs import Config
-from scaling.serve import invariant, scheduler
+from scaling.serve import scheduler
 from scaling.serve.cache import init_cache, untouched
 from scaling.serve.states import Move, Options, Work
 from scaling.serve.step import decode, extend, prefill
 
 
 class PagedModel:
-    """Holds the params, this rank's, and the pages. `batch_invariant`: logits by `invariant`."""
+    """Holds the params, this rank's, and the pages."""
 
-    def __init__(
-        self, params: dict, config: Config, options: Options, mesh=None, dtype=None, batch_invariant: bool = False
-    ):
+    def __init__(self, params: dict, config: Config, options: Options, mesh=None, dtype=None):
         self.params, self.config, self.page, self.mesh = params, config, options.page, mesh
-        self.sizes = invariant.agreeing(params, config, mesh) if batch_invariant else None
         self.device = params["norm"].device
         self.pools = {
             worker: init_cache(config, 1, pool.total * pool.size, mesh=mesh, dtype=dtype, page=pool.size)
@@ -35,11 +32,7 @@ class PagedModel:
             "pages": torch.tensor([[*w.pages, *[0] * (M - len(w.pages))] for w in works], device=self.device),
             "lengths": torch.tensor([w.start for w in works], device=self.device),
         }
-        if self.sizes is not None:
-            call = invariant.extend if every else invariant.prefill
-            given = {"lengths": lengths, "donate": True, "sizes": self.sizes}
-            logits, cache = call(self.params, tokens, cache, self.config, self.mesh, **given)
-        elif every or T > 1:
+        if every or T > 1:
             call = extend if every else prefill
             logits, cache = call(self.params, tokens, cache, self.config, self.mesh, lengths=lengths, donate=True)
         else:

@@ -12,7 +12,6 @@ from torch.func import vjp
 from scaling import optim, serve, tree
 from scaling.configs import Config
 from scaling.models import transformer as model
-from scaling.serve import invariant
 from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.stack import Strategy
@@ -25,7 +24,6 @@ MESHES = {  # of a file by a part of its name; of others X=2, Y=2
     "forms/sequence": {"Y": 2, "Z": 2},
     "forms/context": {"Y": 2, "C": 2},
     "forms/weights_2d": {"X": 2, "Y": 2, "Z": 2},
-    "invariant": {"Y": 4},
     "05_moe": {"X": 4},
     "05_context": {"C": 4},
     "05_pp": {"Z": 4},
@@ -126,9 +124,8 @@ def of_transformer(mesh, name: str, text: str):
 
 
 def of_serving(mesh, name: str, text: str):
-    """The logits of a prompt and of a token after it, by one form of serving or batch-invariant: its file edited."""
-    batched = name == "step"
-    replace(importlib.import_module("scaling.serve.invariant.step" if batched else f"scaling.serve.forms.{name}"), text)
+    """The logits of a prompt and of a token after it, by one form of serving: its file edited."""
+    replace(importlib.import_module(f"scaling.serve.forms.{name}"), text)
     form = {"weights_2d": "2d", "heads_batch": "heads_batch", "sequence": "sequence"}.get(name, "heads")
     g, found = torch.Generator().manual_seed(0), []
     tokens = torch.randint(0, MODEL.V, (4, 6), generator=g)
@@ -138,9 +135,6 @@ def of_serving(mesh, name: str, text: str):
         params = tree.map(lambda p: p + 0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype), params)
         params = tree.shard(params, serve.specs(config, mesh, form=form), mesh)
         cache = serve.init_cache(config, 4, 8, mesh=mesh, form=form)
-        if batched:
-            found.append(invariant.prefill(params, tokens, cache, config, mesh)[0])
-            continue
         logits, cache = serve.prefill(params, tokens, cache, config, mesh, form=form)
         found += [logits, serve.decode(params, tokens[:, 0], cache, config, mesh, form=form)[0]]
     return found

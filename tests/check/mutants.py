@@ -23,7 +23,6 @@ FILES += [
 ]
 FILES += [f"chapters/{name}.py" for name in ("03_products", "09_profiling", "10_problems")]
 FILES += [f"scaling/serve/forms/{name}.py" for name in ("heads", "heads_batch", "sequence", "context", "weights_2d")]
-FILES += ["scaling/serve/invariant/step.py"]
 NONLINEAR = ("torch.relu({})", "{} ** 2", "{} + 1.0", 'act({}, "gelu")', "rms_norm({})", "{}.norm()")
 
 

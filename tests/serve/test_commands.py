@@ -193,7 +193,7 @@ def test_serve_a_file(folder, tmp_path, capsys):
     assert served[5]["ttft"] > 0
     stop = bytes(served[5]["ids"]).decode(errors="replace")[2]
     source.write_text(json.dumps({"prompt": "hello", "stop": stop}))
-    for more in (["--batch-invariant", "--policy", "static"], ["--draft", "ngram"], ["--draft", str(folder)]):
+    for more in (["--policy", "static"], ["--draft", "ngram"], ["--draft", str(folder)]):
         assert batch.main([*options, *more]) == 0
         row = json.loads(target.read_text())
         assert row["reason"] == "stop"
