@@ -92,6 +92,11 @@ PINNED = INFERENCE | {
         "A hop of a ReduceScatter, over (V/Y) / W_ici": 9e10 / 4.5e10,
         "An AllGather one way over V / W_ici": 15 / 16 * 2,
     },
+    "04_flash_attention": {
+        "Flash attention is compute-bound from T = S =": 481,  # n/2 above 1.97e14 / 8.2e11 = 240.2
+        "Scores in HBM: FLOPs a byte at most": 4 * 128 / 8 / (1 + 128 / 1e9),
+        "... so at 8k it waits for HBM so many times as long": 1.97e14 / 8.2e11 / (64 * 8192 / (8192 + 128)),
+    },
     "04_problems": {
         "Block remat: FLOPs, where none is 6": 6 + 2 * 33 / 35,  # all of a forward but the unembedding
         "Full activations by what autograd holds, F = 4D": 4e6 * 64 * (24 * 8192 + 64) * 2 / 1e12,

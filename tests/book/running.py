@@ -22,6 +22,7 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "03_overlap",
     "04_transformers",
     "04_problems",
+    "04_flash_attention",
     "05_dp",
     "05_fsdp",
     "05_tp",

@@ -108,6 +108,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         8_030_261_248 - 2 * 4096 * 128256,
         ["wrote share.svg"],
     ),
+    "04_flash_attention": (
+        ["dQ 9.4e-01 1e-12 NO"],
+        2 * 8 * 96 / 64,
+        ["96 2.7564 10.7723 -0.3542", "96 18,432"],
+    ),
     "04_problems": (
         ["block", "7.97 1.00 1.00 yes"],
         120.12 * 4,
@@ -172,7 +177,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         ["3 devices, result and gradients", "all hold"],
     ),
     "10_problems": (["1 FAILED: 1.2: roll(x, 5) - x"], 4 * 8 * 2, ["Question 2.3 and 2.4 on 2 devices", "all hold"]),
-    "11_recap": (["Part 12 133 102 11 13 7 0"], 2, ["Part 4 35 24 3 2 6 0"]),
+    "11_recap": (["Part 12 134 101 12 14 7 0"], 2, ["Part 4 38 24 3 2 9 0"]),
     "12_gpus": (
         ["1.4 the time with 512 rows 15 34.71 us +131.4% DIFFERS"],
         281.25 / (1 - 281.25 * (1 / 4096 + 1 / 8192)),
