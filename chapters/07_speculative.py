@@ -16,12 +16,12 @@ import torch
 from scaling import serve, tree
 from scaling.book.answers import Answer
 from scaling.book.page import Page
+from scaling.book.speculative import expected_tokens, residual, verify
 from scaling.configs import Config, get
 from scaling.cost import serving
 from scaling.hardware import chip
 from scaling.models import transformer
 from scaling.serve.sampling import Sampling, draw_token
-from scaling.serve.speculative import expected_tokens, residual, verify
 
 page = Page(__doc__, seed=True, plot=True)
 seed = page.args.seed
@@ -74,6 +74,7 @@ page.check("a perfect draft: k + 1 tokens a pass", rows[1][1] == 1 + -(-(new - 1
 # x from q is kept with probability min(1, p(x)/q(x)); if not, a token comes from max(p - q, 0), scaled. Kept: min(p, q)
 # at each token; the rest makes p of it. The book calls it inspired by Metropolis and Hastings; it needs no chain. Below
 # the rule's distribution, all uniform numbers gone through piece by piece, beside what two known wrong rules give.
+# `generate` keeps what it would have drawn there by its seed, which is less; so no draft changes a token of it.
 
 
 # %%

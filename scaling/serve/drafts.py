@@ -1,10 +1,6 @@
 """What proposes tokens inside the engine: the request's own text by n-grams, or a smaller model with pages of its own.
 
-The engine draws each token as it would without a draft, from its seed and position, and keeps a proposal that is that
-token. So what a request gives does not depend on what was proposed, and not on how much: where pages are few, the
-scheduler asks for less. (The rule of `speculative` keeps more of a draft that is unlike the model, but what it gives
-depends on where a step begins.) A draft model draws with the same uniform numbers: where both would give the same
-token, the proposal is kept.
+Which are kept is the rule of `speculative`. Where pages are few, the scheduler asks for less.
 """
 
 from collections.abc import Callable, Sequence

@@ -19,6 +19,7 @@ from scaling.serve.generation import check_draft, draft_model
 from scaling.serve.paged import PagedModel
 from scaling.serve.sampling import Sampling, sample
 from scaling.serve.simulate import Simulated, drive
+from scaling.serve.speculative import as_proposed
 from scaling.serve.states import Move, Options, Request, Run, Work
 from scaling.spec import Spec
 
@@ -111,13 +112,14 @@ class Engine:
             return {}
         chosen = logits[[b for b, _ in rows], [len(works[b].tokens) - 1 + n if every else 0 for b, n in rows]]
         places = [(works[b], works[b].start + len(works[b].tokens) + n) for b, n in rows]
+        drawn = iter(zip(self._draw(places, chosen), places, chosen, strict=True))
         given: dict[int, tuple[int, ...]] = {}
-        for (_, n), (work, place), id, own in zip(rows, places, self._draw(places, chosen), chosen, strict=True):
-            before = given.setdefault(work.id, ())
-            if before == tuple(proposed.get(work.id, ())[:n]):  # all proposals so far were right
-                given[work.id] = (*before, id)
-                if self.logits is not None:
-                    self.logits(work.id, place, own)
+        for work in [work for work in works if work.sample]:
+            own = [next(drawn) for _ in range(1 + work.proposals)]
+            given[work.id] = tuple(as_proposed(proposed.get(work.id, ()), [id for id, _, _ in own]))
+            if self.logits is not None:
+                for _, (_, place), its in own[: len(given[work.id])]:
+                    self.logits(work.id, place, its)
         return given
 
     def _draw(self, places: Sequence[tuple[Work, int]], logits: Tensor) -> list[int]:

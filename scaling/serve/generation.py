@@ -12,18 +12,8 @@ from torch import Tensor
 from scaling.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve.cache import init_cache
-from scaling.serve.sampling import (
-    DRAFT,
-    DRAW,
-    KEEP,
-    Sampling,
-    draw_token,
-    probabilities,
-    request_seeds,
-    sample,
-    uniforms,
-)
-from scaling.serve.speculative import ngram, verify
+from scaling.serve.sampling import Sampling, request_seeds, sample
+from scaling.serve.speculative import as_proposed, ngram
 from scaling.serve.step import decode, extend, prefill
 from scaling.serve.types import ONE, ROWS, check_mesh
 from scaling.spec import parse
@@ -61,8 +51,8 @@ def generate(
     Prompts are lists of ids, of any lengths. Params are this rank's, typed as `serve.specs`; the result is the same on
     every rank. `seed`: one, from which each prompt gets its own, or one for each. `draft`: (config, params) of a
     smaller model with the same vocabulary, its params typed as `serve.specs` of its own config, as this model's are, or
-    "ngram"; it proposes so many tokens a step, and changes the speed alone: greedily the tokens are the same, and
-    sampled ones have the same distribution. `page`: cache in pages of so many.
+    "ngram"; it proposes so many tokens a step, and changes the speed alone: the tokens are the same. `page`: cache in
+    pages of so many.
     ValueError for an empty prompt, ids outside the vocabulary, and options that leave no token.
     """
     how = Sampling(temperature, top_k, top_p, min_p)
@@ -186,14 +176,14 @@ def _drafted(batch: _Batch, how: Sampling, seeds: list[int], left: dict, draft: 
     while True:
         live = [i in left for i in range(len(batch.rows))]
         first = [len(row) for row in batch.rows]
-        u = torch.stack([uniforms(seeds, [n + j for n in first], 3) for j in range(k + 1)], 1).to(batch.device)
-        proposed, q = small.propose(how, u[:, :k, DRAFT], live) if small else _by_ngram(batch, k)
-        rows = [
-            [row[-1], *some] if on else [] for row, some, on in zip(batch.rows, proposed.tolist(), live, strict=True)
-        ]
+        proposed = small.propose(how, seeds, live) if small else [ngram(row, k) for row in batch.rows]
+        rows = [[row[-1], *some] if on else [] for row, some, on in zip(batch.rows, proposed, live, strict=True)]
         logits = batch.run(extend, [*rows, *[[]] * batch.more])[: len(rows)]
-        ids, count = verify(probabilities(_finite(logits, live), how), q, proposed, u[:, :k, KEEP], u[..., DRAW])
-        taken = [some[:n] if on else [] for some, n, on in zip(ids.tolist(), count.tolist(), live, strict=True)]
+        on = [i for i in range(len(batch.rows)) if live[i]]
+        at = [(seeds[i], first[i] + n) for i in on for n in range(k + 1)]
+        drawn = sample(logits[on].flatten(0, 1), how, [seed for seed, _ in at], [place for _, place in at])
+        own = dict(zip(on, drawn.view(len(on), k + 1).tolist(), strict=True))
+        taken = [as_proposed(some, own[i]) if i in own else [] for i, some in enumerate(proposed)]
         yield _with_logprobs(taken, logits)
         batch.keep([*(len(row) - 1 if on else 0 for row, on in zip(batch.rows, live, strict=True)), *[0] * batch.more])
 
@@ -212,23 +202,21 @@ class _Model(_Batch):
             raise type(error)(f"the draft {config.name}: {what}\n  fix: {fix}") from None
         self.k = k
 
-    def propose(self, how: Sampling, u: Tensor, live: list[bool]) -> tuple[Tensor, Tensor]:
-        """(proposed[B, k], q[B, k, V]); u[B, k]. Rows that have ended get any."""
+    def propose(self, how: Sampling, seeds: list[int], live: list[bool]) -> list[list[int]]:
+        """The k proposals of each row. Rows that have ended get any."""
         held = self.cache["lengths"].tolist()
         new = [row[n:] if on else row[-1:] for row, n, on in zip(self.rows, held, live, strict=False)]
         starts = [n if on else 0 for n, on in zip(held, live, strict=False)]
         self.keep([*starts, *[0] * self.more])
         logits = self.run(prefill, [*new, *[[0]] * self.more])[: len(self.rows)]
-        proposed, qs = [], []
+        proposed: list[list[int]] = []
         for j in range(self.k):
-            q = probabilities(logits, how)
-            proposed.append(draw_token(q, u[:, j]))
-            qs.append(q)
+            proposed.append(sample(logits, how, seeds, [len(row) + j for row in self.rows]).tolist())
             if j + 1 < self.k:
-                logits = self.decode(proposed[-1].tolist())
+                logits = self.decode(proposed[-1])
         known = [len(row) if on else 0 for row, on in zip(self.rows, live, strict=True)]
         self.keep([*known, *[0] * self.more])
-        return torch.stack(proposed, 1), torch.stack(qs, 1)
+        return [list(row) for row in zip(*proposed, strict=True)]
 
 
 def _proposer(batch: _Batch, draft: Any, k: int) -> _Model | None:
@@ -251,17 +239,6 @@ def check_draft(config: Config, target: Config) -> None:
             f"the draft {config.name} has V={config.V}, {target.name} has V={target.V}\n"
             "  fix: choose a draft with the same vocabulary"
         )
-
-
-def _by_ngram(batch: _Batch, k: int) -> tuple[Tensor, Tensor]:
-    proposed = torch.tensor([ngram(row, k) for row in batch.rows], device=batch.device)
-    return proposed, torch.nn.functional.one_hot(proposed, batch.config.V).to(torch.float64)
-
-
-def _finite(logits: Tensor, live: list[bool]) -> Tensor:
-    """Zeros where a row has ended, and its logits mean nothing."""
-    on = torch.tensor(live, device=logits.device)
-    return torch.where(on[:, None, None], logits, 0)
 
 
 def _with_logprobs(ids: list[list[int]], logits: Tensor) -> list[Token]:

@@ -17,9 +17,6 @@ from torch import Tensor
 from scaling.arguments import whole_numbers
 
 SEEDS = 2**63
-DRAW, KEEP, DRAFT = range(
-    3
-)  # a position's uniform numbers: for its token; for a proposal there, kept or not; and for it
 
 
 @dataclass(frozen=True)
@@ -121,17 +118,17 @@ def draw_token(p: Tensor, u: Tensor) -> Tensor:
     return torch.minimum(found, last)  # where rounding leads beyond the last token that is possible
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int], count: int = 1) -> Tensor:
-    """u[B, count] in [0, 1), float64: row i by (seeds[i], positions[i]) alone, from numpy's counter-based Philox."""
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """u[B] in [0, 1), float64: row i by (seeds[i], positions[i]) alone, from numpy's counter-based Philox."""
     seeds, positions = whole_numbers("seeds", seeds), whole_numbers("positions", positions)
     if len(seeds) != len(positions) or min([*seeds, *positions], default=0) < 0 or max(seeds, default=0) >= SEEDS:
         what = f"{len(seeds)} seeds and {len(positions)} positions, seeds in 0..2^63 - 1 and positions from 0 on"
         raise ValueError(f"{what}: of each row one\n  fix: make the seeds by request_seeds(prompts, seed)")
     rows = [
-        numpy.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(count)
+        numpy.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw()
         for seed, position in zip(seeds, positions, strict=True)
     ]
-    bits = numpy.array(rows, dtype=numpy.uint64).reshape(len(rows), count)
+    bits = numpy.array(rows, dtype=numpy.uint64)
     return torch.from_numpy((bits >> numpy.uint64(11)).astype(numpy.float64) * 2.0**-53)
 
 
@@ -141,7 +138,7 @@ def sample(logits: Tensor, how: Sampling, seeds: Sequence[int], positions: Seque
         return likeliest(logits)
     if len(seeds) != len(logits):
         raise ValueError(f"{len(seeds)} seeds for logits{list(logits.shape)}\n  fix: give one for each row")
-    u = uniforms(seeds, positions)[:, DRAW].to(logits.device)
+    u = uniforms(seeds, positions).to(logits.device)
     return draw_token(probabilities(logits, how), u)
 
 

@@ -1,50 +1,26 @@
-"""Speculative sampling (Part 7, Appendix D): a draft proposes k tokens, the target checks them in one pass.
+"""Speculative decoding: a draft proposes k tokens, and the model checks them in one pass.
 
-The rule (Leviathan et al. 2022, arxiv.org/abs/2211.17192; Chen et al. 2023, arxiv.org/abs/2302.01318): the proposed
-token x, drawn from q, is kept with probability min(1, p(x) / q(x)). The first that is not kept is drawn again from what
-p has more than q, max(p - q, 0) over its sum, and what follows is dropped; if all are kept, one more comes from p. What
-comes out is distributed as p, exactly, whatever q is. q must be what x was drawn from: after temperature and filters,
-as p. All randomness is given, as uniform numbers, so that the output is a function that can be enumerated.
+The rule: at each place the model draws as it would without a draft, by the request's seed and the place; a proposal is
+kept if it is that token. So what is proposed changes no token, greedy or sampled: not how much is proposed either, or
+where a step begins. A draft draws with the same uniform numbers, and so often the same token. The book's rule
+(`scaling.book.speculative`) has the same distribution and keeps more of a draft that is unlike the model, but what it
+gives depends on where a step begins: a request that is preempted would go on with other tokens.
 """
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
 
-from scaling.serve.sampling import draw_token
-
-
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What a token is drawn from when a proposal is not kept: max(p - q, 0) over its sum; p where that is 0."""
-    more = (p - q).clamp(min=0)
-    total = more.sum(-1, keepdim=True)
-    return torch.where(total > 0, more / torch.where(total > 0, total, 1), p)
-
-
-def verify(p: Tensor, q: Tensor, proposed: Tensor, keep: Tensor, again: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens[B, k + 1], count[B]): what a step yields, of which the first `count` (1 to k + 1) are valid.
-
-    p[B, k + 1, V]: the target's distributions at the proposed places and the one after; q[B, k, V]: what proposed[B, k]
-    was drawn from; keep[B, k] and again[B, k + 1]: uniform numbers, for the proposals and for what is drawn in place
-    of the first that is not kept (the last: after all of them).
-    """
-    k = proposed.shape[1]
-    at = proposed[..., None]
-    kept = keep * q.gather(-1, at)[..., 0] < p[:, :k].gather(-1, at)[..., 0]
-    count = kept.long().cumprod(-1).sum(-1)  # the length of the longest prefix that is kept
-    last = torch.cat([residual(p[:, :k], q), p[:, k:]], 1)
-    drawn = draw_token(last, again)
-    places = torch.arange(k + 1, device=p.device)
-    tokens = torch.cat([proposed, proposed[:, :1]], 1)
-    return torch.where(places < count[:, None], tokens, drawn), count + 1
+def as_proposed(proposed: Sequence[int], drawn: Sequence[int]) -> list[int]:
+    """The tokens of a step: of those drawn at the k proposed places and the one after, up to the first that is not what
+    was proposed."""
+    same = next((n for n, (a, b) in enumerate(zip(proposed, drawn, strict=False)) if a != b), len(proposed))
+    return list(drawn[: same + 1])
 
 
 def ngram(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
     """k proposals out of the request's own tokens: what followed the last n tokens when they stood there before.
 
     The longest n up to `longest` that is found, at its latest place; the last token again where nothing is found.
-    Their q is 1 at each proposal.
     """
     tokens = list(tokens)
     for n in range(min(longest, len(tokens) - 1), 0, -1):
@@ -53,8 +29,3 @@ def ngram(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
                 after = tokens[start + n : start + n + k]
                 return after + [after[-1]] * (k - len(after))
     return tokens[-1:] * k
-
-
-def expected_tokens(rate: float, k: int) -> float:
-    """Tokens per step when each proposal is kept with this rate, independently: (1 - a^(k+1)) / (1 - a)."""
-    return k + 1.0 if rate == 1 else (1 - rate ** (k + 1)) / (1 - rate)

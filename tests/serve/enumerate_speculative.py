@@ -8,7 +8,7 @@ import itertools
 
 import torch
 
-from scaling.serve import speculative
+from scaling.book import speculative
 from scaling.serve.sampling import Sampling, probabilities
 
 

@@ -11,9 +11,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from enumerate_speculative import contexts, output_joint, target_joint, wrong_rules
 
+from scaling.book import speculative
 from scaling.book.largest import largest
 from scaling.console import Parser
-from scaling.serve import speculative
 from scaling.serve.sampling import Sampling, draw_token, uniforms
 
 HOWS = [Sampling(1.0), Sampling(0.7), Sampling(1.3, top_k=3), Sampling(1.0, top_p=0.8), Sampling(1.0, min_p=0.2)]
@@ -21,7 +21,8 @@ HOWS = [Sampling(1.0), Sampling(0.7), Sampling(1.3, top_k=3), Sampling(1.0, top_
 
 def step(p, q, n: int, k: int, verify, seed: int):
     """n steps at once: (tokens[n, k + 1], count[n]) with p[k + 1, V] and q[k, V] that do not look at the context."""
-    u = uniforms([seed] * n, range(n), 3 * k + 1)
+    count = 3 * k + 1
+    u = uniforms([seed] * n * count, range(n * count)).view(n, count)
     proposed = draw_token(q.expand(n, -1, -1), u[:, :k])
     return verify(p.expand(n, -1, -1), q.expand(n, -1, -1), proposed, u[:, k : 2 * k], u[:, 2 * k :])
 

@@ -54,6 +54,14 @@ def test_a_draft_that_is_the_model_is_always_kept():
     assert [len(tokens) for tokens in steps] == [2, 8, 8, 8]
 
 
+@pytest.mark.parametrize("proposals", [1, 2, 5])
+@pytest.mark.parametrize("draft", ["ngram", (SMALL, small), (CONFIG, params)], ids=["ngram", "small", "same"])
+def test_a_draft_changes_no_token_that_is_sampled(draft, proposals):
+    options = {"temperature": 1.0, "top_k": 4, "seed": 9}
+    plain = serve.generate(params, PROMPTS, CONFIG, 12, **options)
+    assert serve.generate(params, PROMPTS, CONFIG, 12, **options, draft=draft, proposals=proposals) == plain
+
+
 def test_sampled_with_a_draft_has_the_models_distribution():
     """The second token of 2,000 copies of a prompt, given the first: chi-square against the model's own."""
     n = 2000

@@ -5,8 +5,9 @@ import speculative_sweep
 import torch
 from enumerate_speculative import contexts, output_joint, target_joint, wrong_rules
 
+from scaling.book.speculative import expected_tokens, residual, verify
 from scaling.serve.sampling import Sampling, probabilities
-from scaling.serve.speculative import expected_tokens, ngram, residual, verify
+from scaling.serve.speculative import ngram
 
 
 @pytest.mark.slow
