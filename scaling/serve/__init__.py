@@ -13,6 +13,7 @@ imported without it.
     paged, drafts                                          of the engine: a model with its pages; what proposes tokens
     calibrate                                              the simulator's prices, from steps that were measured
     text, loading, requests                                for the commands `generate` and `serve`
+    web                                                    the engine behind HTTP: the extra `serve`
 """
 
 from typing import TYPE_CHECKING

@@ -21,8 +21,10 @@ class TextStream:
         if stops and isinstance(tokenizer, Unknown):
             raise ValueError(f"{tokenizer.name}: a stop text needs its tokenizer\n  fix: put its tokenizer.json there")
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
-        self.reader, self.ids = tokenizer.reader(), []
-        self.read = self.held = ""  # text of the ids so far; what of it is not given yet
+        self.reader = tokenizer.reader()
+        self.ids: list[int] = []  # the last that gave text, and those after: a token's text depends on what is before
+        self.before, self.read = 0, ""  # how many of them gave text, and this text
+        self.held = ""  # text that is not given yet
         self.stopped = False
 
     def push(self, id: int) -> str:
@@ -35,8 +37,10 @@ class TextStream:
             text = self.tokenizer.decode(self.ids)
             if text.endswith(BROKEN) or not text.startswith(self.read):
                 return ""
-            self.held += text[len(self.read) :]
-            self.read = text
+            if new := text[len(self.read) :]:
+                self.held += new
+                self.ids = self.ids[self.before :]
+                self.before, self.read = len(self.ids), self.tokenizer.decode(self.ids)
         return self._certain()
 
     def rest(self) -> str:

@@ -1,6 +1,7 @@
 """`python -m scaling.generate` and `python -m scaling.serve`, in this process; text as it is streamed."""
 
 import json
+import random
 import sys
 
 import pytest
@@ -76,6 +77,36 @@ def test_a_folders_tokenizer(tmp_path):
     assert isinstance(unknown, Unknown)
     with pytest.raises(ValueError, match="fix: put the model's tokenizer"):
         unknown.encode("a")
+
+
+@pytest.mark.parametrize("kind", ["Metaspace", "ByteLevel"])
+def test_what_is_streamed_is_what_all_ids_are_together(kind):
+    """Of tokenizers whose tokens have another text at the begin, or are parts of characters; with special ones."""
+    tokenizers = pytest.importorskip("tokenizers")
+    if kind == "Metaspace":
+        words = ["<s>", "\u2581a", "\u2581b", "c", "\u2581", "d\u2581e", "\u00e9"]
+    else:
+        words = ["<s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "\u0120the", "\u00c3\u00a9"]
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>")
+    loaded = tokenizers.Tokenizer(model)
+    loaded.decoder = getattr(tokenizers.decoders, kind)()
+    loaded.add_special_tokens(["<s>"])
+
+    class Read(Pairs):
+        def decode(self, ids):
+            return loaded.decode(list(ids))
+
+    chance = random.Random(0)
+    for _ in range(60):
+        text = "".join(chance.choice("aé€𝄞 \n") for _ in range(6)).encode()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        ids = [chance.randrange(len(words)) for _ in range(chance.randrange(1, 20))]
+        if kind == "ByteLevel":
+            spelled = "".join(piece for piece, _ in alphabet.pre_tokenize_str(text.decode()))
+            ids = [words.index(character) for character in spelled] + [0, *ids[:1], 0]
+        stream = TextStream(Read())
+        assert "".join([*map(stream.push, ids), stream.rest()]) == loaded.decode(ids)
+        assert len(stream.ids) < 12
 
 
 def test_a_folders_tokenizer_without_its_library(tmp_path, monkeypatch):
