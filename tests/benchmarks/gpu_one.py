@@ -28,7 +28,7 @@ BATCHES = (1, 4, 16, 64)
 
 
 def tiny_config() -> Config:
-    return SMALL.config.with_(name="tiny", L=2, D=64, H=8, F=128, V=256)
+    return SMALL.config.with_(name="tiny", L=1, D=64, H=8, F=128, V=256)
 
 
 def cases_rates(device: str, tiny: bool) -> dict[str, Callable]:
