@@ -33,9 +33,9 @@ V5E, L70 = chip("v5e"), get("llama3-70b")
 
 # %% [markdown]
 # ## The algorithms, from their types
-# What goes in and out of a block, sharded: which collectives it takes follows. heads_batch is the book's listing: its
-# two AllToAlls take the queries from heads to rows of the batch and back. In `sequence` the softmax is over S_Z, so its
-# maxima and sums travel as well (below). 2d is Question 7.
+# What goes in and out of a block, sharded: which collectives it takes follows. heads_batch is the book's box, whose
+# twelve lines run in 07_decode_listing.py: its two AllToAlls take the queries from heads to rows of the batch and back.
+# In `sequence` the softmax is over S_Z, so its maxima and sums travel as well (below). 2d is Question 7.
 
 # %%
 SIZES = L70.sizes | {"B": 32, "S": 8192}

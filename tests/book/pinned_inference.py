@@ -58,6 +58,14 @@ INFERENCE = {
         "B = 32, F = 16384 on a line, without wraparound": 16384 / 32 * 4.5e10 / 8.2e11,
         "7 with a gate, F = 4D: the first N": 145,  # above 64 x 4 x (3/4)^2 = 144
     },
+    "07_decode_listing": {
+        "... and with two KV heads a rank": "no",
+        "LLaMA-3 70B, prefill on v5e: TP is compute-bound up to Y =": 1.5 * 28672 * 9e10 / 1.97e14,
+        "... and then split along the sequence up to Z =": (2 * 8192 * 72 * 128 + 3 * 8192 * 28672) * 9e10 / (
+            2 * 8 * 128 * 1.97e14
+        ),
+        "Keys and values over activations, bytes": 2 * 8 * 128 / 8192,
+    },
     "07_speculative": {
         "XSum, 70B with a 4B draft: 3 are best from a =": 0.438,  # a^3 / (1 + a + a^2) > 4 / 78
         "... and more than 4 from a =": 0.653,  # a^5 / (1 + a + a^2 + a^3 + a^4) > 4 / 86

@@ -38,6 +38,7 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "07_kv_cache",
     "07_bottlenecks",
     "07_sharded_decode",
+    "07_decode_listing",
     "07_engine",
     "07_speculative",
     "08_applied_inference",

@@ -149,6 +149,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         1e3 * (32 * 4096 + 1000) * 163_840 / (16 * 8.2e11) + 1e3 * 2 * 1032 * 69_503_033_344 / (16 * 1.97e14),
         ["wrote ttft.svg"],
     ),
+    "07_decode_listing": (
+        ["A, causal 1.", "1e-12 NO", "1 FAILED: A, causal"],
+        48.65,
+        ["Q[B, N_YZ, H] = X[B, D] * W_Q[D, N_YZ, H]", "all hold"],
+    ),
     "07_speculative": (["redrawn from p 0.0872 0.2798"], (1 - 0.8**7) / 0.2, ["wrote gain.svg"]),
     "08_applied_inference": (
         ["KV cache a token, int8 160 320 KiB +100.0% DIFFERS", "4x2: a step of 32 17 23.69 ms"],

@@ -1,0 +1,172 @@
+# %% [markdown]
+"""Part 7, Sharding the KV cache: a decode step line by line, and prefill split along the sequence.
+https://jax-ml.github.io/scaling-book/inference
+
+More ranks than KV heads: heads are split over Y and Z, the cache over Y and, along the batch, over Z. First the book's
+twelve lines as they run, with two endings; then prefill, whose tokens can be split as well. `scaling.serve` decodes in
+this and three other forms, see 07_sharded_decode.py.
+"""
+
+# %%
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from scaling import cost
+from scaling.book.answers import Answer
+from scaling.book.listing import EXACT, difference, lines
+from scaling.book.page import Page
+from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, shard, unshard
+from scaling.configs import get
+from scaling.hardware import chip
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="Y=2,Z=2", device=True, seed=True)
+Y, Z = (page.args.mesh[axis] for axis in "YZ")
+B, S, H = 2 * Z, 8 * Z, 4
+D = 8 * Y * Z
+
+# %% [markdown]
+# ## One token, twelve lines
+# M query heads share each of K KV heads, N = KM. The scores and O keep K and M apart; before and after, heads are one
+# dim, N. The two AllToAlls move activations from heads to rows of the batch and back: a few tokens, where the cache is
+# long and stays where it is.
+
+
+# %%
+def attention(X, W_Q, W_O, K, V, mesh, M: int, ending):
+    """X[B, D], W_Q[D, N_YZ, H], W_O[N_YZ, H, D], K[B_Z, S, K_Y, H], V[B_Z, S, K_Y, H] -> X[B, D]."""
+    Q = einsum("X[B, D] * W_Q[D, N_YZ, H] -> Q[B, N_YZ, H]", X, W_Q)  # 3; 1 and 2 are given
+    Q = all_to_all("Q[B, N_YZ, H] -> Q[B_Z, N_Y, H]", Q, mesh)  # 4
+    Q = Q.unflatten(1, (-1, M))  # 5: Q[B_Z, K_Y, M, H]
+    A = einsum("Q[B_Z, K_Y, M, H] * K[B_Z, S, K_Y, H] -> A[B_Z, S, K_Y, M]", Q, K)  # 6
+    A = torch.softmax(A / H**0.5, 1)  # 7: whole along S, so nothing is sent
+    O = einsum("A[B_Z, S, K_Y, M] * V[B_Z, S, K_Y, H] -> O[B_Z, K_Y, M, H]", A, V)  # 8
+    O = ending(O, mesh)
+    X = einsum("O[B, N_YZ, H] * W_O[N_YZ, H, D] -> X[B, D] {U_YZ}", O, W_O)  # 11
+    return all_reduce("X[B, D] {U_YZ} -> X[B, D]", X, mesh)  # 12
+
+
+def by_the_book(O, mesh):
+    """Back over M, and only then one dim: each rank has a part of every KV head that it held."""
+    O = all_to_all("O[B_Z, K_Y, M, H] -> O[B, K_Y, M_Z, H]", O, mesh)  # 9
+    return O.flatten(1, 2)  # 10: O[B, N_YZ, H], if it is these heads
+
+
+def by_heads(O, mesh):
+    """One dim first, and back over that: each rank has the heads of its block of W_O."""
+    O = O.flatten(1, 2)  # O[B_Z, N_Y, H]
+    return all_to_all("O[B_Z, N_Y, H] -> O[B, N_YZ, H]", O, mesh)
+
+
+# %% [markdown]
+# Both endings on ranks, beside one device. With one KV head on a rank of Y they are the same. With two, the book's step
+# 10 puts together M's parts of both, which are not the heads that this rank's block of W_O multiplies.
+
+
+# %%
+def decoded(mesh, heads: int):
+    """With so many KV heads on each rank of Y: how far both endings are from one device, and the lines that ran."""
+    K, M = heads * Y, 2 * Z
+    rng = torch.Generator().manual_seed(page.args.seed)
+    shapes = {"X": (B, D), "Q": (D, K * M, H), "O": (K * M, H, D), "K": (B, S, K, H), "V": (B, S, K, H)}
+    whole = {name: torch.randn(s, generator=rng, dtype=torch.float64).to(mesh.device) for name, s in shapes.items()}
+    Q = (whole["X"] @ whole["Q"].flatten(1)).view(B, K * M, 1, H)
+    O = sdpa(Q, *(whole[name].transpose(1, 2) for name in "KV"), enable_gqa=True)
+    wanted = O.flatten(1) @ whole["O"].flatten(0, 1)
+    W_Q, W_O = (
+        shard("W[D, N, H] -> W[D, N_YZ, H]", whole["Q"], mesh),
+        shard("W[N, H, D] -> W[N_YZ, H, D]", whole["O"], mesh),
+    )
+    cache = [shard("K[B, S, K, H] -> K[B_Z, S, K_Y, H]", whole[name], mesh) for name in "KV"]
+    found = []
+    for ending in (by_the_book, by_heads):
+        with trace() as log:
+            got = attention(whole["X"], W_Q, W_O, *cache, mesh, M, ending)
+        found.append((difference(got, wanted, mesh), lines(log)))
+    return found
+
+
+apart = {}
+for heads in (1, 2):
+    (apart["the book's", heads], _), (apart["over N", heads], ran) = page.on_ranks(decoded, heads)
+page.title(f"A decode step's attention on Y={Y}, Z={Z}, float64")
+page.table(ran, ["line", "V bytes", "sent", "FLOPs"])
+page.say()
+page.equal([(f"{heads} KV heads a rank: steps 9 and 10 {'over N' if heads == 2 else 'by the book'}", off, EXACT)
+            for heads, off in ((1, apart["the book's", 1]), (2, apart["over N", 2]))])  # fmt: skip
+page.answers([
+    Answer("Steps 9 and 10 give O[B, N_YZ, H], one KV head a rank of Y", "yes",
+           "yes" if apart["the book's", 1] <= EXACT else "no"),
+    Answer("... and with two KV heads a rank", "yes", "yes" if apart["the book's", 2] <= EXACT or Z == 1 else "no", "",
+           erratum="the AllToAll has to go back over N, not over M" if Z > 1 else ""),
+])  # fmt: skip
+
+# %% [markdown]
+# ## Prefill, split along the sequence
+# A long prompt is one sequence, so there is no batch to split. After Y ranks of tensor parallelism the tokens are split
+# over Z: only keys and values are gathered, [T, K_Y, H], fewer than the activations by D / 2KH; and each rank's queries
+# know where they stand, for the mask. The keys that a rank made are its part of the cache.
+
+
+# %%
+def prefill(x, W_Q, W_K, W_V, W_O, mesh):
+    """x[T_Z, D], W_Q[D, N_Y, H], W_K and W_V[D, K_Y, H], W_O[N_Y, H, D] -> A[T_Z, D], K[T_Z, K_Y, H]."""
+    Q = einsum("x[T_Z, D] * W_Q[D, N_Y, H] -> Q[T_Z, N_Y, H]", x, W_Q)
+    K = einsum("x[T_Z, D] * W_K[D, K_Y, H] -> K[T_Z, K_Y, H]", x, W_K)
+    V = einsum("x[T_Z, D] * W_V[D, K_Y, H] -> V[T_Z, K_Y, H]", x, W_V)
+    all_K = all_gather("K[T_Z, K_Y, H] -> K[T, K_Y, H]", K, mesh)
+    all_V = all_gather("V[T_Z, K_Y, H] -> V[T, K_Y, H]", V, mesh)
+    place = torch.arange(len(x), device=x.device) + mesh.coord["Z"] * len(x)
+    seen = place[:, None] >= torch.arange(len(all_K), device=x.device)
+    O = sdpa(*(h.transpose(0, 1)[None] for h in (Q, all_K, all_V)), seen, enable_gqa=True)[0].transpose(0, 1)
+    A = einsum("O[T_Z, N_Y, H] * W_O[N_Y, H, D] -> A[T_Z, D] {U_Y}", O, W_O)
+    return all_reduce("A[T_Z, D] {U_Y} -> A[T_Z, D]", A, mesh), K
+
+
+def prefilled(mesh):
+    """How far it is from one device's causal attention, and the lines that ran."""
+    T, K, N, rng = 8 * Z, Y, 2 * Y, torch.Generator().manual_seed(page.args.seed)
+    shapes = {"x": (T, D), "Q": (D, N, H), "K": (D, K, H), "V": (D, K, H), "O": (N, H, D)}
+    whole = {name: torch.randn(s, generator=rng, dtype=torch.float64).to(mesh.device) for name, s in shapes.items()}
+    Q, keys, values = ((whole["x"] @ whole[name].flatten(1)).view(1, T, -1, H).transpose(1, 2) for name in "QKV")
+    O = sdpa(Q, keys, values, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    wanted = O.flatten(1) @ whole["O"].flatten(0, 1)
+    W = [shard("W[D, N, H] -> W[D, N_Y, H]", whole[name], mesh) for name in "QKV"]
+    W_O = shard("W[N, H, D] -> W[N_Y, H, D]", whole["O"], mesh)
+    x = shard("x[T, D] -> x[T_Z, D]", whole["x"], mesh)
+    with trace() as log:
+        A, K = prefill(x, *W, W_O, mesh)
+    cache = unshard("K[T_Z, K_Y, H]", K, mesh)
+    return (difference(unshard("A[T_Z, D]", A, mesh), wanted, mesh),
+            difference(cache, keys[0].transpose(0, 1), mesh), lines(log))  # fmt: skip
+
+
+out, cached, ran = page.on_ranks(prefilled)
+page.title(f"Prefill of one sequence on Y={Y}, Z={Z}, float64")
+page.table(ran, ["line", "V bytes", "sent", "FLOPs"])
+page.say()
+page.equal([("A, causal", out, EXACT), ("the cache", cached, EXACT)])
+
+# %% [markdown]
+# How far may it go? A layer's products take 2 P T / (Y Z C) for its P params, the gathers 4 T K H / (Y W): the tokens
+# drop out, and what is left bounds Z, the ranks of the sequence. LLaMA-3 70B on v5e, a ring for Z.
+
+# %%
+V5E, L70 = chip("v5e"), get("llama3-70b")
+per_layer = 2 * L70.D * (L70.N + L70.K) * L70.H + L70.matrices * L70.D * L70.F
+most = 2 * per_layer * V5E.bandwidth("ici") / (4 * L70.K * L70.H * V5E.flops())
+tensor = cost.tensor_limit(L70.F * L70.matrices / 2, V5E.flops(), V5E.bandwidth("ici"))
+page.answers([
+    Answer("LLaMA-3 70B, prefill on v5e: TP is compute-bound up to Y =", "", tensor, "ways", "3/2 F W / C, one ring"),
+    Answer("... and then split along the sequence up to Z =", "", most, "ways", "P W / (2 K H C), whatever T"),
+    Answer("Keys and values over activations, bytes", "", 2 * L70.K * L70.H / L70.D, "", "2 K H / D"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `+ mesh.coord["Z"] * len(x)` by `+ 0 * len(x)`. Which rows of A are still right, and why is the
+#    cache?
+# 2. Question: how many ways may the sequence of LLaMA-3 8B be split on v5e? Evaluate
+#    `2 * (2 * 4096 * 40 * 128 + 3 * 4096 * 14336) * 9e10 / (4 * 8 * 128 * 1.97e14)`.
+# 3. Flag: run with `--mesh Y=4,Z=1`. Which lines send nothing any more?
