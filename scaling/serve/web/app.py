@@ -202,7 +202,7 @@ class _Answers:
                     if piece is None:
                         raise Vanished
                     if piece.reason not in (None, "stop", "length"):
-                        raise Refused(503, f"the engine has ended: {piece.reason}")
+                        raise Refused(503, f"the engine has ended: {self.calls.desk.failed}")
                     yield index, piece
                     if piece.reason is not None:
                         break

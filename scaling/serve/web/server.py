@@ -58,7 +58,7 @@ def serve_http(
     params: dict,
     model: Model,
     config: Any,
-    listener: socket.socket,
+    listener: Any,
     *,
     mesh=None,
     queue: int = 64,
@@ -66,12 +66,13 @@ def serve_http(
     ready: Callable[[str, Callable[[int], None]], Any],
     **engine,
 ) -> None:
-    """On every rank: serve at this socket until SIGINT or SIGTERM, which let what is under way be finished; a second
-    SIGINT does not. ready(address, stop) is called once clients are answered; stop(SIGTERM) does what that signal does,
-    also where this is not a main thread. The rest as `application` and `desk.loop`.
+    """On every rank: serve at this socket, which rank 0 has, until SIGINT or SIGTERM, which let what is under way be
+    finished; a second SIGINT does not. ready(address, stop) is called once clients are answered; stop(SIGTERM) does
+    what that signal does, also where this is not a main thread. The rest as `application` and `desk.loop`.
     """
     if mesh is not None and mesh.rank:
-        listener.close()
+        if listener is not None:  # of the process that has started the ranks
+            listener.close()
         with _signals(lambda number: None):
             loop(params, config, model.options, mesh, **engine)
         return
