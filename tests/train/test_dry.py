@@ -116,7 +116,8 @@ def norms(mesh):
 @pytest.mark.slow
 def test_a_step_of_8b_holds_neither_all_logits_nor_its_tables_to_the_end():
     """Beside the state: 4,096 tokens of llama3-8b on a rank of X=32 would have 2.1 GB of float32 logits alone, and each
-    table of the vocabulary, its gradient and the buffers of gloo's ReduceScatter take 1.05 GB each."""
+    table of the vocabulary, its gradient and the buffers of gloo's ReduceScatter take 1.05 GB each, and the sum of the
+    chunks' gradients, in float32, 2.1 GB while the loss is made."""
     settings = Settings(model=get("llama3-8b"), data="", out="", batch=32, seq=4096, dtype="bf16", remat="block")
-    assert dry.count(settings, {"X": 32}, backend="abstract").step < 5.4e9
+    assert dry.count(settings, {"X": 32}, backend="abstract").step < 5.6e9
     assert dry.count(settings, {"X": 32}, backend="gloo").step < 9.1e9

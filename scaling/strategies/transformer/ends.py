@@ -133,10 +133,11 @@ def _of_chunks(x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_byt
 def chunked_loss(x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_bytes: int, gradients: bool):
     """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}
 
-    and, with `gradients`, dx[B_PXE, T_C, D] {U_Y} and dU[D, V_Y] {U_PXEC} (tied: dE[V_Y, D]); else None.
+    and, with `gradients`, dx[B_PXE, T_C, D] {U_Y} and dU[D, V_Y] {U_PXEC} (tied: dE[V_Y, D]); else None. What the
+    chunks add up is held in float64, their dU in float32 at least: in bfloat16 each chunk would round the sum again.
     """
     rows, start, dU = x.flatten(0, 1), 0, None
-    loss = rows.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+    loss = rows.new_zeros((), dtype=torch.float64)
     dx = torch.empty_like(rows) if gradients else None
     count = max(1, -(-4 * len(rows) * U.shape[0 if tied else 1] // chunk_bytes))
     size = max(1, -(-len(rows) // count))
@@ -145,9 +146,13 @@ def chunked_loss(x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_b
         loss = loss + term
         if dx is not None:
             dU = chunk_gradients(some, U, dlogits, tied, dx[start : start + len(some)], dU)
+            dU = dU if count == 1 else dU.to(torch.promote_types(dU.dtype, torch.float32))
             start += len(some)
         del dlogits  # before the next chunk's are made
-    return loss, None if dx is None else dx.view_as(x), dU
+    loss = loss.to(torch.promote_types(x.dtype, torch.float32))
+    if dx is None or dU is None:
+        return loss, None, None
+    return loss, dx.view_as(x), dU.to(U.dtype)
 
 
 def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool):
@@ -175,7 +180,8 @@ def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool
     lse = total.log() + top
     ce = total.log() - (1 - terms.smoothing) * pick - terms.smoothing / terms.V * every
     loss = torch.where(w == 0, 0, w * (ce + terms.z_loss * lse.square()))
-    loss = masked("loss[R_PXEC] {U_Y}", loss, here, mesh).sum()  # the rank that has the target counts the token
+    loss = masked("loss[R_PXEC] {U_Y}", loss, here, mesh)  # the rank that has the target counts the token
+    loss = loss.sum(dtype=torch.float64)
     if not gradients:
         return loss, None
     slope = torch.where(w == 0, 0, w * (1 + 2 * terms.z_loss * lse) / total)
@@ -191,7 +197,10 @@ def chunk_gradients(x, U, dlogits, tied: bool, dx, dU):
     written to its place."""
     V, dV = ("E[V_Y, D]", "dE[V_Y, D]") if tied else ("U[D, V_Y]", "dU[D, V_Y]")
     einsum(f"dlogits[R_PXEC, V_Y] * {V} -> dx[R_PXEC, D] {{U_Y}}", dlogits, U, out=dx)
-    return einsum(f"x[R_PXEC, D] * dlogits[R_PXEC, V_Y] -> {dV} {{U_PXEC}}", x, dlogits, out=dU, add=dU is not None)
+    line = f"x[R_PXEC, D] * dlogits[R_PXEC, V_Y] -> {dV} {{U_PXEC}}"
+    if dU is None or dU.dtype == x.dtype:
+        return einsum(line, x, dlogits, out=dU, add=dU is not None)
+    return dU.add_(einsum(line, x, dlogits))
 
 
 class VocabLoss(torch.autograd.Function):
