@@ -52,7 +52,7 @@ def count(
     params, batch = step_shapes(settings, mesh)
     optimizer = optimizer_of(settings)
     state = optimizer.init(params)
-    held = tree.nbytes(params)
+    held, states = tree.nbytes(params), tree.nbytes(state)
     with peak_memory() as memory:
         tree.map(torch.Tensor.detach, params)  # so that they count from the beginning
         _, grads, _ = gradients(settings, mesh)(params, batch)
@@ -62,7 +62,7 @@ def count(
             )
     log = [event for event, _, _ in memory.steps]
     return Counts(
-        held, tree.nbytes(state), memory.peak - held, sum(event.wire_bytes for event in log),
+        held, states, memory.peak - held, sum(event.wire_bytes for event in log),
         sum(event.flops for event in log), sum(event.op not in ("Einsum", "Slice") for event in log),
     )  # fmt: skip
 

@@ -123,6 +123,13 @@ PINNED = INFERENCE | {
     "05_fsdp": {},
     "05_fsdp_tp": {},
     "05_moe": {"DeepSeek-V3's experts over 64 H100: F >": 990e12 / 400e9 * (64 - 8) / 8},
+    "05_muon": {
+        "FLOPs of Newton-Schulz of W_in[8192, 28672]": 5 * (4 * 8192**2 * 28672 + 2 * 8192**3) / 1e12,
+        "... gathered, over those of a step's W_in with 1M tokens on 64 chips": (
+            5 * (4 * 8192**2 * 28672 + 2 * 8192**3) * 64 / (6 * 2**20 * 8192 * 28672)
+        ),
+        "Owners are the cheapest from so many matrices on 64 ranks": 9,
+    },
     "05_pods": {"the same in the Takeaways": 4.59e14 / 6.25e9, "two pods: batch per chip": 1e6 / 8960},
     "05_pp": {},
     "05_tp": {},

@@ -1,0 +1,160 @@
+# %% [markdown]
+"""Part 5, beyond the book: Muon when matrices are sharded, three listings by type and their cost.
+https://jax-ml.github.io/scaling-book/training
+
+Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) makes the momentum of each matrix orthogonal before it is added:
+five steps of Newton-Schulz, each a few products of the whole matrix. Under FSDP and TP no rank has a whole one. Every
+rank may gather all of them; each may own some, whole; or the iteration runs on shards and adds up what it must.
+"""
+
+# %%
+import torch
+
+from scaling import optim
+from scaling.book.answers import Answer
+from scaling.book.listing import EXACT, difference, lines
+from scaling.book.page import Page
+from scaling.collectives import all_gather, all_reduce, all_to_all, shard, unshard
+from scaling.configs import get
+from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
+from scaling.models.leaves import matrices_of
+from scaling.optim.orthogonal import COEFFICIENTS, MatrixStack, form_costs, matrix_flops, newton_schulz
+from scaling.spec import parse
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="X=4", device=True, seed=True, plot=True)
+X = page.args.mesh["X"]
+L, D, F = 2 * X, 8 * X, 16 * X
+TYPE = "M[L, D_X, F]"
+
+# %% [markdown]
+# ## What Newton-Schulz does
+# M = U S V^T, divided by its norm, goes through x <- 3.4445 x - 4.775 x^3 + 2.0315 x^5 five times: the singular values
+# come to lie around 1, U and V stay. Only products are needed, so bfloat16 does. Look at how far the small ones climb.
+
+# %%
+rng = torch.Generator().manual_seed(page.args.seed)
+M = torch.randn(L, D, F, generator=rng, dtype=torch.float64)
+U, _, V = torch.linalg.svd(torch.randn(16, 16, generator=rng, dtype=torch.float64))
+values = torch.logspace(-3, 0, 16, dtype=torch.float64)
+after = (U.mT @ newton_schulz(U @ values.diag() @ V, torch.float64) @ V.mT).diagonal()
+page.title("Singular values before and after, of the norm")
+page.table([(f"{before / values.norm():.4f}", f"{now:.3f}") for before, now in zip(values, after, strict=True)][::3],
+           ["before", "after"])  # fmt: skip
+page.check("all but the smallest come near 1", bool(((after > 0.5) & (after < 1.5))[3:].all()))
+
+# %% [markdown]
+# ## Three listings
+# The momentum has the weights' type, here M[L, D_X, F]. `apart` sends nothing while it computes; the third gathers no
+# matrix at all: the contraction of the Gram matrix is over the split dim, so it is a partial sum.
+
+
+# %%
+def each(M):
+    return torch.stack([newton_schulz(m, torch.float64) for m in M])
+
+
+def by_gathering(M, mesh):
+    """All ranks compute all matrices, and keep their rows of each."""
+    M = all_gather("M[L, D_X, F] -> M[L, D, F]", M, mesh)
+    return shard("O[L, D, F] -> O[L, D_X, F]", each(M), mesh)
+
+
+def by_owners(M, mesh):
+    """Each rank owns the matrices of some layers: they come whole, and go back."""
+    M = all_to_all("M[L, D_X, F] -> M[L_X, D, F]", M, mesh)
+    return all_to_all("O[L_X, D, F] -> O[L, D_X, F]", each(M), mesh)
+
+
+def on_shards(M, mesh):
+    """The longer dim is split, so that the Gram matrix is of the shorter, [D, D], and reduced in each step."""
+    a, b, c = COEFFICIENTS
+    M = all_to_all("M[L, D_X, F] -> M[L, D, F_X]", M, mesh)
+    squares = all_reduce("n[L] {U_X} -> n[L]", M.square().sum((1, 2)), mesh)
+    O = M / squares.sqrt()[:, None, None]
+    for _ in range(5):
+        A = all_reduce("A[L, D, C] {U_X} -> A[L, D, C]", O @ O.mT, mesh)  # over this rank's part of F
+        O = a * O + (b * A + c * A @ A) @ O
+    return all_to_all("O[L, D, F_X] -> O[L, D_X, F]", O, mesh)
+
+
+LISTINGS = {"gathered": by_gathering, "owned": by_owners, "on_shards": on_shards}
+
+
+def compared(mesh) -> dict:
+    """By form: how far from one device, and the lines that ran."""
+    found, own = {}, shard("M[L, D, F] -> M[L, D_X, F]", M.to(mesh.device), mesh)
+    for name, listing in LISTINGS.items():
+        with trace() as log:
+            O = listing(own, mesh)
+        found[name] = difference(unshard("O[L, D_X, F]", O, mesh), each(M), mesh), lines(log)
+    return found
+
+
+ran = page.on_ranks(compared)
+for name, (_, listed) in ran.items():
+    page.title(f"{name}, on X={X}, float64")
+    page.table([row[:3] for row in listed if row[1]], ["line", "V bytes", "sent"])
+page.say()
+page.equal([(name, off, EXACT) for name, (off, _) in ran.items()])
+
+# %% [markdown]
+# ## Which one
+# FLOPs of a rank and AllGathers' V, both as time on a v5p, for the matrices of a layer of LLaMA-3 70B over X=16 and
+# Y=4. Gathering repeats all the work on every rank. Owners share it, if there are as many matrices as ranks. On shards
+# the products with M are shared, but A^2 is not, and there are five AllReduces.
+
+# %%
+V5P, L70 = chip("v5p"), get("llama3-70b")
+mesh, INTENSITY = AbstractMesh({"X": 16, "Y": 4}), chip("v5p").intensity("ici")
+stack = MatrixStack(parse("M[S, O_Y, I_X]"), mesh)
+
+
+def milliseconds(S: int) -> dict[str, float]:
+    """Of S matrices W_in[D, F] on a rank, by form, in float32, where all three can be had."""
+    work = form_costs((S, L70.F // 4, L70.D // 16), stack, INTENSITY, torch.float32)
+    return {form: 1e3 * flops / V5P.flops() for form, flops in work.items()}
+
+
+counts = (1, 2, 4, 8, 16, 32, 64, 80, 128)
+page.title("ms on 64 v5p for so many matrices of 8192 x 28672, float32")
+page.table([(S, *(f"{t:,.1f}" for t in milliseconds(S).values())) for S in counts], ["matrices", *milliseconds(1)])
+page.chart("muon", {form: [(S, milliseconds(S)[form]) for S in counts] for form in milliseconds(1)}, "matrices", "ms",
+           "W_in of LLaMA-3 70B over 64 v5p", height=12)  # fmt: skip
+first = next(S for S in range(1, 200) if milliseconds(S)["owned"] < milliseconds(S)["on_shards"])
+step = 6 * 2**20 * L70.D * L70.F / 64  # of the layer's W_in on a rank, with 1M tokens
+page.answers([
+    Answer("FLOPs of Newton-Schulz of W_in[8192, 28672]", "", matrix_flops(L70.D, L70.F) / 1e12, "TFLOP",
+           "5 (4 D^2 F + 2 D^3)"),
+    Answer("... gathered, over those of a step's W_in with 1M tokens on 64 chips", "",
+           matrix_flops(L70.D, L70.F) / step, "times", "5 (4 D^2 F + 2 D^3) 64 / (6 B D F)"),
+    Answer("Owners are the cheapest from so many matrices on 64 ranks", "", first, "", "fewer leave ranks idle"),
+])  # fmt: skip
+
+# %% [markdown]
+# ## As an optimizer
+# `optim.muon` does this for whole trees: which leaves are matrices is data, "D -> N H"; those of one shape travel
+# together, owners are chosen by FLOPs, and AdamW updates the rest. `python -m scaling.train --optimizer muon` runs it.
+
+# %%
+page.say("\n" + "\n".join(f"{name}: {what or 'AdamW'}" for name, what in matrices_of(L70)["layers"].items()))
+
+
+def updated(mesh) -> float:
+    """How far a step of optim.muon is from the listing above, in float64."""
+    own = shard("M[L, D, F] -> M[L, D_X, F]", M.to(mesh.device), mesh)
+    muon = optim.muon(1.0, {"W": "F -> D"}, weight_decay=0.0, nesterov=False, momentum=0.0, dtype=torch.float64)
+    params = {"W": torch.zeros_like(own)}
+    new, _ = muon.update({"W": own}, muon.init(params), params, specs={"W": TYPE}, mesh=mesh)
+    return difference(unshard(TYPE, -new["W"], mesh), each(M), mesh)
+
+
+page.equal([("a step of optim.muon", page.on_ranks(updated), EXACT)], "the listings")
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `(b * A + c * A @ A)` by `(b * A)`. Which form is no longer equal, and why by so much?
+# 2. Question: how many FLOPs has Newton-Schulz of LLaMA-3 8B's W_in? Evaluate `matrix_flops(4096, 14336)`.
+# 3. Flag: run with `--mesh X=2`. How many bytes does an owner send now?
