@@ -43,6 +43,7 @@ class Reader(Listings):
         self.holes, self.numbered = {}, {}
         self.notes: list[str] = []
         self.elsewhere: list[tuple[str, str]] = []  # faults in functions of other modules, in the order of the reading
+        self.specs = {}  # while they are looked for, which may read functions
         self.specs = self.find_specs()
 
     def report(self, node: ast.AST, rule: str, message: str, frame: Frame) -> None:

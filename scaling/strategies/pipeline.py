@@ -122,11 +122,11 @@ class _Rank:
         self.results = tree.map(lambda W: torch.empty_like(W, dtype=dtype), params)
         self.dhead: Any = None  # the sum of the microbatches' gradients of the head, where there are some
         self.dtype = dtype
-        self.weights, self.grads = {}, {}
+        self.chunks = {}
         own = schedule.stages_of(self.rank)
         for c, s in enumerate(own):
             chunk, out = (tree.map(lambda W, c=c: W.unflatten(0, (len(own), -1))[c], x) for x in (params, self.results))
-            self.weights[s], self.grads[s] = stage.prepare(chunk, mesh, s), stage.gradients(chunk, mesh, out)
+            self.chunks[s] = stage.prepare(chunk, mesh, s, out)
         self.held: dict[tuple, Any] = {}
         wide = tree.leaves(params)[0].dtype == torch.float64
         self.total = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=In.device)
@@ -147,8 +147,8 @@ class _Rank:
                 if i == forwards[-1] and not self.mesh.checked:  # comparing calls would wait for ranks that wait for us
                     Loss = all_reduce(f"Loss[] {{U_{axes}}} -> Loss[]", self.total, self.mesh, async_op=True)
             self.channels.finish()
-            for grads in self.grads.values():
-                grads.result()
+            for chunk in self.chunks.values():
+                self.stage.finish(chunk)
             if Loss is None:
                 Loss = all_reduce(f"Loss[] {{U_{axes}}} -> Loss[]", self.total, self.mesh)
         return wait(Loss)
@@ -162,7 +162,7 @@ class _Rank:
                 self.backward_input(s, m)
             case BackwardWeight(s):
                 rests = [self.held.pop(("rest", s, half.microbatch)) for half in some]
-                self.stage.backward_weight(self.weights[s], rests, self.grads[s], self.mesh)
+                self.stage.backward_weight(self.chunks[s], rests, self.mesh)
             case Backward(s, m):
                 self.do([BackwardInput(s, m)])
                 self.do([BackwardWeight(s, m)])
@@ -170,7 +170,7 @@ class _Rank:
                 self.do([forward])
                 self.do([backward])
             case ReduceGrads(s):
-                self.grads[s].reduce_all()
+                self.chunks[s].reduce_all()
             case RecvActivation(s, m):
                 self.held["In", s + 1, m] = self.channels.take(some[0])
             case RecvGrad(s, m):
@@ -182,7 +182,7 @@ class _Rank:
 
     def forward(self, s: int, m: int) -> None:
         In = self.In[m] if s == 0 else self.held.pop(("In", s, m))
-        Out, self.held["saved", s, m] = self.stage.forward(self.weights[s], In, self.mesh, m)
+        Out, self.held["saved", s, m] = self.stage.forward(self.chunks[s], In, self.mesh, m)
         if s == self.last:
             self.held["dOut", s, m] = self.differentiate(Out, self.Target[m])
         elif self.schedule.placement[s + 1] == self.rank:
@@ -192,7 +192,7 @@ class _Rank:
 
     def backward_input(self, s: int, m: int) -> None:
         dOut, saved = self.held.pop(("dOut", s, m)), self.held.pop(("saved", s, m))
-        dIn, self.held["rest", s, m] = self.stage.backward_input(self.weights[s], dOut, saved, self.mesh)
+        dIn, self.held["rest", s, m] = self.stage.backward_input(self.chunks[s], dOut, saved, self.mesh)
         if s == 0:
             self.held |= {("dIn", m): dIn} if self.head is not None else {}
         elif self.schedule.placement[s - 1] == self.rank:

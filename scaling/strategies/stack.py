@@ -1,22 +1,25 @@
 """Any strategy over L layers (Part 5): its one-layer listing, run so that nothing waits that need not.
 
-Weights are gathered a layer ahead, gradients are reduced while the layers below run (`scaling.strategies.grads`), and
-activations can be freed as they are used. A chapter's own listing runs here as the library's do:
+`scaling.strategies.layers` gathers weights a layer ahead, and reduces gradients while the layers below run. A chapter's
+own listing runs here as the library's do:
 
     Strategy(SPECS, forward, backward)      a listing whose lines all stand in the two passes
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from scaling.collectives import wait
 from scaling.collectives.alike import alike
+from scaling.spec import parse
 from scaling.strategies.block import Block
-from scaling.strategies.grads import Gradients, returned
+from scaling.strategies.layers import Layers, layers_a_bucket
 
 
 class Saved(NamedTuple):
@@ -52,10 +55,29 @@ class Strategy:
         """The names of the weights: those of SPECS that are neither In nor Out."""
         return tuple(name for name in self.SPECS if name not in ("In", "Out"))
 
-    def layer(self, params: Mapping[str, Tensor], l: int, mesh) -> tuple:
-        """The weights of layer l as its listing takes them: gathered, pending, if it gathers ahead of time."""
-        W = tuple(params[name][l] for name in self.weights)
-        return tuple(returned("gather", self.gather(*W, mesh), self.weights)) if self.gather else W
+    def layers(self, params: Mapping[str, Tensor], mesh, **options) -> Layers:
+        """The engine of these params, stacked over L."""
+        layers = list(zip(*(params[name].unbind() for name in self.weights), strict=True))
+        functions = [self.unpacked(which) for which in ("gather", "reduce", "reduce_slow")]
+        return Layers(
+            layers, mesh, *functions, shapes=self.grads_shapes(layers[0], mesh), names=self.weights, **options
+        )
+
+    def unpacked(self, which: str) -> Callable | None:
+        """One of the listing's functions, of a tuple of weights or gradients."""
+        f = getattr(self, which)
+        return f and (lambda W, mesh: tuple(returned(which, f(*W, mesh), self.weights)))
+
+    def grads_shapes(self, W: Sequence[Tensor], mesh) -> list[tuple[int, ...]] | None:
+        """Of one layer's gradients, whose types are `GRADS`; None if those of the weights."""
+        if self.GRADS is None:
+            return None
+        sizes = {}
+        for name, x in zip(self.weights, W, strict=True):
+            sizes |= {
+                dim: n * mesh.size(axes) for (dim, axes), n in zip(parse(self.SPECS[name]).dims, x.shape, strict=True)
+            }
+        return [parse(self.GRADS[name]).local_shape(sizes, mesh) for name in self.weights]
 
     def depth(self, params: Mapping[str, Tensor]) -> int:
         """L. ValueError if the params are not the strategy's weights, or not stacked alike."""
@@ -80,16 +102,24 @@ class Strategy:
         `activation`: none, relu or gelu; `residual`: In is added to each layer's Out; `norm`: each layer's input is
         RMS-normed (the book's layer has none of these). `keep`: see `Block`.
         """
-        block, layers, L = Block(activation, norm, keep).validated(), [], self.depth(params)
+        block, L = Block(activation, norm, keep).validated(), self.depth(params)
         alike(mesh, f"a forward of {L} layers", activation=activation, residual=residual, norm=norm, keep=keep)
-        prefetched = self.layer(params, 0, mesh) if L else ()
-        for l in range(L):
-            W = prefetched
-            prefetched = self.layer(params, l + 1, mesh) if l + 1 < L else ()
-            Out, saved = returned("forward", self.layer_forward(*W, In, mesh, block), ("Out", "saved"))
-            layers.append(saved)
-            In = In + Out if residual else Out
-        return In, Saved(layers, block, residual)
+        run = functools.partial(self.run, mesh, block, residual)
+        Out, saved = self.layers(params, mesh).forward(In, run) if L else (In, [])
+        return Out, Saved(saved, block, residual)
+
+    def run(self, mesh, block: Block, residual: bool, l: int, W: Sequence, In: Tensor) -> tuple[Tensor, Any]:
+        """Layer l forward, by its weights."""
+        Out, saved = returned("forward", self.layer_forward(*W, In, mesh, block), ("Out", "saved"))
+        return In + Out if residual else Out, saved
+
+    def run_back(
+        self, mesh, block: Block, residual: bool, l: int, W: Sequence, dOut: Tensor, saved
+    ) -> tuple[Any, tuple]:
+        """Layer l backward: dIn, which may be under way, and the gradients of its weights."""
+        found = self.layer_backward(*W, dOut, saved, mesh, block)
+        dIn, *dW = returned("backward", found, ("dIn", *(f"d{name}" for name in self.weights)))
+        return Sum(dOut, dIn) if residual else dIn, tuple(dW)
 
     def backward(
         self,
@@ -120,15 +150,34 @@ class Strategy:
                 f"saved has {len(saved.layers)} layers, the params have {L}: a backward with donate=True empties it\n"
                 "  fix: run forward again"
             )
-        grads = Gradients(self, params, mesh, partial, reduce=reduce, bucket_bytes=bucket_bytes)
-        prefetched = self.layer(params, L - 1, mesh) if L else ()
-        for l in reversed(range(L)):
-            kept = saved.layers.pop() if donate else saved.layers[l]
-            W = prefetched
-            prefetched = self.layer(params, l - 1, mesh) if l else ()
-            found = self.layer_backward(*W, dOut, kept, mesh, saved.block)
-            dIn, *dW = returned("backward", found, ("dIn", *(f"d{name}" for name in self.weights)))
-            grads.write(l, dW)  # while dIn may still be under way
-            del W, kept, dW, found
-            dOut = dOut + wait(dIn) if saved.residual else wait(dIn)
-        return dOut, grads.result()
+        if not L:
+            return dOut, {name: torch.empty_like(W) for name, W in params.items()}
+        sums = None if partial is None else [partial[name] for name in self.weights]
+        bucket = min(L, layers_a_bucket(bucket_bytes, params)) if reduce else L
+        own = self.GRADS is None and reduce and partial is None and not torch.compiler.is_compiling()
+        out = [torch.empty_like(params[name]) for name in self.weights] if own else None
+        layers = self.layers(params, mesh, sums=sums, out=out, bucket=bucket)
+        run = functools.partial(self.run_back, mesh, saved.block, saved.residual)
+        dIn = layers.backward(dOut, saved.layers, run, last=reduce, donate=donate)
+        grads = dict(zip(self.weights, layers.result(), strict=True))
+        return dIn, {name: grads[name] for name in params}
+
+
+class Sum(NamedTuple):
+    """What passes a layer by, and what the layer adds, which may be under way."""
+
+    x: Tensor
+    pending: Any
+
+    def wait(self) -> Tensor:
+        return self.x + wait(self.pending)
+
+
+def returned(which: str, found: Any, parts: Sequence[str]) -> Any:
+    """What a listing's function returned. ValueError unless it is a tuple of these parts: an array that stands alone
+    would be taken apart into its rows."""
+    if not isinstance(found, (tuple, list)) or len(found) != len(parts):
+        shown = f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, (tuple, list)) else "")
+        what = f"the listing's {which} returned {shown}"
+        raise ValueError(f"{what}\n  fix: return a tuple of {len(parts)}: {', '.join(parts)}")
+    return found

@@ -1,32 +1,32 @@
 """What one pipeline stage computes: forward, and backward in two halves, of which only the first is waited for.
 
-A `Stage` is a bundle of pure functions over the params of one chunk, {"W_in": W_in[l, D, F], ...}, stacked over its l
-layers. Any strategy's listing makes one (`of_strategy`): its weights are gathered once a step, its gradients summed
-over all microbatches before they are reduced.
+A `Stage` is a bundle of functions of one chunk: the engine (`scaling.strategies.layers`) of its l layers, {"W_in":
+W_in[l, D, F], ...}. Any strategy's listing makes one (`of_strategy`): its weights are gathered once a step, its
+gradients summed over all microbatches before they are reduced.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
-from scaling.collectives import wait
+from scaling.collectives import join_products
 from scaling.spec import parse
 from scaling.strategies import one_device
 from scaling.strategies.block import Block
-from scaling.strategies.grads import Gradients
+from scaling.strategies.layers import Layers
 from scaling.strategies.stack import Strategy
 
 
 class Stage(NamedTuple):
     """The functions that the executor (`scaling.strategies.pipeline`) calls; all of one chunk's layers.
 
-    forward(weights, In, mesh, m) -> (Out, saved)                   of microbatch m
-    backward_input(weights, dOut, saved, mesh) -> (dIn, rest)       saved is used up
-    backward_weight(weights, rests, grads, mesh) -> None            adds to grads what the rests of one or several
-                                                                    microbatches give
-    prepare(params, mesh, s) -> weights           once a step, before the first microbatch: what must be gathered, of
-                                                  the virtual stage s
-    gradients(params, mesh, out) -> grads         sums of dW, with `reduce_all()`, once a step, and `result()`, which
-                                                  is written to `out`, typed as params
+    forward(chunk, In, mesh, m) -> (Out, saved)                 of microbatch m
+    backward_input(chunk, dOut, saved, mesh) -> (dIn, rest)     saved is used up
+    backward_weight(chunk, rests, mesh) -> None    adds to the chunk's gradients what the rests of one or several
+                                                   microbatches give
+    prepare(params, mesh, s, out) -> chunk         once a step, before the first microbatch: the engine of virtual stage
+                                                   s, with what must be gathered; gradients are written to `out`
+    finish(chunk) -> None                          once a step, when the last reduction has begun
     `specs`: the types of In, Out and the params, whose L is split over the pipeline axis.
     """
 
@@ -35,7 +35,7 @@ class Stage(NamedTuple):
     backward_input: Callable
     backward_weight: Callable
     prepare: Callable
-    gradients: Callable
+    finish: Callable
 
 
 def of_strategy(
@@ -49,36 +49,27 @@ def of_strategy(
     block = Block(activation, norm).validated()
     stacked = {name: parse(strategy.SPECS[name]).stacked("L").with_axes("L", (axis,)) for name in strategy.weights}
 
-    def prepare(params, mesh, s):
-        layers = [strategy.layer(params, l, mesh) for l in range(strategy.depth(params))]
-        return [tuple(wait(W) for W in layer) for layer in layers]
+    def prepare(params, mesh, s, out):
+        out = [out[name] for name in strategy.weights]
+        return strategy.layers(params, mesh, out=out, keep_weights=True, late=True).gathered()
 
-    def forward(weights, In, mesh, m):
-        saved = []
-        for W in weights:
-            Out, kept = strategy.layer_forward(*W, In, mesh, block)
-            saved.append(kept)
-            In = In + Out if residual else Out
-        return In, saved
+    def forward(chunk, In, mesh, m):
+        return chunk.forward(In, partial(strategy.run, mesh, block, residual))
 
-    def backward_input(weights, dOut, saved, mesh):
-        rest = []
-        for W in reversed(weights):
-            dIn, *products = strategy.layer_backward(*W, dOut, saved.pop(), mesh, block)
-            rest.insert(0, products)
-            dOut = dOut + wait(dIn) if residual else wait(dIn)
-        return dOut, rest
+    def backward_input(chunk, dOut, saved, mesh):
+        rest: list = [None] * len(saved)
+        run = partial(strategy.run_back, mesh, block, residual)
+        return chunk.backward(dOut, saved, run, rest.__setitem__), rest
 
-    def backward_weight(weights, rests, grads, mesh):
-        for l in range(len(weights)):
-            layer = [rest.pop(0) for rest in rests]  # freed as they are used
-            grads.write(l, [list(products) for products in zip(*layer, strict=True)])
-
-    def gradients(params, mesh, out):
-        return Gradients(strategy, params, mesh, reduce=False, out=out)
+    def backward_weight(chunk, rests, mesh):
+        for l in range(len(chunk.layers)):
+            products = [rest.pop(0) for rest in rests]  # freed as they are used
+            for i, some in enumerate(zip(*products, strict=True)):
+                chunk.put(l, i, join_products(some))  # of several microbatches a copy: one weight's at a time
+            chunk.written.add(l)
 
     specs = {name: strategy.SPECS[name] for name in ("In", "Out")} | {name: str(t) for name, t in stacked.items()}
-    return Stage(specs, forward, backward_input, backward_weight, prepare, gradients)
+    return Stage(specs, forward, backward_input, backward_weight, prepare, Layers.result)
 
 
 def mlp(activation: str = "gelu", residual: bool = False, norm: bool = False) -> Stage:

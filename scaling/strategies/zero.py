@@ -12,7 +12,7 @@ import torch
 from scaling import tree
 from scaling.collectives import all_gather, reduce_scatter, wait
 from scaling.strategies import data_parallel
-from scaling.strategies.grads import layers_a_bucket
+from scaling.strategies.layers import layers_a_bucket
 from scaling.strategies.stack import Strategy
 
 SPECS = data_parallel.SPECS

@@ -20,12 +20,12 @@ def both_ways(mesh):
 
     W = drawn(SHAPES)
     sent = flat.sent_over_x(W, STORED)
-    together = flat.gather(W, sent, mesh).wait()
+    together = flat.gather(W, mesh, sent).wait()
     alone = tree.map(
         lambda x: x if isinstance(x, torch.Tensor) else x.wait(), step.gathered_weights(W, STORED, USED, mesh)
     )
     dW = tree.map(lambda x: torch.randn_like(x) + mesh.rank, together)
-    scattered = flat.scatter(dW, sent, mesh).wait()
+    scattered = flat.scatter(dW, mesh, sent).wait()
     reduced = step.reduce_gradients(dW, STORED, USED, mesh, ("X",))
     reduced["g"] = scattered["g"]  # what X does not split is not sent here
     return len(sent), [(together, alone), (scattered, reduced)]
@@ -55,7 +55,7 @@ def test_they_are_under_way_until_they_are_needed():
     dW = {"a": torch.empty(8, 6, device="meta"), "g": torch.empty(8, device="meta")}
     sent = flat.sent_over_x(W, {"a": "a[D_X, F]", "g": "g[D]"})
     with trace() as log:
-        waiting = flat.gather(W, sent, mesh), flat.scatter(dW, sent, mesh)
+        waiting = flat.gather(W, mesh, sent), flat.scatter(dW, mesh, sent)
         for pending in waiting:
             pending.wait()
     assert [(event.op, event.async_op) for event in log.collectives()] == [("AllGather", True), ("ReduceScatter", True)]

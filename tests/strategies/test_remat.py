@@ -14,7 +14,7 @@ from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.placed import Placed
-from scaling.strategies.transformer.step import Layers, Problem
+from scaling.strategies.transformer.step import Problem, TransformerLayers
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 from scaling.train.evaluate import local
@@ -131,11 +131,11 @@ def kept_bytes(config, remat):
     types = transformer.specs(config, mesh)
     contexts = Placed(config, mesh, "zigzag", None, (B, 64), torch.float32, None).contexts(1)
     problem = Problem(config, mesh, types, types, contexts, Terms(config.V, 0.0, 0.0), torch.float32)
-    layers = Layers(problem, params["layers"], remat)
+    layers = TransformerLayers(problem, params["layers"], remat)
     with peak_memory() as memory:
         tree.map(torch.sum, (params, contexts[0].rope))  # so that they count already
         before, x = memory.now, torch.zeros(B, 64, config.D)
-        x, _, kept = layers.forward(x, contexts[0])
+        x, _, kept = layers.run(x, contexts[0])
         return memory.now - before - x.nbytes, len(kept)
 
 

@@ -7,8 +7,8 @@ from mlp_problem import AG, AR, BLOCKS, RS, SIZES, B, D, F, L, close, counts, on
 from scaling import optim, tree
 from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, zero
-from scaling.strategies import grads as grads_module
-from scaling.strategies.grads import _room, layers_a_bucket
+from scaling.strategies import layers as engine
+from scaling.strategies.layers import _room, layers_a_bucket
 from scaling.trace import trace
 
 
@@ -39,9 +39,7 @@ def test_buckets(ranks, layers, reduces):
 @pytest.mark.parametrize(("layers", "made"), [(1, [1, 1, 1]), (2, [2, 1]), (3, [3]), (99, [3])])
 def test_a_buffer_holds_the_layers_of_one_bucket(layers, made, monkeypatch):
     mesh, counted = AbstractMesh({"X": 2}), []
-    monkeypatch.setattr(
-        grads_module, "_room", lambda like, shape, *how: counted.append(shape) or _room(like, shape, *how)
-    )
+    monkeypatch.setattr(engine, "_room", lambda like, shape, *how: counted.append(shape) or _room(like, shape, *how))
     params = {"W_in": torch.empty(L, D // 2, F, device="meta"), "W_out": torch.empty(L, F, D // 2, device="meta")}
     In = torch.empty(B // 2, D, device="meta")
     Out, saved = fsdp.forward(params, In, mesh)

@@ -21,7 +21,14 @@ from scaling.strategies.transformer.forward import forward_loss
 from scaling.strategies.transformer.layer import REMAT
 from scaling.strategies.transformer.placed import Placed
 from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
-from scaling.strategies.transformer.step import ENDS, Layers, Problem, add_by_name, end_weights, reduce_gradients
+from scaling.strategies.transformer.step import (
+    ENDS,
+    Problem,
+    TransformerLayers,
+    add_by_name,
+    end_weights,
+    reduce_gradients,
+)
 
 
 def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
@@ -189,14 +196,14 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
     """(loss, grads) where every rank has all layers."""
     config, mesh, stored, used, contexts, terms, sums, scale = problem
     ends = end_weights(params, stored, used, mesh)
-    layers = Layers(problem, params["layers"], remat, keep_weights=keep)
+    layers = TransformerLayers(problem, params["layers"], remat, keep_weights=keep)
     losses, dends, grads, M, size = [], {}, {}, len(contexts), len(ends["embed"])
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
     for m, (at, some, wanted, share) in enumerate(batches):
         x, last = embed(ends["embed"], some, mesh), m == M - 1
         if last and not config.tied:
             del ends["embed"]  # a table of the vocabulary is not held longer than it is used
-        x, extra, kept = layers.forward(x, at)
+        x, extra, kept = layers.run(x, at)
 
         def loss_of(ends, x, wanted=wanted, share=share):
             return head(ends, x, wanted, share, terms, config.eps, mesh)
@@ -211,12 +218,12 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
             tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
             grads = reduce_gradients(tables, stored, used, mesh, ENDS)
             del tables
-        dx = layers.backward(dx, kept, at, scale / M, last=last)
+        dx = layers.run_back(dx, kept, at, scale / M, last=last)
         add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
         losses.append(loss + extra * scale / M)
     grads |= reduce_gradients(dends, stored, used, mesh, ENDS)
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
-    return loss, grads | {"layers": layers.reduce()}
+    return loss, grads | {"layers": layers.result()}
 
 
 def check_batch(

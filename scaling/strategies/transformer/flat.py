@@ -46,7 +46,7 @@ def sent_over_x(W: Mapping, stored: Mapping) -> dict[int, int]:
     return sent if alike else {}
 
 
-def gather(W: Mapping, sent: dict[int, int], mesh) -> Together:
+def gather(W: Mapping, mesh, sent: dict[int, int]) -> Together:
     """All leaves of a layer, whole along X: under way."""
     leaves = tree.leaves(W)
     flat = torch.cat([leaves[i].flatten() for i in sent])[None]
@@ -54,7 +54,7 @@ def gather(W: Mapping, sent: dict[int, int], mesh) -> Together:
     return Together(pending, W, [(i, leaves[i].shape, dim) for i, dim in sent.items()])
 
 
-def scatter(dW: Mapping, sent: dict[int, int], mesh) -> Together:
+def scatter(dW: Mapping, mesh, sent: dict[int, int]) -> Together:
     """The gradients of a layer, {U_X}, to this rank's shards along X: under way."""
     leaves, X = tree.leaves(dW), mesh.sizes["X"]
     blocks = {i: leaves[i].unflatten(dim, (X, -1)).movedim(dim, 0) for i, dim in sent.items()}

@@ -10,7 +10,7 @@ from scaling.strategies.transformer.ends import embed, head
 from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.stage_ends import homes_of, stage_ends
 from scaling.strategies.transformer.stages import layers_of, placed
-from scaling.strategies.transformer.step import Layers, Problem
+from scaling.strategies.transformer.step import Problem, TransformerLayers
 
 
 def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, schedule=None) -> Tensor:
@@ -29,7 +29,7 @@ def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     for s, layers in enumerate(stages):
         if s in mine:
-            x, more, _ = Layers(problem, own[s], layers=layers).forward(x, at)
+            x, more, _ = TransformerLayers(problem, own[s], layers=layers).run(x, at)
             extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:
             x = ppermute(str(present(ROWS, mesh)), x, mesh, "Z", [(owners[s], owners[s + 1])])

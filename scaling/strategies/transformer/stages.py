@@ -20,7 +20,7 @@ from scaling.strategies.stage import Stage
 from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.stage_ends import ends_gradients, homes_of, stage_ends
-from scaling.strategies.transformer.step import Layers, Problem, add_by_name
+from scaling.strategies.transformer.step import Problem, TransformerLayers, add_by_name
 
 
 def resolved(schedule: "Schedule | str | None", mesh, microbatches: int) -> Schedule | None:
@@ -77,45 +77,33 @@ def arranged_layers(W: Tensor, slots: list[int]) -> Tensor:
     return W[[max(l, 0) for l in slots]].masked_fill(empty, 0)
 
 
-class _Chunk(Layers):
-    """The layers of one virtual stage: `Layers` with the accumulator that a pipeline asks for."""
-
-    extra: "Tensor | float" = 0.0
-    out: dict
-
-    def result(self) -> dict:
-        tree.map(lambda into, g: into[: len(g)].copy_(g), self.out, self.reduce())
-        return self.out
-
-
-def stage_of(problem: Problem, schedule: Schedule, remat: str, keep: bool) -> tuple[Stage, dict[int, _Chunk]]:
-    """(the stage for `scaling.strategies.pipeline`, its chunks by virtual stage, once they are prepared).
+def stage_of(problem: Problem, schedule: Schedule, remat: str, keep: bool) -> tuple[Stage, list[Tensor]]:
+    """(the stage for `scaling.strategies.pipeline`, a list to which the layers' extra terms are added).
 
     The vjp of a layer gives dx and dW at once, so that the weight half of a backward has nothing left to do.
     """
     config, mesh, contexts = problem.config, problem.mesh, problem.contexts
-    ranges, chunks = layers_of(config, schedule), {}
+    ranges, extras, M = layers_of(config, schedule), [], len(contexts)
 
-    def prepare(params, mesh, s):
-        chunks[s] = _Chunk(problem, params, remat, ranges[s], keep)
-        return chunks[s]
-
-    def gradients(params, mesh, out):
-        chunk = [*chunks.values()][-1]  # the one just prepared
-        chunk.out = tree.map(Tensor.zero_, out)
-        return chunk
+    def prepare(params, mesh, s, out):
+        tree.map(Tensor.zero_, out)
+        out = [stack[: len(ranges[s])] for stack in tree.leaves(out)]
+        return TransformerLayers(problem, params, remat, ranges[s], keep, out, late=True)
 
     def forward(chunk, In, mesh, m):
-        Out, extra, kept = chunk.forward(In, contexts[m])
-        chunk.extra = chunk.extra + extra / len(contexts)
+        Out, extra, kept = chunk.run(In, contexts[m])
+        extras.append(extra / M)
         return Out, (kept, contexts[m])
 
     def backward_input(chunk, dOut, saved, mesh):
-        return chunk.backward(dOut, *saved, problem.scale / len(contexts)), None
+        return chunk.run_back(dOut, *saved, problem.scale / M), None
+
+    def finish(chunk):
+        for into, g in zip(chunk.out, tree.leaves(chunk.result()), strict=True):
+            into.copy_(g)
 
     stream = str(present(ROWS, mesh))
-    specs = {"In": stream, "Out": stream}
-    return Stage(specs, forward, backward_input, lambda *_: None, prepare, gradients), chunks
+    return Stage({"In": stream, "Out": stream}, forward, backward_input, lambda *_: None, prepare, finish), extras
 
 
 def staged(
@@ -124,7 +112,7 @@ def staged(
     """(loss, grads) by a pipeline's schedule over Z."""
     config, mesh, contexts, terms, sums = problem.config, problem.mesh, problem.contexts, problem.terms, problem.sums
     schedule = cast(Schedule, resolved(schedule, mesh, len(contexts)))  # Z > 1 here
-    stage, chunks = stage_of(problem, schedule, remat, keep)
+    stage, extras = stage_of(problem, schedule, remat, keep)
     homes = homes_of(config, mesh, schedule)
     ends, first = stage_ends(params, problem, homes), schedule.placement[0] == mesh.coord["Z"]
     if first:
@@ -145,7 +133,6 @@ def staged(
         add_by_name(dends, dE, sums)
     extra: Any = 0.0
     if config.moe:
-        extra = torch.stack([torch.as_tensor(c.extra, dtype=loss.dtype, device=loss.device) for c in chunks.values()])
-        extra = reduce_present("Loss[] {U_ZPXECY} -> Loss[]", extra.sum(), mesh)
+        extra = reduce_present("Loss[] {U_ZPXECY} -> Loss[]", torch.stack(extras).sum(), mesh)
     done = ends_gradients(dends, params, problem, homes)
     return loss + extra * problem.scale, {"layers": grads.params} | done

@@ -5,7 +5,7 @@ same from the last layer to the first. A weight's gradient is unreduced over eve
 tokens and not the weight, by the law of cotangents; it is summed over microbatches, then reduced to the stored type.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from scaling.configs import Config
 from scaling.models.transformer import unstacked
 from scaling.spec import Spec, parse
 from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter
+from scaling.strategies.layers import Layers
 from scaling.strategies.transformer import flat
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import Context, dropped, layer, layer_backward
@@ -111,11 +112,11 @@ def _layer_type(text: str) -> str:
     return str(Spec(spec.name, spec.dims[1:], spec.unreduced))
 
 
-class Layers:
-    """The layers of stacked params, those of the model from `first` on: gathered ahead of use, run, run back.
+class TransformerLayers(Layers):
+    """The engine on the layers of stacked params, those of the model from `first` on.
 
-    `remat`: what a layer keeps for its backward, a policy of `layer.REMAT`; None: nothing is run back. Gathered weights
-    are thrown away after use and gathered again for the backward; with `keep_weights` they are gathered once and kept.
+    `remat`: what a layer keeps for its backward, a policy of `layer.REMAT`; None: nothing is run back. `out`: as of
+    `Layers`.
     """
 
     def __init__(
@@ -125,117 +126,75 @@ class Layers:
         remat: str | None = None,
         layers: range | None = None,
         keep_weights: bool = False,
+        out: Sequence[Tensor] | None = None,
+        late: bool = False,
     ):
-        self.run, self.run_back = layer, layer_backward
-        config, self.mesh, self.sums = problem.config, problem.mesh, problem.sums
+        config, mesh = problem.config, problem.mesh
         self.remat, self.gone = remat, dropped(remat or "block", config)
-        self.first, count = (0, None) if layers is None else (layers.start, len(layers))
-        self.layers = unstacked(params)[:count]
+        self.origin, count = (0, None) if layers is None else (layers.start, len(layers))
+        own = unstacked(params)[:count]
         self.types = problem.stored["layers"], problem.used["layers"]
-        self.stored, self.used = map(layer_types, self.types)
-        self.together = flat.sent_over_x(self.layers[0], self.stored)
-        on_tape = config.moe and remat == "none"  # experts' backward holds their weights
-        self.held: dict[int, Any] | None = {} if keep_weights or on_tape else None
-        self.grads: list[Any] = [None] * len(self.layers)
-        self.begun: set[int] = set()
-        self.stacks = {  # of gradients that need no reduction: written where they stay
-            name: torch.empty_like(W[: len(self.layers)])
-            for name, W in params.items()
-            if remat and isinstance(W, Tensor) and W.dim() > 2 and W.dtype == self.sums and self.stays(name)
-        }
-        self.slots = [{name: stack[l] for name, stack in self.stacks.items()} for l in range(len(self.layers))]
-
-    def stays(self, name: str) -> bool:
-        """Whether the gradient of this matrix needs no reduction."""
-        lines = self.mesh.constant(_reduction, self.stored[name], self.used[name], TOKENS)
-        return not torch.compiler.is_compiling() and all(len(set(line.split(" -> "))) == 1 for line in lines)
-
-    def weights(self, l: int):
-        """The used weights of layer l, under way; None if there is no such layer."""
-        if self.held is not None and l in self.held:
-            return self.held[l]
-        if not 0 <= l < len(self.layers):
-            return None
-        if self.together:
-            return flat.gather(self.layers[l], self.together, self.mesh)
-        return gathered_weights(self.layers[l], self.stored, self.used, self.mesh)
-
-    def waited(self, l: int, pending):
-        """The same, there."""
-        W = tree.map(wait, pending)
-        if self.held is not None:
-            self.held[l] = W
-        return W
-
-    def forward(self, x: Tensor, at: Context) -> tuple[Tensor, Tensor, list]:
-        """(x, the sum of the layers' extra terms, what `backward` needs: each layer's `saved`)."""
-        kept, extra = [], x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        coming = self.weights(0)
-        for l in range(len(self.layers)):
-            W = self.waited(l, coming)
-            coming = self.weights(l + 1)
-            x, more, saved = self.run(W, x, at.of_layer(self.first + l), self.gone)
-            extra = extra if more is None else extra + more
-            if self.remat:
-                kept.append(saved)
-        return x, extra, kept
-
-    def backward(self, dx: Tensor, kept: list, at: Context, scale: float = 1.0, last: bool = False) -> Tensor:
-        """dx of the last layer's result -> dx of the first one's input; `kept` is used up.
-
-        `scale`: the cotangent of the extra terms. `last`: no microbatch follows, so that each layer's gradients are
-        reduced as soon as they are there.
-        """
-        coming = self.weights(len(kept) - 1)
-        for l in reversed(range(len(kept))):
-            W = self.waited(l, coming)
-            coming = self.weights(l - 1)
-            before, of_layer = self.grads[l], at.of_layer(self.first + l)
-            places = self.slots[l] if before is None else before if dx.dtype == self.sums else {}
-            into = partial(_place, places, before is not None)
-            dx, dW = self.run_back(W, dx, kept.pop(), of_layer, into, scale)
-            dW = tree.map(lambda g: g.to(self.sums), dW)
-            self.grads[l] = dW if before is None else tree.map(lambda a, b: a if a is b else a.add_(b), before, dW)
-            if last:
-                self.begin(l)
-        return dx
-
-    def begin(self, l: int) -> None:
-        """Start to reduce the gradients of layer l, from partial sums to their stored types; those of the one above,
-        which were under way meanwhile, are waited for, so that no more than two layers' whole gradients are there."""
-        if l + 1 in self.begun:
-            self.grads[l + 1] = tree.map(wait, self.grads[l + 1])
-        if self.together:
-            self.grads[l] = flat.scatter(self.grads[l], self.together, self.mesh)
+        stored, used = map(layer_types, self.types)
+        if sent := flat.sent_over_x(own[0], stored):
+            gather, reduce = partial(flat.gather, sent=sent), partial(flat.scatter, sent=sent)
         else:
-            self.grads[l] = tree.map(lambda g, s, u: _begun(g, s, u, self.mesh), self.grads[l], self.stored, self.used)
-        self.begun.add(l)
-
-    def reduce_all(self) -> None:
-        """Start to reduce the gradients of all layers."""
-        for l in reversed(range(len(self.layers))):
-            if l not in self.begun:
-                self.begin(l)
-
-    def reduce(self) -> dict:
-        """The gradients of all layers, stacked and typed as the stored params."""
-        self.reduce_all()
-        self.grads = [tree.map(wait, grads) for grads in self.grads]
-        return _finished(self.stacked(), *self.types, self.mesh)
-
-    def stacked(self) -> dict:
-        """The layers' gradients in their stacks; those that were written there are there."""
-        if not self.stacks:
-            return tree.map(lambda *leaves: torch.stack(leaves), *self.grads)
-        placed = {id(slot): self.stacks[name] for name, slot in self.slots[0].items()}
-        return tree.map(
-            lambda *leaves: placed[id(leaves[0])] if id(leaves[0]) in placed else torch.stack(leaves), *self.grads
+            gather, reduce = _apart(stored, used)
+        on_tape = config.moe and remat == "none"  # experts' backward holds their weights
+        names = tree.leaves({name: tree.map(lambda _, name=name: name, W) for name, W in own[0].items()})
+        super().__init__(
+            own,
+            mesh,
+            gather,
+            reduce,
+            names=names,
+            keep_weights=keep_weights or on_tape,
+            dtype=problem.sums,
+            out=out,
+            late=late,
         )
 
+    def run(self, x: Tensor, at: Context) -> tuple[Tensor, Tensor, list]:
+        """(x, the sum of the layers' extra terms, what `run_back` needs: each layer's `saved`)."""
+        terms = []
 
-def _place(places: Mapping[str, Tensor], add: bool, name: str) -> dict[str, Any]:
-    """The arguments of the product that makes the gradient of this matrix."""
-    return {"out": places[name], "add": add} if name in places else {}
+        def run(l: int, W: dict, x: Tensor):
+            x, extra, saved = layer(W, x, at.of_layer(self.origin + l), self.gone)
+            terms.extend([] if extra is None else [extra])
+            return x, saved if self.remat else None
+
+        x, kept = self.forward(x, run)
+        return x, sum(terms, x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))), kept
+
+    def run_back(self, dx: Tensor, kept: list, at: Context, scale: float = 1.0, last: bool = False) -> Tensor:
+        """dx of the last layer's result -> dx of the first one's input; `kept` is used up.
+
+        `scale`: the cotangent of the extra terms. `last`: no microbatch follows.
+        """
+
+        def run(l: int, W: dict, dx: Tensor, saved):
+            return layer_backward(W, dx, saved, at.of_layer(self.origin + l), partial(self.into, l, W), scale)
+
+        self.summed = self.summed or not last
+        return self.backward(dx, kept, run, last=last)
+
+    def into(self, l: int, W: Mapping, name: str) -> dict[str, Any]:
+        """The arguments of the product that makes the gradient of this matrix: where it is written, or added."""
+        if self.compiling or W[name].dtype != self.dtype:
+            return {}
+        return {"out": self.slot(l, self.names.index(name), W[name].shape), "add": l in self.written}
+
+    def result(self) -> dict:
+        """The gradients of all layers, stacked and typed as the stored params."""
+        return _finished(super().result(), *self.types, self.mesh)
+
+
+def _apart(stored: Mapping, used: Mapping) -> tuple[Callable, Callable]:
+    """The engine's `gather` and `reduce` of weights that travel leaf by leaf."""
+
+    def reduce(dW, mesh):
+        return tree.map(lambda g, s, u: _begun(g, s, u, mesh), dW, stored, used)
+
+    return lambda W, mesh: gathered_weights(W, stored, used, mesh), reduce
 
 
 def end_weights(params: Mapping, stored: Mapping, used: Mapping, mesh) -> dict:
