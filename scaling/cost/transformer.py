@@ -14,6 +14,7 @@ from scaling.spec import dtype_bytes
 
 REMAT = ("none", "matmuls", "block")
 POLICIES = ("none", "attention", "matmuls", "block")  # those of a mesh
+CHUNK = 1 << 28  # bytes of the loss's logits, in float32, that are there at a time
 
 
 # --- Counting dots -----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scaling.cost.transformer import CHUNK
 from scaling.plan.job import Job
 from scaling.plan.layout import POLICIES, Layout
 from scaling.plan.ledger import Amount, Compute, is_one, weight_elements
@@ -65,7 +66,7 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     weights = act * (dense + experts)
     gathered = np.where(sharded, 2 * weights, 0.0)  # this layer's and the next one's
     flying = np.where(sharded & np.logical_not(late), weights, 0.0)  # a layer's gradients, whole, on their way
-    loss = _logits(job, c, l)
+    loss = _loss(job, c, l, sharded)
     working = np.maximum(gathered + np.maximum(first, second) + 2 * flying, loss)
     head = job.grad_bytes * w.ends[1] / l.tensor / np.where(sharded, ways[0], 1)
     at_once = grads if not w.ends[1] else head  # a stack's gradients are one array; others come one by one
@@ -101,11 +102,17 @@ def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     return first, first - token * w.late / l.tensor
 
 
-def _logits(job: Job, c: Compute, l: Layout) -> Amount:
-    """Bytes of the loss: logits as they come and in fp32, the normed activations and their cotangent."""
+def _loss(job: Job, c: Compute, l: Layout, sharded: Amount) -> Amount:
+    """Bytes of the loss: the last layer's output, normed, and its cotangent; a chunk's logits, as they come and in
+    fp32, then its gradient of the unembedding; of several chunks their sum in fp32; a gathered unembedding itself."""
     if not job.work.ends[1]:
         return 0.0
-    return c.tokens * (job.work.ends[1] / job.work.D / l.tensor * (job.act_bytes + 4) + 2 * job.work.D * job.act_bytes)
+    D, table = job.work.D, job.work.ends[1] / l.tensor
+    chunks = np.maximum(1, np.ceil(4 * c.tokens * table / D / CHUNK))
+    logits = np.ceil(c.tokens / chunks) * table / D
+    one = logits * job.act_bytes + np.maximum(4 * logits, job.act_bytes * table)
+    more = table * (np.where(chunks > 1, 4, 0) * (job.act_bytes < 4) + np.where(sharded, job.act_bytes, 0))
+    return (2 + 1 / l.tensor) * c.tokens * D * job.act_bytes + one + more
 
 
 def saved(job: Job, l: Layout) -> tuple[Amount, Amount]:

@@ -18,12 +18,11 @@ from scaling._torch import in_transform
 from scaling.arguments import not_negative, positive
 from scaling.collectives import einsum
 from scaling.collectives.masks import zeroed
+from scaling.cost.transformer import CHUNK
 from scaling.models.inputs import check_range, check_weights
 from scaling.models.pointwise import rms_norm
 from scaling.spec import ShardingError
 from scaling.strategies.axes import all_gather, all_reduce, masked, reduce_scatter
-
-CHUNK = 1 << 28  # bytes of logits, in float32, that are there at a time
 
 
 def embed(E: Tensor, tokens: Tensor, mesh) -> Tensor:
