@@ -68,13 +68,12 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     flying = np.where(sharded & np.logical_not(late), weights, 0.0)  # a layer's gradients, whole, on their way
     loss = _loss(job, c, l, sharded)
     working = np.maximum(gathered + np.maximum(first, second) + 2 * flying, loss)
-    head = job.grad_bytes * w.ends[1] / l.tensor / np.where(sharded, ways[0], 1)
-    at_once = grads if not w.ends[1] else head  # a stack's gradients are one array; others come one by one
+    due = np.where(sharded, flying, grads)  # a stack's gradients are one array, there from its last layer on
     alone = np.maximum.reduce([
         activations + gathered + first,
-        activations + gathered + second + np.where(sharded, flying, at_once),
-        activations - layer + gathered + first + np.where(sharded, flying, at_once),
-        activations - layer + gathered + second + np.where(sharded, flying + np.maximum(flying, grads), at_once),
+        activations + gathered + second + due,
+        activations - layer + gathered + first + due,
+        activations - layer + gathered + second + np.where(sharded, flying + np.maximum(flying, grads), grads),
         layer + gathered + first + grads,
         one + loss,
     ])  # fmt: skip
