@@ -103,7 +103,9 @@ def check_primitives(mesh) -> dict[str, list[float]]:
         should, cotangents, should_back = (x.to(mesh.device) for x in whole)
         result, pull = vjp(lambda own, name=name: call(name, own, mesh), operands[rank].to(mesh.device))
         pairs = ((result, should[rank]), (pull(cotangents[rank])[0], should_back[rank]))
-        worst = torch.stack([(got - one).abs().max() / one.abs().max().clamp(min=1) for got, one in pairs])
+        worst = torch.stack(
+            [(got - one).abs().max() / one.abs().max().clamp(min=1) for got, one in pairs]
+        )  # scaling: ignore[partial-plus-whole]
         found[name] = c.all_gather("Worst[R_X, W] -> Worst[R, W]", worst[None], mesh).amax(0).tolist()
     return found
 
@@ -175,7 +177,9 @@ def check_rings(mesh) -> dict[str, float]:
     found = {}
     for ways, word in ((1, "one way"), (2, "both ways")):
         found[f"ring AllGather, {word}"] = rings.all_gather(shard, mesh, "X", ways) - gathered
-        found[f"ring ReduceScatter, {word}"] = rings.reduce_scatter(term, mesh, "X", ways) - scattered
+        found[f"ring ReduceScatter, {word}"] = (
+            rings.reduce_scatter(term, mesh, "X", ways) - scattered
+        )  # scaling: ignore[split]
         found[f"ring AllToAll, {word}"] = rings.all_to_all(chunks, mesh, "X", ways).flatten(0, 1) - exchanged
     return {name: largest([float(apart.abs().max())], mesh) for name, apart in found.items()}
 

@@ -86,7 +86,9 @@ def compare(mesh) -> tuple[dict[str, float], int, int]:
         sent.append(log.wire_bytes)
         got = {"Out": out, **dict(zip(("dA", "dW"), pull(cotangent), strict=True))}
         for key, x in got.items():
-            found[f"{name}: {key}"] = difference(c.unshard(types[key], x, mesh), wanted[key], mesh)
+            found[f"{name}: {key}"] = difference(
+                c.unshard(types[key], x, mesh), wanted[key], mesh
+            )  # scaling: ignore[split]
     return found, *sent
 
 

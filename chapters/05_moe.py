@@ -114,7 +114,8 @@ def one_layer(mesh) -> dict:
         y, pull, experts = vjp(lambda params, x: layer(params, x, mesh), params, x, has_aux=True)
     with trace() as backward:
         grads, dx = pull(dy)
-    grads["router"] = all_reduce("d[D, E] {U_X} -> d[D, E]", grads["router"], mesh)  # as of every replicated weight
+    d = grads["router"]  # d[D, E] {U_X}, as of every replicated weight
+    grads["router"] = all_reduce("d[D, E] {U_X} -> d[D, E]", d, mesh)
     moved = forward.collectives()[1:] + backward.collectives()  # the rows: all but the counts
     totals = torch.tensor([[sum(e.nbytes for e in moved) // n, sum(e.wire_bytes for e in moved)]])  # totals[G_X, K]
     totals = all_gather("b[G_X, K] -> b[G, K]", totals, mesh)  # totals[G, K]

@@ -10,7 +10,7 @@ TOOLS = {  # word -> (module, what it does)
     "generate": ("scaling.generate.command", "text from a model or a training run"),
     "serve": ("scaling.serve.command", "a file of requests, by continuous batching"),
     "show": ("scaling.show", "which device holds which block; pipeline schedules"),
-    "check": ("scaling.check", "the types of every line of Python files, without running them"),
+    "check": ("scaling.check", "the types of every line of Python files, run on an abstract mesh"),
     "plan": ("scaling.plan.__main__", "the mesh to train a model on, and why; `plan guide` for a few GPUs"),
     "measure": ("scaling.measure.command", "this machine's rates, as a chip file for the cost model"),
 }

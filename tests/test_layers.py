@@ -30,7 +30,6 @@ ROOMS = [  # each imports only from those before it
     {"collectives"},
     {"launch", "tree", "interop"},
     {"shard_map", "explicit"},
-    {"check"},
     {"optim", "data"},
     {"models"},
     {"strategies", "auto", "profile"},
@@ -39,6 +38,7 @@ ROOMS = [  # each imports only from those before it
     {"generate"},
     {"plan", "show"},
     {"measure"},
+    {"check"},
     {"book"},
     {"__main__"},
 ]
@@ -57,7 +57,8 @@ NO_TORCH = {
     "show",
     "plan",
 }
-TORCH_BY_NAME = {"scaling.check.judge", "scaling.hardware.systolic"}
+JUDGE = "alike compared contracts elements held infer judge library mode programs rows run strategy typed"  # it runs
+TORCH_BY_NAME = {"scaling.hardware.systolic"} | {f"scaling.check.{name}" for name in JUDGE.split()}
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "counted", "predict", "transformer_step")}
 OPTIONAL = {
     "matplotlib",
@@ -80,6 +81,10 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.spec.placements", "torch.distributed.tensor.placement_types"): "types need no torch",
     ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",
     ("scaling.tree", "scaling.collectives.alike"): "plain trees need no torch.distributed",
+    ("scaling.tree", "scaling.collectives.watch"): "plain trees need no torch.distributed",
+    ("scaling.check.files", "scaling.check.library"): "lines are read without torch",
+    ("scaling.check.files", "scaling.check.run"): "lines are read without torch",
+    ("scaling.check.library", "scaling.check.programs"): "what it imports then tells the types that it says",
     ("scaling.configs.sources", "scaling.configs.gguf"): "numpy, which no other model needs",
     ("scaling.show.shardings", "scaling.show.schedules"): "a sharding is drawn without the simulator",
     ("scaling.show.shardings", "scaling.show.params"): "a sharding is drawn without the models",

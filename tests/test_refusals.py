@@ -11,7 +11,14 @@ from sources import parsed
 import scaling
 
 ROOT = Path(scaling.__file__).parent
-CAUGHT = {"Illegal", "Mismatch", "Unplaced", "UnpicklingError"}  # what catches it tells it with the fix
+CAUGHT = {
+    "Illegal",
+    "Mismatch",
+    "NotInferred",
+    "RuleBroken",
+    "Unplaced",
+    "UnpicklingError",
+}  # what catches it tells it with the fix
 ITS_OWN = {
     "AssertionError",
     "AttributeError",

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from scaling.check import check_file
+from scaling.check.files import check_script, judging
 from scaling.console import PROFILE, SEEDS, Parser, integer, picture, place
 from scaling.sizes import format_sizes, parse_mesh
 from scaling.spec import ShardingError, parse
@@ -71,6 +71,8 @@ def read_options(parser: ChapterParser, mesh: str, axes: str, fits: Fits) -> arg
     Where ranks cannot be forked, the script is then started again as torchrun's ranks.
     """
     args = parser.parse_args(shlex.split(os.environ.get("CHAPTER", "")) if in_notebook() else None)
+    if judging() and hasattr(args, "steps"):
+        args.steps = 1  # of which types show as much as of many
     if hasattr(args, "device"):
         _check_device(parser, args.device)
     if mesh:
@@ -95,9 +97,11 @@ def _check_text(parser: ChapterParser, args: argparse.Namespace) -> None:
 
 
 def _check_script() -> None:
-    """End with what the static checker finds in the chapter itself."""
-    if Path(sys.argv[0]).is_file() and (findings := check_file(sys.argv[0])):
-        sys.exit(1 if int(os.environ.get("RANK", 0)) else "\n".join(map(str, findings)))
+    """End with what the judge finds in the chapter itself; it runs it, and so is not asked again there."""
+    if int(os.environ.get("RANK", 0)) or judging() or not Path(sys.argv[0]).is_file():
+        return
+    if findings := check_script(sys.argv[0]):
+        sys.exit("\n".join(map(str, findings)))
 
 
 def _check_device(parser: ChapterParser, device: str) -> None:

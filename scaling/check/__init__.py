@@ -1,6 +1,10 @@
-"""The static type checker for code in this notation: `python -m scaling.check FILE...`."""
+"""The judge: the types of every line of a program, found by running it on an abstract mesh, where nothing is sent.
 
-from scaling.check.files import Finding, Report, check_file, check_source, files_of, main, read_file, read_source
+`python -m scaling.check FILE...`; `scaling.check.judge` for programs and notebooks.
+"""
+
+from scaling.check.files import check_source, files_of, main
+from scaling.check.lines import Finding, check_lines
 from scaling.check.rules import RULES
 
-__all__ = ["RULES", "Finding", "Report", "check_file", "check_source", "files_of", "main", "read_file", "read_source"]
+__all__ = ["RULES", "Finding", "check_lines", "check_source", "files_of", "main"]

@@ -13,19 +13,24 @@ class JudgedFault:
     text: str
     made: str = ""
 
+    @property
+    def message(self) -> str:
+        return self.text + (f"\n  the value was made at {self.made}" if self.made else "")
+
     def __str__(self) -> str:
-        made = f"\n  the value was made at {self.made}" if self.made else ""
-        return f"{self.place}: {self.text}{made}  [{self.rule}]"
+        return f"{self.place}: {self.message}  [{self.rule}]"
 
 
 @dataclass
 class Judgement:
     """`findings`; `unjudged`, (place, why) of each value that was not judged; `judged`, how many calls were;
+    `reached`, (file, number of the line) of each typed call that ran, and ("", its line) of a product;
     `result`, the types of what the function returned, None where there is none."""
 
     findings: list[JudgedFault] = field(default_factory=list)
     unjudged: list[tuple[str, str]] = field(default_factory=list)
     judged: int = 0
+    reached: set[tuple[str, Any]] = field(default_factory=set)
     result: Any = None
 
     def __str__(self) -> str:

@@ -224,11 +224,11 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
     return all_gather(f"{spec} -> {whole}", x, mesh) if spec.axes else x
 
 
-def _call(kind, line, x: Any, mesh, async_op, out=None, root: int | None = None, by: str = "sum") -> Any:
+def _call(kind, line, x: Any, mesh, async_op, out=None, root: int | None = None, by="sum", seen=False) -> Any:
     if torch.compiler.is_compiling():
         return _compiled(kind, line, x, mesh, async_op, out, root, by)
-    if (watch := watcher.get()) is not None:
-        return watch(_call, kind, line, x, mesh, async_op, out, root, by)
+    if not seen and (watch := watcher.get()) is not None:
+        return watch(_call, kind, line, x, mesh, async_op, out, root, by, True)
     if not mesh.member:
         return None
     steps = mesh.lines.get((kind, line, root, by))

@@ -11,6 +11,7 @@ from torch import Tensor
 from scaling._torch import modes
 from scaling.collectives.checked import agree
 from scaling.collectives.lines import numbers, on
+from scaling.collectives.watch import watcher
 from scaling.spec import ShardingError, parse, refuse
 
 RULE = "{U_X} is a sum with one term for each element: along X one device has it, the others have zeros"
@@ -25,6 +26,8 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
     """
     if not mesh.member:
         return x
+    if (watch := watcher.get()) is not None:
+        return watch("masked", line, x, mask)
     dims, sizes = mesh.constant(_dims, line)
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or x.layout is not torch.strided:
         what = f"the operand is a {type(x).__name__}, the mask a {type(mask).__name__}"

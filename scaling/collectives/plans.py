@@ -14,6 +14,7 @@ from scaling.algebra.steps import Plan, Step, permutation
 from scaling.collectives import calls as c
 from scaling.collectives.lines import check_operand
 from scaling.collectives.multiply import einsum
+from scaling.collectives.watch import watcher
 from scaling.spec import ShardingError, Spec, parse_line
 
 
@@ -24,10 +25,16 @@ def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor
     (x,) = operands
     if step.op == "CollectivePermute":
         return c.ppermute(step.line, x, mesh, step.axes, permutation(step, mesh))
-    if step.op == "AllGather" and len(_changed(step)) > 1:
-        return _gather_several(step, x, mesh)
-    if step.op in _BY_LINE:
+    if step.op in _BY_LINE and not (step.op == "AllGather" and len(_changed(step)) > 1):
         return _BY_LINE[step.op](step.line, x, mesh)
+    result = _by_hand(step, x, mesh)
+    watch = watcher.get()
+    return result if watch is None else watch("reshard", result, step.after, step.axes)
+
+
+def _by_hand(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
+    if step.op == "AllGather":
+        return _gather_several(step, x, mesh)
     if step.op == "Pad":
         return _pad(step, x, mesh)
     if step.op == "Mask":

@@ -10,7 +10,7 @@ import torch
 from mlp_problem import STRATEGIES, close, specs, whole
 
 from scaling import tree
-from scaling.check import check_source
+from scaling.check.files import check_source
 from scaling.strategies.stack import Strategy
 from scaling.trace import trace
 
@@ -76,4 +76,5 @@ def test_and_is_refused_before_a_rank_starts():
     text = (CHAPTERS / "05_dp.py").read_text()
     assert check_source(text) == []
     (finding,) = check_source(text.replace(DROPPED, ""))
-    assert "returns dW_in as dW_in[D, F] {U_X}, but SPECS says W_in[D, F]" in finding.message
+    assert "result dW_in[D, F] of backward" in finding.message
+    assert "it is still unreduced over X" in finding.message

@@ -1,4 +1,5 @@
-"""What each file of mutants.py computes on this rank: small programs that run its lines, for outcomes.py."""
+"""What each file of mutants.py computes on this rank: small programs that run its lines, for outcomes.py; and what the
+judge finds in them, run on an abstract mesh."""
 
 import ast
 import importlib
@@ -10,14 +11,19 @@ import torch
 from torch.func import vjp
 
 from scaling import optim, serve, tree
+from scaling.check.contracts import run_watched
+from scaling.check.judge import judged
+from scaling.check.judgement import Judgement
+from scaling.collectives import all_reduce
 from scaling.configs import Config
+from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.spec import parse
+from scaling.spec import ShardingError, parse
 from scaling.strategies import transformer
 from scaling.strategies.stack import Strategy
 
 SIZES = {"L": 2, "B": 8, "D": 8, "F": 16}
-MODEL = Config("tiny", 1, 8, 16, 4, 2, 4, 16).with_(window=(3,), attention_bias=True, output_bias=True)
+MODEL = Config("tiny", 1, 32, 64, 8, 4, 4, 16).with_(window=(3,), attention_bias=True, output_bias=True)
 MESHES = {  # of a file by a part of its name; of others X=2, Y=2
     "pods": {"P": 2, "X": 2, "Y": 1},
     "forms/heads": {"Y": 2, "Z": 2},
@@ -50,7 +56,7 @@ def listed(file: str, text: str, mesh) -> ModuleType:
             return ast.unparse(node).startswith(("SPECS", "STORED", "USED")) or (alone and node.lineno <= before)
 
         parsed.body = list(filter(kept, parsed.body))
-    exec(compile(parsed, "edited", "exec"), module.__dict__)
+    run_watched(text, "edited", module.__dict__, parsed)
     return module
 
 
@@ -101,7 +107,7 @@ def replace(module: ModuleType, text: str) -> None:
         id(value): key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
     }
     kept = list(vars(module).values())  # so that no id is used again
-    exec(compile(text, str(module.__file__), "exec"), vars(module))
+    run_watched(text, str(module.__file__), vars(module))
     for other in [m for name, m in sys.modules.items() if name.startswith("scaling.")]:
         for key, value in list(vars(other).items()):
             if id(value) in before and kept:
@@ -110,7 +116,7 @@ def replace(module: ModuleType, text: str) -> None:
 
 def of_transformer(mesh, name: str, text: str):
     """The loss and gradients of tiny Transformers: with biases, tied, with experts; a file of theirs edited."""
-    replace(importlib.import_module(f"scaling.strategies.transformer.{name}"), text)
+    replace(importlib.import_module(name), text)
     found = []
     for config in (MODEL, MODEL.with_(tied=True), MODEL.with_(E=2, k=1)):
         params = transformer.shard(model.init(config, 0, torch.float64), config, mesh)
@@ -120,6 +126,12 @@ def of_transformer(mesh, name: str, text: str):
         batch = tree.shard([tokens, targets, weights], ["t[B_X, T]"] * 3, mesh)
         options = {"weights": batch[2], "label_smoothing": 0.1, "z_loss": 0.01}
         found.append(transformer.loss_and_grads(params, *batch[:2], config, mesh, **options))
+        if name.endswith(".ends") and config.E == 1:
+            ends = importlib.import_module(name)
+            hidden = tree.shard(torch.randn(4, 8, config.D, generator=g, dtype=torch.float64), "x[B_X, T, D]", mesh)
+            U = tree.shard(torch.randn(config.D, config.V, generator=g, dtype=torch.float64), "U[D, V_Y]", mesh)
+            own = ends.loss(hidden, U, batch[1], mesh, weights=batch[2])
+            found.append(all_reduce("Loss[] {U_XY} -> Loss[]", own, mesh))
     return found
 
 
@@ -187,8 +199,8 @@ CHAPTERS = {
 def program(mesh, file: str, text: str) -> torch.Tensor:
     """What a file's program gives on this rank, as one flat vector."""
     name = Path(file).stem
-    if "transformer/" in file:
-        results = of_transformer(mesh, name, text)
+    if "transformer/" in file or "expert/" in file:
+        results = of_transformer(mesh, file.removesuffix(".py").replace("/", "."), text)
     elif "serve/" in file:
         results = of_serving(mesh, name, text)
     elif name in CHAPTERS:
@@ -197,3 +209,21 @@ def program(mesh, file: str, text: str) -> torch.Tensor:
         module = listed(file, text, mesh)
         results = [of_strategy(mesh, module), of_module(mesh, module) if hasattr(module, "gradients") else []]
     return torch.cat([torch.as_tensor(x).flatten().double() for x in tree.leaves(results)])
+
+
+def judgement(file: str, text: str) -> Judgement:
+    """The judge's, of a file's program on an abstract mesh. Values that were compared are none there: what its end does
+    with them may fail."""
+    mesh, root = AbstractMesh(mesh_of(file)), Path(__file__).parents[2]
+    with judged(mesh) as report:
+        try:
+            program(mesh, file, text)
+        except ShardingError:
+            raise
+        except NameError as error:
+            raise ShardingError(str(error)) from None
+        except Exception:
+            pass
+    if "transformer/" in file or "expert/" in file or "serve/" in file:
+        replace(sys.modules[file.removesuffix(".py").replace("/", ".")], (root / file).read_text(encoding="utf-8"))
+    return report

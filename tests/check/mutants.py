@@ -1,18 +1,10 @@
-"""Faulty edits of typed lines, one at a time, and how many of each kind the checker refuses without running anything.
-
-    python tests/check/mutants.py [--missed]
-
-Whether an edit changes numbers is not run here: some of those that pass change nothing.
-"""
+"""Faulty edits of typed lines, one at a time. What came of each, outcomes.py keeps."""
 
 import ast
 import re
-from collections import Counter
 from pathlib import Path
 
-from scaling.check import check_source
-from scaling.check.modules import TYPED, Modules
-from scaling.console import Parser
+from scaling.check.lines import TYPED
 
 ROOT = Path(__file__).parents[2]
 FILES = ["data_parallel", "fsdp", "tensor_parallel", "fsdp_tp", "pods", "zero", "transformer/layer", "transformer/ends"]
@@ -94,23 +86,3 @@ def mutants():
             for kind, edit in dict.fromkeys(edits(node)):
                 new = text.encode()[:start] + edit.encode() + text.encode()[end:]
                 yield kind, file, node.lineno - 2, before, edit, new.decode()
-
-
-def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--missed", action="store_true", help="print each edit that is not refused")
-    missed = parser.parse_args().missed
-    modules, planted, caught = Modules(), Counter(), Counter()
-    for kind, file, line, _, edit, text in mutants():
-        found = bool(check_source(text, file, modules))
-        planted[kind] += 1
-        caught[kind] += found
-        if not found and missed:
-            print(f"{kind}: {file}:{line}: {edit}")
-    for kind in planted:
-        print(f"{kind:36} {caught[kind]:5} of {planted[kind]:5}  {caught[kind] / planted[kind]:6.1%}")
-    print(f"{'all':36} {caught.total():5} of {planted.total():5}  {caught.total() / planted.total():6.1%}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Each faulty edit of tests/check/mutants.py run once on ranks beside the right program, and what came of it.
 
     python tests/check/outcomes.py              runs those that are not in outcomes.txt yet, and adds them
-    python tests/check/outcomes.py --report     what the static checker refuses of those that change numbers, by kind
+    python tests/check/outcomes.py --report     what the judge finds of those that change numbers, by kind
 
 An edit's outcome is "same" (no number changes), "wrong" (numbers change and nothing is said) or "raises". The file
 holds a line an edit: its digest and outcome.
@@ -12,12 +12,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 import torch
-from mutant_programs import mesh_of, program
+from mutant_programs import judgement, mesh_of, program
 from mutants import ROOT, mutants
 
 from scaling import launch
-from scaling.check import check_source
-from scaling.check.modules import Modules
 from scaling.console import Parser
 
 STORED = Path(__file__).parent / "outcomes.txt"
@@ -91,12 +89,12 @@ def main() -> None:
 
 
 def report(every, known: dict[str, str]) -> None:
-    modules, count, caught, silent = Modules(), Counter(), Counter(), []
+    count, caught, silent = Counter(), Counter(), []
     for kind, file, before, edit, text in every:
         if known.get(digest(file, before, edit)) != "wrong":
             continue
         count[kind] += 1
-        found = bool(check_source(text, file, modules))
+        found = bool(judgement(file, text).findings)
         caught[kind] += found
         if not found:
             silent.append(f"{kind}: {file}: {edit}")

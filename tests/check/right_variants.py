@@ -1,4 +1,4 @@
-"""Right programs: the files of mutants.py with random edits that change no number. The checker finds nothing in them.
+"""Right programs: the files of mutants.py with random edits that change no number. The judge finds nothing in them.
 
 python tests/check/right_variants.py        checks 100 of them, and runs them on ranks beside the right program
 """
@@ -7,10 +7,10 @@ import ast
 import random
 from collections import Counter
 
+from mutant_programs import judgement
 from mutants import FILES, ROOT
 
-from scaling.check import check_source
-from scaling.check.modules import TYPED, Modules
+from scaling.check.lines import TYPED
 from scaling.console import Parser
 from scaling.spec import parse_line
 
@@ -128,10 +128,10 @@ def variants(count: int, seed: int):
 def main() -> None:
     from outcomes import on_ranks
 
-    modules, by_file = Modules(), {}
+    by_file = {}
     for file, done, text in variants(100, 0):
         by_file.setdefault(file, []).append((done, text))
-        print(*check_source(text, file, modules), sep="\n", end="")
+        print(*judgement(file, text).findings, sep="\n", end="")
     count = Counter()
     for file, some in by_file.items():
         found = on_ranks(file, [text for _, text in some])

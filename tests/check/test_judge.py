@@ -96,33 +96,44 @@ def test_right_program_has_no_finding():
 
 
 def test_result_is_compared_with_its_promise():
-    assert [found.rule for found in judge(product, A, B, mesh=MESH, returns="C[I, K]").findings] == ["unreduced"]
+    assert [found.rule for found in judge(product, A, B, mesh=MESH, returns="C[I, K]").findings] == ["result"]
     short = judge(lambda a: (a,), A, mesh=MESH, returns=(A, A))
     assert [found.rule for found in short.findings] == ["result"]
 
 
-def test_what_has_no_type_is_named():
+def test_what_is_made_of_nothing_is_what_the_line_says():
     def fn(a):
         return all_gather("A[I, J_X] -> A[I, J]", torch.zeros(tuple(a.shape), device="meta"), MESH)
 
-    report = judge(fn, A, mesh=MESH)
+    report = judge(fn, A, mesh=MESH, returns="A[I, J]")
     assert not report.findings
-    assert len(report.unjudged) == 1
-    assert "without a type" in report.unjudged[0][1]
 
 
-def test_derivative_of_torch_func_is_named():
-    def fn(a, b):
-        return torch.func.grad(lambda a: reduced(product(a, b)).sum())(a)
+def test_what_is_not_in_the_table_is_named():
+    report = judge(lambda a: torch.special.i0(a), A, mesh=MESH)
+    assert [why for _, why in report.unjudged] == ["i0: not in the table of ops"]
 
-    report = judge(fn, A, B, mesh=MESH, returns=A)
-    assert not report.findings
-    assert len(report.unjudged) >= 2
+
+def test_a_value_that_decides_is_named():
+    report = judge(lambda a: a * 2 if a.sum() > 0 else a, A, mesh=MESH)
+    assert "may decide" in report.unjudged[0][1]
+
+
+LOSSES = [("loss", True, A), ("", False, A), ("result", False, "A[I, J]")]
+
+
+@pytest.mark.parametrize(("rule", "reduces", "returns"), LOSSES)
+def test_the_derivative_of_torch_func(rule, reduces, returns):
+    def loss(a, b):
+        return (reduced(product(a, b)) if reduces else product(a, b)).sum()
+
+    report = judge(torch.func.grad(loss), A, B, mesh=MESH, returns=returns)
+    assert [found.rule for found in report.findings] == [rule] * bool(rule)
 
 
 def test_code_as_it_is_written():
     a, b = torch.empty(4, 6, device="meta"), torch.empty(6, 5, device="meta")
-    with judged({A: a, B: b}) as report:
+    with judged(MESH, {A: a, B: b}) as report:
         reduced(torch.relu(product(a, b)))
     assert [found.rule for found in report.findings] == ["nonlinear"]
     reduced(product(a, b))

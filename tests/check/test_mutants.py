@@ -1,14 +1,12 @@
-"""Faulty edits that, run on ranks, change numbers and say nothing: the checker refuses them without running any.
+"""Faulty edits that, run on ranks, change numbers and say nothing: the judge finds them on an abstract mesh.
 
-What came of each edit is stored (outcomes.py runs them); here one in 25 is read.
+What came of each edit is stored (outcomes.py runs them); here one in 25 is judged.
 """
 
 import pytest
+from mutant_programs import judgement
 from mutants import mutants
 from outcomes import digest, stored
-
-from scaling.check import check_source
-from scaling.check.modules import Modules
 
 KNOWN = stored()
 SILENT = [case for case in mutants() if KNOWN.get(digest(case[1], *case[3:5])) == "wrong"]
@@ -21,17 +19,12 @@ def test_enough_were_run():
     assert len(SILENT) > 660
 
 
-@pytest.fixture(scope="module")
-def modules():
-    return Modules()
-
-
-def test_what_no_type_shows(modules):
+def test_what_no_type_shows():
     """A block that a ring does not pass on has the type of the block that should have come."""
-    unseen = [case for case in HOPS if not check_source(case[5], case[1], modules)]
+    unseen = [case for case in HOPS if not judgement(case[1], case[5]).findings]
     assert {(case[1], case[4]) for case in unseen} == {("chapters/05_context.py", "KV")}
 
 
 @pytest.mark.parametrize(("kind", "file", "line", "before", "edit", "text"), SEEN)
-def test_is_refused(kind, file, line, before, edit, text, modules):
-    assert check_source(text, file, modules), f"{kind}: {file}:{line}: {edit}"
+def test_is_refused(kind, file, line, before, edit, text):
+    assert judgement(file, text).findings, f"{kind}: {file}:{line}: {edit}"

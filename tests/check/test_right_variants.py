@@ -6,17 +6,10 @@ Every second of a hundred is checked here, and all by right_variants.py.
 import ast
 
 import pytest
+from mutant_programs import judgement
 from right_variants import variants
 
-from scaling.check import check_source
-from scaling.check.modules import Modules
-
 VARIANTS = list(variants(100, seed=0))
-
-
-@pytest.fixture(scope="module")
-def modules():
-    return Modules()
 
 
 def test_they_differ_from_what_is_checked_anyway():
@@ -26,7 +19,7 @@ def test_they_differ_from_what_is_checked_anyway():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(0, 100, 10))
-def test_nothing_is_found(number, modules):
+def test_nothing_is_found(number):
     for file, done, text in VARIANTS[number : number + 10 : 2]:
         ast.parse(text)
-        assert [str(found) for found in check_source(text, file, modules)] == [], done
+        assert [str(found) for found in judgement(file, text).findings] == [], done

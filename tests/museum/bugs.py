@@ -1,7 +1,7 @@
 """Published bugs that gave wrong numbers and no error, each as a small edit of this project's own source.
 
 An edit is (the text that stands in the file, what stands there instead); each does here what the bug did there. What
-happens here is one of: `refused` by a rule of the static checker, which reads the file (and those of `read`);
+happens here is one of: `refused` by a rule of the judge, which runs the file on an abstract mesh;
 `raises`: what a call on an AbstractMesh, where nothing is sent, answers; or `fails`, a test against one device.
 """
 
@@ -22,7 +22,6 @@ class Bug(NamedTuple):
     refused: str = ""
     raises: tuple[str, str] = ("", "")
     fails: str = ""
-    read: tuple[str, ...] = ()
 
     @property
     def links(self) -> list[str]:
@@ -92,7 +91,6 @@ BUGS = (
             ("terms, tied, mesh, CHUNK)", "terms, tied, mesh, CHUNK), mesh)"),
         ),
         refused="loss",
-        read=(TRANSFORMER + "api.py",),
     ),
     Bug(
         "a bias added before the reduction",
@@ -127,7 +125,7 @@ BUGS = (
                 '    torch.distributed.all_reduce(Out, group=at.mesh.group("Y"))\n    Out = shard("Out[B_PXE, T_C, D]',
             ),
         ),
-        refused="nonlinear",
+        refused="untyped",
     ),
     Bug(
         "activations gathered again over another group",

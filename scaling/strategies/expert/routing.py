@@ -75,7 +75,7 @@ def route_tokens(
 
 
 def _exchanged(counts: Tensor, at: ExpertLayout, mesh) -> Tensor:
-    """n[G, E_X]: the rows that each rank sends to each expert held here; counts[E]: those that this rank sends."""
+    """The rows that each rank sends to each expert held here, n[G, E_X]; counts[E]: those that this rank sends."""
     if not at.experts:
         return counts[None]
     return all_to_all(f"n[G{at.X}, E] -> n[G, E{at.X}]", counts[None], mesh)

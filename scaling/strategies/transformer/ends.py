@@ -192,7 +192,7 @@ def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool
 
 
 def chunk_gradients(x, U, dlogits, tied: bool, dx, dU):
-    """x[R_PXEC, D], dlogits[R_PXEC, V_Y] -> dU[D, V_Y] {U_PXEC}, added to the one before; dx[R_PXEC, D] {U_Y} is
+    """Of x[R_PXEC, D], dlogits[R_PXEC, V_Y]: dU[D, V_Y] {U_PXEC}, added to the one before; dx[R_PXEC, D] {U_Y} is
     written to its place."""
     V, dV = ("E[V_Y, D]", "dE[V_Y, D]") if tied else ("U[D, V_Y]", "dU[D, V_Y]")
     einsum(f"dlogits[R_PXEC, V_Y] * {V} -> dx[R_PXEC, D] {{U_Y}}", dlogits, U, out=dx)

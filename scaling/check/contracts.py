@@ -1,0 +1,109 @@
+"""What a program says of its own values, made part of it: the types that a docstring or a comment begins with.
+
+    def layer(x, mesh):
+        '''x[B_X, D] -> Out[B_X, D].'''        what it is given, and what it returns: one array or several
+        '''Of x[B_X, D].'''                      what it is given
+        u = fetch(x)  # u[B, D] {U_X}          what a variable holds
+
+`run_watched` runs a program so that its functions and lines tell whoever watches (`scaling.collectives.watch`).
+"""
+
+import ast
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from scaling.collectives.watch import watcher
+from scaling.spec import ShardingError, Spec, parse
+
+TYPE = r"\w+\[[^\]]*\](?: \{U_\w+\})?"
+SIGNATURE = re.compile(rf"({TYPE}(?:, {TYPE})*) -> \(?({TYPE}(?:, {TYPE})*)(?:[.,:;)]|$)")
+RESULT = re.compile(rf"({TYPE})(?: of ({TYPE}(?:, {TYPE})*))?(?:[.,:;]| of |$)")
+GIVEN = re.compile(rf"Of ({TYPE}(?:, {TYPE})*)[.,:;]")
+COMMENT = re.compile(rf"#\s*({TYPE})(?:[.,:;]|\s|$)")
+
+
+def documented(text: str) -> tuple[dict[str, Spec], list[Spec]]:
+    """({argument: its type}, the types of what is returned) of a docstring that begins so; nothing of any other."""
+    first = text.split("\n")[0].strip()
+    if found := SIGNATURE.match(first):
+        given, results = found.groups()
+    elif found := GIVEN.match(first):
+        given, results = found[1], None
+    elif found := RESULT.match(first):
+        results, given = found.groups()
+    else:
+        return {}, []
+    try:
+        types, made = ([parse(one) for one in re.findall(TYPE, text or "")] for text in (given, results))
+    except ShardingError:
+        return {}, []
+    if any(len(axis) > 1 for spec in types + made for axis in (*spec.axes, *spec.unreduced)):
+        return {}, []  # x[B_axis], where `axis` is an argument
+    return {spec.name: spec for spec in types}, made
+
+
+def with_types_told(fn: Callable) -> Callable:
+    """fn, whose arguments and results are compared with its docstring's types while somebody watches."""
+    types, results = documented(fn.__doc__ or "")
+    if not types and not results:
+        return fn
+    place = f"{fn.__code__.co_filename}:{fn.__code__.co_firstlineno}"
+    signature = inspect.signature(fn)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watch = watcher.get()
+        if watch is None:
+            return fn(*args, **kwargs)
+        watch("called", fn.__code__, next((x for x in args if hasattr(x, "coord") and hasattr(x, "sizes")), None))
+        for name, x in signature.bind(*args, **kwargs).arguments.items():
+            if name in types:
+                watch("said", x, types[name], f"argument {types[name]} of {fn.__name__}", place)
+        result = fn(*args, **kwargs)
+        made = result if isinstance(result, tuple) else (result,)
+        for x, spec in zip(made, results, strict=False):
+            watch("said", x, spec, f"result {spec} of {fn.__name__}", place)
+        return result
+
+    return call
+
+
+def tell_type(text: str, x: Any, place: str) -> None:
+    """x, by the comment in its line."""
+    if (watch := watcher.get()) is not None:
+        watch("said", x, parse(text), text, place)
+
+
+def run_watched(text: str, file: str, module: dict, tree: "ast.Module | None" = None) -> None:
+    """Run a module's text (or a part of its `tree`) so that it tells its types. SyntaxError if it is no Python."""
+    tree = ast.parse(text) if tree is None else tree
+    _Said(file, text.splitlines()).visit(tree)
+    module.update({"__contracted__": with_types_told, "__said__": tell_type})
+    exec(compile(ast.fix_missing_locations(tree), file, "exec"), module)
+
+
+class _Said(ast.NodeTransformer):
+    def __init__(self, file: str, lines: list[str]):
+        self.file, self.lines = file, lines
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        if any(documented(ast.get_docstring(node) or "")):
+            node.decorator_list.append(ast.copy_location(ast.Name("__contracted__", ast.Load()), node))
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        target, line = node.targets[0], self.lines[(node.end_lineno or node.lineno) - 1]
+        found = COMMENT.search(line)
+        if not isinstance(target, ast.Name) or found is None or found[1].partition("[")[0] != target.id:
+            return node
+        try:
+            spec = parse(found[1])
+        except ShardingError:
+            return node
+        args = [ast.Constant(str(spec)), ast.Name(target.id, ast.Load()), ast.Constant(f"{self.file}:{node.lineno}")]
+        call = ast.Expr(ast.Call(ast.Name("__said__", ast.Load()), args, []))
+        return [node, ast.copy_location(call, node)]

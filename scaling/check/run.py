@@ -1,0 +1,182 @@
+"""A file, run once by the judge: what it hands to ranks runs here instead, on an abstract mesh of the same sizes.
+
+What it prints goes nowhere, what waits does not, and no rank is started. A statement that fails, since an abstract mesh
+has no values, is left out. What is not called by the file itself is called here: a strategy (SPECS, forward, backward),
+and a function whose docstring gives the type of each of its arguments.
+"""
+
+import ast
+import contextlib
+import inspect
+import io
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from scaling import launch
+from scaling import mesh as meshes
+from scaling.check.compared import raised_at
+from scaling.check.contracts import documented, run_watched
+from scaling.check.judge import watching
+from scaling.check.judgement import Judgement
+from scaling.check.mode import Judge
+from scaling.check.rules import said
+from scaling.check.strategy import SIZES, run_layers
+from scaling.collectives.watch import watcher
+from scaling.mesh import AbstractMesh
+from scaling.spec import ShardingError
+
+SECONDS = 60
+OPTIONS = ("--small",)
+
+
+def _on_abstract(fn: Callable, sizes: Any, *args: Any, **options: Any) -> list:
+    """As launch.run: fn(mesh, *args), of one rank, whose result stands for that of each."""
+    mesh = AbstractMesh(dict(sizes))
+    return [fn(mesh, *args)] * mesh.size()
+
+
+def _one_rank(fn: Callable, sizes: Any, *args: Any, **options: Any) -> Any:
+    return _on_abstract(fn, sizes, *args)[0]
+
+
+def _abstract(sizes: Any, *args: Any, **options: Any) -> AbstractMesh:
+    return AbstractMesh(dict(sizes))
+
+
+@contextlib.contextmanager
+def nothing_outside(path: str) -> Iterator[None]:
+    """No ranks, no output, no waiting, and an end after a minute."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    main = threading.current_thread() is threading.main_thread()
+    with contextlib.ExitStack() as stack:
+        for room, name, value in (
+            (launch, "run", _on_abstract), (launch, "start", _one_rank), (meshes, "Mesh", _abstract),
+            (time, "sleep", lambda _: None), (sys, "argv", [path, *OPTIONS]),
+        ):  # fmt: skip
+            stack.enter_context(patch.object(room, name, value))
+        stack.enter_context(patch("scaling.measure.rates.timed", lambda *_, **__: 1e-3))  # what is timed runs nothing
+        stack.enter_context(patch.dict("os.environ", {"WORLD_SIZE": "1", "RANK": "0", "MPLBACKEND": "agg"}))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        if main:
+            stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, stop))
+            stack.callback(signal.alarm, 0)
+            signal.alarm(SECONDS)
+        yield
+
+
+def judge_file(path: "str | Path", text: "str | None" = None) -> Judgement:
+    """What the judge finds in a file when it is run."""
+    path = str(path)
+    text = Path(path).read_text(encoding="utf-8") if text is None else text
+    report = Judgement()
+    module = ModuleType("__main__")
+    module.__file__ = path
+    judge = Judge(report)
+    with nothing_outside(path), watching(judge):
+        kept = sys.modules.get("__main__")
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        try:
+            _statements(text, path, module, judge)
+            _uncalled(text, path, module, judge)
+        except TimeoutError:
+            report.unjudged.append((path, f"it did not end within {SECONDS} seconds"))
+        finally:
+            sys.path.pop(0)
+            if kept is not None:
+                sys.modules["__main__"] = kept
+    return report
+
+
+def _statements(text: str, path: str, module: ModuleType, judge: Judge) -> None:
+    """One after the other, so that one that needs values stops no other."""
+    tree = ast.parse(text)
+    for node in tree.body:
+        with attempt(judge, f"{path}:{node.lineno}"):
+            run_watched(text, path, vars(module), ast.Module([node], []))
+
+
+@contextlib.contextmanager
+def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
+    """What is raised inside is named; as a finding, if it `must` run: its arguments are what it says."""
+    try:
+        yield
+        return
+    except ShardingError as error:
+        judge.find("illegal-line", str(error), "", raised_at(error) or place)
+    except TimeoutError:
+        raise
+    except SystemExit as error:
+        if error.code not in (None, 0, 1):
+            judge.skip(f"it ends with {error.code}", place)
+    except Exception as error:
+        if "Pending" in str(error):
+            judge.find(
+                "pending", said(str(error), "pending", "wait(x), or x.wait(), first"), "", raised_at(error) or place
+            )
+            return
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if must and not judge.report.findings:
+            judge.find("result", said(f"it does not run: {text}", "result", "see the error"), "", place)
+        else:
+            judge.skip(text, place)
+    judge.pending.clear()  # what it would have waited for
+
+
+def _uncalled(text: str, path: str, module: ModuleType, judge: Judge) -> None:
+    """A strategy of the file, and each function all of whose arguments have types."""
+    values = vars(module)
+    if isinstance(values.get("SPECS"), dict) and any(callable(values.get(name)) for name in ("forward", "backward")):
+        axes = sorted({axis for spec in values["SPECS"].values() for axis in re.findall(r"_([A-Z]+)", str(spec))})
+        names = sorted({axis for word in axes for axis in word})
+        if "In" in values["SPECS"] and "Out" in values["SPECS"]:
+            mesh = AbstractMesh({axis: 2 + i % 2 for i, axis in enumerate(names)})
+            for keep in (True, False):
+                with attempt(judge, f"{path}:1", True):
+                    run_layers(module, keep, mesh)
+    for fn in [f for f in values.values() if inspect.isfunction(f) and hasattr(f, "__wrapped__")]:
+        _typed_function(fn, path, judge)
+
+
+def _typed_function(fn: Any, path: str, judge: Judge) -> None:
+    types, _ = documented(fn.__doc__ or "")
+    wanted = inspect.signature(fn).parameters.values()
+    needed = [p.name for p in wanted if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not needed or not all(name in types or name == "mesh" for name in needed) or not types:
+        return
+    axes = sorted({axis for spec in types.values() for axis in (*spec.axes, *spec.unreduced)} | _axes_of(fn))
+    mesh = AbstractMesh({axis: 2 + i % 2 for i, axis in enumerate(axes)})
+    watch = watcher.get()
+    if watch is None or fn.__wrapped__.__code__ in judge.ran:
+        return
+    given = []
+    for name in needed:
+        if name == "mesh":
+            given.append(mesh)
+            continue
+        spec = types[name]
+        every = SIZES | {dim: int(dim) if dim.isdigit() else 12 for dim in spec.dim_names if dim not in SIZES}
+        x = torch.empty(spec.local_shape(every, mesh), device="meta")
+        given.append(watch("typed", x, spec, "argument", mesh))
+    with attempt(judge, f"{path}:{fn.__wrapped__.__code__.co_firstlineno}", True):
+        fn(*given)
+
+
+def _axes_of(fn: Any) -> set[str]:
+    """The axes that the lines of a function name."""
+    lines = [c for c in fn.__wrapped__.__code__.co_consts if isinstance(c, str) and "[" in c]
+    return {axis for line in lines for word in re.findall(r"_([A-Z]+)(?=[,\]}])", line) for axis in word}

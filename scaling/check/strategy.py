@@ -1,0 +1,70 @@
+"""A strategy, run by the judge: what its functions return is what SPECS says."""
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from scaling.collectives.watch import watcher
+from scaling.spec import parse
+from scaling.strategies.stack import Strategy
+
+SIZES = {"L": 2, "B": 24, "D": 24, "F": 36}
+
+
+def _strategy_of(module: Any) -> Any:
+    return getattr(module, "STRATEGY", None) or Strategy(module.SPECS, module.forward, module.backward)
+
+
+def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
+    """Two layers with gelu, norm and residual, forward and backward: what they return is what SPECS says."""
+    module = import_module(f"scaling.strategies.{name}") if isinstance(name, str) else name
+    watch, forward = watcher.get(), getattr(module, "forward", None)
+    assert watch is not None
+    plain = not hasattr(module, "STRATEGY") and "params" in inspect.signature(forward or module.backward).parameters
+    weights = {W: parse(spec) for W, spec in module.SPECS.items() if W not in ("In", "Out")}
+    stacked = weights if plain else {W: spec.stacked("L") for W, spec in weights.items()}
+
+    def given(spec: Any, where: str = "x") -> torch.Tensor:
+        every = SIZES | {dim: 12 for dim in spec.dim_names if dim not in SIZES}
+        x = torch.empty(spec.local_shape(every, mesh), device="meta")
+        return watch("typed", x, spec, where, mesh)
+
+    params = {W: given(spec, f'["{W}"]') for W, spec in stacked.items()}
+    In, Out = parse(module.SPECS["In"]), parse(module.SPECS["Out"])
+    if plain:
+        made, saved = forward(params, given(In), mesh) if forward else None, given(In)
+        made, saved = made if isinstance(made, tuple) else (made, saved)
+        place = place_of_function(forward or module.backward)
+        if forward:
+            watch("said", made, Out, f"forward returns Out, SPECS says {Out}", place)
+        if hasattr(module, "backward"):
+            found = module.backward(given(Out), saved, params, mesh)
+            dIn, grads = (
+                found if isinstance(found[-1], dict) else (found[0], dict(zip(weights, found[1:], strict=True)))
+            )
+            _told(watch, dIn, In, grads, weights, place)
+        return
+    strategy = _strategy_of(module)
+    place = f"{module.__file__}:1"
+    made, saved = strategy.forward(params, given(In), mesh, "gelu", True, True, keep)
+    watch("said", made, Out, f"forward returns Out, SPECS says {Out}", place)
+    dIn, grads = strategy.backward(given(Out), saved, params, mesh)
+    _told(
+        watch, dIn, In, grads, {W: parse(s).stacked("L") for W, s in (strategy.GRADS or {}).items()} or stacked, place
+    )
+
+
+def _told(watch: Any, dIn: Any, In: Any, grads: Any, types: dict, place: str) -> None:
+    """What backward returns, beside what SPECS says."""
+    watch("said", dIn, In, f"backward returns dIn, SPECS says {In}", place)
+    if set(grads) != set(types):
+        raise ValueError(f"backward returns gradients of {sorted(grads)}\n  fix: one of each of {sorted(types)}")
+    for W, dW in grads.items():
+        watch("said", dW, types[W], f"backward returns d{W}, SPECS says {types[W]}", place)
+
+
+def place_of_function(fn: Any) -> str:
+    code = inspect.unwrap(fn).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"
