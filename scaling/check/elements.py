@@ -172,7 +172,7 @@ def _joins(name, args, kwargs, operands, shapes):
     if all(len(d) == 1 for d in own) and len({axes_along(d) for d in own}) == 1:
         dims[at] = (DimPart(shapes[0][at], name_along(own[0]), axes_along(own[0])),)
         if axes_along(own[0]) and len({size_along(d) for d in own}) == 1 and len(own) > 1:
-            dims[at] = (DimPart(len(own), None, ()), *own[0])  # blocks below each other
+            dims[at] = (DimPart(len(own)), *own[0])  # blocks below each other
     known = [x for x in operands if x.unreduced is not None]
     if len({x.unreduced for x in known}) > 1:
         raise RuleBroken("partial-plus-whole", f"{name} of {', '.join(map(str, operands))}", 0)

@@ -46,7 +46,7 @@ def _transformer(kind: str, mesh: Any) -> None:
     assert watch is not None
     types = strategy.specs(config, mesh)
     params = strategy.shard(model.init(config, 0, torch.float32, "meta"), config, mesh)
-    tokens, targets, weights = tree.shard([torch.zeros(8, 16).long()] * 2 + [torch.ones(8, 16)], ["t[B_PX, T]"] * 3
+    tokens, targets, weights = tree.shard([torch.zeros(32, 16).long()] * 2 + [torch.ones(32, 16)], ["t[B_PX, T]"] * 3
                                           if mesh.sizes.get("P") else ["t[B_X, T]"] * 3, mesh)  # fmt: skip
     options = {"weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
     _, grads = strategy.loss_and_grads(params, tokens, targets, config, mesh, **options)
