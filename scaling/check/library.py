@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from scaling.check.contracts import run_watched
-from scaling.check.judge import watching
 from scaling.check.judgement import Judgement
 from scaling.check.mode import Judge
 from scaling.check.run import attempt, nothing_outside
+from scaling.check.watched import watching
 from scaling.mesh import AbstractMesh
 
 LISTINGS = (

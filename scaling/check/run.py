@@ -26,11 +26,11 @@ from scaling import launch
 from scaling import mesh as meshes
 from scaling.check.compared import raised_at
 from scaling.check.contracts import documented, run_watched
-from scaling.check.judge import watching
 from scaling.check.judgement import Judgement
 from scaling.check.mode import Judge
 from scaling.check.rules import said
 from scaling.check.strategy import SIZES, run_layers
+from scaling.check.watched import watching
 from scaling.collectives.watch import watcher
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError

@@ -1,4 +1,4 @@
-"""The one place where a typed call can be seen before it runs: by the judge of types (`scaling.check.judge`)."""
+"""The one place where a typed call can be seen before it runs: by the judge of types (`scaling.check`)."""
 
 from collections.abc import Callable
 from contextvars import ContextVar

@@ -11,8 +11,8 @@ import torch
 from torch.func import vjp
 
 from scaling import optim, serve, tree
+from scaling.check import judged
 from scaling.check.contracts import run_watched
-from scaling.check.judge import judged
 from scaling.check.judgement import Judgement
 from scaling.collectives import all_reduce
 from scaling.configs import Config

@@ -8,7 +8,7 @@ import torch
 
 import scaling.strategies
 from scaling import _torch as p
-from scaling.check.judge import judge, judged
+from scaling.check import judge, judged
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
