@@ -69,7 +69,7 @@ for i, (k, v) in enumerate(zip(K.split(CHUNK), V.split(CHUNK), strict=True)):
     running = chunk_sums(Q, k, v) if running is None else combined(running, chunk_sums(Q, k, v))
     M, L, O = running
     apart = difference(O / L[:, None], dense(Q, K[: (i + 1) * CHUNK], V[: (i + 1) * CHUNK]))
-    rows.append((min((i + 1) * CHUNK, S), *(f"{x:.4f}" for x in (M[0], L[0], O[0, 0] / L[0])), f"{apart:.1e}"))
+    rows.append((min((i + 1) * CHUNK, S), *(f"{x.item():.4f}" for x in (M[0], L[0], O[0, 0] / L[0])), f"{apart:.1e}"))
 page.title(f"Query 0 over chunks of {CHUNK} keys, beside dense attention to the keys so far")
 page.table(rows, ["keys", "M", "L", "O / L", "all queries\noff by"])
 O, logsum = forward(Q, K, V)

@@ -38,9 +38,10 @@ rng = torch.Generator().manual_seed(page.args.seed)
 M = torch.randn(L, D, F, generator=rng, dtype=torch.float64)
 U, _, V = torch.linalg.svd(torch.randn(16, 16, generator=rng, dtype=torch.float64))
 values = torch.logspace(-3, 0, 16, dtype=torch.float64)
+values = values / values.norm()
 after = (U.mT @ newton_schulz(U @ values.diag() @ V, torch.float64) @ V.mT).diagonal()
 page.title("Singular values before and after, of the norm")
-page.table([(f"{before / values.norm():.4f}", f"{now:.3f}") for before, now in zip(values, after, strict=True)][::3],
+page.table([(f"{before:.4f}", f"{now:.3f}") for before, now in zip(values.tolist(), after.tolist(), strict=True)][::3],
            ["before", "after"])  # fmt: skip
 page.check("all but the smallest come near 1", bool(((after > 0.5) & (after < 1.5))[3:].all()))
 

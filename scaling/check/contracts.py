@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from scaling.collectives.watch import watcher
+from scaling.collectives.watch import who_watches
 from scaling.spec import ShardingError, Spec, parse
 
 TYPE = r"\w+\[[^\]]*\](?: \{U_\w+\})?"
@@ -53,11 +53,7 @@ def with_types_told(fn: Callable) -> Callable:
     place = f"{fn.__code__.co_filename}:{fn.__code__.co_firstlineno}"
     signature = inspect.signature(fn)
 
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        watch = watcher.get()
-        if watch is None:
-            return fn(*args, **kwargs)
+    def told(watch: Callable, args: tuple, kwargs: dict) -> Any:
         watch("called", fn.__code__, next((x for x in args if hasattr(x, "coord") and hasattr(x, "sizes")), None))
         for name, x in signature.bind(*args, **kwargs).arguments.items():
             if name in types:
@@ -68,12 +64,17 @@ def with_types_told(fn: Callable) -> Callable:
             watch("said", x, spec, f"result {spec} of {fn.__name__}", place)
         return result
 
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:  # a compiler follows it: it holds functions alone
+        watch = who_watches()
+        return fn(*args, **kwargs) if watch is None else told(watch, args, kwargs)
+
     return call
 
 
 def tell_type(text: str, x: Any, place: str) -> None:
     """x, by the comment in its line."""
-    if (watch := watcher.get()) is not None:
+    if (watch := who_watches()) is not None:
         watch("said", x, parse(text), text, place)
 
 

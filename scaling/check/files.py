@@ -68,7 +68,7 @@ def check_source(text: str, file: str = "<source>") -> list[Finding]:
 def judging() -> bool:
     """Whether the judge runs this program."""
     watch = sys.modules.get("scaling.collectives.watch")
-    return watch is not None and watch.watcher.get() is not None
+    return watch is not None and watch.who_watches() is not None
 
 
 def check_script(path: str) -> list[Finding]:
@@ -101,6 +101,11 @@ def _judge(report: Report, texts: dict[str, str], calls: dict[str, list], own: "
                 report.unjudged.append((path, first, "this call was not reached"))
 
 
+def _from_here(file: str) -> str:
+    """A path as it is written from the working directory, if it lies in it."""
+    return str(Path(file).relative_to(Path.cwd())) if file and Path(file).is_relative_to(Path.cwd()) else file
+
+
 def _same(one: str, other: str) -> bool:
     return one == other or str(Path(one).resolve()) == str(Path(other).resolve())
 
@@ -116,7 +121,7 @@ def _add(report: Report, judged, reached: set, texts: dict[str, str]) -> None:
             report.findings.append(Finding(shown, number, fault.message, fault.rule))
     for place, why in judged.unjudged:
         file, _, line = place.rpartition(":")
-        shown = next((path for path in texts if file and _same(path, file)), file or place)
+        shown = next((path for path in texts if file and _same(path, file)), _from_here(file) or place)
         report.unjudged.append((shown, int(line) if line.isdigit() else 1, why))
 
 

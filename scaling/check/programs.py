@@ -12,7 +12,7 @@ import torch
 
 from scaling import serve, tree
 from scaling.check.strategy import place_of_function, run_layers
-from scaling.collectives.watch import watcher
+from scaling.collectives.watch import who_watches
 from scaling.configs import Config
 from scaling.models import transformer as model
 from scaling.strategies import transformer as strategy
@@ -42,7 +42,7 @@ def _config(kind: str) -> Any:
 def _transformer(kind: str, mesh: Any) -> None:
     """The loss and gradients of a tiny Transformer, typed as its params."""
 
-    config, watch = _config(kind), watcher.get()
+    config, watch = _config(kind), who_watches()
     assert watch is not None
     types = strategy.specs(config, mesh)
     params = strategy.shard(model.init(config, 0, torch.float32, "meta"), config, mesh)

@@ -31,7 +31,7 @@ from scaling.check.mode import Judge
 from scaling.check.rules import said
 from scaling.check.strategy import SIZES, run_layers
 from scaling.check.watched import watching
-from scaling.collectives.watch import watcher
+from scaling.collectives.watch import who_watches
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError
 
@@ -160,7 +160,7 @@ def _typed_function(fn: Any, path: str, judge: Judge) -> None:
         return
     axes = sorted({axis for spec in types.values() for axis in (*spec.axes, *spec.unreduced)} | _axes_of(fn))
     mesh = AbstractMesh({axis: 2 + i % 2 for i, axis in enumerate(axes)})
-    watch = watcher.get()
+    watch = who_watches()
     if watch is None or fn.__wrapped__.__code__ in judge.ran:
         return
     given = []

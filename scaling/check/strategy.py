@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from scaling.collectives.watch import watcher
+from scaling.collectives.watch import who_watches
 from scaling.spec import parse
 from scaling.strategies.stack import Strategy
 
@@ -20,7 +20,7 @@ def _strategy_of(module: Any) -> Any:
 def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
     """Two layers with gelu, norm and residual, forward and backward: what they return is what SPECS says."""
     module = import_module(f"scaling.strategies.{name}") if isinstance(name, str) else name
-    watch, forward = watcher.get(), getattr(module, "forward", None)
+    watch, forward = who_watches(), getattr(module, "forward", None)
     assert watch is not None
     plain = not hasattr(module, "STRATEGY") and "params" in inspect.signature(forward or module.backward).parameters
     weights = {W: parse(spec) for W, spec in module.SPECS.items() if W not in ("In", "Out")}

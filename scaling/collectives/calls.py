@@ -35,7 +35,7 @@ from scaling.collectives.lines import (
     resolve,
 )
 from scaling.collectives.op import Op
-from scaling.collectives.watch import watcher
+from scaling.collectives.watch import who_watches
 from scaling.spec import ShardingError, Spec, parse, parse_line, refuse
 
 
@@ -227,7 +227,7 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
 def _call(kind, line, x: Any, mesh, async_op, out=None, root: int | None = None, by="sum", seen=False) -> Any:
     if torch.compiler.is_compiling():
         return _compiled(kind, line, x, mesh, async_op, out, root, by)
-    if not seen and (watch := watcher.get()) is not None:
+    if not seen and (watch := who_watches()) is not None:
         return watch(_call, kind, line, x, mesh, async_op, out, root, by, True)
     if not mesh.member:
         return None

@@ -14,24 +14,30 @@ from scaling._torch import in_transform, modes
 from scaling.collectives.checked import agree_on
 from scaling.collectives.kinds import dual, event, traceable
 from scaling.collectives.op import Op
-from scaling.collectives.watch import watcher
+from scaling.collectives.watch import who_watches
 from scaling.trace import active, done, reached, record
 
 PLAIN = (Tensor, torch.nn.Parameter)  # other classes are a tracer's
 
 
 def differentiated(x: Tensor) -> bool:
-    """Whether x is seen by a compiler, by autograd, by a transform of torch.func or by a tracer."""
-    if x.requires_grad and torch.is_grad_enabled():
+    """Whether x is seen by a compiler, by autograd, by a transform of torch.func, by a tracer or by a tensor mode other
+    than the judge's, which runs what runs without it."""
+    if torch.compiler.is_compiling():
         return True
-    return torch.compiler.is_compiling() or in_transform() is not None or type(x) not in PLAIN
+    return followed(x) or (modes() > 0 and who_watches() is None)
 
 
 def observed(x: Tensor) -> bool:
-    """The same where it is known that nothing is compiled; or by a tensor mode."""
+    """The same where it is known that nothing is compiled, the judge's mode included."""
+    return followed(x) or modes() > 0
+
+
+def followed(x: Tensor) -> bool:
+    """Whether autograd, a transform of torch.func or a tracer follows x."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
-    return in_transform() is not None or type(x) not in PLAIN or modes() > 0
+    return in_transform() is not None or type(x) not in PLAIN
 
 
 def apply(x: Tensor, op: Op) -> Tensor:
@@ -60,7 +66,7 @@ def register() -> None:
 def run_op(x: Tensor, op: Op) -> Tensor:
     if type(x) not in PLAIN:
         return traceable(x, op)  # a tracer's: nothing runs
-    if (watch := watcher.get()) is not None:
+    if (watch := who_watches()) is not None:
         return watch(run_op, x, op)
     seen = reached(event(op, x)) if active() else None
     agree_on(op, x, traced=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from scaling._torch import modes
 from scaling.collectives.checked import agree
 from scaling.collectives.lines import numbers, on
-from scaling.collectives.watch import watcher
+from scaling.collectives.watch import who_watches
 from scaling.spec import ShardingError, parse, refuse
 
 RULE = "{U_X} is a sum with one term for each element: along X one device has it, the others have zeros"
@@ -26,7 +26,7 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
     """
     if not mesh.member:
         return x
-    if (watch := watcher.get()) is not None:
+    if (watch := who_watches()) is not None:
         return watch("masked", line, x, mask)
     dims, sizes = mesh.constant(_dims, line)
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or x.layout is not torch.strided:

@@ -20,7 +20,7 @@ from scaling.collectives.eager import Works
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.linear import differentiated
 from scaling.collectives.lines import check_operand
-from scaling.collectives.watch import watcher
+from scaling.collectives.watch import who_watches
 from scaling.mesh import Group
 from scaling.spec import Line, ShardingError, parse, refuse
 
@@ -124,7 +124,7 @@ def _ready(kind: str, line: str, x: Tensor, mesh, axis: str, other: int, async_o
     """(the group along the axis, the event of a trace or None), or an error if there is nothing to send."""
     spec, group = parse(line), mesh.group((axis,))
     spec.check_axes(mesh)
-    if (watch := watcher.get()) is not None:
+    if (watch := who_watches()) is not None:
         watch("apart", axis)
     check_operand(kind, Line((spec,), spec), group, x, mesh)
     if differentiated(x):

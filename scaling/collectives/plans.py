@@ -14,7 +14,7 @@ from scaling.algebra.steps import Plan, Step, permutation
 from scaling.collectives import calls as c
 from scaling.collectives.lines import check_operand
 from scaling.collectives.multiply import einsum
-from scaling.collectives.watch import watcher
+from scaling.collectives.watch import who_watches
 from scaling.spec import ShardingError, Spec, parse_line
 
 
@@ -28,7 +28,7 @@ def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor
     if step.op in _BY_LINE and not (step.op == "AllGather" and len(_changed(step)) > 1):
         return _BY_LINE[step.op](step.line, x, mesh)
     result = _by_hand(step, x, mesh)
-    watch = watcher.get()
+    watch = who_watches()
     return result if watch is None else watch("reshard", result, step.after, step.axes)
 
 

@@ -20,7 +20,7 @@ from scaling.arguments import whole_numbers
 from scaling.collectives.checked import agree_on
 from scaling.collectives.linear import differentiated
 from scaling.collectives.op import Op
-from scaling.collectives.watch import watcher
+from scaling.collectives.watch import who_watches
 from scaling.spec import ShardingError, parse_line
 
 
@@ -32,7 +32,7 @@ def ragged_all_to_all(line: str, x: torch.Tensor, sends: Sequence[int], receives
     not fit x or, on a checked mesh, each other. The trace counts real bytes: sent is what leaves this rank, V is the
     size of the group times what this rank holds, whose mean over the ranks is the whole array.
     """
-    if (watch := watcher.get()) is not None:
+    if (watch := who_watches()) is not None:
         return watch("ragged", line, x)
     (step,) = collective_steps("AllToAll", line)
     step.before.check_axes(mesh)
