@@ -172,56 +172,37 @@ def resplit(dims: Sequence[Axes], shape: Sizes, new: Sizes, sizes: Mapping[str, 
     The index of an element is a number of mixed radix: for each dim the digits of its axes, then that of the place in
     the block. The new dims take these digits in order, and each one its axes before its place.
     """
-    digits: list[list] = []  # (axis or None, how many)
+    digits: list[tuple[str | None, int]] = []  # (axis or None, how many)
     for size, axes in zip(shape, dims, strict=True):
-        digits += [[axis, sizes[axis]] for axis in axes]
+        digits += [(axis, sizes[axis]) for axis in axes]
         block = size // math.prod(sizes[axis] for axis in axes)
         if digits and digits[-1][0] is None:
-            digits[-1][1] *= block
-        else:
-            digits.append([None, block])
+            block *= digits.pop()[1]
+        digits += [(None, block)] if block != 1 else []
     split = []
     for size in new:
         axes, left = [], size
-        while left > 1 or (left and digits and digits[0][0] is not None and digits[0][1] == 1):
-            axis, count = digits[0]
-            if axis is None:
-                left, digits[0][1] = _share(left, count, size)
-                digits = digits if digits[0][1] > 1 else digits[1:]
-                if left > 1:
-                    _refuse_interleaved(digits[0][0], size)
-                break
-            if left % count:
-                _refuse_cut(axis, count, size)
-            axes.append(axis)
-            left //= count
-            digits.pop(0)
+        while digits and (left > 1 or (digits[0][0] is not None and digits[0][1] == 1)):
+            axis, count = digits.pop(0)
+            common = math.gcd(left, count)
+            if axis is not None and common < count:
+                _refuse_cut(f"a dim of size {size} does not divide into the {count} blocks over {axis}")
+            if common not in (left, count):
+                _refuse_cut(f"a dim of size {size} would begin or end inside a block")
+            left //= common
+            if axis is not None:
+                axes.append(axis)
+                continue
+            if left > 1:
+                raise Illegal(
+                    f"in the dim of size {size} the blocks over {digits[0][0]} would be interleaved",
+                    "only the first of the dims that are merged may be split, or those before it down to one element",
+                )
+            digits[:0] = [(None, count // common)] if count > common else []
+            break
         split.append(tuple(axes))
-        while digits and digits[0] == [None, 1]:
-            digits.pop(0)
     return tuple(split)
 
 
-def _share(left: int, count: int, size: int) -> tuple[int, int]:
-    """A dim that lacks `left` takes of a run of `count` elements: (what it still lacks, what is left of the run)."""
-    common = math.gcd(left, count)
-    if common not in (left, count):
-        raise Illegal(
-            f"a dim of size {size} would begin or end inside a block",
-            "a reshape cuts no block: each device keeps its elements, in their order",
-        )
-    return left // common, count // common
-
-
-def _refuse_cut(axis: str, count: int, size: int) -> NoReturn:
-    raise Illegal(
-        f"a dim of size {size} does not divide into the {count} blocks over {axis}",
-        "a reshape cuts no block: each device keeps its elements, in their order",
-    )
-
-
-def _refuse_interleaved(axis: str, size: int) -> NoReturn:
-    raise Illegal(
-        f"in the dim of size {size} the blocks over {axis} would be interleaved",
-        "only the first of the dims that are merged may be split, or those before it down to one element",
-    )
+def _refuse_cut(what: str) -> NoReturn:
+    raise Illegal(what, "a reshape cuts no block: each device keeps its elements, in their order")

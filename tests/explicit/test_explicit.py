@@ -51,6 +51,7 @@ def test_types_follow():
         "[]": [explicit.reshard(x, "[8, 4, 16]").amax(), explicit.amax(x, out="[]")],
         "[4_X, 2, 4, 16_Y]": [x.reshape(4, 2, 4, 16), x.unflatten(0, (4, 2))],
         "[32_X, 16_Y]": [x.reshape(32, 16), x.flatten(0, 1)],
+        "[24_XY, 2]": [abstract((4, 6, 2), "[4_X, 6_Y, 2]").flatten(0, 1)],
         "[1, 8_X, 4, 16_Y]": [x[None], x.unsqueeze(0)],
         "[8_X, 8, 16_Y]": [torch.cat([x, x], 1)],
     }
