@@ -59,6 +59,21 @@ def paired(tree, specs, name: str = "params") -> list[tuple[str, Any, Spec]]:
     return [(where, found[where], parse(spec)) for where, spec in wanted.items()]
 
 
+def for_each(types, tree, what: str, open_ends: bool = False) -> list:
+    """A type for each leaf of a tree: a leaf of the types stands for all below it. `open_ends`: None is such a leaf."""
+    try:
+        return optree.broadcast_prefix(
+            types, tree, is_leaf=lambda node: isinstance(node, Spec) or (open_ends and node is None)
+        )
+    except ValueError as error:
+        none = "; None leaves a result open" if open_ends else ""
+        raise ShardingError(
+            f"{what}: {types}\n  {str(error).splitlines()[0]}\n"
+            f"  rule: {what} are a tree of the same structure as what they type, or of its upper levels{none}\n"
+            "  fix: a tuple with a type for each argument; of one argument the type alone, or one type for all of them"
+        ) from None
+
+
 def shard(tree, specs, mesh) -> Any:
     """This rank's shards of whole arrays: contiguous copies, so that the whole ones can be freed. No communication."""
     name = "array" if isinstance(tree, Tensor) else "params"

@@ -1,6 +1,6 @@
 """A planned program: its steps as a listing in the notation, what they send, and how they run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from scaling.auto.planning import Chosen
 from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array
 from scaling.explicit.functions import LocalPlan
-from scaling.explicit.labels import LETTERS
+from scaling.explicit.labels import letters
 from scaling.explicit.tracing import Graph
 from scaling.spec import Spec
 
@@ -32,8 +32,6 @@ class ListingLine(NamedTuple):
     made: ValueLayout
     run: Callable[[Sequence[Tensor]], Tensor]
     step: Step | None = None
-    sizes: Mapping[str, int] = {}
-    itemsize: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,12 @@ class Lowered:
     @property
     def wire_bytes(self) -> float:
         """Bytes that each device sends."""
-        return sum(line.step.wire_bytes(line.sizes, self.mesh, line.itemsize) for line in self.lines if line.step)
+        sent = 0.0
+        for line in self.lines:
+            if line.step is not None:
+                node = self.graph.nodes[line.made[0]]
+                sent += line.step.wire_bytes(node.shape, self.mesh, node.dtype)
+        return sent
 
     def run(self, arrays: Sequence[Array]) -> Any:
         """The tree of results, as arrays, from the arguments' arrays, which have the types asked for."""
@@ -112,9 +115,8 @@ class Writer:
         if to not in self.held[number]:
             now, array = (number, start), PlannedArray(self.specs[number], node.shape)
             for step in exact_steps(array, start, to, self.within):
-                made, named = (number, layout(step.after)), dict(zip(step.after.dim_names, node.shape, strict=True))
-                run = partial(run_step, step, mesh=self.mesh)
-                self.lines.append(ListingLine(str(step), (now,), made, run, step, named, node.dtype.itemsize))
+                made = number, layout(step.after)
+                self.lines.append(ListingLine(str(step), (now,), made, partial(run_step, step, mesh=self.mesh), step))
                 now = made
                 if made[1] not in self.held[number]:
                     self.held[number].append(made[1])
@@ -135,7 +137,7 @@ class Writer:
         if isinstance(op, LabelledOp):
             op, dims, own = renamed(op, dims)
         else:
-            own = tuple(LETTERS[(8 + i) % 26] for i in range(len(node.shape)))
+            own = letters(len(node.shape))
         self.specs[number] = Spec(name, tuple((d, ()) for d in own))
         self.held[number] = [result]
         local = LocalPlan(needed, result, self.typed(number, result).local_shape(node.shape, self.mesh))

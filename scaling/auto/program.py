@@ -45,7 +45,7 @@ class JittedProgram:
         if not hasattr(self.mesh, "sizes"):
             raise ShardingError(f"jit on {self.mesh!r:.40}, which is no mesh\n  fix: give a Mesh or an AbstractMesh")
         one_each = isinstance(self.in_types, (tuple, list)) and len(self.in_types) == len(args)
-        types = for_each(tuple(self.in_types) if one_each else (self.in_types,), args, "in_types")
+        types = tree.for_each(tuple(self.in_types) if one_each else (self.in_types,), args, "in_types", True)
         given = list(zip(types, flat, strict=True))
         layouts = [self._layout(t, x) or DimAxes(((),) * len(x.shape)) for t, x in given]
         names, first = [], 8
@@ -54,7 +54,7 @@ class JittedProgram:
             first += len(x.shape)
         graph = graph_of(self.fn, args)
         results = [graph.nodes[n] for n in graph.outputs]
-        asked = for_each(self.out_types, optree.tree_unflatten(graph.structure, graph.outputs), "out_types")
+        asked = tree.for_each(self.out_types, optree.tree_unflatten(graph.structure, graph.outputs), "out_types", True)
         both = list(zip(asked, results, strict=True))
         ends = [self._layout(t, x) for t, x in both]
         called = [None if t is None else named(t, letters(len(x.shape)), "") for t, x in both]
@@ -75,19 +75,6 @@ class JittedProgram:
         ]
         result = lowered.run(arrays)
         return result if any(isinstance(x, Array) for x in flat) else tree.map(Array.whole, result)
-
-
-def for_each(types, things, what: str) -> list:
-    """A type for each leaf of a tree: a leaf of the types stands for all below it."""
-    try:
-        return optree.broadcast_prefix(types, things, is_leaf=lambda t: t is None or isinstance(t, Spec))
-    except ValueError as error:
-        raise ShardingError(
-            f"{what}: {types}\n  {str(error).splitlines()[0]}\n"
-            f"  rule: {what} are a tree of the same structure as what they type, or of its upper levels; "
-            "None leaves a result open\n"
-            f"  fix: a tuple with a type for each argument; of one argument the type alone"
-        ) from None
 
 
 def named(type: "str | Spec | None", dims: Sequence[str], name: str) -> Spec:

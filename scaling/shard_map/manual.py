@@ -26,6 +26,7 @@ from scaling.shard_map.partial import PLAIN, marked, marks
 from scaling.shard_map.transport import Bound
 from scaling.shard_map.types import Checks, described_type, memory_of, vary, varying
 from scaling.spec import ShardingError, Spec, format_axes, parse, refuse
+from scaling.tree import for_each
 
 
 def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: bool = False) -> Callable:
@@ -53,7 +54,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
 
     def traced(*args):
         outer, args = Bound(mesh, in_process), _plain(args)
-        specs = spec_of_each(in_specs, args, "in_specs")
+        specs = for_each(in_specs, args, "in_specs")
         leaves, treedef = optree.tree_flatten(args)
         leaves = [tensor_of(leaf) for leaf in leaves]
         given = frozenset(map(memory_of, leaves))
@@ -72,7 +73,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
                     result = fn(*optree.tree_unflatten(treedef, shards))
                     found, made["tree"] = optree.tree_flatten(result)
                     found = [tensor_of(leaf) for leaf in found]
-                    specs = zip(spec_of_each(out_specs, result, "out_specs"), found, strict=True)
+                    specs = zip(for_each(out_specs, result, "out_specs"), found, strict=True)
                     made["specs"] = [_read(spec, leaf, bound, "out_specs") for spec, leaf in specs]
                     return tuple(leaving(leaf, spec, bound) for leaf, spec in zip(found, made["specs"], strict=True))
             finally:
@@ -175,18 +176,6 @@ def left(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
 def stacked_call(x: Tensor, bound: Bound, call: Call) -> Tensor:
     """A call on what is stacked already."""
     return apply_typed(x, bound.inside((None,) * len(bound.mesh.sizes), {}), call)
-
-
-def spec_of_each(specs: Any, tree: Any, what: str) -> list:
-    """A spec for each leaf of the tree: a leaf of the specs stands for all below it."""
-    try:
-        return optree.broadcast_prefix(specs, tree, is_leaf=lambda node: isinstance(node, Spec))
-    except ValueError as error:
-        raise ShardingError(
-            f"{what}: {specs}\n  {str(error).splitlines()[0]}\n"
-            f"  rule: {what} are a tree of the same structure as what they type, or of its upper levels\n"
-            "  fix: a tuple with a type for each argument; or one type for all of them"
-        ) from None
 
 
 def _read(spec: Any, x: Tensor, bound: Bound, what: str) -> Spec:
