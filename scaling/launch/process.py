@@ -33,8 +33,11 @@ def ready_to_fork() -> None:
 def autograd_has_threads() -> bool:
     """Whether autograd has begun a thread here for each GPU, as it does at a process's first gradient where there are
     GPUs: a forked process would not have them, and torch refuses gradients in it."""
-    tasks = Path("/proc/self/task")
-    return tasks.exists() and any((task / "comm").read_text().startswith("pt_autograd") for task in tasks.iterdir())
+    names = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread may end meanwhile
+            names.append(task.read_text())
+    return any(name.startswith("pt_autograd") for name in names)
 
 
 def keep_freed_memory() -> None:

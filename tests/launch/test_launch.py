@@ -172,4 +172,6 @@ def test_after_a_gradient_beside_gpus_ranks_are_spawned():
     finally:
         done.set()
         thread.join()
-    assert can_fork("cpu")
+    end = time.monotonic() + 10
+    while not can_fork("cpu"):  # a thread that was joined may be listed a moment longer
+        assert time.monotonic() < end
