@@ -1,4 +1,7 @@
-"""Published transformers by name, each with the source of its sizes (the table of Part 6)."""
+"""Published transformers by name, each with the source of its sizes (the table of Part 6).
+
+`MODELS`: those of the book and its like. `MEASURED`: those of the published runs beside which the planner is shown.
+"""
 
 from scaling.configs.config import Config, Latent, RopeScaling
 
@@ -41,3 +44,24 @@ MODELS = {
         _TOY.with_(name="part7-moe", E=16, k=2, source="Part 7, Question 5"),
     )
 }  # fmt: skip
+
+_MEGATRON: dict = {"gated": False, "source": "github.com/NVIDIA/Megatron-LM, README"}
+MEASURED = {
+    config.name: config
+    for config in (
+        Config("llama2-7b", 32, 4096, 11008, 32, 32, 128, 32000, theta=1e4, source="arXiv:2307.09288"),
+        Config("llama2-70b", 80, 8192, 28672, 64, 8, 128, 32000, theta=1e4, source="arXiv:2307.09288"),
+        Config("palm-540b", 118, 18432, 73728, 48, 1, 256, 256000, tied=True, source="arXiv:2204.02311, section 2"),
+        Config("gpt3-175b", 96, 12288, 49152, 96, 96, 128, 51200, gated=False, tied=True, source="arXiv:2005.14165"),
+        Config("maxtext-128b", 64, 8192, 57344, 128, 128, 256, 32000, source="github.com/AI-Hypercomputer/maxtext"),
+        Config("megatron-1.7b", 24, 2048, 8192, 16, 16, 128, 131072, **_MEGATRON),
+        Config("megatron-7.1b", 30, 4096, 16384, 32, 32, 128, 131072, **_MEGATRON),
+        Config("megatron-16b", 32, 6144, 24576, 48, 48, 128, 131072, **_MEGATRON),
+        Config("megatron-32b", 48, 7168, 28672, 56, 56, 128, 131072, **_MEGATRON),
+        Config("megatron-70b", 84, 8192, 32768, 64, 64, 128, 131072, **_MEGATRON),
+        Config("megatron-119b", 92, 10240, 40960, 80, 80, 128, 131072, **_MEGATRON),
+        Config("megatron-177b", 96, 12288, 49152, 96, 96, 128, 131072, **_MEGATRON),
+        Config("megatron-314b", 96, 16384, 65536, 128, 128, 128, 131072, **_MEGATRON),
+        Config("megatron-462b", 112, 18432, 73728, 144, 144, 128, 131072, **_MEGATRON),
+    )
+}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scaling.arguments import of_type, read_table
 from scaling.configs import hub
-from scaling.configs.catalogue import MODELS
+from scaling.configs.catalogue import MEASURED, MODELS
 from scaling.configs.config import Config
 from scaling.configs.files import load
 
@@ -42,7 +42,7 @@ def source_of(model: "str | Path", *, sizes_only: bool = False) -> Source:
     """
     path = Path(model)
     if (name := _named(str(model))) and not path.exists():
-        return Source(MODELS[name])
+        return Source((MODELS | MEASURED)[name])
     if path.is_dir():
         return Source(_config_of_folder(path), str(path))
     if path.suffix == ".gguf":
@@ -60,7 +60,7 @@ def source_of(model: "str | Path", *, sizes_only: bool = False) -> Source:
         folder = hub.folder_of(str(model), sizes_only)
         config = _config_of_folder(folder).with_(name=str(model))
         return Source(config, "" if sizes_only else str(folder))
-    named = f"a .json or .toml file, or one of {', '.join(MODELS)}"
+    named = f"a .json or .toml file, or one of {', '.join(MODELS | MEASURED)}"
     raise ValueError(f"unknown model {str(model)!r}\n  fix: give {WAYS}, {named}")
 
 
@@ -77,7 +77,7 @@ def get(model: "str | Path | Config") -> Config:
 
 
 def _named(model: str) -> str | None:
-    letters = {"".join(c for c in name.lower() if c.isalnum()): name for name in MODELS}
+    letters = {"".join(c for c in name.lower() if c.isalnum()): name for name in MODELS | MEASURED}
     return letters.get("".join(c for c in model.lower() if c.isalnum()))
 
 

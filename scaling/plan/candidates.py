@@ -156,7 +156,7 @@ def recipes(job: Job, network: Network, fixed: Fixed) -> np.ndarray:
     w, size = job.work, network.sizes
     replicas = math.prod(size[axis] for axis in ("pod", "data", "fsdp", "expert"))
     own = -(-job.sequences // replicas) if job.seq > 1 else -(-job.batch // (replicas * size["context"]))
-    policies = tuple(p for p in POLICIES if p in w.saved and (p != "gather" or size["tensor"] > 1))
+    policies = tuple(p for p in POLICIES if p in w.saved)
     return _recipes(own, size["pipe"], w.L, policies, network.zero == 3, fixed)
 
 

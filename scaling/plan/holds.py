@@ -58,7 +58,9 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     grads = np.where(late, job.grad_bytes * whole, own)
 
     split, apart = saved(job, l)
-    narrow = np.where(is_one(l.remat, POLICIES, "none", "gather"), w.operands * (1 - dtype_bytes(job.dtype) / act), 0.0)
+    narrow = np.where(
+        is_one(l.remat, POLICIES, "none", "attention"), w.operands * (1 - dtype_bytes(job.dtype) / act), 0.0
+    )
     one = c.tokens * c.layers * act * (split / l.tensor + apart - narrow / l.tensor)  # fp8 keeps operands in fp8
     activations, layer = c.live * one, one / c.layers
 
@@ -92,10 +94,11 @@ def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     """Bytes of one layer's backward pass, what is computed again included: at its fullest, and once the gradients that
     were put off are due."""
     w, token = job.work, job.act_bytes * c.tokens
-    gathers = np.where(is_one(l.remat, POLICIES, "gather"), 1, 0)  # of dOut, of In if it is not kept; dIn is whole too
-    rows = np.where(l.tensor > 1, 2 + gathers + 2 / l.tensor, 2)
+    rows = np.where(l.tensor > 1, 2 + 2 / l.tensor, 2)
     split, apart = w.saved["none"]
     again = np.where(is_one(l.remat, POLICIES, "block", "matmuls"), split / l.tensor + apart, 0.0)
+    attended = split - w.saved.get("attention", (split, 0))[0]
+    again = np.where(is_one(l.remat, POLICIES, "attention"), attended / l.tensor, again)
     rests = np.where((l.pipe > 1) & (w.late > 0), c.layers / l.chunks - 1, 0)  # dOut of the stage's other layers
     first = token * ((rows + rests) * w.D + w.inner / l.tensor + again)
     return first, first - token * w.late / l.tensor

@@ -19,9 +19,9 @@ WORDS = {
     "pod": "pods", "pipe": "PP", "data": "DP", "fsdp": "FSDP", "context": "CP", "expert": "EP", "tensor": "TP",
 }  # fmt: skip
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "dualpipev")
-POLICIES = ("none", "gather", "matmuls", "block")
+POLICIES = ("none", "attention", "matmuls", "block")
 SAVES = {
-    "none": "nothing recomputed", "gather": "gathered inputs not kept", "matmuls": "big matmuls saved",
+    "none": "nothing recomputed", "attention": "attention recomputed", "matmuls": "big matmuls saved",
     "block": "block checkpointing",
 }  # fmt: skip
 

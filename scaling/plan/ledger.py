@@ -68,7 +68,10 @@ def compute(job: Job, chip: Chip, l: Layout) -> Compute:
     layers = fullest * w.L / (w.L + unit)
     share = fullest * unit / (w.L + unit)
     everything = is_one(l.remat, POLICIES, "block")
-    again = np.where(everything, 1.0, 0.0), np.where(everything | is_one(l.remat, POLICIES, "matmuls"), 1.0, 0.0)
+    again = (
+        np.where(everything, 1.0, 0.0),
+        np.where(everything | is_one(l.remat, POLICIES, "attention", "matmuls"), 1.0, 0.0),
+    )
     dense, experts = weight_elements(job, l)
     read = layers * (dense + experts) * job.act_bytes
     math = layers * layer + share * layer
@@ -147,7 +150,7 @@ def ledger(job: Job, c: Compute, l: Layout) -> list[Entry]:
     w, act, M, n = job.work, job.act_bytes, l.microbatches, c.layers
     each = M * n
     replay = is_one(l.remat, POLICIES, "block")
-    regather = is_one(l.remat, POLICIES, "gather", "matmuls")
+    regather = is_one(l.remat, POLICIES, "matmuls")
     found = []
 
     def add(*entry):

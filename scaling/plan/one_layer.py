@@ -180,7 +180,7 @@ class _Layer:
         w, l, linear = self.work, self.layout, self.linear[1]
         half = 0.5 if w.projections else 1.0
         mlp, attention = linear * (1 - self.attention), linear * self.attention
-        regathers = l.remat in ("gather", "matmuls")
+        regathers = l.remat == "matmuls"
         scattered = list(self.weights("RS d{}", ahead=False)) if l.reduce == "each" or l.microbatches == 1 else []
         yield from self.weights("AG {} of the next layer", ahead=True)
         if l.remat == "block":
@@ -196,7 +196,7 @@ class _Layer:
             yield from self.wait("tensor", "AG dOut")
             yield from self.compute("O", attention * (1 - self.into), 0.5)
             yield from self.wait("context", "AG K, V")
-            yield Operation("compute", "scores", (3 if l.remat == "matmuls" else 2) * self.scores)
+            yield Operation("compute", "scores", (3 if l.remat in ("attention", "matmuls") else 2) * self.scores)
             yield from self.wait("context", "RS dK, dV")
             yield from self.wait("tensor", "AG In") if regathers else ()
             yield from self.compute("QKV", attention * self.into, 0.5)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from scaling.configs import Config, get
+from scaling.configs import get
 from scaling.console import Parser, complain
 from scaling.hardware import Chip, chip
 from scaling.plan.candidates import Fixed, search
@@ -80,9 +80,7 @@ def published_runs() -> tuple[PublishedRun, ...]:
 
 def _read(row: dict, data: dict) -> PublishedRun:
     """One row of published.toml."""
-    name = row["model"]
-    config = Config(name=name, **data["models"][name]) if name in data["models"] else get(name)
-    job = Job(config, row["sequences"] * row["seq"], row["seq"], row.get("dtype", "bf16"), *row["bytes"])
+    job = Job(get(row["model"]), row["sequences"] * row["seq"], row["seq"], row.get("dtype", "bf16"), *row["bytes"])
     keys = ("microbatches", "schedule", "chunks", "remat", "zero")
     measured = row.get("tokens") or 1e12 * row["tflops"] / token_flops(job, row["count"])
     return PublishedRun(

@@ -11,8 +11,6 @@ from scaling.arguments import whole
 from scaling.configs import Config
 from scaling.cost import transformer as tm
 
-REMAT = ("none", "gather", "matmuls", "block")  # the more to the right, the less is saved and the more computed again
-
 
 @dataclass(frozen=True)
 class Stack:
@@ -82,7 +80,7 @@ class LayerWork:
     def flops(self, tokens: float, remat: str = "none") -> float:
         """FLOPs of a training step: six per element and token, three times the dot products, and what runs again."""
         dots = self.L * self.dots
-        again = {"matmuls": dots, "block": 2 * (self.active - self.ends[1]) + dots}.get(remat, 0)
+        again = {"attention": dots, "matmuls": dots, "block": 2 * (self.active - self.ends[1]) + dots}.get(remat, 0)
         return tokens * (6 * self.active + 3 * dots + again)
 
 
@@ -93,7 +91,7 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
         return LayerWork(
             model.L, model.D, heads=model.F, kv_heads=model.F, dense=2 * model.D * model.F, projections=0, kv=0,
             small=0, experts=0, routed=0, dots=0, blocks=1, exchanged=0, copies=0, groups=1, experts_count=1,
-            saved={"none": (2 * model.F, model.D), "gather": (model.D + 2 * model.F, 0)},
+            saved={"none": (2 * model.F, model.D)},
             operands=0, inner=2 * model.F, late=model.F, passes=4 * model.F, ends=(0, 0),
         )  # fmt: skip
     config, L = model, model.L
@@ -103,8 +101,7 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
     experts = routed * config.E / config.k if config.moe else 0
     dense = (active["mlp"] + active["attention"] + active["router"]) / L - routed
     attends = tm.forward_flops(config, 1, seq, causal=True)["attention"] / seq / L
-    widths = {policy: tm.saved_widths(config, policy) for policy in ("none", "matmuls", "block")}
-    normed = widths["none"].get("norms", 0)  # the inputs of the matmuls, gathered over tensor
+    widths = {policy: tm.saved_widths(config, policy) for policy in tm.POLICIES}
     kept = {policy: sum(row.values()) for policy, row in widths.items()}
     latent = config.latent
     return LayerWork(
@@ -116,8 +113,8 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
         exchanged=tm.kv_cache_bytes(config, 1, 1) / L, copies=config.k if config.moe else 0,
         groups=config.top_groups if config.expert_groups > 1 else config.E, experts_count=config.E,
         saved={
-            "none": (kept["none"] - normed, normed), "gather": (kept["none"], 0),
-            "matmuls": (kept["matmuls"], 0), "block": (kept["block"], 0),
+            policy: (kept[policy] - widths[policy].get("norms", 0), widths[policy].get("norms", 0))
+            for policy in tm.POLICIES
         },
         inner=inner(config), late=0,
         operands=sum(widths["none"].get(name, 0) for name in ("norms", "heads", "product")), passes=passes(config),

@@ -66,11 +66,15 @@ def test_remat_computes_again():
         assert 64 * one.cost.math * H100.flops() == pytest.approx(job.flops(one.layout.remat))
 
 
-def test_gathering_again_moves_more_and_holds_less():
+def test_what_a_policy_computes_and_gathers_again():
     job = Job(get("llama3-70b"), 2**20)
-    keeps, gathers = (planned(job, data=2, tensor=8, remat=remat) for remat in ("none", "gather"))
-    assert gathers.bytes["tensor"] == pytest.approx(keeps.bytes["tensor"] * 10 / 8)
-    assert gathers.held.activations < 0.8 * keeps.held.activations
+    keeps, attended, matmuls = (
+        planned(job, data=2, tensor=8, remat=remat) for remat in ("none", "attention", "matmuls")
+    )
+    assert attended.bytes["tensor"] == keeps.bytes["tensor"]
+    assert matmuls.bytes["tensor"] == pytest.approx(keeps.bytes["tensor"] * 10 / 8)
+    assert attended.compute.backward == matmuls.compute.backward > keeps.compute.backward
+    assert matmuls.held.activations < attended.held.activations < keeps.held.activations
 
 
 def test_zero():

@@ -5,6 +5,7 @@ import statistics
 import pytest
 
 from scaling.book.largest import largest
+from scaling.configs import get
 from scaling.plan.__main__ import main
 from scaling.plan.published import BETTER, Beside, beside_planner, own_mesh, published_runs, table, token_flops
 
@@ -70,3 +71,8 @@ def test_command(capsys):
     assert row["mesh"] == {"pipe": 4, "data": 2, "expert": 8}
     assert main(["published", "--only", "gpt-9"]) == 2
     assert "no run is called 'gpt-9'" in capsys.readouterr().err
+
+
+def test_each_model_of_the_published_runs_is_one_that_a_user_can_name():
+    for run in published_runs():
+        assert get(run.job.config.name) == run.job.config

@@ -8,7 +8,7 @@ import pytest
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan.__main__ import main
-from scaling.plan.serve import Service, ServingPlan, plans
+from scaling.plan.serve import Service, ServingPlan, plans, report
 from scaling.plan.serve.candidates import meshes
 
 V5E, L70 = chip("v5e"), get("llama3-70b")
@@ -136,3 +136,12 @@ def test_what_cannot_be(capsys, more, code, said):
     assert got == code
     assert said in out.err
     assert run(capsys, "--model", "llama3-70b", "--chip", "v5e")[0] == 2
+
+
+def test_a_latent_cache_is_told_apart_from_few_heads():
+    """Of a latent each chip along Y has the whole; of heads only where there are fewer than chips."""
+    for model, why in (("deepseek-v3", "a latent is of all heads"), ("llama3-70b", "K = 8 KV heads are fewer than Y")):
+        service = Service(get(model), 4096, weights="fp8", kv="bf16")
+        sizes, chips = (("Y", 16),), 16
+        served = ServingPlan(service, chip("h100"), (chips,), "heads", sizes, 16)
+        assert f"the cache is stored {16 / (1 if service.config.latent else 8):g} times: {why}" in report.notes(served)

@@ -83,22 +83,17 @@ def data() -> dict:
     return tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 
 
-def model(name: str) -> Config:
-    sizes = data()["models"].get(name)
-    return Config(name, **sizes) if sizes else get(name)
-
-
 def measured_steps(group: dict) -> Iterator[PublishedStep]:
     """The measured steps of one group of published.toml."""
     hardware, memory = chip(group["chip"]), group["memory"][0]
     for batch, context, rate in group.get("rows", ()):
         yield PublishedStep(
-            group["name"], model(group["model"]), hardware, tuple(group["shape"]), group.get("replicas", 1),
+            group["name"], get(group["model"]), hardware, tuple(group["shape"]), group.get("replicas", 1),
             group["weights"], group["kv"], batch, context, rate, memory,
         )  # fmt: skip
     for name, gpus, rate in group.get("runs", ()):
         yield PublishedStep(
-            group["name"], model(name), hardware, (gpus,), 1, group["weights"], group["kv"], 1, group["context"], rate,
+            group["name"], get(name), hardware, (gpus,), 1, group["weights"], group["kv"], 1, group["context"], rate,
             memory,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
-from scaling.cost import serving
+from scaling.cost import decoding, serving
 from scaling.plan.report import folded, size
 from scaling.plan.serve.candidates import Service, ServingPlan, plans
 
@@ -28,7 +28,7 @@ def _mesh(served: ServingPlan) -> str:
     return ", ".join(f"{axis} = {n}" for axis, n in served.sizes)
 
 
-def _notes(served: ServingPlan) -> list[str]:
+def notes(served: ServingPlan) -> list[str]:
     """What to know before comparing with another number."""
     said, s = [], served.service
     if served.chip.kind == "tpu" and served.chips > 1:
@@ -36,7 +36,11 @@ def _notes(served: ServingPlan) -> list[str]:
         shown = "no wraparound" if not any(rings) else "wraparound" if all(rings) else "wraparound on one axis"
         said.append(f"a {slice_name(served.shape)} of {served.chip.name} has {shown}: its collectives are timed so")
     if served.copies > 1:
-        said.append(f"the cache is stored {served.copies:g} times: K = {s.config.K} KV heads are fewer than the chips")
+        why = f"K = {s.config.K} KV heads are fewer than Y" if not s.config.latent else "a latent is of all heads"
+        said.append(f"the cache is stored {served.copies:g} times: {why}")
+    said.append(f"a bound over the forms {', '.join(decoding.FORMS)}; other systems may have better ones")
+    if s.config.moe:
+        said.append("in none of these an expert is whole on a chip, with attention by data: published systems do that")
     said.append("every sequence is counted at its full context; a cache that is read as far as it is filled reads less")
     return said
 
@@ -101,7 +105,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"batch {best.batch:,}",
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
-        f"Throughput: {best.tokens_per_second:,.0f} tokens/s at most, {best.per_chip:,.1f} a chip, "
+        f"Throughput: {best.tokens_per_second:,.0f} tokens/s by the bound, {best.per_chip:,.1f} a chip, "
         f"{1 / step.seconds:,.1f} for each request"
         + (f"; ${dollars * 1e6 / 3600 / best.per_chip:,.3g} a million tokens" if dollars else ""),
         f"Memory:     weights {size(best.weight_bytes)}, KV cache {size(best.kv_bytes)} a chip, of "
@@ -111,7 +115,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"{step.weights / step.seconds:.0%}",
         f"Prefill:    {best.prefill:.3g} s for {s.prompt:,} tokens at {s.mfu:.0%} MFU on as many chips: "
         f"{best.prefill_servers:.3g} prefill servers for each that generates {s.generated:,} tokens a request",
-        *(f"Note:       {note}." for note in _notes(best)),
+        *(f"Note:       {note}." for note in notes(best)),
     ]
     if others := distinct(found, top + 1)[1:]:
         lines += ["", "Others:", _rows(others)]
@@ -140,5 +144,5 @@ def as_dict(one: ServingPlan) -> dict:
         "collectives": one.comms, "binds": step.bound, "tokens_per_second": one.tokens_per_second,
         "tokens_per_second_per_chip": one.per_chip, "weight_bytes": one.weight_bytes, "kv_bytes": one.kv_bytes,
         "kv_copies": one.copies, "compute_bound_from": compute_bound_from(one), "prefill_seconds": one.prefill,
-        "prefill_servers": one.prefill_servers, "notes": _notes(one),
+        "prefill_servers": one.prefill_servers, "notes": notes(one),
     }  # fmt: skip
