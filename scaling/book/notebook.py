@@ -10,12 +10,12 @@ from pathlib import Path
 from scaling.console import Parser
 
 
-def execute(path: str | Path, timeout: int = 600):
-    """The chapter's notebook with all cells run; nbclient's CellExecutionError if one raises."""
+def execute(chapter, timeout: int = 600):
+    """A chapter's file, or its notebook, with all cells run; nbclient's CellExecutionError if one raises."""
     import jupytext
     from nbclient import NotebookClient
 
-    notebook = jupytext.read(path)
+    notebook = jupytext.read(chapter) if isinstance(chapter, str | Path) else chapter
     quiet = ["--log-level=ERROR"]  # it listens to this machine alone, and warns that it does so without encryption
     NotebookClient(notebook, timeout=timeout, kernel_name="python3", extra_arguments=quiet).execute()
     return notebook

@@ -83,13 +83,13 @@ class Page:
         self.pictures.append((name, make))
         if not in_notebook():
             return False
-        from IPython.display import Image, display
+        from IPython.display import SVG, display
 
         try:
-            make().savefig(image := BytesIO(), format="png", dpi=100)
+            make().savefig(image := BytesIO(), format="svg")
         except RuntimeError:  # no matplotlib
             return False
-        display(Image(image.getvalue()))
+        display(SVG(image.getvalue()))
         return True
 
     def check(self, what: str, held: bool) -> str:

@@ -1,0 +1,101 @@
+"""Runs every chapter as a notebook and keeps it, with its outputs, where Sphinx reads it: docs/chapters/NAME.ipynb.
+
+The answers that a chapter gives to the book's questions stand in its notebook's metadata, each with the section that
+computes it. A chapter runs again when its text or the library has changed.
+"""
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import jupytext
+import nbformat
+
+from scaling.book.notebook import execute
+from scaling.book.recap import has_numbers
+
+ADDRESS = re.compile(r"(?<![<(\w])(https://[^\s>)\"`]+[^\s>)\"`.,:;])")
+ASK = """import json, dataclasses
+print(json.dumps([dataclasses.asdict(a) | {"row": a.row, "verdict": a.verdict, "why": a.why} for a in page.given]))"""
+
+
+def run_all(folder: Path, out: Path, jobs: int = 2) -> dict[str, nbformat.NotebookNode]:
+    """The chapters in `folder` as notebooks that have run, by name; so many at a time."""
+    out.mkdir(exist_ok=True)
+    library = _digest([*sorted((folder.parent / "scaling").rglob("*.py")), Path(__file__)])
+    chapters = sorted(folder.glob("[0-9]*.py"))
+    os.environ["CHAPTER"] = "--small"
+    with ProcessPoolExecutor(jobs) as pool:
+        ran = pool.map(_kept, chapters, [out] * len(chapters), [library] * len(chapters))
+        notebooks = dict(zip((chapter.stem for chapter in chapters), ran, strict=True))
+    for stale in {file.stem for file in out.glob("*.ipynb")} - set(notebooks):
+        (out / f"{stale}.ipynb").unlink()
+    return notebooks
+
+
+def section_target(chapter: str, section: str) -> str:
+    """The name by which other pages point to a section of a chapter."""
+    return f"{chapter}-" + re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
+
+
+def sections(notebook) -> list[str]:
+    """The titles of a notebook's sections."""
+    return [title for cell in notebook.cells if cell.cell_type == "markdown" for title in _titles(cell.source)]
+
+
+def _digest(files) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _kept(chapter: Path, out: Path, library: str):
+    file, key = out / f"{chapter.stem}.ipynb", library + _digest([chapter])
+    if file.exists() and (kept := nbformat.read(file, 4)).metadata.get("key") == key:
+        return kept
+    notebook = _ran(chapter)
+    notebook.metadata["key"] = key
+    nbformat.write(notebook, file)
+    return notebook
+
+
+def _ran(chapter: Path):
+    """The chapter, run: headings have targets, addresses are links, and its answers are in the metadata."""
+    notebook = jupytext.read(chapter)
+    if has_numbers(chapter):
+        notebook.cells = [part for cell in notebook.cells for part in _asked(cell)]
+    execute(notebook)
+    answers, section, cells = [], "", []
+    for cell in notebook.cells:
+        if cell.metadata.get("asks"):
+            given = json.loads(cell.outputs[0].text)
+            answers += [answer | {"section": section} for answer in given[len(answers) :]]
+            continue
+        if cell.cell_type == "markdown":
+            section = (_titles(cell.source) or [section])[-1]
+            cell.source = _linked(chapter.stem, cell.source, first=not cells)
+        cells.append(cell)
+    notebook.cells, notebook.metadata["answers"] = cells, answers
+    return notebook
+
+
+def _asked(cell):
+    """A cell, and after one that gives answers another, which tells them."""
+    if cell.cell_type == "code" and "page.answers(" in cell.source:
+        return [cell, nbformat.v4.new_code_cell(ASK, metadata={"asks": True})]
+    return [cell]
+
+
+def _titles(text: str) -> list[str]:
+    return re.findall(r"^## (.+)$", text, re.MULTILINE)
+
+
+def _linked(chapter: str, text: str, first: bool) -> str:
+    """A cell's Markdown for MyST. The first is the chapter's docstring: its title is what stands before a colon."""
+    if first and not text.startswith("# "):
+        title, _, rest = text.partition("\n")
+        named, colon, said = title.partition('": ') if '": ' in title else title.partition(": ")
+        text = f"# {named}{colon.strip(': ')}\n\n{said}\n{rest}" if said else f"# {title}\n{rest}"
+    text = re.sub(r"^## (.+)$", lambda m: f"({section_target(chapter, m[1])})=\n{m[0]}", text, flags=re.MULTILINE)
+    return ADDRESS.sub(r"<\1>", text)

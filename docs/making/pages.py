@@ -1,0 +1,139 @@
+"""Writes the pages that follow from others: contents (README's table), questions, errata, and the notation."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from notebooks import section_target, sections
+
+BOOK = "https://jax-ml.github.io/scaling-book/"
+PARTS = ("roofline", "tpus", "sharding", "transformers", "training", "applied-training", "inference",
+         "applied-inference", "profiling", "jax-stuff", "conclusion", "gpus")  # fmt: skip
+
+
+def write_all(root: Path, notebooks) -> None:
+    docs = root / "docs"
+    asked = tomllib.loads((docs / "questions.toml").read_text())["question"]
+    (docs / "contents.md").write_text(contents(root / "README.md"))
+    (docs / "questions.md").write_text(questions(asked, notebooks))
+    (docs / "errata.md").write_text(errata(notebooks))
+    (docs / "notation.md").write_text("```{include} ../notation.md\n:relative-docs: docs/\n```\n")
+
+
+def mend_links(app, name: str, source: list[str]) -> None:
+    """What the pages of docs/ link outside it: the notation is a page of the site, a file of code is named."""
+    text = source[0].replace("](../notation.md", "](notation.md")
+    source[0] = re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", text)
+
+
+def contents(readme: Path) -> str:
+    """README's table of chapters by part, each a link, and the tree of the site's pages."""
+    rows = re.findall(r"^\| (\d.*?) \| (`.*?`) \| (.*?) \| ([\d, ]+) \|$", readme.read_text(), re.MULTILINE)
+    text = [
+        "# The book, section by section",
+        "",
+        "The book's sections, the chapters that run them, and what they show.",
+    ]
+    for number, part in enumerate(PARTS, 1):
+        text += ["", f"## Part {number}", "", f"[{BOOK}{part}]({BOOK}{part})", "",
+                 "| section | chapter | what you see | minutes |", "|---|---|---|---:|"]  # fmt: skip
+        named = []
+        for section, names, shows, minutes in rows:
+            if int(re.match(r"[\d, ]*\b(\d+)", section)[1]) == number:
+                stems = re.findall(r"`([^`]+)\.py`", names)
+                named += stems
+                links = ", ".join(f"[{stem}](chapters/{stem}.ipynb)" for stem in stems)
+                text.append(f"| {section} | {links} | {shows} | {minutes} |")
+        text += [
+            "",
+            "```{toctree}",
+            ":hidden:",
+            f":caption: Part {number}",
+            "",
+            *(f"chapters/{n}" for n in named),
+            "```",
+        ]
+    return "\n".join(text) + "\n"
+
+
+def questions(asked, notebooks) -> str:
+    """Every question of the book: what it asks, our answers beside the book's, and the section that computes them."""
+    text = [
+        "# Every question of the book",
+        "",
+        "What each asks, in our words; the book's answer beside ours; and where ours is computed.",
+    ]
+    for number in range(1, len(PARTS) + 1):
+        here = [q for q in asked if q["part"] == number]
+        if here:
+            text += ["", f"## Part {number}: {len(here)}", ""]
+        for q in here:
+            text += [
+                "",
+                f"### {q['name']}",
+                "",
+                q["asks"],
+                "",
+                f"Computed in {_place(q, notebooks)}.",
+                "",
+                *_rows(q, notebooks),
+            ]
+    return "\n".join(text) + "\n"
+
+
+def answers_of(question, notebooks) -> list[dict]:
+    """The rows of a chapter that answer a question: those whose label its pattern matches."""
+    if "answers" not in question:
+        return []
+    chapter, pattern = question["chapter"], question["answers"]
+    found = [given for given in notebooks[chapter].metadata["answers"] if re.match(pattern, given["question"])]
+    if not found:
+        raise SystemExit(
+            f"{question['name']}: {chapter} gives no answer {pattern!r}\n  fix: correct docs/questions.toml"
+        )
+    return found
+
+
+def section_of(question, notebooks) -> str:
+    """The section that computes a question's answers."""
+    if "section" in question:
+        return next(
+            title for title in sections(notebooks[question["chapter"]]) if title.startswith(question["section"])
+        )
+    return answers_of(question, notebooks)[0]["section"]
+
+
+def _place(question, notebooks) -> str:
+    section = section_of(question, notebooks)
+    return f"[{question['chapter']}: {section}](#{section_target(question['chapter'], section)})"
+
+
+def _rows(question, notebooks) -> list[str]:
+    rows = [answer["row"] for answer in answers_of(question, notebooks)]
+    table = ["| | book | ours | | off by | verdict |", "|---|---:|---:|---|---:|---|"]
+    return table + ["| " + " | ".join(_cell(word) for word in row) + " |" for row in rows] if rows else []
+
+
+def _cell(word: str) -> str:
+    return re.sub(r"([|*_\[\]{}`$<>])", r"\\\1", word)
+
+
+def errata(notebooks) -> str:
+    """What the chapters mark as wrong in the book, by part: what it says, what is right, and why."""
+    text = [
+        "# Errata of the book",
+        "",
+        "What the book's text of July 2026 says, what is right, and why, as the chapters compute it.",
+    ]
+    for number in range(1, len(PARTS) + 1):
+        rows = []
+        for name, notebook in notebooks.items():
+            for answer in notebook.metadata.get("answers", ()):
+                if answer["verdict"] == "erratum" and int(name[:2]) == number:
+                    link = f"[{name}](#{section_target(name, answer['section'])})"
+                    question, book, ours, unit, *_ = map(_cell, answer["row"])
+                    rows.append(f"| {question} | {book} | {ours} {unit} | {_cell(answer['why'])} | {link} |")
+        if rows:
+            head = ["| of what | the book | right | why | computed in |", "|---|---:|---:|---|---|"]
+            text += ["", f"## Part {number}", "", *head, *rows]
+    return "\n".join(text) + "\n"

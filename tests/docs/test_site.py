@@ -1,0 +1,93 @@
+"""What the site is made of, without building it: the page to play on, the questions, the contents, links."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import links
+import pytest
+import visit
+
+ROOT = Path(__file__).parents[2]
+CHAPTERS = {file.stem: file.read_text() for file in ROOT.glob("chapters/[0-9]*.py")}
+QUESTIONS = tomllib.loads((ROOT / "docs/questions.toml").read_text())["question"]
+ASK = """
+import sys, json
+for name in ("torch", "numpy", "optree", "matplotlib", "tabulate"):
+    sys.modules[name] = None  # as in a browser, where they are not
+import play
+print(json.dumps([play.answer(form, json.dumps(fields)) for form, fields in json.load(sys.stdin)]))
+"""
+
+
+def answers(asked) -> list[str]:
+    """What the page to play on says to (form, fields), in a process without torch."""
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'docs/static'}"}
+    run = subprocess.run([sys.executable, "-c", ASK], input=json.dumps(asked), capture_output=True, text=True, env=path)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_the_page_to_play_on_needs_no_torch():
+    said = answers([(form, fields) for form, fields, _ in visit.LINES])
+    for (_, _, expected), text in zip(visit.LINES, said, strict=True):
+        assert expected in text
+        assert (expected == visit.RULE) == (visit.RULE in text)
+
+
+REFUSED = [
+    ("check", {"call": "einsum", "line": "A[I"}, "A[I"),
+    ("devices", {"types": "A[I_X, J_X]", "mesh": "X=2"}, "fix:"),
+    ("devices", {"types": "A[I_X]", "mesh": "X"}, "fix:"),
+    ("reshard", {"line": "A[I] * B[I] -> C[I]", "mesh": "X=2", "sizes": "", "chip": "v5e"}, "fix:"),
+    ("matmul", {"line": "A[I] -> C[I]", "mesh": "X=2", "sizes": "", "chip": "v5e"}, "fix:"),
+    ("derive", {"line": "A[I]"}, "expected '->'"),
+    ("schedule", {"name": "1f1b", "stages": "four", "microbatches": "8"}, "whole number"),
+    ("memory", {"model": "llama3-8b", "mesh": "E=2"}, "fix:"),
+    ("memory", {"model": "no such model", "mesh": "X=2"}, "fix:"),
+]
+
+
+def test_what_it_refuses():
+    said = answers([(form, fields) for form, fields, _ in REFUSED])
+    for (form, fields, expected), text in zip(REFUSED, said, strict=True):
+        assert expected in text, (form, fields, text)
+
+
+def test_every_form_is_answered():
+    page = (ROOT / "docs/playground.md").read_text()
+    assert set(re.findall(r'data-ask="(\w+)"', page)) == {form for form, *_ in visit.LINES + REFUSED} | {"thresholds"}
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: f"{question['part']}: {question['name']}")
+def test_questions_name_what_is_there(question):
+    text = CHAPTERS[question["chapter"]]
+    assert int(question["chapter"][:2]) == question["part"]
+    assert question["asks"].endswith((".", "?"))
+    if "section" in question:
+        assert re.search(rf"^# ## {re.escape(question['section'])}", text, re.MULTILINE)
+    else:
+        assert re.compile(question["answers"])
+        assert "page.answers(" in text
+
+
+def test_as_many_questions_as_the_book_has():
+    parts = [question["part"] for question in QUESTIONS]
+    assert {part: parts.count(part) for part in parts} == {
+        1: 5, 2: 7, 3: 13, 4: 8, 5: 4, 6: 11, 7: 8, 8: 15, 9: 2, 10: 4, 12: 23
+    }  # fmt: skip
+    assert len({(question["part"], question["name"]) for question in QUESTIONS}) == len(QUESTIONS)
+
+
+def test_links_that_lead_nowhere(tmp_path):
+    (tmp_path / "one.html").write_text('<h1 id="here">1</h1><a href="two.html#there">2</a><a href="#here">1</a>')
+    (tmp_path / "two.html").write_text(
+        '<a href="three.html">3</a><a href="one.html#gone">1</a><script src="http://x/y.js">'
+    )
+    found, count = links.faults(tmp_path)
+    assert count == 4
+    assert len(found) == 4
+    assert any("loads http://x/y.js" in fault for fault in found)

@@ -1,0 +1,98 @@
+"""Visits the built site as a reader does: `python tests/docs/visit.py site`, which needs playwright and Chromium.
+
+The page to play on, line by line, legal and illegal; search; and no page wider than a phone.
+"""
+
+import argparse
+import functools
+import http.server
+import shutil
+import threading
+import time
+from pathlib import Path
+
+LEGAL, RULE = "legal", "rule:"
+LINES = [
+    ("check", {"call": "all_gather", "line": "A[I_X, J] -> A[I, J]"}, LEGAL),
+    ("check", {"call": "all_gather", "line": "A[I, J] -> A[I_X, J]"}, RULE),
+    ("check", {"call": "reduce_scatter", "line": "A[I, J] {U_X} -> A[I_X, J]"}, LEGAL),
+    ("check", {"call": "reduce_scatter", "line": "A[I, J] -> A[I_X, J]"}, RULE),
+    ("check", {"call": "all_reduce", "line": "A[I, J] {U_X} -> A[I, J]"}, LEGAL),
+    ("check", {"call": "all_to_all", "line": "A[I_X, J] -> A[I, J_X]"}, LEGAL),
+    ("check", {"call": "all_to_all", "line": "A[I_X, J] -> A[I_Y, J]"}, RULE),
+    ("check", {"call": "einsum", "line": "A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}"}, LEGAL),
+    ("check", {"call": "einsum", "line": "A[I, J_X] * B[J_X, K] -> C[I, K]"}, RULE),
+    ("check", {"call": "einsum", "line": "A[I_X, J_X] * B[J, K] -> C[I, K]"}, "used twice"),
+    ("derive", {"line": "In[B_X, D] * W[D_X, F] -> Out[B_X, F]"}, "ReduceScatter_X"),
+    ("schedule", {"name": "gpipe", "stages": "3", "microbatches": "6"}, "rank 2"),
+    ("memory", {"model": "llama3-8b", "mesh": "X=8", "zero": "1"}, "8,030,261,248"),
+]
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, *_):
+        """A page that is left before all of it came is no fault."""
+
+
+def ask(page, form: str, fields: dict[str, str]) -> str:
+    """Fill a form's fields, press its button, and read what it says."""
+    for name, value in fields.items():
+        field = page.locator(f'form[data-ask="{form}"] [name="{name}"]')
+        if field.evaluate("field => field.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    page.locator(f'form[data-ask="{form}"] button').click()
+    return page.locator(f'form[data-ask="{form}"] output').text_content()
+
+
+def visit(page, base: str, site: Path, shots: Path | None) -> None:
+    elsewhere, errors = [], []
+    page.on(
+        "request", lambda request: elsewhere.append(request.url) if not request.url.startswith((base, "data:")) else 0
+    )
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    began = time.monotonic()
+    page.goto(base + "playground.html")
+    page.wait_for_function("document.getElementById('status').textContent.startsWith('Ready')", timeout=60_000)
+    print(f"the page to play on was ready after {time.monotonic() - began:.1f} s")
+    for form, fields, expected in LINES:
+        said = ask(page, form, fields)
+        assert expected in said, (form, fields, said)
+        assert (expected == RULE) == (RULE in said), said
+    page.goto(base + "search.html?q=ReduceScatter")
+    page.wait_for_selector("#search-results li", timeout=20_000)
+    page.set_viewport_size({"width": 390, "height": 844})
+    for file in sorted(site.rglob("*.html")):
+        name = file.relative_to(site).as_posix()
+        page.goto(base + name)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, f"{name} is wider than a phone"
+        if shots and name in ("index.html", "questions.html", "playground.html", "chapters/05_fsdp.html"):
+            page.screenshot(path=shots / f"{file.stem}-phone.png")
+    assert not elsewhere, elsewhere
+    assert not errors, errors
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument("site", type=Path)
+    parser.add_argument("--shots", type=Path, help="a folder for pictures of some pages")
+    args = parser.parse_args()
+    server = Server(("127.0.0.1", 0), functools.partial(Quiet, directory=str(args.site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        visit(browser.new_page(), f"http://127.0.0.1:{server.server_port}/", args.site, args.shots)
+        browser.close()
+    print(f"{len(LINES)} lines played, every page as narrow as a phone")
+
+
+if __name__ == "__main__":
+    main()
