@@ -256,12 +256,10 @@ def layers_a_bucket(bucket_bytes: int, params: Mapping[str, Tensor]) -> int:
 def _room(like: Tensor, shape: Sequence[int], dim: int, together: bool, dtype: torch.dtype | None = None) -> Tensor:
     """An empty tensor [L, ...] in which the dim that will be scattered is the outermost in memory: of all layers
     `together`, or of each layer. Its blocks then need no copy."""
-    if dim == 0:
-        return like.new_empty(shape, dtype=dtype)
-    rest = [i for i in range(len(shape)) if i not in (0, dim)]
-    order = [dim, 0, *rest] if together else [0, dim, *rest]
-    room = like.new_empty([shape[i] for i in order], dtype=dtype)
-    return room.permute(*(order.index(i) for i in range(len(shape))))
+    outermost = 0 if together else 1
+    rest = [*shape]
+    rest.insert(outermost, rest.pop(dim))
+    return like.new_empty(rest, dtype=dtype).movedim(outermost, dim)
 
 
 def fitting(name: str, grads: Tensor, shape: Sequence[int]) -> None:

@@ -55,7 +55,7 @@ def value_and_grad(params, In, Target, mesh, schedule: Schedule, loss: Callable,
     computes it, `Loss[] {U_Z}`, and an AllReduce then gives every rank the same number. ValueError if the schedule does
     not fit the mesh or the batch.
     """
-    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, lambda _, Out, Target: loss(Out, Target))
+    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, _without_head(loss))
     return rank.execute(), rank.results
 
 
@@ -69,12 +69,23 @@ class EndsGradients(NamedTuple):
 
 
 def with_ends(
-    params, head, In, Target, mesh, schedule, loss: Callable, stage: Stage | None = None, axis="Z", dtype=None
+    params,
+    head,
+    In,
+    Target,
+    mesh,
+    schedule,
+    loss: Callable,
+    stage: Stage | None = None,
+    axis="Z",
+    dtype=None,
+    differentiated=False,
 ):
     """(Loss[], EndsGradients): as `value_and_grad`, with a loss that has params, `loss(head, Out, Target)`, and with
     dIn: for a model whose ends lie before the first layer and after the last. `dtype`: the gradients' of the params
-    and the head, if not their own."""
-    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, loss, head, dtype)
+    and the head, if not their own. `differentiated`: the loss returns (terms, gradients of the head, dOut)."""
+    pulled = loss if differentiated else _by_vjp(loss)
+    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, pulled, head, dtype)
     Loss = rank.execute()
     dIns = [rank.held.pop(("dIn", m), None) for m in range(schedule.microbatches)]
     dIn = torch.cat(dIns) if dIns[0] is not None else torch.zeros_like(In)
@@ -84,10 +95,24 @@ def with_ends(
     return Loss, EndsGradients(rank.results, dIn, dhead)
 
 
+def _by_vjp(loss: Callable) -> Callable:
+    """(terms, gradients of the head, dOut) of a loss(head, Out, Target) that says its terms alone."""
+
+    def pulled(head, Out, Target):
+        terms, pull = vjp(lambda head, Out: loss(head, Out, Target), head, Out)
+        return terms, *pull(torch.ones_like(terms))
+
+    return pulled
+
+
+def _without_head(loss: Callable) -> Callable:
+    return _by_vjp(lambda _, Out, Target: loss(Out, Target))
+
+
 def measure(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
     """As `value_and_grad`, and a third result: the Timeline of the run, in seconds, with all ranks along the axis."""
     spans: list[Span] = []
-    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, lambda _, Out, Target: loss(Out, Target))
+    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, _without_head(loss))
     group, everyone = mesh.group((axis,)), [spans]
     if group.pg is not None:
         dist.barrier(group.pg)
@@ -202,8 +227,7 @@ class _Rank:
 
     def differentiate(self, Out, Target):
         """dOut of this microbatch's terms of the loss, which are added to the total; so are gradients of the head."""
-        terms, pull = vjp(lambda head, Out: self.loss(head, Out, Target), self.head, Out)
-        dhead, dOut = pull(torch.ones_like(terms))
+        terms, dhead, dOut = self.loss(self.head, Out, Target)
         self.total += terms
         dhead = tree.map(lambda g: g.to(self.dtype or g.dtype), dhead)
         self.dhead = dhead if self.dhead is None else tree.map(torch.add, self.dhead, dhead)

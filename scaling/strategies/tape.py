@@ -19,15 +19,16 @@ def vjp(f: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     """
     if torch.compiler.is_compiling():
         return torch.func.vjp(f, *primals, has_aux=has_aux)
-    inputs = [tree.map(lambda x: x.detach().requires_grad_(x.is_floating_point()), p) for p in primals]
+    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in tree.leaves(primals)]
     with torch.enable_grad():
-        out, *aux = f(*inputs) if has_aux else (f(*inputs),)
-    results = tree.leaves(out)
-    wanted = [x for x in tree.leaves(inputs) if x.requires_grad]
+        out, *aux = f(*tree.unflatten(primals, inputs)) if has_aux else (f(*tree.unflatten(primals, inputs)),)
+    results, wanted = tree.leaves(out), [x for x in inputs if x.requires_grad]
 
     def pull(cotangents) -> tuple:
         found = iter(tape_gradients(results, wanted, tree.leaves(cotangents)))
-        grads = tree.map(lambda x: next(found) if x.requires_grad else None, inputs)
-        return tuple(tree.map(lambda x, g: torch.zeros_like(x) if g is None else g, inputs, grads))
+        grads = [next(found) if x.requires_grad else None for x in inputs]
+        return tree.unflatten(
+            primals, [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)]
+        )
 
     return tree.map(Tensor.detach, out), pull, *aux

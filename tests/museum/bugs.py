@@ -195,7 +195,7 @@ BUGS = (
         "norms' gradients not summed over the sequence's ranks",
         "NVIDIA-NeMo/RL#3716 NVIDIA/Megatron-LM#1446",
         "each rank along Y has the gradient of its own tokens: replicas of a gain drift apart",
-        TRANSFORMER + "step.py",
+        TRANSFORMER + "moves.py",
         (('TOKENS = ("P", "X", "E", "C", "Y")', 'TOKENS = ("P", "X", "E", "C")'),),
         fails="tests/strategies/test_transformer_mesh.py::test_equal_to_one_device[plain {Y: 4}]",
     ),

@@ -9,10 +9,10 @@ from scaling.configs import Config
 from scaling.models import transformer as model
 from scaling.models.attention import sdpa
 from scaling.models.rope import tables
+from scaling.models.types import without
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.strategies.transformer.layer import REMAT, VJPS, Context, dropped, layer, layer_backward
-from scaling.strategies.transformer.types import used
 from scaling.trace import trace
 
 PLAIN = Config("plain", 1, 16, 24, 4, 2, 8, 32)
@@ -44,7 +44,8 @@ def both(mesh, config, remat):
     out, pull = vjp(one_device(config, rope), whole, x)
     want = out, *reversed(pull(dx))
 
-    types = {name: text.replace("[L, ", "[") for name, text in used(transformer.specs(config, mesh))["layers"].items()}
+    specs = tree.map(lambda text: without(text, ("X", "Z")), transformer.specs(config, mesh)["layers"])
+    types = {name: text.replace("[L, ", "[") for name, text in specs.items()}
     stream = str(present("x[B_X, T_Y, D]", mesh))
     W, x, dx = tree.shard(whole, types, mesh), tree.shard(x, stream, mesh), tree.shard(dx, stream, mesh)
     at = Context(config, mesh, rope, lambda Q, K, V, window: sdpa(Q, K, V, window=window)).of_layer(0)

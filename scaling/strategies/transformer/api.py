@@ -14,21 +14,13 @@ from scaling.models.inputs import check_ids, check_params, check_range, check_se
 from scaling.spec import ShardingError
 from scaling.strategies.axes import all_reduce
 from scaling.strategies.context.layout import FORMS
-from scaling.strategies.tape import vjp
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head
-from scaling.strategies.transformer.forward import forward_loss
 from scaling.strategies.transformer.layer import REMAT
+from scaling.strategies.transformer.moves import add_by_name, ends_of, reduced_ends
 from scaling.strategies.transformer.placed import Placed
-from scaling.strategies.transformer.stages import arranged_layers, slots_of, staged
-from scaling.strategies.transformer.step import (
-    ENDS,
-    Problem,
-    TransformerLayers,
-    add_by_name,
-    end_weights,
-    reduce_gradients,
-)
+from scaling.strategies.transformer.stages import arranged_layers, forward_loss, slots_of, staged
+from scaling.strategies.transformer.step import Problem, TransformerLayers
 
 
 def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
@@ -187,15 +179,14 @@ def stated(
     total = all_reduce("total[] {U_PXEC} -> total[]", total, mesh)
     w = w / torch.where(total == 0, 1, total)
     at = Placed(config, mesh, context, segments, tokens.shape, params["embed"].dtype, seed)
-    used, sums = types.used(stored), sums or params["embed"].dtype
-    problem = Problem(config, mesh, stored, used, at.contexts(microbatches), terms, sums)
+    problem = Problem(config, mesh, stored, at.contexts(microbatches), terms, sums or params["embed"].dtype)
     return problem, (at.placed(tokens), at.placed(targets), at.placed(w))
 
 
 def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, keep: bool, _):
     """(loss, grads) where every rank has all layers."""
-    config, mesh, stored, used, contexts, terms, sums, scale = problem
-    ends = end_weights(params, stored, used, mesh)
+    config, mesh, stored, contexts, terms, sums, scale = problem
+    ends = ends_of(params, stored, mesh)
     layers = TransformerLayers(problem, params["layers"], remat, keep_weights=keep)
     losses, dends, grads, M, size = [], {}, {}, len(contexts), len(ends["embed"])
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
@@ -204,24 +195,18 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
         if last and not config.tied:
             del ends["embed"]  # a table of the vocabulary is not held longer than it is used
         x, extra, kept = layers.run(x, at)
-
-        def loss_of(ends, x, wanted=wanted, share=share):
-            return head(ends, x, wanted, share, terms, config.eps, mesh)
-
-        loss, pull_head = vjp(loss_of, {n: W for n, W in ends.items() if n != "embed" or config.tied}, x)
-        dend, dx = pull_head(torch.ones_like(loss))
-        del pull_head
-        add_by_name(dends, dend, sums)
-        del dend
+        loss, dx, dW = head(ends, x, wanted, share, terms, config.eps, mesh)
+        add_by_name(dends, dW, sums)
+        del x, dW
         if last:
             ends.clear()
             tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
-            grads = reduce_gradients(tables, stored, used, mesh, ENDS)
+            grads = reduced_ends(tables, stored, mesh)
             del tables
         dx = layers.run_back(dx, kept, at, scale / M, last=last)
         add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
         losses.append(loss + extra * scale / M)
-    grads |= reduce_gradients(dends, stored, used, mesh, ENDS)
+    grads |= reduced_ends(dends, stored, mesh)
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
     return loss, grads | {"layers": layers.result()}
 

@@ -9,7 +9,7 @@ logit is computed twice. The softmax over V needs of each token the largest logi
 exp(logit - max), of the target's logit, which one rank has, and, for label smoothing, of all logits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from scaling.collectives import einsum
 from scaling.collectives.masks import zeroed
 from scaling.cost.transformer import CHUNK
 from scaling.models.inputs import check_range, check_weights
-from scaling.models.pointwise import rms_norm
+from scaling.models.pointwise import gained_norm, gained_norm_vjp
 from scaling.spec import ShardingError
 from scaling.strategies.axes import all_gather, all_reduce, masked, reduce_scatter
 
@@ -56,16 +56,24 @@ class Terms(NamedTuple):
     z_loss: float
 
 
-def head(W: dict, x: Tensor, targets: Tensor, weights: Tensor, terms: Terms, eps: float, mesh) -> Tensor:
-    """x[B_PXE, T_CY, D] -> Loss[] {U_PXECY}: the sum of this rank's tokens' losses times their weights.
+def head(
+    W: dict, x: Tensor, targets: Tensor, weights: Tensor, terms: Terms, eps: float, mesh, gradients: bool = True
+) -> tuple[Tensor, Any, dict[str, Tensor]]:
+    """x[B_PXE, T_CY, D] -> (Loss[] {U_PXECY}, dx[B_PXE, T_CY, D], dW): the sum of this rank's tokens' losses times
+    their weights, and its gradients, unless they are not wanted.
 
     `W`: "norm" g[D], and "unembed" U[D, V_Y] or, tied, "embed" E[V_Y, D]. targets, weights [B_PXE, T_C]: a weight has
     been divided by the sum of all weights; a target of weight 0 may lie outside the vocabulary.
     """
-    x = rms_norm(x, gain=W["norm"], eps=eps)
-    x = all_gather("x[B_PXE, T_CY, D] -> x[B_PXE, T_C, D]", x, mesh)  # on the critical path
-    tied = "unembed" not in W
-    return _of_chunks(x, W["embed" if tied else "unembed"], targets, weights, terms, tied, mesh, CHUNK)
+    table = "unembed" if "unembed" in W else "embed"
+    y, r = gained_norm(x, W["norm"], eps)
+    y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)  # on the critical path
+    loss, dy, dU = chunked_loss(y, W[table], targets, weights, terms, table == "embed", mesh, CHUNK, gradients)
+    if not gradients:
+        return loss, None, {}
+    dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh)  # on the critical path
+    dx, dnorm = gained_norm_vjp(x, W["norm"], r, dy)
+    return loss, dx, {"norm": dnorm, table: dU}
 
 
 def loss(
@@ -115,18 +123,11 @@ def loss(
     total = all_reduce("total[] {U_PXEC} -> total[]", w.sum(), mesh)
     w = w / torch.where(total == 0, 1, total)
     terms = Terms(V, label_smoothing, z_loss)
-    return _of_chunks(hidden, unembed, targets, w, terms, tied, mesh, chunk_bytes)
-
-
-def _of_chunks(x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_bytes: int) -> Tensor:
-    """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}: with a tape if there is one."""
-    differentiated = torch.is_grad_enabled() and (
-        x.requires_grad or U.requires_grad or torch.compiler.is_compiling() or in_transform() is not None
-    )
+    taped = hidden.requires_grad or unembed.requires_grad or torch.compiler.is_compiling() or in_transform() is not None
     setting = terms, tied, mesh, chunk_bytes
-    if not differentiated:
-        return chunked_loss(x, U, targets, weights, *setting, gradients=False)[0]
-    return VocabLoss.apply(x, U, targets, weights, setting)[0]
+    if not (taped and torch.is_grad_enabled()):
+        return chunked_loss(hidden, unembed, targets, w, *setting, gradients=False)[0]
+    return VocabLoss.apply(hidden, unembed, targets, w, setting)[0]
 
 
 def chunked_loss(x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_bytes: int, gradients: bool):

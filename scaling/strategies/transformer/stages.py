@@ -1,9 +1,17 @@
 """A Transformer's layers over pipeline stages (Part 5, Pipelining), under any schedule of `scaling.schedules`.
 
 Virtual stages get L layers as evenly as they divide, the first ones one more; in store each has the same number of
-slots, the empty ones zeros, which are never run. The first stage embeds, the last has the head (`stage_ends`).
+slots, the empty ones zeros, which are never run. The first stage embeds, the last has the head. In store the vocabulary
+is split over Z, too; each of its tables goes to the stage that uses it, and its gradient back:
+
+    U[D_X, V_YZ] -> U[D_X, V_Y] {U_Z} -> U[D, V_Y]             gathered at the last stage, and there over X
+    dU[D, V_Y] {U_X} -> dU[D_X, V_Y] {U_Z} -> dU[D_X, V_YZ]    reduced there, and scattered to all stages
+
+A tied table is used by both ends: all stages gather it, and its gradient is the sum of both.
 """
 
+from collections.abc import Mapping
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, cast
 
@@ -11,16 +19,18 @@ import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling.collectives import gather, ppermute, scatter, wait
 from scaling.configs import Config
+from scaling.models.types import without
 from scaling.schedules import Schedule, make
+from scaling.spec import parse
 from scaling.strategies import pipeline
-from scaling.strategies.axes import all_reduce as reduce_present
-from scaling.strategies.axes import present
+from scaling.strategies.axes import all_reduce, present
 from scaling.strategies.stage import Stage
 from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
-from scaling.strategies.transformer.stage_ends import ends_gradients, homes_of, stage_ends
-from scaling.strategies.transformer.step import Problem, TransformerLayers, add_by_name
+from scaling.strategies.transformer.moves import TOKENS, add_by_name, ends_of, reduced_ends
+from scaling.strategies.transformer.step import Problem, TransformerLayers
 
 
 def resolved(schedule: "Schedule | str | None", mesh, microbatches: int) -> Schedule | None:
@@ -123,16 +133,91 @@ def staged(
     rows = torch.arange(len(tokens), device=tokens.device)
 
     def loss_of(ends, x, some):
-        return head(ends, x, targets[some], w[some], terms, config.eps, mesh)
+        loss, dx, dW = head(ends, x, targets[some], w[some], terms, config.eps, mesh)
+        return loss, dW, dx
 
     last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
-    loss, grads = pipeline.with_ends(params["layers"], last, x, rows, mesh, schedule, loss_of, stage, dtype=sums)
+    given = params["layers"], last, x, rows, mesh, schedule, loss_of, stage
+    loss, grads = pipeline.with_ends(*given, dtype=sums, differentiated=True)
     dends: dict[str, Any] = {**cast(dict, grads.head)}
     if first:
         dE = {"embed": embed_backward(grads.dIn, tokens, len(ends["embed"]), mesh)}
         add_by_name(dends, dE, sums)
     extra: Any = 0.0
     if config.moe:
-        extra = reduce_present("Loss[] {U_ZPXECY} -> Loss[]", torch.stack(extras).sum(), mesh)
+        extra = all_reduce("Loss[] {U_ZPXECY} -> Loss[]", torch.stack(extras).sum(), mesh)
     done = ends_gradients(dends, params, problem, homes)
     return loss + extra * problem.scale, {"layers": grads.params} | done
+
+
+def homes_of(config: Config, mesh, schedule: Schedule | None) -> dict[str, int]:
+    """{a table of the vocabulary that is stored over Z: the place along Z of the stage that alone uses it}."""
+    if schedule is None or config.tied or mesh.sizes["Z"] == 1:
+        return {}
+    return {"embed": schedule.placement[0], "unembed": schedule.placement[-1]}
+
+
+def stage_ends(params: Mapping, problem: Problem, homes: Mapping[str, int]) -> dict[str, Tensor]:
+    """What this stage uses of the params outside the layers, gathered."""
+    stored, mesh = problem.stored, problem.mesh
+    coming = {
+        name: gather(_line_there(stored[name]), params[name], mesh, root=home, async_op=True)
+        for name, home in homes.items()
+    }
+    tables = {name: wait(pending) for name, pending in coming.items()}
+    tables = {name: W for name, W in tables.items() if mesh.coord["Z"] == homes[name]}
+    common = {name: W for name, W in params.items() if name not in homes}
+    return ends_of(tables, _at_home(stored), mesh) | ends_of(common, stored, mesh)
+
+
+def ends_gradients(dW: Mapping, params: Mapping, problem: Problem, homes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Gradients of what this stage used of the ends, unreduced over what splits the tokens -> all, typed as params."""
+    stored, mesh = problem.stored, problem.mesh
+    there = _at_home(stored)
+    tables = reduced_ends({name: g for name, g in dW.items() if name in homes}, there, mesh, TOKENS)
+    done = reduced_ends({name: g for name, g in dW.items() if name not in homes}, stored, mesh)
+    for name, home in homes.items():
+        if name not in tables:
+            shape = parse(there[name]).local_shape(problem.config.sizes, mesh)
+            tables[name] = params[name].new_zeros(shape, dtype=problem.sums)
+        done[name] = scatter(_line_back(stored[name]), tables[name], mesh, root=home, async_op=True)
+    return tree.map(wait, done)
+
+
+def _at_home(stored: Mapping) -> dict[str, str]:
+    """The types of the tables where they are used, before they are gathered over X."""
+    return {name: without(text, ("Z",)) for name, text in stored.items() if name != "layers"}
+
+
+@lru_cache(maxsize=4096)
+def _line_there(stored: str) -> str:
+    return f"{stored} -> {parse(without(stored, ('Z',))).with_unreduced(['Z'])}"
+
+
+@lru_cache(maxsize=4096)
+def _line_back(stored: str) -> str:
+    return f"{parse(without(stored, ('Z',))).with_unreduced(['Z'])} -> {stored}"
+
+
+def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, schedule=None) -> Tensor:
+    """Loss[] of one microbatch, the same on every rank. Over Z one stage computes at a time."""
+    config, mesh, terms, (at,) = problem.config, problem.mesh, problem.terms, problem.contexts
+    schedule, z = placed(schedule, mesh), mesh.coord.get("Z", 0)
+    stages = layers_of(config, schedule)
+    owners = [0] if schedule is None else [*schedule.placement]
+    mine = [s for s, owner in enumerate(owners) if owner == z]
+    own = {s: tree.map(lambda W, c=c: W.unflatten(0, (len(mine), -1))[c], params["layers"]) for c, s in enumerate(mine)}
+    ends = stage_ends(params, problem, homes_of(config, mesh, schedule))
+    if "embed" in ends:
+        x = embed(ends["embed"], tokens, mesh)
+    else:  # it comes from another stage
+        x = params["embed"].new_empty(len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
+    extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+    for s, layers in enumerate(stages):
+        if s in mine:
+            x, more, _ = TransformerLayers(problem, own[s], layers=layers).run(x, at)
+            extra = extra + more
+        if s + 1 < len(stages) and owners[s] != owners[s + 1]:
+            x = ppermute(str(present(ROWS, mesh)), x, mesh, "Z", [(owners[s], owners[s + 1])])
+    loss = head(ends, x, targets, w, terms, config.eps, mesh, False)[0] if z == owners[-1] else torch.zeros_like(extra)
+    return all_reduce("Loss[] {U_ZPXECY} -> Loss[]", loss + extra, mesh)

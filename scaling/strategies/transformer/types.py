@@ -6,7 +6,7 @@ experts, params are replicated.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
 
 import optree
 
@@ -25,17 +25,18 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     features, vocabulary or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
-    sizes = mesh_sizes(mesh)
+    return optree.tree_map(str, _specs(config, tuple(mesh_sizes(mesh).items()), zero))  # a tree of the caller's own
+
+
+@lru_cache(maxsize=256)
+def _specs(config: Config, mesh: tuple[tuple[str, int], ...], zero: int) -> dict:
+    """Worked out once: each step asks for them."""
+    sizes = dict(mesh)
     _check_mesh(config, sizes, zero)
     check_computed(config)
     gone = tuple(axis for axis in AXES if sizes.get(axis, 1) == 1) + (() if zero == 3 else ("X",))
     whole_heads = ("W_K", "W_V", "b_K", "b_V") if config.K % sizes.get("Y", 1) else ()
     return types_of(config, lambda name, leaf: without(leaf.trained, (*gone, "Y") if name in whole_heads else gone))
-
-
-def used(stored) -> Any:
-    """The types that the params have while they are used: gathered over X, of the ends also over Z."""
-    return optree.tree_map(lambda text: without(text, ("X", "Z")), stored)
 
 
 def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:

@@ -4,12 +4,21 @@ import pytest
 import torch
 
 from scaling import tree
+from scaling.collectives import wait
 from scaling.mesh import AbstractMesh
-from scaling.strategies.transformer import flat, step
+from scaling.strategies.transformer.moves import (
+    SMALL,
+    gathered,
+    gathered_together,
+    moves_of,
+    scattered,
+    scattered_together,
+    sent_together,
+    totalled,
+)
 from scaling.trace import trace
 
 STORED = {"a": "a[D_X, F_Y]", "b": "b[N_Y, H, D_X]", "c": {"d": "d[E, F, D_X]"}, "g": "g[D]"}
-USED = {"a": "a[D, F_Y]", "b": "b[N_Y, H, D]", "c": {"d": "d[E, F, D]"}, "g": "g[D]"}
 SHAPES = {"a": (4, 6), "b": (2, 3, 4), "c": {"d": (2, 6, 4)}, "g": (8,)}
 
 
@@ -19,16 +28,15 @@ def both_ways(mesh):
         return {k: drawn(v) if isinstance(v, dict) else torch.randn(v, generator=seed) for k, v in shapes.items()}
 
     W = drawn(SHAPES)
-    sent = flat.sent_over_x(W, STORED)
-    together = flat.gather(W, mesh, sent).wait()
-    alone = tree.map(
-        lambda x: x if isinstance(x, torch.Tensor) else x.wait(), step.gathered_weights(W, STORED, USED, mesh)
-    )
+    moves = moves_of(tree.leaves(STORED), mesh, ("X",))
+    sent = sent_together(tree.leaves(W), moves)
+    together = gathered_together(W, mesh, sent).wait()
+    alone = tree.unflatten(W, [wait(x) for x in gathered(tree.leaves(W), moves, mesh)])
     dW = tree.map(lambda x: torch.randn_like(x) + mesh.rank, together)
-    scattered = flat.scatter(dW, mesh, sent).wait()
-    reduced = step.reduce_gradients(dW, STORED, USED, mesh, ("X",))
-    reduced["g"] = scattered["g"]  # what X does not split is not sent here
-    return len(sent), [(together, alone), (scattered, reduced)]
+    at_once = scattered_together(dW, mesh, sent).wait()
+    reduced = tree.unflatten(W, totalled(scattered(tree.leaves(dW), moves, mesh), moves, mesh))
+    reduced["g"] = at_once["g"]  # what X does not split is not sent here
+    return len(sent), [(together, alone), (at_once, reduced)]
 
 
 @pytest.mark.parametrize("sizes", [{"X": 2}, {"X": 2, "Y": 2}])
@@ -42,20 +50,20 @@ def test_together_is_one_by_one(ranks, sizes):
 
 
 def test_large_layers_and_mixed_dtypes_go_one_by_one():
-    large = {"a": torch.empty(flat.SMALL // 4 + 1, 1, device="meta"), "g": torch.empty(1)}
-    types = {"a": "a[D_X, F]", "g": "g[D]"}
-    assert flat.sent_over_x(large, types) == {}
-    mixed = {"a": torch.zeros(1, 1), "b": torch.zeros(1, 1, dtype=torch.float64)}
-    assert flat.sent_over_x(mixed, {"a": "a[D_X, F]", "b": "b[D_X, F]"}) == {}
+    mesh = AbstractMesh({"X": 2})
+    large = [torch.empty(SMALL // 4 + 1, 1, device="meta"), torch.empty(1)]
+    assert sent_together(large, moves_of(["a[D_X, F]", "g[D]"], mesh)) == {}
+    mixed = [torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.float64)]
+    assert sent_together(mixed, moves_of(["a[D_X, F]", "b[D_X, F]"], mesh)) == {}
 
 
 def test_they_are_under_way_until_they_are_needed():
     mesh = AbstractMesh({"X": 2})
     W = {"a": torch.empty(4, 6, device="meta"), "g": torch.empty(8, device="meta")}
     dW = {"a": torch.empty(8, 6, device="meta"), "g": torch.empty(8, device="meta")}
-    sent = flat.sent_over_x(W, {"a": "a[D_X, F]", "g": "g[D]"})
+    sent = sent_together(tree.leaves(W), moves_of(["a[D_X, F]", "g[D]"], mesh))
     with trace() as log:
-        waiting = flat.gather(W, mesh, sent), flat.scatter(dW, mesh, sent)
+        waiting = gathered_together(W, mesh, sent), scattered_together(dW, mesh, sent)
         for pending in waiting:
             pending.wait()
     assert [(event.op, event.async_op) for event in log.collectives()] == [("AllGather", True), ("ReduceScatter", True)]
