@@ -19,7 +19,7 @@ def present(spec: "str | Spec", mesh) -> Spec:
     return Spec(spec.name, dims, tuple(axis for axis in spec.unreduced if axis in real))
 
 
-def left(text: str, mesh) -> str:
+def real_line(text: str, mesh) -> str:
     """What is left of a line, or of a type with a {U}, on this mesh: "" if nothing is to be done."""
     if torch.compiler.is_compiling():
         return mesh.constant(_left, text)
@@ -40,35 +40,35 @@ def _left(mesh, text: str) -> str:
 
 def all_gather(line: str, x: Tensor, mesh, **options):
     """`scaling.collectives.all_gather` over those axes of the line that the mesh has."""
-    line = left(line, mesh)
+    line = real_line(line, mesh)
     return collectives.all_gather(line, x, mesh, **options) if line else x
 
 
 def all_reduce(line: str, x: Tensor, mesh, **options):
     """`scaling.collectives.all_reduce` over those axes of the line that the mesh has."""
-    line = left(line, mesh)
+    line = real_line(line, mesh)
     return collectives.all_reduce(line, x, mesh, **options) if line else x
 
 
 def all_to_all(line: str, x: Tensor, mesh, **options):
     """`scaling.collectives.all_to_all` over those axes of the line that the mesh has."""
-    line = left(line, mesh)
+    line = real_line(line, mesh)
     return collectives.all_to_all(line, x, mesh, **options) if line else x
 
 
 def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
     """`scaling.collectives.masked` over those axes of the type that the mesh has; without any the mask alone."""
-    line = left(line, mesh)
+    line = real_line(line, mesh)
     return collectives.masked(line, x, mask, mesh) if line else zeroed(x, mask)
 
 
 def reduce_scatter(line: str, x: Tensor, mesh, **options):
     """`scaling.collectives.reduce_scatter` over those axes of the line that the mesh has."""
-    line = left(line, mesh)
+    line = real_line(line, mesh)
     return collectives.reduce_scatter(line, x, mesh, **options) if line else x
 
 
 def shard(line: str, x: Tensor, mesh) -> Tensor:
     """`scaling.collectives.shard` over those axes of the line that the mesh has."""
-    line = left(line, mesh)
+    line = real_line(line, mesh)
     return collectives.shard(line, x, mesh) if line else x

@@ -8,10 +8,10 @@ from scaling.collectives import wait
 from scaling.mesh import AbstractMesh
 from scaling.strategies.transformer.moves import (
     SMALL,
-    gathered,
+    gathered_leaves,
     gathered_together,
     moves_of,
-    scattered,
+    scattered_leaves,
     scattered_together,
     sent_together,
     totalled,
@@ -31,10 +31,10 @@ def both_ways(mesh):
     moves = moves_of(tree.leaves(STORED), mesh, ("X",))
     sent = sent_together(tree.leaves(W), moves)
     together = gathered_together(W, mesh, sent).wait()
-    alone = tree.unflatten(W, [wait(x) for x in gathered(tree.leaves(W), moves, mesh)])
+    alone = tree.unflatten(W, [wait(x) for x in gathered_leaves(tree.leaves(W), moves, mesh)])
     dW = tree.map(lambda x: torch.randn_like(x) + mesh.rank, together)
     at_once = scattered_together(dW, mesh, sent).wait()
-    reduced = tree.unflatten(W, totalled(scattered(tree.leaves(dW), moves, mesh), moves, mesh))
+    reduced = tree.unflatten(W, totalled(scattered_leaves(tree.leaves(dW), moves, mesh), moves, mesh))
     reduced["g"] = at_once["g"]  # what X does not split is not sent here
     return len(sent), [(together, alone), (at_once, reduced)]
 

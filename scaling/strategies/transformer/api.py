@@ -17,7 +17,7 @@ from scaling.strategies.context.layout import FORMS
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head
 from scaling.strategies.transformer.layer import REMAT
-from scaling.strategies.transformer.moves import add_by_name, ends_of, reduced_ends
+from scaling.strategies.transformer.moves import add_by_name, gathered_ends, reduced_ends
 from scaling.strategies.transformer.placed import Placed
 from scaling.strategies.transformer.stages import arranged_layers, forward_loss, slots_of, staged
 from scaling.strategies.transformer.step import Problem, TransformerLayers
@@ -186,7 +186,7 @@ def stated(
 def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, keep: bool, _):
     """(loss, grads) where every rank has all layers."""
     config, mesh, stored, contexts, terms, sums, scale = problem
-    ends = ends_of(params, stored, mesh)
+    ends = gathered_ends(params, stored, mesh)
     layers = TransformerLayers(problem, params["layers"], remat, keep_weights=keep)
     losses, dends, grads, M, size = [], {}, {}, len(contexts), len(ends["embed"])
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)

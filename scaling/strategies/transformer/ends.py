@@ -69,7 +69,7 @@ def head(
     y, r = gained_norm(x, W["norm"], eps)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)  # on the critical path
     loss, dy, dU = chunked_loss(y, W[table], targets, weights, terms, table == "embed", mesh, CHUNK, gradients)
-    if not gradients:
+    if dy is None or dU is None:
         return loss, None, {}
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh)  # on the critical path
     dx, dnorm = gained_norm_vjp(x, W["norm"], r, dy)

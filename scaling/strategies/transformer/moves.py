@@ -20,6 +20,7 @@ from scaling import tree
 from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
 from scaling.models.types import without
 from scaling.spec import Spec, parse
+from scaling.strategies.axes import present
 
 TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
 ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every stage uses
@@ -48,7 +49,8 @@ def moves_of(stored: Sequence[str], mesh, axes: tuple[str, ...] = TOKENS, stack:
 
 
 def _moves(mesh, stored: str, axes: tuple[str, ...], stack: bool) -> tuple[str, str, str, int]:
-    after, used = parse(stored), parse(without(stored, ("X", "Z")))
+    after = present(stored, mesh)
+    used = parse(without(str(after), ("X", "Z")))
     over = [axis for axis in axes if mesh.sizes.get(axis, 1) > 1 and axis not in used.axes]
     partial = used.with_unreduced(over)
     scattered = after.with_unreduced([axis for axis in over if axis not in after.axes])
@@ -63,13 +65,13 @@ def _moves(mesh, stored: str, axes: tuple[str, ...], stack: bool) -> tuple[str, 
     return gather, scatter, total, dims[0] if dims else -1
 
 
-def gathered(W: Sequence[Tensor], moves: Sequence[Moves], mesh) -> list:
+def gathered_leaves(W: Sequence[Tensor], moves: Sequence[Moves], mesh) -> list:
     """Leaves as they are used: under way."""
     some = zip(W, moves, strict=True)
     return [all_gather(to.gather, x, mesh, async_op=True) if to.gather else x for x, to in some]
 
 
-def scattered(dW: Sequence[Tensor], moves: Sequence[Moves], mesh) -> list:
+def scattered_leaves(dW: Sequence[Tensor], moves: Sequence[Moves], mesh) -> list:
     """Their gradients after the first step back: under way."""
     some = zip(dW, moves, strict=True)
     return [reduce_scatter(to.scatter, g, mesh, async_op=True) if to.scatter else g for g, to in some]
@@ -82,18 +84,18 @@ def totalled(begun: Sequence, moves: Sequence[Moves], mesh) -> list[Tensor]:
     return [wait(g) for g in going]
 
 
-def ends_of(params: Mapping, stored: Mapping, mesh) -> dict[str, Tensor]:
+def gathered_ends(params: Mapping, stored: Mapping, mesh) -> dict[str, Tensor]:
     """The params outside the layers, gathered."""
     names = [name for name in params if name != "layers"]
     moves = moves_of([stored[name] for name in names], mesh, ENDS)
-    pending = gathered([params[name] for name in names], moves, mesh)
+    pending = gathered_leaves([params[name] for name in names], moves, mesh)
     return {name: wait(W) for name, W in zip(names, pending, strict=True)}
 
 
 def reduced_ends(dW: Mapping, stored: Mapping, mesh, axes: tuple[str, ...] = ENDS) -> dict[str, Tensor]:
     """Gradients of params outside the layers, by name, as these are stored."""
     moves = moves_of([stored[name] for name in dW], mesh, axes)
-    return dict(zip(dW, totalled(scattered([*dW.values()], moves, mesh), moves, mesh), strict=True))
+    return dict(zip(dW, totalled(scattered_leaves([*dW.values()], moves, mesh), moves, mesh), strict=True))
 
 
 def add_by_name(sums_of: dict, dW: dict, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ from scaling.strategies.axes import all_reduce, present
 from scaling.strategies.stage import Stage
 from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
-from scaling.strategies.transformer.moves import TOKENS, add_by_name, ends_of, reduced_ends
+from scaling.strategies.transformer.moves import TOKENS, add_by_name, gathered_ends, reduced_ends
 from scaling.strategies.transformer.step import Problem, TransformerLayers
 
 
@@ -167,7 +167,7 @@ def stage_ends(params: Mapping, problem: Problem, homes: Mapping[str, int]) -> d
     tables = {name: wait(pending) for name, pending in coming.items()}
     tables = {name: W for name, W in tables.items() if mesh.coord["Z"] == homes[name]}
     common = {name: W for name, W in params.items() if name not in homes}
-    return ends_of(tables, _at_home(stored), mesh) | ends_of(common, stored, mesh)
+    return gathered_ends(tables, _at_home(stored), mesh) | gathered_ends(common, stored, mesh)
 
 
 def ends_gradients(dW: Mapping, params: Mapping, problem: Problem, homes: Mapping[str, int]) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ def ends_gradients(dW: Mapping, params: Mapping, problem: Problem, homes: Mappin
     stored, mesh = problem.stored, problem.mesh
     there = _at_home(stored)
     tables = reduced_ends({name: g for name, g in dW.items() if name in homes}, there, mesh, TOKENS)
-    done = reduced_ends({name: g for name, g in dW.items() if name not in homes}, stored, mesh)
+    done: dict[str, Any] = reduced_ends({name: g for name, g in dW.items() if name not in homes}, stored, mesh)
     for name, home in homes.items():
         if name not in tables:
             shape = parse(there[name]).local_shape(problem.config.sizes, mesh)

@@ -20,10 +20,10 @@ from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import Context, dropped, layer, layer_backward
 from scaling.strategies.transformer.moves import (
     Moves,
-    gathered,
+    gathered_leaves,
     gathered_together,
     moves_of,
-    scattered,
+    scattered_leaves,
     scattered_together,
     sent_together,
     totalled,
@@ -71,7 +71,7 @@ class TransformerLayers(Layers):
         if sent := sent_together(tree.leaves(own[0]), self.moves):
             gather, reduce = partial(gathered_together, sent=sent), partial(scattered_together, sent=sent)
         else:
-            gather, reduce = (partial(_apart, move, self.moves) for move in (gathered, scattered))
+            gather, reduce = (partial(_apart, move, self.moves) for move in (gathered_leaves, scattered_leaves))
         on_tape = config.moe and remat == "none"  # experts' backward holds their weights
         super().__init__(
             own,

@@ -7,6 +7,7 @@ experts, params are replicated.
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import optree
 
@@ -25,7 +26,9 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     features, vocabulary or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
-    return optree.tree_map(str, _specs(config, tuple(mesh_sizes(mesh).items()), zero))  # a tree of the caller's own
+    once: Any = _specs(config, tuple(mesh_sizes(mesh).items()), zero)
+    types: Any = optree.tree_map(str, once)
+    return types  # a tree of the caller's own
 
 
 @lru_cache(maxsize=256)
