@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "making")]
 
 import apidoc  # noqa: E402
+import exercise_pages  # noqa: E402
 import notebooks  # noqa: E402
 import pages  # noqa: E402
 import playground  # noqa: E402
@@ -41,6 +42,7 @@ def setup(app) -> None:
     ran = notebooks.run_all(ROOT / "chapters", ROOT / "docs" / "chapters")
     pages.write_all(ROOT, ran)
     apidoc.write_all(ROOT)
+    exercise_pages.write_all(ROOT / "docs" / "exercises")
     playground.prepare(ROOT)
     app.connect("source-read", pages.mend_links)
     app.connect("autodoc-process-docstring", apidoc.as_rst)

@@ -39,7 +39,7 @@ ROOMS = [  # each imports only from those before it
     {"plan", "show"},
     {"measure"},
     {"check"},
-    {"book"},
+    {"book", "exercise"},
     {"__main__"},
 ]
 NO_TORCH = {

@@ -1,0 +1,13 @@
+"""Exercises on the book's algorithms, each judged by types, by one device, and by the bytes that it moves.
+
+    python -m scaling.exercise                      the list, by part of the book
+    python -m scaling.exercise new NAME             writes NAME.py, with blanks
+    python -m scaling.exercise check NAME.py        what is wrong, or what it moved
+
+In a notebook: `from scaling.exercise import grade, new`, `print(new("05_fsdp_backward"))`, `grade(text)`.
+"""
+
+from scaling.exercise.page import Exercise, exercise_named, exercises, new
+from scaling.exercise.verdict import Verdict, grade
+
+__all__ = ["Exercise", "Verdict", "exercise_named", "exercises", "grade", "new"]
