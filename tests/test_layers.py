@@ -59,7 +59,7 @@ NO_TORCH = {
 }
 JUDGE = "alike compared contracts elements held infer watched library mode programs rows run strategy typed"  # it runs
 TORCH_BY_NAME = {"scaling.hardware.systolic"} | {f"scaling.check.{name}" for name in JUDGE.split()}
-TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "counted", "predict", "transformer_step")}
+TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "predict", "transformer_step")}
 OPTIONAL = {
     "matplotlib",
     "safetensors",

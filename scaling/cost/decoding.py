@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from scaling.arguments import one_of, positive
 from scaling.configs import Config
-from scaling.cost import collectives as torus
-from scaling.cost import gpu
+from scaling.cost.placed import mesh_seconds
 from scaling.hardware import Chip
 from scaling.spec import ShardingError, dtype_bytes
 
@@ -107,52 +106,11 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     return [moved for moved in found if math.prod(sizes.get(axis, 1) for axis in moved.axes) > 1]
 
 
-def place_axes(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Each mesh axis as lengths along the axes of a slice, in the order given: Y = 8, Z = 2 on 4x4 are (4, 2), (1, 2).
-
-    ValueError where the sizes do not fill the slice so.
-    """
-    left, placed = list(shape), {}
-    for axis, size in sizes.items():
-        own, rest = [1] * len(left), size
-        for i, room in enumerate(left):
-            own[i] = math.gcd(room, rest)
-            left[i], rest = room // own[i], rest // own[i]
-        if rest > 1:
-            raise ValueError(
-                f"{dict(sizes)} on a slice of {'x'.join(map(str, shape))}: {axis} = {size} does not fit"
-                "\n  fix: choose sizes of which the product is the slice's number of chips"
-            )
-        placed[axis] = tuple(own)
-    if math.prod(left) > 1:
-        raise ValueError(
-            f"{dict(sizes)} leave chips of a slice of {'x'.join(map(str, shape))} idle"
-            "\n  fix: choose sizes that fill the slice"
-        )
-    return placed
-
-
 def collective_seconds(
     moved: StepCollective, chip: Chip, shape: Sequence[int], sizes: Mapping[str, int], wrap=None
 ) -> float:
-    """Seconds of all of them on a slice: a mesh axis that is part of a torus axis is a line, a whole one a ring if the
-    slice closes it (`wrap`: as if all were). A GPU's collective takes its `launch` at least."""
-    axes = [axis for axis in sizes if axis in moved.axes and sizes[axis] > 1]
-    if chip.kind == "gpu":
-        names, ranks = list(sizes), math.prod(sizes[axis] for axis in axes)
-        inner = math.prod(sizes[name] for name in names[: names.index(axes[0])])
-        if moved.op == "AllToAll":
-            once = gpu.all_to_all(moved.nbytes, chip, ranks)
-        else:
-            once = (2 if moved.op == "AllReduce" else 1) * gpu.all_gather(moved.nbytes * inner, chip, ranks, inner)
-        return moved.times * max(once, chip.efficiency.launch)
-    if chip.measured or chip.kind != "tpu":
-        return moved.times * torus.seconds(moved.op, moved.nbytes, chip, math.prod(sizes[axis] for axis in axes))
-    placed = place_axes(shape, sizes)
-    lengths = [math.prod(placed[axis][i] for axis in axes) for i in range(len(shape))]
-    rings = [(wrap or ring) and length == side for length, ring, side in
-             zip(lengths, chip.wraps(tuple(shape)), shape, strict=True)]  # fmt: skip
-    return moved.times * torus.seconds(moved.op, moved.nbytes, chip, lengths, rings)
+    """Seconds of all of them on a slice, as `placed.mesh_seconds` has it; the axes of `sizes` come innermost first."""
+    return moved.times * mesh_seconds(moved.op, moved.nbytes, moved.axes, sizes, chip, shape, wrap)
 
 
 # --- Where the collectives begin to bind -------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from scaling.hardware import Chip, Efficiency, Measured
 from scaling.measure.lines import LINES, barrier
 from scaling.mesh import Mesh
 from scaling.models import pointwise
-from scaling.plan.counted import attention_flops
-from scaling.plan.transformer_step import counted_transformer, transformer_step
+from scaling.plan.transformer_step import transformer_step
+from scaling.trace.count import attention_flops
+from scaling.train import dry
 from scaling.train.settings import DTYPES, Settings
 
 PRODUCTS = (  # of a layer, forward and backward; the dims of a rank's shards
@@ -126,7 +127,7 @@ def _call(mesh, repeats: int) -> float:
     """Seconds of an operation with the Python, the views and the tapes around it: of a Transformer's step so small that
     it takes nothing else."""
     own = [Mesh({"X": 1}, ranks=[rank]) for rank in range(mesh.size())][mesh.rank]
-    did = counted_transformer(SMALL, own.sizes)
+    did = dry.count(SMALL, own.sizes, backend="abstract", documents=False)
     calls = did.products.number + did.attention.number + did.plain.number + did.curved.number
     return timed(transformer_step(SMALL, own), mesh, 3 * repeats, 2) / calls
 

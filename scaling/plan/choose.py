@@ -1,12 +1,13 @@
 """The mesh for a training run: `python -m scaling.train --plan`.
 
-On a machine whose chip file was measured (`scaling.measure`), the run's own step is counted on every mesh of so many
-ranks that the model and the batch allow, and priced; on a chip of the catalogue the planner of `scaling.plan` answers,
-which evaluates meshes by formula, and the best of them are counted as well. What does not fit into memory is left out:
-each mesh that is offered has been counted by the run's own step.
+Each mesh that is offered was counted by the run's own step, and fits: its bytes, FLOPs and memory are the dry run's,
+its seconds their price on the chip. On a machine whose chip file was measured (`scaling.measure`) that is every mesh of
+so many ranks that the model and the batch allow; on a chip of the catalogue the first ones in the order of
+`scaling.plan`, which evaluates thousands of meshes by formula.
 """
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tabulate import tabulate
@@ -16,6 +17,7 @@ from scaling.mesh import AbstractMesh
 from scaling.plan.candidates import Fixed, divisors, plans
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job
+from scaling.plan.placement import slice_shape
 from scaling.plan.ranking import fits
 from scaling.plan.transformer_step import predict_transformer
 from scaling.sizes import format_sizes
@@ -63,75 +65,58 @@ def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
 def choices(settings: Settings, ranks: int, chip: Chip, backend: str = "gloo") -> tuple[list[MeshChoice], list[str]]:
     """(the meshes that the run fits on, the fastest first; of the others the mesh and why not). `backend`: whose
     buffers are counted, as `dry.count` has it."""
-    if not chip.measured:
-        return counted_choices(settings, *planned(settings, ranks, chip), chip, backend)
-    if ranks > TRIED:
+    if chip.measured and ranks > TRIED:
         raise ValueError(
             f"{ranks} ranks: only meshes of up to {TRIED} ranks are tried\n"
             "  fix: ask python -m scaling.plan for a larger one"
         )
-    found, refused = [], []
-    for sizes in meshes(settings, ranks):
+    found: list[MeshChoice] = []
+    refused: list[str] = []
+    for sizes in meshes(settings, ranks) if chip.measured else planned(settings, ranks, chip, refused):
         try:
-            memory = dry.fullest_memory(settings, sizes, backend)
-            step = predict_transformer(settings, sizes, chip)
+            found.append(counted_choice(settings, sizes, chip, backend))
         except (ShardingError, ValueError) as error:
             refused.append(f"{format_sizes(sizes)}: {str(error).splitlines()[0]}")
-            continue
-        if memory > dry.ROOM * chip.need("hbm_bytes"):
-            refused.append(f"{format_sizes(sizes)}: a rank needs {memory / 1e9:.2f} GB")
-            continue
-        part = step.fullest
-        found.append(MeshChoice(sizes, step.seconds, memory, part.math, part.between, part.comms))
+        if not chip.measured and len(found) == OFFERED:
+            break
     return sorted(found, key=lambda choice: (choice.seconds, len(choice.sizes))), refused
 
 
-def counted_choices(
-    settings: Settings, found: list[MeshChoice], refused: list[str], chip: Chip, backend: str
-) -> tuple[list[MeshChoice], list[str]]:
-    """The first `OFFERED` of these meshes on which the run fits by its own count, which then is their memory."""
-    offered: list[MeshChoice] = []
-    refused, room = list(refused), dry.ROOM * chip.need("hbm_bytes")
-    for choice in found:
-        if len(offered) == OFFERED:
-            break
-        memory = dry.fullest_memory(settings, choice.sizes, backend)
-        if memory > room:
-            refused.append(f"{choice.name}: a rank needs {memory / 1e9:.2f} GB")
-        else:
-            offered.append(replace(choice, memory=memory))
-    return offered, refused
+def counted_choice(settings: Settings, sizes: dict[str, int], chip: Chip, backend: str) -> MeshChoice:
+    """A mesh by the count of the run's own step. ValueError where the run does not fit."""
+    room = dry.ROOM * chip.need("hbm_bytes")
+    if (memory := dry.fullest(settings, sizes, backend, room).memory) > room:
+        raise ValueError(f"a rank needs {memory / 1e9:.2f} GB\n  fix: choose another mesh")
+    shape = slice_shape(chip, AbstractMesh(sizes).size()) if chip.kind == "tpu" and not chip.measured else ()
+    step = predict_transformer(settings, sizes, chip, shape)
+    part = step.fullest
+    return MeshChoice(sizes, step.seconds, memory, part.math, part.between, part.comms)
 
 
-def planned(settings: Settings, ranks: int, chip: Chip) -> tuple[list[MeshChoice], list[str]]:
-    """The same by the planner's formulas, for a chip of the catalogue, as a run does it: params sharded over X and
-    replicated over P, stages by 1F1B."""
+def planned(settings: Settings, ranks: int, chip: Chip, refused: list[str]) -> Iterator[dict[str, int]]:
+    """The meshes of so many chips of the catalogue, the fastest first by the planner's formulas; of those that they
+    refuse the reason is added to `refused`. Params are sharded over X and replicated over P, stages by 1F1B."""
     wide = settings.dtype == "bf16"
     job = Job(
         settings.model, settings.batch * settings.seq, settings.seq, settings.dtype, 2 if wide else 4,
         4, 12 if wide else 8,
     )  # fmt: skip
-    remat = None if settings.remat == "attention" else settings.remat
-    found: dict[str, MeshChoice] = {}
-    refused: list[str] = []
-    for one in evaluated(job, chip, ranks, Fixed((), remat, settings.microbatches, "1f1b")):
+    estimates = evaluated(job, chip, ranks, Fixed((), settings.remat, settings.microbatches, "1f1b"))
+    seen: set[str] = set()
+    for one in sorted(estimates, key=lambda one: (not fits(job, one), float(one.forecast))):
         sizes: dict[str, int] = {}
         for axis, size in one.layout.sizes.items():
             if size > 1:
                 sizes[AXES[axis]] = sizes.get(AXES[axis], 1) * size
         sizes = {axis: sizes[axis] for axis in "PZXCYE" if axis in sizes} or {"X": 1}
-        p = one.parts
-        comms = (("", float(p.critical + p.weights + p.once)),)
-        between = float(p.memory + p.update + p.bubble)
-        math = float(p.matmuls + p.attention + p.recomputed)
-        choice = MeshChoice(sizes, float(one.forecast), float(one.held.total), math, between, comms)
+        name = format_sizes(sizes)
         if not fits(job, one):
-            refused.append(f"{choice.name}: a chip needs {choice.memory / 1e9:.2f} GB")
+            refused.append(f"{name}: a chip needs {float(one.held.total) / 1e9:.2f} GB")
         elif why := uneven(settings, sizes):
-            refused.append(f"{choice.name}: {why}")
-        else:
-            found.setdefault(choice.name, choice)
-    return sorted(found.values(), key=lambda choice: choice.seconds), refused
+            refused.append(f"{name}: {why}")
+        elif name not in seen:
+            seen.add(name)
+            yield sizes
 
 
 def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
@@ -184,3 +169,14 @@ def reason(found: list[MeshChoice]) -> str:
     gain = other.seconds / best.seconds - 1
     why = f"; it saves most in {most}, {1e3 * parts[most]:,.1f} ms" if parts[most] > 0 else ""
     return f"{best.name}: forecast {gain:.1%} faster than {other.name}{why}"
+
+
+def command_line(given: Sequence[str], sizes: Mapping[str, int]) -> str:
+    """The command of a run with these arguments, on a mesh that was chosen."""
+    kept: list[str] = []
+    for before, word in zip(["", *given], given, strict=False):
+        of_plan = before == "--plan" and word.isdigit()
+        if before != "--mesh" and not of_plan and not word.startswith(("--plan", "--mesh", "--dry-run")):
+            kept.append(word)
+    mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    return shlex.join(["python", "-m", "scaling.train", *kept, "--mesh", mesh])

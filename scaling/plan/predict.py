@@ -6,11 +6,12 @@ from types import ModuleType
 
 import torch
 
+from scaling.cost.counted import CountedStep, Prediction, price
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
-from scaling.plan.counted import CountedStep, Prediction, count_call, price
 from scaling.spec import parse
-from scaling.trace import Log
+from scaling.trace import Log, trace
+from scaling.trace.count import count_call
 from scaling.train.settings import DTYPES
 
 
@@ -47,11 +48,16 @@ def sgd_step(module: ModuleType, params: dict, In: torch.Tensor, mesh, rate: flo
     return Out
 
 
-def step_counts(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> CountedStep:
-    """What the strategy's step does on each device of a mesh of these sizes."""
+def _run(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str) -> Callable[[], torch.Tensor]:
+    """The step of each device of a mesh of these sizes, on meta tensors."""
     mesh = AbstractMesh(sizes)
     params, In = make_shards(module, size, mesh, lambda shape: torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
-    return count_call(lambda: sgd_step(module, params, In, mesh))
+    return lambda: sgd_step(module, params, In, mesh)
+
+
+def step_counts(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> CountedStep:
+    """What the strategy's step does on each device of a mesh of these sizes."""
+    return count_call(_run(module, size, sizes, dtype))
 
 
 def predict(module: ModuleType, size: Size, sizes: Mapping[str, int], chip: Chip, dtype: str = "fp32") -> Prediction:
@@ -61,4 +67,6 @@ def predict(module: ModuleType, size: Size, sizes: Mapping[str, int], chip: Chip
 
 def traced(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> Log:
     """The lines of the step: they have bytes and FLOPs, but took no time."""
-    return step_counts(module, size, sizes, dtype).log
+    with trace() as log:
+        _run(module, size, sizes, dtype)()
+    return log

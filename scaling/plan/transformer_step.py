@@ -1,34 +1,21 @@
 """A Transformer's training step: predicted on a chip, stage by stage, and run to compare."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from scaling import tree
+from scaling.cost.counted import CountedStep, Prediction, measured_row, others_idle, pipelined, price
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.plan.counted import CountedStep, Prediction, count_call, measured_row, others_idle, pipelined, price
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
-from scaling.train.dry import local_shape, step_shapes
+from scaling.train import dry
+from scaling.train.dry import local_shape
 from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import gradients, make_step
-
-UPDATE = 7  # passes of AdamW over params: of them, their gradients and both moments three are written
-
-
-def counted_transformer(settings: Settings, sizes: Mapping[str, int], z: int = 0) -> CountedStep:
-    """What a Transformer's training step does on each device of stage z."""
-    mesh = AbstractMesh(sizes, {"Z": z} if z else None)
-    params, (tokens, targets, _) = step_shapes(settings, mesh)
-    f = gradients(settings, mesh)
-    found = count_call(lambda: f(params, (tokens, targets, None)))
-    for W in tree.leaves(params):
-        found.plain.add(UPDATE * W.nbytes)
-    return found
+from scaling.train.step import make_step
 
 
 @dataclass(frozen=True)
@@ -43,18 +30,32 @@ class StepForecast:
         return max(self.stages, key=lambda stage: stage.total)
 
 
-def predict_transformer(settings: Settings, sizes: Mapping[str, int], chip: Chip) -> StepForecast:
-    """Price a Transformer's training step, stage by stage. ShardingError or ValueError for what does not fit."""
-    Z, ranks = sizes.get("Z", 1), AbstractMesh(sizes).size()
-    counts = [counted_transformer(settings, sizes, z) for z in range(Z)]
-    stages = tuple(price(did, sizes, chip, settings.dtype) for did in counts)
+def predict_transformer(
+    settings: Settings, sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = ()
+) -> StepForecast:
+    """Price a Transformer's training step, stage by stage; of rows that are one document each. `shape`: of the slice of
+    a torus that the mesh is laid on. ShardingError or ValueError for what does not fit."""
+    Z, ranks, dtype = sizes.get("Z", 1), AbstractMesh(sizes).size(), settings.dtype
+    kinds: dict[tuple, CountedStep] = {}  # of stages: the first, the last, and those between by their number of layers
+
+    def did(z: int) -> CountedStep:
+        kind = z == 0, z == Z - 1, z < settings.model.L % Z
+        if kind not in kinds:
+            coord = {"Z": z} if z else None
+            kinds[kind] = dry.counted(settings, sizes, coord, "abstract", documents=False, memory=False)
+        return kinds[kind]
+
+    def seconds(stage: Prediction) -> float:
+        return stage.total if chip.measured else stage.overlapped
+
+    stages = tuple(price(did(z), sizes, chip, dtype, shape) for z in range(Z))
     one, all_ = measured_row(chip, "Matmul", 1), measured_row(chip, "Matmul", ranks)
     faster = max(1.0, min(Z, one.bandwidth / all_.bandwidth)) if one and all_ else 1.0
     alone = []
-    for did, stage in zip(counts, stages, strict=True):
-        comms = sum(seconds for _, seconds in price(did, sizes, others_idle(chip), settings.dtype).comms)
+    for z, stage in enumerate(stages):
+        comms = sum(each for _, each in price(did(z), sizes, others_idle(chip), dtype, shape).comms)
         alone.append(stage.own / faster + comms)
-    return StepForecast(stages, pipelined(stages, settings.microbatches, alone))
+    return StepForecast(stages, pipelined([seconds(stage) for stage in stages], settings.microbatches, alone))
 
 
 def transformer_step(settings: Settings, mesh) -> Callable[[], Any]:

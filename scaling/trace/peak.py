@@ -25,11 +25,13 @@ from scaling._torch import TorchDispatchMode, storage_key
 
 @dataclass
 class PeakMemory:
-    """`now` and `peak` in bytes. `steps`: [event, bytes alive after it, peak until the next one], by trace event."""
+    """`now` and `peak` in bytes. `steps`: [event, bytes alive after it, peak until the next one], by trace event of
+    `log`."""
 
     now: int = 0
     peak: int = 0
     steps: list[list] = field(default_factory=list)
+    log: trace.Log = field(default_factory=trace.Log)
 
     def add(self, nbytes: int) -> None:
         self.now += nbytes
@@ -49,15 +51,15 @@ class _Watch(TorchDispatchMode):
 
     only_looks = True  # so collectives run as they do unwatched
 
-    def __init__(self, memory: PeakMemory, log: trace.Log):
+    def __init__(self, memory: PeakMemory):
         super().__init__()
-        self.memory, self.log, self.seen = memory, log, {}
+        self.memory, self.seen = memory, {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.watch(args, kwargs)
         result = function(*args, **(kwargs or {}))
         self.watch(result)
-        memory, events = self.memory, self.log.events
+        memory, events = self.memory, self.memory.log.events
         for event in events[len(memory.steps) :]:
             memory.steps.append([event, memory.now, memory.now])
         if events:
@@ -82,8 +84,8 @@ class _Watch(TorchDispatchMode):
 def peak_memory() -> Iterator[PeakMemory]:
     """Count what is alive while the block runs; afterwards the counts stand still."""
     memory = PeakMemory()
-    with trace.trace() as log:
-        watch = _Watch(memory, log)
+    with trace.trace() as memory.log:
+        watch = _Watch(memory)
         with watch:
             yield memory
     for finalizer in list(watch.seen.values()):

@@ -174,7 +174,7 @@ def main(argv=None) -> int:
     own["tokenizer"] = "bytes" if own["tokenizer"] is None else own["tokenizer"]
     settings = Settings(model=config, weights=weights, **own)
     if args.plan is not None:
-        sizes = chosen(settings, args.plan or AbstractMesh(sizes).size(), args)
+        sizes = chosen(settings, args.plan or AbstractMesh(sizes).size(), args, given)
     declared = sizes
     if args.chip:
         chip(args.chip)
@@ -200,8 +200,9 @@ def main(argv=None) -> int:
         raise launch.RankError(f"{error}{told if last else ''}") from None
 
 
-def chosen(settings: Settings, ranks: int, args) -> dict[str, int]:
-    """The mesh that the planner takes for so many ranks; rank 0 prints why. ValueError if there is none."""
+def chosen(settings: Settings, ranks: int, args, given: list[str]) -> dict[str, int]:
+    """The mesh that the planner takes for so many ranks; rank 0 prints why, and how it is run. ValueError if there is
+    none."""
     if not args.chip:
         raise ValueError(
             "--plan needs to know the machine\n  fix: give --chip with a name, or with the file that python -m "
@@ -214,7 +215,7 @@ def chosen(settings: Settings, ranks: int, args) -> dict[str, int]:
         said = "".join(f"  {why}\n" for why in refused[:8])
         raise ValueError(f"no mesh suits\n{said}  fix: use another number of ranks, or give --mesh")
     if int(os.environ.get("RANK", 0)) == 0:
-        print(choose.table(found, refused) + "\n", flush=True)
+        print(f"{choose.table(found, refused)}\nrun: {choose.command_line(given, found[0].sizes)}\n", flush=True)
     args.mesh = ",".join(f"{axis}={size}" for axis, size in found[0].sizes.items())
     return found[0].sizes
 

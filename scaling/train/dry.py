@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from scaling import tree
+from scaling.configs import Config
+from scaling.cost.counted import CountedStep, weighted_sum
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
@@ -17,54 +19,87 @@ from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.strategies.transformer.stages import slots_of
+from scaling.trace.count import Between, counted_step
 from scaling.trace.peak import peak_memory
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import gradients
 
 ROOM = 0.95  # of a device's memory, what is planned with
+UPDATE = 7  # passes of AdamW over params: of them, their gradients and both moments three are written
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Of one rank, in bytes: params, the optimizer's state, the most at once in a step beside them (`step`), what it
-    sends in a step; and FLOPs of its lines and the number of its collectives."""
+class StepOptions:
+    """How a step is run, beside its Settings: the stage of ZeRO, and the pipeline's schedule (1F1B)."""
 
-    params: int
-    state: int
-    step: int
-    sent: int
-    flops: int
-    collectives: int
-
-    @property
-    def memory(self) -> int:
-        return self.params + self.state + self.step
+    zero: int = 3
+    schedule: str | None = None
 
 
 def count(
-    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo"
-) -> Counts:
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
+    options: StepOptions = StepOptions(), documents: bool = True,
+) -> CountedStep:  # fmt: skip
     """Of the rank at `coord`, by default the first, of a mesh of these sizes; experts as if chosen evenly.
 
-    `backend`: "gloo" counts the buffers of its collectives too, "abstract" their results alone.
+    `backend`: "gloo" counts the buffers of its collectives too, "abstract" their results alone. `documents`: a row has
+    several of them, which are kept apart.
     """
     mesh = AbstractMesh(sizes, coord, backend)
-    params, batch = step_shapes(settings, mesh)
+    params, batch = step_shapes(settings, mesh, options)
     optimizer = optimizer_of(settings)
     state = optimizer.init(params)
     held, states = tree.nbytes(params), tree.nbytes(state)
-    with peak_memory() as memory:
+    with peak_memory() as memory, Between() as between:
         tree.map(torch.Tensor.detach, params)  # so that they count from the beginning
-        _, grads, _ = gradients(settings, mesh)(params, batch)
+        run = gradients(settings, mesh, zero=options.zero, schedule=options.schedule)
+        _, grads, _ = run(params, batch if documents else [*batch[:2], None])
         if settings.optimizer == "muon":  # whose update sends, too
             optimizer.update(
                 grads, state, params, donate=True, specs=transformer.specs(settings.model, mesh), mesh=mesh
             )
-    log = [event for event, _, _ in memory.steps]
-    return Counts(
-        held, states, memory.peak - held, sum(event.wire_bytes for event in log),
-        sum(event.flops for event in log), sum(event.op not in ("Einsum", "Slice") for event in log),
-    )  # fmt: skip
+    for W in tree.leaves(params):
+        between.add("plain", UPDATE * W.nbytes)
+    step = counted_step(memory.log.events, between.calls)
+    return replace(step, params=held, state=states, step=memory.peak - held)
+
+
+def counted(
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
+    options: StepOptions = StepOptions(), documents: bool = True, memory: bool = True,
+) -> CountedStep:  # fmt: skip
+    """`count` of a deep model and of many microbatches, in less time: both are linear, so that a few layers a stage and
+    a few microbatches say what all of them take. Memory is linear in the microbatches once 1F1B's pipeline is full, in
+    other schedules all of them are run; without `memory` fewer layers and microbatches do.
+    """
+    model, Z = settings.model, sizes.get("Z", 1)
+    if settings.batch % settings.microbatches or (memory and options.schedule):
+        return count(settings, sizes, coord, backend, options, documents)
+    chunks = {"interleaved": 2, "dualpipev": 2}.get(options.schedule or "", 1)
+    few, full = (3, 3 if Z == 1 else 2 * Z + 8) if memory else (2, 2 * Z if chunks > 1 else 2)
+    depths = _samples(model.L, _period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
+    batches = _samples(settings.microbatches, Z if chunks > 1 else 1, full)
+    rows, parts = settings.batch // settings.microbatches, []
+    for layers, L in depths:
+        for steps, M in batches:
+            windows = model.window[:L] if isinstance(model.window, tuple) else model.window
+            small = replace(settings, model=model.with_(L=L, window=windows), batch=rows * M, microbatches=M)
+            parts.append((layers * steps, count(small, sizes, coord, backend, options, documents)))
+    return parts[0][1] if len(parts) == 1 else weighted_sum(parts)
+
+
+def _samples(whole: int, unit: int, least: int) -> list[tuple[int, int]]:
+    """[(times, size)]: two sizes that differ by a unit, and how often each is counted, for what is linear in the size
+    from `least` on; the whole itself where that is no larger."""
+    first = least + (whole - least) % unit
+    times = (whole - first) // unit
+    return [(1, whole)] if times <= 1 else [(1 - times, first), (times, first + unit)]
+
+
+def _period(model: Config) -> int:
+    """After how many layers their windows repeat."""
+    windows = model.windows
+    return next(p for p in range(1, len(windows) + 1) if windows[p:] == windows[:-p])
 
 
 def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
@@ -72,40 +107,36 @@ def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
     return parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
 
 
-def step_shapes(settings: Settings, mesh) -> tuple[Any, list[torch.Tensor]]:
+def step_shapes(settings: Settings, mesh, options: StepOptions = StepOptions()) -> tuple[Any, list[torch.Tensor]]:
     """(params, [tokens, targets, segments]) of this rank, on the meta device. ShardingError if they do not divide."""
     config = settings.model
-    types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
+    types = transformer.specs(config, mesh, zero=options.zero, schedule=options.schedule)
+    slots = slots_of(config, mesh, options.schedule)
     params = model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, slots=slots)
     shape = local_shape(settings, mesh)
     return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]
 
 
-def fullest(settings: Settings, sizes: Mapping[str, int], backend: str = "gloo") -> Counts:
+def fullest(
+    settings: Settings, sizes: Mapping[str, int], backend: str = "gloo", enough: float = float("inf")
+) -> CountedStep:
     """Of the rank that needs most memory: one of the first stage, which holds the activations of most microbatches, or
-    of the last, which has the logits."""
-    stages = {0, sizes.get("Z", 1) - 1}
-    found = [count(settings, sizes, {"Z": z} if z else None, backend) for z in sorted(stages)]
-    return max(found, key=lambda counts: counts.memory)
+    of the last, which has the logits. Or of a rank that needs more than `enough` bytes."""
+    first = counted(settings, sizes, None, backend)
+    if (Z := sizes.get("Z", 1)) == 1 or first.memory > enough:
+        return first
+    return max(first, counted(settings, sizes, {"Z": Z - 1}, backend), key=lambda step: step.memory)
 
 
-def fullest_memory(settings: Settings, sizes: Mapping[str, int], backend: str = "gloo") -> float:
-    """`fullest(...).memory`, of a deep model in less time: without stages its layers are alike, so that three and four
-    of them say what all take."""
-    model = settings.model
-    if sizes.get("Z", 1) > 1 or model.L <= 4 or isinstance(model.window, tuple):
-        return fullest(settings, sizes, backend).memory
-    three, four = (fullest(replace(settings, model=model.with_(L=L)), sizes, backend).memory for L in (3, 4))
-    return three + (four - three) * (model.L - 3)
-
-
-def table(counts: Counts, sizes: Mapping[str, int]) -> str:
+def table(counts: CountedStep, sizes: Mapping[str, int]) -> str:
+    over = counts.by_axes()
     rows = [
         ("params", f"{counts.params:,} bytes"),
         ("optimizer's state", f"{counts.state:,} bytes"),
         ("most at once in a step, beside these", f"{counts.step:,} bytes"),
         ("together", f"{counts.memory:,} bytes"),
         ("sent in a step", f"{counts.sent:,} bytes"),
+        *((f"  over {axes}", f"{calls.sent:,} bytes in {calls.number}") for axes, calls in over.items() if calls.sent),
         ("collectives", f"{counts.collectives}"),
         ("its lines' products", f"{significant(counts.flops)} FLOPs"),
     ]
@@ -115,7 +146,7 @@ def table(counts: Counts, sizes: Mapping[str, int]) -> str:
     return "\n".join([*lines, *(f"  {what:<{width}}  {value}" for what, value in rows)])
 
 
-def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: float) -> Counts:
+def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: float) -> CountedStep:
     """What the fullest rank takes. ValueError that says the largest batch that fits, if that is more bytes than there
     are for it."""
     counts = fullest(settings, sizes)

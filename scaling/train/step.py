@@ -12,9 +12,9 @@ from scaling.train import guards
 from scaling.train.settings import DTYPES, Settings
 
 
-def gradients(settings: Settings, mesh) -> Callable:
+def gradients(settings: Settings, mesh, zero: int = 3, schedule=None) -> Callable:
     """f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm)."""
-    config, types = settings.model, transformer.specs(settings.model, mesh)
+    config, types = settings.model, transformer.specs(settings.model, mesh, zero=zero, schedule=schedule)
     sums = torch.promote_types(DTYPES[settings.dtype], torch.float32)
 
     def f(params, batch, step: int = 0, scale: float = 1.0):
@@ -22,7 +22,7 @@ def gradients(settings: Settings, mesh) -> Callable:
         loss, grads = transformer.loss_and_grads(
             params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
             remat=settings.remat, keep_weights=settings.keep_weights, seed=at_step(settings.seed, step), sums=sums,
-            scale=scale,
+            scale=scale, zero=zero, schedule=schedule,
         )  # fmt: skip
         return loss, grads, optim.global_norm(grads, types, mesh)
 

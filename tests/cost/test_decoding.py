@@ -8,6 +8,7 @@ import torch
 from scaling import serve
 from scaling.configs import Config, get
 from scaling.cost import decoding as d
+from scaling.cost.placed import place_axes
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
@@ -87,13 +88,13 @@ def test_places_fill_the_slice():
     for shape in ((4, 4), (4, 8), (2, 4, 4)):
         chips = math.prod(shape)
         for y in (2**i for i in range(chips.bit_length())):
-            placed = d.place_axes(shape, {"Y": y, "Z": chips // y})
+            placed = place_axes(shape, {"Y": y, "Z": chips // y})
             assert math.prod(placed["Y"]) == y
             assert tuple(a * b for a, b in zip(*placed.values(), strict=True)) == shape
     with pytest.raises(ValueError, match="idle"):
-        d.place_axes((4, 4), {"Y": 8})
+        place_axes((4, 4), {"Y": 8})
     with pytest.raises(ValueError, match="Y = 3 does not fit"):
-        d.place_axes((4, 4), {"Y": 3, "Z": 5})
+        place_axes((4, 4), {"Y": 3, "Z": 5})
 
 
 def test_a_slice_without_wraparound_has_half_the_links():

@@ -1,0 +1,193 @@
+"""A step as a count of typed lines, and the seconds that it takes on a chip: one roofline for every teller of costs.
+
+A `CountedStep` comes from a run of the step's own code on an abstract mesh (`scaling.trace.count`). It is linear in the
+number of layers and of microbatches, so that a few small runs say what a large one does (`weighted_sum`). `price` puts
+it on a chip: what it computes, what passes through memory, and its lines over each axis's links.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from scaling.cost import placed
+from scaling.hardware import Chip, Measured
+
+
+class LineKind(NamedTuple):
+    """A kind of collective: what it does, over which mesh axes, on elements of which dtype; `ahead`: started before its
+    result is needed, so that it is not on the critical path."""
+
+    op: str
+    axes: tuple[str, ...]
+    dtype: str
+    ahead: bool
+
+
+class Calls(NamedTuple):
+    """So many calls, and what they do in all: FLOPs, or bytes (of a collective V); `sent`: bytes that a rank sends."""
+
+    number: float = 0
+    amount: float = 0
+    sent: float = 0
+
+    def and_more(self, amount: float, sent: float = 0, number: float = 1) -> "Calls":
+        return Calls(self.number + number, self.amount + amount, self.sent + sent)
+
+
+NONE = Calls()
+
+
+@dataclass(frozen=True)
+class CountedStep:
+    """What a step does on one rank.
+
+    `products`, `attention`: FLOPs of matmuls, and of attention's kernels and blocks; `reads`: bytes of the products'
+    operands and results; `plain`, `curved`: bytes that other operations read and write, `curved` those with a
+    transcendental function. `lines`: its collectives. `flops`: of its typed lines. In bytes: the `params`, the
+    optimizer's `state`, and the most at once beside them (`step`).
+    """
+
+    products: Calls = NONE
+    reads: Calls = NONE
+    attention: Calls = NONE
+    plain: Calls = NONE
+    curved: Calls = NONE
+    lines: Mapping[LineKind, Calls] = field(default_factory=dict)
+    flops: float = 0
+    params: float = 0
+    state: float = 0
+    step: float = 0
+
+    @property
+    def memory(self) -> float:
+        return self.params + self.state + self.step
+
+    @property
+    def sent(self) -> float:
+        return sum(calls.sent for calls in self.lines.values())
+
+    @property
+    def collectives(self) -> float:
+        return sum(calls.number for calls in self.lines.values())
+
+    def by_axes(self) -> dict[str, Calls]:
+        """Its collectives by the axes that they run over, as "XY"."""
+        found: dict[str, Calls] = {}
+        for line, calls in self.lines.items():
+            name = "".join(line.axes)
+            found[name] = found.get(name, NONE).and_more(calls.amount, calls.sent, calls.number)
+        return found
+
+
+def weighted_sum(parts: Iterable[tuple[float, CountedStep]]) -> CountedStep:
+    """The sum of steps, each so many times."""
+    parts = list(parts)
+
+    def calls(found: Iterable[tuple[float, Calls]]) -> Calls:
+        found = list(found)
+        return Calls(*(sum(times * one[i] for times, one in found) for i in range(3)))
+
+    lines = dict.fromkeys(line for _, step in parts for line in step.lines)
+    every = {line: calls((times, step.lines.get(line, NONE)) for times, step in parts) for line in lines}
+    work: dict[str, Any] = {
+        name: calls((times, getattr(step, name)) for times, step in parts)
+        for name in ("products", "reads", "attention", "plain", "curved")
+    }
+    for name in ("flops", "params", "state", "step"):
+        work[name] = sum(times * getattr(step, name) for times, step in parts)
+    return CountedStep(**work, lines=every)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of the products, of the work between them, and of the collectives by mesh axes; of these `ahead` are not
+    on the critical path."""
+
+    math: float
+    between: float
+    comms: tuple[tuple[str, float], ...]
+    ahead: float = 0.0
+
+    @property
+    def own(self) -> float:
+        """What does not depend on other ranks."""
+        return self.math + self.between
+
+    @property
+    def total(self) -> float:
+        """Nothing overlaps: as on CPUs, where the core that computes also moves the bytes."""
+        return self.own + sum(seconds for _, seconds in self.comms)
+
+    @property
+    def overlapped(self) -> float:
+        """What is started ahead hides behind the rest."""
+        waited = self.total - self.ahead
+        return max(waited, self.ahead)
+
+
+def price(
+    step: CountedStep, sizes: Mapping[str, int], chip: Chip, dtype: str = "fp32", shape: Sequence[int] = ()
+) -> Prediction:
+    """Seconds of a step on a mesh of these sizes, outermost first; `shape`: of the slice of a torus that it is laid on.
+
+    By what the chip file measured; where it has no measurements, at the share of its peaks that the chip reaches.
+    ValueError if the chip lacks what that takes.
+    """
+    rate, n, inwards = chip.efficiency, math.prod(sizes.values()), dict(reversed(list(sizes.items())))
+    comms: dict[str, float] = {}
+    ahead = 0.0
+    for line, calls in step.lines.items():
+        if line.op == "Send" or not calls.number:  # its Recv is counted
+            continue
+        once = placed.mesh_seconds(line.op, calls.amount / calls.number, line.axes, inwards, chip, shape)
+        if seconds := calls.number * once / (1 if chip.measured else rate.links):
+            axes = "".join(line.axes)
+            comms[axes] = comms.get(axes, 0.0) + seconds
+            ahead += seconds if line.ahead else 0.0
+    flops, memory = chip.flops(dtype), chip.need("hbm_bw")
+    if not chip.measured:
+        flops, memory = flops * rate.of_matmul(dtype), memory * rate.memory
+    product = measured_row(chip, "Product", n) or Measured("Product", n, 0.0, float("inf"))
+    plain = measured_row(chip, "Pointwise", n) or Measured("Pointwise", n, 0.0, memory)
+    curved = measured_row(chip, "Activation", n) or plain
+    computing = step.products.amount / flops + step.attention.amount / (chip.flops(dtype) * rate.attention)
+    computing += _seconds(product, step.reads) + step.attention.number * product.latency
+    between = _seconds(plain, step.plain) + _seconds(curved, step.curved)
+    return Prediction(computing, between, tuple(comms.items()), ahead)
+
+
+def _seconds(measured: Measured, calls: Calls) -> float:
+    return calls.number * measured.latency + calls.amount / measured.bandwidth
+
+
+def measured_row(chip: Chip, op: str, ranks: int) -> Measured | None:
+    """What was measured of an operation while so many ranks ran it; the nearest number of ranks, if not this one."""
+    rows = [r for r in chip.measured if r.op == op]
+    return min(rows, key=lambda r: (abs(r.ranks - ranks), r.ranks)) if rows else None
+
+
+def others_idle(chip: Chip) -> Chip:
+    """The chip as its collectives are while the ranks that do not take part stand still, where that was measured."""
+    rows = tuple(replace(row, alone=False) for row in chip.measured if row.alone)
+    return replace(chip, measured=(*rows, *chip.measured))
+
+
+def pipelined(stages: Sequence[float], microbatches: int, alone: Sequence[float] = ()) -> float:
+    """Seconds of a step whose stages, of so many seconds, follow each other: in slot k stage z has microbatch k - z.
+
+    `alone`: seconds of each stage while all others stand still, as they do where the pipeline fills and drains; no
+    less than beside them where each rank has a processor of its own, which is taken for granted if none are given.
+    With some of the others at work it is taken to lie in proportion between the two.
+    """
+    Z, M = len(stages), microbatches
+
+    def slot(active: Sequence[int]) -> float:
+        took = done = 0.0
+        for i, z in enumerate(sorted(active, key=stages.__getitem__)):
+            idle = (Z - (len(active) - i)) / max(1, Z - 1)  # of the other stages; those with less to do have ended
+            ratio = min(1.0, alone[z] / stages[z]) if alone else 1.0
+            took, done = took + (stages[z] - done) * (1 - (1 - ratio) * idle), stages[z]
+        return took
+
+    return sum(slot([z for z in range(Z) if 0 <= k - z < M]) for k in range(M + Z - 1)) / M

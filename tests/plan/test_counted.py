@@ -1,0 +1,82 @@
+"""A step that is counted with a few layers and microbatches is the whole step: bytes by axis and FLOPs exactly, memory
+within 2%. Drawn: dense models and experts, meshes of up to thousands of ranks, every policy, schedules, ZeRO."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaling.configs import get
+from scaling.cost.counted import Calls, CountedStep, LineKind, weighted_sum
+from scaling.hardware import chip
+from scaling.plan import choose
+from scaling.spec import ShardingError
+from scaling.strategies.transformer.layer import REMAT
+from scaling.train import command, dry
+from scaling.train.dry import StepOptions
+from scaling.train.settings import Settings
+
+DENSE, TIED = get("llama3-8b").with_(V=32768), get("llama3-8b").with_(D=1024, F=4096, N=16, K=4, H=64, tied=True)
+MODELS = [DENSE, TIED, get("mixtral-8x7b"), DENSE.with_(window=(512, None) * 4, L=8)]
+
+
+@st.composite
+def steps(draw) -> tuple[Settings, dict[str, int], StepOptions]:
+    config = draw(st.sampled_from(MODELS))
+    axes = draw(st.lists(st.sampled_from("PXCYZ" + "E" * config.moe), unique=True, min_size=1, max_size=3))
+    most = {"Z": 4, "Y": config.K, "E": config.E, "C": 4, "X": 64, "P": 16}
+    sizes = {a: draw(st.sampled_from([2**i for i in range(1, 7) if 2**i <= most[a]])) for a in "PZXCYE" if a in axes}
+    Z = sizes.get("Z", 1)
+    M = draw(st.sampled_from([1, 2, 5] if Z == 1 else [2 * Z, 2 * Z + 10]))
+    layers = config.L if isinstance(config.window, tuple) else Z * draw(st.integers(3, 6)) + draw(st.integers(0, Z - 1))
+    options = StepOptions(draw(st.sampled_from((0, 1, 3))), draw(st.sampled_from((None, "zb-h1"))) if Z > 1 else None)
+    remat = draw(st.sampled_from(("none", "block") if config.moe else tuple(REMAT)))
+    batch = M * sizes.get("P", 1) * sizes.get("X", 1) * sizes.get("E", 1) * draw(st.sampled_from((1, 2)))
+    some = Settings(config.with_(L=layers), "", "", batch, 1024, microbatches=M, dtype="bf16", remat=remat)
+    return some, sizes, options
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True, max_examples=6)
+@given(steps(), st.sampled_from((0, 1)))
+def test_a_few_layers_and_microbatches_say_what_all_take(drawn, last):
+    some, sizes, options = drawn
+    coord = {"Z": sizes["Z"] - 1} if last and "Z" in sizes else None
+    try:
+        whole = dry.count(some, sizes, coord, options=options)
+    except (ShardingError, ValueError):
+        return  # a mesh, or a policy, that the run refuses
+    few = dry.counted(some, sizes, coord, options=options)
+    assert (few.lines, few.flops, few.attention) == (whole.lines, whole.flops, whole.attention)
+    assert (few.params, few.state) == (whole.params, whole.state)
+    assert few.memory == pytest.approx(whole.memory, rel=0.02)
+    assert dry.counted(some, sizes, coord, options=options, memory=False).lines == whole.lines
+
+
+def test_steps_are_mixed_by_their_numbers():
+    line = LineKind("AllGather", ("X",), "bfloat16", True)
+    three = CountedStep(products=Calls(30, 300), lines={line: Calls(3, 90, 60)}, flops=300, params=7, step=40)
+    four = CountedStep(products=Calls(40, 400), lines={line: Calls(4, 120, 80)}, flops=400, params=8, step=50)
+    ten = weighted_sum([(-6, three), (7, four)])
+    assert (ten.products, ten.flops, ten.params, ten.step) == (Calls(100, 1000), 1000, 14, 110)
+    assert ten.by_axes() == {"X": Calls(10, 300, 200)}
+
+
+@pytest.mark.slow
+def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(capsys):
+    """To the byte: memory, and what is sent."""
+    given = ["--model", "llama3-8b", "--batch", "64", "--seq", "2048", "--dtype", "bf16", "--remat", "block"]
+    given += ["--microbatches", "2", "--chip", "h100", "--device", "cuda"]
+    assert command.main([*given, "--plan", "16", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    run = next(line for line in said.splitlines() if line.startswith("run: ")).split("scaling.train ")[1].split()
+    assert command.main([*run, "--dry-run"]) == 0
+    again = capsys.readouterr().out
+    assert said.endswith(again)
+    some = Settings(get("llama3-8b"), "", "", 64, 2048, microbatches=2, dtype="bf16", remat="block")
+    best = choose.choices(some, 16, chip("h100"), "abstract")[0][0]
+    assert f"{best.memory:,} bytes" in again
+    whole = dry.count(some, best.sizes, backend="abstract")
+    assert f"{whole.sent:,} bytes" in again
+    assert replace(whole, step=0) == replace(dry.fullest(some, best.sizes, "abstract"), step=0)
