@@ -15,6 +15,7 @@ import time
 import torch
 
 from scaling import cost
+from scaling.book import hlo, stack
 from scaling.book.answers import Answer
 from scaling.book.layout import beside, width
 from scaling.book.page import Page
@@ -23,7 +24,7 @@ from scaling.console import integer
 from scaling.hardware import Chip, Measured, chip, load_chip
 from scaling.measure import rates
 from scaling.models.pointwise import act
-from scaling.profile import hlo, profile, stack
+from scaling.profile import profile
 from scaling.sizes import format_sizes
 
 page = Page(

@@ -13,13 +13,13 @@ from itertools import product
 from typing import NamedTuple
 
 from scaling import cost
+from scaling.book import hlo
 from scaling.book.answers import Answer
 from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.plan.predict import Size, traced
-from scaling.profile import hlo
 from scaling.sizes import format_sizes
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 

@@ -1,8 +1,7 @@
 """What happened, line by line (Part 9): a profile in the book's notation, on one process or on all ranks.
 
 `record` opens one; `timeline` is what it saw, as data, on one `clock`; `split`, `lines`, `memory` and `stragglers` read
-it; `advice` says what to change; `table` and `chrome` show it. `hlo` reads the shapes and layouts of XLA's programs;
-`stack` shows what becomes of a program on its way to the machine.
+it; `advice` says what to change; `table` and `chrome` show it.
 """
 
 from scaling.profile.record import profile

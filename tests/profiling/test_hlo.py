@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from scaling.profile import hlo
+from scaling.book import hlo
 
 FUSION = (
     "%fusion.3 = bf16[32,32,4096]{2,1,0:T(8,128)(2,1)S(1)} fusion(bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)} "
