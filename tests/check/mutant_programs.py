@@ -130,8 +130,11 @@ def of_transformer(mesh, name: str, text: str):
             ends = importlib.import_module(name)
             hidden = tree.shard(torch.randn(4, 8, config.D, generator=g, dtype=torch.float64), "x[B_X, T, D]", mesh)
             U = tree.shard(torch.randn(config.D, config.V, generator=g, dtype=torch.float64), "U[D, V_Y]", mesh)
-            own = ends.loss(hidden, U, batch[1], mesh, weights=batch[2])
+            own, pull = vjp(lambda *x, f=ends.loss, b=batch: f(*x, b[1], mesh, weights=b[2]), hidden, U)
+            dhidden, dU = pull(torch.ones_like(own))
             found.append(all_reduce("Loss[] {U_XY} -> Loss[]", own, mesh))
+            found.append(all_reduce("dx[B_X, T, D] {U_Y} -> dx[B_X, T, D]", dhidden, mesh))
+            found.append(all_reduce("dU[D, V_Y] {U_X} -> dU[D, V_Y]", dU, mesh))
     return found
 
 

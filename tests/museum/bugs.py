@@ -85,10 +85,10 @@ BUGS = (
         TRANSFORMER + "ends.py",
         (
             (
-                "    return _of_chunks(x, W[",
-                '    line = "Loss[] {U_PXECY} -> Loss[]"\n    return all_reduce(line, _of_chunks(x, W[',
+                "    return VocabLoss.apply(hidden, unembed, targets, w, setting)[0]",
+                "    Loss = VocabLoss.apply(hidden, unembed, targets, w, setting)[0]\n"
+                '    return all_reduce("Loss[] {U_PXECY} -> Loss[]", Loss, mesh)',
             ),
-            ("terms, tied, mesh, CHUNK)", "terms, tied, mesh, CHUNK), mesh)"),
         ),
         refused="loss",
     ),
@@ -144,8 +144,8 @@ BUGS = (
         "experts' gradients summed over the experts' ranks",
         "pytorch/pytorch#160285 NVIDIA/Megatron-LM#5956",
         "tokens of all ranks are in them already: |E| times too large, and the loss looks the same",
-        TRANSFORMER + "step.py",
-        (("[axis for axis in axes if axis not in before.axes]", "list(axes)"),),
+        TRANSFORMER + "moves.py",
+        ((" and axis not in used.axes]", "]"),),
         raises=("experts", "mesh axis E is used twice"),
     ),
     Bug(
