@@ -10,7 +10,8 @@ imported without it.
     sampling, speculative, generation                      from logits to tokens; generate, stream, score
     states, policies, pages, scheduler                     the engine's state machine, without torch
     simulate, engine                                       a trace of requests in time: modelled, and computed
-    paged, drafts                                          of the engine: a model with its pages; what proposes tokens
+    drafts                                                 a step of what generates, and what proposes its tokens
+    paged                                                  of the engine: a model with its pages
     calibrate                                              the simulator's prices, from steps that were measured
     text, loading, requests                                for the commands `generate` and `serve`
     web                                                    the engine behind HTTP: the extra `serve`

@@ -1,57 +1,116 @@
-"""What proposes tokens inside the engine: the request's own text by n-grams, or a smaller model with pages of its own.
+"""A step of what generates: the tokens that each request is given, with a draft or without; and what proposes them.
 
-Which are kept is the rule of `speculative`. Where pages are few, the scheduler asks for less.
+The same step serves `generate`, the engine and the server: they differ in where a model keeps what it has computed.
+A draft is the request's own text by n-grams, or a smaller model. Which proposals are kept is the rule of `speculative`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from scaling.serve.paged import PagedModel
-from scaling.serve.speculative import ngram
-from scaling.serve.states import Move, Work
+from scaling.configs import Config
+from scaling.serve.sampling import Draw, sample_each
+from scaling.serve.speculative import as_proposed, ngram
+from scaling.serve.states import Work
 
-DrawTokens = Callable[[Sequence[tuple[Work, int]], Tensor], list[int]]  # ([(work, place)], logits[n, V]) -> n tokens
+
+class CachedModel(Protocol):
+    """A model with its cache."""
+
+    def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
+        """Logits[B, V] after each work's last token, or of `every` token, [B, T, V]; all are written to the cache."""
+        ...
 
 
 class Draft(Protocol):
-    def propose(self, worker: str, works: Sequence[Work], draw: DrawTokens) -> dict[int, list[int]]:
+    def propose(self, worker: str, works: Sequence[Work], draws: Mapping[int, Draw]) -> dict[int, list[int]]:
         """So many tokens as each work wants, by id. It sees the works of every step, prompts too."""
         ...
-
-    def move(self, move: Move) -> None: ...
 
 
 class NGrams:
     """What followed the request's last tokens when they stood there before."""
 
-    def propose(self, worker: str, works: Sequence[Work], draw: DrawTokens) -> dict[int, list[int]]:
+    def propose(self, worker: str, works: Sequence[Work], draws: Mapping[int, Draw]) -> dict[int, list[int]]:
         return {w.id: ngram((*w.before, *w.tokens), w.proposals) if w.proposals else [] for w in works}
-
-    def move(self, move: Move) -> None:
-        pass
 
 
 class SmallModel:
-    """A model with the same page table: it holds of each request what the model itself holds, prefix hits included."""
+    """A model that holds of each request what the model itself holds, prefix hits included."""
 
-    def __init__(self, model: PagedModel):
+    def __init__(self, model: CachedModel):
         self.model = model
 
-    def propose(self, worker: str, works: Sequence[Work], draw: DrawTokens) -> dict[int, list[int]]:
+    def propose(self, worker: str, works: Sequence[Work], draws: Mapping[int, Draw]) -> dict[int, list[int]]:
         proposed: dict[int, list[int]] = {w.id: [] for w in works}
         logits, live = self.model.logits(worker, works), list(works)
         while rows := [i for i, w in enumerate(live) if len(proposed[w.id]) < w.proposals]:
             live = [live[i] for i in rows]
             places = [w.start + len(w.tokens) for w in live]
-            for w, token in zip(live, draw(list(zip(live, places, strict=True)), logits[rows]), strict=True):
+            drawn = sample_each(logits[rows], [draws.get(w.id, Draw()) for w in live], places)
+            for w, token in zip(live, drawn, strict=True):
                 proposed[w.id].append(token)
-            live = [
-                w._replace(start=place, tokens=(proposed[w.id][-1],)) for w, place in zip(live, places, strict=True)
-            ]
+            live = [w._replace(start=at, tokens=(id,)) for w, at, id in zip(live, places, drawn, strict=True)]
             logits = self.model.logits(worker, live)  # of the last proposal as well: if all are kept, it is held
         return proposed
 
-    def move(self, move: Move) -> None:
-        self.model.move(move)
+
+class Given(NamedTuple):
+    """The tokens that a request is given, and the logits[n, V] at their places."""
+
+    id: int
+    tokens: tuple[int, ...]
+    logits: Tensor
+
+
+def advance(
+    model: CachedModel, draft: Draft | None, worker: str, works: Sequence[Work], draws: Mapping[int, Draw]
+) -> list[Given]:
+    """Of each work that samples: those of its proposals that are right, and the token after them. `draws`, by id: how
+    they are drawn, greedily where it does not say."""
+    proposed = draft.propose(worker, works, draws) if draft else {}
+    every = any(w.proposals for w in works)
+    longer = [w._replace(tokens=(*w.tokens, *proposed.get(w.id, ()))) for w in works] if every else works
+    logits = model.logits(worker, longer, every)
+    logits = logits if every else logits[:, None]
+    sampled = [(b, w) for b, w in enumerate(works) if w.sample]
+    at = [(b, w, n) for b, w in sampled for n in range(1 + w.proposals)]
+    if not at:
+        return []
+    logits = logits[[b for b, _, _ in at], [len(w.tokens) - 1 + n if every else 0 for _, w, n in at]]
+    places = [w.start + len(w.tokens) + n for _, w, n in at]
+    drawn, given, first = sample_each(logits, [draws.get(w.id, Draw()) for _, w, _ in at], places), [], 0
+    for _, work in sampled:
+        tokens = as_proposed(proposed.get(work.id, ()), drawn[first : first + 1 + work.proposals])
+        given.append(Given(work.id, tuple(tokens), logits[first : first + len(tokens)]))
+        first += 1 + work.proposals
+    return given
+
+
+def drafting(draft: Any, target: Config, hold: Callable[[dict, Config], CachedModel]) -> Draft | None:
+    """What `draft` names: (config, params), in either order, "ngram" or None; `hold` gives these params a cache.
+
+    ValueError for anything else, and for a draft that does not fit to its target.
+    """
+    if draft in (None, "ngram"):
+        return NGrams() if draft else None
+    if not isinstance(draft, tuple) or {type(part) for part in draft} != {Config, dict}:
+        raise ValueError(f'draft={draft!r:.40} is neither (config, params) nor "ngram"\n  fix: give one of these')
+    config, params = draft if isinstance(draft[0], Config) else draft[::-1]
+    check_draft(config, target)
+    try:
+        return SmallModel(hold(params, config))
+    except ValueError as error:
+        what, _, fix = str(error).partition("\n  fix: ")
+        fix = fix or "give params of the draft's own config, sharded by serve.specs(config, mesh)"
+        raise type(error)(f"the draft {config.name}: {what}\n  fix: {fix}") from None
+
+
+def check_draft(config: Config, target: Config) -> None:
+    """ValueError for a draft of another vocabulary."""
+    if config.V != target.V:
+        raise ValueError(
+            f"the draft {config.name} has V={config.V}, {target.name} has V={target.V}\n"
+            "  fix: choose a draft with the same vocabulary"
+        )

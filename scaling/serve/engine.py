@@ -6,29 +6,20 @@ them, and two workers run beside each other in that clock though they share this
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaling.collectives import unshard
 from scaling.configs import Config
-from scaling.serve.drafts import Draft, NGrams, SmallModel
-from scaling.serve.generation import check_draft, draft_model
+from scaling.serve.drafts import advance, drafting
 from scaling.serve.paged import PagedModel
-from scaling.serve.sampling import Sampling, sample
+from scaling.serve.sampling import Draw
 from scaling.serve.simulate import Simulated, drive
-from scaling.serve.speculative import as_proposed
-from scaling.serve.states import Move, Options, Request, Run, Work
+from scaling.serve.states import Move, Options, Request, Run
 from scaling.spec import Spec
-
-
-class Draw(NamedTuple):
-    """How a request's tokens are drawn."""
-
-    how: Sampling = Sampling()
-    seed: int = 0
 
 
 class Engine:
@@ -36,7 +27,7 @@ class Engine:
 
     `draws`: of the requests that are not greedy, by id. `draft`: (config, params) of a smaller model with the same
     vocabulary, or "ngram": what makes the proposals that `options` asks for; no token depends on it (`drafts`).
-    `logits(id, place, logits[V])` is called for each token that is given. `clock`: seconds, of the wall or of the
+    `logits(id, logits[V])` is called for each token that is given. `clock`: seconds, of the wall or of the
     processor.
     """
 
@@ -51,7 +42,7 @@ class Engine:
         dtype: torch.dtype | None = None,
         draft: Any = None,
         clock: Callable[[], float] = time.perf_counter,
-        logits: Callable[[int, int, Tensor], object] | None = None,
+        logits: Callable[[int, Tensor], object] | None = None,
     ):
         if mesh is not None and mesh.sizes.get("Z", 1) > 1:
             raise ValueError(
@@ -65,16 +56,20 @@ class Engine:
             )
         self.mesh, self.logits, self.clock = mesh, logits, clock
         self.draws = {} if draws is None else draws
-        self.model = PagedModel(params, config, options, mesh, dtype)
-        self.draft: Draft | None = None if draft is None else NGrams()
-        if draft not in (None, "ngram"):
-            small, theirs = draft_model(draft)
-            check_draft(small, config)
-            self.draft = SmallModel(PagedModel(theirs, small, options, mesh, dtype))
+        self.models: list[PagedModel] = []  # and of a draft that is a model, its own
+
+        def hold(params: dict, config: Config) -> PagedModel:
+            self.models.append(PagedModel(params, config, options, mesh, dtype))
+            return self.models[-1]
+
+        self.model, self.draft = hold(params, config), drafting(draft, config, hold)
 
     def __call__(self, action: Run | Move) -> tuple[float, dict[int, tuple[int, ...]]]:
         start = self.clock()
-        tokens = self._move(action) if isinstance(action, Move) else self._run(action)
+        tokens = self._run(action) if isinstance(action, Run) else {}
+        if isinstance(action, Move):
+            for model in self.models:
+                model.move(action)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return self._agreed(self.clock() - start), tokens
@@ -87,53 +82,17 @@ class Engine:
         total = unshard(str(spec), torch.tensor(seconds, dtype=torch.float64, device=self.model.device), self.mesh)
         return float(total) / self.mesh.size()
 
-    def _move(self, move: Move) -> dict[int, tuple[int, ...]]:
-        for model in (self.model, self.draft):
-            if model is not None:
-                model.move(move)
-        return {}
-
     def _run(self, run: Run) -> dict[int, tuple[int, ...]]:
         given: dict[int, tuple[int, ...]] = {}
         for one in (True, False):  # those of one token apart, so that they are not padded to a prompt's length
-            if works := [w for w in run.works if (len(w.tokens) == 1) == one]:
-                given |= self._give(run.worker, works)
+            if not (works := [w for w in run.works if (len(w.tokens) == 1) == one]):
+                continue
+            for id, tokens, logits in advance(self.model, self.draft, run.worker, works, self.draws):
+                given[id] = tokens
+                if self.logits is not None:
+                    for its in logits:
+                        self.logits(id, its)
         return given
-
-    def _give(self, worker: str, works: list[Work]) -> dict[int, tuple[int, ...]]:
-        """The tokens of each work that samples: those of its proposals that are right, and the one after them."""
-        proposed = self.draft.propose(worker, works, self._draw) if self.draft else {}
-        longer = [w._replace(tokens=(*w.tokens, *proposed.get(w.id, ()))) for w in works]
-        every = any(w.proposals for w in works)
-        logits = self.model.logits(worker, longer, every)
-        logits = logits if every else logits[:, None]
-        rows = [(b, n) for b, w in enumerate(works) if w.sample for n in range(1 + w.proposals)]
-        if not rows:
-            return {}
-        chosen = logits[[b for b, _ in rows], [len(works[b].tokens) - 1 + n if every else 0 for b, n in rows]]
-        places = [(works[b], works[b].start + len(works[b].tokens) + n) for b, n in rows]
-        drawn = iter(zip(self._draw(places, chosen), places, chosen, strict=True))
-        given: dict[int, tuple[int, ...]] = {}
-        for work in [work for work in works if work.sample]:
-            own = [next(drawn) for _ in range(1 + work.proposals)]
-            given[work.id] = tuple(as_proposed(proposed.get(work.id, ()), [id for id, _, _ in own]))
-            if self.logits is not None:
-                for _, (_, place), its in own[: len(given[work.id])]:
-                    self.logits(work.id, place, its)
-        return given
-
-    def _draw(self, places: Sequence[tuple[Work, int]], logits: Tensor) -> list[int]:
-        """A token for each place of a request, from logits[n, V]."""
-        groups: dict[Sampling, list[tuple[int, int, int]]] = {}
-        for i, (work, place) in enumerate(places):
-            how, seed = self.draws.get(work.id, Draw())
-            groups.setdefault(how, []).append((i, seed, place))
-        drawn = [0] * len(places)
-        for how, some in groups.items():
-            rows, seeds, at = (list(column) for column in zip(*some, strict=True))
-            for i, id in zip(rows, sample(logits[rows], how, seeds, at).tolist(), strict=True):
-                drawn[i] = id
-        return drawn
 
 
 def serve(

@@ -12,8 +12,9 @@ from torch import Tensor
 from scaling.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve.cache import init_cache
-from scaling.serve.sampling import Sampling, request_seeds, sample
-from scaling.serve.speculative import as_proposed, ngram
+from scaling.serve.drafts import Given, advance, drafting
+from scaling.serve.sampling import Draw, Sampling, request_seeds
+from scaling.serve.states import Work
 from scaling.serve.step import decode, extend, prefill
 from scaling.serve.types import ONE, ROWS, check_mesh
 from scaling.spec import parse
@@ -85,25 +86,33 @@ def stream(
     rows = _rows("prompt", prompts, config)
     whole(0, max_new_tokens=max_new_tokens)
     whole(proposals=proposals)
-    seeds = request_seeds(rows, seed)
+    draws = {row: Draw(how, own) for row, own in enumerate(request_seeds(rows, seed))}
     if not rows or not max_new_tokens:
         return
     stops = frozenset(whole_numbers("stop", [stop] if isinstance(stop, int) else stop))
-    batch = _Batch(params, rows, config, max_new_tokens + (proposals if draft is not None else 0), mesh, page, form)
+
+    def hold(params: dict, config: Config, page: int | None = None) -> _Batch:
+        return _Batch(params, rows, config, max_new_tokens, mesh, page, form)
+
+    model, small = hold(params, config, page), drafting(draft, config, hold)
     left = dict.fromkeys(range(len(rows)), max_new_tokens)
-    source = _plain(batch, how, seeds) if draft is None else _drafted(batch, how, seeds, left, draft, proposals)
-    for step in source:
+    works = [Work(row, 0, tuple(ids), (), True) for row, ids in enumerate(rows)]
+    while left:
         given = []
-        for token in step:
-            if left.get(token.row, 0):
-                given.append(token)
-                left[token.row] -= 1
-                batch.rows[token.row].append(token.id)
-                if token.id in stops or not left[token.row]:
-                    del left[token.row]
-        yield given
-        if not left:
-            return
+        for row, tokens, logits in advance(model, small, "", works, draws):
+            end = next((n for n, id in enumerate(tokens, 1) if id in stops), len(tokens))
+            given.append(Given(row, tokens[:end], logits[:end]))
+            rows[row].extend(tokens[:end])
+            left[row] -= end
+            if tokens[end - 1] in stops or not left[row]:
+                del left[row]
+        yield _with_logprobs(given)
+        works = [_next(row, rows[row], min(proposals, count - 1) if small else 0) for row, count in left.items()]
+
+
+def _next(row: int, ids: list[int], proposals: int) -> Work:
+    """The step that follows: of the ids all but the last are in the cache."""
+    return Work(row, len(ids) - 1, (ids[-1],), (), True, proposals, tuple(ids[:-1]) if proposals else ())
 
 
 def _rows(what: str, texts: Sequence[Any], config: Config) -> list[list[int]]:
@@ -121,135 +130,45 @@ def _rows(what: str, texts: Sequence[Any], config: Config) -> list[list[int]]:
 
 
 class _Batch:
-    """The rows' tokens and their cache, with `room` for new ones; `more` rows of no prompt let the batch divide."""
+    """A model and its cache of the rows, with `room` for new tokens; `more` rows, copies, let the batch divide."""
 
     def __init__(self, params: dict, rows: list[list[int]], config: Config, room: int, mesh, page, form: str):
-        self.params, self.config, self.rows = params, config, rows
-        self.options: dict[str, Any] = {"mesh": mesh, "form": form, "donate": True}
+        self.params, self.config, self.options = params, config, {"mesh": mesh, "form": form, "donate": True}
         mesh = ONE if mesh is None else mesh
         check_mesh(config, mesh, form)
         spec = parse(present(f"l[{ROWS[form]}]", mesh))
         self.more = -len(rows) % mesh.size(spec.dims[0][1])
-        self.device, self.room = params["norm"].device, room
+        self.device, self.held = params["norm"].device, [0] * len(rows)
         B, length = len(rows) + self.more, max(map(len, rows)) + room
         length += -length % mesh.sizes.get("Z", 1)
         self.cache = init_cache(config, B, length, mesh=mesh, page=page, form=form)
 
-    def prefill(self) -> Tensor:
-        """Logits[B, V] at the end of every prompt."""
-        return self.run(prefill, [*self.rows, *self.rows[:1] * self.more])[: len(self.rows)]
-
-    def run(self, call, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """The logits of `call`, prefill or extend, of some more tokens of each row."""
+    def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
+        """As `drafts.CachedModel`; a work's id is its row. Others get a token behind what they hold, or none."""
+        T = max(len(work.tokens) for work in works)
+        tokens = [[] if every else [0] for _ in self.held]
+        for work in works:
+            tokens[work.id], self.held[work.id] = list(work.tokens), work.start
+        tokens, held = ([*some, *some[:1] * self.more] for some in (tokens, self.held))
         lengths = torch.tensor([len(some) for some in tokens], device=self.device)
-        T = max(1, int(lengths.max()))
         padded = torch.tensor([[*some, *[0] * (T - len(some))] for some in tokens], device=self.device)
-        logits, self.cache = call(self.params, padded, self.cache, self.config, lengths=lengths, **self.options)
-        return logits
-
-    def decode(self, tokens: list[int]) -> Tensor:
-        """Logits[B, V] after one more token of each row."""
-        all_rows = torch.tensor([*tokens, *[0] * self.more], device=self.device)
-        logits, self.cache = decode(self.params, all_rows, self.cache, self.config, **self.options)
-        return logits[: len(tokens)]
-
-    def keep(self, lengths: Sequence[int]) -> None:
-        """Roll the cache back to so many tokens of each row."""
-        kept = torch.tensor(lengths, device=self.device)
-        self.cache = self.cache | {"lengths": kept}
+        cache = self.cache | {"lengths": torch.tensor(held, device=self.device)}
+        if T == 1 and not every:
+            logits, self.cache = decode(self.params, padded[:, 0], cache, self.config, **self.options)
+        else:
+            call = extend if every else prefill
+            logits, self.cache = call(self.params, padded, cache, self.config, lengths=lengths, **self.options)
+        for work in works:
+            self.held[work.id] += len(work.tokens)
+        return logits if len(works) == len(logits) else logits[[work.id for work in works]]
 
 
-def _plain(batch: _Batch, how: Sampling, seeds: list[int]) -> Iterator[list[Token]]:
-    logits = batch.prefill()
-    while True:
-        ids = sample(logits, how, seeds, [len(row) for row in batch.rows])
-        yield _with_logprobs(ids[:, None].tolist(), logits[:, None])
-        logits = batch.decode([row[-1] for row in batch.rows])  # of rows that have ended too: nobody looks at it
-
-
-def _drafted(batch: _Batch, how: Sampling, seeds: list[int], left: dict, draft: Any, k: int) -> Iterator[list[Token]]:
-    """A step: k proposals of each row, one pass of the target over them, the rule, and the cache rolled back."""
-    small = _proposer(batch, draft, k)
-    logits = batch.prefill()
-    ids = sample(logits, how, seeds, [len(row) for row in batch.rows])
-    yield _with_logprobs(ids[:, None].tolist(), logits[:, None])
-    while True:
-        live = [i in left for i in range(len(batch.rows))]
-        first = [len(row) for row in batch.rows]
-        proposed = small.propose(how, seeds, live) if small else [ngram(row, k) for row in batch.rows]
-        rows = [[row[-1], *some] if on else [] for row, some, on in zip(batch.rows, proposed, live, strict=True)]
-        logits = batch.run(extend, [*rows, *[[]] * batch.more])[: len(rows)]
-        on = [i for i in range(len(batch.rows)) if live[i]]
-        at = [(seeds[i], first[i] + n) for i in on for n in range(k + 1)]
-        drawn = sample(logits[on].flatten(0, 1), how, [seed for seed, _ in at], [place for _, place in at])
-        own = dict(zip(on, drawn.view(len(on), k + 1).tolist(), strict=True))
-        taken = [as_proposed(some, own[i]) if i in own else [] for i, some in enumerate(proposed)]
-        yield _with_logprobs(taken, logits)
-        batch.keep([*(len(row) - 1 if on else 0 for row, on in zip(batch.rows, live, strict=True)), *[0] * batch.more])
-
-
-class _Model(_Batch):
-    """A draft model: what it holds of each row may lag behind by a token or two."""
-
-    def __init__(self, target: _Batch, config: Config, params: dict, k: int):
-        check_draft(config, target.config)
-        mesh, form = target.options["mesh"], target.options["form"]
-        try:
-            super().__init__(params, target.rows, config, target.room, mesh, None, form)
-        except ValueError as error:
-            what, _, fix = str(error).partition("\n  fix: ")
-            fix = fix or "give params of the draft's own config, sharded by serve.specs(config, mesh)"
-            raise type(error)(f"the draft {config.name}: {what}\n  fix: {fix}") from None
-        self.k = k
-
-    def propose(self, how: Sampling, seeds: list[int], live: list[bool]) -> list[list[int]]:
-        """The k proposals of each row. Rows that have ended get any."""
-        held = self.cache["lengths"].tolist()
-        new = [row[n:] if on else row[-1:] for row, n, on in zip(self.rows, held, live, strict=False)]
-        starts = [n if on else 0 for n, on in zip(held, live, strict=False)]
-        self.keep([*starts, *[0] * self.more])
-        logits = self.run(prefill, [*new, *[[0]] * self.more])[: len(self.rows)]
-        proposed: list[list[int]] = []
-        for j in range(self.k):
-            proposed.append(sample(logits, how, seeds, [len(row) + j for row in self.rows]).tolist())
-            if j + 1 < self.k:
-                logits = self.decode(proposed[-1])
-        known = [len(row) if on else 0 for row, on in zip(self.rows, live, strict=True)]
-        self.keep([*known, *[0] * self.more])
-        return [list(row) for row in zip(*proposed, strict=True)]
-
-
-def _proposer(batch: _Batch, draft: Any, k: int) -> _Model | None:
-    if draft == "ngram":
-        return None
-    return _Model(batch, *draft_model(draft), k)
-
-
-def draft_model(draft: Any) -> tuple[Config, dict]:
-    """(config, params) of a draft that is a model; the two may come in either order. ValueError for anything else."""
-    if isinstance(draft, tuple) and {type(part) for part in draft} == {Config, dict}:
-        return draft if isinstance(draft[0], Config) else draft[::-1]
-    raise ValueError(f'draft={draft!r:.40} is neither (config, params) nor "ngram"\n  fix: give one of these')
-
-
-def check_draft(config: Config, target: Config) -> None:
-    """ValueError for a draft of another vocabulary."""
-    if config.V != target.V:
-        raise ValueError(
-            f"the draft {config.name} has V={config.V}, {target.name} has V={target.V}\n"
-            "  fix: choose a draft with the same vocabulary"
-        )
-
-
-def _with_logprobs(ids: list[list[int]], logits: Tensor) -> list[Token]:
-    """Of ids[B][n] and logits[B, T, V] at their places."""
-    places = [(row, n, id) for row, some in enumerate(ids) for n, id in enumerate(some)]
-    if not places:
-        return []
+def _with_logprobs(given: Sequence[Given]) -> list[Token]:
+    logits = torch.cat([own.logits for own in given])
+    ids = torch.tensor([id for own in given for id in own.tokens], dtype=torch.int64, device=logits.device)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    row, n, id = torch.tensor(places, device=logits.device).T
-    found = (wide[row, n, id] - wide.logsumexp(-1)[row, n]).tolist()
-    return [Token(row, id, logprob) for (row, _, id), logprob in zip(places, found, strict=True)]
+    found = iter((wide.gather(1, ids[:, None])[:, 0] - wide.logsumexp(-1)).tolist())
+    return [Token(own.id, id, next(found)) for own in given for id in own.tokens]
 
 
 def score(params: dict, texts: Sequence[Any], config: Config, *, mesh=None, form: str = "heads") -> list[list[float]]:
@@ -258,5 +177,6 @@ def score(params: dict, texts: Sequence[Any], config: Config, *, mesh=None, form
     if not rows:
         return []
     batch = _Batch(params, rows, config, 0, mesh, None, form)
-    logits = batch.run(extend, [*rows, *rows[:1] * batch.more])
-    return [[token.logprob for token in _with_logprobs([row[1:]], logits[i : i + 1])] for i, row in enumerate(rows)]
+    logits = batch.logits("", [Work(i, 0, tuple(row), (), False) for i, row in enumerate(rows)], every=True)
+    given = (Given(i, tuple(row[1:]), logits[i, : len(row) - 1]) for i, row in enumerate(rows))
+    return [[token.logprob for token in _with_logprobs([own])] for own in given]

@@ -13,7 +13,7 @@ from scaling.mesh import AbstractMesh
 from scaling.models import hf
 from scaling.models import transformer as model
 from scaling.serve.cache import init_cache
-from scaling.serve.generation import check_draft
+from scaling.serve.drafts import check_draft
 from scaling.serve.types import ROWS, check_mesh, specs
 from scaling.spec import parse
 from scaling.strategies.axes import present

@@ -24,7 +24,7 @@ class PagedModel:
         }
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
-        """Logits[B, V] after each work's last token, or of `every` token, [B, T, V]; all are written to their pages."""
+        """As `drafts.CachedModel`: all tokens are written to their pages."""
         lengths = torch.tensor([len(w.tokens) for w in works], device=self.device)
         T, M = int(lengths.max()), max(len(w.pages) for w in works)
         tokens = torch.tensor([[*w.tokens, *[0] * (T - len(w.tokens))] for w in works], device=self.device)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from scaling.models.text import Unknown
-from scaling.serve.engine import Draw
-from scaling.serve.sampling import SEEDS, Sampling, request_seeds
+from scaling.serve.sampling import SEEDS, Draw, Sampling, request_seeds
 from scaling.serve.states import Request
 
 KNOWN = ("id", "prompt", "ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "arrival")

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -140,6 +141,27 @@ def sample(logits: Tensor, how: Sampling, seeds: Sequence[int], positions: Seque
         raise ValueError(f"{len(seeds)} seeds for logits{list(logits.shape)}\n  fix: give one for each row")
     u = uniforms(seeds, positions).to(logits.device)
     return draw_token(probabilities(logits, how), u)
+
+
+class Draw(NamedTuple):
+    """How a request's tokens are drawn."""
+
+    how: Sampling = Sampling()
+    seed: int = 0
+
+
+def sample_each(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+    """`sample` of rows that are drawn each in its own way; those in the same way together."""
+    groups: dict[Sampling, list[int]] = {}
+    for row, draw in enumerate(draws):
+        groups.setdefault(draw.how, []).append(row)
+    drawn = [0] * len(draws)
+    for how, rows in groups.items():
+        some = logits if len(groups) == 1 else logits[rows]
+        ids = sample(some, how, [draws[row].seed for row in rows], [positions[row] for row in rows])
+        for row, id in zip(rows, ids.tolist(), strict=True):
+            drawn[row] = id
+    return drawn
 
 
 def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" = 0) -> list[int]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from scaling.collectives import broadcast
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.engine import Draw, Engine
+from scaling.serve.engine import Engine
+from scaling.serve.sampling import Draw
 from scaling.serve.states import (
     Admit,
     Arrive,
@@ -135,8 +136,8 @@ class Desk:
             except Empty:
                 return
 
-    def note(self, id: int, place: int, logits: Tensor) -> None:
-        """For the engine: the logits[V] of a token that a request is given at this place."""
+    def note(self, id: int, logits: Tensor) -> None:
+        """For the engine: the logits[V] of a token that a request is given."""
         if (answer := self._answers.get(id)) is not None and answer.top >= 0:
             answer.logits.append(logits)
 
