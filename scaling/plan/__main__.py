@@ -115,6 +115,11 @@ def _parser() -> Parser:
         action="store_true",
         help="also show one layer on a time axis, the alternatives, and what would change the answer",
     )
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="also print the command by which scaling.train runs it, with what its own step moves and holds",
+    )
     parser.add_argument("--svg", type=output, metavar="FILE", help="draw one layer on a time axis into this file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
@@ -156,6 +161,11 @@ def main(arguments: list[str] | None = None) -> int:
         show = explain.as_dict if args.json else explain.text
         more = show(job, hardware, args.chips, best, budget, fixed)
         out = out | {"explained": more} if args.json else f"{out}\n\n{more}"
+    if args.run and done:
+        from scaling.plan import choose  # it counts the run's own step, which takes torch
+
+        said = choose.own_run(job, hardware, args.chips, best.layout, args.model)
+        out = out | {"run": said} if args.json else f"{out}\n\n" + "\n".join(said)
     if args.svg and done:
         title = f"One layer of {job.config.name} on {args.chips:,} {hardware.name}: {best.name}"
         Path(args.svg).write_text(one_layer.svg(one_layer.layer_passes(job, best), title))

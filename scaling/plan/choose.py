@@ -12,18 +12,21 @@ from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
+from scaling.configs import Config
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
+from scaling.plan import report
 from scaling.plan.candidates import Fixed, divisors, plans
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job
+from scaling.plan.layout import Layout
 from scaling.plan.placement import slice_shape
 from scaling.plan.ranking import fits
 from scaling.plan.transformer_step import predict_transformer
 from scaling.sizes import format_sizes
 from scaling.spec import ShardingError
 from scaling.train import dry
-from scaling.train.settings import Settings
+from scaling.train.settings import DTYPES, Settings
 
 OFFERED = 6  # meshes that are shown
 TRIED = 64  # the most ranks for which every mesh's own code is counted
@@ -62,9 +65,11 @@ def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
     yield from (sizes or {"X": 1} for sizes in split(axes, ranks))
 
 
-def choices(settings: Settings, ranks: int, chip: Chip, backend: str = "gloo") -> tuple[list[MeshChoice], list[str]]:
+def choices(
+    settings: Settings, ranks: int, chip: Chip, backend: str = "gloo", most: int = OFFERED
+) -> tuple[list[MeshChoice], list[str]]:
     """(the meshes that the run fits on, the fastest first; of the others the mesh and why not). `backend`: whose
-    buffers are counted, as `dry.count` has it."""
+    buffers are counted, as `dry.count` has it; of a chip of the catalogue so many meshes at `most`."""
     if chip.measured and ranks > TRIED:
         raise ValueError(
             f"{ranks} ranks: only meshes of up to {TRIED} ranks are tried\n"
@@ -77,7 +82,7 @@ def choices(settings: Settings, ranks: int, chip: Chip, backend: str = "gloo") -
             found.append(counted_choice(settings, sizes, chip, backend))
         except (ShardingError, ValueError) as error:
             refused.append(f"{format_sizes(sizes)}: {str(error).splitlines()[0]}")
-        if not chip.measured and len(found) == OFFERED:
+        if not chip.measured and len(found) == most:
             break
     return sorted(found, key=lambda choice: (choice.seconds, len(choice.sizes))), refused
 
@@ -180,3 +185,28 @@ def command_line(given: Sequence[str], sizes: Mapping[str, int]) -> str:
             kept.append(word)
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     return shlex.join(["python", "-m", "scaling.train", *kept, "--mesh", mesh])
+
+
+def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str) -> list[str]:
+    """What `scaling.train` makes of a plan: the command of the best mesh on which it runs and fits, with what its step
+    moves and holds by its own count; or why there is none. Lines of text."""
+    lines = ["This code runs it (params sharded over X, gradients summed in float32, AdamW) as"]
+    if job.dtype not in DTYPES or not isinstance(job.config, Config) or job.batch % job.seq:
+        return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]
+    settings = Settings(
+        job.config, "", "", job.sequences, job.seq, microbatches=best.microbatches, dtype=job.dtype, remat=best.remat
+    )
+    try:
+        found, refused = choices(settings, chips, chip, "abstract", most=1)
+    except ValueError as error:
+        found, refused = [], [str(error).splitlines()[0]]
+    if not found:
+        return ["This code runs it on no mesh of as many chips:", *(f"  {why}" for why in refused[:3])]
+    options = {"model": model, "batch": job.sequences, "seq": job.seq, "microbatches": best.microbatches}
+    options |= {"dtype": job.dtype, "remat": best.remat}
+    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    step = dry.fullest(settings, found[0].sizes, "abstract")
+    sent = ", ".join(f"{axes} {report.size(calls.sent)}" for axes, calls in step.by_axes().items() if calls.sent)
+    lines += ["  " + command_line([*given, "--device", "cuda"], found[0].sizes)]
+    said = f"  By its own count (--dry-run): {report.size(step.memory)} a rank"
+    return [*lines, f"{said}; sent in a step over {sent}" if sent else said]

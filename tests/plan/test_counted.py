@@ -1,6 +1,7 @@
 """A step that is counted with a few layers and microbatches is the whole step: bytes by axis and FLOPs exactly, memory
 within 2%. Drawn: dense models and experts, meshes of up to thousands of ranks, every policy, schedules, ZeRO."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from scaling.configs import get
 from scaling.cost.counted import Calls, CountedStep, LineKind, weighted_sum
 from scaling.hardware import chip
+from scaling.plan import __main__ as plan
 from scaling.plan import choose
+from scaling.plan.report import size
 from scaling.spec import ShardingError
 from scaling.strategies.transformer.layer import REMAT
 from scaling.train import command, dry
@@ -80,3 +83,16 @@ def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(capsys):
     whole = dry.count(some, best.sizes, backend="abstract")
     assert f"{whole.sent:,} bytes" in again
     assert replace(whole, step=0) == replace(dry.fullest(some, best.sizes, "abstract"), step=0)
+
+
+@pytest.mark.slow
+def test_the_planner_prints_the_command_that_runs_its_plan(capsys):
+    asked = ["--model", "llama3-8b", "--chip", "h100", "--chips", "8", "--batch", "131072", "--seq", "2048", "--run"]
+    assert plan.main(asked) == 0
+    command_line, counted = capsys.readouterr().out.splitlines()[-2:]
+    assert command.main([*command_line.split("scaling.train ")[1].split(), "--dry-run"]) == 0
+    dry_run = capsys.readouterr().out
+    together = int(re.search(r"together +([\d,]+) bytes", dry_run)[1].replace(",", ""))
+    assert f": {size(together)} a rank; sent in a step over X " in counted
+    assert plan.main([*asked[:-2], "2047", "--run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("This code runs no such step: whole sequences")
