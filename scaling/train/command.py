@@ -26,6 +26,7 @@ from scaling.mesh import AbstractMesh
 from scaling.models.text import NAME
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
+from scaling.strategies.transformer.types import check_vocabulary
 from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify
 from scaling.train.durable import replaced
 from scaling.train.loop import STOP, run
@@ -182,6 +183,7 @@ def main(argv=None) -> int:
         sizes = elastic.fitted(declared, world)
     asked, settings = settings, elastic.shared(settings, declared, sizes)
     transformer.specs(config, AbstractMesh(sizes))
+    check_vocabulary(config, sizes)
     if args.dry_run:
         backend = "gloo" if args.device == "cpu" else "abstract"
         print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))

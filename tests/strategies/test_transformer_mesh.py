@@ -20,6 +20,7 @@ from scaling.strategies.axes import present
 from scaling.strategies.transformer import api
 from scaling.strategies.transformer.heads import own_heads
 from scaling.strategies.transformer.stages import resolved, slots_of
+from scaling.strategies.transformer.types import check_vocabulary
 from scaling.trace import trace
 
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
@@ -99,6 +100,10 @@ CASES = [
     # with microbatches the z terms alone are those of the whole batch: a mean
     (EXPERTS.with_(aux_coef=0.0), {"Z": 2, "E": 2}, {"microbatches": 2, "schedule": "zb-h1"}, False, 0.0, 0.0),
     (EXPERTS, {"E": 2, "Y": 2}, {}, False, 0.0, 0.0),
+    # a vocabulary that does not divide: of 5 entries the last of four ranks has padding alone
+    (PLAIN.with_(V=5, D=16), {"Y": 4}, {}, False, 0.1, 0.01),
+    (RICH.with_(V=31), {"X": 2, "Y": 2}, {"microbatches": 2}, True, 0.1, 0.01),
+    (PLAIN.with_(V=30), {"Z": 2, "Y": 2}, {"microbatches": 2}, False, 0.1, 0.0),
 ]
 CASES += [  # of the same kinds as those above
     pytest.param(case, marks=pytest.mark.sweep)
@@ -201,13 +206,22 @@ def test_bytes_are_part_5_s(keep):
         (PLAIN, {"Q": 2}, "splits nothing of a Transformer"),
         (PLAIN.with_(N=6, K=6), {"Y": 4}, "N=6 query heads do not divide"),
         (PLAIN.with_(N=12, K=2), {"Y": 3}, "K=2 KV heads over Y=3"),
-        (PLAIN.with_(V=30), {"Y": 4}, "V=30 vocabulary entries"),
         (PLAIN, {"E": 2}, "E=1 experts"),
     ],
 )
 def test_what_does_not_fit_is_refused(config, sizes, words):
     with pytest.raises(ShardingError, match=words):
         transformer.specs(config, AbstractMesh(sizes))
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded_in_store_alone():
+    config, mesh = PLAIN.with_(V=30), AbstractMesh({"Y": 4})
+    params = transformer.shard(model.init(config, 0, device="meta"), config, mesh)
+    assert params["embed"].shape == (8, 16)
+    assert params["unembed"].shape == (16, 8)
+    assert transformer.unshard(params, config, mesh)["unembed"].shape == (16, 30)
+    with pytest.raises(ShardingError, match="V=30 vocabulary entries do not divide into 4 blocks"):
+        check_vocabulary(config, mesh)
 
 
 @pytest.mark.slow

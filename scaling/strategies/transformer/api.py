@@ -26,11 +26,13 @@ from scaling.strategies.transformer.step import Problem, TransformerLayers
 def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
     """Whole params, as of `models.transformer`, -> this rank's, typed as `specs`. Nothing is sent.
 
-    On stages, layers lie in the order of the `schedule`, padded with zeros to a whole number a virtual stage.
+    On stages, layers lie in the order of the `schedule`, padded with zeros to a whole number a virtual stage; so is
+    the vocabulary where |Y| |Z| does not divide it.
     """
     check_params(params, config)
     slots = slots_of(config, mesh, schedule)
     arranged = params | {"layers": tree.map(lambda W: arranged_layers(W, slots), params["layers"])}
+    arranged |= _tables(params, types.padded_sizes(config, mesh)["V"])
     return tree.shard(arranged, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
 
 
@@ -38,7 +40,17 @@ def unshard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
     """The inverse of `shard`: the whole params, or gradients, on every rank."""
     whole = tree.unshard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
     slots = slots_of(config, mesh, schedule)
-    return whole | {"layers": tree.map(lambda W: W[[slots.index(l) for l in range(config.L)]], whole["layers"])}
+    layers = tree.map(lambda W: W[[slots.index(l) for l in range(config.L)]], whole["layers"])
+    return whole | {"layers": layers} | _tables(whole, config.V)
+
+
+def _tables(params: dict, V: int) -> dict[str, Tensor]:
+    """The tables of the vocabulary with V entries, if they have not: cut, or padded with zeros."""
+    if len(params["embed"]) == V:
+        return {}
+    tables = {name: params[name] for name in ("embed", "unembed") if name in params}
+    pads = {"embed": (0, 0, 0, V - len(params["embed"])), "unembed": (0, V - len(params["embed"]))}
+    return {name: torch.nn.functional.pad(table, pads[name]) for name, table in tables.items()}
 
 
 def loss_and_grads(
@@ -163,7 +175,7 @@ def stated(
 ) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
     """(the problem, (tokens, targets and weights in the order of the form of attention, the weights' sum 1))."""
     if not torch.compiler.is_compiling():
-        sizes = config.sizes | {"L": len(slots_of(config, mesh, schedule))}
+        sizes = types.padded_sizes(config, mesh) | {"L": len(slots_of(config, mesh, schedule))}
         fix = "transformer.shard(params, config, mesh, ...), with the same zero and schedule"
         dtype = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
         tree.check(params, stored, sizes, mesh, dtype, fix=fix)

@@ -31,6 +31,7 @@ from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.moves import TOKENS, add_by_name, gathered_ends, reduced_ends
 from scaling.strategies.transformer.step import Problem, TransformerLayers
+from scaling.strategies.transformer.types import padded_sizes
 
 
 def resolved(schedule: "Schedule | str | None", mesh, microbatches: int) -> Schedule | None:
@@ -178,7 +179,7 @@ def ends_gradients(dW: Mapping, params: Mapping, problem: Problem, homes: Mappin
     done: dict[str, Any] = reduced_ends({name: g for name, g in dW.items() if name not in homes}, stored, mesh)
     for name, home in homes.items():
         if name not in tables:
-            shape = parse(there[name]).local_shape(problem.config.sizes, mesh)
+            shape = parse(there[name]).local_shape(padded_sizes(problem.config, mesh), mesh)
             tables[name] = params[name].new_zeros(shape, dtype=problem.sums)
         done[name] = scatter(_line_back(stored[name]), tables[name], mesh, root=home, async_op=True)
     return tree.map(wait, done)

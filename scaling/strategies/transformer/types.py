@@ -22,8 +22,8 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
 
     zero 3: matrices are sharded over X as well (FSDP); 0, 1 and 2: replicated over X (what 1 and 2 shard are the
     optimizer's state and the gradients). W_K and W_V have no Y where |Y| does not divide K: each rank then computes
-    the KV heads that its query heads see. ShardingError for an axis that a Transformer cannot use, and where heads,
-    features, vocabulary or experts do not divide.
+    the KV heads that its query heads see. A vocabulary that does not divide is padded (`padded_sizes`). ShardingError
+    for an axis that a Transformer cannot use, and where heads, features or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
     once: Any = _specs(config, tuple(mesh_sizes(mesh).items()), zero)
@@ -42,6 +42,14 @@ def _specs(config: Config, mesh: tuple[tuple[str, int], ...], zero: int) -> dict
     return types_of(config, lambda name, leaf: without(leaf.trained, (*gone, "Y") if name in whole_heads else gone))
 
 
+def padded_sizes(config: Config, mesh) -> dict[str, int]:
+    """The sizes of the params as they are stored: V is the next multiple of |Y| |Z|. What is beyond the vocabulary is
+    zeros: no logit, so that no gradient reaches it."""
+    sizes = mesh_sizes(mesh)
+    parts = sizes.get("Y", 1) * sizes.get("Z", 1)
+    return config.sizes | {"V": -(-config.V // parts) * parts}
+
+
 def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
     """ShardingError unless the model's sizes divide over the mesh's axes, which are all known ones."""
     if unknown := [axis for axis in sizes if axis not in AXES]:
@@ -50,7 +58,7 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             f"  rule: the axes are {', '.join(AXES)}: pods, stages, data, context, tensor, experts\n"
             "  fix: rename the axis to one of these"
         )
-    X, Y, Z, E = (sizes.get(axis, 1) for axis in "XYZE")
+    X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
     if config.K < Y and Y % config.K:
         raise ShardingError(
             f"{config.name}: K={config.K} KV heads over Y={Y}\n  rule: Y divides K, or is a multiple of it, so that "
@@ -58,7 +66,16 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
         )
     wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features")]
     wanted += [("D", config.D, X, "model dims")] if zero == 3 else []  # else no param is split over X
-    wanted += [("V", config.V, Y * Z, "vocabulary entries"), ("E", config.E, E, "experts")]
+    _check_divided(config, [*wanted, ("E", config.E, E, "experts")])
+
+
+def check_vocabulary(config: Config, mesh) -> None:
+    """ShardingError unless the vocabulary divides: params that are made, saved and loaded as shards are not padded."""
+    sizes = mesh_sizes(mesh)
+    _check_divided(config, [("V", config.V, sizes.get("Y", 1) * sizes.get("Z", 1), "vocabulary entries")])
+
+
+def _check_divided(config: Config, wanted: list[tuple[str, int, int, str]]) -> None:
     for dim, size, parts, what in wanted:
         if size % parts:
             raise ShardingError(
