@@ -6,6 +6,7 @@ The forms, each with all weights stationary:
     heads_batch  KV[2, B_Z, S, K_Y, H]    weights over YZ; two AllToAlls over Z bring Q to the caches and O back
     sequence     KV[2, B, S_Z, K_Y, H]    weights over YZ; AllGather_Z of Q, ReduceScatter_Z of O, joined as in flash
     2d           KV[2, B_XZ, S, K_Y, H]   weights W_in[D_X, F_YZ]; x[B, D_XYZ] between the blocks
+    experts      KV[2, B_E, S, K_Y, H]    heads, with whole experts over E: attention by data, two AllToAlls an MLP
 
 Bytes are V as in scaling.cost.collectives. An AllReduce counts two passes.
 """
@@ -20,7 +21,7 @@ from scaling.cost.placed import mesh_seconds
 from scaling.hardware import Chip
 from scaling.spec import ShardingError, dtype_bytes
 
-FORMS = ("heads", "heads_batch", "sequence", "2d")
+FORMS = ("heads", "heads_batch", "sequence", "2d", "experts")
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class StepCollective:
 def check_form(form: str, config: Config, sizes: Mapping[str, int]) -> None:
     """ShardingError where the model's heads, F or D do not divide over the mesh of the form."""
     one_of("form", form, FORMS)
-    X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
-    if (form == "heads" and X * Z > 1) or (form in ("heads_batch", "sequence") and X > 1):
+    X, Y, Z, E = (sizes.get(axis, 1) for axis in "XYZE")
+    used = {"heads": "Y", "experts": "YE", "2d": "XYZ"}.get(form, "YZ")
+    if unused := [axis for axis in "XZE" if sizes.get(axis, 1) > 1 and axis not in used]:
         raise ShardingError(
-            f"form {form!r} on {dict(sizes)}: the form does not use the axis {'X' if X > 1 else 'Z'}\n"
-            "  fix: give that axis size 1"
+            f"form {form!r} on {dict(sizes)}: the form does not use the axis {unused[0]}\n  fix: give that axis size 1"
         )
+    if config.E % E:
+        raise ShardingError(f"E = {config.E} experts do not divide over {E} chips\n  fix: use another number of them")
     if form == "2d" and config.moe:
         raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: choose form="heads"')
     ways = Y * Z
@@ -75,8 +78,8 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     there are blocks, after the embedding; the last AllGather is that of the logits.
     """
     check_form(form, config, sizes)
-    X, Y, Z = (sizes.get(axis, 1) for axis in "XYZ")
-    L, blocks, token = config.L, 2 * config.L + 1, dtype_bytes(dtype) * batch
+    X, Y, Z, E = (sizes.get(axis, 1) for axis in "XYZE")
+    L, blocks, token = config.L, 2 * config.L + 1, dtype_bytes(dtype) * batch / E
     stream, queries, logits = token * config.D, token * config.N * config.H, token * config.V
     found = [StepCollective("AllGather", "logits", "YZ", logits, 1)]
     if form == "2d":
@@ -94,6 +97,15 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
         ]
     else:
         found.append(StepCollective("AllReduce", "x", "YZ", stream, blocks))
+    if form == "experts":
+        whole, sparse = E * token, L - config.dense_layers  # bytes of an element of the batch; layers of experts
+        found[0] = StepCollective("AllGather", "logits", "Y", whole * config.V, 1)
+        found += [
+            StepCollective("AllGather", "logits", "E", whole * config.V / Y, 1),
+            StepCollective("AllReduce", "tokens of each expert", "E", 8 * config.E, sparse),
+            StepCollective("AllToAll", "tokens of each expert", "E", 8 * E * config.E, sparse),
+            StepCollective("AllToAll", "tokens to experts", "E", whole * config.k * config.D, 2 * sparse),
+        ]
     if form == "heads_batch":
         found.append(StepCollective("AllToAll", "Q and O", "Z", queries / Y, 2 * L))
     if form == "sequence":

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from scaling.configs import get
+from scaling.cost import serving
 from scaling.hardware import chip
 from scaling.plan.__main__ import main
 from scaling.plan.serve import Service, ServingPlan, plans, report
@@ -136,6 +137,19 @@ def test_what_cannot_be(capsys, more, code, said):
     assert got == code
     assert said in out.err
     assert run(capsys, "--model", "llama3-70b", "--chip", "v5e")[0] == 2
+
+
+def test_experts_over_chips_beat_tensor_parallelism_on_many():
+    """DeepSeek-V3 on 64 H800s: more a chip than any other form, and more than what is published of 144 of them."""
+    service = Service(get("deepseek-v3"), 4096, weights="fp8", kv="bf16", compute="fp8")
+    found = {form: plans(service, chip("h800"), chips=64, form=form) for form in ("heads", "heads_batch", "experts")}
+    best = {form: ways[0].per_chip for form, ways in found.items() if ways}
+    assert best.pop("experts") > 1850 > max(best.values())
+    one = found["experts"][0]
+    sizes, load = dict(one.sizes), serving.load(service.config, "fp8", "bf16")
+    assert one.batch % sizes["E"] == 0
+    held = (sizes["E"] * (load.weights - load.experts) + load.experts) / 64
+    assert one.weight_bytes == pytest.approx(held)
 
 
 def test_a_latent_cache_is_told_apart_from_few_heads():

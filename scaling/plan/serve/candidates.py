@@ -77,11 +77,14 @@ class ServingPlan:
 
     @cached_property
     def load(self) -> serving.Load:
-        """The service's, with the copies of W_K and W_V, which are split over no more axes than their cache."""
-        c, sizes = self.service.config, dict(self.sizes)
-        copies = self.chips / sizes.get("X", 1) / min(c.K, sizes.get("Y", 1))
+        """The service's, with the copies of W_K and W_V, which are split over no more axes than their cache, and of all
+        weights but experts along E."""
+        c, sizes, load = self.service.config, dict(self.sizes), self.service.load
+        X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
+        copies = self.chips / E / X / min(c.K, Y)
         more = 0 if c.latent else (copies - 1) * 2 * c.L * c.D * c.K * c.H * dtype_bytes(self.service.weights)
-        return replace(self.service.load, weights=self.service.load.weights + more)
+        dense = E * (load.weights - load.experts + more)
+        return replace(load, weights=dense + load.experts, lookup=E * load.lookup)
 
     @cached_property
     def comms(self) -> dict[str, float]:
@@ -143,12 +146,17 @@ class ServingPlan:
     def type(self) -> str:
         """The cache's type."""
         return {"heads": "KV[2, B, S, K_Y, H]", "heads_batch": "KV[2, B_Z, S, K_Y, H]",
-                "sequence": "KV[2, B, S_Z, K_Y, H]", "2d": "KV[2, B_X, S, K_Y, H]"}[self.form]  # fmt: skip
+                "sequence": "KV[2, B, S_Z, K_Y, H]", "2d": "KV[2, B_X, S, K_Y, H]",
+                "experts": "KV[2, B_E, S, K_Y, H]"}[self.form]  # fmt: skip
 
 
-def meshes(chips: int) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
-    """The forms with their mesh sizes on so many chips. The second axis of each is a power of two."""
+def meshes(chips: int, experts: int = 1) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
+    """The forms with their mesh sizes on so many chips, for a model of so many experts. The second axis of each is a
+    power of two, that of experts any number that divides both."""
     yield "heads", (("Y", chips),)
+    for E in range(2, chips + 1 if experts > 1 else 0):
+        if chips % E == 0 and experts % E == 0:
+            yield "experts", (("Y", chips // E), ("E", E))
     for form in ("heads_batch", "sequence", "2d"):
         for second in (2**i for i in range(1, chips.bit_length())):
             if chips % second == 0 and (form != "2d" or second < chips):
@@ -177,7 +185,7 @@ def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, siz
 
 def _parts(form: str, sizes: dict[str, int]) -> int:
     """Into how many the cache's batch is split."""
-    return {"heads_batch": sizes.get("Z", 1), "2d": sizes.get("X", 1)}.get(form, 1)
+    return {"heads_batch": sizes.get("Z", 1), "2d": sizes.get("X", 1), "experts": sizes.get("E", 1)}.get(form, 1)
 
 
 def best_batch(one: ServingPlan) -> ServingPlan | None:
@@ -226,7 +234,7 @@ def plans(
     """
     found = []
     for shape in slice_shapes(chip, chips, most):
-        for name, sizes in meshes(math.prod(shape)):
+        for name, sizes in meshes(math.prod(shape), service.config.E):
             if form not in (None, name) or not allowed(service, chip, shape, name, sizes):
                 continue
             one = ServingPlan(service, chip, shape, name, sizes, batch or _parts(name, dict(sizes)))

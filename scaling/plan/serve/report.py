@@ -39,8 +39,6 @@ def notes(served: ServingPlan) -> list[str]:
         why = f"K = {s.config.K} KV heads are fewer than Y" if not s.config.latent else "a latent is of all heads"
         said.append(f"the cache is stored {served.copies:g} times: {why}")
     said.append(f"a bound over the forms {', '.join(decoding.FORMS)}; other systems may have better ones")
-    if s.config.moe:
-        said.append("in none of these an expert is whole on a chip, with attention by data: published systems do that")
     said.append("every sequence is counted at its full context; a cache that is read as far as it is filled reads less")
     return said
 
