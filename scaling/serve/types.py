@@ -13,6 +13,7 @@ from scaling.models.types import check_computed, types_of, without
 from scaling.serve.int8 import quantized_spec
 from scaling.spec import ShardingError, parse
 from scaling.strategies.axes import present
+from scaling.strategies.transformer.types import check_divided
 
 ALONG_D = ("norm_attn", "norm_mlp", "norm", "b_O")
 AXES = {"heads": "YZEC", "heads_batch": "YZ", "sequence": "YZ", "2d": "XYZ"}  # what a form can use
@@ -83,17 +84,12 @@ def check_mesh(config: Config, mesh, form: str) -> None:
             f"  rule: its axes are {', '.join(AXES[form])}\n  fix: rename the axis, or choose another form"
         )
     X, Y, Z, E = (real.get(axis, 1) for axis in "XYZE")
-    if config.K % Y and Y % config.K:
-        raise ShardingError(
-            f"{config.name}: K={config.K} KV heads over Y={Y}\n  rule: Y divides K, or is a multiple of it, so that "
-            f"each rank's query heads share whole KV heads\n  fix: choose Y among divisors or multiples of {config.K}"
-        )
     parts = Y if form == "heads" else Y * Z
-    wanted: list[tuple[str, int, int, str]] = [
+    wanted = [
         ("N", config.N, parts, "query heads"),
         ("F", config.F, parts, "features"),
+        ("V", config.V, parts, "vocabulary entries"),
     ]
-    wanted += [("V", config.V, parts, "vocabulary entries")]
     wanted += [("D", config.D, X * Y * Z, "model dims")] if form == "2d" else []
     if config.moe:
         if form == "2d":
@@ -104,9 +100,4 @@ def check_mesh(config: Config, mesh, form: str) -> None:
         raise ShardingError(
             f"{config.name}: mesh axis E splits experts, but the model has none\n  fix: rename the axis Z"
         )
-    for dim, size, blocks, what in wanted:
-        if size % blocks:
-            raise ShardingError(
-                f"{config.name}: {dim}={size} {what} do not divide into {blocks} blocks\n"
-                f"  fix: use fewer devices along that axis, or pad {dim} to a multiple of {blocks}"
-            )
+    check_divided(config, Y, wanted)

@@ -204,8 +204,9 @@ def test_bytes_are_part_5_s(keep):
     ("config", "sizes", "words"),
     [
         (PLAIN, {"Q": 2}, "splits nothing of a Transformer"),
-        (PLAIN.with_(N=6, K=6), {"Y": 4}, "N=6 query heads do not divide"),
+        (PLAIN.with_(N=6, K=2), {"Y": 4}, "N=6 query heads do not divide"),
         (PLAIN.with_(N=12, K=2), {"Y": 3}, "K=2 KV heads over Y=3"),
+        (PLAIN.with_(N=12, K=4), {"Y": 3}, "K=4 KV heads over Y=3"),
         (PLAIN, {"E": 2}, "E=1 experts"),
     ],
 )

@@ -5,7 +5,7 @@ the ends, over Z). Axes that the mesh lacks, or has with size 1, drop out. Over 
 experts, params are replicated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -59,23 +59,24 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             "  fix: rename the axis to one of these"
         )
     X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
-    if config.K < Y and Y % config.K:
-        raise ShardingError(
-            f"{config.name}: K={config.K} KV heads over Y={Y}\n  rule: Y divides K, or is a multiple of it, so that "
-            f"each rank's query heads share whole KV heads\n  fix: choose Y among divisors or multiples of {config.K}"
-        )
     wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features")]
     wanted += [("D", config.D, X, "model dims")] if zero == 3 else []  # else no param is split over X
-    _check_divided(config, [*wanted, ("E", config.E, E, "experts")])
+    check_divided(config, Y, [*wanted, ("E", config.E, E, "experts")])
 
 
 def check_vocabulary(config: Config, mesh) -> None:
     """ShardingError unless the vocabulary divides: params that are made, saved and loaded as shards are not padded."""
     sizes = mesh_sizes(mesh)
-    _check_divided(config, [("V", config.V, sizes.get("Y", 1) * sizes.get("Z", 1), "vocabulary entries")])
+    check_divided(config, 1, [("V", config.V, sizes.get("Y", 1) * sizes.get("Z", 1), "vocabulary entries")])
 
 
-def _check_divided(config: Config, wanted: list[tuple[str, int, int, str]]) -> None:
+def check_divided(config: Config, Y: int, wanted: Sequence[tuple[str, int, int, str]]) -> None:
+    """ShardingError unless heads split over Y, and each (dim, its size, blocks, what it counts) into its blocks."""
+    if config.K % Y and Y % config.K:
+        raise ShardingError(
+            f"{config.name}: K={config.K} KV heads over Y={Y}\n  rule: Y divides K, or is a multiple of it, so that "
+            f"each rank's query heads share whole KV heads\n  fix: choose Y among divisors or multiples of {config.K}"
+        )
     for dim, size, parts, what in wanted:
         if size % parts:
             raise ShardingError(
