@@ -236,7 +236,7 @@ def race(
     for side in sides:
         sent = [result["sent"][side] for result in results]
         row[f"sent_{side}"] = None if None in sent else sum(sent) / len(sent)
-        row[f"peak_{side}"] = max(launch.run(_peak, mesh, contest.side(side), size, optimizer, small, **options))
+        row[f"peak_{side}"] = max(launch.run(peak_of, mesh, contest.side(side), size, optimizer, small, **options))
     return row | {"wire_bytes": contest.wire_bytes(mesh, size)}
 
 
@@ -247,7 +247,7 @@ def _timed(mesh, contest: Contest, names: tuple, size: Size, optimizer: str, ste
     return {"seconds": seconds, "sent": sent, "loss": {side: float(step().detach()) for side, step in sides.items()}}
 
 
-def _peak(mesh, build: Callable, size: Any, optimizer: str, small: Any) -> int:
+def peak_of(mesh, build: Callable, size: Any, optimizer: str, small: Any) -> int:
     """The most bytes that the third step has in memory, beyond what this rank had before there was this model.
 
     Fresh ranks: what one side has given back to the allocator must not serve the other. A tiny model goes first, so

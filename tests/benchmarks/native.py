@@ -56,10 +56,11 @@ class Native:
         data = devices["X"] if strategy == "fsdp_tp" else devices
         if strategy in ("tensor_parallel", "fsdp_tp"):
             split_over_tensor_axis(self.model, tensor, LAYOUTS[layout])
-        if strategy in ("fsdp", "fsdp_tp"):
+        if strategy in ("fsdp", "fsdp_tp", "fsdp_kept"):
+            again = strategy != "fsdp_kept"  # whether weights are thrown away after the forward
             for block in self.model:
-                fully_shard(block, mesh=data)
-            fully_shard(self.model, mesh=data)
+                fully_shard(block, mesh=data, reshard_after_forward=again)
+            fully_shard(self.model, mesh=data, reshard_after_forward=again)
         if strategy in ("data_parallel", "zero"):
             group = mesh.group(("X",)).pg
             self.model = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=tuned)

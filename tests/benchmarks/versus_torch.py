@@ -41,7 +41,8 @@ def ours(strategy, mesh, size: Size, optimizer: str, compiled: bool = False, **o
     rule = OPTIMIZERS[optimizer]
     init, update = rule.init, rule.update
     if strategy is zero:
-        init, update = partial(zero.init, rule, mesh=mesh), partial(zero.update, rule, mesh=mesh, **options)
+        init = partial(zero.init, rule, mesh=mesh)
+        update = partial(zero.update, rule, mesh=mesh, bucket_bytes=options.get("bucket_bytes", 0))
     state = init(params)
 
     def pure(params, state, In):
