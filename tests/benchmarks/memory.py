@@ -1,8 +1,9 @@
 """Peak memory of a step under ZeRO 0 to 3 on X=4, ours beside PyTorch's: `python tests/benchmarks/memory.py`.
 
 The book's layers with AdamW, as versus_torch.py has them. MB are 10^6 bytes of the fullest rank, beyond what it had
-before there was a model; each side runs by itself, on fresh ranks. The closed form is what must be there: params, gradients,
-two moments and the activations, whole or a rank's quarter, and of ZeRO 2 and 3 one layer's gradients, of 3 two layers' weights.
+before there was a model; each side runs by itself, on fresh ranks. The closed form is what must be there: params,
+gradients, two moments and the activations, whole or a rank's quarter, and of ZeRO 2 and 3 one layer's gradients, of 3
+two layers' weights.
 """
 
 from functools import partial
@@ -27,12 +28,9 @@ SIDES = {  # ours; PyTorch's
 
 def least(level: int, size) -> int:
     """The closed form, in bytes."""
-    layer, whole = (
-        size.params / size.L,
-        {name: 1 if level < at else 1 / X for at, name in ((1, "m"), (2, "g"), (3, "p"))},
-    )
-    passing = (level >= 2) * layer + 2 * (level == 3) * layer
-    state = size.params * (whole["p"] + whole["g"] + 2 * whole["m"])
+    moments, grads, params = (1 if level < split else 1 / X for split in (1, 2, 3))
+    state = size.params * (params + grads + 2 * moments)
+    passing = ((level >= 2) + 2 * (level == 3)) * size.params / size.L
     return int(FLOAT32 * (state + passing + size.L * size.rows / X * (size.D + 2 * size.F)))
 
 
