@@ -6,16 +6,24 @@ it comes, whole characters only. With --mesh Y=4 the ranks of the mesh are start
 
 import argparse
 import math
-import os
 import sys
 
 from scaling import launch
-from scaling.configs.sources import WAYS
 from scaling.console import SEEDS, Parser, complaining, integer, number
 from scaling.mesh import AbstractMesh
 from scaling.models.text import tokenizer_of
 from scaling.serve.generation import Token, score, stream
-from scaling.serve.loading import DTYPES, check_fits, draft_config, draft_of, free_memory, params_of, with_folders
+from scaling.serve.loading import (
+    DTYPES,
+    add_model,
+    check_fits,
+    draft_config,
+    draft_of,
+    free_memory,
+    on_ranks,
+    params_of,
+    with_folders,
+)
 from scaling.serve.sampling import Sampling
 from scaling.serve.text import TextStream, chat_prompt, ends_of
 from scaling.serve.types import FORMS, specs
@@ -25,6 +33,9 @@ from scaling.sizes import parse_mesh
 def arguments(argv=None) -> argparse.Namespace:
     parser = Parser(prog="python -m scaling.generate", description=(__doc__ or "").partition(": ")[2])
     add_model(parser)
+    parser.add_argument(
+        "--form", default="heads", choices=FORMS, help="how a decode step is sharded over the mesh (default heads)"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="the text to go on from; - reads it from the standard input")
     what.add_argument("--prompt-ids", metavar="IDS", help="the same as token ids, 5,17,3: ids are printed then")
@@ -46,9 +57,6 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be given several times"
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
-    parser.add_argument("--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"')
-    parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
     parser.add_argument(
         "--logprobs", action="store_true", help="afterwards print each new token's log-probability, in nats"
     )
@@ -56,18 +64,6 @@ def arguments(argv=None) -> argparse.Namespace:
         "--score", action="store_true", help="generate nothing: print the log-probabilities of the prompt's tokens"
     )
     return parser.parse_args(argv)
-
-
-def add_model(parser: Parser) -> None:
-    """The options that say what is served, and where."""
-    parser.add_argument("--model", required=True, help=WAYS)
-    parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
-    parser.add_argument(
-        "--form", default="heads", choices=FORMS, help="how a decode step is sharded over the mesh (default heads)"
-    )
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
-    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="dtype of params and cache (default fp32)")
-    parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
 
 
 def run(mesh, args, config, tokenizer, prompt: list[int], how: Sampling, ends: tuple[int, ...]) -> None:
@@ -143,9 +139,5 @@ def main(argv=None) -> int:
     draft = draft_config(args.draft, config, AbstractMesh(sizes), args.form)
     check_fits(config, sizes, 1, length, DTYPES[args.dtype], memory, args.form, draft)
     ends = () if args.ignore_eos else ends_of(args.model)
-    work = run, sizes, args, config, tokenizer, prompt, how, ends
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        launch.start(*work, device=args.device)
-    else:
-        launch.run(*work, device=args.device)
+    on_ranks(args, run, sizes, args, config, tokenizer, prompt, how, ends)
     return 0

@@ -17,18 +17,19 @@ from typing import Any
 
 from scaling import launch
 from scaling.configs import Config
-from scaling.configs.sources import WAYS
 from scaling.console import Parser, complain, complaining, integer, output
 from scaling.mesh import AbstractMesh
 from scaling.models.text import tokenizer_of
 from scaling.serve.engine import serve
 from scaling.serve.loading import (
     DTYPES,
+    add_model,
     check_fits,
     draft_config,
     draft_of,
     free_memory,
     length_that_fits,
+    on_ranks,
     params_of,
     with_folders,
 )
@@ -46,7 +47,7 @@ FOR_EVER = 1e8  # seconds for which ranks may wait for a client
 
 def arguments(argv=None) -> argparse.Namespace:
     parser = Parser(prog="python -m scaling.serve", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("--model", required=True, help=WAYS)
+    add_model(parser)
     parser.add_argument(
         "--input", metavar="FILE", help="requests, one JSON object per line; - reads the standard input"
     )
@@ -57,10 +58,6 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--queue", type=integer(0), default=64, help="HTTP requests that may wait for a slot (default 64)"
     )
-    parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
-    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="dtype of params and cache (default fp32)")
-    parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
     parser.add_argument("--policy", default="chunked", choices=[*POLICIES], help="batching policy (default chunked)")
     parser.add_argument("--slots", type=integer(1), default=8, help="requests at once (default 8)")
     parser.add_argument(
@@ -73,14 +70,11 @@ def arguments(argv=None) -> argparse.Namespace:
         help="pages of the cache (default: for the longest requests, as far as memory allows)",
     )
     parser.add_argument("--no-prefix", action="store_true", help="do not share the pages of equal prefixes")
-    parser.add_argument("--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"')
-    parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
     parser.add_argument(
         "--max-new-tokens",
         type=integer(1),
         help="for requests that do not say (default 64; over HTTP 16, and in a chat all that fit)",
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
     args = parser.parse_args(argv)
     if (args.port is None) != (bool(args.input) and bool(args.output)):
         parser.error("give --port, or both --input and --output")
@@ -153,7 +147,7 @@ def main(argv=None) -> int:
     pages, lines, refused = (args.pages, lines, []) if args.pages else pages_of(lines, args.page, args.slots, most)
     served: Any = Simulated((), {})
     if lines:
-        served = _started(args, run, sizes, args, config, tokenizer, lines, _options(args, pages))
+        served = on_ranks(args, run, sizes, args, config, tokenizer, lines, _options(args, pages))
     if int(os.environ.get("RANK", 0)) == 0:
         return 0 if _report(args, lines, bad + refused, served, tokenizer, ends) else 1
     return 0
@@ -176,13 +170,6 @@ def _options(args, pages: int) -> Options:
     return Options(pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals)
 
 
-def _started(args, *work, **options) -> Any:
-    """What rank 0 returns."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        return launch.start(*work, device=args.device, **options)
-    return launch.run(*work, device=args.device, **options)[0]
-
-
 def _over_http(args, config: Config, sizes: dict[str, int], tokenizer, ends: tuple[int, ...]) -> int:
     """Serve HTTP until Ctrl-C. There are pages for CONTEXT tokens of each slot, or as far as memory has room."""
     try:
@@ -195,7 +182,7 @@ def _over_http(args, config: Config, sizes: dict[str, int], tokenizer, ends: tup
     model = Model(config.name, tokenizer, config.V, ends, None, options, args.max_new_tokens)
     listener = server.listen(args.host, args.port) if int(os.environ.get("RANK", 0)) == 0 else None
     with server.passed_on():
-        _started(args, _serve_http, sizes, args, config, model, listener, timeout=FOR_EVER)
+        on_ranks(args, _serve_http, sizes, args, config, model, listener, timeout=FOR_EVER)
     return 0
 
 

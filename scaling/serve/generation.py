@@ -16,9 +16,7 @@ from scaling.serve.drafts import Given, advance, drafting
 from scaling.serve.sampling import Draw, Sampling, request_seeds
 from scaling.serve.states import Work
 from scaling.serve.step import decode, extend, prefill
-from scaling.serve.types import ONE, ROWS, check_mesh
-from scaling.spec import parse
-from scaling.strategies.axes import present
+from scaling.serve.types import ONE, check_mesh, divisible
 
 
 class Token(NamedTuple):
@@ -136,11 +134,8 @@ class _Batch:
         self.params, self.config, self.options = params, config, {"mesh": mesh, "form": form, "donate": True}
         mesh = ONE if mesh is None else mesh
         check_mesh(config, mesh, form)
-        spec = parse(present(f"l[{ROWS[form]}]", mesh))
-        self.more = -len(rows) % mesh.size(spec.dims[0][1])
-        self.device, self.held = params["norm"].device, [0] * len(rows)
-        B, length = len(rows) + self.more, max(map(len, rows)) + room
-        length += -length % mesh.sizes.get("Z", 1)
+        B, length = divisible(len(rows), max(map(len, rows)) + room, form, mesh)
+        self.device, self.held, self.more = params["norm"].device, [0] * len(rows), B - len(rows)
         self.cache = init_cache(config, B, length, mesh=mesh, page=page, form=form)
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
@@ -149,7 +144,7 @@ class _Batch:
         tokens = [[] if every else [0] for _ in self.held]
         for work in works:
             tokens[work.id], self.held[work.id] = list(work.tokens), work.start
-        tokens, held = ([*some, *some[:1] * self.more] for some in (tokens, self.held))
+        tokens, held = tokens + tokens[:1] * self.more, self.held + self.held[:1] * self.more
         lengths = torch.tensor([len(some) for some in tokens], device=self.device)
         padded = torch.tensor([[*some, *[0] * (T - len(some))] for some in tokens], device=self.device)
         cache = self.cache | {"lengths": torch.tensor(held, device=self.device)}

@@ -12,7 +12,7 @@ from scaling.collectives import transfer
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.serve.cache import PAGED_SEQUENCE, capacity, check_cache
-from scaling.serve.types import ROWS, check_mesh
+from scaling.serve.types import ROWS, check_mesh, shards_of_places
 from scaling.spec import ShardingError
 from scaling.strategies.axes import present
 
@@ -41,11 +41,12 @@ def move(
         raise ShardingError(PAGED_SEQUENCE)
     if cache is not None:
         check_cache(cache, config, source_mesh, form, len(cache["lengths"]))
-    shards = source_mesh.sizes.get("Z", 1) if form == "sequence" else 1
     known = lengths = None
     if cache is not None:
         lengths = cache["lengths"]
-        known = torch.tensor([capacity(cache, shards), "scale" in cache], device=lengths.device)
+        known = torch.tensor(
+            [capacity(cache, shards_of_places(form, source_mesh)), "scale" in cache], device=lengths.device
+        )
     told = transfer("n[I] -> n[I]", known, source_mesh, target_mesh)
     moved = transfer("lengths[B] -> lengths[B]", lengths, source_mesh, target_mesh)
     known, lengths = (told, moved) if cache is None else (known, lengths)

@@ -1,25 +1,44 @@
 """What is served, a Hugging Face folder or a run of `scaling.train`; and whether it fits, before it is loaded."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from scaling import tree
+from scaling import launch, tree
 from scaling.configs import Config, with_weights
-from scaling.configs.sources import RUN
+from scaling.configs.sources import RUN, WAYS
+from scaling.console import Parser, integer
 from scaling.mesh import AbstractMesh
 from scaling.models import hf
 from scaling.models import transformer as model
 from scaling.serve.cache import init_cache
 from scaling.serve.drafts import check_draft
-from scaling.serve.types import ROWS, check_mesh, specs
-from scaling.spec import parse
-from scaling.strategies.axes import present
+from scaling.serve.types import check_mesh, divisible, shards_of_places, specs
 from scaling.train import checkpoint
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+def add_model(parser: Parser) -> None:
+    """The options of `generate` and `serve` that say what is served, and where."""
+    parser.add_argument("--model", required=True, help=WAYS)
+    parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
+    parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="dtype of params and cache (default fp32)")
+    parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
+    parser.add_argument("--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"')
+    parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
+
+
+def on_ranks(args: argparse.Namespace, *work: Any, **options: Any) -> Any:
+    """What rank 0 returns of fn(mesh, ...); the ranks are torchrun's, or started here."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return launch.start(*work, device=args.device, **options)
+    return launch.run(*work, device=args.device, **options)[0]
 
 
 def with_folders(args: argparse.Namespace) -> tuple[Config, argparse.Namespace]:
@@ -59,9 +78,7 @@ def needed(config: Config, sizes: dict[str, int], batch: int, length: int, dtype
     """Bytes that each rank holds: params, and a cache of `batch` rows of `length` tokens."""
     mesh = AbstractMesh(sizes)
     whole = model.init(config, 0, dtype, "meta")
-    batch += -batch % mesh.size(parse(present(f"l[{ROWS[form]}]", mesh)).dims[0][1])
-    length += -length % mesh.sizes.get("Z", 1)
-    cache = init_cache(config, batch, length, mesh=mesh, dtype=dtype, form=form)
+    cache = init_cache(config, *divisible(batch, length, form, mesh), mesh=mesh, dtype=dtype, form=form)
     return tree.nbytes(tree.shard(whole, specs(config, mesh, form=form), mesh)) + cache["KV"].nbytes
 
 
@@ -90,7 +107,7 @@ def length_that_fits(
 
     0 or less where none does. A cache's bytes are proportional to its length.
     """
-    unit = sizes.get("Z", 1)
+    unit = shards_of_places(form, AbstractMesh(sizes))
     models = [config] if draft is None else [config, draft]
     one, two = (sum(needed(each, sizes, batch, n * unit, dtype, form) for each in models) for n in (1, 2))
     return (memory - one) // (two - one) * unit + unit

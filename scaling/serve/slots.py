@@ -7,9 +7,7 @@ from torch import Tensor
 from scaling.models.attention import visible
 from scaling.serve.cache import capacity
 from scaling.serve.int8 import quantized
-from scaling.serve.types import ROWS
-from scaling.spec import parse
-from scaling.strategies.axes import present
+from scaling.serve.types import rows_spec, shards_of_places
 
 
 class Slots:
@@ -23,9 +21,9 @@ class Slots:
     def __init__(self, cache: dict, new: Tensor, T: int, mesh, form: str, own: slice | None = None):
         self.cache, self.T, self.own, self._seen = cache, T, own, {}
         held, KV = cache["lengths"], cache["KV"]
-        self.rows = parse(present(f"l[{ROWS[form]}]", mesh)).slices(held.shape, mesh, mesh.coord)[0]
+        self.rows = rows_spec(form, mesh).slices(held.shape, mesh, mesh.coord)[0]
         held, new = held[self.rows], new[self.rows]
-        shards = mesh.sizes.get("Z", 1) if form == "sequence" else 1
+        shards = shards_of_places(form, mesh)
         self.first = KV.shape[3] * mesh.coord["Z"] if shards > 1 else 0
         self.table = cache["pages"][self.rows] if "pages" in cache else None
         if held.is_meta:  # no values: as if the cache were then full

@@ -23,9 +23,8 @@ from scaling.serve.cache import capacity, check_cache, writable
 from scaling.serve.forms import At, context, heads, heads_batch, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.slots import Slots
-from scaling.serve.types import ONE, ROWS, check_mesh, specs
-from scaling.spec import parse
-from scaling.strategies.axes import all_gather, present
+from scaling.serve.types import ONE, check_mesh, rows_spec, shards_of_places, specs
+from scaling.strategies.axes import all_gather
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
     "heads": (heads, heads.attention),
@@ -169,8 +168,7 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
     check_range("tokens", tokens, config.V)
     if int(cache["lengths"].min()) < 0:
         raise ValueError(f"the cache's lengths are {cache['lengths'].tolist()}\n  fix: give 0 for an empty row")
-    shards = mesh.sizes.get("Z", 1) if form == "sequence" else 1
-    room, after = capacity(cache, shards), cache["lengths"] + lengths
+    room, after = capacity(cache, shards_of_places(form, mesh)), cache["lengths"] + lengths
     if int(after.max()) > room:
         row = int(after.argmax())
         raise ValueError(
@@ -178,8 +176,7 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
             f"has room for {room} in all\n  fix: call init_cache with a greater length, or give a shorter prompt"
         )
     if "pages" in cache:
-        groups = mesh.size(parse(present(f"l[{ROWS[form]}]", mesh)).dims[0][1])
-        check_pages(cache, after, groups)
+        check_pages(cache, after, mesh.size(rows_spec(form, mesh).dims[0][1]))
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ from scaling.mesh import AbstractMesh
 from scaling.models.leaves import Leaf
 from scaling.models.types import check_computed, types_of, without
 from scaling.serve.int8 import quantized_spec
-from scaling.spec import ShardingError, parse
+from scaling.spec import ShardingError, Spec, parse
 from scaling.strategies.axes import present
 from scaling.strategies.transformer.types import check_divided
 
@@ -71,6 +71,22 @@ def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | N
     types = {"KV": str(present(f"KV[{held}, H]", mesh)), "lengths": "lengths[B]"}
     types |= {"pages": "pages[B, M]"} if page is not None else {}
     return types | ({"scale": str(present(f"scale[{held}]", mesh))} if int8 else {})
+
+
+def rows_spec(form: str, mesh) -> Spec:
+    """rows[B_Z]: how the rows of a batch are split over the ranks that hold their caches."""
+    return present(f"rows[{ROWS[form]}]", mesh)
+
+
+def shards_of_places(form: str, mesh) -> int:
+    """The ranks that the places of a row are split over."""
+    return mesh.sizes.get("Z", 1) if form == "sequence" else 1
+
+
+def divisible(batch: int, length: int, form: str, mesh) -> tuple[int, int]:
+    """(rows, places of each): the fewest, at least these, that divide over the mesh."""
+    rows, places = mesh.size(rows_spec(form, mesh).dims[0][1]), shards_of_places(form, mesh)
+    return batch + -batch % rows, length + -length % places
 
 
 def check_mesh(config: Config, mesh, form: str) -> None:
