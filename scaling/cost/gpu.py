@@ -100,6 +100,11 @@ def all_to_all(
     return max(times)
 
 
+def hop_bandwidth(chip: Chip, inner: int) -> float:
+    """Bytes/s to a GPU that is `inner` away: over its own links in a node, over its share of the node's beyond."""
+    return chip.bandwidth("scale-out") / chip.node_gpus if inner >= chip.node_gpus else chip.bandwidth("node")
+
+
 def collective_bw(chip: Chip, gpus: int, inner: int = 1) -> float:
     """V over the seconds of an exact AllGather: 514e9 in an H100's node, 413e9 beyond."""
     return 1 / all_gather(1, chip, gpus, inner)

@@ -64,8 +64,7 @@ def _on_tree(op: str, nbytes: float, axes: list[str], sizes: Mapping[str, int], 
     span = names[: names.index(axes[-1]) + 1]
     inner = math.prod(sizes[name] for name in span) // ranks  # GPUs from one of a group to the next
     if op == "CollectivePermute":
-        beyond = inner >= chip.node_gpus
-        return nbytes / (chip.bandwidth("scale-out") / chip.node_gpus if beyond else chip.bandwidth("node"))
+        return nbytes / gpu.hop_bandwidth(chip, inner)
     if op == "AllToAll":
         return gpu.all_to_all(nbytes, chip, ranks)
     return (2 if op == "AllReduce" else 1) * gpu.all_gather(nbytes * inner, chip, ranks, inner)

@@ -113,15 +113,27 @@ class StepParts:
         )  # fmt: skip
 
 
+def reached_rates(job: Job, chip: Chip) -> tuple[float, float, float, float]:
+    """FLOPs/s that a chip reaches in the layers' matmuls, in those of the wide dtype and in attention's kernel; bytes/s
+    of its memory."""
+    rate, wide = chip.efficiency, chip.flops(job.wide)
+    narrow = chip.flops(job.dtype) * rate.of_matmul(job.dtype)
+    return narrow, wide * rate.of_matmul(job.wide), wide * rate.attention, (chip.hbm_bw or np.inf) * rate.memory
+
+
+def matmul_passes(job: Job, math: Amount, reads: Amount) -> tuple[Amount, Amount]:
+    """Seconds of matmuls forward and backward: the longer of computing and of reading weights, or adding gradients."""
+    forward, adds = np.maximum(math, reads), 2 * reads * job.grad_bytes / job.act_bytes
+    return forward, forward + np.maximum(math, adds)
+
+
 def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], lanes: Lanes, own: Held) -> StepParts:
     """The step as it is likely to be: never shorter than the bound."""
     rate, M = chip.efficiency, l.microbatches
-    narrow = chip.flops(job.dtype) * rate.of_matmul(job.dtype)
-    wide, kernel = chip.flops(job.wide) * rate.of_matmul(job.wide), chip.flops(job.wide) * rate.attention
-    bandwidth = (chip.hbm_bw or np.inf) * rate.memory
+    narrow, wide, kernel, bandwidth = reached_rates(job, chip)
     math, attention = c.linear / narrow + c.head / wide, c.dots / kernel
-    reads, adds = c.read / bandwidth, 2 * c.read * job.grad_bytes / job.act_bytes / bandwidth
-    forward, backward = np.maximum(math, reads), np.maximum(math, reads) + np.maximum(math, adds)
+    reads = c.read / bandwidth
+    forward, backward = matmul_passes(job, math, reads)
     between = c.tokens * c.layers * job.act_bytes * job.work.passes / l.tensor
     logits = LOGITS * c.head / np.maximum(2 * job.work.D, 1)  # of the stage's share of the unembedding
     memory = (between + logits) / bandwidth

@@ -130,8 +130,7 @@ def _tree_lane(chip: Chip, size: int, inner: int) -> Lane:
 def _hop(chip: Chip, inner: int) -> Lane:
     """A hop between stages: a GPU's own links in a node, its share of the node's beyond."""
     across = inner >= chip.node_gpus
-    rate = chip.bandwidth("scale-out") / chip.node_gpus if across else chip.bandwidth("node")
-    return Lane(1 / rate, 0.0, _on(int(across)), 2, "network" if across else "node")
+    return Lane(1 / gpu.hop_bandwidth(chip, inner), 0.0, _on(int(across)), 2, "network" if across else "node")
 
 
 @lru_cache(maxsize=4096)

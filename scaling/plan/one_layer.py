@@ -8,7 +8,7 @@ those of weights run behind all of a layer, and the next layer waits for its own
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scaling.plan.evaluate import Estimate, Lanes
+from scaling.plan.evaluate import Estimate, Lanes, matmul_passes, reached_rates
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES
 
@@ -108,12 +108,9 @@ class _Layer:
         w, l, c, chip = job.work, found.layout, found.compute, found.network.chip
         rate, lanes, layers = chip.efficiency, Lanes.of(found.network), float(c.layers)
         self.work, self.layout = w, l
-        narrow = chip.flops(job.dtype) * rate.of_matmul(job.dtype)
-        bandwidth = (chip.hbm_bw or float("inf")) * rate.memory
-        math, reads = float(c.linear) / layers / narrow, float(c.read) / layers / bandwidth
-        adds = 2 * reads * job.grad_bytes / job.act_bytes
-        self.linear = max(math, reads), max(math, reads) + max(math, adds)  # forward, backward
-        self.scores = float(c.dots) / layers / (chip.flops(job.wide) * rate.attention)
+        narrow, _, kernel, bandwidth = reached_rates(job, chip)
+        self.linear = matmul_passes(job, float(c.linear) / layers / narrow, float(c.read) / layers / bandwidth)
+        self.scores = float(c.dots) / layers / kernel
         self.between = float(c.tokens) * job.act_bytes * w.passes / l.tensor / bandwidth
         kv = w.kv * (max(1.0, l.tensor / w.kv_heads) - 1)
         self.attention = (w.projections + kv) / (w.dense + kv + w.routed)  # the share of attention's matrices

@@ -69,14 +69,14 @@ def counted(
     options: StepOptions = StepOptions(), documents: bool = True, memory: bool = True,
 ) -> CountedStep:  # fmt: skip
     """`count` of a deep model and of many microbatches, in less time: both are linear, so that a few layers a stage and
-    a few microbatches say what all of them take. Memory is linear in the microbatches once 1F1B's pipeline is full, in
-    other schedules all of them are run; without `memory` fewer layers and microbatches do.
+    a few microbatches say what all of them take. A pipeline's memory is not linear in the microbatches, so all of them
+    are run, and of other schedules than 1F1B all layers; without `memory` fewer do.
     """
     model, Z = settings.model, sizes.get("Z", 1)
     if settings.batch % settings.microbatches or (memory and options.schedule):
         return count(settings, sizes, coord, backend, options, documents)
     chunks = {"interleaved": 2, "dualpipev": 2}.get(options.schedule or "", 1)
-    few, full = (3, 3 if Z == 1 else 2 * Z + 8) if memory else (2, 2 * Z if chunks > 1 else 2)
+    few, full = (3, 3 if Z == 1 else settings.microbatches) if memory else (2, 2 * Z if chunks > 1 else 2)
     depths = _samples(model.L, _period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
     batches = _samples(settings.microbatches, Z if chunks > 1 else 1, full)
     rows, parts = settings.batch // settings.microbatches, []
