@@ -106,24 +106,39 @@ def show(page: Page, strategy, train: Callable, config: mlp.MLPConfig, optimizer
     page.equal(layers)
     page.title("Memory and training: a byte model on real text, in float32")
     page.same(found.memory, ["bytes on each rank", "from the types", "formula", "held"])
-    if not page.first:
-        return
-    text = load_given_text(args, torch.device(args.device))
-    own, ours = one_device(config, data.split(text)[0], optimizer, args, text.device), found.run
+    text, ours = load_given_text(args, torch.device(args.device)), found.run
     page.say(f"\n{config.num_params():,} params, {args.batch} rows a step, text of {len(text):,} bytes")
-    shown = sorted({0, *range(0, args.steps, max(1, args.steps // 8)), args.steps - 1})
-    bits = [[mlp.bits_per_byte(torch.tensor(each.losses[i])).item() for i in shown] for each in (ours, own)]
-    page.table([(i + 1, f"{a:.5f}", f"{b:.5f}") for i, a, b in zip(shown, *bits, strict=True)],
-               ["step", "bits per byte on ranks", "on one device"])  # fmt: skip
+    own = beside_one_device(page, ours.losses, ours.first, found.alike, config, optimizer, args)
+    if own is None:
+        return
     page.say(f"{ours.seconds:.1f} s on the ranks, {own.seconds:.1f} s on one device: so small a model on ranks that "
-             "share the cores of one machine shows the algorithm, not its speed.\n")  # fmt: skip
-    page.equal([("first gradients, float32", difference(ours.first, own.first), SINGLE), *found.alike])
+             "share the cores of one machine shows the algorithm, not its speed.")  # fmt: skip
     drift, end = difference(ours.losses, own.losses), difference(ours.params, own.params)
     page.say(f"After {args.steps} steps in float32, rounding has grown to {drift:.0e} of a loss, {end:.0e} of a param.")
     entropy = data.order0_entropy(data.split(text)[1])
     page.say(f"Validation: {found.score:.3f} bits per byte; the order-0 entropy of the text is {entropy:.3f}.")
     if args.steps >= JUDGED:
         page.check("validation is well under the order-0 entropy", found.score < entropy - 0.5)
+
+
+def beside_one_device(page: Page, losses, first, alike: list, config, optimizer, args) -> Trained | None:
+    """Print the losses of a run on ranks beside those of one device, and how far the first gradients are apart.
+
+    `alike`: the rows of `ranks_alike`. The run of one device; None on other ranks than 0, which do without it.
+    """
+    if not page.first:
+        return None
+    device = torch.device(args.device)
+    text = data.split(load_given_text(args, device))[0]
+    own = one_device(config, text, optimizer, args, device)
+    shown = sorted({0, *range(0, len(losses), max(1, len(losses) // 8)), len(losses) - 1})
+    bits = [[mlp.bits_per_byte(torch.tensor(each[i])).item() for i in shown] for each in (losses, own.losses)]
+    page.table([(i + 1, f"{a:.5f}", f"{b:.5f}") for i, a, b in zip(shown, *bits, strict=True)],
+               ["step", "bits per byte on ranks", "on one device"])  # fmt: skip
+    page.say()
+    pairs = (("loss", losses[0], own.losses[0]), ("gradients", first, own.first))
+    page.equal([*((f"first {what}, float32", difference(got, want), SINGLE) for what, got, want in pairs), *alike])
+    return own
 
 
 def one_device(config: mlp.MLPConfig, text, optimizer: optim.Optimizer, args, device) -> Trained:

@@ -15,7 +15,7 @@ import running
 from scaling.book import notebook
 
 ROOT = running.CHAPTERS.parent
-TO_BE_SPLIT = {"05_context", "05_moe", "05_pp"}  # a cell of theirs shows more than one thing
+TO_BE_SPLIT = {"05_context", "05_moe"}  # a cell of theirs shows more than one thing
 KERNEL = all(importlib.util.find_spec(name) for name in ("jupytext", "nbclient", "ipykernel"))
 
 
