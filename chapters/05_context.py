@@ -124,7 +124,7 @@ def ulysses(Q, KV, mesh, attend):
     return all_to_all("O[B, T, N_C, H] -> O[B, T_C, N, H]", O, mesh)
 
 
-# %% Both beside one device, with a cotangent that is not uniform
+# %% What both are held to: one device, all scores at once, with a cotangent that is not uniform
 def problem():
     """Q, K, V and dO, whole, none of them uniform along T; and documents of unequal lengths."""
     rng = torch.Generator().manual_seed(page.args.seed)
@@ -138,8 +138,7 @@ def dense(Q, key, V, window=T, segments=None):
     key, V = (x.repeat_interleave(Q.shape[2] // x.shape[2], 2) for x in (key, V))
     ahead = torch.arange(T, device=Q.device) - torch.arange(T, device=Q.device)[:, None]
     unseen = (ahead > 0) | (ahead <= -window)
-    if segments is not None:
-        unseen = unseen | (segments[:, None, :, None] != segments[:, None, None])
+    unseen = unseen if segments is None else unseen | (segments[:, None, :, None] != segments[:, None, None])
     A = torch.einsum("btnh,bsnh->bnts", Q, key) / H**0.5
     return torch.einsum("bnts,bsnh->btnh", A.masked_fill(unseen, -torch.inf).softmax(-1), V)
 
@@ -157,6 +156,7 @@ def show(found) -> None:
     page.table(rows, ["", "O", "dQ", "dK", "dV", "equal"])
 
 
+# %% A hop of the ring has two lines of products forward and five back; then how far each listing is from one device
 def by_hand(mesh):
     """(the differences of each listing, the lines of the ring's two passes)."""
     results, c = {}, mesh.coord["C"]

@@ -10,10 +10,6 @@ inside the experts and a capacity, all equal; the load by expert, evened out by 
 """
 
 # %%
-import math
-from itertools import product
-from statistics import fmean
-
 import torch
 import torch.nn.functional as F
 from torch.func import vjp
@@ -42,9 +38,42 @@ SPECS = {"router": "router[D, E]", "W_in": "W_in[E_X, D, F]", "W_gate": "W_gate[
          "W_out": "W_out[E_X, F, D]"}  # fmt: skip
 
 # %% [markdown]
-# ## The dense layer, on one device
+# ## One layer, line by line
+# A router scores each token for each of E experts, and the token goes to the k that it likes most. Each expert is an
+# MLP of its own, and a rank has E/X of them: so tokens travel to their experts (line 3) and back (line 5). A row is one
+# choice of one token. In `Row[G, E, R, D]` G groups of tokens, one a rank, have R rows each for every expert; R is
+# ragged, another number for each group and expert, so the ranks first tell each other how many rows will come (line 2).
+# Choosing (line 1) makes whole numbers and has no gradient: the gradient of the router is that of the weights.
+
+
+# %%
+def mlp(W, Row):
+    """One expert's rows, which may be none: Row[R, D] -> Out[R, D]."""
+    Tmp = einsum("Row[R, D] * W_in[D, F] -> Tmp[R, F]", Row, W["W_in"])
+    Gate = einsum("Row[R, D] * W_gate[D, F] -> Gate[R, F]", Row, W["W_gate"])
+    return einsum("Act[R, F] * W_out[F, D] -> Out[R, D]", F.silu(Gate) * Tmp, W["W_out"])
+
+
+def layer(params, x, mesh):
+    """x[B_X, T, D] -> y[B_X, T, D], e[N_X, K]: the result, and what the N = BT tokens chose."""
+    tokens = x.flatten(0, 1)
+    weights, experts = moe.route(tokens, params["router"], config)  # 1. of each token, k
+    rows = moe.expert_rows(experts, E)  # the choices, sorted by expert
+    count = all_to_all("n[G_X, E] -> n[G, E_X]", rows.counts[None], mesh)  # 2.
+    sends, receives = rows.counts.view(len(count), -1).sum(1).tolist(), count.sum(1).tolist()
+    Row = rows.spread(tokens)
+    Row = ragged_all_to_all("Row[G_X, E, R, D] -> Row[G, E_X, R, D]", Row, sends, receives, mesh)  # 3. dispatch
+    mine = torch.arange(count.shape[1], device=x.device).repeat(len(count))  # which of its experts each block is for
+    order = mine.repeat_interleave(count.flatten()).argsort(stable=True)
+    Out = moe.by_expert(mlp, params, Row[order], count.sum(0).tolist())[order.argsort()]  # 4.
+    Out = ragged_all_to_all("Out[G, E_X, R, D] -> Out[G_X, E, R, D]", Out, receives, sends, mesh)  # 5. combine
+    return rows.collect(Out, weights).view_as(x), experts  # 6. the weighted sum of each token's k
+
+
+# %% [markdown]
+# ## What it should give: the dense layer, on one device
 # Every expert computes every token, and a token's sum leaves out all but its k. The tokens here have a mean, so that
-# some experts are liked more than others; the loss takes in the two that keep a router in shape.
+# some experts are liked more than others. Two losses keep a router in shape: `of_losses` are their cotangents.
 
 
 # %%
@@ -56,8 +85,7 @@ def problem(config, of_losses=(0.3, 0.07)):
         return torch.randn(shape, generator=rng, dtype=torch.float64)
 
     sizes = {"D": D, "E": E, "F": config.F}
-    types = expert.specs(config, None)
-    params = tree.map(lambda text: draw(*parse(text).global_shape(sizes)) / D**0.5, types)
+    params = tree.map(lambda text: draw(*parse(text).global_shape(sizes)) / D**0.5, expert.specs(config, None))
     return params, draw(B, T, D) + draw(D), (draw(B, T, D), *torch.tensor(of_losses, dtype=torch.float64))
 
 
@@ -75,37 +103,14 @@ def one_device(config, *of_losses):
 dense = one_device(config, (0.0, 0.0))
 
 # %% [markdown]
-# ## One layer, line by line
-# A row is one choice of one token, to be computed by one expert. In `Row[G, E, R, D]` G groups of tokens, one a rank,
-# have R rows each for every expert; R is ragged: another number for each group and expert, so the ranks first tell
-# each other how many rows will come (line 2). The AllToAlls of lines 3 and 5 move X from the groups to the experts and
-# back. Choosing (line 1) makes whole numbers and has no gradient: the gradient of the router is that of the weights.
+# ## The layer on ranks, beside it
+# Each rank runs the listing; `vjp` gives the backward pass by the collectives' own cotangents. The router is on every
+# rank, so its gradient is a partial sum {U_X}, added up at the end. Look first at the two ragged AllToAlls of each
+# pass: they are all that travels, but for counts and router. V of a ragged AllToAll is n times what this rank holds:
+# over the ranks its mean is the whole array.
 
 
 # %%
-def layer(params, x, mesh):
-    """x[B_X, T, D] -> y[B_X, T, D], e[N_X, K]: the result, and what the N = BT tokens chose."""
-    tokens = x.flatten(0, 1)
-    weights, experts = moe.route(tokens, params["router"], config)  # 1. of each token, k
-    rows = moe.expert_rows(experts, E)  # the choices, sorted by expert
-    count = all_to_all("n[G_X, E] -> n[G, E_X]", rows.counts[None], mesh)  # 2.
-    sends, receives = rows.counts.view(len(count), -1).sum(1).tolist(), count.sum(1).tolist()
-    Row = rows.spread(tokens)
-    Row = ragged_all_to_all("Row[G_X, E, R, D] -> Row[G, E_X, R, D]", Row, sends, receives, mesh)  # 3. dispatch
-    mine = torch.arange(count.shape[1], device=x.device).repeat(len(count))  # which of its experts each block is for
-    order = mine.repeat_interleave(count.flatten()).argsort(stable=True)
-    Out = moe.by_expert(mlp, params, Row[order], count.sum(0).tolist())[order.argsort()]  # 4.
-    Out = ragged_all_to_all("Out[G, E_X, R, D] -> Out[G_X, E, R, D]", Out, receives, sends, mesh)  # 5. combine
-    return rows.collect(Out, weights).view_as(x), experts  # 6. the weighted sum of each token's k
-
-
-def mlp(W, Row):
-    """One expert's rows, which may be none: Row[R, D] -> Out[R, D]."""
-    Tmp = einsum("Row[R, D] * W_in[D, F] -> Tmp[R, F]", Row, W["W_in"])
-    Gate = einsum("Row[R, D] * W_gate[D, F] -> Gate[R, F]", Row, W["W_gate"])
-    return einsum("Act[R, F] * W_out[F, D] -> Out[R, D]", F.silu(Gate) * Tmp, W["W_out"])
-
-
 def one_layer(mesh) -> dict:
     params, x, (dy, *_) = problem(config)
     (want, *_), (want_grads, want_dx), _ = dense
@@ -135,7 +140,6 @@ result = page.on_ranks(one_layer)
 for name in ("forward", "backward"):
     page.title(f"{name} on {n} ranks, as rank 0 ran it: B={B} T={T} D={D} F={config.F} E={E} k={k}, float64")
     page.table(result[name], ["line", "V bytes", "sent", "FLOPs"])
-page.say("V of a ragged AllToAll is n times what this rank holds: over the ranks its mean is the whole array.")
 page.title("The results, whole, beside one device's")
 page.equal(result["differences"])
 
@@ -157,12 +161,8 @@ page.same([
 ], ["", "closed form", "bytes", "counted"])  # fmt: skip
 once = F.one_hot(experts // (E // n), n).amax(-2).sum(-1).double().mean().item()
 drawn = n * gpu.nonzero_share(n, k, random=True)
-pairs = (experts // (E // n)).flatten(0, 1).tolist(), product(range(n), repeat=k)  # the ranks chosen, and all equally
-one_by_one = [fmean(len({*ranks}) for ranks in each) for each in pairs]
-held = page.check("ranks of a token's choices", all(map(math.isclose, (once, drawn), one_by_one)))
-page.say(f"\nThe ranks choose as one device does: {chosen}. A token's {k} choices lie on {once:.2f} ranks "
-         f"({drawn:.2f} if drawn at random; counted one by one: {held}). The book's formula sends it once to "
-         f"each (there, a node): {once / k:.0%} of these bytes.")  # fmt: skip
+page.say(f"\nThe ranks choose as one device does: {chosen}. A token's {k} choices lie on {once:.2f} ranks ({drawn:.2f} "
+         f"at random). The book sends it once to each (there, a node): {once / k:.0%} of these bytes.")  # fmt: skip
 
 # %% [markdown]
 # ## Every layout is one device
@@ -182,7 +182,6 @@ LAYOUTS = [
     ({"X": n}, "X", None, "x[B_X, T, D]", full.with_(capacity=1.0)),
     ({"X": a, "E": b}, "E", None, "x[B_XE, T, D]", full.with_(capacity=1.0)),
 ][:: 2 if page.small else 1]
-references = [one_device(layout[-1]) for layout in LAYOUTS]
 
 
 def on_layout(mesh, axis, tensor, spec, config, reference):
@@ -214,6 +213,10 @@ def on_layout(mesh, axis, tensor, spec, config, reference):
     return [difference(*pair, mesh) for pair in pairs], difference(load, want_load, mesh) == 0
 
 
+# %% A row for each mesh: how far y, the two losses and all gradients are from one device's
+references = [one_device(layout[-1]) for layout in LAYOUTS]
+
+
 def all_layouts(mesh):
     return [
         on_layout(Mesh(sizes, mesh.device, mesh.checked), *layout, reference)
@@ -234,7 +237,8 @@ page.table(rows, ["mesh", "x", "layout", "y", "losses", "gradients", "equal"])
 # ## The load by expert
 # A rank waits for the busiest expert, so an uneven load costs time (or, with a capacity, tokens). DeepSeek-V3 adds a
 # bias to the scores in the choice alone: after each step up where an expert had too few tokens, down where too many.
-# No loss is disturbed: the weights do not see the bias.
+# No loss is disturbed: the weights do not see the bias. A capacity bounds what an expert takes; choices beyond it are
+# dropped, fewer where the load is even.
 
 # %%
 sigmoid, tokens, bias = config.with_(routing="sigmoid"), x.flatten(0, 1), torch.zeros(E).double()
@@ -253,11 +257,9 @@ page.say(f"the busiest expert has {busiest[0]:.2f} and then {busiest[1]:.2f} of 
 rows = []
 for factor in (1.0, 1.25, 2.0):
     most = moe.capacity_of(sigmoid.with_(capacity=factor), B * T)
-    split = [
-        (int((c - most).clamp(min=0).sum()), int(c.clamp(max=most).sum())) for c in (before, load)
-    ]  # dropped, kept
-    page.check(f"capacity {factor}", most == factor * mean and {*map(sum, split)} == {B * T * k})
-    rows.append((factor, most, *(f"{lost / (lost + kept):.1%}" for lost, kept in split)))
+    lost = [int((count - most).clamp(min=0).sum()) / (B * T * k) for count in (before, load)]
+    page.check(f"capacity {factor}", most == factor * mean)
+    rows.append((factor, most, *(f"{share:.1%}" for share in lost)))
 page.table(rows, ["capacity", "tokens", "choices dropped before", "after"])
 
 # %% [markdown]
@@ -291,7 +293,7 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `all_reduce("d[D, E] {U_X} -> d[D, E]", grads["router"], mesh)` by `grads["router"]`: each rank then
+# 1. Edit: replace `all_reduce("d[D, E] {U_X} -> d[D, E]", d, mesh)` by `d`: each rank then
 #    has the gradient of its own tokens alone, which differs from one device's; the experts' gradients are whole.
 # 2. Question: from how many tokens on is DeepSeek-V3's layer compute-bound on one H100 in bf16? Evaluate
 #    `h100.intensity("hbm") * v3.E / v3.k`.

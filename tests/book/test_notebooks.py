@@ -15,7 +15,6 @@ import running
 from scaling.book import notebook
 
 ROOT = running.CHAPTERS.parent
-TO_BE_SPLIT = {"05_context", "05_moe"}  # a cell of theirs shows more than one thing
 KERNEL = all(importlib.util.find_spec(name) for name in ("jupytext", "nbclient", "ipykernel"))
 
 
@@ -49,7 +48,7 @@ def test_cells(name):
     assert cells[-1][0] == "markdown"
     assert sum(kind == "markdown" for kind, _ in cells) >= 4
     lines = [sum(bool(line.strip()) for line in text.splitlines()) for kind, text in cells if kind == "code"]
-    assert max(lines) <= 40 or name in TO_BE_SPLIT
+    assert max(lines) <= 40
     assert 80 <= len(running.source(name).splitlines()) <= 300
 
 
