@@ -4,13 +4,13 @@ A process for each rank, in it the lines (what holds the lane that computes), th
 may overlap, and the operations; waiting, exposed and hidden stand in a collective's details; memory is a counter.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from scaling.profile import memory
 from scaling.profile.split import Split
 from scaling.profile.timeline import RankTimeline
+from scaling.schedules.chrome import row_name, time_bar, write_events
 
 TRACKS = ("lines", "transfers", "operations")
 
@@ -21,14 +21,12 @@ def events(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]])
     made: list[dict] = []
 
     def span(rank: int, track: str, name: str, start: float, end: float, **args) -> None:
-        made.append({"name": name, "ph": "X", "pid": rank, "tid": TRACKS.index(track), "ts": (start - zero) * 1e6,
-                     "dur": (end - start) * 1e6, "args": args})  # fmt: skip
+        made.append(time_bar(name, rank, TRACKS.index(track), start - zero, end - zero, args))
 
     for timeline, found in zip(timelines, splits, strict=True):
         rank = timeline.rank
-        made.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for i, name in enumerate(TRACKS):
-            made.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": i, "args": {"name": name}})
+        made.append(row_name(f"rank {rank}", rank))
+        made += (row_name(name, rank, i) for i, name in enumerate(TRACKS))
         for number, (start, end) in enumerate(timeline.steps):
             span(rank, "operations", f"step {number}", start, end)
         for i, (run, split) in enumerate(zip(timeline.runs, found, strict=True)):
@@ -51,5 +49,5 @@ def events(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]])
 
 def write_trace(path: Path, timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events(timelines, splits), "displayTimeUnit": "ms"}))
+    write_events(path, events(timelines, splits))
     return path

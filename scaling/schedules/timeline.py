@@ -3,13 +3,13 @@
 The time of a simulation is in the units of its `Times`, that of a measurement in seconds.
 """
 
-import json
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from scaling.schedules.chrome import row_name, time_bar, write_events
 from scaling.schedules.instructions import COMPUTE, Backward, BackwardWeight, Forward
 
 Time = float | Fraction  # in a simulation exact
@@ -96,26 +96,16 @@ class Timeline:
         return peak
 
 
-def chrome(*timelines: Timeline, seconds: float = 1.0) -> dict:
-    """A Chrome trace (chrome://tracing, ui.perfetto.dev): a process for each timeline, a row for each rank.
-
-    `seconds`: how long the timelines' unit of time is.
-    """
+def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:
+    """A Chrome trace: a process for each timeline, a row for each rank. `seconds`: the timelines' unit of time."""
     events = []
     for pid, timeline in enumerate(timelines):
-        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": timeline.name}})
-        for rank in range(timeline.ranks):
-            row = {"name": "thread_name", "ph": "M", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}}
-            events.append(row)
+        events.append(row_name(timeline.name, pid))
+        events += (row_name(f"rank {rank}", pid, rank) for rank in range(timeline.ranks))
         for span in timeline.spans:
             kind, step = type(span.step).__name__, span.step
             args = {key: getattr(step, key) for key in ("stage", "microbatch", "peer") if hasattr(step, key)}
-            event = {"name": f"{kind} {args.get('microbatch', '')}".strip(), "cat": kind, "ph": "X"}
-            event |= {"pid": pid, "tid": span.rank, "args": args}
-            start, length = float(span.start - timeline.start), float(span.end - span.start)
-            events.append(event | {"ts": start * seconds * 1e6, "dur": length * seconds * 1e6})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:
-    Path(file).write_text(json.dumps(chrome(*timelines, seconds=seconds)))
+            name = f"{kind} {args.get('microbatch', '')}".strip()
+            start, end = (float(when - timeline.start) * seconds for when in (span.start, span.end))
+            events.append(time_bar(name, pid, span.rank, start, end, args, kind))
+    write_events(file, events)
