@@ -44,8 +44,8 @@ def overlaps_itself(x: Tensor) -> bool:
     if not x.numel():
         return False
     room = 0  # elements from the first to the last, of the dims that vary faster
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
-        if size and stride <= room:
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride <= room:
             return True
         room += stride * (size - 1)
     return False
@@ -77,7 +77,9 @@ def extent(x: Tensor) -> int:
     """Bytes from the first element to the end of the last."""
     if x.is_contiguous():
         return x.nbytes
-    last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+    last = 0
+    for stride, size in zip(x.stride(), x.shape, strict=True):
+        last += stride * (size - 1)
     return (last + 1) * x.element_size()
 
 

@@ -7,6 +7,7 @@ earlier microbatches left there, or much later, when a pipeline would otherwise 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,9 +36,16 @@ class Deferred:
     @property
     def shape(self) -> tuple[int, ...]:
         """The local shape of the result."""
-        a, b = parse_line(self.line).operands
-        sizes = dict(zip(b.dim_names, self.b.shape, strict=True)) | dict(zip(a.dim_names, self.a.shape, strict=True))
-        return tuple(sizes[dim] for dim in self.type.dim_names)
+        both = (*self.a.shape, *self.b.shape)
+        return tuple([both[i] for i in _places(self.line)])
+
+
+@lru_cache(maxsize=4096)
+def _places(line: str) -> list[int]:
+    """Of each dim of the result its place among those of the operands."""
+    a, b = parse_line(line).operands
+    dims = (*a.dim_names, *b.dim_names)
+    return [dims.index(dim) for dim in parse_line(line).result.dim_names]
 
 
 def join_products(products: Sequence[Deferred]) -> Deferred:

@@ -12,7 +12,7 @@ from torch import Tensor
 from scaling import trace
 from scaling._torch import constant
 from scaling.algebra.contraction import check_product, refuse_product
-from scaling.collectives.buffers import check_out, overlap, refuse_overlap
+from scaling.collectives.buffers import check_out, overlap, overlaps_itself, refuse_overlap
 from scaling.collectives.calls import wait
 from scaling.collectives.deferred import Deferred
 from scaling.collectives.kernel import (
@@ -154,7 +154,8 @@ def _check_out(product: Kernel, a: Tensor, b: Tensor | None, out: Tensor | None)
     sizes: Any = a.shape, b if b is None else b.shape
     shape = tuple([sizes[operand][i] for operand, i in product.result])
     fits = isinstance(out, Tensor) and out.shape == shape and out.dtype is a.dtype
-    if not fits or out.requires_grad or not out.is_contiguous() or out.device != a.device:
+    odd = fits and not out.is_contiguous() and (overlaps_itself(out) or out.is_conj() or out.is_neg())
+    if not fits or odd or out.requires_grad or out.device != a.device:
         dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
         check_out(f"einsum: {product.line}", out, shape, dtype, a.device)
     if overlap(out, a, b):

@@ -8,7 +8,7 @@ What a layer computes is a function that the engine is given: the book's strateg
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -152,15 +152,15 @@ class Layers:
         """The place of leaf i of layer l's gradient, of this shape before it is reduced."""
         if self.slots[i][l] is None:
             first, end = self.bucket_of(l)
-            split = [d for d, (n, m) in enumerate(zip(shape, self.shapes[i], strict=True), 1) if n != m]
-            if not split:  # a reduction only adds: the results' place is theirs too
+            if tuple(shape) == self.shapes[i]:  # a reduction only adds: the results' place is theirs too
                 first, end = 0, len(self.layers)
                 if self.out[i] is None:
                     self.out[i] = self.like[i].new_empty((end, *shape), dtype=self.dtype)
                 room = self.out[i]
             else:
+                split = next(d for d, n in enumerate(shape) if n != self.shapes[i][d])
                 together = end - first > 1 and not self.summed
-                room = _room(self.like[i], (end - first, *shape), split[0], together, self.dtype)
+                room = _room(self.like[i], (end - first, *shape), split + 1, together, self.dtype)
             self.rooms[i] = first, room
             self.slots[i][first:end] = room.unbind()
         return self.slots[i][l]
@@ -215,9 +215,9 @@ class Layers:
     def place(self, first: int, end: int, done: list[Tensor]) -> None:
         """Put the reduced gradients of these layers where they stay."""
         done = [x[None] for x in done] if end - first == 1 else done
-        for name, x, shape in zip(self.names, done, self.shapes, strict=True):
-            fitting(name, x, shape)
         for i, x in enumerate(done):
+            if x.shape[1:] != self.shapes[i]:
+                refuse_gradient(self.names[i], x, self.shapes[i])
             if self.out[i] is None:  # joined at the end: matrices below each other, which a compiler writes in place
                 self.pieces[i].insert(0, x.flatten(0, 1))
                 continue
@@ -256,15 +256,14 @@ def layers_a_bucket(bucket_bytes: int, params: Mapping[str, Tensor]) -> int:
 def _room(like: Tensor, shape: Sequence[int], dim: int, together: bool, dtype: torch.dtype | None = None) -> Tensor:
     """An empty tensor [L, ...] in which the dim that will be scattered is the outermost in memory: of all layers
     `together`, or of each layer. Its blocks then need no copy."""
-    outermost = 0 if together else 1
+    outermost = 0 if together else min(1, dim)
     rest = [*shape]
     rest.insert(outermost, rest.pop(dim))
     return like.new_empty(rest, dtype=dtype).movedim(outermost, dim)
 
 
-def fitting(name: str, grads: Tensor, shape: Sequence[int]) -> None:
-    """ValueError unless a listing's gradients[L, ...] have their places' shape: torch would broadcast them."""
-    if grads.shape[1:] != shape:
-        what = f"the listing's backward returned d{name} of shape {tuple(grads.shape[1:])}, not {tuple(shape)}"
-        order = "return the gradients in SPECS' order of the weights, each reduced to the type of its weight"
-        raise ValueError(f"{what}\n  fix: {order}; python -m scaling.check FILE shows the line")
+def refuse_gradient(name: str, grads: Tensor, shape: Sequence[int]) -> NoReturn:
+    """ValueError: a listing's gradients[L, ...] have not their places' shape; torch would broadcast them."""
+    what = f"the listing's backward returned d{name} of shape {tuple(grads.shape[1:])}, not {tuple(shape)}"
+    order = "return the gradients in SPECS' order of the weights, each reduced to the type of its weight"
+    raise ValueError(f"{what}\n  fix: {order}; python -m scaling.check FILE shows the line")

@@ -45,11 +45,6 @@ def normed_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: dict) -> tuple[Ten
     return dQ, dK, {"norm_Q": norm_Q, "norm_K": norm_K}
 
 
-def are_some(W: Tensor, at: Any, dim: int) -> bool:
-    """Whether this rank uses only some of the KV heads of W: those are then whole on every rank."""
-    return own_heads(W, at, dim) is not W
-
-
 def own_heads(W: Tensor, at: Any, dim: int) -> Tensor:
     """Of KV heads that are replicated over Y, those that this rank's query heads see; W[.., K_Y, H] as it is.
 

@@ -158,9 +158,10 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context, into: Cal
     dQ, dK, dgains = heads.normed_heads_backward(W, dQ, dK, s)
     dW |= dgains | heads.biased_heads_backward(W, dQ, dK, dV, at)
     dy = einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
-    for dHead, name in ((dK, "W_K"), (dV, "W_V")):
+    own = {name: own_heads(W[name], at, 1) for name in ("W_K", "W_V")}
+    for dHead, W_own in zip((dK, dV), own.values(), strict=True):
         line = "dK[B_PXE, T_C, K_Y, H] * W_K[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
-        dy = einsum(line, dHead, own_heads(W[name], at, 1), out=dy, add=True)
+        dy = einsum(line, dHead, W_own, out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "O[B_PXE, T_C, N_Y, H] * dAttn[B_PXE, T_C, D] -> dW_O[N_Y, H, D] {U_PXEC}"
     dW["W_O"] = einsum(line, s["O"], dAttn, **into("W_O"))
@@ -168,9 +169,9 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context, into: Cal
     dW["W_Q"] = einsum(line, s["y"], dQ, **into("W_Q"))
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
-        some = heads.are_some(W[name], at, 1)  # of heads that are whole on each rank: the others' gradients are 0
-        dW[name] = einsum(line, s["y"], dHead, **({} if some else into(name)))
-        dW[name] = heads.in_place(dW[name], W[name], at, 1)
+        whole = own[name] is W[name]  # else some of the heads that each rank has: the others' gradients are 0
+        dW[name] = einsum(line, s["y"], dHead, **(into(name) if whole else {}))
+        dW[name] = dW[name] if whole else heads.in_place(dW[name], W[name], at, 1)
     dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], wait(dy))
     return dx, dW
 
