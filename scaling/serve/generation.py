@@ -13,9 +13,10 @@ from scaling.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve.cache import init_cache
 from scaling.serve.drafts import Given, advance, drafting
+from scaling.serve.requests import prompt_ids
 from scaling.serve.sampling import Draw, Sampling, request_seeds
 from scaling.serve.states import Work
-from scaling.serve.step import decode, extend, prefill
+from scaling.serve.step import run_rows
 from scaling.serve.types import ONE, check_mesh, divisible
 
 
@@ -117,42 +118,27 @@ def _rows(what: str, texts: Sequence[Any], config: Config) -> list[list[int]]:
     """The texts as lists of ids of the vocabulary, none of them empty. ValueError that names the one that is not."""
     if isinstance(texts, str) or not hasattr(texts, "__len__"):
         raise ValueError(f"{what}s={texts!r:.40}: must be lists of ids\n  fix: encode each, tokenizer.encode(text)")
-    rows = [whole_numbers(f"{what} {i}", text) for i, text in enumerate(texts)]
-    for i, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"{what} {i} is empty: a {what} has at least one token\n  fix: leave it out")
-        if wrong := [t for t in row if not 0 <= t < config.V]:
-            lies = f"token {wrong[0]} lies outside the vocabulary of {config.name}, 0..{config.V - 1}"
-            raise ValueError(f"{what} {i}: {lies}\n  fix: encode it by this model's tokenizer")
-    return rows
+    return [prompt_ids(f"{what} {i}", text, config.V) for i, text in enumerate(texts)]
 
 
 class _Batch:
     """A model and its cache of the rows, with `room` for new tokens; `more` rows, copies, let the batch divide."""
 
     def __init__(self, params: dict, rows: list[list[int]], config: Config, room: int, mesh, page, form: str):
-        self.params, self.config, self.options = params, config, {"mesh": mesh, "form": form, "donate": True}
+        self.params, self.config, self.options = params, config, {"mesh": mesh, "form": form}
         mesh = ONE if mesh is None else mesh
         check_mesh(config, mesh, form)
         B, length = divisible(len(rows), max(map(len, rows)) + room, form, mesh)
-        self.device, self.held, self.more = params["norm"].device, [0] * len(rows), B - len(rows)
+        self.held, self.more = [0] * len(rows), B - len(rows)
         self.cache = init_cache(config, B, length, mesh=mesh, page=page, form=form)
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
         """As `drafts.CachedModel`; a work's id is its row. Others get a token behind what they hold, or none."""
-        T = max(len(work.tokens) for work in works)
-        tokens = [[] if every else [0] for _ in self.held]
+        tokens: list[tuple[int, ...]] = [() if every else (0,)] * len(self.held)
         for work in works:
-            tokens[work.id], self.held[work.id] = list(work.tokens), work.start
-        tokens, held = tokens + tokens[:1] * self.more, self.held + self.held[:1] * self.more
-        lengths = torch.tensor([len(some) for some in tokens], device=self.device)
-        padded = torch.tensor([[*some, *[0] * (T - len(some))] for some in tokens], device=self.device)
-        cache = self.cache | {"lengths": torch.tensor(held, device=self.device)}
-        if T == 1 and not every:
-            logits, self.cache = decode(self.params, padded[:, 0], cache, self.config, **self.options)
-        else:
-            call = extend if every else prefill
-            logits, self.cache = call(self.params, padded, cache, self.config, lengths=lengths, **self.options)
+            tokens[work.id], self.held[work.id] = work.tokens, work.start
+        tokens, starts = tokens + tokens[:1] * self.more, self.held + self.held[:1] * self.more
+        logits, self.cache = run_rows(self.params, tokens, starts, self.cache, self.config, every=every, **self.options)
         for work in works:
             self.held[work.id] += len(work.tokens)
         return logits if len(works) == len(logits) else logits[[work.id for work in works]]

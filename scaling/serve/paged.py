@@ -9,7 +9,7 @@ from scaling.configs import Config
 from scaling.serve import scheduler
 from scaling.serve.cache import init_cache, untouched
 from scaling.serve.states import Move, Options, Work
-from scaling.serve.step import decode, extend, prefill
+from scaling.serve.step import run_rows
 
 
 class PagedModel:
@@ -25,18 +25,10 @@ class PagedModel:
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
         """As `drafts.CachedModel`: all tokens are written to their pages."""
-        lengths = torch.tensor([len(w.tokens) for w in works], device=self.device)
-        T, M = int(lengths.max()), max(len(w.pages) for w in works)
-        tokens = torch.tensor([[*w.tokens, *[0] * (T - len(w.tokens))] for w in works], device=self.device)
-        cache = self.pools[worker] | {
-            "pages": torch.tensor([[*w.pages, *[0] * (M - len(w.pages))] for w in works], device=self.device),
-            "lengths": torch.tensor([w.start for w in works], device=self.device),
-        }
-        if every or T > 1:
-            call = extend if every else prefill
-            logits, cache = call(self.params, tokens, cache, self.config, self.mesh, lengths=lengths, donate=True)
-        else:
-            logits, cache = decode(self.params, tokens[:, 0], cache, self.config, self.mesh, donate=True)
+        M, starts = max(len(w.pages) for w in works), [w.start for w in works]
+        pages = torch.tensor([[*w.pages, *[0] * (M - len(w.pages))] for w in works], device=self.device)
+        cache, rows = self.pools[worker] | {"pages": pages}, [w.tokens for w in works]
+        logits, cache = run_rows(self.params, rows, starts, cache, self.config, self.mesh, every=every)
         self.pools[worker] = self.pools[worker] | {name: cache[name] for name in ("KV", "scale") if name in cache}
         return logits
 

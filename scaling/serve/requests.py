@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from scaling.arguments import whole_numbers
 from scaling.models.text import Unknown
 from scaling.serve.sampling import SEEDS, Draw, Sampling, request_seeds
 from scaling.serve.states import Request
@@ -96,13 +97,18 @@ def read_wish(
 def read_ids(prompt: Any, tokenizer, V: int) -> list[int]:
     """The ids of a prompt, which is a text or these ids."""
     ids = tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
-    if not isinstance(ids, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
-        raise ValueError("ids is not a list of whole numbers")
-    if not ids:
-        raise ValueError("an empty prompt")
-    if wrong := [t for t in ids if not 0 <= t < V]:
-        raise ValueError(f"token {_short(wrong[0])} lies outside the vocabulary, 0..{V - 1}")
-    return ids
+    return prompt_ids("the prompt", ids, V)
+
+
+def prompt_ids(what: str, ids: Any, V: int) -> list[int]:
+    """The ids of a text to be served. ValueError that begins with `what` for none, and for others."""
+    found = whole_numbers(what, ids)
+    if not found:
+        raise ValueError(f"{what} is empty\n  fix: give at least one token")
+    if wrong := [t for t in found if not 0 <= t < V]:
+        lies = f"token {_short(wrong[0])} lies outside the vocabulary, 0..{V - 1}"
+        raise ValueError(f"{what}: {lies}\n  fix: encode it by this model's tokenizer")
+    return found
 
 
 class RequestLine(NamedTuple):

@@ -5,7 +5,7 @@ each row's last token, decode has one token a row. All are pure: they return a n
 given, changed in place, which is what costs no copy; the caller must not use it again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -80,6 +80,28 @@ def extend(
     At padded tokens the logits mean nothing. To take tokens back: cache | {"lengths": fewer}.
     """
     return _run(params, tokens, cache, config, mesh, lengths, form, donate, False)
+
+
+def run_rows(
+    params: dict,
+    rows: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    cache: dict,
+    config: Config,
+    mesh=None,
+    *,
+    every: bool = False,
+    form: str = "heads",
+) -> tuple[Tensor, dict]:
+    """(logits[B, V] after each row's last token, or of `every` token, [B, T, V]; the cache, which is donated): decode,
+    prefill or extend, as the ids of the rows are many. They follow the first `starts` of their rows."""
+    device, T = params["norm"].device, max(map(len, rows))
+    tokens = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=device)
+    cache = cache | {"lengths": torch.tensor(starts, device=device)}
+    if T == 1 and not every:
+        return decode(params, tokens[:, 0], cache, config, mesh, form=form, donate=True)
+    lengths, call = torch.tensor([len(row) for row in rows], device=device), extend if every else prefill
+    return call(params, tokens, cache, config, mesh, lengths=lengths, form=form, donate=True)
 
 
 @torch.no_grad()

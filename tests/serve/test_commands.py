@@ -210,7 +210,13 @@ def test_serve_a_file(folder, tmp_path, capsys):
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row["line"] for row in rows if "error" in row] == [1, 2, 3, *range(9, 19)]
     said = capsys.readouterr().err
-    for what in ("line 1: is not JSON", "line 2: not a JSON object", "line 3: one of", "line 11: token 256", "top_p=0"):
+    for what in (
+        "line 1: is not JSON",
+        "line 2: not a JSON object",
+        "line 3: one of",
+        "line 11: the prompt: token",
+        "top_p=0",
+    ):
         assert what in said
     source.write_text("{")
     assert __main__.main(["serve", *options]) == 1

@@ -154,7 +154,7 @@ def test_chat(served):
 @pytest.mark.parametrize(
     ("body", "status", "named"),
     [
-        ({}, 400, "no prompt"), ({"prompt": ""}, 400, "empty prompt"), ({"prompt": 3}, 400, "neither a text nor"),
+        ({}, 400, "no prompt"), ({"prompt": ""}, 400, "prompt is empty"), ({"prompt": 3}, 400, "neither a text nor"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens=0"), ({"prompt": [256]}, 400, "token 256"),
         ({"prompt": "a", "max_tokens": 999}, 400, "only 256 fit"), ({"prompt": "a" * 300}, 400, "only 256 fit"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature=-1"), ({"prompt": "a", "top_p": 0}, 400, "top_p=0"),

@@ -10,8 +10,7 @@ from torch import Tensor
 from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
 from scaling.models.transformer import headed
-from scaling.serve.forms import At
-from scaling.serve.forms.parts import activated, embedding_rows, own_biases
+from scaling.serve.forms import At, activated, embedding_rows, own_biases
 from scaling.serve.types import experts_axis
 from scaling.strategies.axes import all_gather, all_reduce, shard
 from scaling.strategies.expert import experts_of, moe

@@ -13,8 +13,7 @@ from torch import Tensor
 from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
 from scaling.models.transformer import headed
-from scaling.serve.forms import At
-from scaling.serve.forms.parts import own_biases
+from scaling.serve.forms import At, own_biases
 from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter
 from scaling.strategies.transformer.heads import own_heads
 

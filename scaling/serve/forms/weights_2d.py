@@ -11,8 +11,7 @@ from torch import Tensor
 from scaling.collectives import einsum
 from scaling.models.pointwise import mean_square, rms_norm
 from scaling.models.transformer import headed
-from scaling.serve.forms import At
-from scaling.serve.forms.parts import activated, embedding_rows, own_biases
+from scaling.serve.forms import At, activated, embedding_rows, own_biases
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, reduce_scatter, shard
 from scaling.strategies.transformer.heads import own_heads
 
