@@ -2,7 +2,8 @@
 
 The fullest moment is looked for among a few: of the backward pass, that of the last layer, when all activations are
 there; that of the layer before, when gradients are too; that of the first; the loss; and the end of a step. The tests
-hold them to the bytes that an abstract mesh counts for the strategies' own code.
+hold them to the bytes that an abstract mesh counts for the book's stack and for a Transformer whose params are whole;
+what a run of `scaling.train` holds is counted by its own step (`train.dry`).
 """
 
 from dataclasses import dataclass
