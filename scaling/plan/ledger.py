@@ -1,9 +1,9 @@
 """What one chip computes and moves in a step: the ledger from which bound, forecast, bytes and the timeline all follow.
 
 Of the fullest stage, by formula, as a good system may do it. `tests/plan` holds it, of the book's stack, to `cost.step`
-and to the strategies' own code. A Transformer that `scaling.train` runs differs: gradients are summed in float32, params
-are sharded over X alone; what it does is counted by its own step (`train.dry`, `plan.choose`). A layout's fields may be
-columns; then so is everything here.
+and to the strategies' own code. A Transformer that `scaling.train` runs differs: gradients are summed in float32, and
+params are sharded over X alone; what it does is counted by its own step (`train.dry`, `plan.choose`). A layout's fields
+may be columns; then so is everything here.
 """
 
 from dataclasses import dataclass
