@@ -107,9 +107,9 @@ def _to_everyone(mine: Tensor, blocks: Tensor, group: Group) -> Works:
     Takes 0.75 of the CPU time of gloo's own, which receives into a buffer of its own and copies from there.
     """
     n, me, pg = group.size, group.index, transport(group)
-    members = [group.member_of((me + k) % n) for k in range(1, n)]
-    works = [pg.recv([blocks[group.block_of(m)]], m, TAG) for m in reversed(members)]
-    works += [pg.send([mine], m, TAG) for m in members]
+    others, order = [(me + k) % n for k in range(1, n)], group.order or range(n)
+    works = [pg.recv([blocks[block]], order.index(block), TAG) for block in reversed(others)]
+    works += [pg.send([mine], order.index(block), TAG) for block in others]
     if blocks[me].data_ptr() != mine.data_ptr():  # an AllGather in place: mine is its block of the buffer
         blocks[me] = mine
     return Works(works)
