@@ -49,7 +49,8 @@ page.say(f"one device's sum alone is off by {difference(outer[0], C):.1f}: it is
 # ## The four cases, planned and run
 # What has to be sent follows from the types alone: nothing if the contracted dim is whole (case 1), an AllGather if it
 # is split in one operand (2), a reduction after if it is split in both (3), an AllGather of one operand if one axis
-# splits a free dim of each (4). Look at the bytes: the ReduceScatter of the fourth line sends half of the AllReduce.
+# splits a free dim of each (4). Look at the bytes: for one product, the ReduceScatter, which leaves C[I, K_X], sends
+# half of what the AllReduce does.
 
 # %%
 CASES = [

@@ -2,8 +2,7 @@
 """Part 10, the worked problems: shards averaged and rolled, experts four ways, collective matmuls end to end.
 https://jax-ml.github.io/scaling-book/jax-stuff
 
-Every question of the part: 1 in auto and manual mode; 2 with each step's listing, bytes and FLOPs, gradients included;
-3 and 4 as run on this mesh and as they should be on a v5e. The book answers Question 1 and a part of 2.
+Question 1 in auto and manual mode; 2 with its listing, bytes, FLOPs and gradients; 3 and 4 as run here and on a v5e.
 """
 
 # %%
@@ -16,7 +15,7 @@ import torch.nn.functional as F_
 from torch.func import vjp
 from torch.utils.flop_counter import FlopCounterMode
 
-from scaling import auto, cost, tree
+from scaling import auto, cost, explicit, tree
 from scaling.book.answers import Answer
 from scaling.book.largest import largest
 from scaling.book.listing import difference
@@ -24,6 +23,7 @@ from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
+from scaling.profile import profile
 from scaling.shard_map import shard_map
 from scaling.spec import parse
 from scaling.strategies.collective_matmul import matmul_reduce, matmul_scatter, mlp
@@ -53,8 +53,8 @@ def ms(f) -> float:
 # %% [markdown]
 # ## Question 1: within each shard
 # x[S_X, D_Y] on a mesh X=4, Y=2, with the book's data. The mean of each shard in auto mode takes the reshapes that the
-# book shows: a dim of shards, a dim within. The planner puts no collective in. In manual mode it is a mean. (Both run
-# here in one process; on ranks a whole array is then gathered, which no program inside asks for.)
+# book shows: a dim of shards, a dim within. The planner puts no collective in. In manual mode it is a mean. (Both in
+# one process here, on ranks below.)
 
 # %%
 MESH = AbstractMesh({"X": 4, "Y": 2})
@@ -90,8 +90,6 @@ page.equal([
     ("1.1: the reshapes", difference(averages(x), in_manual(x)), EXACT),
     ("1.2: roll(x, 5) - x within each shard of X", difference(rolled(x), (parts.roll(5, 1) - parts).view_as(x)), EXACT),
 ])  # fmt: skip
-took = [ms(lambda: averages(x)), ms(lambda: in_manual(x))]
-page.say("\n1.1 in one process: reshapes {:.2f} ms, shard_map {:.2f} ms".format(*took))
 page.answers([
     Answer("1.2: element [1, 0], shift 5", "992", float(rolled(x)[1, 0]), "",
            erratum="the book's code rolls, and leaves out the - x that its question has; x[1, 0] is 8"),
@@ -134,16 +132,56 @@ for way in (masked_loop, grouped):
     rows.append((f"2.1: {way.__name__}, result and gradients", worst, EXACT))
 page.title(f"Question 2.1 and 2.4: S={S}, D={D}, F={F}, E={E}, k=1 and {k}")
 page.equal(rows)
-page.answers(
-    [
-        Answer("2.1: FLOPs, masked over grouped, k = 2", "", flops["masked_loop"] / flops["grouped"], "times", "E/k"),
-    ]
-)
-buffer = auto.jit(lambda A, M, W: torch.einsum("esd,edf->sf", torch.einsum("sd,se->esd", A, M), W),
-                  AbstractMesh({"X": 4}), ("A[S_X, D]", "M[S_X, E]", "W[E_X, D, F]"), "Out[S_X, F]")  # fmt: skip
+ratio = flops["masked_loop"] / flops["grouped"]
+page.answers([Answer("2.1: FLOPs, masked over grouped, k = 2", "", ratio, "times", "E/k")])
+
+
+def buffered(A, M, W):
+    return torch.einsum("esd,edf->sf", torch.einsum("sd,se->esd", A, M), W)
+
+
+buffer = auto.jit(buffered, AbstractMesh({"X": 4}), ("A[S_X, D]", "M[S_X, E]", "W[E_X, D, F]"), "Out[S_X, F]")
 listing = buffer.lower(*(torch.empty(s, device="meta") for s in ((64, 16), (64, 8), (8, 16, 32)))).listing
 page.say(f"\nQuestion 2.2: the buffer's program on 4 devices, M the mask, as planned\n{listing}")
 page.check("2.2: A is gathered", "A[S, D] = AllGather_X" in listing)
+
+# %% [markdown]
+# ## Questions 1.1 and 2.2 on ranks, by jit and by shard_map
+# Run and profiled on this mesh's ranks. Look for collectives that nobody asked for: the means take none; what shard_map
+# sends is its result, which it gives whole to every rank. The buffer's program gathers the smaller of A and W.
+
+
+# %%
+def by_modes(mesh) -> dict:
+    """{program: (the difference, the collectives, ms a step, ms of it in collectives or waiting in them)}."""
+    M, types = F_.one_hot(CASES["top 2"], E).double().mean(1), ("A[S_Y, D]", "M[S_Y, E]", "W[E_Y, D, F]")
+    given = [explicit.array(t.to(mesh.device), at, mesh) for t, at in zip((A, M, W), types, strict=True)]
+    jitted = auto.jit(lambda A: A.reshape(n, S // n, D).mean((1, 2)), mesh, types[:1], "m[I_Y]")
+    mapped = shard_map(lambda A: A.mean().view(1), mesh, types[0], "m[I_Y]")
+    experts = auto.jit(buffered, mesh, types, "Out[S_Y, F]")
+    means, found = A.reshape(n, S // n, D).mean((1, 2)), {}
+    for name, run, wanted in (
+        ("1.1 the means, jit", lambda: jitted(given[0]), means),
+        ("1.1 the means, shard_map", lambda: mapped(A.to(mesh.device)), means),
+        ("2.2 the buffer, jit", lambda: experts(*given), by_token(CASES["top 2"])[0]),
+    ):
+        result = run()
+        off = difference(result.whole() if isinstance(result, explicit.Array) else result, wanted, mesh)
+        with profile() as p:
+            for _ in range(5):
+                run()
+                p.step()
+        part = min(p.parts(mesh.rank), key=lambda each: each.step)
+        sent = "; ".join(line.run.line for line in p.lines() if line.run.wire_bytes)
+        found[name] = off, sent, 1e3 * part.step, 1e3 * (part.exposed + part.waiting)
+    return found
+
+
+rows = page.on_ranks(by_modes)
+page.title("Questions 1.1 and 2.2 on ranks: the fastest of five steps, profiled")
+page.table([(name, sent or "nothing", f"{t:.2f}", f"{apart:.2f}") for name, (_, sent, t, apart) in rows.items()],
+           ["program", "collectives", "ms", "of which in them"])  # fmt: skip
+page.equal([(name, off, EXACT) for name, (off, *_) in rows.items()])
 
 # %% [markdown]
 # ## Question 2: experts, on a mesh
@@ -166,9 +204,8 @@ def on_mesh(mesh) -> dict:
             mine = tree.shard([experts], ["B[S_Y, K]"], mesh)[0].to(mesh.device)
             with trace() as log:
                 out, pull = vjp(lambda a, w, mine=mine, way=way: way(a, w, mine, mesh), a, w)
-            worst = difference(
-                [out, *pull(d_out)], tree.shard(list(by_token(experts)), types, mesh), mesh
-            )  # scaling: ignore[reduced-twice]
+            wanted = tree.shard(list(by_token(experts)), types, mesh)
+            worst = difference([out, *pull(d_out)], wanted, mesh)  # scaling: ignore[reduced-twice]
             found[name, case] = worst, log.wire_bytes, ms(lambda mine=mine, way=way: way(a, w, mine, mesh))
     return found
 
@@ -236,9 +273,8 @@ def block_on(name: str, B: int, D: int, F: int, n: int, ways: int) -> tuple[floa
     """Seconds of the block in bf16 on a ring of n chips: (one after the other, both collectives hidden)."""
     c = chip(name)
     product, V = cost.matmul(B, D, F // n, c.flops(), c.hbm_bw).lower, 2 * B * D
-    link = c.need("link_bw")
-    hops = (n - 1 if ways == 1 else n // 2) * max(V / n / link, c.hop_latency)
-    serial = 2 * (product + max(V * (n - 1) / n / (2 * link), n // 2 * c.hop_latency))
+    hops = (n - 1 if ways == 1 else n // 2) * max(V / n / c.need("link_bw"), c.hop_latency)
+    serial = 2 * (product + max(V * (n - 1) / n / (2 * c.need("link_bw")), n // 2 * c.hop_latency))
     return serial, 2 * (product / n + max(hops, product * (n - 1) / n))
 
 
