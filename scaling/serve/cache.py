@@ -6,6 +6,7 @@ and, of int8, "scale"[2, L, B_Z, S, K_Y], one a token and head. The types are `c
 lengths roll it back, other rows of pages and lengths are another batch on the same pool.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 from scaling.arguments import whole
 from scaling.collectives.buffers import overlaps_itself
 from scaling.configs import Config
+from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS
 from scaling.serve.types import ONE, cache_specs
-from scaling.spec import ShardingError, parse
+from scaling.spec import ShardingError, Spec, parse
 
 PAGED_SEQUENCE = (
     'form="sequence" splits S over Z, which a cache in pages cannot do\n  fix: give page=None, or choose another form'
@@ -123,7 +125,7 @@ def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> Non
         raise ValueError(f"{what}\n  rule: pages[B, M], a row for each row\n  fix: init_cache(..., page=...)")
     if page is not None and form == "sequence":
         raise ShardingError(PAGED_SEQUENCE)
-    spec = parse(cache_specs(config, mesh, form=form, page=page)["KV"])
+    spec = _held(config, tuple(mesh.sizes.items()), form, page is not None)
     rows = KV.shape[2] * mesh.size(spec.dims[2][1])
     times = KV.shape[3] * mesh.size(spec.dims[3][1])
     sizes = config.sizes | {"B": batch, "S": times, "P": rows, "page": times, "R": mesh.sizes.get("Y", 1)}
@@ -132,6 +134,12 @@ def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> Non
             f"{spec}: a cache of {config.name} is {wanted} on each rank; found {tuple(KV.shape)}\n"
             f'  fix: init_cache(config, {batch}, length, mesh=mesh, form="{form}")'
         )
+
+
+@lru_cache(maxsize=256)
+def _held(config: Config, sizes: tuple, form: str, paged: bool) -> Spec:
+    """The type of the keys and values: decided once, not at each step."""
+    return parse(cache_specs(config, AbstractMesh(dict(sizes)), form=form, page=1 if paged else None)["KV"])
 
 
 def _kind(x: Any) -> str:

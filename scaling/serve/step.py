@@ -23,7 +23,7 @@ from scaling.serve.cache import capacity, check_cache, writable
 from scaling.serve.forms import At, context, heads, heads_batch, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.slots import Slots
-from scaling.serve.types import ONE, check_mesh, rows_spec, shards_of_places, specs
+from scaling.serve.types import ONE, rows_spec, shards_of_places, specs
 from scaling.strategies.axes import all_gather
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
@@ -134,7 +134,6 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tu
 def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) -> tuple[Tensor, dict]:
     """(lengths, the cache to write to), where the tokens are; each row has `least` new tokens. ValueError for what the
     mesh, the model or the cache cannot take, before any of it is changed."""
-    check_mesh(config, mesh, form)
     flag(donate=donate)
     check_ids("tokens", tokens)
     check_cache(cache, config, mesh, form, len(tokens))
