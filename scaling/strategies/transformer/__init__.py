@@ -1,9 +1,9 @@
 """A Transformer under every axis (Parts 4 and 5): P pods, Z stages, X data and FSDP, C context, Y tensor, E experts.
 
-    types   the params' types, as stored and as used          layer   one layer's typed lines
-    by_hand the same layer with its backward written out      flat    a small layer's weights in one message
-    ends    embedding and loss, the vocabulary over Y         step    the layers run, forward and back, by their vjps
-    stages  the layers over Z, under any schedule             stage_ends   each end at the stage that uses it
+    types   the params' types as they are stored              layer    one layer's typed lines, forward and backward
+    moves   how weights come and gradients go back            heads, experts   what only some models have in it
+    ends    embedding and loss, the vocabulary over Y         step     the layers run, forward and back
+    placed  where this rank's tokens lie                      stages   the layers over Z, under any schedule
 
 One text serves every mesh: an axis that the mesh lacks, or that has size 1, drops out.
 """
