@@ -34,7 +34,7 @@ for _op in (
 
 no_torch_function = torch._C.DisableTorchFunction  # a context in which no __torch_function__ is called
 in_transform = torch._C._functorch.peek_interpreter_stack  # not None inside a transform of torch.func
-_modes = torch._C._len_torch_dispatch_stack  # how many are on, at no cost
+any_modes = torch._C._len_torch_dispatch_stack  # how many are on, at no cost
 _stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 without_modes = torch.utils._python_dispatch._disable_current_modes  # a context in which they are off
 
@@ -42,7 +42,7 @@ without_modes = torch.utils._python_dispatch._disable_current_modes  # a context
 def modes() -> int:
     """The number of tensor modes that are on, FakeTensorMode or FlopCounterMode; those that say that
     they `only_looks` do not count: what runs is what runs without them."""
-    return sum(not getattr(mode, "only_looks", False) for mode in _stack()) if _modes() else 0
+    return sum(not getattr(mode, "only_looks", False) for mode in _stack()) if any_modes() else 0
 
 
 def mode_names() -> list[str]:

@@ -1,13 +1,12 @@
 """The typed collectives and products: `all_gather("W[D_X, F] -> W[D, F]", W, mesh)` (Part 3).
 
 `calls` has the collectives, `multiply` einsum, `plans` what runs a plan or a program of `scaling.algebra`, `rings` the
-same collectives hop by hop, `masks` partial sums that come of a mask. Beneath: `op` a collective as data, `kinds` the
-table of them, `eager` and `traced` the two ways to run one, `linear` its derivatives, `checked` the comparison of
-ranks.
+same collectives hop by hop, `masks` partial sums that come of a mask, `pending` what is not there yet. Beneath: `op`
+a collective as data, `kinds` the table of them, `lines` and `ready` a line made ready to run, `eager` and `traced` the
+two ways to run one, `linear` its derivatives, `checked` the comparison of ranks.
 """
 
 from scaling.collectives.calls import (
-    Pending,
     all_gather,
     all_reduce,
     all_to_all,
@@ -19,12 +18,11 @@ from scaling.collectives.calls import (
     scatter,
     shard,
     unshard,
-    wait,
 )
-from scaling.collectives.deferred import Deferred, join_products
 from scaling.collectives.masks import masked
 from scaling.collectives.messages import recv, send
 from scaling.collectives.multiply import einsum
+from scaling.collectives.pending import Deferred, Pending, join_products, wait
 from scaling.collectives.plans import reshard, run, run_backward, run_forward, run_program
 from scaling.collectives.ragged import ragged_all_to_all
 from scaling.collectives.transfer import Message, plan_transfer, transfer

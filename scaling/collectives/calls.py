@@ -12,78 +12,20 @@ that of the sum over the size; of a maximum or minimum it is shared equally amon
 torch.amax shares it, and takes one more AllReduce.
 """
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import index
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from scaling import trace
-from scaling.collectives.checked import agree_on
-from scaling.collectives.kinds import event, start_op
 from scaling.collectives.linear import apply, observed
-from scaling.collectives.lines import (
-    LineStep,
-    check_result,
-    constants,
-    numbers,
-    on,
-    refuse_buffer,
-    refuse_shape,
-    resolve,
-)
+from scaling.collectives.lines import LineStep, check_result, constants, refuse_buffer, refuse_shape, steps_of
 from scaling.collectives.op import Op
-from scaling.collectives.watch import who_watches
-from scaling.spec import ShardingError, Spec, parse, parse_line, refuse
-
-
-class Pending:
-    """A collective under way. `wait()` returns its result; until then its operand must not be changed.
-
-    One that is dropped without `wait()` is named in a warning; `call` is what it is called by.
-    """
-
-    __slots__ = ("call", "event", "finish", "result", "work")
-
-    def __init__(self, work, finish, event=None, call=None):
-        self.work, self.finish, self.event, self.call, self.result = work, finish, event, call, None
-        if event is not None:
-            event.left = trace.now()
-
-    def __del__(self):
-        if not hasattr(self, "finish"):  # a compiler makes objects without __init__
-            return
-        if self.finish is not None and self.call is not None and self.work is not None:
-            _dropped.append((self.work, self.finish))
-            what = f"{self.call}\n  its Pending was dropped without wait(), so that nobody has the result"
-            warnings.warn(f"{what}\n  fix: call .wait(), or leave async_op=True out", RuntimeWarning, stacklevel=2)
-
-    def wait(self) -> Any:
-        if self.finish is not None:
-            if self.event is not None:
-                self.event.waited = trace.now()
-            if self.work is not None:
-                self.work.wait()
-            self.result, self.finish, self.work = self.finish(), None, None
-            if self.event is not None:
-                trace.done(self.event)
-        return self.result
-
-
-_dropped: list = []  # the other ranks wait for what is under way: its buffers must not be freed
-
-
-def wait(x) -> Any:
-    """The tensor, or the result of what is still under way: a `Pending` collective, a `Deferred` product."""
-    if x is None or isinstance(x, Tensor):
-        return x
-    if not hasattr(x, "wait"):
-        raise ShardingError(
-            f"a {type(x).__module__}.{type(x).__name__} is not a torch.Tensor\n  fix: torch.as_tensor(x) makes one"
-        )
-    return x.wait()
+from scaling.collectives.pending import Pending
+from scaling.collectives.ready import made_ready
+from scaling.collectives.watch import watcher
+from scaling.spec import ShardingError, Spec, parse
 
 
 @overload
@@ -190,17 +132,8 @@ def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, asy
     A rank that no pair names as target gets zeros, as in JAX. `line` is the type, which stays: `A[I_X]`, or what the
     permutation makes of it: `A[I_XY] -> A[I_YX]`. Cotangent: the pairs turned round.
     """
-    typed = parse_line(line if "->" in line else f"{line} -> {line}")
-    (before,), after, pairs = typed.operands, typed.result, pairs_of(line, perm)
-    before.check_axes(mesh)
-    after.check_axes(mesh)
-    group = mesh.group((axis,) if axis in mesh.sizes else tuple(axis))
-    for ends in zip(*pairs, strict=True):
-        if len(set(ends)) < len(ends) or not all(0 <= i < group.size for i in ends):
-            rule = f"sources are distinct, targets are distinct, and all lie in 0..{group.size - 1}"
-            refuse(line, f"ppermute over {axis} (size {group.size}) by {pairs}", rule, "give such pairs")
-    op = Op.over(group, "CollectivePermute", f"{before} -> {after}", pairs=pairs)
-    return _run(LineStep(op, group, len(before.dims), None, numbers(before, mesh), on=on(mesh)), x, mesh, async_op)
+    axes = (axis,) if axis in mesh.sizes else tuple(axis)
+    return _run(mesh, ("CollectivePermute", line, axes, pairs_of(line, perm)), x, async_op)
 
 
 def pairs_of(line: str, perm: Any) -> tuple[tuple[int, int], ...]:
@@ -227,50 +160,39 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
 def _call(kind, line, x: Any, mesh, async_op, out=None, root: int | None = None, by="sum", seen=False) -> Any:
     if torch.compiler.is_compiling():
         return _compiled(kind, line, x, mesh, async_op, out, root, by)
-    if not seen and (watch := who_watches()) is not None:
+    if not seen and (watch := watcher.get()) is not None:
         return watch(_call, kind, line, x, mesh, async_op, out, root, by, True)
     if not mesh.member:
         return None
-    steps = mesh.lines.get((kind, line, root, by))
-    if steps is None:
-        steps = mesh.lines[kind, line, root, by] = resolve(mesh, kind, line, root, by)
+    return _run(mesh, (kind, line, root, by), x, async_op, out)
+
+
+def _run(mesh, what: tuple, x: Any, async_op: bool, out: Tensor | None = None) -> Any:
+    """A line on this mesh, `what` as `steps_of` takes it: as made ready for such operands at its first call, or so that
+    it can be differentiated."""
+    if not isinstance(x, Tensor) or observed(x):
+        return _differentiated(steps_of(mesh, what), x, mesh, async_op, out)
+    key = what, x.shape, x.dtype, x.device, x.layout
+    if key not in mesh.lines:
+        mesh.lines[key] = made_ready(steps_of(mesh, what), x, mesh)
+    steps = mesh.lines[key]
     if out is not None:
-        steps[0].check(x, mesh)
-        check_result(steps, x, out)
+        check_result([step.step for step in steps], x, out)
     for step in steps[:-1]:
-        x = _run(step, x, mesh, False)
-    return _run(steps[-1], x, mesh, async_op, out)
+        x = step.run(x)
+    return steps[-1].run(x, async_op, out)
 
 
-def _run(step: LineStep, x: Tensor, mesh, async_op: bool, out: Tensor | None = None) -> Any:
-    step.check(x, mesh)
-    op = step.op
-    if observed(x):
-        result = apply(x, op)
-        result = result / op.size if op.mean else result
-        result = result if out is None else out.copy_(result)
-        return Pending(None, lambda: result) if async_op else result
-    seen = trace.reached(event(op, x, async_op)) if trace.active() else None
-    agree_on(op, x)
-    if seen is not None:
-        trace.record(seen)
-    work, make = start_op(x, op, step.group, out)
-    if out is not None or op.mean:
-        make = _finish(make, step, out)
-    pending = Pending(work, make, seen, step)
-    return pending if async_op else pending.wait()
-
-
-def _finish(make: Callable[[], Tensor], step: LineStep, out: Tensor | None) -> Callable[[], Tensor]:
-    """The result divided by the size, of a mean; and in the buffer given for it, if it was not made there."""
-
-    def finish() -> Tensor:
-        result = make()
-        if step.op.mean and step.op.size > 1:
-            result.div_(step.op.size)
-        return result if out is None or result is out else out.copy_(result)
-
-    return finish
+def _differentiated(steps: Sequence[LineStep], x: Any, mesh, async_op: bool, out: Tensor | None) -> Any:
+    steps[0].check(x, mesh)
+    if out is not None:
+        check_result(steps, x, out)
+    for step in steps:
+        step.check(x, mesh)
+        x = apply(x, step.op)
+        x = x / step.op.size if step.op.mean else x
+    x = x if out is None else out.copy_(x)
+    return Pending((), lambda: x) if async_op else x
 
 
 def _compiled(kind, line, x, mesh, async_op, out, root, by):
@@ -284,4 +206,4 @@ def _compiled(kind, line, x, mesh, async_op, out, root, by):
         if out.shape != x.shape or out.dtype != x.dtype:
             mesh.constant(refuse_buffer, line, tuple(x.shape), tuple(out.shape), x.dtype, out.dtype)
         x = out.copy_(x)
-    return Pending(None, lambda: x) if async_op else x
+    return Pending((), lambda: x) if async_op else x

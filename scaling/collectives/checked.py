@@ -15,7 +15,7 @@ from scaling._torch import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
 from scaling.mesh.meeting import Intent, meeting
 from scaling.mesh.page import DIGEST, LENGTH
-from scaling.mesh.words import different, meet
+from scaling.mesh.words import different
 
 
 def agree(group: Group, call: str, x: torch.Tensor | None = None) -> None:
@@ -32,17 +32,24 @@ def agree_on(op, x: torch.Tensor, traced: bool = False) -> None:
     `traced`: it runs as torch.func, autograd and tensor modes see through it, which can send other messages than the op
     does alone: so all ranks run it in one of these ways.
     """
-    if _compared(op):
+    if compared(op):
         how = f"under {', '.join(mode_names())}" if modes() else "differentiated" if traced else ""
-        _compare(op.checked, op.group, op.axes, _call_of(op, x.shape, x.dtype, how))
+        meet(op, call_of(op, x.shape, x.dtype, how))
 
 
-def _compared(op) -> bool:
+def meet(op, call: Intent) -> None:
+    """The ranks of an op compare their calls."""
+    _compare(op.checked, op.group, op.axes, call)
+
+
+def compared(op) -> bool:
+    """Whether the ranks compare their calls of an op first."""
     return op.checked and op.size > 1 and op.kind not in ("Slice", "Pad") and not torch.compiler.is_compiling()
 
 
 @lru_cache(maxsize=4096)
-def _call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
+def call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
+    """What a rank says that it is about to do."""
     call = f"{op.kind} {op.line}"
     if op.kind == "CollectivePermute":
         call += f" by {op.pairs}"
@@ -61,7 +68,7 @@ def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
 def _compare(place: str, group: str, axes: Sequence[str], call: Intent) -> None:
     held = meeting(place)
     if held is not None:
-        return meet(held, call)
+        return held.meet(call)
     pg = process_group(group)
     said = _exchange(pg, call)
     if said is not None:

@@ -1,13 +1,14 @@
 """How data moves when nothing is differentiated or compiled: on the process group, at no extra cost.
 
-Each function starts a collective of more than one rank and returns (work to wait for, a function that then makes the
+Each function starts a collective of more than one rank and returns (what to wait for, a function that then makes the
 result). `out` is the preallocated output; it is returned as the result if that was made there. Over gloo an
 AllGather sends each block straight into its place, and a ReduceScatter is an AllToAll and a local sum: gloo's own
 copies everything once more, and is an AllReduce inside, with twice the bytes. Gathered and scattered dims are outermost
 in memory: what is copied is then a shard, never the whole array.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,8 @@ from scaling.mesh import Group
 
 NOWHERE = Nowhere()
 TAG = 1 << 20  # of the messages of a collective, so that they never meet those of send and recv
-Started = tuple["object | None", Callable[[], Tensor]]
-
-
-class Works:
-    """Several pieces of work, waited for as one."""
-
-    def __init__(self, works: list):
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works = []
+Started = tuple[Sequence[Any], Callable[[], Tensor]]
+Start = Callable[[Tensor, Op, Group, "Tensor | None"], Started]
 
 
 def transport(group: Group) -> Any:
@@ -42,7 +32,7 @@ def transport(group: Group) -> Any:
 
 def all_reduce(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
     total = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    return transport(group).allreduce([total]), lambda: total
+    return [transport(group).allreduce([total])], lambda: total
 
 
 def all_gather(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
@@ -55,9 +45,9 @@ def all_gather(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
     if blocks is None:
         out, blocks = None, mine.new_empty((n, *mine.shape))
     if op.backend == "gloo":
-        return _to_everyone(mine, blocks, group), lambda: _joined(blocks, dim) if out is None else out
+        return _to_everyone(mine, blocks, group), partial(_joined, blocks, dim, (), out)
     work = gather_into(blocks.flatten(0, 1), mine, group.pg)
-    return work, lambda: _joined(reorder(blocks, op.order, inverse=True), dim) if out is None else out
+    return [work], partial(_joined, blocks, dim, op.order, out)
 
 
 def reduce_scatter(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
@@ -65,25 +55,25 @@ def reduce_scatter(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Start
     sent = reorder(split_major(x, op), op.order)
     if op.backend != "gloo":
         mine = torch.empty_like(sent[0])
-        return scatter_sum_into(mine, sent.flatten(0, 1), group.pg), lambda: mine.movedim(0, dim)
+        return [scatter_sum_into(mine, sent.flatten(0, 1), group.pg)], lambda: mine.movedim(0, dim)
     received = torch.empty_like(sent)
-    work = exchange_into(received, sent, transport(group))
+    works = [exchange_into(received, sent, transport(group))]
     into = None if out is None else out.movedim(dim, 0) if dim else out
     if into is None or not into.is_contiguous():  # to add first and transpose after is the quicker way
-        return work, lambda: combine_parts(received, op.by).movedim(0, dim)
+        return works, lambda: combine_parts(received, op.by).movedim(0, dim)
 
     def add() -> Any:
         combine_parts(received, op.by, into)
         return out
 
-    return work, add
+    return works, add
 
 
 def all_to_all(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
     sent = reorder(split_dim(x, op.size, op.to), op.order).contiguous()
     received = torch.empty_like(sent)
-    work = exchange_into(received, sent, transport(group))
-    return work, lambda: join(reorder(received, op.order, inverse=True), op.dim)
+    works = [exchange_into(received, sent, transport(group))]
+    return works, lambda: join(reorder(received, op.order, inverse=True), op.dim)
 
 
 def permute(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
@@ -93,29 +83,33 @@ def permute(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
     if op.backend != "gloo":
         sent, into = (y.view(-1) if to else y.new_empty(0) for y, to in ((x.contiguous(), sends), (received, receives)))
         splits = [[x.numel() if m in members else 0 for m in range(op.size)] for members in (receives, sends)]
-        return exchange_into(into, sent, group.pg, *splits), lambda: received
+        return [exchange_into(into, sent, group.pg, *splits)], lambda: received
     if receives and receives == [group.member_of(op.index)]:
-        return None, lambda: received.copy_(x)
+        return (), lambda: received.copy_(x)
     sent, pg = x.contiguous(), transport(group)
     works = [pg.recv([received], m, TAG) for m in receives] + [pg.send([sent], m, TAG) for m in sends]
-    return Works(works), lambda: received
+    return works, lambda: received
 
 
-def _to_everyone(mine: Tensor, blocks: Tensor, group: Group) -> Works:
+def _to_everyone(mine: Tensor, blocks: Tensor, group: Group) -> list[Any]:
     """AllGather over gloo: each rank sends its block to every other, straight into its place.
 
     Takes 0.75 of the CPU time of gloo's own, which receives into a buffer of its own and copies from there.
     """
-    n, me, pg = group.size, group.index, transport(group)
-    others, order = [(me + k) % n for k in range(1, n)], group.order or range(n)
-    works = [pg.recv([blocks[block]], order.index(block), TAG) for block in reversed(others)]
-    works += [pg.send([mine], order.index(block), TAG) for block in others]
-    if blocks[me].data_ptr() != mine.data_ptr():  # an AllGather in place: mine is its block of the buffer
-        blocks[me] = mine
-    return Works(works)
+    pg, works = group.pg or NOWHERE, list[Any]()
+    for block, member in reversed(group.others):
+        works.append(pg.recv([blocks[block]], member, TAG))
+    for _, member in group.others:
+        works.append(pg.send([mine], member, TAG))
+    own = blocks[group.index]
+    if own.data_ptr() != mine.data_ptr():  # else an AllGather in place: mine is its block of the buffer
+        own.copy_(mine)
+    return works
 
 
-def _joined(blocks: Tensor, dim: int) -> Tensor:
-    """[n, m, ...] -> [..., n*m, ...], a view: the dim stays outermost in memory."""
-    whole = blocks.flatten(0, 1)
+def _joined(blocks: Tensor, dim: int, order: tuple[int, ...], out: Tensor | None) -> Tensor:
+    """[n, m, ...] -> [..., n*m, ...], a view: the dim stays outermost in memory. `out`, if it was made there."""
+    if out is not None:
+        return out
+    whole = (reorder(blocks, order, inverse=True) if order else blocks).flatten(0, 1)
     return whole.movedim(0, dim) if dim else whole

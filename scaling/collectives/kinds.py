@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from time import time_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaling._torch import lazy_clone
 from scaling.collectives import eager, traced
-from scaling.collectives.eager import Started
+from scaling.collectives.eager import Start, Started
 from scaling.collectives.op import Op, dual_line
 from scaling.mesh import Group
 from scaling.spec import parse_line, refuse
@@ -25,7 +25,7 @@ class Kind(NamedTuple):
     resize: Callable[[Op, list[int]], None]
     sent: Callable[[Op, int], int]
     traced: Callable[[Tensor, Op], Tensor]
-    eager: Callable[[Tensor, Op, Group, "Tensor | None"], Started] | None = None
+    eager: Start | None = None
 
 
 def grows(op: Op, shape: list[int]) -> None:
@@ -139,22 +139,31 @@ def runs_behind(op: Op, group: Group) -> bool:
     return KINDS[op.kind].eager is not None and (group.pg is not None or op.backend == "gloo") and op.by == "sum"
 
 
-def start_op(x: Tensor, op: Op, group: Group, out: Tensor | None = None) -> Started:
-    """Start an op that nothing differentiates: (work to wait for or None, a function that then makes the result).
-
-    The result shares no memory with x, unless `out`, the preallocated output, is x itself.
-    """
+def starter(op: Op, group: Group, dtype: torch.dtype) -> Start:
+    """What starts an op that nothing differentiates, on operands of this dtype."""
     if op.size == 1 and op.kind != "CollectivePermute":
-        return None, lambda: lazy_clone(x) if out is None else x
+        return _alone
     run = KINDS[op.kind].eager
     if run is None or not runs_behind(op, group):
-        result = out if out is not None and op.backend == "abstract" else traceable(x, op)
-        return None, lambda: result
-    if x.dtype in CARRIED and not x.is_neg():
-        return run(x, op, group, out)
+        return _at_once
+    return run if dtype in CARRIED else _carried
+
+
+def _alone(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
+    return (), lambda: lazy_clone(x) if out is None else x
+
+
+def _at_once(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
+    result = out if out is not None and op.backend == "abstract" else traceable(x, op)
+    return (), lambda: result
+
+
+def _carried(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
+    """Of a dtype that transports do not carry as it is."""
     carried, back = as_carried(x)
-    work, make = run(carried, op, group, None)
-    return work, lambda: back(make())
+    run: Any = KINDS[op.kind].eager
+    works, make = run(carried, op, group, None)
+    return works, lambda: back(make())
 
 
 def traceable(x: Tensor, op: Op) -> Tensor:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from scaling._torch import in_transform, modes
+from scaling._torch import any_modes, in_transform, modes
 from scaling.collectives.checked import agree_on
 from scaling.collectives.kinds import dual, event, traceable
 from scaling.collectives.op import Op
@@ -30,7 +30,9 @@ def differentiated(x: Tensor) -> bool:
 
 def observed(x: Tensor) -> bool:
     """The same where it is known that nothing is compiled, the judge's mode included."""
-    return followed(x) or modes() > 0
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    return in_transform() is not None or type(x) not in PLAIN or (any_modes() > 0 and modes() > 0)
 
 
 def followed(x: Tensor) -> bool:
@@ -42,25 +44,20 @@ def followed(x: Tensor) -> bool:
 
 def apply(x: Tensor, op: Op) -> Tensor:
     """The op on x, so that it can be differentiated."""
-    return (linear if op.by == "sum" else _extreme)(x, *op)
+    return differentiable(x, *op)
 
 
-def linear(x: Tensor, *op) -> Tensor:
-    return Linear.apply(x, *op)
-
-
-def _extreme(x: Tensor, *op) -> Tensor:
-    return ReduceExtreme.apply(x, *op)
+def differentiable(x: Tensor, *op) -> Tensor:
+    return Collective.apply(x, *op)
 
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Tell torch.compile to keep these in its graph: it would refuse to look into a Function that has a jvp.
+    """Tell torch.compile to keep this in its graph: it would refuse to look into a Function that has a jvp.
 
     Called while compiling, since it imports the compiler, which takes as long as torch itself.
     """
-    torch.compiler.allow_in_graph(linear)
-    torch.compiler.allow_in_graph(_extreme)
+    torch.compiler.allow_in_graph(differentiable)
 
 
 def run_op(x: Tensor, op: Op) -> Tensor:
@@ -78,8 +75,9 @@ def run_op(x: Tensor, op: Op) -> Tensor:
     return result
 
 
-class Linear(torch.autograd.Function):
-    """An Op that adds: its backward applies the transposed Op, its jvp the Op itself."""
+class Collective(torch.autograd.Function):
+    """Any Op. One that adds is linear: its backward applies the transposed Op, its jvp the Op itself. A maximum or
+    minimum does so with the share that each element has in it."""
 
     @staticmethod
     def forward(x, *op):
@@ -88,52 +86,32 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.op = Op(*inputs[1:])
+        if ctx.op.by != "sum":
+            ctx.save_for_backward(inputs[0], output)
+            ctx.save_for_forward(inputs[0], output)
 
     @staticmethod
     def backward(ctx, cotangent):
-        return linear(cotangent, *dual(ctx.op)), *(None,) * len(ctx.op)
+        gradient = differentiable(cotangent, *dual(ctx.op))
+        gradient = gradient if ctx.op.by == "sum" else _share(ctx) * gradient
+        return gradient, *(None,) * len(ctx.op)
 
     @staticmethod
     def jvp(ctx, tangent, *_):
-        return linear(tangent, *ctx.op)
+        tangent = tangent if ctx.op.by == "sum" else _share(ctx) * tangent
+        return differentiable(tangent, *ctx.op._replace(by="sum"))
 
     @staticmethod
     def vmap(info, in_dims, x, *op):
-        return linear(x.movedim(in_dims[0], 0), *Op(*op).batched()), 0
+        return differentiable(x.movedim(in_dims[0], 0), *Op(*op).batched()), 0
 
 
-class ReduceExtreme(torch.autograd.Function):
-    """An AllReduce, ReduceScatter or Reduce by "max" or "min"."""
-
-    @staticmethod
-    def forward(x, *op):
-        return run_op(x, Op(*op))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.op = Op(*inputs[1:])
-        ctx.save_for_backward(inputs[0], output)
-        ctx.save_for_forward(inputs[0], output)
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        op = ctx.op
-        return _share(ctx.saved_tensors[0], ctx.saved_tensors[1], op) * linear(cotangent, *dual(op)), *(None,) * len(op)
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):
-        return linear(_share(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.op) * tangent, *ctx.op._replace(by="sum"))
-
-    @staticmethod
-    def vmap(info, in_dims, x, *op):
-        return _extreme(x.movedim(in_dims[0], 0), *Op(*op).batched()), 0
-
-
-def _share(x: Tensor, result: Tensor, op: Op) -> Tensor:
-    """By which part each element of x decides the result: 1 / (how many attain it), or 0."""
+def _share(ctx) -> Tensor:
+    """By which part each element of the operand decides the result: 1 / (how many attain it), or 0."""
+    (x, result), op = ctx.saved_tensors, ctx.op
 
     def where_x_is(y: Tensor) -> Tensor:
-        return y if op.kind == "AllReduce" else linear(y, *dual(op))
+        return y if op.kind == "AllReduce" else differentiable(y, *dual(op))
 
     attains = (x == where_x_is(result)).to(x.dtype)
-    return attains / where_x_is(linear(attains, *op._replace(by="sum")))
+    return attains / where_x_is(differentiable(attains, *op._replace(by="sum")))

@@ -87,6 +87,28 @@ def resolve(mesh, kind: str, line: str, root: int | None, by: str) -> list[LineS
     return [_step(mesh, kind, step.stacked(mesh.stack) if mesh.stack else step, root, by) for step in steps]
 
 
+def steps_of(mesh, what: tuple) -> Sequence[LineStep]:
+    """What a line does on this mesh, worked out once; `what`: (kind, line, root, by), or of a CollectivePermute (kind,
+    line, axes, pairs)."""
+    if what not in mesh.lines:
+        mesh.lines[what] = [_permute(mesh, *what[1:])] if what[0] == "CollectivePermute" else resolve(mesh, *what)
+    return mesh.lines[what]
+
+
+def _permute(mesh, line: str, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]) -> LineStep:
+    typed = parse_line(line if "->" in line else f"{line} -> {line}")
+    (before,), after = typed.operands, typed.result
+    before.check_axes(mesh)
+    after.check_axes(mesh)
+    group = mesh.group(axes)
+    for ends in zip(*pairs, strict=True):
+        if len(set(ends)) < len(ends) or not all(0 <= i < group.size for i in ends):
+            rule = f"sources are distinct, targets are distinct, and all lie in 0..{group.size - 1}"
+            refuse(line, f"ppermute over {axes[0]} (size {group.size}) by {pairs}", rule, "give such pairs")
+    op = Op.over(group, "CollectivePermute", f"{before} -> {after}", pairs=pairs)
+    return LineStep(op, group, len(before.dims), None, numbers(before, mesh), on(mesh))
+
+
 def unsplit(line: str) -> CollectiveStep | None:
     """The step of a shard over no axes."""
     (before, *_), after = parse_line(line).operands, parse_line(line).result
@@ -132,7 +154,7 @@ def constants(mesh, kind: str, line: str, root: int | None, by: str) -> tuple:
     return tuple((tuple(step.op), step.dims, step.splits, step.numbers) for step in steps)
 
 
-def check_result(steps: list[LineStep], x: Tensor, out: Tensor) -> None:
+def check_result(steps: Sequence[LineStep], x: Tensor, out: Tensor) -> None:
     """ShardingError unless `out` can take the result of a line's steps on x; it may be x, reduced in place."""
     if out is x:
         if not x.is_contiguous() or x.requires_grad or x.is_neg() or x.is_conj():
@@ -151,7 +173,7 @@ def check_result(steps: list[LineStep], x: Tensor, out: Tensor) -> None:
         refuse_overlap(_whole(steps))
 
 
-def _whole(steps: list[LineStep]) -> str:
+def _whole(steps: Sequence[LineStep]) -> str:
     """The line that these steps do together."""
     return f"{steps[0].op.kind}: {steps[0].op.line.split(' -> ')[0]} -> {steps[-1].op.line.split(' -> ')[1]}"
 

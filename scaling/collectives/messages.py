@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling import trace
-from scaling.collectives.calls import Pending
-from scaling.collectives.eager import Works
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.linear import differentiated
 from scaling.collectives.lines import check_operand
+from scaling.collectives.pending import Pending
 from scaling.collectives.watch import who_watches
 from scaling.mesh import Group
 from scaling.spec import Line, ShardingError, parse, refuse
@@ -32,13 +31,13 @@ def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = Fal
     """Send x to the rank at `to` along the axis, which calls `recv` with the same type. Not differentiable by itself:
     `ppermute` is."""
     group, event = _ready("Send", line, x, mesh, axis, to, async_op)
-    work: Any = None
+    works: list[Any] = []
     if group.pg is not None:
         header, data = announcement(parse(line), x, mesh.device), as_carried(x)[0].contiguous()
         peer = {"group": group.pg, "group_dst": group.member_of(to)}
-        works = Works([dist.isend(header, tag=TAG, **peer), dist.isend(data, tag=data_tag(header), **peer)])
-        work = Sent(works, f"Send {parse(line)} to rank {to} along {axis}", (header, data))
-    pending = Pending(work, lambda: x, event, f"Send: {parse(line)}")
+        sent = [dist.isend(header, tag=TAG, **peer), dist.isend(data, tag=data_tag(header), **peer)]
+        works = [Sent(sent, f"Send {parse(line)} to rank {to} along {axis}", (header, data))]
+    pending = Pending(works, lambda: x, event, f"Send: {parse(line)}")
     return pending if async_op else pending.wait()
 
 
@@ -47,20 +46,21 @@ def recv(line: str, like: Tensor, mesh, axis: str, source: int, *, async_op: boo
     same type. ShardingError if that sends another shape or dtype."""
     group, event = _ready("Recv", line, like, mesh, axis, source, async_op)
     buffer = torch.empty(like.shape, dtype=like.dtype, device=mesh.device)
-    work = None if group.pg is None else Arrival(parse(line), buffer, group, source)
-    pending = Pending(work, lambda: buffer, event, f"Recv: {parse(line)}")
+    works = [] if group.pg is None else [Arrival(parse(line), buffer, group, source)]
+    pending = Pending(works, lambda: buffer, event, f"Recv: {parse(line)}")
     return pending if async_op else pending.wait()
 
 
 class Sent:
     """A message under way; `kept`: what must not be freed until it is through."""
 
-    def __init__(self, works: Works, call: str, kept: tuple[Tensor, ...]):
+    def __init__(self, works: list[Any], call: str, kept: tuple[Tensor, ...]):
         self.works, self.call, self.kept = works, call, kept
 
     def wait(self) -> None:
         with _naming(self.call):
-            self.works.wait()
+            for work in self.works:
+                work.wait()
 
 
 @contextmanager

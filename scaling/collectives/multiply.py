@@ -13,8 +13,6 @@ from scaling import trace
 from scaling._torch import constant
 from scaling.algebra.contraction import check_product, refuse_product
 from scaling.collectives.buffers import check_out, overlap, overlaps_itself, refuse_overlap
-from scaling.collectives.calls import wait
-from scaling.collectives.deferred import Deferred
 from scaling.collectives.kernel import (
     Kernel,
     Order,
@@ -27,6 +25,7 @@ from scaling.collectives.kernel import (
     shapes_fit,
 )
 from scaling.collectives.linear import differentiated
+from scaling.collectives.pending import Deferred, wait
 from scaling.collectives.watch import who_watches
 from scaling.spec import Line, ShardingError
 

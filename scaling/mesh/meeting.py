@@ -14,9 +14,10 @@ from typing import NamedTuple
 from weakref import ref
 
 from scaling.mesh.page import DIGEST, LENGTH, PLACES, ROW, STATE, WORD, SharedPage, Wait
+from scaling.mesh.words import CIRCLE, ENDED, LATE, different, not_met
 
+LET_OTHERS_RUN = getattr(os, "sched_yield", lambda: time.sleep(0))
 SPINS, NAP, LOOK = 20, 5e-5, 0.25  # looks before naps; seconds of a nap, and between looks at who waits for whom
-CIRCLE, ENDED, LATE = "wait for each other", "has ended", "has not come in time"
 
 
 class Intent(NamedTuple):
@@ -35,21 +36,6 @@ class Intent(NamedTuple):
     @property
     def said(self) -> str:
         return self.text[2 : 2 + int.from_bytes(self.text[:2], "little")].decode(errors="replace")
-
-
-class NotMet(Exception):
-    """A meeting was not held in time, or never will be: why; and of each rank that has to do with it (the rank, its
-    call or None, the ranks that it waits for)."""
-
-    def __init__(self, why: str, waits: Sequence[tuple[int, str | None, list[int]]]):
-        self.why, self.waits = why, list(waits)
-
-
-class Differ(Exception):
-    """The members have come with different calls: `said`, in order. The next meeting is another."""
-
-    def __init__(self, meeting: "Meeting", said: Sequence[str]):
-        self.meeting, self.said = meeting, said
 
 
 class Meeting:
@@ -72,7 +58,8 @@ class Meeting:
     def meet(self, call: Intent) -> None:
         """Wait until all members have come; return if all are about to make the same call.
 
-        Raises Differ if they are not; and NotMet, after which the next meeting is the same one.
+        ShardingError on all members if they are not, and where a rank waits in vain; TimeoutError, after which the next
+        meeting is the same one.
         """
         self.number = number = self.number + 1
         words, memory = self.words[number % PLACES], self.page.memory
@@ -83,7 +70,7 @@ class Meeting:
         if memory[words:end] != everyone:
             self._wait(call, word)
             if memory[words:end] != everyone:
-                raise Differ(self, self._said(number))
+                raise different(self.axes, self.ranks, self._said(number))
 
     def _write(self, words: int, word: bytes) -> None:
         at = words + self.me * WORD
@@ -105,16 +92,15 @@ class Meeting:
 
     def _wait(self, call: Intent, word: bytes) -> None:
         """Until all members have come."""
-        number, began = self.number, time.monotonic()
-        for _ in range(SPINS):
-            if not self.missing(number):
-                return
-            os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
+        words, looks, began = self.words[self.number % PLACES], 0, time.monotonic()
+        low, high = (word[at : at + 1] * self.size for at in (DIGEST, DIGEST + 1))
         while time.monotonic() - began < LOOK:
-            time.sleep(NAP)
-            if not self.missing(number):
+            seen = self.page.memory[words : words + self.size * WORD]
+            if seen[DIGEST::WORD] == low and seen[DIGEST + 1 :: WORD] == high:
                 return
-        wait = Wait(call.said, self.ranks, self.words[number % PLACES], word[DIGEST:], self.page.serial)
+            LET_OTHERS_RUN() if looks < SPINS else time.sleep(NAP)
+            looks += 1
+        wait = Wait(call.said, self.ranks, words, word[DIGEST:], self.page.serial)
         self.page.write(self.page.rank * ROW + STATE, wait[:])
         try:
             self._wait_long(wait, word)
@@ -142,19 +128,19 @@ class Meeting:
         self.number -= 1
         return True
 
-    def _look(self, wait: Wait, late: bool) -> NotMet | None:
+    def _look(self, wait: Wait, late: bool) -> Exception | None:
         """Why this wait is in vain, if it is."""
         page = self.page
         found = page.told(page.rank, wait) or page.tell(page.stuck())
         if page.rank in {rank for rank, _, _ in found}:
-            return NotMet(CIRCLE, found)
+            return not_met(CIRCLE, found, self.timeout)
         waits, missing = page.waits(), wait.missing(page)
         if ended := [(rank, None, []) for rank in missing if page.has_ended(rank)]:
-            return NotMet(ENDED, [(page.rank, wait.call, missing), *ended])
+            return not_met(ENDED, [(page.rank, wait.call, missing), *ended], self.timeout)
         if late:
             others = [(rank, waits[rank].call, waits[rank].missing(page)) for rank in missing if rank in waits]
             others += [(rank, None, []) for rank in missing if rank not in waits]
-            return NotMet(LATE, [(page.rank, wait.call, missing), *others])
+            return not_met(LATE, [(page.rank, wait.call, missing), *others], self.timeout)
         return None
 
 

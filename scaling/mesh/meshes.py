@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -17,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from scaling._torch import constant
-from scaling.mesh.meeting import Meeting, hold_meeting, meeting_on
+from scaling.mesh.meeting import Intent, Meeting, hold_meeting, meeting_on
 from scaling.mesh.page import SharedPage, share_page
-from scaling.mesh.words import MESHES, compare_meshes, made_alone
+from scaling.mesh.words import MESHES, made_alone
 from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError, block_index
 
@@ -51,6 +52,12 @@ class Group:
 
     def member_of(self, block: int) -> int:
         return self.order.index(block) if self.order else block
+
+    @cached_property
+    def others(self) -> list[tuple[int, int]]:
+        """(block, member) of the other devices, the one after this first."""
+        blocks = [(self.index + k) % self.size for k in range(1, self.size)]
+        return [(block, self.member_of(block)) for block in blocks]
 
 
 class AbstractMesh:
@@ -178,7 +185,7 @@ class Mesh(AbstractMesh):
         self.coord = self.coord_of(self.ranks.index(rank)) if self.member else {}
         sets, mine = self._sets(), f"{self}, {'checked' if checked else 'unchecked'}, on {self.device.type}"
         if self.size() > 1 and (held := meeting_on(dist.group.WORLD)):
-            compare_meshes(held, f"{mine}, over the ranks {[*self.ranks]}")
+            held.meet(Intent.of(f"{mine}, over the ranks {[*self.ranks]}"))
         if self.member and self.size() > 1:
             self._meet(sets, mine)
         elif self.size() > 1:  # torch names a group by how many its ranks have made: all ranks make as many

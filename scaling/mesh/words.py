@@ -2,16 +2,11 @@
 
 from collections.abc import Sequence
 
-from scaling.mesh.meeting import CIRCLE, ENDED, LATE, Differ, Intent, Meeting, NotMet
 from scaling.spec import ShardingError
 
+CIRCLE, ENDED, LATE = "wait for each other", "has ended", "has not come in time"
 RULE = "all ranks of a group run the same lines in the same order, on shards of one shape and dtype"
 MESHES = "a mesh is made by all ranks alike"
-
-
-def compare_meshes(held: Meeting, mesh: str) -> None:
-    """ShardingError on every rank unless all make this mesh, as they know from one that they have already."""
-    meet(held, Intent.of(mesh))
 
 
 def made_alone(rank: int, mesh: str) -> TimeoutError:
@@ -21,21 +16,17 @@ def made_alone(rank: int, mesh: str) -> TimeoutError:
     )
 
 
-def meet(held: Meeting, call: Intent) -> None:
-    """The members meet about a call. Errors name the ranks, their calls and the rule."""
-    try:
-        held.meet(call)
-    except Differ as error:
-        raise different(error.meeting.axes, error.meeting.ranks, error.said) from None
-    except NotMet as error:
-        lines = "".join(f"  {_waits(*each, error.why)}\n" for each in error.waits) + f"  rule: {RULE}"
-        if error.why == LATE:
-            raise TimeoutError(
-                f"Timed out: not all ranks have come within {held.timeout:g} s\n{lines}\n"
-                f"  fix: find out what the other ranks are doing; if it may take so long, pass a longer timeout"
-            ) from None
-        what = "the ranks wait for each other, each in another call" if error.why == CIRCLE else "a rank has ended"
-        raise ShardingError(f"{what}\n{lines}") from None
+def not_met(why: str, waits: Sequence[tuple[int, str | None, Sequence[int]]], timeout: float) -> Exception:
+    """Why a meeting was not held, or never will be; of each rank that has to do with it its number, its call or None,
+    and the ranks that it waits for."""
+    lines = "".join(f"  {_waits(*each, why)}\n" for each in waits) + f"  rule: {RULE}"
+    if why == LATE:
+        return TimeoutError(
+            f"Timed out: not all ranks have come within {timeout:g} s\n{lines}\n"
+            f"  fix: find out what the other ranks are doing; if it may take so long, pass a longer timeout"
+        )
+    what = "the ranks wait for each other, each in another call" if why == CIRCLE else "a rank has ended"
+    return ShardingError(f"{what}\n{lines}")
 
 
 def different(axes: Sequence[str], ranks: Sequence[int], said: Sequence[str]) -> ShardingError:
