@@ -48,7 +48,7 @@ def apply(x: Tensor, op: Op) -> Tensor:
 
 
 def differentiable(x: Tensor, *op) -> Tensor:
-    return Collective.apply(x, *op)
+    return AnyOp.apply(x, *op)
 
 
 @lru_cache(maxsize=1)
@@ -75,7 +75,7 @@ def run_op(x: Tensor, op: Op) -> Tensor:
     return result
 
 
-class Collective(torch.autograd.Function):
+class AnyOp(torch.autograd.Function):
     """Any Op. One that adds is linear: its backward applies the transposed Op, its jvp the Op itself. A maximum or
     minimum does so with the share that each element has in it."""
 

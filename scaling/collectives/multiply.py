@@ -26,7 +26,7 @@ from scaling.collectives.kernel import (
 )
 from scaling.collectives.linear import differentiated
 from scaling.collectives.pending import Deferred, wait
-from scaling.collectives.watch import who_watches
+from scaling.collectives.watch import watcher
 from scaling.spec import Line, ShardingError
 
 DENSE = torch.strided
@@ -54,7 +54,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         a, b = wait(a), wait(b)
     if torch.compiler.is_compiling():
         return Deferred(einsum, line, a, b) if defer else _compiled(line, a, b, out, add)
-    if not defer and (watch := who_watches()) is not None:
+    if not defer and (watch := watcher.get()) is not None:
         return watch(einsum, line, a, b, out=out, add=add)
     product = _products.get(line)
     if product is None:
