@@ -4,6 +4,7 @@
 they are about to do; `page` is the memory that they share for it.
 """
 
-from scaling.mesh.meshes import TIMEOUT, AbstractMesh, Group, Mesh, check_device, join_world
+from scaling.mesh.meshes import AbstractMesh, Group, Mesh
+from scaling.mesh.world import TIMEOUT, check_device, join_world
 
 __all__ = ["TIMEOUT", "AbstractMesh", "Group", "Mesh", "check_device", "join_world"]

@@ -21,10 +21,10 @@ from scaling._torch import constant
 from scaling.mesh.meeting import Intent, Meeting, hold_meeting, meeting_on
 from scaling.mesh.page import SharedPage, share_page
 from scaling.mesh.words import MESHES, made_alone
+from scaling.mesh.world import TIMEOUT, check_device, join_world
 from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError, block_index
 
-TIMEOUT = 120.0  # seconds that a collective waits for the other ranks before it raises
 LONGER = 5  # as long as ranks wait for each other before a call that has begun fails, after which its group is lost
 
 
@@ -46,6 +46,9 @@ class Group:
     name: str = ""
     pg: Any = None  # the process group; None where nothing is sent
     checked: str = ""  # the name under which the members compare what they are about to do; empty if they do not
+
+    def block_of(self, member: int) -> int:
+        return self.order[member] if self.order else member
 
     def member_of(self, block: int) -> int:
         return self.order.index(block) if self.order else block
@@ -134,12 +137,6 @@ class AbstractMesh:
     def _make_group(self, axes: tuple[str, ...]) -> Group:
         backend = "single" if self.size(axes) == 1 else self.backend
         return Group(axes, self.size(axes), block_index(axes, self.coord, self.sizes), backend)
-
-
-def check_device(device) -> None:
-    """ShardingError for a device that this machine, or this torch, does not have."""
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ShardingError(f"device {device}: torch finds no GPU here\n  fix: leave the device out, to run on the CPU")
 
 
 class Mesh(AbstractMesh):
@@ -284,20 +281,3 @@ class Mesh(AbstractMesh):
             mesh=ranks if len(groups) > 1 else None,
             mesh_dim_names=tuple(self.sizes),
         )
-
-
-def join_world(device, timeout: float = TIMEOUT, store=None, rank: int = -1, world: int = -1) -> None:
-    """Join the run's process group: gloo on CPU, NCCL on CUDA. Without a store, as torchrun's environment says."""
-    device = torch.device(device)
-    backend = "gloo"
-    if device.type == "cuda":
-        local = rank if store is not None else int(os.environ.get("LOCAL_RANK", 0))
-        if local >= torch.cuda.device_count():
-            have = torch.cuda.device_count()
-            raise ValueError(
-                f"rank {local} needs its own GPU, but there are {have}\n  fix: use fewer ranks, or the cpu"
-            )
-        torch.cuda.set_device(local)
-        backend = "nccl"
-    where = {"store": store, "rank": rank, "world_size": world} if store is not None else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **where)

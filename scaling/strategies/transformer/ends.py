@@ -137,6 +137,7 @@ def chunked_loss(x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_b
     chunks add up is held in float64, their dU in float32 at least: in bfloat16 each chunk would round the sum again.
     """
     rows, start, dU = x.flatten(0, 1), 0, None
+    weights = weights.detach()  # which nothing is differentiated by
     loss = rows.new_zeros((), dtype=torch.float64)
     dx = torch.empty_like(rows) if gradients else None
     count = max(1, -(-4 * len(rows) * U.shape[0 if tied else 1] // chunk_bytes))
