@@ -13,7 +13,7 @@ of the backward: `scaling/strategies/data_parallel.py` does that, for L layers, 
 import torch
 from torch.func import grad
 
-from scaling import cost, data, optim
+from scaling import cost, data
 from scaling.algebra import derive
 from scaling.book import learning, listing
 from scaling.book.page import Page
@@ -130,7 +130,7 @@ page.say(f"Bound by compute from B/X = C/W = {least:,.0f} tokens on; along one a
 
 # %%
 LAYER = Strategy(SPECS, forward, backward)
-CONFIG, ADAMW = mlp.MLPConfig(), optim.adamw(3e-3, betas=(0.9, 0.99))
+CONFIG, ADAMW = learning.CONFIG, learning.ADAMW
 
 
 def train(layer, mesh, text, args):
@@ -142,10 +142,10 @@ def train(layer, mesh, text, args):
         first = grads if first is None else first
         params, state = ADAMW.update(grads, state, params)
         losses.append(reduced(layer, loss, mesh))
-    return learning.Trained(losses, first, params, state, learning.clock(mesh.device) - began)
+    return learning.Trained(losses, first or {}, params, state, learning.clock(mesh.device) - began)
 
 
-learning.show(page, LAYER, train, CONFIG, ADAMW)
+learning.show(page, LAYER, train)
 page.end()
 
 # %% [markdown]

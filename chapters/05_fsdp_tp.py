@@ -10,16 +10,13 @@ change a line and see what breaks. `scaling/strategies/fsdp_tp.py` is the same f
 """
 
 # %%
-import torch
 
-from scaling import cost, data, optim
+from scaling import cost
 from scaling.book import learning, listing
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import chip
-from scaling.models import mlp
 from scaling.strategies.stack import Strategy
-from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 # What must divide over --mesh; the loss is of a part of the batch on each rank.
 FITS = ("W_in[D_X, F_Y]", "W_head[D_Y, V]", "Tokens[B_XY]"), learning.SIZES
@@ -113,26 +110,11 @@ page.check("the best X of the table is the formula's", min((4, 8, 16, 32, 64), k
 # %% [markdown]
 # ## Four layers, and training
 # The listing above, over all layers, with gelu, norm and residual: change one of its lines and the training changes, or
-# the line is refused. Steps are pure: from params and the optimizer's state to new ones.
+# the line is refused. The loop is 05_dp.py's.
 
 # %%
 LAYER = Strategy(SPECS, forward, backward)
-CONFIG, ADAMW = mlp.MLPConfig(), optim.adamw(3e-3, betas=(0.9, 0.99))
-
-
-def train(layer, mesh, text, args):
-    params = mlp.init(CONFIG, args.seed, torch.float32, mesh, param_specs(layer))
-    state, losses, first, began = ADAMW.init(params), [], None, learning.clock(mesh.device)
-    batches = data.endless(text, CONFIG.K, args.batch, mesh, batch_axes(layer), args.seed)
-    for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
-        loss, grads = loss_and_grads(layer, params, tokens, targets, CONFIG, mesh)
-        first = grads if first is None else first
-        params, state = ADAMW.update(grads, state, params)
-        losses.append(reduced(layer, loss, mesh))
-    return learning.Trained(losses, first, params, state, learning.clock(mesh.device) - began)
-
-
-learning.show(page, LAYER, train, CONFIG, ADAMW)
+learning.show(page, LAYER)
 page.end()
 
 

@@ -14,19 +14,17 @@ from time import perf_counter
 
 import torch
 
-from scaling import cost, data, optim
+from scaling import cost
 from scaling.book import learning, listing
 from scaling.book.answers import Answer
 from scaling.book.page import Page
 from scaling.collectives import all_reduce, reduce_scatter
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
-from scaling.models import mlp
 from scaling.spec import parse
 from scaling.strategies import pods
 from scaling.strategies.pods import SPECS
 from scaling.trace import trace
-from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 # What must divide over --mesh; the loss is of a part of the batch on each rank.
 FITS = ("W_in[D_X, F_Y]", "W_head[D_Y, V]", "Tokens[B_PXY]"), learning.SIZES
@@ -171,26 +169,10 @@ page.answers([
 
 # %% [markdown]
 # ## Four layers, and training
-# `scaling.strategies.pods` over all layers, with gelu, norm and residual. Steps are pure: from params and the
-# optimizer's state to new ones.
+# `scaling.strategies.pods` over all layers, with gelu, norm and residual. The loop is 05_dp.py's.
 
 # %%
-CONFIG, ADAMW = mlp.MLPConfig(), optim.adamw(3e-3, betas=(0.9, 0.99))
-
-
-def train(layer, mesh, text, args):
-    params = mlp.init(CONFIG, args.seed, torch.float32, mesh, param_specs(layer))
-    state, losses, first, began = ADAMW.init(params), [], None, learning.clock(mesh.device)
-    batches = data.endless(text, CONFIG.K, args.batch, mesh, batch_axes(layer), args.seed)
-    for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
-        loss, grads = loss_and_grads(layer, params, tokens, targets, CONFIG, mesh)
-        first = grads if first is None else first
-        params, state = ADAMW.update(grads, state, params)
-        losses.append(reduced(layer, loss, mesh))
-    return learning.Trained(losses, first, params, state, learning.clock(mesh.device) - began)
-
-
-learning.show(page, pods, train, CONFIG, ADAMW)
+learning.show(page, pods)
 page.end()
 
 # %% [markdown]

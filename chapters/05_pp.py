@@ -16,7 +16,7 @@ from time import perf_counter, sleep
 import torch
 from torch.func import functional_call, grad_and_value, vjp
 
-from scaling import data, optim, tree
+from scaling import data, tree
 from scaling.book import learning
 from scaling.book.listing import EXACT, difference
 from scaling.book.page import Page
@@ -251,7 +251,7 @@ if page.first and page.args.draw:
 # on the last, and an AllReduce gives them to all. The losses fall as one device's; later, rounding in float32 shows.
 
 # %%
-ADAMW, ARGS = optim.adamw(3e-3, betas=(0.9, 0.99)), page.args
+ADAMW, ARGS = learning.ADAMW, page.args
 ARGS.steps, ARGS.batch = min(ARGS.steps, 3) if page.small else ARGS.steps, ARGS.batch // M * M
 
 
@@ -288,7 +288,7 @@ def training(mesh, args) -> tuple[dict, list[float], list]:
 
 page.title(f"Training a byte model of {2 * Z} layers by 1F1B, in float32")
 first, losses, alike = page.on_ranks(training, ARGS)
-learning.beside_one_device(page, losses, first, alike, mlp.MLPConfig(L=2 * Z), ADAMW, ARGS)
+learning.beside_one_device(page, losses, first, alike, mlp.MLPConfig(L=2 * Z), ARGS)
 page.end()
 
 # %% [markdown]

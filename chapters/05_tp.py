@@ -10,18 +10,15 @@ are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_
 """
 
 # %%
-import torch
 from torch.func import grad
 
-from scaling import cost, data, optim
+from scaling import cost
 from scaling.book import learning, listing
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import chip
-from scaling.models import mlp
 from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
-from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 # What must divide over --mesh: each rank holds a part of D and of F; the loss is of a part of the batch.
 FITS = ("W_in[D, F_Y]", "W_head[D_Y, V]", "Tokens[B_Y]"), learning.SIZES
@@ -125,26 +122,11 @@ page.say(f"Bound by compute up to Y = F W/C = {most:.1f} chips; with two axes of
 # %% [markdown]
 # ## Four layers, and training
 # The listing above, over all layers, with gelu, norm and residual: change one of its lines and the training changes, or
-# the line is refused. Steps are pure: from params and the optimizer's state to new ones.
+# the line is refused. The loop is 05_dp.py's.
 
 # %%
 LAYER = Strategy(SPECS, forward, backward)
-CONFIG, ADAMW = mlp.MLPConfig(), optim.adamw(3e-3, betas=(0.9, 0.99))
-
-
-def train(layer, mesh, text, args):
-    params = mlp.init(CONFIG, args.seed, torch.float32, mesh, param_specs(layer))
-    state, losses, first, began = ADAMW.init(params), [], None, learning.clock(mesh.device)
-    batches = data.endless(text, CONFIG.K, args.batch, mesh, batch_axes(layer), args.seed)
-    for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
-        loss, grads = loss_and_grads(layer, params, tokens, targets, CONFIG, mesh)
-        first = grads if first is None else first
-        params, state = ADAMW.update(grads, state, params)
-        losses.append(reduced(layer, loss, mesh))
-    return learning.Trained(losses, first, params, state, learning.clock(mesh.device) - began)
-
-
-learning.show(page, LAYER, train, CONFIG, ADAMW)
+learning.show(page, LAYER)
 page.end()
 
 

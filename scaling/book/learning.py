@@ -15,7 +15,7 @@ from scaling.collectives import broadcast
 from scaling.console import integer
 from scaling.models import mlp
 from scaling.spec import format_axes
-from scaling.train.byte_lm import batch_axes, evaluate, param_specs
+from scaling.train.byte_lm import batch_axes, evaluate, loss_and_grads, param_specs, reduced
 
 OPTIONS = {  # of a chapter that trains
     "steps": (40, "training steps", integer(1, 10**7)),
@@ -27,6 +27,7 @@ SIZES = {
     "F": STACK.F,
     "V": STACK.V,
 }  # what must divide over a mesh: the model that trains has multiples of them
+CONFIG, ADAMW = mlp.MLPConfig(), optim.adamw(3e-3, betas=(0.9, 0.99))
 JUDGED = 40  # steps from which on the score must be well under the text's order-0 entropy
 
 
@@ -53,16 +54,29 @@ class Learned:
     score: float
 
 
-def learn(mesh, strategy, train: Callable, config: mlp.MLPConfig, args) -> Learned:
+def train(layer, mesh, text, args) -> Trained:
+    """The training loop that 05_dp shows, of a chapter's layer on its mesh."""
+    params = mlp.init(CONFIG, args.seed, torch.float32, mesh, param_specs(layer))
+    state, losses, first, began = ADAMW.init(params), [], None, clock(mesh.device)
+    batches = data.endless(text, CONFIG.K, args.batch, mesh, batch_axes(layer), args.seed)
+    for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
+        loss, grads = loss_and_grads(layer, params, tokens, targets, CONFIG, mesh)
+        first = grads if first is None else first
+        params, state = ADAMW.update(grads, state, params)
+        losses.append(reduced(layer, loss, mesh))
+    return Trained(losses, first or {}, params, state, clock(mesh.device) - began)
+
+
+def learn(mesh, strategy, train: Callable, args) -> Learned:
     """Run a chapter's loop, `train(strategy, mesh, text, args) -> Trained`, on a mesh."""
     learnt, valid = data.split(load_given_text(args, mesh.device))
     run, axes, specs = train(strategy, mesh, learnt, args), batch_axes(strategy), param_specs(strategy)
     rows = min(512 if args.small else 4096, len(valid) // 2) // mesh.size() * mesh.size()
-    held_out = next(iter(data.batches(valid, config.K, rows, mesh, axes, args.seed)))
-    score = mlp.bits_per_byte(evaluate(strategy, run.params, held_out[0], held_out[1], config, mesh)).item()
+    held_out = next(iter(data.batches(valid, CONFIG.K, rows, mesh, axes, args.seed)))
+    score = mlp.bits_per_byte(evaluate(strategy, run.params, held_out[0], held_out[1], CONFIG, mesh)).item()
     first, params = (tree.map(torch.Tensor.cpu, tree.unshard(x, specs, mesh)) for x in (run.first, run.params))
     found = Trained([float(x) for x in run.losses], first, params, {}, run.seconds)
-    return Learned(found, ranks_alike(found.losses, first, mesh), _memory(strategy, mesh, config, run), score)
+    return Learned(found, ranks_alike(found.losses, first, mesh), _memory(strategy, mesh, run), score)
 
 
 def ranks_alike(losses: list[float], first: dict, mesh) -> list[tuple]:
@@ -80,10 +94,10 @@ def load_given_text(args, device) -> torch.Tensor:
     return data.load_text(args.text or None, max_bytes=1_000_000).to(device)
 
 
-def _memory(strategy, mesh, config: mlp.MLPConfig, run: Trained) -> list[tuple]:
+def _memory(strategy, mesh, run: Trained) -> list[tuple]:
     """Bytes on each rank of params, gradients and Adam's moments, beside what the types say."""
-    ours = int(tree.local_nbytes(param_specs(strategy), config.sizes, mesh, torch.float32))
-    n, m_and_v = config.num_params(), [run.state["m"], run.state["v"]]
+    ours = int(tree.local_nbytes(param_specs(strategy), CONFIG.sizes, mesh, torch.float32))
+    n, m_and_v = CONFIG.num_params(), [run.state["m"], run.state["v"]]
     held = {"params": (4, run.params), "gradients": (4, run.first), "Adam's m and v": (8, m_and_v)}
     return [
         (what, f"{factor} x {ours // 4:,} of {n:,} params", factor * ours // 4, tree.nbytes(kept))
@@ -91,24 +105,24 @@ def _memory(strategy, mesh, config: mlp.MLPConfig, run: Trained) -> list[tuple]:
     ]
 
 
-def both(mesh, strategy, train: Callable, config: mlp.MLPConfig, args) -> tuple[list, Learned]:
+def both(mesh, strategy, train: Callable, args) -> tuple[list, Learned]:
     """On ranks that are started once: four layers beside one device, and the chapter's loop."""
-    return stack_equality(mesh, strategy, args.seed), learn(mesh, strategy, train, config, args)
+    return stack_equality(mesh, strategy, args.seed), learn(mesh, strategy, train, args)
 
 
-def show(page: Page, strategy, train: Callable, config: mlp.MLPConfig, optimizer: optim.Optimizer) -> None:
+def show(page: Page, strategy, train: Callable = train) -> None:
     """The strategy on four layers beside one device; then what the chapter's training loop did on its mesh, beside the
     same run on one device, and beside its text."""
     args = Namespace(**vars(page.args))
     args.steps = min(args.steps, 3) if page.small else args.steps
-    layers, found = page.on_ranks(both, strategy, train, config, args)
+    layers, found = page.on_ranks(both, strategy, train, args)
     page.title("Four layers of it with gelu, norm and residual, in float64")
     page.equal(layers)
     page.title("Memory and training: a byte model on real text, in float32")
     page.same(found.memory, ["bytes on each rank", "from the types", "formula", "held"])
     text, ours = load_given_text(args, torch.device(args.device)), found.run
-    page.say(f"\n{config.num_params():,} params, {args.batch} rows a step, text of {len(text):,} bytes")
-    own = beside_one_device(page, ours.losses, ours.first, found.alike, config, optimizer, args)
+    page.say(f"\n{CONFIG.num_params():,} params, {args.batch} rows a step, text of {len(text):,} bytes")
+    own = beside_one_device(page, ours.losses, ours.first, found.alike, CONFIG, args)
     if own is None:
         return
     page.say(f"{ours.seconds:.1f} s on the ranks, {own.seconds:.1f} s on one device: so small a model on ranks that "
@@ -121,7 +135,7 @@ def show(page: Page, strategy, train: Callable, config: mlp.MLPConfig, optimizer
         page.check("validation is well under the order-0 entropy", found.score < entropy - 0.5)
 
 
-def beside_one_device(page: Page, losses, first, alike: list, config, optimizer, args) -> Trained | None:
+def beside_one_device(page: Page, losses, first, alike: list, config, args) -> Trained | None:
     """Print the losses of a run on ranks beside those of one device, and how far the first gradients are apart.
 
     `alike`: the rows of `ranks_alike`. The run of one device; None on other ranks than 0, which do without it.
@@ -130,7 +144,7 @@ def beside_one_device(page: Page, losses, first, alike: list, config, optimizer,
         return None
     device = torch.device(args.device)
     text = data.split(load_given_text(args, device))[0]
-    own = one_device(config, text, optimizer, args, device)
+    own = one_device(config, text, args, device)
     shown = sorted({0, *range(0, len(losses), max(1, len(losses) // 8)), len(losses) - 1})
     bits = [[mlp.bits_per_byte(torch.tensor(each[i])).item() for i in shown] for each in (losses, own.losses)]
     page.table([(i + 1, f"{a:.5f}", f"{b:.5f}") for i, a, b in zip(shown, *bits, strict=True)],
@@ -141,14 +155,14 @@ def beside_one_device(page: Page, losses, first, alike: list, config, optimizer,
     return own
 
 
-def one_device(config: mlp.MLPConfig, text, optimizer: optim.Optimizer, args, device) -> Trained:
+def one_device(config: mlp.MLPConfig, text, args, device) -> Trained:
     """The same training by autograd of the stateless module."""
     own = mlp.init(config, args.seed, device=device)
-    state, losses, first, began = optimizer.init(own), [], None, clock(device)
+    state, losses, first, began = ADAMW.init(own), [], None, clock(device)
     for _, batch in zip(range(args.steps), data.endless(text, config.K, args.batch, seed=args.seed), strict=False):
         grads, loss = grad_and_value(mlp.loss_fn)(own, *batch, config)
         first = grads if first is None else first
-        own, state = optimizer.update(grads, state, own)
+        own, state = ADAMW.update(grads, state, own)
         losses.append(loss)
     return Trained([float(x) for x in losses], first or {}, own, state, clock(device) - began)
 

@@ -1,6 +1,8 @@
 """The chapters' own listings have the same numbers and collectives as the library's; an edited one does not."""
 
 import ast
+import inspect
+import re
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,7 @@ import torch
 from mlp_problem import STRATEGIES, close, specs, whole
 
 from scaling import tree
+from scaling.book import learning
 from scaling.check.files import check_source
 from scaling.strategies.stack import Strategy
 from scaling.trace import trace
@@ -78,3 +81,11 @@ def test_and_is_refused_before_a_rank_starts():
     (finding,) = check_source(text.replace(DROPPED, ""))
     assert "result dW_in[D, F] of backward" in finding.message
     assert "it is still unreduced over X" in finding.message
+
+
+def test_the_loop_that_05_dp_shows_is_the_one_that_the_others_run():
+    def body(text: str) -> str:
+        return re.search(r"^def train\(.*?\n(?:    \"\"\".*?\"\"\"\n)?(.*?)\n\n\n", text, re.M | re.S)[1]
+
+    shown = body((CHAPTERS / "05_dp.py").read_text()).replace("learning.", "")
+    assert shown == body(inspect.getsource(learning))
