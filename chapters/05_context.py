@@ -76,7 +76,7 @@ def forward(Q, KV, mesh, order):
 
 # %%
 def backward(dO, O, logL, Q, KV, mesh, order):
-    """dO[B, T_C, K, G, H] -> dQ[B, T_C, K, G, H], dKV[2, B, S_C, K, H]."""
+    """dO[B, T_C, K, G, H], KV[2, B, S_C, K, H] -> dQ[B, T_C, K, G, H], dKV[2, B, S_C, K, H]."""
     delta, dQ, dKV = (dO * O).sum(-1, keepdim=True), 0, torch.zeros_like(KV)
     for hop in range(C):
         later = None if hop == C - 1 else ppermute("KV[2, B, S_C, K, H]", KV, mesh, "C", AROUND, async_op=True)  # 1.

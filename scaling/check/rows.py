@@ -4,8 +4,11 @@ from dataclasses import replace
 
 from scaling.check.alike import (
     RuleBroken,
+    of_nothing,
     partly_alike,
+    parts_left,
     refuse_sums,
+    summed_over,
     summed_type,
 )
 from scaling.check.held import DimPart, HeldType, any_dim, axes_along, meeting_dim, size_along
@@ -92,6 +95,26 @@ def _embedding_back(name, args, kwargs, operands, shapes):
     return [summed_type((any_dim(shapes[0][0]), dx.dims[-1]), unreduced, "sum")]
 
 
+def _nll_loss(name, args, kwargs, operands, shapes):
+    """Minus the log-probabilities of the targets, of classes in dim 1; over the rows not at all, a mean or a sum."""
+    x, rows = operands[0], [i for i in range(len(operands[0].dims)) if i != 1]
+    if axes := axes_along(x.dims[1]):
+        what = f"{name} of classes that are split over {', '.join(axes)}"
+        raise RuleBroken("split", what, 0, "all_gather them, or mask what other devices have, and reduce")
+    refuse_sums(operands[1:], "nonlinear", "partial sums decide")
+    how = {1: "mean", 2: "sum"}.get(args[3], "")
+    if how:
+        found = summed_type((), summed_over(x, rows), parts_left(x, rows, how))
+    else:
+        found = summed_type(tuple(x.dims[i] for i in rows), x.unreduced, x.parts)
+    return [found, *(of_nothing(shape) for shape in shapes[1:])]
+
+
+def _nll_loss_backward(name, args, kwargs, operands, shapes):
+    dL, x = operands[:2]
+    return [summed_type(x.dims, dL.unreduced, dL.parts)]
+
+
 def _gather(name, args, kwargs, operands, shapes):
     x, index = operands[:2]
     at = args[1] % len(x.dims)
@@ -127,6 +150,10 @@ BY_NAME_OF_ROWS = {
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_back,
     "gather": _gather,
+    "nll_loss_forward": _nll_loss,
+    "nll_loss2d_forward": _nll_loss,
+    "nll_loss_backward": _nll_loss_backward,
+    "nll_loss2d_backward": _nll_loss_backward,
     "select_backward": _grows,
     "slice_backward": _grows,
     "index_put": _scatter,

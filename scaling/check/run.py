@@ -40,9 +40,12 @@ OPTIONS = ("--small",)
 
 
 def _on_abstract(fn: Callable, sizes: Any, *args: Any, **options: Any) -> list:
-    """As launch.run: fn(mesh, *args), of one rank, whose result stands for that of each."""
+    """As launch.run: fn(mesh, *args), of one rank, whose result stands for that of each; of stages the last one too."""
     mesh = AbstractMesh(dict(sizes))
-    return [fn(mesh, *args)] * mesh.size()
+    result = fn(mesh, *args)
+    if sizes.get("Z", 1) > 1:
+        fn(AbstractMesh(dict(sizes), {"Z": sizes["Z"] - 1}), *args)
+    return [result] * mesh.size()
 
 
 def _one_rank(fn: Callable, sizes: Any, *args: Any, **options: Any) -> Any:
@@ -67,7 +70,7 @@ def nothing_outside(path: str) -> Iterator[None]:
             (time, "sleep", lambda _: None), (sys, "argv", [path, *OPTIONS]),
         ):  # fmt: skip
             stack.enter_context(patch.object(room, name, value))
-        stack.enter_context(patch("scaling.measure.rates.timed", lambda *_, **__: 1e-3))  # what is timed runs nothing
+        stack.enter_context(patch("scaling.measure.rates.timed", lambda fn, *_, **__: (fn(), 1e-3)[1]))  # it runs once
         stack.enter_context(patch.dict("os.environ", {"WORLD_SIZE": "1", "RANK": "0", "MPLBACKEND": "agg"}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))

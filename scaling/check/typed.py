@@ -163,6 +163,8 @@ class TypedLines:
             self.apart |= set(axes)
             self.declare(result, spec, place_of_call(), "sum" if spec.unreduced else "")
             return result
+        if call == "transfer":
+            return self.transferred(*args)
         if call == "ragged":
             line, x = args
             x = self.meta(x)
@@ -173,6 +175,18 @@ class TypedLines:
         result = call(kind, line, self.meta(x), mesh, *rest)
         if isinstance(result, Pending):
             self.pending.append((result, place_of_call(), line))
+        return result
+
+    def transferred(self, line: Any, x: Tensor, source: Any, target: Any, into: Any) -> Tensor:
+        """On ranks of its own mesh, seen from one that gives and takes."""
+        before, after = line.operands[0], line.result
+        self.sizes = dict(source.sizes)
+        self.compare(x, before, str(line))
+        whole = [n * source.size(axes) for n, (_, axes) in zip(x.shape, before.dims, strict=True)]
+        self.sizes = dict(target.sizes)
+        with self.silence():
+            result = torch.empty(after.local_shape(into or whole, target), dtype=x.dtype, device="meta")
+        self.declare(result, after, place_of_call())
         return result
 
     @contextmanager

@@ -18,6 +18,7 @@ from scaling.collectives.alike import alike
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.linear import differentiated
 from scaling.collectives.lines import check_operand
+from scaling.collectives.watch import who_watches
 from scaling.spec import Line, ShardingError, Spec, parse_line, refuse
 
 TAG = 1 << 22  # of these messages
@@ -82,6 +83,8 @@ def transfer(
     """
     parsed = parse_line(line)
     before, after = _types(parsed, source_mesh, target_mesh)
+    if (watch := who_watches()) is not None:
+        return watch("transfer", parsed, x, source_mesh, target_mesh, into)
     me = dist.get_rank() if dist.is_initialized() else 0
     gives, takes = me in source_mesh.ranks, me in target_mesh.ranks
     if gives is (x is None):

@@ -41,18 +41,17 @@ def move(
         raise ShardingError(PAGED_SEQUENCE)
     if cache is not None:
         check_cache(cache, config, source_mesh, form, len(cache["lengths"]))
-    known = lengths = None
+    known = lengths = own = None
     if cache is not None:
         lengths = cache["lengths"]
-        known = torch.tensor(
-            [capacity(cache, shards_of_places(form, source_mesh)), "scale" in cache], device=lengths.device
-        )
+        own = capacity(cache, shards_of_places(form, source_mesh)), "scale" in cache
+        known = torch.tensor(own, device=lengths.device)
     told = transfer("n[I] -> n[I]", known, source_mesh, target_mesh)
     moved = transfer("lengths[B] -> lengths[B]", lengths, source_mesh, target_mesh)
     known, lengths = (told, moved) if cache is None else (known, lengths)
     if known is None or lengths is None:
         return None
-    S, quantized = (int(n) for n in known)
+    S, quantized = own or map(int, known)
     S = S if length is None else length
     S = S if page is None else -(-S // page) * page
     if (used := int(lengths.max())) > S:

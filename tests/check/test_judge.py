@@ -131,6 +131,29 @@ def test_the_derivative_of_torch_func(rule, reduces, returns):
     assert [found.rule for found in report.findings] == [rule] * bool(rule)
 
 
+NLL = [("none", "L[B_X]"), ("sum", "L[] {U_X}"), ("mean", "L[] {U_X}")]
+
+
+@pytest.mark.parametrize(("reduction", "type_"), NLL)
+def test_cross_entropy_of_rows_that_are_split(reduction, type_):
+    def loss(x):
+        return torch.nn.functional.cross_entropy(x, torch.zeros(len(x)).long(), reduction=reduction)
+
+    report = judge(loss, "x[B_X, V]", mesh=MESH, returns=type_)
+    assert not report.findings, str(report)
+    assert not report.unjudged, str(report)
+    report = judge(torch.func.grad(lambda x: loss(x).sum()), "x[B_X, V]", mesh=MESH, returns="dx[B_X, V]")
+    assert not report.findings, str(report)
+    assert not report.unjudged, str(report)
+
+
+def test_cross_entropy_of_classes_that_are_split_is_refused():
+    def loss(x):
+        return torch.nn.functional.nll_loss(x, torch.zeros(len(x)).long())
+
+    assert [found.rule for found in judge(loss, "x[B, V_X]", mesh=MESH).findings] == ["split"]
+
+
 def test_code_as_it_is_written():
     a, b = torch.empty(4, 6, device="meta"), torch.empty(6, 5, device="meta")
     with judged(MESH, {A: a, B: b}) as report:

@@ -12,8 +12,6 @@ KNOWN = stored()
 SILENT = [case for case in mutants() if KNOWN.get(digest(case[1], *case[3:5])) == "wrong"]
 HOPS = [case for case in SILENT if case[0] == "collective dropped" and case[3].startswith("ppermute")]
 GAPS = {  # edits that the judge does not find: (file, what stands in the collective's place)
-    ("scaling/strategies/fsdp.py", "dW_out"),
-    ("scaling/strategies/fsdp.py", "dW_in"),
     ("chapters/05_pp.py", "loss"),
     ("chapters/05_moe.py", "experts"),
     ("chapters/03_products.py", "o"),
@@ -26,10 +24,9 @@ def test_enough_were_run():
     assert len(SILENT) > 660
 
 
-def test_what_no_type_shows():
-    """A block that a ring does not pass on has the type of the block that should have come."""
-    unseen = [case for case in HOPS if not judgement(case[1], case[5]).findings]
-    assert {(case[1], case[4]) for case in unseen} == {("chapters/05_context.py", "KV")}
+def test_a_block_that_a_ring_does_not_pass_on():
+    assert HOPS
+    assert all(judgement(case[1], case[5]).findings for case in HOPS)
 
 
 @pytest.mark.parametrize(("kind", "file", "line", "before", "edit", "text"), SEEN)
