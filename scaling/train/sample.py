@@ -11,7 +11,7 @@ from scaling.train.settings import DTYPES, Settings
 LENGTH, TEMPERATURE = 64, 0.8  # of what is drawn: tokens
 
 
-def check_sample(settings: Settings, ranks: int, held: int, available: float) -> None:
+def check_sample(settings: Settings, ranks: int, held: float, available: float) -> None:
     """ValueError for a prompt that is no tokens of the model, or if one of so many ranks has no room for the whole
     params beside the bytes that it holds."""
     if not settings.sample:
