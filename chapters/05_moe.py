@@ -39,8 +39,8 @@ SPECS = {"router": "router[D, E]", "W_in": "W_in[E_X, D, F]", "W_gate": "W_gate[
 
 # %% [markdown]
 # ## One layer, line by line
-# A router scores each token for each of E experts, and the token goes to the k that it likes most. Each expert is an
-# MLP of its own, and a rank has E/X of them: so tokens travel to their experts (line 3) and back (line 5). A row is one
+# A router scores each token for each of E experts, and the token goes to the k that it likes most. Each expert is a
+# gated MLP, and a rank has E/X of them: so tokens travel to their experts (line 3) and back (line 5). A row is one
 # choice of one token. In `Row[G, E, R, D]` G groups of tokens, one a rank, have R rows each for every expert; R is
 # ragged, another number for each group and expert, so the ranks first tell each other how many rows will come (line 2).
 # Choosing (line 1) makes whole numbers and has no gradient: the gradient of the router is that of the weights.

@@ -108,8 +108,8 @@ page.say("\nAs printed, the book's listing does not run: weights[i] = ... is ref
 
 # %% [markdown]
 # ## The bubble
-# Time runs to the right, a line for each rank: F0 is the forward of microbatch 0 (here the whole batch), B0 its
-# backward, which takes twice as long, and dots are waiting. Rank 0 computes first and last, and waits for all others.
+# Time runs to the right, a line for each rank: F0 is the forward of microbatch 0 (here the whole batch), of one tick,
+# B0 its backward, of two; dots are waiting. Rank 0 computes first and last, and waits for all others in between.
 
 # %%
 drawn = {}
@@ -129,9 +129,7 @@ alone, idle = simulate(make("naive", Z, 1)), closed_forms.bubble("naive", Z, 1)
 page.title("One batch")
 page.say(schedule_chart(alone, width=page.columns - 10))
 page.check("the listing's bubble", idle == alone.bubble and Z * (1 - idle) == 1)
-page.say(
-    f"\nOf {2 * Z} turns, forward and back, each rank computes in 2: it is idle for {float(idle):.1%} of the time."
-)
+page.say(f"\nOf {2 * Z} turns, forward and back, a rank computes in 2: it is idle for {float(idle):.1%} of the time.")
 
 # %% [markdown]
 # ## The first way out: microbatches
@@ -139,7 +137,8 @@ page.say(
 # down and then all back; 1F1B takes a backward as soon as there is one. In both, ranks wait for (Z - 1)/(M + Z - 1) of
 # the time. What differs is memory, the "live activations": of how many microbatches each rank keeps what the backward
 # needs. GPipe keeps all M; 1F1B at most Z, whatever M is. Interleaved, a rank has v = 2 chunks of layers that do not
-# follow each other: microbatches come by twice, in smaller steps, and the bubble is (Z - 1)/(vM + Z - 1).
+# follow each other, the second in small letters: microbatches come by twice, in steps half as long, of which each keeps
+# half a microbatch, and the bubble is (Z - 1)/(vM + Z - 1). Where there is no room, a number is left out.
 
 # %%
 page.title(f"{M} microbatches")
@@ -153,8 +152,8 @@ page.table(rows, ["microbatches", "bubble", "kept by GPipe", "kept by 1F1B"])
 # %% [markdown]
 # ## The second way out: the backward in halves
 # The rank before waits for dx alone; nobody waits for dW. So the backward is cut in two: I, dL/dx, goes first, and W,
-# dL/dW, fills the dots. ZB-H1 does that in 1F1B's memory. In DualPipeV, of the book's figure, a rank has the first and
-# the last layers, and runs a forward beside a backward. Compare the makespans with 1F1B's, and look for dots that stay.
+# dL/dW, fills the dots. ZB-H1 does that in 1F1B's memory. DualPipeV is a later form of the book's figure: a rank has an
+# early and a late chunk, rank 0 the first and the last layers. Compare the makespans, in ticks, with 1F1B's.
 
 # %%
 page.title("The backward in halves")
