@@ -1,5 +1,6 @@
 """Sample text: what serving the whole params would say, from any mesh; metrics for TensorBoard."""
 
+import importlib.util
 import sys
 import types
 
@@ -63,7 +64,8 @@ def test_a_run_shows_and_records_its_sample(tmp_path, monkeypatch, capsys):
 
     stub = types.SimpleNamespace(SummaryWriter=SummaryWriter)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
-    monkeypatch.setattr("scaling.train.board.importlib.util.find_spec", lambda name: stub)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: stub if "tensorboard" in name else find(name))
     (tmp_path / "a.txt").write_text("some text to learn from " * 200)
     given = ["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "run"), "--batch", "2", "--seq", "16"]
     given += ["--steps", "2", "--eval-every", "2", "--eval-batches", "1", "--sample", 'a "😀']
