@@ -47,12 +47,13 @@ def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
     return _RULES[kind](line, kind, before, after)
 
 
-def _all_gather(line, kind, before, after):
-    removed = _moved(line, kind, before, after, grows=True)
+def _gather_or_slice(line, kind, before, after):
+    grows = kind == "AllGather"
     if before.unreduced != after.unreduced:
-        rule = "an AllGather only concatenates: it neither adds up partial sums nor makes any"
+        does = "an AllGather only concatenates: it" if grows else "a local slice"
+        rule = f"{does} neither adds up partial sums nor makes any"
         refuse_rule(line, kind, "{U} is not the same on both sides", rule, _changes_sums(before, after))
-    return _one_by_one(before, removed, grows=True)
+    return _one_by_one(before, _moved(line, kind, before, after, grows), grows)
 
 
 def _changes_sums(before, after) -> str:
@@ -60,13 +61,6 @@ def _changes_sums(before, after) -> str:
     if gained := [axis for axis in after.unreduced if axis not in before.unreduced]:
         return f"use reshard, which makes the terms of a sum over {format_axes(gained)}: all but one are zero"
     return f"use reduce_scatter or all_reduce over {format_axes(sorted(set(before.unreduced) - set(after.unreduced)))}"
-
-
-def _slice(line, kind, before, after):
-    if before.unreduced != after.unreduced:
-        rule = "a local slice neither adds up partial sums nor makes any"
-        refuse_rule(line, kind, "{U} is not the same on both sides", rule, _changes_sums(before, after))
-    return _one_by_one(before, _moved(line, kind, before, after, grows=False), grows=False)
 
 
 def _reduce_scatter(line, kind, before, after):
@@ -79,14 +73,7 @@ def _reduce_scatter(line, kind, before, after):
         refuse_rule(
             line, kind, what, rule, "write {U_" + format_axes(scattered) + "} on the operand if it is a partial sum"
         )
-    steps = []
-    for position, axes in added:
-        dim = before.dim_names[position]
-        left = [axis for axis in before.unreduced if axis not in axes]
-        now = before.with_unreduced(left).with_axes(dim, before.axes_of(dim) + axes)
-        steps.append(CollectiveStep(before, now, axes, position, splits=position))
-        before = now
-    return tuple(steps)
+    return _one_by_one(before, added, grows=False)
 
 
 def _all_reduce(line, kind, before, after):
@@ -177,7 +164,8 @@ def _one_by_one(before, moved, grows) -> tuple[CollectiveStep, ...]:
     steps = []
     for position, axes in moved:
         dim, was = before.dims[position]
-        after = before.with_axes(dim, was[: -len(axes)] if grows else was + axes)
+        summed = before.with_unreduced(axis for axis in before.unreduced if axis not in axes)
+        after = summed.with_axes(dim, was[: -len(axes)] if grows else was + axes)
         steps.append(CollectiveStep(before, after, axes, position, splits=None if grows else position))
         before = after
     return tuple(steps)
@@ -186,8 +174,8 @@ def _one_by_one(before, moved, grows) -> tuple[CollectiveStep, ...]:
 _EXAMPLE = {"AllGather": "A[I_X] -> A[I]", "Slice": "A[I] -> A[I_X]"}
 _EXAMPLE |= dict.fromkeys(("ReduceScatter", "Scatter", "Gather"), "A[I] {U_X} -> A[I_X]")
 _RULES = {
-    "AllGather": _all_gather,
-    "Slice": _slice,
+    "AllGather": _gather_or_slice,
+    "Slice": _gather_or_slice,
     "ReduceScatter": _reduce_scatter,
     "AllReduce": _all_reduce,
     "AllToAll": _all_to_all,
