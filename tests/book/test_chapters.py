@@ -45,6 +45,13 @@ def test_every_chapter_proposes_things_to_try():
     chapters = {path.stem for path in running.CHAPTERS.glob("*.py")}
     assert chapters == TRIED.keys() == {*running.ON_A_PAGE, "11_recap"}
     assert [name for name in chapters if not running.things_to_try(name)] == []
+    edited = {name: running.things_to_try(name)["old"] for name in chapters}
+    assert [name for name, old in edited.items() if tried_in(name).count(old) != 1] == []
+
+
+def tried_in(name: str) -> str:
+    """The text that the proposed edit is made in."""
+    return running.without_training(running.source(name).rpartition("# %% [markdown]")[0])
 
 
 @pytest.mark.sweep
@@ -53,8 +60,7 @@ def test_things_to_try(name, chapter, monkeypatch, tmp_path):
     """Each proposal stands in the chapter's last cell; the edit is made in its text, the flag given."""
     after_edit, value, with_flag = TRIED[name]
     proposed = running.things_to_try(name)
-    body = running.without_training(running.source(name).rpartition("# %% [markdown]")[0])
-    assert body.count(proposed["old"]) == 1, f"{proposed['old']} stands once in the chapter"
+    body = tried_in(name)
     found = eval(proposed["expression"], chapter(name).names)
     assert found == (value if isinstance(value, tuple | str) else pytest.approx(value, rel=1e-3))
     monkeypatch.chdir(tmp_path)
