@@ -25,7 +25,7 @@ from scaling.console import integer, number, picture
 from scaling.models import mlp
 from scaling.schedules import SCHEDULES, closed_forms, make
 from scaling.schedules.simulator import simulate
-from scaling.show.timelines import save_schedule, schedule_chart, summary
+from scaling.show.timelines import save_schedule
 from scaling.strategies import fsdp_tp, pipeline, stage
 
 SIZES = {"B": 8, "D": 32, "F": 64}  # of the schedules: B rows a microbatch; they must divide over --mesh
@@ -120,14 +120,14 @@ def draw(*names: str) -> None:
     for name in names:
         try:
             drawn[name] = simulate(make(name, Z, M))
-            page.say(f"{summary(drawn[name])}\n{schedule_chart(drawn[name], width=page.columns - 10)}")
+            page.timeline(drawn[name])
         except ValueError as error:
             page.say(str(error).replace("\n  fix:", "; fix:"))
 
 
 alone, idle = simulate(make("naive", Z, 1)), closed_forms.bubble("naive", Z, 1)
 page.title("One batch")
-page.say(schedule_chart(alone, width=page.columns - 10))
+page.timeline(alone)
 page.check("the listing's bubble", idle == alone.bubble and Z * (1 - idle) == 1)
 page.say(f"\nOf {2 * Z} turns, forward and back, a rank computes in 2: it is idle for {float(idle):.1%} of the time.")
 
@@ -220,7 +220,7 @@ names = asked or [name for name in (("1f1b", "zb-h1") if page.small else SCHEDUL
 runs = page.on_ranks(schedules, names, page.args.seed)
 page.title(f"Schedules of {M} microbatches, measured")
 for measured, _ in runs.values():
-    page.say(f"{summary(measured, 's')}\n{schedule_chart(measured, width=page.columns - 10)}")
+    page.timeline(measured, "s")
 
 # %% [markdown]
 # The bubble and the memory of each: by the published formula, in the simulation, and measured. The first two are equal

@@ -64,15 +64,20 @@ def summary(timeline: Timeline, unit: str = "") -> str:
 
 def save_schedule(file: str | Path, *timelines: Timeline, unit: str = "") -> None:
     """Draw timelines below each other into a file; the suffix says the format (.svg, .png, .pdf)."""
+    figure(*timelines, unit=unit).savefig(file)
+
+
+def figure(*timelines: Timeline, unit: str = ""):
+    """Timelines below each other, as a matplotlib Figure."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError("pictures need matplotlib\n  fix: pip install 'scaling-book-torch[plot]'") from error
-    figure = Figure(figsize=(12, sum(0.9 + 0.35 * t.ranks for t in timelines) + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(timelines), squeeze=False, height_ratios=[t.ranks for t in timelines])[:, 0]
+    drawn = Figure(figsize=(12, sum(0.9 + 0.35 * t.ranks for t in timelines) + 0.4), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.subplots(len(timelines), squeeze=False, height_ratios=[t.ranks for t in timelines])[:, 0]
     for ax, timeline in zip(axes, timelines, strict=True):
         start, chunk = min(s.start for s in timeline.compute), _chunks(timeline)
         room = float(timeline.makespan) / 90
@@ -91,8 +96,8 @@ def save_schedule(file: str | Path, *timelines: Timeline, unit: str = "") -> Non
         ax.invert_yaxis()
     kinds = [kind for kind in LETTERS if any(isinstance(s.step, kind) for t in timelines for s in t.compute)]
     handles = [Patch(color=COLOURS[kind], label=WORDS[kind]) for kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=8)
-    figure.savefig(file)
+    drawn.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=8)
+    return drawn
 
 
 def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
