@@ -15,6 +15,7 @@ from scaling.mesh import AbstractMesh
 from scaling.sizes import parse_mesh
 from scaling.spec import ShardingError, parse
 from scaling.trace import trace
+from scaling.trace.peak import peak_memory
 
 NEAR = 1e-9  # of results in float64
 
@@ -42,7 +43,8 @@ def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]
     """A function of shards: types on an abstract mesh, then results on ranks in float64 beside one device's, and bytes.
 
     `fn`; `mesh`; `args`: {name: type}, in the function's order, before the mesh; `sizes` of the dims; `returns`: {name:
-    type}, in their order; `best`: the bytes that a rank sends at least; `typed = false`: types are not judged.
+    type}, in their order; `best`: the bytes that a rank sends at least; `peak`: those that it holds at its peak, in the
+    best answer known, of which others are told; `typed = false`: types are not judged.
     """
     data = exercise.data
     sizes = parse_mesh(data["mesh"])
@@ -69,11 +71,16 @@ def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]
     sent = max(rank[1] for rank in seen)
     if sent > data["best"]:
         return False, f"the results are right, but a rank sends {sent:,} bytes where {data['best']:,} are enough"
-    return True, f"as on one device, and a rank sends {sent:,} bytes: the least known"
+    held, least = max(rank[2] for rank in seen), data["peak"]
+    known = "the least known" if held <= least else f"where {least:,} are enough: what could be gathered later?"
+    return (
+        True,
+        f"as on one device; a rank sends {sent:,} bytes, the least known, and holds {held:,} at its peak, {known}",
+    )
 
 
-def on_rank(mesh, exercise: Exercise, text: str) -> tuple[list[str], int]:
-    """On one rank: what is wrong with each result, "" if nothing, and the bytes that the rank sends."""
+def on_rank(mesh, exercise: Exercise, text: str) -> tuple[list[str], int, int]:
+    """On one rank: what is wrong with each result, "" if nothing; the bytes that it sends, and holds at its peak."""
     data = exercise.data
     here, names = dict[str, Any](), dict[str, Any](__name__=exercise.name)
     exec(compile(exercise.dense, "dense", "exec"), here)
@@ -84,11 +91,11 @@ def on_rank(mesh, exercise: Exercise, text: str) -> tuple[list[str], int]:
     whole = [x.sum(0) for x in terms]
     own = [x[_place(spec.unreduced, mesh)] for x, spec in zip(terms, specs, strict=True)]
     shards = [_part(x, spec, data["sizes"], mesh) for x, spec in zip(own, specs, strict=True)]
-    with trace() as log:
+    with trace() as log, peak_memory() as memory:
         results = names[data["fn"]](*shards, mesh)
     results, wanted = _tuple(results), _tuple(here["dense"](*whole))
     if len(results) != len(wanted):
-        return [f"{len(results)} results where {len(wanted)} are asked for"] * len(wanted), log.wire_bytes
+        return [f"{len(results)} results where {len(wanted)} are asked for"] * len(wanted), log.wire_bytes, memory.peak
     slips: dict[str, Any] = {"torch": torch}
     exec(compile(exercise.slips, "slips", "exec"), slips)
     known = {fn.__doc__: _tuple(fn(*whole, mesh.rank)) for fn in slips.values() if hasattr(fn, "__code__")}
@@ -96,7 +103,7 @@ def on_rank(mesh, exercise: Exercise, text: str) -> tuple[list[str], int]:
     for i, (got, want, of) in enumerate(zip(results, wanted, data["returns"].values(), strict=True)):
         hints = {hint: values[i] for hint, values in known.items()}
         wrong.append(_wrong(got, want, hints, parse(of), data["sizes"], mesh))
-    return wrong, log.wire_bytes
+    return wrong, log.wire_bytes, memory.peak
 
 
 def _tuple(results) -> tuple:

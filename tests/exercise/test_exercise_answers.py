@@ -29,6 +29,7 @@ def test_the_solution_and_the_planted_slips(name):
     right, wrong = ANSWERS[name]["right"], ANSWERS[name]["wrong"]
     passed, praise = said(name, right)
     assert passed, praise
+    assert "enough" not in praise  # the least bytes known, sent and held
     messages = []
     for slip in wrong:
         of, becomes = slip["of"].removeprefix("\n"), slip["is"].removeprefix("\n")
