@@ -53,9 +53,7 @@ def test_no_answer(kind):
 
 @pytest.mark.slow
 def test_a_right_answer_that_holds_more_is_told():
-    both = 'W_out = all_gather("W_out[F, D_X] -> W_out[F, D]", W_out, mesh)'
-    early = RIGHT.replace(f"    {both}\n", "").replace(BODY, f"    {both}\n{BODY}")
-    right, said = assess(exercise_named(NAME), early)
+    right, said = assess(exercise_named(NAME), spoilt("room = In.new_zeros(100, 100)"))
     assert right
     assert "are enough: what could be gathered later?" in said
 

@@ -112,7 +112,7 @@ def test_resumed_with_what_does_not_fit(corpus, tmp_path, capsys):
     [
         (["--data", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--mesh", "Q=2"], "splits nothing of a Transformer"),
-        (["--mesh", "Y=3"], "do not divide into 3 blocks"),
+        (["--mesh", "Y=3"], "KV heads over Y=3"),
         (["--seq", "19999", "--batch", "1"], "hold no sequence of 19999"),
         (["--seq", "999999"], "fix: more ranks along X, or a smaller model: no batch fits"),
     ],
