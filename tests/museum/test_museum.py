@@ -1,6 +1,7 @@
 """The bugs that types refuse are refused, and the page shows what the command prints. (What runs on ranks, it runs.)"""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -40,6 +41,10 @@ def test_those_that_a_test_sees_can_be_planted():
     for bug in BUGS:
         assert bug.fails or bug.refused or bug.raises[0]
         assert museum.planted(bug)
+    tests = sorted({bug.fails for bug in BUGS if bug.fails})
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", *tests]
+    found = subprocess.run(command, cwd=museum.ROOT, capture_output=True, text=True)
+    assert sorted(line for line in found.stdout.splitlines() if "::" in line) == tests, found.stderr
 
 
 def test_at_least_five_of_seven_by_type():

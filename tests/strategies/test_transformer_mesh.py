@@ -101,9 +101,9 @@ CASES = [
     (EXPERTS.with_(aux_coef=0.0), {"Z": 2, "E": 2}, {"microbatches": 2, "schedule": "zb-h1"}, False, 0.0, 0.0),
     (EXPERTS, {"E": 2, "Y": 2}, {}, False, 0.0, 0.0),
     # a vocabulary that does not divide: of 5 entries the last of four ranks has padding alone
-    (PLAIN.with_(V=5, D=16), {"Y": 4}, {}, False, 0.1, 0.01),
-    (RICH.with_(V=31), {"X": 2, "Y": 2}, {"microbatches": 2}, True, 0.1, 0.01),
-    (PLAIN.with_(V=30), {"Z": 2, "Y": 2}, {"microbatches": 2}, False, 0.1, 0.0),
+    (PLAIN.with_(name="V 5", V=5, D=16), {"Y": 4}, {}, False, 0.1, 0.01),
+    (RICH.with_(name="V 31", V=31), {"X": 2, "Y": 2}, {"microbatches": 2}, True, 0.1, 0.01),
+    (PLAIN.with_(name="V 30", V=30), {"Z": 2, "Y": 2}, {"microbatches": 2}, False, 0.1, 0.0),
 ]
 CASES += [  # of the same kinds as those above
     pytest.param(case, marks=pytest.mark.sweep)
@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_refused(config, sizes, words):
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded_in_store_alone():
-    config, mesh = PLAIN.with_(V=30), AbstractMesh({"Y": 4})
+    config, mesh = PLAIN.with_(name="V 30", V=30), AbstractMesh({"Y": 4})
     params = transformer.shard(model.init(config, 0, device="meta"), config, mesh)
     assert params["embed"].shape == (8, 16)
     assert params["unembed"].shape == (16, 8)
