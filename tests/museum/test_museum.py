@@ -42,9 +42,9 @@ def test_those_that_a_test_sees_can_be_planted():
         assert bug.fails or bug.refused or bug.raises[0]
         assert museum.planted(bug)
     tests = sorted({bug.fails for bug in BUGS if bug.fails})
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", *tests]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-m", "", *tests]
     found = subprocess.run(command, cwd=museum.ROOT, capture_output=True, text=True)
-    assert sorted(line for line in found.stdout.splitlines() if "::" in line) == tests, found.stderr
+    assert found.returncode == 0, found.stderr  # each names a test that exists
 
 
 def test_at_least_five_of_seven_by_type():
