@@ -88,7 +88,7 @@ def with_ends(
     rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, pulled, head, dtype)
     Loss = rank.execute()
     dIns = [rank.held.pop(("dIn", m), None) for m in range(schedule.microbatches)]
-    dIn = torch.cat(dIns) if dIns[0] is not None else torch.zeros_like(In)
+    dIn = torch.cat(dIns) if dIns[0] is not None else In.new_zeros(()).expand(In.shape)  # zeros that take no room
     dhead = rank.dhead
     if dhead is None:  # another rank has the last stage
         dhead = tree.map(lambda W: torch.zeros_like(W, dtype=dtype), head)

@@ -1,60 +1,60 @@
 """A step as a count of its typed lines and of what runs between them, from a run of its own code (`cost.counted`)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-import optree
-import torch
+from torch import Tensor
 
-from scaling._torch import TorchDispatchMode, storage_key
+from scaling._torch import storage_key
 from scaling.cost.counted import NONE, Calls, CountedStep, LineKind
-from scaling.trace.events import Event, trace
+from scaling.trace.events import Event
+from scaling.trace.peak import peak_memory
 
 CURVED = ("gelu", "silu", "exp", "log", "erf", "tanh", "sigmoid", "softmax", "cos", "sin", "pow")  # in an op's name
 FREE = ("empty", "detach", "new_empty", "empty_like", "promote_types", "scalar_tensor")  # nothing is computed
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_unsafe_view")  # the matmul inside a line
 ATTENTION = "_scaled_dot_product"
 
 
-class Between(TorchDispatchMode):
-    """Counts the operations that run outside the lines of a trace: by kind, as a CountedStep names them."""
-
-    only_looks = True
+class Between:
+    """Counts the operations that run outside the lines of a trace, by kind, as a CountedStep names them. It is what
+    `peak_memory` tells of each operation."""
 
     def __init__(self):
-        super().__init__()
         self.calls: dict[str, Calls] = {}
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        name = function._schema.name.split("::")[1]
-        if name.startswith(ATTENTION):
-            self.add("attention", attention_flops(name, args))
-        elif name not in FREE and not in_product(name):
-            given, made = tensors((args, kwargs)), tensors(result)
+    def saw(self, function: Any, args: Sequence, given: list[Tensor], made: list[Tensor]) -> None:
+        what, mutable = work_of(function)
+        if what == "attention":
+            self.add(what, attention_flops(function._schema.name, args))
+        elif what:
             storages = {storage_key(x.untyped_storage()) for x in given}
             fresh = [x for x in made if storage_key(x.untyped_storage()) not in storages]
-            if fresh or function._schema.is_mutable:
-                nbytes = sum(x.nbytes for x in given) + sum(x.nbytes for x in fresh or made)
-                self.add("curved" if name.strip("_").startswith(CURVED) else "plain", nbytes)
-        return result
+            if fresh or mutable:
+                self.add(what, sum(x.nbytes for x in given) + sum(x.nbytes for x in fresh or made))
 
     def add(self, what: str, amount: float) -> None:
         self.calls[what] = self.calls.get(what, NONE).and_more(amount)
 
 
-def in_product(name: str) -> bool:
-    """Whether it is the matmul inside a line."""
-    return name in ("mm", "addmm", "bmm", "baddbmm", "_unsafe_view")
-
-
-def tensors(values: Any) -> list[torch.Tensor]:
-    leaves: list = optree.tree_leaves(values)  # pyright: ignore[reportArgumentType]: a tree of anything
-    return [x for x in leaves if isinstance(x, torch.Tensor)]
+@lru_cache(maxsize=4096)
+def work_of(function: Any) -> tuple[str, bool]:
+    """(as a CountedStep names it, "" for a product inside a line and for what computes nothing; whether it writes into
+    what it is given)."""
+    name = function._schema.name.split("::")[1]
+    if name.startswith(ATTENTION):
+        what = "attention"
+    elif name in FREE or name in PRODUCTS:
+        what = ""
+    else:
+        what = "curved" if name.strip("_").startswith(CURVED) else "plain"
+    return what, function._schema.is_mutable
 
 
 def attention_flops(name: str, args: Sequence) -> float:
     """Of a causal kernel: two products of T S / 2 scores a head forward, five backward."""
-    Q, K = [x for x in args if isinstance(x, torch.Tensor)][1 if "backward" in name else 0 :][:2]
+    Q, K = [x for x in args if isinstance(x, Tensor)][1 if "backward" in name else 0 :][:2]
     return (5 if "backward" in name else 2) * Q.numel() * K.shape[2]
 
 
@@ -77,6 +77,7 @@ def counted_step(events: Iterable[Event], between: Mapping[str, Calls]) -> Count
 
 def count_call(f: Callable[[], Any]) -> CountedStep:
     """What f does, on an abstract mesh."""
-    with trace() as log, Between() as between:
+    between = Between()
+    with peak_memory(between.saw) as memory:
         f()
-    return counted_step(log.events, between.calls)
+    return counted_step(memory.log.events, between.calls)

@@ -12,12 +12,12 @@ it. Real tensors, of the cpu, are counted alike. A trace may run at the same tim
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import optree
-import torch
+from torch import Tensor
 
 from scaling import trace
 from scaling._torch import TorchDispatchMode, storage_key
@@ -51,14 +51,16 @@ class _Watch(TorchDispatchMode):
 
     only_looks = True  # so collectives run as they do unwatched
 
-    def __init__(self, memory: PeakMemory):
+    def __init__(self, memory: PeakMemory, saw: Callable | None):
         super().__init__()
-        self.memory, self.seen = memory, {}
+        self.memory, self.saw, self.seen = memory, saw, {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.watch(args, kwargs)
+        given = self.watch(args, kwargs)
         result = function(*args, **(kwargs or {}))
-        self.watch(result)
+        made = self.watch(result)
+        if self.saw is not None:
+            self.saw(function, args, given, made)
         memory, events = self.memory, self.memory.log.events
         for event in events[len(memory.steps) :]:
             memory.steps.append([event, memory.now, memory.now])
@@ -66,14 +68,17 @@ class _Watch(TorchDispatchMode):
             memory.steps[-1][1:] = memory.now, max(memory.steps[-1][2], memory.now)
         return result
 
-    def watch(self, *values) -> None:
+    def watch(self, *values) -> list[Tensor]:
         leaves: list = optree.tree_leaves(values)  # pyright: ignore[reportArgumentType]: a tree of anything
-        for x in leaves:
-            if isinstance(x, torch.Tensor) and storage_key(x.untyped_storage()) not in self.seen:
-                storage = x.untyped_storage()
-                key, nbytes = storage_key(storage), storage.nbytes()
+        found = [x for x in leaves if isinstance(x, Tensor)]
+        for x in found:
+            storage = x.untyped_storage()
+            key = storage_key(storage)
+            if key not in self.seen:
+                nbytes = storage.nbytes()
                 self.seen[key] = weakref.finalize(storage, self.forget, key, nbytes)
                 self.memory.add(nbytes)
+        return found
 
     def forget(self, key: int, nbytes: int) -> None:
         self.seen.pop(key, None)
@@ -81,11 +86,12 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def peak_memory() -> Iterator[PeakMemory]:
-    """Count what is alive while the block runs; afterwards the counts stand still."""
+def peak_memory(saw: Callable | None = None) -> Iterator[PeakMemory]:
+    """Count what is alive while the block runs; afterwards the counts stand still. `saw(operation, args, given, made)`
+    is told of each operation, with the tensors that it was given and those that it made."""
     memory = PeakMemory()
     with trace.trace() as memory.log:
-        watch = _Watch(memory)
+        watch = _Watch(memory, saw)
         with watch:
             yield memory
     for finalizer in list(watch.seen.values()):

@@ -18,6 +18,7 @@ from scaling.sizes import format_sizes
 from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
+from scaling.strategies.channels import AHEAD
 from scaling.strategies.transformer.stages import slots_of
 from scaling.trace.count import Between, counted_step
 from scaling.trace.peak import peak_memory
@@ -50,7 +51,8 @@ def count(
     optimizer = optimizer_of(settings)
     state = optimizer.init(params)
     held, states = tree.nbytes(params), tree.nbytes(state)
-    with peak_memory() as memory, Between() as between:
+    between = Between()
+    with peak_memory(between.saw) as memory:
         tree.map(torch.Tensor.detach, params)  # so that they count from the beginning
         run = gradients(settings, mesh, zero=options.zero, schedule=options.schedule)
         _, grads, _ = run(params, batch if documents else [*batch[:2], None])
@@ -69,14 +71,17 @@ def counted(
     options: StepOptions = StepOptions(), documents: bool = True, memory: bool = True,
 ) -> CountedStep:  # fmt: skip
     """`count` of a deep model and of many microbatches, in less time: both are linear, so that a few layers a stage and
-    a few microbatches say what all of them take. A pipeline's memory is not linear in the microbatches, so all of them
-    are run, and of other schedules than 1F1B all layers; without `memory` fewer do.
+    a few microbatches say what all of them take. A pipeline's memory is linear in the microbatches from where all
+    stages are busy and as many messages are awaited as are posted ahead; of other schedules than 1F1B all are run, and
+    all layers. Without `memory` fewer do.
     """
     model, Z = settings.model, sizes.get("Z", 1)
     if settings.batch % settings.microbatches or (memory and options.schedule):
         return count(settings, sizes, coord, backend, options, documents)
     chunks = {"interleaved": 2, "dualpipev": 2}.get(options.schedule or "", 1)
-    few, full = (3, 3 if Z == 1 else settings.microbatches) if memory else (2, 2 * Z if chunks > 1 else 2)
+    few, full = (3, 3 if Z == 1 else max(Z, AHEAD + 1) + 1) if memory else (2, 2 * Z if chunks > 1 else 2)
+    if Z > 1 and memory and settings.microbatches <= 2 * full:
+        full = settings.microbatches  # less to run than two numbers of them
     depths = _samples(model.L, _period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
     batches = _samples(settings.microbatches, Z if chunks > 1 else 1, full)
     rows, parts = settings.batch // settings.microbatches, []
