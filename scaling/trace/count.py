@@ -25,7 +25,7 @@ class Between:
         self.calls: dict[str, Calls] = {}
 
     def saw(self, function: Any, args: Sequence, given: list[Tensor], made: list[Tensor]) -> None:
-        what, mutable = work_of(function)
+        what, mutable = _sort_of(function)
         if what == "attention":
             self.add(what, attention_flops(function._schema.name, args))
         elif what:
@@ -39,7 +39,7 @@ class Between:
 
 
 @lru_cache(maxsize=4096)
-def work_of(function: Any) -> tuple[str, bool]:
+def _sort_of(function: Any) -> tuple[str, bool]:
     """(as a CountedStep names it, "" for a product inside a line and for what computes nothing; whether it writes into
     what it is given)."""
     name = function._schema.name.split("::")[1]
