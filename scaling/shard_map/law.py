@@ -80,7 +80,7 @@ class Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, cotangent):
-        call, sizes = differentiable(ctx.call).transposed(), ctx.bound.mesh.sizes
+        call, sizes = with_derivative(ctx.call).transposed(), ctx.bound.mesh.sizes
         if ctx.stacked:
             result = apply_stacked(cotangent, ctx.bound, call._replace(lead=ctx.call.lead_after(sizes)))
         else:
@@ -89,7 +89,7 @@ class Collective(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, tangent, *_):
-        return (apply_stacked if ctx.stacked else apply_typed)(tangent, ctx.bound, differentiable(ctx.call))
+        return (apply_stacked if ctx.stacked else apply_typed)(tangent, ctx.bound, with_derivative(ctx.call))
 
     @staticmethod
     def vmap(info, in_dims, x, bound, call, *places):
@@ -108,7 +108,7 @@ class Collective(torch.autograd.Function):
         return result, 0 if axis in call.lead_after(order) else None
 
 
-def differentiable(call: Call) -> Call:
+def with_derivative(call: Call) -> Call:
     """The call, but of pmax and pmin, which as in JAX have no derivative."""
     if call.kind not in DUAL:
         raise NotImplementedError(
