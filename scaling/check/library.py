@@ -25,7 +25,7 @@ LISTINGS = (
     "transformer.layer",
     "transformer.ends",
 )
-FORMS = ("heads", "heads_batch", "sequence", "context", "weights_2d")
+FORMS = ("heads", "heads_batch", "sequence", "context", "weights_2d", "experts")
 TOLD = {f"scaling.strategies.{name}" for name in LISTINGS} | {f"scaling.serve.forms.{name}" for name in FORMS}
 
 

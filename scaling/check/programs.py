@@ -21,7 +21,7 @@ from scaling.strategies import transformer as strategy
 from scaling.strategies.axes import present
 
 TRANSFORMERS = {"XY": "plain tied experts", "PX": "plain tied experts", "CY": "plain", "ZX": "tied", "EX": "experts"}
-SERVING = ("YZ", "heads"), ("YC", "heads"), ("YZ", "heads_batch"), ("YZ", "sequence"), ("XYZ", "2d")
+SERVING = ("YZ", "heads"), ("YC", "heads"), ("YZ", "heads_batch"), ("YZ", "sequence"), ("XYZ", "2d"), ("EY", "experts")
 LAYERS = {"data_parallel": "X", "fsdp": "X", "tensor_parallel": "Y", "fsdp_tp": "XY", "pods": "PXY", "zero": "X"}
 
 
@@ -67,8 +67,8 @@ def _transformer(kind: str, mesh: Any) -> None:
 
 def _serving(form: str, mesh: Any) -> None:
     """The logits of a prompt and of a token after it."""
-    for kind in ("plain", "tied"):
-        config = _config(kind)
+    for kind in ("experts",) if form == "experts" else ("plain", "tied"):
+        config = _config(kind).with_(E=4) if kind == "experts" else _config(kind)
         params = tree.shard(model.init(config, 0, torch.float32, "meta"), serve.specs(config, mesh, form=form), mesh)
         tokens = torch.zeros(8, 6, dtype=torch.long, device="meta")
         cache = serve.init_cache(config, 8, 8, mesh=mesh, form=form)

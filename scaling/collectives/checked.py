@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from scaling._torch import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
-from scaling.mesh.meeting import Intent, meeting
+from scaling.mesh.meeting import Intent, different, meeting
 from scaling.mesh.page import DIGEST, LENGTH
-from scaling.mesh.words import different
 
 
 def agree(group: Group, call: str, x: torch.Tensor | None = None) -> None:

@@ -2,11 +2,12 @@
 
 The forms, each with all weights stationary:
 
-    heads        KV[2, B, S, K_Y, H]      heads and F over Y; an AllReduce of X[B, D] after attention and after the MLP
+    heads        KV[2, B_E, S, K_Y, H]    heads and F over Y; an AllReduce of X[B, D] after attention and after the MLP;
+                                          with experts over E, whose rows two AllToAlls bring and take back
     heads_batch  KV[2, B_Z, S, K_Y, H]    weights over YZ; two AllToAlls over Z bring Q to the caches and O back
     sequence     KV[2, B, S_Z, K_Y, H]    weights over YZ; AllGather_Z of Q, ReduceScatter_Z of O, joined as in flash
     2d           KV[2, B_XZ, S, K_Y, H]   weights W_in[D_X, F_YZ]; x[B, D_XYZ] between the blocks
-    experts      KV[2, B_E, S, K_Y, H]    heads, with whole experts over E: attention by data, two AllToAlls an MLP
+    experts      KV[2, B_E, S, K_Y, H]    the same with whole experts over E and Y, and tokens split over both
 
 Bytes are V as in scaling.cost.collectives. An AllReduce counts two passes.
 """
@@ -39,17 +40,21 @@ def check_form(form: str, config: Config, sizes: Mapping[str, int]) -> None:
     """ShardingError where the model's heads, F or D do not divide over the mesh of the form."""
     one_of("form", form, FORMS)
     X, Y, Z, E = (sizes.get(axis, 1) for axis in "XYZE")
-    used = {"heads": "Y", "experts": "YE", "2d": "XYZ"}.get(form, "YZ")
+    used = {"heads": "YE", "experts": "YE", "2d": "XYZ"}.get(form, "YZ")
     if unused := [axis for axis in "XZE" if sizes.get(axis, 1) > 1 and axis not in used]:
         raise ShardingError(
             f"form {form!r} on {dict(sizes)}: the form does not use the axis {unused[0]}\n  fix: give that axis size 1"
         )
-    if config.E % E:
-        raise ShardingError(f"E = {config.E} experts do not divide over {E} chips\n  fix: use another number of them")
+    if (form == "experts" or E > 1) and not config.moe:
+        raise ShardingError(f"{config.name}: experts over chips, of a model without\n  fix: use other axes and forms")
+    if config.E % (parts := E * Y if form == "experts" else E):
+        raise ShardingError(
+            f"E = {config.E} experts do not divide over {parts} chips\n  fix: use another number of them"
+        )
     if form == "2d" and config.moe:
         raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: choose form="heads"')
     ways = Y * Z
-    for letter, size in (("N", config.N), ("F", config.F)):
+    for letter, size in (("N", config.N), ("F", 0 if form == "experts" else config.F)):
         if size % ways:
             raise ShardingError(
                 f"{letter}_YZ: {letter} = {size} does not divide over {ways} chips\n"
@@ -75,11 +80,13 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     """The collectives of a decode step of `batch` tokens on a mesh `sizes`, activations in `dtype`.
 
     They are those that `scaling.serve.decode` runs. Axes of size 1 move nothing. The stream x is reduced once more than
-    there are blocks, after the embedding; the last AllGather is that of the logits.
+    there are blocks, after the embedding; the last AllGather is that of the logits. Over E, those of a part of the
+    batch; what experts get is taken to be even.
     """
     check_form(form, config, sizes)
     X, Y, Z, E = (sizes.get(axis, 1) for axis in "XYZE")
-    L, blocks, token = config.L, 2 * config.L + 1, dtype_bytes(dtype) * batch / E
+    L, sparse, token = config.L, config.L - config.dense_layers, dtype_bytes(dtype) * batch / E
+    blocks = 2 * L + 1 - (sparse if form == "experts" else 0)
     stream, queries, logits = token * config.D, token * config.N * config.H, token * config.V
     found = [StepCollective("AllGather", "logits", "YZ", logits, 1)]
     if form == "2d":
@@ -97,15 +104,18 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
         ]
     else:
         found.append(StepCollective("AllReduce", "x", "YZ", stream, blocks))
-    if form == "experts":
-        whole, sparse = E * token, L - config.dense_layers  # bytes of an element of the batch; layers of experts
+    if form == "experts" or E > 1:
+        whole, over = E * token, "EY" if form == "experts" else "E"  # bytes of an element of the batch
+        counts = 8 * config.E * (E * Y if form == "experts" else E)
         found[0] = StepCollective("AllGather", "logits", "Y", whole * config.V, 1)
         found += [
             StepCollective("AllGather", "logits", "E", whole * config.V / Y, 1),
-            StepCollective("AllReduce", "tokens of each expert", "E", 8 * config.E, sparse),
-            StepCollective("AllToAll", "tokens of each expert", "E", 8 * E * config.E, sparse),
-            StepCollective("AllToAll", "tokens to experts", "E", whole * config.k * config.D, 2 * sparse),
+            StepCollective("AllReduce", "tokens of each expert", over, 8 * config.E, sparse),
+            StepCollective("AllToAll", "tokens of each expert", over, counts, sparse),
+            StepCollective("AllToAll", "tokens to experts", over, whole * config.k * config.D, 2 * sparse),
         ]
+    if form == "experts":
+        found.append(StepCollective("AllGather", "x", "Y", stream, sparse))
     if form == "heads_batch":
         found.append(StepCollective("AllToAll", "Q and O", "Z", queries / Y, 2 * L))
     if form == "sequence":

@@ -22,7 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from scaling.collectives.checked import agree
 from scaling.console import complain
 from scaling.launch.process import autograd_has_threads, end_with_parent, keep_freed_memory, ready_to_fork
-from scaling.launch.watch import CLOSED, Rank, RankError, watch, watch_self
+from scaling.launch.voice import LEFT, blame_of
+from scaling.launch.watch import Rank, RankError, watch, watch_self
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
 from scaling.spec import ShardingError
 
@@ -146,7 +147,7 @@ def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked:
         end_alike(mesh)
     except Exception as error:
         alike = isinstance(error, ShardingError) and os.environ["RANK"] != "0"  # mostly all ranks have this to say
-        if alike or CLOSED in str(error):  # by another rank's end: torchrun is to see that one, and to end this one
+        if alike or blame_of(error) == LEFT:  # by another rank's end: torchrun is to see that one, and to end this one
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(WAIT if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else WAIT_OF_MANY)
         raise
@@ -174,7 +175,7 @@ def _rank(number: int, voice, listener, parent: int, *work) -> None:
         _work(number, voice, listener, *work)
     except BaseException as error:  # also sys.exit: the others wait for this rank
         try:
-            voice.error(error)
+            voice.failure(number, error)
             sys.stdout.flush()
         finally:
             os._exit(1)

@@ -1,11 +1,9 @@
 """Watching the ranks that `scaling.launch` started: which one failed first, and what it and the others were doing.
 
-A rank sends its result, or the error that ended it, through a pipe; when asked by a signal it writes its stack into
-another. Nothing lies in a file that could stay behind.
+What a rank says of itself comes through a pipe (`scaling.launch.voice`).
 """
 
 import contextlib
-import faulthandler
 import os
 import pickle
 import re
@@ -18,17 +16,24 @@ from collections.abc import Iterator
 from multiprocessing import connection
 
 from scaling.launch.pulse import Pulse
+from scaling.launch.voice import DIED, LATE, Failure, Voice
 
 POLL = 0.05  # seconds after which a death is noticed at the latest
 GRACE = 1.0  # seconds in which the rank that caused another one's error is looked for
-CLOSED = "by peer"  # in the error of a rank when another one is gone
-GONE = "a rank has ended"  # the same, of a rank that would have met it
-SOURCE = r'(?m)^  File ".*\n(?:    .*\n)*'  # of a traceback: a place and its lines, which may hold any word
-LATE = ("Timed out", "timed out", "timeout")  # in the error of a rank whose wait timed out
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or hangs; the message says which one and holds its traceback."""
+    """A rank raised, died or hangs; the message says which one and holds its traceback.
+
+    `failure`: the same as data, its `rank`, `exception` and `line`; None where all hang.
+    """
+
+    def __init__(self, message: str, failure: Failure | None = None):
+        super().__init__(message)
+        self.failure = failure
+
+    def __reduce__(self):
+        return RankError, (str(self), self.failure)
 
 
 class Rank:
@@ -37,7 +42,7 @@ class Rank:
     def __init__(self, number: int, context, target, *args):
         self.number, self.open = number, True
         self.result: bytes | None = None
-        self.error: tuple[float, str] | None = None
+        self.failed: tuple | None = None
         self.pipe, pipe = context.Pipe(duplex=False)
         self.stack, stack = context.Pipe(duplex=False)
         self.process = context.Process(target=target, args=(number, Voice(pipe, stack), *args))
@@ -54,22 +59,16 @@ class Rank:
         except (EOFError, OSError):  # it has ended, perhaps while it was sending
             self.open = False
 
-    def failure(self) -> tuple | None:
-        """(order of blame, time, rank, what happened), or None if it runs or ended well.
-
-        First a rank that died, then one that raised, one whose wait timed out, one whose peer was gone.
-        """
+    def failure(self) -> Failure | None:
+        """How it ended, or None if it runs or ended well."""
         code = self.process.exitcode
         self.listen()
-        if self.error is not None:
-            when, text = self.error
-            said = re.sub(SOURCE, "", text)
-            blame = 3 if CLOSED in said or GONE in said else 2 if any(word in said for word in LATE) else 1
-            return blame, when, self.number, f"raised:\n{text}"
+        if self.failed is not None:
+            return Failure(*self.failed)
         if code is None or (code == 0 and self.result is not None):
             return None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return 0, 0.0, self.number, f"{how}, so the other ranks were ended"
+        return Failure(DIED, 0.0, self.number, f"{how}, so the other ranks were ended")
 
     def where(self) -> str:
         """Where it was when it was asked by SIGUSR1."""
@@ -86,38 +85,6 @@ class Rank:
         self.stack.close()
 
 
-class Voice:
-    """How a rank tells its parent what became of it: its ends of the two pipes."""
-
-    def __init__(self, pipe, stack):
-        self.pipe, self.stack = pipe, stack
-
-    def show_stack_on_request(self) -> None:
-        """Let this process write its stack when it gets SIGUSR1, wherever it hangs."""
-        faulthandler.register(signal.SIGUSR1, self.stack, all_threads=False)
-
-    def result(self, result: bytes) -> None:
-        self.pipe.send_bytes(pickle.dumps(("result", result)))
-
-    def error(self, error: BaseException) -> None:
-        """What ended this rank, and when."""
-        try:
-            said = _told(error)
-        except MemoryError:  # what the rank holds is not needed any more
-            traceback.clear_frames(error.__traceback__)
-            said = _told(error)
-        self.pipe.send_bytes(said)
-
-
-def _told(error: BaseException) -> bytes:
-    """The traceback without its first two frames, which started the rank."""
-    first = error.__traceback__ and error.__traceback__.tb_next
-    frames = first and first.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    text = text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be printed
-    return pickle.dumps(("error", (time.monotonic(), text)))
-
-
 def watch(ranks: list[Rank], timeout: float, sockets: bool) -> list[bytes]:
     """The ranks' results, once all have ended well. RankError as soon as one does not, about the one that failed first,
     or when all hang (see `Pulse`)."""
@@ -125,7 +92,7 @@ def watch(ranks: list[Rank], timeout: float, sockets: bool) -> list[bytes]:
     while True:
         connection.wait([rank.pipe for rank in ranks if rank.open], POLL)
         if any(rank.failure() for rank in ranks):
-            raise RankError(_explain(ranks))
+            raise _explained(ranks)
         if all(rank.process.exitcode is not None for rank in ranks):
             return [rank.result or b"" for rank in ranks]
         if stopped := pulse.stopped():
@@ -152,16 +119,16 @@ def watch_self(timeout: float) -> Iterator[None]:
         done.set()
 
 
-def _explain(ranks: list[Rank]) -> str:
+def _explained(ranks: list[Rank]) -> RankError:
     """Name the rank to blame; if all that failed did so while waiting, show also where those are that still run."""
     deadline = time.monotonic() + GRACE
     while True:
-        blame, _, number, what = min(filter(None, (rank.failure() for rank in ranks)))
-        if blame < 2 or time.monotonic() > deadline:
+        worst = min(filter(None, (rank.failure() for rank in ranks)))
+        if worst.blame < LATE or time.monotonic() > deadline:
             break
         time.sleep(0.01)
-    message = f"rank {number} of {len(ranks)} {what}"
-    return message if blame < 2 else message + _stacks(ranks)
+    message = f"rank {worst.rank} of {len(ranks)} {worst.what}"
+    return RankError(message if worst.blame < LATE else message + _stacks(ranks), worst)
 
 
 def _stacks(ranks: list[Rank]) -> str:

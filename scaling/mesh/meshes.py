@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from scaling._torch import constant
-from scaling.mesh.meeting import Intent, Meeting, hold_meeting, meeting_on
+from scaling.mesh.meeting import MESHES, Intent, Meeting, hold_meeting, made_alone, meeting_on
 from scaling.mesh.page import SharedPage, share_page
-from scaling.mesh.words import MESHES, made_alone
 from scaling.mesh.world import TIMEOUT, check_device, join_world
 from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError, block_index

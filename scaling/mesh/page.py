@@ -124,12 +124,10 @@ def share_page(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap 
 
     The memory is None if it is not wanted, or where the ranks are not all on one machine.
     """
-    size, rank, path, token = dist.get_world_size(group), dist.get_rank(group), None, os.urandom(16)
-    if rank == 0 and wanted:
-        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        file, path = tempfile.mkstemp(prefix=f"ranks-{os.getpid()}-", dir=folder)
+    size, file, path, token = dist.get_world_size(group), None, None, os.urandom(16)
+    if dist.get_rank(group) == 0 and wanted:
+        file, path = _shared_file()
         os.pwrite(file, token, nbytes)
-        os.close(file)
     try:
         all_said: list = [None] * size
         dist.all_gather_object(all_said, (said, path, token), group=group)
@@ -140,9 +138,19 @@ def share_page(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap 
             dist.all_gather_object(mapped, memory is not None, group=group)
             memory = memory if all(mapped) else None
     finally:
-        if path is not None:
+        if file is not None:
+            os.close(file)
+        if path is not None and not path.startswith("/proc/"):
             os.unlink(path)
     return [each for each, _, _ in all_said], memory
+
+
+def _shared_file() -> tuple[int, str]:
+    """A file in memory, and where others open it. On Linux it has no name: nothing stays behind however this ends."""
+    if not hasattr(os, "memfd_create"):
+        return tempfile.mkstemp(prefix=f"ranks-{os.getpid()}-")
+    file = os.memfd_create("ranks")
+    return file, f"/proc/{os.getpid()}/fd/{file}"
 
 
 def _map(path: str, nbytes: int, token: bytes) -> mmap.mmap | None:

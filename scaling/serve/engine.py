@@ -44,11 +44,12 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         logits: Callable[[int, Tensor], object] | None = None,
     ):
-        if mesh is not None and mesh.sizes.get("Z", 1) > 1:
-            raise ValueError(
-                "all pages of an engine belong to one batch, so that Z cannot split them\n"
-                "  fix: run one engine for each replica, on a mesh without Z"
-            )
+        for axis in "ZE":
+            if mesh is not None and mesh.sizes.get(axis, 1) > 1:
+                raise ValueError(
+                    f"all pages of an engine belong to one batch, so that {axis} cannot split them\n"
+                    f"  fix: run one engine for each replica, on a mesh without {axis}"
+                )
         if (draft is None) != (options.proposals == 0):
             raise ValueError(
                 f"proposals={options.proposals} and draft={draft!r:.20}: one makes what the other asks for\n"

@@ -20,10 +20,10 @@ from scaling.models.inputs import IDS, check_ids, check_range
 from scaling.models.rope import tables
 from scaling.models.transformer import check_computed, unstacked
 from scaling.serve.cache import capacity, check_cache, writable
-from scaling.serve.forms import At, context, heads, heads_batch, sequence, weights_2d
+from scaling.serve.forms import At, context, experts, heads, heads_batch, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.slots import Slots
-from scaling.serve.types import ONE, rows_spec, shards_of_places, specs
+from scaling.serve.types import ONE, SPLIT_ROWS, rows_spec, shards_of_places, specs
 from scaling.strategies.axes import all_gather
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
@@ -31,6 +31,7 @@ LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, 
     "heads_batch": (heads_batch, heads_batch.attention),
     "sequence": (heads_batch, sequence.attention),
     "2d": (weights_2d, weights_2d.attention),
+    "experts": (experts, experts.attention),
 }
 
 
@@ -115,7 +116,7 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tu
         tokens, own = split_over_C(tokens, mesh)
     slots = Slots(cache, lengths, tokens.shape[1], mesh, form, own)
     positions = slots.positions if own is None else slots.positions[..., own]
-    at = At(config, mesh, slots, tables(positions, config.rotary, config.theta, config.rope_scaling, dtype))
+    at = At(config, mesh, slots, tables(positions, config.H, config.theta, config.rope_scaling, dtype))
     ends = {name: floats(leaf, dtype) for name, leaf in params.items() if name != "layers"}
     x = listing.embed(ends["embed"], tokens, at)
     for l, W in enumerate(unstacked(params["layers"])):
@@ -125,7 +126,7 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tu
     if own is not None:
         listing, x = heads, all_gather("x[B_ZE, T_C, D] -> x[B_ZE, T, D]", x, mesh)[:, :T]
     if last:
-        x = last_of(x, lengths[slots.rows] if form == "heads" else lengths)
+        x = last_of(x, lengths[slots.rows] if form in SPLIT_ROWS else lengths)
     logits = listing.head(ends, x, at)
     cache["lengths"] = cache["lengths"] + lengths
     return logits[:, 0] if last else logits, cache

@@ -16,10 +16,11 @@ from scaling.strategies.axes import present
 from scaling.strategies.transformer.types import check_divided
 
 ALONG_D = ("norm_attn", "norm_mlp", "norm", "b_O")
-AXES = {"heads": "YZEC", "heads_batch": "YZ", "sequence": "YZ", "2d": "XYZ"}  # what a form can use
-DROPPED = {"heads": "XZ", "heads_batch": "X", "sequence": "X", "2d": ""}  # what its matrices are not split over
-ROWS = {"heads": "B_ZE", "heads_batch": "B_Z", "sequence": "B", "2d": "B_XZ"}  # the cache's batch
+AXES = {"heads": "YZEC", "heads_batch": "YZ", "sequence": "YZ", "2d": "XYZ", "experts": "YE"}  # what a form can use
+DROPPED = {"heads": "XZ", "heads_batch": "X", "sequence": "X", "2d": "", "experts": "XZ"}  # not in its matrices
+ROWS = {"heads": "B_ZE", "heads_batch": "B_Z", "sequence": "B", "2d": "B_XZ", "experts": "B_E"}  # the cache's batch
 FORMS = tuple(AXES)
+SPLIT_ROWS = ("heads", "experts")  # between the blocks, x[B_E, T, D] too, as the cache
 ONE = AbstractMesh({})  # one device
 
 
@@ -28,7 +29,8 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
 
     heads: N, F and V over Y, and Z holds replicas of the weights, but of experts, which are split over E, or over Z
     where the mesh has no E (Part 7, Question 6); C, over which prefill splits a prompt, replicas of all. heads_batch
-    and sequence: N, F and V over Y and Z. 2d: these, and D over X. W_K and W_V have no Y where |Y| does not divide K.
+    and sequence: N, F and V over Y and Z. 2d: these, and D over X. experts: N and V over Y, whole experts over E and Y,
+    and the shared ones on every rank. W_K and W_V have no Y where |Y| does not divide K.
     `int8`: of params that `quantize` has made. ShardingError for an axis that the form does not use, and where
     something does not divide.
     """
@@ -39,8 +41,8 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
 
     def one(name: str, leaf: Leaf) -> str:
         gone = tuple("XYZ" if form != "2d" and name in ALONG_D else DROPPED[form])
-        text = without(leaf.served, (*gone, "Y") if name in heads_whole else gone)
-        spec = parse(text)
+        whole = form == "experts" and {"E", "S"} & {*parse(leaf.served).dim_names}
+        spec = parse(without(leaf.served, (*gone, "Y") if whole or name in heads_whole else gone))
         return str(present(spec.with_axes("E", experts_axis(mesh, form)) if spec.axes_of("E") else spec, mesh))
 
     types = types_of(config, one)
@@ -48,9 +50,9 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
 
 
 def experts_axis(mesh, form: str) -> tuple[str, ...]:
-    """The axis that experts are split over."""
+    """The axes that experts are split over."""
     if form != "heads":
-        return ()
+        return ("E", "Y") if form == "experts" else ()
     return ("E",) if mesh.sizes.get("E", 1) > 1 else ("Z",)
 
 
@@ -91,12 +93,6 @@ def divisible(batch: int, length: int, form: str, mesh) -> tuple[int, int]:
 
 def check_mesh(config: Config, mesh, form: str) -> None:
     """ShardingError unless the form is one of `FORMS` that uses the mesh's axes and divides the model over them."""
-    if config.latent:
-        raise ShardingError(
-            f"{config.name}: a cache KV[2, L, B, S, K, H] of latent attention is not served\n"
-            "  rule: what it caches is one latent a token, M = kv_rank + rope, not the keys and values of each head\n"
-            "  fix: compute its logits with scaling.models.transformer.forward, or choose a model without a latent"
-        )
     if form not in FORMS:
         raise ShardingError(f"unknown form {form!r} of decoding\n  fix: choose one of {', '.join(FORMS)}")
     real = {axis: size for axis, size in mesh.sizes.items() if size > 1}
@@ -106,18 +102,17 @@ def check_mesh(config: Config, mesh, form: str) -> None:
             f"  rule: its axes are {', '.join(AXES[form])}\n  fix: rename the axis, or choose another form"
         )
     X, Y, Z, E = (real.get(axis, 1) for axis in "XYZE")
-    parts = Y if form == "heads" else Y * Z
-    wanted = [
-        ("N", config.N, parts, "query heads"),
-        ("F", config.F, parts, "features"),
-        ("V", config.V, parts, "vocabulary entries"),
-    ]
+    parts = Y if form in SPLIT_ROWS else Y * Z
+    wanted = [("N", config.N, parts, "query heads"), ("V", config.V, parts, "vocabulary entries")]
+    wanted += [("F", config.F, parts, "features")] if form != "experts" else []
     wanted += [("D", config.D, X * Y * Z, "model dims")] if form == "2d" else []
     if config.moe:
         if form == "2d":
             raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: choose form="heads"')
         experts = experts_axis(mesh, form)
         wanted += [("E", config.E, mesh.size([a for a in experts if a in real]), "experts")]
+    elif form == "experts":
+        raise ShardingError(f'{config.name}: the form "experts", of a model without\n  fix: choose form="heads"')
     elif E > 1:
         raise ShardingError(
             f"{config.name}: mesh axis E splits experts, but the model has none\n  fix: rename the axis Z"

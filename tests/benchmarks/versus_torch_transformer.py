@@ -70,7 +70,7 @@ def given(mesh, size: Size):
 def ours(mesh, size: Size, _optimizer: str, remat: str = "none", compiled: bool = False):
     config, (params, tokens, targets) = size.config, given(mesh, size)
     layout = {"schedule": "interleaved"} if "Z" in mesh.sizes else {}
-    options = layout | ({"microbatches": MICROBATCHES} if layout else {})
+    options = layout | ({"microbatches": MICROBATCHES, "keep_weights": True} if layout else {})  # as theirs keeps them
     params, rule = transformer.shard(params, config, mesh, **layout), optim.adamw(RATE)
     state = rule.init(params)
 

@@ -30,6 +30,7 @@ MESHES = {  # of a file by a part of its name; of others X=2, Y=2
     "forms/sequence": {"Y": 2, "Z": 2},
     "forms/context": {"Y": 2, "C": 2},
     "forms/weights_2d": {"X": 2, "Y": 2, "Z": 2},
+    "forms/experts": {"E": 2, "Y": 2},
     "05_moe": {"X": 4},
     "05_context": {"C": 4},
     "05_pp": {"Z": 4},
@@ -141,15 +142,15 @@ def of_transformer(mesh, name: str, text: str):
 def of_serving(mesh, name: str, text: str):
     """The logits of a prompt and of a token after it, by one form of serving: its file edited."""
     replace(importlib.import_module(f"scaling.serve.forms.{name}"), text)
-    form = {"weights_2d": "2d", "heads_batch": "heads_batch", "sequence": "sequence"}.get(name, "heads")
+    form = {"weights_2d": "2d", "context": "heads"}.get(name, name)
     g, found = torch.Generator().manual_seed(0), []
-    tokens = torch.randint(0, MODEL.V, (4, 6), generator=g)
+    tokens = torch.randint(0, MODEL.V, (8, 6), generator=g)
     plain = MODEL.with_(window=None, attention_bias=False, gated=False, tied=True)
-    for config in (MODEL, plain):
+    for config in (MODEL.with_(E=4, k=2),) if name == "experts" else (MODEL, plain):
         params = model.init(config, 0, torch.float64)
         params = tree.map(lambda p: p + 0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype), params)
         params = tree.shard(params, serve.specs(config, mesh, form=form), mesh)
-        cache = serve.init_cache(config, 4, 8, mesh=mesh, form=form)
+        cache = serve.init_cache(config, 8, 8, mesh=mesh, form=form)
         logits, cache = serve.prefill(params, tokens, cache, config, mesh, form=form)
         found += [logits, serve.decode(params, tokens[:, 0], cache, config, mesh, form=form)[0]]
     return found

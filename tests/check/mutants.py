@@ -14,7 +14,10 @@ FILES += [
     f"chapters/05_{name}.py" for name in ("dp", "fsdp", "tp", "fsdp_tp", "pods", "pp", "moe", "transformer", "context")
 ]
 FILES += [f"chapters/{name}.py" for name in ("03_products", "09_profiling", "10_problems")]
-FILES += [f"scaling/serve/forms/{name}.py" for name in ("heads", "heads_batch", "sequence", "context", "weights_2d")]
+FILES += [
+    f"scaling/serve/forms/{name}.py"
+    for name in ("heads", "heads_batch", "sequence", "context", "weights_2d", "experts")
+]
 NONLINEAR = ("torch.relu({})", "{} ** 2", "{} + 1.0", 'act({}, "gelu")', "rms_norm({})", "{}.norm()")
 
 

@@ -21,7 +21,8 @@ V5E, H100, L70 = chip("v5e"), chip("h100"), get("llama3-70b")
 MESHES = [
     ("heads", {"Y": 8}), ("heads", {"Y": 2}), ("heads_batch", {"Y": 4, "Z": 2}), ("heads_batch", {"Y": 2, "Z": 4}),
     ("sequence", {"Y": 4, "Z": 2}), ("sequence", {"Y": 1, "Z": 8}), ("2d", {"X": 2, "Y": 4}), ("2d", {"X": 4, "Y": 8}),
-    ("2d", {"X": 2, "Y": 2, "Z": 2}), ("experts", {"Y": 1, "E": 4}), ("experts", {"Y": 2, "E": 2}),
+    ("2d", {"X": 2, "Y": 2, "Z": 2}), ("heads", {"Y": 1, "E": 4}), ("heads", {"Y": 2, "E": 2}),
+    ("experts", {"Y": 1, "E": 4}), ("experts", {"Y": 2, "E": 2}), ("experts", {"Y": 4, "E": 1}),
 ]  # fmt: skip
 
 
@@ -32,15 +33,13 @@ def test_what_a_decode_step_runs(form, sizes, kind):
     config = Config("small", 2, 64, 96, 16, 4, 8, 80, gated=kind != "plain")
     if kind == "experts":
         config = config.with_(E=4, k=2)
-        if form == "2d":
-            pytest.skip("refused")
-    elif form == "experts":
-        pytest.skip("there are none")
-    mesh, ours = AbstractMesh(sizes), "heads" if form == "experts" else form  # which has experts over E if there is one
-    params = model.init(config, mesh=mesh, specs=serve.specs(config, mesh, form=ours))
-    cache = serve.init_cache(config, 8, 64, mesh=mesh, form=ours)
+    if (form == "2d") if kind == "experts" else (form == "experts" or "E" in sizes):
+        pytest.skip("refused")
+    mesh = AbstractMesh(sizes)
+    params = model.init(config, mesh=mesh, specs=serve.specs(config, mesh, form=form))
+    cache = serve.init_cache(config, 8, 64, mesh=mesh, form=form)
     with trace() as log:
-        serve.decode(params, torch.empty(8, dtype=torch.int64, device="meta"), cache, config, mesh, form=ours)
+        serve.decode(params, torch.empty(8, dtype=torch.int64, device="meta"), cache, config, mesh, form=form)
     wanted, found = Counter(), Counter()
     for event in log.collectives():
         if axes := "".join(axis for axis in sorted(event.axes) if sizes[axis] > 1):
@@ -68,13 +67,15 @@ def test_bytes_by_hand():
 
 @pytest.mark.parametrize("form", d.FORMS)
 def test_one_chip_moves_nothing(form):
-    assert d.collectives(form, L70, 4, {"X": 1, "Y": 1, "Z": 1}) == []
+    config = get("mixtral-8x7b") if form == "experts" else L70
+    assert d.collectives(form, config, 4, {"X": 1, "Y": 1, "Z": 1}) == []
 
 
 @pytest.mark.parametrize(
     ("form", "sizes", "named"),
     [("heads", {"Y": 2, "Z": 2}, "the axis Z"), ("sequence", {"X": 2}, "the axis X"), ("heads", {"Y": 128}, "N = 64"),
-     ("heads", {"Y": 3}, "N = 64"), ("experts", {"E": 4}, "E = 1 experts"), ("ring", {"Y": 2}, "form")],
+     ("heads", {"Y": 3}, "N = 64"), ("experts", {"E": 4}, "of a model without"),
+     ("heads", {"E": 4}, "of a model without"), ("ring", {"Y": 2}, "form")],
 )  # fmt: skip
 def test_refused(form, sizes, named):
     with pytest.raises((ShardingError, ValueError), match=named):

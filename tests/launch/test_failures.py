@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
@@ -19,7 +20,9 @@ from processes import all_ended, hangs, total
 
 from scaling.launch import RankError, run
 from scaling.launch.process import end_with_parent
+from scaling.launch.voice import DIED, LATE, LEFT, RAISED, Voice
 from scaling.launch.watch import Rank
+from scaling.mesh.meeting import RankEnded
 
 
 def raises(mesh):
@@ -107,22 +110,45 @@ def test_ctrl_c_is_left_to_the_parent():
         signal.signal(signal.SIGINT, handler)
 
 
+def followed(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+# what ended a rank, the worst first: who died, who raised, whose wait timed out, who was left by another one
+BLAME = [
+    None,
+    ValueError("the page said: request timed out, closed by peer"),
+    RuntimeError("Timed out waiting 1000ms"),
+    followed(KeyError("loss"), TimeoutError("not all ranks have come")),
+    RuntimeError("Connection closed by peer"),
+    followed(ValueError("no batch"), RankEnded("a rank has ended")),
+]
+
+
 def test_the_cause_is_blamed_before_what_follows_from_it():
-    def failed(number: int, text: str, code: int | None) -> Rank:
-        context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=lambda **given: process)
-        process = SimpleNamespace(start=lambda: None, exitcode=code)
-        rank = Rank(number, context, print)
-        rank.error = (float(number), text) if text else None
+    def failed(number: int, error: Exception | None) -> Rank:
+        process = SimpleNamespace(start=lambda: None, exitcode=1 if error else -signal.SIGKILL)
+        rank = Rank(number, SimpleNamespace(Pipe=multiprocessing.Pipe, Process=lambda **given: process), print)
+        if error is not None:
+            reader, writer = multiprocessing.Pipe(duplex=False)
+            rank.pipe = reader
+            Voice(writer, None).failure(number, error)
         return rank
 
-    ended = [
-        failed(4, "", -signal.SIGKILL),
-        failed(3, "ValueError: boom", 1),
-        failed(2, "RuntimeError: Timed out waiting 1000ms", 1),
-        failed(1, "RuntimeError: Connection closed by peer", 1),
-        failed(5, "ShardingError: a rank has ended", 1),
-    ]
-    assert [rank.number for rank in sorted(ended, key=Rank.failure)] == [4, 3, 2, 1, 5]
+    blames = [failed(number, error).failure().blame for number, error in enumerate(BLAME)]
+    assert blames == [DIED, RAISED, LATE, LATE, LEFT, LEFT] == sorted(blames)
+
+
+def test_who_is_to_blame_is_told_as_data_too():
+    def f(mesh):
+        return raises(mesh) if mesh.rank == 1 else total(mesh)
+
+    with pytest.raises(RankError) as error:
+        run(f, {"X": 2})
+    failure = pickle.loads(pickle.dumps(error.value)).failure
+    assert (failure.rank, failure.exception) == (1, "ValueError")
+    assert failure.line == f"{__file__}:{raises.__code__.co_firstlineno + 1}"
 
 
 def spins(mesh):

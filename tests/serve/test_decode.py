@@ -126,6 +126,8 @@ MESHES = [
     ({"Z": 4}, "sequence", "window", {"donate": True}),
     ({"X": 2, "Y": 2}, "2d", "rich", {"chunks": (3, 7)}),
     ({"X": 2, "Y": 2}, "2d", "mqa", {"page": 4}),
+    ({"E": 2, "Y": 2}, "experts", "experts", {"chunks": (4, 7)}),
+    ({"Y": 4}, "experts", "experts", {"page": 3, "donate": True}),
 ]
 MESHES += [  # of the same kinds as those above
     pytest.param(*case, marks=pytest.mark.sweep)
@@ -214,6 +216,8 @@ def test_meshes_that_do_not_fit_are_refused():
         ({"Y": 8}, "heads", "N=4 query heads"),
         ({"X": 2}, "heads", "X splits nothing"),
         ({"E": 2}, "heads", "the model has none"),
+        ({"Y": 2}, "experts", "of a model without"),
+        ({"Z": 2}, "experts", "Z splits nothing"),
         ({"Y": 2}, "rows", "unknown form"),
     ):
         with pytest.raises(ShardingError, match=message):

@@ -7,7 +7,9 @@ from dataclasses import replace
 import mock_model
 import pytest
 
+from scaling.mesh import AbstractMesh
 from scaling.serve import scheduler
+from scaling.serve.engine import Engine
 from scaling.serve.pages import ROOT, Pool
 from scaling.serve.scheduler import initial, step
 from scaling.serve.simulate import simulate
@@ -243,3 +245,9 @@ def test_admission_is_in_the_order_of_arrival():
     _, log = drained(state, [Done("engine", {0: (9,)})])
     assert [a.id for a in log if isinstance(a, Finish)] == [0, 1, 2]
     assert not [a for a in log if isinstance(a, Preempt)]
+
+
+@pytest.mark.parametrize("axis", ["Z", "E"])
+def test_pages_of_one_batch_cannot_be_split(axis):
+    with pytest.raises(ValueError, match=f"{axis} cannot split them\n  fix: .* on a mesh without {axis}"):
+        Engine({}, None, Options(4, 1, 1), mesh=AbstractMesh({axis: 2}))

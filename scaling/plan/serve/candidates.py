@@ -77,12 +77,16 @@ class ServingPlan:
 
     @cached_property
     def load(self) -> serving.Load:
-        """The service's, with the copies of W_K and W_V, which are split over no more axes than their cache, and of all
-        weights but experts along E."""
+        """The service's, with the copies of W_K and W_V, which are split over no more axes than their cache, of all
+        weights but experts along E, and in the form "experts" of the shared ones along Y."""
         c, sizes, load = self.service.config, dict(self.sizes), self.service.load
         X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
         copies = self.chips / E / X / min(c.K, Y)
         more = 0 if c.latent else (copies - 1) * 2 * c.L * c.D * c.K * c.H * dtype_bytes(self.service.weights)
+        if self.form == "experts":
+            more += (
+                (Y - 1) * c.matrices * c.D * c.shared * c.F * (c.L - c.dense_layers) * dtype_bytes(self.service.weights)
+            )
         dense = E * (load.weights - load.experts + more)
         return replace(load, weights=dense + load.experts, lookup=E * load.lookup)
 
@@ -145,18 +149,22 @@ class ServingPlan:
     @property
     def type(self) -> str:
         """The cache's type."""
+        if dict(self.sizes).get("E", 1) > 1:
+            return "KV[2, B_E, S, K_Y, H]"
         return {"heads": "KV[2, B, S, K_Y, H]", "heads_batch": "KV[2, B_Z, S, K_Y, H]",
                 "sequence": "KV[2, B, S_Z, K_Y, H]", "2d": "KV[2, B_X, S, K_Y, H]",
-                "experts": "KV[2, B_E, S, K_Y, H]"}[self.form]  # fmt: skip
+                "experts": "KV[2, B, S, K_Y, H]"}[self.form]  # fmt: skip
 
 
 def meshes(chips: int, experts: int = 1) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
     """The forms with their mesh sizes on so many chips, for a model of so many experts. The second axis of each is a
     power of two, that of experts any number that divides both."""
-    yield "heads", (("Y", chips),)
-    for E in range(2, chips + 1 if experts > 1 else 0):
+    for E in range(1, chips + 1 if experts > 1 else 2):
         if chips % E == 0 and experts % E == 0:
-            yield "experts", (("Y", chips // E), ("E", E))
+            sizes = (("Y", chips // E), *([("E", E)] if E > 1 else []))
+            yield "heads", sizes
+            if chips > E and experts % chips == 0:  # without Y it is the same
+                yield "experts", sizes
     for form in ("heads_batch", "sequence", "2d"):
         for second in (2**i for i in range(1, chips.bit_length())):
             if chips % second == 0 and (form != "2d" or second < chips):
@@ -185,7 +193,7 @@ def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, siz
 
 def _parts(form: str, sizes: dict[str, int]) -> int:
     """Into how many the cache's batch is split."""
-    return {"heads_batch": sizes.get("Z", 1), "2d": sizes.get("X", 1), "experts": sizes.get("E", 1)}.get(form, 1)
+    return {"heads_batch": sizes.get("Z", 1), "2d": sizes.get("X", 1)}.get(form, sizes.get("E", 1))
 
 
 def best_batch(one: ServingPlan) -> ServingPlan | None:

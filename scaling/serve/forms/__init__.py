@@ -4,6 +4,7 @@
     heads_batch  heads and features over Y and Z; the cache's heads over Y and its batch over Z, by two AllToAlls
     sequence     the same weights; the cache's sequence over Z, partial softmaxes combined
     context      prefill under "heads" with the prompt over C
+    experts      attention by data: the cache's batch over E, its heads over Y, and whole experts over both
     weights_2d   "2d": weights over X as well, and the residual stream over all axes (Part 7, Appendix B)
 
 Each has embed(E, tokens, at) -> x, attention(W, x, at, l) -> Attn, mlp(W, x, at) -> Out, and head(params, x, at) ->

@@ -1,0 +1,27 @@
+"""Attention by data, whole experts over all ranks: as DeepSeek-V3 is served (arXiv:2412.19437, section 3.4.2).
+
+    KV[2, B_E, S, K_Y, H], W_Q[D, N_Y, H], W_O[N_Y, H, D], W_in[E_EY, D, F], W_out[E_EY, F, D], x[B_E, T, D]
+Requests are split over E, each with its whole cache; along Y, where a group of ranks has the same requests, heads are
+split as in `heads`. Of experts each rank has some, whole: a rank takes its share of the group's tokens, sends their
+rows to the experts, as many as happen to go to each, and has them back; then the group gathers its tokens.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaling.models.pointwise import rms_norm
+from scaling.serve.forms import At
+from scaling.serve.forms.heads import attention as attention
+from scaling.serve.forms.heads import embed as embed
+from scaling.serve.forms.heads import head as head
+from scaling.strategies.axes import all_gather, shard
+from scaling.strategies.expert import experts_of, moe
+
+
+def mlp(W: dict, x: Tensor, at: At) -> Tensor:
+    """x[B_E, T, D] -> Out[B_E, T, D]. Rows that do not divide over Y are filled up with zeros."""
+    y, rows = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps), len(x)
+    y = F.pad(y, (0, 0, 0, 0, 0, -rows % at.mesh.sizes.get("Y", 1)))
+    y = shard("y[B_E, T, D] -> y[B_EY, T, D]", y, at.mesh)
+    Out, _ = moe(experts_of(W, at.config), y, at.config, at.mesh, "EY", spec="y[B_EY, T, D]")  # two AllToAlls
+    return all_gather("Out[B_EY, T, D] -> Out[B_E, T, D]", Out, at.mesh)[:rows]  # on the critical path
