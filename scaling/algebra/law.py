@@ -57,8 +57,7 @@ class LabelledOp(NamedTuple):
                         f"one operand splits a dim over {ours} and another one the same dim over {theirs}",
                         "operands are split alike along a dim that they share",
                     )
-        self._check_whole(split)
-        self._check_summed(split, operands)
+        self._check_whole(split, operands)
         used = [axis for axes in split.values() for axis in axes]
         unreduced = self._unreduced(operands, used)
         for axis in used:
@@ -94,24 +93,24 @@ class LabelledOp(NamedTuple):
                 needed = tuple(DimAxes(d, u) for d, u in zip(dims, partial, strict=True))
                 yield needed, DimAxes(result, tuple(sorted([*summed, *carried])))
 
-    def _check_whole(self, split: Mapping[str, Axes]) -> None:
-        for label in self.whole:
-            if axes := split.get(label):
+    def _check_whole(self, split: Mapping[str, Axes], operands: Sequence[DimAxes]) -> None:
+        """Of the dims that are split: none is to be whole, and of a product's the operands have the same part."""
+        for label, axes in split.items():
+            if label in self.whole:
                 raise Illegal(
                     f"{self.name} runs along a dim that is split over {format_axes(axes)}",
                     f"{self.name} needs the whole dim on each device",
                 )
-
-    def _check_summed(self, split: Mapping[str, Axes], operands: Sequence[DimAxes]) -> None:
-        for label in split:
-            if label in self.output:
-                continue
-            for at, labels in zip(operands, self.inputs, strict=True):
-                if label in labels and at.dims[labels.index(label)] != split[label]:
-                    raise Illegal(
-                        f"a contracted dim is split over {format_axes(split[label])} in one operand alone",
-                        "case 2: both operands of a product are split alike along a dim that is summed over",
-                    )
+            own = [
+                at.dims[labels.index(label)]
+                for at, labels in zip(operands, self.inputs, strict=True)
+                if label in labels
+            ]
+            if label not in self.output and any(each != axes for each in own):
+                raise Illegal(
+                    f"a contracted dim is split over {format_axes(axes)} in one operand alone",
+                    "case 2: both operands of a product are split alike along a dim that is summed over",
+                )
 
     def _unreduced(self, operands: Sequence[DimAxes], used: Sequence[str]) -> Axes:
         """The axes over which the result is a sum because operands are."""

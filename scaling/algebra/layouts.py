@@ -239,11 +239,8 @@ def _cut_alike(at: DimAxes, within: Setting, goal: DimAxes | None) -> Iterator[t
     if goal is None:
         yield from (dims for dims in choose(at.dims, pool) if dims != at.dims)
     elif goal.dims != at.dims and not set(itertools.chain(*goal.dims)) & set(at.unreduced):
-        if within.known:
-            alike = all(within.count(a) == within.count(b) for a, b in zip(at.dims, goal.dims, strict=True))
-        else:
-            alike = all(set(a) == set(b) for a, b in zip(at.dims, goal.dims, strict=True))
-        if alike:
+        alike = within.count if within.known else set
+        if all(alike(a) == alike(b) for a, b in zip(at.dims, goal.dims, strict=True)):
             yield goal.dims
 
 

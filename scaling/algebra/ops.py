@@ -37,14 +37,15 @@ KINDS = {
     ),
     "adds": "add radd sub rsub subtract",
     "multiplies": "mul rmul multiply",
-    "divides": "div rdiv divide truediv rtruediv true_divide",
+    "divides": "div divide truediv true_divide",
     "nonlinear": (
         "exp exp2 log log2 log10 log1p expm1 relu gelu silu mish sigmoid logsigmoid tanh sinh cosh sqrt rsqrt square "
         "abs cos sin tan atan atan2 asin acos reciprocal erf erfc clamp clip clamp_min clamp_max pow rpow softplus "
         "elu leaky_relu relu6 hardtanh hardswish selu maximum minimum fmax fmin where masked_fill eq ne lt le gt ge "
         "logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor remainder fmod "
         "floor ceil round trunc floor_divide sign sgn isfinite isnan isinf invert and or xor nan_to_num threshold "
-        "gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward int bool long short"
+        "rdiv rtruediv gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward int bool "
+        "long short"
     ),
     "sums": "sum mean",
     "reduces": "amax amin prod any all logsumexp argmax argmin var std",
@@ -66,6 +67,12 @@ KINDS = {
     ),
     "writes": "setitem",
 }
+SUMS = {  # the last column, as LabelledOp.linear has it
+    "each": "linear multiplies sums contracts permutes broadcasts scans parts zeros",
+    "all": "adds joins",
+    "first": "divides takes",
+}
+KEEPS_SUMS = {kind: whose for whose, kinds in SUMS.items() for kind in kinds.split()}
 READERS = ("float", "int", "bool", "index", "complex", "array")  # float(x), x.__float__(), reads; x.float() converts
 _KIND = {name: kind for kind, names in KINDS.items() for name in names.split()}
 

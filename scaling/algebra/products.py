@@ -84,10 +84,8 @@ def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
 
 def _without_result(a: Spec, b: Spec, sizes, mesh) -> Plan:
     """The plan by the rules; in case 4, given sizes, the one of two that sends less."""
-    plans = []
-    for gathered in ("b", "a"):
-        at_a, at_b = by_rule(a, b, free_dims(a, b), None, gathered)
-        plans.append(matmul_via(a, b, None, at_a, at_b, sizes, mesh))
+    locals_ = [by_rule(a, b, free_dims(a, b), None, gathered) for gathered in ("b", "a")]
+    plans = [matmul_via(a, b, None, *types, sizes, mesh) for types in locals_]
     axes = mesh or dict.fromkeys(a.axes + b.axes + a.unreduced + b.unreduced, NOMINAL)
     return plans[0] if sizes is None else min(plans, key=lambda plan: plan.wire_bytes(sizes, axes, 1))
 
@@ -100,11 +98,16 @@ def matmul_via(a, b, out, a_local, b_local, sizes=None, mesh=None) -> Plan:
     a, b, a_local, b_local = (parse(x) for x in (a, b, a_local, b_local))
     target = None if out is None else parse(out)
     names = free_dims(a, b) if target is None else target.dim_names
-    product = product_type(a_local, b_local, names, "C" if target is None else target.name)
-    steps = _steps(a, a_local, sizes, mesh) + _steps(b, b_local, sizes, mesh)
-    steps += (Step("Einsum", (), (a_local, b_local), product),)
-    result = product if target is None else target
-    return Plan((a, b), result, steps + _steps(product, result, sizes, mesh), cases(a, b, names))
+    product = _multiplied(a, b, a_local, b_local, names, "C" if target is None else target.name, sizes, mesh)
+    made = product.einsum.after
+    result = made if target is None else target
+    return Plan((a, b), result, product.steps + _steps(made, result, sizes, mesh), cases(a, b, names))
+
+
+def _multiplied(a: Spec, b: Spec, at_a: Spec, at_b: Spec, kept: Sequence[str], name: str, sizes, mesh) -> Product:
+    """The product of two arrays that are first brought to these types."""
+    einsum = Step("Einsum", (), (at_a, at_b), product_type(at_a, at_b, kept, name))
+    return Product(_steps(a, at_a, sizes, mesh), _steps(b, at_b, sizes, mesh), einsum)
 
 
 def _steps(src: Spec, dst: Spec, sizes, mesh) -> tuple[Step, ...]:
@@ -175,12 +178,8 @@ def _alike(a: Spec, b: Spec, dim: str, batch: bool) -> tuple[str, ...]:
 
 def _clash(a: Spec, b: Spec) -> tuple[str, str, str] | None:
     """The first axis that splits a dim of `a` and another dim of `b`, and these dims."""
-    for dim, axes in a.dims:
-        for axis in axes:
-            for other, others in b.dims:
-                if other != dim and axis in others:
-                    return axis, dim, other
-    return None
+    pairs = ((axis, dim, other) for dim, axes in a.dims for axis in axes for other in b.dim_names if other != dim)
+    return next((found for found in pairs if found[0] in b.axes_of(found[2])), None)
 
 
 def _without(spec: Spec, dim: str, axis: str, out: Spec | None) -> Spec:
@@ -211,10 +210,8 @@ def product_chain(
         dims = result.dim_names
         start = current if number == 1 else reduced_for(current, b, dims)
         at_a, at_b = by_rule(start, b, dims, out if number == len(results) else None)
-        product = product_type(at_a, at_b, dims, result.name)
-        a_steps, b_steps = _steps(current, at_a, sizes, mesh), _steps(b, at_b, sizes, mesh)
-        products.append(Product(a_steps, b_steps, Step("Einsum", (), (at_a, at_b), product)))
-        current = product
+        products.append(_multiplied(current, b, at_a, at_b, dims, result.name, sizes, mesh))
+        current = products[-1].einsum.after
     return tuple(products), _steps(current, out, sizes, mesh), NOTE if searched else ""
 
 

@@ -17,7 +17,7 @@ class Latent:
     """Multi-head latent attention (DeepSeek-V2 and V3): Q and KV pass through low ranks; KV's is what is cached.
 
     Per head, queries and keys have `nope` + `rope` dims (the `rope` part of the keys is shared by all heads), values
-    have `value` dims.
+    have `value` dims. `interleaved`: the two coordinates of a rotary plane are neighbours, not H/2 apart.
     """
 
     q_rank: int
@@ -25,25 +25,32 @@ class Latent:
     nope: int
     rope: int
     value: int
+    interleaved: bool = True
 
     def __post_init__(self):
-        for field in fields(self):
-            whole(**{f"latent {field.name}": getattr(self, field.name)})
+        check_fields(self, "latent ")
+        for name in ("q_rank", "kv_rank", "nope", "rope", "value"):
+            whole(**{f"latent {name}": getattr(self, name)})
+        if self.rope % 2:
+            raise ValueError(f"latent rope is {self.rope}: planes have two dims\n  fix: give an even number")
 
     @staticmethod
     def of(table: dict) -> "Latent":
         """From a table with these names."""
-        if table.keys() != (names := {field.name for field in fields(Latent)}):
+        names = {field.name for field in fields(Latent)} - {"interleaved"}
+        if table.keys() - {"interleaved"} != names:
             raise ValueError(f"latent has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")
         return Latent(**table)
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are changed for longer contexts: `kind` "linear", "llama3", or one that no code computes.
+    """How rotary frequencies are changed for longer contexts: `kind` linear, llama3, yarn, or one not computed here.
 
     linear: every position over `factor`. llama3: wavelengths beyond original / low are made `factor` times as long,
     those below original / high stay, and between them both are mixed. `original` is the context trained on before.
+    yarn: planes that turn fewer than `low` times in the original context are slowed by `factor`, those of more than
+    `high` stay; rotated dims grow by `mscale`, over `mscale_all`, by which latent attention multiplies all dims.
     """
 
     kind: str
@@ -51,6 +58,8 @@ class RopeScaling:
     low: float = 1.0
     high: float = 4.0
     original: float = 8192
+    mscale: float = 0.0
+    mscale_all: float = 0.0
 
     @staticmethod
     def of(table: dict) -> "RopeScaling | None":
@@ -58,14 +67,21 @@ class RopeScaling:
         kind = next((table[key] for key in ("rope_type", "type", "kind") if key in table), "default")
         if kind == "default":
             return None
-        if kind in ("linear", "llama3") and table.get("factor") is None:
+        if kind in ("linear", "llama3", "yarn") and table.get("factor") is None:
             raise ValueError(f"rope_scaling of type {kind!r} lacks its factor\n  fix: add it")
+        if kind == "yarn" and (table.get("attention_factor") is not None or table.get("truncate") is False):
+            kind = "yarn with attention_factor, or without truncate"
         names = {"low_freq_factor": "low", "high_freq_factor": "high", "original_max_position_embeddings": "original"}
+        names |= {"beta_slow": "low", "beta_fast": "high", "mscale_all_dim": "mscale_all"}
+        table = ({"high": 32.0} if kind == "yarn" and "beta_fast" not in table else {}) | table
         given = {names.get(key, key): value for key, value in table.items() if value is not None}
-        return RopeScaling(kind, **{key: given[key] for key in ("factor", "low", "high", "original") if key in given})
+        numbers = [field.name for field in fields(RopeScaling) if field.name != "kind"]
+        return RopeScaling(kind, **{key: given[key] for key in numbers if key in given})
 
     def __post_init__(self):
         check_fields(self, "rope_scaling ")
+        if self.mscale < 0 or self.mscale_all < 0:
+            raise ValueError("rope_scaling mscale and mscale_all must not be negative\n  fix: leave them out")
         for name in ("factor", "low", "high", "original"):
             positive(**{f"rope_scaling {name}": getattr(self, name)})
 
@@ -193,6 +209,11 @@ class Config:
         if self.activation not in (None, *ACTIVATIONS):
             what = f"{self.name}: activation must be one of {', '.join(ACTIVATIONS)}: {self.activation!r}"
             raise ValueError(f"{what}\n  fix: choose one of them, or leave it out")
+        if self.latent and (self.latent.value != self.H or self.K != self.N):
+            raise ValueError(
+                f"{self.name}: latent attention has heads of H={self.latent.value}, its value, and K=N={self.N} of them"
+                f"; got H={self.H}, K={self.K}\n  fix: give these H and K"
+            )
         if isinstance(self.window, tuple) and len(self.window) != self.L:
             raise ValueError(
                 f"{self.name}: window has {len(self.window)} entries for L={self.L} layers"
@@ -214,8 +235,21 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The dims of the params by letter; S is the width of the shared experts together."""
-        return {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.shared * self.F}
+        """The dims of the params by letter; S is the width of the shared experts together.
+
+        Of `Latent` R and C are the ranks of queries and of keys and values, M = C + rope, A = nope + rope a query's
+        width, W = nope + value that of a key and a value.
+        """
+        sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.shared * self.F}
+        if latent := self.latent:
+            sizes |= {"R": latent.q_rank, "C": latent.kv_rank, "M": latent.kv_rank + latent.rope}
+            sizes |= {"A": latent.nope + latent.rope, "W": latent.nope + latent.value}
+        return sizes
+
+    @property
+    def rotary(self) -> int:
+        """The dims of a head that positions turn."""
+        return self.latent.rope if self.latent else self.H
 
     @property
     def G(self) -> int:

@@ -39,6 +39,8 @@ TABLES = ("text_config", "rope_parameters", "rope_scaling", "quantization_config
 NAMES = ("model_type", "hidden_act", "hidden_activation")
 COUNTS = ("sliding_window", "max_window_layers", "intermediate_size")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+DEEPSEEK = {"routing": "sigmoid", "expert_groups": 8, "top_groups": 4, "routed_scale": 2.5, "shared": 1}  # if silent
+SPARSE = ("E", "k", "dense_layers", "F_dense", "norm_topk")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ KINDS = {
     "qwen3": ModelType("Qwen3ForCausalLM", fixed=(("qk_norm", True),)),
     "mixtral": ModelType("MixtralForCausalLM", eps=1e-5, theta=1e6),
     "qwen3_moe": ModelType("Qwen3MoeForCausalLM", fixed=(("qk_norm", True),)),
+    "deepseek_v3": ModelType("DeepseekV3ForCausalLM"),
     "gemma": ModelType(activation="gelu_pytorch_tanh"),
     "gemma2": ModelType(activation="gelu_pytorch_tanh", window=4096, alternate=True),
 }
@@ -71,6 +74,8 @@ def _rotary(table: dict, kind: ModelType) -> dict:
     given = table.get("rope_parameters") or table.get("rope_scaling") or {}
     nested = [each for each in given.values() if isinstance(each, dict)]
     theta = given.get("rope_theta", table.get("rope_theta", kind.theta))
+    if (longest := table.get("max_position_embeddings")) and given.get("rope_type", given.get("type")) == "yarn":
+        given = {"original_max_position_embeddings": longest} | given
     return {"theta": float(theta), "rope_scaling": RopeScaling("by layer") if nested else RopeScaling.of(given)}
 
 
@@ -136,9 +141,13 @@ def read_config(table: dict) -> dict:
     if table.get("kv_lora_rank"):
         if absent := [key for key in LATENT if table.get(key) is None]:
             raise ValueError(f"latent attention needs {', '.join(absent)}\n  fix: add them, or leave kv_lora_rank out")
-        found["latent"] = Latent(*(table[key] for key in LATENT))
+        found["latent"] = Latent(*(table[key] for key in LATENT), interleaved=table.get("rope_interleave", True))
+        found |= {"H": table["v_head_dim"], "K": found.get("N", 1)}  # transformers writes the rotary part as head_dim
     if name == "deepseek_v3":
-        found.setdefault("routing", "sigmoid")
+        found = DEEPSEEK | found if "E" in found else found
+        if found.get("dense_layers", 0) >= found.get("L", 1):  # none has experts
+            found = {key: value for key, value in found.items() if key not in (*DEEPSEEK, *SPARSE)}
+            found["F"] = table["intermediate_size"]
     if name == "qwen3_moe":
         found.setdefault("norm_topk", False)
     if found.get("attention_bias"):
@@ -156,7 +165,9 @@ def read_config(table: dict) -> dict:
 
 def kind_of(config: Config) -> str:
     """The model_type whose class computes this model. ValueError if none of `KINDS` does."""
-    if config.moe:
+    if config.latent:
+        kind = "deepseek_v3"
+    elif config.moe:
         kind = "qwen3_moe" if config.qk_norm else "mixtral"
     elif config.qk_norm:
         kind = "qwen3"
@@ -176,14 +187,16 @@ def kind_of(config: Config) -> str:
 def _fits(config: Config, kind: str) -> dict[str, bool]:
     """Whether that class has what this model has, by name."""
     both = config.attention_bias == config.output_bias
+    routing = (config.routing, config.expert_groups, config.routed_scale)
+    routing = routing[:1] if kind == "deepseek_v3" else routing
     return {
         "MLP without a gate": config.gated,
         "output_bias": both or kind == "qwen2",
         "attention_bias": not config.attention_bias or kind in ("llama", "qwen2", "qwen3", "qwen3_moe"),
         "windows": isinstance(config.window, int | None) or kind in ("qwen2", "qwen3"),
-        "shared experts": not config.shared,
-        "routing": not config.moe or (config.routing, config.expert_groups, config.routed_scale) == ("softmax", 1, 1.0),
-        "norm_topk": config.norm_topk or kind == "qwen3_moe",
+        "shared experts": bool(config.shared) == (config.moe and kind == "deepseek_v3"),
+        "routing": not config.moe or routing == (("sigmoid",) if kind == "deepseek_v3" else ("softmax", 1, 1.0)),
+        "norm_topk": config.norm_topk or kind in ("qwen3_moe", "deepseek_v3"),
         "capacity": config.capacity is None,
     }
 
@@ -204,6 +217,15 @@ def write_config(config: Config) -> dict:
         if scaling.kind == "llama3":
             table["rope_scaling"] |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
             table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
+        if scaling.kind == "yarn":
+            table["rope_scaling"] |= {"beta_slow": scaling.low, "beta_fast": scaling.high}
+            table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
+            given = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
+            table["rope_scaling"] |= {key: value for key, value in given.items() if value}
+    if latent := config.latent:
+        ranks = (latent.q_rank, latent.kv_rank, latent.nope, latent.rope, latent.value)
+        table |= dict(zip(LATENT, ranks, strict=True)) | {"rope_interleave": latent.interleaved}
+        table |= {"head_dim": latent.rope, "first_k_dense_replace": 0 if config.moe else config.L}
     widths = {window for window in config.windows if window is not None}
     if len(widths) > 1:
         raise ValueError(
@@ -216,8 +238,12 @@ def write_config(config: Config) -> dict:
     if kind in ("qwen2", "qwen3") and widths:
         table["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
     if config.moe:
-        table["num_local_experts" if kind == "mixtral" else "num_experts"] = config.E
+        names = {"mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+        table[names.get(kind, "num_experts")] = config.E
         table["num_experts_per_tok"] = config.k
-    if kind == "qwen3_moe":
+    if config.moe and kind == "deepseek_v3":
+        table |= {"n_shared_experts": config.shared, "scoring_func": config.routing, "n_group": config.expert_groups}
+        table |= {"topk_group": config.top_groups, "routed_scaling_factor": config.routed_scale}
+    if kind in ("qwen3_moe", "deepseek_v3") and config.moe:
         table |= {"moe_intermediate_size": config.F, "norm_topk_prob": config.norm_topk}
     return table

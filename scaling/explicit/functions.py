@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scaling.algebra.law import LabelledOp, Reshape, Sizes
 from scaling.algebra.layouts import DimAxes
-from scaling.algebra.ops import function_name, op_kind
+from scaling.algebra.ops import KEEPS_SUMS, function_name, op_kind
 from scaling.collectives.multiply import einsum
 from scaling.explicit.labels import (
     along_dims,
@@ -110,16 +110,23 @@ def _typed(name: str, args, kwargs, call: Callable, operands: list, shapes: list
         refuse_unknown(f"{name}({whole.dtype})")
     shape = tuple(torch.broadcast_shapes(*shapes) if elementwise else whole.shape)
     op, run = _read(name, args, kwargs, shapes, shape)
-    if isinstance(op, LabelledOp) and op.linear and not _keeps_sums(whole.dtype, operands, kwargs):
-        op = op._replace(linear="")
-    flops = _flops(op, shapes) if isinstance(op, LabelledOp) and run is _product else 0
+    flops = 0
+    if isinstance(op, LabelledOp):
+        op = op._replace(linear=_keeps_sums(name, args, kwargs, operands, whole.dtype))
+        flops = _flops(op, shapes) if run is _product else 0
     return TypedCall(op, operands, shape, whole.dtype, run or (lambda op, shards, local: call(shards)), flops)
 
 
-def _keeps_sums(dtype: torch.dtype, operands: list, kwargs: dict) -> bool:
-    """Whether a function that is linear in numbers is so in these dtypes: not where fractions are cut off."""
+def _keeps_sums(name: str, args, kwargs, operands: list, dtype: torch.dtype) -> str:
+    """Whose partial sums stay sums: as the table has it, but where fractions are cut off, and where a number that is
+    not zero is added or put beside."""
+    kind = op_kind(name)
     rounds = not (dtype.is_floating_point or dtype.is_complex) and any(x.dtype.is_floating_point for x in operands)
-    return not rounds and dtype is not torch.bool and not kwargs.get("rounding_mode")
+    numbers = [x for x in (*args, kwargs.get("value")) if isinstance(x, (int, float, complex))]
+    puts = kind == "adds" and len(operands) == 1 and not any(x == 0 for x in numbers)
+    puts |= "pad" in name and any(numbers)
+    cut = rounds or puts or dtype is torch.bool or kwargs.get("rounding_mode")
+    return "" if cut else KEEPS_SUMS.get(kind or "", "")
 
 
 def _flops(op: LabelledOp, shapes: Sequence[Sizes]) -> int:
@@ -132,7 +139,7 @@ def _read(name: str, args, kwargs, shapes: list[Sizes], shape: Sizes) -> tuple["
     """The operation, and how shards are computed with where that is not by the function itself."""
     kind, labels = op_kind(name), letters(len(shapes[0]) if shapes else 0)
     if kind in ELEMENTWISE:
-        return elementwise_op(name, kind, args, shapes, shape), None
+        return elementwise_op(name, shapes, shape), None
     if name == "einsum":
         return einsum_op(args[0]), _product
     if name in ("matmul", "mm", "bmm", "mv", "dot", "rmatmul"):
@@ -142,10 +149,9 @@ def _read(name: str, args, kwargs, shapes: list[Sizes], shape: Sizes) -> tuple["
     if kind == "reshapes":
         return Reshape(shape, name), lambda op, shards, local: shards[0].reshape(local.shape)
     if kind == "permutes":
-        return LabelledOp(name, (labels,), permuted_labels(name, args, kwargs, labels), "each"), None
+        return LabelledOp(name, (labels,), permuted_labels(name, args, kwargs, labels)), None
     if kind == "broadcasts":
-        op = elementwise_op(name, "linear", args, shapes, shape)
-        return op, lambda op, shards, local: shards[0].expand(local.shape)
+        return elementwise_op(name, shapes, shape), lambda op, shards, local: shards[0].expand(local.shape)
     if kind == "joins":
         return joined(name, labels, len(shapes), int(argument(args, kwargs, 1, "dim", 0))), None
     if name == "getitem":
@@ -195,7 +201,7 @@ def _sum(name: str, args, kwargs, labels, shape: Sizes, after: Sizes) -> tuple[L
     if len(args) > 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in args[1:]):
         given = args[1:]
     dims = dims_of(given, len(labels), every=True)
-    op = LabelledOp(name, (labels,), kept(labels, dims, after), "each")
+    op = LabelledOp(name, (labels,), kept(labels, dims, after))
     if name == "sum":
         return op, None
     count, keep = math.prod(shape[i] for i in dims), len(after) == len(shape) and bool(dims)

@@ -9,56 +9,53 @@ from scaling.spec import ShardingError
 LETTERS = string.ascii_uppercase
 
 
+ALONG = {  # the dims that a function of this name, or else kind, runs along: an argument's place, keyword and default
+    "reduces": (1, "dim", None),
+    "scans": (1, "dim", -1),
+    "along": (1, "dim", -1),
+    "orders": (1, "dim", -1),
+    "parts": (2, "dim", 0),
+    "unbind": (1, "dim", 0),
+    "topk": (2, "dim", -1),
+    "flip": (1, "dims", -1),
+    "roll": (2, "dims", None),
+    "repeat_interleave": (2, "dim", None),
+    **dict.fromkeys(("index_select", "select", "narrow"), (1, "dim", None)),
+}
+
+
 def along_dims(name: str, kind: str | None, args, kwargs, labels, shape: Sizes) -> LabelledOp:
     """What runs along dims that must be whole: they stay, go, or have another size."""
-
-    def given(position: int, default=None, key: str = "dim"):
-        return dims_of(argument(args, kwargs, position, key, default), len(labels), every=True)
-
-    linear = {"scans": "each", "parts": "each", "takes": "first", "zeros": "each"}.get(kind or "", "")
     if kind in ("zeros", "constants"):
-        return LabelledOp(name, (labels,), labels, linear)
-    if kind == "reduces":
-        dims = given(1) if len(args) < 2 or not isinstance(args[1], bool) else given(9)  # x.var(unbiased)
-        return LabelledOp(name, (labels,), kept(labels, dims, shape), "", tuple(labels[i] for i in dims))
+        return LabelledOp(name, (labels,), labels)
     if name in ("pad", "constant_pad_nd"):
-        dims, linear = _padded(args, kwargs, len(labels))
+        pads = argument(args, kwargs, 1, "pad", ())
+        dims = tuple(len(labels) - 1 - i // 2 for i in range(0, len(pads), 2) if any(pads[i : i + 2]))
     elif name in ("tril", "triu"):
         dims = dims_of((-2, -1), len(labels))
-    elif name in ("roll", "repeat_interleave"):
-        dims = given(2, key="dims" if name == "roll" else "dim")
-    elif kind == "parts" or name == "topk":
-        dims = given(1 if name == "unbind" else 2, -1 if name == "topk" else 0)
-    elif kind in ("scans", "along", "orders"):
-        dims = given(1, -1, "dims" if name == "flip" else "dim")
-    elif name in ("index_select", "select", "narrow"):
-        dims = given(1)
+    elif row := ALONG.get(name, ALONG.get(kind or "")):
+        given = argument(args, kwargs, *row)
+        dims = dims_of(None if isinstance(given, bool) else given, len(labels), every=True)  # x.var(unbiased)
     else:
         refuse_unknown(name)
     inputs, after = (labels,), [f"{d}1" if i in dims else d for i, d in enumerate(labels)]
-    if name in ("select", "unbind"):
+    if kind == "reduces":
+        after = kept(labels, dims, shape)
+    elif name in ("select", "unbind"):
         after = [d for i, d in enumerate(labels) if i not in dims]
     elif kind in ("scans", "along", "orders") and name != "topk":
         after = list(labels) if len(shape) == len(labels) else ["N"]  # a flat one: repeat_interleave without a dim
     if name == "index_select":
         inputs = (labels, (after[dims[0]],))
-    return LabelledOp(name, inputs, tuple(after), linear, tuple(labels[i] for i in dims))
-
-
-def _padded(args, kwargs, n: int) -> tuple[tuple[int, ...], str]:
-    """The dims that are padded, and whether sums stay sums: not with other numbers than zeros."""
-    pads = argument(args, kwargs, 1, "pad", ())
-    dims = tuple(n - 1 - i // 2 for i in range(0, len(pads), 2) if any(pads[i : i + 2]))
-    values = [kwargs.get("value"), *(x for x in args[2:] if not isinstance(x, str))]
-    return dims, "" if any(values) else "each"
+    return LabelledOp(name, inputs, tuple(after), whole=tuple(labels[i] for i in dims))
 
 
 def joined(name: str, labels, count: int, dim: int) -> LabelledOp:
     """Arrays one after another in a dim, or stacked in a new one."""
     if name == "stack":
         at = dim % (len(labels) + 1)
-        return LabelledOp(name, (labels,) * count, (*labels[:at], "N", *labels[at:]), "all")
-    return LabelledOp(name, (labels,) * count, labels, "all", (labels[dim],))
+        return LabelledOp(name, (labels,) * count, (*labels[:at], "N", *labels[at:]))
+    return LabelledOp(name, (labels,) * count, labels, whole=(labels[dim],))
 
 
 def letters(n: int, start: int = 8) -> tuple[str, ...]:
@@ -76,18 +73,13 @@ def argument(args, kwargs, position: int, name: str, default) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, kwargs.get("axis", default))
 
 
-def elementwise_op(name: str, kind: str, args, shapes: list[Sizes], shape: Sizes) -> LabelledOp:
+def elementwise_op(name: str, shapes: list[Sizes], shape: Sizes) -> LabelledOp:
     out = letters(len(shape))
     inputs = []
     for s in shapes:
-        own = out[len(out) - len(s) :]
-        inputs.append(
-            tuple(None if n == 1 != m else d for n, m, d in zip(s, shape[len(out) - len(s) :], own, strict=True))
-        )
-    linear = {"linear": "each", "multiplies": "each", "divides": "first"}.get(kind, "")
-    if kind == "adds" and (len(shapes) == 2 or any(type(x) in (int, float) and x == 0 for x in args)):
-        linear = "all"
-    return LabelledOp(name, tuple(inputs), out, linear)
+        own = zip(s, shape[len(out) - len(s) :], out[len(out) - len(s) :], strict=True)
+        inputs.append(tuple(None if n == 1 != m else d for n, m, d in own))
+    return LabelledOp(name, tuple(inputs), out)
 
 
 def einsum_op(equation: str) -> LabelledOp:
@@ -99,7 +91,7 @@ def einsum_op(equation: str) -> LabelledOp:
             f"einsum {equation}: not an equation of one or two operands with an arrow and no letter twice in a term\n"
             f"  fix: write products of more operands one by one"
         )
-    return LabelledOp(f"einsum {equation}", tuple(tuple(t.upper()) for t in terms), tuple(right.upper()), "each")
+    return LabelledOp(f"einsum {equation}", tuple(tuple(t.upper()) for t in terms), tuple(right.upper()))
 
 
 def matmul_op(a: Sizes, b: Sizes) -> LabelledOp:
@@ -111,7 +103,7 @@ def matmul_op(a: Sizes, b: Sizes) -> LabelledOp:
     left = ((names if len(a) > 2 else "") + "YJ")[-len(a) :] if len(a) > 1 else "J"
     right = (names if len(b) > 2 else "") + "JZ" if len(b) > 1 else "J"
     kept = (names if len(a) > 2 or len(b) > 2 else "") + ("Y" if len(a) > 1 else "") + ("Z" if len(b) > 1 else "")
-    return LabelledOp("matmul", (tuple(left), tuple(right)), tuple(kept), "each")
+    return LabelledOp("matmul", (tuple(left), tuple(right)), tuple(kept))
 
 
 def kept(labels, dims, shape: Sizes) -> tuple[str, ...]:
@@ -160,7 +152,7 @@ def indexed(index, labels, shape: Sizes) -> LabelledOp:
         if not (isinstance(i, slice) and i.indices(shape[dim]) == (0, shape[dim], 1)):
             whole.append(labels[dim])
         dim += 1
-    return LabelledOp("getitem", (labels,), tuple(output), "each", tuple(whole))
+    return LabelledOp("getitem", (labels,), tuple(output), whole=tuple(whole))
 
 
 def refuse_unknown(name: str) -> NoReturn:

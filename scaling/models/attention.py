@@ -1,8 +1,9 @@
 """Causal grouped-query attention: by PyTorch's kernel, written out, and blockwise with an explicit backward.
 
-Q[B, T, N, H], K[B, S, K, H], V[B, S, K, H] -> O[B, T, N, H]. The queries are the last T of the S positions, so T = S in
-training and T = 1 in decoding; G = N/K query heads share a KV head. With `window` a query sees itself and the
-window - 1 keys before it; with `segments`[B, S], the ids of packed documents, only its own (Part 4, Appendix A).
+Q[B, T, N, H], K[B, S, K, H], V[B, S, K, H] -> O[B, T, N, H]; the heads of V and O may have another width. The queries
+are the last T of the S positions, so T = S in training and T = 1 in decoding; G = N/K query heads share a KV head. With
+`window` a query sees itself and the window - 1 keys before it; with `segments`[B, S], the ids of packed documents, only
+its own (Part 4, Appendix A).
 """
 
 import math
@@ -117,7 +118,9 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(q, k, v, segments, block, window):
         T, S = q.shape[-2], k.shape[-2]
-        O, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+        same = q.shape[-1] == v.shape[-1]  # then O lies as Q does, and is handed on without a copy
+        O = torch.empty_like(q) if same else q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(q.shape[:-1])
         lowest = torch.finfo(q.dtype).min  # in place of the maximum of a row that is hidden altogether
         for rows, columns in _blocks(T, S, block, window):
             i, places = slice(rows.start, rows.stop), range(S - T + rows.start, S - T + rows.stop)

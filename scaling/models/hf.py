@@ -107,7 +107,7 @@ def save_sharded(
         raise ValueError(f"{folder}: holds another checkpoint, {min(stale)}\n  fix: give a folder without one")
     folder.mkdir(parents=True, exist_ok=True)
 
-    stages = types["layers"]["W_Q"].axes_of("L")
+    stages = types["layers"]["norm_attn"].axes_of("L")
     leads = all(at == 0 for axis, at in mesh.coord.items() if axis not in stages)
     held = {}
     for number, part in _parts(params, types, leaf_layouts(config), config, mesh, slots):
@@ -149,9 +149,9 @@ def _parts(
     mine = places_of(types, slots, mesh)
     for l, place in ((slots[i], i - mine.start) for i in mine if slots[i] >= 0):
         layer = {}
-        for name, stacked in params["layers"].items():
-            one = Spec("W", types["layers"][name].dims[1:])
-            layer |= whole(stacked[place], one, places["layers"][name], {"L": l})
+        each = (tree.leaves(some["layers"]) for some in (params, types, places))
+        for stacked, spec, layout in zip(*each, strict=True):
+            layer |= whole(stacked[place], Spec("W", spec.dims[1:]), layout, {"L": l})
         yield l + 1, layer
 
 

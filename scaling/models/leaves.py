@@ -37,11 +37,24 @@ def _mlp(name: str, dims: str) -> Named:
 
 
 def _experts(mixtral: str, qwen: str, dims: str) -> dict[str, Named]:
-    return {"mixtral": (f"model.layers.{{L}}.block_sparse_moe.{mixtral}", dims), "qwen3_moe": _mlp(qwen, dims)}
+    named = {"mixtral": (f"model.layers.{{L}}.block_sparse_moe.{mixtral}", dims)}
+    return named | dict.fromkeys(("qwen3_moe", "deepseek_v3"), _mlp(qwen, dims))
 
 
 def _gated(config: Config) -> bool:
     return config.gated
+
+
+def _headed(config: Config) -> bool:
+    return config.latent is None
+
+
+def _latent(config: Config) -> bool:
+    return config.latent is not None
+
+
+def _biased(config: Config) -> bool:
+    return config.routing == "sigmoid"
 
 
 ENDS = {
@@ -51,14 +64,26 @@ ENDS = {
 }
 LAYER = {
     "norm_attn": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, ("model.layers.{L}.input_layernorm.weight", "D")),
-    "W_Q": Leaf("W_Q[L_Z, D_X, N_Y, H]", "W_Q[L, D_X, N_YZ, H]", "D", _attention("q_proj.weight", "NH, D")),
-    "W_K": Leaf("W_K[L_Z, D_X, K_Y, H]", "W_K[L, D_X, K_Y, H]", "D", _attention("k_proj.weight", "KH, D")),
-    "W_V": Leaf("W_V[L_Z, D_X, K_Y, H]", "W_V[L, D_X, K_Y, H]", "D", _attention("v_proj.weight", "KH, D")),
+    "W_Q": Leaf("W_Q[L_Z, D_X, N_Y, H]", "W_Q[L, D_X, N_YZ, H]", "D", _attention("q_proj.weight", "NH, D"), _headed),
+    "W_K": Leaf("W_K[L_Z, D_X, K_Y, H]", "W_K[L, D_X, K_Y, H]", "D", _attention("k_proj.weight", "KH, D"), _headed),
+    "W_V": Leaf("W_V[L_Z, D_X, K_Y, H]", "W_V[L, D_X, K_Y, H]", "D", _attention("v_proj.weight", "KH, D"), _headed),
     "b_Q": Leaf("b_Q[L_Z, N_Y, H]", "b_Q[L, N_Y, H]", 0.0, _attention("q_proj.bias", "NH"), lambda c: c.attention_bias),
     "b_K": Leaf("b_K[L_Z, K_Y, H]", "b_K[L, K_Y, H]", 0.0, _attention("k_proj.bias", "KH"), lambda c: c.attention_bias),
     "b_V": Leaf("b_V[L_Z, K_Y, H]", "b_V[L, K_Y, H]", 0.0, _attention("v_proj.bias", "KH"), lambda c: c.attention_bias),
     "norm_Q": Leaf("g[L_Z, H]", "g[L, H]", 1.0, _attention("q_norm.weight", "H"), lambda c: c.qk_norm),
     "norm_K": Leaf("g[L_Z, H]", "g[L, H]", 1.0, _attention("k_norm.weight", "H"), lambda c: c.qk_norm),
+    "W_DQ": Leaf("W_DQ[L_Z, D_X, R]", "W_DQ[L, D_X, R]", "D", _attention("q_a_proj.weight", "R, D"), _latent),
+    "norm_CQ": Leaf("g[L_Z, R]", "g[L, R]", 1.0, _attention("q_a_layernorm.weight", "R"), _latent),
+    "W_UQ": Leaf(
+        "W_UQ[L_Z, R_X, N_Y, A]", "W_UQ[L, R_X, N_YZ, A]", "R", _attention("q_b_proj.weight", "NA, R"), _latent
+    ),
+    "W_DKV": Leaf(
+        "W_DKV[L_Z, D_X, M]", "W_DKV[L, D_X, M]", "D", _attention("kv_a_proj_with_mqa.weight", "M, D"), _latent
+    ),
+    "norm_CKV": Leaf("g[L_Z, C]", "g[L, C]", 1.0, _attention("kv_a_layernorm.weight", "C"), _latent),
+    "W_UKV": Leaf(
+        "W_UKV[L_Z, C_X, N_Y, W]", "W_UKV[L, C_X, N_YZ, W]", "C", _attention("kv_b_proj.weight", "NW, C"), _latent
+    ),
     "W_O": Leaf("W_O[L_Z, N_Y, H, D_X]", "W_O[L, N_YZ, H, D_X]", "NH", _attention("o_proj.weight", "D, NH")),
     "b_O": Leaf("b_O[L_Z, D]", "b_O[L, D_XYZ]", 0.0, _attention("o_proj.bias", "D"), lambda c: c.output_bias),
     "norm_mlp": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, ("model.layers.{L}.post_attention_layernorm.weight", "D")),
@@ -68,7 +93,7 @@ LAYER = {
 }
 EXPERTS = {  # of a model with experts, in place of the MLP's matrices
     "router": Leaf("router[L_Z, D, E]", "router[L, D, E]", "D", _experts("gate.weight", "gate.weight", "E, D")),
-    "bias": Leaf("bias[L_Z, E]", "bias[L, E]", 0.0, {}, lambda c: c.routing == "sigmoid"),
+    "bias": Leaf("bias[L_Z, E]", "bias[L, E]", 0.0, _mlp("gate.e_score_correction_bias", "E"), _biased),
     "W_in": Leaf(
         "W_in[L_Z, E_E, D_X, F_Y]", "W_in[L, E_E, D, F_YZ]", "D",
         _experts("experts.{E}.w3.weight", "experts.{E}.up_proj.weight", "F, D"),
@@ -83,9 +108,11 @@ EXPERTS = {  # of a model with experts, in place of the MLP's matrices
     ),
 }  # fmt: skip
 SHARED = {  # the experts that every token passes; S is their width together
-    "W_in": Leaf("W_in[L_Z, D_X, S_Y]", "W_in[L, D, S_YZ]", "D", {}),
-    "W_gate": Leaf("W_gate[L_Z, D_X, S_Y]", "W_gate[L, D, S_YZ]", "D", {}, _gated),
-    "W_out": Leaf("W_out[L_Z, S_Y, D_X]", "W_out[L, S_YZ, D]", "S", {}),
+    "W_in": Leaf("W_in[L_Z, D_X, S_Y]", "W_in[L, D, S_YZ]", "D", _mlp("shared_experts.up_proj.weight", "S, D")),
+    "W_gate": Leaf(
+        "W_gate[L_Z, D_X, S_Y]", "W_gate[L, D, S_YZ]", "D", _mlp("shared_experts.gate_proj.weight", "S, D"), _gated
+    ),
+    "W_out": Leaf("W_out[L_Z, S_Y, D_X]", "W_out[L, S_YZ, D]", "S", _mlp("shared_experts.down_proj.weight", "D, S")),
 }
 
 

@@ -64,7 +64,7 @@ def init(
 
 def places_of(specs: dict, slots: Sequence[int], mesh) -> range:
     """The places of the stored stack [L_Z] that this rank holds."""
-    spec = parse(specs["layers"]["W_Q"])
+    spec = parse(specs["layers"]["norm_attn"])
     mine = Spec("L", spec.dims[:1]).slices({"L": len(slots)}, mesh, mesh.coord)[0]
     return range(mine.start, mine.stop)
 
@@ -74,6 +74,8 @@ def config_of_params(params: dict, name: str = "params") -> Config:
     layers = params["layers"]
     if "router" in layers:
         raise ValueError("params with experts do not say how many are active, and how\n  fix: give config=")
+    if "W_DKV" in layers:
+        raise ValueError("params with latent attention do not say how a head's dims are divided\n  fix: give config=")
     (V, D), (L, _, N, H) = params["embed"].shape, layers["W_Q"].shape
     K, F = layers["W_K"].shape[2], layers["W_in"].shape[-1]
     has: dict[str, Any] = {"gated": "W_gate" in layers, "tied": "unembed" not in params}

@@ -22,6 +22,15 @@ def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device
     if scaling.kind == "llama3":  # turns within the original context: kept above `high`, slowed below `low`
         kept = ((scaling.original * f / (2 * math.pi) - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
         return f * (kept + (1 - kept) / scaling.factor)
+    if scaling.kind == "yarn":  # the same by planes, between those that turn `high` and `low` times in it
+        first, last = (
+            H * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (scaling.high, scaling.low)
+        )
+        start, stop = max(math.floor(first), 0), min(math.ceil(last), H - 1)
+        planes = torch.arange(H // 2, device=device, dtype=torch.float64)
+        slowed = ((planes - start) / (stop - start or 0.001)).clamp(0, 1)
+        return f * (1 - slowed + slowed / scaling.factor)
     raise ValueError(
         f"rope_scaling of type {scaling.kind!r} is not computed here; {', '.join(SCALINGS)} are"
         "\n  fix: choose one of these, or none"
@@ -34,8 +43,27 @@ def tables(positions: Tensor, H: int, theta: float, scaling: RopeScaling | None 
     Plane i has its cosine at i and i + H/2, its sine there with the signs -, +: what `rotate` multiplies by.
     """
     angles = positions[..., None] * frequencies(H, theta, scaling, positions.device)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    length = _length(scaling)
+    cos, sin = (length * angles.cos()).to(dtype), (length * angles.sin()).to(dtype)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def magnitude(scaling: RopeScaling | None) -> float:
+    """What yarn multiplies both queries and keys by in all their dims, where `mscale_all` says so (DeepSeek)."""
+    return _scale(scaling.factor, scaling.mscale_all) if scaling and scaling.kind == "yarn" else 1.0
+
+
+def _length(scaling: RopeScaling | None) -> float:
+    """What yarn multiplies the rotated dims by: 0.1 ln(factor) + 1 (Peng et al. 2023, arxiv.org/abs/2309.00071)."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.mscale and scaling.mscale_all:
+        return _scale(scaling.factor, scaling.mscale) / _scale(scaling.factor, scaling.mscale_all)
+    return _scale(scaling.factor, 1.0)
+
+
+def _scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

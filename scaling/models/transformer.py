@@ -20,6 +20,7 @@ from scaling.configs import Config
 from scaling.models import moe
 from scaling.models.attention import sdpa
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
+from scaling.models.latent import latent_block
 from scaling.models.module import Stateless
 from scaling.models.params import config_of_params, init, inits
 from scaling.models.pointwise import rms_norm
@@ -103,7 +104,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
             f"tokens must lie in 0..{len(params['embed']) - 1}: that is the vocabulary\n  fix: give other ids"
         ) from None
     positions = torch.arange(tokens.shape[1], device=tokens.device) if segments is None else restarted(segments)
-    rope = tables(positions, config.H, config.theta, config.rope_scaling, x.dtype)
+    rope = tables(positions, config.rotary, config.theta, config.rope_scaling, x.dtype)
     steps = {w: _step(config, remat, attention, w, segments, rope) for w in set(config.windows)}
     extra = x.new_zeros(())
     for layer, window in zip(unstacked(params["layers"]), config.windows, strict=True):
@@ -120,7 +121,10 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
     eps = config.eps
 
     def attend(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
-        return x + attention_block(layer, x, lambda *qkv: attention(*qkv, **given), rope, eps, matmul)
+        inner = partial(attention, **given)
+        if config.latent:
+            return x + latent_block(layer, x, inner, rope, config, matmul)
+        return x + attention_block(layer, x, inner, rope, eps, matmul)
 
     def dense(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
         x = attend(layer, x, matmul)

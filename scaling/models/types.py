@@ -9,13 +9,14 @@ from scaling.spec import parse
 
 AXES = ("P", "Z", "X", "C", "Y", "E")  # of a training mesh
 
-SCALINGS = ("linear", "llama3")  # of rotary frequencies: `models.rope`
+SCALINGS = ("linear", "llama3", "yarn")  # of rotary frequencies: `models.rope`
 
 
 def uncomputed(config: Config) -> list[str]:
     """What the model has that no code here computes, by name."""
     found = list(config.uncomputed)
-    found += ["latent attention"] if config.latent else []
+    headed = {"biases": config.attention_bias or config.output_bias, "qk_norm": config.qk_norm}
+    found += [f"latent attention with {name}" for name, has in headed.items() if has and config.latent]
     found += [f"dense_layers={config.dense_layers} before those with experts"] if config.dense_layers else []
     found += [f"{config.norms} norms a layer"] if config.norms != 2 else []
     if config.rope_scaling and config.rope_scaling.kind not in SCALINGS:

@@ -116,7 +116,7 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tu
         tokens, own = split_over_C(tokens, mesh)
     slots = Slots(cache, lengths, tokens.shape[1], mesh, form, own)
     positions = slots.positions if own is None else slots.positions[..., own]
-    at = At(config, mesh, slots, tables(positions, config.H, config.theta, config.rope_scaling, dtype))
+    at = At(config, mesh, slots, tables(positions, config.rotary, config.theta, config.rope_scaling, dtype))
     ends = {name: floats(leaf, dtype) for name, leaf in params.items() if name != "layers"}
     x = listing.embed(ends["embed"], tokens, at)
     for l, W in enumerate(unstacked(params["layers"])):

@@ -93,6 +93,12 @@ def divisible(batch: int, length: int, form: str, mesh) -> tuple[int, int]:
 
 def check_mesh(config: Config, mesh, form: str) -> None:
     """ShardingError unless the form is one of `FORMS` that uses the mesh's axes and divides the model over them."""
+    if config.latent:
+        raise ShardingError(
+            f"{config.name}: a cache KV[2, L, B, S, K, H] of latent attention is not served\n"
+            "  rule: what it caches is one latent a token, M = kv_rank + rope, not the keys and values of each head\n"
+            "  fix: compute its logits with scaling.models.transformer.forward, or choose a model without a latent"
+        )
     if form not in FORMS:
         raise ShardingError(f"unknown form {form!r} of decoding\n  fix: choose one of {', '.join(FORMS)}")
     real = {axis: size for axis, size in mesh.sizes.items() if size > 1}

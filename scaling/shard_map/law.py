@@ -57,7 +57,12 @@ class Call(NamedTuple):
 
 def apply_typed(x: Tensor, bound, call: Call) -> Tensor:
     """The call on one device's x, differentiable by JAX's law. `bound`: what runs it, a `transport.Bound`."""
-    return (Extreme if call.kind in ("pmax", "pmin") else Collective).apply(x, bound, call, *bound.places)
+    return Collective.apply(x, bound, call, *bound.places)
+
+
+def apply_stacked(x: Tensor, bound, call: Call) -> Tensor:
+    """The same on what is stacked already, over `call.lead`."""
+    return Collective.apply(x, bound, call, *(None for _ in bound.mesh.sizes))
 
 
 class Collective(torch.autograd.Function):
@@ -72,67 +77,43 @@ class Collective(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         _, ctx.bound, ctx.call, *places = inputs
         ctx.stacked = not places or places[0] is None
-        ctx.order = tuple(ctx.bound.mesh.sizes)
 
     @staticmethod
     def backward(ctx, cotangent):
-        call, nothing = ctx.call.transposed(), (None,) * (2 + len(ctx.order))
-        if not ctx.stacked:
-            return apply_typed(cotangent, ctx.bound, call), *nothing
-        call = call._replace(lead=ctx.call.lead_after(ctx.order))
-        return Collective.apply(cotangent, ctx.bound, call, *(None for _ in ctx.order)), *nothing
+        call, sizes = with_derivative(ctx.call).transposed(), ctx.bound.mesh.sizes
+        if ctx.stacked:
+            result = apply_stacked(cotangent, ctx.bound, call._replace(lead=ctx.call.lead_after(sizes)))
+        else:
+            result = apply_typed(cotangent, ctx.bound, call)
+        return result, *(None,) * (2 + len(sizes))
 
     @staticmethod
     def jvp(ctx, tangent, *_):
-        if not ctx.stacked:
-            return apply_typed(tangent, ctx.bound, ctx.call)
-        return Collective.apply(tangent, ctx.bound, ctx.call, *(None for _ in ctx.order))
+        return (apply_stacked if ctx.stacked else apply_typed)(tangent, ctx.bound, with_derivative(ctx.call))
 
     @staticmethod
     def vmap(info, in_dims, x, bound, call, *places):
-        return vmapped(Collective, info, in_dims, x, bound, call, *places)
+        """At one level of vmap: a mesh axis's, or another's, inside or around the program."""
+        order = tuple(bound.mesh.sizes)
+        level = next((i for i, dim in enumerate(in_dims[3:]) if dim is not None), None)
+        if level is None:
+            result = Collective.apply(x.movedim(in_dims[0], len(call.lead)), bound, call.batched(), *places)
+            return result, len(call.lead_after(order)) if places[0] is None else 0
+        axis, places = order[level], [None if i == level else place for i, place in enumerate(places)]
+        if in_dims[0] is not None:
+            x, call = x.movedim(in_dims[0], 0), call._replace(lead=(axis, *call.lead))
+        elif axis in call.axes and call.kind not in ENTERS:
+            x, call = x.expand(info.batch_size, *x.shape), call._replace(lead=(axis, *call.lead))
+        result = Collective.apply(x, bound, call, *places)
+        return result, 0 if axis in call.lead_after(order) else None
 
 
-class Extreme(torch.autograd.Function):
-    """pmax and pmin: as in JAX, they have no derivative."""
-
-    @staticmethod
-    def forward(x, bound, call, *places):
-        return bound.run(x, call)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.call = inputs[2]
-
-    @staticmethod
-    def backward(ctx, cotangent):
+def with_derivative(call: Call) -> Call:
+    """The call, but of pmax and pmin, which as in JAX have no derivative."""
+    if call.kind not in DUAL:
         raise NotImplementedError(
-            f"{ctx.call.kind} over {', '.join(ctx.call.axes)} is not differentiated\n"
-            f"  rule: as in JAX, {ctx.call.kind} has no derivative\n"
-            f"  fix: {ctx.call.kind}(x.detach(), ...), or all_gather and torch.amax, which has one"
+            f"{call.kind} over {', '.join(call.axes)} is not differentiated\n"
+            f"  rule: as in JAX, {call.kind} has no derivative\n"
+            f"  fix: {call.kind}(x.detach(), ...), or all_gather and torch.amax, which has one"
         )
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):
-        return Extreme.backward(ctx, tangent)
-
-    @staticmethod
-    def vmap(info, in_dims, x, bound, call, *places):
-        return vmapped(Extreme, info, in_dims, x, bound, call, *places)
-
-
-def vmapped(function, info, in_dims, x: Tensor, bound, call: Call, *places):
-    """(the result, its batch dim) at one level of vmap: a mesh axis's, or another's, inside or around the program."""
-    order = tuple(bound.mesh.sizes)
-    level = next((i for i, dim in enumerate(in_dims[3:]) if dim is not None), None)
-    if level is None:
-        result = function.apply(x.movedim(in_dims[0], len(call.lead)), bound, call.batched(), *places)
-        return result, len(call.lead_after(order)) if places[0] is None else 0
-    axis, places = order[level], [None if i == level else place for i, place in enumerate(places)]
-    if in_dims[0] is not None:
-        x, call = x.movedim(in_dims[0], 0), call._replace(lead=(axis, *call.lead))
-    elif axis in call.axes and call.kind not in ENTERS:
-        x, call = x.expand(info.batch_size, *x.shape), call._replace(lead=(axis, *call.lead))
-    result = function.apply(x, bound, call, *places)
-    after = call.lead_after(order)
-    return result, 0 if axis in after else None
+    return call

@@ -19,7 +19,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from scaling._torch import constant, level_of
 from scaling.interop import from_partition_spec
 from scaling.mesh import AbstractMesh
-from scaling.shard_map.law import Call, apply_typed
+from scaling.shard_map.law import Call, apply_stacked
 from scaling.shard_map.names import bound_here
 from scaling.shard_map.operands import tensor_of
 from scaling.shard_map.partial import PLAIN, marked, marks
@@ -66,7 +66,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
 
         def program(places, *shards):
             levels = {level_of(place): axis for place, axis in zip(places, mesh.sizes, strict=True)}
-            bound = outer.inside(places, levels)
+            bound = Bound(mesh, in_process, places, levels)
             token = bound_here.set(bound)
             try:
                 with Checks(bound, given):
@@ -131,7 +131,7 @@ def entered(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
     for dim, (_, axes) in enumerate(spec.dims):
         if axes:
             call = Call("slice", axes, dim, lead=lead)
-            x = stacked_call(x, bound, call)
+            x = apply_stacked(x, bound, call)
             lead = call.lead_after(bound.mesh.sizes)
     return x
 
@@ -168,14 +168,9 @@ def left(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
     calls = [Call("gather", axes, dim) for dim, (_, axes) in enumerate(spec.dims) if axes]
     calls += [Call("psum", spec.unreduced)] if spec.unreduced else []
     for call in calls:
-        x = stacked_call(x, bound, call._replace(lead=lead))
+        x = apply_stacked(x, bound, call._replace(lead=lead))
         lead = tuple(axis for axis in lead if axis not in call.axes)
     return x
-
-
-def stacked_call(x: Tensor, bound: Bound, call: Call) -> Tensor:
-    """A call on what is stacked already."""
-    return apply_typed(x, bound.inside((None,) * len(bound.mesh.sizes), {}), call)
 
 
 def _read(spec: Any, x: Tensor, bound: Bound, what: str) -> Spec:

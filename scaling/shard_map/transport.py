@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from scaling.collectives.kinds import event
-from scaling.collectives.linear import run_op as run_op
+from scaling.collectives.linear import run_op
 from scaling.collectives.op import Op
-from scaling.collectives.traced import join, split_dim
+from scaling.collectives.traced import combine_parts, join, split_dim
 from scaling.shard_map.law import ENTERS, LEAVES, Call
 from scaling.trace import active, record
 
@@ -27,10 +27,6 @@ class Bound:
 
     def __init__(self, mesh, in_process: bool, places: tuple = (), levels: dict[int, str] | None = None):
         self.mesh, self.in_process, self.places, self.levels = mesh, in_process, places, levels or {}
-
-    def inside(self, places: tuple, levels: dict[int, str]) -> "Bound":
-        """The same within the levels of vmap that stand for the mesh's axes."""
-        return Bound(self.mesh, self.in_process, places, levels)
 
     def in_order(self, axes) -> list[str]:
         """Axes in the mesh's order."""
@@ -71,10 +67,8 @@ def one_process(x: Tensor, call: Call, mesh) -> Tensor:
     n, kind = mesh.size(call.axes), call.kind
     if active() and kind != "pvary":
         record(event(op_of(call, x.dim() - (kind not in ENTERS), mesh), x if kind in ENTERS else x[0]))
-    if kind == "psum":
-        return x.sum(0, dtype=x.dtype)  # in int8, as ranks add it up
-    if kind in REDUCES:
-        return x.amax(0) if kind == "pmax" else x.amin(0)
+    if kind == "psum" or kind in REDUCES:
+        return combine_parts(x, REDUCES.get(kind, "sum"))
     if kind == "pvary":
         return x.expand(n, *x.shape).clone()  # forward-mode AD wants each element in a place of its own
     if kind == "slice":
@@ -85,7 +79,7 @@ def one_process(x: Tensor, call: Call, mesh) -> Tensor:
         whole = join(x, call.dim)
         return whole.expand(n, *whole.shape).clone()
     if kind == "psum_scatter":
-        return split_dim(x.sum(0, dtype=x.dtype), n, call.dim)
+        return split_dim(combine_parts(x, "sum"), n, call.dim)
     if kind == "all_to_all":
         parts = split_dim(x, n, call.to + 1)  # [to, from, ...]
         return join(parts.movedim(1, 0), call.dim + 1)
@@ -122,6 +116,6 @@ def _line(kind: str, call: Call, dims: int) -> str:
 def index_of(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """The row-major index of places along axes of these sizes."""
     index = torch.zeros((), dtype=torch.int64)
-    for i, (place, size) in enumerate(zip(places, sizes, strict=True)):
-        index = index * size + place if i else place.clone()
+    for place, size in zip(places, sizes, strict=True):
+        index = index * size + place
     return index

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from scaling._torch import is_wrapped, level_of, storage_key, unwrapped
 from scaling.algebra.ops import op_kind
-from scaling.shard_map.law import Call, Collective, Extreme, apply_typed
+from scaling.shard_map.law import Call, Collective, apply_typed
 from scaling.shard_map.partial import PLAIN, Marks, Mismatch, marked, marks, result_of
 from scaling.shard_map.transport import Bound
 from scaling.spec import ShardingError, format_axes
@@ -65,7 +65,7 @@ class Checks(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func is torch.autograd.grad or name == "_make_dual":
             return self.derivative(func, name, args, kwargs)
-        if args and args[0] in (Collective, Extreme):
+        if args and args[0] is Collective:
             return func(*args, **kwargs)
         operands: Any = (args, kwargs)
         tensors = [x for x in optree.tree_leaves(operands) if isinstance(x, Tensor)]

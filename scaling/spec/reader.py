@@ -1,7 +1,7 @@
 """Reading the notation: text to the parts of types and lines, with a caret under what cannot be read (notation.md)."""
 
 import re
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 Dims = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -20,20 +20,8 @@ def refuse(line, what: str, rule: str, fix: str) -> NoReturn:
     raise ShardingError(f"{line}\n  {what}\n  rule: {rule}\n  fix: {fix}")
 
 
-class ReadType(NamedTuple):
-    """The parts of a type, as `scaling.spec.Spec` holds them."""
-
-    name: str
-    dims: Dims
-    unreduced: tuple[str, ...]
-
-
-class ReadLine(NamedTuple):
-    """The parts of an arrow between types; `contract` holds the dims of written `*_J`."""
-
-    operands: tuple[ReadType, ...]
-    result: ReadType
-    contract: tuple[str, ...]
+ReadType = tuple[str, Dims, tuple[str, ...]]  # the parts of a type, as `scaling.spec.Spec` holds them
+ReadLine = tuple[tuple[ReadType, ...], ReadType, tuple[str, ...]]  # operands, result, the dims of written `*_J`
 
 
 def read_type(text: str) -> ReadType:
@@ -52,9 +40,9 @@ def read_line(text: str) -> ReadLine:
         contract += [dim] if dim else []
         operands.append(reader.type())
     reader.take(r"->|→", "'->' and the type of the result (or '*' and another operand)")
-    line = ReadLine(tuple(operands), reader.type(), tuple(contract))
+    result = reader.type()
     reader.end()
-    return line
+    return tuple(operands), result, tuple(contract)
 
 
 def split_axes(word: str) -> tuple[str, ...]:
@@ -109,7 +97,7 @@ class _Reader:
         if self.find(r"\{\s*U\s*[_.]"):
             unreduced = tuple(sorted(self.axes(seen)))
             self.take(r"\}", "'}' after the unreduced axes")
-        return ReadType(name, tuple(dims), unreduced)
+        return name, tuple(dims), unreduced
 
     def axes(self, seen: dict) -> tuple[str, ...]:
         """`XY`, `{XY}`, `data` or `{data,model}`."""

@@ -69,6 +69,7 @@ REFUSED = [  # what is wrong, by the rule
     (lambda a, b, u: u * u, "a product of sums"),
     (lambda a, b, u: u + explicit.reshard(u, "[8_X, 16]"), "would count once for each device along Y"),
     (lambda a, b, u: a / u, "linear in its first operand"),
+    (lambda a, b, u: 2 / u, "not the sum of rdiv"),
     (lambda a, b, u: u.to(torch.int32), "not the sum of to"),
     (lambda a, b, u: torch.div(u, 2, rounding_mode="floor"), "not the sum of div"),
     (lambda a, b, u: a @ a.mT, "case 4"),

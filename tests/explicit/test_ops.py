@@ -51,6 +51,12 @@ CASES = {  # a call, and the kinds of its arrays: their shapes, or the index
     "mv": (lambda x, y: x.mv(y), (4, 8), (8,)),
     "dot": (lambda x, y: x.dot(y), (8,), (8,)),
     "moveaxis": (lambda x: torch.moveaxis(x, 0, 2), (4, 2, 8)),
+    "div": (lambda x: x / 2, (4, 8)),
+    "rdiv": (lambda x: 2 / x, (4, 8)),
+    "rsub of a number": (lambda x: 2 - x, (4, 8)),
+    "rsub of zero": (lambda x: 0 - x, (4, 8)),
+    "add of another": (lambda x, y: torch.add(x, y, alpha=2), (4, 8), (4, 8)),
+    "add of zero": (lambda x: torch.add(x, 0, alpha=2), (4, 8)),
 }
 
 
@@ -111,7 +117,9 @@ def test_shards_are_what_the_types_say(name):
                 got[spec.slices(call.shape, MESH, coord)] += call.run(call.op, parts, local).to(wanted.dtype)
             torch.testing.assert_close(got, wanted.detach().clone(), rtol=1e-12, atol=1e-12)
     assert legal > len(calls) or "of all" in name
-    keeps = name != "pad with a number" and op_kind(name.split()[0]) in (
+    keeps = name not in ("pad with a number", "rsub of a number") and op_kind(name.split()[0]) in (
+        "adds",
+        "divides",
         "scans",
         "takes",
         "parts",

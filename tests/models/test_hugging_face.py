@@ -10,8 +10,8 @@ import torch
 from probes import probes, shaken
 from safetensors.torch import load_file, save_file
 
-from scaling import tree
-from scaling.configs import MODELS, Config, RopeScaling, load
+from scaling import serve, tree
+from scaling.configs import MODELS, Config, Latent, RopeScaling, load
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.spec import ShardingError
@@ -21,8 +21,11 @@ from scaling.trace import trace
 
 TABLE = json.loads((Path(__file__).parent / "hugging_face.json").read_text())
 TOKENS = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(0))
+YARN = RopeScaling("yarn", 4.0, 1.0, 32.0, 16, mscale=0.8, mscale_all=1.2)
 SMALL = Config("small", L=3, D=12, F=20, N=4, K=2, H=6, V=28)
 MOE = SMALL.with_(name="moe", E=4, k=2)
+LATENT = SMALL.with_(name="latent", K=4, latent=Latent(q_rank=8, kv_rank=6, nope=4, rope=2, value=6))
+DEEPSEEK = LATENT.with_(name="deepseek", E=4, k=2, shared=2, routing="sigmoid", expert_groups=2, rope_scaling=YARN)
 
 
 def config_from(table, tmp_path):
@@ -44,7 +47,9 @@ def test_loss_and_gradients_are_hugging_faces(name, tmp_path):
         assert got[leaf][1] == pytest.approx(product, rel=1e-11, abs=1e-11 * norm), leaf
 
 
-@pytest.mark.parametrize("config", [SMALL, SMALL.with_(tied=True), MOE], ids=["untied", "tied", "experts"])
+@pytest.mark.parametrize(
+    "config", [SMALL, SMALL.with_(tied=True), MOE, LATENT, DEEPSEEK], ids=lambda c: f"{c.name} tied={c.tied}"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_leave_and_return_to_the_bit(config, dtype, tmp_path):
     params = tree.map(lambda p: p.to(dtype), shaken(config))
@@ -205,8 +210,8 @@ def test_a_tied_table_may_stand_in_the_file_twice(tmp_path):
         hf.load(tmp_path / "m")
 
 
+RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
 BASE = {"hidden_size": 12, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 28}
-LATENT = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
 
 
 @pytest.mark.parametrize(
@@ -216,9 +221,12 @@ LATENT = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_h
         ({"model_type": "olmo2"}, "model_type 'olmo2'"),
         ({"model_type": "phi3"}, "model_type 'phi3'"),
         ({"model_type": "gpt_neox"}, "model_type 'gpt_neox'"),
-        ({"model_type": "deepseek_v3"} | LATENT, "latent attention"),
+        ({"model_type": "deepseek_v3", "attention_bias": True} | RANKS, "latent attention with biases"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type 'dynamic'"),
-        ({"model_type": "qwen2", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "of type 'yarn'"),
+        (
+            {"model_type": "qwen2", "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+            "of type 'yarn with",
+        ),
         ({"model_type": "llama", "rope_parameters": {"a": {"rope_type": "default"}}}, "of type 'by layer'"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
@@ -237,6 +245,16 @@ def test_what_is_not_computed_is_counted_and_refused_by_name(table, says, tmp_pa
     for refuses in (lambda: hf.load(tmp_path), lambda: transformer.init(config, device="meta")):
         with pytest.raises(ValueError, match=f"not computed here: .*{says}"):
             refuses()
+
+
+def test_a_latent_is_refused_where_it_is_not_computed():
+    for refuses in (strategy.specs, serve.specs, serve.cache_specs):
+        with pytest.raises(ShardingError, match=r"latent: .* of latent attention is not .*\n  rule: .*\n  fix: "):
+            refuses(LATENT, AbstractMesh({"Y": 2}))
+    with pytest.raises(ValueError, match="K=N=4 of them; got H=5, K=4\n  fix: "):
+        LATENT.with_(H=5)
+    with pytest.raises(ValueError, match="do not say how a head's dims are divided\n  fix: "):
+        transformer.config_of_params(transformer.init(LATENT, device="meta"))
 
 
 def test_what_no_class_there_has_is_not_written(tmp_path):

@@ -143,7 +143,7 @@ def test_gradient_equals_finite_differences():
 
 
 def test_refuses_what_it_is_not():
-    with pytest.raises(ValueError, match="deepseek-v3: not computed here: latent attention"):
+    with pytest.raises(ValueError, match="deepseek-v3: not computed here: dense_layers=3"):
         transformer.init(MODELS["deepseek-v3"], device="meta")
     with pytest.raises(ValueError, match="unknown remat 'all'"):
         transformer.forward(transformer.init(SMALL), tokens_of(SMALL), "all")
@@ -166,8 +166,8 @@ def test_rotary_positions_turn_planes():
     for at, wanted in enumerate((1.0, 0.5 + 0.5 / 8, 1 / 8)):
         scaled = rope.frequencies(H, theta, RopeScaling("llama3", 8.0, 1.0, 4.0, original[at]))
         assert scaled[at].item() == pytest.approx(f[at].item() * wanted)
-    with pytest.raises(ValueError, match="'yarn' is not computed here; linear, llama3 are"):
-        rope.frequencies(H, theta, RopeScaling("yarn", 8.0))
+    with pytest.raises(ValueError, match="'dynamic' is not computed here; linear, llama3, yarn are"):
+        rope.frequencies(H, theta, RopeScaling("dynamic", 8.0))
 
 
 @pytest.mark.parametrize("config", [ALL, EXPERTS.with_(capacity=None)], ids=["all", "experts"])
@@ -281,5 +281,5 @@ def test_a_config_that_is_not_these_params_or_not_computed_is_refused():
     params, tokens = transformer.init(SMALL), tokens_of(SMALL)
     with pytest.raises(ValueError, match=r"has the shape \(2, .* found \(3, "):
         transformer.loss(params, tokens, config=SMALL.with_(L=2))
-    with pytest.raises(ValueError, match=r"small: not computed here: rope_scaling of type 'yarn'"):
-        transformer.loss(params, tokens, config=SMALL.with_(rope_scaling=RopeScaling("yarn", 2.0)))
+    with pytest.raises(ValueError, match=r"small: not computed here: rope_scaling of type 'dynamic'"):
+        transformer.loss(params, tokens, config=SMALL.with_(rope_scaling=RopeScaling("dynamic", 2.0)))

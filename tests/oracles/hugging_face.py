@@ -30,6 +30,16 @@ SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidd
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT |= {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 0,
+}
+LATENT |= {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
 CASES = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -50,6 +60,10 @@ CASES = {
         "Qwen3Moe",
         {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ),
+    "llama yarn": ("Llama", {"rope_parameters": YARN}),
+    "deepseek": ("DeepseekV3", LATENT),
+    "deepseek dense, halves": ("DeepseekV3", LATENT | {"first_k_dense_replace": 2, "rope_interleave": False}),
+    "deepseek yarn": ("DeepseekV3", LATENT | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}}),
 }
 
 
@@ -80,6 +94,13 @@ def shaken(model) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.randn(p.shape, generator=make, dtype=p.dtype) * 0.3 + ("norm" in name))
+        for bias in biases(model):
+            bias.copy_(torch.randn(bias.shape, generator=make, dtype=bias.dtype) * 0.1)
+
+
+def biases(model) -> list:
+    """The biases of choices of experts: no gradient reaches them."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def theirs(model, tokens):
@@ -89,13 +110,14 @@ def theirs(model, tokens):
     labelled = model(tokens, labels=tokens)
     labelled.loss.backward()
     with tempfile.TemporaryDirectory() as folder:
-        values = [p.detach().clone() for p in model.parameters()]
+        held = [*model.parameters(), *biases(model)]
+        values = [p.detach().clone() for p in held]
         with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(p.grad)
+            for p in held:
+                p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
             model.save_pretrained(folder)
             grads = hf.load(folder)[1]
-            for p, value in zip(model.parameters(), values, strict=True):
+            for p, value in zip(held, values, strict=True):
                 p.copy_(value)
     return out.logits.detach(), labelled.loss.detach(), grads
 
@@ -107,7 +129,8 @@ def ours(params, tokens, config):
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
+    most = b.abs().max()
+    return ((a - b).abs().max() / torch.where(most == 0, 1, most)).item()
 
 
 def same_files(a: Path, b: Path) -> bool:

@@ -44,7 +44,7 @@ class Placed:
             positions = self.placed(restarted(whole)[:, c * self.t : (c + 1) * self.t].contiguous())
             parts = self.placed(self.segments).chunk(microbatches)
         some = [positions] * microbatches if positions.dim() == 1 else positions.chunk(microbatches)
-        ropes = (tables(p, config.H, config.theta, config.rope_scaling, self.dtype) for p in some)
+        ropes = (tables(p, config.rotary, config.theta, config.rope_scaling, self.dtype) for p in some)
         of_each = zip(ropes, map(self.attend, parts), self.drops(microbatches), strict=True)
         return [Context(config, self.mesh, *each) for each in of_each]
 

@@ -58,6 +58,12 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             f"  rule: the axes are {', '.join(AXES)}: pods, stages, data, context, tensor, experts\n"
             "  fix: rename the axis to one of these"
         )
+    if config.latent:
+        raise ShardingError(
+            f"{config.name}: W_UQ[R, N_Y, A] of latent attention is not trained on a mesh\n"
+            "  rule: a layer's lines are those of heads with keys of their own\n"
+            "  fix: train it on one device with scaling.models.transformer, or choose a model without a latent"
+        )
     X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
     wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features")]
     wanted += [("D", config.D, X, "model dims")] if zero == 3 else []  # else no param is split over X

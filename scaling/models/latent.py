@@ -1,0 +1,51 @@
+"""Multi-head latent attention on one device (DeepSeek-V2, arxiv.org/abs/2405.04434, section 2.1; V3, 2412.19437).
+
+Queries pass through a low rank R, keys and values together through another, C: only what comes out of that one would
+have to be cached. Positions turn `rope` dims of each query, and as many of one key that all heads share:
+
+    y[B, T, D] -> C_Q[B, T, R], normed  -> Q[B, T, N, A]        A = nope + rope
+               -> C_KV[B, T, C], normed -> KV[B, T, N, W]       W = nope + value
+               -> K_R[B, T, rope]                               shared by all heads; beside C_KV, M = C + rope
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaling.configs import Config
+from scaling.models.pointwise import rms_norm
+from scaling.models.remat import matmul_weight
+from scaling.models.rope import magnitude, rotate
+
+EPS = 1e-6  # of the two norms of latents, whatever the others have (DeepSeek's own code)
+
+
+def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, config: Config) -> Tensor:
+    """O[B, T, N, value] of Q[B, T, N, A], KV[B, T, N, W] and K_R[B, T, rope]: head by head, so the same on shards of
+    heads. attend(Q, K, V), whose softmax has the scale 1/sqrt(A), gets queries that hold yarn's scale."""
+    latent: Any = config.latent
+    K_N, V = KV.split([latent.nope, latent.value], -1)
+    Q_N, Q_R = Q.split([latent.nope, latent.rope], -1)
+    Q_R, K_R = (rotate(_halves(x, latent.interleaved), *rope) for x in (Q_R, K_R[:, :, None]))
+    K = torch.cat([K_N, K_R.expand(*K_N.shape[:-1], latent.rope)], -1)
+    Q = torch.cat([Q_N, Q_R], -1)
+    return attend(Q * magnitude(config.rope_scaling) ** 2, K, V)
+
+
+def _halves(x: Tensor, interleaved: bool) -> Tensor:
+    """x[..., rope] with the first coordinates of all planes before the second ones; interleaved they come in pairs."""
+    return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if interleaved else x
+
+
+def latent_block(layer: dict, x: Tensor, attend: Callable, rope: tuple, config: Config, matmul=matmul_weight) -> Tensor:
+    """Attn[B, T, D] of x[B, T, D], without the residual. attend(Q, K, V) -> O[B, T, N, value]."""
+    latent: Any = config.latent
+    y = rms_norm(x, gain=layer["norm_attn"], eps=config.eps)
+    C_Q = rms_norm(matmul(y, layer["W_DQ"]), gain=layer["norm_CQ"], eps=EPS)
+    C_KV, K_R = matmul(y, layer["W_DKV"]).split([latent.kv_rank, latent.rope], -1)
+    C_KV = rms_norm(C_KV, gain=layer["norm_CKV"], eps=EPS)
+    Q, KV = matmul(C_Q, layer["W_UQ"]), matmul(C_KV, layer["W_UKV"])
+    O = attended(Q, KV, K_R, attend, rope, config)
+    return matmul(O.flatten(-2), layer["W_O"].flatten(0, 1))
