@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scaling.collectives.calls import pairs_of
 from scaling.shard_map.law import Call, apply_typed
-from scaling.shard_map.operands import check_dim, check_divides, check_order, tensor_of
+from scaling.shard_map.operands import check_dim, check_divides, tensor_of
 from scaling.shard_map.partial import marked, marks
 from scaling.shard_map.transport import Bound, index_of
 from scaling.shard_map.types import described_type, vary, varying
@@ -34,12 +34,7 @@ bound_here: ContextVar[Bound] = ContextVar("the mesh of the shard_map under way"
 
 def psum(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
     """The sum over the devices along the axes: varying or unreduced -> invariant. Transposes to pvary."""
-    bound, axes = here("psum", axis_name, axis_index_groups)
-
-    def of(leaf: Tensor) -> Tensor:
-        return collected(reducible("psum", leaf, axes, bound), bound, Call("psum", axes))
-
-    return each(of, x) if axes else x
+    return _combined("psum", reducible, x, axis_name, axis_index_groups)
 
 
 def pmean(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
@@ -51,23 +46,18 @@ def pmean(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
 
 def pmax(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
     """The greatest of the devices' elements: varying -> invariant. As in JAX it has no derivative."""
-    return _extreme("pmax", x, axis_name, axis_index_groups)
+    return _combined("pmax", comparable, x, axis_name, axis_index_groups)
 
 
 def pmin(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
     """The least of the devices' elements: varying -> invariant. As in JAX it has no derivative."""
-    return _extreme("pmin", x, axis_name, axis_index_groups)
+    return _combined("pmin", comparable, x, axis_name, axis_index_groups)
 
 
-def _extreme(kind: str, x: Any, axis_name: AxisNames, axis_index_groups) -> Any:
+def _combined(kind: str, ready, x: Any, axis_name: AxisNames, axis_index_groups) -> Any:
+    """One value of all devices' along the axes; `ready` says what of x, or refuses it."""
     bound, axes = here(kind, axis_name, axis_index_groups)
-
-    def of(leaf: Tensor) -> Tensor:
-        check_order(kind, leaf)
-        leaf = entering(kind, leaf, (*axes, *marks(leaf).unreduced), bound)
-        return collected(leaf, bound, Call(kind, axes))
-
-    return each(of, x) if axes else x
+    return each(lambda leaf: collected(ready(kind, leaf, axes, bound), bound, Call(kind, axes)), x) if axes else x
 
 
 def psum_scatter(
@@ -268,6 +258,13 @@ def reducible(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tens
             f"  fix: name only the axes over which it varies, or make it varying first: pvary(x, ...)"
         )
     return vary(x, axes, bound)
+
+
+def comparable(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tensor:
+    """x, ready for the greatest or least along the axes: varying over them, and no sum over others."""
+    if x.is_complex() or (x.is_floating_point() and x.dtype.itemsize == 1):
+        raise ShardingError(f"{name} of {x.dtype}\n  rule: {x.dtype} is not compared\n  fix: convert it to floats")
+    return entering(name, x, (*axes, *marks(x).unreduced), bound)
 
 
 def collected(x: Tensor, bound: Bound, call: Call) -> Tensor:

@@ -21,12 +21,6 @@ def tensor_of(leaf: Any) -> Tensor:
     return x
 
 
-def check_order(name: str, x: Tensor) -> None:
-    """ShardingError for numbers that have no greatest."""
-    if x.is_complex() or (x.is_floating_point() and x.dtype.itemsize == 1):
-        raise ShardingError(f"{name} of {x.dtype}\n  rule: {x.dtype} is not compared\n  fix: convert it to floats")
-
-
 def check_dim(name: str, dim: int, dims: int) -> int:
     if not isinstance(dim, int) or not -dims <= dim < dims:
         raise ShardingError(f"{name}: there is no dim {dim!r} among {dims}\n  fix: give an int of {-dims}..{dims - 1}")

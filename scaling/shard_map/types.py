@@ -69,8 +69,13 @@ class Checks(TorchFunctionMode):
             return func(*args, **kwargs)
         operands: Any = (args, kwargs)
         tensors = [x for x in optree.tree_leaves(operands) if isinstance(x, Tensor)]
-        after = self.marks_after(name, tensors) if name not in ASKS and any(map(marks, tensors)) else PLAIN
-        found = [varying(x, self.bound) for x in tensors]
+        found, after = [varying(x, self.bound) for x in tensors], PLAIN
+        if name not in ASKS and any(map(marks, tensors)):
+            try:
+                kinds = [marks(x) for x in tensors]
+                after = result_of(name, kinds, [each - own.axes for each, own in zip(found, kinds, strict=True)])
+            except Mismatch as mismatch:
+                self.refuse(name, tensors, *mismatch.args)
         axes = frozenset().union(*found)
         if axes and op_kind(name) == "values":
             self.refuse(
@@ -109,14 +114,6 @@ class Checks(TorchFunctionMode):
                 rule = "all devices' results have one shape: it does not depend on values"
                 self.refuse(name, tensors, rule, "torch.where(mask, x, 0), and count with mask.sum()")
             raise
-
-    def marks_after(self, name: str, tensors: list[Tensor]) -> Marks:
-        """What a function's result is unreduced and reduced over."""
-        found = [marks(x) for x in tensors]
-        try:
-            return result_of(name, found, [varying(x, self.bound) - marks(x).axes for x in tensors])
-        except Mismatch as mismatch:
-            self.refuse(name, tensors, *mismatch.args)
 
     def derivative(self, func, name: str, args, kwargs):
         """torch.autograd.grad and jvp's _make_dual: a tangent is of its value's type, a cotangent of the dual one."""
