@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import tree
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.cost import transformer as tm
 from scaling.mesh import Mesh
 from scaling.models import transformer as model
@@ -21,6 +21,7 @@ from scaling.train.evaluate import local
 
 SMALL = Config("small", 2, 32, 48, 4, 2, 8, 64)
 RICH = SMALL.with_(name="rich", attention_bias=True, output_bias=True, qk_norm=True, tied=True, window=(None, 5))
+LATENT = SMALL.with_(name="latent", K=4, latent=Latent(q_rank=16, kv_rank=8, nope=6, rope=4, value=8))
 B, T = 4, 16
 
 
@@ -54,8 +55,13 @@ def compared(mesh, config, microbatches=1):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "config", "microbatches"),
-    [({"X": 2, "Y": 2}, RICH, 2), ({"C": 2, "Y": 2}, SMALL, 1), ({"Z": 2, "X": 2}, SMALL, 2)],
-    ids=["X, Y", "C, Y", "Z, X"],
+    [
+        ({"X": 2, "Y": 2}, RICH, 2),
+        ({"X": 2, "Y": 2}, LATENT, 2),
+        ({"C": 2, "Y": 2}, SMALL, 1),
+        ({"Z": 2, "X": 2}, SMALL, 2),
+    ],
+    ids=["X, Y", "latent", "C, Y", "Z, X"],
 )
 def test_gradients_are_the_same_to_the_bit(ranks, sizes, config, microbatches):
     for found in ranks(compared, sizes, config, microbatches):

@@ -29,18 +29,20 @@ from scaling.strategies.tape import vjp
 from scaling.strategies.transformer import heads
 from scaling.strategies.transformer.experts import experts, experts_backward
 from scaling.strategies.transformer.heads import own_heads
+from scaling.strategies.transformer.latent import latent_attention, latent_attention_backward
 
 Values = dict[str, Any]
 Halves = tuple[Values, Values]  # what is saved of attention, and of the MLP
 
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
 ATTENDED = frozenset({"O", "pull", "r_Q", "r_K"})  # dot-product attention
-BETWEEN = ATTENDED | {"y", "r", "Act", "Open"}  # and all else that lies between the matmuls
+LATENTS = frozenset({"C_Q", "C_KV", "r_CQ", "r_CKV"})  # normed and gathered
+BETWEEN = ATTENDED | LATENTS | {"y", "r", "Act", "Open"}  # and all else that lies between the matmuls
 REMAT = {  # what is not kept for the backward, by policy: the further down, the less is kept
     "none": frozenset(),
     "attention": ATTENDED,
     "matmuls": BETWEEN,
-    "block": BETWEEN | {"Q", "K", "V", "mid", "Tmp", "Gate"},  # all but the layer's input
+    "block": BETWEEN | {"Q", "K", "V", "KV", "A_Q", "A_KV", "mid", "Tmp", "Gate"},  # all but the layer's input
 }
 VJPS = {  # (dy, x) -> dx of each activation, in one kernel
     "silu": torch.ops.aten.silu_backward,
@@ -82,13 +84,13 @@ class Context(NamedTuple):
 def dropped(remat: str, config: Config) -> frozenset[str]:
     """The names of `saved` that this policy does not keep."""
     names = REMAT[remat]
-    on_tape = {"Q", "K", "V"} if "pull" not in names and not config.qk_norm else set()  # as attention's own operands
-    return names | on_tape
+    on_tape = "pull" not in names and not config.qk_norm  # as attention's own operands
+    return names | ({"Q", "K", "V", "KV"} if on_tape else set())
 
 
 def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
     """x[B_PXE, T_CY, D] -> (x, the experts' terms Loss[] {U_PXECY} or None, saved without the names in `gone`)."""
-    Attn, a = attention(W, {"x": x}, at)
+    Attn, a = (latent_attention if at.config.latent else attention)(W, {"x": x}, at)
     mid = x + at.drop(Attn, "attention")
     Out, extra, m = experts(W, {"mid": mid}, at) if at.config.moe else mlp(W, {"mid": mid}, at)
     a, m = ({name: value for name, value in values.items() if name not in gone} for values in (a, m))
@@ -105,12 +107,13 @@ def layer_backward(
     """
     a, m = saved
     if "mid" not in m:
-        Attn, a = attention(W, a, at)
+        Attn, a = (latent_attention if at.config.latent else attention)(W, a, at)
         m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
     dOut = at.drop(dx, "mlp")
     dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if at.config.moe else mlp_backward(W, dOut, m, at, into)
     dMid = dMid.add_(dx)
-    dIn, dW = attention_backward(W, at.drop(dMid, "attention"), a, at, into)
+    back = latent_attention_backward if at.config.latent else attention_backward
+    dIn, dW = back(W, at.drop(dMid, "attention"), a, at, into)
     dW = dW | dW_mlp
     return dIn.add_(dMid), {name: dW[name] for name in W}
 

@@ -58,15 +58,18 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             f"  rule: the axes are {', '.join(AXES)}: pods, stages, data, context, tensor, experts\n"
             "  fix: rename the axis to one of these"
         )
-    if config.latent:
-        raise ShardingError(
-            f"{config.name}: W_UQ[R, N_Y, A] of latent attention is not trained on a mesh\n"
-            "  rule: a layer's lines are those of heads with keys of their own\n"
-            "  fix: train it on one device with scaling.models.transformer, or choose a model without a latent"
-        )
     X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
     wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features")]
     wanted += [("D", config.D, X, "model dims")] if zero == 3 else []  # else no param is split over X
+    if config.latent and zero == 3:
+        wanted += [("R", config.latent.q_rank, X, "of the queries' rank")]
+        wanted += [("C", config.latent.kv_rank, X, "of the keys' and values' rank")]
+    if config.latent and config.latent.value > config.latent.nope + config.latent.rope:
+        raise ShardingError(
+            f"{config.name}: V[B, T, N, {config.latent.value}] of latent attention is wider than its keys\n"
+            "  rule: kernels of attention take heads of one width, to which values are padded\n"
+            "  fix: give a value of at most nope + rope"
+        )
     check_divided(config, Y, [*wanted, ("E", config.E, E, "experts")])
 
 

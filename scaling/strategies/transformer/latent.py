@@ -1,0 +1,103 @@
+"""Multi-head latent attention in place of a Transformer layer's attention: ranks whole, heads over Y.
+
+A latent is much narrower than the residual stream: R and M = C + rope against D. So the products with W_DQ and W_DKV,
+which are whole on every rank, are computed where the stream lies, along the sequence T_CY, and the latents are gathered
+over Y, not the stream. The rotary part of the keys, K_R, is shared by all heads: replicated over Y where it is used.
+By the law of cotangents its gradient is unreduced there, the sum over this rank's heads alone, and is reduced once,
+with those of the latents. The heads in between are `scaling.models.latent.attended`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaling.collectives import einsum, wait
+from scaling.models.latent import EPS, attended
+from scaling.models.pointwise import gained_norm, gained_norm_vjp
+from scaling.strategies.axes import all_gather, reduce_scatter
+from scaling.strategies.tape import vjp
+
+
+def latent_attention(W: dict, s: dict, at: Any) -> tuple[Tensor, dict]:
+    """(Attn[B_PXE, T_CY, D], s) of the residual stream s["x"]; heads over Y."""
+    s = latent_heads(W, s, at)
+    Attn = einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", s["O"], W["W_O"])
+    return reduce_scatter("Attn[B_PXE, T_C, D] {U_Y} -> Attn[B_PXE, T_CY, D]", Attn, at.mesh), s  # on the critical path
+
+
+def latents(W: dict, s: dict, at: Any) -> dict:
+    """C_Q[B_PXE, T_C, R] and C_KV[B_PXE, T_C, M], of which the last `rope` are K_R, and what they are made of."""
+    rank = at.config.latent.kv_rank
+    if "y" not in s:
+        y, r = gained_norm(s["x"], W["norm_attn"], at.config.eps)
+        s = s | {"y": y, "r": r}
+    if "A_Q" not in s:
+        A_Q = einsum("y[B_PXE, T_CY, D] * W_DQ[D, R] -> A_Q[B_PXE, T_CY, R]", s["y"], W["W_DQ"])
+        A_KV = einsum("y[B_PXE, T_CY, D] * W_DKV[D, M] -> A_KV[B_PXE, T_CY, M]", s["y"], W["W_DKV"])
+        s = s | {"A_Q": A_Q, "A_KV": A_KV}
+    if "C_Q" in s:
+        return s
+    C_Q, r_Q = gained_norm(s["A_Q"], W["norm_CQ"], EPS)
+    C_KV, r_KV = gained_norm(s["A_KV"][..., :rank], W["norm_CKV"], EPS)
+    C_KV = torch.cat([C_KV, s["A_KV"][..., rank:]], -1)
+    C_Q = all_gather("C_Q[B_PXE, T_CY, R] -> C_Q[B_PXE, T_C, R]", C_Q, at.mesh)  # on the critical path
+    C_KV = all_gather("C_KV[B_PXE, T_CY, M] -> C_KV[B_PXE, T_C, M]", C_KV, at.mesh)  # on the critical path
+    return s | {"C_Q": C_Q, "C_KV": C_KV, "r_CQ": r_Q, "r_CKV": r_KV}
+
+
+def latent_heads(W: dict, s: dict, at: Any) -> dict:
+    """What latent_attention_backward needs, from x[B_PXE, T_CY, D]: what is in `s` already is not computed again."""
+    latent, s = at.config.latent, latents(W, s, at)
+    if "O" in s:
+        return s
+    C_KV, K_R = s["C_KV"].split([latent.kv_rank, latent.rope], -1)
+    if "Q" not in s:
+        Q = einsum("C_Q[B_PXE, T_C, R] * W_UQ[R, N_Y, A] -> Q[B_PXE, T_C, N_Y, A]", s["C_Q"], W["W_UQ"])
+        KV = einsum("C_KV[B_PXE, T_C, C] * W_UKV[C, N_Y, W] -> KV[B_PXE, T_C, N_Y, W]", C_KV, W["W_UKV"])
+        s = s | {"Q": Q, "KV": KV}
+
+    def attend(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+        """Kernels that hold no scores take heads of one width."""
+        return at.attend(Q, K, F.pad(V, (0, Q.shape[-1] - V.shape[-1])))[..., : V.shape[-1]]
+
+    def heads(Q: Tensor, KV: Tensor, K_R: Tensor) -> Tensor:
+        return attended(Q, KV, K_R, attend, at.rope, at.config)
+
+    O, pull = vjp(heads, s["Q"], s["KV"], K_R)  # each head by itself: nothing is sent
+    return s | {"O": O, "pull": pull}
+
+
+def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any, into: Callable) -> tuple[Tensor, dict]:
+    """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
+    mesh, rank = at.mesh, at.config.latent.kv_rank
+    s, dW = latent_heads(W, s, at), {}
+    dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
+    dO = einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
+    dQ, dKV, dK_R = s["pull"](dO)  # dK_R[B_PXE, T_C, rope] {U_Y}: of this rank's heads
+    dC_Q = einsum("dQ[B_PXE, T_C, N_Y, A] * W_UQ[R, N_Y, A] -> dC_Q[B_PXE, T_C, R] {U_Y}", dQ, W["W_UQ"])
+    dC_Q = reduce_scatter("dC_Q[B_PXE, T_C, R] {U_Y} -> dC_Q[B_PXE, T_CY, R]", dC_Q, mesh, async_op=True)
+    dC_KV = einsum("dKV[B_PXE, T_C, N_Y, W] * W_UKV[C, N_Y, W] -> dC_KV[B_PXE, T_C, C] {U_Y}", dKV, W["W_UKV"])
+    dC_KV = torch.cat([dC_KV, dK_R], -1)
+    dC_KV = reduce_scatter("dC_KV[B_PXE, T_C, M] {U_Y} -> dC_KV[B_PXE, T_CY, M]", dC_KV, mesh, async_op=True)
+    line = "O[B_PXE, T_C, N_Y, H] * dAttn[B_PXE, T_C, D] -> dW_O[N_Y, H, D] {U_PXEC}"
+    dW["W_O"] = einsum(line, s["O"], dAttn, **into("W_O"))
+    line = "C_Q[B_PXE, T_C, R] * dQ[B_PXE, T_C, N_Y, A] -> dW_UQ[R, N_Y, A] {U_PXEC}"
+    dW["W_UQ"] = einsum(line, s["C_Q"], dQ, **into("W_UQ"))
+    line = "C_KV[B_PXE, T_C, C] * dKV[B_PXE, T_C, N_Y, W] -> dW_UKV[C, N_Y, W] {U_PXEC}"
+    dW["W_UKV"] = einsum(line, s["C_KV"][..., :rank], dKV, **into("W_UKV"))
+    dA_Q, dW["norm_CQ"] = gained_norm_vjp(s["A_Q"], W["norm_CQ"], s["r_CQ"], wait(dC_Q))
+    dC_KV, dK_R = wait(dC_KV).tensor_split([rank], -1)
+    dA_KV, dW["norm_CKV"] = gained_norm_vjp(s["A_KV"][..., :rank], W["norm_CKV"], s["r_CKV"], dC_KV)
+    dA_KV = torch.cat([dA_KV, dK_R], -1)
+    dy = einsum("dA_Q[B_PXE, T_CY, R] * W_DQ[D, R] -> dy[B_PXE, T_CY, D]", dA_Q, W["W_DQ"])
+    line = "dA_KV[B_PXE, T_CY, M] * W_DKV[D, M] -> dy[B_PXE, T_CY, D]"
+    dy = einsum(line, dA_KV, W["W_DKV"], out=dy, add=True)
+    line = "y[B_PXE, T_CY, D] * dA_Q[B_PXE, T_CY, R] -> dW_DQ[D, R] {U_PXECY}"
+    dW["W_DQ"] = einsum(line, s["y"], dA_Q, **into("W_DQ"))
+    line = "y[B_PXE, T_CY, D] * dA_KV[B_PXE, T_CY, M] -> dW_DKV[D, M] {U_PXECY}"
+    dW["W_DKV"] = einsum(line, s["y"], dA_KV, **into("W_DKV"))
+    dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], dy)
+    return dx, dW
