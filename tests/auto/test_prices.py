@@ -8,8 +8,11 @@ import torch
 from scaling import auto
 from scaling.algebra import matmul, reshard
 from scaling.algebra.planner import all_layouts
+from scaling.book.largest import largest
+from scaling.collectives.plans import run_step
 from scaling.explicit.cheapest import spec_of
 from scaling.mesh import AbstractMesh
+from scaling.trace import trace
 
 MESHES = [{"X": 2, "Y": 4}, {"X": 2, "Y": 2, "Z": 2}]
 SHAPE = (64, 128)
@@ -19,6 +22,7 @@ def text(at) -> str:
     return str(spec_of(at, "A"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_price_is_what_is_sent(sizes):
     """Of every pair of layouts; and never more than `reshard` sends, which leaves idle axes alone; explicit mode
@@ -38,6 +42,24 @@ def test_price_is_what_is_sent(sizes):
     assert less > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "pairs"), [(MESHES[0], 18**2), (MESHES[1], 92**2)], ids=str)
+def test_every_step_sends_its_price(sizes, pairs):
+    """Of all plans between two layouts, sums that are made included: what a trace sees the busiest rank send."""
+    mesh, every = AbstractMesh(sizes), all_layouts(SHAPE, sizes, tuple(sizes), tuple(sizes))
+    plans = [reshard(spec_of(a), spec_of(b), SHAPE, mesh, idle=True) for a, b in itertools.product(every, every)]
+    assert len(plans) == pairs
+    ranks = [AbstractMesh(sizes, mesh.coord_of(rank)) for rank in range(8)]
+    for step in {step for plan in plans for step in plan.steps}:
+        x, sent = torch.empty(step.before.local_shape(SHAPE, mesh), device="meta"), []
+        for rank in ranks:
+            with trace() as log:
+                run_step(step, [x], rank)
+            sent.append(sum(event.wire_bytes for event in log.events))
+        assert largest(sent) == step.wire_bytes(SHAPE, mesh, x.dtype), step
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_a_product_never_sends_more_than_matmul_plans(sizes):
     mesh, (I, J, K) = AbstractMesh(sizes), (64, 128, 32)
