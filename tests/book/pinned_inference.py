@@ -35,6 +35,13 @@ INFERENCE = {
         "C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =": 16 * 8192 / 45e3,
         "C 8 ways on a line, as 8 of a v5e without wraparound": 7 * 45 / (7 / 8),
     },
+    "07_attention_by_data": {
+        "Bytes of a token's latent cache, all layers, bf16": 2 * 61 * (512 + 64),
+        "Copies of it with heads over 64": 64,
+        "Attention by data is faster at context 1024 from a batch of": 256,
+        "... at context 4096": 64,
+        "Rows that an expert gets of 4,096 tokens, on average": 4096 * 8 / 256,
+    },
     "07_engine": {
         "Host DRAM of 8 v5e for prefixes: caches of 8k tokens": 360,  # 450 x 2^30 / (8192 x 163,840)
     },

@@ -105,6 +105,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         53248 / 2 / 8 * 9e10 / 8.2e11,
         ["heads_batch AllReduce", "all hold"],
     ),
+    "07_attention_by_data": (
+        ["1,024 64 6.7 7.4 7.9 10.8 14.8"],
+        16384 * 8 / 256,
+        ["on E=1, Y=4, 16 requests", "all hold"],
+    ),
     "07_engine": (
         ["Six requests, 0.53 s across"],
         1e3 * (32 * 4096 + 1000) * 163_840 / (16 * 8.2e11) + 1e3 * 2 * 1032 * 69_503_033_344 / (16 * 1.97e14),

@@ -1,0 +1,144 @@
+# %% [markdown]
+"""Part 7, beyond the book: attention by data, experts over all ranks, as DeepSeek-V3 is served.
+https://jax-ml.github.io/scaling-book/inference
+
+A latent cache is of all heads together: with heads over Y each rank along Y has the whole of it. So DeepSeek-V3
+(arXiv:2412.19437, section 3.4.2) splits requests instead, each with its whole cache on few ranks, and spreads experts
+over all ranks: tokens go to the experts that they chose, as many as it happens to be, and come back.
+"""
+
+# %%
+import torch
+
+from scaling import serve, tree
+from scaling.book.answers import Answer
+from scaling.book.listing import difference, lines
+from scaling.book.page import Page
+from scaling.configs import Config, get
+from scaling.cost import decoding
+from scaling.hardware import chip
+from scaling.models import transformer
+from scaling.plan.serve import Service, ServingPlan
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="E=2,Y=2", device=True, seed=True, plot=True)
+E, Y = page.args.mesh["E"], page.args.mesh["Y"]
+B, S = 4 * E * Y, 16
+config = Config("small", 2, 32, 48, 2 * Y, Y, 8, 32 * Y, E=2 * E * Y, k=2)
+
+# %% [markdown]
+# ## One block, line by line
+# Attention has this rank's requests, B_E, and its heads, N_Y. Before the experts the ranks along Y, which hold the
+# same requests, take a share of them each, B_EY: a slice, for which nothing is sent. Then two AllToAlls over all
+# ranks, whose rows are as many as the router says, and an AllGather of the result over Y. Look at `Row`: R is another
+# number for each rank and expert.
+
+
+# %%
+def problem():
+    g = torch.Generator().manual_seed(page.args.seed)
+    return transformer.init(config, page.args.seed, torch.float64), torch.randint(0, config.V, (B, S), generator=g)
+
+
+def served(params, tokens, mesh=None, form="heads"):
+    """(logits of a prompt and of two tokens after it, what the last step sent)."""
+    cache, seen, logs = serve.init_cache(config, B, S, mesh=mesh, form=form), [], []
+    logits, cache = serve.prefill(params, tokens[:, : S - 2], cache, config, mesh, form=form)
+    for step in (S - 2, S - 1):
+        seen.append(logits)
+        with trace() as log:
+            logits, cache = serve.decode(params, tokens[:, step], cache, config, mesh, form=form)
+        logs.append(log)
+    return torch.stack([*seen, logits], 1), logs[-1]
+
+
+def compared(mesh) -> dict:
+    """By form: how far from one device, the lines of a step, and [(array, op, V)] of what it sends."""
+    params, tokens = (tree.map(lambda x: x.to(mesh.device), part) for part in problem())
+    whole, found = served(params, tokens)[0], {}
+    for form in ("heads", "experts"):
+        mine = tree.shard(params, serve.specs(config, mesh, form=form), mesh)
+        logits, log = served(mine, tokens, mesh, form)
+        sent = [(e.before.name, e.op, e.nbytes) for e in log.collectives() if mesh.size(e.axes) > 1]
+        found[form] = difference(logits, whole, mesh), lines(log), sent
+    return found
+
+
+ran = page.on_ranks(compared)
+first = [row for row in ran["experts"][1] if row[1]]
+start = next(i for i, row in enumerate(first) if "load" in row[0]) - (Y > 1)
+page.title(f"What a layer sends, on E={E}, Y={Y}, {B} requests, float64")
+page.table([row[:3] for row in first[start : start + 4 + 2 * (Y > 1)]], ["line", "V bytes", "sent"])
+page.say()
+page.equal([(form, off, 1e-12) for form, (off, *_) in ran.items()])
+
+# %% [markdown]
+# ## Which of the two sends less
+# The form "heads" on the same mesh has experts over E and their features over Y: each token's row goes to all Y ranks
+# of a group, and the partial sums come back and are reduced. Whole experts spread the same rows over Y times as many
+# ranks. V of the AllToAll is the same, B k D; a rank sends its part of it, B k D / (E Y), for B k D / E. The table has
+# a step's collectives by the closed form, and as traced; rows of experts are as many as the router made, so their V is
+# not compared.
+
+# %%
+rows = []
+for form in ran:
+    for op in ("AllGather", "AllReduce", "AllToAll"):
+        moved = decoding.collectives(form, config, B, page.args.mesh, dtype="fp64")
+        closed = sum(m.nbytes * m.times for m in moved if m.op == op and m.what != "tokens to experts")
+        ours = sum(V for name, kind, V in ran[form][2] if kind == op and (kind != "AllToAll" or name == "n"))
+        rows.append((form, op, closed, ours))
+page.same(rows, ["form", "collective", "closed form", "traced"])
+
+# %% [markdown]
+# ## When it beats heads over Y
+# DeepSeek-V3 on 64 H800 in fp8 with a bf16 cache, ms of a step by the planner's bound, a star where it does not fit.
+# Every row is a batch at a context; with Y=1 the two forms are one. Heads over all 64 ranks keep 64 copies of the
+# latent cache: they win only for few and short requests, where a step is reading weights. The more requests there are,
+# and the longer they are, the smaller Y is best.
+
+# %%
+V3, H800 = get("deepseek-v3"), chip("h800")
+WAYS = {"heads,\nY=64": ("heads", 64, 1), "heads,\nY=8 E=8": ("heads", 8, 8), "experts,\nY=8 E=8": ("experts", 8, 8),
+        "experts,\nY=2 E=32": ("experts", 2, 32), "heads,\nE=64": ("heads", 1, 64)}  # fmt: skip
+BATCHES = (64, 256, 1024, 4096)
+
+
+def way(context: int, batch: int, form: str, Y: int, E: int) -> ServingPlan:
+    service = Service(V3, context, weights="fp8", kv="bf16", compute="fp8")
+    return ServingPlan(service, H800, (64,), form, (("Y", Y), ("E", E)), batch)
+
+
+def cell(one: ServingPlan) -> str:
+    return f"{1e3 * one.step.seconds:,.1f}{'' if one.fits else ' *'}"
+
+
+page.title("ms of a decode step")
+page.table([(context, batch, *(cell(way(context, batch, *each)) for each in WAYS.values()))
+            for context in (1024, 4096, 32768) for batch in BATCHES], ["context", "batch", *WAYS])  # fmt: skip
+page.chart("attention-by-data", {name.replace("\n", " "): [(b, 1e3 * way(4096, b, *each).step.seconds) for b in BATCHES]
+                                 for name, each in WAYS.items()}, "batch", "ms", "a step at context 4096")  # fmt: skip
+
+
+def crossing(context: int) -> int:
+    """The smallest batch, a multiple of 64, from which attention by data over 64 ranks is faster than heads over 64."""
+    return next(b for b in range(64, 8192, 64) if way(context, b, "heads", 1, 64).step.seconds
+                < way(context, b, "heads", 64, 1).step.seconds)  # fmt: skip
+
+
+latent = V3.latent
+page.answers([
+    Answer("Bytes of a token's latent cache, all layers, bf16", "", 2 * V3.L * (latent.kv_rank + latent.rope), "",
+           "2 L (kv_rank + rope)"),
+    Answer("Copies of it with heads over 64", "", way(4096, 64, "heads", 64, 1).copies, "", "one on each rank"),
+    Answer("Attention by data is faster at context 1024 from a batch of", "", crossing(1024), "", "multiples of 64"),
+    Answer("... at context 4096", "", crossing(4096), "", "multiples of 64"),
+    Answer("Rows that an expert gets of 4,096 tokens, on average", "", 4096 * V3.k / V3.E, "", "B k / E"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `weights="fp8"` by `weights="bf16"`. Which mesh is now the best for few requests, and why?
+# 2. Question: how many rows does an expert get of 16,384 tokens? Evaluate `16384 * V3.k / V3.E`.
+# 3. Flag: run with `--mesh E=1,Y=4`. All ranks have the same requests: what does "experts" still save?
