@@ -204,10 +204,10 @@ def kv_cache_bytes(config: Config, tokens: int = 1, dtype: Any = "bf16") -> floa
 def saved_widths(config: Config, remat: str) -> dict[str, int]:
     """Per token and layer, the elements that the backward pass finds saved, by array (Part 4, Gradient checkpointing).
 
-    "block": the layer's input. "matmuls": the outputs of the seven big matmuls; as the residual stream they are
-    added to is what is kept, W_out's stands in the next layer's input. "none": everything that a gradient reads, with
-    an attention kernel that keeps its output and one statistic a head rather than the [T, S] scores; "attention": all
-    of that but what this kernel keeps.
+    "block": the layer's input. "matmuls": the outputs of the seven big matmuls, eight with latents; as the residual
+    stream they are added to is what is kept, W_out's stands in the next layer's input. "none": everything that a
+    gradient reads, with an attention kernel that keeps its output and one statistic a head rather than the [T, S]
+    scores; "attention": all of that but what this kernel keeps.
     """
     if remat not in POLICIES:
         raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(POLICIES)}")
@@ -216,11 +216,15 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     block = {"In": D}
     if remat == "block":
         return block
-    matmuls = block | {"Q": Q, "K": KV, "V": KV, "Attn": D, "Tmp": (config.matrices - 1) * F}
+    heads, norms = {"Q": Q, "K": KV, "V": KV}, 2 * D
+    if config.latent:  # beside the heads' the latents, as they come and as they are normed
+        s, N = config.sizes, config.N
+        heads, norms = {"A_Q": s["R"], "A_KV": s["M"], "Q": N * s["A"], "KV": N * s["W"]}, norms + s["R"] + s["C"]
+    matmuls = block | heads | {"Attn": D, "Tmp": (config.matrices - 1) * F}
     if remat == "matmuls":
         return matmuls
     attended = {"heads": Q, "statistics": config.N} if remat != "attention" else {}  # Q and K are kept as rotated
-    return matmuls | {"norms": 2 * D} | attended | {"activation": F, "product": F if config.gated else 0}
+    return matmuls | {"norms": norms} | attended | {"activation": F, "product": F if config.gated else 0}
 
 
 def saved_bytes(config: Config, tokens: int, remat: str, dtype="bf16") -> float:
