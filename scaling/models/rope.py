@@ -43,7 +43,7 @@ def tables(positions: Tensor, H: int, theta: float, scaling: RopeScaling | None 
     Plane i has its cosine at i and i + H/2, its sine there with the signs -, +: what `rotate` multiplies by.
     """
     angles = positions[..., None] * frequencies(H, theta, scaling, positions.device)
-    length = _length(scaling)
+    length = _length(scaling) if scaling else 1.0
     cos, sin = (length * angles.cos()).to(dtype), (length * angles.sin()).to(dtype)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
@@ -53,9 +53,9 @@ def magnitude(scaling: RopeScaling | None) -> float:
     return _scale(scaling.factor, scaling.mscale_all) if scaling and scaling.kind == "yarn" else 1.0
 
 
-def _length(scaling: RopeScaling | None) -> float:
+def _length(scaling: RopeScaling) -> float:
     """What yarn multiplies the rotated dims by: 0.1 ln(factor) + 1 (Peng et al. 2023, arxiv.org/abs/2309.00071)."""
-    if scaling is None or scaling.kind != "yarn":
+    if scaling.kind != "yarn":
         return 1.0
     if scaling.mscale and scaling.mscale_all:
         return _scale(scaling.factor, scaling.mscale) / _scale(scaling.factor, scaling.mscale_all)
