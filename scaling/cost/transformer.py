@@ -55,7 +55,7 @@ def einsum_flops(equation: str, *shapes: tuple[int, ...]) -> int:
 
 
 def attention_params(config: Config) -> int:
-    """Of one layer: W_Q, W_K, W_V, W_O: 2D(N+K)H; with latent attention its low-rank factors and their two norms."""
+    """Of one layer: W_Q, W_K, W_V, W_O: 2D(N+K)H; with latent attention its low-rank factors."""
     if (latent := config.latent) is None:
         return 2 * config.D * (config.N + config.K) * config.H
     D, N = config.D, config.N

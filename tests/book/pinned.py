@@ -122,6 +122,16 @@ PINNED = INFERENCE | {
     "05_dp": {},
     "05_fsdp": {},
     "05_fsdp_tp": {},
+    "05_latent_attention": {
+        "DeepSeek-V3: latents gathered over Y, for D of heads": (1536 + 576) / 7168,
+        "... bytes over Y of a layer's attention, forward and backward, for those of heads": (2112 + 7168) / 2 / 7168,
+        "Params of its attention, one layer": (
+            7168 * 2112 + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+        ) / 1e6,
+        "... with a key and a value for each of 128 heads": 4 * 7168 * 128 * 128 / 1e6,
+        "Bytes of a token in the cache, bf16, all layers": 2 * 61 * 576,
+        "... with keys and values": 2 * 128 * 128 / 576,
+    },
     "05_moe": {"DeepSeek-V3's experts over 64 H100: F >": 990e12 / 400e9 * (64 - 8) / 8},
     "05_muon": {
         "FLOPs of Newton-Schulz of W_in[8192, 28672]": 5 * (4 * 8192**2 * 28672 + 2 * 8192**3) / 1e12,

@@ -33,6 +33,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         ["Forward on X=1, Y=4", "Z=1, Y=4", "all hold"],
     ),
     "05_muon": (["1e-12 NO", "1 FAILED: on_shards"], 5 * (4 * 4096**2 * 14336 + 2 * 4096**3), ["on X=2", "all hold"]),
+    "05_latent_attention": (["1e-11 NO dW_DKV", "1 FAILED: dW_DQ"], 7168 - 576, ["on X=1, Y=4", "all hold"]),
     "05_moe": (["1e-11 NO dW_in", "FAILED: drouter"], 990e12 / 3.4e12 * 32, ["forward on 2 ranks", "all hold"]),
     "03_sharding": (
         ["AllToAll_Y(A[B_Y, D_X])", "A[B_Y, D_X] P('Y', 'X') [8, 256] [4, 64]"],

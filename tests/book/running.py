@@ -33,6 +33,7 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "05_moe",
     "05_transformer",
     "05_muon",
+    "05_latent_attention",
     "05_when_bound",
     "06_applied_training",
     "06_train_llama",

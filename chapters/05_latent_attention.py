@@ -1,0 +1,219 @@
+# %% [markdown]
+"""Part 5, beyond the book: latent attention on a mesh, as DeepSeek-V2 and V3 train it.
+https://jax-ml.github.io/scaling-book/training
+
+Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) sends queries, and keys and values together,
+through low ranks. What comes out of the keys' one is all that a cache has to hold. The rotary part of the keys, K_R, is
+one for all heads: with heads over Y it is replicated, and its gradient is a partial sum on every rank.
+"""
+
+# %%
+import torch
+
+from scaling.book.answers import Answer
+from scaling.book.listing import difference, lines
+from scaling.book.page import Page
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard, unshard
+from scaling.configs import Config, Latent, get
+from scaling.cost import transformer as tm
+from scaling.models.attention import sdpa
+from scaling.models.latent import attended, latent_block
+from scaling.models.pointwise import rms_norm
+from scaling.models.rope import tables
+from scaling.spec import parse
+from scaling.trace import trace
+
+page = Page(__doc__, mesh="X=2,Y=2", seed=True)
+X, Y = page.args.mesh["X"], page.args.mesh["Y"]
+B, T, latent = 2 * X, 8 * Y, Latent(q_rank=6 * X, kv_rank=4 * X, nope=6, rope=4, value=8)
+config = Config("tiny", L=1, D=16 * X, F=24, N=2 * Y, K=2 * Y, H=8, V=16, latent=latent)
+SPECS = {
+    "x": "x[B_X, T_Y, D]",
+    "W_DQ": "W_DQ[D_X, R]",
+    "W_DKV": "W_DKV[D_X, M]",
+    "W_UQ": "W_UQ[R_X, N_Y, A]",
+    "W_UKV": "W_UKV[C_X, N_Y, W]",
+    "W_O": "W_O[N_Y, H, D_X]",
+}
+SIZES = config.sizes | {"B": B, "T": T}
+LIMIT = 1e-11
+
+# %% [markdown]
+# ## The letters
+# R and C are the ranks of queries and of keys and values; M = C + rope is what the cache holds of a token. A head's
+# query has A = nope + rope dims; W = nope + value is what a head makes of the latent. Look at the widths of
+# DeepSeek-V3: the latents are a fraction of D, the heads' A and W are not.
+
+# %%
+V3 = get("deepseek-v3")
+ours, theirs = config.sizes, V3.sizes
+page.title("Widths")
+page.table([(dim, ours[dim], theirs[dim]) for dim in ("D", "R", "C", "M", "N", "A", "W", "H")],
+           ["dim", "here", "DeepSeek-V3"])  # fmt: skip
+
+# %% [markdown]
+# ## Attention, line by line
+# The products with W_DQ and W_DKV come first, where the stream lies, along the sequence T_Y; what is gathered over Y
+# is their results, R + M numbers a token, not D. From there on it is tensor parallelism: heads over Y, each by itself.
+
+
+# %%
+def gathered(W, mesh):
+    """What can be done ahead of time: the weights, whole along what X splits."""
+    return {
+        "W_DQ": all_gather("W_DQ[D_X, R] -> W_DQ[D, R]", W["W_DQ"], mesh),
+        "W_DKV": all_gather("W_DKV[D_X, M] -> W_DKV[D, M]", W["W_DKV"], mesh),
+        "W_UQ": all_gather("W_UQ[R_X, N_Y, A] -> W_UQ[R, N_Y, A]", W["W_UQ"], mesh),
+        "W_UKV": all_gather("W_UKV[C_X, N_Y, W] -> W_UKV[C, N_Y, W]", W["W_UKV"], mesh),
+        "W_O": all_gather("W_O[N_Y, H, D_X] -> W_O[N_Y, H, D]", W["W_O"], mesh),
+    }
+
+
+# %% [markdown]
+# Then the lines on the critical path. Look at K_R: it comes out of the same product as C_KV, but has no heads, so every
+# rank along Y holds the same.
+
+
+# %%
+def attention(W, x, mesh):
+    """x[B_X, T_Y, D] -> Attn[B_X, T_Y, D]."""
+    y = rms_norm(x, eps=config.eps)
+    A_Q = einsum("y[B_X, T_Y, D] * W_DQ[D, R] -> A_Q[B_X, T_Y, R]", y, W["W_DQ"])
+    A_KV = einsum("y[B_X, T_Y, D] * W_DKV[D, M] -> A_KV[B_X, T_Y, M]", y, W["W_DKV"])
+    C_Q, (C_KV, K_R) = rms_norm(A_Q, eps=1e-6), A_KV.split([latent.kv_rank, latent.rope], -1)
+    C_Q = all_gather("C_Q[B_X, T_Y, R] -> C_Q[B_X, T, R]", C_Q, mesh)  # on the critical path
+    C_KV = all_gather("C_KV[B_X, T_Y, C] -> C_KV[B_X, T, C]", rms_norm(C_KV, eps=1e-6), mesh)  # on the critical path
+    K_R = all_gather("K_R[B_X, T_Y, I] -> K_R[B_X, T, I]", K_R, mesh)  # the same for all heads
+    Q = einsum("C_Q[B_X, T, R] * W_UQ[R, N_Y, A] -> Q[B_X, T, N_Y, A]", C_Q, W["W_UQ"])
+    KV = einsum("C_KV[B_X, T, C] * W_UKV[C, N_Y, W] -> KV[B_X, T, N_Y, W]", C_KV, W["W_UKV"])
+    O = attended(Q, KV, K_R, sdpa, ROPE, config)  # each head by itself: nothing is sent
+    Attn = einsum("O[B_X, T, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_X, T, D] {U_Y}", O, W["W_O"])
+    return reduce_scatter("Attn[B_X, T, D] {U_Y} -> Attn[B_X, T_Y, D]", Attn, mesh)  # on the critical path
+
+
+ROPE = tables(torch.arange(T), latent.rope, config.theta, None, torch.float64)
+
+# %% [markdown]
+# Its derivative needs no lines: each collective has its dual. What is left to do late is what the types say: a
+# weight's gradient is unreduced over each axis that splits the tokens and not the weight. W_DQ and W_DKV meet tokens
+# that are split over Y as well, so theirs is {U_XY}. All must equal one device.
+
+
+# %%
+def reduced(dW, mesh):
+    """What can be done late: to the types of the weights."""
+    A, M = "dW_DQ[D, R] {U_XY} -> dW_DQ[D, R] {U_X}", "dW_DKV[D, M] {U_XY} -> dW_DKV[D, M] {U_X}"
+    dW |= {"W_DQ": all_reduce(A, dW["W_DQ"], mesh), "W_DKV": all_reduce(M, dW["W_DKV"], mesh)}
+    return {
+        "W_DQ": reduce_scatter("dW_DQ[D, R] {U_X} -> dW_DQ[D_X, R]", dW["W_DQ"], mesh),
+        "W_DKV": reduce_scatter("dW_DKV[D, M] {U_X} -> dW_DKV[D_X, M]", dW["W_DKV"], mesh),
+        "W_UQ": reduce_scatter("dW_UQ[R, N_Y, A] {U_X} -> dW_UQ[R_X, N_Y, A]", dW["W_UQ"], mesh),
+        "W_UKV": reduce_scatter("dW_UKV[C, N_Y, W] {U_X} -> dW_UKV[C_X, N_Y, W]", dW["W_UKV"], mesh),
+        "W_O": reduce_scatter("dW_O[N_Y, H, D] {U_X} -> dW_O[N_Y, H, D_X]", dW["W_O"], mesh),
+    }
+
+
+# %% [markdown]
+# Random weights, x and dAttn in float64. The other side is `scaling.models.latent`, which the tests compare with
+# DeepSeek-V3's class of Hugging Face.
+
+
+# %%
+def problem():
+    """The weights, x and dAttn, whole, in float64."""
+    g = torch.Generator().manual_seed(page.args.seed)
+    shapes = {name: parse(text).global_shape(SIZES) for name, text in SPECS.items()}
+    drawn = {name: torch.randn(shape, generator=g, dtype=torch.float64) / 4 for name, shape in shapes.items()}
+    x = drawn.pop("x")
+    return drawn, x, torch.randn(x.shape, generator=g, dtype=torch.float64)
+
+
+def on_one_device(W, x):
+    ones = {
+        "norm_attn": torch.ones(config.D),
+        "norm_CQ": torch.ones(latent.q_rank),
+        "norm_CKV": torch.ones(latent.kv_rank),
+    }
+    return latent_block(W | {name: gain.double() for name, gain in ones.items()}, x, sdpa, ROPE, config)
+
+
+def compared(mesh):
+    """(rows beside one device, the lines of both passes)."""
+    W, x, dAttn = problem()
+    wanted, pull = torch.func.vjp(on_one_device, W, x)
+    dW, dx = pull(dAttn)
+    wanted = {"Attn": wanted, "dx": dx} | {f"d{name}": dW[name] for name in W}
+    own = gathered({name: shard(SPECS[name], whole, mesh) for name, whole in W.items()}, mesh)
+    with trace() as log:
+        Attn, pull = torch.func.vjp(lambda W, x: attention(W, x, mesh), own, shard(SPECS["x"], x, mesh))
+        dW, dx = pull(shard(SPECS["x"], dAttn, mesh))
+    dW = reduced(dW, mesh)
+    got = {"Attn": unshard(SPECS["x"], Attn, mesh), "dx": unshard(SPECS["x"], dx, mesh)}
+    got |= {f"d{name}": unshard(SPECS[name], dW[name], mesh) for name in W}
+    return [(name, difference(got[name], wanted[name], mesh), LIMIT) for name in got], lines(log)
+
+
+rows, ran = page.on_ranks(compared)
+over_y = [row[:3] for row in ran if row[1] and "_Y(" in row[0]]
+page.title(f"What goes over Y on X={X}, Y={Y}, both passes, float64")
+page.table(over_y, ["line", "V bytes", "sent"])
+page.say()
+page.equal(rows)
+
+# %% [markdown]
+# ## The gradient that is forgotten
+# One may leave the rotary keys' gather away: let every rank compute K_R of all tokens from a y that it has whole. The
+# forward is the same, and nothing is sent. But each rank then differentiates through its own heads alone: what it has
+# of dK_R is a term of the sum over Y. The type says so, and a line that reduces it is due (published as
+# torchtitan#1373).
+
+# %%
+typed = parse("K_R[B_X, T, I]").cotangent(("Y",))
+page.say(f"\nK_R[B_X, T, I] is replicated over Y; its cotangent is {typed}")
+
+
+def shared_keys(mesh):
+    """How far dK_R is from one device's: each rank's own, and after the AllReduce."""
+    g = torch.Generator().manual_seed(page.args.seed)
+    shapes = [(config.N, ours["A"]), (config.N, ours["W"]), (latent.rope,), (config.N, latent.value)]
+    Q, KV, K_R, dO = (torch.randn(B, T, *shape, generator=g, dtype=torch.float64) for shape in shapes)
+    wanted = torch.func.vjp(lambda K_R: attended(Q, KV, K_R, sdpa, ROPE, config), K_R)[1](dO)[0]
+    Q, KV, dO = (shard("h[B, T, N_Y, H]", x, mesh) for x in (Q, KV, dO))
+    (own,) = torch.func.vjp(lambda K_R: attended(Q, KV, K_R, sdpa, ROPE, config), K_R)[1](dO)
+    total = all_reduce("dK_R[B, T, I] {U_Y} -> dK_R[B, T, I]", own, mesh)
+    return difference(own, wanted, mesh), difference(total, wanted, mesh)
+
+
+alone, whole = page.on_ranks(shared_keys)
+page.title("dK_R beside one device's")
+page.table([("as each rank has it", f"{alone:.1e}"), ("reduced over Y", f"{whole:.1e}")], ["dK_R", "difference"])
+page.check("a rank's own dK_R is wrong where heads are split, and the sum is right",
+           (alone > 0.1) == (Y > 1) and whole < LIMIT)  # fmt: skip
+
+# %% [markdown]
+# ## What it costs, and what it saves
+# A token's line over Y has R + M numbers in place of D, in both passes; the outputs of attention are D as ever. The
+# cache is what it is made for. Look at the last rows: the same model with a key and a value for each head would keep
+# 57 times as much.
+
+# %%
+R, C, M, D = (theirs[dim] for dim in "RCMD")
+heads = V3.with_(latent=None)
+page.answers([
+    Answer("DeepSeek-V3: latents gathered over Y, for D of heads", "", (R + M) / D, "", "(R + M) / D"),
+    Answer("... bytes over Y of a layer's attention, forward and backward, for those of heads", "",
+           (2 * (R + M) + 2 * D) / (4 * D), "", "(2 (R + M) + 2 D) / 4 D"),
+    Answer("Params of its attention, one layer", "", tm.attention_params(V3) / 1e6, "M",
+           "D (R + M) + R N A + C N W + N H D"),
+    Answer("... with a key and a value for each of 128 heads", "", tm.attention_params(heads) / 1e6, "M", "4 D N H"),
+    Answer("Bytes of a token in the cache, bf16, all layers", "", tm.kv_cache_bytes(V3, 1, "bf16"), "", "2 L M"),
+    Answer("... with keys and values", "", tm.kv_cache_bytes(heads, 1, "bf16") / tm.kv_cache_bytes(V3, 1, "bf16"),
+           "times", "2 N H / M"),
+])  # fmt: skip
+page.end()
+
+# %% [markdown]
+# ## Three things to try
+# 1. Edit: replace `all_reduce(A, dW["W_DQ"], mesh)` by `dW["W_DQ"]`. Whose gradient is wrong, and by how much?
+# 2. Question: how wide may the latents be until gathering the stream is cheaper? Evaluate `D - M`.
+# 3. Flag: run with `--mesh X=1,Y=4`. Which lines are left?
