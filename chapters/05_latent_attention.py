@@ -164,8 +164,8 @@ page.equal(rows)
 # ## The gradient that is forgotten
 # One may leave the rotary keys' gather away: let every rank compute K_R of all tokens from a y that it has whole. The
 # forward is the same, and nothing is sent. But each rank then differentiates through its own heads alone: what it has
-# of dK_R is a term of the sum over Y. The type says so, and a line that reduces it is due (published as
-# torchtitan#1373).
+# of dK_R is a term of the sum over Y. The type says so, and a line that reduces it is due. Published of a model whose
+# heads share keys: a loss of 3.74 where 2.64 was right (github.com/bigcode-project/Megatron-LM/pull/37).
 
 # %%
 typed = parse("K_R[B_X, T, I]").cotangent(("Y",))
