@@ -27,16 +27,23 @@ def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, 
     heads. attend(Q, K, V), whose softmax has the scale 1/sqrt(A), gets queries that hold yarn's scale."""
     latent: Any = config.latent
     K_N, V = KV.split([latent.nope, latent.value], -1)
-    Q_N, Q_R = Q.split([latent.nope, latent.rope], -1)
-    Q_R, K_R = (rotate(_halves(x, latent.interleaved), *rope) for x in (Q_R, K_R[:, :, None]))
+    K_R = turned(K_R[:, :, None], rope, config)
     K = torch.cat([K_N, K_R.expand(*K_N.shape[:-1], latent.rope)], -1)
-    Q = torch.cat([Q_N, Q_R], -1)
-    return attend(Q * magnitude(config.rope_scaling) ** 2, K, V)
+    return attend(asked(Q, rope, config), K, V)
 
 
-def _halves(x: Tensor, interleaved: bool) -> Tensor:
-    """x[..., rope] with the first coordinates of all planes before the second ones; interleaved they come in pairs."""
-    return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if interleaved else x
+def asked(Q: Tensor, rope: tuple, config: Config) -> Tensor:
+    """Q[B, T, N, A] with its last `rope` dims turned, and yarn's scale."""
+    latent: Any = config.latent
+    Q_N, Q_R = Q.tensor_split([Q.shape[-1] - latent.rope], -1)
+    return torch.cat([Q_N, turned(Q_R, rope, config)], -1) * magnitude(config.rope_scaling) ** 2
+
+
+def turned(x: Tensor, rope: tuple, config: Config) -> Tensor:
+    """x[B, T, heads, rope] by its positions. Interleaved, the two coordinates of a plane are neighbours as they come:
+    then all first ones are put before the second ones, which changes no product of a query and a key."""
+    latent: Any = config.latent
+    return rotate(x.unflatten(-1, (-1, 2)).mT.flatten(-2) if latent.interleaved else x, *rope)
 
 
 def latent_block(layer: dict, x: Tensor, attend: Callable, rope: tuple, config: Config, matmul=matmul_weight) -> Tensor:

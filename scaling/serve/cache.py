@@ -2,7 +2,7 @@
 
     {"KV": KV[2, L, B_Z, S, K_Y, H], "lengths": lengths[B]}                             contiguous
     {"KV": KV[2, L, P_Z, page, K_Y, H], "pages": pages[B, M], "lengths": lengths[B]}    in pages
-and, of int8, "scale"[2, L, B_Z, S, K_Y], one a token and head. The types are `cache_specs`. A cache is data: fewer
+and, of int8, "scale"[2, L, B_Z, S, K_Y], one a token and head; of latent attention KV[I, L, B_Z, S, J, M]. The types are `cache_specs`. A cache is data: fewer
 lengths roll it back, other rows of pages and lengths are another batch on the same pool.
 """
 
@@ -50,7 +50,8 @@ def init_cache(
         _check_dtype(dtype)
     int8, pages = dtype == torch.int8, 0 if page is None else -(-length // page)
     types = cache_specs(config, mesh, form=form, page=page, int8=int8)
-    sizes = config.sizes | {"B": batch, "S": length, "P": batch * pages, "page": page or 0, "R": mesh.sizes.get("Y", 1)}
+    sizes = config.sizes | {"B": batch, "S": length, "P": batch * pages, "page": page or 0}
+    sizes |= {"R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
     device = "cpu" if mesh is ONE else mesh.device
 
     def zeros(name: str, dtype: torch.dtype | None) -> Tensor:
@@ -128,7 +129,8 @@ def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> Non
     spec = _held(config, tuple(mesh.sizes.items()), form, page is not None)
     rows = KV.shape[2] * mesh.size(spec.dims[2][1])
     times = KV.shape[3] * mesh.size(spec.dims[3][1])
-    sizes = config.sizes | {"B": batch, "S": times, "P": rows, "page": times, "R": mesh.sizes.get("Y", 1)}
+    sizes = config.sizes | {"B": batch, "S": times, "P": rows, "page": times}
+    sizes |= {"R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
     if tuple(KV.shape) != (wanted := spec.local_shape(sizes, mesh)):
         raise ShardingError(
             f"{spec}: a cache of {config.name} is {wanted} on each rank; found {tuple(KV.shape)}\n"

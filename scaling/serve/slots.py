@@ -53,9 +53,9 @@ class Slots:
         places = places[rows, times]
         return rows, times, self.table[rows, places // size] * size + places % size
 
-    def append(self, l: int, K: Tensor, V: Tensor) -> None:
-        """Write the new keys and values of layer l, [B_Z, T, K_Y, H], to their places."""
-        for i, x in enumerate((K, V)):
+    def append(self, l: int, *new: Tensor) -> None:
+        """Write what layer l has of the new tokens, keys and values [B_Z, T, K_Y, H] or latents, to their places."""
+        for i, x in enumerate(new):
             if "scale" in self.cache:
                 x, scale = quantized(x)
                 self._write(self.cache["scale"][i, l], scale[..., 0])
@@ -70,13 +70,14 @@ class Slots:
             rows, times, slots = self.into
             whole.flatten(0, 1)[slots] = x[rows, times].to(whole.dtype)
 
-    def read(self, l: int, low: int, high: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values [B_Z, high - low, K_Y, H] of layer l at places low to high - 1 of this rank's part."""
-        found = [self._read(self.cache["KV"][i, l], low, high).to(dtype) for i in range(2)]
+    def read(self, l: int, low: int, high: int, dtype: torch.dtype) -> list[Tensor]:
+        """Keys and values [B_Z, high - low, K_Y, H] of layer l, or its latents, at places low to high - 1 of this
+        rank's part."""
+        found = [self._read(x[l], low, high).to(dtype) for x in self.cache["KV"]]
         if "scale" in self.cache:
-            scales = (self._read(self.cache["scale"][i, l], low, high).to(dtype) for i in range(2))
+            scales = (self._read(x[l], low, high).to(dtype) for x in self.cache["scale"])
             found = [x * scale[..., None] for x, scale in zip(found, scales, strict=True)]
-        return found[0], found[1]
+        return found
 
     def _read(self, whole: Tensor, low: int, high: int) -> Tensor:
         if self.table is None:
@@ -92,6 +93,10 @@ class Slots:
         self.append(l, K, V)
         low, mask, causal = self.seen(window, Q.dtype)
         K, V = self.read(l, low, self.most, Q.dtype)
+        return self.over(Q, K, V, mask, causal)
+
+    def over(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """O[B_Z, T, N_Y, H] of the queries over K and V[B_Z, S, K_Y, H], as `seen` says."""
         heads = K.shape[2]
         k, v = K.transpose(1, 2), V.transpose(1, 2)
         if self.T == 1:  # the query heads of a KV head as its rows

@@ -20,7 +20,7 @@ from scaling.models.inputs import IDS, check_ids, check_range
 from scaling.models.rope import tables
 from scaling.models.transformer import check_computed, unstacked
 from scaling.serve.cache import capacity, check_cache, writable
-from scaling.serve.forms import At, context, experts, heads, heads_batch, sequence, weights_2d
+from scaling.serve.forms import At, context, experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.slots import Slots
 from scaling.serve.types import ONE, SPLIT_ROWS, rows_spec, shards_of_places, specs
@@ -111,8 +111,9 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tu
     lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, int(last))
     dtype, T = params["norm"].dtype, tokens.shape[1]
     (listing, attention), own = LISTINGS[form], None
+    attention = latent.ATTENTION[form] if config.latent else attention
     if T > 1 and mesh.sizes.get("C", 1) > 1:
-        listing, attention = context, context.attention
+        listing, attention = context, latent.context if config.latent else context.attention
         tokens, own = split_over_C(tokens, mesh)
     slots = Slots(cache, lengths, tokens.shape[1], mesh, form, own)
     positions = slots.positions if own is None else slots.positions[..., own]

@@ -62,17 +62,23 @@ def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | N
     [0] are keys, as rotated, and [1] values. Where |Y| does not divide K, |Y| heads are held, `R_Y`: head r copies
     KV head r K / |Y|. lengths[B] is how many tokens of each row are held, and pages[B, M] which page holds its tokens
     m page to (m + 1) page - 1, counted on the ranks that hold the row; both are whole on every rank. The scales of an
-    `int8` cache are one a token and head.
+    `int8` cache are one a token and head. Of latent attention KV[I, L, B_Z, S, J, M], with I = J = 1: of each token the
+    latent of its keys and values, normed, and the rotary part of its keys, turned.
     """
     mesh = ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
     rows, times = ROWS[form], "S_Z" if form == "sequence" else "S"
     if page is not None:
         rows, times = rows.replace("B", "P"), "page"
-    held = f"2, L, {rows}, {times}, {'R' if config.K % mesh.sizes.get('Y', 1) else 'K'}_Y"
-    types = {"KV": str(present(f"KV[{held}, H]", mesh)), "lengths": "lengths[B]"}
-    types |= {"pages": "pages[B, M]"} if page is not None else {}
-    return types | ({"scale": str(present(f"scale[{held}]", mesh))} if int8 else {})
+    heads = "R_Y" if config.K % mesh.sizes.get("Y", 1) else "K_Y"
+    types = {name: str(present(held(config, name, rows, times, heads), mesh)) for name in ("KV", "scale")[: 1 + int8]}
+    return types | {"lengths": "lengths[B]"} | ({"pages": "pages[B, M]"} if page is not None else {})
+
+
+def held(config: Config, name: str, rows: str, times: str, heads: str = "K_Y") -> str:
+    """The type of what a cache holds, "KV" or its "scale": a latent is one tensor, of one head that all ranks have."""
+    lead, heads, width = ("I", "J", "M") if config.latent else ("2", heads, "H")
+    return f"{name}[{lead}, L, {rows}, {times}, {heads}{', ' + width if name == 'KV' else ''}]"
 
 
 def rows_spec(form: str, mesh) -> Spec:
@@ -93,12 +99,6 @@ def divisible(batch: int, length: int, form: str, mesh) -> tuple[int, int]:
 
 def check_mesh(config: Config, mesh, form: str) -> None:
     """ShardingError unless the form is one of `FORMS` that uses the mesh's axes and divides the model over them."""
-    if config.latent:
-        raise ShardingError(
-            f"{config.name}: a cache KV[2, L, B, S, K, H] of latent attention is not served\n"
-            "  rule: what it caches is one latent a token, M = kv_rank + rope, not the keys and values of each head\n"
-            "  fix: compute its logits with scaling.models.transformer.forward, or choose a model without a latent"
-        )
     if form not in FORMS:
         raise ShardingError(f"unknown form {form!r} of decoding\n  fix: choose one of {', '.join(FORMS)}")
     real = {axis: size for axis, size in mesh.sizes.items() if size > 1}
@@ -106,6 +106,11 @@ def check_mesh(config: Config, mesh, form: str) -> None:
         raise ShardingError(
             f'{config.name}: mesh axis {unknown[0]} splits nothing in the form "{form}"\n'
             f"  rule: its axes are {', '.join(AXES[form])}\n  fix: rename the axis, or choose another form"
+        )
+    if config.latent and form == "2d":
+        raise ShardingError(
+            f'{config.name}: the form "2d" has no latent attention\n  rule: its ranks R and C are whole, not split over X'
+            '\n  fix: choose form="heads_batch", or "sequence"'
         )
     X, Y, Z, E = (real.get(axis, 1) for axis in "XYZE")
     parts = Y if form in SPLIT_ROWS else Y * Z

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from scaling import serve, tree
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.configs.config import RopeScaling
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
@@ -21,7 +21,15 @@ CONFIGS = {
     "rich": RICH,
     "window": PLAIN.with_(window=4),
     "experts": PLAIN.with_(E=4, k=2, shared=1),
-}
+    "latent": PLAIN.with_(
+        K=4, window=(None, 5), rope_scaling=RopeScaling("yarn", 4.0, 1.0, 32.0, 8, mscale=0.8, mscale_all=1.2),
+        latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8),
+    ),
+    "deepseek": PLAIN.with_(  # a prompt of 7 tokens is computed by heads, chunks and single tokens by latents
+        K=4, E=4, k=2, shared=1, routing="sigmoid", expert_groups=2,
+        latent=Latent(q_rank=12, kv_rank=60, nope=4, rope=4, value=8, interleaved=False),
+    ),
+}  # fmt: skip
 B, S = 4, 16
 LENGTHS = torch.tensor([5, 1, 7, 4])
 STEPS = 3
@@ -128,12 +136,22 @@ MESHES = [
     ({"X": 2, "Y": 2}, "2d", "mqa", {"page": 4}),
     ({"E": 2, "Y": 2}, "experts", "experts", {"chunks": (4, 7)}),
     ({"Y": 4}, "experts", "experts", {"page": 3, "donate": True}),
+    ({"Y": 4}, "heads", "latent", {"chunks": (3, 7)}),
+    ({"Z": 2, "Y": 2}, "heads", "deepseek", {"page": 3}),
+    ({"C": 2, "Y": 2}, "heads", "deepseek", {}),
+    ({"Y": 2, "Z": 2}, "heads_batch", "latent", {"page": 4}),
+    ({"Y": 2, "Z": 2}, "sequence", "latent", {"chunks": (3, 7)}),
+    ({"E": 2, "Y": 2}, "experts", "deepseek", {"donate": True}),
 ]
 MESHES += [  # of the same kinds as those above
     pytest.param(*case, marks=pytest.mark.sweep)
     for case in (
         ({"Z": 2, "Y": 2}, "heads", "experts", {}),
         ({"C": 2, "E": 2}, "heads", "experts", {}),
+        ({"C": 4}, "heads", "latent", {"page": 3}),
+        ({"Y": 2, "Z": 2}, "heads_batch", "deepseek", {"donate": True}),
+        ({"Z": 4}, "sequence", "deepseek", {}),
+        ({"Y": 4}, "experts", "deepseek", {"chunks": (4, 7)}),
         ({"X": 2, "Z": 2}, "2d", "mha", {"chunks": (3, 7)}),
     )
 ]

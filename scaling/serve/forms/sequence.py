@@ -27,7 +27,15 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     V = einsum("y[B, T, D] * W_V[D, K_Y, H] -> V[B, T, K_Y, H]", y, own_heads(W["W_V"], at, 1))
     Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
     at.slots.append(l, K, V)
-    q, K, V, seen = places(Q, l, at)
+    q, (K, V), seen = places(Q, l, at)
+    O = joined(q, K, V, seen, at)
+    Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
+    Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
+    return Attn + W["b_O"] if "b_O" in W else Attn
+
+
+def joined(q: Tensor, K: Tensor, V: Tensor, seen: Tensor, at: At) -> Tensor:
+    """O[B, T, N_YZ, H] of the queries over the places of all ranks along Z."""
     A = einsum("Q[B, T, K_Y, G, H] * K[B, S_Z, K_Y, H] -> A[B, T, K_Y, G, S_Z]", q, K)
     A = A.masked_fill(~seen, -torch.inf)
     m = all_reduce("m[B, T, K_Y, G] {U_Z} -> m[B, T, K_Y, G]", A.amax(-1), at.mesh, op="max")  # critical path
@@ -36,16 +44,14 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     L, O = P.sum(-1).flatten(2), O.flatten(2, 3)
     L = reduce_scatter("L[B, T, N_Y] {U_Z} -> L[B, T, N_YZ]", L, at.mesh)
     O = reduce_scatter("O[B, T, N_Y, H] {U_Z} -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
-    O = O / L[..., None]
-    Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
-    Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
-    return Attn + W["b_O"] if "b_O" in W else Attn
+    return O / L[..., None]
 
 
-def places(Q: Tensor, l: int, at: At) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's places of the sequence: (Q[B, T, K_Y, G, H] / sqrt(H), K, V[B, S_Z, K_Y, H], which keys are seen)."""
+def places(Q: Tensor, l: int, at: At) -> tuple[Tensor, list[Tensor], Tensor]:
+    """This rank's places of the sequence: (Q[B, T, K_Y, G, H] / sqrt(H), [K, V][B, S_Z, K_Y, H], which are seen)."""
     slots, window = at.slots, at.config.windows[l]
     used = min(max(slots.most - slots.first, 1), slots.cache["KV"].shape[3])
-    K, V = slots.read(l, 0, used, Q.dtype)
+    found = slots.read(l, 0, used, Q.dtype)
     seen = slots.visible(slots.first + torch.arange(used, device=Q.device), window)
-    return Q.unflatten(2, (K.shape[2], -1)) / math.sqrt(Q.shape[-1]), K, V, seen[:, :, None, None]
+    Q = Q.unflatten(2, (found[0].shape[2], -1)) / math.sqrt(Q.shape[-1])
+    return Q, found, seen[:, :, None, None]

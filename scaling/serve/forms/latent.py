@@ -1,0 +1,156 @@
+"""Multi-head latent attention while it is served (DeepSeek-V2, arXiv:2405.04434, section 2.1): the cache is a latent.
+
+    KV[I, L, B_ZE, S, J, M], W_DQ[D, R], W_UQ[R, N_Y, A], W_DKV[D, M], W_UKV[C, N_Y, W], W_O[N_Y, H, D]
+    I = J = 1, P = nope, A = P + rope, W = P + H
+Of a token M = C + rope numbers are cached, whatever the number of heads: the latent of its keys and values, normed, and
+the rotary part of its keys, turned. All heads read the same, so each rank along Y has the whole of it.
+
+absorbed  a head's scores are (Q_N K_N) with K_N = C_KV W_UK, which is (Q_N W_UK) C_KV: the weight goes to the query, and
+          what is added up by the scores are latents, whose values come after. The cache is read as it is: keys and
+          values of one head, M wide.
+plain     keys and values of all that is cached are computed again, head by head: fewer FLOPs where many queries of a
+          row share them, a prompt's. Both give the same.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaling.collectives import einsum
+from scaling.configs import Latent
+from scaling.models.latent import EPS, asked, turned
+from scaling.models.pointwise import rms_norm
+from scaling.serve.forms import At
+from scaling.serve.forms.sequence import joined, places
+from scaling.strategies.axes import all_gather, all_reduce, all_to_all, shard
+
+
+def heads(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+    """x[B_ZE, T, D] -> Attn[B_ZE, T, D], heads over Y: as `heads.attention`, and under the form "experts"."""
+    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    C_Q = rms_norm(einsum("y[B_ZE, T, D] * W_DQ[D, R] -> C_Q[B_ZE, T, R]", y, W["W_DQ"]), gain=W["norm_CQ"], eps=EPS)
+    A_KV = einsum("y[B_ZE, T, D] * W_DKV[D, M] -> A_KV[B_ZE, T, M]", y, W["W_DKV"])
+    Q = einsum("C_Q[B_ZE, T, R] * W_UQ[R, N_Y, A] -> Q[B_ZE, T, N_Y, A]", C_Q, W["W_UQ"])
+    O = attend(W, Q, latent_of(W, A_KV, at), at, l)
+    Attn = einsum("O[B_ZE, T, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T, D] {U_Y}", O, W["W_O"])
+    return all_reduce("Attn[B_ZE, T, D] {U_Y} -> Attn[B_ZE, T, D]", Attn, at.mesh)
+
+
+def context(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+    """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D], a prompt split over C: what is gathered is the latents, M wide."""
+    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    C_Q = einsum("y[B_ZE, T_C, D] * W_DQ[D, R] -> C_Q[B_ZE, T_C, R]", y, W["W_DQ"])
+    C_Q = rms_norm(C_Q, gain=W["norm_CQ"], eps=EPS)
+    A_KV = einsum("y[B_ZE, T_C, D] * W_DKV[D, M] -> A_KV[B_ZE, T_C, M]", y, W["W_DKV"])
+    Q = einsum("C_Q[B_ZE, T_C, R] * W_UQ[R, N_Y, A] -> Q[B_ZE, T_C, N_Y, A]", C_Q, W["W_UQ"])
+    C = all_gather("C[B_ZE, T_C, M] -> C[B_ZE, T, M]", latent_of(W, A_KV, at), at.mesh)  # on the critical path
+    O = attend(W, Q, C, at, l)
+    Attn = einsum("O[B_ZE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T_C, D] {U_Y}", O, W["W_O"])
+    return all_reduce("Attn[B_ZE, T_C, D] {U_Y} -> Attn[B_ZE, T_C, D]", Attn, at.mesh)  # on the critical path
+
+
+def heads_batch(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+    """x[B, T, D] -> Attn[B, T, D], heads over Y and Z, the cache's batch over Z: absorbed queries go to the caches,
+    M wide, and sums of latents come back."""
+    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    Q = absorbed_queries(W, y, at)
+    Q = all_to_all("Q[B, T, N_YZ, M] -> Q[B_Z, T, N_Y, M]", Q, at.mesh)  # on the critical path
+    y = shard("y[B, T, D] -> y[B_Z, T, D]", y, at.mesh)
+    A_KV = einsum("y[B_Z, T, D] * W_DKV[D, M] -> A_KV[B_Z, T, M]", y, W["W_DKV"])
+    O = over_latents(asked(Q, at.rope, at.config), latent_of(W, A_KV, at), at, l)  # turned by this rank's rows
+    O = all_to_all("O[B_Z, T, N_Y, C] -> O[B, T, N_YZ, C]", O, at.mesh)  # on the critical path
+    return _out(W, O, at)
+
+
+def sequence(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+    """x[B, T, D] -> Attn[B, T, D], heads over Y and Z, the cache's sequence over Z: softmaxes combined, of latents."""
+    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    Q = absorbed_queries(W, y, at)
+    Q = all_gather("Q[B, T, N_YZ, M] -> Q[B, T, N_Y, M]", Q, at.mesh)  # on the critical path
+    A_KV = einsum("y[B, T, D] * W_DKV[D, M] -> A_KV[B, T, M]", y, W["W_DKV"])
+    at.slots.append(l, latent_of(W, A_KV, at)[:, :, None])
+    q, (C,), seen = places(asked(Q, at.rope, at.config), l, at)
+    return _out(W, joined(q, C, C[..., : _latent(at).kv_rank], seen, at), at)
+
+
+ATTENTION = {"heads": heads, "experts": heads, "heads_batch": heads_batch, "sequence": sequence}
+
+
+def _latent(at: At) -> Latent:
+    latent: Any = at.config.latent
+    return latent
+
+
+def latent_of(W: dict, A_KV: Tensor, at: At) -> Tensor:
+    """C[B, T, M], what is cached, of A_KV[B, T, M] of the same rows and tokens."""
+    C_KV, K_R = A_KV.tensor_split([_latent(at).kv_rank], -1)
+    C_KV = rms_norm(C_KV, gain=W["norm_CKV"], eps=EPS)
+    return torch.cat([C_KV, turned(K_R[:, :, None], at.rope, at.config)[:, :, 0]], -1)
+
+
+def absorbed_queries(W: dict, y: Tensor, at: At) -> Tensor:
+    """Q[B, T, N_YZ, M] of y[B, T, D], not yet turned."""
+    C_Q = rms_norm(einsum("y[B, T, D] * W_DQ[D, R] -> C_Q[B, T, R]", y, W["W_DQ"]), gain=W["norm_CQ"], eps=EPS)
+    Q = einsum("C_Q[B, T, R] * W_UQ[R, N_YZ, A] -> Q[B, T, N_YZ, A]", C_Q, W["W_UQ"])
+    return absorbed(W, Q, at)
+
+
+def _out(W: dict, O: Tensor, at: At) -> Tensor:
+    """Attn[B, T, D] of the sums of latents O[B, T, N_YZ, C]."""
+    O = valued(W, O, at)
+    Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
+    return all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
+
+
+def absorbed(W: dict, Q: Tensor, at: At) -> Tensor:
+    """Q[B, T, N, M], which asks latents, of Q[B, T, N, A], which asks keys, each rank its heads. Scores are divided by
+    sqrt(A), not by the sqrt(M) of those that read one head M wide: that is made good here."""
+    latent = _latent(at)
+    Q_N, Q_R = Q.tensor_split([latent.nope], -1)
+    Q_C = einsum("Q_N[B, T, N, P] * W_UK[C, N, P] -> Q_C[B, T, N, C]", Q_N, W["W_UKV"][..., : latent.nope])
+    return torch.cat([Q_C, Q_R], -1) * math.sqrt((latent.kv_rank + latent.rope) / Q.shape[-1])
+
+
+def valued(W: dict, O: Tensor, at: At) -> Tensor:
+    """O[B, T, N, H] of the sums of latents O[B, T, N, C], each rank its heads."""
+    return einsum("O[B, T, N, C] * W_UV[C, N, H] -> O[B, T, N, H]", O, W["W_UKV"][..., _latent(at).nope :])
+
+
+def attend(W: dict, Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
+    """O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A] over what is cached and the new C[B_ZE, T, M], which are written:
+    absorbed or plain, whichever has fewer FLOPs."""
+    if absorbs(_latent(at), Q.shape[1]):
+        return valued(W, over_latents(asked(absorbed(W, Q, at), at.rope, at.config), C, at, l), at)
+    return over_heads(W, asked(Q, at.rope, at.config), C, at, l)
+
+
+def absorbs(latent: Latent, queries: int) -> bool:
+    """Whether so many queries of a row take fewer FLOPs of its latents than of the heads' keys and values. For each
+    place and head 2 queries (2 C + rope), or 2 queries A + 2 queries value, and 2 C W to compute them."""
+    more = 2 * latent.kv_rank - latent.nope - latent.value
+    return queries * more < latent.kv_rank * (latent.nope + latent.value)
+
+
+def over_latents(Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
+    """The absorbed form: O[B_ZE, T_C, N_Y, C] of Q[B_ZE, T_C, N_Y, M]."""
+    low, mask, causal = at.slots.seen(at.config.windows[l], Q.dtype)
+    at.slots.append(l, C[:, :, None])
+    (C,) = at.slots.read(l, low, at.slots.most, Q.dtype)
+    return at.slots.over(Q, C, C, mask, causal)[..., : _latent(at).kv_rank]  # kernels want heads of one width
+
+
+def over_heads(W: dict, Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
+    """The plain form: O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A]."""
+    latent = _latent(at)
+    low, mask, causal = at.slots.seen(at.config.windows[l], Q.dtype)
+    at.slots.append(l, C[:, :, None])
+    (C,) = at.slots.read(l, low, at.slots.most, Q.dtype)
+    C_KV, K_R = C.split([latent.kv_rank, latent.rope], -1)
+    KV = einsum("C_KV[B_ZE, S, C] * W_UKV[C, N_Y, W] -> KV[B_ZE, S, N_Y, W]", C_KV[:, :, 0], W["W_UKV"])
+    K_N, V = KV.split([latent.nope, latent.value], -1)
+    K = torch.cat([K_N, K_R.expand(*K_N.shape[:-1], latent.rope)], -1)
+    V = F.pad(V, (0, max(0, K.shape[-1] - latent.value)))  # kernels want heads of one width
+    return at.slots.over(Q, K, V, mask, causal)[..., : latent.value]
