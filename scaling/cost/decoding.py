@@ -9,6 +9,7 @@ The forms, each with all weights stationary:
     2d           KV[2, B_XZ, S, K_Y, H]   weights W_in[D_X, F_YZ]; x[B, D_XYZ] between the blocks
     experts      KV[2, B_E, S, K_Y, H]    the same with whole experts over E and Y, and tokens split over both
 
+Of latent attention the cache is KV[B, S, M], whole along Y; queries that ask it are M wide, what comes back C.
 Bytes are V as in scaling.cost.collectives. An AllReduce counts two passes.
 """
 
@@ -51,6 +52,8 @@ def check_form(form: str, config: Config, sizes: Mapping[str, int]) -> None:
         raise ShardingError(
             f"E = {config.E} experts do not divide over {parts} chips\n  fix: use another number of them"
         )
+    if form == "2d" and config.latent:
+        raise ShardingError(f'{config.name}: the form "2d" has no latent attention\n  fix: choose form="heads_batch"')
     if form == "2d" and config.moe:
         raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: choose form="heads"')
     ways = Y * Z
@@ -88,6 +91,10 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     L, sparse, token = config.L, config.L - config.dense_layers, dtype_bytes(dtype) * batch / E
     blocks = 2 * L + 1 - (sparse if form == "experts" else 0)
     stream, queries, logits = token * config.D, token * config.N * config.H, token * config.V
+    asks, gets = queries, queries
+    if latent := config.latent:  # absorbed queries ask latents, M wide, and sums of them come back, C wide
+        asks = token * config.N * (latent.kv_rank + latent.rope)
+        gets = token * config.N * latent.kv_rank
     found = [StepCollective("AllGather", "logits", "YZ", logits, 1)]
     if form == "2d":
         own = token * config.H * max(1.0, config.K / Y)
@@ -117,13 +124,14 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     if form == "experts":
         found.append(StepCollective("AllGather", "x", "Y", stream, sparse))
     if form == "heads_batch":
-        found.append(StepCollective("AllToAll", "Q and O", "Z", queries / Y, 2 * L))
+        found.append(StepCollective("AllToAll", "Q", "Z", asks / Y, L))
+        found.append(StepCollective("AllToAll", "O", "Z", gets / Y, L))
     if form == "sequence":
         found += [
-            StepCollective("AllGather", "Q", "Z", queries / Y, L),
+            StepCollective("AllGather", "Q", "Z", asks / Y, L),
             StepCollective("AllReduce", "maxima", "Z", token * config.N / Y, L),
             StepCollective("ReduceScatter", "sums", "Z", token * config.N / Y, L),
-            StepCollective("ReduceScatter", "O", "Z", queries / Y, L),
+            StepCollective("ReduceScatter", "O", "Z", gets / Y, L),
         ]
     return [moved for moved in found if math.prod(sizes.get(axis, 1) for axis in moved.axes) > 1]
 

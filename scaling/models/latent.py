@@ -29,10 +29,10 @@ def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, 
     K_N, V = KV.split([latent.nope, latent.value], -1)
     K_R = turned(K_R[:, :, None], rope, config)
     K = torch.cat([K_N, K_R.expand(*K_N.shape[:-1], latent.rope)], -1)
-    return attend(asked(Q, rope, config), K, V)
+    return attend(turned_queries(Q, rope, config), K, V)
 
 
-def asked(Q: Tensor, rope: tuple, config: Config) -> Tensor:
+def turned_queries(Q: Tensor, rope: tuple, config: Config) -> Tensor:
     """Q[B, T, N, A] with its last `rope` dims turned, and yarn's scale."""
     latent: Any = config.latent
     Q_N, Q_R = Q.tensor_split([Q.shape[-1] - latent.rope], -1)

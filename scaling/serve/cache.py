@@ -2,8 +2,9 @@
 
     {"KV": KV[2, L, B_Z, S, K_Y, H], "lengths": lengths[B]}                             contiguous
     {"KV": KV[2, L, P_Z, page, K_Y, H], "pages": pages[B, M], "lengths": lengths[B]}    in pages
-and, of int8, "scale"[2, L, B_Z, S, K_Y], one a token and head; of latent attention KV[I, L, B_Z, S, J, M]. The types are `cache_specs`. A cache is data: fewer
-lengths roll it back, other rows of pages and lengths are another batch on the same pool.
+and, of int8, "scale"[2, L, B_Z, S, K_Y], one a token and head. Of latent attention KV[I, L, B_Z, S, J, M], I = J = 1.
+The types are `cache_specs`. A cache is data: fewer lengths roll it back, other rows of pages and lengths are another
+batch on the same pool.
 """
 
 from functools import lru_cache

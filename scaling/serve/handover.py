@@ -12,8 +12,8 @@ from scaling.collectives import transfer
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.serve.cache import PAGED_SEQUENCE, capacity, check_cache
-from scaling.serve.types import ONE, ROWS, check_mesh, held, shards_of_places
-from scaling.spec import ShardingError
+from scaling.serve.types import ONE, ROWS, cache_type, check_mesh, shards_of_places
+from scaling.spec import ShardingError, parse
 from scaling.strategies.axes import present
 
 
@@ -60,10 +60,11 @@ def move(
     new = {} if moved is None else {"lengths": moved}
     for name in ("KV", "scale") if quantized else ("KV",):
         ends = [
-            present(held(config, name, ROWS[f], "S_Z" if f == "sequence" else "S"), view)
+            present(cache_type(config, name, ROWS[f], "S_Z" if f == "sequence" else "S"), view)
             for f, view in zip((form, to), views, strict=True)
         ]
-        into = ends[0].local_shape(config.sizes | {"B": len(lengths), "S": S, "I": 1, "J": 1}, ONE)
+        whole = parse(cache_type(config, name, "B", "S", "K"))
+        into = whole.local_shape(config.sizes | {"B": len(lengths), "S": S, "I": 1, "J": 1}, ONE)
         x = None if cache is None else contiguous(cache, name, source_mesh, form)
         part = transfer(f"{ends[0]} -> {ends[1]}", x, *views, into=into, below=(*into[:3], used, *into[4:]))
         if part is not None:

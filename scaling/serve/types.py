@@ -71,11 +71,12 @@ def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | N
     if page is not None:
         rows, times = rows.replace("B", "P"), "page"
     heads = "R_Y" if config.K % mesh.sizes.get("Y", 1) else "K_Y"
-    types = {name: str(present(held(config, name, rows, times, heads), mesh)) for name in ("KV", "scale")[: 1 + int8]}
+    held = [cache_type(config, name, rows, times, heads) for name in ("KV", "scale")[: 1 + int8]]
+    types = {parse(text).name: str(present(text, mesh)) for text in held}
     return types | {"lengths": "lengths[B]"} | ({"pages": "pages[B, M]"} if page is not None else {})
 
 
-def held(config: Config, name: str, rows: str, times: str, heads: str = "K_Y") -> str:
+def cache_type(config: Config, name: str, rows: str, times: str, heads: str = "K_Y") -> str:
     """The type of what a cache holds, "KV" or its "scale": a latent is one tensor, of one head that all ranks have."""
     lead, heads, width = ("I", "J", "M") if config.latent else ("2", heads, "H")
     return f"{name}[{lead}, L, {rows}, {times}, {heads}{', ' + width if name == 'KV' else ''}]"
@@ -109,8 +110,8 @@ def check_mesh(config: Config, mesh, form: str) -> None:
         )
     if config.latent and form == "2d":
         raise ShardingError(
-            f'{config.name}: the form "2d" has no latent attention\n  rule: its ranks R and C are whole, not split over X'
-            '\n  fix: choose form="heads_batch", or "sequence"'
+            f'{config.name}: the form "2d" has no latent attention\n  rule: its ranks R and C are not split over X\n'
+            '  fix: choose form="heads_batch", or "sequence"'
         )
     X, Y, Z, E = (real.get(axis, 1) for axis in "XYZE")
     parts = Y if form in SPLIT_ROWS else Y * Z

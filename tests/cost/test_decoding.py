@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scaling import serve
-from scaling.configs import Config, get
+from scaling.configs import Config, Latent, get
 from scaling.cost import decoding as d
 from scaling.cost.placed import place_axes
 from scaling.hardware import chip
@@ -27,12 +27,20 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("form", "sizes"), MESHES)
-@pytest.mark.parametrize("kind", ["gated", "plain", "experts"])
+@pytest.mark.parametrize("kind", ["gated", "plain", "experts", "latent"])
 def test_what_a_decode_step_runs(form, sizes, kind):
     """The collectives of scaling.serve.decode, traced on an abstract mesh: op, axes, V, how often."""
     config = Config("small", 2, 64, 96, 16, 4, 8, 80, gated=kind != "plain")
     if kind == "experts":
         config = config.with_(E=4, k=2)
+    if kind == "latent":
+        config = config.with_(K=16, latent=Latent(q_rank=24, kv_rank=20, nope=6, rope=4, value=8))
+    if kind == "latent" and form == "2d":
+        with pytest.raises(ShardingError, match="fix: choose form"):
+            d.collectives(form, config, 8, sizes)
+        with pytest.raises(ShardingError, match="no latent attention"):
+            serve.specs(config, AbstractMesh(sizes), form=form)
+        return
     if (form == "2d") if kind == "experts" else (form == "experts" or "E" in sizes):
         pytest.skip("refused")
     mesh = AbstractMesh(sizes)
@@ -58,8 +66,8 @@ def test_bytes_by_hand():
 
     heads = by_name("heads", {"Y": 8})["AllReduce", "x"]
     assert (heads.nbytes, heads.times) == (x, 161)
-    batch = by_name("heads_batch", {"Y": 8, "Z": 2})["AllToAll", "Q and O"]
-    assert (batch.nbytes, batch.times) == (q / 8, 160)
+    batch = by_name("heads_batch", {"Y": 8, "Z": 2})["AllToAll", "Q"]
+    assert (batch.nbytes, batch.times) == (q / 8, 80)
     two = by_name("2d", {"X": 4, "Y": 4})
     assert (two["AllReduce", "Tmp"].nbytes, two["AllReduce", "Tmp"].times) == (2 * 4 * 28672 / 4, 160)
     assert two["ReduceScatter", "x"].nbytes == x / 4

@@ -4,10 +4,14 @@ import json
 import math
 
 import pytest
+import torch
 
+from scaling import serve, tree
 from scaling.configs import get
 from scaling.cost import serving
 from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
+from scaling.models import transformer as model
 from scaling.plan.__main__ import main
 from scaling.plan.serve import Service, ServingPlan, plans, report
 from scaling.plan.serve.candidates import meshes
@@ -142,7 +146,7 @@ def test_what_cannot_be(capsys, more, code, said):
 def test_experts_over_chips_beat_tensor_parallelism_on_many():
     """DeepSeek-V3 on 64 H800s: with attention by data more a chip than without, and more than what is published of 144
     of them. What a chip holds, by hand: of all but the routed experts as many copies as there are parts of the batch,
-    and with whole experts over all, the shared one on each chip."""
+    of W_DQ and W_DKV one a chip, and with whole experts over all, the shared one on each chip."""
     c = get("deepseek-v3")
     service, load = Service(c, 4096, weights="fp8", kv="bf16", compute="fp8"), serving.load(c, "fp8", "bf16")
     found = plans(service, chip("h800"), chips=64)
@@ -152,19 +156,34 @@ def test_experts_over_chips_beat_tensor_parallelism_on_many():
     assert {one.form for one in found} >= {"heads", "heads_batch", "experts"}
     assert best["heads", True].per_chip > 1850 > best["heads", False].per_chip
     assert best["experts", True].per_chip > 1850 > best["heads_batch", False].per_chip
-    shared = 3 * c.D * c.shared * c.F * (c.L - c.dense_layers)
+    shared, down = 3 * c.D * c.shared * c.F * (c.L - c.dense_layers), c.L * c.D * (1536 + 576)
     for form, more in (("heads", 0), ("experts", 1)):
         one = best[form, True]
         sizes = dict(one.sizes)
         assert one.batch % sizes["E"] == 0
-        dense = load.weights - load.experts + more * (sizes["Y"] - 1) * shared
+        dense = load.weights - load.experts + (sizes["Y"] - 1) * (down + more * shared)
         assert one.weight_bytes == pytest.approx((sizes["E"] * dense + load.experts) / 64)
+
+
+@pytest.mark.parametrize(
+    ("form", "sizes"), [("heads", {"Y": 8, "E": 2}), ("experts", {"Y": 4, "E": 4}), ("sequence", {"Y": 4, "Z": 2})]
+)
+def test_what_a_latent_s_ranks_hold_is_what_they_are_given(form, sizes):
+    c = get("deepseek-v3").with_(L=2, dense_layers=0, F_dense=0, k=1, E=16, expert_groups=1, top_groups=1)
+    service, mesh = Service(c, 1024, weights="bf16", kv="bf16"), AbstractMesh(sizes)
+    one = ServingPlan(service, chip("h100"), (mesh.size(sizes),), form, tuple(sizes.items()), 16)
+    given = serve.specs(c, mesh, form=form)
+    params = tree.nbytes(model.init(c, dtype=torch.bfloat16, mesh=mesh, specs=given))
+    cache = serve.init_cache(c, 16, 1024, mesh=mesh, form=form, dtype=torch.bfloat16)["KV"].nbytes
+    assert one.weight_bytes == pytest.approx(params, rel=1e-3)  # norms and routers are whole on every rank
+    assert one.kv_bytes == cache
+    assert one.type == {"heads": "KV[B_E, S, M]", "experts": "KV[B_E, S, M]", "sequence": "KV[B, S_Z, M]"}[form]
 
 
 def test_a_latent_cache_is_told_apart_from_few_heads():
     """Of a latent each chip along Y has the whole; of heads only where there are fewer than chips."""
-    for model, why in (("deepseek-v3", "a latent is of all heads"), ("llama3-70b", "K = 8 KV heads are fewer than Y")):
-        service = Service(get(model), 4096, weights="fp8", kv="bf16")
+    for name, why in (("deepseek-v3", "a latent is of all heads"), ("llama3-70b", "K = 8 KV heads are fewer than Y")):
+        service = Service(get(name), 4096, weights="fp8", kv="bf16")
         sizes, chips = (("Y", 16),), 16
         served = ServingPlan(service, chip("h100"), (chips,), "heads", sizes, 16)
         assert f"the cache is stored {16 / (1 if service.config.latent else 8):g} times: {why}" in report.notes(served)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import serve
 from scaling.algebra import derive
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.spec import ShardingError
@@ -81,6 +82,23 @@ def test_bytes_of_part_7():
     assert moved("sequence", "Q", "O") == [("AllGather", B * NH // 4), ("ReduceScatter", B * NH // 4)]
     question_7 = [("AllGather", B * D // 2), ("AllReduce", B * F // 4), ("ReduceScatter", B * D // 2)]
     assert moved("2d", "y", "Tmp", "Out")[1:4] == question_7
+
+
+@pytest.mark.parametrize("T", [1, 16])
+def test_flops_of_latents_are_the_fewer(T):
+    """Absorbed for one query, plain for a prompt: a place and head take 2 (2 M) a query, or 2 C W and 2 (2 A) a query;
+    values are computed as wide as keys are."""
+    latent = Latent(q_rank=24, kv_rank=48, nope=6, rope=4, value=8)
+    config = CONFIG.with_(latent=latent)
+    params, cache = model.init(config, device="meta"), serve.init_cache(config, B, S)
+    cache = {name: x.to("meta") for name, x in cache.items()}
+    with FlopCounterMode(display=False) as counter:
+        serve.extend(params, torch.empty(B, T, dtype=torch.int64, device="meta"), cache, config)
+    C, A, W, M = 48, 10, 14, 52
+    absorbed, plain = 2 * T * (2 * M) * S + 2 * T * C * W, 2 * C * W * S + 2 * T * 2 * A * S
+    per_token = config.D * (24 + M) + 24 * config.N * A + config.N * 8 * config.D + config.D * (2 * config.F + config.V)
+    assert counter.get_total_flops() == 2 * B * T * per_token + B * config.N * min(absorbed, plain)
+    assert (absorbed < plain) == (T == 1)
 
 
 def test_whole_params_on_a_mesh_are_refused():

@@ -4,13 +4,17 @@ import pytest
 import torch
 
 from scaling import serve, tree
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.models import transformer as model
 from scaling.serve.int8 import quantized
 
 CONFIG = Config("plain", 2, 64, 96, 4, 2, 16, 52, qk_norm=True, tied=True)
-EXPERTS = CONFIG.with_(E=4, k=2, shared=1, tied=False)
+EXPERTS = CONFIG.with_(name="experts", E=4, k=2, shared=1, tied=False)
+LATENT = EXPERTS.with_(
+    name="latent", K=4, qk_norm=False, latent=Latent(q_rank=24, kv_rank=20, nope=12, rope=8, value=16)
+)
 B, S = 3, 20
+both = pytest.mark.parametrize("config", [CONFIG, LATENT], ids=lambda c: c.name)
 LENGTHS = torch.tensor([7, 12, 4])
 
 
@@ -46,18 +50,21 @@ def test_numbers_are_within_half_a_scale():
         serve.quantize(params, CONFIG)
 
 
-@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS, LATENT], ids=lambda c: c.name)
 def test_weights(config):
     """A product's error is at most sum |x| times half the channel's scale; the logits' is small."""
     params, tokens = setting(config)
     small = serve.quantize(params, config)
     tree.check(small, serve.specs(config, int8=True), config.sizes | {"I": 1, "J": 1}, serve.types.ONE)
     assert tree.nbytes(small) < 0.3 * tree.nbytes(params)
-    W, x = small["layers"]["W_Q"], torch.randn(8, config.D, generator=torch.Generator().manual_seed(2))
-    exact = torch.einsum("bd,ldnh->lbnh", x, params["layers"]["W_Q"])
-    found = torch.einsum("bd,ldnh->lbnh", x, W["q"] * W["scale"])
-    assert ((found - exact).abs() <= x.abs().sum(1)[:, None, None] * W["scale"] / 2 * (1 + 1e-5)).all()
-    assert W["scale"].shape == (config.L, 1, config.N, config.H)
+    name = "W_DQ" if config.latent else "W_Q"
+    W, x = small["layers"][name], torch.randn(8, config.D, generator=torch.Generator().manual_seed(2))
+    exact = torch.einsum("bd,ld...->lb...", x, params["layers"][name])
+    found = torch.einsum("bd,ld...->lb...", x, W["q"] * W["scale"])
+    assert (
+        (found - exact).abs() <= torch.einsum("bd,ld...->lb...", x.abs(), W["scale"].expand_as(W["q"])) / 2 * (1 + 1e-5)
+    ).all()
+    assert W["scale"].shape == (config.L, 1, *W["q"].shape[2:])
     (wanted, _), (logits, _) = run(params, tokens, config), run(small, tokens, config)
     assert 0 < (logits - wanted).norm() / wanted.norm() < 0.05
     plain = tree.map(lambda leaf: leaf, small) | {"embed": params["embed"]}
@@ -65,33 +72,35 @@ def test_weights(config):
         run(plain, tokens, config)
 
 
-def test_cache():
-    params, tokens = setting(CONFIG)
-    (wanted, exact), (logits, cache) = run(params, tokens, CONFIG), run(params, tokens, CONFIG, dtype=torch.int8)
+@both
+def test_cache(config):
+    params, tokens = setting(config)
+    (wanted, exact), (logits, cache) = run(params, tokens, config), run(params, tokens, config, dtype=torch.int8)
     assert 0 < (logits - wanted).norm() / wanted.norm() < 0.03
     assert cache["scale"].shape == cache["KV"].shape[:-1]
     first = exact["KV"][:, 0]  # the first layer's keys and values come of the same numbers
     error = (cache["KV"] * cache["scale"][..., None])[:, 0] - first
     assert (error.abs() <= cache["scale"][:, 0, ..., None] / 2 * (1 + 1e-4)).all()
     with pytest.raises(ValueError, match="int8 needs one scale for each token and head"):
-        serve.decode(params, tokens[:, 0], cache | {"scale": cache["scale"][:, :, :1]}, CONFIG)
+        serve.decode(params, tokens[:, 0], cache | {"scale": cache["scale"][:, :, :1]}, config)
     with pytest.raises(ValueError, match="int8 needs one scale for each token and head"):
-        serve.decode(params, tokens[:, 0], cache | {"KV": cache["KV"].float()}, CONFIG)
+        serve.decode(params, tokens[:, 0], cache | {"KV": cache["KV"].float()}, config)
     del cache["scale"]
     with pytest.raises(ValueError, match="without its scales"):
-        serve.decode(params, tokens[:, 0], cache, CONFIG)
+        serve.decode(params, tokens[:, 0], cache, config)
     with pytest.raises(ValueError, match="floating point or int8"):
-        serve.init_cache(CONFIG, 1, 1, dtype=torch.int16)
+        serve.init_cache(config, 1, 1, dtype=torch.int16)
 
 
-def test_what_a_prefill_sees_is_what_a_decode_sees():
+@both
+def test_what_a_prefill_sees_is_what_a_decode_sees(config):
     """An int8 cache is read as it is stored, by the tokens that fill it too: chunks do not change the logits."""
-    params, tokens = setting(CONFIG)
-    cache = serve.init_cache(CONFIG, B, S, dtype=torch.int8)
-    once, _ = serve.extend(params, tokens[:, :6], cache, CONFIG)
+    params, tokens = setting(config)
+    cache = serve.init_cache(config, B, S, dtype=torch.int8)
+    once, _ = serve.extend(params, tokens[:, :6], cache, config)
     steps = []
     for t in range(6):
-        logits, cache = serve.decode(params, tokens[:, t], cache, CONFIG)
+        logits, cache = serve.decode(params, tokens[:, t], cache, config)
         steps.append(logits)
     assert (torch.stack(steps, 1) - once).abs().max() < 1e-4 * once.abs().max()
 
@@ -124,20 +133,22 @@ def test_rows_with_pages_anywhere_in_the_pool():
     assert not cache["KV"][:, :, untouched].any()
 
 
-def on_mesh(mesh, form):
-    params, tokens = setting(CONFIG)
-    small = serve.quantize(tree.map(torch.Tensor.double, params), CONFIG)
-    mine = tree.shard(small, serve.specs(CONFIG, mesh, form=form, int8=True), mesh)
-    cache = serve.init_cache(CONFIG, 2, S, mesh=mesh, form=form, dtype=torch.int8)
-    return serve.prefill(mine, tokens[:2, :9], cache, CONFIG, mesh, form=form)[0]
+def on_mesh(mesh, form, config):
+    params, tokens = setting(config)
+    small = serve.quantize(tree.map(torch.Tensor.double, params), config)
+    mine = tree.shard(small, serve.specs(config, mesh, form=form, int8=True), mesh)
+    cache = serve.init_cache(config, 2, S, mesh=mesh, form=form, dtype=torch.int8)
+    return serve.prefill(mine, tokens[:2, :9], cache, config, mesh, form=form)[0]
 
 
-@pytest.mark.parametrize(("sizes", "form"), [({"Y": 4}, "heads"), ({"X": 2, "Y": 2}, "2d")])
-def test_on_a_mesh(ranks, sizes, form):
+@pytest.mark.parametrize(
+    ("sizes", "form", "config"),
+    [({"Y": 4}, "heads", CONFIG), ({"X": 2, "Y": 2}, "2d", CONFIG), ({"Y": 2, "Z": 2}, "sequence", LATENT)],
+)
+def test_on_a_mesh(ranks, sizes, form, config):
     """The scales lie where their channels do: the logits are one device's."""
-    config = CONFIG
     params, tokens = setting(config)
     small = serve.quantize(tree.map(torch.Tensor.double, params), config)
     wanted, _ = serve.prefill(small, tokens[:2, :9], serve.init_cache(config, 2, S, dtype=torch.int8), config)
-    for found in ranks(on_mesh, sizes, form):
+    for found in ranks(on_mesh, sizes, form, config):
         assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()  # a rounding of the cache may tip over

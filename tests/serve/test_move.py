@@ -1,16 +1,18 @@
 """A cache moved from the mesh that prefills to the mesh that decodes: bitwise, by the plan's bytes."""
 
+import pytest
 import torch
 
 from scaling import serve, tree
 from scaling.collectives import plan_transfer
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
 from scaling.serve.handover import refined
 from scaling.trace import trace
 
 CONFIG = Config("plain", 2, 16, 24, 4, 2, 8, 32, qk_norm=True)
+LATENT = CONFIG.with_(K=4, qk_norm=False, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
 B, S, LENGTHS = 4, 8, [5, 2, 7, 3]
 SOURCES = [  # (mesh of ranks 0 to 3, form, page, dtype)
     ({"Y": 4}, "heads", None, torch.float32),  # K < Y: two copies of a head
@@ -101,28 +103,29 @@ def test_copies_of_a_head_share_the_sending():
     assert max(sent) - min(sent) <= 2 * 2 * 4 * 8 * 8
 
 
-def prefill_then_decode(world, tokens):
+def prefill_then_decode(world, tokens, config):
     a, b = Mesh({"Y": 2}, ranks=range(2)), Mesh({"Y": 1, "Z": 2}, ranks=range(2, 4))
-    params, cache = model.init(CONFIG, 0, torch.float64), None
+    params, cache = model.init(config, 0, torch.float64), None
     lengths = torch.tensor(LENGTHS)
     if a.member:
-        mine = tree.shard(params, serve.specs(CONFIG, a), a)
-        cache = serve.init_cache(CONFIG, B, S, mesh=a)
-        _, cache = serve.prefill(mine, tokens, cache, CONFIG, a, lengths=lengths)
-    cache = serve.move(cache, CONFIG, a, b, target_form="heads_batch", page=4, length=12)
+        mine = tree.shard(params, serve.specs(config, a), a)
+        cache = serve.init_cache(config, B, S, mesh=a)
+        _, cache = serve.prefill(mine, tokens, cache, config, a, lengths=lengths)
+    cache = serve.move(cache, config, a, b, target_form="heads_batch", page=4, length=12)
     if not b.member:
         return None
-    mine = tree.shard(params, serve.specs(CONFIG, b, form="heads_batch"), b)
-    return serve.decode(mine, tokens[range(B), lengths], cache, CONFIG, b, form="heads_batch")[0]
+    mine = tree.shard(params, serve.specs(config, b, form="heads_batch"), b)
+    return serve.decode(mine, tokens[range(B), lengths], cache, config, b, form="heads_batch")[0]
 
 
-def test_prefill_on_one_mesh_decode_on_another(ranks):
+@pytest.mark.parametrize("config", [CONFIG, LATENT], ids=["heads", "latent"])
+def test_prefill_on_one_mesh_decode_on_another(ranks, config):
     g = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 32, (B, S), generator=g)
-    params = model.init(CONFIG, 0, torch.float64)
-    logits = model.forward(params, tokens, config=CONFIG)
+    params = model.init(config, 0, torch.float64)
+    logits = model.forward(params, tokens, config=config)
     wanted = logits[range(B), LENGTHS]
-    results = ranks(prefill_then_decode, {"W": 4}, tokens)
+    results = ranks(prefill_then_decode, {"W": 4}, tokens, config)
     assert results[:2] == [None, None]
     for found in results[2:]:
         assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()

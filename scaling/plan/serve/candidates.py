@@ -77,12 +77,14 @@ class ServingPlan:
 
     @cached_property
     def load(self) -> serving.Load:
-        """The service's, with the copies of W_K and W_V, which are split over no more axes than their cache, of all
-        weights but experts along E, and in the form "experts" of the shared ones along Y."""
+        """The service's, with the copies of W_K and W_V, or W_DQ and W_DKV, which are split over no more axes than
+        their cache, of all weights but experts along E, and in the form "experts" of the shared ones along Y."""
         c, sizes, load = self.service.config, dict(self.sizes), self.service.load
         X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
-        copies = self.chips / E / X / min(c.K, Y)
-        more = 0 if c.latent else (copies - 1) * 2 * c.L * c.D * c.K * c.H * dtype_bytes(self.service.weights)
+        copies, width = self.chips / E / X / min(c.K, Y), 2 * c.K * c.H
+        if c.latent:
+            copies, width = self.chips / E, c.sizes["R"] + c.sizes["M"]
+        more = (copies - 1) * c.L * c.D * width * dtype_bytes(self.service.weights)
         if self.form == "experts":
             more += (
                 (Y - 1) * c.matrices * c.D * c.shared * c.F * (c.L - c.dense_layers) * dtype_bytes(self.service.weights)
@@ -149,11 +151,9 @@ class ServingPlan:
     @property
     def type(self) -> str:
         """The cache's type."""
-        if dict(self.sizes).get("E", 1) > 1:
-            return "KV[2, B_E, S, K_Y, H]"
-        return {"heads": "KV[2, B, S, K_Y, H]", "heads_batch": "KV[2, B_Z, S, K_Y, H]",
-                "sequence": "KV[2, B, S_Z, K_Y, H]", "2d": "KV[2, B_X, S, K_Y, H]",
-                "experts": "KV[2, B, S, K_Y, H]"}[self.form]  # fmt: skip
+        rows = {"heads_batch": "B_Z", "2d": "B_X"}.get(self.form, "B_E" if dict(self.sizes).get("E", 1) > 1 else "B")
+        places = "S_Z" if self.form == "sequence" else "S"
+        return f"KV[{rows}, {places}, M]" if self.service.config.latent else f"KV[2, {rows}, {places}, K_Y, H]"
 
 
 def meshes(chips: int, experts: int = 1) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:

@@ -5,11 +5,10 @@
 Of a token M = C + rope numbers are cached, whatever the number of heads: the latent of its keys and values, normed, and
 the rotary part of its keys, turned. All heads read the same, so each rank along Y has the whole of it.
 
-absorbed  a head's scores are (Q_N K_N) with K_N = C_KV W_UK, which is (Q_N W_UK) C_KV: the weight goes to the query, and
-          what is added up by the scores are latents, whose values come after. The cache is read as it is: keys and
-          values of one head, M wide.
+absorbed  a head's score Q_N (C_KV W_UK) is (Q_N W_UK) C_KV: the weight goes to the query. What the scores then add up
+          are latents, and W_UV comes after. The cache is read as it is: keys and values of one head, M wide.
 plain     keys and values of all that is cached are computed again, head by head: fewer FLOPs where many queries of a
-          row share them, a prompt's. Both give the same.
+          row share them, as a prompt's do. Both give the same.
 """
 
 import math
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from scaling.collectives import einsum
 from scaling.configs import Latent
-from scaling.models.latent import EPS, asked, turned
+from scaling.models.latent import EPS, turned, turned_queries
 from scaling.models.pointwise import rms_norm
 from scaling.serve.forms import At
-from scaling.serve.forms.sequence import joined, places
+from scaling.serve.forms.sequence import over_places, places
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, shard
 
 
@@ -60,7 +59,7 @@ def heads_batch(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     Q = all_to_all("Q[B, T, N_YZ, M] -> Q[B_Z, T, N_Y, M]", Q, at.mesh)  # on the critical path
     y = shard("y[B, T, D] -> y[B_Z, T, D]", y, at.mesh)
     A_KV = einsum("y[B_Z, T, D] * W_DKV[D, M] -> A_KV[B_Z, T, M]", y, W["W_DKV"])
-    O = over_latents(asked(Q, at.rope, at.config), latent_of(W, A_KV, at), at, l)  # turned by this rank's rows
+    O = over_latents(turned_queries(Q, at.rope, at.config), latent_of(W, A_KV, at), at, l)  # turned by this rank's rows
     O = all_to_all("O[B_Z, T, N_Y, C] -> O[B, T, N_YZ, C]", O, at.mesh)  # on the critical path
     return _out(W, O, at)
 
@@ -72,8 +71,8 @@ def sequence(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     Q = all_gather("Q[B, T, N_YZ, M] -> Q[B, T, N_Y, M]", Q, at.mesh)  # on the critical path
     A_KV = einsum("y[B, T, D] * W_DKV[D, M] -> A_KV[B, T, M]", y, W["W_DKV"])
     at.slots.append(l, latent_of(W, A_KV, at)[:, :, None])
-    q, (C,), seen = places(asked(Q, at.rope, at.config), l, at)
-    return _out(W, joined(q, C, C[..., : _latent(at).kv_rank], seen, at), at)
+    q, (C,), seen = places(turned_queries(Q, at.rope, at.config), l, at)
+    return _out(W, over_places(q, C, C[..., : _latent(at).kv_rank], seen, at), at)
 
 
 ATTENTION = {"heads": heads, "experts": heads, "heads_batch": heads_batch, "sequence": sequence}
@@ -123,8 +122,8 @@ def attend(W: dict, Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
     """O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A] over what is cached and the new C[B_ZE, T, M], which are written:
     absorbed or plain, whichever has fewer FLOPs."""
     if absorbs(_latent(at), Q.shape[1]):
-        return valued(W, over_latents(asked(absorbed(W, Q, at), at.rope, at.config), C, at, l), at)
-    return over_heads(W, asked(Q, at.rope, at.config), C, at, l)
+        return valued(W, over_latents(turned_queries(absorbed(W, Q, at), at.rope, at.config), C, at, l), at)
+    return over_heads(W, turned_queries(Q, at.rope, at.config), C, at, l)
 
 
 def absorbs(latent: Latent, queries: int) -> bool:

@@ -28,13 +28,13 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
     at.slots.append(l, K, V)
     q, (K, V), seen = places(Q, l, at)
-    O = joined(q, K, V, seen, at)
+    O = over_places(q, K, V, seen, at)
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
     Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
     return Attn + W["b_O"] if "b_O" in W else Attn
 
 
-def joined(q: Tensor, K: Tensor, V: Tensor, seen: Tensor, at: At) -> Tensor:
+def over_places(q: Tensor, K: Tensor, V: Tensor, seen: Tensor, at: At) -> Tensor:
     """O[B, T, N_YZ, H] of the queries over the places of all ranks along Z."""
     A = einsum("Q[B, T, K_Y, G, H] * K[B, S_Z, K_Y, H] -> A[B, T, K_Y, G, S_Z]", q, K)
     A = A.masked_fill(~seen, -torch.inf)
