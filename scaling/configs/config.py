@@ -235,12 +235,15 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The dims of the params by letter; S is the width of the shared experts together.
+        """The dims of the params by letter; S is the width of the shared experts together. L are the layers of one
+        stack: of dense layers before those with experts there are G, of width O.
 
         Of `Latent` R and C are the ranks of queries and of keys and values, M = C + rope, A = nope + rope a query's
         width, W = nope + value that of a key and a value.
         """
         sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.shared * self.F}
+        if self.dense_layers:
+            sizes |= {"L": self.L - self.dense_layers, "G": self.dense_layers, "O": self.F_dense}
         if latent := self.latent:
             sizes |= {"R": latent.q_rank, "C": latent.kv_rank, "M": latent.kv_rank + latent.rope}
             sizes |= {"A": latent.nope + latent.rope, "W": latent.nope + latent.value}

@@ -198,6 +198,7 @@ def _fits(config: Config, kind: str) -> dict[str, bool]:
         "routing": not config.moe or routing == (("sigmoid",) if kind == "deepseek_v3" else ("softmax", 1, 1.0)),
         "norm_topk": config.norm_topk or kind in ("qwen3_moe", "deepseek_v3"),
         "capacity": config.capacity is None,
+        "dense_layers": not config.dense_layers or kind == "deepseek_v3",
     }
 
 
@@ -225,7 +226,7 @@ def write_config(config: Config) -> dict:
     if latent := config.latent:
         ranks = (latent.q_rank, latent.kv_rank, latent.nope, latent.rope, latent.value)
         table |= dict(zip(LATENT, ranks, strict=True)) | {"rope_interleave": latent.interleaved}
-        table |= {"head_dim": latent.rope, "first_k_dense_replace": 0 if config.moe else config.L}
+        table |= {"head_dim": latent.rope, "first_k_dense_replace": config.dense_layers if config.moe else config.L}
     widths = {window for window in config.windows if window is not None}
     if len(widths) > 1:
         raise ValueError(
@@ -246,4 +247,5 @@ def write_config(config: Config) -> dict:
         table |= {"topk_group": config.top_groups, "routed_scaling_factor": config.routed_scale}
     if kind in ("qwen3_moe", "deepseek_v3") and config.moe:
         table |= {"moe_intermediate_size": config.F, "norm_topk_prob": config.norm_topk}
+        table |= {"intermediate_size": config.F_dense} if config.dense_layers else {}
     return table

@@ -54,7 +54,7 @@ def load_sharded(
     folder = Path(folder)
     config = _config(folder)
     places, whole = leaf_layouts(config), specs_of(config)
-    slots = range(config.L) if slots is None else slots
+    slots = range(config.sizes["L"]) if slots is None else slots
     sizes = config.sizes | {"L": len(slots)}
     files = _Files(folder)
     files.check(places, config)
@@ -67,7 +67,7 @@ def load_sharded(
             there = at | ({"L": slots[at["L"]]} if "L" in at else {})
             if there.get("L", 0) < 0:
                 continue
-            part = layout.read(files[layout.name.format(**there)], ranges, sizes)
+            part = layout.read(files[layout.tensor(there)], ranges, sizes)
             if made is None:
                 made = torch.zeros(spec.local_shape(sizes, mesh), dtype=dtype or part.dtype, device=device)
             made[tuple(i - ranges[dim].start for dim, i in at.items())] = part
@@ -100,9 +100,10 @@ def save_sharded(
     """
     folder, table = Path(folder), table_of(config)
     types = tree.map(parse, specs)
-    slots = range(config.L) if slots is None else slots
+    slots = range(config.sizes["L"]) if slots is None else slots
     tree.check(params, types, config.sizes | {"L": len(slots)}, mesh)
-    names = [SINGLE] if single else [f"model-{i:05}-of-{config.L + 1:05}.safetensors" for i in range(1, config.L + 2)]
+    parts = config.sizes["L"] + 1
+    names = [SINGLE] if single else [f"model-{i:05}-of-{parts:05}.safetensors" for i in range(1, parts + 1)]
     if stale := {path.name for path in folder.glob("model*.safetensors*")} - {*names, *([] if single else [INDEX])}:
         raise ValueError(f"{folder}: holds another checkpoint, {min(stale)}\n  fix: give a folder without one")
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,20 +132,22 @@ def save_sharded(
 def _parts(
     params: dict, types: dict, places: dict, config: Config, mesh, slots: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """(0, the ends' tensors), then (l + 1, layer l's) of each layer that this rank holds a part of: gathered whole."""
+    """(0, the tensors of the ends and of dense layers before those with experts), then (l + 1, layer l's) of each of
+    the others that this rank holds a part of: gathered whole."""
 
     def whole(leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> dict[str, Tensor]:
         leaf = leaf.detach().contiguous()
         leaf = (unshard(str(spec), leaf, mesh) if spec.axes else leaf).cpu()
         rest = [dim for dim in layout.numbered if dim not in at]
         return {
-            layout.name.format(**at, **inner): layout.write(leaf[tuple(inner.values())], config.sizes)
+            layout.tensor(at | inner): layout.write(leaf[tuple(inner.values())], config.sizes)
             for inner in layout.indices({dim: slice(0, config.sizes[dim]) for dim in rest})
         }
 
     ends = {}
-    for name in params.keys() - {"layers"}:
-        ends |= whole(params[name], types[name], places[name], {})
+    each = (tree.leaves({name: some[name] for name in params if name != "layers"}) for some in (params, types, places))
+    for leaf, spec, layout in zip(*each, strict=True):
+        ends |= whole(leaf, spec, layout, {})
     yield 0, ends
     mine = places_of(types, slots, mesh)
     for l, place in ((slots[i], i - mine.start) for i in mine if slots[i] >= 0):
@@ -175,7 +178,7 @@ def _index(config: Config, names: list[str], itemsize: int) -> dict:
     where, size = {}, 0
     for layout in tree.leaves(leaf_layouts(config)):
         for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
-            where[layout.name.format(**at)] = names[at["L"] + 1 if "L" in at else 0]
+            where[layout.tensor(at)] = names[at["L"] + 1 if "L" in at else 0]
             size += itemsize * math.prod(layout.shape(config.sizes))
     return {"metadata": {"total_size": size}, "weight_map": where}
 
@@ -233,7 +236,7 @@ class _Files:
         wanted = {}
         for layout in tree.leaves(places):
             for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
-                wanted[layout.name.format(**at)] = layout.shape(config.sizes)
+                wanted[layout.tensor(at)] = layout.shape(config.sizes)
         found = {tensor for tensor in self.file_of if not tensor.endswith(COMPUTED)}
         if config.tied and {TABLE, HEAD} <= found and torch.equal(self[TABLE][:], self[HEAD][:]):
             found.remove(HEAD)  # some files hold the shared table twice

@@ -18,11 +18,17 @@ from scaling.spec import parse
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The tensors of one param: `name` with a place for each dim that numbers them, and each one's dims, in groups."""
+    """The tensors of one param: `name` with a place for each dim that numbers them, and each one's dims, in groups.
+    `before`: the layers before the first of its stack."""
 
     name: str
     groups: tuple[str, ...]
     dims: tuple[str, ...]  # the param's
+    before: int = 0
+
+    def tensor(self, at: Mapping[str, int]) -> str:
+        """The name of the one at this place."""
+        return self.name.format(**dict(at) | ({"L": at["L"] + self.before} if "L" in at else {}))
 
     @property
     def numbered(self) -> list[str]:
@@ -61,6 +67,6 @@ def leaf_layouts(config: Config) -> dict:
 
     def layout(leaf: Leaf, spec: str) -> FileLayout:
         name, dims = leaf.hf[kind] if isinstance(leaf.hf, Mapping) else leaf.hf
-        return FileLayout(name, tuple(dims.split(", ")), parse(spec).dim_names)
+        return FileLayout(name, tuple(dims.split(", ")), parse(spec).dim_names, config.dense_layers)
 
     return tree.map(layout, leaves_of(config), specs)

@@ -5,12 +5,14 @@ computed a leaf has its `trained` type without X and Z, gathered; its gradient i
 splits the tokens and not the leaf (the law of cotangents, notation.md). No torch is needed.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from scaling.configs import Config
 
+STACKS = ("dense", "layers")  # the params that are stacked over layers, in their order; a model has the first or not
 Named = tuple[str, str]  # a tensor of Hugging Face's, and its dims: "NH, D" has two, of which the first is N and H
 
 
@@ -116,6 +118,15 @@ SHARED = {  # the experts that every token passes; S is their width together
 }
 
 
+def _dense(leaf: Leaf) -> Leaf:
+    """The same of a dense layer before those with experts: of G layers, features O wide."""
+    name, dims = cast(Named, leaf.hf)
+    types = (text.replace("[L", "[G", 1) for text in (leaf.trained, leaf.served))
+    trained, served = (re.sub(r"\bF(?=_)", "O", text) for text in types)
+    start = "O" if leaf.start == "F" else leaf.start
+    return Leaf(trained, served, start, (name.replace("{L}", "{G}"), dims.replace("F", "O")), leaf.only)
+
+
 def matrices_of(config: Config) -> dict:
     """Of each leaf of a layer that is a matrix its inputs and outputs, "D -> N H", of the others and the ends ""."""
 
@@ -123,18 +134,19 @@ def matrices_of(config: Config) -> dict:
         if not isinstance(leaf.start, str):
             return ""
         dims = [part.split("_")[0].strip() for part in leaf.trained.split("[")[1].rstrip("]").split(",")]
-        outputs = [dim for dim in dims if dim not in "LE" and dim not in leaf.start]
+        outputs = [dim for dim in dims if dim not in "LGE" and dim not in leaf.start]
         return f"{' '.join(leaf.start)} -> {' '.join(outputs or ['E'])}"  # the router's outputs are the experts
 
     def each(table: dict) -> dict:
         return {name: each(leaf) if isinstance(leaf, dict) else named(leaf) for name, leaf in table.items()}
 
     found = leaves_of(config)
-    return dict.fromkeys(found, "") | {"layers": each(found["layers"])}
+    return {name: each(leaf) if isinstance(leaf, dict) else "" for name, leaf in found.items()}
 
 
 def leaves_of(config: Config) -> dict:
-    """The tree of leaves that this model has: {"embed", "layers": {...}, "norm", "unembed"}."""
+    """The tree of leaves that this model has: {"embed", "dense": {...}, "layers": {...}, "norm", "unembed"}; "dense"
+    only where dense layers come before those with experts."""
 
     def here(table: Mapping[str, Leaf]) -> dict[str, Any]:
         return {name: leaf for name, leaf in table.items() if leaf.only(config)}
@@ -142,4 +154,5 @@ def leaves_of(config: Config) -> dict:
     layers = here(LAYER | (EXPERTS if config.moe else {}))
     layers |= {"shared": here(SHARED)} if config.moe and config.shared else {}
     ends = here(ENDS)
-    return {"embed": ends.pop("embed"), "layers": layers} | ends
+    first = {"dense": {name: _dense(leaf) for name, leaf in here(LAYER).items()}} if config.dense_layers else {}
+    return {"embed": ends.pop("embed")} | first | {"layers": layers} | ends

@@ -46,7 +46,7 @@ def init(
         mesh, device = AbstractMesh({}), device or "cpu"
     device = mesh.device if device is None else device
     how, specs = inits(config), specs_of(config) if specs is None else specs
-    if slots is None or list(slots) == list(range(config.L)):
+    if slots is None or list(slots) == list(range(config.sizes["L"])):
         return tree.init(how, specs, config.sizes, mesh, seed, dtype, device)
 
     types = tree.map(lambda text: parse(text).with_axes("L", ("layer",)), specs["layers"])  # a layer at a time

@@ -30,7 +30,7 @@ from scaling.models.types import check_computed, computes, specs_of, uncomputed
 
 __all__ = ["ACTIVATIONS", "REMAT", "attention_block", "check_computed", "computes", "forward"]
 __all__ += ["config_of_params", "headed", "init", "inits", "loss", "loss_and_grads", "mlp_block", "module", "specs_of"]
-__all__ += ["uncomputed", "unstacked"]
+__all__ += ["all_layers", "uncomputed", "unstacked"]
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 REMAT = {"none": lambda f: f, "block": checkpoint_block, "matmuls": checkpoint_matmuls}
@@ -107,7 +107,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
     rope = tables(positions, config.rotary, config.theta, config.rope_scaling, x.dtype)
     steps = {w: _step(config, remat, attention, w, segments, rope) for w in set(config.windows)}
     extra = x.new_zeros(())
-    for layer, window in zip(unstacked(params["layers"]), config.windows, strict=True):
+    for layer, window in zip(all_layers(params), config.windows, strict=True):
         x, more = steps[window](layer, x)
         extra = extra if more is None else extra + more
     x = rms_norm(x, gain=params["norm"], eps=config.eps)
@@ -138,11 +138,14 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
         Out, aux = moe.forward(layer, y, config, experts)
         return (x + Out, config.aux_coef * aux["balance"] + config.z_coef * aux["z"]), experts
 
-    if config.moe:
-        layered = moe.checkpoint_routed(routed) if remat == "block" else routed
-        return lambda layer, x: layered(layer, x)[0]
+    layered = moe.checkpoint_routed(routed) if remat == "block" else routed
     wrapped = REMAT[remat](dense)
-    return lambda layer, x: (wrapped(layer, x), None)
+    return lambda layer, x: layered(layer, x)[0] if "router" in layer else (wrapped(layer, x), None)
+
+
+def all_layers(params: dict) -> list[dict]:
+    """The params of each layer: the dense ones, where the model has them, come before those with experts."""
+    return unstacked(params.get("dense", {})) + unstacked(params["layers"])
 
 
 def unstacked(layers: Any) -> list[Any]:

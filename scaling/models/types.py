@@ -17,7 +17,8 @@ def uncomputed(config: Config) -> list[str]:
     found = list(config.uncomputed)
     headed = {"biases": config.attention_bias or config.output_bias, "qk_norm": config.qk_norm}
     found += [f"latent attention with {name}" for name, has in headed.items() if has and config.latent]
-    found += [f"dense_layers={config.dense_layers} before those with experts"] if config.dense_layers else []
+    if config.dense_layers and not (config.moe and config.dense_layers < config.L):
+        found.append(f"dense_layers={config.dense_layers} without layers with experts after them")
     found += [f"{config.norms} norms a layer"] if config.norms != 2 else []
     if config.rope_scaling and config.rope_scaling.kind not in SCALINGS:
         found.append(f"rope_scaling of type {config.rope_scaling.kind!r}")

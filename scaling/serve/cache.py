@@ -52,7 +52,7 @@ def init_cache(
     int8, pages = dtype == torch.int8, 0 if page is None else -(-length // page)
     types = cache_specs(config, mesh, form=form, page=page, int8=int8)
     sizes = config.sizes | {"B": batch, "S": length, "P": batch * pages, "page": page or 0}
-    sizes |= {"R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
+    sizes |= {"L": config.L, "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
     device = "cpu" if mesh is ONE else mesh.device
 
     def zeros(name: str, dtype: torch.dtype | None) -> Tensor:
@@ -131,7 +131,7 @@ def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> Non
     rows = KV.shape[2] * mesh.size(spec.dims[2][1])
     times = KV.shape[3] * mesh.size(spec.dims[3][1])
     sizes = config.sizes | {"B": batch, "S": times, "P": rows, "page": times}
-    sizes |= {"R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
+    sizes |= {"L": config.L, "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
     if tuple(KV.shape) != (wanted := spec.local_shape(sizes, mesh)):
         raise ShardingError(
             f"{spec}: a cache of {config.name} is {wanted} on each rank; found {tuple(KV.shape)}\n"

@@ -64,7 +64,7 @@ def move(
             for f, view in zip((form, to), views, strict=True)
         ]
         whole = parse(cache_type(config, name, "B", "S", "K"))
-        into = whole.local_shape(config.sizes | {"B": len(lengths), "S": S, "I": 1, "J": 1}, ONE)
+        into = whole.local_shape(config.sizes | {"L": config.L, "B": len(lengths), "S": S, "I": 1, "J": 1}, ONE)
         x = None if cache is None else contiguous(cache, name, source_mesh, form)
         part = transfer(f"{ends[0]} -> {ends[1]}", x, *views, into=into, below=(*into[:3], used, *into[4:]))
         if part is not None:

@@ -18,7 +18,7 @@ from scaling.models import transformer
 from scaling.spec import Spec, parse
 
 EXACT = ("g", "b_Q", "b_K", "b_V", "b_O", "bias", "router")  # leaves that stay as they are, by their type's name
-CONTRACTED = {"W_O": ("N", "H"), "W_out": ("F", "S"), "W_UQ": ("R",), "W_UKV": ("C",)}  # of the others D
+CONTRACTED = {"W_O": ("N", "H"), "W_out": ("F", "S", "O"), "W_UQ": ("R",), "W_UKV": ("C",)}  # of the others D
 
 
 def quantized(x: Tensor, dims: Sequence[int] = (-1,)) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,9 @@ from scaling.arguments import flag
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS, check_ids, check_range
+from scaling.models.leaves import STACKS
 from scaling.models.rope import tables
-from scaling.models.transformer import check_computed, unstacked
+from scaling.models.transformer import all_layers, check_computed
 from scaling.serve.cache import capacity, check_cache, writable
 from scaling.serve.forms import At, context, experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
@@ -118,9 +119,9 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tu
     slots = Slots(cache, lengths, tokens.shape[1], mesh, form, own)
     positions = slots.positions if own is None else slots.positions[..., own]
     at = At(config, mesh, slots, tables(positions, config.rotary, config.theta, config.rope_scaling, dtype))
-    ends = {name: floats(leaf, dtype) for name, leaf in params.items() if name != "layers"}
+    ends = {name: floats(leaf, dtype) for name, leaf in params.items() if name not in STACKS}
     x = listing.embed(ends["embed"], tokens, at)
-    for l, W in enumerate(unstacked(params["layers"])):
+    for l, W in enumerate(all_layers(params)):
         W = floats(W, dtype)
         x = x + attention(W, x, at, l)
         x = x + listing.mlp(W, x, at)

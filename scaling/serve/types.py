@@ -117,6 +117,7 @@ def check_mesh(config: Config, mesh, form: str) -> None:
     parts = Y if form in SPLIT_ROWS else Y * Z
     wanted = [("N", config.N, parts, "query heads"), ("V", config.V, parts, "vocabulary entries")]
     wanted += [("F", config.F, parts, "features")] if form != "experts" else []
+    wanted += [("F_dense", config.F_dense, parts, "features of dense layers")] if config.dense_layers else []
     wanted += [("D", config.D, X * Y * Z, "model dims")] if form == "2d" else []
     if config.moe:
         if form == "2d":

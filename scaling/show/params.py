@@ -24,7 +24,7 @@ def leaf_rows(config: Config, mesh: Mapping[str, int], dtype: str, zero: int = 3
     for names, text in zip(*optree.tree_flatten_with_path(types)[:2], strict=True):
         spec, sizes = parse(text), dict(config.sizes)
         stages = math.prod(mesh[axis] for axis in spec.axes_of("L"))
-        sizes["L"] = -(-config.L // stages) * stages  # each stage holds as many, the last ones perhaps some padding
+        sizes["L"] = -(-sizes["L"] // stages) * stages  # each stage holds as many, the last ones perhaps some padding
         sizes = {dim: sizes[dim] for dim in spec.dim_names}
         shape = "x".join(map(str, spec.local_shape(sizes, mesh)))
         found.append((".".join(names), text, shape, spec.nbytes(sizes, mesh, dtype)))

@@ -249,8 +249,8 @@ def test_what_is_not_computed_is_counted_and_refused_by_name(table, says, tmp_pa
 
 def test_a_latent_is_refused_where_it_is_not_computed():
     for refuses in (serve.specs, serve.cache_specs):
-        with pytest.raises(ShardingError, match=r"latent: .* of latent attention is not .*\n  rule: .*\n  fix: "):
-            refuses(LATENT, AbstractMesh({"Y": 2}))
+        with pytest.raises(ShardingError, match=r'latent: the form "2d" has no latent .*\n  rule: .*\n  fix: '):
+            refuses(LATENT, AbstractMesh({"X": 2}), form="2d")
     wide = LATENT.with_(H=7, latent=Latent(8, 6, 4, 2, 7))
     for config, mesh, says in ((LATENT, {"X": 4}, "C=6 of the keys' and"), (wide, {"Y": 2}, "is wider than its keys")):
         with pytest.raises(ShardingError, match=says):

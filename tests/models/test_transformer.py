@@ -23,6 +23,7 @@ VARIANTS = [LATENT, SMALL, SMALL.with_(gated=False, K=4), SMALL.with_(tied=True,
 ALL = SMALL.with_(theta=100.0, attention_bias=True, output_bias=True, qk_norm=True, window=(3, None, 5), eps=1e-3)
 ALL = ALL.with_(rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 16))
 EXPERTS = SMALL.with_(E=4, k=2, shared=1, routing="sigmoid", aux_coef=0.1, z_coef=0.01, capacity=1.2)
+FIRST = EXPERTS.with_(dense_layers=1, F_dense=20)
 IDS = torch.tensor([[0] * 4 + [1] * 5 + [7] * 4, [3] * 13])  # the ids of packed documents
 
 
@@ -147,8 +148,11 @@ def test_gradient_equals_finite_differences():
 
 
 def test_refuses_what_it_is_not():
-    with pytest.raises(ValueError, match="deepseek-v3: not computed here: dense_layers=3"):
-        transformer.init(MODELS["deepseek-v3"], device="meta")
+    for config in (EXPERTS.with_(dense_layers=EXPERTS.L, F_dense=8), SMALL.with_(dense_layers=1, F_dense=8)):
+        with pytest.raises(
+            ValueError, match=r"not computed here: dense_layers=.* without layers with experts after them"
+        ):
+            transformer.init(config, device="meta")
     with pytest.raises(ValueError, match="unknown remat 'all'"):
         transformer.forward(transformer.init(SMALL), tokens_of(SMALL), "all")
 
@@ -220,7 +224,7 @@ def test_the_loss_of_experts_has_their_terms_of_every_layer():
     torch.testing.assert_close(transformer.loss(params, tokens, config=EXPERTS), want + extra, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("config", [ALL, EXPERTS], ids=["all", "experts"])
+@pytest.mark.parametrize("config", [ALL, EXPERTS, FIRST], ids=["all", "experts", "dense first"])
 def test_everything_rematerialised(config):
     params, tokens = shaken(config), tokens_of(config)
     assert sum(p.numel() for p in tree.leaves(params)) == num_params(config)

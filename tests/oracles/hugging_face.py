@@ -63,6 +63,7 @@ CASES = {
     "llama yarn": ("Llama", {"rope_parameters": YARN}),
     "deepseek": ("DeepseekV3", LATENT),
     "deepseek dense, halves": ("DeepseekV3", LATENT | {"first_k_dense_replace": 2, "rope_interleave": False}),
+    "deepseek dense first": ("DeepseekV3", LATENT | {"first_k_dense_replace": 1, "num_hidden_layers": 3}),
     "deepseek yarn": ("DeepseekV3", LATENT | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}}),
 }
 

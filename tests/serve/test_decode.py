@@ -26,7 +26,7 @@ CONFIGS = {
         latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8),
     ),
     "deepseek": PLAIN.with_(  # a prompt of 7 tokens is computed by heads, chunks and single tokens by latents
-        K=4, E=4, k=2, shared=1, routing="sigmoid", expert_groups=2,
+        L=3, dense_layers=1, F_dense=40, K=4, E=4, k=2, shared=1, routing="sigmoid", expert_groups=2,
         latent=Latent(q_rank=12, kv_rank=60, nope=4, rope=4, value=8, interleaved=False),
     ),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from scaling.trace import trace
 LATENT = PLAIN.with_(name="latent", K=4, theta=1e4, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
 LATENT = LATENT.with_(rope_scaling=RopeScaling("yarn", 4.0, 1.0, 32.0, 8, mscale=0.8, mscale_all=1.2))
 DEEPSEEK = EXPERTS.with_(name="deepseek", K=4, routing="sigmoid", expert_groups=2, latent=LATENT.latent)
+FIRST = DEEPSEEK.with_(name="dense first", L=DEEPSEEK.L + 1, dense_layers=2, F_dense=40, window=None)
 CASES = [
     (LATENT, {"X": 2}, {"microbatches": 2}, True, 0.1, 0.01),
     (LATENT, {"Y": 2}, {}, True, 0.1, 0.01),
@@ -28,6 +29,8 @@ CASES = [
     (LATENT.with_(window=(None, 5)), {"C": 2, "Y": 2}, {"context": "zigzag", "remat": "matmuls"}, True, 0.1, 0.01),
     (DEEPSEEK, {"E": 2}, {"remat": "block"}, False, 0.0, 0.0),
     (DEEPSEEK, {"E": 2, "Y": 2}, {}, False, 0.0, 0.0),
+    (FIRST, {"E": 2, "Y": 2}, {}, False, 0.0, 0.0),
+    (FIRST, {"X": 2}, {"remat": "block"}, True, 0.1, 0.01),
 ]
 
 

@@ -42,7 +42,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
 def mlp(W: dict, x: Tensor, at: At) -> Tensor:
     """x[B_ZE, T_C, D] -> Out[B_ZE, T_C, D]. Of experts, each its own rows."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
-    if at.config.moe:
+    if "router" in W:
         axis = experts_axis(at.mesh, "heads")
         return moe(experts_of(W, at.config), y, at.config, at.mesh, axis, tensor="Y", spec="y[B_ZE, T_C, D]")[0]
     Tmp = einsum("y[B_ZE, T_C, D] * W_in[D, F_Y] -> Tmp[B_ZE, T_C, F_Y]", y, W["W_in"])

@@ -14,12 +14,16 @@ from scaling.serve.forms import At
 from scaling.serve.forms.heads import attention as attention
 from scaling.serve.forms.heads import embed as embed
 from scaling.serve.forms.heads import head as head
+from scaling.serve.forms.heads import mlp as dense_mlp
 from scaling.strategies.axes import all_gather, shard
 from scaling.strategies.expert import experts_of, moe
 
 
 def mlp(W: dict, x: Tensor, at: At) -> Tensor:
-    """x[B_E, T, D] -> Out[B_E, T, D]. Rows that do not divide over Y are filled up with zeros."""
+    """x[B_E, T, D] -> Out[B_E, T, D], of a dense layer as in `heads`. Rows that do not divide over Y are filled up with
+    zeros."""
+    if "router" not in W:
+        return dense_mlp(W, x, at)
     y, rows = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps), len(x)
     y = F.pad(y, (0, 0, 0, 0, 0, -rows % at.mesh.sizes.get("Y", 1)))
     y = shard("y[B_E, T, D] -> y[B_EY, T, D]", y, at.mesh)

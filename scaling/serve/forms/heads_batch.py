@@ -42,7 +42,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
 def mlp(W: dict, x: Tensor, at: At) -> Tensor:
     """x[B, T, D] -> Out[B, T, D]. Of experts too, of each of which every rank has some features."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
-    if at.config.moe:
+    if "router" in W:
         return moe(experts_of(W, at.config), y, at.config, at.mesh, None, tensor="YZ", spec="y[B, T, D]")[0]
     Tmp = einsum("y[B, T, D] * W_in[D, F_YZ] -> Tmp[B, T, F_YZ]", y, W["W_in"])
     Gate = einsum("y[B, T, D] * W_gate[D, F_YZ] -> Gate[B, T, F_YZ]", y, W["W_gate"]) if "W_gate" in W else None

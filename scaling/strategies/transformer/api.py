@@ -20,7 +20,7 @@ from scaling.strategies.transformer.layer import REMAT
 from scaling.strategies.transformer.moves import add_by_name, gathered_ends, reduced_ends
 from scaling.strategies.transformer.placed import Placed
 from scaling.strategies.transformer.stages import arranged_layers, forward_loss, slots_of, staged
-from scaling.strategies.transformer.step import Problem, TransformerLayers
+from scaling.strategies.transformer.step import Problem, stacks_of
 
 
 def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
@@ -40,7 +40,7 @@ def unshard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
     """The inverse of `shard`: the whole params, or gradients, on every rank."""
     whole = tree.unshard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
     slots = slots_of(config, mesh, schedule)
-    layers = tree.map(lambda W: W[[slots.index(l) for l in range(config.L)]], whole["layers"])
+    layers = tree.map(lambda W: W[[slots.index(l) for l in range(config.sizes["L"])]], whole["layers"])
     return whole | {"layers": layers} | _tables(whole, config.V)
 
 
@@ -199,14 +199,18 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
     """(loss, grads) where every rank has all layers."""
     config, mesh, stored, contexts, terms, sums, scale = problem
     ends = gathered_ends(params, stored, mesh)
-    layers = TransformerLayers(problem, params["layers"], remat, keep_weights=keep)
+    stacks = stacks_of(problem, params, remat, keep)
     losses, dends, grads, M, size = [], {}, {}, len(contexts), len(ends["embed"])
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
     for m, (at, some, wanted, share) in enumerate(batches):
         x, last = embed(ends["embed"], some, mesh), m == M - 1
         if last and not config.tied:
             del ends["embed"]  # a table of the vocabulary is not held longer than it is used
-        x, extra, kept = layers.run(x, at)
+        kept = []
+        for layers in stacks.values():
+            x, extra, saved = layers.run(x, at)
+            kept.append(saved)
+            losses.append(extra * scale / M)
         loss, dx, dW = head(ends, x, wanted, share, terms, config.eps, mesh)
         add_by_name(dends, dW, sums)
         del x, dW
@@ -215,12 +219,13 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
             tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
             grads = reduced_ends(tables, stored, mesh)
             del tables
-        dx = layers.run_back(dx, kept, at, scale / M, last=last)
+        for layers in reversed(stacks.values()):
+            dx = layers.run_back(dx, kept.pop(), at, scale / M, last=last)
         add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
-        losses.append(loss + extra * scale / M)
+        losses.append(loss)
     grads |= reduced_ends(dends, stored, mesh)
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
-    return loss, grads | {"layers": layers.result()}
+    return loss, grads | {name: layers.result() for name, layers in stacks.items()}
 
 
 def check_batch(

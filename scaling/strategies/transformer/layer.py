@@ -92,7 +92,7 @@ def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"])
     """x[B_PXE, T_CY, D] -> (x, the experts' terms Loss[] {U_PXECY} or None, saved without the names in `gone`)."""
     Attn, a = (latent_attention if at.config.latent else attention)(W, {"x": x}, at)
     mid = x + at.drop(Attn, "attention")
-    Out, extra, m = experts(W, {"mid": mid}, at) if at.config.moe else mlp(W, {"mid": mid}, at)
+    Out, extra, m = experts(W, {"mid": mid}, at) if "router" in W else mlp(W, {"mid": mid}, at)
     a, m = ({name: value for name, value in values.items() if name not in gone} for values in (a, m))
     return mid + at.drop(Out, "mlp"), extra, (a, m)
 
@@ -110,7 +110,7 @@ def layer_backward(
         Attn, a = (latent_attention if at.config.latent else attention)(W, a, at)
         m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
     dOut = at.drop(dx, "mlp")
-    dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if at.config.moe else mlp_backward(W, dOut, m, at, into)
+    dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if "router" in W else mlp_backward(W, dOut, m, at, into)
     dMid = dMid.add_(dx)
     back = latent_attention_backward if at.config.latent else attention_backward
     dIn, dW = back(W, at.drop(dMid, "attention"), a, at, into)

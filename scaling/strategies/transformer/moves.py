@@ -18,6 +18,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
+from scaling.models.leaves import STACKS
 from scaling.models.types import without
 from scaling.spec import Spec, parse
 from scaling.strategies.axes import present
@@ -86,7 +87,7 @@ def totalled(begun: Sequence, moves: Sequence[Moves], mesh) -> list[Tensor]:
 
 def gathered_ends(params: Mapping, stored: Mapping, mesh) -> dict[str, Tensor]:
     """The params outside the layers, gathered."""
-    names = [name for name in params if name != "layers"]
+    names = [name for name in params if name not in STACKS]
     moves = moves_of([stored[name] for name in names], mesh, ENDS)
     pending = gathered_leaves([params[name] for name in names], moves, mesh)
     return {name: wait(W) for name, W in zip(names, pending, strict=True)}

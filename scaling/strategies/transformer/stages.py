@@ -21,6 +21,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import gather, ppermute, scatter, wait
 from scaling.configs import Config
+from scaling.models.leaves import STACKS
 from scaling.models.types import without
 from scaling.schedules import Schedule, make
 from scaling.spec import parse
@@ -30,7 +31,7 @@ from scaling.strategies.stage import Stage
 from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.moves import TOKENS, add_by_name, gathered_ends, reduced_ends
-from scaling.strategies.transformer.step import Problem, TransformerLayers
+from scaling.strategies.transformer.step import Problem, TransformerLayers, stacks_of
 from scaling.strategies.transformer.types import padded_sizes
 
 
@@ -57,13 +58,13 @@ def placed(schedule: "Schedule | str | None", mesh) -> Schedule | None:
 
 
 def layers_of(config: Config, schedule: Schedule | None) -> list[range]:
-    """The layers of each virtual stage. ValueError if there are more stages than layers."""
-    V = 1 if schedule is None else schedule.virtual_stages
-    if V > config.L:
+    """The layers of each virtual stage, counted in their stack. ValueError if there are more stages than layers."""
+    V, L = 1 if schedule is None else schedule.virtual_stages, config.sizes["L"]
+    if V > L:
         raise ValueError(
             f"{config.name}: L={config.L} layers cannot fill {V} stages\n  fix: use fewer stages or chunks"
         )
-    bounds = [s * (config.L // V) + min(s, config.L % V) for s in range(V + 1)]
+    bounds = [s * (L // V) + min(s, L % V) for s in range(V + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
 
 
@@ -187,7 +188,7 @@ def ends_gradients(dW: Mapping, params: Mapping, problem: Problem, homes: Mappin
 
 def _at_home(stored: Mapping) -> dict[str, str]:
     """The types of the tables where they are used, before they are gathered over X."""
-    return {name: without(text, ("Z",)) for name, text in stored.items() if name != "layers"}
+    return {name: without(text, ("Z",)) for name, text in stored.items() if name not in STACKS}
 
 
 @lru_cache(maxsize=4096)
@@ -216,8 +217,9 @@ def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     for s, layers in enumerate(stages):
         if s in mine:
-            x, more, _ = TransformerLayers(problem, own[s], layers=layers).run(x, at)
-            extra = extra + more
+            for engine in stacks_of(problem, params | {"layers": own[s]}, layers=layers).values():
+                x, more, _ = engine.run(x, at)
+                extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:
             x = ppermute(str(present(ROWS, mesh)), x, mesh, "Z", [(owners[s], owners[s + 1])])
     loss = head(ends, x, targets, w, terms, config.eps, mesh, False)[0] if z == owners[-1] else torch.zeros_like(extra)

@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 
 
 class TransformerLayers(Layers):
-    """The engine on the layers of stacked params, those of the model from `first` on.
+    """The engine on one stack of params, `layers` of the model: "dense" or "layers" of its tree.
 
     `remat`: what a layer keeps for its backward, a policy of `layer.REMAT`; None: nothing is run back. `out`: as of
     `Layers`.
@@ -67,12 +67,13 @@ class TransformerLayers(Layers):
         self.remat, self.gone = remat, dropped(remat or "block", config)
         self.origin, count = (0, None) if layers is None else (layers.start, len(layers))
         own = unstacked(params)[:count]
-        self.moves = moves_of(tree.leaves(problem.stored["layers"]), mesh, stack=True)
+        stored = problem.stored["layers" if "router" in params or not config.dense_layers else "dense"]
+        self.moves = moves_of(tree.leaves(stored), mesh, stack=True)
         if sent := sent_together(tree.leaves(own[0]), self.moves):
             gather, reduce = partial(gathered_together, sent=sent), partial(scattered_together, sent=sent)
         else:
             gather, reduce = (partial(_apart, move, self.moves) for move in (gathered_leaves, scattered_leaves))
-        on_tape = config.moe and remat == "none"  # experts' backward holds their weights
+        on_tape = "router" in params and remat == "none"  # experts' backward holds their weights
         super().__init__(
             own,
             mesh,
@@ -119,6 +120,18 @@ class TransformerLayers(Layers):
         """The gradients of all layers, stacked and typed as the stored params."""
         found = super().result()
         return tree.unflatten(found, totalled(tree.leaves(found), self.moves, self.mesh))
+
+
+def stacks_of(
+    problem: Problem, params: dict, remat: str | None = None, keep: bool = False, layers: range | None = None
+) -> dict[str, TransformerLayers]:
+    """The engine on each stack, in the order of the layers: dense ones, where the model has them, and the others, or
+    those of them that `layers` says, counted in their stack."""
+    before = problem.config.dense_layers
+    layers = layers or range(problem.config.sizes["L"])
+    ranges = {"dense": range(before), "layers": range(before + layers.start, before + layers.stop)}
+    here = {name: own for name, own in ranges.items() if name in params}
+    return {name: TransformerLayers(problem, params[name], remat, own, keep) for name, own in here.items()}
 
 
 def _apart(move: Callable, moves: Sequence[Moves], W: Mapping, mesh) -> Any:

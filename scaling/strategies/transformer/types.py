@@ -26,6 +26,12 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     for an axis that a Transformer cannot use, and where heads, features or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
+    if config.dense_layers and (schedule is not None or mesh_sizes(mesh).get("Z", 1) > 1):
+        raise ShardingError(
+            f"{config.name}: dense layers before those with experts, on the stages of a pipeline\n"
+            "  rule: a stage holds a part of one stack W[L_Z, ...], and these are two\n"
+            "  fix: give the mesh another axis in the place of Z: X, Y or E"
+        )
     once: Any = _specs(config, tuple(mesh_sizes(mesh).items()), zero)
     types: Any = optree.tree_map(str, once)
     return types  # a tree of the caller's own
@@ -60,6 +66,7 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
         )
     X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
     wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features")]
+    wanted += [("F_dense", config.F_dense, Y, "features of dense layers")] if config.dense_layers else []
     wanted += [("D", config.D, X, "model dims")] if zero == 3 else []  # else no param is split over X
     if config.latent and zero == 3:
         wanted += [("R", config.latent.q_rank, X, "of the queries' rank")]
