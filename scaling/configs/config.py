@@ -91,11 +91,13 @@ class Config:
     """One decoder-only transformer. Defaults: dense (E = k = 1), gated MLP of 3 matrices, separate unembedding.
 
     A mixture of experts has E routed experts of width F, k of them active per token, and `shared` experts that always
-    are; its first `dense_layers` layers have a dense MLP of width `F_dense` instead. `routing` is "softmax" (Mixtral)
+    are, `F_shared` wide together (0: each as wide as the others); its first `dense_layers` layers have a dense MLP of
+    width `F_dense` instead. `routing` is "softmax" (Mixtral)
     or "sigmoid" (DeepSeek-V3): a token's k weights are its scores, with `norm_topk` over their sum, times
     `routed_scale`; its experts come from the best `top_groups` of `expert_groups`. With a `capacity` an expert takes
     at most capacity * tokens * k / E tokens, rounded up; None drops none. `aux_coef` and `z_coef` weigh the losses that
-    balance the load and keep the logits small.
+    balance the load and keep the logits small. `balance_by`: the load is to be even over the whole "batch", or within
+    each "sequence" (DeepSeek-V3); `balance_first`: of a token's k choices the first alone counts (Switch, GShard).
 
     Rotary positions have the base `theta`; `eps` is the norms'. `attention_bias` adds b_Q, b_K, b_V to the projections,
     `output_bias` b_O too; `qk_norm` is an RMSNorm over the H of every query and key. `window`: a query sees itself and
@@ -119,6 +121,7 @@ class Config:
     E: int = 1
     k: int = 1
     shared: int = 0
+    F_shared: int = 0
     dense_layers: int = 0
     F_dense: int = 0
     norms: int = 2
@@ -130,6 +133,8 @@ class Config:
     capacity: float | None = None
     aux_coef: float = 0.0
     z_coef: float = 0.0
+    balance_by: str = "batch"
+    balance_first: bool = False
     theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     eps: float = 1e-5
@@ -174,6 +179,12 @@ class Config:
         self._check_attention()
 
     def _check_routing(self) -> None:
+        if self.balance_by not in ("batch", "sequence"):
+            raise ValueError(f"{self.name}: unknown balance_by {self.balance_by!r}\n  fix: give batch or sequence")
+        if self.F_shared < 0 or (self.F_shared and not self.shared):
+            raise ValueError(
+                f"{self.name}: F_shared={self.F_shared} of {self.shared} shared experts\n  fix: give both, or neither"
+            )
         if self.routing not in ("softmax", "sigmoid"):
             raise ValueError(
                 f"{self.name}: unknown routing {self.routing!r}: softmax or sigmoid\n  fix: choose one of the two"
@@ -241,7 +252,7 @@ class Config:
         Of `Latent` R and C are the ranks of queries and of keys and values, M = C + rope, A = nope + rope a query's
         width, W = nope + value that of a key and a value.
         """
-        sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.shared * self.F}
+        sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.S}
         if self.dense_layers:
             sizes |= {"L": self.L - self.dense_layers, "G": self.dense_layers, "O": self.F_dense}
         if latent := self.latent:
@@ -258,6 +269,11 @@ class Config:
     def G(self) -> int:
         """Query heads that share a KV head."""
         return self.N // self.K
+
+    @property
+    def S(self) -> int:
+        """The width of the shared experts together."""
+        return self.F_shared or self.shared * self.F
 
     @property
     def matrices(self) -> int:

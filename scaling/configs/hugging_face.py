@@ -195,6 +195,7 @@ def _fits(config: Config, kind: str) -> dict[str, bool]:
         "attention_bias": not config.attention_bias or kind in ("llama", "qwen2", "qwen3", "qwen3_moe"),
         "windows": isinstance(config.window, int | None) or kind in ("qwen2", "qwen3"),
         "shared experts": bool(config.shared) == (config.moe and kind == "deepseek_v3"),
+        "F_shared": config.shared * config.F == config.S,
         "routing": not config.moe or routing == (("sigmoid",) if kind == "deepseek_v3" else ("softmax", 1, 1.0)),
         "norm_topk": config.norm_topk or kind in ("qwen3_moe", "deepseek_v3"),
         "capacity": config.capacity is None,

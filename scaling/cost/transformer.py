@@ -70,11 +70,11 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
     "vocab" is DV once if the unembedding is tied to the embedding, twice if not.
     """
     D, sparse = config.D, config.L - config.dense_layers
-    experts = (config.k if active else config.E) + config.shared
+    wide = config.F * (config.k if active else config.E) + config.S
     head_norms = config.latent.q_rank + config.latent.kv_rank if config.latent else 2 * config.H * config.qk_norm
     biases = (config.N + 2 * config.K) * config.H * config.attention_bias + D * config.output_bias
     return {
-        "mlp": config.matrices * D * (sparse * experts * config.F + config.dense_layers * config.F_dense),
+        "mlp": config.matrices * D * (sparse * wide + config.dense_layers * config.F_dense),
         "attention": config.L * attention_params(config),
         "router": sparse * D * config.E if config.moe else 0,
         "norms": config.L * (config.norms * D + head_norms) + D,
@@ -212,7 +212,7 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     if remat not in POLICIES:
         raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(POLICIES)}")
     D, Q, KV = config.D, config.N * config.H, config.K * config.H
-    F = config.F * (config.k + config.shared)
+    F = config.F * config.k + config.S
     block = {"In": D}
     if remat == "block":
         return block

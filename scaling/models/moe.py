@@ -22,6 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.configs import Config
+from scaling.models.balance import balance_loss as balance_loss
+from scaling.models.balance import load_of as load_of
+from scaling.models.balance import losses
+from scaling.models.balance import scores as scores
+from scaling.models.balance import update_bias as update_bias
+from scaling.models.balance import z_loss as z_loss
 
 SPECS = {
     "router": "router[D, E]",
@@ -45,11 +51,6 @@ def router_logits(x: Tensor, router: Tensor) -> Tensor:
     """logits[..., E] of x[..., D], in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.to(wide) @ router.to(wide)
-
-
-def scores(logits: Tensor, config: Config) -> Tensor:
-    """Each expert's score: softmax or sigmoid of logits[..., E]."""
-    return logits.softmax(-1) if config.routing == "softmax" else logits.sigmoid()
 
 
 def choose_experts(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> Tensor:
@@ -97,40 +98,9 @@ def weigh(logits: Tensor, experts: Tensor, config: Config) -> Tensor:
     return weights * config.routed_scale
 
 
-def load_of(experts: Tensor, E: int) -> Tensor:
-    """int64[E]: how many tokens chose each expert."""
-    flat = experts.flatten()
-    return torch.zeros(E, dtype=torch.int64, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))
-
-
 def capacity_of(config: Config, tokens: int) -> int | None:
     """The most tokens that an expert takes of a global batch: capacity * tokens * k / E, rounded up; None: all."""
     return None if config.capacity is None else math.ceil(config.capacity * tokens * config.k / config.E)
-
-
-def balance_loss(logits: Tensor, load: Tensor, config: Config, tokens: int) -> Tensor:
-    """E * sum over experts of f P: f the share of all choices that fell on an expert, P its mean score; 1 if even.
-
-    load int64[E] and `tokens` are those of the global batch, logits[..., E] this rank's part of it: then this is the
-    part's term, and the terms add up to the loss. Sigmoid scores are first divided by their sum over the experts.
-    """
-    score = scores(logits, config)
-    if config.routing == "sigmoid":
-        score = score / (score.sum(-1, keepdim=True) + 1e-20)
-    share = load.to(score.dtype) / (tokens * config.k)
-    return config.E / tokens * (share * score.flatten(0, -2).sum(0)).sum()
-
-
-def z_loss(logits: Tensor, tokens: int) -> Tensor:
-    """The mean over `tokens` of the square of logsumexp(logits[..., E]); of a part of the tokens, the part's term."""
-    return logits.logsumexp(-1).square().sum() / tokens
-
-
-def update_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
-    """bias[E] after a step in which `load`[E] tokens chose each expert: up by `rate` where fewer than the mean did,
-    down where more did (DeepSeek-V3: no auxiliary loss disturbs the model's own)."""
-    load = load.to(torch.float64)
-    return bias + rate * torch.sign(load.mean() - load).to(bias.dtype)
 
 
 class Rows(NamedTuple):
@@ -192,11 +162,14 @@ def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: Sequence[int]) -
     return torch.cat([mlp(dict(zip(names, W, strict=True)), rows) for W, rows in parts])
 
 
-def forward(params: dict, x: Tensor, config: Config, experts: Tensor | None = None) -> tuple[Tensor, dict]:
+def forward(
+    params: dict, x: Tensor, config: Config, experts: Tensor | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, dict]:
     """The layer, each token computed by its own experts alone: params as `SPECS`, x[B, T, D] -> (y[B, T, D], aux).
 
     aux: the losses "balance" and "z", and "load" int64[E], the tokens that chose each expert. `experts`
-    int64[B, T, k]: chosen already. Of an expert over its capacity the last tokens of the batch are dropped.
+    int64[B, T, k]: chosen already. Of an expert over its capacity the last tokens of the batch are dropped. `mask`
+    bool[B, T]: the tokens that the losses count; others, padding, are computed as they are.
     """
     if experts is None:
         experts = choose_experts(x, params["router"], config, params.get("bias"))
@@ -207,15 +180,17 @@ def forward(params: dict, x: Tensor, config: Config, experts: Tensor | None = No
     y = rows.collect(by_expert(mlp, params, rows.spread(flat), rows.counts.tolist()), weigh(logits, chosen, config))
     if "shared" in params:
         y = y + mlp(params["shared"], flat)
-    aux = {"balance": balance_loss(logits, load, config, len(flat)), "z": z_loss(logits, len(flat)), "load": load}
-    return y.view_as(x), aux
+    return y.view_as(x), losses(logits.view(*x.shape[:-1], -1), experts, config, mask) | {"load": load}
 
 
-def dense(params: dict, x: Tensor, config: Config, experts: Tensor | None = None) -> tuple[Tensor, dict]:
+def dense(
+    params: dict, x: Tensor, config: Config, experts: Tensor | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, dict]:
     """The layer with every expert computed for every token: what all other forms have to equal.
 
     params as `SPECS` (bias, W_gate and shared if the model has them), x[B, T, D] -> (y[B, T, D], aux): aux has the
-    losses "balance" and "z" and "load" int64[E]. Over its capacity an expert leaves out the last tokens of the batch.
+    losses "balance" and "z" and "load" int64[E]; `mask` as in `forward`. Over its capacity an expert leaves out the
+    last tokens of the batch.
     """
     if experts is None:
         experts = choose_experts(x, params["router"], config, params.get("bias"))
@@ -232,7 +207,7 @@ def dense(params: dict, x: Tensor, config: Config, experts: Tensor | None = None
         y = y + weights[..., e, None].to(x.dtype) * mlp(W, x)
     if "shared" in params:
         y = y + mlp(params["shared"], x)
-    return y, {"balance": balance_loss(logits, load, config, tokens), "z": z_loss(logits, tokens), "load": load}
+    return y, losses(logits, experts, config, mask) | {"load": load}
 
 
 class _Again(torch.autograd.Function):

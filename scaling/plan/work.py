@@ -125,7 +125,7 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
 def inner(config: Config) -> float:
     """Elements of a token whose cotangents a layer's backward pass holds at once: an MLP's or an attention's, and a
     norm's."""
-    wide = config.F * (config.k + config.shared if config.moe else 1)
+    wide = config.F * config.k + config.S
     return max(config.matrices * wide, 3 * config.N * config.H + 3 * config.K * config.H) + 3 * config.D
 
 
@@ -137,7 +137,7 @@ def passes(config: Config) -> float:
     """
     D, Q, KV = config.D, config.N * config.H, config.K * config.H
     experts = config.k if config.moe else 0
-    wide = config.F * (experts + config.shared if config.moe else 1)
+    wide = config.F * config.k + config.S
     gate = config.matrices - 1
     between = 10 * D + 2 * (Q + KV) + (gate + 1) * wide + 4 * D * experts
     blocks = 1 + (experts + config.shared if config.moe else 1)

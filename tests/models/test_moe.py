@@ -153,6 +153,45 @@ def test_dense_token_by_token(capacity):
     torch.testing.assert_close(aux["z"], (logits.exp().sum(-1).log() ** 2).mean())
 
 
+@pytest.mark.parametrize("form", [moe.dense, moe.forward])
+@pytest.mark.parametrize("first", [False, True])
+def test_what_the_load_is_to_be_even_over(form, first):
+    """Token by token: over the batch or each sequence, all choices or the first (Switch), padding left out."""
+    params, x, _ = layer(DEEPSEEK)
+    config = DEEPSEEK.with_(balance_first=first)
+    mask = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(0)) < 0.6
+    mask[0] = False
+    score = (x @ params["router"]).sigmoid()
+    score = score / score.sum(-1, keepdim=True)
+    chosen, E = moe.choose_experts(x, params["router"], config, params["bias"]), config.E
+
+    def even(tokens):
+        took, kept = [0.0] * E, [0.0] * E
+        for b, t in tokens:
+            for e in chosen[b, t, : 1 if first else config.k].tolist():
+                took[e] += 1 / (1 if first else config.k)
+            for e in range(E):
+                kept[e] += score[b, t, e].item()
+        n = max(1, len(tokens))
+        return E * sum(f / n * p / n for f, p in zip(took, kept, strict=True))
+
+    counted = [[(b, t) for t in range(x.shape[1]) if mask[b, t]] for b in range(len(x))]
+    wanted = {
+        "batch": even([token for some in counted for token in some]),
+        "sequence": sum(map(even, counted)) / len(x),
+    }
+    for by, value in wanted.items():
+        _, aux = form(params, x, config.with_(balance_by=by), mask=mask)
+        assert aux["balance"].item() == pytest.approx(value, rel=1e-12)
+        z = (x @ params["router"]).logsumexp(-1).square()[mask].mean()
+        torch.testing.assert_close(aux["z"], z)
+    for bad in (mask[:1], mask.double()):
+        with pytest.raises(ValueError, match=r"mask must be bool\[B, T\], .*\n  fix: "):
+            form(params, x, config, mask=bad)
+    with pytest.raises(ValueError, match="unknown balance_by 'token'\n  fix: "):
+        config.with_(balance_by="token")
+
+
 def test_losses_are_least_when_even():
     """Balance is 1 for an even load, E/k at worst; its gradient lowers the score of the expert that has too many."""
     logits = torch.zeros(8, 4, dtype=torch.float64)

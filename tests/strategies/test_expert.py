@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from expert_problem import SIGMOID, SOFTMAX, problem
+from expert_problem import EVEN, SIGMOID, SOFTMAX, mask_of, problem
 from torch.func import vjp
 
 from scaling import tree
@@ -22,7 +22,7 @@ def dense(config, how):
     params, x, dy = problem(config, how)
 
     def f(params, x):
-        y, aux = one_device.dense(params, x, config)
+        y, aux = one_device.dense(params, x, config, mask=mask_of(how))
         return (y * dy).sum() + sum(coef * aux[name] for name, coef in COEF.items()), (y, aux)
 
     leaves = tree.leaves((params, x))
@@ -50,8 +50,11 @@ def run(mesh, config, how, axis, tensor, spec, way):
     types = expert.specs(config, axis, tensor)
     params = tree.shard(params, types, mesh)
     x, dy = tree.shard([x, dy], [spec, spec], mesh)
-    options = {"tensor": tensor, "spec": spec}
-    y_axes = parse(spec).axes
+    options, y_axes = {"tensor": tensor, "spec": spec}, parse(spec).axes
+    if (mask := mask_of(how)) is not None:
+        b, t = (parse(spec).axes_of(dim) for dim in "BT")
+        counted = parse("m[B, T]").with_axes("B", b).with_axes("T", [axis for axis in t if axis != tensor])
+        options["mask"] = tree.shard(mask, counted, mesh)
     copies = mesh.size([tensor]) if tensor and tensor not in y_axes else 1
 
     def layer(params, x, routing=None):
@@ -132,6 +135,19 @@ ONE_AXIS = [
 @pytest.mark.parametrize(("n", "config", "how", "way"), ONE_AXIS)
 def test_equals_dense(ranks, n, config, how, way):
     check(ranks(run, {"X": n}, config, how, "X", None, "x[B_X, T, D]", way), config, how)
+
+
+@pytest.mark.parametrize("config", EVEN, ids=str)
+@pytest.mark.parametrize("how", ["plain", "padded"])
+def test_what_the_load_is_to_be_even_over(ranks, config, how):
+    check(ranks(run, {"X": 2}, config, how, "X", None, "x[B_X, T, D]", "remat"), config, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", EVEN, ids=str)
+def test_what_the_load_is_to_be_even_over_on_two_axes(ranks, config):
+    for sizes, axis, tensor, spec in MESHES:
+        check(ranks(run, sizes, config, "padded", axis, tensor, spec, "vjp"), config, "padded")
 
 
 MESHES = [

@@ -100,6 +100,7 @@ CASES = [
     # with microbatches the z terms alone are those of the whole batch: a mean
     (EXPERTS.with_(aux_coef=0.0), {"Z": 2, "E": 2}, {"microbatches": 2, "schedule": "zb-h1"}, False, 0.0, 0.0),
     (EXPERTS, {"E": 2, "Y": 2}, {}, False, 0.0, 0.0),
+    (EXPERTS.with_(balance_by="sequence", F_shared=10), {"C": 2, "E": 2}, {"microbatches": 2}, False, 0.0, 0.0),
     # a vocabulary that does not divide: of 5 entries the last of four ranks has padding alone
     (PLAIN.with_(name="V 5", V=5, D=16), {"Y": 4}, {}, False, 0.1, 0.01),
     (RICH.with_(name="V 31", V=31), {"X": 2, "Y": 2}, {"microbatches": 2}, True, 0.1, 0.01),

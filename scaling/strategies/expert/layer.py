@@ -17,7 +17,8 @@ from scaling import tree
 from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
 from scaling.collectives.alike import alike
 from scaling.configs import Config
-from scaling.models.moe import balance_loss, by_expert, router_logits, weigh, z_loss
+from scaling.models.balance import balance_loss, z_loss
+from scaling.models.moe import by_expert, router_logits, weigh
 from scaling.spec import ShardingError
 from scaling.strategies.expert.layout import ExpertLayout, expert_layout, specs
 from scaling.strategies.expert.routing import Routing, route_tokens
@@ -33,6 +34,7 @@ def moe(
     tensor=None,
     spec: str | None = None,
     routing: Routing | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, dict]:
     """x[B_axis, T, D] -> (y[B_axis, T, D], aux), equal to `scaling.models.moe.dense` on one device.
 
@@ -40,7 +42,8 @@ def moe(
     perhaps "bias", which enters the choice alone, and "shared", the experts that every token passes. `axis`: the
     experts' axis, or several, "XY". `tensor`: the axis that F is split over. `spec`: x's type where more axes split
     it, `x[B_XE, T_C, D]`; with T split over `tensor` last, `x[B_X, T_Y, D]`, y comes back so. An axis that the mesh
-    lacks drops out. `routing`: what `route` decided for this x, when a backward pass computes the layer again.
+    lacks drops out. `routing`: what `route` decided for this x, when a backward pass computes the layer again. `mask`
+    bool[B_axis, T], T as whole as y's would be without `tensor`: the tokens that the losses count, padding not.
 
     aux: "balance" and "z", this rank's terms of the losses over the global batch, unreduced over the axes of x and
     `tensor`: to be added, times `config.aux_coef` and `z_coef`, to a loss while that is unreduced. "load" int64[E]:
@@ -53,7 +56,7 @@ def moe(
         check_layer(params, x, config, mesh, at)
         alike(mesh, "moe", (*at.experts, *at.tensor), config=config, axis=axis, tensor=tensor, spec=spec)
     if routing is None:
-        routing = route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec)
+        routing = route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec, mask=mask)
     if at.sequence:
         x = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh)
     tokens = x.flatten(0, 1)
@@ -76,9 +79,9 @@ def moe(
         y = reduce_scatter(f"y[{at.BT}, D]{at.U} -> y[{at.BT_Y}, D]", y, mesh)  # 6. critical path
     elif at.tensor:
         y = all_reduce(f"y[{at.BT}, D]{at.U} -> y[{at.BT}, D]", y, mesh)  # 6. critical path
-    count, copies = len(tokens) * at.ranks, mesh.size(at.tensor)
-    balance = balance_loss(logits, routing.load, config, count) / copies
-    return y, {"balance": balance, "z": z_loss(logits, count) / copies, "load": routing.load}
+    logits, copies, load = logits.view(*x.shape[:-1], -1), mesh.size(at.tensor), routing.balanced
+    balance = balance_loss(logits, load, config, routing.count, len(x) * mesh.size(at.batch), mask) / copies
+    return y, {"balance": balance, "z": z_loss(logits, routing.count, mask) / copies, "load": routing.load}
 
 
 def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout) -> None:
@@ -95,7 +98,7 @@ def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout)
     if params.get("bias") is not None:  # it enters the choice of experts if it is given, whatever the routing
         types["bias"] = "bias[E]"
     if shared := types.pop("shared", None):  # its F is another: that of all shared experts together
-        name, wide = 'params["shared"]', sizes | {"F": config.shared * config.F}
+        name, wide = 'params["shared"]', sizes | {"F": config.S}
         tree.check(params.get("shared"), shared, wide, mesh, name=name, fix=fix)
         routed = {key: leaf for key, leaf in params.items() if key != "shared"}
     tree.check(routed, types, sizes, mesh, fix=fix)

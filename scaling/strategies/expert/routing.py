@@ -7,14 +7,15 @@ tokens, so some ranks more than others. A capacity of each rank's own would need
 every mesh. T_C is taken to be in plain order: under a capacity, bring x out of zig-zag order first.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, shard
 from scaling.configs import Config
-from scaling.models.moe import Rows, capacity_of, choose_experts, expert_rows, load_of, position
+from scaling.models.balance import balanced_load, load_of
+from scaling.models.moe import Rows, capacity_of, choose_experts, expert_rows, position
 from scaling.spec import format_axes
 from scaling.strategies.expert.layout import ExpertLayout, expert_layout
 
@@ -22,14 +23,17 @@ from scaling.strategies.expert.layout import ExpertLayout, expert_layout
 class Routing(NamedTuple):
     """Where this rank's n tokens go: all that computing the layer, and computing it again, need to know.
 
-    experts int64[n, k]; load int64[E], the tokens of the global batch that chose each; the rows of this rank's choices;
-    how many of them it `sends` to and how many rows it `receives` from each rank; `counts`, the rows of each expert
-    that it holds; `order`, which puts rows as they arrive, by rank, into the experts' order, and its inverse, `back`
-    (None: they arrive in it).
+    experts int64[n, k]; load int64[E], the tokens of the global batch that chose each; `balanced`, the load that the
+    balance loss wants even (`models.moe.balanced_load`), and `count`, the tokens that the losses count; the rows of
+    this rank's choices; how many of them it `sends` to and how many rows it `receives` from each rank; `counts`, the
+    rows of each expert that it holds; `order`, which puts rows as they arrive, by rank, into the experts' order, and
+    its inverse, `back` (None: they arrive in it).
     """
 
     experts: Tensor
     load: Tensor
+    balanced: Tensor
+    count: "int | Tensor"
     rows: Rows
     sends: tuple[int, ...]
     receives: tuple[int, ...]
@@ -39,7 +43,7 @@ class Routing(NamedTuple):
 
 
 def route_tokens(
-    params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, spec: str | None = None
+    params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, spec: str | None = None, mask=None
 ) -> Routing:
     """Decide where the tokens of x go; arguments as `moe`'s. All ranks call it together.
 
@@ -50,7 +54,7 @@ def route_tokens(
     if at.sequence:
         experts = all_gather(f"e[{at.BT_Y}, K] -> e[{at.BT}, K]", experts, mesh)
     segments = len(experts) if at.time else 1  # parts of this rank's tokens that are neighbours in the global batch
-    experts = experts.flatten(0, 1)
+    chosen, experts = experts, experts.flatten(0, 1)
     capacity, kept = capacity_of(config, len(experts) * at.ranks), None
     if capacity is None:
         load = load_of(experts, config.E)
@@ -59,8 +63,9 @@ def route_tokens(
     else:
         load, places = _places(experts, segments, config.E, at, mesh)
         kept = places < capacity
+    balanced, count = _counted(chosen, load, config, mesh, at, mask)
     if experts.is_meta:
-        return _even(experts, load, capacity, config, mesh, at)
+        return _even(experts, load, capacity, config, mesh, at, balanced, count)
     rows = expert_rows(experts, config.E, kept)
     arriving = _exchanged(rows.counts, at, mesh)
     groups, local = arriving.shape
@@ -71,7 +76,22 @@ def route_tokens(
         expert = torch.arange(local, device=x.device).repeat(groups)
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(receives)).argsort(stable=True)
         back = order.argsort()
-    return Routing(experts, load, rows, tuple(sends), tuple(receives), tuple(counts), order, back)
+    return Routing(experts, load, balanced, count, rows, tuple(sends), tuple(receives), tuple(counts), order, back)
+
+
+def _counted(experts: Tensor, load: Tensor, config: Config, mesh, at: ExpertLayout, mask) -> "tuple[Tensor, Any]":
+    """(the balanced load, how many tokens the losses count) of the global batch, from this rank's experts[B, T, k]."""
+    count: Any = experts[..., 0].numel() * at.ranks
+    if mask is None and config.balance_by == "batch" and not config.balance_first:
+        return load, count
+    each, sequence = balanced_load(experts, config, mask), config.balance_by == "sequence"
+    axes, type = (at.time, "load[B, E]") if sequence else (at.tokens, "load[E]")  # of each sequence, or of all
+    each = all_reduce(f"{type} {{U_{format_axes(axes)}}} -> {type}", each, mesh) if axes else each
+    if mask is not None:
+        count = mask.sum()
+        over = f"count[] {{U_{format_axes(at.tokens)}}} -> count[]"
+        count = (all_reduce(over, count, mesh) if at.tokens else count).clamp(min=1)
+    return each, count
 
 
 def _exchanged(counts: Tensor, at: ExpertLayout, mesh) -> Tensor:
@@ -93,7 +113,7 @@ def _places(experts: Tensor, segments: int, E: int, at: ExpertLayout, mesh) -> t
     return whole.sum((0, 1)), earlier.flatten()[key] + position(key, segments * E)
 
 
-def _even(experts: Tensor, load: Tensor, capacity: int | None, config: Config, mesh, at: ExpertLayout) -> Routing:
+def _even(experts: Tensor, load: Tensor, capacity: int | None, config: Config, mesh, at, balanced, count) -> Routing:
     """The same without values: what every rank sends, receives and holds if the experts' loads are equal."""
     groups, total = mesh.size(at.experts), experts.numel()
     if capacity is not None:
@@ -106,4 +126,4 @@ def _even(experts: Tensor, load: Tensor, capacity: int | None, config: Config, m
     row = torch.empty(total, dtype=torch.int64, device=experts.device)
     sends, counts = split(groups), split(config.E // groups)
     order = row if groups > 1 and len(counts) > 1 else None
-    return Routing(experts, load, Rows(row, experts, load), sends, sends, counts, order, order)
+    return Routing(experts, load, balanced, count, Rows(row, experts, load), sends, sends, counts, order, order)

@@ -13,7 +13,7 @@ from scaling.models.pointwise import rms_norm
 from scaling.strategies.expert import experts_of, moe, route_tokens
 from scaling.strategies.tape import vjp
 
-GIVEN = {"tensor": "Y", "spec": "x[B_PXE, T_CY, D]"}
+GIVEN: Any = {"tensor": "Y", "spec": "x[B_PXE, T_CY, D]"}
 
 
 def experts(W: dict, s: dict, at: Any) -> tuple[Tensor, Tensor, dict]:
