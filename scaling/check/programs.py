@@ -14,7 +14,7 @@ import torch
 from scaling import serve, tree
 from scaling.check.strategy import place_of_function, run_layers
 from scaling.collectives.watch import who_watches
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer as strategy
@@ -40,7 +40,11 @@ def programs() -> Iterator[tuple[str, Mapping[str, int], Callable[[Any], Any]]]:
 
 def _config(kind: str) -> Any:
     config = Config("tiny", 2, 32, 64, 8, 4, 4, 16).with_(window=(3, 3), attention_bias=True, output_bias=True)
-    return {"plain": config, "tied": config.with_(tied=True), "experts": config.with_(E=2, k=1)}[kind]
+    latent = Latent(q_rank=16, kv_rank=12, nope=6, rope=4, value=4)
+    return {
+        "plain": config, "tied": config.with_(tied=True), "experts": config.with_(E=2, k=1),
+        "latent": config.with_(K=8, attention_bias=False, output_bias=False, latent=latent),
+    }[kind]  # fmt: skip
 
 
 def _transformer(kind: str, mesh: Any) -> None:
@@ -67,7 +71,7 @@ def _transformer(kind: str, mesh: Any) -> None:
 
 def _serving(form: str, mesh: Any) -> None:
     """The logits of a prompt and of a token after it."""
-    for kind in ("experts",) if form == "experts" else ("plain", "tied"):
+    for kind in {"experts": ("experts",), "2d": ("plain", "tied")}.get(form, ("plain", "tied", "latent")):
         config = _config(kind).with_(E=4) if kind == "experts" else _config(kind)
         params = tree.shard(model.init(config, 0, torch.float32, "meta"), serve.specs(config, mesh, form=form), mesh)
         tokens = torch.zeros(8, 6, dtype=torch.long, device="meta")

@@ -23,8 +23,8 @@ from scaling.configs import Latent
 from scaling.models.latent import EPS, turned, turned_queries
 from scaling.models.pointwise import rms_norm
 from scaling.serve.forms import At
-from scaling.serve.forms.sequence import over_places, places
-from scaling.strategies.axes import all_gather, all_reduce, all_to_all, shard
+from scaling.serve.forms.sequence import places
+from scaling.strategies.axes import all_gather, all_reduce, all_to_all, reduce_scatter, shard
 
 
 def heads(W: dict, x: Tensor, at: At, l: int) -> Tensor:
@@ -33,7 +33,7 @@ def heads(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     C_Q = rms_norm(einsum("y[B_ZE, T, D] * W_DQ[D, R] -> C_Q[B_ZE, T, R]", y, W["W_DQ"]), gain=W["norm_CQ"], eps=EPS)
     A_KV = einsum("y[B_ZE, T, D] * W_DKV[D, M] -> A_KV[B_ZE, T, M]", y, W["W_DKV"])
     Q = einsum("C_Q[B_ZE, T, R] * W_UQ[R, N_Y, A] -> Q[B_ZE, T, N_Y, A]", C_Q, W["W_UQ"])
-    O = attend(W, Q, latent_of(W, A_KV, at), at, l)
+    O = attend(W, Q, latent_of(W, A_KV, at), at, l, "T")
     Attn = einsum("O[B_ZE, T, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T, D] {U_Y}", O, W["W_O"])
     return all_reduce("Attn[B_ZE, T, D] {U_Y} -> Attn[B_ZE, T, D]", Attn, at.mesh)
 
@@ -46,7 +46,7 @@ def context(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     A_KV = einsum("y[B_ZE, T_C, D] * W_DKV[D, M] -> A_KV[B_ZE, T_C, M]", y, W["W_DKV"])
     Q = einsum("C_Q[B_ZE, T_C, R] * W_UQ[R, N_Y, A] -> Q[B_ZE, T_C, N_Y, A]", C_Q, W["W_UQ"])
     C = all_gather("C[B_ZE, T_C, M] -> C[B_ZE, T, M]", latent_of(W, A_KV, at), at.mesh)  # on the critical path
-    O = attend(W, Q, C, at, l)
+    O = attend(W, Q, C, at, l, "T_C")
     Attn = einsum("O[B_ZE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T_C, D] {U_Y}", O, W["W_O"])
     return all_reduce("Attn[B_ZE, T_C, D] {U_Y} -> Attn[B_ZE, T_C, D]", Attn, at.mesh)  # on the critical path
 
@@ -65,14 +65,22 @@ def heads_batch(W: dict, x: Tensor, at: At, l: int) -> Tensor:
 
 
 def sequence(W: dict, x: Tensor, at: At, l: int) -> Tensor:
-    """x[B, T, D] -> Attn[B, T, D], heads over Y and Z, the cache's sequence over Z: softmaxes combined, of latents."""
+    """x[B, T, D] -> Attn[B, T, D], heads over Y and Z, the cache's sequence over Z: softmaxes combined, of latents, as
+    in `sequence.attention`."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = absorbed_queries(W, y, at)
     Q = all_gather("Q[B, T, N_YZ, M] -> Q[B, T, N_Y, M]", Q, at.mesh)  # on the critical path
     A_KV = einsum("y[B, T, D] * W_DKV[D, M] -> A_KV[B, T, M]", y, W["W_DKV"])
     at.slots.append(l, latent_of(W, A_KV, at)[:, :, None])
     q, (C,), seen = places(turned_queries(Q, at.rope, at.config), l, at)
-    return _out(W, over_places(q, C, C[..., : _latent(at).kv_rank], seen, at), at)
+    q, C, seen = q[:, :, 0], C[:, :, 0], seen[:, :, 0]
+    A = einsum("Q[B, T, N_Y, M] * C[B, S_Z, M] -> A[B, T, N_Y, S_Z]", q, C).masked_fill(~seen, -torch.inf)
+    m = all_reduce("m[B, T, N_Y] {U_Z} -> m[B, T, N_Y]", A.amax(-1), at.mesh, op="max")  # on the critical path
+    P = (A - m[..., None]).exp()
+    O = einsum("P[B, T, N_Y, S_Z] * C[B, S_Z, C] -> O[B, T, N_Y, C] {U_Z}", P, C[..., : _latent(at).kv_rank])
+    L = reduce_scatter("L[B, T, N_Y] {U_Z} -> L[B, T, N_YZ]", P.sum(-1), at.mesh)
+    O = reduce_scatter("O[B, T, N_Y, C] {U_Z} -> O[B, T, N_YZ, C]", O, at.mesh)  # on the critical path
+    return _out(W, O / L[..., None], at)
 
 
 ATTENTION = {"heads": heads, "experts": heads, "heads_batch": heads_batch, "sequence": sequence}
@@ -94,36 +102,35 @@ def absorbed_queries(W: dict, y: Tensor, at: At) -> Tensor:
     """Q[B, T, N_YZ, M] of y[B, T, D], not yet turned."""
     C_Q = rms_norm(einsum("y[B, T, D] * W_DQ[D, R] -> C_Q[B, T, R]", y, W["W_DQ"]), gain=W["norm_CQ"], eps=EPS)
     Q = einsum("C_Q[B, T, R] * W_UQ[R, N_YZ, A] -> Q[B, T, N_YZ, A]", C_Q, W["W_UQ"])
-    return absorbed(W, Q, at)
+    Q_N, W_UK = Q[..., : _latent(at).nope], W["W_UKV"][..., : _latent(at).nope]
+    return absorbed(einsum("Q_N[B, T, N_YZ, P] * W_UK[C, N_YZ, P] -> Q_C[B, T, N_YZ, C]", Q_N, W_UK), Q, at)
 
 
 def _out(W: dict, O: Tensor, at: At) -> Tensor:
     """Attn[B, T, D] of the sums of latents O[B, T, N_YZ, C]."""
-    O = valued(W, O, at)
+    W_UV = W["W_UKV"][..., _latent(at).nope :]
+    O = einsum("O[B, T, N_YZ, C] * W_UV[C, N_YZ, H] -> O[B, T, N_YZ, H]", O, W_UV)
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
     return all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
 
 
-def absorbed(W: dict, Q: Tensor, at: At) -> Tensor:
-    """Q[B, T, N, M], which asks latents, of Q[B, T, N, A], which asks keys, each rank its heads. Scores are divided by
-    sqrt(A), not by the sqrt(M) of those that read one head M wide: that is made good here."""
+def absorbed(Q_C: Tensor, Q: Tensor, at: At) -> Tensor:
+    """Q[B, T, N, M], which asks latents, of Q[B, T, N, A], which asks keys, and Q_C[B, T, N, C], its first part times
+    W_UK. Scores are divided by sqrt(A), not by the sqrt(M) of those that read one head M wide: made good here."""
     latent = _latent(at)
-    Q_N, Q_R = Q.tensor_split([latent.nope], -1)
-    Q_C = einsum("Q_N[B, T, N, P] * W_UK[C, N, P] -> Q_C[B, T, N, C]", Q_N, W["W_UKV"][..., : latent.nope])
-    return torch.cat([Q_C, Q_R], -1) * math.sqrt((latent.kv_rank + latent.rope) / Q.shape[-1])
+    return torch.cat([Q_C, Q[..., latent.nope :]], -1) * math.sqrt((latent.kv_rank + latent.rope) / Q.shape[-1])
 
 
-def valued(W: dict, O: Tensor, at: At) -> Tensor:
-    """O[B, T, N, H] of the sums of latents O[B, T, N, C], each rank its heads."""
-    return einsum("O[B, T, N, C] * W_UV[C, N, H] -> O[B, T, N, H]", O, W["W_UKV"][..., _latent(at).nope :])
-
-
-def attend(W: dict, Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
+def attend(W: dict, Q: Tensor, C: Tensor, at: At, l: int, T: str) -> Tensor:
     """O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A] over what is cached and the new C[B_ZE, T, M], which are written:
-    absorbed or plain, whichever has fewer FLOPs."""
-    if absorbs(_latent(at), Q.shape[1]):
-        return valued(W, over_latents(turned_queries(absorbed(W, Q, at), at.rope, at.config), C, at, l), at)
-    return over_heads(W, turned_queries(Q, at.rope, at.config), C, at, l)
+    absorbed or plain, whichever has fewer FLOPs. `T`: how the queries' tokens are split."""
+    latent = _latent(at)
+    if not absorbs(latent, Q.shape[1]):
+        return over_heads(W, turned_queries(Q, at.rope, at.config), C, at, l)
+    Q_N, W_UK, W_UV = Q[..., : latent.nope], W["W_UKV"][..., : latent.nope], W["W_UKV"][..., latent.nope :]
+    Q_C = einsum(f"Q_N[B_ZE, {T}, N_Y, P] * W_UK[C, N_Y, P] -> Q_C[B_ZE, {T}, N_Y, C]", Q_N, W_UK)
+    O = over_latents(turned_queries(absorbed(Q_C, Q, at), at.rope, at.config), C, at, l)
+    return einsum(f"O[B_ZE, {T}, N_Y, C] * W_UV[C, N_Y, H] -> O[B_ZE, {T}, N_Y, H]", O, W_UV)
 
 
 def absorbs(latent: Latent, queries: int) -> bool:

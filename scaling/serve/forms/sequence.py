@@ -28,14 +28,6 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
     at.slots.append(l, K, V)
     q, (K, V), seen = places(Q, l, at)
-    O = over_places(q, K, V, seen, at)
-    Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
-    Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
-    return Attn + W["b_O"] if "b_O" in W else Attn
-
-
-def over_places(q: Tensor, K: Tensor, V: Tensor, seen: Tensor, at: At) -> Tensor:
-    """O[B, T, N_YZ, H] of the queries over the places of all ranks along Z."""
     A = einsum("Q[B, T, K_Y, G, H] * K[B, S_Z, K_Y, H] -> A[B, T, K_Y, G, S_Z]", q, K)
     A = A.masked_fill(~seen, -torch.inf)
     m = all_reduce("m[B, T, K_Y, G] {U_Z} -> m[B, T, K_Y, G]", A.amax(-1), at.mesh, op="max")  # critical path
@@ -44,7 +36,10 @@ def over_places(q: Tensor, K: Tensor, V: Tensor, seen: Tensor, at: At) -> Tensor
     L, O = P.sum(-1).flatten(2), O.flatten(2, 3)
     L = reduce_scatter("L[B, T, N_Y] {U_Z} -> L[B, T, N_YZ]", L, at.mesh)
     O = reduce_scatter("O[B, T, N_Y, H] {U_Z} -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
-    return O / L[..., None]
+    O = O / L[..., None]
+    Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
+    Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
+    return Attn + W["b_O"] if "b_O" in W else Attn
 
 
 def places(Q: Tensor, l: int, at: At) -> tuple[Tensor, list[Tensor], Tensor]:
