@@ -42,6 +42,17 @@ INFERENCE = {
         "... at context 4096": 64,
         "Rows that an expert gets of 4,096 tokens, on average": 4096 * 8 / 256,
     },
+    "07_latent_decode": {
+        "DeepSeek-V3: FLOPs of a query, place and head, absorbed": 2 * (2 * 512 + 64),
+        "... plain, without making keys and values": 2 * (192 + 128),
+        "Queries of a row from which the plain form has fewer": 512 * 256 // (1024 - 256) + 1,
+        "FLOPs for a byte of the cache, bf16": 128 * (2 * 512 + 64) / 576,
+        "... with keys and values for each head": 1,
+        "An H800's ridge, FLOPs for a byte": 990e12 / 3.4e12,
+        "Copies of the cache on Y=8": 8,
+        "64 requests, S over Z=4, heads over Y=8: Q's AllGather": 2 * 64 * 128 * 576 / 8 / 1e6,
+        "... for that of queries which ask keys": 576 / 192,
+    },
     "07_engine": {
         "Host DRAM of 8 v5e for prefixes: caches of 8k tokens": 360,  # 450 x 2^30 / (8192 x 163,840)
     },

@@ -111,6 +111,11 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         16384 * 8 / 256,
         ["on E=1, Y=4, 16 requests", "all hold"],
     ),
+    "07_latent_decode": (
+        ["S over Z", "NO", "1 FAILED: S over Z"],
+        990e12 / 3.4e12 * 128 / (128 * (2 * 512 + 64) / 576),
+        ["on Y=4, Z=1", "all hold"],
+    ),
     "07_engine": (
         ["Six requests, 0.53 s across"],
         1e3 * (32 * 4096 + 1000) * 163_840 / (16 * 8.2e11) + 1e3 * 2 * 1032 * 69_503_033_344 / (16 * 1.97e14),

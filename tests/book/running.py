@@ -42,6 +42,7 @@ ON_A_PAGE = (  # the chapters that are written on a scaling.book.page.Page
     "07_sharded_decode",
     "07_decode_listing",
     "07_attention_by_data",
+    "07_latent_decode",
     "07_engine",
     "07_speculative",
     "08_applied_inference",
