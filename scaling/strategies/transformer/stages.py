@@ -59,7 +59,7 @@ def placed(schedule: "Schedule | str | None", mesh) -> Schedule | None:
 
 def layers_of(config: Config, schedule: Schedule | None) -> list[range]:
     """The layers of each virtual stage, counted in their stack. ValueError if there are more stages than layers."""
-    V, L = 1 if schedule is None else schedule.virtual_stages, config.sizes["L"]
+    V, L = 1 if schedule is None else schedule.virtual_stages, config.L - config.dense_layers
     if V > L:
         raise ValueError(
             f"{config.name}: L={config.L} layers cannot fill {V} stages\n  fix: use fewer stages or chunks"

@@ -127,11 +127,12 @@ def stacks_of(
 ) -> dict[str, TransformerLayers]:
     """The engine on each stack, in the order of the layers: dense ones, where the model has them, and the others, or
     those of them that `layers` says, counted in their stack."""
-    before = problem.config.dense_layers
-    layers = layers or range(problem.config.sizes["L"])
-    ranges = {"dense": range(before), "layers": range(before + layers.start, before + layers.stop)}
-    here = {name: own for name, own in ranges.items() if name in params}
-    return {name: TransformerLayers(problem, params[name], remat, own, keep) for name, own in here.items()}
+    before, found = problem.config.dense_layers, {}
+    layers = layers or range(problem.config.L - before)
+    if before:
+        found["dense"] = TransformerLayers(problem, params["dense"], remat, range(before), keep)
+    own = range(before + layers.start, before + layers.stop)
+    return found | {"layers": TransformerLayers(problem, params["layers"], remat, own, keep)}
 
 
 def _apart(move: Callable, moves: Sequence[Moves], W: Mapping, mesh) -> Any:
