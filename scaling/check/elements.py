@@ -170,7 +170,8 @@ def _joins(name, args, kwargs, operands, shapes):
                 dims[i] = met_dim(name, dims[i], dim, x)
     own = [x.dims[at] for x in sizes]
     if all(len(d) == 1 for d in own) and len({axes_along(d) for d in own}) == 1:
-        dims[at] = (DimPart(shapes[0][at], name_along(own[0]), axes_along(own[0])),)
+        names = {name_along(d) for d in own}
+        dims[at] = (DimPart(shapes[0][at], names.pop() if len(names) == 1 else None, axes_along(own[0])),)
         if axes_along(own[0]) and len({size_along(d) for d in own}) == 1 and len(own) > 1:
             dims[at] = (DimPart(len(own)), *own[0])  # blocks below each other
     known = [x for x in operands if x.unreduced is not None]

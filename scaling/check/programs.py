@@ -20,7 +20,13 @@ from scaling.models import transformer as model
 from scaling.strategies import transformer as strategy
 from scaling.strategies.axes import present
 
-TRANSFORMERS = {"XY": "plain tied experts", "PX": "plain tied experts", "CY": "plain", "ZX": "tied", "EX": "experts"}
+TRANSFORMERS = {
+    "XY": "plain tied experts latent",
+    "PX": "plain tied experts",
+    "CY": "plain",
+    "ZX": "tied",
+    "EX": "experts",
+}
 SERVING = ("YZ", "heads"), ("YC", "heads"), ("YZ", "heads_batch"), ("YZ", "sequence"), ("XYZ", "2d"), ("EY", "experts")
 LAYERS = {"data_parallel": "X", "fsdp": "X", "tensor_parallel": "Y", "fsdp_tp": "XY", "pods": "PXY", "zero": "X"}
 

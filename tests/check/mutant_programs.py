@@ -15,7 +15,7 @@ from scaling.check import judged
 from scaling.check.contracts import run_watched
 from scaling.check.judgement import Judgement
 from scaling.collectives import all_reduce
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.spec import ShardingError, parse
@@ -24,6 +24,7 @@ from scaling.strategies.stack import Strategy
 
 SIZES = {"L": 2, "B": 8, "D": 8, "F": 16}
 MODEL = Config("tiny", 1, 32, 64, 8, 4, 4, 16).with_(window=(3,), attention_bias=True, output_bias=True)
+LATENT = MODEL.with_(K=8, attention_bias=False, output_bias=False, latent=Latent(16, 12, 6, 4, 4))
 MESHES = {  # of a file by a part of its name; of others X=2, Y=2
     "pods": {"P": 2, "X": 2, "Y": 1},
     "forms/heads": {"Y": 2, "Z": 2},
@@ -119,7 +120,7 @@ def of_transformer(mesh, name: str, text: str):
     """The loss and gradients of tiny Transformers: with biases, tied, with experts; a file of theirs edited."""
     replace(importlib.import_module(name), text)
     found = []
-    for config in (MODEL, MODEL.with_(tied=True), MODEL.with_(E=2, k=1)):
+    for config in (LATENT,) if name.endswith(".latent") else (MODEL, MODEL.with_(tied=True), MODEL.with_(E=2, k=1)):
         params = transformer.shard(model.init(config, 0, torch.float64), config, mesh)
         g = torch.Generator().manual_seed(0)
         tokens, targets = (torch.randint(0, config.V, (4, 8), generator=g) for _ in range(2))

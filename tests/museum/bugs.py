@@ -128,6 +128,26 @@ BUGS = (
         refused="untyped",
     ),
     Bug(
+        "a gradient of keys that all heads share, each rank's own",
+        "bigcode-project/Megatron-LM#37",
+        "each rank has the sum over its own heads alone: a loss of 3.74 where 2.64 was right",
+        TRANSFORMER + "latent.py",
+        (
+            ("import all_gather, reduce_scatter", "import all_gather, reduce_scatter, shard"),
+            ("    dC_KV = torch.cat([dC_KV, dK_R], -1)\n", ""),
+            (
+                "dC_KV[B_PXE, T_C, M] {U_Y} -> dC_KV[B_PXE, T_CY, M]",
+                "dC_KV[B_PXE, T_C, C] {U_Y} -> dC_KV[B_PXE, T_CY, C]",
+            ),
+            (
+                "    dC_KV, dK_R = wait(dC_KV).tensor_split([rank], -1)\n",
+                "    dC_KV = wait(dC_KV)\n"
+                '    dK_R = shard("dK_R[B_PXE, T_C, I] -> dK_R[B_PXE, T_CY, I]", dK_R, mesh)\n',
+            ),
+        ),
+        refused="unreduced",
+    ),
+    Bug(
         "activations gathered again over another group",
         "NVIDIA/Megatron-LM#7452",
         "recomputation puts together shards of other ranks' tokens",

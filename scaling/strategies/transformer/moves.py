@@ -123,10 +123,13 @@ class Together:
 
 
 def sent_together(W: Sequence[Tensor], moves: Sequence[Moves]) -> dict[int, int]:
-    """{place of a leaf: the dim that X splits}, of a layer's shards W that are better sent together; else {}."""
+    """{place of a leaf: the dim that X splits}, of a layer's shards W that are better sent together; else {}: so are
+    small ones of one dtype, whose gradients are unreduced over the same axes."""
     if torch.compiler.is_compiling():
         return {}
     sent = {i: to.dim for i, to in enumerate(moves) if to.dim >= 0}
+    if len({parse(moves[i].scatter.split(" -> ")[0]).unreduced for i in sent}) > 1:
+        return {}
     small = sum(W[i].nbytes for i in sent) <= SMALL
     return sent if small and len({W[i].dtype for i in sent}) == 1 else {}
 
