@@ -26,16 +26,13 @@ from scaling.serve.loading import (
 )
 from scaling.serve.sampling import Sampling
 from scaling.serve.text import TextStream, chat_prompt, ends_of
-from scaling.serve.types import FORMS, specs
+from scaling.serve.types import specs
 from scaling.sizes import parse_mesh
 
 
 def arguments(argv=None) -> argparse.Namespace:
     parser = Parser(prog="python -m scaling.generate", description=(__doc__ or "").partition(": ")[2])
     add_model(parser)
-    parser.add_argument(
-        "--form", default="heads", choices=FORMS, help="how a decode step is sharded over the mesh (default heads)"
-    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="the text to go on from; - reads it from the standard input")
     what.add_argument("--prompt-ids", metavar="IDS", help="the same as token ids, 5,17,3: ids are printed then")

@@ -20,6 +20,7 @@ from scaling.configs import Config
 from scaling.console import Parser, complain, complaining, integer, output
 from scaling.mesh import AbstractMesh
 from scaling.models.text import tokenizer_of
+from scaling.serve.cache import PAGED_SEQUENCE
 from scaling.serve.engine import serve
 from scaling.serve.loading import (
     DTYPES,
@@ -38,8 +39,9 @@ from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import Options, Run
 from scaling.serve.text import TextStream, chat_template, ends_of
-from scaling.serve.types import specs
+from scaling.serve.types import row_groups, specs
 from scaling.sizes import parse_mesh
+from scaling.spec import ShardingError
 
 CONTEXT = 2048  # tokens of the cache for each slot, over HTTP
 FOR_EVER = 1e8  # seconds for which ranks may wait for a client
@@ -100,8 +102,8 @@ def pages_of(lines: list[RequestLine], page: int, slots: int, most: int) -> tupl
 
 def run(mesh, args, config, tokenizer, lines: list[RequestLine], options: Options) -> Simulated:
     """On every rank."""
-    params = params_of(args.model, config, mesh, DTYPES[args.dtype])
-    draft = draft_of(args.draft, config, mesh, DTYPES[args.dtype])
+    params = params_of(args.model, config, mesh, DTYPES[args.dtype], args.form)
+    draft = draft_of(args.draft, config, mesh, DTYPES[args.dtype], args.form)
     streams = {line.number: TextStream(tokenizer, line.stops) for line in lines if line.stops}
 
     def on_token(id: int, token: int) -> bool:
@@ -113,7 +115,7 @@ def run(mesh, args, config, tokenizer, lines: list[RequestLine], options: Option
     return serve(
         params, config, [(line.arrival, line.request) for line in lines], options,
         {line.number: line.draw for line in lines}, on_token=on_token,
-        draft=draft, mesh=mesh if mesh.size() > 1 else None,
+        draft=draft, mesh=mesh if mesh.size() > 1 else None, form=args.form,
     )  # fmt: skip
 
 
@@ -135,7 +137,9 @@ def completion(line: RequestLine, times: RequestTimes, tokenizer, ends: tuple[in
 def main(argv=None) -> int:
     config, args = with_folders(arguments(argv))
     sizes, tokenizer = parse_mesh(args.mesh), tokenizer_of(args.model, config.V)
-    specs(config, AbstractMesh(sizes))
+    specs(config, AbstractMesh(sizes), form=args.form)
+    if args.form == "sequence":
+        raise ShardingError(PAGED_SEQUENCE)
     ends = () if args.ignore_eos else ends_of(args.model)
     if args.port is not None:
         return _over_http(args, config, sizes, tokenizer, ends)
@@ -144,7 +148,9 @@ def main(argv=None) -> int:
     if not lines and not bad:
         raise ValueError(f"{args.input}: holds no request\n  fix: give a file with a request in each line")
     most = _most_pages(args, config, sizes)
-    pages, lines, refused = (args.pages, lines, []) if args.pages else pages_of(lines, args.page, args.slots, most)
+    pages, refused = args.pages, []
+    if not pages:
+        pages, lines, refused = pages_of(lines, args.page, _slots_of_group(args), most)
     served: Any = Simulated((), {})
     if lines:
         served = on_ranks(args, run, sizes, args, config, tokenizer, lines, _options(args, pages))
@@ -154,20 +160,32 @@ def main(argv=None) -> int:
 
 
 def _most_pages(args, config: Config, sizes: dict[str, int]) -> int:
-    """The pages that memory has room for, a worker. ValueError where those that are wanted are more."""
-    draft = draft_config(args.draft, config, AbstractMesh(sizes))
+    """The pages that memory has room for, a worker and group. ValueError where those that are wanted are more."""
+    draft = draft_config(args.draft, config, AbstractMesh(sizes), args.form)
     memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
     fitting = config, sizes, 1, DTYPES[args.dtype], memory
     pools = 2 if args.policy == "disaggregated" else 1
-    most = length_that_fits(*fitting, draft=draft) // (pools * args.page)
+    most = length_that_fits(*fitting, args.form, draft) // (pools * args.page)
     if (least := args.pages or 1) > most:
-        check_fits(*fitting[:3], pools * least * args.page, *fitting[3:], draft=draft)
+        check_fits(*fitting[:3], pools * least * args.page, *fitting[3:], args.form, draft)
     return most
+
+
+def _groups(args) -> int:
+    """The groups of ranks that requests are split among."""
+    return row_groups(args.form, AbstractMesh(parse_mesh(args.mesh)))
+
+
+def _slots_of_group(args) -> int:
+    return -(-args.slots // _groups(args))
 
 
 def _options(args, pages: int) -> Options:
     proposals = args.proposals if args.draft else 0
-    return Options(pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals)
+    return Options(
+        pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals,
+        groups=_groups(args),
+    )  # fmt: skip
 
 
 def _over_http(args, config: Config, sizes: dict[str, int], tokenizer, ends: tuple[int, ...]) -> int:
@@ -178,7 +196,7 @@ def _over_http(args, config: Config, sizes: dict[str, int], tokenizer, ends: tup
     except ImportError as error:
         raise ValueError(f"--port needs {error.name}\n  fix: pip install 'scaling-book-torch[serve]'") from None
     most = _most_pages(args, config, sizes)
-    options = _options(args, args.pages or min(most, args.slots * -(-CONTEXT // args.page)))
+    options = _options(args, args.pages or min(most, _slots_of_group(args) * -(-CONTEXT // args.page)))
     model = Model(config.name, tokenizer, config.V, ends, None, options, args.max_new_tokens)
     listener = server.listen(args.host, args.port) if int(os.environ.get("RANK", 0)) == 0 else None
     with server.passed_on():
@@ -192,15 +210,15 @@ def _serve_http(mesh, args, config: Config, model, listener) -> None:
 
     with contextlib.suppress(ValueError):  # a model without a chat template serves plain prompts
         model = model._replace(chat=chat_template(args.model))
-    params = params_of(args.model, config, mesh, DTYPES[args.dtype])
+    params = params_of(args.model, config, mesh, DTYPES[args.dtype], args.form)
 
     def ready(address: str, stop: Any) -> None:
-        pages, page = model.options.pages, model.options.page
+        pages, page = model.options.pages * model.options.groups, model.options.page
         print(f"{model.name}: {address} ({args.mesh}, {pages:,} pages of {page} tokens); Ctrl-C ends it", flush=True)
 
     server.serve_http(
         params, model, config, listener, mesh=mesh if mesh.size() > 1 else None, queue=args.queue, key=args.key,
-        ready=ready, draft=draft_of(args.draft, config, mesh, DTYPES[args.dtype]),
+        ready=ready, draft=draft_of(args.draft, config, mesh, DTYPES[args.dtype], args.form), form=args.form,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from scaling.serve.paged import PagedModel
 from scaling.serve.sampling import Draw
 from scaling.serve.simulate import Simulated, drive
 from scaling.serve.states import Move, Options, Request, Run
+from scaling.serve.types import ONE, row_groups
 from scaling.spec import Spec
 
 
@@ -27,6 +28,7 @@ class Engine:
 
     `draws`: of the requests that are not greedy, by id. `draft`: (config, params) of a smaller model with the same
     vocabulary, or "ngram": what makes the proposals that `options` asks for; no token depends on it (`drafts`).
+    `form`: of decoding, one that has pages; where it splits rows, over E or Z, `options.groups` says in how many.
     `logits(id, logits[V])` is called for each token that is given. `clock`: seconds, of the wall or of the
     processor.
     """
@@ -41,15 +43,15 @@ class Engine:
         mesh=None,
         dtype: torch.dtype | None = None,
         draft: Any = None,
+        form: str = "heads",
         clock: Callable[[], float] = time.perf_counter,
         logits: Callable[[int, Tensor], object] | None = None,
     ):
-        for axis in "ZE":
-            if mesh is not None and mesh.sizes.get(axis, 1) > 1:
-                raise ValueError(
-                    f"all pages of an engine belong to one batch, so that {axis} cannot split them\n"
-                    f"  fix: run one engine for each replica, on a mesh without {axis}"
-                )
+        if (groups := row_groups(form, ONE if mesh is None else mesh)) != options.groups:
+            raise ValueError(
+                f'{mesh}: the form "{form}" splits requests among {groups} groups of ranks, options.groups is '
+                f"{options.groups}\n  fix: Options(..., groups={groups}), with so many pages in each"
+            )
         if (draft is None) != (options.proposals == 0):
             raise ValueError(
                 f"proposals={options.proposals} and draft={draft!r:.20}: one makes what the other asks for\n"
@@ -60,7 +62,7 @@ class Engine:
         self.models: list[PagedModel] = []  # and of a draft that is a model, its own
 
         def hold(params: dict, config: Config) -> PagedModel:
-            self.models.append(PagedModel(params, config, options, mesh, dtype))
+            self.models.append(PagedModel(params, config, options, mesh, dtype, form))
             return self.models[-1]
 
         self.model, self.draft = hold(params, config), drafting(draft, config, hold)

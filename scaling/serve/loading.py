@@ -16,7 +16,7 @@ from scaling.models import hf
 from scaling.models import transformer as model
 from scaling.serve.cache import init_cache
 from scaling.serve.drafts import check_draft
-from scaling.serve.types import check_mesh, divisible, shards_of_places, specs
+from scaling.serve.types import FORMS, check_mesh, divisible, shards_of_places, specs
 from scaling.train import checkpoint
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -26,6 +26,9 @@ def add_model(parser: Parser) -> None:
     """The options of `generate` and `serve` that say what is served, and where."""
     parser.add_argument("--model", required=True, help=WAYS)
     parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
+    parser.add_argument(
+        "--form", default="heads", choices=FORMS, help="how a decode step is sharded over the mesh (default heads)"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
     parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="dtype of params and cache (default fp32)")
     parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")

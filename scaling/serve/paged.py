@@ -10,30 +10,53 @@ from scaling.serve import scheduler
 from scaling.serve.cache import init_cache, untouched
 from scaling.serve.states import Move, Options, Work
 from scaling.serve.step import run_rows
+from scaling.serve.types import rows_spec
+from scaling.spec import block_index
 
 
 class PagedModel:
-    """Holds the params, this rank's, and the pages."""
+    """Holds the params, this rank's, and the pages of its group."""
 
-    def __init__(self, params: dict, config: Config, options: Options, mesh=None, dtype=None):
-        self.params, self.config, self.page, self.mesh = params, config, options.page, mesh
-        self.device = params["norm"].device
+    def __init__(self, params: dict, config: Config, options: Options, mesh=None, dtype=None, form: str = "heads"):
+        self.params, self.config, self.page, self.mesh, self.form = params, config, options.page, mesh, form
+        self.device, self.groups, self.group = params["norm"].device, options.groups, 0
+        if mesh is not None:
+            self.group = block_index(rows_spec(form, mesh).dims[0][1], mesh.coord, mesh.sizes)
         self.pools = {
-            worker: init_cache(config, 1, pool.total * pool.size, mesh=mesh, dtype=dtype, page=pool.size)
-            for worker, pool in scheduler.initial(options).pools.items()
+            worker: init_cache(
+                config, self.groups, pool.total * pool.size, mesh=mesh, dtype=dtype, page=pool.size, form=form
+            )
+            for worker, (pool, *_) in scheduler.initial(options).pools.items()
         }
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
         """As `drafts.CachedModel`: all tokens are written to their pages."""
-        M, starts = max(len(w.pages) for w in works), [w.start for w in works]
-        pages = torch.tensor([[*w.pages, *[0] * (M - len(w.pages))] for w in works], device=self.device)
-        cache, rows = self.pools[worker] | {"pages": pages}, [w.tokens for w in works]
-        logits, cache = run_rows(self.params, rows, starts, cache, self.config, self.mesh, every=every)
+        rows, places = self._rows(works)
+        M = max(len(w.pages) for w in works)
+        pages = torch.tensor([[*w.pages, *[0] * (M - len(w.pages))] for w in rows], device=self.device)
+        tokens, starts = [w.tokens for w in rows], [w.start for w in rows]
+        logits, cache = run_rows(
+            self.params, tokens, starts, self.pools[worker] | {"pages": pages}, self.config, self.mesh,
+            every=every, form=self.form,
+        )  # fmt: skip
         self.pools[worker] = self.pools[worker] | {name: cache[name] for name in ("KV", "scale") if name in cache}
-        return logits
+        return logits if self.groups == 1 else logits[places]
+
+    def _rows(self, works: Sequence[Work]) -> tuple[list[Work], list[int]]:
+        """(the rows of a batch, group after group, each filled up to as many rows by works of no tokens; which of them
+        each work is)."""
+        of = [[i for i, work in enumerate(works) if work.group == group] for group in range(self.groups)]
+        height = max(map(len, of))
+        rows, places = [Work(-1, 0, (), (), False)] * (height * self.groups), [0] * len(works)
+        for group, some in enumerate(of):
+            for n, i in enumerate(some, group * height):
+                rows[n], places[i] = works[i], n
+        return rows, places
 
     def move(self, move: Move) -> None:
-        """The pages of a prompt, from the pool of the worker that prefills to the other's."""
+        """The pages of a prompt, from the pool of the worker that prefills to the other's; on its group's ranks."""
+        if move.group != self.group:
+            return
         count = -(-move.tokens // self.page)
         source, target = (torch.tensor(pages[:count], device=self.device) for pages in (move.source, move.target))
         there, here = self.pools["prefill"], self.pools["decode"]

@@ -9,9 +9,11 @@ A request has tokens (its prompt and what it has given), of which the first `com
 some of the others; the step that reaches the last one gives the next. So prefill, a chunk of it, decode, and prefill
 again after a preemption are one thing. With a draft, a step of decode computes its proposals too; the pages of those
 that are not kept are given back when it is over. Requests are served in the order in which they came: who is older
-never waits for a page that someone younger holds, and so none starves.
+never waits for a page that someone younger holds, and so none starves. Where ranks stand in groups, each with pages of
+its own, a request is admitted to one of them, and a step has works of all.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -42,8 +44,11 @@ def initial(options: Options) -> State:
     sizes = dict.fromkeys(POLICIES[options.policy].workers, options.pages)
     if DECODE in sizes:
         sizes[DECODE] = options.decode_pages or options.pages
-    pools = {w: Pool(total, options.page, options.prefix and w != DECODE) for w, total in sizes.items()}
-    return State(options, pools=pools)
+    return State(options, pools={worker: _pools(worker, total, options) for worker, total in sizes.items()})
+
+
+def _pools(worker: str, total: int, options: Options) -> tuple[Pool, ...]:
+    return tuple(Pool(total, options.page, options.prefix and worker != DECODE) for _ in range(options.groups))
 
 
 def step(state: State, events: Sequence[SchedulerEvent]) -> tuple[State, list[Action]]:
@@ -55,7 +60,7 @@ def step(state: State, events: Sequence[SchedulerEvent]) -> tuple[State, list[Ac
         state,
         tick=state.tick + 1,
         live=state.live.copy(),
-        pools={worker: pool.copy() for worker, pool in state.pools.items()},
+        pools={worker: tuple(pool.copy() for pool in pools) for worker, pools in state.pools.items()},
         busy=state.busy.copy(),
     )
     actions: list[Action] = []
@@ -114,7 +119,7 @@ def _cancel(state: State, id: int, actions: list[Action]) -> None:
 
 def _release(state: State, live: Live) -> None:
     if live.where is not None:
-        state.pools[live.where].release(live.pages, state.tick)
+        state.pools[live.where][live.group].release(live.pages, state.tick)
 
 
 def _finish(state: State, id: int, reason: str, actions: list[Action]) -> None:
@@ -130,7 +135,7 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
             "\n  fix: call work() first, and complete what it returns"
         )
     for work in state.busy.pop(event.worker):
-        live, pool = state.live[work.id], state.pools[event.worker]
+        live, pool = state.live[work.id], state.pools[event.worker][work.group]
         given = _given(work, live, event.tokens)
         kept = max(0, len(given) - 1)  # proposals, which are in the cache; the last that is given is not
         computed, pages = work.start + len(work.tokens) + kept, pool.count(len(live.tokens) + kept)
@@ -180,38 +185,46 @@ def _move(state: State, actions: list[Action]) -> None:
     """Prompts that are computed go to the worker that decodes, in the order of arrival, while there is room."""
     if DECODE not in state.pools:
         return
-    pool = state.pools[DECODE]
     there = sum(live.where == DECODE or live.target is not None for live in state.live.values())
     for id, live in state.live.items():
         if live.where != PREFILL or live.target is not None or not live.out or live.todo > 1:
             continue
+        pool = state.pools[DECODE][live.group]
         if there == state.options.slots or pool.room() < (need := pool.count(live.computed + 1)):
             break
         there += 1
         state.live[id] = replace(live, target=tuple(pool.take(need)))
-        actions.append(Move(id, live.computed, live.pages, state.live[id].target or ()))
+        actions.append(Move(id, live.computed, live.pages, state.live[id].target or (), live.group))
 
 
 def _admit(state: State, actions: list[Action]) -> None:
     """The oldest that wait, while the policy has slots and there are pages for all their tokens.
 
-    The pages that those in slots need for their next token are left to them.
+    The pages that those in slots need for their next token are left to them. Of the groups that have room, one takes
+    the request that has most of its prompt, then the one with the fewest requests.
     """
     worker = state.policy.workers[0]
-    pool, running = state.pools[worker], [live for live in state.live.values() if live.where == worker]
-    kept = sum(max(0, pool.count(len(live.tokens)) - len(live.pages)) for live in running if worker != PREFILL)
+    running = [live for live in state.live.values() if live.where == worker]
+    pools, count = state.pools[worker], Counter(live.group for live in running)
+    kept: Counter[int] = Counter()
+    for live in running if worker != PREFILL else ():
+        kept[live.group] += max(0, pools[live.group].count(len(live.tokens)) - len(live.pages))
     for _ in range(state.policy.admit(len(running), state.options.slots)):
         id = next((id for id, live in state.live.items() if live.where is None), None)
         if id is None:
             return
         live = state.live[id]
-        hit = pool.match(live.tokens)
-        need = pool.count(len(live.tokens)) - len(hit)
-        if pool.room(hit) < need + kept:
+        hits = [pool.match(live.tokens) for pool in pools]
+        needs = [pool.count(len(live.tokens)) - len(hit) for pool, hit in zip(pools, hits, strict=True)]
+        roomy = [g for g, pool in enumerate(pools) if pool.room(hits[g]) >= needs[g] + kept[g]]
+        if not roomy:
             return
+        group = min(roomy, key=lambda g: (needs[g], count[g]))
+        pool, hit = pools[group], hits[group]
         pool.hold(hit, state.tick)
-        cached = len(hit) * pool.size
-        state.live[id] = replace(live, computed=cached, pages=(*hit, *pool.take(need)), where=worker)
+        cached, pages = len(hit) * pool.size, (*hit, *pool.take(needs[group]))
+        state.live[id] = replace(live, computed=cached, pages=pages, where=worker, group=group)
+        count[group] += 1
         actions.append(Admit(id, cached))
 
 
@@ -222,13 +235,15 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
         mine = [id for id in mine if state.live[id].todo > 1 or not state.live[id].out]
     running = [SlotProgress(id, state.live[id].todo, bool(state.live[id].out), _proposals(state, id)) for id in mine]
     picked = dict(state.policy.pick(worker, running, state.options.budget))
-    arriving = worker == DECODE and any(live.target is not None for live in state.live.values())
+    arriving = {live.group for live in state.live.values() if live.target is not None} if worker == DECODE else set()
     for id in list(picked):
+        group = state.live[id].group
         while id in picked and not _has_pages(state, id, picked[id]):
-            if arriving and mine[-1] == id:  # someone younger is on the way with pages: wait for it
+            youngest = next(other for other in reversed(mine) if state.live[other].group == group)
+            if group in arriving and youngest == id:  # someone younger is on the way with pages: wait for it
                 del picked[id]
                 break
-            youngest = mine.pop()
+            mine.remove(youngest)
             picked.pop(youngest, None)
             _preempt(state, youngest, actions)
     works = []
@@ -240,7 +255,7 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
         tokens, end = live.tokens, live.computed + count
         before = tokens[: live.computed] if wanted else ()
         new = tokens[live.computed : end]
-        works.append(Work(id, live.computed, new, live.pages, end == len(tokens), wanted, before))
+        works.append(Work(id, live.computed, new, live.pages, end == len(tokens), wanted, before, live.group))
     return tuple(works)
 
 
@@ -254,7 +269,7 @@ def _proposals(state: State, id: int) -> int:
 def _has_pages(state: State, id: int, count: int) -> bool:
     """Gives a request the pages for its next tokens, if there is room."""
     live = state.live[id]
-    pool = state.pools[live.where or ""]
+    pool = state.pools[live.where or ""][live.group]
     need = pool.count(live.computed + count) - len(live.pages)
     if need > 0:
         if pool.room() < need:

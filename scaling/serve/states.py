@@ -13,7 +13,9 @@ class Options:
     """`pages` of `page` tokens a worker, `slots` requests at once, `budget` tokens a step (the policy "chunked").
 
     `decode_pages`: those of the worker that decodes, under "disaggregated"; None: as many. `proposals`: the tokens of a
-    draft that a decode step checks for each request, at most; those of all count in the budget.
+    draft that a decode step checks for each request, at most; those of all count in the budget. `groups`: of ranks
+    among which the requests are split, each with so many pages of its own, as a form of decoding splits rows over E or
+    Z; they take their steps together.
     """
 
     pages: int
@@ -24,11 +26,12 @@ class Options:
     prefix: bool = True
     decode_pages: int | None = None
     proposals: int = 0
+    groups: int = 1
 
     def __post_init__(self):
         if self.policy not in POLICIES:
             raise ValueError(f"unknown policy {self.policy!r}\n  fix: choose one of {', '.join(POLICIES)}")
-        whole(pages=self.pages, page=self.page, slots=self.slots, budget=self.budget)
+        whole(pages=self.pages, page=self.page, slots=self.slots, budget=self.budget, groups=self.groups)
         whole(0, proposals=self.proposals)
         whole(decode_pages=1 if self.decode_pages is None else self.decode_pages)
         flag(prefix=self.prefix)
@@ -74,7 +77,7 @@ class Work(NamedTuple):
     """Compute `tokens`, which stand at `start` and after, into `pages`; `sample`: give the token that follows.
 
     `proposals`: compute so many tokens of a draft after them, and give those that are right and the one that follows.
-    A draft may want to see all the tokens: those `before` are given then.
+    A draft may want to see all the tokens: those `before` are given then. `group`: whose pages they are.
     """
 
     id: int
@@ -84,6 +87,7 @@ class Work(NamedTuple):
     sample: bool
     proposals: int = 0
     before: tuple[int, ...] = ()
+    group: int = 0
 
     @property
     def width(self) -> int:
@@ -97,12 +101,13 @@ class Run(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Copy the pages of `tokens` tokens from the worker that prefills to the one that decodes."""
+    """Copy the pages of `tokens` tokens of a group from the worker that prefills to the one that decodes."""
 
     id: int
     tokens: int
     source: tuple[int, ...]
     target: tuple[int, ...]
+    group: int = 0
 
 
 class Admit(NamedTuple):
@@ -129,13 +134,15 @@ Action = Run | Move | Admit | Preempt | Finish
 
 @dataclass(frozen=True)
 class Live:
-    """A request that has come and is not finished. `pages` are of the worker `where`, None while it waits."""
+    """A request that has come and is not finished. `pages` are its `group`'s of the worker `where`, None while it
+    waits."""
 
     request: Request
     out: tuple[int, ...] = ()
     computed: int = 0
     pages: tuple[int, ...] = ()
     where: str | None = None
+    group: int = 0
     target: tuple[int, ...] | None = None  # the pages that it is being moved to
     cancelled: bool = False
 
@@ -150,12 +157,12 @@ class Live:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that the next step depends on. `live` is in the order of arrival."""
+    """Everything that the next step depends on. `live` is in the order of arrival; a worker has a pool a group."""
 
     options: Options
     tick: int = 0
     live: dict[int, Live] = field(default_factory=dict)
-    pools: dict[str, Pool] = field(default_factory=dict)
+    pools: dict[str, tuple[Pool, ...]] = field(default_factory=dict)
     busy: dict[str, tuple[Work, ...]] = field(default_factory=dict)
 
     @property

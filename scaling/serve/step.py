@@ -24,7 +24,7 @@ from scaling.serve.cache import capacity, check_cache, writable
 from scaling.serve.forms import At, context, experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.slots import Slots
-from scaling.serve.types import ONE, SPLIT_ROWS, rows_spec, shards_of_places, specs
+from scaling.serve.types import ONE, SPLIT_ROWS, row_groups, shards_of_places, specs
 from scaling.strategies.axes import all_gather
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
@@ -95,21 +95,19 @@ def run_rows(
     every: bool = False,
     form: str = "heads",
 ) -> tuple[Tensor, dict]:
-    """(logits[B, V] after each row's last token, or of `every` token, [B, T, V]; the cache, which is donated): decode,
-    prefill or extend, as the ids of the rows are many. They follow the first `starts` of their rows."""
+    """(logits[B, V] after each row's last token, or of `every` token, [B, T, V]; the cache, which is donated). The ids
+    of the rows follow the first `starts` that the cache has of them. A row may have none: its logits mean nothing."""
     device, T = params["norm"].device, max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
     cache = cache | {"lengths": torch.tensor(starts, device=device)}
-    if T == 1 and not every:
-        return decode(params, tokens[:, 0], cache, config, mesh, form=form, donate=True)
-    lengths, call = torch.tensor([len(row) for row in rows], device=device), extend if every else prefill
-    return call(params, tokens, cache, config, mesh, lengths=lengths, form=form, donate=True)
+    return _run(params, tokens, cache, config, mesh, lengths, form, True, not every, least=0)
 
 
 @torch.no_grad()
-def _run(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tuple[Tensor, dict]:
-    mesh = ONE if mesh is None else mesh
-    lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, int(last))
+def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least=None) -> tuple[Tensor, dict]:
+    mesh, least = ONE if mesh is None else mesh, int(last) if least is None else least
+    lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, least)
     dtype, T = params["norm"].dtype, tokens.shape[1]
     (listing, attention), own = LISTINGS[form], None
     attention = latent.ATTENTION[form] if config.latent else attention
@@ -200,7 +198,7 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
             f"has room for {room} in all\n  fix: call init_cache with a greater length, or give a shorter prompt"
         )
     if "pages" in cache:
-        check_pages(cache, after, mesh.size(rows_spec(form, mesh).dims[0][1]))
+        check_pages(cache, after, row_groups(form, mesh))
 
 
 @lru_cache(maxsize=256)

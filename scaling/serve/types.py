@@ -87,6 +87,11 @@ def rows_spec(form: str, mesh) -> Spec:
     return present(f"rows[{ROWS[form]}]", mesh)
 
 
+def row_groups(form: str, mesh) -> int:
+    """The groups of ranks that the rows of a batch are split over."""
+    return mesh.size(rows_spec(form, mesh).dims[0][1])
+
+
 def shards_of_places(form: str, mesh) -> int:
     """The ranks that the places of a row are split over."""
     return mesh.sizes.get("Z", 1) if form == "sequence" else 1
@@ -94,7 +99,7 @@ def shards_of_places(form: str, mesh) -> int:
 
 def divisible(batch: int, length: int, form: str, mesh) -> tuple[int, int]:
     """(rows, places of each): the fewest, at least these, that divide over the mesh."""
-    rows, places = mesh.size(rows_spec(form, mesh).dims[0][1]), shards_of_places(form, mesh)
+    rows, places = row_groups(form, mesh), shards_of_places(form, mesh)
     return batch + -batch % rows, length + -length % places
 
 

@@ -81,3 +81,18 @@ def test_command(capsys):
     got = json.loads(capsys.readouterr().out)["simulated"]
     assert got["ttft_p50"] <= got["ttft_p95"]
     assert got["requests"] == 8
+
+
+def test_ranks_wait_for_the_group_that_has_most_to_do():
+    """Attention by data: the requests are split, and the experts are everybody's."""
+    offered = plans(Service(get("mixtral-8x7b"), 1024, 16), chip("h100"), chips=4, form="experts", batch=8)
+    plan = next(plan for plan in offered if plan.groups == 2)
+    groups = 2
+
+    def seconds(*of):
+        return modelled(plan)(Run("engine", tuple(Work(n, 900, (0,), (), True, group=g) for n, g in enumerate(of))))
+
+    assert seconds(0) == seconds(*range(groups)) < seconds(0, 0) == seconds(*range(groups), 1)
+    served = under_load(plan, rate=20.0, count=12)
+    assert [len(times.at) for times in served.requests.values()] == [16] * 12
+    assert {work.group for run in served.steps for work in run.works} == set(range(groups))

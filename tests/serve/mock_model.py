@@ -55,7 +55,8 @@ class Audited:
 
     def __init__(self, options: Options, chance: random.Random):
         self.options, self.chance = options, chance
-        self.memories = {worker: Memory(options.page) for worker in scheduler.initial(options).pools}
+        pools = scheduler.initial(options).pools
+        self.memories = {worker: [Memory(options.page) for _ in each] for worker, each in pools.items()}
         self.writing: dict[str, dict[int, int]] = {}
         self.counts: Counter[str] = Counter()
         self.hits: list[tuple[int, int, int]] = []  # (id, what was hit, what brute force finds)
@@ -64,18 +65,19 @@ class Audited:
     def execute(self, action):
         seconds = self.chance.choice([0.0, 1.0, 1.0, 2.5])
         if isinstance(action, Move):
-            source, target = self.memories["prefill"], self.memories["decode"]
+            source, target = (self.memories[worker][action.group] for worker in ("prefill", "decode"))
             target.write(action.target, 0, source.read(action.source, action.tokens))
             return seconds, {}
-        memory, tokens = self.memories[action.worker], {}
-        written = Counter(page for work in action.works for page in set(work.pages[work.start // self.options.page :]))
+        memories, tokens, size = self.memories[action.worker], {}, self.options.page
+        written = Counter((w.group, page) for w in action.works for page in set(w.pages[w.start // size :]))
         assert all(n == 1 for n in written.values()), "a page is written by two"
         for work in action.works:
             assert work.tokens
-            memory.write(work.pages, work.start, (*work.tokens, *self.proposed(work)))
+            memories[work.group].write(work.pages, work.start, (*work.tokens, *self.proposed(work)))
         for work in action.works:
             if work.sample:
-                tokens[work.id] = self.verified(memory.read(work.pages, work.start + work.width), work.proposals)
+                found = memories[work.group].read(work.pages, work.start + work.width)
+                tokens[work.id] = self.verified(found, work.proposals)
         return seconds, tokens
 
     def proposed(self, work) -> list[int]:
@@ -95,14 +97,15 @@ class Audited:
         return (*found[first : first + kept], next_token(found[: first + kept]))
 
     def watch(self, state, actions):
-        for worker, pool in state.pools.items():
+        for worker, group, pool in ((w, g, pool) for w, pools in state.pools.items() for g, pool in enumerate(pools)):
+            mine = {id: live for id, live in state.live.items() if live.group == group}
             assert len(pool.free) + pool.held + pool.cached == pool.total
             assert len(set(pool.free)) == len(pool.free)
             assert not set(pool.free) & (set(pool.refs) | set(pool.edges))
-            holders = Counter(p for live in state.live.values() if live.where == worker for p in live.pages)
-            holders += Counter(p for live in state.live.values() if worker == "decode" for p in live.target or ())
+            holders = Counter(p for live in mine.values() if live.where == worker for p in live.pages)
+            holders += Counter(p for live in mine.values() if worker == "decode" for p in live.target or ())
             assert holders == Counter(pool.refs), "reference counts are not the holders"
-            for id, live in state.live.items():  # idle: no page for a guess that was dropped
+            for id, live in mine.items():  # idle: no page for a guess that was dropped
                 spare = live.where == worker and not any(id in [w.id for w in ws] for ws in state.busy.values())
                 assert not spare or len(live.pages) <= pool.count(len(live.tokens))
             for page, (parent, tokens, _) in pool.edges.items():
@@ -111,18 +114,21 @@ class Audited:
                 assert parent == -1 or parent in pool.edges
                 assert parent == -1 or page not in pool.refs or parent in pool.refs
             assert len(pool.children) == len(pool.edges) == len(pool.used)
-            self.counts["evictions"] += len(self.before.pools[worker].edges.keys() - pool.edges.keys())
+            self.counts["evictions"] += len(self.before.pools[worker][group].edges.keys() - pool.edges.keys())
         for action in actions:
             self.counts[type(action).__name__] += 1
             if isinstance(action, Admit):
                 self._count_hit(state, action)
             if isinstance(action, Run):
                 self.counts["chunks"] += sum(not work.sample for work in action.works)
+                self.counts["steps of several groups"] += len({work.group for work in action.works}) > 1
         self.before = state
 
     def _count_hit(self, state, action):
-        """By brute force: the longest run of whole pages of these tokens, at most all but one, that the trie spells."""
-        pool, tokens = state.pools[state.policy.workers[0]], state.live[action.id].tokens
+        """By brute force: the longest run of whole pages of these tokens, at most all but one, that the trie of the
+        request's group spells."""
+        live = state.live[action.id]
+        pool, tokens = state.pools[state.policy.workers[0]][live.group], live.tokens
         spelled = set()
         for page in pool.edges:
             parts, at = [], page
@@ -138,15 +144,15 @@ class Audited:
         self.hits.append((action.id, action.cached, best))
 
 
-def trace(seed: int, policy: str | None = None):
+def trace(seed: int, policy: str | None = None, groups: int = 1):
     """A random trace: (options, [(time, request)], [(time, id)])."""
     chance = random.Random(seed)
     page = chance.choice([1, 2, 3, 4])
     options = Options(
-        pages=chance.randint(4, 12), page=page, slots=chance.randint(1, 4), budget=chance.randint(1, 8),
+        pages=chance.randint(4, 12), page=page, slots=groups * chance.randint(1, 4), budget=chance.randint(1, 8),
         policy=policy or chance.choice(["static", "interleaved", "chunked", "disaggregated"]),
         prefix=chance.random() < 0.8, decode_pages=chance.choice([None, chance.randint(4, 12)]),
-        proposals=chance.choice([0, 0, 1, 2, 5]),
+        proposals=chance.choice([0, 0, 1, 2, 5]), groups=groups,
     )  # fmt: skip
     stems = [tuple(chance.randrange(V) for _ in range(chance.choice([page, 2 * page]))) for _ in range(2)]
     arrivals, cancel = [], []
@@ -161,9 +167,9 @@ def trace(seed: int, policy: str | None = None):
     return options, arrivals, cancel
 
 
-def run(seed: int, policy: str | None = None) -> Counter:
+def run(seed: int, policy: str | None = None, groups: int = 1) -> Counter:
     """One trace, audited; how often what happened."""
-    options, arrivals, cancel = trace(seed, policy)
+    options, arrivals, cancel = trace(seed, policy, groups)
     requests = [request for _, request in arrivals]
     audited = Audited(options, random.Random(seed + 1))
     served = drive(arrivals, options, audited.execute, cancel=cancel, watch=audited.watch)

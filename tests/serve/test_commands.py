@@ -218,6 +218,8 @@ def test_serve_a_file(folder, tmp_path, capsys):
         "top_p=0",
     ):
         assert what in said
+    assert batch.main([*options, "--form", "sequence"]) == 1
+    assert "a cache in pages cannot do" in capsys.readouterr().err
     source.write_text("{")
     assert __main__.main(["serve", *options]) == 1
     assert "0 of 1 served\n" in capsys.readouterr().out

@@ -24,6 +24,14 @@ def test_random_traces():
         assert total[what] > 20, (what, total)
 
 
+@pytest.mark.parametrize("groups", [2, 3])
+def test_random_traces_over_groups_of_ranks(groups):
+    """Each with a memory of its own."""
+    total = sum((mock_model.run(seed, groups=groups) for seed in range(300)), mock_model.Counter())
+    for what in ["Preempt", "Move", "evictions", "hits", "steps of several groups"]:
+        assert total[what] > 9, (what, total)
+
+
 def _stale(self, count):
     unheld = [page for page in self.edges if page not in self.refs][:count]
     for page in unheld:
@@ -137,7 +145,7 @@ def test_sglang_35270_pages_that_two_share_are_counted_once():
     """Room is what can be taken: everything, once nobody holds a page."""
     options = Options(pages=8, page=2, slots=3, policy="chunked")
     state, _ = drained(initial(options), [Arrive(Request(i, (1, 2, 3, 4, 5), 2)) for i in range(3)])
-    pool = state.pools["engine"]
+    (pool,) = state.pools["engine"]
     assert pool.held == 0
     assert pool.room() == pool.total == len(pool.free) + pool.cached
     assert len(pool.take(8)) == 8
@@ -248,6 +256,30 @@ def test_admission_is_in_the_order_of_arrival():
 
 
 @pytest.mark.parametrize("axis", ["Z", "E"])
-def test_pages_of_one_batch_cannot_be_split(axis):
-    with pytest.raises(ValueError, match=f"{axis} cannot split them\n  fix: .* on a mesh without {axis}"):
+def test_each_group_of_ranks_has_pages_of_its_own(axis):
+    with pytest.raises(ValueError, match=r"among 2 groups of ranks, options.groups is 1\n  fix: .*groups=2"):
         Engine({}, None, Options(4, 1, 1), mesh=AbstractMesh({axis: 2}))
+
+
+def test_a_request_goes_to_the_group_that_has_its_prefix_and_else_where_the_fewest_are():
+    options = Options(pages=4, page=1, slots=6, groups=2)
+    state, actions = step(initial(options), [Arrive(Request(i, (i, i), 1)) for i in range(3)])
+    assert [live.group for live in state.live.values()] == [0, 1, 0]
+    (run,) = [action for action in actions if isinstance(action, Run)]
+    assert [(work.id, work.group) for work in run.works] == [(0, 0), (1, 1), (2, 0)]
+    state, _ = drained(state, [Done("engine", dict.fromkeys(range(3), (9,)))])
+    state, actions = step(state, [Arrive(Request(7, (1, 5), 1))])
+    assert state.live[7].group == 1
+    assert [action.cached for action in actions if isinstance(action, Admit)] == [1]
+
+
+def test_a_group_without_pages_preempts_its_own_youngest():
+    """Not the one of the other group, though that is younger."""
+    options = Options(pages=2, page=2, slots=4, groups=2, prefix=False)
+    prompts = {0: (1, 1), 1: (2,), 2: (3,), 3: (4,)}
+    state, _ = step(initial(options), [Arrive(Request(id, prompt, 2)) for id, prompt in prompts.items()])
+    assert [live.group for live in state.live.values()] == [0, 1, 0, 1]
+    state, actions = step(state, [Done("engine", dict.fromkeys(prompts, (9,)))])
+    assert [action.id for action in actions if isinstance(action, Preempt)] == [2]
+    _, log = drained(state, [Done("engine", dict.fromkeys((0, 1, 3), (9,)))])
+    assert [action.id for action in log if isinstance(action, Finish)] == [0, 1, 3, 2]

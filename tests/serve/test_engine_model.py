@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scaling import serve, tree
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.models import transformer
 from scaling.serve import engine
 from scaling.serve.sampling import Sampling
@@ -104,6 +104,51 @@ def test_stop_strings_and_ids_outside_the_vocabulary():
     assert len(served.requests[0].at) == 1
     with pytest.raises(ValueError, match=r"request 7: token 30 .* 0\.\.29"):
         engine.serve(params, CONFIG, [(0.0, Request(7, (30,), 9))], options)
+
+
+DEEPSEEK = CONFIG.with_(
+    L=3, dense_layers=1, F_dense=40, K=4, H=8, E=4, k=2, shared=1, routing="sigmoid", expert_groups=2, window=None,
+    latent=Latent(q_rank=12, kv_rank=60, nope=4, rope=4, value=8, interleaved=False),
+)  # fmt: skip
+MODELS = {"dense": CONFIG, "experts": CONFIG.with_(E=4, k=2, shared=1), "deepseek": DEEPSEEK}
+
+
+def engine_over_groups(mesh, name, form, policy, proposals, prompts):
+    """(what each request is given, how often rows of one group only were computed, whether some were preempted)."""
+    config = MODELS[name]
+    mine = tree.shard(transformer.init(config, 1, torch.float64), serve.specs(config, mesh, form=form), mesh)
+    options = Options(11, page=2, slots=8, budget=7, policy=policy, proposals=proposals, groups=2)
+    draft, draws = "ngram" if proposals else None, {i: engine.Draw(Sampling(0.9, top_k=12), i) for i in range(0, 12, 2)}
+    arrivals = [(0.001 * (r.id // 3), r) for r in prompts]
+    served = engine.serve(mine, config, arrivals, options, draws, mesh=mesh, form=form, draft=draft)
+    groups = [len({work.group for work in step.works}) for step in served.steps if isinstance(step, Run)]
+    preempted = sum(times.preempted for times in served.requests.values())
+    return {id: times.tokens for id, times in served.requests.items()}, groups.count(1), preempted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "name", "form", "policy", "proposals"),
+    [
+        ({"Z": 2, "Y": 2}, "dense", "heads", "chunked", 2),
+        ({"Z": 2}, "dense", "heads_batch", "interleaved", 0),
+        ({"E": 2}, "experts", "heads", "disaggregated", 0),
+        ({"E": 2, "Y": 2}, "experts", "experts", "chunked", 0),
+        ({"E": 2, "Y": 2}, "deepseek", "experts", "static", 2),
+    ],
+)
+def test_requests_split_over_ranks_give_what_they_give_alone(ranks, sizes, name, form, policy, proposals):
+    """Attention by data: greedy and sampled requests, on groups of ranks that have pages of their own."""
+    some = requests(4, 12)
+    found = ranks(engine_over_groups, sizes, name, form, policy, proposals, some)
+    assert all(other == found[0] for other in found)
+    tokens, uneven, preempted = found[0]
+    assert uneven
+    assert preempted
+    config, params = MODELS[name], transformer.init(MODELS[name], 1, torch.float64)
+    for r in some:
+        how = {"temperature": 0.9, "top_k": 12, "seed": [r.id]} if r.id % 2 == 0 else {}
+        assert list(tokens[r.id]) == serve.generate(params, [r.prompt], config, r.max_new_tokens, **how)[0]
 
 
 def engine_on_a_mesh(mesh):

@@ -147,6 +147,11 @@ class ServingPlan:
         return serving.prefill_servers(self.prefill, self.step.seconds, self.batch, self.service.generated)
 
     @property
+    def groups(self) -> int:
+        """Into how many the cache's batch is split."""
+        return _parts(self.form, dict(self.sizes))
+
+    @property
     def type(self) -> str:
         """The cache's type."""
         rows = {"heads_batch": "B_Z", "2d": "B_X"}.get(self.form, "B_E" if dict(self.sizes).get("E", 1) > 1 else "B")

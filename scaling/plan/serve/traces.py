@@ -15,7 +15,7 @@ from scaling.cost import decoding, serving
 from scaling.plan.serve.candidates import ServingPlan as Plan
 from scaling.serve.policies import PREFILL
 from scaling.serve.simulate import Simulated, simulate
-from scaling.serve.states import Move, Options, Request, Run
+from scaling.serve.states import Move, Options, Request, Run, Work
 
 PAGE = 64  # tokens
 BUDGET = 512  # tokens of a step, of the policy "chunked"
@@ -26,13 +26,18 @@ def modelled(plan: Plan) -> Callable[[Run | Move], float]:
     over the datacenter's network of all chips, or at once where the chip's file has none."""
     s, sizes = plan.service, dict(plan.sizes)
 
+    def computed(works: Sequence[Work]) -> list[tuple[int, int]]:
+        """[(tokens, keys that they see)], filled up: ranks whose requests have less to do wait for the others."""
+        groups = [[(w.width, w.start + w.width) for w in works if w.group == g] for g in range(plan.groups)]
+        return max(groups, key=lambda rows: [sum(some) for some in zip(*rows, strict=True)]) * plan.groups
+
     def seconds(action: Run | Move) -> float:
         if isinstance(action, Move):
             return plan.load.kv(action.tokens) / (plan.chips * plan.chip.dcn_bw) if plan.chip.dcn_bw else 0.0
-        works = [(work.width, work.start + work.width) for work in action.works]
+        works = computed(action.works)
         step = serving.mixed(plan.load, works, plan.chip, plan.chips, s.compute)
         new = sum(tokens for tokens, _ in works)
-        prompts = sum(len(work.tokens) for work in action.works if len(work.tokens) > 1)
+        prompts = sum(tokens for tokens, _ in works if tokens > 1)
         moved = decoding.collectives(plan.form, s.config, new, sizes)
         comms = sum(decoding.collective_seconds(one, plan.chip, plan.shape, sizes) for one in moved)
         slower = step.math * ((prompts / s.mfu + new - prompts) / new)
@@ -47,8 +52,8 @@ def under_load(plan: Plan, *, rate: float, policy: str = "chunked", count: int =
     for id in range(count):
         now += draw.expovariate(rate)
         arrivals.append((now, Request(id, tuple(range(id << 32, (id << 32) + s.prompt)), s.generated)))
-    pages = plan.batch * -(-s.context // PAGE)
-    options = Options(pages, PAGE, plan.batch, BUDGET + plan.batch, policy, prefix=False)
+    pages = plan.batch // plan.groups * -(-s.context // PAGE)
+    options = Options(pages, PAGE, plan.batch, BUDGET + plan.batch, policy, prefix=False, groups=plan.groups)
     return simulate(arrivals, options, modelled(plan))
 
 

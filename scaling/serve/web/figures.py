@@ -45,7 +45,7 @@ class Figures:
     def now(self, state: State) -> dict[str, float]:
         """What the engine does at the moment, by the names of GAUGES."""
         since = time.monotonic() - WINDOW
-        live, pools = list(state.live.values()), state.pools.values()
+        live, pools = list(state.live.values()), [pool for pools in state.pools.values() for pool in pools]
         return {
             "batch": sum(len(works) for works in state.busy.values()),
             "running": sum(one.where is not None for one in live),
