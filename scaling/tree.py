@@ -112,7 +112,7 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
     if not dtype.is_floating_point:
         raise ShardingError(f"init: {dtype} would cut the values off\n  fix: give a dtype of floats")
     if getattr(mesh, "checked", False):
-        from scaling.collectives.alike import alike  # here, so that plain trees need no torch.distributed
+        from scaling.collectives.checked import alike  # here, so that plain trees need no torch.distributed
 
         alike(mesh, "init", seed=seed, dtype=dtype, sizes=sizes, specs=specs)
     made = []
@@ -205,7 +205,7 @@ def local_nbytes(specs, sizes, mesh, dtype) -> float:
 
 
 def unflatten(like, new_leaves: list) -> Any:
-    return optree.tree_unflatten(structure(like), new_leaves)
+    return optree.tree_unflatten(optree.tree_structure(like), new_leaves)
 
 
 def _shard(where: str, whole: Tensor, spec: Spec, mesh) -> Tensor:

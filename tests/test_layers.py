@@ -80,7 +80,7 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.spec.placements", "torch.distributed.tensor"): "types need no torch",
     ("scaling.spec.placements", "torch.distributed.tensor.placement_types"): "types need no torch",
     ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",
-    ("scaling.tree", "scaling.collectives.alike"): "plain trees need no torch.distributed",
+    ("scaling.tree", "scaling.collectives.checked"): "plain trees need no torch.distributed",
     ("scaling.tree", "scaling.collectives.watch"): "plain trees need no torch.distributed",
     ("scaling.check.files", "scaling.check.library"): "lines are read without torch",
     ("scaling.check.files", "scaling.check.run"): "lines are read without torch",

@@ -5,19 +5,26 @@ one machine they meet in shared memory (`scaling.mesh.meeting`), which takes lit
 them; across machines each sends its call to the others, which can take as long as a small collective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from scaling._torch import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
 from scaling.mesh.meeting import Intent, different, meeting
 from scaling.mesh.page import DIGEST, LENGTH
+from scaling.spec import Spec
+
+SHOWN = 160  # letters of an argument; of a longer one its beginning and a digest
 
 
-def agree(group: Group, call: str, x: torch.Tensor | None = None) -> None:
+def agree(group: Group, call: str, x: Tensor | None = None) -> None:
     """ShardingError on every rank of the group, of two or more, unless all make the same call, if on x then on the same
     local shape and dtype."""
     if not torch.compiler.is_compiling():
@@ -25,7 +32,7 @@ def agree(group: Group, call: str, x: torch.Tensor | None = None) -> None:
         _compare(group.checked, group.name, group.axes, said)
 
 
-def agree_on(op, x: torch.Tensor, traced: bool = False) -> None:
+def agree_on(op, x: Tensor, traced: bool = False) -> None:
     """The same for an `Op`, if its mesh is checked; also for one that autograd runs in a backward.
 
     `traced`: it runs as torch.func, autograd and tensor modes see through it, which can send other messages than the op
@@ -86,3 +93,47 @@ def _exchange(pg: dist.ProcessGroup, call: Intent) -> list[str] | None:
         if bool((calls[:, :DIGEST] == mine[:DIGEST]).all()):
             return None
         return [Intent(each[:DIGEST], each[DIGEST:]).said for each in map(bytes, calls.tolist())]
+
+
+# Calls above the collectives, whose arguments all ranks must give alike though no message shows them
+
+
+def alike(mesh, call: str, along: Sequence[str] | None = None, **arguments: Any) -> None:
+    """ShardingError on every rank of a checked mesh unless all make this call with these arguments.
+
+    `along`: the axes whose ranks make it together; all by default. A layer gives its own: stages call it in turn.
+    Of a tensor, shape and dtype are compared, of a tree those of each leaf, of a config what is not its default, and of
+    a function nothing but that it is one: what a rank would have to send is compared nowhere.
+    """
+    if torch.compiler.is_compiling() or not mesh.checked:
+        return
+    axes = tuple(axis for axis in mesh.sizes if along is None or axis in along)
+    if mesh.size(axes) > 1:
+        said = ", ".join(f"{name}={_shown(value)}" for name, value in arguments.items())
+        agree(mesh.group(axes), f"{call} with {said}")
+
+
+def _shown(value: Any) -> str:
+    text = _text(value)
+    digest = blake2b(text.encode(), digest_size=4).hexdigest()
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 30]}... (digest {digest})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_text(value[key])}" for key in sorted(value, key=str)) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, Spec):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__}({', '.join(_changed(value))})"
+    return "a function" if callable(value) and not isinstance(value, type) else repr(value)
+
+
+def _changed(value: Any) -> Iterator[str]:
+    for field in fields(value):
+        if (own := getattr(value, field.name)) != field.default:
+            yield f"{field.name}={_text(own)}"

@@ -19,20 +19,15 @@ from scaling.collectives.op import Op
 from scaling.collectives.traced import combine_parts, ends, join, reorder, split_dim, split_major
 from scaling.mesh import Group
 
-NOWHERE = Nowhere()
+NOWHERE: Any = Nowhere()  # stands for the process group on an AbstractMesh
 TAG = 1 << 20  # of the messages of a collective, so that they never meet those of send and recv
 Started = tuple[Sequence[Any], Callable[[], Tensor]]
 Start = Callable[[Tensor, Op, Group, "Tensor | None"], Started]
 
 
-def transport(group: Group) -> Any:
-    """The process group; on an AbstractMesh what stands for it."""
-    return group.pg or NOWHERE
-
-
 def all_reduce(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
     total = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    return [transport(group).allreduce([total])], lambda: total
+    return [(group.pg or NOWHERE).allreduce([total])], lambda: total
 
 
 def all_gather(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
@@ -57,7 +52,7 @@ def reduce_scatter(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Start
         mine = torch.empty_like(sent[0])
         return [scatter_sum_into(mine, sent.flatten(0, 1), group.pg)], lambda: mine.movedim(0, dim)
     received = torch.empty_like(sent)
-    works = [exchange_into(received, sent, transport(group))]
+    works = [exchange_into(received, sent, group.pg or NOWHERE)]
     into = None if out is None else out.movedim(dim, 0) if dim else out
     if into is None or not into.is_contiguous():  # to add first and transpose after is the quicker way
         return works, lambda: combine_parts(received, op.by).movedim(0, dim)
@@ -72,7 +67,7 @@ def reduce_scatter(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Start
 def all_to_all(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
     sent = reorder(split_dim(x, op.size, op.to), op.order).contiguous()
     received = torch.empty_like(sent)
-    works = [exchange_into(received, sent, transport(group))]
+    works = [exchange_into(received, sent, group.pg or NOWHERE)]
     return works, lambda: join(reorder(received, op.order, inverse=True), op.dim)
 
 
@@ -86,7 +81,7 @@ def permute(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
         return [exchange_into(into, sent, group.pg, *splits)], lambda: received
     if receives and receives == [group.member_of(op.index)]:
         return (), lambda: received.copy_(x)
-    sent, pg = x.contiguous(), transport(group)
+    sent, pg = x.contiguous(), group.pg or NOWHERE
     works = [pg.recv([received], m, TAG) for m in receives] + [pg.send([sent], m, TAG) for m in sends]
     return works, lambda: received
 

@@ -102,10 +102,9 @@ class Order(NamedTuple):
         a = a.reshape(m, inner) if self.plain_a else a.reshape(inner, m).t()
         return a, b.reshape(inner, n) if self.plain_b else b.reshape(n, inner).t(), (*rows, *columns)
 
-    def result(self, product: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The product[M, N] in its dims."""
-        product = product.view(shape)
-        return product if self.ahead else product.permute(*range(self.rows, len(shape)), *range(self.rows))
+    def turned(self, product: Tensor) -> Tensor:
+        """The product, whose dims stand as a's and then b's, with b's in front."""
+        return product.permute(*range(self.rows, product.dim()), *range(self.rows))
 
 
 def order_of(*types: Spec) -> Order | None:
@@ -127,7 +126,8 @@ def _matmul(order: Order) -> tuple[Callable, Callable]:
 
     def multiply(a, b):
         a, b, shape = order.matrices(a, b)
-        return order.result(a @ b, shape)
+        product = (a @ b).view(shape)
+        return product if order.ahead else order.turned(product)
 
     def into(a, b, out, add):
         if not out.is_contiguous():
@@ -167,10 +167,9 @@ def compiled_matmul(order: Order, a: Tensor, b: Tensor) -> Tensor | None:
     """The product in a compiler's graph, or None where torch.einsum's is as good."""
     if not order.of_two(len(a.shape) + len(b.shape) - 2 * order.summed):
         return None
-    x, y, shape = order.matrices(
-        a, b
-    )  # torch.einsum's is a product of batches of one, not written straight to its place
-    return order.result(torch.mm(x, y), shape)
+    x, y, shape = order.matrices(a, b)  # torch.einsum's is a product of batches of one, not written to its place
+    product = torch.mm(x, y).view(shape)
+    return product if order.ahead else order.turned(product)
 
 
 def _general(line: Line) -> Callable:

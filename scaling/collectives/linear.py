@@ -15,7 +15,7 @@ from scaling.collectives.checked import agree_on
 from scaling.collectives.kinds import dual, event, traceable
 from scaling.collectives.op import Op
 from scaling.collectives.watch import who_watches
-from scaling.trace import active, done, reached, record
+from scaling.trace import done, open_logs, reached, record
 
 PLAIN = (Tensor, torch.nn.Parameter)  # other classes are a tracer's
 
@@ -65,7 +65,7 @@ def run_op(x: Tensor, op: Op) -> Tensor:
         return traceable(x, op)  # a tracer's: nothing runs
     if (watch := who_watches()) is not None:
         return watch(run_op, x, op)
-    seen = reached(event(op, x)) if active() else None
+    seen = reached(event(op, x)) if open_logs else None
     agree_on(op, x, traced=True)
     if seen is not None:
         record(seen)

@@ -136,7 +136,7 @@ def _ready(kind: str, line: str, x: Tensor, mesh, axis: str, other: int, async_o
             f"{kind} {spec}: rank {other} along {axis} must be another one of 0..{group.size - 1}"
             f"\n  fix: give the place of another rank along {axis}"
         )
-    if not trace.active():
+    if not trace.open_logs:
         return group, None
     nbytes = x.numel() * x.element_size()
     sent = nbytes if kind == "Send" else 0

@@ -70,26 +70,24 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         return Deferred(einsum, line, a, b)
     if out is not None or add:
         _check_out(product, a, b, out)
-    if not trace.active():
-        return _run(product, a, b, out, add)
-    event = trace.Event("Einsum", (), product.line.operands, product.line.result, flops=product.flops(a, b))
-    trace.record(event)
-    result = _run(product, a, b, out, add)
-    trace.done(event)
-    event.memory, event.dtype = a.nbytes + (0 if b is None else b.nbytes) + result.nbytes, a.dtype
-    return result
-
-
-def _run(product: Kernel, a: Tensor, b: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
+    event = None
+    if trace.open_logs:
+        event = trace.Event("Einsum", (), product.line.operands, product.line.result, flops=product.flops(a, b))
+        trace.record(event)
     try:
         if out is None:
-            return product.multiply(a, b)
-        if product.into is not None:
-            return product.into(a, b, out, add)
-        return out.add_(product.multiply(a, b)) if add else out.copy_(product.multiply(a, b))
+            result = product.multiply(a, b)
+        elif product.into is not None:
+            result = product.into(a, b, out, add)
+        else:
+            result = out.add_(product.multiply(a, b)) if add else out.copy_(product.multiply(a, b))
     except RuntimeError as error:
         _refuse_kind(product.line, a, b, out, error)
         raise
+    if event is not None:
+        trace.done(event)
+        event.memory, event.dtype = a.nbytes + (0 if b is None else b.nbytes) + result.nbytes, a.dtype
+    return result
 
 
 def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: bool) -> Tensor:

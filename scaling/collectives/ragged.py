@@ -60,7 +60,7 @@ def _move(x: torch.Tensor, sends: tuple, receives: tuple, op: Op) -> torch.Tenso
     event = None
     if type(x) in (torch.Tensor, torch.nn.Parameter):  # not a tracer's, for which nothing runs
         _agree(x, sends, receives, op)
-        event = trace.record(_event(x, sends, op)) if trace.active() else None
+        event = trace.record(_event(x, sends, op)) if trace.open_logs else None
     result = _alltoall(x, sends, receives, op)
     if event is not None:
         trace.done(event)

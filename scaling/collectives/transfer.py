@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling import trace
-from scaling.collectives.alike import alike
+from scaling.collectives.checked import alike
 from scaling.collectives.kinds import as_carried
 from scaling.collectives.linear import differentiated
 from scaling.collectives.lines import check_operand
@@ -106,7 +106,7 @@ def transfer(
     sent = sum(m.numel for m in messages if m.source == me != m.target) * dtype.itemsize
     came = sum(m.numel for m in messages if m.target == me != m.source) * dtype.itemsize
     event = trace.Event("Transfer", (), before, after, sent + came, sent, start=trace.now())
-    if trace.active():
+    if trace.open_logs:
         trace.record(event)
     own = _region(before, shape, source_mesh, source_mesh.ranks.index(me)) if gives else ()
     place = _region(after, into, target_mesh, target_mesh.ranks.index(me)) if takes else ()

@@ -67,7 +67,8 @@ class Meeting:
         """
         self.number = number = self.number + 1
         words, memory = self.words[number % PLACES], self.page.memory
-        text, word = self.texts[number % PLACES] + self.me * LENGTH, call.digest + low_bytes(number)
+        text = self.texts[number % PLACES] + self.me * LENGTH
+        word = call.digest + (number % 0xFFFF + 1).to_bytes(2, "little")  # never memory that nobody has written to
         memory[text : text + len(call.text)] = call.text
         self._write(words, word)
         end, everyone = words + self.size * WORD, word * self.size
@@ -89,15 +90,10 @@ class Meeting:
         places = range(first, first + self.size * LENGTH, LENGTH)
         return [Intent(b"", self.page.memory[at : at + LENGTH]).said for at in places]
 
-    def missing(self, number: int) -> list[int]:
-        """The ranks that have not come."""
-        words, low = self.words[number % PLACES], low_bytes(number)
-        return Wait("", self.ranks, words, low, 0).missing(self.page)
-
     def _wait(self, call: Intent, word: bytes) -> None:
         """Until all members have come."""
         words, looks, began = self.words[self.number % PLACES], 0, time.monotonic()
-        low, high = (word[at : at + 1] * self.size for at in (DIGEST, DIGEST + 1))
+        low, high = word[DIGEST : DIGEST + 1] * self.size, word[DIGEST + 1 :] * self.size
         while time.monotonic() - began < LOOK:
             seen = self.page.memory[words : words + self.size * WORD]
             if seen[DIGEST::WORD] == low and seen[DIGEST + 1 :: WORD] == high:
@@ -126,7 +122,7 @@ class Meeting:
         """Take this rank's word back, unless all others have come: one of them may have seen it, and gone on."""
         words = self.words[self.number % PLACES]
         self._write(words, bytes(WORD))
-        if self.missing(self.number) == [self.page.rank]:
+        if Wait("", self.ranks, words, word[DIGEST:], 0).missing(self.page) == [self.page.rank]:
             self._write(words, word)
             return False
         self.number -= 1
@@ -146,11 +142,6 @@ class Meeting:
             others += [(rank, None, []) for rank in missing if rank not in waits]
             return not_met(LATE, [(page.rank, wait.call, missing), *others], self.timeout)
         return None
-
-
-def low_bytes(number: int) -> bytes:
-    """The last two bytes of a meeting's words; never those of memory that nobody has written to."""
-    return (number % 0xFFFF + 1).to_bytes(2, "little")
 
 
 _meetings: dict[str, tuple[Meeting, ref]] = {}  # by name, as torch.distributed finds process groups: ops hold constants

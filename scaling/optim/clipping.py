@@ -7,7 +7,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_reduce
-from scaling.collectives.alike import alike
+from scaling.collectives.checked import alike
 from scaling.optim.checks import at_least_zero, check_reduced, refuse_partial
 from scaling.optim.rules import Optimizer
 from scaling.spec import format_axes, mesh_sizes, parse

@@ -9,8 +9,8 @@ from torch import Tensor
 from scaling import tree
 from scaling._torch import fused_adamw_
 from scaling.arguments import flag
-from scaling.collectives.alike import alike
 from scaling.collectives.buffers import extent, overlaps_itself
+from scaling.collectives.checked import alike
 from scaling.optim.checks import at_least_zero, check_apart, check_like, check_reduced, check_state
 
 # a number, or a function of the number of updates made so far, a 0-dim float64 tensor

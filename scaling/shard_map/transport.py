@@ -14,7 +14,7 @@ from scaling.collectives.linear import run_op
 from scaling.collectives.op import Op
 from scaling.collectives.traced import combine_parts, join, split_dim
 from scaling.shard_map.law import ENTERS, LEAVES, Call
-from scaling.trace import active, record
+from scaling.trace import open_logs, record
 
 KIND = {"psum": "AllReduce", "pmax": "AllReduce", "pmin": "AllReduce", "all_gather": "AllGather", "gather": "AllGather"}
 KIND |= {"psum_scatter": "ReduceScatter", "all_to_all": "AllToAll", "ppermute": "CollectivePermute", "slice": "Slice"}
@@ -65,7 +65,7 @@ def one_rank(x: Tensor, call: Call, mesh) -> Tensor:
 def one_process(x: Tensor, call: Call, mesh) -> Tensor:
     """The same of all shards: [n, ...] -> [n, ...], by operations that torch differentiates."""
     n, kind = mesh.size(call.axes), call.kind
-    if active() and kind != "pvary":
+    if open_logs and kind != "pvary":
         record(event(op_of(call, x.dim() - (kind not in ENTERS), mesh), x if kind in ENTERS else x[0]))
     if kind == "psum" or kind in REDUCES:
         return combine_parts(x, REDUCES.get(kind, "sum"))

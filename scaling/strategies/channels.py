@@ -61,7 +61,7 @@ class Channels:
 
     def take(self, step) -> torch.Tensor:
         """Wait for what a Recv names."""
-        event = self.record("Recv", self.like, 0, step.peer) if trace.active() else None
+        event = self.record("Recv", self.like, 0, step.peer) if trace.open_logs else None
         work, buffer = self.posted.pop(step)
         if work is not None:
             work.wait()
@@ -73,7 +73,7 @@ class Channels:
     def send(self, step, x: torch.Tensor) -> None:
         """Start to send x; it must not be changed before `finish`."""
         self.check(step, x)
-        if trace.active():
+        if trace.open_logs:
             self.record("Send", x, x.numel() * x.element_size(), step.peer)
         if self.abstract and self.group.backend == "gloo":
             self.sends = [(Nowhere(), x)]  # which is through when the next one is sent

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from scaling import tree
 from scaling.collectives import all_reduce, wait
-from scaling.collectives.alike import alike
+from scaling.collectives.checked import alike
 from scaling.schedules import (
     Backward,
     BackwardInput,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from scaling.collectives import wait
-from scaling.collectives.alike import alike
+from scaling.collectives.checked import alike
 from scaling.spec import parse
 from scaling.strategies.block import Block
 from scaling.strategies.layers import Layers, layers_a_bucket

@@ -109,7 +109,7 @@ class Log:
         return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
 
 
-_open: list[Log] = []  # the logs being written, innermost last
+open_logs: list[Log] = []  # being written, innermost last
 
 
 @contextmanager
@@ -117,20 +117,16 @@ def trace(look: Callable[[], None] | None = None, reach: Callable[[Event], None]
     """Collect an Event for everything that runs in the block. Blocks nest: each sees its own events and inner ones'.
     `look` and `reach` as in `Log`."""
     log = Log(look=look, reach=reach)
-    _open.append(log)
+    open_logs.append(log)
     try:
         yield log
     finally:
-        _open[:] = [other for other in _open if other is not log]  # not by ==, which goes by the events
-
-
-def active() -> bool:
-    return bool(_open)
+        open_logs[:] = [other for other in open_logs if other is not log]  # not by ==, which goes by the events
 
 
 def reached(event: Event) -> Event:
     """The line of a collective has been reached, which may have to wait for other ranks before it is recorded."""
-    for log in _open:
+    for log in open_logs:
         if log.reach is not None:
             log.reach(event)
     return event
@@ -140,7 +136,7 @@ def record(event: Event) -> Event:
     """Add an event, which starts now, to every open log; called by collectives and einsum."""
     event.start = now()
     event.called = event.called or event.start
-    for log in _open:
+    for log in open_logs:
         log.events.append(event)
         if log.look is not None:
             log.look()
@@ -150,7 +146,7 @@ def record(event: Event) -> Event:
 def done(event: Event) -> None:
     """An event ends now."""
     event.end = now()
-    for log in _open:
+    for log in open_logs:
         if log.look is not None:
             log.look()
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.arguments import flag, whole
-from scaling.collectives.alike import alike
+from scaling.collectives.checked import alike
 from scaling.spec import Spec, parse
 from scaling.train.blocks import IN_ORDER, Places, assembled, index_entry, own_blocks
 from scaling.train.dcp import ShardReader, keys

@@ -8,7 +8,7 @@ import torch
 
 from scaling import optim, tree
 from scaling.collectives import transfer
-from scaling.collectives.alike import alike
+from scaling.collectives.checked import alike
 from scaling.configs import Config
 from scaling.models import transformer as model
 from scaling.schedules import gpipe, one_f_one_b

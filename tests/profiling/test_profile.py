@@ -87,7 +87,7 @@ def test_nothing_is_recorded_without_one():
         pass
     einsum(LINE, torch.ones(2, 2), torch.ones(2, 2))
     assert p.timelines[0].runs == ()
-    assert not trace.active()
+    assert not trace.open_logs
 
 
 def test_what_is_not_there_yet_is_said():

@@ -16,7 +16,7 @@ import torch
 
 from scaling.algebra.rules import refuse_rule
 from scaling.arguments import flag
-from scaling.collectives.alike import alike
+from scaling.collectives.checked import alike
 from scaling.spec import format_axes, parse
 from scaling.strategies.context import gather, ring, ulysses
 from scaling.strategies.context.function import Attention

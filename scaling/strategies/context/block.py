@@ -47,7 +47,7 @@ def add(a: Tensor | None, b: Tensor | None) -> Any:
 @contextmanager
 def _traced(line: str, Q: Tensor, block: Tile, matmuls: int):
     """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
-    if not trace.active():
+    if not trace.open_logs:
         yield
         return
     names = re.findall(r"\w+", line)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
-from scaling.collectives.alike import alike
+from scaling.collectives.checked import alike
 from scaling.configs import Config
 from scaling.models.balance import balance_loss, z_loss
 from scaling.models.moe import by_expert, router_logits, weigh

@@ -8,7 +8,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.arguments import not_negative, one_of, positive, whole
 from scaling.collectives import einsum
-from scaling.collectives.alike import alike
+from scaling.collectives.checked import alike
 from scaling.configs import Config
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.spec import ShardingError
