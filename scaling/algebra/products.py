@@ -40,9 +40,9 @@ def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
     """The case and the cheapest plan of `a * b -> out` (types, as text or Specs; any einsum of two operands).
 
     Dims are matched by name: those of `a` or `b` that `out` lacks are summed over, those that all three have are batch
-    dims. Cheapest: least bytes sent by each device, then fewest FLOPs, then fewest steps; or, given `cost`, a function
-    of a Step, its least sum over the steps (the Einsum's included). `sizes` gives the dims, `mesh` the axes; those that
-    no type names stay idle, unless there is a `cost`.
+    dims. Cheapest: least bytes sent by each device, then fewest FLOPs, then fewest collectives; or, given `cost`, a
+    function of a Step, its least sum over the steps (the Einsum's included). `sizes` gives the dims, `mesh` the axes;
+    those that no type names stay idle, unless there is a `cost`.
     Without `sizes` and `cost` the book's rules decide: of case 2 the operand sharded along the contraction is gathered;
     in case 3 the product is reduced, by a ReduceScatter if `out` is split over that axis and an AllReduce if not; in
     case 4 the operand is gathered whose dim `out` does not split, else the second. Without `out` they decide as well,

@@ -9,7 +9,8 @@ that lead straight to the target. If it is one step, no plan sends less. If not,
 search stops after a number of steps looked at: then the plan carries a note that says so.
 
 Bytes are counted as integers: an array of one element counts as the square of the product of the axis sizes, which
-every local size and every (n-1)/n of it divides. Plans are compared as (cost, FLOPs, steps), least first.
+every local size and every (n-1)/n of it divides. Plans are compared as (cost, FLOPs, steps), least first; a
+collective counts as more steps than all that send nothing.
 """
 
 import heapq
@@ -20,12 +21,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scaling.algebra.layouts import FEW, DimAxes, Edge, Setting, divides, layout, moves, retyped, setting
-from scaling.algebra.steps import Plan, Step
+from scaling.algebra.steps import FREE, Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
 BOUND = 30_000  # steps looked at in the search for a plan that beats the plain one: about a second
 NOTE = "more axes than can be searched: a cheaper plan may exist"
 
+COLLECTIVE = 1000  # so many steps that send nothing
 Key = tuple[float, float, int]  # cost, FLOPs, steps
 START: Key = (0, 0, 0)  # of what is there from the first
 
@@ -96,7 +98,8 @@ def shortest(
                 return {}
             if move.after not in done:
                 length = sent * array.weight if within.cost is None else within.cost(_step(array.spec, at, move))
-                offer(move.after, Reached(key_sum(done[at].key, (length, 0, 1)), at, move))
+                step = length, 0, 1 if move.op in FREE else COLLECTIVE
+                offer(move.after, Reached(key_sum(done[at].key, step), at, move))
     return done
 
 
@@ -209,7 +212,7 @@ def steps_between(
     start, array = {source: START}, array._replace(weight=1)
     plain = shortest(start, array, within, target, plain=True)
     key = plain[target].key
-    if key[2] <= 1 and (within.cost is None or not key[0]):
+    if key[2] <= COLLECTIVE and (within.cost is None or not key[0]):
         return path(plain, array.spec, target), ""
     least = within.cost is None and key[0] == within.missing(source, target)  # only fewer steps may be found
     better = shortest(start, array, within, target, key, bound // 5 if least or within.cost else bound)
