@@ -57,3 +57,6 @@ def test_the_page_shows_what_the_command_prints():
     page = PAGE.read_text(encoding="utf-8")
     assert museum.table() in page
     assert all(link in page for bug in BUGS for link in bug.links)
+    typed, readme = sum(not bug.fails for bug in BUGS), (museum.ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"plants {len(BUGS)} silent bugs of other systems here: types refuse {typed} of them" in readme
+    assert f"other {len(BUGS) - typed}." in readme
