@@ -121,7 +121,7 @@ SHARED = {  # the experts that every token passes; S is their width together
 def _dense(leaf: Leaf) -> Leaf:
     """The same of a dense layer before those with experts: of G layers, features O wide."""
     name, dims = cast(Named, leaf.hf)
-    types = (text.replace("[L", "[G", 1) for text in (leaf.trained, leaf.served))
+    types = (text.replace("[L_Z", "[G").replace("[L", "[G") for text in (leaf.trained, leaf.served))
     trained, served = (re.sub(r"\bF(?=_)", "O", text) for text in types)
     start = "O" if leaf.start == "F" else leaf.start
     return Leaf(trained, served, start, (name.replace("{L}", "{G}"), dims.replace("F", "O")), leaf.only)

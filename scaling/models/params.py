@@ -52,7 +52,7 @@ def init(
     types = tree.map(lambda text: parse(text).with_axes("L", ("layer",)), specs["layers"])  # a layer at a time
 
     def layer(l: int) -> dict:
-        at = AbstractMesh(mesh.sizes | {"layer": config.L}, mesh.coord | {"layer": max(l, 0)})
+        at = AbstractMesh(mesh.sizes | {"layer": config.sizes["L"]}, mesh.coord | {"layer": max(l, 0)})
         made = tree.init({"layers": how["layers"]}, {"layers": types}, config.sizes, at, seed, dtype, device)["layers"]
         return made if l >= 0 else tree.map(torch.zeros_like, made)
 

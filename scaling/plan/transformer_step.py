@@ -39,7 +39,7 @@ def predict_transformer(
     kinds: dict[tuple, CountedStep] = {}  # of stages: the first, the last, and those between by their number of layers
 
     def did(z: int) -> CountedStep:
-        kind = z == 0, z == Z - 1, z < settings.model.L % Z
+        kind = z == 0, z == Z - 1, z < settings.model.sizes["L"] % Z
         if kind not in kinds:
             coord = {"Z": z} if z else None
             kinds[kind] = dry.counted(settings, sizes, coord, "abstract", documents=False, memory=False)

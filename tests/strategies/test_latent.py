@@ -9,18 +9,21 @@ from scaling import tree
 from scaling.configs import Latent, RopeScaling
 from scaling.cost.transformer import attention_params
 from scaling.mesh import AbstractMesh
+from scaling.models import transformer as model
 from scaling.models.attention import fused
 from scaling.models.rope import tables
 from scaling.models.types import without
 from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.transformer.layer import Context, layer, layer_backward
+from scaling.strategies.transformer.stages import slots_of
 from scaling.trace import trace
 
 LATENT = PLAIN.with_(name="latent", K=4, theta=1e4, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
 LATENT = LATENT.with_(rope_scaling=RopeScaling("yarn", 4.0, 1.0, 32.0, 8, mscale=0.8, mscale_all=1.2))
 DEEPSEEK = EXPERTS.with_(name="deepseek", K=4, routing="sigmoid", expert_groups=2, latent=LATENT.latent)
 FIRST = DEEPSEEK.with_(name="dense first", L=DEEPSEEK.L + 1, dense_layers=2, F_dense=40, window=None)
+DEEP = FIRST.with_(name="dense first, deep", L=5, window=(None, 5, 3, None, 4), aux_coef=0.0)
 CASES = [
     (LATENT, {"X": 2}, {"microbatches": 2}, True, 0.1, 0.01),
     (LATENT, {"Y": 2}, {}, True, 0.1, 0.01),
@@ -31,6 +34,8 @@ CASES = [
     (DEEPSEEK, {"E": 2, "Y": 2}, {}, False, 0.0, 0.0),
     (FIRST, {"E": 2, "Y": 2}, {}, False, 0.0, 0.0),
     (FIRST, {"X": 2}, {"remat": "block"}, True, 0.1, 0.01),
+    (DEEP, {"Z": 2, "X": 2}, {"microbatches": 2, "remat": "block"}, True, 0.1, 0.01),
+    (DEEP.with_(L=6, window=None), {"Z": 2, "E": 2}, {"microbatches": 4, "schedule": "interleaved"}, False, 0.0, 0.0),
 ]
 
 
@@ -63,3 +68,14 @@ def test_what_a_layer_sends_and_multiplies_is_the_closed_form(sizes):
         assert len(log.collectives()) == 5
         assert log.book_bytes == 4 * (B // X) * T * (latents + 3 * D)
         assert log.flops == times * flops
+
+
+@pytest.mark.parametrize("z", [0, 1])
+def test_dense_layers_first_are_made_as_shards_on_every_stage(z):
+    """And of the uneven stack after them what the stage holds."""
+    mesh = AbstractMesh({"Z": 2}, {"Z": z})
+    types, slots = transformer.specs(DEEP, mesh), slots_of(DEEP, mesh, None)
+    made = model.init(DEEP, 0, torch.float64, "cpu", mesh=mesh, specs=types, slots=slots)
+    wanted = transformer.shard(model.init(DEEP, 0, torch.float64), DEEP, mesh)
+    assert all(map(torch.equal, tree.leaves(made), tree.leaves(wanted)))
+    assert tree.structure(made) == tree.structure(wanted)

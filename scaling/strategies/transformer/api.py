@@ -206,11 +206,8 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
         x, last = embed(ends["embed"], some, mesh), m == M - 1
         if last and not config.tied:
             del ends["embed"]  # a table of the vocabulary is not held longer than it is used
-        kept = []
-        for layers in stacks.values():
-            x, extra, saved = layers.run(x, at)
-            kept.append(saved)
-            losses.append(extra * scale / M)
+        x, extra, kept = stacks.run(x, at)
+        losses.append(extra * scale / M)
         loss, dx, dW = head(ends, x, wanted, share, terms, config.eps, mesh)
         add_by_name(dends, dW, sums)
         del x, dW
@@ -219,13 +216,12 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
             tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
             grads = reduced_ends(tables, stored, mesh)
             del tables
-        for layers in reversed(stacks.values()):
-            dx = layers.run_back(dx, kept.pop(), at, scale / M, last=last)
+        dx = stacks.run_back(dx, kept, at, scale / M, last=last)
         add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
         losses.append(loss)
     grads |= reduced_ends(dends, stored, mesh)
     loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
-    return loss, grads | {name: layers.result() for name, layers in stacks.items()}
+    return loss, grads | {name: layers.result() for name, layers in stacks.engines.items()}
 
 
 def check_batch(

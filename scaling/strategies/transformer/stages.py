@@ -7,7 +7,9 @@ is split over Z, too; each of its tables goes to the stage that uses it, and its
     U[D_X, V_YZ] -> U[D_X, V_Y] {U_Z} -> U[D, V_Y]             gathered at the last stage, and there over X
     dU[D, V_Y] {U_X} -> dU[D_X, V_Y] {U_Z} -> dU[D_X, V_YZ]    reduced there, and scattered to all stages
 
-A tied table is used by both ends: all stages gather it, and its gradient is the sum of both.
+A tied table is used by both ends: all stages gather it, and its gradient is the sum of both. Dense layers before those
+with experts, a stack of their own, are run by the first stage before its layers: every stage stores them, and their
+gradient is unreduced over Z, as the last norm's is.
 """
 
 from collections.abc import Mapping
@@ -27,11 +29,20 @@ from scaling.schedules import Schedule, make
 from scaling.spec import parse
 from scaling.strategies import pipeline
 from scaling.strategies.axes import all_reduce, present
+from scaling.strategies.layers import Layers
 from scaling.strategies.stage import Stage
 from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
-from scaling.strategies.transformer.moves import TOKENS, add_by_name, gathered_ends, reduced_ends
-from scaling.strategies.transformer.step import Problem, TransformerLayers, stacks_of
+from scaling.strategies.transformer.moves import (
+    ENDS,
+    TOKENS,
+    add_by_name,
+    gathered_ends,
+    moves_of,
+    reduced_ends,
+    totalled,
+)
+from scaling.strategies.transformer.step import Problem, stacks_of
 from scaling.strategies.transformer.types import padded_sizes
 
 
@@ -89,18 +100,22 @@ def arranged_layers(W: Tensor, slots: list[int]) -> Tensor:
     return W[[max(l, 0) for l in slots]].masked_fill(empty, 0)
 
 
-def stage_of(problem: Problem, schedule: Schedule, remat: str, keep: bool) -> tuple[Stage, list[Tensor]]:
-    """(the stage for `scaling.strategies.pipeline`, a list to which the layers' extra terms are added).
+def stage_of(
+    problem: Problem, dense: Any, schedule: Schedule, remat: str, keep: bool
+) -> tuple[Stage, list[Tensor], list]:
+    """(the stage for `scaling.strategies.pipeline`, a list to which the layers' extra terms are added, one for the
+    gradients of the `dense` layers, on the stage that runs them).
 
     The vjp of a layer gives dx and dW at once, so that the weight half of a backward has nothing left to do.
     """
     config, mesh, contexts = problem.config, problem.mesh, problem.contexts
-    ranges, extras, M = layers_of(config, schedule), [], len(contexts)
+    ranges, extras, before, M = layers_of(config, schedule), [], [], len(contexts)
 
     def prepare(params, mesh, s, out):
         tree.map(Tensor.zero_, out)
         out = [stack[: len(ranges[s])] for stack in tree.leaves(out)]
-        return TransformerLayers(problem, params, remat, ranges[s], keep, out, late=True)
+        stacks = {"dense": dense, "layers": params}
+        return stacks_of(problem, stacks, remat, keep, ranges[s], s == 0, out, late=True)
 
     def forward(chunk, In, mesh, m):
         Out, extra, kept = chunk.run(In, contexts[m])
@@ -111,11 +126,15 @@ def stage_of(problem: Problem, schedule: Schedule, remat: str, keep: bool) -> tu
         return chunk.run_back(dOut, *saved, problem.scale / M), None
 
     def finish(chunk):
-        for into, g in zip(chunk.out, tree.leaves(chunk.result()), strict=True):
+        layers = chunk.engines["layers"]
+        for into, g in zip(layers.out, tree.leaves(layers.result()), strict=True):
             into.copy_(g)
+        if "dense" in chunk.engines:
+            before.append(Layers.result(chunk.engines["dense"]))  # the sum over Z is made by all stages together
 
     stream = str(present(ROWS, mesh))
-    return Stage({"In": stream, "Out": stream}, forward, backward_input, lambda *_: None, prepare, finish), extras
+    stage = Stage({"In": stream, "Out": stream}, forward, backward_input, lambda *_: None, prepare, finish)
+    return stage, extras, before
 
 
 def staged(
@@ -124,7 +143,7 @@ def staged(
     """(loss, grads) by a pipeline's schedule over Z."""
     config, mesh, contexts, terms, sums = problem.config, problem.mesh, problem.contexts, problem.terms, problem.sums
     schedule = cast(Schedule, resolved(schedule, mesh, len(contexts)))  # Z > 1 here
-    stage, extras = stage_of(problem, schedule, remat, keep)
+    stage, extras, before = stage_of(problem, params.get("dense"), schedule, remat, keep)
     homes = homes_of(config, mesh, schedule)
     ends, first = stage_ends(params, problem, homes), schedule.placement[0] == mesh.coord["Z"]
     if first:
@@ -148,8 +167,17 @@ def staged(
     extra: Any = 0.0
     if config.moe:
         extra = all_reduce("Loss[] {U_ZPXECY} -> Loss[]", torch.stack(extras).sum(), mesh)
-    done = ends_gradients(dends, params, problem, homes)
+    done: dict[str, Any] = ends_gradients(dends, params, problem, homes)
+    if config.dense_layers:
+        done["dense"] = dense_gradients(before, params["dense"], problem)
     return loss + extra * problem.scale, {"layers": grads.params} | done
+
+
+def dense_gradients(before: list, params: dict, problem: Problem) -> dict:
+    """Of the dense layers, from the stage that runs them to all: the others' part of the sum over Z is zeros."""
+    found = before[0] if before else tree.map(lambda W: torch.zeros_like(W, dtype=problem.sums), params)
+    moves = moves_of(tree.leaves(problem.stored["dense"]), problem.mesh, ENDS, stack=True)
+    return tree.unflatten(found, totalled(tree.leaves(found), moves, problem.mesh))
 
 
 def homes_of(config: Config, mesh, schedule: Schedule | None) -> dict[str, int]:
@@ -217,9 +245,8 @@ def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     for s, layers in enumerate(stages):
         if s in mine:
-            for engine in stacks_of(problem, params | {"layers": own[s]}, layers=layers).values():
-                x, more, _ = engine.run(x, at)
-                extra = extra + more
+            x, more, _ = stacks_of(problem, params | {"layers": own[s]}, layers=layers, first=s == 0).run(x, at)
+            extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:
             x = ppermute(str(present(ROWS, mesh)), x, mesh, "Z", [(owners[s], owners[s + 1])])
     loss = head(ends, x, targets, w, terms, config.eps, mesh, False)[0] if z == owners[-1] else torch.zeros_like(extra)

@@ -19,6 +19,8 @@ from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import Context, dropped, layer, layer_backward
 from scaling.strategies.transformer.moves import (
+    ENDS,
+    TOKENS,
     Moves,
     gathered_leaves,
     gathered_together,
@@ -47,7 +49,8 @@ class Problem(NamedTuple):
 
 
 class TransformerLayers(Layers):
-    """The engine on one stack of params, `layers` of the model: "dense" or "layers" of its tree.
+    """The engine on one `stack` of params, "dense" or "layers" of the model's tree, or on those `layers` of it that a
+    stage has. Dense layers are the first stage's: their gradients are unreduced over Z, too.
 
     `remat`: what a layer keeps for its backward, a policy of `layer.REMAT`; None: nothing is run back. `out`: as of
     `Layers`.
@@ -62,13 +65,14 @@ class TransformerLayers(Layers):
         keep_weights: bool = False,
         out: Sequence[Tensor] | None = None,
         late: bool = False,
+        stack: str = "layers",
     ):
         config, mesh = problem.config, problem.mesh
         self.remat, self.gone = remat, dropped(remat or "block", config)
-        self.origin, count = (0, None) if layers is None else (layers.start, len(layers))
-        own = unstacked(params)[:count]
-        stored = problem.stored["layers" if "router" in params or not config.dense_layers else "dense"]
-        self.moves = moves_of(tree.leaves(stored), mesh, stack=True)
+        first, count = (0, None) if layers is None else (layers.start, len(layers))
+        own, self.origin = unstacked(params)[:count], first + (config.dense_layers if stack == "layers" else 0)
+        axes = TOKENS if stack == "layers" else ENDS
+        self.moves = moves_of(tree.leaves(problem.stored[stack]), mesh, axes, stack=True)
         if sent := sent_together(tree.leaves(own[0]), self.moves):
             gather, reduce = partial(gathered_together, sent=sent), partial(scattered_together, sent=sent)
         else:
@@ -122,17 +126,50 @@ class TransformerLayers(Layers):
         return tree.unflatten(found, totalled(tree.leaves(found), self.moves, self.mesh))
 
 
+class Stacks:
+    """The engines on a model's stacks, or a stage's, by name and in their order, as one."""
+
+    def __init__(self, engines: dict[str, TransformerLayers]):
+        self.engines = engines
+
+    def run(self, x: Tensor, at: Context) -> tuple[Tensor, Tensor, list]:
+        """As of one stack."""
+        extras, kept = [], []
+        for engine in self.engines.values():
+            x, extra, saved = engine.run(x, at)
+            extras.append(extra)
+            kept.append(saved)
+        return x, sum(extras[1:], extras[0]), kept
+
+    def run_back(self, dx: Tensor, kept: list, at: Context, scale: float = 1.0, last: bool = False) -> Tensor:
+        """As of one stack; `kept` is used up."""
+        for engine in reversed(self.engines.values()):
+            dx = engine.run_back(dx, kept.pop(), at, scale, last=last)
+        return dx
+
+    def reduce_all(self) -> None:
+        for engine in reversed(self.engines.values()):
+            engine.reduce_all()
+
+
 def stacks_of(
-    problem: Problem, params: dict, remat: str | None = None, keep: bool = False, layers: range | None = None
-) -> dict[str, TransformerLayers]:
-    """The engine on each stack, in the order of the layers: dense ones, where the model has them, and the others, or
-    those of them that `layers` says, counted in their stack."""
-    before, found = problem.config.dense_layers, {}
-    layers = layers or range(problem.config.L - before)
-    if before:
-        found["dense"] = TransformerLayers(problem, params["dense"], remat, range(before), keep)
-    own = range(before + layers.start, before + layers.stop)
-    return found | {"layers": TransformerLayers(problem, params["layers"], remat, own, keep)}
+    problem: Problem,
+    params: Mapping,
+    remat: str | None = None,
+    keep: bool = False,
+    layers: range | None = None,
+    first: bool = True,
+    out: Sequence[Tensor] | None = None,
+    late: bool = False,
+) -> Stacks:
+    """The engine on each stack, in the order of the layers: dense ones, where the model has them and this is the
+    `first` stage, and the others, or those of them that `layers` says, counted in their stack."""
+    engines = {}
+    if problem.config.dense_layers and first:
+        dense = params["dense"]
+        engines["dense"] = TransformerLayers(problem, dense, remat, None, keep, late=late, stack="dense")
+    engines["layers"] = TransformerLayers(problem, params["layers"], remat, layers, keep, out, late)
+    return Stacks(engines)
 
 
 def _apart(move: Callable, moves: Sequence[Moves], W: Mapping, mesh) -> Any:

@@ -26,12 +26,6 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     for an axis that a Transformer cannot use, and where heads, features or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
-    if config.dense_layers and (schedule is not None or mesh_sizes(mesh).get("Z", 1) > 1):
-        raise ShardingError(
-            f"{config.name}: dense layers before those with experts, on the stages of a pipeline\n"
-            "  rule: a stage holds a part of one stack W[L_Z, ...], and these are two\n"
-            "  fix: give the mesh another axis in the place of Z: X, Y or E"
-        )
     once: Any = _specs(config, tuple(mesh_sizes(mesh).items()), zero)
     types: Any = optree.tree_map(str, once)
     return types  # a tree of the caller's own
