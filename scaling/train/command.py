@@ -18,8 +18,7 @@ from pathlib import Path
 from scaling import launch
 from scaling.arguments import of_type, read_table
 from scaling.configs.sources import HELP, MODEL, RUN
-from scaling.console import Parser, complaining, integer, number, place
-from scaling.cost.transformer import POLICIES
+from scaling.console import Parser, complaining, integer, number
 from scaling.cost.units import significant
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
@@ -32,10 +31,8 @@ from scaling.train.durable import replaced
 from scaling.train.loop import STOP, run
 from scaling.train.origin import begun_from, keep_origin, options_of, tokenizer_for
 from scaling.train.progress import describe
-from scaling.train.settings import DTYPES, Settings
+from scaling.train.settings import Settings, add_flags
 
-OPTIMIZERS = "adamw, or muon for the layers' matrices and adamw for the rest (default adamw)"
-RATES = "how the learning rate falls after the warmup (default cosine)"
 OTHERS = {
     "tokenize": tokenize.main,
     "compare": compare.main,
@@ -66,67 +63,11 @@ def arguments(argv=None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
     parser.add_argument("--out", default="run", help="folder of checkpoints and metrics.jsonl (default run)")
-    parser.add_argument("--batch", type=integer(1), default=32, help="sequences per step (default 32)")
-    parser.add_argument("--seq", type=integer(1), default=256, help="tokens per sequence (default 256)")
-    parser.add_argument("--steps", type=integer(1), default=200, help="number of steps (default 200)")
-    parser.add_argument("--microbatches", type=integer(1), default=1, help="microbatches per step (default 1)")
+    add_flags(parser)
     parser.add_argument(
         "--dropout", type=number(0, 0.999), help="dropout rate of each block's output (default: the model's)"
     )
-    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"), help=OPTIMIZERS)
-    parser.add_argument("--lr", type=number(0, 10), default=1e-3, help="peak learning rate (default 1e-3)")
-    parser.add_argument("--warmup", type=integer(0), default=20, help="warmup steps of the learning rate (default 20)")
-    parser.add_argument("--schedule", default="cosine", choices=("cosine", "wsd", "constant"), help=RATES)
-    parser.add_argument("--weight-decay", type=number(0, 10), default=0.1, help="on matrices (default 0.1)")
-    parser.add_argument(
-        "--clip", type=number(1e-9), default=1.0, help="gradients are clipped to this global norm (default 1)"
-    )
-    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0, help="of params, data and dropout (default 0)")
-    parser.add_argument(
-        "--dtype",
-        default="fp32",
-        choices=[*DTYPES],
-        help="dtype of the params; bf16 and fp16 keep float32 masters, fp16 scales the loss (default fp32)",
-    )
-    parser.add_argument(
-        "--remat",
-        default="none",
-        choices=POLICIES,
-        help="activation checkpointing: what is recomputed in the backward (default none)",
-    )
-    parser.add_argument(
-        "--keep-weights",
-        action="store_true",
-        help="keep gathered weights to the end of a step; else they are thrown away and gathered again",
-    )
-    parser.add_argument(
-        "--save-every", type=integer(0), default=100, help="steps between checkpoints; 0: only at the end (default 100)"
-    )
-    parser.add_argument("--keep", type=integer(1), default=3, help="checkpoints to keep (default 3)")
-    parser.add_argument(
-        "--eval-every", type=integer(0), default=100, help="steps between evaluations; 0: only at the end (default 100)"
-    )
-    parser.add_argument(
-        "--eval-batches", type=integer(0), default=8, help="held-out batches per evaluation; 0: all (default 8)"
-    )
-    parser.add_argument(
-        "--sample", default="", metavar="PROMPT", help="at each evaluation, show how the model continues this text"
-    )
-    parser.add_argument("--tensorboard", default="", metavar="DIR", help="also write the metrics for TensorBoard")
-    parser.add_argument(
-        "--guard-every", type=integer(0), default=50, help="steps between comparisons of replicas; 0: none (default 50)"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --out with its options; flags override them",
-    )
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
-    parser.add_argument("--norms", action="store_true", help="write each leaf's gradient norm to norms.jsonl")
-    parser.add_argument("--chip", default="", help="for MFU and --profile's predictions: h100, or what measure wrote")
-    parser.add_argument(
-        "--profile", type=place, default="", metavar="PLACE", help="profile steps 3 to 7: FILE.json or a folder"
-    )
     parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
     options, flags = {action.dest: action for action in parser._actions}, []
     given, _ = parser.parse_known_args(argv)

@@ -1,8 +1,9 @@
 """What a run is made of: its options, the learning rate that they give, and the optimizer."""
 
+import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -10,49 +11,74 @@ from torch import Tensor
 
 from scaling import optim, tree
 from scaling.configs import Config
+from scaling.console import integer, number, place
+from scaling.cost.transformer import POLICIES
 from scaling.models.leaves import matrices_of
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def flag(default: Any, help: str, kind: Callable | None = None, **how: Any) -> Any:
+    """A field that is a flag of the command too: `kind` reads its text, `how` is what else argparse is told."""
+    return field(default=default, metadata={"help": help, "type": kind} | how)
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of beside its mesh. `batch`: sequences of the global batch, of `seq` tokens each. `weights`:
-    a Hugging Face folder to begin with, if any. `tokenizer`: "bytes", a file or a folder, "" where none is known.
-    `data`: a path, or several by weight, "A:3,B:1". `optimizer`: adamw or muon. `profile`: where a profile of a few
-    steps is written, if anywhere. `chip`: of which MFU is a share. `norms`: write each leaf's gradient norm to
-    norms.jsonl. `sample`: a prompt that each evaluation goes on from. `tensorboard`: a folder for its files."""
+    """What a run is made of beside its mesh. `weights`: a Hugging Face folder to begin with, if any. `tokenizer`:
+    "bytes", a file or a folder, "" where none is known. `data`: a path, or several by weight, "A:3,B:1". The fields
+    that are a `flag` say of themselves what they are."""
 
     model: Config
     data: str
     out: str
-    batch: int = 32
-    seq: int = 256
-    steps: int = 200
-    microbatches: int = 1
-    optimizer: str = "adamw"
-    lr: float = 1e-3
-    warmup: int = 20
-    schedule: str = "cosine"
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    dtype: str = "fp32"
-    remat: str = "none"
-    keep_weights: bool = False
-    save_every: int = 100
-    keep: int = 3
-    eval_every: int = 100
-    eval_batches: int = 8
-    guard_every: int = 50
-    resume: bool = False
+    batch: int = flag(32, "sequences per step", integer(1))
+    seq: int = flag(256, "tokens per sequence", integer(1))
+    steps: int = flag(200, "number of steps", integer(1))
+    microbatches: int = flag(1, "microbatches per step", integer(1))
+    optimizer: str = flag(
+        "adamw", "adamw, or muon for the layers' matrices and adamw for the rest", choices=("adamw", "muon")
+    )
+    lr: float = flag(1e-3, "peak learning rate", number(0, 10))
+    warmup: int = flag(20, "warmup steps of the learning rate", integer(0))
+    schedule: str = flag(
+        "cosine", "how the learning rate falls after the warmup", choices=("cosine", "wsd", "constant")
+    )
+    weight_decay: float = flag(0.1, "weight decay of the matrices", number(0, 10))
+    clip: float = flag(1.0, "gradients are clipped to this global norm", number(1e-9))
+    seed: int = flag(0, "of params, data and dropout", integer(0, 2**63 - 1))
+    dtype: str = flag(
+        "fp32", "dtype of the params; bf16 and fp16 keep float32 masters, fp16 scales the loss", choices=[*DTYPES]
+    )
+    remat: str = flag("none", "activation checkpointing: what is recomputed in the backward", choices=POLICIES)
+    keep_weights: bool = flag(
+        False, "keep gathered weights to the end of a step; else they are thrown away and gathered again"
+    )
+    save_every: int = flag(100, "steps between checkpoints; 0: only at the end", integer(0))
+    keep: int = flag(3, "checkpoints to keep", integer(1))
+    eval_every: int = flag(100, "steps between evaluations; 0: only at the end", integer(0))
+    eval_batches: int = flag(8, "held-out batches per evaluation; 0: all", integer(0))
+    guard_every: int = flag(50, "steps between comparisons of replicas; 0: none", integer(0))
+    resume: bool = flag(False, "continue the run in --out with its options; flags override them")
     weights: str = ""
     tokenizer: str = "bytes"
-    chip: str = ""
-    norms: bool = False
-    profile: str = ""
-    sample: str = ""
-    tensorboard: str = ""
+    chip: str = flag("", "for MFU and --profile's predictions: h100, or what measure wrote")
+    norms: bool = flag(False, "write each leaf's gradient norm to norms.jsonl")
+    profile: str = flag("", "profile steps 3 to 7: FILE.json or a folder", place, metavar="PLACE")
+    sample: str = flag("", "at each evaluation, show how the model continues this text", metavar="PROMPT")
+    tensorboard: str = flag("", "also write the metrics for TensorBoard", metavar="DIR")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field that is one: --save-every of `save_every`."""
+    for each in fields(Settings):
+        if "help" in each.metadata:
+            how, default = {name: value for name, value in each.metadata.items() if value is not None}, each.default
+            if default is False:
+                how["action"] = "store_true"
+            elif default != "":
+                how["help"] += f" (default {default if isinstance(default, str) else f'{default:g}'})"
+            parser.add_argument("--" + each.name.replace("_", "-"), default=default, **how)
 
 
 def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
