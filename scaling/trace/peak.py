@@ -15,8 +15,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from scaling import trace
@@ -46,6 +49,41 @@ class PeakMemory:
         return tabulate(rows, ["line", "bytes after", "peak"], "simple", colalign=align, disable_numparse=True)
 
 
+class _Shape(NamedTuple):
+    """What a tensor on the meta device is."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def made(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+
+
+def _shape_of(x: Any) -> Any:
+    return _Shape(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+@lru_cache(maxsize=1 << 16)
+def _outcome(function: Any, structure: Any, *operands: Any) -> "tuple[Any, list[_Shape | int]] | None":
+    """What an operation gives of meta tensors of these shapes: a shape, or which of its operands; None where it gives
+    a view or what is no tensor. torch works it out in Python, which takes as long as a small product does."""
+    leaves = [x.made() if type(x) is _Shape else x for x in operands]
+    args, kwargs = optree.tree_unflatten(structure, leaves)
+    given: tuple[list, Any] = optree.tree_flatten(function(*args, **(kwargs or {})))
+    if any(_shape_of(x) != operand for x, operand in zip(leaves, operands, strict=True)):
+        return None  # unsqueeze_, say
+    held, found = {storage_key(x.untyped_storage()) for x in leaves if isinstance(x, Tensor)}, []
+    for x in given[0]:
+        if not isinstance(x, Tensor) or not x.is_meta:
+            return None
+        same = next((i for i, operand in enumerate(leaves) if operand is x), None)
+        if same is None and storage_key(x.untyped_storage()) in held:
+            return None
+        found.append(_shape_of(x) if same is None else same)
+    return given[1], found
+
+
 class _Watch(TorchDispatchMode):
     """Counts the storages of everything that operations take and return."""
 
@@ -56,9 +94,16 @@ class _Watch(TorchDispatchMode):
         self.memory, self.saw, self.seen = memory, saw, {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = self.watch(args, kwargs)
-        result = function(*args, **(kwargs or {}))
-        made = self.watch(result)
+        leaves, structure = optree.tree_flatten((args, kwargs))
+        given, known = self.watch(leaves), None
+        if given and all(x.is_meta for x in given):
+            known = _outcome(function, structure, *map(_shape_of, leaves))
+        if known is None:
+            result = function(*args, **(kwargs or {}))
+        else:
+            made = [leaves[x] if isinstance(x, int) else x.made() for x in known[1]]
+            result = optree.tree_unflatten(known[0], made)
+        made = self.watch([result] if isinstance(result, Tensor) else optree.tree_leaves(result))
         if self.saw is not None:
             self.saw(function, args, given, made)
         memory, events = self.memory, self.memory.log.events
@@ -68,8 +113,7 @@ class _Watch(TorchDispatchMode):
             memory.steps[-1][1:] = memory.now, max(memory.steps[-1][2], memory.now)
         return result
 
-    def watch(self, *values) -> list[Tensor]:
-        leaves: list = optree.tree_leaves(values)  # pyright: ignore[reportArgumentType]: a tree of anything
+    def watch(self, leaves: list) -> list[Tensor]:
         found = [x for x in leaves if isinstance(x, Tensor)]
         for x in found:
             storage = x.untyped_storage()
