@@ -45,7 +45,7 @@ class CountedStep:
     `products`, `attention`: FLOPs of matmuls, and of attention's kernels and blocks; `reads`: bytes of the products'
     operands and results; `plain`, `curved`: bytes that other operations read and write, `curved` those with a
     transcendental function. `lines`: its collectives. `flops`: of its typed lines. In bytes: the `params`, the
-    optimizer's `state`, and the most at once beside them (`step`).
+    optimizer's `state`, and `peaks`, the most at once beside the params, by the typed line that ran last.
     """
 
     products: Calls = NONE
@@ -57,7 +57,12 @@ class CountedStep:
     flops: float = 0
     params: float = 0
     state: float = 0
-    step: float = 0
+    peaks: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> float:
+        """The most at once beside params and state, bytes."""
+        return max(self.peaks.values(), default=0)
 
     @property
     def memory(self) -> float:
@@ -81,7 +86,8 @@ class CountedStep:
 
 
 def weighted_sum(parts: Iterable[tuple[float, CountedStep]]) -> CountedStep:
-    """The sum of steps, each so many times."""
+    """The sum of steps, each so many times. Memory is linear only between two places of a step: where it is fullest
+    may change with the layers, so that the peak of each line is summed by itself."""
     parts = list(parts)
 
     def calls(found: Iterable[tuple[float, Calls]]) -> Calls:
@@ -94,9 +100,11 @@ def weighted_sum(parts: Iterable[tuple[float, CountedStep]]) -> CountedStep:
         name: calls((times, getattr(step, name)) for times, step in parts)
         for name in ("products", "reads", "attention", "plain", "curved")
     }
-    for name in ("flops", "params", "state", "step"):
+    for name in ("flops", "params", "state"):
         work[name] = sum(times * getattr(step, name) for times, step in parts)
-    return CountedStep(**work, lines=every)
+    common = [line for line in parts[0][1].peaks if all(line in step.peaks for _, step in parts)]
+    peaks = {line: sum(times * step.peaks[line] for times, step in parts) for line in common}
+    return CountedStep(**work, lines=every, peaks=peaks)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -40,6 +40,13 @@ class PeakMemory:
         self.now += nbytes
         self.peak = max(self.peak, self.now)
 
+    def peaks_by_line(self) -> dict[str, int]:
+        """The most at once from each line to the next one, over all times that it ran; "": before the first."""
+        found: dict[str, int] = {}
+        for event, _, peak in self.steps:
+            found[line] = max(found.get(line := str(event), 0), peak)
+        return found if max(found.values(), default=0) == self.peak else found | {"": self.peak}
+
     def table(self) -> str:
         """The lines as they ran, each with the bytes alive after it, and the most between it and the next line."""
         rows = [(str(event), f"{now:,}", f"{peak:,}") for event, now, peak in self.steps]
@@ -56,7 +63,7 @@ class _Shape(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def made(self) -> Tensor:
+    def as_meta(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
@@ -68,9 +75,9 @@ def _shape_of(x: Any) -> Any:
 def _outcome(function: Any, structure: Any, *operands: Any) -> "tuple[Any, list[_Shape | int]] | None":
     """What an operation gives of meta tensors of these shapes: a shape, or which of its operands; None where it gives
     a view or what is no tensor. torch works it out in Python, which takes as long as a small product does."""
-    leaves = [x.made() if type(x) is _Shape else x for x in operands]
-    args, kwargs = optree.tree_unflatten(structure, leaves)
-    given: tuple[list, Any] = optree.tree_flatten(function(*args, **(kwargs or {})))
+    leaves = [x.as_meta() if type(x) is _Shape else x for x in operands]
+    args, kwargs = cast(tuple[tuple, dict], optree.tree_unflatten(structure, leaves))
+    given: tuple[list, Any] = optree.tree_flatten(function(*args, **kwargs))
     if any(_shape_of(x) != operand for x, operand in zip(leaves, operands, strict=True)):
         return None  # unsqueeze_, say
     held, found = {storage_key(x.untyped_storage()) for x in leaves if isinstance(x, Tensor)}, []
@@ -94,14 +101,15 @@ class _Watch(TorchDispatchMode):
         self.memory, self.saw, self.seen = memory, saw, {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        leaves, structure = optree.tree_flatten((args, kwargs))
+        operands: Any = args, kwargs or {}
+        leaves, structure = optree.tree_flatten(operands)
         given, known = self.watch(leaves), None
         if given and all(x.is_meta for x in given):
             known = _outcome(function, structure, *map(_shape_of, leaves))
         if known is None:
             result = function(*args, **(kwargs or {}))
         else:
-            made = [leaves[x] if isinstance(x, int) else x.made() for x in known[1]]
+            made = [leaves[x] if isinstance(x, int) else x.as_meta() for x in known[1]]
             result = optree.tree_unflatten(known[0], made)
         made = self.watch([result] if isinstance(result, Tensor) else optree.tree_leaves(result))
         if self.saw is not None:

@@ -63,7 +63,8 @@ def count(
     for W in tree.leaves(params):
         between.add("plain", UPDATE * W.nbytes)
     step = counted_step(memory.log.events, between.calls)
-    return replace(step, params=held, state=states, step=memory.peak - held)
+    peaks = {line: peak - held for line, peak in memory.peaks_by_line().items()}
+    return replace(step, params=held, state=states, peaks=peaks)
 
 
 def counted(
@@ -79,7 +80,10 @@ def counted(
     if settings.batch % settings.microbatches or (memory and options.schedule):
         return count(settings, sizes, coord, backend, options, documents)
     chunks = {"interleaved": 2, "dualpipev": 2}.get(options.schedule or "", 1)
-    few, full = (3, 3 if Z == 1 else max(Z, AHEAD + 1) + 1) if memory else (2, 2 * Z if chunks > 1 else 2)
+    if memory:
+        few, full = (3, 3) if Z == 1 else (2, max(Z, AHEAD + 1) + 1)
+    else:
+        few, full = 2, 2 * Z if chunks > 1 else 2
     if Z > 1 and memory and settings.microbatches <= 2 * full:
         full = settings.microbatches  # less to run than two numbers of them
     depths = _samples(model.L, _period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
