@@ -18,7 +18,7 @@ from scaling.models.leaves import matrices_of
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def flag(default: Any, help: str, kind: Callable | None = None, **how: Any) -> Any:
+def as_flag(default: Any, help: str, kind: Callable | None = None, **how: Any) -> Any:
     """A field that is a flag of the command too: `kind` reads its text, `how` is what else argparse is told."""
     return field(default=default, metadata={"help": help, "type": kind} | how)
 
@@ -27,46 +27,46 @@ def flag(default: Any, help: str, kind: Callable | None = None, **how: Any) -> A
 class Settings:
     """What a run is made of beside its mesh. `weights`: a Hugging Face folder to begin with, if any. `tokenizer`:
     "bytes", a file or a folder, "" where none is known. `data`: a path, or several by weight, "A:3,B:1". The fields
-    that are a `flag` say of themselves what they are."""
+    made by `as_flag` say of themselves what they are."""
 
     model: Config
     data: str
     out: str
-    batch: int = flag(32, "sequences per step", integer(1))
-    seq: int = flag(256, "tokens per sequence", integer(1))
-    steps: int = flag(200, "number of steps", integer(1))
-    microbatches: int = flag(1, "microbatches per step", integer(1))
-    optimizer: str = flag(
+    batch: int = as_flag(32, "sequences per step", integer(1))
+    seq: int = as_flag(256, "tokens per sequence", integer(1))
+    steps: int = as_flag(200, "number of steps", integer(1))
+    microbatches: int = as_flag(1, "microbatches per step", integer(1))
+    optimizer: str = as_flag(
         "adamw", "adamw, or muon for the layers' matrices and adamw for the rest", choices=("adamw", "muon")
     )
-    lr: float = flag(1e-3, "peak learning rate", number(0, 10))
-    warmup: int = flag(20, "warmup steps of the learning rate", integer(0))
-    schedule: str = flag(
+    lr: float = as_flag(1e-3, "peak learning rate", number(0, 10))
+    warmup: int = as_flag(20, "warmup steps of the learning rate", integer(0))
+    schedule: str = as_flag(
         "cosine", "how the learning rate falls after the warmup", choices=("cosine", "wsd", "constant")
     )
-    weight_decay: float = flag(0.1, "weight decay of the matrices", number(0, 10))
-    clip: float = flag(1.0, "gradients are clipped to this global norm", number(1e-9))
-    seed: int = flag(0, "of params, data and dropout", integer(0, 2**63 - 1))
-    dtype: str = flag(
+    weight_decay: float = as_flag(0.1, "weight decay of the matrices", number(0, 10))
+    clip: float = as_flag(1.0, "gradients are clipped to this global norm", number(1e-9))
+    seed: int = as_flag(0, "of params, data and dropout", integer(0, 2**63 - 1))
+    dtype: str = as_flag(
         "fp32", "dtype of the params; bf16 and fp16 keep float32 masters, fp16 scales the loss", choices=[*DTYPES]
     )
-    remat: str = flag("none", "activation checkpointing: what is recomputed in the backward", choices=POLICIES)
-    keep_weights: bool = flag(
+    remat: str = as_flag("none", "activation checkpointing: what is recomputed in the backward", choices=POLICIES)
+    keep_weights: bool = as_flag(
         False, "keep gathered weights to the end of a step; else they are thrown away and gathered again"
     )
-    save_every: int = flag(100, "steps between checkpoints; 0: only at the end", integer(0))
-    keep: int = flag(3, "checkpoints to keep", integer(1))
-    eval_every: int = flag(100, "steps between evaluations; 0: only at the end", integer(0))
-    eval_batches: int = flag(8, "held-out batches per evaluation; 0: all", integer(0))
-    guard_every: int = flag(50, "steps between comparisons of replicas; 0: none", integer(0))
-    resume: bool = flag(False, "continue the run in --out with its options; flags override them")
+    save_every: int = as_flag(100, "steps between checkpoints; 0: only at the end", integer(0))
+    keep: int = as_flag(3, "checkpoints to keep", integer(1))
+    eval_every: int = as_flag(100, "steps between evaluations; 0: only at the end", integer(0))
+    eval_batches: int = as_flag(8, "held-out batches per evaluation; 0: all", integer(0))
+    guard_every: int = as_flag(50, "steps between comparisons of replicas; 0: none", integer(0))
+    resume: bool = as_flag(False, "continue the run in --out with its options; flags override them")
     weights: str = ""
     tokenizer: str = "bytes"
-    chip: str = flag("", "for MFU and --profile's predictions: h100, or what measure wrote")
-    norms: bool = flag(False, "write each leaf's gradient norm to norms.jsonl")
-    profile: str = flag("", "profile steps 3 to 7: FILE.json or a folder", place, metavar="PLACE")
-    sample: str = flag("", "at each evaluation, show how the model continues this text", metavar="PROMPT")
-    tensorboard: str = flag("", "also write the metrics for TensorBoard", metavar="DIR")
+    chip: str = as_flag("", "for MFU and --profile's predictions: h100, or what measure wrote")
+    norms: bool = as_flag(False, "write each leaf's gradient norm to norms.jsonl")
+    profile: str = as_flag("", "profile steps 3 to 7: FILE.json or a folder", place, metavar="PLACE")
+    sample: str = as_flag("", "at each evaluation, show how the model continues this text", metavar="PROMPT")
+    tensorboard: str = as_flag("", "also write the metrics for TensorBoard", metavar="DIR")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
