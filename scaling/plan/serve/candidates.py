@@ -149,7 +149,8 @@ class ServingPlan:
     @property
     def groups(self) -> int:
         """Into how many the cache's batch is split."""
-        return _parts(self.form, dict(self.sizes))
+        sizes = dict(self.sizes)
+        return {"heads_batch": sizes.get("Z", 1), "2d": sizes.get("X", 1)}.get(self.form, sizes.get("E", 1))
 
     @property
     def type(self) -> str:
@@ -194,17 +195,12 @@ def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, siz
     return True
 
 
-def _parts(form: str, sizes: dict[str, int]) -> int:
-    """Into how many the cache's batch is split."""
-    return {"heads_batch": sizes.get("Z", 1), "2d": sizes.get("X", 1)}.get(form, sizes.get("E", 1))
-
-
 def best_batch(one: ServingPlan) -> ServingPlan | None:
     """`one` with the batch that makes most tokens/s, None if not even its smallest batch fits and is in time.
 
     Where the cache's batch is split, whole multiples of its parts.
     """
-    multiple = _parts(one.form, dict(one.sizes))
+    multiple = one.groups
 
     def at(count: int) -> ServingPlan:
         return replace(one, batch=count * multiple)
@@ -248,9 +244,10 @@ def plans(
         for name, sizes in meshes(math.prod(shape), service.config.E):
             if form not in (None, name) or not allowed(service, chip, shape, name, sizes):
                 continue
-            one = ServingPlan(service, chip, shape, name, sizes, batch or _parts(name, dict(sizes)))
+            one = ServingPlan(service, chip, shape, name, sizes, batch or 1)
+            one = one if batch else replace(one, batch=one.groups)
             if batch or objective == "latency":
-                whole = one.batch % _parts(name, dict(sizes)) == 0
+                whole = one.batch % one.groups == 0
                 found += [one] if whole and one.fits and one.in_time else []
             elif (suited := best_batch(one)) is not None:
                 found.append(suited)
