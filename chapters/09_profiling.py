@@ -264,4 +264,4 @@ page.end()
 # 2. Question: how much memory does a float32 array of 3 x 129 take in tiles of 8 x 128? Evaluate
 #    `hlo.parse_shape("f32[3,129]{1,0:T(8,128)}").padded_bytes`: 5.3 times its 1,548 bytes.
 # 3. Flag: run with `--mesh Y=4`: products a half as long, collectives longer, and three ranks that wait for one. With
-#    `--profile DIR` every chapter on ranks writes DIR/trace.json, for ui.perfetto.dev.
+#    `python -m scaling.profile DIR chapters/05_dp.py` a chapter writes DIR/trace.json, for ui.perfetto.dev.

@@ -12,6 +12,7 @@ TOOLS = {  # word -> (module, what it does)
     "show": ("scaling.show", "which device holds which block; pipeline schedules"),
     "check": ("scaling.check", "the types of every line of Python files, run on an abstract mesh"),
     "plan": ("scaling.plan.__main__", "the mesh to train a model on, and why; `plan guide` for a few GPUs"),
+    "profile": ("scaling.profile.command", "where the time of a chapter goes, line by line"),
     "measure": ("scaling.measure.command", "this machine's rates, as a chip file for the cost model"),
 }
 USAGE = "usage: scaling [--version] [--help] TOOL ...\n\n" + "\n".join(

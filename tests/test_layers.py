@@ -92,7 +92,6 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.book.options", "scaling.mesh"): "chapters without ranks need no torch",
     ("scaling.book.page", "scaling.launch"): "chapters without ranks need no torch",
     ("scaling.book.page", "scaling.mesh"): "chapters without ranks need no torch",
-    ("scaling.book.page", "scaling.profile.steps"): "chapters without ranks need no torch",
     ("scaling.book.page", "torch.distributed"): "chapters without ranks need no torch",
     ("scaling.collectives.buffers", "numpy"): "rarely needed",
     ("scaling.trace.events", "tabulate"): "what only runs, as on a machine with GPUs, needs no tables",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from scaling.check.files import check_script, judging
-from scaling.console import PROFILE, SEEDS, Parser, integer, picture, place
+from scaling.console import SEEDS, Parser, integer, picture
 from scaling.sizes import format_sizes, parse_mesh
 from scaling.spec import ShardingError, parse
 
@@ -51,7 +51,6 @@ def chapter_parser(doc: str, mesh="", axes="", *, device=False, seed=False, plot
         fitted = f"axes and sizes (default {mesh}, fitted to torchrun's ranks)"
         also = f"; further axes: {', '.join(axes)}" if axes else ""
         parser.add_argument("--mesh", metavar=mesh, help=fitted + also)
-        parser.add_argument("--profile", type=place, default="", metavar="PLACE", help=PROFILE)
     if device:
         parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank (default cpu)")
     if seed:

@@ -38,7 +38,6 @@ class Page:
         self.checks: list[tuple[str, bool]] = []
         self.given: list[Answer] = []
         self.pictures: list[tuple[str, Callable]] = []
-        self.profiles = 0
         self.first = int(os.environ.get("RANK", 0)) == 0
         parser = chapter_parser(self.doc, mesh, axes, device=device, seed=seed, plot=plot, **options)
         self.args, self.refuse = read_options(parser, mesh, axes, fits), parser.error
@@ -128,10 +127,6 @@ class Page:
         sizes, device = self.args.mesh, getattr(self.args, "device", "cpu")
         self.open()  # the ranks may print, too
         sys.stdout.flush()
-        if self.args.profile:
-            from scaling.profile.steps import profiled
-
-            fn, args = profiled, (fn, self._place(), *args)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             from scaling.mesh import Mesh
 
@@ -139,12 +134,6 @@ class Page:
         if in_notebook():
             return launch.run(fn, sizes, *args, device=device, checked=checked)[0]
         return launch.start(fn, sizes, *args, device=device, checked=checked)
-
-    def _place(self) -> str:
-        """Where the next profile is written: the place asked for, the second and further ones with their number."""
-        self.profiles += 1
-        place = Path(self.args.profile)
-        return str(place if self.profiles == 1 else place.with_stem(f"{place.stem}-{self.profiles}"))
 
     @property
     def failures(self) -> list[str]:

@@ -1,6 +1,6 @@
-"""A profile of what others start: some steps of a long run, or a whole function on every rank. Rank 0 writes it."""
+"""A profile of some steps of a long run, which rank 0 writes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from scaling.hardware import chip
 from scaling.profile.record import profile
@@ -23,12 +23,3 @@ def watched(numbers: Iterable[int], where: str, rank: int, predict: str = "") ->
         if rank == 0:
             p.save(where, chip(predict) if predict else None)
     yield from coming
-
-
-def profiled(mesh, fn: Callable, where: str, *args):
-    """fn(mesh, *args), its result; all of it is one step of a profile, which rank 0 writes to `where`."""
-    with profile() as p:
-        result = fn(mesh, *args)
-    if mesh.rank == 0:
-        p.save(where)
-    return result

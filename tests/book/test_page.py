@@ -72,14 +72,12 @@ FITS = ("W[D_X, F]", "Tokens[B_XY]"), {"D": 32, "F": 64}
         ("--mesh X=2,X=2", "error: --mesh X=2,X=2: axis X is given twice; fix: MESH"),
         ("--mesh X=0", "error: --mesh X=0: mesh axis X has size 0; fix: MESH"),
         ("--mesh X", "error: --mesh X: cannot read 'X'; fix: MESH"),
-        ("--profile pyproject.toml", "it must be FILE.json or a folder, and "),
-        ("--profile pyproject.toml/deeper", "it must be FILE.json or a folder, and "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_with_the_right_fix_and_nothing_else(monkeypatch, capsys, argv, said):
     monkeypatch.chdir(Path(__file__).parents[2])
     options = {"mesh": "X=4,Y=2", "fits": FITS, "batch": (256, "rows")}
-    page(monkeypatch, "--mesh", "X=2", "--batch", "6", "--profile", "docs", **options)
+    page(monkeypatch, "--mesh", "X=2", "--batch", "6", **options)
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
         page(monkeypatch, *argv.split(), **options)
