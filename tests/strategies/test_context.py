@@ -12,7 +12,7 @@ from scaling.book.largest import largest
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 from scaling.strategies import context
-from scaling.strategies.context import block, kernels, tiles
+from scaling.strategies.context import block, kernels
 
 HEADS = {"N=K": (4, 4), "K=1": (4, 1), "G=2": (8, 4), "K=6": (12, 6)}
 PLAIN = {}
@@ -119,22 +119,17 @@ def test_ulysses_inside_a_ring(ranks, mesh):
 
 def test_tiles_and_kernels(monkeypatch):
     """Tiles smaller than a chunk, and the kernel in matmuls, change nothing."""
-    monkeypatch.setattr(tiles, "TILE", 5)
+    monkeypatch.setattr(block, "TILE", 5)
     mesh = Mesh({"C": 1})
     assert largest(errors(mesh, "ring", "C", "G=2", PACKED)) < 1e-11
     monkeypatch.setattr(block, "kernel", lambda device: kernels.written)
     assert largest(errors(mesh, "ring", "C", "G=2", PACKED)) < 1e-11
 
 
-def test_pieces_are_as_long_as_a_tile_allows(monkeypatch):
-    monkeypatch.setattr(tiles, "TILE", 10)
-    ranges = range(4), range(6, 11), range(40, 65), range(70, 72)
-    early = tiles.cut(ranges, lambda part: part[0].start < 50)
-    assert [(place.start, place.stop) for place, _ in early] == [(0, 9), (9, 19), (19, 29), (29, 36)]
-    assert [parts for _, parts in early] == [
-        (range(4), range(6, 11)), (range(40, 50),), (range(50, 60),), (range(60, 65), range(70, 72)),
-    ]  # fmt: skip
-    assert len(tiles.cut(ranges, lambda part: None)) == 6
+def test_parts_are_as_long_as_a_tile_allows(monkeypatch):
+    monkeypatch.setattr(block, "TILE", 10)
+    parts = block.parts_of((range(4), range(40, 65)))
+    assert parts == [range(4), range(40, 50), range(50, 60), range(60, 65)]
 
 
 def bf16_errors(mesh, forms):

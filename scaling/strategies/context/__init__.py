@@ -18,10 +18,10 @@ from scaling.algebra.rules import refuse_rule
 from scaling.arguments import flag
 from scaling.collectives.checked import alike
 from scaling.spec import format_axes, parse
-from scaling.strategies.context import gather, ring, ulysses
-from scaling.strategies.context.function import Attention
+from scaling.strategies.context import ulysses
+from scaling.strategies.context.gather import Gathered
 from scaling.strategies.context.layout import FORMS, Mask, check_length, from_zigzag, positions, to_zigzag, work
-from scaling.strategies.context.ring import Ring
+from scaling.strategies.context.ring import Attention, Ring
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -66,13 +66,14 @@ def _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale) -> to
     t, heads = Q.shape[1], mesh.size(axes[-1:])
     if form in ("ulysses", "usp"):
         Y = format_axes(axes[-1:])
-        inside = partial(_apply, ring, Ring(mesh, axes[:-1], t * heads, mask, scale, heads=(f"N_{Y}", f"R_{Y}")))
+        inside = partial(_apply, Ring(mesh, axes[:-1], t * heads, mask, scale, heads=(f"N_{Y}", f"R_{Y}")))
         return ulysses.attention(Q, K, V, segments, mesh, axes, inside)
-    return _apply(gather if form == "gather" else ring, Ring(mesh, axes, t, mask, scale, form), Q, K, V, segments)
+    kind = Gathered if form == "gather" else Ring
+    return _apply(kind(mesh, axes, t, mask, scale, form), Q, K, V, segments)
 
 
-def _apply(form, at: Ring, Q, K, V, segments) -> torch.Tensor:
-    return Attention.apply(form, at, Q, K, V, segments)[0]
+def _apply(ring: Ring, Q, K, V, segments) -> torch.Tensor:
+    return Attention.apply(ring, Q, K, V, segments)[0]
 
 
 _numbered: list[tuple] = []  # what a compiled graph, which holds no meshes, refers to by number

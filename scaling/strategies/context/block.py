@@ -2,13 +2,16 @@
 
     Q[B, T, N, H], KV[2, B, S, K, H] -> O[B, T, N, H], lse[B, T, N]
 
-lse is the log of the softmax's denominator. Positions are known, so tiles that the mask hides altogether are never
-computed. Results are float32 or wider; `merge` joins those of different keys, whether of two tiles or of two ranks.
+lse is the log of the softmax's denominator. A block is computed tile by tile, so that no more than TILE^2 scores a head
+exist. Positions are known, so tiles that the mask hides altogether are never computed; documents (segments) are data,
+and hide more. Results are float32 or wider; `merge_attended` joins those of different keys, of two tiles or two ranks.
 """
 
 import math
 import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +19,56 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.spec import parse
-from scaling.strategies.context.kernels import fused, tangent, written
-from scaling.strategies.context.tiles import Piece, Tile
+from scaling.strategies.context.kernels import LATER, fused, tangent, written
+from scaling.strategies.context.layout import Mask, Ranges
 
+TILE = 1024  # queries, and keys, that are computed at a time
 Sums = tuple[Any, Any]  # tensors that a block adds to two sums, or None and None
+
+
+class Block(NamedTuple):
+    """Queries at the positions `rows` meet keys at `columns`. `segments`: None, or (of the queries [B, T], of the keys
+    [B, S]): a query sees keys of its own segment alone. `queries`, `keys`: their types, for the trace."""
+
+    rows: Ranges
+    columns: Ranges
+    mask: Mask
+    scale: float
+    segments: tuple[Tensor, Tensor] | None = None
+    queries: str = "[B, T, N, H]"
+    keys: str = "[2, B, S, K, H]"
+
+    @property
+    def pairs(self) -> int:
+        """The scores, a head, that the mask lets through."""
+        return self.mask.pairs(self.rows, self.columns)
+
+    def tiles(self, device) -> Iterator[tuple[int, int, Tensor | str | None]]:
+        """(number of the part of the queries, of the keys, what is hidden: see `kernels`) of each tile of which
+        something is seen."""
+        rows, columns = parts_of(self.rows), parts_of(self.columns)
+        if self.segments is not None:
+            of_queries, of_keys = self.segments[0].split(sizes(rows), 1), self.segments[1].split(sizes(columns), 1)
+        for (i, r), (j, c) in product(enumerate(rows), enumerate(columns)):
+            if not self.mask.pairs((r,), (c,)):
+                continue
+            if self.segments is not None:
+                other = (of_queries[i][:, :, None] != of_keys[j][:, None, :])[:, None, None]
+                hidden = self.mask.hidden(r, c, device)
+                yield i, j, other if hidden is None else other | hidden
+            elif self.mask == Mask(causal=True, window=None) and r == c:
+                yield i, j, LATER
+            else:
+                yield i, j, self.mask.hidden(r, c, device)
+
+
+def parts_of(ranges: Ranges) -> list[range]:
+    """The positions in parts of at most TILE neighbours."""
+    return [chunk[start : start + TILE] for chunk in ranges for start in range(0, len(chunk), TILE)]
+
+
+def sizes(parts: Sequence[range]) -> list[int]:
+    return [len(part) for part in parts]
 
 
 class Attended(NamedTuple):
@@ -45,7 +94,7 @@ def add(a: Tensor | None, b: Tensor | None) -> Any:
 
 
 @contextmanager
-def _traced(line: str, Q: Tensor, block: Tile, matmuls: int):
+def _traced(line: str, Q: Tensor, block: Block, matmuls: int):
     """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
     if not trace.open_logs:
         yield
@@ -58,7 +107,7 @@ def _traced(line: str, Q: Tensor, block: Tile, matmuls: int):
     trace.done(event)
 
 
-def forward(Q: Tensor, KV: Tensor, block: Tile) -> Attended | None:
+def forward(Q: Tensor, KV: Tensor, block: Block) -> Attended | None:
     """What the queries see of these keys; None if the mask hides them all."""
     if not block.pairs:
         return None
@@ -66,38 +115,32 @@ def forward(Q: Tensor, KV: Tensor, block: Tile) -> Attended | None:
         if Q.is_meta:
             O = torch.empty_like(Q, dtype=_wide(Q.dtype))
             return Attended(O, O.new_empty(O.shape[:-1]))
-        q, k, v = _heads_of_keys(KV, Q, *KV)
-        (rows, _), seen = block.pieces(), {}
+        q, (k, v) = _in_parts(block.rows, KV, Q)[0], _in_parts(block.columns, KV, *KV)
+        seen: list[Any] = [None] * len(q)
         for i, j, hidden in block.tiles(Q.device):
-            tile = kernel(Q.device).forward(_at(i, q), _at(j, k), _at(j, v), hidden, block.scale)
-            seen[i.start] = merge_attended(seen.get(i.start), Attended(*tile))
-        O = _joined({i: each.O for i, each in seen.items()}, q, rows)
-        lse = _joined({i: each.lse for i, each in seen.items()}, q[..., 0], rows, empty=-math.inf)
-        return Attended(*_heads(O, lse))
+            tile = kernel(Q.device).forward(q[i], k[j], v[j], hidden, block.scale)
+            seen[i] = merge_attended(seen[i], Attended(*tile))
+        O = _joined([each and each.O for each in seen], q)
+        return Attended(O, _joined([each and each.lse for each in seen], [each[..., 0] for each in q], -math.inf))
 
 
-def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Tile) -> Sums:
+def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Block) -> Sums:
     """(dQ, dKV) through this block, or Nones. O and lse are those of all the keys, of this block and the others."""
     if not block.pairs:
         return None, None
     with _traced("dQ = dO * KV", Q, block, matmuls=5):
         if Q.is_meta:
             return torch.empty_like(Q, dtype=_wide(Q.dtype)), torch.empty_like(KV, dtype=_wide(KV.dtype))
-        dO, O, lse, q, k, v = _heads_of_keys(KV, dO, O, lse, Q, *KV)
-        rows, columns = block.pieces()
-        dq, dk, dv = sums = {}, {}, {}
+        dO, O, lse, q = _in_parts(block.rows, KV, dO, O, lse, Q)
+        k, v = _in_parts(block.columns, KV, *KV)
+        dq, dk, dv = [None] * len(q), [None] * len(k), [None] * len(k)
         for i, j, hidden in block.tiles(Q.device):
-            operands = _at(i, dO), _at(i, q), _at(j, k), _at(j, v), _at(i, O), _at(i, lse)
-            tile = kernel(Q.device).backward(*operands, hidden, block.scale)
-            for each, at, part in zip(sums, (i, j, j), tile, strict=True):
-                each[at.start] = add(each.get(at.start), part)
-        dq = _joined(dq, q, rows)
-        dk, dv = (_joined(each, k, columns) for each in (dk, dv))
-        dQ, dK, dV = _heads(dq, dk, dv)
-        return dQ, torch.stack([dK, dV])
+            tile = kernel(Q.device).backward(dO[i], q[i], k[j], v[j], O[i], lse[i], hidden, block.scale)
+            dq[i], dk[j], dv[j] = map(add, (dq[i], dk[j], dv[j]), tile)
+        return _joined(dq, q), torch.stack([_joined(dk, k), _joined(dv, v)])
 
 
-def jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Tile) -> Sums:
+def jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Block) -> Sums:
     """(A[B, T, N, H], m[B, T, N]) of this block, or Nones: summed over the blocks of all keys, tO = A - m O."""
     if not block.pairs:
         return None, None
@@ -105,28 +148,13 @@ def jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Tile
         if Q.is_meta:
             A = torch.empty_like(Q, dtype=_wide(Q.dtype))
             return A, A[..., 0]
-        tq, lse, q, tk, tv, k, v = _heads_of_keys(KV, tQ, lse, Q, *tKV, *KV)
-        rows, _ = block.pieces()
-        A, m = sums = {}, {}
+        tq, denominators, q = _in_parts(block.rows, KV, tQ, lse, Q)
+        tk, tv, k, v = _in_parts(block.columns, KV, *tKV, *KV)
+        A, m = [None] * len(q), [None] * len(q)
         for i, j, hidden in block.tiles(Q.device):
-            of_queries, of_keys = [_at(i, x) for x in (tq, q, lse)], [_at(j, x) for x in (tk, tv, k, v)]
-            tile = tangent(*of_queries, *of_keys, hidden=hidden, scale=block.scale)
-            for each, part in zip(sums, tile, strict=True):
-                each[i.start] = add(each.get(i.start), part)
-        return _heads(_joined(A, q, rows), _joined(m, lse, rows))
-
-
-def _at(places: slice, x: Tensor) -> Tensor:
-    """Those of x[B, K, G, T(, H)] along T."""
-    return x[:, :, :, places]
-
-
-def _joined(parts: dict[int, Tensor], like: Tensor, pieces: list[Piece], empty: float = 0.0):
-    """The parts in a row along T, `empty` where no tile made one. (Written to a buffer, linearize would lose them.)"""
-    if len(pieces) == len(parts) == 1:
-        return parts[0]
-    gaps = {at.start: torch.full_like(_at(at, like), empty) for at, _ in pieces if at.start not in parts}
-    return torch.cat([(parts | gaps)[at.start] for at, _ in pieces], 3)
+            tile = tangent(tq[i], q[i], denominators[i], tk[j], tv[j], k[j], v[j], hidden, block.scale)
+            A[i], m[i] = map(add, (A[i], m[i]), tile)
+        return _joined(A, q), _joined(m, denominators)
 
 
 def kernel(device: torch.device):
@@ -138,11 +166,16 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _heads_of_keys(KV: Tensor, *arrays: Tensor):
-    """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider: G = N/K heads of queries, or one of keys, a KV head."""
-    return [x.to(_wide(x.dtype)).unflatten(2, (KV.shape[3], -1)).movedim(1, 3).contiguous() for x in arrays]
+def _in_parts(ranges: Ranges, KV: Tensor, *arrays: Tensor) -> list[Any]:
+    """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider, of each part of the positions: G = N/K heads of queries,
+    or one of keys, a KV head."""
+    heads = (x.to(_wide(x.dtype)).unflatten(2, (KV.shape[3], -1)).movedim(1, 3).contiguous() for x in arrays)
+    return [x.split(sizes(parts_of(ranges)), 3) for x in heads]
 
 
-def _heads(*arrays):
-    """[B, K, G, T(, H)] -> [B, T, N(, H)]."""
-    return tuple(x.movedim(3, 1).flatten(2, 3) for x in arrays)
+def _joined(parts: Sequence[Tensor | None], like: Sequence[Tensor], empty: float = 0.0) -> Tensor:
+    """Parts [B, K, G, T(, H)] -> [B, T, N(, H)]; `empty` where no tile made one. (Written to a buffer, linearize would
+    lose them.)"""
+    there = [torch.full_like(x, empty) if part is None else part for part, x in zip(parts, like, strict=True)]
+    whole = there[0] if len(there) == 1 else torch.cat(there, 3)
+    return whole.movedim(3, 1).flatten(2, 3)
