@@ -26,7 +26,7 @@ TILE = 1024  # queries, and keys, that are computed at a time
 Sums = tuple[Any, Any]  # tensors that a block adds to two sums, or None and None
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """Queries at the positions `rows` meet keys at `columns`. `segments`: None, or (of the queries [B, T], of the keys
     [B, S]): a query sees keys of its own segment alone. `queries`, `keys`: their types, for the trace."""
 
@@ -94,7 +94,7 @@ def add(a: Tensor | None, b: Tensor | None) -> Any:
 
 
 @contextmanager
-def _traced(line: str, Q: Tensor, block: Block, matmuls: int):
+def _traced(line: str, Q: Tensor, block: KeyBlock, matmuls: int):
     """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
     if not trace.open_logs:
         yield
@@ -107,7 +107,7 @@ def _traced(line: str, Q: Tensor, block: Block, matmuls: int):
     trace.done(event)
 
 
-def forward(Q: Tensor, KV: Tensor, block: Block) -> Attended | None:
+def forward(Q: Tensor, KV: Tensor, block: KeyBlock) -> Attended | None:
     """What the queries see of these keys; None if the mask hides them all."""
     if not block.pairs:
         return None
@@ -124,7 +124,7 @@ def forward(Q: Tensor, KV: Tensor, block: Block) -> Attended | None:
         return Attended(O, _joined([each and each.lse for each in seen], [each[..., 0] for each in q], -math.inf))
 
 
-def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Block) -> Sums:
+def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
     """(dQ, dKV) through this block, or Nones. O and lse are those of all the keys, of this block and the others."""
     if not block.pairs:
         return None, None
@@ -140,7 +140,7 @@ def backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: B
         return _joined(dq, q), torch.stack([_joined(dk, k), _joined(dv, v)])
 
 
-def jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: Block) -> Sums:
+def jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
     """(A[B, T, N, H], m[B, T, N]) of this block, or Nones: summed over the blocks of all keys, tO = A - m O."""
     if not block.pairs:
         return None, None

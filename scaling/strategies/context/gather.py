@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scaling.collectives import all_gather, reduce_scatter
 from scaling.spec import format_axes
-from scaling.strategies.context.block import Block
+from scaling.strategies.context.block import KeyBlock
 from scaling.strategies.context.layout import chunks
 from scaling.strategies.context.ring import Ring
 
@@ -31,7 +31,7 @@ class Gathered(Ring):
             all_gather(f"{name}[2, B, S_{over}, K, H] -> {name}[2, B, S, K, H]", x, self.mesh)
             for name, x in arrays.items()
         ]
-        yield Block(held[c], sum(held, ()), self.mask, self.scale, both, self.types[0], "[2, B, S, K, H]"), *whole
+        yield KeyBlock(held[c], sum(held, ()), self.mask, self.scale, both, self.types[0], "[2, B, S, K, H]"), *whole
 
     def follow(self, dKV: Tensor, hop: int) -> Tensor:
         """The sum over all ranks' queries, each rank's part of it."""

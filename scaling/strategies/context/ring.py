@@ -22,7 +22,7 @@ from scaling.collectives import ppermute, wait
 from scaling.mesh import AbstractMesh
 from scaling.spec import format_axes
 from scaling.strategies.context import block
-from scaling.strategies.context.block import Block, add, merge_attended
+from scaling.strategies.context.block import KeyBlock, add, merge_attended
 from scaling.strategies.context.layout import Mask, chunks
 
 
@@ -84,7 +84,7 @@ class Ring(NamedTuple):
         for hop in range(self.hops + 1):
             rows, columns = chunks(self.order, self.t, C, c), chunks(self.order, self.t, C, (c - hop) % C)
             both = None if segments is None else (segments, of_keys)
-            here = Block(rows, columns, self.mask, self.scale, both, queries, keys), *arrays.values()
+            here = KeyBlock(rows, columns, self.mask, self.scale, both, queries, keys), *arrays.values()
             if hop < self.hops:
                 arrays = {name: self.send(name, x) for name, x in arrays.items()}
                 of_keys = self.send("segments", of_keys)
