@@ -16,23 +16,25 @@ from scaling.algebra.layouts import DimAxes
 from scaling.algebra.ops import KEEPS_SUMS, function_name, op_kind
 from scaling.collectives.multiply import einsum
 from scaling.explicit.labels import (
+    OnTensors,
     along_dims,
     argument,
-    dims_of,
     einsum_op,
     elementwise_op,
-    indexed,
     joined,
-    kept,
     letters,
     matmul_op,
-    permuted_labels,
+    reduced_dims,
     refuse_unknown,
+    viewed,
 )
 from scaling.spec import ShardingError, Spec
 
 ELEMENTWISE = ("linear", "adds", "multiplies", "divides", "nonlinear")
 SEVERAL = ("parts", "orders")  # results
+
+
+AnyOperation = LabelledOp | Reshape
 
 
 class LocalPlan(NamedTuple):
@@ -47,7 +49,7 @@ class TypedCall(NamedTuple):
     """A function called on arrays: the operation, its operands, the whole result's shape and dtype, and
     `run(op, shards, local)`, which computes the result's shard. `flops`: of the whole product, 0 of what is none."""
 
-    op: "LabelledOp | Reshape"
+    op: AnyOperation
     operands: list
     shape: Sizes
     dtype: torch.dtype
@@ -98,7 +100,7 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
     return made
 
 
-def _typed(name: str, args, kwargs, call: Callable, operands: list, shapes: list[Sizes]) -> TypedCall:
+def _typed(name: str, args, kwargs, call: OnTensors, operands: list, shapes: list[Sizes]) -> TypedCall:
     """As `read`, of a function that is called by `call`, on the operands alone."""
     if elementwise := op_kind(name) in ELEMENTWISE:  # some have slow meta kernels
         whole = call([torch.ones((1,) * len(x.shape), dtype=x.dtype) for x in operands])
@@ -109,7 +111,7 @@ def _typed(name: str, args, kwargs, call: Callable, operands: list, shapes: list
     if op_kind(name) == "reshapes" and whole.dtype != operands[0].dtype:
         refuse_unknown(f"{name}({whole.dtype})")
     shape = tuple(torch.broadcast_shapes(*shapes) if elementwise else whole.shape)
-    op, run = _read(name, args, kwargs, shapes, shape)
+    op, run = _read(name, args, kwargs, call, operands, shape)
     flops = 0
     if isinstance(op, LabelledOp):
         op = op._replace(linear=_keeps_sums(name, args, kwargs, operands, whole.dtype))
@@ -135,27 +137,32 @@ def _flops(op: LabelledOp, shapes: Sequence[Sizes]) -> int:
     return math.prod(sizes.values()) * (2 if len(sizes) > len(op.output) else 1) * (len(shapes) == 2)
 
 
-def _read(name: str, args, kwargs, shapes: list[Sizes], shape: Sizes) -> tuple["LabelledOp | Reshape", Callable | None]:
+def _read(
+    name: str, args, kwargs, call: OnTensors, operands: list, shape: Sizes
+) -> tuple[AnyOperation, Callable | None]:
     """The operation, and how shards are computed with where that is not by the function itself."""
-    kind, labels = op_kind(name), letters(len(shapes[0]) if shapes else 0)
+    kind, shapes = op_kind(name), [tuple(x.shape) for x in operands]
+    labels = letters(len(shapes[0]) if shapes else 0)
     if kind in ELEMENTWISE:
         return elementwise_op(name, shapes, shape), None
     if name == "einsum":
         return einsum_op(args[0]), _product
     if name in ("matmul", "mm", "bmm", "mv", "dot", "rmatmul"):
         return matmul_op(*(shapes[::-1] if name == "rmatmul" else shapes)), _product
-    if kind == "sums":
-        return _sum(name, args, kwargs, labels, shapes[0], shape)
+    if kind in ("sums", "reduces"):
+        dims, after = reduced_dims(call, labels, operands[0].dtype)
+        op = LabelledOp(name, (labels,), after, whole=tuple(labels[i] for i in dims) if kind == "reduces" else ())
+        return op, _mean(shapes[0], dims, len(after) == len(labels), kwargs.get("dtype")) if name == "mean" else None
     if kind == "reshapes":
         return Reshape(shape, name), lambda op, shards, local: shards[0].reshape(local.shape)
-    if kind == "permutes":
-        return LabelledOp(name, (labels,), permuted_labels(name, args, kwargs, labels)), None
     if kind == "broadcasts":
-        return elementwise_op(name, shapes, shape), lambda op, shards, local: shards[0].expand(local.shape)
+        return viewed(name, call, labels, shapes), lambda op, shards, local: shards[0].expand(local.shape)
+    if kind in ("permutes", "parts") or name in ("getitem", "select", "diagonal"):
+        return viewed(name, call, labels, shapes), None
     if kind == "joins":
         return joined(name, labels, len(shapes), int(argument(args, kwargs, 1, "dim", 0))), None
-    if name == "getitem":
-        return indexed(args[1], labels, shapes[0]), None
+    if kind in ("zeros", "constants"):
+        return LabelledOp(name, (labels,), labels), None
     return along_dims(name, kind, args, kwargs, labels, shape), None
 
 
@@ -196,22 +203,15 @@ def _product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tens
     return einsum(" * ".join(map(str, specs)) + f" -> {result}", *shards)
 
 
-def _sum(name: str, args, kwargs, labels, shape: Sizes, after: Sizes) -> tuple[LabelledOp, Callable | None]:
-    given = argument(args, kwargs, 1, "dim", None)
-    if len(args) > 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in args[1:]):
-        given = args[1:]
-    dims = dims_of(given, len(labels), every=True)
-    op = LabelledOp(name, (labels,), kept(labels, dims, after))
-    if name == "sum":
-        return op, None
-    count, keep = math.prod(shape[i] for i in dims), len(after) == len(shape) and bool(dims)
-    dtype = kwargs.get("dtype")
+def _mean(shape: Sizes, dims: Sequence[int], keep: bool, dtype: torch.dtype | None) -> Callable:
+    """The mean as a sum that is divided by the whole number of elements."""
+    count = math.prod(shape[i] for i in dims)
 
     def mean(op, shards, local):
         x = shards[0] if dtype is None else shards[0].to(dtype)
         return x.sum(dims, keepdim=keep) / count if dims else x
 
-    return op, mean
+    return mean
 
 
 def refuse_values(name: str) -> NoReturn:

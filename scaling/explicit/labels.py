@@ -1,56 +1,88 @@
-"""The labels of a call of torch's: which dims of its arrays are the same, which go, which must be whole."""
+"""The labels of a call of torch's: which dims of its arrays are the same, which go, which must be whole.
+
+Where a function only views its operand, or sums over dims of it, what it does to them is seen: on a tensor without
+numbers whose dims can be told apart, by their strides or by their sizes.
+"""
 
 import string
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
 
 from scaling.algebra.law import LabelledOp, Sizes
 from scaling.spec import ShardingError
 
 LETTERS = string.ascii_uppercase
-
+Labels = tuple[str, ...]
+OnTensors = Callable[[Sequence[Tensor]], Any]  # the function called, on values in place of the arrays
 
 ALONG = {  # the dims that a function of this name, or else kind, runs along: an argument's place, keyword and default
-    "reduces": (1, "dim", None),
     "scans": (1, "dim", -1),
     "along": (1, "dim", -1),
     "orders": (1, "dim", -1),
-    "parts": (2, "dim", 0),
-    "unbind": (1, "dim", 0),
     "topk": (2, "dim", -1),
     "flip": (1, "dims", -1),
     "roll": (2, "dims", None),
     "repeat_interleave": (2, "dim", None),
-    **dict.fromkeys(("index_select", "select", "narrow"), (1, "dim", None)),
+    **dict.fromkeys(("index_select", "narrow"), (1, "dim", None)),
 }
 
 
-def along_dims(name: str, kind: str | None, args, kwargs, labels, shape: Sizes) -> LabelledOp:
-    """What runs along dims that must be whole: they stay, go, or have another size."""
-    if kind in ("zeros", "constants"):
-        return LabelledOp(name, (labels,), labels)
+def viewed(name: str, call: OnTensors, labels: Labels, shapes: Sequence[Sizes]) -> LabelledOp:
+    """A view: dims in another order, copied, left out, new. One that is not taken whole must not be split."""
+    shape, strides, step = shapes[0], [], 1
+    for i, size in reversed([*enumerate(shape)]):  # all different: those of dims of one element are free to choose
+        strides.insert(0, step if size != 1 else 2**40 + i)
+        step *= size or 1
+    y = None if len(shapes) > 1 else call([torch.empty_strided(shape, strides, device="meta")])
+    if y is None or not y._is_view():
+        raise ShardingError(
+            f"{name}: an index that is an array\n  rule: what each device would need depends on the values\n"
+            "  fix: use a one-hot product, or manual mode"
+        )
+    place = {key: i for i, key in enumerate(zip(shape, strides, strict=True))}
+    inputs: list[str | None] = [None if size == 1 else f"{label}0" for label, size in zip(labels, shape, strict=True)]
+    output = []
+    for letter, size, stride in reversed([*zip(letters(y.dim()), y.shape, y.stride(), strict=True)]):
+        same = place.pop((size, stride), None)  # a new dim before one of one element has its stride, too
+        output.insert(0, letter if same is not None or not stride else f"{letter}1")
+        if same is not None:
+            inputs[same] = letter
+    whole = tuple(label for label in inputs if label is not None and label not in output)
+    return LabelledOp(name, (tuple(inputs),), tuple(output), whole=whole)
+
+
+def reduced_dims(call: OnTensors, labels: Labels, dtype: torch.dtype) -> tuple[tuple[int, ...], Labels]:
+    """The dims that a reduction is over, and the result's labels: where they are kept, each has one of its own."""
+    sizes = range(2, len(labels) + 2)
+    left = call([torch.empty([*sizes], dtype=dtype, device="meta")]).shape
+    dims = tuple(i for i, size in enumerate(sizes) if size not in left)
+    kept = len(left) == len(labels)
+    return dims, tuple(f"{d}1" if i in dims else d for i, d in enumerate(labels) if kept or i not in dims)
+
+
+def along_dims(name: str, kind: str | None, args, kwargs, labels: Labels, shape: Sizes) -> LabelledOp:
+    """What runs along dims that must be whole: they stay, or have another size."""
     if name in ("pad", "constant_pad_nd"):
         pads = argument(args, kwargs, 1, "pad", ())
         dims = tuple(len(labels) - 1 - i // 2 for i in range(0, len(pads), 2) if any(pads[i : i + 2]))
     elif name in ("tril", "triu"):
         dims = dims_of((-2, -1), len(labels))
     elif row := ALONG.get(name, ALONG.get(kind or "")):
-        given = argument(args, kwargs, *row)
-        dims = dims_of(None if isinstance(given, bool) else given, len(labels), every=True)  # x.var(unbiased)
+        dims = dims_of(argument(args, kwargs, *row), len(labels))
     else:
         refuse_unknown(name)
-    inputs, after = (labels,), [f"{d}1" if i in dims else d for i, d in enumerate(labels)]
-    if kind == "reduces":
-        after = kept(labels, dims, shape)
-    elif name in ("select", "unbind"):
-        after = [d for i, d in enumerate(labels) if i not in dims]
-    elif kind in ("scans", "along", "orders") and name != "topk":
-        after = list(labels) if len(shape) == len(labels) else ["N"]  # a flat one: repeat_interleave without a dim
+    inputs, after = (labels,), tuple(f"{d}1" if i in dims else d for i, d in enumerate(labels))
+    if kind in ("scans", "along", "orders") and name != "topk":
+        after = labels if len(shape) == len(labels) else ("N",)  # a flat one: repeat_interleave without a dim
     if name == "index_select":
         inputs = (labels, (after[dims[0]],))
-    return LabelledOp(name, inputs, tuple(after), whole=tuple(labels[i] for i in dims))
+    return LabelledOp(name, inputs, after, whole=tuple(labels[i] for i in dims))
 
 
-def joined(name: str, labels, count: int, dim: int) -> LabelledOp:
+def joined(name: str, labels: Labels, count: int, dim: int) -> LabelledOp:
     """Arrays one after another in a dim, or stacked in a new one."""
     if name == "stack":
         at = dim % (len(labels) + 1)
@@ -58,14 +90,14 @@ def joined(name: str, labels, count: int, dim: int) -> LabelledOp:
     return LabelledOp(name, (labels,) * count, labels, whole=(labels[dim],))
 
 
-def letters(n: int, start: int = 8) -> tuple[str, ...]:
+def letters(n: int, start: int = 8) -> Labels:
     """Names of n dims: I, J, K, ..."""
     return tuple(LETTERS[(start + i) % 26] for i in range(n))
 
 
-def dims_of(dim, n: int, every: bool = False) -> tuple[int, ...]:
-    """Positions from a dim, several, or None for all of n; of a reduction (`every`) no dims mean all, too."""
-    given = (dim,) if isinstance(dim, int) else range(n) if dim is None or (every and not len(dim)) else tuple(dim)
+def dims_of(dim, n: int) -> tuple[int, ...]:
+    """Positions from a dim, several, or None for all of n."""
+    given = (dim,) if isinstance(dim, int) else range(n) if dim is None else tuple(dim)
     return tuple(i % n for i in given) if n else ()
 
 
@@ -96,63 +128,12 @@ def einsum_op(equation: str) -> LabelledOp:
 
 def matmul_op(a: Sizes, b: Sizes) -> LabelledOp:
     """`a @ b`: vectors, matrices, and batches of matrices whose batch dims are equal or only one operand's."""
-    batch = max(len(a), len(b)) - 2
-    names = LETTERS[: max(0, batch)]
+    batch = LETTERS[: max(0, len(a) - 2, len(b) - 2)]
     if len(a) > 2 < len(b) and (len(a) != len(b) or a[:-2] != b[:-2]):
         raise ShardingError(f"matmul: {a} by {b}\n  rule: batch dims are not broadcast here\n  fix: use einsum")
-    left = ((names if len(a) > 2 else "") + "YJ")[-len(a) :] if len(a) > 1 else "J"
-    right = (names if len(b) > 2 else "") + "JZ" if len(b) > 1 else "J"
-    kept = (names if len(a) > 2 or len(b) > 2 else "") + ("Y" if len(a) > 1 else "") + ("Z" if len(b) > 1 else "")
-    return LabelledOp("matmul", (tuple(left), tuple(right)), tuple(kept))
-
-
-def kept(labels, dims, shape: Sizes) -> tuple[str, ...]:
-    """The result's labels of a reduction: where dims are kept with size 1, each has a label of its own."""
-    if len(shape) == len(labels) and dims:
-        return tuple(f"{d}1" if i in dims else d for i, d in enumerate(labels))
-    return tuple(d for i, d in enumerate(labels) if i not in dims)
-
-
-def permuted_labels(name: str, args, kwargs, labels) -> tuple[str, ...]:
-    n = len(labels)
-    if name == "permute":
-        order = kwargs.get("dims", args[1:] if len(args) > 2 or not isinstance(args[-1], (tuple, list)) else args[1])
-        return tuple(labels[i % n] for i in order)
-    if name in ("t", "T", "numpy_T"):
-        return labels[::-1]
-    a, b = (-2, -1) if name == "mT" else (argument(args, kwargs, 1, "dim0", 0), argument(args, kwargs, 2, "dim1", 1))
-    order = list(range(n))
-    if name in ("movedim", "moveaxis"):
-        order.insert(b % n, order.pop(a % n))
-    else:
-        order[a % n], order[b % n] = order[b % n], order[a % n]
-    return tuple(labels[i] for i in order)
-
-
-def indexed(index, labels, shape: Sizes) -> LabelledOp:
-    """Whole numbers, slices, None and ...: a dim that is not taken whole must not be split."""
-    index = index if isinstance(index, tuple) else (index,)
-    if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
-        raise ShardingError(
-            "getitem: an index that is an array\n  rule: what each device would need depends on the values\n"
-            "  fix: use a one-hot product, or manual mode"
-        )
-    used = sum(i is not None and i is not Ellipsis for i in index)
-    if Ellipsis not in index:
-        index = (*index, Ellipsis)
-    spread = index.index(Ellipsis)
-    index = (*index[:spread], *(slice(None),) * (len(labels) - used), *index[spread + 1 :])
-    output, whole, dim = [], [], 0
-    for i in index:
-        if i is None:
-            output.append(f"N{len(output)}")
-            continue
-        if isinstance(i, slice):
-            output.append(labels[dim] if i.indices(shape[dim]) == (0, shape[dim], 1) else f"{labels[dim]}1")
-        if not (isinstance(i, slice) and i.indices(shape[dim]) == (0, shape[dim], 1)):
-            whole.append(labels[dim])
-        dim += 1
-    return LabelledOp("getitem", (labels,), tuple(output), whole=tuple(whole))
+    rows, columns = "Y" * (len(a) > 1), "Z" * (len(b) > 1)
+    left, right = batch * (len(a) > 2) + rows + "J", batch * (len(b) > 2) + "J" + columns
+    return LabelledOp("matmul", (tuple(left), tuple(right)), tuple(batch + rows + columns))
 
 
 def refuse_unknown(name: str) -> NoReturn:
