@@ -88,6 +88,7 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.configs.sources", "scaling.configs.gguf"): "numpy, which no other model needs",
     ("scaling.show.shardings", "scaling.show.schedules"): "a sharding is drawn without the simulator",
     ("scaling.show.shardings", "scaling.show.params"): "a sharding is drawn without the models",
+    ("scaling.book.options", "scaling.check.run"): "chapters without ranks need no torch",
     ("scaling.book.options", "scaling.launch"): "chapters without ranks need no torch",
     ("scaling.book.options", "scaling.mesh"): "chapters without ranks need no torch",
     ("scaling.book.page", "scaling.launch"): "chapters without ranks need no torch",

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from scaling.check.files import check_script, judging
 from scaling.console import SEEDS, Parser, integer, picture
 from scaling.sizes import format_sizes, parse_mesh
 from scaling.spec import ShardingError, parse
@@ -27,6 +26,12 @@ Fits = tuple[Iterable[str], dict[str, int]]
 def in_notebook() -> bool:
     """Whether this is IPython's kernel or prompt rather than a script."""
     return hasattr(builtins, "__IPYTHON__")
+
+
+def judging() -> bool:
+    """Whether the judge of types runs this program."""
+    watch = sys.modules.get("scaling.collectives.watch")
+    return watch is not None and watch.who_watches() is not None
 
 
 class ChapterParser(Parser):
@@ -99,7 +104,9 @@ def _check_script() -> None:
     """End with what the judge finds in the chapter itself; it runs it, and so is not asked again there."""
     if int(os.environ.get("RANK", 0)) or judging() or not Path(sys.argv[0]).is_file():
         return
-    if findings := check_script(sys.argv[0]):
+    from scaling.check.run import check_source
+
+    if findings := check_source(Path(sys.argv[0]).read_text(encoding="utf-8"), sys.argv[0]):
         sys.exit("\n".join(map(str, findings)))
 
 

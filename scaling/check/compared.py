@@ -9,8 +9,8 @@ from torch import Tensor
 
 import scaling
 from scaling._torch import is_wrapped, unwrapped
+from scaling.check.findings import said
 from scaling.check.held import DimPart, HeldType, axes_along, name_along, size_along
-from scaling.check.rules import said
 from scaling.spec import ShardingError, Spec, format_axes, parse_line
 
 OWN = str(Path(scaling.__file__).parent / "")

@@ -14,32 +14,24 @@ of a variable. docs/rules.md names every rule.
 """
 
 import json
+import os
 import sys
 import tokenize
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import scaling
-from scaling.check.lines import Finding, check_lines, silent_lines
+from scaling.check.findings import Finding, Judgement, place_parts
+from scaling.check.lines import check_lines
 from scaling.console import Parser
 
 OWN = Path(scaling.__file__).parent
 
 
-@dataclass
-class Report:
-    """What was found in some files: faults; how many typed calls there are; and what was not judged, where and why."""
-
-    findings: list[Finding] = field(default_factory=list)
-    checked: int = 0
-    files: int = 0
-    unjudged: list[tuple[str, int, str]] = field(default_factory=list)
-
-
-def check_files(paths: Sequence, lines_only: bool = False) -> Report:
-    """The faults of some files: of their lines, and of what they do when they run."""
-    report, texts, calls = Report(files=len(paths)), {}, {}
+def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, int]:
+    """The faults of some files: of their lines, and of what they do when run; and how many typed calls there are."""
+    report, texts, calls = Judgement(), {}, {}
     for path in map(str, paths):
         try:
             with tokenize.open(path) as file:
@@ -47,82 +39,47 @@ def check_files(paths: Sequence, lines_only: bool = False) -> Report:
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             report.findings.append(Finding(path, 1, f"cannot be read: {error}", "python"))
             continue
-        found, calls[path] = check_lines(texts[path], path)
+        found, places = check_lines(texts[path], path)
         report.findings += found
-    report.checked = sum(map(len, calls.values()))
+        calls |= {path: places} if places else {}
     if not lines_only:
-        _judge(report, texts, calls, {path for path in texts if OWN in Path(path).resolve().parents})
+        _judge(report, texts, calls)
     report.findings.sort()
-    return report
+    return report, sum(map(len, calls.values()))
 
 
-def check_source(text: str, file: str = "<source>") -> list[Finding]:
-    """The faults of one text, by its lines and by running it."""
-    found, calls = check_lines(text, file)
-    report = Report(list(found))
-    if calls and not any(finding.rule == "python" for finding in found):
-        _judge(report, {file: text}, {file: calls}, set())
-    return sorted(report.findings)
-
-
-def judging() -> bool:
-    """Whether the judge runs this program."""
-    watch = sys.modules.get("scaling.collectives.watch")
-    return watch is not None and watch.who_watches() is not None
-
-
-def check_script(path: str) -> list[Finding]:
-    """The same of a script, before it starts."""
-    return check_source(Path(path).read_text(encoding="utf-8"), path)
-
-
-def _judge(report: Report, texts: dict[str, str], calls: dict[str, list], own: "set[str]") -> None:
-    """`own`: the files of the library, which is judged by its own programs."""
+def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> None:
+    """What running shows; the library is judged by its own programs."""
     from scaling.check.library import judge_library
-    from scaling.check.run import judge_file
+    from scaling.check.run import found_in, judge_file
 
-    reached: set = set()
-    if any(calls.get(path) for path in own):  # first: modules tell their types if they are imported then
-        _add(report, judge_library(), reached, texts)
-    for path in texts:
-        if path not in own and calls.get(path):
-            _add(report, judge_file(path, texts[path]), reached, {path: texts[path]})
-    lines = {line for _, line in reached if isinstance(line, str)}
+    own = {path for path in calls if OWN in Path(path).resolve().parents}
+    runs = [(judge_library(), texts)] if own else []  # first: modules tell their types if they are imported then
+    runs += [(judge_file(path, texts[path]), {path: texts[path]}) for path in calls if path not in own]
+    lines, reached = set(), {}
+    for judged, shown in runs:
+        report.findings += found_in(judged, shown)
+        report.unjudged += [(_from_here(place), why) for place, why in judged.unjudged]
+        for file, line in judged.reached:
+            if file:
+                reached.setdefault(file, set()).add(line)
+            else:
+                lines.add(line)
+    by_path: dict[str, set] = {}
+    for file, numbers in reached.items():
+        by_path.setdefault(os.path.realpath(file), set()).update(numbers)
+    faulty = {finding.file for finding in report.findings}
     for path, places in calls.items():
-        at = {line for file, line in reached if _same(file, path)}
-        source = texts[path].splitlines()
-        for first, last in places:
+        at, source = by_path.get(os.path.realpath(path), set()), texts[path].splitlines()
+        for first, last in places if path not in faulty else ():
             written = " ".join(source[first - 1 : last])
-            if (
-                not at & set(range(first, last + 1))
-                and not any(line in written for line in lines)
-                and not any(f.file == path for f in report.findings)
-            ):
-                report.unjudged.append((path, first, "this call was not reached"))
+            if not at & set(range(first, last + 1)) and not any(line in written for line in lines):
+                report.unjudged.append((f"{path}:{first}", "this call was not reached"))
 
 
-def _from_here(file: str) -> str:
-    """A path as it is written from the working directory, if it lies in it."""
-    return str(Path(file).relative_to(Path.cwd())) if file and Path(file).is_relative_to(Path.cwd()) else file
-
-
-def _same(one: str, other: str) -> bool:
-    return one == other or str(Path(one).resolve()) == str(Path(other).resolve())
-
-
-def _add(report: Report, judged, reached: set, texts: dict[str, str]) -> None:
-    reached |= judged.reached
-    for fault in judged.findings:
-        file, _, line = fault.place.rpartition(":")
-        shown = next((path for path in texts if _same(path, file)), file)
-        number = int(line or 1)
-        silent = silent_lines(texts[shown]).get(number, ()) if shown in texts else ()
-        if shown in texts and fault.rule not in silent:
-            report.findings.append(Finding(shown, number, fault.message, fault.rule))
-    for place, why in judged.unjudged:
-        file, _, line = place.rpartition(":")
-        shown = next((path for path in texts if file and _same(path, file)), _from_here(file) or place)
-        report.unjudged.append((shown, int(line) if line.isdigit() else 1, why))
+def _from_here(place: str) -> str:
+    """A place as it is written from the working directory, if it lies in it."""
+    return place.removeprefix(f"{Path.cwd()}/")
 
 
 def files_of(paths: Sequence) -> list[Path]:
@@ -155,11 +112,12 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _summary(report: Report, lines_only: bool) -> str:
+def _summary(report: Judgement, calls: int, files: int, lines_only: bool) -> str:
     """What was judged, in one line, and what was not, a line each."""
-    text = f"{_counted(report.checked, 'call')} in {_counted(report.files, 'file')}"
-    text += ", each line by itself" if lines_only else f", {len(report.unjudged)} places not judged"
-    lines = [f"  {file}:{line}: {why}" for file, line, why in sorted(set(report.unjudged))]
+    unjudged = sorted((*place_parts(place), why) for place, why in set(report.unjudged))
+    text = f"{_counted(calls, 'call')} in {_counted(files, 'file')}"
+    text += ", each line by itself" if lines_only else f", {_counted(len(unjudged), 'place')} not judged"
+    lines = [f"  {file}:{line}: {why}" for file, line, why in unjudged]
     return "\n".join([text, *lines, _counted(len(report.findings), "finding")])
 
 
@@ -176,12 +134,13 @@ def main(argv: "list[str] | None" = None) -> int:
         files = files_of(args.files)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    report = check_files(files, args.lines)
+    report, calls = check_files(files, args.lines)
     if args.json:
-        unjudged = [{"file": file, "line": line, "why": why} for file, line, why in report.unjudged]
-        found = {"findings": [asdict(finding) for finding in report.findings], "checked": report.checked}
-        print(json.dumps(found | {"files": report.files, "unjudged": unjudged}, indent=1))
+        places = [(*place_parts(place), why) for place, why in report.unjudged]
+        unjudged = [{"file": file, "line": line, "why": why} for file, line, why in places]
+        found = {"findings": [asdict(finding) for finding in report.findings], "checked": calls}
+        print(json.dumps(found | {"files": len(files), "unjudged": unjudged}, indent=1))
     for finding in () if args.json else report.findings:
         print(finding)
-    print(_summary(report, args.lines), file=sys.stderr)
+    print(_summary(report, calls, len(files), args.lines), file=sys.stderr)
     return 1 if report.findings or (args.strict and report.unjudged) else 0

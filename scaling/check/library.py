@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from scaling.check.contracts import run_watched
-from scaling.check.judgement import Judgement
+from scaling.check.findings import Judgement
 from scaling.check.mode import Judge
 from scaling.check.run import attempt, nothing_outside
 from scaling.check.watched import watching

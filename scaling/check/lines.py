@@ -9,11 +9,10 @@ import ast
 import io
 import re
 import tokenize
-from dataclasses import dataclass
 
 from scaling.algebra.contraction import check_product
 from scaling.algebra.rules import collective_steps
-from scaling.check.rules import RULES, said
+from scaling.check.findings import RULES, Finding, said
 from scaling.spec import ShardingError, parse, parse_line
 
 KINDS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
@@ -22,20 +21,6 @@ KINDS |= {"reduce": "Reduce", "scatter": "Scatter", "gather": "Gather"}
 TYPED = ("einsum", *KINDS, "ppermute", "masked", "unshard", "reshard", "send", "recv", "transfer")
 RAW = r"(torch\.distributed|dist)\.(all_reduce|all_gather|reduce_scatter|all_to_all)\w*"
 IGNORE = re.compile(r"#\s*scaling:\s*ignore\b(?:\[([^\]]*)\])?")
-
-
-@dataclass(frozen=True, order=True)
-class Finding:
-    """One fault: where it stands, and what is wrong, with the types and the rule; `rule` is its name."""
-
-    file: str
-    line: int
-    message: str
-    rule: str = ""
-
-    def __str__(self) -> str:
-        first, *rest = self.message.split("\n")
-        return "\n".join([f"{self.file}:{self.line}: {first}", *rest]) + f"  [{self.rule}]"
 
 
 def check_lines(text: str, file: str = "<source>") -> "tuple[list[Finding], list[tuple[int, int]]]":

@@ -14,10 +14,9 @@ from scaling._torch import TorchDispatchMode, storage_of
 from scaling.algebra.ops import op_kind
 from scaling.check.alike import NotInferred, RuleBroken, of_nothing
 from scaling.check.compared import place_of_call
+from scaling.check.findings import Judgement, said
 from scaling.check.held import DimPart, HeldMemory, HeldType, axes_along, size_along
 from scaling.check.infer import NOTHING, infer
-from scaling.check.judgement import Judgement
-from scaling.check.rules import said
 from scaling.check.typed import TypedLines
 
 MADE = ("rand", "randn", "randint", "randperm", "zeros", "ones", "full", "empty")

@@ -9,12 +9,14 @@ import ast
 import contextlib
 import inspect
 import io
+import os
 import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,9 +28,9 @@ from scaling import launch
 from scaling import mesh as meshes
 from scaling.check.compared import raised_at
 from scaling.check.contracts import documented, run_watched
-from scaling.check.judgement import Judgement
+from scaling.check.findings import Finding, Judgement, said
+from scaling.check.lines import check_lines, silent_lines
 from scaling.check.mode import Judge
-from scaling.check.rules import said
 from scaling.check.strategy import SIZES, run_layers
 from scaling.check.watched import watching
 from scaling.collectives.watch import who_watches
@@ -80,6 +82,24 @@ def nothing_outside(path: str) -> Iterator[None]:
             stack.callback(signal.alarm, 0)
             signal.alarm(SECONDS)
         yield
+
+
+def check_source(text: str, file: str = "<source>") -> list[Finding]:
+    """The faults of one text, by its lines and by running it."""
+    found, calls = check_lines(text, file)
+    if calls and not any(finding.rule == "python" for finding in found):
+        found += found_in(judge_file(file, text), {file: text})
+    return sorted(found)
+
+
+def found_in(judged: Judgement, texts: dict[str, str]) -> list[Finding]:
+    """What was found in these files, by the paths that they are named by, but for what their comments silence."""
+    names, found = {os.path.realpath(path): path for path in texts}, []
+    for finding in judged.findings:
+        path = names.get(os.path.realpath(finding.file))
+        if path is not None and finding.rule not in silent_lines(texts[path]).get(finding.line, ()):
+            found.append(replace(finding, file=path))
+    return found
 
 
 def judge_file(path: "str | Path", text: "str | None" = None) -> Judgement:

@@ -25,8 +25,8 @@ from scaling.check.compared import (
     unwrapped_by_all,
     without_pods,
 )
+from scaling.check.findings import Finding, Judgement, place_parts
 from scaling.check.held import DimPart, HeldMemory, HeldType, axes_along, name_along
-from scaling.check.judgement import JudgedFault, Judgement
 from scaling.collectives.linear import run_op
 from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import einsum
@@ -83,7 +83,8 @@ class TypedLines:
         self.give(x, HeldType((*own, *dims), frozenset(spec.unreduced), parts, "line", spec.name, place))
 
     def find(self, rule: str, text: str, made: str = "", place: str = "") -> None:
-        found = JudgedFault(place or place_of_call(), rule, text, made)
+        text += f"\n  the value was made at {made}" if made else ""
+        found = Finding(*place_parts(place or place_of_call()), text, rule)
         if not self.quiet and not found.place.startswith(BOOK) and found not in self.report.findings:
             self.report.findings.append(found)
 
@@ -126,8 +127,7 @@ class TypedLines:
 
     def typed_call(self, call: Callable, *args, **kwargs) -> Any:
         if call != "said":
-            file, _, line = place_of_call().rpartition(":")
-            self.report.reached.add((file, int(line or 0)))
+            self.report.reached.add(place_parts(place_of_call()))
         if call is run_op:
             return self.collective(*args)
         if call is einsum:

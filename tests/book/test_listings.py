@@ -13,7 +13,7 @@ from mlp_problem import STRATEGIES, close, specs, whole
 
 from scaling import tree
 from scaling.book import learning
-from scaling.check.files import check_source
+from scaling.check import check_source
 from scaling.strategies.stack import Strategy
 from scaling.trace import trace
 

@@ -13,7 +13,7 @@ from torch.func import vjp
 from scaling import optim, serve, tree
 from scaling.check import judged
 from scaling.check.contracts import run_watched
-from scaling.check.judgement import Judgement
+from scaling.check.findings import Judgement
 from scaling.collectives import all_reduce
 from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh

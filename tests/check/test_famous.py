@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scaling.check.files import check_source
+from scaling.check import check_source
 
 ROOT = Path(__file__).parents[2]
 SPLIT = ["scaling/strategies/tensor_parallel.py", "scaling/strategies/fsdp_tp.py"]

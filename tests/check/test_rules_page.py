@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scaling.check import RULES
-from scaling.check.files import check_source
+from scaling.check import RULES, check_source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
 SECTIONS = {part.split("\n")[0]: re.findall(r"```python\n(.*?)```", part, re.S) for part in PAGE.split("\n## ")[1:]}

@@ -16,9 +16,9 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).parents[1] / "check"))
 from mutant_programs import judgement
 
-from scaling.check.files import check_source
+from scaling.check import check_source
+from scaling.check.findings import RULES
 from scaling.check.lines import check_lines
-from scaling.check.rules import RULES
 from scaling.console import Parser
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,7 @@
-"""The rules that the judge knows, by name, and what it says when one is broken (docs/rules.md shows each)."""
+"""The rules by name, and what the judge says of a program: what it found, and what it could not judge."""
+
+from dataclasses import dataclass, field
+from typing import Any
 
 RULES = {
     "illegal-line": "a line obeys the notation by itself, whatever its operands are",
@@ -26,3 +29,44 @@ RULES = {
 def said(what: str, rule: str, fix: str = "", detail: str = "") -> str:
     """The text of a finding: what is wrong, the rule (or its `detail` here) and the fix."""
     return f"{what}\n  rule: {detail or RULES[rule]}" + (f"\n  fix: {fix}" if fix else "")
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One fault: where it stands, and what is wrong, with the types and the rule; `rule` is its name."""
+
+    file: str
+    line: int
+    message: str
+    rule: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    def __str__(self) -> str:
+        first, *rest = self.message.split("\n")
+        return "\n".join([f"{self.place}: {first}", *rest]) + f"  [{self.rule}]"
+
+
+@dataclass
+class Judgement:
+    """`findings`; `unjudged`, ("file:line", why) of each value that was not judged; `judged`, how many calls were;
+    `reached`, (file, number of the line) of each typed call that ran, and ("", its line) of a product;
+    `result`, the types of what the function returned, None where there is none."""
+
+    findings: list[Finding] = field(default_factory=list)
+    unjudged: list[tuple[str, str]] = field(default_factory=list)
+    judged: int = 0
+    reached: set[tuple[str, Any]] = field(default_factory=set)
+    result: Any = None
+
+    def __str__(self) -> str:
+        named = [f"{place}: not judged: {why}" for place, why in self.unjudged]
+        return "\n".join([*map(str, self.findings), *named, f"{self.judged} calls judged, {len(named)} not"])
+
+
+def place_parts(place: str) -> tuple[str, int]:
+    """(file, line) of "file:line"; of a place without a line, its first."""
+    file, _, line = place.rpartition(":")
+    return (file, int(line)) if file and line.isdigit() else (place, 1)
