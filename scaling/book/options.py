@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from scaling.check.findings import judging
 from scaling.console import SEEDS, Parser, integer, picture
 from scaling.sizes import format_sizes, parse_mesh
 from scaling.spec import ShardingError, parse
@@ -26,12 +27,6 @@ Fits = tuple[Iterable[str], dict[str, int]]
 def in_notebook() -> bool:
     """Whether this is IPython's kernel or prompt rather than a script."""
     return hasattr(builtins, "__IPYTHON__")
-
-
-def judging() -> bool:
-    """Whether the judge of types runs this program."""
-    watch = sys.modules.get("scaling.collectives.watch")
-    return watch is not None and watch.who_watches() is not None
 
 
 class ChapterParser(Parser):

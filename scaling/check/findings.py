@@ -1,5 +1,6 @@
 """The rules by name, and what the judge says of a program: what it found, and what it could not judge."""
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,3 +71,9 @@ def place_parts(place: str) -> tuple[str, int]:
     """(file, line) of "file:line"; of a place without a line, its first."""
     file, _, line = place.rpartition(":")
     return (file, int(line)) if file and line.isdigit() else (place, 1)
+
+
+def judging() -> bool:
+    """Whether the judge of types runs this program."""
+    watch = sys.modules.get("scaling.collectives.watch")
+    return watch is not None and watch.who_watches() is not None
