@@ -94,33 +94,22 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-# Without a group's name, as on an AbstractMesh, the result alone is made.
-
-
 def sum_over(x: Tensor, group: str) -> Tensor:
-    if not group:
-        return x.clone()
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group))
 
 
 def gather_over(x: Tensor, size: int, group: str) -> Tensor:
     """x[m, ...] -> [n*m, ...]."""
-    if not group:
-        return x.new_empty((size * len(x), *x.shape[1:]))
     return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group))
 
 
 def scatter_sum_over(x: Tensor, size: int, group: str) -> Tensor:
     """x[n*m, ...] -> [m, ...]."""
-    if not group:
-        return x.new_empty((len(x) // size, *x.shape[1:]))
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
 
 
 def exchange_over(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
     """AllToAll of rows of x: `sent` and `received` say how many for each member."""
-    if not group:
-        return x.new_empty((sum(received), *x.shape[1:]))
     return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(received), list(sent), group))
 
 

@@ -108,10 +108,11 @@ def describe(mesh):
     for axes in [("X",), ("Y",), ("X", "Y"), ("Y", "X")]:
         group = mesh.group(axes)
         assert mesh.group(axes) is group
-        assert all(group.member_of(group.block_of(member)) == member for member in range(group.size))
+        blocks = group.order or range(group.size)  # by member
+        assert [group.member_of(block) for block in blocks] == [*range(group.size)]
         said = [torch.zeros(2, dtype=torch.int64) for _ in range(group.size)]
         dist.all_gather(said, torch.tensor([mesh.rank, group.index]), group=group.pg)
-        groups[axes] = group.index, [group.block_of(m) for m in range(group.size)], [*group.ranks], said
+        groups[axes] = group.index, [*blocks], [*group.ranks], said
     return mesh.rank, mesh.coord, groups
 
 

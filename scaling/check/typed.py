@@ -170,11 +170,11 @@ class TypedLines:
             x = self.meta(x)
             self.skip(f"{line}: rows are sent by their values; the result is taken to be as it says")
             return x.index_select(0, torch.arange(len(x), device=x.device))
-        kind, line, x, mesh, *rest = args
+        what, x, mesh, *rest = args
         self.sizes = dict(mesh.sizes)
-        result = call(kind, line, self.meta(x), mesh, *rest)
+        result = call(what, self.meta(x), mesh, *rest)
         if isinstance(result, Pending):
-            self.pending.append((result, place_of_call(), line))
+            self.pending.append((result, place_of_call(), what[1]))
         return result
 
     def transferred(self, line: Any, x: Tensor, source: Any, target: Any, into: Any) -> Tensor:

@@ -1,13 +1,17 @@
 """Preallocated outputs, `out=` and `donate=True`: what they may be, so that nothing else is written over."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from scaling._torch import constant
 from scaling.spec import refuse
 
 
-def check_out(line, out: Tensor, shape: tuple[int, ...], dtype, device) -> None:
-    """ShardingError unless `out` can hold a result of this shape, dtype and device."""
+def check_out(line, out: Tensor, shape: torch.Size, dtype, device, *operands: Tensor | None, own=None) -> None:
+    """ShardingError unless `out` can hold a result of this shape, dtype and device, and shares no memory with the
+    operands; `own`: (dim, number) of the block of it that the first operand may be."""
     if not isinstance(out, Tensor):
         rule = "out is a preallocated tensor, overwritten and returned"
         refuse(line, f"out is a {type(out).__name__}", rule, "give a tensor, or leave out= away")
@@ -18,12 +22,24 @@ def check_out(line, out: Tensor, shape: tuple[int, ...], dtype, device) -> None:
     if out.dtype != dtype or out.device != device:
         what = f"the result is {dtype} on {device}, out {out.dtype} on {out.device}"
         refuse(line, what, "out has the dtype and the device of the result: nothing is converted", "leave out= away")
-    check_writable(line, out, "out")
+    if out.requires_grad or not out.is_contiguous() or out.is_neg() or out.is_conj():
+        check_writable(line, out, "out")
+    if overlap(out, *operands) and not (own and is_block(operands[0], out, *own)):
+        rule = "what is read is not written over"
+        refuse(line, "out shares memory with an operand", rule, "give a buffer of its own, or leave out= away")
 
 
-def refuse_overlap(line) -> None:
-    rule = "what is read is not written over"
-    refuse(line, "out shares memory with an operand", rule, "give a buffer of its own, or leave out= away")
+def is_block(x: Any, out: Tensor, dim: int, number: int) -> bool:
+    """Whether x is this block of a buffer that it is gathered into."""
+    block = out.narrow(dim, number * x.shape[dim], x.shape[dim])
+    return block.data_ptr() == x.data_ptr() and block.stride() == x.stride()
+
+
+@constant
+def refuse_in_graph(line: str, shape, dtype, given, found) -> None:
+    """While compiling: a buffer that does not fit."""
+    what, rule = f"the result is {dtype}{list(shape)}, out {found}{list(given)}", "out has the result's shape and dtype"
+    refuse(line, what, rule, "give such a buffer, or leave out= away")
 
 
 def check_writable(line, x: Tensor, what: str) -> None:

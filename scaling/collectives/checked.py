@@ -19,7 +19,7 @@ from scaling._torch import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
 from scaling.mesh.meeting import Intent, different, meeting
 from scaling.mesh.page import DIGEST, LENGTH
-from scaling.spec import Spec
+from scaling.spec import Spec, refuse
 
 SHOWN = 160  # letters of an argument; of a longer one its beginning and a digest
 
@@ -40,7 +40,24 @@ def agree_on(op, x: Tensor, traced: bool = False) -> None:
     """
     if compared(op):
         how = f"under {', '.join(mode_names())}" if modes() else "differentiated" if traced else ""
-        meet(op, call_of(op, x.shape, x.dtype, how))
+        if op.kind != "Ragged":
+            return meet(op, call_of(op, x.shape, x.dtype, how))
+        rows = x.narrow(op.dim, 0, 0)  # whose number differs
+        meet(op, call_of(op._replace(sends=(), receives=()), rows.shape, x.dtype, how))
+        if not modes():  # a tracer records the call, it does not make it
+            _compare_counts(op, x.device)
+
+
+def _compare_counts(op, device) -> None:
+    """ShardingError on every rank unless what one sends is what the other receives."""
+    mine = torch.tensor([op.sends, op.receives], device=device)
+    counts = [torch.empty_like(mine) for _ in range(op.size)]
+    dist.all_gather(counts, mine, group=process_group(op.group))
+    table = torch.stack([counts[op.member(block)] for block in range(op.size)])
+    if not torch.equal(table[:, 0].T, table[:, 1]):
+        what = f"the ranks send {table[:, 0].tolist()}, but expect {table[:, 1].tolist()}"
+        rule = "what rank i sends to j is what j receives from i"
+        refuse(op.line, what, rule, "exchange the counts by an AllToAll first")
 
 
 def meet(op, call: Intent) -> None:

@@ -33,6 +33,9 @@ class Kernel(NamedTuple):
     into: Callable | None = None
     order: "Order | None" = None
 
+    def __str__(self) -> str:
+        return f"einsum: {self.line}"
+
     def flops(self, a: Tensor, b: Tensor | None) -> int:
         """2 x the product of all sizes if a dim is contracted, else 1 x (Part 4, Counting Dots), 0 for one operand."""
         if b is None:

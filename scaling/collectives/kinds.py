@@ -1,208 +1,223 @@
-"""The kinds of collectives in one table, and what follows from it: transposes, shapes, bytes, and how each is run."""
+"""How the data of an `Op` moves: each kind once, over either of two transports.
 
-from collections.abc import Callable
-from time import time_ns
-from typing import Any, NamedTuple
+Each function of a kind starts an op of more than one rank and returns (what to wait for, a function that then makes the
+result). `out` is a preallocated output; it is returned as the result if that was made there. A ReduceScatter over gloo
+is an AllToAll and a local sum: gloo's own is an AllReduce inside, with twice the bytes. Gathered and scattered dims
+are outermost in memory: what is copied is then a shard, never the whole array.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as padded
 
 from scaling._torch import lazy_clone
-from scaling.collectives import eager, traced
-from scaling.collectives.eager import Start, Started
-from scaling.collectives.op import Op, dual_line
+from scaling.collectives.op import CARRIED, LOCAL, Op, as_carried, output_shape
+from scaling.collectives.transport import IN_GRAPH, TO_NOBODY, OnGroup, Transport
 from scaling.mesh import Group
-from scaling.spec import parse_line, refuse
-from scaling.trace import Event, now
+
+Started = tuple[Sequence[Any], Callable[[], Tensor]]
+StartMove = Callable[[Tensor, Op, Transport, "Tensor | None"], Started]
 
 
-class Kind(NamedTuple):
-    """`dual`: the kind of the transpose. `resize(op, shape)`: makes the result's shape of the operand's. `sent(op, V)`:
-    bytes that one rank sends, by the algorithm that is optimal in bytes, of the book's V (the gathered or unreduced
-    array). `traced`, `eager`: how it runs."""
-
-    dual: str
-    resize: Callable[[Op, list[int]], None]
-    sent: Callable[[Op, int], int]
-    traced: Callable[[Tensor, Op], Tensor]
-    eager: Start | None = None
+def split_dim(x: Tensor, n: int, dim: int) -> Tensor:
+    """[..., n*m, ...] -> [n, ..., m, ...]: the blocks of a dim, as a leading dim."""
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
 
 
-def grows(op: Op, shape: list[int]) -> None:
-    shape[op.dim] *= op.size
+def join(blocks: Tensor, dim: int) -> Tensor:
+    """[n, ..., m, ...] -> [..., n*m, ...]: the inverse of split."""
+    return blocks.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _splits(op: Op, shape: list[int]) -> None:
-    shape[op.dim] //= op.size
+def reorder(blocks: Tensor, order: tuple[int, ...], inverse: bool = False) -> Tensor:
+    """Blocks into members' order, or (inverse) members' into blocks' order."""
+    if not order:
+        return blocks
+    index = [order.index(b) for b in range(len(order))] if inverse else list(order)
+    return torch.stack([blocks[i] for i in index])
 
 
-def _moves(op: Op, shape: list[int]) -> None:
-    shape[op.dim], shape[op.to] = shape[op.dim] * op.size, shape[op.to] // op.size
+def combine_parts(parts: Tensor, by: str, out: Tensor | None = None) -> Tensor:
+    """[n, ...] -> [...]: the sum, or the greatest or least. A maximum with a NaN among its parts is NaN."""
+    if by == "sum":
+        return torch.sum(parts, 0, dtype=parts.dtype, out=out)
+    return torch.amax(parts, 0, out=out) if by == "max" else torch.amin(parts, 0, out=out)
 
 
-def stays(op: Op, shape: list[int]) -> None:
-    pass
+def all_reduce(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    """A maximum is a ReduceScatter of the elements in a row and an AllGather: gloo's and NCCL's own lose NaNs."""
+    if op.by == "sum":
+        works, total = via.total(x, op, out)
+        return works, lambda: total
+    flat = padded(x.flatten(), (0, -x.numel() % op.size))
+    _, parts = via.exchange(flat.view(op.size, len(flat) // op.size), op)  # which is there at once
+    whole = via.gather(combine_parts(parts, op.by), op, None)[1].flatten()
+    whole = (
+        whole if len(whole) == x.numel() else whole[: x.numel()].clone()
+    )  # forward-mode AD wants no part of a tensor
+    return (), lambda: whole.view(x.shape)
 
 
-def no_bytes(op: Op, V: int) -> int:
-    return 0
+def all_gather(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    dim, blocks = op.dim, None
+    mine = (x.movedim(dim, 0) if dim else x).contiguous()
+    if out is not None and (op.backend == "gloo" or not op.order):  # others deliver in members' order
+        whole = out.movedim(dim, 0) if dim else out
+        blocks = whole.view(op.size, *mine.shape) if whole.is_contiguous() else None
+    out = None if blocks is None else out
+    works, blocks, order = via.gather(mine, op, blocks)
+    return works, partial(_joined, blocks, dim, order, out)
 
 
-def others_share(op: Op, V: int) -> int:
-    return (op.size - 1) * V // op.size
+def _joined(blocks: Tensor, dim: int, order: tuple[int, ...], out: Tensor | None) -> Tensor:
+    """[n, m, ...] -> [..., n*m, ...], a view: the dim stays outermost in memory. `out`, if it was made there."""
+    if out is not None:
+        return out
+    whole = (reorder(blocks, order, inverse=True) if order else blocks).flatten(0, 1)
+    return whole.movedim(0, dim) if dim else whole
 
 
-def both_ways(op: Op, V: int) -> int:
-    return 2 * (op.size - 1) * V // op.size
+def reduce_scatter(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    dim = op.dim
+    sent = (x.movedim(dim, 0) if dim else x).contiguous()  # no copy if the dim is the outermost in memory already
+    sent = sent.view(op.size, len(sent) // op.size, *sent.shape[1:])
+    sent = reorder(sent, op.order) if op.order else sent
+    if op.backend != "gloo" and op.by == "sum":
+        works, mine = via.scatter_sum(sent, op)
+        return works, lambda: mine.movedim(0, dim)
+    works, received = via.exchange(sent, op)
+    if out is not None and dim == 0 and out.is_contiguous():
+        return works, partial(combine_parts, received, op.by, out)
+    return works, lambda: combine_parts(received, op.by).movedim(0, dim)  # quicker than to transpose first
 
 
-def _exchanged(op: Op, V: int) -> int:
-    return (op.size - 1) * V // op.size**2
+def all_to_all(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    works, received = via.exchange(reorder(split_dim(x, op.size, op.to), op.order), op)
+    return works, lambda: join(reorder(received, op.order, inverse=True), op.dim)
 
 
-def permuted(op: Op, V: int) -> int:
-    return V if any(source == op.index != target for source, target in op.pairs) else 0
+def permute(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    """Send x from block to block; a rank that receives nothing gets zeros."""
+    sends, receives = op.ends
+    works, received = via.pass_on(x, op, sends, receives) if op.size > 1 else ((), x.clone())
+    return works, lambda: received if receives else torch.zeros_like(x)
 
 
-def from_root(op: Op, V: int) -> int:
-    return (op.size - 1) * V if traced.at_root(op) else 0
+def exchange_ragged(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    """Blocks of as many rows as each has. The group lists its members in the mesh's order, not in the line's."""
+    rows, sends, receives = x.movedim(op.dim, 0), op.sends, op.receives
+    if op.order:
+        blocks = rows.split(sends)
+        rows = torch.cat([blocks[block] for block in op.order])
+        sends, receives = (tuple(counts[block] for block in op.order) for counts in (sends, receives))
+    works, received = via.exchange(rows, op, sends, receives)
+
+    def finish() -> Tensor:
+        parts = received.split(receives) if op.order else ()
+        rows = torch.cat([parts[op.member(block)] for block in range(op.size)]) if op.order else received
+        return rows.movedim(0, op.dim)
+
+    return works, finish
 
 
-def parts_from_root(op: Op, V: int) -> int:
-    return others_share(op, V) if traced.at_root(op) else 0
+# Ops with a root. What only the root has is, elsewhere, zeros: so each is a linear map.
 
 
-def to_root(op: Op, V: int) -> int:
-    return 0 if traced.at_root(op) else V
+def broadcast(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    works, total = via.total(x if op.at_root else torch.zeros_like(x), op, None)
+    return works, lambda: total
 
 
-def part_to_root(op: Op, V: int) -> int:
-    return 0 if traced.at_root(op) else V // op.size
+def reduce(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    works, finish = all_reduce(x, op, via, None)
+    return works, lambda: finish() if op.at_root else torch.zeros_like(finish())
 
 
-KINDS = {
-    "AllGather": Kind("ReduceScatter", grows, others_share, traced.all_gather, eager.all_gather),
-    "ReduceScatter": Kind("AllGather", _splits, others_share, traced.reduce_scatter, eager.reduce_scatter),
-    "AllReduce": Kind("AllReduce", stays, both_ways, traced.all_reduce, eager.all_reduce),
-    "AllToAll": Kind("AllToAll", _moves, _exchanged, traced.all_to_all, eager.all_to_all),
-    "CollectivePermute": Kind("CollectivePermute", stays, permuted, traced.permute, eager.permute),
-    "Slice": Kind("Pad", _splits, no_bytes, traced.slice_),
-    "Pad": Kind("Slice", grows, no_bytes, traced.pad),
-    "Broadcast": Kind("Reduce", stays, from_root, traced.broadcast),
-    "Reduce": Kind("Broadcast", stays, to_root, traced.reduce),
-    "Scatter": Kind("Gather", _splits, parts_from_root, traced.scatter),
-    "Gather": Kind("Scatter", grows, part_to_root, traced.gather),
+def scatter(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    from_root, to_all = _between_root_and_all(op)
+    blocks = reorder(split_dim(x, op.size, op.dim), op.order)
+    works, received = via.exchange(blocks if op.at_root else blocks[:0], op, to_all, from_root)
+    return works, lambda: received[0]
+
+
+def gather(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    to_root, from_all = _between_root_and_all(op)
+    works, blocks = via.exchange(x[None], op, to_root, from_all)
+    if op.at_root:
+        return works, lambda: join(reorder(blocks, op.order, inverse=True), op.dim)
+    return works, lambda: x.new_zeros(output_shape(op, x.shape))
+
+
+def _between_root_and_all(op: Op) -> tuple[list[int], list[int]]:
+    """How many blocks this member has with each one if all have one with the root, and if the root has one with each
+    of them."""
+    root = op.member(op.root or 0)
+    return [int(member == root) for member in range(op.size)], [int(op.at_root)] * op.size
+
+
+def slice_(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    return (), lambda: split_dim(x, op.size, op.dim)[op.index].clone()
+
+
+def pad(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
+    """This rank's block in its place among zeros."""
+    m, behind = x.shape[op.dim], [0, 0] * (x.dim() - 1 - op.dim)
+    return (), lambda: padded(x, (*behind, op.index * m, (op.size - 1 - op.index) * m))
+
+
+MOVES: dict[str, StartMove] = {
+    "AllGather": all_gather,
+    "ReduceScatter": reduce_scatter,
+    "AllReduce": all_reduce,
+    "AllToAll": all_to_all,
+    "CollectivePermute": permute,
+    "Ragged": exchange_ragged,
+    "Slice": slice_,
+    "Pad": pad,
+    "Broadcast": broadcast,
+    "Reduce": reduce,
+    "Scatter": scatter,
+    "Gather": gather,
 }
-LOCAL = ("Slice", "Pad")  # nothing is sent
-ADDS = ("ReduceScatter", "AllReduce", "Broadcast", "Reduce")  # put elements of several ranks together (of zeros too)
 
 
-def dual(op: Op) -> Op:
-    """The transpose (of a sum), which carries cotangents back."""
-    pairs = tuple((target, source) for source, target in op.pairs)
-    dim, to = (op.to, op.dim) if op.kind == "AllToAll" else (op.dim, op.to)
-    kind, line = KINDS[op.kind].dual, dual_line(op.line, op.axes)
-    return op._replace(kind=kind, dim=dim, to=to, pairs=pairs, by="sum", line=line)
-
-
-def output_shape(op: Op, shape) -> list[int]:
-    """The shape of the result of an op on a tensor of this shape."""
-    result = list(shape)
-    KINDS[op.kind].resize(op, result)
-    return result
-
-
-def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
-    """What a trace records of an op on x."""
-    kind, (before,), after = KINDS[op.kind], parse_line(op.line).operands, parse_line(op.line).result
-    V = x.numel() * x.element_size() * (op.size if kind.resize in (grows, _moves) and op.kind != "Pad" else 1)
-    name = "Slice" if op.kind == "Pad" else op.kind
-    sources = [source for source, target in op.pairs if target == op.index != source]
-    sources += [] if op.root is None or op.root == op.index else [op.root]
-    peers = tuple(op.order.index(source) if op.order else source for source in sources)
-    return Event(name, op.axes, before, after, V, kind.sent(op, V), async_op=async_op, called=now(), group=op.group,
-                 peers=peers, dtype=x.dtype, key=key_of(x))  # fmt: skip
-
-
-def key_of(x: Tensor) -> tuple[int, ...]:
-    """What tells x apart from other operands as long as it is not changed; () of what has no memory. Addresses are used
-    again: so the memory keeps when it was first asked about."""
-    try:
-        first = x.untyped_storage().__dict__.setdefault("_first_seen", time_ns())
-        return (first, x.data_ptr(), x._version)
-    except RuntimeError:
-        return ()
-
-
-def runs_behind(op: Op, group: Group) -> bool:
-    """Whether an op that is started runs while this rank goes on."""
-    return KINDS[op.kind].eager is not None and (group.pg is not None or op.backend == "gloo") and op.by == "sum"
-
-
-def starter(op: Op, group: Group, dtype: torch.dtype) -> Start:
-    """What starts an op that nothing differentiates, on operands of this dtype."""
+def starter(op: Op, group: Group, dtype: torch.dtype) -> tuple[StartMove, Transport]:
+    """What starts an op that nothing differentiates, on operands of this dtype, and over what."""
     if op.size == 1 and op.kind != "CollectivePermute":
-        return _alone
-    run = KINDS[op.kind].eager
-    if run is None or not runs_behind(op, group):
-        return _at_once
-    return run if dtype in CARRIED else _carried
+        return _alone, IN_GRAPH
+    if op.kind in LOCAL or op.by != "sum" or (group.pg is None and op.backend != "gloo"):
+        return _at_once, IN_GRAPH
+    return MOVES[op.kind] if dtype in CARRIED else _carried, OnGroup(group)
 
 
-def _alone(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
+def _alone(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
     return (), lambda: lazy_clone(x) if out is None else x
 
 
-def _at_once(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
+def _at_once(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
     result = out if out is not None and op.backend == "abstract" else traceable(x, op)
     return (), lambda: result
 
 
-def _carried(x: Tensor, op: Op, group: Group, out: Tensor | None) -> Started:
+def _carried(x: Tensor, op: Op, via: Transport, out: Tensor | None) -> Started:
     """Of a dtype that transports do not carry as it is."""
     carried, back = as_carried(x)
-    run: Any = KINDS[op.kind].eager
-    works, make = run(carried, op, group, None)
+    works, make = MOVES[op.kind](carried, op, via, None)
     return works, lambda: back(make())
 
 
 def traceable(x: Tensor, op: Op) -> Tensor:
     """An op as torch.func, torch.compile and make_fx see through it; of an AbstractMesh, its result's shape."""
-    kind = KINDS[op.kind]
     if op.size == 1 and op.kind != "CollectivePermute":
         return x.clone()
     if op.kind in LOCAL:
-        return kind.traced(x, op)
+        return MOVES[op.kind](x, op, IN_GRAPH, None)[1]()
     if op.backend == "abstract":
         return x.new_empty(output_shape(op, x.shape))
     carried, back = as_carried(x)
-    return back(kind.traced(carried, op))
-
-
-CARRIED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}  # dtypes that every transport moves and adds
-CARRIED |= {torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
-TWIN = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # what carries other dtypes' bits, by size
-
-
-def check_dtype(op: Op, dtype: torch.dtype) -> None:
-    """ShardingError if an op cannot put elements of this dtype together."""
-    if op.kind in ADDS and dtype not in CARRIED and not (dtype.is_complex and op.by == "sum"):
-        rule = "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones are added"
-        refuse(f"{op.kind}: {op.line}", f"the {op.reduction} of {dtype}", rule, "convert it, e.g. .to(torch.float32)")
-    if op.mean and not (dtype.is_floating_point or dtype.is_complex):
-        refuse(f"{op.kind}: {op.line}", f"the mean of {dtype}", "a mean has fractions", "convert it, or use op='sum'")
-
-
-def as_carried(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """x in a dtype that transports carry, and the way back. They read memory: what is conjugated or negated only by a
-    bit of the tensor's is written out first."""
-    x, dtype = x.resolve_neg(), x.dtype
-    if dtype in CARRIED:
-        return x, _same
-    if dtype.is_complex:
-        return torch.view_as_real(x.resolve_conj()), torch.view_as_complex
-    return x.view(TWIN[dtype.itemsize]), lambda y: y.view(dtype)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+    _, make = MOVES[op.kind](carried, op, IN_GRAPH if op.group else TO_NOBODY, None)
+    return back(make())

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from scaling._torch import any_modes, in_transform, modes
 from scaling.collectives.checked import agree_on
-from scaling.collectives.kinds import dual, event, traceable
-from scaling.collectives.op import Op
+from scaling.collectives.kinds import traceable
+from scaling.collectives.op import Op, dual, event
 from scaling.collectives.watch import who_watches
 from scaling.trace import done, open_logs, reached, record
 
@@ -44,7 +44,8 @@ def followed(x: Tensor) -> bool:
 
 def apply(x: Tensor, op: Op) -> Tensor:
     """The op on x, so that it can be differentiated."""
-    return differentiable(x, *op)
+    result = differentiable(x, *op)
+    return result / op.size if op.mean else result
 
 
 def differentiable(x: Tensor, *op) -> Tensor:

@@ -1,4 +1,8 @@
-"""A typed line made ready to run on a mesh: its steps, and what the operand and the buffers given for it must be."""
+"""A typed line made ready to run on a mesh: its steps, and what the operand and the buffers given for it must be.
+
+A `LineStep` is what the line says alone. A `ReadyLine` is that for operands of one shape, dtype and device: it is made
+at their first call, when all that can be is checked and decided; later calls run it.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,11 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scaling import trace
 from scaling.algebra.rules import CollectiveStep, collective_steps
-from scaling.collectives.buffers import check_out, check_writable, overlap, refuse_overlap
-from scaling.collectives.kinds import CARRIED, check_dtype, output_shape
+from scaling.collectives.buffers import check_out, check_writable
+from scaling.collectives.checked import call_of, compared, meet
+from scaling.collectives.kinds import starter
 from scaling.collectives.linear import PLAIN, register
-from scaling.collectives.op import Op
+from scaling.collectives.op import CARRIED, Op, check_dtype, event, output_shape
+from scaling.collectives.pending import Pending
+from scaling.mesh.meeting import meeting
 from scaling.spec import Line, ShardingError, Spec, mesh_sizes, parse_line, refuse
 
 REDUCTIONS = ("sum", "mean", "max", "min")
@@ -24,7 +32,6 @@ class LineStep(NamedTuple):
     """
 
     op: Op
-    group: Any  # a Group; None while compiling
     dims: int
     splits: int | None = None
     numbers: tuple[tuple[int, int], ...] = ()
@@ -106,7 +113,7 @@ def _permute(mesh, line: str, axes: tuple[str, ...], pairs: tuple[tuple[int, int
             rule = f"sources are distinct, targets are distinct, and all lie in 0..{group.size - 1}"
             refuse(line, f"ppermute over {axes[0]} (size {group.size}) by {pairs}", rule, "give such pairs")
     op = Op.over(group, "CollectivePermute", f"{before} -> {after}", pairs=pairs)
-    return LineStep(op, group, len(before.dims), None, numbers(before, mesh), on(mesh))
+    return LineStep(op, len(before.dims), None, numbers(before, mesh), on(mesh))
 
 
 def unsplit(line: str) -> CollectiveStep | None:
@@ -126,14 +133,13 @@ def _step(mesh, kind: str, step: CollectiveStep, root: int | None, by: str) -> L
         )
     line, mean = f"{step.before} -> {step.after}", by == "mean"
     op = Op.over(group, kind, line, dim=step.dim, to=step.to, root=root, by="sum" if mean else by, mean=mean)
-    return LineStep(op, group, len(step.before.dims), step.splits, numbers(step.before, mesh), on(mesh))
+    return LineStep(op, len(step.before.dims), step.splits, numbers(step.before, mesh), on(mesh))
 
 
 def check_operand(kind: str, line: Line, group, x: Tensor, mesh) -> None:
     """ShardingError unless x has the dims of a line's operand, and lies on the mesh's device."""
     before = line.operands[0]
-    step = LineStep(Op.over(group, kind, str(line)), group, len(before.dims), None, numbers(before, mesh), on=on(mesh))
-    step.check(x, mesh)
+    LineStep(Op.over(group, kind, str(line)), len(before.dims), None, numbers(before, mesh), on(mesh)).check(x, mesh)
 
 
 def on(mesh) -> str:
@@ -147,56 +153,91 @@ def numbers(spec: Spec, mesh) -> tuple[tuple[int, int], ...]:
     return tuple((i, Spec("", ((dim, axes),)).local_shape((int(dim),), sizes)[0]) for i, dim, axes in fixed)
 
 
-def constants(mesh, kind: str, line: str, root: int | None, by: str) -> tuple:
+def constants(mesh, what: tuple) -> tuple:
     """The steps of a line as plain tuples, worked out while compiling: a graph holds constants."""
     register()
-    steps = resolve(mesh, kind, line, root, by)
-    return tuple((tuple(step.op), step.dims, step.splits, step.numbers) for step in steps)
+    return tuple((tuple(step.op), *step[1:]) for step in steps_of(mesh, what))
 
 
-def check_result(steps: Sequence[LineStep], x: Tensor, out: Tensor) -> None:
-    """ShardingError unless `out` can take the result of a line's steps on x; it may be x, reduced in place."""
-    if out is x:
-        if not x.is_contiguous() or x.requires_grad or x.is_neg() or x.is_conj():
-            check_writable(steps[0], x, "the donated operand")
-        return
-    shape = x.shape
+def refuse_shape(mesh, what: tuple, number: int, shape: tuple[int, ...]) -> None:
+    """While compiling: the error of a step that an operand of this shape does not fit."""
+    steps_of(mesh, what)[number].refuse_shape(shape)
+
+
+def shapes_of(steps: Sequence[LineStep], shape: Sequence[int]) -> list[Sequence[int]]:
+    """The shapes of the operand, before each step, and of the result. ShardingError if one does not fit its step."""
+    shapes = [shape]
     for step in steps:
-        if not step.fits(shape):
-            step.refuse_shape(tuple(shape))
-        shape = output_shape(step.op, shape)
-    if not isinstance(out, Tensor) or [*out.shape] != shape or out.dtype is not x.dtype or out.device != x.device:
-        check_out(_whole(steps), out, tuple(shape), x.dtype, x.device)
-    if not out.is_contiguous() or out.requires_grad or out.is_neg() or out.is_conj():
-        check_writable(_whole(steps), out, "out")
-    if overlap(out, x) and not (len(steps) == 1 and steps[0].op.kind == "AllGather" and is_own_block(x, out, step.op)):
-        refuse_overlap(_whole(steps))
+        if not step.fits(shapes[-1]):
+            step.refuse_shape(tuple(shapes[-1]))
+        shapes.append(output_shape(step.op, shapes[-1]))
+    return shapes
 
 
-def _whole(steps: Sequence[LineStep]) -> str:
+def text_of(steps: Sequence[LineStep]) -> str:
     """The line that these steps do together."""
     return f"{steps[0].op.kind}: {steps[0].op.line.split(' -> ')[0]} -> {steps[-1].op.line.split(' -> ')[1]}"
 
 
-def is_own_block(x: Tensor, out: Tensor, op: Op) -> bool:
-    """Whether x is its block of the buffer that it is gathered into."""
-    block = out.narrow(op.dim, op.index * x.shape[op.dim], x.shape[op.dim])
-    return block.data_ptr() == x.data_ptr() and block.stride() == x.stride()
+def check_result(first: LineStep, x: Tensor, out: Tensor, shape: torch.Size, text: str) -> None:
+    """ShardingError unless `out` can take a line's result; it may be x, reduced in place, or hold x as its own block of
+    what is gathered."""
+    if out is not x:
+        gathers = text == str(first) and first.op.kind == "AllGather"
+        check_out(text, out, shape, x.dtype, x.device, x, own=(first.op.dim, first.op.index) if gathers else None)
+    elif not x.is_contiguous() or x.requires_grad or x.is_neg() or x.is_conj():
+        check_writable(first, x, "the donated operand")
 
 
-def refuse_shape(mesh, kind: str, line: str, root: int | None, by: str, shape: tuple[int, ...]) -> None:
-    """While compiling: the error of the first step that x, of this shape, does not fit."""
-    x = torch.empty(shape, device="meta")
-    for step in resolve(mesh, kind, line, root, by):
-        if not step.fits(x.shape):
-            step.refuse_shape(tuple(x.shape))
-        x = x.new_empty(output_shape(step.op, x.shape))
+class ReadyLine:
+    """A line made ready for operands as x: its `steps`, its result's `shape`, and its `text` in errors. ShardingError
+    if x is not what the line says."""
+
+    __slots__ = ("shape", "steps", "text")
+
+    def __init__(self, steps: Sequence[LineStep], x: Tensor, mesh):
+        steps[0].check(x, mesh)
+        *shapes, result = map(torch.Size, shapes_of(steps, x.shape))
+        self.steps = [ReadyStep(step, shape, x.dtype, mesh) for step, shape in zip(steps, shapes, strict=True)]
+        self.shape, self.text = result, text_of(steps)
 
 
-def refuse_buffer(mesh, line: str, shape, given, dtype, found) -> None:
-    """While compiling: a buffer that does not fit."""
-    what, rule = f"the result is {dtype}{list(shape)}, out {found}{list(given)}", "out has the result's shape and dtype"
-    refuse(line, what, rule, "give such a buffer, or leave out= away")
+class ReadyStep:
+    """One step of it: how its op starts, and what the ranks compare."""
+
+    __slots__ = ("call", "compares", "line", "meeting", "op", "start", "via")
+
+    def __init__(self, step: LineStep, shape: torch.Size, dtype: torch.dtype, mesh):
+        self.line, self.op = step, step.op
+        self.start, self.via = starter(step.op, mesh.group(step.op.axes), dtype)
+        self.compares, self.call = compared(step.op), call_of(step.op, shape, dtype, "")
+        self.meeting = meeting(step.op.checked)
+
+    def run(self, x: Tensor, async_op: bool = False, out: Tensor | None = None) -> Any:
+        """The result, or with `async_op` a Pending; in the buffer `out`, if one is given."""
+        seen = trace.reached(event(self.op, x, async_op)) if trace.open_logs else None
+        if self.compares:
+            self.meeting.meet(self.call) if self.meeting is not None else meet(self.op, self.call)
+        if seen is not None:
+            trace.record(seen)
+        works, make = self.start(x, self.op, self.via, out)
+        finish = make if out is None and not self.op.mean else lambda: self._finished(make(), out)
+        if async_op:
+            return Pending(works, finish, seen, self.line)
+        if seen is not None:
+            seen.left = seen.waited = trace.now()
+        for work in works:
+            work.wait()
+        result = finish()
+        if seen is not None:
+            trace.done(seen)
+        return result
+
+    def _finished(self, result: Tensor, out: Tensor | None) -> Tensor:
+        """The result divided by the size, of a mean; and in the buffer given for it, if it was not made there."""
+        if self.op.mean and self.op.size > 1:
+            result.div_(self.op.size)
+        return result if out is None or result is out else out.copy_(result)
 
 
 def _a(kind: type) -> str:

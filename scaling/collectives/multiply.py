@@ -12,7 +12,7 @@ from torch import Tensor
 from scaling import trace
 from scaling._torch import constant
 from scaling.algebra.contraction import check_product, refuse_product
-from scaling.collectives.buffers import check_out, overlap, overlaps_itself, refuse_overlap
+from scaling.collectives.buffers import check_out, refuse_in_graph
 from scaling.collectives.kernel import (
     Kernel,
     Order,
@@ -68,8 +68,13 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         refuse_product(product.line, what, "shards are dense tensors", "give them as .to_dense()")
     if defer:
         return Deferred(einsum, line, a, b)
-    if out is not None or add:
-        _check_out(product, a, b, out)
+    if out is not None:
+        sizes: Any = a.shape, b if b is None else b.shape
+        shape = torch.Size([sizes[operand][i] for operand, i in product.result])
+        dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
+        check_out(product, out, shape, dtype, a.device, a, b)
+    elif add:
+        refuse_product(product.line, "add=True without out", "a product is added to a buffer", "give out=")
     event = None
     if trace.open_logs:
         event = trace.Event("Einsum", (), product.line.operands, product.line.result, flops=product.flops(a, b))
@@ -102,7 +107,7 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
     if out is None:
         return result.clone() if copies else result
     if out.shape != result.shape or out.dtype != result.dtype:
-        _refuse_buffer(line, tuple(result.shape), result.dtype, tuple(out.shape), out.dtype)
+        refuse_in_graph(f"einsum: {line}", tuple(result.shape), result.dtype, tuple(out.shape), out.dtype)
     return out.add_(result) if add else out.copy_(result)
 
 
@@ -117,12 +122,6 @@ def _constants(line: str) -> tuple:
 @constant
 def _refuse_shapes(line: str, *shapes: tuple[int, ...]) -> None:
     _refuse_operands(check_product(line), *(torch.empty(shape, device="meta") for shape in shapes))
-
-
-@constant
-def _refuse_buffer(line: str, shape, dtype, given, found) -> None:
-    what, rule = f"the result is {dtype}{list(shape)}, out {found}{list(given)}", "out has the result's shape and dtype"
-    refuse_product(check_product(line), what, rule, "give such a buffer, or leave out= away")
 
 
 def _refuse_operands(line: Line, *operands: Tensor | None) -> NoReturn:
@@ -142,21 +141,6 @@ def _refuse_operands(line: Line, *operands: Tensor | None) -> NoReturn:
     what = f"shards of shapes {[tuple(x.shape) for x in given]}: {what}"
     rule = "shards of one dim, split alike, have one size"
     refuse_product(line, what, rule, "give shards as their types say")
-
-
-def _check_out(product: Kernel, a: Tensor, b: Tensor | None, out: Tensor | None) -> None:
-    """ShardingError unless `out` can hold the product, and shares no memory with the operands."""
-    if out is None:
-        refuse_product(product.line, "add=True without out", "a product is added to a buffer", "give out=")
-    sizes: Any = a.shape, b if b is None else b.shape
-    shape = tuple([sizes[operand][i] for operand, i in product.result])
-    fits = isinstance(out, Tensor) and out.shape == shape and out.dtype is a.dtype
-    odd = fits and not out.is_contiguous() and (overlaps_itself(out) or out.is_conj() or out.is_neg())
-    if not fits or odd or out.requires_grad or out.device != a.device:
-        dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
-        check_out(f"einsum: {product.line}", out, shape, dtype, a.device)
-    if overlap(out, a, b):
-        refuse_overlap(f"einsum: {product.line}")
 
 
 def _refuse_kind(line: Line, a: Tensor, b: Tensor | None, out: Tensor | None, error: RuntimeError) -> None:

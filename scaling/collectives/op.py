@@ -1,20 +1,30 @@
-"""Collectives as data: an `Op` is one collective over one group, as constants that a compiler can keep in its graph."""
+"""Collectives as data: an `Op` is one collective over one group, and the table of kinds says what follows from it.
 
+From the table are read the transpose, the shape of the result, which dtypes it can put together, and what a trace
+records. How data moves is in `scaling.collectives.transport`.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from time import time_ns
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from scaling.mesh import Group
-from scaling.spec import parse_line
+from scaling.spec import parse_line, refuse
+from scaling.trace import Event, now
 
 
 class Op(NamedTuple):
-    """One collective over one group.
+    """One collective over one group, as constants that a compiler can keep in its graph.
 
     `dim`: the dim that grows (AllGather, Pad, Gather, AllToAll) or is split (ReduceScatter, Slice, Scatter); `to`: the
     dim that an AllToAll splits; `pairs`: of a CollectivePermute, its (source, target) blocks; `root`: of an op that has
-    one, the root's block; `by`: how partial values are put together, "sum", "max" or "min"; `mean`: whoever calls it
-    divides the sum by the number of ranks; `line`: the types before and after; `checked`: where ranks compare calls
-    first.
+    one, the root's block; `by`: how partial values are put together, "sum", "max" or "min"; `mean`: the sum is divided
+    by the number of ranks afterwards; `line`: the types before and after; `checked`: where ranks compare calls first;
+    `sends`, `receives`: of a Ragged op, how many rows of `dim` go to each block and come from it.
     """
 
     kind: str
@@ -32,11 +42,27 @@ class Op(NamedTuple):
     axes: tuple[str, ...] = ()
     line: str = ""
     checked: str = ""
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
 
     @property
     def reduction(self) -> str:
         """What the caller gets of partial values: their "sum", "mean", "max" or "min"."""
         return "mean" if self.mean else self.by
+
+    @property
+    def at_root(self) -> bool:
+        return self.index == self.root
+
+    def member(self, block: int) -> int:
+        """Which member of the process group has a block."""
+        return self.order.index(block) if self.order else block
+
+    @property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """The members that this rank sends to by `pairs`, and those that it receives from: one each, or none."""
+        to = [self.member(target) for source, target in self.pairs if source == self.index]
+        return to, [self.member(source) for source, target in self.pairs if target == self.index]
 
     @staticmethod
     def over(group: Group, kind: str, line: str, **options) -> "Op":
@@ -51,9 +77,120 @@ class Op(NamedTuple):
         return self._replace(dim=self.dim + 1, to=self.to + 1)
 
 
+class Kind(NamedTuple):
+    """`dual`: the kind of the transpose. `sent(op, V)`: bytes that one rank sends, by the algorithm that is optimal in
+    bytes, of the book's V (the gathered or unreduced array). Whether a dim `grows`, or is `split` (of an AllToAll `dim`
+    and `to`); whether elements of several ranks, zeros too, are put together (`adds`); the name in a trace, where that
+    is another."""
+
+    dual: str
+    sent: Callable[[Op, int], int]
+    grows: bool = False
+    splits: bool = False
+    adds: bool = False
+    traced: str = ""
+
+
+def _permuted(op: Op, V: int) -> int:
+    return V if any(source == op.index != target for source, target in op.pairs) else 0
+
+
+def _sent_rows(op: Op, V: int) -> int:
+    rows = sum(op.sends)
+    return V // op.size * (rows - op.sends[op.index]) // max(1, rows)
+
+
+KINDS = {
+    "AllGather": Kind("ReduceScatter", lambda op, V: (op.size - 1) * V // op.size, grows=True),
+    "ReduceScatter": Kind("AllGather", lambda op, V: (op.size - 1) * V // op.size, splits=True, adds=True),
+    "AllReduce": Kind("AllReduce", lambda op, V: 2 * (op.size - 1) * V // op.size, adds=True),
+    "AllToAll": Kind("AllToAll", lambda op, V: (op.size - 1) * V // op.size**2, grows=True, splits=True),
+    "CollectivePermute": Kind("CollectivePermute", _permuted),
+    "Slice": Kind("Pad", lambda op, V: 0, splits=True),
+    "Pad": Kind("Slice", lambda op, V: 0, grows=True, traced="Slice"),
+    "Broadcast": Kind("Reduce", lambda op, V: (op.size - 1) * V if op.at_root else 0, adds=True),
+    "Reduce": Kind("Broadcast", lambda op, V: 0 if op.at_root else V, adds=True),
+    "Scatter": Kind("Gather", lambda op, V: (op.size - 1) * V // op.size if op.at_root else 0, splits=True),
+    "Gather": Kind("Scatter", lambda op, V: 0 if op.at_root else V // op.size, grows=True),
+    "Ragged": Kind("Ragged", _sent_rows, traced="AllToAll"),
+}
+LOCAL = ("Slice", "Pad")  # nothing is sent
+ADDS = tuple(name for name, kind in KINDS.items() if kind.adds)
+CARRIED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}  # dtypes that every transport moves and adds
+CARRIED |= {torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
+TWIN = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # what carries other dtypes' bits, by size
+
+
+def dual(op: Op) -> Op:
+    """The transpose (of a sum), which carries cotangents back."""
+    pairs = tuple((target, source) for source, target in op.pairs)
+    dim, to = (op.to, op.dim) if op.kind == "AllToAll" else (op.dim, op.to)
+    back = {"pairs": pairs, "dim": dim, "to": to, "sends": op.receives, "receives": op.sends}
+    return op._replace(kind=KINDS[op.kind].dual, by="sum", line=dual_line(op.line, op.axes), **back)
+
+
 @lru_cache(maxsize=4096)
 def dual_line(line: str, axes: tuple[str, ...]) -> str:
     """The types of the transpose: cotangents, which are unreduced over `axes` where the array was replicated, and
     replicated where it was unreduced."""
     before, after = parse_line(line).operands[0], parse_line(line).result
     return f"{after.cotangent(axes)} -> {before.cotangent(axes)}"
+
+
+def output_shape(op: Op, shape: Sequence[int]) -> list[int]:
+    """The shape of the result of an op on a tensor of this shape."""
+    kind, result = KINDS[op.kind], list(shape)
+    if op.size == 1:
+        return result
+    if kind.grows:
+        result[op.dim] *= op.size
+    if kind.splits:
+        result[op.to if kind.grows else op.dim] //= op.size
+    if op.receives:
+        result[op.dim] = sum(op.receives)
+    return result
+
+
+def check_dtype(op: Op, dtype: torch.dtype) -> None:
+    """ShardingError if an op cannot put elements of this dtype together."""
+    if op.kind in ADDS and dtype not in CARRIED and not (dtype.is_complex and op.by == "sum"):
+        rule = "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones are added"
+        refuse(f"{op.kind}: {op.line}", f"the {op.reduction} of {dtype}", rule, "convert it, e.g. .to(torch.float32)")
+    if op.mean and not (dtype.is_floating_point or dtype.is_complex):
+        refuse(f"{op.kind}: {op.line}", f"the mean of {dtype}", "a mean has fractions", "convert it, or use op='sum'")
+
+
+def as_carried(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """x in a dtype that transports carry, and the way back. They read memory: what is conjugated or negated only by a
+    bit of the tensor's is written out first."""
+    x, dtype = x.resolve_neg(), x.dtype
+    if dtype in CARRIED:
+        return x, _same
+    if dtype.is_complex:
+        return torch.view_as_real(x.resolve_conj()), torch.view_as_complex
+    return x.view(TWIN[dtype.itemsize]), lambda y: y.view(dtype)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
+    """What a trace records of an op on x."""
+    kind, (before,), after = KINDS[op.kind], parse_line(op.line).operands, parse_line(op.line).result
+    whole = (kind.grows and op.kind != "Pad") or op.kind == "Ragged"
+    V = x.numel() * x.element_size() * (op.size if whole else 1)
+    peers = [] if op.root is None or op.at_root else [op.member(op.root)]
+    peers += [member for member in op.ends[1] if member != op.member(op.index)]
+    return Event(kind.traced or op.kind, op.axes, before, after, V, kind.sent(op, V), async_op=async_op, called=now(),
+                 group=op.group, peers=tuple(peers), dtype=x.dtype, key=key_of(x))  # fmt: skip
+
+
+def key_of(x: Tensor) -> tuple[int, ...]:
+    """What tells x apart from other operands as long as it is not changed; () of what has no memory. Addresses are used
+    again: so the memory keeps when it was first asked about."""
+    try:
+        first = x.untyped_storage().__dict__.setdefault("_first_seen", time_ns())
+        return (first, x.data_ptr(), x._version)
+    except RuntimeError:
+        return ()

@@ -46,9 +46,6 @@ class Group:
     pg: Any = None  # the process group; None where nothing is sent
     checked: str = ""  # the name under which the members compare what they are about to do; empty if they do not
 
-    def block_of(self, member: int) -> int:
-        return self.order[member] if self.order else member
-
     def member_of(self, block: int) -> int:
         return self.order.index(block) if self.order else block
 

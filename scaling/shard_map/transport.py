@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scaling.collectives.kinds import event
+from scaling.collectives.kinds import combine_parts, join, split_dim
 from scaling.collectives.linear import run_op
-from scaling.collectives.op import Op
-from scaling.collectives.traced import combine_parts, join, split_dim
+from scaling.collectives.op import Op, event
 from scaling.shard_map.law import ENTERS, LEAVES, Call
 from scaling.trace import open_logs, record
 

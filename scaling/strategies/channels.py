@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from scaling import trace
 from scaling._torch import Nowhere
-from scaling.collectives.kinds import as_carried
 from scaling.collectives.messages import announcement, data_tag, refuse_message
+from scaling.collectives.op import as_carried
 from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
 from scaling.schedules.schedule import Schedule
 from scaling.spec import parse, refuse

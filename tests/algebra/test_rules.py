@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scaling import collectives as c
 from scaling.algebra.contraction import check_product, result_type
 from scaling.algebra.rules import collective_steps
-from scaling.collectives import kinds
+from scaling.collectives import op
 from scaling.collectives.op import dual_line
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, Spec, format_axes, parse_line
@@ -192,7 +192,7 @@ def test_a_line_is_refused_or_has_the_shape_of_its_type_and_a_legal_transpose(ca
     event(f"{kind} legal")
     assert KINDS[kind](line, meta(*before.local_shape(sizes, mesh)), mesh).shape == after.local_shape(sizes, mesh)
     for step in steps if kind in ("AllGather", "ReduceScatter", "AllReduce", "AllToAll") else ():
-        (back,) = collective_steps(kinds.KINDS[kind].dual, dual_line(f"{step.before} -> {step.after}", step.axes))
+        (back,) = collective_steps(op.KINDS[kind].dual, dual_line(f"{step.before} -> {step.after}", step.axes))
         assert back.axes == step.axes
 
 

@@ -5,9 +5,9 @@ import torch
 from failure import RankFailed
 
 from scaling import collectives as c
-from scaling.collectives.eager import TAG as EAGER
 from scaling.collectives.messages import TAG, announcement, data_tag
 from scaling.collectives.transfer import TAG as TRANSFER
+from scaling.collectives.transport import TAG as EAGER
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, parse
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scaling.collectives.kinds import key_of
+from scaling.collectives.op import key_of
 from scaling.hardware import Chip, Measured
 from scaling.profile import LineRun, RankTimeline, of
 
