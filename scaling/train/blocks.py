@@ -1,8 +1,7 @@
 """Which blocks of a whole array a checkpoint's files hold, and a shard of any other type put together from them.
 
-A block is {"file": its name, "at": its range in each dim of the whole}, and once it is written "from", "bytes": where
-in the file. `places` gives, for a dim that is stored in another order or padded, the index of each place in the whole
-and -1 for none: so blocks always lie in the whole's own order, without the padding.
+`places` gives, for a dim that is stored in another order or padded, the index of each place in the whole and -1 for
+none: so blocks always lie in the whole's own order, without the padding.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,23 @@ Places = Mapping[str, Sequence[int]]
 IN_ORDER: Places = {}
 
 
+class SavedBlock(NamedTuple):
+    """Its range in each dim of the whole, and where it lies: in which file, from which byte, how many."""
+
+    at: tuple[tuple[int, int], ...]
+    file: str
+    start: int = 0
+    nbytes: int = 0
+
+
+class SavedLeaf(NamedTuple):
+    """A whole array as a checkpoint holds it."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    blocks: list[SavedBlock]
+
+
 class IndexRun(NamedTuple):
     """Indices `start` to `stop` of the whole, which begin at `local` in the shard."""
 
@@ -27,35 +43,24 @@ class IndexRun(NamedTuple):
     local: int
 
 
-def index_entry(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> dict:
-    """The entry of a state's leaf of this number in the index: dtype, type, whole shape and blocks.
+def stored(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> tuple[SavedLeaf, dict[str, Tensor]]:
+    """(how a state's leaf of this number is saved, {file: block} of what this rank writes of it, as views). A block is
+    written by the first rank that holds it.
 
     ShardingError if it is unreduced.
     """
     if spec.unreduced:
         raise ShardingError(f"{spec} is unreduced: a checkpoint holds whole values\n  fix: reduce it first")
-    shape, blocks = whole_shape(leaf, spec, mesh, places), []
+    shape, own = whole_shape(leaf, spec, mesh, places), {}
+    saved = SavedLeaf(leaf.dtype, shape, [])
     for rank in range(mesh.size()):
-        at = coordinates(rank, mesh)
-        if first_replica(spec, at, mesh):
-            for k, part in enumerate(_parts(spec, shape, mesh, at, places)):
-                blocks.append({"file": file_name(rank, number, k), "at": [run[:2] for run in part]})
-    return {"dtype": str(leaf.dtype).removeprefix("torch."), "type": str(spec), "shape": shape, "blocks": blocks}
-
-
-def own_blocks(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> dict[str, Tensor]:
-    """{file name: block} that this rank is to write, as views; nothing where an earlier rank holds the same."""
-    if not first_replica(spec, mesh.coord, mesh):
-        return {}
-    found = _parts(spec, whole_shape(leaf, spec, mesh, places), mesh, mesh.coord, places)
-    return {
-        file_name(mesh.rank, number, k): leaf[tuple(slice(r.local, r.local + r.stop - r.start) for r in part)]
-        for k, part in enumerate(found)
-    }
-
-
-def file_name(rank: int, number: int, k: int) -> str:
-    return f"__{rank}_{number}_{k}.distcp"
+        at = mesh.coord_of(rank)
+        for k, part in enumerate(_parts(spec, shape, mesh, at, places) if first_replica(spec, at, mesh) else ()):
+            file = f"__{rank}_{number}_{k}.distcp"
+            saved.blocks.append(SavedBlock(tuple((run.start, run.stop) for run in part), file))
+            if rank == mesh.rank:
+                own[file] = leaf[tuple(slice(run.local, run.local + run.stop - run.start) for run in part)]
+    return saved, own
 
 
 def whole_shape(leaf: Tensor, spec: Spec, mesh, places: Places) -> list[int]:
@@ -88,10 +93,14 @@ def check_places(dim: str, places: Sequence[int], stored: int) -> None:
         )
 
 
+def _stored_sizes(spec: Spec, shape: Sequence[int], places: Places) -> list[int]:
+    """The sizes of the whole array as the ranks store it, with padding."""
+    return [len(places.get(dim, range(n))) for n, dim in zip(shape, spec.dim_names, strict=True)]
+
+
 def _parts(spec: Spec, shape: Sequence[int], mesh, at: Mapping[str, int], places: Places) -> list[tuple[IndexRun, ...]]:
     """What the rank at these coordinates holds of a whole array: an `IndexRun` for each dim, part by part."""
-    stored = [len(places.get(dim, range(n))) for n, dim in zip(shape, spec.dim_names, strict=True)]
-    slices = spec.slices(stored, mesh, at)
+    slices = spec.slices(_stored_sizes(spec, shape, places), mesh, at)
     return [*product(*(_runs(s, places.get(dim)) for s, dim in zip(slices, spec.dim_names, strict=True)))]
 
 
@@ -109,43 +118,46 @@ def _runs(held: slice, places: Sequence[int] | None) -> list[IndexRun]:
 
 
 def assembled(
-    where: str, saved: Mapping, spec: Spec, mesh, places: Places, data: Callable[[str, Mapping, Mapping, bool], Tensor]
+    name: str,
+    saved: SavedLeaf,
+    spec: Spec,
+    mesh,
+    places: Places,
+    data: Callable[[str, SavedLeaf, SavedBlock, bool], Tensor],
 ) -> Tensor:
-    """This rank's shard of a leaf, from the saved blocks that overlap it; `data(where, saved, block, whole)` fetches
+    """This rank's shard of a leaf, from the saved blocks that overlap it; `data(name, saved, block, whole)` fetches
     one, of which all elements are used, or a part."""
-    shape = saved["shape"]
+    shape = saved.shape
     if len(shape) != len(spec.dims):
-        raise ValueError(f"{where} was saved with shape {shape}, but its type is {spec}\n  fix: name as many dims")
+        raise ValueError(f"{name} was saved with shape {shape}, but its type is {spec}\n  fix: name as many dims")
     if spec.unreduced:
-        raise ShardingError(f"{where}: {spec} is unreduced: each rank would get the whole\n  fix: leave {{U}} out")
+        raise ShardingError(f"{name}: {spec} is unreduced: each rank would get the whole\n  fix: leave {{U}} out")
     spec.check_axes(mesh)
     if wrong := [
         dim for n, dim in zip(shape, spec.dim_names, strict=True) if dim in places and 1 + max(places[dim]) != n
     ]:
         raise ValueError(
-            f"{where} was saved with shape {shape}, but {wrong[0]} is {1 + max(places[wrong[0]])} here\n"
+            f"{name} was saved with shape {shape}, but {wrong[0]} is {1 + max(places[wrong[0]])} here\n"
             "  fix: load it with the config that it was saved with"
         )
-    stored = [len(places.get(dim, range(n))) for n, dim in zip(shape, spec.dim_names, strict=True)]
-    shard = torch.zeros(
-        [s.stop - s.start for s in spec.slices(stored, mesh, mesh.coord)], dtype=getattr(torch, saved["dtype"])
-    )
+    slices = spec.slices(_stored_sizes(spec, shape, places), mesh, mesh.coord)
+    shard = torch.zeros([s.stop - s.start for s in slices], dtype=saved.dtype)
     for part in _parts(spec, shape, mesh, mesh.coord, places):
         missing = prod(run.stop - run.start for run in part)
-        for block in saved["blocks"]:
+        for block in saved.blocks:
             into, inside = [], []
-            for run, (start, stop) in zip(part, block["at"], strict=True):
+            for run, (start, stop) in zip(part, block.at, strict=True):
                 low, high = max(run.start, start), min(run.stop, stop)
                 into.append(slice(run.local + low - run.start, run.local + high - run.start))
                 inside.append(slice(low - start, high - start))
             if all(s.start < s.stop for s in into):
                 taken = prod(s.stop - s.start for s in into)
-                whole = taken == prod(stop - start for start, stop in block["at"])
-                shard[tuple(into)] = data(where, saved, block, whole)[tuple(inside)]
+                whole = taken == prod(stop - start for start, stop in block.at)
+                shard[tuple(into)] = data(name, saved, block, whole)[tuple(inside)]
                 missing -= taken
-        beyond = any(stop > n for block in saved["blocks"] for (_, stop), n in zip(block["at"], shape, strict=True))
+        beyond = any(stop > n for block in saved.blocks for (_, stop), n in zip(block.at, shape, strict=True))
         if missing or beyond:
-            what = f"{where}: its blocks do not make up its shape {shape}: the index is damaged"
+            what = f"{name}: its blocks do not make up its shape {shape}: the index is damaged"
             raise ValueError(f"{what}\n  fix: load another step")
     return shard.to(mesh.device)
 
@@ -153,11 +165,3 @@ def assembled(
 def first_replica(spec: Spec, at: Mapping[str, int], mesh) -> bool:
     """Whether no rank before the one at these coordinates holds the same block."""
     return not any(at[axis] for axis in spec.replicated(mesh))
-
-
-def coordinates(rank: int, mesh) -> dict[str, int]:
-    """Where a rank stands on the mesh."""
-    at = {}
-    for axis, size in reversed(mesh.sizes.items()):
-        rank, at[axis] = divmod(rank, size)
-    return {axis: at[axis] for axis in mesh.sizes}

@@ -1,14 +1,14 @@
 """Checkpoints: sharded, atomic, loaded on any mesh, and open to torch.distributed.checkpoint (see `dcp`).
 
     folder/step-000100/     __0_0_0.distcp, ...  the blocks that a rank is the first to hold: no block twice
-                            .metadata            what torch's own `dcp.load` reads; nothing here does
-                            index.json           each leaf's type, shape and blocks; ints and strings
+                            .metadata            each leaf's dtype, shape and blocks, as torch's own `dcp.load` reads it
+                            index.json           the step, the mesh, the leaves' types; ints and strings
     folder/latest           the newest complete step
 
 A step is written under another name and renamed when every rank's blocks are on disk, so that a run that is killed at
 any moment leaves the last good one. Loading reads, of the files mapped into memory, only what this rank's types say;
 a block that a rank uses whole is compared with its checksum, and `verify` does so with all.
-Files are read with `weights_only`: nothing in them is run.
+Nothing in the files is run.
 """
 
 import json
@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,8 +26,8 @@ from scaling import tree
 from scaling.arguments import flag, whole
 from scaling.collectives.checked import alike
 from scaling.spec import Spec, parse
-from scaling.train.blocks import IN_ORDER, Places, assembled, index_entry, own_blocks
-from scaling.train.dcp import ShardReader, keys
+from scaling.train import dcp
+from scaling.train.blocks import IN_ORDER, Places, stored
 from scaling.train.durable import INDEX, LATEST, begin, complete, step_name, write_step
 from scaling.train.guards import check_same
 
@@ -59,16 +58,15 @@ def save(
     whole(keep=1 if keep is None else keep)
     flag(async_op=async_op)
     folder, named = Path(folder), typed(state, specs)
-    own, leaves, values = {}, {}, {}
-    for number, (where, (leaf, spec)) in enumerate(named.items()):
-        if spec is None:
-            values[where] = leaf
-        else:
-            leaves[where] = index_entry(leaf, spec, mesh, places, number)
-            blocks = own_blocks(leaf, spec, mesh, places, number)
-            own |= {file: _on_cpu(block, copy=async_op) for file, block in blocks.items()}
+    values = {where: leaf for where, (leaf, spec) in named.items() if spec is None}
     check_kept(state, specs, values)
-    index = {"step": step, "mesh": dict(mesh.sizes), "leaves": leaves, "values": values}
+    own, leaves, types = {}, {}, {}
+    for number, (where, (leaf, spec)) in enumerate(named.items()):
+        if spec is not None:
+            leaves[where], blocks = stored(leaf, spec, mesh, places, number)
+            types[where] = str(spec)
+            own |= {file: _on_cpu(block, copy=async_op) for file, block in blocks.items()}
+    index = {"step": step, "mesh": dict(mesh.sizes), "types": types, "values": values}
     alike(mesh, f"checkpoint.save of step {step}", folder=str(folder), keep=keep, state=named)
     if mesh.checked and leaves:  # of replicas one is written
         check_same([(where, leaf, spec) for where, (leaf, spec) in named.items() if spec is not None], mesh, step)
@@ -77,21 +75,27 @@ def save(
     if (group := mesh.group(tuple(mesh.sizes))).pg is not None:
         dist.barrier(group.pg)
     if not async_op:
-        write_step(folder, own, index, mesh.rank, step, keep)
+        write_step(folder, own, leaves, index, mesh.rank, keep)
         return None
-    return in_turn(partial(write_step, folder, own, index, mesh.rank, step, keep))
+    return in_turn(partial(write_step, folder, own, leaves, index, mesh.rank, keep))
 
 
 def check_kept(state, specs, values: Mapping[str, Any]) -> None:
-    """ValueError unless loading would put every number and string back where it stands."""
+    """ValueError unless loading would put every number and string back where it stands, and find each tensor by its
+    name."""
+    named = tree.named_leaves(specs, "state")
     try:
-        kept = _with_values(tree.map(lambda _: 0, specs), values)
+        kept, names = _with_values(tree.map(lambda _: 0, specs), values), {*map(dcp.name_of, named)}
     except (ValueError, TypeError, AttributeError):  # a key that cannot be read back
-        kept = None
+        kept, names = None, {*named}
     if tree.structure(kept) != tree.structure(state):
         raise ValueError(
             f"the state has numbers or strings at {', '.join(values)}\n"
             "  rule: they stand in nested dicts, under names without quotes\n  fix: put them into a dict of the state"
+        )
+    if len(names) < len(named):
+        raise ValueError(
+            f"two of {', '.join(named)} have one name, their keys joined by dots\n  fix: keys without dots"
         )
 
 
@@ -131,20 +135,9 @@ def load(
     """
     step = latest(folder) if step is None else step
     whole(0, step=step)
-    path, content = Path(folder) / step_name(step), index(folder, step)
-    saved, values, read = content["leaves"], content["values"], ShardReader(path, verified=True)
-    found = []
-    for where, text in tree.named_leaves(specs, "state").items():
-        if where not in saved:
-            raise ValueError(
-                f"{path}: has no {where}; it has {', '.join(sorted(saved)[:4])}, ...\n"
-                "  fix: load it with the specs of the state that was saved"
-            )
-        found.append(assembled(where, saved[where], parse(text), mesh, places, read))
-    if not among and (extra := sorted(set(saved) - set(tree.named_leaves(specs, "state")))):
-        raise ValueError(f"{path}: holds {extra[0]}, which the state to be loaded does not have\n  fix: give it a type")
-    leaves = iter(found)
-    return _with_values(tree.map(lambda _: next(leaves), specs), values), content["step"]
+    content, path = index(folder, step), Path(folder) / step_name(step)
+    state = dcp.load(path, specs, mesh, places=places, among=among, verified=True)
+    return _with_values(state, content["values"]), content["step"]
 
 
 def index(folder, step: int) -> dict:
@@ -154,22 +147,10 @@ def index(folder, step: int) -> dict:
         raise FileNotFoundError(f"{path}: there is no complete checkpoint here\n  fix: name a step that is there")
     try:
         content = json.loads((path / INDEX).read_text())
-        for saved in content["leaves"].values():
-            _ = getattr(torch, saved["dtype"]), saved["shape"], saved["blocks"]
+        _ = content["step"], content["values"].items()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path / INDEX}: is damaged: {error}\n  fix: load another step") from None
     return content
-
-
-def leaf(folder, step: int, where: str, mesh, spec: Spec | None = None, places: Places = IN_ORDER) -> Tensor:
-    """One leaf of a step, by its place: whole, or this rank's shard by a type. ValueError if it is not there."""
-    path, leaves = Path(folder) / step_name(step), index(folder, step)["leaves"]
-    if where not in leaves:
-        raise ValueError(
-            f"{path}: has no {where}; it has {', '.join(sorted(leaves)[:4])}, ...\n  fix: name one of them"
-        )
-    saved = leaves[where]
-    return assembled(where, saved, spec or parse(saved["type"]).whole(), mesh, places, ShardReader(path, verified=True))
 
 
 def latest(folder) -> int:
@@ -205,7 +186,7 @@ def typed(state, specs) -> dict[str, tuple[Any, Spec | None]]:
 def _with_values(state, values: Mapping[str, Any]):
     """The state with the ints and strings that have no type, at their places in nested dicts."""
     for where, value in values.items():
-        at, (*path, last) = state, keys(where)
+        at, (*path, last) = state, dcp.keys(where)
         for key in path:
             at = at.setdefault(key, {})
         at[last] = value

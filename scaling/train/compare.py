@@ -12,9 +12,9 @@ import torch
 
 from scaling.configs.sources import MODEL
 from scaling.console import Parser, complaining
-from scaling.mesh import Mesh
 from scaling.models.text import NAME
-from scaling.train import checkpoint
+from scaling.train import checkpoint, dcp
+from scaling.train.durable import step_name
 from scaling.train.origin import config_of_run, options_of
 
 # What changes no step:
@@ -68,17 +68,20 @@ def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
 
 def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
     """The first leaf of a checkpoint, params before moments, that differs, and by how much; or nothing."""
-    mesh, indices = Mesh({"X": 1}), [checkpoint.index(folder, step)["leaves"] for folder in (a, b)]
-    for where in sorted(indices[0], key=lambda where: ("params" not in where, where)):
-        if where not in indices[1]:
-            return f"{where} is in {a} alone"
-        one, other = (checkpoint.leaf(folder, step, where, mesh) for folder in (a, b))
+    paths = [folder / step_name(step) for folder in (a, b)]
+    ours, theirs = map(dcp.saved_leaves, paths)
+    for name in sorted(ours, key=lambda name: (not name.startswith("params."), name)):
+        if name not in theirs:
+            return f"{name} is in {a} alone"
+        one, other = (
+            dcp.whole_leaf(path, name, saved[name]) for path, saved in zip(paths, (ours, theirs), strict=True)
+        )
         if one.shape != other.shape or one.dtype != other.dtype:
-            return f"{where} is {tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}"
+            return f"{name} is {tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}"
         far = (one - other).abs().double()
         wrong = far > tolerance * torch.maximum(one.abs(), other.abs())
         if wrong.any():
-            return f"{where}: {int(wrong.sum())} of {wrong.numel()} elements differ, by up to {far.max().item():.3g}"
+            return f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ, by up to {far.max().item():.3g}"
     return ""
 
 

@@ -14,7 +14,6 @@ import pickle
 import zipfile
 import zlib
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +22,49 @@ from torch import Tensor
 
 from scaling import tree
 from scaling._torch import checkpoint_place
-from scaling.spec import parse
-from scaling.train.blocks import IN_ORDER, Places, assembled
+from scaling.mesh import Mesh
+from scaling.spec import Spec, parse
+from scaling.train.blocks import IN_ORDER, Places, SavedBlock, SavedLeaf, assembled
 
 METADATA = ".metadata"
 MODULE = "torch.distributed.checkpoint"
-ALLOWED = {  # all that a `.metadata` of tensors is made of, beside dtypes
+ALLOWED = {  # all that a `.metadata` of tensors is made of, beside dtypes and sizes
     f"{MODULE}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
     "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
     f"{MODULE}.filesystem": "_StorageInfo",
-    "torch": "Size",
     "torch.serialization": "_get_layout",
     "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath WindowsPath",  # as Python 3.13 calls it
 }
 
 
-def load(folder, specs, mesh, *, places: Places = IN_ORDER) -> Any:
-    """The tree of `specs`, each leaf this rank's shard, of a DCP checkpoint in files, which may hold more.
+def load(folder, specs, mesh, *, places: Places = IN_ORDER, among: bool = True, verified: bool = False) -> Any:
+    """The tree of `specs`, each leaf this rank's shard, of a DCP checkpoint in files, which may hold more if `among`.
 
     A leaf is looked for under its keys joined by dots, as DCP names it. Of a block that shares a file with others the
-    whole is read. ValueError that names the leaf or the file which is missing, misshaped, damaged or not of tensors.
+    whole is read. `verified`: as of `ShardReader`. ValueError that names the leaf or the file which is missing,
+    misshaped, damaged or not of tensors.
     """
-    found, shards = _index(folder), {}
-    for where, text in tree.named_leaves(specs, "state").items():
-        if (name := ".".join(map(str, keys(where)))) not in found:
+    types, found = {name_of(where): parse(text) for where, text in tree.named_leaves(specs, "state").items()}, {}
+    saved, read = saved_leaves(folder), ShardReader(Path(folder), verified)
+    for name, spec in types.items():
+        if name not in saved:
             raise ValueError(
-                f"{folder}: has no {name}; it has {', '.join(sorted(found)[:4])}, ..."
-                "\n  fix: choose one of those that it has"
+                f"{folder}: has no {name}; it has {', '.join(sorted(saved)[:4])}, ...\n"
+                "  fix: load it with the specs of the state that was saved"
             )
-        shards[where] = assembled(name, found[name], parse(text), mesh, places, ShardReader(Path(folder)))
-    return tree.unflatten(specs, list(shards.values()))
+        found[name] = assembled(name, saved[name], spec, mesh, places, read)
+    if not among and (extra := sorted(set(saved) - set(types))):
+        raise ValueError(
+            f"{folder}: holds {extra[0]}, which the state to be loaded does not have\n  fix: give it a type"
+        )
+    return tree.unflatten(specs, list(found.values()))
+
+
+def whole_leaf(folder: Path, name: str, saved: SavedLeaf) -> Tensor:
+    """One leaf of a step, whole. ValueError as of `load`."""
+    dims = tuple((f"d{i}", ()) for i in range(len(saved.shape)))
+    return assembled(name, saved, Spec(name, dims), Mesh({"X": 1}), IN_ORDER, ShardReader(folder, verified=True))
 
 
 def keys(where: str) -> list:
@@ -60,43 +72,46 @@ def keys(where: str) -> list:
     return json.loads("[" + where.removeprefix("state").strip("[]").replace("][", ", ") + "]")
 
 
+def name_of(where: str) -> str:
+    """'state["params"]["W"]' -> "params.W", as DCP names it."""
+    return ".".join(map(str, keys(where)))
+
+
 class ShardReader:
-    """`read(where, leaf, block, whole)`: a block of a leaf as the index has them; files are mapped into memory if they
+    """`read(name, saved, block, whole)`: a block of a leaf as the index has them; files are mapped into memory if they
     can be. `verified`: a block that is used whole is compared with its checksum.
 
     ValueError for a file that is missing, cut short, no tensor of that shape, or not what was written.
     """
 
-    def __init__(self, folder: Path, verified: bool = False):
+    def __init__(self, folder: Path, verified: bool):
         self.folder, self.verified, self.read = folder, verified, {}
 
-    def __call__(self, where: str, leaf: Mapping, block: Mapping, whole: bool) -> Tensor:
-        path = self.folder / Path(block["file"]).name
-        if (key := (path, block["from"])) not in self.read:
-            self.read[key] = self._read(path, where, leaf, block)
+    def __call__(self, name: str, saved: SavedLeaf, block: SavedBlock, whole: bool) -> Tensor:
+        path = self.folder / Path(block.file).name
+        if (key := (path, block.start)) not in self.read:
+            self.read[key] = self._read(path, name, saved, block)
         if whole and self.verified and not intact(path, self.read[key]):
             raise ValueError(f"{path}: its bytes are not those that were written\n  fix: load an earlier step")
         return self.read[key]
 
-    def _read(self, path: Path, where: str, leaf: Mapping, block: Mapping) -> Tensor:
-        start, nbytes = block["from"], block["bytes"]
-        if not path.is_file() or (there := path.stat().st_size) < start + nbytes:
+    def _read(self, path: Path, name: str, saved: SavedLeaf, block: SavedBlock) -> Tensor:
+        if not path.is_file() or (there := path.stat().st_size) < block.start + block.nbytes:
             raise ValueError(f"{path}: missing or cut short\n  fix: load an earlier step")
         try:
-            if there == nbytes:
+            if there == block.nbytes:
                 found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             else:
                 with open(path, "rb") as file:
-                    file.seek(start)
-                    found = torch.load(io.BytesIO(file.read(nbytes)), map_location="cpu", weights_only=True)
+                    file.seek(block.start)
+                    found = torch.load(io.BytesIO(file.read(block.nbytes)), map_location="cpu", weights_only=True)
         except Exception as error:
             what = f"{path}: not a file of tensors alone: {str(error).splitlines()[0]}"
             raise ValueError(f"{what}\n  fix: load an earlier step") from error
-        shape, dtype = [stop - start for start, stop in block["at"]], leaf["dtype"]
-        if not isinstance(found, Tensor) or [*found.shape] != shape or str(found.dtype) != f"torch.{dtype}":
-            raise ValueError(
-                f"{path}: does not hold {where}, {dtype}{shape}, as it should\n  fix: load an earlier step"
-            )
+        shape = [stop - start for start, stop in block.at]
+        if not isinstance(found, Tensor) or [*found.shape] != shape or found.dtype != saved.dtype:
+            dtype = str(saved.dtype).removeprefix("torch.")
+            raise ValueError(f"{path}: does not hold {name}, {dtype}{shape}, as it should\n  fix: load an earlier step")
         return found
 
 
@@ -110,29 +125,41 @@ def intact(path: Path, block: Tensor) -> bool:
     return wanted == [zlib.crc32(block.reshape(-1).view(torch.uint8).numpy().data)]
 
 
-def _member(kind: Any, name: str) -> Enum:
+class PickledRecord:
+    """What stands for an object of DCP's: what was pickled of it, and nothing that runs."""
+
+    state: Any = None
+
+    def __init__(self, *given):
+        self.given = given
+
+    def __setstate__(self, state) -> None:
+        self.state = state
+        self.__dict__.update(state if isinstance(state, dict) else {})
+
+
+def _member(kind: Any, name: str) -> PickledRecord:
     """What stands for getattr in a pickle: a member of an enum by its name, and nothing else."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+    if kind is not PickledRecord or name.startswith("_"):
         raise pickle.UnpicklingError(f"it asks for {name} of {kind!r:.60}, which describes no tensor")
-    return kind[name]
+    return PickledRecord(name)
 
 
 class _Restricted(pickle.Unpickler):
-    """Makes nothing but what describes tensors."""
+    """Makes nothing but records of what describes tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
         if name in ALLOWED.get(module, "").split():
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
+            return PickledRecord
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
             return _member  # Python before 3.11.5 pickles the member of an enum so
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no tensor")
 
 
-def _index(folder) -> dict[str, dict]:
-    """{name: its dtype, whole shape and blocks} of each tensor of a DCP checkpoint. Values of other types are not read.
+def saved_leaves(folder) -> dict[str, SavedLeaf]:
+    """{name: how it is saved} of each tensor of a DCP checkpoint. Values of other types are not read.
 
     FileNotFoundError; ValueError if `.metadata` holds anything that does not describe tensors.
     """
@@ -142,10 +169,8 @@ def _index(folder) -> dict[str, dict]:
     try:
         said = _Restricted(io.BytesIO(path.read_bytes())).load()
         leaves = {name: leaf for name, leaf in said.state_dict_metadata.items() if hasattr(leaf, "chunks")}
-        found: dict[str, dict] = {
-            name: {"dtype": str(leaf.properties.dtype).removeprefix("torch."), "shape": [*leaf.size], "blocks": []}
-            for name, leaf in leaves.items()
-        }
+        found = {name: SavedLeaf(_dtype(leaf.properties.state), [*leaf.size], []) for name, leaf in leaves.items()}
+        shapes = {(name, chunk.offsets): chunk.sizes for name, leaf in leaves.items() for chunk in leaf.chunks}
         for at, info in said.storage_data.items():
             if at.fqn in found:
                 if getattr(info, "transform_descriptors", None):
@@ -153,32 +178,40 @@ def _index(folder) -> dict[str, dict]:
                         f"{at.fqn} was written through {info.transform_descriptors}"
                         "\n  fix: load it by torch.distributed.checkpoint, and save it again without its planner"
                     )
-                sizes = {chunk.offsets: chunk.sizes for chunk in leaves[at.fqn].chunks}[at.offset]
-                block = {"at": [(start, start + n) for start, n in zip(at.offset, sizes, strict=True)]}
-                block |= {"file": info.relative_path, "from": info.offset, "bytes": info.length}
-                found[at.fqn]["blocks"].append(block)
+                ranges = tuple(
+                    (start, start + n) for start, n in zip(at.offset, shapes[at.fqn, at.offset], strict=True)
+                )
+                found[at.fqn].blocks.append(SavedBlock(ranges, info.relative_path, info.offset, info.length))
     except Exception as error:
         raise ValueError(
-            f"{path}: not what torch.distributed.checkpoint writes of tensors: {error}"
-            "\n  fix: give a folder that it wrote of a tree of tensors"
+            f"{path}: is damaged, or not what torch.distributed.checkpoint writes of tensors: {error}"
+            "\n  fix: give a folder that it wrote of a tree of tensors, or load another step"
         ) from error
     return found
 
 
-def pickled(index: Mapping) -> bytes:
-    """The `.metadata` of a step whose index this is."""
+def _dtype(properties: Any) -> torch.dtype:
+    """The dtype, which stands first among what DCP pickles of a tensor's properties."""
+    if not isinstance(properties[0], torch.dtype):
+        raise ValueError(f"{properties[0]!r:.60} is no dtype")
+    return properties[0]
+
+
+def pickled(leaves: Mapping[str, SavedLeaf], folder: Path) -> bytes:
+    """The `.metadata` of a state's leaves, each block of which has a file of its own in the folder."""
     from torch.distributed.checkpoint import metadata as dcp
 
     tensors, storage, paths = {}, {}, {}
-    for where, leaf in index["leaves"].items():
-        name = ".".join(map(str, path := keys(where)))
-        chunks = []
-        for block in leaf["blocks"]:
-            offsets = torch.Size(start for start, _ in block["at"])
-            chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(stop - start for start, stop in block["at"])))
-            storage[dcp.MetadataIndex(name, offsets)] = checkpoint_place(block["file"], block["from"], block["bytes"])
-        properties = dcp.TensorProperties(dtype=getattr(torch, leaf["dtype"]))
-        tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(leaf["shape"]), chunks)
-        paths[name] = tuple(path)
+    for where, saved in leaves.items():
+        name, chunks = name_of(where), []
+        for block in saved.blocks:
+            offsets = torch.Size(start for start, _ in block.at)
+            chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(stop - start for start, stop in block.at)))
+            storage[dcp.MetadataIndex(name, offsets)] = checkpoint_place(
+                block.file, 0, (folder / block.file).stat().st_size
+            )
+        properties = dcp.TensorProperties(dtype=saved.dtype)
+        tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
+        paths[name] = tuple(keys(where))
     made = dcp.Metadata(tensors, planner_data=paths, storage_data=storage, storage_meta=dcp.StorageMeta())
     return pickle.dumps(made)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from scaling.train import dcp
+from scaling.train.blocks import SavedLeaf
 
 WAIT = 600.0  # seconds that ranks wait for each other's files
 AT_END = 2.0  # the same in a program that has ended otherwise, perhaps as those ranks are gone
@@ -45,17 +46,22 @@ def complete(folder: Path) -> list[int]:
 
 
 def write_step(
-    folder: Path, own: Mapping[str, Tensor], index: dict, mesh_rank: int, step: int, keep: int | None
+    folder: Path,
+    own: Mapping[str, Tensor],
+    leaves: Mapping[str, SavedLeaf],
+    index: dict,
+    mesh_rank: int,
+    keep: int | None,
 ) -> None:
     """One rank's blocks; by rank 0, when all are there, the rest. OSError names the path and the bytes."""
-    draft = unfinished(folder, step)
+    draft = unfinished(folder, index["step"])
     for file, block in own.items():
         with whole_file(draft / file, block.nbytes) as out, checksums():
             torch.save(block, out)
     if mesh_rank:
         until(lambda: not draft.exists(), f"{draft}: rank 0 has not completed it")
     else:
-        finish(folder, draft, index, step, keep)
+        finish(folder, leaves, index, keep)
 
 
 @contextmanager
@@ -69,14 +75,12 @@ def checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def finish(folder: Path, draft: Path, index: dict[str, Any], step: int, keep: int | None) -> None:
+def finish(folder: Path, leaves: Mapping[str, SavedLeaf], index: dict[str, Any], keep: int | None) -> None:
     """Rank 0's part: wait for all blocks, then name the step."""
-    for leaf in index["leaves"].values():
-        for block in leaf["blocks"]:
-            file = draft / block["file"]
-            until(file.is_file, f"{file}: not written")
-            block |= {"from": 0, "bytes": file.stat().st_size}
-    replaced(draft / dcp.METADATA, dcp.pickled(index))
+    step, draft = index["step"], unfinished(folder, index["step"])
+    for file in (draft / block.file for saved in leaves.values() for block in saved.blocks):
+        until(file.is_file, f"{file}: not written")
+    replaced(draft / dcp.METADATA, dcp.pickled(leaves, draft))
     replaced(draft / INDEX, json.dumps(index))
     final = folder / step_name(step)
     if final.exists():  # a step that is saved again

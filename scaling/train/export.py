@@ -38,10 +38,8 @@ KEPT = (*ENDS, "max_position_embeddings")  # of the config.json that came with t
 def export(mesh, run: Path, step: int, config: Config, out: Path) -> None:
     """Write the params of a checkpoint, read as shards of this mesh."""
     types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
-    named = {f'state["params"]{where.removeprefix("params")}': spec for where, spec in tree.named_leaves(types).items()}
-    leaves = [checkpoint.leaf(run, step, where, mesh, parse(spec), {"L": slots}) for where, spec in named.items()]
-    params = tree.unflatten(types, leaves)
-    hf.save_sharded(out, config, params, types, mesh, single=mesh.size() == 1, slots=slots)
+    state, _ = checkpoint.load(run, {"params": types}, mesh, step, places={"L": slots}, among=True)
+    hf.save_sharded(out, config, state["params"], types, mesh, single=mesh.size() == 1, slots=slots)
 
 
 def check_folder(run: Path, out: Path, by: Tokenizer) -> None:

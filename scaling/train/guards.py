@@ -17,7 +17,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import all_gather
 from scaling.spec import Spec, format_axes, parse
-from scaling.train.blocks import coordinates, first_replica
+from scaling.train.blocks import first_replica
 
 ROW, ROWS = 1 << 13, 1 << 7  # words of 8 bytes that are hashed together, and such rows at a time
 AGAIN = "go on from the last checkpoint (--resume); if it comes back, look for what differs by rank"
@@ -145,7 +145,7 @@ def finite(x: Tensor) -> Tensor:
 def apart(hashes: list[int], spec: "Spec | str", mesh) -> tuple[list[int], list[str]] | None:
     """(the ranks whose hash is not that of most holders of the same block, the axes along which they differ)."""
     spec, blocks = parse(spec), {}
-    at = [coordinates(rank, mesh) for rank in range(mesh.size())]
+    at = [mesh.coord_of(rank) for rank in range(mesh.size())]
     for rank, place in enumerate(at):
         blocks.setdefault(tuple(place[axis] for axis in spec.axes), []).append(rank)
     odd: list[int] = []

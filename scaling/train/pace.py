@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 
 from scaling.trace import Log
-from scaling.train.blocks import coordinates
 from scaling.train.guards import everyone
 
 SHARE, LEAST = 0.12, 0.025  # of a step, and seconds, by which a rank is slower than the others before it is named
@@ -43,7 +42,7 @@ class Pace:
 
 def slow_ranks(work: list[float], step_seconds: float, mesh, step: int) -> list[str]:
     """Of each rank's working seconds a step: those much longer than their peers', the ranks of the same stage."""
-    at, found = [coordinates(rank, mesh) for rank in range(len(work))], []
+    at, found = [mesh.coord_of(rank) for rank in range(len(work))], []
     for rank, mine in enumerate(work):
         others = [w for r, w in enumerate(work) if r != rank and at[r].get("Z") == at[rank].get("Z")]
         usual = statistics.median(others) if others else mine

@@ -7,23 +7,24 @@ disk can lose what nobody reads for months.
 from pathlib import Path
 
 from scaling.console import Parser, complaining
-from scaling.train import checkpoint
-from scaling.train.dcp import ShardReader
+from scaling.train import checkpoint, dcp
 from scaling.train.durable import complete, step_name
 
 
 def damaged(folder: Path, step: int) -> list[str]:
     """What is wrong with the files of a step, a line each. FileNotFoundError if that step is not complete."""
+    path = folder / step_name(step)
     try:
-        leaves = checkpoint.index(folder, step)["leaves"]
+        checkpoint.index(folder, step)
+        leaves = dcp.saved_leaves(path)
     except ValueError as error:
         return [str(error).splitlines()[0]]
     found = []
-    for where, leaf in leaves.items():
-        read = ShardReader(folder / step_name(step), verified=True)  # it keeps what it has read
-        for block in leaf["blocks"]:
+    for name, saved in leaves.items():
+        read = dcp.ShardReader(path, verified=True)  # it keeps what it has read
+        for block in saved.blocks:
             try:
-                read(where, leaf, block, True)
+                read(name, saved, block, True)
             except ValueError as error:
                 found.append(str(error).splitlines()[0])
     return found

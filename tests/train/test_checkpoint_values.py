@@ -3,10 +3,11 @@
 Each is refused with its fix, when it is saved or when it is loaded, and gives no state.
 """
 
-import json
+import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from scaling.mesh import Mesh
 from scaling.train import checkpoint
@@ -19,6 +20,7 @@ STATES = {
     "a tuple of numbers": {"k": (1, 2)},
     "a list of texts": {"k": ["a"]},
     "a name with a quote": {'a"b': 1},
+    "two leaves of one name": {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)},
     "bytes": {"k": b"a"},
     "other dims": {"w": STATE["w"][0]},
     "no numbers": {"w": STATE["w"].to("meta")},
@@ -28,8 +30,9 @@ STATES = {
 
 @pytest.mark.parametrize("changed", STATES.values(), ids=STATES)
 def test_a_state_that_would_not_come_back_is_refused(tmp_path, changed):
+    specs = SPECS | ({"a": {"b": "b[D]"}, "a.b": "b[D]"} if "a" in changed else {})
     with pytest.raises(ValueError, match="fix:"):
-        checkpoint.save(tmp_path, STATE | changed, SPECS, MESH, 1)
+        checkpoint.save(tmp_path, STATE | changed, specs, MESH, 1)
     with pytest.raises(FileNotFoundError, match="fix:"):
         checkpoint.load(tmp_path, SPECS, MESH)
 
@@ -68,27 +71,41 @@ def test_types_that_do_not_fit_are_refused(tmp_path, specs):
         checkpoint.load(tmp_path, specs, MESH)
 
 
-LEAF = 'state["w"]'
+def leaf(metadata):
+    return metadata.state_dict_metadata["w"]
+
+
+def moved(metadata, **changed) -> None:
+    """The block of w, where it lies, and both in other words."""
+    (chunk,) = leaf(metadata).chunks
+    at = next(at for at in metadata.storage_data if at.fqn == "w")
+    kept = metadata.storage_data.pop(at)
+    chunk.offsets, chunk.sizes = (torch.Size(changed.get(n, getattr(chunk, n))) for n in ("offsets", "sizes"))
+    metadata.storage_data[MetadataIndex("w", chunk.offsets)] = kept
+
+
 DAMAGES = {
-    "no blocks": lambda index: index["leaves"][LEAF].update(blocks=[]),
-    "a block of fewer rows": lambda index: index["leaves"][LEAF]["blocks"][0].update(at=[[0, 2], [0, 6]]),
-    "a block twice": lambda index: index["leaves"][LEAF]["blocks"].append(index["leaves"][LEAF]["blocks"][0]),
-    "a larger shape": lambda index: index["leaves"][LEAF].update(shape=[8, 6]),
-    "a smaller shape": lambda index: index["leaves"][LEAF].update(shape=[2, 6]),
-    "another shape": lambda index: index["leaves"][LEAF].update(shape=[6, 4]),
-    "no such dtype": lambda index: index["leaves"][LEAF].update(dtype="float31"),
-    "another dtype": lambda index: index["leaves"][LEAF].update(dtype="float64"),
-    "no leaves": lambda index: index.pop("leaves"),
+    "no blocks": lambda metadata: (metadata.storage_data.clear(), leaf(metadata).chunks.clear()),
+    "blocks that lie nowhere": lambda metadata: metadata.storage_data.clear(),
+    "a block that has no size": lambda metadata: leaf(metadata).chunks.clear(),
+    "a block of fewer rows": lambda metadata: moved(metadata, sizes=(2, 6)),
+    "a block further on": lambda metadata: moved(metadata, offsets=(2, 0)),
+    "a larger shape": lambda metadata: setattr(leaf(metadata), "size", torch.Size((8, 6))),
+    "a smaller shape": lambda metadata: setattr(leaf(metadata), "size", torch.Size((2, 6))),
+    "another shape": lambda metadata: setattr(leaf(metadata), "size", torch.Size((6, 4))),
+    "no dtype": lambda metadata: setattr(leaf(metadata).properties, "dtype", 31),
+    "another dtype": lambda metadata: setattr(leaf(metadata).properties, "dtype", torch.float64),
+    "no leaves": lambda metadata: delattr(metadata, "state_dict_metadata"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_an_index_that_does_not_fit_its_files_is_damaged(tmp_path, damage):
     checkpoint.save(tmp_path, STATE, SPECS, MESH, 1)
-    path = tmp_path / "step-000001" / "index.json"
-    index = json.loads(path.read_text())
-    damage(index)
-    path.write_text(json.dumps(index))
+    path = tmp_path / "step-000001" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    damage(metadata)
+    path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"(damaged|does not hold)(.|\n)*fix:"):
         checkpoint.load(tmp_path, SPECS, MESH)
 

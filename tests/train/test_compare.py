@@ -7,7 +7,7 @@ import torch
 
 from scaling.configs import get
 from scaling.mesh import Mesh
-from scaling.train import checkpoint
+from scaling.train import checkpoint, dcp
 from scaling.train.command import main
 from scaling.train.loop import run
 from scaling.train.settings import Settings
@@ -43,22 +43,22 @@ def test_runs_that_are_alike_and_where_they_part(runs, capsys):
     assert option == "option lr: 1 and 2"
     assert losses.startswith("step 2: loss ")
     assert norms.startswith('step 2: the gradient of params["embed"]: norms')
-    assert saved.startswith('checkpoint of step 2: state["params"]["embed"]: ')
+    assert saved.startswith("checkpoint of step 2: params.embed: ")
     assert main(["compare", str(a), str(b), "--tolerance", "10"]) == 0
 
 
 @pytest.mark.slow
 def test_one_leaf_alone_is_found(runs, capsys):
     (a, _), (b, _) = runs
-    saved = checkpoint.index(b, 4)["leaves"]['state["params"]["layers"]["W_Q"]']
-    file = b / "step-000004" / saved["blocks"][0]["file"]
+    saved = dcp.saved_leaves(b / "step-000004")["params.layers.W_Q"]
+    file = b / "step-000004" / saved.blocks[0].file
     held = torch.load(file, weights_only=True)
     held[0, 3, 1, 2] += 1
     with file.open("wb") as out:
         torch.save(held, out)
     capsys.readouterr()
     assert main(["compare", str(a), str(b)]) == 1
-    wanted = 'checkpoint of step 4: state["params"]["layers"]["W_Q"]: 1 of 256 elements differ, by up to 1\n'
+    wanted = "checkpoint of step 4: params.layers.W_Q: 1 of 256 elements differ, by up to 1\n"
     assert capsys.readouterr().out == wanted
     assert checkpoint.complete(b) == [2, 4]
     assert main(["compare", str(a), str(a.parent)]) == 2
