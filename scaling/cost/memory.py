@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaling.arguments import not_negative, one_of, positive, whole
+from scaling.cost.transformer import REMAT as POLICIES
 from scaling.spec import dtype_bytes
-
-POLICIES = ("none", "matmuls", "block")
 
 
 @dataclass(frozen=True)

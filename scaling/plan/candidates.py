@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from scaling.hardware import Chip
-from scaling.plan.evaluate import Estimate, Lanes, bound, evaluate, forecast
+from scaling.plan.evaluate import Estimate, bound, evaluate, forecast
 from scaling.plan.holds import held
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES, POLICIES, SCHEDULES, Layout, row
 from scaling.plan.ledger import compute, ledger
-from scaling.plan.network import Network, Unplaced, measured, torus, torus_meshes, tree
+from scaling.plan.network import Lane, Network, Unplaced, measured, torus, torus_meshes, tree
 from scaling.plan.placement import slice_shape
 from scaling.plan.ranking import room, simplest_first
 
@@ -252,7 +252,8 @@ def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarr
     index = np.repeat(np.arange(len(networks)), lengths)
     chosen = np.concatenate(options)
     sizes = np.array([[network.sizes[axis] for axis in AXES] for network in networks], dtype=float)
-    zero, all_lanes = np.array([network.zero for network in networks], dtype=np.int8), Lanes.of(networks)
+    zero = np.array([network.zero for network in networks], dtype=np.int8)
+    lanes = {name: Lane.columns([network.lanes[name] for network in networks]) for name in networks[0].lanes}
 
     def priced(which: np.ndarray, recipe: np.ndarray, ties: bool) -> tuple[Layout, Any, Any, Any]:
         """(layouts, seconds, seconds without overlap if `ties`, bytes) of rows: meshes by number, each with a
@@ -261,10 +262,11 @@ def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarr
         fields: dict[str, Any] = {axis: sizes[which, i] for i, axis in enumerate(AXES)} | {"zero": zero[which]}
         fields |= {name: recipe[:, i].astype(float if i in (0, 2) else np.int8) for i, name in enumerate(names)}
         many = Layout(**fields)
-        c, lanes = compute(job, chip, many), all_lanes.take(which)
-        entries, own = ledger(job, c, many), held(job, c, many)
-        worst = bound(job, c, entries, lanes, many.microbatches)[1] if ties else 0.0
-        parts = forecast(job, chip, c, many, entries, lanes, own)
+        c = compute(job, chip, many)
+        entries = ledger(job, c, many, {name: lane.take(which) for name, lane in lanes.items()})
+        own = held(job, c, many)
+        worst = bound(job, c, entries, many.microbatches)[1] if ties else 0.0
+        parts = forecast(job, chip, c, many, entries, own)
         seconds, worst, nbytes = (np.broadcast_to(column, which.shape) for column in (parts.total, worst, own.total))
         return many, seconds, worst, nbytes
 

@@ -7,7 +7,6 @@ peaks (`scaling.hardware.Efficiency`), with what lies between the matmuls, with 
 for, and with what a step does once, as far as one microbatch does not hide it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,71 +15,22 @@ from scaling.cost.layers import Cost
 from scaling.hardware import Chip
 from scaling.plan.holds import Held, held
 from scaling.plan.job import Job
-from scaling.plan.layout import AXES, SCHEDULES, Layout
-from scaling.plan.ledger import Amount, Compute, Entry, compute, is_one, ledger
-from scaling.plan.network import LINKS, Lane, Network
+from scaling.plan.layout import AXES, Amount, Layout
+from scaling.plan.ledger import Compute, Entry, compute, ledger
+from scaling.plan.network import LINKS, Network
 
 LOGITS = 16  # bytes of a logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
 
 
-@dataclass(frozen=True)
-class Lanes:
-    """The lanes of a network, or of many as columns: by name (seconds a byte, latency, ranks, near, links)."""
-
-    rows: Mapping[str, tuple[Amount, Amount, Amount, Amount, tuple[Amount, ...]]]
-
-    @staticmethod
-    def of(networks: "Network | list[Network]") -> "Lanes":
-        if isinstance(networks, Network):
-            return Lanes({name: _plain(lane) for name, lane in networks.lanes.items()})
-        rows = {}
-        for name in networks[0].lanes:
-            lanes = [_plain(network.lanes[name]) for network in networks]
-            numbers = [np.array([lane[i] for lane in lanes]) for i in range(4)]
-            rows[name] = (*numbers, tuple(np.array([lane[4][i] for lane in lanes]) for i in range(LINKS)))
-        return Lanes(rows)
-
-    def take(self, index: np.ndarray) -> "Lanes":
-        """The rows of columns, by number."""
-        rows = {}
-        for name, (*numbers, links) in self.rows.items():
-            rows[name] = (*(column[index] for column in numbers), tuple(link[index] for link in links))
-        return Lanes(rows)
-
-    def seconds(self, entry: Entry) -> Amount:
-        """Of one of an entry's collectives, at the peak."""
-        per_byte, latency, *_ = self.rows[entry.lane]
-        return np.maximum(latency, entry.nbytes * per_byte)
-
-    def forecast(self, entry: Entry, chip: Chip) -> Amount:
-        """The same as it is likely to be: starting it and its hops take time beside the bytes."""
-        per_byte, latency, ranks, *_ = self.rows[entry.lane]
-        rate = chip.efficiency
-        waits = np.where(ranks > 1, rate.launch + np.maximum(latency, (ranks - 1) * rate.launch / 16), 0.0)
-        return waits + entry.nbytes * per_byte / rate.links
-
-    def links(self, entry: Entry) -> tuple[Amount, ...]:
-        return self.rows[entry.lane][4]
-
-    def hides(self, entry: Entry, chip: Chip, l: Layout) -> Amount:
-        """The share of a layer's collectives that runs behind its own matmuls, or behind another microbatch's."""
-        near = self.rows[entry.lane][3] * chip.efficiency.hidden
-        return np.where(is_one(l.schedule, SCHEDULES, "dualpipev"), 1.0, near) if entry.axis == "expert" else near
-
-
-def _plain(lane: Lane) -> tuple:
-    return lane.per_byte, lane.latency, lane.ranks, float(lane.near), tuple(float(link) for link in lane.links)
-
-
-def bound(job: Job, c: Compute, entries: list[Entry], lanes: Lanes, microbatches: Amount) -> tuple[Amount, Amount]:
+def bound(job: Job, c: Compute, entries: list[Entry], microbatches: Amount) -> tuple[Amount, Amount]:
     """(seconds of a step at least, seconds if nothing overlapped), with the bubble."""
     links, everything = [[0.0] * LINKS, [0.0] * LINKS], [0.0, 0.0]  # forward, backward
     for entry in entries:
-        each = lanes.seconds(entry)
-        for way, count in enumerate((entry.forward, entry.backward)):
+        each = entry.seconds
+        for way, count in enumerate(entry.ways):
             seconds = count * each
             everything[way] = everything[way] + seconds
-            for i, load in enumerate(lanes.links(entry)):
+            for i, load in enumerate(entry.over.links):
                 links[way][i] = links[way][i] + load * seconds
     total, worst = 0.0, 0.0
     for way, once in enumerate((c.forward, c.backward)):
@@ -127,7 +77,7 @@ def matmul_passes(job: Job, math: Amount, reads: Amount) -> tuple[Amount, Amount
     return forward, forward + np.maximum(math, adds)
 
 
-def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], lanes: Lanes, own: Held) -> StepParts:
+def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], own: Held) -> StepParts:
     """The step as it is likely to be: never shorter than the bound."""
     rate, M = chip.efficiency, l.microbatches
     narrow, wide, kernel, bandwidth = reached_rates(job, chip)
@@ -141,17 +91,17 @@ def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], 
 
     waits, taken, loads, once = [0.0, 0.0], [0.0, 0.0], [[0.0] * LINKS, [0.0] * LINKS], [[0.0] * LINKS, [0.0] * LINKS]
     for entry in entries:
-        each = lanes.forecast(entry, chip)
-        for way, count in enumerate((entry.forward, entry.backward)):
+        each = entry.over.forecast(entry.nbytes, rate)
+        for way, count in enumerate(entry.ways):
             seconds = count * each if entry.kind == "step" else count * each / M
             if entry.kind == "critical":
-                behind = lanes.hides(entry, chip, l)
+                behind = entry.hides(chip, l)
                 waits[way] = waits[way] + (1 - behind) * seconds
                 taken[way] = taken[way] + rate.cores * behind * seconds
             elif entry.kind == "ahead":
                 taken[way] = taken[way] + rate.cores * seconds
             into = once if entry.kind == "step" else loads
-            for i, load in enumerate(lanes.links(entry)):
+            for i, load in enumerate(entry.over.links):
                 into[way][i] = into[way][i] + load * seconds
     exposed, late = 0.0, 0.0
     for way, computing in enumerate((forward + attention + memory, backward + 2 * (attention + memory) + again)):
@@ -226,17 +176,17 @@ class Estimate:
 
 def evaluate(job: Job, network: Network, layout: Layout) -> Estimate:
     """Time and memory of one layout."""
-    chip, lanes = network.chip, Lanes.of(network)
+    chip = network.chip
     c = compute(job, chip, layout)
-    entries = [entry for entry in ledger(job, c, layout) if entry.moved > 0]
+    entries = [entry for entry in ledger(job, c, layout, network.lanes) if entry.moved > 0]
     own = held(job, c, layout)
-    least, worst = bound(job, c, entries, lanes, layout.microbatches)
-    parts = forecast(job, chip, c, layout, entries, lanes, own)
+    least, worst = bound(job, c, entries, layout.microbatches)
+    parts = forecast(job, chip, c, layout, entries, own)
     times: tuple[dict[str, float], ...] = ({}, {})
     for entry in entries:
-        for way, count in enumerate((entry.forward, entry.backward)):
+        for way, count in enumerate(entry.ways):
             if count:
-                times[way][entry.axis] = times[way].get(entry.axis, 0.0) + float(count * lanes.seconds(entry))
+                times[way][entry.axis] = times[way].get(entry.axis, 0.0) + float(count * entry.seconds)
     overlap = "sum" if job.overlap == "none" else job.overlap
     passes = [
         Cost(float(layout.microbatches * once), tuple(sorted(by_axis.items())), overlap)

@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from scaling.cost.transformer import POLICIES
+
+Amount = Any  # a number, or an array of them: the arithmetic is the same
 AXES = ("pod", "pipe", "data", "fsdp", "context", "expert", "tensor")
 WORDS = {
     "pod": "pods", "pipe": "PP", "data": "DP", "fsdp": "FSDP", "context": "CP", "expert": "EP", "tensor": "TP",
 }  # fmt: skip
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "dualpipev")
-POLICIES = ("none", "attention", "matmuls", "block")
 SAVES = {
     "none": "nothing recomputed", "attention": "attention recomputed", "matmuls": "big matmuls saved",
     "block": "block checkpointing",

@@ -6,16 +6,15 @@ params are sharded over X alone; what it does is counted by its own step (`train
 may be columns; then so is everything here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from scaling.hardware import Chip
 from scaling.plan.job import Job
-from scaling.plan.layout import POLICIES, SCHEDULES, Layout
-
-Amount = Any  # a float, or an array of them: the arithmetic is the same
+from scaling.plan.layout import POLICIES, SCHEDULES, Amount, Layout
+from scaling.plan.network import Lane
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,9 @@ def _live(l: Layout) -> Amount:
 class Entry:
     """Collectives of one kind on the fullest stage, in a step: so many `forward` and `backward`, V `nbytes` each.
 
-    `axis`: of the mesh, to which they are charged; `lane`: what they run over. `kind`: "critical", the layer waits for
-    it; "ahead", weights and their gradients, behind the layer's matmuls; "step", once a step, behind one microbatch;
-    "hop", between stages.
+    `axis`: of the mesh, to which they are charged; `lane`: the name of what they run `over`. `kind`: "critical", the
+    layer waits for it; "ahead", weights and their gradients, behind the layer's matmuls; "step", once a step, behind
+    one microbatch; "hop", between stages.
     """
 
     axis: str
@@ -135,10 +134,26 @@ class Entry:
     forward: Amount
     backward: Amount
     nbytes: Amount
+    over: Lane
 
     @property
     def moved(self) -> Amount:
         return (self.forward + self.backward) * self.nbytes
+
+    @property
+    def ways(self) -> tuple[Amount, Amount]:
+        """How many there are forward and backward."""
+        return self.forward, self.backward
+
+    @property
+    def seconds(self) -> Amount:
+        """Of one of them, at the peak."""
+        return self.over.seconds(self.nbytes)
+
+    def hides(self, chip: Chip, l: Layout) -> Amount:
+        """The share of a layer's collectives that runs behind its own matmuls, or behind another microbatch's."""
+        near = self.over.near * chip.efficiency.hidden
+        return np.where(is_one(l.schedule, SCHEDULES, "dualpipev"), 1.0, near) if self.axis == "expert" else near
 
 
 def weight_elements(job: Job, l: Layout) -> tuple[Amount, Amount]:
@@ -147,16 +162,16 @@ def weight_elements(job: Job, l: Layout) -> tuple[Amount, Amount]:
     return (w.dense + w.kv * (copied(w, l) - 1)) / l.tensor, w.experts / (l.expert * l.tensor)
 
 
-def ledger(job: Job, c: Compute, l: Layout) -> list[Entry]:
-    """Every collective of a step."""
+def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[Entry]:
+    """Every collective of a step, over the lanes of its mesh."""
     w, act, M, n = job.work, job.act_bytes, l.microbatches, c.layers
     each = M * n
     replay = is_one(l.remat, POLICIES, "block")
     regather = is_one(l.remat, POLICIES, "matmuls")
     found = []
 
-    def add(*entry):
-        found.append(Entry(*entry))
+    def add(axis: str, lane: str, kind: str, forward: Amount, backward: Amount, nbytes: Amount):
+        found.append(Entry(axis, lane, kind, forward, backward, nbytes, lanes[lane]))
 
     used = np.where(l.tensor > 1, each, 0)
     hidden = act * c.tokens * w.D

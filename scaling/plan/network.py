@@ -5,13 +5,16 @@ once, those over the same one add up. V is the book's measure, as in `scaling.tr
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from scaling.cost import gpu
-from scaling.hardware import Chip
-from scaling.plan.layout import AXES
+from scaling.hardware import Chip, Efficiency
+from scaling.plan.layout import AXES, Amount
 from scaling.plan.placement import AxisSpan, Placement, exchange, gather_price, placements, slice_shape
 
 LANES = {  # lane: the mesh axes of its group, under ZeRO-3 and otherwise
@@ -33,18 +36,39 @@ class Lane:
     """Seconds a byte of V, or of `expert` and `pipe` a byte that a chip sends; at least `latency`; over which links.
 
     `ranks` of the group; `where`: in words; `near`: over links that kernels drive themselves, so that collectives can
-    run behind the matmuls that wait for them (a torus, a node).
+    run behind the matmuls that wait for them (a torus, a node). Numbers may be columns, of many meshes.
     """
 
-    per_byte: float = 0.0
-    latency: float = 0.0
-    links: tuple[bool, ...] = (False,) * LINKS
-    ranks: int = 1
+    per_byte: Amount = 0.0
+    latency: Amount = 0.0
+    links: tuple[Amount, ...] = (False,) * LINKS
+    ranks: Amount = 1
     where: str = ""
-    near: bool = True
+    near: Amount = True
 
-    def seconds(self, nbytes: float) -> float:
-        return max(self.latency, nbytes * self.per_byte)
+    @staticmethod
+    def columns(lanes: Sequence["Lane"]) -> "Lane":
+        """Many as one whose numbers are arrays."""
+        numbers: dict[str, Any] = {name: np.array([float(getattr(lane, name)) for lane in lanes]) for name in NUMBERS}
+        links = zip(*(lane.links for lane in lanes), strict=True)
+        return Lane(**numbers, links=tuple(np.array(column, dtype=float) for column in links))
+
+    def take(self, index: np.ndarray) -> "Lane":
+        """Rows of columns, by number."""
+        numbers: dict[str, Any] = {name: getattr(self, name)[index] for name in NUMBERS}
+        return Lane(**numbers, links=tuple(link[index] for link in self.links))
+
+    def seconds(self, nbytes: Amount) -> Amount:
+        """Of one collective, at the peak."""
+        return np.maximum(self.latency, nbytes * self.per_byte)
+
+    def forecast(self, nbytes: Amount, rate: Efficiency) -> Amount:
+        """The same as it is likely to be: starting it and its hops take time beside the bytes."""
+        hops = rate.launch + np.maximum(self.latency, (self.ranks - 1) * rate.launch / 16)
+        return np.where(self.ranks > 1, hops, 0.0) + nbytes * self.per_byte / rate.links
+
+
+NUMBERS = ("per_byte", "latency", "ranks", "near")
 
 
 @dataclass(frozen=True)

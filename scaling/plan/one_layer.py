@@ -8,7 +8,7 @@ those of weights run behind all of a layer, and the next layer waits for its own
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scaling.plan.evaluate import Estimate, Lanes, matmul_passes, reached_rates
+from scaling.plan.evaluate import Estimate, matmul_passes, reached_rates
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES
 
@@ -106,7 +106,7 @@ class _Layer:
 
     def __init__(self, job: Job, found: Estimate):
         w, l, c, chip = job.work, found.layout, found.compute, found.network.chip
-        rate, lanes, layers = chip.efficiency, Lanes.of(found.network), float(c.layers)
+        rate, layers = chip.efficiency, float(c.layers)
         self.work, self.layout = w, l
         narrow, _, kernel, bandwidth = reached_rates(job, chip)
         self.linear = matmul_passes(job, float(c.linear) / layers / narrow, float(c.read) / layers / bandwidth)
@@ -117,12 +117,12 @@ class _Layer:
         self.into = (w.heads + 2 * w.kv_heads) / (2 * (w.heads + w.kv_heads))  # of which Q, K and V
         self.sent, self.hidden, self.slower = {}, {}, [0.0, 0.0]
         for entry in found.entries:
-            seconds, hides = float(lanes.forecast(entry, chip)), float(lanes.hides(entry, chip, l))
+            seconds, hides = float(entry.over.forecast(entry.nbytes, rate)), float(entry.hides(chip, l))
             self.sent.setdefault(entry.lane, seconds)  # of weights, the layers' come first, then the vocabulary's
             self.hidden[entry.lane] = hides
             if entry.kind in ("critical", "ahead"):
                 busy = rate.cores * seconds * (hides if entry.kind == "critical" else 1) / layers / l.microbatches
-                for way, count in enumerate((entry.forward, entry.backward)):
+                for way, count in enumerate(entry.ways):
                     self.slower[way] += float(count) * busy
 
     def passes(self) -> tuple[list[Operation], list[Operation]]:

@@ -101,7 +101,7 @@ def _notes(job: Job, found: Estimate) -> list[str]:
 def axis_table(found: Estimate) -> str:
     """Each axis: where it lies, what it moves, and its share of computing, forward and backward."""
     forward, backward = found.cost.parts
-    lanes = {entry.axis: found.network.lanes[entry.lane] for entry in found.entries}
+    lanes = {entry.axis: entry.over for entry in found.entries}
     rows = []
     for axis in AXES:
         n = found.size(axis)

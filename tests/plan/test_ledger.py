@@ -8,10 +8,11 @@ import pytest
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan import Job, Layout, Stack, evaluate, tree
-from scaling.plan.evaluate import Lanes, forecast
+from scaling.plan.evaluate import forecast
 from scaling.plan.holds import held
 from scaling.plan.layout import columns, row
 from scaling.plan.ledger import compute, heaviest, ledger
+from scaling.plan.network import Lane
 from scaling.schedules import make
 from scaling.schedules.simulator import Times, simulate
 
@@ -174,11 +175,12 @@ def test_columns_are_the_rows():
         Layout(pipe=2, data=8, microbatches=8, schedule="dualpipev", chunks=2),
     ]
     networks = [tree(H100, layout.sizes, layout.zero, 2, 8) for layout in layouts]
-    many, lanes = columns(layouts), Lanes.of(networks)
+    many = columns(layouts)
+    lanes = {name: Lane.columns([network.lanes[name] for network in networks]) for name in networks[0].lanes}
     assert [row(many, i) for i in range(4)] == layouts
     c = compute(job, H100, many)
     own = held(job, c, many)
-    seconds = forecast(job, H100, c, many, ledger(job, c, many), lanes, own).total
+    seconds = forecast(job, H100, c, many, ledger(job, c, many, lanes), own).total
     singles = [evaluate(job, network, layout) for network, layout in zip(networks, layouts, strict=True)]
     np.testing.assert_allclose(seconds, [one.forecast for one in singles], rtol=1e-12)
     np.testing.assert_allclose(own.total, [float(one.held.total) for one in singles], rtol=1e-12)
