@@ -15,8 +15,9 @@ from scaling import cost
 from scaling.book.answers import Answer
 from scaling.book.layout import format_number, width
 from scaling.book.page import Page
-from scaling.book.streaming import draw_stream, stream_chunks
 from scaling.hardware import Chip, chip, chips, systolic
+from scaling.show import bars
+from scaling.show.bars import Bar
 
 page = Page(__doc__, plot=True)
 V5E, V5P, V6E = chip("v5e"), chip("v5p"), chip("v6e")
@@ -46,6 +47,31 @@ page.table(rows, ["TPU", "pod", "host", "HBM", "HBM/s", "bf16", "int8", "C/W"])
 
 # %% [markdown]
 # ## Streaming: HBM -> VMEM -> MXU -> VMEM -> HBM
+# Two units work at once: HBM, which loads a chunk and stores its result, one after the other, and the core. A chunk
+# waits in one of `buffers` places in VMEM. With one, the next load waits until the chunk before it is computed and
+# stored; with two (double buffering) it comes in while the core computes.
+
+
+# %%
+def streamed(chunks: int, load: float, compute: float, store: float, buffers: int = 2, first: float = 0.0) -> list[Bar]:
+    """What the two units do: L, C and S with the chunk's number, of so many seconds each; `first` X is loaded."""
+    ran, hbm, core, computed = [Bar("HBM", "LX", 0.0, first)] if first else [], first, 0.0, []
+    for i in range(chunks + buffers):
+        if (done := i - buffers) >= 0:  # a place is free once its chunk is stored
+            start = max(hbm, computed[done])
+            hbm = start + store
+            ran.append(Bar("HBM", f"S{done}", start, hbm))
+        if i < chunks:
+            ran.append(Bar("HBM", f"L{i}", hbm, hbm + load))
+            hbm += load
+            start = max(hbm, core)
+            core = start + compute
+            ran.append(Bar("core", f"C{i}", start, core))
+            computed.append(core)
+    return ran
+
+
+# %% [markdown]
 # bf16 X[B, D] stays in VMEM, the weights come in panels of columns, each panel's product goes back. With one buffer
 # HBM and core take turns: the time is T_math + T_comms, Part 1's upper bound. With two, the next panel comes in while
 # the core multiplies: the time is that of the slower one and a little for the first and last panel. Look at who waits
@@ -58,12 +84,14 @@ for B in (64, 512):
     op = cost.matmul(B, D, F, V5E.flops(), V5E.hbm_bw)
     load, store, first = (nbytes / V5E.hbm_bw for nbytes in (2 * D * F / panels, 2 * B * F / panels, 2 * B * D))
     for buffers in (1, 2):
-        run = stream_chunks(panels, load, op.math / panels, store, buffers, first)
-        drawn.append(f"B = {B}, {buffers} buffer{'s' * (buffers > 1)}\n{draw_stream(run, width() - 7, op.upper / 2)}")
-        us = [f"{1e6 * t:,.1f}" for t in (op.lower, op.upper, run.seconds)]
-        rows.append((B, buffers, op.bound, *us, *(f"{run.busy(unit) / run.seconds:.0%}" for unit in ("HBM", "core"))))
+        run = streamed(panels, load, op.math / panels, store, buffers, first)
+        took = bars.end_of(run)
+        picture = bars.text(run, width() - 7, op.upper / 2)
+        drawn.append(f"B = {B}, {buffers} buffer{'s' * (buffers > 1)}\n{picture}")
+        us = [f"{1e6 * t:,.1f}" for t in (op.lower, op.upper, took)]
+        rows.append((B, buffers, op.bound, *us, *(f"{bars.busy(run, unit) / took:.0%}" for unit in ("HBM", "core"))))
         once = first + load + op.math / panels + store
-        held = math.isclose(run.seconds, op.upper) if buffers == 1 else op.lower <= run.seconds <= op.lower + once
+        held = math.isclose(took, op.upper) if buffers == 1 else op.lower <= took <= op.lower + once
         page.check(f"B = {B}, {buffers} buffers: streamed in the time that the roofline says", held)
 page.title(f"bf16[B, {D}] x bf16[{D}, {F}] on a v5e, {panels} panels: half of the time")
 page.say("\n".join([*drawn, "L load, C compute, S store"]))
@@ -81,13 +109,14 @@ page.say(f"VMEM that two buffers take at B = 64: {held / 2**20:,.0f} of {V5E.sra
 # %%
 N, vpu = 2**26, V5P.cores * V5P.vector_alus * V5P.clock
 op = cost.roofline(N, 3 * 2 * N, vpu, V5P.hbm_bw)
-run = stream_chunks(panels, 4 * N / panels / V5P.hbm_bw, op.math / panels, 2 * N / panels / V5P.hbm_bw)
+run = streamed(panels, 4 * N / panels / V5P.hbm_bw, op.math / panels, 2 * N / panels / V5P.hbm_bw)
 page.title(f"bf16 x[N] * y[N] -> z[N] on a v5p, N = 2^26, {panels} chunks, 2 buffers")
-page.say(draw_stream(run, width() - 7, run.seconds / 2))
-busy = run.busy("core") / run.seconds
-share = f"HBM works {run.busy('HBM') / run.seconds:.0%} and the core {busy:.0%}"
-page.say(f"{1e6 * run.seconds:.1f} us, of which half is drawn; {share} of it")
-page.check("a pointwise product takes as long as HBM does", math.isclose(run.seconds, op.comms))
+took = bars.end_of(run)
+page.say(bars.text(run, width() - 7, took / 2))
+busy = bars.busy(run, "core") / took
+share = f"HBM works {bars.busy(run, 'HBM') / took:.0%} and the core {busy:.0%}"
+page.say(f"{1e6 * took:.1f} us, of which half is drawn; {share} of it")
+page.check("a pointwise product takes as long as HBM does", math.isclose(took, op.comms))
 
 # %% [markdown]
 # ## Appendix B: the systolic array

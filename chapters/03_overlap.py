@@ -15,8 +15,9 @@ from scaling.book.answers import Answer
 from scaling.book.layout import width
 from scaling.book.listing import difference
 from scaling.book.page import Page
-from scaling.book.streaming import Stream, StreamWork
 from scaling.hardware import chip
+from scaling.show import bars
+from scaling.show.bars import Bar
 from scaling.trace import trace
 
 page = Page(__doc__, mesh="Y=4", device=True, seed=True, plot=True)
@@ -116,32 +117,21 @@ def times(F: int) -> tuple[float, float]:
     return 2 * TOKENS * WIDTH * F / N / N / V5P.flops(), 2 * TOKENS * WIDTH / N / V5P.need("link_bw")
 
 
-def serial(F: int) -> Stream:
+def serial(F: int) -> list[Bar]:
     product, hop = times(F)
-    hops = [StreamWork("ICI", "hop", i, (i - 1) * hop, i * hop) for i in range(1, N)]
+    hops = [Bar("ICI", f"H{i}", (i - 1) * hop, i * hop) for i in range(1, N)]
     starts = [(N - 1) * hop + i * product for i in range(N)]
-    return Stream((*hops, *(StreamWork("MXU", "matmul", i, start, start + product) for i, start in enumerate(starts))))
+    return [*hops, *(Bar("MXU", f"M{i}", start, start + product) for i, start in enumerate(starts))]
 
 
-def overlapped(F: int) -> Stream:
+def overlapped(F: int) -> list[Bar]:
     product, hop = times(F)
-    works, end = [StreamWork("ICI", "hop", i, (i - 1) * hop, i * hop) for i in range(1, N)], 0.0
+    works, end = [Bar("ICI", f"H{i}", (i - 1) * hop, i * hop) for i in range(1, N)], 0.0
     for i in range(N):
         start = max(end, i * hop)  # block i is here, and the product before is done
         end = start + product
-        works.append(StreamWork("MXU", "matmul", i, start, end))
-    return Stream(tuple(works))
-
-
-def drawn(run: Stream, seconds: float) -> str:
-    columns, lines = width() - 7, []
-    for unit in ("ICI", "MXU"):
-        row = ["."] * columns
-        for work in (work for work in run.works if work.unit == unit):
-            begin, end = round(work.start / seconds * columns), round(work.end / seconds * columns)
-            row[begin:end] = f"{work.kind[0].upper()}{work.chunk}"[: end - begin].ljust(end - begin, "-")
-        lines.append(f"{unit} |{''.join(row)}|")
-    return "\n".join(lines)
+        works.append(Bar("MXU", f"M{i}", start, end))
+    return works
 
 
 # %% [markdown]
@@ -152,26 +142,29 @@ rows = []
 for F in (8192, 32768):
     page.title(f"bf16 A[{TOKENS}, {WIDTH}_Y] W[{WIDTH}, {F}_Y] on a ring of {N} v5p, one way")
     for name, run in (("AllGather, then multiply", serial(F)), ("collective matmul", overlapped(F))):
-        page.say(f"{name}: {1e6 * run.seconds:,.0f} us\n{drawn(run, serial(F).seconds)}")
-        rows.append((F, name, *(f"{1e6 * t:,.0f}" for t in (run.busy("ICI"), run.busy("MXU"), run.seconds))))
+        picture = bars.text(run, width() - 7, bars.end_of(serial(F)))
+        page.say(f"{name}: {1e6 * bars.end_of(run):,.0f} us\n{picture}")
+        took = bars.busy(run, "ICI"), bars.busy(run, "MXU"), bars.end_of(run)
+        rows.append((F, name, *(f"{1e6 * t:,.0f}" for t in took)))
 page.say()
 page.table(rows, ["F", "algorithm", "sending us", "computing us", "in all us"])
 turn = N * V5P.flops() / V5P.need("link_bw")  # where a product takes as long as a hop
 Fs = sorted({turn, *(1024 * 2 ** (i / 2) for i in range(15))})
 page.chart(
     "overlap", {
-        "AllGather, then multiply": [(F, serial(F).seconds) for F in Fs],
-        "collective matmul": [(F, overlapped(F).seconds) for F in Fs],
+        "AllGather, then multiply": [(F, bars.end_of(serial(F))) for F in Fs],
+        "collective matmul": [(F, bars.end_of(overlapped(F))) for F in Fs],
         "multiply alone": [(F, N * times(F)[0]) for F in Fs],
     }, "F", "seconds", f"A[{TOKENS}, {WIDTH}_Y] W[{WIDTH}, F_Y] on {N} v5p, one way round",
     marks=[("x", turn, f"F = Y C/W = {turn:,.0f}")], height=14,
 )  # fmt: skip
 product, hop = times(32768)
-hidden = 1 - (overlapped(32768).seconds - N * product) / ((N - 1) * hop)
+hidden = 1 - (bars.end_of(overlapped(32768)) - N * product) / ((N - 1) * hop)
 page.answers([
     Answer("Hidden of the sending, F = 32768", "", 100 * hidden, "%", "each hop is shorter than a product"),
     Answer("Time over that of AllGather, then multiply, F = 32768", "",
-           overlapped(32768).seconds / serial(32768).seconds, "times", "4 products over 4 products and 3 hops"),
+           bars.end_of(overlapped(32768)) / bars.end_of(serial(32768)), "times",
+           "4 products over 4 products and 3 hops"),
     Answer("F from which everything is hidden, one way", "", turn, "",
            "2BDF/(Y^2 C) = 2BD/(Y W): F/Y = C/W of one link, whatever B and D"),
 ])  # fmt: skip
@@ -182,5 +175,5 @@ page.end()
 # 1. Edit: replace `[(j, (j - 1) % n) for j in range(n)]` by `[(j, (j + 1) % n) for j in range(n)]`. The blocks now come
 #    from the left. Which index of W has to change with it, and what does the comparison say until it does?
 # 2. Question: how much of the sending is hidden with F = 8192? Evaluate
-#    `1 - (overlapped(8192).seconds - N * times(8192)[0]) / ((N - 1) * times(8192)[1])`.
+#    `1 - (bars.end_of(overlapped(8192)) - N * times(8192)[0]) / ((N - 1) * times(8192)[1])`.
 # 3. Flag: run with `--mesh Y=2`. How many hops are left, and is there anything to overlap?

@@ -25,6 +25,8 @@ from scaling.serve import engine
 from scaling.serve.policies import POLICIES
 from scaling.serve.simulate import Simulated, simulate
 from scaling.serve.states import Move, Options, Request, Run
+from scaling.show import bars
+from scaling.show.bars import Bar
 
 page = Page(__doc__, seed=True, plot=True)
 V5E, CHIPS = chip("v5e"), 16
@@ -58,18 +60,13 @@ def requests(rows) -> list[tuple[float, Request]]:
 
 def gantt(served: Simulated, seconds: float) -> str:
     """A row for each request, `WIDTH` columns of time."""
-    cells = {id: [" "] * WIDTH for id in served.requests}
-    column = lambda t: min(WIDTH - 1, int(t / seconds * WIDTH))  # noqa: E731
-    for id, times in served.requests.items():
-        for i in range(column(times.arrival), column(times.end) + 1):
-            cells[id][i] = "."
+    drawn = [Bar(str(id), ".", times.arrival, times.end) for id, times in served.requests.items()]
     for start, end, action in served.spans:
         each = [(action.id, ">")] if isinstance(action, Move) else [
             (work.id, "P" if len(work.tokens) > 1 else "d") for work in action.works]  # fmt: skip
-        for id, letter in each:
-            for i in range(column(start), max(column(start) + 1, column(end))):
-                cells[id][i] = letter if cells[id][i] != "P" else "P"
-    return "\n".join(f"{id}|{''.join(row)}|" for id, row in cells.items())
+        drawn += [Bar(str(id), letter, start, end) for id, letter in each]
+    drawn.sort(key=lambda bar: bar.label == "P")  # over the others
+    return bars.text(drawn, WIDTH, seconds, idle=" ", fill="")
 
 
 drawn = {}

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 from scaling.configs import get
@@ -125,7 +124,7 @@ def _parser() -> Parser:
     return parser
 
 
-@complaining(ValueError, OSError, code=2)
+@complaining(ValueError, ImportError, OSError, code=2)
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["guide"]:
@@ -168,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
         out = out | {"run": said} if args.json else f"{out}\n\n" + "\n".join(said)
     if args.svg and done:
         title = f"One layer of {job.config.name} on {args.chips:,} {hardware.name}: {best.name}"
-        Path(args.svg).write_text(one_layer.svg(one_layer.layer_passes(job, best), title))
+        one_layer.figure(one_layer.layer_passes(job, best), title).savefig(args.svg, format="svg")
     print(json.dumps(out, indent=1) if args.json else out)
     return int(not done)
 

@@ -139,7 +139,7 @@ def size_of(tokens: float) -> str:
 def text(job: Job, chip: Chip, chips: int, found: Estimate, budget: Budget, fixed: Fixed = ANY) -> str:
     """All of it, for people."""
     lines = [
-        "One layer in time, as forecast (dots: the chip waits; ': computed again)",
+        "One layer in time, as forecast (dots: nothing runs; ': computed again)",
         layer_chart(layer_passes(job, found)),
     ]
     first, *rest = bottlenecks(found)

@@ -6,31 +6,19 @@ those of weights run behind all of a layer, and the next layer waits for its own
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scaling.plan.evaluate import Estimate, matmul_passes, reached_rates
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES
+from scaling.show import bars
+from scaling.show.bars import Bar
 
 COLOURS = {
     "compute": "#5fc7b0", "tensor": "#f5a45d", "context": "#c58fe0", "expert": "#e07a8b", "fsdp": "#86aef0",
     "data": "#86cf7f",
 }  # fmt: skip
 BEFORE = 6  # layers that pass until one is like the next
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Something that runs on a lane, from when to when in seconds: computing, or a collective over a mesh axis."""
-
-    lane: str
-    name: str
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -61,14 +49,19 @@ class Pass:
 
     @property
     def lanes(self) -> list[str]:
-        return ["compute", *(axis for axis in AXES[::-1] if any(bar.lane == axis for bar in self.bars))]
+        return ["compute", *(axis for axis in AXES[::-1] if any(bar.row == axis for bar in self.bars))]
+
+    @property
+    def in_rows(self) -> list[Bar]:
+        """The bars, lane by lane."""
+        return sorted(self.bars, key=lambda bar: (self.lanes.index(bar.row), bar.start))
 
     @property
     def hidden(self) -> dict[str, float]:
         """Of each axis, the share of its seconds in which the chip computes."""
-        busy, found = [bar for bar in self.bars if bar.lane == "compute"], {}
+        busy, found = [bar for bar in self.bars if bar.row == "compute"], {}
         for axis in self.lanes[1:]:
-            mine = [bar for bar in self.bars if bar.lane == axis]
+            mine = [bar for bar in self.bars if bar.row == axis]
             both = sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in mine for b in busy)
             found[axis] = both / sum(bar.seconds for bar in mine)
         return found
@@ -76,14 +69,14 @@ class Pass:
 
 def play(name: str, layer: list[Operation]) -> Pass:
     """The layer again and again, until it repeats; the last one as seen in a window of its own length."""
-    bars, free, now, ready, fed, start = [], {}, 0.0, 0.0, 0.0, 0.0
+    ran, free, now, ready, fed, start = [], {}, 0.0, 0.0, 0.0, 0.0
     for _ in range(BEFORE):
         start = now = max(now, ready)
         for op in layer:
             early = 0.0 if op.feeds else op.hidden * op.seconds
             begin = max(free.get(op.lane, 0.0), now - early)
             end = free[op.lane] = begin + op.seconds
-            bars.append(Bar(op.lane, op.name, begin, end))
+            ran.append(Bar(op.lane, op.name, begin, end, op.lane))
             if op.ahead:
                 ready = end
             elif op.waits and op.feeds:
@@ -91,7 +84,7 @@ def play(name: str, layer: list[Operation]) -> Pass:
             elif op.waits:
                 now = max(now, end, fed)
     now = max(now, ready)
-    seen = (Bar(b.lane, b.name, max(b.start, start) - start, min(b.end, now) - start) for b in bars)
+    seen = (replace(bar, start=max(bar.start, start) - start, end=min(bar.end, now) - start) for bar in ran)
     return Pass(name, now - start, tuple(bar for bar in seen if bar.seconds > 1e-9 * (now - start)))
 
 
@@ -202,59 +195,29 @@ class _Layer:
 
 
 def layer_chart(passes: tuple[Pass, ...], width: int = 84) -> str:
-    """The passes as text: a row for each lane, time to the right; dots where the chip waits."""
+    """The passes as text: a row for each lane, time to the right; dots where nothing runs."""
     lines = []
     for part in passes:
-        lines.append(f"{part.name}: {1e3 * part.seconds:.3g} ms a layer and microbatch")
-        for lane in part.lanes:
-            cells = [("." if lane == "compute" else " ")] * width
-            for bar in (bar for bar in part.bars if bar.lane == lane):
-                first, last = (round(at / part.seconds * width) for at in (bar.start, bar.end))
-                first = min(first, width - 1)
-                inside = max(last - first - 1, 0)
-                words = bar.name.split(" ")
-                labels = (" ".join(words[:n]) for n in range(len(words), -1, -1))
-                cells[first : first + inside + 1] = "|" + next(x for x in labels if len(x) <= inside).center(
-                    inside, "-"
-                )
-            lines.append(f"  {lane:8}{''.join(cells)}|")
         shares = ", ".join(f"{axis} {share:.0%}" for axis, share in part.hidden.items())
+        drawn = [replace(bar, row=f"  {bar.row:7}", label=f"|{bar.label}") for bar in part.in_rows]
+        lines += [
+            f"{part.name}: {1e3 * part.seconds:.3g} ms a layer and microbatch",
+            bars.text(drawn, width, part.seconds),
+        ]
         lines.append(f"  behind computing: {shares or 'nothing is sent'}")
     return "\n".join(lines)
 
 
-def svg(passes: tuple[Pass, ...], title: str) -> str:
-    """The same as an SVG picture, with the milliseconds of each bar."""
-    left, wide, high = 80, 900, 26
-    drawn, y = [_words(left, 20, title, ' font-size="14"')], 48
-    span = max(part.seconds for part in passes)
+def figure(passes: tuple[Pass, ...], title: str):
+    """The same as a matplotlib Figure, in milliseconds."""
+    lines = []
     for part in passes:
-        drawn.append(_words(left, y, f"{part.name}, {1e3 * part.seconds:.3g} ms a layer and microbatch"))
-        for lane in part.lanes:
-            y += high
-            drawn.append(_words(left - 8, y - 6, lane, ' text-anchor="end"'))
-            for bar in (bar for bar in part.bars if bar.lane == lane):
-                x, w = left + bar.start / span * wide, max(1.0, bar.seconds / span * wide)
-                drawn.append(
-                    f'<rect x="{x:.1f}" y="{y - high + 4}" width="{w:.1f}" height="{high - 6}" fill="{COLOURS[lane]}" '
-                    f'stroke="white"><title>{_escaped(bar.name)}: {1e3 * bar.seconds:.3g} ms</title></rect>'
-                )
-                if w > 7 * len(bar.name):
-                    drawn.append(_words(x + w / 2, y - 8, bar.name, ' text-anchor="middle"'))
-        y += high + 12
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + wide + 20}" height="{y}" font-family="sans-serif"'
-    return "\n".join([head + ' font-size="11">', *drawn, "</svg>"]) + "\n"
-
-
-def _words(x: float, y: float, words: str, how: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y}"{how}>{_escaped(words)}</text>'
-
-
-def _escaped(words: str) -> str:
-    return words.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+        drawn = [replace(bar, start=1e3 * bar.start, end=1e3 * bar.end) for bar in part.in_rows]
+        lines.append((f"{title}: {part.name}, {1e3 * part.seconds:.3g} ms a layer and microbatch", drawn))
+    return bars.figure(lines, COLOURS, "in ms")
 
 
 def as_dict(part: Pass) -> dict:
     """A pass as data. Seconds."""
-    bars = [{"lane": b.lane, "name": b.name, "start": b.start, "end": b.end} for b in part.bars]
-    return {"pass": part.name, "seconds": part.seconds, "hidden": part.hidden, "bars": bars}
+    drawn = [{"lane": b.row, "name": b.label, "start": b.start, "end": b.end} for b in part.bars]
+    return {"pass": part.name, "seconds": part.seconds, "hidden": part.hidden, "bars": drawn}

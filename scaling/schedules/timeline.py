@@ -6,10 +6,8 @@ The time of a simulation is in the units of its `Times`, that of a measurement i
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from scaling.schedules.chrome import row_name, time_bar, write_events
 from scaling.schedules.instructions import COMPUTE, Backward, BackwardWeight, Forward
 
 Time = float | Fraction  # in a simulation exact
@@ -94,18 +92,3 @@ class Timeline:
             elif isinstance(span.step, (Backward, BackwardWeight)):
                 count -= 1
         return peak
-
-
-def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:
-    """A Chrome trace: a process for each timeline, a row for each rank. `seconds`: the timelines' unit of time."""
-    events = []
-    for pid, timeline in enumerate(timelines):
-        events.append(row_name(timeline.name, pid))
-        events += (row_name(f"rank {rank}", pid, rank) for rank in range(timeline.ranks))
-        for span in timeline.spans:
-            kind, step = type(span.step).__name__, span.step
-            args = {key: getattr(step, key) for key in ("stage", "microbatch", "peer") if hasattr(step, key)}
-            name = f"{kind} {args.get('microbatch', '')}".strip()
-            start, end = (float(when - timeline.start) * seconds for when in (span.start, span.end))
-            events.append(time_bar(name, pid, span.rank, start, end, args, kind))
-    write_events(file, events)

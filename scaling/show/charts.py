@@ -143,21 +143,28 @@ def flowed(entries: Sequence[str], indent: str, columns: int) -> list[str]:
     return lines
 
 
+def blank(width: float, height: float):
+    """A matplotlib Figure without a window, in inches. ImportError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib\n  fix: pip install 'scaling-book-torch[plot]'") from error
+    picture = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(picture)
+    return picture
+
+
 def figure(
     series: Series, xlabel: str = "", ylabel: str = "", title: str = "", log: bool | str = True,
     points: Series | None = None, marks: PointLabels = (),
 ):  # fmt: skip
-    """The chart as a matplotlib Figure; RuntimeError without matplotlib."""
+    """The chart as a matplotlib Figure; ImportError without matplotlib."""
     points, logs = points or {}, logarithmic(log)
     every = _check({**series, **points}, logs)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-    except ImportError as error:
-        raise RuntimeError("pictures need matplotlib\n  fix: pip install 'scaling-book-torch[plot]'") from error
-    picture = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(picture)
+    picture = blank(8, 5)
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     axes = picture.subplots()
     for i, (name, line) in enumerate(series.items()):
         axes.plot(*zip(*sorted(line), strict=True), label=name, color=COLOURS[i % len(COLOURS)], linewidth=2)
@@ -214,6 +221,6 @@ def name_mark(axes, rule, axis: str, value: float, text: str) -> None:
 
 
 def save(path: str | Path, series: Series, *labels, **options) -> Path:
-    """Writes the chart to a file, PNG or SVG by its name; arguments as of `figure`. RuntimeError without matplotlib."""
+    """Writes the chart to a file, PNG or SVG by its name; arguments as of `figure`. ImportError without matplotlib."""
     figure(series, *labels, **options).savefig(path, dpi=150)
     return Path(path)

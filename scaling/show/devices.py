@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from scaling.show.charts import blank
 from scaling.show.shardings import COLOURS, blocks
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
@@ -67,15 +68,11 @@ def draw(spec: "str | Spec", mesh, cells: int | None = None) -> str:
 def figure(specs: Sequence["str | Spec"], mesh, columns: int = 3):
     """A matplotlib Figure of the types beside each other: each a mesh of devices, the block that each holds coloured.
 
-    Partial sums are hatched. RuntimeError without matplotlib.
+    Partial sums are hatched. ImportError without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("pictures need matplotlib\n  fix: pip install 'scaling-book-torch[plot]'") from error
     columns = min(columns, len(specs))
     height = -(-len(specs) // columns)
-    picture = Figure(figsize=(3.2 * columns, 3.4 * height), layout="constrained")
+    picture = blank(3.2 * columns, 3.4 * height)
     for number, spec in enumerate(map(parse, specs), 1):
         _draw_mesh(picture.add_subplot(height, columns, number), spec, mesh)
     return picture

@@ -8,8 +8,7 @@ from scaling.console import Parser, complain, integer, number, output, picture
 from scaling.schedules import SCHEDULES, make, split_backward
 from scaling.schedules.closed_forms import bubble_time
 from scaling.schedules.simulator import Times, simulate
-from scaling.schedules.timeline import write_chrome
-from scaling.show.timelines import save_schedule, schedule_chart, summary
+from scaling.show.timelines import save_schedule, schedule_chart, summary, write_chrome
 
 MOST = 20_000  # forward passes of a schedule that is drawn: some seconds
 

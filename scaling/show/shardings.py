@@ -13,10 +13,10 @@ partial sums add up to a block are joined by plus signs: `0+2`. Each colour is o
 import argparse
 import itertools
 import math
-import re
 import sys
 
 from scaling.console import Parser, complaining, picture
+from scaling.show.charts import blank
 from scaling.sizes import parse_mesh, parse_sizes
 from scaling.spec import ShardingError, Spec, block_index, mesh_sizes, parse
 
@@ -81,19 +81,6 @@ def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False, shard=None)
     return "\n".join(lines)
 
 
-def join_pictures(pictures: list[str], gap: int = 4) -> str:
-    """Drawings side by side."""
-    columns = [picture.splitlines() for picture in pictures]
-    widths = [max(len(_plain(line)) for line in lines) + gap for lines in columns]
-    rows = itertools.zip_longest(*columns, fillvalue="")
-    joined = ("".join(x + " " * (w - len(_plain(x))) for x, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in joined)
-
-
-def _plain(line: str) -> str:
-    return re.sub("\033[^m]*m", "", line)
-
-
 def global_shape(spec: Spec, shard, axes) -> tuple[int, ...]:
     """The shape of the whole array of which this tensor is one shard."""
     if len(shard.shape) != len(spec.dims):
@@ -144,36 +131,28 @@ def _grid(cells, names, columns, dims, colours) -> list[str]:
 
 def save(path: str, specs, mesh) -> None:
     """The types' pictures, three in a row, to a PNG or SVG file; needs matplotlib (the extra `plot`)."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib\n  fix: pip install 'scaling-book-torch[plot]'") from error
     specs = [parse(spec) for spec in specs]
     if wrong := [spec for spec in specs if not 1 <= len(spec.dims) <= 2]:
         raise ShardingError(
             f"{wrong[0]}: only arrays of 1 or 2 dims are plotted\n  fix: draw() shows 3 in the terminal"
         )
     rows = -(-len(specs) // 3)
-    figure = Figure(figsize=(3 * min(3, len(specs)), 3.2 * rows), layout="constrained")
+    figure = blank(3 * min(3, len(specs)), 3.2 * rows)
+    from matplotlib.patches import Rectangle
+
     for place, spec in enumerate(specs, 1):
         picture = figure.add_subplot(rows, min(3, len(specs)), place)
         held = {(0, *block)[-2:]: groups for block, groups in blocks(spec, mesh).items()}
         height, width = (max(places) + 1 for places in zip(*held, strict=True))
         for number, ((row, column), groups) in enumerate(held.items()):
             box = (column / width, 1 - (row + 1) / height)
-            paint = {"facecolor": COLOURS[number % len(COLOURS)], "edgecolor": "black"}
-            picture.add_patch(_rectangle(box, 1 / width, 1 / height, paint))
+            colour = COLOURS[number % len(COLOURS)]
+            picture.add_patch(Rectangle(box, 1 / width, 1 / height, facecolor=colour, edgecolor="black"))
             centre = (box[0] + 0.5 / width, box[1] + 0.5 / height)
             picture.text(*centre, label(groups), ha="center", va="center")
         picture.set(title=str(spec), aspect="equal", xlabel=spec.dim_names[-1], xticks=[], yticks=[])
         picture.set_ylabel(spec.dim_names[0] if len(spec.dims) == 2 else "", rotation=0)
     figure.savefig(path)
-
-
-def _rectangle(at, width, height, paint):
-    from matplotlib.patches import Rectangle
-
-    return Rectangle(at, width, height, **paint)
 
 
 @complaining(ValueError, ImportError, OSError)

@@ -4,19 +4,39 @@
     save_schedule("1f1b.svg", simulate(...), measured)
 
 A timeline may be simulated or measured. The colours are those of the book's figure: forward orange, dL/dx green, dL/dW
-blue; a whole Backward is teal.
+blue; a whole Backward is teal; a rank's second chunk (and fourth ...) is lighter.
 """
 
 from pathlib import Path
 
 from scaling.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from scaling.schedules.timeline import Timeline
+from scaling.show import bars
+from scaling.show.bars import Bar
 
 LETTERS = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
 WORDS = {Forward: "forward", Backward: "backward", BackwardInput: "dL/dx", BackwardWeight: "dL/dW"}
-ANSI = {Forward: 215, Backward: 79, BackwardInput: 114, BackwardWeight: 111}
+SECOND = ", second chunk"
+ANSI = {"forward": 215, "backward": 79, "dL/dx": 114, "dL/dW": 111}
+COLOURS = {"forward": "#f5a45d", "backward": "#5fc7b0", "dL/dx": "#86cf7f", "dL/dW": "#86aef0"}
+ANSI |= {kind + SECOND: colour for kind, colour in ANSI.items()}
+COLOURS |= {kind + SECOND: (colour, 0.55) for kind, colour in COLOURS.items()}
 WIDTH = 120  # columns of a text chart
-COLOURS = {Forward: "#f5a45d", Backward: "#5fc7b0", BackwardInput: "#86cf7f", BackwardWeight: "#86aef0"}
+
+
+def bars_of(timeline: Timeline) -> list[Bar]:
+    """What each rank computes, the first computation at 0: `F3` is the forward of microbatch 3.
+
+    Small letters are a rank's second chunk (and fourth ...).
+    """
+    chunk, found = _chunks(timeline), []
+    start = min((s.start for s in timeline.compute), default=0)
+    for s in sorted(timeline.compute, key=lambda s: (s.rank, s.start)):
+        letter, kind = LETTERS[type(s.step)], WORDS[type(s.step)]
+        if chunk[s.rank, s.step.stage] % 2:
+            letter, kind = letter.lower(), kind + SECOND
+        found.append(Bar(f"rank {s.rank}", f"{letter}{s.step.microbatch}", s.start - start, s.end - start, kind))
+    return found
 
 
 def schedule_chart(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
@@ -30,29 +50,16 @@ def schedule_chart(timeline: Timeline, width: int | None = None, colour: bool = 
             f"{timeline.name}: nothing to draw: the timeline holds no computation"
             "\n  fix: draw the timeline of a whole run"
         )
-    start, span = min(s.start for s in timeline.compute), timeline.makespan
-    chunk = _chunks(timeline)
-    shortest = min(s.end - s.start for s in timeline.compute if s.end > s.start)
-    longest = max(len(_label(s, chunk)) for s in timeline.compute)
+    drawn = bars_of(timeline)
+    shortest = min(bar.seconds for bar in drawn if bar.seconds > 0)
+    longest = max(len(bar.label) for bar in drawn)
     if width is None:
-        columns = max(1, min(longest, int(WIDTH * shortest / span)))  # of the shortest computation
-        width = min(WIDTH, round(float(span / shortest * columns)))
-    lines = []
-    spans = [[] for _ in range(timeline.ranks)]
-    for s in timeline.compute:
-        spans[s.rank].append(s)
-    for rank in range(timeline.ranks):
-        row: list[str] = ["·"] * width
-        paint: list[type | None] = [None] * width
-        for s in sorted(spans[rank], key=lambda s: s.start):
-            first = round(float((s.start - start) / span * width))
-            last = max(first + 1, round(float((s.end - start) / span * width)))
-            cells = _label(s, chunk)[: last - first].ljust(last - first, "-" if not colour else " ")
-            row[first:last], paint[first:last] = cells[: width - first], [type(s.step)] * min(last, width - first)
-        lines.append(f"rank {rank} |{_painted(row[:width], paint[:width]) if colour else ''.join(row[:width])}|")
+        columns = max(1, min(longest, int(WIDTH * shortest / timeline.makespan)))  # of the shortest computation
+        width = min(WIDTH, round(float(timeline.makespan / shortest * columns)))
+    chart = bars.text(drawn, width, idle="·", fill=" " if colour else "-", paint=ANSI if colour else None)
     kinds = [kind for kind in LETTERS if any(isinstance(s.step, kind) for s in timeline.compute)]
     legend = "  ".join(f"{LETTERS[kind]} {WORDS[kind]}" for kind in kinds) + "  · idle"
-    return "\n".join([*lines, f"{'':>{len(str(timeline.ranks - 1)) + 6}} {legend}"])
+    return f"{chart}\n{'':>{len(str(timeline.ranks - 1)) + 6}} {legend}"
 
 
 def summary(timeline: Timeline, unit: str = "") -> str:
@@ -62,42 +69,29 @@ def summary(timeline: Timeline, unit: str = "") -> str:
     return f"{timeline.name}: makespan {makespan}, bubble {float(timeline.bubble):.1%}, live activations {live}"
 
 
+def figure(*timelines: Timeline, unit: str = ""):
+    """Timelines below each other, as a matplotlib Figure."""
+    return bars.figure([(summary(each, unit), bars_of(each)) for each in timelines], COLOURS, unit)
+
+
 def save_schedule(file: str | Path, *timelines: Timeline, unit: str = "") -> None:
     """Draw timelines below each other into a file; the suffix says the format (.svg, .png, .pdf)."""
     figure(*timelines, unit=unit).savefig(file)
 
 
-def figure(*timelines: Timeline, unit: str = ""):
-    """Timelines below each other, as a matplotlib Figure."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib\n  fix: pip install 'scaling-book-torch[plot]'") from error
-    drawn = Figure(figsize=(12, sum(0.9 + 0.35 * t.ranks for t in timelines) + 0.4), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = drawn.subplots(len(timelines), squeeze=False, height_ratios=[t.ranks for t in timelines])[:, 0]
-    for ax, timeline in zip(axes, timelines, strict=True):
-        start, chunk = min(s.start for s in timeline.compute), _chunks(timeline)
-        room = float(timeline.makespan) / 90
-        for s in timeline.compute:
-            left, length = float(s.start - start), float(s.end - s.start)
-            light = 0.55 if chunk[s.rank, s.step.stage] else 1.0
-            bar = {"color": COLOURS[type(s.step)], "alpha": light, "edgecolor": "white", "linewidth": 0.6}
-            ax.barh(s.rank, length, left=left, height=0.9, **bar)
-            if length > room:
-                ax.text(left + length / 2, s.rank, str(s.step.microbatch), ha="center", va="center", fontsize=7)
-        ax.set(
-            title=summary(timeline, unit), ylabel="rank", yticks=range(timeline.ranks), xlabel=f"time {unit}".strip()
-        )
-        ax.title.set_fontsize(9)
-        ax.set_xlim(0, float(timeline.makespan))
-        ax.invert_yaxis()
-    kinds = [kind for kind in LETTERS if any(isinstance(s.step, kind) for t in timelines for s in t.compute)]
-    handles = [Patch(color=COLOURS[kind], label=WORDS[kind]) for kind in kinds]
-    drawn.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=8)
-    return drawn
+def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:
+    """A Chrome trace of all instructions: a process for each timeline. `seconds`: the timelines' unit of time."""
+    lines = []
+    for timeline in timelines:
+        found = []
+        for s in sorted(timeline.spans, key=lambda s: s.rank):
+            kind, step = type(s.step).__name__, s.step
+            detail = {key: getattr(step, key) for key in ("stage", "microbatch", "peer") if hasattr(step, key)}
+            name = f"{kind} {detail.get('microbatch', '')}".strip()
+            start, end = s.start - timeline.start, s.end - timeline.start
+            found.append(Bar(f"rank {s.rank}", name, start, end, kind, detail))
+        lines.append((timeline.name, found))
+    bars.save_trace(file, lines, seconds)
 
 
 def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
@@ -107,20 +101,3 @@ def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
         chunk[rank, stage] = seen[rank]
         seen[rank] += 1
     return chunk
-
-
-def _label(span, chunk: dict) -> str:
-    letter = LETTERS[type(span.step)]
-    return f"{letter.lower() if chunk[span.rank, span.step.stage] % 2 else letter}{span.step.microbatch}"
-
-
-def _painted(row: list[str], paint: list) -> str:
-    """Each run of cells of one kind on its colour; a cell that starts a computation (a letter) is set bold."""
-    out = []
-    for character, kind in zip(row, paint, strict=True):
-        if kind is None:
-            out.append(character)
-        else:
-            bold = "1;" if character.isalpha() else "22;"
-            out.append(f"\x1b[{bold}38;5;16;48;5;{ANSI[kind]}m{character}\x1b[0m")
-    return "".join(out)

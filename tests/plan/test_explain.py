@@ -10,7 +10,7 @@ from scaling.hardware import chip
 from scaling.plan import Job, Stack, explain, plans
 from scaling.plan.__main__ import main
 from scaling.plan.candidates import Fixed
-from scaling.plan.one_layer import layer_chart, layer_passes, svg
+from scaling.plan.one_layer import figure, layer_chart, layer_passes
 from scaling.plan.report import Budget
 
 JOBS = [
@@ -35,10 +35,10 @@ def test_the_layers_in_time_sum_to_the_forecast(job, name, n, fixed):
     rest = float(parts.bubble + parts.once + parts.update)
     assert layers + ends == pytest.approx(found.forecast - rest, rel=0.04)
     for part in passes:
-        computed = sorted((bar for bar in part.bars if bar.lane == "compute"), key=lambda bar: bar.start)
+        computed = sorted((bar for bar in part.bars if bar.row == "compute"), key=lambda bar: bar.start)
         assert all(a.end <= b.start + 1e-12 for a, b in pairwise(computed))
         for lane in part.lanes:
-            bars = sorted((bar for bar in part.bars if bar.lane == lane), key=lambda bar: bar.start)
+            bars = sorted((bar for bar in part.bars if bar.row == lane), key=lambda bar: bar.start)
             assert all(0 <= bar.start < bar.end <= part.seconds * (1 + 1e-9) for bar in bars)
         assert set(part.lanes[1:]) <= {entry.axis for entry in found.entries}
         assert all(0 <= share <= 1 + 1e-9 for share in part.hidden.values())
@@ -61,8 +61,12 @@ def test_the_drawings():
     assert max(len(line) for line in drawn.splitlines()) <= 100
     assert [line.split()[0] for line in drawn.splitlines()] == ["forward:", "compute", "tensor", "behind", "backward:",
                                                                  "compute", "tensor", "behind"]  # fmt: skip
-    picture = ET.fromstring(svg(passes, "a < b"))
-    assert len(picture.findall("{*}rect")) == sum(len(part.bars) for part in passes)
+    pytest.importorskip("matplotlib")
+    for axes, part in zip(figure(passes, "a < b").axes, passes, strict=True):
+        assert [text.get_text() for text in axes.get_yticklabels()] == part.lanes
+        assert sum(box.get_width() for box in axes.patches) == pytest.approx(
+            1e3 * sum(bar.seconds for bar in part.bars)
+        )
 
 
 def test_nothing_in_the_table_is_beaten():

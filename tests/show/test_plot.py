@@ -130,7 +130,7 @@ def test_without_matplotlib(monkeypatch, tmp_path):
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(RuntimeError, match=r"pip install 'scaling-book-torch\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'scaling-book-torch\[plot\]'"):
         save(tmp_path / "a.png", ROOF)
 
 

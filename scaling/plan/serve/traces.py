@@ -10,12 +10,15 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from scaling.cost import decoding, serving
 from scaling.plan.serve.candidates import ServingPlan as Plan
 from scaling.serve.policies import PREFILL
 from scaling.serve.simulate import Simulated, simulate
 from scaling.serve.states import Move, Options, Request, Run, Work
+from scaling.show.bars import Bar
+from scaling.show.bars import text as text_of
 
 PAGE = 64  # tokens
 BUDGET = 512  # tokens of a step, of the policy "chunked"
@@ -62,29 +65,25 @@ def gantt(served: Simulated, width: int = 80, rows: int = 16) -> str:
 
     A request takes the first row that is free; of more than `rows` rows the first are drawn.
     """
-    busy: dict[int, list[tuple[float, float, str]]] = {}
+    busy: dict[int, list[Bar]] = {}
     for start, end, action in served.spans:
         if isinstance(action, Move):
-            busy.setdefault(action.id, []).append((start, end, ">"))
+            busy.setdefault(action.id, []).append(Bar("", ">", start, end))
         else:
             for work in action.works:
                 letter = "P" if len(work.tokens) > 1 or action.worker == PREFILL else "d"
-                busy.setdefault(work.id, []).append((start, end, letter))
-    scale, free, drawn = width / max(served.seconds, 1e-30), [], []
-    for parts in sorted(busy.values()):
-        first, last = parts[0][0], parts[-1][1]
+                busy.setdefault(work.id, []).append(Bar("", letter, start, end))
+    free: list[float] = []
+    drawn: list[Bar] = []
+    for parts in sorted(busy.values(), key=lambda parts: parts[0].start):
+        first, last = parts[0].start, parts[-1].end
         row = next((i for i, until in enumerate(free) if until <= first), len(free))
-        if row == len(free):
-            free.append(0.0)
-            drawn.append([" "] * width)
-        free[row] = last
-        cells = drawn[row]
-        for start, end, letter in [(first, last, "."), *parts]:
-            a = min(width - 1, int(start * scale))
-            for i in range(a, min(width, max(a + 1, int(end * scale)))):
-                cells[i] = cells[i] if (cells[i], letter) == ("P", "d") else letter
-    shown = [f"{i:>3} |{''.join(cells)}|" for i, cells in enumerate(drawn[:rows])]
-    return "\n".join([*shown, *([f"    and {len(drawn) - rows} more slots"] if len(drawn) > rows else [])])
+        free[row : row + 1] = [last]
+        drawn += [replace(bar, row=f"{row:>3}") for bar in (Bar("", ".", first, last), *parts)]
+    shown = [bar for bar in drawn if int(bar.row) < rows]
+    shown.sort(key=lambda bar: (int(bar.row), ".d>P".index(bar.label)))  # the later ones lie over the others
+    more = [f"    and {len(free) - rows} more slots"] if len(free) > rows else []
+    return "\n".join([text_of(shown, width, served.seconds, idle=" ", fill=""), *more])
 
 
 def histogram(values: Sequence[float], unit: float = 1e-3, bins: int = 8, width: int = 40) -> str:

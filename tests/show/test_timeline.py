@@ -4,7 +4,7 @@ import json
 
 from scaling.schedules import make
 from scaling.schedules.simulator import Times, simulate
-from scaling.schedules.timeline import write_chrome
+from scaling.show.timelines import write_chrome
 
 
 def test_chrome_trace(tmp_path):

@@ -1,0 +1,117 @@
+"""What runs when, drawn: pipelines, a layer, requests in their slots, chunks through a core. Time goes to the right.
+
+A time line is its `Bar`s, in one unit of time; its rows stand in the order in which they first occur.
+
+    print(text(bars, 80))                                    in the terminal
+    figure([(title, bars)], {"forward": "#f5a45d"})          a matplotlib Figure (the `plot` extra)
+    save_trace("trace.json", [(title, bars)])               for ui.perfetto.dev and chrome://tracing
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaling.show.charts import blank
+
+TimeLine = tuple[str, Sequence["Bar"]]  # (title, what runs)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that runs in a `row`, from when to when. `label` is written on it, its `kind` decides its colour, and
+    `detail` is what a trace says of it besides."""
+
+    row: str
+    label: str
+    start: Any
+    end: Any
+    kind: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> Any:
+        return self.end - self.start
+
+
+def rows_of(bars: Sequence[Bar]) -> list[str]:
+    return list(dict.fromkeys(bar.row for bar in bars))
+
+
+def end_of(bars: Sequence[Bar]) -> Any:
+    return max(bar.end for bar in bars)
+
+
+def busy(bars: Sequence[Bar], row: str) -> Any:
+    """The time that a row's bars take."""
+    return sum(bar.seconds for bar in bars if bar.row == row)
+
+
+def text(
+    bars: Sequence[Bar], width: int, end: Any = None, *, idle: str = ".", fill: str = "-",
+    paint: Mapping[str, int] | None = None,
+) -> str:  # fmt: skip
+    """A line for each row, `width` columns from 0 to `end`, by default the end of the last bar.
+
+    A bar has its label, as far as there is room for it, and is filled up with `fill`, or with the label again where
+    that is ""; it takes a column at least, and lies over the bars before it. `paint`: ANSI's colour of each kind.
+    """
+    span, rows = end or end_of(bars), rows_of(bars)
+    margin, cells = max(map(len, rows)), {row: [idle] * width for row in rows}
+    for bar in bars:
+        if bar.start < span:
+            first = min(width - 1, round(float(bar.start / span * width)))
+            last = min(width, max(first + 1, round(float(bar.end / span * width))))
+            shown = _written(bar.label, last - first, fill)
+            cells[bar.row][first:last] = [_painted(each, paint[bar.kind]) for each in shown] if paint else shown
+    return "\n".join(f"{row:<{margin}} |{''.join(line)}|" for row, line in cells.items())
+
+
+def _written(label: str, room: int, fill: str) -> str:
+    """A label cut to whole words, or else to letters, and filled up."""
+    while len(label) > room and " " in label:
+        label = label.rpartition(" ")[0]
+    return label[:room].ljust(room, fill) if fill else (label * room)[:room]
+
+
+def _painted(character: str, colour: int) -> str:
+    """A cell on its colour; a letter, which begins a label, is set bold."""
+    return f"\x1b[{'1' if character.isalpha() else '22'};38;5;16;48;5;{colour}m{character}\x1b[0m"
+
+
+def figure(lines: Sequence[TimeLine], colours: Mapping[str, Any], unit: str = ""):
+    """Time lines below each other, as a matplotlib Figure, which a legend of the kinds ends. ImportError without it."""
+    drawn = blank(12, sum(0.9 + 0.35 * len(rows_of(bars)) for _, bars in lines) + 0.4)
+    from matplotlib.patches import Patch
+
+    heights = [len(rows_of(bars)) for _, bars in lines]
+    places = drawn.subplots(len(lines), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, bars) in zip(places, lines, strict=True):
+        end, rows = float(end_of(bars)), rows_of(bars)
+        for bar in bars:
+            left, length, row = float(bar.start), float(bar.seconds), rows.index(bar.row)
+            axes.barh(row, length, left=left, height=0.9, color=colours[bar.kind], edgecolor="white", linewidth=0.6)
+            if length > end / 120 * len(bar.label):
+                axes.text(left + length / 2, row, bar.label, ha="center", va="center", fontsize=7)
+        axes.set(title=title, yticks=range(len(rows)), yticklabels=rows, xlabel=f"time {unit}".strip(), xlim=(0, end))
+        axes.title.set_fontsize(9)
+        axes.invert_yaxis()
+    used = {bar.kind for _, bars in lines for bar in bars}
+    handles = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in used]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+    return drawn
+
+
+def save_trace(file: str | Path, lines: Sequence[TimeLine], unit: float = 1.0) -> None:
+    """A Chrome trace: a process for each time line, in it a row for each of its rows. `unit`: the bars', in seconds."""
+    events: list[dict] = []
+    for pid, (title, bars) in enumerate(lines):
+        rows = rows_of(bars)
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": title}})
+        events += [{"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": row}}
+                   for tid, row in enumerate(rows)]  # fmt: skip
+        events += [{"name": bar.label, "cat": bar.kind, "ph": "X", "pid": pid, "tid": rows.index(bar.row),
+                    "ts": float(bar.start) * unit * 1e6, "dur": float(bar.seconds) * unit * 1e6,
+                    "args": dict(bar.detail)} for bar in bars]  # fmt: skip
+    Path(file).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
