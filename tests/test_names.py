@@ -26,7 +26,6 @@ SAME = {  # what the public functions of one name have in common: their names
         "evaluate", "meshes", "plans", "simulate", "step",
     },
     "a closed form, and the sum that it stands for": {"bubble"},
-    "prices that fit what was measured": {"fit"},
     "a command and its parts; it is run": {"arguments", "main", "run"},
     "results, written: as JSON, text, a table, a picture, a file": {
         "as_dict", "draw", "figure", "load", "save", "table", "text",

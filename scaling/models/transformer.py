@@ -60,10 +60,14 @@ def attention_block(layer: dict, x: Tensor, attend: Callable, rope: tuple, eps: 
 def mlp_block(layer: dict, x: Tensor, activation: str, eps: float, matmul=matmul_weight) -> Tensor:
     """Out[B, T, D] of x[B, T, D], without the residual: gated if the layer has a W_gate."""
     y = rms_norm(x, gain=layer["norm_mlp"], eps=eps)
-    Tmp = matmul(y, layer["W_in"])
+    Tmp, Gate = matmul(y, layer["W_in"]), matmul(y, layer["W_gate"]) if "W_gate" in layer else None
+    return matmul(activated(Tmp, Gate, activation), layer["W_out"])
+
+
+def activated(Tmp: Tensor, Gate: Tensor | None, activation: str) -> Tensor:
+    """The nonlinearity of Tmp, or that of the gate times Tmp."""
     act = ACTIVATIONS[activation]
-    Tmp = act(matmul(y, layer["W_gate"])) * Tmp if "W_gate" in layer else act(Tmp)
-    return matmul(Tmp, layer["W_out"])
+    return act(Tmp) if Gate is None else act(Gate) * Tmp
 
 
 def forward(

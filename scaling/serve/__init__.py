@@ -12,7 +12,6 @@ imported without it.
     simulate, engine                                       a trace of requests in time: modelled, and computed
     drafts                                                 a step of what generates, and what proposes its tokens
     paged                                                  of the engine: a model with its pages
-    calibrate                                              the simulator's prices, from steps that were measured
     text, loading, requests                                for the commands `generate` and `serve`
     web                                                    the engine behind HTTP: the extra `serve`
 """

@@ -7,8 +7,7 @@ The types are `cache_specs`. A cache is data: fewer lengths roll it back, other 
 batch on the same pool.
 """
 
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +15,55 @@ from torch import Tensor
 from scaling.arguments import whole
 from scaling.collectives.buffers import overlaps_itself
 from scaling.configs import Config
-from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS
-from scaling.serve.types import ONE, cache_specs
-from scaling.spec import ShardingError, Spec, parse
+from scaling.serve.types import ONE, SPLIT_ROWS, cache_specs, row_axes, shards_of_places
+from scaling.spec import ShardingError, Spec, block_index, parse
 
 PAGED_SEQUENCE = (
     'form="sequence" splits S over Z, which a cache in pages cannot do\n  fix: give page=None, or choose another form'
 )
+
+
+class CacheLayout(NamedTuple):
+    """How a form lays the rows of a batch out on a mesh: worked out once, not at each step.
+
+    `KV`: the type of the cache, `one` the local shape of one row and one place. Of the `groups` of ranks that rows are
+    split over this rank is in `group`, of the `shards` of a row's places it has `shard`, of the vocabulary `block`.
+    """
+
+    KV: Spec
+    one: tuple[int, ...]
+    groups: int
+    group: int
+    shards: int
+    shard: int
+    block: int
+
+    def rows(self, batch: int) -> slice:
+        """Those of a batch whose keys and values this rank holds."""
+        own = batch // self.groups
+        return slice(self.group * own, (self.group + 1) * own)
+
+
+def cache_layout(config: Config, mesh, form: str, paged: bool = False) -> CacheLayout:
+    """ShardingError for a form or a mesh that does not fit."""
+    key = "served", config, form, paged
+    if key not in mesh.lines:
+        rows, shards = row_axes(form, mesh), shards_of_places(form, mesh)
+        vocabulary = [axis for axis in ("Y" if form in SPLIT_ROWS else "YZ") if axis in mesh.sizes]
+        KV = parse(cache_specs(config, mesh, form=form, page=1 if paged else None)["KV"])
+        groups = mesh.size(rows)
+        sizes = config.sizes | {"B": groups, "P": groups, "S": shards, "page": 1} | held_sizes(config, mesh)
+        mesh.lines[key] = CacheLayout(
+            KV, KV.local_shape(sizes, mesh), groups, block_index(rows, mesh.coord, mesh.sizes),
+            shards, mesh.coord["Z"] if shards > 1 else 0, block_index(vocabulary, mesh.coord, mesh.sizes),
+        )  # fmt: skip
+    return mesh.lines[key]
+
+
+def held_sizes(config: Config, mesh) -> dict[str, int]:
+    """Of the dims that a cache has beside the model's own."""
+    return {"L": config.L, "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
 
 
 def init_cache(
@@ -52,7 +92,7 @@ def init_cache(
     int8, pages = dtype == torch.int8, 0 if page is None else -(-length // page)
     types = cache_specs(config, mesh, form=form, page=page, int8=int8)
     sizes = config.sizes | {"B": batch, "S": length, "P": batch * pages, "page": page or 0}
-    sizes |= {"L": config.L, "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
+    sizes |= held_sizes(config, mesh)
     device = "cpu" if mesh is ONE else mesh.device
 
     def zeros(name: str, dtype: torch.dtype | None) -> Tensor:
@@ -94,8 +134,8 @@ def writable(cache: dict, like: Tensor, donate: bool) -> dict:
     return cache | {name: x.to(like.device, copy=not donate) for name, x in held.items()}
 
 
-def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> None:
-    """ValueError or ShardingError unless the cache is one of this model and form for `batch` rows."""
+def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> CacheLayout:
+    """Its layout. ValueError or ShardingError unless the cache is one of this model and form for `batch` rows."""
     made = "a cache is what init_cache makes: a dict of tensors KV, lengths, and perhaps pages and scale"
     if not isinstance(cache, dict) or not {"KV", "lengths"} <= set(cache):
         raise ValueError(f"{made}\n  fix: init_cache(config, {batch}, length)")
@@ -127,22 +167,17 @@ def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> Non
         raise ValueError(f"{what}\n  rule: pages[B, M], a row for each row\n  fix: init_cache(..., page=...)")
     if page is not None and form == "sequence":
         raise ShardingError(PAGED_SEQUENCE)
-    spec = _held(config, tuple(mesh.sizes.items()), form, page is not None)
-    rows = KV.shape[2] * mesh.size(spec.dims[2][1])
-    times = KV.shape[3] * mesh.size(spec.dims[3][1])
-    sizes = config.sizes | {"B": batch, "S": times, "P": rows, "page": times}
-    sizes |= {"L": config.L, "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
-    if tuple(KV.shape) != (wanted := spec.local_shape(sizes, mesh)):
+    at = cache_layout(config, mesh, form, page is not None)
+    lead, L, _, _, *head = at.one
+    own = KV.shape[2] if page is not None else batch / at.groups
+    if tuple(KV.shape) != (lead, L, own, KV.shape[3], *head):
+        sizes = config.sizes | {"B": batch, "S": KV.shape[3] * at.shards, "P": KV.shape[2] * at.groups}
+        wanted = at.KV.local_shape(sizes | {"page": KV.shape[3]} | held_sizes(config, mesh), mesh)
         raise ShardingError(
-            f"{spec}: a cache of {config.name} is {wanted} on each rank; found {tuple(KV.shape)}\n"
+            f"{at.KV}: a cache of {config.name} is {wanted} on each rank; found {tuple(KV.shape)}\n"
             f'  fix: init_cache(config, {batch}, length, mesh=mesh, form="{form}")'
         )
-
-
-@lru_cache(maxsize=256)
-def _held(config: Config, sizes: tuple, form: str, paged: bool) -> Spec:
-    """The type of the keys and values: decided once, not at each step."""
-    return parse(cache_specs(config, AbstractMesh(dict(sizes)), form=form, page=1 if paged else None)["KV"])
+    return at
 
 
 def _kind(x: Any) -> str:

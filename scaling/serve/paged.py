@@ -7,11 +7,10 @@ from torch import Tensor
 
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.cache import init_cache, untouched
+from scaling.serve.cache import cache_layout, init_cache, untouched
 from scaling.serve.states import Move, Options, Work
 from scaling.serve.step import run_rows
-from scaling.serve.types import rows_spec
-from scaling.spec import block_index
+from scaling.serve.types import ONE
 
 
 class PagedModel:
@@ -19,9 +18,8 @@ class PagedModel:
 
     def __init__(self, params: dict, config: Config, options: Options, mesh=None, dtype=None, form: str = "heads"):
         self.params, self.config, self.page, self.mesh, self.form = params, config, options.page, mesh, form
-        self.device, self.groups, self.group = params["norm"].device, options.groups, 0
-        if mesh is not None:
-            self.group = block_index(rows_spec(form, mesh).dims[0][1], mesh.coord, mesh.sizes)
+        self.device, self.groups = params["norm"].device, options.groups
+        self.group = cache_layout(config, ONE if mesh is None else mesh, form, True).group
         self.pools = {
             worker: init_cache(
                 config, self.groups, pool.total * pool.size, mesh=mesh, dtype=dtype, page=pool.size, form=form

@@ -1,13 +1,15 @@
 """Where a call's tokens go in the cache, and what they see of it: worked out once, for all layers."""
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scaling.configs import Config
 from scaling.models.attention import visible
-from scaling.serve.cache import capacity
+from scaling.serve.cache import CacheLayout, capacity
 from scaling.serve.int8 import quantized
-from scaling.serve.types import rows_spec, shards_of_places
 
 
 class Slots:
@@ -18,16 +20,15 @@ class Slots:
     split over C.
     """
 
-    def __init__(self, cache: dict, new: Tensor, T: int, mesh, form: str, own: slice | None = None):
+    def __init__(self, cache: dict, new: Tensor, T: int, at: CacheLayout, own: slice | None = None):
         self.cache, self.T, self.own, self._seen = cache, T, own, {}
         held, KV = cache["lengths"], cache["KV"]
-        self.rows = rows_spec(form, mesh).slices(held.shape, mesh, mesh.coord)[0]
+        self.rows = at.rows(len(held))
         held, new = held[self.rows], new[self.rows]
-        shards = shards_of_places(form, mesh)
-        self.first = KV.shape[3] * mesh.coord["Z"] if shards > 1 else 0
+        self.first = KV.shape[3] * at.shard
         self.table = cache["pages"][self.rows] if "pages" in cache else None
         if held.is_meta:  # no values: as if the cache were then full
-            self.least, self.most = capacity(cache, shards) - T, capacity(cache, shards)
+            self.least, self.most = capacity(cache, at.shards) - T, capacity(cache, at.shards)
             self.alike, self.fresh = True, self.least == 0
         else:
             after = held + new
@@ -39,7 +40,7 @@ class Slots:
             self.positions = self.least + t
         else:
             self.positions = torch.minimum(held[:, None] + t, after[:, None] - 1).clamp(min=0)
-        plain = held.is_meta or (self.alike and self.table is None and shards == 1)
+        plain = held.is_meta or (self.alike and self.table is None and at.shards == 1)
         self.into = None if plain else self._into(held, new, t)
 
     def _into(self, held: Tensor, new: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,3 +128,12 @@ class Slots:
         rows = self.positions if self.positions.dim() == 2 else self.positions[None]
         rows = rows if self.own is None else rows[:, self.own]
         return visible(rows.flatten(), keys, window).view(*rows.shape, -1)
+
+
+class At(NamedTuple):
+    """What all layers of one call share: model, mesh, the slots of its tokens, and (cos, sin) of their positions."""
+
+    config: Config
+    mesh: Any
+    slots: Slots
+    rope: tuple[Tensor, Tensor]

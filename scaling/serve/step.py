@@ -19,12 +19,12 @@ from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS, check_ids, check_range
 from scaling.models.leaves import STACKS
 from scaling.models.rope import tables
-from scaling.models.transformer import all_layers, check_computed
-from scaling.serve.cache import capacity, check_cache, writable
-from scaling.serve.forms import At, context, experts, heads, heads_batch, latent, sequence, weights_2d
+from scaling.models.transformer import all_layers
+from scaling.serve.cache import CacheLayout, capacity, check_cache, writable
+from scaling.serve.forms import context, experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
-from scaling.serve.slots import Slots
-from scaling.serve.types import ONE, SPLIT_ROWS, row_groups, shards_of_places, specs
+from scaling.serve.slots import At, Slots
+from scaling.serve.types import ONE, SPLIT_ROWS, specs
 from scaling.strategies.axes import all_gather
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
@@ -107,20 +107,22 @@ def run_rows(
 @torch.no_grad()
 def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least=None) -> tuple[Tensor, dict]:
     mesh, least = ONE if mesh is None else mesh, int(last) if least is None else least
-    lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, least)
+    lengths, cache, lay = accepted(params, tokens, cache, config, mesh, lengths, form, donate, least)
     dtype, T = params["norm"].dtype, tokens.shape[1]
     (listing, attention), own = LISTINGS[form], None
     attention = latent.ATTENTION[form] if config.latent else attention
     if T > 1 and mesh.sizes.get("C", 1) > 1:
         listing, attention = context, latent.context if config.latent else context.attention
         tokens, own = split_over_C(tokens, mesh)
-    slots = Slots(cache, lengths, tokens.shape[1], mesh, form, own)
+    slots = Slots(cache, lengths, tokens.shape[1], lay, own)
     positions = slots.positions if own is None else slots.positions[..., own]
     at = At(config, mesh, slots, tables(positions, config.rotary, config.theta, config.rope_scaling, dtype))
-    ends = {name: floats(leaf, dtype) for name, leaf in params.items() if name not in STACKS}
-    x = listing.embed(ends["embed"], tokens, at)
+    int8 = isinstance(params["embed"], dict)
+    ends = {name: floats(params[name], dtype) for name in set(params) - {*STACKS}} if int8 else params
+    tokens = tokens[slots.rows] if form in SPLIT_ROWS else tokens
+    x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], lay.block), at)
     for l, W in enumerate(all_layers(params)):
-        W = floats(W, dtype)
+        W = floats(W, dtype) if int8 else W
         x = x + attention(W, x, at, l)
         x = x + listing.mlp(W, x, at)
     if own is not None:
@@ -132,20 +134,20 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
     return logits[:, 0] if last else logits, cache
 
 
-def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) -> tuple[Tensor, dict]:
-    """(lengths, the cache to write to), where the tokens are; each row has `least` new tokens. ValueError for what the
-    mesh, the model or the cache cannot take, before any of it is changed."""
+def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) -> tuple[Tensor, dict, CacheLayout]:
+    """(lengths, the cache to write to, its layout), where the tokens are; each row has `least` new tokens. ValueError
+    for what the mesh, the model or the cache cannot take, before any of it is changed."""
     flag(donate=donate)
     check_ids("tokens", tokens)
-    check_cache(cache, config, mesh, form, len(tokens))
+    at = check_cache(cache, config, mesh, form, len(tokens))
     B, T = tokens.shape
     if lengths is not None and (not isinstance(lengths, Tensor) or lengths.dtype not in IDS or lengths.shape != (B,)):
         found = f"{lengths.dtype} {list(lengths.shape)}" if isinstance(lengths, Tensor) else type(lengths).__name__
         raise ValueError(f"lengths must be int64[{B}], one for each row; got {found}\n  fix: give torch.tensor([...])")
     lengths = torch.full((B,), T, device=tokens.device) if lengths is None else lengths.to(tokens.device)
     cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
-    check_tokens(params, tokens, lengths, cache, config, mesh, form, least)
-    return lengths, writable(cache, params["norm"], donate)
+    check_tokens(params, tokens, lengths, cache, config, mesh, form, at, least)
+    return lengths, writable(cache, params["norm"], donate), at
 
 
 def split_over_C(tokens: Tensor, mesh) -> tuple[Tensor, slice]:
@@ -155,14 +157,22 @@ def split_over_C(tokens: Tensor, mesh) -> tuple[Tensor, slice]:
     return tokens, slice(mesh.coord["C"] * each, (mesh.coord["C"] + 1) * each)
 
 
+def looked_up(E: Tensor, tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(x[B, T, D] of tokens[B, T], which of them are in this block of the vocabulary's rows)."""
+    local = tokens - block * len(E)
+    here = (local >= 0) & (local < len(E))
+    return torch.nn.functional.embedding(torch.where(here, local, 0), E), here
+
+
 def last_of(x: Tensor, lengths: Tensor) -> Tensor:
     """x[B, 1, D], at each row's last token, of x[B, T, D]."""
     return x if x.shape[1] == 1 else x[torch.arange(len(x), device=x.device), lengths - 1][:, None]
 
 
-def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: Config, mesh, form: str, least: int):
+def check_tokens(
+    params, tokens: Tensor, lengths: Tensor, cache: dict, config, mesh, form: str, at: CacheLayout, least: int
+):
     """ValueError, on every rank alike and before any works, for tokens that the model or the cache cannot take."""
-    check_computed(config)
     if config.moe and config.capacity is not None:
         raise ValueError(
             f"{config.name}: experts with a capacity drop tokens depending on what else is in the batch\n"
@@ -190,7 +200,7 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
     check_range("tokens", tokens, config.V)
     if int(cache["lengths"].min()) < 0:
         raise ValueError(f"the cache's lengths are {cache['lengths'].tolist()}\n  fix: give 0 for an empty row")
-    room, after = capacity(cache, shards_of_places(form, mesh)), cache["lengths"] + lengths
+    room, after = capacity(cache, at.shards), cache["lengths"] + lengths
     if int(after.max()) > room:
         row = int(after.argmax())
         raise ValueError(
@@ -198,7 +208,7 @@ def check_tokens(params, tokens: Tensor, lengths: Tensor, cache: dict, config: C
             f"has room for {room} in all\n  fix: call init_cache with a greater length, or give a shorter prompt"
         )
     if "pages" in cache:
-        check_pages(cache, after, row_groups(form, mesh))
+        check_pages(cache, after, at.groups)
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ from scaling.mesh import AbstractMesh
 from scaling.models.leaves import Leaf
 from scaling.models.types import check_computed, types_of, without
 from scaling.serve.int8 import quantized_spec
-from scaling.spec import ShardingError, Spec, parse
+from scaling.spec import ShardingError, parse
 from scaling.strategies.axes import present
 from scaling.strategies.transformer.types import check_divided
 
@@ -82,14 +82,14 @@ def cache_type(config: Config, name: str, rows: str, times: str, heads: str = "K
     return f"{name}[{lead}, L, {rows}, {times}, {heads}{', ' + width if name == 'KV' else ''}]"
 
 
-def rows_spec(form: str, mesh) -> Spec:
-    """rows[B_Z]: how the rows of a batch are split over the ranks that hold their caches."""
-    return present(f"rows[{ROWS[form]}]", mesh)
+def row_axes(form: str, mesh) -> tuple[str, ...]:
+    """The axes that the rows of a batch are split over, each rank with the caches of its own."""
+    return present(f"rows[{ROWS[form]}]", mesh).dims[0][1]
 
 
 def row_groups(form: str, mesh) -> int:
     """The groups of ranks that the rows of a batch are split over."""
-    return mesh.size(rows_spec(form, mesh).dims[0][1])
+    return mesh.size(row_axes(form, mesh))
 
 
 def shards_of_places(form: str, mesh) -> int:

@@ -12,12 +12,12 @@ import statistics
 import sys
 import time
 
+import calibrate
 import torch
 
 from scaling.configs import Config
 from scaling.console import Parser
 from scaling.models import transformer
-from scaling.serve import calibrate
 from scaling.serve.engine import Engine
 from scaling.serve.simulate import drive, simulate
 from scaling.serve.states import Options, Request

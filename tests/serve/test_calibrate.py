@@ -2,9 +2,9 @@
 
 import random
 
+import calibrate
 import pytest
 
-from scaling.serve import calibrate
 from scaling.serve.simulate import simulate
 from scaling.serve.states import Options, Request
 

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
-from scaling.models.transformer import headed
-from scaling.serve.forms import At, activated, embedding_rows, own_biases
+from scaling.models.transformer import activated
+from scaling.serve.slots import At
 from scaling.serve.types import experts_axis
-from scaling.strategies.axes import all_gather, all_reduce
+from scaling.strategies.axes import all_gather, all_reduce, masked
 from scaling.strategies.expert import experts_of, moe
-from scaling.strategies.transformer.heads import own_heads
+from scaling.strategies.transformer.heads import own_heads, turned_heads
 
 
-def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
-    """tokens[B, T], E[V_Y, D] -> x[B_ZE, T, D]. The tokens are whole on every rank."""
-    x = embedding_rows(E, tokens[at.slots.rows], at.mesh, "x[B_ZE, T, D] {U_Y}")
+def embed(x: Tensor, here: Tensor, at: At) -> Tensor:
+    """x[B_ZE, T, D] of rows of E[V_Y, D]; `here`: whether they are of this rank's part."""
+    x = masked("x[B_ZE, T, D] {U_Y}", x, here, at.mesh)
     return all_reduce("x[B_ZE, T, D] {U_Y} -> x[B_ZE, T, D]", x, at.mesh)
 
 
@@ -29,7 +29,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     Q = einsum("y[B_ZE, T, D] * W_Q[D, N_Y, H] -> Q[B_ZE, T, N_Y, H]", y, W["W_Q"])
     K = einsum("y[B_ZE, T, D] * W_K[D, K_Y, H] -> K[B_ZE, T, K_Y, H]", y, own_heads(W["W_K"], at, 1))
     V = einsum("y[B_ZE, T, D] * W_V[D, K_Y, H] -> V[B_ZE, T, K_Y, H]", y, own_heads(W["W_V"], at, 1))
-    Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
+    Q, K, V = turned_heads(W, Q, K, V, at)
     O = at.slots.attend(l, Q, K, V, at.config.windows[l])
     Attn = einsum("O[B_ZE, T, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T, D] {U_Y}", O, W["W_O"])
     Attn = all_reduce("Attn[B_ZE, T, D] {U_Y} -> Attn[B_ZE, T, D]", Attn, at.mesh)
@@ -44,7 +44,7 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
         return moe(experts_of(W, at.config), y, at.config, at.mesh, axis, tensor="Y", spec="y[B_ZE, T, D]")[0]
     Tmp = einsum("y[B_ZE, T, D] * W_in[D, F_Y] -> Tmp[B_ZE, T, F_Y]", y, W["W_in"])
     Gate = einsum("y[B_ZE, T, D] * W_gate[D, F_Y] -> Gate[B_ZE, T, F_Y]", y, W["W_gate"]) if "W_gate" in W else None
-    Tmp = activated(Tmp, Gate, at.config)
+    Tmp = activated(Tmp, Gate, at.config.nonlinearity)
     Out = einsum("Tmp[B_ZE, T, F_Y] * W_out[F_Y, D] -> Out[B_ZE, T, D] {U_Y}", Tmp, W["W_out"])
     return all_reduce("Out[B_ZE, T, D] {U_Y} -> Out[B_ZE, T, D]", Out, at.mesh)
 

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
-from scaling.models.transformer import headed
-from scaling.serve.forms import At, activated, embedding_rows, own_biases
-from scaling.strategies.axes import all_gather, all_reduce, all_to_all, shard
+from scaling.models.transformer import activated
+from scaling.serve.slots import At
+from scaling.strategies.axes import all_gather, all_reduce, all_to_all, masked, shard
 from scaling.strategies.expert import experts_of, moe
-from scaling.strategies.transformer.heads import own_heads
+from scaling.strategies.transformer.heads import own_heads, turned_heads
 
 
-def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
-    """tokens[B, T], E[V_YZ, D] -> x[B, T, D]. Both are whole on every rank."""
-    x = embedding_rows(E, tokens, at.mesh, "x[B, T, D] {U_YZ}")
+def embed(x: Tensor, here: Tensor, at: At) -> Tensor:
+    """x[B, T, D], as in `heads`, of rows of E[V_YZ, D]."""
+    x = masked("x[B, T, D] {U_YZ}", x, here, at.mesh)
     return all_reduce("x[B, T, D] {U_YZ} -> x[B, T, D]", x, at.mesh)
 
 
@@ -31,7 +31,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     y = shard("y[B, T, D] -> y[B_Z, T, D]", y, at.mesh)
     K = einsum("y[B_Z, T, D] * W_K[D, K_Y, H] -> K[B_Z, T, K_Y, H]", y, own_heads(W["W_K"], at, 1))
     V = einsum("y[B_Z, T, D] * W_V[D, K_Y, H] -> V[B_Z, T, K_Y, H]", y, own_heads(W["W_V"], at, 1))
-    Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
+    Q, K, V = turned_heads(W, Q, K, V, at)
     O = at.slots.attend(l, Q, K, V, at.config.windows[l])
     O = all_to_all("O[B_Z, T, N_Y, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
@@ -46,7 +46,7 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
         return moe(experts_of(W, at.config), y, at.config, at.mesh, None, tensor="YZ", spec="y[B, T, D]")[0]
     Tmp = einsum("y[B, T, D] * W_in[D, F_YZ] -> Tmp[B, T, F_YZ]", y, W["W_in"])
     Gate = einsum("y[B, T, D] * W_gate[D, F_YZ] -> Gate[B, T, F_YZ]", y, W["W_gate"]) if "W_gate" in W else None
-    Tmp = activated(Tmp, Gate, at.config)
+    Tmp = activated(Tmp, Gate, at.config.nonlinearity)
     Out = einsum("Tmp[B, T, F_YZ] * W_out[F_YZ, D] -> Out[B, T, D] {U_YZ}", Tmp, W["W_out"])
     return all_reduce("Out[B, T, D] {U_YZ} -> Out[B, T, D]", Out, at.mesh)  # on the critical path
 

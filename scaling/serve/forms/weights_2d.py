@@ -10,15 +10,15 @@ from torch import Tensor
 
 from scaling.collectives import einsum
 from scaling.models.pointwise import mean_square, rms_norm
-from scaling.models.transformer import headed
-from scaling.serve.forms import At, activated, embedding_rows, own_biases
-from scaling.strategies.axes import all_gather, all_reduce, all_to_all, reduce_scatter, shard
-from scaling.strategies.transformer.heads import own_heads
+from scaling.models.transformer import activated
+from scaling.serve.slots import At
+from scaling.strategies.axes import all_gather, all_reduce, all_to_all, masked, reduce_scatter, shard
+from scaling.strategies.transformer.heads import own_heads, turned_heads
 
 
-def embed(E: Tensor, tokens: Tensor, at: At) -> Tensor:
-    """tokens[B, T], E[V_YZ, D_X] -> x[B, T, D_XYZ]. The tokens are whole on every rank."""
-    x = embedding_rows(E, tokens, at.mesh, "x[B, T, D_X] {U_YZ}")
+def embed(x: Tensor, here: Tensor, at: At) -> Tensor:
+    """x[B, T, D_XYZ], as in `heads`, of rows of E[V_YZ, D_X]."""
+    x = masked("x[B, T, D_X] {U_YZ}", x, here, at.mesh)
     return reduce_scatter("x[B, T, D_X] {U_YZ} -> x[B, T, D_XYZ]", x, at.mesh)
 
 
@@ -41,7 +41,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     V = reduce_scatter("V[B, T, K_Y, H] {U_X} -> V[B_X, T, K_Y, H]", V, at.mesh)
     K = shard("K[B_X, T, K_Y, H] -> K[B_XZ, T, K_Y, H]", K, at.mesh)
     V = shard("V[B_X, T, K_Y, H] -> V[B_XZ, T, K_Y, H]", V, at.mesh)
-    Q, K, V = headed(own_biases(W, at), Q, K, V, at.rope, at.config.eps)
+    Q, K, V = turned_heads(W, Q, K, V, at)
     O = at.slots.attend(l, Q, K, V, at.config.windows[l])
     O = all_to_all("O[B_XZ, T, N_Y, H] -> O[B_X, T, N_YZ, H]", O, at.mesh)  # on the critical path
     O = all_gather("O[B_X, T, N_YZ, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
@@ -59,7 +59,7 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
     if "W_gate" in W:
         Gate = einsum("In[B, T, D_X] * W_gate[D_X, F_YZ] -> Gate[B, T, F_YZ] {U_X}", In, W["W_gate"])
         Gate = all_reduce("Gate[B, T, F_YZ] {U_X} -> Gate[B, T, F_YZ]", Gate, at.mesh)  # on the critical path
-    Tmp = activated(Tmp, Gate, at.config)
+    Tmp = activated(Tmp, Gate, at.config.nonlinearity)
     Out = einsum("Tmp[B, T, F_YZ] * W_out[F_YZ, D_X] -> Out[B, T, D_X] {U_YZ}", Tmp, W["W_out"])  # 4.
     return reduce_scatter("Out[B, T, D_X] {U_YZ} -> Out[B, T, D_XYZ]", Out, at.mesh)  # 5. on the critical path
 
