@@ -6,7 +6,8 @@ is idle. `moves` lists the steps that lead from a layout to another.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -106,6 +107,21 @@ def layout(spec: Spec) -> DimAxes:
 def retyped(spec: Spec, to: DimAxes) -> Spec:
     """The same array in another layout."""
     return Spec(spec.name, tuple(zip(spec.dim_names, to.dims, strict=True)), to.unreduced)
+
+
+def unsplit_spec(name: str, dims: Iterable[str]) -> Spec:
+    """The type of a whole array."""
+    return Spec(name, tuple((dim, ()) for dim in dims))
+
+
+def letters(n: int, start: int = 8) -> Axes:
+    """Names of n dims: I, J, K, ..."""
+    return tuple(string.ascii_uppercase[(start + i) % 26] for i in range(n))
+
+
+def spec_of(at: DimAxes, name: str = "") -> Spec:
+    """A layout as a type: its dims are named I, J, ..."""
+    return retyped(unsplit_spec(name, letters(len(at.dims))), at)
 
 
 def setting(specs, mesh=None, partial=(), cost=None) -> Setting:

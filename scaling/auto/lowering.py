@@ -9,16 +9,13 @@ import optree
 from torch import Tensor
 
 from scaling.algebra.law import LabelledOp
-from scaling.algebra.layouts import DimAxes, Setting, layout
-from scaling.algebra.planner import ChosenWay
+from scaling.algebra.layouts import DimAxes, layout, letters, retyped, unsplit_spec
 from scaling.algebra.resharding import PlannedArray, exact_steps
 from scaling.algebra.steps import COLLECTIVES, Step
-from scaling.auto.planning import Chosen
 from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array
 from scaling.explicit.functions import LocalPlan
-from scaling.explicit.labels import letters
-from scaling.explicit.tracing import Graph
+from scaling.explicit.planning import Chosen, Graph
 from scaling.spec import Spec
 
 ValueLayout = tuple[int, DimAxes]  # a value in one of the layouts that it is held in
@@ -58,12 +55,8 @@ class Lowered:
     @property
     def wire_bytes(self) -> float:
         """Bytes that each device sends."""
-        sent = 0.0
-        for line in self.lines:
-            if line.step is not None:
-                node = self.graph.nodes[line.made[0]]
-                sent += line.step.wire_bytes(node.shape, self.mesh, node.dtype)
-        return sent
+        steps = [(line.step, self.graph.nodes[line.made[0]]) for line in self.lines if line.step is not None]
+        return sum(step.wire_bytes(node.shape, self.mesh, node.dtype) for step, node in steps)
 
     def run(self, arrays: Sequence[Array]) -> Any:
         """The tree of results, as arrays, from the arguments' arrays, which have the types asked for."""
@@ -78,77 +71,47 @@ class Lowered:
         return optree.tree_unflatten(self.graph.structure, results)
 
 
-def lower(graph: Graph, names: Sequence[Spec], types: Sequence[DimAxes], outputs, chosen: Chosen, mesh) -> Lowered:
-    """The lines of a plan. `names`: the arguments' names and dims; `types`: their layouts; `outputs`: Specs or None of
-    the results; `chosen`: what `plan` found."""
-    writer, choices = Writer(graph, mesh, chosen.within), chosen.choices
-    for number, (spec, at) in enumerate(zip(names, types, strict=True)):
-        writer.specs[number] = spec
-        writer.held[number] = [at]
+def lower(graph: Graph, arguments: Sequence[Spec], outputs: Sequence[Spec | None], chosen: Chosen, mesh) -> Lowered:
+    """The lines of a plan. `arguments`: their types; `outputs`: types or None of the results; `chosen`: what `plan`
+    found."""
+    specs: list[Spec] = list(arguments)  # each value's name and dims
+    inputs = tuple(enumerate(map(layout, arguments)))
+    held, lines, choices = dict.fromkeys(inputs), [], iter(chosen.choices)
     asked = {n: spec for n, spec in zip(graph.outputs, outputs, strict=True) if spec is not None and spec.name}
-    for number in range(len(names), len(graph.nodes)):
-        writer.compute(number, choices[number - len(names)], asked.get(number))
-    ends = [
-        writer.bring(number, start, way.result)
-        for number, ((start,), way) in zip(graph.outputs, choices[len(graph.nodes) - len(names) :], strict=True)
-    ]
-    inputs = tuple((number, at) for number, at in enumerate(types))
-    return Lowered(tuple(writer.lines), graph, inputs, tuple(ends), mesh, chosen.nbytes)
 
-
-class Writer:
-    """Writes lines one by one: `specs` has each value's name and dims, `held` the layouts that it is held in."""
-
-    def __init__(self, graph: Graph, mesh, within: Setting):
-        self.graph, self.mesh, self.within = graph, mesh, within
-        self.lines: list[ListingLine] = []
-        self.specs: dict[int, Spec] = {}
-        self.held: dict[int, list[DimAxes]] = {}
-
-    def typed(self, number: int, at: DimAxes, dims: Sequence[str] | None = None) -> Spec:
-        spec = self.specs[number]
-        return Spec(spec.name, tuple(zip(dims or spec.dim_names, at.dims, strict=True)), at.unreduced)
-
-    def bring(self, number: int, start: DimAxes, to: DimAxes) -> ValueLayout:
+    def bring(number: int, start: DimAxes, to: DimAxes) -> ValueLayout:
         """The value in a layout, by collectives from one that it is held in."""
-        node = self.graph.nodes[number]
-        if to not in self.held[number]:
-            now, array = (number, start), PlannedArray(self.specs[number], node.shape)
-            for step in exact_steps(array, start, to, self.within):
-                made = number, layout(step.after)
-                self.lines.append(ListingLine(str(step), (now,), made, partial(run_step, step, mesh=self.mesh), step))
-                now = made
-                if made[1] not in self.held[number]:
-                    self.held[number].append(made[1])
+        now, array = (number, start), PlannedArray(specs[number], graph.nodes[number].shape)
+        for step in exact_steps(array, start, to, chosen.within) if (number, to) not in held else ():
+            made = number, layout(step.after)
+            lines.append(ListingLine(str(step), (now,), made, partial(run_step, step, mesh=mesh), step))
+            held[made] = None
+            now = made
         return number, to
 
-    def compute(self, number: int, chosen: ChosenWay, asked: Spec | None) -> None:
-        """A node: its operands are brought into their layouts first. `asked`: the name and dims that it is to have."""
-        node, (needed, result, _) = self.graph.nodes[number], chosen.way
-        takes = tuple(map(self.bring, node.operands, chosen.starts, needed))
+    for number, node in enumerate(graph.nodes[len(inputs) :], len(inputs)):
+        starts, (needed, result, _) = next(choices)
+        takes, made = tuple(map(bring, node.operands, starts, needed)), (number, result)
+        held[made] = None
         if node.call is None:  # a type asked for: the same value
-            self.specs[number] = self.specs[node.operands[0]]
-            self.held[number] = [result]
-            text = f"{self.typed(number, result)}: as asked for"
-            self.lines.append(ListingLine(text, takes, (number, result), lambda shards: shards[0]))
-            return
-        op, dims = node.call.op, [self.specs[n].dim_names for n in node.operands]
-        name = asked.name if asked else f"T{number - len([n for n in self.graph.nodes if not n.operands]) + 1}"
-        if isinstance(op, LabelledOp):
-            op, dims, own = renamed(op, dims)
-        else:
-            own = letters(len(node.shape))
-        self.specs[number] = Spec(name, tuple((d, ()) for d in own))
-        self.held[number] = [result]
-        local = LocalPlan(needed, result, self.typed(number, result).local_shape(node.shape, self.mesh))
-        run = partial(node.call.run, op, local=local)
-        before = tuple(self.typed(n, at, d) for n, at, d in zip(node.operands, needed, dims, strict=True))
-        after = self.typed(number, result)
-        if node.call.flops:
-            text = str(Step("Einsum", (), before, after))
-        else:
-            text = f"{after} = {op.name}({', '.join(map(str, before))})"
-        self.lines.append(ListingLine(text, takes, (number, result), run))
+            specs.append(specs[node.operands[0]])
+            text = f"{retyped(specs[number], result)}: as asked for"
+            lines.append(ListingLine(text, takes, made, lambda shards: shards[0]))
+            continue
+        op, dims = node.call.op, [specs[n].dim_names for n in node.operands]
+        op, dims, own = renamed(op, dims) if isinstance(op, LabelledOp) else (op, dims, letters(len(node.shape)))
+        name = asked[number].name if number in asked else f"T{number - len(inputs) + 1}"
+        specs.append(unsplit_spec(name, own))
+        before = tuple(
+            retyped(unsplit_spec(specs[n].name, d), at) for n, d, at in zip(node.operands, dims, needed, strict=True)
+        )
+        after = retyped(specs[number], result)
+        local = LocalPlan(needed, result, after.local_shape(node.shape, mesh))
+        text = f"{after} = {op.name}({', '.join(map(str, before))})"
+        text = str(Step("Einsum", (), before, after)) if node.call.flops else text
+        lines.append(ListingLine(text, takes, made, partial(node.call.run, op, local=local)))
+    ends = [bring(number, starts[0], way.result) for number, (starts, way) in zip(graph.outputs, choices, strict=True)]
+    return Lowered(tuple(lines), graph, inputs, tuple(ends), mesh, chosen.nbytes)
 
 
 def renamed(op: LabelledOp, dims: Sequence[Sequence[str]]) -> tuple[LabelledOp, list[tuple[str, ...]], tuple[str, ...]]:

@@ -1,21 +1,18 @@
 """`jit`: a function of whole arrays and a few types, made into a program with collectives."""
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.algebra.layouts import DimAxes
+from scaling.algebra.layouts import layout, letters, unsplit_spec
 from scaling.auto.lowering import Lowered, lower
-from scaling.auto.planning import plan
-from scaling.explicit.arrays import Array, array, read_array_type, reshard
-from scaling.explicit.labels import letters
+from scaling.explicit.arrays import Array, array, array_spec, reshard
+from scaling.explicit.planning import plan
 from scaling.explicit.tracing import graph_of
-from scaling.spec import ShardingError, Spec, parse
+from scaling.spec import ShardingError, Spec
 
 
 class JittedProgram:
@@ -46,24 +43,23 @@ class JittedProgram:
             raise ShardingError(f"jit on {self.mesh!r:.40}, which is no mesh\n  fix: give a Mesh or an AbstractMesh")
         one_each = isinstance(self.in_types, (tuple, list)) and len(self.in_types) == len(args)
         types = tree.for_each(tuple(self.in_types) if one_each else (self.in_types,), args, "in_types", True)
-        given = list(zip(types, flat, strict=True))
-        layouts = [self._layout(t, x) or DimAxes(((),) * len(x.shape)) for t, x in given]
-        names, first = [], 8
-        for number, (t, x) in enumerate(given, 1):
-            names.append(named(t, letters(len(x.shape), first), f"x{number}"))
-            first += len(x.shape)
+        arguments, first = [], 8
+        for number, (t, x) in enumerate(zip(types, flat, strict=True), 1):
+            dims = letters(len(x.shape), first)
+            arguments.append(self._spec(t, x, dims, f"x{number}") or unsplit_spec(f"x{number}", dims))
+            first += len(dims)
         graph = graph_of(self.fn, args)
-        results = [graph.nodes[n] for n in graph.outputs]
         asked = tree.for_each(self.out_types, optree.tree_unflatten(graph.structure, graph.outputs), "out_types", True)
-        both = list(zip(asked, results, strict=True))
-        ends = [self._layout(t, x) for t, x in both]
-        called = [None if t is None else named(t, letters(len(x.shape)), "") for t, x in both]
-        constraints = {i: self._layout(x.constraint, x) for i, x in enumerate(graph.nodes) if x.constraint}
-        chosen = plan(graph, layouts, ends, constraints, self.mesh)
-        return lower(graph, names, layouts, called, chosen, self.mesh)
+        outputs = [self._spec(t, graph.nodes[n]) for t, n in zip(asked, graph.outputs, strict=True)]
+        asked_of = [(i, self._spec(x.constraint, x)) for i, x in enumerate(graph.nodes) if x.constraint]
+        constraints = {i: layout(spec) for i, spec in asked_of if spec}
+        ends = [spec and layout(spec) for spec in outputs]
+        chosen = plan(graph, list(map(layout, arguments)), ends, constraints, self.mesh)
+        return lower(graph, arguments, outputs, chosen, self.mesh)
 
-    def _layout(self, type: "str | Spec | None", x) -> DimAxes | None:
-        return None if type is None else read_array_type(type, x.shape, self.mesh, x.dtype)
+    def _spec(self, type: "str | Spec | None", x, dims: Sequence[str] = (), name: str = "") -> Spec | None:
+        spec = None if type is None else array_spec(type, x.shape, self.mesh, x.dtype, dims)
+        return spec and spec.with_name(spec.name or name)
 
     def __call__(self, *args):
         lowered, flat = self.lower(*args), tree.leaves(args)
@@ -75,15 +71,6 @@ class JittedProgram:
         ]
         result = lowered.run(arrays)
         return result if any(isinstance(x, Array) for x in flat) else tree.map(Array.whole, result)
-
-
-def named(type: "str | Spec | None", dims: Sequence[str], name: str) -> Spec:
-    """The name and the dims' names that a type gives; of None and of `[8_X, 2]`, whose dims have none, those given."""
-    text = str(type)
-    spec = None if type is None or re.search(r"[\[,]\s*\d", text) else parse(type)
-    own = "" if type is None else text.partition("[")[0].strip()
-    own = "" if isinstance(getattr(torch, own or "_", None), torch.dtype) else own
-    return Spec(own or name, tuple((d, ()) for d in (dims if spec is None else spec.dim_names)))
 
 
 def jit(fn: Callable, mesh, in_types, out_types=None) -> JittedProgram:

@@ -18,13 +18,12 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from scaling.algebra.law import Illegal
-from scaling.algebra.layouts import DimAxes
+from scaling.algebra.layouts import DimAxes, layout, letters, retyped, spec_of, unsplit_spec
 from scaling.algebra.resharding import reshard as plan_reshard
 from scaling.algebra.steps import Plan
 from scaling.collectives.plans import run as run_plan
-from scaling.explicit.cheapest import Choice, cheapest_layouts, spec_of
 from scaling.explicit.functions import LocalPlan, TypedCall, each_result, read_call
-from scaling.explicit.labels import letters
+from scaling.explicit.planning import legal_layouts, one_call, plan
 from scaling.spec import ShardingError, Spec, parse
 
 
@@ -99,22 +98,28 @@ Array.__hash__ = object.__hash__
 
 def type_text(at: DimAxes, shape: Sequence[int], dtype: torch.dtype) -> str:
     """`float32[8_X, 2_Y] {U_Z}`."""
-    text = str(spec_of(at, str(dtype).removeprefix("torch.")))
-    for letter, size in zip(letters(len(shape)), shape, strict=True):
-        text = re.sub(rf"(?<=[\[ ]){letter}(?=[_,\]])", str(size), text, count=1)
-    return text
+    return str(retyped(unsplit_spec(dtype_name(dtype), map(str, shape)), at))
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def read_array_type(
     text: "str | Spec | DimAxes", shape: Sequence[int], mesh, dtype: torch.dtype | None = None
 ) -> DimAxes:
-    """The layout that a type says: `[8_X, 2_Y]`, `float32[8_X, 2_Y]`, or with names of dims, `In[B_X, D_Y] {U_Z}`.
+    """The layout that a type says: as `array_spec`, or one that is given as it is."""
+    return text if isinstance(text, DimAxes) else layout(array_spec(text, shape, mesh, dtype))
 
-    ShardingError if it has other dims than the shape, another dtype, or dims that do not divide over their axes (where
-    there is a mesh).
+
+def array_spec(
+    text: str | Spec, shape: Sequence[int], mesh, dtype: torch.dtype | None = None, dims: Sequence[str] = ()
+) -> Spec:
+    """The type that a text says: `[8_X, 2_Y]`, `float32[8_X, 2_Y]`, or with names of dims, `In[B_X, D_Y] {U_Z}`.
+
+    `dims`: the names of dims that have none. ShardingError if it has other dims than the shape, another dtype, or dims
+    that do not divide over their axes (where there is a mesh).
     """
-    if isinstance(text, DimAxes):
-        return text
     if not isinstance(text, (str, Spec)):
         kind = type(text).__name__
         raise ShardingError(
@@ -130,21 +135,23 @@ def read_array_type(
     if len(spec.dims) != len(shape):
         what = f"{written}: {len(spec.dims)} dims, but the array has shape {tuple(shape)}"
         raise ShardingError(f"{what}\n  fix: name each dim")
-    for (dim, _), size in zip(spec.dims, shape, strict=True):
+    for dim, size in zip(spec.dim_names, shape, strict=True):
         if (match := re.fullmatch(r"Size\d+x(\d+)", dim)) and int(match[1]) != size:
             raise ShardingError(
                 f"{written}: says {match[1]} where the array, of shape {tuple(shape)}, has {size}\n"
                 f"  rule: a type has the whole array's sizes, not one device's\n  fix: write {size} there"
             )
-    name = str(dtype).removeprefix("torch.")
-    if dtype is not None and spec.name != name and isinstance(getattr(torch, spec.name, None), torch.dtype):
-        raise ShardingError(f"{written}: the array is {name}\n  fix: convert it, x.to(torch.{spec.name})")
+    of_dtype = isinstance(getattr(torch, spec.name or "_", None), torch.dtype)
+    if of_dtype and dtype is not None and spec.name != dtype_name(dtype):
+        fix = f"convert it, x.to(torch.{spec.name})"
+        raise ShardingError(f"{written}: the array is {dtype_name(dtype)}\n  fix: {fix}")
     try:
         if mesh is not None:
             spec.local_shape(tuple(shape), mesh)
     except ShardingError as error:
         raise ShardingError(re.sub(r"Size\d+x(\d+)", r"\1", str(error))) from None
-    return DimAxes(tuple(axes for _, axes in spec.dims), spec.unreduced)
+    own = (dims or letters(len(shape))) if sizes else spec.dim_names
+    return retyped(unsplit_spec("" if of_dtype else spec.name, own), layout(spec))
 
 
 def array(x: Tensor, type: "str | Spec | DimAxes", mesh) -> Array:
@@ -214,16 +221,13 @@ def _one_result(func, args: tuple, kwargs: dict, out: "str | Spec | None") -> Ar
     shapes = [tuple(x.shape) for x in made.operands]
     try:
         wanted = None if out is None else read_array_type(out, made.shape, mesh, made.dtype)
-        inferred = made.op.infer(layouts, shapes, mesh.sizes) if wanted is None else None
+        if wanted is None:
+            needed, result = made.op.infer(layouts, shapes, mesh.sizes)
+        else:
+            needed, result, _ = plan(one_call(made), layouts, [wanted], {}, mesh).choices[0].way
     except Illegal as error:
         raise ShardingError(_refusal(made, layouts, mesh, error)) from None
-    operands = made.operands
-    if inferred is None:
-        choice = cheapest_of(made, layouts, mesh, wanted)
-        operands = [reshard(x, at) for x, at in zip(operands, choice.layouts, strict=True)]
-        inferred = choice.inferred
-    needed, result = inferred
-    shards = [reshard(x, at).local for x, at in zip(operands, needed, strict=True)]
+    shards = [reshard(x, at).local for x, at in zip(made.operands, needed, strict=True)]
     local = LocalPlan(needed, result, spec_of(result).local_shape(made.shape, mesh))
     computed = Array(made.run(made.op, shards, local), result, made.shape, mesh)
     return computed if wanted is None else reshard(computed, wanted)
@@ -236,21 +240,15 @@ def _mesh(made: TypedCall):
     return mesh
 
 
-def cheapest_of(made: TypedCall, layouts, mesh, out: DimAxes | None = None) -> Choice:
-    """The layouts that make a call legal, or lead to `out`, at the least cost."""
-    shapes, items = [tuple(x.shape) for x in made.operands], [x.dtype.itemsize for x in made.operands]
-    return cheapest_layouts(made.op, layouts, shapes, items, mesh, out, (made.shape, made.dtype.itemsize))
-
-
 def _refusal(made: TypedCall, layouts: Sequence[DimAxes], mesh, error: Illegal) -> str:
     """The line, what is wrong with it, the rule, and the cheapest line that makes it legal."""
     types = [type_text(at, x.shape, x.dtype) for at, x in zip(layouts, made.operands, strict=True)]
-    choice, fixes = cheapest_of(made, layouts, mesh), []
+    choice, fixes = legal_layouts(made, layouts, mesh), []
     for number, (x, was, now) in enumerate(zip(made.operands, layouts, choice.layouts, strict=True), 1):
         if was != now:
-            plan = plan_change(x, now)
-            ops = ", ".join(f"{step.op}_{''.join(step.axes)}" for step in plan.steps)
-            nbytes = plan.wire_bytes(tuple(x.shape), mesh, x.dtype.itemsize)
+            change = plan_change(x, now)
+            ops = ", ".join(f"{step.op}_{''.join(step.axes)}" for step in change.steps)
+            nbytes = change.wire_bytes(tuple(x.shape), mesh, x.dtype.itemsize)
             which = "it" if len(layouts) == 1 else f"operand {number}"
             fixes.append(f'reshard({which}, "{type_text(now, x.shape, x.dtype)}"), {ops}: {nbytes:,.0f} bytes sent')
     gives = type_text(choice.inferred[1], made.shape, made.dtype)

@@ -13,8 +13,9 @@ import optree
 from scaling.algebra.law import Illegal, LabelledOp, Sizes
 from scaling.algebra.layouts import Axes, DimAxes
 from scaling.algebra.ops import op_kind
-from scaling.explicit.arrays import Array, cheapest_of, read_array_type, type_text
+from scaling.explicit.arrays import Array, read_array_type, type_text
 from scaling.explicit.functions import ELEMENTWISE
+from scaling.explicit.planning import legal_layouts
 from scaling.explicit.tracing import graph_of
 from scaling.spec import ShardingError
 
@@ -44,7 +45,7 @@ def beside_jax(fn: Callable, *arrays) -> str:
             try:
                 after = node.call.op.infer(before, shapes, mesh.sizes)[1]
             except Illegal as error:
-                choice = cheapest_of(node.call, before, mesh)
+                choice = legal_layouts(node.call, before, mesh)
                 before, after = choice.layouts, choice.inferred[1]
                 fixed = f"     here: refused, {error.what}; so with operands resharded\n"
             if isinstance(asked, tuple):

@@ -11,10 +11,9 @@ from typing import Any
 import optree
 import torch
 
-from scaling.algebra.layouts import layout
+from scaling.algebra.layouts import layout, spec_of
 from scaling.arguments import whole_numbers
 from scaling.explicit.arrays import Array, array, reshard
-from scaling.explicit.cheapest import spec_of
 from scaling.spec import ShardingError
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scaling.algebra.law import LabelledOp, Reshape, Sizes
-from scaling.algebra.layouts import DimAxes
+from scaling.algebra.layouts import DimAxes, letters
 from scaling.algebra.ops import KEEPS_SUMS, function_name, op_kind
 from scaling.collectives.multiply import einsum
 from scaling.explicit.labels import (
@@ -22,7 +22,6 @@ from scaling.explicit.labels import (
     einsum_op,
     elementwise_op,
     joined,
-    letters,
     matmul_op,
     reduced_dims,
     refuse_unknown,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scaling.algebra.law import LabelledOp, Sizes
+from scaling.algebra.layouts import letters
 from scaling.spec import ShardingError
 
 LETTERS = string.ascii_uppercase
@@ -88,11 +89,6 @@ def joined(name: str, labels: Labels, count: int, dim: int) -> LabelledOp:
         at = dim % (len(labels) + 1)
         return LabelledOp(name, (labels,) * count, (*labels[:at], "N", *labels[at:]))
     return LabelledOp(name, (labels,) * count, labels, whole=(labels[dim],))
-
-
-def letters(n: int, start: int = 8) -> Labels:
-    """Names of n dims: I, J, K, ..."""
-    return tuple(LETTERS[(start + i) % 26] for i in range(n))
 
 
 def dims_of(dim, n: int) -> tuple[int, ...]:

@@ -5,39 +5,17 @@ operators and methods becomes a node; `explicit.reshard` becomes a constraint.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from scaling import tree
-from scaling.algebra.law import Sizes
 from scaling.algebra.ops import function_name
 from scaling.explicit.arrays import reshard
-from scaling.explicit.functions import TypedCall, each_result, read_call
+from scaling.explicit.functions import each_result, read_call
+from scaling.explicit.planning import Graph, Node
 from scaling.spec import ShardingError
-
-
-@dataclass(frozen=True)
-class Node:
-    """A value: an argument, the result of a `call`, or its operand in the type that a `constraint` says."""
-
-    shape: Sizes
-    dtype: torch.dtype
-    operands: tuple[int, ...] = ()
-    call: TypedCall | None = None
-    constraint: str = ""
-
-
-@dataclass
-class Graph:
-    """The nodes in order, arguments first; `outputs` are numbers of nodes, which `structure` puts together."""
-
-    nodes: list[Node] = field(default_factory=list)
-    outputs: tuple[int, ...] = ()
-    structure: Any = None
 
 
 class Recording(TorchFunctionMode):

@@ -7,10 +7,10 @@ import torch
 
 from scaling import auto
 from scaling.algebra import matmul, reshard
+from scaling.algebra.layouts import spec_of
 from scaling.algebra.planner import all_layouts
 from scaling.book.largest import largest
 from scaling.collectives.plans import run_step
-from scaling.explicit.cheapest import spec_of
 from scaling.mesh import AbstractMesh
 from scaling.trace import trace
 

@@ -12,10 +12,9 @@ from typings import Case, cases, written
 
 from scaling import explicit
 from scaling.algebra.law import Illegal
-from scaling.algebra.layouts import DimAxes, layout
+from scaling.algebra.layouts import DimAxes, layout, spec_of
 from scaling.explicit import functions
 from scaling.explicit.beside import jax_layout, spmd_names
-from scaling.explicit.cheapest import spec_of
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, parse
 

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 
 from scaling import auto, explicit
 from scaling.algebra.law import Illegal
-from scaling.algebra.layouts import DimAxes
+from scaling.algebra.layouts import DimAxes, spec_of
 from scaling.algebra.ops import KINDS, op_kind
 from scaling.algebra.planner import all_layouts
-from scaling.explicit.cheapest import spec_of
 from scaling.explicit.functions import LocalPlan, each_result, read_call
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
