@@ -5,8 +5,8 @@
 
     x[B_X, T, D], router[D, E], W_in[E_X, D, F], W_out[E_X, F, D] -> y[B_X, T, D]
 
-One layer line by line with its bytes, equal to the dense computation of one device; other meshes, tensor parallelism
-inside the experts and a capacity, all equal; the load by expert, evened out by a bias; DeepSeek-V3's layer, counted.
+One layer line by line with its bytes, equal to the dense computation of one device, as it is on other meshes; the load
+by expert, evened out by a bias; DeepSeek-V3's layer, counted.
 """
 
 # %%
@@ -16,9 +16,10 @@ from torch.func import vjp
 
 from scaling import tree
 from scaling.book.answers import Answer
+from scaling.book.arrays import drawn, empty
 from scaling.book.largest import largest
 from scaling.book.layout import bar, format_number
-from scaling.book.listing import difference
+from scaling.book.listing import difference, lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, ragged_all_to_all
 from scaling.configs import Config, get
@@ -36,14 +37,16 @@ B, T, D, E, k = 4 * n, 4 * n, 32, 2 * n, 2
 config = Config("layer", L=1, D=D, F=16 * n, N=1, K=1, H=1, V=1, E=E, k=k)
 SPECS = {"router": "router[D, E]", "W_in": "W_in[E_X, D, F]", "W_gate": "W_gate[E_X, D, F]",
          "W_out": "W_out[E_X, F, D]"}  # fmt: skip
+ROWS = {"y": "y[B_X, T, D]", "dx": "dx[B_X, T, D]"}
 
 # %% [markdown]
 # ## One layer, line by line
 # A router scores each token for each of E experts, and the token goes to the k that it likes most. Each expert is a
-# gated MLP, and a rank has E/X of them: so tokens travel to their experts (line 3) and back (line 5). A row is one
-# choice of one token. In `Row[G, E, R, D]` G groups of tokens, one a rank, have R rows each for every expert; R is
-# ragged, another number for each group and expert, so the ranks first tell each other how many rows will come (line 2).
-# Choosing (line 1) makes whole numbers and has no gradient: the gradient of the router is that of the weights.
+# gated MLP, and a rank has E/X of them: so tokens travel to their experts (line 3) and back (line 5).
+# A token with k = 2 experts travels as two rows. In `Row[G, E, R, D]`, G is the group of tokens that a row comes from,
+# one on each rank; E its expert; R its place among this group's rows for this expert. R is ragged, another number for
+# each group and expert, so the ranks first tell each other how many rows will come (line 2). Choosing (line 1) makes
+# whole numbers and has no gradient: the router learns through the weights.
 
 
 # %%
@@ -79,24 +82,21 @@ def layer(params, x, mesh):
 # %%
 def problem(config, of_losses=(0.3, 0.07)):
     """Params, x and the cotangents of y and of the two losses, whole, in float64."""
-    rng = torch.Generator().manual_seed(page.args.seed)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=rng, dtype=torch.float64)
-
-    sizes = {"D": D, "E": E, "F": config.F}
-    params = tree.map(lambda text: draw(*parse(text).global_shape(sizes)) / D**0.5, expert.specs(config, None))
-    return params, draw(B, T, D) + draw(D), (draw(B, T, D), *torch.tensor(of_losses, dtype=torch.float64))
-
-
-def outputs(y, aux):
-    return (y, aux["balance"], aux["z"]), aux["load"]
+    types = {"params": expert.specs(config, None), "x": "x[B, T, D]", "mean": "mean[D]", "dy": "dy[B, T, D]"}
+    whole = drawn(types, {"B": B, "T": T, "D": D, "E": E, "F": config.F}, page.args.seed)
+    params = tree.map(lambda W: W / D**0.5, whole["params"])
+    return params, whole["x"] + whole["mean"], (whole["dy"], *torch.tensor(of_losses, dtype=torch.float64))
 
 
 def one_device(config, *of_losses):
     """(outputs, gradients of params and x, the load of each expert) by the dense computation."""
     params, x, cotangents = problem(config, *of_losses)
-    outs, pull, load = vjp(lambda params, x: outputs(*moe.dense(params, x, config)), params, x, has_aux=True)
+
+    def outputs(params, x):
+        y, aux = moe.dense(params, x, config)
+        return (y, aux["balance"], aux["z"]), aux["load"]
+
+    outs, pull, load = vjp(outputs, params, x, has_aux=True)
     return outs, pull(cotangents), load
 
 
@@ -105,16 +105,16 @@ dense = one_device(config, (0.0, 0.0))
 # %% [markdown]
 # ## The layer on ranks, beside it
 # Each rank runs the listing; `vjp` gives the backward pass by the collectives' own cotangents. The router is on every
-# rank, so its gradient is a partial sum {U_X}, added up at the end. Look first at the two ragged AllToAlls of each
-# pass: they are all that travels, but for counts and router. V of a ragged AllToAll is n times what this rank holds:
-# over the ranks its mean is the whole array.
+# rank, so its gradient is a partial sum {U_X}, added up at the end. Look at the two ragged AllToAlls of each pass: they
+# are all that travels, but for counts and router. Between them are three products for each of the rank's two experts.
+# V of a ragged AllToAll is n times what this rank holds: over the ranks its mean is the whole array.
 
 
 # %%
 def one_layer(mesh) -> dict:
     params, x, (dy, *_) = problem(config)
     (want, *_), (want_grads, want_dx), _ = dense
-    params, (x, dy) = tree.shard(params, SPECS, mesh), tree.shard([x, dy], ["x[B_X, T, D]"] * 2, mesh)
+    params, (x, dy) = tree.shard(params, SPECS, mesh), tree.shard([x, dy], list(ROWS.values()), mesh)
     with trace() as forward:
         y, pull, experts = vjp(lambda params, x: layer(params, x, mesh), params, x, has_aux=True)
     with trace() as backward:
@@ -124,15 +124,14 @@ def one_layer(mesh) -> dict:
     moved = forward.collectives()[1:] + backward.collectives()  # the rows: all but the counts
     totals = torch.tensor([[sum(e.nbytes for e in moved) // n, sum(e.wire_bytes for e in moved)]])  # totals[G_X, K]
     totals = all_gather("b[G_X, K] -> b[G, K]", totals, mesh)  # totals[G, K]
-    experts = all_gather("e[N_X, K] -> e[N, K]", experts, mesh)  # experts[N, K]
-    grads, (y, dx) = tree.unshard(grads, SPECS, mesh), tree.unshard([y, dx], ["x[B_X, T, D]"] * 2, mesh)
-    same = {"y": (y, want), "dx": (dx, want_dx)} | {f"d{name}": (grads[name], want_grads[name]) for name in grads}
+    whole = tree.unshard(grads | {"y": y, "dx": dx}, ROWS | SPECS, mesh)
+    wanted = want_grads | {"y": want, "dx": want_dx}
     return {
-        "forward": [(str(e), e.nbytes or "", e.wire_bytes or "", e.flops or "") for e in forward.events],
-        "backward": [(str(e), e.nbytes, e.wire_bytes, "") for e in backward.collectives()],
-        "differences": [(what, difference(*pair, mesh), LIMIT) for what, pair in same.items()],
+        "forward": lines(forward),
+        "backward": lines(backward),
+        "differences": [(name, difference(x, wanted[name], mesh), LIMIT) for name, x in whole.items()],
         "bytes": totals.sum(0).tolist(),
-        "experts": experts,
+        "experts": all_gather("e[N_X, K] -> e[N, K]", experts, mesh),
     }
 
 
@@ -140,7 +139,7 @@ result = page.on_ranks(one_layer)
 for name in ("forward", "backward"):
     page.title(f"{name} on {n} ranks, as rank 0 ran it: B={B} T={T} D={D} F={config.F} E={E} k={k}, float64")
     page.table(result[name], ["line", "V bytes", "sent", "FLOPs"])
-page.title("The results, whole, beside one device's")
+page.title("The result, dx and the gradient of each weight, whole, beside one device's")
 page.equal(result["differences"])
 
 # %% [markdown]
@@ -160,15 +159,14 @@ page.same([
     ("sent", f"4 D elements for each of {leaving} choices of another rank's", 4 * D * 8 * leaving, sent),
 ], ["", "closed form", "bytes", "counted"])  # fmt: skip
 once = F.one_hot(experts // (E // n), n).amax(-2).sum(-1).double().mean().item()
-drawn = n * gpu.nonzero_share(n, k, random=True)
-page.say(f"\nThe ranks choose as one device does: {chosen}. A token's {k} choices lie on {once:.2f} ranks ({drawn:.2f} "
-         f"at random). The book sends it once to each (there, a node): {once / k:.0%} of these bytes.")  # fmt: skip
+page.say(f"\nThe ranks choose as one device does: {chosen}. A token's {k} choices lie on {once:.2f} ranks; the book "
+         f"sends it once to each (there, a node): {once / k:.0%} of these bytes.")  # fmt: skip
 
 # %% [markdown]
 # ## Every layout is one device
 # The same layer by `scaling.strategies.expert` with what real models add: sigmoid scores, a bias, shared experts, the
-# losses; experts on the data axis, on one of their own, with F split inside them, and with a capacity, which is of the
-# global batch and drops the same tokens on every mesh. The backward pass computes each again, by the same routing.
+# losses; experts on the data axis, on one of their own, with F split inside them, and with a capacity, which drops the
+# same tokens on every mesh. The backward pass computes each again, by the same routing.
 
 # %%
 full = config.with_(routing="sigmoid", shared=1)
@@ -195,7 +193,7 @@ def on_layout(mesh, axis, tensor, spec, config, reference):
     def once(params, x, routing):
         routing = routing or expert.route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec)
         y, aux = expert.moe(params, x, config, mesh, axis, tensor=tensor, spec=spec, routing=routing)
-        return outputs(y, aux)[0], routing
+        return (y, aux["balance"], aux["z"]), routing
 
     def remade(params, x):
         outs, routing = moe.checkpoint_routed(once)(params, x)
@@ -235,10 +233,8 @@ page.table(rows, ["mesh", "x", "layout", "y", "losses", "gradients", "equal"])
 
 # %% [markdown]
 # ## The load by expert
-# A rank waits for the busiest expert, so an uneven load costs time (or, with a capacity, tokens). DeepSeek-V3 adds a
-# bias to the scores in the choice alone: after each step up where an expert had too few tokens, down where too many.
-# No loss is disturbed: the weights do not see the bias. A capacity bounds what an expert takes; choices beyond it are
-# dropped, fewer where the load is even.
+# A rank waits for the busiest expert, so an uneven load costs time. DeepSeek-V3 adds a bias to the scores in the choice
+# alone: after each step up where an expert had too few tokens, down where too many. The weights do not see the bias.
 
 # %%
 sigmoid, tokens, bias = config.with_(routing="sigmoid"), x.flatten(0, 1), torch.zeros(E).double()
@@ -253,27 +249,31 @@ rows = [(e, u, bar(u, mean), v, bar(v, mean), f"{up:+.2f}") for e, (u, v, up) in
 page.table(rows, ["expert", "before", "", "after", "", "bias"])
 busiest = [max(row[column] for row in rows) / mean for column in (1, 3)]
 held = page.check("the bias evens out the load", busiest[1] <= min(1.25, busiest[0]))
-page.say(f"the busiest expert has {busiest[0]:.2f} and then {busiest[1]:.2f} of the mean; evened out: {held}\n")
+page.say(f"the busiest expert has {busiest[0]:.2f} and then {busiest[1]:.2f} of the mean; evened out: {held}")
+
+# %% [markdown]
+# Others bound what an expert takes, to a factor times the mean. Choices beyond are dropped: few, if the load is even.
+
+# %%
 rows = []
 for factor in (1.0, 1.25, 2.0):
     most = moe.capacity_of(sigmoid.with_(capacity=factor), B * T)
     lost = [int((count - most).clamp(min=0).sum()) / (B * T * k) for count in (before, load)]
     page.check(f"capacity {factor}", most == factor * mean)
     rows.append((factor, most, *(f"{share:.1%}" for share in lost)))
-page.table(rows, ["capacity", "tokens", "choices dropped before", "after"])
+page.say()
+page.table(rows, ["capacity", "tokens", "dropped before", "dropped after"])
 
 # %% [markdown]
 # ## On thousands of chips
 # The same function on an abstract mesh: DeepSeek-V3's layer with 30,720 tokens a GPU, its experts over 64 of them, all
-# with equally many rows. An MoE has E/k times the weights for its FLOPs, so each threshold of the batch rises by E/k;
-# and the AllToAlls want experts that are wide enough (the book's numbers: 04_problems.py and 12_gpu_rooflines.py).
+# with equally many rows. The AllToAlls want wide experts (the book's numbers: 12_gpu_rooflines.py).
 
 # %%
 v3, big, length = get("deepseek-v3"), AbstractMesh({"P": 32, "X": 64}), 30_720
-sizes, meta = {"D": v3.D, "E": v3.E, "F": v3.F}, {"dtype": torch.bfloat16, "device": "meta"}
-weights = tree.map(lambda text: torch.empty(parse(text).local_shape(sizes, big), **meta), expert.specs(v3, "X"))
+weights = empty(expert.specs(v3, "X"), v3.sizes, big)
+tokens = torch.empty(1, length, v3.D, dtype=torch.bfloat16, device="meta")
 with trace() as log:
-    tokens = torch.empty(1, length, v3.D, **meta)
     y, pull = vjp(lambda x: expert.moe(weights, x, v3, big, "X", spec="x[B_PX, T, D]")[0], tokens)
     pull(y)
 moved = [event for event in log.collectives() if "R" in event.after.dim_names]

@@ -4,9 +4,8 @@ https://jax-ml.github.io/scaling-book/training
 
     In[L_Z, B, D][i] * W_in[L_Z, D, F][i] * W_out[L_Z, F, D][i] -> Out[L_Z, B, D][i]
 
-Layers are split over Z and activations move from stage to stage. First one batch, by the book's listing; its bubble;
-two ways out, microbatches and the backward in halves, drawn and run on ranks; training. With X and Y in the mesh
-(`--mesh Z=2,X=2,Y=2`), stages have FSDP and tensor parallelism inside.
+Layers are split over Z, activations move from stage to stage. One batch by the book's listing, its bubble, two ways out
+of it, drawn and run; training. With X and Y (`--mesh Z=2,X=2,Y=2`) stages have FSDP and tensor parallelism inside.
 """
 
 # %%
@@ -83,7 +82,7 @@ def book_step(x, weight, mesh):
 
 
 # %% [markdown]
-# Does that train as one device does? Below, how far the loss and all weights after a step are from its.
+# Below, how far the loss, and all weights after a step, are from one device's.
 
 
 # %%
@@ -109,7 +108,23 @@ page.say("\nAs printed, the book's listing does not run: weights[i] = ... is ref
 # %% [markdown]
 # ## The bubble
 # Time runs to the right, a line for each rank: F0 is the forward of microbatch 0 (here the whole batch), of one tick,
-# B0 its backward, of two; dots are waiting. Rank 0 computes first and last, and waits for all others in between.
+# B0 its backward, of two; dots are waiting. The line above a chart sums it up: the makespan is its ticks in all, the
+# bubble the share of them in which a rank waits, and the live activations say of how many microbatches at once each
+# rank keeps what the backward needs. Rank 0 computes first and last, and waits for all others in between.
+
+# %%
+alone, idle = simulate(make("naive", Z, 1)), closed_forms.bubble("naive", Z, 1)
+page.title("One batch")
+page.timeline(alone)
+page.check("the listing's bubble", idle == alone.bubble and Z * (1 - idle) == 1)
+page.say(f"\nOf {2 * Z} turns, forward and back, a rank computes in 2: it is idle for {float(idle):.1%} of the time.")
+
+# %% [markdown]
+# ## The first way out: microbatches
+# Naively, each begins when the one before is back: no gain. GPipe sends all down and then all back; 1F1B takes a
+# backward as soon as there is one. In both, ranks wait for (Z - 1)/(M + Z - 1) of the time. Interleaved, a rank has
+# v = 2 chunks of layers that do not follow each other, the second in small letters: microbatches come by twice, in
+# steps half as long, and the bubble is (Z - 1)/(vM + Z - 1). What has no room for its number stands without it.
 
 # %%
 drawn = {}
@@ -125,25 +140,15 @@ def draw(*names: str) -> None:
             page.say(str(error).replace("\n  fix:", "; fix:"))
 
 
-alone, idle = simulate(make("naive", Z, 1)), closed_forms.bubble("naive", Z, 1)
-page.title("One batch")
-page.timeline(alone)
-page.check("the listing's bubble", idle == alone.bubble and Z * (1 - idle) == 1)
-page.say(f"\nOf {2 * Z} turns, forward and back, a rank computes in 2: it is idle for {float(idle):.1%} of the time.")
-
-# %% [markdown]
-# ## The first way out: microbatches
-# Cut the batch into M microbatches. Naively, each begins when the one before is back: no gain. GPipe sends all
-# down and then all back; 1F1B takes a backward as soon as there is one. In both, ranks wait for (Z - 1)/(M + Z - 1) of
-# the time. What differs is memory, the "live activations": of how many microbatches each rank keeps what the backward
-# needs. GPipe keeps all M; 1F1B at most Z, whatever M is. Interleaved, a rank has v = 2 chunks of layers that do not
-# follow each other, the second in small letters: microbatches come by twice, in steps half as long, of which each keeps
-# half a microbatch, and the bubble is (Z - 1)/(vM + Z - 1). Where there is no room, a number is left out.
-
-# %%
 page.title(f"{M} microbatches")
 draw("naive", "gpipe", "1f1b", "interleaved")
-page.title("The bubble and the memory of rank 0, by the number of microbatches")
+
+# %% [markdown]
+# What differs between GPipe and 1F1B is memory. The more microbatches, the smaller the bubble of both; but GPipe keeps
+# the activations of all of them, 1F1B those of Z at most.
+
+# %%
+page.title("The bubble of both, and of how many microbatches rank 0 keeps activations")
 rows = [(m, f"{float(closed_forms.bubble('1f1b', Z, m)):.1%}",
          *(float(closed_forms.live_activations(name, Z, m)[0]) for name in ("gpipe", "1f1b")))
         for m in (1, 2, 4, 8, 16, 32, 64)]  # fmt: skip
@@ -153,7 +158,8 @@ page.table(rows, ["microbatches", "bubble", "kept by GPipe", "kept by 1F1B"])
 # ## The second way out: the backward in halves
 # The rank before waits for dx alone; nobody waits for dW. So the backward is cut in two: I, dL/dx, goes first, and W,
 # dL/dW, fills the dots. ZB-H1 does that in 1F1B's memory. DualPipeV is a later form of the book's figure: a rank has an
-# early and a late chunk, rank 0 the first and the last layers. Compare the makespans, in ticks, with 1F1B's.
+# early and a late chunk, rank 0 the first and the last layers. Compare the makespans with 1F1B's: what is left of the
+# bubble is the way down at the beginning.
 
 # %%
 page.title("The backward in halves")
@@ -181,17 +187,15 @@ def paced(stage, seconds: float, chunks: int):
 
 # %% [markdown]
 # A rank takes its layers in the order in which the schedule deals them out (`arrange`), and executes its part of it
-# (`measure`). Compare each chart with its simulated one: new dots are waiting for what is sent, or for this machine.
+# (`measure`), in seconds. Compare each chart with its simulated one: new dots wait for what is sent, or this machine.
 
 
 # %%
 def schedules(mesh, names, seed):
     """{schedule: (its measured timeline, rows of differences from one device)}."""
     config = mlp.MLPConfig(L=2 * Z, D=SIZES["D"], F=SIZES["F"])
-    whole, rng = (
-        mlp.init(config, seed, torch.float64, device=mesh.device)["blocks"],
-        torch.Generator().manual_seed(seed),
-    )
+    whole = mlp.init(config, seed, torch.float64, device=mesh.device)["blocks"]
+    rng = torch.Generator().manual_seed(seed)
     In, Target = torch.randn((2, SIZES["B"] * M, config.D), generator=rng, dtype=torch.float64).to(mesh.device)
 
     def loss(Out, Target):
@@ -224,8 +228,8 @@ for measured, _ in runs.values():
 
 # %% [markdown]
 # The bubble and the memory of each: by the published formula, in the simulation, and measured. The first two are equal
-# to the last digit, and memory in all three; the measured bubble is larger by what sending takes here. Memory is the
-# number of microbatches whose activations the fullest rank keeps; forward, dIn and dW take one tick each.
+# to the last digit, and memory in all three, in microbatches, of the fullest rank; the measured bubble is larger by
+# what sending takes here. Forward, dIn and dW take one tick each.
 
 # %%
 rows = []
@@ -247,17 +251,11 @@ if page.first and page.args.draw:
 # %% [markdown]
 # ## Training, by 1F1B
 # A byte model whose blocks are pipelined. Embedding and head are on every rank; their gradients arise on the first and
-# on the last, and an AllReduce gives them to all. The losses fall as one device's; later, rounding in float32 shows.
+# on the last, and an AllReduce gives them to all. The losses fall as one device's.
 
 # %%
 ADAMW, ARGS = learning.ADAMW, page.args
 ARGS.steps, ARGS.batch = min(ARGS.steps, 3) if page.small else ARGS.steps, ARGS.batch // M * M
-
-
-def ends_reduced(dIn, dW_head, mesh):
-    """dIn[B, D] {U_Z}, dW_head[D, V] {U_Z} -> dIn[B, D], dW_head[D, V]: of the first stage, and of the last."""
-    dIn = all_reduce("dIn[B, D] {U_Z} -> dIn[B, D]", dIn, mesh)
-    return dIn, all_reduce("dW_head[D, V] {U_Z} -> dW_head[D, V]", dW_head, mesh)
 
 
 def training(mesh, args) -> tuple[dict, list[float], list]:
@@ -277,7 +275,9 @@ def training(mesh, args) -> tuple[dict, list[float], list]:
     for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
         In, embed_vjp = vjp(lambda E, tokens=tokens: mlp.embed(E, tokens), params["embed"])
         loss, grads = pipeline.with_ends(params["blocks"], params["head"], In, targets, mesh, schedule, terms, blocks)
-        dIn, dW_head = ends_reduced(grads.dIn, grads.head, mesh)
+        dIn, dW_head = grads.dIn, grads.head  # dIn[B, D] {U_Z} of the first stage, dW_head[D, V] {U_Z} of the last
+        dIn = all_reduce("dIn[B, D] {U_Z} -> dIn[B, D]", dIn, mesh)
+        dW_head = all_reduce("dW_head[D, V] {U_Z} -> dW_head[D, V]", dW_head, mesh)
         grads = {"embed": embed_vjp(dIn)[0], "blocks": grads.params, "head": dW_head}
         first = first or grads | {"blocks": tree.unshard(grads["blocks"], specs, mesh)}
         params, state = ADAMW.update(grads, state, params)

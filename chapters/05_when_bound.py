@@ -9,6 +9,7 @@ their times added up. The strategies run in 05_dp.py, 05_fsdp.py, 05_tp.py and 0
 
 # %%
 import re
+from bisect import bisect_left
 
 import torch
 
@@ -27,23 +28,27 @@ page = Page(__doc__, plot=True)
 
 # %% [markdown]
 # ## FLOPs and bytes of a layer
-# The book's Takeaways for two matrices in bf16, beside what a strategy's own forward and backward do on an abstract
-# mesh, where arrays have a shape and no data. An AllReduce is an AllGather and a ReduceScatter, so it counts twice.
-# Every row must agree. Two errata: the book's 8BD/X for the backward of FSDP + TP; and FSDP "saves on backward pass
-# FLOPs": its rows are those of DP, what it saves is memory.
+# The strategies, and the table of the book's Takeaways for two matrices in bf16: a chip's FLOPs, and the bytes that
+# its collectives move. An AllReduce is an AllGather and a ReduceScatter, so it counts twice.
 
 # %%
-SIZES = {"B": 16, "D": 12, "F": 40, "X": 4, "Y": 2}
 STRATEGIES = {  # its code, the cost model's name, its axes, FLOPs forward and backward, bytes forward and backward
     "DP": (data_parallel, "dp", "X", "4BDF/X", "8BDF/X", "0", "8DF"),
     "FSDP": (fsdp, "fsdp", "X", "4BDF/X", "8BDF/X", "4DF", "8DF"),
     "TP": (tensor_parallel, "tp", "Y", "4BDF/Y", "8BDF/Y", "4BD", "4BD"),
     "FSDP+TP": (fsdp_tp, "fsdp_tp", "XY", "4BDF/(XY)", "8BDF/(XY)", "4BD/X + 4DF/Y", "4BD/X + 8DF/Y"),
 }
-size = Size(1, *(SIZES[dim] for dim in "BDF"))
 page.say()
 page.table([(name, "{In} * {W_in} * {W_out} -> {Out}".format(**code.SPECS)) for name, (code, *_) in STRATEGIES.items()],
            ["strategy", "formula"])  # fmt: skip
+
+# %% [markdown]
+# Does the code do that? Each strategy's own forward and backward run on an abstract mesh, where arrays have a shape and
+# no data, and what they compute and send is counted.
+
+# %%
+SIZES = {"B": 16, "D": 12, "F": 40, "X": 4, "Y": 2}
+size = Size(1, *(SIZES[dim] for dim in "BDF"))
 
 
 def value(formula: str) -> float:
@@ -65,6 +70,11 @@ def over(axis: str, log: Log) -> int:
     """The bytes that collectives move over an axis."""
     return Log([event for event in log.events if event.axes == (axis,)]).book_bytes
 
+
+# %% [markdown]
+# Every row must agree, also with `scaling.cost`, which has all times below. Two errata of the book: its table has 8BD/X
+# for the backward of FSDP + TP; and FSDP "saves on backward pass FLOPs", where its rows are those of DP: what it saves
+# is memory.
 
 # %%
 rows = []
@@ -128,9 +138,8 @@ page.answers([
 # a larger X makes FSDP's gathers longer and TP's shorter: at the best X both take the same time, and the smallest batch
 # is lower than either strategy's own.
 
+
 # %%
-
-
 def layer(tokens: float, F: float, X: int, Y: int, axes_X: int, axes_Y: int) -> cost.Cost:
     """A layer's forward pass, D = 8192, on X x Y v5p: FSDP on so many torus axes, TP on so many."""
     name = "fsdp_tp" if X > 1 < Y else "fsdp" if X > 1 else "tp"
@@ -164,20 +173,11 @@ page.answers([
 N, WIDE = 64, 30_000
 
 
-def shares(tokens: float, F: float, X: float, Y: float) -> dict[str, float]:
-    """The time of each axis's collectives over that of the matmuls, FSDP on two torus axes and TP on one.
-
-    X: (4DF/Y / W_2) / (4BDF/XY / C) = X C / (B W_2); Y: (4BD/X / W_1) / (4BDF/XY / C) = Y C / (F W_1).
-    """
-    return {"X": X * C / (tokens * W[2]), "Y": Y * C / (F * W[1])}
-
-
 def ratios(per_chip: float) -> dict[str, float]:
     """Math over comms of a layer's forward pass on N chips, each strategy at its best (X need not be whole)."""
     tokens = per_chip * N
     one_strategy = {"FSDP": layer(tokens, WIDE, N, 1, 3, 0), "TP only": layer(tokens, WIDE, 1, N, 0, 3)}
-    X = cost.mixed_optimum(tokens, WIDE, N, 2, 1)
-    mixed = 1 / max(shares(tokens, WIDE, X, N / X).values())
+    mixed = (per_chip / cost.mixed_threshold(WIDE, *TORUS)) ** 0.5
     return {name: found.math / found.comms for name, found in one_strategy.items()} | {"FSDP+TP": mixed}
 
 
@@ -200,12 +200,10 @@ MESHES |= {"256 x 16": (256, 16, 2, 1), "4096 TP": (1, 4096, 0, 3)}  # X, Y, and
 
 
 def crossing(mesh: tuple[int, int, int, int]) -> float:
-    """The batch in tokens from which the mesh is compute-bound, by bisection; inf if it never is."""
-    low, high = 1.0, 1e12
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if layer(middle, 32768, *mesh).bound == "compute" else (middle, high)
-    return high if high < 1e12 else float("inf")
+    """The batch in tokens from which the mesh is compute-bound; inf if it never is."""
+    never = 10**12
+    first = bisect_left(range(1, never), True, key=lambda tokens: layer(tokens, 32768, *mesh).bound == "compute") + 1
+    return first if first < never else float("inf")
 
 
 turns = {name: crossing(mesh) for name, mesh in MESHES.items()}
@@ -220,13 +218,9 @@ page.chart(
 )  # fmt: skip
 
 # %% [markdown]
-# Both figures' numbers: the book has two batches for one crossing, in its caption that of the plotted 512 x 8, in its
-# text that of the best X. Then its recipe for a pod, 1M tokens on 8,192 chips, F = 30k: by its own formula 1024 x 8 is
-# bound by FSDP's gathers, and 512 x 16 by TP's; at the best X, 739 x 11, both are hidden.
+# The book has two batches for one crossing: its caption that of the plotted 512 x 8, its text that of the best X.
 
 # %%
-recipe = layer(1e6, WIDE, 1024, 8, 2, 1)
-share, wider, best = (shares(1e6, WIDE, X, 8192 / X) for X in (1024, 512, 739))
 page.answers([
     Answer("FSDP+TP on 4x4x4, F = 30k (figure): above 1 from", "100", least, "tokens"),
     Answer("TP only on 4x4x4 (figure): constant ratio", "", ratios(100)["TP only"], "", "3 F / (64 alpha)"),
@@ -238,13 +232,25 @@ page.answers([
     Answer("256 x 16, 'the minimum', has the best X at batch", "", corners[2], "tokens",
            "X^2 F M_Y / (M_X N), fewer than 4e5: there it is bound by communication as well"),
     Answer("256 x 16 with M_Y = 1 is compute-bound from", "", str(turns["256 x 16"]), "tokens",
-           f"never: its TP takes {shares(1e6, 32768, 256, 16)['Y']:.2f} of the matmuls at any batch"),
+           f"never: its TP takes {16 / cost.tensor_limit(32768, C, W[1]):.2f} of the matmuls at any batch"),
+])  # fmt: skip
+
+# %% [markdown]
+# The book's recipe for a pod: 1M tokens on 8,192 chips, F = 30k. By its own formula 1024 x 8 is bound by FSDP's
+# gathers, and 512 x 16 by TP's; at the best X, 739 x 11, both are hidden.
+
+# %%
+recipe, wider = (layer(1e6, WIDE, X, Y, 2, 1) for X, Y in ((1024, 8), (512, 16)))
+share = {axis: seconds / recipe.math for axis, seconds in recipe.axes}
+page.answers([
     Answer("recipe of a pod: 1M tokens, X = 1024, Y = 8 is bound by", "compute", recipe.bound, "", erratum=
            f"FSDP takes {share['X']:.2f} and TP {share['Y']:.2f} of the matmuls' time"),
     Answer("recipe of a pod: FSDP's gathers over the matmuls", "", share["X"], "times", "1024 C / (1e6 W_2)"),
-    Answer("recipe with 512 x 16: the longer of both over the matmuls", "", max(wider.values()), "times", "TP binds"),
+    Answer("recipe with 512 x 16: the longer of both over the matmuls", "", wider.comms / wider.math,
+           "times", "TP binds"),
     Answer("recipe at the best X of 8,192 chips", "", cost.mixed_optimum(1e6, WIDE, 8192, 2, 1), "", "sqrt(2 B N / F)"),
-    Answer("recipe at the best X: the longer of both over the matmuls", "", max(best.values()), "times", "hidden"),
+    Answer("recipe at the best X: the longer of both over the matmuls", "",
+           (8192 / 1e6 * cost.mixed_threshold(WIDE, *TORUS)) ** 0.5, "times", "hidden"),
 ])  # fmt: skip
 
 # %% [markdown]
@@ -287,8 +293,8 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `recipe = layer(1e6, WIDE, 1024, 8` by `recipe = layer(1e6, WIDE, 739, 11`. Is the recipe
-#    compute-bound now, and why does its row DIFFER?
+# 1. Edit: replace `((1024, 8), (512, 16))` by `((739, 11), (512, 16))`. Is the recipe compute-bound now, and why does
+#    its row DIFFER?
 # 2. Question: how many tokens a chip does FSDP + TP need for LLaMA-3 405B, F = 53,248? Evaluate
 #    `cost.mixed_threshold(53248, *TORUS)`.
 # 3. Flag: run with `--plot bound.svg`. Where do 512 x 8 and 1024 x 4 cross the matmuls' line?

@@ -12,6 +12,7 @@ import torch
 
 from scaling import serve, tree
 from scaling.book.answers import Answer
+from scaling.book.decoding import decoded
 from scaling.book.listing import difference, lines
 from scaling.book.page import Page
 from scaling.configs import Config, get
@@ -19,7 +20,6 @@ from scaling.cost import decoding
 from scaling.hardware import chip
 from scaling.models import transformer
 from scaling.plan.serve import Service, ServingPlan
-from scaling.trace import trace
 
 page = Page(__doc__, mesh="E=2,Y=2", device=True, seed=True, plot=True)
 E, Y = page.args.mesh["E"], page.args.mesh["Y"]
@@ -35,30 +35,16 @@ config = Config("small", 2, 32, 48, 2 * Y, Y, 8, 32 * Y, E=2 * E * Y, k=2)
 
 
 # %%
-def problem():
-    g = torch.Generator().manual_seed(page.args.seed)
-    return transformer.init(config, page.args.seed, torch.float64), torch.randint(0, config.V, (B, S), generator=g)
-
-
-def served(params, tokens, mesh=None, form="heads"):
-    """(logits of a prompt and of two tokens after it, what the last step sent)."""
-    cache, seen, logs = serve.init_cache(config, B, S, mesh=mesh, form=form), [], []
-    logits, cache = serve.prefill(params, tokens[:, : S - 2], cache, config, mesh, form=form)
-    for step in (S - 2, S - 1):
-        seen.append(logits)
-        with trace() as log:
-            logits, cache = serve.decode(params, tokens[:, step], cache, config, mesh, form=form)
-        logs.append(log)
-    return torch.stack([*seen, logits], 1), logs[-1]
-
-
 def compared(mesh) -> dict:
     """By form: how far from one device, the lines of a step, and [(array, op, V)] of what it sends."""
-    params, tokens = (tree.map(lambda x: x.to(mesh.device), part) for part in problem())
-    whole, found = served(params, tokens)[0], {}
+    params = transformer.init(config, page.args.seed, torch.float64, mesh.device)
+    g = torch.Generator().manual_seed(page.args.seed)
+    tokens = torch.randint(0, config.V, (B, S), generator=g).to(mesh.device)
+    prompts = torch.full((B,), S - 2, device=mesh.device)
+    whole, found = decoded(params, tokens, prompts, 2, config)[0], {}
     for form in ("heads", "experts"):
         mine = tree.shard(params, serve.specs(config, mesh, form=form), mesh)
-        logits, log = served(mine, tokens, mesh, form)
+        logits, (*_, log) = decoded(mine, tokens, prompts, 2, config, mesh, form)
         sent = [(e.before.name, e.op, e.nbytes) for e in log.collectives() if mesh.size(e.axes) > 1]
         found[form] = difference(logits, whole, mesh), lines(log), sent
     return found

@@ -12,9 +12,11 @@ import torch
 
 from scaling import serve, tree
 from scaling.book.answers import Answer
+from scaling.book.arrays import drawn
+from scaling.book.decoding import decoded
 from scaling.book.listing import difference, lines
 from scaling.book.page import Page
-from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard, unshard
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, unshard
 from scaling.configs import Config, Latent, get
 from scaling.cost import decoding, serving
 from scaling.hardware import chip
@@ -75,15 +77,12 @@ def over_places(Q_N, C_KV, W_UK, W_UV, mesh):
 
 def compared(mesh):
     """How far the two forms, and the mesh, are from each other; the lines of the mesh."""
-    g = torch.Generator().manual_seed(page.args.seed)
-    C, N, P, H = latent.kv_rank, config.N, latent.nope, latent.value
-    shapes = [(B, N, P), (B, S, C), (C, N, P), (C, N, H)]
-    whole = [torch.randn(shape, generator=g, dtype=torch.float64).to(mesh.device) / 4 for shape in shapes]
-    wanted = plain(*whole)
     types = ["Q_N[B, N_YZ, P]", "C_KV[B, S_Z, C]", "W_UK[C, N_YZ, P]", "W_UV[C, N_YZ, H]"]
-    own = [shard(text, x, mesh) for text, x in zip(types, whole, strict=True)]
+    sizes = {"B": B, "S": S, "C": latent.kv_rank, "N": config.N, "P": latent.nope, "H": latent.value}
+    whole = [x.to(mesh.device) for x in drawn(types, sizes, page.args.seed, 1 / 4)]
+    wanted = plain(*whole)
     with trace() as log:
-        O = over_places(*own, mesh)
+        O = over_places(*tree.shard(whole, types, mesh), mesh)
     O = unshard("O[B, N_YZ, H]", O, mesh)
     rows = [("absorbed", difference(absorbed(*whole), wanted, mesh), LIMIT)]
     return [*rows, ("S over Z", difference(O, wanted, mesh), LIMIT)], lines(log)
@@ -108,17 +107,14 @@ def served(mesh):
     g = torch.Generator().manual_seed(page.args.seed)
     params = transformer.init(config, page.args.seed, torch.float64, mesh.device)
     tokens = torch.randint(0, config.V, (B, S), generator=g).to(mesh.device)
+    prompts = torch.full((B,), 8, device=mesh.device)
     wanted, found = transformer.forward(params, tokens, config=config)[:, 7:], []
     for form in ("heads", "heads_batch", "sequence"):
         mine = tree.shard(params, serve.specs(config, mesh, form=form), mesh)
-        cache = serve.init_cache(config, B, S, mesh=mesh, form=form)
-        logits, cache = serve.prefill(mine, tokens[:, :8], cache, config, mesh, form=form)
-        seen = [logits]
-        for t in range(8, S):
-            logits, cache = serve.decode(mine, tokens[:, t], cache, config, mesh, form=form)
-            seen.append(logits)
-        held = serve.cache_specs(config, mesh, form=form)["KV"], cache["KV"].nbytes
-        found.append((form, *held, difference(torch.stack(seen, 1), wanted, mesh)))
+        logits, _ = decoded(mine, tokens, prompts, S - 8, config, mesh, form)
+        held = serve.init_cache(config, B, S, mesh=mesh, form=form)["KV"].nbytes
+        type = serve.cache_specs(config, mesh, form=form)["KV"]
+        found.append((form, type, held, difference(logits, wanted, mesh)))
     return found
 
 

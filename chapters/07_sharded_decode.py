@@ -16,6 +16,7 @@ import torch
 from scaling import cost, serve, tree
 from scaling.algebra import derive
 from scaling.book.answers import Answer
+from scaling.book.decoding import decoded
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import transfer
@@ -33,9 +34,13 @@ V5E, L70 = chip("v5e"), get("llama3-70b")
 
 # %% [markdown]
 # ## The algorithms, from their types
-# What goes in and out of a block, sharded: which collectives it takes follows. heads_batch is the book's box, whose
-# twelve lines run in 07_decode_listing.py: its two AllToAlls take the queries from heads to rows of the batch and back.
-# In `sequence` the softmax is over S_Z, so its maxima and sums travel as well (below). 2d is Question 7.
+# A block in one line: what goes in and out, and how it is sharded; `*_D` is a product over D. Which collectives it
+# takes follows, and is derived below, with V, the bytes that each gathers, reduces or exchanges.
+#
+# In `heads` a chip has whole heads and needs one AllReduce, but cannot have fewer than one KV head. `heads_batch` is
+# the book's box, whose twelve lines run in 07_decode_listing.py: two AllToAlls take the queries from heads to rows of
+# the batch, where the cache is, and back. In `sequence` the softmax is over S_Z, so its maxima and sums travel as well
+# (below). `2d` is the MLP of Question 7, with weights split over both of its dims.
 
 # %%
 SIZES = L70.sizes | {"B": 32, "S": 8192}
@@ -46,34 +51,20 @@ LINES = {
     "sequence": (ATTENTION.format(B="B", S="S_Z"), {"Y": 8, "Z": 2}),
     "2d": ("In[B, D_XY] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B, D_XY]", {"X": 4, "Y": 4}),
 }
+sent = {}
 for form, (line, sizes) in LINES.items():
     page.title(f"{form}: LLaMA-3 70B, 32 tokens in bf16, on {', '.join(f'{a}={n}' for a, n in sizes.items())}")
-    page.say(line)
+    page.say(line.replace(" *_S V", "\n    *_S V"))
     steps = [step for step in derive(line, sizes=SIZES, mesh=sizes).forward if step.op != "Loss"]
+    sent[form] = [step.op for step in steps if step.op != "Einsum"]
     page.table([(i, str(step), step.nbytes(SIZES, sizes, 2) or "") for i, step in enumerate(steps, 1)],
                ["", "line", "V bytes"])  # fmt: skip
-derived = [step.op for step in derive(*LINES["heads_batch"][:1], sizes=SIZES, mesh={"Y": 8, "Z": 2}).forward]
-page.check("two AllToAlls and an AllReduce", [op for op in derived if op.startswith("All")] == [
-    "AllToAll", "AllToAll", "AllReduce"])  # fmt: skip
-
-
-def in_order(Y: int, Z: int, N: int = 64, K: int = 8) -> str:
-    """Whether the heads that a chip has as [K_Y, M_Z], N = KM, are those of its block of N_YZ."""
-    heads, blocks = torch.arange(N).view(K, -1).chunk(Y), torch.arange(N).chunk(Y * Z)
-    mine = [part.flatten() for rows in heads for part in rows.chunk(Z, 1)]
-    return "yes" if all(map(torch.equal, mine, blocks)) else "no"
-
-
-page.answers([
-    Answer("heads_batch: step 10's O[B, K_Y, M_Z, H] is O[B, N_YZ, H], Y = 8", "yes", in_order(8, 2)),
-    Answer("... and where a chip has two KV heads, Y = 4", "yes", in_order(4, 4), "",
-           erratum="heads of W_O's other blocks: the listing above goes back on N, not on M"),
-])  # fmt: skip
+page.check("two AllToAlls and an AllReduce", sent["heads_batch"] == ["AllToAll", "AllToAll", "AllReduce"])
 
 # %% [markdown]
 # ## Run, beside one device
-# `scaling.serve` in float64: prefill of ragged prompts, then decode steps, each form's logits against one device's.
-# heads has all ranks along Y, 2d has X where the others have Z.
+# `scaling.serve` in float64: prefill of prompts of unequal lengths, then decode steps. The table has how far each
+# form's logits are from one device's. heads has all ranks along Y, 2d has X where the others have Z.
 
 # %%
 config = Config("small", 1 if page.small else 2, 16 * Y * Z, 24 * Y * Z, 4 * Y * Z, Y * Z, 8, 16 * Y * Z)
@@ -81,37 +72,23 @@ B, S, STEPS = 2 * Z, 8 * Y * Z, 2 if page.small else 6
 OWN = {"heads": {"Y": Y * Z}, "heads_batch": {"Y": Y, "Z": Z}, "sequence": {"Y": Y, "Z": Z}, "2d": {"X": Z, "Y": Y}}
 
 
-def problem():
+def problem(device):
+    """(params, tokens[B, S], how many of them are each row's prompt)."""
     g = torch.Generator().manual_seed(page.args.seed)
-    params = transformer.init(config, page.args.seed, torch.float64)
+    params = transformer.init(config, page.args.seed, torch.float64, device)
     tokens = torch.randint(0, config.V, (B, S), generator=g)
-    return params, tokens, torch.randint(1, S - STEPS, (B,), generator=g)
-
-
-def served(params, tokens, lengths, mesh=None, form="heads"):
-    """Logits[STEPS, B, V] of decode steps after the prompts."""
-    cache = serve.init_cache(config, B, S, mesh=mesh, form=form)
-    _, cache = serve.prefill(params, tokens, cache, config, mesh, lengths=lengths, form=form)
-    found = []
-    for step in range(STEPS):
-        more = tokens[torch.arange(B), lengths + step]
-        logits, cache = serve.decode(params, more, cache, config, mesh, form=form, donate=True)
-        found.append(logits)
-    return torch.stack(found)
+    return params, tokens.to(device), torch.randint(1, S - STEPS, (B,), generator=g).to(device)
 
 
 def all_forms(mesh):
     """By form: (difference from one device, collectives of a decode step as (op, V))."""
-    params, tokens, lengths = (tree.map(lambda x: x.to(mesh.device), part) for part in problem())
-    whole, found = served(params, tokens, lengths), {}
+    params, tokens, lengths = problem(mesh.device)
+    whole, found = decoded(params, tokens, lengths, STEPS, config)[0], {}
     for form, sizes in OWN.items():
         own = Mesh(sizes, mesh.device, mesh.checked)
         mine = tree.shard(params, serve.specs(config, own, form=form), own)
-        out = served(mine, tokens, lengths, own, form)
-        cache = serve.init_cache(config, B, S, mesh=own, form=form)
-        with trace() as log:
-            serve.decode(mine, tokens[:, 0], cache, config, own, form=form)
-        found[form] = difference(out, whole, mesh), [(event.op, event.nbytes) for event in log.collectives()]
+        logits, logs = decoded(mine, tokens, lengths, STEPS, config, own, form)
+        found[form] = difference(logits, whole, mesh), [(event.op, event.nbytes) for event in logs[-1].collectives()]
     return found
 
 
@@ -120,8 +97,8 @@ page.title(f"Decode steps on {Y * Z} ranks, float64")
 page.equal([(form, off, 1e-12) for form, (off, _) in ran.items()])
 
 # %% [markdown]
-# ## What was sent
-# Collectives of one step, V bytes by the closed form and as traced. An AllReduce counts once here, in time twice.
+# What such a step sends: V of its collectives by the closed form, and as traced. An AllReduce counts once here, in time
+# twice. Look at `sequence`: its AllReduces are larger by the maxima of the softmax.
 
 # %%
 rows = []
@@ -130,13 +107,14 @@ for form, sizes in OWN.items():
     for op in ("AllGather", "ReduceScatter", "AllReduce", "AllToAll"):
         if closed := sum(m.nbytes * m.times for m in moved if m.op == op):
             rows.append((form, op, closed, sum(nbytes for name, nbytes in ran[form][1] if name == op)))
+page.title("What a decode step sends, V bytes")
 page.same(rows, ["form", "collective", "closed form", "traced"])
 
 # %% [markdown]
 # ## Prefill here, decode there
 # Disaggregated: half of the ranks prefill by heads, KV[2, B, S, K_Y, H]; the cache moves to the other half, where it is
 # KV[2, B, S_Z, K, H], a planned reshard between ranks that need not be the same; there the next token is decoded. Only
-# places that hold tokens are sent.
+# places that hold tokens are sent: S of the formula is the longest row.
 
 
 # %%
@@ -145,7 +123,7 @@ def handed_over(mesh):
     half = mesh.size() // 2
     here = Mesh({"Y": half}, mesh.device, mesh.checked, ranks=range(half))
     there = Mesh({"Z": half}, mesh.device, mesh.checked, ranks=range(half, 2 * half))
-    params, tokens, lengths = (tree.map(lambda x: x.to(mesh.device), part) for part in problem())
+    params, tokens, lengths = problem(mesh.device)
     cache = logits = None
     if here.member:
         mine, empty = tree.shard(params, serve.specs(config, here), here), serve.init_cache(config, B, S, mesh=here)
@@ -157,40 +135,33 @@ def handed_over(mesh):
         next_tokens = tokens[torch.arange(B), lengths]
         logits, _ = serve.decode(mine, next_tokens, cache, config, there, form="sequence")
     logits = transfer("logits[B, V] -> logits[B, V]", logits, there, here)
-    whole = served(params, tokens, lengths)[0]
+    whole = decoded(params, tokens, lengths, 1, config)[0][:, 1]
     off = difference(logits if here.member else whole, whole, mesh)
     return off, sum(event.wire_bytes for event in log.events if event.before.name == "KV")
 
 
 if Y * Z % 2 == 0:
-    off, sent = page.on_ranks(handed_over)
-    page.title(f"From {Y * Z // 2} ranks to as many others")
+    off, moved = page.on_ranks(handed_over)
+    page.title(f"A cache handed from {Y * Z // 2} ranks to as many others")
     page.equal([("logits after the move", off, 1e-12)])
-    used = int(problem()[2].max())
-    held = 2 * config.L * B * used * config.K * config.H * 8 // (Y * Z // 2)
+    page.say()
+    held = 2 * config.L * B * int(problem("cpu")[2].max()) * config.K * config.H * 8 // (Y * Z // 2)
     if page.first:
-        page.same([("sent", "2 L B S K_Y H", held, sent)], ["bytes of rank 0", "S: the longest row", "value", "traced"])
+        page.same([("sent by rank 0", "2 L B S K_Y H", held, moved)], ["bytes", "formula", "value", "traced"])
 
 # %% [markdown]
 # ## What a cache takes on a chip
 # LLaMA-3 70B, 32 sequences of 8k in int8 on a v5e 4x4: with 8 KV heads, Y = 16 stores each head twice. Splitting the
-# batch or the sequence over Z costs two collectives a layer, and halves what is read. Times without wraparound.
+# batch or the sequence over Z costs two collectives a layer, and halves what is read. The columns are the milliseconds
+# of a step's parts, without wraparound, and which of them binds it.
 
 # %%
 rows = []
 for one in plans(Service(L70, 8192, headroom=1.0), V5E, chips=16, batch=32):
-    sizes = dict(one.sizes)
-    if one.form in ("heads", "2d") or sizes["Z"] == 2:
-        step = one.step
-        rows.append(
-            (
-                one.form,
-                " ".join(f"{a}={n}" for a, n in one.sizes),
-                one.kv_bytes / 1e9,
-                *(1e3 * t for t in (step.kv, step.weights, step.comms, step.seconds)),
-                step.bound,
-            )
-        )
+    if one.form in ("heads", "2d") or dict(one.sizes)["Z"] == 2:
+        step, mesh = one.step, " ".join(f"{a}={n}" for a, n in one.sizes)
+        ms = [1e3 * t for t in (step.kv, step.weights, step.comms, step.seconds)]
+        rows.append((one.form, mesh, one.kv_bytes / 1e9, *ms, step.bound))
 page.title("32 x 8k tokens on a 4x4")
 page.table(rows, ["form", "mesh", "KV,\nGB", "KV,\nms", "weights,\nms", "ICI,\nms", "step,\nms", "binds"])
 twice = {name: kv for name, _, kv, *_ in rows}
@@ -227,8 +198,8 @@ page.answers([
 
 # %% [markdown]
 # ## When ICI binds a step
-# An MLP's AllGather of 2BD bytes against reading its matrix, 2DF/Y: bound by HBM up to Y = F/(B beta). The more tokens,
-# the fewer chips; int8 weights halve it again.
+# An MLP's AllGather of 2BD bytes against reading its matrix, 2DF/Y: bound by HBM up to Y = F/(B beta), with beta =
+# W_hbm/W_ici. The more tokens, the fewer chips; int8 weights halve it again.
 
 # %%
 W, ici_bw = V5E.hbm_bw, V5E.bandwidth("ici")
@@ -241,8 +212,6 @@ page.chart(
     marks=[("y", cost.tensor_limit(28672, V5E.flops(), ici_bw), "compute-bound batch, F = 28,672: 13")],
 )  # fmt: skip
 page.answers([
-    Answer("FSDP: gathering all weights on a 4x4 over reading a 16th", "", 16 * W / V5E.bandwidth("line", axes=2),
-           "times", "16 W_hbm over two lines: what the book calls impossible"),
     Answer("beta = W_hbm / W_ici of v5e ('around 8')", "8", W / ici_bw, "", "8.2e11 / 9e10", hedged="around 8"),
     Answer("beta of v6e", "8", chip("v6e").hbm_bw / chip("v6e").bandwidth("ici"), "", "1.6e12 / 1.8e11",
            hedged="around 8"),
@@ -252,6 +221,8 @@ page.answers([
            "F W_ici / C"),
     Answer("B = 32, F = 16384 on a line, without wraparound", "",
            decoding.bandwidth_limit(16384, 32, W, V5E.bandwidth("line")), "ways", "half of it"),
+    Answer("FSDP: gathering all weights on a 4x4 over reading a 16th", "", 16 * W / V5E.bandwidth("line", axes=2),
+           "times", "16 W_hbm over two lines: what the book calls impossible"),
 ])  # fmt: skip
 
 # %% [markdown]

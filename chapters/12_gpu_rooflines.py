@@ -29,25 +29,34 @@ def yes(value: bool) -> str:
 
 # %% [markdown]
 # ## What each strategy asks for
-# Tokens per GPU for DP or ZeRO, ways for TP, width F of an expert (k = 8). Look at the B200 between nodes: more FLOPs
-# with the same network; and at the GB200, whose nodes of 72 have nine times the egress: there DP is bound in the node.
+# Data parallelism (or ZeRO) needs so many tokens on each GPU: C over the bandwidth of a GPU inside its node, C over
+# that of a node beyond. Over both, the slower one decides; over two nodes only half of the gradients cross; and a
+# replica that spans 8 nodes, by tensor, expert or pipeline parallelism, has all their cables for its gradients. TP may
+# have so many ways; of EP, with k = 8 experts a token, the width F of an expert decides.
+#
+# Look at the B200 between nodes: more FLOPs with the same network; and at the GB200, whose nodes of 72 have nine times
+# the egress: there DP is bound in the node, by 71/72 of its number, as a GPU has one part of 72 already.
 
 # %%
+ROOFLINES = {
+    "GPUs of a node": lambda hw: f"{hw.node_gpus}",
+    "DP, ZeRO in a node: tokens a GPU": lambda hw: f"{hw.intensity('node'):,.0f}",
+    "... between nodes": lambda hw: f"{hw.intensity('scale-out'):,.0f}",
+    "... in and between many nodes": lambda hw: f"{gpu.data_threshold(hw):,.0f}",
+    "... over 2 nodes": lambda hw: f"{gpu.data_threshold(hw, 2):,.0f}",
+    "... each replica on 8 nodes": lambda hw: f"{hw.intensity('scale-out') / 8:,.0f}",
+    "TP in a node: ways": lambda hw: f"{F70 / hw.intensity('node'):.1f}",
+    "TP over two nodes: ways": lambda hw: f"{gpu.tensor_limit_across(F70, hw):.1f}",
+    "EP on 2 nodes: F above": lambda hw: f"{gpu.expert_min_width(2 * hw.node_gpus, 8, hw):,.0f}",
+    "EP on 64 nodes: F above": lambda hw: f"{gpu.expert_min_width(64 * hw.node_gpus, 8, hw):,.0f}",
+}
 page.title(f"Rooflines, bf16, F = {F70:,}")
-columns = {hw.name: [] for hw in (H100, B200, GB200)}
-for hw in (H100, B200, GB200):
-    inside, across, node = hw.intensity("node"), hw.intensity("scale-out"), hw.node_gpus
-    both = hw.flops() * gpu.all_gather(1, hw, 8 * node, exact=False)
-    columns[hw.name] = [
-        f"{node}", f"{inside:,.0f}", f"{across:,.0f}", f"{both:,.0f}", f"{gpu.data_threshold(hw, 2):,.0f}",
-        f"{across / 8:,.0f}",
-        f"{F70 / inside:.1f}", f"{gpu.tensor_limit_across(F70, hw):.1f}",
-        f"{gpu.expert_min_width(2 * node, 8, hw):,.0f}", f"{gpu.expert_min_width(64 * node, 8, hw):,.0f}",
-    ]  # fmt: skip
-names = ["GPUs of a node", "DP, ZeRO in a node: tokens a GPU", "... between nodes", "... both at once: the larger",
-         "... over 2 nodes", "... each replica on 8 nodes", "TP in a node: ways", "TP over two nodes: ways",
-         "EP on 2 nodes: F above", "EP on 64 nodes: F above"]  # fmt: skip
-page.table(list(zip(names, *columns.values(), strict=True)), ["", *columns])
+page.table([(name, *map(roof, (H100, B200, GB200))) for name, roof in ROOFLINES.items()], ["", "h100", "b200", "gb200"])
+
+# %% [markdown]
+# The same as a picture: where a line is above 1 the matmuls take longer than the AllReduce of the gradients.
+
+# %%
 per_gpu = (100, 10_000)
 page.chart(
     "dp", {
@@ -60,6 +69,7 @@ page.chart(
 
 # %% [markdown]
 # ## The numbers of the text
+# "rounding": the book has rounded on the way; "erratum": the line below the row says what is wrong.
 
 # %%
 stages = 64
@@ -89,32 +99,34 @@ page.answers([
 
 # %% [markdown]
 # ## Examples
-# What two published runs chose, and why it is compute-bound: a replica over many nodes takes all their cables.
-# DeepSeek-V3: EP 64, PP 16, DP 2. LLaMA-3 405B: TP 8, PP 16, DP 128.
+# What two published runs chose, and why it is compute-bound: a replica over many nodes takes all their cables. A
+# replica of DeepSeek-V3 is EP 64 x PP 16, on 128 nodes, and there are two; one of LLaMA-3 405B is TP 8 x PP 16, on 16
+# nodes, and there are 128. "ours" are the tokens that DP then needs on each GPU, which both have.
 
 # %%
 deepseek, llama = {"EP": 64, "PP": 16, "DP": 2}, {"TP": 8, "PP": 16, "DP": 128}
-chips = 8 * 16 * 128
-# per GPU: E/k times C/W_node, over the nodes that a replica spans, times (X - 1)/X of two replicas
+# E/k times C/W_node, over the nodes that a replica spans, times (X - 1)/X of two replicas
 v3_threshold = cost.expert_inflation(v3.E, v3.k) * gpu.data_threshold(H800, 2, model_nodes=64 * 16 // 8)
 llama_threshold = gpu.data_threshold(H100, model_nodes=8 * 16 // 8)
 page.answers([
     Answer("DeepSeek-V3: tokens per GPU ('30k')", "30e3", deepseek_batch / math.prod(deepseek.values()), "tokens"),
-    Answer("DeepSeek-V3: GPUs of EP x PP x DP", "2048", deepseek["EP"] * deepseek["PP"] * deepseek["DP"], "GPUs"),
+    Answer("DeepSeek-V3: GPUs of EP x PP x DP", "2048", math.prod(deepseek.values()), "GPUs"),
     Answer("DeepSeek-V3: nodes that 64 experts' shards span", "8", deepseek["EP"] / H800.node_gpus, "nodes"),
     Answer("DeepSeek-V3: model parallelism in all", "1024", deepseek["EP"] * deepseek["PP"], "ways"),
     Answer("DeepSeek-V3: bandwidth of DP 2 over that of many", "2",
            gpu.data_threshold(H800, model_nodes=128) / gpu.data_threshold(H800, 2, 128), "times", "X/(X - 1)"),
     Answer("DeepSeek-V3: DP is compute-bound from", "", v3_threshold, "tokens",
            f"E/k = {v3.E // v3.k} times 2475/128/2, far below 30,720"),
-    Answer("LLaMA-3: tokens per GPU ('about 1k')", "1e3", 16e6 / chips, "tokens"),
-    Answer("LLaMA-3: GPUs of TP x PP x DP ('16k')", "16e3", llama["TP"] * llama["PP"] * llama["DP"], "GPUs"),
+    Answer("LLaMA-3: tokens per GPU ('about 1k')", "1e3", 16e6 / math.prod(llama.values()), "tokens"),
+    Answer("LLaMA-3: GPUs of TP x PP x DP ('16k')", "16e3", math.prod(llama.values()), "GPUs"),
     Answer("LLaMA-3: PP reduces the cost of DP by", "16", gpu.data_threshold(H100) / llama_threshold, "times"),
     Answer("LLaMA-3: DP is compute-bound from", "", llama_threshold, "tokens", "2475 / 16"),
 ])  # fmt: skip
 
 # %% [markdown]
 # ## Quiz 5: B200, and LLaMA-3 70B on 4096 H100
+# Question 2 in three steps: the memory of 8-way TP does not fit; ZeRO-3 has too few tokens on a GPU; with 8-way
+# pipelining a replica spans 8 nodes, and then they are enough.
 
 # %%
 W_node = H100.bandwidth("node")

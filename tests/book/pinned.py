@@ -156,7 +156,7 @@ PINNED = INFERENCE | {
         "recipe of a pod: FSDP's gathers over the matmuls": 1024 * 2550 / (2 * 1e6),
         "recipe with 512 x 16: the longer of both over the matmuls": 16 * 2550 / 30_000,
         "recipe at the best X of 8,192 chips": (2 * 1e6 * 8192 / 30_000) ** 0.5,
-        "recipe at the best X: the longer of both over the matmuls": 8192 / 739 * 2550 / 30_000,
+        "recipe at the best X: the longer of both over the matmuls": (2550**2 / (2 * 30_000) * 8192 / 1e6) ** 0.5,
         "Table, FSDP+TP: backward bytes over Y / (BD/X)": 4,
         "3.2 memory in all": 2 * 40 * 3e6 * (5120 + 2 * 13824) + 130e9,
         "3.2 memory per chip": (2 * 40 * 3e6 * (5120 + 2 * 13824) + 130e9) / 4096,

@@ -58,7 +58,6 @@ INFERENCE = {
     },
     "07_kv_cache": {},
     "07_sharded_decode": {
-        "... and where a chip has two KV heads, Y = 4": "no",
         "4.1 axes of a 4x4 that are rings": 0,
         "4.2 model parallelism is bound by ICI from Y =": 16384 * 2 * 4.5e10 / 1.97e14,
         "4.3 ways over the batch: KV[2, B_Z, S, K_Y, H]": 2,

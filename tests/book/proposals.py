@@ -34,7 +34,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
     ),
     "05_muon": (["1e-12 NO", "1 FAILED: on_shards"], 5 * (4 * 4096**2 * 14336 + 2 * 4096**3), ["on X=2", "all hold"]),
     "05_latent_attention": (["1e-11 NO dW_DKV", "1 FAILED: dW_DQ"], 7168 - 576, ["on X=1, Y=4", "all hold"]),
-    "05_moe": (["1e-11 NO dW_in", "FAILED: drouter"], 990e12 / 3.4e12 * 32, ["forward on 2 ranks", "all hold"]),
+    "05_moe": (["1e-11 NO W_in", "FAILED: router"], 990e12 / 3.4e12 * 32, ["forward on 2 ranks", "all hold"]),
     "03_sharding": (
         ["AllToAll_Y(A[B_Y, D_X])", "A[B_Y, D_X] P('Y', 'X') [8, 256] [4, 64]"],
         4 * 256 * 2048,
@@ -81,7 +81,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         ["wrote attention.svg"],
     ),
     "05_when_bound": (
-        ["recipe of a pod: 1M tokens, X = compute compute DIFFERS"],
+        ["recipe of a pod: 1M tokens, X = 1024, compute compute DIFFERS"],
         2550**2 / (2 * 53248),
         ["wrote bound-ratio.svg", "wrote bound-time.svg"],
     ),
@@ -107,7 +107,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
         ["heads_batch AllReduce", "all hold"],
     ),
     "07_attention_by_data": (
-        ["1,024 64 6.7 7.4 7.9 10.8 14.8"],
+        ["1,024 64 7.3 7.4 8.4 11.0 14.8"],
         16384 * 8 / 256,
         ["on E=1, Y=4, 16 requests", "all hold"],
     ),
