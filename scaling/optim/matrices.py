@@ -12,7 +12,7 @@ from scaling import tree
 from scaling.arguments import flag, one_of
 from scaling.optim.checks import at_least_zero, check_like, check_reduced
 from scaling.optim.orthogonal import FORMS, MatrixStack, form_costs, orthogonal
-from scaling.optim.rules import LearningRate, Optimizer, adamw
+from scaling.optim.rules import LearningRate, Optimizer, adamw, pure
 from scaling.spec import ShardingError, Spec, parse
 
 SCALES = ("original", "match_rms_adamw")
@@ -44,6 +44,25 @@ def muon(
     one_of("form", form, ("cheapest", *FORMS))
     rest = rest or adamw(lr, weight_decay=weight_decay, master=master)
 
+    def step(lists, params, count, rate, specs, mesh) -> None:
+        p, g, m = lists
+        changes = []
+        for M, dW in zip(m, g, strict=True):
+            M.lerp_(dW, 1 - momentum)
+            changes.append(dW.lerp(M, momentum) if nesterov else M)
+        whats = filter(None, tree.leaves(matrices))
+        views = [Matrices(parse(spec), what) for spec, what in zip(tree.leaves(specs), whats, strict=True)]
+        found = orthogonalized(changes, views, mesh, form, intensity, dtype)
+        for W, view, change in zip(p, views, found, strict=True):
+            step_(W, change, rate, weight_decay, ratio(scale, *view.sizes(W, mesh)))
+
+    given = {"weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "scale": scale, "form": form}
+    return _with_rest(matrices, pure(step, lr, ("momentum",), master, given), rest)
+
+
+def _with_rest(matrices, rule: Optimizer, rest: Optimizer) -> Optimizer:
+    """`rule` for the leaves that `matrices` names, `rest` for the others, whose state is "rest" in the first's."""
+
     def split(of) -> tuple[Any, Any]:
         """(what is a matrix, the rest), None in the other's places."""
         return (tree.map(lambda x, what: x if what else None, of, matrices),
@@ -52,45 +71,24 @@ def muon(
     def init(params):
         check_matrices(matrices, params)
         found, others = split(params)
-        kept = tree.map(lambda p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True), found)
-        inner = rest.init(others)
-        state = {"step": torch.zeros_like(inner["step"]), "rest": inner, "momentum": tree.map(torch.zeros_like, kept)}
-        return state | ({"master": kept} if master else {})
+        return rule.init(found) | {"rest": rest.init(others)}
 
-    @torch.no_grad()
     def update(grads, state, params, *, donate=False, specs=None, mesh=None):
         if specs is None:
             raise ValueError("muon needs the types: a matrix is known by its dims\n  fix: update(..., specs=, mesh=)")
         check_like(params, grads=grads)
         check_reduced(grads, specs, mesh)
         (g, dg), (p, q), (types, others) = split(grads), split(params), split(specs)
-        rate = lr(state["step"].double()) if callable(lr) else lr
+        own = {name: part for name, part in state.items() if name != "rest"}
+        p, own = rule.update(g, own, p, donate=donate, specs=types, mesh=mesh)
         q, state_of_rest = rest.update(dg, state["rest"], q, donate=donate, specs=others, mesh=mesh)
-        m = state["momentum"] if donate else tree.map(torch.clone, state["momentum"])
-        new = state["master"] if master else p
-        new = new if donate else tree.map(lambda x: x.detach().clone(), new)
-        changes = []
-        for M, dW in zip(tree.leaves(m), tree.leaves(g), strict=True):
-            M.lerp_(dW.to(M.dtype), 1 - momentum)
-            changes.append(dW.to(M.dtype).lerp(M, momentum) if nesterov else M)
-        views = [
-            Matrices(parse(spec), what)
-            for spec, what in zip(tree.leaves(types), tree.leaves(split(matrices)[0]), strict=True)
-        ]
-        found = orthogonalized(changes, views, mesh, form, intensity, dtype)
-        for W, view, change in zip(tree.leaves(new), views, found, strict=True):
-            step_(W, change, rate, weight_decay, ratio(scale, *view.sizes(W, mesh)))
-        kept = {"master": new} if master else {}
-        if master:
-            new = tree.map(lambda x, w: x.copy_(w) if donate else w.to(x.dtype), p, new)
-        state = {"step": state["step"] + 1, "momentum": m, "rest": state_of_rest} | kept
-        taken = {True: iter(tree.leaves(new)), False: iter(tree.leaves(q))}
-        return tree.unflatten(params, [next(taken[bool(what)]) for what in tree.leaves(matrices)]), state
+        taken = {True: iter(tree.leaves(p)), False: iter(tree.leaves(q))}
+        new = tree.unflatten(params, [next(taken[bool(what)]) for what in tree.leaves(matrices)])
+        return new, own | {"rest": state_of_rest}
 
     def state_specs(specs):
         found, others = split(specs)
-        kept = {"master": found} if master else {}
-        return {"step": "step[]", "momentum": found, "rest": rest.state_specs(others)} | kept
+        return rule.state_specs(found) | {"rest": rest.state_specs(others)}
 
     return Optimizer(init, update, state_specs)
 

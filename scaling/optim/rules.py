@@ -56,8 +56,8 @@ def sgd(lr: LearningRate, momentum=0.0, weight_decay=0.0, nesterov=False, master
             else:
                 p[i].sub_(change, alpha=rate)
 
-    given = {"momentum": momentum, "nesterov": nesterov}
-    return _optimizer(step, lr, weight_decay, ("m",) if momentum else (), master, mask, given)
+    given = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    return pure(by_kind(step, weight_decay, mask), lr, ("m",) if momentum else (), master, given)
 
 
 def adamw(lr: LearningRate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, master=False, *, mask=None) -> Optimizer:
@@ -91,7 +91,8 @@ def adamw(lr: LearningRate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, mas
             v[i].mul_(b2).addcmul_(g[i], g[i], value=1 - b2)
             p[i].sub_(m[i] * (rate / in_m) / (v[i].sqrt() / in_v.sqrt() + eps))
 
-    return _optimizer(step, lr, weight_decay, ("m", "v"), master, mask, {"betas": betas, "eps": eps})
+    given = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return pure(by_kind(step, weight_decay, mask), lr, ("m", "v"), master, given)
 
 
 def _corrections(count: Tensor, b1: float, b2: float) -> Tensor:
@@ -105,10 +106,24 @@ _compiled_corrections = torch.library.custom_op("scaling::adamw_corrections", _c
 _compiled_corrections.register_fake(lambda count, b1, b2: count.new_empty(2, dtype=torch.float64))
 
 
-def _optimizer(
-    step: Callable, lr: LearningRate, weight_decay: float, moments: tuple[str, ...], master: bool, mask, given: dict
-):
-    """`step(p, g, *moments, count, rate, decay)` updates lists of tensors of one device and dtype in place."""
+def by_kind(step: Callable, weight_decay: float, mask) -> Callable:
+    """What `pure` takes, of an elementwise `step(p, g, *moments, count, rate, decay)` on lists of leaves of one device
+    and dtype, that decay or do not: the fused kernel takes one such list at a time."""
+
+    def run(lists: list[list[Tensor]], params, count, rate, specs, mesh) -> None:
+        kinds: dict = {}
+        for decays, *row in zip(_decaying(mask, params), *lists, strict=True):
+            kinds.setdefault((row[0].device, row[0].dtype, decays), []).append(row)
+        for (_, _, decays), rows in kinds.items():
+            columns = map(list, zip(*rows, strict=True))
+            step(*columns, count=count, rate=rate, decay=weight_decay if decays else 0.0)
+
+    return run
+
+
+def pure(step: Callable, lr: LearningRate, moments: tuple[str, ...], master: bool, given: dict) -> Optimizer:
+    """The optimizer around a step in place: `step(lists, params, count, rate, specs, mesh)` updates the lists of the
+    params', gradients' and moments' leaves. `given`: its options, which all ranks must have alike."""
     if not callable(lr):
         at_least_zero(lr=lr)
     flag(master=master)
@@ -132,7 +147,7 @@ def _optimizer(
         if specs is not None:
             check_reduced(grads, specs, mesh)
         if mesh is not None:
-            alike(mesh, "an optimizer's update", lr=lr, weight_decay=weight_decay, master=master, **given)
+            alike(mesh, "an optimizer's update", lr=lr, master=master, **given)
         count = state["step"] + 1
         rate = lr(state["step"].double()) if callable(lr) else lr
         if not (isinstance(rate, Tensor) and (rate.device.type != "cpu" or torch.compiler.is_compiling())):
@@ -142,10 +157,8 @@ def _optimizer(
             check_apart(params, {name: state[name] for name in names}, grads)
         # Out of place is in place on copies: with a fused kernel that is three new buffers and no temporaries.
         new = old if donate else [tree.map(lambda t: t.detach().clone(), part) for part in old]
-        lists = [tree.leaves(part) for part in (new[0], grads, *new[1:])]
-        for decays, (p, g, *rest) in _by_kind(lists, _decaying(mask, params)):
-            g = [_laid_out_as(b, a) for a, b in zip(g, p, strict=True)]
-            step(p, g, *rest, count=count, rate=rate, decay=weight_decay if decays else 0.0)
+        p, g, *rest = (tree.leaves(part) for part in (new[0], grads, *new[1:]))
+        step([p, [*map(_laid_out_as, p, g)], *rest], params, count, rate, specs, mesh)
         state = {"step": count} | dict(zip(moments, new[1:], strict=True))
         if not master:
             return new[0], state
@@ -167,16 +180,6 @@ def _decaying(mask, params) -> list[bool]:
     if list(tree.named_leaves(mask)) != places or not all(isinstance(each, bool) for each in decays):
         raise ValueError(f"mask must be a bool for each of {places}; found {mask!r:.200}\n  fix: give True or False")
     return decays
-
-
-def _by_kind(lists: list[list[Tensor]], decaying: list[bool]):
-    """(whether it decays, the same lists) for each kind of leaf, by the first list's device and dtype: the fused kernel
-    takes one at a time."""
-    kinds: dict = {}
-    for decays, *row in zip(decaying, *lists, strict=True):
-        kinds.setdefault((row[0].device, row[0].dtype, decays), []).append(row)
-    for (_, _, decays), rows in kinds.items():
-        yield decays, [list(column) for column in zip(*rows, strict=True)]
 
 
 def _laid_out_as(p: Tensor, t: Tensor) -> Tensor:
