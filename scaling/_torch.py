@@ -32,7 +32,6 @@ for _op in (
     # torch.func.linearize computes constants ahead: it would do so with a collective, and not with the wait after it.
     torch.fx.node.has_side_effect(_op.default)
 
-no_torch_function = torch._C.DisableTorchFunction  # a context in which no __torch_function__ is called
 in_transform = torch._C._functorch.peek_interpreter_stack  # not None inside a transform of torch.func
 any_modes = torch._C._len_torch_dispatch_stack  # how many are on, at no cost
 _stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
@@ -47,11 +46,6 @@ def modes() -> int:
 
 def mode_names() -> list[str]:
     return [type(mode).__name__.lstrip("_") for mode in _stack()]
-
-
-def storage_of(x: Tensor) -> int:
-    """Which memory x lies in: a meta tensor's data_ptr is 0."""
-    return x.untyped_storage()._cdata
 
 
 def constant(fn: Callable) -> Callable:
@@ -73,21 +67,6 @@ def lazy_clone(x: Tensor) -> Tensor:
         return x._lazy_clone()
     except RuntimeError:  # memory that torch did not allocate, or that other processes share
         return x.clone()
-
-
-def share_gloo_device() -> None:
-    """Let all gloo groups that this process makes from now on send by one device of the loopback interface: each device
-    has a thread that wakes a hundred times a second. For many ranks on few cores, as tests have them."""
-    c10d = dist.distributed_c10d
-    device = c10d.ProcessGroupGloo.create_device(interface="lo")
-
-    class OnOneDevice(c10d.ProcessGroupGloo):
-        def __init__(self, store, rank, size, timeout, **_):  # torch 2.15 gives enable_reconfigure as well
-            options = c10d.ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = [device], 2, timeout
-            super().__init__(store, rank, size, options)
-
-    c10d.ProcessGroupGloo = OnOneDevice
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -162,9 +141,9 @@ flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """The same for all tensors of one storage, of meta tensors too, which have no address."""
-    return storage._cdata
+def storage_of(x: Tensor) -> int:
+    """Which memory x lies in: a meta tensor's data_ptr is 0."""
+    return x.untyped_storage()._cdata
 
 
 def profiling() -> bool:

@@ -222,7 +222,7 @@ def _shard(where: str, whole: Tensor, spec: Spec, mesh) -> Tensor:
 def _seen(x: Tensor, spec: Spec, mesh, where: str) -> Tensor:
     """x, whose type the judge is told."""
     if x.is_meta or mesh.device.type == "meta":
-        from scaling.collectives.watch import who_watches  # here, so that plain trees need no torch.distributed
+        from scaling.collectives.linear import who_watches  # here, so that plain trees need no torch.distributed
 
         if (watch := who_watches()) is not None:
             return watch("typed", x, spec, where, mesh)

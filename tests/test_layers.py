@@ -82,7 +82,7 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.spec.placements", "torch.distributed.tensor.placement_types"): "types need no torch",
     ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",
     ("scaling.tree", "scaling.collectives.checked"): "plain trees need no torch.distributed",
-    ("scaling.tree", "scaling.collectives.watch"): "plain trees need no torch.distributed",
+    ("scaling.tree", "scaling.collectives.linear"): "plain trees need no torch.distributed",
     ("scaling.check.files", "scaling.check.library"): "lines are read without torch",
     ("scaling.check.files", "scaling.check.run"): "lines are read without torch",
     ("scaling.check.library", "scaling.check.programs"): "what it imports then tells the types that it says",

@@ -5,7 +5,7 @@
         '''Of x[B_X, D].'''                      what it is given
         u = fetch(x)  # u[B, D] {U_X}          what a variable holds
 
-`run_watched` runs a program so that its functions and lines tell whoever watches (`scaling.collectives.watch`).
+`run_watched` runs a program so that its functions and lines tell whoever watches (`scaling.collectives.linear`).
 """
 
 import ast
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from scaling.collectives.watch import who_watches
+from scaling.collectives.linear import who_watches
 from scaling.spec import ShardingError, Spec, parse
 
 TYPE = r"\w+\[[^\]]*\](?: \{U_\w+\})?"

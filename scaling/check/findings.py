@@ -75,5 +75,5 @@ def place_parts(place: str) -> tuple[str, int]:
 
 def judging() -> bool:
     """Whether the judge of types runs this program."""
-    watch = sys.modules.get("scaling.collectives.watch")
+    watch = sys.modules.get("scaling.collectives.linear")
     return watch is not None and watch.who_watches() is not None

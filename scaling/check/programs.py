@@ -13,7 +13,7 @@ import torch
 
 from scaling import serve, tree
 from scaling.check.strategy import place_of_function, run_layers
-from scaling.collectives.watch import who_watches
+from scaling.collectives.linear import who_watches
 from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model

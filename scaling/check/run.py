@@ -33,7 +33,7 @@ from scaling.check.lines import check_lines, silent_lines
 from scaling.check.mode import Judge
 from scaling.check.strategy import SIZES, run_layers
 from scaling.check.watched import watching
-from scaling.collectives.watch import who_watches
+from scaling.collectives.linear import who_watches
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from scaling.collectives.watch import who_watches
+from scaling.collectives.linear import who_watches
 from scaling.spec import parse
 from scaling.strategies.stack import Strategy
 

@@ -27,11 +27,10 @@ from scaling.check.compared import (
 )
 from scaling.check.findings import Finding, Judgement, place_parts
 from scaling.check.held import DimPart, HeldMemory, HeldType, axes_along, name_along
-from scaling.collectives.linear import run_op
+from scaling.collectives.linear import run_op, watcher
 from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import einsum
 from scaling.collectives.pending import Pending
-from scaling.collectives.watch import watcher
 from scaling.spec import Spec, parse, parse_line
 
 SAID = ("result ", "argument ", "forward returns", "backward returns")  # what is no line of the program's

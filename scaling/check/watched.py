@@ -21,7 +21,7 @@ from torch import Tensor
 from scaling.check.compared import place_of_call, raised_at, unwrapped_by_all
 from scaling.check.findings import Judgement, said
 from scaling.check.mode import Judge
-from scaling.collectives.watch import watcher
+from scaling.collectives.linear import watcher
 from scaling.spec import ShardingError, mesh_sizes, parse
 
 

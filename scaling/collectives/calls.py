@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from scaling.collectives.buffers import refuse_in_graph
-from scaling.collectives.linear import apply, observed
+from scaling.collectives.linear import apply, observed, watcher
 from scaling.collectives.lines import (
     LineStep,
     ReadyLine,
@@ -33,7 +33,6 @@ from scaling.collectives.lines import (
 )
 from scaling.collectives.op import Op
 from scaling.collectives.pending import Pending
-from scaling.collectives.watch import watcher
 from scaling.spec import ShardingError, Spec, parse
 
 

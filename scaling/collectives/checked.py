@@ -29,7 +29,7 @@ def agree(group: Group, call: str, x: Tensor | None = None) -> None:
     local shape and dtype."""
     if not torch.compiler.is_compiling():
         said = _call(call, x.shape, x.dtype, "") if x is not None else Intent.of(call)
-        _compare(group.checked, group.name, group.axes, said)
+        _compare(group.pg, group.axes, said)
 
 
 def agree_on(op, x: Tensor, traced: bool = False) -> None:
@@ -62,7 +62,7 @@ def _compare_counts(op, device) -> None:
 
 def meet(op, call: Intent) -> None:
     """The ranks of an op compare their calls."""
-    _compare(op.checked, op.group, op.axes, call)
+    _compare(process_group(op.group), op.axes, call)
 
 
 def compared(op) -> bool:
@@ -88,11 +88,10 @@ def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
     return Intent.of(f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}", how)
 
 
-def _compare(place: str, group: str, axes: Sequence[str], call: Intent) -> None:
-    held = meeting(place)
+def _compare(pg: dist.ProcessGroup, axes: Sequence[str], call: Intent) -> None:
+    held = meeting(pg)
     if held is not None:
         return held.meet(call)
-    pg = process_group(group)
     said = _exchange(pg, call)
     if said is not None:
         raise different(axes, dist.get_process_group_ranks(pg), said)

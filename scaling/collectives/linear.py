@@ -5,7 +5,10 @@ cotangents: notation.md). A maximum or minimum has another: its cotangent is sha
 attain it, as torch.amax shares it.
 """
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +17,16 @@ from scaling._torch import any_modes, in_transform, modes
 from scaling.collectives.checked import agree_on
 from scaling.collectives.kinds import traceable
 from scaling.collectives.op import Op, dual, event
-from scaling.collectives.watch import who_watches
 from scaling.trace import done, open_logs, reached, record
 
+watcher: ContextVar[Callable[..., Any] | None] = ContextVar("watcher", default=None)  # called as (call, *arguments)
 PLAIN = (Tensor, torch.nn.Parameter)  # other classes are a tracer's
+
+
+def who_watches() -> Callable[..., Any] | None:
+    """The judge of types (`scaling.check`), if it sees typed calls before they run; nobody while a compiler traces,
+    which cannot follow a context variable."""
+    return None if torch.compiler.is_compiling() else watcher.get()
 
 
 def differentiated(x: Tensor) -> bool:

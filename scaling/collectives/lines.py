@@ -208,10 +208,10 @@ class ReadyStep:
     __slots__ = ("call", "compares", "line", "meeting", "op", "start", "via")
 
     def __init__(self, step: LineStep, shape: torch.Size, dtype: torch.dtype, mesh):
-        self.line, self.op = step, step.op
-        self.start, self.via = starter(step.op, mesh.group(step.op.axes), dtype)
+        self.line, self.op, group = step, step.op, mesh.group(step.op.axes)
+        self.start, self.via = starter(step.op, group, dtype)
         self.compares, self.call = compared(step.op), call_of(step.op, shape, dtype, "")
-        self.meeting = meeting(step.op.checked)
+        self.meeting = meeting(group.pg)
 
     def run(self, x: Tensor, async_op: bool = False, out: Tensor | None = None) -> Any:
         """The result, or with `async_op` a Pending; in the buffer `out`, if one is given."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from scaling._torch import modes
 from scaling.collectives.checked import agree
+from scaling.collectives.linear import who_watches
 from scaling.collectives.lines import numbers, on
-from scaling.collectives.watch import who_watches
 from scaling.spec import ShardingError, parse, refuse
 
 RULE = "{U_X} is a sum with one term for each element: along X one device has it, the others have zeros"

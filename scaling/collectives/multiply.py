@@ -24,9 +24,8 @@ from scaling.collectives.kernel import (
     is_view,
     shapes_fit,
 )
-from scaling.collectives.linear import differentiated
+from scaling.collectives.linear import differentiated, watcher
 from scaling.collectives.pending import Deferred, wait
-from scaling.collectives.watch import watcher
 from scaling.spec import Line, ShardingError
 
 DENSE = torch.strided

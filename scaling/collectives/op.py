@@ -23,7 +23,7 @@ class Op(NamedTuple):
     `dim`: the dim that grows (AllGather, Pad, Gather, AllToAll) or is split (ReduceScatter, Slice, Scatter); `to`: the
     dim that an AllToAll splits; `pairs`: of a CollectivePermute, its (source, target) blocks; `root`: of an op that has
     one, the root's block; `by`: how partial values are put together, "sum", "max" or "min"; `mean`: the sum is divided
-    by the number of ranks afterwards; `line`: the types before and after; `checked`: where ranks compare calls first;
+    by the number of ranks afterwards; `line`: the types before and after; `checked`: whether ranks compare calls first;
     `sends`, `receives`: of a Ragged op, how many rows of `dim` go to each block and come from it.
     """
 
@@ -41,7 +41,7 @@ class Op(NamedTuple):
     mean: bool = False
     axes: tuple[str, ...] = ()
     line: str = ""
-    checked: str = ""
+    checked: bool = False
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
 

@@ -12,9 +12,9 @@ import torch
 from scaling.algebra.resharding import reshard as plan_reshard
 from scaling.algebra.steps import Plan, Step, permutation
 from scaling.collectives import calls as c
+from scaling.collectives.linear import who_watches
 from scaling.collectives.lines import check_operand
 from scaling.collectives.multiply import einsum
-from scaling.collectives.watch import who_watches
 from scaling.spec import ShardingError, Spec, parse_line
 
 

@@ -13,9 +13,8 @@ import torch
 
 from scaling.algebra.rules import collective_steps
 from scaling.arguments import whole_numbers
-from scaling.collectives.linear import apply, differentiated, run_op
+from scaling.collectives.linear import apply, differentiated, run_op, who_watches
 from scaling.collectives.op import Op
-from scaling.collectives.watch import who_watches
 from scaling.spec import ShardingError
 
 

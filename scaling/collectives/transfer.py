@@ -15,10 +15,9 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.collectives.checked import alike
-from scaling.collectives.linear import differentiated
+from scaling.collectives.linear import differentiated, who_watches
 from scaling.collectives.lines import check_operand
 from scaling.collectives.op import as_carried
-from scaling.collectives.watch import who_watches
 from scaling.spec import Line, ShardingError, Spec, parse_line, refuse
 
 TAG = 1 << 22  # of these messages

@@ -22,8 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from scaling.collectives.checked import agree
 from scaling.console import complain
 from scaling.launch.process import autograd_has_threads, end_with_parent, keep_freed_memory, ready_to_fork
-from scaling.launch.voice import LEFT, blame_of
-from scaling.launch.watch import Rank, RankError, watch, watch_self
+from scaling.launch.watch import LEFT, Rank, RankError, blame_of, watch, watch_self
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
 from scaling.spec import ShardingError
 

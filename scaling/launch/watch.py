@@ -1,9 +1,12 @@
 """Watching the ranks that `scaling.launch` started: which one failed first, and what it and the others were doing.
 
-What a rank says of itself comes through a pipe (`scaling.launch.voice`).
+A rank tells its parent its result, or what ended it and how far it is to blame for that, through a pipe; its stack,
+when the parent asks for that by a signal, through another: nothing lies in a file that could stay behind. Whether ranks
+hang is read from what Linux counts of their processes: processor time, and bytes read and written.
 """
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import re
@@ -14,12 +17,91 @@ import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing import connection
+from pathlib import Path
+from typing import NamedTuple
 
-from scaling.launch.pulse import Pulse
-from scaling.launch.voice import DIED, LATE, Failure, Voice
+import torch
+import torch.distributed as dist
+
+from scaling.mesh.meeting import RankEnded
 
 POLL = 0.05  # seconds after which a death is noticed at the latest
 GRACE = 1.0  # seconds in which the rank that caused another one's error is looked for
+IDLE = 0.02  # of one processor, all processes together: less is waiting
+PATIENCE = 5  # timeouts for which ranks may compute without a word to each other
+TICK = os.sysconf("SC_CLK_TCK")
+DIED, RAISED, LATE, LEFT = range(4)  # the order of blame: each may cause those after it in other ranks
+OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+class Failure(NamedTuple):
+    """How a rank ended. Of several, the least is to blame.
+
+    `blame`: it DIED, RAISED an error of its own, waited and was LATE, or was LEFT by another one. `when`: seconds of
+    time.monotonic(). `what`: with the traceback. `exception`: its class; `line`: "file:line" of the program's innermost
+    line, outside of scaling and torch.
+    """
+
+    blame: int
+    when: float
+    rank: int
+    what: str
+    exception: str = ""
+    line: str = ""
+
+
+def blame_of(error: BaseException) -> int:
+    """RAISED, or LATE or LEFT where it, or what it was raised from, comes of what other ranks did."""
+    return max(map(_kind, _chain(error)))
+
+
+def _kind(error: BaseException) -> int:
+    said = str(error) if type(error) is RuntimeError or isinstance(error, dist.DistError) else ""  # torch's, of gloo
+    if isinstance(error, RankEnded) or "by peer" in said:
+        return LEFT
+    return LATE if isinstance(error, TimeoutError) or "timed out" in said.lower() or "timeout" in said else RAISED
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+class Voice:
+    """A rank's ends of the two pipes."""
+
+    def __init__(self, pipe, stack):
+        self.pipe, self.stack = pipe, stack
+
+    def show_stack_on_request(self) -> None:
+        """Let this process write its stack when it gets SIGUSR1, wherever it hangs."""
+        faulthandler.register(signal.SIGUSR1, self.stack, all_threads=False)
+
+    def result(self, result: bytes) -> None:
+        self.pipe.send_bytes(pickle.dumps(("result", result)))
+
+    def failure(self, rank: int, error: BaseException) -> None:
+        """What ended this rank, and when."""
+        try:
+            said = _told(rank, error)
+        except MemoryError:  # what the rank holds is not needed any more
+            traceback.clear_frames(error.__traceback__)
+            said = _told(rank, error)
+        self.pipe.send_bytes(said)
+
+
+def _told(rank: int, error: BaseException) -> bytes:
+    """With the traceback, but for its first two frames, which started the rank."""
+    first = error.__traceback__ and error.__traceback__.tb_next
+    frames = first and first.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    text = text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be printed
+    places = traceback.extract_tb(frames)
+    own = [place for place in places if not place.filename.startswith(OURS)] or places
+    line = f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    failure = Failure(blame_of(error), time.monotonic(), rank, f"raised:\n{text}", type(error).__name__, line)
+    return pickle.dumps(("failed", tuple(failure)))
 
 
 class RankError(RuntimeError):
@@ -140,3 +222,65 @@ def _stacks(ranks: list[Rank]) -> str:
         rank.stack.poll(max(0.0, deadline - time.monotonic()))
     time.sleep(0.05)  # from a stack's first line to its last
     return "".join(rank.where() for rank in running)
+
+
+class Pulse:
+    """All ranks hang if for `timeout` seconds none has computed, or for 5 times as long none has read or written.
+
+    A rank that waits for a lock or sleeps takes no processor time. One that would compute, had it a processor, counts
+    as computing: on a machine that does much else it may get none for long. Nor do seconds count in which this process
+    itself could not look, for want of a processor or since the machine was suspended. One that loops for ever computes,
+    but neither sends nor receives; on GPUs (`sockets` False), where NCCL moves bytes that Linux does not count, that is
+    not held against it. What cannot be told from a hang is a long wait for something outside, and very long computing
+    without a word: there a longer timeout helps.
+    """
+
+    def __init__(self, pids: list[int], timeout: float, sockets: bool):
+        self.pids, self.every = pids, min(max(timeout / 20, 0.2), 5.0)
+        self.idle = timeout + 1.0  # a collective that times out says more, and is to be first
+        self.mute = PATIENCE * self.idle if sockets else float("inf")
+        self.looked = time.monotonic()
+        self.still = self.silent = 0.0  # seconds for which none has computed; for which none has read or written
+        self.used, self.bytes, _ = _counts(pids)
+
+    def stopped(self) -> str:
+        """What has stopped and for how long, in words; empty while there is hope."""
+        gap = time.monotonic() - self.looked
+        if gap < self.every or not os.path.exists("/proc/self/io"):
+            return ""
+        used, moved, ready = _counts(self.pids)
+        self.looked += gap
+        self.still, self.silent = (since + min(gap, 2 * self.every) for since in (self.still, self.silent))
+        if ready or used - self.used > IDLE * self.still:
+            self.used, self.still = used, 0.0
+        if moved != self.bytes:
+            self.bytes, self.silent = moved, 0.0
+        if self.still > self.idle:
+            what = f"computed for {self.still:.0f} s"
+        elif self.silent > self.mute:
+            what = f"sent or received anything for {self.silent:.0f} s"
+        else:
+            return ""
+        who = f"all {len(self.pids)} ranks hang: none has" if len(self.pids) > 1 else "this rank hangs: it has not"
+        return f"{who} {what}\n  fix: the traceback below shows where; if it may take so long, pass a longer timeout\n"
+
+
+def _counts(pids: list[int]) -> tuple[float, int, bool]:
+    """(processor seconds, bytes read and written), of the processes and their children together; and whether one of
+    their threads is ready to run, with a processor or waiting for one."""
+    used, moved, ready, me = 0, 0, False, str(threading.get_native_id())  # this thread runs, but only looks
+    for pid in pids:
+        try:
+            stat = _stat(Path(f"/proc/{pid}"))
+            moved += sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])
+            threads = [at for at in Path(f"/proc/{pid}/task").iterdir() if at.name != me]
+            ready = ready or any(_stat(thread)[0] == "R" for thread in threads)
+        except OSError:  # it has ended meanwhile
+            continue
+        used += sum(map(int, stat[11:15]))
+    return used / TICK, moved, ready
+
+
+def _stat(place: Path) -> list[str]:
+    """What Linux says of a process or thread, from its state on."""
+    return (place / "stat").read_text().rpartition(")")[2].split()

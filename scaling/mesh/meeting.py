@@ -8,10 +8,9 @@ import os
 import time
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import count
 from threading import Lock
-from typing import NamedTuple
-from weakref import ref
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from scaling.mesh.page import DIGEST, LENGTH, PLACES, ROW, STATE, WORD, SharedPage, Wait
 from scaling.spec import ShardingError
@@ -144,24 +143,17 @@ class Meeting:
         return None
 
 
-_meetings: dict[str, tuple[Meeting, ref]] = {}  # by name, as torch.distributed finds process groups: ops hold constants
-_names = count()
+_meetings: "WeakKeyDictionary[Any, Meeting]" = WeakKeyDictionary()  # by process group, which torch finds by its name
 
 
-def hold_meeting(made: Meeting, pg) -> str:
-    """A name for a meeting, about calls on a process group; by it `meeting` finds it."""
-    name = f"page {next(_names)} of group {pg.group_name}"
-    _meetings[name] = made, ref(pg)
-    return name
+def hold_meeting(made: Meeting, pg) -> None:
+    """Calls on a process group are compared in this meeting; `meeting` finds it."""
+    _meetings[pg] = made
 
 
-def meeting(name: str) -> Meeting | None:
-    return _meetings[name][0] if name in _meetings else None
-
-
-def meeting_on(pg) -> Meeting | None:
-    """A meeting about calls on a process group, of whichever mesh."""
-    return next((held for held, on in _meetings.values() if on() is pg), None)
+def meeting(pg) -> Meeting | None:
+    """The meeting about calls on a process group, of whichever mesh."""
+    return None if pg is None else _meetings.get(pg)
 
 
 # What ranks are told whose meeting failed: who calls what, who waits for whom, the rule and the fix

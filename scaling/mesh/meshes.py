@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from scaling._torch import constant
-from scaling.mesh.meeting import MESHES, Intent, Meeting, hold_meeting, made_alone, meeting_on
+from scaling.mesh.meeting import MESHES, Intent, Meeting, hold_meeting, made_alone, meeting
 from scaling.mesh.page import SharedPage, share_page
 from scaling.mesh.world import TIMEOUT, check_device, join_world
 from scaling.sizes import check_sizes, format_sizes
@@ -44,7 +44,7 @@ class Group:
     ranks: tuple[int, ...] = ()
     name: str = ""
     pg: Any = None  # the process group; None where nothing is sent
-    checked: str = ""  # the name under which the members compare what they are about to do; empty if they do not
+    checked: bool = False  # whether the members compare what they are about to do
 
     def member_of(self, block: int) -> int:
         return self.order.index(block) if self.order else block
@@ -170,11 +170,11 @@ class Mesh(AbstractMesh):
                 f"  fix: start {self.size()} ranks (scaling.launch.run, torchrun --nproc-per-node {self.size()}), "
                 f"or choose sizes whose product is {world}"
             )
-        self._process_groups: dict[tuple[str, ...], tuple[tuple[int, ...], dist.ProcessGroup, str]] = {}
+        self._process_groups: dict[tuple[str, ...], tuple[tuple[int, ...], dist.ProcessGroup]] = {}
         self.member = rank in self.ranks
         self.coord = self.coord_of(self.ranks.index(rank)) if self.member else {}
         sets, mine = self._sets(), f"{self}, {'checked' if checked else 'unchecked'}, on {self.device.type}"
-        if self.size() > 1 and (held := meeting_on(dist.group.WORLD)):
+        if self.size() > 1 and (held := meeting(dist.group.WORLD)):
             held.meet(Intent.of(f"{mine}, over the ranks {[*self.ranks]}"))
         if self.member and self.size() > 1:
             self._meet(sets, mine)
@@ -210,7 +210,7 @@ class Mesh(AbstractMesh):
             raise ShardingError(
                 f"the ranks do not make the same mesh\n{lines}  rule: {MESHES}\n  fix: give all the same sizes"
             )
-        if self.checked and meeting_on(everyone):
+        if self.checked and meeting(everyone):
             # what ranks have begun on another mesh, and not all come to, would be in the way of this one's calls
             everyone = self._new_group(self.ranks)
         page = SharedPage(memory, self.size(), self.rank) if memory is not None else None
@@ -219,14 +219,13 @@ class Mesh(AbstractMesh):
             for axis in some:
                 members = [{**member, axis: i} for member in members for i in range(self.sizes[axis])]
             ranks = tuple(self.rank_at(member) for member in members)
-            checked = "by messages" if self.checked else ""
             pg = everyone
             if len(ranks) < self.size():
                 pg = self._new_group([self.ranks[rank] for rank in ranks])
             if page is not None:
                 pg.set_timeout(timedelta(seconds=LONGER * self.timeout))
-                checked = hold_meeting(Meeting(page, number, some, self._group_number(some), ranks, self.timeout), pg)
-            self._process_groups[some] = ranks, pg, checked
+                hold_meeting(Meeting(page, number, some, self._group_number(some), ranks, self.timeout), pg)
+            self._process_groups[some] = ranks, pg
 
     def _share_page(self, everyone, sets: int, mine: str) -> tuple[list, Any]:
         try:
@@ -253,11 +252,11 @@ class Mesh(AbstractMesh):
         group = super()._make_group(axes)
         if group.size == 1:
             return group
-        ranks, pg, checked = self._process_groups[tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)]
+        ranks, pg = self._process_groups[tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)]
         order = tuple(block_index(axes, self.coord_of(rank), self.sizes) for rank in ranks)
         order = () if order == tuple(sorted(order)) else order
         ranks = tuple(self.ranks[rank] for rank in ranks)
-        return Group(axes, group.size, group.index, dist.get_backend(pg), order, ranks, pg.group_name, pg, checked)
+        return Group(axes, group.size, group.index, dist.get_backend(pg), order, ranks, pg.group_name, pg, self.checked)
 
     @property
     def device_mesh(self):

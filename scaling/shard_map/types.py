@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from scaling._torch import is_wrapped, level_of, storage_key, unwrapped
+from scaling._torch import is_wrapped, level_of, storage_of, unwrapped
 from scaling.algebra.ops import op_kind
 from scaling.shard_map.law import Call, Collective, apply_typed
 from scaling.shard_map.partial import PLAIN, Marks, Mismatch, marked, marks, result_of
@@ -37,7 +37,7 @@ def memory_of(x: Tensor) -> int:
     """What tells the memory apart that x, or what it wraps, lies in."""
     while is_wrapped(x):
         x = unwrapped(x)
-    return storage_key(x.untyped_storage())
+    return storage_of(x)
 
 
 def vary(x: Tensor, axes, bound: Bound) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from scaling._torch import storage_key
+from scaling._torch import storage_of
 from scaling.cost.counted import NONE, Calls, CountedStep, LineKind
 from scaling.trace.events import Event
 from scaling.trace.peak import peak_memory
@@ -29,8 +29,8 @@ class Between:
         if what == "attention":
             self.add(what, attention_flops(function._schema.name, args))
         elif what:
-            storages = {storage_key(x.untyped_storage()) for x in given}
-            fresh = [x for x in made if storage_key(x.untyped_storage()) not in storages]
+            storages = {storage_of(x) for x in given}
+            fresh = [x for x in made if storage_of(x) not in storages]
             if fresh or mutable:
                 self.add(what, sum(x.nbytes for x in given) + sum(x.nbytes for x in fresh or made))
 

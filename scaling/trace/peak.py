@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from scaling import trace
-from scaling._torch import TorchDispatchMode, storage_key
+from scaling._torch import TorchDispatchMode, storage_of
 
 
 @dataclass
@@ -80,12 +80,12 @@ def _outcome(function: Any, structure: Any, *operands: Any) -> "tuple[Any, list[
     given: tuple[list, Any] = optree.tree_flatten(function(*args, **kwargs))
     if any(_shape_of(x) != operand for x, operand in zip(leaves, operands, strict=True)):
         return None  # unsqueeze_, say
-    held, found = {storage_key(x.untyped_storage()) for x in leaves if isinstance(x, Tensor)}, []
+    held, found = {storage_of(x) for x in leaves if isinstance(x, Tensor)}, []
     for x in given[0]:
         if not isinstance(x, Tensor) or not x.is_meta:
             return None
         same = next((i for i, operand in enumerate(leaves) if operand is x), None)
-        if same is None and storage_key(x.untyped_storage()) in held:
+        if same is None and storage_of(x) in held:
             return None
         found.append(_shape_of(x) if same is None else same)
     return given[1], found
@@ -125,7 +125,7 @@ class _Watch(TorchDispatchMode):
         found = [x for x in leaves if isinstance(x, Tensor)]
         for x in found:
             storage = x.untyped_storage()
-            key = storage_key(storage)
+            key = storage_of(x)
             if key not in self.seen:
                 nbytes = storage.nbytes()
                 self.seen[key] = weakref.finalize(storage, self.forget, key, nbytes)

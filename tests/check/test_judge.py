@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import scaling.strategies
-from scaling import _torch as p
 from scaling.check import judge, judged
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard
 from scaling.mesh import AbstractMesh
@@ -161,25 +160,3 @@ def test_code_as_it_is_written():
     assert [found.rule for found in report.findings] == ["nonlinear"]
     reduced(product(a, b))
     assert len(report.findings) == 1
-
-
-def test_a_meta_tensor_has_a_storage_which_its_views_share():
-    x, y = torch.empty(4, device="meta"), torch.empty(4, device="meta")
-    assert p.storage_of(x) == p.storage_of(x[1:])
-    assert p.storage_of(x) != p.storage_of(y)
-
-
-def test_without_torch_functions_no_mode_sees_a_call():
-    seen = []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        with p.no_torch_function():
-            torch.zeros(1).exp()
-        assert not seen
-        torch.zeros(1).exp()
-    assert seen

@@ -184,7 +184,7 @@ def test_ranks_that_go_one_way_agree_and_what_is_observed_is_compared_too(ranks)
 
 
 def many(mesh):
-    held = meeting(mesh.group(("X",)).checked)
+    held = meeting(mesh.group(("X",)).pg)
     held.number = (held.number | 0xFFFF) - 4  # the same on all ranks: their calls were
     sums = [c.all_reduce("A[] {U_X} -> A[]", torch.tensor(float(i)), mesh).item() for i in range(12)]
     with pytest.raises(ShardingError):
@@ -204,7 +204,7 @@ def by_messages(mesh, what):
         apart = Mesh(mesh.sizes, checked=True, timeout=60)
     finally:
         page._map = kept
-    assert meeting(apart.group(("X",)).checked) is None
+    assert meeting(apart.group(("X",)).pg) is None
     with pytest.raises(ShardingError) as error:
         ODD_ONES[what][0](apart) if mesh.coord["X"] == 1 else gather(apart)
     with pytest.raises(ShardingError, match=r"rank 0: .* float32\n  rank 1: .* float32, under FlopCounterMode"):

@@ -57,7 +57,7 @@ def gone(mesh):
         if (child := os.fork()) == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        meeting(fresh.group(("X",)).checked).page.set_pid(child)
+        meeting(fresh.group(("X",)).pg).page.set_pid(child)
     else:
         with pytest.raises(ShardingError) as error:
             gather(fresh)
@@ -86,7 +86,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks):
 
 def waits_elsewhere(mesh, told):
     hasty, message = Mesh(mesh.sizes, checked=True, timeout=0.5), ""
-    meeting(hasty.group(("Y",)).checked).timeout = 60.0
+    meeting(hasty.group(("Y",)).pg).timeout = 60.0
     if mesh.rank == 0:
         with pytest.raises(TimeoutError) as error:
             c.all_reduce("A[] {U_X} -> A[]", torch.ones(()), hasty)

@@ -20,8 +20,7 @@ from processes import all_ended, hangs, total
 
 from scaling.launch import RankError, run
 from scaling.launch.process import end_with_parent
-from scaling.launch.voice import DIED, LATE, LEFT, RAISED, Voice
-from scaling.launch.watch import Rank
+from scaling.launch.watch import DIED, LATE, LEFT, RAISED, Rank, Voice
 from scaling.mesh.meeting import RankEnded
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from scaling.launch.pulse import Pulse
+from scaling.launch.watch import Pulse
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what Linux counts of processes")
 
@@ -72,8 +72,8 @@ def test_who_hangs():
 def test_what_the_watcher_did_not_see_is_not_held_against_ranks(monkeypatch):
     """It got no processor itself: a look after a minute tells as much as one look."""
     now = [0.0]
-    monkeypatch.setattr("scaling.launch.pulse.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("scaling.launch.pulse._counts", lambda pids: (0.0, 0, False))
+    monkeypatch.setattr("scaling.launch.watch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("scaling.launch.watch._counts", lambda pids: (0.0, 0, False))
     pulse = Pulse([os.getpid()], 2.0, sockets=True)
     for _ in range(3):
         now[0] += 60
@@ -94,9 +94,9 @@ def test_what_the_watcher_did_not_see_is_not_held_against_ranks(monkeypatch):
 )
 def test_after_how_long_ranks_hang(computes, moves, sockets, said, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("scaling.launch.pulse.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("scaling.launch.watch.time.monotonic", lambda: now[0])
     counts = lambda pids: (7 + computes * now[0], 7 + moves * int(4 * now[0]), False)  # noqa: E731
-    monkeypatch.setattr("scaling.launch.pulse._counts", counts)
+    monkeypatch.setattr("scaling.launch.watch._counts", counts)
     pulse = Pulse([1, 2], 2.0, sockets)
     found = ((now[0], pulse.stopped()) for now[0] in (0.25 * i for i in range(1, 200)))
     first = next(((when, text) for when, text in found if text), None)

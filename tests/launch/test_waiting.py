@@ -66,7 +66,7 @@ def spins_for_ever(mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [hangs, spins_for_ever])
 def test_when_all_hang_they_are_shown_where_they_are(how, monkeypatch):
-    monkeypatch.setattr("scaling.launch.pulse.PATIENCE", 1)
+    monkeypatch.setattr("scaling.launch.watch.PATIENCE", 1)
     began = time.monotonic()
     with pytest.raises(RankError) as error:
         run(how, {"X": 2}, timeout=1.0)

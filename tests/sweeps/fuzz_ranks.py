@@ -102,7 +102,7 @@ def made(mesh, case: Case, folder: str) -> None:
 
 
 def page_of(mesh):
-    held = meeting(mesh.group(tuple(mesh.sizes)).checked)
+    held = meeting(mesh.group(tuple(mesh.sizes)).pg)
     assert held is not None
     return held.page
 
