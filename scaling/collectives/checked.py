@@ -125,8 +125,12 @@ def alike(mesh, call: str, along: Sequence[str] | None = None, **arguments: Any)
         return
     axes = tuple(axis for axis in mesh.sizes if along is None or axis in along)
     if mesh.size(axes) > 1:
-        said = ", ".join(f"{name}={_shown(value)}" for name, value in arguments.items())
-        agree(mesh.group(axes), f"{call} with {said}")
+        agree(mesh.group(axes), spoken(call, arguments))
+
+
+def spoken(call: str, arguments: Mapping[str, Any]) -> str:
+    """A call as `alike` compares it."""
+    return f"{call} with {', '.join(f'{name}={_shown(value)}' for name, value in arguments.items())}"
 
 
 def _shown(value: Any) -> str:

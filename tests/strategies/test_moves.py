@@ -29,7 +29,7 @@ def both_ways(mesh):
 
     W = drawn(SHAPES)
     moves = moves_of(tree.leaves(STORED), mesh, ("X",))
-    sent = sent_together(tree.leaves(W), moves)
+    sent = sent_together(tree.leaves(W), moves, mesh)
     together = gathered_together(W, mesh, sent).wait()
     alone = tree.unflatten(W, [wait(x) for x in gathered_leaves(tree.leaves(W), moves, mesh)])
     dW = tree.map(lambda x: torch.randn_like(x) + mesh.rank, together)
@@ -52,16 +52,16 @@ def test_together_is_one_by_one(ranks, sizes):
 def test_large_layers_and_mixed_dtypes_go_one_by_one():
     mesh = AbstractMesh({"X": 2})
     large = [torch.empty(SMALL // 4 + 1, 1, device="meta"), torch.empty(1)]
-    assert sent_together(large, moves_of(["a[D_X, F]", "g[D]"], mesh)) == {}
+    assert sent_together(large, moves_of(["a[D_X, F]", "g[D]"], mesh), mesh) == {}
     mixed = [torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.float64)]
-    assert sent_together(mixed, moves_of(["a[D_X, F]", "b[D_X, F]"], mesh)) == {}
+    assert sent_together(mixed, moves_of(["a[D_X, F]", "b[D_X, F]"], mesh), mesh) == {}
 
 
 def test_they_are_under_way_until_they_are_needed():
     mesh = AbstractMesh({"X": 2})
     W = {"a": torch.empty(4, 6, device="meta"), "g": torch.empty(8, device="meta")}
     dW = {"a": torch.empty(8, 6, device="meta"), "g": torch.empty(8, device="meta")}
-    sent = sent_together(tree.leaves(W), moves_of(["a[D_X, F]", "g[D]"], mesh))
+    sent = sent_together(tree.leaves(W), moves_of(["a[D_X, F]", "g[D]"], mesh), mesh)
     with trace() as log:
         waiting = gathered_together(W, mesh, sent), scattered_together(dW, mesh, sent)
         for pending in waiting:

@@ -136,8 +136,8 @@ def kept_bytes(config, remat):
     mesh, params = Mesh({"X": 1}), model.init(config, 0)
     types = transformer.specs(config, mesh)
     contexts = Placed(config, mesh, "zigzag", None, (B, 64), torch.float32, None).contexts(1)
-    problem = Problem(config, mesh, types, contexts, Terms(config.V, 0.0, 0.0), torch.float32)
-    layers = TransformerLayers(problem, params["layers"], remat)
+    problem = Problem(config, mesh, types, contexts, Terms(config.V, 0.0, 0.0), torch.float32, remat=remat)
+    layers = TransformerLayers(problem, params["layers"])
     with peak_memory() as memory:
         tree.map(torch.sum, (params, contexts[0].rope))  # so that they count already
         before, x = memory.now, torch.zeros(B, 64, config.D)

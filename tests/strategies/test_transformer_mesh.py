@@ -1,6 +1,7 @@
 """The Transformer under every axis: loss and every gradient leaf equal one device; params after AdamW steps too."""
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from scaling.schedules import make
 from scaling.spec import ShardingError, parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
-from scaling.strategies.transformer import api
+from scaling.strategies.transformer.asked import AskedStep, check_batch
 from scaling.strategies.transformer.heads import own_heads
 from scaling.strategies.transformer.stages import resolved, slots_of
 from scaling.strategies.transformer.types import check_vocabulary
@@ -240,13 +241,11 @@ def test_experts_with_a_capacity_take_tokens_in_plain_order():
 
 @pytest.mark.parametrize(("token", "lies_in"), [(0, True), (PLAIN.V - 1, True), (PLAIN.V, False), (-1, False)])
 def test_tokens_lie_in_the_vocabulary(token, lies_in):
-    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    tokens, mesh, params = torch.zeros(2, 3, dtype=torch.int64), Mesh({"X": 1}), model.init(PLAIN, 0)
+    transformer.loss(params, tokens, tokens, PLAIN, mesh)  # also of a step that was asked for before
     tokens[1, 2] = token
-    check = lambda: api.check_batch(tokens, tokens, PLAIN, AbstractMesh({"X": 1}), 1, "none", "ring")  # noqa: E731
-    if lies_in:
-        return check()
-    with pytest.raises(ValueError, match=f"tokens must lie in 0..{PLAIN.V - 1}"):
-        check()
+    with nullcontext() if lies_in else pytest.raises(ValueError, match=f"tokens must lie in 0..{PLAIN.V - 1}"):
+        transformer.loss(params, tokens, torch.zeros_like(tokens), PLAIN, mesh)
 
 
 def test_what_no_compiled_graph_can_is_refused_there_alone(monkeypatch):
@@ -254,15 +253,15 @@ def test_what_no_compiled_graph_can_is_refused_there_alone(monkeypatch):
     cases = [(PLAIN, {"X": 2}, ""), (PLAIN, {"Z": 1, "X": 2}, ""), (PLAIN, {"Z": 2}, "stages")]
     cases += [(EXPERTS, {"X": 1}, "experts")]
     for config, sizes, why in cases:
-        arguments = tokens, tokens, config, AbstractMesh(sizes), 1, "none", "ring"
-        api.check_batch(*arguments)
+        arguments = tokens, tokens, AskedStep("loss", config, context="ring"), AbstractMesh(sizes)
+        check_batch(*arguments)
         with monkeypatch.context() as patched:
             patched.setattr(torch.compiler, "is_compiling", lambda: True)
             if why:
                 with pytest.raises(ValueError, match=f"{why}.* which a compiled graph cannot"):
-                    api.check_batch(*arguments)
+                    check_batch(*arguments)
             else:
-                api.check_batch(*arguments)
+                check_batch(*arguments)
 
 
 def test_stages_run_1f1b_unless_they_are_given_a_schedule():

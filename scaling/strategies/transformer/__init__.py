@@ -4,6 +4,7 @@
     moves   how weights come and gradients go back            heads, experts   what only some models have in it
     ends    embedding and loss, the vocabulary over Y         step     the layers run, forward and back
     placed  where this rank's tokens lie                      stages   the layers over Z, under any schedule
+    asked   what a step is asked for, checked once
 
 One text serves every mesh: an axis that the mesh lacks, or that has size 1, drops out.
 """

@@ -11,6 +11,7 @@ in one AllGather and one ReduceScatter over X: a message has a price, and a larg
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from scaling.strategies.axes import present
 
 TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
 ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every stage uses
+SIZE = attrgetter("shape", "dtype")
 SMALL = 2 << 20  # bytes of a layer's shards on a rank
 
 
@@ -122,11 +124,18 @@ class Together:
         return tree.unflatten(self.tree, leaves)
 
 
-def sent_together(W: Sequence[Tensor], moves: Sequence[Moves]) -> dict[int, int]:
+def sent_together(W: Sequence[Tensor], moves: Sequence[Moves], mesh) -> dict[int, int]:
     """{place of a leaf: the dim that X splits}, of a layer's shards W that are better sent together; else {}: so are
-    small ones of one dtype, whose gradients are unreduced over the same axes."""
+    small ones of one dtype, whose gradients are unreduced over the same axes. Found out once a mesh."""
     if torch.compiler.is_compiling():
         return {}
+    key = ("sent together", *moves, *map(SIZE, W))
+    if key not in mesh.lines:
+        mesh.lines[key] = _together(W, moves)
+    return mesh.lines[key]
+
+
+def _together(W: Sequence[Tensor], moves: Sequence[Moves]) -> dict[int, int]:
     sent = {i: to.dim for i, to in enumerate(moves) if to.dim >= 0}
     if len({parse(moves[i].scatter.split(" -> ")[0]).unreduced for i in sent}) > 1:
         return {}

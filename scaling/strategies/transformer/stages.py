@@ -100,9 +100,7 @@ def arranged_layers(W: Tensor, slots: list[int]) -> Tensor:
     return W[[max(l, 0) for l in slots]].masked_fill(empty, 0)
 
 
-def stage_of(
-    problem: Problem, dense: Any, schedule: Schedule, remat: str, keep: bool
-) -> tuple[Stage, list[Tensor], list]:
+def stage_of(problem: Problem, dense: Any, schedule: Schedule) -> tuple[Stage, list[Tensor], list]:
     """(the stage for `scaling.strategies.pipeline`, a list to which the layers' extra terms are added, one for the
     gradients of the `dense` layers, on the stage that runs them).
 
@@ -115,7 +113,7 @@ def stage_of(
         tree.map(Tensor.zero_, out)
         out = [stack[: len(ranges[s])] for stack in tree.leaves(out)]
         stacks = {"dense": dense, "layers": params}
-        return stacks_of(problem, stacks, remat, keep, ranges[s], s == 0, out, late=True)
+        return stacks_of(problem, stacks, ranges[s], s == 0, out, late=True)
 
     def forward(chunk, In, mesh, m):
         Out, extra, kept = chunk.run(In, contexts[m])
@@ -137,13 +135,11 @@ def stage_of(
     return stage, extras, before
 
 
-def staged(
-    problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, remat: str, keep: bool, schedule
-):
+def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, dict]:
     """(loss, grads) by a pipeline's schedule over Z."""
     config, mesh, contexts, terms, sums = problem.config, problem.mesh, problem.contexts, problem.terms, problem.sums
-    schedule = cast(Schedule, resolved(schedule, mesh, len(contexts)))  # Z > 1 here
-    stage, extras, before = stage_of(problem, params.get("dense"), schedule, remat, keep)
+    schedule = cast(Schedule, resolved(problem.schedule, mesh, len(contexts)))  # Z > 1 here
+    stage, extras, before = stage_of(problem, params.get("dense"), schedule)
     homes = homes_of(config, mesh, schedule)
     ends, first = stage_ends(params, problem, homes), schedule.placement[0] == mesh.coord["Z"]
     if first:
@@ -229,10 +225,11 @@ def _line_back(stored: str) -> str:
     return f"{parse(without(stored, ('Z',))).with_unreduced(['Z'])} -> {stored}"
 
 
-def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor, schedule=None) -> Tensor:
+def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> Tensor:
     """Loss[] of one microbatch, the same on every rank. Over Z one stage computes at a time."""
+    problem = problem._replace(remat=None)
     config, mesh, terms, (at,) = problem.config, problem.mesh, problem.terms, problem.contexts
-    schedule, z = placed(schedule, mesh), mesh.coord.get("Z", 0)
+    schedule, z = placed(problem.schedule, mesh), mesh.coord.get("Z", 0)
     stages = layers_of(config, schedule)
     owners = [0] if schedule is None else [*schedule.placement]
     mine = [s for s, owner in enumerate(owners) if owner == z]

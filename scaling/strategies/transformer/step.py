@@ -15,16 +15,20 @@ from torch import Tensor
 from scaling import tree
 from scaling.configs import Config
 from scaling.models.transformer import unstacked
+from scaling.strategies.axes import all_reduce
 from scaling.strategies.layers import Layers
-from scaling.strategies.transformer.ends import Terms
+from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head
 from scaling.strategies.transformer.layer import Context, dropped, layer, layer_backward
 from scaling.strategies.transformer.moves import (
     ENDS,
     TOKENS,
     Moves,
+    add_by_name,
+    gathered_ends,
     gathered_leaves,
     gathered_together,
     moves_of,
+    reduced_ends,
     scattered_leaves,
     scattered_together,
     sent_together,
@@ -36,7 +40,8 @@ class Problem(NamedTuple):
     """What is given beside params and batch: the types of the params as they are stored, a context a microbatch.
 
     `sums`: the dtype in which gradients are added up over microbatches and ranks, and are returned. `scale`: of the
-    loss, as it is differentiated.
+    loss, as it is differentiated. `remat`: what a layer keeps for its backward, a policy of `layer.REMAT`; None:
+    nothing is run back. `keep_weights`: they stay gathered to the end of the step. `schedule`: of the stages.
     """
 
     config: Config
@@ -46,34 +51,34 @@ class Problem(NamedTuple):
     terms: Terms
     sums: torch.dtype
     scale: float = 1.0
+    remat: str | None = None
+    keep_weights: bool = False
+    schedule: Any = None
 
 
 class TransformerLayers(Layers):
     """The engine on one `stack` of params, "dense" or "layers" of the model's tree, or on those `layers` of it that a
     stage has. Dense layers are the first stage's: their gradients are unreduced over Z, too.
 
-    `remat`: what a layer keeps for its backward, a policy of `layer.REMAT`; None: nothing is run back. `out`: as of
-    `Layers`.
+    `out`, `late`: as of `Layers`.
     """
 
     def __init__(
         self,
         problem: Problem,
         params: Mapping,
-        remat: str | None = None,
         layers: range | None = None,
-        keep_weights: bool = False,
         out: Sequence[Tensor] | None = None,
         late: bool = False,
         stack: str = "layers",
     ):
-        config, mesh = problem.config, problem.mesh
+        config, mesh, remat = problem.config, problem.mesh, problem.remat
         self.remat, self.gone = remat, dropped(remat or "block", config)
         first, count = (0, None) if layers is None else (layers.start, len(layers))
         own, self.origin = unstacked(params)[:count], first + (config.dense_layers if stack == "layers" else 0)
         axes = TOKENS if stack == "layers" else ENDS
         self.moves = moves_of(tree.leaves(problem.stored[stack]), mesh, axes, stack=True)
-        if sent := sent_together(tree.leaves(own[0]), self.moves):
+        if sent := sent_together(tree.leaves(own[0]), self.moves, mesh):
             gather, reduce = partial(gathered_together, sent=sent), partial(scattered_together, sent=sent)
         else:
             gather, reduce = (partial(_apart, move, self.moves) for move in (gathered_leaves, scattered_leaves))
@@ -84,7 +89,7 @@ class TransformerLayers(Layers):
             gather,
             reduce,
             names=[path[0] for path in optree.tree_paths(own[0])],
-            keep_weights=keep_weights or on_tape,
+            keep_weights=problem.keep_weights or on_tape,
             dtype=problem.sums,
             out=out,
             late=late,
@@ -155,8 +160,6 @@ class Stacks:
 def stacks_of(
     problem: Problem,
     params: Mapping,
-    remat: str | None = None,
-    keep: bool = False,
     layers: range | None = None,
     first: bool = True,
     out: Sequence[Tensor] | None = None,
@@ -167,9 +170,38 @@ def stacks_of(
     engines = {}
     if problem.config.dense_layers and first:
         dense = params["dense"]
-        engines["dense"] = TransformerLayers(problem, dense, remat, None, keep, late=late, stack="dense")
-    engines["layers"] = TransformerLayers(problem, params["layers"], remat, layers, keep, out, late)
+        engines["dense"] = TransformerLayers(problem, dense, late=late, stack="dense")
+    engines["layers"] = TransformerLayers(problem, params["layers"], layers, out, late)
     return Stacks(engines)
+
+
+def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, dict]:
+    """(loss, grads) where every rank has all layers."""
+    config, mesh, stored, contexts, terms, sums, scale, *_ = problem
+    ends = gathered_ends(params, stored, mesh)
+    stacks = stacks_of(problem, params)
+    losses, dends, grads, M, size = [], {}, {}, len(contexts), len(ends["embed"])
+    batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
+    for m, (at, some, wanted, share) in enumerate(batches):
+        x, last = embed(ends["embed"], some, mesh), m == M - 1
+        if last and not config.tied:
+            del ends["embed"]  # a table of the vocabulary is not held longer than it is used
+        x, extra, kept = stacks.run(x, at)
+        losses.append(extra * scale / M)
+        loss, dx, dW = head(ends, x, wanted, share, terms, config.eps, mesh)
+        add_by_name(dends, dW, sums)
+        del x, dW
+        if last:
+            ends.clear()
+            tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
+            grads = reduced_ends(tables, stored, mesh)
+            del tables
+        dx = stacks.run_back(dx, kept, at, scale / M, last=last)
+        add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
+        losses.append(loss)
+    grads |= reduced_ends(dends, stored, mesh)
+    loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
+    return loss, grads | {name: layers.result() for name, layers in stacks.engines.items()}
 
 
 def _apart(move: Callable, moves: Sequence[Moves], W: Mapping, mesh) -> Any:
