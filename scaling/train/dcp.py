@@ -192,9 +192,10 @@ def saved_leaves(folder) -> dict[str, SavedLeaf]:
 
 def _dtype(properties: Any) -> torch.dtype:
     """The dtype, which stands first among what DCP pickles of a tensor's properties."""
-    if not isinstance(properties[0], torch.dtype):
-        raise ValueError(f"{properties[0]!r:.60} is no dtype")
-    return properties[0]
+    dtype = properties[0]
+    if not isinstance(dtype, torch.dtype):
+        raise pickle.UnpicklingError(f"{dtype!r:.60} stands where a dtype does")  # caught where the file is read
+    return dtype
 
 
 def pickled(leaves: Mapping[str, SavedLeaf], folder: Path) -> bytes:
