@@ -1,7 +1,7 @@
 """The cost model: seconds and bytes of operations, collectives, layers and steps, in SI units (Parts 1, 2, 3, 5, 12).
 
-roofline: one chip; collectives: a torus; gpu: a node and a tree of switches; layers, pipeline: the strategies;
-memory: bytes per chip. Collectives of the two networks have the same names: `cost.all_gather` is the torus',
+roofline: one chip; collectives: a torus; gpu: a node and a tree of switches; layers: the strategies; memory: bytes per
+chip. Collectives of the two networks have the same names: `cost.all_gather` is the torus',
 `cost.gpu.all_gather` the tree's.
 """
 
@@ -29,11 +29,11 @@ from scaling.cost.layers import (
     layer_flops,
     mixed_optimum,
     mixed_threshold,
+    pipeline_comms,
     pod_threshold,
     tensor_limit,
 )
-from scaling.cost.memory import POLICIES, Memory, activation_bytes, checkpoint_bytes, largest_model, training_memory
-from scaling.cost.pipeline import StepCost, bubble, pipeline_comms, pod_bytes, step
+from scaling.cost.memory import Memory, checkpoint_bytes, largest_model, training_memory
 from scaling.cost.roofline import (
     Roofline,
     attainable,

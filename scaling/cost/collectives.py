@@ -13,14 +13,15 @@ import math
 from collections.abc import Sequence
 
 from scaling.arguments import not_negative, one_of, whole
+from scaling.cost.lanes import AxisSpan, exchange, gather_price, measured_lane
 from scaling.hardware import Chip, check_slice
 
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute", "Gather", "Scatter")
 ROOTED = ("Gather", "Scatter")  # whose root receives, or sends, what every device does in an AllGather
 
 
-def _torus(chip: Chip, axes: int | Sequence[int], wrap) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """The lengths of the axes, and which are rings; axes of length 1 drop out."""
+def _spans(chip: Chip, axes: int | Sequence[int], wrap) -> list[AxisSpan]:
+    """Whole axes of the torus of these lengths; those of length 1 drop out."""
     lengths = check_slice(chip, axes)
     rings = chip.wraps(lengths) if wrap is None else (wrap,) * len(lengths) if isinstance(wrap, bool) else tuple(wrap)
     if len(rings) != len(lengths):
@@ -28,13 +29,8 @@ def _torus(chip: Chip, axes: int | Sequence[int], wrap) -> tuple[tuple[int, ...]
             f"wrap = {wrap!r}: one value, or one for each of the {len(lengths)} axes"
             "\n  fix: give a bool, or a tuple of them"
         )
-    kept = [(length, ring) for length, ring in zip(lengths, rings, strict=True) if length > 1]
-    return tuple(length for length, _ in kept), tuple(ring for _, ring in kept)
-
-
-def hops(lengths: Sequence[int], rings: Sequence[bool]) -> int:
-    """Hops that the farthest bytes travel: X/2 on a ring of X (both ways round), X - 1 on a line."""
-    return sum(length // 2 if ring else length - 1 for length, ring in zip(lengths, rings, strict=True))
+    each = enumerate(zip(lengths, rings, strict=True))
+    return [AxisSpan(i, length, 1, ring, True) for i, (length, ring) in each if length > 1]
 
 
 def all_gather(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
@@ -44,16 +40,8 @@ def all_gather(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
     (1 - 1/N); on lines alone it is always off, as in Part 3, Pop Quiz 2.
     """
     not_negative(nbytes=nbytes)
-    lengths, rings = _torus(chip, axes, wrap)
-    if not lengths:
-        return 0.0
-    return max(hops(lengths, rings) * chip.hop_latency, nbytes / _gather_rate(chip, lengths, rings, exact))
-
-
-def _gather_rate(chip: Chip, lengths: Sequence[int], rings: Sequence[bool], exact: bool) -> float:
-    """Bytes/s of V in an AllGather, its latency aside."""
-    missing = 1 - 1 / math.prod(lengths) if exact or not any(rings) else 1
-    return sum(2 if ring else 1 for ring in rings) * chip.need("link_bw") / missing
+    per_byte, latency = gather_price(chip, _spans(chip, axes, wrap), exact)
+    return max(latency, nbytes * per_byte)
 
 
 def reduce_scatter(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
@@ -69,17 +57,12 @@ def all_reduce(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
 def all_to_all(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
     """Seconds of an AllToAll: the slowest axis' V * X / (4 N W_ici), N devices in all; 1D: V / (4 W_ici).
 
-    On a line half the links are missing and the middle one carries all: twice that. `exact` counts odd lengths right
-    (1 - 1/X^2: the middle of an odd axis is a chip). scaling.hardware.torus routes every message and finds the same.
+    `exact` counts odd lengths right. scaling.hardware.torus routes every message and finds the same.
     """
     not_negative(nbytes=nbytes)
-    lengths, rings = _torus(chip, axes, wrap)
-    chips = math.prod(lengths)
-    times = [hops(lengths, rings) * chip.hop_latency]
-    for length, ring in zip(lengths, rings, strict=True):
-        odd = 1 - 1 / length**2 if exact and length % 2 else 1
-        times.append(nbytes * length * odd / (4 * chips * chip.need("link_bw") * (2 if ring else 1)))
-    return max(times)
+    spans = _spans(chip, axes, wrap)
+    per_byte, latency = exchange(chip, spans, exact)
+    return max(latency, nbytes / math.prod(span.size for span in spans) * per_byte)
 
 
 def permute(nbytes: float, chip: Chip, hops: int = 1) -> float:
@@ -103,8 +86,8 @@ def point_to_point(nbytes: float, chip: Chip, hops: int, ports: int = 1) -> floa
 
 def latency_bound_bytes(chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
     """V below which an AllGather is bound by the latency of its hops (Part 3): X * 45 kB on a ring of X v5e."""
-    lengths, rings = _torus(chip, axes, wrap)
-    return hops(lengths, rings) * chip.hop_latency * _gather_rate(chip, lengths, rings, exact) if lengths else 0.0
+    per_byte, latency = gather_price(chip, _spans(chip, axes, wrap), exact)
+    return latency / per_byte if per_byte else 0.0
 
 
 def seconds(op: str, nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
@@ -116,23 +99,10 @@ def seconds(op: str, nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=
     one_of("op", op, OPS)
     op = "AllGather" if op in ROOTED else op
     if chip.measured:
-        return _measured(op, nbytes, chip, math.prod((axes,) if isinstance(axes, int) else axes))
+        not_negative(nbytes=nbytes)
+        ranks = math.prod((axes,) if isinstance(axes, int) else axes)
+        return float(measured_lane(chip, op, ranks).forecast(nbytes, chip.efficiency)) if ranks > 1 else 0.0
     if op == "CollectivePermute":
         return permute(nbytes, chip)
     time = {"AllGather": all_gather, "ReduceScatter": reduce_scatter, "AllReduce": all_reduce, "AllToAll": all_to_all}
     return time[op](nbytes, chip, axes, wrap, exact)
-
-
-def _measured(op: str, nbytes: float, chip: Chip, ranks: int) -> float:
-    """Seconds of a collective over `ranks` from the chip file's measurements; ValueError if there is none for it."""
-    not_negative(nbytes=nbytes)
-    if ranks == 1:
-        return 0.0
-    for row in chip.measured:
-        if (row.op, row.ranks, row.alone) == (op, ranks, False):
-            return row.latency + nbytes / row.bandwidth
-    has = ", ".join(f"{row.op} over {row.ranks}" for row in chip.measured) or "none"
-    raise ValueError(
-        f"{chip.name}: {op} over {ranks} ranks was not measured (there is: {has})"
-        "\n  fix: measure it (python -m scaling.measure), or choose what is there"
-    )

@@ -148,8 +148,8 @@ def price(
     for line, calls in step.lines.items():
         if line.op == "Send" or not calls.number:  # its Recv is counted
             continue
-        once = placed.mesh_seconds(line.op, calls.amount / calls.number, line.axes, inwards, chip, shape)
-        if seconds := calls.number * once / (1 if chip.measured else rate.links):
+        lane = placed.mesh_lane(line.op, line.axes, inwards, chip, shape)
+        if seconds := calls.number * float(lane.forecast(calls.amount / calls.number, rate)):
             axes = "".join(line.axes)
             comms[axes] = comms.get(axes, 0.0) + seconds
             ahead += seconds if line.ahead else 0.0

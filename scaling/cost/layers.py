@@ -1,4 +1,4 @@
-"""A layer and a step under each strategy: bytes, time of computing, time of communicating (Parts 5 and 12).
+"""A layer under each strategy: bytes, time of computing, time of communicating (Parts 5 and 12).
 
 A layer is the book's block In[B, D] *_D W_in[D, F] *_F W_out[F, D]: two matrices of D x F, as a `LayerShape`;
 `Links` are the rates of the chips that it runs on. X and Y are the sizes of the data (or FSDP) and the tensor axis.
@@ -166,6 +166,18 @@ def layer(
     moved = layer_bytes(strategy, shape, X, Y, direction, regather)
     times = tuple((axis, nbytes / links.rate(axis, strategy)) for axis, nbytes in moved.items() if nbytes)
     return Cost(layer_flops(shape, X * Y, direction) / links.C, times, overlap)
+
+
+def pipeline_comms(B: float, D: float, W: float, stages: int, microbatches: int, dtype="bf16") -> float:
+    """Seconds of sending activations in one pass: 2BD / (W M) a hop, M + Z - 2 hops (Part 12, "Pipeline Parallelism").
+
+    B: tokens of one replica whose activations go over links of W bytes/s in all.
+    """
+    positive(B=B, D=D, W=W)
+    whole(stages=stages, microbatches=microbatches)
+    if stages == 1:
+        return 0.0
+    return dtype_bytes(dtype) * B * D / (W * microbatches) * (microbatches + stages - 2)
 
 
 # Thresholds: where the time of computing equals that of communicating

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaling.arguments import not_negative, one_of, positive, whole
-from scaling.cost.transformer import REMAT as POLICIES
 from scaling.spec import dtype_bytes
 
 
@@ -24,22 +23,6 @@ class Memory:
     def fits(self, hbm_bytes: float) -> bool:
         positive(hbm_bytes=hbm_bytes)
         return self.total <= hbm_bytes
-
-
-def activation_bytes(
-    tokens: float, D: float, L: int, policy: str = "block", F: float | None = None, dtype="bf16"
-) -> float:
-    """Bytes of activations kept for the backward pass, of all chips together (Part 4, "Gradient checkpointing").
-
-    "none" (no checkpointing) keeps about 20 arrays [tokens, D] a layer; "matmuls" the outputs of the 7 large matmuls;
-    "block" only the layer's input. With F the matmuls are counted by their widths instead: Q, K, V, O and the output
-    of D, the two up-projections of F.
-    """
-    positive(tokens=tokens, D=D)
-    whole(L=L)
-    one_of("policy", policy, POLICIES)
-    widths = {"none": [D] * 20, "matmuls": [D] * 7 if F is None else [D] * 5 + [F] * 2, "block": [D]}[policy]
-    return checkpoint_bytes(tokens, widths, L, dtype)
 
 
 def checkpoint_bytes(tokens: float, widths: Sequence[float], L: int, dtype="bf16") -> float:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from scaling.cost import collectives as torus
-from scaling.cost import gpu
+from scaling.cost.lanes import AxisSpan, Lane, measured_lane, torus_lane, tree_lane
 from scaling.hardware import Chip
 
 
@@ -33,38 +33,44 @@ def place_axes(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tupl
     return placed
 
 
+def mesh_lane(
+    op: str, axes: Sequence[str], sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = (),
+    wrap: bool | None = None,
+) -> Lane:  # fmt: skip
+    """What a byte of V costs in a collective over these axes of a mesh, whose `sizes` come innermost first.
+
+    On a torus `shape` is the slice: a mesh axis that is part of a torus axis is a line, a whole one a ring if the slice
+    closes it (`wrap`: as if all were). On a tree the axes lie side by side. A hop between stages is a
+    CollectivePermute.
+    """
+    op = {"Recv": "CollectivePermute", "Gather": "AllGather", "Scatter": "AllGather"}.get(op, op)
+    names = list(sizes)
+    axes = [axis for axis in names if axis in axes and sizes[axis] > 1]
+    ranks = math.prod(sizes[axis] for axis in axes)
+    if ranks == 1:
+        return Lane()
+    if chip.measured or chip.kind not in ("gpu", "tpu"):
+        return measured_lane(chip, op, ranks)
+    if chip.kind == "gpu":
+        span = math.prod(sizes[name] for name in names[: names.index(axes[-1]) + 1])
+        lane = tree_lane(chip, op, ranks, span // ranks)  # so many GPUs from one of a group to the next
+    else:
+        placed, rings, spans = place_axes(shape, sizes), chip.wraps(tuple(shape)), []
+        for i, side in enumerate(shape):
+            if (length := math.prod(placed[axis][i] for axis in axes)) > 1:
+                spans.append(AxisSpan(i, length, 1, bool(wrap or rings[i]) and length == side, True))
+        lane = torus_lane(chip, op, tuple(spans))
+    if op == "AllReduce":  # two passes
+        return replace(lane, per_byte=2 * lane.per_byte, latency=2 * lane.latency)
+    return replace(lane, per_byte=lane.per_byte / ranks) if op == "AllToAll" else lane
+
+
 def mesh_seconds(
     op: str, nbytes: float, axes: Sequence[str], sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = (),
     wrap: bool | None = None,
 ) -> float:  # fmt: skip
-    """Seconds of a collective of V bytes over these axes of a mesh, whose `sizes` come innermost first.
-
-    On a torus `shape` is the slice: a mesh axis that is part of a torus axis is a line, a whole one a ring if the slice
-    closes it (`wrap`: as if all were). On a tree the axes lie side by side, and a collective takes the chip's `launch`
-    at least. A hop between stages is a CollectivePermute.
-    """
-    op = "CollectivePermute" if op == "Recv" else op
-    axes = [axis for axis in sizes if axis in axes and sizes[axis] > 1]
-    ranks = math.prod(sizes[axis] for axis in axes)
-    if ranks == 1:
-        return 0.0
-    if chip.measured or chip.kind not in ("gpu", "tpu"):
-        return torus.seconds(op, nbytes, chip, ranks)
-    if chip.kind == "gpu":
-        return max(_on_tree(op, nbytes, axes, sizes, chip, ranks), chip.efficiency.launch)
-    placed = place_axes(shape, sizes)
-    lengths = [math.prod(placed[axis][i] for axis in axes) for i in range(len(shape))]
-    rings = [(wrap or ring) and length == side for length, ring, side in
-             zip(lengths, chip.wraps(tuple(shape)), shape, strict=True)]  # fmt: skip
-    return torus.seconds(op, nbytes, chip, lengths, rings)
-
-
-def _on_tree(op: str, nbytes: float, axes: list[str], sizes: Mapping[str, int], chip: Chip, ranks: int) -> float:
-    names = list(sizes)
-    span = names[: names.index(axes[-1]) + 1]
-    inner = math.prod(sizes[name] for name in span) // ranks  # GPUs from one of a group to the next
-    if op == "CollectivePermute":
-        return nbytes / gpu.hop_bandwidth(chip, inner)
-    if op == "AllToAll":
-        return gpu.all_to_all(nbytes, chip, ranks)
-    return (2 if op == "AllReduce" else 1) * gpu.all_gather(nbytes * inner, chip, ranks, inner)
+    """Seconds of such a collective of V bytes at the peak, but for the chip's `launch`; or as measured."""
+    lane = mesh_lane(op, axes, sizes, chip, shape, wrap)
+    if chip.measured:
+        return float(lane.forecast(nbytes, chip.efficiency))
+    return float(max(lane.seconds(nbytes), chip.efficiency.launch)) if lane.ranks > 1 else 0.0

@@ -154,12 +154,6 @@ def prefill_flops(config: Config, prompt: int, batch: int = 1, causal: bool = Tr
     return sum(flops.values()) - flops["unembed"] + 2 * batch * config.D * config.V
 
 
-def decode_flops(config: Config, batch: int, context: int) -> int:
-    """One token for each of `batch` sequences that attend to `context` tokens (the new one included), or to as many of
-    them as a layer's window lets it see."""
-    return sum(forward_flops(config, batch, 1, context, causal=True).values())
-
-
 def utilization(
     config: Config,
     B: int,

@@ -6,7 +6,7 @@
     best = plans(Job(get("llama3-70b"), batch=4 * 2**20), chip("v5p"), chips=8960)[0]
 
 job, work: what is to be trained, and what it asks of the chips; layout: sizes of the mesh axes, and the recipe;
-placement, network: where the axes lie and what a byte costs there; ledger: what a chip computes and moves; holds: its
+network: where the axes lie, and what runs over them; ledger: what a chip computes and moves; holds: its
 memory; evaluate: bound and forecast; candidates: every layout, the best first; report: what is printed. No torch.
 """
 

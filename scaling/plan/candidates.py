@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from scaling.cost.lanes import Lane
 from scaling.hardware import Chip
 from scaling.plan.evaluate import Estimate, bound, evaluate, forecast
 from scaling.plan.holds import held
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES, POLICIES, SCHEDULES, Layout, row
 from scaling.plan.ledger import compute, ledger
-from scaling.plan.network import Lane, Network, Unplaced, measured, torus, torus_meshes, tree
-from scaling.plan.placement import slice_shape
+from scaling.plan.network import Network, Unplaced, measured, slice_shape, torus, torus_meshes, tree
 from scaling.plan.ranking import room, simplest_first
 
 STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part

@@ -20,7 +20,7 @@ from scaling.plan.candidates import Fixed, divisors, plans
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job
 from scaling.plan.layout import Layout
-from scaling.plan.placement import slice_shape
+from scaling.plan.network import slice_shape
 from scaling.plan.ranking import fits
 from scaling.plan.transformer_step import predict_transformer
 from scaling.sizes import format_sizes

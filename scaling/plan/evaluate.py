@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scaling.cost.lanes import LINKS, Amount
 from scaling.cost.layers import Cost
 from scaling.hardware import Chip
 from scaling.plan.holds import Held, held
 from scaling.plan.job import Job
-from scaling.plan.layout import AXES, Amount, Layout
+from scaling.plan.layout import AXES, Layout
 from scaling.plan.ledger import Compute, Entry, compute, ledger
-from scaling.plan.network import LINKS, Network
+from scaling.plan.network import Network
 
 LOGITS = 16  # bytes of a logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
 

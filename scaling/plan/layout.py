@@ -16,7 +16,6 @@ import numpy as np
 
 from scaling.cost.transformer import POLICIES
 
-Amount = Any  # a number, or an array of them: the arithmetic is the same
 AXES = ("pod", "pipe", "data", "fsdp", "context", "expert", "tensor")
 WORDS = {
     "pod": "pods", "pipe": "PP", "data": "DP", "fsdp": "FSDP", "context": "CP", "expert": "EP", "tensor": "TP",

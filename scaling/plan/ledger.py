@@ -1,9 +1,9 @@
 """What one chip computes and moves in a step: the ledger from which bound, forecast, bytes and the timeline all follow.
 
-Of the fullest stage, by formula, as a good system may do it. `tests/plan` holds it, of the book's stack, to `cost.step`
-and to the strategies' own code. A Transformer that `scaling.train` runs differs: gradients are summed in float32, and
-params are sharded over X alone; what it does is counted by its own step (`train.dry`, `plan.choose`). A layout's fields
-may be columns; then so is everything here.
+Of the fullest stage, by formula, as a good system may do it. `tests/plan` holds it, of the book's stack, to the closed
+forms of Part 5 and to the strategies' own code. Gradients travel in the bytes in which they are held. A Transformer
+that `scaling.train` runs differs: its params are sharded over X alone; what it does is counted by its own step
+(`train.dry`, `plan.choose`). A layout's fields may be columns; then so is everything here.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scaling.cost.lanes import Amount, Lane
 from scaling.hardware import Chip
 from scaling.plan.job import Job
-from scaling.plan.layout import POLICIES, SCHEDULES, Amount, Layout
-from scaling.plan.network import Lane
+from scaling.plan.layout import POLICIES, SCHEDULES, Layout
 
 
 @dataclass(frozen=True)
@@ -194,14 +194,16 @@ def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[E
     for lane, elements, rest, data_lane, others in kinds:
         ways = l.fsdp * others
         used = np.where(ways > 1, sharded, 0)
-        add("fsdp", lane, "ahead", used * each, used * (M + scatters) * n, act * elements)
-        if w.ends[1] and lane == "weights":
-            add("fsdp", lane, "ahead", alone * used * M, alone * used * (M + scatters), act * rest)
+        for arrays, size in [(n, elements), *([(alone, rest)] if w.ends[1] and lane == "weights" else [])]:
+            add("fsdp", lane, "ahead", used * M * arrays, used * M * arrays, act * size)
+            add("fsdp", lane, "ahead", 0, used * scatters * arrays, job.grad_bytes * size)
         ranks = l.data * np.where(l.zero == 3, 1, others)
         reduced = np.where(ranks > 1, 1, 0)
-        own = act * (n * elements + rest) / np.where(l.zero == 3, ways, 1)
+        own = (n * elements + rest) / np.where(l.zero == 3, ways, 1)
         gathers = np.where(l.zero == 1, reduced, 0)  # ZeRO-1: scattered, updated, gathered; else an AllReduce
-        add("data", data_lane, "step", gathers, 2 * reduced - gathers, own)
+        add("data", data_lane, "step", gathers, 0, act * own)
+        own = job.grad_bytes * own
+        add("data", data_lane, "step", 0, 2 * reduced - gathers, own)
         add("pod", "pod", "step", 0, np.where(l.pod > 1, 2, 0), own / np.where(l.zero == 1, ranks, 1))
     hops = np.where(l.pipe > 1, M * l.chunks + l.pipe - 2, 0)
     add("pipe", "pipe", "hop", hops, hops, hidden / l.tensor)

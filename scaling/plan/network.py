@@ -1,21 +1,17 @@
-"""The lanes of a mesh: what a byte costs in each of its collectives, on a torus, on a tree of switches, or as measured.
+"""A mesh on the chips: where each axis lies, on a torus or on a tree of switches, and the lanes of its collectives.
 
-A lane is a group of chips that a collective runs over, and which links it loads: lanes over different links can run at
-once, those over the same one add up. V is the book's measure, as in `scaling.trace`: the gathered array of one group.
+`scaling.cost.lanes` has what a byte costs over them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from itertools import combinations
 
-import numpy as np
-
-from scaling.cost import gpu
-from scaling.hardware import Chip, Efficiency
-from scaling.plan.layout import AXES, Amount
-from scaling.plan.placement import AxisSpan, Placement, exchange, gather_price, placements, slice_shape
+from scaling.cost.lanes import LINKS, AxisSpan, Lane, gather_price, measured_lane, on_links, torus_lane, tree_lane
+from scaling.hardware import Chip
+from scaling.plan.layout import AXES
 
 LANES = {  # lane: the mesh axes of its group, under ZeRO-3 and otherwise
     "tensor": (("tensor",), ("tensor",)),
@@ -28,47 +24,7 @@ LANES = {  # lane: the mesh axes of its group, under ZeRO-3 and otherwise
     "pipe": (("pipe",), ("pipe",)),
     "pod": (("pod",), ("pod",)),
 }
-LINKS = 4  # of a torus its axes, of a tree the node's and the network's; the last one is the datacenter's
-
-
-@dataclass(frozen=True)
-class Lane:
-    """Seconds a byte of V, or of `expert` and `pipe` a byte that a chip sends; at least `latency`; over which links.
-
-    `ranks` of the group; `where`: in words; `near`: over links that kernels drive themselves, so that collectives can
-    run behind the matmuls that wait for them (a torus, a node). Numbers may be columns, of many meshes.
-    """
-
-    per_byte: Amount = 0.0
-    latency: Amount = 0.0
-    links: tuple[Amount, ...] = (False,) * LINKS
-    ranks: Amount = 1
-    where: str = ""
-    near: Amount = True
-
-    @staticmethod
-    def columns(lanes: Sequence["Lane"]) -> "Lane":
-        """Many as one whose numbers are arrays."""
-        numbers: dict[str, Any] = {name: np.array([float(getattr(lane, name)) for lane in lanes]) for name in NUMBERS}
-        links = zip(*(lane.links for lane in lanes), strict=True)
-        return Lane(**numbers, links=tuple(np.array(column, dtype=float) for column in links))
-
-    def take(self, index: np.ndarray) -> "Lane":
-        """Rows of columns, by number."""
-        numbers: dict[str, Any] = {name: getattr(self, name)[index] for name in NUMBERS}
-        return Lane(**numbers, links=tuple(link[index] for link in self.links))
-
-    def seconds(self, nbytes: Amount) -> Amount:
-        """Of one collective, at the peak."""
-        return np.maximum(self.latency, nbytes * self.per_byte)
-
-    def forecast(self, nbytes: Amount, rate: Efficiency) -> Amount:
-        """The same as it is likely to be: starting it and its hops take time beside the bytes."""
-        hops = rate.launch + np.maximum(self.latency, (self.ranks - 1) * rate.launch / 16)
-        return np.where(self.ranks > 1, hops, 0.0) + nbytes * self.per_byte / rate.links
-
-
-NUMBERS = ("per_byte", "latency", "ranks", "near")
+HOW = {"pipe": "CollectivePermute", "expert": "AllToAll"}  # the other lanes are priced as AllGathers
 
 
 @dataclass(frozen=True)
@@ -89,14 +45,10 @@ class Unplaced(ValueError):
     """A mesh that the chips' network cannot hold, with the reason."""
 
 
-def _on(*links: int) -> tuple[bool, ...]:
-    return tuple(i in links for i in range(LINKS))
-
-
 def pod_lane(chip: Chip, pods: int) -> Lane:
     if pods == 1:
         return Lane()
-    return Lane(1 / chip.need("dcn_bw"), 0.0, _on(LINKS - 1), pods, "datacenter network")
+    return Lane(1 / chip.need("dcn_bw"), 0.0, on_links(LINKS - 1), pods, "datacenter network")
 
 
 # --- A tree of switches: the axes lie side by side, tensor innermost
@@ -130,47 +82,95 @@ def tree(chip: Chip, sizes: Mapping[str, int], zero: int, copies: int = 1, group
         total = size * inner
         if node % total and total % node and total != cluster:
             raise Unplaced(f"groups of {total} GPUs lie across nodes of {node}")
-        if name == "pipe":
-            lanes[name] = _hop(chip, inner)
-        elif name == "expert":
-            lanes[name] = _dispatch(chip, size, inner, copies, groups)
-        else:
-            lanes[name] = _tree_lane(chip, size, inner)
+        try:
+            lanes[name] = tree_lane(chip, HOW.get(name, "AllGather"), size, inner, copies, groups)
+        except ValueError as error:
+            raise Unplaced(str(error).splitlines()[0]) from error
     return Network(chip, sizes, zero, lanes)
 
 
-@lru_cache(maxsize=16384)
-def _tree_lane(chip: Chip, size: int, inner: int) -> Lane:
-    try:
-        spans = gpu.spans(chip, size, inner)
-    except ValueError as error:
-        raise Unplaced(str(error).splitlines()[0]) from error
-    across = any(below >= chip.node_gpus for below, *_ in spans)
-    where = "network" if across else "node"
-    return Lane(gpu.all_gather(inner, chip, size, inner), 0.0, _on(int(across)), size, where, near=not across)
-
-
-@lru_cache(maxsize=1024)
-def _hop(chip: Chip, inner: int) -> Lane:
-    """A hop between stages: a GPU's own links in a node, its share of the node's beyond."""
-    across = inner >= chip.node_gpus
-    return Lane(1 / gpu.hop_bandwidth(chip, inner), 0.0, _on(int(across)), 2, "network" if across else "node")
-
-
-@lru_cache(maxsize=4096)
-def _dispatch(chip: Chip, size: int, inner: int, copies: int, groups: int) -> Lane:
-    """Tokens to experts: each copy over the node's links, at most one a node over the network (Part 12)."""
-    node = chip.node_gpus
-    nodes = max(1, size * inner // node)
-    inside = copies * (1 - 1 / size) / chip.need("levels")[0].group_bw(min(size * inner, node))
-    if nodes == 1:
-        return Lane(inside, 0.0, _on(0), size, "node")
-    sent = min(copies, nodes, groups) * (1 - 1 / nodes)
-    beyond = sent / (chip.bandwidth("scale-out") / node)
-    return Lane(max(inside, beyond), 0.0, _on(1), size, "network", near=False)
-
-
 # --- A torus
+
+
+Placement = dict[str, tuple[AxisSpan, ...]]  # by mesh axis
+
+
+def slice_shape(chip: Chip, chips: int) -> tuple[int, ...]:
+    """The most cubic slice of so many chips that the pod has, rings first; ValueError if there is none."""
+    pod = chip.need("pod")
+    if chips == chip.pod_chips:
+        return tuple(pod)
+    shapes = [
+        shape
+        for shape in _shapes(chips, len(pod))
+        if all(a <= b for a, b in zip(shape, sorted(pod), strict=True))
+    ]  # fmt: skip
+    if not shapes:
+        whole, near = "x".join(map(str, pod)), _near(chip, chips)
+        raise ValueError(f"{chips:,} chips are not a slice of a {whole} pod of {chip.name}; fix: take {near:,}")
+    return min(shapes, key=lambda shape: (not all(chip.wraps(shape)), max(shape) / min(shape)))
+
+
+def _shapes(chips: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """Sorted lengths whose product is `chips`."""
+    if axes == 1:
+        yield (chips,)
+        return
+    for length in range(1, round(chips ** (1 / axes)) + 1):
+        if chips % length == 0:
+            yield from ((length, *rest) for rest in _shapes(chips // length, axes - 1) if rest[0] >= length)
+
+
+def _near(chip: Chip, chips: int) -> int:
+    """The largest slice of fewer chips."""
+    pod = sorted(chip.need("pod"))
+    for fewer in range(min(chips, chip.pod_chips), 0, -1):
+        for shape in _shapes(fewer, len(pod)):
+            if all(a <= b for a, b in zip(shape, pod, strict=True)):
+                return fewer
+    return 1
+
+
+@lru_cache(maxsize=64)
+def placements(chip: Chip, shape: tuple[int, ...], axes: tuple[str, ...], most: tuple[int, ...]) -> list[Placement]:
+    """All ways to lay mesh `axes`, outermost first, on a slice; none of them longer than `most` says."""
+    rings = chip.wraps(shape)
+    limit = dict(zip(axes, most, strict=True))
+
+    def ways(i: int) -> Iterator[dict[str, AxisSpan]]:
+        length, ring = shape[i], rings[i]
+        for axis in axes:
+            if length <= limit[axis]:
+                yield {axis: AxisSpan(i, length, 1, ring, True)}
+        for outer, inner in combinations(axes, 2):
+            for size in range(2, length):
+                if length % size == 0 and size <= limit[inner] and length // size <= limit[outer]:
+                    yield {
+                        inner: AxisSpan(i, size, 1, False, False),
+                        outer: AxisSpan(i, length // size, size, ring, False),
+                    }
+
+    found: list[Placement] = []
+
+    def walk(i: int, placed: Placement):
+        if i == len(shape):
+            found.append(placed)
+            return
+        if shape[i] == 1:
+            walk(i + 1, placed)
+            return
+        for way in ways(i):
+            both = dict(placed)
+            for axis, span in way.items():
+                spans = (*placed.get(axis, ()), span)
+                if sum(not s.whole for s in spans) > 1 or math.prod(s.size for s in spans) > limit[axis]:
+                    break
+                both[axis] = spans
+            else:
+                walk(i + 1, both)
+
+    walk(0, {})
+    return found
 
 
 def torus(chip: Chip, sizes: Mapping[str, int], zero: int, placed: Placement, copies: int = 1) -> Network:
@@ -183,21 +183,8 @@ def torus(chip: Chip, sizes: Mapping[str, int], zero: int, placed: Placement, co
             lanes[name] = Lane() if size == 1 else pod_lane(chip, size)
             continue
         spans = tuple(span for axis in axes for span in placed.get(axis, ()))
-        lanes[name] = _torus_lane(chip, name, spans, size, copies)
+        lanes[name] = torus_lane(chip, HOW.get(name, "AllGather"), spans, copies)
     return Network(chip, sizes, zero, lanes)
-
-
-@lru_cache(maxsize=65536)
-def _torus_lane(chip: Chip, name: str, spans: tuple[AxisSpan, ...], size: int, copies: int) -> Lane:
-    links = _on(*(span.torus for span in spans))
-    where = " x ".join(str(span) for span in spans)
-    if name == "pipe":
-        stride = min(span.stride for span in spans)
-        return Lane(stride / chip.need("link_bw"), stride * chip.hop_latency, links, 2, where)
-    if name == "expert":
-        per_byte, latency = exchange(chip, spans)
-        return Lane(per_byte * copies, latency, links, size, where)
-    return Lane(*gather_price(chip, spans), links, size, where)
 
 
 def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: int = 3) -> Network:
@@ -215,16 +202,13 @@ def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: in
 
 def measured(chip: Chip, sizes: Mapping[str, int], zero: int) -> Network:
     """Lanes from a chip file's measured AllGathers; every lane waits for every other: they share the machine."""
-    lanes, rows = {}, {row.ranks: row for row in chip.measured if row.op == "AllGather"}
+    lanes = {}
     for name, (sharded, plain) in LANES.items():
         size = math.prod(sizes[axis] for axis in (sharded if zero == 3 else plain))
-        if size == 1:
-            lanes[name] = Lane()
-        elif size in rows:
-            lanes[name] = Lane(1 / rows[size].bandwidth, rows[size].latency, _on(0), size, "measured")
-        else:
-            has = ", ".join(map(str, rows)) or "none"
-            raise Unplaced(f"an AllGather over {size} ranks was not measured (of ranks: {has})")
+        try:
+            lanes[name] = measured_lane(chip, "AllGather", size) if size > 1 else Lane()
+        except ValueError as error:
+            raise Unplaced(str(error).splitlines()[0]) from error
     return Network(chip, sizes, zero, lanes)
 
 

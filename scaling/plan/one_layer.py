@@ -111,7 +111,8 @@ class _Layer:
         self.sent, self.hidden, self.slower = {}, {}, [0.0, 0.0]
         for entry in found.entries:
             seconds, hides = float(entry.over.forecast(entry.nbytes, rate)), float(entry.hides(chip, l))
-            self.sent.setdefault(entry.lane, seconds)  # of weights, the layers' come first, then the vocabulary's
+            what = entry.lane if entry.forward else f"gradients of {entry.lane}"
+            self.sent.setdefault(what, seconds)  # of weights, the layers' come first, then the vocabulary's
             self.hidden[entry.lane] = hides
             if entry.kind in ("critical", "ahead"):
                 busy = rate.cores * seconds * (hides if entry.kind == "critical" else 1) / layers / l.microbatches
@@ -134,7 +135,8 @@ class _Layer:
     def weights(self, what: str, ahead: bool) -> Iterator[Operation]:
         for lane, mark in (("weights", "W"), ("experts", "W of experts")):
             if lane in self.sent:
-                yield Operation("fsdp", what.format(mark), self.sent[lane], waits=False, ahead=ahead)
+                seconds = self.sent[lane if ahead else f"gradients of {lane}"]
+                yield Operation("fsdp", what.format(mark), seconds, waits=False, ahead=ahead)
 
     def compute(self, name: str, matmuls: float, passes: float) -> Iterator[Operation]:
         yield Operation("compute", name, matmuls + passes * self.between)

@@ -166,55 +166,12 @@ def test_nonsense_is_refused(arguments, message):
         cost.layer(shape=replace(LAYER, **shape), links=cost.Links(**links), **arguments)
 
 
-# Steps, pipelines, pods
+# Pipelines and whole runs
 
 
-def test_a_step_is_its_layers():
-    links, mesh = cost.Links(C, 2 * W, W), {"X": 1024, "Y": 8}
-    one, step = cost.layer("fsdp_tp", LAYER, links, **mesh), cost.step("fsdp_tp", 80, LAYER, links, mesh)
-    assert step.cost.math == pytest.approx(80 * one.math)
-    assert dict(step.cost.axes) == {axis: pytest.approx(80 * t) for axis, t in one.axes}
-    assert (step.bubble, step.mfu) == (0, pytest.approx(one.math / one.lower))
-    assert step.lower == pytest.approx(80 * one.lower)
-
-
-def test_pipeline_comms_and_bubble():
-    assert cost.bubble(1, 8) == 0
-    assert cost.bubble(4, 8) == 3 / 11
+def test_pipeline_comms():
     assert cost.pipeline_comms(1e6, 8192, 4e11, 1, 8) == 0
     assert cost.pipeline_comms(1e6, 8192, 4e11, 4, 8) == pytest.approx(2 * 1e6 * 8192 / (4e11 * 8) * 10)
-
-
-def test_pipeline_step():
-    links = cost.Links(C, X=1e12, Z=1e12)
-    plain = cost.step("dp", 16, LAYER, links, {})
-    piped = cost.step("dp", 16, LAYER, links, {"Z": 4}, microbatches=8)
-    assert piped.cost.math == pytest.approx(plain.cost.math / 4)
-    assert piped.lower == pytest.approx(piped.cost.math / (8 / 11))
-    assert piped.mfu == pytest.approx(8 / 11)
-    mesh = {"X": 8, "Z": 4}
-    few, many = (dict(cost.step("fsdp", 16, LAYER, links, mesh, microbatches=m).cost.axes)["X"] for m in (1, 8))
-    assert many / few == pytest.approx(17 / 3)  # weights gathered forward and backward by each microbatch
-
-
-def test_pods():
-    M, L, D, F = 8192, 4, 8192, 32768
-    assert cost.pod_bytes(LAYER, L, M) == 8 * D * F * L / M
-    per_slice = cost.pod_threshold(C, V5P.dcn_bw)
-    links, mesh = cost.Links(C, 1e20, 1e20, P=V5P.dcn_bw), {"X": 1024, "Y": 8, "P": 2}
-    step = cost.step("fsdp_tp", L, replace(LAYER, B=2 * per_slice), links, mesh)
-    assert dict(step.cost.axes)["P"] == pytest.approx(step.cost.parts[1].math)  # the backward pass hides it
-
-
-def test_steps_that_cannot_be():
-    with pytest.raises(ValueError, match="10 layers do not divide into 4 stages"):
-        cost.step("dp", 10, LAYER, cost.Links(C, Z=W), {"Z": 4})
-    with pytest.raises(ValueError, match=r"give Links\(Z=...\)"):
-        cost.step("dp", 8, LAYER, cost.Links(C), {"Z": 4})
-    with pytest.raises(ValueError, match=r"give Links\(P=...\)"):
-        cost.step("dp", 8, LAYER, cost.Links(C), {"P": 2})
-    with pytest.raises(ValueError, match="axis = 'pod'"):
-        cost.step("dp", 8, LAYER, cost.Links(C), {"pod": 2})
 
 
 def test_mfu_and_seconds():

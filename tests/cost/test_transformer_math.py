@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling.configs import MODELS, Config, get, load
-from scaling.cost import activation_bytes
 from scaling.cost import transformer as tm
 
 L70 = MODELS["llama3-70b"]
@@ -56,7 +55,7 @@ def test_rule_of_thumb_is_the_exact_count_but_for_attention_embedding_and_norms(
 @given(st.sampled_from(list(MODELS)), st.integers(1, 9), st.integers(1, 300))
 def test_decoding_token_by_token_is_a_causal_forward_pass(name, B, T):
     config = get(name)
-    steps = sum(tm.decode_flops(config, B, t) for t in range(1, T + 1))
+    steps = sum(sum(tm.forward_flops(config, B, 1, t, causal=True).values()) for t in range(1, T + 1))
     assert steps == sum(tm.forward_flops(config, B, T, causal=True).values())
     prefill = tm.prefill_flops(config, T, B)
     assert steps - prefill == 2 * B * (T - 1) * config.D * config.V
@@ -138,7 +137,7 @@ def test_attention():
 def test_kv_cache_and_saved_activations():
     assert tm.kv_cache_bytes(get("part4-q1"), 1, "int8") == 512 * 1024
     assert tm.kv_cache_bytes(L70, 1, "int8") == 163_840
-    assert tm.saved_bytes(L70, 1000, "block") == activation_bytes(1000, 8192, 80, "block") == 2 * 8192 * 1000 * 80
+    assert tm.saved_bytes(L70, 1000, "block") == 2 * 8192 * 1000 * 80
     widths = tm.saved_widths(L70, "matmuls")
     assert len(widths) == 6  # W_in and W_gate, both F wide, as one entry: the book's seven
     assert tm.saved_bytes(L70, 10, "matmuls") == 10 * 80 * 2 * sum(widths.values())
@@ -226,6 +225,6 @@ def test_utilization_counts_pairs_as_a_mask_does():
     assert step == pytest.approx(3 * tm.utilization(config, 3, 6, seconds, 4, C, training=False))
     again = tm.utilization(config, 3, 6, seconds, 4, C, remat="block") - step
     assert again == pytest.approx(tm.remat_flops(config, 3, 6, "block", causal=True) / (seconds * 4 * C))
-    assert tm.decode_flops(config, 3, 6) == flops(3, 1, 6, 3 + 6)
+    assert sum(tm.forward_flops(config, 3, 1, 6, causal=True).values()) == flops(3, 1, 6, 3 + 6)
     with pytest.raises(ValueError, match="training=False"):
         tm.utilization(config, 3, 1, seconds, 4, C, S=6)

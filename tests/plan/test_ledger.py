@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from scaling.configs import get
+from scaling.cost.lanes import Lane
 from scaling.hardware import chip
 from scaling.plan import Job, Layout, Stack, evaluate, tree
 from scaling.plan.evaluate import forecast
 from scaling.plan.holds import held
 from scaling.plan.layout import columns, row
 from scaling.plan.ledger import compute, heaviest, ledger
-from scaling.plan.network import Lane
 from scaling.schedules import make
 from scaling.schedules.simulator import Times, simulate
 

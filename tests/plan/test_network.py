@@ -5,10 +5,10 @@ import pytest
 
 from scaling import cost
 from scaling.cost import gpu
+from scaling.cost.lanes import AxisSpan, exchange, gather_price, join_spans
 from scaling.hardware import chip
 from scaling.plan.layout import AXES
-from scaling.plan.network import Unplaced, book, torus, torus_meshes, tree
-from scaling.plan.placement import AxisSpan, exchange, gather_price, join_spans, placements, slice_shape
+from scaling.plan.network import Unplaced, book, placements, slice_shape, torus, torus_meshes, tree
 
 V5P, H100 = chip("v5p"), chip("h100")
 approx = partial(pytest.approx, rel=1e-9, abs=0)  # seconds a byte are below the usual absolute tolerance

@@ -1,0 +1,200 @@
+"""Lanes: what a byte costs that a collective moves over a group of chips: on a torus, on a tree of switches, measured.
+
+Every price of a collective comes from here: the book's, of whole axes of a torus (`collectives`), those of a mesh that
+lies on the chips (`placed`), and those of all the meshes that the planner compares. V is the book's measure, as in
+`scaling.trace`: the gathered array of one group.
+
+On a torus a mesh axis takes whole torus axes, and at most one part of a further one, whose rest another mesh axis
+takes: inside it, as a line of neighbours, or outside of it, as a ring with a stride. On 16x20x28, TP 8 is half of the
+axis of 16, a line, whose links run one way: half the bandwidth of a ring (Part 2, "TPU Networking"; Part 3, "A Deeper
+Dive ...").
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from scaling.cost import gpu
+from scaling.hardware import Chip, Efficiency
+
+Amount = Any  # a number, or an array of them: the arithmetic is the same
+LINKS = 4  # of a torus its axes, of a tree the node's and the network's; the last one is the datacenter's
+NUMBERS = ("per_byte", "latency", "ranks", "near")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Seconds a byte of V, or of AllToAlls and hops a byte that a chip sends; at least `latency`; over which links.
+
+    `ranks` of the group; `where`: in words; `near`: over links that kernels drive themselves, so that collectives can
+    run behind the matmuls that wait for them (a torus, a node). Numbers may be columns, of many meshes. Lanes over
+    different links can run at once, those over the same one add up.
+    """
+
+    per_byte: Amount = 0.0
+    latency: Amount = 0.0
+    links: tuple[Amount, ...] = (False,) * LINKS
+    ranks: Amount = 1
+    where: str = ""
+    near: Amount = True
+
+    @staticmethod
+    def columns(lanes: Sequence["Lane"]) -> "Lane":
+        """Many as one whose numbers are arrays."""
+        numbers: dict[str, Any] = {name: np.array([float(getattr(lane, name)) for lane in lanes]) for name in NUMBERS}
+        links = zip(*(lane.links for lane in lanes), strict=True)
+        return Lane(**numbers, links=tuple(np.array(column, dtype=float) for column in links))
+
+    def take(self, index: np.ndarray) -> "Lane":
+        """Rows of columns, by number."""
+        numbers: dict[str, Any] = {name: getattr(self, name)[index] for name in NUMBERS}
+        return Lane(**numbers, links=tuple(link[index] for link in self.links))
+
+    def seconds(self, nbytes: Amount) -> Amount:
+        """Of one collective, at the peak."""
+        return np.maximum(self.latency, nbytes * self.per_byte)
+
+    def forecast(self, nbytes: Amount, rate: Efficiency) -> Amount:
+        """The same as it is likely to be: starting it and its hops take time beside the bytes."""
+        hops = rate.launch + np.maximum(self.latency, (self.ranks - 1) * rate.launch / 16)
+        return np.where(self.ranks > 1, hops, 0.0) + nbytes * self.per_byte / rate.links
+
+
+def on_links(*links: int) -> tuple[bool, ...]:
+    return tuple(i in links for i in range(LINKS))
+
+
+# --- On a torus
+
+
+@dataclass(frozen=True)
+class AxisSpan:
+    """What a mesh axis takes of a torus axis: `size` chips, `stride` apart; `ring`, whether its ends are joined."""
+
+    torus: int
+    size: int
+    stride: int
+    ring: bool
+    whole: bool
+
+    @property
+    def ports(self) -> float:
+        """Links' worth of bandwidth: two of a ring, one of a line, shared with the groups between two neighbours."""
+        return (2 if self.ring else 1) / self.stride
+
+    @property
+    def hops(self) -> int:
+        """That the farthest bytes travel: X/2 on a ring of X (both ways round), X - 1 on a line."""
+        return (self.size // 2 if self.ring else self.size - 1) * self.stride
+
+    def __str__(self) -> str:
+        shape = "ring" if self.ring else "line"
+        return f"{shape} of {self.size}" + (f", every {self.stride}th" if self.stride > 1 else "")
+
+
+def join_spans(spans: Sequence[AxisSpan]) -> tuple[AxisSpan, ...]:
+    """The spans of several mesh axes as those of one: two parts of a torus axis are the whole of it."""
+    found: dict[int, AxisSpan] = {}
+    for span in spans:
+        if (other := found.get(span.torus)) is None:
+            found[span.torus] = span
+        else:
+            ring = span.ring or other.ring
+            found[span.torus] = AxisSpan(span.torus, span.size * other.size, 1, ring, True)
+    return tuple(found.values())
+
+
+def latency_of(chip: Chip, spans: Sequence[AxisSpan]) -> float:
+    return sum(span.hops for span in spans) * chip.hop_latency
+
+
+def gather_price(chip: Chip, spans: Sequence[AxisSpan], exact: bool = False) -> tuple[float, float]:
+    """(seconds a byte of V, latency) of an AllGather over these spans; a ReduceScatter is the same.
+
+    Parts of torus axes first, the slowest before the others, while there is little to send; then all whole ones at
+    once. Of these the share that each chip has already is taken off on lines alone, or if it is to be `exact`.
+    """
+    spans = join_spans(spans)
+    link = chip.need("link_bw")
+    size = math.prod(span.size for span in spans)
+    parts = sorted((span for span in spans if not span.whole), key=lambda span: span.ports)
+    whole = [span for span in spans if span.whole]
+    seconds, held = 0.0, 1
+    for span in parts:
+        held *= span.size
+        lacking = 1 if span.ring else 1 - 1 / span.size
+        seconds += held / size * lacking / (span.ports * link)
+    if whole:
+        lacking = 1 - 1 / math.prod(span.size for span in whole) if exact or not any(s.ring for s in whole) else 1
+        seconds += lacking / (sum(span.ports for span in whole) * link)
+    return seconds, latency_of(chip, spans)
+
+
+def exchange(chip: Chip, spans: Sequence[AxisSpan], exact: bool = False) -> tuple[float, float]:
+    """(seconds for each byte that a chip sends in all, latency) of an AllToAll over these spans: of the slowest.
+
+    On a line half the links are missing and the middle one carries all: twice a ring's. `exact` counts odd lengths
+    right (1 - 1/X^2: the middle of an odd axis is a chip).
+    """
+    spans, link = join_spans(spans), chip.need("link_bw")
+    times = [
+        span.size * (1 - 1 / span.size**2 if exact and span.size % 2 else 1) / (4 * span.ports * link) for span in spans
+    ]
+    return max(times, default=0.0), latency_of(chip, spans)
+
+
+@lru_cache(maxsize=65536)
+def torus_lane(chip: Chip, op: str, spans: tuple[AxisSpan, ...], copies: int = 1) -> Lane:
+    """Of a group on these spans; of an AllToAll so many `copies` of what a chip sends."""
+    links, where = on_links(*(span.torus for span in spans)), " x ".join(str(span) for span in spans)
+    ranks = math.prod(span.size for span in spans)
+    if op == "CollectivePermute":
+        stride = min(span.stride for span in spans)
+        return Lane(stride / chip.need("link_bw"), stride * chip.hop_latency, links, 2, where)
+    if op == "AllToAll":
+        per_byte, latency = exchange(chip, spans)
+        return Lane(per_byte * copies, latency, links, ranks, where)
+    return Lane(*gather_price(chip, spans), links, ranks, where)
+
+
+# --- On a tree of switches
+
+
+@lru_cache(maxsize=16384)
+def tree_lane(chip: Chip, op: str, size: int, inner: int, copies: int = 1, groups: int = 1) -> Lane:
+    """Of `size` GPUs, `inner` apart. A hop runs over a GPU's own links in a node, over its share of the node's beyond;
+    of an AllToAll each copy over the node's links, and at most one a node and group over the network (Part 12)."""
+    node = chip.node_gpus
+    if op == "CollectivePermute":
+        across, per_byte, size = inner >= node, 1 / gpu.hop_bandwidth(chip, inner), 2
+    elif op == "AllToAll":
+        nodes = max(1, size * inner // node)
+        across = nodes > 1
+        per_byte = copies * (1 - 1 / size) / chip.need("levels")[0].group_bw(min(size * inner, node))
+        if across:
+            sent = min(copies, nodes, groups) * (1 - 1 / nodes)
+            per_byte = max(per_byte, sent / (chip.bandwidth("scale-out") / node))
+    else:
+        across = any(below >= node for below, *_ in gpu.spans(chip, size, inner))
+        per_byte = gpu.all_gather(inner, chip, size, inner)
+    near = op == "CollectivePermute" or not across
+    return Lane(per_byte, 0.0, on_links(int(across)), size, "network" if across else "node", near)
+
+
+# --- As measured
+
+
+def measured_lane(chip: Chip, op: str, ranks: int) -> Lane:
+    """Of a collective over so many ranks, from the chip file; ValueError if it was not measured."""
+    for row in chip.measured:
+        if (row.op, row.ranks, row.alone) == (op, ranks, False):
+            return Lane(1 / row.bandwidth, row.latency, on_links(0), ranks, "measured")
+    has = ", ".join(f"{row.op} over {row.ranks}" for row in chip.measured) or "none"
+    raise ValueError(
+        f"{chip.name}: {op} over {ranks} ranks was not measured (there is: {has})"
+        "\n  fix: measure it (python -m scaling.measure), or choose what is there"
+    )
