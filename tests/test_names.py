@@ -25,7 +25,6 @@ SAME = {  # what the public functions of one name have in common: their names
     "training's, and serving's: the cost of a step, the scheduler's step, what is planned, what is simulated": {
         "evaluate", "meshes", "plans", "simulate", "step",
     },
-    "a closed form, and the sum that it stands for": {"bubble"},
     "a command and its parts; it is run": {"arguments", "main", "run"},
     "results, written: as JSON, text, a table, a picture, a file": {
         "as_dict", "draw", "figure", "load", "save", "table", "text",
