@@ -1,8 +1,7 @@
 """Manual sharding (Part 10): programs for one device, with JAX's collectives, as functions of whole arrays.
 
-`manual` has shard_map, `names` the collectives as JAX spells them, `operands` what they ask of what they are given,
-`law` their transposes, `types` what varies over which axis and the checks, `partial` what is unreduced or reduced,
-`transport` what runs them, on ranks or in one process.
+`manual` has shard_map, `names` the collectives as JAX spells them, `calls` their law of transposes and what runs them,
+on ranks or in one process, `types` what varies over which axis and the checks, `partial` what is unreduced or reduced.
 """
 
 from scaling.shard_map.manual import shard_map

@@ -19,11 +19,9 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from scaling._torch import constant, level_of
 from scaling.interop import from_partition_spec
 from scaling.mesh import AbstractMesh
-from scaling.shard_map.law import Call, apply_stacked
-from scaling.shard_map.names import bound_here
-from scaling.shard_map.operands import tensor_of
+from scaling.shard_map.calls import Bound, Call, apply_stacked
+from scaling.shard_map.names import bound_here, tensor_of
 from scaling.shard_map.partial import PLAIN, marked, marks
-from scaling.shard_map.transport import Bound
 from scaling.shard_map.types import Checks, described_type, memory_of, vary, varying
 from scaling.spec import ShardingError, Spec, format_axes, parse, refuse
 from scaling.tree import for_each

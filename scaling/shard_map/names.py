@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from scaling.collectives.calls import pairs_of
-from scaling.shard_map.law import Call, apply_typed
-from scaling.shard_map.operands import check_dim, check_divides, tensor_of
+from scaling.shard_map.calls import Bound, Call, apply_typed, index_of
 from scaling.shard_map.partial import marked, marks
-from scaling.shard_map.transport import Bound, index_of
 from scaling.shard_map.types import described_type, vary, varying
 from scaling.sizes import format_sizes
 from scaling.spec import ShardingError
@@ -270,3 +268,31 @@ def comparable(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Ten
 def collected(x: Tensor, bound: Bound, call: Call) -> Tensor:
     """The call on x; over other axes what is unreduced or reduced stays so."""
     return marked(apply_typed(x, bound, call), marks(x).without(call.axes))
+
+
+def tensor_of(leaf: Any) -> Tensor:
+    """A number or numpy's array as a tensor, a tensor as it is. ShardingError for what holds no numbers."""
+    try:
+        x = leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
+    except (TypeError, ValueError, RuntimeError):
+        x = None
+    if x is None or x.layout is not torch.strided:
+        kind = type(leaf).__name__ if x is None else x.layout
+        raise ShardingError(f"shard_map: {leaf!r:.60}: a {kind}\n  rule: values are dense tensors\n  fix: convert it")
+    return x
+
+
+def check_dim(name: str, dim: int, dims: int) -> int:
+    if not isinstance(dim, int) or not -dims <= dim < dims:
+        raise ShardingError(f"{name}: there is no dim {dim!r} among {dims}\n  fix: give an int of {-dims}..{dims - 1}")
+    return dim % dims
+
+
+def check_divides(name: str, x: Tensor, dim: int, axes: tuple[str, ...], bound: Bound, tiled: bool) -> None:
+    n = bound.mesh.size(axes)
+    if x.shape[dim] % n if tiled else x.shape[dim] != n:
+        wanted = f"a multiple of {n}" if tiled else f"{n}, or tiled=True"
+        raise ShardingError(
+            f"{name} over {', '.join(axes)}: dim {dim} has size {x.shape[dim]}\n"
+            f"  rule: it is cut into {n} blocks, one for each device\n  fix: make it {wanted}"
+        )

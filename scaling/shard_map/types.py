@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from scaling._torch import is_wrapped, level_of, storage_of, unwrapped
 from scaling.algebra.ops import op_kind
-from scaling.shard_map.law import Call, Collective, apply_typed
+from scaling.shard_map.calls import Bound, Call, Collective, apply_typed
 from scaling.shard_map.partial import PLAIN, Marks, Mismatch, marked, marks, result_of
-from scaling.shard_map.transport import Bound
 from scaling.spec import ShardingError, format_axes
 
 ASKS = {"dim", "size", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__repr__", "requires_grad_"}
