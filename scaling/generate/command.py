@@ -10,24 +10,10 @@ import sys
 
 from scaling import launch
 from scaling.console import SEEDS, Parser, complaining, integer, number
-from scaling.mesh import AbstractMesh
-from scaling.models.text import tokenizer_of
 from scaling.serve.generation import Token, score, stream
-from scaling.serve.loading import (
-    DTYPES,
-    add_model,
-    check_fits,
-    draft_config,
-    draft_of,
-    free_memory,
-    on_ranks,
-    params_of,
-    with_folders,
-)
+from scaling.serve.loading import Served, add_model, loaded, on_ranks, served_by
 from scaling.serve.sampling import Sampling
-from scaling.serve.text import TextStream, chat_prompt, ends_of
-from scaling.serve.types import specs
-from scaling.sizes import parse_mesh
+from scaling.serve.text import TextStream, chat_prompt
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -63,22 +49,20 @@ def arguments(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(mesh, args, config, tokenizer, prompt: list[int], how: Sampling, ends: tuple[int, ...]) -> None:
+def run(mesh, args, what: Served, prompt: list[int], how: Sampling) -> None:
     """On every rank; rank 0 prints."""
-    dtype = DTYPES[args.dtype]
-    params = params_of(args.model, config, mesh, dtype, args.form)
-    first = mesh.rank == 0
+    params, draft = loaded(args, what, mesh)
+    first, tokenizer, ends = mesh.rank == 0, what.tokenizer, what.ends
     if args.score:
-        logprobs = score(params, [prompt], config, mesh=mesh, form=args.form)[0]
+        logprobs = score(params, [prompt], what.config, mesh=mesh, form=what.form)[0]
         if first:
             scored = [Token(0, id, p) for id, p in zip(prompt[1:], logprobs, strict=True)]
             print("\n".join([*_table(scored, tokenizer), _summary(logprobs)]))
         return
-    draft = draft_of(args.draft, config, mesh, dtype, args.form)
     text, tokens = TextStream(tokenizer, args.stop), []
     for step in stream(
-        params, [prompt], config, args.max_new_tokens, how,
-        seed=args.seed, stop=ends, mesh=mesh, draft=draft, proposals=args.proposals, form=args.form,
+        params, [prompt], what.config, args.max_new_tokens, how,
+        seed=args.seed, stop=ends, mesh=mesh, draft=draft, proposals=args.proposals, form=what.form,
     ):  # fmt: skip
         for token in step:
             if text.stopped:
@@ -126,15 +110,8 @@ def prompt_of(args, tokenizer) -> list[int]:
 
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
-    config, args = with_folders(arguments(argv))
-    sizes, tokenizer = parse_mesh(args.mesh), tokenizer_of(args.model, config.V)
-    how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-    specs(config, AbstractMesh(sizes), form=args.form)
-    prompt = prompt_of(args, tokenizer)
-    memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
-    length = len(prompt) + (0 if args.score else args.max_new_tokens)
-    draft = draft_config(args.draft, config, AbstractMesh(sizes), args.form)
-    check_fits(config, sizes, 1, length, DTYPES[args.dtype], memory, args.form, draft)
-    ends = () if args.ignore_eos else ends_of(args.model)
-    on_ranks(args, run, sizes, args, config, tokenizer, prompt, how, ends)
+    what, args = served_by(arguments(argv))
+    how, prompt = Sampling(args.temperature, args.top_k, args.top_p, args.min_p), prompt_of(args, what.tokenizer)
+    what.check_fits(1, len(prompt) + (0 if args.score else args.max_new_tokens))
+    on_ranks(args, run, what.sizes, args, what, prompt, how)
     return 0

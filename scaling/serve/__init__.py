@@ -7,11 +7,10 @@ imported without it.
     slots    where tokens go in a cache and what they see  step     prefill, decode, extend
     forms    one listing for each way to shard a decode step
     handover a cache moved to another mesh                 int8     int8 weights
-    sampling, speculative, generation                      from logits to tokens; generate, stream, score
+    sampling, generation                                   from logits to tokens; generate, stream, score
     states, policies, pages, scheduler                     the engine's state machine, without torch
     simulate, engine                                       a trace of requests in time: modelled, and computed
     drafts                                                 a step of what generates, and what proposes its tokens
-    paged                                                  of the engine: a model with its pages
     text, loading, requests                                for the commands `generate` and `serve`
     web                                                    the engine behind HTTP: the extra `serve`
 """

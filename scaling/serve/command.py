@@ -16,34 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from scaling import launch
-from scaling.configs import Config
 from scaling.console import Parser, complain, complaining, integer, output
-from scaling.mesh import AbstractMesh
-from scaling.models.text import tokenizer_of
 from scaling.serve.cache import PAGED_SEQUENCE
 from scaling.serve.engine import serve
-from scaling.serve.loading import (
-    DTYPES,
-    add_model,
-    check_fits,
-    draft_config,
-    draft_of,
-    free_memory,
-    length_that_fits,
-    on_ranks,
-    params_of,
-    with_folders,
-)
+from scaling.serve.loading import Served, add_model, loaded, on_ranks, served_by
 from scaling.serve.policies import POLICIES
 from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import Options, Run
-from scaling.serve.text import TextStream, chat_template, ends_of
-from scaling.serve.types import row_groups, specs
-from scaling.sizes import parse_mesh
+from scaling.serve.text import TextStream, chat_template
+from scaling.serve.types import row_groups
 from scaling.spec import ShardingError
 
-CONTEXT = 2048  # tokens of the cache for each slot, over HTTP
+CONTEXT = 2048  # tokens of the cache for each slot, over HTTP, or as far as memory has room
 FOR_EVER = 1e8  # seconds for which ranks may wait for a client
 
 
@@ -100,11 +85,10 @@ def pages_of(lines: list[RequestLine], page: int, slots: int, most: int) -> tupl
     return max(1, min(sum(sorted(needs, reverse=True)[:slots]), most)), served, refused
 
 
-def run(mesh, args, config, tokenizer, lines: list[RequestLine], options: Options) -> Simulated:
+def run(mesh, args, what: Served, lines: list[RequestLine], options: Options) -> Simulated:
     """On every rank."""
-    params = params_of(args.model, config, mesh, DTYPES[args.dtype], args.form)
-    draft = draft_of(args.draft, config, mesh, DTYPES[args.dtype], args.form)
-    streams = {line.number: TextStream(tokenizer, line.stops) for line in lines if line.stops}
+    params, draft = loaded(args, what, mesh)
+    streams = {line.number: TextStream(what.tokenizer, line.stops) for line in lines if line.stops}
 
     def on_token(id: int, token: int) -> bool:
         if id not in streams:
@@ -113,18 +97,18 @@ def run(mesh, args, config, tokenizer, lines: list[RequestLine], options: Option
         return streams[id].stopped
 
     return serve(
-        params, config, [(line.arrival, line.request) for line in lines], options,
+        params, what.config, [(line.arrival, line.request) for line in lines], options,
         {line.number: line.draw for line in lines}, on_token=on_token,
-        draft=draft, mesh=mesh if mesh.size() > 1 else None, form=args.form,
+        draft=draft, mesh=mesh if mesh.size() > 1 else None, form=what.form,
     )  # fmt: skip
 
 
-def completion(line: RequestLine, times: RequestTimes, tokenizer, ends: tuple[int, ...]) -> dict:
+def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:
     """A line of the output. Times are seconds from the request's arrival."""
     if times.reason.startswith("refused"):
         return {"line": line.number, "id": line.name, "error": times.reason}
-    ids, text = list(times.tokens), TextStream(tokenizer, line.stops)
-    told = "".join(text.push(id) for id in (ids[:-1] if ids and ids[-1] in ends else ids)) + text.rest()
+    ids, text = list(times.tokens), TextStream(what.tokenizer, line.stops)
+    told = "".join(text.push(id) for id in (ids[:-1] if ids and ids[-1] in what.ends else ids)) + text.rest()
     late = {"ttft": times.ttft, "tpot": times.tpot, "seconds": times.end - times.arrival}
     late = {name: None if math.isnan(value) else round(value, 6) for name, value in late.items()}
     return {
@@ -135,98 +119,80 @@ def completion(line: RequestLine, times: RequestTimes, tokenizer, ends: tuple[in
 
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
-    config, args = with_folders(arguments(argv))
-    sizes, tokenizer = parse_mesh(args.mesh), tokenizer_of(args.model, config.V)
-    specs(config, AbstractMesh(sizes), form=args.form)
+    what, args = served_by(arguments(argv))
     if args.form == "sequence":
         raise ShardingError(PAGED_SEQUENCE)
-    ends = () if args.ignore_eos else ends_of(args.model)
+    most, groups = _most_pages(args, what), row_groups(what.form, what.mesh)
+    slots = -(-args.slots // groups)  # of a group
     if args.port is not None:
-        return _over_http(args, config, sizes, tokenizer, ends)
+        pages = args.pages or min(most, slots * -(-CONTEXT // args.page))
+        return _over_http(args, what, _options(args, pages, groups))
     text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
-    lines, bad = read_requests(text, tokenizer, config.V, ends, args.max_new_tokens or 64)
+    lines, bad = read_requests(text, what.tokenizer, what.config.V, what.ends, args.max_new_tokens or 64)
     if not lines and not bad:
         raise ValueError(f"{args.input}: holds no request\n  fix: give a file with a request in each line")
-    most = _most_pages(args, config, sizes)
     pages, refused = args.pages, []
     if not pages:
-        pages, lines, refused = pages_of(lines, args.page, _slots_of_group(args), most)
+        pages, lines, refused = pages_of(lines, args.page, slots, most)
     served: Any = Simulated((), {})
     if lines:
-        served = on_ranks(args, run, sizes, args, config, tokenizer, lines, _options(args, pages))
+        served = on_ranks(args, run, what.sizes, args, what, lines, _options(args, pages, groups))
     if int(os.environ.get("RANK", 0)) == 0:
-        return 0 if _report(args, lines, bad + refused, served, tokenizer, ends) else 1
+        return 0 if _report(args, what, lines, bad + refused, served) else 1
     return 0
 
 
-def _most_pages(args, config: Config, sizes: dict[str, int]) -> int:
+def _most_pages(args, what: Served) -> int:
     """The pages that memory has room for, a worker and group. ValueError where those that are wanted are more."""
-    draft = draft_config(args.draft, config, AbstractMesh(sizes), args.form)
-    memory = args.memory or free_memory(args.device, AbstractMesh(sizes).size())
-    fitting = config, sizes, 1, DTYPES[args.dtype], memory
     pools = 2 if args.policy == "disaggregated" else 1
-    most = length_that_fits(*fitting, args.form, draft) // (pools * args.page)
+    most = what.length_that_fits(1) // (pools * args.page)
     if (least := args.pages or 1) > most:
-        check_fits(*fitting[:3], pools * least * args.page, *fitting[3:], args.form, draft)
+        what.check_fits(1, pools * least * args.page)
     return most
 
 
-def _groups(args) -> int:
-    """The groups of ranks that requests are split among."""
-    return row_groups(args.form, AbstractMesh(parse_mesh(args.mesh)))
-
-
-def _slots_of_group(args) -> int:
-    return -(-args.slots // _groups(args))
-
-
-def _options(args, pages: int) -> Options:
+def _options(args, pages: int, groups: int) -> Options:
     proposals = args.proposals if args.draft else 0
     return Options(
-        pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals,
-        groups=_groups(args),
-    )  # fmt: skip
+        pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals, groups=groups
+    )
 
 
-def _over_http(args, config: Config, sizes: dict[str, int], tokenizer, ends: tuple[int, ...]) -> int:
-    """Serve HTTP until Ctrl-C. There are pages for CONTEXT tokens of each slot, or as far as memory has room."""
+def _over_http(args, what: Served, options: Options) -> int:
+    """Serve HTTP until Ctrl-C."""
     try:
         from scaling.serve.web import server
         from scaling.serve.web.words import Model
     except ImportError as error:
         raise ValueError(f"--port needs {error.name}\n  fix: pip install 'scaling-book-torch[serve]'") from None
-    most = _most_pages(args, config, sizes)
-    options = _options(args, args.pages or min(most, _slots_of_group(args) * -(-CONTEXT // args.page)))
-    model = Model(config.name, tokenizer, config.V, ends, None, options, args.max_new_tokens)
+    model = Model(what.config.name, what.tokenizer, what.config.V, what.ends, None, options, args.max_new_tokens)
     listener = server.listen(args.host, args.port) if int(os.environ.get("RANK", 0)) == 0 else None
     with server.passed_on():
-        on_ranks(args, _serve_http, sizes, args, config, model, listener, timeout=FOR_EVER)
+        on_ranks(args, _serve_http, what.sizes, args, what, model, listener, timeout=FOR_EVER)
     return 0
 
 
-def _serve_http(mesh, args, config: Config, model, listener) -> None:
+def _serve_http(mesh, args, what: Served, model, listener) -> None:
     """On every rank."""
     from scaling.serve.web import server
 
     with contextlib.suppress(ValueError):  # a model without a chat template serves plain prompts
         model = model._replace(chat=chat_template(args.model))
-    params = params_of(args.model, config, mesh, DTYPES[args.dtype], args.form)
+    params, draft = loaded(args, what, mesh)
 
     def ready(address: str, stop: Any) -> None:
         pages, page = model.options.pages * model.options.groups, model.options.page
         print(f"{model.name}: {address} ({args.mesh}, {pages:,} pages of {page} tokens); Ctrl-C ends it", flush=True)
 
     server.serve_http(
-        params, model, config, listener, mesh=mesh if mesh.size() > 1 else None, queue=args.queue, key=args.key,
-        ready=ready, draft=draft_of(args.draft, config, mesh, DTYPES[args.dtype], args.form), form=args.form,
+        params, model, what.config, listener, mesh=mesh if mesh.size() > 1 else None, queue=args.queue, key=args.key,
+        ready=ready, draft=draft, form=what.form,
     )  # fmt: skip
 
 
-def _report(
-    args, lines: list[RequestLine], bad: list[dict], served: Simulated, tokenizer, ends: tuple[int, ...]
-) -> int:
+def _report(args, what: Served, lines: list[RequestLine], bad: list[dict], served: Simulated) -> int:
     """Write the completions, say what is wrong with the other lines; how many were served."""
-    rows = {line.number: completion(line, served.requests[line.number], tokenizer, ends) for line in lines}
+    rows = {line.number: completion(line, served.requests[line.number], what) for line in lines}
     rows |= {row["line"]: row for row in bad}
     Path(args.output).write_text("".join(json.dumps(rows[n], ensure_ascii=False) + "\n" for n in sorted(rows)))
     for row in rows.values():

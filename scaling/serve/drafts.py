@@ -1,7 +1,13 @@
 """A step of what generates: the tokens that each request is given, with a draft or without; and what proposes them.
 
 The same step serves `generate`, the engine and the server: they differ in where a model keeps what it has computed.
-A draft is the request's own text by n-grams, or a smaller model. Which proposals are kept is the rule of `speculative`.
+A draft is the request's own text by n-grams, or a smaller model.
+
+The rule: at each place the model draws as it would without a draft, by the request's seed and the place; a proposal is
+kept if it is that token. So what is proposed changes no token, greedy or sampled: not how much is proposed either, or
+where a step begins. A draft draws with the same uniform numbers, and so often the same token. The book's rule
+(`scaling.book.speculative`) has the same distribution and keeps more of a draft that is unlike the model, but what it
+gives depends on where a step begins: a request that is preempted would go on with other tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +17,6 @@ from torch import Tensor
 
 from scaling.configs import Config
 from scaling.serve.sampling import Draw, sample_each
-from scaling.serve.speculative import as_proposed, ngram
 from scaling.serve.states import Work
 
 
@@ -54,6 +59,27 @@ class SmallModel:
             live = [w._replace(start=at, tokens=(id,)) for w, at, id in zip(live, places, drawn, strict=True)]
             logits = self.model.logits(worker, live)  # of the last proposal as well: if all are kept, it is held
         return proposed
+
+
+def as_proposed(proposed: Sequence[int], drawn: Sequence[int]) -> list[int]:
+    """The tokens of a step: of those drawn at the k proposed places and the one after, up to the first that is not what
+    was proposed."""
+    same = next((n for n, (a, b) in enumerate(zip(proposed, drawn, strict=False)) if a != b), len(proposed))
+    return list(drawn[: same + 1])
+
+
+def ngram(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
+    """k proposals out of the request's own tokens: what followed the last n tokens when they stood there before.
+
+    The longest n up to `longest` that is found, at its latest place; the last token again where nothing is found.
+    """
+    tokens = list(tokens)
+    for n in range(min(longest, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if tokens[start : start + n] == tokens[-n:]:
+                after = tokens[start + n : start + n + k]
+                return after + [after[-1]] * (k - len(after))
+    return tokens[-1:] * k
 
 
 class Given(NamedTuple):

@@ -3,7 +3,7 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +14,12 @@ from scaling.console import Parser, integer
 from scaling.mesh import AbstractMesh
 from scaling.models import hf
 from scaling.models import transformer as model
+from scaling.models.text import tokenizer_of
 from scaling.serve.cache import init_cache
 from scaling.serve.drafts import check_draft
+from scaling.serve.text import ends_of
 from scaling.serve.types import FORMS, check_mesh, divisible, shards_of_places, specs
+from scaling.sizes import parse_mesh
 from scaling.train import checkpoint
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -44,45 +47,85 @@ def on_ranks(args: argparse.Namespace, *work: Any, **options: Any) -> Any:
     return launch.run(*work, device=args.device, **options)[0]
 
 
-def with_folders(args: argparse.Namespace) -> tuple[Config, argparse.Namespace]:
-    """(the model's sizes, the options with the folders of --model and --draft in the place of what names them).
-    ValueError for what names no weights."""
-    source, draft = with_weights(args.model), args.draft
-    folder = draft if draft in (None, "ngram") else with_weights(draft).folder
-    return source.config, argparse.Namespace(**vars(args) | {"model": source.folder, "draft": folder})
+class Served(NamedTuple):
+    """What a command serves: a model, and with --draft the sizes of another, on a mesh, in a form of decoding.
+    `memory`: bytes that each rank may take. `ends`: the ids that end a text."""
+
+    config: Config
+    sizes: dict[str, int]
+    dtype: torch.dtype
+    form: str
+    memory: int
+    draft: Config | None = None
+    tokenizer: Any = None
+    ends: tuple[int, ...] = ()
+
+    @property
+    def mesh(self) -> AbstractMesh:
+        return AbstractMesh(self.sizes)
+
+    def needed(self, batch: int, length: int) -> int:
+        """Bytes that each rank holds: params, and a cache of `batch` rows of `length` tokens; a draft's too."""
+        found = 0
+        for config in (self.config, self.draft):
+            if config is not None:
+                whole, types = model.init(config, 0, self.dtype, "meta"), specs(config, self.mesh, form=self.form)
+                rows, places = divisible(batch, length, self.form, self.mesh)
+                cache = init_cache(config, rows, places, mesh=self.mesh, dtype=self.dtype, form=self.form)
+                found += tree.nbytes(tree.shard(whole, types, self.mesh)) + cache["KV"].nbytes
+        return found
+
+    def length_that_fits(self, batch: int) -> int:
+        """The greatest length of `batch` rows whose caches fit beside the params; 0 or less where none does. A cache's
+        bytes are proportional to its length."""
+        unit = shards_of_places(self.form, self.mesh)
+        one, two = (self.needed(batch, n * unit) for n in (1, 2))
+        return (self.memory - one) // (two - one) * unit + unit
+
+    def check_fits(self, batch: int, length: int) -> None:
+        """ValueError unless params and caches fit; it says the greatest length that does."""
+        most = self.length_that_fits(batch)
+        if length <= most:
+            return
+        smaller = f"give at most {most:,} tokens, with the completion" if most > 0 else "serve fewer requests at once"
+        raise ValueError(
+            f"{self.config.name}: {batch} x {length:,} tokens take {self.needed(batch, length):,} bytes on each rank, "
+            f"and there are {self.memory:,}\n  fix: {smaller}, or use a larger mesh"
+        )
 
 
-def params_of(folder: "str | Path", config: Config, mesh, dtype: torch.dtype, form: str = "heads") -> dict:
-    """This rank's params, typed as `serve.specs`; of the files only what they need is read."""
+def served_by(args: argparse.Namespace) -> tuple[Served, argparse.Namespace]:
+    """(what the options name, the options with the folders of --model and --draft in the place of what names them).
+    ValueError and ShardingError for what cannot be served."""
+    sizes, source, draft, small = parse_mesh(args.mesh), with_weights(args.model), args.draft, None
+    mesh, config = AbstractMesh(sizes), source.config
+    check_mesh(config, mesh, args.form)
+    if draft not in (None, "ngram"):
+        draft, small = (beside := with_weights(draft)).folder, beside.config
+        check_draft(small, config)
+        check_mesh(small, mesh, args.form)
+    memory = args.memory or free_memory(args.device, mesh.size())
+    ends = () if args.ignore_eos else ends_of(source.folder)
+    tokenizer = tokenizer_of(source.folder, config.V)
+    found = Served(config, sizes, DTYPES[args.dtype], args.form, memory, small, tokenizer, ends)
+    return found, argparse.Namespace(**vars(args) | {"model": source.folder, "draft": draft})
+
+
+def loaded(args: argparse.Namespace, what: Served, mesh) -> tuple[dict, Any]:
+    """(this rank's params, what `generate` and the engine take as `draft`): of the files what they need is read."""
+    params = params_of(args.model, what.config, mesh, what.dtype, what.form)
+    if what.draft is None:
+        return params, args.draft
+    return params, (what.draft, params_of(args.draft, what.draft, mesh, what.dtype, what.form))
+
+
+def params_of(folder: "str | Path", config: Config, mesh, dtype: torch.dtype, form: str) -> dict:
+    """This rank's params, typed as `serve.specs`."""
     folder, types = Path(folder), specs(config, mesh, form=form)
     if (folder / RUN).is_file():
         state, _ = checkpoint.load(folder, {"params": types}, mesh, among=True)
         return tree.map(lambda p: p.to(dtype), state["params"])
     return hf.load_sharded(folder, types, mesh, dtype)[1]
-
-
-def draft_config(draft: str | None, config: Config, mesh, form: str = "heads") -> Config | None:
-    """The sizes of the draft that --draft names, None of "ngram". ValueError for one that cannot serve `config`."""
-    if draft in (None, "ngram"):
-        return None
-    small = with_weights(draft).config
-    check_draft(small, config)
-    check_mesh(small, mesh, form)
-    return small
-
-
-def draft_of(draft: str | None, config: Config, mesh, dtype: torch.dtype, form: str = "heads") -> Any:
-    """What `generate` and the engine take as `draft`: (config, params), "ngram" or None."""
-    small = draft_config(draft, config, mesh, form)
-    return draft if small is None or draft is None else (small, params_of(draft, small, mesh, dtype, form))
-
-
-def needed(config: Config, sizes: dict[str, int], batch: int, length: int, dtype: torch.dtype, form: str) -> int:
-    """Bytes that each rank holds: params, and a cache of `batch` rows of `length` tokens."""
-    mesh = AbstractMesh(sizes)
-    whole = model.init(config, 0, dtype, "meta")
-    cache = init_cache(config, *divisible(batch, length, form, mesh), mesh=mesh, dtype=dtype, form=form)
-    return tree.nbytes(tree.shard(whole, specs(config, mesh, form=form), mesh)) + cache["KV"].nbytes
 
 
 def free_memory(device: str, ranks: int = 1) -> int:
@@ -95,45 +138,3 @@ def free_memory(device: str, ranks: int = 1) -> int:
         return 1 << 62
     kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return kib * 1024 * 9 // 10 // ranks
-
-
-def length_that_fits(
-    config: Config,
-    sizes: dict[str, int],
-    batch: int,
-    dtype: torch.dtype,
-    memory: int,
-    form: str = "heads",
-    draft: Config | None = None,
-) -> int:
-    """The greatest length of `batch` rows whose cache fits beside the params, a draft's too, into so many bytes a rank.
-
-    0 or less where none does. A cache's bytes are proportional to its length.
-    """
-    unit = shards_of_places(form, AbstractMesh(sizes))
-    models = [config] if draft is None else [config, draft]
-    one, two = (sum(needed(each, sizes, batch, n * unit, dtype, form) for each in models) for n in (1, 2))
-    return (memory - one) // (two - one) * unit + unit
-
-
-def check_fits(
-    config: Config,
-    sizes: dict[str, int],
-    batch: int,
-    length: int,
-    dtype: torch.dtype,
-    memory: int,
-    form: str = "heads",
-    draft: Config | None = None,
-) -> None:
-    """ValueError unless params and cache, a draft's too, fit into so many bytes a rank; it says the greatest length
-    that does."""
-    most = length_that_fits(config, sizes, batch, dtype, memory, form, draft)
-    if length <= most:
-        return
-    wanted = sum(needed(one, sizes, batch, length, dtype, form) for one in (config, draft) if one is not None)
-    smaller = f"give at most {most:,} tokens, with the completion" if most > 0 else "serve fewer requests at once"
-    raise ValueError(
-        f"{config.name}: {batch} x {length:,} tokens take {wanted:,} bytes on each rank, and there are {memory:,}\n"
-        f"  fix: {smaller}, or use a larger mesh"
-    )

@@ -146,7 +146,7 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
         state.live[work.id] = live = replace(live, out=out, computed=computed, pages=tuple(shared))
         if live.cancelled:
             _finish(state, work.id, "cancelled", actions)
-        elif work.sample and out[-1] in live.request.stop:
+        elif work.sample and (out[-1] in live.request.stop or work.id in event.stopped):
             _finish(state, work.id, "stop", actions)
         elif len(out) == live.request.max_new_tokens:
             _finish(state, work.id, "length", actions)

@@ -116,22 +116,26 @@ def drive(
     queue += [(t, next(number), Cancel(id)) for t, id in cancel]
     times = {event.request.id: RequestTimes(t) for t, _, event in queue if isinstance(event, Arrive)}
     heapq.heapify(queue)
-    state, spans, stopped = scheduler.initial(options), [], set()
+
+    def told(done: Done, now: float) -> Done:
+        """What a step has given, told to `on_token` up to the token that ends a request."""
+        given, stopped = dict(done.tokens), set()
+        for id, tokens in done.tokens.items():
+            some = () if state.live[id].cancelled else scheduler.until_stop(state.live[id].request, tokens)
+            for count, token in enumerate(some, 1):
+                times[id].at.append(now)
+                if on_token is not None and on_token(id, token):
+                    given[id] = tokens[:count]
+                    stopped.add(id)
+                    break
+        return Done(done.worker, given, frozenset(stopped))
+
+    state, spans = scheduler.initial(options), []
     while queue:
         now, events = queue[0][0], []
         while queue and queue[0][0] == now:
             events.append(heapq.heappop(queue)[2])
-        for event in [event for event in events if isinstance(event, Done)]:
-            for id, tokens in event.tokens.items():
-                if state.live[id].cancelled or id in stopped:
-                    continue
-                for count, token in enumerate(scheduler.until_stop(state.live[id].request, tokens), 1):
-                    times[id].at.append(now)
-                    if on_token is not None and on_token(id, token):
-                        stopped.add(id)
-                        event.tokens[id] = tokens[:count]
-                        events.append(Cancel(id))
-                        break
+        events = [told(event, now) if isinstance(event, Done) else event for event in events]
         state, actions = scheduler.step(state, events)
         if watch is not None:
             watch(state, actions)
@@ -148,8 +152,7 @@ def drive(
                 times[action.id].preempted += 1
             elif isinstance(action, Finish):
                 done = times[action.id]
-                done.tokens, done.end = action.tokens, now
-                done.reason = "stop" if action.id in stopped else action.reason
+                done.tokens, done.end, done.reason = action.tokens, now, action.reason
     return Simulated(tuple(spans), times)
 
 

@@ -91,10 +91,14 @@ class Slots:
 
     def attend(self, l: int, Q: Tensor, K: Tensor, V: Tensor, window: int | None) -> Tensor:
         """O[B_Z, T, N_Y, H] over what is held and the new K, V[B_Z, T, K_Y, H], which are written."""
-        self.append(l, K, V)
-        low, mask, causal = self.seen(window, Q.dtype)
-        K, V = self.read(l, low, self.most, Q.dtype)
+        (K, V), mask, causal = self.held(l, window, Q.dtype, K, V)
         return self.over(Q, K, V, mask, causal)
+
+    def held(self, l: int, window: int | None, dtype: torch.dtype, *new: Tensor) -> tuple[list[Tensor], Any, bool]:
+        """(what layer l has of all places that a query sees, the new ones written; how they are seen, as in `over`)."""
+        self.append(l, *new)
+        low, mask, causal = self.seen(window, dtype)
+        return self.read(l, low, self.most, dtype), mask, causal
 
     def over(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """O[B_Z, T, N_Y, H] of the queries over K and V[B_Z, S, K_Y, H], as `seen` says."""

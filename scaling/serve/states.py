@@ -60,10 +60,12 @@ class Cancel(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A worker's step is over: the tokens of those whose Work said `sample`, by id; 1 to 1 + `proposals` of each."""
+    """A worker's step is over: the tokens of those whose Work said `sample`, by id; 1 to 1 + `proposals` of each.
+    `stopped`: whose last token ends them for what token ids cannot say, such as a text."""
 
     worker: str
     tokens: dict[int, tuple[int, ...]]
+    stopped: frozenset[int] = frozenset()
 
 
 class Moved(NamedTuple):

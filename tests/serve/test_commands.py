@@ -155,6 +155,10 @@ def test_generate_from_a_training_run(folder, tmp_path, capsys):
     assert [int(id) for id in capsys.readouterr().out.split()] == wanted
 
 
+def served_on(Y: int, memory: int = 0) -> loading.Served:
+    return loading.Served(CONFIG, {"Y": Y}, torch.float32, "heads", memory)
+
+
 def test_what_does_not_fit_is_refused_beforehand(folder, capsys):
     weights = sum(p.nbytes for p in transformer.tree.leaves(params))
     room = weights + 100 * 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4
@@ -163,7 +167,7 @@ def test_what_does_not_fit_is_refused_beforehand(folder, capsys):
     assert "give at most 100 tokens, with the completion" in capsys.readouterr().err
     assert generate.main([*options, "98"]) == 0
     with pytest.raises(ValueError, match="a larger mesh"):
-        loading.check_fits(CONFIG, {"Y": 1}, 1, 10, torch.float32, weights)
+        served_on(1, weights).check_fits(1, 10)
 
 
 @pytest.mark.parametrize(
@@ -289,11 +293,8 @@ def test_pages_for_the_longest_requests_at_once():
 
 def test_rows_divide_only_over_the_axes_that_split_them():
     """Bytes of a cache on a mesh: its heads over Y, its rows over Z."""
-    whole = loading.needed(CONFIG, {"Y": 1}, 1, 64, torch.float32, "heads")
-    params_alone = whole - 64 * (token := 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4)
+    params_alone = served_on(1).needed(1, 64) - 64 * (token := 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4)
     assert params_alone == sum(p.nbytes for p in transformer.tree.leaves(params))
-    on_two = [loading.needed(CONFIG, {"Y": 2}, 1, n, torch.float32, "heads") for n in (64, 128)]
+    on_two = [served_on(2).needed(1, n) for n in (64, 128)]
     assert on_two[1] - on_two[0] == 64 * token // 2
-    fits = loading.length_that_fits(CONFIG, {"Y": 2}, 1, torch.float32, on_two[1])
-    assert fits == 128
-    assert loading.length_that_fits(CONFIG, {"Y": 2}, 1, torch.float32, on_two[1] - 1) == 127
+    assert [served_on(2, on_two[1] - less).length_that_fits(1) for less in (0, 1)] == [128, 127]

@@ -6,8 +6,8 @@ import torch
 from enumerate_speculative import contexts, output_joint, target_joint, wrong_rules
 
 from scaling.book.speculative import expected_tokens, residual, verify
+from scaling.serve.drafts import ngram
 from scaling.serve.sampling import Sampling, probabilities
-from scaling.serve.speculative import ngram
 
 
 @pytest.mark.slow

@@ -142,18 +142,14 @@ def absorbs(latent: Latent, queries: int) -> bool:
 
 def over_latents(Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
     """The absorbed form: O[B_ZE, T_C, N_Y, C] of Q[B_ZE, T_C, N_Y, M]."""
-    low, mask, causal = at.slots.seen(at.config.windows[l], Q.dtype)
-    at.slots.append(l, C[:, :, None])
-    (C,) = at.slots.read(l, low, at.slots.most, Q.dtype)
+    (C,), mask, causal = at.slots.held(l, at.config.windows[l], Q.dtype, C[:, :, None])
     return at.slots.over(Q, C, C, mask, causal)[..., : _latent(at).kv_rank]  # kernels want heads of one width
 
 
 def over_heads(W: dict, Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
     """The plain form: O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A]."""
     latent = _latent(at)
-    low, mask, causal = at.slots.seen(at.config.windows[l], Q.dtype)
-    at.slots.append(l, C[:, :, None])
-    (C,) = at.slots.read(l, low, at.slots.most, Q.dtype)
+    (C,), mask, causal = at.slots.held(l, at.config.windows[l], Q.dtype, C[:, :, None])
     C_KV, K_R = C.split([latent.kv_rank, latent.rope], -1)
     KV = einsum("C_KV[B_ZE, S, C] * W_UKV[C, N_Y, W] -> KV[B_ZE, S, N_Y, W]", C_KV[:, :, 0], W["W_UKV"])
     K_N, V = KV.split([latent.nope, latent.value], -1)

@@ -158,7 +158,6 @@ class Desk:
                         answer.sink(AnswerPiece(text, notes))
                 if answer.stream.stopped:
                     self._cut[id] = count
-                    self._end(answer, "stop")
                     break
 
     def _timed(self, answer: _Answer, now: float) -> None:
@@ -235,12 +234,13 @@ def _events(news: News, done: list[Done | Moved], draws: dict[int, Draw]) -> lis
     events: list[SchedulerEvent] = []
     for event in done:
         if isinstance(event, Done):
-            event = Done(event.worker, {id: some[: cut.get(id)] for id, some in event.tokens.items()})
+            given = {id: some[: cut.get(id)] for id, some in event.tokens.items()}
+            event = Done(event.worker, given, frozenset(cut))
         events.append(event)
     for ask in news.asks:
         draws[ask.request.id] = ask.draw
         events.append(Arrive(ask.request))
-    return [*events, *(Cancel(id) for id in (*news.gone, *cut))]
+    return [*events, *(Cancel(id) for id in news.gone)]
 
 
 def _told(news: News, mesh) -> News:
