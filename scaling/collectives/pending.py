@@ -31,7 +31,7 @@ class Pending:
         """`works`: what is waited for; `finish()` then makes the result."""
         self.works, self.finish, self.event, self.call, self.result = works, finish, event, call, None
         if event is not None:
-            event.left = trace.now()
+            trace.call_returned(event)
 
     def __del__(self):
         if not hasattr(self, "finish"):  # a compiler makes objects without __init__
@@ -44,7 +44,7 @@ class Pending:
     def wait(self) -> Any:
         if self.finish is not None:
             if self.event is not None:
-                self.event.waited = trace.now()
+                trace.waited(self.event)
             for work in self.works:
                 work.wait()
             self.result, self.finish, self.works = self.finish(), None, ()

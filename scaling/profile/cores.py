@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from scaling.trace import now
+from scaling.trace import Event, now
 
 COUNTER = "/proc/thread-self/schedstat"
 
@@ -22,8 +22,9 @@ class Looks:
     file: int | None
     read: list[tuple[float, bytes]] = field(default_factory=list)
 
-    def look(self) -> None:
-        if self.file is not None:
+    def look(self, event: Event | None = None, moment: str = "started") -> None:
+        """Once as an event starts, and once as it ends."""
+        if self.file is not None and moment in ("started", "ended"):
             self.read.append((now(), os.pread(self.file, 64, 0)))
 
     @property

@@ -6,8 +6,9 @@
             p.step()                                        # the end of a step; without any, the block is one
     print(p.table())
 
-torch.profiler runs underneath; the lines' own times are those of `scaling.trace`, a few clock readings each. Nothing
-runs when no profile is open. At the end of the block the ranks exchange what they saw, so all of them must reach it.
+torch.profiler runs underneath, and has the lines as spans in its trace; their own times are those of `scaling.trace`,
+a few clock readings each. Nothing runs when no profile is open. At the end of the block the ranks exchange what they
+saw, so all of them must reach it.
 """
 
 import json
@@ -21,17 +22,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from scaling import trace
 from scaling._torch import process_group, profiling
-from scaling.profile import kineto
 from scaling.profile.clock import offset_to_first
 from scaling.profile.cores import watched_cores
 from scaling.profile.intervals import Interval, subtract, union
 from scaling.profile.result import Profile
 from scaling.profile.timeline import LineRun, RankTimeline, disjoint
+from scaling.profile.torch_trace import RankTrace, Seen, Spans, read_trace
 
 GLOO = {"AllReduce": "gloo:all_reduce", "ReduceScatter": "gloo:all_to_all", "AllToAll": "gloo:all_to_all"}
 
@@ -41,31 +42,38 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
     """Profile a block. `ops`: also what torch.profiler sees, the operations between the lines and the transfers;
     `memory`: and the memory of live tensors; within another profile, which has that one already, neither. What the
     block raises goes through, and no profile is made."""
-    found, marked = Profile(), []
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    spans = Spans()
+    found = Profile(spans=spans, synchronize=torch.cuda.synchronize if cuda else None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write when it starts and stops
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    inside = profiling()
     below = None
-    if not inside and (ops or memory):
+    if not profiling() and (ops or memory):
         below, blocks = torch_profile(activities=activities, profile_memory=memory, acc_events=True), [torch.empty(1)]
         below.start()
         if memory:
             _free_in_silence(blocks)
     try:
-        _mark(marked)
-        with watched_cores() as looks, trace.trace(looks.look) as log:
-            found.begin(torch.cuda.synchronize if cuda else None)
-            yield found
-            found.finish()
-        _mark(marked)
+        with watched_cores() as looks:
+
+            def watch(event: trace.Event, moment: str) -> None:
+                spans.watch(event, moment)
+                looks.look(event, moment)
+
+            with trace.trace(watch) as log:
+                found.step()
+                yield found
+                found.finish()
     finally:
+        spans.close()
         if below is not None:
             below.stop()
-    device = "cuda" if cuda else "cpu"
-    seen = kineto.read_trace(_exported(below), marked, device) if below is not None else kineto.Seen()
-    mine = timeline(log.events, found.marks, seen, device)
-    found.made = _gathered(replace(mine, waited=looks.waited))
+    device, seen, text = "cuda" if cuda else "cpu", Seen(), ""
+    if below is not None:
+        text = _exported(below)
+        seen = read_trace(json.loads(text), spans.begun, device)
+    mine = replace(timeline(log.events, found.marks, seen, device), waited=looks.waited)
+    found.made, found.traces = _gathered(mine, text, seen.shift)
 
 
 def _free_in_silence(blocks: list[torch.Tensor]) -> None:
@@ -81,19 +89,13 @@ def _free_in_silence(blocks: list[torch.Tensor]) -> None:
     os.close(nowhere)
 
 
-def _mark(marked: list[float]) -> None:
-    for _ in range(3):
-        with record_function(kineto.MARK):
-            marked.append(trace.now())
-
-
-def _exported(below: torch_profile) -> dict:
+def _exported(below: torch_profile) -> str:
     with tempfile.TemporaryDirectory(prefix="scaling-profile-") as folder:
         below.export_chrome_trace(path := f"{folder}/trace.json")
-        return json.loads(Path(path).read_text())
+        return Path(path).read_text()
 
 
-def timeline(events: Sequence[trace.Event], marks: Sequence[float], seen: kineto.Seen, device: str) -> RankTimeline:
+def timeline(events: Sequence[trace.Event], marks: Sequence[float], seen: Seen, device: str) -> RankTimeline:
     """This rank's, on its own clock, of the events of a trace and of what torch.profiler saw."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups: dict[str, tuple[int, ...]] = {"": ()}
@@ -164,11 +166,14 @@ def on_device(runs: Sequence[LineRun], kernels: Sequence[tuple[float, str, float
     return placed, tuple(ops)
 
 
-def _gathered(mine: RankTimeline) -> tuple[RankTimeline, ...]:
-    """The timelines of all ranks, in their order, on rank 0's clock."""
+def _gathered(mine: RankTimeline, text: str, shift: float) -> tuple[tuple[RankTimeline, ...], list[RankTrace]]:
+    """The timelines of all ranks, in their order, on rank 0's clock; their traces on rank 0 alone."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return (mine,)
+        return (mine,), [RankTrace(text, -shift)]
     where = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    offset = offset_to_first(where)
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine.moved(offset_to_first(where)))
-    return tuple(everyone)
+    dist.all_gather_object(everyone, mine.moved(offset))
+    traces: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(RankTrace(text, offset - shift), traces)
+    return tuple(everyone), traces or []

@@ -7,12 +7,15 @@ from pathlib import Path
 from statistics import mean
 
 from scaling.hardware import Chip
-from scaling.profile import chrome, memory, stragglers, table
+from scaling.profile import memory, stragglers, table
 from scaling.profile.advice import Suggestion, suggestions
 from scaling.profile.lines import LineTotal, by_line
 from scaling.profile.split import Parts, Split, splits, step_parts
 from scaling.profile.timeline import RankTimeline
+from scaling.profile.torch_trace import RankTrace, Spans, write_trace
 from scaling.trace import now
+
+STEP = "scaling.profile: step"
 
 
 @dataclass
@@ -21,18 +24,18 @@ class Profile:
     every rank. Times are seconds; a `chip` is what predictions are made with (`load_chip("machine.toml")`)."""
 
     made: tuple[RankTimeline, ...] = ()
+    traces: list[RankTrace] = field(default_factory=list)
     marks: list[float] = field(default_factory=list)
+    spans: Spans = field(default_factory=Spans)
     synchronize: Callable[[], None] | None = None
-
-    def begin(self, synchronize: Callable[[], None] | None = None) -> None:
-        self.synchronize = synchronize
-        self.step()
 
     def step(self) -> None:
         """A step ends here; on a GPU its work is waited for."""
         if self.synchronize is not None:
             self.synchronize()
+        self.spans.end(STEP)
         self.marks.append(now())
+        self.spans.begin(STEP, f"{STEP} {len(self.marks) - 1}")
 
     def finish(self) -> None:
         """The end of the block: of its only step, or of what came after the last one, which then is no step."""
@@ -84,13 +87,33 @@ class Profile:
 
     def save(self, where: "str | Path", chip: Chip | None = None) -> list[Path]:
         """Write a trace of all ranks, which ui.perfetto.dev and chrome://tracing open: to FILE.json, or into a folder,
-        with the table beside it, for a `chip` too. On each rank; call it on one."""
+        with the table beside it, for a `chip` too. On rank 0, which has what torch.profiler saw on each."""
+        self.timelines  # noqa: B018  which says that it is too early
+        if not all(own.text for own in self.traces) or not self.traces:
+            raise ValueError(
+                "there is no trace: torch.profiler did not run, or ran on another rank"
+                "\n  fix: profile() without ops=False; save on rank 0"
+            )
         path = Path(where)
         if path.suffix == ".json":
-            return [chrome.write_trace(path, self.timelines, self.splits)]
+            return [write_trace(path, self.traces, self._details())]
         path.mkdir(parents=True, exist_ok=True)
         (path / "lines.txt").write_text(self.table(chip) + "\n")
-        return [chrome.write_trace(path / "trace.json", self.timelines, self.splits), path / "lines.txt"]
+        return [write_trace(path / "trace.json", self.traces, self._details()), path / "lines.txt"]
+
+    def _details(self) -> list[dict[str, list[dict]]]:
+        """Of each rank, {line: what a trace says of each of its runs}."""
+        found: list[dict[str, list[dict]]] = []
+        for timeline, each in zip(self.timelines, self.splits, strict=True):
+            mine: dict[str, list[dict]] = {}
+            for run, split in zip(timeline.runs, each, strict=True):
+                said = {"V": run.nbytes, "sent": run.wire_bytes, "FLOPs": run.flops}
+                if run.communicates:
+                    said |= {"waiting ms": split.waiting * 1e3, "exposed ms": split.exposed * 1e3}
+                    said |= {"hidden ms": split.hidden * 1e3, "waiting for rank": split.behind}
+                mine.setdefault(run.line, []).append(said)
+            found.append(mine)
+        return found
 
 
 def of(timelines: Sequence[RankTimeline]) -> Profile:

@@ -19,7 +19,7 @@ from scaling.algebra.layouts import unsplit_spec
 from scaling.collectives.kinds import combine_parts, join, split_dim
 from scaling.collectives.linear import run_op
 from scaling.collectives.op import Op, event
-from scaling.trace import open_logs, record
+from scaling.trace import done, open_logs, record
 
 
 class JaxKind(NamedTuple):
@@ -196,7 +196,7 @@ def one_process(x: Tensor, call: Call, mesh) -> Tensor:
     n, kind = mesh.size(call.axes), call.kind
     if open_logs and kind != "pvary":
         own = x if call.law.enters else x[0]
-        record(event(op_of(call, own.dim(), mesh), own))
+        done(record(event(op_of(call, own.dim(), mesh), own)))
     if call.law.kind == "AllReduce":
         return combine_parts(x, call.law.by)
     if kind == "pvary":

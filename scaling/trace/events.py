@@ -63,12 +63,12 @@ class Event:
 
 @dataclass
 class Log:
-    """The events of one `trace()` block, in the order in which they were started. `look`, if given, is called as each
-    one starts and ends, and `reach(event)` as the line of a collective is reached, before ranks agree on it."""
+    """The events of one `trace()` block, in the order in which they were started. `watch`, if given, is called with an
+    event and its moments: "reached", the line of a collective, before ranks agree on it; "started"; of an asynchronous
+    one "returned", as its call does, and "waited", when it is waited for; "ended"."""
 
     events: list[Event] = field(default_factory=list)
-    look: Callable[[], None] | None = None
-    reach: Callable[[Event], None] | None = None
+    watch: Callable[[Event, str], None] | None = None
 
     def collectives(self) -> list[Event]:
         """The events that move data between devices: all but Einsum and Slice."""
@@ -113,10 +113,10 @@ open_logs: list[Log] = []  # being written, innermost last
 
 
 @contextmanager
-def trace(look: Callable[[], None] | None = None, reach: Callable[[Event], None] | None = None) -> Iterator[Log]:
+def trace(watch: Callable[[Event, str], None] | None = None) -> Iterator[Log]:
     """Collect an Event for everything that runs in the block. Blocks nest: each sees its own events and inner ones'.
-    `look` and `reach` as in `Log`."""
-    log = Log(look=look, reach=reach)
+    `watch` as in `Log`."""
+    log = Log(watch=watch)
     open_logs.append(log)
     try:
         yield log
@@ -126,9 +126,7 @@ def trace(look: Callable[[], None] | None = None, reach: Callable[[Event], None]
 
 def reached(event: Event) -> Event:
     """The line of a collective has been reached, which may have to wait for other ranks before it is recorded."""
-    for log in open_logs:
-        if log.reach is not None:
-            log.reach(event)
+    _tell(event, "reached")
     return event
 
 
@@ -138,17 +136,32 @@ def record(event: Event) -> Event:
     event.called = event.called or event.start
     for log in open_logs:
         log.events.append(event)
-        if log.look is not None:
-            log.look()
+    _tell(event, "started")
     return event
+
+
+def call_returned(event: Event) -> None:
+    """The call of an asynchronous event returns."""
+    event.left = now()
+    _tell(event, "returned")
+
+
+def waited(event: Event) -> None:
+    """An asynchronous event is waited for from now on."""
+    event.waited = now()
+    _tell(event, "waited")
 
 
 def done(event: Event) -> None:
     """An event ends now."""
     event.end = now()
+    _tell(event, "ended")
+
+
+def _tell(event: Event, moment: str) -> None:
     for log in open_logs:
-        if log.look is not None:
-            log.look()
+        if log.watch is not None:
+            log.watch(event, moment)
 
 
 def now() -> float:

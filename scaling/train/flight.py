@@ -29,15 +29,22 @@ class Flight:
         with open(path, "r+b") as file:
             self.memory = mmap.mmap(file.fileno(), LAST * WIDTH)
         self.count = self.number = 0
-        self.open: list[tuple[int, Event]] = []  # those that have not ended, with their number
+        self.open: dict[int, tuple[int, Event]] = {}  # by id, those that have not ended, with their number
         self.lines: dict[tuple, tuple[bytes, Event]] = {}  # how each is written
 
     @contextmanager
     def step(self, number: int) -> Iterator[Log]:
         """A trace of one step, whose collectives are written down as they are reached and as they end."""
         self.number = number
-        with trace(lambda: self.look(log), self.reached) as log:
+        with trace(self.watch) as log:
             yield log
+
+    def watch(self, event: Event, moment: str) -> None:
+        """Messages and some collectives are first heard of as they start."""
+        if moment == "reached" or (moment == "started" and event.op in LATE and id(event) not in self.open):
+            self.reached(event)
+        elif moment == "ended" and id(event) in self.open:
+            self.ended(*self.open.pop(id(event)))
 
     def reached(self, event: Event) -> None:
         self.count += 1
@@ -47,18 +54,7 @@ class Flight:
         at = self.count % LAST * WIDTH
         head = b"%9d %14.3f %6d %12s " % (self.count, time.time(), self.number, b"under way")
         self.memory[at : at + WIDTH - 1] = head + self.lines[key][0]
-        self.open.append((self.count, event))
-
-    def look(self, log: Log) -> None:
-        """An event has started, which a message or a ragged AllToAll is first heard of by, or one has ended."""
-        newest = log.events[-1]
-        if newest.op in LATE and not newest.end and all(newest is not event for _, event in self.open):
-            self.reached(newest)
-        for each in self.open:
-            if each[1].end:
-                self.open.remove(each)
-                self.ended(*each)
-                break
+        self.open[id(event)] = self.count, event
 
     def ended(self, count: int, event: Event) -> None:
         if self.count - count < LAST:

@@ -14,10 +14,11 @@ from scaling.collectives import all_reduce, einsum
 from scaling.hardware import Chip, Measured
 from scaling.measure.rates import toml
 from scaling.mesh import Mesh
-from scaling.profile import kineto, profile, record
+from scaling.profile import profile, record
 from scaling.profile.record import on_device, run_of, with_transfers
 from scaling.profile.steps import watched
 from scaling.profile.timeline import LineRun
+from scaling.profile.torch_trace import RankTrace, join_traces, read_trace
 
 LINE = "A[I, J] * B[J, K] -> C[I, K]"
 DELAY, STEPS = 0.03, 5
@@ -46,7 +47,10 @@ def test_one_process(tmp_path):
     assert max(map(len, text.splitlines())) <= 100
     p.save(tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [e["name"] for e in events if e.get("tid") == 0 and e["ph"] == "X"] == [line.line]
+    (drawn,) = [e for e in events if e["name"] == line.line]
+    assert drawn["args"]["FLOPs"] == line.flops
+    (matmul,) = [e for e in events if e["name"] == "aten::mm"]
+    assert drawn["ts"] <= matmul["ts"] <= matmul["ts"] + matmul["dur"] <= drawn["ts"] + drawn["dur"]
 
 
 class Block:
@@ -131,33 +135,57 @@ def span(name, start, seconds, cat="cpu_op", tid=1, **args):
 
 
 def test_what_the_profiler_exports_is_read():
-    """On a clock 1,000 s ahead: nested operations, other threads, gloo's spans, memory of both devices."""
+    """On a clock 1,000 s ahead, which the second of two spans tells best: nested operations, other threads, gloo's
+    spans, memory of both devices."""
     memory = [{"ph": "i", "name": "[memory]", "ts": t * 1e6, "args": {"Bytes": n, "Device Type": d}, "tid": 1}
               for t, n, d in ((1001, 8, 0), (1002, -8, 0), (1003, 64, 1))]  # fmt: skip
     events = [
-        span(kineto.MARK, 1000.0, 2.0, "user_annotation"),
+        span("A", 1000.5, 0.1),
+        span("B", 1002.0, 0.1),
         span("aten::linear", 1003.0, 2.0),
         span("aten::mm", 1003.5, 1.0),
         span("aten::mm", 1005.5, 1.0),
         span("aten::other", 1003.0, 1.0, tid=2),
         span("gloo:all_reduce", 1004.0, 1.0, "user_annotation", tid=7),
     ]
-    seen = kineto.read_trace({"traceEvents": [*events, *memory]}, [1.0])
+    seen = read_trace({"traceEvents": [*events, *memory]}, [("A", 0.0), ("B", 2.0)])
     assert seen.ops == (("aten::linear", 3.0, 5.0), ("aten::mm", 5.5, 6.5))
     assert seen.memory == ((1.0, 8), (2.0, -8))
     assert seen.transfers == (("gloo:all_reduce", 4.0, 5.0),)
 
 
+def test_the_ranks_traces_are_joined_on_one_clock():
+    """Rank 1's clock is 1,000 s ahead; its line has what is said of it, arrows stay within a rank."""
+    arrow = {"ph": "s", "name": "ac2g", "ts": 5e6, "id": 7, "pid": 40, "tid": 1}
+    named = {"ph": "M", "name": "process_name", "pid": 40, "tid": 0, "args": {"name": "python"}}
+    own = [{**span("A", at, 1.0), "pid": 40} for at in (2.0, 4.0)]
+    ahead = [{**each, "ts": each["ts"] + 1e9} for each in own]
+    traces = [RankTrace(json.dumps({"traceEvents": [named, arrow, *spans]}), shift)
+              for spans, shift in ((own, 0.0), (ahead, -1000.0))]  # fmt: skip
+    events = join_traces(traces, [{}, {"A": [{"V": 1}, {"V": 2}]}])["traceEvents"]
+    assert [e["ts"] for e in events if e["name"] == "A"] == [2e6, 4e6] * 2
+    assert [e["args"].get("V") for e in events if e["name"] == "A"] == [None, None, 1, 2]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
+    assert len({(e["pid"], e["id"]) for e in events if "id" in e}) == 2
+
+
+def test_what_has_no_trace_saves_none(tmp_path):
+    with profile(ops=False, memory=False) as p:
+        einsum(LINE, torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(ValueError, match="fix: profile\\(\\) without ops=False"):
+        p.save(tmp_path)
+
+
 def test_kernels_belong_to_the_line_that_launched_them():
     """A product and an AllReduce launched at once, run later: of the transfer, 3 to 7, what the product and the
     operation after it do not cover is exposed."""
-    events = [span(kineto.MARK, 0.0, 0.0, "user_annotation")]
+    events = [span("P", 0.0, 0.2)]
     for number, (name, launched, start, seconds) in enumerate(
         [("gemm", 0.1, 2.0, 2.0), ("ncclKernel_AllReduce", 0.3, 3.0, 4.0), ("gelu", 0.5, 4.5, 1.0)]
     ):
         events += [span("cudaLaunchKernel", launched, 0.01, "cuda_runtime", correlation=number),
                    span(name, start, seconds, "kernel", tid=9, correlation=number)]  # fmt: skip
-    seen = kineto.read_trace({"traceEvents": events}, [0.0], "cuda")
+    seen = read_trace({"traceEvents": events}, [("P", 0.0)], "cuda")
     product = LineRun("P", "Einsum", (), 0.0, 0.2, ((0.0, 0.2),))
     reduce = LineRun("C", "AllReduce", ("X",), 0.2, 0.4, ((0.2, 0.4),), group=(0, 1))
     (product, reduce), ops = on_device([product, reduce], seen.kernels)
@@ -202,6 +230,9 @@ def test_some_steps_of_a_run_are_profiled(ranks, tmp_path):
     assert "  predicted  of roof" in said
     assert "  250.00  " in said
     events = json.loads((tmp_path / "p" / "trace.json").read_text())["traceEvents"]
-    lines = [(e["pid"], e["name"]) for e in events if e["ph"] == "b"]
-    assert sorted(lines) == [(rank, "A[I] = AllReduce_X(A[I] {U_X})") for rank in (0, 1) for _ in range(5)]
+    lines = [e for e in events if e["name"] == "A[I] = AllReduce_X(A[I] {U_X})"]
+    assert sorted(e["pid"] // 1000 for e in lines) == [0] * 5 + [1] * 5
+    assert all(e["args"]["waiting ms"] >= 0 for e in lines)
+    first, second = ([e["ts"] for e in lines if e["pid"] // 1000 == rank] for rank in (0, 1))
+    assert all(abs(a - b) < 1e6 for a, b in zip(first, second, strict=True)), "on one clock"
     assert ranks(watch, {"X": 2}, "") == [list(range(9))] * 2

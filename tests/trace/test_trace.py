@@ -240,10 +240,11 @@ def test_on_one_device_collectives_move_nothing():
 
 def test_a_line_that_is_reached_is_told_before_it_is_recorded():
     told = []
-    with trace() as log, trace(reach=lambda event: told.append((event.op, len(log.events)))):
+    with trace() as log, trace(lambda event, moment: told.append((event.op, moment, len(log.events)))):
         for _ in range(2):
             c.all_gather("A[I_X] -> A[I]", torch.empty(2, device="meta"), AbstractMesh({"X": 2}))
-    assert told == [("AllGather", 0), ("AllGather", 1)]
+    moments = [("reached", 0), ("started", 1), ("ended", 1), ("reached", 1), ("started", 2), ("ended", 2)]
+    assert told == [("AllGather", *each) for each in moments]
 
 
 def test_what_a_product_reads_and_writes():
