@@ -19,7 +19,7 @@ SAME = {  # what the public functions of one name have in common: their names
     },
     "what a strategy, a form of decoding and a model have": {
         "attention", "backward", "embed", "forward", "head", "init", "jvp", "layer_backward", "layer_forward",
-        "loss", "loss_and_grads", "make_step", "mlp", "specs",
+        "loss", "loss_and_grads", "mlp", "specs",
     },
     "whole arrays and shards: of one array, of a tree, of a Transformer's params": {"shard", "unshard"},
     "training's, and serving's: the cost of a step, the scheduler's step, what is planned, what is simulated": {

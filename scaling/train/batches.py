@@ -16,7 +16,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from scaling.train.corpus import Corpus
+from scaling.train.corpus import Corpus, open_corpus
+from scaling.train.origin import tokenizer_in, weighted_paths
+from scaling.train.settings import Settings
 
 IGNORED = -100  # a target that does not count
 ROUND = 1000  # sequences over which a mixture's weights come out
@@ -129,6 +131,22 @@ def hold_out(corpus: Corpus, batch: int, length: int, seed: int, valid: float = 
         Batches(corpus, batch, length, seed, 0, at),
         Batches(corpus, batch, length, seed, at, len(corpus)),
     )
+
+
+def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
+    """(what to train on, the held-out end of each corpus). ValueError for tokens outside the vocabulary."""
+    by, parts, weights = tokenizer_in(settings), [], []
+    for path, weight in weighted_paths(settings.data):
+        read = open_corpus(path, by)
+        if read.top >= (V := settings.model.V):
+            raise ValueError(
+                f"{path}: token {read.top} lies outside the vocabulary of {settings.model.name}, 0..{V - 1}\n"
+                "  fix: a model with a greater vocabulary, or the tokenizer that belongs to this one (--tokenizer)"
+            )
+        parts.append(hold_out(read, settings.batch, settings.seq, settings.seed))
+        weights.append(weight)
+    train, valid = zip(*parts, strict=True)
+    return (train[0] if len(train) == 1 else Mixture(train, tuple(weights))), valid
 
 
 _orders: dict[tuple[int, int, int], Tensor] = {}

@@ -1,11 +1,9 @@
-"""Training the byte model by a strategy: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure.
+"""The byte model by a strategy: its loss and gradients, as pure functions of the params and a batch.
 
 The blocks run by the strategy's own forward and backward. The ends, embedding, head and loss, are the same lines for
 all of them, typed by data: x and y are the axes over which In's B and D are split, such as X and Y in In[B_X, D_Y]. The
 derivative of the head is taken by autograd's tape, through its collectives.
 """
-
-from collections.abc import Callable
 
 import torch
 
@@ -31,21 +29,6 @@ def param_specs(strategy) -> dict:
 def batch_axes(strategy) -> tuple[str, ...]:
     """The axes that the batch is split over: what `data.batches` wants to know."""
     return parse(strategy.SPECS["In"]).axes_of("B")
-
-
-def make_step(strategy, optimizer, config: MLPConfig, mesh, microbatches: int = 1) -> Callable:
-    """A training step on this mesh. `batch` is (tokens[B_X, K], targets[B_X]), this rank's rows of the global batch.
-
-    metrics: {"loss": the mean over the global batch, in nats per byte, on every rank}. Gradients of the microbatches
-    are added up unreduced, and reduced once.
-    """
-
-    def step(params, opt_state, batch):
-        loss, grads = loss_and_grads(strategy, params, batch[0], batch[1], config, mesh, microbatches)
-        params, opt_state = optimizer.update(grads, opt_state, params)
-        return params, opt_state, {"loss": reduced(strategy, loss, mesh)}
-
-    return step
 
 
 def reduced(strategy, loss, mesh):

@@ -9,16 +9,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 
 from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, tokenizer
-from scaling.train.documents import Document, chat_document, plain_document
 
-TEXT = (".txt", ".md", ".py", ".rst", ".json", ".csv", "")
+TEXT = (".txt", ".md", ".py", ".rst", ".json", ".jsonl", ".csv", "")
 INDEX = "shards.json"  # of a folder of token shards
 EVERYTHING: tuple[numpy.ndarray, ...] = ()
 BYTES = ByteText()
+
+
+class Document(NamedTuple):
+    """Token ids, and for each whether it counts in the loss."""
+
+    ids: numpy.ndarray
+    counted: numpy.ndarray
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,7 @@ def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
 
     Ids and text do not go together. ValueError or OSError that names the file, and the line, for what cannot be read.
     """
-    check_data(path := Path(path), by)
-    kind, files = _files(path)
+    kind, files = check_data(path := Path(path), by)
     if kind == "shards":
         return _shards(path, by)
     if kind == "ids":
@@ -80,16 +86,18 @@ def kind_of_data(path) -> str:
     return _files(Path(path))[0]
 
 
-def check_data(path: Path, by: Tokenizer) -> None:
-    """ValueError unless a file or a folder holds what this tokenizer reads; of shards only the index is opened."""
+def check_data(path: Path, by: Tokenizer) -> tuple[str, list[Path]]:
+    """(which kind, its files) of a file or a folder. ValueError unless it holds what this tokenizer reads; of shards
+    only the index is opened."""
     kind, files = _files(path)
     if kind == "shards":
-        check_identity(path, by)
+        shards_index(path, by)
     if kind == "text" and isinstance(by, Unknown):
         raise ValueError(
             f"{files[0]}: is text, and {by.name} has no {FILE}"
             "\n  fix: give --tokenizer with the model's, or rows of ids"
         )
+    return kind, files
 
 
 def _files(path: Path) -> tuple[str, list[Path]]:
@@ -98,7 +106,7 @@ def _files(path: Path) -> tuple[str, list[Path]]:
         return "shards", []
     found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     ids = [p for p in found if p.suffix == ".npy"]
-    files = ids or [p for p in found if p.suffix in (*TEXT, ".jsonl") or p == path]
+    files = ids or [p for p in found if p.suffix in TEXT or p == path]
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder\n  fix: give the path of one")
     if not files:
@@ -142,47 +150,78 @@ def documents(path: Path, by: Tokenizer) -> Iterator[Document]:
                 return
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _record(path, number, line, by)
+                    try:
+                        yield chat_document(json.loads(line), by)
+                    except ValueError as error:
+                        raise ValueError(f"{path}, line {number}: {error}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8: {error}\n  fix: convert it, or leave it out") from None
 
 
-def _record(path: Path, number: int, line: str, by: Tokenizer) -> Document:
-    try:
-        return chat_document(json.loads(line), by)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number}: {error}") from None
+def plain_document(text: str, by: Tokenizer) -> Document:
+    ids = _ids(text, by)
+    return Document(ids, numpy.ones(len(ids), bool))
 
 
-def identity_of(folder: Path) -> str:
-    """Which tokenizer made the ids of a folder of shards. ValueError if nothing says so."""
+def chat_document(record, by: Tokenizer) -> Document:
+    """A line of JSON: {"text"}, {"prompt", "completion"}, or {"messages": [{"role", "content"}, ...]}.
+
+    Only a text, a completion and what the assistant says count in the loss. A message is "role: content" and an empty
+    line. ValueError for anything else.
+    """
+    match record:
+        case {"text": str(text)}:
+            return plain_document(text, by)
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            parts = [(prompt, False), (completion, True)]
+        case {"messages": [_, *_] as messages}:
+            parts = []
+            for message in messages:
+                match message:
+                    case {"role": str(role), "content": str(content)}:
+                        parts += [(f"{role}: ", False), (f"{content}\n\n", role == "assistant")]
+                    case _:
+                        raise ValueError(
+                            'a message is {"role": ..., "content": ...}, both text\n  fix: write each message so'
+                        )
+        case _:
+            raise ValueError(
+                'a line is {"text"}, {"prompt", "completion"} or {"messages": [...]}'
+                "\n  fix: write each line in one of these ways"
+            )
+    pieces = [(_ids(text, by), counts) for text, counts in parts]
+    return Document(
+        numpy.concatenate([ids for ids, _ in pieces]),
+        numpy.concatenate([numpy.full(len(ids), counts) for ids, counts in pieces]),
+    )
+
+
+def _ids(text: str, by: Tokenizer) -> numpy.ndarray:
+    return numpy.array(by.encode(text), numpy.uint32)
+
+
+def shards_index(folder: Path, by: Tokenizer) -> dict:
+    """What a folder of token shards says of them. ValueError unless this tokenizer made their ids."""
     index = json.loads((folder / INDEX).read_text())
-    if "identity" in index:
-        return index["identity"]
-    if (name := index["tokenizer"]) != "bytes" and not Path(name).exists():  # written before they said so
+    name = index["tokenizer"]
+    if "identity" not in index and name != "bytes" and not Path(name).exists():  # written before they said so
         raise ValueError(
             f"{folder}: was made with {name}, which is not there: nothing says which tokenizer that was"
             "\n  fix: tokenize the text again"
         )
-    return tokenizer(name).identity
-
-
-def check_identity(folder: Path, by: Tokenizer) -> None:
-    """ValueError unless this tokenizer made the ids of a folder of shards."""
-    if identity_of(folder) != by.identity:
-        name = json.loads((folder / INDEX).read_text())["tokenizer"]
+    if (index["identity"] if "identity" in index else tokenizer(name).identity) != by.identity:
         whose = f"those of {by.name}" if by.identity else f"known to be those of {by.name}, which has no {FILE}"
         raise ValueError(
             f"{folder}: its ids are those of {name}, not {whose}"
             "\n  fix: tokenize the text by the tokenizer of the model, or give its own with --tokenizer"
         )
+    return index
 
 
 def _shards(folder: Path, by: Tokenizer) -> Corpus:
     """The corpus of a folder of token shards. ValueError that names the shard that is missing or cut short, or if they
     are of another tokenizer."""
-    check_identity(folder, by)
-    index = json.loads((folder / INDEX).read_text())
+    index = shards_index(folder, by)
     for name, nbytes in index["bytes"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != nbytes:
             raise ValueError(f"{folder / name}: missing or cut short\n  fix: write the shards again")

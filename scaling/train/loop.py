@@ -15,10 +15,9 @@ from scaling.spec import format_axes
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint, guards
-from scaling.train.batches import Batch, ahead
+from scaling.train.batches import Batch, ahead, inputs
 from scaling.train.evaluate import evaluate, local
 from scaling.train.flight import Flight
-from scaling.train.inputs import inputs
 from scaling.train.pace import Pace, still
 from scaling.train.progress import Progress
 from scaling.train.sample import continuation

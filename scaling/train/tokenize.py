@@ -25,7 +25,7 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int) -> dict:
     source, out = Path(source), Path(out)
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{out}: is not empty\n  fix: give another --out")
-    files = sorted(p for p in source.rglob("*") if p.suffix in (*TEXT, ".jsonl")) if source.is_dir() else [source]
+    files = sorted(p for p in source.rglob("*") if p.suffix in TEXT) if source.is_dir() else [source]
     files = [p for p in files if p.is_file()]
     if not files:
         raise ValueError(f"{source}: no text to read\n  fix: give a file, or a folder that holds some")

@@ -17,7 +17,7 @@ from scaling import data, launch, optim
 from scaling.console import Parser
 from scaling.mesh import Mesh
 from scaling.models import mlp
-from scaling.train.byte_lm import batch_axes, make_step, param_specs
+from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 REPEAT = 4  # steps in a sample
 MESHES = {"data_parallel": "X", "fsdp": "X", "tensor_parallel": "Y", "fsdp_tp": "XY"}
@@ -34,12 +34,13 @@ def run(mesh, name: str, samples: int, rows: int) -> dict[str, list[tuple[float,
     for side, where in (("checked", mesh), ("unchecked", Mesh(mesh.sizes, mesh.device, False, mesh.timeout))):
         params = mlp.init(config, 0, mesh=where, specs=param_specs(strategy))
         state = {"params": params, "opt": adamw.init(params)}
-        step = make_step(strategy, adamw, config, where)
         batches = data.endless(text, config.K, rows, where, batch_axes(strategy), 0)
 
-        def steps(state=state, step=step, batches=batches):
+        def steps(state=state, batches=batches, where=where):
             for _ in range(REPEAT):
-                state["params"], state["opt"], _ = step(state["params"], state["opt"], next(batches))
+                loss, grads = loss_and_grads(strategy, state["params"], *next(batches), config, where)
+                state["params"], state["opt"] = adamw.update(grads, state["opt"], state["params"])
+                reduced(strategy, loss, where)
 
         sides[side] = steps
     found = {side: [] for side in sides}

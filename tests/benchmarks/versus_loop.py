@@ -32,7 +32,7 @@ from scaling.configs import Config, get
 from scaling.console import Parser
 from scaling.models import transformer as model
 from scaling.train import loop
-from scaling.train.inputs import inputs
+from scaling.train.batches import inputs
 from scaling.train.progress import Progress
 from scaling.train.settings import Settings
 

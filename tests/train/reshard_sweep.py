@@ -22,7 +22,7 @@ from scaling.console import Parser
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import arranged_layers, slots_of
 from scaling.train import dcp
-from scaling.train.inputs import inputs
+from scaling.train.batches import inputs
 from scaling.train.loop import run
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.state import begun, state_specs

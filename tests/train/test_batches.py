@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from scaling.configs import get
-from scaling.train.batches import IGNORED, Batches, Mixture, ahead, hold_out
+from scaling.train.batches import IGNORED, Batches, Mixture, ahead, hold_out, inputs
 from scaling.train.corpus import Corpus
-from scaling.train.inputs import inputs, weighted_paths
+from scaling.train.origin import weighted_paths
 from scaling.train.settings import Settings
 
 

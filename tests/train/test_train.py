@@ -1,5 +1,7 @@
 """The byte model trained by each strategy equals the byte model on one device."""
 
+from itertools import islice
+
 import pytest
 import torch
 from torch.func import grad_and_value
@@ -7,7 +9,7 @@ from torch.func import grad_and_value
 from scaling import data, optim, tree
 from scaling.models import mlp
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
-from scaling.train.byte_lm import batch_axes, evaluate, loss_and_grads, make_step, param_specs, reduced
+from scaling.train.byte_lm import batch_axes, evaluate, loss_and_grads, param_specs, reduced
 
 CONFIG = mlp.MLPConfig(L=2, D=16, F=32, K=4)
 B, SEED = 32, 3
@@ -18,19 +20,26 @@ def text():
     return data.load_text(max_bytes=20_000)
 
 
+def trained(strategy, params, adamw, batches, mesh, microbatches=1):
+    """(params, the losses, the optimizer's state) after a step for each batch."""
+    state, losses = adamw.init(params), []
+    for batch in batches:
+        loss, grads = loss_and_grads(strategy, params, *batch, CONFIG, mesh, microbatches)
+        params, state = adamw.update(grads, state, params)
+        losses.append(reduced(strategy, loss, mesh))
+    return params, losses, state
+
+
 def run_training(mesh, name, microbatches):
     strategy = STRATEGIES[name]
     specs = param_specs(strategy)
     params = mlp.init(CONFIG, SEED, torch.float64, mesh, specs)
-    batches = list(zip(range(3), data.batches(text(), CONFIG.K, B, mesh, batch_axes(strategy), SEED), strict=False))
-    loss, grads = loss_and_grads(strategy, params, *batches[0][1], CONFIG, mesh, microbatches)
+    batches = [*islice(data.batches(text(), CONFIG.K, B, mesh, batch_axes(strategy), SEED), 3)]
+    loss, grads = loss_and_grads(strategy, params, *batches[0], CONFIG, mesh, microbatches)
     tree.check(grads, specs, CONFIG.sizes, mesh, torch.float64)
     adamw = optim.adamw(0.01)
-    step, state, losses = make_step(strategy, adamw, CONFIG, mesh, microbatches), adamw.init(params), []
-    for _, batch in batches:
-        params, state, metrics = step(params, state, batch)
-        losses.append(metrics["loss"])
-    valid = evaluate(strategy, params, *batches[0][1], CONFIG, mesh)
+    params, losses, _ = trained(strategy, params, adamw, batches, mesh, microbatches)
+    valid = evaluate(strategy, params, *batches[0], CONFIG, mesh)
     return (
         reduced(strategy, loss, mesh),
         tree.unshard(grads, specs, mesh),
@@ -42,7 +51,7 @@ def run_training(mesh, name, microbatches):
 
 def one_device():
     params = mlp.init(CONFIG, SEED, torch.float64)
-    batches = [batch for _, batch in zip(range(3), data.batches(text(), CONFIG.K, B, seed=SEED), strict=False)]
+    batches = [*islice(data.batches(text(), CONFIG.K, B, seed=SEED), 3)]
     both = grad_and_value(mlp.loss_fn)
     grads, loss = both(params, *batches[0], CONFIG)
     adamw = optim.adamw(0.01)
@@ -77,13 +86,11 @@ def run_bfloat16(mesh, name):
     strategy, adamw = STRATEGIES[name], optim.adamw(0.01, master=True)
     specs = param_specs(strategy)
     params = mlp.init(CONFIG, SEED, torch.bfloat16, mesh, specs)
-    state, step, losses = adamw.init(params), make_step(strategy, adamw, CONFIG, mesh), []
-    for _, batch in zip(range(8), data.batches(text(), CONFIG.K, B, mesh, batch_axes(strategy), SEED), strict=False):
-        params, state, metrics = step(params, state, batch)
-        losses.append(metrics["loss"].double())
+    batches = islice(data.batches(text(), CONFIG.K, B, mesh, batch_axes(strategy), SEED), 8)
+    params, losses, state = trained(strategy, params, adamw, batches, mesh)
     tree.check(params, specs, CONFIG.sizes, mesh, torch.bfloat16)
     tree.check(state["master"], specs, CONFIG.sizes, mesh, torch.float32)
-    return torch.stack(losses)
+    return torch.stack(losses).double()
 
 
 BFLOAT16 = [
