@@ -20,10 +20,6 @@ class Memory:
     def total(self) -> float:
         return self.params + self.grads + self.optimizer + self.activations
 
-    def fits(self, hbm_bytes: float) -> bool:
-        positive(hbm_bytes=hbm_bytes)
-        return self.total <= hbm_bytes
-
 
 def checkpoint_bytes(tokens: float, widths: Sequence[float], L: int, dtype="bf16") -> float:
     """Bytes of checkpoints [tokens, width] kept in each of L layers: 2 L tokens sum(widths) in bf16 (Part 5, Q2)."""

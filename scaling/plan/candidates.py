@@ -15,13 +15,11 @@ import numpy as np
 
 from scaling.cost.lanes import Lane
 from scaling.hardware import Chip
-from scaling.plan.evaluate import Estimate, bound, evaluate, forecast
-from scaling.plan.holds import held
+from scaling.plan.evaluate import Estimate, evaluate
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES, POLICIES, SCHEDULES, Layout, row
-from scaling.plan.ledger import compute, ledger
 from scaling.plan.network import Network, Unplaced, measured, slice_shape, torus, torus_meshes, tree
-from scaling.plan.ranking import room, simplest_first
+from scaling.plan.ranking import misses_by, rank, simplest_first
 
 STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # of layers that a rank of an interleaved pipeline holds
@@ -255,30 +253,23 @@ def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarr
     zero = np.array([network.zero for network in networks], dtype=np.int8)
     lanes = {name: Lane.columns([network.lanes[name] for network in networks]) for name in networks[0].lanes}
 
-    def priced(which: np.ndarray, recipe: np.ndarray, ties: bool) -> tuple[Layout, Any, Any, Any]:
-        """(layouts, seconds, seconds without overlap if `ties`, bytes) of rows: meshes by number, each with a
-        recipe."""
+    def priced(which: np.ndarray, recipe: np.ndarray) -> Estimate:
+        """Of rows: meshes by number, each with a recipe."""
         names = ("microbatches", "schedule", "chunks", "remat", "reduce")
         fields: dict[str, Any] = {axis: sizes[which, i] for i, axis in enumerate(AXES)} | {"zero": zero[which]}
         fields |= {name: recipe[:, i].astype(float if i in (0, 2) else np.int8) for i, name in enumerate(names)}
-        many = Layout(**fields)
-        c = compute(job, chip, many)
-        entries = ledger(job, c, many, {name: lane.take(which) for name, lane in lanes.items()})
-        own = held(job, c, many)
-        worst = bound(job, c, entries, many.microbatches)[1] if ties else 0.0
-        parts = forecast(job, chip, c, many, entries, own)
-        seconds, worst, nbytes = (np.broadcast_to(column, which.shape) for column in (parts.total, worst, own.total))
-        return many, seconds, worst, nbytes
+        over = {name: lane.take(which) for name, lane in lanes.items()}
+        return Estimate(job, Network(chip, {}, 0, over), Layout(**fields))
 
-    _, seconds, _, total = priced(index, chosen, ties=False)
-    misses = np.maximum(0.0, total - room(job, chip))
-    key = np.where(misses > 0, 1e12 + misses, seconds)
+    every = priced(index, chosen)
+    misses = misses_by(job, every)
+    key = np.where(misses > 0, 1e12 + misses, every.forecast)
     best = np.minimum.reduceat(key, np.cumsum([0, *lengths[:-1]]))
     hits = np.flatnonzero(key == best[index])
     firsts = hits[np.searchsorted(index[hits], np.arange(len(networks)))]
-    many, seconds, worst, total = priced(np.arange(len(networks)), chosen[firsts], ties=True)
-    keys = np.stack([np.maximum(0.0, total - room(job, chip)), seconds, worst, total], 1)
-    return [(tuple(keys[i].tolist()), networks[i], row(many, i)) for i in range(len(networks))]
+    found = priced(np.arange(len(networks)), chosen[firsts])
+    keys = np.stack(np.broadcast_arrays(*rank(job, found)), 1)
+    return [(tuple(keys[i].tolist()), networks[i], row(found.layout, i)) for i in range(len(networks))]
 
 
 def plans(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Found:

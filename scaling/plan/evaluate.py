@@ -7,7 +7,9 @@ peaks (`scaling.hardware.Efficiency`), with what lies between the matmuls, with 
 for, and with what a step does once, as far as one microbatch does not hide it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from scaling.plan.network import Network
 LOGITS = 16  # bytes of a logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
 
 
-def bound(job: Job, c: Compute, entries: list[Entry], microbatches: Amount) -> tuple[Amount, Amount]:
+def step_bounds(job: Job, c: Compute, entries: Sequence[Entry], microbatches: Amount) -> tuple[Amount, Amount]:
     """(seconds of a step at least, seconds if nothing overlapped), with the bubble."""
     links, everything = [[0.0] * LINKS, [0.0] * LINKS], [0.0, 0.0]  # forward, backward
     for entry in entries:
@@ -78,7 +80,7 @@ def matmul_passes(job: Job, math: Amount, reads: Amount) -> tuple[Amount, Amount
     return forward, forward + np.maximum(math, adds)
 
 
-def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], own: Held) -> StepParts:
+def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: Sequence[Entry], own: Held) -> StepParts:
     """The step as it is likely to be: never shorter than the bound."""
     rate, M = chip.efficiency, l.microbatches
     narrow, wide, kernel, bandwidth = reached_rates(job, chip)
@@ -123,23 +125,68 @@ def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: list[Entry], 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One layout of a job on chips: seconds of a step, bytes of a chip."""
+    """One layout of a job on chips: seconds of a step, bytes of a chip. Or columns of many, of a network of columns."""
 
-    layout: Layout
+    job: Job
     network: Network
-    compute: Compute
-    entries: tuple[Entry, ...]
-    held: Held
-    cost: Cost
-    bound: float
-    worst: float
-    parts: StepParts
-    useful: float
+    layout: Layout
+
+    @cached_property
+    def compute(self) -> Compute:
+        return compute(self.job, self.network.chip, self.layout)
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its collectives."""
+        every = ledger(self.job, self.compute, self.layout, self.network.lanes)
+        return tuple(entry for entry in every if np.any(entry.moved > 0))
+
+    @cached_property
+    def held(self) -> Held:
+        return held(self.job, self.compute, self.layout)
+
+    @cached_property
+    def bounds(self) -> tuple[Amount, Amount]:
+        return step_bounds(self.job, self.compute, self.entries, self.layout.microbatches)
 
     @property
-    def forecast(self) -> float:
+    def bound(self) -> Amount:
+        """Seconds of a step at least."""
+        return self.bounds[0]
+
+    @property
+    def worst(self) -> Amount:
+        """Seconds if nothing overlapped."""
+        return self.bounds[1]
+
+    @cached_property
+    def parts(self) -> StepParts:
+        return forecast(self.job, self.network.chip, self.compute, self.layout, self.entries, self.held)
+
+    @property
+    def forecast(self) -> Amount:
         """Seconds of a step, as it is likely to be."""
         return self.parts.total
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The bound's parts: forward and backward, computing and each axis's collectives."""
+        times: tuple[dict[str, float], ...] = ({}, {})
+        for entry in self.entries:
+            for way, count in enumerate(entry.ways):
+                if count:
+                    times[way][entry.axis] = times[way].get(entry.axis, 0.0) + float(count * entry.seconds)
+        overlap = "sum" if self.job.overlap == "none" else self.job.overlap
+        forward, backward = (
+            Cost(float(self.layout.microbatches * once), tuple(sorted(by_axis.items())), overlap)
+            for once, by_axis in zip((self.compute.forward, self.compute.backward), times, strict=True)
+        )
+        return forward + backward
+
+    @property
+    def useful(self) -> float:
+        """Seconds of the model's FLOPs at the chips' peak."""
+        return self.job.flops() / self.layout.chips / self.network.chip.flops(self.job.dtype)
 
     @property
     def bubble(self) -> float:
@@ -177,23 +224,4 @@ class Estimate:
 
 def evaluate(job: Job, network: Network, layout: Layout) -> Estimate:
     """Time and memory of one layout."""
-    chip = network.chip
-    c = compute(job, chip, layout)
-    entries = [entry for entry in ledger(job, c, layout, network.lanes) if entry.moved > 0]
-    own = held(job, c, layout)
-    least, worst = bound(job, c, entries, layout.microbatches)
-    parts = forecast(job, chip, c, layout, entries, own)
-    times: tuple[dict[str, float], ...] = ({}, {})
-    for entry in entries:
-        for way, count in enumerate(entry.ways):
-            if count:
-                times[way][entry.axis] = times[way].get(entry.axis, 0.0) + float(count * entry.seconds)
-    overlap = "sum" if job.overlap == "none" else job.overlap
-    passes = [
-        Cost(float(layout.microbatches * once), tuple(sorted(by_axis.items())), overlap)
-        for once, by_axis in zip((c.forward, c.backward), times, strict=True)
-    ]
-    return Estimate(
-        layout, network, c, tuple(entries), own, passes[0] + passes[1], float(least), float(worst), parts,
-        job.flops() / layout.chips / chip.flops(job.dtype),
-    )  # fmt: skip
+    return Estimate(job, network, layout)

@@ -8,7 +8,6 @@ for each use; stage 1 only what the optimizer holds, over data, context and expe
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -105,16 +104,7 @@ class Layout:
 CODED = {"schedule": SCHEDULES, "remat": POLICIES, "reduce": ("each", "once")}  # words are numbers in columns
 
 
-def columns(layouts: Iterable[Layout]) -> Layout:
-    """Many layouts as one whose fields are arrays."""
-    layouts = list(layouts)
-    rows = {field.name: [getattr(layout, field.name) for layout in layouts] for field in fields(Layout)}
-    coded = {name: [words.index(word) for word in rows[name]] for name, words in CODED.items()}
-    arrays: dict[str, Any] = {name: np.array(values) for name, values in (rows | coded).items()}
-    return Layout(**arrays)
-
-
 def row(many: Layout, i: int) -> Layout:
-    """One of them again."""
+    """One layout of columns of them."""
     values: dict[str, Any] = {field.name: int(getattr(many, field.name)[i]) for field in fields(Layout)}
     return Layout(**{name: CODED[name][value] if name in CODED else value for name, value in values.items()})

@@ -36,10 +36,6 @@ class Network:
     zero: int
     lanes: Mapping[str, Lane]
 
-    def seconds(self, op: str, nbytes: float, lane: str) -> float:
-        """Seconds of one collective of V bytes; an AllReduce is two passes."""
-        return (2 if op == "AllReduce" else 1) * self.lanes[lane].seconds(nbytes)
-
 
 class Unplaced(ValueError):
     """A mesh that the chips' network cannot hold, with the reason."""

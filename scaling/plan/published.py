@@ -1,14 +1,16 @@
 """Published runs beside the planner: `python -m scaling.plan published`.
 
 For each run what its mesh is forecast to do, beside what was measured, and what the planner would take. The forecast's
-efficiencies are the chip files', the same for every run; what a source leaves open the planner chooses.
+efficiencies are the chip files', the same for every run; what a source leaves open the planner chooses. Three of them,
+of matmuls, are fitted to these runs: so they are also fitted to every other run, and judged by the rest.
 """
 
 import json
 import math
 import statistics
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -17,12 +19,13 @@ from scaling.configs import get
 from scaling.console import Parser, complain
 from scaling.hardware import Chip, chip
 from scaling.plan.candidates import Fixed, search
-from scaling.plan.evaluate import Estimate
+from scaling.plan.evaluate import Estimate, evaluate
 from scaling.plan.job import Job
 from scaling.plan.layout import AXES
 from scaling.plan.report import folded
 
 BETTER = 0.15  # the planner's layout is explained if it is faster by so much
+FACTORS = 0.5, 2.0  # of matmuls' efficiencies, among which they are fitted
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,39 @@ def beside_planner(run: PublishedRun) -> Beside:
     return Beside(run, own, best if best.forecast < own.forecast else own)
 
 
+def with_matmuls(row: Beside, factor: float) -> Beside:
+    """The run's own mesh as if matmuls reached so many times their share of the peak."""
+    chip, own = row.own.network.chip, row.own
+    shares = tuple((dtype, min(1.0, factor * share)) for dtype, share in chip.efficiency.matmul)
+    faster = replace(chip, efficiency=replace(chip.efficiency, matmul=shares))
+    return replace(row, own=evaluate(row.run.job, replace(own.network, chip=faster), own.layout))
+
+
+def judged_runs(fitted: Sequence[Beside], others: Sequence[Beside]) -> list[Beside]:
+    """The others, with the efficiency of matmuls by which the median run of those fitted is met: one for GPUs in bf16,
+    one for GPUs in fp8, one for TPUs."""
+    found = []
+    for kind in dict.fromkeys((row.run.chip.kind, row.run.job.dtype) for row in others):
+        alike, left = (
+            [row for row in rows if (row.run.chip.kind, row.run.job.dtype) == kind] for rows in (fitted, others)
+        )
+        low, high = FACTORS if alike else (1.0, 1.0)
+        for _ in range(12 if alike else 0):
+            middle = (low * high) ** 0.5
+            fast = statistics.median(with_matmuls(row, middle).error for row in alike) > 0
+            low, high = (low, middle) if fast else (middle, high)
+        found += [with_matmuls(row, (low * high) ** 0.5) for row in left]
+    return found
+
+
+def how_near(rows: Sequence[Beside]) -> str:
+    errors = [abs(math.log1p(row.error)) for row in rows]
+    return (
+        f"{len(rows)} runs: median error {math.expm1(statistics.median(errors)):.0%}, largest "
+        f"{max((row.error for row in rows), key=abs):+.0%}; {sum(e <= math.log(1.15) for e in errors)} within 15%"
+    )
+
+
 def table(rows: list[Beside]) -> str:
     """What is printed, at most 100 columns wide."""
     sources = list(dict.fromkeys(row.run.source for row in rows))
@@ -131,12 +167,16 @@ def table(rows: list[Beside]) -> str:
             lines.append(f"    left out of the forecast: {row.run.wanting}")
         if row.gain > BETTER:
             lines.append(f"    given up: {row.run.gave}")
-    errors = [abs(math.log1p(row.error)) for row in rows]
     lines += [
         "",
-        f"{len(rows)} runs: median error {math.expm1(statistics.median(errors)):.0%}, largest "
-        f"{max((row.error for row in rows), key=abs):+.0%}; {sum(e <= math.log(1.15) for e in errors)} within 15%",
+        how_near(rows),
         "No number is fitted to one run: three efficiencies of matmuls hold for all chips, in chips.toml.",
+    ]
+    if len(rows) > 1:
+        halves = rows[::2], rows[1::2]
+        lines.append("Fitted to every other run alone, of the rest, and the other way round:")
+        lines += ["  " + how_near(judged_runs(*pair)) for pair in (halves, halves[::-1])]
+    lines += [
         "",
         *(f"[{i + 1}] {source}" for i, source in enumerate(sources)),
     ]

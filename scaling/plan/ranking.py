@@ -1,5 +1,8 @@
 """Which of two layouts is the better: what fits, then the shortest forecast, and of those as fast, the simplest."""
 
+import numpy as np
+
+from scaling.cost.lanes import Amount
 from scaling.hardware import Chip
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job
@@ -29,11 +32,15 @@ def room(job: Job, chip: Chip) -> float:
     return job.headroom * chip.need("hbm_bytes")
 
 
+def misses_by(job: Job, found: Estimate) -> Amount:
+    """Bytes that a chip lacks."""
+    return np.maximum(0.0, found.held.total - room(job, found.network.chip))
+
+
 def fits(job: Job, found: Estimate) -> bool:
-    return float(found.held.total) <= room(job, found.network.chip)
+    return bool(misses_by(job, found) == 0)
 
 
 def rank(job: Job, found: Estimate) -> tuple:
     """What fits first; then the shortest forecast."""
-    misses = max(0.0, float(found.held.total) - room(job, found.network.chip))
-    return (misses, found.forecast, found.worst, float(found.held.total))
+    return misses_by(job, found), found.forecast, found.worst, found.held.total

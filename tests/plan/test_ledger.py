@@ -1,5 +1,6 @@
 """Schedules, stages, axes and memory of the planner's ledger against what they are defined by."""
 
+from dataclasses import fields
 from fractions import Fraction
 
 import numpy as np
@@ -9,10 +10,9 @@ from scaling.configs import get
 from scaling.cost.lanes import Lane
 from scaling.hardware import chip
 from scaling.plan import Job, Layout, Stack, evaluate, tree
-from scaling.plan.evaluate import forecast
-from scaling.plan.holds import held
-from scaling.plan.layout import columns, row
-from scaling.plan.ledger import compute, heaviest, ledger
+from scaling.plan.layout import CODED, row
+from scaling.plan.ledger import heaviest
+from scaling.plan.network import Network
 from scaling.schedules import make
 from scaling.schedules.simulator import Times, simulate
 
@@ -156,12 +156,12 @@ def test_few_tokens_are_bound_by_reading_weights():
 
 def test_a_forecast_is_never_below_the_bound():
     job = Job(get("llama3-70b"), 2**21)
-    for fields in (
+    for given in (
         {"data": 8}, {"fsdp": 64, "zero": 3}, {"fsdp": 8, "tensor": 8, "zero": 3},
         {"pipe": 4, "data": 2, "tensor": 8, "microbatches": 8}, {"data": 4, "context": 8, "tensor": 2},
         {"fsdp": 64, "zero": 3, "microbatches": 4, "reduce": "once"},
     ):  # fmt: skip
-        found = planned(job, **fields)
+        found = planned(job, **given)
         assert found.bound <= found.forecast
         assert found.bound <= found.worst
 
@@ -175,28 +175,28 @@ def test_columns_are_the_rows():
         Layout(pipe=2, data=8, microbatches=8, schedule="dualpipev", chunks=2),
     ]
     networks = [tree(H100, layout.sizes, layout.zero, 2, 8) for layout in layouts]
-    many = columns(layouts)
+    rows: dict = {field.name: [getattr(layout, field.name) for layout in layouts] for field in fields(Layout)}
+    rows |= {name: [words.index(word) for word in rows[name]] for name, words in CODED.items()}
+    many = Layout(**{name: np.array(values) for name, values in rows.items()})
     lanes = {name: Lane.columns([network.lanes[name] for network in networks]) for name in networks[0].lanes}
     assert [row(many, i) for i in range(4)] == layouts
-    c = compute(job, H100, many)
-    own = held(job, c, many)
-    seconds = forecast(job, H100, c, many, ledger(job, c, many, lanes), own).total
+    together = evaluate(job, Network(H100, {}, 0, lanes), many)
     singles = [evaluate(job, network, layout) for network, layout in zip(networks, layouts, strict=True)]
-    np.testing.assert_allclose(seconds, [one.forecast for one in singles], rtol=1e-12)
-    np.testing.assert_allclose(own.total, [float(one.held.total) for one in singles], rtol=1e-12)
+    for found in (lambda one: one.forecast, lambda one: one.held.total, lambda one: one.bound, lambda one: one.worst):
+        np.testing.assert_allclose(found(together), [float(found(one)) for one in singles], rtol=1e-12)
 
 
 def test_layouts_and_jobs_are_checked():
-    for fields, message in (
+    for given, message in (
         ({"pipe": 0}, "pipe = 0"), ({"data": 2.0}, "data = 2.0"), ({"remat": "some"}, "remat = 'some'"),
         ({"zero": 2}, "zero = 2"), ({"fsdp": 8}, "fsdp = 8 shards the params\n  fix: give zero=3"),
         ({"schedule": "gpipe"}, "schedule = 'gpipe'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            Layout(**fields)
-    for fields, message in (
+            Layout(**given)
+    for given, message in (
         ({"batch": 4e6}, "whole number"), ({"batch": 1024}, "longer than the batch"), ({"dtype": "int4"}, "dtype = 'i"),
         ({"overlap": "half"}, "overlap = 'half'"), ({"headroom": 1.5}, "headroom = 1.5"), ({"grad_bytes": -1}, "grad"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            Job(get("llama3-8b"), **({"batch": 2**20} | fields))
+            Job(get("llama3-8b"), **({"batch": 2**20} | given))

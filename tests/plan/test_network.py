@@ -82,21 +82,21 @@ def test_lanes_of_a_torus():
         "tensor": (AxisSpan(2, 4, 1, False, False),),
     }
     network = torus(V5P, sizes(fsdp=256, tensor=4), 3, placed)
-    assert network.seconds("AllGather", 1e9, "weights") == approx(1e9 / 3.6e11)
-    assert network.seconds("AllReduce", 1e9, "tensor") == approx(2e9 * 3 / 4 / 9e10)
-    assert network.seconds("AllGather", 1.0, "weights") == approx(16e-6)  # hops
+    assert network.lanes["weights"].seconds(1e9) == approx(1e9 / 3.6e11)
+    assert 2 * network.lanes["tensor"].seconds(1e9) == approx(2e9 * 3 / 4 / 9e10)
+    assert network.lanes["weights"].seconds(1.0) == approx(16e-6)  # hops
     assert network.lanes["weights"].links == (True, True, False, False)
     pods = torus(V5P, sizes(pod=2, fsdp=256, tensor=4), 3, placed)
-    assert pods.seconds("AllReduce", 1e9, "pod") == approx(2e9 / 6.25e9)
+    assert 2 * pods.lanes["pod"].seconds(1e9) == approx(2e9 / 6.25e9)
     ideal = book(V5P, sizes(fsdp=256, tensor=4), {"fsdp": 2, "tensor": 1})
-    assert ideal.seconds("AllGather", 1e9, "tensor") == approx(1e9 / 1.8e11)
+    assert ideal.lanes["tensor"].seconds(1e9) == approx(1e9 / 1.8e11)
 
 
 def test_lanes_of_a_tree():
     network = tree(H100, sizes(pipe=2, fsdp=4, tensor=8), 3)
-    assert network.seconds("AllGather", 1e9, "tensor") == approx(1e9 * 7 / 8 / 450e9)
-    assert network.seconds("ReduceScatter", 1e9, "weights") == approx(8e9 * 3 / 4 / 400e9)  # 8 groups, one node
-    assert network.seconds("CollectivePermute", 1e9, "pipe") == approx(1e9 / 50e9)
+    assert network.lanes["tensor"].seconds(1e9) == approx(1e9 * 7 / 8 / 450e9)
+    assert network.lanes["weights"].seconds(1e9) == approx(8e9 * 3 / 4 / 400e9)  # 8 groups, one node
+    assert network.lanes["pipe"].seconds(1e9) == approx(1e9 / 50e9)
     assert network.lanes["tensor"].links[0]
     assert network.lanes["weights"].links[1]
     with pytest.raises(Unplaced, match="groups of 6 GPUs lie across nodes of 8"):

@@ -1,13 +1,24 @@
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from scaling.book.largest import largest
 from scaling.configs import get
 from scaling.plan.__main__ import main
-from scaling.plan.published import BETTER, Beside, beside_planner, own_mesh, published_runs, table, token_flops
+from scaling.plan.published import (
+    BETTER,
+    Beside,
+    beside_planner,
+    judged_runs,
+    own_mesh,
+    published_runs,
+    table,
+    token_flops,
+    with_matmuls,
+)
 
 SMALL = 300  # chips, of the runs beside which the planner looks for its own layout here; the command does so for all
 
@@ -40,6 +51,18 @@ def test_forecasts_are_near_what_was_measured(rows):
     assert statistics.median(errors) < math.log(1.08)
     assert largest(errors) < math.log(1.4)
     assert len(rows) > 25
+
+
+@pytest.mark.slow
+def test_what_is_fitted_to_one_half_holds_for_the_other(rows):
+    for fitted, others in ((rows[::2], rows[1::2]), (rows[1::2], rows[::2])):
+        errors = [abs(math.log1p(row.error)) for row in judged_runs(fitted, others)]
+        assert len(errors) == len(others)
+        assert statistics.median(errors) < math.log(1.1)
+    slower = [replace(row, run=replace(row.run, measured=0.8 * row.run.measured)) for row in rows]
+    own = judged_runs(slower, slower)  # runs that were all slower by a fifth are met by slower matmuls
+    assert abs(statistics.median(row.error for row in own)) < 0.08
+    assert with_matmuls(rows[0], 1.0).own.forecast == pytest.approx(rows[0].own.forecast)
 
 
 def test_what_is_off_is_explained(rows):
