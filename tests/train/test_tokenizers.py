@@ -1,6 +1,7 @@
 """Which tokenizer belongs to which ids: each (model, tokenizer, data, run) is right or refused, none is silent."""
 
 import itertools
+import json
 import shutil
 
 import pytest
@@ -8,11 +9,12 @@ import pytest
 pytest.importorskip("tokenizers", reason="tables of tokenizers need the library: pip install tokenizers")
 pytest.importorskip("safetensors")
 
-from tokenized import WORDS, make, model
+from tokenized import ENDS, WORDS, make, model
 
+from scaling.generate import command as generate
 from scaling.models import hf, transformer
 from scaling.models.text import ByteText, home_of, tokenizer, tokenizer_of, write_bytes
-from scaling.serve.text import ends_of
+from scaling.serve.text import chat_prompt, ends_of
 from scaling.train import command
 from scaling.train.command import main
 from scaling.train.origin import options_of, tokenizer_in
@@ -32,7 +34,7 @@ MODEL = {  # name: (its vocabulary, its own tokenizer, whether it has weights)
 IDS = {"bytes": 256, "own": len(WORDS), "other": len(WORDS), "long": len(WORDS) + 400, "ids": 0}
 GIVEN = (None, "bytes", "own", "other", "long")
 DATA = ("text.txt", "rows.npy", "shards-bytes", "shards-own", "shards-other", "rows.npy,text.txt")
-DATA += ("shards-own:2,text.txt:1", "shards-own,shards-other", "rows.npy,shards-own")
+DATA += ("shards-own:2,text.txt:1", "shards-own,shards-other", "rows.npy,shards-own", "rows.npy:1,rows.npy:2")
 
 
 def expected(name, scratch, given, data):
@@ -44,10 +46,10 @@ def expected(name, scratch, given, data):
     own = None if name.endswith(".json") else own
     by = given or own or (None if made_here or V != 256 else "bytes")
     if by is None and made_here:
-        mixed = "rows.npy" in parts and len(parts) > 1 and V != 256  # whose those rows are is not known
+        mixed = "rows.npy" in parts and len({*parts}) > 1 and V != 256  # whose those rows are is not known
         by = makers[0] if makers else None if mixed else "ids" if "rows.npy" in parts and V != 256 else "bytes"
     elif by is None:
-        by = "ids" if parts == ["rows.npy"] else None
+        by = "ids" if {*parts} == {"rows.npy"} else None
     if by is None or (by != "bytes" and IDS[by] > V) or {*makers} - {by} or ("text.txt" in parts and by == "ids"):
         return None
     own = own or ("bytes" if V == 256 else None)  # weights of 256 ids have learned bytes
@@ -94,10 +96,25 @@ def test_every_pair_is_right_or_refused(place, tmp_path, begun, name):
         found |= {options_of(out)["identity"]}
         if by is None or found != {identity(place, by)}:
             wrong.append(f"{what} {settings.tokenizer or 'ids'} {found}")
-        if (ends_of(out) == (1, 5)) != (by == "own" and name in ("hf", "hf256")):
+        if ends_of(out) != ((1, 5) if by == "own" and name in ("hf", "hf256") else ()):
             wrong.append(f"{what}: ends of text are {ends_of(out)}")
     assert not wrong, "\n".join(wrong)
     assert right >= 3
+
+
+REASONS = [  # (model, --tokenizer, data, what the refusal says)
+    ("hf", "bytes", "text.txt", "have learned the ids"), ("hf", None, "shards-bytes", "its ids are those of bytes"),
+    ("hf", None, "shards-own:1,shards-other:1", "shards-other: its ids are those of"),
+    ("hf", None, "shards-other", "tokenize the text by"), ("hf", "long", "text.txt", "has the ids 0..4"),
+    ("bare", None, "text.txt", "has no tokenizer.json"), ("bare256", None, "shards-own", "its ids are those of"),
+    ("tiny", "long", "text.txt", "has the ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "data", "words"), REASONS)
+def test_a_refusal_says_why(place, tmp_path, begun, name, given, data, words):
+    options = ["--tokenizer", given if given == "bytes" else str(place / given)] if given else []
+    assert words in begun("--model", name, "--data", data, "--out", str(tmp_path / "run"), *options)[1]
 
 
 @pytest.mark.slow
@@ -176,3 +193,60 @@ def test_weights_keep_their_ends_of_text_beside_a_tokenizer_that_was_given(place
     data = "text.txt" if given else "rows.npy"
     assert begun("--model", str(tmp_path / "bare"), "--data", data, "--out", str(tmp_path / "run"), *given)[0]
     assert ends_of(tmp_path / "run") == (3,)
+
+
+@pytest.mark.slow
+def test_a_run_is_whole_by_itself(place, tmp_path, capsys, monkeypatch):
+    """It is begun by relative paths, moved, resumed, asked and exported from elsewhere; and begun again from there."""
+    monkeypatch.chdir(place)
+    begun = ["--model", "hf", "--data", "text.txt", "--out", "run", "--batch", "2", "--seq", "16"]
+    assert main([*begun, "--steps", "1"]) == 0
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    shutil.move("run", moved)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(place / "hf", tmp_path / "kept")
+    assert 'model = "model"' in (moved / "run.toml").read_text()
+
+    options = ["--out", str(moved), "--resume", "--data", str(place / "text.txt"), "--steps", "2"]
+    assert main(options) == 0
+    assert [json.loads(line)["step"] for line in (moved / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert main([*options[:-1], "3", "--tokenizer", str(place / "other")]) == 1
+    assert "was begun with another" in capsys.readouterr().err
+    assert generate.main(["--model", str(moved), "--prompt", "the cat", "--max-new-tokens", "3"]) == 0
+    from_run = capsys.readouterr().out
+    assert main(["export", str(moved), "--out", "exported"]) == 0
+    capsys.readouterr()
+    assert generate.main(["--model", "exported", "--prompt", "the cat", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out == from_run
+    assert set(from_run.split()) <= {*WORDS}
+
+    for folder in (moved, "exported"):
+        assert ends_of(folder) == ends_of("kept") == (1, 5)
+        assert chat_prompt(folder, [{"role": "user", "content": "hi"}]) == "<s>the hi a"
+    table = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert {key: table[key] for key in ENDS} == ENDS
+    again = [
+        "--model",
+        "exported",
+        "--data",
+        str(place / "shards-own"),
+        "--out",
+        "again",
+        "--batch",
+        "2",
+        "--seq",
+        "16",
+    ]
+    assert main([*again, "--steps", "1"]) == 0
+
+
+def test_a_run_that_says_nothing_of_its_tokenizer(tmp_path):
+    """Runs of old: bytes where there are 256 ids; a file if it is still there; else text is refused."""
+    (tmp_path / "run.toml").write_text('model = "tiny"\ntokenizer = "bytes"\n')
+    assert tokenizer_of(tmp_path, 256).identity == "bytes"
+    with pytest.raises(ValueError, match="fix: put the model's"):
+        tokenizer_of(tmp_path, 300).encode("a")
+    (tmp_path / "run.toml").write_text(f'model = "tiny"\ntokenizer = {json.dumps(str(tmp_path / "gone.json"))}\n')
+    with pytest.raises(ValueError, match="no such file"):
+        tokenizer_of(tmp_path, 300)
