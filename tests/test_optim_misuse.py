@@ -23,6 +23,8 @@ def test_trees_are_compared_by_name(rule):
     before = tree.map(torch.clone, (params, state))
     with pytest.raises(ValueError, match=r'grads\["W1"\] has shape nothing, its param \(3, 4\)'):
         optimizer.update(two(("W2", "W3")), state, params)
+    with pytest.raises(ValueError, match=r'grads\["W2"\] has shape \(4,\), its param \(3, 4\)'):
+        optimizer.update(two() | {"W2": torch.zeros(4)}, state, params)
     with pytest.raises(ValueError, match=r'grads\["W3"\] has shape \(3, 4\), its param nothing'):
         optimizer.update(two(("W1", "W2", "W3")), state, params)
     with pytest.raises(ValueError, match=r'state\["m"\]\["W1"\] has shape nothing'):
@@ -86,25 +88,6 @@ def test_columns_of_one_buffer_are_apart():
     new, _ = optimizer.update(grads, optimizer.init(params), params, donate=True)
     assert all(torch.equal(new[name], wanted[name]) for name in new)
     assert new["a"].data_ptr() == buffer.data_ptr()
-
-
-@pytest.mark.parametrize(
-    "lr", [-0.1, float("nan"), lambda step: -0.1, lambda step: 0.1 - step, lambda step: step * torch.nan]
-)
-@pytest.mark.parametrize("make", [optim.sgd, optim.adamw])
-def test_a_learning_rate_is_not_negative(make, lr):
-    params = two()
-
-    def two_steps(params=params):
-        optimizer = make(lr)
-        state = optimizer.init(params)
-        for _ in range(2):
-            params, state = optimizer.update(two(), state, params)
-
-    with pytest.raises(ValueError, match=r"lr must be at least 0; got (-|nan|tensor\((-|nan))"):
-        two_steps()
-    still, _ = make(0.0).update(two(), make(0.0).init(params), params)
-    assert all(torch.equal(still[name], params[name]) for name in params)
 
 
 @pytest.mark.slow
@@ -212,16 +195,7 @@ def test_a_chain_is_given_types_and_ends_in_an_optimizer():
     for parts in ([optim.adamw(0.1), optim.clip(1.0)], [optim.adamw(0.1), optim.sgd(0.1)], [optim.clip(1.0)]):
         with pytest.raises(ValueError, match="one optimizer, which comes last"):
             optim.chain(*parts)
-    for wrong in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="max_norm must be at least 0"):
-            optim.clip(wrong)
     twice = optim.chain(lambda grads, specs, mesh: tree.map(lambda g: 2 * g, grads), optim.sgd(0.1))
     new, _ = twice.update(params, twice.init(params), params)
     for name in params:
         torch.testing.assert_close(new[name], 0.8 * params[name])
-
-
-@pytest.mark.parametrize("rule", [optim.sgd, optim.adamw])
-def test_a_state_of_whole_numbers_is_not_made(rule):
-    with pytest.raises(ValueError, match="dense tensors of floats"):
-        rule(0.1).init({"W": torch.ones(2, dtype=torch.int64)})

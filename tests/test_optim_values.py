@@ -53,14 +53,22 @@ def test_moments_of_another_precision_are_refused():
 
 INF, NAN = float("inf"), float("nan")
 ONE = Mesh({"X": 1})
+RATES = (INF, NAN, -0.1, True, "1", None, 1j, torch.ones(4))
+BETAS = (0.9, None, (0.9,), (NAN, 0.9), (0.9, 1.0), (1.0, 0.9), (-0.1, 0.9))
 WRONG = {
-    **{f"lr {lr!r}": lambda lr=lr: updated(optim.sgd(lr)) for lr in (INF, True, "1", None, 1j, torch.ones(4))},
-    **{f"schedule {lr!r}": lambda lr=lr: updated(optim.sgd(lambda _: lr)) for lr in (INF, None, "1", torch.ones(4))},
-    "momentum": lambda: optim.sgd(0.1, momentum=INF),
+    **{f"lr {lr!r}": lambda lr=lr: updated(optim.sgd(lr)) for lr in RATES},
+    **{f"schedule {lr!r}": lambda lr=lr: updated(optim.adamw(lambda _: lr)) for lr in RATES},
+    "a schedule that falls below 0": lambda: updated(
+        optim.sgd(lambda step: 0.1 - step), state={"step": torch.tensor(1)}
+    ),
+    **{f"momentum {n}": lambda n=n: optim.sgd(0.1, momentum=n) for n in (INF, -1)},
     "decay": lambda: optim.adamw(0.1, weight_decay=INF),
-    "eps": lambda: optim.adamw(0.1, eps=INF),
-    **{f"betas {betas!r}": lambda betas=betas: optim.adamw(0.1, betas) for betas in (0.9, None, (0.9,), (NAN, 0.9))},
+    **{f"eps {n}": lambda n=n: optim.adamw(0.1, eps=n) for n in (INF, -1e-8)},
+    **{f"betas {betas!r}": lambda betas=betas: optim.adamw(0.1, betas) for betas in BETAS},
     "nesterov": lambda: optim.sgd(0.1, 0.9, nesterov="no"),
+    "nesterov without momentum": lambda: optim.sgd(0.1, nesterov=True),
+    "a state of ints": lambda: optim.sgd(0.1).init({"w": W.int()}),
+    **{f"clip {n!r}": lambda n=n: optim.clip(n) for n in (-1.0, NAN)},
     "master": lambda: optim.adamw(0.1, master="no"),
     "donate": lambda: updated(donate="no"),
     **{f"mask {m!r}": lambda m=m: updated(optim.adamw(0.1, mask={"w": m, "b": True})) for m in ("no", 2, W, None)},
@@ -74,7 +82,7 @@ WRONG = {
     "chain of nothing": lambda: optim.chain(),
     "chain of a number": lambda: optim.chain(3, optim.sgd(0.1)),
     "scale": lambda: optim.loss_scaled(optim.sgd(0.1), first=INF),
-    "scale's interval": lambda: optim.loss_scaled(optim.sgd(0.1), interval=1.5),
+    **{f"interval {n}": lambda n=n: optim.loss_scaled(optim.sgd(0.1), interval=n) for n in (1.5, 0)},
     "scale of nothing": lambda: optim.loss_scaled(None),
     **{f"finite {f!r}": lambda f=f: updated(optim.loss_scaled(optim.sgd(0.1)), finite=f) for f in ("no", None, W)},
 }

@@ -44,11 +44,12 @@ def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, corpus
     for folder in (whole, parts):
         folder.mkdir()
     run(Mesh({"X": 1}), settings(corpus, whole))
-    ranks(train, {"X": 2}, settings(corpus, parts, save_every=2))
+    ranks(train, {"X": 2}, settings(corpus, parts, save_every=2, norms=True))
     (parts / "step-000004" / "index.json").unlink()  # as if the run had been killed before it was through
-    ranks(train, {"Y": 2}, settings(corpus, parts, resume=True))
-    records = [json.loads(line) for line in (parts / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 2, 3, 4]  # of a step that is done again the last record alone
+    ranks(train, {"Y": 2}, settings(corpus, parts, resume=True, norms=True))
+    for name in ("metrics.jsonl", "norms.jsonl"):
+        records = [json.loads(line) for line in (parts / name).read_text().splitlines()]
+        assert [record["step"] for record in records] == [1, 2, 3, 4]  # of a step done again the last record alone
     torch.testing.assert_close(losses(parts), losses(whole), rtol=2e-5, atol=0)
 
 

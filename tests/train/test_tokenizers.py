@@ -9,12 +9,11 @@ import pytest
 pytest.importorskip("tokenizers", reason="tables of tokenizers need the library: pip install tokenizers")
 pytest.importorskip("safetensors")
 
-from tokenized import ENDS, WORDS, make, model
+from tokenized import WORDS, make, model
 
-from scaling.generate import command as generate
 from scaling.models import hf, transformer
 from scaling.models.text import ByteText, home_of, tokenizer, tokenizer_of, write_bytes
-from scaling.serve.text import chat_prompt, ends_of
+from scaling.serve.text import ends_of
 from scaling.train import command
 from scaling.train.command import main
 from scaling.train.origin import options_of, tokenizer_in
@@ -193,52 +192,6 @@ def test_weights_keep_their_ends_of_text_beside_a_tokenizer_that_was_given(place
     data = "text.txt" if given else "rows.npy"
     assert begun("--model", str(tmp_path / "bare"), "--data", data, "--out", str(tmp_path / "run"), *given)[0]
     assert ends_of(tmp_path / "run") == (3,)
-
-
-@pytest.mark.slow
-def test_a_run_is_whole_by_itself(place, tmp_path, capsys, monkeypatch):
-    """It is begun by relative paths, moved, resumed, asked and exported from elsewhere; and begun again from there."""
-    monkeypatch.chdir(place)
-    begun = ["--model", "hf", "--data", "text.txt", "--out", "run", "--batch", "2", "--seq", "16"]
-    assert main([*begun, "--steps", "1"]) == 0
-    moved = tmp_path / "elsewhere" / "moved"
-    moved.parent.mkdir()
-    shutil.move("run", moved)
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(place / "hf", tmp_path / "kept")
-    assert 'model = "model"' in (moved / "run.toml").read_text()
-
-    options = ["--out", str(moved), "--resume", "--data", str(place / "text.txt"), "--steps", "2"]
-    assert main(options) == 0
-    assert [json.loads(line)["step"] for line in (moved / "metrics.jsonl").read_text().splitlines()] == [1, 2]
-    assert main([*options[:-1], "3", "--tokenizer", str(place / "other")]) == 1
-    assert "was begun with another" in capsys.readouterr().err
-    assert generate.main(["--model", str(moved), "--prompt", "the cat", "--max-new-tokens", "3"]) == 0
-    from_run = capsys.readouterr().out
-    assert main(["export", str(moved), "--out", "exported"]) == 0
-    capsys.readouterr()
-    assert generate.main(["--model", "exported", "--prompt", "the cat", "--max-new-tokens", "3"]) == 0
-    assert capsys.readouterr().out == from_run
-    assert set(from_run.split()) <= {*WORDS}
-
-    for folder in (moved, "exported"):
-        assert ends_of(folder) == ends_of("kept") == (1, 5)
-        assert chat_prompt(folder, [{"role": "user", "content": "hi"}]) == "<s>the hi a"
-    table = json.loads((tmp_path / "exported" / "config.json").read_text())
-    assert {key: table[key] for key in ENDS} == ENDS
-    again = [
-        "--model",
-        "exported",
-        "--data",
-        str(place / "shards-own"),
-        "--out",
-        "again",
-        "--batch",
-        "2",
-        "--seq",
-        "16",
-    ]
-    assert main([*again, "--steps", "1"]) == 0
 
 
 def test_a_run_that_says_nothing_of_its_tokenizer(tmp_path):

@@ -38,7 +38,10 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
     (tmp_path / "elsewhere").mkdir()
     os.chdir(tmp_path / "elsewhere")
     run, out = str(tmp_path / "moved"), str(tmp_path / "out")
+    assert 'model = "model"' in (tmp_path / "moved" / "run.toml").read_text()
     assert main(["--out", run, "--resume", "--steps", "3"]) == 0
+    assert main(["--out", run, "--resume", "--steps", "4", "--tokenizer", str(place / "other")]) == 1
+    assert "was begun with another" in " ".join(capsys.readouterr().err.split())
     assert main(["export", run, "--out", out]) == 0
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (place / "hf" / name).read_bytes()
@@ -71,6 +74,8 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
         said.append((capsys.readouterr().out.split("2 of 2")[0], [(row["text"], row["ids"]) for row in rows]))
     assert said[0] == said[1]
     assert {*said[0][1][0][0].split()} <= {*WORDS}  # words, not bytes
+    options = ["--data", str(place / "shards-own"), "--out", "again", "--seq", "8", "--batch", "2", "--steps", "1"]
+    assert main(["--model", out, *options]) == 0
 
 
 def test_ids_without_a_tokenizer(place, tmp_path, capsys):
@@ -86,16 +91,6 @@ def test_ids_without_a_tokenizer(place, tmp_path, capsys):
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert ["error" in row for row in rows] == [True, False, True]
     assert (rows[1]["text"], len(rows[1]["ids"])) == ("", 2)
-
-
-@pytest.mark.slow
-def test_a_step_that_is_done_again_stands_once(place, tmp_path):
-    options = ["--data", str(place / "text.txt"), "--out", str(tmp_path), "--seq", "8", "--batch", "2", "--norms"]
-    assert main([*options, "--steps", "4", "--save-every", "2", "--eval-batches", "1", "--mesh", "X=2"]) == 0
-    shutil.rmtree(tmp_path / "step-000004")  # as if it had been killed before
-    assert main(["--out", str(tmp_path), "--resume", "--steps", "5", "--mesh", "X=1"]) == 0
-    for name in ("metrics.jsonl", "norms.jsonl"):
-        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
