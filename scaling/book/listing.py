@@ -17,7 +17,7 @@ from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
 from scaling.models import mlp
 from scaling.spec import parse
-from scaling.strategies.block import Block
+from scaling.strategies.stack import Block
 from scaling.trace import Log, trace
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 

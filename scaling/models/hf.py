@@ -20,8 +20,8 @@ from scaling.configs import load as load_config
 from scaling.configs.hugging_face import write_config as table_of
 from scaling.mesh import AbstractMesh
 from scaling.models.hf_layout import FileLayout, leaf_layouts
+from scaling.models.leaves import specs_of
 from scaling.models.params import places_of
-from scaling.models.types import specs_of
 from scaling.spec import Spec, parse
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

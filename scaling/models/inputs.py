@@ -13,7 +13,7 @@ from scaling import tree
 from scaling._torch import assert_later, is_wrapped, modes
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.models.types import specs_of
+from scaling.models.leaves import specs_of
 
 IDS = (torch.int64, torch.int32)
 

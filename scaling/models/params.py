@@ -9,8 +9,7 @@ import torch
 from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.models.leaves import Leaf, leaves_of
-from scaling.models.types import check_computed, specs_of
+from scaling.models.leaves import Leaf, check_computed, leaves_of, specs_of
 from scaling.spec import Spec, parse
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scaling.configs import RopeScaling
-from scaling.models.types import SCALINGS
+from scaling.models.leaves import SCALINGS
 
 
 def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device=None) -> Tensor:

@@ -8,8 +8,7 @@ split the most, which is the form "2d"; the other forms leave axes out.
 from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.models.leaves import Leaf
-from scaling.models.types import check_computed, types_of, without
+from scaling.models.leaves import Leaf, check_computed, types_of, without
 from scaling.serve.int8 import quantized_spec
 from scaling.spec import ShardingError, parse
 from scaling.strategies.axes import present

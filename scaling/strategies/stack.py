@@ -17,9 +17,42 @@ from torch import Tensor
 
 from scaling.collectives import wait
 from scaling.collectives.checked import alike
+from scaling.models.pointwise import act, act_vjp, check_activation, rms_norm, rms_norm_vjp
 from scaling.spec import parse
-from scaling.strategies.block import Block
 from scaling.strategies.layers import Layers, layers_a_bucket
+
+
+class Block(NamedTuple):
+    """What lies between a layer's matmuls, Out = act(norm(In) W_in) W_out: functions that each rank applies to its own
+    rows. The book's layer has neither: `Block("none")`.
+
+    `activation`: none, relu or gelu; `normed`: In is RMS-normed first, which takes whole rows of D.
+
+    `keep`: whether a gathered In[B, D] is kept for the backward, or gathered there again (a step of the book).
+    """
+
+    activation: str = "none"
+    normed: bool = False
+    keep: bool = True
+
+    def validated(self) -> "Block":
+        """This block. ValueError for an unknown activation."""
+        check_activation(self.activation)
+        return self
+
+    def norm(self, In: Tensor) -> Tensor:
+        return rms_norm(In) if self.normed else In
+
+    def norm_vjp(self, In: Tensor, dHid: Tensor) -> Tensor:
+        """The cotangent of In from that of norm(In): linear in dHid, so also right for partial sums of it."""
+        return rms_norm_vjp(In, dHid) if self.normed else dHid
+
+    def act(self, Tmp: Tensor) -> Tensor:
+        return act(Tmp, self.activation)
+
+    def act_vjp(self, Tmp: Tensor, dAct: Tensor) -> Tensor:
+        """The cotangent of Tmp from that of act(Tmp)."""
+        return act_vjp(Tmp, dAct, self.activation)
 
 
 class Saved(NamedTuple):

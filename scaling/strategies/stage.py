@@ -12,9 +12,8 @@ from typing import NamedTuple
 from scaling.collectives import join_products
 from scaling.spec import parse
 from scaling.strategies import one_device
-from scaling.strategies.block import Block
 from scaling.strategies.layers import Layers
-from scaling.strategies.stack import Strategy
+from scaling.strategies.stack import Block, Strategy
 
 
 class Stage(NamedTuple):

@@ -14,8 +14,8 @@ from scaling.configs import MODELS, Config, Latent, RopeScaling
 from scaling.cost.transformer import forward_flops, num_params, remat_flops, saved_bytes, train_flops
 from scaling.models import moe, rope, transformer
 from scaling.models.attention import dot_product_attention, flash_attention
-from scaling.models.module import flat
 from scaling.models.pointwise import rms_norm
+from scaling.models.transformer import flat
 
 SMALL = Config("small", L=3, D=32, F=48, N=4, K=2, H=8, V=50)
 LATENT = SMALL.with_(K=4, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))

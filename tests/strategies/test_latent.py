@@ -11,8 +11,8 @@ from scaling.cost.transformer import attention_params
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.models.attention import fused
+from scaling.models.leaves import without
 from scaling.models.rope import tables
-from scaling.models.types import without
 from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.transformer.layer import Context, layer, layer_backward

@@ -8,8 +8,8 @@ from scaling import tree
 from scaling.configs import Config
 from scaling.models import transformer as model
 from scaling.models.attention import sdpa
+from scaling.models.leaves import without
 from scaling.models.rope import tables
-from scaling.models.types import without
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.strategies.transformer.layer import REMAT, VJPS, Context, dropped, layer, layer_backward

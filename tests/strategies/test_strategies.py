@@ -7,7 +7,7 @@ from mlp_problem import BLOCKS, MESHES, SIZES, STRATEGIES, B, L, close, one_devi
 from scaling import optim, tree
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.strategies import fsdp
-from scaling.strategies.block import Block
+from scaling.strategies.stack import Block
 from scaling.trace import trace
 
 CASES = [(name, mesh, BLOCKS[0]) for name, meshes in MESHES.items() for mesh in meshes]

@@ -12,7 +12,7 @@ from scaling.collectives import Deferred, Pending, all_reduce
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 from scaling.strategies import pods
-from scaling.strategies.block import Block
+from scaling.strategies.stack import Block
 from scaling.trace import trace
 
 

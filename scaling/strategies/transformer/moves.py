@@ -19,8 +19,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
-from scaling.models.leaves import STACKS
-from scaling.models.types import without
+from scaling.models.leaves import STACKS, without
 from scaling.spec import Spec, parse
 from scaling.strategies.axes import present
 

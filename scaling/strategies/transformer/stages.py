@@ -23,8 +23,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import gather, ppermute, scatter, wait
 from scaling.configs import Config
-from scaling.models.leaves import STACKS
-from scaling.models.types import without
+from scaling.models.leaves import STACKS, without
 from scaling.schedules import Schedule, make
 from scaling.spec import parse
 from scaling.strategies import pipeline

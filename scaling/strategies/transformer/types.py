@@ -13,7 +13,7 @@ import optree
 
 from scaling.arguments import one_of
 from scaling.configs import Config
-from scaling.models.types import AXES, check_computed, types_of, without
+from scaling.models.leaves import AXES, check_computed, types_of, without
 from scaling.spec import ShardingError, mesh_sizes
 
 
