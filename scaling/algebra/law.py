@@ -171,7 +171,7 @@ def resplit(dims: Sequence[Axes], shape: Sizes, new: Sizes, sizes: Mapping[str, 
     The index of an element is a number of mixed radix: for each dim the digits of its axes, then that of the place in
     the block. The new dims take these digits in order, and each one its axes before its place.
     """
-    digits: list[tuple[str | None, int]] = []  # (axis or None, how many)
+    digits: list[tuple[str | None, int]] = []  # (axis, or None of a place, how many)
     for size, axes in zip(shape, dims, strict=True):
         digits += [(axis, sizes[axis]) for axis in axes]
         block = size // math.prod(sizes[axis] for axis in axes)
@@ -181,24 +181,23 @@ def resplit(dims: Sequence[Axes], shape: Sizes, new: Sizes, sizes: Mapping[str, 
     split = []
     for size in new:
         axes, left = [], size
-        while digits and (left > 1 or (digits[0][0] is not None and digits[0][1] == 1)):
+        while digits and digits[0][0] is not None and (left > 1 or digits[0][1] == 1):
             axis, count = digits.pop(0)
-            common = math.gcd(left, count)
-            if axis is not None and common < count:
+            if left % count:
                 _refuse_cut(f"a dim of size {size} does not divide into the {count} blocks over {axis}")
-            if common not in (left, count):
+            left //= count
+            axes.append(axis)
+        if left > 1:
+            _, count = digits.pop(0)
+            place = math.gcd(left, count)
+            if place not in (left, count):
                 _refuse_cut(f"a dim of size {size} would begin or end inside a block")
-            left //= common
-            if axis is not None:
-                axes.append(axis)
-                continue
-            if left > 1:
+            if place < left:
                 raise Illegal(
                     f"in the dim of size {size} the blocks over {digits[0][0]} would be interleaved",
                     "only the first of the dims that are merged may be split, or those before it down to one element",
                 )
-            digits[:0] = [(None, count // common)] if count > common else []
-            break
+            digits[:0] = [(None, count // place)] if count > place else []
         split.append(tuple(axes))
     return tuple(split)
 

@@ -168,43 +168,43 @@ def moves(at: DimAxes, within: Setting, goal: DimAxes | None = None) -> Iterator
     """Every step from a layout, or, given a goal, those that a plain plan takes: a dim gains axes only in the order of
     the goal's, and the sums that the goal lacks are reduced together. There are few of these, however many axes."""
     idle = tuple(axis for axis in within.sizes if axis not in at.used)
+    wanted = (None,) * len(at.dims) if goal is None else goal.dims
     for dim, axes in enumerate(at.dims):
-        for kept in range(len(axes)):
-            gone = axes[kept:]
-            yield Edge("AllGather", gone, at.put(dim, axes[:kept]))
+        for gone, left in _less_by(at, dim):
+            yield Edge("AllGather", gone, left)
             if set(gone) <= set(within.partial):
-                yield Edge("Pad", gone, at.put(dim, axes[:kept]).summing(more=gone))
-        for new in _gained(at, dim, at.unreduced, goal):
-            yield Edge("ReduceScatter", new, at.put(dim, axes + new).summing(less=new))
-        for new in _gained(at, dim, idle, goal):
-            yield Edge("Slice", new, at.put(dim, axes + new))
+                yield Edge("Pad", gone, left.summing(more=gone))
+        for op, pool in (("ReduceScatter", at.unreduced), ("Slice", idle)):
+            for new in _gained(axes, pool, wanted[dim]):
+                yield Edge(op, new, at.put(dim, axes + new).summing(less=new))
     for axes in _summed(at, goal):
         yield Edge("AllReduce", axes, at.summing(less=axes))
     for source, target in itertools.permutations(range(len(at.dims)), 2):
-        for kept in range(len(at.dims[source])):
-            axes = at.dims[source][kept:]
-            new = at.dims[target] + axes
+        for gone, left in _less_by(at, source):
+            new = at.dims[target] + gone
             if goal is None or new == goal.dims[target][: len(new)]:
-                yield Edge("AllToAll", axes, at.put(source, at.dims[source][:kept]).put(target, new))
+                yield Edge("AllToAll", gone, left.put(target, new))
     if within.cost is not None:
         yield from _gathers_of_several(at, goal)
     for dims in _cut_alike(at, within, goal):
-        ours, theirs = moved(at.dims, dims)
-        yield Edge(
-            "CollectivePermute", tuple(dict.fromkeys(itertools.chain(*ours, *theirs))), DimAxes(dims, at.unreduced)
-        )
+        shuffled = dict.fromkeys(itertools.chain(*itertools.chain(*moved(at.dims, dims))))
+        yield Edge("CollectivePermute", tuple(shuffled), DimAxes(dims, at.unreduced))
     partial = tuple(axis for axis in idle if axis in within.partial)
     for axes in subsets(partial) if goal is None else [partial] if partial else []:
         yield Edge("Mask", axes, at.summing(more=axes))
 
 
-def _gained(at: DimAxes, dim: int, pool: Axes, goal: DimAxes | None) -> Iterator[Axes]:
-    """The axes of the pool that a dim may gain together, in the order in which they split it."""
-    if goal is None:
+def _less_by(at: DimAxes, dim: int) -> Iterator[tuple[Axes, DimAxes]]:
+    """The minor axes that a dim may lose together, and the layout without them."""
+    axes = at.dims[dim]
+    return ((axes[kept:], at.put(dim, axes[:kept])) for kept in range(len(axes)))
+
+
+def _gained(have: Axes, pool: Axes, wanted: Axes | None) -> Iterator[Axes]:
+    """The axes of the pool that a dim may gain together, in the order in which they split it; `wanted`: of its goal."""
+    if wanted is None:
         yield from ordered(pool)
-        return
-    have, wanted = at.dims[dim], goal.dims[dim]
-    if wanted[: len(have)] == have:
+    elif wanted[: len(have)] == have:
         more = tuple(itertools.takewhile(set(pool).__contains__, wanted[len(have) :]))
         yield from (more[: n + 1] for n in range(len(more)))
 

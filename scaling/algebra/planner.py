@@ -238,6 +238,17 @@ def legal_ways(op, shapes: Sequence[Sizes | None], axes: Axes, may: Sequence[Axe
             yield op.infer((at,), shapes, sizes)
 
 
+def ways_of(op, shapes: Sequence[Sizes | None], may: Sequence[Axes], within: Setting, flops: int) -> list[Way]:
+    """The ways of an operation of so many FLOPs in all, each with one device's, in the units of the setting."""
+    axes, ways = tuple(within.sizes), []
+    for needed, result in dict.fromkeys(legal_ways(op, shapes, axes, may, within.sizes)):
+        parts = within.count({axis for at in needed for axis in itertools.chain(*at.dims)})
+        ways.append(
+            Way(needed, result, (0, flops * within.count(axes) // parts, 0))
+        )  # divides into any number of parts
+    return ways
+
+
 def all_layouts(shape: Sizes, sizes, axes: Axes, unreduced: Axes = ()) -> list[DimAxes]:
     """Every layout of an array of this shape over some of the axes; unreduced over some of `unreduced`."""
     found = []

@@ -8,14 +8,14 @@ then all weighed, over the chain as a whole (Questions 4 and 9).
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from scaling.algebra.contraction import product_type
 from scaling.algebra.law import LabelledOp
 from scaling.algebra.layouts import NOMINAL, Setting, common_prefix, layout, retyped, setting
-from scaling.algebra.planner import PlannedOp, Way, cheapest, legal_ways
+from scaling.algebra.planner import PlannedOp, Way, cheapest, ways_of
 from scaling.algebra.resharding import NOTE, PlannedArray, exact_steps, reshard
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
@@ -97,21 +97,24 @@ def matmul_via(a, b, out, a_local, b_local, sizes=None, mesh=None) -> Plan:
     """
     a, b, a_local, b_local = (parse(x) for x in (a, b, a_local, b_local))
     target = None if out is None else parse(out)
-    names = free_dims(a, b) if target is None else target.dim_names
-    product = _multiplied(a, b, a_local, b_local, names, "C" if target is None else target.name, sizes, mesh)
+    names, bring = free_dims(a, b) if target is None else target.dim_names, _resharder(sizes, mesh)
+    product = _multiplied(a, b, a_local, b_local, names, "C" if target is None else target.name, bring)
     made = product.einsum.after
     result = made if target is None else target
-    return Plan((a, b), result, product.steps + _steps(made, result, sizes, mesh), cases(a, b, names))
+    return Plan((a, b), result, product.steps + bring(made, result), cases(a, b, names))
 
 
-def _multiplied(a: Spec, b: Spec, at_a: Spec, at_b: Spec, kept: Sequence[str], name: str, sizes, mesh) -> Product:
+Bring = Callable[[Spec, Spec], tuple[Step, ...]]  # the steps from one type of an array to another
+
+
+def _multiplied(a: Spec, b: Spec, at_a: Spec, at_b: Spec, kept: Sequence[str], name: str, bring: Bring) -> Product:
     """The product of two arrays that are first brought to these types."""
     einsum = Step("Einsum", (), (at_a, at_b), product_type(at_a, at_b, kept, name))
-    return Product(_steps(a, at_a, sizes, mesh), _steps(b, at_b, sizes, mesh), einsum)
+    return Product(bring(a, at_a), bring(b, at_b), einsum)
 
 
-def _steps(src: Spec, dst: Spec, sizes, mesh) -> tuple[Step, ...]:
-    return reshard(src, dst, sizes and {dim: sizes[dim] for dim in src.dim_names}, mesh).steps
+def _resharder(sizes, mesh) -> Bring:
+    return lambda src, dst: reshard(src, dst, sizes and {dim: sizes[dim] for dim in src.dim_names}, mesh).steps
 
 
 def free_dims(a: Spec, b: Spec) -> tuple[str, ...]:
@@ -203,42 +206,45 @@ def product_chain(
         if sizes is not None:
             spec.local_shape({dim: sizes[dim] for dim in spec.dim_names}, mesh)
     searched = sizes is not None or cost is not None
-    if searched and (found := searched_chain(operands, results, out, sizes, mesh, cost)):
-        return *found, ""
+    found = searched_types(operands, results, out, sizes, mesh, cost) if searched else None
+    local, bring = found or ((), _resharder(sizes, mesh))
     current, products = operands[0], []
-    for number, (b, result) in enumerate(zip(operands[1:], results, strict=True), 1):
+    for number, (b, result) in enumerate(zip(operands[1:], results, strict=True)):
         dims = result.dim_names
-        start = current if number == 1 else reduced_for(current, b, dims)
-        at_a, at_b = by_rule(start, b, dims, out if number == len(results) else None)
-        products.append(_multiplied(current, b, at_a, at_b, dims, result.name, sizes, mesh))
+        if found:
+            at_a, at_b = local[number]
+        else:
+            start = reduced_for(current, b, dims) if products else current
+            at_a, at_b = by_rule(start, b, dims, out if number == len(results) - 1 else None)
+        products.append(_multiplied(current, b, at_a, at_b, dims, result.name, bring))
         current = products[-1].einsum.after
-    return tuple(products), _steps(current, out, sizes, mesh), NOTE if searched else ""
+    return tuple(products), bring(current, out), NOTE if searched and not found else ""
 
 
-def searched_chain(
+def searched_types(
     operands: Sequence[Spec], results: Sequence[Spec], out: Spec, sizes, mesh, cost
-) -> "tuple[tuple[Product, ...], tuple[Step, ...]] | None":
-    """The products of the cheapest plan, and the steps after the last one; None if there are too many to look at."""
+) -> tuple[list[tuple[Spec, ...]], Bring] | None:
+    """The types of each product's operands in the cheapest plan, and how they are brought there; None if there are too
+    many to look at."""
     partial = (axis for axis in out.unreduced if all(axis not in spec.unreduced for spec in operands))
     within, n = setting((*operands, out), mesh, partial, cost), len(operands)
     pairs = [((0 if i == 1 else n + i - 2), i, n + i - 1) for i in range(1, n)]  # (a, b, result) by number
     specs = (*operands, *results)
     if not all(few_ways(specs[a], specs[b], len(within.axes)) for a, b, _ in pairs):
         return None
-    values = [PlannedArray(spec, *_measured(spec, sizes, mesh)) for spec in specs]
-    stages = [PlannedOp((a, b), c, _ways(values[a], values[b], values[c], a >= n, sizes, within)) for a, b, c in pairs]
+
+    def planned(spec: Spec) -> PlannedArray:
+        shape = None if sizes is None else tuple(sizes[dim] for dim in spec.dim_names)
+        return PlannedArray(spec, shape if mesh else None, math.prod(shape or ()))
+
+    def bring(src: Spec, dst: Spec) -> tuple[Step, ...]:
+        return exact_steps(planned(src), layout(src), layout(dst), within)
+
+    arrays = [planned(spec) for spec in specs]
+    stages = [PlannedOp((a, b), c, _ways(arrays[a], arrays[b], arrays[c], a >= n, sizes, within)) for a, b, c in pairs]
     stages.append(PlannedOp((2 * n - 2,), None, [Way((layout(out),), layout(out))]))
-    _, choices = cheapest(values, dict(enumerate(map(layout, operands))), stages, within)
-
-    def steps(number: int, i: int) -> tuple[Step, ...]:
-        (starts, way), n = choices[number], stages[number].operands[i]
-        return exact_steps(values[n], starts[i], way.needed[i], within)
-
-    products = []
-    for number, (a, b, c) in enumerate(pairs):
-        einsum = _einsum(specs[a], specs[b], specs[c], choices[number].way)
-        products.append(Product(steps(number, 0), steps(number, 1), einsum))
-    return tuple(products), steps(-1, 0)
+    _, choices = cheapest(arrays, dict(enumerate(map(layout, operands))), stages, within)
+    return [_einsum(specs[a], specs[b], specs[c], choices[i].way).operands for i, (a, b, c) in enumerate(pairs)], bring
 
 
 def few_ways(a: Spec, b: Spec, axes: int) -> bool:
@@ -247,27 +253,17 @@ def few_ways(a: Spec, b: Spec, axes: int) -> bool:
     return sum(math.perm(axes, n) * math.comb(n + dims - 1, n) for n in range(axes + 1)) <= WAYS
 
 
-def _measured(spec: Spec, sizes, mesh) -> tuple[tuple[int, ...] | None, int]:
-    """The shape of an array, where blocks are to divide, and its elements."""
-    shape = None if sizes is None else tuple(sizes[dim] for dim in spec.dim_names)
-    return (shape if mesh else None), math.prod(shape or ())
-
-
 def _ways(a: PlannedArray, b: PlannedArray, result: PlannedArray, whole: bool, sizes, within: Setting) -> list[Way]:
     """The product of two arrays in every way; `whole`: `a` may not be unreduced. Of an operand of the chain nothing is
     multiplied yet; all plans have as many products."""
-    names, axes = (a.spec.dim_names, b.spec.dim_names), tuple(within.sizes)
+    names = a.spec.dim_names, b.spec.dim_names
     op = LabelledOp("", names, result.spec.dim_names, "each")
     may = [() if whole else within.partial + a.spec.unreduced, within.partial + b.spec.unreduced]
     flops = math.prod([1 if sizes is None else sizes[dim] for dim in {*names[0], *names[1]}])
-    flops *= within.count(axes)  # so that it divides into any number of parts
-    ways = []
-    for needed, after in legal_ways(op, [a.shape, b.shape], axes, may, within.sizes):
-        parts = within.count({axis for at in needed for own in at.dims for axis in own})
-        way = Way(needed, after, (0, flops // parts, 0))
-        spent = within.cost(_einsum(a.spec, b.spec, result.spec, way)) if within.cost else 0
-        ways.append(way._replace(key=(spent, flops // parts, 0)))
-    return ways
+    ways, cost = ways_of(op, [a.shape, b.shape], may, within, flops), within.cost
+    if cost is None:
+        return ways
+    return [way._replace(key=(cost(_einsum(a.spec, b.spec, result.spec, way)), *way.key[1:])) for way in ways]
 
 
 def _einsum(a: Spec, b: Spec, result: Spec, way: Way) -> Step:

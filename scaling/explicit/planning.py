@@ -4,7 +4,6 @@ What a call that was refused would take, for its error's fix, is `legal_layouts`
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch
 
 from scaling.algebra.law import Illegal, Inferred, Sizes
 from scaling.algebra.layouts import DimAxes, Setting, divides, spec_of
-from scaling.algebra.planner import ChosenWay, PlannedOp, Way, all_layouts, cheapest, legal_ways
+from scaling.algebra.planner import ChosenWay, PlannedOp, Way, all_layouts, cheapest, legal_ways, ways_of
 from scaling.algebra.resharding import PlannedArray, every_axis
 from scaling.explicit.functions import TypedCall
 from scaling.spec import ShardingError
@@ -99,13 +98,9 @@ def plan(
 
 def _ways(graph: Graph, node: Node, call: TypedCall, within: Setting) -> list[Way]:
     """Every way in which a node may be computed, with each device's work."""
-    shapes, axes, found = [graph.nodes[n].shape for n in node.operands], tuple(within.sizes), {}
-    flops = (call.flops or math.prod(node.shape)) * within.count(axes)  # divides into any number of parts
-    for needed, result in legal_ways(call.op, shapes, axes, [axes] * len(shapes), within.sizes):
-        if divides(result, node.shape, within.sizes):
-            parts = within.count({axis for at in needed for axis in itertools.chain(*at.dims)})
-            found[needed, result] = Way(needed, result, (0, flops // parts, 0))
-    return list(found.values())
+    shapes, axes = [graph.nodes[n].shape for n in node.operands], tuple(within.sizes)
+    ways = ways_of(call.op, shapes, [axes] * len(shapes), within, call.flops or math.prod(node.shape))
+    return [way for way in ways if divides(way.result, node.shape, within.sizes)]
 
 
 def legal_layouts(call: TypedCall, operands: Sequence[DimAxes], mesh) -> Choice:
