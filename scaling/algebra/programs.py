@@ -105,7 +105,7 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
             f"{line}: keep_gathered names {min(unknown)}, which is not an operand of the line"
             "\n  fix: name operands of the line, as it spells them"
         )
-    backward = _Backward(operands[0], out, products, keep, sizes, mesh, cost)
+    backward, kept = transposed(operands[0], out, products, keep, sizes, mesh, cost)
     carried = set(operands[0].dim_names)  # dims of the first operand that no product contracts: the tokens
     for product in products:
         carried -= set(product.einsum.contracted)
@@ -118,8 +118,8 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
         operands,
         out,
         scheduled(forward, operands[0], out),
-        scheduled([given, *backward.steps], out.cotangent(), operands[0].cotangent()),
-        tuple(dict.fromkeys((*operands, *wholes, *backward.kept))),
+        scheduled([given, *backward], out.cotangent(), operands[0].cotangent()),
+        tuple(dict.fromkeys((*operands, *wholes, *kept))),
         wholes,
         note,
     )
@@ -152,41 +152,42 @@ def _chain_dims(line) -> tuple[tuple[str, ...], ...]:
     return (*results, out.dim_names)
 
 
-class _Backward:
-    """The transpose of the forward pass, written down from its last product to its first."""
+def transposed(
+    first: Spec, out: Spec, products: tuple[Product, ...], keep: Collection[str], sizes, mesh, cost
+) -> tuple[list[Step], list[Spec]]:
+    """The lines of the backward pass, from the last product to the first, and the types that the forward pass keeps
+    for it because `keep` names them."""
+    steps: list[Step] = []
+    kept: list[Spec] = []
 
-    def __init__(self, first: Spec, out: Spec, products: tuple[Product, ...], keep: set, sizes, mesh, cost):
-        self.sizes, self.mesh, self.cost, self.keep = sizes, mesh, cost, keep
-        self.steps: list[Step] = []
-        self.kept: list[Spec] = []
-        held = out.cotangent()
-        for product in reversed(products):
-            a, b = product.einsum.operands
-            needed = product.einsum.after.cotangent()
-            self.reshard(held, needed)
-            if product is products[0]:
-                self.again(product.a_steps, a)
-            self.gradient(a, needed, b, product.b_steps[0].operands[0] if product.b_steps else b)
-            self.again(product.b_steps, b)
-            held = self.gradient(needed, b, a, first if product is products[0] else a)
+    def bring(src: Spec, dst: Spec) -> None:
+        known = sizes and {dim: sizes[dim] for dim in src.dim_names}
+        steps.extend(reshard(src, dst, known, mesh, cost).steps)
 
-    def reshard(self, src: Spec, dst: Spec) -> None:
-        sizes = self.sizes and {dim: self.sizes[dim] for dim in src.dim_names}
-        self.steps += reshard(src, dst, sizes, self.mesh, self.cost).steps
-
-    def again(self, steps: tuple[Step, ...], local: Spec) -> None:
+    def again(forward: tuple[Step, ...], local: Spec) -> None:
         """An argument as its product needs it: kept from the forward pass, or resharded once more."""
-        if steps and local.name in self.keep:
-            self.kept.append(local)
+        if forward and local.name in keep:
+            kept.append(local)
         else:
-            self.steps += steps
+            steps.extend(forward)
 
-    def gradient(self, a: Spec, b: Spec, of: Spec, typed: Spec) -> Spec:
-        """The cotangent of `of` as the product of the two others, and its way to the type `typed`."""
+    def gradient(a: Spec, b: Spec, of: Spec, typed: Spec) -> None:
+        """The cotangent of `of` as the product of the two others, and its way to that of the type `typed`."""
         product = product_type(a, b, of.dim_names, "d" + of.name)
-        self.steps.append(Step("Einsum", (), (a, b), product))
-        self.reshard(product, typed.cotangent())
-        return typed.cotangent()
+        steps.append(Step("Einsum", (), (a, b), product))
+        bring(product, typed.cotangent())
+
+    held = out
+    for product in reversed(products):
+        (a, b), needed = product.einsum.operands, product.einsum.after.cotangent()
+        bring(held.cotangent(), needed)
+        if product is products[0]:
+            again(product.a_steps, a)
+        gradient(a, needed, b, product.b_steps[0].operands[0] if product.b_steps else b)
+        again(product.b_steps, b)
+        held = first if product is products[0] else a
+        gradient(needed, b, a, held)
+    return steps, kept
 
 
 def scheduled(steps, enters: Spec, leaves: Spec) -> tuple[Step, ...]:

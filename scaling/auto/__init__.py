@@ -4,8 +4,8 @@
     print(step.lower(In, W).listing)
     Out = step(In, W)
 
-`explicit.tracing` finds the operations, `explicit.planning` the layouts that send the least, `lowering` writes and runs
-the lines; `program` has `jit`.
+`explicit.tracing` finds the operations, `explicit.planning` the layouts that send the least; `program` has `jit`, and
+writes and runs the lines.
 `explicit.reshard` inside the program asks for a type: JAX's `with_sharding_constraint`.
 """
 

@@ -1,18 +1,149 @@
-"""`jit`: a function of whole arrays and a few types, made into a program with collectives."""
+"""`jit`: a function of whole arrays and a few types, made into a program with collectives (Part 10, auto mode).
+
+A planned program is its lines in the notation, with what they send, and how they run.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import optree
 from torch import Tensor
 
 from scaling import tree
-from scaling.algebra.layouts import layout, letters, unsplit_spec
-from scaling.auto.lowering import Lowered, lower
+from scaling.algebra.law import LabelledOp
+from scaling.algebra.layouts import DimAxes, layout, letters, retyped, unsplit_spec
+from scaling.algebra.resharding import PlannedArray, exact_steps
+from scaling.algebra.steps import COLLECTIVES, Step
+from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array, array, array_spec, reshard
-from scaling.explicit.planning import plan
+from scaling.explicit.functions import LocalPlan
+from scaling.explicit.planning import Chosen, Graph, plan
 from scaling.explicit.tracing import graph_of
 from scaling.spec import ShardingError, Spec
+
+ValueLayout = tuple[int, DimAxes]  # a value in one of the layouts that it is held in
+
+
+class ListingLine(NamedTuple):
+    """One line: a collective (`step`), or a computation, by its text. `run(shards)` gives the shard of `made`."""
+
+    text: str
+    takes: tuple[ValueLayout, ...]
+    made: ValueLayout
+    run: Callable[[Sequence[Tensor]], Tensor]
+    step: Step | None = None
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program with its collectives put in. `listing` is its text, `lines` its lines, `steps` its collectives;
+    `planned` the bytes that the plan says each device sends."""
+
+    lines: tuple[ListingLine, ...]
+    graph: Graph
+    inputs: tuple[ValueLayout, ...]
+    outputs: tuple[ValueLayout, ...]
+    mesh: Any
+    planned: float
+
+    @property
+    def listing(self) -> str:
+        return "\n".join(f"{number}. {line.text}" for number, line in enumerate(self.lines, 1))
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The collectives, in order."""
+        return tuple(line.step for line in self.lines if line.step is not None and line.step.op in COLLECTIVES)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends."""
+        steps = [(line.step, self.graph.nodes[line.made[0]]) for line in self.lines if line.step is not None]
+        return sum(step.wire_bytes(node.shape, self.mesh, node.dtype) for step, node in steps)
+
+    def run(self, arrays: Sequence[Array]) -> Any:
+        """The tree of results, as arrays, from the arguments' arrays, which have the types asked for."""
+        held = dict(zip(self.inputs, (x.local for x in arrays), strict=True))
+        last = {key: number for number, line in enumerate(self.lines) for key in line.takes}
+        for number, line in enumerate(self.lines):
+            held[line.made] = line.run([held[key] for key in line.takes])
+            for key in line.takes:
+                if last[key] == number and key not in self.outputs:
+                    held.pop(key, None)
+        results = [Array(held[n, at], at, self.graph.nodes[n].shape, self.mesh) for n, at in self.outputs]
+        return optree.tree_unflatten(self.graph.structure, results)
+
+
+def lower(graph: Graph, arguments: Sequence[Spec], outputs: Sequence[Spec | None], chosen: Chosen, mesh) -> Lowered:
+    """The lines of a plan. `arguments`: their types; `outputs`: types or None of the results; `chosen`: what `plan`
+    found."""
+    specs: list[Spec] = list(arguments)  # each value's name and dims
+    inputs = tuple(enumerate(map(layout, arguments)))
+    held, lines, choices = dict.fromkeys(inputs), [], iter(chosen.choices)
+    asked = {n: spec for n, spec in zip(graph.outputs, outputs, strict=True) if spec is not None and spec.name}
+
+    def bring(number: int, start: DimAxes, to: DimAxes) -> ValueLayout:
+        """The value in a layout, by collectives from one that it is held in."""
+        now, array = (number, start), PlannedArray(specs[number], graph.nodes[number].shape)
+        for step in exact_steps(array, start, to, chosen.within) if (number, to) not in held else ():
+            made = number, layout(step.after)
+            lines.append(ListingLine(str(step), (now,), made, partial(run_step, step, mesh=mesh), step))
+            held[made] = None
+            now = made
+        return number, to
+
+    for number, node in enumerate(graph.nodes[len(inputs) :], len(inputs)):
+        starts, (needed, result, _) = next(choices)
+        takes, made = tuple(map(bring, node.operands, starts, needed)), (number, result)
+        held[made] = None
+        if node.call is None:  # a type asked for: the same value
+            specs.append(specs[node.operands[0]])
+            text = f"{retyped(specs[number], result)}: as asked for"
+            lines.append(ListingLine(text, takes, made, lambda shards: shards[0]))
+            continue
+        op, dims = node.call.op, [specs[n].dim_names for n in node.operands]
+        op, dims, own = renamed(op, dims) if isinstance(op, LabelledOp) else (op, dims, letters(len(node.shape)))
+        name = asked[number].name if number in asked else f"T{number - len(inputs) + 1}"
+        specs.append(unsplit_spec(name, own))
+        before = tuple(
+            retyped(unsplit_spec(specs[n].name, d), at) for n, d, at in zip(node.operands, dims, needed, strict=True)
+        )
+        after = retyped(specs[number], result)
+        local = LocalPlan(needed, result, after.local_shape(node.shape, mesh))
+        text = f"{after} = {op.name}({', '.join(map(str, before))})"
+        text = str(Step("Einsum", (), before, after)) if node.call.flops else text
+        lines.append(ListingLine(text, takes, made, partial(node.call.run, op, local=local)))
+    ends = [bring(number, starts[0], way.result) for number, (starts, way) in zip(graph.outputs, choices, strict=True)]
+    return Lowered(tuple(lines), graph, inputs, tuple(ends), mesh, chosen.nbytes)
+
+
+def renamed(op: LabelledOp, dims: Sequence[Sequence[str]]) -> tuple[LabelledOp, list[tuple[str, ...]], tuple[str, ...]]:
+    """The operation with the dims' own names for its labels: (operation, names of each operand, of the result).
+
+    A label takes the name of the first dim that it stands for; two labels of one name are told apart by a number.
+    """
+    names: dict[str, str] = {}
+    for labels, own in zip(op.inputs, dims, strict=True):
+        for label, dim in zip(labels, own, strict=True):
+            if label is not None and label not in names:
+                names[label] = _free(dim, names.values())
+    for label in op.output:
+        names.setdefault(label, _free(label if label.isalpha() and len(label) == 1 else "One", names.values()))
+    written = []
+    for labels in op.inputs:
+        used = [names[d] for d in labels if d is not None]
+        written.append(tuple(names[d] if d is not None else _free("One", used) for d in labels))
+    after = tuple(names[d] for d in op.output)
+    inputs = tuple(tuple(None if d is None else names[d] for d in labels) for labels in op.inputs)
+    return op._replace(inputs=inputs, output=after, whole=tuple(names[d] for d in op.whole)), written, after
+
+
+def _free(name: str, used) -> str:
+    """The name, or with the first number that is not in use."""
+    used = set(used)
+    return next(n for n in (name, *(f"{name}{i}" for i in range(2, 100))) if n not in used)
 
 
 class JittedProgram:

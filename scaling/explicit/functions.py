@@ -5,14 +5,14 @@ One table serves the explicit and the auto mode. A function is known by its name
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
 from torch import Tensor
 
 from scaling.algebra.law import LabelledOp, Reshape, Sizes
-from scaling.algebra.layouts import DimAxes, letters
+from scaling.algebra.layouts import DimAxes, letters, retyped, unsplit_spec
 from scaling.algebra.ops import KEEPS_SUMS, function_name, op_kind
 from scaling.collectives.multiply import einsum
 from scaling.explicit.labels import (
@@ -27,7 +27,7 @@ from scaling.explicit.labels import (
     refuse_unknown,
     viewed,
 )
-from scaling.spec import ShardingError, Spec
+from scaling.spec import Line, ShardingError
 
 ELEMENTWISE = ("linear", "adds", "multiplies", "divides", "nonlinear")
 SEVERAL = ("parts", "orders")  # results
@@ -76,7 +76,11 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
             )
 
     if op_kind(written) in ("values", "writes"):
-        refuse_values(name)
+        raise ShardingError(
+            f"{name}: of an array whose numbers no device has all of\n"
+            "  rule: arrays decide nothing in Python, and are not changed\n"
+            "  fix: torch.where(mask, x, y); x.whole() first, in explicit mode; or give the number as an argument"
+        )
 
     def call(values: Sequence[Tensor]) -> Any:
         filled = list(flat)
@@ -194,12 +198,9 @@ class PartOf:
 
 def _product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:
     """The typed product of shards, which a trace sees. It was inferred, so the line is legal."""
-    specs = [
-        Spec("", tuple(zip(map(str, d), at.dims, strict=True)), at.unreduced)
-        for d, at in zip(op.inputs, local.needed, strict=True)
-    ]
-    result = Spec("", tuple(zip(op.output, local.result.dims, strict=True)), local.result.unreduced)
-    return einsum(" * ".join(map(str, specs)) + f" -> {result}", *shards)
+    labels = [map(str, d) for d in (*op.inputs, op.output)]
+    specs = [retyped(unsplit_spec("", d), at) for d, at in zip(labels, (*local.needed, local.result), strict=True)]
+    return einsum(str(Line(tuple(specs[:-1]), specs[-1])), *shards)
 
 
 def _mean(shape: Sizes, dims: Sequence[int], keep: bool, dtype: torch.dtype | None) -> Callable:
@@ -211,11 +212,3 @@ def _mean(shape: Sizes, dims: Sequence[int], keep: bool, dtype: torch.dtype | No
         return x.sum(dims, keepdim=keep) / count if dims else x
 
     return mean
-
-
-def refuse_values(name: str) -> NoReturn:
-    raise ShardingError(
-        f"{name}: of an array whose numbers no device has all of\n"
-        "  rule: arrays decide nothing in Python, and are not changed\n"
-        "  fix: torch.where(mask, x, y); x.whole() first, in explicit mode; or give the number as an argument"
-    )
