@@ -9,6 +9,7 @@ contraction, every problem with the book's answer beside ours, and what this mac
 # %%
 import math
 import time
+from bisect import bisect_left
 
 import torch
 
@@ -48,20 +49,8 @@ for hw in (V5E, H100, chip("h200")):
     for name, op in operations(hw.flops(), hw.hbm_bw).items():
         us = [f"{1e6 * t:,.2f}" for t in (op.math, op.comms, op.lower, op.upper)]
         rows.append((hw.name, name, f"{op.intensity:.2f}", f"{op.critical:.0f}", *us, op.bound))
-page.table(
-    rows,
-    [
-        "chip",
-        "operation",
-        "FLOPs\n/byte",
-        "the\nchip's",
-        "T_math\nus",
-        "T_comms\nus",
-        "lower\nus",
-        "upper\nus",
-        "bound",
-    ],
-)
+page.table(rows, ["chip", "operation", "FLOPs\n/byte", "the\nchip's", "T_math\nus", "T_comms\nus", "lower\nus",
+                  "upper\nus", "bound"])  # fmt: skip
 
 # %% [markdown]
 # ## Visualizing rooflines
@@ -132,13 +121,12 @@ page.say(f"the two halves add up to the whole: {whole}")
 
 
 def least_D(hw) -> int:
-    """The smallest D from which two chips are compute-bound, at B = 16, by bisection."""
-    low, high = 0, 2**20
-    while high - low > 1:
-        middle = (low + high) // 2
-        bound = cost.split_contraction(16, middle, 8192, hw.flops(), hw.need("link_bw")).bound
-        low, high = (low, middle) if bound == "compute" else (middle, high)
-    return high
+    """The smallest D from which two chips are compute-bound, at B = 16."""
+
+    def computes(D: int) -> bool:
+        return cost.split_contraction(16, D, 8192, hw.flops(), hw.need("link_bw")).bound == "compute"
+
+    return 1 + bisect_left(range(1, 2**20), True, key=computes)
 
 
 # %% [markdown]

@@ -81,18 +81,8 @@ for hw, lengths in slices if page.small else [*slices, (V5E, (8, 16)), (V4P, (4,
     joined = kinds[0] + "s" * (len(kinds) > 1) if len(set(kinds)) == 1 else ", ".join(kinds)
     cut = format_number(2 * torus.bisection_links * hw.link_bw)
     rows.append((hw.name, size(lengths), joined, torus.diameter, f"{torus.mean_distance:.2f}", cut, *times))
-heads = [
-    "chip",
-    "slice",
-    "axes",
-    "most\nhops",
-    "mean",
-    "bisection\nbytes/s,\nboth ways",
-    "AllGather\nus",
-    "AllToAll\nrouted",
-    "formula\nus",
-]
-page.table(rows, heads)
+page.table(rows, ["chip", "slice", "axes", "most\nhops", "mean", "bisection\nbytes/s,\nboth ways", "AllGather\nus",
+                  "AllToAll\nrouted", "formula\nus"])  # fmt: skip
 
 # %% [markdown]
 # ## The numbers of the text

@@ -8,6 +8,7 @@ unit's reductions, and Questions 1 to 4 with the book's answer beside ours. How 
 
 # %%
 import math
+from bisect import bisect_left
 
 import torch
 
@@ -221,10 +222,9 @@ page.answers([
 # %%
 q1, q3, pcie = chip("v4p", "part2"), chip("v6e", "part2"), chip("v6e").pcie_bw
 read = [1e3 * 2 * 200e9 / 32 / bw for bw in (q1.hbm_bw, chip("v4p").hbm_bw)]
-low, high = 1, 2**20  # the smallest D = F/4 for which some batch is enough, by bisection
-while high - low > 1:
-    D = (low + high) // 2
-    low, high = (low, D) if math.isfinite(cost.critical_batch(q3.flops(), q3.pcie_bw, D, 4 * D)) else (D, high)
+least = 1 + bisect_left(  # the smallest D = F/4 for which some batch is enough
+    range(1, 2**20), True, key=lambda D: math.isfinite(cost.critical_batch(q3.flops(), q3.pcie_bw, D, 4 * D))
+)
 page.answers([
     Answer("1 reading 200B params in bf16 from 32 v4p", "10", read[0], "ms", f"{read[1]:.1f} with the table's HBM/s"),
     Answer("2 hosts of a v5e pod", "32", V5E.pod_chips / V5E.host_chips),
@@ -240,7 +240,7 @@ page.answers([
            cost.critical_batch(q3.flops(), q3.pcie_bw), "tokens"),
     Answer("3 the same over v6e's own PCIe", "", cost.critical_batch(q3.flops(), pcie), "tokens",
            f"the table has {format_number(pcie)} bytes/s"),
-    Answer("3 no batch is enough unless D = F/4 is at least", "", high, "",
+    Answer("3 no batch is enough unless D = F/4 is at least", "", least, "",
            "exactly, B is not small against D: D > 5/4 C/W, so at D = 8192 PCIe always binds"),
 ])  # fmt: skip
 

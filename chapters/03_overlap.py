@@ -12,6 +12,7 @@ from torch.func import vjp
 
 from scaling import collectives as c
 from scaling.book.answers import Answer
+from scaling.book.arrays import drawn
 from scaling.book.layout import width
 from scaling.book.listing import difference
 from scaling.book.page import Page
@@ -23,8 +24,7 @@ from scaling.trace import trace
 page = Page(__doc__, mesh="Y=4", device=True, seed=True, plot=True)
 EXACT, Y = 1e-12, page.args.mesh["Y"]
 B, D, F = 4, 8 * Y, 4 * Y
-rng = torch.Generator().manual_seed(page.args.seed)
-A, W, dOut = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((B, D), (D, F), (B, F)))
+A, W, dOut = drawn(["A[B, D]", "W[D, F]", "dOut[B, F]"], {"B": B, "D": D, "F": F}, page.args.seed)
 Out, pull = vjp(torch.matmul, A, W)  # one device's
 wanted = {"Out": Out, **dict(zip(("dA", "dW"), pull(dOut), strict=True))}
 

@@ -7,10 +7,13 @@ derived from its types, run on ranks beside one device, and counted on 8,192 abs
 """
 
 # %%
+from bisect import bisect_left
+
 import torch
 
 from scaling.algebra import derive, matmul, matmul_via, reshard
 from scaling.book.answers import Answer
+from scaling.book.arrays import drawn, empty
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import run_program, shard, unshard
@@ -62,12 +65,13 @@ def question_5(n: int, numbers=(1, 2, 3, 4)) -> dict[str, float]:
 
 def spread_pays_from() -> int:
     """The smallest multiple of 64 from which option (1) is faster than (4)."""
-    low, high = 0, 2**10
-    while high - low > 1:
-        middle = (low + high) // 2
-        spread, replicated = question_5(64 * middle, (1, 4)).values()
-        low, high = (low, middle) if spread < replicated else (middle, high)
-    return 64 * high
+    multiples = range(64, 2**16, 64)
+
+    def pays(n: int) -> bool:
+        spread, replicated = question_5(n, (1, 4)).values()
+        return spread < replicated
+
+    return multiples[bisect_left(multiples, True, key=pays)]
 
 
 # %% [markdown]
@@ -170,9 +174,8 @@ page.answers([
 program, small = derive(LINE), FITS[1]
 page.title("Derived from its types")
 page.say(program)
-rng = torch.Generator().manual_seed(page.args.seed)
 types = [*program.operands, program.out.with_name("dOut")]
-whole = {t.name: torch.randn(t.global_shape(small), dtype=torch.float64, generator=rng) for t in types}
+whole = drawn({t.name: str(t) for t in types}, small, page.args.seed)
 leaves = [whole[t.name].clone().requires_grad_() for t in program.operands]
 Out = leaves[0] @ leaves[1] @ leaves[2]
 wanted = {"Out": Out.detach()}
@@ -202,15 +205,9 @@ page.equal([(name, apart, 1e-12) for name, apart in page.on_ranks(derived).items
 LARGE, ABSTRACT = {"B": 1 << 20, "D": 8192, "F": 28672}, AbstractMesh({"X": 1024, "Y": 8})
 B, D, F, X, Y = *LARGE.values(), *ABSTRACT.sizes.values()
 program = derive(LINE, keep_gathered=True)
-
-
-def empty(spec) -> torch.Tensor:
-    return torch.empty(spec.local_shape(LARGE, ABSTRACT), dtype=torch.bfloat16, device="meta")
-
-
-inputs = {spec.name: empty(spec) for spec in program.operands}
+inputs = empty({spec.name: str(spec) for spec in (*program.operands, program.out)}, LARGE, ABSTRACT)
 with peak_memory() as memory:
-    run_program(program, inputs, empty(program.out), ABSTRACT)
+    run_program(program, inputs, inputs.pop("Out"), ABSTRACT)
 page.title("One layer, 1M tokens, on a mesh of 1024 x 8: one chip's share")
 rows = [(str(e), *(f"{x:,.1f}" for x in (e.nbytes / 1e6, e.flops / 1e9, now / 1e6))) for e, now, _ in memory.steps]
 page.table(rows, ["line", "V, MB", "GFLOPs", "MB held"])

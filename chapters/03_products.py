@@ -7,11 +7,14 @@ the alternatives with their bytes and times, and Questions 4 and 9. The collecti
 """
 
 # %%
+from bisect import bisect_left
+
 import torch
 
 from scaling import cost
 from scaling.algebra import matmul, matmul_via, reshard
 from scaling.book.answers import Answer
+from scaling.book.arrays import drawn
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_reduce, einsum, reduce_scatter, run, shard, unshard
@@ -23,8 +26,7 @@ SIZES = {"I": 8, "J": 16, "K": 32}  # they must divide over --mesh
 FITS = ("A[I_XY, J]", "A[I, J_XY]", "B[J, K_XY]"), SIZES
 page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, device=True, seed=True, plot=True)
 EXACT, MESH = 1e-12, page.args.mesh
-rng = torch.Generator().manual_seed(page.args.seed)
-A, B = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((8, 16), (16, 32)))
+A, B = drawn(["A[I, J]", "B[J, K]"], SIZES, page.args.seed)
 C = A @ B
 
 # %% [markdown]
@@ -177,12 +179,9 @@ def strategies(B: int, D: int = 8192, F: int = 32768) -> tuple[cost.Roofline, ..
 
 
 def first(holds, step: int = 1) -> int:
-    """The smallest multiple of `step` from which on something holds, by bisection."""
-    low, high = 0, 2**18
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(step * middle) else (middle, high)
-    return step * high
+    """The smallest multiple of `step` from which on something holds."""
+    multiples = range(step, 2**18, step)
+    return multiples[bisect_left(multiples, True, key=holds)]
 
 
 turn = first(lambda B: strategies(B)[0].bound == "compute")

@@ -7,6 +7,8 @@ to 8 with the book's answers beside ours. The operations of a layer one by one: 
 """
 
 # %%
+from bisect import bisect_left
+
 import optree
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -180,11 +182,7 @@ def compute_bound_from(G: int) -> int:
 
 def as_much(which: int) -> int:
     """The context at which attention takes as long as the MLP: 0 in prefill, 1 in decoding."""
-    low, high = 1, 2**22
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if relative_cost(middle)[which] >= 1 else (middle, high)
-    return high
+    return 1 + bisect_left(range(1, 2**22), True, key=lambda T: relative_cost(T)[which] >= 1)
 
 
 # %% [markdown]
@@ -240,22 +238,6 @@ page.answers([
     Answer("8 DeepSeek, E = 256, k = 8: compute-bound from B =", "3840", batch * cost.expert_inflation(v3.E, v3.k),
            "tokens"),
 ])  # fmt: skip
-
-# %% [markdown]
-# ## Appendix A
-# The blockwise softmax and its explicit backward equal the einsums, values and all gradients.
-
-# %%
-Q, K, V = (torch.randn(1, 96, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
-results = []
-for attention in (dot_product_attention, lambda *a: flash_attention(*a, block=32)):
-    out, pull = torch.func.vjp(attention, Q, K, V)
-    results.append((out, *pull(out)))
-page.title("Blockwise attention beside the einsums, float64")
-page.equal([
-    (name, float((a - b).abs().max() / a.abs().max()), 1e-12)
-    for name, a, b in zip(("O", "dQ", "dK", "dV"), *results, strict=True)
-], "the einsums")  # fmt: skip
 page.end()
 
 # %% [markdown]

@@ -94,6 +94,7 @@ for part, operation, equation, flops, params in OPERATIONS:
     page.check(f"{operation}: params", not params or leaf == value(params))
     rows.append((part, operation, flops, value(flops), found[equation], same, params))
 page.table(rows, ["", "operation", "the book's", "value", "counted", "same", "params"])
+
 # %% [markdown]
 # ## Params and FLOPs of models
 # By formula, and counted on the functional transformer (on meta tensors: nothing is computed). Look at how small a part
@@ -119,19 +120,8 @@ for name, config in MODELS.items():
     share = [f"{parts[part] / total:.0%}" for part in ("mlp", "attention")]
     kv = f"{tm.kv_cache_bytes(config) / 1e3:,.0f}"
     rows.append((name, f"{total / 1e9:,.2f}", f"{active / 1e9:,.2f}", *share, kv, f"{ratio:.3f}", verdict))
-page.table(
-    rows,
-    [
-        "model",
-        "params\n1e9",
-        "active\n1e9",
-        "MLP",
-        "atten-\ntion",
-        "KV kB a\ntoken",
-        "FLOPs\n/6PT",
-        "counted:\nparams, FLOPs",
-    ],
-)
+page.table(rows, ["model", "params\n1e9", "active\n1e9", "MLP", "atten-\ntion", "KV kB a\ntoken", "FLOPs\n/6PT",
+                  "counted:\nparams, FLOPs"])  # fmt: skip
 
 # %% [markdown]
 # ## Fractional cost of attention with context length

@@ -10,10 +10,12 @@ one for all heads: with heads over Y it is replicated, and its gradient is a par
 # %%
 import torch
 
+from scaling import tree
 from scaling.book.answers import Answer
+from scaling.book.arrays import drawn
 from scaling.book.listing import difference, lines
 from scaling.book.page import Page
-from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard, unshard
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard
 from scaling.configs import Config, Latent, get
 from scaling.cost import transformer as tm
 from scaling.models.attention import sdpa
@@ -119,37 +121,26 @@ def reduced(dW, mesh):
 
 
 # %%
-def problem():
-    """The weights, x and dAttn, whole, in float64."""
-    g = torch.Generator().manual_seed(page.args.seed)
-    shapes = {name: parse(text).global_shape(SIZES) for name, text in SPECS.items()}
-    drawn = {name: torch.randn(shape, generator=g, dtype=torch.float64) / 4 for name, shape in shapes.items()}
-    x = drawn.pop("x")
-    return drawn, x, torch.randn(x.shape, generator=g, dtype=torch.float64)
-
-
 def on_one_device(W, x):
-    ones = {
-        "norm_attn": torch.ones(config.D),
-        "norm_CQ": torch.ones(latent.q_rank),
-        "norm_CKV": torch.ones(latent.kv_rank),
-    }
-    return latent_block(W | {name: gain.double() for name, gain in ones.items()}, x, sdpa, ROPE, config)
+    """The library's block; its norms have gains, here ones."""
+    ranks = {"norm_attn": config.D, "norm_CQ": latent.q_rank, "norm_CKV": latent.kv_rank}
+    return latent_block(W | {name: torch.ones(n).double() for name, n in ranks.items()}, x, sdpa, ROPE, config)
 
 
 def compared(mesh):
     """(rows beside one device, the lines of both passes)."""
-    W, x, dAttn = problem()
-    wanted, pull = torch.func.vjp(on_one_device, W, x)
+    types = {"Attn": SPECS["x"], "dx": SPECS["x"]} | {f"d{name}": text for name, text in SPECS.items() if name != "x"}
+    whole = drawn(SPECS | {"dAttn": SPECS["x"]}, SIZES, page.args.seed, 1 / 4)
+    own = {name: shard(SPECS.get(name, SPECS["x"]), array, mesh) for name, array in whole.items()}
+    (x, dAttn), (own_x, own_dAttn) = ([arrays.pop(name) for name in ("x", "dAttn")] for arrays in (whole, own))
+    Attn, pull = torch.func.vjp(on_one_device, whole, x)
     dW, dx = pull(dAttn)
-    wanted = {"Attn": wanted, "dx": dx} | {f"d{name}": dW[name] for name in W}
-    own = gathered({name: shard(SPECS[name], whole, mesh) for name, whole in W.items()}, mesh)
+    wanted = {"Attn": Attn, "dx": dx} | {f"d{name}": dW[name] for name in dW}
     with trace() as log:
-        Attn, pull = torch.func.vjp(lambda W, x: attention(W, x, mesh), own, shard(SPECS["x"], x, mesh))
-        dW, dx = pull(shard(SPECS["x"], dAttn, mesh))
+        Attn, pull = torch.func.vjp(lambda W, x: attention(W, x, mesh), gathered(own, mesh), own_x)
+        dW, dx = pull(own_dAttn)
     dW = reduced(dW, mesh)
-    got = {"Attn": unshard(SPECS["x"], Attn, mesh), "dx": unshard(SPECS["x"], dx, mesh)}
-    got |= {f"d{name}": unshard(SPECS[name], dW[name], mesh) for name in W}
+    got = tree.unshard({"Attn": Attn, "dx": dx} | {f"d{name}": dW[name] for name in dW}, types, mesh)
     return [(name, difference(got[name], wanted[name], mesh), LIMIT) for name in got], lines(log)
 
 

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch.func import grad_and_value, vjp
 
 from scaling import tree
+from scaling.book.arrays import drawn, empty
 from scaling.book.largest import largest
 from scaling.book.layout import format_number
-from scaling.book.listing import difference
+from scaling.book.listing import difference, lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.configs import Config, get
@@ -25,7 +26,6 @@ from scaling.models import transformer as model
 from scaling.models.attention import sdpa
 from scaling.models.pointwise import rms_norm
 from scaling.models.rope import rotate, tables
-from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.trace import trace
@@ -100,16 +100,6 @@ def layer(W, x, mesh):
 
 
 # %%
-def problem():
-    """One layer's weights, x and dx, whole, in float64."""
-    rng = torch.Generator().manual_seed(page.args.seed)
-    sizes = config.sizes | {"B": B, "T": T}
-    shapes = {name: parse(text).global_shape(sizes) for name, text in SPECS.items()}
-    drawn = {name: torch.randn(s, generator=rng, dtype=torch.float64) / 4 for name, s in shapes.items()}
-    x = drawn.pop("x")
-    return drawn, x, torch.randn(x.shape, generator=rng, dtype=torch.float64)
-
-
 def whole_layer(W, x):
     """The library's own layer on one device; its norms have gains, here ones."""
     ones = {"norm_attn": torch.ones(config.D).double(), "norm_mlp": torch.ones(config.D).double()}
@@ -119,23 +109,19 @@ def whole_layer(W, x):
 
 
 def one_layer(mesh) -> dict:
-    W, x, dx = problem()
+    types = SPECS | {"dx": SPECS["x"]}
+    W = drawn(types, config.sizes | {"B": B, "T": T}, page.args.seed, 1 / 4)
+    x, dx = W.pop("x"), W.pop("dx")
     want, pull = vjp(whole_layer, W, x)
     want_W, want_x = pull(dx)
-    types = {name: SPECS[name] for name in W}
-    W, (x, dx) = tree.shard(W, types, mesh), tree.shard([x, dx], [SPECS["x"]] * 2, mesh)
+    W, (x, dx) = tree.shard(W, {name: SPECS[name] for name in W}, mesh), tree.shard([x, dx], [SPECS["x"]] * 2, mesh)
     with trace() as forward:
         Out, pull = vjp(lambda W, x: layer(W, x, mesh), W, x)
     with trace() as backward:
         dW, dIn = pull(dx)
-    got = {"x": (Out, SPECS["x"], want), "dx": (dIn, SPECS["x"], want_x)}
-    got |= {f"d{name}": (dW[name], types[name], want_W[name]) for name in W}
-    off = {name: difference(tree.unshard(made, type, mesh), wanted, mesh) for name, (made, type, wanted) in got.items()}
-    return {
-        "forward": [(str(e), e.nbytes or "", e.wire_bytes or "", e.flops or "") for e in forward.events],
-        "backward": [(str(e), e.nbytes or "", e.wire_bytes or "", e.flops or "") for e in backward.events],
-        "differences": [(name, apart, LIMIT) for name, apart in off.items()],
-    }
+    got, wanted = tree.unshard(dW | {"x": Out, "dx": dIn}, types, mesh), want_W | {"x": want, "dx": want_x}
+    differences = [(name, difference(x, wanted[name], mesh), LIMIT) for name, x in got.items()]
+    return {"forward": lines(forward), "backward": lines(backward), "differences": differences}
 
 
 result = page.on_ranks(one_layer)
@@ -151,7 +137,7 @@ page.table(result["forward"], ["line", "V bytes", "sent", "FLOPs"])
 # %%
 page.title("What torch.func.vjp ran on the way back")
 page.table(result["backward"], ["line", "V bytes", "sent", "FLOPs"])
-page.title("The layer and its gradients, whole, beside one device's")
+page.title("The result, the gradient of each weight, and dx, whole, beside one device's")
 page.equal(result["differences"])
 
 # %% [markdown]
@@ -197,13 +183,8 @@ def on_meshes(mesh):
 
 page.title("Loss and the worst gradient leaf beside one device: K=2, 2 microbatches")
 rows = page.on_ranks(on_meshes)
-page.table(
-    [
-        (at, f"{a:.0e}", f"{b:.0e}", format_number(sent), page.check(at, largest((a, b)) < LIMIT))
-        for at, a, b, sent in rows
-    ],
-    ["mesh", "loss", "gradients", "bytes sent by rank 0", "equal"],
-)
+page.table([(at, f"{a:.0e}", f"{b:.0e}", format_number(sent), page.check(at, largest((a, b)) < LIMIT))
+            for at, a, b, sent in rows], ["mesh", "loss", "gradients", "bytes sent by rank 0", "equal"])  # fmt: skip
 
 # %% [markdown]
 # ## LLaMA-3 70B on 8,192 chips
@@ -214,8 +195,7 @@ page.table(
 llama, big = get("llama3-70b"), AbstractMesh({"X": 1024, "Y": 8})
 if page.small:
     llama = llama.with_(L=2)
-types = transformer.specs(llama, big)
-shards = tree.map(lambda t: torch.empty(parse(t).local_shape(llama.sizes, big), device="meta").bfloat16(), types)
+shards = empty(transformer.specs(llama, big), llama.sizes, big)
 tokens = torch.empty((1, 4096), dtype=torch.int64, device="meta")
 with trace() as log:
     transformer.loss_and_grads(shards, tokens, tokens, llama, big, remat="none")
@@ -229,8 +209,8 @@ weights = (2 * llama.N * llama.H + 2 * llama.K * llama.H + 3 * llama.F) * D * ll
 ends = 2 * llama.V * D // 8 * 2
 stream = (4 * llama.L + 2) * tokens_x * D * 2
 page.title(f"{llama.name}, {llama.L} layers, {big.size():,} chips, 4M tokens: bytes by the book's measure, bf16")
-page.say("w = (2NH + 2KH + 3F) LD/Y weights of the layers, gathered in both passes; e = 2VD/Y of the ends, gathered")
-page.say("once; s = BTD/X elements of the stream, BT/X = 4,096 tokens\n")
+page.say("w = (2NH + 2KH + 3F) LD/Y weights of the layers, gathered in both passes; e = 2VD/Y of the ends, gathered "
+         "once; s = BTD/X elements of the stream, BT/X = 4,096 tokens\n")  # fmt: skip
 page.same([
     ("weights, AllGather_X", "2(2w + e)", 2 * weights + ends, per["AllGather over X"]),
     ("gradients, ReduceScatter_X", "2(w + e)", weights + ends, per["ReduceScatter over X"]),

@@ -12,6 +12,7 @@ each step beside one device's. On an abstract mesh the same function then counts
 import torch
 
 from scaling import data, optim, tree
+from scaling.book.arrays import empty
 from scaling.book.largest import largest
 from scaling.book.layout import format_number
 from scaling.book.listing import SINGLE
@@ -23,7 +24,7 @@ from scaling.cost import transformer as tm
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.sizes import format_sizes
-from scaling.spec import ShardingError, format_axes, parse
+from scaling.spec import ShardingError, format_axes
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.trace import trace
@@ -129,12 +130,11 @@ if STEPS >= 20:
 llama, big = get("llama3-70b"), AbstractMesh({"X": 2048, "Y": 4})
 layers = 2 if page.small else llama.L
 short = llama.with_(L=layers)
-types = transformer.specs(short, big)
-shards = tree.map(lambda t: torch.empty(parse(t).local_shape(short.sizes, big), device="meta").bfloat16(), types)
+shards = empty(transformer.specs(short, big), short.sizes, big)
 tokens = torch.empty((1, 2048), dtype=torch.int64, device="meta")
 with trace() as log:
     transformer.loss_and_grads(shards, tokens, tokens, short, big, remat="none")
-held = sum(W.nbytes for W in tree.leaves(shards))
+held = tree.nbytes(shards)
 gains = (2 * layers + 1) * short.D  # of the norms: whole on each chip
 matrices = tm.num_params(short) - gains - 2 * short.V * short.D  # of the layers
 page.check("a chip's bytes of params", held == 2 * ((tm.num_params(short) - gains) / big.size() + gains))
@@ -145,9 +145,7 @@ page.same([
 ], ["FLOPs", "closed form", "value", "counted"])  # fmt: skip
 page.say("N: params of the layers' matrices; T: tokens. All matrices' products are lines, forward and backward: "
          "the book's 6NT, without attention's scores.")  # fmt: skip
-page.say(
-    f"Each chip holds {format_number(held)} bytes of params in bf16 and sends {format_number(log.wire_bytes)} bytes."
-)
+page.say(f"Each chip holds {format_number(held)} bytes of params and sends {format_number(log.wire_bytes)} bytes.")
 page.end()
 
 # %% [markdown]

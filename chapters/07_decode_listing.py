@@ -11,11 +11,12 @@ this and three other forms, see 07_sharded_decode.py.
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from scaling import cost
+from scaling import cost, tree
 from scaling.book.answers import Answer
+from scaling.book.arrays import drawn
 from scaling.book.listing import EXACT, difference, lines
 from scaling.book.page import Page
-from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, shard, unshard
+from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, unshard
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.trace import trace
@@ -23,7 +24,7 @@ from scaling.trace import trace
 page = Page(__doc__, mesh="Y=2,Z=2", device=True, seed=True)
 Y, Z = (page.args.mesh[axis] for axis in "YZ")
 B, S, H = 2 * Z, 8 * Z, 4
-D = 8 * Y * Z
+D, SEED = 8 * Y * Z, page.args.seed
 
 # %% [markdown]
 # ## One token, twelve lines
@@ -67,21 +68,14 @@ def by_heads(O, mesh):
 def decoded(mesh, heads: int):
     """With so many KV heads on each rank of Y: how far both endings are from one device, and the lines that ran."""
     K, M = heads * Y, 2 * Z
-    rng = torch.Generator().manual_seed(page.args.seed)
-    shapes = {"X": (B, D), "Q": (D, K * M, H), "O": (K * M, H, D), "K": (B, S, K, H), "V": (B, S, K, H)}
-    whole = {name: torch.randn(s, generator=rng, dtype=torch.float64).to(mesh.device) for name, s in shapes.items()}
-    Q = (whole["X"] @ whole["Q"].flatten(1)).view(B, K * M, 1, H)
-    O = sdpa(Q, *(whole[name].transpose(1, 2) for name in "KV"), enable_gqa=True)
-    wanted = O.flatten(1) @ whole["O"].flatten(0, 1)
-    W_Q, W_O = (
-        shard("W[D, N, H] -> W[D, N_YZ, H]", whole["Q"], mesh),
-        shard("W[N, H, D] -> W[N_YZ, H, D]", whole["O"], mesh),
-    )
-    cache = [shard("K[B, S, K, H] -> K[B_Z, S, K_Y, H]", whole[name], mesh) for name in "KV"]
-    found = []
+    types = ["X[B, D]", "W_Q[D, N_YZ, H]", "W_O[N_YZ, H, D]", "K[B_Z, S, K_Y, H]", "V[B_Z, S, K_Y, H]"]
+    whole = [x.to(mesh.device) for x in drawn(types, {"B": B, "S": S, "D": D, "H": H, "K": K, "N": K * M}, SEED)]
+    X, W_Q, W_O, *cache = whole
+    O = sdpa((X @ W_Q.flatten(1)).view(B, K * M, 1, H), *(x.transpose(1, 2) for x in cache), enable_gqa=True)
+    wanted, own, found = O.flatten(1) @ W_O.flatten(0, 1), tree.shard(whole, types, mesh), []
     for ending in (by_the_book, by_heads):
         with trace() as log:
-            got = attention(whole["X"], W_Q, W_O, *cache, mesh, M, ending)
+            got = attention(*own, mesh, M, ending)
         found.append((difference(got, wanted, mesh), lines(log)))
     return found
 
@@ -125,17 +119,15 @@ def prefill(x, W_Q, W_K, W_V, W_O, mesh):
 
 def prefilled(mesh):
     """How far it is from one device's causal attention, and the lines that ran."""
-    T, K, N, rng = 8 * Z, Y, 2 * Y, torch.Generator().manual_seed(page.args.seed)
-    shapes = {"x": (T, D), "Q": (D, N, H), "K": (D, K, H), "V": (D, K, H), "O": (N, H, D)}
-    whole = {name: torch.randn(s, generator=rng, dtype=torch.float64).to(mesh.device) for name, s in shapes.items()}
-    Q, keys, values = ((whole["x"] @ whole[name].flatten(1)).view(1, T, -1, H).transpose(1, 2) for name in "QKV")
+    types = ["x[T_Z, D]", "W_Q[D, N_Y, H]", "W_K[D, K_Y, H]", "W_V[D, K_Y, H]", "W_O[N_Y, H, D]"]
+    sizes = {"T": 8 * Z, "D": D, "H": H, "N": 2 * Y, "K": Y}
+    whole = [x.to(mesh.device) for x in drawn(types, sizes, SEED)]
+    x, *W, W_O = whole
+    Q, keys, values = ((x @ each.flatten(1)).view(1, len(x), -1, H).transpose(1, 2) for each in W)
     O = sdpa(Q, keys, values, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-    wanted = O.flatten(1) @ whole["O"].flatten(0, 1)
-    W = [shard("W[D, N, H] -> W[D, N_Y, H]", whole[name], mesh) for name in "QKV"]
-    W_O = shard("W[N, H, D] -> W[N_Y, H, D]", whole["O"], mesh)
-    x = shard("x[T, D] -> x[T_Z, D]", whole["x"], mesh)
+    wanted = O.flatten(1) @ W_O.flatten(0, 1)
     with trace() as log:
-        A, K = prefill(x, *W, W_O, mesh)
+        A, K = prefill(*tree.shard(whole, types, mesh), mesh)
     cache = unshard("K[T_Z, K_Y, H]", K, mesh)
     return (difference(unshard("A[T_Z, D]", A, mesh), wanted, mesh),
             difference(cache, keys[0].transpose(0, 1), mesh), lines(log))  # fmt: skip

@@ -18,22 +18,18 @@ from torch.func import vjp
 
 from scaling import cost, tree
 from scaling.book.answers import Answer
+from scaling.book.arrays import drawn
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives.rings import LinkBytes
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
+from scaling.spec import parse
 from scaling.strategies.collective_matmul import gather_matmul, matmul_reduce, matmul_scatter, mlp
 
 page = Page(__doc__, mesh="Y=4", device=True, seed=True)
 EXACT, Y = 1e-12, page.args.mesh["Y"]
 B, D, F = 6, 4 * Y, 8 * Y
-rng = torch.Generator().manual_seed(page.args.seed)
-
-
-def drawn(*shape):
-    return torch.randn(shape, dtype=torch.float64, generator=rng)
-
 
 # %% [markdown]
 # ## Equal to one device
@@ -55,10 +51,9 @@ def dense(A, W, *W_out):
 
 
 problems = {}
-for name, (_, types, _) in FORMS.items():
-    operands = [drawn(B, D), drawn(D, F), *([drawn(F, D)] if len(types) == 3 else [])]
+for name, (_, types, result) in FORMS.items():
+    *operands, dOut = drawn([*types, result], {"B": B, "D": D, "F": F}, page.args.seed)
     Out, pull = vjp(dense, *operands)
-    dOut = drawn(*Out.shape)
     problems[name] = operands, dOut, (Out, *pull(dOut))
 
 
@@ -168,6 +163,26 @@ page.answers([
     Answer("Ours over one after the other, AllGather, v5e", "", ratios[book, "AllGather"], "times", "the table"),
     Answer("Q3.1: the AllReduce form, v5e", "", ratios[book, "AllReduce"], "times",
            "the sums of the first tile and the gather of the last stay visible"),
+])  # fmt: skip
+
+# %% [markdown]
+# The block of the questions is an AllGather form and then a ReduceScatter form, In[B, D_Y] W_in[D, F_Y] and Tmp[B, F_Y]
+# W_out[F_Y, D], here of the same sizes.
+
+# %%
+block = {}
+for ways in (1, 2):
+    (_, *one), (_, *two) = seconds(512, 2048, 8192, "AllGather", ways), seconds(512, 8192, 2048, "ReduceScatter", ways)
+    block[ways] = [a + b for a, b in zip(one, two, strict=True)]  # one after the other, and hidden
+page.answers([
+    Answer("Q3.1: Out[B_X, F] is, over Y", "not replicated",
+           "replicated" if "Y" in parse("Out[B_X, F]").replicated({"X": 2, "Y": 2}) else "not replicated",
+           erratum="an AllReduce over Y leaves the same on every device of Y, as the type says"),
+    Answer("Q3.3: the block, one after the other over hidden, one way, v5e", "", block[1][0] / block[1][1], "times",
+           "hops one way are longer than their products"),
+    Answer("Q4: the block, one after the other over hidden, both ways, v5e", "", block[2][0] / block[2][1], "times",
+           "2 hops in place of 3, still longer than their products"),
+    Answer("Q4: the block, one way over both ways", "", block[1][1] / block[2][1], "times", "2 hops in place of 3"),
 ])  # fmt: skip
 page.end()
 

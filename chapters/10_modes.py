@@ -21,7 +21,7 @@ from scaling.book.answers import Answer
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
-from scaling.shard_map import all_gather, pmean, psum, psum_scatter, shard_map
+from scaling.shard_map import all_gather, psum, psum_scatter, shard_map
 from scaling.spec import ShardingError
 from scaling.trace import trace
 
@@ -116,21 +116,9 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# ## Manual mode
-# The book's `slice_and_average`: each device's first four elements, averaged over all.
-
-# %%
-page.title("Manual: slice_and_average of 512 numbers over (2, 4)")
-small = AbstractMesh({"X": 2, "Y": 4})
-numbers = torch.arange(512.0)
-average = shard_map(lambda x: pmean(x[:4], ("X", "Y")), small, "P(('X', 'Y'))", "P()", in_process=True)(numbers)
-page.say(f"{average.tolist()}: the mean of x[:4], x[64:68], x[128:132], ...")
-page.check("slice_and_average", torch.equal(average, numbers.view(8, 64)[:, :4].mean(0)))
-
-
-# %% [markdown]
 # ## Two blocks in three modes
-# The text of auto mode is that of one device. Explicit mode adds the types, manual mode the collectives.
+# The text of auto mode is that of one device. Explicit mode adds the types, manual mode the collectives; the book's
+# examples of it are in 10_shard_map.py.
 
 
 # %%

@@ -2,7 +2,7 @@
 """Part 10, the worked problems: shards averaged and rolled, experts four ways, collective matmuls end to end.
 https://jax-ml.github.io/scaling-book/jax-stuff
 
-Question 1 in auto and manual mode; 2 with its listing, bytes, FLOPs and gradients; 3 and 4 as run here and on a v5e.
+Question 1 in auto and manual mode; 2 with its listing, bytes, FLOPs and gradients; of 3 and 4 the whole block.
 """
 
 # %%
@@ -15,28 +15,23 @@ import torch.nn.functional as F_
 from torch.func import vjp
 from torch.utils.flop_counter import FlopCounterMode
 
-from scaling import auto, cost, explicit, tree
+from scaling import auto, explicit, tree
 from scaling.book.answers import Answer
+from scaling.book.arrays import drawn
 from scaling.book.largest import largest
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
-from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.profile import profile
 from scaling.shard_map import shard_map
-from scaling.spec import parse
-from scaling.strategies.collective_matmul import matmul_reduce, matmul_scatter, mlp
+from scaling.strategies.collective_matmul import mlp
 from scaling.strategies.expert.ways import gathered, grouped, masked_loop, ragged
 from scaling.trace import trace
 
 page = Page(__doc__, mesh="Y=4", device=True, seed=True)
 EXACT, n = 1e-12, page.args.mesh["Y"]
 rng = torch.Generator().manual_seed(page.args.seed)
-
-
-def drawn(*shape):
-    return torch.randn(shape, dtype=torch.float64, generator=rng)
 
 
 def ms(f) -> float:
@@ -105,7 +100,7 @@ page.answers([
 
 # %%
 S, D, F, E, k = 16 * n, 12, 16, 2 * n, 2
-A, W, dOut = drawn(S, D), drawn(E, D, F), drawn(S, F)
+A, W, dOut = drawn(["A[S, D]", "W[E, D, F]", "dOut[S, F]"], {"S": S, "D": D, "E": E, "F": F}, page.args.seed)
 CASES = {
     "top 1": torch.randint(E, (S, 1), generator=rng),
     "top 2": torch.stack([torch.randperm(E, generator=rng)[:k] for _ in range(S)]),
@@ -222,13 +217,12 @@ page.same([("gathered, top 2", "(n-1) S/n (D + F + k) 8 bytes", whole, found["ga
 
 # %% [markdown]
 # ## Questions 3 and 4: collective matmuls
-# The AllReduce form, the ReduceScatter form, and the block In[B, D_Y] W_in[D, F_Y] W_out[F_Y, D] -> Out[B, D_Y] with
-# its activation, one way and both ways round the ring; `10_collective_matmul.py` has their hops, bytes and limits.
+# Their forms are in 10_collective_matmul.py, with hops, bytes and limits. Here the block of Question 4 end to end, with
+# its activation: its two collectives first apart from their products, then hidden behind them, one way and both ways
+# round the ring. On ranks that share cores so small a block is all latency, and the simple way wins.
+
 
 # %%
-X_in, W_in, W_out = drawn(8, 4 * n), drawn(4 * n, 8 * n), drawn(8 * n, 4 * n)
-
-
 def block(mesh, In, W_in, W_out):
     """In[B, D_Y], W_in[D, F_Y], W_out[F_Y, D] -> Out[B, D_Y]: the block with its collectives one after the other."""
     In = all_gather("In[B, D_Y] -> In[B, D]", In, mesh)
@@ -237,58 +231,23 @@ def block(mesh, In, W_in, W_out):
     return reduce_scatter("Out[B, D] {U_Y} -> Out[B, D_Y]", Out, mesh)
 
 
-def matmuls(mesh) -> tuple[dict[str, float], dict[str, float]]:
-    """Differences from one device, and ms."""
-
-    def mine(array, text):
-        return tree.shard([array], [text], mesh)[0].to(mesh.device)
-
-    In, first, second = mine(X_in, "In[B, D_Y]"), mine(W_in, "W[D, F_Y]"), mine(W_out, "W[F_Y, D]")
-    rows, hidden = mine(W_in, "W[D_Y, F]"), F_.gelu(X_in @ W_in)
-    Tmp, Out = mine(hidden, "Tmp[B, F_Y]"), mine(hidden @ W_out, "Out[B, D_Y]").cpu()
-    found, took = {}, {"apart": ms(lambda: block(mesh, In, first, second))}
-    for ways, question in ((1, "3"), (2, "4")):
-        at = {"ways": ways}
-        found |= {
-            f"{question}: AllReduce form": difference(matmul_reduce(In, rows, mesh, **at), X_in @ W_in, mesh),
-            f"{question}: ReduceScatter form": difference(matmul_scatter(Tmp, second, mesh, **at), Out, mesh),
-            f"{question}: the block": difference(mlp(In, first, second, mesh, **at), Out, mesh),
-        }
-        took["one way" if ways == 1 else "both ways"] = ms(lambda at=at: mlp(In, first, second, mesh, **at))
-    return found, took
+def blocks(mesh) -> dict[str, tuple[float, float]]:
+    """{way: (the difference from one device, ms)}."""
+    types = ["In[B, D_Y]", "W_in[D, F_Y]", "W_out[F_Y, D]"]
+    In, W_in, W_out = (x.to(mesh.device) for x in drawn(types, {"B": 8, "D": 4 * n, "F": 8 * n}, page.args.seed))
+    own, wanted = tree.shard([In, W_in, W_out], types, mesh), tree.shard(F_.gelu(In @ W_in) @ W_out, types[0], mesh)
+    ways = {
+        "one after the other": lambda: block(mesh, *own),
+        "hidden, one way": lambda: mlp(*own, mesh, ways=1),
+        "hidden, both ways": lambda: mlp(*own, mesh, ways=2),
+    }
+    return {name: (difference(run(), wanted, mesh), ms(run)) for name, run in ways.items()}
 
 
-differences, took = page.on_ranks(matmuls)
-page.title(f"Questions 3 and 4 on {n} devices")
-page.equal([(name, off, EXACT) for name, off in differences.items()])
-page.say("\nthe block here, ms: " + ", ".join(f"{name} {t:.2f}" for name, t in took.items())
-         + "\n(a tiny one, on ranks that share cores: hops are all latency, and the simple way wins)")  # fmt: skip
-
-# %% [markdown]
-# The same block by the cost model, on a ring of v5e: one after the other, one way, both ways.
-
-
-# %%
-def block_on(name: str, B: int, D: int, F: int, n: int, ways: int) -> tuple[float, float]:
-    """Seconds of the block in bf16 on a ring of n chips: (one after the other, both collectives hidden)."""
-    c = chip(name)
-    product, V = cost.matmul(B, D, F // n, c.flops(), c.hbm_bw).lower, 2 * B * D
-    hops = (n - 1 if ways == 1 else n // 2) * max(V / n / c.need("link_bw"), c.hop_latency)
-    serial = 2 * (product + max(V * (n - 1) / n / (2 * c.need("link_bw")), n // 2 * c.hop_latency))
-    return serial, 2 * (product / n + max(hops, product * (n - 1) / n))
-
-
-(serial, one), (_, both) = (block_on("v5e", 512, 2048, 8192, 4, ways) for ways in (1, 2))
-page.answers([
-    Answer("3.3: one after the other over overlapped, one way, v5e", "", serial / one, "times",
-           "B/X = 512, D = 2048, F = 8192, Y = 4: hops one way are longer than their products"),
-    Answer("4: one after the other over overlapped, both ways, v5e", "", serial / both, "times",
-           "2 hops in place of 3, still longer than their products"),
-    Answer("4: both ways over one way, the block", "", one / both, "times", "2 hops in place of 3"),
-    Answer("3.1: Out[B_X, F] is, over Y", "not replicated",
-           "replicated" if "Y" in parse("Out[B_X, F]").replicated({"X": 2, "Y": 2}) else "not replicated",
-           erratum="an AllReduce over Y leaves the same on every device of Y, as the type says"),
-])  # fmt: skip
+found = page.on_ranks(blocks)
+page.title(f"The block on {n} devices")
+page.table([(name, f"{off:.1e}", page.check(f"the block, {name}", off <= EXACT), f"{t:.2f}")
+            for name, (off, t) in found.items()], ["collectives", "difference", "equal", "ms here"])  # fmt: skip
 page.end()
 
 # %% [markdown]

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch.func import grad, vjp, vmap
 
+from scaling.book.arrays import drawn
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
@@ -39,12 +40,6 @@ SPECS = {"in_specs": ("A[B_X, D_Y]", "W[D, F_Y]"), "out_specs": "Out[B_X, F_Y]"}
 FITS = (*SPECS["in_specs"], SPECS["out_specs"]), {"B": 8, "D": 16, "F": 8}
 page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, seed=True)
 EXACT = 1e-12
-rng = torch.Generator().manual_seed(page.args.seed)
-
-
-def drawn(*shape):
-    return torch.randn(shape, dtype=torch.float64, generator=rng)
-
 
 # %% [markdown]
 # ## The first example
@@ -91,7 +86,7 @@ def gathered_first(lhs, rhs):
     return all_gather(lhs, "Y", axis=1, tiled=True) @ rhs
 
 
-A, W, dOut = drawn(8, 16), drawn(16, 8), drawn(8, 8)
+A, W, dOut = drawn([*FITS[0]], FITS[1], page.args.seed)
 dense, pull_dense = vjp(torch.matmul, A, W)
 wanted = {"Out": dense, **dict(zip(("dA", "dW"), pull_dense(dOut), strict=True))}
 
@@ -136,7 +131,8 @@ page.check("ranks and one process have the same collectives", sent == sent_here)
 # the caller's, and may be a psum_scatter.
 
 # %%
-FOUR, x, w = AbstractMesh({"X": 4, "Y": 2}), drawn(8, 6), drawn(6)
+FOUR = AbstractMesh({"X": 4, "Y": 2})
+x, w = drawn(["x[B, D]", "W[D]"], {"B": 8, "D": 6}, page.args.seed)
 types: dict[str, set[str]] = {}
 
 

@@ -33,20 +33,8 @@ for hw in (H100, GB200):
         exact = f"{gpu.collective_bw(hw, row['gpus']) / GB:.0f}"
         unit = f"{row['unit_bw'] / TB:.1f}"
         rows.append((hw.name, row["level"], row["gpus"], row["switches"] or "-", switch, unit, *shares, exact))
-page.table(
-    rows,
-    [
-        "",
-        "level",
-        "GPUs",
-        "switches",
-        "switches\nTB/s",
-        "cables\nTB/s",
-        "a GPU\nGB/s",
-        "fat tree\nGB/s",
-        "AllGather\nGB/s",
-    ],
-)
+page.table(rows, ["", "level", "GPUs", "switches", "switches\nTB/s", "cables\nTB/s", "a GPU\nGB/s", "fat tree\nGB/s",
+                  "AllGather\nGB/s"])  # fmt: skip
 
 # %% [markdown]
 # Look at GB200: the node is nine times as large and sends nine times as much, while a GPU sends as a B200 does.

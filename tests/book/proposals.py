@@ -28,7 +28,7 @@ TRIED = {  # what comes of the three things to try: printed after the edit, the 
     "05_pods": (["FAILED: both orders give the same"], 4 * 73_440, ["4 times as many bytes cross P", "all hold"]),
     "05_pp": (["weights after the step", "NO"], 285, ["zb-h1: loss", "all hold"]),
     "05_transformer": (
-        ["dW_out 1.0e-01 1e-11 NO", "9 FAILED: x, dx"],
+        ["W_out 1.0e-01 1e-11 NO", "9 FAILED: x, "],
         "W_K[L, D_X, K, H]",
         ["Forward on X=1, Y=4", "Z=1, Y=4", "all hold"],
     ),
