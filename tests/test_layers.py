@@ -98,7 +98,7 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.collectives.buffers", "numpy"): "rarely needed",
     ("scaling.trace.events", "tabulate"): "what only runs, as on a machine with GPUs, needs no tables",
     ("scaling.trace.peak", "tabulate"): "what only runs, as on a machine with GPUs, needs no tables",
-    ("scaling.train.board", "torch.utils.tensorboard"): "it needs tensorboard, an extra",
+    ("scaling.train.progress", "torch.utils.tensorboard"): "it needs tensorboard, an extra",
     ("scaling.train.dcp", "torch.distributed.checkpoint"): "it takes a second to import; rank 0 alone writes it",
     ("scaling.plan.__main__", "scaling.plan.choose"): "a plan is made without torch",
     ("scaling.plan.__main__", "scaling.plan.guide"): "a plan is made without the guide",

@@ -26,11 +26,11 @@ from scaling.models.text import NAME
 from scaling.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.strategies.transformer.types import check_vocabulary
-from scaling.train import board, checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify
+from scaling.train import checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify
 from scaling.train.durable import replaced
 from scaling.train.loop import STOP, run
 from scaling.train.origin import begun_from, keep_origin, options_of, tokenizer_for
-from scaling.train.progress import describe
+from scaling.train.progress import check_installed, describe
 from scaling.train.settings import Settings, add_flags
 
 OTHERS = {
@@ -129,7 +129,7 @@ def main(argv=None) -> int:
         backend = "gloo" if args.device == "cpu" else "abstract"
         print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
         return 0
-    board.check_installed(settings)
+    check_installed(settings)
     if int(os.environ.get("RANK", 0)) == 0 and not elastic.fits_as_before(declared, sizes):
         room = dry.memory_of_rank(args.device, ranks := AbstractMesh(sizes).size())
         counts = dry.refuse_too_large(settings, sizes, room)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from scaling import tree
-from scaling.collectives import all_reduce
+from scaling import optim, tree
+from scaling.models import hf
+from scaling.models import transformer as model
 from scaling.profile.steps import watched
-from scaling.spec import format_axes
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint, guards
@@ -21,8 +21,7 @@ from scaling.train.flight import Flight
 from scaling.train.pace import Pace, still
 from scaling.train.progress import Progress
 from scaling.train.sample import continuation
-from scaling.train.settings import Settings, optimizer_of
-from scaling.train.state import begun, state_specs
+from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import make_step
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
@@ -44,7 +43,7 @@ def run(mesh, settings: Settings) -> dict:
     for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank, settings.chip):
         began = time.perf_counter()
         whole = next(coming)
-        if settings.guard_every and (number - start) % settings.guard_every == 1:
+        if settings.guard_every and (number - start - 1) % settings.guard_every == 0:
             held = {"params": params, "optimizer": state, "batch": list(whole)}
             guards.check_replicas(held, specs | {"batch": ["t[B, T]"] * 3}, mesh, number)
             progress.warn(pace.slow(mesh, number) if len(pace.steps) >= 8 else "")
@@ -78,6 +77,34 @@ def run(mesh, settings: Settings) -> dict:
     return result
 
 
+def begun(settings: Settings, mesh, optimizer: optim.Optimizer, types: dict) -> tuple[dict, int]:
+    """(state, step) that a run begins with: of the latest checkpoint, an HF folder's weights, or drawn by the seed.
+
+    No rank holds more than its shards.
+    """
+    config, out, dtype = settings.model, Path(settings.out), DTYPES[settings.dtype]
+    slots = slots_of(config, mesh, None)
+    if settings.resume and checkpoint.complete(out):
+        specs = state_specs(optimizer, types)
+        state, step = checkpoint.load(out, specs, mesh, places={"L": slots})
+        tree.check(state["params"], types, config.sizes | {"L": len(slots)}, mesh)
+        if (seed := state["data"]["seed"]) != settings.seed:
+            raise ValueError(
+                f"{out}: was begun with --seed {seed}, not {settings.seed}\n  fix: give the same, or another --out"
+            )
+        return state, step
+    if settings.weights:
+        _, params = hf.load_sharded(settings.weights, types, mesh, dtype, slots=slots)
+    else:
+        params = model.init(config, settings.seed, dtype, mesh=mesh, specs=types, slots=slots)
+    return {"params": params, "optimizer": optimizer.init(params), "data": {"sequences": 0, "seed": settings.seed}}, 0
+
+
+def state_specs(optimizer: optim.Optimizer, types: dict) -> dict:
+    """The types of a run's state; what is not a tensor has none."""
+    return {"params": types, "optimizer": optimizer.state_specs(types)}
+
+
 def _placed(batch: Batch, mesh) -> tuple:
     """This rank's part of a batch; no segments if each row is of one document, since a mask of them costs T^2."""
     tokens, targets, segments = (local(x, mesh) for x in batch)
@@ -86,6 +113,5 @@ def _placed(batch: Batch, mesh) -> tuple:
 
 def stop_asked(out: Path, mesh) -> bool:
     """Whether this run is to save and end: rank 0 has seen the file, and all agree."""
-    asked = torch.tensor(float(mesh.rank == 0 and (out / STOP).exists()), device=mesh.device)
-    axes = [axis for axis, size in mesh.sizes.items() if size > 1]
-    return bool(all_reduce(f"n[] {{U_{format_axes(axes)}}} -> n[]", asked, mesh) if axes else asked)
+    asked = mesh.rank == 0 and (out / STOP).exists()
+    return bool(guards.everyone(torch.tensor([asked], dtype=torch.int64), mesh).any())

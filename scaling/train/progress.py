@@ -1,5 +1,6 @@
-"""What a run says of itself: a line and a JSON record a step."""
+"""What a run says of itself: a line and a JSON record a step; its curves as TensorBoard shows them, too."""
 
+import importlib.util
 import json
 import math
 import os
@@ -19,7 +20,6 @@ from scaling.cost import transformer as tm
 from scaling.cost.units import significant
 from scaling.hardware import chip, chips
 from scaling.sizes import format_sizes
-from scaling.train.board import Board
 from scaling.train.durable import replaced
 from scaling.train.settings import Settings
 
@@ -33,8 +33,13 @@ class Progress:
     mesh: Any
 
     @cached_property
-    def board(self) -> Board | None:
-        return Board(self.settings.tensorboard) if self.settings.tensorboard else None
+    def board(self) -> Any:
+        """What writes TensorBoard's files, if they are asked for."""
+        if not self.settings.tensorboard:
+            return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self.settings.tensorboard)
 
     @cached_property
     def flops(self) -> dict[str, float]:
@@ -87,7 +92,12 @@ class Progress:
         with open(Path(self.settings.out) / "metrics.jsonl", "a") as log:
             log.write(json.dumps(record) + "\n")
         if self.board:
-            self.board.write(record)
+            for name, value in record.items():
+                if isinstance(value, str):
+                    self.board.add_text(name, value, record["step"])
+                elif name != "step" and value is not None:
+                    self.board.add_scalar(name, value, record["step"])
+            self.board.flush()  # a run that is killed has written what it said
         print(fold(_line(record, self.settings.steps)), flush=True)
         if "sample" in record:
             text = self.settings.sample + record["sample"]
@@ -103,6 +113,14 @@ class Progress:
     def warn(self, text: str) -> None:
         if text and self.mesh.rank == 0:
             print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def check_installed(settings: Settings) -> None:
+    """ValueError if TensorBoard's files are asked for, and what writes them is not installed."""
+    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "--tensorboard: tensorboard is not installed\n  fix: pip install 'scaling-book-torch[tensorboard]'"
+        )
 
 
 def _line(record: Mapping, steps: int) -> str:

@@ -23,9 +23,8 @@ from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import arranged_layers, slots_of
 from scaling.train import dcp
 from scaling.train.batches import inputs
-from scaling.train.loop import run
+from scaling.train.loop import begun, run, state_specs
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.state import begun, state_specs
 
 MODEL = Config("reshard", 3, 64, 128, 4, 2, 16, 256)
 MESHES = [{"X": 4}, {"X": 2, "Y": 2}, {"P": 2, "Y": 2}, {"Z": 2, "X": 2}, {"C": 2, "Y": 2}]

@@ -13,6 +13,7 @@ from forked import Forked
 
 from scaling.configs import get
 from scaling.mesh import Mesh
+from scaling.train import guards
 from scaling.train.command import main
 from scaling.train.loop import run
 from scaling.train.settings import Settings, optimizer_of, rate
@@ -51,6 +52,14 @@ def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, corpus
         records = [json.loads(line) for line in (parts / name).read_text().splitlines()]
         assert [record["step"] for record in records] == [1, 2, 3, 4]  # of a step done again the last record alone
     torch.testing.assert_close(losses(parts), losses(whole), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize(("every", "compared"), [(0, []), (1, [1, 2, 3, 4]), (3, [1, 4])])
+def test_replicas_are_compared_every_so_many_steps(corpus, tmp_path, monkeypatch, every, compared):
+    found = []
+    monkeypatch.setattr(guards, "check_replicas", lambda state, specs, mesh, step: found.append(step))
+    run(Mesh({"X": 1}), settings(corpus, tmp_path, guard_every=every, eval_every=0, eval_batches=1))
+    assert found == compared
 
 
 def test_learning_rates():

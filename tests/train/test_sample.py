@@ -78,7 +78,7 @@ def test_a_run_shows_and_records_its_sample(tmp_path, monkeypatch, capsys):
 
 
 def test_without_tensorboard(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("scaling.train.board.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("scaling.train.progress.importlib.util.find_spec", lambda name: None)
     (tmp_path / "x").write_text("x")
     given = ["--data", str(tmp_path / "x"), "--out", str(tmp_path / "run")]
     assert main([*given, "--tensorboard", "board"]) == 1
