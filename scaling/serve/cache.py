@@ -19,10 +19,6 @@ from scaling.models.inputs import IDS
 from scaling.serve.types import ONE, SPLIT_ROWS, cache_specs, row_axes, shards_of_places
 from scaling.spec import ShardingError, Spec, block_index, parse
 
-PAGED_SEQUENCE = (
-    'form="sequence" splits S over Z, which a cache in pages cannot do\n  fix: give page=None, or choose another form'
-)
-
 
 class CacheLayout(NamedTuple):
     """How a form lays the rows of a batch out on a mesh: worked out once, not at each step.
@@ -85,8 +81,6 @@ def init_cache(
     """
     whole(batch=batch, length=length, page=1 if page is None else page)
     mesh = ONE if mesh is None else mesh
-    if page is not None and form == "sequence":
-        raise ShardingError(PAGED_SEQUENCE)
     if dtype is not None:
         _check_dtype(dtype)
     int8, pages = dtype == torch.int8, 0 if page is None else -(-length // page)
@@ -103,10 +97,13 @@ def init_cache(
 
     cache = {"KV": zeros("KV", dtype), "lengths": torch.zeros(batch, dtype=torch.int64, device=device)}
     if page is not None:
-        own = cache["KV"].shape[2] // pages  # rows on this rank, which have their pages one after another
-        table = torch.arange(batch * pages, device=device).view(batch, pages)
-        cache["pages"] = table % (own * pages)
+        cache["pages"] = page_table(cache["KV"], batch, pages)
     return cache | ({"scale": zeros("scale", torch.float32)} if int8 else {})
+
+
+def page_table(KV: Tensor, batch: int, pages: int) -> Tensor:
+    """pages[B, M] of rows that have so many pages each, one after another on the ranks that hold the row."""
+    return torch.arange(batch * pages, device=KV.device).view(batch, pages) % KV.shape[2]
 
 
 def _check_dtype(dtype: Any) -> None:
@@ -165,8 +162,6 @@ def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> Cac
     if page is not None and (cache["pages"].dim() != 2 or len(cache["pages"]) != batch):
         what = f"pages{list(cache['pages'].shape)} of a batch of {batch}"
         raise ValueError(f"{what}\n  rule: pages[B, M], a row for each row\n  fix: init_cache(..., page=...)")
-    if page is not None and form == "sequence":
-        raise ShardingError(PAGED_SEQUENCE)
     at = cache_layout(config, mesh, form, page is not None)
     lead, L, _, _, *head = at.one
     own = KV.shape[2] if page is not None else batch / at.groups

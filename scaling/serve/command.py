@@ -17,7 +17,6 @@ from typing import Any
 
 from scaling import launch
 from scaling.console import Parser, complain, complaining, integer, output
-from scaling.serve.cache import PAGED_SEQUENCE
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, loaded, on_ranks, served_by
 from scaling.serve.policies import POLICIES
@@ -25,8 +24,7 @@ from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import Options, Run
 from scaling.serve.text import TextStream, chat_template
-from scaling.serve.types import row_groups
-from scaling.spec import ShardingError
+from scaling.serve.types import cache_specs, row_groups
 
 CONTEXT = 2048  # tokens of the cache for each slot, over HTTP, or as far as memory has room
 FOR_EVER = 1e8  # seconds for which ranks may wait for a client
@@ -120,8 +118,7 @@ def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
     what, args = served_by(arguments(argv))
-    if args.form == "sequence":
-        raise ShardingError(PAGED_SEQUENCE)
+    cache_specs(what.config, what.mesh, form=what.form, page=args.page)
     most, groups = _most_pages(args, what), row_groups(what.form, what.mesh)
     slots = -(-args.slots // groups)  # of a group
     if args.port is not None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from scaling.configs import Config
-from scaling.serve.sampling import Draw, sample_each
+from scaling.serve.sampling import Draw, sample
 from scaling.serve.states import Work
 
 
@@ -53,7 +53,7 @@ class SmallModel:
         while rows := [i for i, w in enumerate(live) if len(proposed[w.id]) < w.proposals]:
             live = [live[i] for i in rows]
             places = [w.start + len(w.tokens) for w in live]
-            drawn = sample_each(logits[rows], [draws.get(w.id, Draw()) for w in live], places)
+            drawn = sample(logits[rows], [draws.get(w.id, Draw()) for w in live], places)
             for w, token in zip(live, drawn, strict=True):
                 proposed[w.id].append(token)
             live = [w._replace(start=at, tokens=(id,)) for w, at, id in zip(live, places, drawn, strict=True)]
@@ -106,7 +106,7 @@ def advance(
         return []
     logits = logits[[b for b, _, _ in at], [len(w.tokens) - 1 + n if every else 0 for _, w, n in at]]
     places = [w.start + len(w.tokens) + n for _, w, n in at]
-    drawn, given, first = sample_each(logits, [draws.get(w.id, Draw()) for _, w, _ in at], places), [], 0
+    drawn, given, first = sample(logits, [draws.get(w.id, Draw()) for _, w, _ in at], places), [], 0
     for _, work in sampled:
         tokens = as_proposed(proposed.get(work.id, ()), drawn[first : first + 1 + work.proposals])
         given.append(Given(work.id, tuple(tokens), logits[first : first + len(tokens)]))

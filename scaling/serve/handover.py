@@ -11,9 +11,9 @@ from torch import Tensor
 from scaling.collectives import transfer
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.serve.cache import PAGED_SEQUENCE, capacity, check_cache
-from scaling.serve.types import ONE, ROWS, cache_type, check_mesh, shards_of_places
-from scaling.spec import ShardingError, parse
+from scaling.serve.cache import capacity, check_cache, page_table
+from scaling.serve.types import ONE, ROWS, cache_specs, cache_type, check_mesh, shards_of_places
+from scaling.spec import parse
 from scaling.strategies.axes import present
 
 
@@ -36,9 +36,7 @@ def move(
     """
     to = form if target_form is None else target_form
     check_mesh(config, source_mesh, form)
-    check_mesh(config, target_mesh, to)
-    if page is not None and to == "sequence":
-        raise ShardingError(PAGED_SEQUENCE)
+    cache_specs(config, target_mesh, form=to, page=page)
     if cache is not None:
         check_cache(cache, config, source_mesh, form, len(cache["lengths"]))
     known = lengths = own = None
@@ -70,8 +68,7 @@ def move(
         if part is not None:
             new[name] = part if page is None else part.unflatten(3, (-1, page)).flatten(2, 3)
     if page is not None and moved is not None:
-        own = new["KV"].shape[2]
-        new["pages"] = (torch.arange(len(lengths) * (S // page), device=moved.device) % own).view(len(lengths), -1)
+        new["pages"] = page_table(new["KV"], len(lengths), S // page)
     return new if moved is not None else None
 
 

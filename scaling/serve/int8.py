@@ -14,11 +14,8 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.configs import Config
-from scaling.models import transformer
+from scaling.models.leaves import Leaf, specs_of, types_of
 from scaling.spec import Spec, parse
-
-EXACT = ("g", "b_Q", "b_K", "b_V", "b_O", "bias", "router")  # leaves that stay as they are, by their type's name
-CONTRACTED = {"W_O": ("N", "H"), "W_out": ("F", "S", "O"), "W_UQ": ("R",), "W_UKV": ("C",)}  # of the others D
 
 
 def quantized(x: Tensor, dims: Sequence[int] = (-1,)) -> tuple[Tensor, Tensor]:
@@ -33,30 +30,31 @@ def quantize(params: dict, config: Config) -> dict:
     ValueError for numbers that are not finite.
     """
 
-    def leaf(text: str, W: Tensor) -> Any:
+    def leaf(summed: str, text: str, W: Tensor) -> Any:
         spec = parse(text)
-        dims = [i for i, dim in enumerate(spec.dim_names) if dim in contracted(spec)]
+        dims = [i for i, dim in enumerate(spec.dim_names) if dim in summed]
         if not dims:
             return W
         if not W.is_meta and not bool(torch.isfinite(W).all()):
             raise ValueError(f"{spec}: what is not finite has no int8 form\n  fix: look for NaN and inf in it")
         return dict(zip(("q", "scale"), quantized(W, dims), strict=True))
 
-    return tree.map(leaf, transformer.specs_of(config), params)
+    return tree.map(leaf, types_of(config, summed_dims), specs_of(config), params)
 
 
-def contracted(spec: Spec) -> tuple[str, ...]:
-    """The dims that a product with this leaf sums over; none of leaves that stay as they are."""
-    return () if spec.name in EXACT else CONTRACTED.get(spec.name, ("D",))
+def summed_dims(name: str, leaf: Leaf) -> str:
+    """The dims that a product with this leaf sums over, of the embedding that of the logits; none of leaves that stay
+    as they are: norms, biases, and the router."""
+    if name in ("embed", "router"):
+        return "D" if name == "embed" else ""
+    return leaf.start if isinstance(leaf.start, str) else ""
 
 
-def quantized_spec(text: str) -> Any:
+def quantized_spec(summed: str, text: str) -> Any:
     """The types of {"q", "scale"} of a leaf of this type, or the type of one that stays as it is."""
-    spec = parse(text)
-    summed = [dim for dim in spec.dim_names if dim in contracted(spec)]
     if not summed:
         return text
-    short = dict(zip(summed, "IJ", strict=False))
+    spec, short = parse(text), dict(zip(summed, "IJ", strict=False))
     dims = tuple((short[dim], ()) if dim in short else (dim, axes) for dim, axes in spec.dims)
     return {"q": text, "scale": str(Spec("scale", dims))}
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from scaling.arguments import whole_numbers
@@ -105,10 +105,15 @@ def prompt_ids(what: str, ids: Any, V: int) -> list[int]:
     found = whole_numbers(what, ids)
     if not found:
         raise ValueError(f"{what} is empty\n  fix: give at least one token")
-    if wrong := [t for t in found if not 0 <= t < V]:
-        lies = f"token {_short(wrong[0])} lies outside the vocabulary, 0..{V - 1}"
-        raise ValueError(f"{what}: {lies}\n  fix: encode it by this model's tokenizer")
+    check_vocabulary(what, found, V)
     return found
+
+
+def check_vocabulary(what: str, ids: Iterable[int], V: int) -> None:
+    """ValueError that begins with `what` for the first id that is no token."""
+    if (wrong := next((t for t in ids if not 0 <= t < V), None)) is not None:
+        lies = f"token {_short(wrong)} lies outside the vocabulary, 0..{V - 1}"
+        raise ValueError(f"{what}: {lies}\n  fix: encode it by this model's tokenizer")
 
 
 class RequestLine(NamedTuple):

@@ -133,16 +133,6 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     return torch.from_numpy((bits >> numpy.uint64(11)).astype(numpy.float64) * 2.0**-53)
 
 
-def sample(logits: Tensor, how: Sampling, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """Tokens[B] of logits[B, V]; positions[B] are the places in their sequences that the new tokens take."""
-    if how.temperature == 0:
-        return likeliest(logits)
-    if len(seeds) != len(logits):
-        raise ValueError(f"{len(seeds)} seeds for logits{list(logits.shape)}\n  fix: give one for each row")
-    u = uniforms(seeds, positions).to(logits.device)
-    return draw_token(probabilities(logits, how), u)
-
-
 class Draw(NamedTuple):
     """How a request's tokens are drawn."""
 
@@ -150,15 +140,22 @@ class Draw(NamedTuple):
     seed: int = 0
 
 
-def sample_each(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
-    """`sample` of rows that are drawn each in its own way; those in the same way together."""
+def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+    """Tokens of logits[B, V], each row's drawn in its own way; positions[B] are the places in their sequences that they
+    take. Rows that are drawn in the same way are drawn together."""
+    if len(draws) != len(logits):
+        raise ValueError(f"{len(draws)} seeds for logits{list(logits.shape)}\n  fix: give one for each row")
     groups: dict[Sampling, list[int]] = {}
     for row, draw in enumerate(draws):
         groups.setdefault(draw.how, []).append(row)
     drawn = [0] * len(draws)
     for how, rows in groups.items():
         some = logits if len(groups) == 1 else logits[rows]
-        ids = sample(some, how, [draws[row].seed for row in rows], [positions[row] for row in rows])
+        if how.temperature == 0:
+            ids = likeliest(some)
+        else:
+            u = uniforms([draws[row].seed for row in rows], [positions[row] for row in rows])
+            ids = draw_token(probabilities(some, how), u.to(logits.device))
         for row, id in zip(rows, ids.tolist(), strict=True):
             drawn[row] = id
     return drawn

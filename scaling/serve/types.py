@@ -9,7 +9,7 @@ from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.leaves import Leaf, check_computed, types_of, without
-from scaling.serve.int8 import quantized_spec
+from scaling.serve.int8 import quantized_spec, summed_dims
 from scaling.spec import ShardingError, parse
 from scaling.strategies.axes import present
 from scaling.strategies.transformer.types import check_divided
@@ -45,7 +45,7 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
         return str(present(spec.with_axes("E", experts_axis(mesh, form)) if spec.axes_of("E") else spec, mesh))
 
     types = types_of(config, one)
-    return tree.map(quantized_spec, types) if int8 else types
+    return tree.map(quantized_spec, types_of(config, summed_dims), types) if int8 else types
 
 
 def experts_axis(mesh, form: str) -> tuple[str, ...]:
@@ -66,6 +66,11 @@ def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | N
     """
     mesh = ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
+    if page is not None and form == "sequence":
+        raise ShardingError(
+            'form="sequence" splits S over Z, which a cache in pages cannot do\n'
+            "  fix: give page=None, or choose another form"
+        )
     rows, times = ROWS[form], "S_Z" if form == "sequence" else "S"
     if page is not None:
         rows, times = rows.replace("B", "P"), "page"

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from scaling.serve import Sampling
-from scaling.serve.sampling import draw_token, probabilities, request_seeds, sample, uniforms
+from scaling.serve.sampling import Draw, draw_token, probabilities, request_seeds, sample, uniforms
 
 logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -math.inf]], dtype=torch.float64)
 
 
 def test_greedy_takes_the_lower_of_equals():
-    assert sample(logits, Sampling(), [0], [0]).tolist() == [1]
+    assert sample(logits, [Draw()], [0]) == [1]
 
 
 def test_temperature_and_filters_by_hand():
@@ -59,7 +59,8 @@ def test_a_token_never_drawn_has_no_probability():
 def test_drawn_as_often_as_likely():
     p = probabilities(torch.tensor([[0.0, 1.0, 2.0, -1.0]]), Sampling(0.8, top_k=3))
     n = 4000
-    tokens = sample(torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(n, 4), Sampling(0.8, top_k=3), range(n), [7] * n)
+    draws = [Draw(Sampling(0.8, top_k=3), seed) for seed in range(n)]
+    tokens = torch.tensor(sample(torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(n, 4), draws, [7] * n))
     found = torch.bincount(tokens, minlength=4).double() / n
     assert (found - p[0]).abs().max() < 4 * math.sqrt(0.25 / n)
     assert found[3] == 0

@@ -115,8 +115,8 @@ def test_ids_of_a_tensor_are_as_good_as_a_list():
 
 LOGITS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
 DRAWS = {
-    "seeds of fewer rows": lambda: sampling.sample(LOGITS, Sampling(1.0), [1], [0]),
-    "one row": lambda: sampling.sample(LOGITS[0], Sampling(1.0), [1], [0]),
+    "seeds of fewer rows": lambda: sampling.sample(LOGITS, [sampling.Draw(Sampling(1.0), 1)], [0]),
+    "one row": lambda: sampling.sample(LOGITS[0], [sampling.Draw(Sampling(1.0), 1)], [0]),
     "seeds of floats": lambda: sampling.uniforms([1.5], [0]),
     "seeds below 0": lambda: sampling.uniforms([-1], [0]),
     "positions below 0": lambda: sampling.uniforms([1], [-1]),

@@ -165,9 +165,9 @@ class Desk:
         self.figures.token(now)
         if answer.count == 1:
             answer.first = now
-            self.figures.first(now - answer.came)
+            self.figures.ttft.observe(now - answer.came)
         else:
-            self.figures.later(now - answer.last)
+            self.figures.tpot.observe(now - answer.last)
         answer.last = now
 
     def admitted(self, id: int, cached: int) -> None:

@@ -33,12 +33,6 @@ class Figures:
         while self._lately[0] < now - WINDOW:
             self._lately.popleft()
 
-    def first(self, seconds: float) -> None:
-        self.ttft.observe(seconds)
-
-    def later(self, seconds: float) -> None:
-        self.tpot.observe(seconds)
-
     def ended(self, reason: str) -> None:
         self.requests.labels(reason).inc()
 
