@@ -18,7 +18,7 @@ from scaling.configs import Config
 from scaling.serve import scheduler
 from scaling.serve.cache import cache_layout, init_cache, untouched
 from scaling.serve.drafts import advance, drafting
-from scaling.serve.requests import check_vocabulary
+from scaling.serve.requests import check_known_ids
 from scaling.serve.sampling import Draw
 from scaling.serve.simulate import Simulated, drive
 from scaling.serve.states import Move, Options, Request, Run, Work
@@ -171,6 +171,6 @@ def serve(
     """
     arrivals = list(arrivals)
     for _, request in arrivals:
-        check_vocabulary(f"request {request.id}", request.prompt, config.V)
+        check_known_ids(f"request {request.id}", request.prompt, config.V)
     execute = Engine(params, config, options, draws, **engine)
     return drive(arrivals, options, execute, cancel=list(cancel), on_token=on_token)

@@ -105,11 +105,11 @@ def prompt_ids(what: str, ids: Any, V: int) -> list[int]:
     found = whole_numbers(what, ids)
     if not found:
         raise ValueError(f"{what} is empty\n  fix: give at least one token")
-    check_vocabulary(what, found, V)
+    check_known_ids(what, found, V)
     return found
 
 
-def check_vocabulary(what: str, ids: Iterable[int], V: int) -> None:
+def check_known_ids(what: str, ids: Iterable[int], V: int) -> None:
     """ValueError that begins with `what` for the first id that is no token."""
     if (wrong := next((t for t in ids if not 0 <= t < V), None)) is not None:
         lies = f"token {_short(wrong)} lies outside the vocabulary, 0..{V - 1}"
