@@ -55,7 +55,7 @@ page.table(rows, ["chip", "operation", "FLOPs\n/byte", "the\nchip's", "T_math\nu
 # %% [markdown]
 # ## Visualizing rooflines
 # The roof rises with the memory's bandwidth and is level from C/W on. VMEM, 22 times as fast as HBM, moves the corner
-# from 240 to 11 FLOPs per byte. The crosses are matmuls of growing batch: they climb the lower roof. The table has the
+# from 240 to 11 FLOPs per byte. The points are matmuls of growing batch: they climb the lower roof. The table has the
 # figure's three areas: bound by either bandwidth (red), by the lower one alone (yellow), by neither (green).
 
 
@@ -77,6 +77,12 @@ rows = [
     for B, op in zip(batches, matmuls, strict=True)
 ]
 page.table(rows, ["B", "FLOPs/byte", "from HBM", "from VMEM"])
+
+# %% [markdown]
+# Question 3 asks for such a plot by batch, with weights in int8: each line is level from its critical batch on, and the
+# smaller matrix gets there later.
+
+# %%
 mixed = ("bf16", "int8", "bf16")  # activations, weights, output: Questions 2 and 3
 knees = {side: cost.critical_batch(C, W, side, side, mixed) for side in (4096, 1024)}
 series = {
@@ -156,6 +162,9 @@ page.answers([
     Answer("Two chips: C/W of a v5e's link", "4377", C / link, "FLOPs/B"),
     Answer("Two chips are compute-bound from D =", "8755", least_D(V5E), "", "for any B, see the table above"),
 ])  # fmt: skip
+
+# %% [markdown]
+# The problems. 1.1 and 1.2 count real tensors; the other rows have the book's answer beside ours.
 
 # %%
 int8 = V5E.flops("int8")

@@ -86,6 +86,7 @@ page.table(rows, ["chip", "slice", "axes", "most\nhops", "mean", "bisection\nbyt
 
 # %% [markdown]
 # ## The numbers of the text
+# Each as the book prints it, beside what the specifications and the torus give.
 
 
 # %%

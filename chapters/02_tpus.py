@@ -181,6 +181,7 @@ page.say(f"\n8 sublanes added up by {sublane_shuffles} shuffles, 128 lanes by {l
 
 # %% [markdown]
 # ## The numbers of the text
+# FLOPs/s follow from the number of cells and the clock, cycles from the array that ran above.
 
 
 # %%
@@ -244,9 +245,13 @@ page.answers([
            "exactly, B is not small against D: D > 5/4 C/W, so at D = 8192 PCIe always binds"),
 ])  # fmt: skip
 
+# %% [markdown]
+# Question 4: an int8 matmul whose weights come from HBM, or are in VMEM already. From VMEM the line bends much earlier.
+
 # %%
-flops, weights, row = 2 * 4096 * 16384, 16384 * 4096, 4096 + 16384  # of int8[16384, 4096], and a token's bytes
 int8, hbm = V5E.flops("int8"), V5E.hbm_bw
+token, two = (cost.matmul(B, 4096, 16384, int8, hbm, "int8") for B in (1, 2))
+row = two.nbytes - token.nbytes  # what one more token reads and writes; the rest are the weights
 q4 = {W: cost.critical_batch(int8, W, 4096, 16384, "int8") for W in (hbm, vmem_bw)}
 batches = (*range(1, 64), *range(64, 2049, 64), *q4.values())
 page.chart(
@@ -257,8 +262,8 @@ page.chart(
     marks=[("x", B, f"B = {B:.0f}") for B in q4.values()], height=12,
 )  # fmt: skip
 page.answers([
-    Answer("4 operations a token", "1.3e8", flops, "OPs"),
-    Answer("4 bytes of the weights", "6.7e7", weights, "bytes"),
+    Answer("4 operations a token", "1.3e8", token.flops, "OPs"),
+    Answer("4 bytes of the weights", "6.7e7", token.nbytes - row, "bytes"),
     Answer("4 bytes of activations a token", "2e4", row, "bytes"),
     Answer("4.1 from HBM: compute-bound from B =", "267", q4[hbm], "tokens", rounded=(
         6.7e7 / hbm / (1.3e8 / int8 - 2e4 / hbm), "6.7e7, 2e4 and 1.3e8 for the numbers above")),

@@ -125,6 +125,7 @@ page.equal([("the product", product_off, 0), ("relu of the product", relu_off, 0
 
 # %% [markdown]
 # ## The examples, the pop quizzes, and Question 1
+# Shapes and bytes by the types alone: each is one division for each axis in a subscript.
 
 # %%
 quiz, H100 = parse("A[I_XY, J]"), chip("h100")

@@ -82,6 +82,7 @@ page.table([(name, f"{took[name]:.1f}", str(plan)) for name, plan in plans.items
 
 # %% [markdown]
 # ## Pop Quiz 2, and Questions 2 and 3
+# Times on rings and lines of v5e and v4p; look at how many are bound by hops, not by bytes.
 
 # %%
 quiz = parse("A[E_Y, F]")

@@ -104,10 +104,9 @@ page.title(f"Chunks of {CHUNK} beside dense attention, float64")
 page.equal([(name, difference(*pair), EXACT) for name, pair in named.items()], "dense attention and autograd")
 
 # %% [markdown]
-# ## What it holds, and what it reads
-# The most that stands at once beside Q, K, V and O: dense attention has [T, S], the listing a few [T, chunk]. By the
-# roofline of a v5e a kernel that writes its scores to HBM is bound by them at every length; one that keeps them in VMEM
-# reads Q, K and V and writes O, and is compute-bound from some hundred keys on.
+# ## What it holds
+# The most that stands at once beside Q, K, V and O: dense attention has [T, S], the listing a few [T, chunk]. Twice the
+# length is four times as much for the one, and twice for the other.
 
 
 # %%
@@ -120,6 +119,18 @@ def most_held(attend, n: int) -> float:
     return memory.peak / 4 - 3 * n * H
 
 
+page.title("Elements held at once beside Q, K and V, H = 8")
+held = [(n, most_held(dense, n), most_held(lambda *x: forward(*x)[0], n)) for n in (96, 192, 384)]
+page.table([(n, f"{a:,.0f}", f"{b:,.0f}", f"{a / b:.1f}") for n, a, b in held], ["T = S", "dense", "chunks", "times"])
+page.check("what dense attention holds grows by four", held[2][1] > 3.5 * held[1][1])
+page.check("what chunks hold grows by two", held[2][2] < 2.1 * held[1][2])
+
+# %% [markdown]
+# ## What it reads
+# By the roofline of a v5e a kernel that writes its scores to HBM is bound by them at every length; one that keeps them
+# in VMEM reads Q, K and V and writes O, and is compute-bound from some hundred keys on.
+
+# %%
 V5E, WIDTH = chip("v5e"), 128
 lengths = [128 * 2**i for i in range(8)]
 
@@ -129,11 +140,6 @@ def intensity(n: int, kept: bool) -> float:
     return 4 * n * n * WIDTH / (2 * (4 * n * WIDTH + (0 if kept else 4 * n * n)))
 
 
-page.title("Elements held at once beside Q, K and V, H = 8")
-held = [(n, most_held(dense, n), most_held(lambda *x: forward(*x)[0], n)) for n in (96, 192, 384)]
-page.table([(n, f"{a:,.0f}", f"{b:,.0f}", f"{a / b:.1f}") for n, a, b in held], ["T = S", "dense", "chunks", "times"])
-page.check("what dense attention holds grows by four", held[2][1] > 3.5 * held[1][1])
-page.check("what chunks hold grows by two", held[2][2] < 2.1 * held[1][2])
 page.chart(
     "intensity", {"scores in HBM": [(n, intensity(n, False)) for n in lengths],
                   "scores kept in VMEM": [(n, intensity(n, True)) for n in lengths]},

@@ -92,12 +92,7 @@ page.table(
 
 
 # %%
-def proportioned(D: int):
-    """The book's proportions at this width: F = 4D, NH = KH = D."""
-    return get("part4-q1").with_(D=D, F=4 * D, N=D // 128, K=D // 128)
-
-
-big, million = proportioned(8192), 4_000_000
+big, million = get("part4-q1").with_(D=8192, F=4 * 8192, N=64, K=64), 4_000_000  # F = 4D, NH = KH = D
 seen = []  # the products with weights of a layer, one by one
 
 
@@ -214,6 +209,7 @@ page.answers([
 
 # %% [markdown]
 # ## Questions 5 to 8
+# Question 6 is counted as a step runs with and without remat; the others are formulas of the model's sizes.
 
 # %%
 grouped = q1.with_(L=1, N=64, K=8, V=8)
@@ -231,7 +227,7 @@ page.answers([
     Answer("6 FLOPs to rematerialize over BT^2NH", "4", (again - plain) / (T**2 * grouped.N * grouped.H), "",
            "counted"),
     Answer("7 FLOPs that 2.79M H800 hours offer", "1.52e25", hours * 3600 * peak, "FLOPs"),
-    Answer("7 FLOPs that 14.8T tokens need", "3.3e24", needed, "FLOPs"),
+    Answer("7 FLOPs that 14.8T tokens need", "3.3e24", tm.rule_of_thumb(v3, 14.8e12), "FLOPs"),
     Answer("7 DeepSeek-V3's utilization", "21.7", 100 * cost.mfu(needed, hours * 3600, 1, peak), "%"),
     Answer("7 DeepSeek-V3's active params, by its config", "37e9", tm.num_params(v3, active=True), "params"),
     Answer("8 int8 weights, bf16 FLOPs: compute-bound from B =", "120", batch, "tokens"),

@@ -152,6 +152,7 @@ page.check("the counted threshold is C / W_dcn", abs(turns / cost.pod_threshold(
 
 # %% [markdown]
 # ## The book's numbers
+# How many chips a batch of 2M tokens feeds by each strategy, and what two pods then need.
 
 # %%
 fsdp = cost.data_threshold(C, v5p.bandwidth("ici", axes=3))

@@ -5,7 +5,8 @@
     x[B_X, T_Y, D], W_Q[D_X, N_Y, H], W_O[N_Y, H, D_X], W_in[D_X, F_Y], W_out[F_Y, D_X] -> x[B_X, T_Y, D]
 
 The book's matmuls stand in for attention and MLP; here are both, in the same notation: heads and features over Y, the
-residual stream split along the sequence, the vocabulary over Y. The backward is derived, and printed as a listing.
+residual stream split along the sequence, the vocabulary over Y. The backward is derived, and printed as a listing. The
+same function as LLaMA-3 70B on 8,192 chips: 06_train_llama.py.
 """
 
 # %%
@@ -14,14 +15,14 @@ import torch.nn.functional as F
 from torch.func import grad_and_value, vjp
 
 from scaling import tree
-from scaling.book.arrays import drawn, empty
+from scaling.book.arrays import drawn
 from scaling.book.largest import largest
 from scaling.book.layout import format_number
 from scaling.book.listing import difference, lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
-from scaling.configs import Config, get
-from scaling.mesh import AbstractMesh, Mesh
+from scaling.configs import Config
+from scaling.mesh import Mesh
 from scaling.models import transformer as model
 from scaling.models.attention import sdpa
 from scaling.models.pointwise import rms_norm
@@ -185,38 +186,6 @@ page.title("Loss and the worst gradient leaf beside one device: K=2, 2 microbatc
 rows = page.on_ranks(on_meshes)
 page.table([(at, f"{a:.0e}", f"{b:.0e}", format_number(sent), page.check(at, largest((a, b)) < LIMIT))
             for at, a, b, sent in rows], ["mesh", "loss", "gradients", "bytes sent by rank 0", "equal"])  # fmt: skip
-
-# %% [markdown]
-# ## LLaMA-3 70B on 8,192 chips
-# The same function on an abstract mesh: nothing is computed, every line is checked, bytes are counted. Part 6 trains it
-# with a batch of 4M tokens; its closed forms for the MLP are those of Part 5.
-
-# %%
-llama, big = get("llama3-70b"), AbstractMesh({"X": 1024, "Y": 8})
-if page.small:
-    llama = llama.with_(L=2)
-shards = empty(transformer.specs(llama, big), llama.sizes, big)
-tokens = torch.empty((1, 4096), dtype=torch.int64, device="meta")
-with trace() as log:
-    transformer.loss_and_grads(shards, tokens, tokens, llama, big, remat="none")
-per = {}
-for event in log.collectives():
-    if len(event.after.dims) > 1 and event.nbytes > 10**6:
-        key = f"{event.op} over {''.join(event.axes)}"
-        per[key] = per.get(key, 0) + event.nbytes
-D, tokens_x = llama.D, 4096
-weights = (2 * llama.N * llama.H + 2 * llama.K * llama.H + 3 * llama.F) * D * llama.L // 8 * 2
-ends = 2 * llama.V * D // 8 * 2
-stream = (4 * llama.L + 2) * tokens_x * D * 2
-page.title(f"{llama.name}, {llama.L} layers, {big.size():,} chips, 4M tokens: bytes by the book's measure, bf16")
-page.say("w = (2NH + 2KH + 3F) LD/Y weights of the layers, gathered in both passes; e = 2VD/Y of the ends, gathered "
-         "once; s = BTD/X elements of the stream, BT/X = 4,096 tokens\n")  # fmt: skip
-page.same([
-    ("weights, AllGather_X", "2(2w + e)", 2 * weights + ends, per["AllGather over X"]),
-    ("gradients, ReduceScatter_X", "2(w + e)", weights + ends, per["ReduceScatter over X"]),
-    ("stream, AllGather_Y", "2(4L + 2)s", stream, per["AllGather over Y"]),
-    ("stream, ReduceScatter_Y", "2(4L + 2)s", stream, per["ReduceScatter over Y"]),
-], ["", "bytes", "value", "counted"])  # fmt: skip
 page.end()
 
 # %% [markdown]
@@ -224,6 +193,6 @@ page.end()
 # 1. Edit: replace `Attn[B_X, T_Y, D]", Attn, mesh)` by `Attn[B_X, T_Y, D]", Attn, mesh, op="mean")`: a mean over the
 #    heads' ranks where their sum belongs. Leave the `reduce_scatter` out, and `x + attention` is refused: one is {U_Y}.
 # 2. Question: what is the type of W_K where Y = 4 does not divide the K = 2 heads? Evaluate
-#    `transformer.specs(config.with_(K=2), AbstractMesh({"X": 2, "Y": 4}))["layers"]["W_K"]`: whole over Y, so its
-#    gradient is reduced over Y.
+#    `transformer.specs(config.with_(K=2), {"X": 2, "Y": 4})["layers"]["W_K"]`: whole over Y, so its gradient is reduced
+#    over Y.
 # 3. Flag: run with `--mesh X=1,Y=4`: which lines are left of those that gathered weights?

@@ -17,7 +17,7 @@ from scaling import cost
 from scaling.book.answers import Answer
 from scaling.book.page import Page
 from scaling.configs import get
-from scaling.cost.transformer import num_params, params
+from scaling.cost.transformer import num_params, params, rule_of_thumb
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.plan.predict import Size, make_shards
@@ -129,7 +129,7 @@ page.answers([
     Answer("DP, FSDP: smallest batch of a whole pod", "7.6e6", V5P.pod_chips * ALONE, "tokens"),
     Answer("DeepSeek-V2, 40M tokens: chips", "47,000", 40e6 / ALONE, "v5p"),
     Answer("LLaMA-3 70B, 16M tokens: chips", "18,823", chips, "v5p"),
-    Answer("FLOPs of LLaMA-3 70B", "6.3e24", flops, "FLOPs"),
+    Answer("FLOPs of LLaMA-3 70B, 15T tokens", "6.3e24", rule_of_thumb(get("llama3-70b"), 15e12), "FLOPs"),
     Answer("on those chips at 50% MFU", "17", cost.seconds_at(flops, chips, C, 0.5) / 86400, "days"),
 ])  # fmt: skip
 
@@ -275,7 +275,7 @@ page.answers([
     Answer("2 activations, 3 checkpoints a layer, 16M tokens", "42e12", kept[16e6], "bytes"),
     Answer("3 HBM of 16x16x16", "393e12", slice_ * V5P.hbm_bytes, "bytes"),
     Answer("3 sequences of 32k in 3M tokens", "96", 3 * 2**20 / length, "sequences"),
-    Answer("3.1 pure DP fits", "no", yes[state.fits(V5P.hbm_bytes)], "", "130 GB on each chip of 96 GB"),
+    Answer("3.1 pure DP fits", "no", yes[state.total <= V5P.hbm_bytes], "", "130 GB on each chip of 96 GB"),
     Answer("3.2 checkpoints of 3M tokens", "7.86e12", kept[3e6], "bytes"),
     Answer("3.2 memory in all", "8e12", kept[3e6] + state.total, "bytes"),
     Answer("3.2 memory per chip", "", (kept[3e6] + state.total) / slice_, "bytes", "all of it over 4096"),

@@ -62,9 +62,9 @@ page.answers([
     Answer("attention params", "12e9", count["attention"], "params"),
     Answer("LLaMA-3 70B", "70.4e9", tm.num_params(L70), "params",
            rounded=(56.3e9 + 2.1e9 + 12e9, "the sum of the three as rounded")),
-    Answer("FLOPs of a token, training", "4.2e11", token, "FLOPs"),
+    Answer("FLOPs of a token, training", "4.2e11", float(tm.rule_of_thumb(L70, 1)), "FLOPs"),
     Answer("a token on one v5p", "1", 1e3 * token / C, "ms"),
-    Answer("FLOPs of 15T tokens", "6.3e24", flops, "FLOPs"),
+    Answer("FLOPs of 15T tokens", "6.3e24", tm.rule_of_thumb(L70, 15e12), "FLOPs"),
     Answer("15T tokens on one v5p", "435", cost.seconds_at(flops, 1, C) / YEAR, "years"),
     Answer("15T tokens on a pod at 40% MFU", "3.8e6", cost.seconds_at(flops, POD, C, 0.4), "s"),
     Answer("15T tokens on a pod at 40% MFU, in days", "44", days(flops, POD), "days"),
@@ -132,6 +132,11 @@ page.chart(
     "ways", {name: [(ways, longer(name, ways)) for ways in every] for name in JOBS}, "TP, ways",
     "collectives / matmuls", "v5p pods: compute-bound below 1", height=14, marks=[("y", 1, "ratio 1")],
 )  # fmt: skip
+
+# %% [markdown]
+# The same numbers at the meshes that there are, with the collectives that take longer; then the book's own steps.
+
+# %%
 page.title("The longer of both over the matmuls, and whose it is")
 page.table(
     [(ways, POD // ways, *(f"{longer(name, ways):.2f} {max(s := shares(name, ways), key=s.__getitem__)}"
@@ -182,6 +187,7 @@ page.answers([
 
 # %% [markdown]
 # ## The problems
+# The book gives no answers; the note of each row says how ours follows.
 
 # %%
 four_pods, eight = "70B, 4 pods", "405B, 8 pods"

@@ -124,7 +124,9 @@ if STEPS >= 20:
 # %% [markdown]
 # ## The same code as LLaMA-3 70B
 # Part 6: 4M tokens a step on 8,960 v5p chips, of which the book's mesh of 2048 x 4 takes 8,192. Every chip's share, one
-# sequence of 2,048, is computed on tensors without data: all lines are checked, and FLOPs and bytes counted.
+# sequence of 2,048, is computed on tensors without data: all lines are checked, and FLOPs and bytes counted. In the
+# table N are the params of the layers' matrices and T the tokens of the step: the book's 6NT, without attention's
+# scores, which are no lines.
 
 # %%
 llama, big = get("llama3-70b"), AbstractMesh({"X": 2048, "Y": 4})
@@ -143,9 +145,27 @@ page.title(f"{llama.name}, {layers} layers, on {big.size():,} chips, one step of
 page.same([
     ("a chip's lines", "6 (N + VD) T/chips", lines, log.flops),
 ], ["FLOPs", "closed form", "value", "counted"])  # fmt: skip
-page.say("N: params of the layers' matrices; T: tokens. All matrices' products are lines, forward and backward: "
-         "the book's 6NT, without attention's scores.")  # fmt: skip
 page.say(f"Each chip holds {format_number(held)} bytes of params and sends {format_number(log.wire_bytes)} bytes.")
+
+# %% [markdown]
+# The bytes of its collectives, by the book's measure. Weights go over X: w are the elements of the layers' that a chip
+# gathers, (2NH + 2KH + 3F) LD/Y, in both passes; e those of the vocabulary's, 2VD/Y, once. The stream goes over Y, s =
+# BTD/X elements twice for each of its two blocks a layer, forward and backward.
+
+# %%
+moved = {}
+for event in log.collectives():
+    if len(event.after.dims) > 1 and event.nbytes > 10**6:  # neither norms' gains nor the loss
+        key = f"{event.op} over {''.join(event.axes)}"
+        moved[key] = moved.get(key, 0) + event.nbytes
+D, Y = short.D, big.sizes["Y"]
+w, e, s = matrices // Y, 2 * short.V * D // Y, 2048 * D
+page.same([
+    ("weights, AllGather_X", "2(2w + e)", 2 * (2 * w + e), moved["AllGather over X"]),
+    ("gradients, ReduceScatter_X", "2(w + e)", 2 * (w + e), moved["ReduceScatter over X"]),
+    ("stream, AllGather_Y", "2(4L + 2)s", 2 * (4 * layers + 2) * s, moved["AllGather over Y"]),
+    ("stream, ReduceScatter_Y", "2(4L + 2)s", 2 * (4 * layers + 2) * s, moved["ReduceScatter over Y"]),
+], ["", "bytes", "value", "counted"])  # fmt: skip
 page.end()
 
 # %% [markdown]

@@ -36,10 +36,8 @@ def critical(weights: str, compute: str, hw=V5E) -> float:
 
 
 page.title("Critical batch, tokens")
-page.table(
-    [(f"{w} weights, {c} FLOPs", *(f"{critical(w, c, hw):,.0f}" for hw in hardware)) for w, c in kinds],
-    ["", *(hw.name for hw in hardware)],
-)
+page.table([(f"{w} weights, {c} FLOPs", *(f"{critical(w, c, hw):,.0f}" for hw in hardware)) for w, c in kinds],
+           ["", *(hw.name for hw in hardware)])  # fmt: skip
 exact = cost.critical_batch(C, W, 8192, 28672)
 page.answers([
     Answer("B_crit of v5e in bf16", "240", critical("bf16", "bf16"), "tokens"),
@@ -116,6 +114,7 @@ page.answers([
 
 # %% [markdown]
 # ## What about memory?
+# Letters as in Part 4. The params of LLaMA-2 13B in bf16 take as much as four caches.
 
 # %%
 toy, moe = get("part7-toy"), get("part7-moe")
@@ -170,7 +169,7 @@ def column(load: serving.Load, batch: int) -> list[float]:
 
 
 # %% [markdown]
-# Each number of both tables, and tokens a second against the time of a step.
+# Each number of both tables, then tokens a second against the time of a step, and what fits in 128 GB.
 
 # %%
 for name, rows in book.items():
@@ -247,7 +246,7 @@ page.answers([
     Answer("5.1 active params", "31.2e9", active, "params"),
     Answer("5.2 compute-bound from B =", "1920", ALPHA * cost.expert_inflation(moe.E, moe.k), "tokens", "bf16"),
     Answer("5.3 KV cache a token", "262", big.kv(1) / 1e3, "kB"),
-    Answer("5.4 FLOPs of a token", "62.4e9", 2 * active, "FLOPs", rounded=(2 * 31.2e9, "31.2e9 params")),
+    Answer("5.4 FLOPs of a token", "", 2 * active, "FLOPs", "2 x active params"),
     Answer("5 experts that a step of 8 tokens reads, of 16", "", (big.read(8) - big.weights) / big.experts * 16 + 16,
            "", "16 (1 - (1 - 2/16)^8), routed at random"),
     Answer("6.1 loading the weights on 8x16, split over all", "", 1e3 * big.weights / (128 * W), "ms", "212e9 / 128 W"),
@@ -262,7 +261,8 @@ page.answers([
 # Two matmuls of 8192 x 32768 in bf16, sharded 4 ways: the roofline beside what the book's figures show (read off).
 
 # %%
-size, figure = 2 * 8192 * 32768, {16: 500, 32: 520, 64: 615, 128: 665, 256: 1000, 512: 1930, 1024: 3870}
+size = cost.LayerShape(1, 8192, 32768).params
+figure = {16: 500, 32: 520, 64: 615, 128: 665, 256: 1000, 512: 1930, 1024: 3870}
 layer = serving.Load(2 * size, size)
 roof = {batch: 1e6 * serving.step(layer, batch, 0, V5E, 4).seconds for batch in figure}
 page.title("Microseconds a layer")
@@ -283,7 +283,7 @@ ring, wide = cost.latency_bound_bytes(V5E, 8, wrap=True), get("llama3-70b").D  #
 page.answers([
     Answer("C 8 ways, a ring: latency-bound below", "360", ring / 1e3, "kB"),
     Answer("C activations of 16 tokens, D = 8192, int8", "131", 16 * wide / 1e3, "kB"),
-    Answer("C latency-bound below ('total bytes < W_ICI x 1e-6')", "90", ring / 1e3, "kB",
+    Answer("C latency-bound below so many W_ICI x 1e-6 ('total bytes')", "1", ring / (V5E.ici_bw * 1e-6), "times",
            erratum="bytes per shard, one way: 45 kB for each of the 8"),
     Answer("C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =", "", 16 * wide * 8 / ring, "", "ways"),
     Answer("C 8 ways on a line, as 8 of a v5e without wraparound", "",

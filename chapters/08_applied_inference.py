@@ -32,6 +32,7 @@ def ms(load: serving.Load, batch: int, context: int, chips: int) -> float:
 
 # %% [markdown]
 # ## What's the LLaMA serving story?
+# A dollar buys most FLOPs on a v5e. Then what int8 weights and caches take, and the smallest slice that holds them.
 
 # %%
 chips = [chip("h100"), chip("v5p"), V5E]
@@ -150,13 +151,8 @@ page.answers([
 # %%
 B, Y, beta = 64, 32, W / V5E.bandwidth("ici")
 ici, hbm = 2 * B * L70.D / V5E.bandwidth("ici"), 2 * L70.D * L70.F / (Y * W)
-whole = {
-    chips: sum(
-        decoding.collective_seconds(moved, V5E, shape, {"Y": chips})
-        for moved in decoding.collectives("heads", L70, B, {"Y": chips})
-    )
-    for chips, shape in ((16, (4, 4)), (32, (4, 8)))
-}
+sent = decoding.collectives("heads", L70, B, {"Y": 32})
+whole = sum(decoding.collective_seconds(moved, V5E, (4, 8), {"Y": 32}) for moved in sent)
 page.answers([
     Answer("A compute-bound batch: a power of two up to 26", "16", 2 ** int(math.log2(limit)), "ways",
            "so not 4x8 in bf16; 4x4 in int8 and 2x4 in int4"),
@@ -166,13 +162,14 @@ page.answers([
     Answer("T_hbm of a matmul", "18", 1e6 * hbm, "us"),
     Answer("T_math of a matmul", "4", 1e6 * 2 * B * L70.D * L70.F / (Y * C), "us",
            erratum="2 x 64 x 8192 x 28672 / (32 x 1.97e14) is 4.77"),
-    Answer("All collectives of a step on 4x8, no wraparound", "", 1e3 * whole[32], "ms",
+    Answer("All collectives of a step on 4x8, no wraparound", "", 1e3 * whole, "ms",
            "161 AllReduces of x[64, 8192] and the logits, by bandwidth"),
     Answer("HBM time of that step's weights", "", 1e3 * loads["bf16"].read(B) / (32 * W), "ms", "bf16 over 32 chips"),
 ])  # fmt: skip
 
 # %% [markdown]
 # ## What about prefill?
+# A prompt is compute-bound, so its time is its FLOPs; and each step of 32 sequences frees some that have ended.
 
 # %%
 attended = tm.prefill_flops(L70, 8192)
@@ -205,15 +202,18 @@ def points(context: int) -> list[tuple[int, float, float]]:
     return [(b, 1e3 * s.seconds, b / (1e3 * s.seconds * 16)) for b, s in enumerate(steps, 1)]
 
 
-fronts = {
-    context: serving.pareto(points(context), lambda p: p[1], lambda p: p[2])
-    for context in (1024, 2048, 4096, 8192, 32768)
-}
+fronts = {context: serving.pareto(points(context), lambda p: p[1], lambda p: p[2])
+          for context in (1024, 2048, 4096, 8192, 32768)}  # fmt: skip
 page.chart(
     "pareto", {f"context {context:,}": [(t, rate) for _, t, rate in front] for context, front in fronts.items()},
     "ms a step", "tokens/ms a chip", "LLaMA-3 70B in int8 on a v5e 4x4", height=16, log=False,
     marks=[("y", C / (2e3 * INT8.params), "compute alone")],
 )  # fmt: skip
+
+# %% [markdown]
+# What a step consists of, at two contexts: the weights take the same time at any batch, and the others grow with it.
+
+# %%
 breakdown = []
 for context in (2048, 8192):
     for batch in [*(b for b in (1, 32, 64, 120, 240) if b < len(points(context))), len(points(context))]:

@@ -262,7 +262,8 @@ page.equal([("the mended program's result", difference(same, Out), SINGLE)], "th
 
 # %%
 core, X, Y = chip("v2").flops("bf16") / 2, 4, 2
-(b, T, D), (_, f), heads, H = (8, 1024, 8192), (8192, 16384), 32, 256
+(b, T, D), (_, f) = (hlo.parse_shape(text).shape for text in ("bf16[8,1024,8192]", "bf16[8192,16384]"))
+heads, H = 32, 256
 B, F = b * X, f * Y
 ms = {"W_in and W_out": 4 * B * T * D * F, "W_Q, W_K, W_V, W_O": 8 * B * T * D * heads * H,
       "scores and their sum": 4 * B * T * T * heads * H}  # fmt: skip

@@ -29,6 +29,11 @@ from scaling.trace import trace
 FITS = ("In[B_X, D_Y]", "W_in[D_X, F_Y]", "W_Q[D_X, N_Y, H]"), {"B": 16, "D": 16, "F": 64, "N": 4, "H": 8}
 page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, device=True, seed=True)
 mesh = AbstractMesh({"X": 4, "Y": 2})  # the book's
+
+# %% [markdown]
+# The three modes: what the text of a program sees in each, whether types stand in it, and whether collectives do.
+
+# %%
 page.table([
     ("auto", "the whole arrays", "no", "no", "scaling.auto.jit"),
     ("explicit", "the whole arrays", "yes", "no", "scaling.explicit"),
@@ -143,6 +148,11 @@ def mlp_manual(In, W_in, W_out):
     return psum_scatter(torch.einsum("bf,fd->bd", Tmp, W_out), "Y", scatter_dimension=1, tiled=True)
 
 
+# %% [markdown]
+# Attention, whose heads are split over Y: explicit and manual mode use the text of auto mode for what is in between.
+
+
+# %%
 def attention(x, W_Q, W_K, W_V, W_O):
     Q, K, V = (torch.einsum("btd,dnh->btnh", x, W) for W in (W_Q, W_K, W_V))
     P = torch.softmax(torch.einsum("btnh,bsnh->bnts", Q, K) / Q.shape[-1] ** 0.5, -1)

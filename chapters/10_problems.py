@@ -86,8 +86,9 @@ page.equal([
     ("1.2: roll(x, 5) - x within each shard of X", difference(rolled(x), (parts.roll(5, 1) - parts).view_as(x)), EXACT),
 ])  # fmt: skip
 page.answers([
-    Answer("1.2: element [1, 0], shift 5", "992", float(rolled(x)[1, 0]), "",
-           erratum="the book's code rolls, and leaves out the - x that its question has; x[1, 0] is 8"),
+    Answer("1.2: the book's code, roll(x, 5), is what its question asks", "yes",
+           "yes" if torch.equal(parts.roll(5, 1).view_as(x), rolled(x)) else "no", erratum="it leaves out the - x"),
+    Answer("1.2: element [1, 0], shift 5", "", float(rolled(x)[1, 0]), "", "992 from 5 rows before, less 8"),
     Answer("1.2: the last element", "", float(rolled(x)[-1, -1]), "", "5 rows of 8 before: -40"),
 ])  # fmt: skip
 

@@ -42,6 +42,7 @@ for number in parts:
 
 # %% [markdown]
 # ## What each chapter shows
+# The first sentence of each, and the minutes that reading and running it takes.
 
 # %%
 page.title("What each chapter shows")
@@ -49,6 +50,7 @@ page.table([(path.name, recap.minutes(path), recap.shows(path)) for path in ever
 
 # %% [markdown]
 # ## In all
+# How many numbers each part has, and how many of each verdict.
 
 # %%
 page.title("Numbers by part")

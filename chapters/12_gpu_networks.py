@@ -10,11 +10,13 @@ the book measured beside the model, SHARP, and Quizzes 2 to 4.
 from scaling.book.answers import Answer
 from scaling.book.layout import format_number
 from scaling.book.page import Page
+from scaling.configs import get
 from scaling.cost import gpu
 from scaling.hardware import chip
 
 page = Page(__doc__, plot=True)
 H100, GB200, V5P = chip("h100", "part12"), chip("gb200"), chip("v5p")
+L70 = get("llama3-70b")
 NODE, LEAF, SPINE = H100.levels
 TB, GB, US = 1e12, 1e9, 1e6
 
@@ -151,6 +153,7 @@ page.same(rows, ["AllGather, M x N", "formula", "value", "counted"])
 
 # %% [markdown]
 # ## Quizzes 2 and 3: nodes, and beyond
+# All from the tree's levels: what a unit's cables and switches carry, and how many switches larger clusters need.
 
 # %%
 node, leaf, spine = gpu.levels_table(H100)
@@ -191,6 +194,7 @@ page.answers([
 
 # %% [markdown]
 # ## Collectives: the text, and Quiz 4
+# Times in a node and beyond it, by the book's V/W and precisely.
 
 # %%
 pop, W = 2 * 1024 * 16384, NODE.child_bw
@@ -198,7 +202,7 @@ slow, fast = (gpu.all_reduce(1, H100, 8, sharp=sharp) for sharp in (False, True)
 two, one = (gpu.all_to_all(1, H100, n) for n in (16, 8))
 shares = {z: [gpu.nonzero_share(z, 4, random) * (z - 1) / z for random in (True, False)] for z in (4, 16, 64)}
 spine_only = gpu.all_gather(1, H100, 4, inner=256)  # four SUs, every GPU of each with a part of its own
-mlp, sharp = 2 * 8192 * 28672 / 8, 2.71e11 / 2.1e11  # the latter as measured in the figure
+mlp, sharp = 2 * L70.D * L70.F / 8, 2.71e11 / 2.1e11  # the latter as measured in the figure
 page.answers([
     Answer("Pop quiz 1: AllGather of bf16[1024, 16384]", "75", US * gpu.all_gather(pop, H100, 8, exact=False), "us"),
     Answer("Pop quiz 1: the same AllGather, precisely", "65", US * gpu.all_gather(pop, H100, 8), "us"),

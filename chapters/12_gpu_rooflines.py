@@ -14,6 +14,7 @@ from scaling.book.answers import Answer
 from scaling.book.page import Page
 from scaling.configs import get
 from scaling.cost import gpu
+from scaling.cost.transformer import rule_of_thumb
 from scaling.hardware import chip
 
 page = Page(__doc__, plot=True)
@@ -145,13 +146,13 @@ page.answers([
     Answer("App. A: an H100's DP roofline over a GB200's", "4",
            ACROSS * GB200.bandwidth("scale-out") / B200.flops(), "times"),
     Answer("5.2.1 GPUs for 70B and Adam", "9", gpu.replicas_fit(params, H100), "GPUs"),
-    Answer("5.2.2 FLOPs of 15T tokens", "6.3e24", 6 * params * tokens, "FLOPs"),
+    Answer("5.2.2 FLOPs of 15T tokens", "6.3e24", rule_of_thumb(get("llama3-70b"), tokens), "FLOPs"),
     Answer("5.2.2 seconds on 4096 at 45% MFU", "3.5e6", seconds, "s"),
     Answer("5.2.2 days", "40", seconds / DAY, "days"),
     Answer("5.2.3 most TP in a node", "14.372", cost.tensor_limit(F70, C, W_node), "ways",
            erratum="28672 / 1995; 990e12/450e9 is 2200"),
     Answer("5.2.3 8-way TP and DP: a GPU holds", "87.5", held.total / 1e9, "GB"),
-    Answer("5.2.3 8-way TP and DP fits", "no", yes(held.fits(H100.hbm_bytes))),
+    Answer("5.2.3 8-way TP and DP fits", "no", yes(held.total <= H100.hbm_bytes)),
     Answer("5.2.3 tokens per GPU", "976", own, "tokens"),
     Answer("5.2.3 8-way TP and ZeRO-3 is compute-bound", "no", yes(own > ACROSS)),
     Answer("5.2.3 ZeRO-3's threshold over DP's", "2", (fsdp.comms / fsdp.math) / (dp.comms / dp.math), "times",

@@ -83,6 +83,7 @@ page.chart(
 
 # %% [markdown]
 # ## The numbers of the text, and Quiz 1
+# First the text's: FLOPs/s from the units and their clock, and an H100 beside a v5p.
 
 # %%
 cores = {hw.name: hw.sms * SUBPARTITIONS * LANES for hw in (H100, B200)}
@@ -109,6 +110,9 @@ page.answers([
     Answer("Comparison: vector registers of a v5p", "256", V5P.registers_bytes / KIB, "KiB",
            erratum="those of one of its two cores (Part 2)"),
 ])  # fmt: skip
+
+# %% [markdown]
+# Quiz 1: cores and FLOPs/s, intensities, two matmuls on a B200, and adding vectors on an H100.
 
 # %%
 small, large = (cost.matmul(B, 4096, 8192, B200.flops(), B200.hbm_bw) for B in (64, 512))

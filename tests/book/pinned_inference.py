@@ -31,7 +31,7 @@ INFERENCE = {
         "6.2 smallest slice": "4x4",
         "A params": 2 * 2**28,
         "A least latency": 1e6 * 2**30 / 4 / 8.2e11,
-        "C latency-bound below ('total bytes < W_ICI x 1e-6')": 8 * 45,
+        "C latency-bound below so many W_ICI x 1e-6 ('total bytes')": 8 * 45 / 90,
         "C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =": 16 * 8192 / 45e3,
         "C 8 ways on a line, as 8 of a v5e without wraparound": 7 * 45 / (7 / 8),
     },
@@ -189,6 +189,7 @@ INFERENCE = {
     },
     "10_modes": {},
     "10_problems": {
+        "1.2: the book's code, roll(x, 5), is what its question asks": "no",
         "1.2: element [1, 0], shift 5": 984,
         "1.2: the last element": -40,
         "2.1: FLOPs, masked over grouped, k = 2": 8 / 2,

@@ -105,12 +105,17 @@ def run(name: str, *options: str, code: str | None = None) -> Ran:
     return Ran(names, out.getvalue(), status)
 
 
-def cells(name: str) -> list[tuple[str, str]]:
-    """The chapter's cells in order: ("markdown" or "code", text)."""
+def marked_cells(name: str) -> list[tuple[str, str, str]]:
+    """The chapter's cells in order: (what stands beside its mark, "markdown" or "code", text)."""
     found = re.split(r"^# %%(.*)\n", source(name), flags=re.M)
     assert found[0] == "", f"{name} begins with something that is in no cell"
     kinds = ["markdown" if "[markdown]" in mark else "code" for mark in found[1::2]]
-    return list(zip(kinds, found[2::2], strict=True))
+    return list(zip(found[1::2], kinds, found[2::2], strict=True))
+
+
+def cells(name: str) -> list[tuple[str, str]]:
+    """The chapter's cells in order: ("markdown" or "code", text)."""
+    return [(kind, text) for _, kind, text in marked_cells(name)]
 
 
 def things_to_try(name: str) -> dict[str, str]:

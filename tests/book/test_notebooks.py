@@ -4,7 +4,9 @@ A kernel has no `__file__`, its own `sys.argv`, and shows what raises as an erro
 """
 
 import importlib.util
+import itertools
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -50,6 +52,19 @@ def test_cells(name):
     lines = [sum(bool(line.strip()) for line in text.splitlines()) for kind, text in cells if kind == "code"]
     assert max(lines) <= 40
     assert 80 <= len(running.source(name).splitlines()) <= 300
+
+
+def test_every_table_has_a_sentence():
+    """In the text above its cell, or beside the cell's mark."""
+    bare = []
+    for name in (*running.ON_A_PAGE, "11_recap"):
+        found = running.marked_cells(name)
+        for (_, before, above), (mark, kind, text) in itertools.pairwise(found):
+            shows = kind == "code" and re.search(r"page\.(table|same|equal|answers|chart|timeline)\(", text)
+            said = above if before == "markdown" else ""
+            if shows and not mark.strip() and not re.search(r"^# [^#\s].*\w", said, flags=re.M):
+                bare.append(f"{name}: {text.splitlines()[0]}")
+    assert bare == []
 
 
 @pytest.mark.slow
