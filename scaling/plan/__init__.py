@@ -10,9 +10,9 @@ network: where the axes lie, and what runs over them; ledger: what a chip comput
 memory; evaluate: bound and forecast; candidates: every layout, the best first; report: what is printed. No torch.
 """
 
-from scaling.plan.candidates import Fixed, plans, search
+from scaling.plan.candidates import plans, search
 from scaling.plan.evaluate import Estimate, evaluate
-from scaling.plan.job import Job
+from scaling.plan.job import Fixed, Job
 from scaling.plan.layout import Layout
 from scaling.plan.network import tree
 from scaling.plan.ranking import fits

@@ -12,8 +12,8 @@ from scaling.configs.sources import HELP
 from scaling.console import Parser, command, complain, complaining, integer, number, output
 from scaling.hardware import chip, chips
 from scaling.plan import explain, one_layer
-from scaling.plan.candidates import Fixed, plans
-from scaling.plan.job import DTYPES, OVERLAPS, Job
+from scaling.plan.candidates import plans
+from scaling.plan.job import DTYPES, OVERLAPS, Fixed, Job
 from scaling.plan.layout import AXES, POLICIES, SCHEDULES
 from scaling.plan.ranking import fits
 from scaling.plan.report import Budget, as_dict, text
@@ -154,11 +154,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     best, done = found[0], fits(job, found[0])
     budget = Budget(args.tokens, args.mfu, args.price)
-    show: Any = as_dict if args.json else text
-    out: Any = show(job, hardware, args.chips, found, budget, args.top)
+    out: Any = as_dict(found, budget, args.top) if args.json else text(found, budget, args.top)
     if args.explain and done:
-        show = explain.as_dict if args.json else explain.text
-        more = show(job, hardware, args.chips, best, budget, fixed)
+        more: Any = explain.as_dict(found, budget) if args.json else explain.text(found, budget)
         out = out | {"explained": more} if args.json else f"{out}\n\n{more}"
     if args.run and done:
         from scaling.plan import choose  # it counts the run's own step, which takes torch
@@ -167,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         out = out | {"run": said} if args.json else f"{out}\n\n" + "\n".join(said)
     if args.svg and done:
         title = f"One layer of {job.config.name} on {args.chips:,} {hardware.name}: {best.name}"
-        one_layer.figure(one_layer.layer_passes(job, best), title).savefig(args.svg, format="svg")
+        one_layer.figure(one_layer.layer_passes(best), title).savefig(args.svg, format="svg")
     print(json.dumps(out, indent=1) if args.json else out)
     return int(not done)
 

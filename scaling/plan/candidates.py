@@ -16,7 +16,7 @@ import numpy as np
 from scaling.cost.lanes import Lane
 from scaling.hardware import Chip
 from scaling.plan.evaluate import Estimate, evaluate
-from scaling.plan.job import Job
+from scaling.plan.job import ANY, Fixed, Job, Question
 from scaling.plan.layout import AXES, POLICIES, SCHEDULES, Layout, row
 from scaling.plan.network import Network, Unplaced, measured, slice_shape, torus, torus_meshes, tree
 from scaling.plan.ranking import misses_by, rank, simplest_first
@@ -24,33 +24,6 @@ from scaling.plan.ranking import misses_by, rank, simplest_first
 STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # of layers that a rank of an interleaved pipeline holds
 ROWS = 16_000  # of columns evaluated at once, so that they stay in the cache
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """What the user has decided: None is open. `axes`: sizes by mesh axis."""
-
-    axes: tuple[tuple[str, int], ...] = ()
-    remat: str | None = None
-    microbatches: int | None = None
-    schedule: str | None = None
-    chunks: int | None = None
-    zero: int | None = None
-    pods: int | None = None
-
-    def __post_init__(self):
-        for axis, size in self.axes:
-            if axis not in AXES:
-                raise ValueError(f"unknown mesh axis {axis!r}\n  fix: choose one of {', '.join(AXES)}")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{axis} = {size!r}: must be a whole number, 1 or more\n  fix: give an int")
-        for name, allowed in (("remat", POLICIES), ("schedule", SCHEDULES), ("zero", (0, 1, 3))):
-            value = getattr(self, name)
-            if value is not None and value not in allowed:
-                raise ValueError(f"unknown {name} {value!r}\n  fix: choose one of {', '.join(map(str, allowed))}")
-
-
-ANY = Fixed()
 
 
 def divisors(n: int) -> list[int]:
@@ -186,8 +159,8 @@ def _recipes(own: int, stages: int, L: int, policies: tuple[str, ...], sharded: 
 class Found(Sequence):
     """Estimates, one a mesh, the best first; each is worked out when it is looked at."""
 
-    def __init__(self, job: Job, chosen: list[tuple[tuple, Network, Layout]]):
-        self.job, self.chosen = job, simplest_first(chosen)
+    def __init__(self, question: Question, chosen: list[tuple[tuple, Network, Layout]]):
+        self.question, self.chosen = question, simplest_first(chosen)
         self.known: dict[int, Estimate] = {}
 
     def __len__(self) -> int:
@@ -198,7 +171,7 @@ class Found(Sequence):
             return [self[j] for j in range(*i.indices(len(self)))]
         i = range(len(self))[i]
         if i not in self.known:
-            self.known[i] = evaluate(self.job, *self.chosen[i][1:])
+            self.known[i] = evaluate(self.question.job, *self.chosen[i][1:])
         return self.known[i]
 
     def layouts(self) -> Iterator[tuple[int, Layout]]:
@@ -241,7 +214,7 @@ def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> SearchResult
             end += 1
         chosen += _block(job, chip, [networks[i] for i in kept[start:end]], [options[i] for i in kept[start:end]])
         start, count = end, count + rows
-    return SearchResult(Found(job, chosen), count, refused)
+    return SearchResult(Found(Question(job, chip, chips, fixed), chosen), count, refused)
 
 
 def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarray]) -> list[tuple]:
@@ -285,3 +258,8 @@ def plans(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Found:
             "\n  fix: choose other sizes, another number of chips, or a larger batch"
         )
     return found.found
+
+
+def answer(asked: Question) -> Found:
+    """`plans` of a question."""
+    return plans(asked.job, asked.chip, asked.chips, asked.fixed)

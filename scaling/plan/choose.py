@@ -16,9 +16,9 @@ from scaling.configs import Config
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.plan import report
-from scaling.plan.candidates import Fixed, divisors, plans
+from scaling.plan.candidates import divisors, plans
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import Job
+from scaling.plan.job import Fixed, Job
 from scaling.plan.layout import Layout
 from scaling.plan.network import slice_shape
 from scaling.plan.ranking import fits

@@ -4,11 +4,12 @@ from scaling import cost
 from scaling.configs import Config
 from scaling.cost import gpu
 from scaling.hardware import Chip
-from scaling.plan.job import Job
+from scaling.plan.job import Job, Question
 
 
-def closed_form(job: Job, chip: Chip, chips: int, pods: int) -> dict:
+def closed_form(asked: Question, pods: int) -> dict:
     """What the book's formulas say, for two matrices a layer; {} for a chip of which no network is known."""
+    job, chip, chips = asked.job, asked.chip, asked.chips
     config = job.config
     if not isinstance(config, Config) or chip.kind == "cpu":
         return {}

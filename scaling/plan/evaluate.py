@@ -203,6 +203,11 @@ class Estimate:
         return self.useful / self.forecast
 
     @property
+    def per_chip(self) -> float:
+        """Tokens a second and chip, as forecast."""
+        return self.job.batch / self.forecast / self.chips
+
+    @property
     def chips(self) -> int:
         return self.layout.chips
 

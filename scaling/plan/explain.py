@@ -7,9 +7,9 @@ from textwrap import wrap
 from tabulate import tabulate
 
 from scaling.hardware import Chip
-from scaling.plan.candidates import ANY, Fixed, plans
+from scaling.plan.candidates import Found, answer
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import Job
+from scaling.plan.job import Question
 from scaling.plan.layout import AXES
 from scaling.plan.one_layer import as_dict as pass_dict
 from scaling.plan.one_layer import layer_chart, layer_passes
@@ -32,17 +32,18 @@ class ParetoPoint:
         return self.found.forecast, float(self.found.held.total), self.found.chips, self.dollars or 0.0
 
 
-def pareto_of_chips(job: Job, chip: Chip, chips: int, budget: Budget, fixed: Fixed = ANY) -> list[ParetoPoint]:
+def pareto_of_chips(asked: Question, budget: Budget) -> list[ParetoPoint]:
     """Of half, as many and twice the chips, with all, half or a quarter of the memory: what is not beaten."""
-    choices = []
-    for n in (2 * chips, chips, chips // 2):
+    choices, chips = [], asked.chips
+    for n in filter(None, (2 * chips, chips, chips // 2)):
         for share in SHARES:
+            less = replace(asked.job, headroom=asked.job.headroom * share)
             try:
-                found = plans(replace(job, headroom=job.headroom * share), chip, n, fixed) if n else None
+                found = answer(replace(asked, job=less, chips=n))
             except ValueError:
                 continue
-            if found is not None and len(found) and found.fitting:
-                spent = cost_of_run(job, chip, n, found[0].forecast, budget)
+            if found.fitting:
+                spent = cost_of_run(found[0], found[0].forecast, budget)
                 choices.append(ParetoPoint(found[0], spent["days"], spent["dollars"]))
 
     def beats(a: ParetoPoint, b: ParetoPoint) -> bool:
@@ -58,26 +59,23 @@ class Change:
 
     what: str
     found: Estimate | None
-    tokens: float = 0.0
     why: str = ""
 
     @property
     def per_chip(self) -> float:
-        """Tokens a second and chip, as forecast."""
-        return self.tokens / self.found.forecast / self.found.chips if self.found else 0.0
+        return self.found.per_chip if self.found else 0.0
 
 
-def changes(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Iterator[Change]:
+def changes(asked: Question) -> Iterator[Change]:
     """The same question with one thing changed."""
+    job, chip, chips = asked.job, asked.chip, asked.chips
 
-    def ask(what: str, job: Job = job, chip: Chip = chip, chips: int = chips) -> Change:
+    def ask(what: str, **changed) -> Change:
         try:
-            found = plans(job, chip, chips, fixed)
+            found = answer(replace(asked, **changed))
         except ValueError as error:
-            return Change(what, None, why=str(error))
-        if not found.fitting:
-            return Change(what, None, why="nothing fits")
-        return Change(what, found[0], job.batch)
+            return Change(what, None, str(error))
+        return Change(what, found[0]) if found.fitting else Change(what, None, "nothing fits")
 
     for word, factor in (("half the batch", 0.5), ("twice the batch", 2)):
         if (batch := int(job.batch * factor)) >= job.seq:
@@ -116,7 +114,7 @@ def bottlenecks(found: Estimate) -> list[tuple[str, float]]:
     return sorted((part for part in parts if part[1] >= 0.0005), key=lambda part: -part[1])
 
 
-def break_evens(job: Job, found: Estimate) -> list[str]:
+def break_evens(found: Estimate) -> list[str]:
     """For each axis by itself, where its collectives take as long as computing: the sizes at which it binds."""
     said = []
     for axis in AXES:
@@ -124,7 +122,7 @@ def break_evens(job: Job, found: Estimate) -> list[str]:
             continue
         limits = [f"links {share:.2g} times as fast"]
         if axis in WEIGHED:
-            limits.append(f"batches of {size_of(share * job.batch)} tokens in as many microbatches")
+            limits.append(f"batches of {size_of(share * found.job.batch)} tokens in as many microbatches")
         elif axis in ("tensor", "context"):
             limits.append(f"{AXIS_WORDS[axis]} {found.size(axis) / share:.3g} on the same links")
         word = "binds at" if share < 1 else "binds; it would not with"
@@ -136,19 +134,20 @@ def size_of(tokens: float) -> str:
     return f"{tokens / 1e6:,.3g}M" if tokens >= 1e6 else f"{tokens / 1e3:,.3g}k"
 
 
-def text(job: Job, chip: Chip, chips: int, found: Estimate, budget: Budget, fixed: Fixed = ANY) -> str:
+def text(plans: Found, budget: Budget) -> str:
     """All of it, for people."""
+    found = plans[0]
     lines = [
         "One layer in time, as forecast (dots: nothing runs; ': computed again)",
-        layer_chart(layer_passes(job, found)),
+        layer_chart(layer_passes(found)),
     ]
     first, *rest = bottlenecks(found)
     lines += ["", f"Where a step's time goes: {first[0]} {first[1]:.0%}"]
     lines[-1] += "".join(f", {word} {share:.1%}" for word, share in rest)
-    if evens := break_evens(job, found):
+    if evens := break_evens(found):
         lines += ["At the peaks:", *(f"  {line}" for line in evens)]
     rows = []
-    for one in pareto_of_chips(job, chip, chips, budget, fixed):
+    for one in pareto_of_chips(plans.question, budget):
         each = one.found
         rows.append(
             (f"{each.chips:,}", described_layout(each), size(one.costs[1]), f"{each.forecast:.4g}", f"{one.days:,.3g}")
@@ -157,8 +156,8 @@ def text(job: Job, chip: Chip, chips: int, found: Estimate, budget: Budget, fixe
     head = ["chips", "layout", "a chip holds", "step, s", "days", *(["dollars"] if rows[0][5:] else [])]
     lines += ["", "What else could be had: nothing beats these in time, memory, chips and dollars at once"]
     lines += [tabulate(rows, head, "simple", disable_numparse=True)]
-    rows = [("as asked", described_layout(found), f"{found.mfu:.0%}", f"{job.batch / found.forecast / chips:,.0f}")]
-    for change in changes(job, chip, chips, fixed):
+    rows = [("as asked", described_layout(found), f"{found.mfu:.0%}", f"{found.per_chip:,.0f}")]
+    for change in changes(plans.question):
         if (new := change.found) is None:
             rows.append((change.what, "\n".join(wrap("none: " + change.why, LAYOUT)), "", ""))
             continue
@@ -170,19 +169,20 @@ def text(job: Job, chip: Chip, chips: int, found: Estimate, budget: Budget, fixe
     return folded(lines)
 
 
-def as_dict(job: Job, chip: Chip, chips: int, found: Estimate, budget: Budget, fixed: Fixed = ANY) -> dict:
+def as_dict(plans: Found, budget: Budget) -> dict:
     """The same as data. Seconds, bytes."""
-    out: dict = {"layer": [pass_dict(part) for part in layer_passes(job, found)]}
+    found = plans[0]
+    out: dict = {"layer": [pass_dict(part) for part in layer_passes(found)]}
     out["shares"] = dict(bottlenecks(found))
-    out["break_even"] = break_evens(job, found)
+    out["break_even"] = break_evens(found)
     out["pareto"] = [
         {"chips": one.found.chips, "name": one.found.name, "recipe": one.found.layout.recipe, "days": one.days,
          "bytes": one.costs[1], "seconds": one.costs[0], "dollars": one.dollars}
-        for one in pareto_of_chips(job, chip, chips, budget, fixed)
+        for one in pareto_of_chips(plans.question, budget)
     ]  # fmt: skip
     out["changes"] = [
         {"with": c.what, "name": c.found and c.found.name, "recipe": c.found and c.found.layout.recipe,
          "seconds": c.found and c.found.forecast, "tokens_per_second_per_chip": c.per_chip, "why": c.why}
-        for c in changes(job, chip, chips, fixed)
+        for c in changes(plans.question)
     ]  # fmt: skip
     return out

@@ -18,9 +18,9 @@ from scaling.configs.sources import HELP
 from scaling.console import Parser, complaining, integer, number
 from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
-from scaling.plan.candidates import Fixed, search
+from scaling.plan.candidates import search
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import Job
+from scaling.plan.job import Fixed, Job
 from scaling.plan.layout import AXES
 from scaling.plan.ranking import fits, room
 from scaling.plan.report import folded, size

@@ -1,9 +1,11 @@
-"""What is to be trained: a model, a batch, and what is stored of each parameter."""
+"""What the planner is asked: a model, a batch, what is stored of each parameter, the chips, what the user decided."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 from scaling.configs import Config
+from scaling.hardware import Chip
+from scaling.plan.layout import AXES, POLICIES, SCHEDULES
 from scaling.plan.work import LayerWork, Stack, work_of
 from scaling.spec import DTYPE_BYTES, dtype_bytes
 
@@ -80,3 +82,40 @@ class Job:
     def flops(self, remat: str = "none") -> float:
         """FLOPs of a step that attention kernels need: six per weight and token, and the causal dot products."""
         return self.work.flops(self.batch, remat)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the user has decided: None is open. `axes`: sizes by mesh axis."""
+
+    axes: tuple[tuple[str, int], ...] = ()
+    remat: str | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    zero: int | None = None
+    pods: int | None = None
+
+    def __post_init__(self):
+        for axis, size in self.axes:
+            if axis not in AXES:
+                raise ValueError(f"unknown mesh axis {axis!r}\n  fix: choose one of {', '.join(AXES)}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{axis} = {size!r}: must be a whole number, 1 or more\n  fix: give an int")
+        for name, allowed in (("remat", POLICIES), ("schedule", SCHEDULES), ("zero", (0, 1, 3))):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ValueError(f"unknown {name} {value!r}\n  fix: choose one of {', '.join(map(str, allowed))}")
+
+
+ANY = Fixed()
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: the layout of a job on so many chips, with what the user has decided."""
+
+    job: Job
+    chip: Chip
+    chips: int
+    fixed: Fixed = ANY

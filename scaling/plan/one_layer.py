@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from scaling.plan.evaluate import Estimate, matmul_passes, reached_rates
-from scaling.plan.job import Job
 from scaling.plan.layout import AXES
 from scaling.show import bars
 from scaling.show.bars import Bar
@@ -88,16 +87,17 @@ def play(name: str, layer: list[Operation]) -> Pass:
     return Pass(name, now - start, tuple(bar for bar in seen if bar.seconds > 1e-9 * (now - start)))
 
 
-def layer_passes(job: Job, found: Estimate) -> tuple[Pass, Pass]:
+def layer_passes(found: Estimate) -> tuple[Pass, Pass]:
     """A layer's forward and backward pass."""
-    forward, backward = _Layer(job, found).passes()
+    forward, backward = _Layer(found).passes()
     return play("forward", forward), play("backward", backward)
 
 
 class _Layer:
     """Seconds of a layer's operations, as `evaluate.forecast` counts them, and their order."""
 
-    def __init__(self, job: Job, found: Estimate):
+    def __init__(self, found: Estimate):
+        job = found.job
         w, l, c, chip = job.work, found.layout, found.compute, found.network.chip
         rate, layers = chip.efficiency, float(c.layers)
         self.work, self.layout = w, l

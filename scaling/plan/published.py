@@ -18,9 +18,9 @@ from typing import Any, cast
 from scaling.configs import get
 from scaling.console import Parser, complain
 from scaling.hardware import Chip, chip
-from scaling.plan.candidates import Fixed, search
+from scaling.plan.candidates import search
 from scaling.plan.evaluate import Estimate, evaluate
-from scaling.plan.job import Job
+from scaling.plan.job import Fixed, Job
 from scaling.plan.layout import AXES
 from scaling.plan.report import folded
 

@@ -8,11 +8,10 @@ from textwrap import wrap
 from tabulate import tabulate
 
 from scaling.cost.units import significant
-from scaling.hardware import Chip
 from scaling.plan import closed_form
-from scaling.plan.candidates import ANY, Fixed, Found, search
+from scaling.plan.candidates import Found, answer
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import Job
+from scaling.plan.job import ANY, Question
 from scaling.plan.layout import AXES, Layout
 from scaling.plan.ranking import fits, room
 
@@ -40,21 +39,20 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes / 1e3:.3g} kB"
 
 
-def cost_of_run(job: Job, chip: Chip, chips: int, seconds: float, budget: Budget) -> dict:
+def cost_of_run(found: Estimate, seconds: float, budget: Budget) -> dict:
     """Days and dollars of the token budget at so many seconds a step."""
-    total = budget.tokens / job.batch * seconds
-    price = budget.price or chip.price
-    return {"days": total / 86400, "dollars": price * chips * total / 3600 if price else None}
+    total = budget.tokens / found.job.batch * seconds
+    price = budget.price or found.network.chip.price
+    return {"days": total / 86400, "dollars": price * found.chips * total / 3600 if price else None}
 
 
-def whole_runs(job: Job, best: Estimate, budget: Budget) -> dict[str, dict]:
+def whole_runs(best: Estimate, budget: Budget) -> dict[str, dict]:
     """The run at the bound, at the forecast and at the utilization to expect: of the same FLOPs, attention included."""
-    chip, chips = best.network.chip, best.chips
     at = {"bound": best.bound, "forecast": best.forecast, "mfu": best.useful / budget.mfu}
-    return {name: cost_of_run(job, chip, chips, seconds, budget) | {"seconds": seconds} for name, seconds in at.items()}
+    return {name: cost_of_run(best, seconds, budget) | {"seconds": seconds} for name, seconds in at.items()}
 
 
-def families(found: Found, job: Job) -> Iterator[Estimate]:
+def families(found: Found) -> Iterator[Estimate]:
     """The best layout of each combination of axes that fits, in order."""
     seen = set()
     for i, layout in found.layouts():
@@ -72,9 +70,9 @@ def bound_by(found: Estimate) -> str:
     return "compute" if bound == "compute" else f"{AXIS_WORDS[bound]} collectives"
 
 
-def _notes(job: Job, found: Estimate) -> list[str]:
+def _notes(found: Estimate) -> list[str]:
     """What a reader should know of this layout."""
-    l, w, said = found.layout, job.work, []
+    job, l, w, said = found.job, found.layout, found.job.work, []
     if l.tensor > 1:
         said.append("activations between the blocks are split over TP too (D_Y): each block gathers and scatters them")
     if l.tensor > w.kv_heads:
@@ -155,19 +153,21 @@ def comparison(found: list[Estimate]) -> str:
     return tabulate(rows, head, "simple", disable_numparse=True)
 
 
-def head_line(job: Job, chip: Chip, chips: int) -> str:
+def head_line(asked: Question) -> str:
+    job, chip, chips = asked.job, asked.chip, asked.chips
     return (
         f"{job.config.name} ({significant(job.work.params)} params) on {chips:,} {chip.name}, {job.batch:,} tokens a "
         f"step ({job.batch / job.seq:,.0f} x {job.seq:,}), {job.dtype}"
     )
 
 
-def text(job: Job, chip: Chip, chips: int, found: Found, budget: Budget, top: int = 6) -> str:
+def text(found: Found, budget: Budget, top: int = 6) -> str:
     """The report, at most 100 columns wide."""
-    best = found[0]
-    lines = [head_line(job, chip, chips), ""]
+    best, asked = found[0], found.question
+    job, chip = asked.job, asked.chip
+    lines = [head_line(asked), ""]
     if not fits(job, best):
-        return folded([*lines, *misses(job, chip, chips, found)])
+        return folded([*lines, *misses(found)])
     lines += [
         f"Best of {found.fitting:,} meshes that fit: {best.name}",
         f"  {best.layout.recipe}",
@@ -177,19 +177,18 @@ def text(job: Job, chip: Chip, chips: int, found: Found, budget: Budget, top: in
     lines += [
         f"Bound:    {best.bound:.4g} s a step, MFU at most {best.mfu_limit:.0%}, set by {bound_by(best)}; "
         f"{best.worst:.4g} s if nothing overlapped",
-        f"Forecast: {best.forecast:.4g} s a step, MFU {best.mfu:.0%}, "
-        f"{job.batch / best.forecast / chips:,.0f} tokens/s a chip",
+        f"Forecast: {best.forecast:.4g} s a step, MFU {best.mfu:.0%}, {best.per_chip:,.0f} tokens/s a chip",
         f"          {forecast_line(best)}",
         memory_line(best) + f", of {size(room(job, chip))} ({job.headroom:.0%} of {size(chip.hbm_bytes)})",
     ]
-    lines += [f"Note: {note}." for note in _notes(job, best)]
-    lines += ["", *closed_form.form_lines(closed_form.closed_form(job, chip, chips, best.size("pod")), job.config)]
+    lines += [f"Note: {note}." for note in _notes(best)]
+    lines += ["", *closed_form.form_lines(closed_form.closed_form(asked, best.size("pod")), job.config)]
     lines += ["", f"Training on {significant(budget.tokens)} tokens (FLOPs of matmuls and of causal attention):"]
     for name, words in (("bound", "at the bound"), ("forecast", "as forecast"), ("mfu", f"at {budget.mfu:.0%} MFU")):
-        spent = whole_runs(job, best, budget)[name]
+        spent = whole_runs(best, budget)[name]
         dollars = f", ${spent['dollars']:,.0f}" if spent["dollars"] else ""
         lines.append(f"  {words}: {spent['days']:,.1f} days{dollars}")
-    others = list(families(found, job))[1 : top + 1]
+    others = list(families(found))[1 : top + 1]
     if others:
         lines += ["", "The best of the other combinations of axes:", comparison(others)]
     return folded(lines)
@@ -204,9 +203,9 @@ def folded(lines: Iterable[str]) -> str:
     return "\n".join(short)
 
 
-def misses(job: Job, chip: Chip, chips: int, found: Found) -> list[str]:
+def misses(found: Found) -> list[str]:
     """Why nothing fits, by how much, and what would help."""
-    closest, need = found[0], help_needed(job, chip, chips, found)
+    closest, need = found[0], help_needed(found)
     return [
         f"Nothing fits: of {len(found):,} meshes the smallest, {closest.name}",
         f"  ({closest.layout.recipe}),",
@@ -217,21 +216,22 @@ def misses(job: Job, chip: Chip, chips: int, found: Found) -> list[str]:
     ]
 
 
-def help_needed(job: Job, chip: Chip, chips: int, found: Found) -> dict:
+def help_needed(found: Found) -> dict:
     """By how much the smallest layout misses, and what would help: each checked by planning again."""
-    free, smallest, tried = room(job, chip), float(found[0].held.total), []
+    asked, job, tried = replace(found.question, fixed=ANY), found.question.job, []
+    free, smallest = room(job, asked.chip), float(found[0].held.total)
 
-    def works(label: str, job: Job = job, chips: int = chips, fixed: Fixed = ANY) -> bool:
+    def works(label: str, **changed) -> bool:
         try:
-            again = search(job, chip, chips, fixed).found
+            again = answer(replace(asked, **changed))
         except ValueError:
             return False
-        if len(again) and again.fitting:
+        if again.fitting:
             tried.append(f"{label}: {again[0].name} holds {size(float(again[0].held.total))}")
             return True
         return False
 
-    any(works(f"{n:,} chips", chips=n) for n in (chips << i for i in range(1, 12)))
+    any(works(f"{n:,} chips", chips=n) for n in (asked.chips << i for i in range(1, 12)))
     if job.optimizer_bytes > 2:
         works("8-bit optimizer states (2 bytes a parameter)", job=replace(job, optimizer_bytes=2))
     if job.grad_bytes > 2:
@@ -249,24 +249,25 @@ def help_needed(job: Job, chip: Chip, chips: int, found: Found) -> dict:
 # --- As data
 
 
-def as_dict(job: Job, chip: Chip, chips: int, found: Found, budget: Budget, top: int = 6) -> dict:
+def as_dict(found: Found, budget: Budget, top: int = 6) -> dict:
     """Everything that is printed, as data (`--json`). Seconds, bytes, FLOPs."""
-    best = found[0]
+    best, asked = found[0], found.question
+    job = asked.job
     out = {
-        "model": job.config.name, "params": job.work.params, "chip": chip.name, "chips": chips, "batch": job.batch,
-        "seq": job.seq, "dtype": job.dtype, "flops_per_step": job.flops(), "headroom": job.headroom,
-        "closed_form": closed_form.closed_form(job, chip, chips, best.size("pod")), "fits": fits(job, best),
+        "model": job.config.name, "params": job.work.params, "chip": asked.chip.name, "chips": asked.chips,
+        "batch": job.batch, "seq": job.seq, "dtype": job.dtype, "flops_per_step": job.flops(), "headroom": job.headroom,
+        "closed_form": closed_form.closed_form(asked, best.size("pod")), "fits": fits(job, best),
         "meshes": len(found), "meshes_that_fit": found.fitting,
     }  # fmt: skip
     if not out["fits"]:
-        return out | {"closest": plan_dict(job, best), "help": help_needed(job, chip, chips, found)}
-    spent = whole_runs(job, best, budget)
-    out |= {"best": plan_dict(job, best), "at_bound": spent["bound"], "at_forecast": spent["forecast"]}
+        return out | {"closest": plan_dict(best), "help": help_needed(found)}
+    spent = whole_runs(best, budget)
+    out |= {"best": plan_dict(best), "at_bound": spent["bound"], "at_forecast": spent["forecast"]}
     out |= {"at_mfu": spent["mfu"] | {"mfu": budget.mfu, "tokens": budget.tokens}}
-    return out | {"others": [plan_dict(job, other) for other in list(families(found, job))[1 : top + 1]]}
+    return out | {"others": [plan_dict(other) for other in list(families(found))[1 : top + 1]]}
 
 
-def plan_dict(job: Job, found: Estimate) -> dict:
+def plan_dict(found: Estimate) -> dict:
     """One estimate as data."""
     forward, backward = found.cost.parts
     l: Layout = found.layout
@@ -279,12 +280,12 @@ def plan_dict(job: Job, found: Estimate) -> dict:
         "backward": {"math": backward.math, "collectives": dict(backward.axes)},
         "bytes": found.bytes, "bound": found.cost.bound, "bubble": float(found.bubble),
         "mfu_limit": float(found.mfu_limit), "mfu": float(found.mfu),
-        "tokens_per_second_per_chip": job.batch / found.forecast / found.chips,
+        "tokens_per_second_per_chip": found.per_chip,
         "lanes": {
             name: {"over": lane.where, "ranks": lane.ranks, "bytes_per_second": 1 / lane.per_byte}
             for name, lane in found.network.lanes.items() if lane.ranks > 1
         },
         "memory": {name: float(getattr(found.held, name)) for name in
                    ("params", "grads", "optimizer", "activations", "working", "apart", "total")},
-        "notes": _notes(job, found),
+        "notes": _notes(found),
     }  # fmt: skip
