@@ -4,6 +4,7 @@ import json
 import math
 import tomllib
 from dataclasses import fields
+from numbers import Real
 from operator import index
 from pathlib import Path
 from types import NoneType, UnionType
@@ -21,11 +22,12 @@ def positive(**values) -> None:
 
 
 def not_negative(**values) -> None:
-    """ValueError that names the first value which is negative or no number."""
+    """ValueError that names the first value which is negative or no number, or a tensor of one."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        number = value.item() if hasattr(value, "numel") and value.numel() == 1 else value
+        if isinstance(number, bool) or not isinstance(number, (int, float, Real)) or not 0 <= float(number) < math.inf:
             raise ValueError(
-                f"{name} = {value!r}: must be a number, zero or more\n  fix: give a finite one, at least 0"
+                f"{name} = {value!r:.60}: must be a number, zero or more\n  fix: give a finite one, at least 0"
             )
 
 

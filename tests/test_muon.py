@@ -202,7 +202,7 @@ REFUSED = {
     "form": (lambda: optim.muon(0.1, {"W": "D -> F"}, form="all"), "form"),
     "scale": (lambda: optim.muon(0.1, {"W": "D -> F"}, scale="rms"), "scale"),
     "decay": (lambda: optim.muon(0.1, {"W": "D -> F"}, weight_decay=-1), "weight_decay"),
-    "rate": (lambda: updated(W, {"W": "D -> F"}, {"W": "W[D, F]"}, lambda step: step - 1), "lr must be at least 0"),
+    "rate": (lambda: updated(W, {"W": "D -> F"}, {"W": "W[D, F]"}, lambda step: step - 1), "zero or more"),
     "tied": (lambda: updated(W | {"V": W["W"]}, {"W": "D -> F", "V": "D -> F"}, {"W": "W[D, F]", "V": "V[D, F]"},
                              donate=True), "share memory"),
     "ints": (lambda: optim.muon(0.1, {"W": "D -> F"}).init({"W": torch.ones(4, 4).int()}), "dense tensors of floats"),

@@ -1,8 +1,6 @@
 """What an update refuses: trees that do not belong together, partial sums, donated tensors that share memory."""
 
 from itertools import pairwise
-from math import inf
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -119,11 +117,3 @@ def check_state(state, kept, moments: tuple[str, ...]) -> None:
             raise ValueError(f'state["{name}"] has other dtypes than the params\n  fix: give a state made for these')
     if not isinstance(step, Tensor) or step.dtype != torch.int64 or step.dim():
         raise ValueError(f'state["step"] = {step!r:.60}: is an int64[]\n  fix: give the state that init or update made')
-
-
-def at_least_zero(**values: "float | Tensor") -> None:
-    """ValueError that names the first value which is not a finite number of at least 0."""
-    for name, value in values.items():
-        number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-        if not number or isinstance(value, bool) or not 0 <= value < inf:  # nor NaN
-            raise ValueError(f"{name} must be at least 0; got {value!r:.60}\n  fix: give a finite number")

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling.arguments import not_negative
 from scaling.collectives import all_reduce
 from scaling.collectives.checked import alike
-from scaling.optim.checks import at_least_zero, check_reduced, refuse_partial
+from scaling.optim.checks import check_reduced
 from scaling.optim.rules import Optimizer
 from scaling.spec import format_axes, mesh_sizes, parse
 
@@ -33,7 +34,7 @@ def chain(*parts) -> Optimizer:
 
 def clip(max_norm: float, eps: float = 1e-6) -> Callable:
     """For `chain`: gradients clipped by `clip_by_global_norm`; `update` is then given `specs` and `mesh`."""
-    at_least_zero(max_norm=max_norm, eps=eps)
+    not_negative(max_norm=max_norm, eps=eps)
 
     def clipped(grads, specs, mesh):
         if specs is None or mesh is None:
@@ -55,7 +56,7 @@ def clip_by_global_norm(grads, specs, mesh, max_norm: float, eps: float = 1e-6):
 
 def scaled_to(grads, norm: Tensor, max_norm: float, eps: float = 1e-6, donate: bool = False):
     """Gradients of this norm times min(1, max_norm / (norm + eps)); with `donate` in their own buffers."""
-    at_least_zero(max_norm=max_norm, eps=eps)
+    not_negative(max_norm=max_norm, eps=eps)
     scale = (max_norm / (norm + eps)).clamp(max=1.0)
     return tree.map(lambda g: g.mul_(scale.to(g.dtype)) if donate else g * scale.to(g.dtype), grads)
 
@@ -67,8 +68,8 @@ def global_norm(grads, specs, mesh) -> Tensor:
     sums (`{U_X}`) are refused. One AllReduce of a scalar per set of axes; float32 at least. Under torch.compile the
     specs must be strings.
     """
+    check_reduced(grads, specs, mesh)
     if not torch.compiler.is_compiling():
-        check_reduced(grads, specs, mesh)
         tree.check_floats(grads, "grads")
         if len(devices := {str(g.device) for g in tree.leaves(grads)}) > 1:
             raise ValueError(f"grads are on {', '.join(sorted(devices))}\n  fix: move them to one device")
@@ -98,9 +99,5 @@ def sum_of_squares(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _split_over(mesh, specs) -> tuple[str, ...]:
     """For each leaf the axes that split it, in the mesh's order, as the notation writes them; "" if it is whole."""
-    named = tree.named_leaves(specs, "grads")
-    for where, spec in named.items():
-        parse(spec).check_axes(mesh)
-        refuse_partial(where, spec)
-    split = [parse(spec).axes for spec in named.values()]
+    split = [parse(spec).axes for spec in tree.leaves(specs)]
     return tuple(format_axes([axis for axis in mesh_sizes(mesh) if axis in axes]) for axes in split)

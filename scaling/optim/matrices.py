@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.arguments import flag, one_of
-from scaling.optim.checks import at_least_zero, check_like, check_reduced
+from scaling.arguments import flag, not_negative, one_of
+from scaling.optim.checks import check_like, check_reduced
 from scaling.optim.orthogonal import FORMS, MatrixStack, form_costs, orthogonal
 from scaling.optim.rules import LearningRate, Optimizer, adamw, pure
 from scaling.spec import ShardingError, Spec, parse
@@ -38,7 +38,7 @@ def muon(
     `update` needs `specs`, which say what each dim is, and on a mesh `mesh`. State: {"step", "momentum": like params
     where they are matrices, "rest", "master"}. ValueError where a matrix is none.
     """
-    at_least_zero(weight_decay=weight_decay, momentum=momentum, intensity=intensity)
+    not_negative(weight_decay=weight_decay, momentum=momentum, intensity=intensity)
     flag(nesterov=nesterov, master=master)
     one_of("scale", scale, SCALES)
     one_of("form", form, ("cheapest", *FORMS))

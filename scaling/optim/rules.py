@@ -8,10 +8,10 @@ from torch import Tensor
 
 from scaling import tree
 from scaling._torch import fused_adamw_
-from scaling.arguments import flag
+from scaling.arguments import flag, not_negative
 from scaling.collectives.buffers import extent, overlaps_itself
 from scaling.collectives.checked import alike
-from scaling.optim.checks import at_least_zero, check_apart, check_like, check_reduced, check_state
+from scaling.optim.checks import check_apart, check_like, check_reduced, check_state
 
 # a number, or a function of the number of updates made so far, a 0-dim float64 tensor
 LearningRate = float | Callable[[Tensor], "Tensor | float"]
@@ -40,7 +40,7 @@ def sgd(lr: LearningRate, momentum=0.0, weight_decay=0.0, nesterov=False, master
     `master=True`: params may be bfloat16; float32 copies are kept in the state, updated, and returned rounded.
     `mask`: which leaves decay, a tree of bools like params, or a function of params that gives one; by default all.
     """
-    at_least_zero(momentum=momentum, weight_decay=weight_decay)
+    not_negative(momentum=momentum, weight_decay=weight_decay)
     flag(nesterov=nesterov)
     if nesterov and not momentum:
         raise ValueError("nesterov needs a momentum above 0\n  fix: give one, or nesterov=False")
@@ -70,11 +70,11 @@ def adamw(lr: LearningRate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, mas
     are float32 too. That is 2 + 12 bytes a parameter; Part 5 counts 2 + 8, without the copies.
     `mask`: which leaves decay, a tree of bools like params, or a function of params that gives one; by default all.
     """
-    at_least_zero(eps=eps, weight_decay=weight_decay)
+    not_negative(eps=eps, weight_decay=weight_decay)
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers; got {betas!r}\n  fix: give (0.9, 0.999), say")
     b1, b2 = betas
-    at_least_zero(b1=b1, b2=b2)
+    not_negative(b1=b1, b2=b2)
     if not (b1 < 1 and b2 < 1):
         raise ValueError(f"betas must lie in [0, 1); got {betas}\n  fix: give (0.9, 0.999), say")
 
@@ -125,7 +125,7 @@ def pure(step: Callable, lr: LearningRate, moments: tuple[str, ...], master: boo
     """The optimizer around a step in place: `step(lists, params, count, rate, specs, mesh)` updates the lists of the
     params', gradients' and moments' leaves. `given`: its options, which all ranks must have alike."""
     if not callable(lr):
-        at_least_zero(lr=lr)
+        not_negative(lr=lr)
     flag(master=master)
 
     def init(params):
@@ -151,7 +151,7 @@ def pure(step: Callable, lr: LearningRate, moments: tuple[str, ...], master: boo
         count = state["step"] + 1
         rate = lr(state["step"].double()) if callable(lr) else lr
         if not (isinstance(rate, Tensor) and (rate.device.type != "cpu" or torch.compiler.is_compiling())):
-            at_least_zero(lr=rate)  # of a tensor elsewhere one would have to wait for the value
+            not_negative(lr=rate)  # of a tensor elsewhere one would have to wait for the value
         old = [state["master"] if master else params, *(state[name] for name in moments)]
         if donate and not torch.compiler.is_compiling():
             check_apart(params, {name: state[name] for name in names}, grads)
