@@ -1,6 +1,7 @@
-"""Collectives over several axes and dims, in every dtype and layout, asynchronous or into a buffer, on {X: 2, Y: 2}.
+"""Collectives over several axes and dims, in every dtype and layout, asynchronous or into a buffer.
 
-The oracle: PARTS holds what each device contributes to a sum; what a device holds of a type follows from the type.
+The oracle: `parts` has what each device contributes to a sum; what a device holds of a type follows from the type. Most
+lines run on {X: 2, Y: 2}; those of `turned` on meshes where the order of the blocks is not its own inverse.
 """
 
 import itertools
@@ -12,11 +13,17 @@ from torch.func import vjp
 
 from scaling import collectives as c
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.spec import ShardingError, Spec, parse, parse_line
+from scaling.spec import Spec, parse, parse_line
 
 MESH = {"X": 2, "Y": 2}
-I, J = 8, 4
-PARTS = torch.randint(-4, 5, (2, 2, I, J), generator=torch.Generator().manual_seed(0))  # [x, y, I, J], exact in bf16
+I, J = 16, 8
+ORDERS = [({"X": 2, "Y": 4}, "YX"), ({"P": 2, "X": 2, "Y": 2}, "YPX"), ({"P": 2, "X": 2, "Y": 2}, "XYP")]
+
+
+def parts(sizes) -> torch.Tensor:
+    """[*sizes, I, J], exact in bf16."""
+    return torch.randint(-4, 5, (*sizes.values(), I, J), generator=torch.Generator().manual_seed(0))
+
 
 LINES = {
     c.all_gather: [
@@ -71,20 +78,29 @@ LINES = {
     ],
 }
 CASES = [(call.__name__, line) for call, lines in LINES.items() for line in lines]
+
+
+def turned(axes: str) -> list[tuple[str, str]]:
+    whole, rows, partial_sums = "A[I, J]", f"A[I_{axes}, J]", f"A[I, J] {{U_{''.join(sorted(axes))}}}"
+    lines = {"all_gather": f"{rows} -> {whole}", "reduce_scatter": f"{partial_sums} -> {rows}"}
+    lines |= {"all_to_all": f"{rows} -> A[I, J_{axes}]", "shard": f"{whole} -> {rows}"}
+    return [*lines.items()]
+
+
 ASYNCHRONOUS = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
 FEW = DTYPES[0], DTYPES[2], DTYPES[4]  # of each kind one: the others are a sweep
 
 
-def held(spec: Spec, coord, start: Spec | None = None) -> torch.Tensor:
-    """What the device at coord holds of A typed `spec`, where axes that `start` is unreduced over have been summed."""
-    x = PARTS
-    for axis in MESH:  # each takes the leading dim away
+def held(spec: Spec, mesh, start: Spec | None = None) -> torch.Tensor:
+    """What this device holds of A typed `spec`, where axes that `start` is unreduced over have been summed."""
+    x, coord = parts(mesh.sizes), mesh.coord
+    for axis in mesh.sizes:  # each takes the leading dim away
         if axis in spec.unreduced:
             x = x[coord[axis]]
         else:
             x = x.sum(0) if start is not None and axis in start.unreduced else x[0]
-    return x[spec.slices((I, J), MESH, coord)]
+    return x[spec.slices((I, J), mesh, coord)]
 
 
 def layouts(x: torch.Tensor):
@@ -96,11 +112,11 @@ def layouts(x: torch.Tensor):
     }
 
 
-def run_lines(mesh, dtype):
-    for name, line in CASES:
+def run_lines(mesh, dtype, cases):
+    for name, line in cases:
         call, before, after = getattr(c, name), parse_line(line).operands[0], parse_line(line).result
-        wanted = held(after, mesh.coord, before).to(dtype)
-        for layout, x in layouts(held(before, mesh.coord).to(dtype)).items():
+        wanted = held(after, mesh, before).to(dtype)
+        for layout, x in layouts(held(before, mesh).to(dtype)).items():
             kept, what = x.clone(), f"{name} {line} {dtype} {layout}"
             got = {"at once": call(line, x, mesh)}
             if name in ASYNCHRONOUS:
@@ -125,30 +141,41 @@ def run_lines(mesh, dtype):
     ids=str,
 )
 def test_values_over_several_axes(ranks, dtype):
-    ranks(run_lines, MESH, dtype)
+    ranks(run_lines, MESH, dtype, CASES)
 
 
-def run_transposes(mesh):
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "axes"), ORDERS, ids=str)
+def test_values_where_the_order_of_blocks_is_not_its_own_inverse(ranks, sizes, axes):
+    ranks(run_lines, sizes, torch.float32, turned(axes))
+
+
+def run_transposes(mesh, cases, axes):
     """<w, f(x)> - <f'(w), x>, summed over this rank's elements: 0 in all, if the vjp is the transpose of the map."""
     g, rest = torch.Generator().manual_seed(mesh.rank), []
-    for name, line in CASES:
+    maps = [(partial(getattr(c, name), line, mesh=mesh), line) for name, line in cases] + rooted(mesh, axes, 1)
+    for call, line in maps:
         before, after = parse_line(line).operands[0], parse_line(line).result
-        x, w = (torch.randint(-9, 9, s.local_shape((I, J), MESH), generator=g).double() for s in (before, after))
-        y, pull = vjp(partial(getattr(c, name), line, mesh=mesh), x)
+        x, w = (torch.randint(-9, 9, s.local_shape((I, J), mesh), generator=g).double() for s in (before, after))
+        y, pull = vjp(call, x)
         rest.append((w * y).sum() - (pull(w)[0] * x).sum())
     return torch.stack(rest)
 
 
-def test_cotangents_go_the_transposed_way_over_several_axes(ranks):
-    for case, rest in zip(CASES, sum(ranks(run_transposes, MESH)), strict=True):
-        assert rest == 0, case
+@pytest.mark.parametrize(
+    ("sizes", "axes", "cases"),
+    [(MESH, "X", CASES), *(pytest.param(*order, turned(order[1]), marks=pytest.mark.slow) for order in ORDERS)],
+    ids=["several axes", *map(str, ORDERS)],
+)
+def test_cotangents_go_the_transposed_way(ranks, sizes, axes, cases):
+    assert not sum(ranks(run_transposes, sizes, cases, axes)).any()
 
 
 def run_buffers(mesh, dtype):
     for call, line in [(fn, line) for fn in (c.reduce_scatter, c.all_gather) for line in LINES[fn]]:
         before, after = parse_line(line).operands[0], parse_line(line).result
-        wanted = held(after, mesh.coord, before).to(dtype)
-        for layout, x in layouts(held(before, mesh.coord).to(dtype)).items():
+        wanted = held(after, mesh, before).to(dtype)
+        for layout, x in layouts(held(before, mesh).to(dtype)).items():
             for async_op, into in itertools.product((False, True), layouts(x)):
                 out = layouts(torch.zeros_like(wanted))[into]
                 kept, what = x.clone(), f"{line} {dtype} {layout} into {into}"
@@ -158,9 +185,9 @@ def run_buffers(mesh, dtype):
                 assert torch.equal(x, kept), what
     for line in LINES[c.all_reduce]:
         before, after = parse_line(line).operands[0], parse_line(line).result
-        wanted = held(after, mesh.coord, before).to(dtype)
+        wanted = held(after, mesh, before).to(dtype)
         for async_op, layout in itertools.product((False, True), layouts(wanted)):
-            x = layouts(held(before, mesh.coord).to(dtype))[layout]
+            x = layouts(held(before, mesh).to(dtype))[layout]
             y = c.wait(c.all_reduce(line, x, mesh, async_op=async_op, donate=True))
             assert torch.equal(y, wanted), f"{line} {dtype} {layout}"
             assert torch.equal(x, wanted), f"{line} {dtype} {layout}: the sum is not written over the operand"
@@ -174,10 +201,10 @@ def test_preallocated_outputs(ranks, dtype):
 
 def run_unshard(mesh):
     for text in ["A[I_X, J]", "A[I_YX, J]", "A[I_Y, J_X]", "A[I_X, J] {U_Y}", "A[I, J] {U_XY}", "A[I, J]"]:
-        whole = c.unshard(text, held(parse(text), mesh.coord), mesh)
-        assert torch.equal(whole, held(parse("A[I, J]"), mesh.coord, parse(text))), text
+        whole = c.unshard(text, held(parse(text), mesh), mesh)
+        assert torch.equal(whole, held(parse("A[I, J]"), mesh, parse(text))), text
         assert torch.equal(
-            c.shard(text.split(" {")[0], whole, mesh), held(parse(text.split(" {")[0]), mesh.coord, parse(text))
+            c.shard(text.split(" {")[0], whole, mesh), held(parse(text.split(" {")[0]), mesh, parse(text))
         )
 
 
@@ -185,63 +212,48 @@ def test_unshard_is_the_whole_array_on_every_rank_and_shard_the_way_back(ranks):
     ranks(run_unshard, MESH)
 
 
+def rooted(mesh, axes, root):
+    """(call, line) of each collective with a root, and of a permutation that leaves one out."""
+    n, rows, sums = mesh.size(axes), f"A[I_{axes}, J]", f"A[I, J] {{U_{axes}}}"
+    lines = {c.scatter: f"{sums} -> {rows}", c.gather: f"{rows} -> {sums}"}
+    if parse(sums).unreduced == tuple(axes):  # {U_YX} and {U_XY} are one type: a root of these two counts as in {U_XY}
+        lines |= {c.broadcast: f"{sums} -> A[I, J]", c.reduce: f"{sums} -> {sums}"}
+    found = [(partial(call, line, mesh=mesh, root=root), line) for call, line in lines.items()]
+    pairs = [(block, (3 * block + 1) % n) for block in range(1, n)]
+    return [*found, (partial(c.ppermute, rows, mesh=mesh, axis=axes, perm=pairs), f"{rows} -> {rows}")]
+
+
 def run_rooted(mesh, axes, root):
-    mine = PARTS[mesh.coord["X"], mesh.coord["Y"]]
-    row, canonical = mine[: I // mesh.size(axes)], parse(f"A[] {{U_{axes}}}").unreduced == tuple(axes)
-    return {
-        # {U_YX} and {U_XY} are one type: a root of these two counts as in {U_XY}
-        "broadcast": c.broadcast(f"A[I, J] {{U_{axes}}} -> A[I, J]", mine, mesh, root=root) if canonical else None,
-        "reduce": c.reduce(f"A[I, J] {{U_{axes}}} -> A[I, J] {{U_{axes}}}", mine, mesh, root=root)
-        if canonical
-        else None,
-        "scatter": c.scatter(f"A[I, J] {{U_{axes}}} -> A[I_{axes}, J]", mine, mesh, root=root),
-        "gather": c.gather(f"A[I_{axes}, J] -> A[I, J] {{U_{axes}}}", row, mesh, root=root),
-        "ppermute": c.ppermute(f"A[I_{axes}, J]", row, mesh, axes, [(0, root), (root, 0), (1, 1)][: 2 + (root > 1)]),
-    }
+    mine = parts(mesh.sizes)[tuple(mesh.coord.values())]
+    calls = [(call, line.startswith("A[I_")) for call, line in rooted(mesh, axes, root)]
+    return {call.func.__name__: call(x=mine[: I // mesh.size(axes)] if rows else mine) for call, rows in calls}
 
 
-@pytest.mark.parametrize(("axes", "root"), [("X", 1), ("XY", 2), ("YX", 1)])
-def test_roots_and_permutations_count_blocks_by_the_first_axis_as_the_major_one(ranks, axes, root):
-    zeros = torch.zeros(I, J, dtype=PARTS.dtype)
-    for r, got in enumerate(ranks(run_rooted, MESH, axes, root)):
-        coord = dict(zip("XY", divmod(r, 2), strict=True))
-        members = [coord | dict(zip(axes, at, strict=True)) for at in itertools.product((0, 1), repeat=len(axes))]
-        parts, index, n = [PARTS[m["X"], m["Y"]] for m in members], members.index(coord), len(members)
-        rows = [part[: I // n] for part in parts]
-        sent = {0: rows[root], root: rows[0]} | ({1: rows[1]} if root > 1 else {})
+@pytest.mark.parametrize(
+    ("sizes", "axes", "root"),
+    [(MESH, "X", 1), (MESH, "XY", 2), (MESH, "YX", 1)]
+    + [pytest.param(*order, root, marks=pytest.mark.slow) for order in ORDERS for root in (0, 6)],
+)
+def test_roots_and_permutations_count_blocks_by_the_first_axis_as_the_major_one(ranks, sizes, axes, root):
+    every = parts(sizes)
+    zeros = torch.zeros(I, J, dtype=every.dtype)
+    coords = [dict(zip(sizes, at, strict=True)) for at in itertools.product(*map(range, sizes.values()))]
+    for coord, got in zip(coords, ranks(run_rooted, sizes, axes, root), strict=True):
+        places = itertools.product(*(range(sizes[axis]) for axis in axes))
+        members = [coord | dict(zip(axes, at, strict=True)) for at in places]
+        mine, index, n = [every[tuple(m.values())] for m in members], members.index(coord), len(members)
+        rows = [part[: I // n] for part in mine]
+        sent = {(3 * block + 1) % n: rows[block] for block in range(1, n)}
         wanted = {
-            "broadcast": parts[root],
-            "reduce": sum(parts) if index == root else zeros,
-            "scatter": parts[root].view(n, I // n, J)[index],
+            "broadcast": mine[root],
+            "reduce": sum(mine) if index == root else zeros,
+            "scatter": mine[root].view(n, I // n, J)[index],
             "gather": torch.cat(rows) if index == root else zeros,
             "ppermute": sent.get(index, zeros[: I // n]),
         }
+        assert got.keys() >= {"scatter", "gather", "ppermute"}
         for name, y in got.items():
-            assert y is None or torch.equal(y, wanted[name]), name
-
-
-def run_send_and_receive(mesh):
-    """Rank 1 along Y sends to rank 0, in every dtype; then both ways at once, all started before any is waited for."""
-    y = mesh.coord["Y"]
-    for dtype in DTYPES:
-        for x in layouts(PARTS[mesh.coord["X"], 1].to(dtype)).values():
-            if y == 1:
-                assert c.send("A[I, J]", x, mesh, "Y", 0) is not None
-            else:
-                got = c.recv("A[I, J]", torch.empty_like(x), mesh, "Y", 1)
-                assert got.dtype == dtype
-                assert torch.equal(got, x)
-    mine, theirs = PARTS[mesh.coord["X"], y], PARTS[mesh.coord["X"], 1 - y]
-    receiving = c.recv("A[I, J]", mine, mesh, "Y", 1 - y, async_op=True)
-    sending = c.send("A[I, J]", mine, mesh, "Y", 1 - y, async_op=True)
-    assert torch.equal(receiving.wait(), theirs)
-    assert torch.equal(sending.wait(), mine)
-    with pytest.raises(ShardingError, match="not differentiable"):
-        c.send("A[I]", torch.ones(2, requires_grad=True), mesh, "Y", 1 - y)
-
-
-def test_send_and_receive(ranks):
-    ranks(run_send_and_receive, MESH)
+            assert torch.equal(y, wanted[name]), name
 
 
 @pytest.mark.parametrize(("name", "line"), CASES)

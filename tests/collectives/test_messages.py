@@ -54,6 +54,9 @@ KINDS = {
     "F[I]": torch.arange(4.0).to(torch.float8_e4m3fn),
     "G[I]": torch.complex(A[0], A[1]).conj(),
     "H[I]": torch.complex(A[0], A[1]).conj().imag,
+    "J[I]": A.to(torch.bfloat16)[:, 1],
+    "K[I]": A.to(torch.int64)[0],
+    "M[I]": A.double()[0],
 }
 
 
@@ -70,6 +73,13 @@ def both_ways(mesh):
         assert torch.equal(got.cfloat(), x.cfloat()), line
     for (line, x), pending in zip(messages, leaving, strict=True):
         assert pending.wait() is x, line
+    for sender in (0, 1):
+        if mesh.rank == sender:
+            assert c.send("A[I, J]", A + sender, mesh, "X", other) is not None
+        else:
+            assert torch.equal(c.recv("A[I, J]", torch.empty_like(A), mesh, "X", other), A + sender)
+    with pytest.raises(ShardingError, match="not differentiable"):
+        c.send("A[I]", torch.ones(2, requires_grad=True), mesh, "X", other)
 
 
 def test_messages_of_every_kind_both_ways_at_once(ranks):
