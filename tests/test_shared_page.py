@@ -1,90 +1,57 @@
-"""The page that ranks share: what one writes the others read, who has ended, who waits for whom in a circle."""
+"""The page that ranks share: who has ended, who waits for whom in a circle, and that each place is one group's."""
 
 import itertools
 import mmap
 import os
-import pickle
 import random
 import subprocess
 
 import numpy as np
 import pytest
 
-from scaling.mesh.page import DIGEST, HALF, ROW, STATE, WORD, SharedPage, Wait
+from scaling.mesh.page import DIGEST, LENGTH, PLACES, ROW, WORD, SharedPage, Wait
 
 SIZE = 4
-SPOTS = [
-    (rank, rank * ROW + at, nbytes) for rank in range(SIZE) for at, nbytes in ((STATE, HALF - STATE), (HALF, HALF))
-]
+SETS = [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1, 2, 3)]]
 
 
-def pages(sets: int = 1) -> list[SharedPage]:
-    memory = mmap.mmap(-1, SharedPage.nbytes(SIZE, sets))
-    return [SharedPage(memory, SIZE, rank) for rank in range(SIZE)]
+def pages(sets) -> list[SharedPage]:
+    memory = mmap.mmap(-1, SharedPage.nbytes(SIZE, len(sets)))
+    return [SharedPage(memory, SIZE, rank, sets) for rank in range(SIZE)]
 
 
-def test_what_a_rank_writes_is_read_by_all_and_changes_nothing_else():
-    each, wanted = pages(), {}
-    for (rank, at, nbytes), n in itertools.product(SPOTS, (0, 7, 300)):
-        what = [rank, "x" * n]
-        before = np.frombuffer(each[0].memory[:], np.uint8)
-        each[n % SIZE].write(at, what)
-        changed = np.flatnonzero(before != np.frombuffer(each[0].memory[:], np.uint8))
-        assert at <= changed.min() <= changed.max() < at + nbytes
-        wanted[at] = what
-        assert all(page.read(at) == said for page in each for at, said in wanted.items())
-    each[0].write(SPOTS[2][1], None)
-    assert [each[1].read(at) is None for _, at, _ in SPOTS] == [i == 2 for i in range(len(SPOTS))]
+def test_every_row_word_and_text_has_a_place_of_its_own():
+    page = pages(SETS)[0]
+    taken = [range(rank * ROW, (rank + 1) * ROW) for rank in range(SIZE)]
+    for of_set, groups in enumerate(SETS):
+        for group, ranks in enumerate(groups):
+            places = page.places(of_set, group)
+            assert len(places) == PLACES
+            for words, texts in places:
+                assert page.meetings[words] == (ranks, texts)
+                taken += [range(words, words + len(ranks) * WORD), range(texts, texts + len(ranks) * LENGTH)]
+    assert sorted(itertools.chain(*taken)) == [*range(len(page.memory))]
 
 
-def test_what_has_no_room_on_the_page_is_not_written():
-    page, at = pages()[1], ROW + STATE
-    found = []
-    for n in range(HALF - STATE - 40, HALF - STATE):
-        page.write(at, "x" * n)
-        assert page.read(at) in (None, "x" * n)
-        found.append(page.read(at) is not None)
-        room = len(pickle.dumps("x" * n)) + 12 <= HALF - STATE  # a stamp and a length stand before it
-        assert found[-1] is room
-    assert {*found} == {True, False}
-
-
-@pytest.mark.parametrize("late", range(1, 5))
-def test_what_changes_while_it_is_read_is_not_taken_for_what_was_written(late):
-    """Another rank writes in the midst of the `late`-th look at the memory, which is then half old and half new."""
-    other, reader, looks = pages()[2], pages()[0], itertools.count(1)
-    old, new = [1] * 40, [2] * 40
-
-    class Memory:
-        def __getitem__(self, at):
-            seen = other.memory[at]
-            if next(looks) == late:
-                other.write(STATE, new)
-            half = len(seen) // 2
-            return seen[:half] + other.memory[at][half:]
-
-    reader.memory = Memory()
-    other.write(STATE, old)
-    assert reader.read(STATE) in (None, old, new)
-
-
-def test_each_write_can_be_told_from_those_before():
-    """By its stamp: also from those of other ranks, and of the same thing."""
-    each, stamps = pages(), set()
-    for page, _ in itertools.product(each, range(3)):
-        page.write(STATE, "the same")
-        stamps.add(page.memory[STATE : STATE + 8])
-    assert len(stamps) == 3 * SIZE
+def test_what_a_rank_says_in_its_row_is_read_by_all():
+    each = pages(SETS)
+    waits = {rank: Wait(words, bytes([rank, 7])) for rank, words in zip(range(SIZE), each[0].meetings, strict=False)}
+    for rank, wait in waits.items():
+        each[rank].set_wait(wait, found=rank == 2)
+    for page in each:
+        assert page.waits() == waits
+        assert [page.has_found(rank) for rank in range(SIZE)] == [False, False, True, False]
+    each[2].set_wait(None)
+    assert each[0].waits().keys() == {0, 1, 3}
+    assert not each[0].has_found(2)
+    assert not any(each[0].has_ended(rank) for rank in range(SIZE)), "a row holds its process too"
 
 
 def test_who_has_ended():
-    each = pages()
-    assert {int.from_bytes(each[0].memory[rank * ROW : rank * ROW + 8], "little") for rank in range(SIZE)} == {
-        os.getpid()
-    }
+    each = pages(SETS)
     ended = subprocess.Popen(["true"])
     ended.wait()
-    each[2].memory[2 * ROW : 2 * ROW + 8] = ended.pid.to_bytes(8, "little")
+    each[2].set_pid(ended.pid)
     assert [each[0].has_ended(rank) for rank in range(SIZE)] == [False, False, True, False]
     each[2].set_pid(os.getpid())
     assert not each[1].has_ended(2)
@@ -93,25 +60,17 @@ def test_who_has_ended():
 @pytest.mark.parametrize("seed", range(40))
 def test_who_waits_in_a_circle(seed):
     """Against walks along who waits for whom: those of which there is one as long as there are ranks never end."""
-    each, dice, number = pages(), random.Random(seed), b"\x07\x01"
+    each, dice, number = pages([[(0, 1, 2, 3)]] * SIZE), random.Random(seed), b"\x07\x01"
     for_whom = {rank: dice.sample(range(SIZE), dice.randint(0, 2)) for rank in range(SIZE) if dice.random() < 0.8}
     waits = {}
     for rank, missing in for_whom.items():
-        first = SIZE * ROW + rank * SIZE * WORD
+        (first, _), *_ = each[0].places(rank, 0)
         for other in {*range(SIZE)} - {*missing}:
             at = first + other * WORD
             each[rank].memory[at : at + WORD] = bytes(DIGEST) + number
-        waits[rank] = Wait(f"call {rank}", tuple(range(SIZE)), first, number, rank + 5)
-        assert waits[rank].missing(each[0]) == sorted(missing)
-        each[rank].write(rank * ROW + STATE, waits[rank][:])
+        waits[rank] = Wait(first, number)
+        assert each[0].missing(waits[rank]) == sorted(missing)
+        each[rank].set_wait(waits[rank])
     edges = np.array([[other in for_whom.get(rank, ()) for other in range(SIZE)] for rank in range(SIZE)], int)
     endless = [rank for rank in range(SIZE) if np.linalg.matrix_power(edges, SIZE)[rank].any()]
-    assert each[1].waits() == waits
-    found = each[1].stuck()
-    assert found == [(rank, waits[rank], sorted(for_whom[rank])) for rank in endless]
-    told = each[1].tell(found)
-    assert told == [(rank, f"call {rank}", sorted(for_whom[rank])) for rank in endless]
-    for rank, wait in waits.items():
-        assert each[2].told(rank, wait) == (told if rank in endless else [])
-        assert each[2].told(rank, wait._replace(serial=99)) == []
-    assert each[2].waits() == {rank: wait for rank, wait in waits.items() if rank not in endless}
+    assert each[1].stuck() == {rank: waits[rank] for rank in endless}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scaling._torch import mode_names, modes, process_group, without_modes
 from scaling.mesh import Group
-from scaling.mesh.meeting import Intent, different, meeting
+from scaling.mesh.meeting import Intent, different, meeting, said_in
 from scaling.mesh.page import DIGEST, LENGTH
 from scaling.spec import Spec, refuse
 
@@ -108,7 +108,7 @@ def _exchange(pg: dist.ProcessGroup, call: Intent) -> list[str] | None:
         dist.all_gather(list(calls), mine, group=pg)
         if bool((calls[:, :DIGEST] == mine[:DIGEST]).all()):
             return None
-        return [Intent(each[:DIGEST], each[DIGEST:]).said for each in map(bytes, calls.tolist())]
+        return [said_in(each[DIGEST:]) for each in map(bytes, calls.tolist())]
 
 
 # Calls above the collectives, whose arguments all ranks must give alike though no message shows them

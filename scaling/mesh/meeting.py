@@ -6,13 +6,13 @@ words are alike, all make the same call, and go on. Else all know who said what.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from scaling.mesh.page import DIGEST, LENGTH, PLACES, ROW, STATE, WORD, SharedPage, Wait
+from scaling.mesh.page import DIGEST, LENGTH, PLACES, WORD, SharedPage, Wait
 from scaling.spec import ShardingError
 
 CIRCLE, ENDED, LATE = "wait for each other", "has ended", "has not come in time"
@@ -21,6 +21,7 @@ MESHES = "a mesh is made by all ranks alike"
 
 LET_OTHERS_RUN = getattr(os, "sched_yield", lambda: time.sleep(0))
 SPINS, NAP, LOOK = 20, 5e-5, 0.25  # looks before naps; seconds of a nap, and between looks at who waits for whom
+PATIENCE = 10.0  # seconds for which ranks that wait in a circle stay until all know, on a machine that does much else
 
 
 class Intent(NamedTuple):
@@ -36,27 +37,24 @@ class Intent(NamedTuple):
         digest = blake2b(f"{bool(how)} {call}".encode(), digest_size=DIGEST).digest()
         return Intent(digest, len(said).to_bytes(2, "little") + said)
 
-    @property
-    def said(self) -> str:
-        return self.text[2 : 2 + int.from_bytes(self.text[:2], "little")].decode(errors="replace")
+
+def said_in(text: bytes) -> str:
+    """An Intent's text as its rank wrote it."""
+    return text[2 : 2 + int.from_bytes(text[:2], "little")].decode(errors="replace")
 
 
 class Meeting:
-    """Where the members of one group meet: group number `group` of those along `axes`, which are set number `of_set` of
-    axes; its members are `ranks`, ascending.
+    """Where the members of one group along `axes`, set number `of_set` of the page, meet.
 
     Nobody writes to a meeting's place again before all have read it: to do so they have come to the one after it.
     """
 
-    def __init__(
-        self, page: SharedPage, of_set: int, axes: Sequence[str], group: int, ranks: Sequence[int], timeout: float
-    ):
-        self.page, self.axes, self.ranks, self.timeout = page, tuple(axes), tuple(ranks), timeout
-        self.size, self.me, self.number, self.fence = len(ranks), ranks.index(page.rank), 0, Lock()
-        base = page.size * ROW + of_set * page.set_nbytes(page.size)
-        firsts = [turn * page.size + group * self.size for turn in range(PLACES)]  # this group's first members
-        self.words = [base + first * WORD for first in firsts]
-        self.texts = [base + PLACES * page.size * WORD + first * LENGTH for first in firsts]
+    def __init__(self, page: SharedPage, of_set: int, axes: Sequence[str], timeout: float):
+        groups = page.sets[of_set]
+        group = next(number for number, ranks in enumerate(groups) if page.rank in ranks)
+        self.page, self.axes, self.ranks, self.timeout = page, tuple(axes), groups[group], timeout
+        self.size, self.me, self.number, self.fence = len(self.ranks), self.ranks.index(page.rank), 0, Lock()
+        self.places = page.places(of_set, group)
 
     def meet(self, call: Intent) -> None:
         """Wait until all members have come; return if all are about to make the same call.
@@ -65,16 +63,17 @@ class Meeting:
         meeting is the same one.
         """
         self.number = number = self.number + 1
-        words, memory = self.words[number % PLACES], self.page.memory
-        text = self.texts[number % PLACES] + self.me * LENGTH
+        (words, texts), memory = self.places[number % PLACES], self.page.memory
+        text = texts + self.me * LENGTH
         word = call.digest + (number % 0xFFFF + 1).to_bytes(2, "little")  # never memory that nobody has written to
         memory[text : text + len(call.text)] = call.text
         self._write(words, word)
         end, everyone = words + self.size * WORD, word * self.size
         if memory[words:end] != everyone:
-            self._wait(call, word)
+            self._wait(words, word)
             if memory[words:end] != everyone:
-                raise different(self.axes, self.ranks, self._said(number))
+                time.sleep(0.001)  # texts are written before words, but not all processors show them in that order
+                raise different(self.axes, self.ranks, [said_in(text) for text in self.page.calls(words)])
 
     def _write(self, words: int, word: bytes) -> None:
         at = words + self.me * WORD
@@ -82,16 +81,9 @@ class Meeting:
         with self.fence:  # what is read after this is not older than what was written
             pass
 
-    def _said(self, number: int) -> list[str]:
-        """All members' calls."""
-        time.sleep(0.001)  # texts are written before words, but not all processors show them in that order
-        first = self.texts[number % PLACES]
-        places = range(first, first + self.size * LENGTH, LENGTH)
-        return [Intent(b"", self.page.memory[at : at + LENGTH]).said for at in places]
-
-    def _wait(self, call: Intent, word: bytes) -> None:
+    def _wait(self, words: int, word: bytes) -> None:
         """Until all members have come."""
-        words, looks, began = self.words[self.number % PLACES], 0, time.monotonic()
+        looks, began = 0, time.monotonic()
         low, high = word[DIGEST : DIGEST + 1] * self.size, word[DIGEST + 1 :] * self.size
         while time.monotonic() - began < LOOK:
             seen = self.page.memory[words : words + self.size * WORD]
@@ -99,48 +91,64 @@ class Meeting:
                 return
             LET_OTHERS_RUN() if looks < SPINS else time.sleep(NAP)
             looks += 1
-        wait = Wait(call.said, self.ranks, words, word[DIGEST:], self.page.serial)
-        self.page.write(self.page.rank * ROW + STATE, wait[:])
+        wait = Wait(words, word[DIGEST:])
+        self.page.set_wait(wait)
         try:
             self._wait_long(wait, word)
         finally:
-            self.page.write(self.page.rank * ROW + STATE, None)
+            self.page.set_wait(None)
 
     def _wait_long(self, wait: Wait, word: bytes) -> None:
         """Wait on, and look now and then who waits for whom."""
         began = looked = time.monotonic()
-        while wait.missing(self.page):
+        while self.page.missing(wait):
             if (now := time.monotonic()) - looked > LOOK:
                 looked = now
                 error = self._look(wait, now - began > self.timeout)
-                if error is not None and self._take_back(word):
+                if error is not None and self._take_back(wait, word):
                     raise error
             time.sleep(20 * NAP)
 
-    def _take_back(self, word: bytes) -> bool:
+    def _take_back(self, wait: Wait, word: bytes) -> bool:
         """Take this rank's word back, unless all others have come: one of them may have seen it, and gone on."""
-        words = self.words[self.number % PLACES]
-        self._write(words, bytes(WORD))
-        if Wait("", self.ranks, words, word[DIGEST:], 0).missing(self.page) == [self.page.rank]:
-            self._write(words, word)
+        self._write(wait.words, bytes(WORD))
+        if self.page.missing(wait) == [self.page.rank]:
+            self._write(wait.words, word)
             return False
         self.number -= 1
         return True
 
     def _look(self, wait: Wait, late: bool) -> Exception | None:
         """Why this wait is in vain, if it is."""
-        page = self.page
-        found = page.told(page.rank, wait) or page.tell(page.stuck())
-        if page.rank in {rank for rank, _, _ in found}:
+        page, me, stuck = self.page, self.page.rank, self.page.stuck()
+        if me in stuck:
+            found = [self._waiting(rank, each) for rank, each in stuck.items()]
+            self._let_all_find(stuck)
             return not_met(CIRCLE, found, self.timeout)
-        waits, missing = page.waits(), wait.missing(page)
+        waits, missing = page.waits(), page.missing(wait)
         if ended := [(rank, None, []) for rank in missing if page.has_ended(rank)]:
-            return not_met(ENDED, [(page.rank, wait.call, missing), *ended], self.timeout)
+            return not_met(ENDED, [self._waiting(me, wait), *ended], self.timeout)
         if late:
-            others = [(rank, waits[rank].call, waits[rank].missing(page)) for rank in missing if rank in waits]
+            others = [self._waiting(rank, waits[rank]) for rank in missing if rank in waits]
             others += [(rank, None, []) for rank in missing if rank not in waits]
-            return not_met(LATE, [(page.rank, wait.call, missing), *others], self.timeout)
+            return not_met(LATE, [self._waiting(me, wait), *others], self.timeout)
         return None
+
+    def _waiting(self, rank: int, wait: Wait) -> tuple[int, str, list[int]]:
+        """(a rank, its call, for whom it waits)."""
+        member = self.page.meetings[wait.words][0].index(rank)
+        return rank, said_in(self.page.calls(wait.words)[member]), self.page.missing(wait)
+
+    def _let_all_find(self, stuck: Mapping[int, Wait]) -> None:
+        """Stay until all have found that they wait in vain: the first to go on would break the others' circle."""
+        page, began = self.page, time.monotonic()
+        page.set_wait(stuck[page.rank], found=True)
+        while time.monotonic() - began < PATIENCE:
+            waits = page.waits()
+            here = [rank for rank, wait in stuck.items() if waits.get(rank) == wait and not page.has_found(rank)]
+            if all(page.has_ended(rank) for rank in here):
+                break
+            time.sleep(NAP)
 
 
 _meetings: "WeakKeyDictionary[Any, Meeting]" = WeakKeyDictionary()  # by process group, which torch finds by its name

@@ -213,19 +213,25 @@ class Mesh(AbstractMesh):
         if self.checked and meeting(everyone):
             # what ranks have begun on another mesh, and not all come to, would be in the way of this one's calls
             everyone = self._new_group(self.ranks)
-        page = SharedPage(memory, self.size(), self.rank) if memory is not None else None
+        groups = [self._groups_along(some) for some in sets]
+        page = SharedPage(memory, self.size(), self.rank, groups) if memory is not None else None
         for number, some in enumerate(sets):
-            members = [self.coord]  # in ascending order of rank: axes in the mesh's order
-            for axis in some:
-                members = [{**member, axis: i} for member in members for i in range(self.sizes[axis])]
-            ranks = tuple(self.rank_at(member) for member in members)
+            (ranks,) = [ranks for ranks in groups[number] if self.rank in ranks]
             pg = everyone
             if len(ranks) < self.size():
                 pg = self._new_group([self.ranks[rank] for rank in ranks])
             if page is not None:
                 pg.set_timeout(timedelta(seconds=LONGER * self.timeout))
-                hold_meeting(Meeting(page, number, some, self._group_number(some), ranks, self.timeout), pg)
+                hold_meeting(Meeting(page, number, some, self.timeout), pg)
             self._process_groups[some] = ranks, pg
+
+    def _groups_along(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """The ranks of each group along these axes."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size()):
+            coord = self.coord_of(rank)
+            groups.setdefault(tuple(coord[axis] for axis in self.sizes if axis not in axes), []).append(rank)
+        return [tuple(ranks) for ranks in groups.values()]
 
     def _share_page(self, everyone, sets: int, mine: str) -> tuple[list, Any]:
         try:
@@ -238,10 +244,6 @@ class Mesh(AbstractMesh):
     def _new_group(self, ranks: Sequence[int]) -> Any:
         """A process group, made by its members alone. It does not inherit the timeout of the world."""
         return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), use_local_synchronization=True)
-
-    def _group_number(self, axes: Sequence[str]) -> int:
-        """Which of the groups along these axes this rank is in, counted along the other axes."""
-        return block_index([axis for axis in self.sizes if axis not in axes], self.coord, self.sizes)
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
         if not self.member:

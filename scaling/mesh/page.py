@@ -1,41 +1,60 @@
 """A page of memory that all ranks of a mesh on one machine map.
 
-Each rank has a row in it, where it writes what it waits for, once it has waited for long. So one can follow who waits
-for whom, and where they wait for each other, which is for ever, tell all of them. The rest of the page belongs to the
-meetings of groups (`scaling.mesh.meeting`).
+It has a row for each rank, and for each set of axes the places where the groups along them meet
+(`scaling.mesh.meeting`). In its row a rank that has waited for long says in which meeting. So all can follow who waits
+for whom, and where they wait for each other, which is for ever.
 """
 
-import contextlib
 import mmap
 import os
-import pickle
 import tempfile
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-ROW, STATE, HALF = 4096, 64, 2048  # bytes of a rank's row, and where in it its two parts begin
+ROW, WAITS, FOUND = 64, 8, 24  # bytes of a rank's row: its process, where it waits, whether it has found that in vain
 LENGTH = 480  # bytes of a call as text, with its length in the first two
 PLACES = 2  # of meetings of a group in turn, each with a word and a text of every member
 WORD, DIGEST = 8, 6  # bytes of what a rank is about to do: a digest, and the last two bytes of the meeting's number
 
 
-class SharedPage:
-    """The page of one mesh: `size` rows, then for each set of axes the meetings of its groups."""
+class Wait(NamedTuple):
+    """A meeting in which a rank waits: where its words begin, and its number's last two bytes."""
 
-    def __init__(self, memory: mmap.mmap, size: int, rank: int):
-        self.memory, self.size, self.rank, self.serial = memory, size, rank, 0
+    words: int
+    number: bytes
+
+
+class SharedPage:
+    """The page of one mesh: `size` rows, then the meetings of the groups along each of the `sets` of axes, given as the
+    ranks of each group."""
+
+    def __init__(self, memory: mmap.mmap, size: int, rank: int, sets: Sequence[Sequence[tuple[int, ...]]]):
+        self.memory, self.size, self.rank, self.sets = memory, size, rank, sets
+        self.meetings: dict[int, tuple[tuple[int, ...], int]] = {}  # by where the words begin: members, texts
+        for of_set, groups in enumerate(sets):
+            for group, ranks in enumerate(groups):
+                self.meetings |= {words: (ranks, texts) for words, texts in self.places(of_set, group)}
         self.set_pid(os.getpid())
 
     @staticmethod
     def nbytes(size: int, sets: int) -> int:
-        return size * ROW + sets * SharedPage.set_nbytes(size)
+        return size * ROW + sets * size * PLACES * (WORD + LENGTH)
 
-    @staticmethod
-    def set_nbytes(size: int) -> int:
-        return size * PLACES * (WORD + LENGTH)
+    def places(self, of_set: int, group: int) -> list[tuple[int, int]]:
+        """Where the words and the texts of a group's meetings begin, one after the other in turn."""
+        words = self.nbytes(self.size, of_set)
+        texts, first = words + PLACES * self.size * WORD, group * len(self.sets[of_set][group])
+        firsts = [turn * self.size + first for turn in range(PLACES)]
+        return [(words + first * WORD, texts + first * LENGTH) for first in firsts]
 
-    # Rows: a process number, from STATE on where it waits, from HALF on what others have found out for it
+    def calls(self, words: int) -> list[bytes]:
+        """What the members of a meeting say."""
+        ranks, texts = self.meetings[words]
+        return [self.memory[at : at + LENGTH] for at in range(texts, texts + len(ranks) * LENGTH, LENGTH)]
+
+    # Rows
 
     def set_pid(self, pid: int) -> None:
         self.memory[self.rank * ROW : self.rank * ROW + 8] = pid.to_bytes(8, "little")
@@ -50,73 +69,39 @@ class SharedPage:
             pass
         return False
 
-    def read(self, at: int):
-        """What stands at an offset, or None if it is empty or being written."""
-        stamp = self.memory[at : at + 8]
-        length = int.from_bytes(self.memory[at + 8 : at + 12], "little")
-        said = self.memory[at + 12 : at + 12 + length]
-        if not length or stamp != self.memory[at : at + 8]:
-            return None
-        with contextlib.suppress(Exception):
-            return pickle.loads(said)
+    def set_wait(self, wait: Wait | None, found: bool = False) -> None:
+        """Say where this rank waits, and whether it has `found` that it does so in vain; None: nowhere."""
+        at, (words, number) = self.rank * ROW, wait or Wait(0, bytes(2))
+        self.memory[at + WAITS : at + FOUND + 1] = words.to_bytes(FOUND - WAITS - 2, "little") + number + bytes([found])
 
-    def write(self, at: int, what) -> None:
-        """Write to an offset; None empties it."""
-        said = b"" if what is None else pickle.dumps(what)
-        said = said if len(said) <= HALF - STATE - 12 else b""
-        self.serial += 1
-        self.memory[at + 8 : at + 12] = bytes(4)
-        self.memory[at + 12 : at + 12 + len(said)] = said
-        self.memory[at : at + 8] = (self.serial * self.size + self.rank).to_bytes(8, "little")
-        self.memory[at + 8 : at + 12] = len(said).to_bytes(4, "little")
+    def has_found(self, rank: int) -> bool:
+        return self.memory[rank * ROW + FOUND] == 1
 
-    def waits(self) -> dict[int, "Wait"]:
-        """Where each rank waits that has waited for long; but those that are still to learn that it times out."""
+    def waits(self) -> dict[int, Wait]:
+        """Where each rank waits that has waited for long."""
         waits = {}
         for rank in range(self.size):
-            row = self.read(rank * ROW + STATE)
-            if row is not None and not self.told(rank, Wait(*row)):
-                waits[rank] = Wait(*row)
+            row = self.memory[rank * ROW + WAITS : rank * ROW + FOUND]
+            if (words := int.from_bytes(row[:-2], "little")) in self.meetings:
+                waits[rank] = Wait(words, row[-2:])
         return waits
 
-    def told(self, rank: int, wait: "Wait") -> list[tuple[int, str, list[int]]]:
-        """What others have found out for a rank that waits: that it does so for ever, and who else; empty if not."""
-        told = self.read(rank * ROW + HALF)
-        return told[1] if told is not None and told[0] == wait.serial else []
+    def missing(self, wait: Wait) -> list[int]:
+        """The ranks that have not come to a meeting."""
+        ranks, _ = self.meetings[wait.words]
+        words = self.memory[wait.words : wait.words + WORD * len(ranks)]
+        return [rank for i, rank in enumerate(ranks) if words[WORD * i + DIGEST :][:2] != wait.number]
 
-    def stuck(self) -> list[tuple[int, "Wait", list[int]]]:
-        """The ranks that wait for each other in a circle, and those that wait for them: (rank, where, for whom)."""
+    def stuck(self) -> dict[int, Wait]:
+        """The ranks that wait for each other in a circle, and those that wait for them."""
         waits = self.waits()
-        missing = {rank: wait.missing(self) for rank, wait in waits.items()}
-        if self.waits() != waits or missing != {rank: wait.missing(self) for rank, wait in waits.items()}:
-            return []  # somebody has moved: only what did not change from one look to the next was so at one time
+        missing = {rank: self.missing(wait) for rank, wait in waits.items()}
+        if self.waits() != waits or missing != {rank: self.missing(wait) for rank, wait in waits.items()}:
+            return {}  # somebody has moved: only what did not change from one look to the next was so at one time
         stuck = {rank for rank in missing if missing[rank]}
         while free := {rank for rank in stuck if not stuck & set(missing[rank])}:
             stuck -= free
-        return [(rank, waits[rank], missing[rank]) for rank in sorted(stuck)]
-
-    def tell(self, stuck: list[tuple[int, "Wait", list[int]]]) -> list[tuple[int, str, list[int]]]:
-        """Tell all of them."""
-        found = [(rank, wait.call, missing) for rank, wait, missing in stuck]
-        for rank, wait, _ in stuck:
-            self.write(rank * ROW + HALF, (wait.serial, found))
-        return found
-
-
-class Wait(NamedTuple):
-    """Where a rank waits: its call, the group's ranks, where their words are in the page, the number sought; `serial`
-    tells one wait of this rank from the next."""
-
-    call: str
-    ranks: tuple[int, ...]
-    first: int
-    number: bytes
-    serial: int
-
-    def missing(self, page: SharedPage) -> list[int]:
-        """The ranks that have not come."""
-        words = page.memory[self.first : self.first + WORD * len(self.ranks)]
-        return [rank for i, rank in enumerate(self.ranks) if words[WORD * i + DIGEST :][:2] != self.number]
+        return {rank: waits[rank] for rank in sorted(stuck)}
 
 
 def share_page(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap | None]:
