@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from scaling import collectives as c
 from scaling.launch import run
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.mesh.meeting import Intent, meeting, said_in
+from scaling.mesh.meeting import Intent, Meeting, meeting, said_in
 from scaling.mesh.meshes import LONGER
 from scaling.mesh.page import LENGTH
 from scaling.spec import ShardingError, parse
@@ -220,7 +220,7 @@ def files_while_meshes_are_made(mesh):
         dist.barrier()
         seen += [path.name for path in Path(tempfile.gettempdir()).glob(f"ranks-{os.getpid()}-*")]
         seen += [path.name for path in Path("/dev/shm").glob(f"ranks-{os.getpid()}-*")]
-        assert meeting(held.group(("X",)).pg) is not None  # not by messages
+        assert isinstance(meeting(held.group(("X",)).pg), Meeting)  # not by messages
         dist.barrier()
     return seen
 

@@ -1,8 +1,7 @@
 """The checked mode: the ranks of a group compare what they are about to do before they do it.
 
-Ranks that call different collectives hang, abort, or get wrong numbers without an error, depending on the backend. On
-one machine they meet in shared memory (`scaling.mesh.meeting`), which takes little more than waiting for the last of
-them; across machines each sends its call to the others, which can take as long as a small collective.
+Ranks that call different collectives hang, abort, or get wrong numbers without an error, depending on the backend. They
+meet (`scaling.mesh.meeting`) in memory that they share, or by messages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaling._torch import mode_names, modes, process_group, without_modes
+from scaling._torch import mode_names, modes, process_group
 from scaling.mesh import Group
-from scaling.mesh.meeting import Intent, different, meeting, said_in
-from scaling.mesh.page import DIGEST, LENGTH
+from scaling.mesh.meeting import Intent, meeting
 from scaling.spec import Spec, refuse
 
 SHOWN = 160  # letters of an argument; of a longer one its beginning and a digest
@@ -28,8 +26,7 @@ def agree(group: Group, call: str, x: Tensor | None = None) -> None:
     """ShardingError on every rank of the group, of two or more, unless all make the same call, if on x then on the same
     local shape and dtype."""
     if not torch.compiler.is_compiling():
-        said = _call(call, x.shape, x.dtype, "") if x is not None else Intent.of(call)
-        _compare(group.pg, group.axes, said)
+        meeting(group.pg).meet(Intent.of(call) if x is None else _call(call, x.shape, x.dtype, ""))
 
 
 def agree_on(op, x: Tensor, traced: bool = False) -> None:
@@ -40,11 +37,9 @@ def agree_on(op, x: Tensor, traced: bool = False) -> None:
     """
     if compared(op):
         how = f"under {', '.join(mode_names())}" if modes() else "differentiated" if traced else ""
-        if op.kind != "Ragged":
-            return meet(op, call_of(op, x.shape, x.dtype, how))
-        rows = x.narrow(op.dim, 0, 0)  # whose number differs
-        meet(op, call_of(op._replace(sends=(), receives=()), rows.shape, x.dtype, how))
-        if not modes():  # a tracer records the call, it does not make it
+        shape = x.shape if op.kind != "Ragged" else x.narrow(op.dim, 0, 0).shape  # of rows, whose number differs
+        meeting(process_group(op.group)).meet(call_of(op._replace(sends=(), receives=()), shape, x.dtype, how))
+        if op.kind == "Ragged" and not modes():  # a tracer records the call, it does not make it
             _compare_counts(op, x.device)
 
 
@@ -58,11 +53,6 @@ def _compare_counts(op, device) -> None:
         what = f"the ranks send {table[:, 0].tolist()}, but expect {table[:, 1].tolist()}"
         rule = "what rank i sends to j is what j receives from i"
         refuse(op.line, what, rule, "exchange the counts by an AllToAll first")
-
-
-def meet(op, call: Intent) -> None:
-    """The ranks of an op compare their calls."""
-    _compare(process_group(op.group), op.axes, call)
 
 
 def compared(op) -> bool:
@@ -86,29 +76,6 @@ def call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
 @lru_cache(maxsize=4096)
 def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
     return Intent.of(f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}", how)
-
-
-def _compare(pg: dist.ProcessGroup, axes: Sequence[str], call: Intent) -> None:
-    held = meeting(pg)
-    if held is not None:
-        return held.meet(call)
-    said = _exchange(pg, call)
-    if said is not None:
-        raise different(axes, dist.get_process_group_ranks(pg), said)
-
-
-def _exchange(pg: dist.ProcessGroup, call: Intent) -> list[str] | None:
-    """As `Meeting.meet`, by messages: None if all members make the same call, else what each said."""
-    device = "cpu" if dist.get_backend(pg) == "gloo" else torch.device("cuda", torch.cuda.current_device())
-    with without_modes():  # which would take this for the program's
-        mine = torch.frombuffer(bytearray((call.digest + call.text).ljust(DIGEST + LENGTH)), dtype=torch.uint8).to(
-            device
-        )
-        calls = torch.empty(dist.get_world_size(pg), len(mine), dtype=torch.uint8, device=device)
-        dist.all_gather(list(calls), mine, group=pg)
-        if bool((calls[:, :DIGEST] == mine[:DIGEST]).all()):
-            return None
-        return [said_in(each[DIGEST:]) for each in map(bytes, calls.tolist())]
 
 
 # Calls above the collectives, whose arguments all ranks must give alike though no message shows them

@@ -13,7 +13,7 @@ from torch import Tensor
 from scaling import trace
 from scaling.algebra.rules import CollectiveStep, collective_steps
 from scaling.collectives.buffers import check_out, check_writable
-from scaling.collectives.checked import call_of, compared, meet
+from scaling.collectives.checked import call_of, compared
 from scaling.collectives.kinds import starter
 from scaling.collectives.linear import PLAIN, register
 from scaling.collectives.op import CARRIED, Op, check_dtype, event, output_shape
@@ -205,19 +205,19 @@ class ReadyLine:
 class ReadyStep:
     """One step of it: how its op starts, and what the ranks compare."""
 
-    __slots__ = ("call", "compares", "line", "meeting", "op", "start", "via")
+    __slots__ = ("call", "line", "meeting", "op", "start", "via")
 
     def __init__(self, step: LineStep, shape: torch.Size, dtype: torch.dtype, mesh):
         self.line, self.op, group = step, step.op, mesh.group(step.op.axes)
         self.start, self.via = starter(step.op, group, dtype)
-        self.compares, self.call = compared(step.op), call_of(step.op, shape, dtype, "")
-        self.meeting = meeting(group.pg)
+        self.call = call_of(step.op, shape, dtype, "")
+        self.meeting = meeting(group.pg) if compared(step.op) else None
 
     def run(self, x: Tensor, async_op: bool = False, out: Tensor | None = None) -> Any:
         """The result, or with `async_op` a Pending; in the buffer `out`, if one is given."""
         seen = trace.reached(event(self.op, x, async_op)) if trace.open_logs else None
-        if self.compares:
-            self.meeting.meet(self.call) if self.meeting is not None else meet(self.op, self.call)
+        if self.meeting is not None:
+            self.meeting.meet(self.call)
         if seen is not None:
             trace.record(seen)
         works, make = self.start(x, self.op, self.via, out)

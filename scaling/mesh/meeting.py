@@ -1,7 +1,7 @@
 """Meetings: the ranks of a group tell each other what they are about to do, and wait until all have.
 
 Each writes the meeting's number and a digest of its call into the page that they share, and the call as text. Where all
-words are alike, all make the same call, and go on. Else all know who said what. It takes no message.
+words are alike, all make the same call, and go on. Else all know who said what. It takes no message, on one machine.
 """
 
 import os
@@ -12,6 +12,10 @@ from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
+import torch.distributed as dist
+
+from scaling._torch import process_group, without_modes
 from scaling.mesh.page import DIGEST, LENGTH, PLACES, WORD, SharedPage, Wait
 from scaling.spec import ShardingError
 
@@ -151,16 +155,36 @@ class Meeting:
             time.sleep(NAP)
 
 
-_meetings: "WeakKeyDictionary[Any, Meeting]" = WeakKeyDictionary()  # by process group, which torch finds by its name
+class MeetingByMessages:
+    """The same for ranks that share no memory, as across machines: each sends its call to the others, which can take as
+    long as a small collective. It holds its process group by name: `_meetings` is to forget both."""
+
+    def __init__(self, pg: dist.ProcessGroup, axes: Sequence[str]):
+        self.group, self.axes = pg.group_name, tuple(axes)
+
+    def meet(self, call: Intent) -> None:
+        pg = process_group(self.group)
+        device = "cpu" if dist.get_backend(pg) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        with without_modes():  # which would take this for the program's
+            text = bytearray((call.digest + call.text).ljust(DIGEST + LENGTH))
+            mine = torch.frombuffer(text, dtype=torch.uint8).to(device)
+            calls = torch.empty(dist.get_world_size(pg), len(mine), dtype=torch.uint8, device=device)
+            dist.all_gather(list(calls), mine, group=pg)
+            if not bool((calls[:, :DIGEST] == mine[:DIGEST]).all()):
+                said = [said_in(bytes(each[DIGEST:])) for each in calls.tolist()]
+                raise different(self.axes, dist.get_process_group_ranks(pg), said)
 
 
-def hold_meeting(made: Meeting, pg) -> None:
+_meetings: "WeakKeyDictionary[Any, Meeting | MeetingByMessages]" = WeakKeyDictionary()  # by process group
+
+
+def hold_meeting(made: Meeting | MeetingByMessages, pg) -> None:
     """Calls on a process group are compared in this meeting; `meeting` finds it."""
     _meetings[pg] = made
 
 
-def meeting(pg) -> Meeting | None:
-    """The meeting about calls on a process group, of whichever mesh."""
+def meeting(pg) -> Any:
+    """The meeting about calls on a process group, of whichever mesh; None if they are not compared."""
     return None if pg is None else _meetings.get(pg)
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from scaling._torch import constant
-from scaling.mesh.meeting import MESHES, Intent, Meeting, hold_meeting, made_alone, meeting
+from scaling.mesh.meeting import MESHES, Intent, Meeting, MeetingByMessages, hold_meeting, made_alone, meeting
 from scaling.mesh.page import SharedPage, share_page
 from scaling.mesh.world import TIMEOUT, check_device, join_world
 from scaling.sizes import check_sizes, format_sizes
@@ -220,7 +220,9 @@ class Mesh(AbstractMesh):
             pg = everyone
             if len(ranks) < self.size():
                 pg = self._new_group([self.ranks[rank] for rank in ranks])
-            if page is not None:
+            if page is None and self.checked:
+                hold_meeting(MeetingByMessages(pg, some), pg)
+            elif page is not None:
                 pg.set_timeout(timedelta(seconds=LONGER * self.timeout))
                 hold_meeting(Meeting(page, number, some, self.timeout), pg)
             self._process_groups[some] = ranks, pg

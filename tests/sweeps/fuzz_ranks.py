@@ -130,7 +130,7 @@ def finding(case: Case, told: list[tuple[str, str, float]]) -> str:
     for r, (kind, text, seconds) in enumerate(told):
         if not kind or (case.twist == "raises" and r == case.odd):
             continue
-        if kind not in ("ShardingError", "ValueError", "ArithmeticError"):
+        if kind not in ("ShardingError", "RankEnded", "ValueError", "ArithmeticError"):
             return f"an error of another kind\n{lines}"
         if seconds > SOON:
             return f"told late\n{lines}"
