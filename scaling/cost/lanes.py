@@ -14,12 +14,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from scaling.cost import gpu
 from scaling.hardware import Chip, Efficiency
+
+if TYPE_CHECKING:  # only columns need it, and they are the planner's: the page to play on has none
+    import numpy as np
 
 Amount = Any  # a number, or an array of them: the arithmetic is the same
 LINKS = 4  # of a torus its axes, of a tree the node's and the network's; the last one is the datacenter's
@@ -45,21 +46,27 @@ class Lane:
     @staticmethod
     def columns(lanes: Sequence["Lane"]) -> "Lane":
         """Many as one whose numbers are arrays."""
+        import numpy as np
+
         numbers: dict[str, Any] = {name: np.array([float(getattr(lane, name)) for lane in lanes]) for name in NUMBERS}
         links = zip(*(lane.links for lane in lanes), strict=True)
         return Lane(**numbers, links=tuple(np.array(column, dtype=float) for column in links))
 
-    def take(self, index: np.ndarray) -> "Lane":
+    def take(self, index: "np.ndarray") -> "Lane":
         """Rows of columns, by number."""
         numbers: dict[str, Any] = {name: getattr(self, name)[index] for name in NUMBERS}
         return Lane(**numbers, links=tuple(link[index] for link in self.links))
 
     def seconds(self, nbytes: Amount) -> Amount:
         """Of one collective, at the peak."""
+        import numpy as np
+
         return np.maximum(self.latency, nbytes * self.per_byte)
 
     def forecast(self, nbytes: Amount, rate: Efficiency) -> Amount:
         """The same as it is likely to be: starting it and its hops take time beside the bytes."""
+        import numpy as np
+
         hops = rate.launch + np.maximum(self.latency, (self.ranks - 1) * rate.launch / 16)
         return np.where(self.ranks > 1, hops, 0.0) + nbytes * self.per_byte / rate.links
 
