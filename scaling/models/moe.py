@@ -14,9 +14,8 @@ on a mesh.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +27,7 @@ from scaling.models.balance import losses
 from scaling.models.balance import scores as scores
 from scaling.models.balance import update_bias as update_bias
 from scaling.models.balance import z_loss as z_loss
+from scaling.models.remat import computed_again
 
 SPECS = {
     "router": "router[D, E]",
@@ -210,23 +210,6 @@ def dense(
     return y, losses(logits, experts, config, mask) | {"load": load}
 
 
-class _Again(torch.autograd.Function):
-    """first(*leaves), of which the leaves alone are saved; the backward pass differentiates again(*leaves)."""
-
-    @staticmethod
-    def forward(first, again, *leaves):
-        return first(*leaves)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outs):
-        _, ctx.again, *leaves = inputs
-        ctx.save_for_backward(*leaves)
-
-    @staticmethod
-    def backward(ctx, *douts):
-        return None, None, *torch.func.vjp(ctx.again, *ctx.saved_tensors)[1](douts)
-
-
 def checkpoint_routed(f: Callable) -> Callable:
     """A layer that computes itself again in the backward pass, but does not choose its experts again.
 
@@ -235,18 +218,14 @@ def checkpoint_routed(f: Callable) -> Callable:
     """
 
     def step(params, x):
-        both: Any = (params, x)
-        leaves, treedef = optree.tree_flatten(both)
         decided = []
 
-        def first(*leaves):
-            outs, routing = f(*optree.tree_unflatten(treedef, leaves), None)
+        def first(params, x):
+            outs, routing = f(params, x, None)
             decided.append(routing)
-            return outs
+            return outs, ()
 
-        def again(*leaves):
-            return f(*optree.tree_unflatten(treedef, leaves), decided[0])[0]
-
-        return _Again.apply(first, again, *leaves), decided[0]
+        outs = computed_again(first, lambda _, params, x: f(params, x, decided[0])[0], params, x)
+        return outs, decided[0]
 
     return step

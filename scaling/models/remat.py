@@ -7,7 +7,8 @@ torch.utils.checkpoint's saved-tensor hooks).
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import optree
 import torch
@@ -37,69 +38,79 @@ class _Replay(torch.autograd.Function):
         return dy @ W.mT, x.flatten(0, -2).mT @ dy.flatten(0, -2), None
 
 
-class _Checkpoint(torch.autograd.Function):
-    """f(layer, x) of which the inputs, and with `keep` the outputs of its matmuls, are saved."""
+class _Again(torch.autograd.Function):
+    """The results, and what is kept, of first(*leaves) -> (results, kept), two tuples of tensors; the leaves and `kept`
+    are saved, and the backward pass differentiates again(kept, *leaves) -> results. `number` gives a list of how many
+    results there are: torch.func would copy the list itself."""
 
     @staticmethod
-    def forward(f, keep, treedef, *leaves):
-        saved = []
-
-        def recording(x, W):
-            saved.append(x @ W.flatten(1))
-            return saved[-1].unflatten(-1, W.shape[1:])
-
-        layer, x = optree.tree_unflatten(treedef, leaves)
-        out = f(layer, x, recording) if keep else f(layer, x)
-        return out, *saved[:-1]
+    def forward(first, again, number, *leaves):
+        results, kept = first(*leaves)
+        number().append(len(results))
+        return *results, *kept
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        ctx.f, ctx.keep, ctx.treedef, *leaves = inputs
-        ctx.leaves = len(leaves)
-        ctx.save_for_backward(*leaves, *outputs[1:])
-        ctx.mark_non_differentiable(*outputs[1:])
+        _, ctx.again, number, *leaves = inputs
+        ctx.count, ctx.leaves = number()[0], len(leaves)
+        kept = outputs[ctx.count :]
+        ctx.save_for_backward(*leaves, *kept)
+        ctx.mark_non_differentiable(*kept)
 
     @staticmethod
-    def backward(ctx, dout, *_):
-        leaves, saved = ctx.saved_tensors[: ctx.leaves], ctx.saved_tensors[ctx.leaves :]
-
-        def again(*leaves):
-            both: Any = optree.tree_unflatten(ctx.treedef, leaves)
-            layer, x = both
-            if not ctx.keep:
-                return ctx.f(layer, x)
-            unread = x.new_full((), math.nan)  # in place of the last matmul's output: were it read, it would show
-            outputs = iter(saved)
-
-            def replaying(x, W):
-                if (known := next(outputs, None)) is None:
-                    known = unread.expand(*x.shape[:-1], W[0].numel())
-                return _Replay.apply(x, W.flatten(1), known).unflatten(-1, W.shape[1:])
-
-            return ctx.f(layer, x, replaying)
-
-        _, vjp, *_ = torch.func.vjp(again, *leaves)
-        return None, None, None, *vjp(dout)
+    def backward(ctx, *cotangents):
+        leaves, kept = ctx.saved_tensors[: ctx.leaves], ctx.saved_tensors[ctx.leaves :]
+        _, vjp, *_ = torch.func.vjp(lambda *leaves: ctx.again(kept, *leaves), *leaves)
+        return None, None, None, *vjp(tuple(cotangents[: ctx.count]))
 
 
-def _wrap(f, keep: bool):
-    def step(layer, x):
-        both: Any = (layer, x)
-        leaves, treedef = optree.tree_flatten(both)
-        return _Checkpoint.apply(f, keep, treedef, *leaves)[0]
+def computed_again(first: Callable, again: Callable, *trees: Any) -> tuple[torch.Tensor, ...]:
+    """The results of first(*trees) -> (results, kept), of which the trees and `kept` alone are saved for the backward
+    pass: that differentiates again(kept, *trees) -> results."""
+    leaves, structure = optree.tree_flatten(cast(Any, trees))
+    counts: list[int] = []
 
-    return step
+    def once_more(kept, *leaves):
+        return again(kept, *cast(tuple, optree.tree_unflatten(structure, leaves)))
+
+    def once(*leaves):
+        return first(*cast(tuple, optree.tree_unflatten(structure, leaves)))
+
+    outs = _Again.apply(once, once_more, lambda: counts, *leaves)
+    return outs[: counts[0]]
 
 
-def checkpoint_block(f):
+def checkpoint_block(f: Callable) -> Callable:
     """f(layer, x) -> x, of which only `layer` and `x` are saved for the backward pass."""
-    return _wrap(f, keep=False)
+    return lambda *both: computed_again(lambda *both: ((f(*both),), ()), lambda _, *both: (f(*both),), *both)[0]
 
 
-def checkpoint_matmuls(f):
+def checkpoint_matmuls(f: Callable) -> Callable:
     """f(layer, x, matmul) -> x, of which `layer`, `x` and the output of each matmul but the last are saved.
 
     The last matmul's output may only be added to the result (as in a residual block), so that no gradient reads it;
     otherwise gradients come out NaN.
     """
-    return _wrap(f, keep=True)
+
+    def first(layer, x):
+        outputs = []
+
+        def recording(x, W):
+            outputs.append(x @ W.flatten(1))
+            return outputs[-1].unflatten(-1, W.shape[1:])
+
+        result = f(layer, x, recording)
+        return (result,), outputs[:-1]
+
+    def again(kept, layer, x):
+        unread = x.new_full((), math.nan)  # in place of the last matmul's output: were it read, it would show
+        outputs = iter(kept)
+
+        def replaying(x, W):
+            if (known := next(outputs, None)) is None:
+                known = unread.expand(*x.shape[:-1], W[0].numel())
+            return _Replay.apply(x, W.flatten(1), known).unflatten(-1, W.shape[1:])
+
+        return (f(layer, x, replaying),)
+
+    return lambda *both: computed_again(first, again, *both)[0]
