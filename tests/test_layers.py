@@ -78,6 +78,7 @@ OPTIONAL = {
     "prometheus_client",
 }  # extras of pyproject.toml
 INSIDE = {  # (module, what it imports inside a function): why
+    ("scaling.cost.lanes", "numpy"): "the page to play on has none",
     ("scaling.spec.placements", "torch.distributed.tensor"): "types need no torch",
     ("scaling.spec.placements", "torch.distributed.tensor.placement_types"): "types need no torch",
     ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",

@@ -33,7 +33,7 @@ def _linear(name, args, kwargs, operands, shapes):
 
 
 def _adds(name, args, kwargs, operands, shapes):
-    if len(operands) == 1:  # a number
+    if len(operands) == 1 and any(args[1:2]):  # a number other than 0
         refuse_sums(operands, "partial-plus-whole", "a number is added to partial sums, by every device")
     dims = meeting_dims(name, operands, shapes[0])
     if any(x.made == "ring" for x in operands):  # the sums so far: how many are still to come, no type shows

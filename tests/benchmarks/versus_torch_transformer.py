@@ -25,7 +25,7 @@ from scaling.console import Parser
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
-from scaling.strategies.transformer.api import REMAT
+from scaling.strategies.transformer.layer import REMAT
 
 MICROBATCHES = 4
 
