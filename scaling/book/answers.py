@@ -6,10 +6,10 @@ Answer("5 Q1: params of LLaMA-2 13B", "13.0e9", num_params(get("llama2-13b")), "
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from textwrap import wrap
 
 from scaling.book import layout
+from scaling.tables import table
 
 VERDICTS = ("agrees", "rounding", "erratum", "ours", "DIFFERS")
 WORDS = 16  # columns of an answer in words, beyond which it is continued on the next line
@@ -119,29 +119,12 @@ def _agree(book: str, value: float, digits: float = 0.5) -> bool:
 
 
 def answer_table(answers: Sequence[Answer], columns: int | None = None) -> str:
-    """The answers as a table; the reason, where there is one, stands below its row. Long questions are continued."""
-    columns = columns or layout.width()
+    """The answers as a table; the reason, where there is one, stands below its row."""
     head = ("question", "book", "ours", "unit", "off by", "verdict")
-    rows = [a.row for a in answers]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(6)]
-    widths[2] = max(
-        len(word) for row in [head, *rows] for word in (row[2].split() if len(row[2]) > WORDS else [row[2]])
-    )
-    widths[0] = min(widths[0], columns - sum(widths[1:]) - 2 * 5)
-    align = (str.ljust, str.rjust, str.rjust, str.ljust, str.rjust, str.ljust)
-
-    def line(cells) -> str:
-        return "  ".join(to(cell, w) for to, cell, w in zip(align, cells, widths, strict=True)).rstrip()
-
-    lines = [line(head), "  ".join("-" * w for w in widths)]
-    for answer, (question, book, ours, *rest) in zip(answers, rows, strict=True):
-        first, *more = zip_longest(
-            wrap(question, widths[0], subsequent_indent="  "), wrap(ours, widths[2]), fillvalue=""
-        )
-        lines.append(line((first[0], book, first[1], *rest)))
-        lines += [line((q, "", word, "", "", "")) for q, word in more]
-        lines += wrap(answer.why, columns, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines)
+    right = (False, True, True, False, True, False)
+    ours = ("\n".join(wrap(answer.row[2], WORDS, break_long_words=False)) for answer in answers)
+    rows = [(*answer.row[:2], words, *answer.row[3:]) for answer, words in zip(answers, ours, strict=True)]
+    return table(rows, head, columns, right=right, hang="  ", below=[answer.why for answer in answers])
 
 
 def verdict_counts(answers: Sequence[Answer]) -> str:

@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch.profiler import profile as torch_profile
 
 from scaling import trace
 from scaling._torch import process_group, profiling
+from scaling.hardware import chip
 from scaling.profile.clock import offset_to_first
 from scaling.profile.cores import watched_cores
 from scaling.profile.intervals import Interval, subtract, union
@@ -35,6 +36,8 @@ from scaling.profile.timeline import LineRun, RankTimeline, disjoint
 from scaling.profile.torch_trace import RankTrace, Seen, Spans, read_trace
 
 GLOO = {"AllReduce": "gloo:all_reduce", "ReduceScatter": "gloo:all_to_all", "AllToAll": "gloo:all_to_all"}
+
+SKIP, COUNT = 2, 5  # steps that are not profiled first, since they make buffers and connections; and steps that are
 
 
 @contextmanager
@@ -74,6 +77,23 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
         seen = read_trace(json.loads(text), spans.begun, device)
     mine = replace(timeline(log.events, found.marks, seen, device), waited=looks.waited)
     found.made, found.traces = _gathered(mine, text, seen.shift)
+
+
+def watched(numbers: Iterable[int], where: str, rank: int, predict: str = "") -> Iterator[int]:
+    """The numbers of a run's steps; some of the steps are profiled between them, and written to `where` by rank 0 (see
+    `Profile.save`), beside what the chip `predict` would take, if one is named. Without a place it is the numbers
+    alone. A loop that is left early writes nothing."""
+    coming = iter(numbers)
+    if where:
+        for _, number in zip(range(SKIP), coming, strict=False):
+            yield number
+        with profile() as p:
+            for _, number in zip(range(COUNT), coming, strict=False):
+                yield number
+                p.step()
+        if rank == 0:
+            p.save(where, chip(predict) if predict else None)
+    yield from coming
 
 
 def _free_in_silence(blocks: list[torch.Tensor]) -> None:

@@ -9,8 +9,7 @@ from statistics import mean
 from scaling.hardware import Chip
 from scaling.profile import memory, stragglers, table
 from scaling.profile.advice import Suggestion, suggestions
-from scaling.profile.lines import LineTotal, by_line
-from scaling.profile.split import Parts, Split, splits, step_parts
+from scaling.profile.split import LineTotal, Parts, Split, by_line, splits, step_parts
 from scaling.profile.timeline import RankTimeline
 from scaling.profile.torch_trace import RankTrace, Spans, write_trace
 from scaling.trace import now
@@ -72,9 +71,9 @@ class Profile:
         """Ranks that others wait for, and in which of their lines the time goes; the slowest first."""
         return stragglers.find(self.timelines, self.splits)
 
-    def suggestions(self, chip: Chip | None = None) -> list[Suggestion]:
+    def suggestions(self) -> list[Suggestion]:
         """What to change, and what it would gain; the largest gain first."""
-        return suggestions(self.timelines, self.splits, chip)
+        return suggestions(self.timelines, self.splits)
 
     def memory(self, rank: int = 0) -> list[memory.Moment]:
         """The memory of live tensors after each line of the first step."""

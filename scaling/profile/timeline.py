@@ -7,7 +7,7 @@ hidden behind other work.
 
 from dataclasses import dataclass, replace
 
-from scaling.profile.intervals import Interval, intersect, subtract, union
+from scaling.profile.intervals import Interval, subtract, union
 
 LOCAL = ("Einsum", "Slice")  # ops that no other rank takes part in
 
@@ -52,10 +52,6 @@ class LineRun:
 
         return replace(self, called=self.called + seconds, end=self.end + seconds, held=tuple(map(later, self.held)),
                        transfer=self.transfer and later(self.transfer))  # fmt: skip
-
-    def within(self, step: Interval) -> "LineRun":
-        """The same, of what it holds only what lies in a step."""
-        return replace(self, held=tuple(intersect(union(self.held), [step])))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from scaling import optim, tree
 from scaling.models import hf
 from scaling.models import transformer as model
-from scaling.profile.steps import watched
+from scaling.profile.record import watched
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint, guards

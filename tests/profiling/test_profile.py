@@ -15,8 +15,7 @@ from scaling.hardware import Chip, Measured
 from scaling.measure.rates import toml
 from scaling.mesh import Mesh
 from scaling.profile import profile, record
-from scaling.profile.record import on_device, run_of, with_transfers
-from scaling.profile.steps import watched
+from scaling.profile.record import on_device, run_of, watched, with_transfers
 from scaling.profile.timeline import LineRun
 from scaling.profile.torch_trace import RankTrace, join_traces, read_trace
 

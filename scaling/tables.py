@@ -1,0 +1,60 @@
+"""Tables as text, of at most 100 columns, or fewer where the terminal (or COLUMNS) has fewer.
+
+table([("v5e", "1.97e14"), ("v5p", "4.59e14")], ["chip", "FLOPs/s"])      numbers to the right, words wrapped
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import zip_longest
+from textwrap import wrap
+
+from scaling.console import width
+
+NUMBER = re.compile(r"[-+<>~]?[\d.,]+(e[-+]?\d+)?(%|x| us| ms| s| ns)?|-|inf|")  # what stands to the right in a table
+
+
+def table(
+    rows: Sequence[Sequence[str]], headers: Sequence[str], columns: int | None = None, *,
+    right: Sequence[bool] = (), hang: str = "", above: Sequence[str] = (), below: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """Rows under their headers; the widest columns of words are wrapped until all fit.
+
+    A header may have several lines. `right`: the columns that stand to the right, and of which only the header is
+    wrapped, by default those of numbers. `hang`: what a wrapped cell is continued with. `above`, `below`: text over all
+    columns that belongs to each row.
+    """
+    columns = columns or width()
+    across = [[row[i] for row in rows] for i in range(len(headers))]
+    right = right or [bool(column) and all(NUMBER.fullmatch(cell) for cell in column) for column in across]
+    widths = [max(map(len, [*column, *head.split("\n")])) for column, head in zip(across, headers, strict=True)]
+    least = [
+        max(map(len, [*(column if numbers else " ".join(column).split()), *head.split()]))
+        for column, head, numbers in zip(across, headers, right, strict=True)
+    ]
+    while sum(widths) + 2 * (len(widths) - 1) > columns:
+        able = [i for i, w in enumerate(widths) if w > least[i]]
+        if not able:
+            break  # nothing can give way: the table is as wide as its words
+        widths[max(able, key=widths.__getitem__)] -= 1
+
+    def lines(cells: Sequence[str]) -> list[str]:
+        wrapped = [_wrapped(cell, w, hang) for cell, w in zip(cells, widths, strict=True)]
+        return [
+            "  ".join(
+                text.rjust(w) if numbers else text.ljust(w)
+                for text, w, numbers in zip(parts, widths, right, strict=True)
+            ).rstrip()
+            for parts in zip_longest(*wrapped, fillvalue="")
+        ]
+
+    found = [*lines(headers), "  ".join("-" * w for w in widths)]
+    for row, before, after in zip_longest(rows, above, below, fillvalue=""):
+        found += [*wrap(before, columns, subsequent_indent="    "), *lines(row)]
+        found += wrap(after, columns, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(found)
+
+
+def _wrapped(text: str, columns: int, hang: str) -> list[str]:
+    """The lines of a cell; what was written as several lines stays so."""
+    found = (wrap(line, columns, subsequent_indent=hang, break_on_hyphens=False) for line in text.splitlines())
+    return [part for lines in found for part in lines] or [""]
