@@ -60,7 +60,7 @@ NO_TORCH = {
     "show",
     "plan",
 }
-JUDGE = "alike compared contracts elements held infer watched library mode programs rows run strategy typed"  # it runs
+JUDGE = "compared contracts held library mode ops programs run strategy typed watched"  # it runs
 TORCH_BY_NAME = {"scaling.hardware.systolic"} | {f"scaling.check.{name}" for name in JUDGE.split()}
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "predict", "transformer_step")}
 OPTIONAL = {

@@ -6,9 +6,10 @@ None: they fit all.
 """
 
 import itertools
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -43,6 +44,10 @@ class HeldType:
     def __str__(self) -> str:
         dims = tuple((name_along(dim) or "?", axes_along(dim) or ()) for dim in self.dims)
         return str(Spec(self.name, dims, tuple(sorted(self.unreduced or ()))))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(size_along, self.dims))
 
     @property
     def axes(self) -> set[str]:
@@ -87,20 +92,27 @@ def _known(p: DimPart, q: DimPart) -> "tuple[str, ...] | None":
     return q.axes if p.axes is None else p.axes
 
 
+def strides_in_order(shape: Sequence[int]) -> list[int]:
+    """The strides of an array whose elements lie in order."""
+    return [prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
 @dataclass
 class HeldMemory:
-    """The pieces of a storage, by stride, the largest first. `keep`: the tensor, so that its memory is not used again;
-    `unset`: nothing has been written yet."""
+    """The pieces of a storage, by stride, the largest first; `unset`: nothing has been written yet; `keep`: the tensor
+    that `held` is the type of, so that its memory is not used again."""
 
-    keep: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
     held: HeldType
-    pieces: list[tuple[int, DimPart]] = field(default_factory=list)
+    pieces: list[tuple[int, DimPart]]
     unset: bool = False
+    keep: "Tensor | None" = None
 
     @staticmethod
-    def of(x: Tensor, held: HeldType, unset: bool = False) -> "HeldMemory":
+    def of(shape: Sequence[int], strides: Sequence[int], held: HeldType, **options: Any) -> "HeldMemory":
         pieces = []
-        for n, stride, dim in zip(x.shape, x.stride(), held.dims, strict=True):
+        for n, stride, dim in zip(shape, strides, held.dims, strict=True):
             if n == 1 or stride == 0:
                 continue
             if size_along(dim) != n:
@@ -108,16 +120,16 @@ class HeldMemory:
             for piece in reversed(dim):
                 pieces.append((int(stride), piece))
                 stride *= piece.size
-        return HeldMemory(x, held, sorted(pieces, key=lambda each: each[0], reverse=True), unset)
+        return HeldMemory(shape, strides, held, sorted(pieces, key=lambda each: each[0], reverse=True), **options)
 
-    def view(self, x: Tensor) -> HeldType:
-        """What x, which lies in this memory, holds."""
-        if x.shape == self.keep.shape and x.stride() == self.keep.stride() and 1 in x.shape:
+    def view(self, shape: Sequence[int], strides: Sequence[int]) -> HeldType:
+        """What an array of this shape and these strides, which lies in this memory, holds."""
+        if 1 in shape and tuple(shape) == tuple(self.shape) and tuple(strides) == tuple(self.strides):
             return self.held  # a dim of one element has no stride to be found by
-        spans = [(int(s), int(s) * int(n)) for n, s in zip(x.shape, x.stride(), strict=True)]
+        spans = [(int(s), int(s) * int(n)) for n, s in zip(shape, strides, strict=True)]
         self._split(sorted({a for a, b in spans if a and b > a}))
         dims = []
-        for n, (first, end) in zip(x.shape, spans, strict=True):
+        for n, (first, end) in zip(shape, spans, strict=True):
             covered = []
             for stride, piece in self.pieces if first and n > 1 else ():
                 low, high = max(first, stride), min(end, stride * piece.size)

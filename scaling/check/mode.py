@@ -12,12 +12,12 @@ from torch import Tensor
 
 from scaling._torch import TorchDispatchMode, storage_of
 from scaling.algebra.ops import op_kind
-from scaling.check.alike import NotInferred, RuleBroken, of_nothing
 from scaling.check.compared import place_of_call
 from scaling.check.findings import Judgement, said
-from scaling.check.held import DimPart, HeldMemory, HeldType, axes_along, size_along
-from scaling.check.infer import NOTHING, infer
+from scaling.check.held import DimPart, HeldType, axes_along, size_along
+from scaling.check.ops import UNSET, NotInferred, RuleBroken, infer, of_nothing
 from scaling.check.typed import TypedLines
+from scaling.spec import ShardingError
 
 MADE = ("rand", "randn", "randint", "randperm", "zeros", "ones", "full", "empty")
 
@@ -47,11 +47,7 @@ class Judge(TypedLines, TorchDispatchMode):
             if short == "full" and kwargs.get("dtype") is None:
                 dtype = torch.tensor(args[1]).dtype
             x = torch.empty(size, dtype=dtype, device="meta")
-            self.memory[storage_of(x)] = (
-                HeldMemory(x, of_nothing(x.shape), unset=True)
-                if short == "empty"
-                else HeldMemory.of(x, of_nothing(x.shape, short == "zeros"))
-            )
+            self.give(x, of_nothing(x.shape, short == "zeros"), unset=short == "empty")
             return x
         if (found := self.by_values(short, args, kwargs, tensors)) is not None:
             return found[0]
@@ -145,20 +141,20 @@ class Judge(TypedLines, TorchDispatchMode):
         into = [x for x, a in zip(args, func._schema.arguments, strict=False) if isinstance(x, Tensor) and a.is_write]
         into += [x for k, x in kwargs.items() if k == "out" and isinstance(x, Tensor)]
         operands = [self.held(x) for x in tensors_in((args, {k: x for k, x in kwargs.items() if k != "out"}))]
-        if name in NOTHING:
+        if name in UNSET:
             for x in results:
-                self.memory[storage_of(x)] = HeldMemory(x, of_nothing(x.shape), unset=True)
+                self.give(x, of_nothing(x.shape), unset=True)
             return
         if op_kind(name) in ("adds", "fuses", "joins"):
             operands = self.shares(operands)
         quietly = all(x.made == "of nothing" for x in operands)
         try:
             found = infer(name, args, kwargs, operands, results)
-        except (RuleBroken, NotInferred) as error:
+        except (RuleBroken, NotInferred, ShardingError) as error:
             if isinstance(error, RuleBroken):
                 error.made = operands[min(error.operand, len(operands) - 1)].place
             else:
-                error = NotInferred(f"{name}: {error}")
+                error = NotInferred(f"{name}: {str(error).splitlines()[0]}")
             for x in into or results:
                 self.give(x, of_nothing(x.shape, True))
             raise error from None
@@ -192,7 +188,7 @@ class Judge(TypedLines, TorchDispatchMode):
         known = self.memory.get(storage_of(x))
         if known is None or x.dim() != part.dim():
             return
-        dims = known.view(x).dims
+        dims = known.view(x.shape, x.stride()).dims
         for i, dim in enumerate(dims):
             if len(dim) > 1 and x.shape[i] != part.shape[i]:
                 first, end = x.stride(i), x.stride(i) * x.shape[i]
@@ -207,9 +203,12 @@ class Judge(TypedLines, TorchDispatchMode):
         adds = add and known is not None and not known.unset and old.made != "of nothing"
         if adds and None not in (old.unreduced, held.unreduced) and old.unreduced != held.unreduced:
             raise RuleBroken("partial-plus-whole", f"{held} is added to {old}")
-        if known is not None and x.numel() * x.element_size() < x.untyped_storage().nbytes():
+        if (
+            known is not None
+            and (whole := known.keep) is not None
+            and x.numel() * x.element_size() < x.untyped_storage().nbytes()
+        ):
             dims = {s: dim for n, s, dim in zip(x.shape, x.stride(), held.dims, strict=False) if n > 1 and s}
-            whole = self.keep(known)
             pieces = []
             for n, s, dim in zip(whole.shape, whole.stride(), self.held(whole).dims, strict=True):
                 source = dims.get(s)
@@ -220,10 +219,6 @@ class Judge(TypedLines, TorchDispatchMode):
             self.give(x, held)
         else:
             self.give(x, replace(of_nothing(x.shape), unreduced=held.unreduced, parts=held.parts, made=held.made))
-
-    @staticmethod
-    def keep(known: HeldMemory) -> Tensor:
-        return known.keep
 
     def end(self) -> None:
         for pending, place, line in self.pending:

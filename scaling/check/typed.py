@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from scaling._torch import is_wrapped, storage_of
-from scaling.check.alike import of_nothing
 from scaling.check.compared import (
     OWN,
     PODS,
@@ -27,6 +26,7 @@ from scaling.check.compared import (
 )
 from scaling.check.findings import Finding, Judgement, place_parts
 from scaling.check.held import DimPart, HeldMemory, HeldType, axes_along, name_along
+from scaling.check.ops import of_nothing
 from scaling.collectives.linear import run_op, watcher
 from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import einsum
@@ -64,10 +64,10 @@ class TypedLines:
 
     def held(self, x: Tensor) -> HeldType:
         known = self.memory.get(storage_of(x))
-        return of_nothing(x.shape) if known is None or known.unset else known.view(x)
+        return of_nothing(x.shape) if known is None or known.unset else known.view(x.shape, x.stride())
 
-    def give(self, x: Tensor, held: HeldType) -> None:
-        self.memory[storage_of(x)] = HeldMemory.of(x, held)
+    def give(self, x: Tensor, held: HeldType, unset: bool = False) -> None:
+        self.memory[storage_of(x)] = HeldMemory.of(x.shape, x.stride(), held, unset=unset, keep=x)
 
     def declare(self, x: Any, spec: Spec, place: str, parts: str = "") -> None:
         """x is what a line says: dims in front that the line has not are of vmap, or of stacked layers."""
