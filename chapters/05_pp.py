@@ -32,10 +32,9 @@ page = Page(
     __doc__, mesh="Z=4,X=1,Y=1", fits=((fsdp_tp.SPECS["In"], fsdp_tp.SPECS["W_in"]), SIZES), device=True, seed=True,
     **learning.OPTIONS, microbatches=(8, "microbatches of a batch", integer(1, 128)),
     tick=(20.0, "milliseconds of a computation; 0: as fast as it goes", number(0, 1000)),
-    only=("", "schedules to run, by commas; all if empty"),
-    draw=(None, "write the charts to this .svg or .png", picture),
+    only=("", "schedules to run, by commas"), draw=(None, "write the charts to this .svg or .png", picture),
 )  # fmt: skip
-Z, M = page.args.mesh["Z"], page.args.microbatches
+Z, M, TICK = page.args.mesh["Z"], page.args.microbatches, min(page.args.tick, 4.0 if page.small else 1000.0)
 if page.args.batch < M:
     page.refuse(f"--batch {page.args.batch}: fewer rows than {M} microbatches; fix: --batch {32 * M}")
 try:
@@ -156,10 +155,10 @@ page.table(rows, ["microbatches", "bubble", "kept by GPipe", "kept by 1F1B"])
 
 # %% [markdown]
 # ## The second way out: the backward in halves
-# The rank before waits for dx alone; nobody waits for dW. So the backward is cut in two: I, dL/dx, goes first, and W,
-# dL/dW, fills the dots. ZB-H1 does that in 1F1B's memory. DualPipeV is a later form of the book's figure: a rank has an
-# early and a late chunk, rank 0 the first and the last layers. Compare the makespans with 1F1B's: what is left of the
-# bubble is the way down at the beginning.
+# The rank before waits for dx alone, nobody for dW. So the backward is cut in two: I, dL/dx, goes first; W, dL/dW,
+# fills the dots. ZB-H1 does that in 1F1B's memory. DualPipeV is a later form of the book's figure: a rank has an early
+# and a late chunk, rank 0 the first and the last layers. Compare the makespans with 1F1B's: of the bubble, the way down
+# at the beginning is left.
 
 # %%
 page.title("The backward in halves")
@@ -219,7 +218,6 @@ def schedules(mesh, names, seed):
     return found
 
 
-TICK = min(page.args.tick, 4.0) if page.small else page.args.tick
 names = asked or [name for name in (("1f1b", "zb-h1") if page.small else SCHEDULES) if name in drawn]
 runs = page.on_ranks(schedules, names, page.args.seed)
 page.title(f"Schedules of {M} microbatches, measured")
@@ -241,8 +239,7 @@ for name, (measured, _) in runs.items():
     live = [f"{float(each):g}" for each in (memory, max(simulated.live), max(measured.live))]
     rows.append((name, *bubble, *live, page.check(f"{name}: bubble and memory", same)))
 page.title("Bubble and memory: closed form, simulated, measured")
-headers = ["schedule", "bubble", "simu-\nlated", "mea-\nsured", "memory", "simu-\nlated", "mea-\nsured", "the same"]
-page.table(rows, headers)
+page.table(rows, ["schedule", "bubble", "simu-\nlated", "mea-\nsured", "memory", "simu-\nlated", "mea-\nsured", "same"])
 page.say()
 page.equal([row for _, off in runs.values() for row in off])
 if page.first and page.args.draw:
@@ -256,6 +253,12 @@ if page.first and page.args.draw:
 # %%
 ADAMW, ARGS = learning.ADAMW, page.args
 ARGS.steps, ARGS.batch = min(ARGS.steps, 3) if page.small else ARGS.steps, ARGS.batch // M * M
+
+
+def ends_reduced(dIn, dW_head, mesh):
+    """dIn[B, D] {U_Z}, dW_head[D, V] {U_Z} -> dIn[B, D], dW_head[D, V]: of the first stage, and of the last."""
+    dIn = all_reduce("dIn[B, D] {U_Z} -> dIn[B, D]", dIn, mesh)
+    return dIn, all_reduce("dW_head[D, V] {U_Z} -> dW_head[D, V]", dW_head, mesh)
 
 
 def training(mesh, args) -> tuple[dict, list[float], list]:
@@ -275,9 +278,7 @@ def training(mesh, args) -> tuple[dict, list[float], list]:
     for _, (tokens, targets) in zip(range(args.steps), batches, strict=False):
         In, embed_vjp = vjp(lambda E, tokens=tokens: mlp.embed(E, tokens), params["embed"])
         loss, grads = pipeline.with_ends(params["blocks"], params["head"], In, targets, mesh, schedule, terms, blocks)
-        dIn, dW_head = grads.dIn, grads.head  # dIn[B, D] {U_Z} of the first stage, dW_head[D, V] {U_Z} of the last
-        dIn = all_reduce("dIn[B, D] {U_Z} -> dIn[B, D]", dIn, mesh)
-        dW_head = all_reduce("dW_head[D, V] {U_Z} -> dW_head[D, V]", dW_head, mesh)
+        dIn, dW_head = ends_reduced(grads.dIn, grads.head, mesh)
         grads = {"embed": embed_vjp(dIn)[0], "blocks": grads.params, "head": dW_head}
         first = first or grads | {"blocks": tree.unshard(grads["blocks"], specs, mesh)}
         params, state = ADAMW.update(grads, state, params)
