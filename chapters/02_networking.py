@@ -15,7 +15,7 @@ from scaling import cost
 from scaling.book.answers import Answer
 from scaling.book.layout import format_number
 from scaling.book.page import Page
-from scaling.console import number as positive
+from scaling.common.console import number as positive
 from scaling.hardware import chip
 from scaling.hardware.torus import Torus, slice_of
 

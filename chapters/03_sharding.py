@@ -20,8 +20,8 @@ from scaling.hardware import chip
 from scaling.interop import to_partition_spec
 from scaling.mesh import AbstractMesh
 from scaling.show import devices
-from scaling.sizes import format_sizes
 from scaling.spec import ShardingError, parse
+from scaling.spec.sizes import format_sizes
 
 TYPES = {"A": "A[B_X, D_Y]", "W": "W[D, F_Y]", "Out": "Out[B_X, F_Y]"}
 FITS = (

@@ -16,7 +16,7 @@ from scaling.book.answers import Answer
 from scaling.book.listing import EXACT, difference
 from scaling.book.page import Page
 from scaling.collectives import all_reduce, einsum, shard
-from scaling.console import integer
+from scaling.common.console import integer
 from scaling.hardware import chip
 from scaling.trace.peak import peak_memory
 

@@ -20,7 +20,7 @@ from scaling.book import learning
 from scaling.book.listing import EXACT, difference
 from scaling.book.page import Page
 from scaling.collectives import all_reduce, recv, send, unshard
-from scaling.console import integer, number, picture
+from scaling.common.console import integer, number, picture
 from scaling.models import mlp
 from scaling.schedules import SCHEDULES, closed_forms, make
 from scaling.schedules.simulator import simulate

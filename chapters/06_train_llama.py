@@ -18,13 +18,13 @@ from scaling.book.layout import format_number
 from scaling.book.listing import SINGLE
 from scaling.book.page import Page
 from scaling.collectives import unshard
+from scaling.common.console import integer
 from scaling.configs import Config, get
-from scaling.console import integer
 from scaling.cost import transformer as tm
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.sizes import format_sizes
 from scaling.spec import ShardingError, format_axes
+from scaling.spec.sizes import format_sizes
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.trace import trace

@@ -20,12 +20,12 @@ from scaling.book.answers import Answer
 from scaling.book.layout import beside, width
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
-from scaling.console import integer
+from scaling.common.console import integer
 from scaling.hardware import Chip, Measured, chip, load_chip
 from scaling.measure import rates
 from scaling.models.pointwise import act
 from scaling.profile import profile
-from scaling.sizes import format_sizes
+from scaling.spec.sizes import format_sizes
 
 page = Page(
     __doc__,

@@ -26,7 +26,7 @@ from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.plan.predict import Size, traced
 from scaling.profile import profile
-from scaling.sizes import format_sizes
+from scaling.spec.sizes import format_sizes
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.trace import trace
 

@@ -8,7 +8,7 @@ rooms of the package are to be had as they are, too: `scaling.optim`, `scaling.s
 
 from typing import TYPE_CHECKING
 
-from scaling.lazy import lazy
+from scaling.common.lazy import lazy
 
 if TYPE_CHECKING:
     from scaling import algebra, cost, data, models, optim, schedules, strategies, trace, train, tree

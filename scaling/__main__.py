@@ -3,7 +3,7 @@
 import sys
 
 from scaling import __version__
-from scaling.console import command_of
+from scaling.common.console import command_of
 
 TOOLS = {  # word -> (module, what it does)
     "train": ("scaling.train.command", "train a Transformer on your text, on any mesh"),

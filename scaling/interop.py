@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from scaling.sizes import check_axis, shortened
+from scaling.common.arguments import shortened
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
+from scaling.spec.sizes import check_axis
 
 
 def to_placements(spec: "str | Spec", mesh) -> tuple[Placement, ...]:

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from failure import RankFailed
 from gloo_device import share_gloo_device
 
-from scaling import console
+from scaling.common import console
 from scaling.launch.process import end_with_parent, ready_to_fork
 from scaling.mesh import Mesh, join_world
 

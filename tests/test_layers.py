@@ -17,15 +17,12 @@ import scaling
 
 ROOT = Path(scaling.__file__).parent
 ROOMS = [  # each imports only from those before it
-    {"lazy"},
+    {"common"},
     {"scaling"},
     {"spec"},
-    {"sizes", "arguments"},
-    {"algebra", "schedules", "hardware", "console"},
-    {"tables"},
+    {"algebra", "schedules", "hardware"},
     {"configs"},
     {"cost"},
-    {"_torch"},
     {"mesh"},
     {"trace"},
     {"collectives"},
@@ -45,15 +42,11 @@ ROOMS = [  # each imports only from those before it
     {"__main__"},
 ]
 NO_TORCH = {
-    "lazy",
+    "common",
     "spec",
-    "sizes",
-    "arguments",
     "algebra",
     "schedules",
     "hardware",
-    "console",
-    "tables",
     "configs",
     "cost",
     "check",
@@ -61,7 +54,9 @@ NO_TORCH = {
     "plan",
 }
 JUDGE = "compared contracts held library mode ops programs run strategy typed watched"  # it runs
-TORCH_BY_NAME = {"scaling.hardware.systolic"} | {f"scaling.check.{name}" for name in JUDGE.split()}
+TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private"} | {
+    f"scaling.check.{name}" for name in JUDGE.split()
+}
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "predict", "transformer_step")}
 OPTIONAL = {
     "matplotlib",

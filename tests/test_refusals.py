@@ -26,7 +26,7 @@ ITS_OWN = {
     "RankError",
 }  # which check failed, what is not there, who died
 NO_FIX = {  # where a sentence alone is enough: why
-    "console.py": "an option's range, or why a file cannot be written, in argparse's one line",
+    "common/console.py": "an option's range, or why a file cannot be written, in argparse's one line",
     "exercise/judge.py": "what an answer lacks; the answer itself is not told",
     "schedules/simulator.py": "a schedule that cannot run is quoted by rank and step",
     "serve/requests.py": "the reason, in one line, in the answer to a client's request",

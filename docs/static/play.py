@@ -13,8 +13,8 @@ from scaling.cost.step_time import seconds_on
 from scaling.cost.transformer import num_params
 from scaling.show import draw
 from scaling.show.schedules import main as show_schedule
-from scaling.sizes import parse_mesh, parse_sizes
 from scaling.spec import ShardingError, parse, parse_line
+from scaling.spec.sizes import parse_mesh, parse_sizes
 
 DIM = 4096  # of a dim whose size is not given
 

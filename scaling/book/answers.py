@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from scaling.book import layout
-from scaling.tables import table
+from scaling.common.tables import table
 
 VERDICTS = ("agrees", "rounding", "erratum", "ours", "DIFFERS")
 WORDS = 16  # columns of an answer in words, beyond which it is continued on the next line

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
-from scaling import tables
-from scaling.console import width
+from scaling.common import tables
+from scaling.common.console import width
 
 
 def format_number(value: float, digits: int = 4) -> str:
@@ -53,7 +53,7 @@ def _side_by_side(pictures: list[str], gap: int) -> str:
 
 
 def table(rows: Iterable[Sequence], headers: Sequence[str], columns: int | None = None) -> str:
-    """Rows of text and numbers under their headers, as `scaling.tables` writes them: counts in full, other numbers to
+    """Rows of text and numbers under their headers, as `common.tables` writes them: counts in full, other numbers to
     four digits."""
     return tables.table([[_written(cell) for cell in row] for row in rows], headers, columns)
 

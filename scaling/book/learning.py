@@ -12,7 +12,7 @@ from scaling import data, optim, tree
 from scaling.book.listing import SINGLE, STACK, difference, stack_equality
 from scaling.book.page import Page
 from scaling.collectives import broadcast
-from scaling.console import integer
+from scaling.common.console import integer
 from scaling.models import mlp
 from scaling.spec import format_axes
 from scaling.train.byte_lm import batch_axes, evaluate, loss_and_grads, param_specs, reduced

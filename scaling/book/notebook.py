@@ -7,7 +7,7 @@ CHAPTER="--small" python -m scaling.book.notebook chapters/03_collectives.py
 import sys
 from pathlib import Path
 
-from scaling.console import Parser
+from scaling.common.console import Parser
 
 
 def execute(chapter, timeout: int = 600):

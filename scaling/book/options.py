@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from scaling.check.findings import judging
-from scaling.console import SEEDS, Parser, integer, picture
-from scaling.sizes import format_sizes, parse_mesh
+from scaling.common.console import SEEDS, Parser, integer, picture
 from scaling.spec import ShardingError, parse
+from scaling.spec.sizes import format_sizes, parse_mesh
 
 LEAST = 10_000  # bytes of a text that a chapter can learn from
 RANKS = 256  # the most that a chapter starts on one machine

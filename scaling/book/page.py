@@ -21,7 +21,7 @@ from typing import Any
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, verdict_counts
 from scaling.book.options import Fits, chapter_parser, in_notebook, read_options
-from scaling.console import fold
+from scaling.common.console import fold
 from scaling.show import charts, timelines
 
 

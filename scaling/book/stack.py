@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from scaling._torch import TorchDispatchMode, aot_graphs, inductor_code
+from scaling.common.torch_private import TorchDispatchMode, aot_graphs, inductor_code
 
 PRODUCTS = {"bmm", "mm", "addmm", "einsum"}
 LAYOUT = {"view", "permute", "unsqueeze", "squeeze", "transpose", "t", "expand", "reshape"}

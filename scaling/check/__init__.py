@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from scaling.check.files import files_of, main
 from scaling.check.findings import RULES, Finding
 from scaling.check.lines import check_lines
-from scaling.lazy import lazy
+from scaling.common.lazy import lazy
 
 if TYPE_CHECKING:
     from scaling.check.run import check_source

@@ -1,6 +1,6 @@
 import sys
 
 from scaling.check.files import main
-from scaling.console import command
+from scaling.common.console import command
 
 sys.exit(command(main))

@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 import scaling
-from scaling._torch import is_wrapped, unwrapped
 from scaling.check.findings import said
 from scaling.check.held import DimPart, HeldType, axes_along, name_along, size_along
+from scaling.common.torch_private import is_wrapped, unwrapped
 from scaling.spec import ShardingError, Spec, format_axes, parse_line
 
 OWN = str(Path(scaling.__file__).parent / "")
 ENGINE = tuple(
-    f"{OWN}/{room}" for room in ("check/", "collectives/", "trace/", "tree.py", "_torch.py", "strategies/axes.py")
+    f"{OWN}/{room}" for room in ("check/", "collectives/", "trace/", "tree.py", "common/torch_private.py", "strategies/axes.py")
 )
 PODS = "P"  # the slow axis: a line without it is the program of each pod
 RAGGED = "R"  # a dim without axes that has another size on each rank: the rows of an expert

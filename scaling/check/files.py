@@ -24,7 +24,7 @@ from pathlib import Path
 import scaling
 from scaling.check.findings import Finding, Judgement, place_parts
 from scaling.check.lines import check_lines
-from scaling.console import Parser
+from scaling.common.console import Parser
 
 OWN = Path(scaling.__file__).parent
 

@@ -10,13 +10,13 @@ import optree
 import torch
 from torch import Tensor
 
-from scaling._torch import TorchDispatchMode, storage_of
 from scaling.algebra.ops import op_kind
 from scaling.check.compared import place_of_call
 from scaling.check.findings import Judgement, said
 from scaling.check.held import DimPart, HeldType, axes_along, size_along
 from scaling.check.ops import UNSET, NotInferred, RuleBroken, infer, of_nothing
 from scaling.check.typed import TypedLines
+from scaling.common.torch_private import TorchDispatchMode, storage_of
 from scaling.spec import ShardingError
 
 MADE = ("rand", "randn", "randint", "randperm", "zeros", "ones", "full", "empty")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling._torch import is_wrapped, storage_of
 from scaling.check.compared import (
     OWN,
     PODS,
@@ -31,6 +30,7 @@ from scaling.collectives.linear import run_op, watcher
 from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import einsum
 from scaling.collectives.pending import Pending
+from scaling.common.torch_private import is_wrapped, storage_of
 from scaling.spec import Spec, parse, parse_line
 
 SAID = ("result ", "argument ", "forward returns", "backward returns")  # what is no line of the program's

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling._torch import constant
+from scaling.common.torch_private import constant
 from scaling.spec import refuse
 
 

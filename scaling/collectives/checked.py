@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaling._torch import mode_names, modes, process_group
+from scaling.common.torch_private import mode_names, modes, process_group
 from scaling.mesh import Group
 from scaling.mesh.meeting import Intent, meeting
 from scaling.spec import Spec, refuse

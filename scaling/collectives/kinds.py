@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
 
-from scaling._torch import lazy_clone
 from scaling.collectives.op import CARRIED, LOCAL, Op, as_carried, output_shape
 from scaling.collectives.transport import IN_GRAPH, TO_NOBODY, OnGroup, Transport
+from scaling.common.torch_private import lazy_clone
 from scaling.mesh import Group
 
 Started = tuple[Sequence[Any], Callable[[], Tensor]]

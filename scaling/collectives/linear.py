@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling._torch import any_modes, in_transform, modes
 from scaling.collectives.checked import agree_on
 from scaling.collectives.kinds import traceable
 from scaling.collectives.op import Op, dual, event
+from scaling.common.torch_private import any_modes, in_transform, modes
 from scaling.trace import done, open_logs, reached, record
 
 watcher: ContextVar[Callable[..., Any] | None] = ContextVar("watcher", default=None)  # called as (call, *arguments)

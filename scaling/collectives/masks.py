@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaling._torch import modes
 from scaling.collectives.checked import agree
 from scaling.collectives.linear import who_watches
 from scaling.collectives.lines import numbers, on
+from scaling.common.torch_private import modes
 from scaling.spec import ShardingError, parse, refuse
 
 RULE = "{U_X} is a sum with one term for each element: along X one device has it, the others have zeros"

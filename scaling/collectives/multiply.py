@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from scaling import trace
-from scaling._torch import constant
 from scaling.algebra.contraction import check_product, refuse_product
 from scaling.collectives.buffers import check_out, refuse_in_graph
 from scaling.collectives.kernel import (
@@ -26,6 +25,7 @@ from scaling.collectives.kernel import (
 )
 from scaling.collectives.linear import differentiated, watcher
 from scaling.collectives.pending import Deferred, wait
+from scaling.common.torch_private import constant
 from scaling.spec import Line, ShardingError
 
 DENSE = torch.strided

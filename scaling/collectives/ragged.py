@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from scaling.algebra.rules import collective_steps
-from scaling.arguments import whole_numbers
 from scaling.collectives.linear import apply, differentiated, run_op, who_watches
 from scaling.collectives.op import Op
+from scaling.common.arguments import whole_numbers
 from scaling.spec import ShardingError
 
 

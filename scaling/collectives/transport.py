@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling._torch import (
+from scaling.collectives.op import Op
+from scaling.common.torch_private import (
     Nowhere,
     exchange_into,
     exchange_over,
@@ -20,7 +21,6 @@ from scaling._torch import (
     scatter_sum_over,
     sum_over,
 )
-from scaling.collectives.op import Op
 from scaling.mesh import Group
 
 NOWHERE: Any = Nowhere()  # stands for the process group on an AbstractMesh

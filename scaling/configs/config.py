@@ -5,7 +5,7 @@ L layers, D d_model, F d_ff, N query heads, K KV heads, H head dim, V vocabulary
 
 from dataclasses import dataclass, fields, replace
 
-from scaling.arguments import check_fields, positive, whole
+from scaling.common.arguments import check_fields, positive, whole
 from scaling.spec import dtype_bytes
 
 MOST = 10**9  # of each size

@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from scaling.arguments import read_table
+from scaling.common.arguments import read_table
 from scaling.configs.config import Config, Latent
 from scaling.configs.hugging_face import read_config
 

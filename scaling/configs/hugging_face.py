@@ -8,7 +8,7 @@ Coefficients of auxiliary losses are left out: theirs is another loss, over the 
 from dataclasses import dataclass, fields
 from typing import Any
 
-from scaling.arguments import of_type
+from scaling.common.arguments import of_type
 from scaling.configs.config import Config, Latent, RopeScaling
 
 LETTERS = {

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaling.arguments import of_type, read_table
+from scaling.common.arguments import of_type, read_table
 from scaling.configs import hub
 from scaling.configs.catalogue import MEASURED, MODELS
 from scaling.configs.config import Config

@@ -12,7 +12,7 @@ Each chip has one link of `link_bw` bytes/s each way per neighbour: two per ring
 import math
 from collections.abc import Sequence
 
-from scaling.arguments import not_negative, one_of, whole
+from scaling.common.arguments import not_negative, one_of, whole
 from scaling.cost.lanes import AxisSpan, exchange, gather_price, measured_lane
 from scaling.hardware import Chip, check_slice
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scaling.arguments import one_of, positive
+from scaling.common.arguments import one_of, positive
 from scaling.configs import Config
 from scaling.cost.placed import mesh_seconds
 from scaling.hardware import Chip

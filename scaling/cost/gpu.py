@@ -8,7 +8,7 @@ Exact: V (D - 1) / (D W) with D children in the group; otherwise V / W, the book
 
 import math
 
-from scaling.arguments import not_negative, whole
+from scaling.common.arguments import not_negative, whole
 from scaling.cost.layers import Cost
 from scaling.hardware import Chip
 

@@ -7,7 +7,7 @@ Volumes are the book's: an AllReduce counts twice, and (X - 1)/X is taken as 1.
 
 from dataclasses import dataclass
 
-from scaling.arguments import not_negative, one_of, positive, whole
+from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.spec import dtype_bytes
 
 STRATEGIES = ("dp", "fsdp", "tp", "fsdp_tp")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scaling.arguments import not_negative, one_of, positive, whole
+from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.spec import dtype_bytes
 
 

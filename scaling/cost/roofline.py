@@ -5,7 +5,7 @@ Bytes, FLOPs, seconds, FLOPs/s and bytes/s throughout. `C` is the rate of comput
 
 from dataclasses import dataclass
 
-from scaling.arguments import not_negative, one_of, positive
+from scaling.common.arguments import not_negative, one_of, positive
 from scaling.spec import dtype_bytes
 
 

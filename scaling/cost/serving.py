@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from scaling.arguments import not_negative, positive, whole
+from scaling.common.arguments import not_negative, positive, whole
 from scaling.configs import Config
 from scaling.cost import transformer as tm
 from scaling.hardware import Chip

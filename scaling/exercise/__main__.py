@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from scaling.console import Parser, complaining
+from scaling.common.console import Parser, complaining
 from scaling.exercise.page import exercises, new
 from scaling.exercise.verdict import grade
 

@@ -12,8 +12,8 @@ from scaling import launch
 from scaling.check import judge
 from scaling.exercise.page import Exercise
 from scaling.mesh import AbstractMesh
-from scaling.sizes import parse_mesh
 from scaling.spec import ShardingError, parse
+from scaling.spec.sizes import parse_mesh
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 

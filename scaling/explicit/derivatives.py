@@ -12,7 +12,7 @@ import optree
 import torch
 
 from scaling.algebra.layouts import layout, spec_of
-from scaling.arguments import whole_numbers
+from scaling.common.arguments import whole_numbers
 from scaling.explicit.arrays import Array, array, reshard
 from scaling.spec import ShardingError
 

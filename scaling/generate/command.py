@@ -9,7 +9,7 @@ import math
 import sys
 
 from scaling import launch
-from scaling.console import SEEDS, Parser, complaining, integer, number
+from scaling.common.console import SEEDS, Parser, complaining, integer, number
 from scaling.serve.generation import Token, score, stream
 from scaling.serve.loading import Served, add_model, loaded, on_ranks, served_by
 from scaling.serve.sampling import Sampling

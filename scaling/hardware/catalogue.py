@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 
-from scaling.arguments import of_type, read_table
+from scaling.common.arguments import of_type, read_table
 from scaling.hardware.chip import KINDS, Chip, Efficiency, Level, Measured
 from scaling.spec import DTYPE_BYTES
 

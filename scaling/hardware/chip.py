@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from scaling.arguments import check_fields
+from scaling.common.arguments import check_fields
 
 KINDS = ("tpu", "gpu", "cpu")
 COUNTS = ("pod", "host", "degree", "links", "switches", "ports", "ranks", "cores", "mxus", "mxu", "vector_alus", "sms")

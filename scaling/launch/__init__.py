@@ -3,7 +3,7 @@
 from scaling.launch.process import keep_freed_memory
 from scaling.launch.ranks import can_fork, fit_mesh, run, start, start_by_torchrun
 from scaling.launch.watch import RankError
-from scaling.sizes import parse_mesh
+from scaling.spec.sizes import parse_mesh
 
 __all__ = [
     "RankError",

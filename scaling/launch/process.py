@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from scaling._torch import import_compiler
+from scaling.common.torch_private import import_compiler
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # glibc: see keep_freed_memory

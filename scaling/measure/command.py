@@ -19,7 +19,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from scaling import launch
-from scaling.console import Parser, complaining, integer, output
+from scaling.common.console import Parser, complaining, integer, output
 from scaling.hardware import Chip, load_chip
 from scaling.measure import network
 from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau

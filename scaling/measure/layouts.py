@@ -21,7 +21,7 @@ from scaling.mesh import Mesh
 from scaling.plan import predict as stack
 from scaling.plan.predict import Size
 from scaling.plan.transformer_step import predict_transformer, transformer_step
-from scaling.sizes import format_sizes
+from scaling.spec.sizes import format_sizes
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.train.settings import DTYPES, Settings
 

@@ -15,9 +15,9 @@ import torch
 from tabulate import tabulate
 
 from scaling import launch
-from scaling.console import Parser, complaining, folder, integer, number
+from scaling.common.console import Parser, complaining, folder, integer, number
 from scaling.measure.lines import LINES, barrier
-from scaling.sizes import format_sizes, parse_mesh
+from scaling.spec.sizes import format_sizes, parse_mesh
 
 SIZES = (2**16, 2**20, 2**24)  # bytes V of the gathered or unreduced array
 

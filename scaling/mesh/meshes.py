@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scaling._torch import constant
+from scaling.common.torch_private import constant
 from scaling.mesh.meeting import MESHES, Intent, Meeting, MeetingByMessages, hold_meeting, made_alone, meeting
 from scaling.mesh.page import SharedPage, share_page
 from scaling.mesh.world import TIMEOUT, check_device, join_world
-from scaling.sizes import check_sizes, format_sizes
 from scaling.spec import ShardingError, block_index
+from scaling.spec.sizes import check_sizes, format_sizes
 
 LONGER = 5  # as long as ranks wait for each other before a call that has begun fails, after which its group is lost
 

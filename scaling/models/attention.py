@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaling._torch import flash_cpu
+from scaling.common.torch_private import flash_cpu
 
 
 def _grouped(Q: Tensor, kv_heads: int) -> Tensor:

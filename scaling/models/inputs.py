@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling._torch import assert_later, is_wrapped, modes
+from scaling.common.torch_private import assert_later, is_wrapped, modes
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.leaves import specs_of

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaling._torch import in_transform
+from scaling.common.torch_private import in_transform
 
 ACTIVATIONS = ("none", "relu", "gelu")
 EPS = 1e-6  # added to the mean square in RMSNorm

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-from scaling.arguments import read_table
+from scaling.common.arguments import read_table
 from scaling.configs.hub import COMPANIONS
 from scaling.configs.sources import MODEL, RUN
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling._torch import constant
 from scaling.collectives.buffers import extent, overlap, overlaps_itself
+from scaling.common.torch_private import constant
 from scaling.spec import ShardingError, parse
 
 

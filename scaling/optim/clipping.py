@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.arguments import not_negative
 from scaling.collectives import all_reduce
 from scaling.collectives.checked import alike
+from scaling.common.arguments import not_negative
 from scaling.optim.checks import check_reduced
 from scaling.optim.rules import Optimizer
 from scaling.spec import format_axes, mesh_sizes, parse

@@ -8,7 +8,7 @@ in a step that is skipped, and doubled after so many good steps.
 import torch
 
 from scaling import tree
-from scaling.arguments import flag, positive, whole
+from scaling.common.arguments import flag, positive, whole
 from scaling.optim.rules import Optimizer
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.arguments import flag, not_negative, one_of
+from scaling.common.arguments import flag, not_negative, one_of
 from scaling.optim.checks import check_like, check_reduced
 from scaling.optim.orthogonal import FORMS, MatrixStack, form_costs, orthogonal
 from scaling.optim.rules import LearningRate, Optimizer, adamw, pure

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling._torch import fused_adamw_
-from scaling.arguments import flag, not_negative
 from scaling.collectives.buffers import extent, overlaps_itself
 from scaling.collectives.checked import alike
+from scaling.common.arguments import flag, not_negative
+from scaling.common.torch_private import fused_adamw_
 from scaling.optim.checks import check_apart, check_like, check_reduced, check_state
 
 # a number, or a function of the number of updates made so far, a 0-dim float64 tensor

@@ -7,9 +7,10 @@ import re
 import sys
 from typing import Any
 
+from scaling.common.arguments import shortened
+from scaling.common.console import Parser, command, complain, complaining, integer, number, output
 from scaling.configs import get
 from scaling.configs.sources import HELP
-from scaling.console import Parser, command, complain, complaining, integer, number, output
 from scaling.hardware import chip, chips
 from scaling.plan import explain, one_layer
 from scaling.plan.candidates import plans
@@ -17,7 +18,6 @@ from scaling.plan.job import DTYPES, OVERLAPS, Fixed, Job
 from scaling.plan.layout import AXES, POLICIES, SCHEDULES
 from scaling.plan.ranking import fits
 from scaling.plan.report import Budget, as_dict, text
-from scaling.sizes import shortened
 
 BINARY = {"": 1, "k": 2**10, "M": 2**20}
 MOST = 1e20  # of anything that is counted here

@@ -23,8 +23,8 @@ from scaling.plan.layout import Layout
 from scaling.plan.network import slice_shape
 from scaling.plan.ranking import fits
 from scaling.plan.transformer_step import predict_transformer
-from scaling.sizes import format_sizes
 from scaling.spec import ShardingError
+from scaling.spec.sizes import format_sizes
 from scaling.train import dry
 from scaling.train.settings import DTYPES, Settings
 

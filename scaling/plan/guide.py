@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from scaling.common.arguments import shortened
+from scaling.common.console import Parser, complaining, integer, number
 from scaling.configs import get
 from scaling.configs.sources import HELP
-from scaling.console import Parser, complaining, integer, number
 from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
 from scaling.plan.candidates import search
@@ -24,7 +25,6 @@ from scaling.plan.job import Fixed, Job
 from scaling.plan.layout import AXES
 from scaling.plan.ranking import fits, room
 from scaling.plan.report import folded, size
-from scaling.sizes import shortened
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from scaling.common.console import Parser, complain
 from scaling.configs import get
-from scaling.console import Parser, complain
 from scaling.hardware import Chip, chip
 from scaling.plan.candidates import search
 from scaling.plan.evaluate import Estimate, evaluate

@@ -7,7 +7,7 @@ the strategies run. The planner knows a model by its `Work` alone.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scaling.arguments import whole
+from scaling.common.arguments import whole
 from scaling.configs import Config
 from scaling.cost import transformer as tm
 

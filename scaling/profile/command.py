@@ -17,7 +17,7 @@ from unittest.mock import patch
 from scaling import launch
 from scaling.book.page import Page
 from scaling.check.findings import judging
-from scaling.console import PROFILE, Parser, complain, place
+from scaling.common.console import PROFILE, Parser, complain, place
 from scaling.profile.record import profile
 
 

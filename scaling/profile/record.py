@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from scaling import trace
-from scaling._torch import process_group, profiling
+from scaling.common.torch_private import process_group, profiling
 from scaling.hardware import chip
 from scaling.profile.clock import offset_to_first
 from scaling.profile.cores import watched_cores

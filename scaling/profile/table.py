@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from scaling.console import fold
+from scaling.common.console import fold
+from scaling.common.tables import table
 from scaling.hardware import Chip
 from scaling.profile.split import LineTotal, Parts
-from scaling.tables import table
 
 COLUMNS, LEAST = 100, 30  # of the whole, and of a line's name beside its numbers
 

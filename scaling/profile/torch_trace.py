@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling import trace
-from scaling._torch import RecordedSpan
+from scaling.common.torch_private import RecordedSpan
 from scaling.profile.intervals import Interval
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")

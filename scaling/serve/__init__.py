@@ -17,7 +17,7 @@ imported without it.
 
 from typing import TYPE_CHECKING
 
-from scaling.lazy import lazy
+from scaling.common.lazy import lazy
 
 if TYPE_CHECKING:
     from scaling.serve.cache import init_cache

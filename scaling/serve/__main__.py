@@ -1,6 +1,6 @@
 import sys
 
-from scaling.console import command_of
+from scaling.common.console import command_of
 
 if __name__ == "__main__":  # which a spawned rank does not run again
     sys.exit(command_of("scaling.serve.command"))

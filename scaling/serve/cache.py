@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling.arguments import whole
 from scaling.collectives.buffers import overlaps_itself
+from scaling.common.arguments import whole
 from scaling.configs import Config
 from scaling.models.inputs import IDS
 from scaling.serve.types import ONE, SPLIT_ROWS, cache_specs, row_axes, shards_of_places

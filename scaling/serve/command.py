@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling import launch
-from scaling.console import Parser, complain, complaining, integer, output
+from scaling.common.console import Parser, complain, complaining, integer, output
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, loaded, on_ranks, served_by
 from scaling.serve.policies import POLICIES

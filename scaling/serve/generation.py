@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling.arguments import whole, whole_numbers
+from scaling.common.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve.cache import init_cache
 from scaling.serve.drafts import Given, advance, drafting

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from scaling import launch, tree
+from scaling.common.console import Parser, integer
 from scaling.configs import Config, with_weights
 from scaling.configs.sources import RUN, WAYS
-from scaling.console import Parser, integer
 from scaling.mesh import AbstractMesh
 from scaling.models import hf
 from scaling.models import transformer as model
@@ -19,7 +19,7 @@ from scaling.serve.cache import init_cache
 from scaling.serve.drafts import check_draft
 from scaling.serve.text import ends_of
 from scaling.serve.types import FORMS, check_mesh, divisible, shards_of_places, specs
-from scaling.sizes import parse_mesh
+from scaling.spec.sizes import parse_mesh
 from scaling.train import checkpoint
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}

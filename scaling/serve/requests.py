@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from scaling.arguments import whole_numbers
+from scaling.common.arguments import whole_numbers
 from scaling.models.text import Unknown
 from scaling.serve.sampling import SEEDS, Draw, Sampling, request_seeds
 from scaling.serve.states import Request

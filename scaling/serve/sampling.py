@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from scaling.arguments import whole_numbers
+from scaling.common.arguments import whole_numbers
 
 SEEDS = 2**63
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scaling.arguments import flag, whole
+from scaling.common.arguments import flag, whole
 from scaling.serve.pages import Pool
 from scaling.serve.policies import POLICIES, Policy
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.arguments import flag
+from scaling.common.arguments import flag
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS, check_ids, check_range

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scaling.arguments import read_table, whole_numbers
+from scaling.common.arguments import read_table, whole_numbers
 from scaling.models.text import Unknown, home_of
 
 BROKEN = "\ufffd"  # what stands for bytes that are no whole character

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from scaling._torch import constant, level_of
+from scaling.common.torch_private import constant, level_of
 from scaling.interop import from_partition_spec
 from scaling.mesh import AbstractMesh
 from scaling.shard_map.calls import Bound, Call, apply_stacked

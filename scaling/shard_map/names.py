@@ -17,8 +17,8 @@ from scaling.collectives.calls import pairs_of
 from scaling.shard_map.calls import Bound, Call, apply_typed, index_of
 from scaling.shard_map.partial import marked, marks
 from scaling.shard_map.types import described_type, vary, varying
-from scaling.sizes import format_sizes
 from scaling.spec import ShardingError
+from scaling.spec.sizes import format_sizes
 
 AxisNames = str | Sequence[str]
 CASTS = {

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from scaling._torch import is_wrapped, unwrapped, without_functions
 from scaling.algebra.ops import names_of, op_kind
+from scaling.common.torch_private import is_wrapped, unwrapped, without_functions
 
 MARK = "_scaling_marks"
 PARTS = {"__get__", "_unpack_dual"}  # x.T, x.real; the tangent of a dual tensor

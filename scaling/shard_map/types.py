@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from scaling._torch import is_wrapped, level_of, storage_of, unwrapped
 from scaling.algebra.ops import op_kind
+from scaling.common.torch_private import is_wrapped, level_of, storage_of, unwrapped
 from scaling.shard_map.calls import Bound, Call, Collective, apply_typed
 from scaling.shard_map.partial import PLAIN, Marks, Mismatch, marked, marks, result_of
 from scaling.spec import ShardingError, format_axes

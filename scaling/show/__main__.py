@@ -1,6 +1,6 @@
 import sys
 
-from scaling.console import command
+from scaling.common.console import command
 from scaling.show.shardings import main
 
 sys.exit(command(main))

@@ -7,12 +7,12 @@ from typing import Any, cast
 import optree
 from tabulate import tabulate
 
+from scaling.common.console import Parser, complaining
 from scaling.configs import Config, get
 from scaling.configs.sources import HELP
-from scaling.console import Parser, complaining
 from scaling.cost.units import significant
-from scaling.sizes import parse_mesh
 from scaling.spec import parse
+from scaling.spec.sizes import parse_mesh
 from scaling.strategies.transformer.types import specs
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64")

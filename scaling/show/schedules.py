@@ -4,7 +4,7 @@ import argparse
 import sys
 from fractions import Fraction
 
-from scaling.console import Parser, complain, integer, number, output, picture
+from scaling.common.console import Parser, complain, integer, number, output, picture
 from scaling.schedules import SCHEDULES, make, split_backward
 from scaling.schedules.closed_forms import bubble_time
 from scaling.schedules.simulator import Times, simulate

@@ -15,10 +15,10 @@ import itertools
 import math
 import sys
 
-from scaling.console import Parser, complaining, picture
+from scaling.common.console import Parser, complaining, picture
 from scaling.show.charts import blank
-from scaling.sizes import parse_mesh, parse_sizes
 from scaling.spec import ShardingError, Spec, block_index, mesh_sizes, parse
+from scaling.spec.sizes import parse_mesh, parse_sizes
 
 NINE = ("A[I, J]", "A[I_X, J]", "A[I, J_X]", "A[I_Y, J]", "A[I_XY, J]", "A[I_Y, J_X]", "A[I, J_Y]", "A[I_X, J_Y]",
         "A[I, J_XY]")  # fmt: skip

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from scaling import trace
-from scaling._torch import Nowhere
 from scaling.collectives.messages import announcement, data_tag, refuse_message
 from scaling.collectives.op import as_carried
+from scaling.common.torch_private import Nowhere
 from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
 from scaling.schedules.schedule import Schedule
 from scaling.spec import parse, refuse

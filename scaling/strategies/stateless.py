@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from scaling import tree
-from scaling.arguments import one_of
 from scaling.collectives import reshard
+from scaling.common.arguments import one_of
 from scaling.models.remat import checkpoint_block
 from scaling.spec import ShardingError, Spec, parse
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling._torch import tape_gradients
+from scaling.common.torch_private import tape_gradients
 
 
 def vjp(f: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:

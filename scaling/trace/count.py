@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from scaling._torch import storage_of
+from scaling.common.torch_private import storage_of
 from scaling.cost.counted import NONE, Calls, CountedStep, LineKind
 from scaling.trace.events import Event
 from scaling.trace.peak import peak_memory

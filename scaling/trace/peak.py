@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from scaling import trace
-from scaling._torch import TorchDispatchMode, storage_of
+from scaling.common.torch_private import TorchDispatchMode, storage_of
 
 
 @dataclass

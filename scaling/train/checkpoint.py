@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling import tree
-from scaling.arguments import flag, whole
 from scaling.collectives.checked import alike
+from scaling.common.arguments import flag, whole
 from scaling.spec import Spec, parse
 from scaling.train import dcp
 from scaling.train.blocks import IN_ORDER, Places, stored

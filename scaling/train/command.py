@@ -16,14 +16,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from scaling import launch
-from scaling.arguments import of_type, read_table
+from scaling.common.arguments import of_type, read_table
+from scaling.common.console import Parser, complaining, integer, number
 from scaling.configs.sources import HELP, MODEL, RUN
-from scaling.console import Parser, complaining, integer, number
 from scaling.cost.units import significant
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.models.text import NAME
-from scaling.sizes import parse_mesh
+from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.strategies.transformer.types import check_vocabulary
 from scaling.train import checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify

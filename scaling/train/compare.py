@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from scaling.common.console import Parser, complaining
 from scaling.configs.sources import MODEL
-from scaling.console import Parser, complaining
 from scaling.models.text import NAME
 from scaling.train import checkpoint, dcp
 from scaling.train.durable import step_name

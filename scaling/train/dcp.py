@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling._torch import checkpoint_place
+from scaling.common.torch_private import checkpoint_place
 from scaling.mesh import Mesh
 from scaling.spec import Spec, parse
 from scaling.train.blocks import IN_ORDER, Places, SavedBlock, SavedLeaf, assembled

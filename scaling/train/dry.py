@@ -14,8 +14,8 @@ from scaling.cost.counted import CountedStep, weighted_sum
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.sizes import format_sizes
 from scaling.spec import parse
+from scaling.spec.sizes import format_sizes
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.strategies.channels import AHEAD

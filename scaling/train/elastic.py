@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-from scaling.sizes import format_sizes
+from scaling.spec.sizes import format_sizes
 from scaling.train.settings import Settings
 
 GIVE = ("P", "X")  # the axes that become shorter, in this order

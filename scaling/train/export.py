@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 
 from scaling import launch, tree
-from scaling.arguments import read_table
+from scaling.common.arguments import read_table
+from scaling.common.console import Parser, complaining
 from scaling.configs import Config
-from scaling.console import Parser, complaining
 from scaling.mesh import AbstractMesh
 from scaling.models import hf
 from scaling.models.text import (
@@ -25,8 +25,8 @@ from scaling.models.text import (
     tokenizer_of,
     write_bytes,
 )
-from scaling.sizes import parse_mesh
 from scaling.spec import parse
+from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint

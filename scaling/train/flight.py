@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from scaling.console import Parser, complain
+from scaling.common.console import Parser, complain
 from scaling.trace import Event, Log, trace
 
 LAST, WIDTH = 64, 192  # lines, and bytes of each

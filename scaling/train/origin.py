@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from scaling.arguments import of_type, read_table
+from scaling.common.arguments import of_type, read_table
 from scaling.configs import Config, get, source_of
 from scaling.configs.sources import CONFIGS, MODEL, RUN
 from scaling.models.text import (

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from scaling.console import fold
+from scaling.common.console import fold
 from scaling.cost import transformer as tm
 from scaling.cost.units import significant
 from scaling.hardware import chip, chips
-from scaling.sizes import format_sizes
+from scaling.spec.sizes import format_sizes
 from scaling.train.durable import replaced
 from scaling.train.settings import Settings
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from scaling import optim, tree
+from scaling.common.console import integer, number, place
 from scaling.configs import Config
-from scaling.console import integer, number, place
 from scaling.cost.transformer import POLICIES
 from scaling.models.leaves import matrices_of
 

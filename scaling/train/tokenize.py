@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy
 
-from scaling.console import Parser, complaining, integer
+from scaling.common.console import Parser, complaining, integer
 from scaling.models.text import Tokenizer, copy_companions, tokenizer
 from scaling.train.corpus import INDEX, TEXT, documents
 from scaling.train.durable import replaced

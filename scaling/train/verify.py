@@ -6,7 +6,7 @@ disk can lose what nobody reads for months.
 
 from pathlib import Path
 
-from scaling.console import Parser, complaining
+from scaling.common.console import Parser, complaining
 from scaling.train import checkpoint, dcp
 from scaling.train.durable import complete, step_name
 

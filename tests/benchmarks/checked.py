@@ -14,7 +14,7 @@ from harness import machine, quartiles, together
 from tabulate import tabulate
 
 from scaling import data, launch, optim
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.mesh import Mesh
 from scaling.models import mlp
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced

@@ -17,7 +17,7 @@ from tabulate import tabulate
 from scaling import collectives as c
 from scaling import launch
 from scaling.collectives import rings
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.strategies import collective_matmul as cm
 
 SIZES = {"large": (256, 1024, 4096), "small": (16, 64, 256)}  # B, D, F

@@ -17,7 +17,7 @@ import transformers
 from tabulate import tabulate
 
 from scaling import serve, tree
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.models import hf
 
 SIZES = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}

@@ -186,7 +186,7 @@ def plan(only: list[str], device: str, ranks: int) -> dict[str, int]:
 
 
 def main() -> int:
-    from scaling.console import Parser
+    from scaling.common.console import Parser
 
     parser = Parser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes (default cuda)")

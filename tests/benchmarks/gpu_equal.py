@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from gpu_strategies import STRATEGIES, pipelined, strategy, whole_transformer
 
-from scaling import _torch, collectives
+from scaling import collectives
+from scaling.common import torch_private
 from scaling.mesh import Mesh
 from scaling.spec import block_index, parse_line
 
@@ -265,14 +266,14 @@ def cases_nccl(device: str, tiny: bool) -> dict[str, Callable]:
 
     calls = {
         "all_reduce": reduced,
-        "all_gather": partial(into, _torch.gather_into),
-        "reduce_scatter": partial(into, _torch.scatter_sum_into),
-        "all_to_all": partial(into, _torch.exchange_into),
-        "all_to_all, uneven": partial(into, lambda y, x, pg: _torch.exchange_into(y, x, pg, [len(x)], [len(x)])),
-        "all_reduce in a graph": lambda x: _torch.sum_over(x, name),
-        "all_gather in a graph": lambda x: _torch.gather_over(x, 1, name),
-        "reduce_scatter in a graph": lambda x: _torch.scatter_sum_over(x, 1, name),
-        "all_to_all in a graph": lambda x: _torch.exchange_over(x, [len(x)], [len(x)], name),
+        "all_gather": partial(into, torch_private.gather_into),
+        "reduce_scatter": partial(into, torch_private.scatter_sum_into),
+        "all_to_all": partial(into, torch_private.exchange_into),
+        "all_to_all, uneven": partial(into, lambda y, x, pg: torch_private.exchange_into(y, x, pg, [len(x)], [len(x)])),
+        "all_reduce in a graph": lambda x: torch_private.sum_over(x, name),
+        "all_gather in a graph": lambda x: torch_private.gather_over(x, 1, name),
+        "reduce_scatter in a graph": lambda x: torch_private.scatter_sum_over(x, 1, name),
+        "all_to_all in a graph": lambda x: torch_private.exchange_over(x, [len(x)], [len(x)], name),
     }
 
     def alike(what: str, call: Callable) -> list[dict]:

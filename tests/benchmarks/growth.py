@@ -22,7 +22,7 @@ from tabulate import tabulate
 from versus_torch import BUCKET, both_axes, ours, over_both, over_x, over_y
 
 from scaling import collectives, cost, launch, optim
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.trace import trace

@@ -14,7 +14,7 @@ from tabulate import tabulate
 from versus_torch import BUCKET, FLOAT32, ours, theirs
 
 from scaling import launch
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.strategies import data_parallel, fsdp, zero
 
 X = 4

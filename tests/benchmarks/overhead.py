@@ -23,7 +23,7 @@ from tabulate import tabulate
 from versus_torch import ours
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.launch import keep_freed_memory
 from scaling.mesh import Mesh
 from scaling.strategies import data_parallel

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from versus_torch import BUCKET, contests, ours
 
 from scaling import launch
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.strategies import data_parallel, fsdp, zero
 
 STRATEGIES = {  # the module, its options, and PyTorch's contest

@@ -24,7 +24,7 @@ from wasteful import PROGRAMS
 
 from scaling import launch
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.plan.predict import Size, make_shards
 from scaling.plan.predict import sgd_step as train
 from scaling.profile import profile

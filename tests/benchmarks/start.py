@@ -16,7 +16,7 @@ from time import perf_counter
 
 from tabulate import tabulate
 
-from scaling.console import Parser
+from scaling.common.console import Parser
 
 OURS = """
 import torch

@@ -28,8 +28,8 @@ from tabulate import tabulate
 
 from scaling import launch
 from scaling.collectives import all_reduce
+from scaling.common.console import Parser
 from scaling.configs import Config, get
-from scaling.console import Parser
 from scaling.models import transformer as model
 from scaling.train import loop
 from scaling.train.batches import inputs

@@ -25,7 +25,7 @@ from harness import RATE, SIDES, SIZES, Contest, Size, initial, machine, race, r
 from native import Native
 
 from scaling import optim, tree
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
 
 OPTIMIZERS = {"sgd": optim.sgd(RATE), "adamw": optim.adamw(RATE)}

@@ -20,8 +20,8 @@ from native_transformer import staged_step_of, step_of
 from versus_torch import table
 
 from scaling import optim, tree
+from scaling.common.console import Parser
 from scaling.configs import Config
-from scaling.console import Parser
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.axes import present

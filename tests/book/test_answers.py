@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from scaling import console
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, notation, rounding
+from scaling.common import console
 from scaling.cost.units import significant
 
 

@@ -16,7 +16,7 @@ from mutant_programs import judgement, mesh_of, program
 from mutants import ROOT, mutants
 
 from scaling import launch
-from scaling.console import Parser
+from scaling.common.console import Parser
 
 STORED = Path(__file__).parent / "outcomes.txt"
 TOGETHER, SECONDS = 24, 20  # edits that share their ranks; how long these wait for one another

@@ -11,7 +11,7 @@ from mutant_programs import judgement
 from mutants import FILES, ROOT
 
 from scaling.check.lines import TYPED
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.spec import parse_line
 
 HEAD = "import torch\nfrom scaling import tree\nfrom scaling.collectives import wait\n"

@@ -2,8 +2,8 @@
 
 import torch
 
+from scaling.common.console import Parser
 from scaling.configs import Config
-from scaling.console import Parser
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.strategies.transformer import api

@@ -19,7 +19,7 @@ from mutant_programs import judgement
 from scaling.check import check_source
 from scaling.check.findings import RULES
 from scaling.check.lines import check_lines
-from scaling.console import Parser
+from scaling.common.console import Parser
 
 ROOT = Path(__file__).parents[2]
 CALLS = "tests/museum/calls.py"

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 from random_programs import MESH, Program, function, programs
 
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.spec import parse
 
 TABLE = Path(__file__).parents[1] / "auto" / "xla_bytes.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from scaling import serve
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.models import hf
 
 

@@ -16,7 +16,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from scaling.book.largest import largest
-from scaling.console import Parser
+from scaling.common.console import Parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from experts_table import CONFIG, inputs, ours, probes

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "explicit"))
 from gradient_programs import digest, function, numbers, typed_programs
 from random_programs import MESH, SIZES
 
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.spec import parse
 
 TABLE = Path(__file__).parents[1] / "explicit" / "jax_gradients.json"

@@ -20,9 +20,9 @@ from tabulate import tabulate
 
 from scaling import tree
 from scaling.book.largest import largest
+from scaling.common.console import Parser
 from scaling.configs import load
 from scaling.configs.hugging_face import write_config
-from scaling.console import Parser
 from scaling.models import hf, transformer
 
 TABLE = Path(__file__).parents[1] / "models" / "hugging_face.json"

@@ -17,7 +17,7 @@ import torch
 import transformers
 from tabulate import tabulate
 
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.mesh import Mesh
 from scaling.models import hf, transformer
 from scaling.strategies import transformer as strategy

@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from scaling import launch
 from scaling.book.largest import largest
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.strategies import context
 
 LIMIT = 3e-6

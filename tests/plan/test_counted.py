@@ -12,8 +12,8 @@ from scaling.configs import get
 from scaling.cost.counted import Calls, CountedStep, LineKind, weighted_sum
 from scaling.plan import __main__ as plan
 from scaling.plan.report import size
-from scaling.sizes import parse_mesh
 from scaling.spec import ShardingError
+from scaling.spec.sizes import parse_mesh
 from scaling.strategies.transformer.layer import REMAT
 from scaling.train import command, dry
 from scaling.train.dry import StepOptions

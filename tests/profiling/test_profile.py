@@ -9,8 +9,8 @@ import torch
 from busy import once
 
 from scaling import trace
-from scaling._torch import profiling
 from scaling.collectives import all_reduce, einsum
+from scaling.common.torch_private import profiling
 from scaling.hardware import Chip, Measured
 from scaling.measure.rates import toml
 from scaling.mesh import Mesh

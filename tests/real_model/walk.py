@@ -23,8 +23,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from scaling import launch
 from scaling.book.largest import largest
+from scaling.common.console import Parser
 from scaling.configs import with_weights
-from scaling.console import Parser
 from scaling.generate.command import main as generate
 from scaling.models import hf, transformer
 from scaling.models.text import tokenizer_of

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import mock_model
 
 from scaling import serve
+from scaling.common.console import Parser
 from scaling.configs import Config
-from scaling.console import Parser
 from scaling.models import transformer
 from scaling.serve import scheduler
 from scaling.serve.engine import Draw, Engine

@@ -15,8 +15,8 @@ import time
 import calibrate
 import torch
 
+from scaling.common.console import Parser
 from scaling.configs import Config
-from scaling.console import Parser
 from scaling.models import transformer
 from scaling.serve.engine import Engine
 from scaling.serve.simulate import drive, simulate

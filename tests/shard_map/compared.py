@@ -13,7 +13,7 @@ from programs import evaluate, filling, marks
 
 from scaling import shard_map as manual
 from scaling.book.largest import largest
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.launch import run
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.shard_map import shard_map

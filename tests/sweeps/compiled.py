@@ -13,7 +13,7 @@ import torch
 
 from scaling import launch, optim, tree
 from scaling.book.largest import largest
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from misuse.commands import COMMANDS, DOCUMENTS, GIVEN, RIGHT, TRAIN, drawn, spoiled, written
 
-from scaling.console import Parser, integer
+from scaling.common.console import Parser, integer
 
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 SECONDS, LINES = 60.0, 12  # of a case; of an error

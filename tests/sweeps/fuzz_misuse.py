@@ -26,7 +26,7 @@ from misuse.products import product
 from misuse.tried import report, tried
 from misuse.updates import trees, update
 
-from scaling.console import Parser
+from scaling.common.console import Parser
 
 CASES = [collective] * 12 + [product] * 5 + [update] * 2 + [trees]
 
@@ -43,7 +43,7 @@ def run(mesh, cases: int, seed: int) -> tuple[Counter, list[str]]:
 
 def main() -> None:
     from scaling import launch
-    from scaling.sizes import parse_sizes
+    from scaling.spec.sizes import parse_sizes
 
     parser = Parser(description=__doc__)
     parser.add_argument("--cases", type=int, default=10_000)

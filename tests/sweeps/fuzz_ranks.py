@@ -35,11 +35,11 @@ from misuse import acts, acts_above
 from misuse.draw import Draw
 from misuse.tried import report
 
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.launch import RankError, run
 from scaling.launch.ranks import end_alike
 from scaling.mesh.meeting import meeting
-from scaling.sizes import parse_sizes
+from scaling.spec.sizes import parse_sizes
 
 ACTS = acts.ACTS | acts_above.ACTS
 TIMEOUT, SOON = 20.0, 12.0  # of a collective; seconds after which an error comes late

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from misuse.rooms import room
 from misuse.tried import report, tried
 
-from scaling.console import Parser
+from scaling.common.console import Parser
 
 
 def run(cases: int, seed: int) -> tuple[Counter, list[str]]:

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from scaling import launch, optim, tree
+from scaling.common.console import Parser
 from scaling.configs import Config
-from scaling.console import Parser
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.axes import present

@@ -37,7 +37,7 @@ from pathlib import Path
 
 import pytest
 
-from scaling.console import Parser
+from scaling.common.console import Parser
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
@@ -45,11 +45,11 @@ ALIKE = ("max", "min", "add", "promote_types")  # take their two arguments alike
 PROCESSOR, IDLE = 150.0, 150.0  # seconds that one test may take, and that it may wait
 BYTES = 16 * 2**30  # of memory, for all tests of a mutant
 TESTS = {  # the longest prefix counts
-    "spec": "test_spec.py test_spec_sizes.py algebra",
-    "sizes.py": "test_mesh.py test_spec.py test_spec_sizes.py algebra launch/test_launch.py",
+    "spec": "spec/test_spec.py spec/test_spec_sizes.py algebra",
+    "spec/sizes.py": "mesh/test_mesh.py spec/test_spec.py spec/test_spec_sizes.py algebra launch/test_launch.py",
     "algebra": "algebra",
     "schedules": "schedules strategies/test_pipeline.py strategies/test_pipeline_moves.py",
-    "mesh": "test_mesh.py test_shared_page.py test_interop.py launch collectives/test_checked.py "
+    "mesh": "mesh/test_mesh.py mesh/test_shared_page.py test_interop.py launch collectives/test_checked.py "
     "collectives/test_checked_waiting.py collectives/test_collectives.py "
     "collectives/test_transfer.py",
     "launch": "launch",
@@ -62,15 +62,14 @@ TESTS = {  # the longest prefix counts
     "algebra/test_resharding.py collectives",
     "trace": "trace collectives/test_compile.py",
     "tree.py": "test_tree.py train/test_checkpoint.py train/test_checkpoint_failures.py",
-    "optim": "test_optim.py test_clipping.py test_optim_misuse.py test_optim_values.py train/test_loss_scale.py "
-    "collectives/test_alike.py",
+    "optim": "optim train/test_loss_scale.py collectives/test_alike.py",
     "data.py": "test_data.py",
     "strategies": "strategies train/test_train.py collectives/test_compile.py",
     "strategies/channels.py": "strategies/test_pipeline.py strategies/test_pipeline_moves.py train/test_dry.py",
     "strategies/context": "strategies/test_context.py strategies/test_context_work.py strategies/test_zigzag.py",
     "strategies/expert": "strategies/test_expert.py strategies/test_expert_refusals.py strategies/test_expert_ways.py",
     "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_layer.py strategies/test_remat.py "
-    "strategies/test_flat.py strategies/test_dropout.py models/test_inputs.py collectives/test_alike.py",
+    "strategies/test_dropout.py models/test_inputs.py collectives/test_alike.py",
 }
 SWAPS: dict[type, type] = {ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}
 SWAPS |= {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
@@ -277,9 +276,9 @@ def main() -> None:
             os.environ["PYTHONPATH"] = str(folder)
             sys.dont_write_bytecode = True
             shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
-            if wrong := run(folder, ["tests/test_spec.py"], ""):
+            if wrong := run(folder, ["tests/spec/test_spec.py"], ""):
                 sys.exit(f"without any change: {wrong}\n{(folder / 'log').read_text()}")
-            if not tried(folder, "scaling/spec/types.py", "", ["tests/test_spec.py"], ""):
+            if not tried(folder, "scaling/spec/types.py", "", ["tests/spec/test_spec.py"], ""):
                 sys.exit("an empty module goes unnoticed: it is not the copy that is tested")
             for file, node, edit, text in mutants(args.seed):
                 if len(rows) >= args.count:

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "book")]
 import running  # noqa: E402
 from pinned import PINNED  # noqa: E402
 
-from scaling.console import Parser  # noqa: E402
+from scaling.common.console import Parser  # noqa: E402
 
 OPTIONS = {word for word in sys.argv[1:] if word.startswith("--")}
 SAMPLE = int(next((o[9:] for o in OPTIONS if o.startswith("--sample=")), "0"))

@@ -15,14 +15,14 @@ from time import perf_counter
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scaling import launch
+from scaling.common.console import Parser
 from scaling.configs import get
-from scaling.console import Parser
 from scaling.hardware import load_chip
 from scaling.measure.layouts import Check, StepLayout, median_error, tau
 from scaling.measure.rates import barrier
 from scaling.mesh import Mesh
 from scaling.plan.choose import choices
-from scaling.sizes import format_sizes
+from scaling.spec.sizes import format_sizes
 from scaling.train.settings import Settings
 
 TINY = get("tiny")

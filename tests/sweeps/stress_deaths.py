@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from scaling import collectives as c
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.launch import RankError, run
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGXCPU]

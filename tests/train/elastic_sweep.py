@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from scaling.book.largest import largest
-from scaling.console import Parser
+from scaling.common.console import Parser
 
 
 def free_port() -> int:

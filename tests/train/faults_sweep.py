@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from scaling import launch, tree
+from scaling.common.console import Parser
 from scaling.configs import get
-from scaling.console import Parser
 from scaling.train import guards, loop
 from scaling.train.pace import Pace
 from scaling.train.settings import Settings

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from scaling.console import Parser
+from scaling.common.console import Parser
 from scaling.train import checkpoint
 
 

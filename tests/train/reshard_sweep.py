@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from scaling import launch, tree
+from scaling.common.console import Parser
 from scaling.configs import Config
-from scaling.console import Parser
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import arranged_layers, slots_of
 from scaling.train import dcp

@@ -5,9 +5,9 @@ import math
 import sys
 from dataclasses import replace
 
+from scaling.common.console import SEEDS, Parser, complain, complaining, integer, number
 from scaling.configs import get
 from scaling.configs.sources import HELP
-from scaling.console import SEEDS, Parser, complain, complaining, integer, number
 from scaling.cost import decoding, serving
 from scaling.hardware import chip, chips
 from scaling.plan.serve import published, report, traces

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from scaling.common.console import Parser, complain
 from scaling.configs import Config, get
-from scaling.console import Parser, complain
 from scaling.cost import decoding, serving
 from scaling.hardware import Chip, chip
 from scaling.plan.report import folded

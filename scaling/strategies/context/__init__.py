@@ -15,8 +15,8 @@ from functools import partial
 import torch
 
 from scaling.algebra.rules import refuse_rule
-from scaling.arguments import flag
 from scaling.collectives.checked import alike
+from scaling.common.arguments import flag
 from scaling.spec import format_axes, parse
 from scaling.strategies.context import ulysses
 from scaling.strategies.context.gather import Gathered

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch
 
-from scaling._torch import flash_cpu, flash_cpu_backward
+from scaling.common.torch_private import flash_cpu, flash_cpu_backward
 
 LATER = "later"
 

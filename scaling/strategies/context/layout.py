@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from scaling.algebra.rules import refuse_rule
-from scaling.arguments import flag, whole
 from scaling.collectives import all_gather, ppermute
+from scaling.common.arguments import flag, whole
 from scaling.spec import ShardingError, format_axes
 
 FORMS = ("ring", "zigzag", "gather", "ulysses", "usp")

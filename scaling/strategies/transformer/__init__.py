@@ -11,7 +11,7 @@ One text serves every mesh: an axis that the mesh lacks, or that has size 1, dro
 
 from typing import TYPE_CHECKING
 
-from scaling.lazy import lazy
+from scaling.common.lazy import lazy
 
 if TYPE_CHECKING:
     from scaling.strategies.transformer.api import loss, loss_and_grads, shard, unshard

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.arguments import not_negative, one_of, positive, whole
 from scaling.collectives import einsum
 from scaling.collectives.checked import agree, spoken
+from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.configs import Config
 from scaling.mesh import Group
 from scaling.models.inputs import check_ids, check_range, check_segments, check_weights

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling._torch import in_transform
-from scaling.arguments import not_negative, positive
 from scaling.collectives import einsum
 from scaling.collectives.masks import zeroed
+from scaling.common.arguments import not_negative, positive
+from scaling.common.torch_private import in_transform
 from scaling.cost.transformer import CHUNK
 from scaling.models.inputs import check_range, check_weights
 from scaling.models.pointwise import gained_norm, gained_norm_vjp

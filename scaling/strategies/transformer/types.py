@@ -11,7 +11,7 @@ from typing import Any
 
 import optree
 
-from scaling.arguments import one_of
+from scaling.common.arguments import one_of
 from scaling.configs import Config
 from scaling.models.leaves import AXES, check_computed, types_of, without
 from scaling.spec import ShardingError, mesh_sizes

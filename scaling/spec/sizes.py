@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+from scaling.common.arguments import shortened
 from scaling.spec import ShardingError
 
 
@@ -50,8 +51,3 @@ def parse_sizes(text: str, option: str, what: str) -> dict[str, int]:
             )
         sizes[match[1]] = int(match[2])
     return sizes
-
-
-def shortened(text: str, most: int = 60) -> str:
-    """A text as an error message quotes it: one that is too long for a line is cut."""
-    return text if len(text) <= most else f"{text[: most - 20]}... ({len(text):,} characters)"

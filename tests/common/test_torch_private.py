@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import scaling
-from scaling import _torch as p
 from scaling import launch
+from scaling.common import torch_private as p
 
 PRIVATE = re.compile(  # torch.__version__ is public
     r"torch(\.\w+)*\._[a-z]|_dynamo|functorch\.|c10d\._|pg\._|\b_foreach|\._lazy|\._fused|_cdata|_inductor"
@@ -27,8 +27,8 @@ PRIVATE = re.compile(  # torch.__version__ is public
 def test_it_all_stands_in_one_file():
     root = Path(scaling.__file__).parent
     found = {file for file in root.rglob("*.py") if PRIVATE.search(file.read_text(encoding="utf-8"))}
-    strided = root / "spec" / "placements.py"  # _StridedShard: types have no torch at import, and so not _torch.py
-    assert found == {root / "_torch.py", strided}
+    strided = root / "spec" / "placements.py"  # _StridedShard: types have no torch at import
+    assert found == {root / "common" / "torch_private.py", strided}
 
 
 def test_transforms_and_modes_are_seen():

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import scaling
-from scaling.arguments import check_fields, read_table
 from scaling.check import main as check
+from scaling.common.arguments import check_fields, read_table
+from scaling.common.console import HelpFormatter, Parser, command, command_of, complain, integer, number, output, place
 from scaling.configs import load
-from scaling.console import HelpFormatter, Parser, command, command_of, complain, integer, number, output, place
 from scaling.measure import command as measure
 from scaling.measure.network import main as network
 from scaling.plan.__main__ import main as plan
@@ -110,7 +110,7 @@ def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch, tmp_path):
     assert command_of("stopped_while_imported") == 130
     for tool in ("train", "generate", "serve", "measure", "profile"):  # nothing but the console is imported before that
         text = (Path(scaling.__file__).parent / tool / "__main__.py").read_text(encoding="utf-8")
-        assert re.findall("^(?:from|import) (\\S+)", text, flags=re.M) == ["sys", "scaling.console"]
+        assert re.findall("^(?:from|import) (\\S+)", text, flags=re.M) == ["sys", "scaling.common.console"]
     assert command(lambda: 3) == 3
 
 
@@ -149,7 +149,7 @@ def test_errors_fit_the_terminal(capsys, monkeypatch):
 
 
 def test_every_command_and_script_has_the_parser_whose_help_and_errors_fit():
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     folders = [Path(scaling.__file__).parent, *(root / name for name in ("benchmarks", "oracles", "sweeps"))]
     texts = {path.name: path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")}
     texts |= {path.name: path.read_text(encoding="utf-8") for path in (root.parent / "chapters").glob("*.py")}

@@ -21,7 +21,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scaling.sizes import shortened
+from scaling.common.arguments import shortened
 
 SEEDS = 2**63 - 1  # the greatest seed
 WIDEST, NARROWEST = 100, 60  # columns

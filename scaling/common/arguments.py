@@ -93,3 +93,8 @@ def read_table(path: "str | Path") -> dict[str, Any]:
         raise ValueError(f"{path}: not a {form} file: {error}\n  fix: write it as {form}") from error
     of_type(str(path), table, dict)
     return table
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """A text as an error message quotes it: one that is too long for a line is cut."""
+    return text if len(text) <= most else f"{text[: most - 20]}... ({len(text):,} characters)"

@@ -6,7 +6,7 @@ from drawn_types import FAST, MESH, specs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaling.sizes import shortened
+from scaling.common.arguments import shortened
 from scaling.spec import Line, ShardingError, Spec, format_axes, parse, parse_line
 
 CANONICAL = [
