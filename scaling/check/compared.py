@@ -14,9 +14,8 @@ from scaling.common.torch_private import is_wrapped, unwrapped
 from scaling.spec import ShardingError, Spec, format_axes, parse_line
 
 OWN = str(Path(scaling.__file__).parent / "")
-ENGINE = tuple(
-    f"{OWN}/{room}" for room in ("check/", "collectives/", "trace/", "tree.py", "common/torch_private.py", "strategies/axes.py")
-)
+ROOMS = "check/", "collectives/", "trace/", "tree.py", "common/torch_private.py", "strategies/axes.py"
+ENGINE = tuple(f"{OWN}/{room}" for room in ROOMS)
 PODS = "P"  # the slow axis: a line without it is the program of each pod
 RAGGED = "R"  # a dim without axes that has another size on each rank: the rows of an expert
 
