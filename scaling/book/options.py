@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from scaling.check.findings import judging
-from scaling.common.console import SEEDS, Parser, integer, picture
+from scaling.common.console import PROFILE, SEEDS, Parser, integer, picture, place
 from scaling.spec import ShardingError, parse
 from scaling.spec.sizes import format_sizes, parse_mesh
 
@@ -51,6 +51,7 @@ def chapter_parser(doc: str, mesh="", axes="", *, device=False, seed=False, plot
         fitted = f"axes and sizes (default {mesh}, fitted to torchrun's ranks)"
         also = f"; further axes: {', '.join(axes)}" if axes else ""
         parser.add_argument("--mesh", metavar=mesh, help=fitted + also)
+        parser.add_argument("--profile", type=place, metavar="PLACE", help=PROFILE)
     if device:
         parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank (default cpu)")
     if seed:
@@ -75,6 +76,8 @@ def read_options(parser: ChapterParser, mesh: str, axes: str, fits: Fits) -> arg
     if hasattr(args, "device"):
         _check_device(parser, args.device)
     if mesh:
+        if args.profile and not judging():
+            _profile(parser)
         args.mesh = _mesh(parser, mesh, axes, args.mesh)
         _check_sizes(parser, args, mesh, *fits)
         _check_text(parser, args)
@@ -84,6 +87,16 @@ def read_options(parser: ChapterParser, mesh: str, axes: str, fits: Fits) -> arg
 
             start_by_torchrun(args.mesh, getattr(args, "device", "cpu"))
     return args
+
+
+def _profile(parser: ChapterParser) -> NoReturn:
+    """Run as `python -m scaling.profile` does: by itself a chapter reaches no file of the profiler."""
+    if in_notebook():
+        parser.error("--profile: a notebook's ranks are not profiled; fix: run the chapter as a script")
+    own = Parser(add_help=False)
+    own.add_argument("--profile")
+    given, rest = own.parse_known_args()
+    os.execv(sys.executable, [sys.executable, "-m", "scaling.profile", given.profile, sys.argv[0], *rest])
 
 
 def _check_text(parser: ChapterParser, args: argparse.Namespace) -> None:

@@ -1,6 +1,8 @@
 """`python -m scaling.profile` runs a chapter as it is, and writes a profile of what its ranks do."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -38,6 +40,16 @@ def test_each_time_that_a_chapter_goes_to_its_ranks_has_a_profile(tmp_path, capf
         assert LINE in (tmp_path / place / "lines.txt").read_text()
         events = json.loads((tmp_path / place / "trace.json").read_text())["traceEvents"]
         assert sorted(e["pid"] // 1000 for e in events if e["name"] == LINE) == [0] * times + [1] * times
+
+
+@pytest.mark.slow
+def test_a_chapter_asks_for_its_profile_itself(tmp_path):
+    chapter, found = tmp_path / "chapter.py", tmp_path / "found"
+    chapter.write_text(CHAPTER)
+    command = [sys.executable, str(chapter), "--times", "2", f"--profile={found}", "--mesh", "X=2"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "2 checks: all hold" in run.stdout
+    assert LINE in (found / "lines.txt").read_text()
 
 
 @pytest.mark.parametrize(
