@@ -3,8 +3,9 @@
 What stands here is loaded when it is first used, so that the scheduler and the simulator, which need no torch, can be
 imported without it.
 
-    types    the types of params and caches, by form       cache    init_cache: contiguous, in pages, int8
-    slots    where tokens go in a cache and what they see  step     prefill, decode, extend
+    types    the types of params and caches, by form
+    cache    init_cache: contiguous, in pages, int8; where tokens go in it and what they see
+    step     prefill, decode, extend
     forms    one listing for each way to shard a decode step
     handover a cache moved to another mesh                 int8     int8 weights
     sampling, generation                                   from logits to tokens; generate, stream, score

@@ -4,31 +4,32 @@
     {"KV": KV[2, L, P_Z, page, K_Y, H], "pages": pages[B, M], "lengths": lengths[B]}    in pages
 and, of int8, "scale"[2, L, B_Z, S, K_Y], one a token and head. Of latent attention KV[I, L, B_Z, S, J, M], I = J = 1.
 The types are `cache_specs`. A cache is data: fewer lengths roll it back, other rows of pages and lengths are another
-batch on the same pool.
+batch on the same pool. Where a call's new tokens go in it, and what they see of it, are its `Slots`.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from scaling import tree
 from scaling.collectives.buffers import overlaps_itself
 from scaling.common.arguments import whole
 from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.models.attention import visible
 from scaling.models.inputs import IDS
+from scaling.serve.int8 import quantized
 from scaling.serve.types import ONE, SPLIT_ROWS, cache_specs, row_axes, shards_of_places
-from scaling.spec import ShardingError, Spec, block_index, parse
+from scaling.spec import block_index, parse
 
 
-class CacheLayout(NamedTuple):
-    """How a form lays the rows of a batch out on a mesh: worked out once, not at each step.
+class Part(NamedTuple):
+    """What this rank has in a form: of the `groups` of ranks that a batch's rows are split over `group`, of the
+    `shards` of a row's places `shard`, of the vocabulary `block`."""
 
-    `KV`: the type of the cache, `one` the local shape of one row and one place. Of the `groups` of ranks that rows are
-    split over this rank is in `group`, of the `shards` of a row's places it has `shard`, of the vocabulary `block`.
-    """
-
-    KV: Spec
-    one: tuple[int, ...]
     groups: int
     group: int
     shards: int
@@ -41,25 +42,20 @@ class CacheLayout(NamedTuple):
         return slice(self.group * own, (self.group + 1) * own)
 
 
-def cache_layout(config: Config, mesh, form: str, paged: bool = False) -> CacheLayout:
-    """ShardingError for a form or a mesh that does not fit."""
-    key = "served", config, form, paged
+def part_of(mesh, form: str) -> Part:
+    """Worked out once, not at each step."""
+    key = "served", form
     if key not in mesh.lines:
         rows, shards = row_axes(form, mesh), shards_of_places(form, mesh)
         vocabulary = [axis for axis in ("Y" if form in SPLIT_ROWS else "YZ") if axis in mesh.sizes]
-        KV = parse(cache_specs(config, mesh, form=form, page=1 if paged else None)["KV"])
-        groups = mesh.size(rows)
-        sizes = config.sizes | {"B": groups, "P": groups, "S": shards, "page": 1} | held_sizes(config, mesh)
-        mesh.lines[key] = CacheLayout(
-            KV, KV.local_shape(sizes, mesh), groups, block_index(rows, mesh.coord, mesh.sizes),
-            shards, mesh.coord["Z"] if shards > 1 else 0, block_index(vocabulary, mesh.coord, mesh.sizes),
-        )  # fmt: skip
+        group, block = (block_index(axes, mesh.coord, mesh.sizes) for axes in (rows, vocabulary))
+        mesh.lines[key] = Part(mesh.size(rows), group, shards, mesh.coord["Z"] if shards > 1 else 0, block)
     return mesh.lines[key]
 
 
 def held_sizes(config: Config, mesh) -> dict[str, int]:
-    """Of the dims that a cache has beside the model's own."""
-    return {"L": config.L, "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
+    """The dims of a cache but those that its batch and length give."""
+    return config.sizes | {"L": config.L, "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
 
 
 def init_cache(
@@ -85,8 +81,7 @@ def init_cache(
         _check_dtype(dtype)
     int8, pages = dtype == torch.int8, 0 if page is None else -(-length // page)
     types = cache_specs(config, mesh, form=form, page=page, int8=int8)
-    sizes = config.sizes | {"B": batch, "S": length, "P": batch * pages, "page": page or 0}
-    sizes |= held_sizes(config, mesh)
+    sizes = held_sizes(config, mesh) | {"B": batch, "S": length, "P": batch * pages, "page": page or 0}
     device = "cpu" if mesh is ONE else mesh.device
 
     def zeros(name: str, dtype: torch.dtype | None) -> Tensor:
@@ -131,49 +126,163 @@ def writable(cache: dict, like: Tensor, donate: bool) -> dict:
     return cache | {name: x.to(like.device, copy=not donate) for name, x in held.items()}
 
 
-def check_cache(cache: dict, config: Config, mesh, form: str, batch: int) -> CacheLayout:
-    """Its layout. ValueError or ShardingError unless the cache is one of this model and form for `batch` rows."""
-    made = "a cache is what init_cache makes: a dict of tensors KV, lengths, and perhaps pages and scale"
+def check_cache(cache: Any, config: Config, mesh, form: str, batch: int) -> None:
+    """ValueError or ShardingError unless the cache is one of this model and form for `batch` rows."""
+    made, fix = "a cache is what init_cache makes", f'init_cache(config, {batch}, length, mesh=mesh, form="{form}")'
     if not isinstance(cache, dict) or not {"KV", "lengths"} <= set(cache):
-        raise ValueError(f"{made}\n  fix: init_cache(config, {batch}, length)")
-    for name in ("lengths", "pages"):
-        if name in cache and (not isinstance(cache[name], Tensor) or cache[name].dtype not in IDS):
-            raise ValueError(f"{made}; {name} is {_kind(cache[name])}\n  fix: give int64, .long()")
-    KV, lengths = cache["KV"], cache["lengths"]
+        raise ValueError(f"{made}: a dict of tensors KV, lengths, and perhaps pages and scale\n  fix: {fix}")
+    KV, paged = cache["KV"], "pages" in cache
     _check_dtype(getattr(KV, "dtype", type(KV).__name__))
-    if KV.dtype == torch.int8 and "scale" not in cache:
-        raise ValueError("an int8 cache without its scales: the numbers are lost\n  fix: keep cache['scale'] beside KV")
-    if KV.dim() != 6 or lengths.dim() != 1:
-        what = f"KV{list(KV.shape)} and lengths{list(lengths.shape)}"
-        raise ValueError(f"{what} must have 6 dims and one dim\n  fix: init_cache(config, {batch}, length)")
+    int8 = KV.dtype == torch.int8
+    if int8 != ("scale" in cache):
+        what = "an int8 cache without its scales" if int8 else f"scales beside a cache of {KV.dtype}"
+        raise ValueError(f"{what}: int8 needs one scale for each token and head\n  fix: keep them together")
+    for name in ("lengths", "pages")[: 1 + paged]:
+        x, dims = cache[name], 1 + (name == "pages")
+        if not isinstance(x, Tensor) or x.dtype not in IDS or x.dim() != dims or len(x) != batch:
+            found = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            text = f"{name}[B{', M' * (dims - 1)}] are int64 of {batch} rows, as the tokens; found {found}"
+            raise ValueError(f"{made}: {text}\n  fix: {fix}")
+    types = _held_types(config, tuple(mesh.sizes.items()), form, paged, int8)
+    part, (rows, times) = part_of(mesh, form), KV.shape[2:4] if KV.dim() == 6 else (1, 1)
+    sizes = {"B": batch, "S": times * part.shards, "P": rows * part.groups, "page": times}
+    tree.check({name: cache[name] for name in types}, types, held_sizes(config, mesh) | sizes, mesh, None, "cache", fix)
     if not untouched(cache) and not KV.is_contiguous() and overlaps_itself(KV):
         raise ValueError("KV has elements that share their memory\n  fix: give it as .contiguous()")
-    if len(lengths) != batch:
-        raise ValueError(
-            f"the cache has {len(lengths)} rows, the tokens {batch}\n  fix: make it by init_cache(config, {batch}, ...)"
-        )
-    if "scale" in cache and (KV.dtype != torch.int8 or cache["scale"].shape != KV.shape[:-1]):
-        scale = list(cache["scale"].shape)
-        raise ValueError(
-            f"scale{scale} beside {KV.dtype} KV{list(KV.shape)}: int8 needs one scale for each token and head\n"
-            "  fix: keep KV and scale together as init_cache makes them"
-        )
-    page = KV.shape[3] if "pages" in cache else None
-    if page is not None and (cache["pages"].dim() != 2 or len(cache["pages"]) != batch):
-        what = f"pages{list(cache['pages'].shape)} of a batch of {batch}"
-        raise ValueError(f"{what}\n  rule: pages[B, M], a row for each row\n  fix: init_cache(..., page=...)")
-    at = cache_layout(config, mesh, form, page is not None)
-    lead, L, _, _, *head = at.one
-    own = KV.shape[2] if page is not None else batch / at.groups
-    if tuple(KV.shape) != (lead, L, own, KV.shape[3], *head):
-        sizes = config.sizes | {"B": batch, "S": KV.shape[3] * at.shards, "P": KV.shape[2] * at.groups}
-        wanted = at.KV.local_shape(sizes | {"page": KV.shape[3]} | held_sizes(config, mesh), mesh)
-        raise ShardingError(
-            f"{at.KV}: a cache of {config.name} is {wanted} on each rank; found {tuple(KV.shape)}\n"
-            f'  fix: init_cache(config, {batch}, length, mesh=mesh, form="{form}")'
-        )
-    return at
 
 
-def _kind(x: Any) -> str:
-    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+@lru_cache(maxsize=256)
+def _held_types(config: Config, sizes: tuple, form: str, paged: bool, int8: bool) -> dict[str, str]:
+    types = cache_specs(config, AbstractMesh(dict(sizes)), form=form, page=1 if paged else None, int8=int8)
+    return {name: type for name, type in types.items() if name in ("KV", "scale")}
+
+
+class Slots:
+    """The rows of the batch whose keys and values this rank holds, and their T new tokens, of which new[b] are real.
+
+    `positions`[B_Z, T], or [T] where all rows are alike: the tokens' places in their rows. A padded token has its row's
+    last real place: it is computed, and written nowhere. `own`: which of the tokens are this rank's queries, where T is
+    split over C.
+    """
+
+    def __init__(self, cache: dict, new: Tensor, T: int, at: Part, own: slice | None = None):
+        self.cache, self.T, self.own, self._seen = cache, T, own, {}
+        held, KV = cache["lengths"], cache["KV"]
+        self.rows = at.rows(len(held))
+        held, new = held[self.rows], new[self.rows]
+        self.first = KV.shape[3] * at.shard
+        self.table = cache["pages"][self.rows] if "pages" in cache else None
+        if held.is_meta:  # no values: as if the cache were then full
+            self.least, self.most = capacity(cache, at.shards) - T, capacity(cache, at.shards)
+            self.alike, self.fresh = True, self.least == 0
+        else:
+            after = held + new
+            self.least, self.most = int(held.min()), int(after.max())
+            latest = int(held.max())
+            self.alike, self.fresh = self.least == latest and int(new.min()) == T, latest == 0
+        t = torch.arange(T, device=held.device)
+        if self.alike:
+            self.positions = self.least + t
+        else:
+            self.positions = torch.minimum(held[:, None] + t, after[:, None] - 1).clamp(min=0)
+        plain = held.is_meta or (self.alike and self.table is None and at.shards == 1)
+        self.into = None if plain else self._into(held, new, t)
+
+    def _into(self, held: Tensor, new: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows, times, slots): token `times[i]` of row `rows[i]` goes to `slots[i]` of the rows' places flattened."""
+        size, places = self.cache["KV"].shape[3], held[:, None] + t - self.first
+        real = t < new[:, None]
+        if self.table is None:
+            rows, times = (real & (places >= 0) & (places < size)).nonzero(as_tuple=True)
+            return rows, times, rows * size + places[rows, times]
+        rows, times = real.nonzero(as_tuple=True)
+        places = places[rows, times]
+        return rows, times, self.table[rows, places // size] * size + places % size
+
+    def append(self, l: int, *new: Tensor) -> None:
+        """Write what layer l has of the new tokens, keys and values [B_Z, T, K_Y, H] or latents, to their places."""
+        for i, x in enumerate(new):
+            if "scale" in self.cache:
+                x, scale = quantized(x)
+                self._write(self.cache["scale"][i, l], scale[..., 0])
+            self._write(self.cache["KV"][i, l], x)
+
+    def _write(self, whole: Tensor, x: Tensor) -> None:
+        if whole.is_meta:
+            return
+        if self.into is None:
+            whole[:, self.least : self.most] = x
+        else:
+            rows, times, slots = self.into
+            whole.flatten(0, 1)[slots] = x[rows, times].to(whole.dtype)
+
+    def read(self, l: int, low: int, high: int, dtype: torch.dtype) -> list[Tensor]:
+        """Keys and values [B_Z, high - low, K_Y, H] of layer l, or its latents, at places low to high - 1 of this
+        rank's part."""
+        found = [self._read(x[l], low, high).to(dtype) for x in self.cache["KV"]]
+        if "scale" in self.cache:
+            scales = (self._read(x[l], low, high).to(dtype) for x in self.cache["scale"])
+            found = [x * scale[..., None] for x, scale in zip(found, scales, strict=True)]
+        return found
+
+    def _read(self, whole: Tensor, low: int, high: int) -> Tensor:
+        if self.table is None:
+            return whole[:, low:high]
+        page = whole.shape[1]
+        start = low // page
+        pages = self.table[:, start : -(-high // page)]
+        found = whole.index_select(0, pages.flatten()).view(len(pages), -1, *whole.shape[2:])
+        return found[:, low - start * page : high - start * page]
+
+    def attend(self, l: int, Q: Tensor, K: Tensor, V: Tensor, window: int | None) -> Tensor:
+        """O[B_Z, T, N_Y, H] over what is held and the new K, V[B_Z, T, K_Y, H], which are written."""
+        (K, V), mask, causal = self.held(l, window, Q.dtype, K, V)
+        return self.over(Q, K, V, mask, causal)
+
+    def held(self, l: int, window: int | None, dtype: torch.dtype, *new: Tensor) -> tuple[list[Tensor], Any, bool]:
+        """(what layer l has of all places that a query sees, the new ones written; how they are seen, as in `over`)."""
+        self.append(l, *new)
+        low, mask, causal = self.seen(window, dtype)
+        return self.read(l, low, self.most, dtype), mask, causal
+
+    def over(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """O[B_Z, T, N_Y, H] of the queries over K and V[B_Z, S, K_Y, H], as `seen` says."""
+        heads = K.shape[2]
+        k, v = K.transpose(1, 2), V.transpose(1, 2)
+        if self.T == 1:  # the query heads of a KV head as its rows
+            q = Q.unflatten(2, (heads, -1))[:, 0]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)[:, None]
+        q, shared = Q.transpose(1, 2), heads < Q.shape[2]
+        O = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)
+        return O.transpose(1, 2)
+
+    def seen(self, window: int | None, dtype: torch.dtype) -> tuple[int, Tensor | None, bool]:
+        """(the first place that any query sees, what is added to scores or None, whether they are simply causal)."""
+        if window not in self._seen:
+            self._seen[window] = self._mask(window, dtype)
+        return self._seen[window]
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[int, Tensor | None, bool]:
+        low = 0 if window is None else max(0, self.least - window + 1)
+        if self.own is None and self.fresh and (window is None or window >= self.T):
+            return low, None, self.T > 1
+        if self.alike and self.T == 1:
+            return low, None, False
+        keys = torch.arange(low, self.most, device=self.positions.device)
+        seen = self.visible(keys, window)[:, None]
+        return low, torch.zeros((), dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf), False
+
+    def visible(self, keys: Tensor, window: int | None) -> Tensor:
+        """visible[B_Z, T_C, S], or [1, T_C, S] where all rows are alike, of keys at these places of their rows."""
+        rows = self.positions if self.positions.dim() == 2 else self.positions[None]
+        rows = rows if self.own is None else rows[:, self.own]
+        return visible(rows.flatten(), keys, window).view(*rows.shape, -1)
+
+
+class At(NamedTuple):
+    """What all layers of one call share: model, mesh, the slots of its tokens, and (cos, sin) of their positions."""
+
+    config: Config
+    mesh: Any
+    slots: Slots
+    rope: tuple[Tensor, Tensor]

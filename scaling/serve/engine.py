@@ -16,7 +16,7 @@ from torch import Tensor
 from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.cache import cache_layout, init_cache, untouched
+from scaling.serve.cache import init_cache, part_of, untouched
 from scaling.serve.drafts import advance, drafting
 from scaling.serve.requests import check_known_ids
 from scaling.serve.sampling import Draw
@@ -33,7 +33,7 @@ class PagedModel:
     def __init__(self, params: dict, config: Config, options: Options, mesh=None, dtype=None, form: str = "heads"):
         self.params, self.config, self.page, self.mesh, self.form = params, config, options.page, mesh, form
         self.device, self.groups = params["norm"].device, options.groups
-        self.group = cache_layout(config, ONE if mesh is None else mesh, form, True).group
+        self.group = part_of(ONE if mesh is None else mesh, form).group
         self.pools = {
             worker: init_cache(
                 config, self.groups, pool.total * pool.size, mesh=mesh, dtype=dtype, page=pool.size, form=form

@@ -20,13 +20,14 @@ from scaling.models.inputs import IDS, check_ids, check_range
 from scaling.models.leaves import STACKS
 from scaling.models.rope import tables
 from scaling.models.transformer import all_layers
-from scaling.serve.cache import CacheLayout, capacity, check_cache, writable
+from scaling.serve.cache import At, Part, Slots, capacity, check_cache, part_of, writable
 from scaling.serve.forms import context, experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
-from scaling.serve.slots import At, Slots
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
 from scaling.strategies.axes import all_gather
+from scaling.strategies.transformer.heads import own_heads
 
+KV_HEADS = ("W_K", "W_V", "b_K", "b_V")  # leaves[.., K_Y, H]
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
     "heads": (heads, heads.attention),
     "heads_batch": (heads_batch, heads_batch.attention),
@@ -106,21 +107,22 @@ def run_rows(
 
 @torch.no_grad()
 def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least=None) -> tuple[Tensor, dict]:
+    """`last`: logits of each row's last token alone. `least`: the new tokens that each row has to have."""
     mesh, least = ONE if mesh is None else mesh, int(last) if least is None else least
-    lengths, cache, lay = accepted(params, tokens, cache, config, mesh, lengths, form, donate, least)
-    dtype, T = params["norm"].dtype, tokens.shape[1]
+    lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, least)
+    part, dtype, T = part_of(mesh, form), params["norm"].dtype, tokens.shape[1]
     (listing, attention), own = LISTINGS[form], None
     attention = latent.ATTENTION[form] if config.latent else attention
     if T > 1 and mesh.sizes.get("C", 1) > 1:
         listing, attention = context, latent.context if config.latent else context.attention
         tokens, own = split_over_C(tokens, mesh)
-    slots = Slots(cache, lengths, tokens.shape[1], lay, own)
+    slots = Slots(cache, lengths, tokens.shape[1], part, own)
     positions = slots.positions if own is None else slots.positions[..., own]
     at = At(config, mesh, slots, tables(positions, config.rotary, config.theta, config.rope_scaling, dtype))
-    int8 = isinstance(params["embed"], dict)
+    params, int8 = seen_heads(params, at), isinstance(params["embed"], dict)
     ends = {name: floats(params[name], dtype) for name in set(params) - {*STACKS}} if int8 else params
     tokens = tokens[slots.rows] if form in SPLIT_ROWS else tokens
-    x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], lay.block), at)
+    x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], part.block), at)
     for l, W in enumerate(all_layers(params)):
         W = floats(W, dtype) if int8 else W
         x = x + attention(W, x, at, l)
@@ -134,20 +136,15 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
     return logits[:, 0] if last else logits, cache
 
 
-def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) -> tuple[Tensor, dict, CacheLayout]:
-    """(lengths, the cache to write to, its layout), where the tokens are; each row has `least` new tokens. ValueError
-    for what the mesh, the model or the cache cannot take, before any of it is changed."""
-    flag(donate=donate)
-    check_ids("tokens", tokens)
-    at = check_cache(cache, config, mesh, form, len(tokens))
-    B, T = tokens.shape
-    if lengths is not None and (not isinstance(lengths, Tensor) or lengths.dtype not in IDS or lengths.shape != (B,)):
-        found = f"{lengths.dtype} {list(lengths.shape)}" if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise ValueError(f"lengths must be int64[{B}], one for each row; got {found}\n  fix: give torch.tensor([...])")
-    lengths = torch.full((B,), T, device=tokens.device) if lengths is None else lengths.to(tokens.device)
-    cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
-    check_tokens(params, tokens, lengths, cache, config, mesh, form, at, least)
-    return lengths, writable(cache, params["norm"], donate), at
+def seen_heads(params: dict, at: At) -> dict:
+    """The params with those KV heads that this rank's query heads see, where they are replicated over Y."""
+    if at.config.latent or at.config.K % at.mesh.sizes.get("Y", 1) == 0:
+        return params
+    seen = {}
+    for stack in set(params) & {*STACKS}:
+        heads = {name: params[stack][name] for name in KV_HEADS if name in params[stack]}
+        seen[stack] = params[stack] | tree.map(lambda W: own_heads(W, at, -2), heads)
+    return params | seen
 
 
 def split_over_C(tokens: Tensor, mesh) -> tuple[Tensor, slice]:
@@ -169,16 +166,23 @@ def last_of(x: Tensor, lengths: Tensor) -> Tensor:
     return x if x.shape[1] == 1 else x[torch.arange(len(x), device=x.device), lengths - 1][:, None]
 
 
-def check_tokens(
-    params, tokens: Tensor, lengths: Tensor, cache: dict, config, mesh, form: str, at: CacheLayout, least: int
-):
-    """ValueError, on every rank alike and before any works, for tokens that the model or the cache cannot take."""
+def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) -> tuple[Tensor, dict]:
+    """(lengths, the cache to write to), where the tokens are. ValueError, on every rank alike and before any works, for
+    what the mesh, the model or the cache cannot take."""
+    flag(donate=donate)
+    check_ids("tokens", tokens)
+    check_cache(cache, config, mesh, form, len(tokens))
+    B, T = tokens.shape
+    if lengths is None:
+        lengths = torch.full((B,), T, device=tokens.device)
+    elif not isinstance(lengths, Tensor) or lengths.dtype not in IDS or lengths.shape != (B,):
+        found = f"{lengths.dtype} {list(lengths.shape)}" if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise ValueError(f"lengths must be int64[{B}], one for each row; got {found}\n  fix: give torch.tensor([...])")
     if config.moe and config.capacity is not None:
         raise ValueError(
             f"{config.name}: experts with a capacity drop tokens depending on what else is in the batch\n"
             "  fix: serve config.with_(capacity=None)"
         )
-    B, T = tokens.shape
     if not B or not T:
         raise ValueError(f"tokens[{B}, {T}]: there are no tokens\n  fix: give each row at least one token")
     int8 = isinstance(params, dict) and isinstance(params.get("embed"), dict)
@@ -187,8 +191,16 @@ def check_tokens(
     tree.check(params, types, sizes, mesh, fix="tree.shard(params, serve.specs(config, mesh, form=...), mesh)")
     if not int8:
         tree.check_floats(params)
-    if tokens.is_meta:
-        return
+    lengths = lengths.to(tokens.device)
+    cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
+    if not tokens.is_meta:
+        check_range("tokens", tokens, config.V)
+        check_room(cache, lengths, T, part_of(mesh, form), least)
+    return lengths, writable(cache, params["norm"], donate)
+
+
+def check_room(cache: dict, lengths: Tensor, T: int, part: Part, least: int) -> None:
+    """ValueError unless each row has from `least` to T new tokens, and the cache room for them."""
     low, high = int(lengths.min()), int(lengths.max())
     if low < least:
         raise ValueError(f"row {int(lengths.argmin())} is empty: a prompt has at least one token\n  fix: leave it out")
@@ -197,18 +209,18 @@ def check_tokens(
             f"lengths must lie in {least}..{T}, where T = {T} tokens are given; got {low} to {high}\n"
             "  fix: give the number of real tokens of each row"
         )
-    check_range("tokens", tokens, config.V)
-    if int(cache["lengths"].min()) < 0:
-        raise ValueError(f"the cache's lengths are {cache['lengths'].tolist()}\n  fix: give 0 for an empty row")
-    room, after = capacity(cache, at.shards), cache["lengths"] + lengths
+    held = cache["lengths"]
+    if int(held.min()) < 0:
+        raise ValueError(f"the cache's lengths are {held.tolist()}\n  fix: give 0 for an empty row")
+    room, after = capacity(cache, part.shards), held + lengths
     if int(after.max()) > room:
         row = int(after.argmax())
         raise ValueError(
-            f"row {row}: {int(cache['lengths'][row])} tokens are held and {int(lengths[row])} more come, but the cache "
+            f"row {row}: {int(held[row])} tokens are held and {int(lengths[row])} more come, but the cache "
             f"has room for {room} in all\n  fix: call init_cache with a greater length, or give a shorter prompt"
         )
     if "pages" in cache:
-        check_pages(cache, after, at.groups)
+        check_pages(cache, after, part.groups)
 
 
 @lru_cache(maxsize=256)

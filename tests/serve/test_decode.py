@@ -180,7 +180,7 @@ def test_bad_input_is_refused():
     for bad, message in ((tokens[:, :0], "no token"), (prompt + 32, "vocabulary"), (prompt - 32, "vocabulary")):
         refused(message, lambda bad=bad: serve.prefill(params, bad, cache(), PLAIN))
     refused("whole numbers", lambda: serve.prefill(params, prompt.double(), cache(), PLAIN))
-    refused("has 4 rows", lambda: serve.prefill(params, prompt[:2], cache(), PLAIN))
+    refused("of 2 rows, as the tokens", lambda: serve.prefill(params, prompt[:2], cache(), PLAIN))
     refused("one token a row", lambda: serve.decode(params, prompt, cache(), PLAIN))
     for lengths, message in (
         ([4, 0, 4, 4], "row 1 is empty"),
@@ -197,7 +197,7 @@ def test_bad_input_is_refused():
     serve.prefill(params, prompt, pages, PLAIN)  # which the third row does not need yet
     refused("of KV|is what init_cache", lambda: serve.prefill(params, prompt, {"KV": full["KV"]}, PLAIN))
     other = serve.init_cache(PLAIN.with_(K=4), B, S)
-    refused("a cache of plain", lambda: serve.prefill(params, prompt, other, PLAIN), ShardingError)
+    refused("KV.*on each device", lambda: serve.prefill(params, prompt, other, PLAIN), ShardingError)
     fewer = {name: leaf for name, leaf in params.items() if name != "unembed"}
     refused("unembed", lambda: serve.prefill(fewer, prompt, cache(), PLAIN), ShardingError)
     experts = CONFIGS["experts"].with_(capacity=1.0)

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
-from scaling.models.transformer import activated
-from scaling.serve.slots import At
+from scaling.models.transformer import activated, headed
+from scaling.serve.cache import At
 from scaling.serve.types import experts_axis
 from scaling.strategies.axes import all_gather, all_reduce, masked
 from scaling.strategies.expert import experts_of, moe
-from scaling.strategies.transformer.heads import own_heads, turned_heads
 
 
 def embed(x: Tensor, here: Tensor, at: At) -> Tensor:
@@ -27,9 +26,9 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D]. The keys and values of all tokens are written to the cache."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = einsum("y[B_ZE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_ZE, T_C, N_Y, H]", y, W["W_Q"])
-    K = einsum("y[B_ZE, T_C, D] * W_K[D, K_Y, H] -> K[B_ZE, T_C, K_Y, H]", y, own_heads(W["W_K"], at, 1))
-    V = einsum("y[B_ZE, T_C, D] * W_V[D, K_Y, H] -> V[B_ZE, T_C, K_Y, H]", y, own_heads(W["W_V"], at, 1))
-    Q, K, V = turned_heads(W, Q, K, V, at)
+    K = einsum("y[B_ZE, T_C, D] * W_K[D, K_Y, H] -> K[B_ZE, T_C, K_Y, H]", y, W["W_K"])
+    V = einsum("y[B_ZE, T_C, D] * W_V[D, K_Y, H] -> V[B_ZE, T_C, K_Y, H]", y, W["W_V"])
+    Q, K, V = headed(W, Q, K, V, at.rope, at.config.eps)
     K = all_gather("K[B_ZE, T_C, K_Y, H] -> K[B_ZE, T, K_Y, H]", K, at.mesh)  # on the critical path
     V = all_gather("V[B_ZE, T_C, K_Y, H] -> V[B_ZE, T, K_Y, H]", V, at.mesh)
     O = at.slots.attend(l, Q, K, V, at.config.windows[l])

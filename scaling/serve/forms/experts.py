@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.models.pointwise import rms_norm
+from scaling.serve.cache import At
 from scaling.serve.forms.heads import attention as attention
 from scaling.serve.forms.heads import embed as embed
 from scaling.serve.forms.heads import head as head
 from scaling.serve.forms.heads import mlp as dense_mlp
-from scaling.serve.slots import At
 from scaling.strategies.axes import all_gather, shard
 from scaling.strategies.expert import experts_of, moe
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
-from scaling.models.transformer import activated
-from scaling.serve.slots import At
+from scaling.models.transformer import activated, headed
+from scaling.serve.cache import At
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, masked, shard
 from scaling.strategies.expert import experts_of, moe
-from scaling.strategies.transformer.heads import own_heads, turned_heads
 
 
 def embed(x: Tensor, here: Tensor, at: At) -> Tensor:
@@ -29,9 +28,9 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_to_all("Q[B, T, N_YZ, H] -> Q[B_Z, T, N_Y, H]", Q, at.mesh)  # on the critical path
     y = shard("y[B, T, D] -> y[B_Z, T, D]", y, at.mesh)
-    K = einsum("y[B_Z, T, D] * W_K[D, K_Y, H] -> K[B_Z, T, K_Y, H]", y, own_heads(W["W_K"], at, 1))
-    V = einsum("y[B_Z, T, D] * W_V[D, K_Y, H] -> V[B_Z, T, K_Y, H]", y, own_heads(W["W_V"], at, 1))
-    Q, K, V = turned_heads(W, Q, K, V, at)
+    K = einsum("y[B_Z, T, D] * W_K[D, K_Y, H] -> K[B_Z, T, K_Y, H]", y, W["W_K"])
+    V = einsum("y[B_Z, T, D] * W_V[D, K_Y, H] -> V[B_Z, T, K_Y, H]", y, W["W_V"])
+    Q, K, V = headed(W, Q, K, V, at.rope, at.config.eps)
     O = at.slots.attend(l, Q, K, V, at.config.windows[l])
     O = all_to_all("O[B_Z, T, N_Y, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])

@@ -22,8 +22,8 @@ from scaling.collectives import einsum
 from scaling.configs import Latent
 from scaling.models.latent import EPS, turned, turned_queries
 from scaling.models.pointwise import rms_norm
+from scaling.serve.cache import At
 from scaling.serve.forms.sequence import places
-from scaling.serve.slots import At
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, reduce_scatter, shard
 
 

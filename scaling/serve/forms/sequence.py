@@ -12,9 +12,9 @@ from torch import Tensor
 
 from scaling.collectives import einsum
 from scaling.models.pointwise import rms_norm
-from scaling.serve.slots import At
+from scaling.models.transformer import headed
+from scaling.serve.cache import At
 from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter
-from scaling.strategies.transformer.heads import own_heads, turned_heads
 
 
 def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
@@ -22,9 +22,9 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_gather("Q[B, T, N_YZ, H] -> Q[B, T, N_Y, H]", Q, at.mesh)  # on the critical path
-    K = einsum("y[B, T, D] * W_K[D, K_Y, H] -> K[B, T, K_Y, H]", y, own_heads(W["W_K"], at, 1))
-    V = einsum("y[B, T, D] * W_V[D, K_Y, H] -> V[B, T, K_Y, H]", y, own_heads(W["W_V"], at, 1))
-    Q, K, V = turned_heads(W, Q, K, V, at)
+    K = einsum("y[B, T, D] * W_K[D, K_Y, H] -> K[B, T, K_Y, H]", y, W["W_K"])
+    V = einsum("y[B, T, D] * W_V[D, K_Y, H] -> V[B, T, K_Y, H]", y, W["W_V"])
+    Q, K, V = headed(W, Q, K, V, at.rope, at.config.eps)
     at.slots.append(l, K, V)
     q, (K, V), seen = places(Q, l, at)
     A = einsum("Q[B, T, K_Y, G, H] * K[B, S_Z, K_Y, H] -> A[B, T, K_Y, G, S_Z]", q, K)

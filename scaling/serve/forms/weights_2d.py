@@ -10,10 +10,9 @@ from torch import Tensor
 
 from scaling.collectives import einsum
 from scaling.models.pointwise import mean_square, rms_norm
-from scaling.models.transformer import activated
-from scaling.serve.slots import At
+from scaling.models.transformer import activated, headed
+from scaling.serve.cache import At
 from scaling.strategies.axes import all_gather, all_reduce, all_to_all, masked, reduce_scatter, shard
-from scaling.strategies.transformer.heads import own_heads, turned_heads
 
 
 def embed(x: Tensor, here: Tensor, at: At) -> Tensor:
@@ -35,13 +34,13 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     Q = einsum("y[B, T, D_X] * W_Q[D_X, N_YZ, H] -> Q[B, T, N_YZ, H] {U_X}", y, W["W_Q"])
     Q = reduce_scatter("Q[B, T, N_YZ, H] {U_X} -> Q[B_X, T, N_YZ, H]", Q, at.mesh)  # on the critical path
     Q = all_to_all("Q[B_X, T, N_YZ, H] -> Q[B_XZ, T, N_Y, H]", Q, at.mesh)  # on the critical path
-    K = einsum("y[B, T, D_X] * W_K[D_X, K_Y, H] -> K[B, T, K_Y, H] {U_X}", y, own_heads(W["W_K"], at, 1))
-    V = einsum("y[B, T, D_X] * W_V[D_X, K_Y, H] -> V[B, T, K_Y, H] {U_X}", y, own_heads(W["W_V"], at, 1))
+    K = einsum("y[B, T, D_X] * W_K[D_X, K_Y, H] -> K[B, T, K_Y, H] {U_X}", y, W["W_K"])
+    V = einsum("y[B, T, D_X] * W_V[D_X, K_Y, H] -> V[B, T, K_Y, H] {U_X}", y, W["W_V"])
     K = reduce_scatter("K[B, T, K_Y, H] {U_X} -> K[B_X, T, K_Y, H]", K, at.mesh)
     V = reduce_scatter("V[B, T, K_Y, H] {U_X} -> V[B_X, T, K_Y, H]", V, at.mesh)
     K = shard("K[B_X, T, K_Y, H] -> K[B_XZ, T, K_Y, H]", K, at.mesh)
     V = shard("V[B_X, T, K_Y, H] -> V[B_XZ, T, K_Y, H]", V, at.mesh)
-    Q, K, V = turned_heads(W, Q, K, V, at)
+    Q, K, V = headed(W, Q, K, V, at.rope, at.config.eps)
     O = at.slots.attend(l, Q, K, V, at.config.windows[l])
     O = all_to_all("O[B_XZ, T, N_Y, H] -> O[B_X, T, N_YZ, H]", O, at.mesh)  # on the critical path
     O = all_gather("O[B_X, T, N_YZ, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from scaling.models.pointwise import gained_norm, gained_norm_vjp
-from scaling.models.rope import rotate
 
 
 def biased_heads(W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,13 +43,6 @@ def normed_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: dict) -> tuple[Ten
     dQ, norm_Q = gained_norm_vjp(s["Q"], W["norm_Q"], s["r_Q"], dQ)
     dK, norm_K = gained_norm_vjp(s["K"], W["norm_K"], s["r_K"], dK)
     return dQ, dK, {"norm_Q": norm_Q, "norm_K": norm_K}
-
-
-def turned_heads(W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V as attention takes them, where nothing is differentiated."""
-    Q, K, V = biased_heads(W, Q, K, V, at)
-    Q, K, _ = normed_heads(W, Q, K, at)
-    return rotate(Q, *at.rope), rotate(K, *at.rope), V
 
 
 def own_heads(W: Tensor, at: Any, dim: int) -> Tensor:
