@@ -10,7 +10,7 @@ from scaling.models import transformer as model
 from scaling.optim import orthogonal
 from scaling.optim.matrices import cheapest_form
 from scaling.optim.orthogonal import MatrixStack, assigned
-from scaling.spec import ShardingError, parse
+from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.trace import trace
 from scaling.train.evaluate import local
@@ -189,38 +189,6 @@ def test_a_transformer_trains_alike_on_any_mesh(ranks, sizes):
         assert theirs == pytest.approx(losses, rel=1e-12)
         for (where, a), b in zip(tree.named_leaves(params).items(), tree.leaves(wanted), strict=True):
             assert (a - b).abs().max() < 1e-10, where
-
-
-W, G = {"W": torch.ones(4, 4)}, {"g": torch.ones(4)}
-REFUSED = {
-    "no types": (lambda: updated(W, {"W": "D -> F"}, None), "muon needs the types"),
-    "no matrix": (lambda: optim.muon(0.1, {"g": "D -> F"}).init(G), r'params\["g"\]: Muon updates matrices'),
-    "another tree": (lambda: optim.muon(0.1, {"V": "D -> F"}).init(W), "matrices is not a tree like params"),
-    "one side": (lambda: optim.muon(0.1, {"W": "D"}).init(W), "names no matrix"),
-    "another dim": (lambda: updated(W, {"W": "D -> N"}, {"W": "W[D, F]"}), "has no dim N"),
-    "partial": (lambda: updated(W, {"W": "D -> F"}, {"W": "W[D, F] {U_X}"}), "is unreduced"),
-    "form": (lambda: optim.muon(0.1, {"W": "D -> F"}, form="all"), "form"),
-    "scale": (lambda: optim.muon(0.1, {"W": "D -> F"}, scale="rms"), "scale"),
-    "decay": (lambda: optim.muon(0.1, {"W": "D -> F"}, weight_decay=-1), "weight_decay"),
-    "rate": (lambda: updated(W, {"W": "D -> F"}, {"W": "W[D, F]"}, lambda step: step - 1), "zero or more"),
-    "tied": (lambda: updated(W | {"V": W["W"]}, {"W": "D -> F", "V": "D -> F"}, {"W": "W[D, F]", "V": "V[D, F]"},
-                             donate=True), "share memory"),
-    "ints": (lambda: optim.muon(0.1, {"W": "D -> F"}).init({"W": torch.ones(4, 4).int()}), "dense tensors of floats"),
-}  # fmt: skip
-
-
-def updated(params, matrices, specs, lr=0.1, **options):
-    optimizer = optim.muon(lr, matrices)
-    grads = tree.map(torch.clone, params)
-    return optimizer.update(grads, optimizer.init(params), params, specs=specs, **options)
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case):
-    call, words = REFUSED[case]
-    with pytest.raises((ValueError, ShardingError), match=words) as refused:
-        call()
-    assert "fix:" in str(refused.value)
 
 
 def test_nothing_is_changed_unless_donated():
