@@ -181,11 +181,13 @@ def pytest_collection_finish(session):
 
 
 def pytest_collection_modifyitems(config, items):
-    """What runs on ranks is slow. What is marked sweep runs only if its mark is asked for."""
+    """What runs on ranks is slow. What is marked sweep, or runs a chapter, runs only if its mark is asked for."""
     for item in items:
         if "ranks" in item.fixturenames:
             item.add_marker("slow")
-    if "sweep" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("sweep")]
-        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
-        config.hook.pytest_deselected(items=left_out)
+        if "chapter" in item.fixturenames and not item.get_closest_marker("sweep"):
+            item.add_marker("chapter")
+    unasked = [mark for mark in ("sweep", "chapter") if mark not in config.option.markexpr]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
