@@ -1,10 +1,53 @@
-"""What each collective may do to a type (Part 3): the rules behind every ShardingError of `scaling.collectives`."""
+"""What each collective may do to a type (Part 3): the rules behind every ShardingError of `scaling.collectives`.
+
+In a type a mesh axis has a place: it splits a dim, it is in {U}, or it is not mentioned. A collective takes axes from
+one kind of place to another, to the minor end of a dim or from there; all other axes stay where they are.
+"""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from scaling.spec import ShardingError, Spec, format_axes, parse_line, refuse
+from scaling.spec import Spec, format_axes, parse_line, refuse
+
+DIM, SUM, NONE = "a dim", "{U}", "no dim"
+
+
+class Rule(NamedTuple):
+    """From which place a collective takes axes and where they come, in words too; `rooted`: one device has them all."""
+
+    source: str
+    target: str
+    says: str
+    rooted: bool = False
+
+
+_MINOR = "the minor (last) axes of a dim; otherwise the blocks would be interleaved"
+_SUMS = ". It neither adds up partial sums nor makes any"
+_SCATTERS = "turns {U_X} into a subscript X: the same axes leave {U} and enter one dim, as its minor (last) axes"
+_NOTHING = "the others, who get zeros, add nothing"
+_ROOT = ": only the root's part counts, the others are zeros"
+RULES = {
+    "AllGather": Rule(DIM, NONE, f"removes {_MINOR}{_SUMS}"),
+    "Slice": Rule(NONE, DIM, f"adds {_MINOR}{_SUMS}"),
+    "ReduceScatter": Rule(SUM, DIM, _SCATTERS),
+    "AllReduce": Rule(SUM, NONE, "only removes axes from {U}: A[I] {U_X} -> A[I]"),
+    "AllToAll": Rule(
+        DIM, DIM, "takes the minor axes of one dim and makes them the minor axes of another: A[I_X, J] -> A[I, J_X]"
+    ),
+    "Broadcast": Rule(SUM, NONE, f"is A[I] {{U_X}} -> A[I]{_ROOT}", rooted=True),
+    "Reduce": Rule(SUM, SUM, f"is A[I] {{U_X}} -> A[I] {{U_X}}{_ROOT}", rooted=True),
+    "Scatter": Rule(SUM, DIM, _SCATTERS, rooted=True),
+    "Gather": Rule(DIM, SUM, f"is A[I_X] -> A[I] {{U_X}}: the root gets the whole dim, and {_NOTHING}", rooted=True),
+}
+_DOES = {  # what to use in place of a collective that does not take axes so
+    (DIM, NONE): "all_gather",
+    (NONE, DIM): "shard",
+    (SUM, DIM): "reduce_scatter",
+    (SUM, NONE): "all_reduce",
+    (DIM, DIM): "all_to_all",
+    (NONE, SUM): "reshard, which makes the terms of a sum over {X}: all but one are zero",
+}
 
 
 @dataclass(frozen=True)
@@ -36,151 +79,58 @@ def refuse_rule(line: str, kind: str, what: str, rule: str, fix: str) -> NoRetur
 @lru_cache(maxsize=4096)
 def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
     """The steps of `line` as a collective of this kind, or a ShardingError that names the rule it breaks."""
-    parsed = parse_line(line)
+    parsed, rule = parse_line(line), RULES[kind]
     if len(parsed.operands) != 1:
-        rule = "a collective has one operand; einsum multiplies"
-        refuse_rule(line, kind, f"{len(parsed.operands)} operands", rule, "write a line for each, or use einsum")
+        says = "a collective has one operand; einsum multiplies"
+        refuse_rule(line, kind, f"{len(parsed.operands)} operands", says, "write a line for each, or use einsum")
     before, after = parsed.operands[0], parsed.result
     if before.dim_names != after.dim_names:
-        rule = "a collective moves axes, it does not change or reorder the dims"
-        refuse_rule(line, kind, "the dims differ", rule, "write the same dims on both sides, in the same order")
-    return _RULES[kind](line, kind, before, after)
+        says = "a collective moves axes, it does not change or reorder the dims"
+        refuse_rule(line, kind, "the dims differ", says, "write the same dims on both sides, in the same order")
 
+    def broken(what: str, fix: str) -> NoReturn:
+        refuse_rule(line, kind, what, f"{kind} {rule.says}", fix)
 
-def _gather_or_slice(line, kind, before, after):
-    grows = kind == "AllGather"
-    if before.unreduced != after.unreduced:
-        does = "an AllGather only concatenates: it" if grows else "a local slice"
-        rule = f"{does} neither adds up partial sums nor makes any"
-        refuse_rule(line, kind, "{U} is not the same on both sides", rule, _changes_sums(before, after))
-    return _one_by_one(before, _moved(line, kind, before, after, grows), grows)
-
-
-def _changes_sums(before, after) -> str:
-    """What to use in place of a collective that leaves {U} as it is."""
-    if gained := [axis for axis in after.unreduced if axis not in before.unreduced]:
-        return f"use reshard, which makes the terms of a sum over {format_axes(gained)}: all but one are zero"
-    return f"use reduce_scatter or all_reduce over {format_axes(sorted(set(before.unreduced) - set(after.unreduced)))}"
-
-
-def _reduce_scatter(line, kind, before, after):
-    added = _moved(line, kind, before, after, grows=False)
-    summed = [axis for axis in before.unreduced if axis not in after.unreduced]
-    scattered = [axis for _, axes in added for axis in axes]
-    if sorted(summed) != sorted(scattered) or set(after.unreduced) - set(before.unreduced):
-        what = f"it sums over {format_axes(summed) or 'nothing'} and splits over {format_axes(scattered)}"
-        rule = f"{kind} turns {{U_X}} into a subscript X: the same axes leave {{U}} and enter one dim"
-        refuse_rule(
-            line, kind, what, rule, "write {U_" + format_axes(scattered) + "} on the operand if it is a partial sum"
-        )
-    return _one_by_one(before, added, grows=False)
-
-
-def _all_reduce(line, kind, before, after):
-    summed = tuple(axis for axis in before.unreduced if axis not in after.unreduced)
-    if before.dims != after.dims:
-        refuse_rule(
-            line,
-            kind,
-            "the subscripts differ",
-            "AllReduce only removes axes from {U}",
-            "to split the sum: reduce_scatter",
-        )
-    if set(after.unreduced) - set(before.unreduced) or not summed:
-        what = f"nothing is reduced: {before} has no {{U}} that {after} lacks"
-        gains = not summed and before.unreduced != after.unreduced
-        fix = _changes_sums(before, after) if gains else "write {U_X} on the operand if it is a partial sum"
-        refuse_rule(line, kind, what, "AllReduce turns A[I] {U_X} into A[I]", fix)
-    return (CollectiveStep(before, after, summed),)
-
-
-def _all_to_all(line, kind, before, after):
-    rule = "AllToAll takes the minor axes of one dim and makes them the minor axes of another: A[I_X, J] -> A[I, J_X]"
-    changed = [i for i, (b, a) in enumerate(zip(before.dims, after.dims, strict=True)) if b != a]
-    if before.unreduced != after.unreduced or len(changed) != 2:
-        refuse_rule(line, kind, "not the move of axes from one dim to one other", rule, "use reshard")
-    for source, target in (changed, changed[::-1]):
-        was, now = before.dims[source][1], after.dims[source][1]
-        moved = was[len(now) :]
-        if moved and was[: len(now)] == now and after.dims[target][1] == before.dims[target][1] + moved:
-            return (CollectiveStep(before, after, moved, source, target, splits=target),)
-    refuse_rule(line, kind, "the axes that move are not the minor ones of both dims", rule, "use reshard")
-
-
-def _rooted(line, kind, before, after):
-    """Broadcast, Reduce: {U_X} with all but the root's part to be taken as (or made) zero."""
-    axes = before.unreduced if kind == "Reduce" else tuple(a for a in before.unreduced if a not in after.unreduced)
-    wanted = "A[I] {U_X} -> A[I]" if kind == "Broadcast" else "A[I] {U_X} -> A[I] {U_X}"
-    legal = set(after.unreduced) <= set(before.unreduced) and (
-        kind == "Broadcast" or before.unreduced == after.unreduced
-    )
-    if before.dims != after.dims or not axes or not legal:
-        rule = f"{kind} is {wanted}: only the root's part counts, the others are zeros"
-        refuse_rule(line, kind, "the types do not fit", rule, "write them so; the other dims stay as they are")
-    return (CollectiveStep(before, after, axes),)
-
-
-def _scatter(line, kind, before, after):
-    return _only_one(line, kind, _reduce_scatter(line, kind, before, after))
-
-
-def _gather(line, kind, before, after):
-    try:
-        back = _reduce_scatter(line, kind, after, before)
-    except ShardingError:
-        rule = "Gather is A[I_X] -> A[I] {U_X}: the root gets the whole dim, and the others, who get zeros, add nothing"
-        refuse_rule(line, kind, "the types do not fit", rule, "write them so; the other dims stay as they are")
-    return tuple(CollectiveStep(s.after, s.before, s.axes, s.dim) for s in _only_one(line, kind, back))
-
-
-def _only_one(line, kind, steps):
-    if len(steps) > 1:
-        rule = f"{kind} has one root, and so changes one dim"
-        refuse_rule(line, kind, "several dims change", rule, "write a line for each dim")
-    return steps
-
-
-def _moved(line, kind, before, after, grows) -> list[tuple[int, tuple[str, ...]]]:
-    """(position, axes) of each dim whose minor axes are removed (grows) or gained, which is all that may change."""
-    verb, moved = ("removes" if grows else "adds"), []
+    for axis in dict.fromkeys((*before.axes, *before.unreduced, *after.axes, *after.unreduced)):
+        (was, of), (now, to) = _place(axis, before), _place(axis, after)
+        if (was, of) != (now, to) and (was, now) != (rule.source, rule.target):
+            fix = f"use {_DOES.get((was, now), 'reshard')}".format(X=axis)
+            if was == NONE and rule.source == SUM:
+                fix += f"; or write {{U_{axis}}} on the operand if it is a partial sum"
+            broken(f"{axis} goes from {of} to {to}", fix)
+    dims = []  # (position, its axes afterwards, those that it gains or loses)
     for position, ((dim, was), (_, now)) in enumerate(zip(before.dims, after.dims, strict=True)):
-        long, short = (was, now) if grows else (now, was)
-        if was == now:
-            continue
+        short, long = sorted((was, now), key=len)
         if long[: len(short)] != short:
-            rule = f"{kind} {verb} the minor (last) axes of a dim; otherwise the blocks would be interleaved"
-            have, want = format_axes(was) or "no axes", format_axes(now) or "no axes"
-            fix = "check the axes of the type; reshard does what takes more than one step"
-            refuse_rule(line, kind, f"dim {dim} goes from {have} to {want}", rule, fix)
-        moved.append((position, long[len(short) :]))
-    if not moved:
-        refuse_rule(
-            line, kind, "no dim changes", f"{kind} {verb} axes of a dim, e.g. " + _EXAMPLE[kind], "drop the line"
-        )
-    return moved
-
-
-def _one_by_one(before, moved, grows) -> tuple[CollectiveStep, ...]:
+            what = f"dim {dim} goes from {format_axes(was)} to {format_axes(now)}"
+            broken(what, "check the axes of the type; reshard does what takes more than one step")
+        dims += [(position, now, long[len(short) :])] if was != now else []
+    if DIM not in (rule.source, rule.target):
+        axes = tuple(axis for axis in before.unreduced if rule.target == SUM or axis not in after.unreduced)
+        if not axes:
+            broken("nothing is reduced", "write {U_X} on the operand if it is a partial sum")
+        return (CollectiveStep(before, after, axes),)
+    if not dims:
+        broken("no dim changes", "drop the line")
+    if rule.source == rule.target:
+        source, *others = sorted(dims, key=lambda dim: len(dim[1]) - len(before.dims[dim[0]][1]))
+        if [axes for _, _, axes in others] != [source[2]]:
+            broken("not the move of axes, in their order, from one dim to one other", "use reshard")
+        return (CollectiveStep(before, after, source[2], source[0], others[0][0], splits=others[0][0]),)
+    if rule.rooted and len(dims) > 1:
+        says = f"{kind} has one root, and so changes one dim"
+        refuse_rule(line, kind, "several dims change", says, "write a line for each dim")
     steps = []
-    for position, axes in moved:
-        dim, was = before.dims[position]
-        summed = before.with_unreduced(axis for axis in before.unreduced if axis not in axes)
-        after = summed.with_axes(dim, was[: -len(axes)] if grows else was + axes)
-        steps.append(CollectiveStep(before, after, axes, position, splits=None if grows else position))
-        before = after
+    for position, now, axes in dims:
+        sums = {*before.unreduced} ^ {*axes} if SUM in (rule.source, rule.target) else before.unreduced
+        to = replace(before, unreduced=tuple(sorted(sums))).with_axes(before.dim_names[position], now)
+        steps.append(CollectiveStep(before, to, axes, position, splits=position if rule.target == DIM else None))
+        before = to
     return tuple(steps)
 
 
-_EXAMPLE = {"AllGather": "A[I_X] -> A[I]", "Slice": "A[I] -> A[I_X]"}
-_EXAMPLE |= dict.fromkeys(("ReduceScatter", "Scatter", "Gather"), "A[I] {U_X} -> A[I_X]")
-_RULES = {
-    "AllGather": _gather_or_slice,
-    "Slice": _gather_or_slice,
-    "ReduceScatter": _reduce_scatter,
-    "AllReduce": _all_reduce,
-    "AllToAll": _all_to_all,
-    "Broadcast": _rooted,
-    "Reduce": _rooted,
-    "Scatter": _scatter,
-    "Gather": _gather,
-}
+def _place(axis: str, spec: Spec) -> tuple[str, str]:
+    """Where a type has an axis: the kind of place, and the place."""
+    if axis in spec.unreduced:
+        return SUM, SUM
+    return next(((DIM, f"dim {dim}") for dim, axes in spec.dims if axis in axes), (NONE, NONE))
