@@ -76,8 +76,8 @@ def read_options(parser: ChapterParser, mesh: str, axes: str, fits: Fits) -> arg
     if hasattr(args, "device"):
         _check_device(parser, args.device)
     if mesh:
-        if args.profile and not judging():
-            _profile(parser)
+        if args.profile and in_notebook():
+            parser.error("--profile: a notebook's ranks are not profiled; fix: run the chapter as a script")
         args.mesh = _mesh(parser, mesh, axes, args.mesh)
         _check_sizes(parser, args, mesh, *fits)
         _check_text(parser, args)
@@ -87,16 +87,6 @@ def read_options(parser: ChapterParser, mesh: str, axes: str, fits: Fits) -> arg
 
             start_by_torchrun(args.mesh, getattr(args, "device", "cpu"))
     return args
-
-
-def _profile(parser: ChapterParser) -> NoReturn:
-    """Run as `python -m scaling.profile` does: by itself a chapter reaches no file of the profiler."""
-    if in_notebook():
-        parser.error("--profile: a notebook's ranks are not profiled; fix: run the chapter as a script")
-    own = Parser(add_help=False)
-    own.add_argument("--profile")
-    given, rest = own.parse_known_args()
-    os.execv(sys.executable, [sys.executable, "-m", "scaling.profile", given.profile, sys.argv[0], *rest])
 
 
 def _check_text(parser: ChapterParser, args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, verdict_counts
 from scaling.book.options import Fits, chapter_parser, in_notebook, read_options
+from scaling.check.findings import judging
 from scaling.common.console import fold
 from scaling.show import charts, timelines
 
@@ -38,6 +40,7 @@ class Page:
         self.checks: list[tuple[str, bool]] = []
         self.given: list[Answer] = []
         self.pictures: list[tuple[str, Callable]] = []
+        self.profiles: list[Path] = []  # that `--profile` asked for
         self.first = int(os.environ.get("RANK", 0)) == 0
         parser = chapter_parser(self.doc, mesh, axes, device=device, seed=seed, plot=plot, **options)
         self.args, self.refuse = read_options(parser, mesh, axes, fits), parser.error
@@ -121,9 +124,14 @@ class Page:
         self.say("\n" + answer_table(answers))
 
     def on_ranks(self, fn: Callable, *args, checked: bool = True) -> Any:
-        """`fn(mesh, *args)` on every rank of `--mesh`, started here or torchrun's: the result of rank 0."""
+        """`fn(mesh, *args)` on every rank of `--mesh`, started here or torchrun's: the result of rank 0. With
+        `--profile` each time has a profile of its own, the second in PLACE-2."""
         from scaling import launch
 
+        if self.args.profile and not judging():
+            path, number = Path(self.args.profile), len(self.profiles) + 1
+            self.profiles.append(path if number == 1 else path.with_stem(f"{path.stem}-{number}"))
+            fn, args = import_module("scaling.profile.record").profiled, (fn, str(self.profiles[-1]), *args)
         sizes, device = self.args.mesh, getattr(self.args, "device", "cpu")
         self.open()  # the ranks may print, too
         sys.stdout.flush()

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -97,19 +97,18 @@ def _check_importable(fn: Callable, args: tuple) -> None:
         ) from error
 
 
-def start_by_torchrun(sizes: Mapping[str, int], device: str, command: Sequence[str] = ()) -> None:
+def start_by_torchrun(sizes: Mapping[str, int], device: str) -> None:
     """Where ranks cannot be forked, start this script again as torchrun's ranks; it ends with their exit code.
 
     For a script whose own statements start ranks: spawned ranks could not import it. Nor can ranks be forked beside
-    GPUs once the script has computed a gradient. Else it does nothing. `command`: what is started instead of the
-    script, as torchrun takes it.
+    GPUs once the script has computed a gradient. Else it does nothing.
     """
     world = AbstractMesh(sizes).size()
     if world == 1 or (can_fork(device) and not torch.cuda.is_available()) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "RANK"))}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    os.execve(sys.executable, [*torchrun, *(command or sys.argv)], {"OMP_NUM_THREADS": "1", **environment})
+    os.execve(sys.executable, [*torchrun, *sys.argv], {"OMP_NUM_THREADS": "1", **environment})
 
 
 def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", checked: bool = True, **options):

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from scaling.profile import stragglers
-from scaling.profile.intervals import between, length, union, within
-from scaling.profile.split import Split
-from scaling.profile.timeline import LineRun, RankTimeline
+from scaling.profile.intervals import gaps, intersect, length, union
+from scaling.profile.timeline import RankStep, RankTimeline
 
 LEAST = 0.01  # of a step: what gains less is not suggested
 SMALL = 2**18  # bytes V below which a collective's time is its latency
@@ -39,39 +38,29 @@ class Suggestion:
         return f"{self.what} (gains {'at most ' * self.bound}{self.gain * 1e3:.1f} ms a step)"
 
 
-@dataclass(frozen=True)
-class RankStep:
-    """What one rank ran in one step, from `start` to `end`."""
-
-    timeline: RankTimeline
-    start: float
-    end: float
-    runs: list[tuple[LineRun, Split]]
-
-
 Wasted = Iterator[tuple[str, float, int]]  # (line, seconds of a step that are wasted, how many are concerned)
 
 
 def gathered_twice(step: RankStep) -> Wasted:
     """A gather of an array that was gathered before, with no other one of the same line between."""
     last: dict[str, tuple] = {}
-    for run, split in step.runs:
+    for run in step.runs:
         if run.op in ("AllGather", "AllReduce", "AllToAll") and run.key:
             if last.get(run.line) == run.key:
-                yield run.line, split.exposed + split.waiting, 2
+                yield run.line, run.exposed + run.waiting, 2
             last[run.line] = run.key
 
 
 def no_prefetch(step: RankStep) -> Wasted:
     """A gather on the critical path of an array that no line of the step made: it can start as soon as the one before
     it is through, and hide behind what is computed from there on."""
-    made, begin = {run.after for run, _ in step.runs}, None  # begin: of the first product since the last such gather
-    standing = union(interval for run, _ in step.runs if run.communicates for interval in run.held)
-    computing = between(standing, (step.start, step.end))
-    for run, split in step.runs:
+    made, begin = {run.after for run in step.runs}, None  # begin: of the first product since the last such gather
+    standing = union(interval for run in step.runs if run.communicates for interval in run.held)
+    computing = gaps(standing, step.span)
+    for run in step.runs:
         if run.op == "AllGather" and not run.async_op and run.before not in made:
-            cover = length(within(computing, begin, run.called)) if begin is not None else 0.0
-            yield run.line, min(split.exposed, cover), 1
+            cover = length(intersect(computing, [(begin, run.called)])) if begin is not None else 0.0
+            yield run.line, min(run.exposed, cover), 1
             begin = None
         elif run.flops and begin is None:
             begin = run.called
@@ -79,21 +68,21 @@ def no_prefetch(step: RankStep) -> Wasted:
 
 def wide_wire(step: RankStep) -> Wasted:
     """Collectives in float32 where the products are in 16 bits: half the transfer, and what widened the operand."""
-    if 2 * sum(run.flops for run, _ in step.runs if run.dtype in SHORT_DTYPES) <= sum(r.flops for r, _ in step.runs):
+    if 2 * sum(run.flops for run in step.runs if run.dtype in SHORT_DTYPES) <= sum(run.flops for run in step.runs):
         return
     widened, begin = union((a, b) for name, a, b in step.timeline.ops if name == CONVERT), step.start
-    for run, split in step.runs:
+    for run in step.runs:
         if run.communicates and run.dtype == "float32" and run.nbytes > SMALL:
-            yield run.line, split.exposed / 2 + length(within(widened, begin, run.called)), 1
+            yield run.line, run.exposed / 2 + length(intersect(widened, [(begin, run.called)])), 1
         begin = run.held[-1][1] if run.held else begin
 
 
 def tiny_buckets(step: RankStep) -> Wasted:
     """Many small collectives of one kind: joined they have the latency of one."""
     kinds: defaultdict[tuple, list] = defaultdict(list)
-    for run, split in step.runs:
+    for run in step.runs:
         if run.op in ("AllReduce", "ReduceScatter", "AllGather") and run.communicates and run.nbytes <= SMALL:
-            kinds[run.op, run.axes].append((run.line, split.exposed))
+            kinds[run.op, run.axes].append((run.line, run.exposed))
     for found in kinds.values():
         if (n := len(found)) >= FEW:
             yield found[0][0], sum(exposed for _, exposed in found) * (1 - 1 / n), n
@@ -101,19 +90,19 @@ def tiny_buckets(step: RankStep) -> Wasted:
 
 def blocking_send(step: RankStep) -> Wasted:
     """A Send that the lane stands still for."""
-    for run, split in step.runs:
+    for run in step.runs:
         if run.op == "Send" and not run.async_op:
-            yield run.line, split.exposed + split.waiting, 1
+            yield run.line, run.exposed + run.waiting, 1
 
 
 def replicated_update(step: RankStep) -> Wasted:
     """After the last gradients are reduced to every rank, all of them compute the same update."""
-    gradients = [run for run, _ in step.runs if run.op == "AllReduce" and run.communicates and run.after[:1] == "d"]
+    gradients = [run for run in step.runs if run.op == "AllReduce" and run.communicates and run.after[:1] == "d"]
     if gradients:
         last = max(gradients, key=lambda run: run.end)
-        lane = union(interval for run, _ in step.runs for interval in run.held)
+        lane = union(interval for run in step.runs for interval in run.held)
         n = len(last.group)
-        yield last.line, length(between(lane, (last.end, step.end))) * (1 - 1 / n), n
+        yield last.line, length(gaps(lane, (last.end, step.end))) * (1 - 1 / n), n
 
 
 RULES: tuple[tuple[str, Callable[[RankStep], Wasted], str, bool], ...] = (  # kind, what finds it, what to do, a bound?
@@ -141,20 +130,12 @@ def wastes(every: Sequence[Sequence[RankStep]]) -> Iterator[Suggestion]:
             yield Suggestion(kind, line, what.format(line=line, n=most[line]), mean(map(median, ranks)), bound)
 
 
-def steps_of_rank(timeline: RankTimeline, found: Sequence[Split]) -> list[RankStep]:
-    pairs = list(zip(timeline.runs, found, strict=True))
-    return [
-        RankStep(timeline, start, end, [(run, split) for run, split in pairs if start <= run.called < end])
-        for start, end in timeline.steps
-    ]
-
-
 def unbalanced(every: Sequence[Sequence[RankStep]]) -> Suggestion | None:
     """Some ranks have more FLOPs in a line than others: what exceeds the mean would be waited for by nobody."""
     flops: list[defaultdict[str, float]] = [defaultdict(float) for _ in every]
     for own, steps in zip(flops, every, strict=True):
         for step in steps:
-            for run, _ in step.runs:
+            for run in step.runs:
                 own[run.line] += run.flops
     totals = [sum(own.values()) for own in flops]
     busiest = totals.index(max(totals))
@@ -162,21 +143,21 @@ def unbalanced(every: Sequence[Sequence[RankStep]]) -> Suggestion | None:
     if ratio <= UNEVEN:
         return None
     line = max(flops[busiest], key=lambda line: flops[busiest][line] - mean(own[line] for own in flops))
-    seconds = mean(sum(length(run.held) for run, _ in step.runs if run.flops) for step in every[busiest])
+    seconds = mean(sum(run.seconds for run in step.runs if run.flops) for step in every[busiest])
     what = f"share the work of {line} evenly: the busiest rank has {ratio:.2f} of the mean"
     what += "; of causal attention the zig-zag order does it"
     return Suggestion("unbalanced", line, what, seconds * (1 - 1 / ratio), bound=True)
 
 
-def suggestions(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> list[Suggestion]:
+def suggestions(timelines: Sequence[RankTimeline]) -> list[Suggestion]:
     """All that gain at least 1% of a step, the largest gain first."""
-    every = [steps_of_rank(timeline, found) for timeline, found in zip(timelines, splits, strict=True)]
+    every = [timeline.steps for timeline in timelines]
     found = list(wastes(every))
     if uneven := unbalanced(every):
         found.append(uneven)
     else:  # ranks have the same work: without the slowest, the others are
-        for slow in stragglers.find(timelines, splits)[:1]:
+        for slow in stragglers.find(timelines)[:1]:
             gain = min(slow.seconds, slow.waited) / (1 if slow.step is None else len(every[0]))
             found.append(Suggestion("straggler", slow.line, f"look at why {slow}", gain))
-    step = median(end - start for timeline in timelines for start, end in timeline.steps)
-    return sorted((each for each in found if each.gain >= LEAST * step), key=lambda suggestion: -suggestion.gain)
+    least = LEAST * median(step.seconds for steps in every for step in steps)
+    return sorted((each for each in found if each.gain >= least), key=lambda suggestion: -suggestion.gain)

@@ -5,6 +5,7 @@ union([(0, 2), (1, 3)]) -> [(0, 3)]      length(...) -> 3      intersect, subtra
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 Interval = tuple[float, float]
 
@@ -25,7 +26,8 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    found, i, j = [], 0, 0
+    """The times in both; as quick for a short b as if a were short too."""
+    found, i, j = [], max(0, bisect_right(a, b[0]) - 1) if b else 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         found += [(start, end)] if start < end else []
@@ -33,29 +35,13 @@ def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
     return found
 
 
+def gaps(intervals: Sequence[Interval], within: Interval) -> list[Interval]:
+    """What the intervals leave of one that is to be covered."""
+    start, end = within
+    edges = [start, *chain(*intersect(intervals, [within])), end]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
 def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What of a is not in b."""
-    left: list[Interval] = []
-    j = 0
-    for start, end in a:
-        while j < len(b) and b[j][1] <= start:
-            j += 1
-        k = j
-        while k < len(b) and b[k][0] < end:
-            left += [(start, b[k][0])] if start < b[k][0] else []
-            start = b[k][1]
-            k += 1
-        left += [(start, end)] if start < end else []
-    return left
-
-
-def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
-    """What of the intervals lies from start to end; as quick for a short part of a long list."""
-    first = max(0, bisect_right(intervals, (start, end)) - 1)
-    last = bisect_right(intervals, (end, end))
-    return intersect(intervals[first:last], [(start, end)])
-
-
-def between(intervals: Sequence[Interval], within: Interval) -> list[Interval]:
-    """The gaps that the intervals leave in one that is to be covered."""
-    return subtract([within] if within[0] < within[1] else [], intervals)
+    """What of a is not in b; as quick for a short a as if b were short too."""
+    return intersect(a, gaps(b, (a[0][0], a[-1][1]))) if a else []

@@ -1,20 +1,33 @@
-"""A profile: the timelines of all ranks, and what is asked of them."""
+"""A profile: the timelines of all ranks, what is asked of them, and all of it as text."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
 
+from scaling.common.console import fold
+from scaling.common.tables import table
 from scaling.hardware import Chip
-from scaling.profile import memory, stragglers, table
+from scaling.profile import stragglers
 from scaling.profile.advice import Suggestion, suggestions
-from scaling.profile.split import LineTotal, Parts, Split, by_line, splits, step_parts
-from scaling.profile.timeline import RankTimeline
-from scaling.profile.torch_trace import RankTrace, Spans, write_trace
+from scaling.profile.split import LineTotal, Parts, by_line, split_waiting, step_parts
+from scaling.profile.timeline import Moment, RankTimeline
+from scaling.profile.torch_trace import RankTrace, Spans, join_traces
 from scaling.trace import now
 
 STEP = "scaling.profile: step"
+COLUMNS, LEAST, RANKS = 100, 30, 6  # of a table, of a line's name beside its numbers; ranks that are shown
+PARTS = {
+    "products": "products",
+    "communication exposed": "exposed",
+    "waiting for others": "waiting",
+    "operations between lines": "between",
+    "between operations": "python",
+    "a step": "step",
+    "communication hidden": "hidden",
+}
 
 
 @dataclass
@@ -41,80 +54,101 @@ class Profile:
         if len(self.marks) == 1:
             self.step()
 
-    @property
+    @cached_property
     def timelines(self) -> tuple[RankTimeline, ...]:
-        """Of all ranks, in their order. ValueError before the block has ended."""
+        """Of all ranks, in their order, their collectives' time split. ValueError before the block has ended."""
         if not self.made:
             raise ValueError("the profile is made at the end of its block\n  fix: ask after `with profile() as p:`")
-        return self.made
-
-    @cached_property
-    def splits(self) -> list[list[Split]]:
-        """Of each rank and run: waiting, exposed and hidden."""
-        return splits(self.timelines)
+        return split_waiting(self.made)
 
     def parts(self, rank: int = 0) -> list[Parts]:
         """Where each step of a rank went."""
-        found = self.timelines[rank]
-        return [step_parts(found, self.splits[rank], step) for step in found.steps]
+        return list(map(step_parts, self.timelines[rank].steps))
 
     @property
     def seconds(self) -> float:
         """Of a step: the mean over steps and ranks."""
-        return mean(end - start for timeline in self.timelines for start, end in timeline.steps)
+        return mean(step.seconds for timeline in self.timelines for step in timeline.steps)
 
     def lines(self) -> list[LineTotal]:
         """By line of the algorithm, a step's mean over steps and ranks, in the order in which they first run."""
-        return by_line(self.timelines, self.splits)
+        return by_line(self.timelines)
 
     def stragglers(self) -> list[stragglers.Straggler]:
         """Ranks that others wait for, and in which of their lines the time goes; the slowest first."""
-        return stragglers.find(self.timelines, self.splits)
+        return stragglers.find(self.timelines)
 
     def suggestions(self) -> list[Suggestion]:
         """What to change, and what it would gain; the largest gain first."""
-        return suggestions(self.timelines, self.splits)
+        return suggestions(self.timelines)
 
-    def memory(self, rank: int = 0) -> list[memory.Moment]:
+    def memory(self, rank: int = 0) -> list[Moment]:
         """The memory of live tensors after each line of the first step."""
-        return memory.memory_by_line(self.timelines[rank])
+        return self.timelines[rank].steps[0].memory()
 
-    def table(self, chip: Chip | None = None, dtype: str = "fp32", columns: int = table.COLUMNS) -> str:
+    def table(self, chip: Chip | None = None, dtype: str = "fp32", columns: int = COLUMNS) -> str:
         """The lines, the parts of a step, stragglers and suggestions, as text of so many columns at most. With a chip
         also what the lines take by its roofline: of a collective, `hidden` counts as time that it took."""
-        return table.report(self, chip, dtype, columns)
+        parts = [self.parts(rank) for rank in range(len(self.timelines))][:RANKS]
+        text = [table_of_parts(parts)]
+        if slow := self.stragglers():
+            text.append("\n".join(["slow ranks", *(f"  {each}" for each in slow)]))
+        if advice := self.suggestions():
+            text.append("\n".join(["to change", *(f"  {i}. {each}" for i, each in enumerate(advice, 1))]))
+        return "\n\n".join(
+            [table_of_lines(self.lines(), chip, dtype, columns), *(fold(part, columns) for part in text)]
+        )
 
     def save(self, where: "str | Path", chip: Chip | None = None) -> list[Path]:
         """Write a trace of all ranks, which ui.perfetto.dev and chrome://tracing open: to FILE.json, or into a folder,
         with the table beside it, for a `chip` too. On rank 0, which has what torch.profiler saw on each."""
-        self.timelines  # noqa: B018  which says that it is too early
+        timelines = self.timelines
         if not all(own.text for own in self.traces) or not self.traces:
             raise ValueError(
                 "there is no trace: torch.profiler did not run, or ran on another rank"
                 "\n  fix: profile() without ops=False; save on rank 0"
             )
-        path = Path(where)
-        if path.suffix == ".json":
-            return [write_trace(path, self.traces, self._details())]
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "lines.txt").write_text(self.table(chip) + "\n")
-        return [write_trace(path / "trace.json", self.traces, self._details()), path / "lines.txt"]
-
-    def _details(self) -> list[dict[str, list[dict]]]:
-        """Of each rank, {line: what a trace says of each of its runs}."""
-        found: list[dict[str, list[dict]]] = []
-        for timeline, each in zip(self.timelines, self.splits, strict=True):
-            mine: dict[str, list[dict]] = {}
-            for run, split in zip(timeline.runs, each, strict=True):
-                said = {"V": run.nbytes, "sent": run.wire_bytes, "FLOPs": run.flops}
-                if run.communicates:
-                    said |= {"waiting ms": split.waiting * 1e3, "exposed ms": split.exposed * 1e3}
-                    said |= {"hidden ms": split.hidden * 1e3, "waiting for rank": split.behind}
-                mine.setdefault(run.line, []).append(said)
-            found.append(mine)
-        return found
+        path, alone = Path(where), Path(where).suffix == ".json"
+        trace, lines = path if alone else path / "trace.json", path / "lines.txt"
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        trace.write_text(json.dumps(join_traces(self.traces, timelines)))
+        if not alone:
+            lines.write_text(self.table(chip) + "\n")
+        return [trace] if alone else [trace, lines]
 
 
 def of(timelines: Sequence[RankTimeline]) -> Profile:
     """A profile of timelines that were made elsewhere: stored ones, synthetic ones."""
     return Profile(tuple(timelines))
+
+
+def table_of_lines(totals: Sequence[LineTotal], chip: Chip | None, dtype: str, columns: int = COLUMNS) -> str:
+    """The lines by what they took in a step: milliseconds in which they held the rank, of a collective split."""
+    heads = ["calls", "ms", "exposed", "hidden", "waiting", "GFLOP", "MB", *(["predicted", "of roof"] if chip else [])]
+    rows, names = [_row(total, chip, dtype) for total in totals], [total.line for total in totals]
+    taken = sum(2 + max(map(len, cells)) for cells in zip(heads, *rows, strict=True))
+    right = [False, *([True] * len(heads))]
+    if columns - taken >= LEAST:
+        rows = [[name, *cells] for name, cells in zip(names, rows, strict=True)]
+        return table(rows, ["line", *heads], columns, right=right, hang="  ")
+    return table([["", *cells] for cells in rows], ["line", *heads], columns, right=right, above=names)
+
+
+def _row(total: LineTotal, chip: Chip | None, dtype: str) -> list[str]:
+    moves = total.run.communicates
+    waiting = f"{total.waiting * 1e3:.2f}" + (f" for {total.behind}" if total.behind is not None else "")
+    calls = f"{total.calls:.0f}" if abs(total.calls - round(total.calls)) < 0.01 else f"{total.calls:.1f}"
+    cells = [calls, f"{total.seconds * 1e3:.2f}"]
+    cells += [f"{total.exposed * 1e3:.2f}", f"{total.hidden * 1e3:.2f}", waiting] if moves else [""] * 3
+    cells += [f"{total.flops / 1e9:.3f}" if total.flops else "", f"{total.nbytes / 1e6:.2f}" if total.nbytes else ""]
+    if chip:
+        predicted, took = total.predicted(chip, dtype), total.exposed + total.hidden if moves else total.seconds
+        cells += ["", ""] if not predicted else [f"{predicted * 1e3:.2f}", f"{predicted / took:.0%}" if took else ""]
+    return cells
+
+
+def table_of_parts(parts: Sequence[Sequence[Parts]]) -> str:
+    """Where a step went on each rank, in milliseconds: the mean over its steps."""
+    rows = [[name, *(f"{mean(getattr(each, part) for each in mine) * 1e3:.2f}" for mine in parts)]
+            for name, part in PARTS.items()]  # fmt: skip
+    return table(rows, ["ms a step", *(f"rank {rank}" for rank in range(len(parts)))])

@@ -8,31 +8,12 @@ that one, and did not wait for it.
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
 from scaling import cost
 from scaling.hardware import Chip
-from scaling.profile.intervals import Interval, between, intersect, length, subtract, union
-from scaling.profile.timeline import LineRun, RankTimeline
-
-
-@dataclass(frozen=True)
-class Split:
-    """Seconds of one run on one rank: `waiting` for rank `behind` (None: for nobody), `exposed`, and when hidden.
-
-    Of a transfer that the profiler did not see, and that was through when it was waited for, `hidden` is the most that
-    it can be: all the time until then.
-    """
-
-    waiting: float = 0.0
-    exposed: float = 0.0
-    behind: int | None = None
-    moving: tuple[Interval, ...] = ()
-
-    @property
-    def hidden(self) -> float:
-        return length(self.moving)
+from scaling.profile.intervals import Interval, gaps, intersect, length, subtract, union
+from scaling.profile.timeline import LineRun, RankStep, RankTimeline
 
 
 def meetings(timelines: Sequence[RankTimeline]) -> dict[tuple[int, int], list[tuple[int, LineRun]]]:
@@ -56,34 +37,32 @@ def meetings(timelines: Sequence[RankTimeline]) -> dict[tuple[int, int], list[tu
     return {place: met[name] for place, name in places.items()}
 
 
-def _split(rank: int, run: LineRun, met: Sequence[tuple[int, LineRun]], standing: Sequence[Interval]) -> Split:
-    """The split of one run, which met these; `standing`: when its rank stands still for any collective."""
+def split_waiting(timelines: Sequence[RankTimeline]) -> tuple[RankTimeline, ...]:
+    """The same, their collectives' time split."""
+    met, found = meetings(timelines), []
+    for t in timelines:
+        standing = union(interval for run in t.runs if run.communicates for interval in run.held)
+        runs = [_split(t.rank, r, met[t.rank, i], standing) if r.communicates else r for i, r in enumerate(t.runs)]
+        found.append(replace(t, runs=tuple(runs)))
+    return tuple(found)
+
+
+def _split(rank: int, run: LineRun, met: Sequence[tuple[int, LineRun]], standing: Sequence[Interval]) -> LineRun:
+    """One run, which met these; `standing`: when its rank stands still for any collective."""
     needed = [(r.called, who) for who, r in met if who != rank and (not run.peers or who in run.peers)]
     came, who = max(((t, who) for t, who in needed if t < run.end), default=(run.called, rank))
-    held = union(run.held)
-    waiting = length(intersect(held, [(run.called, came)])) if came > run.called else 0.0
-    moving = subtract(union([transfer_of(run, came)]), standing)
-    return Split(waiting, length(held) - waiting, who if waiting > 0 else None, tuple(moving))
+    waiting = length(intersect(union(run.held), [(run.called, came)]))
+    moving = subtract(union([_transfer(run, came)]), standing)
+    return replace(run, waiting=waiting, behind=who if waiting > 0 else None, moving=tuple(moving))
 
 
-def transfer_of(run: LineRun, came: float) -> Interval:
+def _transfer(run: LineRun, came: float) -> Interval:
     """When a run moved its data: as seen by the profiler, but not before all had come; else, from the call to the end
     of the wait if it stood still there, and at most until it was waited for if it did not."""
     begin = max(run.called, came)
     if run.transfer is not None:
         return max(begin, run.transfer[0]), max(begin, run.transfer[1])
     return min(begin, run.end), run.end
-
-
-def splits(timelines: Sequence[RankTimeline]) -> list[list[Split]]:
-    """The split of every run of every rank, in the order of the runs; of those that send nothing an empty one."""
-    met, found = meetings(timelines), []
-    for t in timelines:
-        standing = union(interval for run in t.runs if run.communicates for interval in run.held)
-        found.append(
-            [_split(t.rank, r, met[t.rank, i], standing) if r.communicates else Split() for i, r in enumerate(t.runs)]
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -104,61 +83,44 @@ class Parts:
         return self.products + self.exposed + self.waiting + self.between + self.python
 
 
-def step_parts(timeline: RankTimeline, found: Sequence[Split], step: Interval) -> Parts:
+def step_parts(step: RankStep) -> Parts:
     """The parts of one rank's step. A run that reaches over its border counts with what it holds within it."""
     products = exposed = waiting = 0.0
-    taken: list[Interval] = []
-    for run, each in zip(timeline.runs, found, strict=True):
-        inside = intersect(union(run.held), [step])
+    taken, runs = [], step.timeline.runs
+    for run in runs:
+        inside = intersect(union(run.held), [step.span])
         taken += inside
         seconds = length(inside)
-        share = seconds / length(run.held) if length(run.held) else 0.0
         if run.communicates:
-            waiting += each.waiting * share
-            exposed += seconds - each.waiting * share
+            waits = run.waiting * seconds / run.seconds if run.seconds else 0.0
+            waiting, exposed = waiting + waits, exposed + seconds - waits
         else:
             products += seconds
-    gaps = between(union(taken), step)
-    busy = length(intersect(gaps, union((a, b) for _, a, b in timeline.ops)))
-    hidden = length(intersect(union(interval for each in found for interval in each.moving), [step]))
-    return Parts(products, exposed, waiting, busy, length(gaps) - busy, hidden, step[1] - step[0])
+    free = gaps(union(taken), step.span)
+    busy = length(intersect(free, union((a, b) for _, a, b in step.timeline.ops)))
+    hidden = length(intersect(union(interval for run in runs for interval in run.moving), [step.span]))
+    return Parts(products, exposed, waiting, busy, length(free) - busy, hidden, step.seconds)
 
 
-@dataclass
+@dataclass(frozen=True)
 class LineTotal:
     """A line, by step: the mean over steps and ranks. `calls`; `seconds` in which it held the lane that computes, for a
-    collective `waiting` + `exposed`; `hidden`; FLOPs, bytes (V of a collective); `behind`: the rank most waited for."""
+    collective `waiting` + `exposed`; `hidden`; FLOPs, bytes (V of a collective); `behind`: the rank most waited for,
+    None if nobody is."""
 
     run: LineRun
-    calls: float = 0.0
-    seconds: float = 0.0
-    waiting: float = 0.0
-    exposed: float = 0.0
-    hidden: float = 0.0
-    flops: float = 0.0
-    nbytes: float = 0.0
-    delays: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
+    calls: float
+    behind: int | None
+    seconds: float
+    waiting: float
+    exposed: float
+    hidden: float
+    flops: float
+    nbytes: float
 
     @property
     def line(self) -> str:
         return self.run.line
-
-    @property
-    def behind(self) -> int | None:
-        """The rank most waited for, None if nobody is."""
-        return max(self.delays, key=self.delays.__getitem__) if self.delays else None
-
-    def add(self, run: LineRun, split: Split, share: float) -> None:
-        """A run that counts as `share` of one: 1 / (steps x ranks)."""
-        self.calls += share
-        self.seconds += share * length(run.held)
-        self.waiting += share * split.waiting
-        self.exposed += share * split.exposed
-        self.hidden += share * split.hidden
-        self.flops += share * run.flops
-        self.nbytes += share * run.nbytes
-        if split.behind is not None:
-            self.delays[split.behind] += split.waiting
 
     def predicted(self, chip: Chip, dtype: str = "fp32") -> float | None:
         """Seconds that its runs take by the chip's roofline: FLOPs at its rate or bytes at its memory's, whichever
@@ -175,15 +137,23 @@ class LineTotal:
 
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}  # torch's dtypes in chip files
+MEANS = ("seconds", "waiting", "exposed", "hidden", "flops", "nbytes")
 
 
-def by_line(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> list[LineTotal]:
+def by_line(timelines: Sequence[RankTimeline]) -> list[LineTotal]:
     """The lines in the order in which they first run."""
-    totals: dict[str, LineTotal] = {}
-    share = 1 / sum(len(timeline.steps) for timeline in timelines)
-    for timeline, found in zip(timelines, splits, strict=True):
-        last = timeline.marks[-1]
-        for run, split in zip(timeline.runs, found, strict=True):
-            if timeline.marks[0] <= run.called < last:
-                totals.setdefault(run.line, LineTotal(run)).add(run, split, share)
-    return list(totals.values())
+    every = [step for timeline in timelines for step in timeline.steps]
+    lines, found = defaultdict(list), []
+    for step in every:
+        for run in step.runs:
+            lines[run.line].append(run)
+    for runs in lines.values():
+        delays = Counter()
+        for run in runs:
+            if run.behind is not None:
+                delays[run.behind] += run.waiting
+        means = {name: sum(getattr(run, name) for run in runs) / len(every) for name in MEANS}
+        found.append(
+            LineTotal(runs[0], len(runs) / len(every), max(delays, key=delays.__getitem__, default=None), **means)
+        )
+    return found

@@ -2,25 +2,26 @@
 
 Ranks run the same lines. What a rank does by itself, each product and what lies before each line, is held against the
 same work on the other ranks: their median. A rank is slow at a line if it is so in its median step, by more than steps
-differ among themselves; or once, in one step, by what is left without its waiting for a core (`cores`). Collectives
+differ among themselves; or once, in one step, by what is left without its waiting for a core (`clock`). Collectives
 are left out: how long one takes is the slower ranks' doing.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import hypot
 from statistics import median
 
-from scaling.profile import cores
-from scaling.profile.split import Split
-from scaling.profile.timeline import RankTimeline
+from scaling.profile.clock import waited_within
+from scaling.profile.intervals import Interval, length
+from scaling.profile.timeline import RankStep, RankTimeline
 
 LEAST, SHARE = 0.005, 0.05  # seconds, and share of a step, from which a rank is slow; once: four times and twice that
 FEW = 3  # steps, below which there is no telling what is usual
 NOISE = 4  # how often the usual difference between its steps a rank is late by
 END = "the end of the step"
-LineInStep = tuple[str, int, bool]  # a line, which of its runs in the step, and whether in it (else before it)
+Piece = tuple[str, int, bool]  # a line, which of its runs in the step, and whether in it (else before it)
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Straggler:
 
     rank: int
     line: str
-    inside: bool
     occurrence: int
+    inside: bool
     seconds: float
     waited: float
     step: int | None = None
@@ -44,103 +45,85 @@ class Straggler:
         return f"rank {self.rank} is {self.seconds * 1e3:.1f} ms slow {where}{when}: {waits}"
 
 
-@dataclass
-class Own:
-    """Seconds of a piece of what a rank does by itself in a step, and from when to when it was at it."""
-
-    seconds: float = 0.0
-    begin: float = float("inf")
-    end: float = float("-inf")
-
-    def add(self, begin: float, end: float) -> None:
-        self.seconds += max(0.0, end - begin)
-        self.begin, self.end = min(self.begin, begin), max(self.end, end)
-
-
-def pieces(timeline: RankTimeline, step: int) -> dict[LineInStep, Own]:
-    """What a rank does by itself in a step."""
-    found: dict[LineInStep, Own] = defaultdict(Own)
-    count: Counter = Counter()
-    intervals = []
-    for run in timeline.of_step(step):
+def pieces(step: RankStep) -> dict[Piece, list[Interval]]:
+    """What a rank does by itself in a step, and when."""
+    found, count, intervals = defaultdict(list), Counter(), []
+    for run in step.runs:
         count[run.line] += 1
         name = run.line, count[run.line]
-        intervals += [(start, end, name) for start, end in run.held]
-        for start, end in () if run.communicates else run.held:
-            found[*name, True].add(start, end)
-    begin, finish = timeline.steps[step]
+        intervals += [(*held, name) for held in run.held]
+        if run.held and not run.communicates:
+            found[*name, True] += run.held
+    begin = step.start
     for start, end, name in sorted(intervals):
-        found[*name, False].add(begin, start)
+        found[*name, False].append((begin, max(begin, start)))
         begin = max(begin, end)
-    found[END, 1, False].add(begin, finish)
+    found[END, 1, False].append((begin, max(begin, step.end)))
     return found
 
 
-def waited_for(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> dict[int, list[float]]:
+def waited_for(timelines: Sequence[RankTimeline]) -> dict[int, list[float]]:
     """Seconds that others wait for a rank, by step: the mean of those that do; ranks of other groups never do."""
-    steps = range(len(timelines[0].steps))
-    found: dict = {timeline.rank: [defaultdict(float) for _ in steps] for timeline in timelines}
-    for timeline, own in zip(timelines, splits, strict=True):
-        for run, split in zip(timeline.runs, own, strict=True):
-            number = sum(mark <= run.called for mark in timeline.marks) - 1 if split.behind is not None else -1
-            if split.behind is not None and number in steps:
-                found[split.behind][number][timeline.rank] += split.waiting
+    numbers = range(len(timelines[0].steps))
+    found: dict = {timeline.rank: [defaultdict(float) for _ in numbers] for timeline in timelines}
+    for timeline in timelines:
+        for number, step in zip(numbers, timeline.steps, strict=False):
+            for run in step.runs:
+                if run.behind is not None:
+                    found[run.behind][number][timeline.rank] += run.waiting
     return {rank: [sum(step.values()) / max(1, len(step)) for step in each] for rank, each in found.items()}
 
 
-def find(timelines: Sequence[RankTimeline], splits: Sequence[Sequence[Split]]) -> list[Straggler]:
+def lateness(seconds: Mapping[Piece, float], others: Sequence[Mapping[Piece, float]]) -> dict[Piece, float]:
+    """By how many seconds a rank is later at each piece than those of the others that have it."""
+    theirs = {piece: [each[piece] for each in others if piece in each] for piece in seconds}
+    return {piece: seconds[piece] - median(each) for piece, each in theirs.items() if each}
+
+
+def find(timelines: Sequence[RankTimeline]) -> list[Straggler]:
     """The slow ranks, slowest first: in each step, or else once; none where nobody waits for them."""
     if len(timelines) < 2:
         return []
-    steps = range(len(timelines[0].steps))
-    own = [[pieces(timeline, step) for step in steps] for timeline in timelines]
-    least = max(LEAST, SHARE * median(end - start for start, end in timelines[0].steps))
-    found, waited = [], waited_for(timelines, splits)
+    own = [[pieces(step) for step in timeline.steps] for timeline in timelines]
+    took = [[{piece: length(each) for piece, each in step.items()} for step in steps] for steps in own]
+    medians: list[dict[Piece, float]] = []
+    noise: dict[Piece, float] = defaultdict(float)  # the median distance of a step from the median one
+    for steps in took:
+        medians.append({})
+        for piece in dict.fromkeys(chain(*steps)):
+            seconds = [step.get(piece, 0.0) for step in steps]
+            medians[-1][piece] = middle = median(seconds)
+            noise[piece] = max(noise[piece], median(abs(each - middle) for each in seconds))
+    least = max(LEAST, SHARE * median(step.seconds for step in timelines[0].steps))
+    found, waited, enough = [], waited_for(timelines), len(timelines[0].steps) >= FEW
+    once = max(2 * least, 4 * LEAST if enough else 0.0)
     for i, timeline in enumerate(timelines):
-        others = [each for j, each in enumerate(own) if j != i]
-        late, waits = lateness(own[i], others), waited[timeline.rank]
-        always = usual(timeline.rank, late, median(waits), least) if len(steps) >= FEW else []
+        waits, others = waited[timeline.rank], [j for j in range(len(timelines)) if j != i]
+        late = lateness(medians[i], [medians[j] for j in others])
+        always = usual(timeline.rank, late, noise, median(waits), least) if enough else []
         found += always
         if any(not slow.line for slow in always):
             continue
         known = {(slow.line, slow.occurrence, slow.inside) for slow in always}
-        limit = max(2 * least, 4 * LEAST if len(steps) >= FEW else 0.0)
-        for step in steps:
-            once = lateness([own[i][step]], [[each[step]] for each in others])
-            for piece, (seconds, _) in once.items():
-                seconds -= cores.waited_within(timeline.waited, own[i][step][piece].begin, own[i][step][piece].end)
-                enough = max(limit, NOISE * late[piece][1])
-                if piece not in known and seconds >= enough and waits[step] >= seconds / 2:
-                    line, occurrence, inside = piece
-                    found.append(Straggler(timeline.rank, line, inside, occurrence, seconds, waits[step], step))
+        for step, wait in enumerate(waits):
+            for piece, seconds in lateness(took[i][step], [took[j][step] for j in others]).items():
+                begin, end = own[i][step][piece][0][0], own[i][step][piece][-1][1]
+                seconds -= waited_within(timeline.waited, begin, end)
+                if piece not in known and seconds >= max(once, NOISE * noise[piece]) and wait >= seconds / 2:
+                    found.append(Straggler(timeline.rank, *piece, seconds, wait, step))
     return sorted(found, key=lambda straggler: -straggler.seconds)
 
 
-def usual(rank: int, late: dict[LineInStep, tuple[float, float]], waits: float, least: float) -> list[Straggler]:
+def usual(
+    rank: int, late: Mapping[Piece, float], noise: Mapping[Piece, float], waits: float, least: float
+) -> list[Straggler]:
     """What a rank is slow at in its median step; or that it is slower in all its lines, by too little in each."""
-    found = []
-    for (line, occurrence, inside), (seconds, noise) in late.items():
-        if seconds >= max(least, NOISE * noise) and waits >= seconds / 2:
-            found.append(Straggler(rank, line, inside, occurrence, seconds, waits))
-    total, noise = sum(seconds for seconds, _ in late.values()), hypot(*(noise for _, noise in late.values()))
-    if not found and total >= max(2 * least, NOISE * noise) and waits >= total / 2:
-        found.append(Straggler(rank, "", True, 0, total, waits))
+    found = [
+        Straggler(rank, *piece, seconds, waits)
+        for piece, seconds in late.items()
+        if seconds >= max(least, NOISE * noise[piece]) and waits >= seconds / 2
+    ]
+    total, differ = sum(late.values()), hypot(*(noise[piece] for piece in late))
+    if not found and total >= max(2 * least, NOISE * differ) and waits >= total / 2:
+        found.append(Straggler(rank, "", 0, True, total, waits))
     return found
-
-
-def lateness(mine: Sequence[dict[LineInStep, Own]], others: Sequence[Sequence[dict[LineInStep, Own]]]):
-    """{piece: (seconds by which a rank is late at it, by which its steps or the others' usually differ)}."""
-    found = {}
-    for piece in set().union(*mine):
-        seconds, noise = spread(mine, piece)
-        theirs = [spread(each, piece) for each in others if any(piece in step for step in each)]
-        if theirs:
-            found[piece] = seconds - median(other for other, _ in theirs), max(noise, *(other for _, other in theirs))
-    return found
-
-
-def spread(steps: Sequence[dict[LineInStep, Own]], piece: LineInStep) -> tuple[float, float]:
-    """The median of a piece's seconds over the steps, and the median distance from it."""
-    seconds = [step[piece].seconds if piece in step else 0.0 for step in steps]
-    middle = median(seconds)
-    return middle, median(abs(each - middle) for each in seconds)

@@ -1,13 +1,17 @@
-"""What happened on one rank, as data: the runs of its lines, its memory, the operations between the lines.
+"""What happened on one rank, as data: the runs of its lines by step, its memory, the operations between the lines.
 
 Times are seconds on one clock for all ranks. A line takes the lane that computes, `held`: an einsum while it runs; a
 collective while the lane stands still for it, in the call and where it is waited for. What it does beside that is
 hidden behind other work.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 
-from scaling.profile.intervals import Interval, subtract, union
+from scaling.profile.intervals import Interval, length, subtract, union
 
 LOCAL = ("Einsum", "Slice")  # ops that no other rank takes part in
 
@@ -20,6 +24,10 @@ class LineRun:
     where it was reached to where its result was there. `held`: the intervals in which the lane that computes was its;
     `transfer`: when a transport was seen to move it, if it was. `nbytes`: V of a collective, else the bytes of operands
     and result. `group`: the ranks that take part; `peers`: those without which this one cannot go on, if not all.
+
+    What all ranks' timelines say together, of a collective (`split_waiting`): seconds of `waiting` for rank `behind`
+    (None: for nobody), and when it was `moving` data behind other work. Of a transfer that the profiler did not see,
+    and that was through when it was waited for, that is the most that it can be: all the time until then.
     """
 
     line: str
@@ -39,19 +47,67 @@ class LineRun:
     group: tuple[int, ...] = ()
     peers: tuple[int, ...] = ()
     async_op: bool = False
+    waiting: float = 0.0
+    behind: int | None = None
+    moving: tuple[Interval, ...] = ()
 
     @property
     def communicates(self) -> bool:
         return self.op not in LOCAL and len(self.group) > 1
 
-    def moved(self, seconds: float) -> "LineRun":
-        """The same, so much later."""
+    @property
+    def seconds(self) -> float:
+        """In which it held the lane."""
+        return length(self.held)
 
-        def later(interval: Interval) -> Interval:
-            return interval[0] + seconds, interval[1] + seconds
+    @property
+    def exposed(self) -> float:
+        """Seconds of a transfer that the lane stood still for."""
+        return self.seconds - self.waiting if self.communicates else 0.0
 
-        return replace(self, called=self.called + seconds, end=self.end + seconds, held=tuple(map(later, self.held)),
-                       transfer=self.transfer and later(self.transfer))  # fmt: skip
+    @property
+    def hidden(self) -> float:
+        return length(self.moving)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes allocated since the profile began that live when a line's result is there, and the most until the next."""
+
+    line: str
+    when: float
+    live: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of a rank, from `start` to `end`, with the runs that were called in it."""
+
+    timeline: "RankTimeline"
+    start: float
+    end: float
+    runs: tuple[LineRun, ...]
+
+    @property
+    def span(self) -> Interval:
+        return self.start, self.end
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def memory(self) -> list[Moment]:
+        """The memory of live tensors after each line, as the allocator reports it; first at the step's beginning."""
+        changes = self.timeline.memory
+        totals = [0, *accumulate(nbytes for _, nbytes in changes)]  # once so many were made and freed
+        runs = sorted(self.runs, key=lambda run: run.end)
+        borders = [("", self.start), *((run.line, run.end) for run in runs), ("", self.end)]
+        found = []
+        for (line, when), (_, until) in pairwise(borders):
+            first, last = (bisect_right(changes, t, key=lambda change: change[0]) for t in (when, until))
+            found.append(Moment(line, when, totals[first], max(totals[first : last + 1])))
+        return found
 
 
 @dataclass(frozen=True)
@@ -69,25 +125,15 @@ class RankTimeline:
     device: str = "cpu"
     waited: tuple[tuple[float, float], ...] = ()
 
-    @property
-    def steps(self) -> list[Interval]:
-        return list(zip(self.marks[:-1], self.marks[1:], strict=True))
-
-    def moved(self, seconds: float) -> "RankTimeline":
-        """The same on a clock that is so much ahead."""
-        return replace(self, marks=tuple(t + seconds for t in self.marks),
-                       runs=tuple(run.moved(seconds) for run in self.runs),
-                       memory=tuple((t + seconds, nbytes) for t, nbytes in self.memory),
-                       ops=tuple((name, a + seconds, b + seconds) for name, a, b in self.ops),
-                       waited=tuple((t + seconds, waited) for t, waited in self.waited))  # fmt: skip
-
-    def of_step(self, step: int) -> list[LineRun]:
-        """The runs that were called in a step."""
-        start, end = self.steps[step]
-        return [run for run in self.runs if start <= run.called < end]
+    @cached_property
+    def steps(self) -> list[RankStep]:
+        return [
+            RankStep(self, start, end, tuple(run for run in self.runs if start <= run.called < end))
+            for start, end in pairwise(self.marks)
+        ]
 
 
-def disjoint(runs: list[LineRun]) -> list[LineRun]:
+def disjoint(runs: Sequence[LineRun]) -> list[LineRun]:
     """Runs of one rank so that no two hold the lane at once: of two, one inside the other, the inner one has it."""
     order = sorted(range(len(runs)), key=lambda i: runs[i].called)
     held = {}

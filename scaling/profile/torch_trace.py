@@ -5,18 +5,21 @@ calls). On a GPU a kernel belongs to the line during which it was launched, wher
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scaling import trace
 from scaling.common.torch_private import RecordedSpan
-from scaling.profile.intervals import Interval
+from scaling.profile.intervals import Interval, subtract, union
+from scaling.profile.timeline import LineRun, RankTimeline
 
+GLOO = {"AllReduce": "gloo:all_reduce", "ReduceScatter": "gloo:all_to_all", "AllToAll": "gloo:all_to_all"}
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 PLACES = 1000  # processes and devices of a rank
+OpSpan = tuple[str, float, float]  # name, start, end
+KernelSpan = tuple[float, str, float, float]  # when launched, name, start, end
 
 
 @dataclass
@@ -51,57 +54,96 @@ class Spans:
 
 @dataclass(frozen=True)
 class Seen:
-    """Seconds of `perf_counter`, which is `shift` behind the trace's clock. `ops`: (name, start, end) on the thread
-    that calls, outermost only; `memory`: (when, bytes); `transfers`: (name, start, end) of gloo's; `kernels`: (when
-    launched, name, start, end) on a GPU."""
+    """What a trace says, in seconds of the clock asked for, which is `shift` ahead of the trace's: operations on the
+    thread that calls, outermost only; `memory`: (when, bytes); `transfers`, of gloo; `kernels` on a GPU."""
 
-    ops: tuple[tuple[str, float, float], ...] = ()
+    ops: tuple[OpSpan, ...] = ()
     memory: tuple[tuple[float, int], ...] = ()
-    transfers: tuple[tuple[str, float, float], ...] = ()
-    kernels: tuple[tuple[float, str, float, float], ...] = ()
+    transfers: tuple[OpSpan, ...] = ()
+    kernels: tuple[KernelSpan, ...] = ()
     shift: float = 0.0
 
 
-def read_trace(found: Mapping, begun: Sequence[tuple[str, float]], device: str = "cpu") -> Seen:
-    """Of an exported trace in which these spans were begun: the one that followed its time soonest tells the clock."""
+def read_trace(found: Mapping, begun: Sequence[tuple[str, float]], device: str = "cpu", ahead: float = 0.0) -> Seen:
+    """Of an exported trace in which these spans were begun: the one that followed its time soonest tells the clock.
+    The clock asked for is so much `ahead` of `perf_counter`."""
     events = [event for event in found["traceEvents"] if "ts" in event]
     names = {name for name, _ in begun}
     spans = sorted((e for e in events if e["name"] in names and "dur" in e), key=lambda e: e["ts"])
     if not spans:
         return Seen()
-    shift = min(span["ts"] * 1e-6 - when for span, (_, when) in zip(spans, begun, strict=True))
+    shift = ahead - min(span["ts"] * 1e-6 - when for span, (_, when) in zip(spans, begun, strict=True))
 
     def interval(event: Mapping) -> Interval:
-        start = event["ts"] * 1e-6 - shift
+        start = event["ts"] * 1e-6 + shift
         return start, start + event.get("dur", 0.0) * 1e-6
 
-    launched = {e["args"]["correlation"]: interval(e)[0] for e in events
-                if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})}  # fmt: skip
-    kernels = [
-        (launched[e["args"]["correlation"]], e["name"], *interval(e))
-        for e in events
-        if e.get("cat") in DEVICE_WORK and e.get("args", {}).get("correlation") in launched
-    ]
-    ops = [(e["name"], *interval(e)) for e in events
-           if e.get("cat") == "cpu_op" and e["tid"] == spans[0]["tid"] and e["name"] not in names]  # fmt: skip
-    kind = {"cpu": 0, "cuda": 1}[device]
-    memory = [
-        (interval(e)[0], int(e["args"]["Bytes"]))
-        for e in events
-        if e["name"] == "[memory]" and e["args"].get("Device Type") == kind
-    ]
-    transfers = [(e["name"], *interval(e)) for e in events if e["name"].startswith("gloo:") and "dur" in e]
-    return Seen(tuple(outermost(ops)), tuple(sorted(memory)), tuple(sorted(transfers, key=lambda t: t[1])),
-                tuple(sorted(kernels)), shift)  # fmt: skip
+    launched, kernels, ops, memory, transfers = {}, [], [], [], []
+    for e in events:
+        kind, args = e.get("cat"), e.get("args", {})
+        if kind in ("cuda_runtime", "cuda_driver") and "correlation" in args:
+            launched[args["correlation"]] = interval(e)[0]
+        elif kind in DEVICE_WORK:
+            kernels.append((args.get("correlation"), e["name"], *interval(e)))
+        elif kind == "cpu_op" and e["tid"] == spans[0]["tid"] and e["name"] not in names:
+            ops.append((e["name"], *interval(e)))
+        elif e["name"] == "[memory]" and args.get("Device Type") == {"cpu": 0, "cuda": 1}[device]:
+            memory.append((interval(e)[0], int(args["Bytes"])))
+        elif e["name"].startswith("gloo:") and "dur" in e:
+            transfers.append((e["name"], *interval(e)))
+    kernels = sorted((launched[number], *rest) for number, *rest in kernels if number in launched)
+    transfers.sort(key=lambda transfer: transfer[1])
+    return Seen(tuple(outermost(ops)), tuple(sorted(memory)), tuple(transfers), tuple(kernels), shift)
 
 
-def outermost(ops: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+def outermost(ops: Iterable[OpSpan]) -> list[OpSpan]:
     """Those that lie in no other one, by their start."""
-    kept: list[tuple[str, float, float]] = []
+    kept: list[OpSpan] = []
     for op in sorted(ops, key=lambda op: (op[1], -op[2])):
         if not kept or op[1] >= kept[-1][2]:
             kept.append(op)
     return kept
+
+
+def with_transfers(runs: Sequence[LineRun], transfers: Sequence[OpSpan]) -> list[LineRun]:
+    """The runs with gloo's spans, each the first one of its kind that began within the run and is no earlier run's."""
+    waiting, found = {name: deque(t for t in transfers if t[0] == name) for name in GLOO.values()}, []
+    for run in runs:
+        mine = waiting[GLOO[run.op]] if run.communicates and run.op in GLOO else deque()
+        while mine and mine[0][1] < run.called:
+            mine.popleft()
+        seen = mine.popleft()[1:] if mine and mine[0][1] <= run.end else None
+        found.append(replace(run, transfer=seen))
+    return found
+
+
+def on_device(runs: Sequence[LineRun], kernels: Sequence[KernelSpan]) -> tuple[list[LineRun], tuple[OpSpan, ...]]:
+    """(runs, ops) on a GPU: lines hold it by the kernels that were launched in them, a collective by what of its
+    transfer no other kernel covers; kernels that were launched between the lines are ops."""
+    mine: list[list[Interval]] = [[] for _ in runs]
+    ops, i = [], 0
+    spans = sorted((held[0], held[1], i) for i, run in enumerate(runs) for held in run.held)
+    for launched, name, start, end in sorted(kernels):
+        while i < len(spans) and spans[i][1] < launched:
+            i += 1
+        if i < len(spans) and spans[i][0] <= launched:
+            mine[spans[i][2]].append((start, end))
+        else:
+            ops.append((name, start, end))
+    computing = union(
+        [each for run, own in zip(runs, mine, strict=True) if not run.communicates for each in own]
+        + [(start, end) for _, start, end in ops]
+    )
+    placed = []
+    for run, busy in zip(runs, map(union, mine), strict=True):
+        changes: dict[str, Any] = {"held": tuple(busy)}
+        if busy:
+            whole = busy[0][0], busy[-1][1]
+            changes |= {"called": whole[0], "end": whole[1], "transfer": None}
+            if run.communicates:
+                changes |= {"held": tuple(subtract([whole], computing)), "transfer": whole}
+        placed.append(replace(run, **changes))
+    return placed, tuple(ops)
 
 
 @dataclass(frozen=True)
@@ -112,13 +154,14 @@ class RankTrace:
     shift: float
 
 
-def join_traces(traces: Sequence[RankTrace], details: Sequence[Mapping[str, Sequence[dict]]]) -> dict:
-    """The ranks' traces as one, for ui.perfetto.dev and chrome://tracing. `details`: of each rank, {line: what is said
-    of each of its runs}."""
+def join_traces(traces: Sequence[RankTrace], timelines: Sequence[RankTimeline]) -> dict:
+    """The ranks' traces as one, for ui.perfetto.dev and chrome://tracing, with what their runs say of themselves."""
     events = []
     for rank, own in enumerate(traces):
         places: defaultdict = defaultdict(lambda base=rank * PLACES: base + len(places))  # noqa: B023
-        met: Counter = Counter()
+        said: defaultdict[str, deque[dict]] = defaultdict(deque)
+        for run in timelines[rank].runs:
+            said[run.line].append(details(run))
         for event in sorted(json.loads(own.text)["traceEvents"], key=lambda event: event.get("ts", 0)):
             event["pid"] = places[event.get("pid")]
             event["ts"] = event.get("ts", 0) + own.shift * 1e6
@@ -128,14 +171,16 @@ def join_traces(traces: Sequence[RankTrace], details: Sequence[Mapping[str, Sequ
                 event["id"] = f"{rank}.{event['id']}"
             elif event["name"] == "[memory]":
                 event |= {"name": "bytes", "ph": "C", "args": {"live": event["args"]["Total Allocated"]}}
-            elif event["name"] in details[rank]:
-                event.setdefault("args", {}).update(details[rank][event["name"]][met[event["name"]]])
-                met[event["name"]] += 1
+            elif said[event["name"]]:
+                event.setdefault("args", {}).update(said[event["name"]].popleft())
             events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_trace(path: Path, traces: Sequence[RankTrace], details: Sequence[Mapping[str, Sequence[dict]]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(join_traces(traces, details)))
-    return path
+def details(run: LineRun) -> dict[str, Any]:
+    """What a trace says of a line's run."""
+    said: dict[str, Any] = {"V": run.nbytes, "sent": run.wire_bytes, "FLOPs": run.flops}
+    if run.communicates:
+        said |= {"waiting ms": run.waiting * 1e3, "exposed ms": run.exposed * 1e3}
+        said |= {"hidden ms": run.hidden * 1e3, "waiting for rank": run.behind}
+    return said

@@ -71,7 +71,7 @@ def delays(mesh, plants) -> list[tuple[list, list]]:
             for number in range(STEPS):
                 step(mesh, x, W, V, partial(before, number=number))
                 p.step()
-        names = [run.line for run in p.timelines[0].of_step(0)]
+        names = [run.line for run in p.timelines[0].steps[0].runs]
         found.append((names, [(s.rank, s.line, s.inside, s.seconds, s.step) for s in p.stragglers()]))
     return found
 

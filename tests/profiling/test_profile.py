@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from scaling.hardware import Chip, Measured
 from scaling.measure.rates import toml
 from scaling.mesh import Mesh
 from scaling.profile import profile, record
-from scaling.profile.record import on_device, run_of, watched, with_transfers
-from scaling.profile.timeline import LineRun
-from scaling.profile.torch_trace import RankTrace, join_traces, read_trace
+from scaling.profile.record import runs_of, watched
+from scaling.profile.timeline import LineRun, RankTimeline
+from scaling.profile.torch_trace import RankTrace, join_traces, on_device, read_trace, with_transfers
 
 LINE = "A[I, J] * B[J, K] -> C[I, K]"
 DELAY, STEPS = 0.03, 5
@@ -147,10 +148,12 @@ def test_what_the_profiler_exports_is_read():
         span("aten::other", 1003.0, 1.0, tid=2),
         span("gloo:all_reduce", 1004.0, 1.0, "user_annotation", tid=7),
     ]
-    seen = read_trace({"traceEvents": [*events, *memory]}, [("A", 0.0), ("B", 2.0)])
-    assert seen.ops == (("aten::linear", 3.0, 5.0), ("aten::mm", 5.5, 6.5))
-    assert seen.memory == ((1.0, 8), (2.0, -8))
-    assert seen.transfers == (("gloo:all_reduce", 4.0, 5.0),)
+    for ahead in (0.0, 50.0):  # of the clock asked for
+        seen = read_trace({"traceEvents": [*events, *memory]}, [("A", 0.0), ("B", 2.0)], ahead=ahead)
+        assert seen.ops == (("aten::linear", 3.0 + ahead, 5.0 + ahead), ("aten::mm", 5.5 + ahead, 6.5 + ahead))
+        assert seen.memory == ((1.0 + ahead, 8), (2.0 + ahead, -8))
+        assert seen.transfers == (("gloo:all_reduce", 4.0 + ahead, 5.0 + ahead),)
+        assert seen.shift == ahead - 1000
 
 
 def test_the_ranks_traces_are_joined_on_one_clock():
@@ -161,7 +164,9 @@ def test_the_ranks_traces_are_joined_on_one_clock():
     ahead = [{**each, "ts": each["ts"] + 1e9} for each in own]
     traces = [RankTrace(json.dumps({"traceEvents": [named, arrow, *spans]}), shift)
               for spans, shift in ((own, 0.0), (ahead, -1000.0))]  # fmt: skip
-    events = join_traces(traces, [{}, {"A": [{"V": 1}, {"V": 2}]}])["traceEvents"]
+    runs = [LineRun("A", "Einsum", (), at, at + 1, ((at, at + 1),), nbytes=n) for n, at in ((1, 2.0), (2, 4.0))]
+    timelines = [RankTimeline(rank, (0.0, 9.0), tuple(runs[: rank * 2])) for rank in (0, 1)]
+    events = join_traces(traces, timelines)["traceEvents"]
     assert [e["ts"] for e in events if e["name"] == "A"] == [2e6, 4e6] * 2
     assert [e["args"].get("V") for e in events if e["name"] == "A"] == [None, None, 1, 2]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
@@ -195,11 +200,13 @@ def test_kernels_belong_to_the_line_that_launched_them():
 
 
 def test_an_asynchronous_line_holds_the_rank_in_its_call_and_its_wait():
-    spec = trace.Event(
+    event = trace.Event(
         "AllReduce", ("X",), (), "A[B]", async_op=True, called=1.0, start=1.5, left=2.0, waited=5.0, end=6.0
     )
-    run = run_of(spec, (0, 1))
-    assert run.held == ((1.0, 2.0), (5.0, 6.0))
+    (run,), (later,) = runs_of([event]), runs_of([event], ahead=10.0)
+    assert (run.called, run.end, run.held) == (1.0, 6.0, ((1.0, 2.0), (5.0, 6.0)))
+    assert (later.called, later.end, later.held) == (11.0, 16.0, ((11.0, 12.0), (15.0, 16.0)))
+    run = replace(run, group=(0, 1))
     (placed,) = with_transfers([run], [("gloo:all_reduce", 0.5, 0.6), ("gloo:all_reduce", 1.6, 5.9)])
     assert placed.transfer == (1.6, 5.9)
 

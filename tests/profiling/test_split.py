@@ -7,73 +7,73 @@ from synthetic_traces import play, program
 
 from scaling.profile import LineRun, RankTimeline, intervals, of
 from scaling.profile.clock import offset
-from scaling.profile.split import Split
 from scaling.profile.timeline import disjoint
+
+
+def run(op, called, end, rank=0, **fields):
+    return LineRun(op, op, ("X",), called, end, ((called, end),), after="A[B]", **fields)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_programs_are_split_exactly(seed):
     rng = random.Random(seed)
     ranks = rng.choice([2, 3, 4])
-    timelines, (truth,) = play(program(rng, ranks), ranks)
-    profile = of(timelines)
-    for rank, (timeline, found) in enumerate(zip(timelines, profile.splits, strict=True)):
-        communicating = [s for run, s in zip(timeline.runs, found, strict=True) if run.communicates]
-        still = intervals.union(i for run in timeline.runs if run.communicates for i in run.held)
-        for n, each in enumerate(communicating, 1):
-            assert each.waiting == pytest.approx(truth.waiting[n, rank], abs=1e-9)
-            assert each.exposed == pytest.approx(truth.exposed[n, rank], abs=1e-9)
-            hidden = intervals.subtract([(truth.begins[n], truth.ends[n])], still)
-            assert each.hidden == pytest.approx(intervals.length(hidden), abs=1e-9)
+    profile, truth = play([program(rng, ranks)], ranks)
+    profile = of(profile)
+    for rank, timeline in enumerate(profile.timelines):
+        runs = [run for run in timeline.runs if run.communicates]
+        still = intervals.union(i for run in runs for i in run.held)
+        own = [found for (_, r), found in sorted(truth.items()) if r == rank]
+        hidden = [intervals.length(intervals.subtract([transfer], still)) for *_, transfer in own]
+        assert [r.waiting for r in runs] == pytest.approx([waiting for waiting, *_ in own], abs=1e-9)
+        assert [r.exposed for r in runs] == pytest.approx([exposed for _, exposed, _ in own], abs=1e-9)
+        assert [r.hidden for r in runs] == pytest.approx(hidden, abs=1e-9)
         (part,) = profile.parts(rank)
         assert part.total == pytest.approx(part.step, abs=1e-9)
         assert part.products == pytest.approx(sum(r.end - r.called for r in timeline.runs if not r.communicates))
-        assert part.waiting == pytest.approx(sum(truth.waiting[n, rank] for n in truth.begins), abs=1e-9)
-        assert part.exposed == pytest.approx(sum(truth.exposed[n, rank] for n in truth.begins), abs=1e-9)
+        assert part.waiting == pytest.approx(sum(waiting for waiting, *_ in own), abs=1e-9)
+        assert part.exposed == pytest.approx(sum(exposed for _, exposed, _ in own), abs=1e-9)
 
 
 def test_who_is_waited_for_is_who_came_last():
-    timelines, _ = play([("work", "P", [0.1, 0.5, 0.2]), ("call", "C", 0.3)], 3)
-    found = [splits[1] for splits in of(timelines).splits]
+    timelines, _ = play([[("work", "P", [0.1, 0.5, 0.2]), ("call", "C", 0.3)]], 3)
+    found = [timeline.runs[1] for timeline in of(timelines).timelines]
     assert [s.behind for s in found] == [1, None, 1]
     assert [s.waiting for s in found] == pytest.approx([0.4, 0.0, 0.3])
     assert [s.exposed for s in found] == pytest.approx([0.3, 0.3, 0.3])
 
 
 def test_only_those_that_are_needed_are_waited_for():
-    """In a ring rank 0 hears from 1 alone, and goes on before 2 has come."""
-    runs = [LineRun("C", "CollectivePermute", ("X",), t, end, ((t, end),), group=(0, 1, 2), peers=((rank + 1) % 3,))
-            for rank, (t, end) in enumerate([(0.0, 0.3), (0.2, 0.9), (0.8, 0.9)])]  # fmt: skip
-    zero, one, two = (s[0] for s in of([RankTimeline(r, (0.0, 1.0), (run,)) for r, run in enumerate(runs)]).splits)
+    """In a ring rank 0 hears from 1 alone, and goes on before 2 has come. One rank alone waits for nobody."""
+    times = (0.0, 0.3), (0.2, 0.9), (0.8, 0.9)
+    runs = [run("CollectivePermute", *at, group=(0, 1, 2), peers=((r + 1) % 3,)) for r, at in enumerate(times)]
+    found = of([RankTimeline(r, (0.0, 1.0), (own,)) for r, own in enumerate(runs)]).timelines
+    zero, one, two = (timeline.runs[0] for timeline in found)
     assert (zero.behind, zero.waiting, zero.exposed) == (1, pytest.approx(0.2), pytest.approx(0.1))
     assert (one.behind, one.waiting) == (2, pytest.approx(0.6))
     assert two.behind is None
+    alone = run("AllReduce", 0.0, 1.0, group=(0,))
+    assert of([RankTimeline(0, (0.0, 1.0), (alone,))]).timelines[0].runs == (alone,)
+    assert (alone.waiting, alone.exposed, alone.hidden) == (0, 0, 0)
 
 
 def test_messages_meet_by_their_ends_and_order():
     """Two messages each way between ranks 0 and 1; the second Recv waits for a late Send."""
-
-    def run(op, peer, called, end):
-        return LineRun(op, op, ("Z",), called, end, ((called, end),), after="A[B]", group=(0, 1), peers=(peer,))
-
-    first = RankTimeline(0, (0.0, 9.0), (run("Send", 1, 0.0, 0.1), run("Recv", 1, 0.2, 3.5), run("Send", 1, 5.0, 5.5)))
-    second = RankTimeline(1, (0.0, 9.0), (run("Recv", 0, 0.5, 1.0), run("Send", 0, 3.0, 3.5), run("Recv", 0, 4.0, 5.5)))
-    zero, one = of([first, second]).splits
+    rows = [[("Send", 0.0, 0.1), ("Recv", 0.2, 3.5), ("Send", 5.0, 5.5)],
+            [("Recv", 0.5, 1.0), ("Send", 3.0, 3.5), ("Recv", 4.0, 5.5)]]  # fmt: skip
+    found = of([
+        RankTimeline(r, (0.0, 9.0), tuple(run(*each, group=(0, 1), peers=(1 - r,)) for each in row))
+        for r, row in enumerate(rows)
+    ]).timelines  # fmt: skip
+    zero, one = (timeline.runs for timeline in found)
     assert [s.waiting for s in zero] == pytest.approx([0.0, 2.8, 0.0])
     assert [s.waiting for s in one] == pytest.approx([0.0, 0.0, 1.0])
     assert one[2].behind == 0
 
 
 def test_a_run_inside_another_has_its_own_time():
-    outer, inner = (LineRun(n, "Einsum", (), a, b, ((a, b),)) for n, a, b in (("A", 0.0, 10.0), ("B", 2.0, 5.0)))
-    kept = disjoint([outer, inner])
-    assert kept[0].held == ((0.0, 2.0), (5.0, 10.0))
-    assert kept[1].held == ((2.0, 5.0),)
-
-
-def test_one_rank_waits_for_nobody():
-    run = LineRun("C", "AllReduce", ("X",), 0.0, 1.0, ((0.0, 1.0),), group=(0,))
-    assert of([RankTimeline(0, (0.0, 1.0), (run,))]).splits == [[Split()]]
+    kept = disjoint([run("Einsum", 0.0, 10.0), run("Einsum", 2.0, 5.0)])
+    assert [each.held for each in kept] == [((0.0, 2.0), (5.0, 10.0)), ((2.0, 5.0),)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -91,8 +91,8 @@ def test_sets_of_times_are_sets(seed):
     assert covered(intervals.intersect(a, b)) == covered(a) & covered(b)
     assert covered(intervals.subtract(a, b)) == covered(a) - covered(b)
     assert covered(intervals.union([*a, *b])) == covered(a) | covered(b)
-    assert covered(intervals.within(a, 7, 19)) == covered(a) & set(range(7, 19))
-    assert covered(intervals.between(a, (0, 30))) == set(range(30)) - covered(a)
+    assert covered(intervals.intersect(a, [(7, 19)])) == covered(a) & set(range(7, 19))
+    assert covered(intervals.gaps(a, (3, 25))) == set(range(3, 25)) - covered(a)
     assert intervals.length(a) == len(covered(a))
 
 
