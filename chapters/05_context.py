@@ -12,7 +12,7 @@ Why data parallelism over tokens is not enough; ring attention line by line; the
 import torch
 from torch.func import vjp
 
-from scaling.algebra.contraction import check_product
+from scaling.algebra.law import check_product
 from scaling.book.answers import Answer
 from scaling.book.largest import largest
 from scaling.book.layout import bar

@@ -6,7 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from types import MappingProxyType
 
 from scaling import algebra, configs, cost, hardware
-from scaling.algebra.contraction import check_product
+from scaling.algebra.law import check_product
 from scaling.algebra.rules import collective_steps
 from scaling.check.lines import KINDS
 from scaling.cost.step_time import seconds_on

@@ -1,6 +1,6 @@
 """Products of sharded arrays: which of the book's four cases a product is, and the cheapest plan for it (Part 3).
 
-Each device multiplies its own shards, which is legal under the rules of `contraction`. A plan reshards the operands to
+Each device multiplies its own shards, which is legal under the rules of `law`. A plan reshards the operands to
 such types, multiplies, and reshards the result. Which types, the rules of the four cases say (`by_rule`); or, where the
 sizes are known, the planner: gathering before or after, reducing partial products, or moving an axis by AllToAll are
 then all weighed, over the chain as a whole (Questions 4 and 9).
@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scaling.algebra.contraction import product_type
-from scaling.algebra.law import LabelledOp
+from scaling.algebra.law import LabelledOp, product_type
 from scaling.algebra.layouts import NOMINAL, Setting, common_prefix, layout, retyped, setting
 from scaling.algebra.planner import PlannedOp, Way, cheapest, ways_of
 from scaling.algebra.resharding import NOTE, PlannedArray, exact_steps, reshard

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from scaling.algebra.contraction import product_type
+from scaling.algebra.law import product_type
 from scaling.algebra.products import Product, known_sizes, product_chain
 from scaling.algebra.resharding import reshard
 from scaling.algebra.steps import COLLECTIVES, Counted, Step

@@ -10,7 +10,7 @@ import io
 import re
 import tokenize
 
-from scaling.algebra.contraction import check_product
+from scaling.algebra.law import check_product
 from scaling.algebra.rules import collective_steps
 from scaling.check.findings import RULES, Finding, said
 from scaling.spec import ShardingError, parse, parse_line

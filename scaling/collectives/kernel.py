@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling.algebra.contraction import check_product
+from scaling.algebra.law import check_product
 from scaling.common.torch_private import lazy_clone
 from scaling.spec import Line, Spec
 

@@ -1,7 +1,7 @@
 """Matmuls of shards, typed: `einsum("In[B_X, D] * W_in[D, F_Y] -> Tmp[B_X, F_Y]", In, W_in)` (Part 3, cases 1 to 4).
 
 Each rank multiplies its own shards: nothing is sent. That gives the shards of the product, or its partial sums, only
-under the rules, checked once a line, of `scaling.algebra.contraction`.
+under the rules, checked once a line, of `scaling.algebra.law`.
 """
 
 from typing import Any, Literal, NoReturn, overload
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scaling import trace
-from scaling.algebra.contraction import check_product, refuse_product
+from scaling.algebra.law import check_product, refuse_product
 from scaling.collectives.buffers import check_out, refuse_in_graph
 from scaling.collectives.kernel import (
     Kernel,

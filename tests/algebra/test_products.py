@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from matrices import SIZES, check, dense
 
 from scaling.algebra import cases, derive, matmul, matmul_via, reshard
-from scaling.algebra.contraction import product_type
+from scaling.algebra.law import product_type
 from scaling.book.largest import largest
 from scaling.collectives import run
 from scaling.cost.step_time import seconds_on

@@ -8,7 +8,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from scaling import collectives as c
-from scaling.algebra.contraction import check_product, result_type
+from scaling.algebra.law import check_product, result_type
 from scaling.algebra.rules import collective_steps
 from scaling.collectives import op
 from scaling.collectives.op import dual_line
