@@ -221,7 +221,7 @@ class TypedLines:
         typed = parse_line(op.line)
         declared, place, by = typed.operands[0], place_of_call(), ""
         if op.kind in ("AllReduce", "ReduceScatter", "Reduce"):
-            by = op.reduction
+            by = op.by
         held = self.held(unwrapped_by_all(x))
         if op.kind == "CollectivePermute":  # along a ring it is the block at hand, or the sums so far of one
             self.give(unwrapped_by_all(x), at_hand(not_whole(held), op.axes))

@@ -2,8 +2,8 @@
 
 `calls` has the collectives, `multiply` einsum, `plans` what runs a plan or a program of `scaling.algebra`, `rings` the
 same collectives hop by hop, `masks` partial sums that come of a mask, `pending` what is not there yet. Beneath: `op`
-a collective as data and the table of kinds, `lines` a line made ready to run, `kinds` how the data of each
-kind moves over a `transport`, `linear` its derivatives, `checked` the comparison of ranks.
+a collective as data and the table of kinds, `lines` a line made ready to run, `moves` how the data of each kind moves,
+`linear` running an op and its derivatives, `checked` the comparison of ranks.
 """
 
 from scaling.collectives.calls import (

@@ -20,17 +20,8 @@ import torch
 from torch import Tensor
 
 from scaling.collectives.buffers import refuse_in_graph
-from scaling.collectives.linear import apply, observed, watcher
-from scaling.collectives.lines import (
-    LineStep,
-    ReadyLine,
-    check_result,
-    constants,
-    refuse_shape,
-    shapes_of,
-    steps_of,
-    text_of,
-)
+from scaling.collectives.linear import differentiable, observed, watcher
+from scaling.collectives.lines import check_result, constants, ops_of, ready_line, refuse_shape, shapes_of
 from scaling.collectives.op import Op
 from scaling.collectives.pending import Pending
 from scaling.spec import ShardingError, Spec, parse
@@ -166,7 +157,7 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
 
 
 def _call(what: tuple, x: Any, mesh, async_op: bool = False, out: Tensor | None = None, seen: bool = False) -> Any:
-    """A line on this mesh, `what` as `steps_of` takes it: as it was made ready for such operands at its first call, or
+    """A line on this mesh, `what` as `ops_of` takes it: as it was made ready for such operands at its first call, or
     so that it can be differentiated or compiled."""
     if torch.compiler.is_compiling():
         return _compiled(what, x, mesh, async_op, out)
@@ -179,34 +170,35 @@ def _call(what: tuple, x: Any, mesh, async_op: bool = False, out: Tensor | None 
     key = what, x.shape, x.dtype, x.device, x.layout
     line = mesh.lines.get(key)
     if line is None:
-        line = mesh.lines[key] = ReadyLine(steps_of(mesh, what), x, mesh)
+        line = mesh.lines[key] = ready_line(mesh, what, x)
     if out is not None:
-        check_result(line.steps[0].line, x, out, line.shape, line.text)
-    for step in line.steps[:-1]:
-        x = step.run(x)
-    return line.steps[-1].run(x, async_op, out)
+        check_result(ops_of(mesh, what), x, out, line.shape)
+    for ready in line.ready[:-1]:
+        x = ready.run(x)
+    return line.ready[-1].run(x, async_op, out)
 
 
 def _differentiated(what: tuple, x: Any, mesh, async_op: bool, out: Tensor | None) -> Any:
-    steps = steps_of(mesh, what)
-    steps[0].check(x, mesh)
+    ops = ops_of(mesh, what)
+    ops[0].check(x, mesh)
     if out is not None:
-        check_result(steps[0], x, out, torch.Size(shapes_of(steps, x.shape)[-1]), text_of(steps))
-    for step in steps:
-        step.check(x, mesh)
-        x = apply(x, step.op)
-    x = x if out is None else out.copy_(x)
-    return Pending((), lambda: x) if async_op else x
+        check_result(ops, x, out, shapes_of(ops, x.shape)[-1])
+    for op in ops:
+        op.check(x, mesh)
+        x = differentiable(x, *op)
+    return _given(x, async_op, out)
 
 
 def _compiled(what: tuple, x: Tensor, mesh, async_op: bool, out: Tensor | None) -> Any:
-    for number, (op, *of_operand) in enumerate(mesh.constant(constants, what)):
-        step = LineStep(Op(*op), *of_operand)
-        if not step.fits(x.shape):
+    for number, op in enumerate(mesh.constant(constants, what)):
+        if not Op(*op).fits(x.shape):
             mesh.constant(refuse_shape, what, number, tuple(x.shape))
-        x = apply(x, step.op)
-    if out is not None:
-        if out.shape != x.shape or out.dtype != x.dtype:
-            refuse_in_graph(what[1], tuple(x.shape), x.dtype, tuple(out.shape), out.dtype)
-        x = out.copy_(x)
+        x = differentiable(x, *op)
+    if out is not None and (out.shape != x.shape or out.dtype != x.dtype):
+        refuse_in_graph(what[1], tuple(x.shape), x.dtype, tuple(out.shape), out.dtype)
+    return _given(x, async_op, out)
+
+
+def _given(x: Tensor, async_op: bool, out: Tensor | None) -> Any:
+    x = x if out is None else out.copy_(x)
     return Pending((), lambda: x) if async_op else x

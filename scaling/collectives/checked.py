@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaling.common.torch_private import mode_names, modes, process_group
+from scaling.common.torch_private import process_group
 from scaling.mesh import Group
 from scaling.mesh.meeting import Intent, meeting
 from scaling.spec import Spec, refuse
@@ -29,22 +29,33 @@ def agree(group: Group, call: str, x: Tensor | None = None) -> None:
         meeting(group.pg).meet(Intent.of(call) if x is None else _call(call, x.shape, x.dtype, ""))
 
 
-def agree_on(op, x: Tensor, traced: bool = False) -> None:
-    """The same for an `Op`, if its mesh is checked; also for one that autograd runs in a backward.
-
-    `traced`: it runs as torch.func, autograd and tensor modes see through it, which can send other messages than the op
-    does alone: so all ranks run it in one of these ways.
-    """
-    if compared(op):
-        how = f"under {', '.join(mode_names())}" if modes() else "differentiated" if traced else ""
-        shape = x.shape if op.kind != "Ragged" else x.narrow(op.dim, 0, 0).shape  # of rows, whose number differs
-        meeting(process_group(op.group)).meet(call_of(op._replace(sends=(), receives=()), shape, x.dtype, how))
-        if op.kind == "Ragged" and not modes():  # a tracer records the call, it does not make it
-            _compare_counts(op, x.device)
+def compared(op) -> bool:
+    """Whether the ranks compare their calls of an op first."""
+    return op.checked and op.size > 1 and op.kind not in ("Slice", "Pad") and not torch.compiler.is_compiling()
 
 
-def _compare_counts(op, device) -> None:
-    """ShardingError on every rank unless what one sends is what the other receives."""
+@lru_cache(maxsize=4096)
+def call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
+    """What a rank says that it is about to do; of ragged rows, not how many."""
+    call = f"{op.kind} {op.line}"
+    if op.kind == "Ragged":
+        shape = torch.Size((*shape[: op.dim], 0, *shape[op.dim + 1 :]))
+    if op.kind == "CollectivePermute":
+        call += f" by {op.pairs}"
+    if op.root is not None:
+        call += f" with root {op.root}"
+    if op.by != "sum":
+        call += f" by {op.by}"
+    return _call(call, shape, dtype, how)
+
+
+@lru_cache(maxsize=4096)
+def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
+    return Intent.of(f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}", how)
+
+
+def compare_counts(op, device) -> None:
+    """ShardingError on every rank, all of which have met, unless what one sends is what the other receives."""
     mine = torch.tensor([op.sends, op.receives], device=device)
     counts = [torch.empty_like(mine) for _ in range(op.size)]
     dist.all_gather(counts, mine, group=process_group(op.group))
@@ -53,29 +64,6 @@ def _compare_counts(op, device) -> None:
         what = f"the ranks send {table[:, 0].tolist()}, but expect {table[:, 1].tolist()}"
         rule = "what rank i sends to j is what j receives from i"
         refuse(op.line, what, rule, "exchange the counts by an AllToAll first")
-
-
-def compared(op) -> bool:
-    """Whether the ranks compare their calls of an op first."""
-    return op.checked and op.size > 1 and op.kind not in ("Slice", "Pad") and not torch.compiler.is_compiling()
-
-
-@lru_cache(maxsize=4096)
-def call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
-    """What a rank says that it is about to do."""
-    call = f"{op.kind} {op.line}"
-    if op.kind == "CollectivePermute":
-        call += f" by {op.pairs}"
-    if op.root is not None:
-        call += f" with root {op.root}"
-    if op.reduction != "sum":
-        call += f" by {op.reduction}"
-    return _call(call, shape, dtype, how)
-
-
-@lru_cache(maxsize=4096)
-def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
-    return Intent.of(f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}", how)
 
 
 # Calls above the collectives, whose arguments all ranks must give alike though no message shows them

@@ -1,4 +1,5 @@
-"""The collectives under differentiation: autograd Functions that torch.func, torch.compile and their nestings accept.
+"""Running an `Op`: as it is, or under differentiation, by an autograd Function that torch.func, torch.compile and their
+nestings accept.
 
 A sum of shards is linear, so one Function serves every `Op`: its backward applies the transposed Op (the law of
 cotangents: notation.md). A maximum or minimum has another: its cotangent is shared equally among the elements that
@@ -13,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling.collectives.checked import agree_on
-from scaling.collectives.kinds import traceable
-from scaling.collectives.op import Op, dual, event
-from scaling.common.torch_private import any_modes, in_transform, modes
-from scaling.trace import done, open_logs, reached, record
+from scaling import trace
+from scaling.collectives.checked import call_of, compare_counts, compared
+from scaling.collectives.moves import IN_GRAPH, MOVES, TO_NOBODY, InGraph, OnGroup, Started, StartMove
+from scaling.collectives.op import CARRIED, LOCAL, PLAIN, Op, as_carried, dual, event, output_shape
+from scaling.collectives.pending import Pending
+from scaling.common.torch_private import any_modes, in_transform, lazy_clone, mode_names, modes, process_group
+from scaling.mesh import Group
+from scaling.mesh.meeting import meeting
 
 watcher: ContextVar[Callable[..., Any] | None] = ContextVar("watcher", default=None)  # called as (call, *arguments)
-PLAIN = (Tensor, torch.nn.Parameter)  # other classes are a tracer's
 
 
 def who_watches() -> Callable[..., Any] | None:
@@ -51,13 +54,104 @@ def followed(x: Tensor) -> bool:
     return in_transform() is not None or type(x) not in PLAIN
 
 
-def apply(x: Tensor, op: Op) -> Tensor:
-    """The op on x, so that it can be differentiated."""
-    result = differentiable(x, *op)
-    return result / op.size if op.mean else result
+def mover(op: Op, dtype: torch.dtype) -> StartMove:
+    """What starts an op on operands of this dtype."""
+    if op.size == 1 and op.kind != "CollectivePermute":
+        return _alone
+    if op.by == "mean":
+        return _mean
+    if op.kind in LOCAL:
+        return MOVES[op.kind]
+    if op.backend == "abstract":
+        return _shaped
+    return MOVES[op.kind] if dtype in CARRIED else _carried
+
+
+def _alone(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+    return (), lambda: lazy_clone(x) if out is None else x
+
+
+def _shaped(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+    result = x.new_empty(output_shape(op, x.shape)) if out is None else out
+    return (), lambda: result
+
+
+def _carried(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+    """Of a dtype that transports do not carry as it is."""
+    carried, back = as_carried(x)
+    works, make = MOVES[op.kind](carried, op, via, None)
+    return works, lambda: back(make())
+
+
+def _mean(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+    added = op._replace(by="sum")
+    works, make = mover(added, x.dtype)(x, added, via, out)
+    return works, lambda: make().div_(op.size)
+
+
+class ReadyOp:
+    """An op made ready to run on operands of one shape and dtype: what starts it, and what the ranks compare."""
+
+    __slots__ = ("call", "meeting", "move", "op", "via")
+
+    def __init__(self, op: Op, shape: torch.Size, dtype: torch.dtype, via: InGraph, pg: Any, how: str = ""):
+        self.op, self.via, self.move = op, via, mover(op, dtype)
+        self.meeting = meeting(pg) if compared(op) else None
+        self.call = call_of(op, shape, dtype, how)
+
+    def run(self, x: Tensor, async_op: bool = False, out: Tensor | None = None) -> Any:
+        """The result, or with `async_op` a Pending; in the buffer `out`, if one is given."""
+        seen = trace.reached(event(self.op, x, async_op)) if trace.open_logs else None
+        if self.meeting is not None:
+            self.meeting.meet(self.call)
+        if seen is not None:
+            trace.record(seen)
+        works, make = self.move(x, self.op, self.via, out)
+        finish = make if out is None else lambda: _in_buffer(make(), out)
+        if async_op:
+            return Pending(works, finish, seen, self.op)
+        if seen is not None:
+            seen.left = seen.waited = trace.now()
+        for work in works:
+            work.wait()
+        result = finish()
+        if seen is not None:
+            trace.done(seen)
+        return result
+
+
+def _in_buffer(result: Tensor, out: Tensor) -> Tensor:
+    return result if result is out else out.copy_(result)
+
+
+def made_ready(op: Op, shape: torch.Size, dtype: torch.dtype, group: Group) -> ReadyOp:
+    """For operands that nothing differentiates."""
+    at_once = not op.linear or (group.pg is None and op.backend != "gloo")
+    return ReadyOp(op, shape, dtype, _in_graph(op) if at_once else OnGroup(group), group.pg)
+
+
+def _in_graph(op: Op) -> InGraph:
+    return IN_GRAPH if op.group else TO_NOBODY
+
+
+def run_op(x: Tensor, op: Op) -> Tensor:
+    """The op as torch.func, autograd and tensor modes see through it, which can send other messages than the op does
+    alone: so all ranks run it in one of these ways."""
+    if type(x) not in PLAIN:  # a tracer's: nothing runs
+        return mover(op, x.dtype)(x, op, _in_graph(op), None)[1]()
+    if (watch := who_watches()) is not None:
+        return watch(run_op, x, op)
+    how = f"under {', '.join(mode_names())}" if modes() else "differentiated"
+    pg = process_group(op.group) if op.group else None
+    ready = ReadyOp(op, x.shape, x.dtype, _in_graph(op), pg, how)
+    if op.kind == "Ragged" and ready.meeting is not None and not modes():  # a tracer records the call, it makes none
+        ready.meeting.meet(ready.call)
+        compare_counts(op, x.device)
+    return ready.run(x)
 
 
 def differentiable(x: Tensor, *op) -> Tensor:
+    """The op on x, so that it can be differentiated."""
     return AnyOp.apply(x, *op)
 
 
@@ -68,21 +162,6 @@ def register() -> None:
     Called while compiling, since it imports the compiler, which takes as long as torch itself.
     """
     torch.compiler.allow_in_graph(differentiable)
-
-
-def run_op(x: Tensor, op: Op) -> Tensor:
-    if type(x) not in PLAIN:
-        return traceable(x, op)  # a tracer's: nothing runs
-    if (watch := who_watches()) is not None:
-        return watch(run_op, x, op)
-    seen = reached(event(op, x)) if open_logs else None
-    agree_on(op, x, traced=True)
-    if seen is not None:
-        record(seen)
-    result = traceable(x, op)
-    if seen is not None:
-        done(seen)
-    return result
 
 
 class AnyOp(torch.autograd.Function):
@@ -96,20 +175,22 @@ class AnyOp(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.op = Op(*inputs[1:])
-        if ctx.op.by != "sum":
+        if not ctx.op.linear:
             ctx.save_for_backward(inputs[0], output)
             ctx.save_for_forward(inputs[0], output)
 
     @staticmethod
     def backward(ctx, cotangent):
+        cotangent = cotangent / ctx.op.size if ctx.op.by == "mean" else cotangent
         gradient = differentiable(cotangent, *dual(ctx.op))
-        gradient = gradient if ctx.op.by == "sum" else _share(ctx) * gradient
+        gradient = gradient if ctx.op.linear else _share(ctx) * gradient
         return gradient, *(None,) * len(ctx.op)
 
     @staticmethod
     def jvp(ctx, tangent, *_):
-        tangent = tangent if ctx.op.by == "sum" else _share(ctx) * tangent
-        return differentiable(tangent, *ctx.op._replace(by="sum"))
+        if ctx.op.linear:
+            return differentiable(tangent, *ctx.op)
+        return differentiable(_share(ctx) * tangent, *ctx.op._replace(by="sum"))
 
     @staticmethod
     def vmap(info, in_dims, x, *op):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scaling.collectives.checked import agree
 from scaling.collectives.linear import who_watches
-from scaling.collectives.lines import numbers, on
+from scaling.collectives.lines import numbers
 from scaling.common.torch_private import modes
 from scaling.spec import ShardingError, parse, refuse
 
@@ -72,7 +72,7 @@ def _held_once(line: str, mask: Tensor, mesh) -> None:
     """ShardingError on every rank of the group if two of them have an element."""
     spec = parse(line)
     group = mesh.group(spec.unreduced)
-    if group.pg is None or not getattr(mask, on(mesh)) or mask.is_cuda:
+    if group.pg is None or mask.device.type != mesh.device.type or mask.is_cuda:
         return
     agree(group, f"masked {line}", mask)
     count = mask.to(torch.int32)

@@ -1,7 +1,7 @@
 """Collectives as data: an `Op` is one collective over one group, and the table of kinds says what follows from it.
 
 From the table are read the transpose, the shape of the result, which dtypes it can put together, and what a trace
-records. How data moves is in `scaling.collectives.transport`.
+records. How data moves is in `scaling.collectives.moves`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scaling.mesh import Group
-from scaling.spec import parse_line, refuse
+from scaling.spec import ShardingError, parse_line, refuse
 from scaling.trace import Event, now
 
 
@@ -22,9 +22,12 @@ class Op(NamedTuple):
 
     `dim`: the dim that grows (AllGather, Pad, Gather, AllToAll) or is split (ReduceScatter, Slice, Scatter); `to`: the
     dim that an AllToAll splits; `pairs`: of a CollectivePermute, its (source, target) blocks; `root`: of an op that has
-    one, the root's block; `by`: how partial values are put together, "sum", "max" or "min"; `mean`: the sum is divided
-    by the number of ranks afterwards; `line`: the types before and after; `checked`: whether ranks compare calls first;
-    `sends`, `receives`: of a Ragged op, how many rows of `dim` go to each block and come from it.
+    one, the root's block; `by`: how partial values are put together, "sum", "mean", "max" or "min"; `line`: the types
+    before and after; `checked`: whether ranks compare calls first; `sends`, `receives`: of a Ragged op, how many rows
+    of `dim` go to each block and come from it.
+
+    Of the operand of a line: the number of `dims`, the dim that must divide (`splits`), and (position, size) of the
+    dims that are `numbers`.
     """
 
     kind: str
@@ -38,17 +41,21 @@ class Op(NamedTuple):
     pairs: tuple[tuple[int, int], ...] = ()
     root: int | None = None
     by: str = "sum"
-    mean: bool = False
     axes: tuple[str, ...] = ()
     line: str = ""
     checked: bool = False
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
+    dims: int = 0
+    splits: int | None = None
+    numbers: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.line}"
 
     @property
-    def reduction(self) -> str:
-        """What the caller gets of partial values: their "sum", "mean", "max" or "min"."""
-        return "mean" if self.mean else self.by
+    def linear(self) -> bool:
+        return self.by in ("sum", "mean")
 
     @property
     def at_root(self) -> bool:
@@ -60,9 +67,9 @@ class Op(NamedTuple):
 
     @property
     def ends(self) -> tuple[list[int], list[int]]:
-        """The members that this rank sends to by `pairs`, and those that it receives from: one each, or none."""
-        to = [self.member(target) for source, target in self.pairs if source == self.index]
-        return to, [self.member(source) for source, target in self.pairs if target == self.index]
+        """The blocks that this rank sends to by `pairs`, and those that it receives from: one each, or none."""
+        to = [target for source, target in self.pairs if source == self.index]
+        return to, [source for source, target in self.pairs if target == self.index]
 
     @staticmethod
     def over(group: Group, kind: str, line: str, **options) -> "Op":
@@ -75,6 +82,53 @@ class Op(NamedTuple):
     def batched(self) -> "Op":
         """The op under vmap: the same on tensors with one more dim in front."""
         return self._replace(dim=self.dim + 1, to=self.to + 1)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether an operand of this shape has the dims of its type."""
+        if len(shape) != self.dims or (self.splits is not None and shape[self.splits] % self.size):
+            return False
+        return not self.numbers or all(shape[i] == size for i, size in self.numbers)
+
+    def check(self, x: Tensor, mesh) -> None:
+        """ShardingError unless x is a tensor that has the dims of its type, on the mesh's device."""
+        if not isinstance(x, Tensor):
+            what = f"the operand is a {type(x).__module__}.{type(x).__name__}"
+            refuse(self, what, "arrays are torch.Tensors", "torch.as_tensor(...)")
+        if not self.fits(x.shape):
+            self.refuse_shape(tuple(x.shape))
+        if x.device.type != mesh.device.type and type(x) in PLAIN:
+            if self.backend == "abstract" or mesh.device.type == "meta":
+                what = f"an AbstractMesh moves no data, and the operand is on {x.device}"
+                raise ShardingError(f"{self}\n  {what}\n  fix: give it tensors on the meta device")
+            rule = f"a mesh moves what is on its own device, {mesh.device}"
+            fix = "plan with shapes alone on an AbstractMesh" if x.is_meta else f".to({str(mesh.device)!r}) first"
+            refuse(self, f"the operand is on {x.device}", rule, fix)
+        if x.layout is not torch.strided:
+            refuse(self, f"the operand is {x.layout}", "shards are dense tensors", "give it as .to_dense()")
+        if self.kind in ADDS and x.dtype not in CARRIED and not (x.dtype.is_complex and self.linear):
+            rule = (
+                "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones are added"
+            )
+            refuse(self, f"the {self.by} of {x.dtype}", rule, "convert it, e.g. .to(torch.float32)")
+        if self.by == "mean" and not (x.dtype.is_floating_point or x.dtype.is_complex):
+            refuse(self, f"the mean of {x.dtype}", "a mean has fractions", "convert it, or use op='sum'")
+
+    def refuse_shape(self, shape: tuple[int, ...]) -> None:
+        before = parse_line(self.line).operands[0]
+        if len(shape) != self.dims:
+            what = f"the operand has shape {shape}, but its type has {self.dims} dims"
+            raise ShardingError(f"{self}\n  {what}\n  fix: name each dim of it")
+        for i, size in self.numbers:
+            if shape[i] != size:
+                what = f"dim {before.dim_names[i]} of this shard has size {shape[i]}, not {size}"
+                refuse(self, what, "a dim that is a number says its own size", "give a dim of any size a name")
+        split = self.splits or 0
+        dim = before.dim_names[split]
+        raise ShardingError(
+            f"{self}\n  dim {dim} of this shard has size {shape[split]}, "
+            f"which does not divide into {self.size} blocks over {', '.join(self.axes)}\n"
+            f"  fix: make {dim} a multiple of {self.size} on each rank"
+        )
 
 
 class Kind(NamedTuple):
@@ -116,6 +170,7 @@ KINDS = {
 }
 LOCAL = ("Slice", "Pad")  # nothing is sent
 ADDS = tuple(name for name, kind in KINDS.items() if kind.adds)
+PLAIN = (Tensor, torch.nn.Parameter)  # other classes are a tracer's
 CARRIED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}  # dtypes that every transport moves and adds
 CARRIED |= {torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
 TWIN = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # what carries other dtypes' bits, by size
@@ -151,15 +206,6 @@ def output_shape(op: Op, shape: Sequence[int]) -> list[int]:
     return result
 
 
-def check_dtype(op: Op, dtype: torch.dtype) -> None:
-    """ShardingError if an op cannot put elements of this dtype together."""
-    if op.kind in ADDS and dtype not in CARRIED and not (dtype.is_complex and op.by == "sum"):
-        rule = "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones are added"
-        refuse(f"{op.kind}: {op.line}", f"the {op.reduction} of {dtype}", rule, "convert it, e.g. .to(torch.float32)")
-    if op.mean and not (dtype.is_floating_point or dtype.is_complex):
-        refuse(f"{op.kind}: {op.line}", f"the mean of {dtype}", "a mean has fractions", "convert it, or use op='sum'")
-
-
 def as_carried(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """x in a dtype that transports carry, and the way back. They read memory: what is conjugated or negated only by a
     bit of the tensor's is written out first."""
@@ -181,7 +227,7 @@ def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
     whole = (kind.grows and op.kind != "Pad") or op.kind == "Ragged"
     V = x.numel() * x.element_size() * (op.size if whole else 1)
     peers = [] if op.root is None or op.at_root else [op.member(op.root)]
-    peers += [member for member in op.ends[1] if member != op.member(op.index)]
+    peers += [op.member(block) for block in op.ends[1] if block != op.index]
     return Event(kind.traced or op.kind, op.axes, before, after, V, kind.sent(op, V), async_op=async_op, called=now(),
                  group=op.group, peers=tuple(peers), dtype=x.dtype, key=key_of(x))  # fmt: skip
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from scaling.algebra.rules import collective_steps
-from scaling.collectives.linear import apply, differentiated, run_op, who_watches
+from scaling.collectives.linear import differentiable, who_watches
 from scaling.collectives.op import Op
 from scaling.common.arguments import whole_numbers
 from scaling.spec import ShardingError
@@ -47,5 +47,4 @@ def ragged_all_to_all(line: str, x: torch.Tensor, sends: Sequence[int], receives
             "sent, and what a rank keeps it receives\n  fix: exchange the counts by an AllToAll first"
         )
     line = f"{step.before} -> {step.after}"
-    op = Op.over(group, "Ragged", line, sends=sends, receives=receives)
-    return apply(x, op) if differentiated(x) else run_op(x, op)
+    return differentiable(x, *Op.over(group, "Ragged", line, sends=sends, receives=receives))

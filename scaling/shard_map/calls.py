@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from scaling.algebra.layouts import unsplit_spec
-from scaling.collectives.kinds import combine_parts, join, split_dim
 from scaling.collectives.linear import run_op
+from scaling.collectives.moves import combine_parts, join, split_dim
 from scaling.collectives.op import Op, event
 from scaling.trace import done, open_logs, record
 

@@ -6,8 +6,8 @@ from failure import RankFailed
 
 from scaling import collectives as c
 from scaling.collectives.messages import TAG, announcement, data_tag
+from scaling.collectives.moves import TAG as EAGER
 from scaling.collectives.transfer import TAG as TRANSFER
-from scaling.collectives.transport import TAG as EAGER
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, parse
 
