@@ -22,9 +22,9 @@ from scaling.cost import serving
 from scaling.hardware import chip
 from scaling.models import transformer
 from scaling.serve import engine
-from scaling.serve.policies import POLICIES
+from scaling.serve.requests import Request
 from scaling.serve.simulate import Simulated, simulate
-from scaling.serve.states import Move, Options, Request, Run
+from scaling.serve.states import POLICIES, Move, Options, Run
 from scaling.show import bars
 from scaling.show.bars import Bar
 

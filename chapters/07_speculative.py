@@ -21,7 +21,8 @@ from scaling.configs import Config, get
 from scaling.cost import serving
 from scaling.hardware import chip
 from scaling.models import transformer
-from scaling.serve.sampling import Sampling, draw_token
+from scaling.serve.requests import Sampling
+from scaling.serve.sampling import draw_token
 
 page = Page(__doc__, seed=True, plot=True)
 seed = page.args.seed

@@ -1,5 +1,5 @@
 """Speculative sampling (Part 7, Appendix D), the book's rule: a draft proposes k tokens, the target checks them in one
-pass. `generate` and the engine keep proposals by another: see `scaling.serve.drafts`.
+pass. `generate` and the engine keep proposals by another: see `scaling.serve.engine`.
 
 The rule (Leviathan et al. 2022, arxiv.org/abs/2211.17192; Chen et al. 2023, arxiv.org/abs/2302.01318): the proposed
 token x, drawn from q, is kept with probability min(1, p(x) / q(x)). The first that is not kept is drawn again from what

@@ -12,7 +12,7 @@ from scaling import launch
 from scaling.common.console import SEEDS, Parser, complaining, integer, number
 from scaling.serve.generation import Token, score, stream
 from scaling.serve.loading import Served, add_model, loaded, on_ranks, served_by
-from scaling.serve.sampling import Sampling
+from scaling.serve.requests import Sampling
 from scaling.serve.text import TextStream, chat_prompt
 
 

@@ -8,11 +8,11 @@ imported without it.
     step     prefill, decode, extend
     forms    one listing for each way to shard a decode step
     handover a cache moved to another mesh                 int8     int8 weights
-    sampling, generation                                   from logits to tokens; generate, stream, score
-    states, policies, pages, scheduler                     the engine's state machine, without torch
+    requests a request as data, and read from JSON         sampling from logits to tokens
+    states, pages, scheduler                               the engine's state machine, without torch
     simulate, engine                                       a trace of requests in time: modelled, and computed
-    drafts                                                 a step of what generates, and what proposes its tokens
-    text, loading, requests                                for the commands `generate` and `serve`
+    generation                                             generate, stream, score
+    text, loading                                          for the commands `generate` and `serve`
     web                                                    the engine behind HTTP: the extra `serve`
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from scaling.serve.generation import generate, score, stream
     from scaling.serve.handover import move
     from scaling.serve.int8 import quantize
-    from scaling.serve.sampling import Sampling
+    from scaling.serve.requests import Sampling
     from scaling.serve.step import decode, extend, prefill
     from scaling.serve.types import cache_specs, specs
 
@@ -49,7 +49,7 @@ _HOMES = {  # module -> what of it stands here
     "scaling.serve.generation": ("generate", "score", "stream"),
     "scaling.serve.handover": ("move",),
     "scaling.serve.int8": ("quantize",),
-    "scaling.serve.sampling": ("Sampling",),
+    "scaling.serve.requests": ("Sampling",),
     "scaling.serve.step": ("decode", "extend", "prefill"),
     "scaling.serve.types": ("cache_specs", "specs"),
 }

@@ -19,10 +19,9 @@ from scaling import launch
 from scaling.common.console import Parser, complain, complaining, integer, output
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, loaded, on_ranks, served_by
-from scaling.serve.policies import POLICIES
 from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
-from scaling.serve.states import Options, Run
+from scaling.serve.states import POLICIES, Options, Run
 from scaling.serve.text import TextStream, chat_template
 from scaling.serve.types import cache_specs, row_groups
 
@@ -79,14 +78,15 @@ def pages_of(lines: list[RequestLine], page: int, slots: int, most: int) -> tupl
             needs.append(need)
         else:
             why = f"refused: {length} tokens with the completion, where memory has room for {most * page}"
-            refused.append({"line": line.number, "id": line.name, "error": why})
+            refused.append({"line": line.request.id, "id": line.name, "error": why})
     return max(1, min(sum(sorted(needs, reverse=True)[:slots]), most)), served, refused
 
 
 def run(mesh, args, what: Served, lines: list[RequestLine], options: Options) -> Simulated:
     """On every rank."""
     params, draft = loaded(args, what, mesh)
-    streams = {line.number: TextStream(what.tokenizer, line.stops) for line in lines if line.stops}
+    requests = [line.request for line in lines]
+    streams = {each.id: TextStream(what.tokenizer, each.stops) for each in requests if each.stops}
 
     def on_token(id: int, token: int) -> bool:
         if id not in streams:
@@ -95,8 +95,7 @@ def run(mesh, args, what: Served, lines: list[RequestLine], options: Options) ->
         return streams[id].stopped
 
     return serve(
-        params, what.config, [(line.arrival, line.request) for line in lines], options,
-        {line.number: line.draw for line in lines}, on_token=on_token,
+        params, what.config, [(line.arrival, line.request) for line in lines], options, on_token=on_token,
         draft=draft, mesh=mesh if mesh.size() > 1 else None, form=what.form,
     )  # fmt: skip
 
@@ -104,8 +103,8 @@ def run(mesh, args, what: Served, lines: list[RequestLine], options: Options) ->
 def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:
     """A line of the output. Times are seconds from the request's arrival."""
     if times.reason.startswith("refused"):
-        return {"line": line.number, "id": line.name, "error": times.reason}
-    ids, text = list(times.tokens), TextStream(what.tokenizer, line.stops)
+        return {"line": line.request.id, "id": line.name, "error": times.reason}
+    ids, text = list(times.tokens), TextStream(what.tokenizer, line.request.stops)
     told = "".join(text.push(id) for id in (ids[:-1] if ids and ids[-1] in what.ends else ids)) + text.rest()
     late = {"ttft": times.ttft, "tpot": times.tpot, "seconds": times.end - times.arrival}
     late = {name: None if math.isnan(value) else round(value, 6) for name, value in late.items()}
@@ -189,7 +188,7 @@ def _serve_http(mesh, args, what: Served, model, listener) -> None:
 
 def _report(args, what: Served, lines: list[RequestLine], bad: list[dict], served: Simulated) -> int:
     """Write the completions, say what is wrong with the other lines; how many were served."""
-    rows = {line.number: completion(line, served.requests[line.number], what) for line in lines}
+    rows = {line.request.id: completion(line, served.requests[line.request.id], what) for line in lines}
     rows |= {row["line"]: row for row in bad}
     Path(args.output).write_text("".join(json.dumps(rows[n], ensure_ascii=False) + "\n" for n in sorted(rows)))
     for row in rows.values():

@@ -4,11 +4,19 @@
 `simulate.drive` asks for times and tokens: it computes a Run on the pages that the scheduler says, and measures it. The
 clock of a trace advances by what was measured, so that arrivals in between are met without waiting for
 them, and two workers run beside each other in that clock though they share this machine.
+
+A draft proposes tokens: the request's own text by n-grams, or a smaller model. At each place the model draws as it
+would without a draft, by the request's seed and the place; a proposal is kept if it is that token. So what is proposed
+changes no token, greedy or sampled: not how much is proposed either, or where a step begins. A draft draws with the
+same uniform numbers, and so often the same token. The book's rule (`scaling.book.speculative`) has the same
+distribution and keeps more of a draft that is unlike the model, but what it gives depends on where a step begins: a
+request that is preempted would go on with other tokens.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,53 +25,53 @@ from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.serve import scheduler
 from scaling.serve.cache import init_cache, part_of, untouched
-from scaling.serve.drafts import advance, drafting
-from scaling.serve.requests import check_known_ids
-from scaling.serve.sampling import Draw
+from scaling.serve.requests import Request, check_known_ids
+from scaling.serve.sampling import sample
 from scaling.serve.simulate import Simulated, drive
-from scaling.serve.states import Move, Options, Request, Run, Work
+from scaling.serve.states import Move, Options, Run, Work
 from scaling.serve.step import run_rows
-from scaling.serve.types import ONE, row_groups
+from scaling.serve.types import ONE
 from scaling.spec import Spec
+
+NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)
 
 
 class PagedModel:
-    """Holds the params, this rank's, and the pages of its group."""
+    """Holds the params, this rank's, and the pages of its group. Not `paged`, a page is a row of a contiguous cache."""
 
-    def __init__(self, params: dict, config: Config, options: Options, mesh=None, dtype=None, form: str = "heads"):
+    def __init__(
+        self, params: dict, config: Config, options: Options, mesh=None, dtype=None, form="heads", paged: bool = True
+    ):
         self.params, self.config, self.page, self.mesh, self.form = params, config, options.page, mesh, form
-        self.device, self.groups = params["norm"].device, options.groups
+        self.device, self.groups, self.paged = params["norm"].device, options.groups, paged
         self.group = part_of(ONE if mesh is None else mesh, form).group
-        self.pools = {
-            worker: init_cache(
-                config, self.groups, pool.total * pool.size, mesh=mesh, dtype=dtype, page=pool.size, form=form
+        self.pools = {}
+        for worker, (pool, *_) in scheduler.initial(options).pools.items():
+            rows, length, page = (1, pool.total * pool.size, pool.size) if paged else (pool.total, pool.size, None)
+            self.pools[worker] = init_cache(
+                config, self.groups * rows, length, mesh=mesh, dtype=dtype, page=page, form=form
             )
-            for worker, (pool, *_) in scheduler.initial(options).pools.items()
-        }
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
-        """As `drafts.CachedModel`: all tokens are written to their pages."""
-        rows, places = self._rows(works)
-        M = max(len(w.pages) for w in works)
-        pages = torch.tensor([[*w.pages, *[0] * (M - len(w.pages))] for w in rows], device=self.device)
-        tokens, starts = [w.tokens for w in rows], [w.start for w in rows]
+        """Logits[B, V] after each work's last token, or of `every` token, [B, T, V]; all are written to the cache."""
+        height = max(sum(work.group == group for work in works) for group in range(self.groups))
+        height = height if self.paged else len(self.pools[worker]["lengths"]) // self.groups
+        rows, cache = [NO_WORK] * (height * self.groups), self.pools[worker]  # each group is filled up to as many
+        free, places = [group * height for group in range(self.groups)], []
+        for work in works:
+            places.append(free[work.group] if self.paged else free[work.group] + work.pages[0])
+            rows[places[-1]] = work
+            free[work.group] += self.paged
+        if self.paged:
+            M = max(len(w.pages) for w in works)
+            pages = [[*w.pages, *[0] * (M - len(w.pages))] for w in rows]
+            cache = cache | {"pages": torch.tensor(pages, device=self.device)}
         logits, cache = run_rows(
-            self.params, tokens, starts, self.pools[worker] | {"pages": pages}, self.config, self.mesh,
+            self.params, [w.tokens for w in rows], [w.start for w in rows], cache, self.config, self.mesh,
             every=every, form=self.form,
         )  # fmt: skip
         self.pools[worker] = self.pools[worker] | {name: cache[name] for name in ("KV", "scale") if name in cache}
-        return logits if self.groups == 1 else logits[places]
-
-    def _rows(self, works: Sequence[Work]) -> tuple[list[Work], list[int]]:
-        """(the rows of a batch, group after group, each filled up to as many rows by works of no tokens; which of them
-        each work is)."""
-        of = [[i for i, work in enumerate(works) if work.group == group] for group in range(self.groups)]
-        height = max(map(len, of))
-        rows, places = [Work(-1, 0, (), (), False)] * (height * self.groups), [0] * len(works)
-        for group, some in enumerate(of):
-            for n, i in enumerate(some, group * height):
-                rows[n], places[i] = works[i], n
-        return rows, places
+        return logits if places == [*range(len(rows))] else logits[places]
 
     def move(self, move: Move) -> None:
         """The pages of a prompt, from the pool of the worker that prefills to the other's; on its group's ranks."""
@@ -79,14 +87,93 @@ class PagedModel:
                 here[name][:, :, target] = there[name][:, :, source]
 
 
+Draft = Callable[[str, Sequence[Work]], dict[int, list[int]]]  # so many tokens as each work of a step wants, by id
+
+
+def by_ngrams(worker: str, works: Sequence[Work]) -> dict[int, list[int]]:
+    """A draft: what followed the request's last tokens when they stood there before."""
+    return {w.id: ngram((*w.before, *w.tokens), w.proposals) if w.proposals else [] for w in works}
+
+
+def ngram(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
+    """k proposals out of the request's own tokens: what followed the last n tokens when they stood there before.
+
+    The longest n up to `longest` that is found, at its latest place; the last token again where nothing is found.
+    """
+    tokens = list(tokens)
+    for n in range(min(longest, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if tokens[start : start + n] == tokens[-n:]:
+                after = tokens[start + n : start + n + k]
+                return after + [after[-1]] * (k - len(after))
+    return tokens[-1:] * k
+
+
+def by_model(model: PagedModel, worker: str, works: Sequence[Work]) -> dict[int, list[int]]:
+    """A draft: a model that holds of each request what the model itself holds, prefix hits included."""
+    proposed: dict[int, list[int]] = {w.id: [] for w in works}
+    logits, live = model.logits(worker, works), list(works)
+    while rows := [i for i, w in enumerate(live) if len(proposed[w.id]) < w.proposals]:
+        live = [live[i] for i in rows]
+        places = [w.start + len(w.tokens) for w in live]
+        drawn = sample(logits[rows], [w.request.draw for w in live], places)
+        for w, token in zip(live, drawn, strict=True):
+            proposed[w.id].append(token)
+        live = [w._replace(start=at, tokens=(id,)) for w, at, id in zip(live, places, drawn, strict=True)]
+        logits = model.logits(worker, live)  # of the last proposal as well: if all are kept, it is held
+    return proposed
+
+
+class Given(NamedTuple):
+    """The tokens that a request is given in a step, and the logits[n, V] at their places."""
+
+    tokens: tuple[int, ...]
+    logits: Tensor
+
+
+def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence[Work]) -> dict[int, Given]:
+    """Of each work that samples: those of its proposals that are right, and the token after them."""
+    proposed = draft(worker, works) if draft else {}
+    every = any(w.proposals for w in works)
+    longer = [w._replace(tokens=(*w.tokens, *proposed.get(w.id, ()))) for w in works] if every else works
+    logits = model.logits(worker, longer, every)
+    logits = logits if every else logits[:, None]
+    at = [(b, w, n) for b, w in enumerate(works) if w.sample for n in range(1 + w.proposals)]
+    if not at:
+        return {}
+    logits = logits[[b for b, _, _ in at], [len(w.tokens) - 1 + n if every else 0 for _, w, n in at]]
+    places = [w.start + len(w.tokens) + n for _, w, n in at]
+    drawn, given, first = sample(logits, [w.request.draw for _, w, _ in at], places), {}, 0
+    for work in (w for w in works if w.sample):
+        tokens = as_proposed(proposed.get(work.id, ()), drawn[first : first + 1 + work.proposals])
+        given[work.id] = Given(tuple(tokens), logits[first : first + len(tokens)])
+        first += 1 + work.proposals
+    return given
+
+
+def as_proposed(proposed: Sequence[int], drawn: Sequence[int]) -> list[int]:
+    """The tokens of a step: of those drawn at the k proposed places and the one after, up to the first that is not what
+    was proposed."""
+    same = next((n for n, (a, b) in enumerate(zip(proposed, drawn, strict=False)) if a != b), len(proposed))
+    return list(drawn[: same + 1])
+
+
+def check_draft(config: Config, target: Config) -> None:
+    """ValueError for a draft of another vocabulary."""
+    if config.V != target.V:
+        raise ValueError(
+            f"the draft {config.name} has V={config.V}, {target.name} has V={target.V}\n"
+            "  fix: choose a draft with the same vocabulary"
+        )
+
+
 class Engine:
     """execute(Run or Move) -> (seconds, {id: tokens}): holds the params and each worker's pages.
 
-    `draws`: of the requests that are not greedy, by id. `draft`: (config, params) of a smaller model with the same
-    vocabulary, or "ngram": what makes the proposals that `options` asks for; no token depends on it (`drafts`).
-    `form`: of decoding, one that has pages; where it splits rows, over E or Z, `options.groups` says in how many.
-    `logits(id, logits[V])` is called for each token that is given. `clock`: seconds, of the wall or of the
-    processor.
+    `draft`: (config, params), in either order, of a smaller model with the same vocabulary, or "ngram": what makes the
+    proposals that `options` asks for; no token depends on it. `form`: of decoding, one that has pages unless not
+    `paged`; where it splits rows, over E or Z, `options.groups` says in how many. `clock`: seconds, of the wall or of
+    the processor.
     """
 
     def __init__(
@@ -94,16 +181,15 @@ class Engine:
         params: dict,
         config: Config,
         options: Options,
-        draws: Mapping[int, Draw] | None = None,
         *,
         mesh=None,
         dtype: torch.dtype | None = None,
         draft: Any = None,
         form: str = "heads",
         clock: Callable[[], float] = time.perf_counter,
-        logits: Callable[[int, Tensor], object] | None = None,
+        paged: bool = True,
     ):
-        if (groups := row_groups(form, ONE if mesh is None else mesh)) != options.groups:
+        if (groups := part_of(ONE if mesh is None else mesh, form).groups) != options.groups:
             raise ValueError(
                 f'{mesh}: the form "{form}" splits requests among {groups} groups of ranks, options.groups is '
                 f"{options.groups}\n  fix: Options(..., groups={groups}), with so many pages in each"
@@ -113,25 +199,21 @@ class Engine:
                 f"proposals={options.proposals} and draft={draft!r:.20}: one makes what the other asks for\n"
                 "  fix: give both, or neither"
             )
-        self.mesh, self.logits, self.clock = mesh, logits, clock
-        self.draws = {} if draws is None else draws
-        self.models: list[PagedModel] = []  # and of a draft that is a model, its own
-
-        def hold(params: dict, config: Config) -> PagedModel:
-            self.models.append(PagedModel(params, config, options, mesh, dtype, form))
-            return self.models[-1]
-
-        self.model, self.draft = hold(params, config), drafting(draft, config, hold)
+        self.mesh, self.clock = mesh, clock
+        own = options, mesh, dtype, form, paged
+        self.model, self.small, self.draft = PagedModel(params, config, *own), None, None
+        if draft == "ngram":
+            self.draft = by_ngrams
+        elif draft is not None:
+            self.small = _small(draft, config, lambda params, config: PagedModel(params, config, *own))
+            self.draft = partial(by_model, self.small)
 
     def __call__(self, action: Run | Move) -> tuple[float, dict[int, tuple[int, ...]]]:
         start = self.clock()
-        tokens = self._run(action) if isinstance(action, Run) else {}
-        if isinstance(action, Move):
-            for model in self.models:
-                model.move(action)
+        given = self.given(action)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-        return self._agreed(self.clock() - start), tokens
+        return self._agreed(self.clock() - start), {id: own.tokens for id, own in given.items()}
 
     def _agreed(self, seconds: float) -> float:
         """The mean over the mesh: all ranks have the same clock, and so the same steps."""
@@ -141,17 +223,32 @@ class Engine:
         total = unshard(str(spec), torch.tensor(seconds, dtype=torch.float64, device=self.model.device), self.mesh)
         return float(total) / self.mesh.size()
 
-    def _run(self, run: Run) -> dict[int, tuple[int, ...]]:
-        given: dict[int, tuple[int, ...]] = {}
+    def given(self, action: Run | Move) -> dict[int, Given]:
+        """Carry it out: what each request is given, in the order of the works."""
+        if isinstance(action, Move):
+            for model in (self.model, self.small):
+                if model is not None:
+                    model.move(action)
+            return {}
+        given: dict[int, Given] = {}
         for one in (True, False):  # those of one token apart, so that they are not padded to a prompt's length
-            if not (works := [w for w in run.works if (len(w.tokens) == 1) == one]):
-                continue
-            for id, tokens, logits in advance(self.model, self.draft, run.worker, works, self.draws):
-                given[id] = tokens
-                if self.logits is not None:
-                    for its in logits:
-                        self.logits(id, its)
-        return given
+            if works := [w for w in action.works if (len(w.tokens) == 1) == one]:
+                given |= advance(self.model, self.draft, action.worker, works)
+        return {work.id: given[work.id] for work in action.works if work.sample}
+
+
+def _small(draft: Any, target: Config, hold: Callable[[dict, Config], PagedModel]) -> PagedModel:
+    """A draft's model. ValueError for what is none, and for one that does not fit to its target."""
+    if not isinstance(draft, tuple) or {type(part) for part in draft} != {Config, dict}:
+        raise ValueError(f'draft={draft!r:.40} is neither (config, params) nor "ngram"\n  fix: give one of these')
+    config, params = draft if isinstance(draft[0], Config) else draft[::-1]
+    check_draft(config, target)
+    try:
+        return hold(params, config)
+    except ValueError as error:
+        what, _, fix = str(error).partition("\n  fix: ")
+        fix = fix or "give params of the draft's own config, sharded by serve.specs(config, mesh)"
+        raise type(error)(f"the draft {config.name}: {what}\n  fix: {fix}") from None
 
 
 def serve(
@@ -159,7 +256,6 @@ def serve(
     config: Config,
     arrivals: Iterable[tuple[float, Request]],
     options: Options,
-    draws: Mapping[int, Draw] | None = None,
     *,
     cancel: Iterable[tuple[float, int]] = (),
     on_token: Callable[[int, int], bool] | None = None,
@@ -172,5 +268,5 @@ def serve(
     arrivals = list(arrivals)
     for _, request in arrivals:
         check_known_ids(f"request {request.id}", request.prompt, config.V)
-    execute = Engine(params, config, options, draws, **engine)
+    execute = Engine(params, config, options, **engine)
     return drive(arrivals, options, execute, cancel=list(cancel), on_token=on_token)

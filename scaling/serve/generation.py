@@ -1,9 +1,10 @@
-"""Tokens from prompts: prefill once, then decode; with a draft, speculative sampling. Batches are ragged.
+"""Tokens from prompts: the engine with all requests at once, in the policy "static". Batches are ragged.
 
 What a request gives does not depend on what is beside it: its randomness is of its seed and position (`sampling`).
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,11 @@ from torch import Tensor
 
 from scaling.common.arguments import whole, whole_numbers
 from scaling.configs import Config
-from scaling.serve.cache import init_cache
-from scaling.serve.drafts import Given, advance, drafting
-from scaling.serve.requests import prompt_ids
-from scaling.serve.sampling import Draw, Sampling, request_seeds
-from scaling.serve.states import Work
-from scaling.serve.step import run_rows
-from scaling.serve.types import ONE, check_mesh, divisible
+from scaling.serve import scheduler
+from scaling.serve.engine import Engine, PagedModel
+from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
+from scaling.serve.states import Arrive, Done, Options, Run, Work
+from scaling.serve.types import ONE, check_mesh, divisible, row_groups
 
 
 class Token(NamedTuple):
@@ -84,34 +83,33 @@ def stream(
     """What `generate` returns, step by step as it is known: each step's new tokens, in the order of the prompts."""
     rows = _rows("prompt", prompts, config)
     whole(0, max_new_tokens=max_new_tokens)
-    whole(proposals=proposals)
-    draws = {row: Draw(how, own) for row, own in enumerate(request_seeds(rows, seed))}
+    whole(proposals=proposals, page=1 if page is None else page)
+    seeds = request_seeds(rows, seed)
     if not rows or not max_new_tokens:
         return
     stops = frozenset(whole_numbers("stop", [stop] if isinstance(stop, int) else stop))
-
-    def hold(params: dict, config: Config, page: int | None = None) -> _Batch:
-        return _Batch(params, rows, config, max_new_tokens, mesh, page, form)
-
-    model, small = hold(params, config, page), drafting(draft, config, hold)
-    left = dict.fromkeys(range(len(rows)), max_new_tokens)
-    works = [Work(row, 0, tuple(ids), (), True) for row, ids in enumerate(rows)]
-    while left:
-        given = []
-        for row, tokens, logits in advance(model, small, "", works, draws):
-            end = next((n for n, id in enumerate(tokens, 1) if id in stops), len(tokens))
-            given.append(Given(row, tokens[:end], logits[:end]))
-            rows[row].extend(tokens[:end])
-            left[row] -= end
-            if tokens[end - 1] in stops or not left[row]:
-                del left[row]
-        yield _with_logprobs(given)
-        works = [_next(row, rows[row], min(proposals, count - 1) if small else 0) for row, count in left.items()]
+    options = _options(rows, max_new_tokens, config, mesh, page, form)
+    options = replace(options, proposals=0 if draft is None else proposals)
+    engine = Engine(params, config, options, mesh=mesh, draft=draft, form=form, paged=page is not None)
+    requests = [Request(row, tuple(ids), max_new_tokens, stops, Draw(how, seeds[row])) for row, ids in enumerate(rows)]
+    state, events = scheduler.initial(options), [*map(Arrive, requests)]
+    while events:
+        state, actions = scheduler.step(state, events)
+        events = []
+        for run in (action for action in actions if isinstance(action, Run)):
+            given = engine.given(run)
+            events.append(Done(run.worker, {row: own.tokens for row, own in given.items()}))
+            counted = {row: requests[row].until_stop(own.tokens) for row, own in given.items()}
+            yield _with_logprobs([(row, tokens, given[row].logits) for row, tokens in counted.items()])
 
 
-def _next(row: int, ids: list[int], proposals: int) -> Work:
-    """The step that follows: of the ids all but the last are in the cache."""
-    return Work(row, len(ids) - 1, (ids[-1],), (), True, proposals, tuple(ids[:-1]) if proposals else ())
+def _options(rows: list[list[int]], room: int, config: Config, mesh, page: int | None, form: str) -> Options:
+    """For all rows at once, each with `room` for new tokens. Without a `page`, one page is all that a row has."""
+    mesh = ONE if mesh is None else mesh
+    check_mesh(config, mesh, form)
+    groups, (B, length) = row_groups(form, mesh), divisible(len(rows), max(map(len, rows)) + room, form, mesh)
+    size = page or length
+    return Options(B // groups * -(-length // size), size, len(rows), policy="static", prefix=False, groups=groups)
 
 
 def _rows(what: str, texts: Sequence[Any], config: Config) -> list[list[int]]:
@@ -121,35 +119,13 @@ def _rows(what: str, texts: Sequence[Any], config: Config) -> list[list[int]]:
     return [prompt_ids(f"{what} {i}", text, config.V) for i, text in enumerate(texts)]
 
 
-class _Batch:
-    """A model and its cache of the rows, with `room` for new tokens; `more` rows, copies, let the batch divide."""
-
-    def __init__(self, params: dict, rows: list[list[int]], config: Config, room: int, mesh, page, form: str):
-        self.params, self.config, self.options = params, config, {"mesh": mesh, "form": form}
-        mesh = ONE if mesh is None else mesh
-        check_mesh(config, mesh, form)
-        B, length = divisible(len(rows), max(map(len, rows)) + room, form, mesh)
-        self.held, self.more = [0] * len(rows), B - len(rows)
-        self.cache = init_cache(config, B, length, mesh=mesh, page=page, form=form)
-
-    def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
-        """As `drafts.CachedModel`; a work's id is its row. Others get a token behind what they hold, or none."""
-        tokens: list[tuple[int, ...]] = [() if every else (0,)] * len(self.held)
-        for work in works:
-            tokens[work.id], self.held[work.id] = work.tokens, work.start
-        tokens, starts = tokens + tokens[:1] * self.more, self.held + self.held[:1] * self.more
-        logits, self.cache = run_rows(self.params, tokens, starts, self.cache, self.config, every=every, **self.options)
-        for work in works:
-            self.held[work.id] += len(work.tokens)
-        return logits if len(works) == len(logits) else logits[[work.id for work in works]]
-
-
-def _with_logprobs(given: Sequence[Given]) -> list[Token]:
-    logits = torch.cat([own.logits for own in given])
-    ids = torch.tensor([id for own in given for id in own.tokens], dtype=torch.int64, device=logits.device)
+def _with_logprobs(given: Sequence[tuple[int, Sequence[int], Tensor]]) -> list[Token]:
+    """Of (row, tokens, logits[n, V] at their places, and perhaps at others after these)."""
+    logits = torch.cat([own[: len(tokens)] for _, tokens, own in given])
+    ids = torch.tensor([id for _, tokens, _ in given for id in tokens], dtype=torch.int64, device=logits.device)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     found = iter((wide.gather(1, ids[:, None])[:, 0] - wide.logsumexp(-1)).tolist())
-    return [Token(own.id, id, next(found)) for own in given for id in own.tokens]
+    return [Token(row, id, next(found)) for row, tokens, _ in given for id in tokens]
 
 
 def score(params: dict, texts: Sequence[Any], config: Config, *, mesh=None, form: str = "heads") -> list[list[float]]:
@@ -157,7 +133,10 @@ def score(params: dict, texts: Sequence[Any], config: Config, *, mesh=None, form
     rows = _rows("text", texts, config)
     if not rows:
         return []
-    batch = _Batch(params, rows, config, 0, mesh, None, form)
-    logits = batch.logits("", [Work(i, 0, tuple(row), (), False) for i, row in enumerate(rows)], every=True)
-    given = (Given(i, tuple(row[1:]), logits[i, : len(row) - 1]) for i, row in enumerate(rows))
-    return [[token.logprob for token in _with_logprobs([own])] for own in given]
+    options = _options(rows, 0, config, mesh, None, form)
+    model, works = PagedModel(params, config, options, mesh, form=form, paged=False), []
+    for i, row in enumerate(rows):
+        page, group = divmod(i, options.groups)
+        works.append(Work(Request(i, tuple(row), 1), 0, tuple(row), (page,), False, group=group))
+    logits = model.logits("engine", works, every=True)
+    return [[token.logprob for token in _with_logprobs([(i, row[1:], logits[i])])] for i, row in enumerate(rows)]

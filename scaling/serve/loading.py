@@ -16,7 +16,7 @@ from scaling.models import hf
 from scaling.models import transformer as model
 from scaling.models.text import tokenizer_of
 from scaling.serve.cache import init_cache
-from scaling.serve.drafts import check_draft
+from scaling.serve.engine import check_draft
 from scaling.serve.text import ends_of
 from scaling.serve.types import FORMS, check_mesh, divisible, shards_of_places, specs
 from scaling.spec.sizes import parse_mesh

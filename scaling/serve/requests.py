@@ -1,16 +1,87 @@
-"""What a client asks for, as a JSON object: read and checked here, be it a line of a file or the body of a call."""
+"""A request: what is asked for, as data; and read from JSON, be it a line of a file or the body of a call. No torch."""
 
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from scaling.common.arguments import whole_numbers
+from scaling.common.arguments import check_fields, whole_numbers
 from scaling.models.text import Unknown
-from scaling.serve.sampling import SEEDS, Draw, Sampling, request_seeds
-from scaling.serve.states import Request
 
+SEEDS = 2**63
 KNOWN = ("id", "prompt", "ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "arrival")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. temperature 0: the likeliest, the lower id where two are equal.
+
+    Otherwise from softmax(logits / temperature), of which only some tokens are kept: the `top_k` likeliest; the fewest
+    likeliest that have together at least `top_p`; those at least `min_p` times as likely as the likeliest. Each filter
+    sees what the one before it has left, scaled to a sum of 1. ValueError for what would leave no token.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        for name, fits, rule in (
+            ("temperature", 0 <= self.temperature < math.inf, "is a finite number of at least 0"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "of at least 1, or None"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or None"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1, or None"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name)!r} leaves no token to draw\n  fix: {name} {rule}")
+
+
+class Draw(NamedTuple):
+    """How a request's tokens are drawn."""
+
+    how: Sampling = Sampling()
+    seed: int = 0
+
+
+class Request(NamedTuple):
+    """`stop`: token ids that end the completion, whose last they are; `stops`: texts before which it ends."""
+
+    id: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop: frozenset[int] = frozenset()
+    draw: Draw = Draw()
+    stops: tuple[str, ...] = ()
+
+    def until_stop(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The tokens up to the first that ends the request."""
+        end = next((i for i, token in enumerate(tokens, 1) if token in self.stop), len(tokens))
+        return tuple(tokens[:end])
+
+
+def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" = 0) -> list[int]:
+    """A seed for each request: as given, or from one seed, the prompt, and how many before it had the same prompt.
+
+    So a prompt draws the same alone and beside others, and the same prompt given n times draws n times.
+    """
+    if not isinstance(seed, int):
+        seed = whole_numbers("seed", seed)
+        if len(seed) != len(prompts):
+            raise ValueError(
+                f"{len(seed)} seeds for {len(prompts)} prompts\n  fix: give one seed, or one for each prompt"
+            )
+        return [s % SEEDS for s in seed]
+    seen: dict[tuple[int, ...], int] = {}
+    found = []
+    for prompt in map(tuple, prompts):
+        number = seen[prompt] = seen.get(prompt, -1) + 1
+        digest = hashlib.blake2b(repr((seed, number, [int(t) for t in prompt])).encode(), digest_size=8).digest()
+        found.append(int.from_bytes(digest, "big") % SEEDS)
+    return found
 
 
 class Fields:
@@ -69,31 +140,6 @@ def _short(value: Any) -> str:
     return f"{value!r:.80}"
 
 
-class Wish(NamedTuple):
-    """How a prompt is to be gone on from: `most` tokens, each drawn by `how`; before one of the texts `stops`."""
-
-    how: Sampling
-    seed: int
-    most: int
-    stops: tuple[str, ...]
-
-    def draws(self, prompts: list[list[int]]) -> list[Draw]:
-        """How each prompt's tokens are drawn: as `generate` draws them for these prompts and this seed."""
-        return [Draw(self.how, seed) for seed in request_seeds(prompts, self.seed)]
-
-
-def read_wish(
-    fields: Fields, tokenizer, most: int, *, word: str = "max_new_tokens", temperature: float = 0.0, seed: int = 0
-) -> Wish:
-    """What the client says of how to go on; `word` is its name for `most`, and the numbers hold where it says none."""
-    stops = fields.texts("stop")
-    if stops and isinstance(tokenizer, Unknown):
-        raise ValueError("a stop text needs the model's tokenizer, which is not known")
-    top_k = fields.whole("top_k", 0, 1, 1 << 40) if "top_k" in fields.given else None
-    how = Sampling(fields.real("temperature", temperature), top_k, fields.real("top_p"), fields.real("min_p"))
-    return Wish(how, fields.whole("seed", seed, 0, SEEDS - 1), fields.whole(word, most, 1, 10**9), stops)
-
-
 def read_ids(prompt: Any, tokenizer, V: int) -> list[int]:
     """The ids of a prompt, which is a text or these ids."""
     ids = tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
@@ -116,15 +162,38 @@ def check_known_ids(what: str, ids: Iterable[int], V: int) -> None:
         raise ValueError(f"{what}: {lies}\n  fix: encode it by this model's tokenizer")
 
 
-class RequestLine(NamedTuple):
-    """A request of the file: `number` is its line, `name` its "id" or that number."""
+class Defaults(NamedTuple):
+    """What holds where a client says nothing: `most` tokens, by its name for them, and how they are drawn."""
 
-    number: int
+    most: int
+    word: str = "max_new_tokens"
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def requests_of(
+    fields: Fields, prompts: list[list[int]], ids: Iterator[int], tokenizer, ends: Sequence[int], unsaid: Defaults
+) -> list[Request]:
+    """A request for each prompt, with these ids: its tokens drawn as `generate` draws them for these prompts and this
+    seed, up to one of `ends` or before one of the client's stop texts."""
+    stops = fields.texts("stop")
+    if stops and isinstance(tokenizer, Unknown):
+        raise ValueError("a stop text needs the model's tokenizer, which is not known")
+    top_k = fields.whole("top_k", 0, 1, 1 << 40) if "top_k" in fields.given else None
+    temperature = fields.real("temperature", unsaid.temperature)
+    how = Sampling(temperature, top_k, fields.real("top_p"), fields.real("min_p"))
+    seeds = request_seeds(prompts, fields.whole("seed", unsaid.seed, 0, SEEDS - 1))
+    most, stop = fields.whole(unsaid.word, unsaid.most, 1, 10**9), frozenset(ends)
+    drawn = [(next(ids), tuple(prompt), Draw(how, seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
+    return [Request(id, prompt, most, stop, draw, stops) for id, prompt, draw in drawn]
+
+
+class RequestLine(NamedTuple):
+    """A request of the file, its id the number of its line; `name`: what the line calls it, or that number."""
+
     name: Any
     arrival: float
     request: Request
-    draw: Draw
-    stops: tuple[str, ...]
 
 
 def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> RequestLine:
@@ -137,12 +206,11 @@ def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...],
     if "prompt" in table and not isinstance(table["prompt"], str):
         raise ValueError(f"prompt={table['prompt']!r:.40} is not a text")
     ids = read_ids(table.get("prompt", table.get("ids")), tokenizer, V)
-    wish = read_wish(fields, tokenizer, most)
+    (request,) = requests_of(fields, [ids], iter([number]), tokenizer, ends, Defaults(most))
     arrival = fields.real("arrival", 0.0)
     if not 0 <= arrival < math.inf:
         raise ValueError(f"arrival={arrival!r} is not a time of 0 or later")
-    request = Request(number, tuple(ids), wish.most, frozenset(ends))
-    return RequestLine(number, table.get("id", number), float(arrival), request, wish.draws([ids])[0], wish.stops)
+    return RequestLine(table.get("id", number), float(arrival), request)
 
 
 def read_requests(

@@ -4,55 +4,14 @@ The randomness of a token is a function of its request's seed and its position a
 device. So a request draws the same tokens alone, in any batch, and again after it was preempted.
 """
 
-import hashlib
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 
 from scaling.common.arguments import whole_numbers
-
-SEEDS = 2**63
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn. temperature 0: the likeliest, the lower id where two are equal.
-
-    Otherwise from softmax(logits / temperature), of which only some tokens are kept: the `top_k` likeliest; the fewest
-    likeliest that have together at least `top_p`; those at least `min_p` times as likely as the likeliest. Each filter
-    sees what the one before it has left, scaled to a sum of 1. ValueError for what would leave no token.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-
-    def __post_init__(self):
-        def refuse(name: str, rule: str):
-            raise ValueError(f"{name}={getattr(self, name)!r} leaves no token to draw\n  fix: {name} {rule}")
-
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            value = getattr(self, name)
-            kind = Integral if name == "top_k" else Real
-            given = value is not None or name == "temperature"
-            if given and (not isinstance(value, kind) or isinstance(value, bool)):
-                number = "whole number" if name == "top_k" else "number"
-                raise ValueError(f"{name}={value!r} is no {number}\n  fix: give one, or leave it out")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature!r}\n  fix: give a finite number of at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            refuse("top_k", "of at least 1, or None")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            refuse("top_p", "above 0 and at most 1, or None")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            refuse("min_p", "from 0 to 1, or None")
+from scaling.serve.requests import SEEDS, Draw, Sampling
 
 
 def probabilities(logits: Tensor, how: Sampling) -> Tensor:
@@ -133,13 +92,6 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     return torch.from_numpy((bits >> numpy.uint64(11)).astype(numpy.float64) * 2.0**-53)
 
 
-class Draw(NamedTuple):
-    """How a request's tokens are drawn."""
-
-    how: Sampling = Sampling()
-    seed: int = 0
-
-
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
     """Tokens of logits[B, V], each row's drawn in its own way; positions[B] are the places in their sequences that they
     take. Rows that are drawn in the same way are drawn together."""
@@ -159,24 +111,3 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
         for row, id in zip(rows, ids.tolist(), strict=True):
             drawn[row] = id
     return drawn
-
-
-def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" = 0) -> list[int]:
-    """A seed for each request: as given, or from one seed, the prompt, and how many before it had the same prompt.
-
-    So a prompt draws the same alone and beside others, and the same prompt given n times draws n times.
-    """
-    if not isinstance(seed, int):
-        seed = whole_numbers("seed", seed)
-        if len(seed) != len(prompts):
-            raise ValueError(
-                f"{len(seed)} seeds for {len(prompts)} prompts\n  fix: give one seed, or one for each prompt"
-            )
-        return [s % SEEDS for s in seed]
-    seen: dict[tuple[int, ...], int] = {}
-    found = []
-    for prompt in map(tuple, prompts):
-        number = seen[prompt] = seen.get(prompt, -1) + 1
-        digest = hashlib.blake2b(repr((seed, number, [int(t) for t in prompt])).encode(), digest_size=8).digest()
-        found.append(int.from_bytes(digest, "big") % SEEDS)
-    return found

@@ -19,8 +19,11 @@ from dataclasses import replace
 from numbers import Integral
 
 from scaling.serve.pages import Pool
-from scaling.serve.policies import DECODE, POLICIES, PREFILL, SlotProgress
+from scaling.serve.requests import Request
 from scaling.serve.states import (
+    DECODE,
+    POLICIES,
+    PREFILL,
     Action,
     Admit,
     Arrive,
@@ -31,7 +34,6 @@ from scaling.serve.states import (
     Move,
     Options,
     Preempt,
-    Request,
     Run,
     SchedulerEvent,
     State,
@@ -119,7 +121,7 @@ def _cancel(state: State, id: int, actions: list[Action]) -> None:
 
 def _release(state: State, live: Live) -> None:
     if live.where is not None:
-        state.pools[live.where][live.group].release(live.pages, state.tick)
+        state.pool(live).release(live.pages, state.tick)
 
 
 def _finish(state: State, id: int, reason: str, actions: list[Action]) -> None:
@@ -156,19 +158,13 @@ def _given(work: Work, live: Live, tokens: Mapping[int, Sequence[int]]) -> tuple
     """The tokens of a work that samples: at least one, and no more than its proposals and the one after them."""
     if not work.sample or live.cancelled:
         return ()
-    given = until_stop(live.request, tokens.get(work.id, ()))
+    given = live.request.until_stop(tokens.get(work.id, ()))
     if not 1 <= len(given) <= 1 + work.proposals:
         raise ValueError(
             f"request {work.id} gives {len(given)} tokens, with {work.proposals} proposals\n"
             "  fix: give Done the tokens of each work that samples, one and those of its proposals that are right"
         )
     return given
-
-
-def until_stop(request: Request, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The tokens up to the first that ends the request."""
-    end = next((i for i, token in enumerate(tokens, 1) if token in request.stop), len(tokens))
-    return tuple(tokens[:end])
 
 
 def _moved(state: State, id: int, actions: list[Action]) -> None:
@@ -187,7 +183,7 @@ def _move(state: State, actions: list[Action]) -> None:
         return
     there = sum(live.where == DECODE or live.target is not None for live in state.live.values())
     for id, live in state.live.items():
-        if live.where != PREFILL or live.target is not None or not live.out or live.todo > 1:
+        if live.where != PREFILL or live.target is not None or not live.decoding:
             continue
         pool = state.pools[DECODE][live.group]
         if there == state.options.slots or pool.room() < (need := pool.count(live.computed + 1)):
@@ -230,46 +226,39 @@ def _admit(state: State, actions: list[Action]) -> None:
 
 def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]:
     """What the policy picks of those on this worker, once each has its pages; the youngest make room for the older."""
-    mine = [id for id, live in state.live.items() if live.where == worker and live.target is None]
+    mine = [live for live in state.live.values() if live.where == worker and live.target is None]
     if worker == PREFILL:  # those that are done wait to be moved
-        mine = [id for id in mine if state.live[id].todo > 1 or not state.live[id].out]
-    running = [SlotProgress(id, state.live[id].todo, bool(state.live[id].out), _proposals(state, id)) for id in mine]
-    picked = dict(state.policy.pick(worker, running, state.options.budget))
+        mine = [live for live in mine if not live.decoding]
+    picked = dict(state.policy.pick(worker, mine, state.options))
     arriving = {live.group for live in state.live.values() if live.target is not None} if worker == DECODE else set()
     for id in list(picked):
         group = state.live[id].group
         while id in picked and not _has_pages(state, id, picked[id]):
-            youngest = next(other for other in reversed(mine) if state.live[other].group == group)
-            if group in arriving and youngest == id:  # someone younger is on the way with pages: wait for it
+            youngest = next(live for live in reversed(mine) if live.group == group)
+            if group in arriving and youngest.id == id:  # someone younger is on the way with pages: wait for it
                 del picked[id]
                 break
             mine.remove(youngest)
-            picked.pop(youngest, None)
-            _preempt(state, youngest, actions)
-    works = []
-    for id, count in picked.items():
-        wanted = _proposals(state, id)
-        while wanted and not _has_pages(state, id, count + wanted):  # for guesses nobody makes room
-            wanted -= 1
-        live = state.live[id]
-        tokens, end = live.tokens, live.computed + count
-        before = tokens[: live.computed] if wanted else ()
-        new = tokens[live.computed : end]
-        works.append(Work(id, live.computed, new, live.pages, end == len(tokens), wanted, before, live.group))
-    return tuple(works)
+            picked.pop(youngest.id, None)
+            _preempt(state, youngest.id, actions)
+    return tuple(_work(state, id, count) for id, count in picked.items())
 
 
-def _proposals(state: State, id: int) -> int:
-    """The tokens of a draft that a request's next step can use: none before it decodes, none beyond its last."""
+def _work(state: State, id: int, count: int) -> Work:
+    """So many tokens of a request, and the proposals for which there are pages: for guesses nobody makes room."""
+    wanted = state.live[id].proposals(state.options.proposals)
+    while wanted and not _has_pages(state, id, count + wanted):
+        wanted -= 1
     live = state.live[id]
-    decoding = live.out and live.todo == 1
-    return min(state.options.proposals, live.request.max_new_tokens - len(live.out) - 1) if decoding else 0
+    tokens, end = live.tokens, live.computed + count
+    before, new = tokens[: live.computed] if wanted else (), tokens[live.computed : end]
+    return Work(live.request, live.computed, new, live.pages, end == len(tokens), wanted, before, live.group)
 
 
 def _has_pages(state: State, id: int, count: int) -> bool:
     """Gives a request the pages for its next tokens, if there is room."""
     live = state.live[id]
-    pool = state.pools[live.where or ""][live.group]
+    pool = state.pool(live)
     need = pool.count(live.computed + count) - len(live.pages)
     if need > 0:
         if pool.room() < need:

@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from scaling.serve import scheduler
+from scaling.serve.requests import Request
 from scaling.serve.states import (
     Action,
     Admit,
@@ -25,7 +26,6 @@ from scaling.serve.states import (
     Moved,
     Options,
     Preempt,
-    Request,
     Run,
     SchedulerEvent,
     State,
@@ -121,7 +121,7 @@ def drive(
         """What a step has given, told to `on_token` up to the token that ends a request."""
         given, stopped = dict(done.tokens), set()
         for id, tokens in done.tokens.items():
-            some = () if state.live[id].cancelled else scheduler.until_stop(state.live[id].request, tokens)
+            some = () if state.live[id].cancelled else state.live[id].request.until_stop(tokens)
             for count, token in enumerate(some, 1):
                 times[id].at.append(now)
                 if on_token is not None and on_token(id, token):

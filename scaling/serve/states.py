@@ -1,11 +1,22 @@
-"""What the scheduler is made of: its options, requests, events, actions and state, as plain data. No torch."""
+"""What the scheduler is made of: options, batching policies, events, actions and state, as plain data. No torch.
 
+A policy (Part 7, "Designing an Effective Inference Engine") says what runs in the next step:
+    static         a batch is admitted when the one before is done; prompts first, then all decode together
+    interleaved    a new request is admitted when a slot is free, and its whole prompt runs as a step of its own
+    chunked        every step decodes all, and fills the rest of its token budget with chunks of prompts
+    disaggregated  two workers, each with its own pages: prompts run on one, are moved, and decode on the other
+It does not see pages: whether there is room is the scheduler's business.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scaling.common.arguments import flag, whole
 from scaling.serve.pages import Pool
-from scaling.serve.policies import POLICIES, Policy
+from scaling.serve.requests import Request
+
+PREFILL, DECODE, ENGINE = "prefill", "decode", "engine"
 
 
 @dataclass(frozen=True)
@@ -42,15 +53,6 @@ class Options:
         return self.page * min(self.pages, self.decode_pages or self.pages)
 
 
-class Request(NamedTuple):
-    """`stop`: token ids that end the completion, whose last they are."""
-
-    id: int
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    stop: frozenset[int] = frozenset()
-
-
 class Arrive(NamedTuple):
     request: Request
 
@@ -76,13 +78,13 @@ SchedulerEvent = Arrive | Cancel | Done | Moved
 
 
 class Work(NamedTuple):
-    """Compute `tokens`, which stand at `start` and after, into `pages`; `sample`: give the token that follows.
+    """Compute a request's `tokens`, which stand at `start` and after, into `pages`; `sample`: give what follows them.
 
     `proposals`: compute so many tokens of a draft after them, and give those that are right and the one that follows.
     A draft may want to see all the tokens: those `before` are given then. `group`: whose pages they are.
     """
 
-    id: int
+    request: Request
     start: int
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
@@ -90,6 +92,10 @@ class Work(NamedTuple):
     proposals: int = 0
     before: tuple[int, ...] = ()
     group: int = 0
+
+    @property
+    def id(self) -> int:
+        return self.request.id
 
     @property
     def width(self) -> int:
@@ -153,8 +159,21 @@ class Live:
         return self.request.prompt + self.out
 
     @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
     def todo(self) -> int:
+        """How many of its tokens are not in the cache."""
         return len(self.request.prompt) + len(self.out) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        return bool(self.out) and self.todo == 1
+
+    def proposals(self, most: int) -> int:
+        """The tokens of a draft that its next step can use: none before it decodes, none beyond its last."""
+        return min(most, self.request.max_new_tokens - len(self.out) - 1) if self.decoding else 0
 
 
 @dataclass(frozen=True)
@@ -168,5 +187,63 @@ class State:
     busy: dict[str, tuple[Work, ...]] = field(default_factory=dict)
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> "Policy":
         return POLICIES[self.options.policy]
+
+    def pool(self, live: Live) -> Pool:
+        """That of the pages of a request that is on a worker."""
+        return self.pools[live.where or ""][live.group]
+
+
+class Policy(NamedTuple):
+    """`admit(running, slots)`: how many more may enter. `pick(worker, running, options)`: [(id, tokens)] of a step."""
+
+    name: str
+    workers: tuple[str, ...]
+    admit: Callable[[int, int], int]
+    pick: Callable[[str, Sequence[Live], Options], list[tuple[int, int]]]
+
+
+def _when_empty(running: int, slots: int) -> int:
+    return 0 if running else slots
+
+
+def _when_free(running: int, slots: int) -> int:
+    return slots - running
+
+
+def _all_prompts_first(worker: str, running: Sequence[Live], options: Options) -> list[tuple[int, int]]:
+    prompts = [(r.id, r.todo) for r in running if not r.decoding]
+    return prompts or [(r.id, 1) for r in running]
+
+
+def _one_prompt_first(worker: str, running: Sequence[Live], options: Options) -> list[tuple[int, int]]:
+    return _all_prompts_first(worker, [r for r in running if not r.decoding][:1] or running, options)
+
+
+def _decodes_and_chunks(worker: str, running: Sequence[Live], options: Options) -> list[tuple[int, int]]:
+    decoding = [r for r in running if r.decoding]
+    picked = [(r.id, 1) for r in decoding]
+    left = options.budget - sum(1 + r.proposals(options.proposals) for r in decoding)
+    left = max(left, 1)  # a prompt goes on however many decode
+    for r in running:
+        if not r.decoding and left:
+            picked.append((r.id, min(r.todo, left)))
+            left -= picked[-1][1]
+    return picked
+
+
+def _by_worker(worker: str, running: Sequence[Live], options: Options) -> list[tuple[int, int]]:
+    some = running[:1] if worker == PREFILL else running
+    return [(r.id, r.todo) for r in some]
+
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Policy("static", (ENGINE,), _when_empty, _all_prompts_first),
+        Policy("interleaved", (ENGINE,), _when_free, _one_prompt_first),
+        Policy("chunked", (ENGINE,), _when_free, _decodes_and_chunks),
+        Policy("disaggregated", (PREFILL, DECODE), _when_free, _by_worker),
+    )
+}

@@ -10,9 +10,9 @@ from scaling.hardware import chip
 from scaling.plan.__main__ import main
 from scaling.plan.serve import Service, plans
 from scaling.plan.serve.traces import gantt, histogram, modelled, under_load
-from scaling.serve.policies import POLICIES
+from scaling.serve.requests import Request
 from scaling.serve.simulate import RequestTimes, Simulated, WorkSpan
-from scaling.serve.states import Move, Run, Work
+from scaling.serve.states import POLICIES, Move, Run, Work
 
 V5E = chip("v5e")
 SMALL = get("llama3-8b").with_(L=4, V=32000)
@@ -47,7 +47,7 @@ def test_a_move_goes_over_the_datacenter():
 
 
 def work(id, tokens):
-    return Work(id, 0, (0,) * tokens, (0,), True)
+    return Work(Request(id, (0,), 1), 0, (0,) * tokens, (0,), True)
 
 
 def test_slots_as_drawn():
@@ -90,7 +90,8 @@ def test_ranks_wait_for_the_group_that_has_most_to_do():
     groups = 2
 
     def seconds(*of):
-        return modelled(plan)(Run("engine", tuple(Work(n, 900, (0,), (), True, group=g) for n, g in enumerate(of))))
+        request = Request(0, (0,), 1)
+        return modelled(plan)(Run("engine", tuple(Work(request, 900, (0,), (), True, group=g) for g in of)))
 
     assert seconds(0) == seconds(*range(groups)) < seconds(0, 0) == seconds(*range(groups), 1)
     served = under_load(plan, rate=20.0, count=12)

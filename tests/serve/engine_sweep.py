@@ -23,10 +23,9 @@ from scaling.common.console import Parser
 from scaling.configs import Config
 from scaling.models import transformer
 from scaling.serve import scheduler
-from scaling.serve.engine import Draw, Engine
-from scaling.serve.sampling import Sampling
+from scaling.serve.engine import Engine
+from scaling.serve.requests import Draw, Request, Sampling
 from scaling.serve.simulate import drive
-from scaling.serve.states import Request
 
 CONFIG = Config("small", L=2, D=8, F=12, N=2, K=1, H=4, V=mock_model.V, window=(None, 3))
 PARAMS = transformer.tree.map(lambda W: 4 * W, transformer.init(CONFIG, 0, torch.float64))
@@ -43,11 +42,11 @@ def alone(request: Request) -> tuple[int, ...]:
 def real(seed: int) -> Counter[str]:
     """One trace with the real model, its clock drawn; how often what happened."""
     options, arrivals, cancel = mock_model.trace(seed)
+    arrivals = [(t, r._replace(draw=Draw(Sampling(1.0), r.id)) if r.id % 2 else r) for t, r in arrivals]
     chance, requests = random.Random(seed + 1), [request for _, request in arrivals]
     audited = mock_model.Audited(options, chance)
-    draws = {r.id: Draw(Sampling(1.0), r.id) for r in requests if r.id % 2}
     clock = itertools.accumulate(chance.choice([0.0, 1.0, 1.0, 2.5]) for _ in itertools.count()).__next__
-    engine = Engine(PARAMS, CONFIG, options, draws, draft="ngram" if options.proposals else None, clock=clock)
+    engine = Engine(PARAMS, CONFIG, options, draft="ngram" if options.proposals else None, clock=clock)
     served = drive(arrivals, options, engine, cancel=cancel, watch=audited.watch)
     assert not audited.before.live, "a request is starved"
     for request in requests:

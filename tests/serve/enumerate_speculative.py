@@ -9,7 +9,8 @@ import itertools
 import torch
 
 from scaling.book import speculative
-from scaling.serve.sampling import Sampling, probabilities
+from scaling.serve.requests import Sampling
+from scaling.serve.sampling import probabilities
 
 
 def contexts(V: int, k: int, seed: int, how: Sampling, device="cpu") -> list[torch.Tensor]:

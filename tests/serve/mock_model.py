@@ -10,8 +10,9 @@ import random
 from collections import Counter
 
 from scaling.serve import scheduler
+from scaling.serve.requests import Request
 from scaling.serve.simulate import drive
-from scaling.serve.states import Admit, Move, Options, Request, Run
+from scaling.serve.states import Admit, Move, Options, Run
 
 V = 5
 

@@ -19,8 +19,9 @@ from scaling.common.console import Parser
 from scaling.configs import Config
 from scaling.models import transformer
 from scaling.serve.engine import Engine
+from scaling.serve.requests import Request
 from scaling.serve.simulate import drive, simulate
-from scaling.serve.states import Options, Request
+from scaling.serve.states import Options
 
 CONFIG = Config("ten million", L=6, D=256, F=768, N=8, K=4, H=32, V=4096)
 

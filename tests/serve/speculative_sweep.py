@@ -14,7 +14,8 @@ from enumerate_speculative import contexts, output_joint, target_joint, wrong_ru
 from scaling.book import speculative
 from scaling.book.largest import largest
 from scaling.common.console import Parser
-from scaling.serve.sampling import Sampling, draw_token, uniforms
+from scaling.serve.requests import Sampling
+from scaling.serve.sampling import draw_token, uniforms
 
 HOWS = [Sampling(1.0), Sampling(0.7), Sampling(1.3, top_k=3), Sampling(1.0, top_p=0.8), Sampling(1.0, min_p=0.2)]
 

@@ -5,8 +5,9 @@ import random
 import calibrate
 import pytest
 
+from scaling.serve.requests import Request
 from scaling.serve.simulate import simulate
-from scaling.serve.states import Options, Request
+from scaling.serve.states import Options
 
 
 def trace(seed: int, count: int = 30):

@@ -15,9 +15,7 @@ from scaling.models import hf, transformer
 from scaling.models.text import ByteText, Unknown, tokenizer_of
 from scaling.serve import command as batch
 from scaling.serve import loading
-from scaling.serve.engine import Draw
-from scaling.serve.requests import RequestLine
-from scaling.serve.states import Request
+from scaling.serve.requests import Request, RequestLine
 from scaling.serve.text import TextStream, chat_prompt, ends_of
 from scaling.train import checkpoint
 
@@ -284,9 +282,9 @@ def test_an_absurd_length_is_refused_alone(folder, tmp_path, capsys):
 
 
 def test_pages_for_the_longest_requests_at_once():
-    lines = [RequestLine(n, n, 0.0, Request(n, (1,) * 3, n), Draw(), ()) for n in (1, 9, 5, 97)]
+    lines = [RequestLine(n, 0.0, Request(n, (1,) * 3, n)) for n in (1, 9, 5, 97)]
     pages, served, refused = batch.pages_of(lines, 4, 2, 20)
-    assert (pages, [line.number for line in served], [row["line"] for row in refused]) == (3 + 2, [1, 9, 5], [97])
+    assert (pages, [line.request.id for line in served], [row["line"] for row in refused]) == (3 + 2, [1, 9, 5], [97])
     assert batch.pages_of(lines, 4, 8, 4)[0] == 4
     assert batch.pages_of(lines[3:], 4, 8, 4)[:2] == (1, [])
 

@@ -8,12 +8,12 @@ import mock_model
 import pytest
 
 from scaling.mesh import AbstractMesh
-from scaling.serve import scheduler
 from scaling.serve.engine import Engine
 from scaling.serve.pages import ROOT, Pool
+from scaling.serve.requests import Request
 from scaling.serve.scheduler import initial, step
 from scaling.serve.simulate import simulate
-from scaling.serve.states import Admit, Arrive, Cancel, Done, Finish, Options, Preempt, Request, Run
+from scaling.serve.states import Admit, Arrive, Cancel, Done, Finish, Live, Options, Preempt, Run
 
 
 def test_random_traces():
@@ -81,9 +81,9 @@ MISTAKES = {
     "a page is found by its own tokens, whatever stands before": (Pool, "match", _flat),
     "sglang#35270: pages of the trie whose parents nobody holds": (Pool, "share", _unshared),
     "nano-vllm#217: what one releases is free, though others hold it": (Pool, "release", _forgotten),
-    "a draft's tokens after a stop token": (scheduler, "until_stop", lambda request, tokens: tuple(tokens)),
+    "a draft's tokens after a stop token": (Request, "until_stop", lambda self, tokens: tuple(tokens)),
     "more proposals than the request may still give": (
-        scheduler, "_proposals", lambda state, id: state.options.proposals * bool(state.live[id].out),
+        Live, "proposals", lambda self, most: most * bool(self.out),
     ),
 }  # fmt: skip
 

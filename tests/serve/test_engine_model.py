@@ -10,9 +10,9 @@ from scaling import serve, tree
 from scaling.configs import Config, Latent
 from scaling.models import transformer
 from scaling.serve import engine
-from scaling.serve.sampling import Sampling
+from scaling.serve.requests import Draw, Request, Sampling
 from scaling.serve.simulate import drive, simulate
-from scaling.serve.states import Options, Request, Run
+from scaling.serve.states import Options, Run
 
 CONFIG = Config("tiny", L=2, D=16, F=24, N=4, K=2, H=4, V=30, window=(None, 7))
 params = transformer.init(CONFIG, 1, torch.float64)
@@ -44,12 +44,12 @@ def test_each_request_gives_what_it_gives_alone(policy, draft):
     """Greedy and sampled ones, without a draft and with one: what it proposes changes no token."""
     some = requests(3)
     how = Sampling(0.9, top_k=12)
-    draws = {i: engine.Draw(how, 100 + i) for i in range(0, 6, 2)}
+    some = [r if r.id % 2 else r._replace(draw=Draw(how, 100 + r.id)) for r in some]
     options = Options(pages=11, page=2, slots=3, budget=5, policy=policy, proposals=3 if draft else 0)
     arrivals = [(0.001 * (r.id // 2), r) for r in some]
-    served = engine.serve(params, CONFIG, arrivals, options, draws, draft=draft)
+    served = engine.serve(params, CONFIG, arrivals, options, draft=draft)
     for r in some:
-        assert list(served.requests[r.id].tokens) == alone(r, 100 + r.id if r.id in draws else None)
+        assert list(served.requests[r.id].tokens) == alone(r, None if r.id % 2 else 100 + r.id)
 
 
 @pytest.mark.parametrize("draft", [None, (CONFIG, NEAR)], ids=["plain", "draft"])
@@ -79,11 +79,10 @@ def test_the_simulators_steps_are_the_engines(policy, draft):
 def test_a_draft_that_is_the_model_is_always_right():
     """Greedy and sampled: each step of decode gives 1 + k tokens, over prefix hits and a move to another worker."""
     prompt = tuple(range(9))
-    arrivals = [(0.0, Request(0, prompt, 13)), (9.0, Request(1, prompt, 13))]
     for policy, how in (("interleaved", Sampling()), ("disaggregated", Sampling(0.8))):
         options = Options(pages=20, page=2, policy=policy, proposals=3)
-        draws = {id: engine.Draw(how, 7) for id in range(2)}
-        served = engine.serve(params, CONFIG, arrivals, options, draws, draft=(CONFIG, params))
+        arrivals = [(9.0 * id, Request(id, prompt, 13, draw=Draw(how, 7))) for id in range(2)]
+        served = engine.serve(params, CONFIG, arrivals, options, draft=(CONFIG, params))
         assert served.requests[1].cached == 8
         assert len([s for s in served.steps if isinstance(s, Run)]) == 2 * (1 + 3)  # 1 + 3 x 4 tokens
         assert served.requests[0].tokens == served.requests[1].tokens
@@ -118,9 +117,10 @@ def engine_over_groups(mesh, name, form, policy, proposals, prompts):
     config = MODELS[name]
     mine = tree.shard(transformer.init(config, 1, torch.float64), serve.specs(config, mesh, form=form), mesh)
     options = Options(11, page=2, slots=8, budget=7, policy=policy, proposals=proposals, groups=2)
-    draft, draws = "ngram" if proposals else None, {i: engine.Draw(Sampling(0.9, top_k=12), i) for i in range(0, 12, 2)}
+    how, draft = Sampling(0.9, top_k=12), "ngram" if proposals else None
+    prompts = [r if r.id % 2 else r._replace(draw=Draw(how, r.id)) for r in prompts]
     arrivals = [(0.001 * (r.id // 3), r) for r in prompts]
-    served = engine.serve(mine, config, arrivals, options, draws, mesh=mesh, form=form, draft=draft)
+    served = engine.serve(mine, config, arrivals, options, mesh=mesh, form=form, draft=draft)
     groups = [len({work.group for work in step.works}) for step in served.steps if isinstance(step, Run)]
     preempted = sum(times.preempted for times in served.requests.values())
     return {id: times.tokens for id, times in served.requests.items()}, groups.count(1), preempted

@@ -6,7 +6,8 @@ import torch
 from scaling import serve, tree
 from scaling.configs import Config
 from scaling.models import transformer
-from scaling.serve.sampling import Sampling, probabilities, request_seeds, uniforms
+from scaling.serve.requests import Sampling, request_seeds
+from scaling.serve.sampling import probabilities, uniforms
 
 CONFIG = Config("tiny", L=2, D=16, F=24, N=4, K=2, H=4, V=32)
 SMALL = Config("small", L=1, D=8, F=8, N=4, K=1, H=4, V=32)

@@ -7,7 +7,8 @@ import vllm_table
 
 from scaling import serve
 from scaling.serve import engine
-from scaling.serve.states import Options, Request
+from scaling.serve.requests import Request
+from scaling.serve.states import Options
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from scaling import serve
 from scaling.models.text import ByteText
 from scaling.serve.generation import stream
-from scaling.serve.sampling import Sampling
+from scaling.serve.requests import Sampling
 
 for extra in ("starlette", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(extra, reason="the extras serve and test have it")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from scaling.serve import Sampling
-from scaling.serve.sampling import Draw, draw_token, probabilities, request_seeds, sample, uniforms
+from scaling.serve.requests import Draw, request_seeds
+from scaling.serve.sampling import draw_token, probabilities, sample, uniforms
 
 logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -math.inf]], dtype=torch.float64)
 

@@ -6,8 +6,9 @@ import torch
 from enumerate_speculative import contexts, output_joint, target_joint, wrong_rules
 
 from scaling.book.speculative import expected_tokens, residual, verify
-from scaling.serve.drafts import ngram
-from scaling.serve.sampling import Sampling, probabilities
+from scaling.serve.engine import ngram
+from scaling.serve.requests import Sampling
+from scaling.serve.sampling import probabilities
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from scaling import serve, tree
 from scaling.configs import Config
 from scaling.models import transformer
 from scaling.serve import engine, requests, sampling, scheduler
-from scaling.serve.sampling import Sampling
-from scaling.serve.states import Arrive, Done, Options, Request
+from scaling.serve.requests import Draw, Request, Sampling
+from scaling.serve.states import Arrive, Done, Options
 
 CONFIG = Config("small", L=2, D=8, F=16, N=4, K=2, H=4, V=16)
 PARAMS = transformer.init(CONFIG, 3, torch.float64)
@@ -115,8 +115,8 @@ def test_ids_of_a_tensor_are_as_good_as_a_list():
 
 LOGITS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
 DRAWS = {
-    "seeds of fewer rows": lambda: sampling.sample(LOGITS, [sampling.Draw(Sampling(1.0), 1)], [0]),
-    "one row": lambda: sampling.sample(LOGITS[0], [sampling.Draw(Sampling(1.0), 1)], [0]),
+    "seeds of fewer rows": lambda: sampling.sample(LOGITS, [Draw(Sampling(1.0), 1)], [0]),
+    "one row": lambda: sampling.sample(LOGITS[0], [Draw(Sampling(1.0), 1)], [0]),
     "seeds of floats": lambda: sampling.uniforms([1.5], [0]),
     "seeds below 0": lambda: sampling.uniforms([-1], [0]),
     "positions below 0": lambda: sampling.uniforms([1], [-1]),

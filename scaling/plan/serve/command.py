@@ -12,7 +12,7 @@ from scaling.cost import decoding, serving
 from scaling.hardware import chip, chips
 from scaling.plan.serve import published, report, traces
 from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, slice_shapes
-from scaling.serve.policies import POLICIES
+from scaling.serve.states import POLICIES
 from scaling.spec import ShardingError
 
 STORED = ("bf16", "int8", "fp8", "int4")

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from scaling.cost import decoding, serving
 from scaling.plan.serve.candidates import ServingPlan as Plan
-from scaling.serve.policies import PREFILL
+from scaling.serve.requests import Request
 from scaling.serve.simulate import Simulated, simulate
-from scaling.serve.states import Move, Options, Request, Run, Work
+from scaling.serve.states import PREFILL, Move, Options, Run, Work
 from scaling.show.bars import Bar
 from scaling.show.bars import text as text_of
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from scaling.serve.web.desk import AnswerPiece, Ask, Desk
-from scaling.serve.web.words import AnswerWriter, Asked, Model, NotServed, read_body
+from scaling.serve.web.desk import AnswerPiece, Desk
+from scaling.serve.web.words import AnswerWriter, ClientCall, Model, NotServed, read_body
 
 BODY = 4 << 20  # bytes of a body, at most
 PATIENCE = 30.0  # seconds in which a body has to come
@@ -125,27 +125,35 @@ class _Calls:
     async def complete(self, request: Request, chat: bool) -> Response:
         body = await _body(request)
         try:
-            call = await asyncio.to_thread(read_body, body, self.model, chat)
+            call = await asyncio.to_thread(read_body, body, self.model, chat, self.ids)
         except NotServed as error:
             raise Refused(404, str(error)) from None
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
             raise Refused(400, str(error)) from None
         if self.desk.failed:
             raise Refused(503, f"the engine has ended: {self.desk.failed}")
-        if len(self.open) + len(call.prompts) > self.most:
+        if len(self.open) + len(call.requests) > self.most:
             text = f"{len(self.open)} requests are under way, of at most {self.most}"
             raise Refused(429, f"{text}\n  fix: try again later, or ask for fewer answers at once")
-        answers = _Answers(self, call)
-        writer = AnswerWriter(call, self.model)
+        answers, writer = _Answers(self, call), AnswerWriter(call, self.model)
         if call.stream:
             return _Stream(answers, writer)
+        whole, gone = asyncio.ensure_future(answers.whole()), asyncio.ensure_future(_until_gone(request.receive))
         try:
-            pieces: list[list[AnswerPiece]] = [[] for _ in call.prompts]
-            async for index, piece in answers.pieces(request.receive):
-                pieces[index].append(piece)
+            await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not whole.done():
+                raise Vanished
+            choices = [writer.choice(index, piece) for index, piece in enumerate(whole.result())]
+            return _json(writer.answer(choices, usage=writer.usage()))
         finally:
+            whole.cancel()
+            gone.cancel()
             answers.close()
-        return _json(writer.whole(pieces))
+
+
+async def _until_gone(receive: Callable) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _body(request: Request) -> bytes:
@@ -168,17 +176,15 @@ async def _body(request: Request) -> bytes:
 class _Answers:
     """The requests of a call: asked at once, ended by `close` where they are not through."""
 
-    def __init__(self, calls: _Calls, call: Asked):
-        self.calls, self.left = calls, set()
-        self.pieced: asyncio.Queue[tuple[int, AnswerPiece | None]] = asyncio.Queue()
-        self.requests = call.requests(calls.ids)
+    def __init__(self, calls: _Calls, call: ClientCall):
+        self.calls, self.requests = calls, call.requests
+        self.left = {request.id for request in call.requests}
+        self.pieced: asyncio.Queue[tuple[int, AnswerPiece]] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
-        draws = call.wish.draws(call.prompts)
+        calls.open |= self.left
         calls.desk.figures.asked.inc(call.asked)
-        for index, (request, draw) in enumerate(zip(self.requests, draws, strict=True)):
-            self.left.add(request.id)
-            calls.open.add(request.id)
-            calls.desk.ask(Ask(request, draw), call.wish.stops, call.top, partial(self.sent, index))
+        for index, request in enumerate(call.requests):
+            calls.desk.ask(request, call.top, partial(self.sent, index))
 
     def sent(self, index: int, piece: AnswerPiece) -> None:
         """Called by the engine's thread."""
@@ -191,23 +197,22 @@ class _Answers:
             self.calls.open.discard(self.requests[index].id)
         self.pieced.put_nowait((index, piece))
 
-    async def pieces(self, receive: Callable) -> AsyncIterator[tuple[int, AnswerPiece]]:
-        """(which answer, what of it), as it comes. Vanished if the client is, Refused where the engine ends."""
-        watch = asyncio.ensure_future(_until_gone(receive))
-        watch.add_done_callback(lambda _: self.pieced.put_nowait((0, None)))
-        try:
-            for _ in self.requests:
-                while True:
-                    index, piece = await self.pieced.get()
-                    if piece is None:
-                        raise Vanished
-                    if piece.reason not in (None, "stop", "length"):
-                        raise Refused(503, f"the engine has ended: {self.calls.desk.failed}")
-                    yield index, piece
-                    if piece.reason is not None:
-                        break
-        finally:
-            watch.cancel()
+    async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece]]:
+        """(which answer, what of it), as it comes. Refused where the engine ends."""
+        left = len(self.requests)
+        while left:
+            index, piece = await self.pieced.get()
+            if piece.reason not in (None, "stop", "length"):
+                raise Refused(503, f"the engine has ended: {self.calls.desk.failed}")
+            left -= piece.reason is not None
+            yield index, piece
+
+    async def whole(self) -> list[AnswerPiece]:
+        """All of each answer."""
+        found = [AnswerPiece("") for _ in self.requests]
+        async for index, piece in self.pieces():
+            found[index] = found[index].then(piece)
+        return found
 
     def close(self) -> None:
         for id in self.left:
@@ -215,36 +220,34 @@ class _Answers:
             self.calls.open.discard(id)
 
 
-async def _until_gone(receive: Callable) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class _Stream(Response):
-    """Server-sent events, each a JSON object; the last is [DONE]."""
+class _Stream(StreamingResponse):
+    """Server-sent events, each a JSON object; the last is [DONE]. A client that goes away ends it, and its requests."""
 
     def __init__(self, answers: _Answers, writer: AnswerWriter):
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        del self.headers["content-length"]
-        self.answers, self.writer = answers, writer
+        super().__init__(
+            _events(answers, writer), headers={"Cache-Control": "no-store"}, media_type="text/event-stream"
+        )
+        self.answers = answers
 
     async def __call__(self, scope, receive, send) -> None:
-        async def say(text: str, more: bool = True) -> None:
-            data = f"data: {text}\n\n" if text else ""
-            await send({"type": "http.response.body", "body": data.encode(), "more_body": more})
-
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for event in self.writer.first():
-                await say(json.dumps(event))
-            async for index, piece in self.answers.pieces(receive):
-                await say(json.dumps(self.writer.piece(index, piece)))
-            if self.writer.call.usage:
-                await say(json.dumps(self.writer.last()))
-            await say("[DONE]", more=False)
-        except Refused as error:
-            await say(json.dumps({"error": {"message": error.reason, "type": "server_error"}}), more=False)
-        except (Vanished, OSError):
-            pass
+            await super().__call__(scope, receive, send)
         finally:
             self.answers.close()
+
+
+async def _events(answers: _Answers, writer: AnswerWriter) -> AsyncIterator[str]:
+    try:
+        for event in writer.first():
+            yield _event(event)
+        async for index, piece in answers.pieces():
+            yield _event(writer.answer([writer.choice(index, piece)]))
+        if writer.call.usage:
+            yield _event(writer.answer([], usage=writer.usage()))
+        yield "data: [DONE]\n\n"
+    except Refused as error:
+        yield _event({"error": {"message": error.reason, "type": "server_error"}})
+
+
+def _event(data: dict) -> str:
+    return f"data: {json.dumps(data)}\n\n"

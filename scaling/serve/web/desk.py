@@ -7,7 +7,7 @@ turn it tells the other ranks what is new, so that all call the scheduler with t
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -17,9 +17,10 @@ from torch import Tensor
 from scaling.collectives import broadcast
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.engine import Engine
-from scaling.serve.sampling import Draw
+from scaling.serve.engine import Engine, Given
+from scaling.serve.requests import Request
 from scaling.serve.states import (
+    Action,
     Admit,
     Arrive,
     Cancel,
@@ -28,20 +29,12 @@ from scaling.serve.states import (
     Move,
     Moved,
     Options,
-    Request,
     Run,
     SchedulerEvent,
     State,
 )
 from scaling.serve.text import TextStream
 from scaling.serve.web.figures import Figures
-
-
-class Ask(NamedTuple):
-    """A request, and how its tokens are drawn."""
-
-    request: Request
-    draw: Draw
 
 
 class TokenNote(NamedTuple):
@@ -62,6 +55,11 @@ class AnswerPiece(NamedTuple):
     tokens: int = 0
     cached: int = 0
 
+    def then(self, more: "AnswerPiece") -> "AnswerPiece":
+        """Both, the other one after this."""
+        text, notes = self.text + more.text, self.notes + more.notes
+        return AnswerPiece(text, notes, more.reason, self.tokens + more.tokens, self.cached + more.cached)
+
 
 Sink = Callable[[AnswerPiece], Any]
 
@@ -69,7 +67,7 @@ Sink = Callable[[AnswerPiece], Any]
 class News(NamedTuple):
     """What all ranks are told in a turn. `cut`: how many of the last tokens of a request count, which then ends."""
 
-    asks: tuple[Ask, ...] = ()
+    asks: tuple[Request, ...] = ()
     gone: tuple[int, ...] = ()
     cut: tuple[tuple[int, int], ...] = ()
     end: bool = False
@@ -78,10 +76,9 @@ class News(NamedTuple):
 class _Answer:
     """A request that is under way. `top`: the likeliest tokens that are wanted beside each; -1: no log-probability."""
 
-    def __init__(self, ask: Ask, stream: TextStream, top: int, sink: Sink):
-        self.ask, self.stream, self.top, self.sink = ask, stream, top, sink
-        self.logits: list[Tensor] = []  # of the tokens of this step
-        self.came, self.first, self.last, self.count, self.cached = time.monotonic(), math.nan, math.nan, 0, 0
+    def __init__(self, request: Request, stream: TextStream, top: int, sink: Sink):
+        self.request, self.stream, self.top, self.sink = request, stream, top, sink
+        self.came, self.last, self.count, self.cached = time.monotonic(), math.nan, 0, 0
 
 
 class Desk:
@@ -96,9 +93,9 @@ class Desk:
         self._cut: dict[int, int] = {}
 
     # from any thread
-    def ask(self, ask: Ask, stops: tuple[str, ...], top: int, sink: Sink) -> None:
+    def ask(self, request: Request, top: int, sink: Sink) -> None:
         """Serve a request that `scheduler.refusal` lets pass, whose id is its own; `sink` is called with each piece."""
-        self._mail.put(_Answer(ask, TextStream(self.tokenizer, stops), top, sink))
+        self._mail.put(_Answer(request, TextStream(self.tokenizer, request.stops), top, sink))
         if self.failed:
             self.fail(self.failed)
 
@@ -122,8 +119,8 @@ class Desk:
                     self.figures.ended("cancelled")
                 gone.append(mail)
             else:
-                self._answers[mail.ask.request.id] = mail
-                asks.append(mail.ask)
+                self._answers[mail.request.id] = mail
+                asks.append(mail.request)
         cut, self._cut = tuple(self._cut.items()), {}
         return News(tuple(asks), tuple(gone), cut, end)
 
@@ -136,22 +133,15 @@ class Desk:
             except Empty:
                 return
 
-    def note(self, id: int, logits: Tensor) -> None:
-        """For the engine: the logits[V] of a token that a request is given."""
-        if (answer := self._answers.get(id)) is not None and answer.top >= 0:
-            answer.logits.append(logits)
-
-    def give(self, given: dict[int, tuple[int, ...]]) -> None:
+    def give(self, given: dict[int, Given]) -> None:
         """Send out what a step has given."""
         now = time.monotonic()
-        for id, tokens in given.items():
-            answer = self._answers.get(id)
-            if answer is None:
+        for id, (tokens, logits) in given.items():
+            if (answer := self._answers.get(id)) is None:
                 continue
-            logits, answer.logits = answer.logits, []
-            for count, token in enumerate(scheduler.until_stop(answer.ask.request, tokens), 1):
+            for count, token in enumerate(answer.request.until_stop(tokens), 1):
                 self._timed(answer, now)
-                if token not in answer.ask.request.stop:
+                if token not in answer.request.stop:
                     text = answer.stream.push(token)
                     notes = (_note(token, logits[count - 1], answer.top),) if answer.top >= 0 else ()
                     if text or notes:
@@ -164,22 +154,24 @@ class Desk:
         answer.count += 1
         self.figures.token(now)
         if answer.count == 1:
-            answer.first = now
             self.figures.ttft.observe(now - answer.came)
         else:
             self.figures.tpot.observe(now - answer.last)
         answer.last = now
 
-    def admitted(self, id: int, cached: int) -> None:
-        if (answer := self._answers.get(id)) is not None:
-            answer.cached = max(answer.cached, cached)
-
-    def finish(self, action: Finish) -> None:
-        if (answer := self._answers.get(action.id)) is not None:
-            self._end(answer, action.reason)
+    def see(self, state: State, actions: Sequence[Action]) -> None:
+        """What the scheduler has decided."""
+        self.state = state
+        for action in actions:
+            if not isinstance(action, Admit | Finish) or (answer := self._answers.get(action.id)) is None:
+                continue
+            if isinstance(action, Finish):
+                self._end(answer, action.reason)
+            else:
+                answer.cached = max(answer.cached, action.cached)
 
     def _end(self, answer: _Answer, reason: str) -> None:
-        del self._answers[answer.ask.request.id]
+        del self._answers[answer.request.id]
         self.figures.ended(reason.partition(":")[0])
         answer.sink(AnswerPiece(answer.stream.rest(), (), reason, answer.count, answer.cached))
 
@@ -200,35 +192,22 @@ def _note(token: int, logits: Tensor, top: int) -> TokenNote:
 def loop(params: dict, config: Config, options: Options, mesh=None, desk: Desk | None = None, **engine) -> None:
     """Serve what comes to the desk of rank 0 until that is closed. Params as `Engine` has them, which
     takes the rest too. A refusal of the engine ends it, after all that wait have been told."""
-    draws: dict[int, Draw] = {}
-    execute = Engine(params, config, options, draws, mesh=mesh, logits=desk.note if desk else None, **engine)
-    state, done = scheduler.initial(options), []
-    while True:
-        news = _told(desk.news(wait=not done) if desk else News(), mesh)
-        if news.end:
-            return
-        state, actions = scheduler.step(state, _events(news, done, draws))
-        done = []
+    execute, state, done = Engine(params, config, options, mesh=mesh, **engine), scheduler.initial(options), []
+    while not (news := _told(desk.news(wait=not done) if desk else News(), mesh)).end:
+        state, actions = scheduler.step(state, _events(news, done))
         if desk:
-            desk.state = state
+            desk.see(state, actions)
+        done = []
         for action in actions:
-            if isinstance(action, Run):
-                given = execute(action)[1]
+            if isinstance(action, Run | Move):
+                given = execute.given(action)
                 if desk:
                     desk.give(given)
-                done.append(Done(action.worker, given))
-            elif isinstance(action, Move):
-                execute(action)
-                done.append(Moved(action.id))
-            elif isinstance(action, Finish):
-                draws.pop(action.id, None)
-                if desk:
-                    desk.finish(action)
-            elif isinstance(action, Admit) and desk:
-                desk.admitted(action.id, action.cached)
+                tokens = {id: own.tokens for id, own in given.items()}
+                done.append(Done(action.worker, tokens) if isinstance(action, Run) else Moved(action.id))
 
 
-def _events(news: News, done: list[Done | Moved], draws: dict[int, Draw]) -> list[SchedulerEvent]:
+def _events(news: News, done: list[Done | Moved]) -> list[SchedulerEvent]:
     """What the scheduler is told: the steps that are over, of whose tokens a stop text may have cut some, first."""
     cut = dict(news.cut)
     events: list[SchedulerEvent] = []
@@ -237,10 +216,7 @@ def _events(news: News, done: list[Done | Moved], draws: dict[int, Draw]) -> lis
             given = {id: some[: cut.get(id)] for id, some in event.tokens.items()}
             event = Done(event.worker, given, frozenset(cut))
         events.append(event)
-    for ask in news.asks:
-        draws[ask.request.id] = ask.draw
-        events.append(Arrive(ask.request))
-    return [*events, *(Cancel(id) for id in news.gone)]
+    return [*events, *map(Arrive, news.asks), *map(Cancel, news.gone)]
 
 
 def _told(news: News, mesh) -> News:

@@ -6,12 +6,12 @@ are served beside its own fields. A field that would change the answer and is no
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from scaling.serve import scheduler
-from scaling.serve.requests import Fields, Wish, read_ids, read_wish
-from scaling.serve.states import Options, Request
+from scaling.serve.requests import Defaults, Fields, Request, read_ids, requests_of
+from scaling.serve.states import Options
 from scaling.serve.web.desk import AnswerPiece, TokenNote
 
 COMMON = (
@@ -58,26 +58,19 @@ class Model(NamedTuple):
     most: int | None = None  # tokens of an answer, where a client says none
 
 
-class Asked(NamedTuple):
+class ClientCall(NamedTuple):
     """A call that can be served: a request for each of its answers."""
 
     chat: bool
-    prompts: list[list[int]]  # of each answer
+    requests: list[Request]
     asked: int  # tokens of the prompts, each once
-    wish: Wish
     top: int  # the likeliest tokens that are wanted beside each; -1: no log-probabilities
     stream: bool
     usage: bool  # whether a stream ends with it
-    ends: tuple[int, ...]
-
-    def requests(self, ids: Iterable[int]) -> list[Request]:
-        """With these ids."""
-        ends = frozenset(self.ends)
-        return [Request(id, tuple(prompt), self.wish.most, ends) for id, prompt in zip(ids, self.prompts, strict=False)]
 
 
-def read_body(body: bytes, model: Model, chat: bool) -> Asked:
-    """What a body asks for. ValueError with the reason, NotServed for another model."""
+def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> ClientCall:
+    """What a body asks for, in requests with these ids. ValueError with the reason, NotServed for another model."""
     fields = Fields(body)
     fields.only((*(CHAT if chat else PLAIN), *NEUTRAL, *NO_EFFECT))
     if (name := fields.given.get("model", model.name)) != model.name:
@@ -85,29 +78,26 @@ def read_body(body: bytes, model: Model, chat: bool) -> Asked:
     for field, neutral in NEUTRAL.items():
         if field in fields.given and fields.given[field] not in neutral:
             raise ValueError(f"{field} is not served\n  fix: leave it out")
+    word = "max_completion_tokens" if chat and "max_completion_tokens" in fields.given else "max_tokens"
     if chat:
-        prompts, top, word = [_chat_ids(fields, model)], _top_of_chat(fields), "max_completion_tokens"
-        word = word if word in fields.given else "max_tokens"
+        prompts, top = [_chat_ids(fields, model)], _top_of_chat(fields)
     else:
-        prompts, word = _prompts(fields, model), "max_tokens"
+        prompts = _prompts(fields, model)
         top = fields.whole("logprobs", -1, 0, TOP_PLAIN) if "logprobs" in fields.given else -1
+    n, tokens = fields.whole("n", 1, 1, CHOICES), sum(map(len, prompts))
+    if n * len(prompts) > CHOICES:
+        raise ValueError(f"{n * len(prompts)} answers in one call\n  fix: ask for at most {CHOICES}")
     room = model.options.length - max(map(len, prompts))
-    most = model.most or (max(1, room) if chat else MOST)
-    seed = secrets.randbits(62)
-    wish = read_wish(fields, model.tokenizer, most, word=word, temperature=1.0, seed=seed)
-    n = fields.whole("n", 1, 1, CHOICES)
-    asked, prompts = sum(map(len, prompts)), [prompt for prompt in prompts for _ in range(n)]
-    if len(prompts) > CHOICES:
-        raise ValueError(f"{len(prompts)} answers in one call\n  fix: ask for at most {CHOICES}")
+    unsaid = Defaults(model.most or (max(1, room) if chat else MOST), word, 1.0, secrets.randbits(62))
+    prompts = [prompt for prompt in prompts for _ in range(n)]
+    requests = requests_of(fields, prompts, ids, model.tokenizer, model.ends, unsaid)
+    for request in requests:
+        if why := scheduler.refusal(request, model.options):
+            raise ValueError(f"{why}\n  fix: give a shorter prompt, or a smaller {word}")
     options = fields.given.get("stream_options", {})
     if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
         raise ValueError('stream_options is not an object such as {"include_usage": true}\n  fix: give that')
-    usage = options.get("include_usage", False)
-    call = Asked(chat, prompts, asked, wish, top, fields.flag("stream"), usage, model.ends)
-    for request in call.requests(range(len(prompts))):
-        if why := scheduler.refusal(request, model.options):
-            raise ValueError(f"{why}\n  fix: give a shorter prompt, or a smaller {word}")
-    return call
+    return ClientCall(chat, requests, tokens, top, fields.flag("stream"), options.get("include_usage", False))
 
 
 def _top_of_chat(fields: Fields) -> int:
@@ -163,57 +153,42 @@ def _message(i: int, message: Any) -> dict[str, str]:
 class AnswerWriter:
     """The JSON of one call's answers."""
 
-    def __init__(self, call: Asked, model: Model):
+    def __init__(self, call: ClientCall, model: Model):
         self.call, self.model = call, model
-        self.id = f"{'chatcmpl' if call.chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self.created = int(time.time())
-        self.lengths = [0] * len(call.prompts)  # of the texts so far, in characters
+        kind = "chat.completion" if call.chat else "text_completion"
+        self.around = {
+            "id": f"{'chatcmpl' if call.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": kind + ".chunk" * (call.chat and call.stream),
+            "created": int(time.time()),
+            "model": model.name,
+        }
+        self.lengths = [0] * len(call.requests)  # of the texts so far, in characters
         self.tokens = self.cached = 0
-
-    def _around(self, kind: str, choices: list, **more: Any) -> dict:
-        own = {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
-        return own | {"choices": choices} | more
 
     def first(self) -> list[dict]:
         """What a stream of chat begins with."""
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk(i, delta, None, None) for i in range(len(self.call.prompts))] if self.call.chat else []
+        begin = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return [self.answer([{"index": i} | begin]) for i in range(len(self.call.requests))] if self.call.chat else []
 
-    def piece(self, index: int, piece: AnswerPiece) -> dict:
-        """A part of a stream."""
-        self._count(piece)
-        logprobs = self._logprobs(index, piece.notes)
-        if not self.call.chat:
-            text = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.reason}
-            return self._around("text_completion", [text])
-        return self._chunk(index, {"content": piece.text} if piece.text else {}, logprobs, piece.reason)
+    def answer(self, choices: list[dict], **more: Any) -> dict:
+        """All of it, or a part of a stream."""
+        return self.around | {"choices": choices} | more
 
-    def _chunk(self, index: int, delta: dict, logprobs: Any, reason: str | None) -> dict:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return self._around("chat.completion.chunk", [choice])
-
-    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict:
-        """All of it, of the pieces of each answer."""
-        choices = []
-        for index, some in enumerate(pieces):
-            text, notes = "".join(piece.text for piece in some), tuple(n for piece in some for n in piece.notes)
-            for piece in some:
-                self._count(piece)
-            said = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
-            reason = {"logprobs": self._logprobs(index, notes), "finish_reason": some[-1].reason}
-            choices.append({"index": index} | said | reason)
-        return self._around("chat.completion" if self.call.chat else "text_completion", choices, usage=self.usage())
-
-    def last(self) -> dict:
-        """What a stream ends with, where the client wants the usage."""
-        kind = "chat.completion.chunk" if self.call.chat else "text_completion"
-        return self._around(kind, [], usage=self.usage())
-
-    def _count(self, piece: AnswerPiece) -> None:
+    def choice(self, index: int, piece: AnswerPiece) -> dict:
         self.tokens += piece.tokens
         self.cached += piece.cached
+        said: dict = {"text": piece.text}
+        if self.call.chat and self.call.stream:
+            said = {"delta": {"content": piece.text} if piece.text else {}}
+        elif self.call.chat:
+            said = {"message": {"role": "assistant", "content": piece.text}}
+        return {"index": index} | said | {
+            "logprobs": self._logprobs(index, piece.notes), "finish_reason": piece.reason
+        }  # fmt: skip
 
     def usage(self) -> dict:
+        """Of the choices so far."""
         asked = self.call.asked
         counts = {"prompt_tokens": asked, "completion_tokens": self.tokens, "total_tokens": asked + self.tokens}
         return counts | {"prompt_tokens_details": {"cached_tokens": self.cached}}
