@@ -155,18 +155,11 @@ class _Layer:
             yield from self.wait("tensor", "RS Out" + mark)
         mlp = linear * (1 - self.attention)
         yield from self.wait("expert", "dispatch" + mark)
-        yield from self.mlp_waits("AG In" + mark)
+        yield from self.wait("tensor", "AG In" + mark)
         yield from self.compute("up" + mark, mlp * w.up, half / 2)
         yield from self.compute("down" + mark, mlp * (1 - w.up), half / 2)
-        yield from self.mlp_waits("RS Out" + mark)
+        yield from self.wait("tensor", "RS Out" + mark)
         yield from self.wait("expert", "combine" + mark)
-
-    def mlp_waits(self, name: str) -> Iterator[Operation]:
-        """Experts' MLPs gather and scatter all copies of a token; blocks in parallel have only one pair."""
-        w = self.work
-        times = w.blocks - 1 if w.projections else 1
-        for op in self.wait("tensor", name) if times else ():
-            yield Operation(op.lane, op.name, times * op.seconds, hidden=op.hidden)
 
     def backward(self) -> Iterator[Operation]:
         w, l, linear = self.work, self.layout, self.linear[1]
@@ -178,11 +171,11 @@ class _Layer:
         if l.remat == "block":
             yield from self.forward("'")
         yield from self.wait("expert", "dispatch dOut")
-        yield from self.mlp_waits("AG dOut")
+        yield from self.wait("tensor", "AG dOut")
         yield from self.compute("down", mlp * (1 - w.up), half)
-        yield from self.mlp_waits("AG In") if regathers else ()
+        yield from self.wait("tensor", "AG In") if regathers else ()
         yield from self.compute("up", mlp * w.up, half)
-        yield from self.mlp_waits("RS dIn")
+        yield from self.wait("tensor", "RS dIn")
         yield from self.wait("expert", "combine dIn")
         if w.projections:
             yield from self.wait("tensor", "AG dOut")

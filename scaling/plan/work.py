@@ -31,8 +31,7 @@ class LayerWork:
 
     `dense`: matrices that every token uses, split over tensor, of which `projections` are attention's and of these
     `kv` the K heads' of keys and values; `up`: the share of an MLP before its activation; `small`: what no axis but
-    fsdp splits (norms). `dots`: FLOPs of a token's causal dot products. `blocks`: AllGathers over tensor in a forward
-    pass, and as many ReduceScatters, in units of [tokens, D]. `exchanged`: of a token's keys and values, over
+    fsdp splits (norms). `dots`: FLOPs of a token's causal dot products. `exchanged`: of a token's keys and values, over
     context. `copies`: of a token, over expert, to at most `groups` of the experts' groups. `saved`: by policy, what
     the backward pass finds of a token: (split over tensor, not split), of which `operands` of matmuls. `inner`: of a
     token, what the backward pass of a layer holds at once beside [tokens, D]; `late`: which of it is gone when the
@@ -52,7 +51,6 @@ class LayerWork:
     experts: float
     routed: float
     dots: float
-    blocks: float
     exchanged: float
     copies: int
     groups: int
@@ -65,6 +63,12 @@ class LayerWork:
     ends: tuple[float, float]
     tied: bool = False
     up: float = 0.5
+
+    @property
+    def blocks(self) -> int:
+        """AllGathers over tensor in a forward pass, and as many ReduceScatters, of [tokens, D]: experts share one of
+        each, as they do in the run."""
+        return 2 if self.projections else 1
 
     @property
     def params(self) -> float:
@@ -90,7 +94,7 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
     if isinstance(model, Stack):
         return LayerWork(
             model.L, model.D, heads=model.F, kv_heads=model.F, dense=2 * model.D * model.F, projections=0, kv=0,
-            small=0, experts=0, routed=0, dots=0, blocks=1, exchanged=0, copies=0, groups=1, experts_count=1,
+            small=0, experts=0, routed=0, dots=0, exchanged=0, copies=0, groups=1, experts_count=1,
             saved={"none": (2 * model.F, model.D)},
             operands=0, inner=2 * model.F, late=model.F, passes=4 * model.F, ends=(0, 0),
         )  # fmt: skip
@@ -109,7 +113,6 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
         projections=active["attention"] / L,
         kv=0 if latent else 2 * config.D * config.K * config.H,
         small=(params["norms"] - config.D) / L, experts=experts, routed=routed, dots=attends,
-        blocks=1 + (config.k + (config.shared > 0) if config.moe else 1),
         exchanged=tm.kv_cache_bytes(config, 1, 1) / L, copies=config.k if config.moe else 0,
         groups=config.top_groups if config.expert_groups > 1 else config.E, experts_count=config.E,
         saved={

@@ -129,6 +129,8 @@ def test_experts():
     dense, split = planned(job, data=8), planned(job, expert=8)
     assert split.compute.linear == pytest.approx(dense.compute.linear)
     assert split.bytes["expert"] == pytest.approx(4 * config.L * 2 * 2**20 / 8 * config.D)
+    within = planned(job, data=4, tensor=2)  # attention's and the experts' gather and scatter, forward and backward
+    assert within.bytes["tensor"] == pytest.approx(8 * config.L * 2 * 2**20 / 4 * config.D)
     experts = config.L * config.E * 3 * config.D * config.F
     assert float(dense.held.params - split.held.params) == pytest.approx(2 * experts * 7 / 8)
     assert split.bytes["data"] == pytest.approx(2 * 2 * (job.work.params - experts), rel=0.001)  # only what is dense
