@@ -22,15 +22,10 @@ from scaling import launch
 from scaling.common.console import Parser, complaining, integer, output
 from scaling.hardware import Chip, load_chip
 from scaling.measure import network
-from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
+from scaling.measure.layouts import SETTINGS, Check, check_steps, median_error, table, tau
 from scaling.measure.layouts import as_dict as check_dict
 from scaling.measure.rates import combine_ranks, measure_rank, toml
 from scaling.train.settings import DTYPES
-
-
-def _check(chip: Chip, steps: Sequence[StepLayout], ranks: int, repeats: int = 7, dtype: str = "fp32") -> list[Check]:
-    """Predict and run each of these steps over so many ranks."""
-    return checked(chip, steps, launch.run(run_all, {"X": ranks}, steps, repeats, dtype, checked=False), dtype)
 
 
 def chip_table(chip: Chip) -> str:
@@ -82,11 +77,12 @@ def main(arguments: list[str] | None = None) -> int:
         Path(args.out).write_text(toml(chip))
     if not args.json:
         print(chip_table(chip) + (f"\nwrote {args.out}" if args.out else ""), flush=True)
-    checks = [] if args.no_check else _check(chip, layouts(args.ranks), args.ranks, min(args.repeats, 9))
+    checks = [] if args.no_check else check_steps(SETTINGS, chip, args.ranks, min(args.repeats, 9))
     if args.json:
         print(json.dumps(as_dict(chip, checks), indent=1))
     elif checks:
-        print("\nTraining steps, predicted from these numbers and run\n" + table(checks))
+        m, run = SETTINGS.model, f"{SETTINGS.batch} x {SETTINGS.seq} tokens in {SETTINGS.microbatches} microbatches"
+        print(f"\nA Transformer's step, L={m.L} D={m.D}, {run}, predicted from these numbers and run\n{table(checks)}")
     return 0
 
 

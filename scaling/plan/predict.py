@@ -1,4 +1,4 @@
-"""The book's stack of layers by a strategy: its training step, predicted on a chip, and run to compare."""
+"""The book's stack of layers by a strategy: a training step of it, run or traced."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,12 +6,9 @@ from types import ModuleType
 
 import torch
 
-from scaling.cost.counted import CountedStep, Prediction, price
-from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 from scaling.trace import Log, trace
-from scaling.trace.count import count_call
 from scaling.train.settings import DTYPES
 
 
@@ -48,25 +45,10 @@ def sgd_step(module: ModuleType, params: dict, In: torch.Tensor, mesh, rate: flo
     return Out
 
 
-def _run(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str) -> Callable[[], torch.Tensor]:
-    """The step of each device of a mesh of these sizes, on meta tensors."""
+def traced(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> Log:
+    """The lines of the step on each device of a mesh of these sizes: they have bytes and FLOPs, but took no time."""
     mesh = AbstractMesh(sizes)
     params, In = make_shards(module, size, mesh, lambda shape: torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
-    return lambda: sgd_step(module, params, In, mesh)
-
-
-def step_counts(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> CountedStep:
-    """What the strategy's step does on each device of a mesh of these sizes."""
-    return count_call(_run(module, size, sizes, dtype))
-
-
-def predict(module: ModuleType, size: Size, sizes: Mapping[str, int], chip: Chip, dtype: str = "fp32") -> Prediction:
-    """Price a strategy's step. The chip needs FLOPs/s in `dtype`, hbm_bw, and a network or measured collectives."""
-    return price(step_counts(module, size, sizes, dtype), sizes, chip, dtype)
-
-
-def traced(module: ModuleType, size: Size, sizes: Mapping[str, int], dtype: str = "fp32") -> Log:
-    """The lines of the step: they have bytes and FLOPs, but took no time."""
     with trace() as log:
-        _run(module, size, sizes, dtype)()
+        sgd_step(module, params, In, mesh)
     return log

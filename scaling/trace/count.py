@@ -1,6 +1,6 @@
 """A step as a count of its typed lines and of what runs between them, from a run of its own code (`cost.counted`)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from scaling.common.torch_private import storage_of
 from scaling.cost.counted import NONE, Calls, CountedStep, LineKind
 from scaling.trace.events import Event
-from scaling.trace.peak import peak_memory
 
 CURVED = ("gelu", "silu", "exp", "log", "erf", "tanh", "sigmoid", "softmax", "cos", "sin", "pow")  # in an op's name
 FREE = ("empty", "detach", "new_empty", "empty_like", "promote_types", "scalar_tensor")  # nothing is computed
@@ -73,11 +72,3 @@ def counted_step(events: Iterable[Event], between: Mapping[str, Calls]) -> Count
             lines[kind] = lines.get(kind, NONE).and_more(event.nbytes, event.wire_bytes)
     plain, curved = between.get("plain", NONE), between.get("curved", NONE)
     return CountedStep(products, reads, attention, plain, curved, lines, flops)
-
-
-def count_call(f: Callable[[], Any]) -> CountedStep:
-    """What f does, on an abstract mesh."""
-    between = Between()
-    with peak_memory(between.saw) as memory:
-        f()
-    return counted_step(memory.log.events, between.calls)

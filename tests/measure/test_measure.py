@@ -2,21 +2,17 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaling import cost
 from scaling.configs import get
-from scaling.cost import LayerShape, layer_bytes, layer_flops
-from scaling.cost.counted import pipelined
+from scaling.cost.counted import Calls, CountedStep, LineKind, pipelined, price
 from scaling.hardware import Chip, Efficiency, Measured, load_chip
 from scaling.measure import command, rates
-from scaling.measure.layouts import Check, StepLayout, checked, layouts, median_error, run_all, table, tau
-from scaling.mesh import AbstractMesh
-from scaling.plan.predict import Size, make_shards, predict, sgd_step, step_counts, traced
+from scaling.measure.layouts import Check, check_steps, median_error, table, tau
+from scaling.plan.choose import choices
 from scaling.plan.transformer_step import predict_transformer
-from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.train import dry
 from scaling.train.settings import Settings
 
@@ -78,36 +74,27 @@ def test_the_slowest_rank_counts():
     assert [(m.op, m.ranks, m.bandwidth) for m in (beside, alone)] == [("Matmul", 2, 1e9), ("Matmul", 1, 3e9)]
 
 
-@pytest.mark.parametrize(
-    ("module", "mesh", "name", "calls"),
-    [
-        (data_parallel, {"X": 2}, "dp", 2),
-        (fsdp, {"X": 2}, "fsdp", 6),
-        (tensor_parallel, {"Y": 2}, "tp", 4),
-        (fsdp_tp, {"X": 2, "Y": 1}, "fsdp", 6),
-        (fsdp_tp, {"X": 1, "Y": 2}, "tp", 4),
-    ],
-)
-def test_a_prediction_is_the_price_of_the_trace(module, mesh, name, calls):
-    size = Size(3, 16, 8, 32)
-    got, did = predict(module, size, mesh, CHIP), step_counts(module, size, mesh)
-    assert got.math == pytest.approx(layer_flops(LayerShape(16, 8, 32), 2) * 3 / 1e9)
-    moved = 2 * sum(layer_bytes(name, LayerShape(16, 8, 32), mesh.get("X", 1), mesh.get("Y", 1)).values())  # fp32
-    latencies = 3 * calls * 1e-4
-    if name == "dp":
-        moved /= 2  # an AllReduce's own time was measured, not that of two gathers
-    ((_, comms),) = got.comms
-    assert comms == pytest.approx(latencies + 3 * moved / 1e9)
-    Tmp, weights = 4 * 16 * 32 // 2, 3 * 2 * 8 * 32 * 4 // (1 if name == "dp" else 2)
-    assert did.curved.amount == 3 * (2 + 3) * Tmp  # gelu reads and writes Tmp, its derivative reads two arrays
-    assert did.plain.amount >= 3 * weights  # SGD alone
-    assert got.between == pytest.approx((did.plain.amount + did.curved.amount) / 1e10)
-    assert got.total == pytest.approx(got.math + got.between + comms)
-    assert got.overlapped <= got.total
-    rows = (*CHIP.measured, Measured("Activation", 2, 1e-5, 1e8), Measured("Product", 2, 1e-6, 1e9))
-    timed = predict(module, size, mesh, replace(CHIP, measured=rows))
-    assert timed.between - got.between == pytest.approx(3 * 2 * 1e-5 + did.curved.amount * (1 / 1e8 - 1 / 1e10))
-    assert timed.math - got.math == pytest.approx(3 * 6 * 1e-6 + did.reads.amount / 1e9)
+def test_a_step_s_price_is_what_its_calls_take():
+    """Products by their FLOPs, other work by its bytes, collectives as measured, and calls where they were."""
+    gather, reduce, send = (
+        LineKind(op, (axis,), "float32", ahead)
+        for op, axis, ahead in (("AllGather", "X", True), ("AllReduce", "Y", False), ("Send", "X", True))
+    )
+    step = CountedStep(
+        products=Calls(18, 6e6), reads=Calls(18, 3e6), attention=Calls(4, 1e6), plain=Calls(9, 2e6),
+        curved=Calls(6, 1e6), lines={gather: Calls(6, 3e6), reduce: Calls(2, 1e6), send: Calls(5, 1e6)},
+    )  # fmt: skip
+    got = price(step, {"X": 2, "Y": 2}, CHIP)
+    assert got.math == pytest.approx(6e6 / 1e9 + 1e6 / 0.25e9)
+    assert got.between == pytest.approx((2e6 + 1e6) / 1e10)
+    assert dict(got.comms) == {"X": pytest.approx(6e-4 + 3e-3), "Y": pytest.approx(2e-4 + 1e-3)}
+    assert got.total == pytest.approx(got.math + got.between + 3.6e-3 + 1.2e-3)
+    assert got.overlapped == pytest.approx(got.total - 3.6e-3)
+    assert price(step, {"X": 2, "Y": 2}, CHIP, "bf16").math == pytest.approx(got.math / 4)
+    rows = (*CHIP.measured, Measured("Activation", 4, 1e-5, 1e8), Measured("Product", 4, 1e-6, 1e9))
+    timed = price(step, {"X": 2, "Y": 2}, replace(CHIP, measured=rows))
+    assert timed.between - got.between == pytest.approx(6 * 1e-5 + 1e6 * (1 / 1e8 - 1 / 1e10))
+    assert timed.math - got.math == pytest.approx(18 * 1e-6 + 3e6 / 1e9 + 4 * 1e-6)
 
 
 def test_a_transformer_is_counted_whole():
@@ -163,7 +150,7 @@ def test_while_others_stand_still_collectives_are_quicker():
 
 def test_order_is_counted_in_pairs():
     def checks(*pairs):
-        return [Check(StepLayout({"X": 2}, "DP"), *pair) for pair in pairs]
+        return [Check({"X": 2}, *pair) for pair in pairs]
 
     assert tau(checks((1, 2), (2, 3), (3, 4))) == 1
     assert tau(checks((1, 4), (2, 3), (3, 2))) == -1
@@ -171,48 +158,28 @@ def test_order_is_counted_in_pairs():
     assert median_error(checks((1, 2), (3, 3), (9, 4))) == 0.5
 
 
-def run_step(mesh, name):
-    module, size = {"fsdp": fsdp, "tp": tensor_parallel}[name], Size(2, 8, 8, 16)
-    params, In = make_shards(module, size, mesh, torch.ones)
-    before = params["W_in"].clone()
-    sgd_step(module, params, In, mesh, rate=1e-3)
-    return bool((params["W_in"] != before).all())
-
-
-@pytest.mark.parametrize(("name", "mesh"), [("fsdp", {"X": 2}), ("tp", {"Y": 2})])
-def test_the_step_updates_the_params(ranks, name, mesh):
-    assert all(ranks(run_step, mesh, name))
-
-
-def test_the_abstract_step_has_the_bytes_of_the_strategy():
-    log = traced(fsdp, Size(2, 8, 8, 16), {"X": 4})
-    assert log.book_bytes == 2 * 2 * layer_bytes("fsdp", LayerShape(8, 8, 16), 4)["X"]
-    assert log.flops == 2 * layer_flops(LayerShape(8, 8, 16), 4)
-    assert AbstractMesh({"X": 4}).size() == 4
-
-
 def measured(mesh):
     rates.BUSY, rates.POOL = (16, 32, 32), 2**21  # here and on these ranks alone: nothing is measured in earnest
-    return rates.measure_rank(mesh, ("fp32",), 1, (2**15, 2**18), ((8, 16, 16), (16, 32, 64))), run_all(
-        mesh, STEPS, 1, "fp32"
-    )
-
-
-STEPS = [StepLayout({"X": 2}, "DP", Size(1, 8, 8, 16)), StepLayout({"Z": 2}, settings=replace(TINY, microbatches=2))]
+    return rates.measure_rank(mesh, ("fp32",), 1, (2**15, 2**18), ((8, 16, 16), (16, 32, 64)))
 
 
 @pytest.mark.slow
-def test_two_ranks_measure(ranks):
-    found = ranks(measured, {"X": 2})
-    chip = rates.combine_ranks([rank for rank, _ in found], "here")
+def test_two_ranks_measure_and_run_what_is_planned(ranks):
+    chip = rates.combine_ranks(ranks(measured, {"X": 2}), "here")
     assert {row.op for row in chip.measured} == {*OPS, "Product", "Pointwise", "Activation", "Matmul"}
     assert chip.flops("fp32") > 1e6
     assert "AllToAll" in command.chip_table(chip)
-    checks = checked(chip, STEPS, [times for _, times in found], "fp32")
+    some = replace(TINY, microbatches=2)
+    planned, _ = choices(some, 2, chip)
+    assert {choice.name for choice in planned} == {"P=2", "Z=2", "X=2", "C=2", "Y=2"}
+    for most, wanted in ((9, planned), (3, [planned[0], planned[2], planned[4]])):
+        checks = check_steps(some, chip, 2, 1, most)
+        assert [(c.sizes, c.predicted) for c in checks] == [(choice.sizes, choice.seconds) for choice in wanted]
     assert all(c.seconds > 0 < c.predicted for c in checks)
     assert "predicted ms" in table(checks)
-    assert command.as_dict(chip, checks)["steps"][1]["mesh"] == {"Z": 2}
-    assert [len(layouts(n)) for n in (2, 4)] == [6, 10]
+    assert command.as_dict(chip, checks)["steps"][0]["mesh"] == planned[0].sizes
+    with pytest.raises(ValueError, match="no mesh of 3 ranks suits"):
+        check_steps(TINY, chip, 3, 1)
 
 
 def test_command_refuses_nonsense(capsys):

@@ -10,18 +10,13 @@ the lower quartile counts. A job that --out has is not run again. Times decide n
 import json
 import sys
 from pathlib import Path
-from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scaling import launch
 from scaling.common.console import Parser
 from scaling.configs import get
 from scaling.hardware import load_chip
-from scaling.measure.layouts import Check, StepLayout, median_error, tau
-from scaling.measure.rates import barrier
-from scaling.mesh import Mesh
-from scaling.plan.choose import choices
+from scaling.measure.layouts import check_steps, median_error, tau
 from scaling.spec.sizes import format_sizes
 from scaling.train.settings import Settings
 
@@ -48,32 +43,14 @@ JOBS = {
 }
 
 
-def turns(mesh, steps: list[StepLayout], rounds: int) -> list[float]:
-    """Seconds of each step on this rank: the lower quartile of its turns."""
-    meshes = [Mesh(step.sizes) for step in steps]
-    ready = [step.prepared(on) for step, on in zip(steps, meshes, strict=True)]
-    found: list[list[float]] = [[] for _ in steps]
-    for turn in range(rounds + 1):
-        for once, seconds in zip(ready, found, strict=True):
-            barrier(mesh)
-            start = perf_counter()
-            once()
-            seconds += [perf_counter() - start] if turn else []
-    return [sorted(seconds)[len(seconds) // 4] for seconds in found]
-
-
 def one(name: str, settings: Settings, chip, ranks: int, rounds: int) -> dict:
-    found, _ = choices(settings, ranks, chip)
-    steps = [StepLayout(choice.sizes, settings=settings) for choice in found]
-    per_rank = launch.run(turns, {"X": ranks}, steps, rounds, checked=False)
-    measured = [max(times) for times in zip(*per_rank, strict=True)]
-    checks = [Check(s, c.seconds, t) for s, c, t in zip(steps, found, measured, strict=True)]
-    order = sorted(range(len(found)), key=measured.__getitem__)
+    checks = check_steps(settings, chip, ranks, rounds, most=1000)
+    quickest, names = min(checks, key=lambda check: check.seconds), [format_sizes(c.sizes) for c in checks]
     return {
-        "job": name, "chosen": found[0].name, "place": 1 + order.index(0),
-        "slower": measured[0] / measured[order[0]] - 1, "fastest": found[order[0]].name,
+        "job": name, "chosen": names[0], "place": 1 + sum(c.seconds < checks[0].seconds for c in checks),
+        "slower": checks[0].seconds / quickest.seconds - 1, "fastest": format_sizes(quickest.sizes),
         "median_error": median_error(checks), "tau": tau(checks),
-        "meshes": {format_sizes(c.layout.sizes): [c.predicted, c.seconds] for c in checks},
+        "meshes": {each: [c.predicted, c.seconds] for each, c in zip(names, checks, strict=True)},
     }  # fmt: skip
 
 
