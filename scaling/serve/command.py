@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from scaling import launch
 from scaling.common.console import Parser, complain, complaining, integer, output
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, loaded, on_ranks, served_by
-from scaling.serve.requests import RequestLine, read_requests
+from scaling.serve.requests import Request, RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import POLICIES, Options, Run
 from scaling.serve.text import TextStream, chat_template
@@ -85,8 +86,16 @@ def pages_of(lines: list[RequestLine], page: int, slots: int, most: int) -> tupl
 def run(mesh, args, what: Served, lines: list[RequestLine], options: Options) -> Simulated:
     """On every rank."""
     params, draft = loaded(args, what, mesh)
-    requests = [line.request for line in lines]
-    streams = {each.id: TextStream(what.tokenizer, each.stops) for each in requests if each.stops}
+    return serve(
+        params, what.config, [(line.arrival, line.request) for line in lines], options,
+        on_token=stops_of([line.request for line in lines], what.tokenizer),
+        draft=draft, mesh=mesh if mesh.size() > 1 else None, form=what.form,
+    )  # fmt: skip
+
+
+def stops_of(requests: list[Request], tokenizer: Any) -> Callable[[int, int], bool]:
+    """on_token(id, token): whether a request's text is now at one of those before which it ends."""
+    streams = {each.id: TextStream(tokenizer, each.stops) for each in requests if each.stops}
 
     def on_token(id: int, token: int) -> bool:
         if id not in streams:
@@ -94,10 +103,7 @@ def run(mesh, args, what: Served, lines: list[RequestLine], options: Options) ->
         streams[id].push(token)
         return streams[id].stopped
 
-    return serve(
-        params, what.config, [(line.arrival, line.request) for line in lines], options, on_token=on_token,
-        draft=draft, mesh=mesh if mesh.size() > 1 else None, form=what.form,
-    )  # fmt: skip
+    return on_token
 
 
 def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:

@@ -1,4 +1,5 @@
-"""Cached equals uncached: prefill, chunks and decode beside the model's own logits, on one device and on meshes."""
+"""Cached equals uncached (nanoGPT PR#613, "a bug or not?"): prefill, chunks and decode beside the model's own logits,
+on one device and on meshes."""
 
 import pytest
 import torch

@@ -74,6 +74,7 @@ def test_weights(config):
 
 @both
 def test_cache(config):
+    """llm-compressor#2176, Model-Optimizer#20, vllm PR#11906: scales are of the values, and never lost."""
     params, tokens = setting(config)
     (wanted, exact), (logits, cache) = run(params, tokens, config), run(params, tokens, config, dtype=torch.int8)
     assert 0 < (logits - wanted).norm() / wanted.norm() < 0.03
@@ -94,7 +95,7 @@ def test_cache(config):
 
 @both
 def test_what_a_prefill_sees_is_what_a_decode_sees(config):
-    """An int8 cache is read as it is stored, by the tokens that fill it too: chunks do not change the logits."""
+    """sglang#25790: an int8 cache is read as it is stored, by the tokens that fill it too: chunks change no logits."""
     params, tokens = setting(config)
     cache = serve.init_cache(config, B, S, dtype=torch.int8)
     once, _ = serve.extend(params, tokens[:, :6], cache, config)
